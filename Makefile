@@ -1,0 +1,102 @@
+# make example | test | build | cross | lint | format | clean
+#
+# PYTHON      interpreter of the environment (default python3)
+# VENV        the environment's folder; none: use PYTHON as it is and install nothing
+# BUILD_FLAGS, EXAMPLE_ARGS, PYTEST_ARGS   passed on to build_variant.py, generate.py and pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+BUILD_FLAGS ?=
+EXAMPLE_ARGS ?=
+PYTEST_ARGS ?=
+
+VIDEO := outputs/ltx_video.mp4
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
+
+ifeq ($(VENV),none)
+  RUN := $(PYTHON)
+  BIN :=
+  STAMPS :=
+else
+  RUN := $(VENV)/bin/python
+  BIN := $(VENV)/bin/
+  STAMPS := $(VENV)/.stamp-
+endif
+PIP := $(RUN) -m pip install --disable-pip-version-check -qq
+
+# What of the environment a target needs: nothing with VENV=none.
+needs = $(if $(STAMPS),$(addprefix $(STAMPS),$(1)))
+
+CXX_SOURCES = $(shell find kernel_src torch-ext -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \
+  -o -name '*.h' ! -name registration.h)
+
+.PHONY: help example test build cross lint format clean
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+example: build
+	$(RUN) examples/ltx_video/generate.py --output $(VIDEO) $(EXAMPLE_ARGS)
+
+test: build $(call needs,test)
+	$(RUN) -m pytest $(PYTEST_ARGS)
+
+build: $(call needs,example $(if $(filter-out 0,$(HAS_GPU)),cuda-compiler))
+	$(RUN) tools/build_variant.py $(BUILD_FLAGS)
+
+# The CUDA build, which needs no GPU, and what can be told of it without one.
+cross: $(call needs,test cuda-compiler cuda-binutils)
+	$(RUN) tools/build_variant.py --backend cuda $(BUILD_FLAGS)
+	$(RUN) tools/check_abi.py build/torch-stable-abi*
+	$(RUN) tools/kernel_resources.py .build/cuda
+
+lint: $(call needs,lint)
+	$(BIN)ruff check
+	$(BIN)ruff format --check
+	$(BIN)clang-format --dry-run --Werror $(CXX_SOURCES)
+
+format: $(call needs,lint)
+	$(BIN)ruff check --fix
+	$(BIN)ruff format
+	$(BIN)clang-format -i $(CXX_SOURCES)
+
+# All that the other targets make, but for the environment.
+clean:
+	rm -rf build .build outputs .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+ifneq ($(STAMPS),)
+$(STAMPS)venv:
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# Without a GPU Torch's CPU build, from where pip looks anyway or else from Torch's own index.
+$(STAMPS)torch: requirements/torch.txt | $(STAMPS)venv
+ifeq ($(HAS_GPU),0)
+	torch=$$(grep '^torch' $<)+cpu; $(PIP) "$$torch" 2>/dev/null \
+	  || $(PIP) "$$torch" --extra-index-url https://download.pytorch.org/whl/cpu
+else
+	$(PIP) -r $<
+endif
+	@touch $@
+
+$(STAMPS)example: requirements/example.txt $(STAMPS)torch
+	$(PIP) -r $<
+	@touch $@
+
+$(STAMPS)test: requirements/test.txt $(STAMPS)example
+	$(PIP) -r $<
+	@touch $@
+
+$(STAMPS)lint: requirements/lint.txt | $(STAMPS)venv
+	$(PIP) -r $<
+	@touch $@
+
+# pip's CUDA tools, unless this machine has its own.
+$(STAMPS)cuda-compiler: requirements/cuda-compiler.txt $(STAMPS)example
+	$(RUN) tools/builder/toolchain.py nvcc || $(PIP) -r $<
+	@touch $@
+
+$(STAMPS)cuda-binutils: requirements/cuda-binutils.txt $(STAMPS)example
+	$(RUN) tools/builder/toolchain.py cuobjdump nvdisasm || $(PIP) -r $<
+	@touch $@
+endif

@@ -1,0 +1,243 @@
+"""Accuracy beside eager PyTorch's: of each operation, and of the injected LTX-Video 2B.
+
+Operations, at LTX-Video's shapes: relative L2 distance of the kernel's output and of the eager
+expression's, in the same dtype and on the same inputs, from the float64 formula (expressions and
+formulas are those of the test suite). Model: distance of the injected and of the eager model's
+output from that of the float32 model with the same weights.
+
+Writes benchmarks/results/accuracy.json:
+
+    python benchmarks/bench_accuracy.py
+    python benchmarks/bench_accuracy.py --device cpu --tiny --output /tmp/accuracy.json
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from types import ModuleType
+
+import click
+import ltx
+import record
+import torch
+from distance import relative_distance
+from options import DEVICE, DTYPE, SIZES, TINY, output_option
+from tabulate import tabulate
+
+sys.path.insert(0, str(ltx.CHECKOUT / "tests"))
+import eager
+import references
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Early, middle and late in denoising, each with its own noise and prompt.
+DRAWS = ((0, 950.0), (1, 600.0), (2, 150.0))
+DEFAULT_SIZE, TINY_SIZE = ltx.VideoSize(49, 512, 768), ltx.VideoSize(9, 64, 96)
+# (batch, sequence, heads, head dim) of LTX-Video 2B at the default size
+SHAPE, TINY_SHAPE = (2, 2688, 32, 64), (2, 12, 2, 64)
+
+
+def cases(
+    kernel: ModuleType, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> dict[str, tuple[str, list, dict]]:
+    """Label of each case -> operation, positional and keyword arguments, drawn anew."""
+    batch, seq, heads, head_dim = shape
+    hidden = heads * head_dim
+
+    def normal(*size, std=1.0, mean=0.0):
+        return (torch.randn(size, device=device) * std + mean).to(dtype)
+
+    x = normal(batch, seq, hidden, std=1.5, mean=0.25)
+    residual = normal(batch, seq, hidden, std=2.0)
+    scale, shift, gate = (normal(batch, 1, hidden, std=0.5) for _ in range(3))
+    weight, bias = normal(hidden, std=0.2, mean=1.0), normal(hidden, std=0.2)
+    q, k = normal(batch, seq, hidden, std=1.5), normal(batch, seq, hidden, std=1.5)
+    head_weight = normal(head_dim, std=0.2, mean=1.0)
+    wide = normal(batch, seq, 8 * hidden, std=1.5)
+
+    coordinates = torch.rand(batch, seq, 3, device=device) * 2 - 1
+    exponents = torch.linspace(0, 1, hidden // 6, device=device)
+    rope = kernel.CoordinateRope(coordinates, 10000.0**exponents * (math.pi / 2))
+    angle = torch.rand(seq, head_dim // 2, device=device) * (2 * math.pi)
+    interleaved = [t.repeat_interleave(2, dim=-1) for t in (angle.cos(), angle.sin())]
+    half = [torch.cat([t, t], dim=-1) for t in (angle.cos(), angle.sin())]
+
+    modulation = [scale, shift]
+    return {
+        "rms_norm": ("rms_norm", [x, weight], {}),
+        "layer_norm": ("layer_norm", [x, weight, bias], {}),
+        "rms_norm_modulate": ("rms_norm_modulate", [x, *modulation], {}),
+        "layer_norm_modulate": ("layer_norm_modulate", [x, *modulation], {}),
+        "gated_residual": ("gated_residual", [residual, x, gate], {}),
+        "gated_residual_rms_norm_modulate": (
+            "gated_residual_rms_norm_modulate",
+            [residual, x, gate, *modulation],
+            {},
+        ),
+        "gated_residual_layer_norm_modulate": (
+            "gated_residual_layer_norm_modulate",
+            [residual, x, gate, *modulation],
+            {},
+        ),
+        "qk_norm_rope, across heads, coordinates": (
+            "qk_norm_rope",
+            [q, k, weight, weight, rope],
+            {"heads": heads, "eps": 1e-5},
+        ),
+        "qk_norm_rope, per head, interleaved": (
+            "qk_norm_rope",
+            [q, k, head_weight, head_weight, interleaved],
+            {"heads": heads, "norm": "per_head"},
+        ),
+        "qk_norm_rope, per head, half": (
+            "qk_norm_rope",
+            [q, k, head_weight, head_weight, half],
+            {"heads": heads, "norm": "per_head", "layout": "half"},
+        ),
+        "gelu, tanh": ("gelu", [wide], {"approximate": "tanh"}),
+        "gelu, exact": ("gelu", [wide], {}),
+        "silu": ("silu", [wide], {}),
+        "geglu": ("geglu", [wide], {}),
+        "swiglu": ("swiglu", [wide], {}),
+    }
+
+
+def ratio(kernel: float, eager: float) -> float:
+    """Kernel's error over eager's; 1 where both are exact."""
+    if eager == 0:
+        return 1.0 if kernel == 0 else math.inf
+    return kernel / eager
+
+
+def outputs(result: object) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+def measure_operations(
+    kernel: ModuleType, shape: tuple[int, int, int, int], device: torch.device
+) -> list[dict[str, object]]:
+    """One entry a dtype, case and output."""
+    entries = []
+    for dtype in DTYPES:
+        torch.manual_seed(0)
+        for label, (name, args, kwargs) in cases(kernel, shape, dtype, device).items():
+            exact, plain, ours = (
+                outputs(getattr(module, name)(*args, **kwargs))
+                for module in (references, eager, kernel)
+            )
+            for index, reference in enumerate(exact):
+                errors = {
+                    "kernel": relative_distance(ours[index], reference),
+                    "eager": relative_distance(plain[index], reference),
+                }
+                entries.append(
+                    {
+                        "operation": label,
+                        "output": index,
+                        "dtype": str(dtype).removeprefix("torch."),
+                        **errors,
+                        "ratio": ratio(**errors),
+                    }
+                )
+    return entries
+
+
+def upcast(arguments: dict[str, object]) -> dict[str, object]:
+    return {
+        name: value.float()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
+        for name, value in arguments.items()
+    }
+
+
+def measure_model(
+    model: torch.nn.Module,
+    kernel: ModuleType,
+    size: ltx.VideoSize,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, object]:
+    """Distances from the float32 model, one draw of inputs at a time."""
+    draws = [
+        (seed, timestep, ltx.inputs(model, size, device, dtype, seed, timestep))
+        for seed, timestep in DRAWS
+    ]
+    wide = copy.deepcopy(model).float()
+    references_ = [wide(**upcast(arguments))[0] for _, _, arguments in draws]
+    del wide
+    injected = ltx.twin(model)
+    kernel.inject_kernels(injected)
+
+    entries = []
+    for (seed, timestep, arguments), reference in zip(draws, references_, strict=True):
+        errors = {
+            "kernel": relative_distance(injected(**arguments)[0], reference),
+            "eager": relative_distance(model(**arguments)[0], reference),
+        }
+        entries.append({"seed": seed, "timestep": timestep, **errors, "ratio": ratio(**errors)})
+    together = {
+        key: math.sqrt(sum(entry[key] ** 2 for entry in entries) / len(entries))
+        for key in ("kernel", "eager")
+    }
+    return {
+        "size": str(size),
+        "tokens": size.tokens,
+        "batch": 2,
+        "dtype": str(dtype).removeprefix("torch."),
+        "draws": entries,
+        **together,
+        "ratio": ratio(**together),
+    }
+
+
+@click.command()
+@SIZES
+@DEVICE
+@DTYPE
+@TINY
+@output_option("accuracy")
+@torch.no_grad()
+def main(sizes, device, dtype, tiny, output) -> None:
+    """Measure the accuracy of each operation and of the injected LTX-Video 2B beside eager's.
+
+    --dtype and --sizes are the model's; the operations are measured in all three dtypes.
+    """
+    torch.set_float32_matmul_precision("highest")
+    kernel, _ = ltx.load_kernel()
+    operations = measure_operations(kernel, TINY_SHAPE if tiny else SHAPE, device)
+    rows = [
+        [f"{e['operation']} [{e['output']}]", e["dtype"], e["kernel"], e["eager"], e["ratio"]]
+        for e in operations
+    ]
+    headers = ["", "dtype", "kernel", "eager", "ratio"]
+    formats = ("", "", ".3e", ".3e", ".3f")
+    click.echo(tabulate(rows, headers, floatfmt=formats))
+
+    model = ltx.transformer(device, dtype, tiny)
+    sizes = sizes or [TINY_SIZE if tiny else DEFAULT_SIZE]
+    models = [measure_model(model, kernel, size, dtype, device) for size in sizes]
+    for result in models:
+        rows = [
+            [f"timestep {e['timestep']:.0f}", e["kernel"], e["eager"], e["ratio"]]
+            for e in result["draws"]
+        ]
+        rows.append(["together", result["kernel"], result["eager"], result["ratio"]])
+        click.echo(f"\nLTX, {result['size']}, {result['dtype']}: distance from the float32 model")
+        click.echo(tabulate(rows, ["", "injected", "eager", "ratio"], floatfmt=formats[1:]))
+
+    names = ("batch", "sequence", "heads", "head_dim")
+    shape = dict(zip(names, TINY_SHAPE if tiny else SHAPE, strict=True))
+    results = {
+        "environment": record.environment(device),
+        "shape": shape,
+        "operations": operations,
+        "models": models,
+    }
+    record.write(output, results)
+    click.echo(f"\nWrote {output}")
+
+
+if __name__ == "__main__":
+    main()

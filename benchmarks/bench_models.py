@@ -1,0 +1,175 @@
+"""One forward of LTX-Video 2B: eager, compiled, injected, injected and compiled, in one run.
+
+Random weights at the published sizes, inputs as LTXPipeline passes them with guidance (batch 2).
+All modes share one set of weights and take turns. Writes benchmarks/results/models.json:
+
+    python benchmarks/bench_models.py
+    python benchmarks/bench_models.py --modes eager,injected --sizes 49x512x768
+    python benchmarks/bench_models.py --device cpu --tiny --output /tmp/models.json
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import click
+import kernel_times
+import ltx
+import record
+import timing
+import torch
+from distance import relative_distance
+from options import DEVICE, DTYPE, SIZES, TINY, modes_option, output_option
+from tabulate import tabulate
+
+DEFAULT_SIZES = (ltx.VideoSize(49, 512, 768), ltx.VideoSize(161, 512, 768))
+WARM_UP_ROUNDS = 2
+TINY_SIZES = (ltx.VideoSize(9, 64, 96), ltx.VideoSize(17, 64, 96))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all sizes have in common."""
+
+    device: torch.device
+    dtype: torch.dtype
+    modes: list[str]
+    rounds: int
+    profiled_calls: int
+
+
+def inject(
+    model: torch.nn.Module, kernel: ModuleType, forward: Callable[[], object], device: torch.device
+) -> dict[str, object]:
+    """Inject the kernels and report the time to full speed and the memory that it took."""
+    counted = device.type == "cuda"
+    timing.synchronize(device)
+    before = torch.cuda.memory_allocated(device) if counted else None
+    full_speed = timing.time_to_full_speed(lambda: kernel.inject_kernels(model), forward, device)
+    after = torch.cuda.memory_allocated(device) if counted else None
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    return {
+        **full_speed,
+        "weights_bytes": weights,
+        "allocated_growth_bytes": after - before if counted else None,
+    }
+
+
+def measure_size(
+    model: torch.nn.Module, kernel: ModuleType | None, size: ltx.VideoSize, settings: Settings
+) -> dict[str, object]:
+    """All modes at one size."""
+    device = settings.device
+    arguments = ltx.inputs(model, size, device, settings.dtype)
+    result: dict[str, object] = {"tokens": size.tokens, "batch": 2, "modes": {}}
+
+    reference = model(**arguments)[0]  # also makes the libraries load, whatever mode is first
+    forwards = {}
+    for mode in settings.modes:
+        entry = result["modes"][mode] = {}
+        instance = ltx.twin(model)
+        forward = forwards[mode] = functools.partial(instance, **arguments)
+        if mode == "injected":
+            forward()
+            result["injection"] = inject(instance, kernel, forward, device)
+        elif mode == "injected+compiled":
+            kernel.inject_kernels(instance)
+        if mode.endswith("compiled"):
+            ltx.compile_whole(instance)
+            begin = time.perf_counter()
+            forward()
+            timing.synchronize(device)
+            entry["first_forward_s"] = time.perf_counter() - begin
+            click.echo(f"{size} {mode}: compiled in {entry['first_forward_s']:.1f} s")
+        entry["distance_from_eager"] = relative_distance(forward()[0], reference)
+
+    timing.interleave(forwards, WARM_UP_ROUNDS, device)
+    samples = timing.interleave(forwards, settings.rounds, device)
+    for mode, entry in result["modes"].items():
+        entry["ms"] = timing.summarize(samples[mode])
+        if device.type == "cuda":
+            events = kernel_times.trace(forwards[mode], settings.profiled_calls)
+            entry["kernels"] = kernel_times.breakdown(events, settings.profiled_calls)
+    result["speedups"] = timing.speedups(
+        {mode: e["ms"]["median"] for mode, e in result["modes"].items()}
+    )
+    return result
+
+
+def show_kernels(size: str, result: dict) -> None:
+    """Print each mode's largest kernels outside matrix products and attention."""
+    for mode, entry in result["modes"].items():
+        rows = [
+            [k["ms"], k["launches"], "ours" if k["ours"] else "", k["name"][:110]]
+            for k in entry["kernels"]["largest_others"]
+        ]
+        click.echo(f"\n{size}, {mode}: largest kernels outside matrix products and attention")
+        click.echo(tabulate(rows, ["ms", "launches", "", "kernel"], floatfmt=".3f"))
+
+
+def show_times(size: str, result: dict) -> None:
+    """Print the modes' times, split by kernel class, and what injection took."""
+    rows = []
+    for mode, entry in result["modes"].items():
+        median = entry["ms"]["median"]
+        row = [mode, median, 100 * entry["ms"]["spread"]]
+        row += [result["speedups"][mode].get(other) for other in ("eager", "compiled")]
+        if "kernels" in entry:
+            kernels = entry["kernels"]
+            row += [kernels["classes"][key]["ms"] for key in kernel_times.CLASSES]
+            row += [median - kernels["total"]["ms"], kernels["total"]["launches"]]
+        rows.append(row)
+    headers = ["mode", "ms", "spread %", "x eager", "x compiled"]
+    headers += [*kernel_times.CLASSES.values(), "gaps", "launches"]
+    click.echo(f"\n{size}, {result['batch']}x{result['tokens']} tokens")
+    click.echo(tabulate(rows, headers[: len(rows[0])], floatfmt=".2f"))
+    if "injection" in result:
+        injection = result["injection"]
+        click.echo(
+            f"From inject_kernels to full speed {injection['full_speed_s']:.3f} s, "
+            f"inject_kernels itself {injection['change_s']:.3f} s, "
+            f"memory growth {injection['allocated_growth_bytes']} bytes"
+        )
+
+
+@click.command()
+@SIZES
+@modes_option(ltx.MODES)
+@DEVICE
+@DTYPE
+@TINY
+@click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True)
+@click.option("--profiled-calls", type=click.IntRange(min=1), default=3, show_default=True)
+@output_option("models")
+@torch.no_grad()
+def main(sizes, modes, device, dtype, tiny, rounds, profiled_calls, output) -> None:
+    """Time one forward of LTX-Video 2B in each mode, with its GPU time by kernel class."""
+    settings = Settings(device, dtype, modes, rounds, profiled_calls)
+    injected = any(mode.startswith("injected") for mode in modes)
+    kernel, load_seconds = ltx.load_kernel() if injected else (None, None)
+    model = ltx.transformer(device, dtype, tiny)
+    results = {
+        "environment": record.environment(device),
+        "model": "LTX-Video 2B, random weights" if not tiny else "tiny LTX, random weights",
+        "dtype": str(dtype).removeprefix("torch."),
+        "rounds": rounds,
+        "get_kernel_s": load_seconds,
+        "sizes": {},
+    }
+    for size in sizes or (TINY_SIZES if tiny else DEFAULT_SIZES):
+        torch.compiler.reset()
+        results["sizes"][str(size)] = measure_size(model, kernel, size, settings)
+        record.write(output, results)
+        if device.type == "cuda":
+            show_kernels(str(size), results["sizes"][str(size)])
+    for size, result in results["sizes"].items():
+        show_times(size, result)
+    click.echo(f"\nWrote {output}")
+
+
+if __name__ == "__main__":
+    main()

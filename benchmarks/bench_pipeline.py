@@ -1,0 +1,197 @@
+"""The whole LTX-Video pipeline but the text encoder: denoising loop and VAE decoding.
+
+Random weights at the published sizes, made-up prompt embeddings, guidance 3 (so batch 2), frames
+decoded and left on the GPU. All modes share one set of weights and take turns. Writes
+benchmarks/results/pipeline.json:
+
+    python benchmarks/bench_pipeline.py
+    python benchmarks/bench_pipeline.py --modes eager,compiled,injected --videos 49x512x704:30
+    python benchmarks/bench_pipeline.py --device cpu --tiny --output /tmp/pipeline.json
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from dataclasses import dataclass
+from types import ModuleType
+
+import click
+import ltx
+import record
+import timing
+import torch
+from distance import psnr
+from options import DEVICE, DTYPE, TINY, VideoSizes, modes_option, output_option
+from tabulate import tabulate
+
+GUIDANCE = 3.0
+DEFAULT_VIDEOS = "49x512x704:30,161x512x768:50"
+TINY_VIDEOS = "9x64x96:3,17x64x96:2"
+
+
+@dataclass(frozen=True)
+class Video:
+    """A video and the number of denoising steps it takes."""
+
+    size: ltx.VideoSize
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.size}:{self.steps}"
+
+
+class Videos(click.ParamType):
+    """Comma-separated FRAMESxHEIGHTxWIDTH:STEPS."""
+
+    name = "videos"
+
+    def convert(self, value, param, ctx) -> list[Video]:
+        videos = []
+        for part in value.split(","):
+            size, _, steps = part.partition(":")
+            # The scheduler's shift to a terminal sigma divides by zero at one step.
+            if not steps.isdecimal() or int(steps) < 2:
+                self.fail(f"a video is FRAMESxHEIGHTxWIDTH:STEPS, got {part!r}", param, ctx)
+            videos.append(Video(VideoSizes().convert(size, param, ctx)[0], int(steps)))
+        return videos
+
+
+def seconds(run, device: torch.device) -> float:
+    """Time of one call by the clock, from an idle device to an idle device."""
+    timing.synchronize(device)
+    begin = time.perf_counter()
+    run()
+    timing.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def build(
+    mode: str, model: torch.nn.Module, vae: torch.nn.Module, kernel: ModuleType | None
+) -> ltx.LTXPipeline:
+    """A pipeline in the given mode, over the weights of `model`."""
+    pipe = ltx.pipeline(ltx.twin(model), vae)
+    if mode.startswith("injected"):
+        kernel.inject_kernels(pipe)
+    if mode.endswith("compiled"):
+        ltx.compile_whole(pipe.transformer)
+    return pipe
+
+
+def measure_video(
+    model: torch.nn.Module,
+    vae: torch.nn.Module,
+    kernel: ModuleType | None,
+    video: Video,
+    modes: list[str],
+    rounds: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, object]:
+    """All modes on one video."""
+    prompt = ltx.prompt(model, device, dtype)
+
+    def run(pipe, steps=video.steps, output_type="pt"):
+        return pipe(
+            **prompt,
+            num_frames=video.size.frames,
+            height=video.size.height,
+            width=video.size.width,
+            frame_rate=ltx.FRAME_RATE,
+            num_inference_steps=steps,
+            guidance_scale=GUIDANCE,
+            generator=torch.Generator(device).manual_seed(0),
+            output_type=output_type,
+        ).frames
+
+    runs, results = {}, {}
+    for mode in modes:
+        pipe = build(mode, model, vae, kernel)
+        warm_up = seconds(functools.partial(run, pipe, steps=2), device)
+        click.echo(f"{video} {mode}: two steps, with what happens once: {warm_up:.2f} s")
+        runs[mode] = functools.partial(run, pipe)
+        results[mode] = {"first_two_steps_s": warm_up}
+
+    frames = {}
+
+    def timed(mode):
+        frames[mode] = None  # freed before the next video is made
+        frames[mode] = runs[mode]()
+
+    samples = timing.interleave(
+        {mode: functools.partial(timed, mode) for mode in modes}, rounds, device, seconds
+    )
+    for mode, result in results.items():
+        if not torch.isfinite(frames[mode]).all():
+            raise RuntimeError(f"{mode}: the video has values that are not finite")
+        result["seconds"] = timing.summarize(samples[mode])
+        if "eager" in frames and mode != "eager":
+            distance = psnr(frames[mode], frames["eager"])
+            result["psnr_to_eager_db"] = distance if math.isfinite(distance) else None
+
+    latents = torch.randn(1, vae.config.latent_channels, *video.size.latent, device=device)
+    decode = functools.partial(vae.decode, latents.to(dtype))
+    decode()
+    medians = {mode: result["seconds"]["median"] for mode, result in results.items()}
+    return {
+        "tokens": video.size.tokens,
+        "batch": 2,
+        "steps": video.steps,
+        "vae_decode_ms": timing.summarize([timing.milliseconds(decode, device) for _ in range(3)]),
+        "modes": results,
+        "speedups": timing.speedups(medians),
+    }
+
+
+def show(video: str, result: dict) -> None:
+    rows = [
+        [mode, entry["seconds"]["median"], 100 * entry["seconds"]["spread"]]
+        + [result["speedups"][mode].get(other) for other in ("eager", "compiled")]
+        + [entry.get("psnr_to_eager_db")]
+        for mode, entry in result["modes"].items()
+    ]
+    click.echo(
+        f"\n{video}, {result['batch']}x{result['tokens']} tokens, "
+        f"VAE decoding {result['vae_decode_ms']['median']:.0f} ms"
+    )
+    headers = ["mode", "seconds", "spread %", "x eager", "x compiled", "PSNR to eager"]
+    click.echo(tabulate(rows, headers, floatfmt=".2f"))
+
+
+@click.command()
+@click.option("--videos", type=Videos(), help=f"[default: {DEFAULT_VIDEOS}]")
+@modes_option(("eager", "injected"))
+@DEVICE
+@DTYPE
+@TINY
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@output_option("pipeline")
+@torch.no_grad()
+def main(videos, modes, device, dtype, tiny, rounds, output) -> None:
+    """Time the whole LTX-Video pipeline, text encoder apart, in each mode."""
+    injected = any(mode.startswith("injected") for mode in modes)
+    kernel, _ = ltx.load_kernel() if injected else (None, None)
+    model = ltx.transformer(device, dtype, tiny)
+    vae = ltx.vae(device, dtype, tiny)
+    results = {
+        "environment": record.environment(device),
+        "model": "LTX-Video 2B, random weights" if not tiny else "tiny LTX, random weights",
+        "dtype": str(dtype).removeprefix("torch."),
+        "guidance": GUIDANCE,
+        "rounds": rounds,
+        "videos": {},
+    }
+    videos = videos or Videos().convert(TINY_VIDEOS if tiny else DEFAULT_VIDEOS, None, None)
+    for video in videos:
+        torch.compiler.reset()
+        results["videos"][str(video)] = measure_video(
+            model, vae, kernel, video, modes, rounds, device, dtype
+        )
+        record.write(output, results)
+        show(str(video), results["videos"][str(video)])
+    click.echo(f"\nWrote {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""GPU time of a forward by kernel class, from the kernel events of torch.profiler's trace."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+PACKAGE = "h100_diffusers_kernels"
+CLASSES = {"gemm": "matrix products", "attention": "attention", "other": "everything else"}
+
+# The names of Inductor's pointwise and reduction kernels list the operators fused into them, and so
+# may say addmm or attention; only its templates (triton_tem) are matrix products or attention.
+_INDUCTOR_LOOP = re.compile(r"^triton_(poi|red|per|for|split_scan)_")
+_ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
+_GEMM = re.compile(r"nvjet|gemm|gemv|cutlass|cublas|splitk|triton_tem|triton_mm", re.IGNORECASE)
+
+
+def classify(name: str) -> str:
+    """Key of CLASSES for a kernel, by the names that cuBLAS, cuDNN, ATen and Triton give theirs."""
+    if _INDUCTOR_LOOP.match(name):
+        return "other"
+    if _ATTENTION.search(name):
+        return "attention"
+    return "gemm" if _GEMM.search(name) else "other"
+
+
+def trace(forward: Callable[[], object], calls: int) -> list[dict]:
+    """Events of the Chrome trace that torch.profiler writes of `calls` calls."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities):
+        forward()  # starting the profiler disturbs the first call under it
+        torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(calls):
+            forward()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return json.loads(path.read_text())["traceEvents"]
+
+
+def breakdown(events: Iterable[dict], calls: int, top: int = 15) -> dict[str, object]:
+    """Time (ms) and launches a call: by class, of this package's kernels, of the largest others.
+
+    Copies and fills that the GPU does count as kernels of the class "other".
+    """
+    times: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            times[event["name"]] += event["dur"] / 1e3
+            counts[event["name"]] += 1
+    if not times:
+        raise RuntimeError("the trace holds no kernel: was the forward run on the GPU?")
+
+    kernels = [
+        {
+            "name": name,
+            "class": classify(name),
+            "ours": PACKAGE in name,
+            "ms": times[name] / calls,
+            "launches": counts[name] / calls,
+        }
+        for name in sorted(times, key=times.__getitem__, reverse=True)
+    ]
+
+    def total(chosen: list[dict]) -> dict[str, float]:
+        return {key: sum(kernel[key] for kernel in chosen) for key in ("ms", "launches")}
+
+    others = [kernel for kernel in kernels if kernel["class"] == "other"]
+    return {
+        "total": total(kernels),
+        "classes": {
+            key: total([kernel for kernel in kernels if kernel["class"] == key]) for key in CLASSES
+        },
+        "ours": total([kernel for kernel in kernels if kernel["ours"]]),
+        # Names in full: two instantiations of a template differ in their arguments alone.
+        "largest_others": others[:top],
+        "all_ours": [kernel for kernel in kernels if kernel["ours"]],
+        "products_and_attention": [k for k in kernels if k["class"] != "other"][:top],
+    }

@@ -1,0 +1,105 @@
+"""Timing of functions that take turns, so that a drift of the clocks falls on all of them alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def milliseconds(function: Callable[[], object], device: torch.device) -> float:
+    """Time of one call that begins on an idle device: by CUDA events, on a CPU by the clock."""
+    synchronize(device)
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+    begin = time.perf_counter()
+    function()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def interleave(
+    functions: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    measure: Callable[[Callable[[], object], torch.device], float] = milliseconds,
+) -> dict[str, list[float]]:
+    """Measure each function once a round; the order moves on by one from round to round.
+
+    Moving on, so that no function always runs after the same other one.
+    """
+    names = list(functions)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            samples[name].append(measure(functions[name], device))
+    return samples
+
+
+def summarize(samples: list[float]) -> dict[str, float]:
+    """Median, extremes and quartile spread (relative to the median) of the samples."""
+    median = statistics.median(samples)
+    if len(samples) > 1:
+        low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    else:
+        low = high = median
+    return {
+        "median": median,
+        "min": min(samples),
+        "max": max(samples),
+        "spread": (high - low) / median,
+        "samples": len(samples),
+    }
+
+
+def speedups(times: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """For each name, how many times as fast as each other one it is."""
+    return {
+        name: {other: theirs / own for other, theirs in times.items() if other != name}
+        for name, own in times.items()
+    }
+
+
+def time_to_full_speed(
+    change: Callable[[], object],
+    forward: Callable[[], object],
+    device: torch.device,
+    forwards: int = 8,
+    tolerance: float = 0.05,
+) -> dict[str, float]:
+    """How long after calling `change` the first forward at full speed has ended.
+
+    Full speed is the median of the later half of `forwards` synchronized calls, and a call is at
+    full speed within `tolerance` of it.
+    """
+    synchronize(device)
+    begin = time.perf_counter()
+    change()
+    synchronize(device)
+    ends = [time.perf_counter() - begin]
+    for _ in range(forwards):
+        forward()
+        synchronize(device)
+        ends.append(time.perf_counter() - begin)
+    durations = [b - a for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    steady = statistics.median(durations[forwards // 2 :])
+    first = next(i for i, time_ in enumerate(durations) if time_ <= (1 + tolerance) * steady)
+    return {
+        "change_s": ends[0],
+        "first_forward_s": durations[0],
+        "steady_forward_s": steady,
+        "forwards_before": first,
+        "full_speed_s": ends[first + 1],
+    }

@@ -1,0 +1,256 @@
+// Row norms with optional gated residual in front and modulation behind, and the gated residual alone.
+//
+// One kernel is composed of three policies: what a row's values are (Input), how they are normalized (Norm)
+// and what becomes of the normalized values (Output). A row is read from memory once; it is small enough to
+// be in cache when the norm reads it again.
+#include <cstdint>
+#include <memory>
+
+#include "multiversion.h"
+#include "params.h"
+#include "rows.h"
+#include "vector.h"
+
+namespace h100_diffusers_kernels {
+namespace {
+
+// Input: x itself.
+template <typename T>
+class PlainInput {
+ public:
+  static constexpr bool kNeedsScratch = false;
+
+  PlainInput(const RowNormParams& params, const RowCursor& row, float*)
+      : x_(row.pointer<const T>(params.x)) {}
+
+  template <int n>
+  ALWAYS_INLINE Floats<n> first(int64_t column) const {
+    return load<n>(x_ + column);
+  }
+
+  template <int n>
+  ALWAYS_INLINE Floats<n> again(int64_t column) const {
+    return load<n>(x_ + column);
+  }
+
+ private:
+  const T* x_;
+};
+
+// Input: residual + gate * x, which the first read writes back. The norm goes on with the unrounded values.
+template <typename T>
+class GatedResidualInput {
+ public:
+  static constexpr bool kNeedsScratch = true;
+
+  GatedResidualInput(const RowNormParams& params, const RowCursor& row, float* scratch)
+      : x_(row.pointer<const T>(params.x)),
+        residual_(row.pointer<const T>(params.residual)),
+        gate_(row.pointer<const T>(params.gate)),
+        residual_out_(row.pointer<T>(params.residual_out)),
+        scratch_(scratch) {}
+
+  template <int n>
+  ALWAYS_INLINE Floats<n> update(int64_t column) const {
+    Floats<n> h = load<n>(x_ + column);
+    if (gate_ != nullptr) h *= load<n>(gate_ + column);
+    h += load<n>(residual_ + column);
+    store<n>(residual_out_ + column, h);
+    return h;
+  }
+
+  template <int n>
+  ALWAYS_INLINE Floats<n> first(int64_t column) const {
+    const Floats<n> h = update<n>(column);
+    store<n>(scratch_ + column, h);
+    return h;
+  }
+
+  template <int n>
+  ALWAYS_INLINE Floats<n> again(int64_t column) const {
+    return load<n>(scratch_ + column);
+  }
+
+ private:
+  const T* x_;
+  const T* residual_;
+  const T* gate_;
+  T* residual_out_;
+  float* scratch_;
+};
+
+struct RmsNorm {
+  float rstd;
+
+  template <int kLanes, typename Input>
+  ALWAYS_INLINE RmsNorm(Lanes<kLanes>, const Input& input, int64_t hidden, float eps) {
+    const double squares =
+        sum_columns<kLanes>(hidden, [&]<int n>(Lanes<n>, int64_t column) ALWAYS_INLINE_LAMBDA {
+          const Floats<n> h = input.template first<n>(column);
+          return h * h;
+        });
+    rstd = reciprocal_deviation(squares, hidden, eps);
+  }
+
+  template <int n>
+  ALWAYS_INLINE Floats<n> apply(const Floats<n>& h) const {
+    return h * rstd;
+  }
+};
+
+// The variance is the mean of squared differences from the mean, so a large mean costs no accuracy.
+struct LayerNorm {
+  float mean;
+  float rstd;
+
+  template <int kLanes, typename Input>
+  ALWAYS_INLINE LayerNorm(Lanes<kLanes>, const Input& input, int64_t hidden, float eps) {
+    const double total =
+        sum_columns<kLanes>(hidden, [&]<int n>(Lanes<n>, int64_t column)
+                                        ALWAYS_INLINE_LAMBDA { return input.template first<n>(column); });
+    mean = static_cast<float>(total / static_cast<double>(hidden));
+    const double squares =
+        sum_columns<kLanes>(hidden, [&]<int n>(Lanes<n>, int64_t column) ALWAYS_INLINE_LAMBDA {
+          const Floats<n> difference = input.template again<n>(column) - mean;
+          return difference * difference;
+        });
+    rstd = reciprocal_deviation(squares, hidden, eps);
+  }
+
+  template <int n>
+  ALWAYS_INLINE Floats<n> apply(const Floats<n>& h) const {
+    return (h - mean) * rstd;
+  }
+};
+
+// Output: normalized * weight + bias, each optional.
+template <typename T>
+class AffineOutput {
+ public:
+  AffineOutput(const RowNormParams& params, const RowCursor& row)
+      : out_(row.pointer<T>(params.out)),
+        weight_(static_cast<const T*>(params.weight)),
+        bias_(static_cast<const T*>(params.bias)) {}
+
+  template <int n>
+  ALWAYS_INLINE void write(int64_t column, const Floats<n>& normalized) const {
+    store<n>(out_ + column, affine<n>(column, normalized));
+  }
+
+ protected:
+  template <int n>
+  ALWAYS_INLINE Floats<n> affine(int64_t column, const Floats<n>& normalized) const {
+    Floats<n> v = normalized;
+    if (weight_ != nullptr) v *= load<n>(weight_ + column);
+    if (bias_ != nullptr) v += load<n>(bias_ + column);
+    return v;
+  }
+
+  T* out_;
+
+ private:
+  const T* weight_;
+  const T* bias_;
+};
+
+// Output: affine * (1 + scale) + shift.
+template <typename T>
+class ModulatedOutput : public AffineOutput<T> {
+ public:
+  ModulatedOutput(const RowNormParams& params, const RowCursor& row)
+      : AffineOutput<T>(params, row),
+        scale_(row.pointer<const T>(params.scale)),
+        shift_(row.pointer<const T>(params.shift)) {}
+
+  template <int n>
+  ALWAYS_INLINE void write(int64_t column, const Floats<n>& normalized) const {
+    const Floats<n> factor = load<n>(scale_ + column) + 1.0f;
+    const Floats<n> affine = this->template affine<n>(column, normalized);
+    store<n>(this->out_ + column, affine * factor + load<n>(shift_ + column));
+  }
+
+ private:
+  const T* scale_;
+  const T* shift_;
+};
+
+// An item is a row.
+template <typename Input, typename Norm, typename Output>
+struct NormKernel {
+  const RowNormParams& params;
+
+  template <int kLanes>
+  ALWAYS_INLINE void run(int64_t begin, int64_t end) const {
+    std::unique_ptr<float[]> scratch;
+    if (Input::kNeedsScratch) scratch = std::make_unique_for_overwrite<float[]>(params.hidden);
+    RowCursor row(params.shape, begin);
+    for (; begin < end; ++begin, row.advance()) {
+      const Input input(params, row, scratch.get());
+      const Norm norm(Lanes<kLanes>{}, input, params.hidden, params.eps);
+      const Output output(params, row);
+      for_columns<kLanes>(0, params.hidden, [&]<int n>(Lanes<n>, int64_t column) ALWAYS_INLINE_LAMBDA {
+        output.template write<n>(column, norm.template apply<n>(input.template again<n>(column)));
+      });
+    }
+  }
+};
+
+// An item is a segment of a row.
+template <typename T>
+struct GatedResidualKernel {
+  const RowNormParams& params;
+  SegmentGrid grid;
+
+  template <int kLanes>
+  ALWAYS_INLINE void run(int64_t begin, int64_t end) const {
+    grid.for_segments(
+        begin, end, [&](const RowCursor& row, int64_t first, int64_t last) ALWAYS_INLINE_LAMBDA {
+          const GatedResidualInput<T> input(params, row, nullptr);
+          for_columns<kLanes>(first, last, [&]<int n>(Lanes<n>, int64_t column) ALWAYS_INLINE_LAMBDA {
+            input.template update<n>(column);
+          });
+        });
+  }
+};
+
+template <template <typename> class Input, typename Norm, template <typename> class Output>
+void launch(const RowNormParams& params, Stream stream) {
+  with_type(params.dtype, [&]<typename T>(T) {
+    parallel_run(stream, params.shape.rows, params.hidden, NormKernel<Input<T>, Norm, Output<T>>{params});
+  });
+}
+
+}  // namespace
+
+void rms_norm(const RowNormParams& params, Stream stream) {
+  launch<PlainInput, RmsNorm, AffineOutput>(params, stream);
+}
+
+void layer_norm(const RowNormParams& params, Stream stream) {
+  launch<PlainInput, LayerNorm, AffineOutput>(params, stream);
+}
+
+void rms_norm_modulate(const RowNormParams& params, Stream stream) {
+  launch<PlainInput, RmsNorm, ModulatedOutput>(params, stream);
+}
+
+void layer_norm_modulate(const RowNormParams& params, Stream stream) {
+  launch<PlainInput, LayerNorm, ModulatedOutput>(params, stream);
+}
+
+void gated_residual_rms_norm_modulate(const RowNormParams& params, Stream stream) {
+  launch<GatedResidualInput, RmsNorm, ModulatedOutput>(params, stream);
+}
+
+void gated_residual_layer_norm_modulate(const RowNormParams& params, Stream stream) {
+  launch<GatedResidualInput, LayerNorm, ModulatedOutput>(params, stream);
+}
+
+void gated_residual(const RowNormParams& params, Stream stream) {
+  with_type(params.dtype, [&]<typename T>(T) {
+    const SegmentGrid grid(params.shape, params.hidden);
+    parallel_run(stream, grid.segments(), grid.segment_size(), GatedResidualKernel<T>{params, grid});
+  });
+}
+
+}  // namespace h100_diffusers_kernels

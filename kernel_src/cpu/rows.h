@@ -1,0 +1,130 @@
+// Rows of an operation, the columns of a row, and sums over them.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "params.h"
+#include "vector.h"
+
+namespace h100_diffusers_kernels {
+
+// Calls function(T{}) with the C++ type of dtype.
+template <typename Function>
+void with_type(DType dtype, const Function& function) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return function(float{});
+    case DType::kFloat16:
+      return function(Float16{});
+    case DType::kBFloat16:
+      return function(BFloat16{});
+  }
+}
+
+// Position in the leading dimensions, moved row by row.
+class RowCursor {
+ public:
+  RowCursor(const RowShape& shape, int64_t row) : shape_(shape) {
+    for (int d = shape.ndim - 1; d >= 0; --d) {
+      index_[d] = row % shape.sizes[d];
+      row /= shape.sizes[d];
+    }
+  }
+
+  void advance() {
+    for (int d = shape_.ndim - 1; d >= 0; --d) {
+      if (++index_[d] < shape_.sizes[d]) return;
+      index_[d] = 0;
+    }
+  }
+
+  // First element of the operand's row, or null if the operand is absent.
+  template <typename T>
+  T* pointer(const RowOperand& operand) const {
+    if (operand.data == nullptr) return nullptr;
+    int64_t offset = 0;
+    for (int d = 0; d < shape_.ndim; ++d) offset += index_[d] * operand.strides[d];
+    return static_cast<T*>(operand.data) + offset;
+  }
+
+ private:
+  const RowShape& shape_;
+  int64_t index_[kMaxRowDims];
+};
+
+// Rows cut into segments: the items of an elementwise operation, so that few long rows make enough of them.
+class SegmentGrid {
+ public:
+  SegmentGrid(const RowShape& shape, int64_t hidden)
+      : shape_(shape), hidden_(hidden), per_row_((hidden + kSize - 1) / kSize) {}
+
+  int64_t segments() const { return shape_.rows * per_row_; }
+  int64_t segment_size() const { return std::min(hidden_, kSize); }
+
+  // Calls function(row, first column, column after the last) for segments begin to end - 1.
+  template <typename Function>
+  ALWAYS_INLINE void for_segments(int64_t begin, int64_t end, const Function& function) const {
+    if (begin >= end) return;
+    RowCursor row(shape_, begin / per_row_);
+    int64_t column = begin % per_row_ * kSize;
+    for (; begin < end; ++begin) {
+      function(row, column, std::min(column + kSize, hidden_));
+      column += kSize;
+      if (column >= hidden_) {
+        column = 0;
+        row.advance();
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kSize = 8192;
+
+  const RowShape& shape_;
+  int64_t hidden_;
+  int64_t per_row_;
+};
+
+template <int kLanes>
+struct Lanes {};
+
+// Calls function(Lanes<n>, column) for groups of n columns, n = kLanes as long as they last, then fewer.
+// No group has less than kMinLanes columns.
+template <int kLanes, int kMinLanes = 1, typename Function>
+ALWAYS_INLINE void for_columns(int64_t begin, int64_t end, const Function& function) {
+  for (; begin + kLanes <= end; begin += kLanes) function(Lanes<kLanes>{}, begin);
+  if constexpr (kLanes > kMinLanes) {
+    for_columns<std::max(kLanes / 4, kMinLanes), kMinLanes>(begin, end, function);
+  }
+}
+
+// Sum of function(Lanes<n>, column) over groups of columns: in float within a block, in double across blocks,
+// always in the same order.
+template <int kLanes, typename Function>
+ALWAYS_INLINE double sum_columns(int64_t count, const Function& function) {
+  constexpr int64_t kBlock = 4096;
+  double total = 0;
+  for (int64_t block = 0; block < count; block += kBlock) {
+    const int64_t end = std::min(block + kBlock, count);
+    int64_t i = block;
+    Floats<kLanes> sum0{}, sum1{}, sum2{}, sum3{};
+    for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
+      sum0 += function(Lanes<kLanes>{}, i);
+      sum1 += function(Lanes<kLanes>{}, i + kLanes);
+      sum2 += function(Lanes<kLanes>{}, i + 2 * kLanes);
+      sum3 += function(Lanes<kLanes>{}, i + 3 * kLanes);
+    }
+    for (; i + kLanes <= end; i += kLanes) sum0 += function(Lanes<kLanes>{}, i);
+    total += sum<kLanes>((sum0 + sum1) + (sum2 + sum3));
+    for (; i < end; ++i) total += function(Lanes<1>{}, i)[0];
+  }
+  return total;
+}
+
+inline float reciprocal_deviation(double sum_of_squares, int64_t count, float eps) {
+  return static_cast<float>(1.0 / std::sqrt(sum_of_squares / static_cast<double>(count) + eps));
+}
+
+}  // namespace h100_diffusers_kernels

@@ -1,0 +1,226 @@
+// Vectors of kLanes floats and their conversion from and to memory in float32, float16 and bfloat16.
+//
+// They are the compiler's vector extension, so the same source serves every instruction set: a kernel is
+// written for any number of lanes and compiled for the native number of each set (multiversion.h). All of it
+// must be inlined into the function that carries the instruction set, hence ALWAYS_INLINE throughout.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+#define ALWAYS_INLINE_LAMBDA __attribute__((always_inline))
+
+// Vectors passed by value would change the calling convention; here no call remains.
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+namespace h100_diffusers_kernels {
+
+struct Float16 {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <int kLanes>
+struct VectorTypes {
+  typedef float Floats __attribute__((vector_size(4 * kLanes)));
+  typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+  typedef uint32_t Uints __attribute__((vector_size(4 * kLanes)));
+  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+  typedef double Doubles __attribute__((vector_size(8 * kLanes)));
+#if defined(__aarch64__)
+  typedef __fp16 Float16s __attribute__((vector_size(2 * kLanes)));
+#endif
+};
+template <int kLanes>
+using Floats = typename VectorTypes<kLanes>::Floats;
+template <int kLanes>
+using Ints = typename VectorTypes<kLanes>::Ints;
+template <int kLanes>
+using Uints = typename VectorTypes<kLanes>::Uints;
+template <int kLanes>
+using Halves = typename VectorTypes<kLanes>::Halves;
+template <int kLanes>
+using Doubles = typename VectorTypes<kLanes>::Doubles;
+
+template <int kLanes>
+ALWAYS_INLINE Floats<kLanes> as_floats(const Ints<kLanes>& v) {
+  return __builtin_bit_cast(Floats<kLanes>, v);
+}
+
+template <int kLanes>
+ALWAYS_INLINE Ints<kLanes> as_ints(const Floats<kLanes>& v) {
+  return __builtin_bit_cast(Ints<kLanes>, v);
+}
+
+template <int kLanes>
+ALWAYS_INLINE Floats<kLanes> broadcast(float v) {
+  return Floats<kLanes>{} + v;
+}
+
+template <int kLanes>
+ALWAYS_INLINE Floats<kLanes> abs(const Floats<kLanes>& v) {
+  return as_floats<kLanes>(as_ints<kLanes>(v) & 0x7fffffff);
+}
+
+// NaN stays NaN.
+template <int kLanes>
+ALWAYS_INLINE Floats<kLanes> at_most(const Floats<kLanes>& v, float limit) {
+  return v > limit ? broadcast<kLanes>(limit) : v;
+}
+
+template <int kLanes>
+ALWAYS_INLINE Floats<kLanes> bfloat16_to_float(const Halves<kLanes>& halves) {
+  return as_floats<kLanes>(__builtin_convertvector(halves, Ints<kLanes>) << 16);
+}
+
+// Rounds to nearest even; NaN becomes the quiet NaN.
+template <int kLanes>
+ALWAYS_INLINE Halves<kLanes> float_to_bfloat16(const Floats<kLanes>& v) {
+  const Uints<kLanes> bits = __builtin_bit_cast(Uints<kLanes>, v);
+  const Uints<kLanes> rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return __builtin_convertvector(v == v ? rounded : Uints<kLanes>{} + 0x7fc0, Halves<kLanes>);
+}
+
+template <int kLanes>
+ALWAYS_INLINE Floats<kLanes> float16_to_float(const Halves<kLanes>& halves) {
+#if defined(__aarch64__)
+  using Float16s = typename VectorTypes<kLanes>::Float16s;
+  return __builtin_convertvector(__builtin_bit_cast(Float16s, halves), Floats<kLanes>);
+#else
+#if defined(__x86_64__)
+  if constexpr (kLanes >= 8) {  // only instruction sets with F16C have that many lanes
+    Floats<kLanes> v;
+    asm("vcvtph2ps %1, %0" : "=v"(v) : "vm"(halves));
+    return v;
+  }
+#endif
+  const Ints<kLanes> bits = __builtin_convertvector(halves, Ints<kLanes>);
+  const Ints<kLanes> sign = (bits & 0x8000) << 16;
+  const Ints<kLanes> magnitude = (bits & 0x7fff) << 13;
+  // The exponent bias differs by 112; the product also normalizes subnormal numbers.
+  const Ints<kLanes> finite = as_ints<kLanes>(as_floats<kLanes>(magnitude) * 0x1p112f);
+  return as_floats<kLanes>((magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : finite) | sign);
+#endif
+}
+
+// Rounds to nearest even; NaN becomes a quiet NaN.
+template <int kLanes>
+ALWAYS_INLINE Halves<kLanes> float_to_float16(const Floats<kLanes>& v) {
+#if defined(__aarch64__)
+  using Float16s = typename VectorTypes<kLanes>::Float16s;
+  return __builtin_bit_cast(Halves<kLanes>, __builtin_convertvector(v, Float16s));
+#else
+#if defined(__x86_64__)
+  if constexpr (kLanes >= 8) {
+    Halves<kLanes> halves;
+    asm("vcvtps2ph $0, %1, %0" : "=vm"(halves) : "v"(v));
+    return halves;
+  }
+#endif
+  const Ints<kLanes> bits = as_ints<kLanes>(v);
+  const Ints<kLanes> magnitude = bits & 0x7fffffff;
+  const Ints<kLanes> sign = (bits >> 16) & 0x8000;
+  const Ints<kLanes> normal = (magnitude - (112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  // Adding 0.5 leaves the subnormal number, rounded, in the lowest bits.
+  const Ints<kLanes> subnormal = as_ints<kLanes>(as_floats<kLanes>(magnitude) + 0.5f) - 0x3f000000;
+  Ints<kLanes> rounded = magnitude < (113 << 23) ? subnormal : normal;
+  rounded = magnitude >= (143 << 23) ? Ints<kLanes>{} + 0x7c00 : rounded;
+  rounded = magnitude > 0x7f800000 ? Ints<kLanes>{} + 0x7e00 : rounded;
+  return __builtin_convertvector(rounded | sign, Halves<kLanes>);
+#endif
+}
+
+template <int kLanes>
+ALWAYS_INLINE Floats<kLanes> load(const float* data) {
+  Floats<kLanes> v;
+  std::memcpy(&v, data, sizeof(v));
+  return v;
+}
+
+template <int kLanes>
+ALWAYS_INLINE Floats<kLanes> load(const Float16* data) {
+  Halves<kLanes> halves;
+  std::memcpy(&halves, data, sizeof(halves));
+  return float16_to_float<kLanes>(halves);
+}
+
+template <int kLanes>
+ALWAYS_INLINE Floats<kLanes> load(const BFloat16* data) {
+  Halves<kLanes> halves;
+  std::memcpy(&halves, data, sizeof(halves));
+  return bfloat16_to_float<kLanes>(halves);
+}
+
+template <int kLanes>
+ALWAYS_INLINE void store(float* data, const Floats<kLanes>& v) {
+  std::memcpy(data, &v, sizeof(v));
+}
+
+template <int kLanes>
+ALWAYS_INLINE void store(Float16* data, const Floats<kLanes>& v) {
+  const Halves<kLanes> halves = float_to_float16<kLanes>(v);
+  std::memcpy(data, &halves, sizeof(halves));
+}
+
+template <int kLanes>
+ALWAYS_INLINE void store(BFloat16* data, const Floats<kLanes>& v) {
+  const Halves<kLanes> halves = float_to_bfloat16<kLanes>(v);
+  std::memcpy(data, &halves, sizeof(halves));
+}
+
+template <int kLanes, size_t... i>
+ALWAYS_INLINE Floats<kLanes> swap_pairs(const Floats<kLanes>& v, std::index_sequence<i...>) {
+  return __builtin_shufflevector(v, v, (i ^ 1)...);
+}
+
+// (v1, v0, v3, v2, ...)
+template <int kLanes>
+ALWAYS_INLINE Floats<kLanes> swap_pairs(const Floats<kLanes>& v) {
+  return swap_pairs<kLanes>(v, std::make_index_sequence<kLanes>{});
+}
+
+// (-v0, v1, -v2, v3, ...)
+template <int kLanes, size_t... i>
+ALWAYS_INLINE Floats<kLanes> negate_even(const Floats<kLanes>& v, std::index_sequence<i...>) {
+  return as_floats<kLanes>(as_ints<kLanes>(v) ^ Ints<kLanes>{(i % 2 == 0 ? INT32_MIN : 0)...});
+}
+
+template <int kLanes>
+ALWAYS_INLINE Floats<kLanes> negate_even(const Floats<kLanes>& v) {
+  return negate_even<kLanes>(v, std::make_index_sequence<kLanes>{});
+}
+
+template <int kLanes, size_t... i>
+ALWAYS_INLINE void store_twice(float* data, const Floats<kLanes>& v, std::index_sequence<i...>) {
+  store<kLanes>(data, __builtin_shufflevector(v, v, (i / 2)...));
+  store<kLanes>(data + kLanes, __builtin_shufflevector(v, v, ((i + kLanes) / 2)...));
+}
+
+// Stores v0, v0, v1, v1, ...
+template <int kLanes>
+ALWAYS_INLINE void store_twice(float* data, const Floats<kLanes>& v) {
+  store_twice<kLanes>(data, v, std::make_index_sequence<kLanes>{});
+}
+
+template <int kLanes, size_t... i>
+ALWAYS_INLINE float sum(const Floats<kLanes>& v, std::index_sequence<i...>) {
+  if constexpr (kLanes == 1) {
+    return v[0];
+  } else {
+    const Floats<kLanes / 2> low = __builtin_shufflevector(v, v, i...);
+    const Floats<kLanes / 2> high = __builtin_shufflevector(v, v, (i + kLanes / 2)...);
+    return sum<kLanes / 2>(low + high, std::make_index_sequence<kLanes / 4>{});
+  }
+}
+
+// Sum of the lanes, pairwise.
+template <int kLanes>
+ALWAYS_INLINE float sum(const Floats<kLanes>& v) {
+  return sum<kLanes>(v, std::make_index_sequence<kLanes / 2>{});
+}
+
+}  // namespace h100_diffusers_kernels

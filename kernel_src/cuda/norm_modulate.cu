@@ -1,0 +1,14 @@
+// rms_norm_modulate, layer_norm_modulate: adaptive layer norm.
+#include "row_norm.cuh"
+
+namespace h100_diffusers_kernels {
+
+void rms_norm_modulate(const RowNormParams& params, Stream stream) {
+  launch_row_norm<PlainInput, RmsNorm, ModulatedOutput>("rms_norm_modulate", params, stream);
+}
+
+void layer_norm_modulate(const RowNormParams& params, Stream stream) {
+  launch_row_norm<PlainInput, LayerNorm, ModulatedOutput>("layer_norm_modulate", params, stream);
+}
+
+}  // namespace h100_diffusers_kernels

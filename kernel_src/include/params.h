@@ -1,0 +1,133 @@
+// What a launcher is told: raw pointers, sizes, strides, and where to run. Shared by the CUDA and the
+// CPU kernels; knows no framework. Strides count elements, and the last dimension's stride is always 1.
+#pragma once
+
+#include <cstdint>
+
+namespace h100_diffusers_kernels {
+
+enum class DType : int32_t { kFloat32, kFloat16, kBFloat16 };
+
+#ifdef CPU_KERNEL
+// Calls body(context, begin, end) on sub-ranges of [begin, end) from several threads and waits for them.
+// A range is never split below `grain` items.
+using RangeBody = void (*)(void* context, int64_t begin, int64_t end);
+using ParallelFor = void (*)(int64_t begin, int64_t end, int64_t grain, RangeBody body, void* context);
+struct Stream {
+  ParallelFor parallel_for;
+};
+#else
+// A cudaStream_t, untyped so that this header needs no CUDA.
+struct Stream {
+  void* handle;
+};
+#endif
+
+// Leading dimensions that are left after those with a common stride pattern have been merged.
+constexpr int kMaxRowDims = 4;
+
+// The leading dimensions of an operation, outermost first. All operands of a launch share them.
+struct RowShape {
+  int64_t rows;  // product of sizes
+  int32_t ndim;  // 1 to kMaxRowDims
+  int64_t sizes[kMaxRowDims];
+};
+
+// One operand: element (r0, r1, ..., column) is at data + r0*strides[0] + r1*strides[1] + ... + column.
+// A stride of 0 broadcasts; data == nullptr means that the operand is absent.
+struct RowOperand {
+  void* data;
+  int64_t strides[kMaxRowDims];
+};
+
+// Norm, modulation, residual and gate of one row of `hidden` elements:
+//   h   = residual ? residual + gate * x : x          (gate absent: 1); stored to residual_out, rounded
+//   n   = norm(h) * weight + bias                     (each optional; h unrounded)
+//   out = scale ? n * (1 + scale) + shift : n
+struct RowNormParams {
+  RowShape shape;
+  int64_t hidden;
+  DType dtype;
+  float eps;
+  RowOperand x;
+  RowOperand residual;
+  RowOperand gate;
+  RowOperand residual_out;
+  RowOperand out;
+  const void* weight;  // (hidden,)
+  const void* bias;    // (hidden,)
+  RowOperand scale;
+  RowOperand shift;
+};
+
+void rms_norm(const RowNormParams& params, Stream stream);
+void layer_norm(const RowNormParams& params, Stream stream);
+void rms_norm_modulate(const RowNormParams& params, Stream stream);
+void layer_norm_modulate(const RowNormParams& params, Stream stream);
+void gated_residual(const RowNormParams& params, Stream stream);
+void gated_residual_rms_norm_modulate(const RowNormParams& params, Stream stream);
+void gated_residual_layer_norm_modulate(const RowNormParams& params, Stream stream);
+
+enum class NormScope : int32_t { kNone, kAcrossHeads, kPerHead };
+
+// Which elements of a head form a rotated pair: (2i, 2i+1), or (i, i + head_dim/2).
+enum class RopeLayout : int32_t { kInterleaved, kHalf };
+
+// Query or key: (batch, seq, heads, head_dim), strides of the first three.
+struct HeadsOperand {
+  const void* in;
+  void* out;  // may equal in
+  int64_t in_strides[3];
+  int64_t out_strides[3];
+  int64_t heads;
+  const void* weight;  // kAcrossHeads: (heads*head_dim,); kPerHead: (head_dim,); may be null
+};
+
+// n = x * rsqrt(mean(x^2) + eps) * weight over the norm's scope, then each pair (a, b) of n becomes
+// (a*cos_a - b*sin_a, b*cos_b + a*sin_b).
+struct QkNormRopeParams {
+  int64_t batch;
+  int64_t seq;
+  int64_t head_dim;
+  DType dtype;
+  float eps;
+  NormScope norm;
+  RopeLayout layout;
+  HeadsOperand q;
+  HeadsOperand k;
+
+  // Rotation from tables, if cos is not null: strides of (batch, seq, head), 0 where broadcast.
+  const void* cos;
+  const void* sin;
+  bool table_is_float32;  // else dtype
+  int64_t cos_strides[3];
+  int64_t sin_strides[3];
+
+  // Rotation from coordinates, if coordinates is not null. Pair p of the heads*head_dim/2 pairs of a token
+  // (head-major) is left alone for p < identity_pairs; otherwise, with i = p - identity_pairs, its angle is
+  // frequencies[i / axes] * coordinates[batch, seq, i % axes], the product rounded to float32.
+  const float* coordinates;
+  int64_t coordinate_strides[2];  // (batch, seq)
+  const float* frequencies;
+  int32_t axes;
+  int32_t identity_pairs;
+};
+
+void qk_norm_rope(const QkNormRopeParams& params, Stream stream);
+
+// Row of `hidden` outputs. Gated activations read 2*hidden inputs: first half times activation(second half).
+struct ActivationParams {
+  RowShape shape;
+  int64_t hidden;
+  DType dtype;
+  bool tanh_approximation;  // GELU only
+  RowOperand x;
+  RowOperand out;
+};
+
+void gelu(const ActivationParams& params, Stream stream);
+void silu(const ActivationParams& params, Stream stream);
+void geglu(const ActivationParams& params, Stream stream);
+void swiglu(const ActivationParams& params, Stream stream);
+
+}  // namespace h100_diffusers_kernels

@@ -1,0 +1,87 @@
+// Sine and cosine of an angle in radians, of any size, without local memory.
+#pragma once
+
+#include <cstdint>
+
+namespace h100_diffusers_kernels {
+
+constexpr float kTwoPi = 6.28318530717958648f;
+
+// Beyond this the three-term reduction below loses bits.
+constexpr float kLargeAngle = 8388608.0f;  // 2^23
+
+// angle - n * 2pi in [-pi, pi] for 2^23 <= |angle| < infinity, NaN for infinity and NaN. The angle is
+// mantissa * 2^exponent, so only the 64 bits of 1/(2pi) that follow its first `exponent` ones decide the
+// fraction of a turn (Payne and Hanek, 1983).
+__device__ __noinline__ float reduce_large_angle(float angle) {
+  constexpr uint32_t kInverseTwoPi[7] = {0x28be60dbu, 0x9391054au, 0x7f09d5f4u, 0x7d4d3770u,
+                                         0x36d8a566u, 0x4f10e410u, 0x7f9458eau};
+  const uint32_t bits = __float_as_uint(angle);
+  const int biased = (bits >> 23) & 0xff;
+  if (biased == 0xff) return __uint_as_float(0x7fffffffu);
+  const int exponent = biased - 150;  // 0 to 104
+  const uint64_t mantissa = (bits & 0x7fffffu) | 0x800000u;
+  const int first_word = exponent >> 5, shift = exponent & 31;
+  uint32_t w0 = 0, w1 = 0, w2 = 0;
+#pragma unroll
+  for (int i = 0; i < 7; ++i) {  // compile-time indices keep the table out of memory
+    w0 = i == first_word ? kInverseTwoPi[i] : w0;
+    w1 = i == first_word + 1 ? kInverseTwoPi[i] : w1;
+    w2 = i == first_word + 2 ? kInverseTwoPi[i] : w2;
+  }
+  const uint64_t window = (uint64_t{__funnelshift_l(w1, w0, shift)} << 32) | __funnelshift_l(w2, w1, shift);
+  const int64_t fraction = static_cast<int64_t>(mantissa * window);  // of a turn, times 2^64, in [-1/2, 1/2)
+  const float turn = static_cast<float>(fraction) * 5.421010862427522e-20f;  // 2^-64
+  return copysignf(1.0f, angle) * turn * kTwoPi;
+}
+
+// angle - k * period for a period given as the sum of three floats, each product exact within the fused
+// multiply-add (Cody and Waite, 1980).
+__device__ __forceinline__ float subtract_multiple(float angle, float k, float high, float middle,
+                                                   float low) {
+  float r = fmaf(-k, high, angle);
+  r = fmaf(-k, middle, r);
+  return fmaf(-k, low, r);
+}
+
+// For results that are rounded to 16 bits: the special function unit, 2^-21 of absolute error.
+__device__ __forceinline__ void sincos_for_16_bits(float angle, float& sine, float& cosine) {
+  float r;
+  if (fabsf(angle) < kLargeAngle) {
+    const float turns = rintf(angle * 0.15915494309189535f);
+    r = subtract_multiple(angle, turns, 6.28318548202514648f, -1.74845553146951e-7f, -6.8604980400235e-15f);
+  } else {
+    r = reduce_large_angle(angle);
+  }
+  sine = __sinf(r);
+  cosine = __cosf(r);
+}
+
+// To about one unit in the last place of a float. Polynomials on [-pi/4, pi/4] as in Cephes (Moshier).
+__device__ __forceinline__ void sincos_for_32_bits(float angle, float& sine, float& cosine) {
+  if (!(fabsf(angle) < kLargeAngle)) angle = reduce_large_angle(angle);
+  const float quarters = rintf(angle * 0.63661977236758134f);
+  const float r =
+      subtract_multiple(angle, quarters, 1.57079637050628662f, -4.371138828673793e-8f, -1.7151245100059e-15f);
+  const float r2 = r * r;
+  float s = fmaf(fmaf(-1.9515295891e-4f, r2, 8.3321608736e-3f), r2, -1.6666654611e-1f);
+  s = fmaf(s * r2, r, r);
+  float c = fmaf(fmaf(2.443315711809948e-5f, r2, -1.388731625493765e-3f), r2, 4.166664568298827e-2f);
+  c = fmaf(c * r2, r2, fmaf(-0.5f, r2, 1.0f));
+  const int quadrant = static_cast<int>(quarters);
+  sine = quadrant & 1 ? c : s;
+  cosine = quadrant & 1 ? s : c;
+  sine = quadrant & 2 ? -sine : sine;
+  cosine = (quadrant + 1) & 2 ? -cosine : cosine;
+}
+
+template <typename T>
+__device__ __forceinline__ void sincos_for(float angle, float& sine, float& cosine) {
+  if constexpr (sizeof(T) == 2) {
+    sincos_for_16_bits(angle, sine, cosine);
+  } else {
+    sincos_for_32_bits(angle, sine, cosine);
+  }
+}
+
+}  // namespace h100_diffusers_kernels

@@ -1,0 +1,159 @@
+"""What every result must be: accurate, new or in place as asked, and the inputs untouched."""
+
+import contextlib
+
+import torch
+
+import eager
+import references
+
+# Relative L2 error against float64, over that of the eager expression in the same dtype.
+ACCURACY_CONTRACT = 1.05
+# The ratio of L2 errors of fewer elements is noise; they get the elementwise bound alone.
+CONTRACT_ELEMENTS = 4096
+# What float32 arithmetic may leave before the one rounding at the output, for values of order 1.
+FLOAT32_ARITHMETIC = 4e-6
+
+
+@contextlib.contextmanager
+def poisoned_memory(device):
+    """Uninitialized memory holds NaN, so that an element that is never written shows."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(4, device=device).isnan().all(), "memory could not be poisoned"
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+def tensors_of(*values):
+    """All tensors among arguments, those inside of tuples included."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors_of(*value)
+        elif isinstance(value, dict):
+            yield from tensors_of(*value.values())
+
+
+def _bytes(storage):
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class MemorySnapshot:
+    """The whole storage of some tensors, elements that no view shows included."""
+
+    def __init__(self, tensors):
+        self._copies = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._copies:
+                self._copies[storage.data_ptr()] = (storage, storage.clone())
+
+    def allow(self, tensor):
+        """Accept what the tensor's elements are now."""
+        _, copy = self._copies[tensor.untyped_storage().data_ptr()]
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        view.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
+        view.copy_(tensor)
+
+    def assert_unchanged(self):
+        for storage, copy in self._copies.values():
+            assert torch.equal(_bytes(storage), _bytes(copy)), "memory was changed"
+
+
+def _relative_l2(values, reference):
+    return ((values.double() - reference).norm() / reference.norm()).item()
+
+
+def assert_rounded_once(out, reference, slack=FLOAT32_ARITHMETIC):
+    """Every element is the reference, up to float32 arithmetic and one rounding to its dtype."""
+    half_ulp = 0.0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps / 2
+    torch.testing.assert_close(
+        out.double(), reference, rtol=half_ulp + slack, atol=slack, equal_nan=True
+    )
+
+
+def assert_contract(out, reference, eager_out):
+    """The relative L2 error is at most 1.05 times the eager expression's."""
+    if not reference.any():
+        assert not out.any()
+        return
+    error, eager_error = _relative_l2(out, reference), _relative_l2(eager_out, reference)
+    limit = ACCURACY_CONTRACT * eager_error if eager_error else torch.finfo(torch.float32).eps
+    assert error <= limit, f"error {error:.4g} is {error / limit * 1.05:.3f} of eager's"
+
+
+def assert_accurate(out, reference, eager_out, slack=FLOAT32_ARITHMETIC, contract=True):
+    assert out.shape == reference.shape
+    assert out.dtype == eager_out.dtype
+    assert out.device == eager_out.device
+    assert_rounded_once(out, reference, slack)
+    if contract and out.numel() >= CONTRACT_ELEMENTS:
+        assert_contract(out, reference, eager_out)
+
+
+def as_tuple(result):
+    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+
+def check(kernel, name, *args, slack=FLOAT32_ARITHMETIC, contract=True, **kwargs):
+    """Run an operation and hold it to its contracts; its reference and eager expression by name.
+
+    `contract=False` leaves out the comparison of errors, for inputs of too few rows.
+    """
+    expected = as_tuple(getattr(references, name)(*args, **kwargs))
+    eager_outs = as_tuple(getattr(eager, name)(*args, **kwargs))
+    inputs = list(tensors_of(args, kwargs))
+    memory = MemorySnapshot(inputs)
+    with poisoned_memory(inputs[0].device):
+        result = getattr(kernel, name)(*args, **kwargs)
+    outs = as_tuple(result)
+    assert len(outs) == len(expected)
+    if kwargs.get("inplace"):
+        for out, written in zip(outs, inputs[: len(outs)], strict=True):
+            assert out.data_ptr() == written.data_ptr() and out.stride() == written.stride()
+            memory.allow(written)
+    else:
+        storages = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        for out in outs:
+            assert out.is_contiguous()
+            assert out.numel() == 0 or out.untyped_storage().data_ptr() not in storages
+    memory.assert_unchanged()
+    for out, reference, eager_out in zip(outs, expected, eager_outs, strict=True):
+        assert_accurate(out, reference, eager_out, slack, contract)
+    return result
+
+
+def assert_same_nonfinite(out, expected):
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.isposinf(), expected.isposinf())
+    assert torch.equal(out.isneginf(), expected.isneginf())
+
+
+def in_float64(value):
+    if isinstance(value, torch.Tensor):
+        return value.double()
+    if isinstance(value, tuple):
+        return tuple(map(in_float64, value))
+    return value
+
+
+def check_nonfinite(kernel, name, *args, slack=FLOAT32_ARITHMETIC, **kwargs):
+    """NaN and the infinities are where the eager expression has them, and the rest is accurate.
+
+    The expression is evaluated in float64: PyTorch's float32 erf makes NaN of infinity on some
+    processors, for some positions in a tensor.
+    """
+    outs = as_tuple(getattr(kernel, name)(*args, **kwargs))
+    expected = as_tuple(getattr(references, name)(*args, **kwargs))
+    kwargs = {key: in_float64(value) for key, value in kwargs.items()}
+    eager_outs = as_tuple(getattr(eager, name)(*in_float64(args), **kwargs))
+    for out, reference, eager_out in zip(outs, expected, eager_outs, strict=True):
+        assert not eager_out.isfinite().all(), "the case holds nothing to propagate"
+        assert_same_nonfinite(out, eager_out)
+        finite = out.isfinite()
+        assert_rounded_once(out[finite], reference[finite], slack)

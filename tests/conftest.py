@@ -1,0 +1,29 @@
+"""Fixtures of all tests. They load the kernel as its users do, and run on what the machine has."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+REPO_ID = "org/h100-diffusers-kernels"
+CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def kernel():
+    """The kernel package: this checkout's build, or the one that LOCAL_KERNELS names."""
+    os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={CHECKOUT}")
+    from kernels import get_kernel
+
+    return get_kernel(REPO_ID, version=1, trust_remote_code=True)
+
+
+@pytest.fixture(scope="session")
+def device():
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(20)

@@ -1,0 +1,126 @@
+"""The eager PyTorch expressions that the operations replace, as diffusers and its users write them.
+
+Each function has the name and the signature of the operation it stands for. They set the accuracy
+that an operation must reach, how NaN and infinity propagate, and the time to beat on the CPU.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x, weight=None, eps=1e-6):
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def layer_norm(x, weight=None, bias=None, eps=1e-5):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def _diffusers_rms_norm(x, weight, eps):
+    """diffusers.models.normalization.RMSNorm.forward"""
+    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    n = x * torch.rsqrt(variance + eps)
+    return n.to(x.dtype) if weight is None else n.to(weight.dtype) * weight
+
+
+def rms_norm_modulate(x, scale, shift, weight=None, eps=1e-6):
+    return _diffusers_rms_norm(x, weight, eps) * (1 + scale) + shift
+
+
+def layer_norm_modulate(x, scale, shift, weight=None, bias=None, eps=1e-6):
+    return layer_norm(x, weight, bias, eps) * (1 + scale) + shift
+
+
+def gated_residual(residual, x, gate=None):
+    return residual + x if gate is None else residual + gate * x
+
+
+def gated_residual_rms_norm_modulate(residual, x, gate, scale, shift, weight=None, eps=1e-6):
+    h = gated_residual(residual, x, gate)
+    return h, rms_norm_modulate(h, scale, shift, weight, eps)
+
+
+def gated_residual_layer_norm_modulate(
+    residual, x, gate, scale, shift, weight=None, bias=None, eps=1e-6
+):
+    h = gated_residual(residual, x, gate)
+    return h, layer_norm_modulate(h, scale, shift, weight, bias, eps)
+
+
+def coordinate_tables(coordinates, frequencies, dim):
+    """The float32 tables (1|B, S, dim) of diffusers' LTXVideoRotaryPosEmbed."""
+    angles = (frequencies * coordinates.unsqueeze(-1)).transpose(-1, -2).flatten(2)
+    cos = angles.cos().repeat_interleave(2, dim=-1)
+    sin = angles.sin().repeat_interleave(2, dim=-1)
+    padding = dim - cos.shape[-1]
+    return F.pad(cos, (padding, 0), value=1.0), F.pad(sin, (padding, 0))
+
+
+def apply_rotary_emb(x, cos, sin, layout):
+    """diffusers.models.embeddings.apply_rotary_emb with real tables"""
+    if layout == "interleaved":
+        real, imag = x.unflatten(-1, (-1, 2)).unbind(-1)
+        rotated = torch.stack([-imag, real], dim=-1).flatten(-2)
+    else:
+        real, imag = x.unflatten(-1, (2, -1)).unbind(-2)
+        rotated = torch.cat([-imag, real], dim=-1)
+    return (x.float() * cos + rotated.float() * sin).to(x.dtype)
+
+
+def _tables(rope, heads, head_dim, layout):
+    """Cosine and sine as (1|B, S, 1|heads, head_dim)"""
+    if hasattr(rope, "frequencies"):
+        cos, sin = coordinate_tables(*rope, heads * head_dim)
+        cos, sin = (table.unflatten(-1, (heads, head_dim)) for table in (cos, sin))
+        if layout == "half":
+            cos, sin = (torch.cat([table[..., ::2]] * 2, dim=-1) for table in (cos, sin))
+        return cos, sin
+    cos, sin = (table[None] if table.dim() == 2 else table for table in rope)
+    return tuple(t.unflatten(-1, (-1, head_dim)) if t.dim() == 3 else t for t in (cos, sin))
+
+
+def qk_norm_rope(
+    q,
+    k,
+    q_weight=None,
+    k_weight=None,
+    rope=None,
+    *,
+    heads,
+    norm="across_heads",
+    layout="interleaved",
+    eps=1e-6,
+    inplace=False,
+):
+    head_dim = q[0, 0].numel() // heads
+
+    def one(x, weight):
+        n = x.flatten(2)
+        if norm == "across_heads":
+            n = rms_norm(n, weight, eps)
+        n = n.unflatten(-1, (-1, head_dim))
+        if norm == "per_head":
+            n = rms_norm(n, weight, eps)
+        if rope is not None:
+            n = apply_rotary_emb(n, *_tables(rope, n.shape[2], head_dim, layout), layout)
+        return n.reshape(x.shape)
+
+    return one(q, q_weight), one(k, k_weight)
+
+
+def gelu(x, approximate="none"):
+    return F.gelu(x, approximate=approximate)
+
+
+def silu(x):
+    return F.silu(x)
+
+
+def geglu(x, approximate="none"):
+    hidden, gate = x.chunk(2, dim=-1)
+    return hidden * F.gelu(gate, approximate=approximate)
+
+
+def swiglu(x):
+    hidden, gate = x.chunk(2, dim=-1)
+    return hidden * F.silu(gate)

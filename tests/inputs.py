@@ -1,0 +1,193 @@
+"""Random tensors in the memory layouts that diffusion models hand to the operations."""
+
+import math
+
+import pytest
+import torch
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+every_dtype = pytest.mark.parametrize(
+    "dtype", DTYPES, ids=[str(dtype).replace("torch.", "") for dtype in DTYPES]
+)
+
+# Sizes of the normalized dimension: too few values for a ratio of errors, and the rest.
+SMALL_SIZES = [1, 2, 3, 7, 8, 63]
+SIZES = [64, 65, 128, 256, 1000, 1536, 2048, 3072, 4096, 5120, 8192, 40000, 70001]
+
+
+# Storage that belongs to no element of a view holds NaN: reading beyond a row shows in the result.
+def _buffer(shape, like):
+    return torch.full(shape, math.nan, dtype=like.dtype, device=like.device)
+
+
+def _filled(view, values):
+    view.copy_(values)
+    return view
+
+
+def _contiguous(values):
+    return values.contiguous()
+
+
+def _unbind(values):
+    """One of three tensors interleaved just before the last dimension, as `unbind` leaves them."""
+    buffer = _buffer((*values.shape[:-1], 3, values.shape[-1]), values)
+    return _filled(buffer.unbind(-2)[1], values)
+
+
+def _chunk(values):
+    """The middle third of the last dimension: query, key or value of a packed projection."""
+    buffer = _buffer((*values.shape[:-1], 3 * values.shape[-1]), values)
+    return _filled(buffer.chunk(3, dim=-1)[1], values)
+
+
+def _transposed(values):
+    """The leading dimensions in reverse order in memory."""
+    leading = range(values.dim() - 1)
+    buffer = _buffer((*reversed(values.shape[:-1]), values.shape[-1]), values)
+    return _filled(buffer.permute(*reversed(leading), values.dim() - 1), values)
+
+
+def _expanded(values):
+    """Stride 0 in the first dimension. The values are those of its first index."""
+    return values[:1].contiguous().expand_as(values)
+
+
+def _misaligned(values):
+    """Contiguous, one element past an aligned address."""
+    buffer = _buffer((values.numel() + 1,), values)
+    return _filled(buffer[1:].view(values.shape), values)
+
+
+def _odd_rows(values):
+    """Rows an odd number of elements apart, so that each has another alignment."""
+    buffer = _buffer((*values.shape[:-1], values.shape[-1] // 2 * 2 + 3), values)
+    return _filled(buffer[..., 1 : 1 + values.shape[-1]], values)
+
+
+LAYOUTS = {
+    "contiguous": _contiguous,
+    "unbind": _unbind,
+    "chunk": _chunk,
+    "transposed": _transposed,
+    "expanded": _expanded,
+    "misaligned": _misaligned,
+    "odd_rows": _odd_rows,
+}
+STRIDED_LAYOUTS = [name for name in LAYOUTS if name != "contiguous"]
+WRITABLE_LAYOUTS = [name for name in LAYOUTS if name != "expanded"]
+
+
+def normal(*shape, dtype, device, layout="contiguous", mean=0.0, std=1.0):
+    values = torch.randn(shape, dtype=torch.float32, device=device) * std + mean
+    return LAYOUTS[layout](values.to(dtype))
+
+
+def spread(*shape, dtype, device, layout="contiguous"):
+    """Values well apart in each row, so that a layer norm of a few of them is well-conditioned."""
+    values = torch.randn(shape, dtype=torch.float32, device=device) * 0.1
+    values += torch.linspace(-1, 1, shape[-1], device=device)
+    return LAYOUTS[layout](values.to(dtype))
+
+
+def rotary_tables(*shape, dtype, device):
+    """Cosine and sine of unrelated angles, so that the two entries of every pair differ."""
+    angles = torch.rand(2, *shape, device=device) * 2 * math.pi
+    return angles[0].cos().to(dtype), angles[1].sin().to(dtype)
+
+
+def coordinates_and_frequencies(batch, seq, axes, count, device, largest_angle=15708.0):
+    """As in LTX-Video: coordinates in [-1, 1], geometric frequencies up to the largest angle."""
+    coordinates = torch.rand(batch, seq, axes, device=device) * 2 - 1
+    exponents = torch.linspace(0, 1, count, device=device)
+    return coordinates, torch.tensor(largest_angle, device=device) ** exponents
+
+
+def affine(name, hidden, dtype, device, layout="contiguous"):
+    """Weight, and bias where the operation has a layer norm, as keyword arguments."""
+    names = ["weight", "bias"] if "layer_norm" in name else ["weight"]
+    return {
+        key: normal(hidden, dtype=dtype, device=device, layout=layout, mean=0.5) for key in names
+    }
+
+
+def rows_of(hidden, dtype):
+    """Rows for a meaningful ratio of errors: in float32 each row's statistics have one, too."""
+    return max(64 if dtype == torch.float32 else 8, 32768 // hidden)
+
+
+# Forms in which scale, shift and gate broadcast against (B, S, D): their shape, and whether they
+# are views of one table (..., count, D), as `unbind` leaves them.
+MODULATIONS = {
+    "D": ("D", False),
+    "SD": ("SD", False),
+    "B1D": ("B1D", False),
+    "1SD": ("1SD", False),
+    "BSD": ("BSD", False),
+    "D_table": ("D", True),
+    "B1D_table": ("B1D", True),
+    "BSD_table": ("BSD", True),
+}
+
+
+def modulation(form, count, x_shape, *, dtype, device):
+    """`count` tensors that modulate an x of three dimensions."""
+    letters, is_table = MODULATIONS[form]
+    sizes = dict(zip("BSD", x_shape, strict=True), **{"1": 1})
+    shape = [sizes[letter] for letter in letters]
+    if not is_table:
+        return [normal(*shape, dtype=dtype, device=device) for _ in range(count)]
+    table = normal(*shape[:-1], count, shape[-1], dtype=dtype, device=device)
+    return list(table.unbind(-2))
+
+
+HEADS = 4
+ROW_OPERATIONS = [
+    "rms_norm",
+    "layer_norm",
+    "rms_norm_modulate",
+    "layer_norm_modulate",
+    "gated_residual",
+    "gated_residual_rms_norm_modulate",
+    "gated_residual_layer_norm_modulate",
+]
+ACTIVATIONS = ["gelu", "silu", "geglu", "swiglu"]
+QK_OPERATIONS = ["qk_norm_rope", "qk_norm_coordinate_rope"]
+OPERATIONS = [*ROW_OPERATIONS, *QK_OPERATIONS, *ACTIVATIONS]
+
+
+def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layout="contiguous"):
+    """The public function and arguments of one valid call, all optional ones given."""
+
+    def tensor(*size, **options):
+        return normal(*size, dtype=dtype, device=device, **options)
+
+    batch, seq, hidden = shape
+    if name in ACTIVATIONS:
+        columns = 2 * hidden if name in ("geglu", "swiglu") else hidden
+        arguments = {"x": tensor(batch, seq, columns, layout=layout)}
+        if name in ("gelu", "geglu"):
+            arguments["approximate"] = "tanh"
+        return getattr(kernel, name), arguments
+    if name in QK_OPERATIONS:
+        arguments = {key: tensor(*shape, layout=layout) for key in ("q", "k")}
+        arguments.update({key: tensor(hidden, mean=0.5) for key in ("q_weight", "k_weight")})
+        if name == "qk_norm_coordinate_rope":
+            count = (hidden // 2 - 1) // 3
+            rope = coordinates_and_frequencies(1, seq, 3, count, device)
+            arguments["rope"] = kernel.CoordinateRope(*rope)
+        else:
+            arguments["rope"] = rotary_tables(1, seq, hidden, dtype=torch.float32, device=device)
+        return kernel.qk_norm_rope, {**arguments, "heads": heads}
+    arguments = {}
+    if "residual" in name:
+        arguments["residual"] = tensor(*shape, layout=layout)
+    arguments["x"] = tensor(*shape, layout=layout)
+    if "residual" in name:
+        arguments["gate"] = tensor(batch, 1, hidden)
+    if "modulate" in name:
+        arguments["scale"] = tensor(batch, 1, hidden)
+        arguments["shift"] = tensor(batch, seq, hidden)
+    if "norm" in name:
+        arguments.update(affine(name, hidden, dtype, device))
+    return getattr(kernel, name), arguments

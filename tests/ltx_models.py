@@ -1,0 +1,201 @@
+"""Small LTX-Video models and pipelines with random weights, inputs for them, and what they compute."""
+
+import copy
+import re
+from collections import Counter
+
+import torch
+from diffusers import (
+    AutoencoderKLLTXVideo,
+    FlowMatchEulerDiscreteScheduler,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CHANNELS = 8
+CAPTION_CHANNELS = 24
+GRID = (2, 3, 4)
+TEXT_LENGTH = 7
+
+
+def transformer(device, dtype=torch.float32, *, blocks=2, heads=4, head_dim=16, seed=0, **config):
+    """A model in which every parameter matters: norm weights and modulations are far from trivial."""
+    torch.manual_seed(seed)
+    hidden = heads * head_dim
+    model = LTXVideoTransformer3DModel(
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        num_attention_heads=heads,
+        attention_head_dim=head_dim,
+        cross_attention_dim=hidden,
+        num_layers=blocks,
+        caption_channels=CAPTION_CHANNELS,
+        **config,
+    )
+    for name, parameter in model.named_parameters():
+        if re.search(r"norm\w*\.weight$", name):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif name.endswith("scale_shift_table"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model.to(device, dtype).eval()
+
+
+def inputs(model, *, batch=2, grid=GRID, per_token=False, mask="padded", **options):
+    """Keyword arguments of one forward; further options are passed on as they are.
+
+    The mask is "padded" (each sample has another number of text tokens), "full" or None.
+    """
+    parameter = next(model.parameters())
+    tensor = {"device": parameter.device, "dtype": torch.float32}
+    tokens = grid[0] * grid[1] * grid[2]
+    timestep = torch.rand(batch, tokens, **tensor) if per_token else torch.rand(batch, **tensor)
+    encoder_attention_mask = None
+    if mask is not None:
+        lengths = torch.tensor(
+            [TEXT_LENGTH if mask == "full" else 2 + 3 * i for i in range(batch)], **tensor
+        )
+        positions = torch.arange(TEXT_LENGTH, **tensor)
+        encoder_attention_mask = (positions < lengths[:, None]).to(torch.int64)
+    result = {
+        "hidden_states": torch.randn(batch, tokens, CHANNELS, **tensor),
+        "encoder_hidden_states": torch.randn(batch, TEXT_LENGTH, CAPTION_CHANNELS, **tensor),
+        "timestep": timestep * 1000,
+        "encoder_attention_mask": encoder_attention_mask,
+        "num_frames": grid[0],
+        "height": grid[1],
+        "width": grid[2],
+        "rope_interpolation_scale": (0.32, 32.0, 32.0),
+        **options,
+    }
+    return cast(result, parameter.dtype)
+
+
+def cast(arguments, dtype):
+    """The hidden states in another dtype; masks, timesteps and coordinates keep theirs."""
+    names = ("hidden_states", "encoder_hidden_states")
+    return {**arguments, **{name: arguments[name].to(dtype) for name in names}}
+
+
+@torch.no_grad()
+def run(model, arguments):
+    return model(**arguments, return_dict=False)[0]
+
+
+def reference(model, arguments):
+    """What a model without kernels computes in float64."""
+    return run(copy.deepcopy(model).double(), cast(arguments, torch.float64))
+
+
+def prepared(device, *, model_config=None, **options):
+    """A float32 model, inputs for it, and what it is to compute from them."""
+    model = transformer(device, **(model_config or {}))
+    arguments = inputs(model, **options)
+    return model, arguments, reference(model, arguments)
+
+
+def computing(expected, model, arguments, slack=1e-5):
+    """Runs a float32 model, checks what it computes against `expected` (from `reference`), and
+    returns how often it called each operator of the package."""
+    with KernelCalls() as calls:
+        out = run(model, arguments)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(
+        out.double(), expected, rtol=slack, atol=slack, check_device=False
+    )
+    return dict(calls.counts)
+
+
+class KernelCalls(TorchDispatchMode):
+    """Counts the calls of the package's operators; a GELU in a matrix product counts as gelu."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace = func.namespace
+        if namespace.startswith("_h100_diffusers_kernels"):
+            self.counts[func._schema.name.split("::")[1]] += 1
+        elif func._schema.name == "aten::_addmm_activation":
+            self.counts["gelu"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def kernel_calls(function, *args):
+    """How often a call of a function calls each operator of the package, by name."""
+    with KernelCalls() as calls:
+        function(*args)
+    return dict(calls.counts)
+
+
+def calls_of(blocks, **changes):
+    """The operator calls of a forward in which `blocks` blocks are on the kernels as a whole.
+
+    A keyword gives another number of calls a block.
+    """
+    one_block = {
+        "rms_norm_modulate": 1,
+        "qk_norm_coordinate_rope": 1,
+        "gated_residual": 2,
+        "rms_norm": 2,
+        "gated_residual_rms_norm_modulate": 1,
+        "gelu": 1,
+        **changes,
+    }
+    return {name: count * blocks for name, count in one_block.items() if count}
+
+
+def snapshot(model):
+    """Everything that an injection may touch: attributes, forwards, processors, parameters.
+
+    A forward on the instance that is the class's own counts as none: accelerate leaves it there.
+    """
+    state = {}
+    for name, module in model.named_modules():
+        attributes = set(vars(module)) - {"_diffusers_hook"}
+        if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
+            attributes.remove("forward")
+        state[name] = (attributes, getattr(module.forward, "__func__", None))
+        state[f"{name}.processor"] = getattr(module, "processor", None)
+    return state
+
+
+def pipeline(device, dtype=torch.float32, pipeline_class=LTXPipeline, **config):
+    """A pipeline without text encoder: prompts are given as embeddings."""
+    model = transformer(device, dtype, **config)
+    vae = AutoencoderKLLTXVideo(
+        latent_channels=CHANNELS,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
+        decoder_inject_noise=(False,) * 5,
+        upsample_residual=(False,) * 4,
+        upsample_factor=(1,) * 4,
+        timestep_conditioning=False,
+        patch_size=1,
+        patch_size_t=1,
+    )
+    pipe = pipeline_class(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=vae.to(device, dtype).eval(),
+        text_encoder=None,
+        tokenizer=None,
+        transformer=model,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def prompts(device, dtype=torch.float32):
+    """Embeddings and masks of a prompt and a negative prompt, as a pipeline takes them."""
+    result = {}
+    for prefix, length in (("", 5), ("negative_", 3)):
+        embeds = torch.randn(1, TEXT_LENGTH, CAPTION_CHANNELS, device=device)
+        mask = (torch.arange(TEXT_LENGTH, device=device) < length)[None].to(torch.int64)
+        result[f"{prefix}prompt_embeds"] = embeds.to(dtype)
+        result[f"{prefix}prompt_attention_mask"] = mask
+    return result

@@ -1,0 +1,20 @@
+"""Programs that the tests start."""
+
+import subprocess
+import sys
+
+from conftest import CHECKOUT
+
+TOOLS = CHECKOUT / "tools"
+
+
+def run(*command, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, **options
+    )
+
+
+def run_python(code: str) -> str:
+    process = run(sys.executable, "-c", code)
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip()

@@ -1,0 +1,163 @@
+"""Float64 references of the operations, written from their formulas.
+
+Each function has the name and the signature of the operation it stands for, takes tensors of any
+dtype and returns float64. Nothing here calls the kernel package or a fused PyTorch operator: a
+mistake cannot cancel out.
+"""
+
+import math
+
+import torch
+
+
+def _double(*tensors):
+    return [None if tensor is None else tensor.to(torch.float64) for tensor in tensors]
+
+
+def _affine(n, weight, bias=None):
+    if weight is not None:
+        n = n * weight
+    return n if bias is None else n + bias
+
+
+def rms_norm(x, weight=None, eps=1e-6):
+    x, weight = _double(x, weight)
+    return _affine(x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps), weight)
+
+
+def layer_norm(x, weight=None, bias=None, eps=1e-5):
+    x, weight, bias = _double(x, weight, bias)
+    centered = x - x.mean(-1, keepdim=True)
+    variance = (centered * centered).mean(-1, keepdim=True)
+    return _affine(centered / torch.sqrt(variance + eps), weight, bias)
+
+
+def _modulate(n, scale, shift):
+    scale, shift = _double(scale, shift)
+    return n * (1 + scale) + shift
+
+
+def rms_norm_modulate(x, scale, shift, weight=None, eps=1e-6):
+    return _modulate(rms_norm(x, weight, eps), scale, shift)
+
+
+def layer_norm_modulate(x, scale, shift, weight=None, bias=None, eps=1e-6):
+    return _modulate(layer_norm(x, weight, bias, eps), scale, shift)
+
+
+def gated_residual(residual, x, gate=None):
+    residual, x, gate = _double(residual, x, gate)
+    return residual + (x if gate is None else gate * x)
+
+
+def gated_residual_rms_norm_modulate(residual, x, gate, scale, shift, weight=None, eps=1e-6):
+    h = gated_residual(residual, x, gate)
+    return h, rms_norm_modulate(h, scale, shift, weight, eps)
+
+
+def gated_residual_layer_norm_modulate(
+    residual, x, gate, scale, shift, weight=None, bias=None, eps=1e-6
+):
+    h = gated_residual(residual, x, gate)
+    return h, layer_norm_modulate(h, scale, shift, weight, bias, eps)
+
+
+def coordinate_tables(coordinates, frequencies, pairs):
+    """Cosine and sine, (1|B, S, pairs), of the float32 product angle; identity pairs in front."""
+    axes = coordinates.shape[-1]
+    identity = pairs - axes * frequencies.numel()
+    batch, seq = coordinates.shape[:2]
+    cos = torch.ones(batch, seq, pairs, dtype=torch.float64, device=coordinates.device)
+    sin = torch.zeros_like(cos)
+    for pair in range(identity, pairs):
+        frequency, axis = divmod(pair - identity, axes)
+        angle = (frequencies[frequency] * coordinates[..., axis]).to(torch.float64)
+        cos[..., pair] = torch.cos(angle)
+        sin[..., pair] = torch.sin(angle)
+    return cos, sin
+
+
+def _pair_entries(table, head_dim, layout):
+    """The table's entries (1|B, S, 1|heads, head_dim / 2) at the first and second of each pair."""
+    (table,) = _double(table)
+    if table.dim() == 2:
+        table = table[None]
+    if table.dim() == 3:
+        table = table.reshape(*table.shape[:2], -1, head_dim)
+    return _split(table, layout)
+
+
+def _split(x, layout):
+    half = x.shape[-1] // 2
+    if layout == "interleaved":
+        return x[..., 0::2], x[..., 1::2]
+    return x[..., :half], x[..., half:]
+
+
+def _rotate(n, rope, layout):
+    head_dim = n.shape[-1]
+    first, second = _split(n, layout)
+    if hasattr(rope, "frequencies"):
+        pairs = n.shape[2] * head_dim // 2
+        tables = coordinate_tables(rope.coordinates, rope.frequencies, pairs)
+        cos, sin = (table.reshape(*table.shape[:2], n.shape[2], -1) for table in tables)
+        (cos_first, cos_second), (sin_first, sin_second) = (cos, cos), (sin, sin)
+    else:
+        cos_first, cos_second = _pair_entries(rope[0], head_dim, layout)
+        sin_first, sin_second = _pair_entries(rope[1], head_dim, layout)
+    rotated_first = first * cos_first - second * sin_first
+    rotated_second = second * cos_second + first * sin_second
+    if layout == "interleaved":
+        return torch.stack([rotated_first, rotated_second], dim=-1).flatten(-2)
+    return torch.cat([rotated_first, rotated_second], dim=-1)
+
+
+def qk_norm_rope(
+    q,
+    k,
+    q_weight=None,
+    k_weight=None,
+    rope=None,
+    *,
+    heads,
+    norm="across_heads",
+    layout="interleaved",
+    eps=1e-6,
+    inplace=False,
+):
+    head_dim = q[0, 0].numel() // heads
+
+    def one(x, weight):
+        (n,) = _double(x)
+        if norm == "across_heads":
+            n = rms_norm(n.reshape(*n.shape[:2], -1), weight, eps)
+        n = n.reshape(*n.shape[:2], -1, head_dim)
+        if norm == "per_head":
+            n = rms_norm(n, weight, eps)
+        if rope is not None:
+            n = _rotate(n, rope, layout)
+        return n.reshape(x.shape)
+
+    return one(q, q_weight), one(k, k_weight)
+
+
+def gelu(x, approximate="none"):
+    (x,) = _double(x)
+    if approximate == "tanh":
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return 0.5 * x * torch.special.erfc(-x / math.sqrt(2))
+
+
+def silu(x):
+    (x,) = _double(x)
+    return x / (1 + torch.exp(-x))
+
+
+def geglu(x, approximate="none"):
+    hidden = x.shape[-1] // 2
+    return x[..., :hidden].to(torch.float64) * gelu(x[..., hidden:], approximate)
+
+
+def swiglu(x):
+    hidden = x.shape[-1] // 2
+    return x[..., :hidden].to(torch.float64) * silu(x[..., hidden:])

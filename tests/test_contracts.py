@@ -1,0 +1,540 @@
+"""What every operation keeps whatever it computes: Torch's own checks of an operator, compilation,
+streams, graphs, determinism, gradients, empty tensors, and sizes past 2**31 elements."""
+
+import pytest
+import torch
+
+import references
+from checks import as_tuple, assert_rounded_once, tensors_of
+from inputs import (
+    ACTIVATIONS,
+    OPERATIONS,
+    QK_OPERATIONS,
+    ROW_OPERATIONS,
+    every_dtype,
+    normal,
+    rotary_tables,
+    sample,
+)
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+every_operation = pytest.mark.parametrize("name", OPERATIONS)
+every_memory = pytest.mark.parametrize("layout", ["contiguous", "chunk"])
+REGISTERED = [*OPERATIONS, "qk_norm_rope_", "qk_norm_coordinate_rope_"]
+FEW_DTYPES = [torch.float32, torch.bfloat16]
+few_dtypes = pytest.mark.parametrize("dtype", FEW_DTYPES, ids=str)
+
+
+def without_optional(arguments):
+    """The same call with nothing that may be left out."""
+    optional = ("weight", "bias", "gate", "q_weight", "k_weight")
+    return {key: None if key in optional else value for key, value in arguments.items()}
+
+
+def clone_strided(value):
+    """As `clone`, strides and elements outside of the view included."""
+    if isinstance(value, torch.Tensor):
+        copy = torch.empty(0, dtype=value.dtype, device=value.device)
+        storage = value.untyped_storage().clone()
+        return copy.set_(storage, value.storage_offset(), value.shape, value.stride())
+    if isinstance(value, dict):
+        return {key: clone_strided(item) for key, item in value.items()}
+    if hasattr(value, "_make"):
+        return value._make(map(clone_strided, value))
+    if isinstance(value, tuple):
+        return tuple(map(clone_strided, value))
+    return value
+
+
+def bits(*results):
+    return [tensor.contiguous().view(torch.uint8) for tensor in tensors_of(*results)]
+
+
+def assert_same_bits(one, other):
+    one, other = bits(one), bits(other)
+    assert len(one) == len(other) > 0
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# --------------------------------------------------------------------------------------------------
+# The operator itself
+
+
+def registered_call(kernel, name, arguments):
+    """The registered operator and its positional arguments, by the names in its schema."""
+    operator = getattr(kernel._ops.ops, name).default
+    values = {
+        "eps": 1e-6,
+        "approximate": "none",
+        "norm": "across_heads",
+        "layout": "interleaved",
+        **arguments,
+    }
+    rope = values.pop("rope", None)
+    if rope is not None:
+        fields = ("coordinates", "frequencies") if "coordinate" in name else ("cos", "sin")
+        values.update(zip(fields, rope, strict=True))
+    return operator, [values[argument.name] for argument in operator._schema.arguments]
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("name", REGISTERED)
+@every_memory
+@few_dtypes
+def test_opcheck(kernel, device, name, layout, dtype):
+    _, arguments = sample(
+        kernel, name.rstrip("_"), dtype=dtype, device=device, shape=(2, 3, 32), layout=layout
+    )
+    operator, values = registered_call(kernel, name, arguments)
+    torch.library.opcheck(operator, values)
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_opcheck_with_nothing_optional(kernel, device, name):
+    _, arguments = sample(
+        kernel, name.rstrip("_"), dtype=torch.bfloat16, device=device, shape=(2, 3, 32)
+    )
+    operator, values = registered_call(kernel, name, without_optional(arguments))
+    torch.library.opcheck(operator, values)
+
+
+def test_every_registered_operator_is_tested(kernel):
+    namespace = kernel._ops.ops.name if hasattr(kernel._ops.ops, "name") else None
+    registered = {
+        schema.name.split("::")[1]
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.split("::")[0] == namespace
+    }
+    assert registered == set(REGISTERED)
+
+
+# --------------------------------------------------------------------------------------------------
+# Compilation
+
+
+@every_operation
+@every_memory
+def test_compile_without_graph_break_or_recompilation(kernel, device, name, layout):
+    function, first = sample(
+        kernel, name, dtype=torch.bfloat16, device=device, shape=(2, 5, 64), layout=layout
+    )
+    _, second = sample(
+        kernel, name, dtype=torch.bfloat16, device=device, shape=(2, 5, 64), layout=layout
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda arguments: function(**arguments), fullgraph=True)
+    with torch.no_grad():
+        assert_same_bits(compiled(first), function(**first))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert_same_bits(compiled(second), function(**second))
+
+
+@pytest.mark.parametrize("name", QK_OPERATIONS)
+@every_memory
+def test_compile_in_place(kernel, device, name, layout):
+    function, arguments = sample(
+        kernel, name, dtype=torch.bfloat16, device=device, shape=(2, 5, 64), layout=layout
+    )
+    arguments["inplace"] = True
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda given: function(**given), fullgraph=True)
+    with torch.no_grad():
+        for attempt in range(2):
+            given, expected = clone_strided(arguments), clone_strided(arguments)
+            with torch._dynamo.config.patch(error_on_recompile=attempt > 0):
+                compiled(given)
+            function(**expected)
+            assert_same_bits((given["q"], given["k"]), (expected["q"], expected["k"]))
+
+
+def test_compile_a_transformer_block(kernel, device):
+    """The operations among each other and among PyTorch's own, which may be fused and reordered."""
+    shape, heads = (2, 5, 64), 2
+    tensors = {
+        key: normal(*shape, dtype=torch.bfloat16, device=device)
+        for key in ("hidden", "gate", "scale", "shift")
+    }
+    packed = normal(64, 192, dtype=torch.bfloat16, device=device) * 0.1
+    rope = rotary_tables(5, 64, dtype=torch.float32, device=device)
+
+    def block(hidden, gate, scale, shift):
+        n = kernel.rms_norm_modulate(hidden, scale * 0.5, shift)
+        q, k, v = (n @ packed).chunk(3, dim=-1)
+        q, k = kernel.qk_norm_rope(q, k, rope=rope, heads=heads)
+        residual, n = kernel.gated_residual_layer_norm_modulate(
+            hidden, q * k + v, gate, scale, shift
+        )
+        n = kernel.geglu(kernel.gelu(n) + kernel.silu(n))
+        return kernel.gated_residual(residual, torch.cat([n, n], dim=-1)), kernel.layer_norm(n)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        outs = torch.compile(block, fullgraph=True)(**tensors)
+        for out, expected in zip(outs, block(**tensors), strict=True):
+            torch.testing.assert_close(out, expected, rtol=0.05, atol=0.05)
+
+
+@every_operation
+def test_meta_tensors(kernel, device, name):
+    """Fake results have the shape, dtype and strides of real ones."""
+    function, arguments = sample(
+        kernel, name, dtype=torch.float16, device="cpu", shape=(2, 5, 64), layout="chunk"
+    )
+
+    def on_meta(value):
+        if hasattr(value, "_make"):
+            return value._make(tensor.to("meta") for tensor in value)
+        if isinstance(value, tuple):
+            return tuple(tensor.to("meta") for tensor in value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+    fakes = as_tuple(function(**{key: on_meta(value) for key, value in arguments.items()}))
+    if device == "cuda":
+        function, arguments = sample(
+            kernel, name, dtype=torch.float16, device=device, shape=(2, 5, 64), layout="chunk"
+        )
+    outs = as_tuple(function(**arguments))
+    for fake, out in zip(fakes, outs, strict=True):
+        assert fake.is_meta
+        assert (fake.shape, fake.dtype, fake.stride()) == (out.shape, out.dtype, out.stride())
+
+
+# --------------------------------------------------------------------------------------------------
+# Determinism, streams and graphs
+
+
+@every_operation
+@every_dtype
+def test_two_runs_give_the_same_bits(kernel, device, name, dtype):
+    function, arguments = sample(kernel, name, dtype=dtype, device=device, shape=(2, 64, 2048))
+    first = function(**arguments)
+    for _ in range(3):
+        noise = [torch.rand_like(tensor, dtype=torch.float32) for tensor in tensors_of(first)]
+        assert_same_bits(function(**arguments), first)
+        del noise
+
+
+@every_operation
+def test_number_of_threads_does_not_matter(kernel, device, name):
+    if device != "cpu":
+        pytest.skip("CPU threads")
+    function, arguments = sample(
+        kernel, name, dtype=torch.float32, device=device, shape=(2, 64, 2048)
+    )
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(function(**arguments))
+    finally:
+        torch.set_num_threads(threads)
+    assert_same_bits(results[0], results[1])
+    assert_same_bits(results[0], results[2])
+
+
+@needs_cuda
+@every_operation
+def test_runs_on_the_current_stream(kernel, device, name):
+    function, arguments = sample(kernel, name, dtype=torch.bfloat16, device=device)
+    expected = function(**arguments)
+    late = {
+        key: torch.full_like(value, float("nan")) if isinstance(value, torch.Tensor) else value
+        for key, value in arguments.items()
+    }
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        for key, value in late.items():
+            if isinstance(value, torch.Tensor):
+                value.copy_(arguments[key])
+        result = function(**late)
+    stream.synchronize()
+    assert_same_bits(result, expected)
+
+
+@needs_cuda
+@every_operation
+def test_cuda_graph(kernel, device, name):
+    function, static = sample(kernel, name, dtype=torch.bfloat16, device=device)
+    function(**static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function(**static)
+    for _ in range(2):
+        _, fresh = sample(kernel, name, dtype=torch.bfloat16, device=device)
+        for target, source in zip(tensors_of(static), tensors_of(fresh), strict=True):
+            target.copy_(source)
+        graph.replay()
+        assert_same_bits(result, function(**fresh))
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", QK_OPERATIONS)
+def test_cuda_graph_in_place(kernel, device, name):
+    function, static = sample(kernel, name, dtype=torch.bfloat16, device=device, layout="chunk")
+    q, k = static["q"].clone(), static["k"].clone()
+    function(**static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function(**static, inplace=True)
+    static["q"].copy_(q)
+    static["k"].copy_(k)
+    graph.replay()
+    assert_same_bits((static["q"], static["k"]), function(**{**static, "q": q, "k": k}))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@every_operation
+def test_runs_on_the_device_of_its_tensors(kernel, name):
+    function, arguments = sample(kernel, name, dtype=torch.bfloat16, device="cuda:1")
+    with torch.cuda.device(0):
+        result = function(**arguments)
+    with torch.cuda.device(1):
+        assert_same_bits(result, function(**arguments))
+    assert all(tensor.device.index == 1 for tensor in tensors_of(result))
+
+
+# --------------------------------------------------------------------------------------------------
+# Gradients
+
+
+def differentiable(arguments):
+    """The tensors that a gradient is asked for."""
+    return {
+        key: value
+        for key, value in arguments.items()
+        if isinstance(value, torch.Tensor) and key != "rope"
+    }
+
+
+def gradients(function, arguments, tangents, leaves):
+    outs = as_tuple(function(**arguments))
+    loss = sum((out.double() * tangent).sum() for out, tangent in zip(outs, tangents, strict=True))
+    return torch.autograd.grad(loss, leaves)
+
+
+@every_operation
+@few_dtypes
+def test_gradients(kernel, device, name, dtype):
+    function, arguments = sample(kernel, name, dtype=dtype, device=device, shape=(2, 5, 64))
+    reference = getattr(references, "qk_norm_rope" if name in QK_OPERATIONS else name)
+    exact = {
+        key: value.double() if key in differentiable(arguments) else value
+        for key, value in arguments.items()
+    }
+    tangents = [torch.randn_like(out) for out in as_tuple(reference(**exact))]
+    for given in (arguments, exact):
+        for leaf in differentiable(given).values():
+            leaf.requires_grad_()
+    actual = gradients(function, arguments, tangents, list(differentiable(arguments).values()))
+    expected = gradients(reference, exact, tangents, list(differentiable(exact).values()))
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
+    for key, one, other in zip(differentiable(arguments), actual, expected, strict=True):
+        assert one.dtype == dtype
+        error = (one.double() - other).norm() / other.norm()
+        assert error <= tolerance, f"gradient of {key}: relative error {error:.3g}"
+
+
+@every_operation
+def test_gradient_of_each_input_alone(kernel, device, name):
+    function, arguments = sample(kernel, name, dtype=torch.float32, device=device)
+    for key, leaf in differentiable(arguments).items():
+        leaf.requires_grad_()
+        outs = as_tuple(function(**arguments))
+        loss = sum(out.sum() for out in outs if out.requires_grad)
+        (gradient,) = torch.autograd.grad(loss, [leaf])
+        assert gradient.isfinite().all() and gradient.any(), key
+        leaf.requires_grad_(False)
+    assert not any(out.requires_grad for out in as_tuple(function(**arguments)))
+
+
+@every_operation
+@every_dtype
+def test_differentiable_path_is_as_accurate(kernel, device, name, dtype):
+    function, arguments = sample(kernel, name, dtype=dtype, device=device)
+    if name in QK_OPERATIONS:
+        name = "qk_norm_rope"
+    plain = as_tuple(function(**arguments))
+    expected = as_tuple(getattr(references, name)(**arguments))
+    next(tensors_of(arguments)).requires_grad_()
+    outs = as_tuple(function(**arguments))
+    assert any(out.requires_grad for out in outs)
+    for out, reference, other in zip(outs, expected, plain, strict=True):
+        assert (out.shape, out.dtype) == (other.shape, other.dtype)
+        assert_rounded_once(out.detach(), reference)
+
+
+@every_operation
+def test_no_grad_takes_the_kernel(kernel, device, name):
+    function, arguments = sample(kernel, name, dtype=torch.bfloat16, device=device)
+    expected = function(**arguments)
+    for leaf in differentiable(arguments).values():
+        leaf.requires_grad_()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            outs = as_tuple(function(**arguments))
+        assert not any(out.requires_grad for out in outs)
+        assert_same_bits(outs, expected)
+
+
+# --------------------------------------------------------------------------------------------------
+# Sizes
+
+
+@every_operation
+@pytest.mark.parametrize("shape", [(0, 16, 256), (2, 0, 256), (0, 0, 256)], ids=str)
+@every_dtype
+def test_empty_tensors(kernel, device, name, shape, dtype):
+    function, arguments = sample(kernel, name, dtype=dtype, device=device, shape=shape)
+    outs = as_tuple(function(**arguments))
+    assert outs and all(out.shape == shape and out.dtype == dtype for out in outs)
+
+
+@pytest.mark.parametrize("name", QK_OPERATIONS)
+def test_empty_tensors_in_place(kernel, device, name):
+    function, arguments = sample(
+        kernel, name, dtype=torch.bfloat16, device=device, shape=(2, 0, 256)
+    )
+    q, k = function(**arguments, inplace=True)
+    assert q is arguments["q"] and k is arguments["k"]
+
+
+@pytest.mark.parametrize("name", [*ROW_OPERATIONS, *ACTIVATIONS])
+@pytest.mark.parametrize("shape", [(2, 3, 0), (0,)], ids=str)
+def test_empty_rows(kernel, device, name, shape):
+    columns = shape[-1]
+    _, arguments = sample(kernel, name, dtype=torch.bfloat16, device=device, shape=(1, 1, 8))
+    for key, value in differentiable(arguments).items():
+        size = (columns,) if key in ("weight", "bias", "gate", "scale", "shift") else shape
+        arguments[key] = torch.empty(size, dtype=value.dtype, device=device)
+    outs = as_tuple(getattr(kernel, name)(**arguments))
+    assert outs and all(out.shape == shape for out in outs)
+
+
+FAR = 2**31  # elements
+
+
+def virtual_memory(elements, dtype, device):
+    """Memory of which only the pages that are written will be backed."""
+    try:
+        return torch.empty(elements, dtype=dtype, device=device)
+    except (RuntimeError, torch.OutOfMemoryError) as error:
+        pytest.skip(f"cannot reserve {elements} elements: {error}")
+
+
+def far_apart(shape, dtype, device, memory, offset=0):
+    """A view (rows, ..., columns), the rows FAR / 2 elements apart: the third begins at 2**31."""
+    rows, *rest = shape
+    strides = torch.empty(rest, device="meta").stride()
+    view = memory.as_strided(shape, (FAR // 2, *strides), offset)
+    return view.copy_(normal(*shape, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("name", [*ROW_OPERATIONS, *ACTIVATIONS])
+def test_offsets_past_2_31(kernel, device, name):
+    """Rows so far apart that 32 bits cannot count the elements between them."""
+    dtype = torch.bfloat16
+    memory = virtual_memory(FAR + 2**20, dtype, device)
+    function, arguments = sample(kernel, name, dtype=dtype, device=device, shape=(3, 1, 256))
+    offset = 0
+    for key, value in arguments.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 3:
+            arguments[key] = far_apart(value.shape, dtype, device, memory, offset)
+            offset += 4096
+    expected = as_tuple(getattr(references, name)(**arguments))
+    for out, reference in zip(as_tuple(function(**arguments)), expected, strict=True):
+        assert_rounded_once(out, reference)
+
+
+@pytest.mark.parametrize("name", QK_OPERATIONS)
+@pytest.mark.parametrize("inplace", [False, True], ids=["out_of_place", "inplace"])
+@pytest.mark.parametrize("far_dim", ["batch", "seq", "head"])
+def test_query_and_key_offsets_past_2_31(kernel, device, name, inplace, far_dim):
+    dtype = torch.bfloat16
+    memory = virtual_memory(FAR + 2**20, dtype, device)
+    permutation = {"batch": (0, 1, 2, 3), "seq": (1, 0, 2, 3), "head": (1, 2, 0, 3)}[far_dim]
+    q, k = (
+        far_apart((3, 3, 3, 64), dtype, device, memory, offset).permute(permutation)
+        for offset in (0, 4096)
+    )
+    function, arguments = sample(
+        kernel, name, dtype=dtype, device=device, shape=(3, 3, 192), heads=3
+    )
+    arguments.update({"q": q, "k": k})
+    expected = references.qk_norm_rope(**arguments)
+    for out, reference in zip(function(**arguments, inplace=inplace), expected, strict=True):
+        assert_rounded_once(out, reference)
+
+
+def needs_gpu_memory(gigabytes):
+    free, _ = torch.cuda.mem_get_info()
+    if free < gigabytes * 1e9:
+        pytest.skip(f"needs {gigabytes} GB of GPU memory, {free / 1e9:.1f} GB are free")
+
+
+# Operation, keyword arguments that are not of full size, tensors of full size, shape of these.
+HUGE = {
+    "gelu": ("gelu", 1, (2**20 + 3, 2048)),
+    "gelu_1d": ("gelu", 1, (FAR + 12345,)),
+    "swiglu": ("swiglu", 1, (2**19 + 3, 8192)),
+    "rms_norm": ("rms_norm", 1, (2**20 + 3, 2048)),
+    "layer_norm_odd": ("layer_norm", 1, (2**20 + 3, 2049)),
+    "gated_residual": ("gated_residual", 3, (2**20 + 3, 2048)),
+    "gated_residual_1d": ("gated_residual", 2, (FAR + 12345,)),
+    "gated_residual_rms_norm_modulate": ("gated_residual_rms_norm_modulate", 2, (2**20 + 3, 2048)),
+}
+
+
+@needs_cuda
+@pytest.mark.parametrize("case", HUGE)
+def test_more_than_2_31_elements(kernel, device, case):
+    name, count, shape = HUGE[case]
+    needs_gpu_memory(32)
+    torch.cuda.empty_cache()
+    tensors = [
+        torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in range(count)
+    ]
+    columns = shape[-1]
+    small = [normal(columns, dtype=torch.bfloat16, device=device) for _ in range(3)]
+    small = small if name.endswith("modulate") else []
+    outs = as_tuple(getattr(kernel, name)(*tensors, *small))
+    assert all(out.numel() > FAR // (2 if name == "swiglu" else 1) for out in outs)
+    step = 4 if len(shape) > 1 else 8192
+    boundary = FAR // (columns if len(shape) > 1 else 1)
+    for start in (0, boundary // 2, boundary - step // 2, shape[0] - step):
+        part = slice(start, start + step)
+        expected = as_tuple(getattr(references, name)(*(t[part] for t in tensors), *small))
+        for out, reference in zip(outs, expected, strict=True):
+            assert_rounded_once(out[part], reference)
+
+
+@needs_cuda
+def test_query_and_key_of_more_than_2_31_elements(kernel, device):
+    needs_gpu_memory(32)
+    torch.cuda.empty_cache()
+    batch, seq, heads, head_dim = 2, 2**19 + 3, 32, 64
+    packed = torch.empty(
+        batch, seq, 2, heads * head_dim, dtype=torch.bfloat16, device=device
+    ).normal_()
+    q, k = packed.unbind(2)
+    ends = [(b, slice(s, s + 2)) for b in range(batch) for s in (0, seq // 2, seq - 2)]
+    rope = rotary_tables(seq, head_dim, dtype=torch.float32, device=device)
+    expected = [
+        references.qk_norm_rope(
+            q[b : b + 1, part],
+            k[b : b + 1, part],
+            rope=tuple(table[part] for table in rope),
+            heads=heads,
+        )
+        for b, part in ends
+    ]
+    kernel.qk_norm_rope(q, k, rope=rope, heads=heads, inplace=True)
+    for (b, part), references_of_part in zip(ends, expected, strict=True):
+        for out, reference in zip((q, k), references_of_part, strict=True):
+            assert_rounded_once(out[b : b + 1, part], reference)

@@ -1,0 +1,506 @@
+"""Every wrong argument raises one sentence: the operation, the argument, what was given.
+
+A table of changes, each of which makes one valid call wrong. Each is tried on the compiled path, on
+the differentiable path and on the tracing (meta) path, which must refuse the same.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from checks import MemorySnapshot, tensors_of
+from inputs import (
+    HEADS,
+    QK_OPERATIONS,
+    ROW_OPERATIONS,
+    coordinates_and_frequencies,
+    normal,
+    rotary_tables,
+    sample,
+)
+
+BATCH, SEQ, HIDDEN = SHAPE = (2, 16, 256)
+HEAD_DIM = HIDDEN // HEADS
+BROADCAST = ("gate", "scale", "shift")
+VECTORS = ("weight", "bias", "q_weight", "k_weight")
+
+
+@dataclass(frozen=True)
+class Mistake:
+    operation: str
+    argument: str  # that the sentence must name
+    what: str
+    got: str  # that the sentence must give, after "got"
+    change: Callable  # takes the arguments by name, changes them
+    is_device: bool = False
+
+    def __str__(self):
+        return f"{self.operation}-{self.argument}-{self.what}"
+
+
+MISTAKES = []
+
+
+def mistake(operations, argument, what, got, change, **options):
+    for operation in [operations] if isinstance(operations, str) else operations:
+        MISTAKES.append(Mistake(operation, argument, what, got, change, **options))
+
+
+# --------------------------------------------------------------------------------------------------
+# Changes. Tensors of a rope are named as themselves: cos, sin, coordinates, frequencies.
+
+ROPE_FIELDS = {"cos": 0, "sin": 1, "coordinates": 0, "frequencies": 1}
+
+
+def replace(argument, change):
+    """A change of one argument: `change` takes the argument's value and returns another."""
+
+    def apply(arguments):
+        if argument in ROPE_FIELDS:
+            fields = list(arguments["rope"])
+            fields[ROPE_FIELDS[argument]] = change(fields[ROPE_FIELDS[argument]])
+            rope = arguments["rope"]
+            arguments["rope"] = rope._make(fields) if hasattr(rope, "_make") else tuple(fields)
+        else:
+            arguments[argument] = change(arguments[argument])
+
+    return apply
+
+
+def every_second(tensor):
+    """Of the same shape, with stride 2 in the last dimension."""
+    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+def longer(tensor):
+    """One more in the last dimension."""
+    return torch.cat([tensor, tensor[..., :1]], dim=-1)
+
+
+def longer_at(dim):
+    return lambda tensor: torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim=dim)
+
+
+def of_shape(*shape):
+    return lambda tensor: torch.ones(shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def as_list(tensor):
+    return [1.0, 2.0]
+
+
+def other_device(tensor):
+    """Another device than the one that the tests run on."""
+    return tensor.cpu() if tensor.is_cuda else tensor.to("meta")
+
+
+def shape_text(*shape):
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+# --------------------------------------------------------------------------------------------------
+# The table
+
+ARGUMENTS = {
+    "rms_norm": ("x", "weight"),
+    "layer_norm": ("x", "weight", "bias"),
+    "rms_norm_modulate": ("x", "scale", "shift", "weight"),
+    "layer_norm_modulate": ("x", "scale", "shift", "weight", "bias"),
+    "gated_residual": ("residual", "x", "gate"),
+    "gated_residual_rms_norm_modulate": ("residual", "x", "gate", "scale", "shift", "weight"),
+    "gated_residual_layer_norm_modulate": (
+        "residual",
+        "x",
+        "gate",
+        "scale",
+        "shift",
+        "weight",
+        "bias",
+    ),
+    "gelu": ("x",),
+    "silu": ("x",),
+    "geglu": ("x",),
+    "swiglu": ("x",),
+    "qk_norm_rope": ("q", "k", "q_weight", "k_weight", "cos", "sin"),
+    "qk_norm_coordinate_rope": (
+        "q",
+        "k",
+        "q_weight",
+        "k_weight",
+        "coordinates",
+        "frequencies",
+    ),
+}
+
+for name, (leader, *followers) in ARGUMENTS.items():
+    # The tensor whose dtype, device and shape the others follow.
+    for dtype in (torch.int64, torch.float64, torch.bool, torch.float8_e4m3fn):
+        text = str(dtype).replace("torch.", "")
+        mistake(name, leader, text, text, replace(leader, lambda t, d=dtype: t.to(d)))
+    mistake(name, leader, "stride", "stride 2", replace(leader, every_second))
+    mistake(name, leader, "list", "list", replace(leader, as_list))
+    mistake(name, leader, "None", "None", replace(leader, lambda t: None))
+    if name not in QK_OPERATIONS:
+        mistake(name, leader, "0d", "()", replace(leader, lambda t: t[0, 0, 0]))
+    for argument in followers:
+        if argument in ("cos", "sin", "coordinates", "frequencies"):
+            continue
+        half = replace(argument, lambda t: t.to(torch.float16))
+        mistake(name, argument, "float16", "float16", half)
+        device = replace(argument, other_device)
+        mistake(name, argument, "device", "", device, is_device=True)
+        mistake(name, argument, "stride", "stride 2", replace(argument, every_second))
+        mistake(name, argument, "list", "list", replace(argument, as_list))
+        if argument in VECTORS:
+            size = shape_text(HIDDEN + 1)
+            mistake(name, argument, "longer", size, replace(argument, longer))
+            two = replace(argument, of_shape(1, HIDDEN))
+            mistake(name, argument, "2d", shape_text(1, HIDDEN), two)
+            mistake(name, argument, "0d", "()", replace(argument, of_shape()))
+        if argument in BROADCAST:
+            for size in (
+                (HIDDEN + 1,),
+                (1,),
+                (BATCH, 1, 1),
+                (BATCH + 1, 1, HIDDEN),
+                (BATCH, HIDDEN),
+                (BATCH, SEQ + 1, HIDDEN),
+                (1, BATCH, SEQ, HIDDEN),
+                (),
+            ):
+                wrong = replace(argument, of_shape(*size))
+                mistake(name, argument, f"shape{size}", shape_text(*size), wrong)
+        if argument in ("scale", "shift", "x", "k"):
+            mistake(name, argument, "None", "None", replace(argument, lambda t: None))
+
+for name in ROW_OPERATIONS:
+    if "residual" in name:
+        for size in ((BATCH, SEQ, HIDDEN + 1), (BATCH, SEQ + 1, HIDDEN), (SEQ, HIDDEN), (HIDDEN,)):
+            mistake(name, "x", f"shape{size}", shape_text(*size), replace("x", of_shape(*size)))
+    if "norm" in name:
+        for value in ("1e-6", None):
+            mistake(name, "eps", repr(value), repr(value), replace("eps", lambda _, v=value: v))
+
+for name in ("geglu", "swiglu"):
+    mistake(name, "x", "odd", str(2 * HIDDEN + 1), replace("x", longer))
+for name in ("gelu", "geglu"):
+    for value in ("erf", "", None, True):
+        got = repr(value)
+        mistake(name, "approximate", got, got, replace("approximate", lambda _, v=value: v))
+
+for name in QK_OPERATIONS:
+    mistake(name, "q", "2d", shape_text(SEQ, HIDDEN), replace("q", lambda t: t[0]))
+    five = shape_text(BATCH, SEQ, 2, 2, HEAD_DIM)
+    mistake(name, "q", "5d", five, replace("q", lambda t: t.unflatten(2, (2, 2, HEAD_DIM))))
+    for what, change in {
+        "batch": longer_at(0),
+        "seq": longer_at(1),
+        "head_dim": longer,
+        "4d": lambda t: t.unflatten(2, (HEADS, HEAD_DIM)),
+        "2d": lambda t: t[0],
+    }.items():
+        size = shape_text(*change(torch.empty(SHAPE)).shape)
+        mistake(name, "k", what, size, replace("k", change))
+    for weight in ("q_weight", "k_weight"):
+
+        def per_head(arguments):
+            arguments["norm"] = "per_head"  # but the weights are of size heads * head_dim
+
+        def without_norm(arguments, weight=weight):
+            other = {"q_weight": "k_weight", "k_weight": "q_weight"}[weight]
+            arguments.update({"norm": "none", other: None})
+
+        if weight == "q_weight":
+            mistake(name, weight, "per_head", shape_text(HIDDEN), per_head)
+        mistake(name, weight, "norm_none", "none", without_norm)
+    for value in ("foo", "", "across", None, 3):
+        got = repr(value)
+        mistake(name, "norm", got, got, replace("norm", lambda _, v=value: v))
+        mistake(name, "layout", got, got, replace("layout", lambda _, v=value: v))
+    for value in (0, -4, 3, 512, "4", None, 4.0):
+        mistake(name, "heads", repr(value), str(value), replace("heads", lambda _, v=value: v))
+    for value in ("1e-6", None):
+        mistake(name, "eps", repr(value), repr(value), replace("eps", lambda _, v=value: v))
+
+    def heads_of_4d(arguments):
+        for key in ("q", "k"):
+            arguments[key] = arguments[key].unflatten(2, (HEADS, HEAD_DIM))
+        arguments["heads"] = 2
+
+    def odd_head_dim(arguments):
+        rope = arguments["rope"]
+        for key in ("q", "k", "q_weight", "k_weight"):
+            arguments[key] = arguments[key][..., : 7 * HEADS].contiguous()
+        if not hasattr(rope, "_make"):
+            arguments["rope"] = tuple(table[..., :7].contiguous() for table in rope)
+        else:
+            arguments["rope"] = rope._replace(frequencies=rope.frequencies[:1])
+
+    mistake(name, "heads", "4d", "2", heads_of_4d)
+    mistake(name, "q", "odd_head_dim", "7", odd_head_dim)
+    for value in ("half", 1.0, (), (None,)):
+        mistake(name, "rope", repr(value), "", replace("rope", lambda _, v=value: v))
+    mistake(name, "rope", "tensor", "", replace("rope", lambda _: torch.ones(2, SEQ, HIDDEN)))
+    mistake(name, "rope", "three", "", replace("rope", lambda r: (r[0], r[1], r[1])))
+
+
+def fewer_k_heads(arguments):
+    arguments["k"] = arguments["k"][..., :HEAD_DIM].contiguous()
+    arguments["k_weight"] = None
+
+
+for argument in ("cos", "sin"):
+    for dtype in (torch.float64, torch.float16, torch.int64):
+        text = str(dtype).replace("torch.", "")
+        wrong = replace(argument, lambda t, d=dtype: t.to(d))
+        mistake("qk_norm_rope", argument, text, text, wrong)
+    device = replace(argument, other_device)
+    mistake("qk_norm_rope", argument, "device", "", device, is_device=True)
+    mistake("qk_norm_rope", argument, "stride", "stride 2", replace(argument, every_second))
+    mistake("qk_norm_rope", argument, "list", "list", replace(argument, as_list))
+    mistake("qk_norm_rope", argument, "None", "None", replace(argument, lambda _: None))
+    for size in (
+        (HEAD_DIM,),
+        (SEQ + 1, HEAD_DIM),
+        (SEQ, HEAD_DIM // 2),
+        (1, SEQ + 1, HIDDEN),
+        (BATCH + 1, SEQ, HIDDEN),
+        (BATCH, SEQ, 2 * HEAD_DIM),
+        (BATCH, SEQ, 2, HEAD_DIM),
+        (BATCH, SEQ, HEADS, HEAD_DIM // 2),
+        (BATCH, HEADS, SEQ, HEAD_DIM),
+        (1, 1, SEQ, 1, HEAD_DIM),
+    ):
+        wrong = replace(argument, of_shape(*size))
+        mistake("qk_norm_rope", argument, f"shape{size}", shape_text(*size), wrong)
+
+for argument in ("coordinates", "frequencies"):
+    for dtype in (torch.float64, torch.float16, torch.int64):
+        text = str(dtype).replace("torch.", "")
+        wrong = replace(argument, lambda t, d=dtype: t.to(d))
+        mistake("qk_norm_coordinate_rope", argument, text, text, wrong)
+    device = replace(argument, other_device)
+    mistake("qk_norm_coordinate_rope", argument, "device", "", device, is_device=True)
+    wrong = replace(argument, every_second)
+    mistake("qk_norm_coordinate_rope", argument, "stride", "stride 2", wrong)
+    mistake("qk_norm_coordinate_rope", argument, "list", "list", replace(argument, as_list))
+    mistake("qk_norm_coordinate_rope", argument, "None", "None", replace(argument, lambda _: None))
+
+for size in (
+    (SEQ, 3),
+    (1, SEQ + 1, 3),
+    (BATCH + 1, SEQ, 3),
+    (1, 3, SEQ),
+    (1, SEQ, 0),
+    (1, SEQ, 1, 3),
+):
+    wrong = replace("coordinates", of_shape(*size))
+    mistake("qk_norm_coordinate_rope", "coordinates", f"shape{size}", shape_text(*size), wrong)
+for size in ((), (1, 42), (43,)):
+    got = "43" if size == (43,) else shape_text(*size)
+    wrong = replace("frequencies", of_shape(*size))
+    mistake("qk_norm_coordinate_rope", "frequencies", f"shape{size}", got, wrong)
+
+mistake("qk_norm_rope", "cos", "k_heads", f"{HEADS} and 1", fewer_k_heads)
+mistake("qk_norm_coordinate_rope", "coordinates", "k_heads", f"{HEADS} and 1", fewer_k_heads)
+
+
+# --------------------------------------------------------------------------------------------------
+# The tests
+
+
+def valid_call(kernel, operation, device, shape=SHAPE, heads=HEADS):
+    function, arguments = sample(
+        kernel, operation, dtype=torch.float32, device=device, shape=shape, heads=heads
+    )
+    if "norm" in operation:
+        arguments.setdefault("eps", 1e-6)
+    if operation in QK_OPERATIONS:
+        arguments.update({"norm": "across_heads", "layout": "interleaved"})
+    return function, arguments
+
+
+def sentence(operation, argument, got):
+    """In one line: operation, argument, what is accepted, what was given."""
+    return re.compile(rf"{operation}_?: {argument}\b[^\n]+, got [^\n]*{re.escape(got)}[^\n]*")
+
+
+def assert_refused(function, arguments, pattern):
+    with pytest.raises((RuntimeError, ValueError, TypeError)) as raised:
+        function(**arguments)
+    message = str(raised.value)
+    assert pattern.fullmatch(message), f"{message!r} is not {pattern.pattern!r}"
+    return message
+
+
+def refused_unchanged(kernel, function, arguments, pattern):
+    tensors = [t for t in tensors_of(arguments) if t.device.type != "meta"]
+    memory = MemorySnapshot(tensors)
+    message = assert_refused(function, arguments, pattern)
+    memory.assert_unchanged()
+    return message
+
+
+every_mistake = pytest.mark.parametrize("case", MISTAKES, ids=str)
+
+
+@every_mistake
+def test_mistakes(kernel, device, case):
+    function, arguments = valid_call(kernel, case.operation, device)
+    with torch.no_grad():
+        function(**arguments)
+        case.change(arguments)
+        pattern = sentence(operation_in_messages(case), case.argument, case.got)
+        refused_unchanged(kernel, function, arguments, pattern)
+
+
+def operation_in_messages(case):
+    """The coordinate form is reached through qk_norm_rope, and its sentence may name either."""
+    if case.operation == "qk_norm_coordinate_rope":
+        return "qk_norm(?:_coordinate)?_rope"
+    return case.operation
+
+
+@pytest.mark.parametrize("case", [c for c in MISTAKES if c.operation in QK_OPERATIONS], ids=str)
+def test_mistakes_in_place(kernel, device, case):
+    function, arguments = valid_call(kernel, case.operation, device)
+    case.change(arguments)
+    pattern = sentence(operation_in_messages(case), case.argument, case.got)
+    refused_unchanged(kernel, function, {**arguments, "inplace": True}, pattern)
+
+
+@every_mistake
+def test_mistakes_where_an_input_requires_grad(kernel, device, case):
+    function, arguments = valid_call(kernel, case.operation, device)
+    case.change(arguments)
+    leaders = [
+        t for t in tensors_of(arguments) if t.is_floating_point() and t.device.type != "meta"
+    ]
+    if not leaders:
+        pytest.skip("the mistake leaves no tensor that could require grad")
+    leaders[0].requires_grad_()
+    pattern = sentence(operation_in_messages(case), case.argument, case.got)
+    assert_refused(function, arguments, pattern)
+
+
+@pytest.mark.parametrize("case", [c for c in MISTAKES if not c.is_device], ids=str)
+def test_mistakes_in_tracing(kernel, device, case):
+    function, arguments = valid_call(kernel, case.operation, "cpu")
+    arguments = on_meta(arguments)
+    function(**arguments)
+    case.change(arguments)
+    pattern = sentence(operation_in_messages(case), case.argument, case.got)
+    assert_refused(function, on_meta(arguments), pattern)
+
+
+def on_meta(value):
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    if isinstance(value, dict):
+        return {key: on_meta(item) for key, item in value.items()}
+    if hasattr(value, "_make"):
+        return value._make(map(on_meta, value))
+    if isinstance(value, tuple):
+        return tuple(map(on_meta, value))
+    return value
+
+
+# The wording itself, where users meet it most: the operation, what to change, the sentence.
+WORDING = {
+    "shape": (
+        "rms_norm",
+        replace("weight", of_shape(32)),
+        "rms_norm: weight must have shape (64,), got (32,)",
+    ),
+    "dtype": (
+        "rms_norm",
+        replace("x", lambda x: x.to(torch.int64)),
+        "rms_norm: x must be float32, float16 or bfloat16, got int64",
+    ),
+    "stride": (
+        "rms_norm",
+        replace("x", every_second),
+        "rms_norm: x must have stride 1 in its last dimension, got stride 2",
+    ),
+    "layout": (
+        "qk_norm_rope",
+        replace("layout", lambda _: "foo"),
+        "qk_norm_rope: layout must be 'interleaved' or 'half', got 'foo'",
+    ),
+    "approximate": (
+        "gelu",
+        replace("approximate", lambda _: "erf"),
+        "gelu: approximate must be 'none' or 'tanh', got 'erf'",
+    ),
+}
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("what", WORDING)
+def test_wording(kernel, device, what):
+    operation, change, message = WORDING[what]
+    function, arguments = valid_call(kernel, operation, device, shape=(1, 2, 64), heads=2)
+    change(arguments)
+    assert_refused(function, arguments, re.compile(re.escape(message)))
+
+
+def test_wording_of_a_wrong_device(kernel, device):
+    x = torch.ones(2, 64, device=device)
+    weight = torch.ones(64, device="meta" if device == "cpu" else "cpu")
+    message = f"rms_norm: weight must be on the device of x ({x.device}), got {weight.device}"
+    assert_refused(kernel.rms_norm, {"x": x, "weight": weight}, re.compile(re.escape(message)))
+
+
+@pytest.mark.parametrize("operation", ARGUMENTS)
+def test_tensors_of_the_cpu_given_to_a_cuda_build(kernel, device, operation):
+    if device != "cuda":
+        pytest.skip("needs the CUDA build")
+    function, arguments = valid_call(kernel, operation, "cpu")
+    name = "qk_norm.*rope" if operation in QK_OPERATIONS else operation
+    assert_refused(function, arguments, sentence(name, next(iter(arguments)), "cpu"))
+
+
+def inplace_call(kernel, device, **changes):
+    q, k = (normal(2, 6, 256, dtype=torch.float32, device=device) for _ in range(2))
+    rope = rotary_tables(6, 64, dtype=torch.float32, device=device)
+    return {"q": q, "k": k, "rope": rope, "heads": 4, "inplace": True, **changes}
+
+
+@pytest.mark.parametrize("argument", ["q", "k"])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("has_coordinates", [False, True], ids=["tables", "coordinates"])
+def test_in_place_on_an_expanded_tensor(kernel, device, argument, dim, has_coordinates):
+    arguments = inplace_call(kernel, device)
+    if has_coordinates:
+        rope = coordinates_and_frequencies(1, 6, 3, 42, device)
+        arguments["rope"] = kernel.CoordinateRope(*rope)
+    arguments[argument] = arguments[argument].narrow(dim, 0, 1).expand(2, 6, 256)
+    pattern = sentence("qk_norm.*rope", argument, "stride 0")
+    refused_unchanged(kernel, kernel.qk_norm_rope, arguments, pattern)
+
+
+def test_in_place_on_one_tensor_as_query_and_key(kernel, device):
+    arguments = inplace_call(kernel, device)
+    arguments["k"] = arguments["q"]
+    refused_unchanged(kernel, kernel.qk_norm_rope, arguments, sentence("qk_norm_rope", "k", ""))
+
+
+def test_in_place_where_an_input_requires_grad(kernel, device):
+    arguments = inplace_call(kernel, device)
+    arguments["q_weight"] = torch.ones(256, device=device, requires_grad=True)
+    pattern = sentence("qk_norm_rope", "inplace", "True")
+    refused_unchanged(kernel, kernel.qk_norm_rope, arguments, pattern)
+
+
+def test_every_argument_is_in_the_table(kernel):
+    """A new argument must come with its mistakes."""
+    tested = {(case.operation, case.argument) for case in MISTAKES}
+    for operation in ARGUMENTS:
+        public = "qk_norm_rope" if operation in QK_OPERATIONS else operation
+        for argument in inspect.signature(getattr(kernel, public)).parameters:
+            if argument != "inplace":
+                assert (operation, argument) in tested, f"{operation}: {argument}"

@@ -1,0 +1,180 @@
+"""gated_residual, and the gated residual with the modulated norm that follows it."""
+
+import pytest
+import torch
+
+from checks import check, check_nonfinite
+from inputs import (
+    MODULATIONS,
+    SIZES,
+    SMALL_SIZES,
+    STRIDED_LAYOUTS,
+    affine,
+    every_dtype,
+    modulation,
+    normal,
+    rows_of,
+    spread,
+)
+
+NORMS = ["gated_residual_rms_norm_modulate", "gated_residual_layer_norm_modulate"]
+every_norm = pytest.mark.parametrize("name", NORMS)
+every_operation = pytest.mark.parametrize("name", ["gated_residual", *NORMS])
+
+
+def modulated(name, form, shape, dtype, device, is_gated=True):
+    """(gate, scale, shift), or (gate,) for the operation without a norm; gate may be None."""
+    tensors = modulation(form, 3, shape, dtype=dtype, device=device)
+    if not is_gated:
+        tensors[0] = None
+    return tensors if "norm" in name else tensors[:1]
+
+
+@every_operation
+@pytest.mark.parametrize("is_gated", [True, False], ids=["gate", "no_gate"])
+@pytest.mark.parametrize("hidden", SMALL_SIZES)
+@every_dtype
+def test_small_sizes(kernel, device, name, is_gated, hidden, dtype):
+    shape = (3, 5, hidden)
+    residual = spread(*shape, dtype=dtype, device=device)
+    x = residual.roll(1, 0)
+    rest = modulated(name, "B1D", shape, dtype, device, is_gated)
+    if is_gated:
+        rest[0].abs_()
+    check(kernel, name, residual, x, *rest)
+
+
+@every_operation
+@pytest.mark.parametrize("is_gated", [True, False], ids=["gate", "no_gate"])
+@pytest.mark.parametrize("hidden", SIZES)
+@every_dtype
+def test_sizes(kernel, device, name, is_gated, hidden, dtype):
+    shape = (2, rows_of(hidden, dtype) // 2, hidden)
+    residual, x = (normal(*shape, dtype=dtype, device=device) for _ in range(2))
+    check(kernel, name, residual, x, *modulated(name, "B1D", shape, dtype, device, is_gated))
+
+
+@every_operation
+@pytest.mark.parametrize("form", MODULATIONS)
+@pytest.mark.parametrize("hidden", [65, 2048])
+@every_dtype
+def test_broadcast_forms(kernel, device, name, form, hidden, dtype):
+    shape = (3, 32, hidden)
+    residual, x = (normal(*shape, dtype=dtype, device=device) for _ in range(2))
+    check(kernel, name, residual, x, *modulated(name, form, shape, dtype, device))
+
+
+@every_norm
+@pytest.mark.parametrize(
+    "forms", [("D", "B1D_table", "BSD"), ("BSD_table", "D", "B1D")], ids="-".join
+)
+@every_dtype
+def test_gate_scale_and_shift_of_different_forms(kernel, device, name, forms, dtype):
+    shape = (3, 32, 256)
+    residual, x = (normal(*shape, dtype=dtype, device=device) for _ in range(2))
+    rest = [modulation(form, 1, shape, dtype=dtype, device=device)[0] for form in forms]
+    check(kernel, name, residual, x, *rest, **affine(name, 256, dtype, device))
+
+
+@every_operation
+@pytest.mark.parametrize("residual_layout", ["contiguous", *STRIDED_LAYOUTS])
+@pytest.mark.parametrize("x_layout", STRIDED_LAYOUTS)
+@every_dtype
+def test_strided_views(kernel, device, name, residual_layout, x_layout, dtype):
+    shape = (3, 16, 520)
+    residual = normal(*shape, dtype=dtype, device=device, layout=residual_layout)
+    x = normal(*shape, dtype=dtype, device=device, layout=x_layout)
+    rest = modulated(name, "B1D_table", shape, dtype, device)
+    check(kernel, name, residual, x, *rest)
+
+
+@every_operation
+@pytest.mark.parametrize("layout", STRIDED_LAYOUTS)
+@every_dtype
+def test_strided_gates(kernel, device, name, layout, dtype):
+    shape = (3, 16, 520)
+    residual, x = (normal(*shape, dtype=dtype, device=device) for _ in range(2))
+    count = 3 if "norm" in name else 1
+    rest = [normal(*shape, dtype=dtype, device=device, layout=layout) for _ in range(count)]
+    check(kernel, name, residual, x, *rest)
+
+
+@every_operation
+@pytest.mark.parametrize(
+    ("x_shape", "shape"),
+    [
+        ((4096,), (4096,)),
+        ((33, 256), (33, 256)),
+        ((2, 3, 5, 256), (2, 1, 5, 256)),
+        ((2, 3, 2, 5, 256), (2, 1, 2, 1, 256)),
+        ((2, 3, 2, 2, 3, 64), (3, 1, 2, 1, 64)),
+    ],
+    ids=str,
+)
+@every_dtype
+def test_dimensions(kernel, device, name, x_shape, shape, dtype):
+    residual, x = (normal(*x_shape, dtype=dtype, device=device) for _ in range(2))
+    count = 3 if "norm" in name else 1
+    rest = [normal(*shape, dtype=dtype, device=device) for _ in range(count)]
+    check(kernel, name, residual, x, *rest)
+
+
+@every_norm
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_norm_takes_the_residual_before_it_is_rounded(kernel, device, name, dtype):
+    """x only nudges the residual, and the output holds nothing but what the norm makes of that."""
+    residual = torch.full((64, 256), 64.0, dtype=dtype, device=device)
+    x = normal(64, 256, dtype=dtype, device=device, std=0.05)
+    scale, shift = torch.zeros(2, 256, dtype=dtype, device=device)
+    if "rms" in name:
+        shift -= 1
+    check(kernel, name, residual, x, None, scale, shift, slack=4e-4 if "layer" in name else 4e-6)
+
+
+@every_norm
+@every_dtype
+def test_eps(kernel, device, name, dtype):
+    shape = (2, 32, 256)
+    residual, x = (normal(*shape, dtype=dtype, device=device, std=0.02) for _ in range(2))
+    rest = modulated(name, "B1D", shape, dtype, device)
+    for eps in (0.0, 1e-3, 1.0):
+        check(kernel, name, residual, x, *rest, eps=eps)
+
+
+@every_operation
+def test_same_tensor_as_residual_and_x(kernel, device, name):
+    shape = (2, 32, 256)
+    x = normal(*shape, dtype=torch.bfloat16, device=device)
+    check(kernel, name, x, x, *modulated(name, "B1D", shape, torch.bfloat16, device))
+
+
+@every_operation
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+@every_dtype
+def test_nonfinite_values(kernel, device, name, value, dtype):
+    shape = (1, 8, 256)
+    residual, x = (normal(*shape, dtype=dtype, device=device) for _ in range(2))
+    rest = modulated(name, "BSD", shape, dtype, device)
+    residual[0, 1, 0] = x[0, 2, 3] = value
+    for row, tensor in enumerate(rest, start=3):
+        tensor[0, row, 255] = value
+    check_nonfinite(kernel, name, residual, x, *rest)
+
+
+@pytest.mark.sanitize
+@pytest.mark.kernels_ci
+@every_operation
+@pytest.mark.parametrize(
+    ("shape", "layout", "form", "dtype"),
+    [
+        ((2, 3, 7), "odd_rows", "BSD", torch.bfloat16),
+        ((2, 2, 2048), "contiguous", "B1D_table", torch.float32),
+        ((2, 2, 1030), "misaligned", "D", torch.float16),
+        ((2, 1, 40000), "chunk", "B1D", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_smoke(kernel, device, name, shape, layout, form, dtype):
+    residual, x = (spread(*shape, dtype=dtype, device=device, layout=layout) for _ in range(2))
+    rest = modulated(name, form, shape, dtype, device)
+    check(kernel, name, residual, x, *rest, contract=False)

@@ -1,0 +1,204 @@
+"""The package as the Hub and its loader see it."""
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import jinja2
+import pytest
+from kernels._rust import Backend, Build, Digest, DigestAlgorithm, Metadata
+
+from builder.package import Package
+from conftest import CHECKOUT, REPO_ID
+from processes import TOOLS, run, run_python
+
+MODULE = "h100_diffusers_kernels"
+SOURCES = CHECKOUT / "torch-ext" / MODULE
+
+# The API of version 1. A name that is added, changed or removed makes a new version in build.toml.
+PUBLIC_NAMES = [
+    "CoordinateRope",
+    "InjectionReport",
+    "eject_kernels",
+    "gated_residual",
+    "gated_residual_layer_norm_modulate",
+    "gated_residual_rms_norm_modulate",
+    "geglu",
+    "gelu",
+    "inject_kernels",
+    "layer_norm",
+    "layer_norm_modulate",
+    "qk_norm_rope",
+    "rms_norm",
+    "rms_norm_modulate",
+    "silu",
+    "swiglu",
+]
+
+
+def literal_all() -> list:
+    """`__all__` as kernel-builder reads it: without running the module."""
+    for statement in ast.parse((SOURCES / "__init__.py").read_text()).body:
+        if isinstance(statement, ast.Assign) and statement.targets[0].id == "__all__":
+            assert isinstance(statement.value, ast.List)
+            return [ast.literal_eval(element) for element in statement.value.elts]
+    raise AssertionError("no __all__ in __init__.py")
+
+
+@pytest.fixture(scope="session")
+def variant(kernel) -> Path:
+    return Path(kernel.__file__).parent
+
+
+@pytest.fixture(scope="session")
+def extension(variant) -> Path:
+    (extension,) = variant.glob("*.abi3.so")
+    return extension
+
+
+# -- build.toml, flake and card ----------------------------------------------------------------
+
+
+def test_build_toml_is_accepted_by_kernel_builder():
+    assert Build.open(CHECKOUT).general.backends == [Backend.CUDA, Backend.CPU]
+    for backend in ("cuda", "cpu"):
+        package = Package.read(CHECKOUT, backend)
+        assert package.general["hub"]["repo-id"] == REPO_ID
+        assert package.stable_abi == (2, 11)
+    assert Package.read(CHECKOUT, "cuda").capabilities == ["9.0a"]
+
+
+def test_build_toml_lists_each_source_once():
+    binding = {
+        path for path in (CHECKOUT / "torch-ext").glob("*.*") if path.suffix in (".cpp", ".h")
+    }
+    files = {*(CHECKOUT / "kernel_src").rglob("*.*"), *binding}
+    existing = {path.relative_to(CHECKOUT).as_posix() for path in files}
+    listed = set()
+    for backend in ("cuda", "cpu"):
+        for component in Package.read(CHECKOUT, backend).components:
+            assert len(component.sources) == len(set(component.sources))
+            listed.update(component.sources)
+    assert listed == existing - {"torch-ext/registration.h"}  # kernel-builder generates it
+
+
+def test_flake_inputs_are_locked():
+    inputs = set(re.findall(r"^\s+([\w-]+)\.url =", (CHECKOUT / "flake.nix").read_text(), re.M))
+    nodes = json.loads((CHECKOUT / "flake.lock").read_text())["nodes"]
+    assert inputs and inputs == set(nodes["root"]["inputs"])
+    assert all(re.fullmatch("[0-9a-f]{40}", nodes[name]["locked"]["rev"]) for name in inputs)
+
+
+def test_card_is_a_template_that_kernel_builder_can_fill(kernel):
+    environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined)
+    card = environment.from_string((CHECKOUT / "CARD.md").read_text()).render(
+        repo_id=REPO_ID,
+        version=1,
+        license="apache-2.0",
+        functions=literal_all(),
+        layers=None,
+        has_benchmark=True,
+        upstream=None,
+    )
+    assert card.startswith("---\nlibrary_name: kernels\nlicense: apache-2.0\n")
+    for name in PUBLIC_NAMES:
+        assert f"- `{name}`" in card
+    examples = re.findall(r"```python\n(.*?)```", card, re.S)
+    assert examples
+    for example in examples:
+        compile(example, "CARD.md", "exec")
+        for name in re.findall(r"\bkernel\.(\w+)", example):
+            assert hasattr(kernel, name)
+
+
+# -- Python sources ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path", sorted(SOURCES.rglob("*.py")), ids=lambda path: path.relative_to(SOURCES).as_posix()
+)
+def test_python_source_is_for_3_9_and_imports_only_torch(path):
+    tree = ast.parse(path.read_text(), feature_version=(3, 9))
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported.update(name.name.split(".")[0] for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            imported.add(node.module.split(".")[0])
+    assert imported - set(sys.stdlib_module_names) <= {"torch"}
+
+
+def test_public_names(kernel):
+    assert literal_all() == kernel.__all__ == PUBLIC_NAMES
+    public = {
+        name
+        for name, value in vars(kernel).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert public == set(PUBLIC_NAMES)
+    for name in PUBLIC_NAMES:
+        assert getattr(kernel, name).__doc__, f"{name} has no docstring"
+
+
+# -- The built variant -------------------------------------------------------------------------
+
+
+@pytest.mark.kernels_ci
+def test_metadata(variant, extension, device):
+    metadata = Metadata.read_from_file(variant / "metadata.json")
+    assert metadata.name.python_name == MODULE
+    assert (metadata.version, metadata.license) == (1, "Apache-2.0")
+    assert metadata.backend.backend_type == Backend.from_str(device)
+    assert metadata.backend.archs == (["9.0a"] if device == "cuda" else None)
+    assert metadata.python_depends == []
+    assert extension.name == f"{metadata.id}.abi3.so"
+    assert metadata.id.startswith(f"_{MODULE}_{device}_")
+    assert metadata.provenance is not None
+    metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+
+
+def test_variant_holds_the_package_and_nothing_else(variant, extension):
+    files = {path.relative_to(variant).as_posix() for path in variant.rglob("*") if path.is_file()}
+    files = {path for path in files if not path.endswith(".pyc")}
+    package = {path.relative_to(SOURCES).as_posix() for path in SOURCES.rglob("*.py")}
+    assert files == package | {"_ops.py", "metadata.json", extension.name, f"{MODULE}/__init__.py"}
+
+
+LOADERS = {
+    "get_kernel": (
+        "from kernels import get_kernel\n"
+        f"k = get_kernel({REPO_ID!r}, version=1, trust_remote_code=True)"
+    ),
+    "get_local_kernel": (
+        "from pathlib import Path; from kernels import get_local_kernel\n"
+        "k = get_local_kernel(Path({variant!r}).parent)"
+    ),
+    "compatibility folder": (
+        f"import sys; sys.path.insert(0, {{variant!r}})\nimport {MODULE} as k"
+    ),
+    "compatibility folder after get_kernel": (
+        "import sys; from kernels import get_kernel\n"
+        f"first = get_kernel({REPO_ID!r}, version=1, trust_remote_code=True)\n"
+        f"sys.path.insert(0, {{variant!r}})\nimport {MODULE} as k\n"
+        "assert k.rms_norm is first.rms_norm"
+    ),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_loads(variant, device, loader):
+    code = LOADERS[loader].format(variant=str(variant))
+    code += f"\nimport torch\nx = torch.ones(2, 8, device={device!r})"
+    code += "\nprint(len(k.__all__), float(k.rms_norm(x).sum()))"
+    names, total = run_python(code).split()
+    assert int(names) == len(PUBLIC_NAMES)
+    assert float(total) == pytest.approx(16, rel=1e-4)
+
+
+def test_abi(variant):
+    process = run(sys.executable, TOOLS / "check_abi.py", variant)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert re.search(r"limited API of Python 3\.9 +ok", process.stdout)

@@ -1,0 +1,104 @@
+"""Builds this checkout without Nix, into build/<variant>/.
+
+Sources, flags, architectures and names are those of build.toml. The build is incremental; objects
+are kept in .build/<backend>/.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+import torch
+
+from builder.layout import lay_out, write_if_changed
+from builder.ninja_file import REGISTRATION_H, ninja_file
+from builder.package import Package, Revision
+from builder.toolchain import Nvcc, ToolchainError, find_cxx, find_nvcc
+
+
+def variant_name(package: Package, nvcc: Nvcc | None) -> str:
+    abi = "{}{}".format(*package.stable_abi)
+    compute = "cu{}{}".format(*nvcc.version) if nvcc else package.backend
+    machine = {"arm64": "aarch64"}.get(platform.machine(), platform.machine())
+    return f"torch-stable-abi{abi}-{compute}-{machine}-{platform.system().lower()}"
+
+
+def check_torch(package: Package) -> None:
+    installed = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if installed < package.stable_abi:
+        needed = "{}.{}".format(*package.stable_abi)
+        raise ToolchainError(f"the build needs Torch {needed} or later, got {torch.__version__}")
+
+
+@contextmanager
+def only_build(folder: Path) -> Iterator[None]:
+    """Makes a second build of the same folder wait: both would write the same objects."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def build(root: Path, backend: str, jobs: int | None, werror: bool, verbose: bool) -> None:
+    package = Package.read(root, backend)
+    check_torch(package)
+    cxx = find_cxx()
+    nvcc = find_nvcc(torch.version.cuda) if backend == "cuda" else None
+    revision = Revision.read(root)
+    extension_id = f"_{package.module}_{backend}_{revision.suffix}"
+    folder = Path(".build") / backend
+    extension = root / folder / f"{extension_id}.abi3.so"
+    variant = root / "build" / variant_name(package, nvcc)
+
+    with only_build(root / folder):
+        write_if_changed(root / folder / "generated" / "registration.h", REGISTRATION_H.encode())
+        text = ninja_file(package, extension_id, folder, cxx, nvcc, werror)
+        write_if_changed(root / folder / "build.ninja", text.encode())
+        command = [sys.executable, "-m", "ninja", "-C", str(root)]
+        command += ["-f", str(folder / "build.ninja")]
+        command += ["-j", str(jobs)] if jobs else []
+        command += ["-v"] if verbose else []
+        if subprocess.run(command).returncode != 0:
+            raise click.ClickException("the build failed: see the compiler's messages above")
+        for old in (root / folder).glob("*.abi3.so"):
+            if old != extension:
+                old.unlink()
+        changed = lay_out(package, extension_id, revision, extension, variant)
+    click.echo(f"{'built' if changed else 'up to date:'} {os.path.relpath(variant)}")
+
+
+@click.command(help=__doc__)
+@click.option(
+    "--backend",
+    type=click.Choice(["cuda", "cpu"]),
+    help="Default: cuda where Torch sees a GPU, else cpu.",
+)
+@click.option(
+    "--root",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path(__file__).resolve().parent.parent,
+    help="The folder of build.toml. Default: this checkout.",
+)
+@click.option("--jobs", "-j", type=click.IntRange(min=1), help="Compilations at a time.")
+@click.option("--werror", is_flag=True, help="Compiler warnings are errors.")
+@click.option("--verbose", "-v", is_flag=True, help="Show each command.")
+def main(backend: str | None, root: Path, jobs: int | None, werror: bool, verbose: bool) -> None:
+    if backend is None:
+        backend = "cuda" if torch.version.cuda and torch.cuda.is_available() else "cpu"
+    try:
+        build(root.resolve(), backend, jobs, werror, verbose)
+    except (ToolchainError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The folder of a build variant, as kernel-builder lays it out and `kernels` loads it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from kernels._rust import Digest, DigestAlgorithm
+
+from builder.package import Package, Revision
+
+OPS_PY = '''\
+"""The operators of this build, in a namespace of their own: builds can be loaded side by side."""
+
+import torch
+
+from . import {id}
+
+ops = torch.ops.{id}
+
+
+def add_op_namespace_prefix(op_name: str) -> str:
+    """Returns the name under which Torch knows the operator `op_name` of this build."""
+    return f"{id}::{{op_name}}"
+'''
+
+COMPATIBILITY_PY = '''\
+"""Exports the names of the package in the parent folder: for `import {module}`, and for versions
+of `kernels` that look for the package here."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+
+def _load(name, path):
+    # `kernels` loads the package under this name, and its operators can be registered only once.
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+_package = _load("{id}", Path(__file__).parent.parent / "__init__.py")
+
+globals().update({{k: v for k, v in vars(_package).items() if not k.startswith("__")}})
+__all__ = _package.__all__
+'''
+
+
+def write_if_changed(path: Path, content: bytes) -> bool:
+    """Replaces the file in one step: a process that has the old one open keeps it."""
+    if path.is_file() and path.read_bytes() == content:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+    return True
+
+
+def metadata(package: Package, extension_id: str, revision: Revision, variant: Path) -> bytes:
+    """Returns metadata.json for the files that are in the variant's folder."""
+    general = package.general
+    content = {"name": general["name"], "id": extension_id, "version": general["version"]}
+    content.update({k: general[k] for k in ("license", "upstream", "source") if k in general})
+    content["python-depends"] = package.python_depends
+    content["backend"] = {"type": package.backend}
+    if package.capabilities:
+        content["backend"]["archs"] = package.capabilities
+    digest = Digest.hash_variant(DigestAlgorithm.SHA256, variant)
+    content["digest"] = {"algorithm": "sha256", "files": dict(sorted(digest.files.items()))}
+    # It was not kernel-builder that made this build, and the provenance says so.
+    content["provenance"] = {"kernel-builder": {"version": "tools/build_variant.py"}}
+    if revision.commit is not None:
+        content["provenance"]["kernel"] = {"commit": revision.commit, "dirty": revision.dirty}
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def lay_out(
+    package: Package, extension_id: str, revision: Revision, extension: Path, variant: Path
+) -> bool:
+    """Makes the folder `variant` hold this build and nothing else; returns whether it changed."""
+    names = {"id": extension_id, "module": package.module}
+    files = {path: file.read_bytes() for path, file in package.python_files().items()}
+    files["_ops.py"] = OPS_PY.format(**names).encode()
+    files[f"{package.module}/__init__.py"] = COMPATIBILITY_PY.format(**names).encode()
+    files[extension.name] = extension.read_bytes()
+    changed = [write_if_changed(variant / path, content) for path, content in files.items()]
+
+    kept = {variant / path for path in files} | {variant / "metadata.json"}
+    for path in sorted(variant.rglob("*"), reverse=True):  # the files of a folder before the folder
+        if path.is_dir():
+            if not any(path.iterdir()):
+                path.rmdir()
+        elif path not in kept and path.suffix != ".pyc":
+            path.unlink()
+            changed.append(True)
+    content = metadata(package, extension_id, revision, variant)
+    changed.append(write_if_changed(variant / "metadata.json", content))
+    return any(changed)

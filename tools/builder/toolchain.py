@@ -1,0 +1,118 @@
+"""Finds the compilers: what PATH and the environment name first, then what pip has installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PIP_CUDA_COMPILER = "pip install -r requirements/cuda-compiler.txt"
+PIP_CUDA_BINUTILS = "pip install -r requirements/cuda-binutils.txt"
+
+
+class ToolchainError(RuntimeError):
+    """A tool that the build needs is missing or does not fit. The message says what to install."""
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    path: Path
+    root: Path  # of the toolkit: include/, lib/ or lib64/
+    version: tuple[int, int]
+
+    @property
+    def library_dirs(self) -> list[Path]:
+        return [folder for folder in (self.root / "lib64", self.root / "lib") if folder.is_dir()]
+
+
+def cuda_tools(name: str) -> Iterator[Path]:
+    """Yields each `name` of the CUDA toolkits on this machine, the preferred one first."""
+    folders = [Path(os.environ[v]) / "bin" for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
+    folders += [Path(folder) for folder in os.get_exec_path()]
+    folders.append(Path("/usr/local/cuda/bin"))
+    nvidia = importlib.util.find_spec("nvidia")
+    for location in nvidia.submodule_search_locations if nvidia else []:
+        folders += sorted(Path(location).glob("*/bin"), reverse=True)
+    for folder in folders:
+        if tool := shutil.which(name, path=str(folder)):
+            yield Path(tool)
+
+
+def cuda_tool(name: str, how_to_install: str) -> Path:
+    """Returns the preferred `name` of the CUDA toolkits, or raises ToolchainError."""
+    for tool in cuda_tools(name):
+        return tool
+    raise ToolchainError(
+        f"no {name} in CUDA_HOME, on PATH or in site-packages: run `{how_to_install}`"
+    )
+
+
+def _inspect_nvcc(path: Path) -> Nvcc:
+    release = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    version = re.search(r"release (\d+)\.(\d+)", release)
+    # nvcc on PATH may be a wrapper script, so it is asked where its toolkit is.
+    dry_run = [path, "--dryrun", "-x", "cu", "-c", os.devnull]
+    plan = subprocess.run(dry_run, capture_output=True, text=True)
+    top = re.search(r"^#\$ TOP=(.+)$", plan.stderr, re.MULTILINE)
+    if version is None or top is None:
+        raise ToolchainError(f"{path} does not answer as nvcc does: {release or plan.stderr}")
+    return Nvcc(path, Path(top[1].strip()).resolve(), (int(version[1]), int(version[2])))
+
+
+def find_nvcc(torch_cuda: str | None) -> Nvcc:
+    """Returns the nvcc to build with.
+
+    Args:
+        torch_cuda: CUDA version of the installed Torch ("13.0"), or None for a Torch without CUDA.
+            Torch loads kernels of its own CUDA major version and of no newer minor version.
+
+    Raises:
+        ToolchainError: no nvcc, or none whose kernels this Torch loads.
+    """
+    found = [_inspect_nvcc(path) for path in cuda_tools("nvcc")]
+    if not found:
+        raise ToolchainError(
+            "no nvcc in CUDA_HOME, on PATH or in site-packages: install the CUDA toolkit, or run "
+            f"`{PIP_CUDA_COMPILER}`"
+        )
+    if torch_cuda is None:
+        return found[0]
+    major, minor = (int(part) for part in torch_cuda.split(".")[:2])
+    for nvcc in found:
+        if nvcc.version[0] == major and nvcc.version[1] <= minor:
+            return nvcc
+    versions = ", ".join(f"{nvcc.version[0]}.{nvcc.version[1]} ({nvcc.path})" for nvcc in found)
+    raise ToolchainError(
+        f"Torch for CUDA {torch_cuda} loads kernels of nvcc {major}.0 to {major}.{minor}, there "
+        f"is nvcc {versions}: set CUDA_HOME to a toolkit that fits"
+    )
+
+
+def find_cxx() -> str:
+    """Returns the C++ compiler: CXX, else g++, else clang++."""
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        if name and (path := shutil.which(name)):
+            return path
+    raise ToolchainError("no C++ compiler: install g++ (11 or later), or set CXX")
+
+
+def main() -> None:
+    """Prints where the CUDA tools named on the command line are; fails where one is missing."""
+    import torch
+
+    try:
+        for name in sys.argv[1:]:
+            fitting = name == "nvcc" and find_nvcc(torch.version.cuda).path
+            print(fitting or cuda_tool(name, PIP_CUDA_BINUTILS))
+    except ToolchainError as error:
+        raise SystemExit(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()

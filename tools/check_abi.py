@@ -1,0 +1,111 @@
+"""Checks that an extension loads wherever its variant's name promises it does.
+
+Fails on Python symbols outside the limited API of Python 3.9, on libraries beyond Torch's and the
+C++ runtime, and on Torch symbols outside its stable ABI. Symbols newer than manylinux_2_28 fail
+too, unless it is only that the compiler's C library is newer: then the binary runs here, and is not
+fit to be published.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import click
+from elftools.elf.dynamic import DynamicSection
+from elftools.elf.elffile import ELFFile
+from kernel_abi_check import ObjectFile
+from tabulate import tabulate
+
+PYTHON_ABI = "3.9"
+MANYLINUX = "manylinux_2_28"
+
+ALLOWED_LIBRARIES = re.compile(
+    r"libtorch(_cpu|_cuda)?\.so|libc10(_cuda)?\.so|libcudart\.so\.\d+"  # Torch's
+    r"|lib(c|m|dl|rt|pthread)\.so\.\d+|ld-linux-[\w-]+\.so\.\d+"  # the C library's
+    r"|libstdc\+\+\.so\.6|libgcc_s\.so\.1"
+)
+# Versioned by the C and C++ runtime that the compiler was installed with.
+TOOLCHAIN_VERSIONS = {"GLIBC", "GLIBCXX", "CXXABI", "GCC"}
+
+
+def needed_libraries(elf: ELFFile) -> list[str]:
+    sections = (section for section in elf.iter_sections() if isinstance(section, DynamicSection))
+    return [tag.needed for section in sections for tag in section.iter_tags("DT_NEEDED")]
+
+
+def undefined_symbols(elf: ELFFile) -> list[str]:
+    symbols = elf.get_section_by_name(".dynsym").iter_symbols()
+    return [symbol.name for symbol in symbols if symbol["st_shndx"] == "SHN_UNDEF" and symbol.name]
+
+
+def torch_cxx_symbols(names: list[str]) -> list[str]:
+    """Returns the symbols of Torch's C++ namespaces: the stable ABI has C functions only."""
+    demangled = subprocess.run(
+        ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    of_torch = re.compile(r"(?:(?:vtable|typeinfo|typeinfo name|VTT) for )?(at|c10|torch)::")
+    return [symbol for symbol in demangled if of_torch.match(symbol)]
+
+
+def check(extension: Path) -> tuple[list[tuple[str, str]], bool]:
+    """Returns (rows of the report, whether the extension is fit for use)."""
+    binary = ObjectFile(extension)
+    with open(extension, "rb") as file:
+        elf = ELFFile(file)
+        libraries = [
+            name for name in needed_libraries(elf) if not ALLOWED_LIBRARIES.fullmatch(name)
+        ]
+        torch_symbols = torch_cxx_symbols(undefined_symbols(elf))
+    python = binary.check_python_abi(PYTHON_ABI)
+    manylinux = binary.check_manylinux(MANYLINUX)
+    toolchain = [symbol for symbol in manylinux if symbol.dep in TOOLCHAIN_VERSIONS]
+    others = [symbol for symbol in manylinux if symbol.dep not in TOOLCHAIN_VERSIONS]
+
+    failures = {
+        f"limited API of Python {PYTHON_ABI}": [symbol.name for symbol in python],
+        "libraries of Torch and the C++ runtime only": libraries,
+        "stable ABI of Torch only": torch_symbols,
+        MANYLINUX: [f"{symbol.name} ({symbol.dep} {symbol.version})" for symbol in others],
+    }
+    rows = [
+        (name, f"FAILED: {', '.join(found)}" if found else "ok")
+        for name, found in failures.items()
+        if found or not (name == MANYLINUX and toolchain)
+    ]
+    if toolchain:
+        versions = ", ".join(sorted({f"{symbol.dep}_{symbol.version}" for symbol in toolchain}))
+        rows.append((MANYLINUX, f"not met ({versions})"))
+    return rows, not any(failures.values())
+
+
+@click.command(help=__doc__)
+@click.argument(
+    "variants",
+    nargs=-1,
+    required=True,
+    metavar="VARIANT...",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+)
+def main(variants: tuple[Path, ...]) -> None:
+    report, fit = [], True
+    for variant in variants:
+        extensions = sorted(variant.glob("*.abi3.so"))
+        if len(extensions) != 1:
+            raise click.ClickException(f"{variant} must hold one extension, got {len(extensions)}")
+        rows, ok = check(extensions[0])
+        report += [(variant.name, *row) for row in rows]
+        fit = fit and ok
+    click.echo(tabulate(report, headers=("variant", "requirement", "result")))
+    if any("not met" in row[-1] for row in report):
+        click.echo(
+            f"\n{MANYLINUX} is not met because this machine's C library is newer. The build runs "
+            "here; what is published has to come from kernel-builder's own toolchain."
+        )
+    if not fit:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# What only a GPU can show. Usage: tools/gpu_check.sh [build] [test] [sanitize] [models] [pipeline]
+#
+# Without arguments all steps run, in this order; a step that fails does not keep the next from
+# running, unless it is the build. Logs, and the JSON that the benchmarks write, go to $OUT (default
+# build/gpu_check). PYTHON (default python3) needs Torch for CUDA and requirements/test.txt.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+OUT=${OUT:-build/gpu_check}
+STEPS=(build test sanitize models pipeline)
+
+step_build() {
+  "$PYTHON" tools/build_variant.py --backend cuda &&
+    "$PYTHON" tools/check_abi.py build/torch-stable-abi*-cu* &&
+    "$PYTHON" tools/kernel_resources.py .build/cuda
+}
+
+step_test() { "$PYTHON" -m pytest -q --durations=10; }
+
+# Only this package's kernels are instrumented. Each tensor gets an allocation of its own: in Torch's
+# pool an access out of bounds would hit a neighbour and go unseen.
+step_sanitize() {
+  local status=0 tool
+  for tool in memcheck racecheck; do
+    echo "--- $tool"
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 \
+      --kernel-name kns=h100_diffusers_kernels "$PYTHON" -m pytest -q -x -m sanitize || status=1
+  done
+  return "$status"
+}
+
+step_models() { "$PYTHON" benchmarks/bench_models.py; }
+step_pipeline() { "$PYTHON" benchmarks/bench_pipeline.py; }
+
+# Runs a step, logs it, shows the end of the log and copies the results that it wrote.
+run_step() {
+  local step=$1 started=$SECONDS status=0 result=ok mark
+  mark=$(mktemp)
+  "step_$step" >"$OUT/$step.log" 2>&1 || status=$?
+  tail -n 25 "$OUT/$step.log"
+  find benchmarks/results -name '*.json' -newer "$mark" -exec cp {} "$OUT" \;
+  rm "$mark"
+  [ "$status" = 0 ] || result="FAILED with status $status"
+  echo "=== $step: $result, $((SECONDS - started)) s"
+  return "$status"
+}
+
+[ $# -gt 0 ] || set -- "${STEPS[@]}"
+for step in "$@"; do
+  if [[ " ${STEPS[*]} " != *" $step "* ]]; then
+    echo "there is no step $step: the steps are ${STEPS[*]}" >&2
+    exit 2
+  fi
+done
+
+mkdir -p "$OUT"
+export PYTHONUNBUFFERED=1
+failed=()
+for step in "$@"; do
+  run_step "$step" && continue
+  failed+=("$step")
+  [ "$step" != build ] || break # nothing else can be believed then
+done
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "failed: ${failed[*]}"
+  exit 1
+fi

@@ -1,0 +1,180 @@
+"""Shows what each CUDA kernel uses, read from the compiled code.
+
+Fails where registers spill to memory, and where a kernel does not read and write global memory
+16 bytes at a time. Kernels for data that is not aligned to 16 bytes say so: `Access::kScalar` is
+among their template arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+from tabulate import tabulate
+
+from builder.toolchain import PIP_CUDA_BINUTILS, ToolchainError, cuda_tool
+
+SCALAR_ACCESS = re.compile(
+    r"Access\)1\b|\bAccess::kScalar\b"
+)  # as c++filt prints it, or as written
+INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
+
+
+@dataclass
+class Kernel:
+    name: str  # demangled
+    registers: int
+    stack: int  # bytes, as the next two
+    spills: int
+    shared: int  # static
+    opcodes: Counter[str] = field(default_factory=Counter)
+
+    def count(self, *names: str, width: str | None = None) -> int:
+        """Counts instructions by opcode and, if given, access width in bits."""
+        total = 0
+        for opcode, count in self.opcodes.items():
+            name, *modifiers = opcode.split(".")
+            if name in names and (width is None or width in modifiers):
+                total += count
+        return total
+
+    @property
+    def wide_loads(self) -> int:
+        return self.count("LDG", "LD", "LDGSTS", width="128")
+
+    @property
+    def wide_stores(self) -> int:
+        return self.count("STG", "ST", width="128")
+
+    @property
+    def shared_accesses(self) -> int:
+        return self.count("LDS", "STS", width="128")
+
+    @property
+    def bulk_loads(self) -> int:
+        return self.count("UTMALDG") + self.count("UBLKCP", width="S")
+
+    @property
+    def bulk_stores(self) -> int:
+        return self.count("UTMASTG", "UTMAREDG", "UBLKRED") + self.count("UBLKCP", width="G")
+
+    def faults(self) -> list[str]:
+        faults = []
+        if self.spills:
+            faults.append(f"spills {self.spills} bytes")
+        if not SCALAR_ACCESS.search(self.name):
+            if not (self.wide_loads or self.bulk_loads):
+                faults.append("no 16-byte loads")
+            if not (self.wide_stores or self.bulk_stores):
+                faults.append("no 16-byte stores")
+        return faults
+
+
+def demangle(names: list[str]) -> list[str]:
+    text = subprocess.run(
+        ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
+    )
+    return text.stdout.splitlines()
+
+
+def short_name(name: str) -> str:
+    """Drops result, namespaces of this package and parameters from a demangled function."""
+    name = name.replace("(anonymous namespace)::", "")
+    # Casts of enum values, `(Access)1`, are the only other parentheses.
+    name = re.sub(r"\([^()]*(?:\([^()]*\)[^()]*)*\)$", "", name)
+    name = name.removeprefix("void ")
+    return re.sub(r"\b(h100_diffusers_kernels|(_GLOBAL__N_\w+))::", "", name)
+
+
+def ptxas_reports(folder: Path) -> dict[str, Kernel]:
+    """Returns {mangled name: resources} from what ptxas said in each compilation."""
+    kernels = {}
+    for log in folder.rglob("*.ptxas"):
+        for entry in re.split(r"Compiling entry function '", log.read_text())[1:]:
+            name = entry[: entry.index("'")]
+            # Functions that are called, not inlined, are reported before or after: not this kernel.
+            own = entry[entry.index(f"Function properties for {name}\n") :]
+            frame, stores, loads = re.search(
+                r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", own
+            ).groups()
+            used = re.search(r"Used (\d+) registers.*", own)
+            shared = re.search(r"(\d+) bytes smem", used[0])
+            kernels[name] = Kernel(
+                name=name,
+                registers=int(used[1]),
+                stack=int(frame),
+                spills=int(stores) + int(loads),
+                shared=int(shared[1]) if shared else 0,
+            )
+    return kernels
+
+
+def machine_code(extension: Path) -> dict[str, Counter[str]]:
+    """Returns {mangled name: {opcode: count}} of the kernels that the extension holds."""
+    cuobjdump = cuda_tool("cuobjdump", PIP_CUDA_BINUTILS)
+    nvdisasm = cuda_tool("nvdisasm", PIP_CUDA_BINUTILS)  # called by cuobjdump
+    environment = {**os.environ, "PATH": f"{nvdisasm.parent}{os.pathsep}{os.environ['PATH']}"}
+    command = [cuobjdump, "-sass", extension]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if process.returncode != 0:
+        raise ToolchainError(f"{cuobjdump} failed on {extension}: {process.stderr.strip()}")
+    kernels: dict[str, Counter[str]] = {}
+    opcodes: Counter[str] = Counter()
+    for line in process.stdout.splitlines():
+        if "Function :" in line:
+            opcodes = kernels.setdefault(line.split(":", 1)[1].strip(), Counter())
+        elif match := INSTRUCTION.match(line):
+            opcodes[match[1]] += 1
+    return kernels
+
+
+def read_kernels(folder: Path) -> list[Kernel]:
+    extensions = list(folder.glob("*.abi3.so"))
+    if len(extensions) != 1:
+        raise ToolchainError(f"{folder} must hold one extension, got {len(extensions)}")
+    reports = ptxas_reports(folder)
+    kernels = []
+    for name, opcodes in machine_code(extensions[0]).items():
+        if name not in reports:
+            raise ToolchainError(f"no report of ptxas for {name} in {folder}: build it anew")
+        kernel = reports[name]
+        kernel.opcodes = opcodes
+        kernels.append(kernel)
+    for kernel, name in zip(kernels, demangle([kernel.name for kernel in kernels]), strict=True):
+        kernel.name = name
+    return sorted(kernels, key=lambda kernel: kernel.name)
+
+
+@click.command(help=__doc__)
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def main(folder: Path) -> None:
+    try:
+        kernels = read_kernels(folder)
+    except ToolchainError as error:
+        raise click.ClickException(str(error)) from error
+    if not kernels:
+        raise click.ClickException(f"there are no kernels in {folder}")
+    headers = ["kernel", "registers", "spills", "stack", "shared"]
+    headers += ["loads", "stores", "in shared", "bulk loads", "bulk stores"]
+    rows = [
+        [short_name(k.name), k.registers, k.spills, k.stack, k.shared]
+        + [k.wide_loads, k.wide_stores, k.shared_accesses, k.bulk_loads, k.bulk_stores]
+        for k in kernels
+    ]
+    click.echo(tabulate(rows, headers=headers))
+    click.echo("\nspills, stack, shared: bytes; loads, stores, in shared: 16-byte instructions")
+    faults = [(short_name(kernel.name), fault) for kernel in kernels for fault in kernel.faults()]
+    click.echo(f"{len(kernels)} kernels, {len(faults)} faults")
+    for name, fault in faults:
+        click.echo(f"  {name}: {fault}")
+    if faults:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+#!/usr/bin/env python3
+"""Write the tables of README.md from the JSON in benchmarks/results.
+
+A table stands between two lines, and is replaced as a whole:
+
+    <!-- table: models -->
+    <!-- end table -->
+
+    python tools/render_readme.py            # write
+    python tools/render_readme.py --check    # exit with 1 if a table is not what the JSON says
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+from tabulate import tabulate
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+RESULTS = CHECKOUT / "benchmarks" / "results"
+BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
+MODE_NAMES = {
+    "eager": "eager",
+    "compiled": "torch.compile",
+    "injected": "injected",
+    "injected+compiled": "injected and torch.compile",
+}
+
+# Renders one table from the results folder.
+TABLES: dict[str, Callable[[Path], str]] = {}
+
+
+def table(function: Callable[[Path], str]) -> Callable[[Path], str]:
+    TABLES[function.__name__] = function
+    return function
+
+
+def load(results: Path, name: str) -> dict:
+    path = results / f"{name}.json"
+    if not path.exists():
+        raise click.ClickException(f"{path} is missing: benchmarks/bench_{name}.py writes it.")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def markdown(rows: list[list[str]], headers: list[str]) -> str:
+    align = ["left"] + ["right"] * (len(headers) - 1)
+    return tabulate(rows, headers, tablefmt="github", colalign=align, disable_numparse=True)
+
+
+def setup(result: dict) -> str:
+    """Where, with what and by which command the figures of a table were measured."""
+    environment = result["environment"]
+    parts = [environment["device"]]
+    parts += [f"{name} {environment[name]}" for name in ("torch", "diffusers", "kernels")]
+    return f"\n\n{', '.join(parts)}, {environment['date']}: `{environment['command']}`"
+
+
+def times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}×"
+
+
+def video_name(key: str) -> str:
+    """161x512x768 or 161x512x768:50 in words."""
+    size, _, steps = key.partition(":")
+    frames, height, width = size.split("x")
+    return f"{frames} frames {height}×{width}" + (f", {steps} steps" if steps else "")
+
+
+@table
+def models(results: Path) -> str:
+    """One transformer forward in each mode."""
+    result = load(results, "models")
+    rows = [
+        [
+            f"{video_name(size)}, 2×{entry['tokens']} tokens",
+            MODE_NAMES[mode],
+            f"{measured['ms']['median']:.1f} ms",
+            times(entry["speedups"][mode].get("eager")),
+            times(entry["speedups"][mode].get("compiled")),
+        ]
+        for size, entry in result["sizes"].items()
+        for mode, measured in entry["modes"].items()
+    ]
+    headers = ["input", "mode", "forward", "against eager", "against torch.compile"]
+    return markdown(rows, headers) + setup(result)
+
+
+@table
+def breakdown(results: Path) -> str:
+    """The forward's GPU time by kernel class."""
+    result = load(results, "models")
+    rows = []
+    for size, entry in result["sizes"].items():
+        for mode, measured in entry["modes"].items():
+            kernels = measured["kernels"]
+            rows.append(
+                [video_name(size), MODE_NAMES[mode]]
+                + [
+                    f"{kernels['classes'][key]['ms']:.1f} ms"
+                    for key in ("gemm", "attention", "other")
+                ]
+                + [f"{kernels['total']['launches']:.0f}"]
+            )
+    classes = ["matrix products", "attention", "everything else"]
+    return markdown(rows, ["input", "mode", *classes, "launches"]) + setup(result)
+
+
+@table
+def injection(results: Path) -> str:
+    """What injecting the kernels takes."""
+    result = load(results, "models")
+    rows = [
+        [
+            video_name(size),
+            f"{took['change_s'] * 1e3:.0f} ms",
+            f"{took['full_speed_s']:.2f} s",
+            f"{took['allocated_growth_bytes'] / took['weights_bytes']:.2%}",
+        ]
+        for size, took in ((size, entry["injection"]) for size, entry in result["sizes"].items())
+    ]
+    headers = [
+        "input",
+        "inject_kernels",
+        "full speed after",
+        "memory growth",
+    ]
+    return markdown(rows, headers) + setup(result)
+
+
+@table
+def pipeline(results: Path) -> str:
+    """The whole pipeline but the text encoder."""
+    result = load(results, "pipeline")
+    rows = [
+        [
+            video_name(video),
+            MODE_NAMES[mode],
+            f"{measured['seconds']['median']:.2f} s",
+            times(entry["speedups"][mode].get("eager")),
+        ]
+        for video, entry in result["videos"].items()
+        for mode, measured in entry["modes"].items()
+    ]
+    return markdown(rows, ["video", "mode", "time", "against eager"]) + setup(result)
+
+
+@table
+def operations(results: Path) -> str:
+    """Each operation's time and rate, beside eager's and the rate of a large copy."""
+    result = load(results, "operations")
+    rows = [
+        [
+            entry["operation"],
+            "×".join(str(size) for size in entry["shape"]),
+            f"{entry['microseconds']['ours']['median']:.1f} µs",
+            times(entry["over_eager"]),
+            f"{entry['terabytes_per_second']['ours']:.2f} TB/s",
+            f"{entry['of_copy_rate']:.0%}",
+        ]
+        for entry in result["operations"]
+    ]
+    headers = ["operation", "rows", "time", "against eager", "rate", "of the copy rate"]
+    return markdown(rows, headers) + setup(result)
+
+
+@table
+def accuracy_operations(results: Path) -> str:
+    """Each operation's error over eager's; of several outputs the worst."""
+    result = load(results, "accuracy")
+    dtypes = list(dict.fromkeys(entry["dtype"] for entry in result["operations"]))
+    worst: dict[str, dict[str, float]] = {}
+    for entry in result["operations"]:
+        row = worst.setdefault(entry["operation"], {})
+        row[entry["dtype"]] = max(entry["ratio"], row.get(entry["dtype"], 0.0))
+    rows = [[name, *(f"{row[dtype]:.3f}" for dtype in dtypes)] for name, row in worst.items()]
+    return markdown(rows, ["error over eager's", *dtypes]) + setup(result)
+
+
+@table
+def accuracy_models(results: Path) -> str:
+    """The injected and the eager model's distance from the float32 model."""
+    result = load(results, "accuracy")
+    rows = [
+        [
+            f"{video_name(entry['size'])}, {entry['dtype']}",
+            f"{entry['kernel']:.5f}",
+            f"{entry['eager']:.5f}",
+            f"{entry['ratio']:.3f}",
+        ]
+        for entry in result["models"]
+    ]
+    return markdown(rows, ["distance from float32", "injected", "eager", "ratio"]) + setup(result)
+
+
+def render(text: str, results: Path = RESULTS) -> str:
+    """The text with every table replaced by what the results say."""
+
+    def replace(match: re.Match) -> str:
+        begin, name, end = match.groups()
+        if name not in TABLES:
+            known = ", ".join(TABLES)
+            raise click.ClickException(f"there is no table {name}: the tables are {known}.")
+        return f"{begin}\n{TABLES[name](results)}\n\n{end}"
+
+    return BLOCK.sub(replace, text)
+
+
+@click.command()
+@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a table is stale.")
+@click.option("--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS)
+@click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def main(check: bool, results: Path, files: tuple[Path, ...]) -> None:
+    """Write the tables of FILES (default README.md) from the JSON in benchmarks/results."""
+    for path in files or (CHECKOUT / "README.md",):
+        text = path.read_text(encoding="utf-8")
+        rendered = render(text, results)
+        if rendered == text:
+            continue
+        if check:
+            raise click.ClickException(f"{path} is stale: run tools/render_readme.py.")
+        path.write_text(rendered, encoding="utf-8")
+        click.echo(f"Wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+// Argument checks, merging of leading dimensions, allocation, stream: see torch_binding.h.
+
+#include <algorithm>
+
+#include "torch_binding.h"
+
+#ifdef CUDA_KERNEL
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+#endif
+
+namespace h100_diffusers_kernels {
+
+std::string to_string(const Sizes& sizes) {
+  std::ostringstream text;
+  text << "(";
+  for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
+  text << (sizes.size() == 1 ? ",)" : ")");
+  return text.str();
+}
+
+std::string dtype_name(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Bool:
+      return "bool";
+    default:
+      return "Torch's dtype number " + std::to_string(static_cast<int>(dtype));
+  }
+}
+
+std::string device_name(const Tensor& tensor) {
+  const auto device = tensor.device();
+  if (device.type() == torch::headeronly::DeviceType::CPU) return "cpu";
+  if (device.type() == torch::headeronly::DeviceType::CUDA) return "cuda:" + std::to_string(device.index());
+  return "Torch's device type number " + std::to_string(static_cast<int>(device.type()));
+}
+
+Sizes sizes_of(const Tensor& tensor) {
+  const auto sizes = tensor.sizes();
+  return Sizes(sizes.begin(), sizes.end());
+}
+
+ArgumentChecker::ArgumentChecker(const char* operation, const char* x_name, const Tensor& x, int64_t min_dims)
+    : operation_(operation), x_name_(x_name), x_(x), shape_(sizes_of(x)) {
+#ifdef CUDA_KERNEL
+  if (!x.is_cuda())
+    fail(operation_, x_name_, " must be on a CUDA device (this build has CUDA kernels), got ",
+         device_name(x));
+#else
+  if (!x.is_cpu())
+    fail(operation_, x_name_, " must be on the CPU (this build has CPU kernels), got ", device_name(x));
+#endif
+  switch (x.scalar_type()) {
+    case ScalarType::Float:
+      dtype_ = DType::kFloat32;
+      break;
+    case ScalarType::Half:
+      dtype_ = DType::kFloat16;
+      break;
+    case ScalarType::BFloat16:
+      dtype_ = DType::kBFloat16;
+      break;
+    default:
+      fail(operation_, x_name_, " must be float32, float16 or bfloat16, got ", dtype_name(x.scalar_type()));
+  }
+  if (static_cast<int64_t>(shape_.size()) < min_dims)
+    fail(operation_, x_name_, " must have at least ", min_dims, min_dims == 1 ? " dimension" : " dimensions",
+         ", got shape ", to_string(shape_));
+  unit_last_stride(x_name_, x);
+}
+
+void ArgumentChecker::unit_last_stride(const char* name, const Tensor& tensor) const {
+  const int64_t last = tensor.dim() - 1;
+  if (last >= 0 && tensor.size(last) > 1 && tensor.stride(last) != 1)
+    fail(operation_, name, " must have stride 1 in its last dimension, got stride ", tensor.stride(last));
+}
+
+void ArgumentChecker::same_device(const char* name, const Tensor& tensor) const {
+  if (tensor.device() != x_.device())
+    fail(operation_, name, " must be on the device of ", x_name_, " (", device_name(x_), "), got ",
+         device_name(tensor));
+}
+
+void ArgumentChecker::same_dtype(const char* name, const Tensor& tensor) const {
+  if (tensor.scalar_type() != x_.scalar_type())
+    fail(operation_, name, " must have the dtype of ", x_name_, " (", dtype_name(x_.scalar_type()), "), got ",
+         dtype_name(tensor.scalar_type()));
+}
+
+void ArgumentChecker::float32(const char* name, const Tensor& tensor) const {
+  if (tensor.scalar_type() != ScalarType::Float)
+    fail(operation_, name, " must be float32, got ", dtype_name(tensor.scalar_type()));
+}
+
+void ArgumentChecker::same_shape(const char* name, const Tensor& tensor, const Sizes& shape) const {
+  same_device(name, tensor);
+  same_dtype(name, tensor);
+  const auto sizes = tensor.sizes();
+  if (!std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end()))
+    fail(operation_, name, " must have shape ", to_string(shape), ", got ", to_string(sizes_of(tensor)));
+  unit_last_stride(name, tensor);
+}
+
+const void* ArgumentChecker::vector(const char* name, const OptionalTensor& tensor, int64_t length) const {
+  if (!tensor.has_value()) return nullptr;
+  same_shape(name, *tensor, {length});
+  return tensor->const_data_ptr();
+}
+
+void ArgumentChecker::broadcastable(const char* name, const Tensor& tensor) const {
+  same_device(name, tensor);
+  same_dtype(name, tensor);
+  const int64_t dims = tensor.dim();
+  const int64_t x_dims = static_cast<int64_t>(shape_.size());
+  bool matches = dims >= 1 && dims <= x_dims && tensor.size(dims - 1) == hidden();
+  for (int64_t i = 0; matches && i < dims - 1; ++i) {
+    const int64_t size = tensor.size(i);
+    matches = size == 1 || size == shape_[static_cast<size_t>(x_dims - dims + i)];
+  }
+  if (!matches)
+    fail(operation_, name, " must broadcast against ", x_name_, " of shape ", to_string(shape_),
+         " with a last dimension of ", hidden(), ", got ", to_string(sizes_of(tensor)));
+  unit_last_stride(name, tensor);
+}
+
+Tensor empty(const Tensor& x, const Sizes& shape) {
+  Sizes strides(shape.size());
+  int64_t stride = 1;
+  for (size_t i = shape.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= std::max<int64_t>(shape[i], 1);
+  }
+  const auto device = x.device();
+  int32_t dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+  int32_t device_type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
+                                                  strides.data(), dtype, device_type, device.index(),
+                                                  &handle));
+  return Tensor(handle);
+}
+
+void RowLaunch::add(RowOperand& operand, const Tensor& tensor, bool is_present) {
+  operand = RowOperand{};
+  if (!is_present) return;
+  Operand entry{&operand, static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())),
+                Sizes(leading_.size(), 0)};
+  const int64_t own = tensor.dim() - 1;  // leading dimensions of the tensor itself
+  const int64_t offset = static_cast<int64_t>(leading_.size()) - own;
+  for (int64_t i = 0; i < own; ++i)
+    if (tensor.size(i) != 1) entry.strides[static_cast<size_t>(offset + i)] = tensor.stride(i);
+  operands_.push_back(std::move(entry));
+}
+
+void RowLaunch::add(RowOperand& operand, const OptionalTensor& tensor) {
+  operand = RowOperand{};
+  if (tensor.has_value()) add(operand, *tensor);
+}
+
+void RowLaunch::merge() {
+  size_t last = 0;  // index of the innermost dimension kept so far, counted in `leading_` as rewritten
+  Sizes sizes;
+  std::vector<Sizes> strides(operands_.size());
+  for (size_t dim = 0; dim < leading_.size(); ++dim) {
+    const int64_t size = leading_[dim];
+    if (size == 1) continue;
+    bool mergeable = !sizes.empty();
+    for (size_t i = 0; mergeable && i < operands_.size(); ++i)
+      mergeable = strides[i][last] == operands_[i].strides[dim] * size;
+    if (mergeable) {
+      sizes[last] *= size;
+      for (size_t i = 0; i < operands_.size(); ++i) strides[i][last] = operands_[i].strides[dim];
+    } else {
+      sizes.push_back(size);
+      for (size_t i = 0; i < operands_.size(); ++i) strides[i].push_back(operands_[i].strides[dim]);
+      last = sizes.size() - 1;
+    }
+  }
+  if (sizes.empty()) {
+    sizes.push_back(1);
+    for (Sizes& operand_strides : strides) operand_strides.push_back(0);
+  }
+  leading_ = std::move(sizes);
+  for (size_t i = 0; i < operands_.size(); ++i) operands_[i].strides = std::move(strides[i]);
+}
+
+void RowLaunch::write(size_t first_dim, RowShape& shape) const {
+  shape = RowShape{1, static_cast<int32_t>(leading_.size() - first_dim), {}};
+  for (size_t dim = first_dim; dim < leading_.size(); ++dim) {
+    shape.sizes[dim - first_dim] = leading_[dim];
+    shape.rows *= leading_[dim];
+  }
+  for (const Operand& operand : operands_) {
+    operand.target->data = operand.data;
+    for (size_t dim = first_dim; dim < leading_.size(); ++dim)
+      operand.target->strides[dim - first_dim] = operand.strides[dim];
+  }
+}
+
+#ifdef CUDA_KERNEL
+DeviceStream::DeviceStream(const Tensor& tensor) : guard_(tensor.get_device_index()), stream_{} {
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_.handle));
+}
+#else
+DeviceStream::DeviceStream(const Tensor&) : stream_{} {
+  stream_.parallel_for = [](int64_t begin, int64_t end, int64_t grain, RangeBody body, void* context) {
+    torch::stable::parallel_for(begin, end, grain,
+                                [&](int64_t first, int64_t last) { body(context, first, last); });
+  };
+}
+#endif
+
+}  // namespace h100_diffusers_kernels

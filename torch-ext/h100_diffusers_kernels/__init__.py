@@ -1,0 +1,37 @@
+"""Fused kernels that make diffusion transformers fast on Hopper GPUs."""
+
+from .functional import (
+    CoordinateRope,
+    gated_residual,
+    gated_residual_layer_norm_modulate,
+    gated_residual_rms_norm_modulate,
+    geglu,
+    gelu,
+    layer_norm,
+    layer_norm_modulate,
+    qk_norm_rope,
+    rms_norm,
+    rms_norm_modulate,
+    silu,
+    swiglu,
+)
+from .injection import InjectionReport, eject_kernels, inject_kernels
+
+__all__ = [
+    "CoordinateRope",
+    "InjectionReport",
+    "eject_kernels",
+    "gated_residual",
+    "gated_residual_layer_norm_modulate",
+    "gated_residual_rms_norm_modulate",
+    "geglu",
+    "gelu",
+    "inject_kernels",
+    "layer_norm",
+    "layer_norm_modulate",
+    "qk_norm_rope",
+    "rms_norm",
+    "rms_norm_modulate",
+    "silu",
+    "swiglu",
+]

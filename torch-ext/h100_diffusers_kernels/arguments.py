@@ -1,0 +1,264 @@
+"""Argument checks for the two paths that do not reach the compiled ones: tracing and differentiation.
+
+They accept and refuse what ``arguments.cpp`` does, in the same words.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).replace("torch.", "")
+
+
+def fail(operation: str, sentence: str) -> None:
+    raise ValueError(f"{operation}: {sentence}")
+
+
+def check_input(operation: str, name: str, x: Tensor, min_dims: int = 1) -> None:
+    """``x`` has a supported dtype, at least ``min_dims`` dimensions and unit stride in the last."""
+    if x.dtype not in SUPPORTED_DTYPES:
+        fail(operation, f"{name} must be float32, float16 or bfloat16, got {dtype_name(x.dtype)}")
+    if x.dim() < min_dims:
+        plural = "dimension" if min_dims == 1 else "dimensions"
+        fail(
+            operation,
+            f"{name} must have at least {min_dims} {plural}, got shape {tuple(x.shape)}",
+        )
+    check_last_stride(operation, name, x)
+
+
+def check_last_stride(operation: str, name: str, tensor: Tensor) -> None:
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        fail(
+            operation,
+            f"{name} must have stride 1 in its last dimension, got stride {tensor.stride(-1)}",
+        )
+
+
+def check_device(operation: str, name: str, tensor: Tensor, x_name: str, x: Tensor) -> None:
+    if tensor.device != x.device:
+        fail(
+            operation, f"{name} must be on the device of {x_name} ({x.device}), got {tensor.device}"
+        )
+
+
+def check_dtype(operation: str, name: str, tensor: Tensor, x_name: str, x: Tensor) -> None:
+    if tensor.dtype != x.dtype:
+        fail(
+            operation,
+            f"{name} must have the dtype of {x_name} ({dtype_name(x.dtype)}), "
+            f"got {dtype_name(tensor.dtype)}",
+        )
+
+
+def check_shape(
+    operation: str, name: str, tensor: Optional[Tensor], shape: tuple, x_name: str, x: Tensor
+) -> None:
+    """``tensor``, if given, has x's dtype and device, exactly ``shape``, and unit last stride."""
+    if tensor is None:
+        return
+    check_device(operation, name, tensor, x_name, x)
+    check_dtype(operation, name, tensor, x_name, x)
+    if tuple(tensor.shape) != tuple(shape):
+        fail(operation, f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+    check_last_stride(operation, name, tensor)
+
+
+def check_broadcastable(
+    operation: str, name: str, tensor: Optional[Tensor], x_name: str, x: Tensor
+) -> None:
+    """``tensor``, if given, broadcasts against ``x`` in every dimension but the last."""
+    if tensor is None:
+        return
+    check_device(operation, name, tensor, x_name, x)
+    check_dtype(operation, name, tensor, x_name, x)
+    dims = tensor.dim()
+    matches = 1 <= dims <= x.dim() and tensor.shape[-1] == x.shape[-1]
+    if matches and dims > 1:
+        matches = all(
+            size in (1, full) for size, full in zip(tensor.shape[:-1], x.shape[x.dim() - dims : -1])
+        )
+    if not matches:
+        fail(
+            operation,
+            f"{name} must broadcast against {x_name} of shape {tuple(x.shape)} with a last "
+            f"dimension of {x.shape[-1]}, got {tuple(tensor.shape)}",
+        )
+    check_last_stride(operation, name, tensor)
+
+
+def check_row_operation(
+    operation: str,
+    x: Tensor,
+    *,
+    residual: Optional[Tensor] = None,
+    gate: Optional[Tensor] = None,
+    scale: Optional[Tensor] = None,
+    shift: Optional[Tensor] = None,
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+) -> None:
+    """Every argument of a norm, modulation or residual operation."""
+    leader, leader_name = (x, "x") if residual is None else (residual, "residual")
+    check_input(operation, leader_name, leader)
+    if residual is not None:
+        check_shape(operation, "x", x, tuple(residual.shape), leader_name, leader)
+    for name, tensor in (("gate", gate), ("scale", scale), ("shift", shift)):
+        check_broadcastable(operation, name, tensor, leader_name, leader)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        check_shape(operation, name, tensor, (leader.shape[-1],), leader_name, leader)
+
+
+def check_activation(operation: str, x: Tensor, approximate: str, is_gated: bool) -> None:
+    check_input(operation, "x", x)
+    if approximate not in ("none", "tanh"):
+        fail(operation, f"approximate must be 'none' or 'tanh', got {approximate!r}")
+    if is_gated and x.shape[-1] % 2:
+        fail(operation, f"x must have an even last dimension, got {x.shape[-1]}")
+
+
+def check_qk(
+    operation: str,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Optional[Tensor],
+    k_weight: Optional[Tensor],
+    heads: int,
+    norm: str,
+    layout: str,
+) -> int:
+    """Everything of ``qk_norm_rope`` but its rotation; returns the head dimension."""
+    check_input(operation, "q", q, min_dims=3)
+    if norm not in ("across_heads", "per_head", "none"):
+        fail(operation, f"norm must be 'across_heads', 'per_head' or 'none', got {norm!r}")
+    if layout not in ("interleaved", "half"):
+        fail(operation, f"layout must be 'interleaved' or 'half', got {layout!r}")
+    if q.dim() > 4:
+        fail(
+            operation,
+            "q must have shape (batch, seq, heads*head_dim) or (batch, seq, heads, head_dim), "
+            f"got {tuple(q.shape)}",
+        )
+    if heads < 1:
+        fail(operation, f"heads must be at least 1, got {heads}")
+    if q.dim() == 4 and q.shape[2] != heads:
+        fail(operation, f"heads must equal the third dimension of q ({q.shape[2]}), got {heads}")
+    if q.dim() == 3 and q.shape[2] % heads:
+        fail(operation, f"heads must divide the last dimension of q ({q.shape[2]}), got {heads}")
+    head_dim = q.shape[3] if q.dim() == 4 else q.shape[2] // heads
+    check_device(operation, "k", k, "q", q)
+    check_dtype(operation, "k", k, "q", q)
+    matches = k.dim() == q.dim() and k.shape[:2] == q.shape[:2]
+    if matches and k.dim() == 4:
+        matches = k.shape[3] == head_dim
+    elif matches:
+        matches = k.shape[2] == 0 if head_dim == 0 else k.shape[2] % head_dim == 0
+    if not matches:
+        fail(
+            operation,
+            f"k must have the batch, seq and head_dim of q of shape {tuple(q.shape)} "
+            f"(head_dim {head_dim}), got {tuple(k.shape)}",
+        )
+    check_last_stride(operation, "k", k)
+    for name, weight, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
+        if weight is not None and norm == "none":
+            fail(
+                operation,
+                f"{name} is accepted only with norm 'across_heads' or 'per_head', got norm 'none'",
+            )
+        full = x.shape[2:].numel()
+        check_shape(operation, name, weight, (head_dim if norm == "per_head" else full,), "q", q)
+    return head_dim
+
+
+def _require_equal_heads(operation: str, name: str, heads: int, k_heads: int) -> None:
+    if heads != k_heads:
+        fail(
+            operation,
+            f"{name} that differ between heads need q and k with the same number of heads, "
+            f"got {heads} and {k_heads}",
+        )
+
+
+def _require_even_head_dim(operation: str, head_dim: int) -> None:
+    if head_dim % 2:
+        fail(operation, f"q must have an even head_dim to be rotated, got {head_dim}")
+
+
+def rope_table_view(
+    operation: str, name: str, table: Tensor, q: Tensor, heads: int, k_heads: int, head_dim: int
+) -> Tensor:
+    """The table as (1 or B, S, 1 or H, d), or one sentence on why it is none."""
+    _require_even_head_dim(operation, head_dim)
+    check_device(operation, name, table, "q", q)
+    if table.dtype not in (torch.float32, q.dtype):
+        fail(
+            operation,
+            f"{name} must be float32 or have the dtype of q ({dtype_name(q.dtype)}), "
+            f"got {dtype_name(table.dtype)}",
+        )
+    batch, seq = q.shape[0], q.shape[1]
+    view = table[None] if table.dim() == 2 else table
+    matches = view.dim() in (3, 4) and view.shape[0] in (1, batch) and view.shape[1] == seq
+    if matches and view.dim() == 4:
+        matches = view.shape[2] in (1, heads) and view.shape[3] == head_dim
+    elif matches:
+        matches = view.shape[2] in (head_dim, heads * head_dim)
+    if not matches:
+        fail(
+            operation,
+            f"{name} must have shape (S, d), (S, H*d), (1 or B, S, d), (1 or B, S, H*d) or "
+            f"(1 or B, S, 1 or H, d) with B = {batch}, S = {seq}, H = {heads}, d = {head_dim}, "
+            f"got {tuple(table.shape)}",
+        )
+    check_last_stride(operation, name, table)
+    if view.dim() == 3:
+        view = view.unflatten(2, (1 if view.shape[2] == head_dim else heads, head_dim))
+    if view.shape[2] != 1:
+        _require_equal_heads(operation, name, heads, k_heads)
+    return view
+
+
+def check_coordinates(
+    operation: str, coordinates: Tensor, frequencies: Tensor, q: Tensor, k_heads: int, head_dim: int
+) -> None:
+    _require_even_head_dim(operation, head_dim)
+    for name, tensor in (("coordinates", coordinates), ("frequencies", frequencies)):
+        check_device(operation, name, tensor, "q", q)
+        if tensor.dtype != torch.float32:
+            fail(operation, f"{name} must be float32, got {dtype_name(tensor.dtype)}")
+    batch, seq = q.shape[0], q.shape[1]
+    if (
+        coordinates.dim() != 3
+        or coordinates.shape[0] not in (1, batch)
+        or coordinates.shape[1] != seq
+        or coordinates.shape[2] < 1
+    ):
+        fail(
+            operation,
+            f"coordinates must have shape (1 or {batch}, {seq}, axes), "
+            f"got {tuple(coordinates.shape)}",
+        )
+    check_last_stride(operation, "coordinates", coordinates)
+    if frequencies.dim() != 1:
+        fail(
+            operation,
+            f"frequencies must have one dimension, got shape {tuple(frequencies.shape)}",
+        )
+    check_last_stride(operation, "frequencies", frequencies)
+    heads = q.shape[2:].numel() // head_dim
+    _require_equal_heads(operation, "coordinates", heads, k_heads)
+    pairs, axes = heads * head_dim // 2, coordinates.shape[2]
+    if axes * frequencies.shape[0] > pairs:
+        fail(
+            operation,
+            f"frequencies must hold at most {pairs // axes} values for {pairs} pairs and "
+            f"{axes} axes, got {frequencies.shape[0]}",
+        )

@@ -1,0 +1,530 @@
+"""The operations: one documented function each.
+
+``T`` is bfloat16, float16 or float32. Arithmetic is float32, rounded once, at the output. Leading
+dimensions are rows; inputs may be strided in every dimension but the last and are not copied; results
+are new contiguous tensors. Where an input requires grad, the equivalent differentiable PyTorch
+expression runs instead. A wrong argument raises ValueError or RuntimeError, in one sentence, before
+anything is launched or written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from . import expressions
+from .arguments import (
+    check_activation,
+    check_coordinates,
+    check_qk,
+    check_row_operation,
+    rope_table_view,
+)
+from ._ops import add_op_namespace_prefix, ops
+
+
+def _needs_grad(*tensors: Optional[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in tensors
+    )
+
+
+# ------------------------------------------------------------------------------------------------------
+# Norm, modulation, residual and gate
+
+
+def rms_norm(x: Tensor, weight: Optional[Tensor] = None, eps: float = 1e-6) -> Tensor:
+    """Root mean square norm over the last dimension: ``x / sqrt(mean(x²) + eps) * weight``.
+
+    Args:
+        x: ``(..., D)``, T.
+        weight: ``(D,)``, T, or None.
+        eps: added to the mean square.
+
+    Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
+    """
+    if _needs_grad(x, weight):
+        check_row_operation("rms_norm", x, weight=weight)
+        return expressions.rms_norm(x, weight, eps)
+    return ops.rms_norm.default(x, weight, eps)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("rms_norm"))
+def _rms_norm_fake(x, weight, eps):
+    check_row_operation("rms_norm", x, weight=weight)
+    return x.new_empty(x.shape)
+
+
+def layer_norm(
+    x: Tensor, weight: Optional[Tensor] = None, bias: Optional[Tensor] = None, eps: float = 1e-5
+) -> Tensor:
+    """Layer norm over the last dimension, as ``torch.nn.functional.layer_norm``.
+
+    Args:
+        x: ``(..., D)``, T.
+        weight, bias: ``(D,)``, T, or None, independently of each other.
+        eps: added to the (biased) variance.
+
+    Source: Ba et al., 2016, https://arxiv.org/abs/1607.06450.
+    """
+    if _needs_grad(x, weight, bias):
+        check_row_operation("layer_norm", x, weight=weight, bias=bias)
+        return expressions.layer_norm(x, weight, bias, eps)
+    return ops.layer_norm.default(x, weight, bias, eps)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("layer_norm"))
+def _layer_norm_fake(x, weight, bias, eps):
+    check_row_operation("layer_norm", x, weight=weight, bias=bias)
+    return x.new_empty(x.shape)
+
+
+def rms_norm_modulate(
+    x: Tensor, scale: Tensor, shift: Tensor, weight: Optional[Tensor] = None, eps: float = 1e-6
+) -> Tensor:
+    """Adaptive RMS norm: ``rms_norm(x, weight, eps) * (1 + scale) + shift``.
+
+    Args:
+        x: ``(..., D)``, T.
+        scale, shift: T, broadcast against ``x`` in all dimensions but the last, such as ``(D,)``,
+            ``(B, 1, D)`` or ``(B, S, D)``.
+        weight: ``(D,)``, T, or None.
+
+    Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748, with an RMS norm as in
+    LTX-Video, https://arxiv.org/abs/2501.00103.
+    """
+    if _needs_grad(x, scale, shift, weight):
+        check_row_operation("rms_norm_modulate", x, scale=scale, shift=shift, weight=weight)
+        return expressions.rms_norm_modulate(x, scale, shift, weight, eps)
+    return ops.rms_norm_modulate.default(x, scale, shift, weight, eps)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("rms_norm_modulate"))
+def _rms_norm_modulate_fake(x, scale, shift, weight, eps):
+    check_row_operation("rms_norm_modulate", x, scale=scale, shift=shift, weight=weight)
+    return x.new_empty(x.shape)
+
+
+def layer_norm_modulate(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Adaptive layer norm: ``layer_norm(x, weight, bias, eps) * (1 + scale) + shift``.
+
+    Args:
+        x: ``(..., D)``, T.
+        scale, shift: T, broadcast against ``x`` in all dimensions but the last.
+        weight, bias: ``(D,)``, T, or None.
+
+    Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748.
+    """
+    if _needs_grad(x, scale, shift, weight, bias):
+        check_row_operation(
+            "layer_norm_modulate", x, scale=scale, shift=shift, weight=weight, bias=bias
+        )
+        return expressions.layer_norm_modulate(x, scale, shift, weight, bias, eps)
+    return ops.layer_norm_modulate.default(x, scale, shift, weight, bias, eps)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("layer_norm_modulate"))
+def _layer_norm_modulate_fake(x, scale, shift, weight, bias, eps):
+    check_row_operation(
+        "layer_norm_modulate", x, scale=scale, shift=shift, weight=weight, bias=bias
+    )
+    return x.new_empty(x.shape)
+
+
+def gated_residual(residual: Tensor, x: Tensor, gate: Optional[Tensor] = None) -> Tensor:
+    """``residual + gate * x``, or ``residual + x`` without a gate.
+
+    Args:
+        residual, x: ``(..., D)``, T, of one shape.
+        gate: T, broadcasts against ``x`` in all dimensions but the last, or None.
+    """
+    if _needs_grad(residual, x, gate):
+        check_row_operation("gated_residual", x, residual=residual, gate=gate)
+        return expressions.gated_residual(residual, x, gate)
+    return ops.gated_residual.default(residual, x, gate)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gated_residual"))
+def _gated_residual_fake(residual, x, gate):
+    check_row_operation("gated_residual", x, residual=residual, gate=gate)
+    return x.new_empty(x.shape)
+
+
+def gated_residual_rms_norm_modulate(
+    residual: Tensor,
+    x: Tensor,
+    gate: Optional[Tensor],
+    scale: Tensor,
+    shift: Tensor,
+    weight: Optional[Tensor] = None,
+    eps: float = 1e-6,
+) -> Tuple[Tensor, Tensor]:
+    """The new residual ``h = residual + gate * x`` and ``rms_norm_modulate(h, scale, shift, weight)``.
+
+    The norm is taken of the unrounded ``h``.
+
+    Args:
+        residual, x: ``(..., D)``, T, of one shape.
+        gate: T, broadcasts against ``x`` in all dimensions but the last, or None for 1.
+        scale, shift: T, broadcast likewise.
+        weight: ``(D,)``, T, or None.
+
+    Returns:
+        ``(h, modulated)``, each ``(..., D)``, T.
+    """
+    if _needs_grad(residual, x, gate, scale, shift, weight):
+        check_row_operation(
+            "gated_residual_rms_norm_modulate",
+            x,
+            residual=residual,
+            gate=gate,
+            scale=scale,
+            shift=shift,
+            weight=weight,
+        )
+        return expressions.gated_residual_rms_norm_modulate(
+            residual, x, gate, scale, shift, weight, eps
+        )
+    return ops.gated_residual_rms_norm_modulate.default(
+        residual, x, gate, scale, shift, weight, eps
+    )
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gated_residual_rms_norm_modulate"))
+def _gated_residual_rms_norm_modulate_fake(residual, x, gate, scale, shift, weight, eps):
+    check_row_operation(
+        "gated_residual_rms_norm_modulate",
+        x,
+        residual=residual,
+        gate=gate,
+        scale=scale,
+        shift=shift,
+        weight=weight,
+    )
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+def gated_residual_layer_norm_modulate(
+    residual: Tensor,
+    x: Tensor,
+    gate: Optional[Tensor],
+    scale: Tensor,
+    shift: Tensor,
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    eps: float = 1e-6,
+) -> Tuple[Tensor, Tensor]:
+    """The new residual ``h = residual + gate * x`` and ``layer_norm_modulate(h, scale, shift, ...)``.
+
+    The norm is taken of the unrounded ``h``.
+
+    Args:
+        residual, x: ``(..., D)``, T, of one shape.
+        gate: T, broadcasts against ``x`` in all dimensions but the last, or None for 1.
+        scale, shift: T, broadcast likewise.
+        weight, bias: ``(D,)``, T, or None.
+
+    Returns:
+        ``(h, modulated)``, each ``(..., D)``, T.
+    """
+    if _needs_grad(residual, x, gate, scale, shift, weight, bias):
+        check_row_operation(
+            "gated_residual_layer_norm_modulate",
+            x,
+            residual=residual,
+            gate=gate,
+            scale=scale,
+            shift=shift,
+            weight=weight,
+            bias=bias,
+        )
+        return expressions.gated_residual_layer_norm_modulate(
+            residual, x, gate, scale, shift, weight, bias, eps
+        )
+    return ops.gated_residual_layer_norm_modulate.default(
+        residual, x, gate, scale, shift, weight, bias, eps
+    )
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gated_residual_layer_norm_modulate"))
+def _gated_residual_layer_norm_modulate_fake(residual, x, gate, scale, shift, weight, bias, eps):
+    check_row_operation(
+        "gated_residual_layer_norm_modulate",
+        x,
+        residual=residual,
+        gate=gate,
+        scale=scale,
+        shift=shift,
+        weight=weight,
+        bias=bias,
+    )
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Query and key: norm and rotary embedding
+
+
+class CoordinateRope(NamedTuple):
+    """A rotary embedding given by each token's coordinates, with nothing of size S·D to read.
+
+    Pair ``p`` of a token's ``heads * d / 2`` pairs (head-major) is left alone for ``p < pad`` with
+    ``pad = heads * d / 2 - axes * F``; otherwise, with ``i = p - pad``, its angle is
+    ``frequencies[i // axes] * coordinates[b, s, i % axes]``, rounded to float32.
+
+    Attributes:
+        coordinates: ``(1 or B, S, axes)``, float32.
+        frequencies: ``(F,)``, float32, shared by the axes.
+
+    Source: the rotary embedding of LTX-Video, https://arxiv.org/abs/2501.00103, where ``coordinates``
+    is the (frame, height, width) grid times 2 minus 1.
+    """
+
+    coordinates: Tensor
+    frequencies: Tensor
+
+    def tables(self, dim: int) -> Tuple[Tensor, Tensor]:
+        """``(cos, sin)``, each ``(1 or B, S, dim)``, float32, for a row of ``dim = heads * d`` elements
+        in the interleaved layout: every angle twice, the unrotated pairs in front."""
+        angles = (self.coordinates.unsqueeze(-2) * self.frequencies.unsqueeze(-1)).flatten(2)
+        angles = torch.nn.functional.pad(angles, (dim // 2 - angles.shape[-1], 0))
+        angles = angles.repeat_interleave(2, dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Optional[Tensor] = None,
+    k_weight: Optional[Tensor] = None,
+    rope: Optional[Union[Tuple[Tensor, Tensor], CoordinateRope]] = None,
+    *,
+    heads: int,
+    norm: str = "across_heads",
+    layout: str = "interleaved",
+    eps: float = 1e-6,
+    inplace: bool = False,
+) -> Tuple[Tensor, Tensor]:
+    """Query and key, normalized (RMS) and rotated.
+
+    ``n = x / sqrt(mean(x²) + eps) * weight``, then each pair ``(a, b)`` of ``n`` becomes
+    ``(a * cos_a - b * sin_a, b * cos_b + a * sin_b)``.
+
+    Args:
+        q: ``(B, S, heads * d)`` or ``(B, S, heads, d)``, T; strided in all but the last dimension.
+        k: likewise, with the same B, S and d; its number of heads may differ.
+        q_weight, k_weight: of the norm, T or None; ``(heads * d,)`` across heads, ``(d,)`` per head.
+        rope: None, for no rotation; or ``(cos, sin)``, each ``(S, d)``, ``(S, heads * d)``,
+            ``(1 or B, S, d)``, ``(1 or B, S, heads * d)`` or ``(1 or B, S, 1 or heads, d)``, float32
+            or T; or a :class:`CoordinateRope`.
+        heads: number of heads of ``q``.
+        norm: ``"across_heads"`` (the mean is taken over all heads of a token), ``"per_head"`` or
+            ``"none"``.
+        layout: which elements of a head form a pair: ``"interleaved"``, (2i, 2i+1), or ``"half"``,
+            (i, i + d/2).
+        inplace: store into ``q`` and ``k``; not possible where an input requires grad.
+
+    Returns:
+        ``(q, k)`` in the given shapes.
+
+    Source: Su et al., 2021, https://arxiv.org/abs/2104.09864; query-key norm: Henry et al., 2020,
+    https://arxiv.org/abs/2010.04245, with an RMS norm.
+    """
+    has_coordinates = isinstance(rope, CoordinateRope)
+    cos, sin = (None, None) if rope is None or has_coordinates else rope
+    if _needs_grad(q, k, q_weight, k_weight, *(rope or ())):
+        if inplace:
+            raise ValueError(
+                "qk_norm_rope: inplace must be False where an input requires grad, got True"
+            )
+        head_dim, cos, sin = _check_qk_norm_rope(
+            "qk_norm_rope", q, k, q_weight, k_weight, rope, heads, norm, layout
+        )
+        options = {"head_dim": head_dim, "norm": norm, "layout": layout, "eps": eps}
+        return (
+            expressions.norm_rope(q, q_weight, cos, sin, **options),
+            expressions.norm_rope(k, k_weight, cos, sin, **options),
+        )
+    if has_coordinates:
+        arguments = (q, k, q_weight, k_weight, *rope, heads, norm, layout, eps)
+        if not inplace:
+            return ops.qk_norm_coordinate_rope.default(*arguments)
+        ops.qk_norm_coordinate_rope_.default(*arguments)
+        return q, k
+    arguments = (q, k, q_weight, k_weight, cos, sin, heads, norm, layout, eps)
+    if not inplace:
+        return ops.qk_norm_rope.default(*arguments)
+    ops.qk_norm_rope_.default(*arguments)
+    return q, k
+
+
+def _check_qk_norm_rope(operation, q, k, q_weight, k_weight, rope, heads, norm, layout):
+    """Checks every argument; returns the head dimension and the tables as (1|B, S, 1|H, d) or None."""
+    head_dim = check_qk(operation, q, k, q_weight, k_weight, heads, norm, layout)
+    if rope is None:
+        return head_dim, None, None
+    k_heads = k.shape[2:].numel() // head_dim if head_dim else 0
+    if isinstance(rope, CoordinateRope):
+        check_coordinates(operation, rope.coordinates, rope.frequencies, q, k_heads, head_dim)
+        cos, sin = rope.tables(heads * head_dim)
+        if layout == "half":
+            # The tables repeat an angle for neighbours; here the pair is half a head apart.
+            cos, sin = (
+                t[..., ::2].unflatten(2, (heads, -1)).repeat(1, 1, 1, 2) for t in (cos, sin)
+            )
+        else:
+            cos, sin = (t.unflatten(2, (heads, -1)) for t in (cos, sin))
+        return head_dim, cos, sin
+    cos, sin = (
+        rope_table_view(operation, name, table, q, heads, k_heads, head_dim)
+        for name, table in zip(("cos", "sin"), rope)
+    )
+    if sin.dtype != cos.dtype:
+        raise ValueError(
+            f"{operation}: sin must have the dtype of cos ({str(cos.dtype)[6:]}), "
+            f"got {str(sin.dtype)[6:]}"
+        )
+    return head_dim, cos, sin
+
+
+def _table_pair(operation, cos, sin):
+    if (cos is None) != (sin is None):
+        missing, given = ("cos", "sin") if cos is None else ("sin", "cos")
+        raise ValueError(f"{operation}: {missing} must be given along with {given}, got None")
+    return None if cos is None else (cos, sin)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("qk_norm_rope"))
+def _qk_norm_rope_fake(q, k, q_weight, k_weight, cos, sin, heads, norm, layout, eps):
+    rope = _table_pair("qk_norm_rope", cos, sin)
+    _check_qk_norm_rope("qk_norm_rope", q, k, q_weight, k_weight, rope, heads, norm, layout)
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("qk_norm_rope_"))
+def _qk_norm_rope_inplace_fake(q, k, q_weight, k_weight, cos, sin, heads, norm, layout, eps):
+    rope = _table_pair("qk_norm_rope_", cos, sin)
+    _check_qk_norm_rope("qk_norm_rope_", q, k, q_weight, k_weight, rope, heads, norm, layout)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("qk_norm_coordinate_rope"))
+def _qk_norm_coordinate_rope_fake(
+    q, k, q_weight, k_weight, coordinates, frequencies, heads, norm, layout, eps
+):
+    operation = "qk_norm_coordinate_rope"
+    head_dim = check_qk(operation, q, k, q_weight, k_weight, heads, norm, layout)
+    k_heads = k.shape[2:].numel() // head_dim
+    check_coordinates(operation, coordinates, frequencies, q, k_heads, head_dim)
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("qk_norm_coordinate_rope_"))
+def _qk_norm_coordinate_rope_inplace_fake(
+    q, k, q_weight, k_weight, coordinates, frequencies, heads, norm, layout, eps
+):
+    operation = "qk_norm_coordinate_rope_"
+    head_dim = check_qk(operation, q, k, q_weight, k_weight, heads, norm, layout)
+    k_heads = k.shape[2:].numel() // head_dim
+    check_coordinates(operation, coordinates, frequencies, q, k_heads, head_dim)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Activations
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """Gaussian error linear unit, as ``torch.nn.functional.gelu``.
+
+    Args:
+        x: ``(..., D)``, T.
+        approximate: ``"none"``, ``x * Φ(x)``, or ``"tanh"``,
+            ``x / 2 * (1 + tanh(sqrt(2 / π) * (x + 0.044715 x³)))``.
+
+    Source: Hendrycks and Gimpel, 2016, https://arxiv.org/abs/1606.08415.
+    """
+    if _needs_grad(x):
+        check_activation("gelu", x, approximate, is_gated=False)
+        return expressions.gelu(x, approximate)
+    return ops.gelu.default(x, approximate)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gelu"))
+def _gelu_fake(x, approximate):
+    check_activation("gelu", x, approximate, is_gated=False)
+    return x.new_empty(x.shape)
+
+
+def silu(x: Tensor) -> Tensor:
+    """Sigmoid linear unit, ``x * sigmoid(x)``, as ``torch.nn.functional.silu``.
+
+    Args:
+        x: ``(..., D)``, T.
+
+    Source: Elfwing et al., 2017, https://arxiv.org/abs/1702.03118.
+    """
+    if _needs_grad(x):
+        check_activation("silu", x, "none", is_gated=False)
+        return expressions.silu(x)
+    return ops.silu.default(x)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("silu"))
+def _silu_fake(x):
+    check_activation("silu", x, "none", is_gated=False)
+    return x.new_empty(x.shape)
+
+
+def geglu(x: Tensor, approximate: str = "none") -> Tensor:
+    """GELU-gated linear unit: first half times ``gelu`` of the second half, as in diffusers.
+
+    Args:
+        x: ``(..., 2 * D)``, T.
+        approximate: of the GELU, ``"none"`` or ``"tanh"``.
+
+    Returns:
+        ``(..., D)``, T.
+
+    Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
+    """
+    if _needs_grad(x):
+        check_activation("geglu", x, approximate, is_gated=True)
+        return expressions.geglu(x, approximate)
+    return ops.geglu.default(x, approximate)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("geglu"))
+def _geglu_fake(x, approximate):
+    check_activation("geglu", x, approximate, is_gated=True)
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """SiLU-gated linear unit: first half times ``silu`` of the second half, as in diffusers.
+
+    Args:
+        x: ``(..., 2 * D)``, T.
+
+    Returns:
+        ``(..., D)``, T.
+
+    Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
+    """
+    if _needs_grad(x):
+        check_activation("swiglu", x, "none", is_gated=True)
+        return expressions.swiglu(x)
+    return ops.swiglu.default(x)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("swiglu"))
+def _swiglu_fake(x):
+    check_activation("swiglu", x, "none", is_gated=True)
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))

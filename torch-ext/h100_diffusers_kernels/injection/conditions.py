@@ -1,0 +1,69 @@
+"""What must hold for a kernel to stand in for a model's own code.
+
+``has_known_method`` is asked once, at injection. The others are asked at each call, because LoRA,
+quantization, offloading, autocast or another device may come at any time; none of them reads a
+tensor's values.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._ops import add_op_namespace_prefix
+
+# A build has kernels for one type of device, which its operators' namespace names.
+KERNEL_DEVICE_TYPE = "cuda" if "_cuda_" in add_op_namespace_prefix("") else "cpu"
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PLAIN_TYPES = (Tensor, nn.Parameter)
+
+
+def has_known_method(cls: type, known: type, method: str, parameters: str | None = None) -> bool:
+    """Whether ``cls`` is a ``known`` whose ``method`` is the one ``known`` was written with.
+
+    ``parameters`` are the names that it must take, in order: another version of the library with
+    other ones may compute something else.
+    """
+    function = getattr(known, method)
+    return (
+        issubclass(cls, known)
+        and getattr(cls, method) is function
+        and function.__module__ == known.__module__
+        and function.__qualname__ == f"{known.__qualname__}.{method}"
+        and (parameters is None or " ".join(inspect.signature(function).parameters) == parameters)
+    )
+
+
+def class_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels take ``x``, and each other tensor given along with it.
+
+    False under autocast, which decides on a dtype operation by operation.
+    """
+    device = x.device
+    if (
+        device.type != KERNEL_DEVICE_TYPE
+        or x.dtype not in _DTYPES
+        or torch.is_autocast_enabled(device.type)
+    ):
+        return False
+    for tensor in (x, *others):
+        if tensor is not None and (
+            tensor.dtype != x.dtype
+            or tensor.device != device
+            or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1)
+        ):
+            return False
+    return True
+
+
+def is_plain(parameter: Tensor | None) -> bool:
+    """Whether a parameter, if there is one, is no quantized or sharded subclass of Tensor."""
+    return parameter is None or type(parameter) in _PLAIN_TYPES

@@ -1,0 +1,112 @@
+"""inject_kernels and eject_kernels."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from .registry import family_of, known_models
+from .report import InjectionReport, LeftAlone, join
+
+logger = logging.getLogger("h100_diffusers_kernels")
+
+# The attribute of an injected model that holds what was done to it. It is on the instance, so that
+# a deep copy of the model takes a copy of it along.
+_PLAN = "_h100_diffusers_kernels_plan"
+
+
+def inject_kernels(pipe_or_model: Any) -> InjectionReport:
+    """Makes a diffusers model, or each model of a pipeline, run on this package's kernels.
+
+    Works in place and on the instances only: no class is changed, and neither are weights,
+    ``state_dict`` or configuration. Hooks, offloading, LoRA, quantized linear layers and
+    ``torch.compile`` keep working, whether they come before or after. A second call does nothing.
+    :func:`eject_kernels` undoes it; do that before pickling a model as a whole (``copy.deepcopy``,
+    ``state_dict`` and ``save_pretrained`` need no such care).
+
+    A call that the kernels do not cover (under autocast, with mixed dtypes, on a device that this
+    build has no kernels for) is computed by the model's own code.
+
+    Args:
+        pipe_or_model: a ``torch.nn.Module`` that is or contains a known model (a compiled or
+            otherwise wrapped one included), or a pipeline with such a module among its components.
+
+    Returns:
+        The report: each module replaced, and each left alone with the reason. It is also logged,
+        under the name ``h100_diffusers_kernels``.
+
+    Raises:
+        ValueError: if ``pipe_or_model`` neither is nor holds a known model.
+
+    Example::
+
+        report = kernel.inject_kernels(pipe)
+        print(report)
+    """
+    report = InjectionReport(already_injected=True)
+    found = False
+    for name, component in _components(pipe_or_model):
+        models = list(_known_models_in(name, component))
+        if not models:
+            report.left_alone.append(
+                LeftAlone(name, type(component).__name__, "there are no kernels for its class")
+            )
+        for model_name, model, family in models:
+            found = True
+            plan = vars(model).get(_PLAN)
+            if plan is None:
+                plan = family.plan(model)
+                if plan.replacements:
+                    plan.apply()
+                    setattr(model, _PLAN, plan)
+                report.already_injected = False
+            report.extend(model_name, plan.report)
+    if not found:
+        raise ValueError(
+            f"inject_kernels: pipe_or_model must be or hold a {known_models()}, "
+            f"got a {type(pipe_or_model).__name__} without one"
+        )
+    logger.info("inject_kernels(%s): %s", type(pipe_or_model).__name__, report)
+    return report
+
+
+def eject_kernels(pipe_or_model: Any) -> None:
+    """Undoes :func:`inject_kernels`: each module gets back the forward and the processor it had.
+
+    A module whose forward or processor was replaced by something else after the injection keeps
+    that. Where nothing was injected, nothing happens.
+
+    Args:
+        pipe_or_model: as for :func:`inject_kernels`.
+    """
+    for name, component in _components(pipe_or_model):
+        for module_name, module in component.named_modules():
+            plan = vars(module).get(_PLAN)
+            if plan is not None:
+                plan.undo()
+                delattr(module, _PLAN)
+                logger.info("eject_kernels: restored %s", join(name, module_name) or "the model")
+
+
+def _components(pipe_or_model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The modules to look into, by name; a model is its own only component, without a name."""
+    if isinstance(pipe_or_model, nn.Module):
+        yield "", pipe_or_model
+        return
+    components = getattr(pipe_or_model, "components", None)
+    if not isinstance(components, Mapping):
+        components = getattr(pipe_or_model, "__dict__", {})
+    for name, component in components.items():
+        if isinstance(component, nn.Module):
+            yield name, component
+
+
+def _known_models_in(name: str, component: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Known models inside of a module, through wrappers such as torch.compile's."""
+    for module_name, module in component.named_modules():
+        family = family_of(module)
+        if family is not None:
+            yield join(name, module_name), module, family

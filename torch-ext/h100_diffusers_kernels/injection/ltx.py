@@ -1,0 +1,435 @@
+"""LTX-Video: how its transformer maps to the operations.
+
+A block is
+
+    x = x + gate_msa * attn1(rms_norm(x) * (1 + scale_msa) + shift_msa)
+    x = x + attn2(x, text)
+    x = x + gate_mlp * ff(rms_norm(x) * (1 + scale_mlp) + shift_mlp)
+
+with an RMS norm of query and key over all heads, a rotary embedding of both in attn1, and a GELU in
+ff. Four things are replaced, each of them on its own: the block's forward, the processors of its
+attentions, the forward of ``ff.net[0]``, and the rotary embedding, which hands the blocks each
+token's coordinates in place of cosine and sine tables of the size of the hidden states. Linear
+layers are called as the modules they are.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional
+from ..functional import CoordinateRope
+from .conditions import class_name, has_known_method, is_plain, kernels_take
+from .feed_forward import plan_activation
+from .forward_slot import find_forward_slot, runs_class_forward, runs_forward
+from .replacement import Plan
+
+_UNKNOWN_FORWARD = "its forward is not the one known from diffusers"
+
+
+def plan(model: nn.Module) -> Plan:
+    """What to replace in an ``LTXVideoTransformer3DModel``, what not, and why not."""
+    plan = Plan()
+    if getattr(model, "_parallel_config", None) is not None:
+        plan.leave("", model, "parallelism is on: each rank holds a part of the tokens only")
+        return plan
+    ltx = sys.modules["diffusers.models.transformers.transformer_ltx"]
+    takes_coordinates = True
+    for name, module in model.named_modules():
+        if isinstance(module, ltx.LTXVideoTransformerBlock):
+            takes_coordinates = _plan_block(plan, name, module, ltx) and takes_coordinates
+    _plan_rope(plan, model, ltx, takes_coordinates)
+    for name in ("proj_in", "time_embed", "caption_projection", "proj_out"):
+        if hasattr(model, name):
+            plan.leave(name, getattr(model, name), "matrix products, called as they are")
+    if hasattr(model, "norm_out"):
+        plan.leave("norm_out", model.norm_out, "its modulation is part of the model's forward")
+    return plan
+
+
+# --------------------------------------------------------------------------------------------------
+# The block
+
+
+def _plan_block(plan: Plan, name: str, block: nn.Module, ltx: Any) -> bool:
+    """Whether the block as a whole takes a rotary embedding given by coordinates."""
+    parameters = (
+        "self hidden_states encoder_hidden_states temb image_rotary_emb encoder_attention_mask"
+    )
+    known = ltx.LTXVideoTransformerBlock
+    if not has_known_method(type(block), known, "forward", parameters):
+        return plan.leave(name, block, _UNKNOWN_FORWARD)
+    takes_coordinates = _plan_attention(plan, f"{name}.attn1", block.attn1, ltx)
+    _plan_attention(plan, f"{name}.attn2", block.attn2, ltx)
+    plan_activation(plan, f"{name}.ff.net.0", block.ff.net[0])
+    for norm_name in ("norm1", "norm2"):
+        norm = getattr(block, norm_name)
+        if type(norm) is not ltx.RMSNorm:
+            reason = f"{norm_name} is a {class_name(norm)}, not diffusers' RMSNorm"
+        elif norm.bias is not None:
+            reason = f"{norm_name} has a bias"
+        elif not runs_class_forward(norm):
+            reason = f"{norm_name} has hooks or another forward than its class's"
+        else:
+            continue
+        return plan.leave(name, block, reason)
+    operations = "rms_norm_modulate, gated_residual, gated_residual_rms_norm_modulate"
+    return plan.replace_forward(name, block, block_forward, operations) and takes_coordinates
+
+
+def block_forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Any = None,
+    encoder_attention_mask: Tensor | None = None,
+) -> Tensor:
+    """``LTXVideoTransformerBlock.forward``."""
+    if not isinstance(self.attn1.processor, LTXVideoKernelAttnProcessor):
+        image_rotary_emb = _as_tables(image_rotary_emb, hidden_states)
+    norm1, norm2, table = self.norm1, self.norm2, self.scale_shift_table
+    if not (
+        runs_class_forward(norm1)
+        and runs_class_forward(norm2)
+        and is_plain(norm1.weight)
+        and is_plain(norm2.weight)
+        and is_plain(table)
+        and table.dtype == temb.dtype
+        and kernels_take(hidden_states, temb, norm1.weight, norm2.weight)
+    ):
+        return type(self).forward(
+            self,
+            hidden_states,
+            encoder_hidden_states,
+            temb,
+            image_rotary_emb,
+            encoder_attention_mask,
+        )
+
+    modulation = table[None, None].to(temb.device) + temb.reshape(
+        hidden_states.size(0), temb.size(1), table.shape[0], -1
+    )
+    shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation.unbind(dim=2)
+
+    normalized = functional.rms_norm_modulate(
+        hidden_states, scale_msa, shift_msa, norm1.weight, norm1.eps
+    )
+    attention_out = self.attn1(
+        hidden_states=normalized, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
+    )
+    hidden_states = _gated_residual(hidden_states, attention_out, gate_msa)
+
+    attention_out = self.attn2(
+        hidden_states,
+        encoder_hidden_states=encoder_hidden_states,
+        image_rotary_emb=None,
+        attention_mask=encoder_attention_mask,
+    )
+    if _is_residual(hidden_states, attention_out, scale_mlp):
+        hidden_states, normalized = functional.gated_residual_rms_norm_modulate(
+            hidden_states, attention_out, None, scale_mlp, shift_mlp, norm2.weight, norm2.eps
+        )
+    else:
+        hidden_states = hidden_states + attention_out
+        normalized = norm2(hidden_states) * (1 + scale_mlp) + shift_mlp
+    return _gated_residual(hidden_states, self.ff(normalized), gate_mlp)
+
+
+def _gated_residual(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+    if _is_residual(residual, x, gate):
+        return functional.gated_residual(residual, x, gate)
+    return residual + x * gate
+
+
+def _is_residual(residual: Tensor, x: Tensor, modulation: Tensor) -> bool:
+    """False where a layer gives another dtype or shape than the one it was given."""
+    return x.shape == residual.shape and kernels_take(residual, x, modulation)
+
+
+# --------------------------------------------------------------------------------------------------
+# Attention
+
+
+def _plan_attention(plan: Plan, name: str, attention: nn.Module, ltx: Any) -> bool:
+    parameters = "hidden_states encoder_hidden_states attention_mask image_rotary_emb"
+    known = getattr(ltx, "LTXAttention", None)
+    if known is None or not has_known_method(
+        type(attention), known, "forward", f"self {parameters} kwargs"
+    ):
+        return plan.leave(name, attention, _UNKNOWN_FORWARD)
+    processor = attention.processor
+    if not has_known_method(
+        type(processor), ltx.LTXVideoAttnProcessor, "__call__", f"self attn {parameters}"
+    ):
+        return plan.leave(
+            name, attention, f"its processor is a {class_name(processor)}, not LTX-Video's own"
+        )
+    for norm_name in ("norm_q", "norm_k"):
+        norm = getattr(attention, norm_name)
+        if type(norm) is not nn.RMSNorm:
+            reason = f"{norm_name} is a {class_name(norm)}, not torch.nn.RMSNorm"
+            return plan.leave(name, attention, reason)
+    dispatch = sys.modules["diffusers.models.attention_dispatch"]
+    registry = getattr(dispatch, "_AttentionBackendRegistry", None)
+    operation = "qk_norm_rope" if name.endswith("attn1") else "rms_norm"
+    return plan.replace_processor(
+        name,
+        attention,
+        LTXVideoKernelAttnProcessor(
+            processor,
+            dispatch.dispatch_attention_fn,
+            getattr(registry, "get_active_backend", None),
+            ltx.apply_rotary_emb,
+        ),
+        f"processor with {operation}",
+    )
+
+
+class LTXVideoKernelAttnProcessor:
+    """``LTXVideoAttnProcessor`` with norm and rotary embedding in one pass over query and key.
+
+    Args:
+        original: the processor that it stands for, which keeps the attention backend and the
+            parallel configuration.
+        dispatch_attention: diffusers' ``dispatch_attention_fn``.
+        get_active_backend: what tells the backend where the processor names none; None if unknown.
+        apply_rotary_emb: the model's own rotary embedding, for what the kernels do not take.
+    """
+
+    def __init__(
+        self, original: Any, dispatch_attention: Any, get_active_backend: Any, apply_rotary_emb: Any
+    ) -> None:
+        self.original = original
+        self._dispatch_attention = dispatch_attention
+        self._get_active_backend = get_active_backend
+        self._apply_rotary_emb = apply_rotary_emb
+
+    @property
+    def _attention_backend(self) -> Any:
+        return self.original._attention_backend
+
+    @_attention_backend.setter
+    def _attention_backend(self, backend: Any) -> None:
+        self.original._attention_backend = backend
+
+    @property
+    def _parallel_config(self) -> Any:
+        return self.original._parallel_config
+
+    @_parallel_config.setter
+    def _parallel_config(self, config: Any) -> None:
+        self.original._parallel_config = config
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Tensor:
+        if encoder_hidden_states is None:
+            encoder_hidden_states = hidden_states
+        if attention_mask is not None:
+            attention_mask = self._attention_bias(attn, attention_mask, encoder_hidden_states)
+
+        query = attn.to_q(hidden_states)
+        key = attn.to_k(encoder_hidden_states)
+        value = attn.to_v(encoder_hidden_states)
+        query, key = self._norm_and_rope(attn, query, key, image_rotary_emb)
+
+        query = query.unflatten(2, (attn.heads, -1))
+        key = key.unflatten(2, (attn.heads, -1))
+        value = value.unflatten(2, (attn.heads, -1))
+        hidden_states = self._dispatch_attention(
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            dropout_p=0.0,
+            is_causal=False,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config,
+        )
+        hidden_states = hidden_states.flatten(2, 3).to(query.dtype)
+        return attn.to_out[1](attn.to_out[0](hidden_states))
+
+    def _attention_bias(self, attn: nn.Module, mask: Tensor, context: Tensor) -> Tensor:
+        """The bias (B, 1 or Q, K) as (B, 1 or heads, 1 or Q, K)."""
+        batch, length, _ = context.shape
+        if (
+            mask.dim() == 3
+            and mask.shape[0] == batch
+            and mask.shape[2] == length
+            and self._parallel_config is None
+            and self._backend_broadcasts()
+        ):
+            return mask.unsqueeze(1)
+        mask = attn.prepare_attention_mask(mask, length, batch)
+        return mask.view(batch, attn.heads, -1, mask.shape[-1])
+
+    def _backend_broadcasts(self) -> bool:
+        """Whether attention is PyTorch's own, which broadcasts a bias over the heads by itself."""
+        backend = self._attention_backend
+        if backend is None and self._get_active_backend is not None:
+            backend, _ = self._get_active_backend()
+        return backend is not None and backend == "native"
+
+    def _norm_and_rope(
+        self, attn: nn.Module, query: Tensor, key: Tensor, rope: Any
+    ) -> tuple[Tensor, Tensor]:
+        norm_q, norm_k = attn.norm_q, attn.norm_k
+        if (
+            rope is not None
+            and _has_kernel(norm_q, query)
+            and _has_kernel(norm_k, key)
+            and norm_q.eps == norm_k.eps
+            and _can_rotate(query, key, rope, attn.heads)
+        ):
+            return functional.qk_norm_rope(
+                query,
+                key,
+                norm_q.weight,
+                norm_k.weight,
+                rope,
+                heads=attn.heads,
+                norm="across_heads",
+                layout="interleaved",
+                eps=norm_q.eps,
+            )
+        query, key = _norm(norm_q, query), _norm(norm_k, key)
+        if rope is None:
+            return query, key
+        if _can_rotate(query, key, rope, attn.heads):
+            return functional.qk_norm_rope(query, key, rope=rope, heads=attn.heads, norm="none")
+        rope = _as_tables(rope, query)
+        return self._apply_rotary_emb(query, rope), self._apply_rotary_emb(key, rope)
+
+
+def _norm(norm: nn.Module, x: Tensor) -> Tensor:
+    return functional.rms_norm(x, norm.weight, norm.eps) if _has_kernel(norm, x) else norm(x)
+
+
+def _has_kernel(norm: nn.Module, x: Tensor) -> bool:
+    """Offloading puts hooks on a norm, an adapter something in its place: it is called then."""
+    return (
+        type(norm) is nn.RMSNorm
+        and norm.eps is not None
+        and runs_class_forward(norm)
+        and is_plain(norm.weight)
+        and kernels_take(x, norm.weight)
+    )
+
+
+def _can_rotate(query: Tensor, key: Tensor, rope: Any, heads: int) -> bool:
+    if query.shape != key.shape or query.shape[2] % (2 * heads) or not kernels_take(query, key):
+        return False
+    if isinstance(rope, CoordinateRope):
+        return rope.coordinates.device == query.device
+    cos, sin = rope
+    return (
+        cos.dtype in (torch.float32, query.dtype)
+        and cos.device == query.device
+        and kernels_take(cos, sin)
+        and cos.shape == sin.shape
+        and cos.dim() == 3
+        and cos.shape[0] in (1, query.shape[0])
+        and cos.shape[1:] == query.shape[1:]
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Rotary embedding
+
+
+def _plan_rope(plan: Plan, model: nn.Module, ltx: Any, takes_coordinates: bool) -> None:
+    parameters = "self hidden_states num_frames height width rope_interpolation_scale video_coords"
+    if not has_known_method(type(model), ltx.LTXVideoTransformer3DModel, "forward") or (
+        find_forward_slot(model, type(model).forward) is None
+    ):
+        plan.leave("rope", model.rope, "the model's forward is not the one known from diffusers")
+    elif not has_known_method(type(model.rope), ltx.LTXVideoRotaryPosEmbed, "forward", parameters):
+        plan.leave("rope", model.rope, _UNKNOWN_FORWARD)
+    elif not takes_coordinates:
+        plan.leave("rope", model.rope, "its tables are read by a block that was left alone")
+    else:
+        plan.replace_forward("rope", model.rope, rope_forward, "coordinates in place of tables")
+
+
+def rope_forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    num_frames: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    rope_interpolation_scale: Any = None,
+    video_coords: Tensor | None = None,
+) -> Any:
+    """``LTXVideoRotaryPosEmbed.forward`` up to the point where it needs the memory of a table.
+
+    Goes on to the tables where the kernels will not be used, or more than the blocks want to see
+    them: hooks on the module (context parallelism shards the tables by one) and autograd, for which
+    each block would keep tables of its own.
+    """
+    if (
+        torch.is_grad_enabled()
+        or not kernels_take(hidden_states)
+        or not runs_forward(self, rope_forward)
+        or (video_coords is not None and video_coords.dtype == torch.float64)
+    ):
+        return type(self).forward(
+            self,
+            hidden_states,
+            num_frames,
+            height,
+            width,
+            rope_interpolation_scale,
+            video_coords,
+        )
+    # The model's own operations in its own order, so that each angle has the same bits.
+    if video_coords is None:
+        grid = self._prepare_video_coords(
+            hidden_states.size(0) if _differs_by_sample(rope_interpolation_scale) else 1,
+            num_frames,
+            height,
+            width,
+            rope_interpolation_scale=rope_interpolation_scale,
+            device=hidden_states.device,
+        )
+    else:
+        bases = (self.base_num_frames, self.base_height, self.base_width)
+        grid = torch.stack([video_coords[:, i] / base for i, base in enumerate(bases)], dim=-1)
+    frequencies = self.theta ** torch.linspace(
+        math.log(1.0, self.theta),
+        math.log(self.theta, self.theta),
+        self.dim // 6,
+        device=hidden_states.device,
+        dtype=torch.float32,
+    )
+    frequencies = frequencies * math.pi / 2.0
+    return CoordinateRope((grid * 2 - 1).float().contiguous(), frequencies)
+
+
+def _differs_by_sample(rope_interpolation_scale: Any) -> bool:
+    """Otherwise one grid serves the whole batch."""
+    return rope_interpolation_scale is not None and any(
+        isinstance(scale, Tensor) and scale.numel() != 1 for scale in rope_interpolation_scale
+    )
+
+
+def _as_tables(rope: Any, x: Tensor) -> Any:
+    """A rotary embedding given by coordinates as the model's own: (cos, sin), each of x's shape."""
+    if not isinstance(rope, CoordinateRope):
+        return rope
+    if rope.coordinates.dtype != torch.float32:
+        raise RuntimeError(
+            "LTX-Video: the rotary embedding's coordinates must stay float32 on their way to the "
+            f"blocks, got {str(rope.coordinates.dtype).replace('torch.', '')}"
+        )
+    return tuple(table.expand(x.shape[0], -1, -1) for table in rope.tables(x.shape[-1]))

@@ -1,0 +1,87 @@
+"""What an injection did, module by module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A module that runs on the kernels now."""
+
+    name: str
+    module: str
+    replacement: str
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """A module that was not changed, and why."""
+
+    name: str
+    module: str
+    reason: str
+
+
+@dataclass
+class InjectionReport:
+    """The result of :func:`inject_kernels`; ``str()`` gives one line for each kind of module.
+
+    Attributes:
+        replaced: each module replaced: its qualified name, its class, what it is replaced by.
+        left_alone: each module looked at and not changed: its qualified name, its class, why.
+        already_injected: whether everything was in place before the call, which changed nothing.
+    """
+
+    replaced: list[Replaced] = field(default_factory=list)
+    left_alone: list[LeftAlone] = field(default_factory=list)
+    already_injected: bool = False
+
+    @property
+    def num_replaced(self) -> int:
+        return len(self.replaced)
+
+    @property
+    def num_left_alone(self) -> int:
+        return len(self.left_alone)
+
+    def extend(self, prefix: str, other: InjectionReport) -> None:
+        """Adds the entries of ``other``, whose names are relative to the module ``prefix``."""
+        for entries, more in (
+            (self.replaced, other.replaced),
+            (self.left_alone, other.left_alone),
+        ):
+            entries.extend(replace(entry, name=join(prefix, entry.name)) for entry in more)
+
+    def __str__(self) -> str:
+        already = " (before this call already)" if self.already_injected else ""
+        lines = [f"{self.num_replaced} replaced{already}, {self.num_left_alone} left alone"]
+        lines += _table(
+            "replaced", [(entry.module, entry.replacement, entry.name) for entry in self.replaced]
+        )
+        lines += _table(
+            "left alone", [(entry.module, entry.reason, entry.name) for entry in self.left_alone]
+        )
+        return "\n".join(lines)
+
+
+def join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def _table(title: str, entries: list[tuple[str, str, str]]) -> list[str]:
+    """One line for the modules of a class that share a text, with the first and the last name."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for module, text, name in entries:
+        groups.setdefault((module, text), []).append(name or "(the model)")
+    rows = [
+        (f"{len(names)} x {module}", names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}")
+        + (text,)
+        for (module, text), names in groups.items()
+    ]
+    if not rows:
+        return []
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return [f"{title}:"] + [
+        f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows
+    ]

@@ -1,0 +1,460 @@
+// The operations as Torch sees them: schemas, what each argument must be, and the call of the launcher of
+// the same name. Every check comes before the first launch or write.
+
+#include "torch_binding.h"
+
+#include <tuple>
+
+#include "registration.h"
+
+namespace h100_diffusers_kernels {
+namespace {
+
+// ---------------------------------------------------------------------------------------------------------
+// Norm, modulation, residual and gate
+
+using RowNormLauncher = void (*)(const RowNormParams&, Stream);
+
+// The operands of a row operation; those that an operation does not have stay empty.
+struct RowNormArguments {
+  OptionalTensor residual = {}, gate = {}, scale = {}, shift = {}, weight = {}, bias = {};
+  double eps = 0.0;
+};
+
+// Returns (new residual, output); the first is meaningful only with a residual, the second only if
+// `has_output`.
+std::tuple<Tensor, Tensor> run_row_norm(const char* operation, RowNormLauncher launcher, const Tensor& x,
+                                        const RowNormArguments& arguments, bool has_output = true) {
+  const bool has_residual = arguments.residual.has_value();
+  const Tensor& leader = has_residual ? *arguments.residual : x;
+  const ArgumentChecker check(operation, has_residual ? "residual" : "x", leader);
+  if (has_residual) check.same_shape("x", x, check.shape());
+
+  RowNormParams params{};
+  params.hidden = check.hidden();
+  params.dtype = check.dtype();
+  params.eps = static_cast<float>(arguments.eps);
+  if (arguments.gate.has_value()) check.broadcastable("gate", *arguments.gate);
+  if (arguments.scale.has_value()) check.broadcastable("scale", *arguments.scale);
+  if (arguments.shift.has_value()) check.broadcastable("shift", *arguments.shift);
+  params.weight = check.vector("weight", arguments.weight, check.hidden());
+  params.bias = check.vector("bias", arguments.bias, check.hidden());
+
+  Tensor out = empty(x, has_output ? check.shape() : Sizes{0});
+  Tensor residual_out = empty(x, has_residual ? check.shape() : Sizes{0});
+  if (x.numel() == 0) return {residual_out, out};
+
+  RowLaunch launch(Sizes(check.shape().begin(), check.shape().end() - 1));
+  launch.add(params.x, x);
+  launch.add(params.residual, arguments.residual);
+  launch.add(params.gate, arguments.gate);
+  launch.add(params.scale, arguments.scale);
+  launch.add(params.shift, arguments.shift);
+  launch.add(params.residual_out, residual_out, has_residual);
+  launch.add(params.out, out, has_output);
+  const DeviceStream device(x);
+  launch.run(params.shape, params.dtype, [&] { launcher(params, device.stream()); });
+  return {residual_out, out};
+}
+
+Tensor op_rms_norm(const Tensor& x, const OptionalTensor& weight, double eps) {
+  return std::get<1>(run_row_norm("rms_norm", rms_norm, x, {.weight = weight, .eps = eps}));
+}
+
+Tensor op_layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+  return std::get<1>(run_row_norm("layer_norm", layer_norm, x, {.weight = weight, .bias = bias, .eps = eps}));
+}
+
+Tensor op_rms_norm_modulate(const Tensor& x, const Tensor& scale, const Tensor& shift,
+                            const OptionalTensor& weight, double eps) {
+  return std::get<1>(run_row_norm("rms_norm_modulate", rms_norm_modulate, x,
+                                  {.scale = scale, .shift = shift, .weight = weight, .eps = eps}));
+}
+
+Tensor op_layer_norm_modulate(const Tensor& x, const Tensor& scale, const Tensor& shift,
+                              const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+  return std::get<1>(
+      run_row_norm("layer_norm_modulate", layer_norm_modulate, x,
+                   {.scale = scale, .shift = shift, .weight = weight, .bias = bias, .eps = eps}));
+}
+
+Tensor op_gated_residual(const Tensor& residual, const Tensor& x, const OptionalTensor& gate) {
+  return std::get<0>(
+      run_row_norm("gated_residual", gated_residual, x, {.residual = residual, .gate = gate}, false));
+}
+
+std::tuple<Tensor, Tensor> op_gated_residual_rms_norm_modulate(const Tensor& residual, const Tensor& x,
+                                                               const OptionalTensor& gate,
+                                                               const Tensor& scale, const Tensor& shift,
+                                                               const OptionalTensor& weight, double eps) {
+  return run_row_norm(
+      "gated_residual_rms_norm_modulate", gated_residual_rms_norm_modulate, x,
+      {.residual = residual, .gate = gate, .scale = scale, .shift = shift, .weight = weight, .eps = eps});
+}
+
+std::tuple<Tensor, Tensor> op_gated_residual_layer_norm_modulate(const Tensor& residual, const Tensor& x,
+                                                                 const OptionalTensor& gate,
+                                                                 const Tensor& scale, const Tensor& shift,
+                                                                 const OptionalTensor& weight,
+                                                                 const OptionalTensor& bias, double eps) {
+  return run_row_norm("gated_residual_layer_norm_modulate", gated_residual_layer_norm_modulate, x,
+                      {.residual = residual,
+                       .gate = gate,
+                       .scale = scale,
+                       .shift = shift,
+                       .weight = weight,
+                       .bias = bias,
+                       .eps = eps});
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Query and key: norm and rotary embedding
+
+// One call of qk_norm_rope, whichever way the rotation is given and the result is stored.
+class QkNormRope {
+ public:
+  QkNormRope(const char* operation, const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
+             const OptionalTensor& k_weight, int64_t heads, const std::string& norm,
+             const std::string& layout, double eps)
+      : operation_(operation), q_(q), k_(k), check_(operation, "q", q, 3) {
+    params_.dtype = check_.dtype();
+    params_.eps = static_cast<float>(eps);
+    params_.norm = parse_norm(norm);
+    params_.layout = parse_layout(layout);
+    set_heads(heads);
+    set_operand(params_.q, "q", q);
+    set_operand(params_.k, "k", k);
+    params_.q.weight = weight("q_weight", q_weight, params_.q.heads);
+    params_.k.weight = weight("k_weight", k_weight, params_.k.heads);
+  }
+
+  void rotate_by_tables(const OptionalTensor& cos, const OptionalTensor& sin) {
+    if (cos.has_value() != sin.has_value())
+      fail(operation_, cos.has_value() ? "sin" : "cos", " must be given along with ",
+           cos.has_value() ? "cos" : "sin", ", got None");
+    if (!cos.has_value()) return;
+    require_even_head_dim();
+    params_.cos = table("cos", *cos, params_.cos_strides);
+    params_.sin = table("sin", *sin, params_.sin_strides);
+    params_.table_is_float32 = cos->scalar_type() == ScalarType::Float;
+    if (sin->scalar_type() != cos->scalar_type())
+      fail(operation_, "sin must have the dtype of cos (", dtype_name(cos->scalar_type()), "), got ",
+           dtype_name(sin->scalar_type()));
+  }
+
+  void rotate_by_coordinates(const Tensor& coordinates, const Tensor& frequencies) {
+    require_even_head_dim();
+    check_.same_device("coordinates", coordinates);
+    check_.float32("coordinates", coordinates);
+    check_.same_device("frequencies", frequencies);
+    check_.float32("frequencies", frequencies);
+    if (coordinates.dim() != 3 || (coordinates.size(0) != 1 && coordinates.size(0) != params_.batch) ||
+        coordinates.size(1) != params_.seq || coordinates.size(2) < 1)
+      fail(operation_, "coordinates must have shape (1 or ", params_.batch, ", ", params_.seq,
+           ", axes), got ", to_string(sizes_of(coordinates)));
+    check_.unit_last_stride("coordinates", coordinates);
+    if (frequencies.dim() != 1)
+      fail(operation_, "frequencies must have one dimension, got shape ", to_string(sizes_of(frequencies)));
+    check_.unit_last_stride("frequencies", frequencies);
+    require_equal_heads("coordinates");
+    const int64_t pairs = params_.q.heads * params_.head_dim / 2;
+    const int64_t rotated = coordinates.size(2) * frequencies.size(0);
+    if (rotated > pairs)
+      fail(operation_, "frequencies must hold at most ", pairs / coordinates.size(2), " values for ", pairs,
+           " pairs and ", coordinates.size(2), " axes, got ", frequencies.size(0));
+    params_.coordinates = static_cast<const float*>(coordinates.const_data_ptr());
+    params_.coordinate_strides[0] = coordinates.size(0) == 1 ? 0 : coordinates.stride(0);
+    params_.coordinate_strides[1] = coordinates.size(1) == 1 ? 0 : coordinates.stride(1);
+    params_.frequencies = static_cast<const float*>(frequencies.const_data_ptr());
+    params_.axes = static_cast<int32_t>(coordinates.size(2));
+    params_.identity_pairs = static_cast<int32_t>(pairs - rotated);
+    if (rotated == 0) params_.coordinates = nullptr;  // nothing to rotate
+  }
+
+  std::tuple<Tensor, Tensor> run() {
+    Tensor q_out = empty(q_, sizes_of(q_));
+    Tensor k_out = empty(k_, sizes_of(k_));
+    set_output(params_.q, q_out);
+    set_output(params_.k, k_out);
+    launch();
+    return {q_out, k_out};
+  }
+
+  void run_in_place() {
+    check_writable("q", q_);
+    check_writable("k", k_);
+    if (q_.numel() != 0 && q_.const_data_ptr() == k_.const_data_ptr())
+      fail(operation_, "k must not share memory with q when they are written in place, got the same address");
+    set_output(params_.q, q_);
+    set_output(params_.k, k_);
+    launch();
+  }
+
+ private:
+  NormScope parse_norm(const std::string& name) const {
+    if (name == "across_heads") return NormScope::kAcrossHeads;
+    if (name == "per_head") return NormScope::kPerHead;
+    if (name == "none") return NormScope::kNone;
+    fail(operation_, "norm must be 'across_heads', 'per_head' or 'none', got '", name, "'");
+  }
+
+  RopeLayout parse_layout(const std::string& name) const {
+    if (name == "interleaved") return RopeLayout::kInterleaved;
+    if (name == "half") return RopeLayout::kHalf;
+    fail(operation_, "layout must be 'interleaved' or 'half', got '", name, "'");
+  }
+
+  void set_heads(int64_t heads) {
+    const Sizes& shape = check_.shape();
+    if (shape.size() > 4)
+      fail(operation_,
+           "q must have shape (batch, seq, heads*head_dim) or (batch, seq, heads, head_dim), got ",
+           to_string(shape));
+    if (heads < 1) fail(operation_, "heads must be at least 1, got ", heads);
+    if (shape.size() == 4 && shape[2] != heads)
+      fail(operation_, "heads must equal the third dimension of q (", shape[2], "), got ", heads);
+    if (shape.size() == 3 && shape[2] % heads != 0)
+      fail(operation_, "heads must divide the last dimension of q (", shape[2], "), got ", heads);
+    params_.batch = shape[0];
+    params_.seq = shape[1];
+    params_.head_dim = shape.size() == 4 ? shape[3] : shape[2] / heads;
+  }
+
+  void set_operand(HeadsOperand& operand, const char* name, const Tensor& tensor) const {
+    check_.same_device(name, tensor);
+    check_.same_dtype(name, tensor);
+    const Sizes shape = sizes_of(tensor);
+    const Sizes& q_shape = check_.shape();
+    const bool matches =
+        shape.size() == q_shape.size() && shape[0] == params_.batch && shape[1] == params_.seq &&
+        (shape.size() == 4 ? shape[3] == params_.head_dim
+                           : (params_.head_dim == 0 ? shape[2] == 0 : shape[2] % params_.head_dim == 0));
+    if (!matches)
+      fail(operation_, name, " must have the batch, seq and head_dim of q of shape ", to_string(q_shape),
+           " (head_dim ", params_.head_dim, "), got ", to_string(shape));
+    check_.unit_last_stride(name, tensor);
+    operand.in = tensor.const_data_ptr();
+    operand.heads = shape.size() == 4 ? shape[2] : (params_.head_dim == 0 ? 0 : shape[2] / params_.head_dim);
+    set_strides(operand.in_strides, tensor);
+  }
+
+  void set_output(HeadsOperand& operand, const Tensor& tensor) const {
+    operand.out = tensor.mutable_data_ptr();
+    set_strides(operand.out_strides, tensor);
+  }
+
+  void set_strides(int64_t (&strides)[3], const Tensor& tensor) const {
+    for (int64_t dim = 0; dim < 2; ++dim) strides[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+    strides[2] = tensor.dim() == 3 ? params_.head_dim : (tensor.size(2) == 1 ? 0 : tensor.stride(2));
+  }
+
+  const void* weight(const char* name, const OptionalTensor& tensor, int64_t heads) const {
+    if (tensor.has_value() && params_.norm == NormScope::kNone)
+      fail(operation_, name, " is accepted only with norm 'across_heads' or 'per_head', got norm 'none'");
+    return check_.vector(name, tensor,
+                         params_.norm == NormScope::kPerHead ? params_.head_dim : heads * params_.head_dim);
+  }
+
+  void require_even_head_dim() const {
+    if (params_.head_dim % 2 != 0)
+      fail(operation_, "q must have an even head_dim to be rotated, got ", params_.head_dim);
+  }
+
+  void require_equal_heads(const char* name) const {
+    if (params_.q.heads != params_.k.heads)
+      fail(operation_, name, " that differ between heads need q and k with the same number of heads, got ",
+           params_.q.heads, " and ", params_.k.heads);
+  }
+
+  // (S, d), (S, H*d), (1|B, S, d), (1|B, S, H*d) or (1|B, S, 1|H, d) as strides of (batch, seq, head).
+  const void* table(const char* name, const Tensor& tensor, int64_t (&strides)[3]) const {
+    check_.same_device(name, tensor);
+    if (tensor.scalar_type() != ScalarType::Float && tensor.scalar_type() != q_.scalar_type())
+      fail(operation_, name, " must be float32 or have the dtype of q (", dtype_name(q_.scalar_type()),
+           "), got ", dtype_name(tensor.scalar_type()));
+    const Sizes shape = sizes_of(tensor);
+    const int64_t heads = params_.q.heads, head_dim = params_.head_dim;
+    const size_t dims = shape.size();
+    const size_t seq_dim = dims == 2 ? 0 : 1;
+    bool matches = dims >= 2 && dims <= 4 && shape[seq_dim] == params_.seq &&
+                   (dims == 2 || shape[0] == 1 || shape[0] == params_.batch);
+    bool per_head = false;
+    if (matches && dims == 4) {
+      per_head = shape[2] != 1;
+      matches = shape[3] == head_dim && (shape[2] == 1 || shape[2] == heads);
+    } else if (matches) {
+      per_head = shape[dims - 1] != head_dim;
+      matches = shape[dims - 1] == head_dim || shape[dims - 1] == heads * head_dim;
+    }
+    if (!matches)
+      fail(operation_, name, " must have shape (S, d), (S, H*d), (1 or B, S, d), (1 or B, S, H*d) or ",
+           "(1 or B, S, 1 or H, d) with B = ", params_.batch, ", S = ", params_.seq, ", H = ", heads,
+           ", d = ", head_dim, ", got ", to_string(shape));
+    check_.unit_last_stride(name, tensor);
+    if (per_head) require_equal_heads(name);
+    strides[0] = dims == 2 || shape[0] == 1 ? 0 : tensor.stride(0);
+    strides[1] = tensor.stride(static_cast<int64_t>(seq_dim));
+    strides[2] = !per_head ? 0 : (dims == 4 ? tensor.stride(2) : head_dim);
+    return tensor.const_data_ptr();
+  }
+
+  void check_writable(const char* name, const Tensor& tensor) const {
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+      if (tensor.size(dim) > 1 && tensor.stride(dim) == 0)
+        fail(operation_, name, " must not be expanded to be written in place, got stride 0 in dimension ",
+             dim);
+  }
+
+  void launch() {
+    if (q_.numel() == 0 && k_.numel() == 0) return;
+    const DeviceStream device(q_);
+    qk_norm_rope(params_, device.stream());
+  }
+
+  const char* operation_;
+  const Tensor& q_;
+  const Tensor& k_;
+  const ArgumentChecker check_;
+  QkNormRopeParams params_{};
+};
+
+std::tuple<Tensor, Tensor> op_qk_norm_rope(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
+                                           const OptionalTensor& k_weight, const OptionalTensor& cos,
+                                           const OptionalTensor& sin, int64_t heads, const std::string& norm,
+                                           const std::string& layout, double eps) {
+  QkNormRope call("qk_norm_rope", q, k, q_weight, k_weight, heads, norm, layout, eps);
+  call.rotate_by_tables(cos, sin);
+  return call.run();
+}
+
+void op_qk_norm_rope_(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
+                      const OptionalTensor& k_weight, const OptionalTensor& cos, const OptionalTensor& sin,
+                      int64_t heads, const std::string& norm, const std::string& layout, double eps) {
+  QkNormRope call("qk_norm_rope_", q, k, q_weight, k_weight, heads, norm, layout, eps);
+  call.rotate_by_tables(cos, sin);
+  call.run_in_place();
+}
+
+std::tuple<Tensor, Tensor> op_qk_norm_coordinate_rope(const Tensor& q, const Tensor& k,
+                                                      const OptionalTensor& q_weight,
+                                                      const OptionalTensor& k_weight,
+                                                      const Tensor& coordinates, const Tensor& frequencies,
+                                                      int64_t heads, const std::string& norm,
+                                                      const std::string& layout, double eps) {
+  QkNormRope call("qk_norm_coordinate_rope", q, k, q_weight, k_weight, heads, norm, layout, eps);
+  call.rotate_by_coordinates(coordinates, frequencies);
+  return call.run();
+}
+
+void op_qk_norm_coordinate_rope_(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
+                                 const OptionalTensor& k_weight, const Tensor& coordinates,
+                                 const Tensor& frequencies, int64_t heads, const std::string& norm,
+                                 const std::string& layout, double eps) {
+  QkNormRope call("qk_norm_coordinate_rope_", q, k, q_weight, k_weight, heads, norm, layout, eps);
+  call.rotate_by_coordinates(coordinates, frequencies);
+  call.run_in_place();
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Activations
+
+Tensor run_activation(const char* operation, void (*launcher)(const ActivationParams&, Stream),
+                      const Tensor& x, bool is_gated, const std::string& approximate) {
+  const ArgumentChecker check(operation, "x", x);
+  if (approximate != "none" && approximate != "tanh")
+    fail(operation, "approximate must be 'none' or 'tanh', got '", approximate, "'");
+  if (is_gated && check.hidden() % 2 != 0)
+    fail(operation, "x must have an even last dimension, got ", check.hidden());
+  ActivationParams params{};
+  params.hidden = is_gated ? check.hidden() / 2 : check.hidden();
+  params.dtype = check.dtype();
+  params.tanh_approximation = approximate == "tanh";
+  Sizes out_shape = check.shape();
+  out_shape.back() = params.hidden;
+  Tensor out = empty(x, out_shape);
+  if (out.numel() == 0) return out;
+
+  RowLaunch launch(Sizes(out_shape.begin(), out_shape.end() - 1));
+  launch.add(params.x, x);
+  launch.add(params.out, out);
+  const DeviceStream device(x);
+  launch.run(params.shape, params.dtype, [&] { launcher(params, device.stream()); });
+  return out;
+}
+
+Tensor op_gelu(const Tensor& x, const std::string& approximate) {
+  return run_activation("gelu", gelu, x, false, approximate);
+}
+
+Tensor op_silu(const Tensor& x) { return run_activation("silu", silu, x, false, "none"); }
+
+Tensor op_geglu(const Tensor& x, const std::string& approximate) {
+  return run_activation("geglu", geglu, x, true, approximate);
+}
+
+Tensor op_swiglu(const Tensor& x) { return run_activation("swiglu", swiglu, x, true, "none"); }
+
+// ---------------------------------------------------------------------------------------------------------
+// Registration
+
+void implement(torch::stable::detail::StableLibrary& ops) {
+  ops.impl("rms_norm", TORCH_BOX(&op_rms_norm));
+  ops.impl("layer_norm", TORCH_BOX(&op_layer_norm));
+  ops.impl("rms_norm_modulate", TORCH_BOX(&op_rms_norm_modulate));
+  ops.impl("layer_norm_modulate", TORCH_BOX(&op_layer_norm_modulate));
+  ops.impl("gated_residual", TORCH_BOX(&op_gated_residual));
+  ops.impl("gated_residual_rms_norm_modulate", TORCH_BOX(&op_gated_residual_rms_norm_modulate));
+  ops.impl("gated_residual_layer_norm_modulate", TORCH_BOX(&op_gated_residual_layer_norm_modulate));
+  ops.impl("qk_norm_rope", TORCH_BOX(&op_qk_norm_rope));
+  ops.impl("qk_norm_rope_", TORCH_BOX(&op_qk_norm_rope_));
+  ops.impl("qk_norm_coordinate_rope", TORCH_BOX(&op_qk_norm_coordinate_rope));
+  ops.impl("qk_norm_coordinate_rope_", TORCH_BOX(&op_qk_norm_coordinate_rope_));
+  ops.impl("gelu", TORCH_BOX(&op_gelu));
+  ops.impl("silu", TORCH_BOX(&op_silu));
+  ops.impl("geglu", TORCH_BOX(&op_geglu));
+  ops.impl("swiglu", TORCH_BOX(&op_swiglu));
+}
+
+}  // namespace
+}  // namespace h100_diffusers_kernels
+
+STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
+  ops.def("rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor");
+  ops.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor");
+  ops.def("rms_norm_modulate(Tensor x, Tensor scale, Tensor shift, Tensor? weight, float eps) -> Tensor");
+  ops.def(
+      "layer_norm_modulate(Tensor x, Tensor scale, Tensor shift, Tensor? weight, Tensor? bias, float eps)"
+      " -> Tensor");
+  ops.def("gated_residual(Tensor residual, Tensor x, Tensor? gate) -> Tensor");
+  ops.def(
+      "gated_residual_rms_norm_modulate(Tensor residual, Tensor x, Tensor? gate, Tensor scale, Tensor shift,"
+      " Tensor? weight, float eps) -> (Tensor, Tensor)");
+  ops.def(
+      "gated_residual_layer_norm_modulate(Tensor residual, Tensor x, Tensor? gate, Tensor scale, Tensor "
+      "shift,"
+      " Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)");
+  ops.def(
+      "qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin,"
+      " int heads, str norm, str layout, float eps) -> (Tensor, Tensor)");
+  ops.def(
+      "qk_norm_rope_(Tensor(a!) q, Tensor(b!) k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? "
+      "sin,"
+      " int heads, str norm, str layout, float eps) -> ()");
+  ops.def(
+      "qk_norm_coordinate_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor coordinates,"
+      " Tensor frequencies, int heads, str norm, str layout, float eps) -> (Tensor, Tensor)");
+  ops.def(
+      "qk_norm_coordinate_rope_(Tensor(a!) q, Tensor(b!) k, Tensor? q_weight, Tensor? k_weight,"
+      " Tensor coordinates, Tensor frequencies, int heads, str norm, str layout, float eps) -> ()");
+  ops.def("gelu(Tensor x, str approximate) -> Tensor");
+  ops.def("silu(Tensor x) -> Tensor");
+  ops.def("geglu(Tensor x, str approximate) -> Tensor");
+  ops.def("swiglu(Tensor x) -> Tensor");
+}
+
+// Registered for both device types, whichever this build has kernels for: a tensor on the other one gets a
+// sentence that says so.
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) { h100_diffusers_kernels::implement(ops); }
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) { h100_diffusers_kernels::implement(ops); }
+
+REGISTER_EXTENSION(TORCH_EXTENSION_NAME)
