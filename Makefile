@@ -93,10 +93,11 @@ $(STAMPS)lint: requirements/lint.txt | $(STAMPS)venv
 
 # pip's CUDA tools, unless this machine has its own.
 $(STAMPS)cuda-compiler: requirements/cuda-compiler.txt $(STAMPS)example
-	$(RUN) tools/builder/toolchain.py nvcc || $(PIP) -r $<
+	$(RUN) tools/builder/toolchain.py nvcc 2>/dev/null || $(PIP) -r $<
 	@touch $@
 
 $(STAMPS)cuda-binutils: requirements/cuda-binutils.txt $(STAMPS)example
-	$(RUN) tools/builder/toolchain.py cuobjdump nvdisasm || $(PIP) -r $<
+	$(RUN) tools/builder/toolchain.py cuobjdump nvdisasm 2>/dev/null \
+	  || $(PIP) -r $<
 	@touch $@
 endif

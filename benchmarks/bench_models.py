@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import click
+import clocks
 import kernel_times
 import ltx
 import record
@@ -39,6 +40,7 @@ class Settings:
     dtype: torch.dtype
     modes: list[str]
     rounds: int
+    calls: int
     profiled_calls: int
 
 
@@ -87,10 +89,13 @@ def measure_size(
             click.echo(f"{size} {mode}: compiled in {entry['first_forward_s']:.1f} s")
         entry["distance_from_eager"] = relative_distance(forward()[0], reference)
 
-    timing.interleave(forwards, WARM_UP_ROUNDS, device)
-    samples = timing.interleave(forwards, settings.rounds, device)
+    # As in a denoising loop, where the host runs ahead and forwards follow each other closely.
+    consecutive = {mode: timing.repeated(f, settings.calls) for mode, f in forwards.items()}
+    timing.interleave(consecutive, WARM_UP_ROUNDS, device)
+    with clocks.watch(device) as result["clocks"]:
+        samples = timing.interleave(consecutive, settings.rounds, device)
     for mode, entry in result["modes"].items():
-        entry["ms"] = timing.summarize(samples[mode])
+        entry["ms"] = timing.summarize([time_ / settings.calls for time_ in samples[mode]])
         if device.type == "cuda":
             events = kernel_times.trace(forwards[mode], settings.profiled_calls)
             entry["kernels"] = kernel_times.breakdown(events, settings.profiled_calls)
@@ -127,6 +132,7 @@ def show_times(size: str, result: dict) -> None:
     headers += [*kernel_times.CLASSES.values(), "gaps", "launches"]
     click.echo(f"\n{size}, {result['batch']}x{result['tokens']} tokens")
     click.echo(tabulate(rows, headers[: len(rows[0])], floatfmt=".2f"))
+    clocks.show(result["clocks"])
     if "injection" in result:
         injection = result["injection"]
         click.echo(
@@ -142,13 +148,20 @@ def show_times(size: str, result: dict) -> None:
 @DEVICE
 @DTYPE
 @TINY
-@click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=10, show_default=True)
+@click.option(
+    "--calls",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Consecutive forwards of a timed sample.",
+)
 @click.option("--profiled-calls", type=click.IntRange(min=1), default=3, show_default=True)
 @output_option("models")
 @torch.no_grad()
-def main(sizes, modes, device, dtype, tiny, rounds, profiled_calls, output) -> None:
+def main(sizes, modes, device, dtype, tiny, rounds, calls, profiled_calls, output) -> None:
     """Time one forward of LTX-Video 2B in each mode, with its GPU time by kernel class."""
-    settings = Settings(device, dtype, modes, rounds, profiled_calls)
+    settings = Settings(device, dtype, modes, rounds, calls, profiled_calls)
     injected = any(mode.startswith("injected") for mode in modes)
     kernel, load_seconds = ltx.load_kernel() if injected else (None, None)
     model = ltx.transformer(device, dtype, tiny)
@@ -157,6 +170,7 @@ def main(sizes, modes, device, dtype, tiny, rounds, profiled_calls, output) -> N
         "model": "LTX-Video 2B, random weights" if not tiny else "tiny LTX, random weights",
         "dtype": str(dtype).removeprefix("torch."),
         "rounds": rounds,
+        "consecutive_forwards": calls,
         "get_kernel_s": load_seconds,
         "sizes": {},
     }

@@ -162,7 +162,7 @@ def main(device: str, tiny: bool, rounds: int, output: str) -> None:
     dim, heads = 2048, 32
     sizes = [ltx.VideoSize(9, 64, 64)] if tiny else [ltx.VideoSize(n, 512, 768) for n in (49, 161)]
     copy_bytes = COPY_BYTES >> 10 if tiny else COPY_BYTES
-    source = torch.empty(copy_bytes // 2, dtype=torch.uint8, device=device)
+    source = torch.randint(256, (copy_bytes // 2,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     results = []
     with torch.no_grad():

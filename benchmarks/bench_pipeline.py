@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import click
+import clocks
 import ltx
 import record
 import timing
@@ -119,9 +120,10 @@ def measure_video(
         frames[mode] = None  # freed before the next video is made
         frames[mode] = runs[mode]()
 
-    samples = timing.interleave(
-        {mode: functools.partial(timed, mode) for mode in modes}, rounds, device, seconds
-    )
+    with clocks.watch(device) as clock:
+        samples = timing.interleave(
+            {mode: functools.partial(timed, mode) for mode in modes}, rounds, device, seconds
+        )
     for mode, result in results.items():
         if not torch.isfinite(frames[mode]).all():
             raise RuntimeError(f"{mode}: the video has values that are not finite")
@@ -139,6 +141,7 @@ def measure_video(
         "batch": 2,
         "steps": video.steps,
         "vae_decode_ms": timing.summarize([timing.milliseconds(decode, device) for _ in range(3)]),
+        "clocks": clock,
         "modes": results,
         "speedups": timing.speedups(medians),
     }
@@ -157,6 +160,7 @@ def show(video: str, result: dict) -> None:
     )
     headers = ["mode", "seconds", "spread %", "x eager", "x compiled", "PSNR to eager"]
     click.echo(tabulate(rows, headers, floatfmt=".2f"))
+    clocks.show(result["clocks"])
 
 
 @click.command()

@@ -29,6 +29,16 @@ def milliseconds(function: Callable[[], object], device: torch.device) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
+def repeated(function: Callable[[], object], calls: int) -> Callable[[], None]:
+    """A function that makes `calls` calls, one after the other."""
+
+    def call() -> None:
+        for _ in range(calls):
+            function()
+
+    return call
+
+
 def interleave(
     functions: Mapping[str, Callable[[], object]],
     rounds: int,

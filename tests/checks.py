@@ -137,7 +137,7 @@ def assert_same_nonfinite(out, expected):
 def in_float64(value):
     if isinstance(value, torch.Tensor):
         return value.double()
-    if isinstance(value, tuple):
+    if type(value) is tuple:  # the product of coordinates and frequencies is one of float32
         return tuple(map(in_float64, value))
     return value
 

@@ -6,9 +6,18 @@ import pytest
 import torch
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-every_dtype = pytest.mark.parametrize(
-    "dtype", DTYPES, ids=[str(dtype).replace("torch.", "") for dtype in DTYPES]
-)
+
+
+def dtype_text(dtype):
+    return str(dtype).replace("torch.", "")
+
+
+def for_dtypes(*dtypes):
+    return pytest.mark.parametrize("dtype", dtypes, ids=dtype_text)
+
+
+every_dtype = for_dtypes(*DTYPES)
+every_16_bit_dtype = for_dtypes(torch.float16, torch.bfloat16)
 
 # Sizes of the normalized dimension: too few values for a ratio of errors, and the rest.
 SMALL_SIZES = [1, 2, 3, 7, 8, 63]
@@ -76,6 +85,12 @@ LAYOUTS = {
 }
 STRIDED_LAYOUTS = [name for name in LAYOUTS if name != "contiguous"]
 WRITABLE_LAYOUTS = [name for name in LAYOUTS if name != "expanded"]
+# Layouts of two operands: each strided with the other contiguous, and both alike.
+LAYOUT_PAIRS = [
+    pair
+    for name in STRIDED_LAYOUTS
+    for pair in ((name, "contiguous"), ("contiguous", name), (name, name))
+]
 
 
 def normal(*shape, dtype, device, layout="contiguous", mean=0.0, std=1.0):

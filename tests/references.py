@@ -69,11 +69,10 @@ def coordinate_tables(coordinates, frequencies, pairs):
     batch, seq = coordinates.shape[:2]
     cos = torch.ones(batch, seq, pairs, dtype=torch.float64, device=coordinates.device)
     sin = torch.zeros_like(cos)
-    for pair in range(identity, pairs):
-        frequency, axis = divmod(pair - identity, axes)
-        angle = (frequencies[frequency] * coordinates[..., axis]).to(torch.float64)
-        cos[..., pair] = torch.cos(angle)
-        sin[..., pair] = torch.sin(angle)
+    rotated = torch.arange(pairs - identity, device=coordinates.device)
+    angle = (frequencies[rotated // axes] * coordinates[..., rotated % axes]).to(torch.float64)
+    cos[..., identity:] = torch.cos(angle)
+    sin[..., identity:] = torch.sin(angle)
     return cos, sin
 
 

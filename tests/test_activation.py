@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from checks import check, check_nonfinite
-from inputs import STRIDED_LAYOUTS, every_dtype, normal
+from inputs import STRIDED_LAYOUTS, every_16_bit_dtype, every_dtype, normal
 
 # Operation and keyword arguments.
 PLAIN = {
@@ -76,14 +76,14 @@ def every_value(dtype, device):
 
 
 @every_plain
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@every_16_bit_dtype
 def test_every_16_bit_value(kernel, device, activation, dtype):
     name, options, _ = resolve(activation)
     check(kernel, name, every_value(dtype, device), contract=False, **options)
 
 
 @every_gated
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@every_16_bit_dtype
 def test_every_16_bit_gate(kernel, device, activation, dtype):
     name, options, _ = resolve(activation)
     gate = every_value(dtype, device)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 
+from builder.package import Revision
 from kernel_resources import Kernel
 from processes import TOOLS, run, run_python
 
@@ -180,6 +181,13 @@ def test_extension_is_named_by_the_commit(tiny):
     assert tiny.extension_id == f"_tiny_kernel_cpu_{head[:7]}_dirty"
     assert Metadata.read_from_file(tiny.variant / "metadata.json").provenance.dirty
     assert tiny.doubled() == "[2.0, 2.0, 2.0]"
+
+
+def test_copy_in_another_checkout_has_no_revision(tiny):
+    assert run("git", "init", "-q", tiny.root).returncode == 0
+    tiny.commit()
+    assert Revision.read(tiny.root).commit is not None
+    assert Revision.read(tiny.root / "src").commit is None
 
 
 def test_build_says_what_is_wrong(tiny):

@@ -12,6 +12,7 @@ from inputs import (
     QK_OPERATIONS,
     ROW_OPERATIONS,
     every_dtype,
+    for_dtypes,
     normal,
     rotary_tables,
     sample,
@@ -21,8 +22,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 every_operation = pytest.mark.parametrize("name", OPERATIONS)
 every_memory = pytest.mark.parametrize("layout", ["contiguous", "chunk"])
 REGISTERED = [*OPERATIONS, "qk_norm_rope_", "qk_norm_coordinate_rope_"]
-FEW_DTYPES = [torch.float32, torch.bfloat16]
-few_dtypes = pytest.mark.parametrize("dtype", FEW_DTYPES, ids=str)
+few_dtypes = for_dtypes(torch.float32, torch.bfloat16)
 
 
 def without_optional(arguments):

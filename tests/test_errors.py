@@ -18,6 +18,7 @@ from inputs import (
     QK_OPERATIONS,
     ROW_OPERATIONS,
     coordinates_and_frequencies,
+    dtype_text,
     normal,
     rotary_tables,
     sample,
@@ -139,7 +140,7 @@ ARGUMENTS = {
 for name, (leader, *followers) in ARGUMENTS.items():
     # The tensor whose dtype, device and shape the others follow.
     for dtype in (torch.int64, torch.float64, torch.bool, torch.float8_e4m3fn):
-        text = str(dtype).replace("torch.", "")
+        text = dtype_text(dtype)
         mistake(name, leader, text, text, replace(leader, lambda t, d=dtype: t.to(d)))
     mistake(name, leader, "stride", "stride 2", replace(leader, every_second))
     mistake(name, leader, "list", "list", replace(leader, as_list))
@@ -255,7 +256,7 @@ def fewer_k_heads(arguments):
 
 for argument in ("cos", "sin"):
     for dtype in (torch.float64, torch.float16, torch.int64):
-        text = str(dtype).replace("torch.", "")
+        text = dtype_text(dtype)
         wrong = replace(argument, lambda t, d=dtype: t.to(d))
         mistake("qk_norm_rope", argument, text, text, wrong)
     device = replace(argument, other_device)
@@ -280,7 +281,7 @@ for argument in ("cos", "sin"):
 
 for argument in ("coordinates", "frequencies"):
     for dtype in (torch.float64, torch.float16, torch.int64):
-        text = str(dtype).replace("torch.", "")
+        text = dtype_text(dtype)
         wrong = replace(argument, lambda t, d=dtype: t.to(d))
         mistake("qk_norm_coordinate_rope", argument, text, text, wrong)
     device = replace(argument, other_device)

@@ -5,11 +5,13 @@ import torch
 
 from checks import check, check_nonfinite
 from inputs import (
+    LAYOUT_PAIRS,
     MODULATIONS,
     SIZES,
     SMALL_SIZES,
     STRIDED_LAYOUTS,
     affine,
+    every_16_bit_dtype,
     every_dtype,
     modulation,
     normal,
@@ -77,8 +79,7 @@ def test_gate_scale_and_shift_of_different_forms(kernel, device, name, forms, dt
 
 
 @every_operation
-@pytest.mark.parametrize("residual_layout", ["contiguous", *STRIDED_LAYOUTS])
-@pytest.mark.parametrize("x_layout", STRIDED_LAYOUTS)
+@pytest.mark.parametrize(("residual_layout", "x_layout"), LAYOUT_PAIRS)
 @every_dtype
 def test_strided_views(kernel, device, name, residual_layout, x_layout, dtype):
     shape = (3, 16, 520)
@@ -120,7 +121,7 @@ def test_dimensions(kernel, device, name, x_shape, shape, dtype):
 
 
 @every_norm
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@every_16_bit_dtype
 def test_norm_takes_the_residual_before_it_is_rounded(kernel, device, name, dtype):
     """x only nudges the residual, and the output holds nothing but what the norm makes of that."""
     residual = torch.full((64, 256), 64.0, dtype=dtype, device=device)

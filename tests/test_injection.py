@@ -1,15 +1,17 @@
-"""Injected LTX-Video models compute what they did before, on the kernels, and come back unchanged."""
+"""Injected LTX-Video models compute what they did, on the kernels, and come back unchanged."""
 
 import copy
 
-import ltx_models
 import pytest
 import torch
+
+import ltx_models
 from ltx_models import (
     calls_of,
     computing,
     inputs,
     kernel_calls,
+    one_thread,
     reference,
     run,
     snapshot,
@@ -17,6 +19,12 @@ from ltx_models import (
 )
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
 
 
 @pytest.fixture
@@ -32,7 +40,7 @@ def injected_pair(kernel, device):
     return make
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Values
 
 
@@ -66,6 +74,10 @@ CASES = {
     "a timestep for each token": lambda device: {"per_token": True},
     "one token": lambda device: {"grid": (1, 1, 1)},
     "odd number of tokens": lambda device: {"grid": (3, 5, 7)},
+    "packed latents": lambda device: {
+        "batch": 1,
+        "hidden_states": torch.randn(1, ltx_models.CHANNELS, 24, device=device).transpose(1, 2),
+    },
     "no interpolation": lambda device: {"rope_interpolation_scale": None},
     "scales of 0 dimensions": lambda device: {
         "rope_interpolation_scale": (torch.tensor(0.4, device=device), 32.0, 32.0)
@@ -76,9 +88,7 @@ CASES = {
     "scales in one tensor": lambda device: {
         "rope_interpolation_scale": torch.tensor([0.4, 30.0, 20.0], device=device)
     },
-    "scales of each sample": lambda device: {
-        "rope_interpolation_scale": per_sample_scales(device)
-    },
+    "scales of each sample": lambda device: {"rope_interpolation_scale": per_sample_scales(device)},
     "coordinates": lambda device: {"video_coords": video_coordinates(device)},
     "coordinates in bfloat16": lambda device: {
         "video_coords": video_coordinates(device, torch.bfloat16)
@@ -122,7 +132,7 @@ def test_configurations(injected_pair, config):
 
 @pytest.mark.parametrize("case", ["video", "coordinates"])
 def test_angles_have_the_models_bits(injected_pair, device, case):
-    """Of a model of the published width: angles of thousands of radians forgive no other rounding."""
+    """At the published width, whose angles of thousands of radians forgive no other rounding."""
     model, plain = injected_pair(blocks=1, heads=32, head_dim=64)
     options = {"video_coords": video_coordinates(device)} if case == "coordinates" else {}
     arguments = inputs(model, **options)
@@ -132,7 +142,7 @@ def test_angles_have_the_models_bits(injected_pair, device, case):
         rope = model.rope(arguments["hidden_states"], *positions)
         tables = plain.rope(arguments["hidden_states"], *positions)
     assert rope.coordinates.shape[0] == (2 if options else 1)
-    for mine, theirs in zip(rope.tables(2048), tables):
+    for mine, theirs in zip(rope.tables(2048), tables, strict=True):
         assert torch.equal(mine.expand_as(theirs), theirs)
 
 
@@ -158,7 +168,7 @@ def test_two_runs_give_the_same_bits(injected_pair):
     assert torch.equal(run(model, arguments), run(model, arguments))
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # The report
 
 
@@ -184,7 +194,12 @@ def test_report_names_each_module(kernel, device):
     assert all(left_alone.values())
     text = str(report)
     assert text.startswith("9 replaced, 5 left alone")
-    for shown in ("2 x LTXVideoTransformerBlock", "qk_norm_rope", "norm_out", left_alone["norm_out"]):
+    for shown in (
+        "2 x LTXVideoTransformerBlock",
+        "qk_norm_rope",
+        "norm_out",
+        left_alone["norm_out"],
+    ):
         assert shown in text
 
 
@@ -238,7 +253,7 @@ def test_subclasses_are_known(kernel, device):
     assert computing(reference(plain, arguments), model, arguments) == calls_of(2)
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # The way back
 
 
@@ -272,7 +287,9 @@ def test_weights_and_configuration_stay(kernel, device):
     assert list(after) == list(state)
     assert all(torch.equal(after[name], state[name]) for name in state)
     assert {name: tensor.data_ptr() for name, tensor in after.items()} == addresses
-    assert all(a is b for a, b in zip([*model.parameters(), *model.buffers()], tensors))
+    assert all(
+        a is b for a, b in zip([*model.parameters(), *model.buffers()], tensors, strict=True)
+    )
     assert dict(model.config) == config
 
 

@@ -1,4 +1,4 @@
-"""Hooks and other forwards on the modules of an injected model, in every order of coming and going."""
+"""Hooks and other forwards on the modules of an injected model, coming and going in any order."""
 
 import itertools
 
@@ -10,9 +10,26 @@ from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.models.activations import GEGLU
 from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
-from ltx_models import calls_of, computing, kernel_calls, prepared, reference, run, snapshot
 
-# ---------------------------------------------------------------------------------------------------
+from ltx_models import (
+    calls_of,
+    computing,
+    kernel_calls,
+    one_thread,
+    prepared,
+    reference,
+    run,
+    snapshot,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+# ------------------------------------------------------------------------------------------------
 # The kinds of hooks: each adds one that counts its calls, some among others that do not
 
 
@@ -249,7 +266,7 @@ def test_hooks_on_the_rotary_embedding_see_tables(kernel, device, kind):
     assert computing(expected, model, arguments) == calls_of(1)
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Other modules and other forwards than the known ones
 
 
@@ -398,6 +415,24 @@ def test_layers_of_another_dtype(kernel, device):
     assert calls["rms_norm_modulate"] == 2
     assert calls["gated_residual"] == 2
     assert calls["gated_residual_rms_norm_modulate"] == 1
+
+
+@pytest.mark.parametrize("has_own_processor", [True, False])
+def test_coordinates_that_lost_their_precision_are_an_error(kernel, device, has_own_processor):
+    """As mixed precision that casts a module's inputs would do; the angles could not be right."""
+    model, arguments, _ = prepared(device)
+    kernel.inject_kernels(model)
+    block = model.transformer_blocks[0]
+    if not has_own_processor:
+        block.attn1.set_processor(LTXVideoAttnProcessor())
+
+    def cast(module, args, kwargs):
+        rope = kwargs["image_rotary_emb"]
+        return args, {**kwargs, "image_rotary_emb": type(rope)(*(t.bfloat16() for t in rope))}
+
+    block.register_forward_pre_hook(cast, with_kwargs=True)
+    with pytest.raises((RuntimeError, ValueError), match="coordinates must .*float32"):
+        run(model, arguments)
 
 
 def test_other_models_are_not_touched(kernel, device):

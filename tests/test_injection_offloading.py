@@ -1,4 +1,4 @@
-"""Offloading, caching, context parallelism and attention backends, before and after an injection."""
+"""Offloading, caching, context parallelism, attention backends: before and after an injection."""
 
 import itertools
 import weakref
@@ -11,12 +11,14 @@ from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig, Ta
 from diffusers.hooks import apply_group_offloading, context_parallel
 from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+
 from ltx_models import (
     TEXT_LENGTH,
     calls_of,
     computing,
     inputs,
     kernel_calls,
+    one_thread,
     prepared,
     run,
     snapshot,
@@ -28,7 +30,13 @@ either_order = pytest.mark.parametrize(
 )
 
 
-# ---------------------------------------------------------------------------------------------------
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+# ------------------------------------------------------------------------------------------------
 # Offloading
 
 
@@ -54,6 +62,25 @@ def test_sequential_offloading(kernel, device, is_injected_first, is_ejected_fir
         assert computing(expected, model, arguments) == calls_of(2)
         kernel.eject_kernels(model)
     assert computing(expected, model, arguments) == {}
+    assert snapshot(model) == before
+
+
+@either_order
+def test_offloading_of_the_whole_model(kernel, device, is_injected_first):
+    """As enable_model_cpu_offload does it: one hook, around the model's own forward."""
+    model, arguments, expected = prepared(device)
+    before = snapshot(model)
+    if is_injected_first:
+        kernel.inject_kernels(model)
+    _, hook = accelerate.cpu_offload_with_hook(model, execution_device=torch.device(device))
+    kernel.inject_kernels(model)
+    assert computing(expected, model, arguments) == calls_of(2)
+    hook.offload()
+    assert computing(expected, model, arguments) == calls_of(2)
+    kernel.eject_kernels(model)
+    assert computing(expected, model, arguments) == {}
+    hook.remove()
+    model.to(device)
     assert snapshot(model) == before
 
 
@@ -106,7 +133,7 @@ def test_layerwise_casting(kernel, device, is_injected_first):
     assert computing(expected, model, arguments) == calls_of(2)
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Caching
 
 
@@ -119,7 +146,10 @@ class Denoising:
             spatial_attention_block_skip_range=2, current_timestep_callback=lambda: self.timestep
         ),
         "taylorseer": lambda self: TaylorSeerCacheConfig(
-            cache_interval=2, disable_cache_before_step=2, taylor_factors_dtype=torch.float32
+            cache_interval=2,
+            disable_cache_before_step=2,
+            taylor_factors_dtype=torch.float32,
+            cache_identifiers=[r"transformer_blocks\.\d+\.(attn1|ff)"],
         ),
     }
 
@@ -163,7 +193,7 @@ def test_caching(kernel, device, cache, is_injected_first):
     assert kernel_calls(run, model, arguments) == {}
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Context parallelism
 
 
@@ -206,7 +236,7 @@ def test_context_parallelism_after_the_injection(kernel, device, monkeypatch):
     assert computing(expected, model, arguments) == with_tables
     rotary = [tensor for tensor in sharded if tensor.shape == tables[0].shape]
     assert len(rotary) == 2
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(rotary, tables))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(rotary, tables, strict=True))
     context_parallel.remove_context_parallel(model, model._cp_plan)
     assert computing(expected, model, arguments) == calls_of(2)
 
@@ -217,13 +247,13 @@ def test_context_parallelism_after_the_injection(kernel, device, monkeypatch):
     assert attention.processor._parallel_config is config
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Attention backends
 
 
 @pytest.fixture
 def math_attention(monkeypatch):
-    """The name of a backend, and a list that collects the shape of the mask of each of its calls."""
+    """The name of a backend, and a list that gets the shape of the mask of each of its calls."""
     registry = attention_dispatch._AttentionBackendRegistry
     name = attention_dispatch.AttentionBackendName._NATIVE_MATH
     original, masks = registry._backends[name], []

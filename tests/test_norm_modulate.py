@@ -5,10 +5,10 @@ import torch
 
 from checks import check, check_nonfinite
 from inputs import (
+    LAYOUT_PAIRS,
     MODULATIONS,
     SIZES,
     SMALL_SIZES,
-    STRIDED_LAYOUTS,
     affine,
     every_dtype,
     modulation,
@@ -67,8 +67,7 @@ def test_scale_and_shift_of_different_forms(kernel, device, name, scale_form, sh
 
 
 @every_norm
-@pytest.mark.parametrize("x_layout", ["contiguous", *STRIDED_LAYOUTS])
-@pytest.mark.parametrize("modulation_layout", STRIDED_LAYOUTS)
+@pytest.mark.parametrize(("x_layout", "modulation_layout"), LAYOUT_PAIRS)
 @every_dtype
 def test_strided_views(kernel, device, name, x_layout, modulation_layout, dtype):
     shape = (3, 16, 520)

@@ -7,10 +7,10 @@ import eager
 import references
 from checks import check, check_nonfinite
 from inputs import (
-    DTYPES,
     STRIDED_LAYOUTS,
     WRITABLE_LAYOUTS,
     coordinates_and_frequencies,
+    every_16_bit_dtype,
     every_dtype,
     normal,
     rotary_tables,
@@ -102,7 +102,7 @@ def test_head_dims(kernel, device, head_dim, norm, layout, dtype):
 )
 @every_pair_layout
 @pytest.mark.parametrize("norm", ["across_heads", "per_head"])
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@every_16_bit_dtype
 def test_table_shapes(kernel, device, table_shape, table_is_float32, layout, norm, dtype):
     shape = (2, 19, 4, 64)
     q, k = query_and_key(shape, dtype, device)
@@ -164,10 +164,10 @@ def test_misaligned_weights(kernel, device, norm, dtype):
     check(kernel, "qk_norm_rope", q, k, **parameters, rope=rope, heads=4, norm=norm)
 
 
-@pytest.mark.parametrize("k_heads", [1, 2, 8])
+@pytest.mark.parametrize("k_heads", [1, 8])
 @pytest.mark.parametrize("has_head_dim", [False, True], ids=["3d", "4d"])
 @in_or_out_of_place
-@every_norm
+@pytest.mark.parametrize("norm", ["across_heads", "per_head"])
 @every_pair_layout
 @every_dtype
 def test_key_with_another_number_of_heads(
@@ -297,8 +297,9 @@ def test_eps(kernel, device, norm, dtype):
     [(3, 42), (3, 1), (2, 64), (1, 128), (4, 32), (3, 0)],
     ids=["pad2", "pad125", "2axes_pad0", "1axis_pad0", "4axes_pad0", "no_frequency"],
 )
-@pytest.mark.parametrize("coordinate_batch", [1, 2])
-@in_or_out_of_place
+@pytest.mark.parametrize(
+    ("coordinate_batch", "inplace"), [(1, False), (2, True)], ids=["out_of_place-1", "inplace-B"]
+)
 @every_norm
 @every_pair_layout
 @every_dtype
@@ -317,10 +318,11 @@ def test_coordinates(kernel, device, axes, count, coordinate_batch, inplace, nor
         norm=norm,
         layout=layout,
         inplace=inplace,
+        contract=count > 1,  # of few rotated pairs the ratio of errors is noise
     )
 
 
-@pytest.mark.parametrize("largest_angle", [1.0, 15708.0, 1e6])
+@pytest.mark.parametrize("largest_angle", [1.0, 15708.0, 1e5, 1e6, 4e6, 1e9, 1e30])
 @pytest.mark.parametrize("norm", ["across_heads", "none"])
 @every_dtype
 def test_large_angles(kernel, device, largest_angle, norm, dtype):
@@ -339,6 +341,17 @@ def test_large_angles(kernel, device, largest_angle, norm, dtype):
         heads=32,
         norm=norm,
     )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+@every_pair_layout
+@every_dtype
+def test_nonfinite_coordinates(kernel, device, value, layout, dtype):
+    q, k = query_and_key((2, 9, 4, 64), dtype, device)
+    coordinates, frequencies = coordinates_and_frequencies(1, 9, 3, 42, device)
+    coordinates[0, 3, 1] = coordinates[0, 7, 0] = value
+    rope = kernel.CoordinateRope(coordinates, frequencies)
+    check_nonfinite(kernel, "qk_norm_rope", q, k, rope=rope, heads=4, layout=layout)
 
 
 @every_dtype

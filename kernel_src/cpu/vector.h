@@ -72,17 +72,31 @@ ALWAYS_INLINE Floats<kLanes> at_most(const Floats<kLanes>& v, float limit) {
   return v > limit ? broadcast<kLanes>(limit) : v;
 }
 
+// A bfloat16 is the upper half of a float: the odd one of two on a little-endian machine.
+template <int kLanes, size_t... i>
+ALWAYS_INLINE Floats<kLanes> from_upper_halves(const Halves<kLanes>& upper, std::index_sequence<i...>) {
+  return __builtin_bit_cast(
+      Floats<kLanes>, __builtin_shufflevector(Halves<kLanes>{}, upper, (i % 2 == 0 ? 0 : kLanes + i / 2)...));
+}
+
 template <int kLanes>
 ALWAYS_INLINE Floats<kLanes> bfloat16_to_float(const Halves<kLanes>& halves) {
-  return as_floats<kLanes>(__builtin_convertvector(halves, Ints<kLanes>) << 16);
+  return from_upper_halves<kLanes>(halves, std::make_index_sequence<2 * kLanes>{});
+}
+
+template <int kLanes, size_t... i>
+ALWAYS_INLINE Halves<kLanes> upper_halves(const Uints<kLanes>& bits, std::index_sequence<i...>) {
+  const Halves<2 * kLanes> halves = __builtin_bit_cast(Halves<2 * kLanes>, bits);
+  return __builtin_shufflevector(halves, halves, (2 * i + 1)...);
 }
 
 // Rounds to nearest even; NaN becomes the quiet NaN.
 template <int kLanes>
 ALWAYS_INLINE Halves<kLanes> float_to_bfloat16(const Floats<kLanes>& v) {
   const Uints<kLanes> bits = __builtin_bit_cast(Uints<kLanes>, v);
-  const Uints<kLanes> rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return __builtin_convertvector(v == v ? rounded : Uints<kLanes>{} + 0x7fc0, Halves<kLanes>);
+  const Uints<kLanes> rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  return upper_halves<kLanes>(v == v ? rounded : Uints<kLanes>{} + 0x7fc00000,
+                              std::make_index_sequence<kLanes>{});
 }
 
 template <int kLanes>

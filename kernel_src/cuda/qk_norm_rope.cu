@@ -46,11 +46,13 @@ struct Layout {
 
 struct NoRope {
   static constexpr bool kIsRope = false;
+  static constexpr bool kIsComputed = false;
 };
 
 template <typename Table>
 struct TableRope {
   static constexpr bool kIsRope = true;
+  static constexpr bool kIsComputed = false;
 
   template <typename T, RopeLayout kLayout, int kSize>
   __device__ __forceinline__ static void look_up(const QkNormRopeParams& p, const UnitPlace& place,
@@ -80,6 +82,7 @@ struct TableRope {
 
 struct CoordinateRope {
   static constexpr bool kIsRope = true;
+  static constexpr bool kIsComputed = true;
 
   template <typename T, RopeLayout kLayout, int kSize>
   __device__ __forceinline__ static void look_up(const QkNormRopeParams& p, const UnitPlace& place,
@@ -90,17 +93,23 @@ struct CoordinateRope {
     const int rotated = place.head * half + place.pair - p.identity_pairs;  // negative: left alone
     int frequency = rotated > 0 ? rotated / p.axes : 0;
     int axis = rotated > 0 ? rotated - frequency * p.axes : 0;
+    float angles[kSize];
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      float sine = 0.0f, cosine = 1.0f;
+      angles[j] = 0.0f;
       if (rotated + j >= 0) {
-        sincos_for<T>(__fmul_rn(__ldg(p.frequencies + frequency), __ldg(coordinates + axis)), sine, cosine);
+        angles[j] = __fmul_rn(__ldg(p.frequencies + frequency), __ldg(coordinates + axis));
         const bool wraps = ++axis == p.axes;
         axis = wraps ? 0 : axis;
         frequency += wraps;
       }
-      rotation.cos_a[j] = rotation.cos_b[j] = cosine;
-      rotation.sin_a[j] = rotation.sin_b[j] = sine;
+    }
+    float sines[kSize], cosines[kSize];
+    sincos_of<T>(angles, sines, cosines);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      rotation.cos_a[j] = rotation.cos_b[j] = cosines[j];
+      rotation.sin_a[j] = rotation.sin_b[j] = sines[j];
     }
   }
 };
@@ -185,6 +194,18 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
     fetch(k[i], p.k, k_heads, place, is_unit);
   }
 
+  // Angles are computed while query and key are on their way; tables are read when their turn comes.
+  UnitRotation<kSize> rotations[kUnits];
+  const auto look_up = [&](int i) {
+    if constexpr (Rope::kIsRope) {
+      if (q[i].is_present || k[i].is_present) Rope::template look_up<T, kLayout>(p, places[i], rotations[i]);
+    }
+  };
+  if constexpr (Rope::kIsComputed) {
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) look_up(i);
+  }
+
   const bool is_norm = p.norm != NormScope::kNone;
   Statistic<T> q_scale, k_scale;
   if (is_norm) {
@@ -209,10 +230,7 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
     const UnitPlace& place = places[i];
-    UnitRotation<kSize> rotation;
-    if constexpr (Rope::kIsRope) {
-      if (q[i].is_present || k[i].is_present) Rope::template look_up<T, kLayout>(p, place, rotation);
-    }
+    if constexpr (!Rope::kIsComputed) look_up(i);
     const auto finish = [&](const Operand& unit, const HeadsOperand& tensor, const Statistic<T>& scale) {
       if (!unit.is_present) return;
       float a[kSize], b[kSize];
@@ -230,7 +248,7 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
         multiply_by_weight(a, weight + place.first);
         multiply_by_weight(b, weight + place.second);
       }
-      if constexpr (Rope::kIsRope) rotate<kLayout>(a, b, rotation);
+      if constexpr (Rope::kIsRope) rotate<kLayout>(a, b, rotations[i]);
       T* head = static_cast<T*>(tensor.out) + head_offset(tensor.out_strides, place);
       store_floats(head + place.first, a);
       store_floats(head + place.second, b);

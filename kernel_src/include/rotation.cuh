@@ -44,22 +44,23 @@ __device__ __forceinline__ float subtract_multiple(float angle, float k, float h
   return fmaf(-k, low, r);
 }
 
+// Nearest integer for |x| < 2^22: adding 1.5 * 2^23 leaves no bits for a fraction.
+__device__ __forceinline__ float round_to_integer(float x) {
+  constexpr float kMagic = 12582912.0f;
+  return __fsub_rn(__fadd_rn(x, kMagic), kMagic);
+}
+
 // For results that are rounded to 16 bits: the special function unit, 2^-21 of absolute error.
 __device__ __forceinline__ void sincos_for_16_bits(float angle, float& sine, float& cosine) {
-  float r;
-  if (fabsf(angle) < kLargeAngle) {
-    const float turns = rintf(angle * 0.15915494309189535f);
-    r = subtract_multiple(angle, turns, 6.28318548202514648f, -1.74845553146951e-7f, -6.8604980400235e-15f);
-  } else {
-    r = reduce_large_angle(angle);
-  }
+  const float turns = round_to_integer(angle * 0.15915494309189535f);
+  const float r =
+      subtract_multiple(angle, turns, 6.28318548202514648f, -1.74845553146951e-7f, -6.8604980400235e-15f);
   sine = __sinf(r);
   cosine = __cosf(r);
 }
 
 // To about one unit in the last place of a float. Polynomials on [-pi/4, pi/4] as in Cephes (Moshier).
 __device__ __forceinline__ void sincos_for_32_bits(float angle, float& sine, float& cosine) {
-  if (!(fabsf(angle) < kLargeAngle)) angle = reduce_large_angle(angle);
   const float quarters = rintf(angle * 0.63661977236758134f);
   const float r =
       subtract_multiple(angle, quarters, 1.57079637050628662f, -4.371138828673793e-8f, -1.7151245100059e-15f);
@@ -75,12 +76,26 @@ __device__ __forceinline__ void sincos_for_32_bits(float angle, float& sine, flo
   cosine = (quadrant + 1) & 2 ? -cosine : cosine;
 }
 
-template <typename T>
-__device__ __forceinline__ void sincos_for(float angle, float& sine, float& cosine) {
-  if constexpr (sizeof(T) == 2) {
-    sincos_for_16_bits(angle, sine, cosine);
-  } else {
-    sincos_for_32_bits(angle, sine, cosine);
+// Sines and cosines for results of type T. Angles too large for the short reduction are rare, and one test
+// for all of them leaves the rest free of branches.
+template <typename T, int kCount>
+__device__ __forceinline__ void sincos_of(float (&angles)[kCount], float (&sines)[kCount],
+                                          float (&cosines)[kCount]) {
+  bool all_small = true;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) all_small = all_small && fabsf(angles[i]) < kLargeAngle;
+  if (!all_small) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (!(fabsf(angles[i]) < kLargeAngle)) angles[i] = reduce_large_angle(angles[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if constexpr (sizeof(T) == 2) {
+      sincos_for_16_bits(angles[i], sines[i], cosines[i]);
+    } else {
+      sincos_for_32_bits(angles[i], sines[i], cosines[i]);
+    }
   }
 }
 

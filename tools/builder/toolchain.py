@@ -75,23 +75,26 @@ def find_nvcc(torch_cuda: str | None) -> Nvcc:
     Raises:
         ToolchainError: no nvcc, or none whose kernels this Torch loads.
     """
-    found = [_inspect_nvcc(path) for path in cuda_tools("nvcc")]
-    if not found:
-        raise ToolchainError(
-            "no nvcc in CUDA_HOME, on PATH or in site-packages: install the CUDA toolkit, or run "
-            f"`{PIP_CUDA_COMPILER}`"
-        )
-    if torch_cuda is None:
-        return found[0]
-    major, minor = (int(part) for part in torch_cuda.split(".")[:2])
-    for nvcc in found:
-        if nvcc.version[0] == major and nvcc.version[1] <= minor:
+    rejected = []
+    for path in cuda_tools("nvcc"):
+        nvcc = _inspect_nvcc(path)
+        if torch_cuda is None or _loads(torch_cuda, nvcc):
             return nvcc
-    versions = ", ".join(f"{nvcc.version[0]}.{nvcc.version[1]} ({nvcc.path})" for nvcc in found)
+        rejected.append(f"{nvcc.version[0]}.{nvcc.version[1]} ({nvcc.path})")
+    if rejected:
+        raise ToolchainError(
+            f"Torch for CUDA {torch_cuda} does not load kernels of nvcc {', '.join(rejected)}: set "
+            "CUDA_HOME to a toolkit of the same major and no newer minor version"
+        )
     raise ToolchainError(
-        f"Torch for CUDA {torch_cuda} loads kernels of nvcc {major}.0 to {major}.{minor}, there "
-        f"is nvcc {versions}: set CUDA_HOME to a toolkit that fits"
+        "no nvcc in CUDA_HOME, on PATH or in site-packages: install the CUDA toolkit, or run "
+        f"`{PIP_CUDA_COMPILER}`"
     )
+
+
+def _loads(torch_cuda: str, nvcc: Nvcc) -> bool:
+    major, minor = (int(part) for part in torch_cuda.split(".")[:2])
+    return nvcc.version[0] == major and nvcc.version[1] <= minor
 
 
 def find_cxx() -> str:

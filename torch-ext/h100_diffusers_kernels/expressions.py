@@ -6,7 +6,7 @@ kernels'.
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def gated_residual(residual, x, gate) -> Tensor:
 
 def gated_residual_rms_norm_modulate(
     residual, x, gate, scale, shift, weight, eps
-) -> Tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     h = _residual(residual, x, gate)
     out = _modulated(_normalized(h, eps, False, weight, None), scale, shift)
     return h.to(x.dtype), out.to(x.dtype)
@@ -60,7 +60,7 @@ def gated_residual_rms_norm_modulate(
 
 def gated_residual_layer_norm_modulate(
     residual, x, gate, scale, shift, weight, bias, eps
-) -> Tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     h = _residual(residual, x, gate)
     out = _modulated(_normalized(h, eps, True, weight, bias), scale, shift)
     return h.to(x.dtype), out.to(x.dtype)

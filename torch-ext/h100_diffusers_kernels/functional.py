@@ -9,12 +9,13 @@ anything is launched or written.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Tuple, Union
+from typing import NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
 from . import expressions
+from ._ops import add_op_namespace_prefix, ops
 from .arguments import (
     check_activation,
     check_coordinates,
@@ -22,7 +23,6 @@ from .arguments import (
     check_row_operation,
     rope_table_view,
 )
-from ._ops import add_op_namespace_prefix, ops
 
 
 def _needs_grad(*tensors: Optional[Tensor]) -> bool:
@@ -31,7 +31,7 @@ def _needs_grad(*tensors: Optional[Tensor]) -> bool:
     )
 
 
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Norm, modulation, residual and gate
 
 
@@ -167,7 +167,7 @@ def gated_residual_rms_norm_modulate(
     shift: Tensor,
     weight: Optional[Tensor] = None,
     eps: float = 1e-6,
-) -> Tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The new residual ``h = residual + gate * x`` and ``rms_norm_modulate(h, scale, shift, weight)``.
 
     The norm is taken of the unrounded ``h``.
@@ -222,7 +222,7 @@ def gated_residual_layer_norm_modulate(
     weight: Optional[Tensor] = None,
     bias: Optional[Tensor] = None,
     eps: float = 1e-6,
-) -> Tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The new residual ``h = residual + gate * x`` and ``layer_norm_modulate(h, scale, shift, ...)``.
 
     The norm is taken of the unrounded ``h``.
@@ -270,7 +270,7 @@ def _gated_residual_layer_norm_modulate_fake(residual, x, gate, scale, shift, we
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Query and key: norm and rotary embedding
 
 
@@ -292,7 +292,7 @@ class CoordinateRope(NamedTuple):
     coordinates: Tensor
     frequencies: Tensor
 
-    def tables(self, dim: int) -> Tuple[Tensor, Tensor]:
+    def tables(self, dim: int) -> tuple[Tensor, Tensor]:
         """``(cos, sin)``, each ``(1 or B, S, dim)``, float32, for a row of ``dim = heads * d`` elements
         in the interleaved layout: every angle twice, the unrotated pairs in front."""
         angles = (self.coordinates.unsqueeze(-2) * self.frequencies.unsqueeze(-1)).flatten(2)
@@ -306,14 +306,14 @@ def qk_norm_rope(
     k: Tensor,
     q_weight: Optional[Tensor] = None,
     k_weight: Optional[Tensor] = None,
-    rope: Optional[Union[Tuple[Tensor, Tensor], CoordinateRope]] = None,
+    rope: Optional[Union[tuple[Tensor, Tensor], CoordinateRope]] = None,
     *,
     heads: int,
     norm: str = "across_heads",
     layout: str = "interleaved",
     eps: float = 1e-6,
     inplace: bool = False,
-) -> Tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Query and key, normalized (RMS) and rotated.
 
     ``n = x / sqrt(mean(x²) + eps) * weight``, then each pair ``(a, b)`` of ``n`` becomes
@@ -437,7 +437,7 @@ def _qk_norm_coordinate_rope_inplace_fake(
     check_coordinates(operation, coordinates, frequencies, q, k_heads, head_dim)
 
 
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Activations
 
 

@@ -42,22 +42,26 @@ def class_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels take ``x``, and each other tensor given along with it.
+def kernels_run_on(x: Tensor) -> bool:
+    """Whether the kernels take tensors of ``x``'s dtype and device.
 
     False under autocast, which decides on a dtype operation by operation.
     """
-    device = x.device
-    if (
-        device.type != KERNEL_DEVICE_TYPE
-        or x.dtype not in _DTYPES
-        or torch.is_autocast_enabled(device.type)
-    ):
+    return (
+        x.device.type == KERNEL_DEVICE_TYPE
+        and x.dtype in _DTYPES
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels take ``x``, and each other tensor given along with it."""
+    if not kernels_run_on(x):
         return False
     for tensor in (x, *others):
         if tensor is not None and (
             tensor.dtype != x.dtype
-            or tensor.device != device
+            or tensor.device != x.device
             or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1)
         ):
             return False

@@ -12,6 +12,9 @@ from .conditions import class_name, has_known_method, is_plain, kernels_take
 from .forward_slot import runs_class_forward
 from .replacement import Plan
 
+# In float32 the epilogue's approximation of tanh would show.
+_EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
+
 
 def plan_activation(plan: Plan, name: str, activation: nn.Module) -> None:
     known = sys.modules["diffusers.models.activations"].GELU
@@ -48,6 +51,7 @@ def _is_fusable(linear: nn.Module, x: Tensor) -> bool:
     """
     if not (
         x.device.type == "cuda"
+        and x.dtype in _EPILOGUE_DTYPES
         and type(linear) is nn.Linear
         and runs_class_forward(linear)
         and linear.bias is not None

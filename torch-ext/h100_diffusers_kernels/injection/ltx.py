@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..functional import CoordinateRope
-from .conditions import class_name, has_known_method, is_plain, kernels_take
+from .conditions import class_name, has_known_method, is_plain, kernels_run_on, kernels_take
 from .feed_forward import plan_activation
 from .forward_slot import find_forward_slot, runs_class_forward, runs_forward
 from .replacement import Plan
@@ -379,7 +379,7 @@ def rope_forward(
     """
     if (
         torch.is_grad_enabled()
-        or not kernels_take(hidden_states)
+        or not kernels_run_on(hidden_states)
         or not runs_forward(self, rope_forward)
         or (video_coords is not None and video_coords.dtype == torch.float64)
     ):

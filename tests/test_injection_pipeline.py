@@ -1,0 +1,165 @@
+"""Whole pipelines with an injected transformer."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from diffusers import LTXConditionPipeline, LTXImageToVideoPipeline, LTXPipeline
+
+from ltx_models import calls_of, kernel_calls, one_thread, pipeline, prompts
+
+STEPS = 3
+SIZE = {"height": 64, "width": 96, "num_frames": 17, "num_inference_steps": STEPS}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+def latents(pipe, device, seed=0, **options):
+    """What a pipeline makes of made-up prompts, before it is decoded."""
+    torch.manual_seed(seed)
+    if isinstance(pipe, (LTXImageToVideoPipeline, LTXConditionPipeline)):
+        options["image"] = torch.rand(1, 3, SIZE["height"], SIZE["width"])
+    generator = torch.Generator("cpu").manual_seed(seed)
+    arguments = {**SIZE, **prompts(device), "output_type": "latent", **options}
+    return pipe(**arguments, generator=generator).frames
+
+
+def assert_close(result, expected):
+    assert expected.isfinite().all() and expected.std() > 0.1
+    torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize(
+    "pipeline_class", [LTXPipeline, LTXImageToVideoPipeline, LTXConditionPipeline]
+)
+@pytest.mark.parametrize("guidance_scale", [3.0, 1.0], ids=["guided", "unguided"])
+def test_pipelines(kernel, device, pipeline_class, guidance_scale):
+    """Per-sample timesteps, timesteps of each token, and given coordinates."""
+    pipe = pipeline(device, pipeline_class=pipeline_class)
+    expected = latents(pipe, device, guidance_scale=guidance_scale)
+    kernel.inject_kernels(pipe)
+    results = []
+    calls = kernel_calls(
+        lambda: results.append(latents(pipe, device, guidance_scale=guidance_scale))
+    )
+    assert calls == calls_of(2 * STEPS)
+    assert_close(results[0], expected)
+    kernel.eject_kernels(pipe)
+    assert torch.equal(latents(pipe, device, guidance_scale=guidance_scale), expected)
+
+
+def test_decoded_video(kernel, device):
+    pipe = pipeline(device)
+    expected = latents(pipe, device, output_type="pt")
+    kernel.inject_kernels(pipe)
+    video = latents(pipe, device, output_type="pt")
+    assert video.shape == (1, 17, 3, 64, 96)
+    torch.testing.assert_close(video, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_report_of_a_pipeline(kernel, device):
+    pipe = pipeline(device)
+    pipe.text_encoder = torch.nn.Linear(2, 2)
+    report = kernel.inject_kernels(pipe)
+    assert {entry.name.split(".")[0] for entry in report.replaced} == {"transformer"}
+    assert "transformer.transformer_blocks.1.attn2" in {entry.name for entry in report.replaced}
+    reasons = {entry.name: (entry.module, entry.reason) for entry in report.left_alone}
+    assert reasons["vae"] == ("AutoencoderKLLTXVideo", "there are no kernels for its class")
+    assert reasons["text_encoder"][0] == "Linear"
+    assert "transformer.norm_out" in reasons
+    assert kernel.inject_kernels(pipe).already_injected
+
+
+def test_pipeline_with_nothing_known(kernel, device):
+    pipe = pipeline(device)
+    pipe.transformer = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="got a LTXPipeline without one"):
+        kernel.inject_kernels(pipe)
+
+
+def test_compiled_transformer_in_a_pipeline(kernel, device):
+    pipe = pipeline(device)
+    expected = latents(pipe, device)
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    report = kernel.inject_kernels(pipe)
+    assert "transformer._orig_mod.rope" in {entry.name for entry in report.replaced}
+    assert_close(latents(pipe, device), expected)
+    kernel.eject_kernels(pipe)
+    torch._dynamo.reset()
+    assert_close(latents(pipe, device), expected)
+
+
+def test_object_with_models_as_attributes(kernel, device):
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.denoiser = pipeline(device).transformer
+    assert kernel.inject_kernels(holder).replaced[0].name.startswith("denoiser.")
+
+
+def test_components_shared_with_another_pipeline(kernel, device):
+    pipe = pipeline(device)
+    other = LTXImageToVideoPipeline.from_pipe(pipe)
+    other.set_progress_bar_config(disable=True)
+    expected = latents(other, device)
+    kernel.inject_kernels(pipe)
+    results = []
+    calls = kernel_calls(lambda: results.append(latents(other, device)))
+    assert calls == calls_of(2 * STEPS)
+    assert_close(results[0], expected)
+
+
+@pytest.mark.parametrize("is_injected_first", [True, False])
+@pytest.mark.parametrize("kind", ["model", "sequential", "group"])
+def test_offloading_of_a_pipeline(kernel, kind, is_injected_first):
+    if not torch.cuda.is_available():
+        pytest.skip("diffusers offloads from an accelerator only")
+    expected = latents(pipeline("cuda"), "cuda").cpu()
+    pipe = pipeline("cpu")
+    if is_injected_first:
+        kernel.inject_kernels(pipe)
+    if kind == "model":
+        pipe.enable_model_cpu_offload()
+    elif kind == "sequential":
+        pipe.enable_sequential_cpu_offload()
+    else:
+        pipe.enable_group_offload(
+            onload_device=torch.device("cuda"), offload_type="leaf_level", use_stream=True
+        )
+    kernel.inject_kernels(pipe)
+    results = []
+    calls = kernel_calls(lambda: results.append(latents(pipe, "cuda").cpu()))
+    assert calls == calls_of(2 * STEPS, **({} if kind == "model" else {"rms_norm": 0}))
+    assert_close(results[0], expected)
+    kernel.eject_kernels(pipe)
+    assert_close(latents(pipe, "cuda").cpu(), expected)
+    if kind != "group":
+        pipe.remove_all_hooks()
+
+
+def test_deep_copy_of_a_pipelines_transformer(kernel, device):
+    pipe = pipeline(device)
+    expected = latents(pipe, device)
+    kernel.inject_kernels(pipe)
+    pipe.transformer = copy.deepcopy(pipe.transformer)
+    assert kernel.inject_kernels(pipe).already_injected
+    assert_close(latents(pipe, device), expected)
+
+
+def test_saved_pipeline(kernel, device, tmp_path, caplog):
+    pipe = pipeline(device)
+    kernel.inject_kernels(pipe)
+    expected = latents(pipe, device)
+    with caplog.at_level(logging.ERROR):
+        pipe.save_pretrained(tmp_path)
+    loaded = LTXPipeline.from_pretrained(tmp_path, text_encoder=None, tokenizer=None).to(device)
+    loaded.set_progress_bar_config(disable=True)
+    assert kernel_calls(latents, loaded, device) == {}
+    assert_close(latents(loaded, device), expected)
