@@ -126,10 +126,10 @@ def show_times(size: str, result: dict) -> None:
         if "kernels" in entry:
             kernels = entry["kernels"]
             row += [kernels["classes"][key]["ms"] for key in kernel_times.CLASSES]
-            row += [median - kernels["total"]["ms"], kernels["total"]["launches"]]
+            row += [kernels["idle_ms"], kernels["total"]["launches"]]
         rows.append(row)
     headers = ["mode", "ms", "spread %", "x eager", "x compiled"]
-    headers += [*kernel_times.CLASSES.values(), "gaps", "launches"]
+    headers += [*kernel_times.CLASSES.values(), "between kernels", "launches"]
     click.echo(f"\n{size}, {result['batch']}x{result['tokens']} tokens")
     click.echo(tabulate(rows, headers[: len(rows[0])], floatfmt=".2f"))
     clocks.show(result["clocks"])

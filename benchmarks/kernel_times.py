@@ -46,17 +46,30 @@ def trace(forward: Callable[[], object], calls: int) -> list[dict]:
         return json.loads(path.read_text())["traceEvents"]
 
 
+def idle(intervals: Iterable[tuple[float, float]]) -> float:
+    """Time between the first start and the last end that no interval covers."""
+    gaps, end = 0.0, None
+    for start, stop in sorted(intervals):
+        if end is not None:
+            gaps += max(0.0, start - end)
+        end = stop if end is None else max(end, stop)
+    return gaps
+
+
 def breakdown(events: Iterable[dict], calls: int, top: int = 15) -> dict[str, object]:
-    """Time (ms) and launches a call: by class, of this package's kernels, of the largest others.
+    """Time (ms) and launches a call: by class, of this package's kernels, of the largest others,
+    and the time between kernels.
 
     Copies and fills that the GPU does count as kernels of the class "other".
     """
     times: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
+    intervals = []
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             times[event["name"]] += event["dur"] / 1e3
             counts[event["name"]] += 1
+            intervals.append((event["ts"], event["ts"] + event["dur"]))
     if not times:
         raise RuntimeError("the trace holds no kernel: was the forward run on the GPU?")
 
@@ -77,6 +90,7 @@ def breakdown(events: Iterable[dict], calls: int, top: int = 15) -> dict[str, ob
     others = [kernel for kernel in kernels if kernel["class"] == "other"]
     return {
         "total": total(kernels),
+        "idle_ms": idle(intervals) / 1e3 / calls,
         "classes": {
             key: total([kernel for kernel in kernels if kernel["class"] == key]) for key in CLASSES
         },

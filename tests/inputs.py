@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from checks import CONTRACT_ELEMENTS
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -128,7 +130,7 @@ def affine(name, hidden, dtype, device, layout="contiguous"):
 
 def rows_of(hidden, dtype):
     """Rows for a meaningful ratio of errors: in float32 each row's statistics have one, too."""
-    return max(64 if dtype == torch.float32 else 8, 32768 // hidden)
+    return max(64 if dtype == torch.float32 else 8, 2 * math.ceil(CONTRACT_ELEMENTS / hidden / 2))
 
 
 # Forms in which scale, shift and gate broadcast against (B, S, D): their shape, and whether they
@@ -206,3 +208,11 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
     if "norm" in name:
         arguments.update(affine(name, hidden, dtype, device))
     return getattr(kernel, name), arguments
+
+
+def without_optional(arguments):
+    """The same call with nothing that may be left out."""
+    tensors = ("weight", "bias", "gate", "q_weight", "k_weight")
+    plain = {key: None if key in tensors else value for key, value in arguments.items()}
+    plain.pop("approximate", None)
+    return plain

@@ -1,9 +1,11 @@
 """gelu, silu, geglu and swiglu."""
 
+import math
+
 import pytest
 import torch
 
-from checks import check, check_nonfinite
+from checks import CONTRACT_ELEMENTS, check, check_nonfinite
 from inputs import STRIDED_LAYOUTS, every_16_bit_dtype, every_dtype, normal
 
 # Operation and keyword arguments.
@@ -35,7 +37,8 @@ def resolve(activation):
 @every_dtype
 def test_sizes(kernel, device, activation, hidden, dtype):
     name, options, inputs = resolve(activation)
-    x = normal(max(4, 8192 // hidden), inputs * hidden, dtype=dtype, device=device, std=2.0)
+    rows = max(4, math.ceil(2 * CONTRACT_ELEMENTS / hidden))
+    x = normal(rows, inputs * hidden, dtype=dtype, device=device, std=2.0)
     check(kernel, name, x, **options)
 
 

@@ -69,6 +69,11 @@ def test_breakdown_adds_up_to_one_call():
     assert largest["ours"] and largest["ms"] == pytest.approx(0.6)
 
 
+def test_idle_time_is_what_no_kernel_covers():
+    intervals = [(10.0, 14.0), (0.0, 5.0), (3.0, 4.0), (12.0, 13.0), (20.0, 21.0)]
+    assert kernel_times.idle(intervals) == pytest.approx(5.0 + 6.0)
+
+
 def test_breakdown_of_no_kernels_is_an_error():
     with pytest.raises(RuntimeError, match="no kernel"):
         kernel_times.breakdown([{"name": "aten::add", "cat": "cpu_op", "dur": 1}], calls=1)
@@ -279,6 +284,7 @@ def test_gpu_tables(tmp_path):
                 "kernels": {
                     "classes": {key: {"ms": ms, "launches": 1} for key, ms in classes.items()},
                     "total": {"ms": 37.25, "launches": 640},
+                    "idle_ms": 1.25,
                 }
             }
         },
@@ -293,7 +299,9 @@ def test_gpu_tables(tmp_path):
     record = {"environment": dict.fromkeys(names, "x"), "sizes": {"49x512x768": entry}}
     (tmp_path / "models.json").write_text(json.dumps(record))
     row = rendered(tmp_path, "breakdown").splitlines()[6]
-    assert [cell.strip() for cell in row.split("|")[3:-1]] == ["25.0 ms", "8.0 ms", "4.2 ms", "640"]
+    assert [cell.strip() for cell in row.split("|")[3:-1]] == [
+        *("25.0 ms", "8.0 ms", "4.2 ms", "1.2 ms", "640")
+    ]
     row = rendered(tmp_path, "injection").splitlines()[6]
     assert [cell.strip() for cell in row.split("|")[2:-1]] == ["12 ms", "0.46 s", "0.50%"]
     operation = {

@@ -1,7 +1,8 @@
 """The CPU build is no slower than eager PyTorch: every operation and dtype, 2x256x2048, 2 threads.
 
-Both are timed in turn, many times over, so that whatever else the machine does weighs on both, and
-the medians are compared. A slow result is measured again before it counts.
+Both are timed in turn, many times over, and the medians are compared. Each time is the shortest of
+a few calls, as a thread that another process keeps from running would weigh more than the operation
+does. A slow result is measured again before it counts.
 """
 
 import statistics
@@ -11,14 +12,17 @@ import pytest
 import torch
 
 import eager
-from inputs import OPERATIONS, QK_OPERATIONS, every_dtype, sample
+from inputs import OPERATIONS, QK_OPERATIONS, every_dtype, sample, without_optional
 
 SHAPE = (2, 256, 2048)
 THREADS = 2
-ROUNDS = 25
+ROUNDS = 15
+CALLS = 3
 ATTEMPTS = 4
-# What the medians of two equally fast functions were seen to differ by.
-MEASUREMENT_NOISE = 1.05
+# Where eager, too, reads and writes everything just once, equal speed is all there is, and the
+# medians of equally fast functions differ by this.
+NOISE = 1.1
+ONE_PASS_IN_EAGER = {("gated_residual", "plain"), ("gelu", "plain")}
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,9 +39,13 @@ def two_threads():
 
 
 def seconds(function, arguments):
-    start = time.perf_counter()
-    function(**arguments)
-    return time.perf_counter() - start
+    """Of the fastest call."""
+    times = []
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        function(**arguments)
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def ratio_of_medians(function, other, arguments):
@@ -51,16 +59,21 @@ def ratio_of_medians(function, other, arguments):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("options", ["full", "plain"])
 @every_dtype
-def test_no_slower_than_eager(kernel, device, name, dtype):
+def test_no_slower_than_eager(kernel, device, name, options, dtype):
+    """`full`: with weights, gate and tanh; `plain`: without."""
     function, arguments = sample(kernel, name, dtype=dtype, device=device, shape=SHAPE, heads=32)
+    if options == "plain":
+        arguments = without_optional(arguments)
     other = getattr(eager, "qk_norm_rope" if name in QK_OPERATIONS else name)
+    limit = NOISE if (name, options) in ONE_PASS_IN_EAGER else 1.0
     ratios = []
     with torch.no_grad():
         for one in (function, other):
             seconds(one, arguments)  # first touch of memory and of code
         for _ in range(ATTEMPTS):
             ratios.append(ratio_of_medians(function, other, arguments))
-            if ratios[-1] <= MEASUREMENT_NOISE:
+            if ratios[-1] <= limit:
                 return
     pytest.fail(f"took {', '.join(f'{ratio:.2f}' for ratio in ratios)} times as long as eager")

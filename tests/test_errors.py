@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from checks import MemorySnapshot, tensors_of
+from checks import MemorySnapshot, map_tensors, on_meta, tensors_of
 from inputs import (
     HEADS,
     QK_OPERATIONS,
@@ -391,23 +391,11 @@ def test_mistakes_where_an_input_requires_grad(kernel, device, case):
 @pytest.mark.parametrize("case", [c for c in MISTAKES if not c.is_device], ids=str)
 def test_mistakes_in_tracing(kernel, device, case):
     function, arguments = valid_call(kernel, case.operation, "cpu")
-    arguments = on_meta(arguments)
+    arguments = map_tensors(on_meta, arguments)
     function(**arguments)
     case.change(arguments)
     pattern = sentence(operation_in_messages(case), case.argument, case.got)
-    assert_refused(function, on_meta(arguments), pattern)
-
-
-def on_meta(value):
-    if isinstance(value, torch.Tensor):
-        return value.to("meta")
-    if isinstance(value, dict):
-        return {key: on_meta(item) for key, item in value.items()}
-    if hasattr(value, "_make"):
-        return value._make(map(on_meta, value))
-    if isinstance(value, tuple):
-        return tuple(map(on_meta, value))
-    return value
+    assert_refused(function, map_tensors(on_meta, arguments), pattern)
 
 
 # The wording itself, where users meet it most: the operation, what to change, the sentence.

@@ -72,7 +72,7 @@ def test_broadcast_forms(kernel, device, name, form, hidden, dtype):
 )
 @every_dtype
 def test_gate_scale_and_shift_of_different_forms(kernel, device, name, forms, dtype):
-    shape = (3, 32, 256)
+    shape = (3, 64, 256)
     residual, x = (normal(*shape, dtype=dtype, device=device) for _ in range(2))
     rest = [modulation(form, 1, shape, dtype=dtype, device=device)[0] for form in forms]
     check(kernel, name, residual, x, *rest, **affine(name, 256, dtype, device))
@@ -135,7 +135,7 @@ def test_norm_takes_the_residual_before_it_is_rounded(kernel, device, name, dtyp
 @every_norm
 @every_dtype
 def test_eps(kernel, device, name, dtype):
-    shape = (2, 32, 256)
+    shape = (2, 64, 256)
     residual, x = (normal(*shape, dtype=dtype, device=device, std=0.02) for _ in range(2))
     rest = modulated(name, "B1D", shape, dtype, device)
     for eps in (0.0, 1e-3, 1.0):
@@ -144,7 +144,7 @@ def test_eps(kernel, device, name, dtype):
 
 @every_operation
 def test_same_tensor_as_residual_and_x(kernel, device, name):
-    shape = (2, 32, 256)
+    shape = (2, 64, 256)
     x = normal(*shape, dtype=torch.bfloat16, device=device)
     check(kernel, name, x, x, *modulated(name, "B1D", shape, torch.bfloat16, device))
 

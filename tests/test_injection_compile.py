@@ -78,7 +78,7 @@ def test_dynamic_shapes(kernel, device):
         inject(model)
         counter = CompileCounterWithBackend("eager")
         compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
-        for batch, grid in ((2, (2, 3, 4)), (3, (3, 4, 5)), (4, (4, 3, 2))):
+        for batch, grid in ((2, (2, 3, 4)), (3, (3, 4, 5))):
             arguments = inputs(model, batch=batch, grid=grid)
             out = run_model(compiled, arguments)
             expected = reference(plain, arguments)
@@ -135,6 +135,7 @@ def test_cuda_graph(kernel):
     plain = transformer("cuda")
     kernel.inject_kernels(model)
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run_model(model, arguments)
     torch.cuda.current_stream().wait_stream(stream)

@@ -1,5 +1,6 @@
 """Hooks and other forwards on the modules of an injected model, coming and going in any order."""
 
+import functools
 import itertools
 
 import accelerate
@@ -301,16 +302,52 @@ def test_another_forward_of_the_model_gets_tables(kernel, device):
     assert computing(expected, model, arguments) == with_tables
 
 
-def test_another_forward_of_a_class_is_left_alone(kernel, device, monkeypatch):
+@pytest.mark.parametrize("target", ["block", "attention", "activation", "rope", "model"])
+def test_another_forward_of_a_class_is_left_alone(kernel, device, monkeypatch, target):
+    model, arguments, expected = prepared(device)
+    block = model.transformer_blocks[0]
+    module = {
+        "block": block,
+        "attention": block.attn1,
+        "activation": block.ff.net[0],
+        "rope": model.rope,
+        "model": model,
+    }[target]
+    original = type(module).forward
+
+    @functools.wraps(original)
+    def forward(self, *args, **kwargs):
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(module), "forward", forward)
+    reasons = reasons_for_leaving(kernel, model)
+    names = {
+        "block": "transformer_blocks.0",
+        "attention": "transformer_blocks.0.attn1",
+        "activation": "transformer_blocks.0.ff.net.0",
+    }
+    assert names.get(target, "rope") in reasons
+    calls = computing(expected, model, arguments)
+    assert ("qk_norm_coordinate_rope" in calls) == (target == "activation")
+    assert (calls == {}) == (target == "block")
+
+
+@pytest.mark.parametrize("more", ["", ", audio=None"], ids=["same", "another"])
+def test_parameters_of_a_forward(kernel, device, monkeypatch, more):
+    """A version of diffusers with another parameter may compute something else."""
     model, arguments, expected = prepared(device)
     block_class = type(model.transformer_blocks[0])
-    original = block_class.forward
-    monkeypatch.setattr(
-        block_class, "forward", lambda self, *args, **kwargs: original(self, *args, **kwargs)
+    parameters = "self, hidden_states, encoder_hidden_states, temb, image_rotary_emb"
+    namespace = {"__name__": "diffusers.another_version", "original": block_class.forward}
+    exec(
+        f"def forward({parameters}=None, encoder_attention_mask=None{more}):\n"
+        f"    return original({parameters}, encoder_attention_mask)",
+        namespace,
     )
+    monkeypatch.setattr(block_class, "forward", namespace["forward"])
     reasons = reasons_for_leaving(kernel, model)
-    assert "not the one known" in reasons["transformer_blocks.0"]
-    assert computing(expected, model, arguments) == {}
+    assert ("transformer_blocks.0" in reasons) == bool(more)
+    assert computing(expected, model, arguments) == ({} if more else calls_of(2))
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_left_alone(kernel, device):

@@ -51,7 +51,11 @@ def test_pipelines(kernel, device, pipeline_class, guidance_scale):
     assert calls == calls_of(2 * STEPS)
     assert_close(results[0], expected)
     kernel.eject_kernels(pipe)
-    assert torch.equal(latents(pipe, device, guidance_scale=guidance_scale), expected)
+    result = latents(pipe, device, guidance_scale=guidance_scale)
+    if device == "cpu":
+        assert torch.equal(result, expected)
+    else:
+        assert_close(result, expected)  # cuDNN may encode an image in another way each time
 
 
 def test_decoded_video(kernel, device):

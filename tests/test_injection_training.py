@@ -113,8 +113,7 @@ def test_only_the_adapters_are_trained(kernel, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_int8_weights(kernel, device, dtype, is_injected_first):
     """Weights stay as torchao made them, and its linear function multiplies by them."""
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
+    torchao = pytest.importorskip("torchao.quantization")
     model = transformer(device, dtype)
     plain = copy.deepcopy(model)
     arguments = inputs(model)
@@ -122,7 +121,7 @@ def test_int8_weights(kernel, device, dtype, is_injected_first):
     if is_injected_first:
         kernel.inject_kernels(model)
     for candidate in (model, plain):
-        quantize_(candidate.transformer_blocks, Int8WeightOnlyConfig())
+        torchao.quantize_(candidate.transformer_blocks, torchao.Int8WeightOnlyConfig())
     kernel.inject_kernels(model)
     expected = run(plain, arguments)
     assert 1e-4 < (expected.double() - exact).norm() / exact.norm() < 0.1
@@ -144,9 +143,8 @@ def activation(model):
 
 
 def quantize(model):
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    quantize_(activation(model), Int8WeightOnlyConfig())
+    torchao = pytest.importorskip("torchao.quantization")
+    torchao.quantize_(activation(model), torchao.Int8WeightOnlyConfig())
 
 
 def subclass_linear(model):

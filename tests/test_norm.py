@@ -77,14 +77,14 @@ def test_stride_of_a_single_column_is_free(kernel, device, name, dtype):
 @pytest.mark.parametrize("hidden", [64, 2048])
 @every_dtype
 def test_misaligned_weight(kernel, device, name, hidden, dtype):
-    x = normal(64, hidden, dtype=dtype, device=device)
+    x = normal(rows_of(hidden, dtype), hidden, dtype=dtype, device=device)
     check(kernel, name, x, **affine(name, hidden, dtype, device, layout="misaligned"))
 
 
 @pytest.mark.parametrize("given", ["weight", "bias"])
 @every_dtype
 def test_layer_norm_with_weight_or_bias_alone(kernel, device, given, dtype):
-    x = normal(64, 256, dtype=dtype, device=device)
+    x = normal(128, 256, dtype=dtype, device=device)
     check(kernel, "layer_norm", x, **{given: normal(256, dtype=dtype, device=device)})
 
 
@@ -92,13 +92,13 @@ def test_layer_norm_with_weight_or_bias_alone(kernel, device, given, dtype):
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-6, 1e-3, 1.0])
 @every_dtype
 def test_eps(kernel, device, name, eps, dtype):
-    x = normal(64, 256, dtype=dtype, device=device, std=0.02)
+    x = normal(128, 256, dtype=dtype, device=device, std=0.02)
     check(kernel, name, x, eps=eps)
 
 
 @every_norm
 def test_default_eps(kernel, device, name):
-    x = normal(64, 256, dtype=torch.float32, device=device, std=1e-3)
+    x = normal(128, 256, dtype=torch.float32, device=device, std=1e-3)
     check(kernel, name, x)
 
 

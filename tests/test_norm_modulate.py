@@ -59,7 +59,7 @@ def test_broadcast_forms(kernel, device, name, form, hidden, is_affine, dtype):
 @pytest.mark.parametrize("shift_form", ["D", "B1D", "BSD_table"])
 @every_dtype
 def test_scale_and_shift_of_different_forms(kernel, device, name, scale_form, shift_form, dtype):
-    shape = (3, 32, 256)
+    shape = (3, 64, 256)
     x = normal(*shape, dtype=dtype, device=device)
     (scale,) = modulation(scale_form, 1, shape, dtype=dtype, device=device)
     (shift,) = modulation(shift_form, 1, shape, dtype=dtype, device=device)
@@ -103,7 +103,7 @@ def test_dimensions(kernel, device, name, x_shape, shape, dtype):
 @every_norm
 @every_dtype
 def test_eps(kernel, device, name, dtype):
-    shape = (2, 32, 256)
+    shape = (2, 64, 256)
     x = normal(*shape, dtype=dtype, device=device, std=0.02)
     scale, shift = modulation("B1D", 2, shape, dtype=dtype, device=device)
     for eps in (0.0, 1e-3, 1.0):

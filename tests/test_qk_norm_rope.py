@@ -1,11 +1,13 @@
 """qk_norm_rope: norm and rotary embedding of query and key."""
 
+import math
+
 import pytest
 import torch
 
 import eager
 import references
-from checks import check, check_nonfinite
+from checks import CONTRACT_ELEMENTS, check, check_nonfinite
 from inputs import (
     STRIDED_LAYOUTS,
     WRITABLE_LAYOUTS,
@@ -89,9 +91,10 @@ def weights(norm, shape, dtype, device, *, k_heads=None, layout="contiguous"):
 @every_pair_layout
 @every_dtype
 def test_head_dims(kernel, device, head_dim, norm, layout, dtype):
-    shape = (2, 33, 4, head_dim)
+    seq = math.ceil(CONTRACT_ELEMENTS / (2 * 4 * head_dim))
+    shape = (2, seq, 4, head_dim)
     q, k = query_and_key(shape, dtype, device)
-    rope = rotary_tables(33, head_dim, dtype=torch.float32, device=device)
+    rope = rotary_tables(seq, head_dim, dtype=torch.float32, device=device)
     parameters = weights(norm, shape, dtype, device)
     check(kernel, "qk_norm_rope", q, k, **parameters, rope=rope, heads=4, norm=norm, layout=layout)
 
@@ -287,7 +290,7 @@ def test_same_tensor_as_query_and_key(kernel, device, norm):
 @pytest.mark.parametrize("norm", ["across_heads", "per_head"])
 @every_dtype
 def test_eps(kernel, device, norm, dtype):
-    q, k = (normal(2, 19, 256, dtype=dtype, device=device, std=0.02) for _ in range(2))
+    q, k = (normal(2, 64, 256, dtype=dtype, device=device, std=0.02) for _ in range(2))
     for eps in (0.0, 1e-3, 1.0):
         check(kernel, "qk_norm_rope", q, k, heads=4, norm=norm, eps=eps)
 

@@ -103,9 +103,9 @@ def breakdown(results: Path) -> str:
                     f"{kernels['classes'][key]['ms']:.1f} ms"
                     for key in ("gemm", "attention", "other")
                 ]
-                + [f"{kernels['total']['launches']:.0f}"]
+                + [f"{kernels['idle_ms']:.1f} ms", f"{kernels['total']['launches']:.0f}"]
             )
-    classes = ["matrix products", "attention", "everything else"]
+    classes = ["matrix products", "attention", "everything else", "between kernels"]
     return markdown(rows, ["input", "mode", *classes, "launches"]) + setup(result)
 
 

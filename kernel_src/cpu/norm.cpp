@@ -3,6 +3,7 @@
 // One kernel is composed of three policies: what a row's values are (Input), how they are normalized (Norm)
 // and what becomes of the normalized values (Output). A row is read from memory once; it is small enough to
 // be in cache when the norm reads it again.
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 
@@ -84,12 +85,13 @@ struct RmsNorm {
 
   template <int kLanes, typename Input>
   ALWAYS_INLINE RmsNorm(Lanes<kLanes>, const Input& input, int64_t hidden, float eps) {
-    const double squares =
-        sum_columns<kLanes>(hidden, [&]<int n>(Lanes<n>, int64_t column) ALWAYS_INLINE_LAMBDA {
-          const Floats<n> h = input.template first<n>(column);
-          return h * h;
-        });
-    rstd = reciprocal_deviation(squares, hidden, eps);
+    double squares[1];
+    sum_columns<kLanes>(hidden, squares,
+                        [&]<int n>(Lanes<n>, int64_t column, Floats<n>* sums) ALWAYS_INLINE_LAMBDA {
+                          const Floats<n> h = input.template first<n>(column);
+                          sums[0] += h * h;
+                        });
+    rstd = reciprocal_deviation(squares[0] / static_cast<double>(hidden), eps);
   }
 
   template <int n>
@@ -98,28 +100,36 @@ struct RmsNorm {
   }
 };
 
-// The variance is the mean of squared differences from the mean, so a large mean costs no accuracy.
+// The variance is the mean square of the differences from the mean, and the sum of these differences tells
+// what the mean lost by rounding, so a mean far from zero costs no accuracy (corrected two-pass algorithm).
 struct LayerNorm {
   float mean;
   float rstd;
+  float offset;  // of the normalized values
 
   template <int kLanes, typename Input>
   ALWAYS_INLINE LayerNorm(Lanes<kLanes>, const Input& input, int64_t hidden, float eps) {
-    const double total =
-        sum_columns<kLanes>(hidden, [&]<int n>(Lanes<n>, int64_t column)
-                                        ALWAYS_INLINE_LAMBDA { return input.template first<n>(column); });
-    mean = static_cast<float>(total / static_cast<double>(hidden));
-    const double squares =
-        sum_columns<kLanes>(hidden, [&]<int n>(Lanes<n>, int64_t column) ALWAYS_INLINE_LAMBDA {
-          const Floats<n> difference = input.template again<n>(column) - mean;
-          return difference * difference;
-        });
-    rstd = reciprocal_deviation(squares, hidden, eps);
+    const double count = static_cast<double>(hidden);
+    double total[1];
+    sum_columns<kLanes>(hidden, total,
+                        [&]<int n>(Lanes<n>, int64_t column, Floats<n>* sums)
+                            ALWAYS_INLINE_LAMBDA { sums[0] += input.template first<n>(column); });
+    mean = static_cast<float>(total[0] / count);
+    double differences[2];
+    sum_columns<kLanes>(hidden, differences,
+                        [&]<int n>(Lanes<n>, int64_t column, Floats<n>* sums) ALWAYS_INLINE_LAMBDA {
+                          const Floats<n> difference = input.template again<n>(column) - mean;
+                          sums[0] += difference;
+                          sums[1] += difference * difference;
+                        });
+    const double correction = differences[0] / count;
+    rstd = reciprocal_deviation(std::max(differences[1] / count - correction * correction, 0.0), eps);
+    offset = static_cast<float>(-correction * rstd);
   }
 
   template <int n>
   ALWAYS_INLINE Floats<n> apply(const Floats<n>& h) const {
-    return (h - mean) * rstd;
+    return (h - mean) * rstd + offset;
   }
 };
 

@@ -182,72 +182,87 @@ struct HalfRotation {
 
 template <int kLanes, typename T>
 ALWAYS_INLINE double sum_of_squares(const T* data, int64_t count) {
-  return sum_columns<kLanes>(count, [&]<int n>(Lanes<n>, int64_t column) ALWAYS_INLINE_LAMBDA {
-    const Floats<n> v = load<n>(data + column);
-    return v * v;
-  });
+  double squares[1];
+  sum_columns<kLanes>(count, squares,
+                      [&]<int n>(Lanes<n>, int64_t column, Floats<n>* sums) ALWAYS_INLINE_LAMBDA {
+                        const Floats<n> v = load<n>(data + column);
+                        sums[0] += v * v;
+                      });
+  return squares[0];
 }
 
-// Table is the element type of the cosine and sine tables, float also where they come from coordinates.
+// Table is the element type of the cosine and sine tables, float also where they come from coordinates. An
+// item is a token; those of the same position in the sequence follow each other, as they may share their
+// rotation.
 template <typename T, typename Table, typename Rotation>
 struct QkNormRopeKernel {
   const QkNormRopeParams& params;
 
-  // Tokens of the same position in the sequence follow each other: they may share their rotation.
   template <int kLanes>
   ALWAYS_INLINE void run(int64_t begin, int64_t end) const {
+    const auto rstd = std::make_unique<float[]>(std::max(params.q.heads, params.k.heads));
     std::optional<CoordinateTables> from_coordinates;
     if (params.coordinates != nullptr) from_coordinates.emplace(params);
     for (int64_t token = begin; token < end; ++token) {
       const int64_t batch = token % params.batch, seq = token / params.batch;
+      const auto at = [&](auto* data, const int64_t* strides) {
+        return data + batch * strides[0] + seq * strides[1];
+      };
       TokenTables<Table> tables{};
       if constexpr (std::is_same_v<Table, float>) {
-        if (from_coordinates)
-          tables = from_coordinates->at<kLanes>(params.coordinates + batch * params.coordinate_strides[0] +
-                                                seq * params.coordinate_strides[1]);
+        if (from_coordinates) {
+          tables = from_coordinates->at<kLanes>(at(params.coordinates, params.coordinate_strides));
+        }
       }
       if (params.cos != nullptr) {
-        tables = {static_cast<const Table*>(params.cos) + batch * params.cos_strides[0] +
-                      seq * params.cos_strides[1],
-                  static_cast<const Table*>(params.sin) + batch * params.sin_strides[0] +
-                      seq * params.sin_strides[1],
-                  params.cos_strides[2], params.sin_strides[2]};
+        tables = {at(static_cast<const Table*>(params.cos), params.cos_strides),
+                  at(static_cast<const Table*>(params.sin), params.sin_strides), params.cos_strides[2],
+                  params.sin_strides[2]};
       }
       for (const HeadsOperand* operand : {&params.q, &params.k}) {
-        run_heads<kLanes>(*operand, batch, seq, tables);
+        const T* in = at(static_cast<const T*>(operand->in), operand->in_strides);
+        T* out = at(static_cast<T*>(operand->out), operand->out_strides);
+        measure<kLanes>(*operand, in, rstd.get());
+        rotate<kLanes>(*operand, in, rstd.get(), tables, out);
       }
     }
   }
 
-  // The heads of one token.
+  // The factor of each head of a token.
   template <int kLanes>
-  ALWAYS_INLINE void run_heads(const HeadsOperand& operand, int64_t batch, int64_t seq,
-                               const TokenTables<Table>& tables) const {
-    const T* in =
-        static_cast<const T*>(operand.in) + batch * operand.in_strides[0] + seq * operand.in_strides[1];
-    T* out = static_cast<T*>(operand.out) + batch * operand.out_strides[0] + seq * operand.out_strides[1];
-    const int64_t head_dim = params.head_dim;
-    NormalizedHead<T> head{in, static_cast<const T*>(operand.weight), 1.0f};
-    if (params.norm == NormScope::kAcrossHeads) {
-      double squares = 0;
-      if (operand.in_strides[2] == head_dim) {
-        squares = sum_of_squares<kLanes>(in, operand.heads * head_dim);
-      } else {
-        for (int64_t h = 0; h < operand.heads; ++h) {
-          squares += sum_of_squares<kLanes>(in + h * operand.in_strides[2], head_dim);
-        }
+  ALWAYS_INLINE void measure(const HeadsOperand& operand, const T* in, float* rstd) const {
+    const int64_t heads = operand.heads, head_dim = params.head_dim, stride = operand.in_strides[2];
+    if (params.norm == NormScope::kPerHead) {
+      for (int64_t h = 0; h < heads; ++h) {
+        const double squares = sum_of_squares<kLanes>(in + h * stride, head_dim);
+        rstd[h] = reciprocal_deviation(squares / static_cast<double>(head_dim), params.eps);
       }
-      head.rstd = reciprocal_deviation(squares, operand.heads * head_dim, params.eps);
+      return;
     }
-    for (int64_t h = 0; h < operand.heads; ++h) {
-      if (params.norm == NormScope::kPerHead) {
-        head.rstd = reciprocal_deviation(sum_of_squares<kLanes>(head.in, head_dim), head_dim, params.eps);
+    float factor = 1.0f;
+    if (params.norm == NormScope::kAcrossHeads) {
+      const bool is_contiguous = stride == head_dim;
+      const int64_t parts = is_contiguous ? 1 : heads;
+      double squares = 0;
+      for (int64_t part = 0; part < parts; ++part) {
+        squares += sum_of_squares<kLanes>(in + part * stride, is_contiguous ? heads * head_dim : head_dim);
       }
-      Rotation::template apply<kLanes>(head, head_dim, tables.cosine + h * tables.cosine_stride,
-                                       tables.sine + h * tables.sine_stride,
-                                       out + h * operand.out_strides[2]);
-      head.in += operand.in_strides[2];
-      if (params.norm == NormScope::kAcrossHeads && head.weight != nullptr) head.weight += head_dim;
+      factor = reciprocal_deviation(squares / static_cast<double>(heads * head_dim), params.eps);
+    }
+    std::fill_n(rstd, heads, factor);
+  }
+
+  template <int kLanes>
+  ALWAYS_INLINE void rotate(const HeadsOperand& operand, const T* in, const float* rstd,
+                            const TokenTables<Table>& tables, T* out) const {
+    const T* weight = static_cast<const T*>(operand.weight);
+    for (int64_t h = 0; h < operand.heads; ++h) {
+      Rotation::template apply<kLanes>(NormalizedHead<T>{in, weight, rstd[h]}, params.head_dim,
+                                       tables.cosine + h * tables.cosine_stride,
+                                       tables.sine + h * tables.sine_stride, out);
+      in += operand.in_strides[2];
+      out += operand.out_strides[2];
+      if (params.norm == NormScope::kAcrossHeads && weight != nullptr) weight += params.head_dim;
     }
   }
 };

@@ -100,31 +100,33 @@ ALWAYS_INLINE void for_columns(int64_t begin, int64_t end, const Function& funct
   }
 }
 
-// Sum of function(Lanes<n>, column) over groups of columns: in float within a block, in double across blocks,
-// always in the same order.
-template <int kLanes, typename Function>
-ALWAYS_INLINE double sum_columns(int64_t count, const Function& function) {
+// Sums over the columns: function(Lanes<n>, column, sums) adds the terms of a group of columns to the kSums
+// vectors of `sums`. In float within a block, in double across blocks, and always in the same order.
+template <int kLanes, int kSums, typename Function>
+ALWAYS_INLINE void sum_columns(int64_t count, double (&totals)[kSums], const Function& function) {
   constexpr int64_t kBlock = 4096;
-  double total = 0;
+  for (double& total : totals) total = 0;
   for (int64_t block = 0; block < count; block += kBlock) {
     const int64_t end = std::min(block + kBlock, count);
     int64_t i = block;
-    Floats<kLanes> sum0{}, sum1{}, sum2{}, sum3{};
+    Floats<kLanes> sums[4][kSums] = {};  // four chains of dependent additions
     for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
-      sum0 += function(Lanes<kLanes>{}, i);
-      sum1 += function(Lanes<kLanes>{}, i + kLanes);
-      sum2 += function(Lanes<kLanes>{}, i + 2 * kLanes);
-      sum3 += function(Lanes<kLanes>{}, i + 3 * kLanes);
+      function(Lanes<kLanes>{}, i, sums[0]);
+      function(Lanes<kLanes>{}, i + kLanes, sums[1]);
+      function(Lanes<kLanes>{}, i + 2 * kLanes, sums[2]);
+      function(Lanes<kLanes>{}, i + 3 * kLanes, sums[3]);
     }
-    for (; i + kLanes <= end; i += kLanes) sum0 += function(Lanes<kLanes>{}, i);
-    total += sum<kLanes>((sum0 + sum1) + (sum2 + sum3));
-    for (; i < end; ++i) total += function(Lanes<1>{}, i)[0];
+    for (; i + kLanes <= end; i += kLanes) function(Lanes<kLanes>{}, i, sums[0]);
+    Floats<1> rest[kSums] = {};
+    for (; i < end; ++i) function(Lanes<1>{}, i, rest);
+    for (int k = 0; k < kSums; ++k) {
+      totals[k] += sum<kLanes>((sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k])) + rest[k][0];
+    }
   }
-  return total;
 }
 
-inline float reciprocal_deviation(double sum_of_squares, int64_t count, float eps) {
-  return static_cast<float>(1.0 / std::sqrt(sum_of_squares / static_cast<double>(count) + eps));
+inline float reciprocal_deviation(double variance, float eps) {
+  return static_cast<float>(1.0 / std::sqrt(variance + eps));
 }
 
 }  // namespace h100_diffusers_kernels

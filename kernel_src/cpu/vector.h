@@ -66,10 +66,30 @@ ALWAYS_INLINE Floats<kLanes> abs(const Floats<kLanes>& v) {
   return as_floats<kLanes>(as_ints<kLanes>(v) & 0x7fffffff);
 }
 
-// NaN stays NaN.
+// Floats of one sign are ordered by magnitude as their bits are, and all positive ones come before all
+// negative ones if the bits are taken as unsigned, after them if signed. NaN is beyond infinity.
+
+// v, but 0 where v is negative.
 template <int kLanes>
-ALWAYS_INLINE Floats<kLanes> at_most(const Floats<kLanes>& v, float limit) {
-  return v > limit ? broadcast<kLanes>(limit) : v;
+ALWAYS_INLINE Floats<kLanes> positive_part(const Floats<kLanes>& v) {
+  const Ints<kLanes> bits = as_ints<kLanes>(v);
+  return as_floats<kLanes>(bits > 0 ? bits : Ints<kLanes>{});
+}
+
+// v, but limit where v is greater or a positive NaN; limit > 0.
+template <int kLanes>
+ALWAYS_INLINE Floats<kLanes> limit_positive(const Floats<kLanes>& v, float limit) {
+  const Ints<kLanes> bits = as_ints<kLanes>(v);
+  const Ints<kLanes> limit_bits = as_ints<kLanes>(broadcast<kLanes>(limit));
+  return as_floats<kLanes>(bits < limit_bits ? bits : limit_bits);
+}
+
+// v, but limit where v is less or a negative NaN; limit < 0.
+template <int kLanes>
+ALWAYS_INLINE Floats<kLanes> limit_negative(const Floats<kLanes>& v, float limit) {
+  const Uints<kLanes> bits = __builtin_bit_cast(Uints<kLanes>, v);
+  const Uints<kLanes> limit_bits = __builtin_bit_cast(Uints<kLanes>, broadcast<kLanes>(limit));
+  return __builtin_bit_cast(Floats<kLanes>, bits < limit_bits ? bits : limit_bits);
 }
 
 // A bfloat16 is the upper half of a float: the odd one of two on a little-endian machine.

@@ -1,4 +1,4 @@
-// Functions of vectors of floats: what the activations need of exp and erfc, and sine and cosine.
+// Functions of vectors of floats: powers of two, sine and cosine.
 //
 // The polynomials are minimax fits; the error given with each is the largest relative one before rounding.
 #pragma once
@@ -9,29 +9,34 @@
 
 namespace h100_diffusers_kernels {
 
-// exp() of a result far below the smallest float still has to be exact when multiplied, so exp_scaled()
-// returns it times 2^64.
-constexpr float kExpScale = 0x1p64f;
+// Polynomial in x, highest coefficient first.
+template <int kLanes, typename... Coefficients>
+ALWAYS_INLINE Floats<kLanes> polynomial(const Floats<kLanes>& x, float highest, Coefficients... others) {
+  Floats<kLanes> sum = broadcast<kLanes>(highest);
+  ((sum = sum * x + others), ...);
+  return sum;
+}
 
-// kExpScale * exp(-(x + correction)) for 0 <= x <= 120 and a correction within rounding of x.
-template <int kLanes>
-ALWAYS_INLINE Floats<kLanes> exp_scaled(const Floats<kLanes>& x,
-                                        const Floats<kLanes>& correction = Floats<kLanes>{}) {
-  // exp(-x) = 2^n * exp(r) with r = -x - n*log(2) in [-log(2)/2, log(2)/2]. Adding 1.5 * 2^23 rounds to an
-  // integer, which then is in the lowest bits; so is the scale, 64.
-  constexpr float kRound = 0x1.8p23f + 64;
-  constexpr float kLog2High = 0x1.62e4p-1f;  // 15 bits: times n is exact
-  constexpr float kLog2Low = 0x1.7f7d1cp-20f;
-  const Floats<kLanes> shifted = kRound - x * 0x1.715476p0f;
-  const Floats<kLanes> n = shifted - kRound;
-  const Floats<kLanes> r = (-x - n * kLog2High) - n * kLog2Low - correction;
-  Floats<kLanes> p = 0.00138189388f * r + 0.00836870354f;  // 3e-9
-  p = p * r + 0.0416682884f;
-  p = p * r + 0.166665211f;
-  p = p * r + 0.49999994f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  return as_floats<kLanes>(as_ints<kLanes>(p) + (as_ints<kLanes>(shifted) << 23));
+// 2^(x * (y + y_low) - kOffset), which must lie in [2^-126, 2^128) or be exactly 2^-127, for which the result
+// is 0. The product is not rounded where the processor multiplies and adds in one instruction.
+template <int kLanes, int kOffset, int kDegree>
+ALWAYS_INLINE Floats<kLanes> exp2_of_product(const Floats<kLanes>& x, const Floats<kLanes>& y,
+                                             float y_low = 0) {
+  // Adding 1.5 * 2^23 rounds to an integer and leaves it in the lowest bits.
+  constexpr float kRound = 0x1.8p23f - kOffset;
+  const Floats<kLanes> shifted = x * y + kRound;
+  const Floats<kLanes> integer = shifted - kRound;
+  Floats<kLanes> f = x * y - integer;
+  if (y_low != 0) f += x * y_low;
+  Floats<kLanes> power;
+  if constexpr (kDegree == 4) {  // 3e-6
+    power = polynomial<kLanes>(f, 0.00958313234f, 0.0559070185f, 0.240240946f, 0.693124115f, 1.0f);
+  } else {  // 3e-9
+    static_assert(kDegree == 6);
+    power = polynomial<kLanes>(f, 0.000153285815f, 0.00133909867f, 0.00961850118f, 0.0555035956f,
+                               0.240226477f, 0.693147182f, 1.0f);
+  }
+  return as_floats<kLanes>(as_ints<kLanes>(power) + (as_ints<kLanes>(shifted) << 23));
 }
 
 template <int kLanes>
@@ -58,12 +63,10 @@ ALWAYS_INLINE SineCosine<kLanes> sincos(const Floats<kLanes>& angle) {
       as_ints<kLanes>(__builtin_convertvector(quarters, Floats<kLanes>) + 0x1.8p23f);
 
   const Floats<kLanes> z = r * r;
-  Floats<kLanes> s = -0.000195180997f * z + 0.00833218824f;  // 4e-9
-  s = s * z + -0.166666552f;
-  s = s * (z * r) + r;
-  Floats<kLanes> c = 2.44325529e-05f * z + -0.00138873106f;  // 1e-10
-  c = c * z + 0.0416666456f;
-  c = c * (z * z) + (1.0f - 0.5f * z);
+  const Floats<kLanes> s =  // 4e-9
+      polynomial<kLanes>(z, -0.000195180997f, 0.00833218824f, -0.166666552f) * (z * r) + r;
+  const Floats<kLanes> c =  // 1e-10
+      polynomial<kLanes>(z, 2.44325529e-05f, -0.00138873106f, 0.0416666456f, -0.5f) * z + 1.0f;
 
   const auto is_odd = (quadrant & 1) != 0;
   const Ints<kLanes> sine = as_ints<kLanes>(is_odd ? c : s) ^ ((quadrant & 2) << 30);

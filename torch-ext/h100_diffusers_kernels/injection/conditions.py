@@ -23,17 +23,17 @@ _PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def has_known_method(cls: type, known: type, method: str, parameters: str | None = None) -> bool:
-    """Whether ``cls`` is a ``known`` whose ``method`` is the one ``known`` was written with.
+    """Whether ``cls`` is a ``known`` and has its ``method``, written by ``known``'s own library.
 
     ``parameters`` are the names that it must take, in order: another version of the library with
     other ones may compute something else.
     """
     function = getattr(known, method)
+    library = known.__module__.partition(".")[0]
     return (
         issubclass(cls, known)
         and getattr(cls, method) is function
-        and function.__module__ == known.__module__
-        and function.__qualname__ == f"{known.__qualname__}.{method}"
+        and function.__globals__["__name__"].partition(".")[0] == library
         and (parameters is None or " ".join(inspect.signature(function).parameters) == parameters)
     )
 

@@ -44,10 +44,10 @@ class ForwardSlot:
 
 
 def find_forward_slot(module: nn.Module, function: Callable) -> ForwardSlot | None:
-    """The outermost slot that binds ``function`` to the module, or None.
+    """The slot that binds ``function`` to the module, or None.
 
-    For the class's own forward, which calls nothing that a hook has stored away, that is the
-    innermost forward in use; None then means that something unknown has taken its place.
+    Wrappers are no bound functions, so the slot with the class's forward is the innermost one in
+    use; None then means that something unknown has taken its place.
     """
     for slot in _slots(module):
         if slot.function is function:
@@ -60,7 +60,7 @@ def _slots(module: nn.Module) -> Iterator[ForwardSlot]:
     attributes = vars(module)
     if "_old_forward" in attributes:
         yield ForwardSlot(module, module, "_old_forward")
-    for reference in reversed(getattr(attributes.get("_diffusers_hook"), "_fn_refs", ())):
+    for reference in getattr(attributes.get("_diffusers_hook"), "_fn_refs", ()):
         # A hook with a forward of its own keeps the one it replaces as `original_forward`.
         yield ForwardSlot(module, reference, "forward")
         yield ForwardSlot(module, reference, "original_forward")

@@ -7,7 +7,8 @@ A block is
     x = x + gate_mlp * ff(rms_norm(x) * (1 + scale_mlp) + shift_mlp)
 
 with an RMS norm of query and key over all heads, a rotary embedding of both in attn1, and a GELU in
-ff. Four things are replaced, each of them on its own: the block's forward, the processors of its
+ff. The last line of a block and the first norm of the next are one pass over memory. Four things are
+replaced, each of them on its own: the block's forward, the processors of its
 attentions, the forward of ``ff.net[0]``, and the rotary embedding, which hands the blocks each
 token's coordinates in place of cosine and sine tables of the size of the hidden states. Linear
 layers are called as the modules they are.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,29 +28,29 @@ from ..functional import CoordinateRope
 from .conditions import class_name, has_known_method, is_plain, kernels_run_on, kernels_take
 from .feed_forward import plan_activation
 from .forward_slot import find_forward_slot, runs_class_forward, runs_forward
-from .replacement import Plan
+from .replacement import AddedAttribute, Plan
 
 _UNKNOWN_FORWARD = "its forward is not the one known from diffusers"
 
 
 def plan(model: nn.Module) -> Plan:
     """What to replace in an ``LTXVideoTransformer3DModel``, what not, and why not."""
-    plan = Plan()
+    result = Plan()
     if getattr(model, "_parallel_config", None) is not None:
-        plan.leave("", model, "parallelism is on: each rank holds a part of the tokens only")
-        return plan
+        result.leave("", model, "parallelism is on: each rank holds a part of the tokens only")
+        return result
     ltx = sys.modules["diffusers.models.transformers.transformer_ltx"]
     takes_coordinates = True
     for name, module in model.named_modules():
         if isinstance(module, ltx.LTXVideoTransformerBlock):
-            takes_coordinates = _plan_block(plan, name, module, ltx) and takes_coordinates
-    _plan_rope(plan, model, ltx, takes_coordinates)
+            takes_coordinates = _plan_block(result, name, module, ltx) and takes_coordinates
+    _plan_rope(result, model, ltx, takes_coordinates)
     for name in ("proj_in", "time_embed", "caption_projection", "proj_out"):
         if hasattr(model, name):
-            plan.leave(name, getattr(model, name), "matrix products, called as they are")
+            result.leave(name, getattr(model, name), "matrix products, called as they are")
     if hasattr(model, "norm_out"):
-        plan.leave("norm_out", model.norm_out, "its modulation is part of the model's forward")
-    return plan
+        result.leave("norm_out", model.norm_out, "its modulation is part of the model's forward")
+    return result
 
 
 # --------------------------------------------------------------------------------------------------
@@ -93,16 +94,7 @@ def block_forward(
     """``LTXVideoTransformerBlock.forward``."""
     if not isinstance(self.attn1.processor, LTXVideoKernelAttnProcessor):
         image_rotary_emb = _as_tables(image_rotary_emb, hidden_states)
-    norm1, norm2, table = self.norm1, self.norm2, self.scale_shift_table
-    if not (
-        runs_class_forward(norm1)
-        and runs_class_forward(norm2)
-        and is_plain(norm1.weight)
-        and is_plain(norm2.weight)
-        and is_plain(table)
-        and table.dtype == temb.dtype
-        and kernels_take(hidden_states, temb, norm1.weight, norm2.weight)
-    ):
+    if not _is_fusable(self, hidden_states, temb):
         return type(self).forward(
             self,
             hidden_states,
@@ -112,14 +104,15 @@ def block_forward(
             encoder_attention_mask,
         )
 
-    modulation = table[None, None].to(temb.device) + temb.reshape(
-        hidden_states.size(0), temb.size(1), table.shape[0], -1
-    )
-    shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation.unbind(dim=2)
+    modulation, normalized = _take_beginning(self, hidden_states, temb) or (None, None)
+    if normalized is None:
+        modulation = _modulation(self, temb)
+        shift, scale = modulation[:2]
+        normalized = functional.rms_norm_modulate(
+            hidden_states, scale, shift, self.norm1.weight, self.norm1.eps
+        )
+    _, _, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation
 
-    normalized = functional.rms_norm_modulate(
-        hidden_states, scale_msa, shift_msa, norm1.weight, norm1.eps
-    )
     attention_out = self.attn1(
         hidden_states=normalized, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
     )
@@ -131,6 +124,7 @@ def block_forward(
         image_rotary_emb=None,
         attention_mask=encoder_attention_mask,
     )
+    norm2 = self.norm2
     if _is_residual(hidden_states, attention_out, scale_mlp):
         hidden_states, normalized = functional.gated_residual_rms_norm_modulate(
             hidden_states, attention_out, None, scale_mlp, shift_mlp, norm2.weight, norm2.eps
@@ -138,7 +132,30 @@ def block_forward(
     else:
         hidden_states = hidden_states + attention_out
         normalized = norm2(hidden_states) * (1 + scale_mlp) + shift_mlp
-    return _gated_residual(hidden_states, self.ff(normalized), gate_mlp)
+    return _end(self, hidden_states, self.ff(normalized), gate_mlp, temb)
+
+
+def _is_fusable(block: nn.Module, hidden_states: Tensor, temb: Tensor) -> bool:
+    """Whether the kernels can stand in for the norms and the modulation of a block."""
+    norm1, norm2, table = block.norm1, block.norm2, block.scale_shift_table
+    return (
+        runs_class_forward(norm1)
+        and runs_class_forward(norm2)
+        and is_plain(norm1.weight)
+        and is_plain(norm2.weight)
+        and is_plain(table)
+        and table.dtype == temb.dtype
+        and kernels_take(hidden_states, temb, norm1.weight, norm2.weight)
+    )
+
+
+def _modulation(block: nn.Module, temb: Tensor) -> tuple[Tensor, ...]:
+    """Shift, scale and gate of self-attention, then of the feed-forward, each (B, 1 or S, D)."""
+    table = block.scale_shift_table
+    modulation = table[None, None].to(temb.device) + temb.reshape(
+        temb.size(0), temb.size(1), table.shape[0], -1
+    )
+    return modulation.unbind(dim=2)
 
 
 def _gated_residual(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
@@ -150,6 +167,69 @@ def _gated_residual(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
 def _is_residual(residual: Tensor, x: Tensor, modulation: Tensor) -> bool:
     """False where a layer gives another dtype or shape than the one it was given."""
     return x.shape == residual.shape and kernels_take(residual, x, modulation)
+
+
+# --------------------------------------------------------------------------------------------------
+# From one block to the next
+#
+# A block ends with a residual and the next one begins with a norm of it. The block that ends computes
+# both in one pass and leaves the beginning of the next as an attribute of the tensor that it returns:
+# whatever happens to that tensor in between (a hook replaces or changes it, a cache skips the next
+# block), the next block takes the beginning only if it was made for it and from the very values that
+# it is given, and else computes it by itself.
+
+_NEXT_BLOCK = "_h100_diffusers_kernels_next_block"
+_BEGINNING = "_h100_diffusers_kernels_beginning"
+
+
+class _Beginning(NamedTuple):
+    """What a block begins with, and what it was made from."""
+
+    block: nn.Module
+    versions: tuple[int, int]  # of the hidden states and of temb: they count changes in place
+    temb: Tensor
+    modulation: tuple[Tensor, ...]
+    normalized: Tensor
+
+
+def _end(block: nn.Module, residual: Tensor, x: Tensor, gate: Tensor, temb: Tensor) -> Tensor:
+    """The block's result, ``residual + gate * x``, with the beginning of the next block."""
+    (next_block,) = vars(block).get(_NEXT_BLOCK, (None,))
+    if (
+        next_block is None
+        or torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or temb.is_inference()  # which has no version to tell a change by
+        or next_block.scale_shift_table.device != temb.device  # offloaded until its turn
+        or not _is_residual(residual, x, gate)
+        or not _is_fusable(next_block, residual, temb)
+    ):
+        return _gated_residual(residual, x, gate)
+    modulation = _modulation(next_block, temb)
+    shift, scale = modulation[:2]
+    norm = next_block.norm1
+    hidden_states, normalized = functional.gated_residual_rms_norm_modulate(
+        residual, x, gate, scale, shift, norm.weight, norm.eps
+    )
+    versions = (hidden_states._version, temb._version)
+    beginning = _Beginning(next_block, versions, temb, modulation, normalized)
+    setattr(hidden_states, _BEGINNING, beginning)
+    return hidden_states
+
+
+def _take_beginning(block: nn.Module, hidden_states: Tensor, temb: Tensor) -> Any:
+    """(modulation, normalized), if the block before has left them for this call; else None."""
+    if torch.compiler.is_compiling():
+        return None
+    beginning = vars(hidden_states).pop(_BEGINNING, None)
+    if (
+        beginning is None
+        or beginning.block is not block
+        or beginning.temb is not temb
+        or beginning.versions != (hidden_states._version, temb._version)
+    ):
+        return None
+    return beginning.modulation, beginning.normalized
 
 
 # --------------------------------------------------------------------------------------------------
@@ -373,9 +453,9 @@ def rope_forward(
 ) -> Any:
     """``LTXVideoRotaryPosEmbed.forward`` up to the point where it needs the memory of a table.
 
-    Goes on to the tables where the kernels will not be used, or more than the blocks want to see
-    them: hooks on the module (context parallelism shards the tables by one) and autograd, for which
-    each block would keep tables of its own.
+    It goes on to the tables where the kernels will not run, and where others than the blocks work
+    with them: hooks on the module (context parallelism shards the tables by one), and autograd, for
+    which each block would have to keep tables of its own.
     """
     if (
         torch.is_grad_enabled()

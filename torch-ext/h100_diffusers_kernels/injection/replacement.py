@@ -1,4 +1,4 @@
-"""The two ways to replace something on an instance, each with its way back."""
+"""The ways to replace or add something on an instance, each with its way back."""
 
 from __future__ import annotations
 
@@ -47,6 +47,21 @@ class ProcessorReplacement:
     def undo(self) -> None:
         if self._attention.processor is self._processor:
             self._attention.processor = self._processor.original
+
+
+class AddedAttribute:
+    """An attribute added to an instance, which is this package's alone."""
+
+    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
+        self._module = module
+        self._name = name
+        self._value = value
+
+    def apply(self) -> None:
+        setattr(self._module, self._name, self._value)
+
+    def undo(self) -> None:
+        vars(self._module).pop(self._name, None)
 
 
 @dataclass
