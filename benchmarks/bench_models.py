@@ -89,7 +89,6 @@ def measure_size(
             click.echo(f"{size} {mode}: compiled in {entry['first_forward_s']:.1f} s")
         entry["distance_from_eager"] = relative_distance(forward()[0], reference)
 
-    # As in a denoising loop, where the host runs ahead and forwards follow each other closely.
     consecutive = {mode: timing.repeated(f, settings.calls) for mode, f in forwards.items()}
     timing.interleave(consecutive, WARM_UP_ROUNDS, device)
     with clocks.watch(device) as result["clocks"]:
@@ -148,13 +147,13 @@ def show_times(size: str, result: dict) -> None:
 @DEVICE
 @DTYPE
 @TINY
-@click.option("--rounds", type=click.IntRange(min=1), default=10, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True)
 @click.option(
     "--calls",
     type=click.IntRange(min=1),
-    default=3,
+    default=1,
     show_default=True,
-    help="Consecutive forwards of a timed sample.",
+    help="Forwards of a timed sample, one after the other.",
 )
 @click.option("--profiled-calls", type=click.IntRange(min=1), default=3, show_default=True)
 @output_option("models")

@@ -144,21 +144,24 @@ def kernel_calls(function, *args):
     return dict(calls.counts)
 
 
-def calls_of(blocks, **changes):
+def calls_of(blocks, *, joined=None, **changes):
     """The operator calls of a forward in which `blocks` blocks are on the kernels as a whole.
 
-    A keyword gives another number of calls a block.
+    At `joined` places, by default all, the end of a block and the beginning of the next are one
+    operation. A keyword gives another number of calls a block.
     """
+    joined = blocks - 1 if joined is None else joined
     one_block = {
-        "rms_norm_modulate": 1,
         "qk_norm_coordinate_rope": 1,
-        "gated_residual": 2,
         "rms_norm": 2,
-        "gated_residual_rms_norm_modulate": 1,
         "gelu": 1,
         **changes,
     }
-    return {name: count * blocks for name, count in one_block.items() if count}
+    calls = {name: count * blocks for name, count in one_block.items()}
+    calls["rms_norm_modulate"] = blocks - joined
+    calls["gated_residual"] = 2 * blocks - joined
+    calls["gated_residual_rms_norm_modulate"] = blocks + joined
+    return {name: count for name, count in calls.items() if count}
 
 
 def snapshot(model):

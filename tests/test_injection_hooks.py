@@ -415,11 +415,11 @@ def test_nothing_is_replaced_by_its_name(kernel, device):
     assert "norm_k is a torch.nn" in reasons["transformer_blocks.4.attn2"]
     assert "tables" in reasons["rope"]
     assert computing(expected, model, arguments) == {
-        "rms_norm_modulate": 3,
+        "rms_norm_modulate": 1,  # blocks 2, 3 and 4 follow each other
         "qk_norm_rope": 4,
         "rms_norm": 8,
-        "gated_residual": 6,
-        "gated_residual_rms_norm_modulate": 3,
+        "gated_residual": 4,
+        "gated_residual_rms_norm_modulate": 5,
         "gelu": 4,
     }
 

@@ -52,7 +52,7 @@ def test_sequential_offloading(kernel, device, is_injected_first, is_ejected_fir
     assert model.transformer_blocks[0].attn1.norm_q.weight.is_meta
     kernel.inject_kernels(model)
     # The norms of query and key have weights and are called. Those of the blocks have none.
-    assert computing(expected, model, arguments) == calls_of(2, rms_norm=0)
+    assert computing(expected, model, arguments) == calls_of(2, joined=0, rms_norm=0)
     if is_ejected_first:
         kernel.eject_kernels(model)
         assert computing(expected, model, arguments) == {}

@@ -48,7 +48,7 @@ def test_pipelines(kernel, device, pipeline_class, guidance_scale):
     calls = kernel_calls(
         lambda: results.append(latents(pipe, device, guidance_scale=guidance_scale))
     )
-    assert calls == calls_of(2 * STEPS)
+    assert calls == calls_of(2 * STEPS, joined=STEPS)
     assert_close(results[0], expected)
     kernel.eject_kernels(pipe)
     result = latents(pipe, device, guidance_scale=guidance_scale)
@@ -116,7 +116,7 @@ def test_components_shared_with_another_pipeline(kernel, device):
     kernel.inject_kernels(pipe)
     results = []
     calls = kernel_calls(lambda: results.append(latents(other, device)))
-    assert calls == calls_of(2 * STEPS)
+    assert calls == calls_of(2 * STEPS, joined=STEPS)
     assert_close(results[0], expected)
 
 
@@ -140,7 +140,11 @@ def test_offloading_of_a_pipeline(kernel, kind, is_injected_first):
     kernel.inject_kernels(pipe)
     results = []
     calls = kernel_calls(lambda: results.append(latents(pipe, "cuda").cpu()))
-    assert calls == calls_of(2 * STEPS, **({} if kind == "model" else {"rms_norm": 0}))
+    assert calls == calls_of(
+        2 * STEPS,
+        joined=STEPS if kind == "model" else 0,
+        **({} if kind == "model" else {"rms_norm": 0}),
+    )
     assert_close(results[0], expected)
     kernel.eject_kernels(pipe)
     assert_close(latents(pipe, "cuda").cpu(), expected)

@@ -348,7 +348,7 @@ def test_inference_with_gradients_enabled(kernel, device):
     kernel.inject_kernels(model)
     outputs = []
     calls = kernel_calls(lambda: outputs.append(model(**arguments, return_dict=False)[0]))
-    assert calls == calls_of(2, qk_norm_coordinate_rope=0, qk_norm_rope=1)
+    assert calls == calls_of(2, joined=0, qk_norm_coordinate_rope=0, qk_norm_rope=1)
     torch.testing.assert_close(outputs[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 

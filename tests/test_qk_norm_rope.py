@@ -107,7 +107,7 @@ def test_head_dims(kernel, device, head_dim, norm, layout, dtype):
 @pytest.mark.parametrize("norm", ["across_heads", "per_head"])
 @every_16_bit_dtype
 def test_table_shapes(kernel, device, table_shape, table_is_float32, layout, norm, dtype):
-    shape = (2, 19, 4, 64)
+    shape = (2, 65, 4, 64)
     q, k = query_and_key(shape, dtype, device)
     table_dtype = torch.float32 if table_is_float32 else dtype
     rope = rotary_tables(*TABLE_SHAPES[table_shape](*shape), dtype=table_dtype, device=device)
@@ -119,10 +119,10 @@ def test_table_shapes(kernel, device, table_shape, table_is_float32, layout, nor
 @every_pair_layout
 @every_dtype
 def test_strided_tables(kernel, device, table_layout, layout, dtype):
-    shape = (2, 19, 4, 64)
+    shape = (2, 65, 4, 64)
     q, k = query_and_key(shape, dtype, device)
     rope = [
-        normal(2, 19, 64, dtype=torch.float32, device=device, layout=table_layout) for _ in range(2)
+        normal(2, 65, 64, dtype=torch.float32, device=device, layout=table_layout) for _ in range(2)
     ]
     check(kernel, "qk_norm_rope", q, k, rope=tuple(rope), heads=4, norm="per_head", layout=layout)
 
@@ -131,7 +131,7 @@ def test_strided_tables(kernel, device, table_layout, layout, dtype):
 @every_norm
 @every_dtype
 def test_without_rotation(kernel, device, has_head_dim, norm, dtype):
-    shape = (2, 19, 4, 64)
+    shape = (2, 65, 4, 64)
     q, k = query_and_key(shape, dtype, device, has_head_dim=has_head_dim)
     check(kernel, "qk_norm_rope", q, k, **weights(norm, shape, dtype, device), heads=4, norm=norm)
 
@@ -139,7 +139,7 @@ def test_without_rotation(kernel, device, has_head_dim, norm, dtype):
 @pytest.mark.parametrize("norm", ["across_heads", "per_head"])
 @pytest.mark.parametrize("head_dim", [1, 7, 65])
 def test_odd_head_dim_without_rotation(kernel, device, norm, head_dim):
-    shape = (2, 19, 4, head_dim)
+    shape = (2, 65, 4, head_dim)
     q, k = query_and_key(shape, torch.bfloat16, device)
     parameters = weights(norm, shape, torch.bfloat16, device)
     check(kernel, "qk_norm_rope", q, k, **parameters, heads=4, norm=norm)
@@ -149,9 +149,9 @@ def test_odd_head_dim_without_rotation(kernel, device, norm, head_dim):
 @pytest.mark.parametrize("norm", ["across_heads", "per_head"])
 @every_dtype
 def test_weights_left_out(kernel, device, given, norm, dtype):
-    shape = (2, 19, 4, 64)
+    shape = (2, 65, 4, 64)
     q, k = query_and_key(shape, dtype, device)
-    rope = rotary_tables(19, 64, dtype=torch.float32, device=device)
+    rope = rotary_tables(65, 64, dtype=torch.float32, device=device)
     parameters = weights(norm, shape, dtype, device)
     parameters = {name: parameters[name] for name in given}
     check(kernel, "qk_norm_rope", q, k, **parameters, rope=rope, heads=4, norm=norm)
@@ -160,9 +160,9 @@ def test_weights_left_out(kernel, device, given, norm, dtype):
 @pytest.mark.parametrize("norm", ["across_heads", "per_head"])
 @every_dtype
 def test_misaligned_weights(kernel, device, norm, dtype):
-    shape = (2, 19, 4, 64)
+    shape = (2, 65, 4, 64)
     q, k = query_and_key(shape, dtype, device)
-    rope = rotary_tables(19, 64, dtype=dtype, device=device)
+    rope = rotary_tables(65, 64, dtype=dtype, device=device)
     parameters = weights(norm, shape, dtype, device, layout="misaligned")
     check(kernel, "qk_norm_rope", q, k, **parameters, rope=rope, heads=4, norm=norm)
 
@@ -176,9 +176,9 @@ def test_misaligned_weights(kernel, device, norm, dtype):
 def test_key_with_another_number_of_heads(
     kernel, device, k_heads, has_head_dim, inplace, norm, layout, dtype
 ):
-    shape = (2, 19, 4, 64)
+    shape = (2, 65, 4, 64)
     q, k = query_and_key(shape, dtype, device, k_heads=k_heads, has_head_dim=has_head_dim)
-    rope = rotary_tables(2, 19, 1, 64, dtype=torch.float32, device=device)
+    rope = rotary_tables(2, 65, 1, 64, dtype=torch.float32, device=device)
     parameters = weights(norm, shape, dtype, device, k_heads=k_heads)
     check(
         kernel,
@@ -200,9 +200,9 @@ def test_key_with_another_number_of_heads(
 @every_norm
 @every_dtype
 def test_strided_views(kernel, device, memory, has_head_dim, head_dim, norm, dtype):
-    shape = (2, 19, 4, head_dim)
+    shape = (2, 65, 4, head_dim)
     q, k = query_and_key(shape, dtype, device, has_head_dim=has_head_dim, layout=memory)
-    rope = rotary_tables(19, head_dim, dtype=torch.float32, device=device)
+    rope = rotary_tables(65, head_dim, dtype=torch.float32, device=device)
     parameters = weights(norm, shape, dtype, device)
     check(kernel, "qk_norm_rope", q, k, **parameters, rope=rope, heads=4, norm=norm)
 
@@ -213,9 +213,9 @@ def test_strided_views(kernel, device, memory, has_head_dim, head_dim, norm, dty
 @every_pair_layout
 @every_dtype
 def test_inplace_on_strided_views(kernel, device, memory, has_head_dim, norm, layout, dtype):
-    shape = (2, 19, 4, 64)
+    shape = (2, 65, 4, 64)
     q, k = query_and_key(shape, dtype, device, has_head_dim=has_head_dim, layout=memory)
-    rope = rotary_tables(19, 64, dtype=torch.float32, device=device)
+    rope = rotary_tables(65, 64, dtype=torch.float32, device=device)
     parameters = weights(norm, shape, dtype, device)
     check(
         kernel,
@@ -237,9 +237,9 @@ def test_inplace_on_strided_views(kernel, device, memory, has_head_dim, norm, la
 @every_pair_layout
 @every_dtype
 def test_packed_projection(kernel, device, form, inplace, norm, layout, dtype):
-    shape = (2, 19, 4, 64)
+    shape = (2, 65, 4, 64)
     q, k = packed_query_and_key(form, shape, dtype, device)
-    rope = rotary_tables(19, 64, dtype=torch.float32, device=device)
+    rope = rotary_tables(65, 64, dtype=torch.float32, device=device)
     parameters = weights(norm, shape, dtype, device)
     check(
         kernel,
@@ -282,8 +282,8 @@ def test_model_sizes(kernel, device, shape, norm, inplace, dtype):
 
 @every_norm
 def test_same_tensor_as_query_and_key(kernel, device, norm):
-    q, _ = query_and_key((2, 19, 4, 64), torch.bfloat16, device)
-    rope = rotary_tables(19, 64, dtype=torch.float32, device=device)
+    q, _ = query_and_key((2, 65, 4, 64), torch.bfloat16, device)
+    rope = rotary_tables(65, 64, dtype=torch.float32, device=device)
     check(kernel, "qk_norm_rope", q, q, rope=rope, heads=4, norm=norm)
 
 
@@ -307,9 +307,9 @@ def test_eps(kernel, device, norm, dtype):
 @every_pair_layout
 @every_dtype
 def test_coordinates(kernel, device, axes, count, coordinate_batch, inplace, norm, layout, dtype):
-    shape = (2, 19, 4, 64)
+    shape = (2, 65, 4, 64)
     q, k = query_and_key(shape, dtype, device)
-    rope = coordinates_and_frequencies(coordinate_batch, 19, axes, count, device)
+    rope = coordinates_and_frequencies(coordinate_batch, 65, axes, count, device)
     check(
         kernel,
         "qk_norm_rope",
@@ -359,12 +359,12 @@ def test_nonfinite_coordinates(kernel, device, value, layout, dtype):
 
 @every_dtype
 def test_strided_coordinates(kernel, device, dtype):
-    q, k = query_and_key((2, 19, 4, 64), dtype, device)
-    coordinates, frequencies = coordinates_and_frequencies(2, 19, 3, 42, device)
+    q, k = query_and_key((2, 65, 4, 64), dtype, device)
+    coordinates, frequencies = coordinates_and_frequencies(2, 65, 3, 42, device)
     for view in (
-        coordinates[:1].expand(2, 19, 3),
-        normal(2, 19, 3, dtype=torch.float32, device=device, layout="chunk"),
-        normal(2, 19, 3, dtype=torch.float32, device=device, layout="transposed"),
+        coordinates[:1].expand(2, 65, 3),
+        normal(2, 65, 3, dtype=torch.float32, device=device, layout="chunk"),
+        normal(2, 65, 3, dtype=torch.float32, device=device, layout="transposed"),
     ):
         rope = kernel.CoordinateRope(view, frequencies)
         check(kernel, "qk_norm_rope", q, k, rope=rope, heads=4)
@@ -374,9 +374,9 @@ def test_strided_coordinates(kernel, device, dtype):
 @in_or_out_of_place
 @every_dtype
 def test_coordinates_on_a_packed_projection(kernel, device, form, inplace, dtype):
-    shape = (2, 19, 4, 64)
+    shape = (2, 65, 4, 64)
     q, k = packed_query_and_key(form, shape, dtype, device)
-    rope = kernel.CoordinateRope(*coordinates_and_frequencies(1, 19, 3, 42, device))
+    rope = kernel.CoordinateRope(*coordinates_and_frequencies(1, 65, 3, 42, device))
     parameters = weights("across_heads", shape, dtype, device)
     check(kernel, "qk_norm_rope", q, k, **parameters, rope=rope, heads=4, inplace=inplace)
 
@@ -386,11 +386,11 @@ def test_coordinates_on_a_packed_projection(kernel, device, form, inplace, dtype
 )
 @pytest.mark.parametrize("batch", [1, 2])
 def test_coordinate_tables(kernel, device, axes, count, dim, batch):
-    rope = kernel.CoordinateRope(*coordinates_and_frequencies(batch, 19, axes, count, device))
+    rope = kernel.CoordinateRope(*coordinates_and_frequencies(batch, 65, axes, count, device))
     cos, sin = rope.tables(dim)
     expected = references.coordinate_tables(*rope, dim // 2)
     for table, reference in zip((cos, sin), expected, strict=True):
-        assert table.shape == (batch, 19, dim)
+        assert table.shape == (batch, 65, dim)
         assert table.dtype == torch.float32
         reference = reference.repeat_interleave(2, dim=-1)
         torch.testing.assert_close(table.double(), reference, rtol=2e-7, atol=2e-7)
@@ -399,8 +399,8 @@ def test_coordinate_tables(kernel, device, axes, count, dim, batch):
 
 @pytest.mark.parametrize("layout", PAIR_LAYOUTS)
 def test_coordinates_agree_with_their_tables(kernel, device, layout):
-    q, k = query_and_key((2, 19, 4, 64), torch.float32, device)
-    rope = kernel.CoordinateRope(*coordinates_and_frequencies(1, 19, 3, 42, device))
+    q, k = query_and_key((2, 65, 4, 64), torch.float32, device)
+    rope = kernel.CoordinateRope(*coordinates_and_frequencies(1, 65, 3, 42, device))
     cos, sin = (table.unflatten(-1, (4, 64)) for table in rope.tables(256))
     if layout == "half":
         cos, sin = (torch.cat([table[..., ::2]] * 2, dim=-1) for table in (cos, sin))

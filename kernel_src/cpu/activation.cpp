@@ -21,10 +21,7 @@ namespace {
 
 // Polynomials for results of 16 bits are shorter: 3e-6 is no error beside their rounding, at least 2e-4.
 template <typename T>
-constexpr int kExp2Degree = sizeof(T) == 2 ? 4 : 6;
-
-constexpr float kLog2E = 1.44269504f;
-constexpr float kLog2ELow = 1.92596299e-8f;
+constexpr int kExp2Degree = sizeof(T) == 2 ? 3 : 5;
 
 // x * F(x) from the tail F(-|x|), as max(x, 0) - |x| * tail: nothing cancels on either side. The product must
 // be 0 for x = infinity; for -infinity it is NaN, which is the result in PyTorch too.
@@ -55,7 +52,7 @@ struct GeluErf {
 
   template <int n>
   ALWAYS_INLINE static Floats<n> second_step(const Floats<n>& x, const Floats<n>& exponent) {
-    return times_distribution<n>(x, exp2_of_product<n, 1, kExp2Degree<T>>(exponent, broadcast<n>(1.0f)));
+    return times_distribution<n>(x, exp2<n, 1, kExp2Degree<T>>(exponent));
   }
 };
 
@@ -71,7 +68,7 @@ struct GeluTanh {
 
   template <int n>
   ALWAYS_INLINE static Floats<n> second_step(const Floats<n>& x, const Floats<n>& exponent) {
-    const Floats<n> exponential = exp2_of_product<n, 0, kExp2Degree<T>>(exponent, broadcast<n>(1.0f));
+    const Floats<n> exponential = exp2<n, 0, kExp2Degree<T>>(exponent);
     return times_distribution<n>(x, exponential / (1.0f + exponential));
   }
 };
@@ -79,16 +76,22 @@ struct GeluTanh {
 // F is the logistic function, 1 / (1 + exp(-x)).
 template <typename T>
 struct Silu {
-  // exp(-x) / 2. At the lower limit of x its double is infinite; at the upper one it is nothing beside 1.
+  // 1 + exp(-x): infinite for x = -88.9, 1 for x = 80. Half of it, with exp(-x) / 2 = scale * (1 + excess),
+  // is always finite, and is rounded once.
   template <int n>
   ALWAYS_INLINE static Floats<n> first_step(const Floats<n>& x) {
+    constexpr float kLog2E = 1.44269504f, kLog2ELow = 1.92596299e-8f;
     const Floats<n> limited = limit_negative<n>(limit_positive<n>(x, 80.0f), -88.9f);
-    return exp2_of_product<n, 1, kExp2Degree<T>>(limited, broadcast<n>(-kLog2E), -kLog2ELow);
+    const SplitExponent<n> split = split_exponent<n, 1>(limited, broadcast<n>(-kLog2E), -kLog2ELow);
+    const Floats<n> excess = exp2_slope<n, kExp2Degree<T>>(split.fraction) * split.fraction;
+    const Floats<n> scale = as_floats<n>(as_ints<n>(broadcast<n>(1.0f)) + split.integer_bits);
+    const Floats<n> half = scale * excess + (scale + 0.5f);
+    return half + half;
   }
 
   template <int n>
-  ALWAYS_INLINE static Floats<n> second_step(const Floats<n>& x, const Floats<n>& half_exponential) {
-    return x / (2.0f * half_exponential + 1.0f);
+  ALWAYS_INLINE static Floats<n> second_step(const Floats<n>& x, const Floats<n>& divisor) {
+    return x / divisor;
   }
 };
 

@@ -17,26 +17,44 @@ ALWAYS_INLINE Floats<kLanes> polynomial(const Floats<kLanes>& x, float highest, 
   return sum;
 }
 
-// 2^(x * (y + y_low) - kOffset), which must lie in [2^-126, 2^128) or be exactly 2^-127, for which the result
-// is 0. The product is not rounded where the processor multiplies and adds in one instruction.
-template <int kLanes, int kOffset, int kDegree>
-ALWAYS_INLINE Floats<kLanes> exp2_of_product(const Floats<kLanes>& x, const Floats<kLanes>& y,
-                                             float y_low = 0) {
+// An exponent t as its nearest integer, shifted to the place of a float's exponent, and the rest.
+template <int kLanes>
+struct SplitExponent {
+  Ints<kLanes> integer_bits;
+  Floats<kLanes> fraction;
+};
+
+// t = x * (y + y_low) - kOffset. The product is not rounded where the processor multiplies and adds in one
+// instruction.
+template <int kLanes, int kOffset>
+ALWAYS_INLINE SplitExponent<kLanes> split_exponent(const Floats<kLanes>& x, const Floats<kLanes>& y,
+                                                   float y_low = 0) {
   // Adding 1.5 * 2^23 rounds to an integer and leaves it in the lowest bits.
   constexpr float kRound = 0x1.8p23f - kOffset;
   const Floats<kLanes> shifted = x * y + kRound;
-  const Floats<kLanes> integer = shifted - kRound;
-  Floats<kLanes> f = x * y - integer;
-  if (y_low != 0) f += x * y_low;
-  Floats<kLanes> power;
-  if constexpr (kDegree == 4) {  // 3e-6
-    power = polynomial<kLanes>(f, 0.00958313234f, 0.0559070185f, 0.240240946f, 0.693124115f, 1.0f);
+  Floats<kLanes> fraction = x * y - (shifted - kRound);
+  if (y_low != 0) fraction += x * y_low;
+  return {as_ints<kLanes>(shifted) << 23, fraction};
+}
+
+// (2^f - 1) / f for |f| <= 1/2.
+template <int kLanes, int kDegree>
+ALWAYS_INLINE Floats<kLanes> exp2_slope(const Floats<kLanes>& f) {
+  if constexpr (kDegree == 3) {  // error of 2^f: 3e-6
+    return polynomial<kLanes>(f, 0.00958313234f, 0.0559070185f, 0.240240946f, 0.693124115f);
   } else {  // 3e-9
-    static_assert(kDegree == 6);
-    power = polynomial<kLanes>(f, 0.000153285815f, 0.00133909867f, 0.00961850118f, 0.0555035956f,
-                               0.240226477f, 0.693147182f, 1.0f);
+    static_assert(kDegree == 5);
+    return polynomial<kLanes>(f, 0.000153285815f, 0.00133909867f, 0.00961850118f, 0.0555035956f, 0.240226477f,
+                              0.693147182f);
   }
-  return as_floats<kLanes>(as_ints<kLanes>(power) + (as_ints<kLanes>(shifted) << 23));
+}
+
+// 2^(t - kOffset), which must lie in [2^-126, 2^128) or be exactly 2^-127, for which the result is 0.
+template <int kLanes, int kOffset, int kDegree>
+ALWAYS_INLINE Floats<kLanes> exp2(const Floats<kLanes>& t) {
+  const SplitExponent<kLanes> split = split_exponent<kLanes, kOffset>(t, broadcast<kLanes>(1.0f));
+  const Floats<kLanes> power = exp2_slope<kLanes, kDegree>(split.fraction) * split.fraction + 1.0f;
+  return as_floats<kLanes>(as_ints<kLanes>(power) + split.integer_bits);
 }
 
 template <int kLanes>

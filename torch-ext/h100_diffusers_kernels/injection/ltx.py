@@ -41,9 +41,16 @@ def plan(model: nn.Module) -> Plan:
         return result
     ltx = sys.modules["diffusers.models.transformers.transformer_ltx"]
     takes_coordinates = True
+    blocks = {}
     for name, module in model.named_modules():
         if isinstance(module, ltx.LTXVideoTransformerBlock):
             takes_coordinates = _plan_block(result, name, module, ltx) and takes_coordinates
+            blocks[name] = module
+    replaced = {entry.name for entry in result.report.replaced}
+    for (name, block), (next_name, next_block) in zip(blocks.items(), list(blocks.items())[1:]):
+        if name in replaced and next_name in replaced:
+            # In a tuple, so that the block does not take its successor for a submodule of its own.
+            result.replacements.append(AddedAttribute(block, _NEXT_BLOCK, (next_block,)))
     _plan_rope(result, model, ltx, takes_coordinates)
     for name in ("proj_in", "time_embed", "caption_projection", "proj_out"):
         if hasattr(model, name):
@@ -194,10 +201,11 @@ class _Beginning(NamedTuple):
 
 def _end(block: nn.Module, residual: Tensor, x: Tensor, gate: Tensor, temb: Tensor) -> Tensor:
     """The block's result, ``residual + gate * x``, with the beginning of the next block."""
+    if torch.compiler.is_compiling():  # where all blocks are to share one graph
+        return _gated_residual(residual, x, gate)
     (next_block,) = vars(block).get(_NEXT_BLOCK, (None,))
     if (
         next_block is None
-        or torch.compiler.is_compiling()
         or torch.is_grad_enabled()
         or temb.is_inference()  # which has no version to tell a change by
         or next_block.scale_shift_table.device != temb.device  # offloaded until its turn
