@@ -41,6 +41,7 @@ class Settings:
     modes: list[str]
     rounds: int
     calls: int
+    pause_s: float
     profiled_calls: int
 
 
@@ -92,7 +93,7 @@ def measure_size(
     consecutive = {mode: timing.repeated(f, settings.calls) for mode, f in forwards.items()}
     timing.interleave(consecutive, WARM_UP_ROUNDS, device)
     with clocks.watch(device) as result["clocks"]:
-        samples = timing.interleave(consecutive, settings.rounds, device)
+        samples = timing.interleave(consecutive, settings.rounds, device, pause_s=settings.pause_s)
     for mode, entry in result["modes"].items():
         entry["ms"] = timing.summarize([time_ / settings.calls for time_ in samples[mode]])
         if device.type == "cuda":
@@ -155,12 +156,19 @@ def show_times(size: str, result: dict) -> None:
     show_default=True,
     help="Forwards of a timed sample, one after the other.",
 )
+@click.option(
+    "--pause-s",
+    type=click.FloatRange(min=0),
+    default=0.25,
+    show_default=True,
+    help="Rest of the GPU before each timed sample, the same for all modes.",
+)
 @click.option("--profiled-calls", type=click.IntRange(min=1), default=3, show_default=True)
 @output_option("models")
 @torch.no_grad()
-def main(sizes, modes, device, dtype, tiny, rounds, calls, profiled_calls, output) -> None:
+def main(sizes, modes, device, dtype, tiny, rounds, calls, pause_s, profiled_calls, output) -> None:
     """Time one forward of LTX-Video 2B in each mode, with its GPU time by kernel class."""
-    settings = Settings(device, dtype, modes, rounds, calls, profiled_calls)
+    settings = Settings(device, dtype, modes, rounds, calls, pause_s, profiled_calls)
     injected = any(mode.startswith("injected") for mode in modes)
     kernel, load_seconds = ltx.load_kernel() if injected else (None, None)
     model = ltx.transformer(device, dtype, tiny)
@@ -170,6 +178,7 @@ def main(sizes, modes, device, dtype, tiny, rounds, calls, profiled_calls, outpu
         "dtype": str(dtype).removeprefix("torch."),
         "rounds": rounds,
         "consecutive_forwards": calls,
+        "pause_s": pause_s,
         "get_kernel_s": load_seconds,
         "sizes": {},
     }

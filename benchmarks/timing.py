@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -44,18 +45,23 @@ def interleave(
     rounds: int,
     device: torch.device,
     measure: Callable[[Callable[[], object], torch.device], float] = milliseconds,
+    pause_s: float = 0.0,
 ) -> dict[str, list[float]]:
-    """Measure each function once a round; the order moves on by one from round to round.
+    """Measure each function once a round, in an order that is drawn anew for each round.
 
-    Moving on, so that no function always runs after the same other one.
+    Before each sample the device rests for `pause_s`: at its power limit a GPU clocks lower for a
+    while after a function that draws more than another, and the next one would pay for it.
     """
     names = list(functions)
+    order = random.Random(0)
     samples: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+    for _ in range(rounds):
+        order.shuffle(names)
+        for name in names:
+            synchronize(device)
+            time.sleep(pause_s)
             samples[name].append(measure(functions[name], device))
-    return samples
+    return {name: samples[name] for name in functions}
 
 
 def summarize(samples: list[float]) -> dict[str, float]:

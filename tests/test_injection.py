@@ -153,6 +153,28 @@ def test_angles_have_the_models_bits(injected_pair, device, case):
         assert torch.equal(mine.expand_as(theirs), theirs)
 
 
+def test_the_grid_that_is_kept_follows_the_arguments(injected_pair):
+    """The coordinates of the last grid are kept from call to call, and no longer."""
+    model, plain = injected_pair()
+    scales = [0.3, 32.0, 20.0]
+    arguments = inputs(model, grid=(2, 3, 4), rope_interpolation_scale=scales)
+    changes = [
+        {},
+        {},
+        {"num_frames": 4, "height": 2, "width": 3},
+        {"num_frames": 2, "height": 3, "width": 4},
+        {"rope_interpolation_scale": None},
+        {"rope_interpolation_scale": scales},
+    ]
+    for change in changes:
+        arguments = {**arguments, **change}
+        assert computing(reference(plain, arguments), model, arguments) == calls_of(2)
+    scales[0] = 0.7
+    for candidate in (model, plain):
+        candidate.rope.base_width = 1024
+    assert computing(reference(plain, arguments), model, arguments) == calls_of(2)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_accuracy_contract(injected_pair, dtype):
     """The distance from the float32 model is at most 1.05 times the eager model's."""

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from checks import check, check_nonfinite
+import eager
+from checks import check, check_nonfinite, poison_memory
 from inputs import (
     LAYOUTS,
     SIZES,
@@ -156,8 +157,16 @@ def test_smoke(kernel, device, name, shape, layout, dtype):
     check(kernel, name, x, contract=False, **affine(name, shape[-1], dtype, device))
 
 
+def test_memory_of_an_eager_result_is_poisoned(device):
+    """All tests of values rest on this."""
+    for _ in range(20):
+        right = eager.rms_norm(normal(64, 65, dtype=torch.bfloat16, device=device))
+        poison_memory(right)
+        assert not (torch.empty_like(right) == right).any()
+
+
 def test_layouts_are_what_they_are_called(device):
-    """The cases above rest on this."""
+    """All tests of strided views rest on this."""
     views = {
         name: normal(3, 4, 64, dtype=torch.bfloat16, device=device, layout=name) for name in LAYOUTS
     }

@@ -33,6 +33,8 @@ struct VectorTypes {
   typedef double Doubles __attribute__((vector_size(8 * kLanes)));
 #if defined(__aarch64__)
   typedef __fp16 Float16s __attribute__((vector_size(2 * kLanes)));
+#elif defined(__clang__)
+  typedef _Float16 Float16s __attribute__((vector_size(2 * kLanes)));
 #endif
 };
 template <int kLanes>
@@ -119,53 +121,64 @@ ALWAYS_INLINE Halves<kLanes> float_to_bfloat16(const Floats<kLanes>& v) {
                               std::make_index_sequence<kLanes>{});
 }
 
+// Whether the processor converts float16: all of aarch64 do; of x86-64 the instruction sets with 8 lanes or
+// more.
+#if defined(__aarch64__)
+template <int kLanes>
+constexpr bool kHasFloat16 = true;
+#elif defined(__x86_64__)
+template <int kLanes>
+constexpr bool kHasFloat16 = kLanes >= 8;
+#else
+template <int kLanes>
+constexpr bool kHasFloat16 = false;
+#endif
+
 template <int kLanes>
 ALWAYS_INLINE Floats<kLanes> float16_to_float(const Halves<kLanes>& halves) {
-#if defined(__aarch64__)
-  using Float16s = typename VectorTypes<kLanes>::Float16s;
-  return __builtin_convertvector(__builtin_bit_cast(Float16s, halves), Floats<kLanes>);
-#else
-#if defined(__x86_64__)
-  if constexpr (kLanes >= 8) {  // only instruction sets with F16C have that many lanes
+  if constexpr (kHasFloat16<kLanes>) {
+#if defined(__aarch64__) || defined(__clang__)
+    using Float16s = typename VectorTypes<kLanes>::Float16s;
+    return __builtin_convertvector(__builtin_bit_cast(Float16s, halves), Floats<kLanes>);
+#elif defined(__x86_64__)  // GCC would convert lane by lane
     Floats<kLanes> v;
     asm("vcvtph2ps %1, %0" : "=v"(v) : "vm"(halves));
     return v;
+#endif
+  } else {
+    const Ints<kLanes> bits = __builtin_convertvector(halves, Ints<kLanes>);
+    const Ints<kLanes> sign = (bits & 0x8000) << 16;
+    const Ints<kLanes> magnitude = (bits & 0x7fff) << 13;
+    // The exponent bias differs by 112; the product also normalizes subnormal numbers.
+    const Ints<kLanes> finite = as_ints<kLanes>(as_floats<kLanes>(magnitude) * 0x1p112f);
+    return as_floats<kLanes>((magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : finite) | sign);
   }
-#endif
-  const Ints<kLanes> bits = __builtin_convertvector(halves, Ints<kLanes>);
-  const Ints<kLanes> sign = (bits & 0x8000) << 16;
-  const Ints<kLanes> magnitude = (bits & 0x7fff) << 13;
-  // The exponent bias differs by 112; the product also normalizes subnormal numbers.
-  const Ints<kLanes> finite = as_ints<kLanes>(as_floats<kLanes>(magnitude) * 0x1p112f);
-  return as_floats<kLanes>((magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : finite) | sign);
-#endif
 }
 
 // Rounds to nearest even; NaN becomes a quiet NaN.
 template <int kLanes>
 ALWAYS_INLINE Halves<kLanes> float_to_float16(const Floats<kLanes>& v) {
-#if defined(__aarch64__)
-  using Float16s = typename VectorTypes<kLanes>::Float16s;
-  return __builtin_bit_cast(Halves<kLanes>, __builtin_convertvector(v, Float16s));
-#else
-#if defined(__x86_64__)
-  if constexpr (kLanes >= 8) {
+  if constexpr (kHasFloat16<kLanes>) {
+#if defined(__aarch64__) || defined(__clang__)
+    using Float16s = typename VectorTypes<kLanes>::Float16s;
+    return __builtin_bit_cast(Halves<kLanes>, __builtin_convertvector(v, Float16s));
+#elif defined(__x86_64__)
     Halves<kLanes> halves;
     asm("vcvtps2ph $0, %1, %0" : "=vm"(halves) : "v"(v));
     return halves;
+#endif
+  } else {
+    const Ints<kLanes> bits = as_ints<kLanes>(v);
+    const Ints<kLanes> magnitude = bits & 0x7fffffff;
+    const Ints<kLanes> sign = (bits >> 16) & 0x8000;
+    const Ints<kLanes> normal = (magnitude - (112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+    // Adding 0.5 leaves the subnormal number, rounded, in the lowest bits.
+    const Ints<kLanes> subnormal = as_ints<kLanes>(as_floats<kLanes>(magnitude) + 0.5f) - 0x3f000000;
+    Ints<kLanes> rounded = magnitude < (113 << 23) ? subnormal : normal;
+    rounded = magnitude >= (143 << 23) ? Ints<kLanes>{} + 0x7c00 : rounded;
+    rounded = magnitude > 0x7f800000 ? Ints<kLanes>{} + 0x7e00 : rounded;
+    return __builtin_convertvector(rounded | sign, Halves<kLanes>);
   }
-#endif
-  const Ints<kLanes> bits = as_ints<kLanes>(v);
-  const Ints<kLanes> magnitude = bits & 0x7fffffff;
-  const Ints<kLanes> sign = (bits >> 16) & 0x8000;
-  const Ints<kLanes> normal = (magnitude - (112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-  // Adding 0.5 leaves the subnormal number, rounded, in the lowest bits.
-  const Ints<kLanes> subnormal = as_ints<kLanes>(as_floats<kLanes>(magnitude) + 0.5f) - 0x3f000000;
-  Ints<kLanes> rounded = magnitude < (113 << 23) ? subnormal : normal;
-  rounded = magnitude >= (143 << 23) ? Ints<kLanes>{} + 0x7c00 : rounded;
-  rounded = magnitude > 0x7f800000 ? Ints<kLanes>{} + 0x7e00 : rounded;
-  return __builtin_convertvector(rounded | sign, Halves<kLanes>);
-#endif
 }
 
 template <int kLanes>

@@ -448,6 +448,7 @@ def _plan_rope(plan: Plan, model: nn.Module, ltx: Any, takes_coordinates: bool) 
         plan.leave("rope", model.rope, "its tables are read by a block that was left alone")
     else:
         plan.replace_forward("rope", model.rope, rope_forward, "coordinates in place of tables")
+        plan.replacements.append(AddedAttribute(model.rope, _LAST_GRID, None))
 
 
 def rope_forward(
@@ -480,7 +481,53 @@ def rope_forward(
             rope_interpolation_scale,
             video_coords,
         )
-    # The model's own operations in its own order, so that each angle has the same bits.
+    shape = (num_frames, height, width, rope_interpolation_scale)
+    if (
+        video_coords is not None
+        or torch.compiler.is_compiling()
+        or _holds_tensor(rope_interpolation_scale)
+        # What is made while a CUDA graph is captured has no values until the graph is replayed.
+        or (hidden_states.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        return _coordinate_rope(self, hidden_states, shape, video_coords)
+    # A denoising loop asks for the same grid at each step.
+    key = _grid_key(self, hidden_states, shape)
+    last = vars(self).get(_LAST_GRID)
+    if last is None or last.key != key:
+        last = _Grid(key, _coordinate_rope(self, hidden_states, shape, None))
+        setattr(self, _LAST_GRID, last)
+    return last.rope
+
+
+_LAST_GRID = "_h100_diffusers_kernels_last_grid"
+
+
+def _holds_tensor(scales: Any) -> bool:
+    if scales is None or isinstance(scales, Tensor):
+        return scales is not None
+    return any(isinstance(scale, Tensor) for scale in scales)
+
+
+class _Grid(NamedTuple):
+    key: tuple
+    rope: CoordinateRope
+
+
+def _grid_key(rope: nn.Module, hidden_states: Tensor, shape: tuple) -> tuple:
+    """All that the coordinates of a grid depend on, and the stream that they are made on."""
+    device = hidden_states.device
+    stream = torch.cuda.current_stream(device).cuda_stream if hidden_states.is_cuda else None
+    bases = (rope.base_num_frames, rope.base_height, rope.base_width, rope.patch_size)
+    *grid, scales = shape
+    scales = None if scales is None else tuple(scales)
+    return (device, stream, *grid, scales, *bases, rope.patch_size_t, rope.theta, rope.dim)
+
+
+def _coordinate_rope(
+    self: nn.Module, hidden_states: Tensor, shape: tuple, video_coords: Tensor | None
+) -> CoordinateRope:
+    """The model's own operations in its own order, so that each angle has the same bits."""
+    num_frames, height, width, rope_interpolation_scale = shape
     if video_coords is None:
         grid = self._prepare_video_coords(
             hidden_states.size(0) if _differs_by_sample(rope_interpolation_scale) else 1,
