@@ -159,9 +159,9 @@ def show_times(size: str, result: dict) -> None:
 @click.option(
     "--pause-s",
     type=click.FloatRange(min=0),
-    default=0.25,
+    default=0.0,
     show_default=True,
-    help="Rest of the GPU before each timed sample, the same for all modes.",
+    help="Rest of the GPU before each timed sample.",
 )
 @click.option("--profiled-calls", type=click.IntRange(min=1), default=3, show_default=True)
 @output_option("models")

@@ -49,8 +49,9 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Measure each function once a round, in an order that is drawn anew for each round.
 
-    Before each sample the device rests for `pause_s`: at its power limit a GPU clocks lower for a
-    while after a function that draws more than another, and the next one would pay for it.
+    At its power limit a GPU clocks lower for a while after a function that draws much, and the next
+    one pays for it: in a fixed order that would always be the same one. A rest of `pause_s` before
+    each sample lets the clock recover.
     """
     names = list(functions)
     order = random.Random(0)

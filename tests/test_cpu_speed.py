@@ -17,8 +17,8 @@ from inputs import OPERATIONS, QK_OPERATIONS, every_dtype, sample, without_optio
 SHAPE = (2, 256, 2048)
 THREADS = 2
 ROUNDS = 15
-CALLS = 3
-ATTEMPTS = 4
+CALLS = 5
+ATTEMPTS = 6
 # Where eager, too, reads and writes everything just once, equal speed is all there is, and the
 # medians of equally fast functions differ by this.
 NOISE = 1.1

@@ -257,7 +257,7 @@ def test_second_injection_changes_nothing(kernel, device):
     assert "before this call" in str(second) and "before this call" not in str(first)
 
 
-@pytest.mark.parametrize("thing", [torch.nn.Linear(2, 2), object(), None, {}], ids=repr)
+@pytest.mark.parametrize("thing", [torch.nn.Linear(2, 2), object(), None, {}], ids=type)
 def test_nothing_known_is_an_error(kernel, thing):
     with pytest.raises(ValueError, match=r"^inject_kernels: .* LTXVideoTransformer3DModel, got a "):
         kernel.inject_kernels(thing)

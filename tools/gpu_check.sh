@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What only a GPU can show. Usage: tools/gpu_check.sh [build] [test] [sanitize] [models] [pipeline]
+# What only a GPU can show. Usage: tools/gpu_check.sh [build] [test] [sanitize] [operations] [accuracy] [models] [pipeline]
 #
 # Without arguments all steps run, in this order; a step that fails does not keep the next from
 # running, unless it is the build. Logs, and the JSON that the benchmarks write, go to $OUT (default
@@ -8,7 +8,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-build/gpu_check}
-STEPS=(build test sanitize models pipeline)
+STEPS=(build test sanitize operations accuracy models pipeline)
 
 step_build() {
   "$PYTHON" tools/build_variant.py --backend cuda &&
@@ -16,7 +16,7 @@ step_build() {
     "$PYTHON" tools/kernel_resources.py .build/cuda
 }
 
-step_test() { "$PYTHON" -m pytest -q --durations=10; }
+step_test() { "$PYTHON" -m pytest -q --durations=10 --numprocesses 8 --dist loadfile; }
 
 # Only this package's kernels are instrumented. Each tensor gets an allocation of its own: in Torch's
 # pool an access out of bounds would hit a neighbour and go unseen.
@@ -34,6 +34,8 @@ step_sanitize() {
   return "$status"
 }
 
+step_operations() { "$PYTHON" benchmarks/bench_operations.py; }
+step_accuracy() { "$PYTHON" benchmarks/bench_accuracy.py; }
 step_models() { "$PYTHON" benchmarks/bench_models.py; }
 step_pipeline() { "$PYTHON" benchmarks/bench_pipeline.py; }
 

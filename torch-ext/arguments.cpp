@@ -40,6 +40,10 @@ std::string dtype_name(ScalarType dtype) {
       return "int64";
     case ScalarType::Bool:
       return "bool";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
+    case ScalarType::Float8_e5m2:
+      return "float8_e5m2";
     default:
       return "Torch's dtype number " + std::to_string(static_cast<int>(dtype));
   }

@@ -48,10 +48,12 @@ inline int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Ends when the kernels before this one in the stream have ended and their writes can be read. Each kernel
 // begins with it, because launch_kernel lets it start earlier.
-__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 
-// Launches with programmatic dependent launch: the blocks get to the multiprocessors while the previous kernel
-// drains, and wait there.
+// Launches with programmatic dependent launch: the blocks get to the multiprocessors while the previous
+// kernel drains, and wait there.
 template <typename Params>
 void launch_kernel(const char* operation, void (*kernel)(Params), dim3 grid, int block, const Params& params,
                    Stream stream) {
@@ -66,7 +68,8 @@ void launch_kernel(const char* operation, void (*kernel)(Params), dim3 grid, int
   config.numAttrs = 1;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params);
   if (error != cudaSuccess)
-    throw std::runtime_error(std::string(operation) + ": the CUDA launch failed: " + cudaGetErrorString(error));
+    throw std::runtime_error(std::string(operation) +
+                             ": the CUDA launch failed: " + cudaGetErrorString(error));
 }
 
 }  // namespace h100_diffusers_kernels

@@ -5,7 +5,9 @@ They accept and refuse what ``arguments.cpp`` does, in the same words.
 
 from __future__ import annotations
 
-from typing import Optional
+import functools
+import inspect
+from typing import Callable, Optional
 
 import torch
 from torch import Tensor
@@ -19,6 +21,71 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def fail(operation: str, sentence: str) -> None:
     raise ValueError(f"{operation}: {sentence}")
+
+
+# What an argument annotated so must be, and the test of it.
+_TYPES = {
+    "Tensor": ("a tensor", lambda value: isinstance(value, Tensor)),
+    "Optional[Tensor]": (
+        "a tensor or None",
+        lambda value: value is None or isinstance(value, Tensor),
+    ),
+    "float": (
+        "a number",
+        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+    ),
+    "int": ("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    "str": ("a string", lambda value: isinstance(value, str)),
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+}
+
+
+def _is_rope(value: object) -> bool:
+    return value is None or (
+        isinstance(value, tuple) and len(value) == 2 and all(isinstance(t, Tensor) for t in value)
+    )
+
+
+def _shown(value: object) -> str:
+    is_plain = value is None or isinstance(value, (str, int, float))
+    return repr(value) if is_plain else type(value).__name__
+
+
+def check_types(function: Callable, *args, **kwargs) -> None:
+    """Refuses an argument that is not of the type that the function's signature gives it."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    for name, value in bound.arguments.items():
+        annotation = function.__annotations__[name]
+        if name == "rope":
+            fields = getattr(value, "_fields", ("cos", "sin"))
+            if isinstance(value, tuple) and len(value) == 2:
+                for field, item in zip(fields, value):
+                    if not isinstance(item, Tensor):
+                        _refuse(function, field, "a tensor", item)
+            if not _is_rope(value):
+                _refuse(function, name, "None, a pair (cos, sin) or a CoordinateRope", value)
+            continue
+        accepted, is_accepted = _TYPES[annotation]
+        if not is_accepted(value):
+            _refuse(function, name, accepted, value)
+
+
+def _refuse(function: Callable, name: str, accepted: str, value: object) -> None:
+    raise TypeError(f"{function.__name__}: {name} must be {accepted}, got {_shown(value)}")
+
+
+def explains_types(function: Callable) -> Callable:
+    """Where a call fails for the Python type of an argument, says so in one sentence."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            check_types(function, *args, **kwargs)
+            raise
+
+    return call
 
 
 def check_input(operation: str, name: str, x: Tensor, min_dims: int = 1) -> None:
@@ -106,6 +173,14 @@ def check_row_operation(
     bias: Optional[Tensor] = None,
 ) -> None:
     """Every argument of a norm, modulation or residual operation."""
+    required = {"x": x}
+    if operation.startswith("gated"):
+        required["residual"] = residual
+    if operation.endswith("modulate"):
+        required.update(scale=scale, shift=shift)
+    for name, tensor in required.items():
+        if tensor is None:
+            fail(operation, f"{name} must be a tensor, got None")
     leader, leader_name = (x, "x") if residual is None else (residual, "residual")
     check_input(operation, leader_name, leader)
     if residual is not None:

@@ -21,6 +21,7 @@ from .arguments import (
     check_coordinates,
     check_qk,
     check_row_operation,
+    explains_types,
     rope_table_view,
 )
 
@@ -35,6 +36,7 @@ def _needs_grad(*tensors: Optional[Tensor]) -> bool:
 # Norm, modulation, residual and gate
 
 
+@explains_types
 def rms_norm(x: Tensor, weight: Optional[Tensor] = None, eps: float = 1e-6) -> Tensor:
     """Root mean square norm over the last dimension: ``x / sqrt(mean(x²) + eps) * weight``.
 
@@ -57,6 +59,7 @@ def _rms_norm_fake(x, weight, eps):
     return x.new_empty(x.shape)
 
 
+@explains_types
 def layer_norm(
     x: Tensor, weight: Optional[Tensor] = None, bias: Optional[Tensor] = None, eps: float = 1e-5
 ) -> Tensor:
@@ -81,6 +84,7 @@ def _layer_norm_fake(x, weight, bias, eps):
     return x.new_empty(x.shape)
 
 
+@explains_types
 def rms_norm_modulate(
     x: Tensor, scale: Tensor, shift: Tensor, weight: Optional[Tensor] = None, eps: float = 1e-6
 ) -> Tensor:
@@ -107,6 +111,7 @@ def _rms_norm_modulate_fake(x, scale, shift, weight, eps):
     return x.new_empty(x.shape)
 
 
+@explains_types
 def layer_norm_modulate(
     x: Tensor,
     scale: Tensor,
@@ -140,6 +145,7 @@ def _layer_norm_modulate_fake(x, scale, shift, weight, bias, eps):
     return x.new_empty(x.shape)
 
 
+@explains_types
 def gated_residual(residual: Tensor, x: Tensor, gate: Optional[Tensor] = None) -> Tensor:
     """``residual + gate * x``, or ``residual + x`` without a gate.
 
@@ -159,6 +165,7 @@ def _gated_residual_fake(residual, x, gate):
     return x.new_empty(x.shape)
 
 
+@explains_types
 def gated_residual_rms_norm_modulate(
     residual: Tensor,
     x: Tensor,
@@ -213,6 +220,7 @@ def _gated_residual_rms_norm_modulate_fake(residual, x, gate, scale, shift, weig
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
+@explains_types
 def gated_residual_layer_norm_modulate(
     residual: Tensor,
     x: Tensor,
@@ -301,6 +309,7 @@ class CoordinateRope(NamedTuple):
         return angles.cos(), angles.sin()
 
 
+@explains_types
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,
@@ -359,12 +368,20 @@ def qk_norm_rope(
         if not inplace:
             return ops.qk_norm_coordinate_rope.default(*arguments)
         ops.qk_norm_coordinate_rope_.default(*arguments)
+        _written(q, k)
         return q, k
     arguments = (q, k, q_weight, k_weight, cos, sin, heads, norm, layout, eps)
     if not inplace:
         return ops.qk_norm_rope.default(*arguments)
     ops.qk_norm_rope_.default(*arguments)
+    _written(q, k)
     return q, k
+
+
+def _written(*tensors: Tensor) -> None:
+    """Lets autograd notice a backward that needs the values from before."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(tensors)
 
 
 def _check_qk_norm_rope(operation, q, k, q_weight, k_weight, rope, heads, norm, layout):
@@ -441,6 +458,7 @@ def _qk_norm_coordinate_rope_inplace_fake(
 # Activations
 
 
+@explains_types
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Gaussian error linear unit, as ``torch.nn.functional.gelu``.
 
@@ -463,6 +481,7 @@ def _gelu_fake(x, approximate):
     return x.new_empty(x.shape)
 
 
+@explains_types
 def silu(x: Tensor) -> Tensor:
     """Sigmoid linear unit, ``x * sigmoid(x)``, as ``torch.nn.functional.silu``.
 
@@ -483,6 +502,7 @@ def _silu_fake(x):
     return x.new_empty(x.shape)
 
 
+@explains_types
 def geglu(x: Tensor, approximate: str = "none") -> Tensor:
     """GELU-gated linear unit: first half times ``gelu`` of the second half, as in diffusers.
 
@@ -507,6 +527,7 @@ def _geglu_fake(x, approximate):
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
+@explains_types
 def swiglu(x: Tensor) -> Tensor:
     """SiLU-gated linear unit: first half times ``silu`` of the second half, as in diffusers.
 
