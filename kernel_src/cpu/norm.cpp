@@ -258,7 +258,8 @@ void gated_residual_layer_norm_modulate(const RowNormParams& params, Stream stre
 
 void gated_residual(const RowNormParams& params, Stream stream) {
   with_type(params.dtype, [&]<typename T>(T) {
-    const SegmentGrid grid(params.shape, params.hidden);
+    const SegmentGrid grid(params.shape, params.hidden,
+                           {&params.x, &params.residual, &params.gate, &params.residual_out});
     parallel_run(stream, grid.segments(), grid.segment_size(), GatedResidualKernel<T>{params, grid});
   });
 }

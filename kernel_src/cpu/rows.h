@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
 
 #include "params.h"
 #include "vector.h"
@@ -55,10 +56,20 @@ class RowCursor {
 };
 
 // Rows cut into segments: the items of an elementwise operation, so that few long rows make enough of them.
+// Rows that follow each other without a gap in every operand are one row.
 class SegmentGrid {
  public:
-  SegmentGrid(const RowShape& shape, int64_t hidden)
-      : shape_(shape), hidden_(hidden), per_row_((hidden + kSize - 1) / kSize) {}
+  SegmentGrid(const RowShape& shape, int64_t hidden, std::initializer_list<const RowOperand*> operands)
+      : shape_(shape), hidden_(hidden) {
+    const bool is_contiguous = std::all_of(operands.begin(), operands.end(), [&](const RowOperand* operand) {
+      return operand->data == nullptr || operand->strides[0] == hidden;
+    });
+    if (shape.ndim == 1 && is_contiguous) {
+      shape_.rows = shape_.sizes[0] = 1;
+      hidden_ = shape.rows * hidden;
+    }
+    per_row_ = (hidden_ + kSize - 1) / kSize;
+  }
 
   int64_t segments() const { return shape_.rows * per_row_; }
   int64_t segment_size() const { return std::min(hidden_, kSize); }
@@ -82,7 +93,7 @@ class SegmentGrid {
  private:
   static constexpr int64_t kSize = 8192;
 
-  const RowShape& shape_;
+  RowShape shape_;
   int64_t hidden_;
   int64_t per_row_;
 };

@@ -33,7 +33,7 @@ struct VectorTypes {
   typedef double Doubles __attribute__((vector_size(8 * kLanes)));
 #if defined(__aarch64__)
   typedef __fp16 Float16s __attribute__((vector_size(2 * kLanes)));
-#elif defined(__clang__)
+#elif defined(__clang__) && defined(__x86_64__)
   typedef _Float16 Float16s __attribute__((vector_size(2 * kLanes)));
 #endif
 };

@@ -49,7 +49,8 @@ ALWAYS_INLINE Floats<kLanes> exp2_slope(const Floats<kLanes>& f) {
   }
 }
 
-// 2^(t - kOffset), which must lie in [2^-126, 2^128) or be exactly 2^-127, for which the result is 0.
+// 2^(t - kOffset) for exponents from -127 to 127.5. The result is 0 for -127, and only of the right order
+// between this and -126, where floats are subnormal.
 template <int kLanes, int kOffset, int kDegree>
 ALWAYS_INLINE Floats<kLanes> exp2(const Floats<kLanes>& t) {
   const SplitExponent<kLanes> split = split_exponent<kLanes, kOffset>(t, broadcast<kLanes>(1.0f));
