@@ -218,7 +218,8 @@ def test_pipeline(results):
         assert list(entry["modes"]) == ["eager", "injected"]
         injected = entry["modes"]["injected"]
         assert injected["seconds"]["samples"] == 1
-        assert injected["psnr_to_eager_db"] > 60
+        psnr = injected["psnr_to_eager_db"]
+        assert psnr is None or psnr > 60  # None: the same video, bit for bit
 
 
 def test_accuracy(results, kernel):

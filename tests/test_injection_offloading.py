@@ -111,7 +111,9 @@ def test_group_offloading(kernel, device, offload_type, is_injected_first):
     kernel.inject_kernels(model)
     # Norms with weights are leaves.
     changes = {"rms_norm": 0} if offload_type == "leaf_level" else {}
-    assert computing(expected, model, arguments) == calls_of(2, **changes)
+    # The next block's weights are elsewhere until its turn, but on a CPU, which is its own elsewhere.
+    joined = 0 if device == "cuda" else 1
+    assert computing(expected, model, arguments) == calls_of(2, joined=joined, **changes)
     kernel.eject_kernels(model)
     assert computing(expected, model, arguments) == {}
 

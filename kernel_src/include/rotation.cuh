@@ -2,37 +2,37 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace h100_diffusers_kernels {
 
-constexpr float kTwoPi = 6.28318530717958648f;
+// From here on the short reduction below may miss the nearest multiple by more than the polynomials bear.
+constexpr float kLargeAngle = 131072.0f;  // 2^17
 
-// Beyond this the three-term reduction below loses bits.
-constexpr float kLargeAngle = 8388608.0f;  // 2^23
-
-// angle - n * 2pi in [-pi, pi] for 2^23 <= |angle| < infinity, NaN for infinity and NaN. The angle is
-// mantissa * 2^exponent, so only the 64 bits of 1/(2pi) that follow its first `exponent` ones decide the
+// angle - n * 2pi in [-pi, pi] for 2^17 <= |angle| < infinity, NaN for infinity and NaN. The angle is
+// mantissa * 2^exponent, so only 64 bits of 1/(2pi), from the one of weight 2^-(exponent + 1) on, decide the
 // fraction of a turn (Payne and Hanek, 1983).
-__device__ __noinline__ float reduce_large_angle(float angle) {
-  constexpr uint32_t kInverseTwoPi[7] = {0x28be60dbu, 0x9391054au, 0x7f09d5f4u, 0x7d4d3770u,
-                                         0x36d8a566u, 0x4f10e410u, 0x7f9458eau};
+__device__ __noinline__ double reduce_large_angle(float angle) {
+  // 32 zeros, then the fraction of 1/(2pi).
+  constexpr uint32_t kInverseTwoPi[8] = {0x00000000u, 0x28be60dbu, 0x9391054au, 0x7f09d5f4u,
+                                         0x7d4d3770u, 0x36d8a566u, 0x4f10e410u, 0x7f9458eau};
   const uint32_t bits = __float_as_uint(angle);
   const int biased = (bits >> 23) & 0xff;
-  if (biased == 0xff) return __uint_as_float(0x7fffffffu);
-  const int exponent = biased - 150;  // 0 to 104
+  if (biased == 0xff) return __longlong_as_double(0x7ff8000000000000ll);
+  const int first_bit = biased - 150 + 32;  // 26 to 136
   const uint64_t mantissa = (bits & 0x7fffffu) | 0x800000u;
-  const int first_word = exponent >> 5, shift = exponent & 31;
+  const int first_word = first_bit >> 5, shift = first_bit & 31;
   uint32_t w0 = 0, w1 = 0, w2 = 0;
 #pragma unroll
-  for (int i = 0; i < 7; ++i) {  // compile-time indices keep the table out of memory
+  for (int i = 0; i < 8; ++i) {  // compile-time indices keep the table out of memory
     w0 = i == first_word ? kInverseTwoPi[i] : w0;
     w1 = i == first_word + 1 ? kInverseTwoPi[i] : w1;
     w2 = i == first_word + 2 ? kInverseTwoPi[i] : w2;
   }
   const uint64_t window = (uint64_t{__funnelshift_l(w1, w0, shift)} << 32) | __funnelshift_l(w2, w1, shift);
   const int64_t fraction = static_cast<int64_t>(mantissa * window);  // of a turn, times 2^64, in [-1/2, 1/2)
-  const float turn = static_cast<float>(fraction) * 5.421010862427522e-20f;  // 2^-64
-  return copysignf(1.0f, angle) * turn * kTwoPi;
+  constexpr double kTwoPiOver2To64 = 6.283185307179586 * 5.421010862427522e-20;
+  return copysign(1.0, static_cast<double>(angle)) * static_cast<double>(fraction) * kTwoPiOver2To64;
 }
 
 // angle - k * period for a period given as the sum of three floats, each product exact within the fused
@@ -51,52 +51,70 @@ __device__ __forceinline__ float round_to_integer(float x) {
 }
 
 // For results that are rounded to 16 bits: the special function unit, 2^-21 of absolute error.
-__device__ __forceinline__ void sincos_for_16_bits(float angle, float& sine, float& cosine) {
-  const float turns = round_to_integer(angle * 0.15915494309189535f);
-  const float r =
-      subtract_multiple(angle, turns, 6.28318548202514648f, -1.74845553146951e-7f, -6.8604980400235e-15f);
-  sine = __sinf(r);
-  cosine = __cosf(r);
-}
+struct FastSincos {
+  float r;  // the angle in [-pi, pi]
+
+  __device__ __forceinline__ void reduce(float angle) {
+    const float turns = round_to_integer(angle * 0.15915494309189535f);
+    r = subtract_multiple(angle, turns, 6.28318548202514648f, -1.74845553146951e-7f, -6.8604980400235e-15f);
+  }
+  __device__ __forceinline__ void reduce_large(float angle) {
+    r = static_cast<float>(reduce_large_angle(angle));
+  }
+  __device__ __forceinline__ void compute(float& sine, float& cosine) const {
+    sine = __sinf(r);
+    cosine = __cosf(r);
+  }
+};
 
 // To about one unit in the last place of a float. Polynomials on [-pi/4, pi/4] as in Cephes (Moshier).
-__device__ __forceinline__ void sincos_for_32_bits(float angle, float& sine, float& cosine) {
-  const float quarters = rintf(angle * 0.63661977236758134f);
-  const float r =
-      subtract_multiple(angle, quarters, 1.57079637050628662f, -4.371138828673793e-8f, -1.7151245100059e-15f);
-  const float r2 = r * r;
-  float s = fmaf(fmaf(-1.9515295891e-4f, r2, 8.3321608736e-3f), r2, -1.6666654611e-1f);
-  s = fmaf(s * r2, r, r);
-  float c = fmaf(fmaf(2.443315711809948e-5f, r2, -1.388731625493765e-3f), r2, 4.166664568298827e-2f);
-  c = fmaf(c * r2, r2, fmaf(-0.5f, r2, 1.0f));
-  const int quadrant = static_cast<int>(quarters);
-  sine = quadrant & 1 ? c : s;
-  cosine = quadrant & 1 ? s : c;
-  sine = quadrant & 2 ? -sine : sine;
-  cosine = (quadrant + 1) & 2 ? -cosine : cosine;
-}
+struct ExactSincos {
+  float r;  // the angle less its quarter turns
+  int quarters;
+
+  __device__ __forceinline__ void reduce(float angle) {
+    const float k = rintf(angle * 0.63661977236758134f);
+    r = subtract_multiple(angle, k, 1.57079637050628662f, -4.371138828673793e-8f, -1.7151245100059e-15f);
+    quarters = static_cast<int>(k);
+  }
+  __device__ __forceinline__ void reduce_large(float angle) {
+    const double reduced = reduce_large_angle(angle);
+    const double k = rint(reduced * 0.6366197723675814);
+    r = static_cast<float>(fma(-k, 1.5707963267948966, reduced));
+    quarters = static_cast<int>(k);
+  }
+  __device__ __forceinline__ void compute(float& sine, float& cosine) const {
+    const float r2 = r * r;
+    float s = fmaf(fmaf(-1.9515295891e-4f, r2, 8.3321608736e-3f), r2, -1.6666654611e-1f);
+    s = fmaf(s * r2, r, r);
+    float c = fmaf(fmaf(2.443315711809948e-5f, r2, -1.388731625493765e-3f), r2, 4.166664568298827e-2f);
+    c = fmaf(c * r2, r2, fmaf(-0.5f, r2, 1.0f));
+    sine = quarters & 1 ? c : s;
+    cosine = quarters & 1 ? s : c;
+    sine = quarters & 2 ? -sine : sine;
+    cosine = (quarters + 1) & 2 ? -cosine : cosine;
+  }
+};
 
 // Sines and cosines for results of type T. Angles too large for the short reduction are rare, and one test
 // for all of them leaves the rest free of branches.
 template <typename T, int kCount>
-__device__ __forceinline__ void sincos_of(float (&angles)[kCount], float (&sines)[kCount],
+__device__ __forceinline__ void sincos_of(const float (&angles)[kCount], float (&sines)[kCount],
                                           float (&cosines)[kCount]) {
+  std::conditional_t<sizeof(T) == 2, FastSincos, ExactSincos> sincos[kCount];
   bool all_small = true;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) all_small = all_small && fabsf(angles[i]) < kLargeAngle;
+  for (int i = 0; i < kCount; ++i) {
+    all_small = all_small && fabsf(angles[i]) < kLargeAngle;
+    sincos[i].reduce(angles[i]);
+  }
   if (!all_small) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
-      if (!(fabsf(angles[i]) < kLargeAngle)) angles[i] = reduce_large_angle(angles[i]);
+      if (!(fabsf(angles[i]) < kLargeAngle)) sincos[i].reduce_large(angles[i]);
   }
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    if constexpr (sizeof(T) == 2) {
-      sincos_for_16_bits(angles[i], sines[i], cosines[i]);
-    } else {
-      sincos_for_32_bits(angles[i], sines[i], cosines[i]);
-    }
-  }
+  for (int i = 0; i < kCount; ++i) sincos[i].compute(sines[i], cosines[i]);
 }
 
 }  // namespace h100_diffusers_kernels

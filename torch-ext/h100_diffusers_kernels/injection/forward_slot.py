@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from types import MethodType
 from typing import Any, Callable
 
+import torch
 from torch import nn
 
 
@@ -77,6 +78,17 @@ def runs_forward(module: nn.Module, function: Callable) -> bool:
         and not module._backward_hooks
         and not module._backward_pre_hooks
     )
+
+
+def is_wrapped(module: nn.Module, function: Callable) -> bool:
+    """Whether anything is around ``function``, which is known to be the module's innermost forward.
+
+    While torch.compile traces, what hooks leave on a module is asked for: not every version of it
+    sees through a forward that is bound to an instance.
+    """
+    if torch.compiler.is_compiling():
+        return hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")
+    return not runs_forward(module, function)
 
 
 def runs_class_forward(module: nn.Module) -> bool:

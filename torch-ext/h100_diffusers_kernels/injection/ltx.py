@@ -27,7 +27,7 @@ from .. import functional
 from ..functional import CoordinateRope
 from .conditions import class_name, has_known_method, is_plain, kernels_run_on, kernels_take
 from .feed_forward import plan_activation
-from .forward_slot import find_forward_slot, runs_class_forward, runs_forward
+from .forward_slot import find_forward_slot, is_wrapped, runs_class_forward
 from .replacement import AddedAttribute, Plan
 
 _UNKNOWN_FORWARD = "its forward is not the one known from diffusers"
@@ -469,7 +469,7 @@ def rope_forward(
     if (
         torch.is_grad_enabled()
         or not kernels_run_on(hidden_states)
-        or not runs_forward(self, rope_forward)
+        or is_wrapped(self, rope_forward)
         or (video_coords is not None and video_coords.dtype == torch.float64)
     ):
         return type(self).forward(
