@@ -31,8 +31,6 @@ __global__ void __launch_bounds__(kThreads)
   const ActivationParams& args = params.args;
   const int64_t first = blockIdx.x * int64_t{kThreads * kPacks} + threadIdx.x;
 
-  wait_for_previous_kernel();
-
   Pack<T, kSize> x[kPacks], gate[kPacks];
   T* out[kPacks];
 #pragma unroll

@@ -177,7 +177,6 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
       unit.second.load(head + place.second);
     }
   };
-  wait_for_previous_kernel();
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
     const int unit = i * kGroupThreads + lane;
@@ -274,7 +273,6 @@ __global__ void __launch_bounds__(kAnyShapeThreads)
   const int64_t token = spans_heads ? blockIdx.x : blockIdx.x / max_heads;
   const int group_head = spans_heads ? 0 : static_cast<int>(blockIdx.x - token * max_heads);
   const int group_heads = spans_heads ? static_cast<int>(tensor.heads) : 1;
-  wait_for_previous_kernel();
   if (group_head >= tensor.heads) return;
   const int span = group_heads * head_dim;
   UnitPlace place;

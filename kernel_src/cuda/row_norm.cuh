@@ -199,7 +199,6 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
   const bool is_row = row < params.args.shape.rows;
   const int64_t hidden = params.args.hidden;
   const RowPointers<T> pointers{params.args, params.indexer(is_row ? row : 0)};
-  wait_for_previous_kernel();
   const typename Input::template Row<T> input(pointers);
   const typename Output::template Row<T> output(pointers);
 
@@ -261,7 +260,6 @@ __global__ void __launch_bounds__(kLongRowThreads)
   constexpr int kSize = kPackSize<T, kAccess>;
   const int64_t hidden = params.args.hidden;
   const RowPointers<T> pointers{params.args, params.indexer(blockIdx.x)};
-  wait_for_previous_kernel();
   const typename Input::template Row<T> input(pointers);
   const typename Output::template Row<T> output(pointers);
   const auto for_each_pack = [&](const auto& body) {

@@ -46,30 +46,13 @@ inline bool has_vector_rows(const RowOperand& operand, int ndim, int element_byt
 
 inline int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Ends when the kernels before this one in the stream have ended and their writes can be read. Each kernel
-// begins with it, because launch_kernel lets it start earlier.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-// Launches with programmatic dependent launch: the blocks get to the multiprocessors while the previous
-// kernel drains, and wait there.
 template <typename Params>
 void launch_kernel(const char* operation, void (*kernel)(Params), dim3 grid, int block, const Params& params,
                    Stream stream) {
-  cudaLaunchAttribute early_start{};
-  early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early_start.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(block);
-  config.stream = static_cast<cudaStream_t>(stream.handle);
-  config.attrs = &early_start;
-  config.numAttrs = 1;
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params);
+  kernel<<<grid, block, 0, static_cast<cudaStream_t>(stream.handle)>>>(params);
+  const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess)
-    throw std::runtime_error(std::string(operation) +
-                             ": the CUDA launch failed: " + cudaGetErrorString(error));
+    throw std::runtime_error(std::string(operation) + ": the CUDA launch failed: " + cudaGetErrorString(error));
 }
 
 }  // namespace h100_diffusers_kernels
