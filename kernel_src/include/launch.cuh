@@ -52,7 +52,8 @@ void launch_kernel(const char* operation, void (*kernel)(Params), dim3 grid, int
   kernel<<<grid, block, 0, static_cast<cudaStream_t>(stream.handle)>>>(params);
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess)
-    throw std::runtime_error(std::string(operation) + ": the CUDA launch failed: " + cudaGetErrorString(error));
+    throw std::runtime_error(std::string(operation) +
+                             ": the CUDA launch failed: " + cudaGetErrorString(error));
 }
 
 }  // namespace h100_diffusers_kernels
