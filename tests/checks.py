@@ -28,7 +28,7 @@ def poison_memory(*tensors):
 
 @contextlib.contextmanager
 def one_thread():
-    """For what is compared with: waking a thread takes longer than a small tensor does."""
+    """For small tensors: waking threads costs more than it gives, on a busy machine much more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,6 +1,5 @@
 """Small LTX-Video models and pipelines with random weights, inputs, and what they compute."""
 
-import contextlib
 import copy
 import re
 from collections import Counter
@@ -18,17 +17,6 @@ CHANNELS = 8
 CAPTION_CHANNELS = 24
 GRID = (2, 3, 4)
 TEXT_LENGTH = 7
-
-
-@contextlib.contextmanager
-def one_thread():
-    """Threads cost such small models more than they give, on a busy machine much more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def transformer(device, dtype=torch.float32, *, blocks=2, heads=4, head_dim=16, seed=0, **config):

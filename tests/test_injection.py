@@ -7,12 +7,12 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
 import ltx_models
+from checks import one_thread
 from ltx_models import (
     calls_of,
     computing,
     inputs,
     kernel_calls,
-    one_thread,
     reference,
     run,
     snapshot,

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ltx_models import calls_of, inputs, one_thread, prepared, reference, transformer
+from checks import one_thread
+from ltx_models import calls_of, inputs, prepared, reference, transformer
 from ltx_models import run as run_model
 
 

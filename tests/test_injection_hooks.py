@@ -12,11 +12,11 @@ from diffusers.models.activations import GEGLU
 from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 
+from checks import one_thread
 from ltx_models import (
     calls_of,
     computing,
     kernel_calls,
-    one_thread,
     prepared,
     reference,
     run,

@@ -12,13 +12,13 @@ from diffusers.hooks import apply_group_offloading, context_parallel
 from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 
+from checks import one_thread
 from ltx_models import (
     TEXT_LENGTH,
     calls_of,
     computing,
     inputs,
     kernel_calls,
-    one_thread,
     prepared,
     run,
     snapshot,

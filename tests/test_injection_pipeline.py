@@ -7,7 +7,8 @@ import pytest
 import torch
 from diffusers import LTXConditionPipeline, LTXImageToVideoPipeline, LTXPipeline
 
-from ltx_models import calls_of, kernel_calls, one_thread, pipeline, prompts
+from checks import one_thread
+from ltx_models import calls_of, kernel_calls, pipeline, prompts
 
 STEPS = 3
 SIZE = {"height": 64, "width": 96, "num_frames": 17, "num_inference_steps": STEPS}

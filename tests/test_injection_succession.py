@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from ltx_models import calls_of, computing, inputs, one_thread, reference, run, transformer
+from checks import one_thread
+from ltx_models import calls_of, computing, inputs, reference, run, transformer
 
 BLOCKS = 3
 

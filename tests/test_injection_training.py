@@ -8,12 +8,12 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 import ltx_models
+from checks import one_thread
 from ltx_models import (
     calls_of,
     computing,
     inputs,
     kernel_calls,
-    one_thread,
     prepared,
     reference,
     run,

@@ -207,7 +207,9 @@ def _end(block: nn.Module, residual: Tensor, x: Tensor, gate: Tensor, temb: Tens
     if (
         next_block is None
         or torch.is_grad_enabled()
-        or temb.is_inference()  # which has no version to tell a change by
+        # Tensors made in inference mode have no version to tell a change by.
+        or torch.is_inference_mode_enabled()
+        or temb.is_inference()
         or next_block.scale_shift_table.device != temb.device  # offloaded until its turn
         or not _is_residual(residual, x, gate)
         or not _is_fusable(next_block, residual, temb)
