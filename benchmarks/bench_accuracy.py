@@ -62,6 +62,15 @@ def cases(
     angle = torch.rand(seq, head_dim // 2, device=device) * (2 * math.pi)
     interleaved = [t.repeat_interleave(2, dim=-1) for t in (angle.cos(), angle.sin())]
     half = [torch.cat([t, t], dim=-1) for t in (angle.cos(), angle.sin())]
+    grid = next(size.latent for size in (DEFAULT_SIZE, TINY_SIZE) if size.tokens == seq)
+    share = head_dim // 2 // 3
+    pairs = (head_dim // 2 - 2 * share, share, share)
+    angles = [
+        torch.rand(n, p, device=device) * (2 * math.pi) for n, p in zip(grid, pairs, strict=True)
+    ]
+    axes = [(axis.cos(), axis.sin()) for axis in angles]
+    by_head = q.unflatten(-1, (heads, head_dim))
+    wide_bias = normal(wide.shape[-1], std=0.2)
 
     modulation = [scale, shift]
     return {
@@ -95,11 +104,20 @@ def cases(
             [q, k, head_weight, head_weight, half],
             {"heads": heads, "norm": "per_head", "layout": "half"},
         ),
+        "rope, interleaved": ("rope", [by_head, *interleaved], {}),
+        "rope, half": ("rope", [by_head, *half], {"layout": "half"}),
+        "rope_3d, interleaved": ("rope_3d", [by_head, *axes], {}),
+        "rope_3d, half": ("rope_3d", [by_head, *axes], {"layout": "half"}),
         "gelu, tanh": ("gelu", [wide], {"approximate": "tanh"}),
         "gelu, exact": ("gelu", [wide], {}),
         "silu": ("silu", [wide], {}),
         "geglu": ("geglu", [wide], {}),
         "swiglu": ("swiglu", [wide], {}),
+        "gelu, tanh, bias": ("gelu", [wide], {"approximate": "tanh", "bias": wide_bias}),
+        "silu, bias": ("silu", [wide], {"bias": wide_bias}),
+        "geglu, bias": ("geglu", [wide], {"bias": wide_bias}),
+        "swiglu, bias": ("swiglu", [wide], {"bias": wide_bias}),
+        "softmax": ("softmax", [x], {}),
     }
 
 

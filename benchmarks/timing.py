@@ -9,6 +9,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+FLUSH_BYTES = 256 << 20  # five times the L2 cache
+HEAD_START_CYCLES = 2_000_000  # about a millisecond of the GPU
+MAX_HEAD_START_CYCLES = HEAD_START_CYCLES << 6
+BACK_TO_BACK_CALLS = 20
+
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
@@ -28,6 +33,57 @@ def milliseconds(function: Callable[[], object], device: torch.device) -> float:
     begin = time.perf_counter()
     function()
     return (time.perf_counter() - begin) * 1e3
+
+
+class Stopwatch:
+    """Microseconds of one call, from a cold cache or amid calls of its kind; on a CPU by the clock.
+
+    On a GPU the host gets a head start, so that what it takes to launch is in no sample: the GPU
+    spins until all is enqueued. A sample for which that was too short is taken again with twice as
+    much.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            self._flush = torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device=device)
+            self._sum = torch.empty((), dtype=torch.float32, device=device)
+
+    def cold(self, function: Callable[[], object], device: torch.device) -> float:
+        """One call with an L2 cache that holds nothing of it, and nothing that must be written back.
+
+        The cache is filled by reading: what was written would have to leave it during the call.
+        """
+        if device.type != "cuda":
+            return milliseconds(function, device) * 1e3
+
+        def flush() -> None:
+            torch.sum(self._flush, dim=0, out=self._sum)
+
+        return self._sample(function, flush)
+
+    def warm(self, function: Callable[[], object], device: torch.device) -> float:
+        """Mean over calls back to back, on tensors that may stay in the L2 cache."""
+        calls = repeated(function, BACK_TO_BACK_CALLS)
+        if device.type != "cuda":
+            return milliseconds(calls, device) * 1e3 / BACK_TO_BACK_CALLS
+        return self._sample(calls, function) / BACK_TO_BACK_CALLS
+
+    @staticmethod
+    def _sample(function: Callable[[], object], prepare: Callable[[], object]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        head_start = HEAD_START_CYCLES
+        while head_start <= MAX_HEAD_START_CYCLES:
+            torch.cuda._sleep(head_start)
+            prepare()
+            start.record()
+            function()
+            end.record()
+            was_ahead = not start.query()
+            end.synchronize()
+            if was_ahead:
+                return start.elapsed_time(end) * 1e3
+            head_start *= 2
+        raise RuntimeError("the function waits for the GPU, or the host is too slow to keep ahead")
 
 
 def repeated(function: Callable[[], object], calls: int) -> Callable[[], None]:

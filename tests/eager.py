@@ -108,19 +108,52 @@ def qk_norm_rope(
     return one(q, q_weight), one(k, k_weight)
 
 
-def gelu(x, approximate="none"):
-    return F.gelu(x, approximate=approximate)
+def rope(x, cos, sin, layout="interleaved"):
+    head_dim = x.shape[3] if x.dim() == 4 else cos.shape[-1]
+    n = x.reshape(*x.shape[:2], -1, head_dim)
+    tables = _tables((cos, sin), n.shape[2], head_dim, layout)
+    return apply_rotary_emb(n, *tables, layout).reshape(x.shape)
 
 
-def silu(x):
-    return F.silu(x)
+def rope_3d(x, frame, height, width, layout="interleaved"):
+    """The grid's tables expanded to (S, 1, d), as in diffusers' Wan and CogVideoX transformers."""
+    grid = [axis[0].shape[0] for axis in (frame, height, width)]
+
+    def table(field):
+        axes = (
+            frame[field][:, None, None],
+            height[field][None, :, None],
+            width[field][None, None, :],
+        )
+        pairs = torch.cat([axis.expand(*grid, -1) for axis in axes], dim=-1).flatten(0, 2)
+        if layout == "interleaved":
+            return pairs.repeat_interleave(2, dim=-1)[:, None]
+        return torch.cat([pairs, pairs], dim=-1)[:, None]
+
+    return apply_rotary_emb(x, table(0), table(1), layout)
 
 
-def geglu(x, approximate="none"):
-    hidden, gate = x.chunk(2, dim=-1)
+def softmax(x):
+    return F.softmax(x, dim=-1)
+
+
+def _biased(x, bias):
+    return x if bias is None else x + bias
+
+
+def gelu(x, approximate="none", bias=None):
+    return F.gelu(_biased(x, bias), approximate=approximate)
+
+
+def silu(x, bias=None):
+    return F.silu(_biased(x, bias))
+
+
+def geglu(x, approximate="none", bias=None):
+    hidden, gate = _biased(x, bias).chunk(2, dim=-1)
     return hidden * F.gelu(gate, approximate=approximate)
 
 
-def swiglu(x):
-    hidden, gate = x.chunk(2, dim=-1)
+def swiglu(x, bias=None):
+    hidden, gate = _biased(x, bias).chunk(2, dim=-1)
     return hidden * F.silu(gate)

@@ -113,11 +113,53 @@ def rotary_tables(*shape, dtype, device):
     return angles[0].cos().to(dtype), angles[1].sin().to(dtype)
 
 
+# Shapes in which cos and sin of a rotation are accepted.
+TABLE_SHAPES = {
+    "S_d": lambda batch, seq, heads, dim: (seq, dim),
+    "S_Hd": lambda batch, seq, heads, dim: (seq, heads * dim),
+    "1_S_d": lambda batch, seq, heads, dim: (1, seq, dim),
+    "B_S_d": lambda batch, seq, heads, dim: (batch, seq, dim),
+    "1_S_Hd": lambda batch, seq, heads, dim: (1, seq, heads * dim),
+    "B_S_Hd": lambda batch, seq, heads, dim: (batch, seq, heads * dim),
+    "1_S_1_d": lambda batch, seq, heads, dim: (1, seq, 1, dim),
+    "B_S_1_d": lambda batch, seq, heads, dim: (batch, seq, 1, dim),
+    "1_S_H_d": lambda batch, seq, heads, dim: (1, seq, heads, dim),
+    "B_S_H_d": lambda batch, seq, heads, dim: (batch, seq, heads, dim),
+}
+
+GRID_AXES = ("frame", "height", "width")
+
+
+def grid_tables(grid, pairs, *, dtype, device):
+    """frame, height and width: cosine and sine (size, pairs) of each axis, as keyword arguments."""
+    return {
+        axis: rotary_tables(size, count, dtype=dtype, device=device)
+        for axis, size, count in zip(GRID_AXES, grid, pairs, strict=True)
+    }
+
+
 def coordinates_and_frequencies(batch, seq, axes, count, device, largest_angle=15708.0):
     """As in LTX-Video: coordinates in [-1, 1], geometric frequencies up to the largest angle."""
     coordinates = torch.rand(batch, seq, axes, device=device) * 2 - 1
     exponents = torch.linspace(0, 1, count, device=device)
     return coordinates, torch.tensor(largest_angle, device=device) ** exponents
+
+
+def packed_query_and_key(form, shape, dtype, device):
+    """q and k as views of one packed projection."""
+    batch, seq, heads, head_dim = shape
+    if form == "chunk":
+        return normal(batch, seq, 3 * heads * head_dim, dtype=dtype, device=device).chunk(3, -1)[:2]
+    if form == "unbind":
+        return normal(batch, seq, 3, heads, head_dim, dtype=dtype, device=device).unbind(2)[:2]
+    if form == "interleaved_heads":
+        return normal(batch, seq, heads, 3 * head_dim, dtype=dtype, device=device).chunk(3, -1)[:2]
+    assert form == "heads_first"
+    packed = normal(3, batch, heads, seq, head_dim, dtype=dtype, device=device)
+    return packed.transpose(2, 3).unbind(0)[:2]
+
+
+PACKED_FORMS = ["chunk", "unbind", "interleaved_heads", "heads_first"]
 
 
 def affine(name, hidden, dtype, device, layout="contiguous"):
@@ -170,7 +212,8 @@ ROW_OPERATIONS = [
 ]
 ACTIVATIONS = ["gelu", "silu", "geglu", "swiglu"]
 QK_OPERATIONS = ["qk_norm_rope", "qk_norm_coordinate_rope"]
-OPERATIONS = [*ROW_OPERATIONS, *QK_OPERATIONS, *ACTIVATIONS]
+ROPE_OPERATIONS = ["rope", "rope_3d"]
+OPERATIONS = [*ROW_OPERATIONS, *QK_OPERATIONS, *ROPE_OPERATIONS, *ACTIVATIONS, "softmax"]
 
 
 def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layout="contiguous"):
@@ -185,7 +228,23 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         arguments = {"x": tensor(batch, seq, columns, layout=layout)}
         if name in ("gelu", "geglu"):
             arguments["approximate"] = "tanh"
+        arguments["bias"] = tensor(columns)
         return getattr(kernel, name), arguments
+    if name == "softmax":
+        return kernel.softmax, {"x": tensor(*shape, layout=layout)}
+    if name == "rope":
+        arguments = {"x": tensor(*shape, layout=layout), "layout": "half"}
+        tables = rotary_tables(seq, hidden // heads, dtype=torch.float32, device=device)
+        arguments["cos"], arguments["sin"] = tables
+        return kernel.rope, arguments
+    if name == "rope_3d":
+        x = tensor(*shape, layout=layout).unflatten(2, (heads, -1))
+        half, third = hidden // heads // 2, hidden // heads // 6
+        grid = (2, 2, seq // 4) if seq % 4 == 0 else (1, seq, 1)
+        tables = grid_tables(
+            grid, (half - 2 * third, third, third), dtype=torch.float32, device=device
+        )
+        return kernel.rope_3d, {"x": x, **tables, "layout": "interleaved"}
     if name in QK_OPERATIONS:
         arguments = {key: tensor(*shape, layout=layout) for key in ("q", "k")}
         arguments.update({key: tensor(hidden, mean=0.5) for key in ("q_weight", "k_weight")})

@@ -93,6 +93,12 @@ def _split(x, layout):
     return x[..., :half], x[..., half:]
 
 
+def _join(first, second, layout):
+    if layout == "interleaved":
+        return torch.stack([first, second], dim=-1).flatten(-2)
+    return torch.cat([first, second], dim=-1)
+
+
 def _rotate(n, rope, layout):
     head_dim = n.shape[-1]
     first, second = _split(n, layout)
@@ -106,9 +112,7 @@ def _rotate(n, rope, layout):
         sin_first, sin_second = _pair_entries(rope[1], head_dim, layout)
     rotated_first = first * cos_first - second * sin_first
     rotated_second = second * cos_second + first * sin_second
-    if layout == "interleaved":
-        return torch.stack([rotated_first, rotated_second], dim=-1).flatten(-2)
-    return torch.cat([rotated_first, rotated_second], dim=-1)
+    return _join(rotated_first, rotated_second, layout)
 
 
 def qk_norm_rope(
@@ -140,23 +144,56 @@ def qk_norm_rope(
     return one(q, q_weight), one(k, k_weight)
 
 
-def gelu(x, approximate="none"):
+def rope(x, cos, sin, layout="interleaved"):
+    (n,) = _double(x)
+    head_dim = x.shape[3] if x.dim() == 4 else cos.shape[-1]
+    return _rotate(n.reshape(*x.shape[:2], -1, head_dim), (cos, sin), layout).reshape(x.shape)
+
+
+def rope_3d(x, frame, height, width, layout="interleaved"):
+    (n,) = _double(x)
+    token = torch.arange(x.shape[1], device=x.device)
+    rows, columns = height[0].shape[0], width[0].shape[0]
+    places = (token // (rows * columns), token // columns % rows, token % columns)
+
+    def pairs(field):
+        axes = (frame[field], height[field], width[field])
+        tables = [table.double()[place] for table, place in zip(axes, places, strict=True)]
+        return torch.cat(tables, dim=-1)[:, None]
+
+    cos, sin = pairs(0), pairs(1)
+    first, second = _split(n, layout)
+    return _join(first * cos - second * sin, second * cos + first * sin, layout)
+
+
+def softmax(x):
     (x,) = _double(x)
+    e = torch.exp(x - x.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True)
+
+
+def _biased(x, bias):
+    x, bias = _double(x, bias)
+    return x if bias is None else x + bias
+
+
+def gelu(x, approximate="none", bias=None):
+    x = _biased(x, bias)
     if approximate == "tanh":
         return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     return 0.5 * x * torch.special.erfc(-x / math.sqrt(2))
 
 
-def silu(x):
-    (x,) = _double(x)
+def silu(x, bias=None):
+    x = _biased(x, bias)
     return x / (1 + torch.exp(-x))
 
 
-def geglu(x, approximate="none"):
-    hidden = x.shape[-1] // 2
-    return x[..., :hidden].to(torch.float64) * gelu(x[..., hidden:], approximate)
+def geglu(x, approximate="none", bias=None):
+    x, hidden = _biased(x, bias), x.shape[-1] // 2
+    return x[..., :hidden] * gelu(x[..., hidden:], approximate)
 
 
-def swiglu(x):
-    hidden = x.shape[-1] // 2
-    return x[..., :hidden].to(torch.float64) * silu(x[..., hidden:])
+def swiglu(x, bias=None):
+    x, hidden = _biased(x, bias), x.shape[-1] // 2
+    return x[..., :hidden] * silu(x[..., hidden:])

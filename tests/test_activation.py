@@ -23,7 +23,7 @@ every_activation = pytest.mark.parametrize("activation", [*PLAIN, *GATED])
 every_plain = pytest.mark.parametrize("activation", PLAIN)
 every_gated = pytest.mark.parametrize("activation", GATED)
 
-SIZES = [1, 2, 3, 7, 8, 63, 64, 65, 128, 256, 1000, 2048, 8192, 40000, 70001]
+SIZES = [1, 2, 3, 5, 7, 8, 63, 64, 65, 128, 256, 1000, 1367, 2048, 6826, 8192, 40000, 70001]
 
 
 def resolve(activation):
@@ -50,6 +50,48 @@ def test_sizes(kernel, device, activation, hidden, dtype):
 def test_dimensions(kernel, device, activation, shape, dtype):
     name, options, _ = resolve(activation)
     check(kernel, name, normal(*shape, dtype=dtype, device=device), **options)
+
+
+@every_activation
+@pytest.mark.parametrize("hidden", SIZES)
+@every_dtype
+def test_bias(kernel, device, activation, hidden, dtype):
+    name, options, inputs = resolve(activation)
+    rows = max(4, math.ceil(2 * CONTRACT_ELEMENTS / hidden))
+    x = normal(rows, inputs * hidden, dtype=dtype, device=device)
+    bias = normal(inputs * hidden, dtype=dtype, device=device)
+    check(kernel, name, x, **options, bias=bias)
+
+
+@every_activation
+@pytest.mark.parametrize("bias_layout", ["misaligned", "contiguous"])
+@pytest.mark.parametrize("layout", ["contiguous", *STRIDED_LAYOUTS])
+@pytest.mark.parametrize("hidden", [65, 2048])
+@every_dtype
+def test_bias_of_strided_views(kernel, device, activation, bias_layout, layout, hidden, dtype):
+    name, options, inputs = resolve(activation)
+    x = normal(3, 16, inputs * hidden, dtype=dtype, device=device, layout=layout)
+    bias = normal(inputs * hidden, dtype=dtype, device=device, layout=bias_layout)
+    check(kernel, name, x, **options, bias=bias)
+
+
+@every_activation
+@pytest.mark.parametrize("shape", [(8192,), (33, 256), (2, 3, 2, 5, 256)], ids=str)
+@every_dtype
+def test_bias_with_dimensions(kernel, device, activation, shape, dtype):
+    name, options, _ = resolve(activation)
+    x = normal(*shape, dtype=dtype, device=device)
+    check(kernel, name, x, **options, bias=normal(shape[-1], dtype=dtype, device=device))
+
+
+@every_activation
+@every_dtype
+def test_bias_that_cancels(kernel, device, activation, dtype):
+    """The sum is not rounded before the activation."""
+    name, options, inputs = resolve(activation)
+    x = normal(64, inputs * 512, dtype=dtype, device=device, mean=64.0, std=0.5)
+    bias = normal(inputs * 512, dtype=dtype, device=device, mean=-64.0, std=0.5)
+    check(kernel, name, x, **options, bias=bias)
 
 
 @every_activation
@@ -124,6 +166,17 @@ def test_nonfinite_values(kernel, device, activation, value, dtype):
     check_nonfinite(kernel, name, x, **options)
 
 
+@every_activation
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+@every_dtype
+def test_nonfinite_bias(kernel, device, activation, value, dtype):
+    name, options, inputs = resolve(activation)
+    x = normal(6, inputs * 257, dtype=dtype, device=device)
+    bias = normal(inputs * 257, dtype=dtype, device=device)
+    bias[0] = bias[inputs * 257 - 1] = value
+    check_nonfinite(kernel, name, x, **options, bias=bias)
+
+
 @pytest.mark.sanitize
 @pytest.mark.kernels_ci
 @every_activation
@@ -132,10 +185,15 @@ def test_nonfinite_values(kernel, device, activation, value, dtype):
     [
         ((2, 3, 14), "odd_rows", torch.bfloat16),
         ((3, 2048), "misaligned", torch.float32),
+        ((3, 2048), "chunk", torch.float16),
     ],
     ids=str,
 )
-def test_smoke(kernel, device, activation, shape, layout, dtype):
+@pytest.mark.parametrize("bias_layout", [None, "contiguous", "misaligned"])
+def test_smoke(kernel, device, activation, shape, layout, dtype, bias_layout):
     name, options, _ = resolve(activation)
     x = normal(*shape, dtype=dtype, device=device, layout=layout)
+    if bias_layout is not None:
+        bias = normal(shape[-1], dtype=dtype, device=device, layout=bias_layout)
+        options = {**options, "bias": bias}
     check(kernel, name, x, contract=False, **options)

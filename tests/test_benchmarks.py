@@ -1,9 +1,12 @@
 """The benchmarks: their arithmetic, a tiny run of each, and README tables that agree."""
 
 import json
+import math
 import sys
+import types
 from pathlib import Path
 
+import kernels.cli.benchmark as kernels_benchmark
 import pytest
 import torch
 from click.testing import CliRunner
@@ -12,15 +15,37 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT / "benchmarks"), str(CHECKOUT / "tools")]
 
 import bench_accuracy  # noqa: E402
+import bench_activation  # noqa: E402
+import bench_gated_residual  # noqa: E402
+import bench_host  # noqa: E402
 import bench_models  # noqa: E402
+import bench_norm  # noqa: E402
 import bench_pipeline  # noqa: E402
+import bench_rope  # noqa: E402
+import bench_softmax  # noqa: E402
+import comparison  # noqa: E402
 import kernel_times  # noqa: E402
 import ltx  # noqa: E402
+import peers  # noqa: E402
+import targets  # noqa: E402
 import timing  # noqa: E402
 
+import render_plots  # noqa: E402
 import render_readme  # noqa: E402
 
 CPU = torch.device("cpu")
+FAMILIES = {
+    "norm": bench_norm,
+    "gated_residual": bench_gated_residual,
+    "rope": bench_rope,
+    "activation": bench_activation,
+    "softmax": bench_softmax,
+}
+
+
+def public_operations(kernel):
+    others = ("inject_kernels", "eject_kernels", "layers")
+    return {name for name in kernel.__all__ if name.islower() and name not in others}
 
 
 @pytest.mark.parametrize(
@@ -95,6 +120,39 @@ def test_interleave_takes_turns():
     assert list(samples) == ["a", "b", "c"]
     for name, values in samples.items():
         assert values == [i for i, call in enumerate(calls) if call == name]
+
+
+@pytest.mark.parametrize("late_samples", [0, 2, 100])
+def test_sample_is_taken_again_where_the_host_was_late(monkeypatch, late_samples):
+    slept, samples = [], iter(range(1000))
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            pass
+
+        def synchronize(self):
+            pass
+
+        def query(self):
+            return next(samples) < late_samples
+
+        def elapsed_time(self, end):
+            return 0.004
+
+    monkeypatch.setattr(timing.torch.cuda, "Event", Event)
+    monkeypatch.setattr(timing.torch.cuda, "_sleep", slept.append, raising=False)
+    calls = []
+    if late_samples < 100:
+        assert timing.Stopwatch._sample(lambda: calls.append("f"), lambda: calls.append("p")) == 4
+        assert slept == [timing.HEAD_START_CYCLES << n for n in range(late_samples + 1)]
+        assert calls == ["p", "f"] * len(slept)
+    else:
+        with pytest.raises(RuntimeError, match="waits for the GPU"):
+            timing.Stopwatch._sample(lambda: None, lambda: None)
+        assert slept[-1] == timing.MAX_HEAD_START_CYCLES
 
 
 def test_summary_and_speedups():
@@ -188,6 +246,11 @@ def results(kernel, device, tmp_path_factory):
     run(bench_models, "models", "--modes", "injected,eager", "--rounds", "2")
     run(bench_pipeline, "pipeline", "--rounds", "1", "--dtype", "float32")
     run(bench_accuracy, "accuracy")
+    for name, module in FAMILIES.items():
+        run(module, name, "--rounds", "2", "--no-compile")
+    output = folder / "host.json"
+    options = ["--device", device, "--rounds", "1", "--output", str(output)]
+    assert CliRunner().invoke(bench_host.main, options, catch_exceptions=False).exit_code == 0
     return folder
 
 
@@ -225,12 +288,7 @@ def test_pipeline(results):
 def test_accuracy(results, kernel):
     result = load(results, "accuracy")
     measured = {entry["operation"].split(",")[0] for entry in result["operations"]}
-    operations = {
-        name
-        for name in kernel.__all__
-        if name.islower() and name not in ("inject_kernels", "eject_kernels")
-    }
-    assert measured == operations
+    assert measured == public_operations(kernel)
     assert {entry["dtype"] for entry in result["operations"]} == {"bfloat16", "float16", "float32"}
     for entry in result["operations"]:
         assert 0 <= entry["kernel"] < 0.01, entry
@@ -238,6 +296,204 @@ def test_accuracy(results, kernel):
     (model,) = result["models"]
     assert len(model["draws"]) == 3
     assert 0 < model["kernel"] < 0.1 and 0 < model["eager"] < 0.1
+
+
+def test_operations(results, kernel, device):
+    measured = set()
+    for name, module in FAMILIES.items():
+        result = load(results, name)
+        assert result["environment"]["kernel_ids"] and set(result["peers"]) == set(peers.LIBRARIES)
+        assert len(result["workloads"]) == len(module.FAMILY.tiny)
+        for entry in result["workloads"]:
+            measured.add(entry["operation"])
+            assert entry["distance_from_eager"] < comparison.TOLERANCE
+            for cache in ("cold", "warm"):
+                times = entry[cache]["microseconds"]
+                assert {"ours", "eager", "copy", "large_copy"} <= set(times)
+                assert times["ours"]["samples"] == 2
+                assert entry[cache]["over"]["eager"] == pytest.approx(
+                    times["eager"]["median"] / times["ours"]["median"]
+                )
+    assert measured == public_operations(kernel)
+    calls = load(results, "host")["calls"]
+    assert {call["operation"].split(",")[0] for call in calls} >= public_operations(kernel)
+
+
+def test_workloads_are_told_apart():
+    for module in FAMILIES.values():
+        for workloads in (module.FAMILY.workloads, module.FAMILY.tiny):
+            assert len(set(workloads)) == len(workloads)
+
+
+def test_bytes_are_those_that_must_move(kernel, device):
+    def moved(module, workload):
+        case = module.FAMILY.build(workload, kernel, torch.device(device))
+        results = getattr(kernel, workload.operation)(*case.arguments, **case.options)
+        return comparison.moved_bytes(case, comparison.outputs(results))
+
+    workload = comparison.Workload("rms_norm", (2, 6, 128))
+    assert moved(bench_norm, workload) == (2 * 6 * 128 * 2 + 128) * 2
+    workload = comparison.Workload("gated_residual_rms_norm_modulate", (2, 6, 128))
+    assert moved(bench_gated_residual, workload) == (2 * 6 * 128 * 4 + 3 * 2 * 128) * 2
+    workload = comparison.Workload("qk_norm_rope", (2, 6, 128), bench_rope.COORDINATES)
+    read_once = 2 * 128 * 2 + (2 * 6 * 3 + 128 // 6) * 4  # weights, coordinates and frequencies
+    assert moved(bench_rope, workload) == 4 * 2 * 6 * 128 * 2 + read_once
+
+
+def test_rates_and_the_best_peer():
+    samples = {
+        "ours": [10.0, 10.0, 50.0],
+        "eager": [30.0],
+        "compiled default": [15.0],
+        "compiled max-autotune-no-cudagraphs": [12.0],
+        "liger": [20.0],
+        "copy": [8.0],
+        "large_copy": [400.0],
+    }
+    result = comparison.rates(samples, 20_000_000, 1_000_000_000)
+    assert result["compiled_mode"] == "max-autotune-no-cudagraphs"
+    assert result["over"] == {"eager": 3.0, "liger": 2.0, "compiled": 1.2}
+    assert (result["best_peer"], result["over_best_peer"]) == ("compiled", 1.2)
+    rates = result["terabytes_per_second"]
+    assert rates == {"ours": 2.0, "eager": pytest.approx(2 / 3), "liger": 1.0, "copy": 2.5} | {
+        "large_copy": 2.5,
+        "compiled": pytest.approx(20 / 12),
+    }
+    assert result["of_copy"] == result["of_large_copy"] == pytest.approx(0.8)
+
+
+def measured(kernel, libraries, device):
+    """One workload, with the peers in `libraries`."""
+    device = torch.device(device)
+    workload = comparison.Workload("rms_norm", (2, 6, 128))
+    case = bench_norm.FAMILY.build(workload, kernel, device)
+    settings = comparison.Settings(device, 1, (), 1 << 10)
+    stopwatch, copy = timing.Stopwatch(device), comparison.copy_of(1 << 10, device)
+    return comparison.measure(workload, case, kernel, libraries, stopwatch, copy, settings)
+
+
+def test_wrong_result_ends_the_run(device):
+    wrong = types.SimpleNamespace(rms_norm=lambda x, weight: x)
+    with pytest.raises(comparison.click.ClickException, match=r"rms_norm 2x6x128: .* from eager's"):
+        measured(wrong, {}, device)
+
+
+def test_peer_that_fails_is_recorded(kernel, device, capsys):
+    class Peer:
+        def __init__(self, run):
+            self.rms_norm = lambda x, weight: peers.Call(lambda: run(x, weight))
+
+    def raises(x, weight):
+        raise RuntimeError("no such kernel\nand a trace")
+
+    result = measured(
+        kernel,
+        {
+            "good": Peer(kernel.rms_norm),
+            "wrong": Peer(lambda x, weight: x),
+            "broken": Peer(raises),
+            "other": object(),
+            "declines": types.SimpleNamespace(rms_norm=lambda x, weight: None),
+        },
+        device,
+    )
+    assert result["failed"]["broken"] == "RuntimeError: no such kernel"
+    assert "from eager's" in result["failed"]["wrong"] and len(result["failed"]) == 2
+    assert set(result["cold"]["over"]) == {"eager", "good"}
+    assert "rms_norm 2x6x128: broken failed" in capsys.readouterr().out
+
+
+def test_peers_are_left_out_with_the_reason():
+    libraries, notes = peers.load(CPU)
+    assert not libraries
+    assert notes == dict.fromkeys(peers.LIBRARIES, "left out: ImportError: it needs a GPU")
+
+
+@pytest.mark.slow
+def test_compiled_ahead_and_timed(device, tmp_path):
+    """One workload with torch.compile, which a process of its own has compiled before."""
+    output = tmp_path / "norm.json"
+    size = comparison.Workload("rms_norm", bench_norm.TINY_SHAPES[0]).size
+    options = ["--device", device, "--tiny", "--operations", "rms_norm", "--shapes", size]
+    options += ["--rounds", "1", "--compile-modes", "default", "--compile-processes", "1"]
+    result = CliRunner().invoke(
+        bench_norm.main, [*options, "--output", str(output)], catch_exceptions=False
+    )
+    assert result.exit_code == 0 and "Not compiled ahead" not in result.output
+    (entry,) = load(tmp_path, "norm")["workloads"]
+    assert not entry["failed"]
+    assert entry["cold"]["compiled_mode"] == "default" and "compiled" in entry["cold"]["over"]
+
+
+def test_compiled_functions_have_code_of_their_own():
+    """Dynamo keeps what it compiled with the code, and compiles only a few variants of one."""
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(tuple(inputs[0].shape))
+        return graph.forward
+
+    def function(x, *, factor=2):
+        return x * factor
+
+    compile_ = torch.compile
+    sizes = range(2, 2 + 2 * torch._dynamo.config.recompile_limit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda f, mode, **o: compile_(f, backend=backend, **o))
+        for size in sizes:
+            x = torch.ones(size)
+            assert torch.equal(comparison.compiled(function, "default")(x), 2 * x)
+    assert seen == [(size,) for size in sizes]
+
+
+def test_selection_is_not_written_as_the_result(device, tmp_path, monkeypatch):
+    monkeypatch.setattr(comparison.record, "RESULTS", tmp_path)
+    options = ["--device", device, "--tiny", "--no-compile", "--rounds", "1"]
+    selected = CliRunner().invoke(bench_softmax.main, [*options, "--shapes", "4x96"])
+    assert selected.exit_code == 0 and not list(tmp_path.iterdir())
+    assert CliRunner().invoke(bench_softmax.main, options).exit_code == 0
+    assert (tmp_path / "softmax.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["--operations", "rms_norm,fast_norm"],
+            "no operation 'fast_norm' here: there are rms_norm,",
+        ),
+        (["--shapes", "1x2"], "no shape '1x2' here: there are 1x1024x2048,"),
+    ],
+)
+def test_selection_of_nothing(args, message):
+    result = CliRunner().invoke(bench_norm.main, ["--device", "cpu", *args])
+    assert result.exit_code == 2 and message in result.output
+
+
+def hub_benchmarks():
+    script = CHECKOUT / "benchmarks" / "benchmark.py"
+    return kernels_benchmark.discover_benchmark_classes(script, CHECKOUT)
+
+
+def test_hub_benchmark_is_found_and_covers_every_operation(kernel):
+    scripts = kernels_benchmark.discover_benchmark_scripts("x", CHECKOUT)
+    assert [script.name for script in scripts] == ["benchmark.py"]
+    names = {n for cls in hub_benchmarks() for n in dir(cls) if n.startswith("benchmark_")}
+    for operation in public_operations(kernel):
+        assert any(name.startswith(f"benchmark_{operation}") for name in names), operation
+    for cls in hub_benchmarks():
+        for name in dir(cls):
+            if name.startswith("benchmark_"):
+                assert hasattr(cls, name.replace("benchmark_", "verify_")), name
+
+
+@pytest.mark.parametrize("cls", hub_benchmarks(), ids=lambda cls: cls.__name__)
+def test_hub_benchmark(cls):
+    """As `kernels benchmark` runs it: each result is verified."""
+    timings, _ = kernels_benchmark.run_benchmark_class(
+        cls, iterations=1, warmup=1, repo_id=str(CHECKOUT), is_local=True, revision="local"
+    )
+    assert timings and all(timing_.verified for timing_ in timings.values())
 
 
 @pytest.mark.parametrize(
@@ -258,11 +514,16 @@ def rendered(results, name):
     return render_readme.render(f"# T\n\n<!-- table: {name} -->\n<!-- end table -->\n", results)
 
 
-@pytest.mark.parametrize("name", ["models", "pipeline", "accuracy_operations", "accuracy_models"])
+@pytest.mark.parametrize(
+    "name",
+    ["models", "pipeline", "accuracy_operations", "accuracy_models", *FAMILIES, "host"],
+)
 def test_table_is_rendered_once_and_for_all(results, name):
     text = rendered(results, name)
     assert render_readme.render(text, results) == text
-    environment = load(results, name.split("_")[0])["environment"]
+    environment = load(results, name.removesuffix("_operations").removesuffix("_models"))[
+        "environment"
+    ]
     assert environment["command"] in text and environment["torch"] in text
 
 
@@ -309,29 +570,20 @@ def test_gpu_tables(tmp_path):
     ]
     row = rendered(tmp_path, "injection").splitlines()[6]
     assert [cell.strip() for cell in row.split("|")[2:-1]] == ["12 ms", "0.46 s", "0.50%"]
-    operation = {
-        "operation": "rms_norm",
-        "shape": [2, 8064, 2048],
-        "microseconds": {"ours": {"median": 48.76}},
-        "terabytes_per_second": {"ours": 2.71},
-        "over_eager": 1.1,
-        "of_copy_rate": 0.905,
-    }
-    record = {"environment": record["environment"], "operations": [operation]}
-    (tmp_path / "operations.json").write_text(json.dumps(record))
-    row = rendered(tmp_path, "operations").splitlines()[6]
-    assert [cell.strip() for cell in row.split("|")[1:-1]] == [
-        *("rms_norm", "2×8064×2048", "48.8 µs", "1.10×", "2.71 TB/s", "90%")
-    ]
 
 
 def test_check_finds_a_stale_table(results, tmp_path):
     def check():
-        args = ["--check", "--results", str(results), str(path)]
+        return render("--check")
+
+    def render(*options):
+        args = [*options, "--results", str(results), "--plots", str(plots), str(path)]
         return CliRunner().invoke(render_readme.main, args)
 
-    path = tmp_path / "README.md"
+    path, plots = tmp_path / "README.md", tmp_path / "plots"
     path.write_text(rendered(results, "models"), encoding="utf-8")
+    assert "bandwidth.svg is stale" in check().output
+    assert render().exit_code == 0
     assert check().exit_code == 0
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace("ms |", "9 ms |", 1), encoding="utf-8")
@@ -345,6 +597,156 @@ def test_check_finds_a_stale_table(results, tmp_path):
 def test_table_that_cannot_be_rendered(tmp_path, name, message):
     with pytest.raises(render_readme.click.ClickException, match=message):
         rendered(tmp_path, name)
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory):
+    """Results at the real sizes: this package copies at 3 TB/s, eager takes thrice as long."""
+    folder = tmp_path_factory.mktemp("made_up")
+    names = ("device", "torch", "diffusers", "kernels", "date", "command")
+    environment = dict.fromkeys(names, "x")
+    for name, module in FAMILIES.items():
+        entries = []
+        for workload in module.FAMILY.workloads:
+            moved = 4 * math.prod(workload.shape)
+            ours = moved / 3e6
+            samples = {
+                "ours": [ours],
+                "eager": [3 * ours],
+                "compiled default": [2.5 * ours],
+                "compiled max-autotune-no-cudagraphs": [2.4 * ours],
+                "liger": [2 * ours],
+                "quack": [1.25 * ours],
+                "copy": [ours],
+                "large_copy": [(1 << 30) / 3e6],
+            }
+            rates = comparison.rates(samples, moved, 1 << 30)
+            entries.append(
+                {
+                    "operation": workload.operation,
+                    "variant": workload.variant,
+                    "shape": list(workload.shape),
+                    "bytes": moved,
+                    "failed": {},
+                    "cold": rates,
+                    "warm": rates,
+                }
+            )
+        record = {"environment": environment, "peers": {"liger": "0.8.5"}, "workloads": entries}
+        (folder / f"{name}.json").write_text(json.dumps(record))
+    calls = [("torch rms_norm", 10.0), ("rms_norm", 11.0), ("softmax", 13.0)]
+    record = {
+        "environment": environment,
+        "processor": "x",
+        "calls": [
+            {"operation": name, "microseconds": {"median": time_}, "over_yardstick": time_ / 10}
+            for name, time_ in calls
+        ],
+    }
+    (folder / "host.json").write_text(json.dumps(record))
+    return folder
+
+
+def evaluated(made_up, change=None):
+    loaded = {name: load(made_up, name) for name in (*FAMILIES, "host")}
+    if change is not None:
+        change(loaded)
+    return targets.evaluate(loaded)
+
+
+def test_targets_that_are_met_and_missed(made_up):
+    rows = evaluated(made_up)
+    *others, host = rows
+    assert host.of == "1 of 2; the most: softmax"
+    assert host.verdict == "missed by 8.3%"
+    missed = [row for row in others if row.missed_by]
+    assert all(row.verdict == "met" for row in others if row not in missed)
+    assert not missed, "1.25 times the best peer and the copy's rate are enough for all others"
+
+
+def test_target_names_the_furthest_behind(made_up):
+    def slow(loaded):
+        entry = targets.find(loaded["norm"]["workloads"], "rms_norm", (32760, 5120))
+        entry["cold"]["over_best_peer"], entry["cold"]["of_large_copy"] = 0.9, 0.47
+
+    over_peer, of_copy = evaluated(made_up, slow)[:2]
+    assert (
+        over_peer.of.endswith("the least: rms_norm 32760×5120")
+        and over_peer.verdict == "missed by 10.0%"
+    )
+    count = len(
+        [e for n in FAMILIES for e in load(made_up, n)["workloads"] if e["bytes"] >= 64_000_000]
+    )
+    assert (
+        of_copy.of.startswith(f"{count - 1} of {count};") and of_copy.verdict == "missed by 50.0%"
+    )
+
+
+def test_targets_without_quack_or_without_compile(made_up):
+    def no_quack(loaded):
+        for entry in loaded["softmax"]["workloads"]:
+            del entry["cold"]["over"]["quack"]
+
+    (row,) = (row for row in evaluated(made_up, no_quack) if "QuACK" in row.what)
+    assert "2.84 TB/s of another run" in row.what
+    assert row.measured == pytest.approx(3 / 2.84) and row.verdict == "met"
+
+    def no_compile(loaded):
+        entry = targets.find(loaded["norm"]["workloads"], "layer_norm_modulate", (4608, 3072))
+        del entry["cold"]["over"]["compiled"]
+        entry["failed"]["compiled default"] = "it broke"
+
+    with pytest.raises(ValueError, match=r"no torch.compile of layer_norm_modulate.*it broke"):
+        evaluated(made_up, no_compile)
+
+
+def test_operation_and_target_tables(made_up):
+    (row,) = (
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in rendered(made_up, "norm").splitlines()
+        if line.startswith("| rms_norm ") and "2×8064×2048 " in line and "(warm)" not in line
+    )
+    assert row == [
+        *("rms_norm", "2×8064×2048", "44.0 µs", "3.00 TB/s", "100%"),
+        *("3.00×", "2.40×*", "2.00×", "1.25×"),
+    ]
+    (row,) = (
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in rendered(made_up, "targets").splitlines()
+        if "host time" in line
+    )
+    assert row[2:] == ["at most 1.20×", "1.30×", "missed by 8.3%"]
+
+
+def test_table_says_which_peer_failed(made_up, tmp_path):
+    record = load(made_up, "norm")
+    entry = record["workloads"][0]
+    for name in ("liger", "compiled"):
+        del entry["cold"]["over"][name]
+    entry["failed"] = {"liger": "it broke", "compiled default": "it broke"}
+    (tmp_path / "norm.json").write_text(json.dumps(record))
+    row = rendered(tmp_path, "norm").splitlines()[6]
+    assert [cell.strip() for cell in row.split("|")[-5:-1]] == [
+        "3.00×",
+        "failed",
+        "failed",
+        "1.25×",
+    ]
+
+
+def test_plots_are_the_same_each_time(made_up, results):
+    plots = render_plots.render(made_up)
+    assert list(plots) == ["bandwidth.svg"]
+    assert plots == render_plots.render(made_up)
+    for label, *_ in render_plots.SERIES.values():
+        assert f">{label}</text>" in plots["bandwidth.svg"]
+    assert "1.76" in render_plots.render(CHECKOUT / "benchmarks" / "results")["models.svg"]
+
+
+def test_plots_agree_with_the_results():
+    folder = CHECKOUT / "benchmarks" / "plots"
+    committed = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.svg")}
+    assert committed == render_plots.render(CHECKOUT / "benchmarks" / "results")
 
 
 def test_readme_agrees_with_the_results():

@@ -15,11 +15,14 @@ from checks import (
 )
 from inputs import (
     ACTIVATIONS,
+    GRID_AXES,
     OPERATIONS,
     QK_OPERATIONS,
+    ROPE_OPERATIONS,
     ROW_OPERATIONS,
     every_dtype,
     for_dtypes,
+    grid_tables,
     normal,
     rotary_tables,
     sample,
@@ -61,6 +64,9 @@ def registered_call(kernel, name, arguments):
     if rope is not None:
         fields = ("coordinates", "frequencies") if "coordinate" in name else ("cos", "sin")
         values.update(zip(fields, rope, strict=True))
+    for axis in GRID_AXES:
+        if axis in values:
+            values[f"{axis}_cos"], values[f"{axis}_sin"] = values.pop(axis)
     return operator, [values[argument.name] for argument in operator._schema.arguments]
 
 
@@ -149,9 +155,9 @@ def test_compile_a_transformer_block(kernel, device):
         q, k, v = (n @ packed).chunk(3, dim=-1)
         q, k = kernel.qk_norm_rope(q, k, rope=rope, heads=heads)
         residual, n = kernel.gated_residual_layer_norm_modulate(
-            hidden, q * k + v, gate, scale, shift
+            hidden, q * k + kernel.softmax(v), gate, scale, shift
         )
-        n = kernel.geglu(kernel.gelu(n) + kernel.silu(n))
+        n = kernel.geglu(kernel.gelu(n, bias=n[0, 0]) + kernel.silu(kernel.rope(n, *rope)))
         return kernel.gated_residual(residual, torch.cat([n, n], dim=-1)), kernel.layer_norm(n)
 
     torch._dynamo.reset()
@@ -314,7 +320,7 @@ def test_gradients(kernel, device, name, dtype):
     expected = gradients(reference, exact, tangents, list(differentiable(exact).values()))
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
     for key, one, other in zip(differentiable(arguments), actual, expected, strict=True):
-        assert one.dtype == dtype
+        assert one.dtype == arguments[key].dtype
         error = (one.double() - other).norm() / other.norm()
         assert error <= tolerance, f"gradient of {key}: relative error {error:.3g}"
 
@@ -382,7 +388,7 @@ def test_autograd_sees_what_is_written_in_place(kernel, device, name):
 def test_empty_tensors(kernel, device, name, shape, dtype):
     function, arguments = sample(kernel, name, dtype=dtype, device=device, shape=shape)
     outs = as_tuple(function(**arguments))
-    assert outs and all(out.shape == shape and out.dtype == dtype for out in outs)
+    assert outs and all(out.flatten(2).shape == shape and out.dtype == dtype for out in outs)
 
 
 @pytest.mark.parametrize("name", QK_OPERATIONS)
@@ -394,7 +400,7 @@ def test_empty_tensors_in_place(kernel, device, name):
     assert q is arguments["q"] and k is arguments["k"]
 
 
-@pytest.mark.parametrize("name", [*ROW_OPERATIONS, *ACTIVATIONS])
+@pytest.mark.parametrize("name", [*ROW_OPERATIONS, *ACTIVATIONS, "softmax"])
 @pytest.mark.parametrize("shape", [(2, 3, 0), (0,)], ids=str)
 def test_empty_rows(kernel, device, name, shape):
     columns = shape[-1]
@@ -425,7 +431,7 @@ def far_apart(shape, dtype, device, memory, offset=0):
     return view.copy_(normal(*shape, dtype=dtype, device=device))
 
 
-@pytest.mark.parametrize("name", [*ROW_OPERATIONS, *ACTIVATIONS])
+@pytest.mark.parametrize("name", [*ROW_OPERATIONS, *ROPE_OPERATIONS, *ACTIVATIONS, "softmax"])
 def test_offsets_past_2_31(kernel, device, name):
     """Rows so far apart that 32 bits cannot count the elements between them."""
     dtype = torch.bfloat16
@@ -433,7 +439,7 @@ def test_offsets_past_2_31(kernel, device, name):
     function, arguments = sample(kernel, name, dtype=dtype, device=device, shape=(3, 1, 256))
     offset = 0
     for key, value in arguments.items():
-        if isinstance(value, torch.Tensor) and value.dim() == 3:
+        if isinstance(value, torch.Tensor) and value.dim() >= 3:
             arguments[key] = far_apart(value.shape, dtype, device, memory, offset)
             offset += 4096
     expected = as_tuple(getattr(references, name)(**arguments))
@@ -472,6 +478,8 @@ HUGE = {
     "gelu": ("gelu", 1, (2**20 + 3, 2048)),
     "gelu_1d": ("gelu", 1, (FAR + 12345,)),
     "swiglu": ("swiglu", 1, (2**19 + 3, 8192)),
+    "softmax": ("softmax", 1, (2**20 + 3, 2048)),
+    "softmax_of_long_rows": ("softmax", 1, (2**15 + 3, 65536)),
     "rms_norm": ("rms_norm", 1, (2**20 + 3, 2048)),
     "layer_norm_odd": ("layer_norm", 1, (2**20 + 3, 2049)),
     "gated_residual": ("gated_residual", 3, (2**20 + 3, 2048)),
@@ -527,3 +535,30 @@ def test_query_and_key_of_more_than_2_31_elements(kernel, device):
     for (b, part), references_of_part in zip(ends, expected, strict=True):
         for out, reference in zip((q, k), references_of_part, strict=True):
             assert_rounded_once(out[b : b + 1, part], reference)
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ROPE_OPERATIONS)
+def test_rotation_of_more_than_2_31_elements(kernel, device, name):
+    needs_gpu_memory(32)
+    torch.cuda.empty_cache()
+    batch, heads, head_dim = 2, 8, 128
+    frames, rows, columns = grid = (1025, 32, 33)
+    seq = frames * rows * columns
+    x = torch.empty(batch, seq, heads, head_dim, dtype=torch.bfloat16, device=device).normal_()
+    assert x.numel() > FAR
+    if name == "rope":
+        cos, sin = rotary_tables(seq, head_dim, dtype=torch.float32, device=device)
+        out = kernel.rope(x, cos, sin)
+    else:
+        tables = grid_tables(grid, (22, 21, 21), dtype=torch.float32, device=device)
+        out = kernel.rope_3d(x, **tables)
+    for b in range(batch):
+        for frame in (0, frames // 2, frames - 1):
+            part = slice(frame * rows * columns, (frame + 1) * rows * columns)
+            if name == "rope":
+                expected = references.rope(x[b : b + 1, part], cos[part], sin[part])
+            else:
+                one = tuple(table[frame : frame + 1] for table in tables["frame"])
+                expected = references.rope_3d(x[b : b + 1, part], **{**tables, "frame": one})
+            assert_rounded_once(out[b : b + 1, part], expected)

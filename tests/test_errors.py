@@ -14,8 +14,11 @@ import torch
 
 from checks import MemorySnapshot, map_tensors, on_meta, tensors_of
 from inputs import (
+    ACTIVATIONS,
+    GRID_AXES,
     HEADS,
     QK_OPERATIONS,
+    ROPE_OPERATIONS,
     ROW_OPERATIONS,
     coordinates_and_frequencies,
     dtype_text,
@@ -52,22 +55,41 @@ def mistake(operations, argument, what, got, change, **options):
 
 
 # --------------------------------------------------------------------------------------------------
-# Changes. Tensors of a rope are named as themselves: cos, sin, coordinates, frequencies.
+# Changes. Tensors of a rope or of an axis are named as themselves: cos, sin, coordinates, frequencies,
+# frame_cos and so on.
 
 ROPE_FIELDS = {"cos": 0, "sin": 1, "coordinates": 0, "frequencies": 1}
+AXIS_FIELDS = {
+    f"{axis}_{name}": (axis, field)
+    for axis in GRID_AXES
+    for field, name in enumerate(("cos", "sin"))
+}
 
 
 def replace(argument, change):
     """A change of one argument: `change` takes the argument's value and returns another."""
 
     def apply(arguments):
-        if argument in ROPE_FIELDS:
+        if argument in AXIS_FIELDS:
+            axis, field = AXIS_FIELDS[argument]
+            pair = list(arguments[axis])
+            pair[field] = change(pair[field])
+            arguments[axis] = tuple(pair)
+        elif argument in ROPE_FIELDS and "rope" in arguments:
             fields = list(arguments["rope"])
             fields[ROPE_FIELDS[argument]] = change(fields[ROPE_FIELDS[argument]])
             rope = arguments["rope"]
             arguments["rope"] = rope._make(fields) if hasattr(rope, "_make") else tuple(fields)
         else:
             arguments[argument] = change(arguments[argument])
+
+    return apply
+
+
+def all_of(*changes):
+    def apply(arguments):
+        for change in changes:
+            change(arguments)
 
     return apply
 
@@ -122,10 +144,13 @@ ARGUMENTS = {
         "weight",
         "bias",
     ),
-    "gelu": ("x",),
-    "silu": ("x",),
-    "geglu": ("x",),
-    "swiglu": ("x",),
+    "gelu": ("x", "bias"),
+    "silu": ("x", "bias"),
+    "geglu": ("x", "bias"),
+    "swiglu": ("x", "bias"),
+    "softmax": ("x",),
+    "rope": ("x", "cos", "sin"),
+    "rope_3d": ("x", *AXIS_FIELDS),
     "qk_norm_rope": ("q", "k", "q_weight", "k_weight", "cos", "sin"),
     "qk_norm_coordinate_rope": (
         "q",
@@ -146,9 +171,9 @@ for name, (leader, *followers) in ARGUMENTS.items():
     mistake(name, leader, "list", "list", replace(leader, as_list))
     mistake(name, leader, "None", "None", replace(leader, lambda t: None))
     if name not in QK_OPERATIONS:
-        mistake(name, leader, "0d", "()", replace(leader, lambda t: t[0, 0, 0]))
+        mistake(name, leader, "0d", "()", replace(leader, of_shape()))
     for argument in followers:
-        if argument in ("cos", "sin", "coordinates", "frequencies"):
+        if argument in ROPE_FIELDS or argument in AXIS_FIELDS:
             continue
         half = replace(argument, lambda t: t.to(torch.float16))
         mistake(name, argument, "float16", "float16", half)
@@ -157,10 +182,11 @@ for name, (leader, *followers) in ARGUMENTS.items():
         mistake(name, argument, "stride", "stride 2", replace(argument, every_second))
         mistake(name, argument, "list", "list", replace(argument, as_list))
         if argument in VECTORS:
-            size = shape_text(HIDDEN + 1)
+            columns = 2 * HIDDEN if name in ("geglu", "swiglu") else HIDDEN
+            size = shape_text(columns + 1)
             mistake(name, argument, "longer", size, replace(argument, longer))
-            two = replace(argument, of_shape(1, HIDDEN))
-            mistake(name, argument, "2d", shape_text(1, HIDDEN), two)
+            two = replace(argument, of_shape(1, columns))
+            mistake(name, argument, "2d", shape_text(1, columns), two)
             mistake(name, argument, "0d", "()", replace(argument, of_shape()))
         if argument in BROADCAST:
             for size in (
@@ -186,7 +212,12 @@ for name in ROW_OPERATIONS:
         for value in ("1e-6", None):
             mistake(name, "eps", repr(value), repr(value), replace("eps", lambda _, v=value: v))
 
+for name in ACTIVATIONS:
+    half = replace("bias", of_shape(HIDDEN // 2))
+    mistake(name, "bias", "half", shape_text(HIDDEN // 2), half)
 for name in ("geglu", "swiglu"):
+    of_output = replace("bias", of_shape(HIDDEN))
+    mistake(name, "bias", "of_output", shape_text(HIDDEN), of_output)
     mistake(name, "x", "odd", str(2 * HIDDEN + 1), replace("x", longer))
 for name in ("gelu", "geglu"):
     for value in ("erf", "", None, True):
@@ -278,6 +309,92 @@ for argument in ("cos", "sin"):
     ):
         wrong = replace(argument, of_shape(*size))
         mistake("qk_norm_rope", argument, f"shape{size}", shape_text(*size), wrong)
+
+# rope and rope_3d
+
+TABLES = {"rope": ("cos", "sin"), "rope_3d": tuple(AXIS_FIELDS)}
+
+for name in ROPE_OPERATIONS:
+    mistake(name, "x", "2d", shape_text(SEQ, HIDDEN), replace("x", of_shape(SEQ, HIDDEN)))
+    five = (BATCH, SEQ, 2, 2, HEAD_DIM)
+    mistake(name, "x", "5d", shape_text(*five), replace("x", of_shape(*five)))
+    for value in ("foo", "", "across", None, 3):
+        got = repr(value)
+        mistake(name, "layout", got, got, replace("layout", lambda _, v=value: v))
+    for argument in TABLES[name]:
+        for dtype in (torch.float64, torch.float16, torch.int64):
+            text = dtype_text(dtype)
+            mistake(name, argument, text, text, replace(argument, lambda t, d=dtype: t.to(d)))
+        device = replace(argument, other_device)
+        mistake(name, argument, "device", "", device, is_device=True)
+        mistake(name, argument, "stride", "stride 2", replace(argument, every_second))
+        mistake(name, argument, "list", "list", replace(argument, as_list))
+        mistake(name, argument, "None", "None", replace(argument, lambda _: None))
+    last = TABLES[name][-1]
+    to_half = [replace(key, lambda t: t.to(torch.float16)) for key in ("x", last)]
+    mistake(name, last, "dtype_of_x_alone", "float16", all_of(*to_half))
+
+for size in (
+    (HEAD_DIM,),
+    (SEQ + 1, HEAD_DIM),
+    (1, SEQ + 1, HEAD_DIM),
+    (BATCH + 1, SEQ, HEAD_DIM),
+    (BATCH, SEQ, 2, HEAD_DIM),
+    (BATCH, HEADS, SEQ, HEAD_DIM),
+    (1, 1, SEQ, 1, HEAD_DIM),
+    (SEQ, 48),
+    (SEQ, 2 * HIDDEN),
+    (SEQ, 0),
+    (),
+):
+    both = all_of(*(replace(argument, of_shape(*size)) for argument in ("cos", "sin")))
+    mistake("rope", "cos", f"shape{size}", shape_text(*size), both)
+for size in ((), (HEAD_DIM,), (SEQ + 1, HEAD_DIM), (SEQ, HEAD_DIM // 2), (SEQ, 2 * HEAD_DIM)):
+    wrong = replace("sin", of_shape(*size))
+    mistake("rope", "sin", f"shape{size}", shape_text(*size), wrong)
+for size in ((SEQ, HEAD_DIM // 2), (SEQ, 2 * HEAD_DIM), (BATCH, SEQ, HEADS, 2 * HEAD_DIM)):
+    # x of four dimensions has a d of its own.
+    in_heads = replace("x", lambda t: t.unflatten(2, (HEADS, HEAD_DIM)))
+    wrong = all_of(in_heads, *(replace(key, of_shape(*size)) for key in ("cos", "sin")))
+    mistake("rope", "cos", f"4d_shape{size}", shape_text(*size), wrong)
+
+
+def odd_heads(arguments):
+    arguments["x"] = arguments["x"][..., : 7 * HEADS].contiguous()
+    for key in ("cos", "sin"):
+        arguments[key] = arguments[key][..., :7].contiguous()
+
+
+def odd_heads_of_4d(arguments):
+    arguments["x"] = arguments["x"][..., :7].contiguous()
+
+
+mistake("rope", "x", "odd_head_dim", "7", odd_heads)
+mistake("rope_3d", "x", "odd_head_dim", "7", odd_heads_of_4d)
+mistake("rope_3d", "x", "3d", shape_text(*SHAPE), replace("x", of_shape(*SHAPE)))
+mistake("rope_3d", "x", "head_dim", str(HEAD_DIM + 2), replace("x", of_shape(2, 16, 4, 66)))
+mistake("rope_3d", "x", "seq", str(SEQ + 1), replace("x", longer_at(1)))
+for axis in GRID_AXES:
+    cos, sin = f"{axis}_cos", f"{axis}_sin"
+    for what, change, got in (
+        ("longer", longer_at(0), str(SEQ)),
+        ("wider", longer, str(HEAD_DIM)),
+        ("no_positions", lambda t: t[:0], str(SEQ)),
+        ("no_pairs", lambda t: t[:, :0], str(HEAD_DIM)),
+    ):
+        both = all_of(replace(cos, change), replace(sin, change))
+        mistake("rope_3d", "x", f"{axis}_{what}", got, both)
+        mistake("rope_3d", sin, what, "", replace(sin, change))
+    for argument in (cos, sin):
+        for size in ((), (8,), (1, 2, 8), (1, 2, 2, 8)):
+            wrong = replace(argument, of_shape(*size))
+            mistake("rope_3d", argument, f"shape{size}", shape_text(*size), wrong)
+    for value in (None, "half", 1.0, (), (None,)):
+        got = "" if isinstance(value, tuple) else str(value)
+        mistake("rope_3d", axis, repr(value), got, replace(axis, lambda _, v=value: v))
+    mistake("rope_3d", axis, "tensor", "", replace(axis, lambda pair: torch.stack(pair)))
+    mistake("rope_3d", axis, "three", "", replace(axis, lambda pair: (*pair, pair[0])))
+    mistake("rope_3d", axis, "list", "list", replace(axis, list))
 
 for argument in ("coordinates", "frequencies"):
     for dtype in (torch.float64, torch.float16, torch.int64):

@@ -38,6 +38,33 @@ def test_sizes(kernel, device, name, hidden, is_affine, dtype):
     check(kernel, name, x, **(affine(name, hidden, dtype, device) if is_affine else {}))
 
 
+# From one column to what takes several multiprocessors to hold, on and off multiples of a vector.
+WIDTHS = [1, 2, 3, 7, 8, 63, 64, 1000, 1536, 5120, 8192, 8200, 16384, 20480, 32768]
+WIDTHS += [32776, 40000, 65528, 65536]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["rms_norm", "layer_norm", "layer_norm_modulate", "gated_residual_rms_norm_modulate"],
+)
+@pytest.mark.parametrize("hidden", WIDTHS)
+@every_dtype
+def test_widths(kernel, device, name, hidden, dtype):
+    """Few rows, whose statistics are far apart."""
+    factors = torch.tensor([1.0, 0.25, 4.0], device=device)[:, None]
+    means = torch.tensor([0.0, 1.0, -2.0], device=device)[:, None]
+    x = spread(3, hidden, dtype=torch.float32, device=device) * factors + means
+    tensors = {"x": x.to(dtype)}
+    if name.startswith("gated"):
+        tensors["residual"] = spread(3, hidden, dtype=dtype, device=device)
+        tensors["gate"] = normal(hidden, dtype=dtype, device=device)
+    if name.endswith("modulate"):
+        tensors["scale"] = normal(3, hidden, dtype=dtype, device=device)
+        tensors["shift"] = normal(1, hidden, dtype=dtype, device=device)
+    contract = dtype != torch.float32  # of three rows' statistics the ratio of errors is noise
+    check(kernel, name, **tensors, **affine(name, hidden, dtype, device), contract=contract)
+
+
 @every_norm
 @pytest.mark.parametrize(
     "shape",
@@ -147,7 +174,9 @@ def test_nonfinite_weight(kernel, device, name, dtype):
         ((2, 3, 7), "odd_rows", torch.bfloat16),
         ((3, 2048), "contiguous", torch.float32),
         ((3, 1030), "misaligned", torch.float16),
+        ((2, 16384), "contiguous", torch.float16),
         ((2, 40000), "contiguous", torch.bfloat16),
+        ((2, 65536), "contiguous", torch.float32),
         ((2, 70001), "odd_rows", torch.float32),
     ],
     ids=str,

@@ -9,12 +9,15 @@ import eager
 import references
 from checks import CONTRACT_ELEMENTS, check, check_nonfinite
 from inputs import (
+    PACKED_FORMS,
     STRIDED_LAYOUTS,
+    TABLE_SHAPES,
     WRITABLE_LAYOUTS,
     coordinates_and_frequencies,
     every_16_bit_dtype,
     every_dtype,
     normal,
+    packed_query_and_key,
     rotary_tables,
 )
 
@@ -26,20 +29,6 @@ in_or_out_of_place = pytest.mark.parametrize(
     "inplace", [False, True], ids=["out_of_place", "inplace"]
 )
 
-# Shapes in which cos and sin are accepted.
-TABLE_SHAPES = {
-    "S_d": lambda batch, seq, heads, dim: (seq, dim),
-    "S_Hd": lambda batch, seq, heads, dim: (seq, heads * dim),
-    "1_S_d": lambda batch, seq, heads, dim: (1, seq, dim),
-    "B_S_d": lambda batch, seq, heads, dim: (batch, seq, dim),
-    "1_S_Hd": lambda batch, seq, heads, dim: (1, seq, heads * dim),
-    "B_S_Hd": lambda batch, seq, heads, dim: (batch, seq, heads * dim),
-    "1_S_1_d": lambda batch, seq, heads, dim: (1, seq, 1, dim),
-    "B_S_1_d": lambda batch, seq, heads, dim: (batch, seq, 1, dim),
-    "1_S_H_d": lambda batch, seq, heads, dim: (1, seq, heads, dim),
-    "B_S_H_d": lambda batch, seq, heads, dim: (batch, seq, heads, dim),
-}
-
 
 def query_and_key(shape, dtype, device, *, k_heads=None, has_head_dim=False, layout="contiguous"):
     """q and k of (batch, seq, heads, head_dim), the last two flattened unless `has_head_dim`."""
@@ -49,23 +38,6 @@ def query_and_key(shape, dtype, device, *, k_heads=None, has_head_dim=False, lay
         size = (batch, seq, count, head_dim) if has_head_dim else (batch, seq, count * head_dim)
         tensors.append(normal(*size, dtype=dtype, device=device, layout=layout))
     return tensors
-
-
-def packed_query_and_key(form, shape, dtype, device):
-    """q and k as views of one packed projection."""
-    batch, seq, heads, head_dim = shape
-    if form == "chunk":
-        return normal(batch, seq, 3 * heads * head_dim, dtype=dtype, device=device).chunk(3, -1)[:2]
-    if form == "unbind":
-        return normal(batch, seq, 3, heads, head_dim, dtype=dtype, device=device).unbind(2)[:2]
-    if form == "interleaved_heads":
-        return normal(batch, seq, heads, 3 * head_dim, dtype=dtype, device=device).chunk(3, -1)[:2]
-    assert form == "heads_first"
-    packed = normal(3, batch, heads, seq, head_dim, dtype=dtype, device=device)
-    return packed.transpose(2, 3).unbind(0)[:2]
-
-
-PACKED_FORMS = ["chunk", "unbind", "interleaved_heads", "heads_first"]
 
 
 def weights(norm, shape, dtype, device, *, k_heads=None, layout="contiguous"):

@@ -34,7 +34,15 @@ step_sanitize() {
   return "$status"
 }
 
-step_operations() { "$PYTHON" benchmarks/bench_operations.py; }
+# Beside Liger and QuACK where requirements/benchmark.txt is installed.
+step_operations() {
+  local status=0 name
+  for name in norm gated_residual rope activation softmax host; do
+    echo "--- $name"
+    "$PYTHON" "benchmarks/bench_$name.py" || status=1
+  done
+  return "$status"
+}
 step_accuracy() { "$PYTHON" benchmarks/bench_accuracy.py; }
 step_models() { "$PYTHON" benchmarks/bench_models.py; }
 step_pipeline() { "$PYTHON" benchmarks/bench_pipeline.py; }

@@ -1,27 +1,37 @@
 #!/usr/bin/env python3
-"""Write the tables of README.md from the JSON in benchmarks/results.
+"""Write the tables of README.md, and the plots, from the JSON in benchmarks/results.
 
 A table stands between two lines, and is replaced as a whole:
 
     <!-- table: models -->
     <!-- end table -->
 
+A plot is written to benchmarks/plots where the results that it draws are there.
+
     python tools/render_readme.py            # write
-    python tools/render_readme.py --check    # exit with 1 if a table is not what the JSON says
+    python tools/render_readme.py --check    # exit with 1 if one is not what the JSON says
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 from tabulate import tabulate
 
+import render_plots
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 RESULTS = CHECKOUT / "benchmarks" / "results"
+PLOTS = CHECKOUT / "benchmarks" / "plots"
+README = CHECKOUT / "README.md"
+sys.path.insert(0, str(CHECKOUT / "benchmarks"))
+import targets as targets_  # noqa: E402
+
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 MODE_NAMES = {
     "eager": "eager",
@@ -29,6 +39,9 @@ MODE_NAMES = {
     "injected": "injected",
     "injected+compiled": "injected and torch.compile",
 }
+
+PEERS = ("eager", "compiled", "liger", "quack")
+TUNED_MODE = "max-autotune-no-cudagraphs"
 
 # Renders one table from the results folder.
 TABLES: dict[str, Callable[[Path], str]] = {}
@@ -148,23 +161,97 @@ def pipeline(results: Path) -> str:
     return markdown(rows, ["video", "mode", "time", "against eager"]) + setup(result)
 
 
+def over_peer(entry: dict, measured: dict, peer: str) -> str:
+    """Times as fast as a peer, or that the peer failed; nothing where it has no such operation."""
+    if peer in measured["over"]:
+        is_tuned = peer == "compiled" and measured["compiled_mode"] == TUNED_MODE
+        return times(measured["over"][peer]) + "*" * is_tuned
+    return "failed" if any(name.split()[0] == peer for name in entry["failed"]) else ""
+
+
+def operations(results: Path, family: str) -> str:
+    """Each operation's time and rate, beside the large copy's rate and the peers' times."""
+    result = load(results, family)
+    rows = []
+    for entry in result["workloads"]:
+        for cache in ("cold", "warm"):
+            if cache not in entry:
+                continue
+            measured = entry[cache]
+            rows.append(
+                [
+                    ", ".join(filter(None, [entry["operation"], entry["variant"]])),
+                    "×".join(map(str, entry["shape"])) + (" (warm)" if cache == "warm" else ""),
+                    f"{measured['microseconds']['ours']['median']:.1f} µs",
+                    f"{measured['terabytes_per_second']['ours']:.2f} TB/s",
+                    f"{measured['of_large_copy']:.0%}",
+                    *(over_peer(entry, measured, name) for name in PEERS),
+                ]
+            )
+    headers = ["operation", "shape", "time", "rate", "of a large copy's", "against eager"]
+    headers += ["torch.compile", "Liger", "QuACK"]
+    is_tuned = any("*" in cell for row in rows for cell in row)
+    note = f"\n\n\\* in mode {TUNED_MODE}, the faster one here." if is_tuned else ""
+    versions = "; ".join(f"{name} {what}" for name, what in result["peers"].items())
+    return markdown(rows, headers) + note + setup(result) + f". {versions}"
+
+
 @table
-def operations(results: Path) -> str:
-    """Each operation's time and rate, beside eager's and the rate of a large copy."""
-    result = load(results, "operations")
+def norm(results: Path) -> str:
+    return operations(results, "norm")
+
+
+@table
+def gated_residual(results: Path) -> str:
+    return operations(results, "gated_residual")
+
+
+@table
+def rope(results: Path) -> str:
+    return operations(results, "rope")
+
+
+@table
+def activation(results: Path) -> str:
+    return operations(results, "activation")
+
+
+@table
+def softmax(results: Path) -> str:
+    return operations(results, "softmax")
+
+
+@table
+def host(results: Path) -> str:
+    """The host's time for a call."""
+    result = load(results, "host")
     rows = [
         [
-            entry["operation"],
-            "×".join(str(size) for size in entry["shape"]),
-            f"{entry['microseconds']['ours']['median']:.1f} µs",
-            times(entry["over_eager"]),
-            f"{entry['terabytes_per_second']['ours']:.2f} TB/s",
-            f"{entry['of_copy_rate']:.0%}",
+            call["operation"].replace("torch ", "torch.nn.functional."),
+            f"{call['microseconds']['median']:.1f} µs",
+            times(call["over_yardstick"]),
         ]
-        for entry in result["operations"]
+        for call in result["calls"]
     ]
-    headers = ["operation", "rows", "time", "against eager", "rate", "of the copy rate"]
-    return markdown(rows, headers) + setup(result)
+    headers = ["call", "host time", "of torch.nn.functional.rms_norm's"]
+    return markdown(rows, headers) + setup(result) + f", on {result['processor']}"
+
+
+@table
+def targets(results: Path) -> str:
+    """What the operations should reach, and whether they do."""
+    loaded = {name: load(results, name) for name in (*targets_.FAMILIES, "host")}
+    rows = [
+        [
+            target.what,
+            target.of,
+            f"at {'most' if target.is_upper_bound else 'least'} {target.aim:.2f}{target.unit}",
+            f"{target.measured:.2f}{target.unit}",
+            target.verdict,
+        ]
+        for target in targets_.evaluate(loaded)
+    ]
+    return markdown(rows, ["what", "of", "aim", "measured", ""]) + setup(loaded["norm"])
 
 
 @table
@@ -210,19 +297,23 @@ def render(text: str, results: Path = RESULTS) -> str:
 
 
 @click.command()
-@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a table is stale.")
+@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if one is stale.")
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS)
+@click.option("--plots", type=click.Path(file_okay=False, path_type=Path), default=PLOTS)
 @click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def main(check: bool, results: Path, files: tuple[Path, ...]) -> None:
-    """Write the tables of FILES (default README.md) from the JSON in benchmarks/results."""
-    for path in files or (CHECKOUT / "README.md",):
-        text = path.read_text(encoding="utf-8")
-        rendered = render(text, results)
-        if rendered == text:
+def main(check: bool, results: Path, plots: Path, files: tuple[Path, ...]) -> None:
+    """Write the plots, and the tables of FILES (default README.md), from benchmarks/results."""
+    wanted = {
+        path: render(path.read_text(encoding="utf-8"), results) for path in files or (README,)
+    }
+    wanted |= {plots / name: svg for name, svg in render_plots.render(results).items()}
+    for path, text in wanted.items():
+        if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
         if check:
             raise click.ClickException(f"{path} is stale: run tools/render_readme.py.")
-        path.write_text(rendered, encoding="utf-8")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
         click.echo(f"Wrote {path}")
 
 

@@ -103,14 +103,25 @@ void ArgumentChecker::same_device(const char* name, const Tensor& tensor) const 
 }
 
 void ArgumentChecker::same_dtype(const char* name, const Tensor& tensor) const {
-  if (tensor.scalar_type() != x_.scalar_type())
-    fail(operation_, name, " must have the dtype of ", x_name_, " (", dtype_name(x_.scalar_type()), "), got ",
-         dtype_name(tensor.scalar_type()));
+  same_dtype_as(name, tensor, x_name_, x_);
+}
+
+void ArgumentChecker::same_dtype_as(const char* name, const Tensor& tensor, const char* other_name,
+                                    const Tensor& other) const {
+  if (tensor.scalar_type() != other.scalar_type())
+    fail(operation_, name, " must have the dtype of ", other_name, " (", dtype_name(other.scalar_type()),
+         "), got ", dtype_name(tensor.scalar_type()));
 }
 
 void ArgumentChecker::float32(const char* name, const Tensor& tensor) const {
   if (tensor.scalar_type() != ScalarType::Float)
     fail(operation_, name, " must be float32, got ", dtype_name(tensor.scalar_type()));
+}
+
+void ArgumentChecker::float32_or_same_dtype(const char* name, const Tensor& tensor) const {
+  if (tensor.scalar_type() != ScalarType::Float && tensor.scalar_type() != x_.scalar_type())
+    fail(operation_, name, " must be float32 or have the dtype of ", x_name_, " (",
+         dtype_name(x_.scalar_type()), "), got ", dtype_name(tensor.scalar_type()));
 }
 
 void ArgumentChecker::same_shape(const char* name, const Tensor& tensor, const Sizes& shape) const {

@@ -3,6 +3,7 @@
 
 #include "torch_binding.h"
 
+#include <limits>
 #include <tuple>
 
 #include "registration.h"
@@ -108,6 +109,84 @@ std::tuple<Tensor, Tensor> op_gated_residual_layer_norm_modulate(const Tensor& r
 }
 
 // ---------------------------------------------------------------------------------------------------------
+// What the rotary embeddings have in common
+
+RopeLayout parse_layout(const ArgumentChecker& check, const std::string& name) {
+  if (name == "interleaved") return RopeLayout::kInterleaved;
+  if (name == "half") return RopeLayout::kHalf;
+  fail(check.operation(), "layout must be 'interleaved' or 'half', got '", name, "'");
+}
+
+void require_even_head_dim(const ArgumentChecker& check, int64_t head_dim) {
+  if (head_dim % 2 != 0)
+    fail(check.operation(), check.x_name(), " must have an even head_dim to be rotated, got ", head_dim);
+}
+
+// Of (batch, seq, head), for a tensor (batch, seq, heads*head_dim) or (batch, seq, heads, head_dim).
+void set_heads_strides(int64_t (&strides)[3], const Tensor& tensor, int64_t head_dim) {
+  for (int64_t dim = 0; dim < 2; ++dim) strides[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+  strides[2] = tensor.dim() == 3 ? head_dim : (tensor.size(2) == 1 ? 0 : tensor.stride(2));
+}
+
+struct HeadsShape {
+  int64_t batch, seq, heads, head_dim;
+};
+
+// Tables of (S, d), (S, H*d), (1|B, S, d), (1|B, S, H*d) or (1|B, S, 1|H, d).
+class TableChecker {
+ public:
+  TableChecker(const ArgumentChecker& check, const HeadsShape& shape) : check_(check), shape_(shape) {}
+
+  // Returns the tables, and their strides of (batch, seq, head).
+  RopeTables tables(const Tensor& cos, const Tensor& sin) {
+    RopeTables tables{};
+    tables.cos = table("cos", cos, tables.cos_strides);
+    tables.sin = table("sin", sin, tables.sin_strides);
+    tables.is_float32 = cos.scalar_type() == ScalarType::Float;
+    check_.same_dtype_as("sin", sin, "cos", cos);
+    return tables;
+  }
+
+  // The name of a table that differs between heads, or null.
+  const char* per_head() const { return per_head_; }
+
+ private:
+  const void* table(const char* name, const Tensor& tensor, int64_t (&strides)[3]) {
+    check_.same_device(name, tensor);
+    check_.float32_or_same_dtype(name, tensor);
+    const auto [batch, seq, heads, head_dim] = shape_;
+    const Sizes shape = sizes_of(tensor);
+    const size_t dims = shape.size();
+    const size_t seq_dim = dims == 2 ? 0 : 1;
+    bool matches =
+        dims >= 2 && dims <= 4 && shape[seq_dim] == seq && (dims == 2 || shape[0] == 1 || shape[0] == batch);
+    bool per_head = false;
+    if (matches && dims == 4) {
+      per_head = shape[2] != 1;
+      matches = shape[3] == head_dim && (shape[2] == 1 || shape[2] == heads);
+    } else if (matches) {
+      per_head = shape[dims - 1] != head_dim;
+      matches = shape[dims - 1] == head_dim || shape[dims - 1] == heads * head_dim;
+    }
+    if (!matches)
+      fail(check_.operation(), name,
+           " must have shape (S, d), (S, H*d), (1 or B, S, d), (1 or B, S, H*d) or (1 or B, S, 1 or H, d)",
+           " with B = ", batch, ", S = ", seq, ", H = ", heads, ", d = ", head_dim, ", got ",
+           to_string(shape));
+    check_.unit_last_stride(name, tensor);
+    if (per_head && per_head_ == nullptr) per_head_ = name;
+    strides[0] = dims == 2 || shape[0] == 1 ? 0 : tensor.stride(0);
+    strides[1] = tensor.stride(static_cast<int64_t>(seq_dim));
+    strides[2] = !per_head ? 0 : (dims == 4 ? tensor.stride(2) : head_dim);
+    return tensor.const_data_ptr();
+  }
+
+  const ArgumentChecker& check_;
+  const HeadsShape shape_;
+  const char* per_head_ = nullptr;
+};
+
+// ---------------------------------------------------------------------------------------------------------
 // Query and key: norm and rotary embedding
 
 // One call of qk_norm_rope, whichever way the rotation is given and the result is stored.
@@ -120,7 +199,7 @@ class QkNormRope {
     params_.dtype = check_.dtype();
     params_.eps = static_cast<float>(eps);
     params_.norm = parse_norm(norm);
-    params_.layout = parse_layout(layout);
+    params_.layout = parse_layout(check_, layout);
     set_heads(heads);
     set_operand(params_.q, "q", q);
     set_operand(params_.k, "k", k);
@@ -133,17 +212,14 @@ class QkNormRope {
       fail(operation_, cos.has_value() ? "sin" : "cos", " must be given along with ",
            cos.has_value() ? "cos" : "sin", ", got None");
     if (!cos.has_value()) return;
-    require_even_head_dim();
-    params_.cos = table("cos", *cos, params_.cos_strides);
-    params_.sin = table("sin", *sin, params_.sin_strides);
-    params_.table_is_float32 = cos->scalar_type() == ScalarType::Float;
-    if (sin->scalar_type() != cos->scalar_type())
-      fail(operation_, "sin must have the dtype of cos (", dtype_name(cos->scalar_type()), "), got ",
-           dtype_name(sin->scalar_type()));
+    require_even_head_dim(check_, params_.head_dim);
+    TableChecker table_check(check_, {params_.batch, params_.seq, params_.q.heads, params_.head_dim});
+    params_.tables = table_check.tables(*cos, *sin);
+    if (table_check.per_head() != nullptr) require_equal_heads(table_check.per_head());
   }
 
   void rotate_by_coordinates(const Tensor& coordinates, const Tensor& frequencies) {
-    require_even_head_dim();
+    require_even_head_dim(check_, params_.head_dim);
     check_.same_device("coordinates", coordinates);
     check_.float32("coordinates", coordinates);
     check_.same_device("frequencies", frequencies);
@@ -198,12 +274,6 @@ class QkNormRope {
     fail(operation_, "norm must be 'across_heads', 'per_head' or 'none', got '", name, "'");
   }
 
-  RopeLayout parse_layout(const std::string& name) const {
-    if (name == "interleaved") return RopeLayout::kInterleaved;
-    if (name == "half") return RopeLayout::kHalf;
-    fail(operation_, "layout must be 'interleaved' or 'half', got '", name, "'");
-  }
-
   void set_heads(int64_t heads) {
     const Sizes& shape = check_.shape();
     if (shape.size() > 4)
@@ -235,17 +305,12 @@ class QkNormRope {
     check_.unit_last_stride(name, tensor);
     operand.in = tensor.const_data_ptr();
     operand.heads = shape.size() == 4 ? shape[2] : (params_.head_dim == 0 ? 0 : shape[2] / params_.head_dim);
-    set_strides(operand.in_strides, tensor);
+    set_heads_strides(operand.in_strides, tensor, params_.head_dim);
   }
 
   void set_output(HeadsOperand& operand, const Tensor& tensor) const {
     operand.out = tensor.mutable_data_ptr();
-    set_strides(operand.out_strides, tensor);
-  }
-
-  void set_strides(int64_t (&strides)[3], const Tensor& tensor) const {
-    for (int64_t dim = 0; dim < 2; ++dim) strides[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
-    strides[2] = tensor.dim() == 3 ? params_.head_dim : (tensor.size(2) == 1 ? 0 : tensor.stride(2));
+    set_heads_strides(operand.out_strides, tensor, params_.head_dim);
   }
 
   const void* weight(const char* name, const OptionalTensor& tensor, int64_t heads) const {
@@ -255,47 +320,10 @@ class QkNormRope {
                          params_.norm == NormScope::kPerHead ? params_.head_dim : heads * params_.head_dim);
   }
 
-  void require_even_head_dim() const {
-    if (params_.head_dim % 2 != 0)
-      fail(operation_, "q must have an even head_dim to be rotated, got ", params_.head_dim);
-  }
-
   void require_equal_heads(const char* name) const {
     if (params_.q.heads != params_.k.heads)
       fail(operation_, name, " that differ between heads need q and k with the same number of heads, got ",
            params_.q.heads, " and ", params_.k.heads);
-  }
-
-  // (S, d), (S, H*d), (1|B, S, d), (1|B, S, H*d) or (1|B, S, 1|H, d) as strides of (batch, seq, head).
-  const void* table(const char* name, const Tensor& tensor, int64_t (&strides)[3]) const {
-    check_.same_device(name, tensor);
-    if (tensor.scalar_type() != ScalarType::Float && tensor.scalar_type() != q_.scalar_type())
-      fail(operation_, name, " must be float32 or have the dtype of q (", dtype_name(q_.scalar_type()),
-           "), got ", dtype_name(tensor.scalar_type()));
-    const Sizes shape = sizes_of(tensor);
-    const int64_t heads = params_.q.heads, head_dim = params_.head_dim;
-    const size_t dims = shape.size();
-    const size_t seq_dim = dims == 2 ? 0 : 1;
-    bool matches = dims >= 2 && dims <= 4 && shape[seq_dim] == params_.seq &&
-                   (dims == 2 || shape[0] == 1 || shape[0] == params_.batch);
-    bool per_head = false;
-    if (matches && dims == 4) {
-      per_head = shape[2] != 1;
-      matches = shape[3] == head_dim && (shape[2] == 1 || shape[2] == heads);
-    } else if (matches) {
-      per_head = shape[dims - 1] != head_dim;
-      matches = shape[dims - 1] == head_dim || shape[dims - 1] == heads * head_dim;
-    }
-    if (!matches)
-      fail(operation_, name, " must have shape (S, d), (S, H*d), (1 or B, S, d), (1 or B, S, H*d) or ",
-           "(1 or B, S, 1 or H, d) with B = ", params_.batch, ", S = ", params_.seq, ", H = ", heads,
-           ", d = ", head_dim, ", got ", to_string(shape));
-    check_.unit_last_stride(name, tensor);
-    if (per_head) require_equal_heads(name);
-    strides[0] = dims == 2 || shape[0] == 1 ? 0 : tensor.stride(0);
-    strides[1] = tensor.stride(static_cast<int64_t>(seq_dim));
-    strides[2] = !per_head ? 0 : (dims == 4 ? tensor.stride(2) : head_dim);
-    return tensor.const_data_ptr();
   }
 
   void check_writable(const char* name, const Tensor& tensor) const {
@@ -356,10 +384,130 @@ void op_qk_norm_coordinate_rope_(const Tensor& q, const Tensor& k, const Optiona
 }
 
 // ---------------------------------------------------------------------------------------------------------
+// Rotary embedding alone
+
+// Fills what RopeParams and Rope3dParams have in common and returns the output.
+template <typename Params>
+Tensor set_rotated(Params& params, const ArgumentChecker& check, const Tensor& x, const HeadsShape& shape,
+                   RopeLayout layout) {
+  Tensor out = empty(x, check.shape());
+  params.batch = shape.batch;
+  params.seq = shape.seq;
+  params.head_dim = shape.head_dim;
+  params.dtype = check.dtype();
+  params.layout = layout;
+  params.x.in = x.const_data_ptr();
+  params.x.out = out.mutable_data_ptr();
+  params.x.heads = shape.heads;
+  set_heads_strides(params.x.in_strides, x, shape.head_dim);
+  set_heads_strides(params.x.out_strides, out, shape.head_dim);
+  return out;
+}
+
+// Heads of x as x shows them, or else as the table does: its last dimension is the head's.
+HeadsShape heads_shape(const ArgumentChecker& check, const Tensor& cos) {
+  const Sizes& shape = check.shape();
+  if (shape.size() > 4)
+    fail(check.operation(),
+         "x must have shape (batch, seq, heads*head_dim) or (batch, seq, heads, head_dim), got ",
+         to_string(shape));
+  if (shape.size() == 4) return {shape[0], shape[1], shape[2], shape[3]};
+  const int64_t width = shape[2], head_dim = cos.dim() == 0 ? 0 : cos.size(cos.dim() - 1);
+  if (head_dim == 0 ? width != 0 || cos.dim() == 0 : width % head_dim != 0)
+    fail(check.operation(), "cos must have a last dimension that divides the last dimension of x (", width,
+         "), got shape ", to_string(sizes_of(cos)));
+  return {shape[0], shape[1], head_dim == 0 ? 0 : width / head_dim, head_dim};
+}
+
+Tensor op_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const std::string& layout_name) {
+  const ArgumentChecker check("rope", "x", x, 3);
+  const RopeLayout layout = parse_layout(check, layout_name);
+  const HeadsShape shape = heads_shape(check, cos);
+  require_even_head_dim(check, shape.head_dim);
+  RopeParams params{};
+  params.tables = TableChecker(check, shape).tables(cos, sin);
+  Tensor out = set_rotated(params, check, x, shape, layout);
+  if (x.numel() == 0) return out;
+  const DeviceStream device(x);
+  rope(params, device.stream());
+  return out;
+}
+
+constexpr int64_t kMaxAxis = std::numeric_limits<int32_t>::max();
+
+// One axis of rope_3d.
+struct AxisTables {
+  const char* cos_name;
+  const char* sin_name;
+  const Tensor& cos;
+  const Tensor& sin;
+};
+
+RopeAxis rope_axis(const ArgumentChecker& check, const AxisTables& axis, const AxisTables& first) {
+  const auto check_table = [&](const char* name, const Tensor& table) {
+    check.same_device(name, table);
+    check.float32_or_same_dtype(name, table);
+    check.same_dtype_as(name, table, first.cos_name, first.cos);
+    if (table.dim() != 2 || table.size(0) > kMaxAxis || table.size(1) > kMaxAxis)
+      fail(check.operation(), name, " must have shape (positions, pairs), each at most ", kMaxAxis, ", got ",
+           to_string(sizes_of(table)));
+    check.unit_last_stride(name, table);
+  };
+  check_table(axis.cos_name, axis.cos);
+  check_table(axis.sin_name, axis.sin);
+  if (sizes_of(axis.sin) != sizes_of(axis.cos))
+    fail(check.operation(), axis.sin_name, " must have the shape of ", axis.cos_name, " ",
+         to_string(sizes_of(axis.cos)), ", got ", to_string(sizes_of(axis.sin)));
+  RopeAxis result{};
+  result.cos = axis.cos.const_data_ptr();
+  result.sin = axis.sin.const_data_ptr();
+  result.cos_stride = axis.cos.stride(0);
+  result.sin_stride = axis.sin.stride(0);
+  result.size = static_cast<int32_t>(axis.cos.size(0));
+  result.pairs = static_cast<int32_t>(axis.cos.size(1));
+  return result;
+}
+
+Tensor op_rope_3d(const Tensor& x, const Tensor& frame_cos, const Tensor& frame_sin, const Tensor& height_cos,
+                  const Tensor& height_sin, const Tensor& width_cos, const Tensor& width_sin,
+                  const std::string& layout_name) {
+  const ArgumentChecker check("rope_3d", "x", x, 4);
+  const RopeLayout layout = parse_layout(check, layout_name);
+  const Sizes& sizes = check.shape();
+  if (sizes.size() != 4)
+    fail(check.operation(), "x must have shape (batch, seq, heads, head_dim), got ", to_string(sizes));
+  const HeadsShape shape{sizes[0], sizes[1], sizes[2], sizes[3]};
+  require_even_head_dim(check, shape.head_dim);
+
+  Rope3dParams params{};
+  const AxisTables tables[kRope3dAxes] = {{"frame_cos", "frame_sin", frame_cos, frame_sin},
+                                          {"height_cos", "height_sin", height_cos, height_sin},
+                                          {"width_cos", "width_sin", width_cos, width_sin}};
+  for (int i = 0; i < kRope3dAxes; ++i) params.axes[i] = rope_axis(check, tables[i], tables[0]);
+  params.table_is_float32 = frame_cos.scalar_type() == ScalarType::Float;
+  const auto& [frame, height, width] = params.axes;
+  const int64_t pairs = int64_t{frame.pairs} + height.pairs + width.pairs;
+  if (shape.head_dim != 2 * pairs)
+    fail(check.operation(), "x must have a head_dim of 2 * (", frame.pairs, " + ", height.pairs, " + ",
+         width.pairs, ") for the pairs of frame, height and width, got ", shape.head_dim);
+  int64_t tokens = int64_t{frame.size} * height.size;
+  if (__builtin_mul_overflow(tokens, int64_t{width.size}, &tokens) || shape.seq != tokens)
+    fail(check.operation(), "x must have a seq of ", frame.size, " * ", height.size, " * ", width.size,
+         " for the positions of frame, height and width, got ", shape.seq);
+
+  Tensor out = set_rotated(params, check, x, shape, layout);
+  if (x.numel() == 0) return out;
+  const DeviceStream device(x);
+  rope_3d(params, device.stream());
+  return out;
+}
+
+// ---------------------------------------------------------------------------------------------------------
 // Activations
 
 Tensor run_activation(const char* operation, void (*launcher)(const ActivationParams&, Stream),
-                      const Tensor& x, bool is_gated, const std::string& approximate) {
+                      const Tensor& x, bool is_gated, const std::string& approximate,
+                      const OptionalTensor& bias) {
   const ArgumentChecker check(operation, "x", x);
   if (approximate != "none" && approximate != "tanh")
     fail(operation, "approximate must be 'none' or 'tanh', got '", approximate, "'");
@@ -369,6 +517,7 @@ Tensor run_activation(const char* operation, void (*launcher)(const ActivationPa
   params.hidden = is_gated ? check.hidden() / 2 : check.hidden();
   params.dtype = check.dtype();
   params.tanh_approximation = approximate == "tanh";
+  params.bias = check.vector("bias", bias, check.hidden());
   Sizes out_shape = check.shape();
   out_shape.back() = params.hidden;
   Tensor out = empty(x, out_shape);
@@ -382,17 +531,40 @@ Tensor run_activation(const char* operation, void (*launcher)(const ActivationPa
   return out;
 }
 
-Tensor op_gelu(const Tensor& x, const std::string& approximate) {
-  return run_activation("gelu", gelu, x, false, approximate);
+Tensor op_gelu(const Tensor& x, const std::string& approximate, const OptionalTensor& bias) {
+  return run_activation("gelu", gelu, x, false, approximate, bias);
 }
 
-Tensor op_silu(const Tensor& x) { return run_activation("silu", silu, x, false, "none"); }
-
-Tensor op_geglu(const Tensor& x, const std::string& approximate) {
-  return run_activation("geglu", geglu, x, true, approximate);
+Tensor op_silu(const Tensor& x, const OptionalTensor& bias) {
+  return run_activation("silu", silu, x, false, "none", bias);
 }
 
-Tensor op_swiglu(const Tensor& x) { return run_activation("swiglu", swiglu, x, true, "none"); }
+Tensor op_geglu(const Tensor& x, const std::string& approximate, const OptionalTensor& bias) {
+  return run_activation("geglu", geglu, x, true, approximate, bias);
+}
+
+Tensor op_swiglu(const Tensor& x, const OptionalTensor& bias) {
+  return run_activation("swiglu", swiglu, x, true, "none", bias);
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Softmax
+
+Tensor op_softmax(const Tensor& x) {
+  const ArgumentChecker check("softmax", "x", x);
+  SoftmaxParams params{};
+  params.hidden = check.hidden();
+  params.dtype = check.dtype();
+  Tensor out = empty(x, check.shape());
+  if (out.numel() == 0) return out;
+
+  RowLaunch launch(Sizes(check.shape().begin(), check.shape().end() - 1));
+  launch.add(params.x, x);
+  launch.add(params.out, out);
+  const DeviceStream device(x);
+  launch.run(params.shape, params.dtype, [&] { softmax(params, device.stream()); });
+  return out;
+}
 
 // ---------------------------------------------------------------------------------------------------------
 // Registration
@@ -409,10 +581,13 @@ void implement(torch::stable::detail::StableLibrary& ops) {
   ops.impl("qk_norm_rope_", TORCH_BOX(&op_qk_norm_rope_));
   ops.impl("qk_norm_coordinate_rope", TORCH_BOX(&op_qk_norm_coordinate_rope));
   ops.impl("qk_norm_coordinate_rope_", TORCH_BOX(&op_qk_norm_coordinate_rope_));
+  ops.impl("rope", TORCH_BOX(&op_rope));
+  ops.impl("rope_3d", TORCH_BOX(&op_rope_3d));
   ops.impl("gelu", TORCH_BOX(&op_gelu));
   ops.impl("silu", TORCH_BOX(&op_silu));
   ops.impl("geglu", TORCH_BOX(&op_geglu));
   ops.impl("swiglu", TORCH_BOX(&op_swiglu));
+  ops.impl("softmax", TORCH_BOX(&op_softmax));
 }
 
 }  // namespace
@@ -446,10 +621,15 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "qk_norm_coordinate_rope_(Tensor(a!) q, Tensor(b!) k, Tensor? q_weight, Tensor? k_weight,"
       " Tensor coordinates, Tensor frequencies, int heads, str norm, str layout, float eps) -> ()");
-  ops.def("gelu(Tensor x, str approximate) -> Tensor");
-  ops.def("silu(Tensor x) -> Tensor");
-  ops.def("geglu(Tensor x, str approximate) -> Tensor");
-  ops.def("swiglu(Tensor x) -> Tensor");
+  ops.def("rope(Tensor x, Tensor cos, Tensor sin, str layout) -> Tensor");
+  ops.def(
+      "rope_3d(Tensor x, Tensor frame_cos, Tensor frame_sin, Tensor height_cos, Tensor height_sin,"
+      " Tensor width_cos, Tensor width_sin, str layout) -> Tensor");
+  ops.def("gelu(Tensor x, str approximate, Tensor? bias) -> Tensor");
+  ops.def("silu(Tensor x, Tensor? bias) -> Tensor");
+  ops.def("geglu(Tensor x, str approximate, Tensor? bias) -> Tensor");
+  ops.def("swiglu(Tensor x, Tensor? bias) -> Tensor");
+  ops.def("softmax(Tensor x) -> Tensor");
 }
 
 // Registered for both device types, whichever this build has kernels for: a tensor on the other one gets a

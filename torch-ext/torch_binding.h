@@ -54,13 +54,17 @@ class ArgumentChecker {
 
   void same_device(const char* name, const Tensor& tensor) const;
   void same_dtype(const char* name, const Tensor& tensor) const;
+  void same_dtype_as(const char* name, const Tensor& tensor, const char* other_name,
+                     const Tensor& other) const;
   void unit_last_stride(const char* name, const Tensor& tensor) const;
   void float32(const char* name, const Tensor& tensor) const;
+  void float32_or_same_dtype(const char* name, const Tensor& tensor) const;
 
   DType dtype() const { return dtype_; }
   const Sizes& shape() const { return shape_; }
   int64_t hidden() const { return shape_.back(); }
   const char* operation() const { return operation_; }
+  const char* x_name() const { return x_name_; }
 
  private:
   const char* operation_;

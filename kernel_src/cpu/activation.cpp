@@ -1,4 +1,4 @@
-// GELU (exact and tanh), SiLU and their gated forms.
+// GELU (exact and tanh), SiLU and their gated forms, of inputs with or without a bias.
 //
 // Each is x * F(x) where F rises from 0 to 1 and F(-x) = 1 - F(x).
 //
@@ -18,10 +18,6 @@
 
 namespace h100_diffusers_kernels {
 namespace {
-
-// Polynomials for results of 16 bits are shorter: 3e-6 is no error beside their rounding, at least 2e-4.
-template <typename T>
-constexpr int kExp2Degree = sizeof(T) == 2 ? 3 : 5;
 
 // x * F(x) from the tail F(-|x|), as max(x, 0) - |x| * tail: nothing cancels on either side. The product must
 // be 0 for x = infinity; for -infinity it is NaN, which is the result in PyTorch too.
@@ -81,7 +77,6 @@ struct Silu {
   // is always finite, and is rounded once.
   template <int n>
   ALWAYS_INLINE static Floats<n> first_step(const Floats<n>& x) {
-    constexpr float kLog2E = 1.44269504f, kLog2ELow = 1.92596299e-8f;
     const Floats<n> limited = limit_negative<n>(limit_positive<n>(x, 80.0f), -88.9f);
     const SplitExponent<n> split = split_exponent<n, 1>(limited, broadcast<n>(-kLog2E), -kLog2ELow);
     const Floats<n> excess = exp2_slope<n, kExp2Degree<T>>(split.fraction) * split.fraction;
@@ -96,8 +91,8 @@ struct Silu {
   }
 };
 
-// out = activation(x), or out = value * activation(x) where value is not null. An item is a segment of a row.
-template <typename T, template <typename> class Activation, bool kIsGated>
+// out = activation(x + bias), or out = (value + bias) * activation(x + bias). An item is a segment of a row.
+template <typename T, template <typename> class Activation, bool kIsGated, bool kHasBias>
 struct ActivationKernel {
   const ActivationParams& params;
   SegmentGrid grid;
@@ -111,23 +106,40 @@ struct ActivationKernel {
                         const T* in = row.pointer<const T>(params.x);
                         T* out = row.pointer<T>(params.out);
                         for (int64_t column = first; column < last; column += kBlock) {
-                          run_block<kLanes>(in + column, out + column, std::min(kBlock, last - column));
+                          run_block<kLanes>(in, column, out + column, std::min(kBlock, last - column));
                         }
                       });
   }
 
+  // Inputs with their biases.
+  struct Input {
+    const T* in;
+    const T* bias;
+
+    template <int n>
+    ALWAYS_INLINE Floats<n> load_at(int64_t i) const {
+      const Floats<n> v = load<n>(in + i);
+      if constexpr (kHasBias) return v + load<n>(bias + i);
+      return v;
+    }
+  };
+
+  ALWAYS_INLINE Input input_from(const T* in, int64_t column) const {
+    return {in + column, kHasBias ? static_cast<const T*>(params.bias) + column : nullptr};
+  }
+
   template <int kLanes>
-  ALWAYS_INLINE void run_block(const T* in, T* out, int64_t count) const {
+  ALWAYS_INLINE void run_block(const T* in, int64_t column, T* out, int64_t count) const {
     alignas(64) float x_buffer[kBlock], step[kBlock], result_buffer[kBlock];
-    const T* gate = kIsGated ? in + params.hidden : in;
+    const Input gate = input_from(in, kIsGated ? params.hidden + column : column);
     const float* x = x_buffer;
     float* result = result_buffer;
-    if constexpr (std::is_same_v<T, float>) {
-      x = gate;
-      if (!kIsGated) result = out;
+    if constexpr (std::is_same_v<T, float> && !kIsGated) result = out;
+    if constexpr (std::is_same_v<T, float> && !kHasBias) {
+      x = gate.in;
     } else {
       for_columns<kLanes>(0, count, [&]<int n>(Lanes<n>, int64_t i) ALWAYS_INLINE_LAMBDA {
-        store<n>(x_buffer + i, load<n>(gate + i));
+        store<n>(x_buffer + i, gate.template load_at<n>(i));
       });
     }
     for_columns<kLanes>(0, count, [&]<int n>(Lanes<n>, int64_t i) ALWAYS_INLINE_LAMBDA {
@@ -137,8 +149,9 @@ struct ActivationKernel {
       store<n>(result + i, Activation<T>::template second_step<n>(load<n>(x + i), load<n>(step + i)));
     });
     if constexpr (kIsGated) {
+      const Input value = input_from(in, column);
       for_columns<kLanes>(0, count, [&]<int n>(Lanes<n>, int64_t i) ALWAYS_INLINE_LAMBDA {
-        store<n>(out + i, load<n>(in + i) * load<n>(result + i));
+        store<n>(out + i, value.template load_at<n>(i) * load<n>(result + i));
       });
     } else if constexpr (!std::is_same_v<T, float>) {
       for_columns<kLanes>(0, count, [&]<int n>(Lanes<n>, int64_t i) ALWAYS_INLINE_LAMBDA {
@@ -151,9 +164,15 @@ struct ActivationKernel {
 template <template <typename> class Activation, bool kIsGated>
 void launch(const ActivationParams& params, Stream stream) {
   with_type(params.dtype, [&]<typename T>(T) {
-    const SegmentGrid grid(params.shape, params.hidden, {&params.x, &params.out});
-    parallel_run(stream, grid.segments(), grid.segment_size(),
-                 ActivationKernel<T, Activation, kIsGated>{params, grid});
+    const bool has_bias = params.bias != nullptr;
+    const SegmentGrid grid(params.shape, params.hidden, {&params.x, &params.out}, has_bias);
+    if (has_bias) {
+      parallel_run(stream, grid.segments(), grid.segment_size(),
+                   ActivationKernel<T, Activation, kIsGated, true>{params, grid});
+    } else {
+      parallel_run(stream, grid.segments(), grid.segment_size(),
+                   ActivationKernel<T, Activation, kIsGated, false>{params, grid});
+    }
   });
 }
 

@@ -12,21 +12,13 @@
 
 #include "multiversion.h"
 #include "params.h"
+#include "rotation.h"
 #include "rows.h"
 #include "vector.h"
 #include "vector_math.h"
 
 namespace h100_diffusers_kernels {
 namespace {
-
-// Cosine and sine of one token by element, for every head.
-template <typename Table>
-struct TokenTables {
-  const Table* cosine;
-  const Table* sine;
-  int64_t cosine_stride;  // from head to head
-  int64_t sine_stride;
-};
 
 // Largest magnitude; NaN if there is one.
 float max_magnitude(const float* values, int64_t count) {
@@ -89,15 +81,8 @@ class CoordinateTables {
     for (int64_t first = 0; first < pairs_; first += half) {
       for_columns<kLanes>(first, first + half, [&]<int n>(Lanes<n>, int64_t pair) ALWAYS_INLINE_LAMBDA {
         const SineCosine<n> result = sincos<n>(load<n>(&frequencies_[pair]) * load<n>(&coordinates_[pair]));
-        if (params_.layout == RopeLayout::kInterleaved) {
-          store_twice<n>(&cosine_[2 * pair], result.cosine);
-          store_twice<n>(&sine_[2 * pair], result.sine);
-        } else {
-          store<n>(&cosine_[first + pair], result.cosine);
-          store<n>(&cosine_[first + pair + half], result.cosine);
-          store<n>(&sine_[first + pair], result.sine);
-          store<n>(&sine_[first + pair + half], result.sine);
-        }
+        store_pairs<n>(params_.layout, half, &cosine_[2 * first], pair - first, result.cosine);
+        store_pairs<n>(params_.layout, half, &sine_[2 * first], pair - first, result.sine);
       });
     }
   }
@@ -140,43 +125,11 @@ struct NormalizedHead {
   }
 };
 
-// Rotations of one head.
-
 struct NoRotation {
-  template <int kLanes, typename T>
-  ALWAYS_INLINE static void apply(const NormalizedHead<T>& head, int64_t head_dim, const float*, const float*,
-                                  T* out) {
+  template <int kLanes, typename Head, typename T>
+  ALWAYS_INLINE static void apply(const Head& head, int64_t head_dim, const float*, const float*, T* out) {
     for_columns<kLanes>(0, head_dim, [&]<int n>(Lanes<n>, int64_t column) ALWAYS_INLINE_LAMBDA {
       store<n>(out + column, head.template load_at<n>(column));
-    });
-  }
-};
-
-// Pairs are neighbours: a group holds whole pairs.
-struct InterleavedRotation {
-  template <int kLanes, typename T, typename Table>
-  ALWAYS_INLINE static void apply(const NormalizedHead<T>& head, int64_t head_dim, const Table* cosine,
-                                  const Table* sine, T* out) {
-    for_columns<kLanes, 2>(0, head_dim, [&]<int n>(Lanes<n>, int64_t column) ALWAYS_INLINE_LAMBDA {
-      const Floats<n> v = head.template load_at<n>(column);
-      const Floats<n> signed_sine = negate_even<n>(load<n>(sine + column));
-      store<n>(out + column, v * load<n>(cosine + column) + swap_pairs<n>(v) * signed_sine);
-    });
-  }
-};
-
-// Pairs are half a head apart: a group holds a part of each half.
-struct HalfRotation {
-  template <int kLanes, typename T, typename Table>
-  ALWAYS_INLINE static void apply(const NormalizedHead<T>& head, int64_t head_dim, const Table* cosine,
-                                  const Table* sine, T* out) {
-    const int64_t half = head_dim / 2;
-    for_columns<kLanes>(0, half, [&]<int n>(Lanes<n>, int64_t column) ALWAYS_INLINE_LAMBDA {
-      const int64_t other = column + half;
-      const Floats<n> a = head.template load_at<n>(column);
-      const Floats<n> b = head.template load_at<n>(other);
-      store<n>(out + column, a * load<n>(cosine + column) - b * load<n>(sine + column));
-      store<n>(out + other, b * load<n>(cosine + other) + a * load<n>(sine + other));
     });
   }
 };
@@ -215,11 +168,7 @@ struct QkNormRopeKernel {
           tables = from_coordinates->at<kLanes>(at(params.coordinates, params.coordinate_strides));
         }
       }
-      if (params.cos != nullptr) {
-        tables = {at(static_cast<const Table*>(params.cos), params.cos_strides),
-                  at(static_cast<const Table*>(params.sin), params.sin_strides), params.cos_strides[2],
-                  params.sin_strides[2]};
-      }
+      if (params.tables.cos != nullptr) tables = tables_of_token<Table>(params.tables, batch, seq);
       for (const HeadsOperand* operand : {&params.q, &params.k}) {
         const T* in = at(static_cast<const T*>(operand->in), operand->in_strides);
         T* out = at(static_cast<T*>(operand->out), operand->out_strides);
@@ -276,20 +225,17 @@ void launch(const QkNormRopeParams& params, Stream stream) {
 
 template <typename T, typename Table>
 void launch(const QkNormRopeParams& params, Stream stream) {
-  if (params.layout == RopeLayout::kInterleaved) {
-    launch<T, Table, InterleavedRotation>(params, stream);
-  } else {
-    launch<T, Table, HalfRotation>(params, stream);
-  }
+  with_rotation(params.layout,
+                [&]<typename Rotation>(Rotation) { launch<T, Table, Rotation>(params, stream); });
 }
 
 }  // namespace
 
 void qk_norm_rope(const QkNormRopeParams& params, Stream stream) {
   with_type(params.dtype, [&]<typename T>(T) {
-    if (params.cos == nullptr && params.coordinates == nullptr) {
+    if (params.tables.cos == nullptr && params.coordinates == nullptr) {
       launch<T, float, NoRotation>(params, stream);
-    } else if (params.coordinates != nullptr || params.table_is_float32) {
+    } else if (params.coordinates != nullptr || params.tables.is_float32) {
       launch<T, float>(params, stream);
     } else {
       launch<T, T>(params, stream);

@@ -56,15 +56,16 @@ class RowCursor {
 };
 
 // Rows cut into segments: the items of an elementwise operation, so that few long rows make enough of them.
-// Rows that follow each other without a gap in every operand are one row.
+// Rows that follow each other without a gap in every operand are one row, unless columns have a meaning.
 class SegmentGrid {
  public:
-  SegmentGrid(const RowShape& shape, int64_t hidden, std::initializer_list<const RowOperand*> operands)
+  SegmentGrid(const RowShape& shape, int64_t hidden, std::initializer_list<const RowOperand*> operands,
+              bool columns_matter = false)
       : shape_(shape), hidden_(hidden) {
     const bool is_contiguous = std::all_of(operands.begin(), operands.end(), [&](const RowOperand* operand) {
       return operand->data == nullptr || operand->strides[0] == hidden;
     });
-    if (shape.ndim == 1 && is_contiguous) {
+    if (shape.ndim == 1 && is_contiguous && !columns_matter) {
       shape_.rows = shape_.sizes[0] = 1;
       hidden_ = shape.rows * hidden;
     }
@@ -112,7 +113,8 @@ ALWAYS_INLINE void for_columns(int64_t begin, int64_t end, const Function& funct
 }
 
 // Sums over the columns: function(Lanes<n>, column, sums) adds the terms of a group of columns to the kSums
-// vectors of `sums`. In float within a block, in double across blocks, and always in the same order.
+// vectors of `sums`. In float within a block, in double across lanes and blocks, and always in the same
+// order.
 template <int kLanes, int kSums, typename Function>
 ALWAYS_INLINE void sum_columns(int64_t count, double (&totals)[kSums], const Function& function) {
   constexpr int64_t kBlock = 4096;
@@ -131,7 +133,7 @@ ALWAYS_INLINE void sum_columns(int64_t count, double (&totals)[kSums], const Fun
     Floats<1> rest[kSums] = {};
     for (; i < end; ++i) function(Lanes<1>{}, i, rest);
     for (int k = 0; k < kSums; ++k) {
-      totals[k] += sum<kLanes>((sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k])) + rest[k][0];
+      totals[k] += sum_in_double<kLanes>((sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k])) + rest[k][0];
     }
   }
 }

@@ -63,6 +63,17 @@ ALWAYS_INLINE Floats<kLanes> broadcast(float v) {
   return Floats<kLanes>{} + v;
 }
 
+template <int kLanes, int... i>
+ALWAYS_INLINE Ints<kLanes> lane_numbers(std::integer_sequence<int, i...>) {
+  return Ints<kLanes>{i...};
+}
+
+// (0, 1, 2, ...)
+template <int kLanes>
+ALWAYS_INLINE Ints<kLanes> lane_numbers() {
+  return lane_numbers<kLanes>(std::make_integer_sequence<int, kLanes>{});
+}
+
 template <int kLanes>
 ALWAYS_INLINE Floats<kLanes> abs(const Floats<kLanes>& v) {
   return as_floats<kLanes>(as_ints<kLanes>(v) & 0x7fffffff);
@@ -268,6 +279,41 @@ ALWAYS_INLINE float sum(const Floats<kLanes>& v, std::index_sequence<i...>) {
 template <int kLanes>
 ALWAYS_INLINE float sum(const Floats<kLanes>& v) {
   return sum<kLanes>(v, std::make_index_sequence<kLanes / 2>{});
+}
+
+template <int kLanes, size_t... i>
+ALWAYS_INLINE double sum_in_double(const Doubles<kLanes>& v, std::index_sequence<i...>) {
+  if constexpr (kLanes == 1) {
+    return v[0];
+  } else {
+    const Doubles<kLanes / 2> low = __builtin_shufflevector(v, v, i...);
+    const Doubles<kLanes / 2> high = __builtin_shufflevector(v, v, (i + kLanes / 2)...);
+    return sum_in_double<kLanes / 2>(low + high, std::make_index_sequence<kLanes / 4>{});
+  }
+}
+
+// Sum of the lanes, not rounded to float on the way.
+template <int kLanes>
+ALWAYS_INLINE double sum_in_double(const Floats<kLanes>& v) {
+  return sum_in_double<kLanes>(__builtin_convertvector(v, Doubles<kLanes>),
+                               std::make_index_sequence<kLanes / 2>{});
+}
+
+template <int kLanes, size_t... i>
+ALWAYS_INLINE float max(const Floats<kLanes>& v, std::index_sequence<i...>) {
+  if constexpr (kLanes == 1) {
+    return v[0];
+  } else {
+    const Floats<kLanes / 2> low = __builtin_shufflevector(v, v, i...);
+    const Floats<kLanes / 2> high = __builtin_shufflevector(v, v, (i + kLanes / 2)...);
+    return max<kLanes / 2>(low > high ? low : high, std::make_index_sequence<kLanes / 4>{});
+  }
+}
+
+// Largest of the lanes, none of which is NaN.
+template <int kLanes>
+ALWAYS_INLINE float max(const Floats<kLanes>& v) {
+  return max<kLanes>(v, std::make_index_sequence<kLanes / 2>{});
 }
 
 }  // namespace h100_diffusers_kernels

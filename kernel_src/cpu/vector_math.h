@@ -1,4 +1,4 @@
-// Functions of vectors of floats: powers of two, sine and cosine.
+// Functions of vectors of floats: powers of two and of e, sine and cosine.
 //
 // The polynomials are minimax fits; the error given with each is the largest relative one before rounding.
 #pragma once
@@ -37,6 +37,10 @@ ALWAYS_INLINE SplitExponent<kLanes> split_exponent(const Floats<kLanes>& x, cons
   return {as_ints<kLanes>(shifted) << 23, fraction};
 }
 
+// Polynomials for results of 16 bits are shorter: 3e-6 is no error beside their rounding, at least 2e-4.
+template <typename T>
+constexpr int kExp2Degree = sizeof(T) == 2 ? 3 : 5;
+
 // (2^f - 1) / f for |f| <= 1/2.
 template <int kLanes, int kDegree>
 ALWAYS_INLINE Floats<kLanes> exp2_slope(const Floats<kLanes>& f) {
@@ -54,6 +58,16 @@ ALWAYS_INLINE Floats<kLanes> exp2_slope(const Floats<kLanes>& f) {
 template <int kLanes, int kOffset, int kDegree>
 ALWAYS_INLINE Floats<kLanes> exp2(const Floats<kLanes>& t) {
   const SplitExponent<kLanes> split = split_exponent<kLanes, kOffset>(t, broadcast<kLanes>(1.0f));
+  const Floats<kLanes> power = exp2_slope<kLanes, kDegree>(split.fraction) * split.fraction + 1.0f;
+  return as_floats<kLanes>(as_ints<kLanes>(power) + split.integer_bits);
+}
+
+constexpr float kLog2E = 1.44269504f, kLog2ELow = 1.92596299e-8f;
+
+// e^x for -87 <= x <= 88.
+template <int kLanes, int kDegree>
+ALWAYS_INLINE Floats<kLanes> exp(const Floats<kLanes>& x) {
+  const SplitExponent<kLanes> split = split_exponent<kLanes, 0>(x, broadcast<kLanes>(kLog2E), kLog2ELow);
   const Floats<kLanes> power = exp2_slope<kLanes, kDegree>(split.fraction) * split.fraction + 1.0f;
   return as_floats<kLanes>(as_ints<kLanes>(power) + split.integer_bits);
 }

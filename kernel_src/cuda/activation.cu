@@ -15,52 +15,108 @@ constexpr int kThreads = 256;
 template <bool kIsGated>
 constexpr int kPacksPerThread = kIsGated ? 2 : 4;
 
-struct ActivationKernelParams {
-  ActivationParams args;
-  RowIndexer indexer;
-  int64_t packs;
-  int64_t packs_per_row;
-  FastDivisor packs_per_row_divisor;
+// Where a pack of the results is: its row and the column in it.
+struct PackPlace {
+  uint32_t row;
+  int64_t column;
 };
 
-template <typename T, class Activation, bool kIsGated, Access kAccess>
-__global__ void __launch_bounds__(kThreads)
-    activation_kernel(const __grid_constant__ ActivationKernelParams params) {
+// Packs are numbered row by row, and there are fewer than 2^31.
+struct PackNumbering {
+  using Number = uint32_t;
+  Number packs;
+  FastDivisor packs_per_row;
+
+  __device__ __forceinline__ PackPlace operator()(uint32_t pack, int pack_size) const {
+    const uint32_t row = packs_per_row.divide(pack);
+    return {row, int64_t{pack - row * packs_per_row.divisor} * pack_size};
+  }
+};
+
+// Any number.
+struct LongPackNumbering {
+  using Number = int64_t;
+  Number packs;
+  int64_t packs_per_row;
+
+  __device__ __forceinline__ PackPlace operator()(int64_t pack, int pack_size) const {
+    const int64_t row = pack / packs_per_row;
+    return {static_cast<uint32_t>(row), (pack - row * packs_per_row) * pack_size};
+  }
+};
+
+template <class Indexer, class PackNumbering>
+struct ActivationKernelParams {
+  using Numbering = PackNumbering;
+  typename Indexer::Operand x, out;
+  Indexer indexer;
+  Numbering numbering;
+  int64_t hidden;
+  const void* bias;
+
+  ActivationKernelParams(const ActivationParams& p, const Numbering& pack_numbering)
+      : x(p.x, p.shape.ndim),
+        out(p.out, p.shape.ndim),
+        indexer(p.shape),
+        numbering(pack_numbering),
+        hidden(p.hidden),
+        bias(p.bias) {}
+};
+
+// A pack of x and, if there is one, of the bias that is added to it.
+template <typename T, int kSize>
+struct BiasedPack {
+  Pack<T, kSize> value, bias;
+
+  __device__ __forceinline__ void load(const T* x, const T* x_bias) {
+    value.load(x);
+    if (x_bias) bias.load(x_bias);
+  }
+  __device__ __forceinline__ void to_floats(float (&sum)[kSize], bool has_bias) const {
+    value.to_floats(sum);
+    if (has_bias) {
+      float terms[kSize];
+      bias.to_floats(terms);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) sum[j] += terms[j];
+    }
+  }
+};
+
+template <typename T, class Activation, bool kIsGated, Access kAccess, class Params>
+__global__ void __launch_bounds__(kThreads) activation_kernel(const __grid_constant__ Params params) {
   constexpr int kSize = kPackSize<T, kAccess>;
   constexpr int kPacks = kPacksPerThread<kIsGated>;
-  const ActivationParams& args = params.args;
-  const int64_t first = blockIdx.x * int64_t{kThreads * kPacks} + threadIdx.x;
+  constexpr bool kFast = sizeof(T) == 2;
+  using PackNumber = typename Params::Numbering::Number;
+  const PackNumber first = blockIdx.x * PackNumber{kThreads * kPacks} + threadIdx.x;
+  const T* bias = static_cast<const T*>(params.bias);
+  wait_for_earlier_kernels();
 
-  Pack<T, kSize> x[kPacks], gate[kPacks];
+  BiasedPack<T, kSize> x[kPacks], gate[kPacks];
   T* out[kPacks];
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
-    const int64_t pack = first + i * kThreads;
+    const PackNumber pack = first + i * kThreads;
     out[i] = nullptr;
-    if (pack < params.packs) {
-      int64_t row = 0, column = pack * kSize;
-      if (args.shape.rows > 1) {
-        row = params.packs < kFastDivisionRows
-                  ? params.packs_per_row_divisor.divide(static_cast<uint32_t>(pack))
-                  : pack / params.packs_per_row;
-        column = (pack - row * params.packs_per_row) * kSize;
-      }
-      const RowIndex index = params.indexer(row);
-      const T* in = static_cast<const T*>(args.x.data) + index.offset(args.x, args.shape.ndim) + column;
-      out[i] = static_cast<T*>(args.out.data) + index.offset(args.out, args.shape.ndim) + column;
-      x[i].load(in);
-      if constexpr (kIsGated) gate[i].load(in + args.hidden);
+    if (pack < params.numbering.packs) {
+      const PackPlace place = params.numbering(pack, kSize);
+      const auto index = params.indexer(place.row);
+      const T* in = static_cast<const T*>(params.x.data) + index.offset(params.x) + place.column;
+      out[i] = static_cast<T*>(params.out.data) + index.offset(params.out) + place.column;
+      x[i].load(in, bias ? bias + place.column : nullptr);
+      if constexpr (kIsGated)
+        gate[i].load(in + params.hidden, bias ? bias + params.hidden + place.column : nullptr);
     }
   }
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
     if (out[i] == nullptr) continue;
-    constexpr bool kFast = sizeof(T) == 2;
     float values[kSize];
-    x[i].to_floats(values);
+    x[i].to_floats(values, bias);
     if constexpr (kIsGated) {
       float gates[kSize];
-      gate[i].to_floats(gates);
+      gate[i].to_floats(gates, bias);
 #pragma unroll
       for (int j = 0; j < kSize; ++j) values[j] *= Activation::template apply<kFast>(gates[j]);
     } else {
@@ -71,9 +127,10 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One row where the rows of both operands follow each other without a gap.
-ActivationParams flattened(ActivationParams args) {
-  if (args.shape.ndim != 1 || args.x.strides[0] != args.hidden || args.out.strides[0] != args.hidden)
+// One row where nothing tells rows apart: both operands' follow each other without a gap.
+ActivationParams flattened(ActivationParams args, bool is_gated) {
+  if (is_gated || args.bias || args.shape.ndim != 1 || args.x.strides[0] != args.hidden ||
+      args.out.strides[0] != args.hidden)
     return args;
   args.hidden *= args.shape.rows;
   args.shape.rows = args.shape.sizes[0] = 1;
@@ -82,25 +139,31 @@ ActivationParams flattened(ActivationParams args) {
 
 template <class Activation, bool kIsGated>
 void launch(const char* operation, const ActivationParams& given, Stream stream) {
-  const ActivationParams args = kIsGated ? given : flattened(given);
+  const ActivationParams args = flattened(given, kIsGated);
+  const int ndim = args.shape.ndim;
   dispatch_dtype(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto launch_with = [&](auto kernel, int pack_size) {
-      ActivationKernelParams params{args, RowIndexer(args.shape), 0, args.hidden / pack_size, {}};
-      params.packs = args.shape.rows * params.packs_per_row;
-      if (params.packs < kFastDivisionRows)
-        params.packs_per_row_divisor.set(static_cast<uint32_t>(params.packs_per_row));
-      const int64_t blocks = ceil_divide(params.packs, kThreads * kPacksPerThread<kIsGated>);
-      launch_kernel<const ActivationKernelParams>(operation, kernel, dim3(blocks), kThreads, params, stream);
+    const auto launch_with = [&]<Access kAccess, class Params>(const Params& params) {
+      const int64_t blocks = ceil_divide(params.numbering.packs, kThreads * kPacksPerThread<kIsGated>);
+      launch_kernel(operation, activation_kernel<T, Activation, kIsGated, kAccess, Params>, dim3(blocks),
+                    kThreads, params, stream);
     };
-    const bool vector = args.hidden * sizeof(T) % kVectorBytes == 0 &&
-                        has_vector_rows(args.x, args.shape.ndim, sizeof(T)) &&
-                        has_vector_rows(args.out, args.shape.ndim, sizeof(T));
-    if (vector) {
-      launch_with(activation_kernel<T, Activation, kIsGated, Access::kVector>, kPackSize<T, Access::kVector>);
-    } else {
-      launch_with(activation_kernel<T, Activation, kIsGated, Access::kScalar>, 1);
+    const bool has_vectors = args.hidden * sizeof(T) % kVectorBytes == 0 && is_16_byte_aligned(args.bias) &&
+                             has_vector_rows(args.x, ndim, sizeof(T)) &&
+                             has_vector_rows(args.out, ndim, sizeof(T));
+    const int64_t packs_per_row = args.hidden / kPackSize<T, Access::kVector>;
+    if (has_vectors && ndim <= PlaneIndexer::kDims && args.shape.rows * packs_per_row < kFastDivisionEnd) {
+      PackNumbering numbering{static_cast<uint32_t>(args.shape.rows * packs_per_row), {}};
+      numbering.packs_per_row.set(static_cast<uint32_t>(packs_per_row));
+      return launch_with.template operator()<Access::kVector>(
+          ActivationKernelParams<PlaneIndexer, PackNumbering>(args, numbering));
     }
+    const auto params_of = [&](int64_t row_packs) {
+      return ActivationKernelParams<RowIndexer, LongPackNumbering>(args,
+                                                                   {args.shape.rows * row_packs, row_packs});
+    };
+    if (has_vectors) return launch_with.template operator()<Access::kVector>(params_of(packs_per_row));
+    launch_with.template operator()<Access::kScalar>(params_of(args.hidden));
   });
 }
 

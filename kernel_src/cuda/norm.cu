@@ -4,11 +4,11 @@
 namespace h100_diffusers_kernels {
 
 void rms_norm(const RowNormParams& params, Stream stream) {
-  launch_row_norm<PlainInput, RmsNorm, AffineOutput>("rms_norm", params, stream);
+  launch_row_norm<PlainInput, RmsNorm, AffineOutput<false>>("rms_norm", params, stream);
 }
 
 void layer_norm(const RowNormParams& params, Stream stream) {
-  launch_row_norm<PlainInput, LayerNorm, AffineOutput>("layer_norm", params, stream);
+  launch_row_norm<PlainInput, LayerNorm, AffineOutput<true>>("layer_norm", params, stream);
 }
 
 }  // namespace h100_diffusers_kernels

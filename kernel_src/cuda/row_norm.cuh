@@ -4,102 +4,127 @@
 //   output  affine, modulated, or nothing (the input policy's store was all)
 // A row is held in the registers of the threads that share it, so each element is read once and written
 // once; rows too long for that, and data that 16-byte accesses cannot reach, take a loop that reads again.
+//
+// Blocks are short: a row of 2048 16-bit elements is 128 threads with two packs each, gone after a
+// microsecond. What a block does before its loads are under way, and between their arrival and its stores, is
+// what keeps it from the rate of a plain copy; hence the plane of rows (no division but one multiplication),
+// and weight, scale and shift that are on their way while the row is being reduced.
 #pragma once
 
 #include "launch.cuh"
 #include "pack.cuh"
 #include "params.h"
 #include "reduce.cuh"
+#include "row_config.cuh"
 #include "row_index.cuh"
 #include "statistics.cuh"
 
 namespace h100_diffusers_kernels {
 
 // ---------------------------------------------------------------------------------------------------------
-// Policies
+// Policies. Each has Operands, the part of a kernel's parameters that it needs; a Row, which knows where the
+// row is in them; and steps that a kernel calls for each pack of the row: `fetch` starts loads, the others
+// use what they brought.
 
-struct RowNormKernelParams {
-  RowNormParams args;
-  RowIndexer indexer;
-};
+template <typename T, class Index, class Operand>
+__device__ __forceinline__ T* row_of(const Operand& operand, const Index& index) {
+  return static_cast<T*>(operand.data) + index.offset(operand);
+}
 
-// The row's start in each operand; those that a policy does not use cost nothing.
-template <typename T>
-struct RowPointers {
-  const RowNormParams& args;
-  RowIndex index;
-
-  __device__ __forceinline__ T* row_of(const RowOperand& operand) const {
-    return static_cast<T*>(operand.data) + index.offset(operand, args.shape.ndim);
-  }
-};
-
-// An input policy fetches in one step and computes in another, so that a thread's loads are all under way
-// before the first is used.
 struct PlainInput {
+  template <class Operand>
+  struct Operands {
+    Operand x;
+    explicit Operands(const RowNormParams& p) : x(p.x, p.shape.ndim) {}
+  };
+
   template <typename T>
   struct Row {
     const T* x;
-    __device__ __forceinline__ explicit Row(const RowPointers<T>& p) : x(p.row_of(p.args.x)) {}
+    template <class Operands, class Index>
+    __device__ __forceinline__ Row(const Operands& operands, const Index& index)
+        : x(row_of<const T>(operands.x, index)) {}
 
+    // Held as it was loaded: in 16 bits half the registers that the values would take.
     template <int kSize>
-    struct Fetched {
-      Pack<T, kSize> x;
+    struct Pack {
+      h100_diffusers_kernels::Pack<T, kSize> x;
+      __device__ __forceinline__ void values(float (&h)[kSize]) const { x.to_floats(h); }
+      // Else the compiler keeps the values of the first conversion for the second.
+      __device__ __forceinline__ void forget_values() {
+#pragma unroll
+        for (uint4& word : x.words) asm("" : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w));
+      }
     };
     template <int kSize>
-    __device__ __forceinline__ void fetch(int64_t column, Fetched<kSize>& raw) const {
-      raw.x.load(x + column);
+    __device__ __forceinline__ void fetch(int64_t column, Pack<kSize>& pack) const {
+      pack.x.load(x + column);
     }
     template <int kSize>
-    __device__ __forceinline__ void compute(int64_t, const Fetched<kSize>& raw, float (&h)[kSize]) const {
-      raw.x.to_floats(h);
-    }
+    __device__ __forceinline__ void finish(int64_t, Pack<kSize>&) const {}
     template <int kSize>
-    __device__ __forceinline__ void store(int64_t, const float (&)[kSize]) const {}
+    __device__ __forceinline__ void store(int64_t, const Pack<kSize>&) const {}
   };
 };
 
 struct GatedResidualInput {
+  template <class Operand>
+  struct Operands {
+    Operand x, residual, gate, residual_out;
+    explicit Operands(const RowNormParams& p)
+        : x(p.x, p.shape.ndim),
+          residual(p.residual, p.shape.ndim),
+          gate(p.gate, p.shape.ndim),
+          residual_out(p.residual_out, p.shape.ndim) {}
+  };
+
   template <typename T>
   struct Row {
     const T* x;
     const T* residual;
     const T* gate;
     T* residual_out;
-    __device__ __forceinline__ explicit Row(const RowPointers<T>& p)
-        : x(p.row_of(p.args.x)),
-          residual(p.row_of(p.args.residual)),
-          gate(p.args.gate.data ? p.row_of(p.args.gate) : nullptr),
-          residual_out(p.row_of(p.args.residual_out)) {}
+    template <class Operands, class Index>
+    __device__ __forceinline__ Row(const Operands& operands, const Index& index)
+        : x(row_of<const T>(operands.x, index)),
+          residual(row_of<const T>(operands.residual, index)),
+          gate(operands.gate.data ? row_of<const T>(operands.gate, index) : nullptr),
+          residual_out(row_of<T>(operands.residual_out, index)) {}
 
     template <int kSize>
-    struct Fetched {
-      Pack<T, kSize> x, residual;
+    struct Pack {
+      h100_diffusers_kernels::Pack<T, kSize> x, residual, gate;
+      float h[kSize];
+      __device__ __forceinline__ void forget_values() {}
+      __device__ __forceinline__ void values(float (&copy)[kSize]) const {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) copy[i] = h[i];
+      }
     };
     template <int kSize>
-    __device__ __forceinline__ void fetch(int64_t column, Fetched<kSize>& raw) const {
-      raw.residual.load(residual + column);
-      raw.x.load(x + column);
+    __device__ __forceinline__ void fetch(int64_t column, Pack<kSize>& pack) const {
+      pack.residual.load(residual + column);
+      pack.x.load(x + column);
+      if (gate) pack.gate.load(gate + column);
     }
     template <int kSize>
-    __device__ __forceinline__ void compute(int64_t column, const Fetched<kSize>& raw,
-                                            float (&h)[kSize]) const {
+    __device__ __forceinline__ void finish(int64_t column, Pack<kSize>& pack) const {
       float branch[kSize];
-      raw.residual.to_floats(h);
-      raw.x.to_floats(branch);
+      pack.residual.to_floats(pack.h);
+      pack.x.to_floats(branch);
       if (gate) {
         float g[kSize];
-        load_floats(gate + column, g);
+        pack.gate.to_floats(g);
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) h[i] = fmaf(g[i], branch[i], h[i]);
+        for (int i = 0; i < kSize; ++i) pack.h[i] = fmaf(g[i], branch[i], pack.h[i]);
       } else {
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) h[i] += branch[i];
+        for (int i = 0; i < kSize; ++i) pack.h[i] += branch[i];
       }
     }
     template <int kSize>
-    __device__ __forceinline__ void store(int64_t column, const float (&h)[kSize]) const {
-      store_floats(residual_out + column, h);
+    __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack) const {
+      store_floats(residual_out + column, pack.h);
     }
   };
 };
@@ -119,64 +144,117 @@ struct LayerNorm {
 };
 
 struct NoOutput {
+  template <class Operand>
+  struct Operands {
+    explicit Operands(const RowNormParams&) {}
+  };
+
   template <typename T>
   struct Row {
-    __device__ __forceinline__ explicit Row(const RowPointers<T>&) {}
+    template <class Operands, class Index>
+    __device__ __forceinline__ Row(const Operands&, const Index&) {}
     template <int kSize>
-    __device__ __forceinline__ void store(int64_t, float (&)[kSize]) const {}
+    struct Pack {};
+    template <int kSize>
+    __device__ __forceinline__ void fetch(int64_t, Pack<kSize>&) const {}
+    template <int kSize>
+    __device__ __forceinline__ void store(int64_t, const Pack<kSize>&, float (&)[kSize]) const {}
   };
 };
 
+// kHasBias: whether the operation has a bias at all; weight and bias are optional where they exist.
+template <bool kHasBias>
 struct AffineOutput {
+  template <class Operand>
+  struct Operands {
+    Operand out;
+    const void* weight;
+    const void* bias;
+    explicit Operands(const RowNormParams& p) : out(p.out, p.shape.ndim), weight(p.weight), bias(p.bias) {}
+  };
+
   template <typename T>
   struct Row {
     const T* weight;
     const T* bias;
     T* out;
-    __device__ __forceinline__ explicit Row(const RowPointers<T>& p)
-        : weight(static_cast<const T*>(p.args.weight)),
-          bias(static_cast<const T*>(p.args.bias)),
-          out(p.row_of(p.args.out)) {}
+    template <class Operands, class Index>
+    __device__ __forceinline__ Row(const Operands& operands, const Index& index)
+        : weight(static_cast<const T*>(operands.weight)),
+          bias(kHasBias ? static_cast<const T*>(operands.bias) : nullptr),
+          out(row_of<T>(operands.out, index)) {}
 
     template <int kSize>
-    __device__ __forceinline__ void apply_affine(int64_t column, float (&n)[kSize]) const {
-      float w[kSize], b[kSize];
-      if (weight) load_floats(weight + column, w);
-      if (bias) load_floats(bias + column, b);
+    struct Pack {
+      h100_diffusers_kernels::Pack<T, kSize> weight, bias;
+    };
+    template <int kSize>
+    __device__ __forceinline__ void fetch(int64_t column, Pack<kSize>& pack) const {
+      if (weight) pack.weight.load(weight + column);
+      if (bias) pack.bias.load(bias + column);
+    }
+    template <int kSize>
+    __device__ __forceinline__ void apply(const Pack<kSize>& pack, float (&n)[kSize]) const {
+      float term[kSize];
+      if (weight) {
+        pack.weight.to_floats(term);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        if (weight && bias) {
-          n[i] = fmaf(n[i], w[i], b[i]);
-        } else if (weight) {
-          n[i] *= w[i];
-        } else if (bias) {
-          n[i] += b[i];
-        }
+        for (int i = 0; i < kSize; ++i) n[i] *= term[i];
+      }
+      if (bias) {
+        pack.bias.to_floats(term);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) n[i] += term[i];
       }
     }
     template <int kSize>
-    __device__ __forceinline__ void store(int64_t column, float (&n)[kSize]) const {
-      apply_affine(column, n);
+    __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {
+      apply(pack, n);
       store_floats(out + column, n);
     }
   };
 };
 
+template <bool kHasBias>
 struct ModulatedOutput {
+  template <class Operand>
+  struct Operands : AffineOutput<kHasBias>::template Operands<Operand> {
+    Operand scale, shift;
+    explicit Operands(const RowNormParams& p)
+        : AffineOutput<kHasBias>::template Operands<Operand>(p),
+          scale(p.scale, p.shape.ndim),
+          shift(p.shift, p.shape.ndim) {}
+  };
+
   template <typename T>
   struct Row {
-    AffineOutput::Row<T> affine;
+    typename AffineOutput<kHasBias>::template Row<T> affine;
     const T* scale;
     const T* shift;
-    __device__ __forceinline__ explicit Row(const RowPointers<T>& p)
-        : affine(p), scale(p.row_of(p.args.scale)), shift(p.row_of(p.args.shift)) {}
+    template <class Operands, class Index>
+    __device__ __forceinline__ Row(const Operands& operands, const Index& index)
+        : affine(operands, index),
+          scale(row_of<const T>(operands.scale, index)),
+          shift(row_of<const T>(operands.shift, index)) {}
 
     template <int kSize>
-    __device__ __forceinline__ void store(int64_t column, float (&n)[kSize]) const {
-      affine.apply_affine(column, n);
+    struct Pack {
+      h100_diffusers_kernels::Pack<T, kSize> scale, shift;
+    };
+    template <int kSize>
+    __device__ __forceinline__ void fetch(int64_t column, Pack<kSize>& pack) const {
+      pack.scale.load(scale + column);
+      pack.shift.load(shift + column);
+    }
+    template <int kSize>
+    __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {
+      // Weight and bias are rare here: not fetched ahead, which would cost registers.
+      typename AffineOutput<kHasBias>::template Row<T>::template Pack<kSize> affine_pack;
+      affine.fetch(column, affine_pack);
+      affine.apply(affine_pack, n);
       float factor[kSize], offset[kSize];
-      load_floats(scale + column, factor);
-      load_floats(shift + column, offset);
+      pack.scale.to_floats(factor);
+      pack.shift.to_floats(offset);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) n[i] = fmaf(n[i], 1.0f + factor[i], offset[i]);
       store_floats(affine.out + column, n);
@@ -187,152 +265,227 @@ struct ModulatedOutput {
 // ---------------------------------------------------------------------------------------------------------
 // Kernels
 
-// kThreadsPerRow threads hold a row of up to kThreadsPerRow * kPacks packs. Rows narrower than a block share
-// it.
-template <typename T, class Input, class Norm, class Output, int kThreadsPerRow, int kPacks>
-__global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
-    row_norm_kernel(const __grid_constant__ RowNormKernelParams params) {
-  constexpr int kBlock = kBlockThreads<kThreadsPerRow>;
-  constexpr int kSize = kPackSize<T, Access::kVector>;
-  const int64_t row = blockIdx.x * int64_t{kBlock / kThreadsPerRow} + threadIdx.x / kThreadsPerRow;
-  const int lane = threadIdx.x % kThreadsPerRow;
-  const bool is_row = row < params.args.shape.rows;
-  const int64_t hidden = params.args.hidden;
-  const RowPointers<T> pointers{params.args, params.indexer(is_row ? row : 0)};
-  const typename Input::template Row<T> input(pointers);
-  const typename Output::template Row<T> output(pointers);
+template <class Input, class Output, class Indexer>
+struct RowKernelParams {
+  typename Input::template Operands<typename Indexer::Operand> input;
+  typename Output::template Operands<typename Indexer::Operand> output;
+  Indexer indexer;
+  uint32_t rows;
+  float eps;
+  int64_t hidden;
 
-  typename Input::template Row<T>::template Fetched<kSize> raw[kPacks];
-  float h[kPacks][kSize];
+  explicit RowKernelParams(const RowNormParams& p)
+      : input(p),
+        output(p),
+        indexer(p.shape),
+        rows(static_cast<uint32_t>(p.shape.rows)),
+        eps(p.eps),
+        hidden(p.hidden) {}
+};
+
+template <typename T>
+struct RowStatistics {
+  Statistic<T> mean;   // 0 unless the norm is centered
+  Statistic<T> scale;  // 1 / sqrt(mean of the squares around the mean + eps)
+};
+
+// Of a row that is shared by a group (see GroupReduce). for_each_pack(body) calls body(h) for each of the
+// thread's packs. `pivot`, for 16-bit centered norms alone, is the mean of some of the row's values.
+//
+// There mean and variance come from sums around the pivot, in one step. Of rounding errors in these the
+// variance takes on (pivot - mean)^2 / variance times as much; that is about 1 / kSize for a mean of kSize
+// values of a usual row, and never more than hidden / kSize.
+template <typename T, class Norm, int kSize, int kThreadsPerRow, int kClusterBlocks, class ForEachPack>
+__device__ __forceinline__ RowStatistics<T> row_statistics(const ForEachPack& for_each_pack, float pivot,
+                                                           int64_t hidden, float eps) {
+  const RowSum<T> count = static_cast<RowSum<T>>(hidden);
+  RowStatistics<T> row;
+  if constexpr (Norm::kIsCentered && !kHasExactStatistics<T>) {
+    float sums[2] = {0, 0};
+    for_each_pack([&](const float (&h)[kSize]) {
+      sums[0] += tree_sum<kSize>([&](int j) { return h[j] - pivot; });
+      sums[1] += tree_sum<kSize>([&](int j) { return (h[j] - pivot) * (h[j] - pivot); });
+    });
+    GroupReduce<Sum, float, kThreadsPerRow, 2, 1, kClusterBlocks>{}(sums);
+    const float offset = divide<T>(sums[0], count);
+    const float squares = fmaf(-offset, sums[0], sums[1]);
+    row.mean.high = pivot + offset;
+    row.scale = rms_scale_of<T>(squares < 0 ? 0 : squares, hidden, eps);
+  } else {
+    constexpr int kRounds = Norm::kIsCentered ? 2 : 1;
+    const GroupReduce<Sum, RowSum<T>, kThreadsPerRow, 1, kRounds, kClusterBlocks> reduce;
+    if constexpr (Norm::kIsCentered) {
+      RowSum<T> sum[1] = {0};
+      for_each_pack([&](const float (&h)[kSize]) { sum[0] += tree_sum<kSize>([&](int j) { return h[j]; }); });
+      reduce(sum, 0);
+      row.mean = Statistic<T>::from(divide<T>(sum[0], count));
+    }
+    RowSum<T> squares[1] = {0};
+    for_each_pack([&](const float (&h)[kSize]) {
+      squares[0] += tree_sum<kSize>([&](int j) {
+        const float difference = Norm::kIsCentered ? row.mean.subtracted_from(h[j]) : h[j];
+        return difference * difference;
+      });
+    });
+    reduce(squares, kRounds - 1);
+    row.scale = rms_scale_of<T>(squares[0], hidden, eps);
+  }
+  return row;
+}
+
+template <class Norm, typename T, int kSize>
+__device__ __forceinline__ void normalize(const RowStatistics<T>& row, float (&h)[kSize]) {
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) {
+    if constexpr (Norm::kIsCentered) h[j] = row.mean.subtracted_from(h[j]);
+    h[j] = row.scale.times(h[j]);
+  }
+}
+
+// Values that a pivot is the mean of.
+constexpr int kPivotValues = 8;
+
+// With 1 the compiler takes the registers that it wants. Left alone (0) it saves some in the hope of more
+// blocks at a time, which is right for 16 bits, and for float32 now and then spills.
+template <typename T>
+constexpr int kMinBlocks = sizeof(T) == 4 ? 1 : 0;
+
+// kThreadsPerRow threads, of each block of a cluster, hold a row of up to kPacks packs a thread. Rows
+// narrower than a block share it.
+template <typename T, class Input, class Norm, class Output, int kThreadsPerRow, int kPacks,
+          int kClusterBlocks>
+__global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
+    row_norm_kernel(const __grid_constant__ RowKernelParams<Input, Output, PlaneIndexer> params) {
+  constexpr int kSize = kPackSize<T, Access::kVector>;
+  constexpr bool kHasPivot = Norm::kIsCentered && !kHasExactStatistics<T>;
+  // Factors that wait for the reduction in registers; with more packs these are worth more as more threads.
+  constexpr bool kFetchesAhead = kPacks <= 2;
+  using InputRow = typename Input::template Row<T>;
+  using OutputRow = typename Output::template Row<T>;
+  cluster_arrive<kClusterBlocks>();
+  const RowPlace<kThreadsPerRow, kClusterBlocks> place;
+  const int hidden = static_cast<int>(params.hidden);
+  const bool is_row = place.kRowsPerBlock == 1 || place.row < params.rows;
+  const auto index = params.indexer(is_row ? place.row : 0);
+  const InputRow input(params.input, index);
+  const OutputRow output(params.output, index);
+  wait_for_earlier_kernels();
+
+  typename InputRow::template Pack<kSize> in[kPacks], first;
+  typename OutputRow::template Pack<kSize> factors[kPacks];
   bool is_column[kPacks];
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
-    const int column = (i * kThreadsPerRow + lane) * kSize;
-    is_column[i] = is_row && column < hidden;
-    if (is_column[i]) input.fetch(column, raw[i]);
+    is_column[i] = is_row && place.pack(i) * kSize < hidden;
+    if (is_column[i]) input.fetch(place.pack(i) * kSize, in[i]);
   }
+  if constexpr (kHasPivot) input.fetch(0, first);
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
-    const int column = (i * kThreadsPerRow + lane) * kSize;
     if (is_column[i]) {
-      input.compute(column, raw[i], h[i]);
-      input.store(column, h[i]);
+      input.finish(place.pack(i) * kSize, in[i]);
+      if constexpr (kFetchesAhead) output.fetch(place.pack(i) * kSize, factors[i]);
+      input.store(place.pack(i) * kSize, in[i]);
     }
   }
 
-  const GroupSum<RowSum<T>, kThreadsPerRow, 1, 2> group_sum;
-  if constexpr (Norm::kIsCentered) {
-    RowSum<T> sum[1] = {0};
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i)
-      if (is_column[i]) sum[0] += tree_sum<kSize>([&](int j) { return h[i][j]; });
-    group_sum(sum, 0);
-    const Statistic<T> mean = mean_of<T>(sum[0], hidden);
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i)
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) h[i][j] = mean.subtracted_from(h[i][j]);
-  }
   if constexpr (Norm::kIsNorm) {
-    RowSum<T> sum[1] = {0};
+    float pivot = 0;
+    if constexpr (kHasPivot) {
+      static_assert(kSize == kPivotValues);
+      input.finish(0, first);
+      float h[kSize];
+      first.values(h);
+      pivot = tree_sum<kSize>([&](int j) { return h[j]; }) / kPivotValues;
+    }
+    const auto for_each_pack = [&](const auto& body) {
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i)
-      if (is_column[i]) sum[0] += tree_sum<kSize>([&](int j) { return h[i][j] * h[i][j]; });
-    group_sum(sum, 1);
-    const Statistic<T> scale = rms_scale_of<T>(sum[0], hidden, params.args.eps);
+      for (int i = 0; i < kPacks; ++i) {
+        float h[kSize];
+        in[i].values(h);
+        if (is_column[i]) body(h);
+      }
+    };
+    cluster_wait<kClusterBlocks>();
+    const auto row = row_statistics<T, Norm, kSize, kThreadsPerRow, kClusterBlocks>(for_each_pack, pivot,
+                                                                                    hidden, params.eps);
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) in[i].forget_values();
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       if (is_column[i]) {
-#pragma unroll
-        for (int j = 0; j < kSize; ++j) h[i][j] = scale.times(h[i][j]);
-        output.store((i * kThreadsPerRow + lane) * kSize, h[i]);
+        if constexpr (!kFetchesAhead) output.fetch(place.pack(i) * kSize, factors[i]);
+        float n[kSize];
+        in[i].values(n);
+        normalize<Norm>(row, n);
+        output.store(place.pack(i) * kSize, factors[i], n);
       }
     }
   }
 }
 
-constexpr int kLongRowThreads = 512;
-
-// Any row length and, with kScalar, any alignment: one block a row, which is read again for each step.
-template <typename T, class Input, class Norm, class Output, Access kAccess>
-__global__ void __launch_bounds__(kLongRowThreads)
-    long_row_norm_kernel(const __grid_constant__ RowNormKernelParams params) {
+// Any row length, any leading dimensions and, with kScalar, any alignment: a row is read again for each step.
+template <typename T, class Input, class Norm, class Output, int kThreadsPerRow, Access kAccess>
+__global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, 1)
+    any_row_norm_kernel(const __grid_constant__ RowKernelParams<Input, Output, RowIndexer> params) {
   constexpr int kSize = kPackSize<T, kAccess>;
-  const int64_t hidden = params.args.hidden;
-  const RowPointers<T> pointers{params.args, params.indexer(blockIdx.x)};
-  const typename Input::template Row<T> input(pointers);
-  const typename Output::template Row<T> output(pointers);
-  const auto for_each_pack = [&](const auto& body) {
-    for (int64_t column = int64_t{kSize} * threadIdx.x; column < hidden; column += kSize * kLongRowThreads) {
-      typename Input::template Row<T>::template Fetched<kSize> raw;
+  using InputRow = typename Input::template Row<T>;
+  using OutputRow = typename Output::template Row<T>;
+  using InputPack = typename InputRow::template Pack<kSize>;
+  const RowPlace<kThreadsPerRow, 1> place;
+  const bool is_row = place.kRowsPerBlock == 1 || place.row < params.rows;
+  const int64_t hidden = params.hidden;
+  const auto index = params.indexer(is_row ? place.row : 0);
+  const InputRow input(params.input, index);
+  const OutputRow output(params.output, index);
+  wait_for_earlier_kernels();
+
+  const auto load = [&](int64_t column, InputPack& pack, float (&h)[kSize]) {
+    input.fetch(column, pack);
+    input.finish(column, pack);
+    pack.values(h);
+  };
+  const auto for_each_column = [&](const auto& body) {
+    if (!is_row) return;
+    for (int64_t column = int64_t{kSize} * place.thread; column < hidden; column += kSize * kThreadsPerRow) {
+      InputPack pack;
       float h[kSize];
-      input.fetch(column, raw);
-      input.compute(column, raw, h);
-      body(column, h);
+      load(column, pack, h);
+      body(column, pack, h);
     }
   };
 
-  Statistic<T> mean, scale;
-  const GroupSum<RowSum<T>, kLongRowThreads, 1, 2> group_sum;
-  if constexpr (Norm::kIsCentered) {
-    RowSum<T> sum[1] = {0};
-    for_each_pack(
-        [&](int64_t, float (&h)[kSize]) { sum[0] += tree_sum<kSize>([&](int j) { return h[j]; }); });
-    group_sum(sum, 0);
-    mean = mean_of<T>(sum[0], hidden);
-  }
-  const auto center = [&](float (&h)[kSize]) {
-    if constexpr (Norm::kIsCentered) {
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) h[j] = mean.subtracted_from(h[j]);
-    }
-  };
+  RowStatistics<T> row;
   if constexpr (Norm::kIsNorm) {
-    RowSum<T> sum[1] = {0};
-    for_each_pack([&](int64_t, float (&h)[kSize]) {
-      center(h);
-      sum[0] += tree_sum<kSize>([&](int j) { return h[j] * h[j]; });
-    });
-    group_sum(sum, 1);
-    scale = rms_scale_of<T>(sum[0], hidden, params.args.eps);
+    float pivot = 0;
+    if constexpr (Norm::kIsCentered && !kHasExactStatistics<T>) {
+      const int count = hidden < kPivotValues ? static_cast<int>(hidden) : kPivotValues;
+      for (int column = 0; column < count; column += kSize) {
+        InputPack pack;
+        float h[kSize];
+        load(column, pack, h);
+        pivot += tree_sum<kSize>([&](int j) { return h[j]; });
+      }
+      pivot /= count;
+    }
+    const auto for_each_pack = [&](const auto& body) {
+      for_each_column([&](int64_t, const InputPack&, const float (&h)[kSize]) { body(h); });
+    };
+    row = row_statistics<T, Norm, kSize, kThreadsPerRow, 1>(for_each_pack, pivot, hidden, params.eps);
   }
-  for_each_pack([&](int64_t column, float (&h)[kSize]) {
-    input.store(column, h);
+  for_each_column([&](int64_t column, const InputPack& pack, float (&n)[kSize]) {
+    input.store(column, pack);
     if constexpr (Norm::kIsNorm) {
-      center(h);
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) h[j] = scale.times(h[j]);
-      output.store(column, h);
+      typename OutputRow::template Pack<kSize> factors;
+      output.fetch(column, factors);
+      normalize<Norm>(row, n);
+      output.store(column, factors, n);
     }
   });
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// Launch configuration: packs in a row -> threads a row, packs a thread. Two packs a thread was the fastest
-// of one, two, four and eight at 256 packs: enough loads under way, and rows short-lived enough to fill the
-// tail. Between powers of two stand the widths of SD3 (1536), FLUX (3072) and Wan (1536, 5120) in 16 bits.
-
-template <int kThreads, int kPacks>
-struct RowConfig {
-  static constexpr int kThreadsPerRow = kThreads;
-  static constexpr int kPacksPerThread = kPacks;
-};
-
-// Calls body with the configuration for rows of `packs` packs; false if no configuration holds such a row.
-template <typename Body>
-bool dispatch_row_config(int64_t packs, const Body& body) {
-  const auto try_config = [&](auto config) {
-    if (packs > config.kThreadsPerRow * config.kPacksPerThread) return false;
-    body(config);
-    return true;
-  };
-  return try_config(RowConfig<8, 1>{}) || try_config(RowConfig<32, 1>{}) || try_config(RowConfig<32, 2>{}) ||
-         try_config(RowConfig<64, 2>{}) || try_config(RowConfig<96, 2>{}) ||
-         try_config(RowConfig<128, 2>{}) || try_config(RowConfig<192, 2>{}) ||
-         try_config(RowConfig<256, 2>{}) || try_config(RowConfig<320, 2>{}) ||
-         try_config(RowConfig<512, 2>{}) || try_config(RowConfig<512, 4>{}) ||
-         try_config(RowConfig<512, 8>{});
-}
+// Launch
 
 inline bool has_vector_access(const RowNormParams& args, int element_bytes) {
   bool vector = args.hidden * element_bytes % kVectorBytes == 0 && is_16_byte_aligned(args.weight) &&
@@ -345,24 +498,29 @@ inline bool has_vector_access(const RowNormParams& args, int element_bytes) {
 
 template <class Input, class Norm, class Output>
 void launch_row_norm(const char* operation, const RowNormParams& args, Stream stream) {
-  const RowNormKernelParams params{args, RowIndexer(args.shape)};
   dispatch_dtype(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto launch_long = [&](auto kernel) {
-      launch_kernel<const RowNormKernelParams>(operation, kernel, dim3(args.shape.rows), kLongRowThreads,
-                                               params, stream);
-    };
-    if (!has_vector_access(args, sizeof(T)))
-      return launch_long(long_row_norm_kernel<T, Input, Norm, Output, Access::kScalar>);
+    const bool has_vectors = has_vector_access(args, sizeof(T));
+    const bool is_plane = has_vectors && args.shape.ndim <= PlaneIndexer::kDims;
     const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;
-    const bool fits = dispatch_row_config(packs, [&](auto config) {
+    const auto launch_plane = [&](auto config) {
       constexpr int kThreadsPerRow = config.kThreadsPerRow;
-      constexpr int kBlock = kBlockThreads<kThreadsPerRow>;
-      launch_kernel<const RowNormKernelParams>(
-          operation, row_norm_kernel<T, Input, Norm, Output, kThreadsPerRow, config.kPacksPerThread>,
-          dim3(ceil_divide(args.shape.rows, kBlock / kThreadsPerRow)), kBlock, params, stream);
-    });
-    if (!fits) launch_long(long_row_norm_kernel<T, Input, Norm, Output, Access::kVector>);
+      constexpr int kClusterBlocks = config.kClusterBlocks;
+      launch_kernel<kClusterBlocks>(
+          operation,
+          row_norm_kernel<T, Input, Norm, Output, kThreadsPerRow, config.kPacksPerThread, kClusterBlocks>,
+          RowPlace<kThreadsPerRow, kClusterBlocks>::blocks(args.shape.rows), kBlockThreads<kThreadsPerRow>,
+          RowKernelParams<Input, Output, PlaneIndexer>(args), stream);
+    };
+    if (is_plane && dispatch_row_config(packs, launch_plane)) return;
+    const auto launch_any = [&]<int kThreadsPerRow, Access kAccess>() {
+      launch_kernel(operation, any_row_norm_kernel<T, Input, Norm, Output, kThreadsPerRow, kAccess>,
+                    RowPlace<kThreadsPerRow, 1>::blocks(args.shape.rows), kBlockThreads<kThreadsPerRow>,
+                    RowKernelParams<Input, Output, RowIndexer>(args), stream);
+    };
+    if (has_vectors) return launch_any.template operator()<kLongRowThreads, Access::kVector>();
+    if (args.hidden <= kShortRow) return launch_any.template operator()<kWarpThreads, Access::kScalar>();
+    launch_any.template operator()<kLongRowThreads, Access::kScalar>();
   });
 }
 

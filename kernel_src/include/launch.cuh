@@ -46,11 +46,30 @@ inline bool has_vector_rows(const RowOperand& operand, int ndim, int element_byt
 
 inline int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-template <typename Params>
-void launch_kernel(const char* operation, void (*kernel)(Params), dim3 grid, int block, const Params& params,
-                   Stream stream) {
-  kernel<<<grid, block, 0, static_cast<cudaStream_t>(stream.handle)>>>(params);
-  const cudaError_t error = cudaGetLastError();
+// A kernel may begin while the one before it in its stream is ending: its blocks come up and find their place
+// in that time, and wait here until all that earlier kernels have written is there to be read. Every thread
+// calls it before its first access to global memory.
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Launches a kernel that calls wait_for_earlier_kernels.
+// kClusterBlocks: blocks that form a cluster; the grid is a multiple of it.
+template <int kClusterBlocks = 1, typename Params>
+void launch_kernel(const char* operation, void (*kernel)(const Params), dim3 grid, int block,
+                   const Params& params, Stream stream) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {kClusterBlocks, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(block);
+  config.stream = static_cast<cudaStream_t>(stream.handle);
+  config.attrs = attributes;
+  config.numAttrs = kClusterBlocks > 1 ? 2 : 1;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params);
   if (error != cudaSuccess)
     throw std::runtime_error(std::string(operation) +
                              ": the CUDA launch failed: " + cudaGetErrorString(error));

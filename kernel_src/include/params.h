@@ -83,6 +83,15 @@ struct HeadsOperand {
   const void* weight;  // kAcrossHeads: (heads*head_dim,); kPerHead: (head_dim,); may be null
 };
 
+// A rotation's tables: strides of (batch, seq, head), 0 where broadcast.
+struct RopeTables {
+  const void* cos;
+  const void* sin;
+  bool is_float32;  // else the dtype of the rotated tensor
+  int64_t cos_strides[3];
+  int64_t sin_strides[3];
+};
+
 // n = x * rsqrt(mean(x^2) + eps) * weight over the norm's scope, then each pair (a, b) of n becomes
 // (a*cos_a - b*sin_a, b*cos_b + a*sin_b).
 struct QkNormRopeParams {
@@ -96,12 +105,7 @@ struct QkNormRopeParams {
   HeadsOperand q;
   HeadsOperand k;
 
-  // Rotation from tables, if cos is not null: strides of (batch, seq, head), 0 where broadcast.
-  const void* cos;
-  const void* sin;
-  bool table_is_float32;  // else dtype
-  int64_t cos_strides[3];
-  int64_t sin_strides[3];
+  RopeTables tables;  // rotation from tables, if tables.cos is not null
 
   // Rotation from coordinates, if coordinates is not null. Pair p of the heads*head_dim/2 pairs of a token
   // (head-major) is left alone for p < identity_pairs; otherwise, with i = p - identity_pairs, its angle is
@@ -115,7 +119,49 @@ struct QkNormRopeParams {
 
 void qk_norm_rope(const QkNormRopeParams& params, Stream stream);
 
-// Row of `hidden` outputs. Gated activations read 2*hidden inputs: first half times activation(second half).
+// Each pair (a, b) of a head of x becomes (a*cos_a - b*sin_a, b*cos_b + a*sin_b).
+struct RopeParams {
+  int64_t batch;
+  int64_t seq;
+  int64_t head_dim;
+  DType dtype;
+  RopeLayout layout;
+  HeadsOperand x;  // weight unused
+  RopeTables tables;
+};
+
+void rope(const RopeParams& params, Stream stream);
+
+// One axis of a grid of tokens: its tables are (size, pairs), a value for each pair, rows `stride` apart.
+struct RopeAxis {
+  const void* cos;
+  const void* sin;
+  int64_t cos_stride;
+  int64_t sin_stride;
+  int32_t size;
+  int32_t pairs;
+};
+
+constexpr int kRope3dAxes = 3;
+
+// Token s of the sequence stands at (s / (height*width), s / width % height, s % width) of the grid. The pairs
+// of a head are divided among the axes in order: the first axes[0].pairs turn by the frame's row of the first
+// tables, the next axes[1].pairs by the height's, the last axes[2].pairs by the width's.
+struct Rope3dParams {
+  int64_t batch;
+  int64_t seq;
+  int64_t head_dim;
+  DType dtype;
+  RopeLayout layout;
+  HeadsOperand x;  // weight unused
+  bool table_is_float32;  // else dtype
+  RopeAxis axes[kRope3dAxes];  // frame, height, width
+};
+
+void rope_3d(const Rope3dParams& params, Stream stream);
+
+// Row of `hidden` outputs: activation(x + bias). Gated activations read 2*hidden inputs and biases: first half
+// times activation(second half).
 struct ActivationParams {
   RowShape shape;
   int64_t hidden;
@@ -123,11 +169,23 @@ struct ActivationParams {
   bool tanh_approximation;  // GELU only
   RowOperand x;
   RowOperand out;
+  const void* bias;  // as long as a row of x; may be null
 };
 
 void gelu(const ActivationParams& params, Stream stream);
 void silu(const ActivationParams& params, Stream stream);
 void geglu(const ActivationParams& params, Stream stream);
 void swiglu(const ActivationParams& params, Stream stream);
+
+// out = exp(x - max(x)) / sum(exp(x - max(x))) over each row of `hidden` elements
+struct SoftmaxParams {
+  RowShape shape;
+  int64_t hidden;
+  DType dtype;
+  RowOperand x;
+  RowOperand out;
+};
+
+void softmax(const SoftmaxParams& params, Stream stream);
 
 }  // namespace h100_diffusers_kernels

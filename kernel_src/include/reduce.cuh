@@ -1,5 +1,11 @@
-// Sums over the threads that share a row. The order of additions is fixed: the same bits on every run.
+// Reductions over the threads that share a row: part of a warp, a block, or a cluster of blocks that exchange
+// their parts through distributed shared memory. The order of operations is fixed: the same bits on every
+// run.
 #pragma once
+
+#include <cooperative_groups.h>
+
+#include <cstdint>
 
 namespace h100_diffusers_kernels {
 
@@ -9,39 +15,118 @@ constexpr int kWarpThreads = 32;
 template <int kGroupThreads>
 constexpr int kBlockThreads = kGroupThreads > kWarpThreads ? kGroupThreads : 4 * kWarpThreads;
 
-// Sum over aligned groups of kLanes lanes (a power of two up to 32), in every lane.
-template <int kLanes, typename Sum>
-__device__ __forceinline__ Sum warp_sum(Sum value) {
+struct Sum {
+  template <typename Value>
+  __device__ __forceinline__ static Value combine(Value a, Value b) {
+    return a + b;
+  }
+  template <typename Value>
+  __device__ __forceinline__ static Value identity() {
+    return 0;
+  }
+};
+
+// NaN is ignored unless both are NaN.
+struct Max {
+  __device__ __forceinline__ static float combine(float a, float b) { return fmaxf(a, b); }
+  template <typename Value>
+  __device__ __forceinline__ static Value identity() {
+    return -INFINITY;
+  }
+};
+
+// Over aligned groups of kLanes lanes (a power of two up to 32), in every lane.
+template <class Operation, int kLanes, typename Value>
+__device__ __forceinline__ Value warp_reduce(Value value) {
 #pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+  for (int offset = kLanes / 2; offset > 0; offset /= 2)
+    value = Operation::combine(value, __shfl_xor_sync(0xffffffffu, value, offset));
   return value;
 }
 
-// Sums kValues values over each group of kGroupThreads consecutive threads of a block, in every thread. A
-// group is part of a warp, or the whole block. All threads of the block must call it.
-// kRounds calls can be made without a barrier between them, each with its own `round`.
-template <typename Sum, int kGroupThreads, int kValues = 1, int kRounds = 1>
-struct GroupSum {
-  __device__ __forceinline__ void operator()(Sum (&values)[kValues], int round = 0) const {
-    if constexpr (kGroupThreads <= kWarpThreads) {
+// This block's number in its cluster.
+template <int kClusterBlocks>
+__device__ __forceinline__ int cluster_rank() {
+  if constexpr (kClusterBlocks == 1) return 0;
+  return static_cast<int>(cooperative_groups::cluster_group::block_rank());
+}
+
+// The blocks of a cluster tell each other that they run, and wait for that: before its first Exchange every
+// thread calls both, with work of its own between them.
+template <int kClusterBlocks>
+__device__ __forceinline__ void cluster_arrive() {
+  if constexpr (kClusterBlocks > 1) cooperative_groups::cluster_group::barrier_arrive();
+}
+template <int kClusterBlocks>
+__device__ __forceinline__ void cluster_wait() {
+  if constexpr (kClusterBlocks > 1) cooperative_groups::cluster_group::barrier_wait();
+}
+
+// Where the warps that share a row lay down their parts, kValues each, for all of them to read: the shared
+// memory of their block, or of every block of their cluster.
+// kRounds exchanges can be made without a barrier between them, each with its own `round`, from 0 up.
+template <typename Value, int kGroupThreads, int kValues, int kRounds, int kClusterBlocks>
+struct Exchange {
+  static constexpr int kWarps = kGroupThreads / kWarpThreads;
+  static constexpr int kParts = kWarps * kClusterBlocks;
+  using Parts = Value[kParts];
+
+  // All threads call it, with values that are equal within a warp. [value][part]
+  __device__ __forceinline__ const Parts* operator()(const Value (&values)[kValues], int round) const {
+    __shared__ Value parts[kRounds][kValues][kParts];
+    const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
+    if constexpr (kClusterBlocks == 1) {
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) values[i] = warp_sum<kGroupThreads>(values[i]);
-    } else {
-      constexpr int kWarps = kGroupThreads / kWarpThreads;
-      __shared__ Sum partial[kRounds][kValues][kWarps];
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        values[i] = warp_sum<kWarpThreads>(values[i]);
-        if (threadIdx.x % kWarpThreads == 0) partial[round][i][threadIdx.x / kWarpThreads] = values[i];
-      }
+      for (int i = 0; i < kValues; ++i)
+        if (lane == 0) parts[round][i][warp] = values[i];
       __syncthreads();
+    } else {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        Sum sum = 0;
-#pragma unroll
-        for (int warp = 0; warp < kWarps; ++warp) sum += partial[round][i][warp];
-        values[i] = sum;
+        Value* part = &parts[round][i][cluster_rank<kClusterBlocks>() * kWarps + warp];
+        if (lane < kClusterBlocks)
+          *cooperative_groups::cluster_group::map_shared_rank(part, lane) = values[i];
       }
+      cooperative_groups::cluster_group::sync();
+    }
+    return parts[round];
+  }
+
+  // Combines term(part) over all parts, in every thread.
+  template <class Operation, class Term>
+  __device__ __forceinline__ static Value reduce(const Term& term) {
+    Value result = Operation::template identity<Value>();
+    if constexpr (kParts <= 4) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) result = Operation::combine(result, term(part));
+      return result;
+    } else {
+#pragma unroll
+      for (int first = 0; first < kParts; first += kWarpThreads) {
+        const int part = first + threadIdx.x % kWarpThreads;
+        if (part < kParts) result = Operation::combine(result, term(part));
+      }
+      return warp_reduce<Operation, kWarpThreads>(result);
+    }
+  }
+};
+
+// Reduces kValues values over each group of kGroupThreads consecutive threads of a block, or, with
+// kClusterBlocks > 1, over all threads of a cluster of blocks of kGroupThreads threads; every thread gets the
+// result, and all threads must call it. `round`: see Exchange.
+template <class Operation, typename Value, int kGroupThreads, int kValues = 1, int kRounds = 1,
+          int kClusterBlocks = 1>
+struct GroupReduce {
+  __device__ __forceinline__ void operator()(Value (&values)[kValues], int round = 0) const {
+    constexpr int kLanes = kGroupThreads < kWarpThreads ? kGroupThreads : kWarpThreads;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) values[i] = warp_reduce<Operation, kLanes>(values[i]);
+    if constexpr (kGroupThreads > kWarpThreads) {
+      using Warps = Exchange<Value, kGroupThreads, kValues, kRounds, kClusterBlocks>;
+      const auto* parts = Warps{}(values, round);
+#pragma unroll
+      for (int i = 0; i < kValues; ++i)
+        values[i] = Warps::template reduce<Operation>([&](int part) { return parts[i][part]; });
     }
   }
 };

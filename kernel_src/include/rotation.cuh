@@ -12,7 +12,7 @@ constexpr float kLargeAngle = 131072.0f;  // 2^17
 // angle - n * 2pi in [-pi, pi] for 2^17 <= |angle| < infinity, NaN for infinity and NaN. The angle is
 // mantissa * 2^exponent, so only 64 bits of 1/(2pi), from the one of weight 2^-(exponent + 1) on, decide the
 // fraction of a turn (Payne and Hanek, 1983).
-__device__ __noinline__ double reduce_large_angle(float angle) {
+__device__ __noinline__ inline double reduce_large_angle(float angle) {
   // 32 zeros, then the fraction of 1/(2pi).
   constexpr uint32_t kInverseTwoPi[8] = {0x00000000u, 0x28be60dbu, 0x9391054au, 0x7f09d5f4u,
                                          0x7d4d3770u, 0x36d8a566u, 0x4f10e410u, 0x7f9458eau};

@@ -1,4 +1,5 @@
-// From a row's number to its place in each operand.
+// From a row's number to its place in each operand. A launch has fewer than 2^31 rows: its blocks are
+// numbered so, and the binding splits what is larger.
 #pragma once
 
 #include <cstdint>
@@ -26,55 +27,75 @@ struct FastDivisor {
   }
 };
 
-constexpr int64_t kFastDivisionRows = int64_t{1} << 31;
+constexpr int64_t kFastDivisionEnd = int64_t{1} << 31;
 
-// The index of a row in each leading dimension.
-struct RowIndex {
-  int64_t indices[kMaxRowDims];
+// Rows with at most two leading dimensions, which is what is left of nearly all inputs once dimensions have
+// been merged. Small and branch-free: a kernel that treats one row a block is short, and what it does before
+// its first load, the fetching of its parameters included, is time in which memory idles.
+struct PlaneIndexer {
+  static constexpr int kDims = 2;
 
-  __device__ __forceinline__ int64_t offset(const RowOperand& operand, int ndim) const {
-    int64_t sum = indices[0] * operand.strides[0];
-#pragma unroll
-    for (int dim = 1; dim < kMaxRowDims; ++dim)
-      if (dim < ndim) sum += indices[dim] * operand.strides[dim];
-    return sum;
+  // A row operand of one or two leading dimensions.
+  struct Operand {
+    void* data;
+    int64_t outer_stride, inner_stride;
+
+    Operand(const RowOperand& operand, int ndim)
+        : data(operand.data),
+          outer_stride(ndim == 1 ? 0 : operand.strides[0]),
+          inner_stride(operand.strides[ndim - 1]) {}
+  };
+
+  struct Index {
+    uint32_t outer, inner;
+    __device__ __forceinline__ int64_t offset(const Operand& operand) const {
+      return outer * operand.outer_stride + inner * operand.inner_stride;
+    }
+  };
+
+  FastDivisor inner_size;
+
+  __host__ explicit PlaneIndexer(const RowShape& shape) {
+    inner_size.set(static_cast<uint32_t>(shape.sizes[shape.ndim - 1]));
+  }
+
+  __device__ __forceinline__ Index operator()(uint32_t row) const {
+    const uint32_t outer = inner_size.divide(row);
+    return {outer, row - outer * inner_size.divisor};
   }
 };
 
+// Rows with up to kMaxRowDims leading dimensions.
 struct RowIndexer {
+  static constexpr int kDims = kMaxRowDims;
+
+  struct Operand : RowOperand {
+    Operand(const RowOperand& operand, int) : RowOperand(operand) {}
+  };
+
+  struct Index {
+    uint32_t indices[kMaxRowDims];
+    __device__ __forceinline__ int64_t offset(const Operand& operand) const {
+      int64_t sum = 0;
+#pragma unroll
+      for (int dim = 0; dim < kMaxRowDims; ++dim) sum += indices[dim] * operand.strides[dim];
+      return sum;
+    }
+  };
+
   RowShape shape;
-  FastDivisor divisors[kMaxRowDims];
 
-  __host__ explicit RowIndexer(const RowShape& row_shape) : shape(row_shape), divisors{} {
-    if (shape.rows < kFastDivisionRows)
-      for (int dim = 0; dim < shape.ndim; ++dim) divisors[dim].set(static_cast<uint32_t>(shape.sizes[dim]));
-  }
+  __host__ explicit RowIndexer(const RowShape& row_shape) : shape(row_shape) {}
 
-  __device__ __forceinline__ RowIndex operator()(int64_t row) const {
-    RowIndex index;
-    if (shape.ndim == 1) {
-      index.indices[0] = row;
-    } else if (shape.rows < kFastDivisionRows) {
-      uint32_t rest = static_cast<uint32_t>(row);
+  __device__ __forceinline__ Index operator()(uint32_t row) const {
+    Index index = {};
 #pragma unroll
-      for (int dim = kMaxRowDims - 1; dim > 0; --dim) {
-        if (dim < shape.ndim) {
-          const uint32_t quotient = divisors[dim].divide(rest);
-          index.indices[dim] = rest - quotient * divisors[dim].divisor;
-          rest = quotient;
-        }
+    for (int dim = kMaxRowDims - 1; dim >= 0; --dim) {
+      if (dim < shape.ndim) {
+        const uint32_t size = static_cast<uint32_t>(shape.sizes[dim]);
+        index.indices[dim] = row % size;
+        row /= size;
       }
-      index.indices[0] = rest;
-    } else {
-      int64_t rest = row;
-#pragma unroll
-      for (int dim = kMaxRowDims - 1; dim > 0; --dim) {
-        if (dim < shape.ndim) {
-          index.indices[dim] = rest % shape.sizes[dim];
-          rest /= shape.sizes[dim];
-        }
-      }
-      index.indices[0] = rest;
     }
     return index;
   }

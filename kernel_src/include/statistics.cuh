@@ -5,6 +5,7 @@
 // there they are summed in double and applied as a sum of two floats.
 #pragma once
 
+#include <cstdint>
 #include <type_traits>
 
 namespace h100_diffusers_kernels {
@@ -51,17 +52,17 @@ struct Statistic {
   }
 };
 
+// Beside the rounding to 16 bits an approximate division is exact.
 template <typename T>
-__device__ __forceinline__ Statistic<T> mean_of(RowSum<T> sum, int64_t count) {
-  return Statistic<T>::from(sum / static_cast<RowSum<T>>(count));
+__device__ __forceinline__ RowSum<T> divide(RowSum<T> sum, RowSum<T> count) {
+  if constexpr (kHasExactStatistics<T>) return sum / count;
+  return __fdividef(sum, count);
 }
 
 // 1 / sqrt(sum_of_squares / count + eps)
 template <typename T>
 __device__ __forceinline__ Statistic<T> rms_scale_of(RowSum<T> sum_of_squares, int64_t count, float eps) {
-  const RowSum<T> mean_square = sum_of_squares / static_cast<RowSum<T>>(count) + eps;
-  if constexpr (kHasExactStatistics<T>) return Statistic<T>::from(rsqrt(mean_square));
-  return Statistic<T>::from(__frsqrt_rn(static_cast<float>(mean_square)));
+  return Statistic<T>::from(rsqrt(divide<T>(sum_of_squares, static_cast<RowSum<T>>(count)) + eps));
 }
 
 }  // namespace h100_diffusers_kernels

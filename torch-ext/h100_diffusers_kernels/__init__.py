@@ -1,5 +1,6 @@
 """Fused kernels that make diffusion transformers fast on Hopper GPUs."""
 
+from . import layers
 from .functional import (
     CoordinateRope,
     gated_residual,
@@ -12,7 +13,10 @@ from .functional import (
     qk_norm_rope,
     rms_norm,
     rms_norm_modulate,
+    rope,
+    rope_3d,
     silu,
+    softmax,
     swiglu,
 )
 from .injection import InjectionReport, eject_kernels, inject_kernels
@@ -29,9 +33,13 @@ __all__ = [
     "inject_kernels",
     "layer_norm",
     "layer_norm_modulate",
+    "layers",
     "qk_norm_rope",
     "rms_norm",
     "rms_norm_modulate",
+    "rope",
+    "rope_3d",
     "silu",
+    "softmax",
     "swiglu",
 ]

@@ -37,6 +37,10 @@ _TYPES = {
     "int": ("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool)),
     "str": ("a string", lambda value: isinstance(value, str)),
     "bool": ("True or False", lambda value: isinstance(value, bool)),
+    "tuple[Tensor, Tensor]": (
+        "a pair (cos, sin) of tensors",
+        lambda value: isinstance(value, tuple) and len(value) == 2,
+    ),
 }
 
 
@@ -68,6 +72,10 @@ def check_types(function: Callable, *args, **kwargs) -> None:
         accepted, is_accepted = _TYPES[annotation]
         if not is_accepted(value):
             _refuse(function, name, accepted, value)
+        if annotation == "tuple[Tensor, Tensor]":
+            for field, item in zip(("cos", "sin"), value):
+                if not isinstance(item, Tensor):
+                    _refuse(function, f"{name}_{field}", "a tensor", item)
 
 
 def _refuse(function: Callable, name: str, accepted: str, value: object) -> None:
@@ -191,12 +199,20 @@ def check_row_operation(
         check_shape(operation, name, tensor, (leader.shape[-1],), leader_name, leader)
 
 
-def check_activation(operation: str, x: Tensor, approximate: str, is_gated: bool) -> None:
+def check_activation(
+    operation: str, x: Tensor, approximate: str, is_gated: bool, bias: Optional[Tensor]
+) -> None:
     check_input(operation, "x", x)
     if approximate not in ("none", "tanh"):
         fail(operation, f"approximate must be 'none' or 'tanh', got {approximate!r}")
     if is_gated and x.shape[-1] % 2:
         fail(operation, f"x must have an even last dimension, got {x.shape[-1]}")
+    check_shape(operation, "bias", bias, (x.shape[-1],), "x", x)
+
+
+def _check_layout(operation: str, layout: str) -> None:
+    if layout not in ("interleaved", "half"):
+        fail(operation, f"layout must be 'interleaved' or 'half', got {layout!r}")
 
 
 def check_qk(
@@ -213,8 +229,7 @@ def check_qk(
     check_input(operation, "q", q, min_dims=3)
     if norm not in ("across_heads", "per_head", "none"):
         fail(operation, f"norm must be 'across_heads', 'per_head' or 'none', got {norm!r}")
-    if layout not in ("interleaved", "half"):
-        fail(operation, f"layout must be 'interleaved' or 'half', got {layout!r}")
+    _check_layout(operation, layout)
     if q.dim() > 4:
         fail(
             operation,
@@ -262,24 +277,29 @@ def _require_equal_heads(operation: str, name: str, heads: int, k_heads: int) ->
         )
 
 
-def _require_even_head_dim(operation: str, head_dim: int) -> None:
+def _require_even_head_dim(operation: str, x_name: str, head_dim: int) -> None:
     if head_dim % 2:
-        fail(operation, f"q must have an even head_dim to be rotated, got {head_dim}")
+        fail(operation, f"{x_name} must have an even head_dim to be rotated, got {head_dim}")
 
 
-def rope_table_view(
-    operation: str, name: str, table: Tensor, q: Tensor, heads: int, k_heads: int, head_dim: int
-) -> Tensor:
-    """The table as (1 or B, S, 1 or H, d), or one sentence on why it is none."""
-    _require_even_head_dim(operation, head_dim)
-    check_device(operation, name, table, "q", q)
-    if table.dtype not in (torch.float32, q.dtype):
+def _check_float32_or_dtype(
+    operation: str, name: str, table: Tensor, x_name: str, x: Tensor
+) -> None:
+    if table.dtype not in (torch.float32, x.dtype):
         fail(
             operation,
-            f"{name} must be float32 or have the dtype of q ({dtype_name(q.dtype)}), "
+            f"{name} must be float32 or have the dtype of {x_name} ({dtype_name(x.dtype)}), "
             f"got {dtype_name(table.dtype)}",
         )
-    batch, seq = q.shape[0], q.shape[1]
+
+
+def _table_view(
+    operation: str, name: str, table: Tensor, x_name: str, x: Tensor, heads: int, head_dim: int
+) -> Tensor:
+    """The table as (1 or B, S, 1 or H, d), or one sentence on why it is none."""
+    check_device(operation, name, table, x_name, x)
+    _check_float32_or_dtype(operation, name, table, x_name, x)
+    batch, seq = x.shape[0], x.shape[1]
     view = table[None] if table.dim() == 2 else table
     matches = view.dim() in (3, 4) and view.shape[0] in (1, batch) and view.shape[1] == seq
     if matches and view.dim() == 4:
@@ -296,15 +316,103 @@ def rope_table_view(
     check_last_stride(operation, name, table)
     if view.dim() == 3:
         view = view.unflatten(2, (1 if view.shape[2] == head_dim else heads, head_dim))
-    if view.shape[2] != 1:
-        _require_equal_heads(operation, name, heads, k_heads)
     return view
+
+
+def rope_table_views(
+    operation: str, cos: Tensor, sin: Tensor, x_name: str, x: Tensor, heads: int, head_dim: int
+) -> tuple[Tensor, Tensor]:
+    """Both tables as (1 or B, S, 1 or H, d), or one sentence on why one is none."""
+    _require_even_head_dim(operation, x_name, head_dim)
+    cos_view = _table_view(operation, "cos", cos, x_name, x, heads, head_dim)
+    sin_view = _table_view(operation, "sin", sin, x_name, x, heads, head_dim)
+    check_dtype(operation, "sin", sin, "cos", cos)
+    return cos_view, sin_view
+
+
+def require_heads_of_tables(operation: str, views: tuple, heads: int, k_heads: int) -> None:
+    for name, view in zip(("cos", "sin"), views):
+        if view.shape[2] != 1:
+            _require_equal_heads(operation, name, heads, k_heads)
+
+
+def check_rope(
+    operation: str, x: Tensor, cos: Tensor, sin: Tensor, layout: str
+) -> tuple[Tensor, Tensor]:
+    """Every argument of ``rope``; returns the tables as (1 or B, S, 1 or H, d)."""
+    check_input(operation, "x", x, min_dims=3)
+    _check_layout(operation, layout)
+    if x.dim() > 4:
+        fail(
+            operation,
+            "x must have shape (batch, seq, heads*head_dim) or (batch, seq, heads, head_dim), "
+            f"got {tuple(x.shape)}",
+        )
+    if x.dim() == 4:
+        heads, head_dim = x.shape[2:]
+    else:
+        width, head_dim = x.shape[2], cos.shape[-1] if cos.dim() else None
+        if head_dim is None or (width % head_dim if head_dim else width):
+            fail(
+                operation,
+                f"cos must have a last dimension that divides the last dimension of x ({width}), "
+                f"got shape {tuple(cos.shape)}",
+            )
+        heads = width // head_dim if head_dim else 0
+    return rope_table_views(operation, cos, sin, "x", x, heads, head_dim)
+
+
+_MAX_AXIS = 2**31 - 1
+
+
+def check_rope_3d(operation: str, x: Tensor, axes: dict, layout: str) -> None:
+    """Every argument of ``rope_3d``; ``axes`` are the pairs (cos, sin) by name."""
+    check_input(operation, "x", x, min_dims=4)
+    _check_layout(operation, layout)
+    if x.dim() != 4:
+        fail(
+            operation,
+            f"x must have shape (batch, seq, heads, head_dim), got {tuple(x.shape)}",
+        )
+    _require_even_head_dim(operation, "x", x.shape[3])
+    first = axes["frame"][0]
+    for axis, (cos, sin) in axes.items():
+        for name, table in ((f"{axis}_cos", cos), (f"{axis}_sin", sin)):
+            check_device(operation, name, table, "x", x)
+            _check_float32_or_dtype(operation, name, table, "x", x)
+            check_dtype(operation, name, table, "frame_cos", first)
+            if table.dim() != 2 or any(size > _MAX_AXIS for size in table.shape):
+                fail(
+                    operation,
+                    f"{name} must have shape (positions, pairs), each at most {_MAX_AXIS}, "
+                    f"got {tuple(table.shape)}",
+                )
+            check_last_stride(operation, name, table)
+        if sin.shape != cos.shape:
+            fail(
+                operation,
+                f"{axis}_sin must have the shape of {axis}_cos {tuple(cos.shape)}, "
+                f"got {tuple(sin.shape)}",
+            )
+    sizes, pairs = zip(*(cos.shape for cos, _ in axes.values()))
+    if x.shape[3] != 2 * sum(pairs):
+        fail(
+            operation,
+            f"x must have a head_dim of 2 * ({pairs[0]} + {pairs[1]} + {pairs[2]}) for the pairs "
+            f"of frame, height and width, got {x.shape[3]}",
+        )
+    if x.shape[1] != sizes[0] * sizes[1] * sizes[2]:
+        fail(
+            operation,
+            f"x must have a seq of {sizes[0]} * {sizes[1]} * {sizes[2]} for the positions of "
+            f"frame, height and width, got {x.shape[1]}",
+        )
 
 
 def check_coordinates(
     operation: str, coordinates: Tensor, frequencies: Tensor, q: Tensor, k_heads: int, head_dim: int
 ) -> None:
-    _require_even_head_dim(operation, head_dim)
+    _require_even_head_dim(operation, "q", head_dim)
     for name, tensor in (("coordinates", coordinates), ("frequencies", frequencies)):
         check_device(operation, name, tensor, "q", q)
         if tensor.dtype != torch.float32:

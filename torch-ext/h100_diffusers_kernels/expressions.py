@@ -66,6 +66,17 @@ def gated_residual_layer_norm_modulate(
     return h.to(x.dtype), out.to(x.dtype)
 
 
+def _rotated(n: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """``n``, ``cos`` and ``sin`` are (1 or B, S, 1 or H, d)."""
+    if layout == "interleaved":
+        a, b = n.unflatten(3, (-1, 2)).unbind(-1)
+        rotated = torch.stack([-b, a], dim=-1).flatten(3)
+    else:
+        a, b = n.chunk(2, dim=3)
+        rotated = torch.cat([-b, a], dim=3)
+    return n * cos.float() + rotated * sin.float()
+
+
 def norm_rope(x, weight, cos, sin, *, head_dim, norm, layout, eps) -> Tensor:
     """One of query and key; ``cos`` and ``sin`` are (1 or B, S, 1 or H, d), or None."""
     n = x.float().reshape(x.shape[0], x.shape[1], -1)
@@ -76,29 +87,59 @@ def norm_rope(x, weight, cos, sin, *, head_dim, norm, layout, eps) -> Tensor:
             n = _normalized(n, eps, False, weight, None)
         n = n.unflatten(2, (-1, head_dim))
     if cos is not None:
-        if layout == "interleaved":
-            a, b = n.unflatten(3, (-1, 2)).unbind(-1)
-            rotated = torch.stack([-b, a], dim=-1).flatten(3)
-        else:
-            a, b = n.chunk(2, dim=3)
-            rotated = torch.cat([-b, a], dim=3)
-        n = n * cos.float() + rotated * sin.float()
+        n = _rotated(n, cos, sin, layout)
     return n.reshape(x.shape).to(x.dtype)
 
 
-def gelu(x, approximate) -> Tensor:
-    return torch.nn.functional.gelu(x.float(), approximate=approximate).to(x.dtype)
+def rope(x, cos, sin, layout) -> Tensor:
+    """``cos`` and ``sin`` are (1 or B, S, 1 or H, d)."""
+    head_dim = cos.shape[3]
+    n = x.float()
+    if x.dim() == 3:
+        n = n.unflatten(2, (x.shape[2] // head_dim if head_dim else 0, head_dim))
+    return _rotated(n, cos, sin, layout).reshape(x.shape).to(x.dtype)
 
 
-def silu(x) -> Tensor:
-    return torch.nn.functional.silu(x.float()).to(x.dtype)
+def rope_3d(x, frame, height, width, layout) -> Tensor:
+    grid = [table[0].shape[0] for table in (frame, height, width)]
+
+    def of_tokens(tables: list[Tensor]) -> Tensor:
+        """(1, S, 1, d) from the tables of the axes."""
+        parts = []
+        for axis, table in enumerate(tables):
+            shape = [1, 1, 1, table.shape[1]]
+            shape[axis] = grid[axis]
+            parts.append(table.reshape(shape).expand(*grid, -1))
+        pairs = torch.cat(parts, dim=-1).reshape(1, x.shape[1], 1, x.shape[3] // 2)
+        if layout == "interleaved":
+            return pairs.repeat_interleave(2, dim=-1)
+        return torch.cat([pairs, pairs], dim=-1)
+
+    cos, sin = (of_tokens([axis[i] for axis in (frame, height, width)]) for i in (0, 1))
+    return _rotated(x.float(), cos, sin, layout).to(x.dtype)
 
 
-def geglu(x, approximate) -> Tensor:
-    value, gate = x.float().chunk(2, dim=-1)
+def _biased(x: Tensor, bias: Optional[Tensor]) -> Tensor:
+    return x.float() if bias is None else x.float() + bias.float()
+
+
+def gelu(x, approximate, bias) -> Tensor:
+    return torch.nn.functional.gelu(_biased(x, bias), approximate=approximate).to(x.dtype)
+
+
+def silu(x, bias) -> Tensor:
+    return torch.nn.functional.silu(_biased(x, bias)).to(x.dtype)
+
+
+def geglu(x, approximate, bias) -> Tensor:
+    value, gate = _biased(x, bias).chunk(2, dim=-1)
     return (value * torch.nn.functional.gelu(gate, approximate=approximate)).to(x.dtype)
 
 
-def swiglu(x) -> Tensor:
-    value, gate = x.float().chunk(2, dim=-1)
+def swiglu(x, bias) -> Tensor:
+    value, gate = _biased(x, bias).chunk(2, dim=-1)
     return (value * torch.nn.functional.silu(gate)).to(x.dtype)
+
+
+def softmax(x) -> Tensor:
+    return torch.softmax(x.float(), dim=-1).to(x.dtype)

@@ -19,10 +19,15 @@ from ._ops import add_op_namespace_prefix, ops
 from .arguments import (
     check_activation,
     check_coordinates,
+    check_input,
     check_qk,
+    check_rope,
+    check_rope_3d,
     check_row_operation,
+    check_types,
     explains_types,
-    rope_table_view,
+    require_heads_of_tables,
+    rope_table_views,
 )
 
 
@@ -401,15 +406,8 @@ def _check_qk_norm_rope(operation, q, k, q_weight, k_weight, rope, heads, norm, 
         else:
             cos, sin = (t.unflatten(2, (heads, -1)) for t in (cos, sin))
         return head_dim, cos, sin
-    cos, sin = (
-        rope_table_view(operation, name, table, q, heads, k_heads, head_dim)
-        for name, table in zip(("cos", "sin"), rope)
-    )
-    if sin.dtype != cos.dtype:
-        raise ValueError(
-            f"{operation}: sin must have the dtype of cos ({str(cos.dtype)[6:]}), "
-            f"got {str(sin.dtype)[6:]}"
-        )
+    cos, sin = views = rope_table_views(operation, *rope, "q", q, heads, head_dim)
+    require_heads_of_tables(operation, views, heads, k_heads)
     return head_dim, cos, sin
 
 
@@ -455,97 +453,204 @@ def _qk_norm_coordinate_rope_inplace_fake(
 
 
 # --------------------------------------------------------------------------------------------------
+# Rotary embedding alone
+
+
+@explains_types
+def rope(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "interleaved") -> Tensor:
+    """Rotary embedding: each pair ``(a, b)`` of a head becomes
+    ``(a * cos_a - b * sin_a, b * cos_b + a * sin_b)``.
+
+    Args:
+        x: ``(B, S, H, d)``, or ``(B, S, H * d)`` with the tables' last dimension as ``d``, T.
+        cos, sin: each ``(S, d)``, ``(1 or B, S, d)`` or ``(1 or B, S, 1 or H, d)``, and for an x of
+            four dimensions also ``(S, H * d)`` or ``(1 or B, S, H * d)``; float32 or T, both alike.
+        layout: which elements of a head form a pair: ``"interleaved"``, (2i, 2i+1), or ``"half"``,
+            (i, i + d/2).
+
+    Source: Su et al., 2021, https://arxiv.org/abs/2104.09864.
+    """
+    if _needs_grad(x, cos, sin):
+        return expressions.rope(x, *check_rope("rope", x, cos, sin, layout), layout)
+    return ops.rope.default(x, cos, sin, layout)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("rope"))
+def _rope_fake(x, cos, sin, layout):
+    check_rope("rope", x, cos, sin, layout)
+    return x.new_empty(x.shape)
+
+
+@explains_types
+def rope_3d(
+    x: Tensor,
+    frame: tuple[Tensor, Tensor],
+    height: tuple[Tensor, Tensor],
+    width: tuple[Tensor, Tensor],
+    layout: str = "interleaved",
+) -> Tensor:
+    """Rotary embedding of the tokens of a (frame, height, width) grid, from one table an axis.
+
+    The pairs of a head are divided among the axes: the first turn by the frame's angles, the next by
+    the height's, the last by the width's. A pair ``(a, b)`` becomes
+    ``(a * cos - b * sin, b * cos + a * sin)``.
+
+    Args:
+        x: ``(B, S, H, d)``, T, with ``S = frames * heights * widths`` in row-major order.
+        frame, height, width: each a pair ``(cos, sin)``, both ``(positions, pairs)`` with one value
+            for a pair of elements; the pairs of the axes add up to ``d / 2``, and an axis may have
+            none. Float32 or T, all alike.
+        layout: which elements of a head form a pair: ``"interleaved"``, (2i, 2i+1), or ``"half"``,
+            (i, i + d/2).
+
+    Source: Su et al., 2021, https://arxiv.org/abs/2104.09864, on the three axes of a video as in
+    Wan, 2025, https://arxiv.org/abs/2503.20314.
+    """
+    axes = {"frame": frame, "height": height, "width": width}
+    if not all(isinstance(pair, tuple) for pair in axes.values()):
+        check_types(rope_3d, x, frame, height, width, layout)  # a tensor, too, can be unpacked
+    (frame_cos, frame_sin), (height_cos, height_sin), (width_cos, width_sin) = axes.values()
+    tables = (frame_cos, frame_sin, height_cos, height_sin, width_cos, width_sin)
+    if _needs_grad(x, *tables):
+        check_rope_3d("rope_3d", x, axes, layout)
+        return expressions.rope_3d(x, frame, height, width, layout)
+    return ops.rope_3d.default(x, *tables, layout)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("rope_3d"))
+def _rope_3d_fake(x, frame_cos, frame_sin, height_cos, height_sin, width_cos, width_sin, layout):
+    axes = {
+        "frame": (frame_cos, frame_sin),
+        "height": (height_cos, height_sin),
+        "width": (width_cos, width_sin),
+    }
+    check_rope_3d("rope_3d", x, axes, layout)
+    return x.new_empty(x.shape)
+
+
+# --------------------------------------------------------------------------------------------------
 # Activations
 
 
 @explains_types
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """Gaussian error linear unit, as ``torch.nn.functional.gelu``.
+def gelu(x: Tensor, approximate: str = "none", bias: Optional[Tensor] = None) -> Tensor:
+    """Gaussian error linear unit of ``x + bias``, as ``torch.nn.functional.gelu``.
 
     Args:
         x: ``(..., D)``, T.
         approximate: ``"none"``, ``x * Φ(x)``, or ``"tanh"``,
             ``x / 2 * (1 + tanh(sqrt(2 / π) * (x + 0.044715 x³)))``.
+        bias: ``(D,)``, T, or None.
 
     Source: Hendrycks and Gimpel, 2016, https://arxiv.org/abs/1606.08415.
     """
-    if _needs_grad(x):
-        check_activation("gelu", x, approximate, is_gated=False)
-        return expressions.gelu(x, approximate)
-    return ops.gelu.default(x, approximate)
+    if _needs_grad(x, bias):
+        check_activation("gelu", x, approximate, is_gated=False, bias=bias)
+        return expressions.gelu(x, approximate, bias)
+    return ops.gelu.default(x, approximate, bias)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("gelu"))
-def _gelu_fake(x, approximate):
-    check_activation("gelu", x, approximate, is_gated=False)
+def _gelu_fake(x, approximate, bias):
+    check_activation("gelu", x, approximate, is_gated=False, bias=bias)
     return x.new_empty(x.shape)
 
 
 @explains_types
-def silu(x: Tensor) -> Tensor:
-    """Sigmoid linear unit, ``x * sigmoid(x)``, as ``torch.nn.functional.silu``.
+def silu(x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+    """Sigmoid linear unit, ``x * sigmoid(x)``, of ``x + bias``, as ``torch.nn.functional.silu``.
 
     Args:
         x: ``(..., D)``, T.
+        bias: ``(D,)``, T, or None.
 
     Source: Elfwing et al., 2017, https://arxiv.org/abs/1702.03118.
     """
-    if _needs_grad(x):
-        check_activation("silu", x, "none", is_gated=False)
-        return expressions.silu(x)
-    return ops.silu.default(x)
+    if _needs_grad(x, bias):
+        check_activation("silu", x, "none", is_gated=False, bias=bias)
+        return expressions.silu(x, bias)
+    return ops.silu.default(x, bias)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("silu"))
-def _silu_fake(x):
-    check_activation("silu", x, "none", is_gated=False)
+def _silu_fake(x, bias):
+    check_activation("silu", x, "none", is_gated=False, bias=bias)
     return x.new_empty(x.shape)
 
 
 @explains_types
-def geglu(x: Tensor, approximate: str = "none") -> Tensor:
-    """GELU-gated linear unit: first half times ``gelu`` of the second half, as in diffusers.
+def geglu(x: Tensor, approximate: str = "none", bias: Optional[Tensor] = None) -> Tensor:
+    """GELU-gated linear unit of ``x + bias``: first half times ``gelu`` of the second half, as in
+    diffusers.
 
     Args:
         x: ``(..., 2 * D)``, T.
         approximate: of the GELU, ``"none"`` or ``"tanh"``.
+        bias: ``(2 * D,)``, T, or None.
 
     Returns:
         ``(..., D)``, T.
 
     Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
     """
-    if _needs_grad(x):
-        check_activation("geglu", x, approximate, is_gated=True)
-        return expressions.geglu(x, approximate)
-    return ops.geglu.default(x, approximate)
+    if _needs_grad(x, bias):
+        check_activation("geglu", x, approximate, is_gated=True, bias=bias)
+        return expressions.geglu(x, approximate, bias)
+    return ops.geglu.default(x, approximate, bias)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("geglu"))
-def _geglu_fake(x, approximate):
-    check_activation("geglu", x, approximate, is_gated=True)
+def _geglu_fake(x, approximate, bias):
+    check_activation("geglu", x, approximate, is_gated=True, bias=bias)
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
 @explains_types
-def swiglu(x: Tensor) -> Tensor:
-    """SiLU-gated linear unit: first half times ``silu`` of the second half, as in diffusers.
+def swiglu(x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+    """SiLU-gated linear unit of ``x + bias``: first half times ``silu`` of the second half, as in
+    diffusers.
 
     Args:
         x: ``(..., 2 * D)``, T.
+        bias: ``(2 * D,)``, T, or None.
 
     Returns:
         ``(..., D)``, T.
 
     Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
     """
-    if _needs_grad(x):
-        check_activation("swiglu", x, "none", is_gated=True)
-        return expressions.swiglu(x)
-    return ops.swiglu.default(x)
+    if _needs_grad(x, bias):
+        check_activation("swiglu", x, "none", is_gated=True, bias=bias)
+        return expressions.swiglu(x, bias)
+    return ops.swiglu.default(x, bias)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("swiglu"))
-def _swiglu_fake(x):
-    check_activation("swiglu", x, "none", is_gated=True)
+def _swiglu_fake(x, bias):
+    check_activation("swiglu", x, "none", is_gated=True, bias=bias)
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+# --------------------------------------------------------------------------------------------------
+# Softmax
+
+
+@explains_types
+def softmax(x: Tensor) -> Tensor:
+    """Softmax over the last dimension, ``exp(x - max(x)) / sum(exp(x - max(x)))``.
+
+    Args:
+        x: ``(..., D)``, T.
+
+    Source: Milakov and Gimelshein, 2018 (online softmax), https://arxiv.org/abs/1805.02867.
+    """
+    if _needs_grad(x):
+        check_input("softmax", "x", x)
+        return expressions.softmax(x)
+    return ops.softmax.default(x)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("softmax"))
+def _softmax_fake(x):
+    check_input("softmax", "x", x)
+    return x.new_empty(x.shape)

@@ -1,0 +1,143 @@
+"""The host's time for one call of each operation, beside PyTorch's own on the same input.
+
+Calls on a small input are made back to back without waiting for the GPU, in batches short enough
+that its queue never fills. On a CPU the operation's work is in the figure.
+
+Writes benchmarks/results/host.json:
+
+    python benchmarks/bench_host.py
+    python benchmarks/bench_host.py --device cpu --rounds 2 --output /tmp/host.json
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from types import ModuleType
+
+import bench_activation
+import bench_gated_residual
+import bench_norm
+import bench_rope
+import bench_softmax
+import click
+import comparison
+import ltx
+import record
+import timing
+import torch
+import torch.nn.functional as F
+from comparison import Workload
+from options import DEVICE, output_option
+from tabulate import tabulate
+
+BATCH_CALLS = 100  # far fewer launches than the queue holds
+SHAPE = (1, 16, 2048)
+HEADS_SHAPE = (1, 16, 32, 64)
+YARDSTICK = "torch rms_norm"
+
+
+def torch_functions(device: torch.device) -> dict[str, Callable[[], object]]:
+    """PyTorch's own functions, each one launch."""
+    x = comparison.normal(device, *SHAPE)
+    weight, bias = (comparison.normal(device, SHAPE[-1]) for _ in range(2))
+    return {
+        YARDSTICK: functools.partial(F.rms_norm, x, SHAPE[-1:], weight, 1e-6),
+        "torch layer_norm": functools.partial(F.layer_norm, x, SHAPE[-1:], weight, bias, 1e-6),
+        "torch gelu": functools.partial(F.gelu, x, approximate="tanh"),
+    }
+
+
+def our_functions(kernel: ModuleType, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Every operation, in the form that the models use."""
+    workloads = [
+        *(
+            (bench_norm, Workload(operation, SHAPE))
+            for operation in (*bench_norm.AFFINE, *bench_norm.MODULATED)
+        ),
+        *(
+            (bench_gated_residual, Workload(operation, SHAPE))
+            for operation in bench_gated_residual.OPERATIONS
+        ),
+        (bench_rope, Workload("qk_norm_rope", SHAPE, bench_rope.COORDINATES)),
+        (bench_rope, Workload("qk_norm_rope", HEADS_SHAPE, bench_rope.PER_HEAD)),
+        (bench_rope, Workload("rope", HEADS_SHAPE, "interleaved")),
+        (bench_rope, Workload("rope_3d", HEADS_SHAPE, "interleaved")),
+        *(
+            (bench_activation, Workload(operation, SHAPE, variant))
+            for operation, variant in bench_activation.VARIANTS
+            if variant != "none"
+        ),
+        (bench_softmax, Workload("softmax", SHAPE)),
+    ]
+    functions = {}
+    for module, workload in workloads:
+        case = module.build(workload, kernel, device)
+        name = ", ".join(filter(None, [workload.operation, workload.variant]))
+        functions[name] = functools.partial(
+            getattr(kernel, workload.operation), *case.arguments, **case.options
+        )
+    return functions
+
+
+def call_microseconds(function: Callable[[], object], device: torch.device) -> float:
+    """The host's time for a call, mean over a batch that begins with an idle GPU."""
+    calls = timing.repeated(function, BATCH_CALLS)
+    timing.synchronize(device)
+    begin = time.perf_counter()
+    calls()
+    return (time.perf_counter() - begin) / BATCH_CALLS * 1e6
+
+
+@click.command()
+@DEVICE
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help=f"Batches of {BATCH_CALLS} calls of each function.",
+)
+@output_option("host")
+@torch.no_grad()
+def main(device, rounds, output) -> None:
+    """Time the host's part of a call of each operation."""
+    kernel, _ = ltx.load_kernel()
+    torch.manual_seed(0)
+    functions = {**torch_functions(device), **our_functions(kernel, device)}
+    timing.interleave(functions, 2, device, call_microseconds)
+    samples = timing.interleave(functions, rounds, device, call_microseconds)
+    times = {name: timing.summarize(values) for name, values in samples.items()}
+    result = {
+        "environment": record.environment(device),
+        "processor": record.processor_name(),
+        "shape": list(SHAPE),
+        "calls_a_batch": BATCH_CALLS,
+        "rounds": rounds,
+        "yardstick": YARDSTICK,
+        "calls": [
+            {
+                "operation": name,
+                "microseconds": summary,
+                "over_yardstick": summary["median"] / times[YARDSTICK]["median"],
+            }
+            for name, summary in times.items()
+        ],
+    }
+    rows = [
+        [
+            c["operation"],
+            c["microseconds"]["median"],
+            c["microseconds"]["spread"],
+            c["over_yardstick"],
+        ]
+        for c in result["calls"]
+    ]
+    click.echo(tabulate(rows, ["", "us a call", "spread", f"over {YARDSTICK}"], floatfmt=".2f"))
+    record.write(output, result)
+    click.echo(f"Wrote {output}")
+
+
+if __name__ == "__main__":
+    main()

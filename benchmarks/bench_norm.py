@@ -1,0 +1,51 @@
+"""Norms, plain and modulated, at the hidden sizes of LTX-Video, SD3, FLUX and Wan 14B.
+
+Writes benchmarks/results/norm.json:
+
+    python benchmarks/bench_norm.py
+    python benchmarks/bench_norm.py --device cpu --tiny --no-compile --output /tmp/norm.json
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from comparison import Case, Family, Workload, command, modulation, normal
+
+MODEL_SHAPES = (
+    (2, 2688, 2048),  # LTX-Video, 49 frames 512x768, with guidance
+    (2, 8064, 2048),  # LTX-Video, 161 frames
+    (4429, 1536),  # SD3
+    (4608, 3072),  # FLUX
+    (32760, 5120),  # Wan 14B
+)
+# With the smaller ones of what is published on RMSNorm kernels for these models.
+SHAPES = ((1, 1024, 2048), (2, 1024, 2048), *MODEL_SHAPES, (4, 4096, 3072))
+TINY_SHAPES = ((2, 6, 128), (5, 96))
+AFFINE = ("rms_norm", "layer_norm")
+MODULATED = ("rms_norm_modulate", "layer_norm_modulate")
+
+
+def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
+    hidden = workload.shape[-1]
+    x = normal(device, *workload.shape)
+    if workload.operation in MODULATED:
+        return Case((x, *modulation(device, workload.shape, 2)))
+    weight, bias = normal(device, hidden, std=0.2, mean=1.0), normal(device, hidden, std=0.2)
+    return Case((x, weight) if workload.operation == "rms_norm" else (x, weight, bias))
+
+
+FAMILY = Family(
+    "norm",
+    [
+        *(Workload(operation, shape) for operation in AFFINE for shape in SHAPES),
+        *(Workload(operation, shape) for operation in MODULATED for shape in SHAPES[1:-1]),
+    ],
+    [Workload(operation, shape) for operation in AFFINE + MODULATED for shape in TINY_SHAPES],
+    build,
+)
+main = command(FAMILY, "Time the norms beside their peers.")
+
+if __name__ == "__main__":
+    main()

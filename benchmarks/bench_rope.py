@@ -1,0 +1,148 @@
+"""Rotary embeddings: of query and key with their norm, from tables, and from the three axes' tables.
+
+A workload's bytes are those of this package's arguments. LTX-Video's query and key are rotated from
+coordinates, so there they are the bytes of query and key (and 12 a token): the float32 tables
+(B, S, D) that the peers read, as diffusers makes them, are not counted. Likewise rope_3d counts no
+table of S rows, though eager reads one of each, cosine and sine, as the models keep them.
+
+Liger's rotation works in place, on a query and a key: here of half of the heads each.
+
+Writes benchmarks/results/rope.json:
+
+    python benchmarks/bench_rope.py
+    python benchmarks/bench_rope.py --device cpu --tiny --no-compile --output /tmp/rope.json
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import torch
+from comparison import Case, Family, Workload, command, normal
+from torch import Tensor
+
+COORDINATES, TABLES, PER_HEAD = "coordinates", "tables (B, S, D)", "per head"
+LAYOUTS = ("interleaved", "half")
+HEAD_DIM = 64  # of LTX-Video
+# (frame, height, width) of a sequence length
+GRIDS = {
+    6: (1, 2, 3),
+    16: (4, 2, 2),
+    480: (6, 8, 10),
+    2688: (7, 16, 24),
+    8064: (21, 16, 24),
+    32760: (21, 30, 52),
+}
+EPS = 1e-6
+
+
+def angles(device: torch.device, positions: int, pairs: int) -> Tensor:
+    """Angles (positions, pairs) with the usual geometric frequencies."""
+    frequencies = 10000.0 ** -(torch.arange(pairs, device=device) / max(pairs, 1))
+    return torch.arange(positions, device=device)[:, None] * frequencies
+
+
+def tables(angle: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """Float32 cosine and sine with each angle where the layout has the two of its pair."""
+    if layout == "interleaved":
+        angle = angle.repeat_interleave(2, dim=-1)
+    else:
+        angle = torch.cat([angle, angle], dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def build_across_heads(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
+    """LTX-Video's query and key."""
+    batch, seq, hidden = workload.shape
+    q, k = (normal(device, *workload.shape) for _ in range(2))
+    q_weight, k_weight = (normal(device, hidden, std=0.1, mean=1.0) for _ in range(2))
+    axes = [torch.linspace(-1, 1, n, device=device) for n in GRIDS[seq]]
+    coordinates = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(1, seq, 3)
+    frequencies = 10000.0 ** torch.linspace(0, 1, hidden // 6, device=device) * (math.pi / 2)
+    rope = kernel.CoordinateRope(coordinates.expand(batch, -1, -1).contiguous(), frequencies)
+    arguments = (q, k, q_weight, k_weight)
+    read = (*arguments, rope.tables(hidden))
+    options = {"heads": hidden // HEAD_DIM, "eps": EPS}
+    if workload.variant == COORDINATES:
+        return Case((*arguments, rope), options, eager_arguments=read)
+    return Case(read, options)
+
+
+def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
+    if workload.variant in (COORDINATES, TABLES):
+        return build_across_heads(workload, kernel, device)
+    _, seq, heads, head_dim = workload.shape
+    x = normal(device, *workload.shape)
+    if workload.operation == "qk_norm_rope":  # FLUX
+        weights = (normal(device, head_dim, std=0.1, mean=1.0) for _ in range(2))
+        return Case(
+            (
+                x,
+                torch.randn_like(x),
+                *weights,
+                tables(angles(device, seq, head_dim // 2), LAYOUTS[0]),
+            ),
+            {"heads": heads, "norm": "per_head", "eps": EPS},
+        )
+    layout = workload.variant
+    if workload.operation == "rope":
+        cos, sin = tables(angles(device, seq, head_dim // 2), layout)
+        return Case((x, cos, sin), {"layout": layout})
+    # As Wan divides a head's pairs among height, width and, with what is left, the frame.
+    pairs = head_dim // 2
+    share = pairs // 3
+    grid = GRIDS[seq]
+    axes = [
+        angles(device, n, p) for n, p in zip(grid, (pairs - 2 * share, share, share), strict=True)
+    ]
+    spread = [
+        angle.reshape([-1 if i == axis else 1 for i in range(3)] + [angle.shape[-1]]).expand(
+            *grid, -1
+        )
+        for axis, angle in enumerate(axes)
+    ]
+    return Case(
+        (x, *((angle.cos(), angle.sin()) for angle in axes)),
+        {"layout": layout},
+        eager_operation="rope",
+        eager_arguments=(x, *tables(torch.cat(spread, dim=-1).reshape(seq, pairs), layout)),
+    )
+
+
+WAN_SHAPES = ((1, 32760, 12, 128), (1, 32760, 40, 128))  # 1.3B and 14B
+SMALL_SHAPE = (2, 480, 8, 64)
+FLUX_SHAPE = (1, 4608, 24, 128)
+FAMILY = Family(
+    "rope",
+    [
+        *(Workload("qk_norm_rope", (2, seq, 2048), COORDINATES) for seq in (2688, 8064)),
+        Workload("qk_norm_rope", (2, 8064, 2048), TABLES),
+        Workload("qk_norm_rope", FLUX_SHAPE, PER_HEAD),
+        *(
+            Workload("rope", shape, layout)
+            for shape in (SMALL_SHAPE, FLUX_SHAPE, WAN_SHAPES[0])
+            for layout in LAYOUTS
+        ),
+        *(
+            Workload("rope_3d", shape, layout)
+            for shape in (SMALL_SHAPE, *WAN_SHAPES)
+            for layout in LAYOUTS
+        ),
+    ],
+    [
+        Workload("qk_norm_rope", (2, 6, 128), COORDINATES),
+        Workload("qk_norm_rope", (2, 6, 128), TABLES),
+        Workload("qk_norm_rope", (1, 6, 2, 64), PER_HEAD),
+        *(
+            Workload(operation, (2, 6, 2, 64), layout)
+            for operation in ("rope", "rope_3d")
+            for layout in LAYOUTS
+        ),
+    ],
+    build,
+)
+main = command(FAMILY, "Time the rotary embeddings beside their peers.")
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""What `kernels benchmark` runs: each operation at a model's shape, verified against eager PyTorch.
+
+    kernels benchmark org/h100-diffusers-kernels --version 1
+
+It needs nothing of the other files here: it may be all of this folder that is published. It times
+calls with the host's part and tensors that may stay in the cache; the other benchmarks do neither.
+
+The runner's verification allows an absolute difference of 0.01. So values are kept below 2 or so,
+where bfloat16 is finer than that.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from kernels import Benchmark
+
+DTYPE = torch.bfloat16
+EPS = 1e-6
+
+
+def normal(device, *shape, std=1.0, mean=0.0):
+    return torch.randn(shape, device=device, dtype=DTYPE) * std + mean
+
+
+def eager_rms_norm(x, weight=None):
+    """As diffusers' RMSNorm."""
+    variance = x.float().pow(2).mean(-1, keepdim=True)
+    n = (x * torch.rsqrt(variance + EPS)).to(x.dtype)
+    return n if weight is None else n * weight
+
+
+def eager_rotate(x, cos, sin):
+    """Interleaved pairs, as diffusers' apply_rotary_emb; tables broadcast against x."""
+    real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack([-imaginary, real], dim=-1).flatten(-2)
+    return (x.float() * cos + rotated.float() * sin).to(x.dtype)
+
+
+def check(name, output, expected):
+    """For outputs beyond the one that the runner compares."""
+    if not torch.allclose(output, expected, atol=1e-2):
+        raise RuntimeError(f"{name} is not what eager PyTorch computes")
+
+
+class LtxBenchmark:
+    """Sizes of LTX-Video 2B at 49 frames 512x768 with guidance; a CPU gets fewer tokens."""
+
+    batch, heads, head_dim = 2, 32, 64
+    hidden = heads * head_dim
+
+    @property
+    def grid(self):
+        return (7, 16, 24) if self.device == "cuda" else (2, 3, 4)
+
+    def normal(self, *shape, **options):
+        return normal(self.device, *shape, **options)
+
+    def rows(self, hidden=None, **options):
+        return self.normal(self.batch, math.prod(self.grid), hidden or self.hidden, **options)
+
+    def row(self, **options):
+        return self.normal(self.batch, 1, self.hidden, **options)
+
+
+class Norm(LtxBenchmark, Benchmark):
+    seed = 0
+
+    def setup(self):
+        self.x = self.rows()
+        self.weight = self.normal(self.hidden, std=0.02, mean=0.2)
+        self.bias = self.normal(self.hidden, std=0.05)
+        self.scale, self.shift = self.row(std=0.02, mean=-0.9), self.row(std=0.05)
+
+    def benchmark_rms_norm(self):
+        self.out = self.kernel.rms_norm(self.x, self.weight, EPS)
+
+    def verify_rms_norm(self):
+        return F.rms_norm(self.x, (self.hidden,), self.weight, EPS)
+
+    def benchmark_layer_norm(self):
+        self.out = self.kernel.layer_norm(self.x, self.weight, self.bias, EPS)
+
+    def verify_layer_norm(self):
+        return F.layer_norm(self.x, (self.hidden,), self.weight, self.bias, EPS)
+
+    def benchmark_rms_norm_modulate(self):
+        self.out = self.kernel.rms_norm_modulate(self.x, self.scale, self.shift, eps=EPS)
+
+    def verify_rms_norm_modulate(self):
+        return eager_rms_norm(self.x) * (1 + self.scale) + self.shift
+
+    def benchmark_layer_norm_modulate(self):
+        self.out = self.kernel.layer_norm_modulate(self.x, self.scale, self.shift, eps=EPS)
+
+    def verify_layer_norm_modulate(self):
+        n = F.layer_norm(self.x, (self.hidden,), eps=EPS)
+        return n * (1 + self.scale) + self.shift
+
+
+class GatedResidual(LtxBenchmark, Benchmark):
+    seed = 0
+
+    def setup(self):
+        self.residual, self.x = self.rows(std=0.15), self.rows(std=0.15)
+        self.gate = self.row(std=0.5)
+        self.scale, self.shift = self.row(std=0.02, mean=-0.9), self.row(std=0.05)
+
+    def benchmark_gated_residual(self):
+        self.out = self.kernel.gated_residual(self.residual, self.x, self.gate)
+
+    def verify_gated_residual(self):
+        return self.residual + self.x * self.gate
+
+    def benchmark_gated_residual_rms_norm_modulate(self):
+        self.h, self.out = self.kernel.gated_residual_rms_norm_modulate(
+            self.residual, self.x, self.gate, self.scale, self.shift, eps=EPS
+        )
+
+    def verify_gated_residual_rms_norm_modulate(self):
+        h = self.residual + self.x * self.gate
+        check("the residual", self.h, h)
+        return eager_rms_norm(h) * (1 + self.scale) + self.shift
+
+    def benchmark_gated_residual_layer_norm_modulate(self):
+        self.h, self.out = self.kernel.gated_residual_layer_norm_modulate(
+            self.residual, self.x, self.gate, self.scale, self.shift, eps=EPS
+        )
+
+    def verify_gated_residual_layer_norm_modulate(self):
+        h = self.residual + self.x * self.gate
+        check("the residual", self.h, h)
+        n = F.layer_norm(h, (self.hidden,), eps=EPS)
+        return n * (1 + self.scale) + self.shift
+
+
+class Rope(LtxBenchmark, Benchmark):
+    seed = 0
+
+    def setup(self):
+        seq, pairs = math.prod(self.grid), self.head_dim // 2
+        self.q, self.k = self.rows(), self.rows()
+        self.heads_q, self.heads_k = (
+            t.unflatten(-1, (self.heads, self.head_dim)) for t in (self.q, self.k)
+        )
+        self.q_weight, self.k_weight = (
+            self.normal(self.hidden, std=0.02, mean=0.15) for _ in range(2)
+        )
+        axes = [torch.linspace(-1, 1, n, device=self.device) for n in self.grid]
+        coordinates = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(1, seq, 3)
+        exponents = torch.linspace(0, 1, self.hidden // 6, device=self.device)
+        frequencies = 10000.0**exponents * (math.pi / 2)
+        self.rope = self.kernel.CoordinateRope(coordinates, frequencies)
+        self.tables = self.rope.tables(self.hidden)
+        shares = (pairs - 2 * (pairs // 3), pairs // 3, pairs // 3)
+        angles = [
+            torch.arange(n, device=self.device)[:, None]
+            * 10000.0 ** -(torch.arange(p, device=self.device) / p)
+            for n, p in zip(self.grid, shares, strict=True)
+        ]
+        self.axes = [(angle.cos(), angle.sin()) for angle in angles]
+        frame, height, width = (
+            angle.view([-1 if i == axis else 1 for i in range(3)] + [angle.shape[1]])
+            for axis, angle in enumerate(angles)
+        )
+        spread = [angle.expand(*self.grid, -1) for angle in (frame, height, width)]
+        angle = torch.cat(spread, dim=-1).reshape(seq, pairs)
+        angle = angle.repeat_interleave(2, dim=-1)
+        self.cos, self.sin = angle.cos(), angle.sin()
+
+    def setup_rope(self):
+        self.setup()
+        self.heads_q = self.heads_q * 0.2
+
+    setup_rope_3d = setup_rope
+
+    def benchmark_qk_norm_rope_coordinates(self):
+        self.out, self.out_k = self.kernel.qk_norm_rope(
+            self.q, self.k, self.q_weight, self.k_weight, self.rope, heads=self.heads, eps=EPS
+        )
+
+    def verify_qk_norm_rope_coordinates(self):
+        q, k = (
+            eager_rotate(F.rms_norm(t, (self.hidden,), weight, EPS), *self.tables)
+            for t, weight in ((self.q, self.q_weight), (self.k, self.k_weight))
+        )
+        check("the key", self.out_k, k)
+        return q
+
+    def benchmark_qk_norm_rope_per_head(self):
+        weights = self.q_weight[: self.head_dim], self.k_weight[: self.head_dim]
+        self.out, self.out_k = self.kernel.qk_norm_rope(
+            self.heads_q,
+            self.heads_k,
+            *weights,
+            (self.cos, self.sin),
+            heads=self.heads,
+            norm="per_head",
+            eps=EPS,
+        )
+
+    def verify_qk_norm_rope_per_head(self):
+        cos, sin = self.cos[:, None], self.sin[:, None]
+        q, k = (
+            eager_rotate(F.rms_norm(t, (self.head_dim,), w[: self.head_dim], EPS), cos, sin)
+            for t, w in ((self.heads_q, self.q_weight), (self.heads_k, self.k_weight))
+        )
+        check("the key", self.out_k, k)
+        return q
+
+    def benchmark_rope(self):
+        self.out = self.kernel.rope(self.heads_q, self.cos, self.sin)
+
+    def verify_rope(self):
+        return eager_rotate(self.heads_q, self.cos[:, None], self.sin[:, None])
+
+    def benchmark_rope_3d(self):
+        self.out = self.kernel.rope_3d(self.heads_q, *self.axes)
+
+    def verify_rope_3d(self):
+        return eager_rotate(self.heads_q, self.cos[:, None], self.sin[:, None])
+
+
+class Activation(LtxBenchmark, Benchmark):
+    seed = 0
+
+    def setup(self):
+        self.x = self.rows(4 * self.hidden, std=0.35)
+        self.bias = self.normal(4 * self.hidden, std=0.02)
+
+    def benchmark_gelu(self):
+        self.out = self.kernel.gelu(self.x)
+
+    def verify_gelu(self):
+        return F.gelu(self.x)
+
+    def benchmark_gelu_tanh_bias(self):
+        self.out = self.kernel.gelu(self.x, "tanh", self.bias)
+
+    def verify_gelu_tanh_bias(self):
+        return F.gelu(self.x + self.bias, approximate="tanh")
+
+    def benchmark_silu(self):
+        self.out = self.kernel.silu(self.x)
+
+    def verify_silu(self):
+        return F.silu(self.x)
+
+    def benchmark_geglu(self):
+        self.out = self.kernel.geglu(self.x)
+
+    def verify_geglu(self):
+        hidden, gate = self.x.chunk(2, dim=-1)
+        return hidden * F.gelu(gate)
+
+    def benchmark_swiglu(self):
+        self.out = self.kernel.swiglu(self.x)
+
+    def verify_swiglu(self):
+        hidden, gate = self.x.chunk(2, dim=-1)
+        return hidden * F.silu(gate)
+
+
+class Softmax(Benchmark):
+    """Scores of a cross-attention; spread wide, so that a row's largest are not all tiny."""
+
+    seed = 0
+
+    def setup(self):
+        rows = 32 * 2688 if self.device == "cuda" else 64
+        self.x = normal(self.device, rows, 128, std=4.0)
+
+    def benchmark_softmax(self):
+        self.out = self.kernel.softmax(self.x)
+
+    def verify_softmax(self):
+        return F.softmax(self.x, dim=-1)

@@ -1,0 +1,133 @@
+"""The operations of other libraries, where they have the same ones: Liger and QuACK.
+
+Each method is named after an operation of this package and takes its arguments. It prepares them as
+the library wants them, which is not timed, and returns the call that is. None: the library has no
+such operation.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is timed, and how its result is told as the operation's outputs."""
+
+    run: Callable[[], object]
+    outputs: Callable[[object], list[Tensor]] = lambda result: [result]
+
+
+class Liger:
+    """liger_kernel: https://github.com/linkedin/Liger-Kernel."""
+
+    distribution = "liger-kernel"
+
+    def __init__(self) -> None:
+        from liger_kernel.ops import geglu, layer_norm, modulated_rms_norm, rms_norm, rope, swiglu
+        from liger_kernel.ops import softmax as softmax_
+
+        self._rms_norm = rms_norm.LigerRMSNormFunction.apply
+        self._layer_norm = layer_norm.LigerLayerNormFunction.apply
+        self._modulate = modulated_rms_norm.LigerModulatedRMSNormFunction.apply
+        self._rope = rope.LigerRopeFunction.apply
+        self._geglu = geglu.LigerGELUMulFunction.apply
+        self._swiglu = swiglu.LigerSiLUMulFunction.apply
+        self._softmax = softmax_.LigerSoftmaxFunction.apply
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float = 1e-6) -> Call:
+        return Call(lambda: self._rms_norm(x, weight, eps, 0.0, "llama", False))
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Call:
+        return Call(lambda: self._layer_norm(x, weight, bias, eps))
+
+    def rms_norm_modulate(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Call:
+        scale, shift = (t.reshape(-1, t.shape[-1]).contiguous() for t in (scale, shift))
+        return Call(lambda: self._modulate(x, None, scale, shift, eps, 0.0, "llama", False))
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Call | None:
+        """In place, on a query and a key that have half of the heads each."""
+        if layout != "half" or x.shape[2] % 2:
+            return None
+        q, k = (t.clone().transpose(1, 2) for t in x.chunk(2, dim=2))
+        return Call(
+            lambda: self._rope(q, k, cos, sin),
+            lambda result: [torch.cat(result, dim=1).transpose(1, 2)],
+        )
+
+    def geglu(
+        self, x: Tensor, approximate: str = "none", bias: Tensor | None = None
+    ) -> Call | None:
+        """On two contiguous tensors, which a product that gives both halves in one does not make."""
+        if approximate != "tanh" or bias is not None:
+            return None
+        hidden, gate = (t.contiguous() for t in x.chunk(2, dim=-1))
+        return Call(lambda: self._geglu(gate, hidden))
+
+    def swiglu(self, x: Tensor, bias: Tensor | None = None) -> Call | None:
+        """On two contiguous tensors, as `geglu`."""
+        if bias is not None:
+            return None
+        hidden, gate = (t.contiguous() for t in x.chunk(2, dim=-1))
+        return Call(lambda: self._swiglu(gate, hidden))
+
+    def softmax(self, x: Tensor) -> Call:
+        return Call(lambda: self._softmax(x))
+
+
+class Quack:
+    """quack-kernels: https://github.com/Dao-AILab/quack."""
+
+    distribution = "quack-kernels"
+
+    def __init__(self) -> None:
+        from quack.rmsnorm import layernorm_fwd, rmsnorm
+        from quack.rotary import apply_rotary_emb
+        from quack.softmax import softmax
+
+        self._rms_norm, self._layer_norm = rmsnorm, layernorm_fwd
+        self._rope, self._softmax = apply_rotary_emb, softmax
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float = 1e-6) -> Call:
+        return Call(lambda: self._rms_norm(x, weight, eps=eps))
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Call:
+        """With its parameters in float32, which it asks for."""
+        rows, weight, bias = x.flatten(0, -2), weight.float(), bias.float()
+        return Call(
+            lambda: self._layer_norm(rows, weight, bias, eps),
+            lambda result: [result.view(x.shape)],
+        )
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Call:
+        """With tables of one value a pair."""
+        is_interleaved = layout == "interleaved"
+        half = cos.shape[-1] // 2
+        cos, sin = ((t[:, ::2] if is_interleaved else t[:, :half]).contiguous() for t in (cos, sin))
+        return Call(lambda: self._rope(x, cos, sin, interleaved=is_interleaved))
+
+    def softmax(self, x: Tensor) -> Call:
+        rows = x.flatten(0, -2)
+        return Call(lambda: self._softmax(rows), lambda result: [result.view(x.shape)])
+
+
+LIBRARIES = {"liger": Liger, "quack": Quack}
+
+
+def load(device: torch.device) -> tuple[dict[str, object], dict[str, str]]:
+    """The libraries that this machine can run, and of each its version or why it is left out."""
+    libraries, notes = {}, {}
+    for name, library in LIBRARIES.items():
+        try:
+            if device.type != "cuda":
+                raise ImportError("it needs a GPU")
+            libraries[name] = library()
+            notes[name] = importlib.metadata.version(library.distribution)
+        except Exception as error:  # a library that does not load is left out, whatever it raises
+            notes[name] = f"left out: {type(error).__name__}: {error}"
+    return libraries, notes

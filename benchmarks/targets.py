@@ -1,0 +1,191 @@
+"""What the operations should reach, and what the results say they do.
+
+Nothing here is a result: each row is computed from the JSON of one run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+FAMILIES = ("norm", "gated_residual", "rope", "activation", "softmax")
+LARGE_BYTES, MEDIUM_BYTES = 64_000_000, 16_000_000
+
+OVER_BEST_PEER_LARGE, OF_LARGE_COPY = 1.00, 0.94
+OVER_BEST_PEER_MEDIUM = 1.05
+RMS_NORM_SMALL = 1.10
+LAYER_NORM_MODULATE_OVER_COMPILED = 1.5
+QK_NORM_ROPE_OVER_COMPILED = 2.2
+SOFTMAX_OVER_QUACK = 1.00
+QUACK_SOFTMAX_RATE = 2.84  # TB/s of QuACK 0.6.5 at 8192x8192 on an H100, measured earlier
+ROPE_3D_MICROSECONDS = 5.0
+HOST_OVER_TORCH = 1.2
+# Times of kernels published for these shapes on an H100, in microseconds, and how much faster to be.
+PUBLISHED = (
+    ("rms_norm", "", (1, 1024, 2048), 19.0),
+    ("rms_norm", "", (2, 1024, 2048), 24.0),
+    ("rms_norm", "", (4, 4096, 3072), 157.0),
+    ("geglu", "none", (2, 1024, 4096), 30.0),
+)
+OVER_PUBLISHED = 2.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """One row: what is asked, of which operation, and what was measured."""
+
+    what: str
+    of: str
+    aim: float
+    measured: float
+    unit: str
+    is_upper_bound: bool = False
+
+    @property
+    def missed_by(self) -> float:
+        """By how much of the aim it is missed; 0 where it is met."""
+        short = self.measured - self.aim if self.is_upper_bound else self.aim - self.measured
+        return max(0.0, short / self.aim)
+
+    @property
+    def verdict(self) -> str:
+        return f"missed by {self.missed_by:.1%}" if self.missed_by else "met"
+
+
+def label(entry: Mapping) -> str:
+    name = ", ".join(filter(None, [entry["operation"], entry["variant"]]))
+    return f"{name} {'×'.join(map(str, entry['shape']))}"
+
+
+def worst(
+    what: str, entries: Sequence[Mapping], aim: float, value: Callable[[Mapping], float], unit: str
+) -> Target:
+    """The row of the entry that is furthest behind; it says how many meet the aim."""
+    if not entries:
+        raise ValueError(f"the results have nothing to compare for: {what}")
+    least = min(entries, key=value)
+    met = sum(value(entry) >= aim for entry in entries)
+    return Target(
+        what, f"{met} of {len(entries)}; the least: {label(least)}", aim, value(least), unit
+    )
+
+
+def find(
+    entries: Sequence[Mapping], operation: str, shape: tuple[int, ...], variant: str = ""
+) -> Mapping:
+    for entry in entries:
+        if (entry["operation"], entry["variant"], tuple(entry["shape"])) == (
+            operation,
+            variant,
+            shape,
+        ):
+            return entry
+    raise ValueError(f"the results have no {operation} {variant} {shape}")
+
+
+def microseconds(entry: Mapping, cache: str = "cold") -> float:
+    return entry[cache]["microseconds"]["ours"]["median"]
+
+
+def over_compiled(entries: Sequence[Mapping], aim: float, operation, shape, variant="") -> Target:
+    entry = find(entries, operation, shape, variant)
+    if "compiled" not in entry["cold"]["over"]:
+        raise ValueError(f"the results have no torch.compile of {label(entry)}: {entry['failed']}")
+    return Target("over torch.compile", label(entry), aim, entry["cold"]["over"]["compiled"], "×")
+
+
+def softmax(entries: Sequence[Mapping]) -> Target:
+    """Over QuACK in this run, or else over the rate that it had in another."""
+    entry = find(entries, "softmax", (8192, 8192))
+    if "quack" in entry["cold"]["over"]:
+        over = entry["cold"]["over"]["quack"]
+        return Target("over QuACK", label(entry), SOFTMAX_OVER_QUACK, over, "×")
+    over = entry["cold"]["terabytes_per_second"]["ours"] / QUACK_SOFTMAX_RATE
+    what = f"over QuACK's {QUACK_SOFTMAX_RATE} TB/s of another run (it is not in this one)"
+    return Target(what, label(entry), SOFTMAX_OVER_QUACK, over, "×")
+
+
+def evaluate(results: Mapping[str, Mapping]) -> list[Target]:
+    """All rows, from the results of the families and of the host, by name."""
+    entries = [entry for name in FAMILIES for entry in results[name]["workloads"]]
+    large = [e for e in entries if e["bytes"] >= LARGE_BYTES]
+    medium = [e for e in entries if MEDIUM_BYTES <= e["bytes"] < LARGE_BYTES]
+    small = find(entries, "rms_norm", (2, 1024, 2048))
+    rows = [
+        worst(
+            "64 MB and more: over the best peer",
+            large,
+            OVER_BEST_PEER_LARGE,
+            lambda e: e["cold"]["over_best_peer"],
+            "×",
+        ),
+        worst(
+            "64 MB and more: of the large copy's rate",
+            large,
+            OF_LARGE_COPY,
+            lambda e: e["cold"]["of_large_copy"],
+            "×",
+        ),
+        worst(
+            "16 to 64 MB: over the best peer",
+            medium,
+            OVER_BEST_PEER_MEDIUM,
+            lambda e: e["cold"]["over_best_peer"],
+            "×",
+        ),
+        *(
+            Target(
+                f"over the best peer, {cache}",
+                label(small),
+                RMS_NORM_SMALL,
+                small[cache]["over_best_peer"],
+                "×",
+            )
+            for cache in ("cold", "warm")
+        ),
+        over_compiled(
+            entries, LAYER_NORM_MODULATE_OVER_COMPILED, "layer_norm_modulate", (4608, 3072)
+        ),
+        over_compiled(
+            entries, QK_NORM_ROPE_OVER_COMPILED, "qk_norm_rope", (2, 8064, 2048), "coordinates"
+        ),
+        softmax(entries),
+    ]
+    for layout in ("interleaved", "half"):
+        entry = find(entries, "rope_3d", (2, 480, 8, 64), layout)
+        rows += [
+            Target(
+                f"time, {cache}",
+                label(entry),
+                ROPE_3D_MICROSECONDS,
+                microseconds(entry, cache),
+                " µs",
+                is_upper_bound=True,
+            )
+            for cache in ("cold", "warm")
+        ]
+    for operation, variant, shape, published in PUBLISHED:
+        entry = find(entries, operation, shape, variant)
+        rows.append(
+            Target(
+                f"over a published {published:.0f} µs",
+                label(entry),
+                OVER_PUBLISHED,
+                published / microseconds(entry),
+                "×",
+            )
+        )
+    host = [c for c in results["host"]["calls"] if not c["operation"].startswith("torch ")]
+    slowest = max(host, key=lambda call: call["over_yardstick"])
+    met = sum(call["over_yardstick"] <= HOST_OVER_TORCH for call in host)
+    rows.append(
+        Target(
+            "host time over torch.nn.functional.rms_norm's",
+            f"{met} of {len(host)}; the most: {slowest['operation']}",
+            HOST_OVER_TORCH,
+            slowest["over_yardstick"],
+            "×",
+            is_upper_bound=True,
+        )
+    )
+    return rows

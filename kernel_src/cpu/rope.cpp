@@ -1,0 +1,137 @@
+// Rotary embedding of one tensor, from tables or from those of the three axes of a grid.
+//
+// An item is a token; those of the same position in the sequence follow each other, as they may share their
+// rotation.
+#include <cstdint>
+#include <memory>
+
+#include "multiversion.h"
+#include "params.h"
+#include "rotation.h"
+#include "rows.h"
+#include "vector.h"
+
+namespace h100_diffusers_kernels {
+namespace {
+
+template <typename T>
+struct Head {
+  const T* in;
+
+  template <int n>
+  ALWAYS_INLINE Floats<n> load_at(int64_t column) const {
+    return load<n>(in + column);
+  }
+};
+
+template <int kLanes, typename T, typename Rotation, typename Table>
+ALWAYS_INLINE void rotate_token(const HeadsOperand& x, int64_t head_dim, int64_t batch, int64_t seq,
+                                TokenTables<Table> tables) {
+  const T* in = static_cast<const T*>(x.in) + batch * x.in_strides[0] + seq * x.in_strides[1];
+  T* out = static_cast<T*>(x.out) + batch * x.out_strides[0] + seq * x.out_strides[1];
+  for (int64_t h = 0; h < x.heads; ++h) {
+    Rotation::template apply<kLanes>(Head<T>{in}, head_dim, tables.cosine, tables.sine, out);
+    in += x.in_strides[2];
+    out += x.out_strides[2];
+    tables.cosine += tables.cosine_stride;
+    tables.sine += tables.sine_stride;
+  }
+}
+
+template <typename T, typename Table, typename Rotation>
+struct RopeKernel {
+  const RopeParams& params;
+
+  template <int kLanes>
+  ALWAYS_INLINE void run(int64_t begin, int64_t end) const {
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t batch = token % params.batch, seq = token / params.batch;
+      rotate_token<kLanes, T, Rotation>(params.x, params.head_dim, batch, seq,
+                                        tables_of_token<Table>(params.tables, batch, seq));
+    }
+  }
+};
+
+// The tables of one token by element, put together from those of the axes. The part of an axis is kept while
+// the position on it stays the same.
+template <typename Table>
+class GridTables {
+ public:
+  explicit GridTables(const Rope3dParams& params)
+      : params_(params),
+        cosine_(std::make_unique<float[]>(params.head_dim)),
+        sine_(std::make_unique<float[]>(params.head_dim)) {}
+
+  template <int kLanes>
+  ALWAYS_INLINE TokenTables<float> at(int64_t seq) {
+    const int64_t height = params_.axes[1].size, width = params_.axes[2].size;
+    const int64_t positions[kRope3dAxes] = {seq / (height * width), seq / width % height, seq % width};
+    int64_t first_pair = 0;
+    for (int a = 0; a < kRope3dAxes; ++a) {
+      const RopeAxis& axis = params_.axes[a];
+      if (positions[a] != current_[a]) {
+        current_[a] = positions[a];
+        const Table* cosine = static_cast<const Table*>(axis.cos) + positions[a] * axis.cos_stride;
+        const Table* sine = static_cast<const Table*>(axis.sin) + positions[a] * axis.sin_stride;
+        repeat<kLanes>(cosine, axis.pairs, cosine_.get(), first_pair);
+        repeat<kLanes>(sine, axis.pairs, sine_.get(), first_pair);
+      }
+      first_pair += axis.pairs;
+    }
+    return {cosine_.get(), sine_.get(), 0, 0};
+  }
+
+ private:
+  template <int kLanes>
+  ALWAYS_INLINE void repeat(const Table* values, int64_t pairs, float* head, int64_t first_pair) const {
+    for_columns<kLanes>(0, pairs, [&]<int n>(Lanes<n>, int64_t i) ALWAYS_INLINE_LAMBDA {
+      store_pairs<n>(params_.layout, params_.head_dim / 2, head, first_pair + i, load<n>(values + i));
+    });
+  }
+
+  const Rope3dParams& params_;
+  std::unique_ptr<float[]> cosine_;
+  std::unique_ptr<float[]> sine_;
+  int64_t current_[kRope3dAxes] = {-1, -1, -1};
+};
+
+template <typename T, typename Table, typename Rotation>
+struct Rope3dKernel {
+  const Rope3dParams& params;
+
+  template <int kLanes>
+  ALWAYS_INLINE void run(int64_t begin, int64_t end) const {
+    GridTables<Table> tables(params);
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t batch = token % params.batch, seq = token / params.batch;
+      rotate_token<kLanes, T, Rotation>(params.x, params.head_dim, batch, seq,
+                                        tables.template at<kLanes>(seq));
+    }
+  }
+};
+
+template <template <typename, typename, typename> class Kernel, typename Params>
+void launch(const Params& params, bool table_is_float32, Stream stream) {
+  const int64_t tokens = params.batch * params.seq, token_size = params.x.heads * params.head_dim;
+  with_type(params.dtype, [&]<typename T>(T) {
+    with_rotation(params.layout, [&]<typename Rotation>(Rotation) {
+      if (table_is_float32) {
+        parallel_run(stream, tokens, token_size, Kernel<T, float, Rotation>{params});
+      } else {
+        parallel_run(stream, tokens, token_size, Kernel<T, T, Rotation>{params});
+      }
+    });
+  });
+}
+
+}  // namespace
+
+void rope(const RopeParams& params, Stream stream) {
+  launch<RopeKernel>(params, params.tables.is_float32, stream);
+}
+
+void rope_3d(const Rope3dParams& params, Stream stream) {
+  launch<Rope3dKernel>(params, params.table_is_float32, stream);
+}
+
+}  // namespace h100_diffusers_kernels

@@ -1,0 +1,204 @@
+// rope and rope_3d: one tensor, rotated. A thread treats the units at one place of two heads, for which the
+// tables are read once where the heads share them.
+#include <type_traits>
+
+#include "launch.cuh"
+#include "rope.cuh"
+#include "row_index.cuh"
+
+namespace h100_diffusers_kernels {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kHeadsPerThread = 2;
+
+// Tables of one axis each: the pairs of a head are divided among the axes, and a token's place in the grid
+// says which row of each table turns them.
+template <typename Table>
+struct GridRope {
+  template <typename T, RopeLayout kLayout, int kSize, class Params>
+  __device__ __forceinline__ static void look_up(const Params& p, const UnitPlace& place,
+                                                 UnitRotation<kSize>& rotation) {
+    const uint32_t seq = static_cast<uint32_t>(place.seq);
+    const uint32_t line = p.width.divide(seq), frame = p.height.divide(line);
+    const uint32_t rows[kRope3dAxes] = {frame, line - frame * p.height.divisor, seq - line * p.width.divisor};
+    // Where the value of pair 0 of the head would be, were its axis the only one.
+    const Table *cos[kRope3dAxes], *sin[kRope3dAxes];
+    int end[kRope3dAxes], pairs = 0;
+#pragma unroll
+    for (int axis = 0; axis < kRope3dAxes; ++axis) {
+      cos[axis] = static_cast<const Table*>(p.axes[axis].cos) + rows[axis] * p.axes[axis].cos_stride - pairs;
+      sin[axis] = static_cast<const Table*>(p.axes[axis].sin) + rows[axis] * p.axes[axis].sin_stride - pairs;
+      end[axis] = pairs += p.axes[axis].pairs;
+    }
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      const int pair = Layout<kLayout>::template number_of<kSize>(place, j);
+      const Table* pair_cos = pair < end[0] ? cos[0] : pair < end[1] ? cos[1] : cos[2];
+      const Table* pair_sin = pair < end[0] ? sin[0] : pair < end[1] ? sin[1] : sin[2];
+      rotation.cos_a[j] = rotation.cos_b[j] = to_float(pair_cos[pair]);
+      rotation.sin_a[j] = rotation.sin_b[j] = to_float(pair_sin[pair]);
+    }
+  }
+
+  // Whether all heads of a token turn alike.
+  template <class Params>
+  __device__ __forceinline__ static bool is_shared(const Params&) {
+    return true;
+  }
+};
+
+template <typename Table>
+struct TokenRope : TableRope<Table> {
+  template <class Params>
+  __device__ __forceinline__ static bool is_shared(const Params& p) {
+    return p.tables.cos_strides[2] == 0 && p.tables.sin_strides[2] == 0;
+  }
+};
+
+// Units are numbered by batch, seq, slot and place in the head; slot i stands for the heads i, i + head_slots
+// and so on.
+template <class Args>
+struct RopeKernelParams : Args {
+  uint32_t units;
+  FastDivisor units_per_head, head_slots, seq_divisor;
+  FastDivisor width, height;  // of the grid, for rope_3d
+};
+
+template <typename T, class Rope, RopeLayout kLayout, class Params>
+__global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ Params p) {
+  constexpr int kSize = kPackSize<T, Access::kVector>;
+  const uint32_t unit = blockIdx.x * kThreads + threadIdx.x;
+  const uint32_t slot_unit = p.units_per_head.divide(unit);
+  const int within = unit - slot_unit * p.units_per_head.divisor;
+  const uint32_t token = p.head_slots.divide(slot_unit);
+  const uint32_t batch = p.seq_divisor.divide(token);
+  UnitPlace place;
+  place.batch = batch;
+  place.seq = token - batch * p.seq_divisor.divisor;
+  place.pair = within * kSize;
+  // Half a head apart in both layouts: neighbouring threads then read neighbouring packs.
+  place.first = within * kSize;
+  place.second = place.first + static_cast<int>(p.head_dim) / 2;
+  const int slot = slot_unit - token * p.head_slots.divisor;
+  const auto head_of = [&](int i) { return slot + i * static_cast<int>(p.head_slots.divisor); };
+  wait_for_earlier_kernels();
+  if (unit >= p.units) return;
+
+  Pack<T, kSize> first[kHeadsPerThread], second[kHeadsPerThread];
+  const auto has_head = [&](int i) { return i == 0 || head_of(i) < p.x.heads; };
+#pragma unroll
+  for (int i = 0; i < kHeadsPerThread; ++i) {
+    place.head = head_of(i);
+    if (has_head(i)) {
+      const T* head = static_cast<const T*>(p.x.in) + head_offset(p.x.in_strides, place);
+      first[i].load(head + place.first);
+      second[i].load(head + place.second);
+    }
+  }
+  UnitRotation<kSize> rotation;
+#pragma unroll
+  for (int i = 0; i < kHeadsPerThread; ++i) {
+    place.head = head_of(i);
+    if (!has_head(i)) continue;
+    if (i == 0 || !Rope::is_shared(p)) Rope::template look_up<T, kLayout>(p, place, rotation);
+    float a[kSize], b[kSize];
+    first[i].to_floats(a);
+    second[i].to_floats(b);
+    rotate<kLayout>(a, b, rotation);
+    T* head = static_cast<T*>(p.x.out) + head_offset(p.x.out_strides, place);
+    store_floats(head + place.first, a);
+    store_floats(head + place.second, b);
+  }
+}
+
+// Any head size, alignment and number of elements: a thread treats one pair.
+template <typename T, class Rope, RopeLayout kLayout, Access kAccess, class Params>
+__global__ void __launch_bounds__(kThreads) rope_pair_kernel(const __grid_constant__ Params p) {
+  static_assert(kAccess == Access::kScalar);
+  const int half = static_cast<int>(p.head_dim) / 2;
+  const int64_t pair = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  const int64_t head_number = pair / half;
+  const int64_t token = head_number / p.x.heads;
+  UnitPlace place;
+  place.batch = token / p.seq;
+  place.seq = token - place.batch * p.seq;
+  place.head = static_cast<int>(head_number - token * p.x.heads);
+  place.pair = static_cast<int>(pair - head_number * half);
+  place.first = kLayout == RopeLayout::kHalf ? place.pair : 2 * place.pair;
+  place.second = kLayout == RopeLayout::kHalf ? place.pair + half : 2 * place.pair + 1;
+  wait_for_earlier_kernels();
+  if (place.batch >= p.batch) return;
+  UnitRotation<1> rotation;
+  // Two packs of one element each: what the half layout is to larger packs.
+  Rope::template look_up<T, RopeLayout::kHalf>(p, place, rotation);
+  const T* in = static_cast<const T*>(p.x.in) + head_offset(p.x.in_strides, place);
+  T* out = static_cast<T*>(p.x.out) + head_offset(p.x.out_strides, place);
+  float a[1] = {to_float(in[place.first])}, b[1] = {to_float(in[place.second])};
+  rotate<RopeLayout::kHalf>(a, b, rotation);
+  out[place.first] = from_float<T>(a[0]);
+  out[place.second] = from_float<T>(b[0]);
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Launch
+
+template <typename T, class Rope, RopeLayout kLayout, class Args>
+void launch(const char* operation, const Args& args, bool has_vectors, Stream stream) {
+  using Params = RopeKernelParams<Args>;
+  Params params{args, 0, {}, {}, {}, {}, {}};
+  if constexpr (std::is_same_v<Args, Rope3dParams>) {
+    params.height.set(args.axes[1].size);
+    params.width.set(args.axes[2].size);
+  }
+  const int64_t unit_size = 2 * kPackSize<T, Access::kVector>;
+  const int64_t head_slots = ceil_divide(args.x.heads, kHeadsPerThread);
+  const int64_t tokens = args.batch * args.seq;
+  const int64_t units = tokens * head_slots * (args.head_dim / unit_size);
+  if (has_vectors && args.head_dim % unit_size == 0 && units < kFastDivisionEnd) {
+    params.units = static_cast<uint32_t>(units);
+    params.units_per_head.set(static_cast<uint32_t>(args.head_dim / unit_size));
+    params.head_slots.set(static_cast<uint32_t>(head_slots));
+    params.seq_divisor.set(static_cast<uint32_t>(args.seq));
+    launch_kernel(operation, rope_kernel<T, Rope, kLayout, Params>, dim3(ceil_divide(units, kThreads)),
+                  kThreads, params, stream);
+  } else {
+    const int64_t pairs = tokens * args.x.heads * args.head_dim / 2;
+    launch_kernel(operation, rope_pair_kernel<T, Rope, kLayout, Access::kScalar, Params>,
+                  dim3(ceil_divide(pairs, kThreads)), kThreads, params, stream);
+  }
+}
+
+// Rope<Table> for the dtypes and the layout of the call.
+template <template <typename> class Rope, class Args>
+void dispatch(const char* operation, const Args& args, bool table_is_float32, bool has_vectors,
+              Stream stream) {
+  dispatch_dtype(args.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto launch_with = [&](auto table) {
+      using TableRope = Rope<typename decltype(table)::type>;
+      if (args.layout == RopeLayout::kHalf)
+        return launch<T, TableRope, RopeLayout::kHalf>(operation, args, has_vectors, stream);
+      launch<T, TableRope, RopeLayout::kInterleaved>(operation, args, has_vectors, stream);
+    };
+    if (table_is_float32) return launch_with(TypeTag<float>{});
+    launch_with(tag);
+  });
+}
+
+int bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+}  // namespace
+
+void rope(const RopeParams& params, Stream stream) {
+  const int bytes = bytes_of(params.dtype);
+  dispatch<TokenRope>("rope", params, params.tables.is_float32,
+                      has_vector_rows(params.x, bytes) && has_vector_rows(params.tables, bytes), stream);
+}
+
+void rope_3d(const Rope3dParams& params, Stream stream) {
+  dispatch<GridRope>("rope_3d", params, params.table_is_float32,
+                     has_vector_rows(params.x, bytes_of(params.dtype)), stream);
+}
+
+}  // namespace h100_diffusers_kernels

@@ -1,0 +1,153 @@
+// Rotary embedding of a unit, two packs of a head that hold whole rotated pairs: neighbouring packs in the
+// interleaved layout, packs half a head apart in the half layout. The policies say where the cosines and
+// sines of a unit's kSize pairs come from; a pair's first element is multiplied by cos_a and sin_a, its
+// second by cos_b and sin_b.
+#pragma once
+
+#include "launch.cuh"
+#include "pack.cuh"
+#include "params.h"
+#include "rotation.cuh"
+
+namespace h100_diffusers_kernels {
+
+template <int kSize>
+struct UnitRotation {
+  float cos_a[kSize], sin_a[kSize], cos_b[kSize], sin_b[kSize];
+};
+
+// Place of a unit: batch, seq, head, the number of its first pair and the offsets of its packs in the head.
+struct UnitPlace {
+  int64_t batch, seq;
+  int head, pair, first, second;
+};
+
+template <RopeLayout kLayout>
+struct Layout {
+  // Pair j of a unit whose packs are a and b.
+  template <int kSize>
+  __device__ __forceinline__ static float& first_of(float (&a)[kSize], float (&b)[kSize], int j) {
+    if constexpr (kLayout == RopeLayout::kHalf) return a[j];
+    return 2 * j < kSize ? a[2 * j] : b[2 * j - kSize];
+  }
+  template <int kSize>
+  __device__ __forceinline__ static float& second_of(float (&a)[kSize], float (&b)[kSize], int j) {
+    if constexpr (kLayout == RopeLayout::kHalf) return b[j];
+    return 2 * j + 1 < kSize ? a[2 * j + 1] : b[2 * j + 1 - kSize];
+  }
+  // Its number in the head.
+  template <int kSize>
+  __device__ __forceinline__ static int number_of(const UnitPlace& place, int j) {
+    if constexpr (kLayout == RopeLayout::kHalf) return place.pair + j;
+    return 2 * j < kSize ? place.first / 2 + j : place.second / 2 + j - kSize / 2;
+  }
+};
+
+struct NoRope {
+  static constexpr bool kIsRope = false;
+  static constexpr bool kIsComputed = false;
+};
+
+template <typename Table>
+struct TableRope {
+  static constexpr bool kIsRope = true;
+  static constexpr bool kIsComputed = false;
+
+  template <typename T, RopeLayout kLayout, int kSize, class Params>
+  __device__ __forceinline__ static void look_up(const Params& params, const UnitPlace& place,
+                                                 UnitRotation<kSize>& rotation) {
+    const RopeTables& p = params.tables;
+    const auto load = [&](const void* table, const int64_t (&strides)[3], float (&a)[kSize],
+                          float (&b)[kSize]) {
+      const Table* row = static_cast<const Table*>(table) + place.batch * strides[0] +
+                         place.seq * strides[1] + place.head * strides[2];
+      load_floats(row + place.first, a);
+      load_floats(row + place.second, b);
+    };
+    float a[kSize], b[kSize];
+    load(p.cos, p.cos_strides, a, b);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      rotation.cos_a[j] = Layout<kLayout>::first_of(a, b, j);
+      rotation.cos_b[j] = Layout<kLayout>::second_of(a, b, j);
+    }
+    load(p.sin, p.sin_strides, a, b);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      rotation.sin_a[j] = Layout<kLayout>::first_of(a, b, j);
+      rotation.sin_b[j] = Layout<kLayout>::second_of(a, b, j);
+    }
+  }
+};
+
+// Expects the unit's pairs to follow each other.
+struct CoordinateRope {
+  static constexpr bool kIsRope = true;
+  static constexpr bool kIsComputed = true;
+
+  template <typename T, RopeLayout kLayout, int kSize>
+  __device__ __forceinline__ static void look_up(const QkNormRopeParams& p, const UnitPlace& place,
+                                                 UnitRotation<kSize>& rotation) {
+    const float* coordinates =
+        p.coordinates + place.batch * p.coordinate_strides[0] + place.seq * p.coordinate_strides[1];
+    const int half = static_cast<int>(p.head_dim) / 2;
+    const int rotated = place.head * half + place.pair - p.identity_pairs;  // negative: left alone
+    int frequency = rotated > 0 ? rotated / p.axes : 0;
+    int axis = rotated > 0 ? rotated - frequency * p.axes : 0;
+    float angles[kSize];
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      angles[j] = 0.0f;
+      if (rotated + j >= 0) {
+        angles[j] = __fmul_rn(__ldg(p.frequencies + frequency), __ldg(coordinates + axis));
+        const bool wraps = ++axis == p.axes;
+        axis = wraps ? 0 : axis;
+        frequency += wraps;
+      }
+    }
+    float sines[kSize], cosines[kSize];
+    sincos_of<T>(angles, sines, cosines);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      rotation.cos_a[j] = rotation.cos_b[j] = cosines[j];
+      rotation.sin_a[j] = rotation.sin_b[j] = sines[j];
+    }
+  }
+};
+
+template <RopeLayout kLayout, int kSize>
+__device__ __forceinline__ void rotate(float (&a)[kSize], float (&b)[kSize],
+                                       const UnitRotation<kSize>& rotation) {
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) {
+    float& first = Layout<kLayout>::first_of(a, b, j);
+    float& second = Layout<kLayout>::second_of(a, b, j);
+    const float x = first, y = second;
+    first = fmaf(x, rotation.cos_a[j], -y * rotation.sin_a[j]);
+    second = fmaf(y, rotation.cos_b[j], x * rotation.sin_b[j]);
+  }
+}
+
+__device__ __forceinline__ int64_t head_offset(const int64_t (&strides)[3], const UnitPlace& place) {
+  return place.batch * strides[0] + place.seq * strides[1] + place.head * strides[2];
+}
+
+inline bool has_vector_rows(const HeadsOperand& operand, int element_bytes) {
+  bool vector =
+      is_16_byte_aligned(operand.in) && is_16_byte_aligned(operand.out) && is_16_byte_aligned(operand.weight);
+  for (int dim = 0; dim < 3; ++dim)
+    vector = vector && operand.in_strides[dim] * element_bytes % kVectorBytes == 0 &&
+             operand.out_strides[dim] * element_bytes % kVectorBytes == 0;
+  return vector;
+}
+
+inline bool has_vector_rows(const RopeTables& tables, int element_bytes) {
+  const int64_t table_bytes = tables.is_float32 ? 4 : element_bytes;
+  bool vector = is_16_byte_aligned(tables.cos) && is_16_byte_aligned(tables.sin);
+  for (int dim = 0; dim < 3; ++dim)
+    vector = vector && tables.cos_strides[dim] * table_bytes % kVectorBytes == 0 &&
+             tables.sin_strides[dim] * table_bytes % kVectorBytes == 0;
+  return vector;
+}
+
+}  // namespace h100_diffusers_kernels

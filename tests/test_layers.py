@@ -1,0 +1,473 @@
+"""The layers that `kernels.kernelize` binds to instances of diffusers' and PyTorch's classes."""
+
+import copy
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.models.activations import GEGLU, GELU, SwiGLU
+from diffusers.models.attention import FeedForward
+from diffusers.models.attention_processor import Attention
+from diffusers.models.normalization import FP32LayerNorm, RMSNorm
+from kernels import (
+    LocalLayerRepository,
+    Mode,
+    kernelize,
+    replace_kernel_forward_from_hub,
+    use_kernel_mapping,
+)
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from checks import assert_contract
+from inputs import every_16_bit_dtype, every_dtype, for_dtypes, normal
+from ltx_models import KernelCalls
+
+# The classes that each layer is documented to fit.
+CLASSES = {
+    "RMSNorm": (RMSNorm, nn.RMSNorm),
+    "LayerNorm": (nn.LayerNorm, FP32LayerNorm),
+    "GELU": (GELU,),
+    "GEGLU": (GEGLU,),
+    "SwiGLU": (SwiGLU,),
+}
+HIDDEN = 64
+# One instance of each kind, and the operator that it must call.
+INSTANCES = {
+    "rms_norm": (lambda: RMSNorm(HIDDEN, eps=1e-6), "rms_norm"),
+    "rms_norm_without_weight": (
+        lambda: RMSNorm(HIDDEN, eps=1e-6, elementwise_affine=False),
+        "rms_norm",
+    ),
+    "rms_norm_with_bias": (lambda: RMSNorm(HIDDEN, eps=1e-6, bias=True), "rms_norm"),
+    "torch_rms_norm": (lambda: nn.RMSNorm(HIDDEN, eps=1e-6), "rms_norm"),
+    "torch_rms_norm_without_weight": (
+        lambda: nn.RMSNorm(HIDDEN, eps=1e-6, elementwise_affine=False),
+        "rms_norm",
+    ),
+    "layer_norm": (lambda: nn.LayerNorm(HIDDEN, eps=1e-5), "layer_norm"),
+    "layer_norm_without_bias": (lambda: nn.LayerNorm(HIDDEN, bias=False), "layer_norm"),
+    "layer_norm_without_weight": (
+        lambda: nn.LayerNorm(HIDDEN, eps=1e-6, elementwise_affine=False),
+        "layer_norm",
+    ),
+    "fp32_layer_norm": (lambda: FP32LayerNorm(HIDDEN, eps=1e-6), "layer_norm"),
+    "fp32_layer_norm_without_weight": (
+        lambda: FP32LayerNorm(HIDDEN, eps=1e-6, elementwise_affine=False),
+        "layer_norm",
+    ),
+    "gelu": (lambda: GELU(HIDDEN, 2 * HIDDEN), "gelu"),
+    "gelu_tanh": (lambda: GELU(HIDDEN, 2 * HIDDEN, approximate="tanh", bias=False), "gelu"),
+    "geglu": (lambda: GEGLU(HIDDEN, 2 * HIDDEN), "geglu"),
+    "geglu_without_bias": (lambda: GEGLU(HIDDEN, 2 * HIDDEN, bias=False), "geglu"),
+    "swiglu": (lambda: SwiGLU(HIDDEN, 2 * HIDDEN), "swiglu"),
+}
+every_instance = pytest.mark.parametrize("name", INSTANCES)
+
+
+@pytest.fixture
+def named_classes():
+    """The classes with their layers' names, as a user gives them, taken back afterwards."""
+    for layer, classes in CLASSES.items():
+        for cls in classes:
+            replace_kernel_forward_from_hub(cls, layer)
+    yield
+    for cls in (cls for classes in CLASSES.values() for cls in classes):
+        del cls.kernel_layer_name, cls.kernel_condition
+
+
+@pytest.fixture
+def kernelized(kernel, device, named_classes):
+    """A function that puts a model's layers on this build."""
+    folder = Path(kernel.__file__).parents[1]
+    mapping = {layer: {device: LocalLayerRepository(folder, layer_name=layer)} for layer in CLASSES}
+
+    def apply(model, mode=Mode.INFERENCE):
+        with use_kernel_mapping(mapping, inherit_mapping=False):
+            return kernelize(model, mode=mode, device=device, use_fallback=False)
+
+    return apply
+
+
+def with_values(model, dtype, device):
+    """Parameters of which each matters: no norm weight is 1, no bias 0."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.5)
+        elif parameter.dim() == 1:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model.to(device, dtype).eval()
+
+
+def instance(name, dtype, device):
+    return with_values(INSTANCES[name][0](), dtype, device)
+
+
+def calls_and_result(module, *args, **kwargs):
+    with torch.no_grad(), KernelCalls() as calls:
+        out = module(*args, **kwargs)
+    return dict(calls.counts), out
+
+
+def exact(module, x):
+    """What a module computes in float64, norms of diffusers (in float32 inside) included."""
+    module, x = copy.deepcopy(module).double(), x.double()
+    if not isinstance(module, (RMSNorm, FP32LayerNorm)):
+        return module(x)
+    weight, bias = module.weight, module.bias
+    if isinstance(module, FP32LayerNorm):
+        return nn.functional.layer_norm(x, x.shape[-1:], weight, bias, module.eps)
+    out = nn.functional.rms_norm(x, x.shape[-1:], weight, module.eps)
+    return out if bias is None else out + bias
+
+
+# --------------------------------------------------------------------------------------------------
+# Each class
+
+
+@pytest.mark.kernels_ci
+@every_instance
+@every_dtype
+@torch.no_grad()
+def test_each_class(kernelized, device, name, dtype):
+    module = instance(name, dtype, device)
+    x = normal(4, 256, HIDDEN, dtype=dtype, device=device)
+    expected, eager_out = exact(module, x), module(x)
+    state = {key: value.clone() for key, value in module.state_dict().items()}
+    kernelized(module)
+    calls, out = calls_and_result(module, x)
+    assert calls == {INSTANCES[name][1]: 1}
+    assert (out.shape, out.dtype) == (eager_out.shape, eager_out.dtype)
+    assert_contract(out, expected, eager_out)
+    assert list(module.state_dict()) == list(state)
+    assert all(torch.equal(value, state[key]) for key, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("layer", CLASSES)
+def test_layers_are_pure(kernel, layer):
+    """Nothing but forward and what kernels allows: kernelize takes the function and nothing else."""
+    cls = getattr(kernel.layers, layer)
+    own = {name for name in vars(cls) if not name.startswith("__")}
+    assert own == {"forward", "has_backward", "can_torch_compile"}
+    assert cls.__init__ is nn.Module.__init__
+    assert cls.has_backward and cls.can_torch_compile
+    for fitted in CLASSES[layer]:
+        assert f"{fitted.__module__}.{fitted.__qualname__}" in cls.__doc__.replace(
+            "torch.nn.", "torch.nn.modules.normalization."
+        )
+
+
+def test_layers_are_listed(kernel):
+    assert kernel.layers.__all__ == sorted(CLASSES)
+
+
+@every_instance
+def test_strided_and_empty_inputs(kernelized, device, name):
+    """Also a last dimension that the operations do not take."""
+    module = instance(name, torch.float32, device)
+    views = [
+        normal(2, 9, HIDDEN, dtype=torch.float32, device=device, layout="chunk"),
+        normal(2, HIDDEN, 9, dtype=torch.float32, device=device).transpose(1, 2),
+        torch.empty(2, 0, HIDDEN, device=device),
+        normal(HIDDEN, dtype=torch.float32, device=device),
+    ]
+    expected = [module(x) for x in views]
+    kernelized(module)
+    for x, reference in zip(views, expected, strict=True):
+        with torch.no_grad():
+            torch.testing.assert_close(module(x), reference, rtol=1e-5, atol=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------
+# What an operation cannot express: the class's own result, bit for bit
+
+
+def assert_own_result(kernelized, module, x, operators=0):
+    expected = module(x)
+    kernelized(module)
+    calls, out = calls_and_result(module, x)
+    assert sum(calls.values()) == operators
+    assert (out.shape, out.dtype) == (expected.shape, expected.dtype)
+    assert torch.equal(out, expected)
+
+
+@every_16_bit_dtype
+@torch.no_grad()
+def test_rms_norm_with_a_float32_weight(kernelized, device, dtype):
+    """diffusers' result is float32 then; the operation would have to round the weight."""
+    module = instance("rms_norm", torch.float32, device)
+    x = normal(3, 5, HIDDEN, dtype=dtype, device=device)
+    assert module(x).dtype == torch.float32
+    assert_own_result(kernelized, module, x)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "rms_norm_with_bias"])
+@every_16_bit_dtype
+@torch.no_grad()
+def test_rms_norm_of_float32_with_a_16_bit_weight(kernelized, device, name, dtype):
+    module = instance(name, dtype, device)
+    x = normal(3, 5, HIDDEN, dtype=torch.float32, device=device)
+    assert module(x).dtype == dtype
+    assert_own_result(kernelized, module, x)
+
+
+@every_16_bit_dtype
+@torch.no_grad()
+def test_fp32_layer_norm_with_float32_parameters(kernelized, device, dtype):
+    module = instance("fp32_layer_norm", torch.float32, device)
+    x = normal(3, 5, HIDDEN, dtype=dtype, device=device)
+    assert module(x).dtype == dtype
+    assert_own_result(kernelized, module, x)
+
+
+@pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
+@torch.no_grad()
+def test_torch_rms_norm_without_eps(kernelized, device, affine):
+    """PyTorch takes the machine epsilon of a dtype, which is 0.0078 for bfloat16."""
+    module = nn.RMSNorm(HIDDEN, elementwise_affine=affine, device=device, dtype=torch.bfloat16)
+    x = normal(3, 5, HIDDEN, dtype=torch.bfloat16, device=device, std=0.01)
+    assert_own_result(kernelized, module, x)
+
+
+@pytest.mark.parametrize("cls", [nn.RMSNorm, nn.LayerNorm, FP32LayerNorm, RMSNorm])
+@torch.no_grad()
+def test_norm_with_parameters_of_two_dimensions(kernelized, device, cls):
+    """PyTorch's classes normalize over both dimensions, diffusers' RMSNorm over the last alone."""
+    module = with_values(cls((5, HIDDEN), eps=1e-6), torch.float32, device)
+    assert module.weight.shape == (5, HIDDEN)
+    nn.init.normal_(module.weight)
+    x = normal(3, 5, HIDDEN, dtype=torch.float32, device=device)
+    assert_own_result(kernelized, module, x)
+
+
+@pytest.mark.parametrize("name", ["layer_norm_without_weight", "torch_rms_norm_without_weight"])
+def test_norm_of_another_size_is_refused(kernelized, device, name):
+    """Without parameters nothing but the module knows its size."""
+    module = kernelized(instance(name, torch.float32, device))
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        module(torch.ones(3, HIDDEN + 1, device=device))
+
+
+@every_instance
+@torch.no_grad()
+def test_float64(kernelized, device, name):
+    module = instance(name, torch.float64, device)
+    x = torch.randn(3, 5, HIDDEN, dtype=torch.float64, device=device)
+    assert_own_result(kernelized, module, x)
+
+
+@every_instance
+@torch.no_grad()
+def test_autocast(kernelized, device, name):
+    """Autocast decides on dtypes by operator, and knows PyTorch's alone."""
+    module = instance(name, torch.float32, device)
+    x = normal(3, 5, HIDDEN, dtype=torch.float32, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        assert_own_result(kernelized, module, x)
+
+
+class Shifted(nn.LayerNorm):
+    """As some models have them: a weight around zero."""
+
+    def forward(self, input):
+        return nn.functional.layer_norm(input, self.normalized_shape, 1 + self.weight, self.bias)
+
+
+class ShiftedGELU(GELU):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) - 1
+
+
+class Renamed(nn.LayerNorm):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Shifted(HIDDEN), lambda: ShiftedGELU(HIDDEN, 128)], ids=["norm", "gelu"]
+)
+@torch.no_grad()
+def test_subclasses_with_another_forward(kernelized, device, make):
+    """kernelize binds the layer to them, too, since they inherit the layer's name."""
+    module = with_values(make(), torch.float32, device)
+    assert_own_result(kernelized, module, torch.randn(3, 5, HIDDEN, device=device))
+
+
+@torch.no_grad()
+def test_subclasses_with_the_same_forward(kernelized, device):
+    module = kernelized(with_values(Renamed(HIDDEN), torch.float32, device))
+    calls, _ = calls_and_result(module, torch.randn(3, 5, HIDDEN, device=device))
+    assert calls == {"layer_norm": 1}
+
+
+@torch.no_grad()
+def test_deprecated_scale_of_geglu(kernelized, device):
+    """Ignored with a warning, as in diffusers."""
+    module = instance("geglu", torch.float32, device)
+    x = torch.randn(3, 5, HIDDEN, device=device)
+    expected = module(x)
+    kernelized(module)
+    for args, kwargs in (((0.5,), {}), ((), {"scale": 0.5})):
+        with pytest.warns(FutureWarning, match="scale"):
+            assert torch.equal(module(x, *args, **kwargs), expected)
+
+
+@torch.no_grad()
+def test_linear_layers_are_called(kernelized, device):
+    """With all that LoRA, quantization or offloading put there."""
+    for name in ("gelu", "geglu", "swiglu"):
+        module = kernelized(instance(name, torch.float32, device))
+        x = torch.randn(3, 5, HIDDEN, device=device)
+        plain = module(x)
+        seen = []
+        module.proj.register_forward_hook(lambda *call, seen=seen: seen.append(call[2]) or -call[2])
+        assert not torch.equal(module(x), plain)
+        assert len(seen) == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# A model
+
+FEED_FORWARDS = ["gelu", "gelu-approximate", "geglu", "swiglu"]
+
+
+class Block(nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(HIDDEN)
+        self.attn = Attention(
+            HIDDEN, heads=4, dim_head=HIDDEN // 4, qk_norm="rms_norm", out_bias=False
+        )
+        self.norm2 = FP32LayerNorm(HIDDEN, elementwise_affine=False)
+        self.ff = FeedForward(HIDDEN, activation_fn=activation)
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.ff(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """Attention and feed-forwards of diffusers, and each kind of norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm_in = RMSNorm(HIDDEN, eps=1e-6)
+        self.blocks = nn.ModuleList(Block(activation) for activation in FEED_FORWARDS)
+        self.norm_out = FP32LayerNorm(HIDDEN, elementwise_affine=False)
+
+    def forward(self, x):
+        x = self.norm_in(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm_out(x)
+
+
+# A block has two layer norms and the norms of query and key.
+CALLS = {
+    "rms_norm": 1 + 2 * len(FEED_FORWARDS),
+    "layer_norm": 1 + 2 * len(FEED_FORWARDS),
+    "gelu": 2,
+    "geglu": 1,
+    "swiglu": 1,
+}
+
+
+def transformer(dtype, device):
+    torch.manual_seed(0)
+    return with_values(Transformer(), dtype, device)
+
+
+def inputs(dtype, device):
+    return normal(2, 256, HIDDEN, dtype=dtype, device=device)
+
+
+def relative_error(out, expected):
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+@for_dtypes(torch.float32, torch.bfloat16)
+@torch.no_grad()
+def test_model(kernelized, device, dtype):
+    model = transformer(dtype, device)
+    x = inputs(dtype, device)
+    expected = copy.deepcopy(model).double()(x.double())
+    eager_out = model(x)
+    keys = list(model.state_dict())
+    kernelized(model)
+    calls, out = calls_and_result(model, x)
+    assert calls == CALLS
+    assert list(model.state_dict()) == keys
+    if dtype == torch.float32:
+        # The reference is one of float32 where diffusers' norms compute in it whatever they are given.
+        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+    else:
+        assert relative_error(out, expected) <= 1.05 * relative_error(eager_out, expected)
+
+
+@torch.no_grad()
+def test_every_module_is_replaced_on_the_instance(kernel, kernelized, device):
+    model, other = (transformer(torch.float32, device) for _ in range(2))
+    kernelized(model)
+    fitted = tuple(cls for classes in CLASSES.values() for cls in classes)
+    replaced = Counter()
+    for module in model.modules():
+        if isinstance(module, fitted):
+            layer = type(module).kernel_layer_name
+            assert module.forward.__func__.__qualname__ == f"{layer}.forward"
+            assert module.forward.__func__.__module__ == kernel.layers.__name__
+            replaced[layer] += 1
+    assert replaced == {"RMSNorm": 9, "LayerNorm": 9, "GELU": 2, "GEGLU": 1, "SwiGLU": 1}
+    assert calls_and_result(other, inputs(torch.float32, device))[0] == {}
+
+
+@pytest.mark.parametrize("mode", [Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE], ids=str)
+def test_gradients(kernelized, device, mode):
+    model = transformer(torch.float32, device)
+    plain = copy.deepcopy(model)
+    kernelized(model, mode)
+    x = inputs(torch.float32, device)
+    tangent = torch.randn_like(x)
+    for one in (model, plain):
+        (one.train()(x) * tangent).sum().backward()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert one.grad.isfinite().all() and one.grad.any(), name
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-3, msg=name)
+
+
+def operators(graph_module):
+    """How often a graph calls each operator of the package."""
+    targets = (str(node.target).split(".") for node in graph_module.graph.nodes)
+    return Counter(t[1] for t in targets if t[0].startswith("_h100_diffusers_kernels"))
+
+
+@torch.no_grad()
+def test_compile(kernelized, device):
+    """One graph that holds the operators, compiled once."""
+    model = transformer(torch.float32, device)
+    plain = copy.deepcopy(model)
+    kernelized(model, Mode.INFERENCE | Mode.TORCH_COMPILE)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for _ in range(2):
+        x = inputs(torch.float32, device)
+        torch.testing.assert_close(compiled(x), plain(x), rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == 1
+    (graph,) = counter.graphs
+    assert operators(graph) == CALLS
+
+
+@every_instance
+@torch.no_grad()
+def test_compile_each_class(kernelized, device, name):
+    module = instance(name, torch.bfloat16, device)
+    kernelized(module, Mode.INFERENCE | Mode.TORCH_COMPILE)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(module, fullgraph=True, backend=counter)
+    for _ in range(2):
+        x = normal(2, 9, HIDDEN, dtype=torch.bfloat16, device=device)
+        assert torch.equal(compiled(x), module(x))
+    assert counter.frame_count == 1
+    (graph,) = counter.graphs
+    assert operators(graph) == {INSTANCES[name][1]: 1}

@@ -1,0 +1,157 @@
+"""The plots of benchmarks/plots, from the JSON in benchmarks/results.
+
+The same JSON gives the same files, byte for byte. tools/render_readme.py writes them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+FAMILIES = {
+    "norm": "norms",
+    "gated_residual": "gated residuals",
+    "rope": "rotary embeddings",
+    "activation": "activations",
+    "softmax": "softmax",
+}
+# What is drawn, from the back to the front: name, color, marker, size.
+SERIES = {
+    "eager": ("eager", "#9aa0a6", "s", 14),
+    "compiled": ("torch.compile", "#e8710a", "^", 16),
+    "liger": ("Liger", "#188038", "v", 16),
+    "quack": ("QuACK", "#a142f4", "D", 12),
+    "ours": ("this package", "#1a73e8", "o", 20),
+}
+MODES = {
+    "compiled": ("torch.compile", "#e8710a"),
+    "injected": ("injected", "#1a73e8"),
+    "injected+compiled": ("injected and torch.compile", "#174ea6"),
+}
+MEGABYTE = 1e6
+STYLE = {
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 9,
+    "grid.color": "#e0e0e0",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "h100-diffusers-kernels",
+}
+
+
+def _svg(figure: Figure) -> str:
+    buffer = io.StringIO()
+    metadata = {"Date": None, "Creator": None}
+    figure.savefig(buffer, format="svg", metadata=metadata, facecolor="white")
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+def bandwidth(results: dict[str, dict]) -> str:
+    """Rate against bytes moved, one panel a family, with the large copy's rate as a line."""
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    panels = figure.subplots(2, 3, sharey=True)
+    for axes, (family, title) in zip(panels.flat, FAMILIES.items(), strict=False):
+        entries = results[family]["workloads"]
+        sizes = [entry["bytes"] / MEGABYTE for entry in entries]
+        for name, (label, color, marker, size) in SERIES.items():
+            points = [
+                (megabytes, entry["cold"]["terabytes_per_second"][name])
+                for megabytes, entry in zip(sizes, entries, strict=True)
+                if name in entry["cold"]["terabytes_per_second"]
+            ]
+            if points:
+                x, y = zip(*points, strict=True)
+                axes.scatter(x, y, s=size, c=color, marker=marker, label=label, alpha=0.85)
+        copy = statistics.median(e["cold"]["terabytes_per_second"]["large_copy"] for e in entries)
+        axes.axhline(copy, color="#202124", linewidth=0.9, linestyle="--", label="copy of 1 GiB")
+        axes.set_title(title)
+        axes.set_xscale("log")
+        ticks = [t for t in (1, 2, 5, 10, 30, 100, 300, 1000, 3000) if _is_within(t, sizes)]
+        axes.xaxis.set_major_locator(FixedLocator(ticks))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_xlabel("MB that must move")
+        axes.set_ylim(bottom=0)
+    for row in panels:
+        row[0].set_ylabel("TB/s")
+    legend = panels.flat[-1]
+    legend.axis("off")
+    handles = {
+        label: handle
+        for axes in panels.flat[:-1]
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    legend.legend(handles.values(), handles.keys(), loc="center", frameon=False)
+    return _svg(figure)
+
+
+def _is_within(value: float, values: list[float]) -> bool:
+    return min(values) / 2 <= value <= max(values) * 2
+
+
+def models(results: dict[str, dict]) -> str:
+    """Speedup of a model's forward over eager, a group of bars an input."""
+    sizes = results["models"]["sizes"]
+    figure = Figure(figsize=(7.5, 3.2), layout="constrained")
+    axes = figure.subplots()
+    modes = [mode for mode in MODES if any(mode in e["modes"] for e in sizes.values())]
+    height = 0.8 / len(modes)
+    for index, mode in enumerate(modes):
+        label, color = MODES[mode]
+        shown = [
+            (row + (index - (len(modes) - 1) / 2) * height, entry["speedups"][mode]["eager"])
+            for row, entry in enumerate(sizes.values())
+            if mode in entry["speedups"]
+        ]
+        bars = axes.barh(
+            [row for row, _ in shown],
+            [value for _, value in shown],
+            height,
+            color=color,
+            label=label,
+        )
+        axes.bar_label(bars, fmt="%.2f×", padding=3)
+    axes.axvline(1, color="#202124", linewidth=0.9, linestyle="--")
+    names = []
+    for size, entry in sizes.items():
+        frames, rows, columns = size.split("x")
+        tokens = f"{entry['batch']}×{entry['tokens']} tokens"
+        names.append(f"LTX-Video 2B\n{frames} frames {rows}×{columns}\n{tokens}")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.margins(x=0.12)
+    axes.set_xlabel("one transformer forward: times as fast as eager")
+    figure.legend(loc="outside lower center", ncols=len(modes), frameon=False)
+    return _svg(figure)
+
+
+# Each plot, and the results that it needs.
+PLOTS: dict[str, tuple[Callable[[dict[str, dict]], str], tuple[str, ...]]] = {
+    "bandwidth": (bandwidth, tuple(FAMILIES)),
+    "models": (models, ("models",)),
+}
+
+
+def render(results: Path) -> dict[str, str]:
+    """File name -> SVG, of the plots whose results are all there."""
+    plots = {}
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
+        for name, (draw, needed) in PLOTS.items():
+            paths = {need: results / f"{need}.json" for need in needed}
+            if all(path.exists() for path in paths.values()):
+                loaded = {
+                    need: json.loads(path.read_text(encoding="utf-8"))
+                    for need, path in paths.items()
+                }
+                plots[f"{name}.svg"] = draw(loaded)
+    return plots

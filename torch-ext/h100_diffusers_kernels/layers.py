@@ -1,0 +1,168 @@
+"""Layers for ``kernels.kernelize``, which binds their ``forward`` to instances of the classes they fit.
+
+They hold nothing: weights and settings are the instance's, and so are its state_dict and its hooks.
+What an operation cannot express (mixed dtypes, float64, autocast, a norm over several dimensions,
+strided last dimensions, sharded or quantized parameters, another device) the class's own code
+computes, and so it does for subclasses that have a forward of their own and were not named. Results
+are at least as accurate as that code's, which rounds more often. Where a gradient is asked for, the
+operations' differentiable expressions run.
+
+    >>> kernels.replace_kernel_forward_from_hub(diffusers.models.normalization.RMSNorm, "RMSNorm")
+    >>> layer = kernels.LayerRepository(
+    ...     "org/h100-diffusers-kernels", layer_name="RMSNorm", version=1, trust_remote_code=True
+    ... )
+    >>> with kernels.use_kernel_mapping({"RMSNorm": {"cuda": layer}}):
+    ...     model = kernels.kernelize(model, mode=kernels.Mode.INFERENCE)
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from torch import Tensor, nn
+
+from . import functional
+from .injection.conditions import is_plain, kernels_take
+
+__all__ = ["GEGLU", "GELU", "LayerNorm", "RMSNorm", "SwiGLU"]
+
+
+def _is_designated(cls: type) -> bool:
+    """Whether the forward of an instance's class is the one that the layer was chosen to replace.
+
+    ``kernelize`` reaches the subclasses of a class, too, and theirs may compute something else.
+    """
+    if not hasattr(cls, "kernel_layer_name"):
+        return True
+    for base in cls.__mro__:
+        if "kernel_layer_name" in vars(base):
+            return True
+        if "forward" in vars(base):
+            return False
+    return True
+
+
+def _kernels_normalize(x: Tensor, *parameters: Optional[Tensor]) -> bool:
+    """Whether a norm over x's last dimension, with its parameters, is one that the kernels know."""
+    return kernels_take(x, *parameters) and all(
+        is_plain(p) and (p is None or p.shape == x.shape[-1:]) for p in parameters
+    )
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm, as the operation ``rms_norm``, and a bias if there is one.
+
+    Fits ``diffusers.models.normalization.RMSNorm``, with or without weight and bias, and
+    ``torch.nn.RMSNorm``.
+    """
+
+    weight: Optional[Tensor]
+    eps: Optional[float]
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = self.weight
+        # Torch's class alone says what it normalizes over; diffusers' is always the last dimension.
+        normalized = tuple(getattr(self, "normalized_shape", hidden_states.shape[-1:]))
+        bias = None if weight is None else getattr(self, "bias", None)
+        if (
+            not _is_designated(type(self))
+            or self.eps is None
+            or normalized != tuple(hidden_states.shape[-1:])
+            or not _kernels_normalize(hidden_states, weight, bias)
+        ):
+            return type(self).forward(self, hidden_states)
+        out = functional.rms_norm(hidden_states, weight, self.eps)
+        return out if bias is None else out + bias
+
+
+class LayerNorm(nn.Module):
+    """Layer norm, as the operation ``layer_norm``.
+
+    Fits ``torch.nn.LayerNorm`` (``diffusers.models.normalization.LayerNorm`` is the same class) and
+    ``diffusers.models.normalization.FP32LayerNorm``, whose float32 arithmetic is the operation's.
+    """
+
+    normalized_shape: tuple[int, ...]
+    weight: Optional[Tensor]
+    bias: Optional[Tensor]
+    eps: float
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        if (
+            not _is_designated(type(self))
+            or tuple(self.normalized_shape) != tuple(input.shape[-1:])
+            or not _kernels_normalize(input, self.weight, self.bias)
+        ):
+            return type(self).forward(self, input)
+        return functional.layer_norm(input, self.weight, self.bias, self.eps)
+
+
+class GELU(nn.Module):
+    """A linear layer, then GELU, as the operation ``gelu``.
+
+    Fits ``diffusers.models.activations.GELU``, which is not ``torch.nn.GELU``: it has a ``proj``.
+    """
+
+    proj: nn.Module
+    approximate: str
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if not _is_designated(type(self)):
+            return type(self).forward(self, hidden_states)
+        hidden_states = self.proj(hidden_states)
+        if not kernels_take(hidden_states):
+            return self.gelu(hidden_states)
+        return functional.gelu(hidden_states, self.approximate)
+
+
+class GEGLU(nn.Module):
+    """A linear layer, then its first half times GELU of its second, as the operation ``geglu``.
+
+    Fits ``diffusers.models.activations.GEGLU``.
+    """
+
+    proj: nn.Module
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        if args or kwargs or not _is_designated(type(self)):
+            # Further arguments are deprecated, and diffusers' code says so.
+            return type(self).forward(self, hidden_states, *args, **kwargs)
+        hidden_states = self.proj(hidden_states)
+        if not kernels_take(hidden_states):
+            hidden_states, gate = hidden_states.chunk(2, dim=-1)
+            return hidden_states * self.gelu(gate)
+        return functional.geglu(hidden_states)
+
+
+class SwiGLU(nn.Module):
+    """A linear layer, then its first half times SiLU of its second, as the operation ``swiglu``.
+
+    Fits ``diffusers.models.activations.SwiGLU``.
+    """
+
+    proj: nn.Module
+    activation: nn.Module
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if not _is_designated(type(self)):
+            return type(self).forward(self, hidden_states)
+        hidden_states = self.proj(hidden_states)
+        if not kernels_take(hidden_states):
+            hidden_states, gate = hidden_states.chunk(2, dim=-1)
+            return hidden_states * self.activation(gate)
+        return functional.swiglu(hidden_states)
