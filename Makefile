@@ -27,7 +27,7 @@ PIP := $(RUN) -m pip install --disable-pip-version-check -qq
 # What of the environment a target needs: nothing with VENV=none.
 needs = $(if $(STAMPS),$(addprefix $(STAMPS),$(1)))
 
-CXX_SOURCES = $(shell find kernel_src torch-ext -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \
+CXX_SOURCES = $(shell find kernel_src torch-ext benchmarks/ceilings -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \
   -o -name '*.h' ! -name registration.h)
 
 .PHONY: help example test build cross lint format clean
@@ -43,11 +43,12 @@ test: build $(call needs,test)
 build: $(call needs,example $(if $(filter-out 0,$(HAS_GPU)),cuda-compiler))
 	$(RUN) tools/build_variant.py $(BUILD_FLAGS)
 
-# The CUDA build, which needs no GPU, and what can be told of it without one.
+# The CUDA build and the programs of the ceilings, which need no GPU, and what can be told of them without one.
 cross: $(call needs,test cuda-compiler cuda-binutils)
 	$(RUN) tools/build_variant.py --backend cuda $(BUILD_FLAGS)
 	$(RUN) tools/check_abi.py build/torch-stable-abi*
 	$(RUN) tools/kernel_resources.py .build/cuda
+	$(RUN) benchmarks/ceilings/run.py --compile-only
 
 lint: $(call needs,lint)
 	$(BIN)ruff check

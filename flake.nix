@@ -14,6 +14,7 @@
       pythonCheckInputs =
         pkgs: with pkgs; [
           diffusers
+          matplotlib
           peft
           torchao
         ];

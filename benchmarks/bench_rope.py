@@ -5,8 +5,6 @@ coordinates, so there they are the bytes of query and key (and 12 a token): the 
 (B, S, D) that the peers read, as diffusers makes them, are not counted. Likewise rope_3d counts no
 table of S rows, though eager reads one of each, cosine and sine, as the models keep them.
 
-Liger's rotation works in place, on a query and a key: here of half of the heads each.
-
 Writes benchmarks/results/rope.json:
 
     python benchmarks/bench_rope.py

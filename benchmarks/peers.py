@@ -24,18 +24,21 @@ class Call:
 
 
 class Liger:
-    """liger_kernel: https://github.com/linkedin/Liger-Kernel."""
+    """liger_kernel: https://github.com/linkedin/Liger-Kernel.
+
+    Its rotary embedding is left out: it writes over its input, half of whose traffic then stays in
+    the L2 cache, and is not the same operation.
+    """
 
     distribution = "liger-kernel"
 
     def __init__(self) -> None:
-        from liger_kernel.ops import geglu, layer_norm, modulated_rms_norm, rms_norm, rope, swiglu
+        from liger_kernel.ops import geglu, layer_norm, modulated_rms_norm, rms_norm, swiglu
         from liger_kernel.ops import softmax as softmax_
 
         self._rms_norm = rms_norm.LigerRMSNormFunction.apply
         self._layer_norm = layer_norm.LigerLayerNormFunction.apply
         self._modulate = modulated_rms_norm.LigerModulatedRMSNormFunction.apply
-        self._rope = rope.LigerRopeFunction.apply
         self._geglu = geglu.LigerGELUMulFunction.apply
         self._swiglu = swiglu.LigerSiLUMulFunction.apply
         self._softmax = softmax_.LigerSoftmaxFunction.apply
@@ -49,16 +52,6 @@ class Liger:
     def rms_norm_modulate(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Call:
         scale, shift = (t.reshape(-1, t.shape[-1]).contiguous() for t in (scale, shift))
         return Call(lambda: self._modulate(x, None, scale, shift, eps, 0.0, "llama", False))
-
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Call | None:
-        """In place, on a query and a key that have half of the heads each."""
-        if layout != "half" or x.shape[2] % 2:
-            return None
-        q, k = (t.clone().transpose(1, 2) for t in x.chunk(2, dim=2))
-        return Call(
-            lambda: self._rope(q, k, cos, sin),
-            lambda result: [torch.cat(result, dim=1).transpose(1, 2)],
-        )
 
     def geglu(
         self, x: Tensor, approximate: str = "none", bias: Tensor | None = None

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What only a GPU can show. Usage: tools/gpu_check.sh [build] [test] [sanitize] [operations] [accuracy] [models] [pipeline]
+# What only a GPU can show. Usage: tools/gpu_check.sh [build] [test] [sanitize] [ceilings] [operations] [profile]
+# [accuracy] [models] [pipeline]
 #
 # Without arguments all steps run, in this order; a step that fails does not keep the next from
 # running, unless it is the build. Logs, and the JSON that the benchmarks write, go to $OUT (default
@@ -8,7 +9,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-build/gpu_check}
-STEPS=(build test sanitize operations accuracy models pipeline)
+STEPS=(build test sanitize ceilings operations profile accuracy models pipeline)
 
 step_build() {
   "$PYTHON" tools/build_variant.py --backend cuda &&
@@ -34,6 +35,8 @@ step_sanitize() {
   return "$status"
 }
 
+step_ceilings() { "$PYTHON" benchmarks/ceilings/run.py; }
+
 # Beside Liger and QuACK where requirements/benchmark.txt is installed.
 step_operations() {
   local status=0 name
@@ -43,6 +46,8 @@ step_operations() {
   done
   return "$status"
 }
+
+step_profile() { "$PYTHON" benchmarks/profile_kernels.py; }
 step_accuracy() { "$PYTHON" benchmarks/bench_accuracy.py; }
 step_models() { "$PYTHON" benchmarks/bench_models.py; }
 step_pipeline() { "$PYTHON" benchmarks/bench_pipeline.py; }

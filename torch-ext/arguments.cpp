@@ -156,7 +156,7 @@ void ArgumentChecker::broadcastable(const char* name, const Tensor& tensor) cons
 }
 
 Tensor empty(const Tensor& x, const Sizes& shape) {
-  Sizes strides(shape.size());
+  int64_t strides[Sizes::kCapacity];
   int64_t stride = 1;
   for (size_t i = shape.size(); i-- > 0;) {
     strides[i] = stride;
@@ -168,22 +168,21 @@ Tensor empty(const Tensor& x, const Sizes& shape) {
   int32_t device_type = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
-                                                  strides.data(), dtype, device_type, device.index(),
-                                                  &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides,
+                                                  dtype, device_type, device.index(), &handle));
   return Tensor(handle);
 }
 
-void RowLaunch::add(RowOperand& operand, const Tensor& tensor, bool is_present) {
-  operand = RowOperand{};
-  if (!is_present) return;
-  Operand entry{&operand, static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())),
-                Sizes(leading_.size(), 0)};
-  const int64_t own = tensor.dim() - 1;  // leading dimensions of the tensor itself
-  const int64_t offset = static_cast<int64_t>(leading_.size()) - own;
-  for (int64_t i = 0; i < own; ++i)
-    if (tensor.size(i) != 1) entry.strides[static_cast<size_t>(offset + i)] = tensor.stride(i);
-  operands_.push_back(std::move(entry));
+void RowLaunch::add(RowOperand& operand, const Tensor& tensor) {
+  Operand& entry = operands_[operand_count_++];
+  entry.target = &operand;
+  entry.data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  const size_t own = sizes.size() - 1;  // leading dimensions of the tensor itself
+  const size_t offset = leading_.size() - own;
+  for (size_t dim = 0; dim < leading_.size(); ++dim)
+    entry.strides[dim] = dim < offset || sizes[dim - offset] == 1 ? 0 : strides[dim - offset];
 }
 
 void RowLaunch::add(RowOperand& operand, const OptionalTensor& tensor) {
@@ -192,43 +191,48 @@ void RowLaunch::add(RowOperand& operand, const OptionalTensor& tensor) {
 }
 
 void RowLaunch::merge() {
-  size_t last = 0;  // index of the innermost dimension kept so far, counted in `leading_` as rewritten
-  Sizes sizes;
-  std::vector<Sizes> strides(operands_.size());
+  size_t kept = 0;
   for (size_t dim = 0; dim < leading_.size(); ++dim) {
     const int64_t size = leading_[dim];
     if (size == 1) continue;
-    bool mergeable = !sizes.empty();
-    for (size_t i = 0; mergeable && i < operands_.size(); ++i)
-      mergeable = strides[i][last] == operands_[i].strides[dim] * size;
-    if (mergeable) {
-      sizes[last] *= size;
-      for (size_t i = 0; i < operands_.size(); ++i) strides[i][last] = operands_[i].strides[dim];
+    bool is_mergeable = kept > 0;
+    for (size_t i = 0; is_mergeable && i < operand_count_; ++i)
+      is_mergeable = operands_[i].strides[kept - 1] == operands_[i].strides[dim] * size;
+    if (is_mergeable) {
+      leading_[kept - 1] *= size;
     } else {
-      sizes.push_back(size);
-      for (size_t i = 0; i < operands_.size(); ++i) strides[i].push_back(operands_[i].strides[dim]);
-      last = sizes.size() - 1;
+      leading_[kept++] = size;
     }
+    for (size_t i = 0; i < operand_count_; ++i) operands_[i].strides[kept - 1] = operands_[i].strides[dim];
   }
-  if (sizes.empty()) {
-    sizes.push_back(1);
-    for (Sizes& operand_strides : strides) operand_strides.push_back(0);
+  if (kept == 0) {
+    leading_ = {1};
+    for (size_t i = 0; i < operand_count_; ++i) operands_[i].strides[0] = 0;
+  } else {
+    leading_.shrink(kept);
   }
-  leading_ = std::move(sizes);
-  for (size_t i = 0; i < operands_.size(); ++i) operands_[i].strides = std::move(strides[i]);
+}
+
+int64_t RowLaunch::rows_from(size_t dim) const {
+  int64_t rows = 1;
+  for (; dim < leading_.size(); ++dim) rows *= leading_[dim];
+  return rows;
 }
 
 void RowLaunch::write(size_t first_dim, RowShape& shape) const {
-  shape = RowShape{1, static_cast<int32_t>(leading_.size() - first_dim), {}};
-  for (size_t dim = first_dim; dim < leading_.size(); ++dim) {
-    shape.sizes[dim - first_dim] = leading_[dim];
-    shape.rows *= leading_[dim];
-  }
-  for (const Operand& operand : operands_) {
-    operand.target->data = operand.data;
+  shape = RowShape{rows_from(first_dim), static_cast<int32_t>(leading_.size() - first_dim), {}};
+  for (size_t dim = first_dim; dim < leading_.size(); ++dim) shape.sizes[dim - first_dim] = leading_[dim];
+  for (size_t i = 0; i < operand_count_; ++i) {
+    RowOperand& target = *operands_[i].target;
+    target.data = operands_[i].data;
     for (size_t dim = first_dim; dim < leading_.size(); ++dim)
-      operand.target->strides[dim - first_dim] = operand.strides[dim];
+      target.strides[dim - first_dim] = operands_[i].strides[dim];
   }
+}
+
+void RowLaunch::advance(size_t dim, int64_t steps, int64_t element_bytes) {
+  for (size_t i = 0; i < operand_count_; ++i)
+    operands_[i].data += steps * operands_[i].strides[dim] * element_bytes;
 }
 
 #ifdef CUDA_KERNEL

@@ -22,10 +22,14 @@ struct RowNormArguments {
   double eps = 0.0;
 };
 
-// Returns (new residual, output); the first is meaningful only with a residual, the second only if
-// `has_output`.
-std::tuple<Tensor, Tensor> run_row_norm(const char* operation, RowNormLauncher launcher, const Tensor& x,
-                                        const RowNormArguments& arguments, bool has_output = true) {
+// The new residual, where the operation has one, and the output, if `has_output`.
+struct RowNormResults {
+  OptionalTensor residual, out;
+  std::tuple<Tensor, Tensor> both() && { return {std::move(*residual), std::move(*out)}; }
+};
+
+RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, const Tensor& x,
+                            const RowNormArguments& arguments, bool has_output = true) {
   const bool has_residual = arguments.residual.has_value();
   const Tensor& leader = has_residual ? *arguments.residual : x;
   const ArgumentChecker check(operation, has_residual ? "residual" : "x", leader);
@@ -41,56 +45,63 @@ std::tuple<Tensor, Tensor> run_row_norm(const char* operation, RowNormLauncher l
   params.weight = check.vector("weight", arguments.weight, check.hidden());
   params.bias = check.vector("bias", arguments.bias, check.hidden());
 
-  Tensor out = empty(x, has_output ? check.shape() : Sizes{0});
-  Tensor residual_out = empty(x, has_residual ? check.shape() : Sizes{0});
-  if (x.numel() == 0) return {residual_out, out};
+  RowNormResults results;
+  if (has_output) results.out = empty(x, check.shape());
+  if (has_residual) results.residual = empty(x, check.shape());
+  if (x.numel() == 0) return results;
 
-  RowLaunch launch(Sizes(check.shape().begin(), check.shape().end() - 1));
+  RowLaunch launch(check.shape());
   launch.add(params.x, x);
   launch.add(params.residual, arguments.residual);
   launch.add(params.gate, arguments.gate);
   launch.add(params.scale, arguments.scale);
   launch.add(params.shift, arguments.shift);
-  launch.add(params.residual_out, residual_out, has_residual);
-  launch.add(params.out, out, has_output);
+  launch.add(params.residual_out, results.residual);
+  launch.add(params.out, results.out);
   const DeviceStream device(x);
   launch.run(params.shape, params.dtype, [&] { launcher(params, device.stream()); });
-  return {residual_out, out};
+  return results;
 }
 
 Tensor op_rms_norm(const Tensor& x, const OptionalTensor& weight, double eps) {
-  return std::get<1>(run_row_norm("rms_norm", rms_norm, x, {.weight = weight, .eps = eps}));
+  return *run_row_norm("rms_norm", rms_norm, x, {.weight = weight, .eps = eps}).out;
 }
 
 Tensor op_layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
-  return std::get<1>(run_row_norm("layer_norm", layer_norm, x, {.weight = weight, .bias = bias, .eps = eps}));
+  return *run_row_norm("layer_norm", layer_norm, x, {.weight = weight, .bias = bias, .eps = eps}).out;
 }
 
 Tensor op_rms_norm_modulate(const Tensor& x, const Tensor& scale, const Tensor& shift,
                             const OptionalTensor& weight, double eps) {
-  return std::get<1>(run_row_norm("rms_norm_modulate", rms_norm_modulate, x,
-                                  {.scale = scale, .shift = shift, .weight = weight, .eps = eps}));
+  return *run_row_norm("rms_norm_modulate", rms_norm_modulate, x,
+                       {.scale = scale, .shift = shift, .weight = weight, .eps = eps})
+              .out;
 }
 
 Tensor op_layer_norm_modulate(const Tensor& x, const Tensor& scale, const Tensor& shift,
                               const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
-  return std::get<1>(
-      run_row_norm("layer_norm_modulate", layer_norm_modulate, x,
-                   {.scale = scale, .shift = shift, .weight = weight, .bias = bias, .eps = eps}));
+  return *run_row_norm("layer_norm_modulate", layer_norm_modulate, x,
+                       {.scale = scale, .shift = shift, .weight = weight, .bias = bias, .eps = eps})
+              .out;
 }
 
 Tensor op_gated_residual(const Tensor& residual, const Tensor& x, const OptionalTensor& gate) {
-  return std::get<0>(
-      run_row_norm("gated_residual", gated_residual, x, {.residual = residual, .gate = gate}, false));
+  return *run_row_norm("gated_residual", gated_residual, x, {.residual = residual, .gate = gate}, false)
+              .residual;
 }
 
 std::tuple<Tensor, Tensor> op_gated_residual_rms_norm_modulate(const Tensor& residual, const Tensor& x,
                                                                const OptionalTensor& gate,
                                                                const Tensor& scale, const Tensor& shift,
                                                                const OptionalTensor& weight, double eps) {
-  return run_row_norm(
-      "gated_residual_rms_norm_modulate", gated_residual_rms_norm_modulate, x,
-      {.residual = residual, .gate = gate, .scale = scale, .shift = shift, .weight = weight, .eps = eps});
+  return run_row_norm("gated_residual_rms_norm_modulate", gated_residual_rms_norm_modulate, x,
+                      {.residual = residual,
+                       .gate = gate,
+                       .scale = scale,
+                       .shift = shift,
+                       .weight = weight,
+                       .eps = eps})
+      .both();
 }
 
 std::tuple<Tensor, Tensor> op_gated_residual_layer_norm_modulate(const Tensor& residual, const Tensor& x,
@@ -105,7 +116,8 @@ std::tuple<Tensor, Tensor> op_gated_residual_layer_norm_modulate(const Tensor& r
                        .shift = shift,
                        .weight = weight,
                        .bias = bias,
-                       .eps = eps});
+                       .eps = eps})
+      .both();
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -523,7 +535,7 @@ Tensor run_activation(const char* operation, void (*launcher)(const ActivationPa
   Tensor out = empty(x, out_shape);
   if (out.numel() == 0) return out;
 
-  RowLaunch launch(Sizes(out_shape.begin(), out_shape.end() - 1));
+  RowLaunch launch(out_shape);
   launch.add(params.x, x);
   launch.add(params.out, out);
   const DeviceStream device(x);
@@ -558,7 +570,7 @@ Tensor op_softmax(const Tensor& x) {
   Tensor out = empty(x, check.shape());
   if (out.numel() == 0) return out;
 
-  RowLaunch launch(Sizes(check.shape().begin(), check.shape().end() - 1));
+  RowLaunch launch(check.shape());
   launch.add(params.x, x);
   launch.add(params.out, out);
   const DeviceStream device(x);

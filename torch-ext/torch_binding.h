@@ -9,13 +9,13 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "params.h"
 
@@ -24,7 +24,42 @@ namespace h100_diffusers_kernels {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
-using Sizes = std::vector<int64_t>;
+
+// The sizes or strides of a tensor, kept without an allocation: a call's host time is as long as a small
+// kernel's.
+class Sizes {
+ public:
+  static constexpr size_t kCapacity = 64;
+
+  Sizes(std::initializer_list<int64_t> values) : Sizes(values.begin(), values.end()) {}
+  template <typename Iterator>
+  Sizes(Iterator first, Iterator last) : size_(static_cast<size_t>(last - first)) {
+    if (size_ > kCapacity)
+      throw std::runtime_error("a tensor must have at most 64 dimensions, got " + std::to_string(size_));
+    std::copy(first, last, values_);
+  }
+  Sizes(const Sizes& other) : Sizes(other.begin(), other.end()) {}
+  Sizes& operator=(const Sizes& other) {
+    size_ = other.size_;
+    std::copy(other.begin(), other.end(), values_);
+    return *this;
+  }
+
+  size_t size() const { return size_; }
+  void shrink(size_t size) { size_ = size; }
+  const int64_t* data() const { return values_; }
+  const int64_t* begin() const { return values_; }
+  const int64_t* end() const { return values_ + size_; }
+  int64_t& operator[](size_t i) { return values_[i]; }
+  int64_t operator[](size_t i) const { return values_[i]; }
+  int64_t& back() { return values_[size_ - 1]; }
+  int64_t back() const { return values_[size_ - 1]; }
+  bool operator==(const Sizes& other) const { return std::equal(begin(), end(), other.begin(), other.end()); }
+
+ private:
+  size_t size_;
+  int64_t values_[kCapacity];
+};
 
 template <typename... Parts>
 [[noreturn]] void fail(const char* operation, const Parts&... parts) {
@@ -78,49 +113,64 @@ class ArgumentChecker {
 Tensor empty(const Tensor& x, const Sizes& shape);
 
 // Collects the row operands of one launch, merges the leading dimensions that all of them step through in
-// the same way, and calls `launch` with the result: once, or once for each index of the dimensions that are
-// left over beyond kMaxRowDims.
+// the same way, and calls `launch` with the result: once, or once for each part that a launch can hold, where
+// more than kMaxRowDims dimensions or kMaxRows rows are left.
 class RowLaunch {
  public:
-  explicit RowLaunch(Sizes leading) : leading_(std::move(leading)) {}
+  // shape: of the operand with the most dimensions, its last one included.
+  explicit RowLaunch(const Sizes& shape) : leading_(shape.begin(), shape.end() - 1) {}
 
   // The tensor's leading dimensions broadcast right-aligned against the launch's.
-  void add(RowOperand& operand, const Tensor& tensor, bool is_present = true);
+  void add(RowOperand& operand, const Tensor& tensor);
   void add(RowOperand& operand, const OptionalTensor& tensor);
 
   template <typename Launch>
   void run(RowShape& shape, DType dtype, const Launch& launch) {
     merge();
-    run_from(0, shape, dtype, launch);
+    run_from(0, shape, dtype == DType::kFloat32 ? 4 : 2, launch);
   }
 
  private:
   struct Operand {
     RowOperand* target;
     char* data;
-    Sizes strides;
+    int64_t strides[Sizes::kCapacity];
   };
 
   void merge();
+  int64_t rows_from(size_t dim) const;
   void write(size_t first_dim, RowShape& shape) const;
+  void advance(size_t dim, int64_t steps, int64_t element_bytes);
 
   template <typename Launch>
-  void run_from(size_t dim, RowShape& shape, DType dtype, const Launch& launch) {
-    if (leading_.size() - dim <= kMaxRowDims) {
+  void run_from(size_t dim, RowShape& shape, int64_t element_bytes, const Launch& launch) {
+    const int64_t rows = rows_from(dim), size = leading_[dim];
+    const bool has_many_dims = leading_.size() - dim > kMaxRowDims;
+    if (!has_many_dims && rows <= kMaxRows) {
       write(dim, shape);
       launch();
       return;
     }
-    const int64_t element_bytes = dtype == DType::kFloat32 ? 4 : 2;
-    for (int64_t i = 0; i < leading_[dim]; ++i) {
-      run_from(dim + 1, shape, dtype, launch);
-      for (Operand& operand : operands_) operand.data += operand.strides[dim] * element_bytes;
+    const bool is_last = dim + 1 == leading_.size();
+    const int64_t step = is_last ? kMaxRows : 1;
+    for (int64_t i = 0; i < size; i += step) {
+      if (is_last) {
+        leading_[dim] = std::min(step, size - i);
+        write(dim, shape);
+        launch();
+      } else {
+        run_from(dim + 1, shape, element_bytes, launch);
+      }
+      advance(dim, step, element_bytes);
     }
-    for (Operand& operand : operands_) operand.data -= leading_[dim] * operand.strides[dim] * element_bytes;
+    leading_[dim] = size;
+    advance(dim, -(size + step - 1) / step * step, element_bytes);
   }
 
   Sizes leading_;
-  std::vector<Operand> operands_;
+  static constexpr size_t kMaxOperands = 7;
+  Operand operands_[kMaxOperands];
+  size_t operand_count_ = 0;
 };
 
 // Makes the tensor's device current for its lifetime and holds the stream that Torch is using on it.

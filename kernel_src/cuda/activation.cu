@@ -1,5 +1,5 @@
-// gelu, silu, geglu, swiglu: a thread takes kPacks packs a block's width apart, all loaded before the first
-// is used. Rows that follow each other without a gap are treated as one.
+// gelu, silu, geglu, swiglu: a thread takes one pack of the result. More than one was never faster, and
+// slower below 64 MB.
 #include "activations.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
@@ -10,10 +10,6 @@ namespace h100_diffusers_kernels {
 namespace {
 
 constexpr int kThreads = 256;
-
-// Loads in flight a thread: four, of which a gated activation makes two for each pack of its result.
-template <bool kIsGated>
-constexpr int kPacksPerThread = kIsGated ? 2 : 4;
 
 // Where a pack of the results is: its row and the column in it.
 struct PackPlace {
@@ -45,11 +41,11 @@ struct LongPackNumbering {
   }
 };
 
-template <class Indexer, class PackNumbering>
+template <class PackNumbering>
 struct ActivationKernelParams {
   using Numbering = PackNumbering;
-  typename Indexer::Operand x, out;
-  Indexer indexer;
+  RowIndexer::Operand x, out;
+  RowIndexer indexer;
   Numbering numbering;
   int64_t hidden;
   const void* bias;
@@ -86,45 +82,33 @@ struct BiasedPack {
 template <typename T, class Activation, bool kIsGated, Access kAccess, class Params>
 __global__ void __launch_bounds__(kThreads) activation_kernel(const __grid_constant__ Params params) {
   constexpr int kSize = kPackSize<T, kAccess>;
-  constexpr int kPacks = kPacksPerThread<kIsGated>;
   constexpr bool kFast = sizeof(T) == 2;
   using PackNumber = typename Params::Numbering::Number;
-  const PackNumber first = blockIdx.x * PackNumber{kThreads * kPacks} + threadIdx.x;
-  const T* bias = static_cast<const T*>(params.bias);
+  const PackNumber number = blockIdx.x * PackNumber{kThreads} + threadIdx.x;
+  const PackPlace place = params.numbering(number, kSize);
+  const auto index = params.indexer(place.row);
+  const T* in = static_cast<const T*>(params.x.data) + index.offset(params.x) + place.column;
+  const T* bias = params.bias ? static_cast<const T*>(params.bias) + place.column : nullptr;
   wait_for_earlier_kernels();
+  if (number >= params.numbering.packs) return;
 
-  BiasedPack<T, kSize> x[kPacks], gate[kPacks];
-  T* out[kPacks];
+  BiasedPack<T, kSize> x, gate;
+  x.load(in, bias);
+  if constexpr (kIsGated) gate.load(in + params.hidden, bias ? bias + params.hidden : nullptr);
+  float values[kSize];
+  x.to_floats(values, bias);
+  if constexpr (kIsGated) {
+    float gates[kSize];
+    gate.to_floats(gates, bias);
 #pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    const PackNumber pack = first + i * kThreads;
-    out[i] = nullptr;
-    if (pack < params.numbering.packs) {
-      const PackPlace place = params.numbering(pack, kSize);
-      const auto index = params.indexer(place.row);
-      const T* in = static_cast<const T*>(params.x.data) + index.offset(params.x) + place.column;
-      out[i] = static_cast<T*>(params.out.data) + index.offset(params.out) + place.column;
-      x[i].load(in, bias ? bias + place.column : nullptr);
-      if constexpr (kIsGated)
-        gate[i].load(in + params.hidden, bias ? bias + params.hidden + place.column : nullptr);
-    }
+    for (int j = 0; j < kSize; ++j) values[j] *= Activation::template apply<kFast>(gates[j]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) values[j] = Activation::template apply<kFast>(values[j]);
   }
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    if (out[i] == nullptr) continue;
-    float values[kSize];
-    x[i].to_floats(values, bias);
-    if constexpr (kIsGated) {
-      float gates[kSize];
-      gate[i].to_floats(gates, bias);
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) values[j] *= Activation::template apply<kFast>(gates[j]);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) values[j] = Activation::template apply<kFast>(values[j]);
-    }
-    store_floats(out[i], values);
-  }
+  Pack<T, kSize> result;
+  result.from_floats(values);
+  result.store_whole(static_cast<T*>(params.out.data) + index.offset(params.out) + place.column);
 }
 
 // One row where nothing tells rows apart: both operands' follow each other without a gap.
@@ -144,7 +128,7 @@ void launch(const char* operation, const ActivationParams& given, Stream stream)
   dispatch_dtype(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto launch_with = [&]<Access kAccess, class Params>(const Params& params) {
-      const int64_t blocks = ceil_divide(params.numbering.packs, kThreads * kPacksPerThread<kIsGated>);
+      const int64_t blocks = ceil_divide(params.numbering.packs, kThreads);
       launch_kernel(operation, activation_kernel<T, Activation, kIsGated, kAccess, Params>, dim3(blocks),
                     kThreads, params, stream);
     };
@@ -152,15 +136,14 @@ void launch(const char* operation, const ActivationParams& given, Stream stream)
                              has_vector_rows(args.x, ndim, sizeof(T)) &&
                              has_vector_rows(args.out, ndim, sizeof(T));
     const int64_t packs_per_row = args.hidden / kPackSize<T, Access::kVector>;
-    if (has_vectors && ndim <= PlaneIndexer::kDims && args.shape.rows * packs_per_row < kFastDivisionEnd) {
+    if (has_vectors && args.shape.rows * packs_per_row < kFastDivisionEnd) {
       PackNumbering numbering{static_cast<uint32_t>(args.shape.rows * packs_per_row), {}};
       numbering.packs_per_row.set(static_cast<uint32_t>(packs_per_row));
       return launch_with.template operator()<Access::kVector>(
-          ActivationKernelParams<PlaneIndexer, PackNumbering>(args, numbering));
+          ActivationKernelParams<PackNumbering>(args, numbering));
     }
     const auto params_of = [&](int64_t row_packs) {
-      return ActivationKernelParams<RowIndexer, LongPackNumbering>(args,
-                                                                   {args.shape.rows * row_packs, row_packs});
+      return ActivationKernelParams<LongPackNumbering>(args, {args.shape.rows * row_packs, row_packs});
     };
     if (has_vectors) return launch_with.template operator()<Access::kVector>(params_of(packs_per_row));
     launch_with.template operator()<Access::kScalar>(params_of(args.hidden));

@@ -4,11 +4,21 @@
 namespace h100_diffusers_kernels {
 
 void rms_norm(const RowNormParams& params, Stream stream) {
-  launch_row_norm<PlainInput, RmsNorm, AffineOutput<false>>("rms_norm", params, stream);
+  constexpr const char* kOperation = "rms_norm";
+  if (params.weight)
+    return launch_row_norm<PlainInput, RmsNorm, AffineOutput<true, false>>(kOperation, params, stream);
+  launch_row_norm<PlainInput, RmsNorm, AffineOutput<false, false>>(kOperation, params, stream);
 }
 
 void layer_norm(const RowNormParams& params, Stream stream) {
-  launch_row_norm<PlainInput, LayerNorm, AffineOutput<true>>("layer_norm", params, stream);
+  constexpr const char* kOperation = "layer_norm";
+  if (params.weight && params.bias)
+    return launch_row_norm<PlainInput, LayerNorm, AffineOutput<true, true>>(kOperation, params, stream);
+  if (params.weight)
+    return launch_row_norm<PlainInput, LayerNorm, AffineOutput<true, false>>(kOperation, params, stream);
+  if (params.bias)
+    return launch_row_norm<PlainInput, LayerNorm, AffineOutput<false, true>>(kOperation, params, stream);
+  launch_row_norm<PlainInput, LayerNorm, AffineOutput<false, false>>(kOperation, params, stream);
 }
 
 }  // namespace h100_diffusers_kernels

@@ -35,6 +35,9 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
     qk_norm_rope_kernel(const __grid_constant__ QkKernelParams p) {
   constexpr int kSize = kPackSize<T, Access::kVector>;
   constexpr int kGroups = kBlockThreads<kGroupThreads> / kGroupThreads;
+  // A unit's packs half a head apart: neighbouring threads then read neighbouring packs.
+  constexpr bool kLooksUpAhead = Rope::kIsComputed || kUnits == 1;
+  constexpr bool kIsApart = kLayout == RopeLayout::kHalf || !Rope::kIsComputed;
   const bool spans_heads = p.norm == NormScope::kAcrossHeads;
   const int head_dim = static_cast<int>(p.head_dim);
   const int max_heads = static_cast<int>(p.q.heads > p.k.heads ? p.q.heads : p.k.heads);
@@ -73,8 +76,8 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
     place.seq = token - batch * p.seq_divisor.divisor;
     place.head = group_head + unit_head;
     place.pair = within * kSize;
-    place.first = kLayout == RopeLayout::kHalf ? within * kSize : within * 2 * kSize;
-    place.second = kLayout == RopeLayout::kHalf ? place.first + head_dim / 2 : place.first + kSize;
+    place.first = within * (kIsApart ? kSize : 2 * kSize);
+    place.second = place.first + (kIsApart ? head_dim / 2 : kSize);
     const bool is_unit = is_group && unit_head < group_heads;
     fetch(q[i], p.q, q_heads, place, is_unit);
     fetch(k[i], p.k, k_heads, place, is_unit);
@@ -87,7 +90,7 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
       if (q[i].is_present || k[i].is_present) Rope::template look_up<T, kLayout>(p, places[i], rotations[i]);
     }
   };
-  if constexpr (Rope::kIsComputed) {
+  if constexpr (kLooksUpAhead) {
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) look_up(i);
   }
@@ -116,7 +119,7 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
     const UnitPlace& place = places[i];
-    if constexpr (!Rope::kIsComputed) look_up(i);
+    if constexpr (!kLooksUpAhead) look_up(i);
     const auto finish = [&](const Operand& unit, const HeadsOperand& tensor, const Statistic<T>& scale) {
       if (!unit.is_present) return;
       float a[kSize], b[kSize];

@@ -1,5 +1,5 @@
 // rope and rope_3d: one tensor, rotated. A thread treats the units at one place of two heads, for which the
-// tables are read once where the heads share them.
+// tables are read once where the heads share them; where there are few units, of one head.
 #include <type_traits>
 
 #include "launch.cuh"
@@ -11,6 +11,8 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kHeadsPerThread = 2;
+// Up to here a thread treats one head: about as many threads as an H100 can hold.
+constexpr int64_t kFewUnits = 1 << 18;
 
 // Tables of one axis each: the pairs of a head are divided among the axes, and a token's place in the grid
 // says which row of each table turns them.
@@ -152,12 +154,14 @@ void launch(const char* operation, const Args& args, bool has_vectors, Stream st
     params.width.set(args.axes[2].size);
   }
   const int64_t unit_size = 2 * kPackSize<T, Access::kVector>;
-  const int64_t head_slots = ceil_divide(args.x.heads, kHeadsPerThread);
   const int64_t tokens = args.batch * args.seq;
-  const int64_t units = tokens * head_slots * (args.head_dim / unit_size);
+  const int64_t head_units = args.head_dim / unit_size;
+  const bool are_few = tokens * args.x.heads * head_units <= kFewUnits;
+  const int64_t head_slots = are_few ? args.x.heads : ceil_divide(args.x.heads, kHeadsPerThread);
+  const int64_t units = tokens * head_slots * head_units;
   if (has_vectors && args.head_dim % unit_size == 0 && units < kFastDivisionEnd) {
     params.units = static_cast<uint32_t>(units);
-    params.units_per_head.set(static_cast<uint32_t>(args.head_dim / unit_size));
+    params.units_per_head.set(static_cast<uint32_t>(head_units));
     params.head_slots.set(static_cast<uint32_t>(head_slots));
     params.seq_divisor.set(static_cast<uint32_t>(args.seq));
     launch_kernel(operation, rope_kernel<T, Rope, kLayout, Params>, dim3(ceil_divide(units, kThreads)),

@@ -26,23 +26,21 @@ namespace h100_diffusers_kernels {
 // row is in them; and steps that a kernel calls for each pack of the row: `fetch` starts loads, the others
 // use what they brought.
 
-template <typename T, class Index, class Operand>
-__device__ __forceinline__ T* row_of(const Operand& operand, const Index& index) {
+template <typename T>
+__device__ __forceinline__ T* row_of(const RowIndexer::Operand& operand, const RowIndexer::Index& index) {
   return static_cast<T*>(operand.data) + index.offset(operand);
 }
 
 struct PlainInput {
-  template <class Operand>
   struct Operands {
-    Operand x;
+    RowIndexer::Operand x;
     explicit Operands(const RowNormParams& p) : x(p.x, p.shape.ndim) {}
   };
 
   template <typename T>
   struct Row {
     const T* x;
-    template <class Operands, class Index>
-    __device__ __forceinline__ Row(const Operands& operands, const Index& index)
+    __device__ __forceinline__ Row(const Operands& operands, const RowIndexer::Index& index)
         : x(row_of<const T>(operands.x, index)) {}
 
     // Held as it was loaded: in 16 bits half the registers that the values would take.
@@ -68,9 +66,8 @@ struct PlainInput {
 };
 
 struct GatedResidualInput {
-  template <class Operand>
   struct Operands {
-    Operand x, residual, gate, residual_out;
+    RowIndexer::Operand x, residual, gate, residual_out;
     explicit Operands(const RowNormParams& p)
         : x(p.x, p.shape.ndim),
           residual(p.residual, p.shape.ndim),
@@ -84,8 +81,7 @@ struct GatedResidualInput {
     const T* residual;
     const T* gate;
     T* residual_out;
-    template <class Operands, class Index>
-    __device__ __forceinline__ Row(const Operands& operands, const Index& index)
+    __device__ __forceinline__ Row(const Operands& operands, const RowIndexer::Index& index)
         : x(row_of<const T>(operands.x, index)),
           residual(row_of<const T>(operands.residual, index)),
           gate(operands.gate.data ? row_of<const T>(operands.gate, index) : nullptr),
@@ -144,15 +140,13 @@ struct LayerNorm {
 };
 
 struct NoOutput {
-  template <class Operand>
   struct Operands {
     explicit Operands(const RowNormParams&) {}
   };
 
   template <typename T>
   struct Row {
-    template <class Operands, class Index>
-    __device__ __forceinline__ Row(const Operands&, const Index&) {}
+    __device__ __forceinline__ Row(const Operands&, const RowIndexer::Index&) {}
     template <int kSize>
     struct Pack {};
     template <int kSize>
@@ -162,12 +156,10 @@ struct NoOutput {
   };
 };
 
-// kHasBias: whether the operation has a bias at all; weight and bias are optional where they exist.
-template <bool kHasBias>
+template <bool kHasWeight, bool kHasBias>
 struct AffineOutput {
-  template <class Operand>
   struct Operands {
-    Operand out;
+    RowIndexer::Operand out;
     const void* weight;
     const void* bias;
     explicit Operands(const RowNormParams& p) : out(p.out, p.shape.ndim), weight(p.weight), bias(p.bias) {}
@@ -178,10 +170,9 @@ struct AffineOutput {
     const T* weight;
     const T* bias;
     T* out;
-    template <class Operands, class Index>
-    __device__ __forceinline__ Row(const Operands& operands, const Index& index)
+    __device__ __forceinline__ Row(const Operands& operands, const RowIndexer::Index& index)
         : weight(static_cast<const T*>(operands.weight)),
-          bias(kHasBias ? static_cast<const T*>(operands.bias) : nullptr),
+          bias(static_cast<const T*>(operands.bias)),
           out(row_of<T>(operands.out, index)) {}
 
     template <int kSize>
@@ -190,52 +181,54 @@ struct AffineOutput {
     };
     template <int kSize>
     __device__ __forceinline__ void fetch(int64_t column, Pack<kSize>& pack) const {
-      if (weight) pack.weight.load(weight + column);
-      if (bias) pack.bias.load(bias + column);
+      if constexpr (kHasWeight) pack.weight.load(weight + column);
+      if constexpr (kHasBias) pack.bias.load(bias + column);
     }
     template <int kSize>
-    __device__ __forceinline__ void apply(const Pack<kSize>& pack, float (&n)[kSize]) const {
+    __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {
       float term[kSize];
-      if (weight) {
+      if constexpr (kHasWeight) {
         pack.weight.to_floats(term);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) n[i] *= term[i];
       }
-      if (bias) {
+      if constexpr (kHasBias) {
         pack.bias.to_floats(term);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) n[i] += term[i];
       }
-    }
-    template <int kSize>
-    __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {
-      apply(pack, n);
       store_floats(out + column, n);
     }
   };
 };
 
-template <bool kHasBias>
+// Weight and bias are rare here: optional at run time, and not fetched ahead, which would cost registers.
 struct ModulatedOutput {
-  template <class Operand>
-  struct Operands : AffineOutput<kHasBias>::template Operands<Operand> {
-    Operand scale, shift;
+  struct Operands {
+    RowIndexer::Operand out, scale, shift;
+    const void* weight;
+    const void* bias;
     explicit Operands(const RowNormParams& p)
-        : AffineOutput<kHasBias>::template Operands<Operand>(p),
+        : out(p.out, p.shape.ndim),
           scale(p.scale, p.shape.ndim),
-          shift(p.shift, p.shape.ndim) {}
+          shift(p.shift, p.shape.ndim),
+          weight(p.weight),
+          bias(p.bias) {}
   };
 
   template <typename T>
   struct Row {
-    typename AffineOutput<kHasBias>::template Row<T> affine;
     const T* scale;
     const T* shift;
-    template <class Operands, class Index>
-    __device__ __forceinline__ Row(const Operands& operands, const Index& index)
-        : affine(operands, index),
-          scale(row_of<const T>(operands.scale, index)),
-          shift(row_of<const T>(operands.shift, index)) {}
+    const T* weight;
+    const T* bias;
+    T* out;
+    __device__ __forceinline__ Row(const Operands& operands, const RowIndexer::Index& index)
+        : scale(row_of<const T>(operands.scale, index)),
+          shift(row_of<const T>(operands.shift, index)),
+          weight(static_cast<const T*>(operands.weight)),
+          bias(static_cast<const T*>(operands.bias)),
+          out(row_of<T>(operands.out, index)) {}
 
     template <int kSize>
     struct Pack {
@@ -248,16 +241,22 @@ struct ModulatedOutput {
     }
     template <int kSize>
     __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {
-      // Weight and bias are rare here: not fetched ahead, which would cost registers.
-      typename AffineOutput<kHasBias>::template Row<T>::template Pack<kSize> affine_pack;
-      affine.fetch(column, affine_pack);
-      affine.apply(affine_pack, n);
-      float factor[kSize], offset[kSize];
-      pack.scale.to_floats(factor);
+      float term[kSize], offset[kSize];
+      if (weight) {
+        load_floats(weight + column, term);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) n[i] *= term[i];
+      }
+      if (bias) {
+        load_floats(bias + column, term);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) n[i] += term[i];
+      }
+      pack.scale.to_floats(term);
       pack.shift.to_floats(offset);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) n[i] = fmaf(n[i], 1.0f + factor[i], offset[i]);
-      store_floats(affine.out + column, n);
+      for (int i = 0; i < kSize; ++i) n[i] = fmaf(n[i], 1.0f + term[i], offset[i]);
+      store_floats(out + column, n);
     }
   };
 };
@@ -265,11 +264,11 @@ struct ModulatedOutput {
 // ---------------------------------------------------------------------------------------------------------
 // Kernels
 
-template <class Input, class Output, class Indexer>
+template <class Input, class Output>
 struct RowKernelParams {
-  typename Input::template Operands<typename Indexer::Operand> input;
-  typename Output::template Operands<typename Indexer::Operand> output;
-  Indexer indexer;
+  typename Input::Operands input;
+  typename Output::Operands output;
+  RowIndexer indexer;
   uint32_t rows;
   float eps;
   int64_t hidden;
@@ -355,7 +354,7 @@ constexpr int kMinBlocks = sizeof(T) == 4 ? 1 : 0;
 template <typename T, class Input, class Norm, class Output, int kThreadsPerRow, int kPacks,
           int kClusterBlocks>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
-    row_norm_kernel(const __grid_constant__ RowKernelParams<Input, Output, PlaneIndexer> params) {
+    row_norm_kernel(const __grid_constant__ RowKernelParams<Input, Output> params) {
   constexpr int kSize = kPackSize<T, Access::kVector>;
   constexpr bool kHasPivot = Norm::kIsCentered && !kHasExactStatistics<T>;
   // Factors that wait for the reduction in registers; with more packs these are worth more as more threads.
@@ -424,11 +423,12 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
   }
 }
 
-// Any row length, any leading dimensions and, with kScalar, any alignment: a row is read again for each step.
+// Any row length and any alignment: an element at a time, and a row is read again for each step.
 template <typename T, class Input, class Norm, class Output, int kThreadsPerRow, Access kAccess>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, 1)
-    any_row_norm_kernel(const __grid_constant__ RowKernelParams<Input, Output, RowIndexer> params) {
-  constexpr int kSize = kPackSize<T, kAccess>;
+    any_row_norm_kernel(const __grid_constant__ RowKernelParams<Input, Output> params) {
+  static_assert(kAccess == Access::kScalar);
+  constexpr int kSize = 1;
   using InputRow = typename Input::template Row<T>;
   using OutputRow = typename Output::template Row<T>;
   using InputPack = typename InputRow::template Pack<kSize>;
@@ -500,27 +500,25 @@ template <class Input, class Norm, class Output>
 void launch_row_norm(const char* operation, const RowNormParams& args, Stream stream) {
   dispatch_dtype(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const bool has_vectors = has_vector_access(args, sizeof(T));
-    const bool is_plane = has_vectors && args.shape.ndim <= PlaneIndexer::kDims;
     const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;
-    const auto launch_plane = [&](auto config) {
+    const RowKernelParams<Input, Output> params(args);
+    const auto launch_rows = [&](auto config) {
       constexpr int kThreadsPerRow = config.kThreadsPerRow;
       constexpr int kClusterBlocks = config.kClusterBlocks;
       launch_kernel<kClusterBlocks>(
           operation,
           row_norm_kernel<T, Input, Norm, Output, kThreadsPerRow, config.kPacksPerThread, kClusterBlocks>,
           RowPlace<kThreadsPerRow, kClusterBlocks>::blocks(args.shape.rows), kBlockThreads<kThreadsPerRow>,
-          RowKernelParams<Input, Output, PlaneIndexer>(args), stream);
+          params, stream);
     };
-    if (is_plane && dispatch_row_config(packs, launch_plane)) return;
-    const auto launch_any = [&]<int kThreadsPerRow, Access kAccess>() {
-      launch_kernel(operation, any_row_norm_kernel<T, Input, Norm, Output, kThreadsPerRow, kAccess>,
+    if (has_vector_access(args, sizeof(T)) && dispatch_row_config(packs, launch_rows)) return;
+    const auto launch_any = [&]<int kThreadsPerRow>() {
+      launch_kernel(operation, any_row_norm_kernel<T, Input, Norm, Output, kThreadsPerRow, Access::kScalar>,
                     RowPlace<kThreadsPerRow, 1>::blocks(args.shape.rows), kBlockThreads<kThreadsPerRow>,
-                    RowKernelParams<Input, Output, RowIndexer>(args), stream);
+                    params, stream);
     };
-    if (has_vectors) return launch_any.template operator()<kLongRowThreads, Access::kVector>();
-    if (args.hidden <= kShortRow) return launch_any.template operator()<kWarpThreads, Access::kScalar>();
-    launch_any.template operator()<kLongRowThreads, Access::kScalar>();
+    if (args.hidden <= kShortRow) return launch_any.template operator()<kWarpThreads>();
+    launch_any.template operator()<kLongRowThreads>();
   });
 }
 

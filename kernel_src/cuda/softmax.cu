@@ -65,10 +65,9 @@ __device__ __forceinline__ MaximumAndSum<T> group_maximum_and_sum(float thread_m
   return result;
 }
 
-template <class Indexer>
 struct SoftmaxKernelParams {
-  typename Indexer::Operand x, out;
-  Indexer indexer;
+  RowIndexer::Operand x, out;
+  RowIndexer indexer;
   uint32_t rows;
   int64_t hidden;
 
@@ -83,7 +82,7 @@ struct SoftmaxKernelParams {
 // kThreadsPerRow threads, of each block of a cluster, hold a row of up to kPacks packs a thread.
 template <typename T, int kThreadsPerRow, int kPacks, int kClusterBlocks>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
-    softmax_kernel(const __grid_constant__ SoftmaxKernelParams<PlaneIndexer> params) {
+    softmax_kernel(const __grid_constant__ SoftmaxKernelParams params) {
   constexpr int kSize = kPackSize<T, Access::kVector>;
   cluster_arrive<kClusterBlocks>();
   const RowPlace<kThreadsPerRow, kClusterBlocks> place;
@@ -140,10 +139,10 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
   }
 }
 
-// Any row length, any leading dimensions and, with kScalar, any alignment.
+// Any row length and, with kScalar, any alignment.
 template <typename T, int kThreadsPerRow, Access kAccess>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
-    any_row_softmax_kernel(const __grid_constant__ SoftmaxKernelParams<RowIndexer> params) {
+    any_row_softmax_kernel(const __grid_constant__ SoftmaxKernelParams params) {
   constexpr int kSize = kPackSize<T, kAccess>;
   const RowPlace<kThreadsPerRow, 1> place;
   const bool is_row = place.kRowsPerBlock == 1 || place.row < params.rows;
@@ -197,21 +196,21 @@ void softmax(const SoftmaxParams& args, Stream stream) {
     const bool has_vectors = args.hidden * sizeof(T) % kVectorBytes == 0 &&
                              has_vector_rows(args.x, args.shape.ndim, sizeof(T)) &&
                              has_vector_rows(args.out, args.shape.ndim, sizeof(T));
-    const bool is_plane = has_vectors && args.shape.ndim <= PlaneIndexer::kDims;
+    const SoftmaxKernelParams params(args);
     const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;
-    const auto launch_plane = [&](auto config) {
+    const auto launch_rows = [&](auto config) {
       constexpr int kThreadsPerRow = config.kThreadsPerRow;
       constexpr int kClusterBlocks = config.kClusterBlocks;
-      launch_kernel<kClusterBlocks>(
-          kOperation, softmax_kernel<T, kThreadsPerRow, config.kPacksPerThread, kClusterBlocks>,
-          RowPlace<kThreadsPerRow, kClusterBlocks>::blocks(args.shape.rows), kBlockThreads<kThreadsPerRow>,
-          SoftmaxKernelParams<PlaneIndexer>(args), stream);
+      launch_kernel<kClusterBlocks>(kOperation,
+                                    softmax_kernel<T, kThreadsPerRow, config.kPacksPerThread, kClusterBlocks>,
+                                    RowPlace<kThreadsPerRow, kClusterBlocks>::blocks(args.shape.rows),
+                                    kBlockThreads<kThreadsPerRow>, params, stream);
     };
-    if (is_plane && dispatch_row_config(packs, launch_plane)) return;
+    if (has_vectors && dispatch_row_config(packs, launch_rows)) return;
     const auto launch_any = [&]<int kThreadsPerRow, Access kAccess>() {
       launch_kernel(kOperation, any_row_softmax_kernel<T, kThreadsPerRow, kAccess>,
                     RowPlace<kThreadsPerRow, 1>::blocks(args.shape.rows), kBlockThreads<kThreadsPerRow>,
-                    SoftmaxKernelParams<RowIndexer>(args), stream);
+                    params, stream);
     };
     if (has_vectors) return launch_any.template operator()<kLongRowThreads, Access::kVector>();
     if (args.hidden <= kShortRow) return launch_any.template operator()<kWarpThreads, Access::kScalar>();

@@ -80,6 +80,16 @@ struct Pack {
     for (int i = 0; i < kWords; ++i) reinterpret_cast<uint4*>(address)[i] = words[i];
   }
 
+  // Sure to be one instruction a word. Of an assignment the compiler makes four stores now and then, where a
+  // thread stores a single pack; where it stores several, the assignment is scheduled better.
+  __device__ __forceinline__ void store_whole(T* address) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(reinterpret_cast<uint4*>(address) + i),
+                   "r"(words[i].x), "r"(words[i].y), "r"(words[i].z), "r"(words[i].w)
+                   : "memory");
+  }
+
   __device__ __forceinline__ void to_floats(float (&values)[kSize]) const {
     const uint32_t* bits = reinterpret_cast<const uint32_t*>(words);
     if constexpr (sizeof(T) == 4) {
@@ -113,6 +123,7 @@ struct Pack<T, 1> {
 
   __device__ __forceinline__ void load(const T* address) { value = *address; }
   __device__ __forceinline__ void store(T* address) const { *address = value; }
+  __device__ __forceinline__ void store_whole(T* address) const { *address = value; }
   __device__ __forceinline__ void to_floats(float (&values)[1]) const { values[0] = to_float(value); }
   __device__ __forceinline__ void from_floats(const float (&values)[1]) { value = from_float<T>(values[0]); }
 };

@@ -23,8 +23,10 @@ struct Stream {
 };
 #endif
 
-// Leading dimensions that are left after those with a common stride pattern have been merged.
-constexpr int kMaxRowDims = 4;
+// What one launch takes: leading dimensions, after those with a common stride pattern have been merged, and
+// rows. More are several launches.
+constexpr int kMaxRowDims = 2;
+constexpr int64_t kMaxRows = (int64_t{1} << 31) - 1;
 
 // The leading dimensions of an operation, outermost first. All operands of a launch share them.
 struct RowShape {
@@ -144,24 +146,24 @@ struct RopeAxis {
 
 constexpr int kRope3dAxes = 3;
 
-// Token s of the sequence stands at (s / (height*width), s / width % height, s % width) of the grid. The pairs
-// of a head are divided among the axes in order: the first axes[0].pairs turn by the frame's row of the first
-// tables, the next axes[1].pairs by the height's, the last axes[2].pairs by the width's.
+// Token s of the sequence stands at (s / (height*width), s / width % height, s % width) of the grid. The
+// pairs of a head are divided among the axes in order: the first axes[0].pairs turn by the frame's row of the
+// first tables, the next axes[1].pairs by the height's, the last axes[2].pairs by the width's.
 struct Rope3dParams {
   int64_t batch;
   int64_t seq;
   int64_t head_dim;
   DType dtype;
   RopeLayout layout;
-  HeadsOperand x;  // weight unused
-  bool table_is_float32;  // else dtype
+  HeadsOperand x;              // weight unused
+  bool table_is_float32;       // else dtype
   RopeAxis axes[kRope3dAxes];  // frame, height, width
 };
 
 void rope_3d(const Rope3dParams& params, Stream stream);
 
-// Row of `hidden` outputs: activation(x + bias). Gated activations read 2*hidden inputs and biases: first half
-// times activation(second half).
+// Row of `hidden` outputs: activation(x + bias). Gated activations read 2*hidden inputs and biases: first
+// half times activation(second half).
 struct ActivationParams {
   RowShape shape;
   int64_t hidden;

@@ -27,11 +27,11 @@ bool dispatch_row_config(int64_t packs, const Body& body) {
     body(config);
     return true;
   };
-  return try_config(RowConfig<8, 1>{}) || try_config(RowConfig<32, 1>{}) || try_config(RowConfig<32, 2>{}) ||
-         try_config(RowConfig<64, 2>{}) || try_config(RowConfig<96, 2>{}) ||
+  return try_config(RowConfig<4, 2>{}) || try_config(RowConfig<8, 2>{}) || try_config(RowConfig<16, 2>{}) ||
+         try_config(RowConfig<32, 2>{}) || try_config(RowConfig<64, 2>{}) || try_config(RowConfig<96, 2>{}) ||
          try_config(RowConfig<128, 2>{}) || try_config(RowConfig<192, 2>{}) ||
          try_config(RowConfig<256, 2>{}) || try_config(RowConfig<320, 2>{}) ||
-         try_config(RowConfig<512, 2>{}) || try_config(RowConfig<256, 4, 2>{}) ||
+         try_config(RowConfig<512, 2>{}) || try_config(RowConfig<512, 4>{}) ||
          try_config(RowConfig<256, 4, 4>{}) || try_config(RowConfig<256, 4, 8>{}) ||
          try_config(RowConfig<512, 4, 8>{});
 }

@@ -29,13 +29,10 @@ struct FastDivisor {
 
 constexpr int64_t kFastDivisionEnd = int64_t{1} << 31;
 
-// Rows with at most two leading dimensions, which is what is left of nearly all inputs once dimensions have
-// been merged. Small and branch-free: a kernel that treats one row a block is short, and what it does before
-// its first load, the fetching of its parameters included, is time in which memory idles.
-struct PlaneIndexer {
-  static constexpr int kDims = 2;
-
-  // A row operand of one or two leading dimensions.
+// Small and branch-free: a kernel that treats one row a block is short, and what it does before its first
+// load, the fetching of its parameters included, is time in which memory idles.
+struct RowIndexer {
+  // A RowOperand; of one leading dimension it is the inner one of two.
   struct Operand {
     void* data;
     int64_t outer_stride, inner_stride;
@@ -55,49 +52,14 @@ struct PlaneIndexer {
 
   FastDivisor inner_size;
 
-  __host__ explicit PlaneIndexer(const RowShape& shape) {
+  __host__ explicit RowIndexer(const RowShape& shape) {
+    static_assert(kMaxRowDims == 2);
     inner_size.set(static_cast<uint32_t>(shape.sizes[shape.ndim - 1]));
   }
 
   __device__ __forceinline__ Index operator()(uint32_t row) const {
     const uint32_t outer = inner_size.divide(row);
     return {outer, row - outer * inner_size.divisor};
-  }
-};
-
-// Rows with up to kMaxRowDims leading dimensions.
-struct RowIndexer {
-  static constexpr int kDims = kMaxRowDims;
-
-  struct Operand : RowOperand {
-    Operand(const RowOperand& operand, int) : RowOperand(operand) {}
-  };
-
-  struct Index {
-    uint32_t indices[kMaxRowDims];
-    __device__ __forceinline__ int64_t offset(const Operand& operand) const {
-      int64_t sum = 0;
-#pragma unroll
-      for (int dim = 0; dim < kMaxRowDims; ++dim) sum += indices[dim] * operand.strides[dim];
-      return sum;
-    }
-  };
-
-  RowShape shape;
-
-  __host__ explicit RowIndexer(const RowShape& row_shape) : shape(row_shape) {}
-
-  __device__ __forceinline__ Index operator()(uint32_t row) const {
-    Index index = {};
-#pragma unroll
-    for (int dim = kMaxRowDims - 1; dim >= 0; --dim) {
-      if (dim < shape.ndim) {
-        const uint32_t size = static_cast<uint32_t>(shape.sizes[dim]);
-        index.indices[dim] = row % size;
-        row /= size;
-      }
-    }
-    return index;
   }
 };
 
