@@ -537,6 +537,22 @@ WORDING = {
         replace("layout", lambda _: "foo"),
         "qk_norm_rope: layout must be 'interleaved' or 'half', got 'foo'",
     ),
+    "heads": (
+        "qk_norm_rope",
+        all_of(*(replace(key, lambda t: t[:, :1].expand(2**31, -1, -1)) for key in ("q", "k"))),
+        "qk_norm_rope: q must have a batch * seq * heads of at most 2147483647, "
+        "got 2147483648 * 1 * 2",
+    ),
+    "heads_of_rope": (
+        "rope",
+        replace("x", lambda t: t[:, :1].expand(2**31, -1, -1)),
+        "rope: x must have a batch * seq * heads of at most 2147483647, got 2147483648 * 1 * 2",
+    ),
+    "heads_of_rope_3d": (
+        "rope_3d",
+        replace("x", lambda t: t[:, :1].expand(2**31, -1, -1, -1)),
+        "rope_3d: x must have a batch * seq * heads of at most 2147483647, got 2147483648 * 1 * 2",
+    ),
     "approximate": (
         "gelu",
         replace("approximate", lambda _: "erf"),

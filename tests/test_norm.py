@@ -65,6 +65,24 @@ def test_widths(kernel, device, name, hidden, dtype):
     check(kernel, name, **tensors, **affine(name, hidden, dtype, device), contract=contract)
 
 
+@pytest.mark.parametrize("name", ["layer_norm", "layer_norm_modulate"])
+@pytest.mark.parametrize("hidden", [64, 1536, 5120, 8192, 65536])
+@every_dtype
+def test_outliers_in_front(kernel, device, name, hidden, dtype):
+    """The first values of a row say nothing of the others: far from them, huge, or all there is."""
+    x = normal(16, hidden, dtype=torch.float32, device=device)
+    x[:, :8] += torch.linspace(-100, 100, 16, device=device)[:, None]
+    x[3] = 7
+    x[4] = 0
+    x[4, 0] = 1000
+    tensors = {"x": x.to(dtype)}
+    if name.endswith("modulate"):
+        tensors["scale"], tensors["shift"] = (
+            normal(hidden, dtype=dtype, device=device) for _ in range(2)
+        )
+    check(kernel, name, **tensors, contract=dtype != torch.float32)
+
+
 @every_norm
 @pytest.mark.parametrize(
     "shape",

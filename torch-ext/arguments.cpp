@@ -1,6 +1,7 @@
 // Argument checks, merging of leading dimensions, allocation, stream: see torch_binding.h.
 
 #include <algorithm>
+#include <numeric>
 
 #include "torch_binding.h"
 
@@ -213,20 +214,35 @@ void RowLaunch::merge() {
   }
 }
 
-int64_t RowLaunch::rows_from(size_t dim) const {
+// The kMaxRowDims largest dimensions in front, in the order that they had; then the others.
+void RowLaunch::sort() {
+  const size_t dims = leading_.size();
+  if (dims <= kMaxRowDims) return;
+  size_t order[Sizes::kCapacity];
+  std::iota(order, order + dims, size_t{0});
+  std::stable_sort(order, order + dims, [&](size_t a, size_t b) { return leading_[a] > leading_[b]; });
+  std::sort(order, order + kMaxRowDims);
+  const auto reorder = [&](auto& values, const auto& from) {
+    for (size_t dim = 0; dim < dims; ++dim) values[dim] = from[order[dim]];
+  };
+  reorder(leading_, Sizes(leading_));
+  for (size_t i = 0; i < operand_count_; ++i)
+    reorder(operands_[i].strides, Sizes(operands_[i].strides, operands_[i].strides + dims));
+}
+
+int64_t RowLaunch::rows(size_t dims) const {
   int64_t rows = 1;
-  for (; dim < leading_.size(); ++dim) rows *= leading_[dim];
+  for (size_t dim = 0; dim < dims; ++dim) rows *= leading_[dim];
   return rows;
 }
 
-void RowLaunch::write(size_t first_dim, RowShape& shape) const {
-  shape = RowShape{rows_from(first_dim), static_cast<int32_t>(leading_.size() - first_dim), {}};
-  for (size_t dim = first_dim; dim < leading_.size(); ++dim) shape.sizes[dim - first_dim] = leading_[dim];
+void RowLaunch::write(size_t dims, RowShape& shape) const {
+  shape = RowShape{rows(dims), static_cast<int32_t>(dims), {}};
+  for (size_t dim = 0; dim < dims; ++dim) shape.sizes[dim] = leading_[dim];
   for (size_t i = 0; i < operand_count_; ++i) {
     RowOperand& target = *operands_[i].target;
     target.data = operands_[i].data;
-    for (size_t dim = first_dim; dim < leading_.size(); ++dim)
-      target.strides[dim - first_dim] = operands_[i].strides[dim];
+    for (size_t dim = 0; dim < dims; ++dim) target.strides[dim] = operands_[i].strides[dim];
   }
 }
 

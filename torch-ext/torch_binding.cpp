@@ -3,8 +3,10 @@
 
 #include "torch_binding.h"
 
+#include <algorithm>
 #include <limits>
 #include <tuple>
+#include <utility>
 
 #include "registration.h"
 
@@ -129,6 +131,14 @@ RopeLayout parse_layout(const ArgumentChecker& check, const std::string& name) {
   fail(check.operation(), "layout must be 'interleaved' or 'half', got '", name, "'");
 }
 
+// Launches number the heads of all tokens.
+void require_countable_heads(const ArgumentChecker& check, int64_t batch, int64_t seq, int64_t heads) {
+  int64_t count = 0;
+  if (__builtin_mul_overflow(batch * seq, heads, &count) || count > kMaxRows)
+    fail(check.operation(), check.x_name(), " must have a batch * seq * heads of at most ", kMaxRows,
+         ", got ", batch, " * ", seq, " * ", heads);
+}
+
 void require_even_head_dim(const ArgumentChecker& check, int64_t head_dim) {
   if (head_dim % 2 != 0)
     fail(check.operation(), check.x_name(), " must have an even head_dim to be rotated, got ", head_dim);
@@ -188,7 +198,7 @@ class TableChecker {
     check_.unit_last_stride(name, tensor);
     if (per_head && per_head_ == nullptr) per_head_ = name;
     strides[0] = dims == 2 || shape[0] == 1 ? 0 : tensor.stride(0);
-    strides[1] = tensor.stride(static_cast<int64_t>(seq_dim));
+    strides[1] = shape_.seq == 1 ? 0 : tensor.stride(static_cast<int64_t>(seq_dim));
     strides[2] = !per_head ? 0 : (dims == 4 ? tensor.stride(2) : head_dim);
     return tensor.const_data_ptr();
   }
@@ -215,6 +225,7 @@ class QkNormRope {
     set_heads(heads);
     set_operand(params_.q, "q", q);
     set_operand(params_.k, "k", k);
+    require_countable_heads(check_, params_.batch, params_.seq, std::max(params_.q.heads, params_.k.heads));
     params_.q.weight = weight("q_weight", q_weight, params_.q.heads);
     params_.k.weight = weight("k_weight", k_weight, params_.k.heads);
   }
@@ -436,6 +447,7 @@ Tensor op_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const std:
   const RopeLayout layout = parse_layout(check, layout_name);
   const HeadsShape shape = heads_shape(check, cos);
   require_even_head_dim(check, shape.head_dim);
+  require_countable_heads(check, shape.batch, shape.seq, shape.heads);
   RopeParams params{};
   params.tables = TableChecker(check, shape).tables(cos, sin);
   Tensor out = set_rotated(params, check, x, shape, layout);
@@ -490,6 +502,7 @@ Tensor op_rope_3d(const Tensor& x, const Tensor& frame_cos, const Tensor& frame_
     fail(check.operation(), "x must have shape (batch, seq, heads, head_dim), got ", to_string(sizes));
   const HeadsShape shape{sizes[0], sizes[1], sizes[2], sizes[3]};
   require_even_head_dim(check, shape.head_dim);
+  require_countable_heads(check, shape.batch, shape.seq, shape.heads);
 
   Rope3dParams params{};
   const AxisTables tables[kRope3dAxes] = {{"frame_cos", "frame_sin", frame_cos, frame_sin},

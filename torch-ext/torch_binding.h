@@ -114,7 +114,8 @@ Tensor empty(const Tensor& x, const Sizes& shape);
 
 // Collects the row operands of one launch, merges the leading dimensions that all of them step through in
 // the same way, and calls `launch` with the result: once, or once for each part that a launch can hold, where
-// more than kMaxRowDims dimensions or kMaxRows rows are left.
+// more than kMaxRowDims dimensions or kMaxRows rows are left. Launches keep the largest dimensions, so that
+// they are few.
 class RowLaunch {
  public:
   // shape: of the operand with the most dimensions, its last one included.
@@ -127,7 +128,8 @@ class RowLaunch {
   template <typename Launch>
   void run(RowShape& shape, DType dtype, const Launch& launch) {
     merge();
-    run_from(0, shape, dtype == DType::kFloat32 ? 4 : 2, launch);
+    sort();
+    run_dims(leading_.size(), shape, dtype == DType::kFloat32 ? 4 : 2, launch);
   }
 
  private:
@@ -138,33 +140,34 @@ class RowLaunch {
   };
 
   void merge();
-  int64_t rows_from(size_t dim) const;
-  void write(size_t first_dim, RowShape& shape) const;
+  void sort();
+  int64_t rows(size_t dims) const;
+  void write(size_t dims, RowShape& shape) const;
   void advance(size_t dim, int64_t steps, int64_t element_bytes);
 
+  // The first `dims` of the leading dimensions make the launch; the others have been stepped into.
   template <typename Launch>
-  void run_from(size_t dim, RowShape& shape, int64_t element_bytes, const Launch& launch) {
-    const int64_t rows = rows_from(dim), size = leading_[dim];
-    const bool has_many_dims = leading_.size() - dim > kMaxRowDims;
-    if (!has_many_dims && rows <= kMaxRows) {
-      write(dim, shape);
-      launch();
+  void run_dims(size_t dims, RowShape& shape, int64_t element_bytes, const Launch& launch) {
+    if (dims > kMaxRowDims) {
+      const size_t last = dims - 1;
+      for (int64_t i = 0; i < leading_[last]; ++i) {
+        run_dims(last, shape, element_bytes, launch);
+        advance(last, 1, element_bytes);
+      }
+      advance(last, -leading_[last], element_bytes);
       return;
     }
-    const bool is_last = dim + 1 == leading_.size();
-    const int64_t step = is_last ? kMaxRows : 1;
+    const size_t largest = dims == 2 && leading_[1] > leading_[0] ? 1 : 0;
+    const int64_t size = leading_[largest];
+    const int64_t step = std::min(size, std::max<int64_t>(kMaxRows / (rows(dims) / size), 1));
     for (int64_t i = 0; i < size; i += step) {
-      if (is_last) {
-        leading_[dim] = std::min(step, size - i);
-        write(dim, shape);
-        launch();
-      } else {
-        run_from(dim + 1, shape, element_bytes, launch);
-      }
-      advance(dim, step, element_bytes);
+      leading_[largest] = std::min(step, size - i);
+      write(dims, shape);
+      launch();
+      advance(largest, step, element_bytes);
     }
-    leading_[dim] = size;
-    advance(dim, -(size + step - 1) / step * step, element_bytes);
+    leading_[largest] = size;
+    advance(largest, -(size + step - 1) / step * step, element_bytes);
   }
 
   Sizes leading_;

@@ -41,9 +41,9 @@ struct LongPackNumbering {
   }
 };
 
-template <class PackNumbering>
+template <class Numbering_>
 struct ActivationKernelParams {
-  using Numbering = PackNumbering;
+  using Numbering = Numbering_;
   RowIndexer::Operand x, out;
   RowIndexer indexer;
   Numbering numbering;
@@ -96,10 +96,10 @@ __global__ void __launch_bounds__(kThreads) activation_kernel(const __grid_const
   x.load(in, bias);
   if constexpr (kIsGated) gate.load(in + params.hidden, bias ? bias + params.hidden : nullptr);
   float values[kSize];
-  x.to_floats(values, bias);
+  x.to_floats(values, bias != nullptr);
   if constexpr (kIsGated) {
     float gates[kSize];
-    gate.to_floats(gates, bias);
+    gate.to_floats(gates, bias != nullptr);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) values[j] *= Activation::template apply<kFast>(gates[j]);
   } else {
@@ -118,6 +118,7 @@ ActivationParams flattened(ActivationParams args, bool is_gated) {
     return args;
   args.hidden *= args.shape.rows;
   args.shape.rows = args.shape.sizes[0] = 1;
+  args.x.strides[0] = args.out.strides[0] = 0;
   return args;
 }
 

@@ -36,8 +36,9 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
   constexpr int kSize = kPackSize<T, Access::kVector>;
   constexpr int kGroups = kBlockThreads<kGroupThreads> / kGroupThreads;
   // A unit's packs half a head apart: neighbouring threads then read neighbouring packs.
-  constexpr bool kLooksUpAhead = Rope::kIsComputed || kUnits == 1;
   constexpr bool kIsApart = kLayout == RopeLayout::kHalf || !Rope::kIsComputed;
+  // The rotation waits in registers, computed or on its way, while the norm is being taken.
+  constexpr bool kLooksUpAhead = Rope::kIsComputed || kUnits == 1;
   const bool spans_heads = p.norm == NormScope::kAcrossHeads;
   const int head_dim = static_cast<int>(p.head_dim);
   const int max_heads = static_cast<int>(p.q.heads > p.k.heads ? p.q.heads : p.k.heads);
@@ -83,7 +84,6 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
     fetch(k[i], p.k, k_heads, place, is_unit);
   }
 
-  // Angles are computed while query and key are on their way; tables are read when their turn comes.
   UnitRotation<kSize> rotations[kUnits];
   const auto look_up = [&](int i) {
     if constexpr (Rope::kIsRope) {

@@ -16,7 +16,8 @@ struct UnitRotation {
   float cos_a[kSize], sin_a[kSize], cos_b[kSize], sin_b[kSize];
 };
 
-// Place of a unit: batch, seq, head, the number of its first pair and the offsets of its packs in the head.
+// Place of a unit: batch, seq, head, the offsets of its packs in the head, and, where its pairs follow each
+// other, the number of the first.
 struct UnitPlace {
   int64_t batch, seq;
   int head, pair, first, second;

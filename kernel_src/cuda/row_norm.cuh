@@ -288,18 +288,24 @@ struct RowStatistics {
   Statistic<T> scale;  // 1 / sqrt(mean of the squares around the mean + eps)
 };
 
+// Whether mean and variance come from sums around a pivot, in one step, with the threads of a row waiting for
+// each other once: for 16-bit results and rows of up to 5120 values. The pivot is the mean of the row's first
+// eight values. The variance takes on (pivot - mean)^2 / variance times the rounding errors of the sums,
+// which is about 1/8 for most rows, and never more than hidden / 8: as much as float16 can bear at that
+// length.
+constexpr int kPivotValues = 8;
+template <typename T, class Norm, int kMaxValues>
+constexpr bool kHasPivot = Norm::kIsCentered && !kHasExactStatistics<T> && kMaxValues <= 5120;
+
 // Of a row that is shared by a group (see GroupReduce). for_each_pack(body) calls body(h) for each of the
-// thread's packs. `pivot`, for 16-bit centered norms alone, is the mean of some of the row's values.
-//
-// There mean and variance come from sums around the pivot, in one step. Of rounding errors in these the
-// variance takes on (pivot - mean)^2 / variance times as much; that is about 1 / kSize for a mean of kSize
-// values of a usual row, and never more than hidden / kSize.
-template <typename T, class Norm, int kSize, int kThreadsPerRow, int kClusterBlocks, class ForEachPack>
+// thread's packs.
+template <typename T, class Norm, bool kIsAroundPivot, int kSize, int kThreadsPerRow, int kClusterBlocks,
+          class ForEachPack>
 __device__ __forceinline__ RowStatistics<T> row_statistics(const ForEachPack& for_each_pack, float pivot,
                                                            int64_t hidden, float eps) {
   const RowSum<T> count = static_cast<RowSum<T>>(hidden);
   RowStatistics<T> row;
-  if constexpr (Norm::kIsCentered && !kHasExactStatistics<T>) {
+  if constexpr (kIsAroundPivot) {
     float sums[2] = {0, 0};
     for_each_pack([&](const float (&h)[kSize]) {
       sums[0] += tree_sum<kSize>([&](int j) { return h[j] - pivot; });
@@ -341,9 +347,6 @@ __device__ __forceinline__ void normalize(const RowStatistics<T>& row, float (&h
   }
 }
 
-// Values that a pivot is the mean of.
-constexpr int kPivotValues = 8;
-
 // With 1 the compiler takes the registers that it wants. Left alone (0) it saves some in the hope of more
 // blocks at a time, which is right for 16 bits, and for float32 now and then spills.
 template <typename T>
@@ -356,12 +359,12 @@ template <typename T, class Input, class Norm, class Output, int kThreadsPerRow,
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
     row_norm_kernel(const __grid_constant__ RowKernelParams<Input, Output> params) {
   constexpr int kSize = kPackSize<T, Access::kVector>;
-  constexpr bool kHasPivot = Norm::kIsCentered && !kHasExactStatistics<T>;
+  constexpr bool kIsAroundPivot = kHasPivot<T, Norm, kThreadsPerRow * kPacks * kClusterBlocks * kSize>;
   // Factors that wait for the reduction in registers; with more packs these are worth more as more threads.
   constexpr bool kFetchesAhead = kPacks <= 2;
   using InputRow = typename Input::template Row<T>;
   using OutputRow = typename Output::template Row<T>;
-  cluster_arrive<kClusterBlocks>();
+  if constexpr (Norm::kIsNorm) cluster_arrive<kClusterBlocks>();
   const RowPlace<kThreadsPerRow, kClusterBlocks> place;
   const int hidden = static_cast<int>(params.hidden);
   const bool is_row = place.kRowsPerBlock == 1 || place.row < params.rows;
@@ -378,7 +381,7 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
     is_column[i] = is_row && place.pack(i) * kSize < hidden;
     if (is_column[i]) input.fetch(place.pack(i) * kSize, in[i]);
   }
-  if constexpr (kHasPivot) input.fetch(0, first);
+  if constexpr (kIsAroundPivot) input.fetch(0, first);
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
     if (is_column[i]) {
@@ -390,12 +393,12 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
 
   if constexpr (Norm::kIsNorm) {
     float pivot = 0;
-    if constexpr (kHasPivot) {
+    if constexpr (kIsAroundPivot) {
       static_assert(kSize == kPivotValues);
       input.finish(0, first);
       float h[kSize];
       first.values(h);
-      pivot = tree_sum<kSize>([&](int j) { return h[j]; }) / kPivotValues;
+      pivot = tree_sum<kSize>([&](int j) { return h[j] * (1.0f / kPivotValues); });
     }
     const auto for_each_pack = [&](const auto& body) {
 #pragma unroll
@@ -406,8 +409,8 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
       }
     };
     cluster_wait<kClusterBlocks>();
-    const auto row = row_statistics<T, Norm, kSize, kThreadsPerRow, kClusterBlocks>(for_each_pack, pivot,
-                                                                                    hidden, params.eps);
+    const auto row = row_statistics<T, Norm, kIsAroundPivot, kSize, kThreadsPerRow, kClusterBlocks>(
+        for_each_pack, pivot, hidden, params.eps);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) in[i].forget_values();
 #pragma unroll
@@ -457,21 +460,10 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, 1)
 
   RowStatistics<T> row;
   if constexpr (Norm::kIsNorm) {
-    float pivot = 0;
-    if constexpr (Norm::kIsCentered && !kHasExactStatistics<T>) {
-      const int count = hidden < kPivotValues ? static_cast<int>(hidden) : kPivotValues;
-      for (int column = 0; column < count; column += kSize) {
-        InputPack pack;
-        float h[kSize];
-        load(column, pack, h);
-        pivot += tree_sum<kSize>([&](int j) { return h[j]; });
-      }
-      pivot /= count;
-    }
     const auto for_each_pack = [&](const auto& body) {
       for_each_column([&](int64_t, const InputPack&, const float (&h)[kSize]) { body(h); });
     };
-    row = row_statistics<T, Norm, kSize, kThreadsPerRow, 1>(for_each_pack, pivot, hidden, params.eps);
+    row = row_statistics<T, Norm, false, kSize, kThreadsPerRow, 1>(for_each_pack, 0.0f, hidden, params.eps);
   }
   for_each_column([&](int64_t column, const InputPack& pack, float (&n)[kSize]) {
     input.store(column, pack);

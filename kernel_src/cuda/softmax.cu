@@ -1,6 +1,6 @@
 // softmax over the last dimension. A row that fits into the registers of a block or a cluster is read once;
 // a longer one is read in two sweeps, of which the first takes maximum and sum together (Milakov and
-// Gimelshein, 2018).
+// Gimelshein, 2018), or in three for float32.
 //
 // In 16 bits the warps that share a row take their own maximum and the sum around it, and these are combined:
 // they wait for each other once. For float32 results the few roundings of that combination would be the

@@ -70,9 +70,11 @@ void launch_kernel(const char* operation, void (*kernel)(const Params), dim3 gri
   config.attrs = attributes;
   config.numAttrs = kClusterBlocks > 1 ? 2 : 1;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params);
-  if (error != cudaSuccess)
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // else a later check would find it again
     throw std::runtime_error(std::string(operation) +
                              ": the CUDA launch failed: " + cudaGetErrorString(error));
+  }
 }
 
 }  // namespace h100_diffusers_kernels

@@ -5,8 +5,6 @@
 
 #include <cooperative_groups.h>
 
-#include <cstdint>
-
 namespace h100_diffusers_kernels {
 
 constexpr int kWarpThreads = 32;

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_COUNT = 2**31 - 1  # of what a launch numbers
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -257,6 +258,8 @@ def check_qk(
             f"(head_dim {head_dim}), got {tuple(k.shape)}",
         )
     check_last_stride(operation, "k", k)
+    k_heads = k.shape[2:].numel() // head_dim if head_dim else 0
+    _require_countable_heads(operation, "q", q, max(heads, k_heads))
     for name, weight, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
         if weight is not None and norm == "none":
             fail(
@@ -266,6 +269,16 @@ def check_qk(
         full = x.shape[2:].numel()
         check_shape(operation, name, weight, (head_dim if norm == "per_head" else full,), "q", q)
     return head_dim
+
+
+def _require_countable_heads(operation: str, name: str, x: Tensor, heads: int) -> None:
+    batch, seq = x.shape[:2]
+    if batch * seq * heads > MAX_COUNT:
+        fail(
+            operation,
+            f"{name} must have a batch * seq * heads of at most {MAX_COUNT}, "
+            f"got {batch} * {seq} * {heads}",
+        )
 
 
 def _require_equal_heads(operation: str, name: str, heads: int, k_heads: int) -> None:
@@ -359,10 +372,9 @@ def check_rope(
                 f"got shape {tuple(cos.shape)}",
             )
         heads = width // head_dim if head_dim else 0
+    _require_even_head_dim(operation, "x", head_dim)
+    _require_countable_heads(operation, "x", x, heads)
     return rope_table_views(operation, cos, sin, "x", x, heads, head_dim)
-
-
-_MAX_AXIS = 2**31 - 1
 
 
 def check_rope_3d(operation: str, x: Tensor, axes: dict, layout: str) -> None:
@@ -375,16 +387,17 @@ def check_rope_3d(operation: str, x: Tensor, axes: dict, layout: str) -> None:
             f"x must have shape (batch, seq, heads, head_dim), got {tuple(x.shape)}",
         )
     _require_even_head_dim(operation, "x", x.shape[3])
+    _require_countable_heads(operation, "x", x, x.shape[2])
     first = axes["frame"][0]
     for axis, (cos, sin) in axes.items():
         for name, table in ((f"{axis}_cos", cos), (f"{axis}_sin", sin)):
             check_device(operation, name, table, "x", x)
             _check_float32_or_dtype(operation, name, table, "x", x)
             check_dtype(operation, name, table, "frame_cos", first)
-            if table.dim() != 2 or any(size > _MAX_AXIS for size in table.shape):
+            if table.dim() != 2 or any(size > MAX_COUNT for size in table.shape):
                 fail(
                     operation,
-                    f"{name} must have shape (positions, pairs), each at most {_MAX_AXIS}, "
+                    f"{name} must have shape (positions, pairs), each at most {MAX_COUNT}, "
                     f"got {tuple(table.shape)}",
                 )
             check_last_stride(operation, name, table)
