@@ -8,13 +8,11 @@ void gated_residual(const RowNormParams& params, Stream stream) {
 }
 
 void gated_residual_rms_norm_modulate(const RowNormParams& params, Stream stream) {
-  launch_row_norm<GatedResidualInput, RmsNorm, ModulatedOutput>("gated_residual_rms_norm_modulate", params,
-                                                                stream);
+  launch_modulated<GatedResidualInput, RmsNorm>("gated_residual_rms_norm_modulate", params, stream);
 }
 
 void gated_residual_layer_norm_modulate(const RowNormParams& params, Stream stream) {
-  launch_row_norm<GatedResidualInput, LayerNorm, ModulatedOutput>("gated_residual_layer_norm_modulate",
-                                                                  params, stream);
+  launch_modulated<GatedResidualInput, LayerNorm>("gated_residual_layer_norm_modulate", params, stream);
 }
 
 }  // namespace h100_diffusers_kernels

@@ -4,11 +4,11 @@
 namespace h100_diffusers_kernels {
 
 void rms_norm_modulate(const RowNormParams& params, Stream stream) {
-  launch_row_norm<PlainInput, RmsNorm, ModulatedOutput>("rms_norm_modulate", params, stream);
+  launch_modulated<PlainInput, RmsNorm>("rms_norm_modulate", params, stream);
 }
 
 void layer_norm_modulate(const RowNormParams& params, Stream stream) {
-  launch_row_norm<PlainInput, LayerNorm, ModulatedOutput>("layer_norm_modulate", params, stream);
+  launch_modulated<PlainInput, LayerNorm>("layer_norm_modulate", params, stream);
 }
 
 }  // namespace h100_diffusers_kernels

@@ -202,7 +202,9 @@ struct AffineOutput {
   };
 };
 
-// Weight and bias are rare here: optional at run time, and not fetched ahead, which would cost registers.
+// kHasAffine: whether there is a weight or a bias, which is rare here: told apart at run time, and not
+// fetched ahead, which would cost registers.
+template <bool kHasAffine>
 struct ModulatedOutput {
   struct Operands {
     RowIndexer::Operand out, scale, shift;
@@ -242,12 +244,12 @@ struct ModulatedOutput {
     template <int kSize>
     __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {
       float term[kSize], offset[kSize];
-      if (weight) {
+      if (kHasAffine && weight) {
         load_floats(weight + column, term);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) n[i] *= term[i];
       }
-      if (bias) {
+      if (kHasAffine && bias) {
         load_floats(bias + column, term);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) n[i] += term[i];
@@ -512,6 +514,13 @@ void launch_row_norm(const char* operation, const RowNormParams& args, Stream st
     if (args.hidden <= kShortRow) return launch_any.template operator()<kWarpThreads>();
     launch_any.template operator()<kLongRowThreads>();
   });
+}
+
+template <class Input, class Norm>
+void launch_modulated(const char* operation, const RowNormParams& args, Stream stream) {
+  if (args.weight || args.bias)
+    return launch_row_norm<Input, Norm, ModulatedOutput<true>>(operation, args, stream);
+  launch_row_norm<Input, Norm, ModulatedOutput<false>>(operation, args, stream);
 }
 
 }  // namespace h100_diffusers_kernels
