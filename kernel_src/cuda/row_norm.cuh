@@ -290,14 +290,14 @@ struct RowStatistics {
   Statistic<T> scale;  // 1 / sqrt(mean of the squares around the mean + eps)
 };
 
-// Whether mean and variance come from sums around a pivot, in one step, with the threads of a row waiting for
-// each other once: for 16-bit results and rows of up to 5120 values. The pivot is the mean of the row's first
-// eight values. The variance takes on (pivot - mean)^2 / variance times the rounding errors of the sums,
-// which is about 1/8 for most rows, and never more than hidden / 8: as much as float16 can bear at that
-// length.
+// For 16-bit results mean and variance come from sums around a pivot, in one step, with the threads of a row
+// waiting for each other once. The pivot is the mean of the row's first eight values. The variance takes on
+// (pivot - mean)^2 / variance times the rounding errors of the sums, which is about 1/8 for most rows; where
+// it is more than kMaxCancellation, the step is taken again around the mean that came out.
 constexpr int kPivotValues = 8;
-template <typename T, class Norm, int kMaxValues>
-constexpr bool kHasPivot = Norm::kIsCentered && !kHasExactStatistics<T> && kMaxValues <= 5120;
+constexpr float kMaxCancellation = 16.0f;
+template <typename T, class Norm>
+constexpr bool kHasPivot = Norm::kIsCentered && !kHasExactStatistics<T>;
 
 // Of a row that is shared by a group (see GroupReduce). for_each_pack(body) calls body(h) for each of the
 // thread's packs.
@@ -308,14 +308,25 @@ __device__ __forceinline__ RowStatistics<T> row_statistics(const ForEachPack& fo
   const RowSum<T> count = static_cast<RowSum<T>>(hidden);
   RowStatistics<T> row;
   if constexpr (kIsAroundPivot) {
-    float sums[2] = {0, 0};
-    for_each_pack([&](const float (&h)[kSize]) {
-      sums[0] += tree_sum<kSize>([&](int j) { return h[j] - pivot; });
-      sums[1] += tree_sum<kSize>([&](int j) { return (h[j] - pivot) * (h[j] - pivot); });
-    });
-    GroupReduce<Sum, float, kThreadsPerRow, 2, 1, kClusterBlocks>{}(sums);
-    const float offset = divide<T>(sums[0], count);
-    const float squares = fmaf(-offset, sums[0], sums[1]);
+    const GroupReduce<Sum, float, kThreadsPerRow, 2, 2, kClusterBlocks> reduce;
+    float offset, squares;
+    const auto take_step = [&](int round) {
+      float sums[2] = {0, 0};
+      for_each_pack([&](const float (&h)[kSize]) {
+        sums[0] += tree_sum<kSize>([&](int j) { return h[j] - pivot; });
+        sums[1] += tree_sum<kSize>([&](int j) { return (h[j] - pivot) * (h[j] - pivot); });
+      });
+      reduce(sums, round);
+      offset = divide<T>(sums[0], count);
+      squares = fmaf(-offset, sums[0], sums[1]);
+    };
+    take_step(0);
+    bool is_inexact = offset * offset * count > kMaxCancellation * squares;
+    if constexpr (kThreadsPerRow < kWarpThreads) is_inexact = __any_sync(0xffffffffu, is_inexact);
+    if (is_inexact) {  // the same in all threads of a row
+      pivot += offset;
+      take_step(1);
+    }
     row.mean.high = pivot + offset;
     row.scale = rms_scale_of<T>(squares < 0 ? 0 : squares, hidden, eps);
   } else {
@@ -361,7 +372,7 @@ template <typename T, class Input, class Norm, class Output, int kThreadsPerRow,
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
     row_norm_kernel(const __grid_constant__ RowKernelParams<Input, Output> params) {
   constexpr int kSize = kPackSize<T, Access::kVector>;
-  constexpr bool kIsAroundPivot = kHasPivot<T, Norm, kThreadsPerRow * kPacks * kClusterBlocks * kSize>;
+  constexpr bool kIsAroundPivot = kHasPivot<T, Norm>;
   // Factors that wait for the reduction in registers; with more packs these are worth more as more threads.
   constexpr bool kFetchesAhead = kPacks <= 2;
   using InputRow = typename Input::template Row<T>;
