@@ -14,6 +14,7 @@ A plot is written to benchmarks/plots where the results that it draws are there.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -196,29 +197,8 @@ def operations(results: Path, family: str) -> str:
     return markdown(rows, headers) + note + setup(result) + f". {versions}"
 
 
-@table
-def norm(results: Path) -> str:
-    return operations(results, "norm")
-
-
-@table
-def gated_residual(results: Path) -> str:
-    return operations(results, "gated_residual")
-
-
-@table
-def rope(results: Path) -> str:
-    return operations(results, "rope")
-
-
-@table
-def activation(results: Path) -> str:
-    return operations(results, "activation")
-
-
-@table
-def softmax(results: Path) -> str:
-    return operations(results, "softmax")
+for name in targets_.FAMILIES:
+    TABLES[name] = functools.partial(operations, family=name)
 
 
 @table

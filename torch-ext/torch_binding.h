@@ -129,7 +129,7 @@ class RowLaunch {
   void run(RowShape& shape, DType dtype, const Launch& launch) {
     merge();
     sort();
-    run_dims(leading_.size(), shape, dtype == DType::kFloat32 ? 4 : 2, launch);
+    run_dims(leading_.size(), shape, bytes_of(dtype), launch);
   }
 
  private:

@@ -190,8 +190,6 @@ void dispatch(const char* operation, const Args& args, bool table_is_float32, bo
   });
 }
 
-int bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
 }  // namespace
 
 void rope(const RopeParams& params, Stream stream) {

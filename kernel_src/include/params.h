@@ -8,6 +8,8 @@ namespace h100_diffusers_kernels {
 
 enum class DType : int32_t { kFloat32, kFloat16, kBFloat16 };
 
+constexpr int bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
 #ifdef CPU_KERNEL
 // Calls body(context, begin, end) on sub-ranges of [begin, end) from several threads and waits for them.
 // A range is never split below `grain` items.
