@@ -1,12 +1,15 @@
-// softmax over the last dimension. A row that fits into the registers of a block or a cluster is read once;
-// a longer one is read in two sweeps, of which the first takes maximum and sum together (Milakov and
-// Gimelshein, 2018), or in three for float32.
+// softmax over the last dimension. A short row is held in registers, a long one in the shared memory of a
+// block or of a cluster of blocks, and read once; one that is longer still is read in two sweeps, of which
+// the first takes maximum and sum together (Milakov and Gimelshein, 2018), or in three for float32.
 //
 // In 16 bits the warps that share a row take their own maximum and the sum around it, and these are combined:
 // they wait for each other once. For float32 results the few roundings of that combination would be the
 // largest error; there the maximum of the whole row comes first.
+#include <type_traits>
+
 #include "fast_math.cuh"
 #include "launch.cuh"
+#include "long_row.cuh"
 #include "pack.cuh"
 #include "params.h"
 #include "reduce.cuh"
@@ -28,41 +31,78 @@ __device__ __forceinline__ float exponential(float difference) {
 // values count as 0.
 __device__ __forceinline__ float pivot_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
-// Maximum of a set of values, and the sum of their exponentials relative to it.
+// What turns a thread's values into the row's softmax: exponential(value - pivot) * factor.
 template <typename T>
-struct MaximumAndSum {
-  float maximum = -INFINITY;
-  RowSum<T> sum = 0;
+struct RowScale {
+  float pivot;
+  Statistic<T> factor;
+};
 
-  // The sum, relative to another maximum that is not below this one.
-  __device__ __forceinline__ RowSum<T> sum_around(float other) const {
-    return sum * exponential<T>(maximum - pivot_of(other));
+// Over the kGroupThreads threads, of each block of a cluster, that share a row.
+template <typename T, int kGroupThreads, int kClusterBlocks = 1>
+struct SoftmaxReduce {
+  static constexpr bool kCombinesWarps = !kHasExactStatistics<T> && kGroupThreads > kWarpThreads;
+  using Maximum = GroupReduce<Max, float, kGroupThreads, 1, 1, kClusterBlocks>;
+  using Total = GroupReduce<Sum, RowSum<T>, kGroupThreads, 1, 1, kClusterBlocks>;
+  using Warps = Exchange<float, kGroupThreads, 2, 1, kClusterBlocks>;
+
+  __device__ __forceinline__ static void cluster_arrive() {
+    if constexpr (kCombinesWarps) {
+      h100_diffusers_kernels::cluster_arrive<kClusterBlocks, Warps>();
+    } else {
+      h100_diffusers_kernels::cluster_arrive<kClusterBlocks, Maximum, Total>();
+    }
+  }
+
+  // sum_around(pivot) adds up the exponentials of the thread's values, relative to the pivot.
+  template <class SumAround>
+  __device__ __forceinline__ RowScale<T> operator()(float thread_maximum, const SumAround& sum_around) const {
+    if constexpr (kCombinesWarps) {
+      const float warp_maximum = warp_reduce<Max, kWarpThreads>(thread_maximum);
+      const float pivot = pivot_of(warp_maximum);
+      const float warp_sum = warp_reduce<Sum, kWarpThreads>(sum_around(pivot));
+      cluster_wait<kClusterBlocks>();
+      const auto* parts = Warps{}({warp_maximum, warp_sum}, 0);
+      const float row_pivot = pivot_of(Warps::template reduce<Max>([&](int part) { return parts[0][part]; }));
+      const float sum = Warps::template reduce<Sum>(
+          [&](int part) { return parts[1][part] * exponential<T>(parts[0][part] - row_pivot); });
+      return {pivot, Statistic<T>::from(exponential<T>(warp_maximum - row_pivot) * divide<T>(1, sum))};
+    } else {
+      cluster_wait<kClusterBlocks>();
+      float maximum[1] = {thread_maximum};
+      Maximum{}(maximum);
+      const float pivot = pivot_of(maximum[0]);
+      RowSum<T> sum[1] = {sum_around(pivot)};
+      Total{}(sum);
+      return {pivot, Statistic<T>::from(divide<T>(1, sum[0]))};
+    }
   }
 };
 
-// Over the group that shares a row; `sum_around(maximum)` adds up the thread's exponentials.
-template <typename T, int kGroupThreads, int kClusterBlocks, class ThreadSum>
-__device__ __forceinline__ MaximumAndSum<T> group_maximum_and_sum(float thread_maximum,
-                                                                  const ThreadSum& sum_around) {
-  MaximumAndSum<T> result;
-  if constexpr (kHasExactStatistics<T> || kGroupThreads <= kWarpThreads) {
-    float maximum[1] = {thread_maximum};
-    GroupReduce<Max, float, kGroupThreads, 1, 1, kClusterBlocks>{}(maximum);
-    RowSum<T> sum[1] = {sum_around(maximum[0])};
-    GroupReduce<Sum, RowSum<T>, kGroupThreads, 1, 1, kClusterBlocks>{}(sum);
-    result.maximum = maximum[0];
-    result.sum = sum[0];
-  } else {
-    const float warp_maximum = warp_reduce<Max, kWarpThreads>(thread_maximum);
-    const float warp_sum = warp_reduce<Sum, kWarpThreads>(sum_around(warp_maximum));
-    using Warps = Exchange<float, kGroupThreads, 2, 1, kClusterBlocks>;
-    const auto* parts = Warps{}({warp_maximum, warp_sum}, 0);
-    result.maximum = Warps::template reduce<Max>([&](int part) { return parts[0][part]; });
-    result.sum = Warps::template reduce<Sum>([&](int part) {
-      return MaximumAndSum<T>{parts[0][part], parts[1][part]}.sum_around(result.maximum);
-    });
-  }
-  return result;
+template <int kSize>
+__device__ __forceinline__ float maximum_of(const float (&values)[kSize], float maximum) {
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) maximum = fmaxf(maximum, values[j]);
+  return maximum;
+}
+
+template <typename T, int kSize>
+__device__ __forceinline__ void take_exponentials(float (&values)[kSize], float pivot) {
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) values[j] = exponential<T>(values[j] - pivot);
+}
+
+template <int kSize>
+__device__ __forceinline__ float sum_of(const float (&values)[kSize]) {
+  return tree_sum<kSize>([&](int j) { return values[j]; });
+}
+
+template <typename T, int kSize>
+__device__ __forceinline__ void store_scaled(T* out, float (&exponentials)[kSize],
+                                             const Statistic<T>& factor) {
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) exponentials[j] = factor.times(exponentials[j]);
+  store_floats(out, exponentials);
 }
 
 struct SoftmaxKernelParams {
@@ -79,13 +119,12 @@ struct SoftmaxKernelParams {
         hidden(p.hidden) {}
 };
 
-// kThreadsPerRow threads, of each block of a cluster, hold a row of up to kPacks packs a thread.
-template <typename T, int kThreadsPerRow, int kPacks, int kClusterBlocks>
+// Short rows: kThreadsPerRow threads hold a row of up to kPacks packs a thread, and then its exponentials.
+template <typename T, int kThreadsPerRow, int kPacks>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
     softmax_kernel(const __grid_constant__ SoftmaxKernelParams params) {
   constexpr int kSize = kPackSize<T, Access::kVector>;
-  cluster_arrive<kClusterBlocks>();
-  const RowPlace<kThreadsPerRow, kClusterBlocks> place;
+  const RowPlace<kThreadsPerRow> place;
   const int hidden = static_cast<int>(params.hidden);
   const bool is_row = place.kRowsPerBlock == 1 || place.row < params.rows;
   const auto index = params.indexer(is_row ? place.row : 0);
@@ -100,43 +139,70 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
     is_column[i] = is_row && place.pack(i) * kSize < hidden;
     if (is_column[i]) packs[i].load(x + place.pack(i) * kSize);
   }
+  float values[kPacks][kSize];
   float maximum = -INFINITY;
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
-    if (is_column[i]) {
-      float values[kSize];
-      packs[i].to_floats(values);
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) maximum = fmaxf(maximum, values[j]);
-    }
+    packs[i].to_floats(values[i]);
+    if (is_column[i]) maximum = maximum_of(values[i], maximum);
   }
-  const auto exponentials = [&](int i, float pivot, float (&values)[kSize]) {
-    packs[i].to_floats(values);
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) values[j] = exponential<T>(values[j] - pivot);
-  };
-  cluster_wait<kClusterBlocks>();
-  const auto row = group_maximum_and_sum<T, kThreadsPerRow, kClusterBlocks>(maximum, [&](float around) {
+  const SoftmaxReduce<T, kThreadsPerRow> reduce;
+  const RowScale<T> scale = reduce(maximum, [&](float pivot) {
     RowSum<T> sum = 0;
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      float values[kSize];
-      exponentials(i, pivot_of(around), values);
-      if (is_column[i]) sum += tree_sum<kSize>([&](int j) { return values[j]; });
+      take_exponentials<T>(values[i], pivot);
+      if (is_column[i]) sum += sum_of(values[i]);
     }
     return sum;
   });
-  const Statistic<T> scale = Statistic<T>::from(divide<T>(1, row.sum));
 #pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    if (is_column[i]) {
+  for (int i = 0; i < kPacks; ++i)
+    if (is_column[i]) store_scaled(out + place.pack(i) * kSize, values[i], scale.factor);
+}
+
+// Long rows: kClusterBlocks blocks hold a row in their shared memory; each thread what it has copied there
+// itself. The exponentials are taken twice, for which there is time, and not kept, for which there is no
+// room.
+template <typename T>
+constexpr int kMinLongRowBlocks = sizeof(T) == 2 ? 6 : 1;
+
+template <typename T, int kClusterBlocks>
+__global__ void __launch_bounds__(kLongRowThreads, kMinLongRowBlocks<T>)
+    long_softmax_kernel(const __grid_constant__ SoftmaxKernelParams params) {
+  constexpr int kSize = kPackSize<T, Access::kVector>;
+  const SoftmaxReduce<T, kLongRowThreads, kClusterBlocks> reduce;
+  reduce.cluster_arrive();
+  const LongRow<kSize, 1, kClusterBlocks> memory(params.hidden);
+  const auto index = params.indexer(memory.place.row);
+  const T* x = static_cast<const T*>(params.x.data) + index.offset(params.x);
+  T* out = static_cast<T*>(params.out.data) + index.offset(params.out);
+  wait_for_earlier_kernels();
+
+  const auto for_each_pack = [&](const auto& body) {
+    memory.for_each_pack([&](int column, const uint4* slot) {
       float values[kSize];
-      exponentials(i, pivot_of(row.maximum), values);
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) values[j] = scale.times(values[j]);
-      store_floats(out + place.pack(i) * kSize, values);
-    }
-  }
+      load_floats(reinterpret_cast<const T*>(slot), values);
+      body(column, values);
+    });
+  };
+  memory.fetch([&](int64_t column, uint4* slot) { copy_async(slot, x + column); });
+  wait_for_own_copies();
+
+  float maximum = -INFINITY;
+  for_each_pack([&](int, const float (&values)[kSize]) { maximum = maximum_of(values, maximum); });
+  const RowScale<T> scale = reduce(maximum, [&](float pivot) {
+    RowSum<T> sum = 0;
+    for_each_pack([&](int, float (&values)[kSize]) {
+      take_exponentials<T>(values, pivot);
+      sum += sum_of(values);
+    });
+    return sum;
+  });
+  for_each_pack([&](int column, float (&values)[kSize]) {
+    take_exponentials<T>(values, scale.pivot);
+    store_scaled(out + column, values, scale.factor);
+  });
 }
 
 // Any row length and, with kScalar, any alignment.
@@ -144,7 +210,7 @@ template <typename T, int kThreadsPerRow, Access kAccess>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
     any_row_softmax_kernel(const __grid_constant__ SoftmaxKernelParams params) {
   constexpr int kSize = kPackSize<T, kAccess>;
-  const RowPlace<kThreadsPerRow, 1> place;
+  const RowPlace<kThreadsPerRow> place;
   const bool is_row = place.kRowsPerBlock == 1 || place.row < params.rows;
   const auto index = params.indexer(is_row ? place.row : 0);
   const T* x = static_cast<const T*>(params.x.data) + index.offset(params.x);
@@ -160,30 +226,34 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
       body(column, values);
     }
   };
-  const auto sum_around = [](const float (&values)[kSize], float pivot) {
-    return tree_sum<kSize>([&](int j) { return exponential<T>(values[j] - pivot); });
-  };
-  MaximumAndSum<T> own;
+  // Sum of the exponentials so far, relative to the maximum so far.
+  float maximum = -INFINITY, online_sum = 0;
+  const auto sum_so_far_around = [&](float pivot) { return online_sum * exponential<T>(maximum - pivot); };
   for_each_pack([&](int64_t, float (&values)[kSize]) {
-    float maximum = own.maximum;
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) maximum = fmaxf(maximum, values[j]);
-    if constexpr (!kHasExactStatistics<T>)
-      own.sum = own.sum_around(maximum) + sum_around(values, pivot_of(maximum));
-    own.maximum = maximum;
+    const float new_maximum = maximum_of(values, maximum);
+    if constexpr (!kHasExactStatistics<T>) {
+      const float pivot = pivot_of(new_maximum);
+      take_exponentials<T>(values, pivot);
+      online_sum = sum_so_far_around(pivot) + sum_of(values);
+    }
+    maximum = new_maximum;
   });
-  const auto row = group_maximum_and_sum<T, kThreadsPerRow, 1>(own.maximum, [&](float around) {
-    if constexpr (!kHasExactStatistics<T>) return own.sum_around(around);
+  const SoftmaxReduce<T, kThreadsPerRow> reduce;
+  const RowScale<T> scale = reduce(maximum, [&](float pivot) {
     RowSum<T> sum = 0;
-    for_each_pack([&](int64_t, float (&values)[kSize]) { sum += sum_around(values, pivot_of(around)); });
+    if constexpr (kHasExactStatistics<T>) {
+      for_each_pack([&](int64_t, float (&values)[kSize]) {
+        take_exponentials<T>(values, pivot);
+        sum += sum_of(values);
+      });
+    } else {
+      sum = sum_so_far_around(pivot);
+    }
     return sum;
   });
-  const Statistic<T> scale = Statistic<T>::from(divide<T>(1, row.sum));
   for_each_pack([&](int64_t column, float (&values)[kSize]) {
-#pragma unroll
-    for (int j = 0; j < kSize; ++j)
-      values[j] = scale.times(exponential<T>(values[j] - pivot_of(row.maximum)));
-    store_floats(out + column, values);
+    take_exponentials<T>(values, scale.pivot);
+    store_scaled(out + column, values, scale.factor);
   });
 }
 
@@ -198,23 +268,27 @@ void softmax(const SoftmaxParams& args, Stream stream) {
                              has_vector_rows(args.out, args.shape.ndim, sizeof(T));
     const SoftmaxKernelParams params(args);
     const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;
-    const auto launch_rows = [&](auto config) {
+    const auto launch_short = [&](auto config) {
       constexpr int kThreadsPerRow = config.kThreadsPerRow;
-      constexpr int kClusterBlocks = config.kClusterBlocks;
-      launch_kernel<kClusterBlocks>(kOperation,
-                                    softmax_kernel<T, kThreadsPerRow, config.kPacksPerThread, kClusterBlocks>,
-                                    RowPlace<kThreadsPerRow, kClusterBlocks>::blocks(args.shape.rows),
-                                    kBlockThreads<kThreadsPerRow>, params, stream);
+      launch_kernel(kOperation, softmax_kernel<T, kThreadsPerRow, config.kPacksPerThread>,
+                    RowPlace<kThreadsPerRow>::blocks(args.shape.rows), kBlockThreads<kThreadsPerRow>, params,
+                    stream);
     };
-    if (has_vectors && dispatch_row_config(packs, launch_rows)) return;
+    const auto launch_long = [&](auto blocks) {
+      launch_kernel<blocks>(kOperation, long_softmax_kernel<T, blocks>,
+                            RowPlace<kLongRowThreads, blocks>::blocks(args.shape.rows), kLongRowThreads,
+                            params, stream, long_row_shared_bytes(packs, 1, blocks));
+    };
+    if (has_vectors && (dispatch_row_config(packs, launch_short) || dispatch_long_row(packs, 1, launch_long)))
+      return;
     const auto launch_any = [&]<int kThreadsPerRow, Access kAccess>() {
       launch_kernel(kOperation, any_row_softmax_kernel<T, kThreadsPerRow, kAccess>,
-                    RowPlace<kThreadsPerRow, 1>::blocks(args.shape.rows), kBlockThreads<kThreadsPerRow>,
-                    params, stream);
+                    RowPlace<kThreadsPerRow>::blocks(args.shape.rows), kBlockThreads<kThreadsPerRow>, params,
+                    stream);
     };
-    if (has_vectors) return launch_any.template operator()<kLongRowThreads, Access::kVector>();
-    if (args.hidden <= kShortRow) return launch_any.template operator()<kWarpThreads, Access::kScalar>();
-    launch_any.template operator()<kLongRowThreads, Access::kScalar>();
+    if (has_vectors) return launch_any.template operator()<kAnyRowThreads, Access::kVector>();
+    if (args.hidden <= kWarpRow) return launch_any.template operator()<kWarpThreads, Access::kScalar>();
+    launch_any.template operator()<kAnyRowThreads, Access::kScalar>();
   });
 }
 

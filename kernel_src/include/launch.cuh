@@ -54,10 +54,17 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
 }
 
 // Launches a kernel that calls wait_for_earlier_kernels.
-// kClusterBlocks: blocks that form a cluster; the grid is a multiple of it.
+// kClusterBlocks: blocks that form a cluster; the grid is a multiple of it. shared_bytes: of `extern` shared
+// memory.
 template <int kClusterBlocks = 1, typename Params>
 void launch_kernel(const char* operation, void (*kernel)(const Params), dim3 grid, int block,
-                   const Params& params, Stream stream) {
+                   const Params& params, Stream stream, int64_t shared_bytes = 0) {
+  const auto check = [&](cudaError_t error) {
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // else a later check would find it again
+    throw std::runtime_error(std::string(operation) +
+                             ": the CUDA launch failed: " + cudaGetErrorString(error));
+  };
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -69,12 +76,14 @@ void launch_kernel(const char* operation, void (*kernel)(const Params), dim3 gri
   config.stream = static_cast<cudaStream_t>(stream.handle);
   config.attrs = attributes;
   config.numAttrs = kClusterBlocks > 1 ? 2 : 1;
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params);
-  if (error != cudaSuccess) {
-    cudaGetLastError();  // else a later check would find it again
-    throw std::runtime_error(std::string(operation) +
-                             ": the CUDA launch failed: " + cudaGetErrorString(error));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  if (shared_bytes > 0) {  // unasked a block gets no more than 48 KiB, and L1 much of a multiprocessor's
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shared_bytes)));
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                               cudaSharedmemCarveoutMaxShared));
   }
+  check(cudaLaunchKernelEx(&config, kernel, params));
 }
 
 }  // namespace h100_diffusers_kernels

@@ -5,6 +5,8 @@
 
 #include <cooperative_groups.h>
 
+#include "async_copy.cuh"
+
 namespace h100_diffusers_kernels {
 
 constexpr int kWarpThreads = 32;
@@ -49,45 +51,53 @@ __device__ __forceinline__ int cluster_rank() {
   return static_cast<int>(cooperative_groups::cluster_group::block_rank());
 }
 
-// The blocks of a cluster tell each other that they run, and wait for that: before its first Exchange every
-// thread calls both, with work of its own between them.
-template <int kClusterBlocks>
-__device__ __forceinline__ void cluster_arrive() {
-  if constexpr (kClusterBlocks > 1) cooperative_groups::cluster_group::barrier_arrive();
-}
-template <int kClusterBlocks>
-__device__ __forceinline__ void cluster_wait() {
-  if constexpr (kClusterBlocks > 1) cooperative_groups::cluster_group::barrier_wait();
-}
-
 // Where the warps that share a row lay down their parts, kValues each, for all of them to read: the shared
 // memory of their block, or of every block of their cluster.
-// kRounds exchanges can be made without a barrier between them, each with its own `round`, from 0 up.
+//
+// kRounds exchanges can be made, each with its own `round`, from 0 up, and no barrier between them. In a
+// cluster a block waits for the bytes that it is to get, and for nothing else: a barrier of all threads of
+// the cluster costs as much time as the rest of a row's reduction. So a block may be gone before its
+// neighbours are, and all that could reach it has.
 template <typename Value, int kGroupThreads, int kValues, int kRounds, int kClusterBlocks>
 struct Exchange {
   static constexpr int kWarps = kGroupThreads / kWarpThreads;
   static constexpr int kParts = kWarps * kClusterBlocks;
   using Parts = Value[kParts];
 
+  struct Storage {
+    Value parts[kRounds][kValues][kParts];
+    ByteBarrier arrived[kRounds];  // of a cluster
+  };
+  __device__ __forceinline__ static Storage& storage() {
+    __shared__ Storage storage;
+    return storage;
+  }
+
+  // See cluster_arrive.
+  __device__ __forceinline__ static void prepare() {
+    for (ByteBarrier& barrier : storage().arrived) barrier.init(kValues * kParts * sizeof(Value));
+  }
+
   // All threads call it, with values that are equal within a warp. [value][part]
   __device__ __forceinline__ const Parts* operator()(const Value (&values)[kValues], int round) const {
-    __shared__ Value parts[kRounds][kValues][kParts];
+    auto& parts = storage().parts[round];
     const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
     if constexpr (kClusterBlocks == 1) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i)
-        if (lane == 0) parts[round][i][warp] = values[i];
+        if (lane == 0) parts[i][warp] = values[i];
       __syncthreads();
     } else {
+      ByteBarrier& barrier = storage().arrived[round];
+      const int part = cluster_rank<kClusterBlocks>() * kWarps + warp;
+      if (lane < kClusterBlocks) {
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        Value* part = &parts[round][i][cluster_rank<kClusterBlocks>() * kWarps + warp];
-        if (lane < kClusterBlocks)
-          *cooperative_groups::cluster_group::map_shared_rank(part, lane) = values[i];
+        for (int i = 0; i < kValues; ++i)
+          store_async(cluster_address(&parts[i][part], lane), values[i], cluster_address(&barrier, lane));
       }
-      cooperative_groups::cluster_group::sync();
+      barrier.wait();
     }
-    return parts[round];
+    return parts;
   }
 
   // Combines term(part) over all parts, in every thread.
@@ -109,18 +119,39 @@ struct Exchange {
   }
 };
 
+// The blocks of a cluster tell each other that they run and have prepared their exchanges, and wait for that:
+// before its first exchange every thread calls both, with work of its own between them.
+template <int kClusterBlocks, class... Exchanges>
+__device__ __forceinline__ void cluster_arrive() {
+  if constexpr (kClusterBlocks > 1) {
+    if (threadIdx.x == 0) {
+      (Exchanges::prepare(), ...);
+      fence_barrier_init();
+    }
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  }
+}
+template <int kClusterBlocks>
+__device__ __forceinline__ void cluster_wait() {
+  if constexpr (kClusterBlocks > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // Reduces kValues values over each group of kGroupThreads consecutive threads of a block, or, with
 // kClusterBlocks > 1, over all threads of a cluster of blocks of kGroupThreads threads; every thread gets the
 // result, and all threads must call it. `round`: see Exchange.
 template <class Operation, typename Value, int kGroupThreads, int kValues = 1, int kRounds = 1,
           int kClusterBlocks = 1>
 struct GroupReduce {
+  using Warps = Exchange<Value, kGroupThreads, kValues, kRounds, kClusterBlocks>;
+
+  // See cluster_arrive.
+  __device__ __forceinline__ static void prepare() { Warps::prepare(); }
+
   __device__ __forceinline__ void operator()(Value (&values)[kValues], int round = 0) const {
     constexpr int kLanes = kGroupThreads < kWarpThreads ? kGroupThreads : kWarpThreads;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) values[i] = warp_reduce<Operation, kLanes>(values[i]);
     if constexpr (kGroupThreads > kWarpThreads) {
-      using Warps = Exchange<Value, kGroupThreads, kValues, kRounds, kClusterBlocks>;
       const auto* parts = Warps{}(values, round);
 #pragma unroll
       for (int i = 0; i < kValues; ++i)

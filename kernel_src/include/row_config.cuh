@@ -1,5 +1,5 @@
-// How many threads and blocks share a row that is held in registers: by the row's length, for every operation
-// that reduces over rows.
+// How many threads and blocks share a row, by its length, for every operation that reduces over rows. Lengths
+// are in packs of 16 bytes.
 #pragma once
 
 #include <cstdint>
@@ -8,46 +8,51 @@
 
 namespace h100_diffusers_kernels {
 
-template <int kThreads, int kPacks, int kBlocks = 1>
+// A short row is held in registers, by threads of one block.
+template <int kThreads, int kPacks>
 struct RowConfig {
-  static constexpr int kThreadsPerRow = kThreads;  // of one block
+  static constexpr int kThreadsPerRow = kThreads;
   static constexpr int kPacksPerThread = kPacks;
-  static constexpr int kClusterBlocks = kBlocks;
 };
 
-// Calls body with the configuration for rows of `packs` packs; false if no configuration holds such a row.
+// Calls body with the RowConfig for rows of `packs` packs; false if the row is too long for kMaxThreads
+// threads.
 //
 // Two packs a thread was the fastest of one, two, four and eight at 256 packs: enough loads under way, and
-// rows short-lived enough to fill the tail. Between powers of two stand the widths of SD3 (1536), FLUX (3072)
-// and Wan (1536, 5120) in 16 bits. A row that four packs a thread of 512 cannot hold is shared by a cluster.
-template <typename Body>
+// rows short-lived enough to fill the tail. Between powers of two stand the widths of SD3 (1536), FLUX.1
+// (3072), Wan (1536, 5120) and FLUX.2 (6144) in 16 bits.
+template <int kMaxThreads = 512, typename Body>
 bool dispatch_row_config(int64_t packs, const Body& body) {
   const auto try_config = [&](auto config) {
-    if (packs > config.kThreadsPerRow * config.kPacksPerThread * config.kClusterBlocks) return false;
-    body(config);
-    return true;
+    if constexpr (config.kThreadsPerRow <= kMaxThreads) {
+      if (packs <= config.kThreadsPerRow * config.kPacksPerThread) {
+        body(config);
+        return true;
+      }
+    }
+    return false;
   };
   return try_config(RowConfig<4, 2>{}) || try_config(RowConfig<8, 2>{}) || try_config(RowConfig<16, 2>{}) ||
          try_config(RowConfig<32, 2>{}) || try_config(RowConfig<64, 2>{}) || try_config(RowConfig<96, 2>{}) ||
          try_config(RowConfig<128, 2>{}) || try_config(RowConfig<192, 2>{}) ||
          try_config(RowConfig<256, 2>{}) || try_config(RowConfig<320, 2>{}) ||
-         try_config(RowConfig<512, 2>{}) || try_config(RowConfig<512, 4>{}) ||
-         try_config(RowConfig<256, 4, 4>{}) || try_config(RowConfig<256, 4, 8>{}) ||
-         try_config(RowConfig<512, 4, 8>{});
+         try_config(RowConfig<384, 2>{}) || try_config(RowConfig<512, 2>{});
 }
 
-// For rows that no configuration holds, or that 16-byte accesses cannot reach: threads of a block that goes
-// through a row again and again, and how long a row is that a warp takes instead.
-constexpr int kLongRowThreads = 512;
-constexpr int kShortRow = 1024;
+// For rows that nothing holds (see long_row.cuh for what can be held beyond registers), or that 16-byte
+// accesses cannot reach: threads of a block that goes through a row again and again, and how many elements a
+// row may have that a warp takes instead.
+constexpr int kAnyRowThreads = 512;
+constexpr int kWarpRow = 1024;
 
 // Place of a thread among those that share a row, and of its packs in the row.
-template <int kThreadsPerRow, int kClusterBlocks>
+template <int kThreadsPerRow, int kClusterBlocks = 1>
 struct RowPlace {
   static constexpr int kRowsPerBlock = kBlockThreads<kThreadsPerRow> / kThreadsPerRow;
+  static constexpr int kThreads = kThreadsPerRow * kClusterBlocks;
   static_assert(kRowsPerBlock == 1 || kClusterBlocks == 1);
   uint32_t row;
-  int thread;  // of kThreadsPerRow * kClusterBlocks
+  int thread;  // of kThreads
 
   __device__ __forceinline__ RowPlace() {
     if constexpr (kRowsPerBlock > 1) {
@@ -60,7 +65,7 @@ struct RowPlace {
   }
 
   // Number of the row's pack that is the thread's i-th: neighbouring threads take neighbouring packs.
-  __device__ __forceinline__ int pack(int i) const { return i * (kThreadsPerRow * kClusterBlocks) + thread; }
+  __device__ __forceinline__ int pack(int i) const { return i * kThreads + thread; }
 
   static int64_t blocks(int64_t rows) { return (rows + kRowsPerBlock - 1) / kRowsPerBlock * kClusterBlocks; }
 };

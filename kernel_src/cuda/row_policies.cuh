@@ -1,0 +1,284 @@
+// What a row kernel is made of: an input, a norm and an output.
+//   input   what a row's values are: x, or residual + gate * x (stored once)
+//   norm    RMS, layer, none
+//   output  affine, modulated, or nothing (the input policy's store was all)
+// Inputs and outputs have Operands, the part of a kernel's parameters that they need; a Row, which knows
+// where the row is in them; and steps that a kernel calls for each pack of the row: `fetch` starts loads, the
+// others use what they brought. An input can be fetched by way of shared memory, too, where it takes
+// kOperands slots of 16 bytes, kLongRowThreads apart, for each pack.
+#pragma once
+
+#include "async_copy.cuh"
+#include "long_row.cuh"
+#include "pack.cuh"
+#include "params.h"
+#include "row_index.cuh"
+
+namespace h100_diffusers_kernels {
+
+template <typename T>
+__device__ __forceinline__ T* row_of(const RowIndexer::Operand& operand, const RowIndexer::Index& index) {
+  return static_cast<T*>(operand.data) + index.offset(operand);
+}
+
+struct PlainInput {
+  static constexpr int kOperands = 1;
+
+  struct Operands {
+    RowIndexer::Operand x;
+    explicit Operands(const RowNormParams& p) : x(p.x, p.shape.ndim) {}
+  };
+
+  template <typename T>
+  struct Row {
+    const T* x;
+    __device__ __forceinline__ Row(const Operands& operands, const RowIndexer::Index& index)
+        : x(row_of<const T>(operands.x, index)) {}
+
+    // Held as it was loaded: in 16 bits half the registers that the values would take.
+    template <int kSize>
+    struct Pack {
+      h100_diffusers_kernels::Pack<T, kSize> x;
+      __device__ __forceinline__ void values(float (&h)[kSize]) const { x.to_floats(h); }
+      // Else the compiler keeps the values of the first conversion for the second.
+      __device__ __forceinline__ void forget_values() {
+#pragma unroll
+        for (uint4& word : x.words) asm("" : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w));
+      }
+    };
+    template <int kSize>
+    __device__ __forceinline__ void fetch(int64_t column, Pack<kSize>& pack) const {
+      pack.x.load(x + column);
+    }
+    __device__ __forceinline__ void fetch_async(int64_t column, uint4* slots) const {
+      copy_async(slots, x + column);
+    }
+    template <int kSize>
+    __device__ __forceinline__ void read(const uint4* slots, Pack<kSize>& pack) const {
+      pack.x.words[0] = slots[0];
+    }
+    template <int kSize>
+    __device__ __forceinline__ void finish(Pack<kSize>&) const {}
+    template <int kSize>
+    __device__ __forceinline__ void store(int64_t, const Pack<kSize>&) const {}
+  };
+};
+
+struct GatedResidualInput {
+  static constexpr int kOperands = 3;
+
+  struct Operands {
+    RowIndexer::Operand x, residual, gate, residual_out;
+    explicit Operands(const RowNormParams& p)
+        : x(p.x, p.shape.ndim),
+          residual(p.residual, p.shape.ndim),
+          gate(p.gate, p.shape.ndim),
+          residual_out(p.residual_out, p.shape.ndim) {}
+  };
+
+  template <typename T>
+  struct Row {
+    const T* x;
+    const T* residual;
+    const T* gate;
+    T* residual_out;
+    __device__ __forceinline__ Row(const Operands& operands, const RowIndexer::Index& index)
+        : x(row_of<const T>(operands.x, index)),
+          residual(row_of<const T>(operands.residual, index)),
+          gate(operands.gate.data ? row_of<const T>(operands.gate, index) : nullptr),
+          residual_out(row_of<T>(operands.residual_out, index)) {}
+
+    template <int kSize>
+    struct Pack {
+      h100_diffusers_kernels::Pack<T, kSize> x, residual, gate;
+      float h[kSize];
+      __device__ __forceinline__ void forget_values() {}
+      __device__ __forceinline__ void values(float (&copy)[kSize]) const {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) copy[i] = h[i];
+      }
+    };
+    template <int kSize>
+    __device__ __forceinline__ void fetch(int64_t column, Pack<kSize>& pack) const {
+      pack.residual.load(residual + column);
+      pack.x.load(x + column);
+      if (gate) pack.gate.load(gate + column);
+    }
+    __device__ __forceinline__ void fetch_async(int64_t column, uint4* slots) const {
+      copy_async(slots, residual + column);
+      copy_async(slots + kLongRowThreads, x + column);
+      if (gate) copy_async(slots + 2 * kLongRowThreads, gate + column);
+    }
+    template <int kSize>
+    __device__ __forceinline__ void read(const uint4* slots, Pack<kSize>& pack) const {
+      pack.residual.words[0] = slots[0];
+      pack.x.words[0] = slots[kLongRowThreads];
+      if (gate) pack.gate.words[0] = slots[2 * kLongRowThreads];
+    }
+    template <int kSize>
+    __device__ __forceinline__ void finish(Pack<kSize>& pack) const {
+      float branch[kSize];
+      pack.residual.to_floats(pack.h);
+      pack.x.to_floats(branch);
+      if (gate) {
+        float g[kSize];
+        pack.gate.to_floats(g);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) pack.h[i] = fmaf(g[i], branch[i], pack.h[i]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) pack.h[i] += branch[i];
+      }
+    }
+    template <int kSize>
+    __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack) const {
+      store_floats(residual_out + column, pack.h);
+    }
+  };
+};
+
+// A norm maps h to (h - mean) / sqrt(mean((h - mean)^2) + eps); the mean is 0 unless it is centered.
+struct NoNorm {
+  static constexpr bool kIsNorm = false;
+  static constexpr bool kIsCentered = false;
+};
+struct RmsNorm {
+  static constexpr bool kIsNorm = true;
+  static constexpr bool kIsCentered = false;
+};
+struct LayerNorm {
+  static constexpr bool kIsNorm = true;
+  static constexpr bool kIsCentered = true;
+};
+
+struct NoOutput {
+  struct Operands {
+    explicit Operands(const RowNormParams&) {}
+  };
+
+  template <typename T>
+  struct Row {
+    __device__ __forceinline__ Row(const Operands&, const RowIndexer::Index&) {}
+    template <int kSize>
+    struct Pack {};
+    template <int kSize>
+    __device__ __forceinline__ void fetch(int64_t, Pack<kSize>&) const {}
+    template <int kSize>
+    __device__ __forceinline__ void store(int64_t, const Pack<kSize>&, float (&)[kSize]) const {}
+  };
+};
+
+template <typename T, int kSize>
+__device__ __forceinline__ void multiply(float (&n)[kSize], const Pack<T, kSize>& weight) {
+  float factors[kSize];
+  weight.to_floats(factors);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) n[i] *= factors[i];
+}
+
+template <typename T, int kSize>
+__device__ __forceinline__ void add(float (&n)[kSize], const Pack<T, kSize>& bias) {
+  float terms[kSize];
+  bias.to_floats(terms);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) n[i] += terms[i];
+}
+
+template <bool kHasWeight, bool kHasBias>
+struct AffineOutput {
+  struct Operands {
+    RowIndexer::Operand out;
+    const void* weight;
+    const void* bias;
+    explicit Operands(const RowNormParams& p) : out(p.out, p.shape.ndim), weight(p.weight), bias(p.bias) {}
+  };
+
+  template <typename T>
+  struct Row {
+    const T* weight;
+    const T* bias;
+    T* out;
+    __device__ __forceinline__ Row(const Operands& operands, const RowIndexer::Index& index)
+        : weight(static_cast<const T*>(operands.weight)),
+          bias(static_cast<const T*>(operands.bias)),
+          out(row_of<T>(operands.out, index)) {}
+
+    template <int kSize>
+    struct Pack {
+      h100_diffusers_kernels::Pack<T, kSize> weight, bias;
+    };
+    template <int kSize>
+    __device__ __forceinline__ void fetch(int64_t column, Pack<kSize>& pack) const {
+      if constexpr (kHasWeight) pack.weight.load(weight + column);
+      if constexpr (kHasBias) pack.bias.load(bias + column);
+    }
+    template <int kSize>
+    __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {
+      if constexpr (kHasWeight) multiply(n, pack.weight);
+      if constexpr (kHasBias) add(n, pack.bias);
+      store_floats(out + column, n);
+    }
+  };
+};
+
+// kHasAffine: whether there is a weight or a bias, which is rare here: told apart at run time, and not
+// fetched ahead, which would cost registers.
+template <bool kHasAffine>
+struct ModulatedOutput {
+  struct Operands {
+    RowIndexer::Operand out, scale, shift;
+    const void* weight;
+    const void* bias;
+    explicit Operands(const RowNormParams& p)
+        : out(p.out, p.shape.ndim),
+          scale(p.scale, p.shape.ndim),
+          shift(p.shift, p.shape.ndim),
+          weight(p.weight),
+          bias(p.bias) {}
+  };
+
+  template <typename T>
+  struct Row {
+    const T* scale;
+    const T* shift;
+    const T* weight;
+    const T* bias;
+    T* out;
+    __device__ __forceinline__ Row(const Operands& operands, const RowIndexer::Index& index)
+        : scale(row_of<const T>(operands.scale, index)),
+          shift(row_of<const T>(operands.shift, index)),
+          weight(static_cast<const T*>(operands.weight)),
+          bias(static_cast<const T*>(operands.bias)),
+          out(row_of<T>(operands.out, index)) {}
+
+    template <int kSize>
+    struct Pack {
+      h100_diffusers_kernels::Pack<T, kSize> scale, shift;
+    };
+    template <int kSize>
+    __device__ __forceinline__ void fetch(int64_t column, Pack<kSize>& pack) const {
+      pack.scale.load(scale + column);
+      pack.shift.load(shift + column);
+    }
+    template <int kSize>
+    __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {
+      h100_diffusers_kernels::Pack<T, kSize> late;
+      if (kHasAffine && weight) {
+        late.load(weight + column);
+        multiply(n, late);
+      }
+      if (kHasAffine && bias) {
+        late.load(bias + column);
+        add(n, late);
+      }
+      float factors[kSize], offsets[kSize];
+      pack.scale.to_floats(factors);
+      pack.shift.to_floats(offsets);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) n[i] = fmaf(n[i], 1.0f + factors[i], offsets[i]);
+      store_floats(out + column, n);
+    }
+  };
+};
+
+}  // namespace h100_diffusers_kernels

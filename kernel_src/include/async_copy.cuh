@@ -1,0 +1,75 @@
+// Copies that go on while the thread does something else: global to shared memory, and between the blocks of
+// a cluster, with the barriers (mbarrier) that tell when bytes have arrived.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace h100_diffusers_kernels {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes from global to shared memory, past L1. What a thread has copied so it reads after
+// wait_for_own_copies; nobody else is waited for.
+__device__ __forceinline__ void copy_async(uint4* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
+               : "memory");
+}
+
+__device__ __forceinline__ void wait_for_own_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// A barrier in shared memory that opens when the bytes that it was told to expect have arrived. One thread
+// makes it, and then makes it known to the cluster by fence_barrier_init and cluster_arrive.
+struct ByteBarrier {
+  uint64_t state;
+
+  __device__ __forceinline__ void init(uint32_t expected_bytes) {
+    const uint32_t address = shared_address(&state);
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(address) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address), "r"(expected_bytes)
+                 : "memory");
+  }
+
+  __device__ __forceinline__ void wait() const {
+    uint32_t is_open;
+    do {
+      asm volatile(
+          "{\n"
+          ".reg .pred is_open;\n"
+          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 is_open, [%1], 0;\n"
+          "selp.u32 %0, 1, 0, is_open;\n"
+          "}"
+          : "=r"(is_open)
+          : "r"(shared_address(&state))
+          : "memory");
+    } while (!is_open);
+  }
+};
+
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// The address, in the shared memory of the cluster's block `rank`, of what is at `pointer` in this block's.
+__device__ __forceinline__ uint32_t cluster_address(const void* pointer, int rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
+  return address;
+}
+
+// Stores into another block's shared memory, and counts the bytes at a barrier there when they have arrived.
+__device__ __forceinline__ void store_async(uint32_t address, float value, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+               "r"(__float_as_uint(value)), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void store_async(uint32_t address, double value, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address),
+               "l"(__double_as_longlong(value)), "r"(barrier)
+               : "memory");
+}
+
+}  // namespace h100_diffusers_kernels
