@@ -3,7 +3,9 @@
 A workload's bytes are those of this package's arguments. LTX-Video's query and key are rotated from
 coordinates, so there they are the bytes of query and key (and 12 a token): the float32 tables
 (B, S, D) that the peers read, as diffusers makes them, are not counted. Likewise rope_3d counts no
-table of S rows, though eager reads one of each, cosine and sine, as the models keep them.
+table of S rows, though eager reads one of each, cosine and sine, as the models keep them. rope has
+both kinds of tables: of one value an element, as in diffusers, and of one value a pair, which are the
+only ones that QuACK takes.
 
 Writes benchmarks/results/rope.json:
 
@@ -22,6 +24,7 @@ from torch import Tensor
 
 COORDINATES, TABLES, PER_HEAD = "coordinates", "tables (B, S, D)", "per head"
 LAYOUTS = ("interleaved", "half")
+PAIR_TABLES = ", pair tables"  # after the layout: one value a pair
 HEAD_DIM = 64  # of LTX-Video
 # (frame, height, width) of a sequence length
 GRIDS = {
@@ -83,9 +86,11 @@ def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
             ),
             {"heads": heads, "norm": "per_head", "eps": EPS},
         )
-    layout = workload.variant
+    layout = workload.variant.removesuffix(PAIR_TABLES)
     if workload.operation == "rope":
-        cos, sin = tables(angles(device, seq, head_dim // 2), layout)
+        angle = angles(device, seq, head_dim // 2)
+        is_per_pair = workload.variant.endswith(PAIR_TABLES)
+        cos, sin = (angle.cos(), angle.sin()) if is_per_pair else tables(angle, layout)
         return Case((x, cos, sin), {"layout": layout})
     # As Wan divides a head's pairs among height, width and, with what is left, the frame.
     pairs = head_dim // 2
@@ -118,8 +123,9 @@ FAMILY = Family(
         Workload("qk_norm_rope", (2, 8064, 2048), TABLES),
         Workload("qk_norm_rope", FLUX_SHAPE, PER_HEAD),
         *(
-            Workload("rope", shape, layout)
+            Workload("rope", shape, layout + form)
             for shape in (SMALL_SHAPE, FLUX_SHAPE, WAN_SHAPES[0])
+            for form in ("", PAIR_TABLES)
             for layout in LAYOUTS
         ),
         *(
@@ -137,6 +143,7 @@ FAMILY = Family(
             for operation in ("rope", "rope_3d")
             for layout in LAYOUTS
         ),
+        *(Workload("rope", (2, 6, 2, 64), layout + PAIR_TABLES) for layout in LAYOUTS),
     ],
     build,
 )

@@ -97,11 +97,11 @@ class Quack:
             lambda result: [result.view(x.shape)],
         )
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Call:
-        """With tables of one value a pair."""
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Call | None:
+        """From tables of one value a pair alone."""
+        if 2 * cos.shape[-1] != x.shape[-1]:
+            return None
         is_interleaved = layout == "interleaved"
-        half = cos.shape[-1] // 2
-        cos, sin = ((t[:, ::2] if is_interleaved else t[:, :half]).contiguous() for t in (cos, sin))
         return Call(lambda: self._rope(x, cos, sin, interleaved=is_interleaved))
 
     def softmax(self, x: Tensor) -> Call:

@@ -75,8 +75,18 @@ def _tables(rope, heads, head_dim, layout):
         if layout == "half":
             cos, sin = (torch.cat([table[..., ::2]] * 2, dim=-1) for table in (cos, sin))
         return cos, sin
-    cos, sin = (table[None] if table.dim() == 2 else table for table in rope)
-    return tuple(t.unflatten(-1, (-1, head_dim)) if t.dim() == 3 else t for t in (cos, sin))
+    return tuple(_by_element(table, head_dim, layout) for table in rope)
+
+
+def _by_element(table, head_dim, layout):
+    """One of them; one value a pair is repeated as in flash_attn.layers.rotary.apply_rotary_emb_torch."""
+    if table.shape[-1] == head_dim // 2:
+        if layout == "interleaved":
+            table = table.repeat_interleave(2, dim=-1)
+        else:
+            table = torch.cat([table, table], dim=-1)
+    table = table[None] if table.dim() == 2 else table
+    return table.unflatten(-1, (-1, head_dim)) if table.dim() == 3 else table
 
 
 def qk_norm_rope(

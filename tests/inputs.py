@@ -127,6 +127,17 @@ TABLE_SHAPES = {
     "B_S_H_d": lambda batch, seq, heads, dim: (batch, seq, heads, dim),
 }
 
+# The same of tables with one value a pair.
+PAIR_TABLE_SHAPES = {
+    "S_p": lambda batch, seq, heads, dim: (seq, dim // 2),
+    "1_S_p": lambda batch, seq, heads, dim: (1, seq, dim // 2),
+    "B_S_p": lambda batch, seq, heads, dim: (batch, seq, dim // 2),
+    "1_S_1_p": lambda batch, seq, heads, dim: (1, seq, 1, dim // 2),
+    "B_S_1_p": lambda batch, seq, heads, dim: (batch, seq, 1, dim // 2),
+    "1_S_H_p": lambda batch, seq, heads, dim: (1, seq, heads, dim // 2),
+    "B_S_H_p": lambda batch, seq, heads, dim: (batch, seq, heads, dim // 2),
+}
+
 GRID_AXES = ("frame", "height", "width")
 
 
@@ -214,10 +225,17 @@ ACTIVATIONS = ["gelu", "silu", "geglu", "swiglu"]
 QK_OPERATIONS = ["qk_norm_rope", "qk_norm_coordinate_rope"]
 ROPE_OPERATIONS = ["rope", "rope_3d"]
 OPERATIONS = [*ROW_OPERATIONS, *QK_OPERATIONS, *ROPE_OPERATIONS, *ACTIVATIONS, "softmax"]
+# Calls of operations from tables of one value a pair.
+BY_PAIR = "_by_pair"
+CALLS_BY_PAIR = [name + BY_PAIR for name in ("rope", "qk_norm_rope")]
 
 
 def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layout="contiguous"):
     """The public function and arguments of one valid call, all optional ones given."""
+    if name in CALLS_BY_PAIR:
+        options = {"dtype": dtype, "device": device, "shape": shape, "layout": layout}
+        function, arguments = sample(kernel, name.removesuffix(BY_PAIR), heads=heads, **options)
+        return function, _with_pair_tables(arguments, heads)
 
     def tensor(*size, **options):
         return normal(*size, dtype=dtype, device=device, **options)
@@ -267,6 +285,17 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
     if "norm" in name:
         arguments.update(affine(name, hidden, dtype, device))
     return getattr(kernel, name), arguments
+
+
+def _with_pair_tables(arguments, heads):
+    """The same call with other tables, of one value a pair."""
+    x = arguments.get("x", arguments.get("q"))
+    in_heads = x if x.dim() == 4 else x.unflatten(2, (heads, -1))
+    shape = PAIR_TABLE_SHAPES["1_S_H_p"](*in_heads.shape)
+    tables = rotary_tables(*shape, dtype=torch.float32, device=x.device)
+    if "q" in arguments:
+        return {**arguments, "rope": tables}
+    return {**arguments, "x": in_heads, **dict(zip(("cos", "sin"), tables, strict=True))}
 
 
 def without_optional(arguments):

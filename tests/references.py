@@ -81,9 +81,10 @@ def _pair_entries(table, head_dim, layout):
     (table,) = _double(table)
     if table.dim() == 2:
         table = table[None]
+    has_one_a_pair = table.shape[-1] == head_dim // 2
     if table.dim() == 3:
-        table = table.reshape(*table.shape[:2], -1, head_dim)
-    return _split(table, layout)
+        table = table.reshape(*table.shape[:2], -1, head_dim // 2 if has_one_a_pair else head_dim)
+    return (table, table) if has_one_a_pair else _split(table, layout)
 
 
 def _split(x, layout):

@@ -338,6 +338,23 @@ def test_bytes_are_those_that_must_move(kernel, device):
     workload = comparison.Workload("qk_norm_rope", (2, 6, 128), bench_rope.COORDINATES)
     read_once = 2 * 128 * 2 + (2 * 6 * 3 + 128 // 6) * 4  # weights, coordinates and frequencies
     assert moved(bench_rope, workload) == 4 * 2 * 6 * 128 * 2 + read_once
+    for form, values in (("", 64), (bench_rope.PAIR_TABLES, 32)):
+        workload = comparison.Workload("rope", (2, 6, 2, 64), f"half{form}")
+        assert moved(bench_rope, workload) == 2 * 2 * 6 * 2 * 64 * 2 + 2 * 6 * values * 4
+
+
+def test_quack_rotates_by_tables_of_one_value_a_pair(kernel):
+    library = types.SimpleNamespace(_rope=lambda x, cos, sin, interleaved: (cos, interleaved))
+    taken = {}
+    for workload in bench_rope.FAMILY.tiny:
+        if workload.operation == "rope":
+            case = bench_rope.FAMILY.build(workload, kernel, CPU)
+            call = peers.Quack.rope(library, *case.arguments, **case.options)
+            taken[workload.variant] = call and call.run()
+    assert {variant for variant, call in taken.items() if call is None} == set(bench_rope.LAYOUTS)
+    for layout in bench_rope.LAYOUTS:
+        cos, is_interleaved = taken[layout + bench_rope.PAIR_TABLES]
+        assert cos.shape == (6, 32) and is_interleaved == (layout == "interleaved")
 
 
 def test_rates_and_the_best_peer():

@@ -15,6 +15,8 @@ from checks import (
 )
 from inputs import (
     ACTIVATIONS,
+    BY_PAIR,
+    CALLS_BY_PAIR,
     GRID_AXES,
     OPERATIONS,
     QK_OPERATIONS,
@@ -30,7 +32,7 @@ from inputs import (
 )
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-every_operation = pytest.mark.parametrize("name", OPERATIONS)
+every_operation = pytest.mark.parametrize("name", [*OPERATIONS, *CALLS_BY_PAIR])
 every_memory = pytest.mark.parametrize("layout", ["contiguous", "chunk"])
 REGISTERED = [*OPERATIONS, "qk_norm_rope_", "qk_norm_coordinate_rope_"]
 few_dtypes = for_dtypes(torch.float32, torch.bfloat16)
@@ -88,6 +90,17 @@ def test_opcheck_with_nothing_optional(kernel, device, name):
         kernel, name.rstrip("_"), dtype=torch.bfloat16, device=device, shape=(2, 3, 32)
     )
     operator, values = registered_call(kernel, name, without_optional(arguments))
+    torch.library.opcheck(operator, values)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("name", ["rope", "qk_norm_rope", "qk_norm_rope_"])
+@few_dtypes
+def test_opcheck_by_pair(kernel, device, name, dtype):
+    _, arguments = sample(
+        kernel, name.rstrip("_") + BY_PAIR, dtype=dtype, device=device, shape=(2, 3, 32)
+    )
+    operator, values = registered_call(kernel, name, arguments)
     torch.library.opcheck(operator, values)
 
 
@@ -307,7 +320,7 @@ def gradients(function, arguments, tangents, leaves):
 @few_dtypes
 def test_gradients(kernel, device, name, dtype):
     function, arguments = sample(kernel, name, dtype=dtype, device=device, shape=(2, 5, 64))
-    reference = getattr(references, "qk_norm_rope" if name in QK_OPERATIONS else name)
+    reference = getattr(references, function.__name__)
     exact = {
         key: value.double() if key in differentiable(arguments) else value
         for key, value in arguments.items()
@@ -342,10 +355,8 @@ def test_gradient_of_each_input_alone(kernel, device, name):
 @every_dtype
 def test_differentiable_path_is_as_accurate(kernel, device, name, dtype):
     function, arguments = sample(kernel, name, dtype=dtype, device=device)
-    if name in QK_OPERATIONS:
-        name = "qk_norm_rope"
     plain = as_tuple(function(**arguments))
-    expected = as_tuple(getattr(references, name)(**arguments))
+    expected = as_tuple(getattr(references, function.__name__)(**arguments))
     next(tensors_of(arguments)).requires_grad_()
     outs = as_tuple(function(**arguments))
     assert any(out.requires_grad for out in outs)

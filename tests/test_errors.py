@@ -297,18 +297,31 @@ for argument in ("cos", "sin"):
     mistake("qk_norm_rope", argument, "None", "None", replace(argument, lambda _: None))
     for size in (
         (HEAD_DIM,),
+        (HEAD_DIM // 2,),
         (SEQ + 1, HEAD_DIM),
-        (SEQ, HEAD_DIM // 2),
+        (SEQ + 1, HEAD_DIM // 2),
+        (SEQ, HEAD_DIM // 4),
+        (SEQ, HIDDEN // 2),
         (1, SEQ + 1, HIDDEN),
         (BATCH + 1, SEQ, HIDDEN),
+        (BATCH + 1, SEQ, HEAD_DIM // 2),
         (BATCH, SEQ, 2 * HEAD_DIM),
+        (BATCH, SEQ, HIDDEN // 2),
         (BATCH, SEQ, 2, HEAD_DIM),
-        (BATCH, SEQ, HEADS, HEAD_DIM // 2),
+        (BATCH, SEQ, 2, HEAD_DIM // 2),
+        (BATCH, SEQ, HEADS, HEAD_DIM // 4),
         (BATCH, HEADS, SEQ, HEAD_DIM),
         (1, 1, SEQ, 1, HEAD_DIM),
     ):
         wrong = replace(argument, of_shape(*size))
         mistake("qk_norm_rope", argument, f"shape{size}", shape_text(*size), wrong)
+
+# One table of a value a pair and one of a value an element: the sentence is about the second.
+for size in ((SEQ, HEAD_DIM // 2), (BATCH, SEQ, HEADS, HEAD_DIM // 2)):
+    wrong = replace("sin", of_shape(*size))
+    mistake("qk_norm_rope", "sin", f"shape{size}", shape_text(*size), wrong)
+    wrong = replace("cos", of_shape(*size))
+    mistake("qk_norm_rope", "sin", f"cos_shape{size}", shape_text(1, SEQ, HIDDEN), wrong)
 
 # rope and rope_3d
 
@@ -352,11 +365,22 @@ for size in (
 for size in ((), (HEAD_DIM,), (SEQ + 1, HEAD_DIM), (SEQ, HEAD_DIM // 2), (SEQ, 2 * HEAD_DIM)):
     wrong = replace("sin", of_shape(*size))
     mistake("rope", "sin", f"shape{size}", shape_text(*size), wrong)
-for size in ((SEQ, HEAD_DIM // 2), (SEQ, 2 * HEAD_DIM), (BATCH, SEQ, HEADS, 2 * HEAD_DIM)):
-    # x of four dimensions has a d of its own.
-    in_heads = replace("x", lambda t: t.unflatten(2, (HEADS, HEAD_DIM)))
+# x of four dimensions has a d of its own.
+in_heads = replace("x", lambda t: t.unflatten(2, (HEADS, HEAD_DIM)))
+for size in (
+    (SEQ, HEAD_DIM // 4),
+    (SEQ, HIDDEN // 2),
+    (SEQ, 2 * HEAD_DIM),
+    (BATCH, SEQ, HIDDEN // 2),
+    (BATCH, SEQ, HEADS, HEAD_DIM // 4),
+    (BATCH, SEQ, HEADS, 2 * HEAD_DIM),
+):
     wrong = all_of(in_heads, *(replace(key, of_shape(*size)) for key in ("cos", "sin")))
     mistake("rope", "cos", f"4d_shape{size}", shape_text(*size), wrong)
+
+
+pairs = replace("cos", of_shape(SEQ, HEAD_DIM // 2))
+mistake("rope", "sin", "4d_cos_of_pairs", shape_text(SEQ, HEAD_DIM), all_of(in_heads, pairs))
 
 
 def odd_heads(arguments):
@@ -423,6 +447,9 @@ for size in ((), (1, 42), (43,)):
     wrong = replace("frequencies", of_shape(*size))
     mistake("qk_norm_coordinate_rope", "frequencies", f"shape{size}", got, wrong)
 
+tables_of_pairs = (replace(key, of_shape(1, SEQ, HEADS, HEAD_DIM // 2)) for key in ("cos", "sin"))
+wrong = all_of(fewer_k_heads, *tables_of_pairs)
+mistake("qk_norm_rope", "cos", "k_heads_of_pairs", f"{HEADS} and 1", wrong)
 mistake("qk_norm_rope", "cos", "k_heads", f"{HEADS} and 1", fewer_k_heads)
 mistake("qk_norm_coordinate_rope", "coordinates", "k_heads", f"{HEADS} and 1", fewer_k_heads)
 
@@ -553,6 +580,23 @@ WORDING = {
         replace("x", lambda t: t[:, :1].expand(2**31, -1, -1, -1)),
         "rope_3d: x must have a batch * seq * heads of at most 2147483647, got 2147483648 * 1 * 2",
     ),
+    "table_shape": (
+        "qk_norm_rope",
+        replace("cos", of_shape(2, 8)),
+        "qk_norm_rope: cos must have shape (S, d or d/2), (S, H*d), (1 or B, S, d or d/2), "
+        "(1 or B, S, H*d) or (1 or B, S, 1 or H, d or d/2) with B = 1, S = 2, H = 2, d = 32, "
+        "got (2, 8)",
+    ),
+    "sin_of_pairs": (
+        "qk_norm_rope",
+        replace("sin", of_shape(2, 16)),
+        "qk_norm_rope: sin must hold one value for each element, as cos does, got (2, 16)",
+    ),
+    "cos_of_pairs": (
+        "qk_norm_rope",
+        replace("cos", of_shape(2, 16)),
+        "qk_norm_rope: sin must hold one value for each pair, as cos does, got (1, 2, 64)",
+    ),
     "approximate": (
         "gelu",
         replace("approximate", lambda _: "erf"),
@@ -562,11 +606,14 @@ WORDING = {
 
 
 @pytest.mark.kernels_ci
+@pytest.mark.parametrize("is_traced", [False, True], ids=["run", "traced"])
 @pytest.mark.parametrize("what", WORDING)
-def test_wording(kernel, device, what):
+def test_wording(kernel, device, what, is_traced):
     operation, change, message = WORDING[what]
     function, arguments = valid_call(kernel, operation, device, shape=(1, 2, 64), heads=2)
     change(arguments)
+    if is_traced:
+        arguments = map_tensors(on_meta, arguments)
     assert_refused(function, arguments, re.compile(re.escape(message)))
 
 

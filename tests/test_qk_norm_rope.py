@@ -10,6 +10,7 @@ import references
 from checks import CONTRACT_ELEMENTS, check, check_nonfinite
 from inputs import (
     PACKED_FORMS,
+    PAIR_TABLE_SHAPES,
     STRIDED_LAYOUTS,
     TABLE_SHAPES,
     WRITABLE_LAYOUTS,
@@ -97,6 +98,64 @@ def test_strided_tables(kernel, device, table_layout, layout, dtype):
         normal(2, 65, 64, dtype=torch.float32, device=device, layout=table_layout) for _ in range(2)
     ]
     check(kernel, "qk_norm_rope", q, k, rope=tuple(rope), heads=4, norm="per_head", layout=layout)
+
+
+@pytest.mark.parametrize("table_shape", PAIR_TABLE_SHAPES)
+@pytest.mark.parametrize(
+    "table_is_float32", [True, False], ids=["float32_table", "same_dtype_table"]
+)
+@every_pair_layout
+@pytest.mark.parametrize("norm", ["across_heads", "per_head"])
+@pytest.mark.parametrize(
+    ("has_head_dim", "inplace"), [(False, False), (True, True)], ids=["3d", "4d-inplace"]
+)
+@every_dtype
+def test_pair_tables(
+    kernel, device, table_shape, table_is_float32, layout, norm, has_head_dim, inplace, dtype
+):
+    shape = (2, 65, 4, 64)
+    q, k = query_and_key(shape, dtype, device, has_head_dim=has_head_dim)
+    table_dtype = torch.float32 if table_is_float32 else dtype
+    rope = rotary_tables(*PAIR_TABLE_SHAPES[table_shape](*shape), dtype=table_dtype, device=device)
+    check(
+        kernel,
+        "qk_norm_rope",
+        q,
+        k,
+        **weights(norm, shape, dtype, device),
+        rope=rope,
+        heads=4,
+        norm=norm,
+        layout=layout,
+        inplace=inplace,
+    )
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 40, 72, 128, 256])
+@pytest.mark.parametrize("has_head_dim", [False, True], ids=["3d", "4d"])
+@every_norm
+@every_pair_layout
+@every_dtype
+def test_head_dims_of_pair_tables(kernel, device, head_dim, has_head_dim, norm, layout, dtype):
+    """With another number of key heads."""
+    shape = (2, math.ceil(CONTRACT_ELEMENTS / (2 * 4 * head_dim)), 4, head_dim)
+    q, k = query_and_key(shape, dtype, device, k_heads=8, has_head_dim=has_head_dim)
+    rope = rotary_tables(shape[1], head_dim // 2, dtype=torch.float32, device=device)
+    parameters = weights(norm, shape, dtype, device, k_heads=8)
+    check(kernel, "qk_norm_rope", q, k, **parameters, rope=rope, heads=4, norm=norm, layout=layout)
+
+
+@pytest.mark.parametrize("table_layout", ["chunk", "misaligned", "odd_rows", "expanded"])
+@every_pair_layout
+@every_dtype
+def test_strided_pair_tables(kernel, device, table_layout, layout, dtype):
+    q, k = query_and_key((2, 65, 4, 64), dtype, device)
+    rope = [
+        normal(2, 65, 4, 32, dtype=torch.float32, device=device, layout=table_layout),
+        normal(2, 65, 32, dtype=torch.float32, device=device, layout=table_layout),
+    ]
+    for tables in (rope, reversed(rope)):
+        check(kernel, "qk_norm_rope", q, k, rope=tuple(tables), heads=4, layout=layout)
 
 
 @pytest.mark.parametrize("has_head_dim", [False, True], ids=["3d", "4d"])
@@ -403,6 +462,8 @@ def test_nonfinite_values(kernel, device, value, norm, layout, dtype):
         ((1, 3, 3, 6), "odd_rows", "B_S_H_d", False, torch.bfloat16),
         ((1, 2, 32, 64), "contiguous", "coordinates", False, torch.float32),
         ((2, 3, 2, 72), "misaligned", "coordinates", True, torch.float16),
+        ((2, 3, 4, 64), "contiguous", "S_p", True, torch.bfloat16),
+        ((1, 3, 3, 6), "odd_rows", "B_S_H_p", False, torch.float32),
     ],
     ids=str,
 )
@@ -414,7 +475,8 @@ def test_smoke(kernel, device, norm, layout, shape, memory, table, inplace, dtyp
         rope = coordinates_and_frequencies(batch, seq, 3, count, device)
         rope = kernel.CoordinateRope(*rope)
     else:
-        rope = rotary_tables(*TABLE_SHAPES[table](*shape), dtype=torch.float32, device=device)
+        table_shape = {**TABLE_SHAPES, **PAIR_TABLE_SHAPES}[table](*shape)
+        rope = rotary_tables(*table_shape, dtype=torch.float32, device=device)
     check(
         kernel,
         "qk_norm_rope",

@@ -9,6 +9,7 @@ from checks import CONTRACT_ELEMENTS, assert_rounded_once, check, check_nonfinit
 from inputs import (
     GRID_AXES,
     PACKED_FORMS,
+    PAIR_TABLE_SHAPES,
     STRIDED_LAYOUTS,
     TABLE_SHAPES,
     every_16_bit_dtype,
@@ -182,6 +183,9 @@ def test_nonfinite_tables(kernel, device, value, layout):
         ((1, 3, 3, 6), "odd_rows", "B_S_H_d", torch.bfloat16),
         ((1, 2, 8, 128), "contiguous", "1_S_1_d", torch.float32),
         ((2, 3, 2, 72), "misaligned", "B_S_Hd", torch.float16),
+        ((2, 3, 4, 64), "contiguous", "S_p", torch.bfloat16),
+        ((1, 3, 8, 128), "chunk", "B_S_H_p", torch.float32),
+        ((2, 3, 3, 6), "odd_rows", "1_S_H_p", torch.float16),
     ],
     ids=str,
 )
@@ -189,8 +193,100 @@ def test_nonfinite_tables(kernel, device, value, layout):
 def test_smoke(kernel, device, layout, shape, memory, table, dtype, table_is_float32):
     x = rotated(shape, dtype, device, layout=memory)
     table_dtype = torch.float32 if table_is_float32 else dtype
-    tables = rotary_tables(*TABLE_SHAPES[table](*shape), dtype=table_dtype, device=device)
+    table_shape = {**TABLE_SHAPES, **PAIR_TABLE_SHAPES}[table](*shape)
+    tables = rotary_tables(*table_shape, dtype=table_dtype, device=device)
     check(kernel, "rope", x, *tables, layout=layout, contract=False)
+
+
+# --------------------------------------------------------------------------------------------------
+# From tables of one value a pair
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 18, 40, 64, 72, 80, 128, 256])
+@every_table_dtype
+@every_pair_layout
+@every_dtype
+def test_head_dims_of_pair_tables(kernel, device, head_dim, table_is_float32, layout, dtype):
+    seq = -(-CONTRACT_ELEMENTS // (2 * 4 * head_dim))
+    x = rotated((2, seq, 4, head_dim), dtype, device)
+    table_dtype = torch.float32 if table_is_float32 else dtype
+    tables = rotary_tables(seq, head_dim // 2, dtype=table_dtype, device=device)
+    check(kernel, "rope", x, *tables, layout=layout)
+
+
+@pytest.mark.parametrize("cos_shape", PAIR_TABLE_SHAPES)
+@pytest.mark.parametrize("sin_shape", ["S_p", "B_S_1_p", "B_S_H_p"])
+@pytest.mark.parametrize("head_dim", [64, 18])
+@every_table_dtype
+@every_pair_layout
+def test_shapes_of_pair_tables(
+    kernel, device, cos_shape, sin_shape, head_dim, table_is_float32, layout
+):
+    dtype = torch.bfloat16
+    shape = (2, 65, 5, head_dim)  # an odd number of heads
+    x = rotated(shape, dtype, device)
+    cos, sin = (
+        normal(
+            *PAIR_TABLE_SHAPES[form](*shape),
+            dtype=torch.float32 if table_is_float32 else dtype,
+            device=device,
+        )
+        for form in (cos_shape, sin_shape)
+    )
+    check(kernel, "rope", x, cos, sin, layout=layout)
+
+
+@pytest.mark.parametrize(
+    "table_layout", ["chunk", "transposed", "expanded", "misaligned", "odd_rows"]
+)
+@every_table_dtype
+@every_pair_layout
+@every_dtype
+def test_strided_pair_tables(kernel, device, table_layout, table_is_float32, layout, dtype):
+    x = rotated((2, 65, 4, 64), dtype, device)
+    table_dtype = torch.float32 if table_is_float32 else dtype
+    strided = normal(2, 65, 4, 32, dtype=table_dtype, device=device, layout=table_layout)
+    other = normal(2, 65, 32, dtype=table_dtype, device=device)
+    check(kernel, "rope", x, strided, other, layout=layout)
+    check(kernel, "rope", x, other, strided, layout=layout)
+
+
+@pytest.mark.parametrize("memory", STRIDED_LAYOUTS)
+@every_pair_layout
+@every_dtype
+def test_strided_views_by_pair_tables(kernel, device, memory, layout, dtype):
+    x = rotated((2, 65, 4, 64), dtype, device, layout=memory)
+    tables = rotary_tables(65, 32, dtype=torch.float32, device=device)
+    check(kernel, "rope", x, *tables, layout=layout)
+
+
+@pytest.mark.parametrize("head_dim", [64, 18])
+@every_pair_layout
+@every_dtype
+def test_pair_tables_agree_with_full_tables(kernel, device, head_dim, layout, dtype):
+    x = rotated((2, 65, 4, head_dim), dtype, device)
+    pairs = rotary_tables(65, head_dim // 2, dtype=torch.float32, device=device)
+    if layout == "interleaved":
+        full = [table.repeat_interleave(2, dim=-1) for table in pairs]
+    else:
+        full = [torch.cat([table, table], dim=-1) for table in pairs]
+    assert torch.equal(kernel.rope(x, *pairs, layout), kernel.rope(x, *full, layout))
+
+
+def test_flat_rows_take_the_head_dim_of_their_tables(kernel, device):
+    x = rotated((2, 65, 4, 64), torch.float32, device)
+    tables = rotary_tables(65, 32, dtype=torch.float32, device=device)
+    flat = kernel.rope(x.flatten(2), *tables)
+    assert torch.equal(flat.view(2, 65, 8, 32), kernel.rope(x.view(2, 65, 8, 32), *tables))
+
+
+@every_nonfinite
+@every_pair_layout
+def test_nonfinite_pair_tables(kernel, device, value, layout):
+    x = rotated((2, 9, 4, 64), torch.bfloat16, device)
+    cos, sin = rotary_tables(9, 32, dtype=torch.float32, device=device)
+    cos[2, 5] = sin[7, 30] = value
+    check_nonfinite(kernel, "rope", x, cos, sin, layout=layout)
 
 
 # --------------------------------------------------------------------------------------------------

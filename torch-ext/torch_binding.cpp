@@ -154,7 +154,8 @@ struct HeadsShape {
   int64_t batch, seq, heads, head_dim;
 };
 
-// Tables of (S, d), (S, H*d), (1|B, S, d), (1|B, S, H*d) or (1|B, S, 1|H, d).
+// Tables of (S, n), (1|B, S, n) or (1|B, S, 1|H, n), where n is d, with one value for each element, or d/2,
+// with one for each pair; and of (S, H*d) or (1|B, S, H*d).
 class TableChecker {
  public:
   TableChecker(const ArgumentChecker& check, const HeadsShape& shape) : check_(check), shape_(shape) {}
@@ -164,6 +165,10 @@ class TableChecker {
     RopeTables tables{};
     tables.cos = table("cos", cos, tables.cos_strides);
     tables.sin = table("sin", sin, tables.sin_strides);
+    tables.is_per_pair = is_per_pair(cos);
+    if (is_per_pair(sin) != tables.is_per_pair)
+      fail(check_.operation(), "sin must hold one value for each ", tables.is_per_pair ? "pair" : "element",
+           ", as cos does, got ", to_string(sizes_of(sin)));
     tables.is_float32 = cos.scalar_type() == ScalarType::Float;
     check_.same_dtype_as("sin", sin, "cos", cos);
     return tables;
@@ -173,6 +178,11 @@ class TableChecker {
   const char* per_head() const { return per_head_; }
 
  private:
+  // Of a tensor that `table` accepts.
+  bool is_per_pair(const Tensor& tensor) const {
+    return tensor.size(tensor.dim() - 1) == shape_.head_dim / 2;
+  }
+
   const void* table(const char* name, const Tensor& tensor, int64_t (&strides)[3]) {
     check_.same_device(name, tensor);
     check_.float32_or_same_dtype(name, tensor);
@@ -183,18 +193,18 @@ class TableChecker {
     bool matches =
         dims >= 2 && dims <= 4 && shape[seq_dim] == seq && (dims == 2 || shape[0] == 1 || shape[0] == batch);
     bool per_head = false;
-    if (matches && dims == 4) {
-      per_head = shape[2] != 1;
-      matches = shape[3] == head_dim && (shape[2] == 1 || shape[2] == heads);
-    } else if (matches) {
-      per_head = shape[dims - 1] != head_dim;
-      matches = shape[dims - 1] == head_dim || shape[dims - 1] == heads * head_dim;
+    if (matches) {
+      const int64_t last = shape.back();
+      const bool is_of_head = last == head_dim || last == head_dim / 2;
+      per_head = dims == 4 ? shape[2] != 1 : !is_of_head;
+      matches = dims == 4 ? is_of_head && (shape[2] == 1 || shape[2] == heads)
+                          : is_of_head || last == heads * head_dim;
     }
     if (!matches)
       fail(check_.operation(), name,
-           " must have shape (S, d), (S, H*d), (1 or B, S, d), (1 or B, S, H*d) or (1 or B, S, 1 or H, d)",
-           " with B = ", batch, ", S = ", seq, ", H = ", heads, ", d = ", head_dim, ", got ",
-           to_string(shape));
+           " must have shape (S, d or d/2), (S, H*d), (1 or B, S, d or d/2), (1 or B, S, H*d) or ",
+           "(1 or B, S, 1 or H, d or d/2) with B = ", batch, ", S = ", seq, ", H = ", heads,
+           ", d = ", head_dim, ", got ", to_string(shape));
     check_.unit_last_stride(name, tensor);
     if (per_head && per_head_ == nullptr) per_head_ = name;
     strides[0] = dims == 2 || shape[0] == 1 ? 0 : tensor.stride(0);

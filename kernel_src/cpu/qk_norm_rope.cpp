@@ -145,9 +145,9 @@ ALWAYS_INLINE double sum_of_squares(const T* data, int64_t count) {
   return squares[0];
 }
 
-// Table is the element type of the cosine and sine tables, float also where they come from coordinates. An
-// item is a token; those of the same position in the sequence follow each other, as they may share their
-// rotation.
+// Table is the element type of the cosine and sine tables that the rotation reads, float also where they come
+// from coordinates. An item is a token; those of the same position in the sequence follow each other, as they
+// may share their rotation.
 template <typename T, typename Table, typename Rotation>
 struct QkNormRopeKernel {
   const QkNormRopeParams& params;
@@ -157,6 +157,10 @@ struct QkNormRopeKernel {
     const auto rstd = std::make_unique<float[]>(std::max(params.q.heads, params.k.heads));
     std::optional<CoordinateTables> from_coordinates;
     if (params.coordinates != nullptr) from_coordinates.emplace(params);
+    std::optional<CallTables<T, Table>> from_tables;
+    if (params.tables.cos != nullptr) {
+      from_tables.emplace(params.tables, params.layout, params.head_dim, params.q.heads);
+    }
     for (int64_t token = begin; token < end; ++token) {
       const int64_t batch = token % params.batch, seq = token / params.batch;
       const auto at = [&](auto* data, const int64_t* strides) {
@@ -168,7 +172,7 @@ struct QkNormRopeKernel {
           tables = from_coordinates->at<kLanes>(at(params.coordinates, params.coordinate_strides));
         }
       }
-      if (params.tables.cos != nullptr) tables = tables_of_token<Table>(params.tables, batch, seq);
+      if (from_tables) tables = from_tables->template at<kLanes>(batch, seq);
       for (const HeadsOperand* operand : {&params.q, &params.k}) {
         const T* in = at(static_cast<const T*>(operand->in), operand->in_strides);
         T* out = at(static_cast<T*>(operand->out), operand->out_strides);
@@ -235,7 +239,7 @@ void qk_norm_rope(const QkNormRopeParams& params, Stream stream) {
   with_type(params.dtype, [&]<typename T>(T) {
     if (params.tables.cos == nullptr && params.coordinates == nullptr) {
       launch<T, float, NoRotation>(params, stream);
-    } else if (params.coordinates != nullptr || params.tables.is_float32) {
+    } else if (params.coordinates != nullptr || are_read_as_float(params.tables)) {
       launch<T, float>(params, stream);
     } else {
       launch<T, T>(params, stream);

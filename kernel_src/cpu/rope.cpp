@@ -44,10 +44,11 @@ struct RopeKernel {
 
   template <int kLanes>
   ALWAYS_INLINE void run(int64_t begin, int64_t end) const {
+    CallTables<T, Table> tables(params.tables, params.layout, params.head_dim, params.x.heads);
     for (int64_t token = begin; token < end; ++token) {
       const int64_t batch = token % params.batch, seq = token / params.batch;
       rotate_token<kLanes, T, Rotation>(params.x, params.head_dim, batch, seq,
-                                        tables_of_token<Table>(params.tables, batch, seq));
+                                        tables.template at<kLanes>(batch, seq));
     }
   }
 };
@@ -73,8 +74,9 @@ class GridTables {
         current_[a] = positions[a];
         const Table* cosine = static_cast<const Table*>(axis.cos) + positions[a] * axis.cos_stride;
         const Table* sine = static_cast<const Table*>(axis.sin) + positions[a] * axis.sin_stride;
-        repeat<kLanes>(cosine, axis.pairs, cosine_.get(), first_pair);
-        repeat<kLanes>(sine, axis.pairs, sine_.get(), first_pair);
+        const int64_t half = params_.head_dim / 2;
+        repeat_pairs<kLanes>(params_.layout, half, cosine_.get(), first_pair, cosine, axis.pairs);
+        repeat_pairs<kLanes>(params_.layout, half, sine_.get(), first_pair, sine, axis.pairs);
       }
       first_pair += axis.pairs;
     }
@@ -82,13 +84,6 @@ class GridTables {
   }
 
  private:
-  template <int kLanes>
-  ALWAYS_INLINE void repeat(const Table* values, int64_t pairs, float* head, int64_t first_pair) const {
-    for_columns<kLanes>(0, pairs, [&]<int n>(Lanes<n>, int64_t i) ALWAYS_INLINE_LAMBDA {
-      store_pairs<n>(params_.layout, params_.head_dim / 2, head, first_pair + i, load<n>(values + i));
-    });
-  }
-
   const Rope3dParams& params_;
   std::unique_ptr<float[]> cosine_;
   std::unique_ptr<float[]> sine_;
@@ -111,11 +106,11 @@ struct Rope3dKernel {
 };
 
 template <template <typename, typename, typename> class Kernel, typename Params>
-void launch(const Params& params, bool table_is_float32, Stream stream) {
+void launch(const Params& params, bool is_float_table, Stream stream) {
   const int64_t tokens = params.batch * params.seq, token_size = params.x.heads * params.head_dim;
   with_type(params.dtype, [&]<typename T>(T) {
     with_rotation(params.layout, [&]<typename Rotation>(Rotation) {
-      if (table_is_float32) {
+      if (is_float_table) {
         parallel_run(stream, tokens, token_size, Kernel<T, float, Rotation>{params});
       } else {
         parallel_run(stream, tokens, token_size, Kernel<T, T, Rotation>{params});
@@ -127,7 +122,7 @@ void launch(const Params& params, bool table_is_float32, Stream stream) {
 }  // namespace
 
 void rope(const RopeParams& params, Stream stream) {
-  launch<RopeKernel>(params, params.tables.is_float32, stream);
+  launch<RopeKernel>(params, are_read_as_float(params.tables), stream);
 }
 
 void rope_3d(const Rope3dParams& params, Stream stream) {

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <type_traits>
 
 #include "params.h"
 #include "rows.h"
@@ -18,15 +20,6 @@ struct TokenTables {
   int64_t sine_stride;
 };
 
-template <typename Table>
-TokenTables<Table> tables_of_token(const RopeTables& tables, int64_t batch, int64_t seq) {
-  const auto at = [&](const void* data, const int64_t* strides) {
-    return static_cast<const Table*>(data) + batch * strides[0] + seq * strides[1];
-  };
-  return {at(tables.cos, tables.cos_strides), at(tables.sin, tables.sin_strides), tables.cos_strides[2],
-          tables.sin_strides[2]};
-}
-
 // Stores the values of n pairs of a head, from `pair` on, at both elements of each.
 template <int n>
 ALWAYS_INLINE void store_pairs(RopeLayout layout, int64_t half, float* head, int64_t pair,
@@ -38,6 +31,79 @@ ALWAYS_INLINE void store_pairs(RopeLayout layout, int64_t half, float* head, int
     store<n>(head + pair + half, values);
   }
 }
+
+// The same for `pairs` values in memory.
+template <int kLanes, typename Table>
+ALWAYS_INLINE void repeat_pairs(RopeLayout layout, int64_t half, float* head, int64_t first_pair,
+                                const Table* values, int64_t pairs) {
+  for_columns<kLanes>(0, pairs, [&]<int n>(Lanes<n>, int64_t i) ALWAYS_INLINE_LAMBDA {
+    store_pairs<n>(layout, half, head, first_pair + i, load<n>(values + i));
+  });
+}
+
+// Whether a rotation reads the tables as float: those of one value a pair, too, once put together by element.
+inline bool are_read_as_float(const RopeTables& tables) { return tables.is_float32 || tables.is_per_pair; }
+
+// The tables of a call, token by token. Table is what the rotation reads, T the dtype that it rotates.
+template <typename T, typename Table>
+class CallTables {
+ public:
+  // heads: of tables that differ between heads.
+  CallTables(const RopeTables& tables, RopeLayout layout, int64_t head_dim, int64_t heads)
+      : tables_(tables), layout_(layout), head_dim_(head_dim), heads_(heads) {
+    if (!tables.is_per_pair) return;
+    cosine_.values = std::make_unique<float[]>(heads * head_dim);
+    sine_.values = std::make_unique<float[]>(heads * head_dim);
+  }
+
+  template <int kLanes>
+  ALWAYS_INLINE TokenTables<Table> at(int64_t batch, int64_t seq) {
+    const int64_t *cos_strides = tables_.cos_strides, *sin_strides = tables_.sin_strides;
+    const int64_t cos_offset = batch * cos_strides[0] + seq * cos_strides[1];
+    const int64_t sin_offset = batch * sin_strides[0] + seq * sin_strides[1];
+    if constexpr (std::is_same_v<Table, float>) {
+      if (tables_.is_per_pair) {
+        put_together<kLanes>(cosine_, tables_.cos, cos_offset, cos_strides[2]);
+        put_together<kLanes>(sine_, tables_.sin, sin_offset, sin_strides[2]);
+        return {cosine_.values.get(), sine_.values.get(), cos_strides[2] == 0 ? 0 : head_dim_,
+                sin_strides[2] == 0 ? 0 : head_dim_};
+      }
+    }
+    return {static_cast<const Table*>(tables_.cos) + cos_offset,
+            static_cast<const Table*>(tables_.sin) + sin_offset, cos_strides[2], sin_strides[2]};
+  }
+
+ private:
+  // A token's values by element, kept while the next tokens share them.
+  struct ByElement {
+    std::unique_ptr<float[]> values;
+    int64_t offset = -1;
+  };
+
+  template <int kLanes>
+  ALWAYS_INLINE void put_together(ByElement& out, const void* table, int64_t offset, int64_t head_stride) {
+    if (offset == out.offset) return;
+    out.offset = offset;
+    const int64_t half = head_dim_ / 2;
+    const auto repeat = [&](const auto* values) ALWAYS_INLINE_LAMBDA {
+      for (int64_t h = 0; h < (head_stride == 0 ? 1 : heads_); ++h) {
+        repeat_pairs<kLanes>(layout_, half, &out.values[h * head_dim_], 0, values + h * head_stride, half);
+      }
+    };
+    if (tables_.is_float32) {
+      repeat(static_cast<const float*>(table) + offset);
+    } else {
+      repeat(static_cast<const T*>(table) + offset);
+    }
+  }
+
+  const RopeTables& tables_;
+  RopeLayout layout_;
+  int64_t head_dim_;
+  int64_t heads_;
+  ByElement cosine_;
+  ByElement sine_;
+};
 
 // Rotations of one head, whose elements are head.load_at<n>(column). All of a group are loaded before they
 // are stored.

@@ -285,8 +285,13 @@ void qk_norm_rope(const QkNormRopeParams& params, Stream stream) {
     using T = typename decltype(tag)::type;
     if (params.coordinates) return dispatch_layout<T, CoordinateRope>(params, stream);
     if (!params.tables.cos) return launch<T, NoRope, RopeLayout::kInterleaved>(params, stream);
-    if (params.tables.is_float32) return dispatch_layout<T, TableRope<float>>(params, stream);
-    dispatch_layout<T, TableRope<T>>(params, stream);
+    const auto dispatch_table = [&](auto table) {
+      using Table = typename decltype(table)::type;
+      if (params.tables.is_per_pair) return dispatch_layout<T, TableRope<Table, true>>(params, stream);
+      dispatch_layout<T, TableRope<Table, false>>(params, stream);
+    };
+    if (params.tables.is_float32) return dispatch_table(TypeTag<float>{});
+    dispatch_table(tag);
   });
 }
 

@@ -50,13 +50,17 @@ struct GridRope {
   }
 };
 
-template <typename Table>
-struct TokenRope : TableRope<Table> {
+template <typename Table, bool kIsPerPair>
+struct TokenRope : TableRope<Table, kIsPerPair> {
   template <class Params>
   __device__ __forceinline__ static bool is_shared(const Params& p) {
     return p.tables.cos_strides[2] == 0 && p.tables.sin_strides[2] == 0;
   }
 };
+template <typename Table>
+using PairRope = TokenRope<Table, true>;
+template <typename Table>
+using ElementRope = TokenRope<Table, false>;
 
 // Units are numbered by batch, seq, slot and place in the head; slot i stands for the heads i, i + head_slots
 // and so on.
@@ -194,8 +198,10 @@ void dispatch(const char* operation, const Args& args, bool table_is_float32, bo
 
 void rope(const RopeParams& params, Stream stream) {
   const int bytes = bytes_of(params.dtype);
-  dispatch<TokenRope>("rope", params, params.tables.is_float32,
-                      has_vector_rows(params.x, bytes) && has_vector_rows(params.tables, bytes), stream);
+  const RopeTables& tables = params.tables;
+  const bool has_vectors = has_vector_rows(params.x, bytes) && has_vector_rows(tables, bytes);
+  if (tables.is_per_pair) return dispatch<PairRope>("rope", params, tables.is_float32, has_vectors, stream);
+  dispatch<ElementRope>("rope", params, tables.is_float32, has_vectors, stream);
 }
 
 void rope_3d(const Rope3dParams& params, Stream stream) {

@@ -23,6 +23,10 @@ struct UnitPlace {
   int head, pair, first, second;
 };
 
+__device__ __forceinline__ int64_t head_offset(const int64_t (&strides)[3], const UnitPlace& place) {
+  return place.batch * strides[0] + place.seq * strides[1] + place.head * strides[2];
+}
+
 template <RopeLayout kLayout>
 struct Layout {
   // Pair j of a unit whose packs are a and b.
@@ -49,7 +53,8 @@ struct NoRope {
   static constexpr bool kIsComputed = false;
 };
 
-template <typename Table>
+// The tables hold one value for both elements of a pair, or else one for each element.
+template <typename Table, bool kIsPerPair>
 struct TableRope {
   static constexpr bool kIsRope = true;
   static constexpr bool kIsComputed = false;
@@ -58,25 +63,37 @@ struct TableRope {
   __device__ __forceinline__ static void look_up(const Params& params, const UnitPlace& place,
                                                  UnitRotation<kSize>& rotation) {
     const RopeTables& p = params.tables;
-    const auto load = [&](const void* table, const int64_t (&strides)[3], float (&a)[kSize],
-                          float (&b)[kSize]) {
-      const Table* row = static_cast<const Table*>(table) + place.batch * strides[0] +
-                         place.seq * strides[1] + place.head * strides[2];
+    load<kLayout>(p.cos, p.cos_strides, place, rotation.cos_a, rotation.cos_b);
+    load<kLayout>(p.sin, p.sin_strides, place, rotation.sin_a, rotation.sin_b);
+  }
+
+ private:
+  // Values of a unit's pairs: for the first element of each, and for the second.
+  template <RopeLayout kLayout, int kSize>
+  __device__ __forceinline__ static void load(const void* table, const int64_t (&strides)[3],
+                                              const UnitPlace& place, float (&first)[kSize],
+                                              float (&second)[kSize]) {
+    const Table* row = static_cast<const Table*>(table) + head_offset(strides, place);
+    if constexpr (!kIsPerPair) {
+      float a[kSize], b[kSize];
       load_floats(row + place.first, a);
       load_floats(row + place.second, b);
-    };
-    float a[kSize], b[kSize];
-    load(p.cos, p.cos_strides, a, b);
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      rotation.cos_a[j] = Layout<kLayout>::first_of(a, b, j);
-      rotation.cos_b[j] = Layout<kLayout>::second_of(a, b, j);
-    }
-    load(p.sin, p.sin_strides, a, b);
+      for (int j = 0; j < kSize; ++j) {
+        first[j] = Layout<kLayout>::first_of(a, b, j);
+        second[j] = Layout<kLayout>::second_of(a, b, j);
+      }
+    } else if constexpr (kLayout == RopeLayout::kHalf) {
+      load_floats(row + place.pair, first);
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      rotation.sin_a[j] = Layout<kLayout>::first_of(a, b, j);
-      rotation.sin_b[j] = Layout<kLayout>::second_of(a, b, j);
+      for (int j = 0; j < kSize; ++j) second[j] = first[j];
+    } else {
+      // Each pack holds half of the pairs.
+      float a[kSize / 2], b[kSize / 2];
+      load_floats(row + place.first / 2, a);
+      load_floats(row + place.second / 2, b);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) first[j] = second[j] = j < kSize / 2 ? a[j] : b[j - kSize / 2];
     }
   }
 };
@@ -127,10 +144,6 @@ __device__ __forceinline__ void rotate(float (&a)[kSize], float (&b)[kSize],
     first = fmaf(x, rotation.cos_a[j], -y * rotation.sin_a[j]);
     second = fmaf(y, rotation.cos_b[j], x * rotation.sin_b[j]);
   }
-}
-
-__device__ __forceinline__ int64_t head_offset(const int64_t (&strides)[3], const UnitPlace& place) {
-  return place.batch * strides[0] + place.seq * strides[1] + place.head * strides[2];
 }
 
 inline bool has_vector_rows(const HeadsOperand& operand, int element_bytes) {

@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace h100_diffusers_kernels {
 
@@ -64,26 +65,29 @@ __device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float low, float hi
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// kSize elements of type T, as loaded. kSize is 1 or fills whole 16-byte words.
+// kSize elements of type T, as loaded. kSize is 1 or fills whole 16-byte words or half of one.
 template <typename T, int kSize>
 struct Pack {
-  static constexpr int kWords = kSize * static_cast<int>(sizeof(T)) / kVectorBytes;
-  static_assert(kWords * kVectorBytes == kSize * static_cast<int>(sizeof(T)));
-  uint4 words[kWords];
+  static constexpr int kBytes = kSize * static_cast<int>(sizeof(T));
+  using Word = std::conditional_t<kBytes == kVectorBytes / 2, uint2, uint4>;
+  static constexpr int kWords = kBytes / static_cast<int>(sizeof(Word));
+  static_assert(kWords * static_cast<int>(sizeof(Word)) == kBytes);
+  Word words[kWords];
 
   __device__ __forceinline__ void load(const T* address) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const uint4*>(address)[i];
+    for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const Word*>(address)[i];
   }
 
   __device__ __forceinline__ void store(T* address) const {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) reinterpret_cast<uint4*>(address)[i] = words[i];
+    for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(address)[i] = words[i];
   }
 
   // Sure to be one instruction a word. Of an assignment the compiler makes four stores now and then, where a
   // thread stores a single pack; where it stores several, the assignment is scheduled better.
   __device__ __forceinline__ void store_whole(T* address) const {
+    static_assert(std::is_same_v<Word, uint4>);
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
       asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(reinterpret_cast<uint4*>(address) + i),

@@ -91,7 +91,8 @@ struct HeadsOperand {
 struct RopeTables {
   const void* cos;
   const void* sin;
-  bool is_float32;  // else the dtype of the rotated tensor
+  bool is_float32;   // else the dtype of the rotated tensor
+  bool is_per_pair;  // head_dim/2 values, each for both elements of its pair; else one for each element
   int64_t cos_strides[3];
   int64_t sin_strides[3];
 };

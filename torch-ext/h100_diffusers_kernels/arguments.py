@@ -309,36 +309,43 @@ def _check_float32_or_dtype(
 def _table_view(
     operation: str, name: str, table: Tensor, x_name: str, x: Tensor, heads: int, head_dim: int
 ) -> Tensor:
-    """The table as (1 or B, S, 1 or H, d), or one sentence on why it is none."""
+    """The table as (1 or B, S, 1 or H, d or d/2), or one sentence on why it is none."""
     check_device(operation, name, table, x_name, x)
     _check_float32_or_dtype(operation, name, table, x_name, x)
     batch, seq = x.shape[0], x.shape[1]
     view = table[None] if table.dim() == 2 else table
     matches = view.dim() in (3, 4) and view.shape[0] in (1, batch) and view.shape[1] == seq
+    is_of_head = view.dim() > 0 and view.shape[-1] in (head_dim, head_dim // 2)
     if matches and view.dim() == 4:
-        matches = view.shape[2] in (1, heads) and view.shape[3] == head_dim
+        matches = view.shape[2] in (1, heads) and is_of_head
     elif matches:
-        matches = view.shape[2] in (head_dim, heads * head_dim)
+        matches = is_of_head or view.shape[2] == heads * head_dim
     if not matches:
         fail(
             operation,
-            f"{name} must have shape (S, d), (S, H*d), (1 or B, S, d), (1 or B, S, H*d) or "
-            f"(1 or B, S, 1 or H, d) with B = {batch}, S = {seq}, H = {heads}, d = {head_dim}, "
-            f"got {tuple(table.shape)}",
+            f"{name} must have shape (S, d or d/2), (S, H*d), (1 or B, S, d or d/2), "
+            f"(1 or B, S, H*d) or (1 or B, S, 1 or H, d or d/2) with B = {batch}, S = {seq}, "
+            f"H = {heads}, d = {head_dim}, got {tuple(table.shape)}",
         )
     check_last_stride(operation, name, table)
     if view.dim() == 3:
-        view = view.unflatten(2, (1 if view.shape[2] == head_dim else heads, head_dim))
+        view = view.unsqueeze(2) if is_of_head else view.unflatten(2, (heads, head_dim))
     return view
 
 
 def rope_table_views(
     operation: str, cos: Tensor, sin: Tensor, x_name: str, x: Tensor, heads: int, head_dim: int
 ) -> tuple[Tensor, Tensor]:
-    """Both tables as (1 or B, S, 1 or H, d), or one sentence on why one is none."""
+    """Both tables as (1 or B, S, 1 or H, d), or both with d/2, or one sentence on why not."""
     _require_even_head_dim(operation, x_name, head_dim)
     cos_view = _table_view(operation, "cos", cos, x_name, x, heads, head_dim)
     sin_view = _table_view(operation, "sin", sin, x_name, x, heads, head_dim)
+    if sin_view.shape[3] != cos_view.shape[3]:
+        held = "element" if cos_view.shape[3] == head_dim else "pair"
+        fail(
+            operation,
+            f"sin must hold one value for each {held}, as cos does, got {tuple(sin.shape)}",
+        )
     check_dtype(operation, "sin", sin, "cos", cos)
     return cos_view, sin_view
 
@@ -352,7 +359,7 @@ def require_heads_of_tables(operation: str, views: tuple, heads: int, k_heads: i
 def check_rope(
     operation: str, x: Tensor, cos: Tensor, sin: Tensor, layout: str
 ) -> tuple[Tensor, Tensor]:
-    """Every argument of ``rope``; returns the tables as (1 or B, S, 1 or H, d)."""
+    """Every argument of ``rope``; returns the tables as (1 or B, S, 1 or H, d or d/2)."""
     check_input(operation, "x", x, min_dims=3)
     _check_layout(operation, layout)
     if x.dim() > 4:

@@ -66,8 +66,17 @@ def gated_residual_layer_norm_modulate(
     return h.to(x.dtype), out.to(x.dtype)
 
 
+def _by_element(pairs: Tensor, layout: str) -> Tensor:
+    """Each pair's value where the layout has the elements of the pair."""
+    if layout == "interleaved":
+        return pairs.repeat_interleave(2, dim=-1)
+    return torch.cat([pairs, pairs], dim=-1)
+
+
 def _rotated(n: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """``n``, ``cos`` and ``sin`` are (1 or B, S, 1 or H, d)."""
+    """``n`` is (B, S, H, d), ``cos`` and ``sin`` are (1 or B, S, 1 or H, d or d/2)."""
+    if cos.shape[3] != n.shape[3]:
+        cos, sin = _by_element(cos, layout), _by_element(sin, layout)
     if layout == "interleaved":
         a, b = n.unflatten(3, (-1, 2)).unbind(-1)
         rotated = torch.stack([-b, a], dim=-1).flatten(3)
@@ -78,7 +87,7 @@ def _rotated(n: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 
 
 def norm_rope(x, weight, cos, sin, *, head_dim, norm, layout, eps) -> Tensor:
-    """One of query and key; ``cos`` and ``sin`` are (1 or B, S, 1 or H, d), or None."""
+    """One of query and key; ``cos`` and ``sin`` are (1 or B, S, 1 or H, d or d/2), or None."""
     n = x.float().reshape(x.shape[0], x.shape[1], -1)
     if norm == "per_head":
         n = _normalized(n.unflatten(2, (-1, head_dim)), eps, False, weight, None)
@@ -92,10 +101,10 @@ def norm_rope(x, weight, cos, sin, *, head_dim, norm, layout, eps) -> Tensor:
 
 
 def rope(x, cos, sin, layout) -> Tensor:
-    """``cos`` and ``sin`` are (1 or B, S, 1 or H, d)."""
-    head_dim = cos.shape[3]
+    """``cos`` and ``sin`` are (1 or B, S, 1 or H, d), or, where x shows its heads, with d/2."""
     n = x.float()
     if x.dim() == 3:
+        head_dim = cos.shape[3]
         n = n.unflatten(2, (x.shape[2] // head_dim if head_dim else 0, head_dim))
     return _rotated(n, cos, sin, layout).reshape(x.shape).to(x.dtype)
 
@@ -104,16 +113,13 @@ def rope_3d(x, frame, height, width, layout) -> Tensor:
     grid = [table[0].shape[0] for table in (frame, height, width)]
 
     def of_tokens(tables: list[Tensor]) -> Tensor:
-        """(1, S, 1, d) from the tables of the axes."""
+        """(1, S, 1, d/2) from the tables of the axes."""
         parts = []
         for axis, table in enumerate(tables):
             shape = [1, 1, 1, table.shape[1]]
             shape[axis] = grid[axis]
             parts.append(table.reshape(shape).expand(*grid, -1))
-        pairs = torch.cat(parts, dim=-1).reshape(1, x.shape[1], 1, x.shape[3] // 2)
-        if layout == "interleaved":
-            return pairs.repeat_interleave(2, dim=-1)
-        return torch.cat([pairs, pairs], dim=-1)
+        return torch.cat(parts, dim=-1).reshape(1, x.shape[1], 1, x.shape[3] // 2)
 
     cos, sin = (of_tokens([axis[i] for axis in (frame, height, width)]) for i in (0, 1))
     return _rotated(x.float(), cos, sin, layout).to(x.dtype)

@@ -338,8 +338,9 @@ def qk_norm_rope(
         k: likewise, with the same B, S and d; its number of heads may differ.
         q_weight, k_weight: of the norm, T or None; ``(heads * d,)`` across heads, ``(d,)`` per head.
         rope: None, for no rotation; or ``(cos, sin)``, each ``(S, d)``, ``(S, heads * d)``,
-            ``(1 or B, S, d)``, ``(1 or B, S, heads * d)`` or ``(1 or B, S, 1 or heads, d)``, float32
-            or T; or a :class:`CoordinateRope`.
+            ``(1 or B, S, d)``, ``(1 or B, S, heads * d)`` or ``(1 or B, S, 1 or heads, d)``; or, with
+            one value for both elements of a pair, each ``(S, d/2)``, ``(1 or B, S, d/2)`` or
+            ``(1 or B, S, 1 or heads, d/2)``; float32 or T; or a :class:`CoordinateRope`.
         heads: number of heads of ``q``.
         norm: ``"across_heads"`` (the mean is taken over all heads of a token), ``"per_head"`` or
             ``"none"``.
@@ -390,7 +391,7 @@ def _written(*tensors: Tensor) -> None:
 
 
 def _check_qk_norm_rope(operation, q, k, q_weight, k_weight, rope, heads, norm, layout):
-    """Checks every argument; returns the head dimension and the tables as (1|B, S, 1|H, d) or None."""
+    """Checks every argument; returns the head dimension and the tables, (1|B, S, 1|H, d|d/2) or None."""
     head_dim = check_qk(operation, q, k, q_weight, k_weight, heads, norm, layout)
     if rope is None:
         return head_dim, None, None
@@ -464,7 +465,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "interleaved") -> Te
     Args:
         x: ``(B, S, H, d)``, or ``(B, S, H * d)`` with the tables' last dimension as ``d``, T.
         cos, sin: each ``(S, d)``, ``(1 or B, S, d)`` or ``(1 or B, S, 1 or H, d)``, and for an x of
-            four dimensions also ``(S, H * d)`` or ``(1 or B, S, H * d)``; float32 or T, both alike.
+            four dimensions also ``(S, H * d)`` or ``(1 or B, S, H * d)``, or, both with one value for
+            the two elements of a pair, ``(S, d/2)``, ``(1 or B, S, d/2)`` or
+            ``(1 or B, S, 1 or H, d/2)``; float32 or T, both alike.
         layout: which elements of a head form a pair: ``"interleaved"``, (2i, 2i+1), or ``"half"``,
             (i, i + d/2).
 
