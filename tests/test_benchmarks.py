@@ -1,5 +1,6 @@
 """The benchmarks: their arithmetic, a tiny run of each, and README tables that agree."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -27,6 +28,7 @@ import comparison  # noqa: E402
 import kernel_times  # noqa: E402
 import ltx  # noqa: E402
 import peers  # noqa: E402
+import profile_kernels as profiling  # noqa: E402
 import targets  # noqa: E402
 import timing  # noqa: E402
 
@@ -41,6 +43,7 @@ FAMILIES = {
     "activation": bench_activation,
     "softmax": bench_softmax,
 }
+ENVIRONMENT = dict.fromkeys(("device", "torch", "diffusers", "kernels", "date", "command"), "x")
 
 
 def public_operations(kernel):
@@ -531,6 +534,16 @@ def rendered(results, name):
     return render_readme.render(f"# T\n\n<!-- table: {name} -->\n<!-- end table -->\n", results)
 
 
+def cells(line):
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+def rows_of(results, name):
+    """The cells of a table's rows, without its header."""
+    lines = rendered(results, name).splitlines()
+    return [cells(line) for line in lines if line.startswith("|")][2:]
+
+
 @pytest.mark.parametrize(
     "name",
     ["models", "pipeline", "accuracy_operations", "accuracy_models", *FAMILIES, "host"],
@@ -550,12 +563,8 @@ def test_table_shows_the_figures(results, tmp_path):
     video["modes"]["injected"]["seconds"]["median"] = 12.345
     video["speedups"]["injected"]["eager"] = 6.789
     (tmp_path / "pipeline.json").write_text(json.dumps(record))
-    (row,) = (
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in rendered(tmp_path, "pipeline").splitlines()
-        if "injected" in line and "9 frames 64×96, 3 steps" in line
-    )
-    assert row == ["9 frames 64×96, 3 steps", "injected", "12.35 s", "6.79×"]
+    row = ["9 frames 64×96, 3 steps", "injected", "12.35 s", "6.79×"]
+    assert rows_of(tmp_path, "pipeline").count(row) == 1
 
 
 def test_gpu_tables(tmp_path):
@@ -578,15 +587,87 @@ def test_gpu_tables(tmp_path):
             "weights_bytes": 10000,
         },
     }
-    names = ("device", "torch", "diffusers", "kernels", "date", "command")
-    record = {"environment": dict.fromkeys(names, "x"), "sizes": {"49x512x768": entry}}
+    record = {"environment": ENVIRONMENT, "sizes": {"49x512x768": entry}}
     (tmp_path / "models.json").write_text(json.dumps(record))
-    row = rendered(tmp_path, "breakdown").splitlines()[6]
-    assert [cell.strip() for cell in row.split("|")[3:-1]] == [
-        *("25.0 ms", "8.0 ms", "4.2 ms", "1.2 ms", "640")
+    (row,) = rows_of(tmp_path, "breakdown")
+    assert row[2:] == ["25.0 ms", "8.0 ms", "4.2 ms", "1.2 ms", "640"]
+    (row,) = rows_of(tmp_path, "injection")
+    assert row[1:] == ["12 ms", "0.46 s", "0.50%"]
+
+
+def test_ceilings_table(tmp_path):
+    def measure(program, name, unit, measured, theoretical=None):
+        ratio = None if theoretical is None else measured / theoretical
+        return {
+            "program": program,
+            "name": name,
+            "unit": unit,
+            "measured": measured,
+            "theoretical": theoretical,
+            "formula": None if theoretical is None else "x",
+            "ratio": ratio,
+        }
+
+    measures = [
+        measure("memory", "copy 4 B x 4, 512 MiB", "TB/s", 3.5, 4.0),
+        measure("memory", "copy 4 B x 4, 1 GiB", "TB/s", 3.0, 4.0),
+        measure("memory", "copy 16 B x 8, 1 GiB", "TB/s", 3.2, 4.0),
+        measure("memory", "bulk copy, 1 GiB", "TB/s", 2.0, 4.0),
+        measure("cache", "L1 read rate", "TB/s", 60.0, 30.0),
+        measure("cache", "L1 read rate a multiprocessor", "B/clock", 120.0, 128.0),
+        measure("tensor_core", "wgmma", "TFLOP/s", 1010.0, 1000.0),
+        measure("launch", "chain of 1 block, graph", "us", 1.5),
+        measure("launch", "chain of a block a multiprocessor, graph", "us", 0.75),
+        measure("launch", "chain of 8 blocks a multiprocessor, graph", "us", 1.0),
+        measure("launch", "chain of 1 block, stream", "us", 5.0),
     ]
-    row = rendered(tmp_path, "injection").splitlines()[6]
-    assert [cell.strip() for cell in row.split("|")[2:-1]] == ["12 ms", "0.46 s", "0.50%"]
+    record = {"environment": ENVIRONMENT, "measures": measures}
+    (tmp_path / "ceilings.json").write_text(json.dumps(record))
+    assert rows_of(tmp_path, "ceilings") == [
+        ["memory", "copy 16 B x 8, 1 GiB", "3.20 TB/s", "4.00 TB/s", "80%"],
+        ["memory", "bulk copy, 1 GiB", "2.00 TB/s", "4.00 TB/s", "50%"],
+        ["cache", "L1 read rate", "60.00 TB/s", "30.00 TB/s", "200%*"],
+        ["tensor core", "wgmma", "1010 TFLOP/s", "1000 TFLOP/s", "101%"],
+        ["launch", "chain of a block a multiprocessor, graph", "0.75 µs", "", ""],
+        ["launch", "chain of 1 block, stream", "5.00 µs", "", ""],
+    ]
+    assert "* above the limit, which cannot be" in rendered(tmp_path, "ceilings")
+
+
+def test_profile_table(tmp_path):
+    met = profiling.Profile(
+        workload="rms_norm 2x96x128",
+        kernel="x",
+        microseconds=1.0,
+        dram_percent=90.25,
+        occupancy_percent=75.5,
+        l2_hit_percent=50.0,
+        registers=40,
+        local_bytes=0,
+        dram_bytes_read=1,
+        dram_bytes_written=1,
+        occupancy_limits={},
+        stalls={"barrier": 1.5, "long_scoreboard": 31.25},
+    )
+    missed = dataclasses.replace(met, dram_percent=80.0, local_bytes=64)
+    targets = {
+        "dram_percent": profiling.DRAM_TARGET,
+        "occupancy_percent": profiling.OCCUPANCY_TARGET,
+    }
+    kernels = [
+        {**vars(p), "largest_stall": p.largest_stall, "misses": p.misses} for p in (met, missed)
+    ]
+    record = {"environment": ENVIRONMENT, "targets": targets, "kernels": kernels}
+    (tmp_path / "profile.json").write_text(json.dumps(record))
+    rest = ["75.5%", "50.0%", "40"]
+    assert rows_of(tmp_path, "profile") == [
+        ["rms_norm 2×96×128", "90.2%", *rest, "0 B", "long_scoreboard 31.2", "none"],
+        [
+            *("rms_norm 2×96×128", "80.0%", *rest, "64 B", "long_scoreboard 31.2"),
+            "memory 80.0% ≤ 85%; 64 bytes of local memory",
+        ],
+    ]
+    assert "DRAM throughput above 85%" in rendered(tmp_path, "profile")
 
 
 def test_check_finds_a_stale_table(results, tmp_path):
@@ -609,7 +690,13 @@ def test_check_finds_a_stale_table(results, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("nothing", "there is no table nothing"), ("models", "is missing")]
+    ("name", "message"),
+    [
+        ("nothing", "there is no table nothing"),
+        ("models", "models.json is missing: benchmarks/bench_models.py"),
+        ("ceilings", "ceilings.json is missing: benchmarks/ceilings/run.py"),
+        ("profile", "profile.json is missing: benchmarks/profile_kernels.py"),
+    ],
 )
 def test_table_that_cannot_be_rendered(tmp_path, name, message):
     with pytest.raises(render_readme.click.ClickException, match=message):
@@ -620,8 +707,6 @@ def test_table_that_cannot_be_rendered(tmp_path, name, message):
 def made_up(tmp_path_factory):
     """Results at the real sizes: this package copies at 3 TB/s, eager takes thrice as long."""
     folder = tmp_path_factory.mktemp("made_up")
-    names = ("device", "torch", "diffusers", "kernels", "date", "command")
-    environment = dict.fromkeys(names, "x")
     for name, module in FAMILIES.items():
         entries = []
         for workload in module.FAMILY.workloads:
@@ -649,11 +734,11 @@ def made_up(tmp_path_factory):
                     "warm": rates,
                 }
             )
-        record = {"environment": environment, "peers": {"liger": "0.8.5"}, "workloads": entries}
+        record = {"environment": ENVIRONMENT, "peers": {"liger": "0.8.5"}, "workloads": entries}
         (folder / f"{name}.json").write_text(json.dumps(record))
     calls = [("torch rms_norm", 10.0), ("rms_norm", 11.0), ("softmax", 13.0)]
     record = {
-        "environment": environment,
+        "environment": ENVIRONMENT,
         "processor": "x",
         "calls": [
             {"operation": name, "microseconds": {"median": time_}, "over_yardstick": time_ / 10}
@@ -718,20 +803,12 @@ def test_targets_without_quack_or_without_compile(made_up):
 
 
 def test_operation_and_target_tables(made_up):
-    (row,) = (
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in rendered(made_up, "norm").splitlines()
-        if line.startswith("| rms_norm ") and "2×8064×2048 " in line and "(warm)" not in line
-    )
+    (row,) = (row for row in rows_of(made_up, "norm") if row[:2] == ["rms_norm", "2×8064×2048"])
     assert row == [
         *("rms_norm", "2×8064×2048", "44.0 µs", "3.00 TB/s", "100%"),
         *("3.00×", "2.40×*", "2.00×", "1.25×"),
     ]
-    (row,) = (
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in rendered(made_up, "targets").splitlines()
-        if "host time" in line
-    )
+    (row,) = (row for row in rows_of(made_up, "targets") if row[0].startswith("host time"))
     assert row[2:] == ["at most 1.20×", "1.30×", "missed by 8.3%"]
 
 
@@ -742,13 +819,7 @@ def test_table_says_which_peer_failed(made_up, tmp_path):
         del entry["cold"]["over"][name]
     entry["failed"] = {"liger": "it broke", "compiled default": "it broke"}
     (tmp_path / "norm.json").write_text(json.dumps(record))
-    row = rendered(tmp_path, "norm").splitlines()[6]
-    assert [cell.strip() for cell in row.split("|")[-5:-1]] == [
-        "3.00×",
-        "failed",
-        "failed",
-        "1.25×",
-    ]
+    assert rows_of(tmp_path, "norm")[0][-4:] == ["3.00×", "failed", "failed", "1.25×"]
 
 
 def test_plots_are_the_same_each_time(made_up, results):
@@ -757,9 +828,9 @@ def test_plots_are_the_same_each_time(made_up, results):
     assert plots == render_plots.render(made_up)
     for label, *_ in render_plots.SERIES.values():
         assert f">{label}</text>" in plots["bandwidth.svg"]
-    measured = CHECKOUT / "benchmarks" / "results"
-    speedups = load(measured, "models")["sizes"]["49x512x768"]["speedups"]
-    assert f"{speedups['injected']['eager']:.2f}" in render_plots.render(measured)["models.svg"]
+    drawn = render_plots.render(results)["models.svg"]
+    for entry in load(results, "models")["sizes"].values():
+        assert f">{entry['speedups']['injected']['eager']:.2f}×</text>" in drawn
 
 
 def test_plots_agree_with_the_results():
@@ -770,5 +841,6 @@ def test_plots_agree_with_the_results():
 
 def test_readme_agrees_with_the_results():
     text = (CHECKOUT / "README.md").read_text(encoding="utf-8")
-    assert render_readme.BLOCK.search(text), "README.md has tables of results"
+    shown = [name for _, name, _ in render_readme.BLOCK.findall(text)]
+    assert sorted(shown) == sorted(render_readme.TABLES), "README.md has every table, once"
     assert render_readme.render(text) == text

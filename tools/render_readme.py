@@ -44,6 +44,15 @@ MODE_NAMES = {
 PEERS = ("eager", "compiled", "liger", "quack")
 TUNED_MODE = "max-autotune-no-cudagraphs"
 
+# What writes a result, where it is not benchmarks/bench_<name>.py.
+SCRIPTS = {"ceilings": "ceilings/run.py", "profile": "profile_kernels.py"}
+
+# What may set apart two measures of one ceiling: the size, and how it is read or launched.
+CEILING_SIZE = re.compile(r", (\d+) ([KMG])iB$")
+CEILING_MANNER = re.compile(r" \d+ B x \d+| of \w+ blocks?( a multiprocessor)?")
+TIME_UNITS = ("us", "ns")
+BELIEVABLE_RATIO = 1.05  # of a limit: a clock may be a little above its nominal rate
+
 # Renders one table from the results folder.
 TABLES: dict[str, Callable[[Path], str]] = {}
 
@@ -56,7 +65,8 @@ def table(function: Callable[[Path], str]) -> Callable[[Path], str]:
 def load(results: Path, name: str) -> dict:
     path = results / f"{name}.json"
     if not path.exists():
-        raise click.ClickException(f"{path} is missing: benchmarks/bench_{name}.py writes it.")
+        script = SCRIPTS.get(name, f"bench_{name}.py")
+        raise click.ClickException(f"{path} is missing: benchmarks/{script} writes it.")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -65,12 +75,21 @@ def markdown(rows: list[list[str]], headers: list[str]) -> str:
     return tabulate(rows, headers, tablefmt="github", colalign=align, disable_numparse=True)
 
 
-def setup(result: dict) -> str:
-    """Where, with what and by which command the figures of a table were measured."""
-    environment = result["environment"]
-    parts = [environment["device"]]
-    parts += [f"{name} {environment[name]}" for name in ("torch", "diffusers", "kernels")]
-    return f"\n\n{', '.join(parts)}, {environment['date']}: `{environment['command']}`"
+def setup(*results: dict) -> str:
+    """Where, with what and by which commands the figures of a table were measured."""
+    runs: dict[str, list[str]] = {}
+    for environment in (result["environment"] for result in results):
+        parts = [environment["device"]]
+        parts += [f"{name} {environment[name]}" for name in ("torch", "diffusers", "kernels")]
+        run = f"{environment['date']}: `{environment['command']}`"
+        runs.setdefault(", ".join(parts), []).append(run)
+    return "\n\n" + "; ".join(f"{where}, {', '.join(run)}" for where, run in runs.items())
+
+
+def footnote(rows: list[list[str]], text: str) -> str:
+    """What the star means, if a cell ends with one."""
+    is_marked = any(cell.endswith("*") for row in rows for cell in row)
+    return f"\n\n\\* {text}" if is_marked else ""
 
 
 def times(value: float | None) -> str:
@@ -90,7 +109,7 @@ def models(results: Path) -> str:
     result = load(results, "models")
     rows = [
         [
-            f"{video_name(size)}, 2×{entry['tokens']} tokens",
+            f"{video_name(size)}, {entry['batch']}×{entry['tokens']} tokens",
             MODE_NAMES[mode],
             f"{measured['ms']['median']:.1f} ms",
             times(entry["speedups"][mode].get("eager")),
@@ -136,12 +155,7 @@ def injection(results: Path) -> str:
         ]
         for size, took in ((size, entry["injection"]) for size, entry in result["sizes"].items())
     ]
-    headers = [
-        "input",
-        "inject_kernels",
-        "full speed after",
-        "memory growth",
-    ]
+    headers = ["input", "inject_kernels", "full speed after", "memory growth"]
     return markdown(rows, headers) + setup(result)
 
 
@@ -191,8 +205,7 @@ def operations(results: Path, family: str) -> str:
             )
     headers = ["operation", "shape", "time", "rate", "of a large copy's", "against eager"]
     headers += ["torch.compile", "Liger", "QuACK"]
-    is_tuned = any("*" in cell for row in rows for cell in row)
-    note = f"\n\n\\* in mode {TUNED_MODE}, the faster one here." if is_tuned else ""
+    note = footnote(rows, f"in mode {TUNED_MODE}, the faster one here.")
     versions = "; ".join(f"{name} {what}" for name, what in result["peers"].items())
     return markdown(rows, headers) + note + setup(result) + f". {versions}"
 
@@ -231,7 +244,83 @@ def targets(results: Path) -> str:
         ]
         for target in targets_.evaluate(loaded)
     ]
-    return markdown(rows, ["what", "of", "aim", "measured", ""]) + setup(loaded["norm"])
+    return markdown(rows, ["what", "of", "aim", "measured", ""]) + setup(*loaded.values())
+
+
+def ceiling_group(measure: dict) -> tuple[str, str]:
+    """What the measures of one ceiling have in common."""
+    name = CEILING_SIZE.sub("", measure["name"])
+    return measure["program"], CEILING_MANNER.sub("", name)
+
+
+def ceiling_rank(measure: dict) -> tuple[int, float]:
+    """Higher for a larger size, then for a higher rate or a shorter time."""
+    size = CEILING_SIZE.search(measure["name"])
+    kibibytes = int(size[1]) << 10 * "KMG".index(size[2]) if size else 0
+    sign = -1 if measure["unit"] in TIME_UNITS else 1
+    return kibibytes, sign * measure["measured"]
+
+
+def quantity(value: float | None, unit: str) -> str:
+    if value is None:
+        return ""
+    digits = 2 if value < 100 else 0
+    return f"{value:.{digits}f} {unit.replace('us', 'µs')}"
+
+
+@table
+def ceilings(results: Path) -> str:
+    """The GPU's own limits: of a ceiling's measures the largest size, and of those the best.
+
+    Figures a clock are the same measures in another unit, and stay in the JSON.
+    """
+    result = load(results, "ceilings")
+    shown: dict[tuple[str, str], dict] = {}
+    for measure in result["measures"]:
+        if "clock" not in measure["unit"]:
+            group = ceiling_group(measure)
+            shown[group] = max(shown.get(group, measure), measure, key=ceiling_rank)
+    rows = []
+    for measure in shown.values():
+        unit, ratio = measure["unit"], measure["ratio"]
+        mark = "*" if ratio is not None and ratio > BELIEVABLE_RATIO else ""
+        rows.append(
+            [
+                measure["program"].replace("_", " "),
+                measure["name"],
+                quantity(measure["measured"], unit),
+                quantity(measure["theoretical"], unit),
+                "" if ratio is None else f"{ratio:.0%}{mark}",
+            ]
+        )
+    note = footnote(rows, "above the limit, which cannot be: the program measured something else.")
+    headers = ["program", "measure", "measured", "theoretical", "ratio"]
+    return markdown(rows, headers) + note + setup(result)
+
+
+@table
+def profile(results: Path) -> str:
+    """Counters of each kernel, and which aims it misses."""
+    result = load(results, "profile")
+    rows = [
+        [
+            re.sub(r"(?<=\d)x(?=\d)", "×", kernel["workload"]),
+            *(f"{kernel[f'{name}_percent']:.1f}%" for name in ("dram", "occupancy", "l2_hit")),
+            str(kernel["registers"]),
+            f"{kernel['local_bytes']} B",
+            f"{kernel['largest_stall']} {kernel['stalls'][kernel['largest_stall']]:.1f}",
+            "; ".join(kernel["misses"]).replace("<=", "≤") or "none",
+        ]
+        for kernel in result["kernels"]
+    ]
+    headers = ["kernel of", "DRAM throughput", "occupancy", "L2 hits", "registers"]
+    headers += ["spills", "largest stall", "missed aims"]
+    aims = result["targets"]
+    note = (
+        f"\n\nAims: DRAM throughput above {aims['dram_percent']:.0f}% of its peak, achieved "
+        f"occupancy above {aims['occupancy_percent']:.0f}%, no spills."
+    )
+    return markdown(rows, headers) + note + setup(result)
 
 
 @table
