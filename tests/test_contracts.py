@@ -1,6 +1,10 @@
 """What every operation keeps whatever it computes: Torch's own checks of an operator, compilation,
 streams, graphs, determinism, gradients, empty tensors, and sizes past 2**31 elements."""
 
+import resource
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -112,6 +116,34 @@ def test_every_registered_operator_is_tested(kernel):
         if schema.name.split("::")[0] == namespace
     }
     assert registered == set(REGISTERED)
+
+
+def resident_bytes():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+@every_operation
+@pytest.mark.parametrize("is_refused", [False, True], ids=["returns", "raises"])
+def test_calls_keep_no_memory(kernel, device, name, is_refused):
+    """What the dispatcher hands over, a call frees: tensors, optional ones and strings."""
+    function, arguments = sample(kernel, name, dtype=torch.float32, device=device)
+    if is_refused:
+        arguments = map_tensors(torch.Tensor.double, arguments)
+
+    def call():
+        with pytest.raises(RuntimeError) if is_refused else nullcontext():
+            function(**arguments)
+
+    calls = 10_000
+    with torch.no_grad():
+        for _ in range(calls):
+            call()
+        before = resident_bytes()
+        for _ in range(calls):
+            call()
+    smallest_allocation = 32
+    assert resident_bytes() - before < calls * smallest_allocation
 
 
 # --------------------------------------------------------------------------------------------------

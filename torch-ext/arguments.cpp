@@ -51,10 +51,10 @@ std::string dtype_name(ScalarType dtype) {
 }
 
 std::string device_name(const Tensor& tensor) {
-  const auto device = tensor.device();
-  if (device.type() == torch::headeronly::DeviceType::CPU) return "cpu";
-  if (device.type() == torch::headeronly::DeviceType::CUDA) return "cuda:" + std::to_string(device.index());
-  return "Torch's device type number " + std::to_string(static_cast<int>(device.type()));
+  const auto [type, index] = tensor.device();
+  if (type == aoti_torch_device_type_cpu()) return "cpu";
+  if (type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(index);
+  return "Torch's device type number " + std::to_string(type);
 }
 
 Sizes sizes_of(const Tensor& tensor) {
@@ -65,11 +65,11 @@ Sizes sizes_of(const Tensor& tensor) {
 ArgumentChecker::ArgumentChecker(const char* operation, const char* x_name, const Tensor& x, int64_t min_dims)
     : operation_(operation), x_name_(x_name), x_(x), shape_(sizes_of(x)) {
 #ifdef CUDA_KERNEL
-  if (!x.is_cuda())
+  if (x.device().type != aoti_torch_device_type_cuda())
     fail(operation_, x_name_, " must be on a CUDA device (this build has CUDA kernels), got ",
          device_name(x));
 #else
-  if (!x.is_cpu())
+  if (x.device().type != aoti_torch_device_type_cpu())
     fail(operation_, x_name_, " must be on the CPU (this build has CPU kernels), got ", device_name(x));
 #endif
   switch (x.scalar_type()) {
@@ -109,7 +109,7 @@ void ArgumentChecker::same_dtype(const char* name, const Tensor& tensor) const {
 
 void ArgumentChecker::same_dtype_as(const char* name, const Tensor& tensor, const char* other_name,
                                     const Tensor& other) const {
-  if (tensor.scalar_type() != other.scalar_type())
+  if (tensor.dtype() != other.dtype())
     fail(operation_, name, " must have the dtype of ", other_name, " (", dtype_name(other.scalar_type()),
          "), got ", dtype_name(tensor.scalar_type()));
 }
@@ -120,7 +120,7 @@ void ArgumentChecker::float32(const char* name, const Tensor& tensor) const {
 }
 
 void ArgumentChecker::float32_or_same_dtype(const char* name, const Tensor& tensor) const {
-  if (tensor.scalar_type() != ScalarType::Float && tensor.scalar_type() != x_.scalar_type())
+  if (tensor.dtype() != x_.dtype() && tensor.scalar_type() != ScalarType::Float)
     fail(operation_, name, " must be float32 or have the dtype of ", x_name_, " (",
          dtype_name(x_.scalar_type()), "), got ", dtype_name(tensor.scalar_type()));
 }
@@ -156,22 +156,17 @@ void ArgumentChecker::broadcastable(const char* name, const Tensor& tensor) cons
   unit_last_stride(name, tensor);
 }
 
-Tensor empty(const Tensor& x, const Sizes& shape) {
+OwnedTensor empty(const Tensor& x, const Sizes& shape) {
   int64_t strides[Sizes::kCapacity];
   int64_t stride = 1;
   for (size_t i = shape.size(); i-- > 0;) {
     strides[i] = stride;
     stride *= std::max<int64_t>(shape[i], 1);
   }
-  const auto device = x.device();
-  int32_t dtype = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
-  int32_t device_type = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
   AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides,
-                                                  dtype, device_type, device.index(), &handle));
-  return Tensor(handle);
+                                                  x.dtype(), x.device().type, x.device().index, &handle));
+  return OwnedTensor(handle);
 }
 
 void RowLaunch::add(RowOperand& operand, const Tensor& tensor) {
@@ -189,6 +184,11 @@ void RowLaunch::add(RowOperand& operand, const Tensor& tensor) {
 void RowLaunch::add(RowOperand& operand, const OptionalTensor& tensor) {
   operand = RowOperand{};
   if (tensor.has_value()) add(operand, *tensor);
+}
+
+void RowLaunch::add(RowOperand& operand, const OwnedTensor& tensor) {
+  operand = RowOperand{};
+  if (tensor) add(operand, Tensor(tensor));
 }
 
 void RowLaunch::merge() {
@@ -252,8 +252,11 @@ void RowLaunch::advance(size_t dim, int64_t steps, int64_t element_bytes) {
 }
 
 #ifdef CUDA_KERNEL
-DeviceStream::DeviceStream(const Tensor& tensor) : guard_(tensor.get_device_index()), stream_{} {
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_.handle));
+DeviceStream::DeviceStream(const Tensor& tensor) : stream_{} {
+  const int32_t device = tensor.device().index;
+  // Nearly always it is current already, and a guard is an allocation and two more questions to the driver.
+  if (torch::stable::accelerator::getCurrentDeviceIndex() != device) guard_.emplace(device);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream_.handle));
 }
 #else
 DeviceStream::DeviceStream(const Tensor&) : stream_{} {

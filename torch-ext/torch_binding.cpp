@@ -5,13 +5,15 @@
 
 #include <algorithm>
 #include <limits>
-#include <tuple>
+#include <string_view>
 #include <utility>
 
 #include "registration.h"
 
 namespace h100_diffusers_kernels {
 namespace {
+
+using TwoTensors = std::pair<OwnedTensor, OwnedTensor>;
 
 // ---------------------------------------------------------------------------------------------------------
 // Norm, modulation, residual and gate
@@ -26,8 +28,8 @@ struct RowNormArguments {
 
 // The new residual, where the operation has one, and the output, if `has_output`.
 struct RowNormResults {
-  OptionalTensor residual, out;
-  std::tuple<Tensor, Tensor> both() && { return {std::move(*residual), std::move(*out)}; }
+  OwnedTensor residual, out;
+  TwoTensors both() && { return {std::move(residual), std::move(out)}; }
 };
 
 RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, const Tensor& x,
@@ -65,37 +67,38 @@ RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, con
   return results;
 }
 
-Tensor op_rms_norm(const Tensor& x, const OptionalTensor& weight, double eps) {
-  return *run_row_norm("rms_norm", rms_norm, x, {.weight = weight, .eps = eps}).out;
+OwnedTensor op_rms_norm(const Tensor& x, const OptionalTensor& weight, double eps) {
+  return run_row_norm("rms_norm", rms_norm, x, {.weight = weight, .eps = eps}).out;
 }
 
-Tensor op_layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
-  return *run_row_norm("layer_norm", layer_norm, x, {.weight = weight, .bias = bias, .eps = eps}).out;
+OwnedTensor op_layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                          double eps) {
+  return run_row_norm("layer_norm", layer_norm, x, {.weight = weight, .bias = bias, .eps = eps}).out;
 }
 
-Tensor op_rms_norm_modulate(const Tensor& x, const Tensor& scale, const Tensor& shift,
-                            const OptionalTensor& weight, double eps) {
-  return *run_row_norm("rms_norm_modulate", rms_norm_modulate, x,
-                       {.scale = scale, .shift = shift, .weight = weight, .eps = eps})
-              .out;
+OwnedTensor op_rms_norm_modulate(const Tensor& x, const Tensor& scale, const Tensor& shift,
+                                 const OptionalTensor& weight, double eps) {
+  return run_row_norm("rms_norm_modulate", rms_norm_modulate, x,
+                      {.scale = scale, .shift = shift, .weight = weight, .eps = eps})
+      .out;
 }
 
-Tensor op_layer_norm_modulate(const Tensor& x, const Tensor& scale, const Tensor& shift,
-                              const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
-  return *run_row_norm("layer_norm_modulate", layer_norm_modulate, x,
-                       {.scale = scale, .shift = shift, .weight = weight, .bias = bias, .eps = eps})
-              .out;
+OwnedTensor op_layer_norm_modulate(const Tensor& x, const Tensor& scale, const Tensor& shift,
+                                   const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+  return run_row_norm("layer_norm_modulate", layer_norm_modulate, x,
+                      {.scale = scale, .shift = shift, .weight = weight, .bias = bias, .eps = eps})
+      .out;
 }
 
-Tensor op_gated_residual(const Tensor& residual, const Tensor& x, const OptionalTensor& gate) {
-  return *run_row_norm("gated_residual", gated_residual, x, {.residual = residual, .gate = gate}, false)
-              .residual;
+OwnedTensor op_gated_residual(const Tensor& residual, const Tensor& x, const OptionalTensor& gate) {
+  return run_row_norm("gated_residual", gated_residual, x, {.residual = residual, .gate = gate}, false)
+      .residual;
 }
 
-std::tuple<Tensor, Tensor> op_gated_residual_rms_norm_modulate(const Tensor& residual, const Tensor& x,
-                                                               const OptionalTensor& gate,
-                                                               const Tensor& scale, const Tensor& shift,
-                                                               const OptionalTensor& weight, double eps) {
+TwoTensors op_gated_residual_rms_norm_modulate(const Tensor& residual, const Tensor& x,
+                                               const OptionalTensor& gate, const Tensor& scale,
+                                               const Tensor& shift, const OptionalTensor& weight,
+                                               double eps) {
   return run_row_norm("gated_residual_rms_norm_modulate", gated_residual_rms_norm_modulate, x,
                       {.residual = residual,
                        .gate = gate,
@@ -106,11 +109,10 @@ std::tuple<Tensor, Tensor> op_gated_residual_rms_norm_modulate(const Tensor& res
       .both();
 }
 
-std::tuple<Tensor, Tensor> op_gated_residual_layer_norm_modulate(const Tensor& residual, const Tensor& x,
-                                                                 const OptionalTensor& gate,
-                                                                 const Tensor& scale, const Tensor& shift,
-                                                                 const OptionalTensor& weight,
-                                                                 const OptionalTensor& bias, double eps) {
+TwoTensors op_gated_residual_layer_norm_modulate(const Tensor& residual, const Tensor& x,
+                                                 const OptionalTensor& gate, const Tensor& scale,
+                                                 const Tensor& shift, const OptionalTensor& weight,
+                                                 const OptionalTensor& bias, double eps) {
   return run_row_norm("gated_residual_layer_norm_modulate", gated_residual_layer_norm_modulate, x,
                       {.residual = residual,
                        .gate = gate,
@@ -125,7 +127,7 @@ std::tuple<Tensor, Tensor> op_gated_residual_layer_norm_modulate(const Tensor& r
 // ---------------------------------------------------------------------------------------------------------
 // What the rotary embeddings have in common
 
-RopeLayout parse_layout(const ArgumentChecker& check, const std::string& name) {
+RopeLayout parse_layout(const ArgumentChecker& check, std::string_view name) {
   if (name == "interleaved") return RopeLayout::kInterleaved;
   if (name == "half") return RopeLayout::kHalf;
   fail(check.operation(), "layout must be 'interleaved' or 'half', got '", name, "'");
@@ -225,8 +227,8 @@ class TableChecker {
 class QkNormRope {
  public:
   QkNormRope(const char* operation, const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
-             const OptionalTensor& k_weight, int64_t heads, const std::string& norm,
-             const std::string& layout, double eps)
+             const OptionalTensor& k_weight, int64_t heads, std::string_view norm, std::string_view layout,
+             double eps)
       : operation_(operation), q_(q), k_(k), check_(operation, "q", q, 3) {
     params_.dtype = check_.dtype();
     params_.eps = static_cast<float>(eps);
@@ -280,13 +282,13 @@ class QkNormRope {
     if (rotated == 0) params_.coordinates = nullptr;  // nothing to rotate
   }
 
-  std::tuple<Tensor, Tensor> run() {
-    Tensor q_out = empty(q_, sizes_of(q_));
-    Tensor k_out = empty(k_, sizes_of(k_));
-    set_output(params_.q, q_out);
-    set_output(params_.k, k_out);
+  TwoTensors run() {
+    OwnedTensor q_out = empty(q_, sizes_of(q_));
+    OwnedTensor k_out = empty(k_, sizes_of(k_));
+    set_output(params_.q, Tensor(q_out));
+    set_output(params_.k, Tensor(k_out));
     launch();
-    return {q_out, k_out};
+    return {std::move(q_out), std::move(k_out)};
   }
 
   void run_in_place() {
@@ -300,7 +302,7 @@ class QkNormRope {
   }
 
  private:
-  NormScope parse_norm(const std::string& name) const {
+  NormScope parse_norm(std::string_view name) const {
     if (name == "across_heads") return NormScope::kAcrossHeads;
     if (name == "per_head") return NormScope::kPerHead;
     if (name == "none") return NormScope::kNone;
@@ -379,10 +381,10 @@ class QkNormRope {
   QkNormRopeParams params_{};
 };
 
-std::tuple<Tensor, Tensor> op_qk_norm_rope(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
-                                           const OptionalTensor& k_weight, const OptionalTensor& cos,
-                                           const OptionalTensor& sin, int64_t heads, const std::string& norm,
-                                           const std::string& layout, double eps) {
+TwoTensors op_qk_norm_rope(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
+                           const OptionalTensor& k_weight, const OptionalTensor& cos,
+                           const OptionalTensor& sin, int64_t heads, std::string_view norm,
+                           std::string_view layout, double eps) {
   QkNormRope call("qk_norm_rope", q, k, q_weight, k_weight, heads, norm, layout, eps);
   call.rotate_by_tables(cos, sin);
   return call.run();
@@ -390,18 +392,16 @@ std::tuple<Tensor, Tensor> op_qk_norm_rope(const Tensor& q, const Tensor& k, con
 
 void op_qk_norm_rope_(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
                       const OptionalTensor& k_weight, const OptionalTensor& cos, const OptionalTensor& sin,
-                      int64_t heads, const std::string& norm, const std::string& layout, double eps) {
+                      int64_t heads, std::string_view norm, std::string_view layout, double eps) {
   QkNormRope call("qk_norm_rope_", q, k, q_weight, k_weight, heads, norm, layout, eps);
   call.rotate_by_tables(cos, sin);
   call.run_in_place();
 }
 
-std::tuple<Tensor, Tensor> op_qk_norm_coordinate_rope(const Tensor& q, const Tensor& k,
-                                                      const OptionalTensor& q_weight,
-                                                      const OptionalTensor& k_weight,
-                                                      const Tensor& coordinates, const Tensor& frequencies,
-                                                      int64_t heads, const std::string& norm,
-                                                      const std::string& layout, double eps) {
+TwoTensors op_qk_norm_coordinate_rope(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
+                                      const OptionalTensor& k_weight, const Tensor& coordinates,
+                                      const Tensor& frequencies, int64_t heads, std::string_view norm,
+                                      std::string_view layout, double eps) {
   QkNormRope call("qk_norm_coordinate_rope", q, k, q_weight, k_weight, heads, norm, layout, eps);
   call.rotate_by_coordinates(coordinates, frequencies);
   return call.run();
@@ -409,8 +409,8 @@ std::tuple<Tensor, Tensor> op_qk_norm_coordinate_rope(const Tensor& q, const Ten
 
 void op_qk_norm_coordinate_rope_(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
                                  const OptionalTensor& k_weight, const Tensor& coordinates,
-                                 const Tensor& frequencies, int64_t heads, const std::string& norm,
-                                 const std::string& layout, double eps) {
+                                 const Tensor& frequencies, int64_t heads, std::string_view norm,
+                                 std::string_view layout, double eps) {
   QkNormRope call("qk_norm_coordinate_rope_", q, k, q_weight, k_weight, heads, norm, layout, eps);
   call.rotate_by_coordinates(coordinates, frequencies);
   call.run_in_place();
@@ -421,19 +421,20 @@ void op_qk_norm_coordinate_rope_(const Tensor& q, const Tensor& k, const Optiona
 
 // Fills what RopeParams and Rope3dParams have in common and returns the output.
 template <typename Params>
-Tensor set_rotated(Params& params, const ArgumentChecker& check, const Tensor& x, const HeadsShape& shape,
-                   RopeLayout layout) {
-  Tensor out = empty(x, check.shape());
+OwnedTensor set_rotated(Params& params, const ArgumentChecker& check, const Tensor& x,
+                        const HeadsShape& shape, RopeLayout layout) {
+  OwnedTensor out = empty(x, check.shape());
+  const Tensor new_x(out);
   params.batch = shape.batch;
   params.seq = shape.seq;
   params.head_dim = shape.head_dim;
   params.dtype = check.dtype();
   params.layout = layout;
   params.x.in = x.const_data_ptr();
-  params.x.out = out.mutable_data_ptr();
+  params.x.out = new_x.mutable_data_ptr();
   params.x.heads = shape.heads;
   set_heads_strides(params.x.in_strides, x, shape.head_dim);
-  set_heads_strides(params.x.out_strides, out, shape.head_dim);
+  set_heads_strides(params.x.out_strides, new_x, shape.head_dim);
   return out;
 }
 
@@ -452,7 +453,7 @@ HeadsShape heads_shape(const ArgumentChecker& check, const Tensor& cos) {
   return {shape[0], shape[1], head_dim == 0 ? 0 : width / head_dim, head_dim};
 }
 
-Tensor op_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const std::string& layout_name) {
+OwnedTensor op_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, std::string_view layout_name) {
   const ArgumentChecker check("rope", "x", x, 3);
   const RopeLayout layout = parse_layout(check, layout_name);
   const HeadsShape shape = heads_shape(check, cos);
@@ -460,7 +461,7 @@ Tensor op_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const std:
   require_countable_heads(check, shape.batch, shape.seq, shape.heads);
   RopeParams params{};
   params.tables = TableChecker(check, shape).tables(cos, sin);
-  Tensor out = set_rotated(params, check, x, shape, layout);
+  OwnedTensor out = set_rotated(params, check, x, shape, layout);
   if (x.numel() == 0) return out;
   const DeviceStream device(x);
   rope(params, device.stream());
@@ -502,9 +503,9 @@ RopeAxis rope_axis(const ArgumentChecker& check, const AxisTables& axis, const A
   return result;
 }
 
-Tensor op_rope_3d(const Tensor& x, const Tensor& frame_cos, const Tensor& frame_sin, const Tensor& height_cos,
-                  const Tensor& height_sin, const Tensor& width_cos, const Tensor& width_sin,
-                  const std::string& layout_name) {
+OwnedTensor op_rope_3d(const Tensor& x, const Tensor& frame_cos, const Tensor& frame_sin,
+                       const Tensor& height_cos, const Tensor& height_sin, const Tensor& width_cos,
+                       const Tensor& width_sin, std::string_view layout_name) {
   const ArgumentChecker check("rope_3d", "x", x, 4);
   const RopeLayout layout = parse_layout(check, layout_name);
   const Sizes& sizes = check.shape();
@@ -530,7 +531,7 @@ Tensor op_rope_3d(const Tensor& x, const Tensor& frame_cos, const Tensor& frame_
     fail(check.operation(), "x must have a seq of ", frame.size, " * ", height.size, " * ", width.size,
          " for the positions of frame, height and width, got ", shape.seq);
 
-  Tensor out = set_rotated(params, check, x, shape, layout);
+  OwnedTensor out = set_rotated(params, check, x, shape, layout);
   if (x.numel() == 0) return out;
   const DeviceStream device(x);
   rope_3d(params, device.stream());
@@ -540,9 +541,9 @@ Tensor op_rope_3d(const Tensor& x, const Tensor& frame_cos, const Tensor& frame_
 // ---------------------------------------------------------------------------------------------------------
 // Activations
 
-Tensor run_activation(const char* operation, void (*launcher)(const ActivationParams&, Stream),
-                      const Tensor& x, bool is_gated, const std::string& approximate,
-                      const OptionalTensor& bias) {
+OwnedTensor run_activation(const char* operation, void (*launcher)(const ActivationParams&, Stream),
+                           const Tensor& x, bool is_gated, std::string_view approximate,
+                           const OptionalTensor& bias) {
   const ArgumentChecker check(operation, "x", x);
   if (approximate != "none" && approximate != "tanh")
     fail(operation, "approximate must be 'none' or 'tanh', got '", approximate, "'");
@@ -555,8 +556,8 @@ Tensor run_activation(const char* operation, void (*launcher)(const ActivationPa
   params.bias = check.vector("bias", bias, check.hidden());
   Sizes out_shape = check.shape();
   out_shape.back() = params.hidden;
-  Tensor out = empty(x, out_shape);
-  if (out.numel() == 0) return out;
+  OwnedTensor out = empty(x, out_shape);
+  if (x.numel() == 0) return out;
 
   RowLaunch launch(out_shape);
   launch.add(params.x, x);
@@ -566,32 +567,32 @@ Tensor run_activation(const char* operation, void (*launcher)(const ActivationPa
   return out;
 }
 
-Tensor op_gelu(const Tensor& x, const std::string& approximate, const OptionalTensor& bias) {
+OwnedTensor op_gelu(const Tensor& x, std::string_view approximate, const OptionalTensor& bias) {
   return run_activation("gelu", gelu, x, false, approximate, bias);
 }
 
-Tensor op_silu(const Tensor& x, const OptionalTensor& bias) {
+OwnedTensor op_silu(const Tensor& x, const OptionalTensor& bias) {
   return run_activation("silu", silu, x, false, "none", bias);
 }
 
-Tensor op_geglu(const Tensor& x, const std::string& approximate, const OptionalTensor& bias) {
+OwnedTensor op_geglu(const Tensor& x, std::string_view approximate, const OptionalTensor& bias) {
   return run_activation("geglu", geglu, x, true, approximate, bias);
 }
 
-Tensor op_swiglu(const Tensor& x, const OptionalTensor& bias) {
+OwnedTensor op_swiglu(const Tensor& x, const OptionalTensor& bias) {
   return run_activation("swiglu", swiglu, x, true, "none", bias);
 }
 
 // ---------------------------------------------------------------------------------------------------------
 // Softmax
 
-Tensor op_softmax(const Tensor& x) {
+OwnedTensor op_softmax(const Tensor& x) {
   const ArgumentChecker check("softmax", "x", x);
   SoftmaxParams params{};
   params.hidden = check.hidden();
   params.dtype = check.dtype();
-  Tensor out = empty(x, check.shape());
-  if (out.numel() == 0) return out;
+  OwnedTensor out = empty(x, check.shape());
+  if (x.numel() == 0) return out;
 
   RowLaunch launch(check.shape());
   launch.add(params.x, x);
@@ -605,24 +606,24 @@ Tensor op_softmax(const Tensor& x) {
 // Registration
 
 void implement(torch::stable::detail::StableLibrary& ops) {
-  ops.impl("rms_norm", TORCH_BOX(&op_rms_norm));
-  ops.impl("layer_norm", TORCH_BOX(&op_layer_norm));
-  ops.impl("rms_norm_modulate", TORCH_BOX(&op_rms_norm_modulate));
-  ops.impl("layer_norm_modulate", TORCH_BOX(&op_layer_norm_modulate));
-  ops.impl("gated_residual", TORCH_BOX(&op_gated_residual));
-  ops.impl("gated_residual_rms_norm_modulate", TORCH_BOX(&op_gated_residual_rms_norm_modulate));
-  ops.impl("gated_residual_layer_norm_modulate", TORCH_BOX(&op_gated_residual_layer_norm_modulate));
-  ops.impl("qk_norm_rope", TORCH_BOX(&op_qk_norm_rope));
-  ops.impl("qk_norm_rope_", TORCH_BOX(&op_qk_norm_rope_));
-  ops.impl("qk_norm_coordinate_rope", TORCH_BOX(&op_qk_norm_coordinate_rope));
-  ops.impl("qk_norm_coordinate_rope_", TORCH_BOX(&op_qk_norm_coordinate_rope_));
-  ops.impl("rope", TORCH_BOX(&op_rope));
-  ops.impl("rope_3d", TORCH_BOX(&op_rope_3d));
-  ops.impl("gelu", TORCH_BOX(&op_gelu));
-  ops.impl("silu", TORCH_BOX(&op_silu));
-  ops.impl("geglu", TORCH_BOX(&op_geglu));
-  ops.impl("swiglu", TORCH_BOX(&op_swiglu));
-  ops.impl("softmax", TORCH_BOX(&op_softmax));
+  ops.impl("rms_norm", Boxed<&op_rms_norm>::call);
+  ops.impl("layer_norm", Boxed<&op_layer_norm>::call);
+  ops.impl("rms_norm_modulate", Boxed<&op_rms_norm_modulate>::call);
+  ops.impl("layer_norm_modulate", Boxed<&op_layer_norm_modulate>::call);
+  ops.impl("gated_residual", Boxed<&op_gated_residual>::call);
+  ops.impl("gated_residual_rms_norm_modulate", Boxed<&op_gated_residual_rms_norm_modulate>::call);
+  ops.impl("gated_residual_layer_norm_modulate", Boxed<&op_gated_residual_layer_norm_modulate>::call);
+  ops.impl("qk_norm_rope", Boxed<&op_qk_norm_rope>::call);
+  ops.impl("qk_norm_rope_", Boxed<&op_qk_norm_rope_>::call);
+  ops.impl("qk_norm_coordinate_rope", Boxed<&op_qk_norm_coordinate_rope>::call);
+  ops.impl("qk_norm_coordinate_rope_", Boxed<&op_qk_norm_coordinate_rope_>::call);
+  ops.impl("rope", Boxed<&op_rope>::call);
+  ops.impl("rope_3d", Boxed<&op_rope_3d>::call);
+  ops.impl("gelu", Boxed<&op_gelu>::call);
+  ops.impl("silu", Boxed<&op_silu>::call);
+  ops.impl("geglu", Boxed<&op_geglu>::call);
+  ops.impl("swiglu", Boxed<&op_swiglu>::call);
+  ops.impl("softmax", Boxed<&op_softmax>::call);
 }
 
 }  // namespace

@@ -2,12 +2,8 @@
 // the merging of leading dimensions, output allocation and the stream to run on.
 #pragma once
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -17,13 +13,10 @@
 #include <stdexcept>
 #include <string>
 
+#include "boxing.h"
 #include "params.h"
 
 namespace h100_diffusers_kernels {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 // The sizes or strides of a tensor, kept without an allocation: a call's host time is as long as a small
 // kernel's.
@@ -110,7 +103,7 @@ class ArgumentChecker {
 };
 
 // A contiguous tensor of x's dtype and device.
-Tensor empty(const Tensor& x, const Sizes& shape);
+OwnedTensor empty(const Tensor& x, const Sizes& shape);
 
 // Collects the row operands of one launch, merges the leading dimensions that all of them step through in
 // the same way, and calls `launch` with the result: once, or once for each part that a launch can hold, where
@@ -124,6 +117,7 @@ class RowLaunch {
   // The tensor's leading dimensions broadcast right-aligned against the launch's.
   void add(RowOperand& operand, const Tensor& tensor);
   void add(RowOperand& operand, const OptionalTensor& tensor);
+  void add(RowOperand& operand, const OwnedTensor& tensor);
 
   template <typename Launch>
   void run(RowShape& shape, DType dtype, const Launch& launch) {
@@ -184,7 +178,7 @@ class DeviceStream {
 
  private:
 #ifdef CUDA_KERNEL
-  torch::stable::accelerator::DeviceGuard guard_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 #endif
   Stream stream_;
 };

@@ -83,6 +83,9 @@ def _refuse(function: Callable, name: str, accepted: str, value: object) -> None
     raise TypeError(f"{function.__name__}: {name} must be {accepted}, got {_shown(value)}")
 
 
+ARGUMENT_ERRORS = (AttributeError, RuntimeError, TypeError, ValueError)
+
+
 def explains_types(function: Callable) -> Callable:
     """Where a call fails for the Python type of an argument, says so in one sentence."""
 
@@ -90,7 +93,7 @@ def explains_types(function: Callable) -> Callable:
     def call(*args, **kwargs):
         try:
             return function(*args, **kwargs)
-        except (AttributeError, RuntimeError, TypeError, ValueError):
+        except ARGUMENT_ERRORS:
             check_types(function, *args, **kwargs)
             raise
 

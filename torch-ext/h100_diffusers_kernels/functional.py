@@ -17,6 +17,7 @@ from torch import Tensor
 from . import expressions
 from ._ops import add_op_namespace_prefix, ops
 from .arguments import (
+    ARGUMENT_ERRORS,
     check_activation,
     check_coordinates,
     check_input,
@@ -30,11 +31,32 @@ from .arguments import (
     rope_table_views,
 )
 
+# Looked up once: each look-up through torch.ops runs Python code, at every call.
+_rms_norm = ops.rms_norm.default
+_layer_norm = ops.layer_norm.default
+_rms_norm_modulate = ops.rms_norm_modulate.default
+_layer_norm_modulate = ops.layer_norm_modulate.default
+_gated_residual = ops.gated_residual.default
+_gated_residual_rms_norm_modulate = ops.gated_residual_rms_norm_modulate.default
+_gated_residual_layer_norm_modulate = ops.gated_residual_layer_norm_modulate.default
+_qk_norm_rope = ops.qk_norm_rope.default
+_qk_norm_rope_ = ops.qk_norm_rope_.default
+_qk_norm_coordinate_rope = ops.qk_norm_coordinate_rope.default
+_qk_norm_coordinate_rope_ = ops.qk_norm_coordinate_rope_.default
+_rope = ops.rope.default
+_rope_3d = ops.rope_3d.default
+_gelu = ops.gelu.default
+_silu = ops.silu.default
+_geglu = ops.geglu.default
+_swiglu = ops.swiglu.default
+_softmax = ops.softmax.default
 
-def _needs_grad(*tensors: Optional[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(t, Tensor) and t.requires_grad for t in tensors
-    )
+
+def _any_requires_grad(*tensors: Optional[Tensor]) -> bool:
+    for tensor in tensors:  # noqa: SIM110 - any() of a generator takes twice as long
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 # --------------------------------------------------------------------------------------------------
@@ -52,10 +74,10 @@ def rms_norm(x: Tensor, weight: Optional[Tensor] = None, eps: float = 1e-6) -> T
 
     Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
     """
-    if _needs_grad(x, weight):
+    if torch.is_grad_enabled() and _any_requires_grad(x, weight):
         check_row_operation("rms_norm", x, weight=weight)
         return expressions.rms_norm(x, weight, eps)
-    return ops.rms_norm.default(x, weight, eps)
+    return _rms_norm(x, weight, eps)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rms_norm"))
@@ -77,10 +99,10 @@ def layer_norm(
 
     Source: Ba et al., 2016, https://arxiv.org/abs/1607.06450.
     """
-    if _needs_grad(x, weight, bias):
+    if torch.is_grad_enabled() and _any_requires_grad(x, weight, bias):
         check_row_operation("layer_norm", x, weight=weight, bias=bias)
         return expressions.layer_norm(x, weight, bias, eps)
-    return ops.layer_norm.default(x, weight, bias, eps)
+    return _layer_norm(x, weight, bias, eps)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("layer_norm"))
@@ -104,10 +126,10 @@ def rms_norm_modulate(
     Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748, with an RMS norm as in
     LTX-Video, https://arxiv.org/abs/2501.00103.
     """
-    if _needs_grad(x, scale, shift, weight):
+    if torch.is_grad_enabled() and _any_requires_grad(x, scale, shift, weight):
         check_row_operation("rms_norm_modulate", x, scale=scale, shift=shift, weight=weight)
         return expressions.rms_norm_modulate(x, scale, shift, weight, eps)
-    return ops.rms_norm_modulate.default(x, scale, shift, weight, eps)
+    return _rms_norm_modulate(x, scale, shift, weight, eps)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rms_norm_modulate"))
@@ -134,12 +156,12 @@ def layer_norm_modulate(
 
     Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748.
     """
-    if _needs_grad(x, scale, shift, weight, bias):
+    if torch.is_grad_enabled() and _any_requires_grad(x, scale, shift, weight, bias):
         check_row_operation(
             "layer_norm_modulate", x, scale=scale, shift=shift, weight=weight, bias=bias
         )
         return expressions.layer_norm_modulate(x, scale, shift, weight, bias, eps)
-    return ops.layer_norm_modulate.default(x, scale, shift, weight, bias, eps)
+    return _layer_norm_modulate(x, scale, shift, weight, bias, eps)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("layer_norm_modulate"))
@@ -158,10 +180,10 @@ def gated_residual(residual: Tensor, x: Tensor, gate: Optional[Tensor] = None) -
         residual, x: ``(..., D)``, T, of one shape.
         gate: T, broadcasts against ``x`` in all dimensions but the last, or None.
     """
-    if _needs_grad(residual, x, gate):
+    if torch.is_grad_enabled() and _any_requires_grad(residual, x, gate):
         check_row_operation("gated_residual", x, residual=residual, gate=gate)
         return expressions.gated_residual(residual, x, gate)
-    return ops.gated_residual.default(residual, x, gate)
+    return _gated_residual(residual, x, gate)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("gated_residual"))
@@ -193,7 +215,7 @@ def gated_residual_rms_norm_modulate(
     Returns:
         ``(h, modulated)``, each ``(..., D)``, T.
     """
-    if _needs_grad(residual, x, gate, scale, shift, weight):
+    if torch.is_grad_enabled() and _any_requires_grad(residual, x, gate, scale, shift, weight):
         check_row_operation(
             "gated_residual_rms_norm_modulate",
             x,
@@ -206,9 +228,7 @@ def gated_residual_rms_norm_modulate(
         return expressions.gated_residual_rms_norm_modulate(
             residual, x, gate, scale, shift, weight, eps
         )
-    return ops.gated_residual_rms_norm_modulate.default(
-        residual, x, gate, scale, shift, weight, eps
-    )
+    return _gated_residual_rms_norm_modulate(residual, x, gate, scale, shift, weight, eps)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("gated_residual_rms_norm_modulate"))
@@ -249,7 +269,9 @@ def gated_residual_layer_norm_modulate(
     Returns:
         ``(h, modulated)``, each ``(..., D)``, T.
     """
-    if _needs_grad(residual, x, gate, scale, shift, weight, bias):
+    if torch.is_grad_enabled() and _any_requires_grad(
+        residual, x, gate, scale, shift, weight, bias
+    ):
         check_row_operation(
             "gated_residual_layer_norm_modulate",
             x,
@@ -263,9 +285,7 @@ def gated_residual_layer_norm_modulate(
         return expressions.gated_residual_layer_norm_modulate(
             residual, x, gate, scale, shift, weight, bias, eps
         )
-    return ops.gated_residual_layer_norm_modulate.default(
-        residual, x, gate, scale, shift, weight, bias, eps
-    )
+    return _gated_residual_layer_norm_modulate(residual, x, gate, scale, shift, weight, bias, eps)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("gated_residual_layer_norm_modulate"))
@@ -314,7 +334,6 @@ class CoordinateRope(NamedTuple):
         return angles.cos(), angles.sin()
 
 
-@explains_types
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,
@@ -354,34 +373,46 @@ def qk_norm_rope(
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864; query-key norm: Henry et al., 2020,
     https://arxiv.org/abs/2010.04245, with an RMS norm.
     """
-    has_coordinates = isinstance(rope, CoordinateRope)
-    cos, sin = (None, None) if rope is None or has_coordinates else rope
-    if _needs_grad(q, k, q_weight, k_weight, *(rope or ())):
-        if inplace:
-            raise ValueError(
-                "qk_norm_rope: inplace must be False where an input requires grad, got True"
+    try:
+        if isinstance(rope, CoordinateRope):
+            run = _qk_norm_coordinate_rope_ if inplace else _qk_norm_coordinate_rope
+            first, second = rope.coordinates, rope.frequencies
+        else:
+            run = _qk_norm_rope_ if inplace else _qk_norm_rope
+            if rope is None:
+                first = second = None
+            elif isinstance(rope, (tuple, list)):
+                first, second = rope
+            else:  # a tensor, too, can be unpacked
+                raise TypeError("rope must be None, a pair (cos, sin) or a CoordinateRope")
+        if torch.is_grad_enabled() and _any_requires_grad(q, k, q_weight, k_weight, first, second):
+            if inplace:
+                raise ValueError(
+                    "qk_norm_rope: inplace must be False where an input requires grad, got True"
+                )
+            return _differentiable_qk_norm_rope(
+                q, k, q_weight, k_weight, rope, heads, norm, layout, eps
             )
-        head_dim, cos, sin = _check_qk_norm_rope(
-            "qk_norm_rope", q, k, q_weight, k_weight, rope, heads, norm, layout
-        )
-        options = {"head_dim": head_dim, "norm": norm, "layout": layout, "eps": eps}
-        return (
-            expressions.norm_rope(q, q_weight, cos, sin, **options),
-            expressions.norm_rope(k, k_weight, cos, sin, **options),
-        )
-    if has_coordinates:
-        arguments = (q, k, q_weight, k_weight, *rope, heads, norm, layout, eps)
+        results = run(q, k, q_weight, k_weight, first, second, heads, norm, layout, eps)
         if not inplace:
-            return ops.qk_norm_coordinate_rope.default(*arguments)
-        ops.qk_norm_coordinate_rope_.default(*arguments)
+            return results
         _written(q, k)
         return q, k
-    arguments = (q, k, q_weight, k_weight, cos, sin, heads, norm, layout, eps)
-    if not inplace:
-        return ops.qk_norm_rope.default(*arguments)
-    ops.qk_norm_rope_.default(*arguments)
-    _written(q, k)
-    return q, k
+    except ARGUMENT_ERRORS:  # as explains_types does, without a second call with so many keywords
+        options = {"heads": heads, "norm": norm, "layout": layout, "eps": eps, "inplace": inplace}
+        check_types(qk_norm_rope, q, k, q_weight, k_weight, rope, **options)
+        raise
+
+
+def _differentiable_qk_norm_rope(q, k, q_weight, k_weight, rope, heads, norm, layout, eps):
+    head_dim, cos, sin = _check_qk_norm_rope(
+        "qk_norm_rope", q, k, q_weight, k_weight, rope, heads, norm, layout
+    )
+    options = {"head_dim": head_dim, "norm": norm, "layout": layout, "eps": eps}
+    return (
+        expressions.norm_rope(q, q_weight, cos, sin, **options),
+        expressions.norm_rope(k, k_weight, cos, sin, **options),
+    )
 
 
 def _written(*tensors: Tensor) -> None:
@@ -473,9 +504,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "interleaved") -> Te
 
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864.
     """
-    if _needs_grad(x, cos, sin):
+    if torch.is_grad_enabled() and _any_requires_grad(x, cos, sin):
         return expressions.rope(x, *check_rope("rope", x, cos, sin, layout), layout)
-    return ops.rope.default(x, cos, sin, layout)
+    return _rope(x, cos, sin, layout)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rope"))
@@ -509,15 +540,18 @@ def rope_3d(
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864, on the three axes of a video as in
     Wan, 2025, https://arxiv.org/abs/2503.20314.
     """
-    axes = {"frame": frame, "height": height, "width": width}
-    if not all(isinstance(pair, tuple) for pair in axes.values()):
+    if not (isinstance(frame, tuple) and isinstance(height, tuple) and isinstance(width, tuple)):
         check_types(rope_3d, x, frame, height, width, layout)  # a tensor, too, can be unpacked
-    (frame_cos, frame_sin), (height_cos, height_sin), (width_cos, width_sin) = axes.values()
-    tables = (frame_cos, frame_sin, height_cos, height_sin, width_cos, width_sin)
-    if _needs_grad(x, *tables):
+    frame_cos, frame_sin = frame
+    height_cos, height_sin = height
+    width_cos, width_sin = width
+    if torch.is_grad_enabled() and _any_requires_grad(
+        x, frame_cos, frame_sin, height_cos, height_sin, width_cos, width_sin
+    ):
+        axes = {"frame": frame, "height": height, "width": width}
         check_rope_3d("rope_3d", x, axes, layout)
         return expressions.rope_3d(x, frame, height, width, layout)
-    return ops.rope_3d.default(x, *tables, layout)
+    return _rope_3d(x, frame_cos, frame_sin, height_cos, height_sin, width_cos, width_sin, layout)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rope_3d"))
@@ -547,10 +581,10 @@ def gelu(x: Tensor, approximate: str = "none", bias: Optional[Tensor] = None) ->
 
     Source: Hendrycks and Gimpel, 2016, https://arxiv.org/abs/1606.08415.
     """
-    if _needs_grad(x, bias):
+    if torch.is_grad_enabled() and _any_requires_grad(x, bias):
         check_activation("gelu", x, approximate, is_gated=False, bias=bias)
         return expressions.gelu(x, approximate, bias)
-    return ops.gelu.default(x, approximate, bias)
+    return _gelu(x, approximate, bias)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("gelu"))
@@ -569,10 +603,10 @@ def silu(x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
 
     Source: Elfwing et al., 2017, https://arxiv.org/abs/1702.03118.
     """
-    if _needs_grad(x, bias):
+    if torch.is_grad_enabled() and _any_requires_grad(x, bias):
         check_activation("silu", x, "none", is_gated=False, bias=bias)
         return expressions.silu(x, bias)
-    return ops.silu.default(x, bias)
+    return _silu(x, bias)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("silu"))
@@ -596,10 +630,10 @@ def geglu(x: Tensor, approximate: str = "none", bias: Optional[Tensor] = None) -
 
     Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
     """
-    if _needs_grad(x, bias):
+    if torch.is_grad_enabled() and _any_requires_grad(x, bias):
         check_activation("geglu", x, approximate, is_gated=True, bias=bias)
         return expressions.geglu(x, approximate, bias)
-    return ops.geglu.default(x, approximate, bias)
+    return _geglu(x, approximate, bias)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("geglu"))
@@ -622,10 +656,10 @@ def swiglu(x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
 
     Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
     """
-    if _needs_grad(x, bias):
+    if torch.is_grad_enabled() and _any_requires_grad(x, bias):
         check_activation("swiglu", x, "none", is_gated=True, bias=bias)
         return expressions.swiglu(x, bias)
-    return ops.swiglu.default(x, bias)
+    return _swiglu(x, bias)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("swiglu"))
@@ -647,10 +681,10 @@ def softmax(x: Tensor) -> Tensor:
 
     Source: Milakov and Gimelshein, 2018 (online softmax), https://arxiv.org/abs/1805.02867.
     """
-    if _needs_grad(x):
+    if torch.is_grad_enabled() and _any_requires_grad(x):
         check_input("softmax", "x", x)
         return expressions.softmax(x)
-    return ops.softmax.default(x)
+    return _softmax(x)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("softmax"))

@@ -1,0 +1,173 @@
+// Tensors, strings and the call of an operation as Torch's stable ABI hands them over, for a call's host time
+// is as long as a small kernel's. Torch's own torch::stable::Tensor and TORCH_BOX cost an allocation a tensor
+// and a call into Torch for each size that is asked for, and never free a string argument (as of Torch 2.13).
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+namespace h100_diffusers_kernels {
+
+using torch::headeronly::ScalarType;
+
+struct DeleteHandle {
+  void operator()(AtenTensorHandle tensor) const { aoti_torch_delete_tensor_object(tensor); }
+  void operator()(StringHandle string) const { torch_delete_string(string); }
+};
+
+// A reference to a tensor that counts; or null.
+using OwnedTensor = std::unique_ptr<std::remove_pointer_t<AtenTensorHandle>, DeleteHandle>;
+
+// Numbered as Torch numbers them.
+struct Device {
+  int32_t type, index;
+  bool operator==(const Device&) const = default;
+};
+
+// A tensor that something else owns, and what the checks ask of it, read once.
+class Tensor {
+ public:
+  explicit Tensor(const OwnedTensor& tensor) : handle_(tensor.get()) {
+    int64_t dims = 0, *sizes = nullptr, *strides = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle_, &dims));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle_, &sizes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle_, &strides));
+    sizes_ = {sizes, static_cast<size_t>(dims)};
+    strides_ = {strides, static_cast<size_t>(dims)};
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle_, &dtype_));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle_, &device_.type));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle_, &device_.index));
+  }
+
+  int64_t dim() const { return static_cast<int64_t>(sizes_.size()); }
+  int64_t size(int64_t dim) const { return sizes_[static_cast<size_t>(dim)]; }
+  int64_t stride(int64_t dim) const { return strides_[static_cast<size_t>(dim)]; }
+  std::span<const int64_t> sizes() const { return sizes_; }
+  std::span<const int64_t> strides() const { return strides_; }
+  int64_t numel() const {
+    int64_t count = 1;
+    for (const int64_t size : sizes_) count *= size;
+    return count;
+  }
+
+  Device device() const { return device_; }
+  int32_t dtype() const { return dtype_; }  // in Torch's numbering
+  ScalarType scalar_type() const {
+    // The dtypes of nearly all tensors first: Torch's conversion asks for the number of each in turn.
+    if (dtype_ == aoti_torch_dtype_bfloat16()) return ScalarType::BFloat16;
+    if (dtype_ == aoti_torch_dtype_float32()) return ScalarType::Float;
+    return torch::stable::detail::to<ScalarType>(torch::stable::detail::from(dtype_));
+  }
+
+  const void* const_data_ptr() const {
+    const void* data = nullptr;
+    TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(handle_, &data));
+    return data;
+  }
+  void* mutable_data_ptr() const {
+    void* data = nullptr;
+    TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(handle_, &data));
+    return data;
+  }
+
+ private:
+  AtenTensorHandle handle_;
+  std::span<const int64_t> sizes_, strides_;
+  Device device_{};
+  int32_t dtype_ = 0;
+};
+
+using OptionalTensor = std::optional<Tensor>;
+
+// One argument of a call: takes over what lies on the stack, so that it is freed however the call ends.
+template <typename T>
+class Argument {
+ public:
+  explicit Argument(StableIValue value) : value_(torch::stable::detail::to<T>(value)) {}
+  T get() const { return value_; }
+
+ private:
+  T value_;
+};
+
+template <>
+class Argument<Tensor> {
+ public:
+  explicit Argument(StableIValue value) : tensor_(torch::stable::detail::to<AtenTensorHandle>(value)) {}
+  Tensor get() const { return Tensor(tensor_); }
+
+ private:
+  OwnedTensor tensor_;
+};
+
+template <>
+class Argument<OptionalTensor> {
+ public:
+  explicit Argument(StableIValue value)
+      : tensor_(torch::stable::detail::to<std::optional<AtenTensorHandle>>(value).value_or(nullptr)) {}
+  OptionalTensor get() const { return tensor_ ? OptionalTensor(tensor_) : std::nullopt; }
+
+ private:
+  OwnedTensor tensor_;
+};
+
+template <>
+class Argument<std::string_view> {
+ public:
+  explicit Argument(StableIValue value) : string_(torch::stable::detail::to<StringHandle>(value)) {}
+  std::string_view get() const {
+    size_t length = 0;
+    const char* data = nullptr;
+    TORCH_ERROR_CODE_CHECK(torch_string_length(string_.get(), &length));
+    TORCH_ERROR_CODE_CHECK(torch_string_c_str(string_.get(), &data));
+    return {data, length};
+  }
+
+ private:
+  std::unique_ptr<std::remove_pointer_t<StringHandle>, DeleteHandle> string_;
+};
+
+inline StableIValue released(OwnedTensor& tensor) { return torch::stable::detail::from(tensor.release()); }
+
+// `Boxed<&function>::call` is what Torch calls for a function of tensors, strings and numbers that returns
+// one new tensor, two or none.
+template <auto function>
+struct Boxed;
+
+template <typename Result, typename... Parameters, Result (*function)(Parameters...)>
+struct Boxed<function> {
+  static void call(StableIValue* stack, uint64_t argument_count, uint64_t result_count) {
+    constexpr uint64_t kResults = std::is_void_v<Result> ? 0 : (std::is_same_v<Result, OwnedTensor> ? 1 : 2);
+    STD_TORCH_CHECK(argument_count == sizeof...(Parameters) && result_count == kResults,
+                    "the schema and its function differ");
+    call(stack, std::index_sequence_for<Parameters...>{});
+  }
+
+ private:
+  template <size_t... i>
+  static void call(StableIValue* stack, std::index_sequence<i...>) {
+    const std::tuple<Argument<std::remove_cvref_t<Parameters>>...> arguments(stack[i]...);
+    if constexpr (std::is_void_v<Result>) {
+      function(std::get<i>(arguments).get()...);
+    } else if constexpr (std::is_same_v<Result, OwnedTensor>) {
+      OwnedTensor result = function(std::get<i>(arguments).get()...);
+      stack[0] = released(result);
+    } else {
+      auto [first, second] = function(std::get<i>(arguments).get()...);
+      stack[0] = released(first);
+      stack[1] = released(second);
+    }
+  }
+};
+
+}  // namespace h100_diffusers_kernels
