@@ -86,9 +86,10 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
 
   UnitRotation<kSize> rotations[kUnits];
   const auto look_up = [&](int i) {
-    if constexpr (Rope::kIsRope) {
-      if (q[i].is_present || k[i].is_present) Rope::template look_up<T, kLayout>(p, places[i], rotations[i]);
-    }
+    if (!q[i].is_present && !k[i].is_present) return;
+    typename Rope::template Lookup<T, kLayout, kSize> lookup;
+    lookup.fetch(p, places[i]);
+    lookup.rotation(rotations[i]);
   };
   if constexpr (kLooksUpAhead) {
 #pragma unroll
@@ -203,9 +204,11 @@ __global__ void __launch_bounds__(kAnyShapeThreads)
       place.pair = within;
       place.first = kLayout == RopeLayout::kHalf ? within : 2 * within;
       place.second = kLayout == RopeLayout::kHalf ? within + half : 2 * within + 1;
-      UnitRotation<1> rotation;
       // Two packs of one element each: what the half layout is to larger packs.
-      Rope::template look_up<T, RopeLayout::kHalf>(p, place, rotation);
+      typename Rope::template Lookup<T, RopeLayout::kHalf, 1> lookup;
+      lookup.fetch(p, place);
+      UnitRotation<1> rotation;
+      lookup.rotation(rotation);
       const int first = head * head_dim + place.first, second = head * head_dim + place.second;
       float a[1] = {normalized(first)}, b[1] = {normalized(second)};
       rotate<RopeLayout::kHalf>(a, b, rotation);

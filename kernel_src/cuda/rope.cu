@@ -18,30 +18,46 @@ constexpr int64_t kFewUnits = 1 << 18;
 // says which row of each table turns them.
 template <typename Table>
 struct GridRope {
-  template <typename T, RopeLayout kLayout, int kSize, class Params>
-  __device__ __forceinline__ static void look_up(const Params& p, const UnitPlace& place,
-                                                 UnitRotation<kSize>& rotation) {
-    const uint32_t seq = static_cast<uint32_t>(place.seq);
-    const uint32_t line = p.width.divide(seq), frame = p.height.divide(line);
-    const uint32_t rows[kRope3dAxes] = {frame, line - frame * p.height.divisor, seq - line * p.width.divisor};
-    // Where the value of pair 0 of the head would be, were its axis the only one.
-    const Table *cos[kRope3dAxes], *sin[kRope3dAxes];
-    int end[kRope3dAxes], pairs = 0;
+  template <typename T, RopeLayout kLayout, int kSize>
+  class Lookup {
+   public:
+    template <class Params>
+    __device__ __forceinline__ void fetch(const Params& p, const UnitPlace& place) {
+      const uint32_t seq = static_cast<uint32_t>(place.seq);
+      const uint32_t line = p.width.divide(seq), frame = p.height.divide(line);
+      const uint32_t rows[kRope3dAxes] = {frame, line - frame * p.height.divisor,
+                                          seq - line * p.width.divisor};
+      // Where the value of pair 0 of the head would be, were its axis the only one.
+      const Table *cos[kRope3dAxes], *sin[kRope3dAxes];
+      int end[kRope3dAxes], pairs = 0;
 #pragma unroll
-    for (int axis = 0; axis < kRope3dAxes; ++axis) {
-      cos[axis] = static_cast<const Table*>(p.axes[axis].cos) + rows[axis] * p.axes[axis].cos_stride - pairs;
-      sin[axis] = static_cast<const Table*>(p.axes[axis].sin) + rows[axis] * p.axes[axis].sin_stride - pairs;
-      end[axis] = pairs += p.axes[axis].pairs;
-    }
+      for (int axis = 0; axis < kRope3dAxes; ++axis) {
+        const RopeAxis& tables = p.axes[axis];
+        cos[axis] = static_cast<const Table*>(tables.cos) + rows[axis] * tables.cos_stride - pairs;
+        sin[axis] = static_cast<const Table*>(tables.sin) + rows[axis] * tables.sin_stride - pairs;
+        end[axis] = pairs += tables.pairs;
+      }
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      const int pair = Layout<kLayout>::template number_of<kSize>(place, j);
-      const Table* pair_cos = pair < end[0] ? cos[0] : pair < end[1] ? cos[1] : cos[2];
-      const Table* pair_sin = pair < end[0] ? sin[0] : pair < end[1] ? sin[1] : sin[2];
-      rotation.cos_a[j] = rotation.cos_b[j] = to_float(pair_cos[pair]);
-      rotation.sin_a[j] = rotation.sin_b[j] = to_float(pair_sin[pair]);
+      for (int j = 0; j < kSize; ++j) {
+        const int pair = Layout<kLayout>::template number_of<kSize>(place, j);
+        const Table* pair_cos = pair < end[0] ? cos[0] : pair < end[1] ? cos[1] : cos[2];
+        const Table* pair_sin = pair < end[0] ? sin[0] : pair < end[1] ? sin[1] : sin[2];
+        cos_[j] = pair_cos[pair];
+        sin_[j] = pair_sin[pair];
+      }
     }
-  }
+
+    __device__ __forceinline__ void rotation(UnitRotation<kSize>& rotation) const {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        rotation.cos_a[j] = rotation.cos_b[j] = to_float(cos_[j]);
+        rotation.sin_a[j] = rotation.sin_b[j] = to_float(sin_[j]);
+      }
+    }
+
+   private:
+    Table cos_[kSize], sin_[kSize];
+  };
 
   // Whether all heads of a token turn alike.
   template <class Params>
@@ -102,12 +118,16 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ 
       second[i].load(head + place.second);
     }
   }
+  typename Rope::template Lookup<T, kLayout, kSize> lookup;
+  place.head = head_of(0);
+  lookup.fetch(p, place);
   UnitRotation<kSize> rotation;
 #pragma unroll
   for (int i = 0; i < kHeadsPerThread; ++i) {
     place.head = head_of(i);
     if (!has_head(i)) continue;
-    if (i == 0 || !Rope::is_shared(p)) Rope::template look_up<T, kLayout>(p, place, rotation);
+    if (i > 0 && !Rope::is_shared(p)) lookup.fetch(p, place);
+    if (i == 0 || !Rope::is_shared(p)) lookup.rotation(rotation);
     float a[kSize], b[kSize];
     first[i].to_floats(a);
     second[i].to_floats(b);
@@ -135,9 +155,11 @@ __global__ void __launch_bounds__(kThreads) rope_pair_kernel(const __grid_consta
   place.second = kLayout == RopeLayout::kHalf ? place.pair + half : 2 * place.pair + 1;
   wait_for_earlier_kernels();
   if (place.batch >= p.batch) return;
-  UnitRotation<1> rotation;
   // Two packs of one element each: what the half layout is to larger packs.
-  Rope::template look_up<T, RopeLayout::kHalf>(p, place, rotation);
+  typename Rope::template Lookup<T, RopeLayout::kHalf, 1> lookup;
+  lookup.fetch(p, place);
+  UnitRotation<1> rotation;
+  lookup.rotation(rotation);
   const T* in = static_cast<const T*>(p.x.in) + head_offset(p.x.in_strides, place);
   T* out = static_cast<T*>(p.x.out) + head_offset(p.x.out_strides, place);
   float a[1] = {to_float(in[place.first])}, b[1] = {to_float(in[place.second])};

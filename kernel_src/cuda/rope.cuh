@@ -48,9 +48,16 @@ struct Layout {
   }
 };
 
+// Where a rotation comes from. A Lookup is that of one unit: `fetch` starts its loads, `rotation` uses them.
 struct NoRope {
   static constexpr bool kIsRope = false;
   static constexpr bool kIsComputed = false;
+
+  template <typename T, RopeLayout kLayout, int kSize>
+  struct Lookup {
+    __device__ __forceinline__ void fetch(const QkNormRopeParams&, const UnitPlace&) {}
+    __device__ __forceinline__ void rotation(UnitRotation<kSize>&) const {}
+  };
 };
 
 // The tables hold one value for both elements of a pair, or else one for each element.
@@ -59,43 +66,60 @@ struct TableRope {
   static constexpr bool kIsRope = true;
   static constexpr bool kIsComputed = false;
 
-  template <typename T, RopeLayout kLayout, int kSize, class Params>
-  __device__ __forceinline__ static void look_up(const Params& params, const UnitPlace& place,
-                                                 UnitRotation<kSize>& rotation) {
-    const RopeTables& p = params.tables;
-    load<kLayout>(p.cos, p.cos_strides, place, rotation.cos_a, rotation.cos_b);
-    load<kLayout>(p.sin, p.sin_strides, place, rotation.sin_a, rotation.sin_b);
-  }
+  template <typename T, RopeLayout kLayout, int kSize>
+  class Lookup {
+   public:
+    template <class Params>
+    __device__ __forceinline__ void fetch(const Params& params, const UnitPlace& place) {
+      const RopeTables& p = params.tables;
+      fetch(cos_, p.cos, p.cos_strides, place);
+      fetch(sin_, p.sin, p.sin_strides, place);
+    }
 
- private:
-  // Values of a unit's pairs: for the first element of each, and for the second.
-  template <RopeLayout kLayout, int kSize>
-  __device__ __forceinline__ static void load(const void* table, const int64_t (&strides)[3],
-                                              const UnitPlace& place, float (&first)[kSize],
-                                              float (&second)[kSize]) {
-    const Table* row = static_cast<const Table*>(table) + head_offset(strides, place);
-    if constexpr (!kIsPerPair) {
-      float a[kSize], b[kSize];
-      load_floats(row + place.first, a);
-      load_floats(row + place.second, b);
+    __device__ __forceinline__ void rotation(UnitRotation<kSize>& rotation) const {
+      spread(cos_, rotation.cos_a, rotation.cos_b);
+      spread(sin_, rotation.sin_a, rotation.sin_b);
+    }
+
+   private:
+    // A value a pair: those of a unit follow each other in the half layout; in the interleaved one each of
+    // its packs holds half of the pairs.
+    static constexpr bool kIsOnePack = kIsPerPair && kLayout == RopeLayout::kHalf;
+    static constexpr int kPackValues = kIsPerPair && !kIsOnePack ? kSize / 2 : kSize;
+    struct Values {
+      Pack<Table, kPackValues> a, b;
+    };
+
+    __device__ __forceinline__ static void fetch(Values& values, const void* table,
+                                                 const int64_t (&strides)[3], const UnitPlace& place) {
+      const Table* row = static_cast<const Table*>(table) + head_offset(strides, place);
+      if constexpr (kIsOnePack) {
+        values.a.load(row + place.pair);
+      } else {
+        values.a.load(row + (kIsPerPair ? place.first / 2 : place.first));
+        values.b.load(row + (kIsPerPair ? place.second / 2 : place.second));
+      }
+    }
+
+    // Into the values of each pair's first element, and of its second.
+    __device__ __forceinline__ static void spread(const Values& values, float (&first)[kSize],
+                                                  float (&second)[kSize]) {
+      float a[kPackValues], b[kPackValues];
+      values.a.to_floats(a);
+      if constexpr (!kIsOnePack) values.b.to_floats(b);
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
-        first[j] = Layout<kLayout>::first_of(a, b, j);
-        second[j] = Layout<kLayout>::second_of(a, b, j);
+        if constexpr (kIsPerPair) {
+          first[j] = second[j] = j < kPackValues ? a[j] : b[j - kPackValues];
+        } else {
+          first[j] = Layout<kLayout>::first_of(a, b, j);
+          second[j] = Layout<kLayout>::second_of(a, b, j);
+        }
       }
-    } else if constexpr (kLayout == RopeLayout::kHalf) {
-      load_floats(row + place.pair, first);
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) second[j] = first[j];
-    } else {
-      // Each pack holds half of the pairs.
-      float a[kSize / 2], b[kSize / 2];
-      load_floats(row + place.first / 2, a);
-      load_floats(row + place.second / 2, b);
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) first[j] = second[j] = j < kSize / 2 ? a[j] : b[j - kSize / 2];
     }
-  }
+
+    Values cos_, sin_;
+  };
 };
 
 // Expects the unit's pairs to follow each other.
@@ -104,33 +128,40 @@ struct CoordinateRope {
   static constexpr bool kIsComputed = true;
 
   template <typename T, RopeLayout kLayout, int kSize>
-  __device__ __forceinline__ static void look_up(const QkNormRopeParams& p, const UnitPlace& place,
-                                                 UnitRotation<kSize>& rotation) {
-    const float* coordinates =
-        p.coordinates + place.batch * p.coordinate_strides[0] + place.seq * p.coordinate_strides[1];
-    const int half = static_cast<int>(p.head_dim) / 2;
-    const int rotated = place.head * half + place.pair - p.identity_pairs;  // negative: left alone
-    int frequency = rotated > 0 ? rotated / p.axes : 0;
-    int axis = rotated > 0 ? rotated - frequency * p.axes : 0;
-    float angles[kSize];
+  class Lookup {
+   public:
+    __device__ __forceinline__ void fetch(const QkNormRopeParams& p, const UnitPlace& place) {
+      const float* coordinates =
+          p.coordinates + place.batch * p.coordinate_strides[0] + place.seq * p.coordinate_strides[1];
+      const int half = static_cast<int>(p.head_dim) / 2;
+      const int rotated = place.head * half + place.pair - p.identity_pairs;  // negative: left alone
+      int frequency = rotated > 0 ? rotated / p.axes : 0;
+      int axis = rotated > 0 ? rotated - frequency * p.axes : 0;
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      angles[j] = 0.0f;
-      if (rotated + j >= 0) {
-        angles[j] = __fmul_rn(__ldg(p.frequencies + frequency), __ldg(coordinates + axis));
-        const bool wraps = ++axis == p.axes;
-        axis = wraps ? 0 : axis;
-        frequency += wraps;
+      for (int j = 0; j < kSize; ++j) {
+        angles_[j] = 0.0f;
+        if (rotated + j >= 0) {
+          angles_[j] = __fmul_rn(__ldg(p.frequencies + frequency), __ldg(coordinates + axis));
+          const bool wraps = ++axis == p.axes;
+          axis = wraps ? 0 : axis;
+          frequency += wraps;
+        }
       }
     }
-    float sines[kSize], cosines[kSize];
-    sincos_of<T>(angles, sines, cosines);
+
+    __device__ __forceinline__ void rotation(UnitRotation<kSize>& rotation) const {
+      float sines[kSize], cosines[kSize];
+      sincos_of<T>(angles_, sines, cosines);
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      rotation.cos_a[j] = rotation.cos_b[j] = cosines[j];
-      rotation.sin_a[j] = rotation.sin_b[j] = sines[j];
+      for (int j = 0; j < kSize; ++j) {
+        rotation.cos_a[j] = rotation.cos_b[j] = cosines[j];
+        rotation.sin_a[j] = rotation.sin_b[j] = sines[j];
+      }
     }
-  }
+
+   private:
+    float angles_[kSize];
+  };
 };
 
 template <RopeLayout kLayout, int kSize>
