@@ -62,6 +62,15 @@ def test_output_that_is_no_measure(ceilings, lines, message):
         ceilings.parse("memory", lines)
 
 
+def test_a_measure_above_its_limit_fails(ceilings):
+    ceilings.check_ratios([MEASURE, WITHOUT_THEORY, {**MEASURE, "ratio": ceilings.HIGHEST_RATIO}])
+    with pytest.raises(click.ClickException) as raised:
+        ceilings.check_ratios([MEASURE, {**MEASURE, "name": "read", "ratio": 12.142}])
+    assert raised.value.message == (
+        "memory: read is at 1214% of its limit: it measured something else"
+    )
+
+
 def test_table_shows_what_is_promised(ceilings):
     _, _, first, second = ceilings.table([MEASURE, WITHOUT_THEORY]).splitlines()
     assert "2.50" in first and "3.35" in first and "74.6%" in first
