@@ -18,6 +18,8 @@ constexpr int64_t kFewUnits = 1 << 18;
 // says which row of each table turns them.
 template <typename Table>
 struct GridRope {
+  static constexpr int kMinBlocks = 8;  // 64 registers, which the compiler exceeds without need
+
   template <typename T, RopeLayout kLayout, int kSize>
   class Lookup {
    public:
@@ -68,6 +70,8 @@ struct GridRope {
 
 template <typename Table, bool kIsPerPair>
 struct TokenRope : TableRope<Table, kIsPerPair> {
+  static constexpr int kMinBlocks = 0;  // as many registers as the loads under way need
+
   template <class Params>
   __device__ __forceinline__ static bool is_shared(const Params& p) {
     return p.tables.cos_strides[2] == 0 && p.tables.sin_strides[2] == 0;
@@ -88,7 +92,7 @@ struct RopeKernelParams : Args {
 };
 
 template <typename T, class Rope, RopeLayout kLayout, class Params>
-__global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads, Rope::kMinBlocks) rope_kernel(const __grid_constant__ Params p) {
   constexpr int kSize = kPackSize<T, Access::kVector>;
   const uint32_t unit = blockIdx.x * kThreads + threadIdx.x;
   const uint32_t slot_unit = p.units_per_head.divide(unit);

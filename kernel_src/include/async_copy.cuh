@@ -21,15 +21,18 @@ __device__ __forceinline__ void copy_async(uint4* shared, const void* global) {
 
 __device__ __forceinline__ void wait_for_own_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// A barrier in shared memory that opens when the bytes that it was told to expect have arrived. One thread
-// makes it, and then makes it known to the cluster by fence_barrier_init and cluster_arrive.
+// A barrier in shared memory that opens when the bytes that it is told to expect have arrived, before or
+// after it was told. One thread makes it, and makes it known to the cluster by fence_barrier_init and
+// cluster_arrive; later one thread says what to expect.
 struct ByteBarrier {
   uint64_t state;
 
-  __device__ __forceinline__ void init(uint32_t expected_bytes) {
-    const uint32_t address = shared_address(&state);
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(address) : "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address), "r"(expected_bytes)
+  __device__ __forceinline__ void init() {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&state)) : "memory");
+  }
+
+  __device__ __forceinline__ void expect(uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&state)), "r"(bytes)
                  : "memory");
   }
 

@@ -75,7 +75,7 @@ struct Exchange {
 
   // See cluster_arrive.
   __device__ __forceinline__ static void prepare() {
-    for (ByteBarrier& barrier : storage().arrived) barrier.init(kValues * kParts * sizeof(Value));
+    for (ByteBarrier& barrier : storage().arrived) barrier.init();
   }
 
   // All threads call it, with values that are equal within a warp. [value][part]
@@ -89,6 +89,7 @@ struct Exchange {
       __syncthreads();
     } else {
       ByteBarrier& barrier = storage().arrived[round];
+      if (threadIdx.x == 0) barrier.expect(sizeof(parts));
       const int part = cluster_rank<kClusterBlocks>() * kWarps + warp;
       if (lane < kClusterBlocks) {
 #pragma unroll
