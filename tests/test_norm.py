@@ -38,14 +38,20 @@ def test_sizes(kernel, device, name, hidden, is_affine, dtype):
     check(kernel, name, x, **(affine(name, hidden, dtype, device) if is_affine else {}))
 
 
-# From one column to what takes several multiprocessors to hold, on and off multiples of a vector.
-WIDTHS = [1, 2, 3, 7, 8, 63, 64, 1000, 1536, 5120, 8192, 8200, 16384, 20480, 32768]
-WIDTHS += [32776, 40000, 65528, 65536]
+# From one column to what takes several multiprocessors to hold, on and off multiples of a vector, and more.
+WIDTHS = [1, 2, 3, 7, 8, 63, 64, 1000, 1536, 5120, 6144, 8192, 8200, 16384, 20480, 32768]
+WIDTHS += [32776, 40000, 65528, 65536, 131080, 1_000_000]
 
 
 @pytest.mark.parametrize(
     "name",
-    ["rms_norm", "layer_norm", "layer_norm_modulate", "gated_residual_rms_norm_modulate"],
+    [
+        "rms_norm",
+        "layer_norm",
+        "layer_norm_modulate",
+        "gated_residual",
+        "gated_residual_rms_norm_modulate",
+    ],
 )
 @pytest.mark.parametrize("hidden", WIDTHS)
 @every_dtype
@@ -61,8 +67,10 @@ def test_widths(kernel, device, name, hidden, dtype):
     if name.endswith("modulate"):
         tensors["scale"] = normal(3, hidden, dtype=dtype, device=device)
         tensors["shift"] = normal(1, hidden, dtype=dtype, device=device)
+    if "norm" in name:
+        tensors |= affine(name, hidden, dtype, device)
     contract = dtype != torch.float32  # of three rows' statistics the ratio of errors is noise
-    check(kernel, name, **tensors, **affine(name, hidden, dtype, device), contract=contract)
+    check(kernel, name, **tensors, contract=contract)
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "layer_norm_modulate"])

@@ -9,8 +9,10 @@ import references
 from checks import CONTRACT_ELEMENTS, FLOAT32_ARITHMETIC, check, check_nonfinite
 from inputs import SMALL_SIZES, STRIDED_LAYOUTS, every_dtype, normal
 
-# The last are rows that no multiprocessor, and no cluster of them, holds.
-SIZES = [64, 65, 256, 1000, 2048, 4096, 8192, 8200, 16384, 32768, 40000, 65528, 65536, 300001]
+# From what a few threads hold to what several multiprocessors do. The last are rows that these do not hold,
+# and one that is no multiple of a vector.
+SIZES = [64, 65, 256, 1000, 2048, 4096, 8192, 8200, 16384, 24584, 32768, 40000, 65528, 65536]
+SIZES += [131080, 1_000_000, 300_001]
 
 
 def check_softmax(kernel, x, contract=True):
