@@ -2,6 +2,7 @@
 streams, graphs, determinism, gradients, empty tensors, and sizes past 2**31 elements."""
 
 import resource
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -234,10 +235,27 @@ def test_meta_tensors(kernel, device, name):
 # Determinism, streams and graphs
 
 
+# Rows that several multiprocessors share.
+of_long_rows = pytest.mark.parametrize(
+    "name", ["layer_norm_modulate", "gated_residual_rms_norm_modulate", "rms_norm", "softmax"]
+)
+LONG_ROWS = (2, 16, 65536)
+
+
 @every_operation
 @every_dtype
 def test_two_runs_give_the_same_bits(kernel, device, name, dtype):
-    function, arguments = sample(kernel, name, dtype=dtype, device=device, shape=(2, 64, 2048))
+    check_two_runs(kernel, device, name, dtype, (2, 64, 2048))
+
+
+@of_long_rows
+@every_dtype
+def test_two_runs_over_long_rows_give_the_same_bits(kernel, device, name, dtype):
+    check_two_runs(kernel, device, name, dtype, LONG_ROWS)
+
+
+def check_two_runs(kernel, device, name, dtype, shape):
+    function, arguments = sample(kernel, name, dtype=dtype, device=device, shape=shape)
     first = function(**arguments)
     for _ in range(3):
         noise = [torch.rand_like(tensor, dtype=torch.float32) for tensor in tensors_of(first)]
@@ -285,17 +303,38 @@ def test_runs_on_the_current_stream(kernel, device, name):
     assert_same_bits(result, expected)
 
 
+def test_threads_with_rows_of_different_lengths(kernel, device):
+    """What one thread asks of the device for its rows leaves another's as they are."""
+    rows = [torch.randn(4, length, device=device) for length in (2**14, 2**17, 2**18, 2**19)]
+    expected = [kernel.softmax(x) for x in rows]
+    with ThreadPoolExecutor(len(rows)) as threads:
+        results = threads.map(lambda x: [kernel.softmax(x) for _ in range(200)], rows)
+        for first, outs in zip(expected, results, strict=True):
+            for out in outs:
+                assert_same_bits(out, first)
+
+
 @needs_cuda
 @every_operation
 def test_cuda_graph(kernel, device, name):
-    function, static = sample(kernel, name, dtype=torch.bfloat16, device=device)
+    check_graph(kernel, device, name)
+
+
+@needs_cuda
+@of_long_rows
+def test_cuda_graph_of_long_rows(kernel, device, name):
+    check_graph(kernel, device, name, shape=LONG_ROWS)
+
+
+def check_graph(kernel, device, name, **size):
+    function, static = sample(kernel, name, dtype=torch.bfloat16, device=device, **size)
     function(**static)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = function(**static)
     for _ in range(2):
-        _, fresh = sample(kernel, name, dtype=torch.bfloat16, device=device)
+        _, fresh = sample(kernel, name, dtype=torch.bfloat16, device=device, **size)
         for target, source in zip(tensors_of(static), tensors_of(fresh), strict=True):
             target.copy_(source)
         graph.replay()

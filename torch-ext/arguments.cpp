@@ -252,11 +252,8 @@ void RowLaunch::advance(size_t dim, int64_t steps, int64_t element_bytes) {
 }
 
 #ifdef CUDA_KERNEL
-DeviceStream::DeviceStream(const Tensor& tensor) : stream_{} {
-  const int32_t device = tensor.device().index;
-  // Nearly always it is current already, and a guard is an allocation and two more questions to the driver.
-  if (torch::stable::accelerator::getCurrentDeviceIndex() != device) guard_.emplace(device);
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream_.handle));
+DeviceStream::DeviceStream(const Tensor& tensor) : guard_(tensor.device().index), stream_{} {
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.device().index, &stream_.handle));
 }
 #else
 DeviceStream::DeviceStream(const Tensor&) : stream_{} {

@@ -210,10 +210,10 @@ void dispatch(const char* operation, const Args& args, bool table_is_float32, bo
   dispatch_dtype(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto launch_with = [&](auto table) {
-      using TableRope = Rope<typename decltype(table)::type>;
+      using CallRope = Rope<typename decltype(table)::type>;
       if (args.layout == RopeLayout::kHalf)
-        return launch<T, TableRope, RopeLayout::kHalf>(operation, args, has_vectors, stream);
-      launch<T, TableRope, RopeLayout::kInterleaved>(operation, args, has_vectors, stream);
+        return launch<T, CallRope, RopeLayout::kHalf>(operation, args, has_vectors, stream);
+      launch<T, CallRope, RopeLayout::kInterleaved>(operation, args, has_vectors, stream);
     };
     if (table_is_float32) return launch_with(TypeTag<float>{});
     launch_with(tag);

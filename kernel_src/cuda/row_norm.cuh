@@ -323,7 +323,7 @@ inline bool has_vector_access(const RowNormParams& args, int element_bytes) {
   return vector;
 }
 
-// Of the registers of a layer norm too few blocks with more threads fit a multiprocessor.
+// A layer norm takes more registers: of larger blocks too few would fit a multiprocessor.
 template <class Norm>
 constexpr int kMaxShortRowThreads = Norm::kIsCentered ? 384 : 512;
 

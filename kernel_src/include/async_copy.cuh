@@ -21,8 +21,8 @@ __device__ __forceinline__ void copy_async(uint4* shared, const void* global) {
 
 __device__ __forceinline__ void wait_for_own_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// A barrier in shared memory that opens when the bytes that it is told to expect have arrived, before or
-// after it was told. One thread makes it, and makes it known to the cluster by fence_barrier_init and
+// A barrier in shared memory that opens, once, when the bytes that it is told to expect have arrived, before
+// or after it was told. One thread makes it, and makes it known to the cluster by fence_barrier_init and
 // cluster_arrive; later one thread says what to expect.
 struct ByteBarrier {
   uint64_t state;

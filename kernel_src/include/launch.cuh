@@ -53,6 +53,9 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
+// Shared memory of `extern` that a block can have: all that there is, less what exchanges take.
+constexpr int64_t kMaxSharedBytes = 224 * 1024;
+
 // Launches a kernel that calls wait_for_earlier_kernels.
 // kClusterBlocks: blocks that form a cluster; the grid is a multiple of it. shared_bytes: of `extern` shared
 // memory.
@@ -77,9 +80,10 @@ void launch_kernel(const char* operation, void (*kernel)(const Params), dim3 gri
   config.attrs = attributes;
   config.numAttrs = kClusterBlocks > 1 ? 2 : 1;
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  if (shared_bytes > 0) {  // unasked a block gets no more than 48 KiB, and L1 much of a multiprocessor's
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shared_bytes)));
+  if (shared_bytes > 0) {
+    // Unasked a block gets no more than 48 KiB, and L1 takes much of what a multiprocessor has. The same for
+    // all launches of a kernel: other threads may be launching it.
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes));
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                cudaSharedmemCarveoutMaxShared));
   }

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "async_copy.cuh"
+#include "launch.cuh"
 #include "pack.cuh"
 #include "row_config.cuh"
 
@@ -17,13 +18,12 @@ namespace h100_diffusers_kernels {
 constexpr int kLongRowThreads = 256;
 constexpr int kLongRowPacks = 2048;
 constexpr int kMaxClusterBlocks = 8;
-// What a block can have, less what exchanges take.
-constexpr int64_t kMaxSharedBytes = 224 * 1024;
 
 // Shared memory of each of the blocks, for operands of which each takes 16 bytes a pack.
-inline int64_t long_row_shared_bytes(int64_t packs, int operands, int cluster_blocks) {
-  const int64_t packs_a_round = int64_t{kLongRowThreads} * cluster_blocks;
-  return (packs + packs_a_round - 1) / packs_a_round * kLongRowThreads * kVectorBytes * operands;
+inline int64_t long_row_shared_bytes(int64_t packs, int operands, int cluster_blocks,
+                                     int threads = kLongRowThreads) {
+  const int64_t packs_a_round = int64_t{threads} * cluster_blocks;
+  return (packs + packs_a_round - 1) / packs_a_round * threads * kVectorBytes * operands;
 }
 
 // Calls body with the number of blocks, as a std::integral_constant; false if a row is too long for them.
@@ -41,11 +41,11 @@ bool dispatch_long_row(int64_t packs, int operands, const Body& body) {
 }
 
 // A row of `hidden` elements whose operands take 16 bytes each for a pack of kSize of them.
-template <int kSize, int kOperands, int kClusterBlocks>
+template <int kSize, int kOperands, int kClusterBlocks, int kThreads = kLongRowThreads>
 struct LongRow {
-  RowPlace<kLongRowThreads, kClusterBlocks> place;
+  RowPlace<kThreads, kClusterBlocks> place;
   int hidden;
-  uint4* slots;  // the thread's: of a pack's operands kLongRowThreads apart
+  uint4* slots;  // the thread's: of a pack's operands kThreads apart
 
   __device__ __forceinline__ explicit LongRow(int64_t row_hidden) : hidden(static_cast<int>(row_hidden)) {
     // Aligned as memory is: what 128 bytes become in two pieces takes longer to copy.
@@ -80,8 +80,8 @@ struct LongRow {
   }
 
  private:
-  static constexpr int kStep = RowPlace<kLongRowThreads, kClusterBlocks>::kThreads * kSize;
-  static constexpr int kSlots = kLongRowThreads * kOperands;
+  static constexpr int kStep = RowPlace<kThreads, kClusterBlocks>::kThreads * kSize;
+  static constexpr int kSlots = kThreads * kOperands;
 };
 
 }  // namespace h100_diffusers_kernels

@@ -11,8 +11,8 @@
 namespace h100_diffusers_kernels {
 
 // How a kernel reaches memory: 16 bytes at a time, or, for data that is misaligned or has an odd row
-// length, an element at a time. Every kernel has it as a template argument, where tools/kernel_resources.py
-// reads it.
+// length, an element at a time. Kernels for the latter have it as a template argument, where
+// tools/kernel_resources.py reads it.
 enum class Access { kVector = 0, kScalar = 1 };
 
 constexpr int kVectorBytes = 16;

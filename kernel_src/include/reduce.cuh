@@ -56,8 +56,8 @@ __device__ __forceinline__ int cluster_rank() {
 //
 // kRounds exchanges can be made, each with its own `round`, from 0 up, and no barrier between them. In a
 // cluster a block waits for the bytes that it is to get, and for nothing else: a barrier of all threads of
-// the cluster costs as much time as the rest of a row's reduction. So a block may be gone before its
-// neighbours are, and all that could reach it has.
+// the cluster costs as much time as the rest of a row's reduction. A block may end before its
+// neighbours do: nothing more is on its way to it then.
 template <typename Value, int kGroupThreads, int kValues, int kRounds, int kClusterBlocks>
 struct Exchange {
   static constexpr int kWarps = kGroupThreads / kWarpThreads;
@@ -73,7 +73,7 @@ struct Exchange {
     return storage;
   }
 
-  // See cluster_arrive.
+  // See cluster_arrive. One exchange of a type a kernel: the storage is the type's.
   __device__ __forceinline__ static void prepare() {
     for (ByteBarrier& barrier : storage().arrived) barrier.init();
   }

@@ -498,7 +498,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "interleaved") -> Te
         cos, sin: each ``(S, d)``, ``(1 or B, S, d)`` or ``(1 or B, S, 1 or H, d)``, and for an x of
             four dimensions also ``(S, H * d)`` or ``(1 or B, S, H * d)``, or, both with one value for
             the two elements of a pair, ``(S, d/2)``, ``(1 or B, S, d/2)`` or
-            ``(1 or B, S, 1 or H, d/2)``; float32 or T, both alike.
+            ``(1 or B, S, 1 or H, d/2)``; float32 or T, both alike. With an x of three dimensions
+            such tables would mean heads half as long: view it as ``(B, S, H, d)`` first.
         layout: which elements of a head form a pair: ``"interleaved"``, (2i, 2i+1), or ``"half"``,
             (i, i + d/2).
 
