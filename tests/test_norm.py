@@ -40,7 +40,7 @@ def test_sizes(kernel, device, name, hidden, is_affine, dtype):
 
 # From one column to what takes several multiprocessors to hold, on and off multiples of a vector, and more.
 WIDTHS = [1, 2, 3, 7, 8, 63, 64, 1000, 1536, 5120, 6144, 8192, 8200, 16384, 20480, 32768]
-WIDTHS += [32776, 40000, 65528, 65536, 131080, 1_000_000]
+WIDTHS += [32776, 40000, 65528, 65536, 131080, 800_000, 1_000_000]
 
 
 @pytest.mark.parametrize(

@@ -65,19 +65,20 @@ __device__ __forceinline__ float pivot_of(const InputRow& input, InputPack& firs
   return tree_sum<kSize>([&](int j) { return h[j] * (1.0f / kPivotValues); });
 }
 
-template <typename T, class Norm, bool kIsAroundPivot, int kThreadsPerRow, int kClusterBlocks>
-using StatisticsReduce = std::conditional_t<
-    kIsAroundPivot, GroupReduce<Sum, float, kThreadsPerRow, 2, 2, kClusterBlocks>,
-    GroupReduce<Sum, RowSum<T>, kThreadsPerRow, 1, Norm::kIsCentered ? 2 : 1, kClusterBlocks>>;
+// Total: what sums are taken in where there is no pivot.
+template <class Norm, bool kIsAroundPivot, int kThreadsPerRow, int kClusterBlocks, typename Total>
+using StatisticsReduce =
+    std::conditional_t<kIsAroundPivot, GroupReduce<Sum, float, kThreadsPerRow, 2, 2, kClusterBlocks>,
+                       GroupReduce<Sum, Total, kThreadsPerRow, 1, Norm::kIsCentered ? 2 : 1, kClusterBlocks>>;
 
 // Of a row that is shared by a group (see GroupReduce). for_each_pack(body) calls body(h) for each of the
 // thread's packs.
 template <typename T, class Norm, bool kIsAroundPivot, int kSize, int kThreadsPerRow, int kClusterBlocks = 1,
-          class ForEachPack>
+          typename Total = RowSum<T>, class ForEachPack>
 __device__ __forceinline__ RowStatistics<T> row_statistics(const ForEachPack& for_each_pack, float pivot,
                                                            int64_t hidden, float eps) {
   const RowSum<T> count = static_cast<RowSum<T>>(hidden);
-  const StatisticsReduce<T, Norm, kIsAroundPivot, kThreadsPerRow, kClusterBlocks> reduce;
+  const StatisticsReduce<Norm, kIsAroundPivot, kThreadsPerRow, kClusterBlocks, Total> reduce;
   RowStatistics<T> row;
   if constexpr (kIsAroundPivot) {
     float offset, squares;
@@ -102,12 +103,12 @@ __device__ __forceinline__ RowStatistics<T> row_statistics(const ForEachPack& fo
     row.scale = rms_scale_of<T>(squares < 0 ? 0 : squares, hidden, eps);
   } else {
     if constexpr (Norm::kIsCentered) {
-      RowSum<T> sum[1] = {0};
+      Total sum[1] = {0};
       for_each_pack([&](const float (&h)[kSize]) { sum[0] += tree_sum<kSize>([&](int j) { return h[j]; }); });
       reduce(sum, 0);
-      row.mean = Statistic<T>::from(divide<T>(sum[0], count));
+      row.mean = Statistic<T>::from(divide<T>(static_cast<RowSum<T>>(sum[0]), count));
     }
-    RowSum<T> squares[1] = {0};
+    Total squares[1] = {0};
     for_each_pack([&](const float (&h)[kSize]) {
       squares[0] += tree_sum<kSize>([&](int j) {
         const float difference = Norm::kIsCentered ? row.mean.subtracted_from(h[j]) : h[j];
@@ -115,7 +116,7 @@ __device__ __forceinline__ RowStatistics<T> row_statistics(const ForEachPack& fo
       });
     });
     reduce(squares, Norm::kIsCentered ? 1 : 0);
-    row.scale = rms_scale_of<T>(squares[0], hidden, eps);
+    row.scale = rms_scale_of<T>(static_cast<RowSum<T>>(squares[0]), hidden, eps);
   }
   return row;
 }
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(kLongRowThreads, (kMinLongRowBlocks<T, Input>)
   using InputRow = typename Input::template Row<T>;
   using OutputRow = typename Output::template Row<T>;
   using InputPack = typename InputRow::template Pack<kSize>;
-  using Reduce = StatisticsReduce<T, Norm, kIsAroundPivot, kLongRowThreads, kClusterBlocks>;
+  using Reduce = StatisticsReduce<Norm, kIsAroundPivot, kLongRowThreads, kClusterBlocks, RowSum<T>>;
   if constexpr (Norm::kIsNorm) cluster_arrive<kClusterBlocks, Reduce>();
   const LongRow<kSize, Input::kOperands, kClusterBlocks> memory(params.hidden);
   const auto index = params.indexer(memory.place.row);
@@ -298,7 +299,9 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, 1)
     const auto for_each_pack = [&](const auto& body) {
       for_each_column([&](int64_t, const InputPack&, const float (&h)[kSize]) { body(h); });
     };
-    row = row_statistics<T, Norm, false, kSize, kThreadsPerRow>(for_each_pack, 0.0f, hidden, params.eps);
+    // In double: a thread may add up thousands of elements, one after the other.
+    row = row_statistics<T, Norm, false, kSize, kThreadsPerRow, 1, double>(for_each_pack, 0.0f, hidden,
+                                                                           params.eps);
   }
   for_each_column([&](int64_t column, const InputPack& pack, float (&n)[kSize]) {
     input.store(column, pack);
