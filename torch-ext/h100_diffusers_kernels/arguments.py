@@ -47,7 +47,9 @@ _TYPES = {
 
 def _is_rope(value: object) -> bool:
     return value is None or (
-        isinstance(value, tuple) and len(value) == 2 and all(isinstance(t, Tensor) for t in value)
+        isinstance(value, (tuple, list))
+        and len(value) == 2
+        and all(isinstance(t, Tensor) for t in value)
     )
 
 
@@ -261,7 +263,7 @@ def check_qk(
             f"(head_dim {head_dim}), got {tuple(k.shape)}",
         )
     check_last_stride(operation, "k", k)
-    k_heads = k.shape[2:].numel() // head_dim if head_dim else 0
+    k_heads = heads_of(k, head_dim)
     _require_countable_heads(operation, "q", q, max(heads, k_heads))
     for name, weight, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
         if weight is not None and norm == "none":
@@ -272,6 +274,11 @@ def check_qk(
         full = x.shape[2:].numel()
         check_shape(operation, name, weight, (head_dim if norm == "per_head" else full,), "q", q)
     return head_dim
+
+
+def heads_of(x: Tensor, head_dim: int) -> int:
+    """Heads of a tensor (B, S, H*d) or (B, S, H, d)."""
+    return x.shape[2:].numel() // head_dim if head_dim else 0
 
 
 def _require_countable_heads(operation: str, name: str, x: Tensor, heads: int) -> None:
@@ -459,7 +466,7 @@ def check_coordinates(
             f"frequencies must have one dimension, got shape {tuple(frequencies.shape)}",
         )
     check_last_stride(operation, "frequencies", frequencies)
-    heads = q.shape[2:].numel() // head_dim
+    heads = heads_of(q, head_dim)
     _require_equal_heads(operation, "coordinates", heads, k_heads)
     pairs, axes = heads * head_dim // 2, coordinates.shape[2]
     if axes * frequencies.shape[0] > pairs:

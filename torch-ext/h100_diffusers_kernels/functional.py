@@ -27,6 +27,7 @@ from .arguments import (
     check_row_operation,
     check_types,
     explains_types,
+    heads_of,
     require_heads_of_tables,
     rope_table_views,
 )
@@ -426,7 +427,7 @@ def _check_qk_norm_rope(operation, q, k, q_weight, k_weight, rope, heads, norm, 
     head_dim = check_qk(operation, q, k, q_weight, k_weight, heads, norm, layout)
     if rope is None:
         return head_dim, None, None
-    k_heads = k.shape[2:].numel() // head_dim if head_dim else 0
+    k_heads = heads_of(k, head_dim)
     if isinstance(rope, CoordinateRope):
         check_coordinates(operation, rope.coordinates, rope.frequencies, q, k_heads, head_dim)
         cos, sin = rope.tables(heads * head_dim)
@@ -469,7 +470,7 @@ def _qk_norm_coordinate_rope_fake(
 ):
     operation = "qk_norm_coordinate_rope"
     head_dim = check_qk(operation, q, k, q_weight, k_weight, heads, norm, layout)
-    k_heads = k.shape[2:].numel() // head_dim
+    k_heads = heads_of(k, head_dim)
     check_coordinates(operation, coordinates, frequencies, q, k_heads, head_dim)
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
@@ -480,7 +481,7 @@ def _qk_norm_coordinate_rope_inplace_fake(
 ):
     operation = "qk_norm_coordinate_rope_"
     head_dim = check_qk(operation, q, k, q_weight, k_weight, heads, norm, layout)
-    k_heads = k.shape[2:].numel() // head_dim
+    k_heads = heads_of(k, head_dim)
     check_coordinates(operation, coordinates, frequencies, q, k_heads, head_dim)
 
 
