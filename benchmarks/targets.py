@@ -28,6 +28,8 @@ PUBLISHED = (
     ("geglu", "none", (2, 1024, 4096), 30.0),
 )
 OVER_PUBLISHED = 2.0
+# Of what a ceiling can be: a clock may be a little above its nominal rate.
+HIGHEST_CEILING_RATIO = 1.1
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,9 @@ def test_output_that_is_no_measure(ceilings, lines, message):
 
 
 def test_a_measure_above_its_limit_fails(ceilings):
-    ceilings.check_ratios([MEASURE, WITHOUT_THEORY, {**MEASURE, "ratio": ceilings.HIGHEST_RATIO}])
+    ceilings.check_ratios(
+        [MEASURE, WITHOUT_THEORY, {**MEASURE, "ratio": ceilings.targets.HIGHEST_CEILING_RATIO}]
+    )
     with pytest.raises(click.ClickException) as raised:
         ceilings.check_ratios([MEASURE, {**MEASURE, "name": "read", "ratio": 12.142}])
     assert raised.value.message == (

@@ -51,7 +51,6 @@ SCRIPTS = {"ceilings": "ceilings/run.py", "profile": "profile_kernels.py"}
 CEILING_SIZE = re.compile(r", (\d+) ([KMG])iB$")
 CEILING_MANNER = re.compile(r" \d+ B x \d+| of \w+ blocks?( a multiprocessor)?")
 TIME_UNITS = ("us", "ns")
-BELIEVABLE_RATIO = 1.1  # of a limit: a clock may be a little above its nominal rate
 
 # Renders one table from the results folder.
 TABLES: dict[str, Callable[[Path], str]] = {}
@@ -283,7 +282,7 @@ def ceilings(results: Path) -> str:
     rows = []
     for measure in shown.values():
         unit, ratio = measure["unit"], measure["ratio"]
-        mark = "*" if ratio is not None and ratio > BELIEVABLE_RATIO else ""
+        mark = "*" if ratio is not None and ratio > targets_.HIGHEST_CEILING_RATIO else ""
         rows.append(
             [
                 measure["program"].replace("_", " "),

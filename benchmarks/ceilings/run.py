@@ -21,6 +21,7 @@ sys.path[:0] = [str(FOLDER.parent), str(CHECKOUT / "tools")]
 
 import clocks  # noqa: E402
 import record  # noqa: E402
+import targets  # noqa: E402
 
 import kernel_resources  # noqa: E402
 from builder.toolchain import Nvcc, ToolchainError, find_cxx, find_nvcc  # noqa: E402
@@ -30,7 +31,6 @@ FLAGS = (
     *("-Xcompiler", "-Wall,-Wextra,-Werror"),
 )
 TIMEOUT_S = 120
-HIGHEST_RATIO = 1.1  # of a limit: a clock may be a little above its nominal rate
 FIELDS = {"program", "name", "unit", "measured", "theoretical", "formula", "ratio"}
 
 # By program: part of a kernel's mangled name, and the instructions that it must hold. What is measured
@@ -125,7 +125,7 @@ def check_ratios(measures: Iterable[dict]) -> None:
     faults = [
         f"{m['program']}: {m['name']} is at {m['ratio']:.0%} of its limit: it measured something else"
         for m in measures
-        if m["ratio"] is not None and m["ratio"] > HIGHEST_RATIO
+        if m["ratio"] is not None and m["ratio"] > targets.HIGHEST_CEILING_RATIO
     ]
     if faults:
         raise click.ClickException("\n".join(faults))

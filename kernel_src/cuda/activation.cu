@@ -70,12 +70,7 @@ struct BiasedPack {
   }
   __device__ __forceinline__ void to_floats(float (&sum)[kSize], bool has_bias) const {
     value.to_floats(sum);
-    if (has_bias) {
-      float terms[kSize];
-      bias.to_floats(terms);
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) sum[j] += terms[j];
-    }
+    if (has_bias) add(sum, bias);
   }
 };
 

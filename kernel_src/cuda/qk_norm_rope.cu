@@ -18,10 +18,9 @@ namespace {
 
 template <typename T, int kSize>
 __device__ __forceinline__ void multiply_by_weight(float (&n)[kSize], const T* weight) {
-  float w[kSize];
-  load_floats(weight, w);
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) n[i] *= w[i];
+  Pack<T, kSize> pack;
+  pack.load(weight);
+  multiply(n, pack);
 }
 
 struct QkKernelParams : QkNormRopeParams {

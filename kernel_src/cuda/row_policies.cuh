@@ -168,22 +168,6 @@ struct NoOutput {
   };
 };
 
-template <typename T, int kSize>
-__device__ __forceinline__ void multiply(float (&n)[kSize], const Pack<T, kSize>& weight) {
-  float factors[kSize];
-  weight.to_floats(factors);
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) n[i] *= factors[i];
-}
-
-template <typename T, int kSize>
-__device__ __forceinline__ void add(float (&n)[kSize], const Pack<T, kSize>& bias) {
-  float terms[kSize];
-  bias.to_floats(terms);
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) n[i] += terms[i];
-}
-
 template <bool kHasWeight, bool kHasBias>
 struct AffineOutput {
   struct Operands {

@@ -147,4 +147,20 @@ __device__ __forceinline__ void store_floats(T* address, const float (&values)[k
   pack.store(address);
 }
 
+template <typename T, int kSize>
+__device__ __forceinline__ void multiply(float (&values)[kSize], const Pack<T, kSize>& weight) {
+  float factors[kSize];
+  weight.to_floats(factors);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) values[i] *= factors[i];
+}
+
+template <typename T, int kSize>
+__device__ __forceinline__ void add(float (&values)[kSize], const Pack<T, kSize>& bias) {
+  float terms[kSize];
+  bias.to_floats(terms);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) values[i] += terms[i];
+}
+
 }  // namespace h100_diffusers_kernels
