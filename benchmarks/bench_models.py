@@ -1,4 +1,5 @@
-"""One forward of LTX-Video 2B: eager, compiled, injected, injected and compiled, in one run.
+"""One forward of LTX-Video 2B: eager, compiled, injected, injected but for attention, injected and
+compiled, in one run.
 
 Random weights at the published sizes, inputs as LTXPipeline passes them with guidance (batch 2).
 All modes share one set of weights and take turns. Writes benchmarks/results/models.json:
@@ -79,8 +80,8 @@ def measure_size(
         if mode == "injected":
             forward()
             result["injection"] = inject(instance, kernel, forward, device)
-        elif mode == "injected+compiled":
-            kernel.inject_kernels(instance)
+        elif mode.startswith("injected"):
+            ltx.inject(kernel, instance, mode)
         if mode.endswith("compiled"):
             ltx.compile_whole(instance)
             begin = time.perf_counter()

@@ -74,7 +74,7 @@ def build(
     """A pipeline in the given mode, over the weights of `model`."""
     pipe = ltx.pipeline(ltx.twin(model), vae)
     if mode.startswith("injected"):
-        kernel.inject_kernels(pipe)
+        ltx.inject(kernel, pipe, mode)
     if mode.endswith("compiled"):
         ltx.compile_whole(pipe.transformer)
     return pipe

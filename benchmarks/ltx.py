@@ -21,7 +21,8 @@ from diffusers import (
 
 KERNEL_ID = "org/h100-diffusers-kernels"
 CHECKOUT = Path(__file__).resolve().parents[1]
-MODES = ("eager", "compiled", "injected", "injected+compiled")
+NO_ATTENTION = "injected-no-attention"  # the model's own attention between the kernels
+MODES = ("eager", "compiled", "injected", NO_ATTENTION, "injected+compiled")
 TEXT_TOKENS = 128
 FRAME_RATE = 25
 SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION = 32, 8
@@ -141,6 +142,11 @@ def twin(model: torch.nn.Module) -> torch.nn.Module:
     """Modules of its own over the same parameters and buffers, which are not copied."""
     shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
+
+
+def inject(kernel: ModuleType, pipe_or_model: object, mode: str) -> None:
+    """As a mode that begins with "injected" asks for."""
+    kernel.inject_kernels(pipe_or_model, attention=mode != NO_ATTENTION)
 
 
 def compile_whole(model: torch.nn.Module) -> None:

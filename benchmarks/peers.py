@@ -1,4 +1,5 @@
-"""The operations of other libraries, where they have the same ones: Liger and QuACK.
+"""The operations of other libraries, where they have the same ones: Liger and QuACK; for attention
+cuDNN and flash attention through Torch, and FlashAttention-3.
 
 Each method is named after an operation of this package and takes its arguments. It prepares them as
 the library wants them, which is not timed, and returns the call that is. None: the library has no
@@ -8,11 +9,13 @@ such operation.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,14 @@ class Call:
     outputs: Callable[[object], list[Tensor]] = lambda result: [result]
 
 
-class Liger:
+class Library:
+    distribution: str
+
+    def version(self) -> str:
+        return importlib.metadata.version(self.distribution)
+
+
+class Liger(Library):
     """liger_kernel: https://github.com/linkedin/Liger-Kernel.
 
     Its rotary embedding is left out: it writes over its input, half of whose traffic then stays in
@@ -73,7 +83,7 @@ class Liger:
         return Call(lambda: self._softmax(x))
 
 
-class Quack:
+class Quack(Library):
     """quack-kernels: https://github.com/Dao-AILab/quack."""
 
     distribution = "quack-kernels"
@@ -109,18 +119,83 @@ class Quack:
         return Call(lambda: self._softmax(rows), lambda result: [result.view(x.shape)])
 
 
+class TorchAttention(Library):
+    """torch.nn.functional.scaled_dot_product_attention by one of its backends, on transposed views."""
+
+    distribution = "torch"
+    backend: SDPBackend
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None
+    ) -> Call | None:
+        """A bias of the keys is given as diffusers gives it, (B, 1, 1, Sk)."""
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        mask = None if key_bias is None else key_bias[:, None, None]
+
+        def run() -> Tensor:
+            with sdpa_kernel(self.backend):
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+        return Call(run, lambda result: [result.transpose(1, 2)])
+
+
+class CudnnAttention(TorchAttention):
+    backend = SDPBackend.CUDNN_ATTENTION
+
+    def version(self) -> str:
+        return f"{torch.backends.cudnn.version()}, of Torch {super().version()}"
+
+
+class TorchFlashAttention(TorchAttention):
+    """It takes no mask."""
+
+    backend = SDPBackend.FLASH_ATTENTION
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None
+    ) -> Call | None:
+        return super().attention(q, k, v) if key_bias is None else None
+
+
+class FlashAttention3(Library):
+    """fa3-fwd, the forward of FlashAttention-3 as a wheel: https://pypi.org/project/fa3-fwd.
+
+    It takes no mask.
+    """
+
+    distribution = "fa3-fwd"
+
+    def __init__(self) -> None:
+        from fa3_fwd_interface import flash_attn_func
+
+        self._attention = flash_attn_func
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None
+    ) -> Call | None:
+        return Call(lambda: self._attention(q, k, v)) if key_bias is None else None
+
+
 LIBRARIES = {"liger": Liger, "quack": Quack}
+ATTENTION_LIBRARIES = {
+    "cudnn": CudnnAttention,
+    "flash": TorchFlashAttention,
+    "fa3": FlashAttention3,
+}
 
 
-def load(device: torch.device) -> tuple[dict[str, object], dict[str, str]]:
+def load(
+    device: torch.device, known: Mapping[str, type[Library]] = LIBRARIES
+) -> tuple[dict[str, object], dict[str, str]]:
     """The libraries that this machine can run, and of each its version or why it is left out."""
     libraries, notes = {}, {}
-    for name, library in LIBRARIES.items():
+    for name, library in known.items():
         try:
             if device.type != "cuda":
                 raise ImportError("it needs a GPU")
-            libraries[name] = library()
-            notes[name] = importlib.metadata.version(library.distribution)
+            loaded = library()
+            notes[name] = loaded.version()
+            libraries[name] = loaded
         except Exception as error:  # a library that does not load is left out, whatever it raises
             notes[name] = f"left out: {type(error).__name__}: {error}"
     return libraries, notes

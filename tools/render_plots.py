@@ -33,6 +33,7 @@ SERIES = {
 MODES = {
     "compiled": ("torch.compile", "#e8710a"),
     "injected": ("injected", "#1a73e8"),
+    "injected-no-attention": ("injected with attention=False", "#8ab4f8"),
     "injected+compiled": ("injected and torch.compile", "#174ea6"),
 }
 MEGABYTE = 1e6

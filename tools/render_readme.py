@@ -38,10 +38,12 @@ MODE_NAMES = {
     "eager": "eager",
     "compiled": "torch.compile",
     "injected": "injected",
+    "injected-no-attention": "injected with attention=False",
     "injected+compiled": "injected and torch.compile",
 }
 
 PEERS = ("eager", "compiled", "liger", "quack")
+ATTENTION_PEERS = {"cudnn": "cuDNN", "flash": "Torch flash", "fa3": "FA3"}
 TUNED_MODE = "max-autotune-no-cudagraphs"
 
 # What writes a result, where it is not benchmarks/bench_<name>.py.
@@ -213,6 +215,91 @@ for name in targets_.FAMILIES:
     TABLES[name] = functools.partial(operations, family=name)
 
 
+def unmeasured(name: str) -> str:
+    return f"Not measured yet: `python benchmarks/bench_{name}.py` does."
+
+
+def attention_cell(entry: dict, peer: str, value: float | None, digits: int) -> str:
+    """A ratio, or why there is none."""
+    if value is not None:
+        return f"{value:.{digits}f}" + "×" * (digits == 2)
+    if peer in entry["failed"]:
+        return "failed"
+    return "takes no mask" if peer in entry["declined"] else "not there"
+
+
+def attention_label(entry: dict) -> str:
+    size = "×".join(map(str, entry["shape"]))
+    return ", ".join(filter(None, [size, entry["variant"]]))
+
+
+@table
+def attention(results: Path) -> str:
+    """Attention's rate beside its peers' times, the ceilings, and a copy of its bytes."""
+    if not (results / "attention.json").exists():
+        return unmeasured("attention")
+    result = load(results, "attention")
+    rows = []
+    for entry in result["workloads"]:
+        measured = entry["cold"]
+        ours, copy = (measured["microseconds"][name]["median"] for name in ("ours", "copy"))
+        rows.append(
+            [
+                attention_label(entry),
+                f"{ours:.1f} µs",
+                f"{measured['teraflops_per_second']['ours']:.0f} TFLOP/s",
+                *(
+                    attention_cell(entry, peer, measured["over"].get(peer), 2)
+                    for peer in ATTENTION_PEERS
+                ),
+                *(
+                    f"{measured['of_bounds'][bound]:.0%} of {allowed:.0f}"
+                    if (allowed := measured["bounds_teraflops_per_second"].get(bound))
+                    else ""
+                    for bound in ("wgmma", "exp2")
+                ),
+                f"{measured['terabytes_per_second']['ours']:.2f} TB/s",
+                f"{copy:.1f} µs",
+            ]
+        )
+    headers = ["(B, Sq, Sk, H, d)", "time", "rate"]
+    headers += [f"against {name}" for name in ATTENTION_PEERS.values()]
+    headers += ["of wgmma's ceiling", "of exp2's", "bytes moved", "a copy of them"]
+    versions = "; ".join(
+        f"{ATTENTION_PEERS[name]} {what}" for name, what in result["peers"].items()
+    )
+    ceilings = result["ceilings"]
+    if "left_out" in ceilings:
+        note = f"no ceilings: {ceilings['left_out']}"
+    else:
+        note = f"ceilings of {ceilings['date']}: `{ceilings['command']}`"
+    return markdown(rows, headers) + setup(result) + f". {versions}; {note}"
+
+
+@table
+def attention_accuracy(results: Path) -> str:
+    """Attention's error, and over the peers'."""
+    if not (results / "attention.json").exists():
+        return unmeasured("attention")
+    result = load(results, "attention")
+    rows = [
+        [
+            attention_label(entry),
+            inputs,
+            f"{errors['ours']:.2e}",
+            *(
+                attention_cell(entry, peer, entry["error_over"][inputs].get(peer), 3)
+                for peer in ATTENTION_PEERS
+            ),
+        ]
+        for entry in result["workloads"]
+        for inputs, errors in entry["errors"].items()
+    ]
+    headers = ["(B, Sq, Sk, H, d)", "inputs", "error"]
+    headers += [f"over {name}'s" for name in ATTENTION_PEERS.values()]
+    return markdown(rows, headers) + setup(result)
+
+
 @table
 def host(results: Path) -> str:
     """The host's time for a call."""
@@ -232,13 +319,14 @@ def host(results: Path) -> str:
 @table
 def targets(results: Path) -> str:
     """What the operations should reach, and whether they do."""
-    loaded = {name: load(results, name) for name in (*targets_.FAMILIES, "host")}
+    later = [n for n in targets_.MEASURED_LATER if (results / f"{n}.json").exists()]
+    loaded = {name: load(results, name) for name in (*targets_.FAMILIES, "host", *later)}
     rows = [
         [
             target.what,
             target.of,
             f"at {'most' if target.is_upper_bound else 'least'} {target.aim:.2f}{target.unit}",
-            f"{target.measured:.2f}{target.unit}",
+            "" if target.measured is None else f"{target.measured:.2f}{target.unit}",
             target.verdict,
         ]
         for target in targets_.evaluate(loaded)

@@ -1,0 +1,404 @@
+"""Attention as in LTX-Video, FLUX and Wan, beside cuDNN, Torch's flash attention and FlashAttention-3.
+
+All take turns, in an order drawn anew each round, each call with an L2 cache that holds nothing of it.
+Query, key and value are contiguous (B, S, H, d), as three projections give them. Beside the times stand
+two ceilings of the same kind of GPU, as benchmarks/ceilings/run.py measured them: that of its tensor
+cores, and that of its special functions, which take one exponential a score; and a copy of the bytes of
+query, key, value and output.
+
+Errors are relative L2 distances from float64, over a sample that is the same in each run: all of the
+batch, the first, the middle and the last head, and queries spread evenly from the first to the last. The
+inputs: normal ones; a large range, where few keys get all of the weight; and constant ones, where each
+key has the same.
+
+Writes benchmarks/results/attention.json:
+
+    python benchmarks/bench_attention.py
+    python benchmarks/bench_attention.py --device cpu --tiny --output /tmp/attention.json
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import click
+import clocks
+import ltx
+import peers
+import record
+import timing
+import torch
+from comparison import (
+    DTYPE,
+    WARM_UP_ROUNDS,
+    Case,
+    Names,
+    Workload,
+    copy_of,
+    explain,
+    moved_bytes,
+    normal,
+    select,
+)
+from distance import relative_distance
+from options import DEVICE
+from tabulate import tabulate
+from torch import Tensor
+
+# (batch, queries, keys, heads, head dim)
+SHAPES = (
+    (2, 2688, 2688, 32, 64),  # LTX-Video, 49 frames 512x768, with guidance
+    (2, 8064, 8064, 32, 64),  # LTX-Video, 161 frames
+    (2, 8064, 128, 32, 64),  # its cross-attention to the text
+    (2, 8064, 256, 32, 64),
+    (1, 4608, 4608, 24, 128),  # FLUX, 1024x1024
+    (1, 32760, 32760, 12, 128),  # Wan 1.3B, 81 frames 480x832
+)
+TINY_SHAPES = ((2, 24, 24, 2, 64), (2, 24, 16, 2, 64), (1, 20, 20, 1, 128))
+TEXT_MASK = "text mask"
+WORKLOADS = [
+    *(Workload("attention", shape) for shape in SHAPES),
+    Workload("attention", SHAPES[2], TEXT_MASK),
+]
+TINY_WORKLOADS = [
+    *(Workload("attention", shape) for shape in TINY_SHAPES),
+    Workload("attention", TINY_SHAPES[1], TEXT_MASK),
+]
+TEXT_TOKENS = (20, 90)  # of 128, in the negative prompt and in the prompt
+
+INPUTS = ("normal", "large range", "constant")
+LARGE_RANGE = 30.0  # standard deviation of the scores
+CONSTANT = 0.7
+SAMPLED_QUERIES = 256
+TOLERANCE = 0.01  # relative L2 distance from float64: three roundings to bfloat16
+# Far below one rounding to bfloat16: smaller errors count as this one, so that none is divided by zero.
+ERROR_FLOOR = 2.0**-14
+
+# Of the measures of benchmarks/ceilings: program and name.
+CEILINGS = {
+    "wgmma": ("tensor_core", "wgmma bf16, first 2 ms"),  # the highest rate, before the clock drops
+    "exp2": ("arithmetic", "exp2 f32"),
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Inputs, and what they give
+
+
+def text_bias(batch: int, keys: int, device: torch.device) -> Tensor:
+    """(B, Sk): the mask of a padded prompt as diffusers adds it to the scores."""
+    lengths = [keys * TEXT_TOKENS[entry % 2] // 128 for entry in range(batch)]
+    positions = torch.arange(keys, device=device)
+    mask = torch.stack([positions < length for length in lengths])
+    return (1 - mask.to(DTYPE)) * -10000.0
+
+
+def make(workload: Workload, inputs: str, device: torch.device) -> Case:
+    """Arguments with values of a kind of INPUTS."""
+    batch, queries, keys, heads, head_dim = workload.shape
+    shapes = [(batch, length, heads, head_dim) for length in (queries, keys, keys)]
+    if inputs == "constant":
+        arguments = tuple(torch.full(s, CONSTANT, device=device, dtype=DTYPE) for s in shapes)
+    else:
+        std = LARGE_RANGE if inputs == "large range" else 1.0
+        arguments = tuple(
+            normal(device, *s, std=t) for s, t in zip(shapes, (std, 1.0, 1.0), strict=True)
+        )
+    bias = {"key_bias": text_bias(batch, keys, device)} if workload.variant == TEXT_MASK else {}
+    return Case(arguments, bias)
+
+
+def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
+    return make(workload, "normal", device)
+
+
+def flops(shape: Sequence[int]) -> int:
+    """Of both matrix products: two for each multiplication with its addition."""
+    batch, queries, keys, heads, head_dim = shape
+    return 4 * batch * queries * keys * heads * head_dim
+
+
+class Sample:
+    """The part of an output that is compared with float64."""
+
+    def __init__(self, shape: Sequence[int], device: torch.device) -> None:
+        _, queries, _, heads, _ = shape
+        self.heads = sorted({0, heads // 2, heads - 1})
+        count = min(queries, SAMPLED_QUERIES)
+        self.queries = torch.linspace(0, queries - 1, count, dtype=torch.float64).round().long()
+        self.queries = self.queries.to(device)
+
+    def of(self, output: Tensor) -> Tensor:
+        """(B, sampled queries, sampled heads, d)"""
+        return output[:, self.queries][:, :, self.heads]
+
+    def exact(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor:
+        """The same of the result in float64, a head of a batch entry at a time."""
+        queries = self.of(q)
+        out = torch.empty(queries.shape, dtype=torch.float64, device=q.device)
+        for entry in range(q.shape[0]):
+            for index, head in enumerate(self.heads):
+                key, value = (t[entry, :, head].double() for t in (k, v))
+                scores = queries[entry, :, index].double() @ key.T * q.shape[-1] ** -0.5
+                if key_bias is not None:
+                    scores += key_bias[entry].double()
+                out[entry, :, index] = scores.softmax(-1) @ value
+        return out
+
+
+# --------------------------------------------------------------------------------------------------
+# One workload
+
+
+class Calls:
+    """How each implementation is called on a case; one that fails is left out from then on."""
+
+    def __init__(self, workload: Workload, kernel: ModuleType, libraries: Mapping[str, object]):
+        self.workload = workload
+        self.declined: list[str] = []
+        self.failed: dict[str, str] = {}
+        self._kernel = kernel
+        self._libraries = libraries
+
+    def of(self, case: Case) -> dict[str, peers.Call]:
+        """By name, ours first."""
+        ours = functools.partial(self._kernel.attention, *case.arguments, **case.options)
+        calls = {"ours": peers.Call(ours)}
+        for name, library in self._libraries.items():
+            if name in self.failed or name in self.declined:
+                continue
+            call = library.attention(*case.arguments, **case.options)
+            if call is None:
+                self.declined.append(name)
+                click.echo(f"{self.workload}: {name} takes no bias")
+            else:
+                calls[name] = call
+        return calls
+
+    def fail(self, name: str, why: str) -> None:
+        if name == "ours":
+            raise click.ClickException(f"{self.workload}: {why}")
+        self.failed[name] = why
+        click.echo(f"{self.workload}: {name} failed: {why}")
+
+
+def errors_of(calls: Calls, sample: Sample, inputs: str, device: torch.device) -> dict[str, float]:
+    """The error of each implementation on one kind of inputs."""
+    case = make(calls.workload, inputs, device)
+    exact = sample.exact(*case.arguments, **case.options)
+    errors = {}
+    for name, call in calls.of(case).items():
+        try:
+            (out,) = call.outputs(call.run())
+            error = relative_distance(sample.of(out), exact)
+        except Exception as error_:  # of someone else's code, which may raise anything
+            if name == "ours":
+                raise
+            calls.fail(name, explain(error_))
+            continue
+        if error <= TOLERANCE:
+            errors[name] = error
+        else:
+            calls.fail(name, f"on {inputs} inputs the result is {error:.3g} from float64")
+    return errors
+
+
+def error_ratio(ours: float, theirs: float) -> float:
+    return max(ours, ERROR_FLOOR) / max(theirs, ERROR_FLOOR)
+
+
+def bounds(shape: Sequence[int], ceilings: Mapping[str, float]) -> dict[str, float]:
+    """TFLOP/s that each ceiling alone would allow: wgmma's own rate, and one exponential a score."""
+    if not ceilings:
+        return {}
+    batch, queries, keys, heads, _ = shape
+    scores = batch * queries * keys * heads
+    return {"wgmma": ceilings["wgmma"], "exp2": ceilings["exp2"] * flops(shape) / scores}
+
+
+def rates(
+    samples: Mapping[str, list[float]],
+    shape: Sequence[int],
+    moved: int,
+    ceilings: Mapping[str, float],
+) -> dict[str, object]:
+    """Times, rates and ratios of the functions that took turns."""
+    times = {name: timing.summarize(values) for name, values in samples.items()}
+    medians = {name: summary["median"] for name, summary in times.items()}
+    teraflops = {
+        name: flops(shape) / median * 1e-6 for name, median in medians.items() if name != "copy"
+    }
+    allowed = bounds(shape, ceilings)
+    return {
+        "microseconds": times,
+        "teraflops_per_second": teraflops,
+        "over": {name: medians[name] / medians["ours"] for name in teraflops if name != "ours"},
+        "terabytes_per_second": {name: moved / medians[name] * 1e-6 for name in ("ours", "copy")},
+        "bounds_teraflops_per_second": allowed,
+        "of_bounds": {name: teraflops["ours"] / bound for name, bound in allowed.items()},
+    }
+
+
+def measure(
+    workload: Workload,
+    kernel: ModuleType,
+    libraries: Mapping[str, object],
+    stopwatch: timing.Stopwatch,
+    ceilings: Mapping[str, float],
+    rounds: int,
+    device: torch.device,
+) -> dict[str, object]:
+    """Compare the errors, then the times, of all that do one workload."""
+    calls = Calls(workload, kernel, libraries)
+    sample = Sample(workload.shape, device)
+    errors = {inputs: errors_of(calls, sample, inputs, device) for inputs in INPUTS}
+    case = make(workload, "normal", device)
+    functions: dict[str, Callable[[], object]] = {
+        name: call.run for name, call in calls.of(case).items()
+    }
+    moved = moved_bytes(case, [functions["ours"]()])
+    functions["copy"] = copy_of(moved, device)
+    timing.interleave(functions, WARM_UP_ROUNDS, device, stopwatch.cold)
+    samples = timing.interleave(functions, rounds, device, stopwatch.cold)
+    return {
+        "operation": workload.operation,
+        "variant": workload.variant,
+        "shape": list(workload.shape),
+        "flops": flops(workload.shape),
+        "bytes": moved,
+        "declined": calls.declined,
+        "failed": calls.failed,
+        "cold": rates(samples, workload.shape, moved, ceilings),
+        "sampled_heads": sample.heads,
+        "sampled_queries": len(sample.queries),
+        "errors": errors,
+        "error_over": {
+            inputs: {
+                name: error_ratio(by_name["ours"], error)
+                for name, error in by_name.items()
+                if name != "ours"
+            }
+            for inputs, by_name in errors.items()
+        },
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Ceilings
+
+
+def read_ceilings(path: Path, device: torch.device) -> tuple[dict[str, float], dict[str, object]]:
+    """The measures of CEILINGS by name, if they are this kind of GPU's, and what to record of them."""
+    if not path.exists():
+        return {}, {"left_out": f"{path.name} is missing: benchmarks/ceilings/run.py writes it"}
+    result = json.loads(path.read_text(encoding="utf-8"))
+    measured_on = result["environment"]["device"]
+    here = record.environment(device)["device"]
+    if measured_on != here:
+        return {}, {"left_out": f"they are those of {measured_on}, not of {here}"}
+    measures = {(m["program"], m["name"]): m for m in result["measures"]}
+    if absent := [name for key, name in CEILINGS.values() if (key, name) not in measures]:
+        return {}, {"left_out": f"{path.name} has no {', '.join(absent)}"}
+    chosen = {name: measures[key] for name, key in CEILINGS.items()}
+    note = {key: result["environment"][key] for key in ("device", "date", "command")}
+    return {name: m["measured"] for name, m in chosen.items()}, {**note, "measures": chosen}
+
+
+# --------------------------------------------------------------------------------------------------
+# The command
+
+
+def show(entries: Sequence[dict]) -> None:
+    """Print the figures, then the errors."""
+    names = ["ours", *peers.ATTENTION_LIBRARIES]
+    rows, error_rows = [], []
+    for entry in entries:
+        got = entry["cold"]
+        label = " ".join(filter(None, ["x".join(map(str, entry["shape"])), entry["variant"]]))
+        ours, copy = (got["microseconds"][name] for name in ("ours", "copy"))
+        rows.append(
+            [
+                *(label, ours["median"], 100 * ours["spread"]),
+                *(got["teraflops_per_second"].get(name) for name in names),
+                *(got["over"].get(name) for name in names[1:]),
+                *(100 * got["of_bounds"][b] if b in got["of_bounds"] else None for b in CEILINGS),
+                *(entry["bytes"] * 1e-6, got["terabytes_per_second"]["ours"], copy["median"]),
+            ]
+        )
+        for inputs, errors in entry["errors"].items():
+            error_rows.append(
+                [label, inputs]
+                + [errors.get(name) for name in names]
+                + [entry["error_over"][inputs].get(name) for name in names[1:]]
+            )
+    headers = ["", "us", "spread %", *(f"TFLOP/s {name}" for name in names)]
+    headers += [f"x {name}" for name in names[1:]] + [f"% of {name}'s bound" for name in CEILINGS]
+    headers += ["MB", "TB/s", "copy us"]
+    click.echo(tabulate(rows, headers, floatfmt=".2f"))
+    headers = ["", "inputs", *(f"error {name}" for name in names)]
+    headers += [f"over {name}'s" for name in names[1:]]
+    formats = ("", "", *(".3e" for _ in names), *(".3f" for _ in names[1:]))
+    click.echo(tabulate(error_rows, headers, floatfmt=formats))
+
+
+@click.command(help="Time attention beside its peers, and measure its error beside theirs.")
+@DEVICE
+@click.option("--tiny", is_flag=True, help="Tiny shapes: to try the benchmark itself.")
+@click.option("--shapes", type=Names(), help="Comma-separated, as 2x8064x128x32x64, if not all.")
+@click.option("--rounds", type=click.IntRange(min=1), default=25, show_default=True)
+@click.option(
+    "--ceilings",
+    "ceilings_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=record.RESULTS / "ceilings.json",
+    help="What benchmarks/ceilings/run.py wrote, if not benchmarks/results/ceilings.json.",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="JSON file, if not benchmarks/results/attention.json; a selection of shapes is only "
+    "written where this is given.",
+)
+@torch.no_grad()
+def main(device, tiny, shapes, rounds, ceilings_path, output) -> None:
+    workloads = select(TINY_WORKLOADS if tiny else WORKLOADS, None, shapes)
+    kernel, _ = ltx.load_kernel()
+    libraries, notes = peers.load(device, peers.ATTENTION_LIBRARIES)
+    for name, note in notes.items():
+        click.echo(f"{name}: {note}")
+    ceilings, ceilings_note = read_ceilings(ceilings_path, device)
+    if "left_out" in ceilings_note:
+        click.echo(f"no ceilings: {ceilings_note['left_out']}")
+    stopwatch = timing.Stopwatch(device)
+    result = {
+        "environment": record.environment(device),
+        "peers": notes,
+        "ceilings": ceilings_note,
+        "dtype": str(DTYPE).removeprefix("torch."),
+        "rounds": rounds,
+        "flush_bytes": timing.FLUSH_BYTES if device.type == "cuda" else 0,
+        "error": "relative L2 distance from float64 over all of the batch, the sampled heads and "
+        "sampled queries spread evenly from the first to the last",
+    }
+    entries = result["workloads"] = []
+    with clocks.watch(device) as result["clocks"]:
+        for workload in workloads:
+            torch.manual_seed(0)
+            entries.append(
+                measure(workload, kernel, libraries, stopwatch, ceilings, rounds, device)
+            )
+    show(entries)
+    clocks.show(result["clocks"])
+    if output is None and not shapes:
+        output = record.RESULTS / "attention.json"
+    if output is not None:
+        record.write(output, result)
+        click.echo(f"Wrote {output}")
+
+
+if __name__ == "__main__":
+    main()
