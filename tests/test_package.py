@@ -22,6 +22,7 @@ SOURCES = CHECKOUT / "torch-ext" / MODULE
 PUBLIC_NAMES = [
     "CoordinateRope",
     "InjectionReport",
+    "attention",
     "eject_kernels",
     "gated_residual",
     "gated_residual_layer_norm_modulate",

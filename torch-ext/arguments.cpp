@@ -62,7 +62,8 @@ Sizes sizes_of(const Tensor& tensor) {
   return Sizes(sizes.begin(), sizes.end());
 }
 
-ArgumentChecker::ArgumentChecker(const char* operation, const char* x_name, const Tensor& x, int64_t min_dims)
+ArgumentChecker::ArgumentChecker(const char* operation, const char* x_name, const Tensor& x, int64_t min_dims,
+                                 bool accepts_float32)
     : operation_(operation), x_name_(x_name), x_(x), shape_(sizes_of(x)) {
 #ifdef CUDA_KERNEL
   if (x.device().type != aoti_torch_device_type_cuda())
@@ -72,18 +73,16 @@ ArgumentChecker::ArgumentChecker(const char* operation, const char* x_name, cons
   if (x.device().type != aoti_torch_device_type_cpu())
     fail(operation_, x_name_, " must be on the CPU (this build has CPU kernels), got ", device_name(x));
 #endif
-  switch (x.scalar_type()) {
-    case ScalarType::Float:
-      dtype_ = DType::kFloat32;
-      break;
-    case ScalarType::Half:
-      dtype_ = DType::kFloat16;
-      break;
-    case ScalarType::BFloat16:
-      dtype_ = DType::kBFloat16;
-      break;
-    default:
-      fail(operation_, x_name_, " must be float32, float16 or bfloat16, got ", dtype_name(x.scalar_type()));
+  const ScalarType dtype = x.scalar_type();
+  if (dtype == ScalarType::BFloat16) {
+    dtype_ = DType::kBFloat16;
+  } else if (dtype == ScalarType::Half) {
+    dtype_ = DType::kFloat16;
+  } else if (dtype == ScalarType::Float && accepts_float32) {
+    dtype_ = DType::kFloat32;
+  } else {
+    fail(operation_, x_name_, " must be ", accepts_float32 ? "float32, " : "", "float16 or bfloat16, got ",
+         dtype_name(dtype));
   }
   if (static_cast<int64_t>(shape_.size()) < min_dims)
     fail(operation_, x_name_, " must have at least ", min_dims, min_dims == 1 ? " dimension" : " dimensions",

@@ -71,7 +71,8 @@ Sizes sizes_of(const Tensor& tensor);
 class ArgumentChecker {
  public:
   // x: supported dtype and device, at least `min_dims` dimensions, unit stride in the last one.
-  ArgumentChecker(const char* operation, const char* x_name, const Tensor& x, int64_t min_dims = 1);
+  ArgumentChecker(const char* operation, const char* x_name, const Tensor& x, int64_t min_dims = 1,
+                  bool accepts_float32 = true);
 
   // Same dtype, device and unit last stride as x; shape exactly `shape`.
   void same_shape(const char* name, const Tensor& tensor, const Sizes& shape) const;

@@ -193,4 +193,31 @@ struct SoftmaxParams {
 
 void softmax(const SoftmaxParams& params, Stream stream);
 
+// Query, key or value: (batch, seq, heads, head_dim), strides of the first three, 0 where broadcast.
+struct AttentionOperand {
+  const void* data;
+  int64_t strides[3];
+};
+
+// out = softmax(scale * q k^T + key_bias) v, over the keys before key_lengths[batch]. Query head h meets key
+// head h / (heads / key_heads).
+struct AttentionParams {
+  int64_t batch;
+  int64_t query_length;
+  int64_t key_length;
+  int64_t heads;
+  int64_t key_heads;
+  int64_t head_dim;  // 64 or 128
+  DType dtype;       // float16 or bfloat16
+  float scale;       // > 0
+  AttentionOperand q, k, v;
+  void* out;                   // (batch, query_length, heads, head_dim), contiguous
+  const void* key_bias;        // (batch, key_length), rows key_bias_stride apart; may be null
+  int64_t key_bias_stride;     // 0 where broadcast
+  bool key_bias_is_float32;    // else dtype
+  const int32_t* key_lengths;  // (batch,), clamped to 0 ... key_length; may be null
+};
+
+void attention(const AttentionParams& params, Stream stream);
+
 }  // namespace h100_diffusers_kernels

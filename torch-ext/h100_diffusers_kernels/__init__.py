@@ -3,6 +3,7 @@
 from . import layers
 from .functional import (
     CoordinateRope,
+    attention,
     gated_residual,
     gated_residual_layer_norm_modulate,
     gated_residual_rms_norm_modulate,
@@ -24,6 +25,7 @@ from .injection import InjectionReport, eject_kernels, inject_kernels
 __all__ = [
     "CoordinateRope",
     "InjectionReport",
+    "attention",
     "eject_kernels",
     "gated_residual",
     "gated_residual_layer_norm_modulate",

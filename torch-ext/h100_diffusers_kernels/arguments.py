@@ -24,6 +24,10 @@ def fail(operation: str, sentence: str) -> None:
     raise ValueError(f"{operation}: {sentence}")
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 # What an argument annotated so must be, and the test of it.
 _TYPES = {
     "Tensor": ("a tensor", lambda value: isinstance(value, Tensor)),
@@ -31,11 +35,12 @@ _TYPES = {
         "a tensor or None",
         lambda value: value is None or isinstance(value, Tensor),
     ),
-    "float": (
-        "a number",
-        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
-    ),
+    "float": ("a number", _is_number),
     "int": ("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    "Optional[float]": (
+        "a number or None",
+        lambda value: value is None or _is_number(value),
+    ),
     "str": ("a string", lambda value: isinstance(value, str)),
     "bool": ("True or False", lambda value: isinstance(value, bool)),
     "tuple[Tensor, Tensor]": (
@@ -102,10 +107,13 @@ def explains_types(function: Callable) -> Callable:
     return call
 
 
-def check_input(operation: str, name: str, x: Tensor, min_dims: int = 1) -> None:
+def check_input(
+    operation: str, name: str, x: Tensor, min_dims: int = 1, accepts_float32: bool = True
+) -> None:
     """``x`` has a supported dtype, at least ``min_dims`` dimensions and unit stride in the last."""
-    if x.dtype not in SUPPORTED_DTYPES:
-        fail(operation, f"{name} must be float32, float16 or bfloat16, got {dtype_name(x.dtype)}")
+    if x.dtype not in SUPPORTED_DTYPES or (x.dtype == torch.float32 and not accepts_float32):
+        float32 = "float32, " if accepts_float32 else ""
+        fail(operation, f"{name} must be {float32}float16 or bfloat16, got {dtype_name(x.dtype)}")
     if x.dim() < min_dims:
         plural = "dimension" if min_dims == 1 else "dimensions"
         fail(
@@ -147,6 +155,10 @@ def check_shape(
         return
     check_device(operation, name, tensor, x_name, x)
     check_dtype(operation, name, tensor, x_name, x)
+    _check_exact_shape(operation, name, tensor, shape)
+
+
+def _check_exact_shape(operation: str, name: str, tensor: Tensor, shape: tuple) -> None:
     if tuple(tensor.shape) != tuple(shape):
         fail(operation, f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     check_last_stride(operation, name, tensor)
@@ -475,3 +487,48 @@ def check_coordinates(
             f"frequencies must hold at most {pairs // axes} values for {pairs} pairs and "
             f"{axes} axes, got {frequencies.shape[0]}",
         )
+
+
+def check_attention(
+    operation: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: Optional[float],
+    key_bias: Optional[Tensor],
+    key_lengths: Optional[Tensor],
+) -> None:
+    check_input(operation, "q", q, min_dims=4, accepts_float32=False)
+    if q.dim() != 4:
+        fail(operation, f"q must have shape (batch, seq, heads, head_dim), got {tuple(q.shape)}")
+    batch, _, heads, head_dim = q.shape
+    if head_dim not in (64, 128):
+        fail(operation, f"q must have a head_dim of 64 or 128, got {head_dim}")
+    check_device(operation, "k", k, "q", q)
+    check_dtype(operation, "k", k, "q", q)
+    if k.dim() != 4 or k.shape[0] != batch or k.shape[3] != head_dim:
+        fail(
+            operation,
+            f"k must have the batch and head_dim of q of shape {tuple(q.shape)}, "
+            f"got {tuple(k.shape)}",
+        )
+    key_length, key_heads = k.shape[1:3]
+    if heads % key_heads if key_heads else heads:
+        fail(
+            operation,
+            f"k must have a number of heads that divides that of q ({heads}), got {key_heads}",
+        )
+    check_last_stride(operation, "k", k)
+    check_shape(operation, "v", v, tuple(k.shape), "q", q)
+    float32 = torch.finfo(torch.float32)
+    if scale is not None and not float32.tiny <= scale <= float32.max:
+        fail(operation, f"scale must be positive and finite in float32, got {scale}")
+    if key_bias is not None:
+        check_device(operation, "key_bias", key_bias, "q", q)
+        _check_float32_or_dtype(operation, "key_bias", key_bias, "q", q)
+        _check_exact_shape(operation, "key_bias", key_bias, (batch, key_length))
+    if key_lengths is not None:
+        check_device(operation, "key_lengths", key_lengths, "q", q)
+        if key_lengths.dtype != torch.int32:
+            fail(operation, f"key_lengths must be int32, got {dtype_name(key_lengths.dtype)}")
+        _check_exact_shape(operation, "key_lengths", key_lengths, (batch,))

@@ -149,3 +149,30 @@ def swiglu(x, bias) -> Tensor:
 
 def softmax(x) -> Tensor:
     return torch.softmax(x.float(), dim=-1).to(x.dtype)
+
+
+def attention(q, k, v, scale, key_bias, key_lengths) -> Tensor:
+    dtype, mask, has_keys = q.dtype, None, None
+    # PyTorch's kernels take a mask of the query's dtype, and rounding it would not be exact.
+    if key_bias is not None and key_bias.dtype != dtype:
+        q, k, v = q.float(), k.float(), v.float()
+    if key_bias is not None or key_lengths is not None:
+        mask = q.new_zeros(k.shape[:2]) if key_bias is None else key_bias
+        if key_lengths is not None:
+            is_padding = torch.arange(k.shape[1], device=k.device) >= key_lengths[:, None]
+            mask = mask.masked_fill(is_padding, -torch.inf)
+            k, v = (t.masked_fill(is_padding[:, :, None, None], 0) for t in (k, v))
+        # No row of -inf alone: the gradients of PyTorch's kernels would be NaN there.
+        has_keys = (mask != -torch.inf).any(1)
+        mask = mask.masked_fill(~has_keys[:, None], 0)[:, None, None]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    ).transpose(1, 2)
+    if has_keys is not None:
+        out = out.masked_fill(~has_keys[:, None, None, None], 0)
+    return out.to(dtype).contiguous()

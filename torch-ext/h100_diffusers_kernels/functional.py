@@ -1,10 +1,10 @@
 """The operations: one documented function each.
 
-``T`` is bfloat16, float16 or float32. Arithmetic is float32, rounded once, at the output. Leading
-dimensions are rows; inputs may be strided in every dimension but the last and are not copied; results
-are new contiguous tensors. Where an input requires grad, the equivalent differentiable PyTorch
-expression runs instead. A wrong argument raises ValueError or RuntimeError, in one sentence, before
-anything is launched or written.
+``T`` is bfloat16, float16 or float32. Arithmetic is float32, rounded once, at the output; attention may
+round its weights to 16 bits, too. Leading dimensions are rows; inputs may be strided in every dimension
+but the last and are not copied; results are new contiguous tensors. Where an input requires grad, the
+equivalent differentiable PyTorch expression runs instead. A wrong argument raises ValueError or
+RuntimeError, in one sentence, before anything is launched or written.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ._ops import add_op_namespace_prefix, ops
 from .arguments import (
     ARGUMENT_ERRORS,
     check_activation,
+    check_attention,
     check_coordinates,
     check_input,
     check_qk,
@@ -51,6 +52,7 @@ _silu = ops.silu.default
 _geglu = ops.geglu.default
 _swiglu = ops.swiglu.default
 _softmax = ops.softmax.default
+_attention = ops.attention.default
 
 
 def _any_requires_grad(*tensors: Optional[Tensor]) -> bool:
@@ -693,3 +695,49 @@ def softmax(x: Tensor) -> Tensor:
 def _softmax_fake(x):
     check_input("softmax", "x", x)
     return x.new_empty(x.shape)
+
+
+# --------------------------------------------------------------------------------------------------
+# Attention
+
+
+@explains_types
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: Optional[float] = None,
+    key_bias: Optional[Tensor] = None,
+    key_lengths: Optional[Tensor] = None,
+) -> Tensor:
+    """Attention, not causal: ``softmax(scale * q kᵀ + key_bias) v`` of each batch entry and head.
+
+    Args:
+        q: ``(B, Sq, H, d)``, bfloat16 or float16, d = 64 or 128; strided in all but the last
+            dimension, such as a view of a packed projection.
+        k, v: ``(B, Sk, Hk, d)``, likewise, of q's dtype. H is a multiple of Hk, and query head ``h``
+            meets key head ``h // (H // Hk)`` (grouped-query attention).
+        scale: positive and finite; None for ``1 / sqrt(d)``.
+        key_bias: ``(B, Sk)``, float32 or of q's dtype, or None; added to the scores of every head and
+            query. A bias of -inf leaves a key out; a query whose keys all have it gives zeros.
+        key_lengths: ``(B,)``, int32, contiguous, or None; the keys at and after ``key_lengths[b]`` are
+            skipped, and whatever is in them has no influence. Read on the device, and taken as 0
+            where negative and as Sk where larger. A batch entry without keys gives zeros.
+
+    Returns:
+        ``(B, Sq, H, d)``, contiguous.
+
+    Source: Vaswani et al., 2017, https://arxiv.org/abs/1706.03762; in one pass over the keys as in
+    Dao et al., 2022, https://arxiv.org/abs/2205.14135.
+    """
+    if torch.is_grad_enabled() and _any_requires_grad(q, k, v, key_bias):
+        check_attention("attention", q, k, v, scale, key_bias, key_lengths)
+        return expressions.attention(q, k, v, scale, key_bias, key_lengths)
+    return _attention(q, k, v, scale, key_bias, key_lengths)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("attention"))
+def _attention_fake(q, k, v, scale, key_bias, key_lengths):
+    check_attention("attention", q, k, v, scale, key_bias, key_lengths)
+    return q.new_empty(q.shape)
