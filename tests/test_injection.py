@@ -202,7 +202,7 @@ def test_two_runs_give_the_same_bits(injected_pair):
 
 
 def test_report_names_each_module(kernel, device):
-    model = transformer(device, blocks=2)
+    model = transformer(device, blocks=2, heads=1, head_dim=64)
     report = kernel.inject_kernels(model)
     assert isinstance(report, kernel.InjectionReport)
     block_parts = ["", ".attn1", ".attn2", ".ff.net.0"]

@@ -19,6 +19,8 @@ from .._ops import add_op_namespace_prefix
 KERNEL_DEVICE_TYPE = "cuda" if "_cuda_" in add_op_namespace_prefix("") else "cpu"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ATTENTION_DTYPES = (torch.bfloat16, torch.float16)
+ATTENTION_HEAD_DIMS = (64, 128)
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
@@ -66,6 +68,39 @@ def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
         ):
             return False
     return True
+
+
+def attention_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether ``attention`` computes with them, each (B, S, H, d), and no gradient is asked for."""
+    return (
+        query.dtype in _ATTENTION_DTYPES
+        and query.shape[3] in ATTENTION_HEAD_DIMS
+        and kernels_take(query, key, value)
+        and query.shape[0] == key.shape[0]
+        and query.shape[2:] == key.shape[2:]
+        and key.shape == value.shape
+        and not (
+            torch.is_grad_enabled()
+            and (query.requires_grad or key.requires_grad or value.requires_grad)
+        )
+    )
+
+
+def as_key_bias(mask: Tensor, key: Tensor) -> Tensor | None:
+    """The bias (B, Sk) that ``attention`` takes, of a ``mask`` (B, 1, Sk) that is added to the
+    scores of all queries and heads; None of any other mask."""
+    if (
+        mask.dim() != 3
+        or mask.shape[0] != key.shape[0]
+        or mask.shape[1] != 1
+        or mask.shape[2] != key.shape[1]
+        or mask.dtype not in (key.dtype, torch.float32)
+        or mask.device != key.device
+        or (mask.stride(2) != 1 and mask.shape[2] > 1)
+        or (torch.is_grad_enabled() and mask.requires_grad)
+    ):
+        return None
+    return mask.squeeze(1)
 
 
 def is_plain(parameter: Tensor | None) -> bool:

@@ -18,21 +18,28 @@ logger = logging.getLogger("h100_diffusers_kernels")
 _PLAN = "_h100_diffusers_kernels_plan"
 
 
-def inject_kernels(pipe_or_model: Any) -> InjectionReport:
+def inject_kernels(pipe_or_model: Any, *, attention: bool = True) -> InjectionReport:
     """Makes a diffusers model, or each model of a pipeline, run on this package's kernels.
 
     Works in place and on the instances only: no class is changed, and neither are weights,
     ``state_dict`` or configuration. Hooks, offloading, LoRA, quantized linear layers and
-    ``torch.compile`` keep working, whether they come before or after. A second call does nothing.
-    :func:`eject_kernels` undoes it; do that before pickling a model as a whole (``copy.deepcopy``,
+    ``torch.compile`` keep working, whether they come before or after. A second call does nothing,
+    whatever its arguments, and reports what is in place: eject the kernels first to inject them
+    otherwise. :func:`eject_kernels` undoes it; do that before pickling a model as a whole (``copy.deepcopy``,
     ``state_dict`` and ``save_pretrained`` need no such care).
 
     A call that the kernels do not cover (under autocast, with mixed dtypes, on a device that this
-    build has no kernels for) is computed by the model's own code.
+    build has no kernels for) is computed by the model's own code. So is attention in float32, in
+    training, under context parallelism, with a mask that differs by head or query, and wherever an
+    attention backend has been chosen: by ``model.set_attention_backend``, by the context manager
+    ``attention_backend`` or by ``DIFFUSERS_ATTN_BACKEND``, before or after the injection. (The last
+    two cannot be told from no choice where they name "native".)
 
     Args:
         pipe_or_model: a ``torch.nn.Module`` that is or contains a known model (a compiled or
             otherwise wrapped one included), or a pipeline with such a module among its components.
+        attention: whether attention itself runs on this package's kernel, too. False leaves it to
+            diffusers; what comes before and after it is replaced all the same.
 
     Returns:
         The report: each module replaced, and each left alone with the reason. It is also logged,
@@ -58,7 +65,7 @@ def inject_kernels(pipe_or_model: Any) -> InjectionReport:
             found = True
             plan = vars(model).get(_PLAN)
             if plan is None:
-                plan = family.plan(model)
+                plan = family.plan(model, attention)
                 if plan.replacements:
                     plan.apply()
                     setattr(model, _PLAN, plan)

@@ -25,7 +25,16 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..functional import CoordinateRope
-from .conditions import class_name, has_known_method, is_plain, kernels_run_on, kernels_take
+from .conditions import (
+    ATTENTION_HEAD_DIMS,
+    as_key_bias,
+    attention_takes,
+    class_name,
+    has_known_method,
+    is_plain,
+    kernels_run_on,
+    kernels_take,
+)
 from .feed_forward import plan_activation
 from .forward_slot import find_forward_slot, is_wrapped, runs_class_forward
 from .replacement import AddedAttribute, Plan
@@ -33,8 +42,11 @@ from .replacement import AddedAttribute, Plan
 _UNKNOWN_FORWARD = "its forward is not the one known from diffusers"
 
 
-def plan(model: nn.Module) -> Plan:
-    """What to replace in an ``LTXVideoTransformer3DModel``, what not, and why not."""
+def plan(model: nn.Module, attention: bool) -> Plan:
+    """What to replace in an ``LTXVideoTransformer3DModel``, what not, and why not.
+
+    ``attention``: whether attention itself is to be replaced, with what is around it.
+    """
     result = Plan()
     if getattr(model, "_parallel_config", None) is not None:
         result.leave("", model, "parallelism is on: each rank holds a part of the tokens only")
@@ -44,7 +56,7 @@ def plan(model: nn.Module) -> Plan:
     blocks = {}
     for name, module in model.named_modules():
         if isinstance(module, ltx.LTXVideoTransformerBlock):
-            takes_coordinates = _plan_block(result, name, module, ltx) and takes_coordinates
+            takes_coordinates &= _plan_block(result, name, module, ltx, attention)
             blocks[name] = module
     replaced = {entry.name for entry in result.report.replaced}
     for (name, block), (next_name, next_block) in zip(blocks.items(), list(blocks.items())[1:]):
@@ -64,7 +76,7 @@ def plan(model: nn.Module) -> Plan:
 # The block
 
 
-def _plan_block(plan: Plan, name: str, block: nn.Module, ltx: Any) -> bool:
+def _plan_block(plan: Plan, name: str, block: nn.Module, ltx: Any, attention: bool) -> bool:
     """Whether the block as a whole takes a rotary embedding given by coordinates."""
     parameters = (
         "self hidden_states encoder_hidden_states temb image_rotary_emb encoder_attention_mask"
@@ -72,8 +84,8 @@ def _plan_block(plan: Plan, name: str, block: nn.Module, ltx: Any) -> bool:
     known = ltx.LTXVideoTransformerBlock
     if not has_known_method(type(block), known, "forward", parameters):
         return plan.leave(name, block, _UNKNOWN_FORWARD)
-    takes_coordinates = _plan_attention(plan, f"{name}.attn1", block.attn1, ltx)
-    _plan_attention(plan, f"{name}.attn2", block.attn2, ltx)
+    takes_coordinates = _plan_attention(plan, f"{name}.attn1", block.attn1, ltx, attention)
+    _plan_attention(plan, f"{name}.attn2", block.attn2, ltx, attention)
     plan_activation(plan, f"{name}.ff.net.0", block.ff.net[0])
     for norm_name in ("norm1", "norm2"):
         norm = getattr(block, norm_name)
@@ -246,7 +258,9 @@ def _take_beginning(block: nn.Module, hidden_states: Tensor, temb: Tensor) -> An
 # Attention
 
 
-def _plan_attention(plan: Plan, name: str, attention: nn.Module, ltx: Any) -> bool:
+def _plan_attention(
+    plan: Plan, name: str, attention: nn.Module, ltx: Any, replaces_attention: bool
+) -> bool:
     parameters = "hidden_states encoder_hidden_states attention_mask image_rotary_emb"
     known = getattr(ltx, "LTXAttention", None)
     if known is None or not has_known_method(
@@ -267,22 +281,37 @@ def _plan_attention(plan: Plan, name: str, attention: nn.Module, ltx: Any) -> bo
             return plan.leave(name, attention, reason)
     dispatch = sys.modules["diffusers.models.attention_dispatch"]
     registry = getattr(dispatch, "_AttentionBackendRegistry", None)
-    operation = "qk_norm_rope" if name.endswith("attn1") else "rms_norm"
+    get_active_backend = getattr(registry, "get_active_backend", None)
+    operations = "qk_norm_rope" if name.endswith("attn1") else "rms_norm"
+    reason = None
+    if not replaces_attention:
+        reason = "asked for by attention=False"
+    elif attention.head_dim not in ATTENTION_HEAD_DIMS:
+        known = " and ".join(map(str, ATTENTION_HEAD_DIMS))
+        reason = f"its heads have {attention.head_dim} elements, and the kernel's {known}"
+    elif get_active_backend is None:
+        reason = "this diffusers does not tell which attention backend is chosen"
+    if reason is None:
+        operations += ", attention"
+    else:
+        plan.leave(name, attention, f"attention itself is the model's own: {reason}")
     return plan.replace_processor(
         name,
         attention,
         LTXVideoKernelAttnProcessor(
             processor,
             dispatch.dispatch_attention_fn,
-            getattr(registry, "get_active_backend", None),
+            get_active_backend,
             ltx.apply_rotary_emb,
+            reason is None,
         ),
-        f"processor with {operation}",
+        f"processor with {operations}",
     )
 
 
 class LTXVideoKernelAttnProcessor:
-    """``LTXVideoAttnProcessor`` with norm and rotary embedding in one pass over query and key.
+    """``LTXVideoAttnProcessor`` with norm and rotary embedding in one pass over query and key, and
+    with the package's attention where no other is chosen.
 
     Args:
         original: the processor that it stands for, which keeps the attention backend and the
@@ -290,15 +319,22 @@ class LTXVideoKernelAttnProcessor:
         dispatch_attention: diffusers' ``dispatch_attention_fn``.
         get_active_backend: what tells the backend where the processor names none; None if unknown.
         apply_rotary_emb: the model's own rotary embedding, for what the kernels do not take.
+        has_attention: whether the package's attention may be used.
     """
 
     def __init__(
-        self, original: Any, dispatch_attention: Any, get_active_backend: Any, apply_rotary_emb: Any
+        self,
+        original: Any,
+        dispatch_attention: Any,
+        get_active_backend: Any,
+        apply_rotary_emb: Any,
+        has_attention: bool,
     ) -> None:
         self.original = original
         self._dispatch_attention = dispatch_attention
         self._get_active_backend = get_active_backend
         self._apply_rotary_emb = apply_rotary_emb
+        self._has_attention = has_attention
 
     @property
     def _attention_backend(self) -> Any:
@@ -326,9 +362,6 @@ class LTXVideoKernelAttnProcessor:
     ) -> Tensor:
         if encoder_hidden_states is None:
             encoder_hidden_states = hidden_states
-        if attention_mask is not None:
-            attention_mask = self._attention_bias(attn, attention_mask, encoder_hidden_states)
-
         query = attn.to_q(hidden_states)
         key = attn.to_k(encoder_hidden_states)
         value = attn.to_v(encoder_hidden_states)
@@ -337,35 +370,54 @@ class LTXVideoKernelAttnProcessor:
         query = query.unflatten(2, (attn.heads, -1))
         key = key.unflatten(2, (attn.heads, -1))
         value = value.unflatten(2, (attn.heads, -1))
-        hidden_states = self._dispatch_attention(
+        hidden_states = self._attention(attn, query, key, value, attention_mask)
+        hidden_states = hidden_states.flatten(2, 3).to(query.dtype)
+        return attn.to_out[1](attn.to_out[0](hidden_states))
+
+    def _attention(
+        self, attn: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """(B, S, H, d), of query, key and value of that form and the mask given to the processor."""
+        if self._is_replaceable() and attention_takes(query, key, value):
+            key_bias = None if mask is None else as_key_bias(mask, key)
+            if mask is None or key_bias is not None:
+                return functional.attention(query, key, value, key_bias=key_bias)
+        return self._dispatch_attention(
             query,
             key,
             value,
-            attn_mask=attention_mask,
+            attn_mask=None if mask is None else self._attention_bias(attn, mask, key),
             dropout_p=0.0,
             is_causal=False,
             backend=self._attention_backend,
             parallel_config=self._parallel_config,
         )
-        hidden_states = hidden_states.flatten(2, 3).to(query.dtype)
-        return attn.to_out[1](attn.to_out[0](hidden_states))
 
-    def _attention_bias(self, attn: nn.Module, mask: Tensor, context: Tensor) -> Tensor:
+    def _is_replaceable(self) -> bool:
+        """Whether no backend was chosen for this module, and none but PyTorch's own for all."""
+        return (
+            self._has_attention
+            and self._attention_backend is None
+            and self._parallel_config is None
+            and self._is_native()
+        )
+
+    def _attention_bias(self, attn: nn.Module, mask: Tensor, key: Tensor) -> Tensor:
         """The bias (B, 1 or Q, K) as (B, 1 or heads, 1 or Q, K)."""
-        batch, length, _ = context.shape
+        batch, length = key.shape[:2]
         if (
             mask.dim() == 3
             and mask.shape[0] == batch
             and mask.shape[2] == length
             and self._parallel_config is None
-            and self._backend_broadcasts()
+            and self._is_native()
         ):
             return mask.unsqueeze(1)
         mask = attn.prepare_attention_mask(mask, length, batch)
         return mask.view(batch, attn.heads, -1, mask.shape[-1])
 
-    def _backend_broadcasts(self) -> bool:
-        """Whether attention is PyTorch's own, which broadcasts a bias over the heads by itself."""
+    def _is_native(self) -> bool:
+        """Whether diffusers' backend is PyTorch's own, which broadcasts a bias over the heads itself."""
         backend = self._attention_backend
         if backend is None and self._get_active_backend is not None:
             backend, _ = self._get_active_backend()

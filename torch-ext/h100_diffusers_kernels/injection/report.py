@@ -16,7 +16,7 @@ class Replaced:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """A module that was not changed, and why."""
+    """A module that was not changed, or a part of one, and why."""
 
     name: str
     module: str
@@ -29,7 +29,8 @@ class InjectionReport:
 
     Attributes:
         replaced: each module replaced: its qualified name, its class, what it is replaced by.
-        left_alone: each module looked at and not changed: its qualified name, its class, why.
+        left_alone: each module looked at and not changed, or not as a whole: its qualified name, its
+            class, why.
         already_injected: whether everything was in place before the call, which changed nothing.
     """
 
