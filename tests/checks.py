@@ -17,6 +17,14 @@ CONTRACT_ELEMENTS = 32768
 FLOAT32_ARITHMETIC = 4e-6
 
 
+def arithmetic_slack(name, dtype):
+    """What an operation's arithmetic may leave before the rounding at the output.
+
+    Attention's weights are rounded to its dtype, too, before they meet values of order 1.
+    """
+    return torch.finfo(dtype).eps if name == "attention" else FLOAT32_ARITHMETIC
+
+
 def poison_memory(*tensors):
     """Fills free memory of the size of the tensors with NaN, so that what is never written shows.
 

@@ -4,6 +4,8 @@ Each function has the name and the signature of the operation it stands for. The
 that an operation must reach, how NaN and infinity propagate, and the time to beat on the CPU.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -145,6 +147,19 @@ def rope_3d(x, frame, height, width, layout="interleaved"):
 
 def softmax(x):
     return F.softmax(x, dim=-1)
+
+
+def attention(q, k, v, *, scale=None, key_bias=None, key_lengths=None):
+    mask = None if key_bias is None else key_bias.to(q.dtype)[:, None, None]
+    if key_lengths is not None:
+        padding = torch.arange(k.shape[1], device=k.device) >= key_lengths[:, None]
+        k, v = (t.masked_fill(padding[:, :, None, None], 0) for t in (k, v))
+        mask = q.new_zeros(padding.shape)[:, None, None] if mask is None else mask
+        mask = mask.masked_fill(padding[:, None, None], -math.inf)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    is_grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=is_grouped)
+    return out.transpose(1, 2)
 
 
 def _biased(x, bias):

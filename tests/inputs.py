@@ -224,10 +224,33 @@ ROW_OPERATIONS = [
 ACTIVATIONS = ["gelu", "silu", "geglu", "swiglu"]
 QK_OPERATIONS = ["qk_norm_rope", "qk_norm_coordinate_rope"]
 ROPE_OPERATIONS = ["rope", "rope_3d"]
-OPERATIONS = [*ROW_OPERATIONS, *QK_OPERATIONS, *ROPE_OPERATIONS, *ACTIVATIONS, "softmax"]
+OPERATIONS = [
+    *ROW_OPERATIONS,
+    *QK_OPERATIONS,
+    *ROPE_OPERATIONS,
+    *ACTIVATIONS,
+    "softmax",
+    "attention",
+]
+OPERATIONS_OF_16_BITS = ["attention"]
 # Calls of operations from tables of one value a pair.
 BY_PAIR = "_by_pair"
 CALLS_BY_PAIR = [name + BY_PAIR for name in ("rope", "qk_norm_rope")]
+
+
+def widest_dtype(name):
+    return torch.bfloat16 if name in OPERATIONS_OF_16_BITS else torch.float32
+
+
+def for_operations(names, dtypes):
+    """Each operation with each of the dtypes that it accepts."""
+    pairs = [
+        pytest.param(name, dtype, id=f"{name}-{dtype_text(dtype)}")
+        for name in names
+        for dtype in dtypes
+        if dtype.itemsize <= widest_dtype(name).itemsize
+    ]
+    return pytest.mark.parametrize(("name", "dtype"), pairs)
 
 
 def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layout="contiguous"):
@@ -248,6 +271,18 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
             arguments["approximate"] = "tanh"
         arguments["bias"] = tensor(columns)
         return getattr(kernel, name), arguments
+    if name == "attention":
+        head_dim = 64
+        size = (batch, seq, max(hidden // head_dim, 1) * head_dim)
+        arguments = {
+            key: tensor(*size, layout=layout).unflatten(2, (-1, head_dim))
+            for key in ("q", "k", "v")
+        }
+        arguments["scale"] = 0.2
+        arguments["key_bias"] = tensor(batch, seq)
+        lengths = seq - torch.arange(batch, dtype=torch.int32, device=device) * seq // 3
+        arguments["key_lengths"] = lengths
+        return kernel.attention, arguments
     if name == "softmax":
         return kernel.softmax, {"x": tensor(*shape, layout=layout)}
     if name == "rope":
@@ -300,7 +335,10 @@ def _with_pair_tables(arguments, heads):
 
 def without_optional(arguments):
     """The same call with nothing that may be left out."""
-    tensors = ("weight", "bias", "gate", "q_weight", "k_weight")
-    plain = {key: None if key in tensors else value for key, value in arguments.items()}
+    tensors = ("weight", "bias", "gate", "q_weight", "k_weight", "key_bias", "key_lengths")
+    plain = {
+        key: None if key in tensors or isinstance(value, float) else value
+        for key, value in arguments.items()
+    }
     plain.pop("approximate", None)
     return plain

@@ -173,6 +173,40 @@ def softmax(x):
     return e / e.sum(-1, keepdim=True)
 
 
+def attention(q, k, v, *, scale=None, key_bias=None, key_lengths=None):
+    q, k, v, key_bias = _double(q, k, v, key_bias)
+    batch, keys = k.shape[:2]
+    if batch == 0 or keys == 0:
+        return torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    outs = []
+    for b in range(batch):
+        one_q, one_k, one_v = q[b], k[b], v[b]
+        bias = torch.zeros(keys, dtype=torch.float64, device=q.device)
+        if key_bias is not None:
+            bias = key_bias[b]
+        if key_lengths is not None:
+            count = min(max(int(key_lengths[b]), 0), keys)
+            one_k, one_v, bias = one_k[:count], one_v[:count], bias[:count]
+        heads = [
+            _one_head(one_q[:, h], one_k[:, other], one_v[:, other], scale, bias)
+            for h in range(q.shape[2])
+            for other in [h // (q.shape[2] // k.shape[2])]
+        ]
+        outs.append(torch.stack(heads, dim=1))
+    return torch.stack(outs)
+
+
+def _one_head(q, k, v, scale, bias):
+    if k.shape[0] == 0:
+        return q.new_zeros(q.shape[0], v.shape[1])
+    scores = scale * (q @ k.T) + bias
+    largest = scores.amax(-1, keepdim=True)
+    e = torch.exp(scores - largest.masked_fill(largest == -math.inf, 0))
+    total = e.sum(-1, keepdim=True)
+    return (e / total.masked_fill(total == 0, 1)) @ v
+
+
 def _biased(x, bias):
     x, bias = _double(x, bias)
     return x if bias is None else x + bias

@@ -1,6 +1,7 @@
 """What every operation keeps whatever it computes: Torch's own checks of an operator, compilation,
 streams, graphs, determinism, gradients, empty tensors, and sizes past 2**31 elements."""
 
+import math
 import resource
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ import torch
 
 import references
 from checks import (
+    arithmetic_slack,
     as_tuple,
     assert_rounded_once,
     clone_storage,
@@ -22,6 +24,7 @@ from inputs import (
     ACTIVATIONS,
     BY_PAIR,
     CALLS_BY_PAIR,
+    DTYPES,
     GRID_AXES,
     OPERATIONS,
     QK_OPERATIONS,
@@ -29,18 +32,24 @@ from inputs import (
     ROW_OPERATIONS,
     every_dtype,
     for_dtypes,
+    for_operations,
     grid_tables,
     normal,
     rotary_tables,
     sample,
+    widest_dtype,
     without_optional,
 )
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-every_operation = pytest.mark.parametrize("name", [*OPERATIONS, *CALLS_BY_PAIR])
+CALLS = [*OPERATIONS, *CALLS_BY_PAIR]
+FEW_DTYPES = [torch.float32, torch.bfloat16]
+every_operation = pytest.mark.parametrize("name", CALLS)
+every_operation_and_dtype = for_operations(CALLS, DTYPES)
+every_operation_and_few_dtypes = for_operations(CALLS, FEW_DTYPES)
 every_memory = pytest.mark.parametrize("layout", ["contiguous", "chunk"])
 REGISTERED = [*OPERATIONS, "qk_norm_rope_", "qk_norm_coordinate_rope_"]
-few_dtypes = for_dtypes(torch.float32, torch.bfloat16)
+few_dtypes = for_dtypes(*FEW_DTYPES)
 
 
 def bits(*results):
@@ -78,9 +87,8 @@ def registered_call(kernel, name, arguments):
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("name", REGISTERED)
+@for_operations(REGISTERED, FEW_DTYPES)
 @every_memory
-@few_dtypes
 def test_opcheck(kernel, device, name, layout, dtype):
     _, arguments = sample(
         kernel, name.rstrip("_"), dtype=dtype, device=device, shape=(2, 3, 32), layout=layout
@@ -128,7 +136,7 @@ def resident_bytes():
 @pytest.mark.parametrize("is_refused", [False, True], ids=["returns", "raises"])
 def test_calls_keep_no_memory(kernel, device, name, is_refused):
     """What the dispatcher hands over, a call frees: tensors, optional ones and strings."""
-    function, arguments = sample(kernel, name, dtype=torch.float32, device=device)
+    function, arguments = sample(kernel, name, dtype=widest_dtype(name), device=device)
     if is_refused:
         arguments = map_tensors(torch.Tensor.double, arguments)
 
@@ -242,8 +250,7 @@ of_long_rows = pytest.mark.parametrize(
 LONG_ROWS = (2, 16, 65536)
 
 
-@every_operation
-@every_dtype
+@every_operation_and_dtype
 def test_two_runs_give_the_same_bits(kernel, device, name, dtype):
     check_two_runs(kernel, device, name, dtype, (2, 64, 2048))
 
@@ -268,7 +275,7 @@ def test_number_of_threads_does_not_matter(kernel, device, name):
     if device != "cpu":
         pytest.skip("CPU threads")
     function, arguments = sample(
-        kernel, name, dtype=torch.float32, device=device, shape=(2, 64, 2048)
+        kernel, name, dtype=widest_dtype(name), device=device, shape=(2, 64, 2048)
     )
     threads = torch.get_num_threads()
     try:
@@ -288,7 +295,9 @@ def test_runs_on_the_current_stream(kernel, device, name):
     function, arguments = sample(kernel, name, dtype=torch.bfloat16, device=device)
     expected = function(**arguments)
     late = {
-        key: torch.full_like(value, float("nan")) if isinstance(value, torch.Tensor) else value
+        key: torch.full_like(value, math.nan if value.is_floating_point() else 0)
+        if isinstance(value, torch.Tensor)
+        else value
         for key, value in arguments.items()
     }
     stream = torch.cuda.Stream()
@@ -377,7 +386,7 @@ def differentiable(arguments):
     return {
         key: value
         for key, value in arguments.items()
-        if isinstance(value, torch.Tensor) and key != "rope"
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
     }
 
 
@@ -387,8 +396,7 @@ def gradients(function, arguments, tangents, leaves):
     return torch.autograd.grad(loss, leaves)
 
 
-@every_operation
-@few_dtypes
+@every_operation_and_few_dtypes
 def test_gradients(kernel, device, name, dtype):
     function, arguments = sample(kernel, name, dtype=dtype, device=device, shape=(2, 5, 64))
     reference = getattr(references, function.__name__)
@@ -411,7 +419,7 @@ def test_gradients(kernel, device, name, dtype):
 
 @every_operation
 def test_gradient_of_each_input_alone(kernel, device, name):
-    function, arguments = sample(kernel, name, dtype=torch.float32, device=device)
+    function, arguments = sample(kernel, name, dtype=widest_dtype(name), device=device)
     for key, leaf in differentiable(arguments).items():
         leaf.requires_grad_()
         outs = as_tuple(function(**arguments))
@@ -422,8 +430,7 @@ def test_gradient_of_each_input_alone(kernel, device, name):
     assert not any(out.requires_grad for out in as_tuple(function(**arguments)))
 
 
-@every_operation
-@every_dtype
+@every_operation_and_dtype
 def test_differentiable_path_is_as_accurate(kernel, device, name, dtype):
     function, arguments = sample(kernel, name, dtype=dtype, device=device)
     plain = as_tuple(function(**arguments))
@@ -433,7 +440,7 @@ def test_differentiable_path_is_as_accurate(kernel, device, name, dtype):
     assert any(out.requires_grad for out in outs)
     for out, reference, other in zip(outs, expected, plain, strict=True):
         assert (out.shape, out.dtype) == (other.shape, other.dtype)
-        assert_rounded_once(out.detach(), reference)
+        assert_rounded_once(out.detach(), reference, arithmetic_slack(name, dtype))
 
 
 @every_operation
@@ -464,9 +471,8 @@ def test_autograd_sees_what_is_written_in_place(kernel, device, name):
 # Sizes
 
 
-@every_operation
+@every_operation_and_dtype
 @pytest.mark.parametrize("shape", [(0, 16, 256), (2, 0, 256), (0, 0, 256)], ids=str)
-@every_dtype
 def test_empty_tensors(kernel, device, name, shape, dtype):
     function, arguments = sample(kernel, name, dtype=dtype, device=device, shape=shape)
     outs = as_tuple(function(**arguments))
@@ -513,7 +519,7 @@ def far_apart(shape, dtype, device, memory, offset=0):
     return view.copy_(normal(*shape, dtype=dtype, device=device))
 
 
-@pytest.mark.parametrize("name", [*ROW_OPERATIONS, *ROPE_OPERATIONS, *ACTIVATIONS, "softmax"])
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in QK_OPERATIONS])
 def test_offsets_past_2_31(kernel, device, name):
     """Rows so far apart that 32 bits cannot count the elements between them."""
     dtype = torch.bfloat16
@@ -526,18 +532,32 @@ def test_offsets_past_2_31(kernel, device, name):
             offset += 4096
     expected = as_tuple(getattr(references, name)(**arguments))
     for out, reference in zip(as_tuple(function(**arguments)), expected, strict=True):
-        assert_rounded_once(out, reference)
+        assert_rounded_once(out, reference, arithmetic_slack(name, dtype))
+
+
+FAR_DIMS = {"batch": (0, 1, 2, 3), "seq": (1, 0, 2, 3), "head": (1, 2, 0, 3)}
+
+
+@pytest.mark.parametrize("far_dim", FAR_DIMS)
+def test_attention_offsets_past_2_31(kernel, device, far_dim):
+    dtype = torch.bfloat16
+    memory = virtual_memory(FAR + 2**20, dtype, device)
+    q, k, v = (
+        far_apart((3, 3, 3, 64), dtype, device, memory, offset).permute(FAR_DIMS[far_dim])
+        for offset in (0, 4096, 8192)
+    )
+    expected = references.attention(q, k, v)
+    assert_rounded_once(kernel.attention(q, k, v), expected, arithmetic_slack("attention", dtype))
 
 
 @pytest.mark.parametrize("name", QK_OPERATIONS)
 @pytest.mark.parametrize("inplace", [False, True], ids=["out_of_place", "inplace"])
-@pytest.mark.parametrize("far_dim", ["batch", "seq", "head"])
+@pytest.mark.parametrize("far_dim", FAR_DIMS)
 def test_query_and_key_offsets_past_2_31(kernel, device, name, inplace, far_dim):
     dtype = torch.bfloat16
     memory = virtual_memory(FAR + 2**20, dtype, device)
-    permutation = {"batch": (0, 1, 2, 3), "seq": (1, 0, 2, 3), "head": (1, 2, 0, 3)}[far_dim]
     q, k = (
-        far_apart((3, 3, 3, 64), dtype, device, memory, offset).permute(permutation)
+        far_apart((3, 3, 3, 64), dtype, device, memory, offset).permute(FAR_DIMS[far_dim])
         for offset in (0, 4096)
     )
     function, arguments = sample(
@@ -644,3 +664,27 @@ def test_rotation_of_more_than_2_31_elements(kernel, device, name):
                 one = tuple(table[frame : frame + 1] for table in tables["frame"])
                 expected = references.rope_3d(x[b : b + 1, part], **{**tables, "frame": one})
             assert_rounded_once(out[b : b + 1, part], expected)
+
+
+@needs_cuda
+@pytest.mark.parametrize("far", ["queries", "keys"])
+def test_attention_of_more_than_2_31_elements(kernel, device, far):
+    needs_gpu_memory(32)
+    torch.cuda.empty_cache()
+    dtype, heads, length = torch.bfloat16, 32, 2**20 + 3
+    lengths = {"queries": (length, 64), "keys": (5, length)}[far]
+    q, k, v = (
+        torch.empty(1, seq, heads, 64, dtype=dtype, device=device).normal_()
+        for seq in (lengths[0], lengths[1], lengths[1])
+    )
+    assert max(q.numel(), k.numel()) > FAR
+    if far == "keys":
+        k[:, -2:] = 4 * q[:, :1]  # so that the last ones, too, have a weight
+    out = kernel.attention(q, k, v)
+    slack = arithmetic_slack("attention", dtype)
+    for head in (0, heads // 2, heads - 1):
+        one = slice(head, head + 1)
+        for start in (0, lengths[0] // 2, max(lengths[0] - 4, 0)):
+            part = slice(start, start + 4)
+            expected = references.attention(q[:, part, one], k[:, :, one], v[:, :, one])
+            assert_rounded_once(out[:, part, one], expected, slack)
