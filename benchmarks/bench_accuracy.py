@@ -18,6 +18,7 @@ import math
 import sys
 from types import ModuleType
 
+import bench_attention
 import click
 import ltx
 import record
@@ -71,9 +72,12 @@ def cases(
     axes = [(axis.cos(), axis.sin()) for axis in angles]
     by_head = q.unflatten(-1, (heads, head_dim))
     wide_bias = normal(wide.shape[-1], std=0.2)
+    keys, values = (t.unflatten(-1, (heads, head_dim)) for t in (k, x))
+    text = [t[:, : ltx.TEXT_TOKENS] for t in (keys, values)]
+    text_bias = bench_attention.text_bias(batch, text[0].shape[1], device).to(dtype)
 
     modulation = [scale, shift]
-    return {
+    result = {
         "rms_norm": ("rms_norm", [x, weight], {}),
         "layer_norm": ("layer_norm", [x, weight, bias], {}),
         "rms_norm_modulate": ("rms_norm_modulate", [x, *modulation], {}),
@@ -119,6 +123,10 @@ def cases(
         "swiglu, bias": ("swiglu", [wide], {"bias": wide_bias}),
         "softmax": ("softmax", [x], {}),
     }
+    if dtype != torch.float32:
+        result["attention"] = ("attention", [by_head, keys, values], {})
+        result["attention, text mask"] = ("attention", [by_head, *text], {"key_bias": text_bias})
+    return result
 
 
 def ratio(kernel: float, eager: float) -> float:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +37,7 @@ from comparison import (
     DTYPE,
     WARM_UP_ROUNDS,
     Case,
+    Family,
     Names,
     Workload,
     copy_of,
@@ -48,6 +50,9 @@ from distance import relative_distance
 from options import DEVICE
 from tabulate import tabulate
 from torch import Tensor
+
+sys.path.insert(0, str(ltx.CHECKOUT / "tests"))
+import references
 
 # (batch, queries, keys, heads, head dim)
 SHAPES = (
@@ -116,6 +121,9 @@ def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
     return make(workload, "normal", device)
 
 
+FAMILY = Family("attention", WORKLOADS, TINY_WORKLOADS, build)
+
+
 def flops(shape: Sequence[int]) -> int:
     """Of both matrix products: two for each multiplication with its addition."""
     batch, queries, keys, heads, head_dim = shape
@@ -137,17 +145,9 @@ class Sample:
         return output[:, self.queries][:, :, self.heads]
 
     def exact(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor:
-        """The same of the result in float64, a head of a batch entry at a time."""
-        queries = self.of(q)
-        out = torch.empty(queries.shape, dtype=torch.float64, device=q.device)
-        for entry in range(q.shape[0]):
-            for index, head in enumerate(self.heads):
-                key, value = (t[entry, :, head].double() for t in (k, v))
-                scores = queries[entry, :, index].double() @ key.T * q.shape[-1] ** -0.5
-                if key_bias is not None:
-                    scores += key_bias[entry].double()
-                out[entry, :, index] = scores.softmax(-1) @ value
-        return out
+        """The same of the result in float64."""
+        key, value = (t[:, :, self.heads] for t in (k, v))
+        return references.attention(self.of(q), key, value, key_bias=key_bias)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def show(entries: Sequence[dict]) -> None:
 )
 @torch.no_grad()
 def main(device, tiny, shapes, rounds, ceilings_path, output) -> None:
-    workloads = select(TINY_WORKLOADS if tiny else WORKLOADS, None, shapes)
+    workloads = select(FAMILY.tiny if tiny else FAMILY.workloads, None, shapes)
     kernel, _ = ltx.load_kernel()
     libraries, notes = peers.load(device, peers.ATTENTION_LIBRARIES)
     for name, note in notes.items():

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import bench_activation
+import bench_attention
 import bench_gated_residual
 import bench_norm
 import bench_rope
@@ -70,6 +71,7 @@ def our_functions(kernel: ModuleType, device: torch.device) -> dict[str, Callabl
             if variant != "none"
         ),
         (bench_softmax, Workload("softmax", SHAPE)),
+        (bench_attention, Workload("attention", (1, 16, 16, 32, 64))),
     ]
     functions = {}
     for module, workload in workloads:

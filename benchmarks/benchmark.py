@@ -275,3 +275,36 @@ class Softmax(Benchmark):
 
     def verify_softmax(self):
         return F.softmax(self.x, dim=-1)
+
+
+class Attention(LtxBenchmark, Benchmark):
+    """Self-attention, and cross-attention to a padded text."""
+
+    seed = 0
+    text = 128
+
+    def setup(self):
+        self.q, self.k, self.v = (
+            self.rows(std=std).unflatten(-1, (self.heads, self.head_dim)) for std in (1.0, 1.0, 0.3)
+        )
+        self.text_k, self.text_v = (t[:, : self.text] for t in (self.k, self.v))
+        tokens = self.text_k.shape[1]
+        lengths = torch.tensor([[tokens // 4], [tokens // 2]], device=self.device)
+        mask = torch.arange(tokens, device=self.device) < lengths
+        self.bias = (1 - mask.to(DTYPE)) * -10000.0
+
+    def eager(self, k, v, mask=None):
+        q, k, v = (t.transpose(1, 2) for t in (self.q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+    def benchmark_attention(self):
+        self.out = self.kernel.attention(self.q, self.k, self.v)
+
+    def verify_attention(self):
+        return self.eager(self.k, self.v)
+
+    def benchmark_attention_text(self):
+        self.out = self.kernel.attention(self.q, self.text_k, self.text_v, key_bias=self.bias)
+
+    def verify_attention_text(self):
+        return self.eager(self.text_k, self.text_v, self.bias[:, None, None])

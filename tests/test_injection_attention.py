@@ -3,8 +3,10 @@
 import copy
 import itertools
 
+import accelerate
 import pytest
 import torch
+from diffusers.hooks import apply_group_offloading
 from diffusers.models import attention_dispatch
 from peft import LoraConfig
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -484,11 +486,25 @@ def test_hooks_and_copies(injected_pair):
         assert_close(candidate, plain, arguments)
 
 
-def test_group_offloading(injected_pair):
-    if not torch.cuda.is_available():
-        pytest.skip("offloading moves weights to a GPU")
-    model, plain = injected_pair()
-    arguments = inputs(model)
-    model.enable_group_offload(torch.device("cuda"), offload_type="leaf_level")
-    assert kernel_calls(run, model, arguments) == calls_of(2, **BOTH)
+def group_offload(model):
+    device = torch.device(model.device)
+    apply_group_offloading(model, onload_device=device, offload_type="leaf_level")
+
+
+def sequential_offload(model):
+    accelerate.cpu_offload(model, execution_device=model.device)
+
+
+@pytest.mark.parametrize("offload", [group_offload, sequential_offload])
+@either_order
+def test_offloading(kernel, device, offload, is_injected_first):
+    model = transformer(device, torch.bfloat16, **HEADS)
+    plain, arguments = copy.deepcopy(model), inputs(model)
+    if is_injected_first:
+        kernel.inject_kernels(model)
+    offload(model)
+    kernel.inject_kernels(model)
+    assert kernel_calls(run, model, arguments)["attention"] == 4
     assert_close(model, plain, arguments)
+    kernel.eject_kernels(model)
+    assert kernel_calls(run, model, arguments) == {}

@@ -405,7 +405,7 @@ def profile(results: Path) -> str:
     aims = result["targets"]
     note = (
         f"\n\nAims: DRAM throughput above {aims['dram_percent']:.0f}% of its peak, achieved "
-        f"occupancy above {aims['occupancy_percent']:.0f}%, no spills."
+        f"occupancy above {aims['occupancy_percent']:.0f}%, no spills; of attention the last alone."
     )
     return markdown(rows, headers) + note + setup(result)
 
@@ -419,7 +419,10 @@ def accuracy_operations(results: Path) -> str:
     for entry in result["operations"]:
         row = worst.setdefault(entry["operation"], {})
         row[entry["dtype"]] = max(entry["ratio"], row.get(entry["dtype"], 0.0))
-    rows = [[name, *(f"{row[dtype]:.3f}" for dtype in dtypes)] for name, row in worst.items()]
+    rows = [
+        [name, *(f"{row[dtype]:.3f}" if dtype in row else "" for dtype in dtypes)]
+        for name, row in worst.items()
+    ]
     return markdown(rows, ["error over eager's", *dtypes]) + setup(result)
 
 
