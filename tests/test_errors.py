@@ -5,6 +5,7 @@ the differentiable path and on the tracing (meta) path, which must refuse the sa
 """
 
 import inspect
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from inputs import (
     normal,
     rotary_tables,
     sample,
+    widest_dtype,
 )
 
 BATCH, SEQ, HIDDEN = SHAPE = (2, 16, 256)
@@ -149,6 +151,7 @@ ARGUMENTS = {
     "geglu": ("x", "bias"),
     "swiglu": ("x", "bias"),
     "softmax": ("x",),
+    "attention": ("q", "k", "v", "key_bias", "key_lengths"),
     "rope": ("x", "cos", "sin"),
     "rope_3d": ("x", *AXIS_FIELDS),
     "qk_norm_rope": ("q", "k", "q_weight", "k_weight", "cos", "sin"),
@@ -201,7 +204,7 @@ for name, (leader, *followers) in ARGUMENTS.items():
             ):
                 wrong = replace(argument, of_shape(*size))
                 mistake(name, argument, f"shape{size}", shape_text(*size), wrong)
-        if argument in ("scale", "shift", "x", "k"):
+        if argument in ("scale", "shift", "x", "k", "v"):
             mistake(name, argument, "None", "None", replace(argument, lambda t: None))
 
 for name in ROW_OPERATIONS:
@@ -453,6 +456,57 @@ mistake("qk_norm_rope", "cos", "k_heads_of_pairs", f"{HEADS} and 1", wrong)
 mistake("qk_norm_rope", "cos", "k_heads", f"{HEADS} and 1", fewer_k_heads)
 mistake("qk_norm_coordinate_rope", "coordinates", "k_heads", f"{HEADS} and 1", fewer_k_heads)
 
+# attention: q, k and v are (BATCH, SEQ, HEADS, HEAD_DIM)
+
+mistake("attention", "q", "float32", "float32", replace("q", torch.Tensor.float))
+mistake("attention", "q", "3d", shape_text(*SHAPE), replace("q", lambda t: t.flatten(2)))
+five = (1, BATCH, SEQ, HEADS, HEAD_DIM)
+mistake("attention", "q", "5d", shape_text(*five), replace("q", of_shape(*five)))
+for size in (1, 32, 63, 65, 80, 96, 127, 129, 256, 0):
+    wrong = all_of(*(replace(key, of_shape(BATCH, SEQ, HEADS, size)) for key in ("q", "k", "v")))
+    mistake("attention", "q", f"head_dim{size}", str(size), wrong)
+for size in (
+    SHAPE,
+    (1, SEQ, HEADS, HEAD_DIM),
+    (BATCH + 1, SEQ, HEADS, HEAD_DIM),
+    (BATCH, SEQ, HEADS, 2 * HEAD_DIM),
+    (),
+):
+    wrong = all_of(*(replace(key, of_shape(*size)) for key in ("k", "v")))
+    mistake("attention", "k", f"shape{size}", shape_text(*size), wrong)
+for heads in (0, 3, 2 * HEADS):
+    wrong = all_of(*(replace(key, of_shape(BATCH, SEQ, heads, HEAD_DIM)) for key in ("k", "v")))
+    mistake("attention", "k", f"heads{heads}", str(heads), wrong)
+for size in (
+    SHAPE,
+    (1, SEQ, HEADS, HEAD_DIM),
+    (BATCH, SEQ + 1, HEADS, HEAD_DIM),
+    (BATCH, 1, HEADS, HEAD_DIM),
+    (BATCH, SEQ, 1, HEAD_DIM),
+    (BATCH, SEQ, HEADS, 2 * HEAD_DIM),
+    (),
+):
+    mistake("attention", "v", f"shape{size}", shape_text(*size), replace("v", of_shape(*size)))
+for value in (0, 0.0, -1.0, -1, math.nan, math.inf, -math.inf, 1e-50, 1e39, "0.1", [0.1]):
+    is_plain = not isinstance(value, list)
+    got = re.sub(r"\.0$", "", str(value)) if is_plain else "list"
+    mistake("attention", "scale", repr(value), got, replace("scale", lambda _, v=value: v))
+for size in ((SEQ,), (1, SEQ), (BATCH, 1), (BATCH, SEQ + 1), (SEQ, BATCH), (BATCH, 1, 1, SEQ), ()):
+    wrong = replace("key_bias", of_shape(*size))
+    mistake("attention", "key_bias", f"shape{size}", shape_text(*size), wrong)
+for dtype in (torch.float64, torch.bool, torch.int32):
+    text = dtype_text(dtype)
+    mistake("attention", "key_bias", text, text, replace("key_bias", lambda t, d=dtype: t.to(d)))
+for size in ((1,), (BATCH + 1,), (BATCH, 1), (1, BATCH), ()):
+    wrong = replace("key_lengths", of_shape(*size))
+    mistake("attention", "key_lengths", f"shape{size}", shape_text(*size), wrong)
+for dtype in (torch.int64, torch.int16, torch.float32, torch.bool):
+    text = dtype_text(dtype)
+    wrong = replace("key_lengths", lambda t, d=dtype: t.to(d))
+    mistake("attention", "key_lengths", text, text, wrong)
+wrong = replace("key_lengths", lambda t: t[:1].expand(BATCH))
+mistake("attention", "key_lengths", "expanded", "stride 0", wrong)
+
 
 # --------------------------------------------------------------------------------------------------
 # The tests
@@ -460,7 +514,7 @@ mistake("qk_norm_coordinate_rope", "coordinates", "k_heads", f"{HEADS} and 1", f
 
 def valid_call(kernel, operation, device, shape=SHAPE, heads=HEADS):
     function, arguments = sample(
-        kernel, operation, dtype=torch.float32, device=device, shape=shape, heads=heads
+        kernel, operation, dtype=widest_dtype(operation), device=device, shape=shape, heads=heads
     )
     if "norm" in operation:
         arguments.setdefault("eps", 1e-6)
@@ -596,6 +650,36 @@ WORDING = {
         "qk_norm_rope",
         replace("cos", of_shape(2, 16)),
         "qk_norm_rope: sin must hold one value for each pair, as cos does, got (1, 2, 64)",
+    ),
+    "dtype_of_attention": (
+        "attention",
+        replace("q", torch.Tensor.float),
+        "attention: q must be float16 or bfloat16, got float32",
+    ),
+    "head_dim": (
+        "attention",
+        replace("q", of_shape(1, 2, 4, 80)),
+        "attention: q must have a head_dim of 64 or 128, got 80",
+    ),
+    "key_heads": (
+        "attention",
+        replace("k", of_shape(1, 2, 3, 64)),
+        "attention: k must have a number of heads that divides that of q (1), got 3",
+    ),
+    "key_bias": (
+        "attention",
+        replace("key_bias", of_shape(1, 1)),
+        "attention: key_bias must have shape (1, 2), got (1, 1)",
+    ),
+    "key_lengths": (
+        "attention",
+        replace("key_lengths", torch.Tensor.long),
+        "attention: key_lengths must be int32, got int64",
+    ),
+    "scale": (
+        "attention",
+        replace("scale", lambda _: -0.5),
+        "attention: scale must be positive and finite in float32, got -0.5",
     ),
     "approximate": (
         "gelu",

@@ -519,7 +519,9 @@ def check_attention(
             f"k must have a number of heads that divides that of q ({heads}), got {key_heads}",
         )
     check_last_stride(operation, "k", k)
-    check_shape(operation, "v", v, tuple(k.shape), "q", q)
+    check_device(operation, "v", v, "q", q)
+    check_dtype(operation, "v", v, "q", q)
+    _check_exact_shape(operation, "v", v, k.shape)
     float32 = torch.finfo(torch.float32)
     if scale is not None and not float32.tiny <= scale <= float32.max:
         fail(operation, f"scale must be positive and finite in float32, got {scale}")

@@ -1,0 +1,682 @@
+"""attention: softmax(scale * q kᵀ + key_bias) v, of every batch entry and head."""
+
+import math
+
+import pytest
+import torch
+
+import references
+from checks import check, check_nonfinite, clone_storage, on_meta, poison_memory
+from inputs import PACKED_FORMS, STRIDED_LAYOUTS, dtype_text, every_16_bit_dtype, normal
+
+every_head_dim = pytest.mark.parametrize("head_dim", [64, 128], ids=["d64", "d128"])
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="too slow on a CPU")
+for_both_bias_dtypes = pytest.mark.parametrize(
+    "bias_dtype", [None, torch.float32], ids=["same_dtype_bias", "float32_bias"]
+)
+
+# Around multiples of the sizes of tiles, and far from them.
+QUERY_LENGTHS = [1, 63, 64, 65, 191, 192, 193, 300]
+KEY_LENGTHS = [1, 7, 64, 127, 128, 129, 176, 177, 255, 256, 257, 300, 1000]
+INT32_MAX = 2**31 - 1
+
+
+def query_key_value(
+    batch, queries, keys, heads, head_dim, dtype, device, *, key_heads=None, layout="contiguous"
+):
+    key_heads = heads if key_heads is None else key_heads
+    sizes = [(queries, heads), (keys, key_heads), (keys, key_heads)]
+    return [
+        normal(batch, seq, count, head_dim, dtype=dtype, device=device, layout=layout)
+        for seq, count in sizes
+    ]
+
+
+def key_lengths(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def pad_with(value, lengths, *tensors):
+    """Puts the value into the keys at and after each length."""
+    for b, length in enumerate(lengths):
+        for tensor in tensors:
+            tensor[b, min(max(length, 0), tensor.shape[1]) :] = value
+
+
+def largest_score(q, k, scale, key_bias):
+    """A bound of the magnitude of the scores."""
+    norms = [t.double().norm(dim=-1).nan_to_num(0, 0, 0).amax().item() for t in (q, k)]
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    bias = torch.zeros(1) if key_bias is None else key_bias[key_bias.isfinite()]
+    return norms[0] * norms[1] * scale + (bias.abs().amax().item() if bias.numel() else 0.0)
+
+
+def check_attention(kernel, q, k, v, *, contract=True, **options):
+    """Holds every element to the size of what is averaged in it.
+
+    A weight has an error of half an ulp of 16 bits, and of what float32 leaves of its score.
+    """
+    finfo = torch.finfo(q.dtype)
+    magnitudes = references.attention(q, k, v.abs(), **options)
+    score = largest_score(q, k, options.get("scale"), options.get("key_bias"))
+    of_weights = finfo.eps / 2 + 1e-4 + 2**-20 * score
+    slack = of_weights * magnitudes + finfo.eps / 2 * finfo.smallest_normal
+    out = check(
+        kernel, "attention", q, k, v, slack=slack.max().item(), contract=contract, **options
+    )
+    reference = references.attention(q, k, v, **options)
+    error = (out.double() - reference).abs()
+    excess = error - slack - finfo.eps / 2 * reference.abs()
+    assert excess.max() <= 0, f"an element is {excess.max():.3g} beyond its bound"
+    return out
+
+
+# --------------------------------------------------------------------------------------------------
+# Sizes
+
+
+@pytest.mark.parametrize("keys", KEY_LENGTHS)
+@pytest.mark.parametrize("queries", QUERY_LENGTHS)
+@every_head_dim
+@every_16_bit_dtype
+def test_lengths(kernel, device, queries, keys, head_dim, dtype):
+    check_attention(kernel, *query_key_value(2, queries, keys, 2, head_dim, dtype, device))
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads"), [(1, 1), (3, 3), (8, 2), (6, 1), (6, 3), (12, 4)], ids=str
+)
+@every_head_dim
+@every_16_bit_dtype
+def test_heads(kernel, device, heads, key_heads, head_dim, dtype):
+    tensors = query_key_value(2, 130, 177, heads, head_dim, dtype, device, key_heads=key_heads)
+    check_attention(kernel, *tensors)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 65])
+@pytest.mark.parametrize("batch", [1, 3, 17])
+@every_head_dim
+@every_16_bit_dtype
+def test_batches(kernel, device, batch, queries, head_dim, dtype):
+    check_attention(kernel, *query_key_value(batch, queries, 130, 3, head_dim, dtype, device))
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 1000, 1000, 32, 32, 64),
+        (2, 1000, 1000, 16, 16, 128),
+        (1, 4000, 4000, 12, 12, 64),
+        (1, 4000, 4000, 12, 12, 128),
+        (3, 2688, 128, 32, 32, 64),
+        (1, 257, 20_000, 8, 2, 128),
+        (40, 130, 300, 12, 4, 64),
+        (700, 3, 5, 6, 1, 64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("masked", ["plain", "bias", "lengths", "both"])
+@every_16_bit_dtype
+def test_many_tiles(kernel, device, shape, masked, dtype):
+    """More blocks than there are multiprocessors, so that each has several."""
+    batch, queries, keys, heads, key_heads, head_dim = shape
+    q, k, v = query_key_value(
+        batch, queries, keys, heads, head_dim, dtype, device, key_heads=key_heads
+    )
+    options = {}
+    if masked in ("bias", "both"):
+        options["key_bias"] = normal(batch, keys, dtype=dtype, device=device, std=2.0)
+    if masked in ("lengths", "both"):
+        lengths = [keys - b * keys // batch for b in range(batch)]
+        options["key_lengths"] = key_lengths(lengths, device)
+        pad_with(math.nan, lengths, k, v)
+    check_attention(kernel, q, k, v, **options)
+
+
+@pytest.mark.parametrize("option", ["plain", "bias", "lengths"])
+@every_head_dim
+@every_16_bit_dtype
+def test_without_keys(kernel, device, option, head_dim, dtype):
+    q, k, v = query_key_value(2, 70, 0, 3, head_dim, dtype, device)
+    options = {
+        "plain": {},
+        "bias": {"key_bias": torch.empty(2, 0, dtype=dtype, device=device)},
+        "lengths": {"key_lengths": key_lengths([0, 5], device)},
+    }[option]
+    poison_memory(q)
+    out = kernel.attention(q, k, v, **options)
+    assert out.shape == q.shape and not out.any()
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 5, 7, 2), (2, 0, 7, 2), (2, 5, 7, 0), (0, 0, 0, 0), (2, 0, 0, 2)], ids=str
+)
+@every_16_bit_dtype
+def test_without_queries(kernel, device, shape, dtype):
+    q, k, v = query_key_value(*shape, 64, dtype, device)
+    out = kernel.attention(q, k, v)
+    assert out.shape == q.shape and out.dtype == dtype
+
+
+def test_no_query_heads_with_key_heads(kernel, device):
+    q, k, v = query_key_value(2, 5, 7, 0, 64, torch.bfloat16, device, key_heads=3)
+    assert kernel.attention(q, k, v).shape == (2, 5, 0, 64)
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory
+
+
+@pytest.mark.parametrize("form", PACKED_FORMS)
+@pytest.mark.parametrize("keys", [1, 130])
+@every_head_dim
+@every_16_bit_dtype
+def test_packed_projections(kernel, device, form, keys, head_dim, dtype):
+    """q, k and v as views of one tensor."""
+    size = {
+        "chunk": (2, keys, 3 * 3 * head_dim),
+        "unbind": (2, keys, 3, 3, head_dim),
+        "interleaved_heads": (2, keys, 3, 3 * head_dim),
+        "heads_first": (3, 2, 3, keys, head_dim),
+    }[form]
+    packed = normal(*size, dtype=dtype, device=device)
+    if form == "heads_first":
+        views = packed.transpose(2, 3).unbind(0)
+    elif form == "unbind":
+        views = packed.unbind(2)
+    else:
+        views = packed.chunk(3, -1)
+    views = [view if view.dim() == 4 else view.unflatten(2, (3, head_dim)) for view in views]
+    assert len({view.untyped_storage().data_ptr() for view in views}) == 1
+    check_attention(kernel, *views)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "qkv"])
+@pytest.mark.parametrize("layout", STRIDED_LAYOUTS)
+@every_head_dim
+@every_16_bit_dtype
+def test_strided_views(kernel, device, layout, which, head_dim, dtype):
+    """What belongs to no element of a view is NaN."""
+    plain = query_key_value(2, 70, 130, 3, head_dim, dtype, device)
+    views = query_key_value(2, 70, 130, 3, head_dim, dtype, device, layout=layout)
+    tensors = [
+        view if name in which else one for name, one, view in zip("qkv", plain, views, strict=True)
+    ]
+    check_attention(kernel, *tensors)
+
+
+@pytest.mark.parametrize("layout", ["odd_rows", "misaligned"])
+@every_head_dim
+@every_16_bit_dtype
+def test_tokens_that_are_not_aligned(kernel, device, layout, head_dim, dtype):
+    """Heads follow each other without a gap, and tokens are an odd number of elements apart."""
+    q, k, v = (
+        normal(2, seq, 3 * head_dim, dtype=dtype, device=device, layout=layout)
+        for seq in (70, 130, 130)
+    )
+    check_attention(kernel, *(t.unflatten(2, (3, head_dim)) for t in (q, k, v)))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "seq", "heads"])
+@pytest.mark.parametrize("which", ["q", "k", "v", "kv"])
+@every_16_bit_dtype
+def test_expanded_dimensions(kernel, device, which, dim, dtype):
+    tensors = query_key_value(3, 70, 130, 3, 64, dtype, device)
+    tensors = [
+        t.narrow(dim, 0, 1).expand_as(t) if name in which else t
+        for name, t in zip("qkv", tensors, strict=True)
+    ]
+    check_attention(kernel, *tensors, contract=False)
+
+
+@every_16_bit_dtype
+def test_strides_of_dimensions_of_size_1_are_free(kernel, device, dtype):
+    tensors = [
+        normal(64, dtype=dtype, device=device).as_strided((1, 1, 1, 64), (3, INT32_MAX, 7, 1))
+        for _ in range(3)
+    ]
+    bias = normal(1, dtype=dtype, device=device).as_strided((1, 1), (INT32_MAX, 5))
+    check_attention(kernel, *tensors, key_bias=bias)
+
+
+@every_16_bit_dtype
+def test_one_tensor_as_query_key_and_value(kernel, device, dtype):
+    x = normal(2, 130, 3, 64, dtype=dtype, device=device)
+    check_attention(kernel, x, x, x)
+
+
+# --------------------------------------------------------------------------------------------------
+# Scale
+
+
+@pytest.mark.parametrize("scale", [None, 1e-3, 0.05, 1, 1.7], ids=str)
+@every_head_dim
+@every_16_bit_dtype
+def test_scale(kernel, device, scale, head_dim, dtype):
+    tensors = query_key_value(2, 130, 177, 3, head_dim, dtype, device)
+    check_attention(kernel, *tensors, scale=scale)
+
+
+@every_head_dim
+def test_scale_by_default(kernel, device, head_dim):
+    tensors = query_key_value(2, 130, 177, 3, head_dim, torch.bfloat16, device)
+    given = kernel.attention(*tensors, scale=1 / math.sqrt(head_dim))
+    assert torch.equal(kernel.attention(*tensors), given)
+
+
+# --------------------------------------------------------------------------------------------------
+# Bias
+
+
+def set_minus_infinity(part):
+    def change(bias):
+        bias[..., part] = -math.inf
+
+    return change
+
+
+def every_third(bias):
+    bias[:, ::3] = -math.inf
+
+
+def one_key_left(bias):
+    bias.fill_(-math.inf)
+    bias[:, bias.shape[1] // 2] = 1.0
+
+
+def whole_entry(bias):
+    bias[1] = -math.inf
+
+
+def all_entries(bias):
+    bias.fill_(-math.inf)
+
+
+def large(bias):
+    bias += 3000.0
+
+
+def large_negative(bias):
+    bias -= 10000.0  # as masks of finite values have it
+
+
+def steps(bias):
+    bias[:, ::2] += 300.0
+
+
+BIASES = {
+    "random": lambda bias: None,
+    "minus_infinity_at_the_end": set_minus_infinity(slice(210, None)),
+    "minus_infinity_in_the_first_200": set_minus_infinity(slice(0, 200)),
+    "minus_infinity_in_a_tile": set_minus_infinity(slice(64, 256)),
+    "every_third": every_third,
+    "one_key_left": one_key_left,
+    "whole_entry": whole_entry,
+    "all_entries": all_entries,
+    "large": large,
+    "large_negative": large_negative,
+    "steps": steps,
+}
+
+
+@pytest.mark.parametrize("keys", [257, 300])
+@pytest.mark.parametrize("kind", BIASES)
+@for_both_bias_dtypes
+@every_head_dim
+@every_16_bit_dtype
+def test_key_bias(kernel, device, kind, bias_dtype, keys, head_dim, dtype):
+    q, k, v = query_key_value(3, 65, keys, 4, head_dim, dtype, device, key_heads=2)
+    bias = normal(3, keys, dtype=bias_dtype or dtype, device=device, std=2.0)
+    BIASES[kind](bias)
+    # What float32 leaves of a score beside a large bias is all of the error, here and there.
+    contract = not kind.startswith("large")
+    out = check_attention(kernel, q, k, v, key_bias=bias, contract=contract)
+    for b in range(3):
+        is_left_out = not (bias[b] > -math.inf).any()
+        assert out[b].any() != is_left_out
+
+
+@pytest.mark.parametrize("keys", [1, 7, 64, 129])
+@for_both_bias_dtypes
+@every_16_bit_dtype
+def test_few_biases(kernel, device, keys, bias_dtype, dtype):
+    q, k, v = query_key_value(2, 70, keys, 2, 64, dtype, device)
+    bias = normal(2, keys, dtype=bias_dtype or dtype, device=device, std=2.0)
+    check_attention(kernel, q, k, v, key_bias=bias)
+
+
+@pytest.mark.parametrize("layout", ["expanded", "misaligned", "odd_rows", "chunk", "unbind"])
+@for_both_bias_dtypes
+@every_16_bit_dtype
+def test_strided_biases(kernel, device, layout, bias_dtype, dtype):
+    q, k, v = query_key_value(3, 70, 177, 2, 64, dtype, device)
+    bias = normal(3, 177, dtype=bias_dtype or dtype, device=device, std=2.0, layout=layout)
+    check_attention(kernel, q, k, v, key_bias=bias)
+
+
+# --------------------------------------------------------------------------------------------------
+# Lengths
+
+LENGTHS = [0, 1, 63, 64, 65, 100, 127, 128, 129, 256, 299, 300, 301, INT32_MAX, -1, -(2**31)]
+
+
+@pytest.mark.parametrize("padding", [math.nan, math.inf, 1e4], ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+@every_head_dim
+@every_16_bit_dtype
+def test_key_lengths(kernel, device, length, padding, head_dim, dtype):
+    q, k, v = query_key_value(3, 65, 300, 2, head_dim, dtype, device)
+    lengths = [300, length, 177]
+    pad_with(padding, lengths, k, v)
+    out = check_attention(kernel, q, k, v, key_lengths=key_lengths(lengths, device))
+    assert out[1].any() == (length > 0)
+
+
+@pytest.mark.parametrize("queries", [1, 130])
+@pytest.mark.parametrize("keys", [1, 64, 177])
+@every_16_bit_dtype
+def test_key_lengths_of_few_keys(kernel, device, queries, keys, dtype):
+    lengths = [keys, 0, 1, keys - 1, keys // 2, keys + 1]
+    q, k, v = query_key_value(len(lengths), queries, keys, 2, 64, dtype, device)
+    pad_with(math.nan, lengths, k, v)
+    check_attention(kernel, q, k, v, key_lengths=key_lengths(lengths, device))
+
+
+@pytest.mark.parametrize("length", [1, 65, 200, 300])
+@every_head_dim
+@every_16_bit_dtype
+def test_key_lengths_are_those_of_shorter_tensors(kernel, device, length, head_dim, dtype):
+    q, k, v = query_key_value(1, 65, 300, 2, head_dim, dtype, device)
+    out = kernel.attention(q, k, v, key_lengths=key_lengths([length], device))
+    check_attention(kernel, q, k[:, :length], v[:, :length])
+    shorter = kernel.attention(q, k[:, :length], v[:, :length])
+    torch.testing.assert_close(out, shorter, rtol=0, atol=2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("lengths", [(300, 100, 0), (64, 128, 257), (1, 300, 200)], ids=str)
+@for_both_bias_dtypes
+@every_head_dim
+@every_16_bit_dtype
+def test_bias_and_lengths(kernel, device, lengths, bias_dtype, head_dim, dtype):
+    q, k, v = query_key_value(3, 130, 300, 4, head_dim, dtype, device, key_heads=2)
+    bias = normal(3, 300, dtype=bias_dtype or dtype, device=device, std=2.0)
+    bias[1, :70] = -math.inf
+    pad_with(math.nan, lengths, k, v, bias)
+    check_attention(kernel, q, k, v, key_bias=bias, key_lengths=key_lengths(lengths, device))
+
+
+def test_bias_that_leaves_out_what_the_length_leaves(kernel, device):
+    q, k, v = query_key_value(2, 65, 300, 2, 64, torch.bfloat16, device)
+    bias = normal(2, 300, dtype=torch.bfloat16, device=device)
+    bias[1, :100] = -math.inf
+    lengths = key_lengths([300, 100], device)
+    out = check_attention(kernel, q, k, v, key_bias=bias, key_lengths=lengths)
+    assert out[0].any() and not out[1].any()
+
+
+# --------------------------------------------------------------------------------------------------
+# Values
+
+
+@pytest.mark.parametrize("std", [0.0, 1e-3, 5.0, 30.0])
+@every_head_dim
+@every_16_bit_dtype
+def test_range_of_scores(kernel, device, std, head_dim, dtype):
+    q, k, v = query_key_value(2, 193, 300, 2, head_dim, dtype, device)
+    check_attention(kernel, q * std, k, v)
+
+
+@pytest.mark.parametrize("order", ["rising", "falling", "peak", "valley"])
+@pytest.mark.parametrize("steepness", [0.01, 0.1, 1.0])
+@every_head_dim
+@every_16_bit_dtype
+def test_order_of_scores(kernel, device, order, steepness, head_dim, dtype):
+    """A running maximum changes with every key, or never."""
+    keys = 577
+    q, k, v = query_key_value(2, 130, keys, 2, head_dim, dtype, device)
+    q = 1 + q * 0.01
+    score = torch.linspace(-0.5, 0.5, keys, device=device) * keys * steepness
+    score = {
+        "rising": score,
+        "falling": score.flip(0),
+        "peak": -score.abs(),
+        "valley": score.abs(),
+    }[order]
+    k = (k * 0.01 + score[:, None, None] / math.sqrt(head_dim)).to(dtype)
+    check_attention(kernel, q, k, v)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 1000.0])
+@every_head_dim
+@every_16_bit_dtype
+def test_constant_values(kernel, device, value, head_dim, dtype):
+    q, k, v = query_key_value(2, 65, 300, 2, head_dim, dtype, device)
+    v.fill_(value)
+    check_attention(kernel, q, k, v)
+    q.fill_(1.5)
+    k.fill_(-0.5)
+    check_attention(kernel, q, k, v)
+
+
+@every_head_dim
+def test_large_float16_values(kernel, device, head_dim):
+    """Averages of the largest values are no larger, whatever is added up on the way."""
+    largest = torch.finfo(torch.float16).max
+    q, k, v = query_key_value(2, 65, 300, 2, head_dim, torch.float16, device)
+    v.fill_(largest)
+    v[1] = -largest
+    out = kernel.attention(q, k, v)
+    torch.testing.assert_close(out.double(), v[:, :65].double(), rtol=2e-3, atol=0)
+
+
+def nan_in_a_key(q, k, v):
+    k[0, 100, 1, 5] = math.nan
+
+
+def nan_in_the_last_key(q, k, v):
+    k[0, -1, 1, 63] = math.nan
+
+
+def nan_in_a_query(q, k, v):
+    q[1, 69, 0, 0] = math.nan
+
+
+def infinity_in_a_query(q, k, v):
+    q[1, 3, 0, 0] = math.inf
+
+
+def infinity_in_a_key(q, k, v):
+    k[0, 100, 1, 5] = math.inf
+
+
+def score_of_minus_infinity(q, k, v):
+    q[:] = q.abs()
+    k[0, 100, 1, 5] = -math.inf
+    v[1, 3] = math.nan
+
+
+def nan_in_a_value(q, k, v):
+    v[0, 100, 1, 5] = math.nan
+
+
+def infinity_in_a_value(q, k, v):
+    v[0, 100, 1, 5] = math.inf
+    v[1, 0, 0, 7] = -math.inf
+
+
+def both_infinities_in_values(q, k, v):
+    v[0, 100, 1, 5] = math.inf
+    v[0, 0, 1, 5] = -math.inf
+
+
+NONFINITE = [
+    nan_in_a_key,
+    nan_in_the_last_key,
+    nan_in_a_query,
+    infinity_in_a_query,
+    infinity_in_a_key,
+    score_of_minus_infinity,
+    nan_in_a_value,
+    infinity_in_a_value,
+    both_infinities_in_values,
+]
+
+
+@pytest.mark.parametrize("change", NONFINITE, ids=lambda change: change.__name__)
+@every_head_dim
+@every_16_bit_dtype
+def test_nonfinite_values(kernel, device, change, head_dim, dtype):
+    q, k, v = query_key_value(2, 70, 300, 2, head_dim, dtype, device)
+    change(q, k, v)
+    check_nonfinite(kernel, "attention", q, k, v, slack=torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+@for_both_bias_dtypes
+@every_16_bit_dtype
+def test_nonfinite_biases(kernel, device, value, bias_dtype, dtype):
+    q, k, v = query_key_value(3, 70, 300, 2, 64, dtype, device)
+    bias = normal(3, 300, dtype=bias_dtype or dtype, device=device)
+    bias[1, 100] = value
+    bias[2, 0] = -math.inf
+    slack = torch.finfo(dtype).eps
+    check_nonfinite(kernel, "attention", q, k, v, key_bias=bias, slack=slack)
+
+
+# --------------------------------------------------------------------------------------------------
+# Gradients
+
+
+@for_both_bias_dtypes
+@every_16_bit_dtype
+def test_gradients_with_padding(kernel, device, bias_dtype, dtype):
+    """Keys that are padding, a batch entry without keys and one whose keys all have a bias of -inf."""
+    lengths = [5, 0, 7, 9]
+    q, k, v = query_key_value(4, 6, 9, 4, 64, dtype, device, key_heads=2)
+    bias = normal(4, 9, dtype=bias_dtype or dtype, device=device)
+    bias[2] = -math.inf
+    bias[3, 4] = -math.inf
+    pad_with(math.nan, lengths, k, v)
+    leaves = [t.requires_grad_() for t in (q, k, v, bias)]
+    options = {"key_bias": bias, "key_lengths": key_lengths(lengths, device)}
+    out = kernel.attention(q, k, v, **options)
+    tangent = torch.randn_like(out)
+    actual = torch.autograd.grad(out, leaves, tangent)
+
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    options = {"key_bias": exact[3], "key_lengths": options["key_lengths"]}
+    expected_out = references.attention(*exact[:3], **options)
+    expected = torch.autograd.grad(expected_out, exact, tangent.double())
+    assert not out[1:3].any()
+    torch.testing.assert_close(
+        out.detach().double(), expected_out.detach(), rtol=0, atol=2 * torch.finfo(dtype).eps
+    )
+    for name, one, other in zip(("q", "k", "v", "key_bias"), actual, expected, strict=True):
+        other = other.nan_to_num(0)  # of the entry whose keys all have a bias of -inf
+        error = (one.double() - other).norm() / other.norm()
+        assert error <= 2e-2, f"gradient of {name}: relative error {error:.3g}"
+
+
+@pytest.mark.parametrize("leaf", ["q", "k", "v"])
+def test_gradients_without_keys(kernel, device, leaf):
+    q, k, v = query_key_value(2, 5, 0, 2, 64, torch.bfloat16, device)
+    arguments = {"q": q, "k": k, "v": v}
+    arguments[leaf].requires_grad_()
+    out = kernel.attention(**arguments)
+    assert out.shape == q.shape and not out.any()
+    (gradient,) = torch.autograd.grad(out.sum(), [arguments[leaf]])
+    assert not gradient.any()
+
+
+# --------------------------------------------------------------------------------------------------
+# Contracts
+
+
+@every_head_dim
+@every_16_bit_dtype
+def test_two_runs_give_the_same_bits(kernel, device, head_dim, dtype):
+    q, k, v = query_key_value(2, 300, 1000, 6, head_dim, dtype, device, key_heads=2)
+    options = {
+        "key_bias": normal(2, 1000, dtype=torch.float32, device=device),
+        "key_lengths": key_lengths([1000, 777], device),
+    }
+    first = kernel.attention(q, k, v, **options)
+    for _ in range(5):
+        noise = torch.rand_like(first)
+        assert torch.equal(kernel.attention(q, k, v, **options), first)
+        del noise
+
+
+@every_16_bit_dtype
+def test_batch_entries_do_not_meet(kernel, device, dtype):
+    """An entry's result is the same alone and among others."""
+    q, k, v = query_key_value(3, 130, 300, 4, 64, dtype, device, key_heads=2)
+    lengths = key_lengths([300, 100, 0], device)
+    bias = normal(3, 300, dtype=dtype, device=device)
+    out = kernel.attention(q, k, v, key_bias=bias, key_lengths=lengths)
+    for b in range(3):
+        one = slice(b, b + 1)
+        alone = kernel.attention(
+            q[one], k[one], v[one], key_bias=bias[one], key_lengths=lengths[one]
+        )
+        torch.testing.assert_close(out[one], alone, rtol=0, atol=2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("options", ["plain", "bias", "lengths", "both"])
+def test_compile(kernel, device, options):
+    """With every choice of options, and views of a packed projection."""
+    packed = normal(2, 70, 3 * 128, dtype=torch.bfloat16, device=device)
+    bias = normal(2, 70, dtype=torch.float32, device=device)
+    given = {}
+    if options in ("bias", "both"):
+        given["key_bias"] = bias
+    if options in ("lengths", "both"):
+        given["key_lengths"] = key_lengths([70, 33], device)
+
+    def function(packed, given):
+        q, k, v = (t.unflatten(2, (2, 64)) for t in packed.chunk(3, -1))
+        return kernel.attention(q, k, v, **given).flatten(2) + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(packed, given), function(packed, given))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            other = clone_storage(packed)
+            assert torch.equal(compiled(other, given), function(packed, given))
+
+
+@pytest.mark.parametrize("dims", [(2, 5, 7, 3), (1, 1, 1, 1), (2, 5, 0, 3), (0, 5, 7, 3)], ids=str)
+def test_fake_results(kernel, device, dims):
+    """Contiguous, whatever the query's strides."""
+    tensors = query_key_value(*dims, 64, torch.bfloat16, device, layout="transposed")
+    fake = kernel.attention(*map(on_meta, tensors))
+    out = kernel.attention(*tensors)
+    assert (fake.shape, fake.dtype, fake.stride()) == (out.shape, out.dtype, out.stride())
+
+
+@pytest.mark.sanitize
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize(
+    ("shape", "head_dim", "layout", "dtype"),
+    [
+        ((1, 1, 1, 1, 1), 64, "contiguous", torch.bfloat16),
+        ((2, 65, 177, 2, 1), 64, "chunk", torch.bfloat16),
+        ((2, 193, 300, 2, 2), 128, "unbind", torch.float16),
+        ((1, 130, 129, 2, 2), 128, "misaligned", torch.bfloat16),
+        ((2, 70, 257, 4, 2), 64, "odd_rows", torch.float16),
+    ],
+    ids=lambda value: dtype_text(value) if isinstance(value, torch.dtype) else str(value),
+)
+def test_smoke(kernel, device, shape, head_dim, layout, dtype):
+    batch, queries, keys, heads, key_heads = shape
+    q, k, v = query_key_value(
+        batch, queries, keys, heads, head_dim, dtype, device, key_heads=key_heads, layout=layout
+    )
+    check_attention(kernel, q, k, v, contract=False)
+    if keys > 1:
+        lengths = [keys, 70][:batch]
+        bias = normal(batch, keys, dtype=torch.float32, device=device)
+        options = {"key_bias": bias, "key_lengths": key_lengths(lengths, device)}
+        check_attention(kernel, q, k, v, contract=False, **options)
