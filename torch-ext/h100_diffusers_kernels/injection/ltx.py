@@ -8,10 +8,10 @@ A block is
 
 with an RMS norm of query and key over all heads, a rotary embedding of both in attn1, and a GELU in
 ff. The last line of a block and the first norm of the next are one pass over memory. Four things are
-replaced, each of them on its own: the block's forward, the processors of its
-attentions, the forward of ``ff.net[0]``, and the rotary embedding, which hands the blocks each
-token's coordinates in place of cosine and sine tables of the size of the hidden states. Linear
-layers are called as the modules they are.
+replaced, each of them on its own: the block's forward, the processors of its attentions (attention
+itself only where no backend is chosen in diffusers), the forward of ``ff.net[0]``, and the rotary
+embedding, which hands the blocks each token's coordinates in place of cosine and sine tables of the
+size of the hidden states. Linear layers are called as the modules they are.
 """
 
 from __future__ import annotations
