@@ -159,6 +159,8 @@ def attention(q, k, v, *, scale=None, key_bias=None, key_lengths=None):
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     is_grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=is_grouped)
+    if mask is not None:  # PyTorch's kernels have not always had zeros for a query without keys
+        out = out.masked_fill((mask == -math.inf).all(-1, keepdim=True), 0)
     return out.transpose(1, 2)
 
 

@@ -544,6 +544,18 @@ def test_nonfinite_biases(kernel, device, value, bias_dtype, dtype):
     check_nonfinite(kernel, "attention", q, k, v, key_bias=bias, slack=slack)
 
 
+@every_16_bit_dtype
+def test_nan_of_any_bits(kernel, device, dtype):
+    """The lowest bits of a float32 NaN mean nothing."""
+    q, k, v = query_key_value(3, 70, 300, 2, 64, dtype, device)
+    bias = normal(3, 300, dtype=torch.float32, device=device)
+    bits = bias.view(torch.int32)
+    bits[0, 100], bits[1, 299] = 0x7FC000FF, 0x7FFFFFFF
+    assert bias.isnan().sum() == 2
+    slack = torch.finfo(dtype).eps
+    check_nonfinite(kernel, "attention", q, k, v, key_bias=bias, slack=slack)
+
+
 # --------------------------------------------------------------------------------------------------
 # Gradients
 

@@ -1,7 +1,7 @@
 """Each operation as an equivalent, differentiable PyTorch expression.
 
 ``functional`` takes these where an input requires grad. Arithmetic is float32, rounded once, like the
-kernels'.
+kernels'; attention is PyTorch's own.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ def attention(q, k, v, scale, key_bias, key_lengths) -> Tensor:
             is_padding = torch.arange(k.shape[1], device=k.device) >= key_lengths[:, None]
             mask = mask.masked_fill(is_padding, -torch.inf)
             k, v = (t.masked_fill(is_padding[:, :, None, None], 0) for t in (k, v))
-        # No row of -inf alone: the gradients of PyTorch's kernels would be NaN there.
+        # A mask of -inf alone would be left to each of PyTorch's kernels, its gradients too; some have
+        # had NaN there.
         has_keys = (mask != -torch.inf).any(1)
         mask = mask.masked_fill(~has_keys[:, None], 0)[:, None, None]
     out = torch.nn.functional.scaled_dot_product_attention(
