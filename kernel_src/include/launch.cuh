@@ -56,18 +56,19 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
 // Shared memory of `extern` that a block can have: all that there is, less what exchanges take.
 constexpr int64_t kMaxSharedBytes = 224 * 1024;
 
+inline void throw_on_error(const char* operation, cudaError_t error) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // else a later check would find it again
+  throw std::runtime_error(std::string(operation) + ": the CUDA launch failed: " + cudaGetErrorString(error));
+}
+
 // Launches a kernel that calls wait_for_earlier_kernels.
 // kClusterBlocks: blocks that form a cluster; the grid is a multiple of it. shared_bytes: of `extern` shared
 // memory.
 template <int kClusterBlocks = 1, typename Params>
 void launch_kernel(const char* operation, void (*kernel)(const Params), dim3 grid, int block,
                    const Params& params, Stream stream, int64_t shared_bytes = 0) {
-  const auto check = [&](cudaError_t error) {
-    if (error == cudaSuccess) return;
-    cudaGetLastError();  // else a later check would find it again
-    throw std::runtime_error(std::string(operation) +
-                             ": the CUDA launch failed: " + cudaGetErrorString(error));
-  };
+  const auto check = [&](cudaError_t error) { throw_on_error(operation, error); };
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;

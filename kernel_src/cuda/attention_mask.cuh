@@ -1,0 +1,65 @@
+// What keeps keys out of attention: the end of the sequence, a sample's length, a bias on each key.
+#pragma once
+
+#include "attention_tiles.cuh"
+
+namespace h100_diffusers_kernels {
+
+// Of keys from `count` on the scores are -infinity, whatever they were.
+template <int kScores>
+__device__ __forceinline__ void mask_scores(float (&scores)[kScores], int count, int lane) {
+  const int own = count - lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < kScores; ++i)
+    if (i / 4 * 8 + i % 2 >= own) scores[i] = -INFINITY;
+}
+
+// score * scale + bias; the tile's biases are floats in shared memory.
+template <int kScores>
+__device__ __forceinline__ void add_bias(float (&scores)[kScores], float scale, uint32_t bias, int lane) {
+#pragma unroll
+  for (int i = 0; i < kScores; i += 4) {
+    float pair[2];
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(pair[0]), "=f"(pair[1])
+                 : "r"(bias + static_cast<uint32_t>(lane % 4 * 8 + i * 8)));
+#pragma unroll
+    for (int k = 0; k < 4; ++k) scores[i + k] = __fmaf_rn(scores[i + k], scale, pair[k % 2]);
+  }
+}
+
+// Writes the biases of a tile of keys, by threads `thread` of `threads`.
+template <typename T>
+__device__ __forceinline__ void store_bias(const AttentionParams& args, int batch, int key, uint32_t bias,
+                                           int thread, int threads) {
+  const int count =
+      args.key_bias == nullptr ? 0 : static_cast<int>(min(args.key_length - key, int64_t{kTileKeys}));
+  const int64_t offset = batch * args.key_bias_stride + key;
+#pragma unroll 1
+  for (int i = thread; i < kTileKeys; i += threads) {
+    float value = 0;
+    if (i < count)
+      value = args.key_bias_is_float32 ? static_cast<const float*>(args.key_bias)[offset + i]
+                                       : to_float(static_cast<const T*>(args.key_bias)[offset + i]);
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(bias + static_cast<uint32_t>(i * 4)), "f"(value) : "memory");
+  }
+}
+
+// Values beyond a sample's length may be NaN, which a weight of 0 would not keep out: makes 0 of the rows of
+// a tile from `count` on. By a whole warp group; others may do the same at the same time.
+template <class Tile>
+__device__ __forceinline__ void clear_rows(const WarpRole& role, uint32_t tile, int count) {
+  constexpr int kPieces = kBoxRowBytes / 16;
+#pragma unroll
+  for (int box = 0; box < Tile::kBoxes; ++box)
+    for (int row = count + role.thread / kPieces; row < kTileKeys; row += kWarpGroupThreads / kPieces)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
+                       tile + box * Tile::box_bytes(kTileKeys) +
+                       static_cast<uint32_t>(row * kBoxRowBytes + role.thread % kPieces * 16)),
+                   "r"(0)
+                   : "memory");
+  fence_shared_stores();
+  role.sync_group();
+}
+
+}  // namespace h100_diffusers_kernels

@@ -1,0 +1,200 @@
+// Attention to few keys, as to the tokens of a text: all keys and values of a head stay in shared memory
+// while the queries of that head stream by, 64 at a time, each tile treated by one warp group. What takes
+// time is reading queries and writing the output. A block has consecutive tiles, so that it meets few heads.
+#pragma once
+
+#include <algorithm>
+
+#include "attention_epilogue.cuh"
+#include "attention_loader.cuh"
+#include "attention_mainloop.cuh"
+#include "launch.cuh"
+
+namespace h100_diffusers_kernels {
+
+constexpr int kMaxResidentKeys = 2 * kTileKeys;
+
+template <class Tile>
+struct ResidentMemory {
+  using QueryRing = Ring<Tile::kHeadDim == 64 ? 8 : 3>;
+  using HeadRing = Ring<Tile::kHeadDim == 64 ? 2 : 1>;
+  static constexpr uint32_t kTileBytes = Tile::bytes(kTileKeys);
+  static constexpr uint32_t kHeadBytes = kMaxResidentKeys / kTileKeys * kTileBytes;
+  static constexpr uint32_t kBiasBytes = kMaxResidentKeys * 4;
+  static constexpr uint32_t kQueryBytes = Tile::bytes(kWarpGroupRows);
+
+  uint32_t queries, out, keys, values, bias;
+  QueryRing query_ring;
+  HeadRing key_ring, value_ring;
+
+  __device__ __forceinline__ explicit ResidentMemory(uint32_t begin)
+      : queries(begin),
+        out(queries + QueryRing::kStages * kQueryBytes),
+        keys(out + Tile::kGroups * kQueryBytes),
+        values(keys + HeadRing::kStages * kHeadBytes),
+        bias(values + HeadRing::kStages * kHeadBytes),
+        query_ring{bias + HeadRing::kStages * kBiasBytes},
+        key_ring{query_ring.address + QueryRing::kBytes},
+        value_ring{key_ring.address + HeadRing::kBytes} {}
+
+  static constexpr uint32_t kBytes = kTileAlignment + (QueryRing::kStages + Tile::kGroups) * kQueryBytes +
+                                     HeadRing::kStages * (2 * kHeadBytes + kBiasBytes) + QueryRing::kBytes +
+                                     2 * HeadRing::kBytes;
+};
+
+// The tiles of a head, of which nothing is waited for or released one by one.
+template <class Tile>
+struct ResidentKeys {
+  using Memory = ResidentMemory<Tile>;
+  uint32_t key_tile, value_tile, bias_tile;
+
+  __device__ __forceinline__ ResidentKeys(const Memory& memory, int stage)
+      : key_tile(memory.keys + stage * Memory::kHeadBytes),
+        value_tile(memory.values + stage * Memory::kHeadBytes),
+        bias_tile(memory.bias + stage * Memory::kBiasBytes) {}
+
+  __device__ __forceinline__ void wait_keys() const {}
+  __device__ __forceinline__ uint32_t keys() const { return key_tile; }
+  __device__ __forceinline__ uint32_t bias() const { return bias_tile; }
+  __device__ __forceinline__ void release_keys() {
+    key_tile += Memory::kTileBytes;
+    bias_tile += kTileKeys * 4;
+  }
+  __device__ __forceinline__ void wait_values() const {}
+  __device__ __forceinline__ uint32_t values() const { return value_tile; }
+  __device__ __forceinline__ void release_values() { value_tile += Memory::kTileBytes; }
+};
+
+// The consecutive tiles of a block, head by head.
+class TileRange {
+ public:
+  __device__ __forceinline__ explicit TileRange(const AttentionKernelParams& params)
+      : query_tiles_(params.query_tiles),
+        tile_(begin_of(params.tiles, blockIdx.x)),
+        end_(begin_of(params.tiles, blockIdx.x + 1)) {}
+
+  __device__ __forceinline__ bool has_head() const { return tile_ < end_; }
+  __device__ __forceinline__ int tile() const { return tile_; }
+  __device__ __forceinline__ int end_of_head() const {
+    return min(end_, (tile_ / query_tiles_ + 1) * query_tiles_);
+  }
+  __device__ __forceinline__ void next_head() { tile_ = end_of_head(); }
+
+ private:
+  __device__ __forceinline__ static int begin_of(int tiles, unsigned block) {
+    return static_cast<int>(int64_t{tiles} * block / gridDim.x);
+  }
+
+  int query_tiles_, tile_, end_;
+};
+
+template <class Tile, class Loader>
+__device__ __forceinline__ void load_resident(const AttentionKernelParams& params,
+                                              const ResidentMemory<Tile>& memory, const WarpRole& role,
+                                              TileRange range, int key_tiles) {
+  using Memory = ResidentMemory<Tile>;
+  const Loader loader(params, role);
+  RingPlace<typename Memory::HeadRing> head;
+  RingPlace<typename Memory::QueryRing> query;
+#pragma unroll 1
+  for (; range.has_head(); range.next_head()) {
+    const QueryTile place = QueryTile::at(params, range.tile(), kWarpGroupRows);
+    head.wait_empty(memory.key_ring);
+#pragma unroll 1
+    for (int tile = 0; tile < key_tiles; ++tile) {
+      const int key = tile * kTileKeys;
+      loader.load_keys(memory.keys + head.stage * Memory::kHeadBytes + tile * Memory::kTileBytes,
+                       memory.bias + head.stage * Memory::kBiasBytes + key * 4,
+                       memory.key_ring.full(head.stage), place, key);
+    }
+    head.wait_empty(memory.value_ring);
+#pragma unroll 1
+    for (int tile = 0; tile < key_tiles; ++tile)
+      loader.load_values(memory.values + head.stage * Memory::kHeadBytes + tile * Memory::kTileBytes,
+                         memory.value_ring.full(head.stage), place, tile * kTileKeys);
+    head.advance();
+    if constexpr (Loader::kArrivals > 0) {
+#pragma unroll 1
+      for (int tile = range.tile(); tile < range.end_of_head(); ++tile) {
+        query.wait_empty(memory.query_ring);
+        loader.load_query(memory.queries + query.stage * Memory::kQueryBytes, kWarpGroupRows,
+                          memory.query_ring.full(query.stage), QueryTile::at(params, tile, kWarpGroupRows));
+        query.advance();
+      }
+    }
+  }
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    resident_attention_kernel(const __grid_constant__ AttentionKernelParams params) {
+  using Memory = ResidentMemory<Tile>;
+  using QueryRing = typename Memory::QueryRing;
+  const Memory memory(shared_tiles());
+  const WarpRole role;
+  const int key_tiles = static_cast<int>((params.args.key_length + kTileKeys - 1) / kTileKeys);
+  if (threadIdx.x == 0) {
+    memory.query_ring.init(1, 4);
+    memory.key_ring.init(2 * key_tiles, Tile::kGroups * 4);
+    memory.value_ring.init(key_tiles, Tile::kGroups * 4);
+  }
+  publish_barriers();
+  wait_for_earlier_kernels();
+  TileRange range(params);
+
+  if (role.loads()) {
+    release_registers<Tile::kLoadRegisters>();
+    if (TensorLoader<Tile>::is_mine(role))
+      load_resident<Tile, TensorLoader<Tile>>(params, memory, role, range, key_tiles);
+    if (BiasLoader<Tile>::is_mine(role))
+      load_resident<Tile, BiasLoader<Tile>>(params, memory, role, range, key_tiles);
+  } else {
+    take_registers<Tile::kComputeRegisters>();
+    const bool is_elected = role.lane == 0;
+    const int first = range.tile();
+    int tile = first + role.group;  // this group's next: every kGroups-th
+    RingPlace<typename Memory::HeadRing> head;
+    for (; range.has_head(); range.next_head()) {
+      const int key_count = params.key_count(QueryTile::at(params, range.tile(), kWarpGroupRows).batch);
+      head.wait_full(memory.key_ring);
+      head.wait_full(memory.value_ring);
+#pragma unroll 1
+      for (; tile < range.end_of_head(); tile += Tile::kGroups) {
+        const int stage = (tile - first) % QueryRing::kStages;
+        memory.query_ring.full(stage).wait((tile - first) / QueryRing::kStages % 2);
+        const auto release_query = [&] {
+          if (is_elected) memory.query_ring.empty(stage).arrive();
+        };
+        using Loop = Mainloop<Tile, true>;
+        const Loop mainloop{role, params.args.scale, key_count < params.args.key_length};
+        typename Loop::Softmax softmax(params.args.scale);
+        typename Loop::Softmax::Sums sums;
+        ResidentKeys<Tile> keys(memory, head.stage);
+        mainloop.template run<false>(Operand::along_rows(memory.queries + stage * Memory::kQueryBytes),
+                                     Tile::box_bytes(kWarpGroupRows), keys, key_count, release_query, softmax,
+                                     sums);
+        softmax.normalize(sums);
+        store_rows<Tile>(role, params.out, memory.out + role.group * Memory::kQueryBytes,
+                         Tile::box_bytes(kWarpGroupRows), QueryTile::at(params, tile, kWarpGroupRows), sums);
+      }
+      if (is_elected) {
+        memory.key_ring.empty(head.stage).arrive();
+        memory.value_ring.empty(head.stage).arrive();
+      }
+      head.advance();
+    }
+    if (role.thread == 0) wait_for_stores();
+  }
+}
+
+template <class Tile>
+void launch_resident_attention(const char* operation, AttentionKernelParams& params, int multiprocessors,
+                               Stream stream) {
+  TensorLoader<Tile>::map(operation, params, kWarpGroupRows);
+  params.query_tiles = static_cast<int>(ceil_divide(params.args.query_length, kWarpGroupRows));
+  params.tiles = static_cast<int>(params.args.batch * params.args.heads * params.query_tiles);
+  launch_kernel(operation, resident_attention_kernel<Tile>, dim3(std::min(multiprocessors, params.tiles)),
+                Tile::kThreads, params, stream, ResidentMemory<Tile>::kBytes);
+}
+
+}  // namespace h100_diffusers_kernels

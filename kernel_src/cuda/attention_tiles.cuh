@@ -1,0 +1,101 @@
+// Attention's tiles: how many queries and keys at a time, who computes them, and where they lie in shared
+// memory.
+#pragma once
+
+#include "async_copy.cuh"
+#include "barrier.cuh"
+#include "params.h"
+#include "tensor_copy.cuh"
+#include "warp_group.cuh"
+
+namespace h100_diffusers_kernels {
+
+constexpr int kTileKeys = 128;
+
+// kGroups warp groups compute, 64 queries each, and one loads. With 64 elements a head the exponentials take
+// about as long as the matrix products: three groups, of which one multiplies while two are at their
+// exponentials. With 128 the sums need twice the registers: two groups.
+template <typename T_, int kHeadDim_>
+struct AttentionTile {
+  using T = T_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kBoxes = kHeadDim / kBoxColumns;
+  static constexpr int kGroups = kHeadDim == 64 ? 3 : 2;
+  static constexpr int kRows = kGroups * kWarpGroupRows;
+  static constexpr int kThreads = (kGroups + 1) * kWarpGroupThreads;
+  static constexpr int kComputeThreads = kGroups * kWarpGroupThreads;
+  static constexpr int kComputeRegisters = kHeadDim == 64 ? 160 : 232;
+  static constexpr int kLoadRegisters = kHeadDim == 64 ? 32 : 40;
+  static constexpr int kSums = kWarpGroupRows * kHeadDim / kWarpGroupThreads;  // of a thread
+  static constexpr int kScores = kWarpGroupRows * kTileKeys / kWarpGroupThreads;
+
+  static constexpr uint32_t box_bytes(int rows) { return static_cast<uint32_t>(rows * kBoxRowBytes); }
+  static constexpr uint32_t bytes(int rows) { return kBoxes * box_bytes(rows); }
+};
+
+// The first warp group of a block loads, the others compute.
+struct WarpRole {
+  int group;               // of those that compute, -1 of the one that loads
+  int thread, warp, lane;  // of the group
+
+  __device__ __forceinline__ WarpRole()
+      : group(__shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpGroupThreads, 0) - 1),
+        thread(static_cast<int>(threadIdx.x) % kWarpGroupThreads),
+        warp(thread / 32),
+        lane(thread % 32) {}
+
+  __device__ __forceinline__ bool loads() const { return group < 0; }
+  // The row of the group's 64 that this lane addresses where a warp writes its 16 rows as fragments.
+  __device__ __forceinline__ int fragment_row() const { return warp * 16 + lane % 16; }
+  // The threads of this group alone.
+  __device__ __forceinline__ void sync_group() const { named_barrier_sync(1 + group, kWarpGroupThreads); }
+};
+
+// The address of the block's `extern` shared memory, rounded up to where a swizzled tile can begin.
+constexpr uint32_t kTileAlignment = kSwizzleBytes;
+__device__ __forceinline__ uint32_t shared_tiles() {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  return (shared_address(shared_memory) + kTileAlignment - 1) & ~(kTileAlignment - 1);
+}
+
+// What the launcher hands to the kernels, in addition to the maps.
+struct AttentionKernelParams {
+  MappedTensor q, k, v, out;
+  AttentionParams args;
+  int query_tiles, tiles;  // of a head; of all heads
+  int group_heads;         // query heads of a key head
+
+  // Keys of the sample that count.
+  __device__ __forceinline__ int key_count(int batch) const {
+    const int length = static_cast<int>(args.key_length);
+    return args.key_lengths == nullptr ? length : min(max(args.key_lengths[batch], 0), length);
+  }
+};
+
+// The tensors, as the copy engine is told of them.
+inline HeadsTensor q_of(const AttentionParams& p) {
+  return {p.q.data, p.batch,    p.query_length,
+          p.heads,  p.head_dim, {p.q.strides[0], p.q.strides[1], p.q.strides[2]}};
+}
+inline HeadsTensor key_tensor(const AttentionParams& p, const AttentionOperand& operand) {
+  return {operand.data, p.batch,    p.key_length,
+          p.key_heads,  p.head_dim, {operand.strides[0], operand.strides[1], operand.strides[2]}};
+}
+inline HeadsTensor k_of(const AttentionParams& p) { return key_tensor(p, p.k); }
+inline HeadsTensor v_of(const AttentionParams& p) { return key_tensor(p, p.v); }
+inline HeadsTensor out_of(const AttentionParams& p) {
+  const int64_t row = p.heads * p.head_dim;
+  return {p.out, p.batch, p.query_length, p.heads, p.head_dim, {p.query_length * row, row, p.head_dim}};
+}
+
+// 64 or more queries of one head.
+struct QueryTile {
+  int batch, head, row;
+
+  __device__ __forceinline__ static QueryTile at(const AttentionKernelParams& params, int tile, int rows) {
+    const int heads = static_cast<int>(params.args.heads), head = tile / params.query_tiles;
+    return {head / heads, head % heads, (tile - head * params.query_tiles) * rows};
+  }
+};
+
+}  // namespace h100_diffusers_kernels

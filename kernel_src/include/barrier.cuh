@@ -1,0 +1,96 @@
+// How the warps of a block wait for each other and for copies: rings of barriers (mbarrier) between the
+// warps that fill shared memory and those that read it, and the named barriers of one warp group.
+// All of it goes by 32-bit addresses in shared memory, which are taken once.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace h100_diffusers_kernels {
+
+struct Barrier {
+  static constexpr uint32_t kBytes = 8;
+  uint32_t address;
+
+  __device__ __forceinline__ void init(uint32_t arrivals) const {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address), "r"(arrivals) : "memory");
+  }
+
+  __device__ __forceinline__ void arrive() const {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(address) : "memory");
+  }
+
+  // Arrives, and has the phase end no sooner than when so many bytes have been copied too.
+  __device__ __forceinline__ void arrive_and_expect(uint32_t bytes) const {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
+  }
+
+  // Until the phase of this parity has ended. Before the first phase, that of parity 1 counts as ended.
+  __device__ __forceinline__ void wait(uint32_t parity) const {
+    asm volatile(
+        "{\n"
+        ".reg .pred has_ended;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 has_ended, [%0], %1;\n"
+        "@!has_ended bra again;\n"
+        "}" ::"r"(address),
+        "r"(parity)
+        : "memory");
+  }
+};
+
+// kStages pieces of shared memory that go round: filled, read, filled anew. Each side keeps a RingPlace.
+template <int kStages_>
+struct Ring {
+  static constexpr int kStages = kStages_;
+  static constexpr uint32_t kBytes = 2 * kStages * Barrier::kBytes;
+  uint32_t address;
+
+  __device__ __forceinline__ Barrier full(int stage) const { return {address + stage * Barrier::kBytes}; }
+  __device__ __forceinline__ Barrier empty(int stage) const {
+    return {address + (kStages + stage) * Barrier::kBytes};
+  }
+
+  __device__ __forceinline__ void init(uint32_t writers, uint32_t readers) const {
+    for (int stage = 0; stage < kStages; ++stage) {
+      full(stage).init(writers);
+      empty(stage).init(readers);
+    }
+  }
+};
+
+template <class RingType>
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == RingType::kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void wait_full(const RingType& ring) const { ring.full(stage).wait(parity); }
+  __device__ __forceinline__ void wait_empty(const RingType& ring) const {
+    ring.empty(stage).wait(parity ^ 1);
+  }
+};
+
+// Makes initialized barriers known to the copy engine, too.
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  __syncthreads();
+}
+
+// Makes this thread's stores to shared memory visible to tensor cores and copy engine. A barrier follows.
+__device__ __forceinline__ void fence_shared_stores() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Number 0 is __syncthreads.
+__device__ __forceinline__ void named_barrier_sync(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+}  // namespace h100_diffusers_kernels

@@ -1,0 +1,120 @@
+// The tensor memory accelerator: boxes of a strided tensor to shared memory and back. A box is kBoxColumns
+// elements (128 bytes) by some rows; shared memory holds a row in 128 bytes with the 16-byte pieces in the
+// order that wgmma's 128-byte swizzle has: piece p of row r at p ^ (r % 8).
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "barrier.cuh"
+#include "launch.cuh"
+
+namespace h100_diffusers_kernels {
+
+constexpr int kBoxColumns = 64;  // of 16 bits
+constexpr int kBoxRowBytes = 128;
+constexpr int kSwizzleRows = 8;
+constexpr uint32_t kSwizzleBytes = kSwizzleRows * kBoxRowBytes;  // a tile begins at a multiple of it
+
+__device__ __forceinline__ uint32_t swizzled_piece(int row, int piece) {
+  return static_cast<uint32_t>(row * kBoxRowBytes + (piece ^ row % kSwizzleRows) * 16);
+}
+
+// (batch, seq, heads, head_dim), as the engine sees it: dimensions from the inside out.
+struct HeadsBox {
+  int column, head, seq, batch;
+};
+
+__device__ __forceinline__ void tensor_load(uint32_t shared, const CUtensorMap& map, Barrier barrier,
+                                            const HeadsBox& box) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+      "%6}], [%2];" ::"r"(shared),
+      "l"(&map), "r"(barrier.address), "r"(box.column), "r"(box.head), "r"(box.seq), "r"(box.batch)
+      : "memory");
+}
+
+// Rows beyond the tensor are not stored. The thread that stores waits, too.
+__device__ __forceinline__ void tensor_store(const CUtensorMap& map, uint32_t shared, const HeadsBox& box) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+      "r"(shared), "r"(box.column), "r"(box.head), "r"(box.seq), "r"(box.batch)
+      : "memory");
+}
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until shared memory has been read.
+__device__ __forceinline__ void wait_for_store_reads() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// ---------------------------------------------------------------------------------------------------------
+
+// A tensor (batch, seq, heads, head_dim); strides in elements, of the first three.
+struct HeadsTensor {
+  const void* data;
+  int64_t batch, seq, heads, head_dim;
+  int64_t strides[3];
+};
+
+// Whether the engine takes it: aligned to 16 bytes in all but the last dimension. Of the heads and of the
+// batch, but not of the rows of a box, a stride may be 0.
+inline bool is_mappable(const HeadsTensor& tensor) {
+  constexpr int64_t kEnd = int64_t{1} << 39;
+  const auto is_stride = [](int64_t size, int64_t stride) {
+    return size == 1 || (stride * 2 % kVectorBytes == 0 && stride < kEnd);
+  };
+  return is_16_byte_aligned(tensor.data) && is_stride(tensor.batch, tensor.strides[0]) &&
+         is_stride(tensor.seq, tensor.strides[1]) && (tensor.seq == 1 || tensor.strides[1] != 0) &&
+         is_stride(tensor.heads, tensor.strides[2]);
+}
+
+// A tensor with its map. Where a stride is 0 the map has one element, whichever is asked for.
+struct MappedTensor {
+  CUtensorMap map;
+  int head_step, batch_step;
+
+  __device__ __forceinline__ HeadsBox box(int column, int head, int seq, int batch) const {
+    return {column, head * head_step, seq, batch * batch_step};
+  }
+};
+
+inline MappedTensor map_tensor(const char* operation, const HeadsTensor& tensor, DType dtype, int box_rows) {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [&] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                               cudaEnableDefault, &found);
+    if (error != cudaSuccess || found != cudaDriverEntryPointSuccess)
+      throw std::runtime_error(std::string(operation) + ": the CUDA driver has no cuTensorMapEncodeTiled");
+    return reinterpret_cast<Encode>(function);
+  }();
+  const int64_t sizes_in[3] = {tensor.heads, tensor.seq, tensor.batch};
+  const int64_t strides_in[3] = {tensor.strides[2], tensor.strides[1], tensor.strides[0]};
+  cuuint64_t sizes[4] = {static_cast<cuuint64_t>(tensor.head_dim)}, strides[3];
+  for (int dim = 0; dim < 3; ++dim) {
+    const bool is_single = sizes_in[dim] == 1 || strides_in[dim] == 0;
+    sizes[dim + 1] = is_single ? 1 : static_cast<cuuint64_t>(sizes_in[dim]);
+    strides[dim] = is_single ? kVectorBytes : static_cast<cuuint64_t>(strides_in[dim]) * 2;
+  }
+  const cuuint32_t box[4] = {kBoxColumns, 1, static_cast<cuuint32_t>(box_rows), 1}, every[4] = {1, 1, 1, 1};
+  MappedTensor mapped{{}, sizes[1] == 1 ? 0 : 1, sizes[3] == 1 ? 0 : 1};
+  const CUresult result = encode(
+      &mapped.map,
+      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
+      const_cast<void*>(tensor.data), sizes, strides, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS)
+    throw std::runtime_error(std::string(operation) + ": cuTensorMapEncodeTiled failed with error " +
+                             std::to_string(static_cast<int>(result)));
+  return mapped;
+}
+
+}  // namespace h100_diffusers_kernels

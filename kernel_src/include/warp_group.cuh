@@ -1,0 +1,127 @@
+// Matrix products of a warp group (wgmma), 64 rows at a time, and the registers that its warps have.
+//
+// A thread of the group holds, of the 64 x N result, columns 8j + 2 (lane % 4) and the next one of rows
+// 16 warp + lane / 4 (values 4j, 4j + 1) and 8 below (4j + 2, 4j + 3). A left operand in registers has the
+// same places, two values a register.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "tensor_copy.cuh"
+
+namespace h100_diffusers_kernels {
+
+constexpr int kWarpGroupThreads = 128;
+constexpr int kWarpGroupRows = 64;
+constexpr int kProductDepth = 16;  // of one instruction
+
+// Where an operand lies in shared memory, in boxes of tensor_copy.cuh. Additions go by 16 bytes.
+struct Operand {
+  uint64_t descriptor;
+
+  // The depth runs along the rows of 128 bytes.
+  __device__ __forceinline__ static Operand along_rows(uint32_t address) { return {encode(address, 16)}; }
+  // The depth runs from row to row; further columns are box_bytes on.
+  __device__ __forceinline__ static Operand across_rows(uint32_t address, uint32_t box_bytes) {
+    return {encode(address, box_bytes)};
+  }
+  __device__ __forceinline__ Operand plus(uint32_t bytes) const { return {descriptor + bytes / 16}; }
+
+ private:
+  __device__ __forceinline__ static uint64_t encode(uint32_t address, uint32_t leading_bytes) {
+    constexpr uint64_t kSwizzle128 = 1;
+    return uint64_t{(address & 0x3ffff) >> 4} | uint64_t{leading_bytes >> 4} << 16 |
+           uint64_t{kSwizzleBytes >> 4} << 32 | kSwizzle128 << 62;
+  }
+};
+
+#define H100_OUT_8(d, i)                                                                      \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define H100_OUT_32(d, i) H100_OUT_8(d, i), H100_OUT_8(d, i + 8), H100_OUT_8(d, i + 16), H100_OUT_8(d, i + 24)
+#define H100_REGISTERS_32                                                            \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17," \
+  " %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
+#define H100_REGISTERS_64                                                                 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17,"      \
+  " %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34," \
+  " %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51," \
+  " %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+
+// d += a b, or d = a b, asynchronously: of 64 rows of a and kColumns of b. The operands must stay as they
+// are, and d must not be touched, until wait_for_products has let the thread through.
+template <typename T, int kColumns>
+struct Product;
+
+// of_shared: a and b in shared memory, the depth along their rows. of_registers: a in registers, the depth
+// of b across its rows.
+#define H100_PRODUCT(T, type)                                                                                \
+  template <>                                                                                                \
+  struct Product<T, 64> {                                                                                    \
+    __device__ __forceinline__ static void of_registers(float (&d)[32], const uint32_t (&a)[4], Operand b) { \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " H100_REGISTERS_32         \
+                   ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                                \
+                   : H100_OUT_32(d, 0)                                                                       \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor));                         \
+    }                                                                                                        \
+  };                                                                                                         \
+  template <>                                                                                                \
+  struct Product<T, 128> {                                                                                   \
+    __device__ __forceinline__ static void of_registers(float (&d)[64], const uint32_t (&a)[4], Operand b) { \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " H100_REGISTERS_64        \
+                   ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"                                                \
+                   : H100_OUT_32(d, 0), H100_OUT_32(d, 32)                                                   \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor));                         \
+    }                                                                                                        \
+    __device__ __forceinline__ static void of_shared(float (&d)[64], Operand a, Operand b,                   \
+                                                     bool accumulate) {                                      \
+      asm volatile(                                                                                          \
+          "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"                                     \
+          "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " H100_REGISTERS_64                 \
+          ", %64, %65, accumulate, 1, 1, 0, 0;\n}"                                                           \
+          : H100_OUT_32(d, 0), H100_OUT_32(d, 32)                                                            \
+          : "l"(a.descriptor), "l"(b.descriptor), "r"(static_cast<int>(accumulate)));                        \
+    }                                                                                                        \
+  }
+H100_PRODUCT(__nv_bfloat16, "bf16");
+H100_PRODUCT(__half, "f16");
+#undef H100_PRODUCT
+#undef H100_REGISTERS_64
+#undef H100_REGISTERS_32
+#undef H100_OUT_32
+#undef H100_OUT_8
+
+// Before the products that follow what has written their registers.
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// What has been ordered since the last time is one group.
+__device__ __forceinline__ void commit_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Until all groups have come to their end.
+__device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+// How many registers each thread of the warp group has from here on. What one group gives up others can take.
+template <int kRegisters>
+__device__ __forceinline__ void release_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// 16 rows by 16 columns of 16 bits, at the places of a left operand, to shared memory. Each lane addresses
+// the 16 bytes of row lane % 16, columns 8 (lane / 16) on.
+__device__ __forceinline__ void store_fragment(uint32_t address, const uint32_t (&fragment)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+               : "memory");
+}
+
+}  // namespace h100_diffusers_kernels
