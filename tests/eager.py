@@ -156,7 +156,8 @@ def attention(q, k, v, *, scale=None, key_bias=None, key_lengths=None):
         k, v = (t.masked_fill(padding[:, :, None, None], 0) for t in (k, v))
         mask = q.new_zeros(padding.shape)[:, None, None] if mask is None else mask
         mask = mask.masked_fill(padding[:, None, None], -math.inf)
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    # Aligned: of misaligned tensors PyTorch's own kernels have made NaN.
+    q, k, v = (t.clone(memory_format=torch.contiguous_format).transpose(1, 2) for t in (q, k, v))
     is_grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=is_grouped)
     if mask is not None:  # PyTorch's kernels have not always had zeros for a query without keys

@@ -680,6 +680,11 @@ OwnedTensor op_attention(const Tensor& q, const Tensor& k, const Tensor& v, std:
   OwnedTensor out = empty(q, shape);
   if (q.numel() == 0) return out;
   params.out = Tensor(out).mutable_data_ptr();
+  OwnedTensor workspace;
+  if (const int64_t bytes = attention_workspace_bytes(params)) {
+    workspace = empty(q, {bytes / bytes_of(params.dtype)});
+    params.workspace = Tensor(workspace).mutable_data_ptr();
+  }
   const DeviceStream device(q);
   attention(params, device.stream());
   return out;

@@ -271,6 +271,8 @@ void launch(const AttentionParams& params, Stream stream) {
 
 }  // namespace
 
+int64_t attention_workspace_bytes(const AttentionParams&) { return 0; }
+
 void attention(const AttentionParams& params, Stream stream) {
   if (params.dtype == DType::kFloat16) {
     launch<Float16>(params, stream);

@@ -1,5 +1,5 @@
 // attention: which kernel takes which tensors.
-#include <algorithm>
+#include <type_traits>
 
 #include "attention_resident.cuh"
 #include "attention_stream.cuh"
@@ -17,23 +17,47 @@ int count_multiprocessors() {
   return count;
 }
 
+bool is_mappable(const AttentionParams& args) {
+  return is_mappable(q_of(args)) && is_mappable(k_of(args)) && is_mappable(v_of(args));
+}
+
+// Whether it pays to convert the values first: where they are read for many queries.
+bool has_half_values(const AttentionParams& args) {
+  constexpr int64_t kMinQueries = 1024;
+  constexpr int64_t kMinMultiprocessors = 64;
+  const int64_t tiles = args.batch * args.heads * ceil_divide(args.query_length, kWarpGroupRows);
+  return args.dtype == DType::kBFloat16 && args.key_bias == nullptr && args.key_length > kMaxResidentKeys &&
+         args.query_length >= kMinQueries && tiles <= kMinMultiprocessors * RedoList::kTiles &&
+         is_mappable(args);
+}
+
 template <class Tile>
 void launch(AttentionKernelParams& params, Stream stream) {
   const AttentionParams& args = params.args;
   const int multiprocessors = count_multiprocessors();
   params.out = map_tensor(kOperation, out_of(args), args.dtype, kWarpGroupRows);
-  if (!is_mappable(q_of(args)) || !is_mappable(k_of(args)) || !is_mappable(v_of(args)))
-    return launch_stream_attention<Tile, true, ElementLoader<Tile>>(kOperation, params, multiprocessors,
-                                                                    stream);
+  if (!is_mappable(args))
+    return launch_stream_attention<Tile, true, false, ElementLoader<Tile>>(kOperation, params,
+                                                                           multiprocessors, stream);
   if (args.key_length <= kMaxResidentKeys)
     return launch_resident_attention<Tile>(kOperation, params, multiprocessors, stream);
   if (args.key_bias != nullptr)
-    return launch_stream_attention<Tile, true, TensorLoader<Tile>, BiasLoader<Tile>>(kOperation, params,
-                                                                                     multiprocessors, stream);
-  launch_stream_attention<Tile, false, TensorLoader<Tile>>(kOperation, params, multiprocessors, stream);
+    return launch_stream_attention<Tile, true, false, TensorLoader<Tile>, BiasLoader<Tile>>(
+        kOperation, params, multiprocessors, stream);
+  if constexpr (std::is_same_v<typename Tile::T, __nv_bfloat16>) {
+    if (args.workspace != nullptr)
+      return launch_stream_attention<Tile, false, true, TensorLoader<Tile>>(kOperation, params,
+                                                                            multiprocessors, stream);
+  }
+  launch_stream_attention<Tile, false, false, TensorLoader<Tile>>(kOperation, params, multiprocessors,
+                                                                  stream);
 }
 
 }  // namespace
+
+int64_t attention_workspace_bytes(const AttentionParams& args) {
+  return has_half_values(args) ? ValueWorkspace(args).bytes() : 0;
+}
 
 void attention(const AttentionParams& args, Stream stream) {
   if (args.key_length == 0) {

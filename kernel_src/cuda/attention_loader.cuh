@@ -21,7 +21,11 @@ class TensorLoader {
   }
 
   __device__ __forceinline__ TensorLoader(const AttentionKernelParams& params, const WarpRole&)
-      : params_(params) {}
+      : params_(params), values_(&params.v) {}
+
+  __device__ __forceinline__ void take_half_values(bool is_half) {
+    values_ = is_half ? &params_.half_values : &params_.v;
+  }
 
   __device__ __forceinline__ void load_query(uint32_t tile, int rows, Barrier full,
                                              const QueryTile& place) const {
@@ -33,7 +37,7 @@ class TensorLoader {
   }
   __device__ __forceinline__ void load_values(uint32_t tile, Barrier full, const QueryTile& place,
                                               int key) const {
-    copy(params_.v, tile, kTileKeys, full, place.head / params_.group_heads, key, place.batch);
+    copy(*values_, tile, kTileKeys, full, place.head / params_.group_heads, key, place.batch);
   }
 
  private:
@@ -48,6 +52,7 @@ class TensorLoader {
   }
 
   const AttentionKernelParams& params_;
+  const MappedTensor* values_;
 };
 
 // The biases of the keys, by a warp.

@@ -2,13 +2,16 @@
 // the sums of the values so weighted.
 #pragma once
 
+#include <type_traits>
+
 #include "attention_mask.cuh"
 #include "attention_softmax.cuh"
 
 namespace h100_diffusers_kernels {
 
 // Keys: where the tiles come from. It has wait_keys, keys, bias, release_keys, wait_values, values,
-// release_values, in this order for each tile; values of one tile are released after the scores of the next.
+// value_address, release_values, in this order for each tile; values of one tile are released after the
+// scores of the next.
 template <class Tile, bool kHasBias>
 struct Mainloop {
   using T = typename Tile::T;
@@ -18,8 +21,9 @@ struct Mainloop {
   float scale;
   bool has_padding;  // keys beyond a sample's length are there and must not count
 
-  // Fills `sums`. query: of this group; release_query is called when it has been read.
-  template <bool kIsOptimistic, class Keys, class ReleaseQuery>
+  // Fills `sums`. kIsFast: see attention_softmax.cuh; the values are float16 then. query: of this group;
+  // release_query is called when it has been read.
+  template <bool kIsFast, class Keys, class ReleaseQuery>
   __device__ __forceinline__ void run(Operand query, uint32_t query_box_bytes, Keys& keys, int key_count,
                                       const ReleaseQuery& release_query, Softmax& softmax,
                                       typename Softmax::Sums& sums) const {
@@ -33,7 +37,7 @@ struct Mainloop {
       const int count = key_count - key;
       keys.wait_keys();
       begin_products();
-      multiply_query(query, query_box_bytes, Operand::along_rows(keys.keys()), scores);
+      multiply_query(query, query_box_bytes, keys.keys(), scores);
       commit_products();
       wait_for_products();
       if (key > 0) keys.release_values();
@@ -41,12 +45,17 @@ struct Mainloop {
       if constexpr (kHasBias) add_bias(scores, scale, keys.bias(), role.lane);
       keys.release_keys();
       if (count < kTileKeys) mask_scores(scores, count, role.lane);
-      if (!kIsOptimistic || key == 0) softmax.raise_pivots(scores, sums);
-      softmax.take_weights(scores, weights);
+      if constexpr (kIsFast) {
+        if (key == 0) softmax.fix_pivots(scores);
+      } else {
+        softmax.raise_pivots(scores, sums);
+      }
+      using Weight = std::conditional_t<kIsFast, __half, T>;
+      softmax.template take_weights<Weight>(scores, weights);
       keys.wait_values();
-      if (count < kTileKeys && has_padding) clear_rows<Tile>(role, keys.values(), count);
+      if (count < kTileKeys && has_padding) clear_rows<Tile>(role, keys.value_address(), count);
       begin_products();
-      multiply_values(weights, Operand::across_rows(keys.values(), Tile::box_bytes(kTileKeys)), sums);
+      multiply_values<Weight>(weights, keys.values(), sums);
       commit_products();
     }
     wait_for_products();
@@ -65,12 +74,13 @@ struct Mainloop {
     }
   }
 
+  template <typename Weight>
   __device__ __forceinline__ static void multiply_values(const typename Softmax::Weights& weights,
                                                          Operand values, typename Softmax::Sums& sums) {
 #pragma unroll
     for (int step = 0; step < kTileKeys / kProductDepth; ++step)
-      Product<T, Tile::kHeadDim>::of_registers(sums, weights[step],
-                                               values.plus(Tile::box_bytes(step * kProductDepth)));
+      Product<Weight, Tile::kHeadDim>::of_registers(sums, weights[step],
+                                                    values.plus(Tile::box_bytes(step * kProductDepth)));
   }
 };
 

@@ -54,14 +54,17 @@ struct ResidentKeys {
         bias_tile(memory.bias + stage * Memory::kBiasBytes) {}
 
   __device__ __forceinline__ void wait_keys() const {}
-  __device__ __forceinline__ uint32_t keys() const { return key_tile; }
+  __device__ __forceinline__ Operand keys() const { return Operand::along_rows(key_tile); }
   __device__ __forceinline__ uint32_t bias() const { return bias_tile; }
   __device__ __forceinline__ void release_keys() {
     key_tile += Memory::kTileBytes;
     bias_tile += kTileKeys * 4;
   }
   __device__ __forceinline__ void wait_values() const {}
-  __device__ __forceinline__ uint32_t values() const { return value_tile; }
+  __device__ __forceinline__ uint32_t value_address() const { return value_tile; }
+  __device__ __forceinline__ Operand values() const {
+    return Operand::across_rows(value_tile, Tile::box_bytes(kTileKeys));
+  }
   __device__ __forceinline__ void release_values() { value_tile += Memory::kTileBytes; }
 };
 

@@ -1,13 +1,18 @@
-// The softmax of attention, taken online (Milakov and Gimelshein, 2018): weights relative to a pivot instead
-// of the maximum, which is not known before the last key. Any pivot will do as long as no weight overflows;
-// a new one costs a multiplication of all sums so far.
+// The softmax of attention, taken online (Milakov and Gimelshein, 2018): weights are relative to a pivot, and
+// where the pivot rises all sums so far are multiplied anew.
 //
 //   weight(key) = 2^((score(key) - pivot) in powers of 2),  out = sum(weight value) / sum(weight)
 //
-// Careful: the pivot moves where a score exceeds it by more than kHeadroom. Optimistic: it is the maximum of
-// the first tile of keys, and stays. Of the next 2^14 keys none is likely to exceed it by a factor that even
-// float16 could not hold; if one does, sums become infinite or NaN, which is seen at the end, and the tile of
-// queries is computed anew, carefully.
+// Weights are rounded to 16 bits for the tensor cores.
+//
+// Careful: the pivot is the largest score so far, or up to kHeadroom below it. It must not be further: in
+// bfloat16 the rounding of a largest weight that is not 1 is most of the error of a row that depends on few
+// keys. To find the maximum of a tile takes a third of the time of its exponentials, which have to wait for
+// it.
+//
+// Fast: weights in float16, which has eight times the precision of bfloat16, so that any pivot within its
+// range will do: kMargin above the maximum of the first tile of keys. A weight out of range is infinity, and
+// the row infinite or NaN, which is seen at the end; such tiles are computed again with care.
 #pragma once
 
 #include <cmath>
@@ -50,17 +55,10 @@ class RowSoftmax {
 
   // Has pivots that the scores do not exceed by more than kHeadroom; `sums` are made relative to them.
   __device__ __forceinline__ void raise_pivots(const Scores& scores, Sums& sums) {
-    float maxima[2][2] = {{scores[0], scores[1]}, {scores[2], scores[3]}};
-#pragma unroll
-    for (int i = 4; i < Tile::kScores; ++i)
-      maxima[i / 2 % 2][i % 2] = maximum_of(maxima[i / 2 % 2][i % 2], scores[i]);
     float maximum[2];
-    bool is_within = true;
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      maximum[row] = maximum_of(maxima[row][0], maxima[row][1]) * (kHasBias ? 1.0f : scale_);
-      is_within = is_within && maximum[row] - pivot_[row] <= kHeadroom;  // not of NaN
-    }
+    find_maxima(scores, maximum);
+    const bool is_within =
+        maximum[0] - pivot_[0] <= kHeadroom && maximum[1] - pivot_[1] <= kHeadroom;  // not of NaN
     if (__all_sync(~0u, is_within)) return;
     float factor[2];
 #pragma unroll
@@ -75,6 +73,16 @@ class RowSoftmax {
     for (int i = 0; i < Tile::kSums; ++i) sums[i] *= factor[i / 2 % 2];
   }
 
+  // Pivots for all tiles, by the scores of the first.
+  __device__ __forceinline__ void fix_pivots(const Scores& scores) {
+    float maximum[2];
+    find_maxima(scores, maximum);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) pivot_[row] = row_maximum(maximum[row]) + kMargin;
+  }
+
+  // Weight: the type that the weights are rounded to.
+  template <typename Weight>
   __device__ __forceinline__ void take_weights(Scores& scores, Weights& weights) {
     float part[2][2] = {};
 #pragma unroll
@@ -88,12 +96,12 @@ class RowSoftmax {
     for (int row = 0; row < 2; ++row) weight_sum_[row] += part[row][0] + part[row][1];
 #pragma unroll
     for (int i = 0; i < Tile::kScores; i += 2)
-      weights[i / 8][i / 2 % 4] = pack_pair<typename Tile::T>(scores[i], scores[i + 1]);
+      weights[i / 8][i / 2 % 4] = pack_pair<Weight>(scores[i], scores[i + 1]);
   }
 
   // Divides the sums by those of the weights. A row without keys is 0. Returns whether all of this thread's
   // are finite.
-  __device__ __forceinline__ bool normalize(Sums& sums) {
+  __device__ __forceinline__ bool normalize(Sums& sums) const {
     float not_finite = 0;
     float inverse[2];
 #pragma unroll
@@ -111,8 +119,21 @@ class RowSoftmax {
   }
 
  private:
-  // So much above the pivot a weight is 2^8 (or e^8), well within float16.
-  static constexpr float kHeadroom = 8;
+  // This thread's part of the rows' maxima, in the units of the pivots.
+  __device__ __forceinline__ void find_maxima(const Scores& scores, float (&maximum)[2]) const {
+    float part[2][2] = {{scores[0], scores[1]}, {scores[2], scores[3]}};
+#pragma unroll
+    for (int i = 4; i < Tile::kScores; ++i)
+      part[i / 2 % 2][i % 2] = maximum_of(part[i / 2 % 2][i % 2], scores[i]);
+#pragma unroll
+    for (int row = 0; row < 2; ++row)
+      maximum[row] = maximum_of(part[row][0], part[row][1]) * (kHasBias ? 1.0f : scale_);
+  }
+
+  static constexpr float kHeadroom = kHasBias ? 1 / kLog2E : 1;  // a factor of 2
+  // Weights of the first tile reach 2^-6. There are 22 powers of 2 above that, and 18 below until weights
+  // have no bit left, which for the sum of even a million of them is less than bfloat16's rounding.
+  static constexpr float kMargin = 6;
   // Below all that can be told from -infinity, which has the weight 0 then.
   static constexpr float kLowestPivot = -3.4e38f;
 

@@ -8,6 +8,7 @@
 #include "attention_epilogue.cuh"
 #include "attention_loader.cuh"
 #include "attention_mainloop.cuh"
+#include "attention_values.cuh"
 #include "launch.cuh"
 
 namespace h100_diffusers_kernels {
@@ -72,17 +73,21 @@ class StreamedKeys {
   using Memory = StreamMemory<Tile, kHasBias>;
 
   __device__ __forceinline__ StreamedKeys(const Memory& memory, bool is_elected)
-      : memory_(memory), is_elected_(is_elected) {}
+      : memory_(memory),
+        is_elected_(is_elected),
+        keys_(Operand::along_rows(memory.keys)),
+        values_(Operand::across_rows(memory.values, Tile::box_bytes(kTileKeys))) {}
 
   __device__ __forceinline__ void wait_keys() const { key_.wait_full(memory_.key_ring); }
-  __device__ __forceinline__ uint32_t keys() const { return memory_.keys + key_.stage * Memory::kKeyBytes; }
+  __device__ __forceinline__ Operand keys() const { return keys_.plus(key_.stage * Memory::kKeyBytes); }
   __device__ __forceinline__ uint32_t bias() const { return memory_.bias + key_.stage * Memory::kBiasBytes; }
   __device__ __forceinline__ void release_keys() {
     if (is_elected_) memory_.key_ring.empty(key_.stage).arrive();
     key_.advance();
   }
   __device__ __forceinline__ void wait_values() const { value_.wait_full(memory_.value_ring); }
-  __device__ __forceinline__ uint32_t values() const {
+  __device__ __forceinline__ Operand values() const { return values_.plus(value_.stage * Memory::kKeyBytes); }
+  __device__ __forceinline__ uint32_t value_address() const {
     return memory_.values + value_.stage * Memory::kKeyBytes;
   }
   __device__ __forceinline__ void release_values() {
@@ -93,25 +98,31 @@ class StreamedKeys {
  private:
   const Memory& memory_;
   bool is_elected_;
+  Operand keys_, values_;  // of the first stage
   RingPlace<typename Memory::KeyRing> key_, value_;
 };
 
-// The tiles of a block: every gridDim.x-th. In the first pass all of them, in the second those listed.
-struct TilePass {
-  const AttentionKernelParams& params;
-  const RedoList& redo;
-  bool is_listed;
+// Which tiles are treated: all; or first those that can be treated fast, then the others and those that
+// turned out not to be finite.
+enum class Pass { kAll, kFast, kCareful };
 
-  template <class Body>
-  __device__ __forceinline__ void for_each(const Body& body) const {
-    int index = 0;
+// A block has every gridDim.x-th tile.
+template <Pass kPass, class Body>
+__device__ __forceinline__ void for_each_tile(const AttentionKernelParams& params, const RedoList& redo,
+                                              int rows, const Body& body) {
+  int index = 0;
 #pragma unroll 1
-    for (int tile = static_cast<int>(blockIdx.x); tile < params.tiles;
-         tile += static_cast<int>(gridDim.x), ++index) {
-      if (!is_listed || redo.has(index)) body(tile, index);
+  for (int tile = static_cast<int>(blockIdx.x); tile < params.tiles;
+       tile += static_cast<int>(gridDim.x), ++index) {
+    if constexpr (kPass != Pass::kAll) {
+      const QueryTile place = QueryTile::at(params, tile, rows);
+      const int64_t head = place.batch * params.args.key_heads + place.head / params.group_heads;
+      const bool is_safe = ValueMaximum::is_safe(params.value_maxima[head]);
+      if (kPass == Pass::kFast ? !is_safe : is_safe && !redo.has(index)) continue;
     }
+    body(tile, index);
   }
-};
+}
 
 template <class Tile, bool kHasBias, class Loader>
 class StreamLoad {
@@ -122,17 +133,10 @@ class StreamLoad {
                                         const WarpRole& role)
       : params_(params), memory_(memory), loader_(params, role) {}
 
-  __device__ __forceinline__ void run(const TilePass& first, const TilePass& last, bool has_first) {
-    if (has_first) {
-      run(first);
-      memory_.end_of_pass.wait(0);
-    }
-    run(last);
-  }
-
- private:
-  __device__ __forceinline__ void run(const TilePass& pass) {
-    pass.for_each([&](int tile, int) {
+  template <Pass kPass>
+  __device__ __forceinline__ void run() {
+    if constexpr (kPass != Pass::kAll) loader_.take_half_values(kPass == Pass::kFast);
+    for_each_tile<kPass>(params_, memory_.redo, Tile::kRows, [&](int tile, int) {
       const QueryTile place = QueryTile::at(params_, tile, Tile::kRows);
       const int key_count = params_.key_count(place.batch);
       query_.wait_empty(memory_.query_ring);
@@ -153,6 +157,7 @@ class StreamLoad {
     });
   }
 
+ private:
   const AttentionKernelParams& params_;
   const Memory& memory_;
   Loader loader_;
@@ -169,19 +174,20 @@ class StreamCompute {
                                            const WarpRole& role)
       : params_(params), memory_(memory), role_(role), keys_(memory, role.lane == 0) {}
 
-  template <bool kIsOptimistic>
-  __device__ __forceinline__ void run(const TilePass& pass) {
+  template <Pass kPass>
+  __device__ __forceinline__ void run() {
+    constexpr bool kIsFast = kPass == Pass::kFast;
     using Loop = Mainloop<Tile, kHasBias>;
     const bool is_elected = role_.lane == 0;
     const uint32_t group_offset = Tile::box_bytes(role_.group * kWarpGroupRows);
     constexpr uint32_t kBoxBytes = Tile::box_bytes(Tile::kRows);
-    pass.for_each([&](int tile, int index) {
+    for_each_tile<kPass>(params_, memory_.redo, Tile::kRows, [&](int tile, int index) {
       const int key_count = params_.key_count(QueryTile::at(params_, tile, Tile::kRows).batch);
       const Loop mainloop{role_, params_.args.scale, key_count < params_.args.key_length};
       typename Loop::Softmax softmax(params_.args.scale);
       typename Loop::Softmax::Sums sums;
       query_.wait_full(memory_.query_ring);
-      mainloop.template run<kIsOptimistic>(
+      mainloop.template run<kIsFast>(
           Operand::along_rows(memory_.query + group_offset), kBoxBytes, keys_, key_count,
           [&] {
             if (is_elected) memory_.query_ring.empty(query_.stage).arrive();
@@ -189,7 +195,7 @@ class StreamCompute {
           softmax, sums);
       query_.advance();
       const bool is_finite = softmax.normalize(sums);
-      if (kIsOptimistic && !__all_sync(~0u, is_finite) && is_elected) memory_.redo.add(index);
+      if (kIsFast && !__all_sync(~0u, is_finite) && is_elected) memory_.redo.add(index);
       QueryTile place = QueryTile::at(params_, tile, Tile::kRows);
       place.row += role_.group * kWarpGroupRows;
       store_rows<Tile>(role_, params_.out, memory_.out + group_offset, kBoxBytes, place, sums);
@@ -206,8 +212,7 @@ class StreamCompute {
   StreamedKeys<Tile, kHasBias> keys_;
 };
 
-// Without a bias all tiles are computed optimistically, then those anew that have to be.
-template <class Tile, bool kHasBias, class... Loaders>
+template <class Tile, bool kHasBias, bool kHasHalfValues, class... Loaders>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     stream_attention_kernel(const __grid_constant__ AttentionKernelParams params) {
   using Memory = StreamMemory<Tile, kHasBias>;
@@ -219,41 +224,45 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     memory.value_ring.init((Loaders::kArrivals + ...), Tile::kGroups * 4);
     memory.end_of_pass.init(Tile::kGroups * 4);
   }
-  if constexpr (!kHasBias) memory.redo.clear();
+  if constexpr (kHasHalfValues) memory.redo.clear();
   publish_barriers();
   wait_for_earlier_kernels();
-
-  // Of more tiles than the list can hold none is tried optimistically.
-  const bool is_optimistic = !kHasBias && params.tiles <= RedoList::kTiles * static_cast<int>(gridDim.x);
-  const TilePass all{params, memory.redo, false}, last{params, memory.redo, is_optimistic};
   if (role.loads()) {
     release_registers<Tile::kLoadRegisters>();
     const auto load = [&]<class Loader>() {
-      if (Loader::is_mine(role))
-        StreamLoad<Tile, kHasBias, Loader>(params, memory, role).run(all, last, is_optimistic);
+      if (!Loader::is_mine(role)) return;
+      StreamLoad<Tile, kHasBias, Loader> stream(params, memory, role);
+      if constexpr (kHasHalfValues) {
+        stream.template run<Pass::kFast>();
+        memory.end_of_pass.wait(0);
+        stream.template run<Pass::kCareful>();
+      } else {
+        stream.template run<Pass::kAll>();
+      }
     };
     (load.template operator()<Loaders>(), ...);
   } else {
     take_registers<Tile::kComputeRegisters>();
-    StreamCompute<Tile, kHasBias> compute(params, memory, role);
-    if constexpr (!kHasBias) {
-      if (is_optimistic) {
-        compute.template run<true>(all);
-        if (role.lane == 0) memory.end_of_pass.arrive();
-        memory.end_of_pass.wait(0);
-      }
+    StreamCompute<Tile, kHasBias> stream(params, memory, role);
+    if constexpr (kHasHalfValues) {
+      stream.template run<Pass::kFast>();
+      if (role.lane == 0) memory.end_of_pass.arrive();
+      memory.end_of_pass.wait(0);
+      stream.template run<Pass::kCareful>();
+    } else {
+      stream.template run<Pass::kAll>();
     }
-    compute.template run<false>(last);
   }
 }
 
-template <class Tile, bool kHasBias, class... Loaders>
+template <class Tile, bool kHasBias, bool kHasHalfValues, class... Loaders>
 void launch_stream_attention(const char* operation, AttentionKernelParams& params, int multiprocessors,
                              Stream stream) {
   (Loaders::map(operation, params, Tile::kRows), ...);
+  if constexpr (kHasHalfValues) launch_value_conversion<Tile>(operation, params, stream);
   params.query_tiles = static_cast<int>(ceil_divide(params.args.query_length, Tile::kRows));
   params.tiles = static_cast<int>(params.args.batch * params.args.heads * params.query_tiles);
-  launch_kernel(operation, stream_attention_kernel<Tile, kHasBias, Loaders...>,
+  launch_kernel(operation, stream_attention_kernel<Tile, kHasBias, kHasHalfValues, Loaders...>,
                 dim3(std::min(multiprocessors, params.tiles)), Tile::kThreads, params, stream,
                 StreamMemory<Tile, kHasBias>::kBytes);
 }

@@ -61,6 +61,8 @@ __device__ __forceinline__ uint32_t shared_tiles() {
 // What the launcher hands to the kernels, in addition to the maps.
 struct AttentionKernelParams {
   MappedTensor q, k, v, out;
+  MappedTensor half_values;      // v in float16, and
+  const uint32_t* value_maxima;  // its largest values: see attention_values.cuh
   AttentionParams args;
   int query_tiles, tiles;  // of a head; of all heads
   int group_heads;         // query heads of a key head

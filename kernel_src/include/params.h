@@ -216,8 +216,11 @@ struct AttentionParams {
   int64_t key_bias_stride;     // 0 where broadcast
   bool key_bias_is_float32;    // else dtype
   const int32_t* key_lengths;  // (batch,), clamped to 0 ... key_length; may be null
+  void* workspace;             // of attention_workspace_bytes, at a multiple of 256 bytes
 };
 
+// Memory that the launch needs beside its operands; params.workspace points to as much.
+int64_t attention_workspace_bytes(const AttentionParams& params);
 void attention(const AttentionParams& params, Stream stream);
 
 }  // namespace h100_diffusers_kernels
