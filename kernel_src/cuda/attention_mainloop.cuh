@@ -44,7 +44,13 @@ struct Mainloop {
       if (count <= kTileKeys) release_query();
       if constexpr (kHasBias) add_bias(scores, scale, keys.bias(), role.lane);
       keys.release_keys();
-      if (count < kTileKeys) mask_scores(scores, count, role.lane);
+      if (count < kTileKeys) {
+        mask_scores(scores, count, role.lane);
+        if (has_padding) {
+          keys.wait_values();
+          clear_rows<Tile>(role, keys.value_address(), count);
+        }
+      }
       if constexpr (kIsFast) {
         if (key == 0) softmax.fix_pivots(scores);
       } else {
@@ -53,7 +59,6 @@ struct Mainloop {
       using Weight = std::conditional_t<kIsFast, __half, T>;
       softmax.template take_weights<Weight>(scores, weights);
       keys.wait_values();
-      if (count < kTileKeys && has_padding) clear_rows<Tile>(role, keys.value_address(), count);
       begin_products();
       multiply_values<Weight>(weights, keys.values(), sums);
       commit_products();

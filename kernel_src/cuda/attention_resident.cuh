@@ -196,7 +196,11 @@ void launch_resident_attention(const char* operation, AttentionKernelParams& par
   TensorLoader<Tile>::map(operation, params, kWarpGroupRows);
   params.query_tiles = static_cast<int>(ceil_divide(params.args.query_length, kWarpGroupRows));
   params.tiles = static_cast<int>(params.args.batch * params.args.heads * params.query_tiles);
-  launch_kernel(operation, resident_attention_kernel<Tile>, dim3(std::min(multiprocessors, params.tiles)),
+  // As many blocks for each head as for the others, where there are enough: then blocks are at the same
+  // tokens of all heads at the same time, which lie side by side in memory.
+  const int heads = static_cast<int>(params.args.batch * params.args.heads);
+  const int blocks = heads <= multiprocessors ? multiprocessors / heads * heads : multiprocessors;
+  launch_kernel(operation, resident_attention_kernel<Tile>, dim3(std::min(blocks, params.tiles)),
                 Tile::kThreads, params, stream, ResidentMemory<Tile>::kBytes);
 }
 

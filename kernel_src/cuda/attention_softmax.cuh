@@ -5,10 +5,9 @@
 //
 // Weights are rounded to 16 bits for the tensor cores.
 //
-// Careful: the pivot is the largest score so far, or up to kHeadroom below it. It must not be further: in
-// bfloat16 the rounding of a largest weight that is not 1 is most of the error of a row that depends on few
-// keys. To find the maximum of a tile takes a third of the time of its exponentials, which have to wait for
-// it.
+// Careful: the pivot is the largest score so far. It must not be less: the rounding of a largest weight that
+// is not 1 is most of the error of a row that depends on few keys. To find the maximum of a tile takes a
+// third of the time of its exponentials, which have to wait for it.
 //
 // Fast: weights in float16, which has eight times the precision of bfloat16, so that any pivot within its
 // range will do: kMargin above the maximum of the first tile of keys. A weight out of range is infinity, and
@@ -53,12 +52,11 @@ class RowSoftmax {
 
   __device__ __forceinline__ explicit RowSoftmax(float scale) : scale_(scale * kLog2E) {}
 
-  // Has pivots that the scores do not exceed by more than kHeadroom; `sums` are made relative to them.
+  // Has pivots that the scores do not exceed; `sums` are made relative to them.
   __device__ __forceinline__ void raise_pivots(const Scores& scores, Sums& sums) {
     float maximum[2];
     find_maxima(scores, maximum);
-    const bool is_within =
-        maximum[0] - pivot_[0] <= kHeadroom && maximum[1] - pivot_[1] <= kHeadroom;  // not of NaN
+    const bool is_within = maximum[0] <= pivot_[0] && maximum[1] <= pivot_[1];  // not of NaN
     if (__all_sync(~0u, is_within)) return;
     float factor[2];
 #pragma unroll
@@ -130,7 +128,6 @@ class RowSoftmax {
       maximum[row] = maximum_of(part[row][0], part[row][1]) * (kHasBias ? 1.0f : scale_);
   }
 
-  static constexpr float kHeadroom = kHasBias ? 1 / kLog2E : 1;  // a factor of 2
   // Weights of the first tile reach 2^-6. There are 22 powers of 2 above that, and 18 below until weights
   // have no bit left, which for the sum of even a million of them is less than bfloat16's rounding.
   static constexpr float kMargin = 6;
