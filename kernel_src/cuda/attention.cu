@@ -39,9 +39,12 @@ void launch(AttentionKernelParams& params, Stream stream) {
   if (!is_mappable(args))
     return launch_stream_attention<Tile, true, false, ElementLoader<Tile>>(kOperation, params,
                                                                            multiprocessors, stream);
+  const bool has_bias = args.key_bias != nullptr;
+  if (args.key_length <= kMaxResidentKeys && has_bias)
+    return launch_resident_attention<Tile, true>(kOperation, params, multiprocessors, stream);
   if (args.key_length <= kMaxResidentKeys)
-    return launch_resident_attention<Tile>(kOperation, params, multiprocessors, stream);
-  if (args.key_bias != nullptr)
+    return launch_resident_attention<Tile, false>(kOperation, params, multiprocessors, stream);
+  if (has_bias)
     return launch_stream_attention<Tile, true, false, TensorLoader<Tile>, BiasLoader<Tile>>(
         kOperation, params, multiprocessors, stream);
   if constexpr (std::is_same_v<typename Tile::T, __nv_bfloat16>) {

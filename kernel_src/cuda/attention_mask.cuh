@@ -14,7 +14,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kScores], int count,
     if (i / 4 * 8 + i % 2 >= own) scores[i] = -INFINITY;
 }
 
-// score * scale + bias; the tile's biases are floats in shared memory.
+// score * scale + bias; the tile's biases are floats in shared memory, and powers of 2, as the scores become.
 template <int kScores>
 __device__ __forceinline__ void add_bias(float (&scores)[kScores], float scale, uint32_t bias, int lane) {
 #pragma unroll
@@ -27,6 +27,9 @@ __device__ __forceinline__ void add_bias(float (&scores)[kScores], float scale, 
     for (int k = 0; k < 4; ++k) scores[i + k] = __fmaf_rn(scores[i + k], scale, pair[k % 2]);
   }
 }
+
+// What is finite stays so: where all scores are as low as can be their softmax is that of equals.
+constexpr float kLargestBias = 3.3e38f;
 
 // Writes the biases of a tile of keys, by threads `thread` of `threads`.
 template <typename T>
@@ -41,6 +44,7 @@ __device__ __forceinline__ void store_bias(const AttentionParams& args, int batc
     if (i < count)
       value = args.key_bias_is_float32 ? static_cast<const float*>(args.key_bias)[offset + i]
                                        : to_float(static_cast<const T*>(args.key_bias)[offset + i]);
+    if (isfinite(value)) value = fminf(fmaxf(value * kLog2E, -kLargestBias), kLargestBias);
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(bias + static_cast<uint32_t>(i * 4)), "f"(value) : "memory");
   }
 }

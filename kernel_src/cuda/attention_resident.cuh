@@ -128,7 +128,7 @@ __device__ __forceinline__ void load_resident(const AttentionKernelParams& param
   }
 }
 
-template <class Tile>
+template <class Tile, bool kHasBias>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     resident_attention_kernel(const __grid_constant__ AttentionKernelParams params) {
   using Memory = ResidentMemory<Tile>;
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int key_tiles = static_cast<int>((params.args.key_length + kTileKeys - 1) / kTileKeys);
   if (threadIdx.x == 0) {
     memory.query_ring.init(1, 4);
-    memory.key_ring.init(2 * key_tiles, Tile::kGroups * 4);
+    memory.key_ring.init((kHasBias ? 2 : 1) * key_tiles, Tile::kGroups * 4);
     memory.value_ring.init(key_tiles, Tile::kGroups * 4);
   }
   publish_barriers();
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     release_registers<Tile::kLoadRegisters>();
     if (TensorLoader<Tile>::is_mine(role))
       load_resident<Tile, TensorLoader<Tile>>(params, memory, role, range, key_tiles);
-    if (BiasLoader<Tile>::is_mine(role))
+    if (kHasBias && BiasLoader<Tile>::is_mine(role))
       load_resident<Tile, BiasLoader<Tile>>(params, memory, role, range, key_tiles);
   } else {
     take_registers<Tile::kComputeRegisters>();
@@ -168,9 +168,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         const auto release_query = [&] {
           if (is_elected) memory.query_ring.empty(stage).arrive();
         };
-        using Loop = Mainloop<Tile, true>;
-        const Loop mainloop{role, params.args.scale, key_count < params.args.key_length};
-        typename Loop::Softmax softmax(params.args.scale);
+        using Loop = Mainloop<Tile, kHasBias>;
+        const Loop mainloop{role, params.scale(), key_count < params.args.key_length};
+        typename Loop::Softmax softmax(params.scale());
         typename Loop::Softmax::Sums sums;
         ResidentKeys<Tile> keys(memory, head.stage);
         mainloop.template run<false>(Operand::along_rows(memory.queries + stage * Memory::kQueryBytes),
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   }
 }
 
-template <class Tile>
+template <class Tile, bool kHasBias>
 void launch_resident_attention(const char* operation, AttentionKernelParams& params, int multiprocessors,
                                Stream stream) {
   TensorLoader<Tile>::map(operation, params, kWarpGroupRows);
@@ -200,7 +200,7 @@ void launch_resident_attention(const char* operation, AttentionKernelParams& par
   // tokens of all heads at the same time, which lie side by side in memory.
   const int heads = static_cast<int>(params.args.batch * params.args.heads);
   const int blocks = heads <= multiprocessors ? multiprocessors / heads * heads : multiprocessors;
-  launch_kernel(operation, resident_attention_kernel<Tile>, dim3(std::min(blocks, params.tiles)),
+  launch_kernel(operation, resident_attention_kernel<Tile, kHasBias>, dim3(std::min(blocks, params.tiles)),
                 Tile::kThreads, params, stream, ResidentMemory<Tile>::kBytes);
 }
 

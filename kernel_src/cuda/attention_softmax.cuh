@@ -22,8 +22,6 @@
 
 namespace h100_diffusers_kernels {
 
-constexpr float kLog2E = 1.44269504f;
-
 // Propagates NaN.
 __device__ __forceinline__ float maximum_of(float a, float b) {
   float result;
@@ -41,8 +39,8 @@ __device__ __forceinline__ float row_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The two rows of a thread. Scores come as products of query and key, which `scale` turns into powers of 2,
-// or, with a bias, as natural logarithms that are complete.
+// The two rows of a thread. Scores are powers of 2 with a bias, and without one products of query and key
+// that the scale makes such.
 template <class Tile, bool kHasBias>
 class RowSoftmax {
  public:
@@ -50,7 +48,8 @@ class RowSoftmax {
   using Weights = uint32_t[kTileKeys / kProductDepth][4];
   using Sums = float[Tile::kSums];
 
-  __device__ __forceinline__ explicit RowSoftmax(float scale) : scale_(scale * kLog2E) {}
+  // scale: of the products, to powers of 2.
+  __device__ __forceinline__ explicit RowSoftmax(float scale) : scale_(scale) {}
 
   // Has pivots that the scores do not exceed; `sums` are made relative to them.
   __device__ __forceinline__ void raise_pivots(const Scores& scores, Sums& sums) {
@@ -63,7 +62,7 @@ class RowSoftmax {
     for (int row = 0; row < 2; ++row) {
       float pivot = maximum_of(row_maximum(maximum[row]), pivot_[row]);
       if (pivot == INFINITY) pivot = NAN;  // as infinity less infinity has it
-      factor[row] = fast_exp2((pivot_[row] - pivot) * (kHasBias ? kLog2E : 1.0f));
+      factor[row] = fast_exp2(pivot_[row] - pivot);
       pivot_[row] = pivot;
       weight_sum_[row] *= factor[row];
     }
@@ -86,8 +85,7 @@ class RowSoftmax {
 #pragma unroll
     for (int i = 0; i < Tile::kScores; ++i) {
       const int row = i / 2 % 2;
-      scores[i] = fast_exp2(kHasBias ? (scores[i] - pivot_[row]) * kLog2E
-                                     : __fmaf_rn(scores[i], scale_, -pivot_[row]));
+      scores[i] = fast_exp2(kHasBias ? scores[i] - pivot_[row] : __fmaf_rn(scores[i], scale_, -pivot_[row]));
       part[row][i % 2] += scores[i];
     }
 #pragma unroll

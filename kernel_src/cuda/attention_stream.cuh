@@ -183,8 +183,8 @@ class StreamCompute {
     constexpr uint32_t kBoxBytes = Tile::box_bytes(Tile::kRows);
     for_each_tile<kPass>(params_, memory_.redo, Tile::kRows, [&](int tile, int index) {
       const int key_count = params_.key_count(QueryTile::at(params_, tile, Tile::kRows).batch);
-      const Loop mainloop{role_, params_.args.scale, key_count < params_.args.key_length};
-      typename Loop::Softmax softmax(params_.args.scale);
+      const Loop mainloop{role_, params_.scale(), key_count < params_.args.key_length};
+      typename Loop::Softmax softmax(params_.scale());
       typename Loop::Softmax::Sums sums;
       query_.wait_full(memory_.query_ring);
       mainloop.template run<kIsFast>(

@@ -11,6 +11,7 @@
 namespace h100_diffusers_kernels {
 
 constexpr int kTileKeys = 128;
+constexpr float kLog2E = 1.44269504f;
 
 // kGroups warp groups compute, 64 queries each, and one loads. With 64 elements a head the exponentials take
 // about as long as the matrix products: three groups, of which one multiplies while two are at their
@@ -66,6 +67,9 @@ struct AttentionKernelParams {
   AttentionParams args;
   int query_tiles, tiles;  // of a head; of all heads
   int group_heads;         // query heads of a key head
+
+  // Of the products, to powers of 2.
+  __device__ __forceinline__ float scale() const { return args.scale * kLog2E; }
 
   // Keys of the sample that count.
   __device__ __forceinline__ int key_count(int batch) const {

@@ -28,7 +28,7 @@ struct ValueKernelParams {
 };
 
 constexpr int kValueThreads = 256;
-constexpr int kValueTokens = 16;  // of a block
+constexpr int kValueTokens = 4;  // of a block
 
 // A thread has 8 columns of one head, of all tokens of its block.
 template <int kHeadDim>
@@ -64,9 +64,11 @@ __global__ void __launch_bounds__(kValueThreads)
 #pragma unroll
   for (int lanes = kPieces / 2; lanes > 0; lanes /= 2)
     maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, lanes));
-  // Of floats that are not negative the order is that of their bits.
-  if (is_head && column == 0)
-    atomicMax(params.maxima + batch * params.key_heads + head, __float_as_uint(maximum));
+  // Of floats that are not negative the order is that of their bits. Few blocks find a new maximum.
+  if (is_head && column == 0) {
+    uint32_t* target = params.maxima + batch * params.key_heads + head;
+    if (__float_as_uint(maximum) > __ldcg(target)) atomicMax(target, __float_as_uint(maximum));
+  }
 }
 
 // How the workspace is laid out.
