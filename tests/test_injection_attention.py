@@ -401,6 +401,8 @@ def test_backend_chosen_after_compilation(injected_pair):
     with attention_dispatch.attention_backend("_native_math"):
         assert_close(compiled, plain, arguments)
     assert_close(compiled, plain, arguments)
+    if torch.__version__ < "2.12":
+        pytest.skip("Torch 2.11 does not compile anew when an attribute of a class has changed")
     assert [attentions(graph) for graph in counter.graphs] == [4, 0]
 
 

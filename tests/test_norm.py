@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import eager
-from checks import check, check_nonfinite, poison_memory
+from checks import FLOAT32_ARITHMETIC, check, check_nonfinite, poison_memory
 from inputs import (
     LAYOUTS,
     SIZES,
@@ -70,7 +70,9 @@ def test_widths(kernel, device, name, hidden, dtype):
     if "norm" in name:
         tensors |= affine(name, hidden, dtype, device)
     contract = dtype != torch.float32  # of three rows' statistics the ratio of errors is noise
-    check(kernel, name, **tensors, contract=contract)
+    # Where values, scales and shifts are far from 0 and cancel, a few float32 roundings of theirs remain.
+    slack = FLOAT32_ARITHMETIC * (2 if name.endswith("modulate") else 1)
+    check(kernel, name, **tensors, slack=slack, contract=contract)
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "layer_norm_modulate"])

@@ -37,8 +37,8 @@ void launch(AttentionKernelParams& params, Stream stream) {
   const int multiprocessors = count_multiprocessors();
   params.out = map_tensor(kOperation, out_of(args), args.dtype, kWarpGroupRows);
   if (!is_mappable(args))
-    return launch_stream_attention<Tile, true, false, ElementLoader<Tile>>(kOperation, params,
-                                                                           multiprocessors, stream);
+    return launch_stream_attention<Tile, true, false, ElementLoader<Tile, Access::kScalar>>(
+        kOperation, params, multiprocessors, stream);
   const bool has_bias = args.key_bias != nullptr;
   if (args.key_length <= kMaxResidentKeys && has_bias)
     return launch_resident_attention<Tile, true>(kOperation, params, multiprocessors, stream);

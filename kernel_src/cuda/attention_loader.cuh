@@ -59,7 +59,7 @@ class TensorLoader {
 template <class Tile>
 class BiasLoader {
  public:
-  static constexpr int kArrivals = 0, kKeyArrivals = 1;
+  static constexpr int kArrivals = 0, kKeyArrivals = 32;
 
   __device__ __forceinline__ static bool is_mine(const WarpRole& role) { return role.warp == 1; }
 
@@ -72,8 +72,7 @@ class BiasLoader {
   __device__ __forceinline__ void load_keys(uint32_t, uint32_t bias, Barrier full, const QueryTile& place,
                                             int key) const {
     store_bias<typename Tile::T>(params_.args, place.batch, key, bias, lane_, 32);
-    __syncwarp();
-    if (lane_ == 0) full.arrive();
+    full.arrive();
   }
   __device__ __forceinline__ void load_values(uint32_t, Barrier, const QueryTile&, int) const {}
 
@@ -83,8 +82,10 @@ class BiasLoader {
 };
 
 // All of it, by all threads of the group.
-template <class Tile>
+template <class Tile, Access kAccess>
 class ElementLoader {
+  static_assert(kAccess == Access::kScalar);
+
  public:
   static constexpr int kArrivals = kWarpGroupThreads, kKeyArrivals = kWarpGroupThreads;
 

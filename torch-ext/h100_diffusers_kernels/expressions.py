@@ -10,6 +10,7 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def _normalized(x: Tensor, eps: float, center: bool, weight, bias) -> Tensor:
@@ -151,6 +152,17 @@ def softmax(x) -> Tensor:
     return torch.softmax(x.float(), dim=-1).to(x.dtype)
 
 
+def _scaled_dot_product_attention(q, k, v, mask, scale) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    ).transpose(1, 2)
+
+
 def attention(q, k, v, scale, key_bias, key_lengths) -> Tensor:
     dtype, mask, has_keys = q.dtype, None, None
     # PyTorch's kernels take a mask of the query's dtype, and rounding it would not be exact.
@@ -166,14 +178,12 @@ def attention(q, k, v, scale, key_bias, key_lengths) -> Tensor:
         # had NaN there.
         has_keys = (mask != -torch.inf).any(1)
         mask = mask.masked_fill(~has_keys[:, None], 0)[:, None, None]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    ).transpose(1, 2)
+    if mask is not None and mask.requires_grad:
+        # Of PyTorch's fused kernels those with a gradient of the mask do not take every length.
+        with sdpa_kernel(SDPBackend.MATH):
+            out = _scaled_dot_product_attention(q, k, v, mask, scale)
+    else:
+        out = _scaled_dot_product_attention(q, k, v, mask, scale)
     if has_keys is not None:
         out = out.masked_fill(~has_keys[:, None, None, None], 0)
     return out.to(dtype).contiguous()
