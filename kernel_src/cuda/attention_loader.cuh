@@ -59,7 +59,7 @@ class TensorLoader {
 template <class Tile>
 class BiasLoader {
  public:
-  static constexpr int kArrivals = 0, kKeyArrivals = 32;
+  static constexpr int kArrivals = 0, kKeyArrivals = 1;
 
   __device__ __forceinline__ static bool is_mine(const WarpRole& role) { return role.warp == 1; }
 
@@ -72,7 +72,8 @@ class BiasLoader {
   __device__ __forceinline__ void load_keys(uint32_t, uint32_t bias, Barrier full, const QueryTile& place,
                                             int key) const {
     store_bias<typename Tile::T>(params_.args, place.batch, key, bias, lane_, 32);
-    full.arrive();
+    __syncwarp();
+    if (lane_ == 0) full.arrive();
   }
   __device__ __forceinline__ void load_values(uint32_t, Barrier, const QueryTile&, int) const {}
 

@@ -138,8 +138,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int key_tiles = static_cast<int>((params.args.key_length + kTileKeys - 1) / kTileKeys);
   if (threadIdx.x == 0) {
     memory.query_ring.init(1, 4);
-    memory.key_ring.init((1 + (kHasBias ? BiasLoader<Tile>::kKeyArrivals : 0)) * key_tiles,
-                         kHasBias ? Tile::kComputeThreads : Tile::kGroups * 4);
+    memory.key_ring.init((kHasBias ? 2 : 1) * key_tiles, Tile::kGroups * 4);
     memory.value_ring.init(key_tiles, Tile::kGroups * 4);
   }
   publish_barriers();
@@ -181,8 +180,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         store_rows<Tile>(role, params.out, memory.out + role.group * Memory::kQueryBytes,
                          Tile::box_bytes(kWarpGroupRows), QueryTile::at(params, tile, kWarpGroupRows), sums);
       }
-      if (kHasBias || is_elected) memory.key_ring.empty(head.stage).arrive();  // all have read biases
-      if (is_elected) memory.value_ring.empty(head.stage).arrive();
+      if (is_elected) {
+        memory.key_ring.empty(head.stage).arrive();
+        memory.value_ring.empty(head.stage).arrive();
+      }
       head.advance();
     }
     if (role.thread == 0) wait_for_stores();

@@ -42,8 +42,6 @@ struct StreamMemory {
   using QueryRing = Ring<1>;
   static constexpr uint32_t kKeyBytes = Tile::bytes(kTileKeys), kQueryBytes = Tile::bytes(Tile::kRows);
   static constexpr uint32_t kBiasBytes = kHasBias ? kTileKeys * 4 : 0;
-  static constexpr int kReaders = Tile::kGroups * 4;                               // a thread of each warp,
-  static constexpr int kKeyReaders = kHasBias ? Tile::kComputeThreads : kReaders;  // or all, of biases
 
   uint32_t query, out, keys, values, bias;
   QueryRing query_ring;
@@ -84,7 +82,7 @@ class StreamedKeys {
   __device__ __forceinline__ Operand keys() const { return keys_.plus(key_.stage * Memory::kKeyBytes); }
   __device__ __forceinline__ uint32_t bias() const { return memory_.bias + key_.stage * Memory::kBiasBytes; }
   __device__ __forceinline__ void release_keys() {
-    if (kHasBias || is_elected_) memory_.key_ring.empty(key_.stage).arrive();
+    if (is_elected_) memory_.key_ring.empty(key_.stage).arrive();
     key_.advance();
   }
   __device__ __forceinline__ void wait_values() const { value_.wait_full(memory_.value_ring); }
@@ -141,7 +139,9 @@ class StreamLoad {
     for_each_tile<kPass>(params_, memory_.redo, Tile::kRows, [&](int tile, int) {
       const QueryTile place = QueryTile::at(params_, tile, Tile::kRows);
       const int key_count = params_.key_count(place.batch);
-      if (key_count == 0) load_query(place);
+      query_.wait_empty(memory_.query_ring);
+      loader_.load_query(memory_.query, Tile::kRows, memory_.query_ring.full(query_.stage), place);
+      query_.advance();
 #pragma unroll 1
       for (int key = 0; key < key_count; key += kTileKeys) {
         key_.wait_empty(memory_.key_ring);
@@ -149,8 +149,6 @@ class StreamLoad {
                           memory_.bias + key_.stage * Memory::kBiasBytes, memory_.key_ring.full(key_.stage),
                           place, key);
         key_.advance();
-        // The queries' memory is free only when the tile before has met its last keys.
-        if (key == 0) load_query(place);
         value_.wait_empty(memory_.value_ring);
         loader_.load_values(memory_.values + value_.stage * Memory::kKeyBytes,
                             memory_.value_ring.full(value_.stage), place, key);
@@ -160,12 +158,6 @@ class StreamLoad {
   }
 
  private:
-  __device__ __forceinline__ void load_query(const QueryTile& place) {
-    query_.wait_empty(memory_.query_ring);
-    loader_.load_query(memory_.query, Tile::kRows, memory_.query_ring.full(query_.stage), place);
-    query_.advance();
-  }
-
   const AttentionKernelParams& params_;
   const Memory& memory_;
   Loader loader_;
@@ -227,10 +219,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const Memory memory(shared_tiles());
   const WarpRole role;
   if (threadIdx.x == 0) {
-    memory.query_ring.init((Loaders::kArrivals + ...), Memory::kReaders);
-    memory.key_ring.init((Loaders::kKeyArrivals + ...), Memory::kKeyReaders);
-    memory.value_ring.init((Loaders::kArrivals + ...), Memory::kReaders);
-    memory.end_of_pass.init(Memory::kReaders);
+    memory.query_ring.init((Loaders::kArrivals + ...), Tile::kGroups * 4);
+    memory.key_ring.init((Loaders::kKeyArrivals + ...), Tile::kGroups * 4);
+    memory.value_ring.init((Loaders::kArrivals + ...), Tile::kGroups * 4);
+    memory.end_of_pass.init(Tile::kGroups * 4);
   }
   if constexpr (kHasHalfValues) memory.redo.clear();
   publish_barriers();
