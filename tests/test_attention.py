@@ -20,6 +20,9 @@ QUERY_LENGTHS = [1, 63, 64, 65, 191, 192, 193, 300]
 KEY_LENGTHS = [1, 7, 64, 127, 128, 129, 176, 177, 255, 256, 257, 300, 1000]
 INT32_MAX = 2**31 - 1
 
+# For many queries the CUDA kernel takes bfloat16 values, and their weights, in float16.
+few_and_many_queries = pytest.mark.parametrize("queries", [130, 1025])
+
 
 def query_key_value(
     batch, queries, keys, heads, head_dim, dtype, device, *, key_heads=None, layout="contiguous"
@@ -373,6 +376,15 @@ def test_key_lengths(kernel, device, length, padding, head_dim, dtype):
     assert out[1].any() == (length > 0)
 
 
+@pytest.mark.parametrize("length", [0, 1, 129, 299, 300])
+@every_head_dim
+@every_16_bit_dtype
+def test_key_lengths_of_many_queries(kernel, device, length, head_dim, dtype):
+    q, k, v = query_key_value(2, 1025, 300, 4, head_dim, dtype, device, key_heads=2)
+    pad_with(math.nan, [length, 200], k, v)
+    check_attention(kernel, q, k, v, key_lengths=key_lengths([length, 200], device))
+
+
 @pytest.mark.parametrize("queries", [1, 130])
 @pytest.mark.parametrize("keys", [1, 64, 177])
 @every_16_bit_dtype
@@ -419,22 +431,24 @@ def test_bias_that_leaves_out_what_the_length_leaves(kernel, device):
 # Values
 
 
+@few_and_many_queries
 @pytest.mark.parametrize("std", [0.0, 1e-3, 5.0, 30.0])
 @every_head_dim
 @every_16_bit_dtype
-def test_range_of_scores(kernel, device, std, head_dim, dtype):
-    q, k, v = query_key_value(2, 193, 300, 2, head_dim, dtype, device)
+def test_range_of_scores(kernel, device, queries, std, head_dim, dtype):
+    q, k, v = query_key_value(2, queries, 300, 2, head_dim, dtype, device)
     check_attention(kernel, q * std, k, v)
 
 
+@few_and_many_queries
 @pytest.mark.parametrize("order", ["rising", "falling", "peak", "valley"])
 @pytest.mark.parametrize("steepness", [0.01, 0.1, 1.0])
 @every_head_dim
 @every_16_bit_dtype
-def test_order_of_scores(kernel, device, order, steepness, head_dim, dtype):
+def test_order_of_scores(kernel, device, queries, order, steepness, head_dim, dtype):
     """A running maximum changes with every key, or never."""
     keys = 577
-    q, k, v = query_key_value(2, 130, keys, 2, head_dim, dtype, device)
+    q, k, v = query_key_value(2, queries, keys, 2, head_dim, dtype, device)
     q = 1 + q * 0.01
     score = torch.linspace(-0.5, 0.5, keys, device=device) * keys * steepness
     score = {
@@ -447,16 +461,47 @@ def test_order_of_scores(kernel, device, order, steepness, head_dim, dtype):
     check_attention(kernel, q, k, v)
 
 
+@few_and_many_queries
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 1000.0])
 @every_head_dim
 @every_16_bit_dtype
-def test_constant_values(kernel, device, value, head_dim, dtype):
-    q, k, v = query_key_value(2, 65, 300, 2, head_dim, dtype, device)
+def test_constant_values(kernel, device, queries, value, head_dim, dtype):
+    q, k, v = query_key_value(2, queries, 300, 2, head_dim, dtype, device)
     v.fill_(value)
     check_attention(kernel, q, k, v)
     q.fill_(1.5)
     k.fill_(-0.5)
     check_attention(kernel, q, k, v)
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e-6, 1e-3, 1e3, 3e4, 1e30])
+@few_and_many_queries
+@every_head_dim
+def test_range_of_values(kernel, device, queries, factor, head_dim):
+    """All values, those of one head, or a few of them are far from 1."""
+    dtype = torch.bfloat16
+    q, k, v = query_key_value(2, queries, 300, 3, head_dim, dtype, device)
+    for part in (v, v[0, :, 1], v[:, ::50, 2]):
+        before = part.clone()
+        part *= factor
+        check_attention(kernel, q, k, v)
+        part.copy_(before)
+
+
+@pytest.mark.parametrize("gap", [3, 6, 9, 12, 13.2, 15])
+@few_and_many_queries
+@every_head_dim
+@every_16_bit_dtype
+def test_one_key_above_all_others(kernel, device, queries, gap, head_dim, dtype):
+    """Many small weights beside a large one, which comes first, in the middle or last."""
+    keys = 2000
+    q, k, v = query_key_value(1, queries, keys, 1, head_dim, dtype, device)
+    q = 1 + q * 0.01
+    for large in (0, 700, keys - 1):
+        score = torch.zeros(keys, device=device)
+        score[large] = gap
+        scored = (k * 0.01 + score[:, None, None] / math.sqrt(head_dim)).to(dtype)
+        check_attention(kernel, q, scored, v + 1)
 
 
 @every_head_dim
@@ -524,10 +569,11 @@ NONFINITE = [
 
 
 @pytest.mark.parametrize("change", NONFINITE, ids=lambda change: change.__name__)
+@few_and_many_queries
 @every_head_dim
 @every_16_bit_dtype
-def test_nonfinite_values(kernel, device, change, head_dim, dtype):
-    q, k, v = query_key_value(2, 70, 300, 2, head_dim, dtype, device)
+def test_nonfinite_values(kernel, device, queries, change, head_dim, dtype):
+    q, k, v = query_key_value(2, queries, 300, 2, head_dim, dtype, device)
     change(q, k, v)
     check_nonfinite(kernel, "attention", q, k, v, slack=torch.finfo(dtype).eps)
 

@@ -10,8 +10,8 @@
 // third of the time of its exponentials, which have to wait for it.
 //
 // Fast: weights in float16, which has eight times the precision of bfloat16, so that any pivot within its
-// range will do: kMargin above the maximum of the first tile of keys. A weight out of range is infinity, and
-// the row infinite or NaN, which is seen at the end; such tiles are computed again with care.
+// range will do: kFirstLargest below the maximum of the first tile of keys. A weight out of range is
+// infinity, and the row infinite or NaN, which is seen at the end; such tiles are computed again with care.
 #pragma once
 
 #include <cmath>
@@ -75,7 +75,7 @@ class RowSoftmax {
     float maximum[2];
     find_maxima(scores, maximum);
 #pragma unroll
-    for (int row = 0; row < 2; ++row) pivot_[row] = row_maximum(maximum[row]) + kMargin;
+    for (int row = 0; row < 2; ++row) pivot_[row] = row_maximum(maximum[row]) - kFirstLargest;
   }
 
   // Weight: the type that the weights are rounded to.
@@ -126,9 +126,10 @@ class RowSoftmax {
       maximum[row] = maximum_of(part[row][0], part[row][1]) * (kHasBias ? 1.0f : scale_);
   }
 
-  // Weights of the first tile reach 2^-6. There are 22 powers of 2 above that, and 18 below until weights
-  // have no bit left, which for the sum of even a million of them is less than bfloat16's rounding.
-  static constexpr float kMargin = 6;
+  // The largest weight of the first tile is 2^3. That leaves 13 powers of 2, a factor of 8192, for larger
+  // ones that follow, and 28 for smaller ones before they are lost: all keys of a million, each as large as
+  // can be lost, are less than bfloat16's rounding of the sum.
+  static constexpr float kFirstLargest = 3;
   // Below all that can be told from -infinity, which has the weight 0 then.
   static constexpr float kLowestPivot = -3.4e38f;
 
