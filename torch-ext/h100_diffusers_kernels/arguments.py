@@ -489,6 +489,9 @@ def check_coordinates(
         )
 
 
+ATTENTION_HEAD_DIMS = (64, 128)
+
+
 def check_attention(
     operation: str,
     q: Tensor,
@@ -502,7 +505,7 @@ def check_attention(
     if q.dim() != 4:
         fail(operation, f"q must have shape (batch, seq, heads, head_dim), got {tuple(q.shape)}")
     batch, _, heads, head_dim = q.shape
-    if head_dim not in (64, 128):
+    if head_dim not in ATTENTION_HEAD_DIMS:
         fail(operation, f"q must have a head_dim of 64 or 128, got {head_dim}")
     check_device(operation, "k", k, "q", q)
     check_dtype(operation, "k", k, "q", q)

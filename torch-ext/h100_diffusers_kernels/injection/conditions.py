@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from .._ops import add_op_namespace_prefix
+from ..arguments import ATTENTION_HEAD_DIMS
 
 # A build has kernels for one type of device, which its operators' namespace names.
 KERNEL_DEVICE_TYPE = "cuda" if "_cuda_" in add_op_namespace_prefix("") else "cpu"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ATTENTION_DTYPES = (torch.bfloat16, torch.float16)
-ATTENTION_HEAD_DIMS = (64, 128)
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 
 

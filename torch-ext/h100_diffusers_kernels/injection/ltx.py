@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
+from ..arguments import ATTENTION_HEAD_DIMS
 from ..functional import CoordinateRope
 from .conditions import (
-    ATTENTION_HEAD_DIMS,
     as_key_bias,
     attention_takes,
     class_name,
