@@ -180,6 +180,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         store_rows<Tile>(role, params.out, memory.out + role.group * Memory::kQueryBytes,
                          Tile::box_bytes(kWarpGroupRows), QueryTile::at(params, tile, kWarpGroupRows), sums);
       }
+      if constexpr (kHasBias) __syncwarp();  // all lanes have read biases
       if (is_elected) {
         memory.key_ring.empty(head.stage).arrive();
         memory.value_ring.empty(head.stage).arrive();

@@ -82,6 +82,7 @@ class StreamedKeys {
   __device__ __forceinline__ Operand keys() const { return keys_.plus(key_.stage * Memory::kKeyBytes); }
   __device__ __forceinline__ uint32_t bias() const { return memory_.bias + key_.stage * Memory::kBiasBytes; }
   __device__ __forceinline__ void release_keys() {
+    if constexpr (kHasBias) __syncwarp();  // all lanes have read biases
     if (is_elected_) memory_.key_ring.empty(key_.stage).arrive();
     key_.advance();
   }
@@ -139,9 +140,11 @@ class StreamLoad {
     for_each_tile<kPass>(params_, memory_.redo, Tile::kRows, [&](int tile, int) {
       const QueryTile place = QueryTile::at(params_, tile, Tile::kRows);
       const int key_count = params_.key_count(place.batch);
-      query_.wait_empty(memory_.query_ring);
-      loader_.load_query(memory_.query, Tile::kRows, memory_.query_ring.full(query_.stage), place);
-      query_.advance();
+      if constexpr (Loader::kArrivals > 0) {
+        query_.wait_empty(memory_.query_ring);
+        loader_.load_query(memory_.query, Tile::kRows, memory_.query_ring.full(query_.stage), place);
+        query_.advance();
+      }
 #pragma unroll 1
       for (int key = 0; key < key_count; key += kTileKeys) {
         key_.wait_empty(memory_.key_ring);
