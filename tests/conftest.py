@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from checks import one_thread
+
 REPO_ID = "org/h100-diffusers-kernels"
 CHECKOUT = Path(__file__).resolve().parents[1]
 
@@ -27,3 +29,9 @@ def device():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(20)
+
+
+@pytest.fixture
+def _one_thread():
+    with one_thread():
+        yield

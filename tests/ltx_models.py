@@ -4,6 +4,7 @@ import copy
 import re
 from collections import Counter
 
+import pytest
 import torch
 from diffusers import (
     AutoencoderKLLTXVideo,
@@ -17,6 +18,10 @@ CHANNELS = 8
 CAPTION_CHANNELS = 24
 GRID = (2, 3, 4)
 TEXT_LENGTH = 7
+
+either_order = pytest.mark.parametrize(
+    "is_injected_first", [True, False], ids=["injected_first", "injected_after"]
+)
 
 
 def transformer(device, dtype=torch.float32, *, blocks=2, heads=4, head_dim=16, seed=0, **config):
@@ -87,6 +92,39 @@ def run(model, arguments):
 def reference(model, arguments):
     """What a model without kernels computes in float64."""
     return run(copy.deepcopy(model).double(), cast(arguments, torch.float64))
+
+
+def assert_as_close_as_eager(model, plain, **options):
+    """The distance from the float32 model is at most 1.05 times the eager model's, `plain`."""
+    exact = copy.deepcopy(plain).float()
+    squares = torch.zeros(2, dtype=torch.float64)
+    for _ in range(2):
+        arguments = inputs(model, **options)
+        expected = run(exact, cast(arguments, torch.float32)).double()
+        for i, candidate in enumerate((model, plain)):
+            squares[i] += (run(candidate, arguments).double() - expected).square().sum().cpu()
+    error, eager_error = squares.sqrt().tolist()
+    assert eager_error > 0
+    assert error <= 1.05 * eager_error, f"{error / eager_error:.3f} of the eager model's"
+
+
+def graph_replays(model, arguments):
+    """Captures a forward in a CUDA graph and yields what it computes from each of two further inputs,
+    which `arguments` hold then."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(model, arguments)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(model, arguments)
+    for _ in range(2):
+        for name, value in inputs(model).items():
+            if isinstance(value, torch.Tensor):
+                arguments[name].copy_(value)
+        graph.replay()
+        yield out
 
 
 def prepared(device, *, model_config=None, **options):

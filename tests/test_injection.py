@@ -7,7 +7,6 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
 import ltx_models
-from checks import one_thread
 from ltx_models import (
     calls_of,
     computing,
@@ -19,13 +18,9 @@ from ltx_models import (
     transformer,
 )
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 @pytest.fixture
@@ -177,18 +172,8 @@ def test_the_grid_that_is_kept_follows_the_arguments(injected_pair):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_accuracy_contract(injected_pair, dtype):
-    """The distance from the float32 model is at most 1.05 times the eager model's."""
     model, plain = injected_pair(dtype, blocks=4, heads=4, head_dim=32)
-    exact = copy.deepcopy(plain).float()
-    squares = torch.zeros(2, dtype=torch.float64)
-    for _ in range(2):
-        arguments = inputs(model, grid=(4, 6, 8))
-        expected = run(exact, ltx_models.cast(arguments, torch.float32)).double()
-        for i, candidate in enumerate((model, plain)):
-            squares[i] += (run(candidate, arguments).double() - expected).square().sum().cpu()
-    error, eager_error = squares.sqrt().tolist()
-    assert eager_error > 0
-    assert error <= 1.05 * eager_error, f"{error / eager_error:.3f} of the eager model's"
+    ltx_models.assert_as_close_as_eager(model, plain, grid=(4, 6, 8))
 
 
 def test_two_runs_give_the_same_bits(injected_pair):

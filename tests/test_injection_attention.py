@@ -12,21 +12,22 @@ from peft import LoraConfig
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ltx_models
-from checks import one_thread
-from ltx_models import KernelCalls, calls_of, inputs, kernel_calls, reference, run, transformer
+from ltx_models import (
+    KernelCalls,
+    calls_of,
+    either_order,
+    inputs,
+    kernel_calls,
+    reference,
+    run,
+    transformer,
+)
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
 
 TEXT_LENGTH = ltx_models.TEXT_LENGTH
 HEADS = {"heads": 2, "head_dim": 64}
 BOTH = {"attention": 2}  # a block: self-attention and cross-attention
-either_order = pytest.mark.parametrize(
-    "is_injected_first", [True, False], ids=["injected_first", "injected_after"]
-)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -92,18 +93,8 @@ def test_both_attentions_run_on_the_kernel(injected_pair, dtype, mask):
 @pytest.mark.parametrize("mask", ["padded", None])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_accuracy_contract(injected_pair, dtype, mask):
-    """The distance from the float32 model is at most 1.05 times the eager model's."""
     model, plain = injected_pair(dtype, blocks=4)
-    exact = copy.deepcopy(plain).float()
-    squares = torch.zeros(2, dtype=torch.float64)
-    for _ in range(2):
-        arguments = inputs(model, grid=(4, 6, 8), mask=mask)
-        expected = run(exact, ltx_models.cast(arguments, torch.float32)).double()
-        for i, candidate in enumerate((model, plain)):
-            squares[i] += (run(candidate, arguments).double() - expected).square().sum().cpu()
-    error, eager_error = squares.sqrt().tolist()
-    assert eager_error > 0
-    assert error <= 1.05 * eager_error, f"{error / eager_error:.3f} of the eager model's"
+    ltx_models.assert_as_close_as_eager(model, plain, grid=(4, 6, 8), mask=mask)
 
 
 def test_padding_has_no_weight(injected_pair):
@@ -421,19 +412,7 @@ def test_cuda_graph(injected_pair):
         pytest.skip("CUDA graphs need CUDA")
     model, _ = injected_pair()
     arguments = inputs(model)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(model, arguments)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(model, arguments)
-    for _ in range(2):
-        for name, value in inputs(model).items():
-            if isinstance(value, torch.Tensor):
-                arguments[name].copy_(value)
-        graph.replay()
+    for out in ltx_models.graph_replays(model, arguments):
         assert torch.equal(out, run(model, arguments))
 
 

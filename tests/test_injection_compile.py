@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from checks import one_thread
-from ltx_models import calls_of, inputs, prepared, reference, transformer
+from ltx_models import calls_of, graph_replays, inputs, prepared, reference, transformer
 from ltx_models import run as run_model
 
 
@@ -135,19 +135,7 @@ def test_cuda_graph(kernel):
     model, arguments, _ = prepared("cuda")
     plain = transformer("cuda")
     kernel.inject_kernels(model)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run_model(model, arguments)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run_model(model, arguments)
-    for _ in range(2):
-        for name, value in inputs(model).items():
-            if isinstance(value, torch.Tensor):
-                arguments[name].copy_(value)
-        graph.replay()
+    for out in graph_replays(model, arguments):
         torch.testing.assert_close(out.double(), reference(plain, arguments), rtol=1e-5, atol=1e-5)
 
 

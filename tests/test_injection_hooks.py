@@ -12,10 +12,10 @@ from diffusers.models.activations import GEGLU
 from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 
-from checks import one_thread
 from ltx_models import (
     calls_of,
     computing,
+    either_order,
     kernel_calls,
     prepared,
     reference,
@@ -23,11 +23,7 @@ from ltx_models import (
     snapshot,
 )
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("_one_thread")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -162,9 +158,6 @@ KINDS = [
     Torch,
 ]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-either_order = pytest.mark.parametrize(
-    "is_injected_first", [True, False], ids=["injected_first", "injected_after"]
-)
 # Hooks are added before they are removed, kernels injected before they are ejected.
 ORDERS = [
     order

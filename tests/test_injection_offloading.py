@@ -12,11 +12,11 @@ from diffusers.hooks import apply_group_offloading, context_parallel
 from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 
-from checks import one_thread
 from ltx_models import (
     TEXT_LENGTH,
     calls_of,
     computing,
+    either_order,
     inputs,
     kernel_calls,
     prepared,
@@ -25,15 +25,7 @@ from ltx_models import (
     transformer,
 )
 
-either_order = pytest.mark.parametrize(
-    "is_injected_first", [True, False], ids=["injected_first", "injected_after"]
-)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("_one_thread")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -7,17 +7,12 @@ import pytest
 import torch
 from diffusers import LTXConditionPipeline, LTXImageToVideoPipeline, LTXPipeline
 
-from checks import one_thread
 from ltx_models import calls_of, kernel_calls, pipeline, prompts
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
 
 STEPS = 3
 SIZE = {"height": 64, "width": 96, "num_frames": 17, "num_inference_steps": STEPS}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 def latents(pipe, device, seed=0, **options):

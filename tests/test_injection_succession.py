@@ -5,16 +5,11 @@ import copy
 import pytest
 import torch
 
-from checks import one_thread
 from ltx_models import calls_of, computing, inputs, reference, run, transformer
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 BLOCKS = 3
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 @pytest.fixture

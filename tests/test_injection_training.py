@@ -8,10 +8,10 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 import ltx_models
-from checks import one_thread
 from ltx_models import (
     calls_of,
     computing,
+    either_order,
     inputs,
     kernel_calls,
     prepared,
@@ -21,15 +21,7 @@ from ltx_models import (
     transformer,
 )
 
-either_order = pytest.mark.parametrize(
-    "is_injected_first", [True, False], ids=["injected_first", "injected_after"]
-)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("_one_thread")
 
 
 # ------------------------------------------------------------------------------------------------

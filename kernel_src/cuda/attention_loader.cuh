@@ -68,7 +68,6 @@ class BiasLoader {
   __device__ __forceinline__ BiasLoader(const AttentionKernelParams& params, const WarpRole& role)
       : params_(params), lane_(role.lane) {}
 
-  __device__ __forceinline__ void load_query(uint32_t, int, Barrier, const QueryTile&) const {}
   __device__ __forceinline__ void load_keys(uint32_t, uint32_t bias, Barrier full, const QueryTile& place,
                                             int key) const {
     store_bias<typename Tile::T>(params_.args, place.batch, key, bias, lane_, 32);

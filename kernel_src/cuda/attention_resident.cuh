@@ -141,7 +141,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     memory.key_ring.init((kHasBias ? 2 : 1) * key_tiles, Tile::kGroups * 4);
     memory.value_ring.init(key_tiles, Tile::kGroups * 4);
   }
-  publish_barriers();
+  fence_barrier_init();
+  __syncthreads();
   wait_for_earlier_kernels();
   TileRange range(params);
 
@@ -195,8 +196,7 @@ template <class Tile, bool kHasBias>
 void launch_resident_attention(const char* operation, AttentionKernelParams& params, int multiprocessors,
                                Stream stream) {
   TensorLoader<Tile>::map(operation, params, kWarpGroupRows);
-  params.query_tiles = static_cast<int>(ceil_divide(params.args.query_length, kWarpGroupRows));
-  params.tiles = static_cast<int>(params.args.batch * params.args.heads * params.query_tiles);
+  params.set_tiles(kWarpGroupRows);
   // As many blocks for each head as for the others, where there are enough: then blocks are at the same
   // tokens of all heads at the same time, which lie side by side in memory.
   const int heads = static_cast<int>(params.args.batch * params.args.heads);

@@ -228,7 +228,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     memory.end_of_pass.init(Tile::kGroups * 4);
   }
   if constexpr (kHasHalfValues) memory.redo.clear();
-  publish_barriers();
+  fence_barrier_init();
+  __syncthreads();
   wait_for_earlier_kernels();
   if (role.loads()) {
     release_registers<Tile::kLoadRegisters>();
@@ -263,8 +264,7 @@ void launch_stream_attention(const char* operation, AttentionKernelParams& param
                              Stream stream) {
   (Loaders::map(operation, params, Tile::kRows), ...);
   if constexpr (kHasHalfValues) launch_value_conversion<Tile>(operation, params, stream);
-  params.query_tiles = static_cast<int>(ceil_divide(params.args.query_length, Tile::kRows));
-  params.tiles = static_cast<int>(params.args.batch * params.args.heads * params.query_tiles);
+  params.set_tiles(Tile::kRows);
   launch_kernel(operation, stream_attention_kernel<Tile, kHasBias, kHasHalfValues, Loaders...>,
                 dim3(std::min(multiprocessors, params.tiles)), Tile::kThreads, params, stream,
                 StreamMemory<Tile, kHasBias>::kBytes);

@@ -68,6 +68,11 @@ struct AttentionKernelParams {
   int query_tiles, tiles;  // of a head; of all heads
   int group_heads;         // query heads of a key head
 
+  void set_tiles(int rows) {
+    query_tiles = static_cast<int>(ceil_divide(args.query_length, rows));
+    tiles = static_cast<int>(args.batch * args.heads * query_tiles);
+  }
+
   // Of the products, to powers of 2.
   __device__ __forceinline__ float scale() const { return args.scale * kLog2E; }
 

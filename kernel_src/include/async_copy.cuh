@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "barrier.cuh"
+
 namespace h100_diffusers_kernels {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -27,14 +29,8 @@ __device__ __forceinline__ void wait_for_own_copies() { asm volatile("cp.async.w
 struct ByteBarrier {
   uint64_t state;
 
-  __device__ __forceinline__ void init() {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&state)) : "memory");
-  }
-
-  __device__ __forceinline__ void expect(uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&state)), "r"(bytes)
-                 : "memory");
-  }
+  __device__ __forceinline__ void init() { barrier().init(1); }
+  __device__ __forceinline__ void expect(uint32_t bytes) { barrier().arrive_and_expect(bytes); }
 
   __device__ __forceinline__ void wait() const {
     uint32_t is_open;
@@ -50,11 +46,10 @@ struct ByteBarrier {
           : "memory");
     } while (!is_open);
   }
-};
 
-__device__ __forceinline__ void fence_barrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
+ private:
+  __device__ __forceinline__ Barrier barrier() const { return {shared_address(&state)}; }
+};
 
 // The address, in the shared memory of the cluster's block `rank`, of what is at `pointer` in this block's.
 __device__ __forceinline__ uint32_t cluster_address(const void* pointer, int rank) {

@@ -77,10 +77,9 @@ struct RingPlace {
   }
 };
 
-// Makes initialized barriers known to the copy engine, too.
-__device__ __forceinline__ void publish_barriers() {
+// Initialized barriers become known to the copy engine and to the cluster by a barrier that follows.
+__device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  __syncthreads();
 }
 
 // Makes this thread's stores to shared memory visible to tensor cores and copy engine. A barrier follows.
