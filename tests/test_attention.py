@@ -488,6 +488,19 @@ def test_range_of_values(kernel, device, queries, factor, head_dim):
         part.copy_(before)
 
 
+@pytest.mark.sanitize
+@every_head_dim
+def test_values_beyond_float16(kernel, device, head_dim):
+    """Of many queries, heads whose values or averages are tiny or huge, or cancel each other."""
+    q, k, v = query_key_value(1, 1025, 300, 3, head_dim, torch.bfloat16, device)
+    v[:, :, 0] *= 1e-6
+    v[:, :, 1] *= 1e4
+    q[:, :, 2] = 0
+    v[:, ::2, 2] = 1
+    v[:, 1::2, 2] = -1
+    check_attention(kernel, q, k, v)
+
+
 @pytest.mark.parametrize("gap", [3, 6, 9, 12, 13.2, 15])
 @few_and_many_queries
 @every_head_dim
@@ -724,6 +737,8 @@ def test_fake_results(kernel, device, dims):
         ((2, 193, 300, 2, 2), 128, "unbind", torch.float16),
         ((1, 130, 129, 2, 2), 128, "misaligned", torch.bfloat16),
         ((2, 70, 257, 4, 2), 64, "odd_rows", torch.float16),
+        ((1, 1025, 300, 2, 1), 64, "chunk", torch.bfloat16),
+        ((1, 1025, 257, 1, 1), 128, "contiguous", torch.bfloat16),
     ],
     ids=lambda value: dtype_text(value) if isinstance(value, torch.dtype) else str(value),
 )

@@ -24,30 +24,34 @@ bool is_mappable(const AttentionParams& args) {
 // Whether it pays to convert the values first: where they are read for many queries.
 bool has_half_values(const AttentionParams& args) {
   constexpr int64_t kMinQueries = 1024;
-  constexpr int64_t kMinMultiprocessors = 64;
-  const int64_t tiles = args.batch * args.heads * ceil_divide(args.query_length, kWarpGroupRows);
-  return args.dtype == DType::kBFloat16 && args.key_bias == nullptr && args.key_length > kMaxResidentKeys &&
-         args.query_length >= kMinQueries && tiles <= kMinMultiprocessors * RedoList::kTiles &&
-         is_mappable(args);
+  if (args.dtype != DType::kBFloat16 || args.key_bias != nullptr || args.key_length <= kMaxResidentKeys ||
+      args.query_length < kMinQueries || !is_mappable(args))
+    return false;
+  const int rows = args.head_dim == 64 ? AttentionTile<__nv_bfloat16, 64>::kRows
+                                       : AttentionTile<__nv_bfloat16, 128>::kRows;
+  const int64_t tiles = args.batch * args.heads * ceil_divide(args.query_length, rows);
+  return ceil_divide(tiles, count_multiprocessors()) <= RedoList::kTiles;
 }
 
-template <class Tile>
+template <typename T, int kHeadDim>
 void launch(AttentionKernelParams& params, Stream stream) {
+  using Tile = AttentionTile<T, kHeadDim>;
+  using ResidentTile = AttentionTile<T, kHeadDim, kHeadDim == 64>;
   const AttentionParams& args = params.args;
   const int multiprocessors = count_multiprocessors();
-  params.out = map_tensor(kOperation, out_of(args), args.dtype, kWarpGroupRows);
+  params.out = map_tensor(kOperation, out_of(args), args.dtype, kStoreRows);
   if (!is_mappable(args))
     return launch_stream_attention<Tile, true, false, ElementLoader<Tile, Access::kScalar>>(
         kOperation, params, multiprocessors, stream);
   const bool has_bias = args.key_bias != nullptr;
   if (args.key_length <= kMaxResidentKeys && has_bias)
-    return launch_resident_attention<Tile, true>(kOperation, params, multiprocessors, stream);
+    return launch_resident_attention<ResidentTile, true>(kOperation, params, multiprocessors, stream);
   if (args.key_length <= kMaxResidentKeys)
-    return launch_resident_attention<Tile, false>(kOperation, params, multiprocessors, stream);
+    return launch_resident_attention<ResidentTile, false>(kOperation, params, multiprocessors, stream);
   if (has_bias)
     return launch_stream_attention<Tile, true, false, TensorLoader<Tile>, BiasLoader<Tile>>(
         kOperation, params, multiprocessors, stream);
-  if constexpr (std::is_same_v<typename Tile::T, __nv_bfloat16>) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     if (args.workspace != nullptr)
       return launch_stream_attention<Tile, false, true, TensorLoader<Tile>>(kOperation, params,
                                                                             multiprocessors, stream);
@@ -59,7 +63,7 @@ void launch(AttentionKernelParams& params, Stream stream) {
 }  // namespace
 
 int64_t attention_workspace_bytes(const AttentionParams& args) {
-  return has_half_values(args) ? ValueWorkspace(args).bytes() : 0;
+  return has_half_values(args) ? value_workspace_bytes(args) : 0;
 }
 
 void attention(const AttentionParams& args, Stream stream) {
@@ -70,12 +74,13 @@ void attention(const AttentionParams& args, Stream stream) {
   }
   AttentionKernelParams params{};
   params.args = args;
+  params.score_scale = args.scale * kLog2E;
   params.group_heads = static_cast<int>(args.heads / args.key_heads);
   dispatch_dtype(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if constexpr (sizeof(T) == 2) {
-      if (args.head_dim == 64) return launch<AttentionTile<T, 64>>(params, stream);
-      return launch<AttentionTile<T, 128>>(params, stream);
+      if (args.head_dim == 64) return launch<T, 64>(params, stream);
+      return launch<T, 128>(params, stream);
     }
   });
 }

@@ -1,36 +1,37 @@
-// From a warp group's sums to its 64 rows of the output, by way of shared memory and the copy engine.
+// From a warp's sums to its 16 rows of the output, by way of shared memory and the copy engine.
 #pragma once
 
 #include "attention_tiles.cuh"
-#include "pack.cuh"
 
 namespace h100_diffusers_kernels {
 
-// tile: of 64 rows, this group's own; box_bytes: from one box of it to the next.
+constexpr int kStoreRows = kWarpGroupRows / 4;  // of a warp
+
+// tile: of 64 rows, this warp group's own; box_bytes: from one box of it to the next; place: of the tile.
 template <class Tile>
 __device__ __forceinline__ void store_rows(const WarpRole& role, const MappedTensor& out, uint32_t tile,
                                            uint32_t box_bytes, const QueryTile& place,
-                                           const float (&values)[Tile::kSums]) {
-  if (role.thread == 0) wait_for_store_reads();
-  role.sync_group();
+                                           const float (&outputs)[Tile::kSums]) {
+  if (role.lane == 0) wait_for_store_reads();
+  __syncwarp();
   const int row = role.fragment_row();
 #pragma unroll
   for (int step = 0; step < Tile::kHeadDim / 16; ++step) {
     uint32_t fragment[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      fragment[i] = pack_pair<typename Tile::T>(values[8 * step + 2 * i], values[8 * step + 2 * i + 1]);
+      fragment[i] = pack_pair<typename Tile::T>(outputs[8 * step + 2 * i], outputs[8 * step + 2 * i + 1]);
     constexpr int kSteps = kBoxColumns / 16;
     store_fragment(tile + step / kSteps * box_bytes + swizzled_piece(row, step % kSteps * 2 + role.lane / 16),
                    fragment);
   }
   fence_shared_stores();
-  role.sync_group();
-  if (role.thread == 0) {
+  __syncwarp();
+  if (role.lane == 0) {
 #pragma unroll
     for (int box = 0; box < Tile::kBoxes; ++box)
-      tensor_store(out.map, tile + box * box_bytes,
-                   out.box(box * kBoxColumns, place.head, place.row, place.batch));
+      tensor_store(out.map, tile + box * box_bytes + Tile::box_bytes(role.warp * kStoreRows),
+                   out.box(box * kBoxColumns, place.head, place.row + role.warp * kStoreRows, place.batch));
     commit_stores();
   }
 }

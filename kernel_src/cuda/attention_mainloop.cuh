@@ -2,90 +2,85 @@
 // the sums of the values so weighted.
 #pragma once
 
-#include <type_traits>
-
 #include "attention_mask.cuh"
 #include "attention_softmax.cuh"
 
 namespace h100_diffusers_kernels {
 
-// Keys: where the tiles come from. It has wait_keys, keys, bias, release_keys, wait_values, values,
-// value_address, release_values, in this order for each tile; values of one tile are released after the
-// scores of the next.
-template <class Tile, bool kHasBias>
+// Keys: where the tiles come from, one by one. next_keys may be read after wait_keys; with advance that tile
+// becomes the current one, with bias and, after wait_values, values. release(has_earlier) says that the
+// current keys have been read, and the values before, where there are any; release_values that the current
+// have. kIsFast: see attention_softmax.cuh; the values are float16 then.
+template <class Tile, bool kHasBias, bool kIsFast>
 struct Mainloop {
-  using T = typename Tile::T;
-  using Softmax = RowSoftmax<Tile, kHasBias>;
+  using Softmax = RowSoftmax<Tile, kHasBias, kIsFast>;
+  using Sums = typename Softmax::Sums;
 
   const WarpRole& role;
   float scale;
   bool has_padding;  // keys beyond a sample's length are there and must not count
 
-  // Fills `sums`. kIsFast: see attention_softmax.cuh; the values are float16 then. query: of this group;
-  // release_query is called when it has been read.
-  template <bool kIsFast, class Keys, class ReleaseQuery>
-  __device__ __forceinline__ void run(Operand query, uint32_t query_box_bytes, Keys& keys, int key_count,
-                                      const ReleaseQuery& release_query, Softmax& softmax,
-                                      typename Softmax::Sums& sums) const {
+  // Fills `sums`. query: of this group; release_query is called when it has been read. There is at least one
+  // tile of keys, even if no key of it counts.
+  template <class Keys, class ReleaseQuery>
+  __device__ __forceinline__ void run(Operand query, int query_box_bytes, Keys& keys, int key_count,
+                                      const ReleaseQuery& release_query, Softmax& softmax, Sums& sums) const {
     typename Softmax::Scores scores;
     typename Softmax::Weights weights;
 #pragma unroll
     for (int i = 0; i < Tile::kSums; ++i) sums[i] = 0;
-    if (key_count == 0) release_query();
+    int key = 0;
 #pragma unroll 1
-    for (int key = 0; key < key_count; key += kTileKeys) {
+    do {
       const int count = key_count - key;
       keys.wait_keys();
       begin_products();
-      multiply_query(query, query_box_bytes, keys.keys(), scores);
+      multiply_query(query, query_box_bytes, keys.next_keys(), scores);
       commit_products();
+      keys.advance();
       wait_for_products();
-      if (key > 0) keys.release_values();
-      if (count <= kTileKeys) release_query();
       if constexpr (kHasBias) add_bias(scores, scale, keys.bias(), role.lane);
-      keys.release_keys();
-      if (count < kTileKeys) {
-        mask_scores(scores, count, role.lane);
-        if (has_padding) {
+      keys.release(key > 0);
+      if (count <= kTileKeys) {
+        if (count <= kTileKeys) release_query();
+        if (count < kTileKeys) mask_scores(scores, count, role.lane);
+        if (count < kTileKeys && has_padding) {
           keys.wait_values();
-          clear_rows<Tile>(role, keys.value_address(), count);
+          clear_rows<Tile>(role, keys.values().address(), count);
         }
       }
-      if constexpr (kIsFast) {
-        if (key == 0) softmax.fix_pivots(scores);
-      } else {
-        softmax.raise_pivots(scores, sums);
-      }
-      using Weight = std::conditional_t<kIsFast, __half, T>;
-      softmax.template take_weights<Weight>(scores, weights);
+      if (key == 0) softmax.set_pivots(scores);
+      if (!kIsFast && key > 0) softmax.raise_pivots(scores, sums);
+      softmax.take_weights(scores, weights);
       keys.wait_values();
       begin_products();
-      multiply_values<Weight>(weights, keys.values(), sums);
+      multiply_values(weights, keys.values(), sums);
       commit_products();
-    }
+      key += kTileKeys;
+    } while (key < key_count);
     wait_for_products();
-    if (key_count > 0) keys.release_values();
+    keys.release_values();
   }
 
  private:
-  __device__ __forceinline__ static void multiply_query(Operand query, uint32_t query_box_bytes, Operand keys,
+  __device__ __forceinline__ static void multiply_query(Operand query, int query_box_bytes, Operand keys,
                                                         typename Softmax::Scores& scores) {
     constexpr int kSteps = kBoxColumns / kProductDepth;
 #pragma unroll
     for (int step = 0; step < Tile::kHeadDim / kProductDepth; ++step) {
-      const uint32_t box = step / kSteps, column_bytes = step % kSteps * kProductDepth * 2;
-      Product<T, kTileKeys>::of_shared(scores, query.plus(box * query_box_bytes + column_bytes),
-                                       keys.plus(box * Tile::box_bytes(kTileKeys) + column_bytes), step > 0);
+      const int box = step / kSteps, column_bytes = step % kSteps * kProductDepth * 2;
+      Product<typename Tile::T, kTileKeys>::of_shared(
+          scores, query.plus(box * query_box_bytes + column_bytes),
+          keys.plus(box * Tile::box_bytes(kTileKeys) + column_bytes), step > 0);
     }
   }
 
-  template <typename Weight>
   __device__ __forceinline__ static void multiply_values(const typename Softmax::Weights& weights,
-                                                         Operand values, typename Softmax::Sums& sums) {
+                                                         Operand values, Sums& sums) {
 #pragma unroll
     for (int step = 0; step < kTileKeys / kProductDepth; ++step)
-      Product<Weight, Tile::kHeadDim>::of_registers(sums, weights[step],
-                                                    values.plus(Tile::box_bytes(step * kProductDepth)));
+      Product<typename Softmax::Weight, Tile::kColumns>::of_registers(
+          sums, weights[step], values_plus<Tile>(values, Tile::box_bytes(step * kProductDepth)));
   }
 };
 

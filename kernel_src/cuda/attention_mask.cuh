@@ -54,14 +54,14 @@ __device__ __forceinline__ void store_bias(const AttentionParams& args, int batc
 template <class Tile>
 __device__ __forceinline__ void clear_rows(const WarpRole& role, uint32_t tile, int count) {
   constexpr int kPieces = kBoxRowBytes / 16;
-#pragma unroll
-  for (int box = 0; box < Tile::kBoxes; ++box)
-    for (int row = count + role.thread / kPieces; row < kTileKeys; row += kWarpGroupThreads / kPieces)
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
-                       tile + box * Tile::box_bytes(kTileKeys) +
-                       static_cast<uint32_t>(row * kBoxRowBytes + role.thread % kPieces * 16)),
+  constexpr int kTilePieces = Tile::kBoxes * kTileKeys * kPieces;
+#pragma unroll 1
+  for (int piece = role.thread; piece < kTilePieces; piece += kWarpGroupThreads) {
+    if (piece / kPieces % kTileKeys >= count)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + static_cast<uint32_t>(piece * 16)),
                    "r"(0)
                    : "memory");
+  }
   fence_shared_stores();
   role.sync_group();
 }

@@ -23,7 +23,7 @@ struct ResidentMemory {
   static constexpr uint32_t kBiasBytes = kMaxResidentKeys * 4;
   static constexpr uint32_t kQueryBytes = Tile::bytes(kWarpGroupRows);
 
-  uint32_t queries, out, keys, values, bias;
+  uint32_t queries, out, keys, values, ones, bias;
   QueryRing query_ring;
   HeadRing key_ring, value_ring;
 
@@ -32,40 +32,46 @@ struct ResidentMemory {
         out(queries + QueryRing::kStages * kQueryBytes),
         keys(out + Tile::kGroups * kQueryBytes),
         values(keys + HeadRing::kStages * kHeadBytes),
-        bias(values + HeadRing::kStages * kHeadBytes),
+        ones(values + HeadRing::kStages * kHeadBytes),
+        bias(ones + kOnesBytes),
         query_ring{bias + HeadRing::kStages * kBiasBytes},
         key_ring{query_ring.address + QueryRing::kBytes},
         value_ring{key_ring.address + HeadRing::kBytes} {}
 
   static constexpr uint32_t kBytes = kTileAlignment + (QueryRing::kStages + Tile::kGroups) * kQueryBytes +
-                                     HeadRing::kStages * (2 * kHeadBytes + kBiasBytes) + QueryRing::kBytes +
-                                     2 * HeadRing::kBytes;
+                                     HeadRing::kStages * (2 * kHeadBytes + kBiasBytes) + kOnesBytes +
+                                     QueryRing::kBytes + 2 * HeadRing::kBytes;
 };
 
 // The tiles of a head, of which nothing is waited for or released one by one.
 template <class Tile>
-struct ResidentKeys {
+class ResidentKeys {
+ public:
   using Memory = ResidentMemory<Tile>;
-  uint32_t key_tile, value_tile, bias_tile;
 
   __device__ __forceinline__ ResidentKeys(const Memory& memory, int stage)
-      : key_tile(memory.keys + stage * Memory::kHeadBytes),
-        value_tile(memory.values + stage * Memory::kHeadBytes),
-        bias_tile(memory.bias + stage * Memory::kBiasBytes) {}
+      : next_bias_(memory.bias + stage * Memory::kBiasBytes),
+        next_keys_(Operand::along_rows(memory.keys + stage * Memory::kHeadBytes)),
+        next_values_(values_at<Tile>(memory.values + stage * Memory::kHeadBytes, memory.ones)) {}
 
   __device__ __forceinline__ void wait_keys() const {}
-  __device__ __forceinline__ Operand keys() const { return Operand::along_rows(key_tile); }
-  __device__ __forceinline__ uint32_t bias() const { return bias_tile; }
-  __device__ __forceinline__ void release_keys() {
-    key_tile += Memory::kTileBytes;
-    bias_tile += kTileKeys * 4;
+  __device__ __forceinline__ Operand next_keys() const { return next_keys_; }
+  __device__ __forceinline__ void advance() {
+    bias_ = next_bias_;
+    values_ = next_values_;
+    next_bias_ += kTileKeys * 4;
+    next_keys_ = next_keys_.plus(Memory::kTileBytes);
+    next_values_ = values_plus<Tile>(next_values_, Memory::kTileBytes);
   }
+  __device__ __forceinline__ uint32_t bias() const { return bias_; }
+  __device__ __forceinline__ void release(bool) const {}
   __device__ __forceinline__ void wait_values() const {}
-  __device__ __forceinline__ uint32_t value_address() const { return value_tile; }
-  __device__ __forceinline__ Operand values() const {
-    return Operand::across_rows(value_tile, Tile::box_bytes(kTileKeys));
-  }
-  __device__ __forceinline__ void release_values() { value_tile += Memory::kTileBytes; }
+  __device__ __forceinline__ Operand values() const { return values_; }
+  __device__ __forceinline__ void release_values() const {}
+
+ private:
+  uint32_t next_bias_, bias_ = 0;
+  Operand next_keys_, next_values_, values_{};
 };
 
 // The consecutive tiles of a block, head by head.
@@ -141,6 +147,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     memory.key_ring.init((kHasBias ? 2 : 1) * key_tiles, Tile::kGroups * 4);
     memory.value_ring.init(key_tiles, Tile::kGroups * 4);
   }
+  fill_ones<typename Tile::T>(memory.ones);
   fence_barrier_init();
   __syncthreads();
   wait_for_earlier_kernels();
@@ -154,30 +161,33 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       load_resident<Tile, BiasLoader<Tile>>(params, memory, role, range, key_tiles);
   } else {
     take_registers<Tile::kComputeRegisters>();
+    constexpr int kQueryBytes = Memory::kQueryBytes;
     const bool is_elected = role.lane == 0;
-    const int first = range.tile();
-    int tile = first + role.group;  // this group's next: every kGroups-th
+    int tile = range.tile() + role.group;  // this group's next: every kGroups-th
     RingPlace<typename Memory::HeadRing> head;
+    RingPlace<QueryRing> query;
+    query.advance(role.group);
+    Operand query_tile = Operand::along_rows(memory.queries).plus(query.stage * kQueryBytes);
     for (; range.has_head(); range.next_head()) {
-      const int key_count = params.key_count(QueryTile::at(params, range.tile(), kWarpGroupRows).batch);
+      const int key_count = params.key_count_of(range.tile(), kWarpGroupRows);
       head.wait_full(memory.key_ring);
       head.wait_full(memory.value_ring);
+      const ResidentKeys<Tile> head_keys(memory, head.stage);
 #pragma unroll 1
       for (; tile < range.end_of_head(); tile += Tile::kGroups) {
-        const int stage = (tile - first) % QueryRing::kStages;
-        memory.query_ring.full(stage).wait((tile - first) / QueryRing::kStages % 2);
+        query.wait_full(memory.query_ring);
         const auto release_query = [&] {
-          if (is_elected) memory.query_ring.empty(stage).arrive();
+          if (is_elected) memory.query_ring.empty(query.stage).arrive();
         };
-        using Loop = Mainloop<Tile, kHasBias>;
-        const Loop mainloop{role, params.scale(), key_count < params.args.key_length};
-        typename Loop::Softmax softmax(params.scale());
-        typename Loop::Softmax::Sums sums;
-        ResidentKeys<Tile> keys(memory, head.stage);
-        mainloop.template run<false>(Operand::along_rows(memory.queries + stage * Memory::kQueryBytes),
-                                     Tile::box_bytes(kWarpGroupRows), keys, key_count, release_query, softmax,
-                                     sums);
-        softmax.normalize(sums);
+        using Loop = Mainloop<Tile, kHasBias, false>;
+        const Loop mainloop{role, params.score_scale, key_count < params.args.key_length};
+        typename Loop::Softmax softmax(params.score_scale);
+        typename Loop::Sums sums;
+        ResidentKeys<Tile> keys = head_keys;
+        mainloop.run(query_tile, Tile::box_bytes(kWarpGroupRows), keys, key_count, release_query, softmax,
+                     sums);
+        query_tile = query_tile.plus(query.advance(Tile::kGroups) * kQueryBytes);
+        softmax.normalize(sums, 1);
         store_rows<Tile>(role, params.out, memory.out + role.group * Memory::kQueryBytes,
                          Tile::box_bytes(kWarpGroupRows), QueryTile::at(params, tile, kWarpGroupRows), sums);
       }
@@ -188,7 +198,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       }
       head.advance();
     }
-    if (role.thread == 0) wait_for_stores();
+    if (role.lane == 0) wait_for_stores();
   }
 }
 
@@ -197,12 +207,9 @@ void launch_resident_attention(const char* operation, AttentionKernelParams& par
                                Stream stream) {
   TensorLoader<Tile>::map(operation, params, kWarpGroupRows);
   params.set_tiles(kWarpGroupRows);
-  // As many blocks for each head as for the others, where there are enough: then blocks are at the same
-  // tokens of all heads at the same time, which lie side by side in memory.
-  const int heads = static_cast<int>(params.args.batch * params.args.heads);
-  const int blocks = heads <= multiprocessors ? multiprocessors / heads * heads : multiprocessors;
-  launch_kernel(operation, resident_attention_kernel<Tile, kHasBias>, dim3(std::min(blocks, params.tiles)),
-                Tile::kThreads, params, stream, ResidentMemory<Tile>::kBytes);
+  launch_kernel(operation, resident_attention_kernel<Tile, kHasBias>,
+                dim3(std::min(multiprocessors, params.tiles)), Tile::kThreads, params, stream,
+                ResidentMemory<Tile>::kBytes);
 }
 
 }  // namespace h100_diffusers_kernels

@@ -5,16 +5,17 @@
 //
 // Weights are rounded to 16 bits for the tensor cores.
 //
-// Careful: the pivot is the largest score so far. It must not be less: the rounding of a largest weight that
-// is not 1 is most of the error of a row that depends on few keys. To find the maximum of a tile takes a
-// third of the time of its exponentials, which have to wait for it.
+// Careful: the largest weight so far is a power of 2. The rounding of any other would be most of the error of
+// a row that depends on few keys. To find the maximum of a tile takes a third of the time of its
+// exponentials, which have to wait for it.
 //
 // Fast: weights in float16, which has eight times the precision of bfloat16, so that any pivot within its
-// range will do: kFirstLargest below the maximum of the first tile of keys. A weight out of range is
-// infinity, and the row infinite or NaN, which is seen at the end; such tiles are computed again with care.
+// range will do: the one that the first tile of keys gives. A weight out of range is infinity, and the row
+// infinite or NaN, which is seen at the end; such tiles are computed again with care.
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "attention_tiles.cuh"
 #include "fast_math.cuh"
@@ -41,9 +42,10 @@ __device__ __forceinline__ float row_sum(float x) {
 
 // The two rows of a thread. Scores are powers of 2 with a bias, and without one products of query and key
 // that the scale makes such.
-template <class Tile, bool kHasBias>
+template <class Tile, bool kHasBias, bool kIsFast>
 class RowSoftmax {
  public:
+  using Weight = std::conditional_t<kIsFast, __half, typename Tile::T>;  // as it is rounded
   using Scores = float[Tile::kScores];
   using Weights = uint32_t[kTileKeys / kProductDepth][4];
   using Sums = float[Tile::kSums];
@@ -51,67 +53,64 @@ class RowSoftmax {
   // scale: of the products, to powers of 2.
   __device__ __forceinline__ explicit RowSoftmax(float scale) : scale_(scale) {}
 
-  // Has pivots that the scores do not exceed; `sums` are made relative to them.
+  // By the scores of the first tile.
+  __device__ __forceinline__ void set_pivots(const Scores& scores) {
+    float maximum[2];
+    find_maxima(scores, maximum);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) pivot_[row] = pivot_below(row_maximum(maximum[row]));
+  }
+
+  // Has weights that are not larger; `sums` are made relative to the pivots.
   __device__ __forceinline__ void raise_pivots(const Scores& scores, Sums& sums) {
     float maximum[2];
     find_maxima(scores, maximum);
-    const bool is_within = maximum[0] <= pivot_[0] && maximum[1] <= pivot_[1];  // not of NaN
+    const bool is_within =  // not of NaN
+        maximum[0] <= pivot_[0] + kLargest && maximum[1] <= pivot_[1] + kLargest;
     if (__all_sync(~0u, is_within)) return;
     float factor[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      float pivot = maximum_of(row_maximum(maximum[row]), pivot_[row]);
-      if (pivot == INFINITY) pivot = NAN;  // as infinity less infinity has it
+      const float pivot = maximum_of(pivot_below(row_maximum(maximum[row])), pivot_[row]);
       factor[row] = fast_exp2(pivot_[row] - pivot);
       pivot_[row] = pivot;
-      weight_sum_[row] *= factor[row];
+      if constexpr (!Tile::kHasOnes) weight_sum_[row] *= factor[row];
     }
 #pragma unroll
     for (int i = 0; i < Tile::kSums; ++i) sums[i] *= factor[i / 2 % 2];
   }
 
-  // Pivots for all tiles, by the scores of the first.
-  __device__ __forceinline__ void fix_pivots(const Scores& scores) {
-    float maximum[2];
-    find_maxima(scores, maximum);
-#pragma unroll
-    for (int row = 0; row < 2; ++row) pivot_[row] = row_maximum(maximum[row]) - kFirstLargest;
-  }
-
-  // Weight: the type that the weights are rounded to.
-  template <typename Weight>
   __device__ __forceinline__ void take_weights(Scores& scores, Weights& weights) {
-    float part[2][2] = {};
+    float part[2][2];
 #pragma unroll
     for (int i = 0; i < Tile::kScores; ++i) {
       const int row = i / 2 % 2;
       scores[i] = fast_exp2(kHasBias ? scores[i] - pivot_[row] : __fmaf_rn(scores[i], scale_, -pivot_[row]));
-      part[row][i % 2] += scores[i];
+      if constexpr (!Tile::kHasOnes) part[row][i % 2] = i < 4 ? scores[i] : part[row][i % 2] + scores[i];
     }
+    if constexpr (!Tile::kHasOnes) {
 #pragma unroll
-    for (int row = 0; row < 2; ++row) weight_sum_[row] += part[row][0] + part[row][1];
+      for (int row = 0; row < 2; ++row) weight_sum_[row] += part[row][0] + part[row][1];
+    }
 #pragma unroll
     for (int i = 0; i < Tile::kScores; i += 2)
       weights[i / 8][i / 2 % 4] = pack_pair<Weight>(scores[i], scores[i + 1]);
   }
 
-  // Divides the sums by those of the weights. A row without keys is 0. Returns whether all of this thread's
-  // are finite.
-  __device__ __forceinline__ bool normalize(Sums& sums) const {
-    float not_finite = 0;
+  // Divides the sums by those of the weights, times the scale of the values. A row without keys is 0.
+  __device__ __forceinline__ void normalize(Sums& sums, float value_scale) const {
     float inverse[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float sum = row_sum(weight_sum_[row]);
-      not_finite = __fmaf_rn(sum, 0.0f, not_finite);
-      inverse[row] = sum == 0 ? 0.0f : 1 / sum;
+      float sum;
+      if constexpr (Tile::kHasOnes)
+        sum = sums[Tile::kOutputs + 2 * row];
+      else
+        sum = row_sum(weight_sum_[row]);
+      inverse[row] = sum == 0 ? 0.0f : fast_reciprocal(sum * value_scale);
     }
 #pragma unroll
-    for (int i = 0; i < Tile::kSums; ++i) {
-      not_finite = __fmaf_rn(sums[i], 0.0f, not_finite);
-      sums[i] *= inverse[i / 2 % 2];
-    }
-    return not_finite == 0;
+    for (int i = 0; i < Tile::kOutputs; ++i) sums[i] *= inverse[i / 2 % 2];
   }
 
  private:
@@ -126,16 +125,22 @@ class RowSoftmax {
       maximum[row] = maximum_of(part[row][0], part[row][1]) * (kHasBias ? 1.0f : scale_);
   }
 
-  // The largest weight of the first tile is 2^3. That leaves 13 powers of 2, a factor of 8192, for larger
-  // ones that follow, and 28 for smaller ones before they are lost: all keys of a million, each as large as
-  // can be lost, are less than bfloat16's rounding of the sum.
-  static constexpr float kFirstLargest = 3;
-  // Below all that can be told from -infinity, which has the weight 0 then.
-  static constexpr float kLowestPivot = -3.4e38f;
+  // By which the maximum has the largest weight.
+  __device__ __forceinline__ static float pivot_below(float maximum) {
+    // Below all that can be told from -infinity, which has the weight 0 then.
+    constexpr float kLowest = -3.4e38f;
+    const float pivot = maximum_of(maximum, kLowest) - kLargest;
+    return pivot == INFINITY ? NAN : pivot;  // as infinity less infinity has it
+  }
+
+  // The exponent of the largest weight. Fast: it leaves 13 powers of 2, a factor of 8192, for larger weights
+  // that follow, and 28 for smaller ones before they are lost: all keys of a million, each as large as can be
+  // lost, are less than bfloat16's rounding of the sum. Careful: as large as the type has it.
+  static constexpr float kLargest = kIsFast ? 3 : std::is_same_v<Weight, __half> ? 15 : 0;
 
   float scale_;
-  float pivot_[2] = {kLowestPivot, kLowestPivot};
-  float weight_sum_[2] = {0, 0};
+  float pivot_[2];
+  float weight_sum_[2] = {0, 0};  // without a column of ones
 };
 
 }  // namespace h100_diffusers_kernels

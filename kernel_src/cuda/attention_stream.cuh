@@ -39,7 +39,8 @@ struct RedoList {
 template <class Tile, bool kHasBias>
 struct StreamMemory {
   using KeyRing = Ring<Tile::kHeadDim == 64 ? 4 : 2>;
-  using QueryRing = Ring<1>;
+  using QueryRing =
+      Ring<Tile::kHeadDim == 64 ? 2 : 1>;  // the next tile's are there when a warp group comes to it
   static constexpr uint32_t kKeyBytes = Tile::bytes(kTileKeys), kQueryBytes = Tile::bytes(Tile::kRows);
   static constexpr uint32_t kBiasBytes = kHasBias ? kTileKeys * 4 : 0;
 
@@ -51,7 +52,7 @@ struct StreamMemory {
 
   __device__ __forceinline__ explicit StreamMemory(uint32_t begin)
       : query(begin),
-        out(query + kQueryBytes),
+        out(query + QueryRing::kStages * kQueryBytes),
         keys(out + kQueryBytes),
         values(keys + KeyRing::kStages * kKeyBytes),
         bias(values + KeyRing::kStages * kKeyBytes),
@@ -61,7 +62,7 @@ struct StreamMemory {
         end_of_pass{value_ring.address + KeyRing::kBytes},
         redo{end_of_pass.address + Barrier::kBytes} {}
 
-  static constexpr uint32_t kBytes = kTileAlignment + 2 * kQueryBytes +
+  static constexpr uint32_t kBytes = kTileAlignment + (QueryRing::kStages + 1) * kQueryBytes +
                                      KeyRing::kStages * (2 * kKeyBytes + kBiasBytes) + QueryRing::kBytes +
                                      2 * KeyRing::kBytes + Barrier::kBytes + RedoList::kBytes;
 };
@@ -75,52 +76,66 @@ class StreamedKeys {
   __device__ __forceinline__ StreamedKeys(const Memory& memory, bool is_elected)
       : memory_(memory),
         is_elected_(is_elected),
-        keys_(Operand::along_rows(memory.keys)),
-        values_(Operand::across_rows(memory.values, Tile::box_bytes(kTileKeys))) {}
+        next_keys_(Operand::along_rows(memory.keys)),
+        next_values_(Operand::across_rows(memory.values, memory.values + Tile::box_bytes(kTileKeys))) {}
 
-  __device__ __forceinline__ void wait_keys() const { key_.wait_full(memory_.key_ring); }
-  __device__ __forceinline__ Operand keys() const { return keys_.plus(key_.stage * Memory::kKeyBytes); }
-  __device__ __forceinline__ uint32_t bias() const { return memory_.bias + key_.stage * Memory::kBiasBytes; }
-  __device__ __forceinline__ void release_keys() {
+  __device__ __forceinline__ void wait_keys() const {
+    if (!are_keys_there_) next_.wait_full(memory_.key_ring);
+  }
+  __device__ __forceinline__ Operand next_keys() const { return next_keys_; }
+  // Asks whether copies have arrived, of which the answer takes its time.
+  __device__ __forceinline__ void advance() {
+    earlier_stage_ = current_.stage;
+    current_ = next_;
+    values_ = next_values_;
+    const int bytes = next_.advance() * static_cast<int>(Memory::kKeyBytes);
+    next_keys_ = next_keys_.plus(bytes);
+    next_values_ = next_values_.plus(bytes);
+    if constexpr (Memory::KeyRing::kStages > 2) {
+      are_values_there_ = current_.is_full(memory_.value_ring);
+      are_keys_there_ = next_.is_full(memory_.key_ring);
+    }
+  }
+  __device__ __forceinline__ uint32_t bias() const {
+    return memory_.bias + current_.stage * Memory::kBiasBytes;
+  }
+  __device__ __forceinline__ void release(bool has_earlier) const {
     if constexpr (kHasBias) __syncwarp();  // all lanes have read biases
-    if (is_elected_) memory_.key_ring.empty(key_.stage).arrive();
-    key_.advance();
+    if (is_elected_ && has_earlier) memory_.value_ring.empty(earlier_stage_).arrive();
+    if (is_elected_) memory_.key_ring.empty(current_.stage).arrive();
   }
-  __device__ __forceinline__ void wait_values() const { value_.wait_full(memory_.value_ring); }
-  __device__ __forceinline__ Operand values() const { return values_.plus(value_.stage * Memory::kKeyBytes); }
-  __device__ __forceinline__ uint32_t value_address() const {
-    return memory_.values + value_.stage * Memory::kKeyBytes;
+  __device__ __forceinline__ void wait_values() const {
+    if (!are_values_there_) current_.wait_full(memory_.value_ring);
   }
-  __device__ __forceinline__ void release_values() {
-    if (is_elected_) memory_.value_ring.empty(value_.stage).arrive();
-    value_.advance();
+  __device__ __forceinline__ Operand values() const { return values_; }
+  __device__ __forceinline__ void release_values() const {
+    if (is_elected_) memory_.value_ring.empty(current_.stage).arrive();
   }
 
  private:
+  using Place = RingPlace<typename Memory::KeyRing>;
+
   const Memory& memory_;
   bool is_elected_;
-  Operand keys_, values_;  // of the first stage
-  RingPlace<typename Memory::KeyRing> key_, value_;
+  Place next_, current_;
+  int earlier_stage_ = 0;
+  Operand next_keys_, next_values_, values_{};
+  bool are_keys_there_ = false, are_values_there_ = false;
 };
 
-// Which tiles are treated: all; or first those that can be treated fast, then the others and those that
-// turned out not to be finite.
+// Which tiles are treated, and how: all, with care; or all fast, and then those with care for which that was
+// not accurate.
 enum class Pass { kAll, kFast, kCareful };
 
 // A block has every gridDim.x-th tile.
 template <Pass kPass, class Body>
 __device__ __forceinline__ void for_each_tile(const AttentionKernelParams& params, const RedoList& redo,
-                                              int rows, const Body& body) {
+                                              const Body& body) {
   int index = 0;
 #pragma unroll 1
   for (int tile = static_cast<int>(blockIdx.x); tile < params.tiles;
        tile += static_cast<int>(gridDim.x), ++index) {
-    if constexpr (kPass != Pass::kAll) {
-      const QueryTile place = QueryTile::at(params, tile, rows);
-      const int64_t head = place.batch * params.args.key_heads + place.head / params.group_heads;
-      const bool is_safe = ValueMaximum::is_safe(params.value_maxima[head]);
-      if (kPass == Pass::kFast ? !is_safe : is_safe && !redo.has(index)) continue;
-    }
+    if (kPass == Pass::kCareful && !redo.has(index)) continue;
     body(tile, index);
   }
 }
@@ -137,26 +152,28 @@ class StreamLoad {
   template <Pass kPass>
   __device__ __forceinline__ void run() {
     if constexpr (kPass != Pass::kAll) loader_.take_half_values(kPass == Pass::kFast);
-    for_each_tile<kPass>(params_, memory_.redo, Tile::kRows, [&](int tile, int) {
+    for_each_tile<kPass>(params_, memory_.redo, [&](int tile, int) {
       const QueryTile place = QueryTile::at(params_, tile, Tile::kRows);
       const int key_count = params_.key_count(place.batch);
       if constexpr (Loader::kArrivals > 0) {
-        query_.wait_empty(memory_.query_ring);
-        loader_.load_query(memory_.query, Tile::kRows, memory_.query_ring.full(query_.stage), place);
-        query_.advance();
+        query_place_.wait_empty(memory_.query_ring);
+        loader_.load_query(memory_.query + query_place_.stage * Memory::kQueryBytes, Tile::kRows,
+                           memory_.query_ring.full(query_place_.stage), place);
+        query_place_.advance();
       }
+      int key = 0;
 #pragma unroll 1
-      for (int key = 0; key < key_count; key += kTileKeys) {
-        key_.wait_empty(memory_.key_ring);
-        loader_.load_keys(memory_.keys + key_.stage * Memory::kKeyBytes,
-                          memory_.bias + key_.stage * Memory::kBiasBytes, memory_.key_ring.full(key_.stage),
-                          place, key);
-        key_.advance();
-        value_.wait_empty(memory_.value_ring);
-        loader_.load_values(memory_.values + value_.stage * Memory::kKeyBytes,
-                            memory_.value_ring.full(value_.stage), place, key);
-        value_.advance();
-      }
+      do {
+        const int stage = key_place_.stage;
+        key_place_.wait_empty(memory_.key_ring);
+        loader_.load_keys(memory_.keys + stage * Memory::kKeyBytes, memory_.bias + stage * Memory::kBiasBytes,
+                          memory_.key_ring.full(stage), place, key);
+        key_place_.wait_empty(memory_.value_ring);
+        loader_.load_values(memory_.values + stage * Memory::kKeyBytes, memory_.value_ring.full(stage), place,
+                            key);
+        key_place_.advance();
+        key += kTileKeys;
+      } while (key < key_count);
     });
   }
 
@@ -164,8 +181,8 @@ class StreamLoad {
   const AttentionKernelParams& params_;
   const Memory& memory_;
   Loader loader_;
-  RingPlace<typename Memory::QueryRing> query_;
-  RingPlace<typename Memory::KeyRing> key_, value_;
+  RingPlace<typename Memory::QueryRing> query_place_;
+  RingPlace<typename Memory::KeyRing> key_place_;
 };
 
 template <class Tile, bool kHasBias>
@@ -175,43 +192,49 @@ class StreamCompute {
 
   __device__ __forceinline__ StreamCompute(const AttentionKernelParams& params, const Memory& memory,
                                            const WarpRole& role)
-      : params_(params), memory_(memory), role_(role), keys_(memory, role.lane == 0) {}
+      : params_(params),
+        memory_(memory),
+        role_(role),
+        group_offset_(Tile::box_bytes(role.group * kWarpGroupRows)),
+        query_(Operand::along_rows(memory.query + group_offset_)),
+        keys_(memory, role.lane == 0) {}
 
   template <Pass kPass>
   __device__ __forceinline__ void run() {
     constexpr bool kIsFast = kPass == Pass::kFast;
-    using Loop = Mainloop<Tile, kHasBias>;
+    using Loop = Mainloop<Tile, kHasBias, kIsFast>;
     const bool is_elected = role_.lane == 0;
-    const uint32_t group_offset = Tile::box_bytes(role_.group * kWarpGroupRows);
-    constexpr uint32_t kBoxBytes = Tile::box_bytes(Tile::kRows);
-    for_each_tile<kPass>(params_, memory_.redo, Tile::kRows, [&](int tile, int index) {
-      const int key_count = params_.key_count(QueryTile::at(params_, tile, Tile::kRows).batch);
-      const Loop mainloop{role_, params_.scale(), key_count < params_.args.key_length};
-      typename Loop::Softmax softmax(params_.scale());
-      typename Loop::Softmax::Sums sums;
-      query_.wait_full(memory_.query_ring);
-      mainloop.template run<kIsFast>(
-          Operand::along_rows(memory_.query + group_offset), kBoxBytes, keys_, key_count,
+    constexpr int kBoxBytes = Tile::box_bytes(Tile::kRows);
+    for_each_tile<kPass>(params_, memory_.redo, [&](int tile, int index) {
+      const int key_count = params_.key_count_of(tile, Tile::kRows);
+      const Loop mainloop{role_, params_.score_scale, key_count < params_.args.key_length};
+      typename Loop::Softmax softmax(params_.score_scale);
+      typename Loop::Sums sums;
+      query_place_.wait_full(memory_.query_ring);
+      mainloop.run(
+          query_, kBoxBytes, keys_, key_count,
           [&] {
-            if (is_elected) memory_.query_ring.empty(query_.stage).arrive();
+            if (is_elected) memory_.query_ring.empty(query_place_.stage).arrive();
           },
           softmax, sums);
-      query_.advance();
-      const bool is_finite = softmax.normalize(sums);
-      if (kIsFast && !__all_sync(~0u, is_finite) && is_elected) memory_.redo.add(index);
+      query_ = query_.plus(query_place_.advance() * static_cast<int>(Memory::kQueryBytes));
+      softmax.normalize(sums, kIsFast ? kValueScale : 1);
+      if (kIsFast && !__all_sync(~0u, has_accurate_rows<Tile>(sums)) && is_elected) memory_.redo.add(index);
       QueryTile place = QueryTile::at(params_, tile, Tile::kRows);
       place.row += role_.group * kWarpGroupRows;
-      store_rows<Tile>(role_, params_.out, memory_.out + group_offset, kBoxBytes, place, sums);
+      store_rows<Tile>(role_, params_.out, memory_.out + group_offset_, kBoxBytes, place, sums);
     });
     // What is stored anew comes after what was stored before.
-    if (role_.thread == 0) wait_for_stores();
+    if (role_.lane == 0) wait_for_stores();
   }
 
  private:
   const AttentionKernelParams& params_;
   const Memory& memory_;
   const WarpRole& role_;
-  RingPlace<typename Memory::QueryRing> query_;
+  uint32_t group_offset_;
+  Operand query_;  // of the next tile, in this place
+  RingPlace<typename Memory::QueryRing> query_place_;
   StreamedKeys<Tile, kHasBias> keys_;
 };
 

@@ -4,6 +4,7 @@
 
 #include "async_copy.cuh"
 #include "barrier.cuh"
+#include "pack.cuh"
 #include "params.h"
 #include "tensor_copy.cuh"
 #include "warp_group.cuh"
@@ -16,7 +17,7 @@ constexpr float kLog2E = 1.44269504f;
 // kGroups warp groups compute, 64 queries each, and one loads. With 64 elements a head the exponentials take
 // about as long as the matrix products: three groups, of which one multiplies while two are at their
 // exponentials. With 128 the sums need twice the registers: two groups.
-template <typename T_, int kHeadDim_>
+template <typename T_, int kHeadDim_, bool kHasOnes_ = false>
 struct AttentionTile {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -27,7 +28,12 @@ struct AttentionTile {
   static constexpr int kComputeThreads = kGroups * kWarpGroupThreads;
   static constexpr int kComputeRegisters = kHeadDim == 64 ? 160 : 232;
   static constexpr int kLoadRegisters = kHeadDim == 64 ? 32 : 40;
-  static constexpr int kSums = kWarpGroupRows * kHeadDim / kWarpGroupThreads;  // of a thread
+  static constexpr bool kHasOnes = kHasOnes_;
+  static_assert(!kHasOnes || kBoxes == 1);
+  static constexpr int kColumns = kHeadDim + (kHasOnes ? 8 : 0);
+  // Of a thread.
+  static constexpr int kOutputs = kWarpGroupRows * kHeadDim / kWarpGroupThreads;
+  static constexpr int kSums = kWarpGroupRows * kColumns / kWarpGroupThreads;
   static constexpr int kScores = kWarpGroupRows * kTileKeys / kWarpGroupThreads;
 
   static constexpr uint32_t box_bytes(int rows) { return static_cast<uint32_t>(rows * kBoxRowBytes); }
@@ -59,12 +65,35 @@ __device__ __forceinline__ uint32_t shared_tiles() {
   return (shared_address(shared_memory) + kTileAlignment - 1) & ~(kTileAlignment - 1);
 }
 
+// A tile of values, with its column of ones where the Tile has that: rows of them, as many as a product is
+// deep, at `ones`.
+constexpr uint32_t kOnesBytes = kProductDepth * kBoxRowBytes;
+
+template <class Tile>
+__device__ __forceinline__ Operand values_at(uint32_t address, uint32_t ones) {
+  return Operand::across_rows(address, Tile::kHasOnes ? ones : address + Tile::box_bytes(kTileKeys));
+}
+// bytes: of a box.
+template <class Tile>
+__device__ __forceinline__ Operand values_plus(Operand values, int bytes) {
+  return Tile::kHasOnes ? values.first_box_plus(bytes) : values.plus(bytes);
+}
+
+// By all threads of the block. A barrier follows.
+template <typename T>
+__device__ __forceinline__ void fill_ones(uint32_t address) {
+  const uint32_t pair = pack_pair<T>(1, 1);
+  for (uint32_t byte = threadIdx.x * 4; byte < kOnesBytes; byte += blockDim.x * 4)
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address + byte), "r"(pair) : "memory");
+  fence_shared_stores();
+}
+
 // What the launcher hands to the kernels, in addition to the maps.
 struct AttentionKernelParams {
   MappedTensor q, k, v, out;
-  MappedTensor half_values;      // v in float16, and
-  const uint32_t* value_maxima;  // its largest values: see attention_values.cuh
+  MappedTensor half_values;  // see attention_values.cuh
   AttentionParams args;
+  float score_scale;       // of the products of query and key, to powers of 2
   int query_tiles, tiles;  // of a head; of all heads
   int group_heads;         // query heads of a key head
 
@@ -73,14 +102,13 @@ struct AttentionKernelParams {
     tiles = static_cast<int>(args.batch * args.heads * query_tiles);
   }
 
-  // Of the products, to powers of 2.
-  __device__ __forceinline__ float scale() const { return args.scale * kLog2E; }
-
   // Keys of the sample that count.
   __device__ __forceinline__ int key_count(int batch) const {
     const int length = static_cast<int>(args.key_length);
     return args.key_lengths == nullptr ? length : min(max(args.key_lengths[batch], 0), length);
   }
+  // The same, of the batch of a query tile.
+  __device__ __forceinline__ int key_count_of(int tile, int rows) const;
 };
 
 // The tensors, as the copy engine is told of them.
@@ -108,5 +136,9 @@ struct QueryTile {
     return {head / heads, head % heads, (tile - head * params.query_tiles) * rows};
   }
 };
+
+__device__ __forceinline__ int AttentionKernelParams::key_count_of(int tile, int rows) const {
+  return key_count(args.key_lengths == nullptr ? 0 : QueryTile::at(*this, tile, rows).batch);
+}
 
 }  // namespace h100_diffusers_kernels

@@ -1,29 +1,37 @@
-// The values of attention in float16, for weights in float16 (attention_softmax.cuh). What bfloat16 has of
-// normal size float16 has exactly; of what is too large or too small beside it the launch is told head by
-// head, and heads that have too much of it keep their bfloat16.
+// The values of attention in float16, for weights in float16 (attention_softmax.cuh). They are taken times
+// kValueScale: then bfloat16 values from 2^-21 to 4096 are float16 exactly, smaller ones are off by 2^-29 at
+// most, and larger ones are infinite. Whether that was good enough is seen by the output.
 #pragma once
 
-#include "attention_tiles.cuh"
+#include "attention_softmax.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
 
 namespace h100_diffusers_kernels {
 
-// The largest absolute value of a key head, as the bits of a float.
-struct ValueMaximum {
-  // Of a head whose values reach 2^-10 those that lose bits, below 2^-17, are off by 2^-25 at most.
-  static constexpr float kSmallest = 0x1p-10f, kLargest = 65504;
+constexpr float kValueScale = 16;
 
-  __device__ __forceinline__ static bool is_safe(uint32_t bits) {
-    const float maximum = __uint_as_float(bits);
-    return maximum == 0 || (maximum >= kSmallest && maximum <= kLargest);
+// Whether the outputs of both rows of this thread are finite and at their largest so far above what values
+// lost (2^13 times) that bfloat16's own rounding is all that shows.
+template <class Tile>
+__device__ __forceinline__ bool has_accurate_rows(const float (&outputs)[Tile::kSums]) {
+  constexpr float kLeast = 0x1p-16f;
+  float largest[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < Tile::kOutputs; ++i)
+    largest[i / 2 % 2] = maximum_of(largest[i / 2 % 2], fabsf(outputs[i]));
+  bool is_accurate = true;
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const float maximum = row_maximum(largest[row]);
+    is_accurate = is_accurate && maximum >= kLeast && maximum < INFINITY;  // not of NaN
   }
-};
+  return is_accurate;
+}
 
 struct ValueKernelParams {
   AttentionOperand values;
-  __half* out;       // (batch, key_length, key_heads, head_dim), contiguous
-  uint32_t* maxima;  // (batch, key_heads), 0 before
+  __half* out;  // (batch, key_length, key_heads, head_dim), contiguous
   int key_length, key_heads;
 };
 
@@ -40,69 +48,45 @@ __global__ void __launch_bounds__(kValueThreads)
   const int piece = static_cast<int>(blockIdx.y * kValueThreads + threadIdx.x), head = piece / kPieces;
   const int batch = static_cast<int>(blockIdx.z), first = static_cast<int>(blockIdx.x) * kValueTokens;
   const int column = piece % kPieces * 8;
-  const bool is_head = head < params.key_heads;
-  float maximum = 0;
-  if (is_head) {
-    const __nv_bfloat16* in = static_cast<const __nv_bfloat16*>(params.values.data) +
-                              batch * params.values.strides[0] + head * params.values.strides[2] + column;
-    __half* out =
-        params.out + (int64_t{batch} * params.key_length * params.key_heads + head) * kHeadDim + column;
-    Values packs[kValueTokens];
+  if (head >= params.key_heads) return;
+  const __nv_bfloat16* in = static_cast<const __nv_bfloat16*>(params.values.data) +
+                            batch * params.values.strides[0] + head * params.values.strides[2] + column;
+  __half* out =
+      params.out + (int64_t{batch} * params.key_length * params.key_heads + head) * kHeadDim + column;
+  Values packs[kValueTokens];
 #pragma unroll
-    for (int i = 0; i < kValueTokens; ++i)
-      if (first + i < params.key_length) packs[i].load(in + (first + i) * params.values.strides[1]);
+  for (int i = 0; i < kValueTokens; ++i)
+    if (first + i < params.key_length) packs[i].load(in + (first + i) * params.values.strides[1]);
 #pragma unroll
-    for (int i = 0; i < kValueTokens; ++i) {
-      if (first + i >= params.key_length) break;
-      float values[8];
-      packs[i].to_floats(values);
+  for (int i = 0; i < kValueTokens; ++i) {
+    if (first + i >= params.key_length) break;
+    float values[8];
+    packs[i].to_floats(values);
 #pragma unroll
-      for (int k = 0; k < 8; ++k) maximum = fmaxf(maximum, fabsf(values[k]));
-      store_floats(out + (first + i) * int64_t{params.key_heads} * kHeadDim, values);
-    }
-  }
-#pragma unroll
-  for (int lanes = kPieces / 2; lanes > 0; lanes /= 2)
-    maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, lanes));
-  // Of floats that are not negative the order is that of their bits. Few blocks find a new maximum.
-  if (is_head && column == 0) {
-    uint32_t* target = params.maxima + batch * params.key_heads + head;
-    if (__float_as_uint(maximum) > __ldcg(target)) atomicMax(target, __float_as_uint(maximum));
+    for (int k = 0; k < 8; ++k) values[k] *= kValueScale;
+    store_floats(out + (first + i) * int64_t{params.key_heads} * kHeadDim, values);
   }
 }
 
-// How the workspace is laid out.
-struct ValueWorkspace {
-  int64_t maxima_bytes, value_bytes;
+inline int64_t value_workspace_bytes(const AttentionParams& args) {
+  return args.batch * args.key_length * args.key_heads * args.head_dim * 2;
+}
 
-  explicit ValueWorkspace(const AttentionParams& args)
-      : maxima_bytes(ceil_divide(args.batch * args.key_heads * 4, 256) * 256),
-        value_bytes(args.batch * args.key_length * args.key_heads * args.head_dim * 2) {}
-
-  int64_t bytes() const { return maxima_bytes + value_bytes; }
-};
-
-// Fills the workspace; `params` knows its parts.
+// Fills the workspace; `params` knows it.
 template <class Tile>
 void launch_value_conversion(const char* operation, AttentionKernelParams& params, Stream stream) {
   const AttentionParams& args = params.args;
-  const ValueWorkspace workspace(args);
-  char* begin = static_cast<char*>(args.workspace);
-  params.value_maxima = reinterpret_cast<uint32_t*>(begin);
   const int64_t row = args.key_heads * args.head_dim;
   params.half_values = map_tensor(operation,
-                                  {begin + workspace.maxima_bytes,
+                                  {args.workspace,
                                    args.batch,
                                    args.key_length,
                                    args.key_heads,
                                    args.head_dim,
                                    {args.key_length * row, row, args.head_dim}},
                                   DType::kFloat16, kTileKeys);
-  throw_on_error(operation, cudaMemsetAsync(begin, 0, static_cast<size_t>(workspace.maxima_bytes),
-                                            static_cast<cudaStream_t>(stream.handle)));
-  const ValueKernelParams conversion{args.v, reinterpret_cast<__half*>(begin + workspace.maxima_bytes),
-                                     reinterpret_cast<uint32_t*>(begin), static_cast<int>(args.key_length),
-                                     static_cast<int>(args.key_heads)};
+  const ValueKernelParams conversion{args.v, static_cast<__half*>(args.workspace),
+                                     static_cast<int>(args.key_length), static_cast<int>(args.key_heads)};
   const dim3 grid(static_cast<unsigned>(ceil_divide(args.key_length, kValueTokens)),
                   static_cast<unsigned>(ceil_divide(row / 8, kValueThreads)),
                   static_cast<unsigned>(args.batch));

@@ -26,6 +26,21 @@ struct Barrier {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
   }
 
+  // Whether the phase of this parity has ended, without waiting.
+  __device__ __forceinline__ bool has_ended(uint32_t parity) const {
+    uint32_t result;
+    asm volatile(
+        "{\n"
+        ".reg .pred has_ended;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 has_ended, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, has_ended;\n"
+        "}"
+        : "=r"(result)
+        : "r"(address), "r"(parity)
+        : "memory");
+    return result != 0;
+  }
+
   // Until the phase of this parity has ended. Before the first phase, that of parity 1 counts as ended.
   __device__ __forceinline__ void wait(uint32_t parity) const {
     asm volatile(
@@ -65,11 +80,16 @@ struct RingPlace {
   int stage = 0;
   uint32_t parity = 0;
 
-  __device__ __forceinline__ void advance() {
-    if (++stage == RingType::kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
+  // Returns by how many stages, which are fewer than all, it has moved: less than 0 where it begins anew.
+  __device__ __forceinline__ int advance(int stages = 1) {
+    const bool wraps = stage + stages >= RingType::kStages;
+    const int moved = wraps ? stages - RingType::kStages : stages;
+    stage += moved;
+    parity ^= wraps;
+    return moved;
+  }
+  __device__ __forceinline__ bool is_full(const RingType& ring) const {
+    return ring.full(stage).has_ended(parity);
   }
   __device__ __forceinline__ void wait_full(const RingType& ring) const { ring.full(stage).wait(parity); }
   __device__ __forceinline__ void wait_empty(const RingType& ring) const {

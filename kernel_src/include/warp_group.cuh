@@ -19,23 +19,39 @@ constexpr int kWarpGroupThreads = 128;
 constexpr int kWarpGroupRows = 64;
 constexpr int kProductDepth = 16;  // of one instruction
 
-// Where an operand lies in shared memory, in boxes of tensor_copy.cuh. Additions go by 16 bytes.
+// Where an operand lies in shared memory, in boxes of tensor_copy.cuh: the half of its descriptor that is not
+// the same for all. Additions go by multiples of 16 bytes.
 struct Operand {
-  uint64_t descriptor;
+  uint32_t address_and_next_box;
 
   // The depth runs along the rows of 128 bytes.
-  __device__ __forceinline__ static Operand along_rows(uint32_t address) { return {encode(address, 16)}; }
-  // The depth runs from row to row; further columns are box_bytes on.
-  __device__ __forceinline__ static Operand across_rows(uint32_t address, uint32_t box_bytes) {
-    return {encode(address, box_bytes)};
+  __device__ __forceinline__ static Operand along_rows(uint32_t address) { return of(address, 0); }
+  // The depth runs from row to row; columns from kBoxColumns on are at next_box, as far from there again the
+  // next ones.
+  __device__ __forceinline__ static Operand across_rows(uint32_t address, uint32_t next_box) {
+    return of(address, next_box - address);
   }
-  __device__ __forceinline__ Operand plus(uint32_t bytes) const { return {descriptor + bytes / 16}; }
+  __device__ __forceinline__ Operand plus(int bytes) const {
+    return {address_and_next_box + static_cast<uint32_t>(bytes / 16)};
+  }
+  // With the next box staying where it is.
+  __device__ __forceinline__ Operand first_box_plus(int bytes) const {
+    return {address_and_next_box + static_cast<uint32_t>(bytes / 16 * (1 - (1 << kNextBoxBit)))};
+  }
+
+  __device__ __forceinline__ uint32_t address() const {
+    return address_and_next_box % (1 << kNextBoxBit) * 16;
+  }
+  __device__ __forceinline__ uint64_t descriptor() const {
+    constexpr uint32_t kSwizzle128 = 1 << 30, kRowsOfSwizzle = kSwizzleBytes / 16;
+    return uint64_t{kSwizzle128 | kRowsOfSwizzle} << 32 | address_and_next_box;
+  }
 
  private:
-  __device__ __forceinline__ static uint64_t encode(uint32_t address, uint32_t leading_bytes) {
-    constexpr uint64_t kSwizzle128 = 1;
-    return uint64_t{(address & 0x3ffff) >> 4} | uint64_t{leading_bytes >> 4} << 16 |
-           uint64_t{kSwizzleBytes >> 4} << 32 | kSwizzle128 << 62;
+  static constexpr int kNextBoxBit = 16;
+
+  __device__ __forceinline__ static Operand of(uint32_t address, uint32_t next_box_bytes) {
+    return {address / 16 | next_box_bytes / 16 << kNextBoxBit};
   }
 };
 
@@ -46,6 +62,10 @@ struct Operand {
 #define H100_REGISTERS_32                                                            \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17," \
   " %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
+#define H100_REGISTERS_36                                                            \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17," \
+  " %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33," \
+  " %34, %35}"
 #define H100_REGISTERS_64                                                                 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17,"      \
   " %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34," \
@@ -66,7 +86,16 @@ struct Product;
       asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " H100_REGISTERS_32         \
                    ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                                \
                    : H100_OUT_32(d, 0)                                                                       \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor));                         \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()));                       \
+    }                                                                                                        \
+  };                                                                                                         \
+  template <>                                                                                                \
+  struct Product<T, 72> {                                                                                    \
+    __device__ __forceinline__ static void of_registers(float (&d)[36], const uint32_t (&a)[4], Operand b) { \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n72k16.f32." type "." type " " H100_REGISTERS_36         \
+                   ", {%36, %37, %38, %39}, %40, 1, 1, 1, 1;"                                                \
+                   : H100_OUT_32(d, 0), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])                   \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()));                       \
     }                                                                                                        \
   };                                                                                                         \
   template <>                                                                                                \
@@ -75,7 +104,7 @@ struct Product;
       asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " H100_REGISTERS_64        \
                    ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"                                                \
                    : H100_OUT_32(d, 0), H100_OUT_32(d, 32)                                                   \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor));                         \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()));                       \
     }                                                                                                        \
     __device__ __forceinline__ static void of_shared(float (&d)[64], Operand a, Operand b,                   \
                                                      bool accumulate) {                                      \
@@ -84,13 +113,14 @@ struct Product;
           "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " H100_REGISTERS_64                 \
           ", %64, %65, accumulate, 1, 1, 0, 0;\n}"                                                           \
           : H100_OUT_32(d, 0), H100_OUT_32(d, 32)                                                            \
-          : "l"(a.descriptor), "l"(b.descriptor), "r"(static_cast<int>(accumulate)));                        \
+          : "l"(a.descriptor()), "l"(b.descriptor()), "r"(static_cast<int>(accumulate)));                    \
     }                                                                                                        \
   }
 H100_PRODUCT(__nv_bfloat16, "bf16");
 H100_PRODUCT(__half, "f16");
 #undef H100_PRODUCT
 #undef H100_REGISTERS_64
+#undef H100_REGISTERS_36
 #undef H100_REGISTERS_32
 #undef H100_OUT_32
 #undef H100_OUT_8
