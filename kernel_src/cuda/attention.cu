@@ -23,9 +23,9 @@ bool is_mappable(const AttentionParams& args) {
 
 // Whether it pays to convert the values first: where they are read for many queries.
 bool has_half_values(const AttentionParams& args) {
-  constexpr int64_t kMinQueries = 1024;
+  constexpr int64_t kMinQueries = 1024, kMaxBatch = 65535;  // of a grid
   if (args.dtype != DType::kBFloat16 || args.key_bias != nullptr || args.key_length <= kMaxResidentKeys ||
-      args.query_length < kMinQueries || !is_mappable(args))
+      args.query_length < kMinQueries || args.batch > kMaxBatch || !is_mappable(args))
     return false;
   const int rows = args.head_dim == 64 ? AttentionTile<__nv_bfloat16, 64>::kRows
                                        : AttentionTile<__nv_bfloat16, 128>::kRows;

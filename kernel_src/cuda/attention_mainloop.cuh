@@ -42,15 +42,17 @@ struct Mainloop {
       if constexpr (kHasBias) add_bias(scores, scale, keys.bias(), role.lane);
       keys.release(key > 0);
       if (count <= kTileKeys) {
-        if (count <= kTileKeys) release_query();
+        release_query();
         if (count < kTileKeys) mask_scores(scores, count, role.lane);
         if (count < kTileKeys && has_padding) {
           keys.wait_values();
           clear_rows<Tile>(role, keys.values().address(), count);
         }
       }
-      if (key == 0) softmax.set_pivots(scores);
-      if (!kIsFast && key > 0) softmax.raise_pivots(scores, sums);
+      if (key == 0)
+        softmax.set_pivots(scores);
+      else if (!kIsFast)
+        softmax.raise_pivots(scores, sums);
       softmax.take_weights(scores, weights);
       keys.wait_values();
       begin_products();

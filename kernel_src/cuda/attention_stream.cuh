@@ -39,8 +39,8 @@ struct RedoList {
 template <class Tile, bool kHasBias>
 struct StreamMemory {
   using KeyRing = Ring<Tile::kHeadDim == 64 ? 4 : 2>;
-  using QueryRing =
-      Ring<Tile::kHeadDim == 64 ? 2 : 1>;  // the next tile's are there when a warp group comes to it
+  // Of two, the next tile's are there when a warp group comes to it.
+  using QueryRing = Ring<Tile::kHeadDim == 64 ? 2 : 1>;
   static constexpr uint32_t kKeyBytes = Tile::bytes(kTileKeys), kQueryBytes = Tile::bytes(Tile::kRows);
   static constexpr uint32_t kBiasBytes = kHasBias ? kTileKeys * 4 : 0;
 

@@ -16,7 +16,8 @@ constexpr float kLog2E = 1.44269504f;
 
 // kGroups warp groups compute, 64 queries each, and one loads. With 64 elements a head the exponentials take
 // about as long as the matrix products: three groups, of which one multiplies while two are at their
-// exponentials. With 128 the sums need twice the registers: two groups.
+// exponentials. With 128 the sums need twice the registers: two groups. kHasOnes: one more column of the
+// values, of ones, gives the sum of the weights, where they have a box to themselves.
 template <typename T_, int kHeadDim_, bool kHasOnes_ = false>
 struct AttentionTile {
   using T = T_;
@@ -25,7 +26,6 @@ struct AttentionTile {
   static constexpr int kGroups = kHeadDim == 64 ? 3 : 2;
   static constexpr int kRows = kGroups * kWarpGroupRows;
   static constexpr int kThreads = (kGroups + 1) * kWarpGroupThreads;
-  static constexpr int kComputeThreads = kGroups * kWarpGroupThreads;
   static constexpr int kComputeRegisters = kHeadDim == 64 ? 160 : 232;
   static constexpr int kLoadRegisters = kHeadDim == 64 ? 32 : 40;
   static constexpr bool kHasOnes = kHasOnes_;
@@ -65,8 +65,8 @@ __device__ __forceinline__ uint32_t shared_tiles() {
   return (shared_address(shared_memory) + kTileAlignment - 1) & ~(kTileAlignment - 1);
 }
 
-// A tile of values, with its column of ones where the Tile has that: rows of them, as many as a product is
-// deep, at `ones`.
+// A tile of values, with its column of ones where the Tile has that: `ones` is where as many rows of them are
+// as a product is deep.
 constexpr uint32_t kOnesBytes = kProductDepth * kBoxRowBytes;
 
 template <class Tile>

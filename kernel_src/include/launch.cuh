@@ -5,7 +5,6 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -85,8 +84,7 @@ void launch_kernel(const char* operation, void (*kernel)(const Params), dim3 gri
   if (shared_bytes > 0) {
     // Unasked a block gets no more than 48 KiB, and L1 takes much of what a multiprocessor has. The same for
     // all launches of a kernel: other threads may be launching it.
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(std::max(kMaxSharedBytes, shared_bytes))));
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes));
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                cudaSharedmemCarveoutMaxShared));
   }

@@ -730,7 +730,8 @@ def attention(
 
     On CUDA the weights are rounded to 16 bits for the tensor cores: to float16, with eight times the
     precision of bfloat16, also where the inputs are bfloat16, from 1024 queries and 257 keys on and
-    without a bias. That takes temporary memory of v's size, for v in float16.
+    without a bias. That takes temporary memory of v's size, for v in float16; queries for which
+    float16 lacks the range are computed once more, in bfloat16.
 
     Source: Vaswani et al., 2017, https://arxiv.org/abs/1706.03762; in one pass over the keys as in
     Dao et al., 2022, https://arxiv.org/abs/2205.14135.
