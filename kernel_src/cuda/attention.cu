@@ -29,8 +29,7 @@ bool has_half_values(const AttentionParams& args) {
     return false;
   const int rows = args.head_dim == 64 ? AttentionTile<__nv_bfloat16, 64>::kRows
                                        : AttentionTile<__nv_bfloat16, 128>::kRows;
-  const int64_t tiles = args.batch * args.heads * ceil_divide(args.query_length, rows);
-  return ceil_divide(tiles, count_multiprocessors()) <= RedoList::kTiles;
+  return ceil_divide(query_tiles_of(args, rows), count_multiprocessors()) <= RedoList::kTiles;
 }
 
 template <typename T, int kHeadDim>
@@ -40,6 +39,11 @@ void launch(AttentionKernelParams& params, Stream stream) {
   const AttentionParams& args = params.args;
   const int multiprocessors = count_multiprocessors();
   params.out = map_tensor(kOperation, out_of(args), args.dtype, kStoreRows);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    if (args.workspace != nullptr)
+      return launch_stream_attention<Tile, false, true, TensorLoader<Tile>>(kOperation, params,
+                                                                            multiprocessors, stream);
+  }
   if (!is_mappable(args))
     return launch_stream_attention<Tile, true, false, ElementLoader<Tile, Access::kScalar>>(
         kOperation, params, multiprocessors, stream);
@@ -51,11 +55,6 @@ void launch(AttentionKernelParams& params, Stream stream) {
   if (has_bias)
     return launch_stream_attention<Tile, true, false, TensorLoader<Tile>, BiasLoader<Tile>>(
         kOperation, params, multiprocessors, stream);
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    if (args.workspace != nullptr)
-      return launch_stream_attention<Tile, false, true, TensorLoader<Tile>>(kOperation, params,
-                                                                            multiprocessors, stream);
-  }
   launch_stream_attention<Tile, false, false, TensorLoader<Tile>>(kOperation, params, multiprocessors,
                                                                   stream);
 }

@@ -5,7 +5,7 @@
 
 namespace h100_diffusers_kernels {
 
-constexpr int kStoreRows = kWarpGroupRows / 4;  // of a warp
+constexpr int kStoreRows = kWarpGroupRows / kWarpGroupWarps;  // of a warp
 
 // tile: of 64 rows, this warp group's own; box_bytes: from one box of it to the next; place: of the tile.
 template <class Tile>

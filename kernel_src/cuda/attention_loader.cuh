@@ -140,7 +140,7 @@ class ElementLoader {
       const uint32_t target = tile + column / kBoxColumns * Tile::box_bytes(rows) +
                               swizzled_piece(row, column % kBoxColumns / 8) +
                               static_cast<uint32_t>(column % 8 * 2);
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(target), "r"(pair) : "memory");
+      store_shared(target, pair);
     }
   }
 

@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_bias(const AttentionParams& args, int batc
       value = args.key_bias_is_float32 ? static_cast<const float*>(args.key_bias)[offset + i]
                                        : to_float(static_cast<const T*>(args.key_bias)[offset + i]);
     if (isfinite(value)) value = fminf(fmaxf(value * kLog2E, -kLargestBias), kLargestBias);
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(bias + static_cast<uint32_t>(i * 4)), "f"(value) : "memory");
+    store_shared(bias + static_cast<uint32_t>(i * 4), __float_as_uint(value));
   }
 }
 

@@ -107,7 +107,7 @@ __device__ __forceinline__ void load_resident(const AttentionKernelParams& param
   RingPlace<typename Memory::QueryRing> query;
 #pragma unroll 1
   for (; range.has_head(); range.next_head()) {
-    const QueryTile place = QueryTile::at(params, range.tile(), kWarpGroupRows);
+    const QueryTile place = params.place_of(range.tile(), kWarpGroupRows);
     head.wait_empty(memory.key_ring);
 #pragma unroll 1
     for (int tile = 0; tile < key_tiles; ++tile) {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void load_resident(const AttentionKernelParams& param
       for (int tile = range.tile(); tile < range.end_of_head(); ++tile) {
         query.wait_empty(memory.query_ring);
         loader.load_query(memory.queries + query.stage * Memory::kQueryBytes, kWarpGroupRows,
-                          memory.query_ring.full(query.stage), QueryTile::at(params, tile, kWarpGroupRows));
+                          memory.query_ring.full(query.stage), params.place_of(tile, kWarpGroupRows));
         query.advance();
       }
     }
@@ -143,9 +143,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const WarpRole role;
   const int key_tiles = static_cast<int>((params.args.key_length + kTileKeys - 1) / kTileKeys);
   if (threadIdx.x == 0) {
-    memory.query_ring.init(1, 4);
-    memory.key_ring.init((kHasBias ? 2 : 1) * key_tiles, Tile::kGroups * 4);
-    memory.value_ring.init(key_tiles, Tile::kGroups * 4);
+    memory.query_ring.init(1, kWarpGroupWarps);
+    memory.key_ring.init((kHasBias ? 2 : 1) * key_tiles, Tile::kComputeWarps);
+    memory.value_ring.init(key_tiles, Tile::kComputeWarps);
   }
   fill_ones<typename Tile::T>(memory.ones);
   fence_barrier_init();
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         query_tile = query_tile.plus(query.advance(Tile::kGroups) * kQueryBytes);
         softmax.normalize(sums, 1);
         store_rows<Tile>(role, params.out, memory.out + role.group * Memory::kQueryBytes,
-                         Tile::box_bytes(kWarpGroupRows), QueryTile::at(params, tile, kWarpGroupRows), sums);
+                         Tile::box_bytes(kWarpGroupRows), params.place_of(tile, kWarpGroupRows), sums);
       }
       if constexpr (kHasBias) __syncwarp();  // all lanes have read biases
       if (is_elected) {

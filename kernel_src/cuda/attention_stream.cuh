@@ -20,10 +20,7 @@ struct RedoList {
   static constexpr uint32_t kBytes = kWords * 4;
   uint32_t address;
 
-  __device__ __forceinline__ void clear() const {
-    for (int word = static_cast<int>(threadIdx.x); word < kWords; word += static_cast<int>(blockDim.x))
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(address + word * 4), "r"(0) : "memory");
-  }
+  __device__ __forceinline__ void clear() const { fill_shared(address, kBytes, 0); }
   __device__ __forceinline__ void add(int index) const {
     asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address + index / 32 * 4), "r"(1 << index % 32)
                  : "memory");
@@ -153,7 +150,7 @@ class StreamLoad {
   __device__ __forceinline__ void run() {
     if constexpr (kPass != Pass::kAll) loader_.take_half_values(kPass == Pass::kFast);
     for_each_tile<kPass>(params_, memory_.redo, [&](int tile, int) {
-      const QueryTile place = QueryTile::at(params_, tile, Tile::kRows);
+      const QueryTile place = params_.place_of(tile, Tile::kRows);
       const int key_count = params_.key_count(place.batch);
       if constexpr (Loader::kArrivals > 0) {
         query_place_.wait_empty(memory_.query_ring);
@@ -220,7 +217,7 @@ class StreamCompute {
       query_ = query_.plus(query_place_.advance() * static_cast<int>(Memory::kQueryBytes));
       softmax.normalize(sums, kIsFast ? kValueScale : 1);
       if (kIsFast && !__all_sync(~0u, has_accurate_rows<Tile>(sums)) && is_elected) memory_.redo.add(index);
-      QueryTile place = QueryTile::at(params_, tile, Tile::kRows);
+      QueryTile place = params_.place_of(tile, Tile::kRows);
       place.row += role_.group * kWarpGroupRows;
       store_rows<Tile>(role_, params_.out, memory_.out + group_offset_, kBoxBytes, place, sums);
     });
@@ -245,10 +242,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const Memory memory(shared_tiles());
   const WarpRole role;
   if (threadIdx.x == 0) {
-    memory.query_ring.init((Loaders::kArrivals + ...), Tile::kGroups * 4);
-    memory.key_ring.init((Loaders::kKeyArrivals + ...), Tile::kGroups * 4);
-    memory.value_ring.init((Loaders::kArrivals + ...), Tile::kGroups * 4);
-    memory.end_of_pass.init(Tile::kGroups * 4);
+    memory.query_ring.init((Loaders::kArrivals + ...), Tile::kComputeWarps);
+    memory.key_ring.init((Loaders::kKeyArrivals + ...), Tile::kComputeWarps);
+    memory.value_ring.init((Loaders::kArrivals + ...), Tile::kComputeWarps);
+    memory.end_of_pass.init(Tile::kComputeWarps);
   }
   if constexpr (kHasHalfValues) memory.redo.clear();
   fence_barrier_init();

@@ -26,6 +26,7 @@ struct AttentionTile {
   static constexpr int kGroups = kHeadDim == 64 ? 3 : 2;
   static constexpr int kRows = kGroups * kWarpGroupRows;
   static constexpr int kThreads = (kGroups + 1) * kWarpGroupThreads;
+  static constexpr int kComputeWarps = kGroups * kWarpGroupWarps;
   static constexpr int kComputeRegisters = kHeadDim == 64 ? 160 : 232;
   static constexpr int kLoadRegisters = kHeadDim == 64 ? 32 : 40;
   static constexpr bool kHasOnes = kHasOnes_;
@@ -82,10 +83,17 @@ __device__ __forceinline__ Operand values_plus(Operand values, int bytes) {
 // By all threads of the block. A barrier follows.
 template <typename T>
 __device__ __forceinline__ void fill_ones(uint32_t address) {
-  const uint32_t pair = pack_pair<T>(1, 1);
-  for (uint32_t byte = threadIdx.x * 4; byte < kOnesBytes; byte += blockDim.x * 4)
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address + byte), "r"(pair) : "memory");
+  fill_shared(address, kOnesBytes, pack_pair<T>(1, 1));
   fence_shared_stores();
+}
+
+// 64 or more queries of one head.
+struct QueryTile {
+  int batch, head, row;
+};
+
+inline int64_t query_tiles_of(const AttentionParams& args, int rows) {
+  return args.batch * args.heads * ceil_divide(args.query_length, rows);
 }
 
 // What the launcher hands to the kernels, in addition to the maps.
@@ -99,7 +107,12 @@ struct AttentionKernelParams {
 
   void set_tiles(int rows) {
     query_tiles = static_cast<int>(ceil_divide(args.query_length, rows));
-    tiles = static_cast<int>(args.batch * args.heads * query_tiles);
+    tiles = static_cast<int>(query_tiles_of(args, rows));
+  }
+
+  __device__ __forceinline__ QueryTile place_of(int tile, int rows) const {
+    const int heads = static_cast<int>(args.heads), head = tile / query_tiles;
+    return {head / heads, head % heads, (tile - head * query_tiles) * rows};
   }
 
   // Keys of the sample that count.
@@ -107,8 +120,10 @@ struct AttentionKernelParams {
     const int length = static_cast<int>(args.key_length);
     return args.key_lengths == nullptr ? length : min(max(args.key_lengths[batch], 0), length);
   }
-  // The same, of the batch of a query tile.
-  __device__ __forceinline__ int key_count_of(int tile, int rows) const;
+  // The same, of the sample that a tile of queries belongs to.
+  __device__ __forceinline__ int key_count_of(int tile, int rows) const {
+    return key_count(args.key_lengths == nullptr ? 0 : place_of(tile, rows).batch);
+  }
 };
 
 // The tensors, as the copy engine is told of them.
@@ -122,23 +137,13 @@ inline HeadsTensor key_tensor(const AttentionParams& p, const AttentionOperand& 
 }
 inline HeadsTensor k_of(const AttentionParams& p) { return key_tensor(p, p.k); }
 inline HeadsTensor v_of(const AttentionParams& p) { return key_tensor(p, p.v); }
-inline HeadsTensor out_of(const AttentionParams& p) {
-  const int64_t row = p.heads * p.head_dim;
-  return {p.out, p.batch, p.query_length, p.heads, p.head_dim, {p.query_length * row, row, p.head_dim}};
+inline HeadsTensor contiguous_tensor(const void* data, int64_t batch, int64_t seq, int64_t heads,
+                                     int64_t head_dim) {
+  const int64_t row = heads * head_dim;
+  return {data, batch, seq, heads, head_dim, {seq * row, row, head_dim}};
 }
-
-// 64 or more queries of one head.
-struct QueryTile {
-  int batch, head, row;
-
-  __device__ __forceinline__ static QueryTile at(const AttentionKernelParams& params, int tile, int rows) {
-    const int heads = static_cast<int>(params.args.heads), head = tile / params.query_tiles;
-    return {head / heads, head % heads, (tile - head * params.query_tiles) * rows};
-  }
-};
-
-__device__ __forceinline__ int AttentionKernelParams::key_count_of(int tile, int rows) const {
-  return key_count(args.key_lengths == nullptr ? 0 : QueryTile::at(*this, tile, rows).batch);
+inline HeadsTensor out_of(const AttentionParams& p) {
+  return contiguous_tensor(p.out, p.batch, p.query_length, p.heads, p.head_dim);
 }
 
 }  // namespace h100_diffusers_kernels

@@ -76,19 +76,14 @@ inline int64_t value_workspace_bytes(const AttentionParams& args) {
 template <class Tile>
 void launch_value_conversion(const char* operation, AttentionKernelParams& params, Stream stream) {
   const AttentionParams& args = params.args;
-  const int64_t row = args.key_heads * args.head_dim;
-  params.half_values = map_tensor(operation,
-                                  {args.workspace,
-                                   args.batch,
-                                   args.key_length,
-                                   args.key_heads,
-                                   args.head_dim,
-                                   {args.key_length * row, row, args.head_dim}},
-                                  DType::kFloat16, kTileKeys);
+  params.half_values = map_tensor(
+      operation,
+      contiguous_tensor(args.workspace, args.batch, args.key_length, args.key_heads, args.head_dim),
+      DType::kFloat16, kTileKeys);
   const ValueKernelParams conversion{args.v, static_cast<__half*>(args.workspace),
                                      static_cast<int>(args.key_length), static_cast<int>(args.key_heads)};
   const dim3 grid(static_cast<unsigned>(ceil_divide(args.key_length, kValueTokens)),
-                  static_cast<unsigned>(ceil_divide(row / 8, kValueThreads)),
+                  static_cast<unsigned>(ceil_divide(args.key_heads * args.head_dim / 8, kValueThreads)),
                   static_cast<unsigned>(args.batch));
   launch_kernel(operation, attention_value_kernel<Tile::kHeadDim>, grid, kValueThreads, conversion, stream);
 }

@@ -14,6 +14,17 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// One word, to an address in shared memory.
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+
+// The same word everywhere, by all threads of the block.
+__device__ __forceinline__ void fill_shared(uint32_t address, uint32_t bytes, uint32_t word) {
+  for (uint32_t byte = threadIdx.x * 4; byte < bytes; byte += blockDim.x * 4)
+    store_shared(address + byte, word);
+}
+
 // 16 bytes from global to shared memory, past L1. What a thread has copied so it reads after
 // wait_for_own_copies; nobody else is waited for.
 __device__ __forceinline__ void copy_async(uint4* shared, const void* global) {

@@ -16,6 +16,7 @@
 namespace h100_diffusers_kernels {
 
 constexpr int kWarpGroupThreads = 128;
+constexpr int kWarpGroupWarps = kWarpGroupThreads / 32;
 constexpr int kWarpGroupRows = 64;
 constexpr int kProductDepth = 16;  // of one instruction
 
