@@ -29,7 +29,7 @@ bool has_half_values(const AttentionParams& args) {
     return false;
   const int rows = args.head_dim == 64 ? AttentionTile<__nv_bfloat16, 64>::kRows
                                        : AttentionTile<__nv_bfloat16, 128>::kRows;
-  return ceil_divide(query_tiles_of(args, rows), count_multiprocessors()) <= RedoList::kTiles;
+  return ceil_divide(query_tiles_of(args, rows), count_multiprocessors()) <= TileList::kCapacity;
 }
 
 template <typename T, int kHeadDim>
@@ -62,7 +62,7 @@ void launch(AttentionKernelParams& params, Stream stream) {
 }  // namespace
 
 int64_t attention_workspace_bytes(const AttentionParams& args) {
-  return has_half_values(args) ? value_workspace_bytes(args) : 0;
+  return has_half_values(args) ? Workspace(args).bytes() : 0;
 }
 
 void attention(const AttentionParams& args, Stream stream) {
@@ -74,7 +74,6 @@ void attention(const AttentionParams& args, Stream stream) {
   AttentionKernelParams params{};
   params.args = args;
   params.score_scale = args.scale * kLog2E;
-  params.group_heads = static_cast<int>(args.heads / args.key_heads);
   dispatch_dtype(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if constexpr (sizeof(T) == 2) {

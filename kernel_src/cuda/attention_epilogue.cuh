@@ -1,7 +1,7 @@
 // From a warp's sums to its 16 rows of the output, by way of shared memory and the copy engine.
 #pragma once
 
-#include "attention_tiles.cuh"
+#include "attention_softmax.cuh"
 
 namespace h100_diffusers_kernels {
 
@@ -11,7 +11,7 @@ constexpr int kStoreRows = kWarpGroupRows / kWarpGroupWarps;  // of a warp
 template <class Tile>
 __device__ __forceinline__ void store_rows(const WarpRole& role, const MappedTensor& out, uint32_t tile,
                                            uint32_t box_bytes, const QueryTile& place,
-                                           const float (&outputs)[Tile::kSums]) {
+                                           const Outputs<Tile>& outputs) {
   if (role.lane == 0) wait_for_store_reads();
   __syncwarp();
   const int row = role.fragment_row();

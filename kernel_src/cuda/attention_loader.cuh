@@ -23,6 +23,8 @@ class TensorLoader {
   __device__ __forceinline__ TensorLoader(const AttentionKernelParams& params, const WarpRole&)
       : params_(params), values_(&params.v) {}
 
+  __device__ __forceinline__ bool is_first() const { return true; }  // of its threads
+
   __device__ __forceinline__ void take_half_values(bool is_half) {
     values_ = is_half ? &params_.half_values : &params_.v;
   }
@@ -33,11 +35,11 @@ class TensorLoader {
   }
   __device__ __forceinline__ void load_keys(uint32_t tile, uint32_t, Barrier full, const QueryTile& place,
                                             int key) const {
-    copy(params_.k, tile, kTileKeys, full, place.head / params_.group_heads, key, place.batch);
+    copy(params_.k, tile, kTileKeys, full, params_.key_head(place.head), key, place.batch);
   }
   __device__ __forceinline__ void load_values(uint32_t tile, Barrier full, const QueryTile& place,
                                               int key) const {
-    copy(*values_, tile, kTileKeys, full, place.head / params_.group_heads, key, place.batch);
+    copy(*values_, tile, kTileKeys, full, params_.key_head(place.head), key, place.batch);
   }
 
  private:
@@ -96,6 +98,8 @@ class ElementLoader {
   __device__ __forceinline__ ElementLoader(const AttentionKernelParams& params, const WarpRole& role)
       : params_(params), thread_(role.thread) {}
 
+  __device__ __forceinline__ bool is_first() const { return thread_ == 0; }
+
   __device__ __forceinline__ void load_query(uint32_t tile, int rows, Barrier full,
                                              const QueryTile& place) const {
     read(params_.args.q, params_.args.query_length, tile, rows, place.head, place.row, place.batch);
@@ -103,14 +107,14 @@ class ElementLoader {
   }
   __device__ __forceinline__ void load_keys(uint32_t tile, uint32_t bias, Barrier full,
                                             const QueryTile& place, int key) const {
-    read(params_.args.k, params_.args.key_length, tile, kTileKeys, place.head / params_.group_heads, key,
+    read(params_.args.k, params_.args.key_length, tile, kTileKeys, params_.key_head(place.head), key,
          place.batch);
     store_bias<T>(params_.args, place.batch, key, bias, thread_, kWarpGroupThreads);
     arrive(full);
   }
   __device__ __forceinline__ void load_values(uint32_t tile, Barrier full, const QueryTile& place,
                                               int key) const {
-    read(params_.args.v, params_.args.key_length, tile, kTileKeys, place.head / params_.group_heads, key,
+    read(params_.args.v, params_.args.key_length, tile, kTileKeys, params_.key_head(place.head), key,
          place.batch);
     arrive(full);
   }

@@ -43,42 +43,11 @@ struct ResidentMemory {
                                      QueryRing::kBytes + 2 * HeadRing::kBytes;
 };
 
-// The tiles of a head, of which nothing is waited for or released one by one.
-template <class Tile>
-class ResidentKeys {
- public:
-  using Memory = ResidentMemory<Tile>;
-
-  __device__ __forceinline__ ResidentKeys(const Memory& memory, int stage)
-      : next_bias_(memory.bias + stage * Memory::kBiasBytes),
-        next_keys_(Operand::along_rows(memory.keys + stage * Memory::kHeadBytes)),
-        next_values_(values_at<Tile>(memory.values + stage * Memory::kHeadBytes, memory.ones)) {}
-
-  __device__ __forceinline__ void wait_keys() const {}
-  __device__ __forceinline__ Operand next_keys() const { return next_keys_; }
-  __device__ __forceinline__ void advance() {
-    bias_ = next_bias_;
-    values_ = next_values_;
-    next_bias_ += kTileKeys * 4;
-    next_keys_ = next_keys_.plus(Memory::kTileBytes);
-    next_values_ = values_plus<Tile>(next_values_, Memory::kTileBytes);
-  }
-  __device__ __forceinline__ uint32_t bias() const { return bias_; }
-  __device__ __forceinline__ void release(bool) const {}
-  __device__ __forceinline__ void wait_values() const {}
-  __device__ __forceinline__ Operand values() const { return values_; }
-  __device__ __forceinline__ void release_values() const {}
-
- private:
-  uint32_t next_bias_, bias_ = 0;
-  Operand next_keys_, next_values_, values_{};
-};
-
 // The consecutive tiles of a block, head by head.
 class TileRange {
  public:
   __device__ __forceinline__ explicit TileRange(const AttentionKernelParams& params)
-      : query_tiles_(params.query_tiles),
+      : query_tiles_(static_cast<int>(params.query_tiles.divisor)),
         tile_(begin_of(params.tiles, blockIdx.x)),
         end_(begin_of(params.tiles, blockIdx.x + 1)) {}
 
@@ -134,11 +103,128 @@ __device__ __forceinline__ void load_resident(const AttentionKernelParams& param
   }
 }
 
+// A warp group has every kGroups-th tile of the block. The scores of its next queries are computed while it
+// is at the end of a tile.
+template <class Tile, bool kHasBias>
+class ResidentCompute {
+ public:
+  using Memory = ResidentMemory<Tile>;
+
+  __device__ __forceinline__ ResidentCompute(const AttentionKernelParams& params, const Memory& memory,
+                                             const WarpRole& role)
+      : params_(params),
+        memory_(memory),
+        role_(role),
+        is_elected_(role.lane == 0),
+        query_(Operand::along_rows(memory.queries)) {
+    advance_query(role.group);
+  }
+
+  __device__ __forceinline__ void run(TileRange range) {
+    tile_ = range.tile() + role_.group;
+    for (; range.has_head(); range.next_head()) {
+      end_ = range.end_of_head();
+      const int key_count = params_.key_count_of(range.tile());
+      QueryTile place = params_.place_of(tile_, kWarpGroupRows);
+      head_.wait_full(memory_.key_ring);
+      order_first_scores();
+      head_.wait_full(memory_.value_ring);
+#pragma unroll 1
+      while (tile_ < end_) {
+        Outputs<Tile> outputs;
+        compute_tile(key_count, outputs);
+        store_rows<Tile>(role_, params_.out, memory_.out + role_.group * Memory::kQueryBytes, kBoxBytes,
+                         place, outputs);
+        place.row += Tile::kRows;
+      }
+      if constexpr (kHasBias) __syncwarp();  // all lanes have read biases
+      if (is_elected_) {
+        memory_.key_ring.empty(head_.stage).arrive();
+        memory_.value_ring.empty(head_.stage).arrive();
+      }
+      head_.advance();
+    }
+    if (is_elected_) wait_for_stores();
+  }
+
+ private:
+  static constexpr int kBoxBytes = Tile::box_bytes(kWarpGroupRows);
+
+  // Of the next tile, if there is one.
+  __device__ __forceinline__ bool order_first_scores() {
+    if (tile_ >= end_) return false;
+    query_ring_place_.wait_full(memory_.query_ring);
+    order_scores(0);
+    return true;
+  }
+  __device__ __forceinline__ void order_scores(int key) {
+    const Operand keys = Operand::along_rows(memory_.keys + head_.stage * Memory::kHeadBytes);
+    h100_diffusers_kernels::order_scores<Tile>(query_, kBoxBytes, keys.plus(bytes_before(key)), scores_);
+  }
+  __device__ __forceinline__ static int bytes_before(int key) {
+    return key / kTileKeys * static_cast<int>(Memory::kTileBytes);
+  }
+
+  // From the first scores on, which have been ordered; orders those of the next tile.
+  __device__ __forceinline__ void compute_tile(int key_count, Outputs<Tile>& outputs) {
+    using Softmax = RowSoftmax<Tile, kHasBias, false>;
+    const bool has_padding = key_count < params_.args.key_length;
+    const uint32_t head_values = memory_.values + head_.stage * Memory::kHeadBytes;
+    const uint32_t head_bias = memory_.bias + head_.stage * Memory::kBiasBytes;
+    Softmax softmax(params_.score_scale);
+    Weights weights;
+    Sums<Tile> sums;
+    int key = 0;
+#pragma unroll 1
+    for (;;) {
+      const int count = key_count - key;
+      wait_for_products();
+      if constexpr (kHasBias) add_bias(scores_, params_.score_scale, head_bias + key * 4, role_.lane);
+      if (count <= kTileKeys && is_elected_) memory_.query_ring.empty(query_ring_place_.stage).arrive();
+      if (count < kTileKeys) {
+        mask_scores(scores_, count, role_.lane);
+        if (has_padding) clear_rows<Tile>(role_, head_values + bytes_before(key), count);
+      }
+      if (key == 0)
+        softmax.set_pivots(scores_);
+      else
+        softmax.raise_pivots(scores_, sums);
+      softmax.take_weights(scores_, weights);
+      const Operand values = values_at<Tile>(head_values, memory_.ones);
+      order_sums<Tile, typename Softmax::Weight>(weights, values_plus<Tile>(values, bytes_before(key)),
+                                                 key > 0, sums);
+      key += kTileKeys;
+      if (key >= key_count) break;
+      order_scores(key);
+    }
+    tile_ += Tile::kGroups;
+    advance_query(Tile::kGroups);
+    if (order_first_scores())
+      wait_for_products<1>();
+    else
+      wait_for_products();
+    softmax.normalize(sums, 1, outputs);
+  }
+
+  __device__ __forceinline__ void advance_query(int stages) {
+    query_ = query_.plus(query_ring_place_.advance(stages) * static_cast<int>(Memory::kQueryBytes));
+  }
+
+  const AttentionKernelParams& params_;
+  const Memory& memory_;
+  const WarpRole& role_;
+  bool is_elected_;
+  int tile_, end_;  // the next one; of the tiles of this head
+  RingPlace<typename Memory::HeadRing> head_;
+  RingPlace<typename Memory::QueryRing> query_ring_place_;
+  Operand query_;  // in this place
+  Scores<Tile> scores_;
+};
+
 template <class Tile, bool kHasBias>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     resident_attention_kernel(const __grid_constant__ AttentionKernelParams params) {
   using Memory = ResidentMemory<Tile>;
-  using QueryRing = typename Memory::QueryRing;
   const Memory memory(shared_tiles());
   const WarpRole role;
   const int key_tiles = static_cast<int>((params.args.key_length + kTileKeys - 1) / kTileKeys);
@@ -161,44 +247,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       load_resident<Tile, BiasLoader<Tile>>(params, memory, role, range, key_tiles);
   } else {
     take_registers<Tile::kComputeRegisters>();
-    constexpr int kQueryBytes = Memory::kQueryBytes;
-    const bool is_elected = role.lane == 0;
-    int tile = range.tile() + role.group;  // this group's next: every kGroups-th
-    RingPlace<typename Memory::HeadRing> head;
-    RingPlace<QueryRing> query;
-    query.advance(role.group);
-    Operand query_tile = Operand::along_rows(memory.queries).plus(query.stage * kQueryBytes);
-    for (; range.has_head(); range.next_head()) {
-      const int key_count = params.key_count_of(range.tile(), kWarpGroupRows);
-      head.wait_full(memory.key_ring);
-      head.wait_full(memory.value_ring);
-      const ResidentKeys<Tile> head_keys(memory, head.stage);
-#pragma unroll 1
-      for (; tile < range.end_of_head(); tile += Tile::kGroups) {
-        query.wait_full(memory.query_ring);
-        const auto release_query = [&] {
-          if (is_elected) memory.query_ring.empty(query.stage).arrive();
-        };
-        using Loop = Mainloop<Tile, kHasBias, false>;
-        const Loop mainloop{role, params.score_scale, key_count < params.args.key_length};
-        typename Loop::Softmax softmax(params.score_scale);
-        typename Loop::Sums sums;
-        ResidentKeys<Tile> keys = head_keys;
-        mainloop.run(query_tile, Tile::box_bytes(kWarpGroupRows), keys, key_count, release_query, softmax,
-                     sums);
-        query_tile = query_tile.plus(query.advance(Tile::kGroups) * kQueryBytes);
-        softmax.normalize(sums, 1);
-        store_rows<Tile>(role, params.out, memory.out + role.group * Memory::kQueryBytes,
-                         Tile::box_bytes(kWarpGroupRows), params.place_of(tile, kWarpGroupRows), sums);
-      }
-      if constexpr (kHasBias) __syncwarp();  // all lanes have read biases
-      if (is_elected) {
-        memory.key_ring.empty(head.stage).arrive();
-        memory.value_ring.empty(head.stage).arrive();
-      }
-      head.advance();
-    }
-    if (role.lane == 0) wait_for_stores();
+    ResidentCompute<Tile, kHasBias>(params, memory, role).run(range);
   }
 }
 

@@ -40,21 +40,28 @@ __device__ __forceinline__ float row_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// What a thread has of a tile: scores of queries and keys, their weights in pairs of 16 bits, the sums of the
+// values so weighted, and the output.
+template <class Tile>
+using Scores = float[Tile::kScores];
+using Weights = uint32_t[kTileKeys / kProductDepth][4];
+template <class Tile>
+using Sums = float[Tile::kSums];
+template <class Tile>
+using Outputs = float[Tile::kOutputs];
+
 // The two rows of a thread. Scores are powers of 2 with a bias, and without one products of query and key
 // that the scale makes such.
 template <class Tile, bool kHasBias, bool kIsFast>
 class RowSoftmax {
  public:
   using Weight = std::conditional_t<kIsFast, __half, typename Tile::T>;  // as it is rounded
-  using Scores = float[Tile::kScores];
-  using Weights = uint32_t[kTileKeys / kProductDepth][4];
-  using Sums = float[Tile::kSums];
 
   // scale: of the products, to powers of 2.
   __device__ __forceinline__ explicit RowSoftmax(float scale) : scale_(scale) {}
 
   // By the scores of the first tile.
-  __device__ __forceinline__ void set_pivots(const Scores& scores) {
+  __device__ __forceinline__ void set_pivots(const Scores<Tile>& scores) {
     float maximum[2];
     find_maxima(scores, maximum);
 #pragma unroll
@@ -62,7 +69,7 @@ class RowSoftmax {
   }
 
   // Has weights that are not larger; `sums` are made relative to the pivots.
-  __device__ __forceinline__ void raise_pivots(const Scores& scores, Sums& sums) {
+  __device__ __forceinline__ void raise_pivots(const Scores<Tile>& scores, Sums<Tile>& sums) {
     float maximum[2];
     find_maxima(scores, maximum);
     const bool is_within =  // not of NaN
@@ -80,7 +87,7 @@ class RowSoftmax {
     for (int i = 0; i < Tile::kSums; ++i) sums[i] *= factor[i / 2 % 2];
   }
 
-  __device__ __forceinline__ void take_weights(Scores& scores, Weights& weights) {
+  __device__ __forceinline__ void take_weights(Scores<Tile>& scores, Weights& weights) {
     float part[2][2];
 #pragma unroll
     for (int i = 0; i < Tile::kScores; ++i) {
@@ -98,7 +105,8 @@ class RowSoftmax {
   }
 
   // Divides the sums by those of the weights, times the scale of the values. A row without keys is 0.
-  __device__ __forceinline__ void normalize(Sums& sums, float value_scale) const {
+  __device__ __forceinline__ void normalize(const Sums<Tile>& sums, float value_scale,
+                                            Outputs<Tile>& outputs) const {
     float inverse[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -110,12 +118,12 @@ class RowSoftmax {
       inverse[row] = sum == 0 ? 0.0f : fast_reciprocal(sum * value_scale);
     }
 #pragma unroll
-    for (int i = 0; i < Tile::kOutputs; ++i) sums[i] *= inverse[i / 2 % 2];
+    for (int i = 0; i < Tile::kOutputs; ++i) outputs[i] = sums[i] * inverse[i / 2 % 2];
   }
 
  private:
   // This thread's part of the rows' maxima, in the units of the pivots.
-  __device__ __forceinline__ void find_maxima(const Scores& scores, float (&maximum)[2]) const {
+  __device__ __forceinline__ void find_maxima(const Scores<Tile>& scores, float (&maximum)[2]) const {
     float part[2][2] = {{scores[0], scores[1]}, {scores[2], scores[3]}};
 #pragma unroll
     for (int i = 4; i < Tile::kScores; ++i)

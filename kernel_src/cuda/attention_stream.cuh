@@ -8,29 +8,11 @@
 #include "attention_epilogue.cuh"
 #include "attention_loader.cuh"
 #include "attention_mainloop.cuh"
+#include "attention_schedule.cuh"
 #include "attention_values.cuh"
 #include "launch.cuh"
 
 namespace h100_diffusers_kernels {
-
-// The tiles of a block that have to be computed anew, one bit each.
-struct RedoList {
-  static constexpr int kWords = 256;
-  static constexpr int kTiles = kWords * 32;
-  static constexpr uint32_t kBytes = kWords * 4;
-  uint32_t address;
-
-  __device__ __forceinline__ void clear() const { fill_shared(address, kBytes, 0); }
-  __device__ __forceinline__ void add(int index) const {
-    asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address + index / 32 * 4), "r"(1 << index % 32)
-                 : "memory");
-  }
-  __device__ __forceinline__ bool has(int index) const {
-    int word;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address + index / 32 * 4) : "memory");
-    return word >> index % 32 & 1;
-  }
-};
 
 // Shared memory of a block, by address.
 template <class Tile, bool kHasBias>
@@ -40,12 +22,16 @@ struct StreamMemory {
   using QueryRing = Ring<Tile::kHeadDim == 64 ? 2 : 1>;
   static constexpr uint32_t kKeyBytes = Tile::bytes(kTileKeys), kQueryBytes = Tile::bytes(Tile::kRows);
   static constexpr uint32_t kBiasBytes = kHasBias ? kTileKeys * 4 : 0;
+  static constexpr uint32_t kTilesBytes = 8;
+  static_assert(QueryRing::kStages * 4 <= kTilesBytes);
+  static constexpr int kNoTile = -1;
 
   uint32_t query, out, keys, values, bias;
+  uint32_t tiles;  // which tile the queries of a stage are, or kNoTile after the last of a pass
   QueryRing query_ring;
   KeyRing key_ring, value_ring;
   Barrier end_of_pass;
-  RedoList redo;
+  TileList tile_list;
 
   __device__ __forceinline__ explicit StreamMemory(uint32_t begin)
       : query(begin),
@@ -53,15 +39,21 @@ struct StreamMemory {
         keys(out + kQueryBytes),
         values(keys + KeyRing::kStages * kKeyBytes),
         bias(values + KeyRing::kStages * kKeyBytes),
-        query_ring{bias + KeyRing::kStages * kBiasBytes},
+        tiles(bias + KeyRing::kStages * kBiasBytes),
+        query_ring{tiles + kTilesBytes},
         key_ring{query_ring.address + QueryRing::kBytes},
         value_ring{key_ring.address + KeyRing::kBytes},
         end_of_pass{value_ring.address + KeyRing::kBytes},
-        redo{end_of_pass.address + Barrier::kBytes} {}
+        tile_list{end_of_pass.address + Barrier::kBytes} {}
+
+  __device__ __forceinline__ uint32_t tile_of(int stage) const {
+    return tiles + static_cast<uint32_t>(stage * 4);
+  }
 
   static constexpr uint32_t kBytes = kTileAlignment + (QueryRing::kStages + 1) * kQueryBytes +
-                                     KeyRing::kStages * (2 * kKeyBytes + kBiasBytes) + QueryRing::kBytes +
-                                     2 * KeyRing::kBytes + Barrier::kBytes + RedoList::kBytes;
+                                     KeyRing::kStages * (2 * kKeyBytes + kBiasBytes) + kTilesBytes +
+                                     QueryRing::kBytes + 2 * KeyRing::kBytes + Barrier::kBytes +
+                                     TileList::kBytes;
 };
 
 // The side of the rings that computes.
@@ -120,23 +112,6 @@ class StreamedKeys {
   bool are_keys_there_ = false, are_values_there_ = false;
 };
 
-// Which tiles are treated, and how: all, with care; or all fast, and then those with care for which that was
-// not accurate.
-enum class Pass { kAll, kFast, kCareful };
-
-// A block has every gridDim.x-th tile.
-template <Pass kPass, class Body>
-__device__ __forceinline__ void for_each_tile(const AttentionKernelParams& params, const RedoList& redo,
-                                              const Body& body) {
-  int index = 0;
-#pragma unroll 1
-  for (int tile = static_cast<int>(blockIdx.x); tile < params.tiles;
-       tile += static_cast<int>(gridDim.x), ++index) {
-    if (kPass == Pass::kCareful && !redo.has(index)) continue;
-    body(tile, index);
-  }
-}
-
 template <class Tile, bool kHasBias, class Loader>
 class StreamLoad {
  public:
@@ -148,33 +123,53 @@ class StreamLoad {
 
   template <Pass kPass>
   __device__ __forceinline__ void run() {
-    if constexpr (kPass != Pass::kAll) loader_.take_half_values(kPass == Pass::kFast);
-    for_each_tile<kPass>(params_, memory_.redo, [&](int tile, int) {
-      const QueryTile place = params_.place_of(tile, Tile::kRows);
-      const int key_count = params_.key_count(place.batch);
-      if constexpr (Loader::kArrivals > 0) {
-        query_place_.wait_empty(memory_.query_ring);
-        loader_.load_query(memory_.query + query_place_.stage * Memory::kQueryBytes, Tile::kRows,
-                           memory_.query_ring.full(query_place_.stage), place);
-        query_place_.advance();
-      }
-      int key = 0;
-#pragma unroll 1
-      do {
-        const int stage = key_place_.stage;
-        key_place_.wait_empty(memory_.key_ring);
-        loader_.load_keys(memory_.keys + stage * Memory::kKeyBytes, memory_.bias + stage * Memory::kBiasBytes,
-                          memory_.key_ring.full(stage), place, key);
-        key_place_.wait_empty(memory_.value_ring);
-        loader_.load_values(memory_.values + stage * Memory::kKeyBytes, memory_.value_ring.full(stage), place,
-                            key);
-        key_place_.advance();
-        key += kTileKeys;
-      } while (key < key_count);
-    });
+    const auto load = [&](int tile) { load_tile(tile); };
+    if constexpr (kPass == Pass::kAll) {
+      for_each_own_tile(params_, load);
+    } else if constexpr (kPass == Pass::kFast) {
+      loader_.take_half_values(true);
+      memory_.tile_list.claim_each(params_, load);
+    } else {
+      loader_.take_half_values(false);
+      memory_.tile_list.for_each_inaccurate(load);
+    }
+    if constexpr (Loader::kArrivals > 0) {
+      begin_query(Memory::kNoTile);
+      memory_.query_ring.full(query_place_.stage).arrive();
+      query_place_.advance();
+    }
   }
 
  private:
+  __device__ __forceinline__ void load_tile(int tile) {
+    const QueryTile place = params_.place_of(tile, Tile::kRows);
+    const int key_count = params_.key_count(place.batch);
+    if constexpr (Loader::kArrivals > 0) {
+      begin_query(tile);
+      loader_.load_query(memory_.query + query_place_.stage * Memory::kQueryBytes, Tile::kRows,
+                         memory_.query_ring.full(query_place_.stage), place);
+      query_place_.advance();
+    }
+    int key = 0;
+#pragma unroll 1
+    do {
+      const int stage = key_place_.stage;
+      key_place_.wait_empty(memory_.key_ring);
+      loader_.load_keys(memory_.keys + stage * Memory::kKeyBytes, memory_.bias + stage * Memory::kBiasBytes,
+                        memory_.key_ring.full(stage), place, key);
+      key_place_.wait_empty(memory_.value_ring);
+      loader_.load_values(memory_.values + stage * Memory::kKeyBytes, memory_.value_ring.full(stage), place,
+                          key);
+      key_place_.advance();
+      key += kTileKeys;
+    } while (key < key_count);
+  }
+
+  __device__ __forceinline__ void begin_query(int tile) const {
+    query_place_.wait_empty(memory_.query_ring);
+    if (loader_.is_first()) store_shared(memory_.tile_of(query_place_.stage), static_cast<uint32_t>(tile));
+  }
+
   const AttentionKernelParams& params_;
   const Memory& memory_;
   Loader loader_;
@@ -192,43 +187,95 @@ class StreamCompute {
       : params_(params),
         memory_(memory),
         role_(role),
+        is_elected_(role.lane == 0),
         group_offset_(Tile::box_bytes(role.group * kWarpGroupRows)),
         query_(Operand::along_rows(memory.query + group_offset_)),
-        keys_(memory, role.lane == 0) {}
+        keys_(memory, is_elected_) {}
 
-  template <Pass kPass>
+  template <bool kIsFast>
   __device__ __forceinline__ void run() {
-    constexpr bool kIsFast = kPass == Pass::kFast;
-    using Loop = Mainloop<Tile, kHasBias, kIsFast>;
-    const bool is_elected = role_.lane == 0;
     constexpr int kBoxBytes = Tile::box_bytes(Tile::kRows);
-    for_each_tile<kPass>(params_, memory_.redo, [&](int tile, int index) {
-      const int key_count = params_.key_count_of(tile, Tile::kRows);
-      const Loop mainloop{role_, params_.score_scale, key_count < params_.args.key_length};
-      typename Loop::Softmax softmax(params_.score_scale);
-      typename Loop::Sums sums;
-      query_place_.wait_full(memory_.query_ring);
-      mainloop.run(
-          query_, kBoxBytes, keys_, key_count,
-          [&] {
-            if (is_elected) memory_.query_ring.empty(query_place_.stage).arrive();
-          },
-          softmax, sums);
-      query_ = query_.plus(query_place_.advance() * static_cast<int>(Memory::kQueryBytes));
-      softmax.normalize(sums, kIsFast ? kValueScale : 1);
-      if (kIsFast && !__all_sync(~0u, has_accurate_rows<Tile>(sums)) && is_elected) memory_.redo.add(index);
+#pragma unroll 1
+    for (int index = 0;; ++index) {
+      const int tile = wait_for_tile();
+      if (tile == Memory::kNoTile) break;
+      Outputs<Tile> outputs;
+      compute_tile<kIsFast>(tile, outputs);
+      if (kIsFast && !__all_sync(~0u, has_accurate_rows<Tile>(outputs)) && is_elected_)
+        memory_.tile_list.mark_inaccurate(index);
       QueryTile place = params_.place_of(tile, Tile::kRows);
       place.row += role_.group * kWarpGroupRows;
-      store_rows<Tile>(role_, params_.out, memory_.out + group_offset_, kBoxBytes, place, sums);
-    });
+      store_rows<Tile>(role_, params_.out, memory_.out + group_offset_, kBoxBytes, place, outputs);
+    }
+    release_query();
+    advance_query();
     // What is stored anew comes after what was stored before.
-    if (role_.lane == 0) wait_for_stores();
+    if (is_elected_) wait_for_stores();
   }
 
  private:
+  // There is at least one tile of keys, even if no key of it counts.
+  template <bool kIsFast>
+  __device__ __forceinline__ void compute_tile(int tile, Outputs<Tile>& outputs) {
+    using Softmax = RowSoftmax<Tile, kHasBias, kIsFast>;
+    const int key_count = params_.key_count_of(tile);
+    const bool has_padding = key_count < params_.args.key_length;
+    Softmax softmax(params_.score_scale);
+    Scores<Tile> scores;
+    Weights weights;
+    Sums<Tile> sums;
+#pragma unroll
+    for (int i = 0; i < Tile::kSums; ++i) sums[i] = 0;
+    int key = 0;
+#pragma unroll 1
+    do {
+      const int count = key_count - key;
+      keys_.wait_keys();
+      order_scores<Tile>(query_, Tile::box_bytes(Tile::kRows), keys_.next_keys(), scores);
+      keys_.advance();
+      wait_for_products();
+      if constexpr (kHasBias) add_bias(scores, params_.score_scale, keys_.bias(), role_.lane);
+      keys_.release(key > 0);
+      if (count <= kTileKeys) {
+        release_query();
+        if (count < kTileKeys) mask_scores(scores, count, role_.lane);
+        if (count < kTileKeys && has_padding) {
+          keys_.wait_values();
+          clear_rows<Tile>(role_, keys_.values().address(), count);
+        }
+      }
+      if (key == 0)
+        softmax.set_pivots(scores);
+      else if (!kIsFast)
+        softmax.raise_pivots(scores, sums);
+      softmax.take_weights(scores, weights);
+      keys_.wait_values();
+      order_sums<Tile, typename Softmax::Weight>(weights, keys_.values(), true, sums);
+      key += kTileKeys;
+    } while (key < key_count);
+    wait_for_products();
+    keys_.release_values();
+    advance_query();
+    softmax.normalize(sums, kIsFast ? kValueScale : 1, outputs);
+  }
+
+  // Until the next queries are there. Which tile they are.
+  __device__ __forceinline__ int wait_for_tile() const {
+    query_place_.wait_full(memory_.query_ring);
+    const int tile = static_cast<int>(load_shared(memory_.tile_of(query_place_.stage)));
+    return __reduce_max_sync(~0u, tile);  // the same in all lanes, as the compiler knows then
+  }
+  __device__ __forceinline__ void release_query() const {
+    if (is_elected_) memory_.query_ring.empty(query_place_.stage).arrive();
+  }
+  __device__ __forceinline__ void advance_query() {
+    query_ = query_.plus(query_place_.advance() * static_cast<int>(Memory::kQueryBytes));
+  }
+
   const AttentionKernelParams& params_;
   const Memory& memory_;
   const WarpRole& role_;
+  bool is_elected_;
   uint32_t group_offset_;
   Operand query_;  // of the next tile, in this place
   RingPlace<typename Memory::QueryRing> query_place_;
@@ -247,7 +294,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     memory.value_ring.init((Loaders::kArrivals + ...), Tile::kComputeWarps);
     memory.end_of_pass.init(Tile::kComputeWarps);
   }
-  if constexpr (kHasHalfValues) memory.redo.clear();
   fence_barrier_init();
   __syncthreads();
   wait_for_earlier_kernels();
@@ -269,13 +315,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     take_registers<Tile::kComputeRegisters>();
     StreamCompute<Tile, kHasBias> stream(params, memory, role);
     if constexpr (kHasHalfValues) {
-      stream.template run<Pass::kFast>();
+      stream.template run<true>();
       if (role.lane == 0) memory.end_of_pass.arrive();
-      memory.end_of_pass.wait(0);
-      stream.template run<Pass::kCareful>();
-    } else {
-      stream.template run<Pass::kAll>();
     }
+    stream.template run<false>();
   }
 }
 
@@ -283,7 +326,7 @@ template <class Tile, bool kHasBias, bool kHasHalfValues, class... Loaders>
 void launch_stream_attention(const char* operation, AttentionKernelParams& params, int multiprocessors,
                              Stream stream) {
   (Loaders::map(operation, params, Tile::kRows), ...);
-  if constexpr (kHasHalfValues) launch_value_conversion<Tile>(operation, params, stream);
+  if constexpr (kHasHalfValues) prepare_workspace<Tile>(operation, params, stream);
   params.set_tiles(Tile::kRows);
   launch_kernel(operation, stream_attention_kernel<Tile, kHasBias, kHasHalfValues, Loaders...>,
                 dim3(std::min(multiprocessors, params.tiles)), Tile::kThreads, params, stream,

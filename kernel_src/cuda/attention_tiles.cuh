@@ -6,6 +6,7 @@
 #include "barrier.cuh"
 #include "pack.cuh"
 #include "params.h"
+#include "row_index.cuh"
 #include "tensor_copy.cuh"
 #include "warp_group.cuh"
 
@@ -100,19 +101,28 @@ inline int64_t query_tiles_of(const AttentionParams& args, int rows) {
 struct AttentionKernelParams {
   MappedTensor q, k, v, out;
   MappedTensor half_values;  // see attention_values.cuh
+  int* claimed_tiles;        // how many, beyond the first of each block; see attention_schedule.cuh
   AttentionParams args;
-  float score_scale;       // of the products of query and key, to powers of 2
-  int query_tiles, tiles;  // of a head; of all heads
-  int group_heads;         // query heads of a key head
+  float score_scale;                     // of the products of query and key, to powers of 2
+  int tiles;                             // of queries, of all heads
+  FastDivisor query_tiles, query_heads;  // of a head; of a sample
+  FastDivisor group_heads;               // query heads of a key head
 
   void set_tiles(int rows) {
-    query_tiles = static_cast<int>(ceil_divide(args.query_length, rows));
+    query_tiles.set(static_cast<uint32_t>(ceil_divide(args.query_length, rows)));
+    query_heads.set(static_cast<uint32_t>(args.heads));
+    group_heads.set(static_cast<uint32_t>(args.heads / args.key_heads));
     tiles = static_cast<int>(query_tiles_of(args, rows));
   }
 
   __device__ __forceinline__ QueryTile place_of(int tile, int rows) const {
-    const int heads = static_cast<int>(args.heads), head = tile / query_tiles;
-    return {head / heads, head % heads, (tile - head * query_tiles) * rows};
+    const uint32_t head = query_tiles.divide(tile), batch = query_heads.divide(head);
+    return {static_cast<int>(batch), static_cast<int>(head - batch * query_heads.divisor),
+            (tile - static_cast<int>(head * query_tiles.divisor)) * rows};
+  }
+
+  __device__ __forceinline__ int key_head(int head) const {
+    return static_cast<int>(group_heads.divide(static_cast<uint32_t>(head)));
   }
 
   // Keys of the sample that count.
@@ -121,8 +131,8 @@ struct AttentionKernelParams {
     return args.key_lengths == nullptr ? length : min(max(args.key_lengths[batch], 0), length);
   }
   // The same, of the sample that a tile of queries belongs to.
-  __device__ __forceinline__ int key_count_of(int tile, int rows) const {
-    return key_count(args.key_lengths == nullptr ? 0 : place_of(tile, rows).batch);
+  __device__ __forceinline__ int key_count_of(int tile) const {
+    return key_count(args.key_lengths == nullptr ? 0 : place_of(tile, 0).batch);
   }
 };
 

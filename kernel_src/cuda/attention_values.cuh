@@ -14,7 +14,7 @@ constexpr float kValueScale = 16;
 // Whether the outputs of both rows of this thread are finite and at their largest so far above what values
 // lost (2^13 times) that bfloat16's own rounding is all that shows.
 template <class Tile>
-__device__ __forceinline__ bool has_accurate_rows(const float (&outputs)[Tile::kSums]) {
+__device__ __forceinline__ bool has_accurate_rows(const Outputs<Tile>& outputs) {
   constexpr float kLeast = 0x1p-16f;
   float largest[2] = {0, 0};
 #pragma unroll
@@ -33,6 +33,7 @@ struct ValueKernelParams {
   AttentionOperand values;
   __half* out;  // (batch, key_length, key_heads, head_dim), contiguous
   int key_length, key_heads;
+  int* claimed_tiles;  // none, when attention begins
 };
 
 constexpr int kValueThreads = 256;
@@ -48,6 +49,7 @@ __global__ void __launch_bounds__(kValueThreads)
   const int piece = static_cast<int>(blockIdx.y * kValueThreads + threadIdx.x), head = piece / kPieces;
   const int batch = static_cast<int>(blockIdx.z), first = static_cast<int>(blockIdx.x) * kValueTokens;
   const int column = piece % kPieces * 8;
+  if (piece == 0 && first == 0 && batch == 0) *params.claimed_tiles = 0;
   if (head >= params.key_heads) return;
   const __nv_bfloat16* in = static_cast<const __nv_bfloat16*>(params.values.data) +
                             batch * params.values.strides[0] + head * params.values.strides[2] + column;
@@ -68,20 +70,31 @@ __global__ void __launch_bounds__(kValueThreads)
   }
 }
 
-inline int64_t value_workspace_bytes(const AttentionParams& args) {
-  return args.batch * args.key_length * args.key_heads * args.head_dim * 2;
-}
+// What a launch has in global memory for itself.
+struct Workspace {
+  int64_t value_bytes;
 
-// Fills the workspace; `params` knows it.
+  explicit Workspace(const AttentionParams& args)
+      : value_bytes(args.batch * args.key_length * args.key_heads * args.head_dim * 2) {}
+
+  int64_t bytes() const { return value_bytes + static_cast<int64_t>(sizeof(int)); }
+  int* claimed_tiles(void* begin) const {
+    return reinterpret_cast<int*>(static_cast<char*>(begin) + value_bytes);
+  }
+};
+
+// Fills the workspace as attention expects it; `params` knows its parts.
 template <class Tile>
-void launch_value_conversion(const char* operation, AttentionKernelParams& params, Stream stream) {
+void prepare_workspace(const char* operation, AttentionKernelParams& params, Stream stream) {
   const AttentionParams& args = params.args;
   params.half_values = map_tensor(
       operation,
       contiguous_tensor(args.workspace, args.batch, args.key_length, args.key_heads, args.head_dim),
       DType::kFloat16, kTileKeys);
+  params.claimed_tiles = Workspace(args).claimed_tiles(args.workspace);
   const ValueKernelParams conversion{args.v, static_cast<__half*>(args.workspace),
-                                     static_cast<int>(args.key_length), static_cast<int>(args.key_heads)};
+                                     static_cast<int>(args.key_length), static_cast<int>(args.key_heads),
+                                     params.claimed_tiles};
   const dim3 grid(static_cast<unsigned>(ceil_divide(args.key_length, kValueTokens)),
                   static_cast<unsigned>(ceil_divide(args.key_heads * args.head_dim / 8, kValueThreads)),
                   static_cast<unsigned>(args.batch));
