@@ -61,7 +61,7 @@ class TensorLoader {
 template <class Tile>
 class BiasLoader {
  public:
-  static constexpr int kArrivals = 0, kKeyArrivals = 1;
+  static constexpr int kArrivals = 0, kKeyArrivals = 32;
 
   __device__ __forceinline__ static bool is_mine(const WarpRole& role) { return role.warp == 1; }
 
@@ -73,8 +73,7 @@ class BiasLoader {
   __device__ __forceinline__ void load_keys(uint32_t, uint32_t bias, Barrier full, const QueryTile& place,
                                             int key) const {
     store_bias<typename Tile::T>(params_.args, place.batch, key, bias, lane_, 32);
-    __syncwarp();
-    if (lane_ == 0) full.arrive();
+    full.arrive();
   }
   __device__ __forceinline__ void load_values(uint32_t, Barrier, const QueryTile&, int) const {}
 

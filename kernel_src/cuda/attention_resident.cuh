@@ -16,7 +16,9 @@ constexpr int kMaxResidentKeys = 2 * kTileKeys;
 
 template <class Tile>
 struct ResidentMemory {
-  using QueryRing = Ring<Tile::kHeadDim == 64 ? 8 : 3>;
+  // Of each warp group the same stages: nobody waits for a stage that another group has yet to read, which
+  // the parity of its barrier would not tell from one that is full.
+  using QueryRing = Ring<2 * Tile::kGroups>;
   using HeadRing = Ring<Tile::kHeadDim == 64 ? 2 : 1>;
   static constexpr uint32_t kTileBytes = Tile::bytes(kTileKeys);
   static constexpr uint32_t kHeadBytes = kMaxResidentKeys / kTileKeys * kTileBytes;
@@ -33,37 +35,56 @@ struct ResidentMemory {
         keys(out + Tile::kGroups * kQueryBytes),
         values(keys + HeadRing::kStages * kHeadBytes),
         ones(values + HeadRing::kStages * kHeadBytes),
-        bias(ones + kOnesBytes),
+        bias(ones + Tile::kOnesBytes),
         query_ring{bias + HeadRing::kStages * kBiasBytes},
         key_ring{query_ring.address + QueryRing::kBytes},
         value_ring{key_ring.address + HeadRing::kBytes} {}
 
   static constexpr uint32_t kBytes = kTileAlignment + (QueryRing::kStages + Tile::kGroups) * kQueryBytes +
-                                     HeadRing::kStages * (2 * kHeadBytes + kBiasBytes) + kOnesBytes +
+                                     HeadRing::kStages * (2 * kHeadBytes + kBiasBytes) + Tile::kOnesBytes +
                                      QueryRing::kBytes + 2 * HeadRing::kBytes;
 };
 
-// The consecutive tiles of a block, head by head.
+// The consecutive tiles of a block, head by head; the first blocks have one more than the others. Which rows
+// a tile of a head has goes round the head, so that all blocks are at about the same token at a time, most of
+// them in another head: the heads of a token are neighbours in memory, and so its pages are read and written
+// while they are open.
 class TileRange {
  public:
   __device__ __forceinline__ explicit TileRange(const AttentionKernelParams& params)
       : query_tiles_(static_cast<int>(params.query_tiles.divisor)),
-        tile_(begin_of(params.tiles, blockIdx.x)),
-        end_(begin_of(params.tiles, blockIdx.x + 1)) {}
+        block_tiles_(params.tiles / static_cast<int>(gridDim.x)),
+        longer_blocks_(params.tiles % static_cast<int>(gridDim.x)) {
+    const int block = static_cast<int>(blockIdx.x);
+    tile_ = block * block_tiles_ + min(block, longer_blocks_);
+    end_ = tile_ + block_tiles_ + (block < longer_blocks_);
+  }
 
   __device__ __forceinline__ bool has_head() const { return tile_ < end_; }
   __device__ __forceinline__ int tile() const { return tile_; }
-  __device__ __forceinline__ int end_of_head() const {
-    return min(end_, (tile_ / query_tiles_ + 1) * query_tiles_);
-  }
+  __device__ __forceinline__ int end_of_head() const { return min(end_, head_begin() + query_tiles_); }
   __device__ __forceinline__ void next_head() { tile_ = end_of_head(); }
 
- private:
-  __device__ __forceinline__ static int begin_of(int tiles, unsigned block) {
-    return static_cast<int>(int64_t{tiles} * block / gridDim.x);
+  // The rows of a tile of this head, as a number of tiles: 0 is where the first block that begins in the head
+  // does so.
+  __device__ __forceinline__ int row_tile(int tile) const {
+    const int end_of_longer = longer_blocks_ * (block_tiles_ + 1);
+    const bool is_longer = head_begin() <= end_of_longer;
+    const int origin = is_longer ? 0 : end_of_longer, step = block_tiles_ + is_longer;
+    const int block_begin = origin + (head_begin() - origin + step - 1) / step * step;
+    const int row_tile = (tile - block_begin) % query_tiles_;
+    return row_tile < 0 ? row_tile + query_tiles_ : row_tile;
+  }
+  // `tiles` further on in the same head.
+  __device__ __forceinline__ int row_tile_after(int row_tile, int tiles) const {
+    row_tile += tiles;
+    return row_tile >= query_tiles_ ? row_tile - query_tiles_ : row_tile;
   }
 
-  int query_tiles_, tile_, end_;
+ private:
+  __device__ __forceinline__ int head_begin() const { return tile_ / query_tiles_ * query_tiles_; }
+
+  int query_tiles_, block_tiles_, longer_blocks_, tile_, end_;
 };
 
 template <class Tile, class Loader>
@@ -76,7 +97,7 @@ __device__ __forceinline__ void load_resident(const AttentionKernelParams& param
   RingPlace<typename Memory::QueryRing> query;
 #pragma unroll 1
   for (; range.has_head(); range.next_head()) {
-    const QueryTile place = params.place_of(range.tile(), kWarpGroupRows);
+    QueryTile place = params.place_of(range.tile(), kWarpGroupRows);
     head.wait_empty(memory.key_ring);
 #pragma unroll 1
     for (int tile = 0; tile < key_tiles; ++tile) {
@@ -92,12 +113,15 @@ __device__ __forceinline__ void load_resident(const AttentionKernelParams& param
                          memory.value_ring.full(head.stage), place, tile * kTileKeys);
     head.advance();
     if constexpr (Loader::kArrivals > 0) {
+      int row_tile = range.row_tile(range.tile());
 #pragma unroll 1
       for (int tile = range.tile(); tile < range.end_of_head(); ++tile) {
+        place.row = row_tile * kWarpGroupRows;
         query.wait_empty(memory.query_ring);
         loader.load_query(memory.queries + query.stage * Memory::kQueryBytes, kWarpGroupRows,
-                          memory.query_ring.full(query.stage), params.place_of(tile, kWarpGroupRows));
+                          memory.query_ring.full(query.stage), place);
         query.advance();
+        row_tile = range.row_tile_after(row_tile, 1);
       }
     }
   }
@@ -125,23 +149,22 @@ class ResidentCompute {
     for (; range.has_head(); range.next_head()) {
       end_ = range.end_of_head();
       const int key_count = params_.key_count_of(range.tile());
-      QueryTile place = params_.place_of(tile_, kWarpGroupRows);
+      QueryTile place = params_.place_of(range.tile(), kWarpGroupRows);
+      int row_tile = range.row_tile(tile_);
       head_.wait_full(memory_.key_ring);
       order_first_scores();
       head_.wait_full(memory_.value_ring);
 #pragma unroll 1
       while (tile_ < end_) {
+        place.row = row_tile * kWarpGroupRows;
+        row_tile = range.row_tile_after(row_tile, Tile::kGroups);
         Outputs<Tile> outputs;
         compute_tile(key_count, outputs);
         store_rows<Tile>(role_, params_.out, memory_.out + role_.group * Memory::kQueryBytes, kBoxBytes,
                          place, outputs);
-        place.row += Tile::kRows;
       }
-      if constexpr (kHasBias) __syncwarp();  // all lanes have read biases
-      if (is_elected_) {
-        memory_.key_ring.empty(head_.stage).arrive();
-        memory_.value_ring.empty(head_.stage).arrive();
-      }
+      if (kHasBias || is_elected_) memory_.key_ring.empty(head_.stage).arrive();
+      if (is_elected_) memory_.value_ring.empty(head_.stage).arrive();
       head_.advance();
     }
     if (is_elected_) wait_for_stores();
@@ -230,10 +253,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int key_tiles = static_cast<int>((params.args.key_length + kTileKeys - 1) / kTileKeys);
   if (threadIdx.x == 0) {
     memory.query_ring.init(1, kWarpGroupWarps);
-    memory.key_ring.init((kHasBias ? 2 : 1) * key_tiles, Tile::kComputeWarps);
+    memory.key_ring.init(
+        (TensorLoader<Tile>::kKeyArrivals + (kHasBias ? BiasLoader<Tile>::kKeyArrivals : 0)) * key_tiles,
+        Tile::template kKeyReaders<kHasBias>);
     memory.value_ring.init(key_tiles, Tile::kComputeWarps);
   }
-  fill_ones<typename Tile::T>(memory.ones);
+  fill_ones<Tile>(memory.ones);
   fence_barrier_init();
   __syncthreads();
   wait_for_earlier_kernels();

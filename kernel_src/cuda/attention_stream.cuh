@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 
 #include "attention_epilogue.cuh"
 #include "attention_loader.cuh"
@@ -89,9 +90,8 @@ class StreamedKeys {
     return memory_.bias + current_.stage * Memory::kBiasBytes;
   }
   __device__ __forceinline__ void release(bool has_earlier) const {
-    if constexpr (kHasBias) __syncwarp();  // all lanes have read biases
     if (is_elected_ && has_earlier) memory_.value_ring.empty(earlier_stage_).arrive();
-    if (is_elected_) memory_.key_ring.empty(current_.stage).arrive();
+    if (kHasBias || is_elected_) memory_.key_ring.empty(current_.stage).arrive();
   }
   __device__ __forceinline__ void wait_values() const {
     if (!are_values_there_) current_.wait_full(memory_.value_ring);
@@ -262,8 +262,10 @@ class StreamCompute {
   // Until the next queries are there. Which tile they are.
   __device__ __forceinline__ int wait_for_tile() const {
     query_place_.wait_full(memory_.query_ring);
-    const int tile = static_cast<int>(load_shared(memory_.tile_of(query_place_.stage)));
-    return __reduce_max_sync(~0u, tile);  // the same in all lanes, as the compiler knows then
+    // Read by the lane that will say so. The maximum is the same in all lanes, as the compiler knows.
+    const int tile =
+        is_elected_ ? static_cast<int>(load_shared(memory_.tile_of(query_place_.stage))) : INT_MIN;
+    return __reduce_max_sync(~0u, tile);
   }
   __device__ __forceinline__ void release_query() const {
     if (is_elected_) memory_.query_ring.empty(query_place_.stage).arrive();
@@ -290,7 +292,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const WarpRole role;
   if (threadIdx.x == 0) {
     memory.query_ring.init((Loaders::kArrivals + ...), Tile::kComputeWarps);
-    memory.key_ring.init((Loaders::kKeyArrivals + ...), Tile::kComputeWarps);
+    memory.key_ring.init((Loaders::kKeyArrivals + ...), Tile::template kKeyReaders<kHasBias>);
     memory.value_ring.init((Loaders::kArrivals + ...), Tile::kComputeWarps);
     memory.end_of_pass.init(Tile::kComputeWarps);
   }

@@ -28,11 +28,16 @@ struct AttentionTile {
   static constexpr int kRows = kGroups * kWarpGroupRows;
   static constexpr int kThreads = (kGroups + 1) * kWarpGroupThreads;
   static constexpr int kComputeWarps = kGroups * kWarpGroupWarps;
+  // Who says that keys have been read: a thread of each warp, or all where all have read biases.
+  template <bool kHasBias>
+  static constexpr int kKeyReaders = kComputeWarps * (kHasBias ? 32 : 1);
   static constexpr int kComputeRegisters = kHeadDim == 64 ? 160 : 232;
   static constexpr int kLoadRegisters = kHeadDim == 64 ? 32 : 40;
   static constexpr bool kHasOnes = kHasOnes_;
   static_assert(!kHasOnes || kBoxes == 1);
   static constexpr int kColumns = kHeadDim + (kHasOnes ? 8 : 0);
+  // As many rows as a product is deep.
+  static constexpr uint32_t kOnesBytes = kHasOnes ? kProductDepth * kBoxRowBytes : 0;
   // Of a thread.
   static constexpr int kOutputs = kWarpGroupRows * kHeadDim / kWarpGroupThreads;
   static constexpr int kSums = kWarpGroupRows * kColumns / kWarpGroupThreads;
@@ -67,10 +72,8 @@ __device__ __forceinline__ uint32_t shared_tiles() {
   return (shared_address(shared_memory) + kTileAlignment - 1) & ~(kTileAlignment - 1);
 }
 
-// A tile of values, with its column of ones where the Tile has that: `ones` is where as many rows of them are
-// as a product is deep.
-constexpr uint32_t kOnesBytes = kProductDepth * kBoxRowBytes;
-
+// A tile of values, with its column of ones where the Tile has that: `ones` is where Tile::kOnesBytes of them
+// are.
 template <class Tile>
 __device__ __forceinline__ Operand values_at(uint32_t address, uint32_t ones) {
   return Operand::across_rows(address, Tile::kHasOnes ? ones : address + Tile::box_bytes(kTileKeys));
@@ -82,9 +85,9 @@ __device__ __forceinline__ Operand values_plus(Operand values, int bytes) {
 }
 
 // By all threads of the block. A barrier follows.
-template <typename T>
+template <class Tile>
 __device__ __forceinline__ void fill_ones(uint32_t address) {
-  fill_shared(address, kOnesBytes, pack_pair<T>(1, 1));
+  fill_shared(address, Tile::kOnesBytes, pack_pair<typename Tile::T>(1, 1));
   fence_shared_stores();
 }
 

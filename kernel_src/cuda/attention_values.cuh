@@ -37,7 +37,7 @@ struct ValueKernelParams {
 };
 
 constexpr int kValueThreads = 256;
-constexpr int kValueTokens = 4;  // of a block
+constexpr int kValueTokens = 8;  // of a block
 
 // A thread has 8 columns of one head, of all tokens of its block.
 template <int kHeadDim>
