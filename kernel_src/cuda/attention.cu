@@ -24,8 +24,9 @@ bool is_mappable(const AttentionParams& args) {
 // Whether it pays to convert the values first: where they are read for many queries.
 bool has_half_values(const AttentionParams& args) {
   constexpr int64_t kMinQueries = 1024, kMaxBatch = 65535;  // of a grid
-  if (args.dtype != DType::kBFloat16 || args.key_bias != nullptr || args.key_length <= kMaxResidentKeys ||
-      args.query_length < kMinQueries || args.batch > kMaxBatch || !is_mappable(args))
+  if (args.dtype != DType::kBFloat16 || args.key_bias != nullptr ||
+      args.key_length <= kMaxResidentKeyTiles * kTileKeys || args.query_length < kMinQueries ||
+      args.batch > kMaxBatch || !is_mappable(args))
     return false;
   const int rows = args.head_dim == 64 ? AttentionTile<__nv_bfloat16, 64>::kRows
                                        : AttentionTile<__nv_bfloat16, 128>::kRows;
@@ -47,16 +48,26 @@ void launch(AttentionKernelParams& params, Stream stream) {
   if (!is_mappable(args))
     return launch_stream_attention<Tile, true, false, ElementLoader<Tile, Access::kScalar>>(
         kOperation, params, multiprocessors, stream);
-  const bool has_bias = args.key_bias != nullptr;
-  if (args.key_length <= kMaxResidentKeys && has_bias)
-    return launch_resident_attention<ResidentTile, true>(kOperation, params, multiprocessors, stream);
-  if (args.key_length <= kMaxResidentKeys)
-    return launch_resident_attention<ResidentTile, false>(kOperation, params, multiprocessors, stream);
-  if (has_bias)
-    return launch_stream_attention<Tile, true, false, TensorLoader<Tile>, BiasLoader<Tile>>(
-        kOperation, params, multiprocessors, stream);
-  launch_stream_attention<Tile, false, false, TensorLoader<Tile>>(kOperation, params, multiprocessors,
+  const auto launch_with = [&]<bool kHasBias>() {
+    const int64_t key_tiles = ceil_divide(args.key_length, kTileKeys);
+    static_assert(kMaxResidentKeyTiles == 2);
+    if (key_tiles == 1)
+      return launch_resident_attention<ResidentTile, 1, kHasBias>(kOperation, params, multiprocessors,
                                                                   stream);
+    if (key_tiles == 2)
+      return launch_resident_attention<ResidentTile, 2, kHasBias>(kOperation, params, multiprocessors,
+                                                                  stream);
+    if constexpr (kHasBias)
+      launch_stream_attention<Tile, true, false, TensorLoader<Tile>, BiasLoader<Tile>>(
+          kOperation, params, multiprocessors, stream);
+    else
+      launch_stream_attention<Tile, false, false, TensorLoader<Tile>>(kOperation, params, multiprocessors,
+                                                                      stream);
+  };
+  if (args.key_bias != nullptr)
+    launch_with.template operator()<true>();
+  else
+    launch_with.template operator()<false>();
 }
 
 }  // namespace

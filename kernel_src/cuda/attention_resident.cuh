@@ -12,18 +12,25 @@
 
 namespace h100_diffusers_kernels {
 
-constexpr int kMaxResidentKeys = 2 * kTileKeys;
+constexpr int kMaxResidentKeyTiles = 2;
 
-template <class Tile>
+// Of a head with kKeyTiles tiles of keys.
+template <class Tile, int kKeyTiles>
 struct ResidentMemory {
-  // Of each warp group the same stages: nobody waits for a stage that another group has yet to read, which
-  // the parity of its barrier would not tell from one that is full.
-  using QueryRing = Ring<2 * Tile::kGroups>;
   using HeadRing = Ring<Tile::kHeadDim == 64 ? 2 : 1>;
   static constexpr uint32_t kTileBytes = Tile::bytes(kTileKeys);
-  static constexpr uint32_t kHeadBytes = kMaxResidentKeys / kTileKeys * kTileBytes;
-  static constexpr uint32_t kBiasBytes = kMaxResidentKeys * 4;
+  static constexpr uint32_t kHeadBytes = kKeyTiles * kTileBytes;
+  static constexpr uint32_t kBiasBytes = kKeyTiles * kTileKeys * 4;
   static constexpr uint32_t kQueryBytes = Tile::bytes(kWarpGroupRows);
+  static constexpr uint32_t kOutBytes = Tile::kGroups * kQueryBytes;
+  static constexpr uint32_t kHeadsBytes = HeadRing::kStages * (2 * kHeadBytes + kBiasBytes);
+
+  // Of each warp group the same stages, as many as there is room for: nobody waits for a stage that another
+  // group has yet to read, which the parity of its barrier would not tell from one that is full.
+  static constexpr uint32_t kBarriersBytes = 512;  // and less
+  static constexpr uint32_t kQueriesRoom =
+      kMaxSharedBytes - kTileAlignment - kOutBytes - kHeadsBytes - Tile::kOnesBytes - kBarriersBytes;
+  using QueryRing = Ring<std::min(kQueriesRoom / (Tile::kGroups * kQueryBytes), 4u) * Tile::kGroups>;
 
   uint32_t queries, out, keys, values, ones, bias;
   QueryRing query_ring;
@@ -32,7 +39,7 @@ struct ResidentMemory {
   __device__ __forceinline__ explicit ResidentMemory(uint32_t begin)
       : queries(begin),
         out(queries + QueryRing::kStages * kQueryBytes),
-        keys(out + Tile::kGroups * kQueryBytes),
+        keys(out + kOutBytes),
         values(keys + HeadRing::kStages * kHeadBytes),
         ones(values + HeadRing::kStages * kHeadBytes),
         bias(ones + Tile::kOnesBytes),
@@ -40,9 +47,10 @@ struct ResidentMemory {
         key_ring{query_ring.address + QueryRing::kBytes},
         value_ring{key_ring.address + HeadRing::kBytes} {}
 
-  static constexpr uint32_t kBytes = kTileAlignment + (QueryRing::kStages + Tile::kGroups) * kQueryBytes +
-                                     HeadRing::kStages * (2 * kHeadBytes + kBiasBytes) + Tile::kOnesBytes +
-                                     QueryRing::kBytes + 2 * HeadRing::kBytes;
+  static constexpr uint32_t kBytes = kTileAlignment + QueryRing::kStages * kQueryBytes + kOutBytes +
+                                     kHeadsBytes + Tile::kOnesBytes + QueryRing::kBytes +
+                                     2 * HeadRing::kBytes;
+  static_assert(QueryRing::kBytes + 2 * HeadRing::kBytes <= kBarriersBytes);
 };
 
 // The consecutive tiles of a block, head by head; the first blocks have one more than the others. Which rows
@@ -87,11 +95,11 @@ class TileRange {
   int query_tiles_, block_tiles_, longer_blocks_, tile_, end_;
 };
 
-template <class Tile, class Loader>
+template <class Tile, int kKeyTiles, class Loader>
 __device__ __forceinline__ void load_resident(const AttentionKernelParams& params,
-                                              const ResidentMemory<Tile>& memory, const WarpRole& role,
-                                              TileRange range, int key_tiles) {
-  using Memory = ResidentMemory<Tile>;
+                                              const ResidentMemory<Tile, kKeyTiles>& memory,
+                                              const WarpRole& role, TileRange range) {
+  using Memory = ResidentMemory<Tile, kKeyTiles>;
   const Loader loader(params, role);
   RingPlace<typename Memory::HeadRing> head;
   RingPlace<typename Memory::QueryRing> query;
@@ -99,16 +107,16 @@ __device__ __forceinline__ void load_resident(const AttentionKernelParams& param
   for (; range.has_head(); range.next_head()) {
     QueryTile place = params.place_of(range.tile(), kWarpGroupRows);
     head.wait_empty(memory.key_ring);
-#pragma unroll 1
-    for (int tile = 0; tile < key_tiles; ++tile) {
+#pragma unroll
+    for (int tile = 0; tile < kKeyTiles; ++tile) {
       const int key = tile * kTileKeys;
       loader.load_keys(memory.keys + head.stage * Memory::kHeadBytes + tile * Memory::kTileBytes,
                        memory.bias + head.stage * Memory::kBiasBytes + key * 4,
                        memory.key_ring.full(head.stage), place, key);
     }
     head.wait_empty(memory.value_ring);
-#pragma unroll 1
-    for (int tile = 0; tile < key_tiles; ++tile)
+#pragma unroll
+    for (int tile = 0; tile < kKeyTiles; ++tile)
       loader.load_values(memory.values + head.stage * Memory::kHeadBytes + tile * Memory::kTileBytes,
                          memory.value_ring.full(head.stage), place, tile * kTileKeys);
     head.advance();
@@ -129,10 +137,10 @@ __device__ __forceinline__ void load_resident(const AttentionKernelParams& param
 
 // A warp group has every kGroups-th tile of the block. The scores of its next queries are computed while it
 // is at the end of a tile.
-template <class Tile, bool kHasBias>
+template <class Tile, int kKeyTiles, bool kHasBias>
 class ResidentCompute {
  public:
-  using Memory = ResidentMemory<Tile>;
+  using Memory = ResidentMemory<Tile, kKeyTiles>;
 
   __device__ __forceinline__ ResidentCompute(const AttentionKernelParams& params, const Memory& memory,
                                              const WarpRole& role)
@@ -194,6 +202,8 @@ class ResidentCompute {
     const bool has_padding = key_count < params_.args.key_length;
     const uint32_t head_values = memory_.values + head_.stage * Memory::kHeadBytes;
     const uint32_t head_bias = memory_.bias + head_.stage * Memory::kBiasBytes;
+    // To tell the compiler is worth 3%; with 128 columns it then runs out of registers.
+    constexpr bool kKnowsEnd = Tile::kHeadDim == 64;
     Softmax softmax(params_.score_scale);
     Weights weights;
     Sums<Tile> sums;
@@ -217,7 +227,7 @@ class ResidentCompute {
       order_sums<Tile, typename Softmax::Weight>(weights, values_plus<Tile>(values, bytes_before(key)),
                                                  key > 0, sums);
       key += kTileKeys;
-      if (key >= key_count) break;
+      if ((kKnowsEnd && key == kKeyTiles * kTileKeys) || key >= key_count) break;
       order_scores(key);
     }
     tile_ += Tile::kGroups;
@@ -244,19 +254,18 @@ class ResidentCompute {
   Scores<Tile> scores_;
 };
 
-template <class Tile, bool kHasBias>
+template <class Tile, int kKeyTiles, bool kHasBias>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     resident_attention_kernel(const __grid_constant__ AttentionKernelParams params) {
-  using Memory = ResidentMemory<Tile>;
+  using Memory = ResidentMemory<Tile, kKeyTiles>;
   const Memory memory(shared_tiles());
   const WarpRole role;
-  const int key_tiles = static_cast<int>((params.args.key_length + kTileKeys - 1) / kTileKeys);
   if (threadIdx.x == 0) {
     memory.query_ring.init(1, kWarpGroupWarps);
     memory.key_ring.init(
-        (TensorLoader<Tile>::kKeyArrivals + (kHasBias ? BiasLoader<Tile>::kKeyArrivals : 0)) * key_tiles,
+        (TensorLoader<Tile>::kKeyArrivals + (kHasBias ? BiasLoader<Tile>::kKeyArrivals : 0)) * kKeyTiles,
         Tile::template kKeyReaders<kHasBias>);
-    memory.value_ring.init(key_tiles, Tile::kComputeWarps);
+    memory.value_ring.init(kKeyTiles, Tile::kComputeWarps);
   }
   fill_ones<Tile>(memory.ones);
   fence_barrier_init();
@@ -267,23 +276,23 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (role.loads()) {
     release_registers<Tile::kLoadRegisters>();
     if (TensorLoader<Tile>::is_mine(role))
-      load_resident<Tile, TensorLoader<Tile>>(params, memory, role, range, key_tiles);
+      load_resident<Tile, kKeyTiles, TensorLoader<Tile>>(params, memory, role, range);
     if (kHasBias && BiasLoader<Tile>::is_mine(role))
-      load_resident<Tile, BiasLoader<Tile>>(params, memory, role, range, key_tiles);
+      load_resident<Tile, kKeyTiles, BiasLoader<Tile>>(params, memory, role, range);
   } else {
     take_registers<Tile::kComputeRegisters>();
-    ResidentCompute<Tile, kHasBias>(params, memory, role).run(range);
+    ResidentCompute<Tile, kKeyTiles, kHasBias>(params, memory, role).run(range);
   }
 }
 
-template <class Tile, bool kHasBias>
+template <class Tile, int kKeyTiles, bool kHasBias>
 void launch_resident_attention(const char* operation, AttentionKernelParams& params, int multiprocessors,
                                Stream stream) {
   TensorLoader<Tile>::map(operation, params, kWarpGroupRows);
   params.set_tiles(kWarpGroupRows);
-  launch_kernel(operation, resident_attention_kernel<Tile, kHasBias>,
+  launch_kernel(operation, resident_attention_kernel<Tile, kKeyTiles, kHasBias>,
                 dim3(std::min(multiprocessors, params.tiles)), Tile::kThreads, params, stream,
-                ResidentMemory<Tile>::kBytes);
+                ResidentMemory<Tile, kKeyTiles>::kBytes);
 }
 
 }  // namespace h100_diffusers_kernels

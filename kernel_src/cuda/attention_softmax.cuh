@@ -10,8 +10,8 @@
 // exponentials, which have to wait for it.
 //
 // Fast: weights in float16, which has eight times the precision of bfloat16, so that any pivot within its
-// range will do: the one that the first tile of keys gives. A weight out of range is infinity, and the row
-// infinite or NaN, which is seen at the end; such tiles are computed again with care.
+// range will do: the one that a quarter of the first tile of keys gives. A weight out of range is infinity,
+// and the row infinite or NaN, which is seen at the end; such tiles are computed again with care.
 #pragma once
 
 #include <cmath>
@@ -63,7 +63,7 @@ class RowSoftmax {
   // By the scores of the first tile.
   __device__ __forceinline__ void set_pivots(const Scores<Tile>& scores) {
     float maximum[2];
-    find_maxima(scores, maximum);
+    find_maxima<kIsFast ? 4 : 1>(scores, maximum);
 #pragma unroll
     for (int row = 0; row < 2; ++row) pivot_[row] = pivot_below(row_maximum(maximum[row]));
   }
@@ -71,7 +71,7 @@ class RowSoftmax {
   // Has weights that are not larger; `sums` are made relative to the pivots.
   __device__ __forceinline__ void raise_pivots(const Scores<Tile>& scores, Sums<Tile>& sums) {
     float maximum[2];
-    find_maxima(scores, maximum);
+    find_maxima<1>(scores, maximum);
     const bool is_within =  // not of NaN
         maximum[0] <= pivot_[0] + kLargest && maximum[1] <= pivot_[1] + kLargest;
     if (__all_sync(~0u, is_within)) return;
@@ -122,12 +122,14 @@ class RowSoftmax {
   }
 
  private:
-  // This thread's part of the rows' maxima, in the units of the pivots.
+  // This thread's part of the rows' maxima, of every kEvery-th 8 keys, in the units of the pivots.
+  template <int kEvery>
   __device__ __forceinline__ void find_maxima(const Scores<Tile>& scores, float (&maximum)[2]) const {
     float part[2][2] = {{scores[0], scores[1]}, {scores[2], scores[3]}};
 #pragma unroll
-    for (int i = 4; i < Tile::kScores; ++i)
-      part[i / 2 % 2][i % 2] = maximum_of(part[i / 2 % 2][i % 2], scores[i]);
+    for (int i = 4 * kEvery; i < Tile::kScores; i += 4 * kEvery)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) part[k / 2][k % 2] = maximum_of(part[k / 2][k % 2], scores[i + k]);
 #pragma unroll
     for (int row = 0; row < 2; ++row)
       maximum[row] = maximum_of(part[row][0], part[row][1]) * (kHasBias ? 1.0f : scale_);
