@@ -7,7 +7,7 @@
 
 #include "attention_epilogue.cuh"
 #include "attention_loader.cuh"
-#include "attention_mainloop.cuh"
+#include "attention_products.cuh"
 #include "launch.cuh"
 
 namespace h100_diffusers_kernels {
@@ -27,7 +27,7 @@ struct ResidentMemory {
 
   // Of each warp group the same stages, as many as there is room for: nobody waits for a stage that another
   // group has yet to read, which the parity of its barrier would not tell from one that is full.
-  static constexpr uint32_t kBarriersBytes = 512;  // and less
+  static constexpr uint32_t kBarriersBytes = 512;  // at most
   static constexpr uint32_t kQueriesRoom =
       kMaxSharedBytes - kTileAlignment - kOutBytes - kHeadsBytes - Tile::kOnesBytes - kBarriersBytes;
   using QueryRing = Ring<std::min(kQueriesRoom / (Tile::kGroups * kQueryBytes), 4u) * Tile::kGroups>;
@@ -184,13 +184,13 @@ class ResidentCompute {
   // Of the next tile, if there is one.
   __device__ __forceinline__ bool order_first_scores() {
     if (tile_ >= end_) return false;
-    query_ring_place_.wait_full(memory_.query_ring);
-    order_scores(0);
+    query_place_.wait_full(memory_.query_ring);
+    order_scores_for(0);
     return true;
   }
-  __device__ __forceinline__ void order_scores(int key) {
+  __device__ __forceinline__ void order_scores_for(int key) {
     const Operand keys = Operand::along_rows(memory_.keys + head_.stage * Memory::kHeadBytes);
-    h100_diffusers_kernels::order_scores<Tile>(query_, kBoxBytes, keys.plus(bytes_before(key)), scores_);
+    order_scores<Tile>(query_, kBoxBytes, keys.plus(bytes_before(key)), scores_);
   }
   __device__ __forceinline__ static int bytes_before(int key) {
     return key / kTileKeys * static_cast<int>(Memory::kTileBytes);
@@ -202,7 +202,7 @@ class ResidentCompute {
     const bool has_padding = key_count < params_.args.key_length;
     const uint32_t head_values = memory_.values + head_.stage * Memory::kHeadBytes;
     const uint32_t head_bias = memory_.bias + head_.stage * Memory::kBiasBytes;
-    // To tell the compiler is worth 3%; with 128 columns it then runs out of registers.
+    // To tell the compiler is worth 3% with two tiles; with 128 columns it then runs out of registers.
     constexpr bool kKnowsEnd = Tile::kHeadDim == 64;
     Softmax softmax(params_.score_scale);
     Weights weights;
@@ -213,7 +213,7 @@ class ResidentCompute {
       const int count = key_count - key;
       wait_for_products();
       if constexpr (kHasBias) add_bias(scores_, params_.score_scale, head_bias + key * 4, role_.lane);
-      if (count <= kTileKeys && is_elected_) memory_.query_ring.empty(query_ring_place_.stage).arrive();
+      if (count <= kTileKeys && is_elected_) memory_.query_ring.empty(query_place_.stage).arrive();
       if (count < kTileKeys) {
         mask_scores(scores_, count, role_.lane);
         if (has_padding) clear_rows<Tile>(role_, head_values + bytes_before(key), count);
@@ -228,7 +228,7 @@ class ResidentCompute {
                                                  key > 0, sums);
       key += kTileKeys;
       if ((kKnowsEnd && key == kKeyTiles * kTileKeys) || key >= key_count) break;
-      order_scores(key);
+      order_scores_for(key);
     }
     tile_ += Tile::kGroups;
     advance_query(Tile::kGroups);
@@ -240,7 +240,7 @@ class ResidentCompute {
   }
 
   __device__ __forceinline__ void advance_query(int stages) {
-    query_ = query_.plus(query_ring_place_.advance(stages) * static_cast<int>(Memory::kQueryBytes));
+    query_ = query_.plus(query_place_.advance(stages) * static_cast<int>(Memory::kQueryBytes));
   }
 
   const AttentionKernelParams& params_;
@@ -249,7 +249,7 @@ class ResidentCompute {
   bool is_elected_;
   int tile_, end_;  // the next one; of the tiles of this head
   RingPlace<typename Memory::HeadRing> head_;
-  RingPlace<typename Memory::QueryRing> query_ring_place_;
+  RingPlace<typename Memory::QueryRing> query_place_;
   Operand query_;  // in this place
   Scores<Tile> scores_;
 };

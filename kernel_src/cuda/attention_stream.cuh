@@ -8,7 +8,7 @@
 
 #include "attention_epilogue.cuh"
 #include "attention_loader.cuh"
-#include "attention_mainloop.cuh"
+#include "attention_products.cuh"
 #include "attention_schedule.cuh"
 #include "attention_values.cuh"
 #include "launch.cuh"

@@ -4,9 +4,9 @@
 
 #include "async_copy.cuh"
 #include "barrier.cuh"
+#include "fast_divisor.cuh"
 #include "pack.cuh"
 #include "params.h"
-#include "row_index.cuh"
 #include "tensor_copy.cuh"
 #include "warp_group.cuh"
 

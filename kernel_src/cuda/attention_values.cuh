@@ -33,7 +33,7 @@ struct ValueKernelParams {
   AttentionOperand values;
   __half* out;  // (batch, key_length, key_heads, head_dim), contiguous
   int key_length, key_heads;
-  int* claimed_tiles;  // none, when attention begins
+  int* claimed_tiles;  // becomes 0, for the attention that follows
 };
 
 constexpr int kValueThreads = 256;

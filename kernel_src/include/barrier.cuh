@@ -80,7 +80,7 @@ struct RingPlace {
   int stage = 0;
   uint32_t parity = 0;
 
-  // Returns by how many stages, which are fewer than all, it has moved: less than 0 where it begins anew.
+  // stages: not more than all. Returns by how many it has moved in memory: less than 0 where it begins anew.
   __device__ __forceinline__ int advance(int stages = 1) {
     const bool wraps = stage + stages >= RingType::kStages;
     const int moved = wraps ? stages - RingType::kStages : stages;

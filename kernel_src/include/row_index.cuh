@@ -4,30 +4,10 @@
 
 #include <cstdint>
 
+#include "fast_divisor.cuh"
 #include "params.h"
 
 namespace h100_diffusers_kernels {
-
-// Division of 0 <= n < 2^31 by a divisor known at launch: one multiplication and a shift.
-// (Granlund and Montgomery, 1994, with ceil(log2(divisor)) as shift.)
-struct FastDivisor {
-  uint32_t divisor;
-  uint32_t multiplier;
-  uint32_t shift;
-
-  __host__ void set(uint32_t value) {
-    divisor = value;
-    shift = 0;
-    while ((uint64_t{1} << shift) < value) ++shift;
-    multiplier = static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - value)) / value + 1);
-  }
-
-  __device__ __forceinline__ uint32_t divide(uint32_t n) const {
-    return (__umulhi(n, multiplier) + n) >> shift;
-  }
-};
-
-constexpr int64_t kFastDivisionEnd = int64_t{1} << 31;
 
 // Small and branch-free: a kernel that treats one row a block is short, and what it does before its first
 // load, the fetching of its parameters included, is time in which memory idles.

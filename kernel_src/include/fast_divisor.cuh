@@ -1,0 +1,31 @@
+// Division by numbers that a launch knows.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace h100_diffusers_kernels {
+
+// Division of 0 <= n < 2^31 by a divisor known at launch: one multiplication and a shift.
+// (Granlund and Montgomery, 1994, with ceil(log2(divisor)) as shift.)
+struct FastDivisor {
+  uint32_t divisor;
+  uint32_t multiplier;
+  uint32_t shift;
+
+  __host__ void set(uint32_t value) {
+    divisor = value;
+    shift = 0;
+    while ((uint64_t{1} << shift) < value) ++shift;
+    multiplier = static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - value)) / value + 1);
+  }
+
+  __device__ __forceinline__ uint32_t divide(uint32_t n) const {
+    return (__umulhi(n, multiplier) + n) >> shift;
+  }
+};
+
+constexpr int64_t kFastDivisionEnd = int64_t{1} << 31;
+
+}  // namespace h100_diffusers_kernels
