@@ -12,7 +12,7 @@ template <class Tile>
 __device__ __forceinline__ void store_rows(const WarpRole& role, const MappedTensor& out, uint32_t tile,
                                            uint32_t box_bytes, const QueryTile& place,
                                            const Outputs<Tile>& outputs) {
-  if (role.lane == 0) wait_for_store_reads();
+  if (role.is_elected()) wait_for_store_reads();
   __syncwarp();
   const int row = role.fragment_row();
 #pragma unroll
@@ -27,7 +27,7 @@ __device__ __forceinline__ void store_rows(const WarpRole& role, const MappedTen
   }
   fence_shared_stores();
   __syncwarp();
-  if (role.lane == 0) {
+  if (role.is_elected()) {
 #pragma unroll
     for (int box = 0; box < Tile::kBoxes; ++box)
       tensor_store(out.map, tile + box * box_bytes + Tile::box_bytes(role.warp * kStoreRows),

@@ -144,11 +144,7 @@ class ResidentCompute {
 
   __device__ __forceinline__ ResidentCompute(const AttentionKernelParams& params, const Memory& memory,
                                              const WarpRole& role)
-      : params_(params),
-        memory_(memory),
-        role_(role),
-        is_elected_(role.lane == 0),
-        query_(Operand::along_rows(memory.queries)) {
+      : params_(params), memory_(memory), role_(role), query_(Operand::along_rows(memory.queries)) {
     advance_query(role.group);
   }
 
@@ -171,11 +167,11 @@ class ResidentCompute {
         store_rows<Tile>(role_, params_.out, memory_.out + role_.group * Memory::kQueryBytes, kBoxBytes,
                          place, outputs);
       }
-      if (kHasBias || is_elected_) memory_.key_ring.empty(head_.stage).arrive();
-      if (is_elected_) memory_.value_ring.empty(head_.stage).arrive();
+      if (kHasBias || role_.is_elected()) memory_.key_ring.empty(head_.stage).arrive();
+      if (role_.is_elected()) memory_.value_ring.empty(head_.stage).arrive();
       head_.advance();
     }
-    if (is_elected_) wait_for_stores();
+    if (role_.is_elected()) wait_for_stores();
   }
 
  private:
@@ -213,16 +209,12 @@ class ResidentCompute {
       const int count = key_count - key;
       wait_for_products();
       if constexpr (kHasBias) add_bias(scores_, params_.score_scale, head_bias + key * 4, role_.lane);
-      if (count <= kTileKeys && is_elected_) memory_.query_ring.empty(query_place_.stage).arrive();
+      if (count <= kTileKeys && role_.is_elected()) memory_.query_ring.empty(query_place_.stage).arrive();
       if (count < kTileKeys) {
         mask_scores(scores_, count, role_.lane);
         if (has_padding) clear_rows<Tile>(role_, head_values + bytes_before(key), count);
       }
-      if (key == 0)
-        softmax.set_pivots(scores_);
-      else
-        softmax.raise_pivots(scores_, sums);
-      softmax.take_weights(scores_, weights);
+      softmax.take_weights(scores_, key == 0, sums, weights);
       const Operand values = values_at<Tile>(head_values, memory_.ones);
       order_sums<Tile, typename Softmax::Weight>(weights, values_plus<Tile>(values, bytes_before(key)),
                                                  key > 0, sums);
@@ -246,7 +238,6 @@ class ResidentCompute {
   const AttentionKernelParams& params_;
   const Memory& memory_;
   const WarpRole& role_;
-  bool is_elected_;
   int tile_, end_;  // the next one; of the tiles of this head
   RingPlace<typename Memory::HeadRing> head_;
   RingPlace<typename Memory::QueryRing> query_place_;

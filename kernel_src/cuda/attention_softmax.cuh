@@ -60,34 +60,13 @@ class RowSoftmax {
   // scale: of the products, to powers of 2.
   __device__ __forceinline__ explicit RowSoftmax(float scale) : scale_(scale) {}
 
-  // By the scores of the first tile.
-  __device__ __forceinline__ void set_pivots(const Scores<Tile>& scores) {
-    float maximum[2];
-    find_maxima<kIsFast ? 4 : 1>(scores, maximum);
-#pragma unroll
-    for (int row = 0; row < 2; ++row) pivot_[row] = pivot_below(row_maximum(maximum[row]));
-  }
-
-  // Has weights that are not larger; `sums` are made relative to the pivots.
-  __device__ __forceinline__ void raise_pivots(const Scores<Tile>& scores, Sums<Tile>& sums) {
-    float maximum[2];
-    find_maxima<1>(scores, maximum);
-    const bool is_within =  // not of NaN
-        maximum[0] <= pivot_[0] + kLargest && maximum[1] <= pivot_[1] + kLargest;
-    if (__all_sync(~0u, is_within)) return;
-    float factor[2];
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const float pivot = maximum_of(pivot_below(row_maximum(maximum[row])), pivot_[row]);
-      factor[row] = fast_exp2(pivot_[row] - pivot);
-      pivot_[row] = pivot;
-      if constexpr (!Tile::kHasOnes) weight_sum_[row] *= factor[row];
-    }
-#pragma unroll
-    for (int i = 0; i < Tile::kSums; ++i) sums[i] *= factor[i / 2 % 2];
-  }
-
-  __device__ __forceinline__ void take_weights(Scores<Tile>& scores, Weights& weights) {
+  // Of the next tile of keys. `sums`, of those before, are made relative to the pivots if these rise.
+  __device__ __forceinline__ void take_weights(Scores<Tile>& scores, bool is_first, Sums<Tile>& sums,
+                                               Weights& weights) {
+    if (is_first)
+      set_pivots(scores);
+    else if (!kIsFast)
+      raise_pivots(scores, sums);
     float part[2][2];
 #pragma unroll
     for (int i = 0; i < Tile::kScores; ++i) {
@@ -122,6 +101,33 @@ class RowSoftmax {
   }
 
  private:
+  // By the scores of the first tile.
+  __device__ __forceinline__ void set_pivots(const Scores<Tile>& scores) {
+    float maximum[2];
+    find_maxima<kIsFast ? 4 : 1>(scores, maximum);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) pivot_[row] = pivot_below(row_maximum(maximum[row]));
+  }
+
+  // Has weights that are not larger; `sums` are made relative to the pivots.
+  __device__ __forceinline__ void raise_pivots(const Scores<Tile>& scores, Sums<Tile>& sums) {
+    float maximum[2];
+    find_maxima<1>(scores, maximum);
+    const bool is_within =  // not of NaN
+        maximum[0] <= pivot_[0] + kLargest && maximum[1] <= pivot_[1] + kLargest;
+    if (__all_sync(~0u, is_within)) return;
+    float factor[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float pivot = maximum_of(pivot_below(row_maximum(maximum[row])), pivot_[row]);
+      factor[row] = fast_exp2(pivot_[row] - pivot);
+      pivot_[row] = pivot;
+      if constexpr (!Tile::kHasOnes) weight_sum_[row] *= factor[row];
+    }
+#pragma unroll
+    for (int i = 0; i < Tile::kSums; ++i) sums[i] *= factor[i / 2 % 2];
+  }
+
   // This thread's part of the rows' maxima, of every kEvery-th 8 keys, in the units of the pivots.
   template <int kEvery>
   __device__ __forceinline__ void find_maxima(const Scores<Tile>& scores, float (&maximum)[2]) const {

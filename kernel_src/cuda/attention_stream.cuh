@@ -63,9 +63,9 @@ class StreamedKeys {
  public:
   using Memory = StreamMemory<Tile, kHasBias>;
 
-  __device__ __forceinline__ StreamedKeys(const Memory& memory, bool is_elected)
+  __device__ __forceinline__ StreamedKeys(const Memory& memory, const WarpRole& role)
       : memory_(memory),
-        is_elected_(is_elected),
+        role_(role),
         next_keys_(Operand::along_rows(memory.keys)),
         next_values_(Operand::across_rows(memory.values, memory.values + Tile::box_bytes(kTileKeys))) {}
 
@@ -90,22 +90,22 @@ class StreamedKeys {
     return memory_.bias + current_.stage * Memory::kBiasBytes;
   }
   __device__ __forceinline__ void release(bool has_earlier) const {
-    if (is_elected_ && has_earlier) memory_.value_ring.empty(earlier_stage_).arrive();
-    if (kHasBias || is_elected_) memory_.key_ring.empty(current_.stage).arrive();
+    if (role_.is_elected() && has_earlier) memory_.value_ring.empty(earlier_stage_).arrive();
+    if (kHasBias || role_.is_elected()) memory_.key_ring.empty(current_.stage).arrive();
   }
   __device__ __forceinline__ void wait_values() const {
     if (!are_values_there_) current_.wait_full(memory_.value_ring);
   }
   __device__ __forceinline__ Operand values() const { return values_; }
   __device__ __forceinline__ void release_values() const {
-    if (is_elected_) memory_.value_ring.empty(current_.stage).arrive();
+    if (role_.is_elected()) memory_.value_ring.empty(current_.stage).arrive();
   }
 
  private:
   using Place = RingPlace<typename Memory::KeyRing>;
 
   const Memory& memory_;
-  bool is_elected_;
+  const WarpRole& role_;
   Place next_, current_;
   int earlier_stage_ = 0;
   Operand next_keys_, next_values_, values_{};
@@ -187,10 +187,9 @@ class StreamCompute {
       : params_(params),
         memory_(memory),
         role_(role),
-        is_elected_(role.lane == 0),
         group_offset_(Tile::box_bytes(role.group * kWarpGroupRows)),
         query_(Operand::along_rows(memory.query + group_offset_)),
-        keys_(memory, is_elected_) {}
+        keys_(memory, role) {}
 
   template <bool kIsFast>
   __device__ __forceinline__ void run() {
@@ -201,7 +200,7 @@ class StreamCompute {
       if (tile == Memory::kNoTile) break;
       Outputs<Tile> outputs;
       compute_tile<kIsFast>(tile, outputs);
-      if (kIsFast && !__all_sync(~0u, has_accurate_rows<Tile>(outputs)) && is_elected_)
+      if (kIsFast && !__all_sync(~0u, has_accurate_rows<Tile>(outputs)) && role_.is_elected())
         memory_.tile_list.mark_inaccurate(index);
       QueryTile place = params_.place_of(tile, Tile::kRows);
       place.row += role_.group * kWarpGroupRows;
@@ -210,7 +209,7 @@ class StreamCompute {
     release_query();
     advance_query();
     // What is stored anew comes after what was stored before.
-    if (is_elected_) wait_for_stores();
+    if (role_.is_elected()) wait_for_stores();
   }
 
  private:
@@ -244,11 +243,7 @@ class StreamCompute {
           clear_rows<Tile>(role_, keys_.values().address(), count);
         }
       }
-      if (key == 0)
-        softmax.set_pivots(scores);
-      else if (!kIsFast)
-        softmax.raise_pivots(scores, sums);
-      softmax.take_weights(scores, weights);
+      softmax.take_weights(scores, key == 0, sums, weights);
       keys_.wait_values();
       order_sums<Tile, typename Softmax::Weight>(weights, keys_.values(), true, sums);
       key += kTileKeys;
@@ -264,11 +259,11 @@ class StreamCompute {
     query_place_.wait_full(memory_.query_ring);
     // Read by the lane that will say so. The maximum is the same in all lanes, as the compiler knows.
     const int tile =
-        is_elected_ ? static_cast<int>(load_shared(memory_.tile_of(query_place_.stage))) : INT_MIN;
+        role_.is_elected() ? static_cast<int>(load_shared(memory_.tile_of(query_place_.stage))) : INT_MIN;
     return __reduce_max_sync(~0u, tile);
   }
   __device__ __forceinline__ void release_query() const {
-    if (is_elected_) memory_.query_ring.empty(query_place_.stage).arrive();
+    if (role_.is_elected()) memory_.query_ring.empty(query_place_.stage).arrive();
   }
   __device__ __forceinline__ void advance_query() {
     query_ = query_.plus(query_place_.advance() * static_cast<int>(Memory::kQueryBytes));
@@ -277,7 +272,6 @@ class StreamCompute {
   const AttentionKernelParams& params_;
   const Memory& memory_;
   const WarpRole& role_;
-  bool is_elected_;
   uint32_t group_offset_;
   Operand query_;  // of the next tile, in this place
   RingPlace<typename Memory::QueryRing> query_place_;
@@ -318,7 +312,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     StreamCompute<Tile, kHasBias> stream(params, memory, role);
     if constexpr (kHasHalfValues) {
       stream.template run<true>();
-      if (role.lane == 0) memory.end_of_pass.arrive();
+      if (role.is_elected()) memory.end_of_pass.arrive();
     }
     stream.template run<false>();
   }

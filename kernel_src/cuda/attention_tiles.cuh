@@ -59,6 +59,8 @@ struct WarpRole {
         lane(thread % 32) {}
 
   __device__ __forceinline__ bool loads() const { return group < 0; }
+  // The lane that speaks for its warp.
+  __device__ __forceinline__ bool is_elected() const { return lane == 0; }
   // The row of the group's 64 that this lane addresses where a warp writes its 16 rows as fragments.
   __device__ __forceinline__ int fragment_row() const { return warp * 16 + lane % 16; }
   // The threads of this group alone.

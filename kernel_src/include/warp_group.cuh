@@ -78,60 +78,49 @@ struct Operand {
 template <typename T, int kColumns>
 struct Product;
 
-// of_shared: a and b in shared memory, the depth along their rows. of_registers: a in registers, the depth
-// of b across its rows.
-#define H100_PRODUCT(T, type)                                                                              \
-  template <>                                                                                              \
-  struct Product<T, 64> {                                                                                  \
-    __device__ __forceinline__ static void of_registers(float (&d)[32], const uint32_t (&a)[4], Operand b, \
-                                                        bool accumulate) {                                 \
-      asm volatile(                                                                                        \
-          "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %37, 0;\n"                                   \
-          "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " H100_REGISTERS_32                \
-          ", {%32, %33, %34, %35}, %36, accumulate, 1, 1, 1;\n}"                                           \
-          : H100_OUT_32(d, 0)                                                                              \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()),                               \
-            "r"(static_cast<int>(accumulate)));                                                            \
-    }                                                                                                      \
-  };                                                                                                       \
-  template <>                                                                                              \
-  struct Product<T, 72> {                                                                                  \
-    __device__ __forceinline__ static void of_registers(float (&d)[36], const uint32_t (&a)[4], Operand b, \
-                                                        bool accumulate) {                                 \
-      asm volatile(                                                                                        \
-          "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %41, 0;\n"                                   \
-          "wgmma.mma_async.sync.aligned.m64n72k16.f32." type "." type " " H100_REGISTERS_36                \
-          ", {%36, %37, %38, %39}, %40, accumulate, 1, 1, 1;\n}"                                           \
-          : H100_OUT_32(d, 0), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])                          \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()),                               \
-            "r"(static_cast<int>(accumulate)));                                                            \
-    }                                                                                                      \
-  };                                                                                                       \
-  template <>                                                                                              \
-  struct Product<T, 128> {                                                                                 \
-    __device__ __forceinline__ static void of_registers(float (&d)[64], const uint32_t (&a)[4], Operand b, \
-                                                        bool accumulate) {                                 \
-      asm volatile(                                                                                        \
-          "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %69, 0;\n"                                   \
-          "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " H100_REGISTERS_64               \
-          ", {%64, %65, %66, %67}, %68, accumulate, 1, 1, 1;\n}"                                           \
-          : H100_OUT_32(d, 0), H100_OUT_32(d, 32)                                                          \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()),                               \
-            "r"(static_cast<int>(accumulate)));                                                            \
-    }                                                                                                      \
-    __device__ __forceinline__ static void of_shared(float (&d)[64], Operand a, Operand b,                 \
-                                                     bool accumulate) {                                    \
-      asm volatile(                                                                                        \
-          "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"                                   \
-          "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " H100_REGISTERS_64               \
-          ", %64, %65, accumulate, 1, 1, 0, 0;\n}"                                                         \
-          : H100_OUT_32(d, 0), H100_OUT_32(d, 32)                                                          \
-          : "l"(a.descriptor()), "l"(b.descriptor()), "r"(static_cast<int>(accumulate)));                  \
-    }                                                                                                      \
+// of_registers: a in registers, the depth of b across its rows. As text: how many columns, and the operands,
+// which are numbered by position: d, a and b, accumulate. Then d once more, as output.
+#define H100_OF_REGISTERS(type, columns, values, registers, a_and_b, flag, ...)                              \
+  __device__ __forceinline__ static void of_registers(float (&d)[values], const uint32_t (&a)[4], Operand b, \
+                                                      bool accumulate) {                                     \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " flag                                  \
+                 ", 0;\n"                                                                                    \
+                 "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type " " registers          \
+                 ", " a_and_b ", accumulate, 1, 1, 1;\n}"                                                    \
+                 : __VA_ARGS__                                                                               \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()),                          \
+                   "r"(static_cast<int>(accumulate)));                                                       \
+  }
+// of_shared: a and b in shared memory, the depth along their rows.
+#define H100_PRODUCT(T, type)                                                                 \
+  template <>                                                                                 \
+  struct Product<T, 64> {                                                                     \
+    H100_OF_REGISTERS(type, "64", 32, H100_REGISTERS_32, "{%32, %33, %34, %35}, %36", "%37",  \
+                      H100_OUT_32(d, 0))                                                      \
+  };                                                                                          \
+  template <>                                                                                 \
+  struct Product<T, 72> {                                                                     \
+    H100_OF_REGISTERS(type, "72", 36, H100_REGISTERS_36, "{%36, %37, %38, %39}, %40", "%41",  \
+                      H100_OUT_32(d, 0), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]))  \
+  };                                                                                          \
+  template <>                                                                                 \
+  struct Product<T, 128> {                                                                    \
+    H100_OF_REGISTERS(type, "128", 64, H100_REGISTERS_64, "{%64, %65, %66, %67}, %68", "%69", \
+                      H100_OUT_32(d, 0), H100_OUT_32(d, 32))                                  \
+    __device__ __forceinline__ static void of_shared(float (&d)[64], Operand a, Operand b,    \
+                                                     bool accumulate) {                       \
+      asm volatile(                                                                           \
+          "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"                      \
+          "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " H100_REGISTERS_64  \
+          ", %64, %65, accumulate, 1, 1, 0, 0;\n}"                                            \
+          : H100_OUT_32(d, 0), H100_OUT_32(d, 32)                                             \
+          : "l"(a.descriptor()), "l"(b.descriptor()), "r"(static_cast<int>(accumulate)));     \
+    }                                                                                         \
   }
 H100_PRODUCT(__nv_bfloat16, "bf16");
 H100_PRODUCT(__half, "f16");
 #undef H100_PRODUCT
+#undef H100_OF_REGISTERS
 #undef H100_REGISTERS_64
 #undef H100_REGISTERS_36
 #undef H100_REGISTERS_32
