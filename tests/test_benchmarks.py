@@ -790,7 +790,7 @@ def test_ceilings_table(tmp_path):
 def test_profile_table(tmp_path):
     met = profiling.Profile(
         workload="rms_norm 2x96x128",
-        kernel="x",
+        kernel="void unnamed>::row_norm_kernel<float, 4>(Params)",
         microseconds=1.0,
         dram_percent=90.25,
         occupancy_percent=75.5,
@@ -802,23 +802,31 @@ def test_profile_table(tmp_path):
         occupancy_limits={},
         stalls={"barrier": 1.5, "long_scoreboard": 31.25},
     )
-    missed = dataclasses.replace(met, dram_percent=80.0, local_bytes=64)
+    missed = dataclasses.replace(
+        met, kernel="void clear_kernel(int)", dram_percent=80.0, local_bytes=64
+    )
+    alone = dataclasses.replace(met, workload="silu 2x96")
     targets = {
         "dram_percent": profiling.DRAM_TARGET,
         "occupancy_percent": profiling.OCCUPANCY_TARGET,
     }
     kernels = [
-        {**vars(p), "largest_stall": p.largest_stall, "misses": p.misses} for p in (met, missed)
+        {**vars(p), "largest_stall": p.largest_stall, "misses": p.misses}
+        for p in (met, missed, alone)
     ]
     record = {"environment": ENVIRONMENT, "targets": targets, "kernels": kernels}
     (tmp_path / "profile.json").write_text(json.dumps(record))
     rest = ["75.5%", "50.0%", "40"]
     assert rows_of(tmp_path, "profile") == [
-        ["rms_norm 2×96×128", "90.2%", *rest, "0 B", "long_scoreboard 31.2", "none"],
         [
-            *("rms_norm 2×96×128", "80.0%", *rest, "64 B", "long_scoreboard 31.2"),
+            *("rms_norm 2×96×128, row_norm_kernel", "90.2%", *rest, "0 B"),
+            *("long_scoreboard 31.2", "none"),
+        ],
+        [
+            *("rms_norm 2×96×128, clear_kernel", "80.0%", *rest, "64 B", "long_scoreboard 31.2"),
             "memory 80.0% ≤ 85%; 64 bytes of local memory",
         ],
+        ["silu 2×96", "90.2%", *rest, "0 B", "long_scoreboard 31.2", "none"],
     ]
     assert "DRAM throughput above 85%" in rendered(tmp_path, "profile")
 

@@ -18,6 +18,7 @@ import functools
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -385,20 +386,32 @@ def ceilings(results: Path) -> str:
     return markdown(rows, headers) + note + setup(result)
 
 
+def kernel_labels(kernels: list[dict]) -> list[str]:
+    """Each kernel's workload; where that has several kernels, the function too."""
+    launches = Counter(kernel["workload"] for kernel in kernels)
+    labels = []
+    for kernel in kernels:
+        label = re.sub(r"(?<=\d)x(?=\d)", "×", kernel["workload"])
+        if launches[kernel["workload"]] > 1:
+            label += ", " + re.search(r"\w+(?=[<(])", kernel["kernel"])[0]
+        labels.append(label)
+    return labels
+
+
 @table
 def profile(results: Path) -> str:
     """Counters of each kernel, and which aims it misses."""
     result = load(results, "profile")
     rows = [
         [
-            re.sub(r"(?<=\d)x(?=\d)", "×", kernel["workload"]),
+            label,
             *(f"{kernel[f'{name}_percent']:.1f}%" for name in ("dram", "occupancy", "l2_hit")),
             str(kernel["registers"]),
             f"{kernel['local_bytes']} B",
             f"{kernel['largest_stall']} {kernel['stalls'][kernel['largest_stall']]:.1f}",
             "; ".join(kernel["misses"]).replace("<=", "≤") or "none",
         ]
-        for kernel in result["kernels"]
+        for label, kernel in zip(kernel_labels(result["kernels"]), result["kernels"], strict=True)
     ]
     headers = ["kernel of", "DRAM throughput", "occupancy", "L2 hits", "registers"]
     headers += ["spills", "largest stall", "missed aims"]
