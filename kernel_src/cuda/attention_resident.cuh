@@ -152,8 +152,8 @@ class ResidentCompute {
     tile_ = range.tile() + role_.group;
     for (; range.has_head(); range.next_head()) {
       end_ = range.end_of_head();
-      const int key_count = params_.key_count_of(range.tile());
       QueryTile place = params_.place_of(range.tile(), kWarpGroupRows);
+      const int key_count = params_.key_count(place.batch);
       int row_tile = range.row_tile(tile_);
       head_.wait_full(memory_.key_ring);
       order_first_scores();

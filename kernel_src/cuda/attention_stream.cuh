@@ -217,7 +217,7 @@ class StreamCompute {
   template <bool kIsFast>
   __device__ __forceinline__ void compute_tile(int tile, Outputs<Tile>& outputs) {
     using Softmax = RowSoftmax<Tile, kHasBias, kIsFast>;
-    const int key_count = params_.key_count_of(tile);
+    const int key_count = params_.key_count(params_.place_of(tile, Tile::kRows).batch);
     const bool has_padding = key_count < params_.args.key_length;
     Softmax softmax(params_.score_scale);
     Scores<Tile> scores;

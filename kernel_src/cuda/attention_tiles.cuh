@@ -135,10 +135,6 @@ struct AttentionKernelParams {
     const int length = static_cast<int>(args.key_length);
     return args.key_lengths == nullptr ? length : min(max(args.key_lengths[batch], 0), length);
   }
-  // The same, of the sample that a tile of queries belongs to.
-  __device__ __forceinline__ int key_count_of(int tile) const {
-    return key_count(args.key_lengths == nullptr ? 0 : place_of(tile, 0).batch);
-  }
 };
 
 // The tensors, as the copy engine is told of them.
