@@ -1,6 +1,7 @@
 // gelu, silu, geglu, swiglu: a thread takes one pack of the result. More than one was never faster, and
 // slower below 64 MB.
 #include "activations.cuh"
+#include "fast_divisor.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
 #include "params.h"

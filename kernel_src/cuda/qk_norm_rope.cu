@@ -2,12 +2,12 @@
 //
 // A group of threads shares what one norm spans, a token or a head, and each thread treats units of query and
 // key at the same place, so that an angle is looked up or computed once for both.
+#include "fast_divisor.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
 #include "params.h"
 #include "reduce.cuh"
 #include "rope.cuh"
-#include "row_index.cuh"
 #include "statistics.cuh"
 
 namespace h100_diffusers_kernels {

@@ -2,9 +2,9 @@
 // tables are read once where the heads share them; where there are few units, of one head.
 #include <type_traits>
 
+#include "fast_divisor.cuh"
 #include "launch.cuh"
 #include "rope.cuh"
-#include "row_index.cuh"
 
 namespace h100_diffusers_kernels {
 namespace {
