@@ -18,6 +18,7 @@ import math
 import sys
 from types import ModuleType
 
+import attention_inputs
 import bench_attention
 import click
 import ltx
@@ -126,6 +127,8 @@ def cases(
     if dtype != torch.float32:
         result["attention"] = ("attention", [by_head, keys, values], {})
         result["attention, text mask"] = ("attention", [by_head, *text], {"key_bias": text_bias})
+        peaked = attention_inputs.INPUTS["std 3"]((batch, seq, seq, heads, head_dim), device)
+        result["attention, peaked"] = ("attention", [t.to(dtype) for t in peaked], {})
     return result
 
 

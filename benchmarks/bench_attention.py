@@ -1,19 +1,21 @@
 """Attention as in LTX-Video, FLUX and Wan, beside cuDNN, Torch's flash attention and FlashAttention-3.
 
-All take turns, in an order drawn anew each round, each call with an L2 cache that holds nothing of it.
-Query, key and value are contiguous (B, S, H, d), as three projections give them. Beside the times stand
-two ceilings of the same kind of GPU, as benchmarks/ceilings/run.py measured them: that of its tensor
-cores, and that of its special functions, which take one exponential a score; and a copy of the bytes of
-query, key, value and output.
+Times and errors are measured on each kind of inputs of benchmarks/attention_inputs.py; cross-attention, to
+so few keys that little can depend on them, on four of the kinds. At a shape all that is timed takes turns,
+each implementation on each kind of inputs, in an order drawn anew each round, each call with an L2 cache
+that holds nothing of it. Query, key and value are contiguous (B, S, H, d), as three projections give them.
+Beside the times stand two ceilings of the same kind of GPU, as benchmarks/ceilings/run.py measured them:
+that of its tensor cores, and that of its special functions, which take one exponential a score; and a copy
+of the bytes of query, key, value and output.
 
 Errors are relative L2 distances from float64, over a sample that is the same in each run: all of the
-batch, the first, the middle and the last head, and queries spread evenly from the first to the last. The
-inputs: normal ones; a large range, where few keys get all of the weight; and constant ones, where each
-key has the same.
+batch, the first, the middle and the last head, and queries spread evenly from the first to the last. A
+peer that fails on a kind of inputs, or is wrong, is left out there.
 
 Writes benchmarks/results/attention.json:
 
     python benchmarks/bench_attention.py
+    python benchmarks/bench_attention.py --shapes 2x8064x8064x32x64 --inputs "std 3" --inputs sink
     python benchmarks/bench_attention.py --device cpu --tiny --output /tmp/attention.json
 """
 
@@ -22,7 +24,8 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
@@ -33,8 +36,8 @@ import peers
 import record
 import timing
 import torch
+from attention_inputs import DTYPE, EXTREMES, INPUTS, NORMAL
 from comparison import (
-    DTYPE,
     WARM_UP_ROUNDS,
     Case,
     Family,
@@ -43,7 +46,6 @@ from comparison import (
     copy_of,
     explain,
     moved_bytes,
-    normal,
     select,
 )
 from distance import relative_distance
@@ -75,9 +77,7 @@ TINY_WORKLOADS = [
 ]
 TEXT_TOKENS = (20, 90)  # of 128, in the negative prompt and in the prompt
 
-INPUTS = ("normal", "large range", "constant")
-LARGE_RANGE = 30.0  # standard deviation of the scores
-CONSTANT = 0.7
+CROSS_ATTENTION_INPUTS = (NORMAL, "std 3", "large range", "constant")
 SAMPLED_QUERIES = 256
 TOLERANCE = 0.01  # relative L2 distance from float64: three roundings to bfloat16
 # Far below one rounding to bfloat16: smaller errors count as this one, so that none is divided by zero.
@@ -102,23 +102,24 @@ def text_bias(batch: int, keys: int, device: torch.device) -> Tensor:
     return (1 - mask.to(DTYPE)) * -10000.0
 
 
-def make(workload: Workload, inputs: str, device: torch.device) -> Case:
-    """Arguments with values of a kind of INPUTS."""
-    batch, queries, keys, heads, head_dim = workload.shape
-    shapes = [(batch, length, heads, head_dim) for length in (queries, keys, keys)]
-    if inputs == "constant":
-        arguments = tuple(torch.full(s, CONSTANT, device=device, dtype=DTYPE) for s in shapes)
-    else:
-        std = LARGE_RANGE if inputs == "large range" else 1.0
-        arguments = tuple(
-            normal(device, *s, std=t) for s, t in zip(shapes, (std, 1.0, 1.0), strict=True)
-        )
+def make(workload: Workload, kind: str, device: torch.device) -> Case:
+    """Arguments with values of a kind of INPUTS, the same in each run."""
+    torch.manual_seed(0)
+    arguments = INPUTS[kind](workload.shape, device)
+    batch, _, keys, *_ = workload.shape
     bias = {"key_bias": text_bias(batch, keys, device)} if workload.variant == TEXT_MASK else {}
     return Case(arguments, bias)
 
 
 def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
-    return make(workload, "normal", device)
+    return make(workload, NORMAL, device)
+
+
+def kinds_of(workload: Workload, chosen: Sequence[str] = ()) -> list[str]:
+    """The kinds of INPUTS that a workload is measured on, those of them that are chosen."""
+    _, queries, keys, *_ = workload.shape
+    kinds = INPUTS if queries == keys else CROSS_ATTENTION_INPUTS
+    return [kind for kind in kinds if not chosen or kind in chosen]
 
 
 FAMILY = Family("attention", WORKLOADS, TINY_WORKLOADS, build)
@@ -154,57 +155,67 @@ class Sample:
 # One workload
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What all workloads have in common."""
+
+    kernel: ModuleType
+    libraries: Mapping[str, object]
+    stopwatch: timing.Stopwatch
+    ceilings: Mapping[str, float]
+    rounds: int
+    device: torch.device
+
+
+@dataclass
 class Calls:
-    """How each implementation is called on a case; one that fails is left out from then on."""
+    """How each implementation is called on one kind of inputs, ours first, and why one is not."""
 
-    def __init__(self, workload: Workload, kernel: ModuleType, libraries: Mapping[str, object]):
-        self.workload = workload
-        self.declined: list[str] = []
-        self.failed: dict[str, str] = {}
-        self._kernel = kernel
-        self._libraries = libraries
+    where: str
+    case: Case
+    by_name: dict[str, peers.Call]
+    declined: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
 
-    def of(self, case: Case) -> dict[str, peers.Call]:
-        """By name, ours first."""
-        ours = functools.partial(self._kernel.attention, *case.arguments, **case.options)
-        calls = {"ours": peers.Call(ours)}
-        for name, library in self._libraries.items():
-            if name in self.failed or name in self.declined:
-                continue
+    @classmethod
+    def prepare(cls, workload: Workload, kind: str, settings: Settings) -> Calls:
+        case = make(workload, kind, settings.device)
+        ours = functools.partial(settings.kernel.attention, *case.arguments, **case.options)
+        calls = cls(f"{workload}, {kind}", case, {"ours": peers.Call(ours)})
+        for name, library in settings.libraries.items():
             call = library.attention(*case.arguments, **case.options)
             if call is None:
-                self.declined.append(name)
-                click.echo(f"{self.workload}: {name} takes no bias")
+                calls.declined.append(name)
             else:
-                calls[name] = call
+                calls.by_name[name] = call
         return calls
 
     def fail(self, name: str, why: str) -> None:
+        """Leave an implementation out from now on; ours ends the run."""
         if name == "ours":
-            raise click.ClickException(f"{self.workload}: {why}")
+            raise click.ClickException(f"{self.where}: {why}")
+        del self.by_name[name]
         self.failed[name] = why
-        click.echo(f"{self.workload}: {name} failed: {why}")
+        click.echo(f"{self.where}: {name} failed: {why}")
 
-
-def errors_of(calls: Calls, sample: Sample, inputs: str, device: torch.device) -> dict[str, float]:
-    """The error of each implementation on one kind of inputs."""
-    case = make(calls.workload, inputs, device)
-    exact = sample.exact(*case.arguments, **case.options)
-    errors = {}
-    for name, call in calls.of(case).items():
-        try:
-            (out,) = call.outputs(call.run())
-            error = relative_distance(sample.of(out), exact)
-        except Exception as error_:  # of someone else's code, which may raise anything
-            if name == "ours":
-                raise
-            calls.fail(name, explain(error_))
-            continue
-        if error <= TOLERANCE:
-            errors[name] = error
-        else:
-            calls.fail(name, f"on {inputs} inputs the result is {error:.3g} from float64")
-    return errors
+    def errors(self, sample: Sample) -> dict[str, float]:
+        """Of each implementation; what fails or is wrong has none."""
+        exact = sample.exact(*self.case.arguments, **self.case.options)
+        errors = {}
+        for name, call in list(self.by_name.items()):
+            try:
+                (out,) = call.outputs(call.run())
+                error = relative_distance(sample.of(out), exact)
+            except Exception as error_:  # of someone else's code, which may raise anything
+                if name == "ours":
+                    raise
+                self.fail(name, explain(error_))
+                continue
+            if error <= TOLERANCE:
+                errors[name] = error
+            else:
+                self.fail(name, f"the result is {error:.3g} from float64")
+        return errors
 
 
 def error_ratio(ours: float, theirs: float) -> float:
@@ -243,47 +254,58 @@ def rates(
     }
 
 
-def measure(
-    workload: Workload,
-    kernel: ModuleType,
-    libraries: Mapping[str, object],
-    stopwatch: timing.Stopwatch,
-    ceilings: Mapping[str, float],
-    rounds: int,
-    device: torch.device,
-) -> dict[str, object]:
-    """Compare the errors, then the times, of all that do one workload."""
-    calls = Calls(workload, kernel, libraries)
+def slowest_over_fastest(of_kinds: Mapping[str, Mapping]) -> float | None:
+    """Our lowest rate over our highest one, extreme inputs apart; None of fewer than two kinds."""
+    ours = [
+        of_kind["cold"]["teraflops_per_second"]["ours"]
+        for kind, of_kind in of_kinds.items()
+        if kind not in EXTREMES
+    ]
+    return min(ours) / max(ours) if len(ours) > 1 else None
+
+
+def measure(workload: Workload, kinds: Sequence[str], settings: Settings) -> dict[str, object]:
+    """Compare the errors, then the times, of all that do one workload, on each kind of inputs."""
+    device, cold = settings.device, settings.stopwatch.cold
     sample = Sample(workload.shape, device)
-    errors = {inputs: errors_of(calls, sample, inputs, device) for inputs in INPUTS}
-    case = make(workload, "normal", device)
-    functions: dict[str, Callable[[], object]] = {
-        name: call.run for name, call in calls.of(case).items()
+    calls = {kind: Calls.prepare(workload, kind, settings) for kind in kinds}
+    errors = {kind: of_kind.errors(sample) for kind, of_kind in calls.items()}
+    functions = {
+        (kind, name): call.run
+        for kind, of_kind in calls.items()
+        for name, call in of_kind.by_name.items()
     }
-    moved = moved_bytes(case, [functions["ours"]()])
+    first = calls[kinds[0]]
+    moved = moved_bytes(first.case, [first.by_name["ours"].run()])
     functions["copy"] = copy_of(moved, device)
-    timing.interleave(functions, WARM_UP_ROUNDS, device, stopwatch.cold)
-    samples = timing.interleave(functions, rounds, device, stopwatch.cold)
+    timing.interleave(functions, WARM_UP_ROUNDS, device, cold)
+    samples = timing.interleave(functions, settings.rounds, device, cold)
+
+    of_kinds = {}
+    for kind, of_kind in calls.items():
+        taken = {name: samples[kind, name] for name in of_kind.by_name}
+        taken["copy"] = samples["copy"]
+        of_kinds[kind] = {
+            "failed": of_kind.failed,
+            "cold": rates(taken, workload.shape, moved, settings.ceilings),
+            "errors": errors[kind],
+            "error_over": {
+                name: error_ratio(errors[kind]["ours"], error)
+                for name, error in errors[kind].items()
+                if name != "ours"
+            },
+        }
     return {
         "operation": workload.operation,
         "variant": workload.variant,
         "shape": list(workload.shape),
         "flops": flops(workload.shape),
         "bytes": moved,
-        "declined": calls.declined,
-        "failed": calls.failed,
-        "cold": rates(samples, workload.shape, moved, ceilings),
         "sampled_heads": sample.heads,
         "sampled_queries": len(sample.queries),
-        "errors": errors,
-        "error_over": {
-            inputs: {
-                name: error_ratio(by_name["ours"], error)
-                for name, error in by_name.items()
-                if name != "ours"
-            }
-            for inputs, by_name in errors.items()
-        },
+        "declined": first.declined,
+        "slowest_over_fastest": slowest_over_fastest(of_kinds),
+        "inputs": of_kinds,
     }
 
 
@@ -313,42 +335,47 @@ def read_ceilings(path: Path, device: torch.device) -> tuple[dict[str, float], d
 
 
 def show(entries: Sequence[dict]) -> None:
-    """Print the figures, then the errors."""
+    """Print the figures, then how much the rate depends on the values."""
     names = ["ours", *peers.ATTENTION_LIBRARIES]
-    rows, error_rows = [], []
+    rows, ranges = [], []
     for entry in entries:
-        got = entry["cold"]
         label = " ".join(filter(None, ["x".join(map(str, entry["shape"])), entry["variant"]]))
-        ours, copy = (got["microseconds"][name] for name in ("ours", "copy"))
-        rows.append(
-            [
-                *(label, ours["median"], 100 * ours["spread"]),
-                *(got["teraflops_per_second"].get(name) for name in names),
-                *(got["over"].get(name) for name in names[1:]),
-                *(100 * got["of_bounds"][b] if b in got["of_bounds"] else None for b in CEILINGS),
-                *(entry["bytes"] * 1e-6, got["terabytes_per_second"]["ours"], copy["median"]),
-            ]
-        )
-        for inputs, errors in entry["errors"].items():
-            error_rows.append(
-                [label, inputs]
-                + [errors.get(name) for name in names]
-                + [entry["error_over"][inputs].get(name) for name in names[1:]]
+        if entry["slowest_over_fastest"] is not None:
+            ranges.append([label, entry["slowest_over_fastest"]])
+        for kind, of_kind in entry["inputs"].items():
+            got = of_kind["cold"]
+            ours, copy = (got["microseconds"][name] for name in ("ours", "copy"))
+            bounds_ = (got["of_bounds"].get(name) for name in CEILINGS)
+            rows.append(
+                [
+                    *(label, kind, ours["median"], 100 * ours["spread"]),
+                    *(got["teraflops_per_second"].get(name) for name in names),
+                    *(got["over"].get(name) for name in names[1:]),
+                    *(None if share is None else 100 * share for share in bounds_),
+                    *(got["terabytes_per_second"]["ours"], copy["median"]),
+                    of_kind["errors"]["ours"],
+                    *(of_kind["error_over"].get(name) for name in names[1:]),
+                ]
             )
-    headers = ["", "us", "spread %", *(f"TFLOP/s {name}" for name in names)]
+    headers = ["", "inputs", "us", "spread %", *(f"TFLOP/s {name}" for name in names)]
     headers += [f"x {name}" for name in names[1:]] + [f"% of {name}'s bound" for name in CEILINGS]
-    headers += ["MB", "TB/s", "copy us"]
-    click.echo(tabulate(rows, headers, floatfmt=".2f"))
-    headers = ["", "inputs", *(f"error {name}" for name in names)]
-    headers += [f"over {name}'s" for name in names[1:]]
-    formats = ("", "", *(".3e" for _ in names), *(".3f" for _ in names[1:]))
-    click.echo(tabulate(error_rows, headers, floatfmt=formats))
+    headers += ["TB/s", "copy us", "error", *(f"error over {name}'s" for name in names[1:])]
+    formats = [".3e" if header == "error" else ".3f" for header in headers]
+    click.echo(tabulate(rows, headers, floatfmt=formats))
+    click.echo(tabulate(ranges, ["", "slowest over fastest"], floatfmt=".3f"))
 
 
 @click.command(help="Time attention beside its peers, and measure its error beside theirs.")
 @DEVICE
 @click.option("--tiny", is_flag=True, help="Tiny shapes: to try the benchmark itself.")
 @click.option("--shapes", type=Names(), help="Comma-separated, as 2x8064x128x32x64, if not all.")
+@click.option(
+    "--inputs",
+    "chosen",
+    multiple=True,
+    type=click.Choice(list(INPUTS)),
+    help="A kind of inputs, if not all; may be given several times.",
+)
 @click.option("--rounds", type=click.IntRange(min=1), default=25, show_default=True)
 @click.option(
     "--ceilings",
@@ -360,12 +387,15 @@ def show(entries: Sequence[dict]) -> None:
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="JSON file, if not benchmarks/results/attention.json; a selection of shapes is only "
-    "written where this is given.",
+    help="JSON file, if not benchmarks/results/attention.json; a selection of shapes or "
+    "inputs is only written where this is given.",
 )
 @torch.no_grad()
-def main(device, tiny, shapes, rounds, ceilings_path, output) -> None:
+def main(device, tiny, shapes, chosen, rounds, ceilings_path, output) -> None:
     workloads = select(FAMILY.tiny if tiny else FAMILY.workloads, None, shapes)
+    kinds = {workload: kinds_of(workload, chosen) for workload in workloads}
+    if not any(kinds.values()):
+        raise click.UsageError(f"none of these shapes is measured on {', '.join(chosen)}")
     kernel, _ = ltx.load_kernel()
     libraries, notes = peers.load(device, peers.ATTENTION_LIBRARIES)
     for name, note in notes.items():
@@ -374,6 +404,7 @@ def main(device, tiny, shapes, rounds, ceilings_path, output) -> None:
     if "left_out" in ceilings_note:
         click.echo(f"no ceilings: {ceilings_note['left_out']}")
     stopwatch = timing.Stopwatch(device)
+    settings = Settings(kernel, libraries, stopwatch, ceilings, rounds, device)
     result = {
         "environment": record.environment(device),
         "peers": notes,
@@ -386,14 +417,10 @@ def main(device, tiny, shapes, rounds, ceilings_path, output) -> None:
     }
     entries = result["workloads"] = []
     with clocks.watch(device) as result["clocks"]:
-        for workload in workloads:
-            torch.manual_seed(0)
-            entries.append(
-                measure(workload, kernel, libraries, stopwatch, ceilings, rounds, device)
-            )
+        entries += [measure(w, kinds[w], settings) for w in workloads if kinds[w]]
     show(entries)
     clocks.show(result["clocks"])
-    if output is None and not shapes:
+    if output is None and not (shapes or chosen):
         output = record.RESULTS / "attention.json"
     if output is not None:
         record.write(output, result)

@@ -1,8 +1,10 @@
 """One forward of LTX-Video 2B: eager, compiled, injected, injected but for attention, injected and
 compiled, in one run.
 
-Random weights at the published sizes, inputs as LTXPipeline passes them with guidance (batch 2).
-All modes share one set of weights and take turns. Writes benchmarks/results/models.json:
+The published sizes, inputs as LTXPipeline passes them with guidance (batch 2). All modes share one set of
+weights and take turns, first with random weights, then with such norms of query and key that the
+self-attention's scores are as peaked as trained models have them (ltx.WEIGHTS). The norms change in place:
+nothing is compiled or injected again. Writes benchmarks/results/models.json:
 
     python benchmarks/bench_models.py
     python benchmarks/bench_models.py --modes eager,injected --sizes 49x512x768
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -63,18 +65,43 @@ def inject(
     }
 
 
+def measure_weights(
+    model: torch.nn.Module,
+    forwards: Mapping[str, Callable[[], object]],
+    arguments: Mapping[str, object],
+    settings: Settings,
+) -> dict[str, object]:
+    """All modes at one size with the weights as they are."""
+    device = settings.device
+    reference = model(**arguments)[0]
+    modes = {
+        mode: {"distance_from_eager": relative_distance(forward()[0], reference)}
+        for mode, forward in forwards.items()
+    }
+    consecutive = {mode: timing.repeated(f, settings.calls) for mode, f in forwards.items()}
+    timing.interleave(consecutive, WARM_UP_ROUNDS, device)
+    with clocks.watch(device) as clock:
+        samples = timing.interleave(consecutive, settings.rounds, device, pause_s=settings.pause_s)
+    for mode, entry in modes.items():
+        entry["ms"] = timing.summarize([time_ / settings.calls for time_ in samples[mode]])
+        if device.type == "cuda":
+            events = kernel_times.trace(forwards[mode], settings.profiled_calls)
+            entry["kernels"] = kernel_times.breakdown(events, settings.profiled_calls)
+    medians = {mode: entry["ms"]["median"] for mode, entry in modes.items()}
+    return {"modes": modes, "speedups": timing.speedups(medians), "clocks": clock}
+
+
 def measure_size(
     model: torch.nn.Module, kernel: ModuleType | None, size: ltx.VideoSize, settings: Settings
 ) -> dict[str, object]:
-    """All modes at one size."""
+    """All modes at one size, with all weights."""
     device = settings.device
     arguments = ltx.inputs(model, size, device, settings.dtype)
-    result: dict[str, object] = {"tokens": size.tokens, "batch": 2, "modes": {}}
+    result: dict[str, object] = {"tokens": size.tokens, "batch": 2, "compiled_in_s": {}}
 
-    reference = model(**arguments)[0]  # also makes the libraries load, whatever mode is first
+    model(**arguments)  # makes the libraries load, whatever mode is first
     forwards = {}
     for mode in settings.modes:
-        entry = result["modes"][mode] = {}
         instance = ltx.twin(model)
         forward = forwards[mode] = functools.partial(instance, **arguments)
         if mode == "injected":
@@ -87,38 +114,29 @@ def measure_size(
             begin = time.perf_counter()
             forward()
             timing.synchronize(device)
-            entry["first_forward_s"] = time.perf_counter() - begin
-            click.echo(f"{size} {mode}: compiled in {entry['first_forward_s']:.1f} s")
-        entry["distance_from_eager"] = relative_distance(forward()[0], reference)
+            seconds = result["compiled_in_s"][mode] = time.perf_counter() - begin
+            click.echo(f"{size} {mode}: compiled in {seconds:.1f} s")
 
-    consecutive = {mode: timing.repeated(f, settings.calls) for mode, f in forwards.items()}
-    timing.interleave(consecutive, WARM_UP_ROUNDS, device)
-    with clocks.watch(device) as result["clocks"]:
-        samples = timing.interleave(consecutive, settings.rounds, device, pause_s=settings.pause_s)
-    for mode, entry in result["modes"].items():
-        entry["ms"] = timing.summarize([time_ / settings.calls for time_ in samples[mode]])
-        if device.type == "cuda":
-            events = kernel_times.trace(forwards[mode], settings.profiled_calls)
-            entry["kernels"] = kernel_times.breakdown(events, settings.profiled_calls)
-    result["speedups"] = timing.speedups(
-        {mode: e["ms"]["median"] for mode, e in result["modes"].items()}
-    )
+    result["weights"] = {}
+    for name in ltx.WEIGHTS:
+        with ltx.weights(model, name):
+            result["weights"][name] = measure_weights(model, forwards, arguments, settings)
     return result
 
 
-def show_kernels(size: str, result: dict) -> None:
+def show_kernels(title: str, modes: Mapping[str, dict]) -> None:
     """Print each mode's largest kernels outside matrix products and attention."""
-    for mode, entry in result["modes"].items():
+    for mode, entry in modes.items():
         rows = [
             [k["ms"], k["launches"], "ours" if k["ours"] else "", k["name"][:110]]
             for k in entry["kernels"]["largest_others"]
         ]
-        click.echo(f"\n{size}, {mode}: largest kernels outside matrix products and attention")
+        click.echo(f"\n{title}, {mode}: largest kernels outside matrix products and attention")
         click.echo(tabulate(rows, ["ms", "launches", "", "kernel"], floatfmt=".3f"))
 
 
-def show_times(size: str, result: dict) -> None:
-    """Print the modes' times, split by kernel class, and what injection took."""
+def show_times(title: str, result: dict) -> None:
+    """Print the modes' times, split by kernel class."""
     rows = []
     for mode, entry in result["modes"].items():
         median = entry["ms"]["median"]
@@ -131,9 +149,15 @@ def show_times(size: str, result: dict) -> None:
         rows.append(row)
     headers = ["mode", "ms", "spread %", "x eager", "x compiled"]
     headers += [*kernel_times.CLASSES.values(), "between kernels", "launches"]
-    click.echo(f"\n{size}, {result['batch']}x{result['tokens']} tokens")
+    click.echo(f"\n{title}")
     click.echo(tabulate(rows, headers[: len(rows[0])], floatfmt=".2f"))
     clocks.show(result["clocks"])
+
+
+def show_size(size: str, result: dict) -> None:
+    """Print the times with all weights, and what injection took."""
+    for name, of_weights in result["weights"].items():
+        show_times(f"{size}, {result['batch']}x{result['tokens']} tokens, {name}", of_weights)
     if "injection" in result:
         injection = result["injection"]
         click.echo(
@@ -175,7 +199,8 @@ def main(sizes, modes, device, dtype, tiny, rounds, calls, pause_s, profiled_cal
     model = ltx.transformer(device, dtype, tiny)
     results = {
         "environment": record.environment(device),
-        "model": "LTX-Video 2B, random weights" if not tiny else "tiny LTX, random weights",
+        "model": "LTX-Video 2B" if not tiny else "tiny LTX",
+        "scores_std": ltx.WEIGHTS,
         "dtype": str(dtype).removeprefix("torch."),
         "rounds": rounds,
         "consecutive_forwards": calls,
@@ -188,9 +213,10 @@ def main(sizes, modes, device, dtype, tiny, rounds, calls, pause_s, profiled_cal
         results["sizes"][str(size)] = measure_size(model, kernel, size, settings)
         record.write(output, results)
         if device.type == "cuda":
-            show_kernels(str(size), results["sizes"][str(size)])
+            for name, of_weights in results["sizes"][str(size)]["weights"].items():
+                show_kernels(f"{size}, {name}", of_weights["modes"])
     for size, result in results["sizes"].items():
-        show_times(size, result)
+        show_size(size, result)
     click.echo(f"\nWrote {output}")
 
 

@@ -1,12 +1,15 @@
-"""LTX-Video with random weights at its published sizes, and the modes that benchmarks compare."""
+"""LTX-Video at its published sizes, with random weights or with such that its attention is peaked, and
+the modes that benchmarks compare.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +26,8 @@ KERNEL_ID = "org/h100-diffusers-kernels"
 CHECKOUT = Path(__file__).resolve().parents[1]
 NO_ATTENTION = "injected-no-attention"  # the model's own attention between the kernels
 MODES = ("eager", "compiled", "injected", NO_ATTENTION, "injected+compiled")
+# Standard deviation of the self-attention's scores, in nats: random weights have one of 1.
+WEIGHTS = {"random": 1.0, "peaked": 3.0}
 TEXT_TOKENS = 128
 FRAME_RATE = 25
 SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION = 32, 8
@@ -142,6 +147,30 @@ def twin(model: torch.nn.Module) -> torch.nn.Module:
     """Modules of its own over the same parameters and buffers, which are not copied."""
     shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
+
+
+@contextlib.contextmanager
+def weights(model: torch.nn.Module, name: str) -> Iterator[None]:
+    """Have the model's random weights, and its twins', be those of WEIGHTS for a while, in place.
+
+    What sets the scores is the weights of query's and key's norms, of self- and cross-attention.
+    """
+    norms = [
+        weight
+        for key, weight in model.named_parameters()
+        if key.endswith(("norm_q.weight", "norm_k.weight"))
+    ]
+    random = [weight.detach().clone() for weight in norms]
+    factor = WEIGHTS[name] ** 0.5  # of the query's weights and of the key's
+    try:
+        with torch.no_grad():
+            for weight in norms:
+                weight.mul_(factor)
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, before in zip(norms, random, strict=True):
+                weight.copy_(before)
 
 
 def inject(kernel: ModuleType, pipe_or_model: object, mode: str) -> None:

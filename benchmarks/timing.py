@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +14,8 @@ FLUSH_BYTES = 256 << 20  # five times the L2 cache
 HEAD_START_CYCLES = 2_000_000  # about a millisecond of the GPU
 MAX_HEAD_START_CYCLES = HEAD_START_CYCLES << 6
 BACK_TO_BACK_CALLS = 20
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 def synchronize(device: torch.device) -> None:
@@ -97,12 +100,12 @@ def repeated(function: Callable[[], object], calls: int) -> Callable[[], None]:
 
 
 def interleave(
-    functions: Mapping[str, Callable[[], object]],
+    functions: Mapping[Name, Callable[[], object]],
     rounds: int,
     device: torch.device,
     measure: Callable[[Callable[[], object], torch.device], float] = milliseconds,
     pause_s: float = 0.0,
-) -> dict[str, list[float]]:
+) -> dict[Name, list[float]]:
     """Measure each function once a round, in an order that is drawn anew for each round.
 
     At its power limit a GPU clocks lower for a while after a function that draws much, and the next
@@ -111,7 +114,7 @@ def interleave(
     """
     names = list(functions)
     order = random.Random(0)
-    samples: dict[str, list[float]] = {name: [] for name in names}
+    samples: dict[Name, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
         order.shuffle(names)
         for name in names:

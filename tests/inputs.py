@@ -100,6 +100,14 @@ def normal(*shape, dtype, device, layout="contiguous", mean=0.0, std=1.0):
     return LAYOUTS[layout](values.to(dtype))
 
 
+def virtual_memory(elements, dtype, device):
+    """Memory of which only the pages that are written will be backed."""
+    try:
+        return torch.empty(elements, dtype=dtype, device=device)
+    except (RuntimeError, torch.OutOfMemoryError) as error:
+        pytest.skip(f"cannot reserve {elements} elements: {error}")
+
+
 def spread(*shape, dtype, device, layout="contiguous"):
     """Values well apart in each row, so that a layer norm of a few of them is well-conditioned."""
     values = torch.randn(shape, dtype=torch.float32, device=device) * 0.1

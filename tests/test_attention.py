@@ -1,13 +1,19 @@
 """attention: softmax(scale * q kᵀ + key_bias) v, of every batch entry and head."""
 
 import math
+import sys
 
 import pytest
 import torch
 
 import references
 from checks import check, check_nonfinite, clone_storage, on_meta, poison_memory
+from conftest import CHECKOUT
 from inputs import PACKED_FORMS, STRIDED_LAYOUTS, dtype_text, every_16_bit_dtype, normal
+
+sys.path.insert(0, str(CHECKOUT / "benchmarks"))
+
+import attention_inputs
 
 every_head_dim = pytest.mark.parametrize("head_dim", [64, 128], ids=["d64", "d128"])
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="too slow on a CPU")
@@ -20,7 +26,8 @@ QUERY_LENGTHS = [1, 63, 64, 65, 191, 192, 193, 300]
 KEY_LENGTHS = [1, 7, 64, 127, 128, 129, 176, 177, 255, 256, 257, 300, 1000]
 INT32_MAX = 2**31 - 1
 
-# For many queries the CUDA kernel takes bfloat16 values, and their weights, in float16.
+# For many queries the CUDA kernel takes bfloat16 values, and their probabilities, in float16, and rescales
+# rows only where these would overflow.
 few_and_many_queries = pytest.mark.parametrize("queries", [130, 1025])
 
 
@@ -528,6 +535,71 @@ def test_large_float16_values(kernel, device, head_dim):
     torch.testing.assert_close(out.double(), v[:, :65].double(), rtol=2e-3, atol=0)
 
 
+@pytest.mark.parametrize("kind", attention_inputs.INPUTS)
+@every_head_dim
+def test_scores_as_models_have_them(kernel, device, kind, head_dim):
+    """Peaked rows, tokens in clusters, a sink, scores that rise: many tiles of keys."""
+    make = attention_inputs.INPUTS[kind]
+    check_attention(kernel, *make((1, 1025, 2000, 2, head_dim), device))
+
+
+def rows_with_peaks(queries, keys, head_dim, highest, device):
+    """Each row has a key in each tile of 128 keys, at a height in nats of its own."""
+    tiles = -(-keys // 128)
+    q = torch.zeros(1, queries, 1, head_dim, device=device)
+    k = torch.randn(1, keys, 1, head_dim, device=device) * 0.1
+    q[0, :, 0, :tiles] = torch.rand(queries, tiles, device=device) * highest
+    places = torch.randint(128, (tiles,), device=device) + 128 * torch.arange(tiles, device=device)
+    for tile, place in enumerate(places.clamp(max=keys - 1).tolist()):
+        k[0, place, 0, :tiles] = 0
+        k[0, place, 0, tile] = math.sqrt(head_dim)
+    v = torch.randn(1, keys, 1, head_dim, device=device)
+    return [t.to(torch.bfloat16) for t in (q, k, v)]
+
+
+@pytest.mark.parametrize("highest", [10, 25, 60, 200, 1000])
+@pytest.mark.parametrize("keys", [300, 1500, 4000])
+@every_head_dim
+def test_rows_that_rise_at_different_tiles(kernel, device, keys, highest, head_dim):
+    """Neighbouring rows are rescaled at different times, some beyond what float32 holds."""
+    check_attention(kernel, *rows_with_peaks(1100, keys, head_dim, highest, device))
+
+
+@pytest.mark.sanitize
+@every_head_dim
+def test_rescaled_rows(kernel, device, head_dim):
+    q, k, v = rows_with_peaks(1025, 600, head_dim, 60, device)
+    check_attention(kernel, q, k, v, contract=False)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@every_head_dim
+def test_rise_within_a_tile(kernel, device, half, head_dim):
+    """Only keys in one half of a tile are above all that came before, by 12 to 80 nats."""
+    keys = 1024
+    q, k, v = query_key_value(1, 1025, keys, 1, head_dim, torch.bfloat16, device)
+    score = torch.zeros(keys, device=device)
+    for tile, height in enumerate((0, 12, 26, 40, 80, 80.5, 81, 160)):
+        score[128 * tile + 64 * half + 17] = height
+    q = 1 + q * 0.01
+    k = (k * 0.01 + score[:, None, None] / math.sqrt(head_dim)).to(torch.bfloat16)
+    check_attention(kernel, q, k, v)
+
+
+@pytest.mark.parametrize("gap", [13.5, 14.5, 15.2, 16.5])
+@pytest.mark.parametrize("large", [0, 8063], ids=["first", "last"])
+@every_head_dim
+def test_thousands_of_keys_far_below_one(kernel, device, large, gap, head_dim):
+    """Their probabilities are around the least that float16 holds, and together up to 1% of the row."""
+    keys = 8064
+    q, k, v = query_key_value(1, 1025, keys, 1, head_dim, torch.bfloat16, device)
+    score = torch.zeros(keys, device=device)
+    score[large] = gap
+    q = 1 + q * 0.001
+    k = (score[:, None, None] / math.sqrt(head_dim)).expand_as(k).to(torch.bfloat16)
+    check_attention(kernel, q, k, v * 0.1 + 1)
+
+
 def nan_in_a_key(q, k, v):
     k[0, 100, 1, 5] = math.nan
 
@@ -703,6 +775,39 @@ def test_thousands_of_launches_give_the_same_bits(kernel, device, shape, launche
             out = kernel.attention(q, k, v, key_bias=key_bias)
         differ |= (out != first).any()
     assert not differ
+
+
+@needs_cuda
+@every_head_dim
+def test_tensors_written_right_before_and_after(kernel, device, head_dim):
+    """Copies of a launch neither overtake the kernels before it nor are overtaken by those after it."""
+    shape = (2, 2688, 2688, 8, head_dim)
+    drawn = [query_key_value(*shape, torch.bfloat16, device) for _ in range(3)]
+    expected = [kernel.attention(*tensors) for tensors in drawn]
+    torch.cuda.synchronize()
+    q, k, v = (torch.empty_like(t) for t in drawn[0])
+    norm_weight = torch.ones(head_dim, dtype=torch.bfloat16, device=device)
+    differ = torch.zeros((), dtype=torch.bool, device=device)
+    for index in range(300):
+        for target, source in zip((q, k, v), drawn[index % 3], strict=True):
+            target.copy_(source)
+        out = kernel.attention(q, k, v)
+        # Kernels of this package begin while the one before them is ending.
+        for target in (q, k, v):
+            kernel.gated_residual(target, kernel.rms_norm(target, norm_weight))
+            target.fill_(math.nan)
+        differ |= (out != expected[index % 3]).any()
+    assert not differ
+
+
+@needs_cuda
+def test_more_tiles_of_queries_than_the_lists_of_all_blocks_hold(kernel, device):
+    batch, queries, keys = 65535, 1024, 257
+    q, k, v = query_key_value(1, queries, keys, 1, 64, torch.bfloat16, device)
+    out = kernel.attention(*(t.expand(batch, -1, -1, -1) for t in (q, k, v)))
+    check_attention(kernel, q, k, v)
+    alone = kernel.attention(q, k, v)
+    assert all(torch.equal(part, alone.expand_as(part)) for part in out.split(8192))
 
 
 @every_16_bit_dtype

@@ -11,11 +11,14 @@ from pathlib import Path
 import kernels.cli.benchmark as kernels_benchmark
 import pytest
 import torch
+import torch._dynamo.testing
 from click.testing import CliRunner
+from diffusers.models.transformers import transformer_ltx as ltx_attention
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT / "benchmarks"), str(CHECKOUT / "tools")]
 
+import attention_inputs  # noqa: E402
 import bench_accuracy  # noqa: E402
 import bench_activation  # noqa: E402
 import bench_attention  # noqa: E402
@@ -205,6 +208,55 @@ def test_twin_shares_weights_but_no_modules(tiny):
     assert not set(map(id, tiny.modules())) & set(map(id, twin.modules()))
 
 
+@pytest.mark.parametrize("name", ltx.WEIGHTS)
+def test_weights_give_the_scores_their_standard_deviation(tiny, name, monkeypatch):
+    scores, attend = [], ltx_attention.dispatch_attention_fn
+
+    def spy(q, k, v, attn_mask, **options):
+        if attn_mask is None:  # self-attention
+            by_head = [t.transpose(1, 2) for t in (q, k)]
+            scores.append(by_head[0] @ by_head[1].mT / q.shape[-1] ** 0.5)
+        return attend(q, k, v, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(ltx_attention, "dispatch_attention_fn", spy)
+    before = {key: weight.clone() for key, weight in tiny.state_dict().items()}
+    with torch.no_grad(), ltx.weights(tiny, name):
+        tiny(**ltx.inputs(tiny, ltx.VideoSize(17, 256, 256), CPU, torch.float32))
+        changed = {k for k, v in tiny.state_dict().items() if not torch.equal(v, before[k])}
+    assert len(scores) == len(tiny.transformer_blocks)
+    for of_block in scores:
+        assert of_block.std(-1).square().mean().sqrt() == pytest.approx(ltx.WEIGHTS[name], rel=0.05)
+    names = {f"attn{i}.norm_{x}.weight" for i in (1, 2) for x in "qk"}
+    assert {key.split(".", 2)[2] for key in changed} == (names if name == "peaked" else set())
+    for key, weight in tiny.state_dict().items():
+        assert torch.equal(weight, before[key]), "the weights are what they were"
+
+
+def test_weights_that_change_in_place_reach_what_was_built_before(kernel, device):
+    """The injected model and compiled code, which is not compiled again."""
+    device = torch.device(device)
+    model = ltx.transformer(device, torch.bfloat16, tiny=True)
+    arguments = ltx.inputs(model, ltx.VideoSize(9, 64, 96), device, torch.bfloat16)
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def injected():
+        instance = ltx.twin(model)
+        kernel.inject_kernels(instance)
+        return instance
+
+    with torch.no_grad():
+        compiled, before = ltx.twin(model), injected()
+        compiled.compile(backend=counter, fullgraph=True, dynamic=False)
+        outputs = {"random": (compiled(**arguments)[0], before(**arguments)[0])}
+        with ltx.weights(model, "peaked"):
+            outputs["peaked"] = (compiled(**arguments)[0], before(**arguments)[0])
+            assert torch.equal(outputs["peaked"][0], model(**arguments)[0])
+            assert torch.equal(outputs["peaked"][1], injected()(**arguments)[0])
+    assert counter.frame_count == 1
+    for random, peaked in zip(*outputs.values(), strict=True):
+        assert bench_models.relative_distance(peaked, random) > 0.05
+
+
 def test_inputs_are_what_the_pipeline_passes(tiny, monkeypatch):
     """Names, shapes and dtypes of the benchmark's forward and of the pipeline's."""
     size = ltx.VideoSize(9, 64, 96)
@@ -270,19 +322,21 @@ def test_models(results, device):
     assert result["environment"]["kernel_ids"], "the kernel's id is recorded"
     assert [entry["tokens"] for entry in result["sizes"].values()] == [12, 18]
     for entry in result["sizes"].values():
-        assert list(entry["modes"]) == ["eager", "injected", ltx.NO_ATTENTION]
-        eager, injected, no_attention = entry["modes"].values()
-        assert entry["speedups"]["injected"]["eager"] == pytest.approx(
-            eager["ms"]["median"] / injected["ms"]["median"]
-        )
-        assert eager["distance_from_eager"] == 0
-        distances = [mode["distance_from_eager"] for mode in (injected, no_attention)]
-        assert all(0 < distance < 0.05 for distance in distances)
-        assert distances[0] != distances[1], "attention is another one"
         assert 0 < entry["injection"]["change_s"] < entry["injection"]["full_speed_s"]
-        if device == "cuda":
-            assert injected["kernels"]["ours"]["launches"] > 0
-            assert eager["kernels"]["ours"]["launches"] == 0
+        assert list(entry["weights"]) == list(result["scores_std"]) == ["random", "peaked"]
+        for of_weights in entry["weights"].values():
+            assert list(of_weights["modes"]) == ["eager", "injected", ltx.NO_ATTENTION]
+            eager, injected, no_attention = of_weights["modes"].values()
+            assert of_weights["speedups"]["injected"]["eager"] == pytest.approx(
+                eager["ms"]["median"] / injected["ms"]["median"]
+            )
+            assert eager["distance_from_eager"] == 0
+            distances = [mode["distance_from_eager"] for mode in (injected, no_attention)]
+            assert all(0 < distance < 0.05 for distance in distances)
+            assert distances[0] != distances[1], "attention is another one"
+            if device == "cuda":
+                assert injected["kernels"]["ours"]["launches"] > 0
+                assert eager["kernels"]["ours"]["launches"] == 0
 
 
 def test_pipeline(results):
@@ -409,9 +463,10 @@ class AttentionPeer:
         return peers.Call(lambda: self.function(*args, key_bias)) if self.takes_bias else None
 
 
-def measured_attention(kernel, libraries, workload, ceilings=None):
+def measured_attention(kernel, libraries, workload, ceilings=None, kinds=("std 1",)):
     stopwatch = timing.Stopwatch(CPU)
-    return bench_attention.measure(workload, kernel, libraries, stopwatch, ceilings or {}, 1, CPU)
+    settings = bench_attention.Settings(kernel, libraries, stopwatch, ceilings or {}, 1, CPU)
+    return bench_attention.measure(workload, kinds, settings)
 
 
 PLAIN, MASKED = bench_attention.TINY_WORKLOADS[1], bench_attention.TINY_WORKLOADS[-1]
@@ -428,29 +483,87 @@ def test_attention_beside_its_peers(capsys):
         "fa3": AttentionPeer(plain_attention, takes_bias=False),
     }
     ceilings = {"wgmma": 900.0, "exp2": 4.0}
-    entry = measured_attention(OURS, libraries, MASKED, ceilings)
-    assert entry["failed"] == {"flash": "RuntimeError: no such kernel"}
+    kinds = bench_attention.kinds_of(MASKED)
+    entry = measured_attention(OURS, libraries, MASKED, ceilings, kinds)
     assert entry["declined"] == ["fa3"]
     assert "flash failed" in capsys.readouterr().out
-    assert list(entry["errors"]) == list(bench_attention.INPUTS)
-    for inputs, errors in entry["errors"].items():
+    assert list(entry["inputs"]) == kinds
+    for of_kind in entry["inputs"].values():
+        assert of_kind["failed"] == {"flash": "RuntimeError: no such kernel"}
+        errors, cold = of_kind["errors"], of_kind["cold"]
         assert list(errors) == ["ours", "cudnn"] and errors["ours"] < bench_attention.TOLERANCE
-        assert entry["error_over"][inputs] == {"cudnn": 1.0}
-    cold = entry["cold"]
-    assert set(cold["over"]) == {"cudnn"}
-    assert set(cold["microseconds"]) == {"ours", "cudnn", "copy"}
-    assert cold["bounds_teraflops_per_second"] == {"wgmma": 900.0, "exp2": 4 * 64 * 4.0}
-    assert "fa3" in measured_attention(OURS, libraries, PLAIN)["cold"]["over"]
+        assert of_kind["error_over"] == {"cudnn": 1.0}
+        assert set(cold["over"]) == {"cudnn"}
+        assert set(cold["microseconds"]) == {"ours", "cudnn", "copy"}
+        assert cold["bounds_teraflops_per_second"] == {"wgmma": 900.0, "exp2": 4 * 64 * 4.0}
+    (plain,) = measured_attention(OURS, libraries, PLAIN)["inputs"].values()
+    assert "fa3" in plain["cold"]["over"]
 
 
 def test_attention_that_is_wrong():
     def wrong(q, k, v, key_bias=None):
         return 1.1 * plain_attention(q, k, v, key_bias)
 
-    entry = measured_attention(OURS, {"fa3": AttentionPeer(wrong)}, PLAIN)
+    (entry,) = measured_attention(OURS, {"fa3": AttentionPeer(wrong)}, PLAIN)["inputs"].values()
     assert "0.1 from float64" in entry["failed"]["fa3"] and not entry["cold"]["over"]
-    with pytest.raises(comparison.click.ClickException, match="on normal inputs the result is 0.1"):
+    with pytest.raises(comparison.click.ClickException, match="std 1: the result is 0.1"):
         measured_attention(types.SimpleNamespace(attention=wrong), {}, PLAIN)
+
+
+def test_attention_peer_that_is_wrong_on_some_inputs_is_compared_on_others():
+    def no_large_scores(q, k, v):
+        is_large = q.float().std() > 20
+        return plain_attention(q, k, torch.zeros_like(v) if is_large else v)
+
+    kinds = ("std 1", "large range", "std 3")
+    entry = measured_attention(OURS, {"fa3": AttentionPeer(no_large_scores)}, PLAIN, None, kinds)
+    compared = {kind: "fa3" in entry["inputs"][kind]["cold"]["over"] for kind in kinds}
+    assert compared == {"std 1": True, "large range": False, "std 3": True}
+    assert list(entry["inputs"]["large range"]["failed"]) == ["fa3"]
+
+
+def test_slowest_over_fastest_is_of_typical_inputs():
+    def inputs(**rates):
+        return {
+            kind.replace("_", " "): {"cold": {"teraflops_per_second": {"ours": rate}}}
+            for kind, rate in rates.items()
+        }
+
+    rates = inputs(std_1=500.0, std_3=400.0, sink=450.0, rising=100.0, constant=900.0)
+    assert bench_attention.slowest_over_fastest(rates) == 0.8
+    assert bench_attention.slowest_over_fastest(inputs(std_1=500.0, rising=100.0)) is None
+
+
+def test_kinds_of_attention_inputs():
+    self_attention, cross_attention = bench_attention.WORKLOADS[0], bench_attention.WORKLOADS[2]
+    assert bench_attention.kinds_of(self_attention) == list(attention_inputs.INPUTS)
+    assert bench_attention.kinds_of(cross_attention, ("sink", "std 3")) == ["std 3"]
+    first, again = (bench_attention.make(PLAIN, "sink", CPU).arguments for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        (["--inputs", "sink", "--inputs", "std 3"], [["std 3", "sink"], ["std 3"]]),
+        (["--inputs", "sink", "--shapes", "2x24x24x2x64"], [["sink"]]),
+    ],
+)
+def test_chosen_attention_inputs(device, tmp_path, monkeypatch, options, kinds):
+    monkeypatch.setattr(bench_attention.record, "RESULTS", tmp_path)
+    options = ["--device", device, "--tiny", "--rounds", "1", *options]
+    run = CliRunner().invoke(bench_attention.main, options, catch_exceptions=False)
+    assert run.exit_code == 0 and not list(tmp_path.iterdir()), "a selection is not the result"
+    path = tmp_path / "attention.json"
+    CliRunner().invoke(bench_attention.main, [*options, "--output", str(path)])
+    measured = [list(entry["inputs"]) for entry in load(tmp_path, "attention")["workloads"]]
+    assert measured[: len(kinds)] == kinds
+
+
+def test_attention_inputs_that_no_chosen_shape_has():
+    options = ["--device", "cpu", "--tiny", "--shapes", "2x24x16x2x64", "--inputs", "rising"]
+    result = CliRunner().invoke(bench_attention.main, options)
+    assert result.exit_code == 2 and "none of these shapes is measured on rising" in result.output
 
 
 def test_rates_of_attention():
@@ -699,7 +812,7 @@ def rows_of(results, name):
     "name",
     [
         *("models", "pipeline", "accuracy_operations", "accuracy_models", *FAMILIES),
-        *("attention", "attention_accuracy", "host"),
+        *("attention", "attention_inputs", "attention_accuracy", "host"),
     ],
 )
 def test_table_is_rendered_once_and_for_all(results, name):
@@ -723,16 +836,17 @@ def test_table_shows_the_figures(results, tmp_path):
 def test_gpu_tables(tmp_path):
     """The tables that need a GPU's figures, from made-up ones."""
     classes = {"gemm": 25.0, "attention": 8.0, "other": 4.25}
-    entry = {
-        "modes": {
-            "injected": {
-                "kernels": {
-                    "classes": {key: {"ms": ms, "launches": 1} for key, ms in classes.items()},
-                    "total": {"ms": 37.25, "launches": 640},
-                    "idle_ms": 1.25,
-                }
+    modes = {
+        "injected": {
+            "kernels": {
+                "classes": {key: {"ms": ms, "launches": 1} for key, ms in classes.items()},
+                "total": {"ms": 37.25, "launches": 640},
+                "idle_ms": 1.25,
             }
-        },
+        }
+    }
+    entry = {
+        "weights": {"peaked": {"modes": modes}},
         "injection": {
             "change_s": 0.0123,
             "full_speed_s": 0.456,
@@ -743,7 +857,7 @@ def test_gpu_tables(tmp_path):
     record = {"environment": ENVIRONMENT, "sizes": {"49x512x768": entry}}
     (tmp_path / "models.json").write_text(json.dumps(record))
     (row,) = rows_of(tmp_path, "breakdown")
-    assert row[2:] == ["25.0 ms", "8.0 ms", "4.2 ms", "1.2 ms", "640"]
+    assert row[1:] == ["peaked", "injected", "25.0 ms", "8.0 ms", "4.2 ms", "1.2 ms", "640"]
     (row,) = rows_of(tmp_path, "injection")
     assert row[1:] == ["12 ms", "0.46 s", "0.50%"]
 
@@ -910,29 +1024,34 @@ def made_up(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def made_up_attention():
     """Results at the real sizes: FA3 takes 1.2 times as long and has the same error, cuDNN 1.5 times."""
     entries = []
     for workload in bench_attention.WORKLOADS:
-        ours = bench_attention.flops(workload.shape) / 600e6
-        samples = {"ours": [ours], "cudnn": [1.5 * ours], "copy": [1.0]}
         is_masked = bool(workload.variant)
-        if not is_masked:
-            samples["fa3"] = [1.2 * ours]
-        ceilings = {"wgmma": 900.0, "exp2": 4.0}
-        errors = dict.fromkeys(set(samples) - {"copy"}, 0.002)
-        over = dict.fromkeys(set(errors) - {"ours"}, 1.0)
+        of_kinds = {}
+        for kind in bench_attention.kinds_of(workload):
+            ours = bench_attention.flops(workload.shape) / 600e6
+            samples = {"ours": [ours], "cudnn": [1.5 * ours], "copy": [1.0]}
+            if not is_masked:
+                samples["fa3"] = [1.2 * ours]
+            ceilings = {"wgmma": 900.0, "exp2": 4.0}
+            errors = dict.fromkeys(set(samples) - {"copy"}, 0.002)
+            of_kinds[kind] = {
+                "failed": {"flash": "it broke"},
+                "cold": bench_attention.rates(samples, workload.shape, 10**8, ceilings),
+                "errors": errors,
+                "error_over": dict.fromkeys(set(errors) - {"ours"}, 1.0),
+            }
         entries.append(
             {
                 "operation": "attention",
                 "variant": workload.variant,
                 "shape": list(workload.shape),
                 "declined": ["fa3"] * is_masked,
-                "failed": {"flash": "it broke"},
-                "cold": bench_attention.rates(samples, workload.shape, 10**8, ceilings),
-                "errors": dict.fromkeys(bench_attention.INPUTS, errors),
-                "error_over": {inputs: dict(over) for inputs in bench_attention.INPUTS},
+                "slowest_over_fastest": bench_attention.slowest_over_fastest(of_kinds),
+                "inputs": of_kinds,
             }
         )
     return {
@@ -943,46 +1062,105 @@ def made_up_attention():
     }
 
 
+def row_of(rows, what):
+    (row,) = (row for row in rows if row.what == what)
+    return row
+
+
 def test_targets_of_attention(made_up_attention):
     rows = targets.attention(made_up_attention)
-    assert len(rows) == 6 + 3 and all(row.verdict == "met" for row in rows)
-    assert [row.measured for row in rows[:2]] == [pytest.approx(1.2), pytest.approx(1.5)]
-    result = json.loads(json.dumps(made_up_attention))
-    for entry in result["workloads"]:
-        del entry["cold"]["over"]["cudnn"]
-    result["workloads"][1]["error_over"]["large range"]["fa3"] = 1.26
-    rows = targets.attention(result)
-    assert [r.verdict for r in rows if r.what == "over cuDNN"] == ["not measured"] * 2
-    (row,) = (row for row in rows if "large range" in row.what)
-    assert row.of == "5 of 6; the most: attention 2×8064×8064×32×64"
-    assert row.verdict == "missed by 20.0%"
+    assert len(rows) == len(targets.ATTENTION) + 3 and all(row.verdict == "met" for row in rows)
+    assert row_of(rows, "over FA3, std 1").measured == pytest.approx(1.2)
+    over_cudnn = row_of(rows, "over cuDNN, typical inputs")
+    assert over_cudnn.measured == pytest.approx(1.5) and over_cudnn.of.startswith("40 of 40;")
+    assert row_of(rows, "over FA3, rising").of.startswith("4 of 4;")
+    assert row_of(rows, "error over FA3's, typical inputs").of.startswith(
+        f"{4 * 10 + 2 * 2} of 44;"
+    )
+    assert row_of(rows, "error over FA3's, extreme inputs").of.startswith(f"{4 * 3 + 2 * 2} of 16;")
+    masked = row_of(rows, "over cuDNN, std 3").of
+    assert masked == "2 of 2; the least: attention 2×8064×128×32×64, std 3"
     assert {row.verdict for row in targets.attention(None)} == {"not measured"}
 
 
+def test_targets_of_attention_that_are_missed(made_up_attention):
+    small, large, *_ = made_up_attention["workloads"]
+    large["inputs"]["sink"]["cold"]["over"]["fa3"] = 0.972
+    large["inputs"]["large range"]["error_over"]["fa3"] = 1.26
+    large["slowest_over_fastest"] = 0.47
+    del small["inputs"]["rising"]["cold"]["over"]["fa3"]
+    for entry in made_up_attention["workloads"]:
+        for of_kind in entry["inputs"].values():
+            del of_kind["cold"]["over"]["cudnn"]
+    rows = targets.attention(made_up_attention)
+    shape = "attention 2×8064×8064×32×64"
+    sink = row_of(rows, "over FA3, peaked inputs")
+    assert (sink.of, sink.verdict) == (f"8 of 9; the least: {shape}, sink", "missed by 10.0%")
+    error = row_of(rows, "error over FA3's, extreme inputs")
+    assert error.of == f"15 of 16; the most: {shape}, large range"
+    assert error.verdict == "missed by 20.0%"
+    dependence = row_of(rows, "slowest over fastest rate, typical inputs")
+    assert (dependence.of, dependence.measured) == (f"3 of 4; the least: {shape}", 0.47)
+    rising = row_of(rows, "over FA3, rising")
+    assert rising.of == f"3 of 4; the least: {shape}, rising; 1 not measured"
+    assert rising.verdict == "met where measured"
+    assert {r.verdict for r in rows if r.what.startswith("over cuDNN")} == {"not measured"}
+
+
 def test_targets_of_the_model():
-    speedups = {"injected": {"eager": 1.7, "compiled": 1.1}}
-    eager, compiled = targets.models({"sizes": {targets.MODEL_SIZE: {"speedups": speedups}}})
+    def sizes(**weights):
+        return {"sizes": {targets.MODEL_SIZE: {"weights": weights}}}
+
+    good = {"speedups": {"injected": {"eager": 1.9, "compiled": 1.3}}}
+    peaked = {"speedups": {"injected": {"eager": 1.7, "compiled": 1.1}}}
+    eager, compiled = targets.models(sizes(random=good, peaked=peaked))
     assert (eager.verdict, compiled.verdict) == ("met", "missed by 5.2%")
-    assert {row.verdict for row in targets.models(None)} == {"not measured"}
-    assert {row.verdict for row in targets.models({"sizes": {}})} == {"not measured"}
+    for result in (None, {"sizes": {}}, sizes(random=good)):
+        assert {row.verdict for row in targets.models(result)} == {"not measured"}
 
 
 def test_attention_tables(made_up_attention, made_up, tmp_path):
-    assert "Not measured yet: `python benchmarks/bench_attention.py`" in rendered(
-        tmp_path, "attention"
-    )
+    for name in ("attention", "attention_inputs", "attention_accuracy"):
+        unmeasured = "Not measured yet: `python benchmarks/bench_attention.py`"
+        assert unmeasured in rendered(tmp_path, name)
+    entries = {render_readme.attention_label(e): e for e in made_up_attention["workloads"]}
+    of_kinds = entries["2×8064×8064×32×64"]["inputs"]
+    of_kinds["std 6"]["cold"]["over"].update(fa3=1.1, cudnn=2.0)
+    of_kinds["sink"]["cold"]["over"].update(fa3=1.15, cudnn=1.0)
+    of_kinds["rising"]["cold"]["over"].update(fa3=0.9)
+    of_kinds["std 3"]["error_over"].update(fa3=1.04)
+    of_kinds["std 6"]["error_over"].update(fa3=0.9, cudnn=1.2)
+    masked = entries["2×8064×128×32×64, text mask"]["inputs"]
+    masked["std 3"]["cold"]["over"].update(cudnn=1.4)
+    del of_kinds["constant"]["cold"]["over"]["fa3"]
+    of_kinds["constant"]["failed"]["fa3"] = "it is wrong"
     (tmp_path / "attention.json").write_text(json.dumps(made_up_attention))
-    rows = {row[0]: row[1:] for row in rows_of(tmp_path, "attention")}
-    assert rows["2×8064×8064×32×64"] == [
+
+    rows = [row[1:] for row in rows_of(tmp_path, "attention") if row[0] == "2×8064×8064×32×64"]
+    assert [row[0] for row in rows] == ["std 1", "std 6, the worst", "rising"]
+    assert rows[0][1:] == [
         *("1775.7 µs", "600 TFLOP/s", "1.50×", "failed", "1.20×"),
         *("67% of 900", "59% of 1024", "0.06 TB/s", "1.0 µs"),
     ]
-    assert rows["2×8064×128×32×64, text mask"][2:5] == ["1.50×", "failed", "takes no mask"]
-    text = rendered(tmp_path, "attention")
-    assert "FA3 0.0.3; ceilings of a day: `a command`" in text
-    rows = [r for r in rows_of(tmp_path, "attention_accuracy") if r[0] == "1×4608×4608×24×128"]
-    assert [row[1] for row in rows] == list(bench_attention.INPUTS)
-    assert rows[0][2:] == ["2.00e-03", "1.000", "failed", "1.000"]
+    assert [row[5] for row in rows[1:]] == ["1.10×", "0.90×"]
+    rows = [row[1:] for row in rows_of(tmp_path, "attention") if row[0].endswith("text mask")]
+    assert [row[0] for row in rows] == ["std 1", "std 3, the worst"]
+    assert rows[1][3:6] == ["1.40×", "failed", "takes no mask"]
+    assert "FA3 0.0.3; ceilings of a day: `a command`" in rendered(tmp_path, "attention")
+
+    rows = {row[0]: row[1:] for row in rows_of(tmp_path, "attention_inputs")}
+    assert list(rows) == [*attention_inputs.INPUTS, "slowest over fastest"]
+    column = list(entries).index("2×8064×8064×32×64")
+    assert rows["std 6"][column] == "1.10× / 2.00×"
+    assert rows["constant"][column] == "failed / 1.50×"
+    assert rows["std 3"][-1] == "takes no mask / 1.40×" and rows["sink"][-1] == ""
+    assert rows["slowest over fastest"][column] == "1.00"
+
+    accuracy = rows_of(tmp_path, "attention_accuracy")
+    rows = [row[1:] for row in accuracy if row[0] == "2×8064×8064×32×64"]
+    assert [row[0] for row in rows] == ["std 1", "std 3, the worst", *attention_inputs.EXTREMES]
+    assert rows[0][1:] == ["2.00e-03", "1.000", "failed", "1.000"]
+    assert rows[1][1:] == ["2.00e-03", "1.000", "failed", "1.040"]
     # The targets have the attention's rows without a figure where there are no results.
     measured = [row[-1] for row in rows_of(made_up, "targets") if row[1].startswith("attention")]
     assert set(measured) == {"not measured"}
@@ -1069,7 +1247,9 @@ def test_plots_are_the_same_each_time(made_up, results):
         assert f">{label}</text>" in plots["bandwidth.svg"]
     drawn = render_plots.render(results)["models.svg"]
     for entry in load(results, "models")["sizes"].values():
-        assert f">{entry['speedups']['injected']['eager']:.2f}×</text>" in drawn
+        speedups = [of["speedups"]["injected"]["eager"] for of in entry["weights"].values()]
+        assert f">{min(speedups):.2f}×</text>" in drawn
+    assert "the least of: random, peaked weights" in drawn
 
 
 def test_plots_agree_with_the_results():

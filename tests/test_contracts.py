@@ -37,6 +37,7 @@ from inputs import (
     normal,
     rotary_tables,
     sample,
+    virtual_memory,
     widest_dtype,
     without_optional,
 )
@@ -192,6 +193,45 @@ def test_compile_in_place(kernel, device, name, layout):
                 compiled(given)
             function(**expected)
             assert_same_bits((given["q"], given["k"]), (expected["q"], expected["k"]))
+
+
+def counted_call(kernel, name, x):
+    """A call of which a length is that of x, (1, S, 2, 64)."""
+    table = x[0, :, 0].float()
+    one = x[:1, :1]
+    if name == "attention_queries":
+        return kernel.attention(x, one, one)
+    if name == "attention_keys":
+        return kernel.attention(one, x, x)
+    if name == "rope":
+        return kernel.rope(x, table, table)
+    if name == "rope_3d":
+        frame, fixed = table[:, :12], one[0, :, 0, :10].float()
+        return kernel.rope_3d(x, (frame, frame), (fixed, fixed), (fixed, fixed))
+    rope = (table, table)
+    if name == "qk_norm_coordinate_rope":
+        rope = kernel.CoordinateRope(table[None, :, :3], table[0, :10])
+    return kernel.qk_norm_rope(x, x, rope=rope, heads=2)
+
+
+COUNTED_CALLS = ["attention_queries", "attention_keys", *ROPE_OPERATIONS, *QK_OPERATIONS]
+
+
+@pytest.mark.parametrize("name", COUNTED_CALLS)
+def test_compile_with_a_length_that_is_known_when_it_runs(kernel, device, name):
+    def function(x, count):
+        length = count.item()
+        torch._check(length > 1)
+        torch._check(length <= x.shape[1])
+        return counted_call(kernel, name, x.narrow(1, 0, length))
+
+    x = normal(1, 9, 2, 64, dtype=torch.bfloat16, device=device)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for length in (5, 7):
+            count = torch.tensor(length)
+            assert_same_bits(compiled(x, count), function(x, count))
 
 
 def test_compile_a_transformer_block(kernel, device):
@@ -501,14 +541,6 @@ def test_empty_rows(kernel, device, name, shape):
 
 
 FAR = 2**31  # elements
-
-
-def virtual_memory(elements, dtype, device):
-    """Memory of which only the pages that are written will be backed."""
-    try:
-        return torch.empty(elements, dtype=dtype, device=device)
-    except (RuntimeError, torch.OutOfMemoryError) as error:
-        pytest.skip(f"cannot reserve {elements} elements: {error}")
 
 
 def far_apart(shape, dtype, device, memory, offset=0):

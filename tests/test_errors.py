@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from checks import MemorySnapshot, map_tensors, on_meta, tensors_of
+from checks import MemorySnapshot, as_tuple, map_tensors, on_meta, tensors_of
 from inputs import (
     ACTIVATIONS,
     GRID_AXES,
@@ -26,6 +26,7 @@ from inputs import (
     normal,
     rotary_tables,
     sample,
+    virtual_memory,
     widest_dtype,
 )
 
@@ -618,22 +619,6 @@ WORDING = {
         replace("layout", lambda _: "foo"),
         "qk_norm_rope: layout must be 'interleaved' or 'half', got 'foo'",
     ),
-    "heads": (
-        "qk_norm_rope",
-        all_of(*(replace(key, lambda t: t[:, :1].expand(2**31, -1, -1)) for key in ("q", "k"))),
-        "qk_norm_rope: q must have a batch * seq * heads of at most 2147483647, "
-        "got 2147483648 * 1 * 2",
-    ),
-    "heads_of_rope": (
-        "rope",
-        replace("x", lambda t: t[:, :1].expand(2**31, -1, -1)),
-        "rope: x must have a batch * seq * heads of at most 2147483647, got 2147483648 * 1 * 2",
-    ),
-    "heads_of_rope_3d": (
-        "rope_3d",
-        replace("x", lambda t: t[:, :1].expand(2**31, -1, -1, -1)),
-        "rope_3d: x must have a batch * seq * heads of at most 2147483647, got 2147483648 * 1 * 2",
-    ),
     "table_shape": (
         "qk_norm_rope",
         replace("cos", of_shape(2, 8)),
@@ -757,3 +742,196 @@ def test_every_argument_is_in_the_table(kernel):
         for argument in inspect.signature(getattr(kernel, public)).parameters:
             if argument != "inplace":
                 assert (operation, argument) in tested, f"{operation}: {argument}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Sizes that launches and kernels hold in 32 bits
+
+
+@dataclass(frozen=True)
+class Limit:
+    operation: str
+    sentence: str  # with {} for the size
+    changes: Callable  # size -> changes of a call of one token with one head of 64 elements
+    largest: int  # that is accepted
+    refused: int  # the next one
+
+    def __str__(self):
+        return f"{self.operation}-{self.sentence.replace(' ', '_')}"
+
+    def call(self, kernel, device, size):
+        is_traced = device == "meta"
+        function, arguments = valid_call(
+            kernel, self.operation, "cpu" if is_traced else device, shape=(1, 1, 64), heads=1
+        )
+        optional = ("q_weight", "k_weight", "key_bias", "key_lengths")
+        arguments = {key: value for key, value in arguments.items() if key not in optional}
+        if is_traced:
+            arguments = map_tensors(on_meta, arguments)
+        for argument, change in self.changes(size).items():
+            replace(argument, change)(arguments)
+        return function, arguments
+
+    def assert_refused(self, kernel, device, **options):
+        function, arguments = self.call(kernel, device, self.refused)
+        if options.pop("requires_grad", False):
+            next(tensors_of(arguments)).requires_grad_()
+        text = re.escape(self.sentence.format(self.refused))
+        pattern = re.compile(rf"{operation_in_messages(self)}_?: {text}")
+        assert_refused(function, {**arguments, **options}, pattern)
+
+
+def rows(*sizes):
+    """These leading dimensions, of one row in memory."""
+    return lambda tensor: tensor.flatten().expand(*sizes, -1)
+
+
+def long_row(size):
+    """One head of so many elements, none of which is written."""
+    return lambda t: virtual_memory(size, torch.float16, t.device).reshape(1, 1, 1, size)
+
+
+def table(size):
+    return lambda _: torch.empty(1, size, device="meta")
+
+
+def value(constant):
+    return lambda _: constant
+
+
+LIMITS = []
+
+
+def limit(operations, sentence, changes, largest=2**31 - 1, refused=2**31):
+    for operation in [operations] if isinstance(operations, str) else operations:
+        LIMITS.append(Limit(operation, sentence, changes, largest, refused))
+
+
+HEADS_OF_TOKENS = "must have a batch * seq * heads of at most 2147483647, got"
+limit("rope", f"x {HEADS_OF_TOKENS} {{}} * 1 * 1", lambda n: {"x": rows(n, 1)})
+limit("rope", f"x {HEADS_OF_TOKENS} 1 * 1 * {{}}", lambda n: {"x": rows(1, 1, n)})
+limit("rope_3d", f"x {HEADS_OF_TOKENS} {{}} * 1 * 1", lambda n: {"x": rows(n, 1, 1)})
+limit(
+    QK_OPERATIONS,
+    f"q {HEADS_OF_TOKENS} {{}} * 1 * 1",
+    lambda n: {"q": rows(n, 1), "k": rows(n, 1)},
+)
+
+ELEMENTS_OF_TOKEN = "must have a heads * head_dim of at most 2147483647, got {} * 64"
+limit(
+    QK_OPERATIONS,
+    f"q {ELEMENTS_OF_TOKEN}",
+    lambda n: {"q": rows(1, 1, n), "k": rows(1, 1, n), "heads": value(n)},
+    largest=2**25 - 1,
+    refused=2**25,
+)
+limit(
+    "qk_norm_rope",
+    f"k {ELEMENTS_OF_TOKEN}",
+    lambda n: {"q": rows(1, 1, 1), "k": rows(1, 1, n)},
+    largest=2**25 - 1,
+    refused=2**25,
+)
+
+HEAD_DIMS = {"largest": 2**31 - 2, "refused": 2**31}
+ELEMENTS_OF_HEAD = "must have a head_dim of at most 2147483647, got {}"
+limit(
+    "rope",
+    f"x {ELEMENTS_OF_HEAD}",
+    lambda n: {"x": long_row(n), "cos": table(n), "sin": table(n)},
+    **HEAD_DIMS,
+)
+limit(
+    "rope_3d",
+    f"x {ELEMENTS_OF_HEAD}",
+    lambda n: {
+        "x": long_row(n),
+        **{f"frame_{key}": table(n // 2) for key in ("cos", "sin")},
+        **{f"{axis}_{key}": table(0) for axis in GRID_AXES[1:] for key in ("cos", "sin")},
+    },
+    **HEAD_DIMS,
+)
+limit(
+    "qk_norm_rope",
+    f"q {ELEMENTS_OF_HEAD}",
+    lambda n: {"q": long_row(n), "k": long_row(n), "cos": table(n), "sin": table(n)},
+    **HEAD_DIMS,
+)
+limit(
+    "qk_norm_coordinate_rope",
+    f"q {ELEMENTS_OF_HEAD}",
+    lambda n: {"q": long_row(n), "k": long_row(n)},
+    **HEAD_DIMS,
+)
+
+QUERIES = "q must have a batch * seq * heads of at most 1073741824, got"
+ATTENTION_ROWS = {"largest": 2**30, "refused": 2**30 + 1}
+limit(
+    "attention",
+    f"{QUERIES} {{}} * 1 * 1",
+    lambda n: {key: rows(n, 1, 1) for key in ("q", "k", "v")},
+    **ATTENTION_ROWS,
+)
+limit(
+    "attention",
+    f"{QUERIES} 1 * {{}} * 1",
+    lambda n: {"q": rows(1, n, 1)},
+    **ATTENTION_ROWS,
+)
+limit(
+    "attention",
+    "k must have a seq of at most 1073741824, got {}",
+    lambda n: {key: rows(1, n, 1) for key in ("k", "v")},
+    **ATTENTION_ROWS,
+)
+
+every_limit = pytest.mark.parametrize("limit", LIMITS, ids=str)
+
+
+@every_limit
+def test_sizes_that_cannot_be_counted(kernel, device, limit):
+    with torch.no_grad():
+        limit.assert_refused(kernel, device)
+        if limit.operation in QK_OPERATIONS:
+            limit.assert_refused(kernel, device, inplace=True)
+
+
+@every_limit
+def test_sizes_that_cannot_be_counted_where_an_input_requires_grad(kernel, device, limit):
+    limit.assert_refused(kernel, device, requires_grad=True)
+
+
+@every_limit
+def test_sizes_that_cannot_be_counted_in_tracing(kernel, device, limit):
+    limit.assert_refused(kernel, "meta")
+
+
+@every_limit
+def test_largest_sizes(kernel, device, limit):
+    function, arguments = limit.call(kernel, "meta", limit.largest)
+    inputs = list(tensors_of(arguments))
+    outs = as_tuple(function(**arguments))
+    for out, tensor in zip(outs, inputs, strict=False):
+        assert out.shape == tensor.shape
+
+
+@pytest.mark.parametrize("name", ["rope", "qk_norm_rope"])
+def test_tokens_that_are_treated_head_by_head_have_any_size(kernel, device, name):
+    """What spans no more than a head may be of more than 2**31 elements a token."""
+    heads = 2**25 + 1
+    changes = {key: rows(1, 1, heads) for key in {"rope": ("x",)}.get(name, ("q", "k"))}
+    if name == "qk_norm_rope":
+        changes.update(norm=value("per_head"), heads=value(heads))
+    call = Limit(name, "", lambda _: changes, heads, heads)
+    test_largest_sizes(kernel, device, call)
+
+
+@pytest.mark.parametrize("name", ["rope", "attention"])
+def test_empty_tensors_of_any_size(kernel, device, name):
+    empty = torch.empty(0, 2**31, 1, 64, dtype=torch.bfloat16, device=device)
+    if name == "rope":
+        tables = (torch.empty(1, 64, device=device).expand(2**31, 64) for _ in range(2))
+        out = kernel.rope(empty, *tables)
+    else:
+        out = kernel.attention(empty, empty, empty)
+    assert out.shape == empty.shape

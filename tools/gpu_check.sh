@@ -27,7 +27,7 @@ step_sanitize() {
     echo "no kernel in the namespace h100_diffusers_kernels: nothing would be checked"
     return 1
   fi
-  for tool in memcheck racecheck; do
+  for tool in memcheck racecheck synccheck; do
     echo "--- $tool"
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 \
       --kernel-name kns=h100_diffusers_kernels "$PYTHON" -m pytest -q -x -m sanitize || status=1

@@ -112,15 +112,17 @@ def models(results: Path) -> str:
     rows = [
         [
             f"{video_name(size)}, {entry['batch']}×{entry['tokens']} tokens",
+            weights,
             MODE_NAMES[mode],
             f"{measured['ms']['median']:.1f} ms",
-            times(entry["speedups"][mode].get("eager")),
-            times(entry["speedups"][mode].get("compiled")),
+            times(of_weights["speedups"][mode].get("eager")),
+            times(of_weights["speedups"][mode].get("compiled")),
         ]
         for size, entry in result["sizes"].items()
-        for mode, measured in entry["modes"].items()
+        for weights, of_weights in entry["weights"].items()
+        for mode, measured in of_weights["modes"].items()
     ]
-    headers = ["input", "mode", "forward", "against eager", "against torch.compile"]
+    headers = ["input", "weights", "mode", "forward", "against eager", "against torch.compile"]
     return markdown(rows, headers) + setup(result)
 
 
@@ -130,18 +132,20 @@ def breakdown(results: Path) -> str:
     result = load(results, "models")
     rows = []
     for size, entry in result["sizes"].items():
-        for mode, measured in entry["modes"].items():
-            kernels = measured["kernels"]
-            rows.append(
-                [video_name(size), MODE_NAMES[mode]]
-                + [
-                    f"{kernels['classes'][key]['ms']:.1f} ms"
-                    for key in ("gemm", "attention", "other")
-                ]
-                + [f"{kernels['idle_ms']:.1f} ms", f"{kernels['total']['launches']:.0f}"]
-            )
+        for weights, of_weights in entry["weights"].items():
+            for mode, measured in of_weights["modes"].items():
+                kernels = measured["kernels"]
+                rows.append(
+                    [video_name(size), weights, MODE_NAMES[mode]]
+                    + [
+                        f"{kernels['classes'][key]['ms']:.1f} ms"
+                        for key in ("gemm", "attention", "other")
+                    ]
+                    + [f"{kernels['idle_ms']:.1f} ms", f"{kernels['total']['launches']:.0f}"]
+                )
     classes = ["matrix products", "attention", "everything else", "between kernels"]
-    return markdown(rows, ["input", "mode", *classes, "launches"]) + setup(result)
+    headers = ["input", "weights", "mode", *classes, "launches"]
+    return markdown(rows, headers) + setup(result)
 
 
 @table
@@ -220,11 +224,11 @@ def unmeasured(name: str) -> str:
     return f"Not measured yet: `python benchmarks/bench_{name}.py` does."
 
 
-def attention_cell(entry: dict, peer: str, value: float | None, digits: int) -> str:
+def attention_cell(entry: dict, kind: str, peer: str, value: float | None, digits: int) -> str:
     """A ratio, or why there is none."""
     if value is not None:
         return f"{value:.{digits}f}" + "×" * (digits == 2)
-    if peer in entry["failed"]:
+    if peer in entry["inputs"][kind]["failed"]:
         return "failed"
     return "takes no mask" if peer in entry["declined"] else "not there"
 
@@ -232,6 +236,31 @@ def attention_cell(entry: dict, peer: str, value: float | None, digits: int) -> 
 def attention_label(entry: dict) -> str:
     size = "×".join(map(str, entry["shape"]))
     return ", ".join(filter(None, [size, entry["variant"]]))
+
+
+def worst_inputs(entry: dict, ratios: Callable[[dict], dict], choose: Callable) -> str | None:
+    """The kind of typical inputs with the worst ratio over FA3, or where it is not there over cuDNN.
+
+    None where fewer than two were compared.
+    """
+    typical = {kind: ratios(of_kind) for kind, of_kind in entry["inputs"].items()}
+    for kind in targets_.EXTREMES:
+        typical.pop(kind, None)
+    for peer in ("fa3", "cudnn"):
+        known = {kind: over[peer] for kind, over in typical.items() if peer in over}
+        if len(known) > 1:
+            return choose(known, key=known.get)
+    return None
+
+
+def shown_inputs(entry: dict, worst: str | None, extremes: tuple[str, ...]) -> dict[str, str]:
+    """Kinds of inputs that a table shows of a shape, and how each is called there."""
+    shown = dict.fromkeys([targets_.NORMAL, *filter(None, [worst]), *extremes])
+    return {
+        kind: f"{kind}, the worst" if kind == worst else kind
+        for kind in shown
+        if kind in entry["inputs"]
+    }
 
 
 @table
@@ -242,28 +271,31 @@ def attention(results: Path) -> str:
     result = load(results, "attention")
     rows = []
     for entry in result["workloads"]:
-        measured = entry["cold"]
-        ours, copy = (measured["microseconds"][name]["median"] for name in ("ours", "copy"))
-        rows.append(
-            [
-                attention_label(entry),
-                f"{ours:.1f} µs",
-                f"{measured['teraflops_per_second']['ours']:.0f} TFLOP/s",
-                *(
-                    attention_cell(entry, peer, measured["over"].get(peer), 2)
-                    for peer in ATTENTION_PEERS
-                ),
-                *(
-                    f"{measured['of_bounds'][bound]:.0%} of {allowed:.0f}"
-                    if (allowed := measured["bounds_teraflops_per_second"].get(bound))
-                    else ""
-                    for bound in ("wgmma", "exp2")
-                ),
-                f"{measured['terabytes_per_second']['ours']:.2f} TB/s",
-                f"{copy:.1f} µs",
-            ]
-        )
-    headers = ["(B, Sq, Sk, H, d)", "time", "rate"]
+        worst = worst_inputs(entry, lambda of_kind: of_kind["cold"]["over"], min)
+        for kind, title in shown_inputs(entry, worst, ("rising",)).items():
+            measured = entry["inputs"][kind]["cold"]
+            ours, copy = (measured["microseconds"][name]["median"] for name in ("ours", "copy"))
+            rows.append(
+                [
+                    attention_label(entry),
+                    title,
+                    f"{ours:.1f} µs",
+                    f"{measured['teraflops_per_second']['ours']:.0f} TFLOP/s",
+                    *(
+                        attention_cell(entry, kind, peer, measured["over"].get(peer), 2)
+                        for peer in ATTENTION_PEERS
+                    ),
+                    *(
+                        f"{measured['of_bounds'][bound]:.0%} of {allowed:.0f}"
+                        if (allowed := measured["bounds_teraflops_per_second"].get(bound))
+                        else ""
+                        for bound in ("wgmma", "exp2")
+                    ),
+                    f"{measured['terabytes_per_second']['ours']:.2f} TB/s",
+                    f"{copy:.1f} µs",
+                ]
+            )
+    headers = ["(B, Sq, Sk, H, d)", "inputs", "time", "rate"]
     headers += [f"against {name}" for name in ATTENTION_PEERS.values()]
     headers += ["of wgmma's ceiling", "of exp2's", "bytes moved", "a copy of them"]
     versions = "; ".join(
@@ -278,24 +310,51 @@ def attention(results: Path) -> str:
 
 
 @table
+def attention_inputs(results: Path) -> str:
+    """Attention's time beside FA3's and cuDNN's on each kind of inputs, and how far its rate varies."""
+    if not (results / "attention.json").exists():
+        return unmeasured("attention")
+    result = load(results, "attention")
+    entries = result["workloads"]
+    kinds = dict.fromkeys(kind for entry in entries for kind in entry["inputs"])
+
+    def cell(entry: dict, kind: str) -> str:
+        if kind not in entry["inputs"]:
+            return ""
+        over = entry["inputs"][kind]["cold"]["over"]
+        return " / ".join(
+            attention_cell(entry, kind, peer, over.get(peer), 2) for peer in ("fa3", "cudnn")
+        )
+
+    rows = [[kind, *(cell(entry, kind) for entry in entries)] for kind in kinds]
+    spans = (entry["slowest_over_fastest"] for entry in entries)
+    rows.append(["slowest over fastest", *("" if s is None else f"{s:.2f}" for s in spans)])
+    headers = ["against FA3 / cuDNN", *(attention_label(entry) for entry in entries)]
+    return markdown(rows, headers) + setup(result)
+
+
+@table
 def attention_accuracy(results: Path) -> str:
     """Attention's error, and over the peers'."""
     if not (results / "attention.json").exists():
         return unmeasured("attention")
     result = load(results, "attention")
-    rows = [
-        [
-            attention_label(entry),
-            inputs,
-            f"{errors['ours']:.2e}",
-            *(
-                attention_cell(entry, peer, entry["error_over"][inputs].get(peer), 3)
-                for peer in ATTENTION_PEERS
-            ),
-        ]
-        for entry in result["workloads"]
-        for inputs, errors in entry["errors"].items()
-    ]
+    rows = []
+    for entry in result["workloads"]:
+        worst = worst_inputs(entry, lambda of_kind: of_kind["error_over"], max)
+        for kind, title in shown_inputs(entry, worst, targets_.EXTREMES).items():
+            measured = entry["inputs"][kind]
+            rows.append(
+                [
+                    attention_label(entry),
+                    title,
+                    f"{measured['errors']['ours']:.2e}",
+                    *(
+                        attention_cell(entry, kind, peer, measured["error_over"].get(peer), 3)
+                        for peer in ATTENTION_PEERS
+                    ),
+                ]
+            )
     headers = ["(B, Sq, Sk, H, d)", "inputs", "error"]
     headers += [f"over {name}'s" for name in ATTENTION_PEERS.values()]
     return markdown(rows, headers) + setup(result)

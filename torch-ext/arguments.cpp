@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "torch_binding.h"
 
@@ -137,6 +138,18 @@ const void* ArgumentChecker::vector(const char* name, const OptionalTensor& tens
   if (!tensor.has_value()) return nullptr;
   same_shape(name, *tensor, {length});
   return tensor->const_data_ptr();
+}
+
+void ArgumentChecker::countable(const char* name, const char* what, std::initializer_list<int64_t> sizes,
+                                int64_t limit) const {
+  int64_t count = 1;
+  bool overflows = false;
+  for (const int64_t size : sizes) overflows |= __builtin_mul_overflow(count, size, &count);
+  if ((!overflows && count <= limit) || x_.numel() == 0) return;
+  std::ostringstream factors;
+  const char* separator = "";
+  for (const int64_t size : sizes) factors << std::exchange(separator, " * ") << size;
+  fail(operation_, name, " must have a ", what, " of at most ", limit, ", got ", factors.str());
 }
 
 void ArgumentChecker::broadcastable(const char* name, const Tensor& tensor) const {

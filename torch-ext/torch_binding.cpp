@@ -135,12 +135,14 @@ RopeLayout parse_layout(const ArgumentChecker& check, std::string_view name) {
   fail(check.operation(), "layout must be 'interleaved' or 'half', got '", name, "'");
 }
 
-// Launches number the heads of all tokens.
-void require_countable_heads(const ArgumentChecker& check, int64_t batch, int64_t seq, int64_t heads) {
-  int64_t count = 0;
-  if (__builtin_mul_overflow(batch * seq, heads, &count) || count > kMaxRows)
-    fail(check.operation(), check.x_name(), " must have a batch * seq * heads of at most ", kMaxRows,
-         ", got ", batch, " * ", seq, " * ", heads);
+struct HeadsShape {
+  int64_t batch, seq, heads, head_dim;
+};
+
+// Launches number the heads of all tokens, kernels the elements of a head.
+void require_countable_heads(const ArgumentChecker& check, const HeadsShape& shape) {
+  check.countable(check.x_name(), "batch * seq * heads", {shape.batch, shape.seq, shape.heads});
+  check.countable(check.x_name(), "head_dim", {shape.head_dim});
 }
 
 void require_even_head_dim(const ArgumentChecker& check, int64_t head_dim) {
@@ -153,10 +155,6 @@ void set_heads_strides(int64_t (&strides)[3], const Tensor& tensor, int64_t head
   for (int64_t dim = 0; dim < 2; ++dim) strides[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
   strides[2] = tensor.dim() == 3 ? head_dim : (tensor.size(2) == 1 ? 0 : tensor.stride(2));
 }
-
-struct HeadsShape {
-  int64_t batch, seq, heads, head_dim;
-};
 
 // Tables of (S, n), (1|B, S, n) or (1|B, S, 1|H, n), where n is d, with one value for each element, or d/2,
 // with one for each pair; and of (S, H*d) or (1|B, S, H*d).
@@ -239,7 +237,12 @@ class QkNormRope {
     set_heads(heads);
     set_operand(params_.q, "q", q);
     set_operand(params_.k, "k", k);
-    require_countable_heads(check_, params_.batch, params_.seq, std::max(params_.q.heads, params_.k.heads));
+    require_countable_heads(
+        check_, {params_.batch, params_.seq, std::max(params_.q.heads, params_.k.heads), params_.head_dim});
+    if (params_.norm == NormScope::kAcrossHeads) {
+      require_countable_token("q", params_.q);
+      require_countable_token("k", params_.k);
+    }
     params_.q.weight = weight("q_weight", q_weight, params_.q.heads);
     params_.k.weight = weight("k_weight", k_weight, params_.k.heads);
   }
@@ -270,6 +273,7 @@ class QkNormRope {
       fail(operation_, "frequencies must have one dimension, got shape ", to_string(sizes_of(frequencies)));
     check_.unit_last_stride("frequencies", frequencies);
     require_equal_heads("coordinates");
+    require_countable_token("q", params_.q);
     const int64_t pairs = params_.q.heads * params_.head_dim / 2;
     const int64_t rotated = coordinates.size(2) * frequencies.size(0);
     if (rotated > pairs)
@@ -361,6 +365,11 @@ class QkNormRope {
     if (params_.q.heads != params_.k.heads)
       fail(operation_, name, " that differ between heads need q and k with the same number of heads, got ",
            params_.q.heads, " and ", params_.k.heads);
+  }
+
+  // Kernels number the elements of a token where a norm or a rotation spans its heads.
+  void require_countable_token(const char* name, const HeadsOperand& operand) const {
+    check_.countable(name, "heads * head_dim", {operand.heads, params_.head_dim});
   }
 
   void check_writable(const char* name, const Tensor& tensor) const {
@@ -460,7 +469,7 @@ OwnedTensor op_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, std::
   const RopeLayout layout = parse_layout(check, layout_name);
   const HeadsShape shape = heads_shape(check, cos);
   require_even_head_dim(check, shape.head_dim);
-  require_countable_heads(check, shape.batch, shape.seq, shape.heads);
+  require_countable_heads(check, shape);
   RopeParams params{};
   params.tables = TableChecker(check, shape).tables(cos, sin);
   OwnedTensor out = set_rotated(params, check, x, shape, layout);
@@ -515,7 +524,7 @@ OwnedTensor op_rope_3d(const Tensor& x, const Tensor& frame_cos, const Tensor& f
     fail(check.operation(), "x must have shape (batch, seq, heads, head_dim), got ", to_string(sizes));
   const HeadsShape shape{sizes[0], sizes[1], sizes[2], sizes[3]};
   require_even_head_dim(check, shape.head_dim);
-  require_countable_heads(check, shape.batch, shape.seq, shape.heads);
+  require_countable_heads(check, shape);
 
   Rope3dParams params{};
   const AxisTables tables[kRope3dAxes] = {{"frame_cos", "frame_sin", frame_cos, frame_sin},
@@ -662,6 +671,8 @@ OwnedTensor op_attention(const Tensor& q, const Tensor& k, const Tensor& v, std:
          key_heads);
   check.unit_last_stride("k", k);
   check.same_shape("v", v, sizes_of(k));
+  check.countable("q", "batch * seq * heads", {shape[0], shape[1], shape[2]}, kMaxAttentionRows);
+  check.countable("k", "seq", {k.size(1)}, kMaxAttentionRows);
 
   AttentionParams params{};
   params.batch = shape[0];
@@ -680,12 +691,12 @@ OwnedTensor op_attention(const Tensor& q, const Tensor& k, const Tensor& v, std:
   OwnedTensor out = empty(q, shape);
   if (q.numel() == 0) return out;
   params.out = Tensor(out).mutable_data_ptr();
+  const DeviceStream device(q);
   OwnedTensor workspace;
   if (const int64_t bytes = attention_workspace_bytes(params)) {
     workspace = empty(q, {bytes / bytes_of(params.dtype)});
     params.workspace = Tensor(workspace).mutable_data_ptr();
   }
-  const DeviceStream device(q);
   attention(params, device.stream());
   return out;
 }

@@ -78,6 +78,9 @@ class ArgumentChecker {
   void same_shape(const char* name, const Tensor& tensor, const Sizes& shape) const;
   // As same_shape, and contiguous by having one dimension: a weight or a bias.
   const void* vector(const char* name, const OptionalTensor& tensor, int64_t length) const;
+  // `what`, the product of the sizes, is at most `limit`. Of an empty x nothing is counted.
+  void countable(const char* name, const char* what, std::initializer_list<int64_t> sizes,
+                 int64_t limit = kMaxRows) const;
   // Broadcasts right-aligned against x in all dimensions but the last.
   void broadcastable(const char* name, const Tensor& tensor) const;
 

@@ -1,4 +1,37 @@
-// attention: which kernel takes which tensors.
+// attention, and which kernel takes which tensors.
+//
+// Names, as in FlashAttention: S = Q K^T (scores), P = exp(S - m) (probabilities), O = P V (accumulators), m
+// (reference) and l (row sums). A tile is 64 queries of a warp group by 128 keys.
+//
+// The way of a block of the kernel for many keys (attention_stream.cuh) along the tiles j of keys, with 64
+// columns. The letters are arrows from one side to the other, each a barrier:
+//
+//   loading thread   Q K0   V0  K1  V1  K2  V2  K3  V3       K4                V4  K5 ...
+//                    a b    c   b   c                        ^d                ^e
+//   warp group 0     | S0 = Q K0 ---| P0 = softmax(S0) | O += P0 V0, S1 = Q K1 ---| P1 | O += P1 V1, S2 ...
+//   warp group 1        | S0 = Q K0 ------| P0 = softmax(S0) | O += P0 V0, S1 = Q K1 ---| P1 | O += ...
+//   warp group 2           | S0 = Q K0 ---------| P0 = softmax(S0) | O += P0 V0, S1 = Q K1 ---| P1 | ...
+//
+//   a  query_ring.full   The queries have been copied, and which tile they are is in shared memory.
+//   b  key_ring.full     The keys have been copied, and biases stored by the warp that loads them.
+//   c  value_ring.full   The values have been copied.
+//   d  key_ring.empty    Each computing warp arrives when its S is there; all its lanes, if they read biases.
+//   e  value_ring.empty  Each computing warp arrives when the products of P V are: with the next S.
+//   f  query_ring.empty  Each computing warp arrives when the last S of the tile is there. With two stages
+//                        the queries of the tile after the next one come, with one those of the next.
+//   g  end_of_pass       Each computing warp arrives after the last tile of the lazy softmax, and the loader
+//                        reads off its list which tiles are to be computed again.
+//
+// Named barriers are for one warp group alone, when it has cleared rows of V. Between issuing products and
+// using them a group waits for itself (wait_for_products). While one group multiplies the others are at their
+// exponentials; they find these turns by themselves (NOTES, "To 1.10 of FA3"). With 128 columns there are two
+// groups, two stages of keys and one of queries, and O += P V is issued in two halves of P. Few keys stay in
+// shared memory while the queries stream by (attention_resident.cuh), with the same rings.
+//
+// The softmax is lazy (attention_lazy_softmax.cuh) for bfloat16 without biases where there are many queries
+// and keys: values are converted to float16 by a kernel of its own, blocks claim tiles one by one, and tiles
+// whose float16 results cannot be trusted are computed again, with the online softmax that takes everything
+// else (attention_softmax.cuh).
 #include <type_traits>
 
 #include "attention_resident.cuh"
@@ -21,53 +54,50 @@ bool is_mappable(const AttentionParams& args) {
   return is_mappable(q_of(args)) && is_mappable(k_of(args)) && is_mappable(v_of(args));
 }
 
-// Whether it pays to convert the values first: where they are read for many queries.
+// Whether it pays to convert the values to float16 first: where they are read for many queries.
 bool has_half_values(const AttentionParams& args) {
   constexpr int64_t kMinQueries = 1024, kMaxBatch = 65535;  // of a grid
-  if (args.dtype != DType::kBFloat16 || args.key_bias != nullptr ||
-      args.key_length <= kMaxResidentKeyTiles * kTileKeys || args.query_length < kMinQueries ||
-      args.batch > kMaxBatch || !is_mappable(args))
-    return false;
-  const int rows = args.head_dim == 64 ? AttentionTile<__nv_bfloat16, 64>::kRows
-                                       : AttentionTile<__nv_bfloat16, 128>::kRows;
-  return ceil_divide(query_tiles_of(args, rows), count_multiprocessors()) <= TileList::kCapacity;
+  return args.dtype == DType::kBFloat16 && args.key_bias == nullptr &&
+         args.key_length > kMaxResidentKeyTiles * kTileKeys && args.query_length >= kMinQueries &&
+         args.batch <= kMaxBatch && is_mappable(args);
+}
+
+template <typename T, int kHeadDim, KeyBias kBias>
+void launch_mapped(AttentionKernelParams& params, int multiprocessors, Stream stream) {
+  using Tile = AttentionTile<T, kHeadDim>;
+  using ResidentTile = AttentionTile<T, kHeadDim, kHeadDim == 64 ? RowSums::kMultiplied : RowSums::kAdded>;
+  const int64_t key_tiles = ceil_divide(params.args.key_length, kTileKeys);
+  static_assert(kMaxResidentKeyTiles == 2);
+  if (key_tiles == 1)
+    launch_resident_attention<ResidentTile, 1, kBias>(kOperation, params, multiprocessors, stream);
+  else if (key_tiles == 2)
+    launch_resident_attention<ResidentTile, 2, kBias>(kOperation, params, multiprocessors, stream);
+  else if constexpr (kBias == KeyBias::kAdded)
+    launch_stream_attention<Tile, kBias, Rescaling::kOnline, TensorLoader<Tile>, BiasLoader<Tile>>(
+        kOperation, params, multiprocessors, stream);
+  else
+    launch_stream_attention<Tile, kBias, Rescaling::kOnline, TensorLoader<Tile>>(kOperation, params,
+                                                                                 multiprocessors, stream);
 }
 
 template <typename T, int kHeadDim>
 void launch(AttentionKernelParams& params, Stream stream) {
   using Tile = AttentionTile<T, kHeadDim>;
-  using ResidentTile = AttentionTile<T, kHeadDim, kHeadDim == 64>;
   const AttentionParams& args = params.args;
   const int multiprocessors = count_multiprocessors();
   params.out = map_tensor(kOperation, out_of(args), args.dtype, kStoreRows);
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     if (args.workspace != nullptr)
-      return launch_stream_attention<Tile, false, true, TensorLoader<Tile>>(kOperation, params,
-                                                                            multiprocessors, stream);
+      return launch_stream_attention<Tile, KeyBias::kNone, Rescaling::kLazy, TensorLoader<Tile>>(
+          kOperation, params, multiprocessors, stream);
   }
   if (!is_mappable(args))
-    return launch_stream_attention<Tile, true, false, ElementLoader<Tile, Access::kScalar>>(
+    launch_stream_attention<Tile, KeyBias::kAdded, Rescaling::kOnline, ElementLoader<Tile, Access::kScalar>>(
         kOperation, params, multiprocessors, stream);
-  const auto launch_with = [&]<bool kHasBias>() {
-    const int64_t key_tiles = ceil_divide(args.key_length, kTileKeys);
-    static_assert(kMaxResidentKeyTiles == 2);
-    if (key_tiles == 1)
-      return launch_resident_attention<ResidentTile, 1, kHasBias>(kOperation, params, multiprocessors,
-                                                                  stream);
-    if (key_tiles == 2)
-      return launch_resident_attention<ResidentTile, 2, kHasBias>(kOperation, params, multiprocessors,
-                                                                  stream);
-    if constexpr (kHasBias)
-      launch_stream_attention<Tile, true, false, TensorLoader<Tile>, BiasLoader<Tile>>(
-          kOperation, params, multiprocessors, stream);
-    else
-      launch_stream_attention<Tile, false, false, TensorLoader<Tile>>(kOperation, params, multiprocessors,
-                                                                      stream);
-  };
-  if (args.key_bias != nullptr)
-    launch_with.template operator()<true>();
+  else if (args.key_bias != nullptr)
+    launch_mapped<T, kHeadDim, KeyBias::kAdded>(params, multiprocessors, stream);
   else
-    launch_with.template operator()<false>();
+    launch_mapped<T, kHeadDim, KeyBias::kNone>(params, multiprocessors, stream);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// From a warp's sums to its 16 rows of the output, by way of shared memory and the copy engine.
+// From a warp's outputs to its 16 rows in memory, by way of shared memory and the copy engine.
 #pragma once
 
 #include "attention_softmax.cuh"

@@ -1,5 +1,5 @@
-// Who fills shared memory: the copy engine, ordered by one thread, or, from tensors that it does not take, a
-// warp group element by element. A kernel has a list of loaders, each with threads of its own.
+// Loaders fill shared memory: the copy engine does, told by one thread, or, from tensors that it does not
+// take, a warp group does element by element. A kernel has a list of loaders, each with threads of its own.
 #pragma once
 
 #include "attention_mask.cuh"

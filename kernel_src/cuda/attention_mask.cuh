@@ -49,8 +49,8 @@ __device__ __forceinline__ void store_bias(const AttentionParams& args, int batc
   }
 }
 
-// Values beyond a sample's length may be NaN, which a weight of 0 would not keep out: makes 0 of the rows of
-// a tile from `count` on. By a whole warp group; others may do the same at the same time.
+// Values beyond a sample's length may be NaN, which a probability of 0 would not keep out: makes 0 of the
+// rows of a tile from `count` on. By a whole warp group; others may do the same at the same time.
 template <class Tile>
 __device__ __forceinline__ void clear_rows(const WarpRole& role, uint32_t tile, int count) {
   constexpr int kPieces = kBoxRowBytes / 16;

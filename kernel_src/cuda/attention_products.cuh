@@ -1,6 +1,6 @@
-// The matrix products on a warp group's way along the keys. For each tile of them: the scores of its 64
-// queries and, when the softmax has made weights of these, the sums of the values so weighted. Both are
-// ordered, and are there when wait_for_products lets through.
+// The matrix products on a warp group's way along the keys: S = Q K^T of its 64 queries and a tile of keys,
+// and O += P V with the probabilities that the softmax has made of S. Both are issued, and have come to their
+// end when wait_for_products lets through.
 #pragma once
 
 #include "attention_softmax.cuh"
@@ -9,7 +9,7 @@ namespace h100_diffusers_kernels {
 
 // query_box_bytes: from one box of queries to the next.
 template <class Tile>
-__device__ __forceinline__ void order_scores(Operand query, int query_box_bytes, Operand keys,
+__device__ __forceinline__ void issue_scores(Operand query, int query_box_bytes, Operand keys,
                                              Scores<Tile>& scores) {
   constexpr int kSteps = kBoxColumns / kProductDepth;
   begin_products();
@@ -23,16 +23,17 @@ __device__ __forceinline__ void order_scores(Operand query, int query_box_bytes,
   commit_products();
 }
 
-// Weight: the type of weights and values. accumulate: or the sums begin with this tile.
-template <class Tile, typename Weight>
-__device__ __forceinline__ void order_sums(const Weights& weights, Operand values, bool accumulate,
-                                           Sums<Tile>& sums) {
+// Of part kPart of the tile's keys, of Softmax::kParts. accumulate: or O begins with this tile.
+template <class Tile, class Softmax, int kPart>
+__device__ __forceinline__ void issue_outputs(const Probabilities& probabilities, Operand values,
+                                              bool accumulate, Accumulators<Tile>& accumulators) {
+  constexpr int kSteps = kTileKeys / kProductDepth / Softmax::kParts, kFirst = kPart * kSteps;
   begin_products();
 #pragma unroll
-  for (int step = 0; step < kTileKeys / kProductDepth; ++step)
-    Product<Weight, Tile::kColumns>::of_registers(
-        sums, weights[step], values_plus<Tile>(values, Tile::box_bytes(step * kProductDepth)),
-        accumulate || step > 0);
+  for (int step = kFirst; step < kFirst + kSteps; ++step)
+    Product<typename Softmax::Probability, Tile::kColumns>::of_registers(
+        accumulators, probabilities[step], values_plus<Tile>(values, Tile::box_bytes(step * kProductDepth)),
+        accumulate || step > kFirst);
   commit_products();
 }
 

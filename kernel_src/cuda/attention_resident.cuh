@@ -137,7 +137,7 @@ __device__ __forceinline__ void load_resident(const AttentionKernelParams& param
 
 // A warp group has every kGroups-th tile of the block. The scores of its next queries are computed while it
 // is at the end of a tile.
-template <class Tile, int kKeyTiles, bool kHasBias>
+template <class Tile, int kKeyTiles, KeyBias kBias>
 class ResidentCompute {
  public:
   using Memory = ResidentMemory<Tile, kKeyTiles>;
@@ -156,7 +156,7 @@ class ResidentCompute {
       const int key_count = params_.key_count(place.batch);
       int row_tile = range.row_tile(tile_);
       head_.wait_full(memory_.key_ring);
-      order_first_scores();
+      issue_first_scores();
       head_.wait_full(memory_.value_ring);
 #pragma unroll 1
       while (tile_ < end_) {
@@ -167,7 +167,7 @@ class ResidentCompute {
         store_rows<Tile>(role_, params_.out, memory_.out + role_.group * Memory::kQueryBytes, kBoxBytes,
                          place, outputs);
       }
-      if (kHasBias || role_.is_elected()) memory_.key_ring.empty(head_.stage).arrive();
+      if (kBias == KeyBias::kAdded || role_.is_elected()) memory_.key_ring.empty(head_.stage).arrive();
       if (role_.is_elected()) memory_.value_ring.empty(head_.stage).arrive();
       head_.advance();
     }
@@ -178,57 +178,58 @@ class ResidentCompute {
   static constexpr int kBoxBytes = Tile::box_bytes(kWarpGroupRows);
 
   // Of the next tile, if there is one.
-  __device__ __forceinline__ bool order_first_scores() {
+  __device__ __forceinline__ bool issue_first_scores() {
     if (tile_ >= end_) return false;
     query_place_.wait_full(memory_.query_ring);
-    order_scores_for(0);
+    issue_scores_for(0);
     return true;
   }
-  __device__ __forceinline__ void order_scores_for(int key) {
+  __device__ __forceinline__ void issue_scores_for(int key) {
     const Operand keys = Operand::along_rows(memory_.keys + head_.stage * Memory::kHeadBytes);
-    order_scores<Tile>(query_, kBoxBytes, keys.plus(bytes_before(key)), scores_);
+    issue_scores<Tile>(query_, kBoxBytes, keys.plus(bytes_before(key)), scores_);
   }
   __device__ __forceinline__ static int bytes_before(int key) {
     return key / kTileKeys * static_cast<int>(Memory::kTileBytes);
   }
 
-  // From the first scores on, which have been ordered; orders those of the next tile.
+  // From the first scores on, which have been issued; issues those of the next tile.
   __device__ __forceinline__ void compute_tile(int key_count, Outputs<Tile>& outputs) {
-    using Softmax = RowSoftmax<Tile, kHasBias, false>;
+    using Softmax = OnlineSoftmax<Tile, kBias>;
     const bool has_padding = key_count < params_.args.key_length;
     const uint32_t head_values = memory_.values + head_.stage * Memory::kHeadBytes;
     const uint32_t head_bias = memory_.bias + head_.stage * Memory::kBiasBytes;
     // To tell the compiler is worth 3% with two tiles; with 128 columns it then runs out of registers.
     constexpr bool kKnowsEnd = Tile::kHeadDim == 64;
-    Softmax softmax(params_.score_scale);
-    Weights weights;
-    Sums<Tile> sums;
+    Softmax softmax(params_);
+    Probabilities probabilities;
+    Accumulators<Tile> accumulators;
     int key = 0;
 #pragma unroll 1
     for (;;) {
       const int count = key_count - key;
       wait_for_products();
-      if constexpr (kHasBias) add_bias(scores_, params_.score_scale, head_bias + key * 4, role_.lane);
+      if constexpr (kBias == KeyBias::kAdded)
+        add_bias(scores_, params_.score_scale, head_bias + key * 4, role_.lane);
       if (count <= kTileKeys && role_.is_elected()) memory_.query_ring.empty(query_place_.stage).arrive();
       if (count < kTileKeys) {
         mask_scores(scores_, count, role_.lane);
         if (has_padding) clear_rows<Tile>(role_, head_values + bytes_before(key), count);
       }
-      softmax.take_weights(scores_, key == 0, sums, weights);
+      softmax.template take_part<0>(scores_, key == 0, accumulators, probabilities);
       const Operand values = values_at<Tile>(head_values, memory_.ones);
-      order_sums<Tile, typename Softmax::Weight>(weights, values_plus<Tile>(values, bytes_before(key)),
-                                                 key > 0, sums);
+      issue_outputs<Tile, Softmax, 0>(probabilities, values_plus<Tile>(values, bytes_before(key)), key > 0,
+                                      accumulators);
       key += kTileKeys;
       if ((kKnowsEnd && key == kKeyTiles * kTileKeys) || key >= key_count) break;
-      order_scores_for(key);
+      issue_scores_for(key);
     }
     tile_ += Tile::kGroups;
     advance_query(Tile::kGroups);
-    if (order_first_scores())
+    if (issue_first_scores())
       wait_for_products<1>();
     else
       wait_for_products();
-    softmax.normalize(sums, 1, outputs);
+    softmax.normalize(accumulators, Softmax::kValueScale, outputs);
   }
 
   __device__ __forceinline__ void advance_query(int stages) {
@@ -245,17 +246,18 @@ class ResidentCompute {
   Scores<Tile> scores_;
 };
 
-template <class Tile, int kKeyTiles, bool kHasBias>
+template <class Tile, int kKeyTiles, KeyBias kBias>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     resident_attention_kernel(const __grid_constant__ AttentionKernelParams params) {
   using Memory = ResidentMemory<Tile, kKeyTiles>;
+  constexpr bool kHasBias = kBias == KeyBias::kAdded;
   const Memory memory(shared_tiles());
   const WarpRole role;
   if (threadIdx.x == 0) {
     memory.query_ring.init(1, kWarpGroupWarps);
     memory.key_ring.init(
         (TensorLoader<Tile>::kKeyArrivals + (kHasBias ? BiasLoader<Tile>::kKeyArrivals : 0)) * kKeyTiles,
-        Tile::template kKeyReaders<kHasBias>);
+        Tile::template kKeyReaders<kBias>);
     memory.value_ring.init(kKeyTiles, Tile::kComputeWarps);
   }
   fill_ones<Tile>(memory.ones);
@@ -272,16 +274,16 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       load_resident<Tile, kKeyTiles, BiasLoader<Tile>>(params, memory, role, range);
   } else {
     take_registers<Tile::kComputeRegisters>();
-    ResidentCompute<Tile, kKeyTiles, kHasBias>(params, memory, role).run(range);
+    ResidentCompute<Tile, kKeyTiles, kBias>(params, memory, role).run(range);
   }
 }
 
-template <class Tile, int kKeyTiles, bool kHasBias>
+template <class Tile, int kKeyTiles, KeyBias kBias>
 void launch_resident_attention(const char* operation, AttentionKernelParams& params, int multiprocessors,
                                Stream stream) {
   TensorLoader<Tile>::map(operation, params, kWarpGroupRows);
   params.set_tiles(kWarpGroupRows);
-  launch_kernel(operation, resident_attention_kernel<Tile, kKeyTiles, kHasBias>,
+  launch_kernel(operation, resident_attention_kernel<Tile, kKeyTiles, kBias>,
                 dim3(std::min(multiprocessors, params.tiles)), Tile::kThreads, params, stream,
                 ResidentMemory<Tile, kKeyTiles>::kBytes);
 }

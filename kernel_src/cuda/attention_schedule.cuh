@@ -5,9 +5,12 @@
 
 namespace h100_diffusers_kernels {
 
-// Which tiles are treated, and how: all, with care; or all fast, and then those with care for which that was
-// not accurate.
-enum class Pass { kAll, kFast, kCareful };
+// What a kernel's softmax is: OnlineSoftmax for all tiles; or LazySoftmax, and then OnlineSoftmax for those
+// tiles for which that was not accurate.
+enum class Rescaling { kOnline, kLazy };
+
+// Which tiles are treated: a block's share; those that it claims; those that it has marked as inaccurate.
+enum class Pass { kShare, kClaimed, kInaccurate };
 
 // The tiles that a block has claimed, in shared memory, in their order. Multiprocessors differ in speed by
 // several percent, so a block claims each tile when it is about to load it. Its loading thread does that.
@@ -17,9 +20,10 @@ struct TileList {
   uint32_t address;
 
   // Calls body(tile) for each tile, claimed one by one: the first of each block is its own without a claim.
-  // All blocks together must have room for all tiles.
+  // A block whose list is full leaves the rest to others; all together must have room for all tiles.
   template <class Body>
   __device__ __forceinline__ void claim_each(const AttentionKernelParams& params, const Body& body) const {
+    if (params.tiles > int64_t{gridDim.x} * kCapacity) __trap();
     int tile = static_cast<int>(blockIdx.x), index = 0;
 #pragma unroll 1
     while (tile < params.tiles) {

@@ -1,17 +1,16 @@
-// The softmax of attention, taken online (Milakov and Gimelshein, 2018): weights are relative to a pivot, and
-// where the pivot rises all sums so far are multiplied anew.
+// The softmax of attention, taken tile by tile of keys (Milakov and Gimelshein, 2018; FlashAttention). With
+// S = scale Q K^T in powers of 2,
 //
-//   weight(key) = 2^((score(key) - pivot) in powers of 2),  out = sum(weight value) / sum(weight)
+//   P = 2^(S - m),  l += sum of a row of P,  O += P V,  and at the end out = O / l
 //
-// Weights are rounded to 16 bits for the tensor cores.
+// where m is what a row's probabilities are relative to: when it rises, l and O are rescaled. P is rounded to
+// 16 bits for the tensor cores. Two ways to choose m:
 //
-// Careful: the largest weight so far is a power of 2. The rounding of any other would be most of the error of
-// a row that depends on few keys. To find the maximum of a tile takes a third of the time of its
-// exponentials, which have to wait for it.
+// OnlineSoftmax follows each row's maximum, so that its largest probability is a power of 2. The rounding of
+// any other would be most of the error of a row that depends on few keys. To find the maximum of a tile takes
+// a third of the time of its exponentials, which have to wait for it.
 //
-// Fast: weights in float16, which has eight times the precision of bfloat16, so that any pivot within its
-// range will do: the one that a quarter of the first tile of keys gives. A weight out of range is infinity,
-// and the row infinite or NaN, which is seen at the end; such tiles are computed again with care.
+// LazySoftmax (attention_lazy_softmax.cuh) rescales only where float16 would not hold the probabilities.
 #pragma once
 
 #include <cmath>
@@ -35,128 +34,169 @@ __device__ __forceinline__ float row_maximum(float x) {
   x = maximum_of(x, __shfl_xor_sync(~0u, x, 1));
   return maximum_of(x, __shfl_xor_sync(~0u, x, 2));
 }
-__device__ __forceinline__ float row_sum(float x) {
+__device__ __forceinline__ float row_total(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// What a thread has of a tile: scores of queries and keys, their weights in pairs of 16 bits, the sums of the
-// values so weighted, and the output.
+// What a thread has of S, of P in pairs of 16 bits, of O with its column of row sums if there is one, and of
+// the output.
 template <class Tile>
 using Scores = float[Tile::kScores];
-using Weights = uint32_t[kTileKeys / kProductDepth][4];
+using Probabilities = uint32_t[kTileKeys / kProductDepth][4];
 template <class Tile>
-using Sums = float[Tile::kSums];
+using Accumulators = float[Tile::kAccumulators];
 template <class Tile>
 using Outputs = float[Tile::kOutputs];
 
-// The two rows of a thread. Scores are powers of 2 with a bias, and without one products of query and key
-// that the scale makes such.
-template <class Tile, bool kHasBias, bool kIsFast>
+// Values by row: those of a thread alternate in pairs.
+template <int kBegin, int kEnd, int kSize>
+__device__ __forceinline__ void scale_rows(float (&values)[kSize], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = kBegin; i < kEnd; ++i) values[i] *= factor[i / 2 % 2];
+}
+
+// What both ways share: the two rows of a thread. Scores with a bias are powers of 2 already; without one
+// they are products of query and key, which the scale makes such.
+template <class Tile, KeyBias kBias>
 class RowSoftmax {
  public:
-  using Weight = std::conditional_t<kIsFast, __half, typename Tile::T>;  // as it is rounded
-
-  // scale: of the products, to powers of 2.
-  __device__ __forceinline__ explicit RowSoftmax(float scale) : scale_(scale) {}
-
-  // Of the next tile of keys. `sums`, of those before, are made relative to the pivots if these rise.
-  __device__ __forceinline__ void take_weights(Scores<Tile>& scores, bool is_first, Sums<Tile>& sums,
-                                               Weights& weights) {
-    if (is_first)
-      set_pivots(scores);
-    else if (!kIsFast)
-      raise_pivots(scores, sums);
-    float part[2][2];
-#pragma unroll
-    for (int i = 0; i < Tile::kScores; ++i) {
-      const int row = i / 2 % 2;
-      scores[i] = fast_exp2(kHasBias ? scores[i] - pivot_[row] : __fmaf_rn(scores[i], scale_, -pivot_[row]));
-      if constexpr (!Tile::kHasOnes) part[row][i % 2] = i < 4 ? scores[i] : part[row][i % 2] + scores[i];
-    }
-    if constexpr (!Tile::kHasOnes) {
-#pragma unroll
-      for (int row = 0; row < 2; ++row) weight_sum_[row] += part[row][0] + part[row][1];
-    }
-#pragma unroll
-    for (int i = 0; i < Tile::kScores; i += 2)
-      weights[i / 8][i / 2 % 4] = pack_pair<Weight>(scores[i], scores[i + 1]);
-  }
-
-  // Divides the sums by those of the weights, times the scale of the values. A row without keys is 0.
-  __device__ __forceinline__ void normalize(const Sums<Tile>& sums, float value_scale,
+  // Divides O by the sums of the probabilities, times the scale of the values. A row without keys is 0.
+  __device__ __forceinline__ void normalize(const Accumulators<Tile>& accumulators, float value_scale,
                                             Outputs<Tile>& outputs) const {
     float inverse[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       float sum;
       if constexpr (Tile::kHasOnes)
-        sum = sums[Tile::kOutputs + 2 * row];
+        sum = accumulators[Tile::kOutputs + 2 * row];
       else
-        sum = row_sum(weight_sum_[row]);
+        sum = row_total(row_sum_[row]);
       inverse[row] = sum == 0 ? 0.0f : fast_reciprocal(sum * value_scale);
     }
 #pragma unroll
-    for (int i = 0; i < Tile::kOutputs; ++i) outputs[i] = sums[i] * inverse[i / 2 % 2];
+    for (int i = 0; i < Tile::kOutputs; ++i) outputs[i] = accumulators[i] * inverse[i / 2 % 2];
   }
 
- private:
-  // By the scores of the first tile.
-  __device__ __forceinline__ void set_pivots(const Scores<Tile>& scores) {
-    float maximum[2];
-    find_maxima<kIsFast ? 4 : 1>(scores, maximum);
-#pragma unroll
-    for (int row = 0; row < 2; ++row) pivot_[row] = pivot_below(row_maximum(maximum[row]));
-  }
+ protected:
+  // Below all that can be told from -infinity, which has the probability 0 then.
+  static constexpr float kLowestScore = -3.4e38f;
 
-  // Has weights that are not larger; `sums` are made relative to the pivots.
-  __device__ __forceinline__ void raise_pivots(const Scores<Tile>& scores, Sums<Tile>& sums) {
-    float maximum[2];
-    find_maxima<1>(scores, maximum);
-    const bool is_within =  // not of NaN
-        maximum[0] <= pivot_[0] + kLargest && maximum[1] <= pivot_[1] + kLargest;
-    if (__all_sync(~0u, is_within)) return;
-    float factor[2];
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const float pivot = maximum_of(pivot_below(row_maximum(maximum[row])), pivot_[row]);
-      factor[row] = fast_exp2(pivot_[row] - pivot);
-      pivot_[row] = pivot;
-      if constexpr (!Tile::kHasOnes) weight_sum_[row] *= factor[row];
-    }
-#pragma unroll
-    for (int i = 0; i < Tile::kSums; ++i) sums[i] *= factor[i / 2 % 2];
-  }
+  // scale: of the products, to powers of 2.
+  __device__ __forceinline__ explicit RowSoftmax(float scale) : scale_(scale) {}
 
-  // This thread's part of the rows' maxima, of every kEvery-th 8 keys, in the units of the pivots.
-  template <int kEvery>
+  // The maxima of this thread's scores, in powers of 2.
   __device__ __forceinline__ void find_maxima(const Scores<Tile>& scores, float (&maximum)[2]) const {
     float part[2][2] = {{scores[0], scores[1]}, {scores[2], scores[3]}};
 #pragma unroll
-    for (int i = 4 * kEvery; i < Tile::kScores; i += 4 * kEvery)
+    for (int i = 4; i < Tile::kScores; i += 4)
 #pragma unroll
       for (int k = 0; k < 4; ++k) part[k / 2][k % 2] = maximum_of(part[k / 2][k % 2], scores[i + k]);
 #pragma unroll
     for (int row = 0; row < 2; ++row)
-      maximum[row] = maximum_of(part[row][0], part[row][1]) * (kHasBias ? 1.0f : scale_);
+      maximum[row] = maximum_of(part[row][0], part[row][1]) * (kBias == KeyBias::kAdded ? 1.0f : scale_);
   }
 
-  // By which the maximum has the largest weight.
-  __device__ __forceinline__ static float pivot_below(float maximum) {
-    // Below all that can be told from -infinity, which has the weight 0 then.
-    constexpr float kLowest = -3.4e38f;
-    const float pivot = maximum_of(maximum, kLowest) - kLargest;
-    return pivot == INFINITY ? NAN : pivot;  // as infinity less infinity has it
+  // The m by which a row with this maximum has 2^exponent as its largest probability.
+  __device__ __forceinline__ static float reference_of(float maximum, float exponent) {
+    const float reference = maximum_of(maximum, kLowestScore) - exponent;
+    return reference == INFINITY ? NAN : reference;  // as infinity less infinity has it
   }
 
-  // The exponent of the largest weight. Fast: it leaves 13 powers of 2, a factor of 8192, for larger weights
-  // that follow, and 28 for smaller ones before they are lost: all keys of a million, each as large as can be
-  // lost, are less than bfloat16's rounding of the sum. Careful: as large as the type has it.
-  static constexpr float kLargest = kIsFast ? 3 : std::is_same_v<Weight, __half> ? 15 : 0;
+  // Scores become probabilities. Two chains of additions a row.
+  using PartialSums = float[2][2];
+  template <int kBegin, int kEnd>
+  __device__ __forceinline__ void exponentiate(Scores<Tile>& scores, PartialSums& part) const {
+#pragma unroll
+    for (int i = kBegin; i < kEnd; ++i) {
+      const int row = i / 2 % 2;
+      scores[i] = fast_exp2(kBias == KeyBias::kAdded ? scores[i] - reference_[row]
+                                                     : __fmaf_rn(scores[i], scale_, -reference_[row]));
+      if constexpr (!Tile::kHasOnes)
+        part[row][i % 2] = i < kBegin + 4 ? scores[i] : part[row][i % 2] + scores[i];
+    }
+  }
+  __device__ __forceinline__ static void add_up(const PartialSums& part, float (&sum)[2]) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) sum[row] = Tile::kHasOnes ? 0.0f : part[row][0] + part[row][1];
+  }
+
+  template <typename Probability, int kBegin, int kEnd>
+  __device__ __forceinline__ static void round(const Scores<Tile>& scores, Probabilities& probabilities) {
+#pragma unroll
+    for (int i = kBegin; i < kEnd; i += 2)
+      probabilities[i / 8][i / 2 % 4] = pack_pair<Probability>(scores[i], scores[i + 1]);
+  }
+
+  __device__ __forceinline__ void add_to_row_sums(const float (&sum)[2]) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) row_sum_[row] += sum[row];
+  }
 
   float scale_;
-  float pivot_[2];
-  float weight_sum_[2] = {0, 0};  // without a column of ones
+  float reference_[2];         // m
+  float row_sum_[2] = {0, 0};  // this thread's part of l, without a column of ones
+};
+
+template <class Tile, KeyBias kBias>
+class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
+  using Base = RowSoftmax<Tile, kBias>;
+
+ public:
+  using Probability = typename Tile::T;
+  static constexpr int kParts = 1;
+  static constexpr float kValueScale = 1;
+
+  __device__ __forceinline__ explicit OnlineSoftmax(const AttentionKernelParams& params)
+      : Base(params.score_scale) {}
+
+  // Of the next tile of keys. O, of those before, is rescaled if m rises.
+  template <int kPart>
+  __device__ __forceinline__ void take_part(Scores<Tile>& scores, bool is_first,
+                                            Accumulators<Tile>& accumulators, Probabilities& probabilities) {
+    static_assert(kPart == 0);
+    if (is_first)
+      set_reference(scores);
+    else
+      raise_reference(scores, accumulators);
+    typename Base::PartialSums part;
+    float sum[2];
+    this->template exponentiate<0, Tile::kScores>(scores, part);
+    Base::add_up(part, sum);
+    this->add_to_row_sums(sum);
+    this->template round<Probability, 0, Tile::kScores>(scores, probabilities);
+  }
+
+ private:
+  __device__ __forceinline__ void set_reference(const Scores<Tile>& scores) {
+    float maximum[2];
+    this->find_maxima(scores, maximum);
+#pragma unroll
+    for (int row = 0; row < 2; ++row)
+      this->reference_[row] = Base::reference_of(row_maximum(maximum[row]), kExponent);
+  }
+
+  __device__ __forceinline__ void raise_reference(const Scores<Tile>& scores,
+                                                  Accumulators<Tile>& accumulators) {
+    float maximum[2];
+    this->find_maxima(scores, maximum);
+    const bool is_within =  // not of NaN
+        maximum[0] <= this->reference_[0] + kExponent && maximum[1] <= this->reference_[1] + kExponent;
+    if (__all_sync(~0u, is_within)) return;
+    float factor[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float reference =
+          maximum_of(Base::reference_of(row_maximum(maximum[row]), kExponent), this->reference_[row]);
+      factor[row] = fast_exp2(this->reference_[row] - reference);
+      this->reference_[row] = reference;
+      this->row_sum_[row] *= factor[row];
+    }
+    scale_rows<0, Tile::kAccumulators>(accumulators, factor);
+  }
+
+  // The largest probability is 2^kExponent: as large as the type has it.
+  static constexpr float kExponent = std::is_same_v<Probability, __half> ? 15 : 0;
 };
 
 }  // namespace h100_diffusers_kernels

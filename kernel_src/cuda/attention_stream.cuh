@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <utility>
 
 #include "attention_epilogue.cuh"
 #include "attention_loader.cuh"
@@ -16,13 +17,13 @@
 namespace h100_diffusers_kernels {
 
 // Shared memory of a block, by address.
-template <class Tile, bool kHasBias>
+template <class Tile, KeyBias kBias>
 struct StreamMemory {
   using KeyRing = Ring<Tile::kHeadDim == 64 ? 4 : 2>;
   // Of two, the next tile's are there when a warp group comes to it.
   using QueryRing = Ring<Tile::kHeadDim == 64 ? 2 : 1>;
   static constexpr uint32_t kKeyBytes = Tile::bytes(kTileKeys), kQueryBytes = Tile::bytes(Tile::kRows);
-  static constexpr uint32_t kBiasBytes = kHasBias ? kTileKeys * 4 : 0;
+  static constexpr uint32_t kBiasBytes = kBias == KeyBias::kAdded ? kTileKeys * 4 : 0;
   static constexpr uint32_t kTilesBytes = 8;
   static_assert(QueryRing::kStages * 4 <= kTilesBytes);
   static constexpr int kNoTile = -1;
@@ -58,10 +59,10 @@ struct StreamMemory {
 };
 
 // The side of the rings that computes.
-template <class Tile, bool kHasBias>
+template <class Tile, KeyBias kBias>
 class StreamedKeys {
  public:
-  using Memory = StreamMemory<Tile, kHasBias>;
+  using Memory = StreamMemory<Tile, kBias>;
 
   __device__ __forceinline__ StreamedKeys(const Memory& memory, const WarpRole& role)
       : memory_(memory),
@@ -89,9 +90,10 @@ class StreamedKeys {
   __device__ __forceinline__ uint32_t bias() const {
     return memory_.bias + current_.stage * Memory::kBiasBytes;
   }
+  // The keys, and the values of the tile before if there was one.
   __device__ __forceinline__ void release(bool has_earlier) const {
     if (role_.is_elected() && has_earlier) memory_.value_ring.empty(earlier_stage_).arrive();
-    if (kHasBias || role_.is_elected()) memory_.key_ring.empty(current_.stage).arrive();
+    if (kBias == KeyBias::kAdded || role_.is_elected()) memory_.key_ring.empty(current_.stage).arrive();
   }
   __device__ __forceinline__ void wait_values() const {
     if (!are_values_there_) current_.wait_full(memory_.value_ring);
@@ -112,10 +114,10 @@ class StreamedKeys {
   bool are_keys_there_ = false, are_values_there_ = false;
 };
 
-template <class Tile, bool kHasBias, class Loader>
+template <class Tile, KeyBias kBias, class Loader>
 class StreamLoad {
  public:
-  using Memory = StreamMemory<Tile, kHasBias>;
+  using Memory = StreamMemory<Tile, kBias>;
 
   __device__ __forceinline__ StreamLoad(const AttentionKernelParams& params, const Memory& memory,
                                         const WarpRole& role)
@@ -124,9 +126,9 @@ class StreamLoad {
   template <Pass kPass>
   __device__ __forceinline__ void run() {
     const auto load = [&](int tile) { load_tile(tile); };
-    if constexpr (kPass == Pass::kAll) {
+    if constexpr (kPass == Pass::kShare) {
       for_each_own_tile(params_, load);
-    } else if constexpr (kPass == Pass::kFast) {
+    } else if constexpr (kPass == Pass::kClaimed) {
       loader_.take_half_values(true);
       memory_.tile_list.claim_each(params_, load);
     } else {
@@ -158,6 +160,8 @@ class StreamLoad {
       loader_.load_keys(memory_.keys + stage * Memory::kKeyBytes, memory_.bias + stage * Memory::kBiasBytes,
                         memory_.key_ring.full(stage), place, key);
       key_place_.wait_empty(memory_.value_ring);
+      if (!has_waited_) wait_for_earlier_kernels();
+      has_waited_ = true;
       loader_.load_values(memory_.values + stage * Memory::kKeyBytes, memory_.value_ring.full(stage), place,
                           key);
       key_place_.advance();
@@ -175,12 +179,13 @@ class StreamLoad {
   Loader loader_;
   RingPlace<typename Memory::QueryRing> query_place_;
   RingPlace<typename Memory::KeyRing> key_place_;
+  bool has_waited_ = false;
 };
 
-template <class Tile, bool kHasBias>
+template <class Tile, KeyBias kBias>
 class StreamCompute {
  public:
-  using Memory = StreamMemory<Tile, kHasBias>;
+  using Memory = StreamMemory<Tile, kBias>;
 
   __device__ __forceinline__ StreamCompute(const AttentionKernelParams& params, const Memory& memory,
                                            const WarpRole& role)
@@ -191,17 +196,20 @@ class StreamCompute {
         query_(Operand::along_rows(memory.query + group_offset_)),
         keys_(memory, role) {}
 
-  template <bool kIsFast>
+  template <class Softmax>
   __device__ __forceinline__ void run() {
+    constexpr bool kIsLazy = std::is_same_v<Softmax, LazySoftmax<Tile>>;
     constexpr int kBoxBytes = Tile::box_bytes(Tile::kRows);
 #pragma unroll 1
     for (int index = 0;; ++index) {
       const int tile = wait_for_tile();
       if (tile == Memory::kNoTile) break;
       Outputs<Tile> outputs;
-      compute_tile<kIsFast>(tile, outputs);
-      if (kIsFast && !__all_sync(~0u, has_accurate_rows<Tile>(outputs)) && role_.is_elected())
-        memory_.tile_list.mark_inaccurate(index);
+      compute_tile<Softmax>(tile, outputs);
+      if constexpr (kIsLazy) {
+        if (!__all_sync(~0u, has_accurate_rows<Tile>(outputs)) && role_.is_elected())
+          memory_.tile_list.mark_inaccurate(index);
+      }
       QueryTile place = params_.place_of(tile, Tile::kRows);
       place.row += role_.group * kWarpGroupRows;
       store_rows<Tile>(role_, params_.out, memory_.out + group_offset_, kBoxBytes, place, outputs);
@@ -214,27 +222,27 @@ class StreamCompute {
 
  private:
   // There is at least one tile of keys, even if no key of it counts.
-  template <bool kIsFast>
+  template <class Softmax>
   __device__ __forceinline__ void compute_tile(int tile, Outputs<Tile>& outputs) {
-    using Softmax = RowSoftmax<Tile, kHasBias, kIsFast>;
     const int key_count = params_.key_count(params_.place_of(tile, Tile::kRows).batch);
     const bool has_padding = key_count < params_.args.key_length;
-    Softmax softmax(params_.score_scale);
-    Scores<Tile> scores;
-    Weights weights;
-    Sums<Tile> sums;
-#pragma unroll
-    for (int i = 0; i < Tile::kSums; ++i) sums[i] = 0;
     int key = 0;
+    Softmax softmax(params_);
+    Scores<Tile> scores;
+    Probabilities probabilities;
+    Accumulators<Tile> accumulators;
+#pragma unroll
+    for (int i = 0; i < Tile::kAccumulators; ++i) accumulators[i] = 0;
 #pragma unroll 1
     do {
+      const bool is_first = key == 0;
       const int count = key_count - key;
       keys_.wait_keys();
-      order_scores<Tile>(query_, Tile::box_bytes(Tile::kRows), keys_.next_keys(), scores);
+      issue_scores<Tile>(query_, Tile::box_bytes(Tile::kRows), keys_.next_keys(), scores);
       keys_.advance();
       wait_for_products();
-      if constexpr (kHasBias) add_bias(scores, params_.score_scale, keys_.bias(), role_.lane);
-      keys_.release(key > 0);
+      if constexpr (kBias == KeyBias::kAdded) add_bias(scores, params_.score_scale, keys_.bias(), role_.lane);
+      keys_.release(!is_first);
       if (count <= kTileKeys) {
         release_query();
         if (count < kTileKeys) mask_scores(scores, count, role_.lane);
@@ -243,15 +251,20 @@ class StreamCompute {
           clear_rows<Tile>(role_, keys_.values().address(), count);
         }
       }
-      softmax.take_weights(scores, key == 0, sums, weights);
-      keys_.wait_values();
-      order_sums<Tile, typename Softmax::Weight>(weights, keys_.values(), true, sums);
+      const auto take_part = [&]<int kPart>() {
+        softmax.template take_part<kPart>(scores, is_first, accumulators, probabilities);
+        if constexpr (kPart == 0) keys_.wait_values();
+        issue_outputs<Tile, Softmax, kPart>(probabilities, keys_.values(), true, accumulators);
+      };
+      [&]<int... kParts>(std::integer_sequence<int, kParts...>) {
+        (take_part.template operator()<kParts>(), ...);
+      }(std::make_integer_sequence<int, Softmax::kParts>());
       key += kTileKeys;
     } while (key < key_count);
     wait_for_products();
     keys_.release_values();
     advance_query();
-    softmax.normalize(sums, kIsFast ? kValueScale : 1, outputs);
+    softmax.normalize(accumulators, Softmax::kValueScale, outputs);
   }
 
   // Until the next queries are there. Which tile they are.
@@ -275,58 +288,64 @@ class StreamCompute {
   uint32_t group_offset_;
   Operand query_;  // of the next tile, in this place
   RingPlace<typename Memory::QueryRing> query_place_;
-  StreamedKeys<Tile, kHasBias> keys_;
+  StreamedKeys<Tile, kBias> keys_;
 };
 
-template <class Tile, bool kHasBias, bool kHasHalfValues, class... Loaders>
+template <class Tile, KeyBias kBias, Rescaling kRescaling, class... Loaders>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     stream_attention_kernel(const __grid_constant__ AttentionKernelParams params) {
-  using Memory = StreamMemory<Tile, kHasBias>;
+  using Memory = StreamMemory<Tile, kBias>;
   const Memory memory(shared_tiles());
   const WarpRole role;
   if (threadIdx.x == 0) {
     memory.query_ring.init((Loaders::kArrivals + ...), Tile::kComputeWarps);
-    memory.key_ring.init((Loaders::kKeyArrivals + ...), Tile::template kKeyReaders<kHasBias>);
+    memory.key_ring.init((Loaders::kKeyArrivals + ...), Tile::template kKeyReaders<kBias>);
     memory.value_ring.init((Loaders::kArrivals + ...), Tile::kComputeWarps);
     memory.end_of_pass.init(Tile::kComputeWarps);
   }
   fence_barrier_init();
   __syncthreads();
-  wait_for_earlier_kernels();
+  // With float16 values the kernel before this one is the conversion, which has waited for all that came
+  // earlier: only its own result has to be waited for, by who loads it.
+  if (kRescaling == Rescaling::kOnline) wait_for_earlier_kernels();
   if (role.loads()) {
     release_registers<Tile::kLoadRegisters>();
     const auto load = [&]<class Loader>() {
       if (!Loader::is_mine(role)) return;
-      StreamLoad<Tile, kHasBias, Loader> stream(params, memory, role);
-      if constexpr (kHasHalfValues) {
-        stream.template run<Pass::kFast>();
+      StreamLoad<Tile, kBias, Loader> stream(params, memory, role);
+      if constexpr (kRescaling == Rescaling::kLazy) {
+        stream.template run<Pass::kClaimed>();
         memory.end_of_pass.wait(0);
-        stream.template run<Pass::kCareful>();
+        stream.template run<Pass::kInaccurate>();
       } else {
-        stream.template run<Pass::kAll>();
+        stream.template run<Pass::kShare>();
       }
     };
     (load.template operator()<Loaders>(), ...);
   } else {
     take_registers<Tile::kComputeRegisters>();
-    StreamCompute<Tile, kHasBias> stream(params, memory, role);
-    if constexpr (kHasHalfValues) {
-      stream.template run<true>();
+    StreamCompute<Tile, kBias> stream(params, memory, role);
+    if constexpr (kRescaling == Rescaling::kLazy) {
+      stream.template run<LazySoftmax<Tile>>();
       if (role.is_elected()) memory.end_of_pass.arrive();
     }
-    stream.template run<false>();
+    stream.template run<OnlineSoftmax<Tile, kBias>>();
   }
 }
 
-template <class Tile, bool kHasBias, bool kHasHalfValues, class... Loaders>
+template <class Tile, KeyBias kBias, Rescaling kRescaling, class... Loaders>
 void launch_stream_attention(const char* operation, AttentionKernelParams& params, int multiprocessors,
                              Stream stream) {
   (Loaders::map(operation, params, Tile::kRows), ...);
-  if constexpr (kHasHalfValues) prepare_workspace<Tile>(operation, params, stream);
   params.set_tiles(Tile::kRows);
-  launch_kernel(operation, stream_attention_kernel<Tile, kHasBias, kHasHalfValues, Loaders...>,
-                dim3(std::min(multiprocessors, params.tiles)), Tile::kThreads, params, stream,
-                StreamMemory<Tile, kHasBias>::kBytes);
+  int blocks = std::min(multiprocessors, params.tiles);
+  if constexpr (kRescaling == Rescaling::kLazy) {
+    prepare_workspace<Tile>(operation, params, stream);
+    params.reference_exponent = lazy_reference_exponent(params.args.key_length);
+    blocks = std::max(blocks, static_cast<int>(ceil_divide(params.tiles, TileList::kCapacity)));
+  }
+  launch_kernel(operation, stream_attention_kernel<Tile, kBias, kRescaling, Loaders...>, dim3(blocks),
+                Tile::kThreads, params, stream, StreamMemory<Tile, kBias>::kBytes);
 }
 
 }  // namespace h100_diffusers_kernels

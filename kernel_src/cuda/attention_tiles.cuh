@@ -15,11 +15,15 @@ namespace h100_diffusers_kernels {
 constexpr int kTileKeys = 128;
 constexpr float kLog2E = 1.44269504f;
 
+enum class KeyBias { kNone, kAdded };
+// How the row sums of the probabilities come about: by the threads' additions, or by the tensor cores, with
+// one more column of the values, of ones, where the values have a box to themselves.
+enum class RowSums { kAdded, kMultiplied };
+
 // kGroups warp groups compute, 64 queries each, and one loads. With 64 elements a head the exponentials take
 // about as long as the matrix products: three groups, of which one multiplies while two are at their
-// exponentials. With 128 the sums need twice the registers: two groups. kHasOnes: one more column of the
-// values, of ones, gives the sum of the weights, where they have a box to themselves.
-template <typename T_, int kHeadDim_, bool kHasOnes_ = false>
+// exponentials. With 128 O needs twice the registers: two groups.
+template <typename T_, int kHeadDim_, RowSums kRowSums = RowSums::kAdded>
 struct AttentionTile {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -29,18 +33,18 @@ struct AttentionTile {
   static constexpr int kThreads = (kGroups + 1) * kWarpGroupThreads;
   static constexpr int kComputeWarps = kGroups * kWarpGroupWarps;
   // Who says that keys have been read: a thread of each warp, or all where all have read biases.
-  template <bool kHasBias>
-  static constexpr int kKeyReaders = kComputeWarps * (kHasBias ? 32 : 1);
+  template <KeyBias kBias>
+  static constexpr int kKeyReaders = kComputeWarps * (kBias == KeyBias::kAdded ? 32 : 1);
   static constexpr int kComputeRegisters = kHeadDim == 64 ? 160 : 232;
   static constexpr int kLoadRegisters = kHeadDim == 64 ? 32 : 40;
-  static constexpr bool kHasOnes = kHasOnes_;
+  static constexpr bool kHasOnes = kRowSums == RowSums::kMultiplied;
   static_assert(!kHasOnes || kBoxes == 1);
   static constexpr int kColumns = kHeadDim + (kHasOnes ? 8 : 0);
   // As many rows as a product is deep.
   static constexpr uint32_t kOnesBytes = kHasOnes ? kProductDepth * kBoxRowBytes : 0;
   // Of a thread.
   static constexpr int kOutputs = kWarpGroupRows * kHeadDim / kWarpGroupThreads;
-  static constexpr int kSums = kWarpGroupRows * kColumns / kWarpGroupThreads;
+  static constexpr int kAccumulators = kWarpGroupRows * kColumns / kWarpGroupThreads;
   static constexpr int kScores = kWarpGroupRows * kTileKeys / kWarpGroupThreads;
 
   static constexpr uint32_t box_bytes(int rows) { return static_cast<uint32_t>(rows * kBoxRowBytes); }
@@ -109,6 +113,7 @@ struct AttentionKernelParams {
   int* claimed_tiles;        // how many, beyond the first of each block; see attention_schedule.cuh
   AttentionParams args;
   float score_scale;                     // of the products of query and key, to powers of 2
+  int reference_exponent;                // see attention_lazy_softmax.cuh
   int tiles;                             // of queries, of all heads
   FastDivisor query_tiles, query_heads;  // of a head; of a sample
   FastDivisor group_heads;               // query heads of a key head

@@ -1,15 +1,13 @@
-// The values of attention in float16, for weights in float16 (attention_softmax.cuh). They are taken times
-// kValueScale: then bfloat16 values from 2^-21 to 4096 are float16 exactly, smaller ones are off by 2^-29 at
-// most, and larger ones are infinite. Whether that was good enough is seen by the output.
+// The values of attention in float16, for probabilities in float16 (attention_lazy_softmax.cuh). They are
+// taken times kHalfValueScale: then bfloat16 values from 2^-21 to 4096 are float16 exactly, smaller ones are
+// off by 2^-29 at most, and larger ones are infinite. Whether that was good enough is seen by the output.
 #pragma once
 
-#include "attention_softmax.cuh"
+#include "attention_lazy_softmax.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
 
 namespace h100_diffusers_kernels {
-
-constexpr float kValueScale = 16;
 
 // Whether the outputs of both rows of this thread are finite and at their largest so far above what values
 // lost (2^13 times) that bfloat16's own rounding is all that shows.
@@ -46,6 +44,7 @@ __global__ void __launch_bounds__(kValueThreads)
   using Values = Pack<__nv_bfloat16, 8>;
   constexpr int kPieces = kHeadDim / 8;
   wait_for_earlier_kernels();
+  let_later_kernels_begin();
   const int piece = static_cast<int>(blockIdx.y * kValueThreads + threadIdx.x), head = piece / kPieces;
   const int batch = static_cast<int>(blockIdx.z), first = static_cast<int>(blockIdx.x) * kValueTokens;
   const int column = piece % kPieces * 8;
@@ -65,7 +64,7 @@ __global__ void __launch_bounds__(kValueThreads)
     float values[8];
     packs[i].to_floats(values);
 #pragma unroll
-    for (int k = 0; k < 8; ++k) values[k] *= kValueScale;
+    for (int k = 0; k < 8; ++k) values[k] *= kHalfValueScale;
     store_floats(out + (first + i) * int64_t{params.key_heads} * kHeadDim, values);
   }
 }

@@ -173,15 +173,20 @@ __global__ void __launch_bounds__(kAnyShapeThreads)
     at.head = group_head + i / head_dim;
     return head_offset(strides, at) + i % head_dim;
   };
+  // Unsigned: the last step may lead beyond what an int holds.
+  const auto for_each_element = [&](const auto& body) {
+    for (uint32_t i = threadIdx.x; i < static_cast<uint32_t>(span); i += kAnyShapeThreads)
+      body(static_cast<int>(i));
+  };
 
   const bool is_norm = p.norm != NormScope::kNone;
   Statistic<T> scale;
   if (is_norm) {
     RowSum<T> sum[1] = {0};
-    for (int i = threadIdx.x; i < span; i += kAnyShapeThreads) {
+    for_each_element([&](int i) {
       const float x = to_float(static_cast<const T*>(tensor.in)[element(i, tensor.in_strides)]);
       sum[0] += x * x;
-    }
+    });
     // Its barrier ends all reads before the first write in place.
     GroupReduce<Sum, RowSum<T>, kAnyShapeThreads>{}(sum);
     scale = rms_scale_of<T>(sum[0], span, p.eps);
@@ -215,7 +220,7 @@ __global__ void __launch_bounds__(kAnyShapeThreads)
       store(second, b[0]);
     }
   } else {
-    for (int i = threadIdx.x; i < span; i += kAnyShapeThreads) store(i, normalized(i));
+    for_each_element([&](int i) { store(i, normalized(i)); });
   }
 }
 

@@ -53,6 +53,12 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
+// From here on the next kernel in the stream may begin, as far as there is room for its blocks; what it waits
+// for is still the end of this one.
+__device__ __forceinline__ void let_later_kernels_begin() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // Shared memory of `extern` that a block can have: all that there is, less what exchanges take.
 constexpr int64_t kMaxSharedBytes = 224 * 1024;
 

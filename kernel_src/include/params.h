@@ -193,6 +193,10 @@ struct SoftmaxParams {
 
 void softmax(const SoftmaxParams& params, Stream stream);
 
+// Queries of all heads and samples, and keys. Kernels count them in an int, and tiles of them beyond the
+// last, so at most half of what that holds.
+constexpr int64_t kMaxAttentionRows = int64_t{1} << 30;
+
 // Query, key or value: (batch, seq, heads, head_dim), strides of the first three, 0 where broadcast.
 struct AttentionOperand {
   const void* data;

@@ -129,7 +129,7 @@ H100_PRODUCT(__half, "f16");
 
 // Before the products that follow what has written their registers.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// What has been ordered since the last time is one group.
+// The products issued since the last time are one group.
 __device__ __forceinline__ void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }

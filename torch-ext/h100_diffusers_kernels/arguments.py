@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from typing import Callable, Optional
 
 import torch
 from torch import Tensor
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_COUNT = 2**31 - 1  # of what a launch numbers
+MAX_COUNT = 2**31 - 1  # of what a launch or a kernel numbers
+MAX_ATTENTION_ROWS = 2**30  # of attention's queries of all heads, and of its keys
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -276,7 +278,10 @@ def check_qk(
         )
     check_last_stride(operation, "k", k)
     k_heads = heads_of(k, head_dim)
-    _require_countable_heads(operation, "q", q, max(heads, k_heads))
+    _require_countable_heads(operation, "q", q, max(heads, k_heads), head_dim)
+    if norm == "across_heads":
+        _require_countable_token(operation, "q", q, heads, head_dim)
+        _require_countable_token(operation, "k", q, k_heads, head_dim)
     for name, weight, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
         if weight is not None and norm == "none":
             fail(
@@ -293,14 +298,35 @@ def heads_of(x: Tensor, head_dim: int) -> int:
     return x.shape[2:].numel() // head_dim if head_dim else 0
 
 
-def _require_countable_heads(operation: str, name: str, x: Tensor, heads: int) -> None:
-    batch, seq = x.shape[:2]
-    if batch * seq * heads > MAX_COUNT:
-        fail(
-            operation,
-            f"{name} must have a batch * seq * heads of at most {MAX_COUNT}, "
-            f"got {batch} * {seq} * {heads}",
-        )
+def _is_above(count: int, limit: int) -> bool:
+    """False where tracing has no bound for the count: the compiled check asks again."""
+    if isinstance(count, int):
+        return count > limit
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(count > limit)
+
+
+def _require_countable(
+    operation: str, name: str, x: Tensor, what: str, sizes: tuple, limit: int = MAX_COUNT
+) -> None:
+    """``what``, the product of the sizes, is at most ``limit``. Of an empty ``x`` nothing is counted."""
+    if _is_above(math.prod(sizes), limit) and x.numel():
+        factors = " * ".join(map(str, sizes))
+        fail(operation, f"{name} must have a {what} of at most {limit}, got {factors}")
+
+
+def _require_countable_heads(
+    operation: str, name: str, x: Tensor, heads: int, head_dim: int
+) -> None:
+    _require_countable(operation, name, x, "batch * seq * heads", (*x.shape[:2], heads))
+    _require_countable(operation, name, x, "head_dim", (head_dim,))
+
+
+def _require_countable_token(
+    operation: str, name: str, x: Tensor, heads: int, head_dim: int
+) -> None:
+    _require_countable(operation, name, x, "heads * head_dim", (heads, head_dim))
 
 
 def _require_equal_heads(operation: str, name: str, heads: int, k_heads: int) -> None:
@@ -402,7 +428,7 @@ def check_rope(
             )
         heads = width // head_dim if head_dim else 0
     _require_even_head_dim(operation, "x", head_dim)
-    _require_countable_heads(operation, "x", x, heads)
+    _require_countable_heads(operation, "x", x, heads, head_dim)
     return rope_table_views(operation, cos, sin, "x", x, heads, head_dim)
 
 
@@ -416,14 +442,14 @@ def check_rope_3d(operation: str, x: Tensor, axes: dict, layout: str) -> None:
             f"x must have shape (batch, seq, heads, head_dim), got {tuple(x.shape)}",
         )
     _require_even_head_dim(operation, "x", x.shape[3])
-    _require_countable_heads(operation, "x", x, x.shape[2])
+    _require_countable_heads(operation, "x", x, *x.shape[2:])
     first = axes["frame"][0]
     for axis, (cos, sin) in axes.items():
         for name, table in ((f"{axis}_cos", cos), (f"{axis}_sin", sin)):
             check_device(operation, name, table, "x", x)
             _check_float32_or_dtype(operation, name, table, "x", x)
             check_dtype(operation, name, table, "frame_cos", first)
-            if table.dim() != 2 or any(size > MAX_COUNT for size in table.shape):
+            if table.dim() != 2 or any(_is_above(size, MAX_COUNT) for size in table.shape):
                 fail(
                     operation,
                     f"{name} must have shape (positions, pairs), each at most {MAX_COUNT}, "
@@ -480,6 +506,7 @@ def check_coordinates(
     check_last_stride(operation, "frequencies", frequencies)
     heads = heads_of(q, head_dim)
     _require_equal_heads(operation, "coordinates", heads, k_heads)
+    _require_countable_token(operation, "q", q, heads, head_dim)
     pairs, axes = heads * head_dim // 2, coordinates.shape[2]
     if axes * frequencies.shape[0] > pairs:
         fail(
@@ -504,7 +531,7 @@ def check_attention(
     check_input(operation, "q", q, min_dims=4, accepts_float32=False)
     if q.dim() != 4:
         fail(operation, f"q must have shape (batch, seq, heads, head_dim), got {tuple(q.shape)}")
-    batch, _, heads, head_dim = q.shape
+    batch, query_length, heads, head_dim = q.shape
     if head_dim not in ATTENTION_HEAD_DIMS:
         fail(operation, f"q must have a head_dim of 64 or 128, got {head_dim}")
     check_device(operation, "k", k, "q", q)
@@ -525,6 +552,9 @@ def check_attention(
     check_device(operation, "v", v, "q", q)
     check_dtype(operation, "v", v, "q", q)
     _check_exact_shape(operation, "v", v, k.shape)
+    queries = (batch, query_length, heads)
+    _require_countable(operation, "q", q, "batch * seq * heads", queries, MAX_ATTENTION_ROWS)
+    _require_countable(operation, "k", q, "seq", (key_length,), MAX_ATTENTION_ROWS)
     float32 = torch.finfo(torch.float32)
     if scale is not None and not float32.tiny <= scale <= float32.max:
         fail(operation, f"scale must be positive and finite in float32, got {scale}")

@@ -1,0 +1,120 @@
+"""Query, key and value as attention meets them, from random to trained models.
+
+On N(0, 1) inputs each query attends to thousands of keys about equally. Trained models' scores are
+peaked: a few keys have most of a row's weight, tokens resemble each other, one key is a sink that
+many rows attend to. How large the scores are is given in nats: as they stand in the softmax's
+exponent, after the scale of 1 / sqrt(head_dim).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+DTYPE = torch.bfloat16
+CLUSTERS = 64
+RISE = 20.0  # nats from a tile of keys to the next; float16 ends at exp(11.1)
+RISE_KEYS = 128
+CONSTANT = 0.7
+
+Shape = Sequence[int]  # (batch, queries, keys, heads, head_dim)
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def sizes(shape: Shape) -> list[tuple[int, int, int, int]]:
+    """Of query, key and value: (batch, tokens, heads, head_dim)."""
+    batch, queries, keys, heads, head_dim = shape
+    return [(batch, tokens, heads, head_dim) for tokens in (queries, keys, keys)]
+
+
+def normal(shape: Shape, device: torch.device) -> list[Tensor]:
+    """Query, key and value from N(0, 1), in float32."""
+    return [torch.randn(size, device=device) for size in sizes(shape)]
+
+
+def in_16_bits(*tensors: Tensor) -> Inputs:
+    return tuple(t.to(DTYPE) for t in tensors)
+
+
+def random_scores(shape: Shape, device: torch.device, std: float) -> Inputs:
+    """Scores that are normal, with a standard deviation in nats."""
+    q, k, v = normal(shape, device)
+    return in_16_bits(q * std, k, v)
+
+
+def clustered_tokens(shape: Shape, device: torch.device, cosine: float, weight: float) -> Inputs:
+    """Tokens in clusters, query and key as after an RMS norm of each head.
+
+    cosine: of two tokens of a cluster; those of different clusters have one of 0, about.
+    weight: the product of query's and key's norm weights; equal tokens would have a score of
+    weight * sqrt(head_dim) nats.
+    """
+    q, k, v = normal(shape, device)
+    batch, queries, keys, heads, head_dim = shape
+    unit = functools.partial(torch.nn.functional.normalize, dim=-1)
+    centers = unit(torch.randn(heads, CLUSTERS, head_dim, device=device))
+    cluster = torch.randint(CLUSTERS, (batch, max(queries, keys), 1), device=device)
+    head = torch.arange(heads, device=device)
+
+    def tokens(noise: Tensor) -> Tensor:
+        center = centers[head, cluster[:, : noise.shape[1]]]
+        return unit(cosine**0.5 * center + (1 - cosine) ** 0.5 * unit(noise))
+
+    root = (weight * head_dim) ** 0.5
+    return in_16_bits(tokens(q) * root, tokens(k) * root, v)
+
+
+def attention_sink(shape: Shape, device: torch.device) -> Inputs:
+    """Normal scores of 1 nat, and one key in the middle that takes about half of each row."""
+    *_, keys, _, head_dim = shape
+    q, k, v = normal(shape, device)
+    q[..., 0] = 1.0
+    k[..., 0] = 0.0
+    of_others = math.log(keys) + (head_dim - 1) / head_dim / 2  # the logarithm of their sum
+    k[:, keys // 2] = 0.0
+    k[:, keys // 2, :, 0] = of_others * head_dim**0.5
+    return in_16_bits(q, k, v)
+
+
+def rising_scores(shape: Shape, device: torch.device) -> Inputs:
+    """Normal scores of 1 nat, raised by at least RISE nats every RISE_KEYS keys, for all queries.
+
+    What they are raised by stands in two columns as multiples of a step, which 16 bits hold exactly.
+    """
+    *_, keys, _, head_dim = shape
+    q, k, v = normal(shape, device)
+    step = math.ceil(RISE * head_dim**0.5 / 32) * 32
+    tile = torch.arange(keys, device=device) // RISE_KEYS
+    q[..., :2] = 1.0
+    k[..., 0] = (tile // 16 * 16 * step)[:, None]
+    k[..., 1] = (tile % 16 * step)[:, None]
+    return in_16_bits(q, k, v)
+
+
+def constant(shape: Shape, device: torch.device) -> Inputs:
+    """Each key has the same weight."""
+    return in_16_bits(*(torch.full(size, CONSTANT, device=device) for size in sizes(shape)))
+
+
+# Value is N(0, 1) in all but the last.
+INPUTS: dict[str, Callable[[Shape, torch.device], Inputs]] = {
+    **{f"std {std}": functools.partial(random_scores, std=std) for std in (1, 3, 6)},
+    **{
+        f"clusters {cosine}, {weight}": functools.partial(
+            clustered_tokens, cosine=cosine, weight=weight
+        )
+        for cosine in (0.5, 0.8)
+        for weight in (1, 2, 4)
+    },
+    "sink": attention_sink,
+    "rising": rising_scores,
+    "large range": functools.partial(random_scores, std=30),
+    "constant": constant,
+}
+NORMAL = "std 1"
+EXTREMES = ("rising", "large range", "constant")  # which no model has
+TYPICAL = tuple(kind for kind in INPUTS if kind not in EXTREMES)

@@ -1,0 +1,111 @@
+// The softmax of attention without maxima: probabilities in float16, which has eight times the precision of
+// bfloat16, so that the largest of a row need not be a power of 2, and m need not follow the maximum.
+//
+// m comes from a row's first tile of keys, by which the largest probability is 2^reference_exponent. Scores
+// that come later may exceed those of the first tile by 16 - reference_exponent powers of 2, about 13 nats:
+// of most rows none does. Whether one does is told by the sums of the probabilities, which are taken in
+// float32 anyway, and which no score below m + 127 overflows: where a thread's sum of a tile is beyond
+// float16, its warp raises m in powers of 2, and multiplies the tile's probabilities, l and O by what that
+// leaves of them. That happens once or twice on the way of a peaked row along thousands of keys.
+//
+// Beyond 2^120 the row becomes NaN. Such tiles of queries are computed again by OnlineSoftmax.
+#pragma once
+
+#include <algorithm>
+
+#include "attention_softmax.cuh"
+#include "warp_group.cuh"
+
+namespace h100_diffusers_kernels {
+
+// Of the values, which are in float16 too; see attention_values.cuh.
+constexpr float kHalfValueScale = 16;
+
+// Float16 drops what is below 2^-25. With `keys` probabilities just below that, a row whose probabilities
+// have at least 2^exponent as their sum loses 2^-9 of it, as much as bfloat16's rounding of the output.
+inline int lazy_reference_exponent(int64_t keys) {
+  constexpr int kLostBits = 25, kRelativeBits = 9, kLargest = 8;
+  int bits = 0;
+  while ((int64_t{1} << bits) < keys) ++bits;
+  return std::min(bits - kLostBits + kRelativeBits, kLargest);
+}
+
+template <class Tile>
+class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
+  using Base = RowSoftmax<Tile, KeyBias::kNone>;
+  static_assert(!Tile::kHasOnes);
+
+ public:
+  using Probability = __half;
+  // With 128 columns the tensor cores are the limit: they begin with half of a tile's keys while the other
+  // half is at its exponentials. With 64 the exponentials are, and one part is 3% faster.
+  static constexpr int kParts = Tile::kHeadDim == 128 ? 2 : 1;
+  static constexpr float kValueScale = kHalfValueScale;
+
+  __device__ __forceinline__ explicit LazySoftmax(const AttentionKernelParams& params)
+      : Base(params.score_scale), exponent_(params.reference_exponent) {}
+
+  // Of the next tile of keys. The products of parts before may be on their way to O.
+  template <int kPart>
+  __device__ __forceinline__ void take_part(Scores<Tile>& scores, bool is_first,
+                                            Accumulators<Tile>& accumulators, Probabilities& probabilities) {
+    constexpr int kSize = Tile::kScores / kParts, kBegin = kPart * kSize, kEnd = kBegin + kSize;
+    if (kPart == 0 && is_first) set_reference(scores);
+    typename Base::PartialSums part;
+    float sum[2];
+    this->template exponentiate<kBegin, kEnd>(scores, part);
+    // Before the branch, so that it goes on between the exponentials.
+    this->template round<Probability, kBegin, kEnd>(scores, probabilities);
+    Base::add_up(part, sum);
+    const bool is_within = sum[0] <= kLargestHalf && sum[1] <= kLargestHalf;  // not of NaN
+    if (!__all_sync(~0u, is_within)) {
+      if constexpr (kPart > 0) wait_for_products();
+      raise_reference<kBegin, kEnd>(scores, sum, accumulators);
+      this->template round<Probability, kBegin, kEnd>(scores, probabilities);
+    }
+    this->add_to_row_sums(sum);
+  }
+
+ private:
+  static constexpr float kLargestHalf = 65504;
+
+  __device__ __forceinline__ void set_reference(const Scores<Tile>& scores) {
+    float maximum[2];
+    this->find_maxima(scores, maximum);
+#pragma unroll
+    for (int row = 0; row < 2; ++row)
+      this->reference_[row] = Base::reference_of(row_maximum(maximum[row]), static_cast<float>(exponent_));
+  }
+
+  // The largest of a row's four sums becomes 2^exponent_ to 2^(exponent_ + 1).
+  template <int kBegin, int kEnd>
+  __device__ __forceinline__ void raise_reference(Scores<Tile>& probabilities, float (&sum)[2],
+                                                  Accumulators<Tile>& accumulators) {
+    constexpr float kTooLarge = 0x1p120f;
+    float factor[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float largest = row_maximum(sum[row]);
+      const int rise = max(exponent_of(largest) - exponent_, 0);
+      factor[row] = largest < kTooLarge ? power_of_2(-rise) : NAN;
+      this->reference_[row] += static_cast<float>(rise);
+      this->row_sum_[row] *= factor[row];
+      sum[row] *= factor[row];
+    }
+    scale_rows<kBegin, kEnd>(probabilities, factor);
+    scale_rows<0, Tile::kAccumulators>(accumulators, factor);
+  }
+
+  static constexpr int kMantissaBits = 23, kExponentBias = 127;
+  // Of positive normal numbers.
+  __device__ __forceinline__ static int exponent_of(float x) {
+    return (__float_as_int(x) >> kMantissaBits) - kExponentBias;
+  }
+  __device__ __forceinline__ static float power_of_2(int exponent) {
+    return __int_as_float((exponent + kExponentBias) << kMantissaBits);
+  }
+
+  int exponent_;
+};
+
+}  // namespace h100_diffusers_kernels
