@@ -2,16 +2,17 @@
 // bfloat16, so that the largest of a row need not be a power of 2, and m need not follow the maximum.
 //
 // m comes from a row's first tile of keys, by which the largest probability is 2^reference_exponent. Scores
-// that come later may exceed those of the first tile by 16 - reference_exponent powers of 2, about 13 nats:
-// of most rows none does. Whether one does is told by the sums of the probabilities, which are taken in
-// float32 anyway, and which no score below m + 127 overflows: where a thread's sum of a tile is beyond
-// float16, its warp raises m in powers of 2, and multiplies the tile's probabilities, l and O by what that
-// leaves of them. That happens once or twice on the way of a peaked row along thousands of keys.
+// that come later may exceed those of the first tile by 16 - reference_exponent powers of 2, 9 to 12 nats of
+// thousands of keys: of most rows none does. Whether one does is told by the sums of the probabilities, which
+// are taken in float32 anyway, and which no score below m + 127 overflows: where a thread's sum of a tile is
+// beyond float16, its warp raises m in powers of 2, and multiplies the tile's probabilities, l and O by what
+// that leaves of them. That happens once or twice on the way of a peaked row along thousands of keys.
 //
 // Beyond 2^120 the row becomes NaN. Such tiles of queries are computed again by OnlineSoftmax.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "attention_softmax.cuh"
 #include "warp_group.cuh"
@@ -21,13 +22,14 @@ namespace h100_diffusers_kernels {
 // Of the values, which are in float16 too; see attention_values.cuh.
 constexpr float kHalfValueScale = 16;
 
-// Float16 drops what is below 2^-25. With `keys` probabilities just below that, a row whose probabilities
-// have at least 2^exponent as their sum loses 2^-9 of it, as much as bfloat16's rounding of the output.
+// Float16 has nothing between 0 and 2^-24, so that a probability is off by up to 2^-25. With `keys` of them,
+// all off in the same direction, a row whose probabilities have at least 2^exponent as their sum is off by
+// 2^-12.5, a tenth of bfloat16's rounding of the output.
 inline int lazy_reference_exponent(int64_t keys) {
-  constexpr int kLostBits = 25, kRelativeBits = 9, kLargest = 8;
-  int bits = 0;
-  while ((int64_t{1} << bits) < keys) ++bits;
-  return std::min(bits - kLostBits + kRelativeBits, kLargest);
+  constexpr double kHalfBits = 25, kRowBits = 12.5;
+  constexpr int kLargest = 8;  // which leaves as much to rise
+  return std::min(static_cast<int>(std::ceil(std::log2(static_cast<double>(keys)) + kRowBits - kHalfBits)),
+                  kLargest);
 }
 
 template <class Tile>
