@@ -59,9 +59,10 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
     // Before the branch, so that it goes on between the exponentials.
     this->template round<Probability, kBegin, kEnd>(scores, probabilities);
     Base::add_up(part, sum);
+    // Not within the branch: all warps of the group have to wait at the same instruction.
+    if constexpr (kPart > 0) wait_for_products();
     const bool is_within = sum[0] <= kLargestHalf && sum[1] <= kLargestHalf;  // not of NaN
     if (!__all_sync(~0u, is_within)) {
-      if constexpr (kPart > 0) wait_for_products();
       raise_reference<kBegin, kEnd>(scores, sum, accumulators);
       this->template round<Probability, kBegin, kEnd>(scores, probabilities);
     }
