@@ -1,4 +1,4 @@
-// From a warp's outputs to its 16 rows in memory, by way of shared memory and the copy engine.
+// A warp's outputs go to its 16 rows in memory by way of shared memory and the copy engine.
 #pragma once
 
 #include "attention_softmax.cuh"
@@ -7,7 +7,8 @@ namespace h100_diffusers_kernels {
 
 constexpr int kStoreRows = kWarpGroupRows / kWarpGroupWarps;  // of a warp
 
-// tile: of 64 rows, this warp group's own; box_bytes: from one box of it to the next; place: of the tile.
+// `tile` has 64 rows, this warp group's own; box_bytes lead from one box of it to the next; `place` is the
+// tile's.
 template <class Tile>
 __device__ __forceinline__ void store_rows(const WarpRole& role, const MappedTensor& out, uint32_t tile,
                                            uint32_t box_bytes, const QueryTile& place,

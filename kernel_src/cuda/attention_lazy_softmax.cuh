@@ -47,7 +47,8 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
   __device__ __forceinline__ explicit LazySoftmax(const AttentionKernelParams& params)
       : Base(params.score_scale), exponent_(params.reference_exponent) {}
 
-  // Of the next tile of keys. The products of parts before may be on their way to O.
+  // Makes probabilities of a part of the next tile's scores. The products of the part before may be on their
+  // way to O.
   template <int kPart>
   __device__ __forceinline__ void take_part(Scores<Tile>& scores, bool is_first,
                                             Accumulators<Tile>& accumulators, Probabilities& probabilities) {
@@ -56,10 +57,10 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
     typename Base::PartialSums part;
     float sum[2];
     this->template exponentiate<kBegin, kEnd>(scores, part);
-    // Before the branch, so that it goes on between the exponentials.
+    // Rounding stands before the branch, so that it goes on between the exponentials.
     this->template round<Probability, kBegin, kEnd>(scores, probabilities);
     Base::add_up(part, sum);
-    // Not within the branch: all warps of the group have to wait at the same instruction.
+    // This is not within the branch because all warps of the group have to wait at the same instruction.
     if constexpr (kPart > 0) wait_for_products();
     const bool is_within = sum[0] <= kLargestHalf && sum[1] <= kLargestHalf;  // not of NaN
     if (!__all_sync(~0u, is_within)) {
@@ -100,7 +101,7 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
   }
 
   static constexpr int kMantissaBits = 23, kExponentBias = 127;
-  // Of positive normal numbers.
+  // x is a positive normal number, 0 or NaN.
   __device__ __forceinline__ static int exponent_of(float x) {
     return (__float_as_int(x) >> kMantissaBits) - kExponentBias;
   }

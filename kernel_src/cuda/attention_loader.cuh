@@ -10,7 +10,8 @@ namespace h100_diffusers_kernels {
 template <class Tile>
 class TensorLoader {
  public:
-  static constexpr int kArrivals = 1, kKeyArrivals = 1;  // at the barrier of a tile
+  // So many threads arrive at the barrier of a tile.
+  static constexpr int kArrivals = 1, kKeyArrivals = 1;
 
   __device__ __forceinline__ static bool is_mine(const WarpRole& role) { return role.thread == 0; }
 
@@ -23,7 +24,8 @@ class TensorLoader {
   __device__ __forceinline__ TensorLoader(const AttentionKernelParams& params, const WarpRole&)
       : params_(params), values_(&params.v) {}
 
-  __device__ __forceinline__ bool is_first() const { return true; }  // of its threads
+  // Whether this is the first of the loader's threads.
+  __device__ __forceinline__ bool is_first() const { return true; }
 
   __device__ __forceinline__ void take_half_values(bool is_half) {
     values_ = is_half ? &params_.half_values : &params_.v;
@@ -57,7 +59,7 @@ class TensorLoader {
   const MappedTensor* values_;
 };
 
-// The biases of the keys, by a warp.
+// A warp loads the biases of the keys.
 template <class Tile>
 class BiasLoader {
  public:
@@ -82,7 +84,7 @@ class BiasLoader {
   int lane_;
 };
 
-// All of it, by all threads of the group.
+// All threads of the group load all of it.
 template <class Tile, Access kAccess>
 class ElementLoader {
   static_assert(kAccess == Access::kScalar);
@@ -126,7 +128,7 @@ class ElementLoader {
     full.arrive();
   }
 
-  // Two columns at a time; rows from `length` on become 0.
+  // Reads two columns at a time; rows from `length` on become 0.
   __device__ __forceinline__ void read(const AttentionOperand& tensor, int64_t length, uint32_t tile,
                                        int rows, int head, int first_row, int batch) const {
     constexpr int kPairs = Tile::kHeadDim / 2;

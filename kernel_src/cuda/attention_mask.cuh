@@ -1,11 +1,11 @@
-// What keeps keys out of attention: the end of the sequence, a sample's length, a bias on each key.
+// The end of the sequence, a sample's length, or a bias on each key keeps keys out of attention.
 #pragma once
 
 #include "attention_tiles.cuh"
 
 namespace h100_diffusers_kernels {
 
-// Of keys from `count` on the scores are -infinity, whatever they were.
+// The scores of keys from `count` on become -infinity, whatever they were.
 template <int kScores>
 __device__ __forceinline__ void mask_scores(float (&scores)[kScores], int count, int lane) {
   const int own = count - lane % 4 * 2;
@@ -14,7 +14,8 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kScores], int count,
     if (i / 4 * 8 + i % 2 >= own) scores[i] = -INFINITY;
 }
 
-// score * scale + bias; the tile's biases are floats in shared memory, and powers of 2, as the scores become.
+// Scores become score * scale + bias. The tile's biases are floats in shared memory, and powers of 2, as the
+// scores are then.
 template <int kScores>
 __device__ __forceinline__ void add_bias(float (&scores)[kScores], float scale, uint32_t bias, int lane) {
 #pragma unroll
@@ -28,10 +29,10 @@ __device__ __forceinline__ void add_bias(float (&scores)[kScores], float scale, 
   }
 }
 
-// What is finite stays so: where all scores are as low as can be their softmax is that of equals.
+// What is finite stays so, because where all scores are as low as can be their softmax is that of equals.
 constexpr float kLargestBias = 3.3e38f;
 
-// Writes the biases of a tile of keys, by threads `thread` of `threads`.
+// Writes the biases of a tile of keys. The caller is thread `thread` of `threads`.
 template <typename T>
 __device__ __forceinline__ void store_bias(const AttentionParams& args, int batch, int key, uint32_t bias,
                                            int thread, int threads) {
@@ -49,8 +50,8 @@ __device__ __forceinline__ void store_bias(const AttentionParams& args, int batc
   }
 }
 
-// Values beyond a sample's length may be NaN, which a probability of 0 would not keep out: makes 0 of the
-// rows of a tile from `count` on. By a whole warp group; others may do the same at the same time.
+// Values beyond a sample's length may be NaN, which a probability of 0 would not keep out, so the rows of a
+// tile from `count` on become 0. A whole warp group calls it; others may do the same at the same time.
 template <class Tile>
 __device__ __forceinline__ void clear_rows(const WarpRole& role, uint32_t tile, int count) {
   constexpr int kPieces = kBoxRowBytes / 16;

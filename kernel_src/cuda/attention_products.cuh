@@ -7,7 +7,7 @@
 
 namespace h100_diffusers_kernels {
 
-// query_box_bytes: from one box of queries to the next.
+// query_box_bytes lead from one box of queries to the next.
 template <class Tile>
 __device__ __forceinline__ void issue_scores(Operand query, int query_box_bytes, Operand keys,
                                              Scores<Tile>& scores) {
@@ -23,7 +23,8 @@ __device__ __forceinline__ void issue_scores(Operand query, int query_box_bytes,
   commit_products();
 }
 
-// Of part kPart of the tile's keys, of Softmax::kParts. accumulate: or O begins with this tile.
+// Issues the products of part kPart of the tile's keys, of Softmax::kParts. O begins with them unless they
+// accumulate.
 template <class Tile, class Softmax, int kPart>
 __device__ __forceinline__ void issue_outputs(const Probabilities& probabilities, Operand values,
                                               bool accumulate, Accumulators<Tile>& accumulators) {

@@ -14,7 +14,7 @@ namespace h100_diffusers_kernels {
 
 constexpr int kMaxResidentKeyTiles = 2;
 
-// Of a head with kKeyTiles tiles of keys.
+// This is the shared memory of a block for heads with kKeyTiles tiles of keys.
 template <class Tile, int kKeyTiles>
 struct ResidentMemory {
   using HeadRing = Ring<Tile::kHeadDim == 64 ? 2 : 1>;
@@ -25,8 +25,9 @@ struct ResidentMemory {
   static constexpr uint32_t kOutBytes = Tile::kGroups * kQueryBytes;
   static constexpr uint32_t kHeadsBytes = HeadRing::kStages * (2 * kHeadBytes + kBiasBytes);
 
-  // Of each warp group the same stages, as many as there is room for: nobody waits for a stage that another
-  // group has yet to read, which the parity of its barrier would not tell from one that is full.
+  // Each warp group has the same stages all the time, as many as there is room for, so that nobody waits for
+  // a stage that another group has yet to read, which the parity of its barrier would not tell from a full
+  // one.
   static constexpr uint32_t kBarriersBytes = 512;  // at most
   static constexpr uint32_t kQueriesRoom =
       kMaxSharedBytes - kTileAlignment - kOutBytes - kHeadsBytes - Tile::kOnesBytes - kBarriersBytes;
@@ -53,7 +54,7 @@ struct ResidentMemory {
   static_assert(QueryRing::kBytes + 2 * HeadRing::kBytes <= kBarriersBytes);
 };
 
-// The consecutive tiles of a block, head by head; the first blocks have one more than the others. Which rows
+// A block has consecutive tiles, head by head; the first blocks have one more than the others. Which rows
 // a tile of a head has goes round the head, so that all blocks are at about the same token at a time, most of
 // them in another head: the heads of a token are neighbours in memory, and so its pages are read and written
 // while they are open.
@@ -83,7 +84,7 @@ class TileRange {
     const int row_tile = (tile - block_begin) % query_tiles_;
     return row_tile < 0 ? row_tile + query_tiles_ : row_tile;
   }
-  // `tiles` further on in the same head.
+  // It is `tiles` further on in the same head.
   __device__ __forceinline__ int row_tile_after(int row_tile, int tiles) const {
     row_tile += tiles;
     return row_tile >= query_tiles_ ? row_tile - query_tiles_ : row_tile;
@@ -177,7 +178,7 @@ class ResidentCompute {
  private:
   static constexpr int kBoxBytes = Tile::box_bytes(kWarpGroupRows);
 
-  // Of the next tile, if there is one.
+  // Issues those of the next tile, if there is one.
   __device__ __forceinline__ bool issue_first_scores() {
     if (tile_ >= end_) return false;
     query_place_.wait_full(memory_.query_ring);
@@ -192,7 +193,7 @@ class ResidentCompute {
     return key / kTileKeys * static_cast<int>(Memory::kTileBytes);
   }
 
-  // From the first scores on, which have been issued; issues those of the next tile.
+  // Goes on from the first scores, which have been issued, and issues those of the next tile.
   __device__ __forceinline__ void compute_tile(int key_count, Outputs<Tile>& outputs) {
     using Softmax = OnlineSoftmax<Tile, kBias>;
     const bool has_padding = key_count < params_.args.key_length;
@@ -239,10 +240,10 @@ class ResidentCompute {
   const AttentionKernelParams& params_;
   const Memory& memory_;
   const WarpRole& role_;
-  int tile_, end_;  // the next one; of the tiles of this head
+  int tile_, end_;  // The next tile is tile_, and the tiles of this head end at end_.
   RingPlace<typename Memory::HeadRing> head_;
   RingPlace<typename Memory::QueryRing> query_place_;
-  Operand query_;  // in this place
+  Operand query_;  // It is the one in query_place_.
   Scores<Tile> scores_;
 };
 

@@ -1,15 +1,15 @@
-// Which tiles of queries a block computes, one after the other.
+// The schedule says which tiles of queries a block computes, one after the other.
 #pragma once
 
 #include "attention_tiles.cuh"
 
 namespace h100_diffusers_kernels {
 
-// What a kernel's softmax is: OnlineSoftmax for all tiles; or LazySoftmax, and then OnlineSoftmax for those
-// tiles for which that was not accurate.
+// A kernel has OnlineSoftmax for all tiles; or it has LazySoftmax, and then OnlineSoftmax for those tiles for
+// which that was not accurate.
 enum class Rescaling { kOnline, kLazy };
 
-// Which tiles are treated: a block's share; those that it claims; those that it has marked as inaccurate.
+// A block treats its share of the tiles; or those that it claims, and then those that it has marked.
 enum class Pass { kShare, kClaimed, kInaccurate };
 
 // The tiles that a block has claimed, in shared memory, in their order. Multiprocessors differ in speed by
@@ -53,7 +53,7 @@ struct TileList {
   }
 
  private:
-  static constexpr uint32_t kInaccurate = 1u << 31;  // of an entry
+  static constexpr uint32_t kInaccurate = 1u << 31;  // It marks an entry.
   static constexpr uint32_t kEnd = kInaccurate - 1;
 
   __device__ __forceinline__ uint32_t entry(int index) const {

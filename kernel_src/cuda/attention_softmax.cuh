@@ -22,14 +22,14 @@
 
 namespace h100_diffusers_kernels {
 
-// Propagates NaN.
+// The maximum of NaN and anything is NaN.
 __device__ __forceinline__ float maximum_of(float a, float b) {
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
 }
 
-// Of the four lanes that share a row.
+// Four lanes share a row.
 __device__ __forceinline__ float row_maximum(float x) {
   x = maximum_of(x, __shfl_xor_sync(~0u, x, 1));
   return maximum_of(x, __shfl_xor_sync(~0u, x, 2));
@@ -39,8 +39,8 @@ __device__ __forceinline__ float row_total(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// What a thread has of S, of P in pairs of 16 bits, of O with its column of row sums if there is one, and of
-// the output.
+// A thread has these parts of S, of P in pairs of 16 bits, of O with its column of row sums if there is one,
+// and of the output.
 template <class Tile>
 using Scores = float[Tile::kScores];
 using Probabilities = uint32_t[kTileKeys / kProductDepth][4];
@@ -49,15 +49,15 @@ using Accumulators = float[Tile::kAccumulators];
 template <class Tile>
 using Outputs = float[Tile::kOutputs];
 
-// Values by row: those of a thread alternate in pairs.
+// The values of a thread's two rows alternate in pairs.
 template <int kBegin, int kEnd, int kSize>
 __device__ __forceinline__ void scale_rows(float (&values)[kSize], const float (&factor)[2]) {
 #pragma unroll
   for (int i = kBegin; i < kEnd; ++i) values[i] *= factor[i / 2 % 2];
 }
 
-// What both ways share: the two rows of a thread. Scores with a bias are powers of 2 already; without one
-// they are products of query and key, which the scale makes such.
+// Both ways share this: a thread has two rows. Scores with a bias are powers of 2 already; without one they
+// are products of query and key, which the scale makes such.
 template <class Tile, KeyBias kBias>
 class RowSoftmax {
  public:
@@ -79,13 +79,13 @@ class RowSoftmax {
   }
 
  protected:
-  // Below all that can be told from -infinity, which has the probability 0 then.
+  // It is below all that can be told from -infinity, which has the probability 0 then.
   static constexpr float kLowestScore = -3.4e38f;
 
-  // scale: of the products, to powers of 2.
+  // The scale makes powers of 2 of the products.
   __device__ __forceinline__ explicit RowSoftmax(float scale) : scale_(scale) {}
 
-  // The maxima of this thread's scores, in powers of 2.
+  // Finds the maxima of this thread's scores, in powers of 2.
   __device__ __forceinline__ void find_maxima(const Scores<Tile>& scores, float (&maximum)[2]) const {
     float part[2][2] = {{scores[0], scores[1]}, {scores[2], scores[3]}};
 #pragma unroll
@@ -97,13 +97,13 @@ class RowSoftmax {
       maximum[row] = maximum_of(part[row][0], part[row][1]) * (kBias == KeyBias::kAdded ? 1.0f : scale_);
   }
 
-  // The m by which a row with this maximum has 2^exponent as its largest probability.
+  // By this m a row with this maximum has 2^exponent as its largest probability.
   __device__ __forceinline__ static float reference_of(float maximum, float exponent) {
     const float reference = maximum_of(maximum, kLowestScore) - exponent;
     return reference == INFINITY ? NAN : reference;  // as infinity less infinity has it
   }
 
-  // Scores become probabilities. Two chains of additions a row.
+  // Scores become probabilities. Their sums are two chains of additions a row.
   using PartialSums = float[2][2];
   template <int kBegin, int kEnd>
   __device__ __forceinline__ void exponentiate(Scores<Tile>& scores, PartialSums& part) const {
@@ -150,7 +150,7 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
   __device__ __forceinline__ explicit OnlineSoftmax(const AttentionKernelParams& params)
       : Base(params.score_scale) {}
 
-  // Of the next tile of keys. O, of those before, is rescaled if m rises.
+  // Makes probabilities of the scores of the next tile of keys, and rescales O, of those before, if m rises.
   template <int kPart>
   __device__ __forceinline__ void take_part(Scores<Tile>& scores, bool is_first,
                                             Accumulators<Tile>& accumulators, Probabilities& probabilities) {
@@ -195,7 +195,7 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
     scale_rows<0, Tile::kAccumulators>(accumulators, factor);
   }
 
-  // The largest probability is 2^kExponent: as large as the type has it.
+  // The largest probability is 2^kExponent, as large as the type has it.
   static constexpr float kExponent = std::is_same_v<Probability, __half> ? 15 : 0;
 };
 

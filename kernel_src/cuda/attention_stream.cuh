@@ -16,11 +16,11 @@
 
 namespace h100_diffusers_kernels {
 
-// Shared memory of a block, by address.
+// A block's shared memory is known by addresses.
 template <class Tile, KeyBias kBias>
 struct StreamMemory {
   using KeyRing = Ring<Tile::kHeadDim == 64 ? 4 : 2>;
-  // Of two, the next tile's are there when a warp group comes to it.
+  // With two stages the next tile's queries are there when a warp group comes to it.
   using QueryRing = Ring<Tile::kHeadDim == 64 ? 2 : 1>;
   static constexpr uint32_t kKeyBytes = Tile::bytes(kTileKeys), kQueryBytes = Tile::bytes(Tile::kRows);
   static constexpr uint32_t kBiasBytes = kBias == KeyBias::kAdded ? kTileKeys * 4 : 0;
@@ -29,7 +29,7 @@ struct StreamMemory {
   static constexpr int kNoTile = -1;
 
   uint32_t query, out, keys, values, bias;
-  uint32_t tiles;  // which tile the queries of a stage are, or kNoTile after the last of a pass
+  uint32_t tiles;  // It says which tile the queries of a stage are, or kNoTile after the last of a pass.
   QueryRing query_ring;
   KeyRing key_ring, value_ring;
   Barrier end_of_pass;
@@ -58,7 +58,7 @@ struct StreamMemory {
                                      TileList::kBytes;
 };
 
-// The side of the rings that computes.
+// This is the side of the rings that computes.
 template <class Tile, KeyBias kBias>
 class StreamedKeys {
  public:
@@ -74,7 +74,7 @@ class StreamedKeys {
     if (!are_keys_there_) next_.wait_full(memory_.key_ring);
   }
   __device__ __forceinline__ Operand next_keys() const { return next_keys_; }
-  // Asks whether copies have arrived, of which the answer takes its time.
+  // It asks already whether the next copies have arrived, because the answer takes its time.
   __device__ __forceinline__ void advance() {
     earlier_stage_ = current_.stage;
     current_ = next_;
@@ -90,7 +90,7 @@ class StreamedKeys {
   __device__ __forceinline__ uint32_t bias() const {
     return memory_.bias + current_.stage * Memory::kBiasBytes;
   }
-  // The keys, and the values of the tile before if there was one.
+  // The keys have been read, and the values of the tile before if there was one.
   __device__ __forceinline__ void release(bool has_earlier) const {
     if (role_.is_elected() && has_earlier) memory_.value_ring.empty(earlier_stage_).arrive();
     if (kBias == KeyBias::kAdded || role_.is_elected()) memory_.key_ring.empty(current_.stage).arrive();
@@ -267,10 +267,11 @@ class StreamCompute {
     softmax.normalize(accumulators, Softmax::kValueScale, outputs);
   }
 
-  // Until the next queries are there. Which tile they are.
+  // Waits until the next queries are there, and returns which tile they are.
   __device__ __forceinline__ int wait_for_tile() const {
     query_place_.wait_full(memory_.query_ring);
-    // Read by the lane that will say so. The maximum is the same in all lanes, as the compiler knows.
+    // The lane that says that queries have been read reads it. The maximum is the same in all lanes, which
+    // the compiler knows.
     const int tile =
         role_.is_elected() ? static_cast<int>(load_shared(memory_.tile_of(query_place_.stage))) : INT_MIN;
     return __reduce_max_sync(~0u, tile);
@@ -286,7 +287,7 @@ class StreamCompute {
   const Memory& memory_;
   const WarpRole& role_;
   uint32_t group_offset_;
-  Operand query_;  // of the next tile, in this place
+  Operand query_;  // The next tile has it in query_place_.
   RingPlace<typename Memory::QueryRing> query_place_;
   StreamedKeys<Tile, kBias> keys_;
 };
@@ -306,7 +307,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   fence_barrier_init();
   __syncthreads();
   // With float16 values the kernel before this one is the conversion, which has waited for all that came
-  // earlier: only its own result has to be waited for, by who loads it.
+  // earlier. Only its own result has to be waited for, and the loader does so before the first values.
   if (kRescaling == Rescaling::kOnline) wait_for_earlier_kernels();
   if (role.loads()) {
     release_registers<Tile::kLoadRegisters>();

@@ -1,5 +1,5 @@
-// Attention's tiles: how many queries and keys at a time, who computes them, and where they lie in shared
-// memory.
+// A tile of attention says how many queries and keys are treated at a time, who computes them, and where they
+// lie in shared memory.
 #pragma once
 
 #include "async_copy.cuh"
@@ -16,13 +16,13 @@ constexpr int kTileKeys = 128;
 constexpr float kLog2E = 1.44269504f;
 
 enum class KeyBias { kNone, kAdded };
-// How the row sums of the probabilities come about: by the threads' additions, or by the tensor cores, with
-// one more column of the values, of ones, where the values have a box to themselves.
+// The row sums of the probabilities are added up by the threads, or the tensor cores multiply them, with one
+// more column of the values, of ones, where the values have a box to themselves.
 enum class RowSums { kAdded, kMultiplied };
 
 // kGroups warp groups compute, 64 queries each, and one loads. With 64 elements a head the exponentials take
-// about as long as the matrix products: three groups, of which one multiplies while two are at their
-// exponentials. With 128 O needs twice the registers: two groups.
+// about as long as the matrix products, so there are three groups, of which one multiplies while two are at
+// their exponentials. With 128 O needs twice the registers, which leaves room for two groups.
 template <typename T_, int kHeadDim_, RowSums kRowSums = RowSums::kAdded>
 struct AttentionTile {
   using T = T_;
@@ -32,7 +32,7 @@ struct AttentionTile {
   static constexpr int kRows = kGroups * kWarpGroupRows;
   static constexpr int kThreads = (kGroups + 1) * kWarpGroupThreads;
   static constexpr int kComputeWarps = kGroups * kWarpGroupWarps;
-  // Who says that keys have been read: a thread of each warp, or all where all have read biases.
+  // A thread of each warp says that keys have been read, or all do where all have read biases.
   template <KeyBias kBias>
   static constexpr int kKeyReaders = kComputeWarps * (kBias == KeyBias::kAdded ? 32 : 1);
   static constexpr int kComputeRegisters = kHeadDim == 64 ? 160 : 232;
@@ -40,9 +40,9 @@ struct AttentionTile {
   static constexpr bool kHasOnes = kRowSums == RowSums::kMultiplied;
   static_assert(!kHasOnes || kBoxes == 1);
   static constexpr int kColumns = kHeadDim + (kHasOnes ? 8 : 0);
-  // As many rows as a product is deep.
+  // The ones have as many rows as a product is deep.
   static constexpr uint32_t kOnesBytes = kHasOnes ? kProductDepth * kBoxRowBytes : 0;
-  // Of a thread.
+  // These are the elements of a thread.
   static constexpr int kOutputs = kWarpGroupRows * kHeadDim / kWarpGroupThreads;
   static constexpr int kAccumulators = kWarpGroupRows * kColumns / kWarpGroupThreads;
   static constexpr int kScores = kWarpGroupRows * kTileKeys / kWarpGroupThreads;
@@ -53,8 +53,8 @@ struct AttentionTile {
 
 // The first warp group of a block loads, the others compute.
 struct WarpRole {
-  int group;               // of those that compute, -1 of the one that loads
-  int thread, warp, lane;  // of the group
+  int group;               // It counts those that compute; the one that loads is -1.
+  int thread, warp, lane;  // They count within the group.
 
   __device__ __forceinline__ WarpRole()
       : group(__shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpGroupThreads, 0) - 1),
@@ -63,41 +63,41 @@ struct WarpRole {
         lane(thread % 32) {}
 
   __device__ __forceinline__ bool loads() const { return group < 0; }
-  // The lane that speaks for its warp.
+  // One lane speaks for its warp.
   __device__ __forceinline__ bool is_elected() const { return lane == 0; }
-  // The row of the group's 64 that this lane addresses where a warp writes its 16 rows as fragments.
+  // This lane addresses this row of the group's 64 where a warp writes its 16 rows as fragments.
   __device__ __forceinline__ int fragment_row() const { return warp * 16 + lane % 16; }
-  // The threads of this group alone.
+  // The threads of this group wait for each other, and for no one else.
   __device__ __forceinline__ void sync_group() const { named_barrier_sync(1 + group, kWarpGroupThreads); }
 };
 
-// The address of the block's `extern` shared memory, rounded up to where a swizzled tile can begin.
+// This is the address of the block's `extern` shared memory, rounded up to where a swizzled tile can begin.
 constexpr uint32_t kTileAlignment = kSwizzleBytes;
 __device__ __forceinline__ uint32_t shared_tiles() {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   return (shared_address(shared_memory) + kTileAlignment - 1) & ~(kTileAlignment - 1);
 }
 
-// A tile of values, with its column of ones where the Tile has that: `ones` is where Tile::kOnesBytes of them
-// are.
+// This is a tile of values, with its column of ones where the Tile has that: `ones` is where Tile::kOnesBytes
+// of them are.
 template <class Tile>
 __device__ __forceinline__ Operand values_at(uint32_t address, uint32_t ones) {
   return Operand::across_rows(address, Tile::kHasOnes ? ones : address + Tile::box_bytes(kTileKeys));
 }
-// bytes: of a box.
+// `bytes` counts within a box.
 template <class Tile>
 __device__ __forceinline__ Operand values_plus(Operand values, int bytes) {
   return Tile::kHasOnes ? values.first_box_plus(bytes) : values.plus(bytes);
 }
 
-// By all threads of the block. A barrier follows.
+// All threads of the block call it, and a barrier follows.
 template <class Tile>
 __device__ __forceinline__ void fill_ones(uint32_t address) {
   fill_shared(address, Tile::kOnesBytes, pack_pair<typename Tile::T>(1, 1));
   fence_shared_stores();
 }
 
-// 64 or more queries of one head.
+// A tile of queries is 64 or more of them, of one head.
 struct QueryTile {
   int batch, head, row;
 };
@@ -106,7 +106,7 @@ inline int64_t query_tiles_of(const AttentionParams& args, int rows) {
   return args.batch * args.heads * ceil_divide(args.query_length, rows);
 }
 
-// What the launcher hands to the kernels, in addition to the maps.
+// The launcher hands this to the kernels.
 struct AttentionKernelParams {
   MappedTensor q, k, v, out;
   MappedTensor half_values;  // see attention_values.cuh
@@ -135,14 +135,14 @@ struct AttentionKernelParams {
     return static_cast<int>(group_heads.divide(static_cast<uint32_t>(head)));
   }
 
-  // Keys of the sample that count.
+  // So many keys of the sample count.
   __device__ __forceinline__ int key_count(int batch) const {
     const int length = static_cast<int>(args.key_length);
     return args.key_lengths == nullptr ? length : min(max(args.key_lengths[batch], 0), length);
   }
 };
 
-// The tensors, as the copy engine is told of them.
+// The copy engine is told of the tensors in this form.
 inline HeadsTensor q_of(const AttentionParams& p) {
   return {p.q.data, p.batch,    p.query_length,
           p.heads,  p.head_dim, {p.q.strides[0], p.q.strides[1], p.q.strides[2]}};

@@ -1,4 +1,4 @@
-// The values of attention in float16, for probabilities in float16 (attention_lazy_softmax.cuh). They are
+// Values in float16 go with probabilities in float16 (attention_lazy_softmax.cuh). They are
 // taken times kHalfValueScale: then bfloat16 values from 2^-21 to 4096 are float16 exactly, smaller ones are
 // off by 2^-29 at most, and larger ones are infinite. Whether that was good enough is seen by the output.
 #pragma once
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kValueThreads)
   }
 }
 
-// What a launch has in global memory for itself.
+// A launch has this in global memory for itself.
 struct Workspace {
   int64_t value_bytes;
 
