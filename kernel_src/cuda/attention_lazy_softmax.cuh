@@ -53,7 +53,7 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
   __device__ __forceinline__ void take_part(Scores<Tile>& scores, bool is_first,
                                             Accumulators<Tile>& accumulators, Probabilities& probabilities) {
     constexpr int kSize = Tile::kScores / kParts, kBegin = kPart * kSize, kEnd = kBegin + kSize;
-    if (kPart == 0 && is_first) set_reference(scores);
+    if (kPart == 0 && is_first) this->set_reference(scores, static_cast<float>(exponent_));
     typename Base::PartialSums part;
     float sum[2];
     this->template exponentiate<kBegin, kEnd>(scores, part);
@@ -72,14 +72,6 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
 
  private:
   static constexpr float kLargestHalf = 65504;
-
-  __device__ __forceinline__ void set_reference(const Scores<Tile>& scores) {
-    float maximum[2];
-    this->find_maxima(scores, maximum);
-#pragma unroll
-    for (int row = 0; row < 2; ++row)
-      this->reference_[row] = Base::reference_of(row_maximum(maximum[row]), static_cast<float>(exponent_));
-  }
 
   // The largest of a row's four sums becomes 2^exponent_ to 2^(exponent_ + 1).
   template <int kBegin, int kEnd>

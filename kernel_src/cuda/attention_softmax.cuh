@@ -103,6 +103,14 @@ class RowSoftmax {
     return reference == INFINITY ? NAN : reference;  // as infinity less infinity has it
   }
 
+  // The scores of the first tile of keys set m.
+  __device__ __forceinline__ void set_reference(const Scores<Tile>& scores, float exponent) {
+    float maximum[2];
+    find_maxima(scores, maximum);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) reference_[row] = reference_of(row_maximum(maximum[row]), exponent);
+  }
+
   // Scores become probabilities. Their sums are two chains of additions a row.
   using PartialSums = float[2][2];
   template <int kBegin, int kEnd>
@@ -156,7 +164,7 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
                                             Accumulators<Tile>& accumulators, Probabilities& probabilities) {
     static_assert(kPart == 0);
     if (is_first)
-      set_reference(scores);
+      this->set_reference(scores, kExponent);
     else
       raise_reference(scores, accumulators);
     typename Base::PartialSums part;
@@ -168,14 +176,6 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
   }
 
  private:
-  __device__ __forceinline__ void set_reference(const Scores<Tile>& scores) {
-    float maximum[2];
-    this->find_maxima(scores, maximum);
-#pragma unroll
-    for (int row = 0; row < 2; ++row)
-      this->reference_[row] = Base::reference_of(row_maximum(maximum[row]), kExponent);
-  }
-
   __device__ __forceinline__ void raise_reference(const Scores<Tile>& scores,
                                                   Accumulators<Tile>& accumulators) {
     float maximum[2];
