@@ -5,10 +5,11 @@
 // that come later may exceed those of the first tile by 16 - reference_exponent powers of 2, 9 to 12 nats of
 // thousands of keys: of most rows none does. Whether one does is told by the sums of the probabilities, which
 // are taken in float32 anyway, and which no score below m + 127 overflows: where a thread's sum of a tile is
-// beyond float16, its warp raises m in powers of 2, and multiplies the tile's probabilities, l and O by what
-// that leaves of them. That happens once or twice on the way of a peaked row along thousands of keys.
+// beyond float16, its warp raises m of that row by as many powers of 2, and multiplies the tile's
+// probabilities, l and O by what that leaves of them. That happens once on the way of a few rows of a hundred
+// along thousands of keys. It has to be short, because other warp groups cannot make up for it.
 //
-// Beyond 2^120 the row becomes NaN. Such tiles of queries are computed again by OnlineSoftmax.
+// Beyond 2^120 the row becomes infinite. Such tiles of queries are computed again by OnlineSoftmax.
 #pragma once
 
 #include <algorithm>
@@ -21,6 +22,8 @@ namespace h100_diffusers_kernels {
 
 // Of the values, which are in float16 too; see attention_values.cuh.
 constexpr float kHalfValueScale = 16;
+
+constexpr float kLargestHalf = 65504;
 
 // Float16 has nothing between 0 and 2^-24, so that a probability is off by up to 2^-25. With `keys` of them,
 // all off in the same direction, a row whose probabilities have at least 2^exponent as their sum is off by
@@ -39,57 +42,64 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
 
  public:
   using Probability = __half;
-  // With 128 columns the tensor cores are the limit: they begin with half of a tile's keys while the other
-  // half is at its exponentials. With 64 the exponentials are, and one part is 3% faster.
-  static constexpr int kParts = Tile::kHeadDim == 128 ? 2 : 1;
   static constexpr float kValueScale = kHalfValueScale;
 
   __device__ __forceinline__ explicit LazySoftmax(const AttentionKernelParams& params)
       : Base(params.score_scale), exponent_(params.reference_exponent) {}
 
-  // Makes probabilities of a part of the next tile's scores. The products of the part before may be on their
-  // way to O.
-  template <int kPart>
-  __device__ __forceinline__ void take_part(Scores<Tile>& scores, bool is_first,
+  // Makes probabilities of the next tile's scores, and rescales O, of those before, if m rises.
+  __device__ __forceinline__ void take_tile(Scores<Tile>& scores, bool is_first,
                                             Accumulators<Tile>& accumulators, Probabilities& probabilities) {
-    constexpr int kSize = Tile::kScores / kParts, kBegin = kPart * kSize, kEnd = kBegin + kSize;
-    if (kPart == 0 && is_first) this->set_reference(scores, static_cast<float>(exponent_));
     typename Base::PartialSums part;
-    float sum[2];
-    this->template exponentiate<kBegin, kEnd>(scores, part);
+    if (is_first) this->set_reference(scores, static_cast<float>(exponent_));
+    this->exponentiate(scores, part);
     // Rounding stands before the branch, so that it goes on between the exponentials.
-    this->template round<Probability, kBegin, kEnd>(scores, probabilities);
+    this->template round<Probability>(scores, probabilities);
+    float sum[2];
     Base::add_up(part, sum);
-    // This is not within the branch because all warps of the group have to wait at the same instruction.
-    if constexpr (kPart > 0) wait_for_products();
-    const bool is_within = sum[0] <= kLargestHalf && sum[1] <= kLargestHalf;  // not of NaN
-    if (!__all_sync(~0u, is_within)) {
-      raise_reference<kBegin, kEnd>(scores, sum, accumulators);
-      this->template round<Probability, kBegin, kEnd>(scores, probabilities);
+    if (!are_within(sum)) {
+      raise_reference(scores, sum, accumulators);
+      this->template round<Probability>(scores, probabilities);
     }
     this->add_to_row_sums(sum);
   }
 
- private:
-  static constexpr float kLargestHalf = 65504;
+  // The same in two steps, of which the first does not touch O.
+  __device__ __forceinline__ void begin_tile(Scores<Tile>& scores, bool is_first, float (&sum)[2]) {
+    typename Base::PartialSums part;
+    if (is_first) this->set_reference(scores, static_cast<float>(exponent_));
+    this->exponentiate(scores, part);
+    Base::add_up(part, sum);
+  }
+  __device__ __forceinline__ void end_tile(Scores<Tile>& scores, float (&sum)[2],
+                                           Accumulators<Tile>& accumulators, Probabilities& probabilities) {
+    if (!are_within(sum)) raise_reference(scores, sum, accumulators);
+    this->template round<Probability>(scores, probabilities);
+    this->add_to_row_sums(sum);
+  }
 
-  // The largest of a row's four sums becomes 2^exponent_ to 2^(exponent_ + 1).
-  template <int kBegin, int kEnd>
+ private:
+  // Whether float16 has the probabilities of all rows of the warp.
+  __device__ __forceinline__ static bool are_within(const float (&sum)[2]) {
+    return __all_sync(~0u, sum[0] <= kLargestHalf && sum[1] <= kLargestHalf);  // not of NaN
+  }
+
+  // Of each row l becomes 2^exponent_ to 2^(exponent_ + 1), if it was more.
   __device__ __forceinline__ void raise_reference(Scores<Tile>& probabilities, float (&sum)[2],
                                                   Accumulators<Tile>& accumulators) {
     constexpr float kTooLarge = 0x1p120f;
     float factor[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float largest = row_maximum(sum[row]);
-      const int rise = max(exponent_of(largest) - exponent_, 0);
-      factor[row] = largest < kTooLarge ? power_of_2(-rise) : NAN;
+      const float total = row_total(this->row_sum_[row] + sum[row]);
+      const int rise = max(exponent_of(total) - exponent_, 0);
+      factor[row] = total < kTooLarge ? power_of_2(-rise) : NAN;
       this->reference_[row] += static_cast<float>(rise);
       this->row_sum_[row] *= factor[row];
       sum[row] *= factor[row];
     }
-    scale_rows<kBegin, kEnd>(probabilities, factor);
-    scale_rows<0, Tile::kAccumulators>(accumulators, factor);
+    scale_rows(probabilities, factor);
+    scale_rows(accumulators, factor);
   }
 
   static constexpr int kMantissaBits = 23, kExponentBias = 127;

@@ -23,18 +23,16 @@ __device__ __forceinline__ void issue_scores(Operand query, int query_box_bytes,
   commit_products();
 }
 
-// Issues the products of part kPart of the tile's keys, of Softmax::kParts. O begins with them unless they
-// accumulate.
-template <class Tile, class Softmax, int kPart>
+// O begins with these products unless they accumulate.
+template <class Tile, class Softmax>
 __device__ __forceinline__ void issue_outputs(const Probabilities& probabilities, Operand values,
                                               bool accumulate, Accumulators<Tile>& accumulators) {
-  constexpr int kSteps = kTileKeys / kProductDepth / Softmax::kParts, kFirst = kPart * kSteps;
   begin_products();
 #pragma unroll
-  for (int step = kFirst; step < kFirst + kSteps; ++step)
+  for (int step = 0; step < kTileKeys / kProductDepth; ++step)
     Product<typename Softmax::Probability, Tile::kColumns>::of_registers(
         accumulators, probabilities[step], values_plus<Tile>(values, Tile::box_bytes(step * kProductDepth)),
-        accumulate || step > kFirst);
+        accumulate || step > 0);
   commit_products();
 }
 

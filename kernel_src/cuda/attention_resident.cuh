@@ -216,9 +216,9 @@ class ResidentCompute {
         mask_scores(scores_, count, role_.lane);
         if (has_padding) clear_rows<Tile>(role_, head_values + bytes_before(key), count);
       }
-      softmax.template take_part<0>(scores_, key == 0, accumulators, probabilities);
+      softmax.take_tile(scores_, key == 0, accumulators, probabilities);
       const Operand values = values_at<Tile>(head_values, memory_.ones);
-      issue_outputs<Tile, Softmax, 0>(probabilities, values_plus<Tile>(values, bytes_before(key)), key > 0,
+      issue_outputs<Tile, Softmax>(probabilities, values_plus<Tile>(values, bytes_before(key)), key > 0,
                                       accumulators);
       key += kTileKeys;
       if ((kKnowsEnd && key == kKeyTiles * kTileKeys) || key >= key_count) break;

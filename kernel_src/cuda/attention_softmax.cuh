@@ -50,10 +50,10 @@ template <class Tile>
 using Outputs = float[Tile::kOutputs];
 
 // The values of a thread's two rows alternate in pairs.
-template <int kBegin, int kEnd, int kSize>
+template <int kSize>
 __device__ __forceinline__ void scale_rows(float (&values)[kSize], const float (&factor)[2]) {
 #pragma unroll
-  for (int i = kBegin; i < kEnd; ++i) values[i] *= factor[i / 2 % 2];
+  for (int i = 0; i < kSize; ++i) values[i] *= factor[i / 2 % 2];
 }
 
 // Both ways share this: a thread has two rows. Scores with a bias are powers of 2 already; without one they
@@ -113,15 +113,14 @@ class RowSoftmax {
 
   // Scores become probabilities. Their sums are two chains of additions a row.
   using PartialSums = float[2][2];
-  template <int kBegin, int kEnd>
   __device__ __forceinline__ void exponentiate(Scores<Tile>& scores, PartialSums& part) const {
 #pragma unroll
-    for (int i = kBegin; i < kEnd; ++i) {
+    for (int i = 0; i < Tile::kScores; ++i) {
       const int row = i / 2 % 2;
       scores[i] = fast_exp2(kBias == KeyBias::kAdded ? scores[i] - reference_[row]
                                                      : __fmaf_rn(scores[i], scale_, -reference_[row]));
       if constexpr (!Tile::kHasOnes)
-        part[row][i % 2] = i < kBegin + 4 ? scores[i] : part[row][i % 2] + scores[i];
+        part[row][i % 2] = i < 4 ? scores[i] : part[row][i % 2] + scores[i];
     }
   }
   __device__ __forceinline__ static void add_up(const PartialSums& part, float (&sum)[2]) {
@@ -129,13 +128,12 @@ class RowSoftmax {
     for (int row = 0; row < 2; ++row) sum[row] = Tile::kHasOnes ? 0.0f : part[row][0] + part[row][1];
   }
 
-  template <typename Probability, int kBegin, int kEnd>
+  template <typename Probability>
   __device__ __forceinline__ static void round(const Scores<Tile>& scores, Probabilities& probabilities) {
 #pragma unroll
-    for (int i = kBegin; i < kEnd; i += 2)
+    for (int i = 0; i < Tile::kScores; i += 2)
       probabilities[i / 8][i / 2 % 4] = pack_pair<Probability>(scores[i], scores[i + 1]);
   }
-
   __device__ __forceinline__ void add_to_row_sums(const float (&sum)[2]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) row_sum_[row] += sum[row];
@@ -152,27 +150,24 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
 
  public:
   using Probability = typename Tile::T;
-  static constexpr int kParts = 1;
   static constexpr float kValueScale = 1;
 
   __device__ __forceinline__ explicit OnlineSoftmax(const AttentionKernelParams& params)
       : Base(params.score_scale) {}
 
   // Makes probabilities of the scores of the next tile of keys, and rescales O, of those before, if m rises.
-  template <int kPart>
-  __device__ __forceinline__ void take_part(Scores<Tile>& scores, bool is_first,
+  __device__ __forceinline__ void take_tile(Scores<Tile>& scores, bool is_first,
                                             Accumulators<Tile>& accumulators, Probabilities& probabilities) {
-    static_assert(kPart == 0);
     if (is_first)
       this->set_reference(scores, kExponent);
     else
       raise_reference(scores, accumulators);
     typename Base::PartialSums part;
     float sum[2];
-    this->template exponentiate<0, Tile::kScores>(scores, part);
+    this->exponentiate(scores, part);
     Base::add_up(part, sum);
     this->add_to_row_sums(sum);
-    this->template round<Probability, 0, Tile::kScores>(scores, probabilities);
+    this->template round<Probability>(scores, probabilities);
   }
 
  private:
@@ -192,7 +187,7 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
       this->reference_[row] = reference;
       this->row_sum_[row] *= factor[row];
     }
-    scale_rows<0, Tile::kAccumulators>(accumulators, factor);
+    scale_rows(accumulators, factor);
   }
 
   // The largest probability is 2^kExponent, as large as the type has it.

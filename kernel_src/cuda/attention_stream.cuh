@@ -90,10 +90,13 @@ class StreamedKeys {
   __device__ __forceinline__ uint32_t bias() const {
     return memory_.bias + current_.stage * Memory::kBiasBytes;
   }
-  // The keys have been read, and the values of the tile before if there was one.
-  __device__ __forceinline__ void release(bool has_earlier) const {
-    if (role_.is_elected() && has_earlier) memory_.value_ring.empty(earlier_stage_).arrive();
+  // The keys have been read.
+  __device__ __forceinline__ void release_keys() const {
     if (kBias == KeyBias::kAdded || role_.is_elected()) memory_.key_ring.empty(current_.stage).arrive();
+  }
+  // The values of the tile before have been read, if there was one.
+  __device__ __forceinline__ void release_earlier_values(bool has_earlier) const {
+    if (role_.is_elected() && has_earlier) memory_.value_ring.empty(earlier_stage_).arrive();
   }
   __device__ __forceinline__ void wait_values() const {
     if (!are_values_there_) current_.wait_full(memory_.value_ring);
@@ -205,9 +208,12 @@ class StreamCompute {
       const int tile = wait_for_tile();
       if (tile == Memory::kNoTile) break;
       Outputs<Tile> outputs;
-      compute_tile<Softmax>(tile, outputs);
+      if constexpr (kIsLazy && Tile::kHeadDim == 128)
+        compute_tile_ahead<Softmax>(tile, outputs);
+      else
+        compute_tile<Softmax>(tile, outputs);
       if constexpr (kIsLazy) {
-        if (!__all_sync(~0u, has_accurate_rows<Tile>(outputs)) && role_.is_elected())
+        if (!has_accurate_rows<Tile>(outputs) && role_.is_elected())
           memory_.tile_list.mark_inaccurate(index);
       }
       QueryTile place = params_.place_of(tile, Tile::kRows);
@@ -231,40 +237,92 @@ class StreamCompute {
     Scores<Tile> scores;
     Probabilities probabilities;
     Accumulators<Tile> accumulators;
-#pragma unroll
-    for (int i = 0; i < Tile::kAccumulators; ++i) accumulators[i] = 0;
+    clear(accumulators);
 #pragma unroll 1
     do {
       const bool is_first = key == 0;
       const int count = key_count - key;
-      keys_.wait_keys();
-      issue_scores<Tile>(query_, Tile::box_bytes(Tile::kRows), keys_.next_keys(), scores);
-      keys_.advance();
+      issue_next_scores(scores);
       wait_for_products();
       if constexpr (kBias == KeyBias::kAdded) add_bias(scores, params_.score_scale, keys_.bias(), role_.lane);
-      keys_.release(!is_first);
-      if (count <= kTileKeys) {
-        release_query();
-        if (count < kTileKeys) mask_scores(scores, count, role_.lane);
-        if (count < kTileKeys && has_padding) {
-          keys_.wait_values();
-          clear_rows<Tile>(role_, keys_.values().address(), count);
-        }
-      }
-      const auto take_part = [&]<int kPart>() {
-        softmax.template take_part<kPart>(scores, is_first, accumulators, probabilities);
-        if constexpr (kPart == 0) keys_.wait_values();
-        issue_outputs<Tile, Softmax, kPart>(probabilities, keys_.values(), true, accumulators);
-      };
-      [&]<int... kParts>(std::integer_sequence<int, kParts...>) {
-        (take_part.template operator()<kParts>(), ...);
-      }(std::make_integer_sequence<int, Softmax::kParts>());
+      keys_.release_earlier_values(!is_first);
+      keys_.release_keys();
+      finish_scores(scores, count, has_padding);
+      softmax.take_tile(scores, is_first, accumulators, probabilities);
+      keys_.wait_values();
+      issue_outputs<Tile, Softmax>(probabilities, keys_.values(), true, accumulators);
       key += kTileKeys;
     } while (key < key_count);
     wait_for_products();
     keys_.release_values();
     advance_query();
     softmax.normalize(accumulators, Softmax::kValueScale, outputs);
+  }
+
+  // The same with the next S = Q K^T issued before O += P V, for which there is only time to wait once the next
+  // exponentials are there.
+  template <class Softmax>
+  __device__ __forceinline__ void compute_tile_ahead(int tile, Outputs<Tile>& outputs) {
+    const int key_count = params_.key_count(params_.place_of(tile, Tile::kRows).batch);
+    const bool has_padding = key_count < params_.args.key_length;
+    int key = 0;
+    Softmax softmax(params_);
+    Scores<Tile> scores;
+    Accumulators<Tile> accumulators;
+    clear(accumulators);
+    issue_next_scores(scores);
+    wait_for_products();
+#pragma unroll 1
+    for (;;) {
+      Probabilities probabilities;
+      float sum[2];
+      keys_.release_keys();
+      finish_scores(scores, key_count - key, has_padding);
+      softmax.begin_tile(scores, key == 0, sum);
+      compute_now(scores);
+      compute_now(sum);
+      keys_.wait_values();
+      wait_for_products();
+      compute_now(scores);
+      keys_.release_earlier_values(key > 0);
+      softmax.end_tile(scores, sum, accumulators, probabilities);
+      const Operand values = keys_.values();
+      key += kTileKeys;
+      if (key >= key_count) {
+        issue_outputs<Tile, Softmax>(probabilities, values, true, accumulators);
+        break;
+      }
+      issue_next_scores(scores);
+      issue_outputs<Tile, Softmax>(probabilities, values, true, accumulators);
+      wait_for_products<1>();
+    }
+    wait_for_products();
+    keys_.release_values();
+    advance_query();
+    softmax.normalize(accumulators, Softmax::kValueScale, outputs);
+  }
+
+  __device__ __forceinline__ void issue_next_scores(Scores<Tile>& scores) {
+    keys_.wait_keys();
+    issue_scores<Tile>(query_, Tile::box_bytes(Tile::kRows), keys_.next_keys(), scores);
+    keys_.advance();
+  }
+
+  // The scores of the next tile are there, of which `count` keys or all count; with the last tile the queries
+  // have been read.
+  __device__ __forceinline__ void finish_scores(Scores<Tile>& scores, int count, bool has_padding) const {
+    if (count > kTileKeys) return;
+    release_query();
+    if (count < kTileKeys) mask_scores(scores, count, role_.lane);
+    if (count < kTileKeys && has_padding) {
+      keys_.wait_values();
+      clear_rows<Tile>(role_, keys_.values().address(), count);
+    }
+  }
+
+  __device__ __forceinline__ static void clear(Accumulators<Tile>& accumulators) {
+#pragma unroll
+    for (int i = 0; i < Tile::kAccumulators; ++i) accumulators[i] = 0;
   }
 
   // Waits until the next queries are there, and returns which tile they are.

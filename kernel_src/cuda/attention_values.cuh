@@ -9,22 +9,25 @@
 
 namespace h100_diffusers_kernels {
 
-// Whether the outputs of both rows of this thread are finite and at their largest so far above what values
-// lost (2^13 times) that bfloat16's own rounding is all that shows.
+// Whether the outputs of all rows of the warp are finite and at their largest so far above what values lost
+// (2^13 times) that bfloat16's own rounding is all that shows.
 template <class Tile>
 __device__ __forceinline__ bool has_accurate_rows(const Outputs<Tile>& outputs) {
   constexpr float kLeast = 0x1p-16f;
+  constexpr uint32_t kRowLanes = 0x11111111;  // the first of the four lanes of each row
   float largest[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < Tile::kOutputs; ++i)
     largest[i / 2 % 2] = maximum_of(largest[i / 2 % 2], fabsf(outputs[i]));
-  bool is_accurate = true;
+  bool are_accurate = __all_sync(~0u, largest[0] < INFINITY && largest[1] < INFINITY);  // not of NaN
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    const float maximum = row_maximum(largest[row]);
-    is_accurate = is_accurate && maximum >= kLeast && maximum < INFINITY;  // not of NaN
+    uint32_t lanes = __ballot_sync(~0u, largest[row] >= kLeast);
+    lanes |= lanes >> 1;
+    lanes |= lanes >> 2;
+    are_accurate = are_accurate && (lanes & kRowLanes) == kRowLanes;
   }
-  return is_accurate;
+  return are_accurate;
 }
 
 struct ValueKernelParams {

@@ -139,6 +139,14 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
 }
 
+// What has been written to the registers is computed before what follows, as far as a compiler keeps asm in
+// order; it would rather wait early and compute late.
+template <int kSize>
+__device__ __forceinline__ void compute_now(float (&values)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(values[i])::"memory");
+}
+
 // How many registers each thread of the warp group has from here on. What one group gives up others can take.
 template <int kRegisters>
 __device__ __forceinline__ void release_registers() {
