@@ -19,6 +19,7 @@ DTYPE = torch.bfloat16
 CLUSTERS = 64
 RISE = 20.0  # nats from a tile of keys to the next; float16 ends at exp(11.1)
 RISE_KEYS = 128
+JUMP = 100.0  # nats; float32 ends at exp(88.7)
 CONSTANT = 0.7
 
 Shape = Sequence[int]  # (batch, queries, keys, heads, head_dim)
@@ -95,6 +96,16 @@ def rising_scores(shape: Shape, device: torch.device) -> Inputs:
     return in_16_bits(q, k, v)
 
 
+def jumping_scores(shape: Shape, device: torch.device) -> Inputs:
+    """Normal scores of 1 nat, raised by JUMP nats from the middle of the keys on."""
+    *_, keys, _, head_dim = shape
+    q, k, v = normal(shape, device)
+    q[..., 0] = 1.0
+    k[..., 0] = 0.0
+    k[:, keys // 2 :, :, 0] = JUMP * head_dim**0.5
+    return in_16_bits(q, k, v)
+
+
 def constant(shape: Shape, device: torch.device) -> Inputs:
     """Each key has the same weight."""
     return in_16_bits(*(torch.full(size, CONSTANT, device=device) for size in sizes(shape)))
@@ -112,9 +123,10 @@ INPUTS: dict[str, Callable[[Shape, torch.device], Inputs]] = {
     },
     "sink": attention_sink,
     "rising": rising_scores,
+    "jump": jumping_scores,
     "large range": functools.partial(random_scores, std=30),
     "constant": constant,
 }
 NORMAL = "std 1"
-EXTREMES = ("rising", "large range", "constant")  # which no model has
+EXTREMES = ("rising", "jump", "large range", "constant")  # which no model has
 TYPICAL = tuple(kind for kind in INPUTS if kind not in EXTREMES)

@@ -95,6 +95,15 @@ def test_rising_scores_rise_by_the_same_step_up_to_the_longest_keys(head_dim):
     assert rest.std() == pytest.approx(1, abs=0.15)
 
 
+@each_shape
+def test_scores_jump_once(shape):
+    of_all, middle = made("jump", shape), shape[2] // 2
+    jump = of_all[..., middle:].mean() - of_all[..., :middle].mean()
+    assert jump == pytest.approx(attention_inputs.JUMP, rel=4e-3)
+    for half in (of_all[..., :middle], of_all[..., middle:]):
+        assert half.std() == pytest.approx(1, abs=0.03)
+
+
 def test_kinds_are_typical_or_extreme():
     kinds = [*attention_inputs.TYPICAL, *attention_inputs.EXTREMES]
     assert sorted(kinds) == sorted(attention_inputs.INPUTS)

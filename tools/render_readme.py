@@ -253,6 +253,9 @@ def worst_inputs(entry: dict, ratios: Callable[[dict], dict], choose: Callable) 
     return None
 
 
+SLOW_INPUTS = ("rising", "jump", "large range")
+
+
 def shown_inputs(entry: dict, worst: str | None, extremes: tuple[str, ...]) -> dict[str, str]:
     """Kinds of inputs that a table shows of a shape, and how each is called there."""
     shown = dict.fromkeys([targets_.NORMAL, *filter(None, [worst]), *extremes])
@@ -272,7 +275,7 @@ def attention(results: Path) -> str:
     rows = []
     for entry in result["workloads"]:
         worst = worst_inputs(entry, lambda of_kind: of_kind["cold"]["over"], min)
-        for kind, title in shown_inputs(entry, worst, ("rising",)).items():
+        for kind, title in shown_inputs(entry, worst, SLOW_INPUTS).items():
             measured = entry["inputs"][kind]["cold"]
             ours, copy = (measured["microseconds"][name]["median"] for name in ("ours", "copy"))
             rows.append(

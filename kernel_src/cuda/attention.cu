@@ -16,7 +16,7 @@
 //   b  key_ring.full     The keys have been copied, and biases stored by the warp that loads them.
 //   c  value_ring.full   The values have been copied.
 //   d  key_ring.empty    Each computing warp arrives when its S is there; all its lanes, if they read biases.
-//   e  value_ring.empty  Each computing warp arrives when the products of P V are: with the next S.
+//   e  value_ring.empty  Each computing warp arrives when the products of P V are there: with the next S.
 //   f  query_ring.empty  Each computing warp arrives when the last S of the tile is there. With two stages
 //                        the queries of the tile after the next one come, with one those of the next.
 //   g  end_of_pass       Each computing warp arrives after the last tile of the lazy softmax, and the loader
@@ -25,8 +25,9 @@
 // Named barriers are for one warp group alone, when it has cleared rows of V. Between issuing products and
 // using them a group waits for itself (wait_for_products). While one group multiplies the others are at their
 // exponentials; they find these turns by themselves (NOTES, "To 1.10 of FA3"). With 128 columns there are two
-// groups, two stages of keys and one of queries, and O += P V is issued in two halves of P. Few keys stay in
-// shared memory while the queries stream by (attention_resident.cuh), with the same rings.
+// groups, two stages of keys and one of queries, and the lazy softmax issues the next S before O += P V, so
+// that the products of values go on during the next exponentials, and are waited for behind them. Few keys
+// stay in shared memory while the queries stream by (attention_resident.cuh), with the same rings.
 //
 // The softmax is lazy (attention_lazy_softmax.cuh) for bfloat16 without biases where there are many queries
 // and keys: values are converted to float16 by a kernel of its own, blocks claim tiles one by one, and tiles

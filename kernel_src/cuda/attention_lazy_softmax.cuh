@@ -5,11 +5,11 @@
 // that come later may exceed those of the first tile by 16 - reference_exponent powers of 2, 9 to 12 nats of
 // thousands of keys: of most rows none does. Whether one does is told by the sums of the probabilities, which
 // are taken in float32 anyway, and which no score below m + 127 overflows: where a thread's sum of a tile is
-// beyond float16, its warp raises m of that row by as many powers of 2, and multiplies the tile's
-// probabilities, l and O by what that leaves of them. That happens once on the way of a few rows of a hundred
-// along thousands of keys. It has to be short, because other warp groups cannot make up for it.
+// beyond float16, its warp raises m of its 16 rows by powers of 2 to where l, with the tile, is
+// 2^reference_exponent again, and multiplies the tile's probabilities, l and O by what that leaves of them.
+// That happens once or twice on the way of 64 peaked rows along thousands of keys.
 //
-// Beyond 2^120 the row becomes infinite. Such tiles of queries are computed again by OnlineSoftmax.
+// Beyond 2^120 the row becomes NaN. Such tiles of queries are computed again by OnlineSoftmax.
 #pragma once
 
 #include <algorithm>
@@ -22,8 +22,6 @@ namespace h100_diffusers_kernels {
 
 // Of the values, which are in float16 too; see attention_values.cuh.
 constexpr float kHalfValueScale = 16;
-
-constexpr float kLargestHalf = 65504;
 
 // Float16 has nothing between 0 and 2^-24, so that a probability is off by up to 2^-25. With `keys` of them,
 // all off in the same direction, a row whose probabilities have at least 2^exponent as their sum is off by
@@ -64,7 +62,7 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
     this->add_to_row_sums(sum);
   }
 
-  // The same in two steps, of which the first does not touch O.
+  // The same in two steps, of which only the second touches O and the rounded probabilities.
   __device__ __forceinline__ void begin_tile(Scores<Tile>& scores, bool is_first, float (&sum)[2]) {
     typename Base::PartialSums part;
     if (is_first) this->set_reference(scores, static_cast<float>(exponent_));
@@ -79,12 +77,14 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
   }
 
  private:
+  static constexpr float kLargestHalf = 65504;
+
   // Whether float16 has the probabilities of all rows of the warp.
   __device__ __forceinline__ static bool are_within(const float (&sum)[2]) {
     return __all_sync(~0u, sum[0] <= kLargestHalf && sum[1] <= kLargestHalf);  // not of NaN
   }
 
-  // Of each row l becomes 2^exponent_ to 2^(exponent_ + 1), if it was more.
+  // Of each row l, with this tile's part, becomes 2^exponent_ to 2^(exponent_ + 1).
   __device__ __forceinline__ void raise_reference(Scores<Tile>& probabilities, float (&sum)[2],
                                                   Accumulators<Tile>& accumulators) {
     constexpr float kTooLarge = 0x1p120f;

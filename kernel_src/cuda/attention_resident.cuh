@@ -219,7 +219,7 @@ class ResidentCompute {
       softmax.take_tile(scores_, key == 0, accumulators, probabilities);
       const Operand values = values_at<Tile>(head_values, memory_.ones);
       issue_outputs<Tile, Softmax>(probabilities, values_plus<Tile>(values, bytes_before(key)), key > 0,
-                                      accumulators);
+                                   accumulators);
       key += kTileKeys;
       if ((kKnowsEnd && key == kKeyTiles * kTileKeys) || key >= key_count) break;
       issue_scores_for(key);

@@ -119,8 +119,7 @@ class RowSoftmax {
       const int row = i / 2 % 2;
       scores[i] = fast_exp2(kBias == KeyBias::kAdded ? scores[i] - reference_[row]
                                                      : __fmaf_rn(scores[i], scale_, -reference_[row]));
-      if constexpr (!Tile::kHasOnes)
-        part[row][i % 2] = i < 4 ? scores[i] : part[row][i % 2] + scores[i];
+      if constexpr (!Tile::kHasOnes) part[row][i % 2] = i < 4 ? scores[i] : part[row][i % 2] + scores[i];
     }
   }
   __device__ __forceinline__ static void add_up(const PartialSums& part, float (&sum)[2]) {

@@ -128,7 +128,7 @@ class StreamLoad {
 
   template <Pass kPass>
   __device__ __forceinline__ void run() {
-    const auto load = [&](int tile) { load_tile(tile); };
+    const auto load = [&](int tile) { load_tile<kPass>(tile); };
     if constexpr (kPass == Pass::kShare) {
       for_each_own_tile(params_, load);
     } else if constexpr (kPass == Pass::kClaimed) {
@@ -146,6 +146,7 @@ class StreamLoad {
   }
 
  private:
+  template <Pass kPass>
   __device__ __forceinline__ void load_tile(int tile) {
     const QueryTile place = params_.place_of(tile, Tile::kRows);
     const int key_count = params_.key_count(place.batch);
@@ -163,13 +164,17 @@ class StreamLoad {
       loader_.load_keys(memory_.keys + stage * Memory::kKeyBytes, memory_.bias + stage * Memory::kBiasBytes,
                         memory_.key_ring.full(stage), place, key);
       key_place_.wait_empty(memory_.value_ring);
-      if (!has_waited_) wait_for_earlier_kernels();
-      has_waited_ = true;
+      if constexpr (kPass == Pass::kClaimed) wait_for_half_values();
       loader_.load_values(memory_.values + stage * Memory::kKeyBytes, memory_.value_ring.full(stage), place,
                           key);
       key_place_.advance();
       key += kTileKeys;
     } while (key < key_count);
+  }
+
+  __device__ __forceinline__ void wait_for_half_values() {
+    if (!has_half_values_) wait_for_earlier_kernels();
+    has_half_values_ = true;
   }
 
   __device__ __forceinline__ void begin_query(int tile) const {
@@ -182,7 +187,7 @@ class StreamLoad {
   Loader loader_;
   RingPlace<typename Memory::QueryRing> query_place_;
   RingPlace<typename Memory::KeyRing> key_place_;
-  bool has_waited_ = false;
+  bool has_half_values_ = false;
 };
 
 template <class Tile, KeyBias kBias>
@@ -201,6 +206,7 @@ class StreamCompute {
 
   template <class Softmax>
   __device__ __forceinline__ void run() {
+    constexpr bool kHasRegistersAhead = Tile::kHeadDim == 128;
     constexpr bool kIsLazy = std::is_same_v<Softmax, LazySoftmax<Tile>>;
     constexpr int kBoxBytes = Tile::box_bytes(Tile::kRows);
 #pragma unroll 1
@@ -208,13 +214,12 @@ class StreamCompute {
       const int tile = wait_for_tile();
       if (tile == Memory::kNoTile) break;
       Outputs<Tile> outputs;
-      if constexpr (kIsLazy && Tile::kHeadDim == 128)
+      if constexpr (kIsLazy && kHasRegistersAhead)
         compute_tile_ahead<Softmax>(tile, outputs);
       else
         compute_tile<Softmax>(tile, outputs);
       if constexpr (kIsLazy) {
-        if (!has_accurate_rows<Tile>(outputs) && role_.is_elected())
-          memory_.tile_list.mark_inaccurate(index);
+        if (!has_accurate_rows<Tile>(outputs) && role_.is_elected()) memory_.tile_list.mark_inaccurate(index);
       }
       QueryTile place = params_.place_of(tile, Tile::kRows);
       place.row += role_.group * kWarpGroupRows;
@@ -259,8 +264,9 @@ class StreamCompute {
     softmax.normalize(accumulators, Softmax::kValueScale, outputs);
   }
 
-  // The same with the next S = Q K^T issued before O += P V, for which there is only time to wait once the next
-  // exponentials are there.
+  // The same, one step ahead: S = Q K^T of the next tile is issued before O += P V of this one, which goes on
+  // during the exponentials of the next. This takes registers for both, and pays where products take longer
+  // than exponentials.
   template <class Softmax>
   __device__ __forceinline__ void compute_tile_ahead(int tile, Outputs<Tile>& outputs) {
     const int key_count = params_.key_count(params_.place_of(tile, Tile::kRows).batch);
@@ -279,6 +285,7 @@ class StreamCompute {
       keys_.release_keys();
       finish_scores(scores, key_count - key, has_padding);
       softmax.begin_tile(scores, key == 0, sum);
+      // The wait for the values keeps the wait for the products behind the exponentials.
       compute_now(scores);
       compute_now(sum);
       keys_.wait_values();

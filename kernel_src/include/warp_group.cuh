@@ -139,8 +139,8 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
 }
 
-// What has been written to the registers is computed before what follows, as far as a compiler keeps asm in
-// order; it would rather wait early and compute late.
+// The compiler computes the values before the asm that follows, and what is made of them after it. Without
+// this it moves waits to the front, and rounds into registers that products are still reading.
 template <int kSize>
 __device__ __forceinline__ void compute_now(float (&values)[kSize]) {
 #pragma unroll
