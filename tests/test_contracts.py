@@ -1,6 +1,7 @@
 """What every operation keeps whatever it computes: Torch's own checks of an operator, compilation,
 streams, graphs, determinism, gradients, empty tensors, and sizes past 2**31 elements."""
 
+import gc
 import math
 import resource
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 import references
 from checks import (
@@ -601,10 +603,16 @@ def test_query_and_key_offsets_past_2_31(kernel, device, name, inplace, far_dim)
         assert_rounded_once(out, reference)
 
 
-def needs_gpu_memory(gigabytes):
-    free, _ = torch.cuda.mem_get_info()
-    if free < gigabytes * 1e9:
-        pytest.skip(f"needs {gigabytes} GB of GPU memory, {free / 1e9:.1f} GB are free")
+@pytest.fixture
+def _gpu_memory(tmp_path_factory):
+    """32 GB of it, for one test at a time of all processes of this run."""
+    with FileLock(tmp_path_factory.getbasetemp().parent / "gpu_memory.lock"):
+        free, _ = torch.cuda.mem_get_info()
+        if free < 32e9:
+            pytest.skip(f"needs 32 GB of GPU memory, {free / 1e9:.1f} GB are free")
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 # Operation, keyword arguments that are not of full size, tensors of full size, shape of these.
@@ -623,11 +631,10 @@ HUGE = {
 
 
 @needs_cuda
+@pytest.mark.usefixtures("_gpu_memory")
 @pytest.mark.parametrize("case", HUGE)
 def test_more_than_2_31_elements(kernel, device, case):
     name, count, shape = HUGE[case]
-    needs_gpu_memory(32)
-    torch.cuda.empty_cache()
     tensors = [
         torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in range(count)
     ]
@@ -646,9 +653,8 @@ def test_more_than_2_31_elements(kernel, device, case):
 
 
 @needs_cuda
+@pytest.mark.usefixtures("_gpu_memory")
 def test_query_and_key_of_more_than_2_31_elements(kernel, device):
-    needs_gpu_memory(32)
-    torch.cuda.empty_cache()
     batch, seq, heads, head_dim = 2, 2**19 + 3, 32, 64
     packed = torch.empty(
         batch, seq, 2, heads * head_dim, dtype=torch.bfloat16, device=device
@@ -672,10 +678,9 @@ def test_query_and_key_of_more_than_2_31_elements(kernel, device):
 
 
 @needs_cuda
+@pytest.mark.usefixtures("_gpu_memory")
 @pytest.mark.parametrize("name", ROPE_OPERATIONS)
 def test_rotation_of_more_than_2_31_elements(kernel, device, name):
-    needs_gpu_memory(32)
-    torch.cuda.empty_cache()
     batch, heads, head_dim = 2, 8, 128
     frames, rows, columns = grid = (1025, 32, 33)
     seq = frames * rows * columns
@@ -699,10 +704,9 @@ def test_rotation_of_more_than_2_31_elements(kernel, device, name):
 
 
 @needs_cuda
+@pytest.mark.usefixtures("_gpu_memory")
 @pytest.mark.parametrize("far", ["queries", "keys"])
 def test_attention_of_more_than_2_31_elements(kernel, device, far):
-    needs_gpu_memory(32)
-    torch.cuda.empty_cache()
     dtype, heads, length = torch.bfloat16, 32, 2**20 + 3
     lengths = {"queries": (length, 64), "keys": (5, length)}[far]
     q, k, v = (
