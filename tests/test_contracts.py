@@ -607,6 +607,7 @@ def test_query_and_key_offsets_past_2_31(kernel, device, name, inplace, far_dim)
 def _gpu_memory(tmp_path_factory):
     """32 GB of it, for one test at a time of all processes of this run."""
     with FileLock(tmp_path_factory.getbasetemp().parent / "gpu_memory.lock"):
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         if free < 32e9:
             pytest.skip(f"needs 32 GB of GPU memory, {free / 1e9:.1f} GB are free")
