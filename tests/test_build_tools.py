@@ -233,6 +233,7 @@ def test_check_abi_fails(tmp_path, source, requirement):
 
 VECTOR = "void rows<float, (h100_diffusers_kernels::Access)0>(float*)"
 SCALAR = "void rows<float, (h100_diffusers_kernels::Access)1>(float*)"
+PRODUCTS, WAIT = ["HGMMA.64x128x16.F32.BF16"] * 4, "WARPGROUP.DEPBAR.LE"
 
 
 @pytest.mark.parametrize(
@@ -244,6 +245,13 @@ SCALAR = "void rows<float, (h100_diffusers_kernels::Access)1>(float*)"
         (VECTOR, 0, ["LDG.E.64", "STG.E.128"], ["no 16-byte loads"]),
         (VECTOR, 0, ["LDG.E.LTC128B.64", "STG.E.128"], ["no 16-byte loads"]),
         (VECTOR, 0, ["LDG.E.128", "STG.E", "STS.128"], ["no 16-byte stores"]),
+        (VECTOR, 0, ["UTMALDG.4D", *PRODUCTS, WAIT, "UTMASTG.4D"], []),
+        (
+            VECTOR,
+            0,
+            ["UTMALDG.4D", *(op for product in PRODUCTS for op in (product, WAIT)), "UTMASTG.4D"],
+            ["matrix products wait for each other"],
+        ),
         (SCALAR, 0, ["LDG.E.U16", "STG.E.U16"], []),
         (SCALAR, 4, ["LDG.E.U16", "STG.E.U16"], ["spills 4 bytes"]),
     ],

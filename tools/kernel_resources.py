@@ -1,7 +1,8 @@
 """Shows what each CUDA kernel uses, read from the compiled code.
 
-Fails where registers spill to memory, and where a kernel does not read and write global memory
-16 bytes at a time. Kernels for data that is not aligned to 16 bytes say so: `Access::kScalar` is
+Fails where registers spill to memory, where the compiler makes matrix products wait for each other
+(as it does, with a note only, when their registers are touched meanwhile), and where a kernel does
+not read and write global memory 16 bytes at a time. Kernels for data that is not aligned to 16 bytes say so: `Access::kScalar` is
 among their template arguments.
 """
 
@@ -63,10 +64,18 @@ class Kernel:
     def bulk_stores(self) -> int:
         return self.count("UTMASTG", "UTMAREDG", "UBLKRED") + self.count("UBLKCP", width="G")
 
+    @property
+    def has_serial_products(self) -> bool:
+        """Whether nearly each product of a warp group (wgmma) is waited for by itself."""
+        products, waits = self.count("HGMMA"), self.count("WARPGROUP", width="DEPBAR")
+        return products > 0 and products < 2 * waits
+
     def faults(self) -> list[str]:
         faults = []
         if self.spills:
             faults.append(f"spills {self.spills} bytes")
+        if self.has_serial_products:
+            faults.append("matrix products wait for each other")
         if not SCALAR_ACCESS.search(self.name):
             if not (self.wide_loads or self.bulk_loads):
                 faults.append("no 16-byte loads")

@@ -133,6 +133,7 @@ class RowSoftmax {
     for (int i = 0; i < Tile::kScores; i += 2)
       probabilities[i / 8][i / 2 % 4] = pack_pair<Probability>(scores[i], scores[i + 1]);
   }
+
   __device__ __forceinline__ void add_to_row_sums(const float (&sum)[2]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) row_sum_[row] += sum[row];

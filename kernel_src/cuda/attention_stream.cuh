@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <climits>
-#include <utility>
 
 #include "attention_epilogue.cuh"
 #include "attention_loader.cuh"
