@@ -2,8 +2,8 @@
 
 Fails where registers spill to memory, where the compiler makes matrix products wait for each other
 (as it does, with a note only, when their registers are touched meanwhile), and where a kernel does
-not read and write global memory 16 bytes at a time. Kernels for data that is not aligned to 16 bytes say so: `Access::kScalar` is
-among their template arguments.
+not read and write global memory 16 bytes at a time. Kernels for data that is not aligned to 16 bytes
+say so: `Access::kScalar` is among their template arguments.
 """
 
 from __future__ import annotations
