@@ -7,7 +7,7 @@
 // are taken in float32 anyway, and which no score below m + 127 overflows: where a thread's sum of a tile is
 // beyond float16, its warp raises m of its 16 rows by powers of 2 to where l, with the tile, is
 // 2^reference_exponent again, and multiplies the tile's probabilities, l and O by what that leaves of them.
-// That happens once or twice on the way of 64 peaked rows along thousands of keys.
+// That happens one to four times on the way of 64 peaked rows along thousands of keys.
 //
 // Beyond 2^120 the row becomes NaN. Such tiles of queries are computed again by OnlineSoftmax.
 #pragma once
@@ -49,8 +49,7 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
   __device__ __forceinline__ void take_tile(Scores<Tile>& scores, bool is_first,
                                             Accumulators<Tile>& accumulators, Probabilities& probabilities) {
     typename Base::PartialSums part;
-    if (is_first) this->set_reference(scores, static_cast<float>(exponent_));
-    this->exponentiate(scores, part);
+    exponentiate_tile(scores, is_first, part);
     // Rounding stands before the branch, so that it goes on between the exponentials.
     this->template round<Probability>(scores, probabilities);
     float sum[2];
@@ -65,8 +64,7 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
   // The same in two steps, of which only the second touches O and the rounded probabilities.
   __device__ __forceinline__ void begin_tile(Scores<Tile>& scores, bool is_first, float (&sum)[2]) {
     typename Base::PartialSums part;
-    if (is_first) this->set_reference(scores, static_cast<float>(exponent_));
-    this->exponentiate(scores, part);
+    exponentiate_tile(scores, is_first, part);
     Base::add_up(part, sum);
   }
   __device__ __forceinline__ void end_tile(Scores<Tile>& scores, float (&sum)[2],
@@ -78,6 +76,12 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
 
  private:
   static constexpr float kLargestHalf = 65504;
+
+  __device__ __forceinline__ void exponentiate_tile(Scores<Tile>& scores, bool is_first,
+                                                    typename Base::PartialSums& part) {
+    if (is_first) this->set_reference(scores, static_cast<float>(exponent_));
+    this->exponentiate(scores, part);
+  }
 
   // Whether float16 has the probabilities of all rows of the warp.
   __device__ __forceinline__ static bool are_within(const float (&sum)[2]) {

@@ -257,10 +257,7 @@ class StreamCompute {
       issue_outputs<Tile, Softmax>(probabilities, keys_.values(), true, accumulators);
       key += kTileKeys;
     } while (key < key_count);
-    wait_for_products();
-    keys_.release_values();
-    advance_query();
-    softmax.normalize(accumulators, Softmax::kValueScale, outputs);
+    finish_tile(softmax, accumulators, outputs);
   }
 
   // The same, one step ahead: S = Q K^T of the next tile is issued before O += P V of this one, which goes on
@@ -302,10 +299,7 @@ class StreamCompute {
       issue_outputs<Tile, Softmax>(probabilities, values, true, accumulators);
       wait_for_products<1>();
     }
-    wait_for_products();
-    keys_.release_values();
-    advance_query();
-    softmax.normalize(accumulators, Softmax::kValueScale, outputs);
+    finish_tile(softmax, accumulators, outputs);
   }
 
   __device__ __forceinline__ void issue_next_scores(Scores<Tile>& scores) {
@@ -324,6 +318,16 @@ class StreamCompute {
       keys_.wait_values();
       clear_rows<Tile>(role_, keys_.values().address(), count);
     }
+  }
+
+  // The last products of values have been issued.
+  template <class Softmax>
+  __device__ __forceinline__ void finish_tile(const Softmax& softmax, const Accumulators<Tile>& accumulators,
+                                              Outputs<Tile>& outputs) {
+    wait_for_products();
+    keys_.release_values();
+    advance_query();
+    softmax.normalize(accumulators, Softmax::kValueScale, outputs);
   }
 
   __device__ __forceinline__ static void clear(Accumulators<Tile>& accumulators) {
