@@ -45,6 +45,7 @@ MODE_NAMES = {
 
 PEERS = ("eager", "compiled", "liger", "quack")
 ATTENTION_PEERS = {"cudnn": "cuDNN", "flash": "Torch flash", "fa3": "FA3"}
+SLOW_INPUTS = ("rising", "jump", "large range")  # of attention
 TUNED_MODE = "max-autotune-no-cudagraphs"
 
 # What writes a result, where it is not benchmarks/bench_<name>.py.
@@ -251,9 +252,6 @@ def worst_inputs(entry: dict, ratios: Callable[[dict], dict], choose: Callable) 
         if len(known) > 1:
             return choose(known, key=known.get)
     return None
-
-
-SLOW_INPUTS = ("rising", "jump", "large range")
 
 
 def shown_inputs(entry: dict, worst: str | None, extremes: tuple[str, ...]) -> dict[str, str]:
