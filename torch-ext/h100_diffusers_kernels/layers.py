@@ -22,7 +22,7 @@ from typing import Optional
 from torch import Tensor, nn
 
 from . import functional
-from .injection.conditions import is_plain, kernels_take
+from .conditions import is_plain, kernels_take
 
 __all__ = ["GEGLU", "GELU", "LayerNorm", "RMSNorm", "SwiGLU"]
 

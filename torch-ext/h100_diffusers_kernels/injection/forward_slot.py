@@ -2,19 +2,39 @@
 
 Hooks for offloading and caching are put around a module's forward by storing it away and assigning
 a wrapper in its place: accelerate stores it as ``module._old_forward``, diffusers in the chain of
-function references of ``module._diffusers_hook``. A replacement that goes to where the innermost
-forward is stored runs inside of every hook, whether the hook comes before or after it, and stays
-when the hook is removed.
+function references of ``module._diffusers_hook``. A forward that goes to where the innermost one is
+stored runs inside of every hook, whether the hook comes before or after it, and stays when the hook is
+removed.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any, Callable
 
 import torch
 from torch import nn
+
+
+class StandIn:
+    """A forward in the place of a module's own. It holds the module weakly, so that a model that is
+    dropped is freed at once.
+
+    Attributes:
+        had_attribute: whether the module had a ``forward`` of its own before, the class's.
+    """
+
+    __slots__ = ("__weakref__", "_module", "had_attribute")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.had_attribute = False
+
+    @property
+    def module(self) -> nn.Module | None:
+        return self._module()
 
 
 class ForwardSlot:
@@ -31,29 +51,48 @@ class ForwardSlot:
         return self._holder is self._module and self._attribute == "forward"
 
     @property
-    def function(self) -> Callable | None:
-        """The function that the slot binds to the module; None for anything else."""
-        value = getattr(self._holder, self._attribute, None)
-        is_bound = isinstance(value, MethodType) and value.__self__ is self._module
-        return value.__func__ if is_bound else None
+    def holds_class_forward(self) -> bool:
+        value = self._value
+        return (
+            isinstance(value, MethodType)
+            and value.__self__ is self._module
+            and value.__func__ is type(self._module).forward
+        )
 
-    def bind(self, function: Callable) -> None:
-        setattr(self._holder, self._attribute, MethodType(function, self._module))
+    @property
+    def holds_stand_in(self) -> bool:
+        value = self._value
+        return isinstance(value, StandIn) and value.module is self._module
+
+    @property
+    def stand_in(self) -> StandIn:
+        return self._value
+
+    @property
+    def _value(self) -> Any:
+        return getattr(self._holder, self._attribute, None)
+
+    def fill(self, forward: Callable) -> None:
+        setattr(self._holder, self._attribute, forward)
+
+    def fill_with_class_forward(self) -> None:
+        self.fill(MethodType(type(self._module).forward, self._module))
 
     def clear(self) -> None:
         delattr(self._holder, self._attribute)
 
 
-def find_forward_slot(module: nn.Module, function: Callable) -> ForwardSlot | None:
-    """The slot that binds ``function`` to the module, or None.
+def class_forward_slot(module: nn.Module) -> ForwardSlot | None:
+    """The slot with the class's forward; None if something unknown has taken its place.
 
-    Wrappers are no bound functions, so the slot with the class's forward is the innermost one in
-    use; None then means that something unknown has taken its place.
+    Wrappers are no bound methods, so it is the innermost one in use.
     """
-    for slot in _slots(module):
-        if slot.function is function:
-            return slot
-    return None
+    return next((slot for slot in _slots(module) if slot.holds_class_forward), None)
+
+
+def stand_in_slot(module: nn.Module) -> ForwardSlot | None:
+    """The slot with what stands in for the class's forward, or None."""
+    return next((slot for slot in _slots(module) if slot.holds_stand_in), None)
 
 
 def _slots(module: nn.Module) -> Iterator[ForwardSlot]:
@@ -67,30 +106,69 @@ def _slots(module: nn.Module) -> Iterator[ForwardSlot]:
         yield ForwardSlot(module, reference, "original_forward")
 
 
-def runs_forward(module: nn.Module, function: Callable) -> bool:
-    """Whether calling ``module`` runs ``function`` with no hook and no wrapper around it."""
-    forward = vars(module).get("forward")
-    return (
-        (type(module).forward if forward is None else getattr(forward, "__func__", None))
-        is function
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-        and not module._backward_hooks
-        and not module._backward_pre_hooks
-    )
+class ReplicaMaker:
+    """Makes nn.DataParallel's replicas of a module with its class's forward: what stands in for it would
+    run on the original's parameters."""
+
+    _ATTRIBUTE = "_replicate_for_data_parallel"
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self) -> nn.Module:
+        module = self._module()
+        replica = getattr(type(module), self._ATTRIBUTE)(module)
+        self.take_out(replica)
+        if isinstance(vars(replica).get("forward"), StandIn):
+            del replica.forward
+        return replica
+
+    def __deepcopy__(self, memo: dict) -> ReplicaMaker:
+        module = self._module()
+        return ReplicaMaker(memo.get(id(module), module))
+
+    @classmethod
+    def put_in(cls, module: nn.Module) -> None:
+        setattr(module, cls._ATTRIBUTE, cls(module))
+
+    @classmethod
+    def take_out(cls, module: nn.Module) -> None:
+        if isinstance(vars(module).get(cls._ATTRIBUTE), cls):
+            delattr(module, cls._ATTRIBUTE)
 
 
-def is_wrapped(module: nn.Module, function: Callable) -> bool:
-    """Whether anything is around ``function``, which is known to be the module's innermost forward.
+def runs_own_forward(module: nn.Module) -> bool:
+    """Whether calling the module runs its class's forward, or what stands in for it, and no hooks.
+
+    Hooks of all modules apart: see ``has_global_hooks``.
+    """
+    forward = module.__dict__.get("forward")
+    if forward is not None:
+        slot = ForwardSlot(module, module, "forward")
+        # Removed hooks leave the class's forward behind, bound to the instance.
+        if not (slot.holds_stand_in or slot.holds_class_forward):
+            return False
+    return not has_hooks(module)
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether anything is around the forward of a module that is being called.
 
     While torch.compile traces, what hooks leave on a module is asked for: not every version of it
-    sees through a forward that is bound to an instance.
+    sees through a forward that is found on an instance.
     """
     if torch.compiler.is_compiling():
         return hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")
-    return not runs_forward(module, function)
+    return not runs_own_forward(module)
 
 
-def runs_class_forward(module: nn.Module) -> bool:
-    """Whether calling ``module`` runs its class's forward and nothing else."""
-    return runs_forward(module, type(module).forward)
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks of its own are around a call of the module."""
+    state = module.__dict__
+    return bool(
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+    )

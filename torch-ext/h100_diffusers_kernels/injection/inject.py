@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from .plan import Plan, plan_model
 from .registry import family_of, known_models
 from .report import InjectionReport, LeftAlone, join
 
@@ -21,16 +22,19 @@ _PLAN = "_h100_diffusers_kernels_plan"
 def inject_kernels(pipe_or_model: Any, *, attention: bool = True) -> InjectionReport:
     """Makes a diffusers model, or each model of a pipeline, run on this package's kernels.
 
-    Works in place and on the instances only: no class is changed, and neither are weights,
+    Works in place and on the instances only: no class is changed, and neither are weights, processors,
     ``state_dict`` or configuration. Hooks, offloading, LoRA, quantized linear layers and
-    ``torch.compile`` keep working, whether they come before or after. A second call does nothing,
-    whatever its arguments, and reports what is in place: eject the kernels first to inject them
-    otherwise. :func:`eject_kernels` undoes it; do that before pickling a model as a whole (``copy.deepcopy``,
-    ``state_dict`` and ``save_pretrained`` need no such care).
+    ``torch.compile`` keep working, whether they come before or after, and what a user puts in the place
+    of a part, or of a function or class that it is made of, is what runs. A second call with the same
+    options does nothing and reports what is in place. :func:`eject_kernels` undoes it; do that before
+    pickling a model as a whole (``copy.deepcopy``, ``state_dict`` and ``save_pretrained`` need no such
+    care).
 
     A call that the kernels do not cover (under autocast, with mixed dtypes, on a device that this
-    build has no kernels for) is computed by the model's own code. So is attention in float32, in
-    training, under context parallelism, with a mask that differs by head or query, and wherever an
+    build has no kernels for) is computed by the model's own code: that is logged once for each module and
+    reason, counted in the report's ``calls``, and an error where the environment variable
+    ``H100_DIFFUSERS_KERNELS_STRICT`` is set to 1. Attention is the model's own, too, and this is no
+    fall-back, in training, under context parallelism, within a function mode, and wherever an
     attention backend has been chosen: by ``model.set_attention_backend``, by the context manager
     ``attention_backend`` or by ``DIFFUSERS_ATTN_BACKEND``, before or after the injection. (The last
     two cannot be told from no choice where they name "native".)
@@ -46,45 +50,71 @@ def inject_kernels(pipe_or_model: Any, *, attention: bool = True) -> InjectionRe
         under the name ``h100_diffusers_kernels``.
 
     Raises:
-        ValueError: if ``pipe_or_model`` neither is nor holds a known model.
+        ValueError: if ``pipe_or_model`` neither is nor holds a known model, or holds one that was injected
+            with other options: eject the kernels first. Nothing is changed then.
 
     Example::
 
         report = kernel.inject_kernels(pipe)
         print(report)
     """
+    options = {"attention": attention}
     report = InjectionReport(already_injected=True)
-    found = False
+    found = []
     for name, component in _components(pipe_or_model):
         models = list(_known_models_in(name, component))
         if not models:
             report.left_alone.append(
                 LeftAlone(name, type(component).__name__, "there are no kernels for its class")
             )
-        for model_name, model, family in models:
-            found = True
-            plan = vars(model).get(_PLAN)
-            if plan is None:
-                plan = family.plan(model, attention)
-                if plan.replacements:
-                    plan.apply()
-                    setattr(model, _PLAN, plan)
-                report.already_injected = False
-            report.extend(model_name, plan.report)
+        found += models
     if not found:
         raise ValueError(
             f"inject_kernels: pipe_or_model must be or hold a {known_models()}, "
             f"got a {type(pipe_or_model).__name__} without one"
         )
+    plans = [_plan(name, model, family, options) for name, model, family in found]
+    applied = []
+    try:
+        for (name, model, _), plan in zip(found, plans):
+            if vars(model).get(_PLAN) is None:
+                report.already_injected = False
+                if not plan.is_empty:
+                    applied.append((model, plan))
+                    plan.apply()
+                    setattr(model, _PLAN, plan)
+            report.extend(name, plan.report)
+    except BaseException:
+        for model, plan in applied:
+            plan.undo(model)
+            vars(model).pop(_PLAN, None)
+        raise
     logger.info("inject_kernels(%s): %s", type(pipe_or_model).__name__, report)
     return report
 
 
-def eject_kernels(pipe_or_model: Any) -> None:
-    """Undoes :func:`inject_kernels`: each module gets back the forward and the processor it had.
+def _plan(name: str, model: nn.Module, family: Any, options: dict[str, Any]) -> Plan:
+    """The plan that is in place, if its options are the same, or a new one."""
+    plan = vars(model).get(_PLAN)
+    if plan is None:
+        return plan_model(model, family, options)
+    if plan.options != options:
+        raise ValueError(
+            f"inject_kernels: {name or 'the model'} runs on kernels injected with "
+            f"{_shown(plan.options)}, got {_shown(options)}: call eject_kernels first"
+        )
+    return plan
 
-    A module whose forward or processor was replaced by something else after the injection keeps
-    that. Where nothing was injected, nothing happens.
+
+def _shown(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
+
+
+def eject_kernels(pipe_or_model: Any) -> None:
+    """Undoes :func:`inject_kernels`: each module gets back the forward that it had.
+
+    A module whose forward was replaced by something else after the injection keeps that. Where nothing
+    was injected, nothing happens.
 
     Args:
         pipe_or_model: as for :func:`inject_kernels`.
@@ -93,7 +123,7 @@ def eject_kernels(pipe_or_model: Any) -> None:
         for module_name, module in component.named_modules():
             plan = vars(module).get(_PLAN)
             if plan is not None:
-                plan.undo()
+                plan.undo(module)
                 delattr(module, _PLAN)
                 logger.info("eject_kernels: restored %s", join(name, module_name) or "the model")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from .tally import Tally
+
 
 @dataclass(frozen=True)
 class Replaced:
@@ -23,6 +25,23 @@ class LeftAlone:
     reason: str
 
 
+@dataclass(frozen=True)
+class Calls:
+    """How the calls of a replaced module were computed so far.
+
+    Attributes:
+        name: the module's qualified name.
+        module: its class.
+        on_kernels: how many ran on the kernels, as a whole or in part.
+        fell_back: how many the model's own code computed, as a whole or in part, by reason.
+    """
+
+    name: str
+    module: str
+    on_kernels: int
+    fell_back: dict[str, int]
+
+
 @dataclass
 class InjectionReport:
     """The result of :func:`inject_kernels`; ``str()`` gives one line for each kind of module.
@@ -32,11 +51,21 @@ class InjectionReport:
         left_alone: each module looked at and not changed, or not as a whole: its qualified name, its
             class, why.
         already_injected: whether everything was in place before the call, which changed nothing.
+        calls: how each replaced module's calls were computed up to now (a property).
     """
 
     replaced: list[Replaced] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
     already_injected: bool = False
+    tallies: list[tuple[str, Tally]] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def calls(self) -> list[Calls]:
+        """The calls of each replaced module up to now. What torch.compile has compiled is not counted."""
+        return [
+            Calls(join(prefix, tally.name), tally.module, tally.on_kernels, dict(tally.fell_back))
+            for prefix, tally in self.tallies
+        ]
 
     @property
     def num_replaced(self) -> int:
@@ -53,6 +82,7 @@ class InjectionReport:
             (self.left_alone, other.left_alone),
         ):
             entries.extend(replace(entry, name=join(prefix, entry.name)) for entry in more)
+        self.tallies.extend((join(prefix, name), tally) for name, tally in other.tallies)
 
     def __str__(self) -> str:
         already = " (before this call already)" if self.already_injected else ""

@@ -1,0 +1,124 @@
+"""What tensors the kernels take: asked by layers and injected models at each call, without reading values.
+
+LoRA, quantization, offloading, autocast or another device may come at any time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from ._ops import add_op_namespace_prefix
+from .arguments import ATTENTION_HEAD_DIMS, dtype_name
+from .differentiation import is_differentiated
+
+# A build has kernels for one type of device, which its operators' namespace names.
+KERNEL_DEVICE_TYPE = "cuda" if "_cuda_" in add_op_namespace_prefix("") else "cpu"
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ATTENTION_DTYPES = (torch.bfloat16, torch.float16)
+_PLAIN_TYPES = (Tensor, nn.Parameter)
+# Subclasses of Tensor that stand for plain ones while something is traced.
+_TRACED_TYPES = "torch._subclasses."
+
+
+def is_plain(tensor: Tensor | None) -> bool:
+    """Whether a tensor, if there is one, is no quantized, sharded or otherwise special subclass."""
+    cls = type(tensor)
+    return tensor is None or cls in _PLAIN_TYPES or cls.__module__.startswith(_TRACED_TYPES)
+
+
+def kernels_run_on(x: Tensor) -> bool:
+    """Whether the kernels take tensors of ``x``'s kind, dtype and device.
+
+    False under autocast, which decides on a dtype operation by operation.
+    """
+    return (
+        x.dtype in _DTYPES
+        and x.device.type == KERNEL_DEVICE_TYPE
+        and is_plain(x)
+        and not torch.is_autocast_enabled(KERNEL_DEVICE_TYPE)
+    )
+
+
+def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels take ``x``, and each other tensor given along with it."""
+    return kernels_run_on(x) and _has_unit_stride(x) and takes_along(x, *others)
+
+
+def takes_along(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels take each other tensor along with ``x``, which they take."""
+    for tensor in others:
+        if tensor is not None and (
+            tensor.dtype != x.dtype
+            or tensor.device != x.device
+            or not _has_unit_stride(tensor)
+            or not is_plain(tensor)
+        ):
+            return False
+    return True
+
+
+def why_not_taken(x: Tensor, *others: Tensor | None) -> str:
+    """The reason for which ``kernels_take`` is false, as a clause."""
+    for tensor in (x, *others):
+        if not is_plain(tensor):
+            return f"it was given a {type(tensor).__name__}"
+    if torch.is_autocast_enabled(KERNEL_DEVICE_TYPE):
+        return "autocast is on"
+    if x.device.type != KERNEL_DEVICE_TYPE:
+        return (
+            f"it was given tensors on {x.device.type}, and this build is for {KERNEL_DEVICE_TYPE}"
+        )
+    if x.dtype not in _DTYPES:
+        return f"there are no kernels for {dtype_name(x.dtype)}"
+    if any(tensor is not None and tensor.dtype != x.dtype for tensor in others):
+        return "it was given tensors of different dtypes"
+    if any(tensor is not None and tensor.device != x.device for tensor in others):
+        return "it was given tensors on different devices"
+    return "it was given tensors whose last dimension has gaps"
+
+
+def _has_unit_stride(tensor: Tensor) -> bool:
+    return tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
+
+
+def tracks_derivatives() -> bool:
+    """Whether anything computed now may be differentiated, or is in a transform of ``torch.func``."""
+    return (
+        torch.is_grad_enabled()
+        or forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+def attention_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether ``attention`` computes with them, each (B, S, H, d), and no derivative is asked for."""
+    return (
+        query.dtype in _ATTENTION_DTYPES
+        and query.shape[3] in ATTENTION_HEAD_DIMS
+        and kernels_take(query, key, value)
+        and query.shape[0] == key.shape[0]
+        and query.shape[2:] == key.shape[2:]
+        and key.shape == value.shape
+        and not is_differentiated(query, key, value)
+    )
+
+
+def as_key_bias(mask: Tensor, key: Tensor) -> Tensor | None:
+    """The bias (B, Sk) that ``attention`` takes, of a ``mask`` (B, 1, Sk) that is added to the scores of
+    all queries and heads; None of any other mask."""
+    if (
+        mask.dim() != 3
+        or mask.shape[0] != key.shape[0]
+        or mask.shape[1] != 1
+        or mask.shape[2] != key.shape[1]
+        or mask.dtype not in (key.dtype, torch.float32)
+        or mask.device != key.device
+        or not _has_unit_stride(mask)
+        or not is_plain(mask)
+        or is_differentiated(mask)
+    ):
+        return None
+    return mask.squeeze(1)

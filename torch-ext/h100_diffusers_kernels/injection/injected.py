@@ -1,0 +1,177 @@
+"""The forward that stands in for a module's own, and what all those of one model share."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..conditions import kernels_take, why_not_taken
+from .forward_slot import StandIn
+from .original import Original
+from .snapshot import Glance, Snapshot, has_global_hooks
+from .tally import Tally
+
+
+class Injection:
+    """What the forwards injected into one model share.
+
+    Attributes:
+        attention: whether attention itself may run on the package's kernel.
+        originals: the functions that the kernels stand in for, as their libraries define them, by path.
+        blocks: the names of the model's lists of blocks, in the order of their calls.
+        tallies: of each replaced module, by name.
+        local: ``local.forward`` is the forward of the model that this thread is in, or None.
+    """
+
+    def __init__(
+        self, attention: bool, originals: dict[str, Original], blocks: tuple[str, ...]
+    ) -> None:
+        self.attention = attention
+        self.originals = originals
+        self.blocks = blocks
+        self.tallies: dict[str, Tally] = {}
+        self.local = _Local()
+
+    def __deepcopy__(self, memo: dict) -> Injection:
+        duplicate = Injection(self.attention, self.originals, self.blocks)
+        duplicate.tallies = {name: tally.fresh() for name, tally in self.tallies.items()}
+        return duplicate
+
+
+class _Local(threading.local):
+    forward: Any = None
+
+
+class Parts:
+    """What a forward works with, decided by its part, which adds attributes.
+
+    Attributes:
+        reason: why the class's own forward has to run, or None.
+        notes: why the model's own code computes parts of the call.
+        choices: the same, where the user asked for it.
+    """
+
+    def __init__(self, reason: str | None = None) -> None:
+        self.reason = reason
+        self.notes: list[str] = []
+        self.choices: list[str] = []
+
+    def note(self, reason: str | None, is_choice: bool = False) -> None:
+        if reason is not None:
+            (self.choices if is_choice else self.notes).append(reason)
+
+
+class Decision(NamedTuple):
+    parts: Parts
+    snapshot: Snapshot
+
+
+class Injected(StandIn):
+    """A forward that stands in for a module's own: ``part.forward(module, injected, *args, **kwargs)``.
+
+    Attributes:
+        part: what the module is to its family. ``part.decide(module, injection, snapshot)`` tells the
+            ``Parts`` that its forward works with.
+        name: the module's name in its model.
+        kept: what the forward keeps from call to call.
+    """
+
+    __slots__ = ("_decision", "injection", "kept", "name", "part", "seen_by")
+
+    def __init__(self, module: nn.Module, part: Any, name: str, injection: Injection) -> None:
+        super().__init__(module)
+        self.part = part
+        self.name = name
+        self.injection = injection
+        self.kept: Any = None
+        self._decision: Decision | None = None
+        self.seen_by: Any = None  # the forward of the model in which the decision is known to hold
+
+    def __call__(self, *args, **kwargs) -> Any:
+        return self.part.forward(self._module(), self, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        module = self._module()
+        return inspect.signature(MethodType(type(module).forward, module))
+
+    def __deepcopy__(self, memo: dict) -> Injected:
+        """That of the module's copy, where the module is being copied."""
+        module = self._module()
+        injection = copy.deepcopy(self.injection, memo)
+        duplicate = Injected(memo.get(id(module), module), self.part, self.name, injection)
+        duplicate.had_attribute = self.had_attribute
+        return duplicate
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        raise TypeError(
+            f"{self.name or 'the model'} runs on injected kernels, which cannot be pickled: "
+            "call eject_kernels first, or save the state_dict"
+        )
+
+    @property
+    def tally(self) -> Tally:
+        return self.injection.tallies[self.name]
+
+    def parts(self, module: nn.Module, x: Tensor, *others: Tensor | None) -> Any | None:
+        """What a call works with; None, counted, where the class's own forward has to run.
+
+        The tensors are those that the call is given and that the kernels are to take.
+        """
+        parts = self.decide(module)
+        reason = parts.reason
+        if reason is None and not kernels_take(x, *others):
+            reason = why_not_taken(x, *others)
+        if reason is not None:
+            self.fall_back(reason)
+            return None
+        if not torch.compiler.is_compiling():
+            for note in parts.notes:
+                self.fall_back(note)
+            self.tally.on_kernels += 1
+        return parts
+
+    def decide(self, module: nn.Module) -> Any:
+        """The part's decision, made again if anything that it was read from has changed."""
+        if torch.compiler.is_compiling():
+            return self.part.decide(module, self.injection, Glance(module))
+        decision = self._decision
+        if decision is not None:
+            forward = self.injection.local.forward
+            if forward is not None and forward is self.seen_by:
+                return decision.parts
+            if self.still_holds(module):
+                return decision.parts
+        if has_global_hooks():
+            return Parts("hooks are registered for all modules")
+        snapshot = Snapshot(module)
+        decision = Decision(self.part.decide(module, self.injection, snapshot), snapshot)
+        self._decision = decision
+        return decision.parts
+
+    def still_holds(self, module: nn.Module) -> bool:
+        """Whether the last decision, if there is one, would be the same now."""
+        decision = self._decision
+        return decision is not None and not has_global_hooks() and decision.snapshot.holds(module)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether a call runs no unknown code, as far as the last decision tells."""
+        decision = self._decision
+        return decision is not None and decision.snapshot.is_quiet
+
+    @property
+    def stand_ins(self) -> list[nn.Module]:
+        """The modules under this one that have a stand-in, and none between, as the decision saw them."""
+        return self._decision.snapshot.stand_ins
+
+    def fall_back(self, reason: str) -> None:
+        """Counts a call, or a part of it, that the model's own code is about to compute."""
+        if not torch.compiler.is_compiling():
+            self.tally.fall_back(reason)

@@ -1,0 +1,137 @@
+"""Norms, plain and modulated, after a residual or not: by the kernels where they know the module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import functional
+from ..conditions import is_plain, kernels_take, takes_along
+from .forward_slot import runs_own_forward
+from .injected import Injection
+from .original import class_name, find_class
+from .snapshot import Snapshot
+
+RMS, LAYER = "rms", "layer"
+# What each class computes, and the functions that its forward calls.
+_CLASSES = {
+    "diffusers.models.normalization:RMSNorm": (RMS, ()),
+    "torch.nn:RMSNorm": (RMS, ("torch.nn.functional:rms_norm",)),
+    "torch.nn:LayerNorm": (LAYER, ("torch.nn.functional:layer_norm",)),
+    "diffusers.models.normalization:FP32LayerNorm": (LAYER, ("torch.nn.functional:layer_norm",)),
+}
+# What the kernels stand in for.
+ORIGINALS = tuple(
+    dict.fromkeys(
+        path
+        for name, (_, functions) in _CLASSES.items()
+        for path in (f"{name}.forward", *functions)
+    )
+)
+
+
+class Norm:
+    """A norm of the last dimension.
+
+    Attributes:
+        module: what computes it where the kernels do not.
+        kind: RMS or LAYER; None where the kernels do not know it, for ``reason``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.kind: str | None = None
+        self.reason: str | None = None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.eps: float = 0.0
+        self.size: int | None = None  # of the normalized dimension, where the module says it
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether the kernels compute the norm of ``x``, which they take."""
+        return (
+            self.kind is not None
+            and (self.size is None or self.size == x.shape[-1])
+            and takes_along(x, self.weight, self.bias)
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not (self.takes(x) and kernels_take(x)):
+            return self.module(x)
+        if self.kind == RMS:
+            return functional.rms_norm(x, self.weight, self.eps)
+        return functional.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def modulated(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        """``norm(x) * (1 + scale) + shift``."""
+        if not (self.takes(x) and kernels_take(x, scale, shift)):
+            return self.module(x) * (1 + scale) + shift
+        if self.kind == RMS:
+            return functional.rms_norm_modulate(x, scale, shift, self.weight, self.eps)
+        return functional.layer_norm_modulate(x, scale, shift, self.weight, self.bias, self.eps)
+
+    def residual_modulated(
+        self, residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor, shift: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """``h = residual + gate * x`` and ``norm(h) * (1 + scale) + shift``."""
+        if not (
+            self.takes(residual)
+            and x.shape == residual.shape
+            and kernels_take(residual, x, gate, scale, shift)
+        ):
+            h = gated_residual(residual, x, gate)
+            return h, self.modulated(h, scale, shift)
+        if self.kind == RMS:
+            return functional.gated_residual_rms_norm_modulate(
+                residual, x, gate, scale, shift, self.weight, self.eps
+            )
+        return functional.gated_residual_layer_norm_modulate(
+            residual, x, gate, scale, shift, self.weight, self.bias, self.eps
+        )
+
+
+def gated_residual(residual: Tensor, x: Tensor, gate: Tensor | None) -> Tensor:
+    """``residual + gate * x``, also where a layer gives another dtype than the one it was given."""
+    if x.shape == residual.shape and kernels_take(residual, x, gate):
+        return functional.gated_residual(residual, x, gate)
+    return residual + (x if gate is None else x * gate)
+
+
+def see_norm(owner: nn.Module, name: str, injection: Injection, snapshot: Snapshot) -> Norm:
+    """The norm that is now the attribute ``name`` of a module."""
+    module = snapshot.see_attribute(owner, name)
+    norm = Norm(module)
+    norm.reason = _fill(norm, module, injection, snapshot)
+    if norm.reason is not None:
+        norm.kind = None
+        norm.reason = f"{name} {norm.reason}"
+    return norm
+
+
+def _fill(norm: Norm, module: Any, injection: Injection, snapshot: Snapshot) -> str | None:
+    """Reads what the kernels need, or says why they cannot stand in for the module."""
+    path = next((path for path in _CLASSES if type(module) is find_class(path)), None)
+    if path is None:
+        return f"is a {class_name(module)}"
+    norm.kind, functions = _CLASSES[path]
+    for original in (f"{path}.forward", *functions):
+        if not injection.originals[original].is_in_use(snapshot):
+            return f"is a {class_name(module)}, and {original.partition(':')[2]} was replaced"
+    if not runs_own_forward(module):
+        return "has hooks or another forward than its class's"
+    norm.weight = snapshot.see_attribute(module, "weight")
+    norm.bias = snapshot.see_attribute(module, "bias")
+    norm.eps = snapshot.see_attribute(module, "eps")
+    if not (is_plain(norm.weight) and is_plain(norm.bias)):
+        return "has a sharded or quantized weight"
+    if norm.kind == RMS and norm.bias is not None:
+        return "has a bias"
+    if not isinstance(norm.eps, float):
+        return f"has an eps of {norm.eps}"
+    normalized_shape = snapshot.see_attribute(module, "normalized_shape")
+    if normalized_shape is not None:
+        if len(normalized_shape) != 1:
+            return "normalizes over several dimensions"
+        (norm.size,) = normalized_shape
+    return None

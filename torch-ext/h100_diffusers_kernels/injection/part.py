@@ -1,0 +1,61 @@
+"""What a kind of module is to its family: its class, the forward that stands in, and what that works with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable
+
+from torch import nn
+
+from .injected import Injection, Parts
+from .original import Original, find_class, find_original
+from .snapshot import Snapshot
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kind of module whose forward is replaced. Subclasses add what its forward works with.
+
+    Attributes:
+        path: of its class, ``module:class``. Subclasses without a forward of their own belong to it.
+        parameters: of the class's forward, in order.
+        forward: stands in for it: ``forward(module, injected, *args, **kwargs)``.
+        operations: what it runs on, for the report.
+    """
+
+    path: str
+    parameters: str | None
+    forward: Callable
+    operations: str
+
+    def is_kind_of(self, module: nn.Module) -> bool:
+        cls = find_class(self.path)
+        return cls is not None and isinstance(module, cls)
+
+    def originals(self) -> dict[str, Original]:
+        """The functions that the forward stands in for, besides its class's own."""
+        return {}
+
+    def own_forward(self) -> Original:
+        return find_original(f"{self.path}.forward", self.parameters)
+
+    def decide(self, module: nn.Module, injection: Injection, snapshot: Snapshot) -> Parts:
+        """What the forward works with, as the module is now."""
+        own = injection.originals[self.path].function
+        if own is None or snapshot.see_method(type(module), "forward") is not own:
+            return Parts("its class's forward is not the one known from diffusers")
+        parts = Parts()
+        self.see(module, snapshot)
+        self.fill(parts, module, injection, snapshot)
+        return parts
+
+    def see(self, module: nn.Module, snapshot: Snapshot) -> None:
+        snapshot.see_tree(module)
+
+    def fill(
+        self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Snapshot
+    ) -> None:
+        """Adds what the forward works with, or the reason for which it cannot."""
+
+    def describe(self, parts: Parts) -> str:
+        return self.operations

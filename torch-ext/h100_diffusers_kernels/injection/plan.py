@@ -1,0 +1,135 @@
+"""What is done to one model, and its way back."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from .forward_slot import ReplicaMaker, class_forward_slot, stand_in_slot
+from .injected import Injected, Injection
+from .model_forward import Model
+from .norms import ORIGINALS as NORM_ORIGINALS
+from .original import find_original
+from .part import Part
+from .report import InjectionReport, LeftAlone, Replaced
+from .snapshot import Glance
+from .tally import Tally
+
+
+class Plan:
+    """The forwards to be put into a model, and the report on them. Names are the model's.
+
+    Attributes:
+        options: those of ``inject_kernels``.
+        report: what is replaced, and what is not.
+        is_empty: whether there is nothing to do.
+    """
+
+    def __init__(self, injection: Injection, options: dict[str, Any]) -> None:
+        self.options = options
+        self.report = InjectionReport()
+        self._injection = injection
+        self._planned: list[Injected] = []
+        self._modules: list[weakref.ref] = []  # a model that is dropped is to be freed
+
+    def __deepcopy__(self, memo: dict) -> Plan:
+        """That of the model's copy."""
+        duplicate = Plan(copy.deepcopy(self._injection, memo), self.options)
+        duplicate.report.extend("", self.report)
+        duplicate.report.tallies = duplicate._tallies()
+        copies = [memo.get(id(reference())) for reference in self._modules]
+        duplicate._modules = [weakref.ref(module) for module in copies if module is not None]
+        return duplicate
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._planned or self._modules)
+
+    def replace_forward(self, name: str, module: nn.Module, part: Part) -> None:
+        """Plan it, or report why not."""
+        if class_forward_slot(module) is None:
+            self.leave(name, module, "its forward was replaced by something else")
+            return
+        parts = part.decide(module, self._injection, Glance(module))
+        if parts.reason is None:
+            operations = part.describe(parts)
+            self.report.replaced.append(Replaced(name, type(module).__name__, operations))
+        for reason in (parts.reason, *parts.notes, *parts.choices):
+            if reason is not None:
+                self.leave(name, module, reason)
+        # Its parts are looked up at each call: they may be others by then.
+        self._planned.append(Injected(module, part, name, self._injection))
+        reported = (parts.reason, *parts.notes)
+        self._injection.tallies[name] = Tally(name, type(module).__name__, reported)
+
+    def leave(self, name: str, module: nn.Module, reason: str) -> None:
+        self.report.left_alone.append(LeftAlone(name, type(module).__name__, reason))
+
+    def apply(self) -> None:
+        """Do all of it, or nothing."""
+        planned, self._planned = self._planned, []
+        self._modules = [weakref.ref(injected.module) for injected in planned]
+        self.report.tallies = self._tallies()
+        try:
+            for injected in planned:
+                _put_in(injected)
+        except BaseException:
+            _take_out(injected.module for injected in planned)
+            raise
+
+    def undo(self, model: nn.Module) -> None:
+        """Give back its forward to each module that is, or was at the injection, the model's.
+
+        One whose forward was replaced by something else since keeps that.
+        """
+        modules = (reference() for reference in self._modules)
+        _take_out([*model.modules(), *(module for module in modules if module is not None)])
+
+    def _tallies(self) -> list[tuple[str, Tally]]:
+        return [("", tally) for tally in self._injection.tallies.values()]
+
+
+def _put_in(injected: Injected) -> None:
+    module = injected.module
+    slot = class_forward_slot(module)
+    injected.had_attribute = "forward" in vars(module)
+    ReplicaMaker.put_in(module)
+    slot.fill(injected)
+
+
+def _take_out(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        ReplicaMaker.take_out(module)
+        slot = stand_in_slot(module)
+        if slot is None:
+            continue
+        if slot.is_instance_attribute and not slot.stand_in.had_attribute:
+            slot.clear()
+        else:
+            slot.fill_with_class_forward()
+
+
+def plan_model(model: nn.Module, family: Any, options: dict[str, Any]) -> Plan:
+    """What to replace in a model of a family, what not, and why not."""
+    parts: tuple[Part, ...] = family.PARTS
+    originals = {path: find_original(path) for path in NORM_ORIGINALS}
+    for part in parts:
+        originals.update({part.path: part.own_forward(), **part.originals()})
+    blocks = next(part.blocks for part in parts if isinstance(part, Model))
+    plan = Plan(Injection(originals=originals, blocks=blocks, **options), options)
+    if getattr(model, "_parallel_config", None) is not None:
+        plan.leave("", model, "parallelism is on: each rank holds a part of the tokens only")
+        return plan
+    for name, module in model.named_modules():
+        part = next((part for part in parts if part.is_kind_of(module)), None)
+        if part is not None:
+            plan.replace_forward(name, module, part)
+    for name, reason in family.LEFT_ALONE.items():
+        module = getattr(model, name, None)
+        if isinstance(module, nn.Module):
+            plan.leave(name, module, reason)
+    return plan

@@ -1,0 +1,166 @@
+"""A rotary embedding given by coordinates, on its way from the model to its attentions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..conditions import kernels_take
+from ..functional import CoordinateRope
+from .injected import Injected, Injection, Parts
+from .original import Original, find_original
+from .part import Part
+from .snapshot import Snapshot
+
+
+@dataclass(frozen=True)
+class Rotary(Part):
+    """A module that makes a model's rotary embedding.
+
+    Attributes:
+        method: its method that makes the coordinates.
+    """
+
+    method: str = ""
+
+    @property
+    def _method(self) -> str:
+        return f"{self.path}.{self.method}"
+
+    def originals(self) -> dict[str, Original]:
+        return {self._method: find_original(self._method)}
+
+    def fill(
+        self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Snapshot
+    ) -> None:
+        known = injection.originals[self._method].function
+        if (
+            snapshot.see(module.__dict__, self.method) is not None
+            or snapshot.see_method(type(module), self.method) is not known
+        ):
+            parts.reason = f"{self.method} was replaced"
+
+
+class CoordinateTables(Sequence):
+    """The pair (cos, sin) that a model hands to its blocks, made only where somebody reads it.
+
+    Each is (batch, S, dim), float32. Who reads it may also change it: from then on it is the pair.
+
+    Attributes:
+        rope: the coordinates, or None once the pair has been made.
+    """
+
+    def __init__(self, rope: CoordinateRope, batch: int, dim: int) -> None:
+        self.rope: CoordinateRope | None = rope
+        self._batch = batch
+        self._dim = dim
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        if self._tables is None:
+            cos, sin = self.rope.tables(self._dim)
+            # Written to, an expanded table would be written for all samples.
+            if cos.shape[0] != self._batch:
+                cos, sin = (t.expand(self._batch, -1, -1).contiguous() for t in (cos, sin))
+            self._tables, self.rope = (cos, sin), None
+        return self._tables
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tables()[index]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.tables())
+
+    def __reduce__(self) -> tuple:
+        """Copied and saved as the pair."""
+        return tuple, (self.tables(),)
+
+
+def as_operand(rope: Any, x: Tensor) -> tuple[Tensor, Tensor] | CoordinateRope | None:
+    """What ``qk_norm_rope`` takes as the rotary embedding of ``x`` (B, S, H * d) or (B, S, H, d); None if
+    it does not.
+
+    ``rope`` is a ``CoordinateTables``, or (cos, sin), each (S, d), of one head, for x (B, S, H, d), or
+    (1 or B, S, H * d) for x (B, S, H * d).
+    """
+    if isinstance(rope, CoordinateTables):
+        if rope.rope is not None:
+            return rope.rope if rope.rope.coordinates.device == x.device else None
+        rope = rope.tables()
+    if not isinstance(rope, (tuple, list)) or len(rope) != 2:
+        return None
+    cos, sin = rope
+    if not (isinstance(cos, Tensor) and isinstance(sin, Tensor)):
+        return None
+    is_shaped = cos.shape == sin.shape and (
+        cos.shape == (x.shape[1], x.shape[3])
+        if x.dim() == 4
+        else cos.shape[1:] == x.shape[1:] and cos.shape[0] in (1, x.shape[0])
+    )
+    if (
+        is_shaped
+        and cos.dtype in (torch.float32, x.dtype)
+        and cos.device == x.device
+        and kernels_take(cos, sin)
+    ):
+        return cos, sin
+    return None
+
+
+def split_tables(rope: Any, first: int, second: int) -> tuple | None:
+    """The tables (cos, sin) of two streams of tokens from those of both; None of any other rope."""
+    if not isinstance(rope, (tuple, list)) or len(rope) != 2:
+        return None
+    if any(not isinstance(t, Tensor) or t.dim() != 2 or len(t) != first + second for t in rope):
+        return None
+    return tuple(t[:first] for t in rope), tuple(t[first:] for t in rope)
+
+
+class Grid(NamedTuple):
+    """The coordinates of the last grid: a denoising loop asks for the same one at each step."""
+
+    key: tuple
+    rope: CoordinateRope
+
+    @staticmethod
+    def of(
+        injected: Injected, x: Tensor, arguments: tuple, make: Callable[[], CoordinateRope]
+    ) -> CoordinateRope:
+        """The rope of ``arguments``, made on x's device, or the one kept if it was made of the same."""
+        if torch.compiler.is_compiling() or not _may_be_kept(x, arguments):
+            return make()
+        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
+        key = (x.device, stream, *_flat(arguments))
+        kept = injected.kept
+        if kept is None or kept.key != key:
+            kept = Grid(key, make())
+            if all(type(tensor) is Tensor for tensor in kept.rope):
+                injected.kept = kept
+        return kept.rope
+
+
+def _flat(arguments: tuple) -> Iterator[Any]:
+    for argument in arguments:
+        if isinstance(argument, (tuple, list)):
+            yield from (len(argument), *argument)
+        else:
+            yield argument
+
+
+def _may_be_kept(x: Tensor, arguments: tuple) -> bool:
+    """Whether values made now from these arguments are right in another call with equal ones."""
+    return (
+        # Arrays and tensors may have other values by then.
+        all(argument is None or type(argument) in (int, float) for argument in _flat(arguments))
+        # Modes make tensors without values, or see what they are made from.
+        and torch._C._len_torch_dispatch_stack() == 0
+        # What is made while a CUDA graph is captured has no values until the graph is replayed.
+        and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
