@@ -105,10 +105,10 @@ def finish(
     forward = forward_in_progress(injected)
     following = None if forward is None else forward.following(block)
     if following is not None:
-        successor, parts = following
-        next_norm = getattr(parts, norm)
+        successor, its_injected = following
+        next_norm = getattr(its_injected.decide(successor), norm)
         if next_norm.kind is not None and _are_on(residual, successor._parameters.values()):
-            rows = rows_of(successor.__dict__["forward"], successor, temb)
+            rows = rows_of(its_injected, successor, temb)
             hidden_states, normalized = next_norm.residual_modulated(
                 residual, x, gate, scale=rows[1], shift=rows[0]
             )

@@ -51,7 +51,9 @@ def _double_block_forward(
     x, c = hidden_states, encoder_hidden_states
     parts = injected.parts(self, x, c, temb)
     if parts is None:
-        return type(self).forward(self, x, c, temb, image_rotary_emb, joint_attention_kwargs)
+        return injected.class_forward(self)(
+            self, x, c, temb, image_rotary_emb, joint_attention_kwargs
+        )
     normalized, gate, shift_mlp, scale_mlp, gate_mlp = parts.norm1(x, temb)
     c_normalized, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = parts.norm1_context(c, temb)
     # With an IP-Adapter the third result is to be added to the image's.
@@ -84,7 +86,7 @@ def _single_block_forward(
     parts = injected.parts(self, hidden_states, encoder_hidden_states, temb)
     if parts is None:
         arguments = (hidden_states, encoder_hidden_states, temb, image_rotary_emb)
-        return type(self).forward(self, *arguments, joint_attention_kwargs)
+        return injected.class_forward(self)(self, *arguments, joint_attention_kwargs)
     x = joined(injected, encoder_hidden_states, hidden_states)
     normalized, gate = parts.norm(x, temb)
     mlp_out = parts.proj_mlp(self.proj_mlp, self.act_mlp, normalized)
@@ -110,7 +112,7 @@ def _attention_forward(
     parts = None if kwargs else injected.parts(self, hidden_states, encoder_hidden_states)
     if parts is None or is_joint != (self.added_kv_proj_dim is not None):
         arguments = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        return type(self).forward(self, *arguments, **kwargs)
+        return injected.class_forward(self)(self, *arguments, **kwargs)
     project = vars(sys.modules[_FLUX])["_get_qkv_projections"]
     streams = project(self, hidden_states, encoder_hidden_states)[: 6 if is_joint else 3]
     query, key, value, *text = (x.unflatten(-1, (-1, self.head_dim)) for x in streams)

@@ -19,7 +19,10 @@ from torch import nn
 
 
 class StandIn:
-    """A forward in the place of a module's own. It holds the module weakly, so that a model that is
+    """What stands in for a module's forward, by its method ``run``.
+
+    torch.compile recompiles for each forward that is found on an instance, unless they are methods of one
+    function. This one is not bound to the module, which it holds weakly, so that a model that is
     dropped is freed at once.
 
     Attributes:
@@ -32,9 +35,18 @@ class StandIn:
         self._module = weakref.ref(module)
         self.had_attribute = False
 
+    def run(self, *args, **kwargs) -> Any:
+        raise NotImplementedError
+
     @property
     def module(self) -> nn.Module | None:
         return self._module()
+
+
+def stand_in_of(forward: Any) -> StandIn | None:
+    """What a forward found on a module belongs to, if it is one that stands in."""
+    owner = getattr(forward, "__self__", None)
+    return owner if isinstance(owner, StandIn) else None
 
 
 class ForwardSlot:
@@ -60,13 +72,10 @@ class ForwardSlot:
         )
 
     @property
-    def holds_stand_in(self) -> bool:
-        value = self._value
-        return isinstance(value, StandIn) and value.module is self._module
-
-    @property
-    def stand_in(self) -> StandIn:
-        return self._value
+    def stand_in(self) -> StandIn | None:
+        """What stands in for the module's forward here, if anything does."""
+        stand_in = stand_in_of(self._value)
+        return stand_in if stand_in is not None and stand_in.module is self._module else None
 
     @property
     def _value(self) -> Any:
@@ -92,7 +101,7 @@ def class_forward_slot(module: nn.Module) -> ForwardSlot | None:
 
 def stand_in_slot(module: nn.Module) -> ForwardSlot | None:
     """The slot with what stands in for the class's forward, or None."""
-    return next((slot for slot in _slots(module) if slot.holds_stand_in), None)
+    return next((slot for slot in _slots(module) if slot.stand_in), None)
 
 
 def _slots(module: nn.Module) -> Iterator[ForwardSlot]:
@@ -120,7 +129,7 @@ class ReplicaMaker:
         module = self._module()
         replica = getattr(type(module), self._ATTRIBUTE)(module)
         self.take_out(replica)
-        if isinstance(vars(replica).get("forward"), StandIn):
+        if stand_in_of(vars(replica).get("forward")) is not None:
             del replica.forward
         return replica
 
@@ -147,7 +156,7 @@ def runs_own_forward(module: nn.Module) -> bool:
     if forward is not None:
         slot = ForwardSlot(module, module, "forward")
         # Removed hooks leave the class's forward behind, bound to the instance.
-        if not (slot.holds_stand_in or slot.holds_class_forward):
+        if not (slot.stand_in or slot.holds_class_forward):
             return False
     return not has_hooks(module)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
-from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,13 +91,8 @@ class Injected(StandIn):
         self._decision: Decision | None = None
         self.seen_by: Any = None  # the forward of the model in which the decision is known to hold
 
-    def __call__(self, *args, **kwargs) -> Any:
+    def run(self, *args, **kwargs) -> Any:
         return self.part.forward(self._module(), self, *args, **kwargs)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        module = self._module()
-        return inspect.signature(MethodType(type(module).forward, module))
 
     def __deepcopy__(self, memo: dict) -> Injected:
         """That of the module's copy, where the module is being copied."""
@@ -119,14 +112,20 @@ class Injected(StandIn):
     def tally(self) -> Tally:
         return self.injection.tallies[self.name]
 
-    def parts(self, module: nn.Module, x: Tensor, *others: Tensor | None) -> Any | None:
+    def parts(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        *others: Tensor | None,
+        takes: Callable[..., bool] = kernels_take,
+    ) -> Any | None:
         """What a call works with; None, counted, where the class's own forward has to run.
 
         The tensors are those that the call is given and that the kernels are to take.
         """
         parts = self.decide(module)
         reason = parts.reason
-        if reason is None and not kernels_take(x, *others):
+        if reason is None and not takes(x, *others):
             reason = why_not_taken(x, *others)
         if reason is not None:
             self.fall_back(reason)
@@ -137,10 +136,16 @@ class Injected(StandIn):
             self.tally.on_kernels += 1
         return parts
 
+    def class_forward(self, module: nn.Module) -> Callable:
+        """The forward of the module's class."""
+        own = self.injection.originals[self.part.path].function
+        # torch.compile does not see through the attribute of every class.
+        return own if type(module).forward is own else type(module).forward
+
     def decide(self, module: nn.Module) -> Any:
         """The part's decision, made again if anything that it was read from has changed."""
         if torch.compiler.is_compiling():
-            return self.part.decide(module, self.injection, Glance(module))
+            return self.part.decide(module, self.injection, Glance())
         decision = self._decision
         if decision is not None:
             forward = self.injection.local.forward

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..conditions import tracks_derivatives
+from ..conditions import kernels_run_on, tracks_derivatives
 from ..functional import CoordinateRope
 from .activations import GELU
 from .attention import Attention, attend, norm_and_rotate, project_out
@@ -51,7 +51,7 @@ def _block_forward(
     parts = injected.parts(self, hidden_states, temb)
     if parts is None:
         arguments = (hidden_states, encoder_hidden_states, temb, image_rotary_emb)
-        return type(self).forward(self, *arguments, encoder_attention_mask)
+        return injected.class_forward(self)(self, *arguments, encoder_attention_mask)
     rows, normalized = begin(injected, self, parts.norm1, hidden_states, temb, _rows)
     _, _, gate_msa, shift_mlp, scale_mlp, gate_mlp = rows
     attention_out = self.attn1(
@@ -83,7 +83,7 @@ def _attention_forward(
     parts = None if kwargs else injected.parts(self, hidden_states)
     if parts is None:
         arguments = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        return type(self).forward(self, *arguments, **kwargs)
+        return injected.class_forward(self)(self, *arguments, **kwargs)
     context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
     heads = self.heads
     query, key = norm_and_rotate(
@@ -123,13 +123,13 @@ def _rope_forward(
     the tables by one), and autograd, for which each block would have to keep tables of its own.
     """
     grid = (num_frames, height, width, rope_interpolation_scale)
-    parts = None if tracks_derivatives() else injected.parts(self, hidden_states)
     if (
-        parts is None
+        tracks_derivatives()
+        or injected.parts(self, hidden_states, takes=kernels_run_on) is None
         or is_wrapped(self)
         or (video_coords is not None and video_coords.dtype == torch.float64)
     ):
-        return type(self).forward(self, hidden_states, *grid, video_coords)
+        return injected.class_forward(self)(self, hidden_states, *grid, video_coords)
     if video_coords is None:
         bases = (self.base_num_frames, self.base_height, self.base_width, self.patch_size)
         key = (*grid, *bases, self.patch_size_t, self.theta, self.dim)

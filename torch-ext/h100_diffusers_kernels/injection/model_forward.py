@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..conditions import tracks_derivatives
-from .forward_slot import has_hooks
-from .injected import Injected, Parts
+from .forward_slot import has_hooks, stand_in_of
+from .injected import Injected
 from .part import Part
 from .snapshot import Snapshot, has_global_hooks
 
@@ -59,18 +59,18 @@ class ModelForward:
                             injected.seen_by = self
         return self._is_quiet
 
-    def following(self, block: nn.Module) -> tuple[nn.Module, Parts] | None:
-        """The block after ``block`` and its parts, if the end of one may compute the other's beginning."""
+    def following(self, block: nn.Module) -> tuple[nn.Module, Injected] | None:
+        """The block after ``block`` and what stands in for its forward, if the end of one may compute the
+        other's beginning."""
         successor = self._successor(block)
         if successor is None:
             return None
-        injected = successor.__dict__.get("forward")
         if not self.is_quiet() and (
             has_global_hooks() or not (_is_bare(block) and _is_bare(successor))
         ):
             return None
-        parts = injected.decide(successor)
-        return None if parts.reason is not None else (successor, parts)
+        injected = stand_in_of(successor.forward)
+        return None if injected.decide(successor).reason is not None else (successor, injected)
 
     def _successor(self, block: nn.Module) -> nn.Module | None:
         for blocks in self._lists:
@@ -134,24 +134,23 @@ def _rows_of_all(
 
 def _is_bare(block: nn.Module) -> bool:
     """Whether a call of the block runs what stands in for its forward, and nothing around it."""
-    forward = block.__dict__.get("forward")
-    return isinstance(forward, Injected) and forward.module is block and not has_hooks(block)
+    stand_in = stand_in_of(block.__dict__.get("forward"))
+    return stand_in is not None and stand_in.module is block and not has_hooks(block)
 
 
 def _is_quiet(module: nn.Module) -> bool:
     if not _is_bare(module):
         return False
-    injected = module.__dict__["forward"]
-    parts = injected.decide(module)
+    injected = stand_in_of(module.forward)
     return (
-        parts.reason is None
+        injected.decide(module).reason is None
         and injected.is_quiet
         and all(_is_quiet(child) for child in injected.stand_ins)
     )
 
 
 def _stand_ins(module: nn.Module) -> Iterator[Injected]:
-    injected = module.__dict__["forward"]
+    injected = stand_in_of(module.forward)
     yield injected
     for child in injected.stand_ins:
         yield from _stand_ins(child)
@@ -159,7 +158,7 @@ def _stand_ins(module: nn.Module) -> Iterator[Injected]:
 
 def _model_forward(self: nn.Module, injected: Injected, *args, **kwargs) -> Any:
     """The forward of the model's class, with a ``ModelForward`` for its blocks."""
-    forward = type(self).forward
+    forward = injected.class_forward(self)
     if (
         torch.compiler.is_compiling()
         or tracks_derivatives()

@@ -54,7 +54,7 @@ class Plan:
         if class_forward_slot(module) is None:
             self.leave(name, module, "its forward was replaced by something else")
             return
-        parts = part.decide(module, self._injection, Glance(module))
+        parts = part.decide(module, self._injection, Glance())
         if parts.reason is None:
             operations = part.describe(parts)
             self.report.replaced.append(Replaced(name, type(module).__name__, operations))
@@ -98,7 +98,7 @@ def _put_in(injected: Injected) -> None:
     slot = class_forward_slot(module)
     injected.had_attribute = "forward" in vars(module)
     ReplicaMaker.put_in(module)
-    slot.fill(injected)
+    slot.fill(injected.run)
 
 
 def _take_out(modules: Iterable[nn.Module]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .forward_slot import StandIn, has_hooks, runs_own_forward
+from .forward_slot import has_hooks, runs_own_forward, stand_in_of
 
 _modules = torch.nn.modules.module
 _GLOBAL_HOOKS = (
@@ -90,7 +90,7 @@ class Snapshot:
             )
             if not is_root:
                 self.is_quiet &= runs_own_forward(module)
-                if isinstance(forward, StandIn):
+                if stand_in_of(forward) is not None:
                     self.stand_ins.append(module)
                     continue
             if type(module) not in classes:
@@ -128,8 +128,9 @@ class Snapshot:
         return True
 
 
-class Glance(Snapshot):
-    """For decisions that are not kept, such as those made while torch.compile traces."""
+class Glance:
+    """Looks as a ``Snapshot`` does, for decisions that are not kept, such as those made while torch.compile
+    traces."""
 
     def see(self, namespace: Mapping, name: Any) -> Any:
         return namespace.get(name)
@@ -141,4 +142,4 @@ class Glance(Snapshot):
         return getattr(cls, name, None)
 
     def see_tree(self, root: nn.Module) -> None:
-        self.is_quiet = False
+        """Nothing of it is kept."""
