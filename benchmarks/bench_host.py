@@ -24,7 +24,7 @@ import bench_rope
 import bench_softmax
 import click
 import comparison
-import ltx
+import models
 import record
 import timing
 import torch
@@ -105,7 +105,7 @@ def call_microseconds(function: Callable[[], object], device: torch.device) -> f
 @torch.no_grad()
 def main(device, rounds, output) -> None:
     """Time the host's part of a call of each operation."""
-    kernel, _ = ltx.load_kernel()
+    kernel, _ = models.load_kernel()
     torch.manual_seed(0)
     functions = {**torch_functions(device), **our_functions(kernel, device)}
     timing.interleave(functions, 2, device, call_microseconds)
