@@ -218,7 +218,7 @@ def main(
     model = published.transformer(device, dtype, tiny)
     results = {
         "environment": record.environment(device),
-        "model": published.NAME if not tiny else f"tiny {published.NAME}",
+        "model": published.TINY_NAME if tiny else published.NAME,
         "scores_std": models.WEIGHTS,
         "dtype": str(dtype).removeprefix("torch."),
         "rounds": rounds,

@@ -11,7 +11,7 @@ import models
 import torch
 from diffusers import FluxTransformer2DModel
 
-NAME = "FLUX.1 with 5 double and 10 single blocks"
+NAME, TINY_NAME = "FLUX.1, 5 + 10 blocks", "tiny FLUX.1"
 RESULT = "flux"
 BATCH = 1  # the published model is distilled: guidance is an input
 TEXT_TOKENS = 512

@@ -14,7 +14,7 @@ from diffusers import (
     LTXVideoTransformer3DModel,
 )
 
-NAME = "LTX-Video 2B"
+NAME, TINY_NAME = "LTX-Video 2B", "tiny LTX-Video"
 RESULT = "models"
 BATCH = 2  # with guidance
 TEXT_TOKENS = 128

@@ -1,8 +1,8 @@
 """What the benchmarks of models share: the kernel package, random weights, and the modes compared.
 
-A published model is a module, ltx.py or flux.py, which defines NAME and BATCH, the RESULT that
-bench_models.py writes, SIZES and TINY_SIZES with `parse_size` for others, TEXT_TOKENS, and how to make the
-`transformer` and the `inputs` of a forward.
+A published model is a module, ltx.py or flux.py, which defines NAME and TINY_NAME, the RESULT that
+bench_models.py writes, BATCH and TEXT_TOKENS, SIZES and TINY_SIZES with `parse_size` for others, and makes
+the `transformer` and the `inputs` of a forward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KERNEL_ID = "org/h100-diffusers-kernels"
 CHECKOUT = Path(__file__).resolve().parents[1]
 NO_ATTENTION = "injected-no-attention"  # the model's own attention between the kernels
 MODES = ("eager", "compiled", "injected", NO_ATTENTION, "injected+compiled")
-# Standard deviation of the image's own attention's scores, in nats: random weights have one of about 1.
+# Standard deviation, or about that, of the scores of the image's own attention, in nats.
 WEIGHTS = {"random": 1.0, "peaked": 3.0}
 QUERY_AND_KEY_NORMS = tuple(f"norm_{name}.weight" for name in ("q", "k", "added_q", "added_k"))
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import re
 import sys
 import types
@@ -25,6 +26,7 @@ import bench_activation  # noqa: E402
 import bench_attention  # noqa: E402
 import bench_gated_residual  # noqa: E402
 import bench_host  # noqa: E402
+import bench_host_forward  # noqa: E402
 import bench_models  # noqa: E402
 import bench_norm  # noqa: E402
 import bench_pipeline  # noqa: E402
@@ -220,7 +222,8 @@ def test_published_size_is_flux_1():
     assert (config.num_attention_heads, config.attention_head_dim) == (24, 128)
     assert (config.in_channels, config.joint_attention_dim) == (64, 4096)
     assert config.pooled_projection_dim == 768
-    assert flux.SIZES == (flux.ImageSize(1024, 1024),) and flux.SIZES[0].tokens == 4096
+    (size,) = flux.SIZES
+    assert size == flux.ImageSize(1024, 1024) and size.tokens == 4096
 
 
 @pytest.mark.parametrize("published", PUBLISHED)
@@ -378,6 +381,8 @@ def results(kernel, device, tmp_path_factory):
         assert result.exit_code == 0, result.output
 
     run(bench_models, "models", "--modes", f"injected,eager,{models.NO_ATTENTION}", "--rounds", "2")
+    run(bench_models, "flux", "--model", "flux", "--modes", "eager", "--rounds", "2")
+    run(bench_host_forward, "host_forward", "--model", "ltx", "--rounds", "2")
     run(bench_pipeline, "pipeline", "--rounds", "1", "--dtype", "float32")
     run(bench_accuracy, "accuracy")
     for name, module in FAMILIES.items():
@@ -413,6 +418,80 @@ def test_models(results, device):
             if device == "cuda":
                 assert injected["kernels"]["ours"]["launches"] > 0
                 assert eager["kernels"]["ours"]["launches"] == 0
+
+
+def test_flux(results, device):
+    result = load(results, "flux")
+    assert result["model"] == "tiny FLUX.1"
+    (entry,) = result["sizes"].values()
+    assert (entry["batch"], entry["tokens"], entry["text_tokens"]) == (1, 24, 512)
+    assert list(entry["weights"]) == ["random", "peaked"]
+    for of_weights in entry["weights"].values():
+        (eager,) = of_weights["modes"].values()
+        assert eager["ms"]["samples"] == 2 and eager["distance_from_eager"] == 0
+
+
+def test_host_time_of_a_forward(results, device):
+    forwards = load(results, "host_forward")["forwards"]
+    contexts = ("no_grad", "inference_mode")
+    measured = [(entry["context"], entry["mode"]) for entry in forwards]
+    assert measured == [(context, mode) for context in contexts for mode in ("eager", "injected")]
+    for eager, injected in (forwards[:2], forwards[2:]):
+        assert eager["over_eager"] == 1
+        assert injected["over_eager"] == injected["ms"]["median"] / eager["ms"]["median"]
+        assert (injected["batch"], injected["tokens"], injected["text_tokens"]) == (2, 64, 128)
+        if device == "cuda":
+            assert 0 < injected["kernels"]["launches"] < eager["kernels"]["launches"]
+
+
+def test_host_time_of_a_forward_is_taken_in_its_context(monkeypatch, tmp_path):
+    """Of both models, each mode and context on modules of its own."""
+    seen = []
+
+    def forward(self, hidden_states, **arguments):
+        seen.append((self, torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+
+    for published in (ltx, flux):
+        monkeypatch.setattr(
+            type(published.transformer(CPU, torch.bfloat16, True)), "forward", forward
+        )
+    output = tmp_path / "host_forward.json"
+    options = ["--device", "cpu", "--tiny", "--modes", "eager", "--rounds", "1"]
+    run = CliRunner().invoke(
+        bench_host_forward.main, [*options, "--output", str(output)], catch_exceptions=False
+    )
+    assert run.exit_code == 0
+    modules = {}
+    for module, inference, gradients in seen:
+        assert not gradients
+        modules.setdefault(id(module), set()).add(inference)
+    assert sorted(map(sorted, modules.values())) == [[False], [False], [True], [True]]
+    assert [
+        (e["model"], e["tokens"], e["text_tokens"])
+        for e in load(tmp_path, "host_forward")["forwards"]
+    ] == [
+        *[("tiny LTX-Video", 64, 128)] * 2,
+        *[("tiny FLUX.1", 64, 64)] * 2,
+    ]
+
+
+def test_host_time_is_without_waiting(monkeypatch):
+    """The device is idle before the calls, and nothing waits for it after them."""
+    order, clock = [], iter([10.0, 10.5])
+    monkeypatch.setattr(timing, "synchronize", lambda device: order.append("synchronize"))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: order.append("clock") or next(clock))
+    assert timing.host_microseconds(lambda: order.append("call"), CPU, calls=2) == 250_000
+    assert order == ["synchronize", "clock", "call", "call", "clock"]
+
+
+def test_local_kernels_selects_another_build(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(
+        "kernels.get_kernel", lambda *a, **o: loaded.append(os.environ["LOCAL_KERNELS"])
+    )
+    monkeypatch.setenv("LOCAL_KERNELS", f"{models.KERNEL_ID}=/another/checkout")
+    models.load_kernel()
+    assert loaded == [f"{models.KERNEL_ID}=/another/checkout"]
 
 
 def test_pipeline(results):
@@ -862,6 +941,8 @@ def test_hub_benchmark(cls):
         (["--sizes", "49x512"], "a size is FRAMESxHEIGHTxWIDTH, got '49x512'"),
         (["--sizes", "48x512x768"], "frames must be a multiple of 8 plus 1"),
         (["--modes", "eager,fast"], "got 'fast'"),
+        (["--sizes", "49x512x768", "--model", "flux"], "a size is HEIGHTxWIDTH, got '49x512x768'"),
+        (["--model", "flux", "--sizes", "40x64"], "multiples of 16, got 40x64"),
     ],
 )
 def test_wrong_option(args, message):
@@ -888,7 +969,7 @@ def rows_of(results, name):
     "name",
     [
         *("models", "pipeline", "accuracy_operations", "accuracy_models", *FAMILIES),
-        *("attention", "attention_inputs", "attention_accuracy", "host"),
+        *("attention", "attention_inputs", "attention_accuracy", "host", "host_forward", "flux"),
     ],
 )
 def test_table_is_rendered_once_and_for_all(results, name):
@@ -907,6 +988,65 @@ def test_table_shows_the_figures(results, tmp_path):
     (tmp_path / "pipeline.json").write_text(json.dumps(record))
     row = ["9 frames 64×96, 3 steps", "injected", "12.35 s", "6.79×"]
     assert rows_of(tmp_path, "pipeline").count(row) == 1
+
+
+def test_flux_table(results, tmp_path):
+    assert "python benchmarks/bench_models.py --model flux` does" in rendered(tmp_path, "flux")
+    record = load(results, "flux")
+    entry = record["sizes"].pop("64x96")
+    for of_weights in entry["weights"].values():
+        of_weights["modes"] = {
+            mode: {"ms": {"median": ms}}
+            for mode, ms in (("eager", 60.0), ("compiled", 45.0), ("injected", 40.0))
+        }
+        of_weights["speedups"] = timing.speedups(
+            {"eager": 60.0, "compiled": 45.0, "injected": 40.0}
+        )
+    record["sizes"]["1024x1024"] = {**entry, "tokens": 4096}
+    (tmp_path / "flux.json").write_text(json.dumps(record))
+    rows = rows_of(tmp_path, "flux")
+    assert {row[0] for row in rows} == {"1024×1024, 4096 + 512 tokens"}
+    assert rows[1][1:] == ["random", "torch.compile", "45.0 ms", "1.33×", ""]
+    assert rows[5][1:] == ["peaked", "injected", "40.0 ms", "1.50×", "1.12×"]
+
+
+def test_host_forward_table(tmp_path):
+    assert "python benchmarks/bench_host_forward.py` does" in rendered(tmp_path, "host_forward")
+    entry = {
+        "model": "FLUX.1",
+        "batch": 1,
+        "tokens": 64,
+        "text_tokens": 64,
+        "context": "inference_mode",
+        "mode": "injected",
+        "ms": {"median": 2.345},
+    }
+    measured = {**entry, "over_eager": 0.456, "kernels": {"ms": 1.25, "launches": 300.0}}
+    record = {"environment": ENVIRONMENT, "processor": "a processor", "forwards": [measured, entry]}
+    (tmp_path / "host_forward.json").write_text(json.dumps(record))
+    begin = ["FLUX.1: 1×(64 + 64) tokens", "torch.inference_mode", "injected", "2.35 ms"]
+    assert rows_of(tmp_path, "host_forward") == [
+        [*begin, "0.46×", "1.25 ms", "300"],
+        [*begin, "", "", ""],
+    ]
+    assert (
+        rendered(tmp_path, "host_forward").rstrip().endswith("on a processor\n\n<!-- end table -->")
+    )
+
+
+def test_each_table_names_the_device_of_its_own_results(made_up, tmp_path):
+    for path in made_up.iterdir():
+        record = json.loads(path.read_text(encoding="utf-8"))
+        device = "NVIDIA H200" if path.stem == "norm" else "NVIDIA H100 80GB HBM3"
+        record["environment"] = {**ENVIRONMENT, "device": device}
+        (tmp_path / path.name).write_text(json.dumps(record))
+    for name, devices in {
+        "norm": ["H200"],
+        "softmax": ["H100"],
+        "host": ["H100"],
+        "targets": ["H200", "H100"],
+    }.items():
+        assert re.findall(r"NVIDIA (H\d+)", rendered(tmp_path, name)) == devices
 
 
 def test_gpu_tables(tmp_path):
