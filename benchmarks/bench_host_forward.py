@@ -30,7 +30,7 @@ from options import DEVICE, DTYPE, MODELS, TINY, modes_option, output_option
 from tabulate import tabulate
 
 CONTEXTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
-# Of both models 64 tokens a batch entry, and a text for which FLUX has no more.
+# Of both models 64 tokens a batch entry; FLUX's text, which is joined to them, is short too.
 INPUTS = {
     "ltx": functools.partial(ltx.inputs, size=ltx.VideoSize(1, 256, 256)),
     "flux": functools.partial(flux.inputs, size=flux.ImageSize(128, 128), text_tokens=64),
