@@ -22,13 +22,14 @@ import attention_inputs
 import bench_attention
 import click
 import ltx
+import models
 import record
 import torch
 from distance import relative_distance
 from options import DEVICE, DTYPE, SIZES, TINY, output_option
 from tabulate import tabulate
 
-sys.path.insert(0, str(ltx.CHECKOUT / "tests"))
+sys.path.insert(0, str(models.CHECKOUT / "tests"))
 import eager
 import references
 
@@ -196,7 +197,7 @@ def measure_model(
     wide = copy.deepcopy(model).float()
     references_ = [wide(**upcast(arguments))[0] for _, _, arguments in draws]
     del wide
-    injected = ltx.twin(model)
+    injected = models.twin(model)
     kernel.inject_kernels(injected)
 
     entries = []
@@ -234,7 +235,7 @@ def main(sizes, device, dtype, tiny, output) -> None:
     --dtype and --sizes are the model's; the operations are measured in all three dtypes.
     """
     torch.set_float32_matmul_precision("highest")
-    kernel, _ = ltx.load_kernel()
+    kernel, _ = models.load_kernel()
     operations = measure_operations(kernel, TINY_SHAPE if tiny else SHAPE, device)
     rows = [
         [f"{e['operation']} [{e['output']}]", e["dtype"], e["kernel"], e["eager"], e["ratio"]]
@@ -246,8 +247,8 @@ def main(sizes, device, dtype, tiny, output) -> None:
 
     model = ltx.transformer(device, dtype, tiny)
     sizes = sizes or [TINY_SIZE if tiny else DEFAULT_SIZE]
-    models = [measure_model(model, kernel, size, dtype, device) for size in sizes]
-    for result in models:
+    distances = [measure_model(model, kernel, size, dtype, device) for size in sizes]
+    for result in distances:
         rows = [
             [f"timestep {e['timestep']:.0f}", e["kernel"], e["eager"], e["ratio"]]
             for e in result["draws"]
@@ -262,7 +263,7 @@ def main(sizes, device, dtype, tiny, output) -> None:
         "environment": record.environment(device),
         "shape": shape,
         "operations": operations,
-        "models": models,
+        "models": distances,
     }
     record.write(output, results)
     click.echo(f"\nWrote {output}")

@@ -31,7 +31,7 @@ from types import ModuleType
 
 import click
 import clocks
-import ltx
+import models
 import peers
 import record
 import timing
@@ -53,7 +53,7 @@ from options import DEVICE
 from tabulate import tabulate
 from torch import Tensor
 
-sys.path.insert(0, str(ltx.CHECKOUT / "tests"))
+sys.path.insert(0, str(models.CHECKOUT / "tests"))
 import references
 
 # (batch, queries, keys, heads, head dim)
@@ -396,7 +396,7 @@ def main(device, tiny, shapes, chosen, rounds, ceilings_path, output) -> None:
     kinds = {workload: kinds_of(workload, chosen) for workload in workloads}
     if not any(kinds.values()):
         raise click.UsageError(f"none of these shapes is measured on {', '.join(chosen)}")
-    kernel, _ = ltx.load_kernel()
+    kernel, _ = models.load_kernel()
     libraries, notes = peers.load(device, peers.ATTENTION_LIBRARIES)
     for name, note in notes.items():
         click.echo(f"{name}: {note}")

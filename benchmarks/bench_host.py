@@ -12,7 +12,6 @@ Writes benchmarks/results/host.json:
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from types import ModuleType
 
@@ -24,7 +23,7 @@ import bench_rope
 import bench_softmax
 import click
 import comparison
-import ltx
+import models
 import record
 import timing
 import torch
@@ -83,15 +82,6 @@ def our_functions(kernel: ModuleType, device: torch.device) -> dict[str, Callabl
     return functions
 
 
-def call_microseconds(function: Callable[[], object], device: torch.device) -> float:
-    """The host's time for a call, mean over a batch that begins with an idle GPU."""
-    calls = timing.repeated(function, BATCH_CALLS)
-    timing.synchronize(device)
-    begin = time.perf_counter()
-    calls()
-    return (time.perf_counter() - begin) / BATCH_CALLS * 1e6
-
-
 @click.command()
 @DEVICE
 @click.option(
@@ -105,11 +95,12 @@ def call_microseconds(function: Callable[[], object], device: torch.device) -> f
 @torch.no_grad()
 def main(device, rounds, output) -> None:
     """Time the host's part of a call of each operation."""
-    kernel, _ = ltx.load_kernel()
+    kernel, _ = models.load_kernel()
     torch.manual_seed(0)
     functions = {**torch_functions(device), **our_functions(kernel, device)}
-    timing.interleave(functions, 2, device, call_microseconds)
-    samples = timing.interleave(functions, rounds, device, call_microseconds)
+    measure = functools.partial(timing.host_microseconds, calls=BATCH_CALLS)
+    timing.interleave(functions, 2, device, measure)
+    samples = timing.interleave(functions, rounds, device, measure)
     times = {name: timing.summarize(values) for name, values in samples.items()}
     result = {
         "environment": record.environment(device),

@@ -1,14 +1,20 @@
-"""One forward of LTX-Video 2B: eager, compiled, injected, injected but for attention, injected and
-compiled, in one run.
+"""One forward of LTX-Video 2B or of FLUX.1: eager, compiled, injected, injected but for attention,
+injected and compiled, in one run.
 
-The published sizes, inputs as LTXPipeline passes them with guidance (batch 2). All modes share one set of
-weights and take turns, first with random weights, then with such norms of query and key that the
-self-attention's scores are as peaked as trained models have them (ltx.WEIGHTS). The norms change in place:
-nothing is compiled or injected again. Writes benchmarks/results/models.json:
+The published sizes (of FLUX.1 with fewer blocks), inputs as the pipelines pass them. All modes share one set
+of weights and take turns, first with random weights, then with such norms of query and key that the scores
+are as peaked as trained models have them (models.WEIGHTS). The norms change in place: nothing is compiled or
+injected again. Writes benchmarks/results/models.json, of FLUX.1 flux.json:
 
     python benchmarks/bench_models.py
+    python benchmarks/bench_models.py --model flux
     python benchmarks/bench_models.py --modes eager,injected --sizes 49x512x768
     python benchmarks/bench_models.py --device cpu --tiny --output /tmp/models.json
+
+LOCAL_KERNELS selects another checkout's build; eager's times say whether two runs can be compared:
+
+    LOCAL_KERNELS=org/h100-diffusers-kernels=<checkout> python benchmarks/bench_models.py \\
+        --modes eager,injected --rounds 30 --output /tmp/before.json
 """
 
 from __future__ import annotations
@@ -21,24 +27,25 @@ from types import ModuleType
 
 import click
 import clocks
+import flux
 import kernel_times
 import ltx
+import models
 import record
 import timing
 import torch
 from distance import relative_distance
-from options import DEVICE, DTYPE, SIZES, TINY, modes_option, output_option
+from options import DEVICE, DTYPE, MODEL, SIZES, TINY, modes_option, output_option
 from tabulate import tabulate
 
-DEFAULT_SIZES = (ltx.VideoSize(49, 512, 768), ltx.VideoSize(161, 512, 768))
 WARM_UP_ROUNDS = 2
-TINY_SIZES = (ltx.VideoSize(9, 64, 96), ltx.VideoSize(17, 64, 96))
 
 
 @dataclass(frozen=True)
 class Settings:
     """What all sizes have in common."""
 
+    published: ModuleType  # ltx or flux
     device: torch.device
     dtype: torch.dtype
     modes: list[str]
@@ -92,25 +99,33 @@ def measure_weights(
 
 
 def measure_size(
-    model: torch.nn.Module, kernel: ModuleType | None, size: ltx.VideoSize, settings: Settings
+    model: torch.nn.Module,
+    kernel: ModuleType | None,
+    size: ltx.VideoSize | flux.ImageSize,
+    settings: Settings,
 ) -> dict[str, object]:
     """All modes at one size, with all weights."""
-    device = settings.device
-    arguments = ltx.inputs(model, size, device, settings.dtype)
-    result: dict[str, object] = {"tokens": size.tokens, "batch": 2, "compiled_in_s": {}}
+    device, published = settings.device, settings.published
+    arguments = published.inputs(model, size, device, settings.dtype)
+    result: dict[str, object] = {
+        "tokens": size.tokens,
+        "text_tokens": published.TEXT_TOKENS,
+        "batch": published.BATCH,
+        "compiled_in_s": {},
+    }
 
     model(**arguments)  # makes the libraries load, whatever mode is first
     forwards = {}
     for mode in settings.modes:
-        instance = ltx.twin(model)
+        instance = models.twin(model)
         forward = forwards[mode] = functools.partial(instance, **arguments)
         if mode == "injected":
             forward()
             result["injection"] = inject(instance, kernel, forward, device)
         elif mode.startswith("injected"):
-            ltx.inject(kernel, instance, mode)
+            models.inject(kernel, instance, mode)
         if mode.endswith("compiled"):
-            ltx.compile_whole(instance)
+            models.compile_whole(instance)
             begin = time.perf_counter()
             forward()
             timing.synchronize(device)
@@ -118,8 +133,8 @@ def measure_size(
             click.echo(f"{size} {mode}: compiled in {seconds:.1f} s")
 
     result["weights"] = {}
-    for name in ltx.WEIGHTS:
-        with ltx.weights(model, name):
+    for name in models.WEIGHTS:
+        with models.weights(model, name):
             result["weights"][name] = measure_weights(model, forwards, arguments, settings)
     return result
 
@@ -168,8 +183,9 @@ def show_size(size: str, result: dict) -> None:
 
 
 @click.command()
+@MODEL
 @SIZES
-@modes_option(ltx.MODES)
+@modes_option(models.MODES)
 @DEVICE
 @DTYPE
 @TINY
@@ -189,18 +205,21 @@ def show_size(size: str, result: dict) -> None:
     help="Rest of the GPU before each timed sample.",
 )
 @click.option("--profiled-calls", type=click.IntRange(min=1), default=3, show_default=True)
-@output_option("models")
+@output_option()
 @torch.no_grad()
-def main(sizes, modes, device, dtype, tiny, rounds, calls, pause_s, profiled_calls, output) -> None:
-    """Time one forward of LTX-Video 2B in each mode, with its GPU time by kernel class."""
-    settings = Settings(device, dtype, modes, rounds, calls, pause_s, profiled_calls)
+def main(
+    model, sizes, modes, device, dtype, tiny, rounds, calls, pause_s, profiled_calls, output
+) -> None:
+    """Time one forward of the model in each mode, with its GPU time by kernel class."""
+    published = model
+    settings = Settings(published, device, dtype, modes, rounds, calls, pause_s, profiled_calls)
     injected = any(mode.startswith("injected") for mode in modes)
-    kernel, load_seconds = ltx.load_kernel() if injected else (None, None)
-    model = ltx.transformer(device, dtype, tiny)
+    kernel, load_seconds = models.load_kernel() if injected else (None, None)
+    model = published.transformer(device, dtype, tiny)
     results = {
         "environment": record.environment(device),
-        "model": "LTX-Video 2B" if not tiny else "tiny LTX",
-        "scores_std": ltx.WEIGHTS,
+        "model": published.TINY_NAME if tiny else published.NAME,
+        "scores_std": models.WEIGHTS,
         "dtype": str(dtype).removeprefix("torch."),
         "rounds": rounds,
         "consecutive_forwards": calls,
@@ -208,7 +227,7 @@ def main(sizes, modes, device, dtype, tiny, rounds, calls, pause_s, profiled_cal
         "get_kernel_s": load_seconds,
         "sizes": {},
     }
-    for size in sizes or (TINY_SIZES if tiny else DEFAULT_SIZES):
+    for size in sizes or (published.TINY_SIZES if tiny else published.SIZES):
         torch.compiler.reset()
         results["sizes"][str(size)] = measure_size(model, kernel, size, settings)
         record.write(output, results)

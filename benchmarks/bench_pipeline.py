@@ -20,11 +20,12 @@ from types import ModuleType
 import click
 import clocks
 import ltx
+import models
 import record
 import timing
 import torch
 from distance import psnr
-from options import DEVICE, DTYPE, TINY, VideoSizes, modes_option, output_option
+from options import DEVICE, DTYPE, TINY, Sizes, modes_option, output_option
 from tabulate import tabulate
 
 GUIDANCE = 3.0
@@ -55,7 +56,7 @@ class Videos(click.ParamType):
             # The scheduler's shift to a terminal sigma divides by zero at one step.
             if not steps.isdecimal() or int(steps) < 2:
                 self.fail(f"a video is FRAMESxHEIGHTxWIDTH:STEPS, got {part!r}", param, ctx)
-            videos.append(Video(VideoSizes().convert(size, param, ctx)[0], int(steps)))
+            videos.append(Video(Sizes().convert(size, param, ctx)[0], int(steps)))
         return videos
 
 
@@ -72,11 +73,11 @@ def build(
     mode: str, model: torch.nn.Module, vae: torch.nn.Module, kernel: ModuleType | None
 ) -> ltx.LTXPipeline:
     """A pipeline in the given mode, over the weights of `model`."""
-    pipe = ltx.pipeline(ltx.twin(model), vae)
+    pipe = ltx.pipeline(models.twin(model), vae)
     if mode.startswith("injected"):
-        ltx.inject(kernel, pipe, mode)
+        models.inject(kernel, pipe, mode)
     if mode.endswith("compiled"):
-        ltx.compile_whole(pipe.transformer)
+        models.compile_whole(pipe.transformer)
     return pipe
 
 
@@ -175,7 +176,7 @@ def show(video: str, result: dict) -> None:
 def main(videos, modes, device, dtype, tiny, rounds, output) -> None:
     """Time the whole LTX-Video pipeline, text encoder apart, in each mode."""
     injected = any(mode.startswith("injected") for mode in modes)
-    kernel, _ = ltx.load_kernel() if injected else (None, None)
+    kernel, _ = models.load_kernel() if injected else (None, None)
     model = ltx.transformer(device, dtype, tiny)
     vae = ltx.vae(device, dtype, tiny)
     results = {

@@ -29,7 +29,7 @@ from types import ModuleType
 
 import click
 import clocks
-import ltx
+import models
 import peers
 import record
 import timing
@@ -39,7 +39,7 @@ from options import DEVICE
 from tabulate import tabulate
 from torch import Tensor
 
-sys.path.insert(0, str(ltx.CHECKOUT / "tests"))
+sys.path.insert(0, str(models.CHECKOUT / "tests"))
 import eager
 
 DTYPE = torch.bfloat16
@@ -167,7 +167,7 @@ def _compile_one(family: str, workload: Workload, mode: str, device: torch.devic
     inductor_config.autotune_local_cache = False  # chosen beside other processes: not worth keeping
     inductor_config.compile_threads = 1
     torch._dynamo.reset()
-    case = _family(family).build(workload, ltx.load_kernel()[0], device)
+    case = _family(family).build(workload, models.load_kernel()[0], device)
     function, arguments, options = eager_call(workload, case)
     compiled(function, mode)(*arguments, **options)
     timing.synchronize(device)
@@ -434,7 +434,7 @@ def command(family: Family, help_: str) -> click.Command:
             compile_processes = default_processes(device)
         compile_ahead(family, workloads, settings, compile_processes)
 
-        kernel, _ = ltx.load_kernel()
+        kernel, _ = models.load_kernel()
         libraries, notes = peers.load(device)
         for name, note in notes.items():
             click.echo(f"{name}: {note}")

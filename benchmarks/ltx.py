@@ -1,19 +1,11 @@
-"""LTX-Video at its published sizes, with random weights or with such that its attention is peaked, and
-the modes that benchmarks compare.
-"""
+"""LTX-Video at its published sizes, with random weights."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import math
-import os
-import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 
+import models
 import torch
 from diffusers import (
     AutoencoderKLLTXVideo,
@@ -22,12 +14,9 @@ from diffusers import (
     LTXVideoTransformer3DModel,
 )
 
-KERNEL_ID = "org/h100-diffusers-kernels"
-CHECKOUT = Path(__file__).resolve().parents[1]
-NO_ATTENTION = "injected-no-attention"  # the model's own attention between the kernels
-MODES = ("eager", "compiled", "injected", NO_ATTENTION, "injected+compiled")
-# Standard deviation of the self-attention's scores, in nats: random weights have one of 1.
-WEIGHTS = {"random": 1.0, "peaked": 3.0}
+NAME, TINY_NAME = "LTX-Video 2B", "tiny LTX-Video"
+RESULT = "models"
+BATCH = 2  # with guidance
 TEXT_TOKENS = 128
 FRAME_RATE = 25
 SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION = 32, 8
@@ -84,30 +73,21 @@ class VideoSize:
         return f"{self.frames}x{self.height}x{self.width}"
 
 
-def load_kernel() -> tuple[ModuleType, float]:
-    """The kernel package through get_kernel, and the seconds that loading took.
-
-    This checkout's build unless LOCAL_KERNELS says otherwise.
-    """
-    from kernels import get_kernel
-
-    if (CHECKOUT / "build").is_dir():
-        os.environ.setdefault("LOCAL_KERNELS", f"{KERNEL_ID}={CHECKOUT}")
-    begin = time.perf_counter()
-    kernel = get_kernel(KERNEL_ID, version=1, trust_remote_code=True)
-    return kernel, time.perf_counter() - begin
+SIZES = (VideoSize(49, 512, 768), VideoSize(161, 512, 768))
+TINY_SIZES = (VideoSize(9, 64, 96), VideoSize(17, 64, 96))
 
 
-def _randomize(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Unit-gain weights: what passes a layer keeps its scale, so no branch vanishes or blows up."""
-    with torch.no_grad():
-        for name, weight in module.named_parameters():
-            if name.endswith("weight") and weight.ndim > 1:
-                weight.normal_(std=weight[0].numel() ** -0.5)
-            elif ".norm_" in name:
-                weight.normal_(mean=1.0, std=0.1)  # of query and key, where trained ones are not 1
-            weight.data = weight.data.to(dtype)
-    return module.eval()
+def parse_size(text: str) -> VideoSize:
+    """From FRAMESxHEIGHTxWIDTH; ValueError where it is none, or none that the model takes."""
+    try:
+        size = VideoSize(*(int(number) for number in text.split("x")))
+    except (TypeError, ValueError):
+        raise ValueError(f"a size is FRAMESxHEIGHTxWIDTH, got {text!r}") from None
+    if size.frames % 8 != 1 or size.height % 32 or size.width % 32:
+        raise ValueError(
+            f"frames must be a multiple of 8 plus 1, height and width multiples of 32, got {text}"
+        )
+    return size
 
 
 def transformer(
@@ -117,7 +97,7 @@ def transformer(
     torch.manual_seed(seed)
     with device:
         model = LTXVideoTransformer3DModel(**(TINY_TRANSFORMER if tiny else {}))
-    return _randomize(model, dtype)
+    return models.randomize(model, dtype)
 
 
 def vae(
@@ -127,7 +107,7 @@ def vae(
     torch.manual_seed(seed)
     with device:
         model = AutoencoderKLLTXVideo(**(TINY_VAE if tiny else {}))
-    return _randomize(model, dtype)
+    return models.randomize(model, dtype)
 
 
 def pipeline(transformer: LTXVideoTransformer3DModel, vae: AutoencoderKLLTXVideo) -> LTXPipeline:
@@ -141,46 +121,6 @@ def pipeline(transformer: LTXVideoTransformer3DModel, vae: AutoencoderKLLTXVideo
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def twin(model: torch.nn.Module) -> torch.nn.Module:
-    """Modules of its own over the same parameters and buffers, which are not copied."""
-    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, shared)
-
-
-@contextlib.contextmanager
-def weights(model: torch.nn.Module, name: str) -> Iterator[None]:
-    """Have the model's random weights, and its twins', be those of WEIGHTS for a while, in place.
-
-    What sets the scores is the weights of query's and key's norms, of self- and cross-attention.
-    """
-    norms = [
-        weight
-        for key, weight in model.named_parameters()
-        if key.endswith(("norm_q.weight", "norm_k.weight"))
-    ]
-    random = [weight.detach().clone() for weight in norms]
-    factor = WEIGHTS[name] ** 0.5  # of the query's weights and of the key's
-    try:
-        with torch.no_grad():
-            for weight in norms:
-                weight.mul_(factor)
-        yield
-    finally:
-        with torch.no_grad():
-            for weight, before in zip(norms, random, strict=True):
-                weight.copy_(before)
-
-
-def inject(kernel: ModuleType, pipe_or_model: object, mode: str) -> None:
-    """As a mode that begins with "injected" asks for."""
-    kernel.inject_kernels(pipe_or_model, attention=mode != NO_ATTENTION)
-
-
-def compile_whole(model: torch.nn.Module) -> None:
-    """torch.compile in place: one graph, static shapes, default mode."""
-    model.compile(fullgraph=True, dynamic=False)
 
 
 def prompt(
@@ -238,11 +178,3 @@ def inputs(
         ),
         "return_dict": False,
     }
-
-
-def check_modes(modes: Sequence[str]) -> list[str]:
-    """The modes in their order; ValueError names one that there is not."""
-    for mode in modes:
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-    return [mode for mode in MODES if mode in modes]

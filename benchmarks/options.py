@@ -4,38 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import click
+import flux
 import ltx
+import models
 import record
 import torch
 
+MODELS = {"ltx": ltx, "flux": flux}
 
-class VideoSizes(click.ParamType):
-    """Comma-separated FRAMESxHEIGHTxWIDTH."""
+
+class Sizes(click.ParamType):
+    """Comma-separated sizes of the model that --model names; of LTX-Video where there is no such option."""
 
     name = "sizes"
 
-    def convert(self, value, param, ctx) -> list[ltx.VideoSize]:
-        sizes = []
-        for part in value.split(","):
-            try:
-                size = ltx.VideoSize(*(int(number) for number in part.split("x")))
-            except (TypeError, ValueError):
-                self.fail(f"a size is FRAMESxHEIGHTxWIDTH, got {part!r}", param, ctx)
-            if size.frames % 8 != 1 or size.height % 32 or size.width % 32:
-                self.fail(
-                    "frames must be a multiple of 8 plus 1, height and width multiples of 32, "
-                    f"got {part}",
-                    param,
-                    ctx,
-                )
-            sizes.append(size)
-        return sizes
+    def convert(self, value, param, ctx) -> list[ltx.VideoSize] | list[flux.ImageSize]:
+        model = ctx.params.get("model", ltx) if ctx else ltx
+        try:
+            return [model.parse_size(part) for part in value.split(",")]
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class Modes(click.ParamType):
-    """Comma-separated modes of ltx.MODES."""
+    """Comma-separated modes of models.MODES."""
 
     name = "modes"
 
@@ -43,7 +38,7 @@ class Modes(click.ParamType):
         if isinstance(value, list):
             return value
         try:
-            return ltx.check_modes(value.split(","))
+            return models.check_modes(value.split(","))
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
@@ -56,6 +51,10 @@ def _device(ctx, param, value: str | None) -> torch.device:
     return torch.device(value)
 
 
+def _model(ctx, param, value: str) -> ModuleType:
+    return MODELS[value]
+
+
 def _dtype(ctx, param, value: str) -> torch.dtype:
     return getattr(torch, value)
 
@@ -66,21 +65,37 @@ def modes_option(default: Sequence[str]):
         type=Modes(),
         default=",".join(default),
         show_default=True,
-        help=f"Comma-separated, of {', '.join(ltx.MODES)}.",
+        help=f"Comma-separated, of {', '.join(models.MODES)}.",
     )
 
 
-def output_option(name: str):
+def _output(ctx, param, value: Path | None) -> Path:
+    return value or record.RESULTS / f"{ctx.params['model'].RESULT}.json"
+
+
+def output_option(name: str | None = None):
+    """Where the result goes; without a name it is that of the model that --model names."""
     return click.option(
         "--output",
         type=click.Path(dir_okay=False, path_type=Path),
-        default=record.RESULTS / f"{name}.json",
-        help=f"JSON file, if not benchmarks/results/{name}.json.",
+        default=record.RESULTS / f"{name}.json" if name else None,
+        callback=None if name else _output,
+        help=f"JSON file, if not benchmarks/results/{name or '<of the model>'}.json.",
     )
 
 
+MODEL = click.option(
+    "--model",
+    type=click.Choice(list(MODELS)),
+    default="ltx",
+    show_default=True,
+    is_eager=True,  # --sizes are this model's
+    callback=_model,
+)
 SIZES = click.option(
-    "--sizes", type=VideoSizes(), help="Comma-separated FRAMESxHEIGHTxWIDTH, if not the default."
+    "--sizes",
+    type=Sizes(),
+    help="Comma-separated FRAMESxHEIGHTxWIDTH, of images HEIGHTxWIDTH, if not the default.",
 )
 DEVICE = click.option(
     "--device",

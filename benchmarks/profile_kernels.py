@@ -27,7 +27,7 @@ import bench_norm
 import bench_rope
 import bench_softmax
 import click
-import ltx
+import models
 import record
 import torch
 from comparison import Family, Workload
@@ -219,7 +219,7 @@ def command(ncu: str, log: Path, names: Sequence[str]) -> list[str]:
 def call_each(chosen: Iterable[tuple[Family, Workload]]) -> None:
     """One call of each workload, in a range that names it."""
     device = torch.device("cuda")
-    kernel, _ = ltx.load_kernel()
+    kernel, _ = models.load_kernel()
     for family, workload in chosen:
         case = family.build(workload, kernel, device)
         function = getattr(kernel, workload.operation)
@@ -275,7 +275,7 @@ def main(names: tuple[str, ...], output: Path, under_ncu: bool) -> None:
     if under_ncu:
         call_each(chosen)
         return
-    ltx.load_kernel()
+    models.load_kernel()
     try:
         profiles = profile(names, [str(workload) for _, workload in chosen])
     except ProfileError as error:

@@ -38,6 +38,20 @@ def milliseconds(function: Callable[[], object], device: torch.device) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
+def host_microseconds(
+    function: Callable[[], object], device: torch.device, calls: int = 1
+) -> float:
+    """The host's time for a call: mean over `calls` that begin on an idle device and do not wait for it.
+
+    On a CPU the work is in the figure.
+    """
+    synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        function()
+    return (time.perf_counter() - begin) * 1e6 / calls
+
+
 class Stopwatch:
     """Microseconds of one call, from a cold cache or amid calls of its kind; on a CPU by the clock.
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import re
 import sys
 import types
@@ -13,7 +14,8 @@ import pytest
 import torch
 import torch._dynamo.testing
 from click.testing import CliRunner
-from diffusers.models.transformers import transformer_ltx as ltx_attention
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers.models.transformers import transformer_flux, transformer_ltx
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT / "benchmarks"), str(CHECKOUT / "tools")]
@@ -24,14 +26,17 @@ import bench_activation  # noqa: E402
 import bench_attention  # noqa: E402
 import bench_gated_residual  # noqa: E402
 import bench_host  # noqa: E402
+import bench_host_forward  # noqa: E402
 import bench_models  # noqa: E402
 import bench_norm  # noqa: E402
 import bench_pipeline  # noqa: E402
 import bench_rope  # noqa: E402
 import bench_softmax  # noqa: E402
 import comparison  # noqa: E402
+import flux  # noqa: E402
 import kernel_times  # noqa: E402
 import ltx  # noqa: E402
+import models  # noqa: E402
 import peers  # noqa: E402
 import profile_kernels as profiling  # noqa: E402
 import targets  # noqa: E402
@@ -188,9 +193,13 @@ def test_time_to_full_speed_counts_the_slow_forwards(monkeypatch):
     assert result["full_speed_s"] == pytest.approx(0.5 + 3 + 1.2 + 1.04)
 
 
+PUBLISHED = [pytest.param(published, id=published.__name__) for published in (ltx, flux)]
+
+
 @pytest.fixture(scope="module")
 def tiny():
-    return ltx.transformer(CPU, torch.float32, tiny=True)
+    """The tiny model of each module, in float32."""
+    return {p: p.transformer(CPU, torch.float32, tiny=True) for p in (ltx, flux)}
 
 
 def test_published_size_is_ltx_video_2b():
@@ -201,34 +210,64 @@ def test_published_size_is_ltx_video_2b():
     assert ltx.VideoSize(161, 512, 768).tokens == 8064
 
 
-def test_twin_shares_weights_but_no_modules(tiny):
-    twin = ltx.twin(tiny)
-    pairs = zip(tiny.named_parameters(), twin.named_parameters(), strict=True)
+def test_published_size_is_flux_1():
+    with torch.device("meta"):
+        whole = FluxTransformer2DModel(guidance_embeds=True)
+        model = FluxTransformer2DModel(**flux.TRANSFORMER)
+    assert 11.8e9 < sum(p.numel() for p in whole.parameters()) < 12.0e9
+    assert (len(model.transformer_blocks), len(model.single_transformer_blocks)) == (5, 10)
+    shapes = {key: weight.shape for key, weight in whole.named_parameters()}
+    assert all(shapes[key] == weight.shape for key, weight in model.named_parameters())
+    config = model.config
+    assert (config.num_attention_heads, config.attention_head_dim) == (24, 128)
+    assert (config.in_channels, config.joint_attention_dim) == (64, 4096)
+    assert config.pooled_projection_dim == 768
+    (size,) = flux.SIZES
+    assert size == flux.ImageSize(1024, 1024) and size.tokens == 4096
+
+
+@pytest.mark.parametrize("published", PUBLISHED)
+def test_twin_shares_weights_but_no_modules(tiny, published):
+    model = tiny[published]
+    twin = models.twin(model)
+    pairs = zip(model.named_parameters(), twin.named_parameters(), strict=True)
     assert all(a == b and p is q for (a, p), (b, q) in pairs)
-    assert not set(map(id, tiny.modules())) & set(map(id, twin.modules()))
+    assert not set(map(id, model.modules())) & set(map(id, twin.modules()))
 
 
-@pytest.mark.parametrize("name", ltx.WEIGHTS)
-def test_weights_give_the_scores_their_standard_deviation(tiny, name, monkeypatch):
-    scores, attend = [], ltx_attention.dispatch_attention_fn
+# The module that looks diffusers' attention up, a size with enough tokens for a standard deviation, how many
+# of the model's attentions are the image's own, and the norms that set their scores. FLUX's scores vary less:
+# what its large modulation adds to all keys alike is no part of how they vary.
+SCORES = {
+    ltx: (transformer_ltx, ltx.VideoSize(17, 256, 256), 2, 0.05, "attn1 attn2", "q k"),
+    flux: (transformer_flux, flux.ImageSize(256, 256), 4, 0.2, "attn", "q k added_q added_k"),
+}
 
-    def spy(q, k, v, attn_mask, **options):
-        if attn_mask is None:  # self-attention
+
+@pytest.mark.parametrize("published", PUBLISHED)
+@pytest.mark.parametrize("name", models.WEIGHTS)
+def test_weights_give_the_scores_their_standard_deviation(tiny, name, published, monkeypatch):
+    model, (source, size, count, tolerance, attentions, norms) = tiny[published], SCORES[published]
+    scores, attend = [], source.dispatch_attention_fn
+
+    def spy(q, k, v, attn_mask=None, **options):
+        if attn_mask is None:  # the image's own
             by_head = [t.transpose(1, 2) for t in (q, k)]
             scores.append(by_head[0] @ by_head[1].mT / q.shape[-1] ** 0.5)
         return attend(q, k, v, attn_mask=attn_mask, **options)
 
-    monkeypatch.setattr(ltx_attention, "dispatch_attention_fn", spy)
-    before = {key: weight.clone() for key, weight in tiny.state_dict().items()}
-    with torch.no_grad(), ltx.weights(tiny, name):
-        tiny(**ltx.inputs(tiny, ltx.VideoSize(17, 256, 256), CPU, torch.float32))
-        changed = {k for k, v in tiny.state_dict().items() if not torch.equal(v, before[k])}
-    assert len(scores) == len(tiny.transformer_blocks)
+    monkeypatch.setattr(source, "dispatch_attention_fn", spy)
+    before = {key: weight.clone() for key, weight in model.state_dict().items()}
+    with torch.no_grad(), models.weights(model, name):
+        model(**published.inputs(model, size, CPU, torch.float32))
+        changed = {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])}
+    assert len(scores) == count
     for of_block in scores:
-        assert of_block.std(-1).square().mean().sqrt() == pytest.approx(ltx.WEIGHTS[name], rel=0.05)
-    names = {f"attn{i}.norm_{x}.weight" for i in (1, 2) for x in "qk"}
-    assert {key.split(".", 2)[2] for key in changed} == (names if name == "peaked" else set())
-    for key, weight in tiny.state_dict().items():
+        std = of_block.std(-1).square().mean().sqrt()
+        assert std == pytest.approx(models.WEIGHTS[name], rel=tolerance)
+    expected = {f"{a}.norm_{x}.weight" for a in attentions.split() for x in norms.split()}
+    assert {key.split(".", 2)[2] for key in changed} == (expected if name == "peaked" else set())
+    for key, weight in model.state_dict().items():
         assert torch.equal(weight, before[key]), "the weights are what they were"
 
 
@@ -240,15 +279,15 @@ def test_weights_that_change_in_place_reach_what_was_built_before(kernel, device
     counter = torch._dynamo.testing.CompileCounter()
 
     def injected():
-        instance = ltx.twin(model)
+        instance = models.twin(model)
         kernel.inject_kernels(instance)
         return instance
 
     with torch.no_grad():
-        compiled, before = ltx.twin(model), injected()
+        compiled, before = models.twin(model), injected()
         compiled.compile(backend=counter, fullgraph=True, dynamic=False)
         outputs = {"random": (compiled(**arguments)[0], before(**arguments)[0])}
-        with ltx.weights(model, "peaked"):
+        with models.weights(model, "peaked"):
             outputs["peaked"] = (compiled(**arguments)[0], before(**arguments)[0])
             assert torch.equal(outputs["peaked"][0], model(**arguments)[0])
             assert torch.equal(outputs["peaked"][1], injected()(**arguments)[0])
@@ -257,19 +296,10 @@ def test_weights_that_change_in_place_reach_what_was_built_before(kernel, device
         assert bench_models.relative_distance(peaked, random) > 0.05
 
 
-def test_inputs_are_what_the_pipeline_passes(tiny, monkeypatch):
-    """Names, shapes and dtypes of the benchmark's forward and of the pipeline's."""
-    size = ltx.VideoSize(9, 64, 96)
-    passed = {}
-
-    def forward(**kwargs):
-        passed.update(kwargs)
-        return (kwargs["hidden_states"],)
-
-    twin = ltx.twin(tiny)
-    monkeypatch.setattr(twin, "forward", forward)
-    ltx.pipeline(twin, ltx.vae(CPU, torch.float32, tiny=True))(
-        **ltx.prompt(tiny, CPU, torch.float32),
+def passed_by_ltx_pipeline(transformer):
+    size = ltx.TINY_SIZES[0]
+    ltx.pipeline(transformer, ltx.vae(CPU, torch.float32, tiny=True))(
+        **ltx.prompt(transformer, CPU, torch.float32),
         num_frames=size.frames,
         height=size.height,
         width=size.width,
@@ -278,15 +308,64 @@ def test_inputs_are_what_the_pipeline_passes(tiny, monkeypatch):
         guidance_scale=3.0,
         output_type="latent",
     )
-    assert passed.pop("attention_kwargs") is None
-    benchmark = ltx.inputs(tiny, size, CPU, torch.float32)
+
+
+def passed_by_flux_pipeline(transformer):
+    size = flux.TINY_SIZES[0]
+    others = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    pipe = FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        transformer=transformer,
+        **dict.fromkeys(others),
+    )
+    pipe(
+        **flux.prompt(transformer, CPU, torch.float32),
+        height=size.height,
+        width=size.width,
+        num_inference_steps=2,
+        guidance_scale=flux.GUIDANCE,
+        output_type="latent",
+    )
+
+
+@pytest.mark.parametrize(
+    ("published", "run", "own"),
+    [
+        pytest.param(
+            ltx,
+            passed_by_ltx_pipeline,
+            {"encoder_hidden_states", "encoder_attention_mask"},
+            id="ltx",
+        ),
+        pytest.param(
+            flux,
+            passed_by_flux_pipeline,
+            {"encoder_hidden_states", "pooled_projections", "guidance", "img_ids", "txt_ids"},
+            id="flux",
+        ),
+    ],
+)
+def test_inputs_are_what_the_pipeline_passes(tiny, monkeypatch, published, run, own):
+    """Names, shapes and dtypes of the benchmark's forward and of the pipeline's; `own` are equal too."""
+    passed = {}
+
+    def forward(**kwargs):
+        passed.update(kwargs)
+        return (kwargs["hidden_states"],)
+
+    twin = models.twin(tiny[published])
+    monkeypatch.setattr(twin, "forward", forward)
+    run(twin)
+    if published is ltx:
+        assert passed.pop("attention_kwargs") is None
+    benchmark = published.inputs(tiny[published], published.TINY_SIZES[0], CPU, torch.float32)
     assert set(benchmark) == set(passed)
     for name, value in benchmark.items():
         if isinstance(value, torch.Tensor):
             assert (value.shape, value.dtype) == (passed[name].shape, passed[name].dtype), name
         else:
             assert value == passed[name], name
-    for name in ("encoder_hidden_states", "encoder_attention_mask"):
+    for name in own:
         assert torch.equal(benchmark[name], passed[name]), name
 
 
@@ -301,7 +380,9 @@ def results(kernel, device, tmp_path_factory):
         result = CliRunner().invoke(benchmark.main, options, catch_exceptions=False)
         assert result.exit_code == 0, result.output
 
-    run(bench_models, "models", "--modes", f"injected,eager,{ltx.NO_ATTENTION}", "--rounds", "2")
+    run(bench_models, "models", "--modes", f"injected,eager,{models.NO_ATTENTION}", "--rounds", "2")
+    run(bench_models, "flux", "--model", "flux", "--modes", "eager", "--rounds", "2")
+    run(bench_host_forward, "host_forward", "--model", "ltx", "--rounds", "2")
     run(bench_pipeline, "pipeline", "--rounds", "1", "--dtype", "float32")
     run(bench_accuracy, "accuracy")
     for name, module in FAMILIES.items():
@@ -325,7 +406,7 @@ def test_models(results, device):
         assert 0 < entry["injection"]["change_s"] < entry["injection"]["full_speed_s"]
         assert list(entry["weights"]) == list(result["scores_std"]) == ["random", "peaked"]
         for of_weights in entry["weights"].values():
-            assert list(of_weights["modes"]) == ["eager", "injected", ltx.NO_ATTENTION]
+            assert list(of_weights["modes"]) == ["eager", "injected", models.NO_ATTENTION]
             eager, injected, no_attention = of_weights["modes"].values()
             assert of_weights["speedups"]["injected"]["eager"] == pytest.approx(
                 eager["ms"]["median"] / injected["ms"]["median"]
@@ -337,6 +418,80 @@ def test_models(results, device):
             if device == "cuda":
                 assert injected["kernels"]["ours"]["launches"] > 0
                 assert eager["kernels"]["ours"]["launches"] == 0
+
+
+def test_flux(results, device):
+    result = load(results, "flux")
+    assert result["model"] == "tiny FLUX.1"
+    (entry,) = result["sizes"].values()
+    assert (entry["batch"], entry["tokens"], entry["text_tokens"]) == (1, 24, 512)
+    assert list(entry["weights"]) == ["random", "peaked"]
+    for of_weights in entry["weights"].values():
+        (eager,) = of_weights["modes"].values()
+        assert eager["ms"]["samples"] == 2 and eager["distance_from_eager"] == 0
+
+
+def test_host_time_of_a_forward(results, device):
+    forwards = load(results, "host_forward")["forwards"]
+    contexts = ("no_grad", "inference_mode")
+    measured = [(entry["context"], entry["mode"]) for entry in forwards]
+    assert measured == [(context, mode) for context in contexts for mode in ("eager", "injected")]
+    for eager, injected in (forwards[:2], forwards[2:]):
+        assert eager["over_eager"] == 1
+        assert injected["over_eager"] == injected["ms"]["median"] / eager["ms"]["median"]
+        assert (injected["batch"], injected["tokens"], injected["text_tokens"]) == (2, 64, 128)
+        if device == "cuda":
+            assert 0 < injected["kernels"]["launches"] < eager["kernels"]["launches"]
+
+
+def test_host_time_of_a_forward_is_taken_in_its_context(monkeypatch, tmp_path):
+    """Of both models, each mode and context on modules of its own."""
+    seen = []
+
+    def forward(self, hidden_states, **arguments):
+        seen.append((self, torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+
+    for published in (ltx, flux):
+        monkeypatch.setattr(
+            type(published.transformer(CPU, torch.bfloat16, True)), "forward", forward
+        )
+    output = tmp_path / "host_forward.json"
+    options = ["--device", "cpu", "--tiny", "--modes", "eager", "--rounds", "1"]
+    run = CliRunner().invoke(
+        bench_host_forward.main, [*options, "--output", str(output)], catch_exceptions=False
+    )
+    assert run.exit_code == 0
+    modules = {}
+    for module, inference, gradients in seen:
+        assert not gradients
+        modules.setdefault(id(module), set()).add(inference)
+    assert sorted(map(sorted, modules.values())) == [[False], [False], [True], [True]]
+    assert [
+        (e["model"], e["tokens"], e["text_tokens"])
+        for e in load(tmp_path, "host_forward")["forwards"]
+    ] == [
+        *[("tiny LTX-Video", 64, 128)] * 2,
+        *[("tiny FLUX.1", 64, 64)] * 2,
+    ]
+
+
+def test_host_time_is_without_waiting(monkeypatch):
+    """The device is idle before the calls, and nothing waits for it after them."""
+    order, clock = [], iter([10.0, 10.5])
+    monkeypatch.setattr(timing, "synchronize", lambda device: order.append("synchronize"))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: order.append("clock") or next(clock))
+    assert timing.host_microseconds(lambda: order.append("call"), CPU, calls=2) == 250_000
+    assert order == ["synchronize", "clock", "call", "call", "clock"]
+
+
+def test_local_kernels_selects_another_build(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(
+        "kernels.get_kernel", lambda *a, **o: loaded.append(os.environ["LOCAL_KERNELS"])
+    )
+    monkeypatch.setenv("LOCAL_KERNELS", f"{models.KERNEL_ID}=/another/checkout")
+    models.load_kernel()
+    assert loaded == [f"{models.KERNEL_ID}=/another/checkout"]
 
 
 def test_pipeline(results):
@@ -786,6 +941,8 @@ def test_hub_benchmark(cls):
         (["--sizes", "49x512"], "a size is FRAMESxHEIGHTxWIDTH, got '49x512'"),
         (["--sizes", "48x512x768"], "frames must be a multiple of 8 plus 1"),
         (["--modes", "eager,fast"], "got 'fast'"),
+        (["--sizes", "49x512x768", "--model", "flux"], "a size is HEIGHTxWIDTH, got '49x512x768'"),
+        (["--model", "flux", "--sizes", "40x64"], "multiples of 16, got 40x64"),
     ],
 )
 def test_wrong_option(args, message):
@@ -812,7 +969,7 @@ def rows_of(results, name):
     "name",
     [
         *("models", "pipeline", "accuracy_operations", "accuracy_models", *FAMILIES),
-        *("attention", "attention_inputs", "attention_accuracy", "host"),
+        *("attention", "attention_inputs", "attention_accuracy", "host", "host_forward", "flux"),
     ],
 )
 def test_table_is_rendered_once_and_for_all(results, name):
@@ -831,6 +988,65 @@ def test_table_shows_the_figures(results, tmp_path):
     (tmp_path / "pipeline.json").write_text(json.dumps(record))
     row = ["9 frames 64×96, 3 steps", "injected", "12.35 s", "6.79×"]
     assert rows_of(tmp_path, "pipeline").count(row) == 1
+
+
+def test_flux_table(results, tmp_path):
+    assert "python benchmarks/bench_models.py --model flux` does" in rendered(tmp_path, "flux")
+    record = load(results, "flux")
+    entry = record["sizes"].pop("64x96")
+    for of_weights in entry["weights"].values():
+        of_weights["modes"] = {
+            mode: {"ms": {"median": ms}}
+            for mode, ms in (("eager", 60.0), ("compiled", 45.0), ("injected", 40.0))
+        }
+        of_weights["speedups"] = timing.speedups(
+            {"eager": 60.0, "compiled": 45.0, "injected": 40.0}
+        )
+    record["sizes"]["1024x1024"] = {**entry, "tokens": 4096}
+    (tmp_path / "flux.json").write_text(json.dumps(record))
+    rows = rows_of(tmp_path, "flux")
+    assert {row[0] for row in rows} == {"1024×1024, 4096 + 512 tokens"}
+    assert rows[1][1:] == ["random", "torch.compile", "45.0 ms", "1.33×", ""]
+    assert rows[5][1:] == ["peaked", "injected", "40.0 ms", "1.50×", "1.12×"]
+
+
+def test_host_forward_table(tmp_path):
+    assert "python benchmarks/bench_host_forward.py` does" in rendered(tmp_path, "host_forward")
+    entry = {
+        "model": "FLUX.1",
+        "batch": 1,
+        "tokens": 64,
+        "text_tokens": 64,
+        "context": "inference_mode",
+        "mode": "injected",
+        "ms": {"median": 2.345},
+    }
+    measured = {**entry, "over_eager": 0.456, "kernels": {"ms": 1.25, "launches": 300.0}}
+    record = {"environment": ENVIRONMENT, "processor": "a processor", "forwards": [measured, entry]}
+    (tmp_path / "host_forward.json").write_text(json.dumps(record))
+    begin = ["FLUX.1: 1×(64 + 64) tokens", "torch.inference_mode", "injected", "2.35 ms"]
+    assert rows_of(tmp_path, "host_forward") == [
+        [*begin, "0.46×", "1.25 ms", "300"],
+        [*begin, "", "", ""],
+    ]
+    assert (
+        rendered(tmp_path, "host_forward").rstrip().endswith("on a processor\n\n<!-- end table -->")
+    )
+
+
+def test_each_table_names_the_device_of_its_own_results(made_up, tmp_path):
+    for path in made_up.iterdir():
+        record = json.loads(path.read_text(encoding="utf-8"))
+        device = "NVIDIA H200" if path.stem == "norm" else "NVIDIA H100 80GB HBM3"
+        record["environment"] = {**ENVIRONMENT, "device": device}
+        (tmp_path / path.name).write_text(json.dumps(record))
+    for name, devices in {
+        "norm": ["H200"],
+        "softmax": ["H100"],
+        "host": ["H100"],
+        "targets": ["H200", "H100"],
+    }.items():
+        assert re.findall(r"NVIDIA (H\d+)", rendered(tmp_path, name)) == devices
 
 
 def test_gpu_tables(tmp_path):

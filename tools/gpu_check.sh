@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
 # What only a GPU can show. Usage: tools/gpu_check.sh [build] [test] [sanitize] [ceilings] [operations] [profile]
-# [accuracy] [models] [pipeline]
+# [accuracy] [models] [flux] [pipeline] [host_forward] [sequences]
 #
 # Without arguments all steps run, in this order; a step that fails does not keep the next from
 # running, unless it is the build. Logs, and the JSON that the benchmarks write, go to $OUT (default
-# build/gpu_check). PYTHON (default python3) needs Torch for CUDA and requirements/test.txt.
+# build/gpu_check). PYTHON (default python3) needs Torch for CUDA and requirements/test.txt. SEQUENCES (default
+# 2500) and FIRST_SEED (default 0) are of the step sequences.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-build/gpu_check}
-STEPS=(build test sanitize ceilings operations profile accuracy models pipeline)
+SEQUENCES=${SEQUENCES:-2500}
+FIRST_SEED=${FIRST_SEED:-0}
+STEPS=(build test sanitize ceilings operations profile accuracy models flux pipeline host_forward
+  sequences)
 
 step_build() {
   "$PYTHON" tools/build_variant.py --backend cuda &&
@@ -50,7 +54,20 @@ step_operations() {
 step_profile() { "$PYTHON" benchmarks/profile_kernels.py; }
 step_accuracy() { "$PYTHON" benchmarks/bench_accuracy.py; }
 step_models() { "$PYTHON" benchmarks/bench_models.py; }
+step_flux() { "$PYTHON" benchmarks/bench_models.py --model flux; }
 step_pipeline() { "$PYTHON" benchmarks/bench_pipeline.py; }
+step_host_forward() { "$PYTHON" benchmarks/bench_host_forward.py; }
+
+# Random sequences of what users do to an injected model; $SEQUENCES of each family, from $FIRST_SEED on.
+step_sequences() {
+  local status=0 family
+  for family in ltx flux; do
+    echo "--- $family"
+    "$PYTHON" tests/random_sequences.py --family "$family" --device cuda \
+      --sequences "$SEQUENCES" --first-seed "$FIRST_SEED" --processes 14 || status=1
+  done
+  return "$status"
+}
 
 # Runs a step, logs it, shows the end of the log and copies the results that it wrote.
 run_step() {

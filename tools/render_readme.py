@@ -49,7 +49,11 @@ SLOW_INPUTS = ("rising", "jump", "large range")  # of attention
 TUNED_MODE = "max-autotune-no-cudagraphs"
 
 # What writes a result, where it is not benchmarks/bench_<name>.py.
-SCRIPTS = {"ceilings": "ceilings/run.py", "profile": "profile_kernels.py"}
+SCRIPTS = {
+    "ceilings": "ceilings/run.py",
+    "flux": "bench_models.py --model flux",
+    "profile": "profile_kernels.py",
+}
 
 # What may set apart two measures of one ceiling: the size, and how it is read or launched.
 CEILING_SIZE = re.compile(r", (\d+) ([KMG])iB$")
@@ -65,11 +69,15 @@ def table(function: Callable[[Path], str]) -> Callable[[Path], str]:
     return function
 
 
+def script(name: str) -> str:
+    """What writes the results of that name."""
+    return SCRIPTS.get(name, f"bench_{name}.py")
+
+
 def load(results: Path, name: str) -> dict:
     path = results / f"{name}.json"
     if not path.exists():
-        script = SCRIPTS.get(name, f"bench_{name}.py")
-        raise click.ClickException(f"{path} is missing: benchmarks/{script} writes it.")
+        raise click.ClickException(f"{path} is missing: benchmarks/{script(name)} writes it.")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -106,13 +114,15 @@ def video_name(key: str) -> str:
     return f"{frames} frames {height}×{width}" + (f", {steps} steps" if steps else "")
 
 
-@table
-def models(results: Path) -> str:
-    """One transformer forward in each mode."""
-    result = load(results, "models")
+def image_name(key: str) -> str:
+    return key.replace("x", "×")
+
+
+def forwards(result: dict, label: Callable[[str, dict], str]) -> str:
+    """One forward in each mode and with all weights, its size called what `label` makes of it."""
     rows = [
         [
-            f"{video_name(size)}, {entry['batch']}×{entry['tokens']} tokens",
+            label(size, entry),
             weights,
             MODE_NAMES[mode],
             f"{measured['ms']['median']:.1f} ms",
@@ -125,6 +135,28 @@ def models(results: Path) -> str:
     ]
     headers = ["input", "weights", "mode", "forward", "against eager", "against torch.compile"]
     return markdown(rows, headers) + setup(result)
+
+
+@table
+def models(results: Path) -> str:
+    """One forward of LTX-Video's transformer in each mode."""
+
+    def label(size: str, entry: dict) -> str:
+        return f"{video_name(size)}, {entry['batch']}×{entry['tokens']} tokens"
+
+    return forwards(load(results, "models"), label)
+
+
+@table
+def flux(results: Path) -> str:
+    """One forward of FLUX.1's transformer in each mode."""
+    if not (results / "flux.json").exists():
+        return unmeasured("flux")
+
+    def label(size: str, entry: dict) -> str:
+        return f"{image_name(size)}, {entry['tokens']} + {entry['text_tokens']} tokens"
+
+    return forwards(load(results, "flux"), label)
 
 
 @table
@@ -222,7 +254,7 @@ for name in targets_.FAMILIES:
 
 
 def unmeasured(name: str) -> str:
-    return f"Not measured yet: `python benchmarks/bench_{name}.py` does."
+    return f"Not measured yet: `python benchmarks/{script(name)}` does."
 
 
 def attention_cell(entry: dict, kind: str, peer: str, value: float | None, digits: int) -> str:
@@ -374,6 +406,30 @@ def host(results: Path) -> str:
         for call in result["calls"]
     ]
     headers = ["call", "host time", "of torch.nn.functional.rms_norm's"]
+    return markdown(rows, headers) + setup(result) + f", on {result['processor']}"
+
+
+@table
+def host_forward(results: Path) -> str:
+    """The host's time for a whole forward."""
+    if not (results / "host_forward.json").exists():
+        return unmeasured("host_forward")
+    result = load(results, "host_forward")
+    rows = []
+    for entry in result["forwards"]:
+        kernels = entry.get("kernels")
+        rows.append(
+            [
+                f"{entry['model']}: {entry['batch']}×({entry['tokens']} + {entry['text_tokens']}) tokens",
+                f"torch.{entry['context']}",
+                MODE_NAMES[entry["mode"]],
+                f"{entry['ms']['median']:.2f} ms",
+                times(entry.get("over_eager")),
+                f"{kernels['ms']:.2f} ms" if kernels else "",
+                f"{kernels['launches']:.0f}" if kernels else "",
+            ]
+        )
+    headers = ["model", "under", "mode", "host time", "of eager's", "GPU's time", "launches"]
     return markdown(rows, headers) + setup(result) + f", on {result['processor']}"
 
 

@@ -1,0 +1,158 @@
+"""The host's time for one whole forward of LTX-Video 2B and of FLUX.1, eager and injected.
+
+From the call to its return, on an idle GPU that is not waited for, under torch.no_grad and under
+torch.inference_mode. There are so few tokens that the GPU keeps up, and its queue never fills: its own time
+for the kernels and their number stand beside. All take turns, each on modules of its own over one set of
+weights. On a CPU the operations' work is in the figure.
+
+Writes benchmarks/results/host_forward.json:
+
+    python benchmarks/bench_host_forward.py
+    python benchmarks/bench_host_forward.py --model ltx --rounds 100
+    python benchmarks/bench_host_forward.py --device cpu --tiny --rounds 2 --output /tmp/host_forward.json
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import click
+import flux
+import kernel_times
+import ltx
+import models
+import record
+import timing
+import torch
+from options import DEVICE, DTYPE, MODELS, TINY, modes_option, output_option
+from tabulate import tabulate
+
+CONTEXTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+# Of both models 64 tokens a batch entry; FLUX's text, which is joined to them, is short too.
+INPUTS = {
+    "ltx": functools.partial(ltx.inputs, size=ltx.VideoSize(1, 256, 256)),
+    "flux": functools.partial(flux.inputs, size=flux.ImageSize(128, 128), text_tokens=64),
+}
+WARM_UP_ROUNDS = 2
+PROFILED_CALLS = 3
+
+
+def under(context: Callable[[], object], forward: Callable[[], object]) -> Callable[[], None]:
+    def call() -> None:
+        with context():
+            forward()
+
+    return call
+
+
+def measure_model(
+    name: str,
+    kernel: ModuleType | None,
+    modes: list[str],
+    rounds: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    tiny: bool,
+) -> list[dict[str, object]]:
+    """One entry a context and mode."""
+    published = MODELS[name]
+    model = published.transformer(device, dtype, tiny)
+    arguments = INPUTS[name](model, device=device, dtype=dtype)
+    forwards = {}
+    for context, enter in CONTEXTS.items():
+        for mode in modes:
+            instance = models.twin(model)  # what one context leaves in it is not found in the other
+            if mode.startswith("injected"):
+                models.inject(kernel, instance, mode)
+            if mode.endswith("compiled"):
+                models.compile_whole(instance)
+            forwards[context, mode] = under(enter, functools.partial(instance, **arguments))
+
+    timing.interleave(forwards, WARM_UP_ROUNDS, device, timing.host_microseconds)
+    samples = timing.interleave(forwards, rounds, device, timing.host_microseconds)
+    entries = []
+    for (context, mode), values in samples.items():
+        summary = timing.summarize([value / 1e3 for value in values])
+        entry = {
+            "model": published.TINY_NAME if tiny else published.NAME,
+            "batch": published.BATCH,
+            "tokens": arguments["hidden_states"].shape[1],
+            "text_tokens": arguments["encoder_hidden_states"].shape[1],
+            "context": context,
+            "mode": mode,
+            "ms": summary,
+        }
+        if device.type == "cuda":
+            events = kernel_times.trace(forwards[context, mode], PROFILED_CALLS)
+            entry["kernels"] = kernel_times.breakdown(events, PROFILED_CALLS)["total"]
+        entries.append(entry)
+    eager = {e["context"]: e["ms"]["median"] for e in entries if e["mode"] == "eager"}
+    for entry in entries:
+        if entry["context"] in eager:
+            entry["over_eager"] = entry["ms"]["median"] / eager[entry["context"]]
+    return entries
+
+
+def show(entries: list[dict]) -> None:
+    rows = [
+        [
+            *(entry[key] for key in ("model", "context", "mode")),
+            entry["ms"]["median"],
+            100 * entry["ms"]["spread"],
+            entry.get("over_eager"),
+            *(entry.get("kernels", {}).get(key) for key in ("ms", "launches")),
+        ]
+        for entry in entries
+    ]
+    headers = [
+        "model",
+        "context",
+        "mode",
+        "host ms",
+        "spread %",
+        "over eager",
+        "GPU ms",
+        "launches",
+    ]
+    click.echo(tabulate(rows, headers, floatfmt=".2f"))
+
+
+@click.command()
+@click.option(
+    "--model",
+    "names",
+    type=click.Choice(list(MODELS)),
+    multiple=True,
+    default=list(MODELS),
+    show_default=True,
+    help="May be given twice.",
+)
+@modes_option(("eager", "injected"))
+@DEVICE
+@DTYPE
+@TINY
+@click.option("--rounds", type=click.IntRange(min=1), default=50, show_default=True)
+@output_option("host_forward")
+@torch.no_grad()
+def main(names, modes, device, dtype, tiny, rounds, output) -> None:
+    """Time the host's part of one forward of each model in each mode."""
+    injected = any(mode.startswith("injected") for mode in modes)
+    kernel, _ = models.load_kernel() if injected else (None, None)
+    result = {
+        "environment": record.environment(device),
+        "processor": record.processor_name(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "rounds": rounds,
+        "forwards": [],
+    }
+    for name in names:
+        result["forwards"] += measure_model(name, kernel, modes, rounds, device, dtype, tiny)
+    show(result["forwards"])
+    record.write(output, result)
+    click.echo(f"Wrote {output}")
+
+
+if __name__ == "__main__":
+    main()
