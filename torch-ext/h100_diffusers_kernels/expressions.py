@@ -1,7 +1,7 @@
 """Each operation as an equivalent, differentiable PyTorch expression.
 
-``functional`` takes these where an input requires grad. Arithmetic is float32, rounded once, like the
-kernels'; attention is PyTorch's own.
+``functional`` takes these where an input requires grad or carries a tangent. Arithmetic is float32,
+rounded once, like the kernels'; attention is PyTorch's own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .differentiation import is_in_dual_level
 
 
 def _normalized(x: Tensor, eps: float, center: bool, weight, bias) -> Tensor:
@@ -178,8 +180,9 @@ def attention(q, k, v, scale, key_bias, key_lengths) -> Tensor:
         # had NaN there.
         has_keys = (mask != -torch.inf).any(1)
         mask = mask.masked_fill(~has_keys[:, None], 0)[:, None, None]
-    if mask is not None and mask.requires_grad:
-        # Of PyTorch's fused kernels those with a gradient of the mask do not take every length.
+    if is_in_dual_level() or (mask is not None and mask.requires_grad):
+        # PyTorch's fused kernels have no forward-mode derivatives, and those of them with a gradient of
+        # the mask do not take every length.
         with sdpa_kernel(SDPBackend.MATH):
             out = _scaled_dot_product_attention(q, k, v, mask, scale)
     else:

@@ -2,9 +2,9 @@
 
 ``T`` is bfloat16, float16 or float32. Arithmetic is float32, rounded once, at the output; attention may
 round its weights to 16 bits, too. Leading dimensions are rows; inputs may be strided in every dimension
-but the last and are not copied; results are new contiguous tensors. Where an input requires grad, the
-equivalent differentiable PyTorch expression runs instead. A wrong argument raises ValueError or
-RuntimeError, in one sentence, before anything is launched or written.
+but the last and are not copied; results are new contiguous tensors. Where an input requires grad or
+carries a forward-mode tangent, the equivalent differentiable PyTorch expression runs instead. A wrong
+argument raises ValueError or RuntimeError, in one sentence, before anything is launched or written.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from .arguments import (
     require_heads_of_tables,
     rope_table_views,
 )
+from .differentiation import is_differentiated
 
 # Looked up once: each look-up through torch.ops runs Python code, at every call.
 _rms_norm = ops.rms_norm.default
@@ -55,13 +56,6 @@ _softmax = ops.softmax.default
 _attention = ops.attention.default
 
 
-def _any_requires_grad(*tensors: Optional[Tensor]) -> bool:
-    for tensor in tensors:  # noqa: SIM110 - any() of a generator takes twice as long
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False
-
-
 # --------------------------------------------------------------------------------------------------
 # Norm, modulation, residual and gate
 
@@ -77,7 +71,7 @@ def rms_norm(x: Tensor, weight: Optional[Tensor] = None, eps: float = 1e-6) -> T
 
     Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
     """
-    if torch.is_grad_enabled() and _any_requires_grad(x, weight):
+    if is_differentiated(x, weight):
         check_row_operation("rms_norm", x, weight=weight)
         return expressions.rms_norm(x, weight, eps)
     return _rms_norm(x, weight, eps)
@@ -102,7 +96,7 @@ def layer_norm(
 
     Source: Ba et al., 2016, https://arxiv.org/abs/1607.06450.
     """
-    if torch.is_grad_enabled() and _any_requires_grad(x, weight, bias):
+    if is_differentiated(x, weight, bias):
         check_row_operation("layer_norm", x, weight=weight, bias=bias)
         return expressions.layer_norm(x, weight, bias, eps)
     return _layer_norm(x, weight, bias, eps)
@@ -129,7 +123,7 @@ def rms_norm_modulate(
     Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748, with an RMS norm as in
     LTX-Video, https://arxiv.org/abs/2501.00103.
     """
-    if torch.is_grad_enabled() and _any_requires_grad(x, scale, shift, weight):
+    if is_differentiated(x, scale, shift, weight):
         check_row_operation("rms_norm_modulate", x, scale=scale, shift=shift, weight=weight)
         return expressions.rms_norm_modulate(x, scale, shift, weight, eps)
     return _rms_norm_modulate(x, scale, shift, weight, eps)
@@ -159,7 +153,7 @@ def layer_norm_modulate(
 
     Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748.
     """
-    if torch.is_grad_enabled() and _any_requires_grad(x, scale, shift, weight, bias):
+    if is_differentiated(x, scale, shift, weight, bias):
         check_row_operation(
             "layer_norm_modulate", x, scale=scale, shift=shift, weight=weight, bias=bias
         )
@@ -183,7 +177,7 @@ def gated_residual(residual: Tensor, x: Tensor, gate: Optional[Tensor] = None) -
         residual, x: ``(..., D)``, T, of one shape.
         gate: T, broadcasts against ``x`` in all dimensions but the last, or None.
     """
-    if torch.is_grad_enabled() and _any_requires_grad(residual, x, gate):
+    if is_differentiated(residual, x, gate):
         check_row_operation("gated_residual", x, residual=residual, gate=gate)
         return expressions.gated_residual(residual, x, gate)
     return _gated_residual(residual, x, gate)
@@ -218,7 +212,7 @@ def gated_residual_rms_norm_modulate(
     Returns:
         ``(h, modulated)``, each ``(..., D)``, T.
     """
-    if torch.is_grad_enabled() and _any_requires_grad(residual, x, gate, scale, shift, weight):
+    if is_differentiated(residual, x, gate, scale, shift, weight):
         check_row_operation(
             "gated_residual_rms_norm_modulate",
             x,
@@ -272,9 +266,7 @@ def gated_residual_layer_norm_modulate(
     Returns:
         ``(h, modulated)``, each ``(..., D)``, T.
     """
-    if torch.is_grad_enabled() and _any_requires_grad(
-        residual, x, gate, scale, shift, weight, bias
-    ):
+    if is_differentiated(residual, x, gate, scale, shift, weight, bias):
         check_row_operation(
             "gated_residual_layer_norm_modulate",
             x,
@@ -368,7 +360,8 @@ def qk_norm_rope(
             ``"none"``.
         layout: which elements of a head form a pair: ``"interleaved"``, (2i, 2i+1), or ``"half"``,
             (i, i + d/2).
-        inplace: store into ``q`` and ``k``; not possible where an input requires grad.
+        inplace: store into ``q`` and ``k``; not possible where an input requires grad or
+            carries a tangent.
 
     Returns:
         ``(q, k)`` in the given shapes.
@@ -388,10 +381,11 @@ def qk_norm_rope(
                 first, second = rope
             else:  # a tensor, too, can be unpacked
                 raise TypeError("rope must be None, a pair (cos, sin) or a CoordinateRope")
-        if torch.is_grad_enabled() and _any_requires_grad(q, k, q_weight, k_weight, first, second):
+        if is_differentiated(q, k, q_weight, k_weight, first, second):
             if inplace:
                 raise ValueError(
-                    "qk_norm_rope: inplace must be False where an input requires grad, got True"
+                    "qk_norm_rope: inplace must be False where an input requires grad or carries "
+                    "a tangent, got True"
                 )
             return _differentiable_qk_norm_rope(
                 q, k, q_weight, k_weight, rope, heads, norm, layout, eps
@@ -508,7 +502,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "interleaved") -> Te
 
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864.
     """
-    if torch.is_grad_enabled() and _any_requires_grad(x, cos, sin):
+    if is_differentiated(x, cos, sin):
         return expressions.rope(x, *check_rope("rope", x, cos, sin, layout), layout)
     return _rope(x, cos, sin, layout)
 
@@ -549,9 +543,7 @@ def rope_3d(
     frame_cos, frame_sin = frame
     height_cos, height_sin = height
     width_cos, width_sin = width
-    if torch.is_grad_enabled() and _any_requires_grad(
-        x, frame_cos, frame_sin, height_cos, height_sin, width_cos, width_sin
-    ):
+    if is_differentiated(x, frame_cos, frame_sin, height_cos, height_sin, width_cos, width_sin):
         axes = {"frame": frame, "height": height, "width": width}
         check_rope_3d("rope_3d", x, axes, layout)
         return expressions.rope_3d(x, frame, height, width, layout)
@@ -585,7 +577,7 @@ def gelu(x: Tensor, approximate: str = "none", bias: Optional[Tensor] = None) ->
 
     Source: Hendrycks and Gimpel, 2016, https://arxiv.org/abs/1606.08415.
     """
-    if torch.is_grad_enabled() and _any_requires_grad(x, bias):
+    if is_differentiated(x, bias):
         check_activation("gelu", x, approximate, is_gated=False, bias=bias)
         return expressions.gelu(x, approximate, bias)
     return _gelu(x, approximate, bias)
@@ -607,7 +599,7 @@ def silu(x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
 
     Source: Elfwing et al., 2017, https://arxiv.org/abs/1702.03118.
     """
-    if torch.is_grad_enabled() and _any_requires_grad(x, bias):
+    if is_differentiated(x, bias):
         check_activation("silu", x, "none", is_gated=False, bias=bias)
         return expressions.silu(x, bias)
     return _silu(x, bias)
@@ -634,7 +626,7 @@ def geglu(x: Tensor, approximate: str = "none", bias: Optional[Tensor] = None) -
 
     Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
     """
-    if torch.is_grad_enabled() and _any_requires_grad(x, bias):
+    if is_differentiated(x, bias):
         check_activation("geglu", x, approximate, is_gated=True, bias=bias)
         return expressions.geglu(x, approximate, bias)
     return _geglu(x, approximate, bias)
@@ -660,7 +652,7 @@ def swiglu(x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
 
     Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
     """
-    if torch.is_grad_enabled() and _any_requires_grad(x, bias):
+    if is_differentiated(x, bias):
         check_activation("swiglu", x, "none", is_gated=True, bias=bias)
         return expressions.swiglu(x, bias)
     return _swiglu(x, bias)
@@ -685,7 +677,7 @@ def softmax(x: Tensor) -> Tensor:
 
     Source: Milakov and Gimelshein, 2018 (online softmax), https://arxiv.org/abs/1805.02867.
     """
-    if torch.is_grad_enabled() and _any_requires_grad(x):
+    if is_differentiated(x):
         check_input("softmax", "x", x)
         return expressions.softmax(x)
     return _softmax(x)
@@ -736,7 +728,7 @@ def attention(
     Source: Vaswani et al., 2017, https://arxiv.org/abs/1706.03762; in one pass over the keys as in
     Dao et al., 2022, https://arxiv.org/abs/2205.14135.
     """
-    if torch.is_grad_enabled() and _any_requires_grad(q, k, v, key_bias):
+    if is_differentiated(q, k, v, key_bias):
         check_attention("attention", q, k, v, scale, key_bias, key_lengths)
         return expressions.attention(q, k, v, scale, key_bias, key_lengths)
     return _attention(q, k, v, scale, key_bias, key_lengths)
