@@ -489,13 +489,13 @@ def _table_view(
     check_device(operation, name, table, x_name, x)
     _check_float32_or_dtype(operation, name, table, x_name, x)
     batch, seq = x.shape[0], x.shape[1]
-    view = table[None] if table.dim() == 2 else table
-    matches = view.dim() in (3, 4) and view.shape[0] in (1, batch) and view.shape[1] == seq
-    is_of_head = view.dim() > 0 and view.shape[-1] in (head_dim, head_dim // 2)
-    if matches and view.dim() == 4:
-        matches = view.shape[2] in (1, heads) and is_of_head
+    shape = (1, *table.shape) if table.dim() == 2 else tuple(table.shape)
+    matches = len(shape) in (3, 4) and shape[0] in (1, batch) and shape[1] == seq
+    is_of_head = len(shape) > 0 and shape[-1] in (head_dim, head_dim // 2)
+    if matches and len(shape) == 4:
+        matches = shape[2] in (1, heads) and is_of_head
     elif matches:
-        matches = is_of_head or view.shape[2] == heads * head_dim
+        matches = is_of_head or shape[2] == heads * head_dim
     if not matches:
         fail(
             operation,
@@ -504,6 +504,7 @@ def _table_view(
             f"H = {heads}, d = {head_dim}, got {tuple(table.shape)}",
         )
     check_readable(operation, name, table)
+    view = table[None] if table.dim() == 2 else table
     if view.dim() == 3:
         view = view.unsqueeze(2) if is_of_head else view.unflatten(2, (heads, head_dim))
     return view
