@@ -144,7 +144,7 @@ def test_calls_keep_no_memory(kernel, device, name, is_refused):
         arguments = map_tensors(torch.Tensor.double, arguments)
 
     def call():
-        with pytest.raises(RuntimeError) if is_refused else nullcontext():
+        with pytest.raises(ValueError) if is_refused else nullcontext():
             function(**arguments)
 
     calls = 10_000
@@ -725,3 +725,23 @@ def test_attention_of_more_than_2_31_elements(kernel, device, far):
             part = slice(start, start + 4)
             expected = references.attention(q[:, part, one], k[:, :, one], v[:, :, one])
             assert_rounded_once(out[:, part, one], expected, slack)
+
+
+@needs_cuda
+@pytest.mark.usefixtures("_gpu_memory")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention_of_more_tiles_than_a_block_a_multiprocessor_can_list(kernel, device, head_dim):
+    """Blocks claim tiles of queries into lists of 2048: more blocks are needed than multiprocessors."""
+    dtype, listed, tile_queries = torch.bfloat16, 2048, {64: 192, 128: 128}[head_dim]
+    length = 6 * tile_queries  # from 1024 on tiles are claimed
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    heads = blocks * listed // 6 + 1000
+    assert length >= 1024
+    q = torch.randn(1, length, 1, head_dim, dtype=dtype, device=device)
+    k, v = (torch.randn(1, 384, 1, head_dim, dtype=dtype, device=device) for _ in range(2))
+    expected = references.attention(q, k, v)
+    out = kernel.attention(q.expand(1, length, heads, head_dim), k, v)
+    first = out[:, :, :1]
+    assert_rounded_once(first, expected, arithmetic_slack("attention", dtype))
+    for part in out.split(4096, dim=2):
+        assert torch.equal(part, first.expand_as(part))

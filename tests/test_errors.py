@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -530,7 +531,7 @@ def sentence(operation, argument, got):
 
 
 def assert_refused(function, arguments, pattern):
-    with pytest.raises((RuntimeError, ValueError, TypeError)) as raised:
+    with pytest.raises((ValueError, TypeError)) as raised:
         function(**arguments)
     message = str(raised.value)
     assert pattern.fullmatch(message), f"{message!r} is not {pattern.pattern!r}"
@@ -595,6 +596,136 @@ def test_mistakes_in_tracing(kernel, device, case):
     case.change(arguments)
     pattern = sentence(operation_in_messages(case), case.argument, case.got)
     assert_refused(function, map_tensors(on_meta, arguments), pattern)
+
+
+def outcome(function, arguments):
+    """The type and the text of what a call raises, or that it returns."""
+    try:
+        function(**arguments)
+    except Exception as error:
+        return type(error), str(error)
+    return "returned", ""
+
+
+@every_mistake
+def test_a_mistake_is_the_same_with_and_without_gradients(kernel, device, case):
+    function, arguments = valid_call(kernel, case.operation, device)
+    case.change(arguments)
+    with torch.no_grad():
+        expected = outcome(function, arguments)
+    for tensor in tensors_of(arguments):
+        if tensor.is_floating_point() and tensor.device.type != "meta":
+            assert outcome(function, arguments) == expected
+            tensor.requires_grad_()
+            assert outcome(function, arguments) == expected
+            tensor.requires_grad_(False)
+
+
+SCALARS = {
+    "eps": [name for name in ARGUMENTS if "norm" in name],
+    "scale": ["attention"],
+    "approximate": ["gelu", "geglu"],
+    "layout": [*ROPE_OPERATIONS, *QK_OPERATIONS],
+    "norm": QK_OPERATIONS,
+    "heads": QK_OPERATIONS,
+    "inplace": QK_OPERATIONS,
+    "rope": QK_OPERATIONS,
+}
+ACCEPTED_TYPES = {
+    "eps": "a number",
+    "scale": "a number or None",
+    "heads": "an integer",
+    "inplace": "True or False",
+    "rope": "None, a pair (cos, sin) or a CoordinateRope",
+}
+
+
+@pytest.mark.parametrize(
+    ("argument", "operation"), [(a, name) for a, names in SCALARS.items() for name in names]
+)
+def test_every_path_takes_the_same_scalars(kernel, device, argument, operation):
+    values = [
+        *(True, False, 1, 0, -1, 2.5, 4.0, math.nan, math.inf, -math.inf, 1e300, 1e-50),
+        *(2**31, 2**63, 2**70, 10**400, -(2**63) - 1, 1j, "1", "", "none", b"none", b"half"),
+        *("half", "tanh", "\ud800", "no\0ne", (), [0.1], {}, (None, None), (None,), object()),
+        *(np.float32(0.5), np.float64(0.5), np.int64(HEADS), np.array(0.5), np.array([0.5, 1])),
+        *(torch.tensor(value, device=device) for value in (0.5, [0.5], [[0.5] * HIDDEN], 4, True)),
+        torch.tensor(0.5, device=device, requires_grad=True),
+    ]
+    function, arguments = valid_call(kernel, operation, device)
+    leader = next(tensors_of(arguments))
+    for value in values:
+        arguments[argument] = value
+        leader.requires_grad_(False)
+        with torch.no_grad():
+            expected = outcome(function, arguments)
+        leader.requires_grad_()
+        if value is True and argument == "inplace":
+            continue  # of what requires grad it is refused
+        assert outcome(function, arguments) == expected, repr(value)
+        kind, message = expected
+        assert kind in ("returned", ValueError, TypeError), f"{value!r}: {expected}"
+        if kind == "returned":
+            assert argument == "rope" or not isinstance(value, (torch.Tensor, np.ndarray, complex))
+        else:
+            assert re.fullmatch(
+                rf"{function.__name__}: (?:{argument}|cos|q_weight) [^\n]*, got [^\n]*", message
+            )
+        if kind is TypeError and message.split(": ")[1].startswith(argument):
+            text = ACCEPTED_TYPES.get(argument, "a string")
+            assert message.startswith(f"{function.__name__}: {argument} must be {text}, got ")
+
+
+@pytest.mark.parametrize("operation", ARGUMENTS)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_tensors_without_their_memory(kernel, device, operation, requires_grad):
+    """A storage may have been freed, as sharded training does, or made smaller."""
+    function, arguments = valid_call(kernel, operation, device)
+    for argument in ARGUMENTS[operation]:
+        for bytes_left in (0, 2):
+            changed = map_tensors(torch.clone, arguments)
+            tensors = []
+            replace(argument, lambda t, found=tensors: found.append(t) or t)(changed)
+            (tensor,) = tensors
+            tensor.requires_grad_(requires_grad and tensor.is_floating_point())
+            needed = tensor.numel() * tensor.element_size()
+            tensor.untyped_storage().resize_(bytes_left)
+            text = f"{function.__name__}: {argument} must have a storage of at least {needed} bytes"
+            pattern = re.compile(rf"{text}, got one of {bytes_left} bytes")
+            assert_refused(function, changed, pattern)
+
+
+def test_views_without_their_memory(kernel, device):
+    buffer = torch.ones(48, device=device)
+    x = torch.ones(3, 16, device=device)
+    weight = buffer[16:32]
+    buffer.untyped_storage().resize_(128)
+    assert torch.equal(kernel.rms_norm(x, weight), kernel.rms_norm(x))
+    buffer.untyped_storage().resize_(127)
+    message = "rms_norm: weight must have a storage of at least 128 bytes, got one of 127 bytes"
+    assert_refused(kernel.rms_norm, {"x": x, "weight": weight}, re.compile(message))
+    empty = torch.ones(0, 16, device=device)
+    empty.untyped_storage().resize_(0)
+    assert kernel.rms_norm(empty).shape == (0, 16)
+
+
+@pytest.mark.parametrize("dim", [13, 2, 0, -2, 10, 2**70 + 1])
+def test_columns_of_tables(kernel, device, dim):
+    rope = kernel.CoordinateRope(*coordinates_and_frequencies(1, 3, 3, 2, device))
+    message = (
+        f"CoordinateRope.tables: dim must be even and at least 12, two for each axis and "
+        f"frequency, got {dim}"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        rope.tables(dim)
+    assert rope.tables(12)[0].shape == rope.tables(np.int64(12))[1].shape == (1, 3, 12)
+
+
+@pytest.mark.parametrize("dim", [12.0, "12", None, True, [12]])
+def test_type_of_the_columns_of_tables(kernel, device, dim):
+    rope = kernel.CoordinateRope(*coordinates_and_frequencies(1, 3, 3, 2, device))
+    with pytest.raises(TypeError, match=r"CoordinateRope.tables: dim must be an integer, got .+"):
+        rope.tables(dim)
 
 
 # The wording itself, where users meet it most: the operation, what to change, the sentence.

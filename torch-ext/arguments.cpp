@@ -88,13 +88,22 @@ ArgumentChecker::ArgumentChecker(const char* operation, const char* x_name, cons
   if (static_cast<int64_t>(shape_.size()) < min_dims)
     fail(operation_, x_name_, " must have at least ", min_dims, min_dims == 1 ? " dimension" : " dimensions",
          ", got shape ", to_string(shape_));
-  unit_last_stride(x_name_, x);
+  readable(x_name_, x);
 }
 
-void ArgumentChecker::unit_last_stride(const char* name, const Tensor& tensor) const {
+void ArgumentChecker::readable(const char* name, const Tensor& tensor) const {
   const int64_t last = tensor.dim() - 1;
   if (last >= 0 && tensor.size(last) > 1 && tensor.stride(last) != 1)
     fail(operation_, name, " must have stride 1 in its last dimension, got stride ", tensor.stride(last));
+  int64_t end = tensor.storage_offset() + 1;
+  for (int64_t dim = 0; dim <= last; ++dim) {
+    if (tensor.size(dim) == 0) return;
+    end += (tensor.size(dim) - 1) * tensor.stride(dim);
+  }
+  const int64_t bytes = tensor.storage_bytes();
+  if (bytes < end * tensor.element_bytes())
+    fail(operation_, name, " must have a storage of at least ", end * tensor.element_bytes(),
+         " bytes, got one of ", bytes, " bytes");
 }
 
 void ArgumentChecker::same_device(const char* name, const Tensor& tensor) const {
@@ -131,7 +140,7 @@ void ArgumentChecker::same_shape(const char* name, const Tensor& tensor, const S
   const auto sizes = tensor.sizes();
   if (!std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end()))
     fail(operation_, name, " must have shape ", to_string(shape), ", got ", to_string(sizes_of(tensor)));
-  unit_last_stride(name, tensor);
+  readable(name, tensor);
 }
 
 const void* ArgumentChecker::vector(const char* name, const OptionalTensor& tensor, int64_t length) const {
@@ -165,7 +174,7 @@ void ArgumentChecker::broadcastable(const char* name, const Tensor& tensor) cons
   if (!matches)
     fail(operation_, name, " must broadcast against ", x_name_, " of shape ", to_string(shape_),
          " with a last dimension of ", hidden(), ", got ", to_string(sizes_of(tensor)));
-  unit_last_stride(name, tensor);
+  readable(name, tensor);
 }
 
 OwnedTensor empty(const Tensor& x, const Sizes& shape) {

@@ -69,6 +69,24 @@ class Tensor {
     return torch::stable::detail::to<ScalarType>(torch::stable::detail::from(dtype_));
   }
 
+  // Of the dtypes that operations take.
+  int64_t element_bytes() const {
+    return dtype_ == aoti_torch_dtype_float32() || dtype_ == aoti_torch_dtype_int32() ? 4 : 2;
+  }
+
+  // What its storage has, and where in it the first element is. A storage may have been freed or made
+  // smaller.
+  int64_t storage_bytes() const {
+    int64_t bytes = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle_, &bytes));
+    return bytes;
+  }
+  int64_t storage_offset() const {
+    int64_t offset = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(handle_, &offset));
+    return offset;
+  }
+
   const void* const_data_ptr() const {
     const void* data = nullptr;
     TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(handle_, &data));

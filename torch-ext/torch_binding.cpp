@@ -10,6 +10,7 @@
 #include <string_view>
 #include <utility>
 
+#include "overlap.h"
 #include "registration.h"
 
 namespace h100_diffusers_kernels {
@@ -56,14 +57,10 @@ RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, con
   if (has_residual) results.residual = empty(x, check.shape());
   if (x.numel() == 0) return results;
 
-  RowLaunch launch(check.shape());
-  launch.add(params.x, x);
-  launch.add(params.residual, arguments.residual);
-  launch.add(params.gate, arguments.gate);
-  launch.add(params.scale, arguments.scale);
-  launch.add(params.shift, arguments.shift);
-  launch.add(params.residual_out, results.residual);
-  launch.add(params.out, results.out);
+  RowLaunch launch(check.shape(), RowBinding{params.x, x}, RowBinding{params.residual, arguments.residual},
+                   RowBinding{params.gate, arguments.gate}, RowBinding{params.scale, arguments.scale},
+                   RowBinding{params.shift, arguments.shift},
+                   RowBinding{params.residual_out, results.residual}, RowBinding{params.out, results.out});
   const DeviceStream device(x);
   launch.run(params.shape, params.dtype, [&] { launcher(params, device.stream()); });
   return results;
@@ -207,7 +204,7 @@ class TableChecker {
            " must have shape (S, d or d/2), (S, H*d), (1 or B, S, d or d/2), (1 or B, S, H*d) or ",
            "(1 or B, S, 1 or H, d or d/2) with B = ", batch, ", S = ", seq, ", H = ", heads,
            ", d = ", head_dim, ", got ", to_string(shape));
-    check_.unit_last_stride(name, tensor);
+    check_.readable(name, tensor);
     if (per_head && per_head_ == nullptr) per_head_ = name;
     strides[0] = dims == 2 || shape[0] == 1 ? 0 : tensor.stride(0);
     strides[1] = shape_.seq == 1 ? 0 : tensor.stride(static_cast<int64_t>(seq_dim));
@@ -226,10 +223,14 @@ class TableChecker {
 // One call of qk_norm_rope, whichever way the rotation is given and the result is stored.
 class QkNormRope {
  public:
-  QkNormRope(const char* operation, const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
-             const OptionalTensor& k_weight, int64_t heads, std::string_view norm, std::string_view layout,
-             double eps)
-      : operation_(operation), q_(q), k_(k), check_(operation, "q", q, 3) {
+  struct ReadOnly {
+    const char* name;
+    OptionalTensor tensor;
+  };
+
+  QkNormRope(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight, const OptionalTensor& k_weight,
+             int64_t heads, std::string_view norm, std::string_view layout, double eps)
+      : q_(q), k_(k), check_(kOperation, "q", q, 3) {
     params_.dtype = check_.dtype();
     params_.eps = static_cast<float>(eps);
     params_.norm = parse_norm(norm);
@@ -249,7 +250,7 @@ class QkNormRope {
 
   void rotate_by_tables(const OptionalTensor& cos, const OptionalTensor& sin) {
     if (cos.has_value() != sin.has_value())
-      fail(operation_, cos.has_value() ? "sin" : "cos", " must be given along with ",
+      fail(kOperation, cos.has_value() ? "sin" : "cos", " must be given along with ",
            cos.has_value() ? "cos" : "sin", ", got None");
     if (!cos.has_value()) return;
     require_even_head_dim(check_, params_.head_dim);
@@ -266,18 +267,18 @@ class QkNormRope {
     check_.float32("frequencies", frequencies);
     if (coordinates.dim() != 3 || (coordinates.size(0) != 1 && coordinates.size(0) != params_.batch) ||
         coordinates.size(1) != params_.seq || coordinates.size(2) < 1)
-      fail(operation_, "coordinates must have shape (1 or ", params_.batch, ", ", params_.seq,
+      fail(kOperation, "coordinates must have shape (1 or ", params_.batch, ", ", params_.seq,
            ", axes), got ", to_string(sizes_of(coordinates)));
-    check_.unit_last_stride("coordinates", coordinates);
+    check_.readable("coordinates", coordinates);
     if (frequencies.dim() != 1)
-      fail(operation_, "frequencies must have one dimension, got shape ", to_string(sizes_of(frequencies)));
-    check_.unit_last_stride("frequencies", frequencies);
+      fail(kOperation, "frequencies must have one dimension, got shape ", to_string(sizes_of(frequencies)));
+    check_.readable("frequencies", frequencies);
     require_equal_heads("coordinates");
     require_countable_token("q", params_.q);
     const int64_t pairs = params_.q.heads * params_.head_dim / 2;
     const int64_t rotated = coordinates.size(2) * frequencies.size(0);
     if (rotated > pairs)
-      fail(operation_, "frequencies must hold at most ", pairs / coordinates.size(2), " values for ", pairs,
+      fail(kOperation, "frequencies must hold at most ", pairs / coordinates.size(2), " values for ", pairs,
            " pairs and ", coordinates.size(2), " axes, got ", frequencies.size(0));
     params_.coordinates = static_cast<const float*>(coordinates.const_data_ptr());
     params_.coordinate_strides[0] = coordinates.size(0) == 1 ? 0 : coordinates.stride(0);
@@ -297,11 +298,16 @@ class QkNormRope {
     return {std::move(q_out), std::move(k_out)};
   }
 
-  void run_in_place() {
+  // read_only: the tensors that are read while q and k are written.
+  void run_in_place(std::initializer_list<ReadOnly> read_only) {
     check_writable("q", q_);
     check_writable("k", k_);
-    if (q_.numel() != 0 && q_.const_data_ptr() == k_.const_data_ptr())
-      fail(operation_, "k must not share memory with q when they are written in place, got the same address");
+    check_apart("k", k_, "q", q_);
+    for (const auto& [name, tensor] : read_only) {
+      if (!tensor.has_value()) continue;
+      check_apart(name, *tensor, "q", q_);
+      check_apart(name, *tensor, "k", k_);
+    }
     set_output(params_.q, q_);
     set_output(params_.k, k_);
     launch();
@@ -312,20 +318,20 @@ class QkNormRope {
     if (name == "across_heads") return NormScope::kAcrossHeads;
     if (name == "per_head") return NormScope::kPerHead;
     if (name == "none") return NormScope::kNone;
-    fail(operation_, "norm must be 'across_heads', 'per_head' or 'none', got '", name, "'");
+    fail(kOperation, "norm must be 'across_heads', 'per_head' or 'none', got '", name, "'");
   }
 
   void set_heads(int64_t heads) {
     const Sizes& shape = check_.shape();
     if (shape.size() > 4)
-      fail(operation_,
+      fail(kOperation,
            "q must have shape (batch, seq, heads*head_dim) or (batch, seq, heads, head_dim), got ",
            to_string(shape));
-    if (heads < 1) fail(operation_, "heads must be at least 1, got ", heads);
+    if (heads < 1) fail(kOperation, "heads must be at least 1, got ", heads);
     if (shape.size() == 4 && shape[2] != heads)
-      fail(operation_, "heads must equal the third dimension of q (", shape[2], "), got ", heads);
+      fail(kOperation, "heads must equal the third dimension of q (", shape[2], "), got ", heads);
     if (shape.size() == 3 && shape[2] % heads != 0)
-      fail(operation_, "heads must divide the last dimension of q (", shape[2], "), got ", heads);
+      fail(kOperation, "heads must divide the last dimension of q (", shape[2], "), got ", heads);
     params_.batch = shape[0];
     params_.seq = shape[1];
     params_.head_dim = shape.size() == 4 ? shape[3] : shape[2] / heads;
@@ -341,9 +347,9 @@ class QkNormRope {
         (shape.size() == 4 ? shape[3] == params_.head_dim
                            : (params_.head_dim == 0 ? shape[2] == 0 : shape[2] % params_.head_dim == 0));
     if (!matches)
-      fail(operation_, name, " must have the batch, seq and head_dim of q of shape ", to_string(q_shape),
+      fail(kOperation, name, " must have the batch, seq and head_dim of q of shape ", to_string(q_shape),
            " (head_dim ", params_.head_dim, "), got ", to_string(shape));
-    check_.unit_last_stride(name, tensor);
+    check_.readable(name, tensor);
     operand.in = tensor.const_data_ptr();
     operand.heads = shape.size() == 4 ? shape[2] : (params_.head_dim == 0 ? 0 : shape[2] / params_.head_dim);
     set_heads_strides(operand.in_strides, tensor, params_.head_dim);
@@ -356,14 +362,14 @@ class QkNormRope {
 
   const void* weight(const char* name, const OptionalTensor& tensor, int64_t heads) const {
     if (tensor.has_value() && params_.norm == NormScope::kNone)
-      fail(operation_, name, " is accepted only with norm 'across_heads' or 'per_head', got norm 'none'");
+      fail(kOperation, name, " is accepted only with norm 'across_heads' or 'per_head', got norm 'none'");
     return check_.vector(name, tensor,
                          params_.norm == NormScope::kPerHead ? params_.head_dim : heads * params_.head_dim);
   }
 
   void require_equal_heads(const char* name) const {
     if (params_.q.heads != params_.k.heads)
-      fail(operation_, name, " that differ between heads need q and k with the same number of heads, got ",
+      fail(kOperation, name, " that differ between heads need q and k with the same number of heads, got ",
            params_.q.heads, " and ", params_.k.heads);
   }
 
@@ -375,8 +381,19 @@ class QkNormRope {
   void check_writable(const char* name, const Tensor& tensor) const {
     for (int64_t dim = 0; dim < tensor.dim(); ++dim)
       if (tensor.size(dim) > 1 && tensor.stride(dim) == 0)
-        fail(operation_, name, " must not be expanded to be written in place, got stride 0 in dimension ",
+        fail(kOperation, name, " must not be expanded to be written in place, got stride 0 in dimension ",
              dim);
+    if (overlaps_itself(tensor))
+      fail(kOperation, name, " must not overlap itself to be written in place, got shape ",
+           to_string(sizes_of(tensor)), " with strides ",
+           to_string(Sizes(tensor.strides().begin(), tensor.strides().end())));
+  }
+
+  void check_apart(const char* name, const Tensor& tensor, const char* written_name,
+                   const Tensor& written) const {
+    if (overlap(tensor, written))
+      fail(kOperation, name, " must not share memory with ", written_name,
+           ", which is written in place, got overlapping elements");
   }
 
   void launch() {
@@ -385,7 +402,7 @@ class QkNormRope {
     qk_norm_rope(params_, device.stream());
   }
 
-  const char* operation_;
+  static constexpr const char* kOperation = "qk_norm_rope";  // whichever operator it is called through
   const Tensor& q_;
   const Tensor& k_;
   const ArgumentChecker check_;
@@ -396,7 +413,7 @@ TwoTensors op_qk_norm_rope(const Tensor& q, const Tensor& k, const OptionalTenso
                            const OptionalTensor& k_weight, const OptionalTensor& cos,
                            const OptionalTensor& sin, int64_t heads, std::string_view norm,
                            std::string_view layout, double eps) {
-  QkNormRope call("qk_norm_rope", q, k, q_weight, k_weight, heads, norm, layout, eps);
+  QkNormRope call(q, k, q_weight, k_weight, heads, norm, layout, eps);
   call.rotate_by_tables(cos, sin);
   return call.run();
 }
@@ -404,16 +421,16 @@ TwoTensors op_qk_norm_rope(const Tensor& q, const Tensor& k, const OptionalTenso
 void op_qk_norm_rope_(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
                       const OptionalTensor& k_weight, const OptionalTensor& cos, const OptionalTensor& sin,
                       int64_t heads, std::string_view norm, std::string_view layout, double eps) {
-  QkNormRope call("qk_norm_rope_", q, k, q_weight, k_weight, heads, norm, layout, eps);
+  QkNormRope call(q, k, q_weight, k_weight, heads, norm, layout, eps);
   call.rotate_by_tables(cos, sin);
-  call.run_in_place();
+  call.run_in_place({{"q_weight", q_weight}, {"k_weight", k_weight}, {"cos", cos}, {"sin", sin}});
 }
 
 TwoTensors op_qk_norm_coordinate_rope(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
                                       const OptionalTensor& k_weight, const Tensor& coordinates,
                                       const Tensor& frequencies, int64_t heads, std::string_view norm,
                                       std::string_view layout, double eps) {
-  QkNormRope call("qk_norm_coordinate_rope", q, k, q_weight, k_weight, heads, norm, layout, eps);
+  QkNormRope call(q, k, q_weight, k_weight, heads, norm, layout, eps);
   call.rotate_by_coordinates(coordinates, frequencies);
   return call.run();
 }
@@ -422,9 +439,12 @@ void op_qk_norm_coordinate_rope_(const Tensor& q, const Tensor& k, const Optiona
                                  const OptionalTensor& k_weight, const Tensor& coordinates,
                                  const Tensor& frequencies, int64_t heads, std::string_view norm,
                                  std::string_view layout, double eps) {
-  QkNormRope call("qk_norm_coordinate_rope_", q, k, q_weight, k_weight, heads, norm, layout, eps);
+  QkNormRope call(q, k, q_weight, k_weight, heads, norm, layout, eps);
   call.rotate_by_coordinates(coordinates, frequencies);
-  call.run_in_place();
+  call.run_in_place({{"q_weight", q_weight},
+                     {"k_weight", k_weight},
+                     {"coordinates", coordinates},
+                     {"frequencies", frequencies}});
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -497,7 +517,7 @@ RopeAxis rope_axis(const ArgumentChecker& check, const AxisTables& axis, const A
     if (table.dim() != 2 || table.size(0) > kMaxAxis || table.size(1) > kMaxAxis)
       fail(check.operation(), name, " must have shape (positions, pairs), each at most ", kMaxAxis, ", got ",
            to_string(sizes_of(table)));
-    check.unit_last_stride(name, table);
+    check.readable(name, table);
   };
   check_table(axis.cos_name, axis.cos);
   check_table(axis.sin_name, axis.sin);
@@ -570,9 +590,7 @@ OwnedTensor run_activation(const char* operation, void (*launcher)(const Activat
   OwnedTensor out = empty(x, out_shape);
   if (x.numel() == 0) return out;
 
-  RowLaunch launch(out_shape);
-  launch.add(params.x, x);
-  launch.add(params.out, out);
+  RowLaunch launch(out_shape, RowBinding{params.x, x}, RowBinding{params.out, out});
   const DeviceStream device(x);
   launch.run(params.shape, params.dtype, [&] { launcher(params, device.stream()); });
   return out;
@@ -605,9 +623,7 @@ OwnedTensor op_softmax(const Tensor& x) {
   OwnedTensor out = empty(x, check.shape());
   if (x.numel() == 0) return out;
 
-  RowLaunch launch(check.shape());
-  launch.add(params.x, x);
-  launch.add(params.out, out);
+  RowLaunch launch(check.shape(), RowBinding{params.x, x}, RowBinding{params.out, out});
   const DeviceStream device(x);
   launch.run(params.shape, params.dtype, [&] { softmax(params, device.stream()); });
   return out;
@@ -635,7 +651,7 @@ void set_key_bias(AttentionParams& params, const ArgumentChecker& check, const T
   if (key_bias.dim() != 2 || key_bias.size(0) != params.batch || key_bias.size(1) != params.key_length)
     fail(check.operation(), "key_bias must have shape (", params.batch, ", ", params.key_length, "), got ",
          to_string(sizes_of(key_bias)));
-  check.unit_last_stride("key_bias", key_bias);
+  check.readable("key_bias", key_bias);
   params.key_bias = key_bias.const_data_ptr();
   params.key_bias_stride = params.batch == 1 ? 0 : key_bias.stride(0);
   params.key_bias_is_float32 = key_bias.scalar_type() == ScalarType::Float;
@@ -648,7 +664,7 @@ void set_key_lengths(AttentionParams& params, const ArgumentChecker& check, cons
   if (key_lengths.dim() != 1 || key_lengths.size(0) != params.batch)
     fail(check.operation(), "key_lengths must have shape (", params.batch, ",), got ",
          to_string(sizes_of(key_lengths)));
-  check.unit_last_stride("key_lengths", key_lengths);
+  check.readable("key_lengths", key_lengths);
   params.key_lengths = static_cast<const int32_t*>(key_lengths.const_data_ptr());
 }
 
@@ -669,7 +685,7 @@ OwnedTensor op_attention(const Tensor& q, const Tensor& k, const Tensor& v, std:
   if (key_heads == 0 ? shape[2] != 0 : shape[2] % key_heads != 0)
     fail(check.operation(), "k must have a number of heads that divides that of q (", shape[2], "), got ",
          key_heads);
-  check.unit_last_stride("k", k);
+  check.readable("k", k);
   check.same_shape("v", v, sizes_of(k));
   check.countable("q", "batch * seq * heads", {shape[0], shape[1], shape[2]}, kMaxAttentionRows);
   check.countable("k", "seq", {k.size(1)}, kMaxAttentionRows);

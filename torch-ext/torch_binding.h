@@ -59,7 +59,7 @@ template <typename... Parts>
   std::ostringstream sentence;
   sentence << operation << ": ";
   ((sentence << parts), ...);
-  throw std::runtime_error(sentence.str());
+  throw std::invalid_argument(sentence.str());  // a ValueError in Python
 }
 
 std::string to_string(const Sizes& sizes);
@@ -88,7 +88,8 @@ class ArgumentChecker {
   void same_dtype(const char* name, const Tensor& tensor) const;
   void same_dtype_as(const char* name, const Tensor& tensor, const char* other_name,
                      const Tensor& other) const;
-  void unit_last_stride(const char* name, const Tensor& tensor) const;
+  // Stride 1 in the last dimension, and a storage that has all elements.
+  void readable(const char* name, const Tensor& tensor) const;
   void float32(const char* name, const Tensor& tensor) const;
   void float32_or_same_dtype(const char* name, const Tensor& tensor) const;
 
@@ -109,19 +110,27 @@ class ArgumentChecker {
 // A contiguous tensor of x's dtype and device.
 OwnedTensor empty(const Tensor& x, const Sizes& shape);
 
+// A row operand and the tensor, optional or not, that it is made of.
+template <typename T>
+struct RowBinding {
+  RowOperand& operand;
+  const T& tensor;
+};
+
 // Collects the row operands of one launch, merges the leading dimensions that all of them step through in
 // the same way, and calls `launch` with the result: once, or once for each part that a launch can hold, where
 // more than kMaxRowDims dimensions or kMaxRows rows are left. Launches keep the largest dimensions, so that
 // they are few.
 class RowLaunch {
  public:
-  // shape: of the operand with the most dimensions, its last one included.
-  explicit RowLaunch(const Sizes& shape) : leading_(shape.begin(), shape.end() - 1) {}
-
-  // The tensor's leading dimensions broadcast right-aligned against the launch's.
-  void add(RowOperand& operand, const Tensor& tensor);
-  void add(RowOperand& operand, const OptionalTensor& tensor);
-  void add(RowOperand& operand, const OwnedTensor& tensor);
+  // shape: of the operand with the most dimensions, its last one included. The leading dimensions of the
+  // bindings' tensors broadcast right-aligned against it.
+  template <typename... Tensors>
+  explicit RowLaunch(const Sizes& shape, const RowBinding<Tensors>&... bindings)
+      : leading_(shape.begin(), shape.end() - 1) {
+    static_assert(sizeof...(bindings) <= kMaxOperands);
+    (add(bindings.operand, bindings.tensor), ...);
+  }
 
   template <typename Launch>
   void run(RowShape& shape, DType dtype, const Launch& launch) {
@@ -137,6 +146,9 @@ class RowLaunch {
     int64_t strides[Sizes::kCapacity];
   };
 
+  void add(RowOperand& operand, const Tensor& tensor);
+  void add(RowOperand& operand, const OptionalTensor& tensor);
+  void add(RowOperand& operand, const OwnedTensor& tensor);
   void merge();
   void sort();
   int64_t rows(size_t dims) const;

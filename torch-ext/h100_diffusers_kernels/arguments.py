@@ -8,10 +8,13 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import numbers
 from typing import Callable, Optional
 
 import torch
 from torch import Tensor
+
+from .overlap import overlap, overlaps_itself
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_COUNT = 2**31 - 1  # of what a launch or a kernel numbers
@@ -26,8 +29,9 @@ def fail(operation: str, sentence: str) -> None:
     raise ValueError(f"{operation}: {sentence}")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_number(value: object, kind: type = numbers.Real) -> bool:
+    symbolic = (torch.SymInt, torch.SymFloat)
+    return isinstance(value, (kind, *symbolic)) and not isinstance(value, bool)
 
 
 # What an argument annotated so must be, and the test of it.
@@ -38,7 +42,7 @@ _TYPES = {
         lambda value: value is None or isinstance(value, Tensor),
     ),
     "float": ("a number", _is_number),
-    "int": ("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    "int": ("an integer", lambda value: _is_number(value, numbers.Integral)),
     "Optional[float]": (
         "a number or None",
         lambda value: value is None or _is_number(value),
@@ -61,6 +65,8 @@ def _is_rope(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
     is_plain = value is None or isinstance(value, (str, int, float))
     return repr(value) if is_plain else type(value).__name__
 
@@ -96,17 +102,89 @@ ARGUMENT_ERRORS = (AttributeError, RuntimeError, TypeError, ValueError)
 
 
 def explains_types(function: Callable) -> Callable:
-    """Where a call fails for the Python type of an argument, says so in one sentence."""
+    """Where a call fails for the Python type of an argument, says so in one sentence. A call with proxies
+    of ``torch.fx`` becomes a node of their graph."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
         try:
             return function(*args, **kwargs)
         except ARGUMENT_ERRORS:
+            proxy = find_proxy(args, kwargs)
+            if proxy is not None:
+                return proxy.tracer.create_proxy("call_function", call, args, kwargs)
             check_types(function, *args, **kwargs)
             raise
 
     return call
+
+
+def find_proxy(args: tuple, kwargs: dict) -> Optional[torch.fx.Proxy]:
+    """One of the proxies among a call's arguments, those within pairs included."""
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, torch.fx.Proxy):
+                return item
+    return None
+
+
+# The functions ask these of what is not a plain float, int, str or bool, so that every path takes the same
+# scalars, and Torch's own conversions none.
+
+
+def as_number(operation: str, name: str, value: object, accepted: str = "a number") -> float:
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{operation}: {name} must be {accepted}, got {_shown(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        fail(operation, f"{name} must be within float64, got {_shown(value)}")
+
+
+def as_integer(operation: str, name: str, value: object) -> int:
+    if isinstance(value, torch.SymInt):
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{operation}: {name} must be an integer, got {_shown(value)}")
+    return int(value)
+
+
+def as_heads(operation: str, heads: object) -> int:
+    heads = as_integer(operation, "heads", heads)
+    if heads < 1:
+        fail(operation, f"heads must be at least 1, got {_shown(heads)}")
+    if heads > MAX_INTEGER:
+        fail(operation, f"heads must be at most {MAX_INTEGER}, got {_shown(heads)}")
+    return heads
+
+
+def as_scale(operation: str, scale: object) -> float:
+    scale = as_number(operation, "scale", scale, "a number or None")
+    if not MIN_SCALE <= scale <= MAX_SCALE:
+        fail(operation, f"scale must be positive and finite in float32, got {scale}")
+    return scale
+
+
+def check_flag(operation: str, name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{operation}: {name} must be True or False, got {_shown(value)}")
+
+
+def check_choice(operation: str, name: str, value: object, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{operation}: {name} must be a string, got {_shown(value)}")
+    if value not in choices:
+        *others, last = map(repr, choices)
+        fail(operation, f"{name} must be {', '.join(others)} or {last}, got {value!r}")
+
+
+APPROXIMATIONS = ("none", "tanh")
+LAYOUTS = ("interleaved", "half")
+MIN_SCALE, MAX_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+MAX_INTEGER = 2**63 - 1  # of a schema
+NORMS = ("across_heads", "per_head", "none")
 
 
 def check_input(
@@ -122,15 +200,38 @@ def check_input(
             operation,
             f"{name} must have at least {min_dims} {plural}, got shape {tuple(x.shape)}",
         )
-    check_last_stride(operation, name, x)
+    check_readable(operation, name, x)
 
 
-def check_last_stride(operation: str, name: str, tensor: Tensor) -> None:
+def check_readable(operation: str, name: str, tensor: Tensor) -> None:
+    """``tensor`` has unit stride in its last dimension, and its storage all of its elements."""
     if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if torch._C._are_functorch_transforms_active():
+            return  # the stride is vmap's doing
         fail(
             operation,
             f"{name} must have stride 1 in its last dimension, got stride {tensor.stride(-1)}",
         )
+    if torch.compiler.is_compiling() or not _has_memory(tensor) or tensor.numel() == 0:
+        return
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    needed = (tensor.storage_offset() + reach + 1) * tensor.element_size()
+    held = tensor.untyped_storage().nbytes()
+    if held < needed:
+        fail(
+            operation,
+            f"{name} must have a storage of at least {needed} bytes, got one of {held} bytes",
+        )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Not so of tensors that are traced, wrapped by a transform, or sharded."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and not tensor.is_meta
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._is_functional_tensor(tensor)
+    )
 
 
 def check_device(operation: str, name: str, tensor: Tensor, x_name: str, x: Tensor) -> None:
@@ -163,7 +264,7 @@ def check_shape(
 def _check_exact_shape(operation: str, name: str, tensor: Tensor, shape: tuple) -> None:
     if tuple(tensor.shape) != tuple(shape):
         fail(operation, f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
-    check_last_stride(operation, name, tensor)
+    check_readable(operation, name, tensor)
 
 
 def check_broadcastable(
@@ -186,7 +287,7 @@ def check_broadcastable(
             f"{name} must broadcast against {x_name} of shape {tuple(x.shape)} with a last "
             f"dimension of {x.shape[-1]}, got {tuple(tensor.shape)}",
         )
-    check_last_stride(operation, name, tensor)
+    check_readable(operation, name, tensor)
 
 
 def check_row_operation(
@@ -223,16 +324,10 @@ def check_activation(
     operation: str, x: Tensor, approximate: str, is_gated: bool, bias: Optional[Tensor]
 ) -> None:
     check_input(operation, "x", x)
-    if approximate not in ("none", "tanh"):
-        fail(operation, f"approximate must be 'none' or 'tanh', got {approximate!r}")
+    check_choice(operation, "approximate", approximate, APPROXIMATIONS)
     if is_gated and x.shape[-1] % 2:
         fail(operation, f"x must have an even last dimension, got {x.shape[-1]}")
     check_shape(operation, "bias", bias, (x.shape[-1],), "x", x)
-
-
-def _check_layout(operation: str, layout: str) -> None:
-    if layout not in ("interleaved", "half"):
-        fail(operation, f"layout must be 'interleaved' or 'half', got {layout!r}")
 
 
 def check_qk(
@@ -247,17 +342,15 @@ def check_qk(
 ) -> int:
     """Everything of ``qk_norm_rope`` but its rotation; returns the head dimension."""
     check_input(operation, "q", q, min_dims=3)
-    if norm not in ("across_heads", "per_head", "none"):
-        fail(operation, f"norm must be 'across_heads', 'per_head' or 'none', got {norm!r}")
-    _check_layout(operation, layout)
+    check_choice(operation, "norm", norm, NORMS)
+    check_choice(operation, "layout", layout, LAYOUTS)
     if q.dim() > 4:
         fail(
             operation,
             "q must have shape (batch, seq, heads*head_dim) or (batch, seq, heads, head_dim), "
             f"got {tuple(q.shape)}",
         )
-    if heads < 1:
-        fail(operation, f"heads must be at least 1, got {heads}")
+    heads = as_heads(operation, heads)
     if q.dim() == 4 and q.shape[2] != heads:
         fail(operation, f"heads must equal the third dimension of q ({q.shape[2]}), got {heads}")
     if q.dim() == 3 and q.shape[2] % heads:
@@ -276,7 +369,7 @@ def check_qk(
             f"k must have the batch, seq and head_dim of q of shape {tuple(q.shape)} "
             f"(head_dim {head_dim}), got {tuple(k.shape)}",
         )
-    check_last_stride(operation, "k", k)
+    check_readable(operation, "k", k)
     k_heads = heads_of(k, head_dim)
     _require_countable_heads(operation, "q", q, max(heads, k_heads), head_dim)
     if norm == "across_heads":
@@ -296,6 +389,41 @@ def check_qk(
 def heads_of(x: Tensor, head_dim: int) -> int:
     """Heads of a tensor (B, S, H*d) or (B, S, H, d)."""
     return x.shape[2:].numel() // head_dim if head_dim else 0
+
+
+def check_in_place(
+    operation: str, q: Tensor, k: Tensor, read_only: dict[str, Optional[Tensor]]
+) -> None:
+    """``q`` and ``k`` overlap neither themselves nor each other, nor what is read while they are written."""
+    for name, tensor in (("q", q), ("k", k)):
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
+            if isinstance(size, int) and size > 1 and isinstance(stride, int) and stride == 0:
+                fail(
+                    operation,
+                    f"{name} must not be expanded to be written in place, got stride 0 in dimension {dim}",
+                )
+        if overlaps_itself(tensor):
+            fail(
+                operation,
+                f"{name} must not overlap itself to be written in place, got shape "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()}",
+            )
+    check_apart(operation, "k", k, "q", q)
+    for name, tensor in read_only.items():
+        if tensor is not None:
+            check_apart(operation, name, tensor, "q", q)
+            check_apart(operation, name, tensor, "k", k)
+
+
+def check_apart(
+    operation: str, name: str, tensor: Tensor, written_name: str, written: Tensor
+) -> None:
+    if overlap(tensor, written):
+        fail(
+            operation,
+            f"{name} must not share memory with {written_name}, which is written in place, "
+            "got overlapping elements",
+        )
 
 
 def _is_above(count: int, limit: int) -> bool:
@@ -361,13 +489,13 @@ def _table_view(
     check_device(operation, name, table, x_name, x)
     _check_float32_or_dtype(operation, name, table, x_name, x)
     batch, seq = x.shape[0], x.shape[1]
-    view = table[None] if table.dim() == 2 else table
-    matches = view.dim() in (3, 4) and view.shape[0] in (1, batch) and view.shape[1] == seq
-    is_of_head = view.dim() > 0 and view.shape[-1] in (head_dim, head_dim // 2)
-    if matches and view.dim() == 4:
-        matches = view.shape[2] in (1, heads) and is_of_head
+    shape = (1, *table.shape) if table.dim() == 2 else tuple(table.shape)
+    matches = len(shape) in (3, 4) and shape[0] in (1, batch) and shape[1] == seq
+    is_of_head = len(shape) > 0 and shape[-1] in (head_dim, head_dim // 2)
+    if matches and len(shape) == 4:
+        matches = shape[2] in (1, heads) and is_of_head
     elif matches:
-        matches = is_of_head or view.shape[2] == heads * head_dim
+        matches = is_of_head or shape[2] == heads * head_dim
     if not matches:
         fail(
             operation,
@@ -375,7 +503,8 @@ def _table_view(
             f"(1 or B, S, H*d) or (1 or B, S, 1 or H, d or d/2) with B = {batch}, S = {seq}, "
             f"H = {heads}, d = {head_dim}, got {tuple(table.shape)}",
         )
-    check_last_stride(operation, name, table)
+    check_readable(operation, name, table)
+    view = table[None] if table.dim() == 2 else table
     if view.dim() == 3:
         view = view.unsqueeze(2) if is_of_head else view.unflatten(2, (heads, head_dim))
     return view
@@ -409,7 +538,7 @@ def check_rope(
 ) -> tuple[Tensor, Tensor]:
     """Every argument of ``rope``; returns the tables as (1 or B, S, 1 or H, d or d/2)."""
     check_input(operation, "x", x, min_dims=3)
-    _check_layout(operation, layout)
+    check_choice(operation, "layout", layout, LAYOUTS)
     if x.dim() > 4:
         fail(
             operation,
@@ -435,7 +564,7 @@ def check_rope(
 def check_rope_3d(operation: str, x: Tensor, axes: dict, layout: str) -> None:
     """Every argument of ``rope_3d``; ``axes`` are the pairs (cos, sin) by name."""
     check_input(operation, "x", x, min_dims=4)
-    _check_layout(operation, layout)
+    check_choice(operation, "layout", layout, LAYOUTS)
     if x.dim() != 4:
         fail(
             operation,
@@ -455,7 +584,7 @@ def check_rope_3d(operation: str, x: Tensor, axes: dict, layout: str) -> None:
                     f"{name} must have shape (positions, pairs), each at most {MAX_COUNT}, "
                     f"got {tuple(table.shape)}",
                 )
-            check_last_stride(operation, name, table)
+            check_readable(operation, name, table)
         if sin.shape != cos.shape:
             fail(
                 operation,
@@ -497,13 +626,13 @@ def check_coordinates(
             f"coordinates must have shape (1 or {batch}, {seq}, axes), "
             f"got {tuple(coordinates.shape)}",
         )
-    check_last_stride(operation, "coordinates", coordinates)
+    check_readable(operation, "coordinates", coordinates)
     if frequencies.dim() != 1:
         fail(
             operation,
             f"frequencies must have one dimension, got shape {tuple(frequencies.shape)}",
         )
-    check_last_stride(operation, "frequencies", frequencies)
+    check_readable(operation, "frequencies", frequencies)
     heads = heads_of(q, head_dim)
     _require_equal_heads(operation, "coordinates", heads, k_heads)
     _require_countable_token(operation, "q", q, heads, head_dim)
@@ -513,6 +642,18 @@ def check_coordinates(
             operation,
             f"frequencies must hold at most {pairs // axes} values for {pairs} pairs and "
             f"{axes} axes, got {frequencies.shape[0]}",
+        )
+
+
+def check_tables_dim(dim: int, rotated_pairs: int) -> None:
+    """The number of columns that ``CoordinateRope.tables`` is asked for."""
+    operation = "CoordinateRope.tables"
+    as_integer(operation, "dim", dim)
+    if dim % 2 or dim < 2 * rotated_pairs:
+        fail(
+            operation,
+            f"dim must be even and at least {2 * rotated_pairs}, two for each axis and frequency, "
+            f"got {dim}",
         )
 
 
@@ -548,16 +689,15 @@ def check_attention(
             operation,
             f"k must have a number of heads that divides that of q ({heads}), got {key_heads}",
         )
-    check_last_stride(operation, "k", k)
+    check_readable(operation, "k", k)
     check_device(operation, "v", v, "q", q)
     check_dtype(operation, "v", v, "q", q)
     _check_exact_shape(operation, "v", v, k.shape)
     queries = (batch, query_length, heads)
     _require_countable(operation, "q", q, "batch * seq * heads", queries, MAX_ATTENTION_ROWS)
     _require_countable(operation, "k", q, "seq", (key_length,), MAX_ATTENTION_ROWS)
-    float32 = torch.finfo(torch.float32)
-    if scale is not None and not float32.tiny <= scale <= float32.max:
-        fail(operation, f"scale must be positive and finite in float32, got {scale}")
+    if scale is not None:
+        as_scale(operation, scale)
     if key_bias is not None:
         check_device(operation, "key_bias", key_bias, "q", q)
         _check_float32_or_dtype(operation, "key_bias", key_bias, "q", q)

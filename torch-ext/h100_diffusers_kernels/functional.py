@@ -4,30 +4,46 @@
 round its weights to 16 bits, too. Leading dimensions are rows; inputs may be strided in every dimension
 but the last and are not copied; results are new contiguous tensors. Where an input requires grad or
 carries a forward-mode tangent, the equivalent differentiable PyTorch expression runs instead. A wrong
-argument raises ValueError or RuntimeError, in one sentence, before anything is launched or written.
+argument raises ValueError, or TypeError for its type, in one sentence, before anything is launched or
+written.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
-from . import expressions
+from . import batching, expressions
 from ._ops import add_op_namespace_prefix, ops
 from .arguments import (
+    APPROXIMATIONS,
     ARGUMENT_ERRORS,
+    LAYOUTS,
+    MAX_INTEGER,
+    MAX_SCALE,
+    MIN_SCALE,
+    NORMS,
+    as_heads,
+    as_number,
+    as_scale,
     check_activation,
     check_attention,
+    check_choice,
     check_coordinates,
+    check_flag,
+    check_in_place,
     check_input,
     check_qk,
     check_rope,
     check_rope_3d,
     check_row_operation,
+    check_tables_dim,
     check_types,
     explains_types,
+    find_proxy,
     heads_of,
     require_heads_of_tables,
     rope_table_views,
@@ -71,6 +87,8 @@ def rms_norm(x: Tensor, weight: Optional[Tensor] = None, eps: float = 1e-6) -> T
 
     Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
     """
+    if type(eps) is not float:
+        eps = as_number("rms_norm", "eps", eps)
     if is_differentiated(x, weight):
         check_row_operation("rms_norm", x, weight=weight)
         return expressions.rms_norm(x, weight, eps)
@@ -96,6 +114,8 @@ def layer_norm(
 
     Source: Ba et al., 2016, https://arxiv.org/abs/1607.06450.
     """
+    if type(eps) is not float:
+        eps = as_number("layer_norm", "eps", eps)
     if is_differentiated(x, weight, bias):
         check_row_operation("layer_norm", x, weight=weight, bias=bias)
         return expressions.layer_norm(x, weight, bias, eps)
@@ -123,6 +143,8 @@ def rms_norm_modulate(
     Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748, with an RMS norm as in
     LTX-Video, https://arxiv.org/abs/2501.00103.
     """
+    if type(eps) is not float:
+        eps = as_number("rms_norm_modulate", "eps", eps)
     if is_differentiated(x, scale, shift, weight):
         check_row_operation("rms_norm_modulate", x, scale=scale, shift=shift, weight=weight)
         return expressions.rms_norm_modulate(x, scale, shift, weight, eps)
@@ -153,6 +175,8 @@ def layer_norm_modulate(
 
     Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748.
     """
+    if type(eps) is not float:
+        eps = as_number("layer_norm_modulate", "eps", eps)
     if is_differentiated(x, scale, shift, weight, bias):
         check_row_operation(
             "layer_norm_modulate", x, scale=scale, shift=shift, weight=weight, bias=bias
@@ -212,6 +236,8 @@ def gated_residual_rms_norm_modulate(
     Returns:
         ``(h, modulated)``, each ``(..., D)``, T.
     """
+    if type(eps) is not float:
+        eps = as_number("gated_residual_rms_norm_modulate", "eps", eps)
     if is_differentiated(residual, x, gate, scale, shift, weight):
         check_row_operation(
             "gated_residual_rms_norm_modulate",
@@ -266,6 +292,8 @@ def gated_residual_layer_norm_modulate(
     Returns:
         ``(h, modulated)``, each ``(..., D)``, T.
     """
+    if type(eps) is not float:
+        eps = as_number("gated_residual_layer_norm_modulate", "eps", eps)
     if is_differentiated(residual, x, gate, scale, shift, weight, bias):
         check_row_operation(
             "gated_residual_layer_norm_modulate",
@@ -322,7 +350,11 @@ class CoordinateRope(NamedTuple):
 
     def tables(self, dim: int) -> tuple[Tensor, Tensor]:
         """``(cos, sin)``, each ``(1 or B, S, dim)``, float32, for a row of ``dim = heads * d`` elements
-        in the interleaved layout: every angle twice, the unrotated pairs in front."""
+        in the interleaved layout: every angle twice, the unrotated pairs in front.
+
+        ``dim`` is an even integer, at least ``2 * axes * F``; else TypeError or ValueError.
+        """
+        check_tables_dim(dim, self.coordinates.shape[-1] * self.frequencies.shape[0])
         angles = (self.coordinates.unsqueeze(-2) * self.frequencies.unsqueeze(-1)).flatten(2)
         angles = torch.nn.functional.pad(angles, (dim // 2 - angles.shape[-1], 0))
         angles = angles.repeat_interleave(2, dim=-1)
@@ -370,6 +402,15 @@ def qk_norm_rope(
     https://arxiv.org/abs/2010.04245, with an RMS norm.
     """
     try:
+        if type(heads) is not int or not 0 < heads <= MAX_INTEGER:
+            heads = as_heads("qk_norm_rope", heads)
+        if type(eps) is not float:
+            eps = as_number("qk_norm_rope", "eps", eps)
+        if inplace is not False and inplace is not True:
+            check_flag("qk_norm_rope", "inplace", inplace)
+        if norm not in NORMS or layout not in LAYOUTS:
+            check_choice("qk_norm_rope", "norm", norm, NORMS)
+            check_choice("qk_norm_rope", "layout", layout, LAYOUTS)
         if isinstance(rope, CoordinateRope):
             run = _qk_norm_coordinate_rope_ if inplace else _qk_norm_coordinate_rope
             first, second = rope.coordinates, rope.frequencies
@@ -379,6 +420,8 @@ def qk_norm_rope(
                 first = second = None
             elif isinstance(rope, (tuple, list)):
                 first, second = rope
+                if first is None or second is None:
+                    raise TypeError("rope must be a pair of tensors")
             else:  # a tensor, too, can be unpacked
                 raise TypeError("rope must be None, a pair (cos, sin) or a CoordinateRope")
         if is_differentiated(q, k, q_weight, k_weight, first, second):
@@ -397,8 +440,17 @@ def qk_norm_rope(
         return q, k
     except ARGUMENT_ERRORS:  # as explains_types does, without a second call with so many keywords
         options = {"heads": heads, "norm": norm, "layout": layout, "eps": eps, "inplace": inplace}
+        args = (q, k, q_weight, k_weight, rope)
+        proxy = find_proxy(args, options)
+        if proxy is not None:
+            return proxy.tracer.create_proxy("call_function", qk_norm_rope, args, options)
         check_types(qk_norm_rope, q, k, q_weight, k_weight, rope, **options)
         raise
+
+
+torch.fx.has_side_effect(
+    qk_norm_rope
+)  # in place: a node whose result is not used stays in its graph
 
 
 def _differentiable_qk_norm_rope(q, k, q_weight, k_weight, rope, heads, norm, layout, eps):
@@ -456,18 +508,19 @@ def _qk_norm_rope_fake(q, k, q_weight, k_weight, cos, sin, heads, norm, layout, 
 
 @torch.library.register_fake(add_op_namespace_prefix("qk_norm_rope_"))
 def _qk_norm_rope_inplace_fake(q, k, q_weight, k_weight, cos, sin, heads, norm, layout, eps):
-    rope = _table_pair("qk_norm_rope_", cos, sin)
-    _check_qk_norm_rope("qk_norm_rope_", q, k, q_weight, k_weight, rope, heads, norm, layout)
+    rope = _table_pair("qk_norm_rope", cos, sin)
+    _check_qk_norm_rope("qk_norm_rope", q, k, q_weight, k_weight, rope, heads, norm, layout)
+    read_only = {"q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
+    check_in_place("qk_norm_rope", q, k, read_only)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("qk_norm_coordinate_rope"))
 def _qk_norm_coordinate_rope_fake(
     q, k, q_weight, k_weight, coordinates, frequencies, heads, norm, layout, eps
 ):
-    operation = "qk_norm_coordinate_rope"
-    head_dim = check_qk(operation, q, k, q_weight, k_weight, heads, norm, layout)
-    k_heads = heads_of(k, head_dim)
-    check_coordinates(operation, coordinates, frequencies, q, k_heads, head_dim)
+    _check_qk_norm_coordinate_rope(
+        q, k, q_weight, k_weight, coordinates, frequencies, heads, norm, layout
+    )
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
@@ -475,10 +528,40 @@ def _qk_norm_coordinate_rope_fake(
 def _qk_norm_coordinate_rope_inplace_fake(
     q, k, q_weight, k_weight, coordinates, frequencies, heads, norm, layout, eps
 ):
-    operation = "qk_norm_coordinate_rope_"
-    head_dim = check_qk(operation, q, k, q_weight, k_weight, heads, norm, layout)
+    _check_qk_norm_coordinate_rope(
+        q, k, q_weight, k_weight, coordinates, frequencies, heads, norm, layout
+    )
+    read_only = {
+        "q_weight": q_weight,
+        "k_weight": k_weight,
+        "coordinates": coordinates,
+        "frequencies": frequencies,
+    }
+    check_in_place("qk_norm_rope", q, k, read_only)
+
+
+def _check_qk_norm_coordinate_rope(
+    q, k, q_weight, k_weight, coordinates, frequencies, heads, norm, layout
+):
+    head_dim = check_qk("qk_norm_rope", q, k, q_weight, k_weight, heads, norm, layout)
     k_heads = heads_of(k, head_dim)
-    check_coordinates(operation, coordinates, frequencies, q, k_heads, head_dim)
+    check_coordinates("qk_norm_rope", coordinates, frequencies, q, k_heads, head_dim)
+
+
+def _refuse_negative_views(operation, q, k, *arguments):
+    """Called where a tensor has its sign in a bit beside its memory, in which no kernel could write."""
+    for name, tensor in (("q", q), ("k", k)):
+        if tensor.is_neg():
+            raise ValueError(
+                f"qk_norm_rope: {name} must not be a negative view to be written in place, "
+                "got one with its negative bit set"
+            )
+    operation(q, k, *(a.resolve_neg() if isinstance(a, Tensor) else a for a in arguments))
+
+
+_library = torch.library.Library(add_op_namespace_prefix("").rstrip(":"), "IMPL")
+for _operation in (_qk_norm_rope_, _qk_norm_coordinate_rope_):
+    _library.impl(_operation, functools.partial(_refuse_negative_views, _operation), "Negative")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -502,6 +585,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "interleaved") -> Te
 
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864.
     """
+    if layout not in LAYOUTS:
+        check_choice("rope", "layout", layout, LAYOUTS)
     if is_differentiated(x, cos, sin):
         return expressions.rope(x, *check_rope("rope", x, cos, sin, layout), layout)
     return _rope(x, cos, sin, layout)
@@ -538,6 +623,8 @@ def rope_3d(
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864, on the three axes of a video as in
     Wan, 2025, https://arxiv.org/abs/2503.20314.
     """
+    if layout not in LAYOUTS:
+        check_choice("rope_3d", "layout", layout, LAYOUTS)
     if not (isinstance(frame, tuple) and isinstance(height, tuple) and isinstance(width, tuple)):
         check_types(rope_3d, x, frame, height, width, layout)  # a tensor, too, can be unpacked
     frame_cos, frame_sin = frame
@@ -577,6 +664,8 @@ def gelu(x: Tensor, approximate: str = "none", bias: Optional[Tensor] = None) ->
 
     Source: Hendrycks and Gimpel, 2016, https://arxiv.org/abs/1606.08415.
     """
+    if approximate not in APPROXIMATIONS:
+        check_choice("gelu", "approximate", approximate, APPROXIMATIONS)
     if is_differentiated(x, bias):
         check_activation("gelu", x, approximate, is_gated=False, bias=bias)
         return expressions.gelu(x, approximate, bias)
@@ -626,6 +715,8 @@ def geglu(x: Tensor, approximate: str = "none", bias: Optional[Tensor] = None) -
 
     Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
     """
+    if approximate not in APPROXIMATIONS:
+        check_choice("geglu", "approximate", approximate, APPROXIMATIONS)
     if is_differentiated(x, bias):
         check_activation("geglu", x, approximate, is_gated=True, bias=bias)
         return expressions.geglu(x, approximate, bias)
@@ -728,6 +819,8 @@ def attention(
     Source: Vaswani et al., 2017, https://arxiv.org/abs/1706.03762; in one pass over the keys as in
     Dao et al., 2022, https://arxiv.org/abs/2205.14135.
     """
+    if scale is not None and not (type(scale) is float and MIN_SCALE <= scale <= MAX_SCALE):
+        scale = as_scale("attention", scale)
     if is_differentiated(q, k, v, key_bias):
         check_attention("attention", q, k, v, scale, key_bias, key_lengths)
         return expressions.attention(q, k, v, scale, key_bias, key_lengths)
@@ -738,3 +831,31 @@ def attention(
 def _attention_fake(q, k, v, scale, key_bias, key_lengths):
     check_attention("attention", q, k, v, scale, key_bias, key_lengths)
     return q.new_empty(q.shape)
+
+
+# --------------------------------------------------------------------------------------------------
+# Transforms: torch.vmap
+
+_OF_ROWS = (
+    _rms_norm,
+    _layer_norm,
+    _rms_norm_modulate,
+    _layer_norm_modulate,
+    _gated_residual,
+    _gated_residual_rms_norm_modulate,
+    _gated_residual_layer_norm_modulate,
+    _gelu,
+    _silu,
+    _geglu,
+    _swiglu,
+    _softmax,
+)
+_OF_HEADS = (_qk_norm_rope, _qk_norm_coordinate_rope, _rope, _rope_3d, _attention)
+_IN_PLACE = (_qk_norm_rope_, _qk_norm_coordinate_rope_)
+for _operations, _rule in (
+    (_OF_ROWS, batching.by_rows),
+    (_OF_HEADS, batching.by_sample),
+    (_IN_PLACE, batching.in_place),
+):
+    for _operation in _operations:
+        torch.library.register_vmap(_operation, _rule(_operation), lib=_library)

@@ -1,0 +1,104 @@
+"""The operations under ``torch.vmap``: one call of all samples where an operation takes any number of leading
+dimensions, else one call a sample."""
+
+from __future__ import annotations
+
+from typing import Callable, Optional
+
+import torch
+from torch import Tensor
+
+from .arguments import check_in_place
+
+
+def _sample(value, dim: Optional[int], index: int):
+    if dim is None:
+        return value
+    sample = value.select(dim, index)
+    # The stride of the last dimension is vmap's doing.
+    return sample.contiguous() if sample.dim() and sample.stride(-1) != 1 else sample
+
+
+def _without_samples(value, dim: Optional[int]):
+    if dim is None:
+        return value
+    return value.new_zeros(value.shape[:dim] + value.shape[dim + 1 :])
+
+
+def _out_dims(results):
+    return tuple(0 for _ in results) if isinstance(results, tuple) else 0
+
+
+def _call_each(operation: Callable, size: int, in_dims: tuple, args: tuple):
+    if size == 0:
+        results = operation(*map(_without_samples, args, in_dims))
+        if isinstance(results, tuple):
+            results = tuple(result.new_empty((0, *result.shape)) for result in results)
+        else:
+            results = results.new_empty((0, *results.shape))
+        return results, _out_dims(results)
+    calls = [
+        operation(*(_sample(arg, dim, index) for arg, dim in zip(args, in_dims)))
+        for index in range(size)
+    ]
+    if isinstance(calls[0], tuple):
+        results = tuple(torch.stack(parts) for parts in zip(*calls))
+    else:
+        results = torch.stack(calls)
+    return results, _out_dims(results)
+
+
+def by_sample(operation: Callable) -> Callable:
+    """The rule of an operation whose dimensions are fixed."""
+
+    def rule(info, in_dims, *args):
+        return _call_each(operation, info.batch_size, in_dims, args)
+
+    return rule
+
+
+def by_rows(operation: Callable) -> Callable:
+    """The rule of an operation of rows: the samples are its first dimension."""
+    names = [argument.name for argument in operation._schema.arguments]
+    vectors = ("weight", "bias")
+
+    def rule(info, in_dims, *args):
+        x = names.index("x")
+        dims = args[x].dim() - (in_dims[x] is not None)
+        if dims == 0 or any(d is not None and name in vectors for name, d in zip(names, in_dims)):
+            return _call_each(operation, info.batch_size, in_dims, args)
+
+        def batched(name: str, value, dim: Optional[int]):
+            if dim is not None:
+                value = value.movedim(dim, 0)
+                value = value[(slice(None), *[None] * (dims + 1 - value.dim()))]
+                # The stride of the last dimension is vmap's doing.
+                return value if value.stride(-1) == 1 else value.contiguous()
+            is_full = name in ("x", "residual")
+            return value.expand(info.batch_size, *value.shape) if is_full else value
+
+        results = operation(*map(batched, names, args, in_dims))
+        return results, _out_dims(results)
+
+    return rule
+
+
+def in_place(operation: Callable) -> Callable:
+    """The rule of an operation that writes q and k."""
+    names = [argument.name for argument in operation._schema.arguments]
+
+    def rule(info, in_dims, q, k, *args):
+        for name, dim in zip(("q", "k"), in_dims):
+            if dim is None:
+                raise ValueError(
+                    f"qk_norm_rope: {name} must be batched to be written in place under vmap, "
+                    "got one tensor for all samples"
+                )
+        tensors = {name: value for name, value in zip(names[2:], args) if isinstance(value, Tensor)}
+        check_in_place("qk_norm_rope", q, k, tensors)
+        for index in range(info.batch_size):
+            samples = (value.select(dim, index) for value, dim in zip((q, k), in_dims))
+            operation(*samples, *(_sample(v, d, index) for v, d in zip(args, in_dims[2:])))
+        return None, None
+
+    return rule
