@@ -245,7 +245,9 @@ def replace_own_table(state, i):
     replace_table_of_the_next(state, i - 1)
 
 
-@pytest.mark.parametrize("act", [write_temb, write_own_table, replace_own_table, write_own_first_norm])
+@pytest.mark.parametrize(
+    "act", [write_temb, write_own_table, replace_own_table, write_own_first_norm]
+)
 @every_mode
 @either_order
 def test_changes_by_the_list_of_blocks(kernel, device, act, forward, is_injected_first):
