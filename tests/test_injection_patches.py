@@ -5,8 +5,11 @@ from collections import Counter
 
 import pytest
 import torch
-from diffusers.hooks import LayerSkipConfig, apply_layer_skip
-from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
+from diffusers.hooks import HookRegistry, LayerSkipConfig, apply_layer_skip
+from diffusers.hooks.layer_skip import (
+    AttentionProcessorSkipHook,
+    AttentionScoreSkipFunctionMode,
+)
 from diffusers.models import activations, attention, normalization
 from diffusers.models.transformers import transformer_ltx
 from torch import nn
@@ -182,34 +185,35 @@ def test_function_modes_over_attention(kernel, device, mode, options):
     assert kernel_calls(run, model, arguments) == calls_of(BLOCKS, **attention_calls)
 
 
-SKIPPED = {
-    "attention_scores": {"skip_attention": False, "skip_attention_scores": True, "skip_ff": False},
-    "ff": {"skip_attention": False},
-    "block": {},
-}
+def skip_attention_scores(model):
+    """diffusers' own function for it does not know LTX-Video's processor."""
+    hook = AttentionProcessorSkipHook(None, skip_attention_scores=True)
+    attention = model.transformer_blocks[1].attn1
+    HookRegistry.check_if_exists_or_initialize(attention).register_hook(hook, "skip")
+
+
+def skip_feed_forward(model):
+    config = LayerSkipConfig(indices=[1], fqn="transformer_blocks", skip_attention=False)
+    apply_layer_skip(model, config)
+
+
+def skip_block(model):
+    apply_layer_skip(model, LayerSkipConfig(indices=[1], fqn="transformer_blocks"))
 
 
 @every_model
-@pytest.mark.parametrize("skipped", SKIPPED)
+@pytest.mark.parametrize("skip", [skip_attention_scores, skip_feed_forward, skip_block])
 @either_order
-def test_layer_skip(kernel, device, options, skipped, is_injected_first):
+def test_layer_skip(kernel, device, options, skip, is_injected_first):
     """What diffusers' guiders are made of."""
-
-    def change(model):
-        for block in model.transformer_blocks:
-            # They ask for it, and LTX-Video's attention does not say it.
-            block.attn1.is_cross_attention, block.attn2.is_cross_attention = False, True
-        config = LayerSkipConfig(indices=[1], fqn="transformer_blocks", **SKIPPED[skipped])
-        apply_layer_skip(model, config)
-
     options = {"blocks": BLOCKS, **options}
-    model, plain, _ = pair(kernel, device, change, is_injected_first=is_injected_first, **options)
+    model, plain, _ = pair(kernel, device, skip, is_injected_first=is_injected_first, **options)
     arguments = inputs(plain)
     unlike = run(transformer(device, **options), arguments)
     assert_alike(model, plain, arguments, unlike=unlike)
     if "dtype" in options:
-        expected = 2 * BLOCKS - {"attention_scores": 1, "ff": 0, "block": 2}[skipped]
-        assert kernel_calls(run, model, arguments)["attention"] == expected
+        skipped = {skip_attention_scores: 1, skip_feed_forward: 0, skip_block: 2}[skip]
+        assert kernel_calls(run, model, arguments)["attention"] == 2 * BLOCKS - skipped
 
 
 def test_the_default_device_is_no_such_mode(kernel, device):
