@@ -27,37 +27,37 @@ class Scale:
         return other * self.value
 
 
-def write_array(values, device):
+def write_array(device):
     scale = np.array([0.1], dtype=np.float32)
     return (scale, 32.0, 32.0), lambda: scale.fill(0.9)
 
 
-def write_array_of_no_dimension(values, device):
+def write_array_of_no_dimension(device):
     scale = np.array(0.1, dtype=np.float32)
     return (scale, 32.0, 32.0), lambda: scale.fill(0.9)
 
 
-def write_whole_array(values, device):
+def write_whole_array(device):
     scales = np.array([0.1, 32.0, 32.0], dtype=np.float32)
     return scales, lambda: scales.__setitem__(0, 0.9)
 
 
-def write_list(values, device):
+def write_list(device):
     scales = [0.1, 32.0, 32.0]
     return scales, lambda: scales.__setitem__(0, 0.9)
 
 
-def write_number(values, device):
+def write_number(device):
     scale = Scale(0.1)
     return (scale, 32.0, 32.0), lambda: setattr(scale, "value", 0.9)
 
 
-def write_tensor(values, device):
+def write_tensor(device):
     scale = torch.tensor(0.1, device=device)
     return (scale, 32.0, 32.0), lambda: scale.data.fill_(0.9)
 
 
-def write_whole_tensor(values, device):
+def write_whole_tensor(device):
     scales = torch.tensor([0.1, 32.0, 32.0], device=device)
     return scales, lambda: scales.data[0].fill_(0.9)
 
@@ -78,7 +78,7 @@ def test_scales_are_changed_in_place(kernel, device, write):
     if device == "cuda" and "array" in write.__name__:
         pytest.skip("the model itself multiplies a tensor on a GPU by no array")
     model, plain, _ = pair(kernel, device)
-    scales, change = write(None, device)
+    scales, change = write(device)
     arguments = inputs(plain, rope_interpolation_scale=scales)
     unlike = run(plain, arguments)
     assert_alike(model, plain, arguments)
@@ -105,19 +105,16 @@ def test_sizes_that_are_equal_and_not_the_same(kernel, device, name):
         ("patch_size", 3),
         ("patch_size_t", 3),
         ("theta", 10.0),
-        ("dim", 60),
     ],
 )
 def test_attributes_of_the_embedding_change(kernel, device, name, value):
-    model, plain, _ = pair(kernel, device, heads=1, head_dim=66 if name == "dim" else 64)
+    model, plain, _ = pair(kernel, device)
     arguments = inputs(plain)
     unlike = run(plain, arguments)
     assert_alike(model, plain, arguments)
     for candidate in (model, plain):
-        if name == "dim":
-            value = 66  # what it is: padded by 0 columns and not by another number
         setattr(candidate.rope, name, value)
-    assert_alike(model, plain, arguments, unlike=None if name == "dim" else unlike)
+    assert_alike(model, plain, arguments, unlike=unlike)
 
 
 def test_the_grid_is_written(kernel, device):
@@ -167,15 +164,13 @@ def under_fake_tensors(model, arguments):
 
 
 def with_fake_arguments(model, arguments):
-    with FakeTensorMode() as mode:
-        fake = copy.deepcopy(model) if False else None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     arguments = {
         k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()
     }
     with mode:
         out = run(model, arguments)
-    assert fake is None and out.shape == arguments["hidden_states"].shape
+    assert out.shape == arguments["hidden_states"].shape
 
 
 def traced(mode):

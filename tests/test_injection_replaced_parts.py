@@ -135,11 +135,13 @@ def test_norms_of_a_block(kernel, device, kind, name, index, is_injected_first):
     assert_alike(model, plain, arguments, unlike=unlike)
     # The other blocks are on the kernels as they were.
     calls = kernel_calls(run, model, arguments)
-    assert calls["qk_norm_coordinate_rope"] + calls.get("qk_norm_rope", 0) >= 2
+    assert calls.get("qk_norm_coordinate_rope", 0) + calls.get("qk_norm_rope", 0) >= 2
     assert calls["gated_residual_rms_norm_modulate"] >= 2
 
 
-@pytest.mark.parametrize("kind", FOREIGN_NORMS)
+@pytest.mark.parametrize(
+    "kind", ["identity", "wrapper", "subclassed", "forward_on_the_instance", "hooked"]
+)
 @pytest.mark.parametrize("name", ["norm1", "norm2"])
 @either_order
 def test_other_norms_are_reported(kernel, device, kind, name, is_injected_first):
