@@ -1,0 +1,461 @@
+"""What an injection keeps alive, what is copied and saved with it, and injections that fail half way."""
+
+import contextlib
+import copy
+import gc
+import io
+import itertools
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from injected_pairs import BFLOAT16, assert_alike, distance, pair
+from ltx_models import (
+    calls_of,
+    inputs,
+    kernel_calls,
+    pipeline,
+    run,
+    snapshot,
+    transformer,
+)
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
+
+# ------------------------------------------------------------------------------------------------
+# Memory
+
+
+@contextlib.contextmanager
+def without_garbage_collection():
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+def alive(references):
+    return [name for name, reference in references.items() if reference() is not None]
+
+
+def weights_of(model):
+    return {name: weakref.ref(p) for name, p in model.named_parameters()}
+
+
+def fresh(kernel, model, arguments):
+    pass
+
+
+def after_forwards(kernel, model, arguments):
+    run(model, arguments)
+    run(model, arguments)
+
+
+def after_inference_mode(kernel, model, arguments):
+    with torch.inference_mode():
+        model(**arguments)
+
+
+def after_gradients(kernel, model, arguments):
+    model(**arguments, return_dict=False)[0].square().sum().backward()
+
+
+def after_a_fall_back(kernel, model, arguments):
+    model.transformer_blocks[0].norm1.register_forward_hook(lambda *args: None)
+    run(model, arguments)
+
+
+def after_an_error(kernel, model, arguments):
+    handle = model.transformer_blocks[1].attn2.register_forward_pre_hook(lambda *args: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        run(model, arguments)
+    handle.remove()
+
+
+def ejected(kernel, model, arguments):
+    run(model, arguments)
+    kernel.eject_kernels(model)
+
+
+def injected_again(kernel, model, arguments):
+    kernel.eject_kernels(model)
+    kernel.inject_kernels(model)
+    run(model, arguments)
+
+
+USES = [
+    fresh,
+    after_forwards,
+    after_inference_mode,
+    after_gradients,
+    after_a_fall_back,
+    after_an_error,
+    ejected,
+    injected_again,
+]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+@pytest.mark.parametrize("is_injected", [True, False], ids=["injected", "plain"])
+def test_a_deleted_model_frees_its_weights(kernel, device, use, is_injected):
+    """At once, as it does without kernels; its report may be kept."""
+    with without_garbage_collection():
+        model = transformer(device)
+        arguments = inputs(model)
+        report = kernel.inject_kernels(model) if is_injected else None
+        if is_injected or use not in (ejected, injected_again):
+            use(kernel, model, arguments)
+        references = weights_of(model)
+        assert len(references) > 50 and len(alive(references)) == len(references)
+        del model
+        assert alive(references) == []
+        assert (report is None) != is_injected
+
+
+def test_a_deleted_pipeline_frees_its_weights(kernel, device):
+    with without_garbage_collection():
+        pipe = pipeline(device)
+        kernel.inject_kernels(pipe)
+        run(pipe.transformer, inputs(pipe.transformer))
+        references = weights_of(pipe.transformer)
+        del pipe
+        assert alive(references) == []
+
+
+def test_a_deleted_block_frees_its_weights(kernel, device):
+    """Its neighbours keep nothing of it."""
+    with without_garbage_collection():
+        model = transformer(device, blocks=3)
+        kernel.inject_kernels(model)
+        arguments = inputs(model)
+        run(model, arguments)
+        references = weights_of(model.transformer_blocks[1])
+        del model.transformer_blocks[1]
+        assert alive(references) == []
+        run(model, arguments)
+
+
+def test_a_copy_does_not_keep_the_original(kernel, device):
+    with without_garbage_collection():
+        model, plain = transformer(device), transformer(device)
+        kernel.inject_kernels(model)
+        arguments = inputs(model)
+        run(model, arguments)
+        duplicate = copy.deepcopy(model)
+        references = weights_of(model)
+        del model
+        assert alive(references) == []
+        assert_alike(duplicate, plain, arguments)
+        assert kernel_calls(run, duplicate, arguments) == calls_of(2)
+        references = weights_of(duplicate)
+        del duplicate
+        assert alive(references) == []
+
+
+def test_hidden_states_are_freed_after_a_forward(kernel, device):
+    """Nothing that one forward made between the blocks stays for the next."""
+    with without_garbage_collection():
+        model = transformer(device, blocks=3)
+        kernel.inject_kernels(model)
+        references = {}
+        for i, block in enumerate(model.transformer_blocks):
+            block.ff.register_forward_hook(
+                lambda m, args, output, i=i: references.update({i: weakref.ref(output)})
+            )
+        run(model, inputs(model))
+        assert len(references) == 3
+        assert alive(references) == []
+
+
+# ------------------------------------------------------------------------------------------------
+# Copies
+
+
+def test_copies_of_a_copy(kernel, device):
+    model, plain = transformer(device), transformer(device)
+    kernel.inject_kernels(model)
+    arguments = inputs(model)
+    duplicate = copy.deepcopy(copy.deepcopy(model))
+    with torch.no_grad():
+        for candidate in (duplicate, plain):
+            candidate.transformer_blocks[1].scale_shift_table.mul_(2)
+            candidate.transformer_blocks[0].attn1.norm_q.weight.mul_(2)
+    assert distance(run(model, arguments), run(plain, arguments)) > 1e-3
+    assert_alike(duplicate, plain, arguments)
+    assert kernel_calls(run, duplicate, arguments) == calls_of(2)
+    kernel.eject_kernels(duplicate)
+    assert kernel_calls(run, duplicate, arguments) == {}
+    assert kernel_calls(run, model, arguments) == calls_of(2)
+
+
+def test_many_blocks_are_copied(kernel, device):
+    """Without one level of recursion more for each."""
+    model = transformer(device, blocks=200, heads=1, head_dim=8)
+    kernel.inject_kernels(model)
+    arguments = inputs(model)
+    run(model, arguments)
+    duplicate = copy.deepcopy(model)
+    assert torch.equal(run(duplicate, arguments), run(model, arguments))
+
+
+def test_a_copied_report(kernel, device):
+    model = transformer(device)
+    report = kernel.inject_kernels(model)
+    assert str(copy.deepcopy(report)) == str(report)
+
+
+# ------------------------------------------------------------------------------------------------
+# Outputs of blocks, copied and saved by hooks
+
+
+def saved_by_torch(tensor):
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    return loaded, len(file.getvalue())
+
+
+def saved_by_pickle(tensor):
+    data = pickle.dumps(tensor)
+    return pickle.loads(data), len(data)
+
+
+def copied(tensor):
+    duplicate = copy.deepcopy(tensor)
+    assert vars(duplicate) == {}
+    return duplicate, 0
+
+
+@pytest.mark.parametrize("save", [saved_by_torch, saved_by_pickle, copied])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("place", ["", "attn1", "ff", "ff.net.0"], ids=lambda p: p or "block")
+def test_a_hook_saves_what_a_module_gives(kernel, device, save, mode, place):
+    model = transformer(device, blocks=3)
+    kernel.inject_kernels(model)
+    sizes = []
+
+    def hook(module, args, output):
+        loaded, size = save(output)
+        assert torch.equal(loaded, output)
+        assert vars(output) == {}
+        sizes.append((size, output.untyped_storage().nbytes()))
+
+    for block in model.transformer_blocks:
+        (block.get_submodule(place) if place else block).register_forward_hook(hook)
+    with mode():
+        model(**inputs(model))
+    assert len(sizes) == 3
+    for size, expected in sizes:
+        assert size <= expected + 4096
+
+
+def test_a_hook_saves_the_arguments_of_a_block(kernel, device):
+    """The rotary embedding among them: it is saved as the pair of tensors that it is."""
+    model, plain = transformer(device), transformer(device)
+    kernel.inject_kernels(model)
+    saved = {model: [], plain: []}
+    for candidate in (model, plain):
+
+        def hook(module, args, kwargs, saved=saved[candidate]):
+            file = io.BytesIO()
+            torch.save(tuple(kwargs["image_rotary_emb"]), file)
+            file.seek(0)
+            saved.append(torch.load(file, weights_only=True))
+
+        candidate.transformer_blocks[0].register_forward_pre_hook(hook, with_kwargs=True)
+    assert_alike(model, plain)
+    for mine, theirs in zip(saved[model], saved[plain], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_a_state_dict_is_what_it_was(kernel, device):
+    model, plain = transformer(device), transformer(device)
+    kernel.inject_kernels(model)
+    run(model, inputs(model))
+    loaded, size = saved_by_torch(model.state_dict())
+    _, expected = saved_by_torch(plain.state_dict())
+    assert loaded.keys() == plain.state_dict().keys()
+    assert size == expected
+
+
+# ------------------------------------------------------------------------------------------------
+# Injections and ejections that stop half way
+
+
+class Stop(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def stopping_at(monkeypatch, count):
+    """The count-th time that any module is given, or loses, an attribute named forward or one of this
+    package's raises."""
+    counter = itertools.count(1)
+
+    def stop_at_count(name):
+        if (name == "forward" or "h100" in name) and next(counter) == count:
+            raise Stop
+
+    set_attribute, delete_attribute = nn.Module.__setattr__, nn.Module.__delattr__
+
+    def setattr_(self, name, value):
+        stop_at_count(name)
+        set_attribute(self, name, value)
+
+    def delattr_(self, name):
+        stop_at_count(name)
+        delete_attribute(self, name)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(nn.Module, "__setattr__", setattr_)
+        patches.setattr(nn.Module, "__delattr__", delattr_)
+        yield
+
+
+COUNTS = [1, 2, 3, 6, 9, 10]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_an_injection_that_fails_changes_nothing(kernel, device, monkeypatch, count):
+    """It is done as a whole, or not at all."""
+    model, plain = transformer(device), transformer(device)
+    arguments = inputs(model)
+    before = snapshot(model)
+    keys = {name: list(vars(module)) for name, module in model.named_modules()}
+    try:
+        with stopping_at(monkeypatch, count):
+            kernel.inject_kernels(model)
+    except Stop:
+        assert snapshot(model) == before
+        assert {name: list(vars(module)) for name, module in model.named_modules()} == keys
+        assert kernel_calls(run, model, arguments) == {}
+        assert not kernel.inject_kernels(model).already_injected
+    assert kernel_calls(run, model, arguments) == calls_of(2)
+    assert_alike(model, plain, arguments)
+    kernel.eject_kernels(model)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_an_ejection_that_fails_can_be_repeated(kernel, device, monkeypatch, count):
+    model = transformer(device)
+    arguments = inputs(model)
+    before, expected = snapshot(model), run(model, arguments)
+    kernel.inject_kernels(model)
+    with contextlib.suppress(Stop), stopping_at(monkeypatch, count):
+        kernel.eject_kernels(model)
+    kernel.eject_kernels(model)
+    assert snapshot(model) == before
+    assert torch.equal(run(model, arguments), expected)
+    assert not kernel.inject_kernels(model).already_injected
+    assert kernel_calls(run, model, arguments) == calls_of(2)
+
+
+class Stubborn:
+    """Mixed into a module's class: it takes no other forward."""
+
+    def __setattr__(self, name, value):
+        if name == "forward":
+            raise Stop
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("place", ["transformer_blocks.1", "transformer_blocks.1.ff.net.0", "rope"])
+def test_a_module_that_takes_no_forward(kernel, device, place):
+    model = transformer(device)
+    module = model.get_submodule(place)
+    module.__class__ = type(type(module).__name__, (Stubborn, type(module)), {})
+    before, arguments = snapshot(model), inputs(model)
+    expected = run(model, arguments)
+    try:
+        kernel.inject_kernels(model)
+    except Stop:
+        assert snapshot(model) == before
+        assert torch.equal(run(model, arguments), expected)
+    else:
+        assert distance(run(model, arguments), expected) < 1e-5
+        kernel.eject_kernels(model)
+        assert snapshot(model) == before
+    assert kernel_calls(run, model, arguments) == {}
+
+
+@pytest.mark.parametrize("position", [0, 1], ids=["first", "last"])
+def test_one_of_several_models_fails(kernel, device, position):
+    """Nothing is done to the others, whichever comes first."""
+
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.one, holder.other = transformer(device), transformer(device)
+    bad = (holder.one, holder.other)[position]
+    for block in bad.transformer_blocks:
+        block.__class__ = type(type(block).__name__, (Stubborn, type(block)), {})
+    models = [holder.one, holder.other]
+    before, arguments = [snapshot(model) for model in models], inputs(bad)
+    try:
+        kernel.inject_kernels(holder)
+    except Stop:
+        assert [snapshot(model) for model in models] == before
+        assert [kernel_calls(run, model, arguments) for model in models] == [{}, {}]
+    else:
+        assert all(kernel_calls(run, model, arguments) for model in models)
+
+
+# ------------------------------------------------------------------------------------------------
+# Replicas
+
+
+def replica_of(model, change):
+    """What torch.nn.parallel.replicate makes for another GPU, with parameters that `change` makes."""
+    modules = list(model.modules())
+    replicas = {module: module._replicate_for_data_parallel() for module in modules}
+    for module in modules:
+        replica = replicas[module]
+        for name, child in module._modules.items():
+            setattr(replica, name, replicas.get(child))
+        for name, parameter in module._parameters.items():
+            value = None if parameter is None else change(parameter.detach().clone())
+            del replica._parameters[name]
+            setattr(replica, name, value)
+        for name, buffer in module._buffers.items():
+            replica._buffers[name] = buffer
+    return replicas[model]
+
+
+@pytest.mark.parametrize("options", [{}, BFLOAT16], ids=["float32", "bfloat16"])
+def test_a_replica_computes_with_its_own_weights(kernel, device, options):
+    def change(parameter):
+        return parameter * 1.5
+
+    model, plain, _ = pair(kernel, device, **options)
+    arguments = inputs(plain)
+    run(model, arguments)
+    replica = replica_of(model, change)
+    calls = kernel_calls(run, replica, arguments)
+    assert calls == {}
+    unlike = run(plain, arguments)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(change(parameter))
+    assert_alike(replica, plain, arguments, unlike=unlike)
+    assert distance(run(model, arguments), unlike) < 0.03
+    attention_calls = {"attention": 2} if options else {}
+    assert kernel_calls(run, model, arguments) == calls_of(2, **attention_calls)
+
+
+@pytest.mark.parametrize("place", ["", "attn1", "ff.net.0"], ids=lambda place: place or "block")
+def test_no_forward_of_a_replica_is_the_originals(kernel, device, place):
+    model = transformer(device)
+    kernel.inject_kernels(model)
+    block = model.transformer_blocks[0]
+    module = block.get_submodule(place) if place else block
+    replica = module._replicate_for_data_parallel()
+    assert getattr(replica.forward, "__self__", None) is not module
