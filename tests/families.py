@@ -263,6 +263,11 @@ def flux_inputs(
 ):
     normal = _seeded(seed, device)
     height, width = 3 + tokens, 3
+
+    def power_of_two(first):
+        """The model multiplies by 1000 in its own dtype: of these the product is exact in each."""
+        return first * 2.0 ** (4 * normal(batch).sigmoid()).floor()
+
     img_ids = torch.zeros(height, width, 3)
     img_ids[..., 1] = torch.arange(height)[:, None]
     img_ids[..., 2] = torch.arange(width)
@@ -270,8 +275,8 @@ def flux_inputs(
         "hidden_states": normal(batch, height * width, FLUX_CHANNELS).to(dtype),
         "encoder_hidden_states": normal(batch, text_length, FLUX_TEXT_CHANNELS).to(dtype),
         "pooled_projections": normal(batch, FLUX_POOLED_CHANNELS).to(dtype),
-        "timestep": normal(batch).sigmoid().to(dtype),
-        "guidance": (3 + normal(batch)).float() if has_guidance else None,
+        "timestep": power_of_two(1 / 8).to(dtype),
+        "guidance": power_of_two(1 / 2) if has_guidance else None,
         "img_ids": img_ids.flatten(0, 1).to(device),
         "txt_ids": torch.zeros(text_length, 3, device=device),
         **options,
