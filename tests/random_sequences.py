@@ -19,6 +19,7 @@ import gc
 import importlib
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import random
 import sys
@@ -62,17 +63,16 @@ class NoKernels:
     """In place of the package: every difference that is found then is the harness's own."""
 
     def __init__(self):
-        self.models = weakref.WeakSet()
+        self.options = weakref.WeakKeyDictionary()
 
     def inject_kernels(self, model, *, attention=True):
-        already_injected = model in self.models
-        self.models.add(model)
-        if already_injected and vars(model).get("_attention", True) != attention:
+        already_injected = model in self.options
+        if self.options.setdefault(model, attention) != attention:
             raise ValueError
         return argparse.Namespace(already_injected=already_injected)
 
     def eject_kernels(self, model):
-        self.models.discard(model)
+        self.options.pop(model, None)
 
 
 @functools.cache
@@ -114,14 +114,13 @@ def relative(a, b):
     return (a - b).norm().item() / norm if norm else a.norm().item()
 
 
-def compare(mine, plain, exact, what="the output", limit=FLOAT32_LIMIT):
+def compare(mine, plain, exact, what, limit, eps):
     if mine.dtype != plain.dtype or mine.shape != plain.shape:
         raise Difference(
             f"{what} is {mine.dtype} {tuple(mine.shape)}, the plain model's "
             f"{plain.dtype} {tuple(plain.shape)}"
         )
-    is_rounded = exact is not None and plain.dtype in (torch.float16, torch.bfloat16)
-    eps = torch.finfo(plain.dtype).eps
+    is_rounded = exact is not None
     mine, plain = mine.detach().double().cpu(), plain.detach().double().cpu()
     if not torch.isfinite(plain).all():
         if not is_rounded and not torch.equal(torch.isfinite(mine), torch.isfinite(plain)):
@@ -299,15 +298,16 @@ def draw_module(rng, twins, *kinds):
 
 
 def draw_forward(rng, twins):
-    modes = ["no_grad"] * 8 + ["inference_mode"] * 3 + ["grad_enabled"]
-    if not twins.compiled:
-        modes.append("score_skip")
+    modes = ["no_grad"]
+    if not twins.compiled:  # what has to be compiled anew takes seconds
+        modes += ["no_grad"] * 7 + ["inference_mode"] * 3 + ["grad_enabled", "score_skip"]
         if twins.cache_name is None:
             modes += ["backward"] * (2 if twins.offload is None else 0)
             modes += ["autocast", "thread"]
-            if twins.dtype == torch.float32 and twins.offload is None:
+            if can_differentiate_forwards(twins):
                 modes.append("jvp")
-    options = rng.choice(list(twins.family.options)) if twins.cache_name is None else None
+    has_one_shape = twins.cache_name is not None or twins.compiled
+    options = None if has_one_shape else rng.choice(list(twins.family.options))
     return {
         "mode": rng.choice(modes),
         "options": options or next(iter(twins.family.options)),
@@ -318,6 +318,11 @@ def draw_forward(rng, twins):
 def is_loose(twins):
     """Whether weights are where they were made and as they were made."""
     return not (twins.offload or twins.layerwise or twins.quantized or twins.compiled)
+
+
+def can_differentiate_forwards(twins):
+    """Torch dies of weights that change, and of ``data``, inside of a function transform."""
+    return twins.dtype == torch.float32 and is_loose(twins) and not twins.uses_data
 
 
 def draw_hook(rng, twins):
@@ -428,7 +433,7 @@ class Twins:
         self.kept = []
         self.seen = None
         self.steps = self.forwards = 0
-        self.changes_weights = False
+        self.uses_data = False
         self.seed = seed
 
     # Global state is given back, whatever happens
@@ -524,6 +529,8 @@ class Twins:
 
     @step(14, draw_forward)
     def forward(self, *, mode="no_grad", options, seed):
+        if mode == "jvp" and not can_differentiate_forwards(self):
+            return
         options = self.family.options[options]
         arguments = self.family.inputs(self.device, self.dtype, seed=seed, **options)
         inputs = {
@@ -566,9 +573,10 @@ class Twins:
         for what, a, b, c in zip(mine, mine.values(), plain.values(), exact_of(exact), strict=True):
             if self.injected is None and self.device.type == "cpu" and not self.compiled:
                 if not torch.equal(a.nan_to_num(), b.nan_to_num()):
-                    raise Difference(f"{what} has other bits, without kernels")
+                    error = relative(a.double(), b.double())
+                    raise Difference(f"{what} has other bits, without kernels ({error:.2g})")
             else:
-                compare(a, b, c, what, limit)
+                compare(a, b, c, what, limit, torch.finfo(self.dtype).eps)
 
     @step(
         2,
@@ -605,7 +613,7 @@ class Twins:
     @step(6, draw_hook, lambda twins: not twins.compiled and len(twins.hooks) < 4)
     def hook(self, *, module, kind, how):
         hook = make_hook(kind, how)
-        self.changes_weights |= kind == "parameter"
+        self.uses_data |= kind == "parameter" or how in ("data", "detached")
 
         def add(model):
             part = model.get_submodule(module)
@@ -1288,6 +1296,8 @@ def draw_model(rng, family, device):
 def draw_step(rng, twins):
     kinds = {name: kind for name, kind in KINDS.items() if kind.allowed(twins)}
     weights = [kind.weight for kind in kinds.values()]
+    if twins.injected is not None:
+        weights[list(kinds).index("inject")] = 0.5
     name = rng.choices(list(kinds), weights)[0]
     return Step(name, kinds[name].draw(rng, twins))
 
@@ -1308,6 +1318,8 @@ def random_sequence(family, seed, device="cpu"):
             )
             if rng.random() < 0.5:
                 yield Step("forward", draw_forward(rng, twins))
+            if twins.compiled and i > first:
+                break
         yield Step("free" if rng.random() < 0.25 and not twins.compiled else "finish", {})
 
     return execute(seed, sequence, steps)
@@ -1366,13 +1378,71 @@ def quiet():
     gc.freeze()
 
 
-def _work(arguments):
-    family, seed, device, shrinks = arguments
+def work(family, seed, device, shrinks):
     result = random_sequence(family, seed, device)
     if result.failure and shrinks:
         result = shrink(result)
-    result.sequence = result.sequence if result.failure else None
-    return family, result
+    if not result.failure:
+        result.sequence = None
+    return result
+
+
+def serve(connection):
+    """A process that does what it is asked to over a connection."""
+    quiet()
+    for task in iter(connection.recv, None):
+        connection.send(work(*task))
+
+
+class Worker:
+    """A process with one task at a time, which may die of it."""
+
+    def __init__(self, context):
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+        self.task = None
+
+    def give(self, task):
+        self.task = task
+        self.connection.send(task)
+
+    def result(self):
+        try:
+            return self.connection.recv()
+        except EOFError:
+            self.process.join()
+            family, seed, *_ = self.task
+            failure = f"the process died, exit status {self.process.exitcode}"
+            return Result(seed, Sequence({"family": family}, []), 0, 0, failure)
+
+
+def results_of(tasks, processes):
+    """(task, result), as they come."""
+    if processes == 1:
+        quiet()
+        yield from ((task, work(*task)) for task in tasks)
+        return
+    context = multiprocessing.get_context("spawn")
+    tasks, workers = iter(tasks), {}
+
+    def start(worker=None):
+        task = next(tasks, None)
+        if task is None:
+            return
+        if worker is None or not worker.process.is_alive():
+            worker = Worker(context)
+        worker.give(task)
+        workers[worker.connection] = worker
+
+    for _ in range(processes):
+        start()
+    while workers:
+        for connection in multiprocessing.connection.wait(list(workers)):
+            worker = workers.pop(connection)
+            yield worker.task, worker.result()
+            start(worker)
 
 
 def main(argv=None):
@@ -1385,34 +1455,29 @@ def main(argv=None):
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--shrink", action="store_true", help="leave out steps that do not matter")
     parser.add_argument("--seconds", type=float, help="begin no sequence after that time")
+    parser.add_argument("--verbose", action="store_true", help="also what the plain model refused")
     options = parser.parse_args(argv)
 
     families = list(FAMILIES) if options.family == "all" else [options.family]
     seeds = range(options.first_seed, options.first_seed + options.sequences)
     if options.seed is not None:
         seeds = [options.seed]
-    work = [(family, s, options.device, options.shrink) for s in seeds for family in families]
+    tasks = ((family, s, options.device, options.shrink) for s in seeds for family in families)
     began = time.monotonic()
     totals, kinds = collections.Counter(), collections.defaultdict(list)
-    with contextlib.ExitStack() as stack:
-        if options.processes > 1:
-            context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(context.Pool(options.processes, initializer=quiet))
-            results = pool.imap_unordered(_work, work, chunksize=4)
-        else:
-            quiet()
-            results = map(_work, work)
-        for family, result in results:
-            totals.update(sequences=1, steps=result.steps, forwards=result.forwards)
-            totals["refused"] += result.refused is not None
-            if result.failure:
-                totals["failures"] += 1
-                print(f"--- {family} {result.message}", flush=True)
-                if options.seed is not None:
-                    print(result.traceback)
-                kinds[family, result.failure[:90]].append(result.seed)
-            if options.seconds is not None and time.monotonic() - began > options.seconds:
-                break
+    for (family, *_), result in results_of(tasks, options.processes):
+        totals.update(sequences=1, steps=result.steps, forwards=result.forwards)
+        totals["refused"] += result.refused is not None
+        if result.failure:
+            totals["failures"] += 1
+            print(f"--- {family} {result.message}", flush=True)
+            if options.seed is not None:
+                print(result.traceback)
+            kinds[family, result.failure[:90]].append(result.seed)
+        if result.refused and options.verbose:
+            print(f"{family} {result.seed} refused: {result.refused}")
+        if options.seconds is not None and time.monotonic() - began > options.seconds:
+            break
     for (family, failure), failed in sorted(kinds.items(), key=lambda item: -len(item[1])):
         print(f"{len(failed):5} {family}: {failure} (seeds {failed[:6]})")
     seconds = time.monotonic() - began
