@@ -143,8 +143,8 @@ def test_angles_have_the_models_bits(injected_pair, device, case):
     with torch.no_grad():
         rope = model.rope(arguments["hidden_states"], *positions)
         tables = plain.rope(arguments["hidden_states"], *positions)
-    assert rope.coordinates.shape[0] == (2 if options else 1)
-    for mine, theirs in zip(rope.tables(2048), tables, strict=True):
+    assert rope.rope.coordinates.shape[0] == (2 if options else 1)
+    for mine, theirs in zip(rope.rope.tables(2048), tables, strict=True):
         assert torch.equal(mine.expand_as(theirs), theirs)
 
 
@@ -192,8 +192,8 @@ def test_report_names_each_module(kernel, device):
     assert isinstance(report, kernel.InjectionReport)
     block_parts = ["", ".attn1", ".attn2", ".ff.net.0"]
     expected = {f"transformer_blocks.{i}{part}" for i in range(2) for part in block_parts}
-    assert {entry.name for entry in report.replaced} == expected | {"rope"}
-    assert report.num_replaced == 9
+    assert {entry.name for entry in report.replaced} == expected | {"rope", ""}
+    assert report.num_replaced == 10
     classes = dict(model.named_modules())
     for entry in report.replaced + report.left_alone:
         assert entry.module == type(classes[entry.name]).__name__
@@ -207,7 +207,7 @@ def test_report_names_each_module(kernel, device):
     }
     assert all(left_alone.values())
     text = str(report)
-    assert text.startswith("9 replaced, 5 left alone")
+    assert text.startswith("10 replaced, 5 left alone")
     for shown in (
         "2 x LTXVideoTransformerBlock",
         "qk_norm_rope",
@@ -244,7 +244,10 @@ def test_second_injection_changes_nothing(kernel, device):
 
 @pytest.mark.parametrize("thing", [torch.nn.Linear(2, 2), object(), None, {}], ids=type)
 def test_nothing_known_is_an_error(kernel, thing):
-    with pytest.raises(ValueError, match=r"^inject_kernels: .* LTXVideoTransformer3DModel, got a "):
+    with pytest.raises(
+        ValueError,
+        match=r"^inject_kernels: .* LTXVideoTransformer3DModel, FluxTransformer2DModel, got a ",
+    ):
         kernel.inject_kernels(thing)
 
 

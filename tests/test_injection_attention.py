@@ -1,6 +1,7 @@
 """Attention of injected models: where it runs on the package's kernel, and where it stays diffusers'."""
 
 import copy
+import functools
 import itertools
 
 import accelerate
@@ -8,6 +9,7 @@ import pytest
 import torch
 from diffusers.hooks import apply_group_offloading
 from diffusers.models import attention_dispatch
+from diffusers.models.transformers import transformer_ltx
 from peft import LoraConfig
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -205,21 +207,21 @@ def test_gradients_keep_the_models_attention(injected_pair):
     assert calls.counts["attention"] == 4
 
 
-def test_parallelism_keeps_the_models_attention(injected_pair):
+def test_parallelism_keeps_the_models_attention(injected_pair, monkeypatch):
     model, _ = injected_pair()
     config, given = object(), []
+    original = transformer_ltx.dispatch_attention_fn
+
+    @functools.wraps(original)
+    def dispatch(*args, parallel_config, **kwargs):
+        given.append(parallel_config)
+        return original(*args, parallel_config=None, **kwargs)
+
     for block in model.transformer_blocks:
-        for attention in (block.attn1, block.attn2):
-            processor = attention.processor
-            processor._parallel_config = config
-
-            def dispatch(*args, parallel_config, own=processor._dispatch_attention, **kwargs):
-                given.append(parallel_config)
-                return own(*args, parallel_config=None, **kwargs)
-
-            processor._dispatch_attention = dispatch
+        block.attn1.processor._parallel_config = config
+    monkeypatch.setattr(transformer_ltx, "dispatch_attention_fn", dispatch)
     assert kernel_calls(run, model, inputs(model)) == calls_of(2)
-    assert given == [config] * 4
+    assert given == [config, None] * 2
 
 
 # ------------------------------------------------------------------------------------------------
@@ -237,26 +239,28 @@ def test_attention_can_be_left_alone(kernel, device, injected_pair):
     assert all("attention=False" in entry.reason for entry in left_alone)
     assert "attention=False" in str(report)
     replaced = {entry.name: entry.replacement for entry in report.replaced}
-    assert replaced["transformer_blocks.0.attn1"] == "processor with qk_norm_rope"
-    assert replaced["transformer_blocks.0.attn2"] == "processor with rms_norm"
+    assert replaced["transformer_blocks.0.attn1"] == "qk_norm_rope, rms_norm"
+    assert replaced["transformer_blocks.0.attn2"] == "qk_norm_rope, rms_norm"
 
 
 def test_report_names_attention(kernel, device):
     report = kernel.inject_kernels(transformer(device, torch.bfloat16, **HEADS))
     assert not [entry for entry in report.left_alone if ".attn" in entry.name]
     replaced = {entry.name: entry.replacement for entry in report.replaced}
-    assert replaced["transformer_blocks.0.attn1"] == "processor with qk_norm_rope, attention"
-    assert replaced["transformer_blocks.0.attn2"] == "processor with rms_norm, attention"
+    assert replaced["transformer_blocks.0.attn1"] == "qk_norm_rope, rms_norm, attention"
+    assert replaced["transformer_blocks.0.attn2"] == "qk_norm_rope, rms_norm, attention"
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_second_injection_changes_nothing_whatever_it_asks_for(kernel, injected_pair, first):
+def test_second_injection_asks_for_something_else(kernel, injected_pair, first):
     model, plain = injected_pair(attention=first)
     before = ltx_models.snapshot(model)
-    report = kernel.inject_kernels(model, attention=not first)
-    assert report.already_injected
+    sentence = (
+        rf"injected with attention={first}, got attention={not first}: call eject_kernels first$"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        kernel.inject_kernels(model, attention=not first)
     assert ltx_models.snapshot(model) == before
-    assert ("attention=False" in str(report)) == (not first)
     arguments = inputs(model)
     calls = {True: calls_of(2, **BOTH), False: calls_of(2)}
     assert kernel_calls(run, model, arguments) == calls[first]

@@ -423,7 +423,7 @@ def replica_of(model, change):
             setattr(replica, name, replicas.get(child))
         for name, parameter in module._parameters.items():
             value = None if parameter is None else change(parameter.detach().clone())
-            del replica._parameters[name]
+            replica._parameters.pop(name, None)
             setattr(replica, name, value)
         for name, buffer in module._buffers.items():
             replica._buffers[name] = buffer

@@ -117,7 +117,7 @@ class _Gelu(Part):
 def _forward(self: nn.Module, injected: Injected, hidden_states: Tensor) -> Tensor:
     parts = injected.parts(self, hidden_states)
     if parts is None:
-        return injected.class_forward(self)(self, hidden_states)
+        return injected.class_forward(self, hidden_states)
     return parts.linear_gelu(self.proj, self.gelu, hidden_states)
 
 

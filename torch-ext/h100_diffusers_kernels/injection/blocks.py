@@ -29,11 +29,13 @@ class Block(Part):
         norms: the names of its norms.
         adaptive_norms: the names of those that make their modulation themselves.
         gelus: the names of linear layers that a GELU follows, and of that.
+        inner: where parts are expected that have a forward of their own replaced.
     """
 
     norms: tuple[str, ...] = ()
     adaptive_norms: tuple[str, ...] = ()
     gelus: dict[str, str] = field(default_factory=dict)
+    inner: tuple[str, ...] = ()
 
     def originals(self) -> dict[str, Original]:
         return {path: find_original(path) for path in (*ADAPTIVE_ORIGINALS, *GELU_ORIGINALS)}
@@ -84,6 +86,11 @@ def begin(
     handed = None if forward is None else forward.take_over(block, (hidden_states, temb))
     if handed is not None:
         return handed
+    if norm.kind is None:
+        # It may do anything: the model calls it before it looks at its modulation.
+        normalized = norm.module(hidden_states)
+        rows = rows_of(injected, block, temb)
+        return rows, normalized * (1 + rows[1]) + rows[0]
     rows = rows_of(injected, block, temb)
     return rows, norm.modulated(hidden_states, scale=rows[1], shift=rows[0])
 

@@ -86,7 +86,7 @@ def _single_block_forward(
     parts = injected.parts(self, hidden_states, encoder_hidden_states, temb)
     if parts is None:
         arguments = (hidden_states, encoder_hidden_states, temb, image_rotary_emb)
-        return injected.class_forward(self)(self, *arguments, joint_attention_kwargs)
+        return injected.class_forward(self, *arguments, joint_attention_kwargs)
     x = joined(injected, encoder_hidden_states, hidden_states)
     normalized, gate = parts.norm(x, temb)
     mlp_out = parts.proj_mlp(self.proj_mlp, self.act_mlp, normalized)
@@ -112,7 +112,7 @@ def _attention_forward(
     parts = None if kwargs else injected.parts(self, hidden_states, encoder_hidden_states)
     if parts is None or is_joint != (self.added_kv_proj_dim is not None):
         arguments = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        return injected.class_forward(self)(self, *arguments, **kwargs)
+        return injected.class_forward(self, *arguments, **kwargs)
     project = vars(sys.modules[_FLUX])["_get_qkv_projections"]
     streams = project(self, hidden_states, encoder_hidden_states)[: 6 if is_joint else 3]
     query, key, value, *text = (x.unflatten(-1, (-1, self.head_dim)) for x in streams)
@@ -154,6 +154,7 @@ PARTS = (
         "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
         norms=("norm2", "norm2_context"),
         adaptive_norms=("norm1", "norm1_context"),
+        inner=("attn", "ff.net.0", "ff_context.net.0"),
     ),
     Block(
         f"{_FLUX}:FluxSingleTransformerBlock",
@@ -162,6 +163,7 @@ PARTS = (
         "layer_norm_modulate, gated_residual, GELU as its matrix product's epilogue, else gelu",
         adaptive_norms=("norm",),
         gelus={"proj_mlp": "act_mlp"},
+        inner=("attn",),
     ),
     Attention(
         f"{_FLUX}:FluxAttention",

@@ -15,6 +15,8 @@ from .original import Original
 from .snapshot import Glance, Snapshot, has_global_hooks
 from .tally import Tally
 
+UNKNOWN_FORWARD = "its class's forward is not the one known from diffusers"
+
 
 class Injection:
     """What the forwards injected into one model share.
@@ -92,7 +94,16 @@ class Injected(StandIn):
         self.seen_by: Any = None  # the forward of the model in which the decision is known to hold
 
     def run(self, *args, **kwargs) -> Any:
-        return self.part.forward(self._module(), self, *args, **kwargs)
+        module = self._module()
+        if self.knows_forward_of(module):
+            return self.part.forward(module, self, *args, **kwargs)
+        self.count([UNKNOWN_FORWARD])
+        return type(module).forward(module, *args, **kwargs)
+
+    def knows_forward_of(self, module: nn.Module) -> bool:
+        """Whether the module's class has the forward that this one stands in for."""
+        own = self.injection.originals[self.part.path].function
+        return own is not None and type(module).forward is own
 
     def __deepcopy__(self, memo: dict) -> Injected:
         """That of the module's copy, where the module is being copied."""
@@ -107,10 +118,6 @@ class Injected(StandIn):
             f"{self.name or 'the model'} runs on injected kernels, which cannot be pickled: "
             "call eject_kernels first, or save the state_dict"
         )
-
-    @property
-    def tally(self) -> Tally:
-        return self.injection.tallies[self.name]
 
     def parts(
         self,
@@ -128,19 +135,15 @@ class Injected(StandIn):
         if reason is None and not takes(x, *others):
             reason = why_not_taken(x, *others)
         if reason is not None:
-            self.fall_back(reason)
+            self.count([reason])
             return None
-        if not torch.compiler.is_compiling():
-            for note in parts.notes:
-                self.fall_back(note)
-            self.tally.on_kernels += 1
+        self.count(parts.notes)
         return parts
 
-    def class_forward(self, module: nn.Module) -> Callable:
-        """The forward of the module's class."""
-        own = self.injection.originals[self.part.path].function
+    def class_forward(self, module: nn.Module, *args, **kwargs) -> Any:
+        """Runs the forward that this one stands in for."""
         # torch.compile does not see through the attribute of every class.
-        return own if type(module).forward is own else type(module).forward
+        return self.injection.originals[self.part.path].function(module, *args, **kwargs)
 
     def decide(self, module: nn.Module) -> Any:
         """The part's decision, made again if anything that it was read from has changed."""
@@ -176,7 +179,18 @@ class Injected(StandIn):
         """The modules under this one that have a stand-in, and none between, as the decision saw them."""
         return self._decision.snapshot.stand_ins
 
+    def count(self, reasons: list[str]) -> None:
+        """Counts a call, with the reasons for which the model's own code computes it or parts of it."""
+        if torch.compiler.is_compiling():
+            return
+        tally = self.injection.tallies[self.name]
+        if not (reasons and tally.fall_back(reasons)):
+            tally.on_kernels += 1
+
     def fall_back(self, reason: str) -> None:
-        """Counts a call, or a part of it, that the model's own code is about to compute."""
-        if not torch.compiler.is_compiling():
-            self.tally.fall_back(reason)
+        """Counts a call that was counted as one on the kernels as one that falls back in part."""
+        if torch.compiler.is_compiling():
+            return
+        tally = self.injection.tallies[self.name]
+        if tally.fall_back([reason]):
+            tally.on_kernels -= 1

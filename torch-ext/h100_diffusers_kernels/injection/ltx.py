@@ -51,7 +51,7 @@ def _block_forward(
     parts = injected.parts(self, hidden_states, temb)
     if parts is None:
         arguments = (hidden_states, encoder_hidden_states, temb, image_rotary_emb)
-        return injected.class_forward(self)(self, *arguments, encoder_attention_mask)
+        return injected.class_forward(self, *arguments, encoder_attention_mask)
     rows, normalized = begin(injected, self, parts.norm1, hidden_states, temb, _rows)
     _, _, gate_msa, shift_mlp, scale_mlp, gate_mlp = rows
     attention_out = self.attn1(
@@ -83,20 +83,15 @@ def _attention_forward(
     parts = None if kwargs else injected.parts(self, hidden_states)
     if parts is None:
         arguments = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        return injected.class_forward(self)(self, *arguments, **kwargs)
+        return injected.class_forward(self, *arguments, **kwargs)
     context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
     heads = self.heads
+    query, key, value = self.to_q(hidden_states), self.to_k(context), self.to_v(context)
+    norms, form = (parts.norm_q, parts.norm_k), "across_heads"
     query, key = norm_and_rotate(
-        parts,
-        (parts.norm_q, parts.norm_k),
-        self.to_q(hidden_states),
-        self.to_k(context),
-        image_rotary_emb,
-        parts.rotate,
-        "across_heads",
-        heads,
+        parts, norms, query, key, image_rotary_emb, parts.rotate, form, heads
     )
-    query, key, value = (x.view(*x.shape[:2], heads, -1) for x in (query, key, self.to_v(context)))
+    query, key, value = (x.unflatten(2, (heads, -1)) for x in (query, key, value))
 
     def expand_mask(mask: Tensor) -> Tensor:
         mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])
@@ -129,7 +124,7 @@ def _rope_forward(
         or is_wrapped(self)
         or (video_coords is not None and video_coords.dtype == torch.float64)
     ):
-        return injected.class_forward(self)(self, hidden_states, *grid, video_coords)
+        return injected.class_forward(self, hidden_states, *grid, video_coords)
     if video_coords is None:
         bases = (self.base_num_frames, self.base_height, self.base_width, self.patch_size)
         key = (*grid, *bases, self.patch_size_t, self.theta, self.dim)
@@ -181,6 +176,7 @@ PARTS = (
         _block_forward,
         "rms_norm_modulate, gated_residual, gated_residual_rms_norm_modulate",
         norms=("norm1", "norm2"),
+        inner=("attn1", "attn2", "ff.net.0"),
     ),
     Attention(
         f"{_LTX}:LTXAttention",

@@ -35,8 +35,11 @@ class ModelForward:
     """A model's forward in progress, in which no derivative is asked for."""
 
     def __init__(self, model: nn.Module, blocks: tuple[str, ...]) -> None:
-        self._lists = [tuple(getattr(model, name)) for name in blocks]
-        self._is_quiet: bool | None = None
+        lists = [getattr(model, name, None) for name in blocks]
+        # A list of the user's own may do anything between two blocks.
+        is_known = all(type(list_) is nn.ModuleList for list_ in lists)
+        self._lists = [tuple(list_._modules.values()) for list_ in lists] if is_known else []
+        self._is_quiet = None if is_known else False
         self._handed: _Handed | None = None
         self._rows: tuple[Tensor, dict[int, tuple[Tensor, ...]]] | None = None
 
@@ -158,17 +161,13 @@ def _stand_ins(module: nn.Module) -> Iterator[Injected]:
 
 def _model_forward(self: nn.Module, injected: Injected, *args, **kwargs) -> Any:
     """The forward of the model's class, with a ``ModelForward`` for its blocks."""
-    forward = injected.class_forward(self)
-    if (
-        torch.compiler.is_compiling()
-        or tracks_derivatives()
-        or injected.decide(self).reason is not None
-    ):
-        return forward(self, *args, **kwargs)
+    if torch.compiler.is_compiling() or tracks_derivatives():
+        return injected.class_forward(self, *args, **kwargs)
+    injected.count([])
     local = injected.injection.local
     outer, local.forward = local.forward, ModelForward(self, injected.injection.blocks)
     try:
-        return forward(self, *args, **kwargs)
+        return injected.class_forward(self, *args, **kwargs)
     finally:
         local.forward.end()
         local.forward = outer

@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from .forward_slot import ReplicaMaker, class_forward_slot, stand_in_slot
-from .injected import Injected, Injection
+from .injected import UNKNOWN_FORWARD, Injected, Injection
 from .model_forward import Model
 from .norms import ORIGINALS as NORM_ORIGINALS
-from .original import find_original
+from .original import class_name, find_original
 from .part import Part
 from .report import InjectionReport, LeftAlone, Replaced
 from .snapshot import Glance
@@ -54,6 +54,10 @@ class Plan:
         if class_forward_slot(module) is None:
             self.leave(name, module, "its forward was replaced by something else")
             return
+        injected = Injected(module, part, name, self._injection)
+        if not injected.knows_forward_of(module):
+            self.leave(name, module, UNKNOWN_FORWARD)
+            return
         parts = part.decide(module, self._injection, Glance())
         if parts.reason is None:
             operations = part.describe(parts)
@@ -62,7 +66,7 @@ class Plan:
             if reason is not None:
                 self.leave(name, module, reason)
         # Its parts are looked up at each call: they may be others by then.
-        self._planned.append(Injected(module, part, name, self._injection))
+        self._planned.append(injected)
         reported = (parts.reason, *parts.notes)
         self._injection.tallies[name] = Tally(name, type(module).__name__, reported)
 
@@ -128,8 +132,23 @@ def plan_model(model: nn.Module, family: Any, options: dict[str, Any]) -> Plan:
         part = next((part for part in parts if part.is_kind_of(module)), None)
         if part is not None:
             plan.replace_forward(name, module, part)
+        for path in getattr(part, "inner", ()):
+            _report_stranger(plan, name, module, path, parts)
     for name, reason in family.LEFT_ALONE.items():
         module = getattr(model, name, None)
         if isinstance(module, nn.Module):
             plan.leave(name, module, reason)
     return plan
+
+
+def _report_stranger(
+    plan: Plan, name: str, block: nn.Module, path: str, parts: tuple[Part, ...]
+) -> None:
+    """Where a part is expected in a block and something else is found, the report names it."""
+    module = block
+    for child in path.split("."):
+        if child not in module._modules:
+            break  # what is there instead is built in another way
+        module, name = module._modules[child], f"{name}.{child}"
+    if module is not None and not any(part.is_kind_of(module) for part in parts):
+        plan.leave(name, module, f"a {class_name(module)}, called as it is")

@@ -32,7 +32,7 @@ class Calls:
     Attributes:
         name: the module's qualified name.
         module: its class.
-        on_kernels: how many ran on the kernels, as a whole or in part.
+        on_kernels: how many ran on the kernels, in all that the report promised.
         fell_back: how many the model's own code computed, as a whole or in part, by reason.
     """
 
