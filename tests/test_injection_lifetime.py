@@ -423,8 +423,8 @@ def replica_of(model, change):
             setattr(replica, name, replicas.get(child))
         for name, parameter in module._parameters.items():
             value = None if parameter is None else change(parameter.detach().clone())
-            del replica._parameters[name]
             setattr(replica, name, value)
+            replica._former_parameters[name] = value
         for name, buffer in module._buffers.items():
             replica._buffers[name] = buffer
     return replicas[model]
