@@ -419,6 +419,7 @@ def replica_of(model, change):
     replicas = {module: module._replicate_for_data_parallel() for module in modules}
     for module in modules:
         replica = replicas[module]
+        replica._former_parameters = {}
         for name, child in module._modules.items():
             setattr(replica, name, replicas.get(child))
         for name, parameter in module._parameters.items():
