@@ -344,6 +344,18 @@ def test_an_injection_that_fails_changes_nothing(kernel, device, monkeypatch, co
 
 
 @pytest.mark.parametrize("count", COUNTS)
+def test_an_ejection_after_an_injection_that_failed(kernel, device, monkeypatch, count):
+    model = transformer(device)
+    arguments = inputs(model)
+    before, expected = snapshot(model), run(model, arguments)
+    with contextlib.suppress(Stop), stopping_at(monkeypatch, count):
+        kernel.inject_kernels(model)
+    kernel.eject_kernels(model)
+    assert snapshot(model) == before
+    assert torch.equal(run(model, arguments), expected)
+
+
+@pytest.mark.parametrize("count", COUNTS)
 def test_an_ejection_that_fails_can_be_repeated(kernel, device, monkeypatch, count):
     model = transformer(device)
     arguments = inputs(model)
