@@ -344,6 +344,18 @@ def test_an_injection_that_fails_changes_nothing(kernel, device, monkeypatch, co
 
 
 @pytest.mark.parametrize("count", COUNTS)
+def test_an_ejection_after_an_injection_that_failed(kernel, device, monkeypatch, count):
+    model = transformer(device)
+    arguments = inputs(model)
+    before, expected = snapshot(model), run(model, arguments)
+    with contextlib.suppress(Stop), stopping_at(monkeypatch, count):
+        kernel.inject_kernels(model)
+    kernel.eject_kernels(model)
+    assert snapshot(model) == before
+    assert torch.equal(run(model, arguments), expected)
+
+
+@pytest.mark.parametrize("count", COUNTS)
 def test_an_ejection_that_fails_can_be_repeated(kernel, device, monkeypatch, count):
     model = transformer(device)
     arguments = inputs(model)
@@ -419,12 +431,13 @@ def replica_of(model, change):
     replicas = {module: module._replicate_for_data_parallel() for module in modules}
     for module in modules:
         replica = replicas[module]
+        replica._former_parameters = {}
         for name, child in module._modules.items():
             setattr(replica, name, replicas.get(child))
         for name, parameter in module._parameters.items():
             value = None if parameter is None else change(parameter.detach().clone())
-            replica._parameters.pop(name, None)
             setattr(replica, name, value)
+            replica._former_parameters[name] = value
         for name, buffer in module._buffers.items():
             replica._buffers[name] = buffer
     return replicas[model]

@@ -83,9 +83,7 @@ def assert_patched_alike(kernel, device, monkeypatch, target, options, order, is
         patches.setattr(owner, name, halving(getattr(owner, name), is_wrapper=is_wrapper))
         if not order:
             report = kernel.inject_kernels(model)
-        assert not torch.equal(run(plain, arguments), unlike), "the patch has no effect"
-        assert_alike(model, plain, arguments)
-        assert distance(run(plain, arguments), unlike) > 1e-4
+        assert_alike(model, plain, arguments, unlike=unlike)
     # What was patched is as it was again.
     assert_alike(model, plain, arguments)
     return report, options, model, arguments
@@ -93,13 +91,10 @@ def assert_patched_alike(kernel, device, monkeypatch, target, options, order, is
 
 @pytest.mark.parametrize("target", CLASSES)
 @every_model
-@every_kind_of_patch
 @either_order
-def test_methods_of_classes(
-    kernel, device, monkeypatch, target, options, is_wrapper, is_injected_first
-):
+def test_methods_of_classes(kernel, device, monkeypatch, target, options, is_injected_first):
     report, options, model, arguments = assert_patched_alike(
-        kernel, device, monkeypatch, CLASSES[target], options, is_injected_first, is_wrapper
+        kernel, device, monkeypatch, CLASSES[target], options, is_injected_first, True
     )
     if target not in NOT_REPLACED:
         assert is_said(report, kernel, device, **options)
