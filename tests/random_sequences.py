@@ -91,8 +91,10 @@ def load_kernel():
 #
 # 16 bits: rounding errors of the two are independent, so that only their sizes can be compared: the
 # injected model's distance from a float32 model (to which everything is done as well) with the plain one's.
-# The accuracy contract's 1.05 is for large outputs; over the few hundred elements here the ratio of two
-# independent errors varies, hence 1.25 and one unit in the last place of the output's norm on top.
+# The accuracy contract's 1.05 is for large outputs. Over the few hundred elements here the ratio of two
+# independent errors varies (where both were right it was between 0.70 and 1.17 in 166 forwards of
+# LTX-Video), hence 1.25, and a quarter of the dtype's epsilon for where the plain model's error is small by
+# chance. One wrong block is 10 to 100 times the plain model's error.
 
 FLOAT32_LIMIT = 1e-4
 GRADIENT_LIMIT = 1e-3
@@ -134,7 +136,7 @@ def compare(mine, plain, exact, what, limit, eps):
     exact = exact.detach().double().cpu()
     error, allowed = relative(mine, exact), relative(plain, exact)
     STATISTICS.append((error, allowed, eps))
-    if error > ROUNDED_LIMIT * allowed + eps:
+    if error > ROUNDED_LIMIT * allowed + eps / 4:
         raise Difference(
             f"{what} is {error:.3g} of its norm from the float32 model's, the plain one {allowed:.3g}"
         )
