@@ -91,8 +91,10 @@ def load_kernel():
 #
 # 16 bits: rounding errors of the two are independent, so that only their sizes can be compared: the
 # injected model's distance from a float32 model (to which everything is done as well) with the plain one's.
-# The accuracy contract's 1.05 is for large outputs; over the few hundred elements here the ratio of two
-# independent errors varies, hence 1.25 and one unit in the last place of the output's norm on top.
+# The accuracy contract's 1.05 is for large outputs. Over the few hundred elements here the ratio of two
+# independent errors varies (where both were right it was between 0.70 and 1.17 in 166 forwards of
+# LTX-Video), hence 1.25, and a quarter of the dtype's epsilon for where the plain model's error is small by
+# chance. One wrong block is 10 to 100 times the plain model's error.
 
 FLOAT32_LIMIT = 1e-4
 GRADIENT_LIMIT = 1e-3
@@ -134,7 +136,7 @@ def compare(mine, plain, exact, what, limit, eps):
     exact = exact.detach().double().cpu()
     error, allowed = relative(mine, exact), relative(plain, exact)
     STATISTICS.append((error, allowed, eps))
-    if error > ROUNDED_LIMIT * allowed + eps:
+    if error > ROUNDED_LIMIT * allowed + eps / 4:
         raise Difference(
             f"{what} is {error:.3g} of its norm from the float32 model's, the plain one {allowed:.3g}"
         )
@@ -431,7 +433,10 @@ class Twins:
         self.kept = []
         self.seen = None
         self.steps = self.forwards = 0
-        self.uses_data = False
+        self.uses_data = self.changes_weights = False
+        # Whether a library or a wrapper keeps the forward that it found: for a plain model that is the
+        # function that its class had then, which another, patched in later, does not change.
+        self.keeps_forwards = False
         self.seed = seed
 
     # Global state is given back, whatever happens
@@ -618,6 +623,10 @@ class Twins:
     @step(6, draw_hook, lambda twins: not twins.compiled and len(twins.hooks) < 4)
     def hook(self, *, module, kind, how):
         hook = make_hook(kind, how)
+        if kind == "parameter":
+            if self.offload == "disk":
+                return  # memory without values
+            self.changes_weights = True
         self.uses_data |= kind == "parameter" or how in ("data", "detached")
 
         def add(model):
@@ -685,6 +694,7 @@ class Twins:
                 registry.register_hook(DiffusersHook(), "random")
 
         self.alike(add)
+        self.keeps_forwards = True
 
     @step(1, allowed=lambda twins: not twins.compiled and twins.offload is None)
     def remove_library_hooks(self):
@@ -713,6 +723,7 @@ class Twins:
 
         self.alike(offload)
         self.offload = "accelerate"
+        self.keeps_forwards = True
 
     @step(1, allowed=lambda twins: twins.offload == "accelerate")
     def accelerate_onload(self):
@@ -733,6 +744,7 @@ class Twins:
         lambda twins: is_loose(twins),
     )
     def group_offload(self, *, offload_type, to_disk=False, use_stream=False):
+        to_disk = to_disk and not self.changes_weights
         if to_disk and self._folder is None:
             self._folder = tempfile.TemporaryDirectory()
 
@@ -750,6 +762,7 @@ class Twins:
 
         self.alike(offload)
         self.offload = "disk" if to_disk else "group"
+        self.keeps_forwards = True
 
     @step(1, allowed=lambda twins: twins.offload == "group")
     def group_onload(self):
@@ -776,6 +789,7 @@ class Twins:
 
         self.alike(cast)
         self.layerwise = True
+        self.keeps_forwards = True
 
     @step(
         1,
@@ -919,6 +933,7 @@ class Twins:
         }[name]
         self.alike(lambda model: model.enable_cache(config()))
         self.cache_name = name
+        self.keeps_forwards = True
 
     @step(1, allowed=lambda twins: twins.cache_name is not None and not twins.compiled)
     def disable_cache(self):
@@ -1025,6 +1040,7 @@ class Twins:
             part.forward = lambda *args, **kwargs: changed(forward(*args, **kwargs), "replace")
 
         self.alike(wrap)
+        self.keeps_forwards = True
 
     @step(
         3,
@@ -1034,6 +1050,8 @@ class Twins:
     def patch(self, *, name):
         """What it returns is changed."""
         if name in self.patches or name not in patchable(self):
+            return
+        if self.keeps_forwards and name.endswith(".forward"):
             return
         owner, attribute = patchable(self)[name]
         original = vars(owner)[attribute]
@@ -1048,7 +1066,9 @@ class Twins:
 
     @step(2, allowed=lambda twins: twins.patches)
     def unpatch(self):
-        self._unpatch(next(iter(self.patches)))
+        name = next(iter(self.patches))
+        if not (self.keeps_forwards and name.endswith(".forward")):
+            self._unpatch(name)
 
     def _unpatch(self, name):
         setattr(*self.patches.pop(name))
