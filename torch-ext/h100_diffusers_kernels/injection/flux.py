@@ -51,9 +51,7 @@ def _double_block_forward(
     x, c = hidden_states, encoder_hidden_states
     parts = injected.parts(self, x, c, temb)
     if parts is None:
-        return injected.class_forward(self)(
-            self, x, c, temb, image_rotary_emb, joint_attention_kwargs
-        )
+        return injected.class_forward(self, x, c, temb, image_rotary_emb, joint_attention_kwargs)
     normalized, gate, shift_mlp, scale_mlp, gate_mlp = parts.norm1(x, temb)
     c_normalized, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = parts.norm1_context(c, temb)
     # With an IP-Adapter the third result is to be added to the image's.

@@ -26,6 +26,7 @@ class Injection:
         originals: the functions that the kernels stand in for, as their libraries define them, by path.
         blocks: the names of the model's lists of blocks, in the order of their calls.
         tallies: of each replaced module, by name.
+        is_over: whether the kernels were ejected; wrappers of the user's may still hold the forwards.
         local: ``local.forward`` is the forward of the model that this thread is in, or None.
     """
 
@@ -36,11 +37,13 @@ class Injection:
         self.originals = originals
         self.blocks = blocks
         self.tallies: dict[str, Tally] = {}
+        self.is_over = False
         self.local = _Local()
 
     def __deepcopy__(self, memo: dict) -> Injection:
         duplicate = Injection(self.attention, self.originals, self.blocks)
         duplicate.tallies = {name: tally.fresh() for name, tally in self.tallies.items()}
+        duplicate.is_over = self.is_over
         return duplicate
 
 
@@ -95,9 +98,10 @@ class Injected(StandIn):
 
     def run(self, *args, **kwargs) -> Any:
         module = self._module()
-        if self.knows_forward_of(module):
-            return self.part.forward(module, self, *args, **kwargs)
-        self.count([UNKNOWN_FORWARD])
+        if not self.injection.is_over:
+            if self.knows_forward_of(module):
+                return self.part.forward(module, self, *args, **kwargs)
+            self.count([UNKNOWN_FORWARD])
         return type(module).forward(module, *args, **kwargs)
 
     def knows_forward_of(self, module: nn.Module) -> bool:

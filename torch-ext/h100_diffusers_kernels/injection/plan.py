@@ -90,6 +90,7 @@ class Plan:
 
         One whose forward was replaced by something else since keeps that.
         """
+        self._injection.is_over = True
         modules = (reference() for reference in self._modules)
         _take_out([*model.modules(), *(module for module in modules if module is not None)])
 
