@@ -434,6 +434,9 @@ class Twins:
         # Whether a library or a wrapper keeps the forward that it found: for a plain model that is the
         # function that its class had then, which another, patched in later, does not change.
         self.keeps_forwards = False
+        self.shares_forwards = (
+            False  # a copy runs forwards of the original, as they are kept in closures
+        )
         self.seed = seed
 
     # Global state is given back, whatever happens
@@ -582,8 +585,13 @@ class Twins:
     @property
     def has_equal_bits(self):
         """Whether the models run the same code on the same values. (Caches keep what kernels made.)"""
-        has_own_code = self.injected is None and self.cache_name is None and not self.compiled
-        return has_own_code and self.device.type == "cpu"
+        return not (
+            self.injected
+            or self.cache_name
+            or self.compiled
+            or self.shares_forwards
+            or self.device.type != "cpu"
+        )
 
     @step(
         2,
@@ -840,6 +848,7 @@ class Twins:
     def deepcopy(self, *, keep=True):
         """Goes on with copies. The models copied may be gone then."""
         before = self.models
+        self.shares_forwards |= self.keeps_forwards
         self.plain, self.exact, self.mine = self.alike(copy.deepcopy)
         for handles in self.hooks:
             for handle, model in zip(handles, self.models, strict=False):
