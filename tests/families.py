@@ -32,11 +32,12 @@ class Family:
         inexact: the arguments that have the model's dtype.
         options: variants of the inputs by name, each keyword arguments for ``inputs``.
         parts: a module of each kind, by its path: block, next_block, attention, norm, qk_norm, linear,
-            activation, feed_forward, output, rope, modulation.
-        forwards: modules whose forwards are not called as modules by a plain model either.
+            activation, feed_forward, up (its linear layer), output, rope, modulation, and more of its own.
         lora_targets: linear layers of the blocks, for peft.
         caches: the names of diffusers' caches that the family supports.
         module: where diffusers defines it.
+        processor: the class of its attention processors, in that module.
+        block_lists: the paths of its lists of blocks, in the order in which they run.
     """
 
     name: str

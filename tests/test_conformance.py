@@ -894,7 +894,7 @@ CACHES = {
         cache_interval=2,
         disable_cache_before_step=2,
         taylor_factors_dtype=torch.float32,
-        cache_identifiers=[r"transformer_blocks\.\d+\.(attn1?|ff)"],
+        cache_identifiers=[r"transformer_blocks\.\d+\.(attn1?|ff)$"],
     ),
     "mag": lambda timestep: MagCacheConfig(
         threshold=1.0, num_inference_steps=STEPS, mag_ratios=torch.ones(STEPS)

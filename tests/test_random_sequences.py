@@ -17,8 +17,11 @@ SEQUENCES = 60
 GROUPS = 6
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _loaded(kernel):
+@pytest.fixture(autouse=True)
+def _quiet(kernel, caplog):
+    """What diffusers has to say of a thousand models would hide the message."""
+    for name in ("diffusers", "accelerate", "peft", "h100_diffusers_kernels"):
+        caplog.set_level("CRITICAL", logger=name)
     random_sequences.load_kernel()
 
 

@@ -49,15 +49,35 @@ def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
 
 def takes_along(x: Tensor, *others: Tensor | None) -> bool:
     """Whether the kernels take each other tensor along with ``x``, which they take."""
+    dtype = x.dtype
     for tensor in others:
         if tensor is not None and (
-            tensor.dtype != x.dtype
+            tensor.dtype != dtype
             or tensor.device != x.device
-            or not _has_unit_stride(tensor)
+            or not (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
             or not is_plain(tensor)
         ):
             return False
     return True
+
+
+def of_one_form(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether tensors that were computed from such as the kernels take are still alike.
+
+    A layer in between may give another dtype, or a tensor of another kind. Where they are, the model's
+    own code asks of them, too.
+    """
+    dtype = x.dtype
+    if dtype not in _DTYPES or type(x) not in _PLAIN_TYPES and not is_plain(x):
+        return False
+    for tensor in others:
+        if tensor is not None and (
+            tensor.dtype != dtype
+            or not (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
+            or (type(tensor) not in _PLAIN_TYPES and not is_plain(tensor))
+        ):
+            return False
+    return x.stride(-1) == 1 or x.shape[-1] <= 1
 
 
 def why_not_taken(x: Tensor, *others: Tensor | None) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..conditions import is_plain, kernels_take
+from ..conditions import is_plain, kernels_take, of_one_form
 from ..differentiation import is_differentiated
 from .forward_slot import runs_own_forward
 from .injected import Injected, Injection, Parts
@@ -47,7 +47,7 @@ class LinearGelu:
             out = torch._addmm_activation(self.bias, rows, self.weight.t(), use_gelu=True)
             return out.view(*x.shape[:-1], out.shape[-1])
         x = linear(x)
-        if self.approximate is not None and kernels_take(x):
+        if self.approximate is not None and of_one_form(x):
             return functional.gelu(x, self.approximate)
         return activation(x)
 
@@ -74,7 +74,7 @@ def _see_linear(
         bias is not None
         and is_plain(weight)
         and is_plain(bias)
-        and all(injection.originals[path].is_in_use(snapshot) for path in _LINEAR)
+        and all(injection.originals[path].is_in_use() for path in _LINEAR)
     ):
         result.weight, result.bias = weight, bias
 
@@ -89,8 +89,8 @@ def see_linear_gelu(
     if (
         type(module) is nn.GELU
         and runs_own_forward(module)
-        and injection.originals[_GELU].is_in_use(snapshot)
-        and injection.originals[_GELU_MODULE].is_in_use(snapshot)
+        and injection.originals[_GELU].is_in_use()
+        and injection.originals[_GELU_MODULE].is_in_use()
     ):
         result.approximate = snapshot.see_attribute(module, "approximate")
     return result
@@ -105,7 +105,7 @@ class _Gelu(Part):
     ) -> None:
         originals = injection.originals
         if snapshot.see(module.__dict__, "gelu") is not None or not (
-            originals[_GELU].is_in_use(snapshot) and originals[_GELU_METHOD].is_in_use(snapshot)
+            originals[_GELU].is_in_use() and originals[_GELU_METHOD].is_in_use()
         ):
             parts.reason = "GELU was replaced"
             return

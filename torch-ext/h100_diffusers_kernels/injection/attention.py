@@ -18,8 +18,9 @@ from torch.utils._device import DeviceContext
 
 from .. import functional
 from ..arguments import ATTENTION_HEAD_DIMS, dtype_name
-from ..conditions import as_key_bias, attention_takes, kernels_take
+from ..conditions import as_key_bias, attention_takes, of_one_form
 from ..differentiation import is_differentiated
+from .forward_slot import runs_own_forward
 from .injected import Injected, Injection, Parts
 from .norms import RMS, Norm, see_norm
 from .original import Original, class_name, find_class, find_original
@@ -29,6 +30,7 @@ from .snapshot import Snapshot
 
 _SDPA = "torch.nn.functional:scaled_dot_product_attention"
 _NATIVE = "diffusers.models.attention_dispatch:_native_attention"
+_DROPOUT = "torch.nn:Dropout.forward"
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Attention(Part):
         return f"{self._library}:dispatch_attention_fn"
 
     def originals(self) -> dict[str, Original]:
-        paths = (_SDPA, _NATIVE, self._rotate, self._dispatch)
+        paths = (_SDPA, _NATIVE, _DROPOUT, self._rotate, self._dispatch)
         return {
             self._call: find_original(self._call, self.processor_parameters),
             **{path: find_original(path) for path in paths},
@@ -90,7 +92,7 @@ class Attention(Part):
         library = vars(sys.modules[self._library])
         parts.rotate = snapshot.see(library, "apply_rotary_emb")
         parts.dispatch = snapshot.see(library, "dispatch_attention_fn")
-        parts.rotates = originals[self._rotate].is_in_use(snapshot)
+        parts.rotates = originals[self._rotate].is_in_use()
         if not parts.rotates:
             parts.note("apply_rotary_emb was replaced")
         registry = getattr(
@@ -98,7 +100,8 @@ class Attention(Part):
         )
         parts.active_backend = getattr(registry, "get_active_backend", None)
         parts.native = originals[_NATIVE].function
-        parts.dispatches = originals[self._dispatch].is_in_use(snapshot)
+        parts.dispatches = originals[self._dispatch].is_in_use()
+        parts.project_out = _see_output(module, injection, snapshot)
         reason, is_choice = self._why_not(parts, module, injection, snapshot)
         parts.attends = reason is None
         if reason is not None:
@@ -118,7 +121,7 @@ class Attention(Part):
             return "this diffusers does not tell which attention backend is chosen", False
         if not parts.dispatches:
             return "dispatch_attention_fn was replaced", False
-        if not injection.originals[_SDPA].is_in_use(snapshot):
+        if not injection.originals[_SDPA].is_in_use():
             return "scaled_dot_product_attention was replaced", False
         return None, False
 
@@ -216,7 +219,7 @@ def norm_and_rotate(
     heads = query.shape[2] if heads is None else heads
     norm_q, norm_k = norms
     operand = None
-    if rope is not None and parts.rotates and query.shape == key.shape and kernels_take(query, key):
+    if rope is not None and parts.rotates and query.shape == key.shape and of_one_form(query, key):
         operand = as_operand(rope, query)
     options = {"rope": operand, "heads": heads, "layout": "interleaved"}
     if (
@@ -232,11 +235,32 @@ def norm_and_rotate(
     query, key = norm_q(query), norm_k(key)
     if rope is None:
         return query, key
-    if operand is not None and kernels_take(query, key):
+    if operand is not None and of_one_form(query, key):
         return functional.qk_norm_rope(query, key, norm="none", **options)
     return rotate(query, rope), rotate(key, rope)
 
 
-def project_out(to_out: nn.ModuleList, x: Tensor) -> Tensor:
-    """The output projection and its dropout."""
-    return to_out[1](to_out[0](x))
+class Output:
+    """The output projection of an attention and its dropout, which does nothing but in training."""
+
+    def __init__(self, linear: nn.Module, dropout: nn.Module, is_plain: bool) -> None:
+        self.linear = linear
+        self.dropout = dropout
+        self._is_plain = is_plain
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x, dropout = self.linear(x), self.dropout
+        return x if self._is_plain and not dropout.training else dropout(x)
+
+
+def _see_output(module: nn.Module, injection: Injection, snapshot: Snapshot) -> Output | None:
+    to_out = snapshot.see_attribute(module, "to_out")
+    if to_out is None:
+        return None
+    dropout = snapshot.see(to_out._modules, "1")
+    is_plain = (
+        type(dropout) is nn.Dropout
+        and runs_own_forward(dropout)
+        and injection.originals[_DROPOUT].is_in_use()
+    )
+    return Output(snapshot.see(to_out._modules, "0"), dropout, is_plain)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .activations import GELU
-from .attention import Attention, attend, norm_and_rotate, project_out
+from .attention import Attention, attend, norm_and_rotate
 from .blocks import Block
 from .injected import Injected
 from .joint import joined, split
@@ -134,8 +134,7 @@ def _attention_forward(
     if not is_joint:
         return out
     c_out, out = split(out, length)
-    out = project_out(self.to_out, out.contiguous())
-    return out, self.to_add_out(c_out.contiguous())
+    return parts.project_out(out.contiguous()), self.to_add_out(c_out.contiguous())
 
 
 _BLOCK = "self hidden_states encoder_hidden_states temb image_rotary_emb joint_attention_kwargs"

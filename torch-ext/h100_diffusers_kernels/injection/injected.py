@@ -39,6 +39,24 @@ class Injection:
         self.tallies: dict[str, Tally] = {}
         self.is_over = False
         self.local = _Local()
+        self._watched = {(o.owner, o.name): vars(o.owner) for o in originals.values() if o.owner}
+        self._found: tuple = ()
+
+    def watch(self, cls: type, method: str) -> Any:
+        """A method of a class, which decisions depend on from now on; None if it has none."""
+        for base in cls.__mro__:
+            if method in vars(base):
+                self._watched.setdefault((base, method), vars(base))
+                return vars(base)[method]
+        return None
+
+    def functions(self) -> tuple:
+        """All functions that decisions depend on, as they are found now: one object as long as they are the
+        same."""
+        found = tuple([names.get(name) for (_, name), names in list(self._watched.items())])
+        if found != self._found:
+            self._found = found
+        return self._found
 
     def __deepcopy__(self, memo: dict) -> Injection:
         duplicate = Injection(self.attention, self.originals, self.blocks)
@@ -73,6 +91,7 @@ class Parts:
 class Decision(NamedTuple):
     parts: Parts
     snapshot: Snapshot
+    functions: tuple  # of ``Injection.functions``
 
 
 class Injected(StandIn):
@@ -149,28 +168,28 @@ class Injected(StandIn):
         # torch.compile does not see through the attribute of every class.
         return self.injection.originals[self.part.path].function(module, *args, **kwargs)
 
-    def decide(self, module: nn.Module) -> Any:
-        """The part's decision, made again if anything that it was read from has changed."""
+    def decide(self, module: nn.Module, functions: tuple | None = None) -> Any:
+        """The part's decision, made again if anything that it was read from has changed.
+
+        ``functions`` are the injection's, if they are known already.
+        """
         if torch.compiler.is_compiling():
             return self.part.decide(module, self.injection, Glance())
-        decision = self._decision
-        if decision is not None:
-            forward = self.injection.local.forward
-            if forward is not None and forward is self.seen_by:
-                return decision.parts
-            if self.still_holds(module):
-                return decision.parts
+        decision, forward = self._decision, self.injection.local.forward
+        if decision is not None and forward is not None and forward is self.seen_by:
+            return decision.parts
         if has_global_hooks():
             return Parts("hooks are registered for all modules")
-        snapshot = Snapshot(module)
-        decision = Decision(self.part.decide(module, self.injection, snapshot), snapshot)
-        self._decision = decision
-        return decision.parts
-
-    def still_holds(self, module: nn.Module) -> bool:
-        """Whether the last decision, if there is one, would be the same now."""
-        decision = self._decision
-        return decision is not None and not has_global_hooks() and decision.snapshot.holds(module)
+        if (
+            decision is not None
+            and decision.functions is (functions or self.injection.functions())
+            and decision.snapshot.holds(module)
+        ):
+            return decision.parts
+        snapshot = Snapshot(module, self.injection.watch)
+        parts = self.part.decide(module, self.injection, snapshot)
+        self._decision = Decision(parts, snapshot, self.injection.functions())
+        return parts
 
     @property
     def is_quiet(self) -> bool:

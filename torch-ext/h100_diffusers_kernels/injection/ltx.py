@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..conditions import kernels_run_on, tracks_derivatives
 from ..functional import CoordinateRope
 from .activations import GELU
-from .attention import Attention, attend, norm_and_rotate, project_out
+from .attention import Attention, attend, norm_and_rotate
 from .blocks import Block, Rows, begin, finish, table_rows
 from .forward_slot import is_wrapped
 from .injected import Injected
@@ -91,7 +91,7 @@ def _attention_forward(
     query, key = norm_and_rotate(
         parts, norms, query, key, image_rotary_emb, parts.rotate, form, heads
     )
-    query, key, value = (x.unflatten(2, (heads, -1)) for x in (query, key, value))
+    query, key, value = (x.view(*x.shape[:2], heads, -1) for x in (query, key, value))
 
     def expand_mask(mask: Tensor) -> Tensor:
         mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])
@@ -99,7 +99,7 @@ def _attention_forward(
 
     options = {"dropout_p": 0.0, "is_causal": False}
     out = attend(injected, parts, query, key, value, attention_mask, expand_mask, **options)
-    return project_out(self.to_out, out.flatten(2, 3).to(query.dtype))
+    return parts.project_out(out.flatten(2, 3).to(query.dtype))
 
 
 def _rope_forward(

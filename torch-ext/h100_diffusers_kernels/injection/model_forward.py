@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..conditions import tracks_derivatives
 from .forward_slot import has_hooks, stand_in_of
-from .injected import Injected
+from .injected import Injected, Injection
 from .part import Part
 from .snapshot import Snapshot, has_global_hooks
 
@@ -34,12 +34,13 @@ class _Handed(NamedTuple):
 class ModelForward:
     """A model's forward in progress, in which no derivative is asked for."""
 
-    def __init__(self, model: nn.Module, blocks: tuple[str, ...]) -> None:
-        lists = [getattr(model, name, None) for name in blocks]
+    def __init__(self, model: nn.Module, injection: Injection) -> None:
+        lists = [getattr(model, name, None) for name in injection.blocks]
         # A list of the user's own may do anything between two blocks.
         is_known = all(type(list_) is nn.ModuleList for list_ in lists)
         self._lists = [tuple(list_._modules.values()) for list_ in lists] if is_known else []
         self._is_quiet = None if is_known else False
+        self._injection = injection
         self._handed: _Handed | None = None
         self._rows: tuple[Tensor, dict[int, tuple[Tensor, ...]]] | None = None
 
@@ -52,8 +53,9 @@ class ModelForward:
         The decisions on their parts are then known to hold, and are not looked at again.
         """
         if self._is_quiet is None:
+            functions = self._injection.functions()
             self._is_quiet = not has_global_hooks() and all(
-                _is_quiet(block) for blocks in self._lists for block in blocks
+                _is_quiet(block, functions) for blocks in self._lists for block in blocks
             )
             if self._is_quiet:
                 for blocks in self._lists:
@@ -141,14 +143,14 @@ def _is_bare(block: nn.Module) -> bool:
     return stand_in is not None and stand_in.module is block and not has_hooks(block)
 
 
-def _is_quiet(module: nn.Module) -> bool:
+def _is_quiet(module: nn.Module, functions: tuple) -> bool:
     if not _is_bare(module):
         return False
     injected = stand_in_of(module.forward)
     return (
-        injected.decide(module).reason is None
+        injected.decide(module, functions).reason is None
         and injected.is_quiet
-        and all(_is_quiet(child) for child in injected.stand_ins)
+        and all(_is_quiet(child, functions) for child in injected.stand_ins)
     )
 
 
@@ -165,7 +167,7 @@ def _model_forward(self: nn.Module, injected: Injected, *args, **kwargs) -> Any:
         return injected.class_forward(self, *args, **kwargs)
     injected.count([])
     local = injected.injection.local
-    outer, local.forward = local.forward, ModelForward(self, injected.injection.blocks)
+    outer, local.forward = local.forward, ModelForward(self, injected.injection)
     try:
         return injected.class_forward(self, *args, **kwargs)
     finally:

@@ -63,7 +63,7 @@ def _fill(
     path = next((path for path in _ROWS if type(module) is find_class(path)), None)
     if path is None:
         return f"is a {class_name(module)}"
-    if not injection.originals[f"{path}.forward"].is_in_use(snapshot):
+    if not injection.originals[f"{path}.forward"].is_in_use():
         return f"is a {class_name(module)}, and its class's forward was replaced"
     if not runs_own_forward(module):
         return "has hooks or another forward than its class's"

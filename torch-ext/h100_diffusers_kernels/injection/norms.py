@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import functional
-from ..conditions import is_plain, kernels_take, takes_along
+from ..conditions import is_plain, of_one_form
 from .forward_slot import runs_own_forward
 from .injected import Injection
 from .original import class_name, find_class
@@ -49,15 +49,15 @@ class Norm:
         self.size: int | None = None  # of the normalized dimension, where the module says it
 
     def takes(self, x: Tensor) -> bool:
-        """Whether the kernels compute the norm of ``x``, which they take."""
+        """Whether the kernels compute the norm of ``x``, where they take ``x``."""
         return (
             self.kind is not None
             and (self.size is None or self.size == x.shape[-1])
-            and takes_along(x, self.weight, self.bias)
+            and of_one_form(x, self.weight, self.bias)
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not (self.takes(x) and kernels_take(x)):
+        if not self.takes(x):
             return self.module(x)
         if self.kind == RMS:
             return functional.rms_norm(x, self.weight, self.eps)
@@ -65,7 +65,7 @@ class Norm:
 
     def modulated(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         """``norm(x) * (1 + scale) + shift``."""
-        if not (self.takes(x) and kernels_take(x, scale, shift)):
+        if not (self.takes(x) and of_one_form(x, scale, shift)):
             return self.module(x) * (1 + scale) + shift
         if self.kind == RMS:
             return functional.rms_norm_modulate(x, scale, shift, self.weight, self.eps)
@@ -78,7 +78,7 @@ class Norm:
         if not (
             self.takes(residual)
             and x.shape == residual.shape
-            and kernels_take(residual, x, gate, scale, shift)
+            and of_one_form(residual, x, gate, scale, shift)
         ):
             h = gated_residual(residual, x, gate)
             return h, self.modulated(h, scale, shift)
@@ -93,7 +93,7 @@ class Norm:
 
 def gated_residual(residual: Tensor, x: Tensor, gate: Tensor | None) -> Tensor:
     """``residual + gate * x``, also where a layer gives another dtype than the one it was given."""
-    if x.shape == residual.shape and kernels_take(residual, x, gate):
+    if x.shape == residual.shape and of_one_form(residual, x, gate):
         return functional.gated_residual(residual, x, gate)
     return residual + (x if gate is None else x * gate)
 
@@ -116,7 +116,7 @@ def _fill(norm: Norm, module: Any, injection: Injection, snapshot: Snapshot) -> 
         return f"is a {class_name(module)}"
     norm.kind, functions = _CLASSES[path]
     for original in (f"{path}.forward", *functions):
-        if not injection.originals[original].is_in_use(snapshot):
+        if not injection.originals[original].is_in_use():
             return f"is a {class_name(module)}, and {original.partition(':')[2]} was replaced"
     if not runs_own_forward(module):
         return "has hooks or another forward than its class's"

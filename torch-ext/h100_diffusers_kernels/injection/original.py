@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .snapshot import Snapshot
-
 
 class Original(NamedTuple):
     """A function of a module or of a class; ``function`` is None if it is missing or had been replaced."""
@@ -23,10 +21,9 @@ class Original(NamedTuple):
     name: str
     function: Any
 
-    def is_in_use(self, snapshot: Snapshot) -> bool:
+    def is_in_use(self) -> bool:
         """Whether the library's own function is found under its name."""
-        function = snapshot.see(vars(self.owner), self.name)
-        return function is not None and function is self.function
+        return self.function is not None and vars(self.owner).get(self.name) is self.function
 
 
 def find_class(path: str) -> type | None:

@@ -7,7 +7,7 @@ difference.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,13 +41,15 @@ class Snapshot:
         is_quiet: whether a call of the root runs no code but that of known libraries, apart from what is
             around the root itself and inside of modules that have a stand-in of their own.
         stand_ins: those modules.
+        see_method: looks up a method of a class, for whoever keeps watch on those.
     """
 
-    __slots__ = ("_root_state", "_tree", "_values", "is_quiet", "stand_ins")
+    __slots__ = ("_root_state", "_tree", "_values", "is_quiet", "see_method", "stand_ins")
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, see_method: Callable[[type, str], Any]) -> None:
         # Held by the root, this must not hold the root's attributes in turn.
         self._root_state = id(root.__dict__)
+        self.see_method = see_method
         self._values: list[tuple] = []
         self._tree: list[tuple] = []
         self.is_quiet = True
@@ -62,18 +64,13 @@ class Snapshot:
 
     def see_attribute(self, module: nn.Module, name: str) -> Any:
         """A submodule, parameter, buffer or other attribute of an instance; None if there is none."""
-        for namespace in (module._modules, module._parameters, module._buffers, module.__dict__):
-            value = self.see(namespace, name)
+        namespaces = (module.__dict__, module._parameters, module._buffers, module._modules)
+        for namespace in namespaces:
             if name in namespace:
-                return value
+                return self.see(namespace, name)
+        for namespace in namespaces:
+            self.see(namespace, name)
         return getattr(type(module), name, None)
-
-    def see_method(self, cls: type, name: str) -> Any:
-        """A function of a class, seen where it is defined."""
-        for base in cls.__mro__:
-            if name in vars(base):
-                return self.see(vars(base), name)
-        return None
 
     def see_tree(self, root: nn.Module) -> None:
         """A module and all under it, down to those that have a stand-in, which see for themselves."""
