@@ -15,6 +15,7 @@ from .differentiation import is_differentiated
 
 # A build has kernels for one type of device, which its operators' namespace names.
 KERNEL_DEVICE_TYPE = "cuda" if "_cuda_" in add_op_namespace_prefix("") else "cpu"
+_IS_CUDA = KERNEL_DEVICE_TYPE == "cuda"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ATTENTION_DTYPES = (torch.bfloat16, torch.float16)
@@ -36,7 +37,7 @@ def kernels_run_on(x: Tensor) -> bool:
     """
     return (
         x.dtype in _DTYPES
-        and x.device.type == KERNEL_DEVICE_TYPE
+        and (x.is_cuda if _IS_CUDA else x.device.type == KERNEL_DEVICE_TYPE)
         and is_plain(x)
         and not torch.is_autocast_enabled(KERNEL_DEVICE_TYPE)
     )
@@ -114,13 +115,16 @@ def tracks_derivatives() -> bool:
 
 
 def attention_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether ``attention`` computes with them, each (B, S, H, d), and no derivative is asked for."""
+    """Whether ``attention`` computes with them, each (B, S, H, d), and no derivative is asked for.
+
+    They were computed from tensors such as the kernels take.
+    """
+    batch, _, heads, head_dim = query.shape
     return (
         query.dtype in _ATTENTION_DTYPES
-        and query.shape[3] in ATTENTION_HEAD_DIMS
-        and kernels_take(query, key, value)
-        and query.shape[0] == key.shape[0]
-        and query.shape[2:] == key.shape[2:]
+        and head_dim in ATTENTION_HEAD_DIMS
+        and of_one_form(query, key, value)
+        and key.shape == (batch, key.shape[1], heads, head_dim)
         and key.shape == value.shape
         and not is_differentiated(query, key, value)
     )

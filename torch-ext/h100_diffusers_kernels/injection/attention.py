@@ -85,13 +85,12 @@ class Attention(Part):
             parts.reason = f"its processor is a {class_name(processor)}, not the one known"
             return
         for name in self.norms:
-            if snapshot.see_attribute(module, name) is not None:
-                norm = see_norm(module, name, injection, snapshot)
+            norm = see_norm(module, name, injection, snapshot)
+            if norm.module is not None:
                 setattr(parts, name, norm)
                 parts.note(norm.reason)
-        library = vars(sys.modules[self._library])
-        parts.rotate = snapshot.see(library, "apply_rotary_emb")
-        parts.dispatch = snapshot.see(library, "dispatch_attention_fn")
+        library = sys.modules[self._library]
+        parts.rotate, parts.dispatch = library.apply_rotary_emb, library.dispatch_attention_fn
         parts.rotates = originals[self._rotate].is_in_use()
         if not parts.rotates:
             parts.note("apply_rotary_emb was replaced")

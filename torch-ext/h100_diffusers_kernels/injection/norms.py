@@ -14,18 +14,30 @@ from .original import class_name, find_class
 from .snapshot import Snapshot
 
 RMS, LAYER = "rms", "layer"
-# What each class computes, and the functions that its forward calls.
+# What each class computes, the functions that its forward calls, and the attributes that it reads.
 _CLASSES = {
-    "diffusers.models.normalization:RMSNorm": (RMS, ()),
-    "torch.nn:RMSNorm": (RMS, ("torch.nn.functional:rms_norm",)),
-    "torch.nn:LayerNorm": (LAYER, ("torch.nn.functional:layer_norm",)),
-    "diffusers.models.normalization:FP32LayerNorm": (LAYER, ("torch.nn.functional:layer_norm",)),
+    "diffusers.models.normalization:RMSNorm": (RMS, (), ("weight", "bias", "eps")),
+    "torch.nn:RMSNorm": (
+        RMS,
+        ("torch.nn.functional:rms_norm",),
+        ("weight", "eps", "normalized_shape"),
+    ),
+    "torch.nn:LayerNorm": (
+        LAYER,
+        ("torch.nn.functional:layer_norm",),
+        ("weight", "bias", "eps", "normalized_shape"),
+    ),
+    "diffusers.models.normalization:FP32LayerNorm": (
+        LAYER,
+        ("torch.nn.functional:layer_norm",),
+        ("weight", "bias", "eps", "normalized_shape"),
+    ),
 }
 # What the kernels stand in for.
 ORIGINALS = tuple(
     dict.fromkeys(
         path
-        for name, (_, functions) in _CLASSES.items()
+        for name, (_, functions, _) in _CLASSES.items()
         for path in (f"{name}.forward", *functions)
     )
 )
@@ -114,22 +126,21 @@ def _fill(norm: Norm, module: Any, injection: Injection, snapshot: Snapshot) -> 
     path = next((path for path in _CLASSES if type(module) is find_class(path)), None)
     if path is None:
         return f"is a {class_name(module)}"
-    norm.kind, functions = _CLASSES[path]
+    norm.kind, functions, attributes = _CLASSES[path]
     for original in (f"{path}.forward", *functions):
         if not injection.originals[original].is_in_use():
             return f"is a {class_name(module)}, and {original.partition(':')[2]} was replaced"
     if not runs_own_forward(module):
         return "has hooks or another forward than its class's"
-    norm.weight = snapshot.see_attribute(module, "weight")
-    norm.bias = snapshot.see_attribute(module, "bias")
-    norm.eps = snapshot.see_attribute(module, "eps")
+    read = {name: snapshot.see_attribute(module, name) for name in attributes}
+    norm.weight, norm.bias, norm.eps = read["weight"], read.get("bias"), read["eps"]
     if not (is_plain(norm.weight) and is_plain(norm.bias)):
         return "has a sharded or quantized weight"
     if norm.kind == RMS and norm.bias is not None:
         return "has a bias"
     if not isinstance(norm.eps, float):
         return f"has an eps of {norm.eps}"
-    normalized_shape = snapshot.see_attribute(module, "normalized_shape")
+    normalized_shape = read.get("normalized_shape")
     if normalized_shape is not None:
         if len(normalized_shape) != 1:
             return "normalizes over several dimensions"

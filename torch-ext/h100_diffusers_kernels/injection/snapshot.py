@@ -112,7 +112,6 @@ class Snapshot:
             if (
                 module.__class__ is not cls
                 or state.get("forward") is not forward
-                or tuple(state["_modules"].values()) != children
                 or hooked
                 != bool(
                     state["_forward_hooks"]
@@ -121,6 +120,9 @@ class Snapshot:
                     or state["_backward_pre_hooks"]
                 )
             ):
+                return False
+            modules = state["_modules"]
+            if (tuple(modules.values()) if modules else ()) != children:
                 return False
         return True
 
