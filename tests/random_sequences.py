@@ -853,7 +853,9 @@ class Twins:
         for handles in self.hooks:
             for handle, model in zip(handles, self.models, strict=False):
                 handle.hooks_dict_ref = find_hooks(model, handle)
-        if keep:
+        # What found a forward before, and was copied with it, runs the original's: a bound method holds
+        # its module, what stands in for one does not.
+        if keep or self.shares_forwards:
             self.kept.append(before)
 
     # ----------------------------------------------------------------------------------------------

@@ -204,7 +204,9 @@ def in_vmap(model, arguments):
         return run(model, {**arguments, "hidden_states": x})
 
     x = arguments["hidden_states"]
-    torch.func.vmap(forward)(torch.stack([x, x]))
+    # Of PyTorch's attentions not all take a mask in a transform.
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        torch.func.vmap(forward)(torch.stack([x, x]))
 
 
 def with_tangents(model, arguments):

@@ -9,8 +9,6 @@ A double block does for image tokens x and text tokens c, each with a modulation
 and a single block, of both joined,
 
     n = layer_norm(x) * (1 + scale) + shift;  x = x + gate * proj_out([attention(n), gelu(proj_mlp(n))])
-
-In float16 diffusers clips some results to the dtype's range.
 """
 
 from __future__ import annotations
@@ -23,20 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from .activations import GELU
-from .attention import Attention, attend, norm_and_rotate
+from .attention import Attention, attend
 from .blocks import Block
 from .injected import Injected
-from .joint import joined, split
+from .joint import joined, joint_streams, split
 from .model_forward import Model
-from .norms import gated_residual
-from .rotary import split_tables
+from .norms import clipped, gated_residual
 
 _FLUX = "diffusers.models.transformers.transformer_flux"
-_LARGEST = 65504
-
-
-def _clipped(x: Tensor) -> Tensor:
-    return x.clip(-_LARGEST, _LARGEST) if x.dtype == torch.float16 else x
 
 
 def _double_block_forward(
@@ -54,12 +46,10 @@ def _double_block_forward(
         return injected.class_forward(self, x, c, temb, image_rotary_emb, joint_attention_kwargs)
     normalized, gate, shift_mlp, scale_mlp, gate_mlp = parts.norm1(x, temb)
     c_normalized, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = parts.norm1_context(c, temb)
+    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
     # With an IP-Adapter the third result is to be added to the image's.
     attention_out, c_attention_out, *adapted = self.attn(
-        hidden_states=normalized,
-        encoder_hidden_states=c_normalized,
-        image_rotary_emb=image_rotary_emb,
-        **(joint_attention_kwargs or {}),
+        hidden_states=normalized, encoder_hidden_states=c_normalized, **more
     )
     x, normalized = parts.norm2.residual_modulated(x, attention_out, gate, scale_mlp, shift_mlp)
     x = gated_residual(x, self.ff(normalized), gate_mlp)
@@ -69,7 +59,7 @@ def _double_block_forward(
         c, c_attention_out, c_gate, c_scale_mlp, c_shift_mlp
     )
     c = gated_residual(c, self.ff_context(c_normalized), c_gate_mlp)
-    return _clipped(c), x
+    return clipped(c), x
 
 
 def _single_block_forward(
@@ -88,13 +78,10 @@ def _single_block_forward(
     x = joined(injected, encoder_hidden_states, hidden_states)
     normalized, gate = parts.norm(x, temb)
     mlp_out = parts.proj_mlp(self.proj_mlp, self.act_mlp, normalized)
-    attention_out = self.attn(
-        hidden_states=normalized,
-        image_rotary_emb=image_rotary_emb,
-        **(joint_attention_kwargs or {}),
-    )
+    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    attention_out = self.attn(hidden_states=normalized, **more)
     out = self.proj_out(torch.cat([attention_out, mlp_out], dim=2))
-    return split(_clipped(gated_residual(x, out, gate)), encoder_hidden_states.shape[1])
+    return split(clipped(gated_residual(x, out, gate)), encoder_hidden_states.shape[1])
 
 
 def _attention_forward(
@@ -113,37 +100,21 @@ def _attention_forward(
         return injected.class_forward(self, *arguments, **kwargs)
     project = vars(sys.modules[_FLUX])["_get_qkv_projections"]
     streams = project(self, hidden_states, encoder_hidden_states)[: 6 if is_joint else 3]
-    query, key, value, *text = (x.unflatten(-1, (-1, self.head_dim)) for x in streams)
-    rope, rotate = image_rotary_emb, partial(parts.rotate, sequence_dim=1)
-    if is_joint:
-        length = encoder_hidden_states.shape[1]
-        c_rope, x_rope = split_tables(rope, length, query.shape[1]) or (None, None)
-        norms = (parts.norm_added_q, parts.norm_added_k)
-        c_query, c_key = norm_and_rotate(parts, norms, *text[:2], c_rope, rotate, "per_head")
-        norms = (parts.norm_q, parts.norm_k)
-        query, key = norm_and_rotate(parts, norms, query, key, x_rope, rotate, "per_head")
-        pairs = ((c_query, query), (c_key, key), (text[2], value))
-        query, key, value = (torch.cat(pair, dim=1) for pair in pairs)
-        if rope is not None and x_rope is None:
-            query, key = rotate(query, rope), rotate(key, rope)
-    else:
-        norms = (parts.norm_q, parts.norm_k)
-        query, key = norm_and_rotate(parts, norms, query, key, rope, rotate, "per_head")
-    out = attend(injected, parts, query, key, value, attention_mask)
-    out = out.flatten(2, 3).to(query.dtype)
+    streams = [x.unflatten(-1, (-1, self.head_dim)) for x in streams]
+    rotate = partial(parts.rotate, sequence_dim=1)
+    query, key, value = joint_streams(parts, streams[:3], streams[3:], image_rotary_emb, rotate)
+    out = attend(injected, parts, query, key, value, attention_mask).flatten(2, 3).to(query.dtype)
     if not is_joint:
         return out
-    c_out, out = split(out, length)
+    c_out, out = split(out, encoder_hidden_states.shape[1])
     return parts.project_out(out.contiguous()), self.to_add_out(c_out.contiguous())
 
 
 _BLOCK = "self hidden_states encoder_hidden_states temb image_rotary_emb joint_attention_kwargs"
 _ATTENTION = "hidden_states encoder_hidden_states attention_mask image_rotary_emb"
+_LISTS = ("transformer_blocks", "single_transformer_blocks")
 PARTS = (
-    Model(
-        f"{_FLUX}:FluxTransformer2DModel",
-        blocks=("transformer_blocks", "single_transformer_blocks"),
-    ),
+    Model(f"{_FLUX}:FluxTransformer2DModel", blocks=_LISTS),
     Block(
         f"{_FLUX}:FluxTransformerBlock",
         _BLOCK,
@@ -173,9 +144,5 @@ PARTS = (
     ),
     GELU,
 )
-_PRODUCTS = "matrix products, called as they are"
-LEFT_ALONE = {
-    **dict.fromkeys(("x_embedder", "context_embedder", "time_text_embed", "proj_out"), _PRODUCTS),
-    "pos_embed": "computed once a forward",
-    "norm_out": "computed once a forward",
-}
+_ONCE = ("x_embedder", "context_embedder", "time_text_embed", "pos_embed", "norm_out", "proj_out")
+LEFT_ALONE = dict.fromkeys(_ONCE, "computed once a forward, by the model's own code")

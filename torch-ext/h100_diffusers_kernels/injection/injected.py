@@ -117,6 +117,10 @@ class Injected(StandIn):
 
     def run(self, *args, **kwargs) -> Any:
         module = self._module()
+        if module is None:
+            raise RuntimeError(
+                f"the forward of {self.name or 'a model'} was called after its module had been freed"
+            )
         if not self.injection.is_over:
             if self.knows_forward_of(module):
                 return self.part.forward(module, self, *args, **kwargs)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .injected import Injected
+from .attention import norm_and_rotate
+from .injected import Injected, Parts
 from .model_forward import forward_in_progress
+from .rotary import split_tables
 
 
 def joined(injected: Injected, first: Tensor, second: Tensor) -> Tensor:
@@ -39,3 +44,30 @@ def _are_neighbours(first: Tensor, second: Tensor) -> bool:
 def split(x: Tensor, first_length: int) -> tuple[Tensor, Tensor]:
     """The two parts of joined tokens, as views."""
     return x[:, :first_length], x[:, first_length:]
+
+
+def joint_streams(
+    parts: Parts,
+    image: Sequence[Tensor],
+    text: Sequence[Tensor],
+    rope: Any,
+    rotate: Callable[[Tensor, Any], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, each (B, S, H, d), for attention: those of the image, or of text and image.
+
+    Each stream has norms of each head of its own, and both are rotated by ``rope``, the text first.
+    ``text`` is empty where there is none.
+    """
+    query, key, value = image
+    norms = (parts.norm_q, parts.norm_k)
+    if not text:
+        return *norm_and_rotate(parts, norms, query, key, rope, rotate, "per_head"), value
+    text_rope, image_rope = split_tables(rope, text[0].shape[1], query.shape[1]) or (None, None)
+    query, key = norm_and_rotate(parts, norms, query, key, image_rope, rotate, "per_head")
+    norms = (parts.norm_added_q, parts.norm_added_k)
+    of_text = norm_and_rotate(parts, norms, *text[:2], text_rope, rotate, "per_head")
+    pairs = zip((*of_text, text[2]), (query, key, value))
+    query, key, value = (torch.cat(pair, dim=1) for pair in pairs)
+    if rope is not None and image_rope is None:
+        query, key = rotate(query, rope), rotate(key, rope)
+    return query, key, value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import functional
@@ -108,6 +109,11 @@ def gated_residual(residual: Tensor, x: Tensor, gate: Tensor | None) -> Tensor:
     if x.shape == residual.shape and of_one_form(residual, x, gate):
         return functional.gated_residual(residual, x, gate)
     return residual + (x if gate is None else x * gate)
+
+
+def clipped(x: Tensor) -> Tensor:
+    """As diffusers keeps some results in float16 within the dtype's range."""
+    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
 def see_norm(owner: nn.Module, name: str, injection: Injection, snapshot: Snapshot) -> Norm:
