@@ -1245,6 +1245,13 @@ def run_thread(twins, model, arguments):
 
 
 def run_backward(twins, model, arguments):
+    # On CUDA the gradients of PyTorch's fused attentions were not finite, or out of bounds, for some
+    # lengths, without kernels too.
+    with sdpa_kernel(SDPBackend.MATH):
+        return gradient_of(twins, model, arguments)
+
+
+def gradient_of(twins, model, arguments):
     out = model(**arguments, return_dict=False)[0]
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype)

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..conditions import is_plain, kernels_take, of_one_form
+from ..conditions import kernels_take, of_one_form
 from ..differentiation import is_differentiated
 from .forward_slot import runs_own_forward
 from .injected import Injected, Injection, Parts
+from .linears import ORIGINALS as LINEAR_ORIGINALS
+from .linears import PlainLinear, see_linear
 from .original import Original, find_original
 from .part import Part
 from .snapshot import Snapshot
@@ -21,9 +23,8 @@ _EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
 _GELU = "torch.nn.functional:gelu"
 _GELU_MODULE = "torch.nn:GELU.forward"
 _GELU_METHOD = "diffusers.models.activations:GELU.gelu"
-_LINEAR = ("torch.nn.functional:linear", "torch.nn:Linear.forward")
 # What the kernels stand in for.
-ORIGINALS = (_GELU, _GELU_MODULE, _GELU_METHOD, *_LINEAR)
+ORIGINALS = (_GELU, _GELU_MODULE, _GELU_METHOD, *LINEAR_ORIGINALS)
 
 
 class LinearGelu:
@@ -31,60 +32,44 @@ class LinearGelu:
 
     Attributes:
         approximate: GELU's form; None where something else may follow the linear layer.
-        weight, bias: of a linear layer that is nothing but these, else None.
+        linear: the linear layer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, linear: Callable[[Tensor], Tensor]) -> None:
         self.approximate: str | None = None
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
+        self.linear = linear
 
-    def __call__(self, linear: nn.Module, activation: Callable, x: Tensor) -> Tensor:
+    def __call__(self, activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """``activation(linear(x))``."""
-        if self.weight is not None and self.approximate == "tanh" and self._takes(x):
+        if self.approximate == "tanh" and self._has_epilogue(x):
             # On CUDA the epilogue is the tanh approximation. (On CPU the function's GELU is exact.)
+            weight, bias = self.linear.weight, self.linear.bias
             rows = x.reshape(-1, x.shape[-1])
-            out = torch._addmm_activation(self.bias, rows, self.weight.t(), use_gelu=True)
+            out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
             return out.view(*x.shape[:-1], out.shape[-1])
-        x = linear(x)
+        x = self.linear(x)
         if self.approximate is not None and of_one_form(x):
             return functional.gelu(x, self.approximate)
         return activation(x)
 
-    def _takes(self, x: Tensor) -> bool:
+    def _has_epilogue(self, x: Tensor) -> bool:
+        linear = self.linear
         return (
-            x.device.type == "cuda"
+            x.is_cuda
             and x.dtype in _EPILOGUE_DTYPES
-            and kernels_take(x, self.weight, self.bias)
+            and type(linear) is PlainLinear
+            and linear.bias is not None
+            and kernels_take(x, linear.weight, linear.bias)
             and x.numel() > 0
-            and not is_differentiated(x, self.weight, self.bias)
+            and not is_differentiated(x, linear.weight, linear.bias)
         )
-
-
-def _see_linear(
-    result: LinearGelu, owner: nn.Module, name: str, injection: Injection, snapshot: Snapshot
-) -> None:
-    """LoRA and quantization put another layer or another kind of weight there, offloading a hook."""
-    module = snapshot.see_attribute(owner, name)
-    if type(module) is not nn.Linear or not runs_own_forward(module):
-        return
-    weight = snapshot.see_attribute(module, "weight")
-    bias = snapshot.see_attribute(module, "bias")
-    if (
-        bias is not None
-        and is_plain(weight)
-        and is_plain(bias)
-        and all(injection.originals[path].is_in_use() for path in _LINEAR)
-    ):
-        result.weight, result.bias = weight, bias
 
 
 def see_linear_gelu(
     owner: nn.Module, linear: str, activation: str, injection: Injection, snapshot: Snapshot
 ) -> LinearGelu:
     """A linear layer and a ``torch.nn.GELU`` after it, as they are now among a module's attributes."""
-    result = LinearGelu()
-    _see_linear(result, owner, linear, injection, snapshot)
+    result = LinearGelu(see_linear(owner, linear, injection, snapshot))
     module = snapshot.see_attribute(owner, activation)
     if (
         type(module) is nn.GELU
@@ -109,16 +94,15 @@ class _Gelu(Part):
         ):
             parts.reason = "GELU was replaced"
             return
-        parts.linear_gelu = LinearGelu()
+        parts.linear_gelu = LinearGelu(see_linear(module, "proj", injection, snapshot))
         parts.linear_gelu.approximate = snapshot.see_attribute(module, "approximate")
-        _see_linear(parts.linear_gelu, module, "proj", injection, snapshot)
 
 
 def _forward(self: nn.Module, injected: Injected, hidden_states: Tensor) -> Tensor:
     parts = injected.parts(self, hidden_states)
     if parts is None:
         return injected.class_forward(self, hidden_states)
-    return parts.linear_gelu(self.proj, self.gelu, hidden_states)
+    return parts.linear_gelu(self.gelu, hidden_states)
 
 
 GELU = _Gelu(

@@ -22,6 +22,8 @@ from ..conditions import as_key_bias, attention_takes, of_one_form
 from ..differentiation import is_differentiated
 from .forward_slot import runs_own_forward
 from .injected import Injected, Injection, Parts
+from .linears import ORIGINALS as LINEAR_ORIGINALS
+from .linears import see_linear
 from .norms import RMS, Norm, see_norm
 from .original import Original, class_name, find_class, find_original
 from .part import Part
@@ -41,11 +43,13 @@ class Attention(Part):
         processor: the path of the processor's class.
         processor_parameters: of its ``__call__``, in order.
         norms: the names of the norms of queries and keys.
+        projections: the names of linear layers before them that the forward calls by itself.
     """
 
     processor: str = ""
     processor_parameters: str = ""
     norms: tuple[str, ...] = ("norm_q", "norm_k")
+    projections: tuple[str, ...] = ()
 
     @property
     def _call(self) -> str:
@@ -65,7 +69,7 @@ class Attention(Part):
         return f"{self._library}:dispatch_attention_fn"
 
     def originals(self) -> dict[str, Original]:
-        paths = (_SDPA, _NATIVE, _DROPOUT, self._rotate, self._dispatch)
+        paths = (_SDPA, _NATIVE, _DROPOUT, *LINEAR_ORIGINALS, self._rotate, self._dispatch)
         return {
             self._call: find_original(self._call, self.processor_parameters),
             **{path: find_original(path) for path in paths},
@@ -84,6 +88,8 @@ class Attention(Part):
         ):
             parts.reason = f"its processor is a {class_name(processor)}, not the one known"
             return
+        for name in self.projections:
+            setattr(parts, name, see_linear(module, name, injection, snapshot))
         for name in self.norms:
             norm = see_norm(module, name, injection, snapshot)
             if norm.module is not None:
@@ -242,7 +248,9 @@ def norm_and_rotate(
 class Output:
     """The output projection of an attention and its dropout, which does nothing but in training."""
 
-    def __init__(self, linear: nn.Module, dropout: nn.Module, is_plain: bool) -> None:
+    def __init__(
+        self, linear: Callable[[Tensor], Tensor], dropout: nn.Module, is_plain: bool
+    ) -> None:
         self.linear = linear
         self.dropout = dropout
         self._is_plain = is_plain
@@ -262,4 +270,4 @@ def _see_output(module: nn.Module, injection: Injection, snapshot: Snapshot) -> 
         and runs_own_forward(dropout)
         and injection.originals[_DROPOUT].is_in_use()
     )
-    return Output(snapshot.see(to_out._modules, "0"), dropout, is_plain)
+    return Output(see_linear(to_out, "0", injection, snapshot), dropout, is_plain)

@@ -77,7 +77,7 @@ def _single_block_forward(
         return injected.class_forward(self, *arguments, joint_attention_kwargs)
     x = joined(injected, encoder_hidden_states, hidden_states)
     normalized, gate = parts.norm(x, temb)
-    mlp_out = parts.proj_mlp(self.proj_mlp, self.act_mlp, normalized)
+    mlp_out = parts.proj_mlp(self.act_mlp, normalized)
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
     attention_out = self.attn(hidden_states=normalized, **more)
     out = self.proj_out(torch.cat([attention_out, mlp_out], dim=2))

@@ -86,7 +86,7 @@ def _attention_forward(
         return injected.class_forward(self, *arguments, **kwargs)
     context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
     heads = self.heads
-    query, key, value = self.to_q(hidden_states), self.to_k(context), self.to_v(context)
+    query, key, value = parts.to_q(hidden_states), parts.to_k(context), parts.to_v(context)
     norms, form = (parts.norm_q, parts.norm_k), "across_heads"
     query, key = norm_and_rotate(
         parts, norms, query, key, image_rotary_emb, parts.rotate, form, heads
@@ -185,6 +185,7 @@ PARTS = (
         "qk_norm_rope, rms_norm",
         processor=f"{_LTX}:LTXVideoAttnProcessor",
         processor_parameters=f"self attn {_ATTENTION}",
+        projections=("to_q", "to_k", "to_v"),
     ),
     GELU,
 )

@@ -103,9 +103,10 @@ class ModelForward:
     def rows(self, block: nn.Module, name: str, temb: Tensor) -> tuple[Tensor, ...] | None:
         """The rows of ``block.name + temb``, each (B, 1, D), made for all blocks of a list at once.
 
-        None where that may not be done, or would take memory: with an embedding for each token.
+        None where that may not be done, or would take memory: with an embedding for each token; and for
+        the first block, as to look at them all before the GPU has work would leave it waiting.
         """
-        if temb.shape[1] != 1 or not self.is_quiet():
+        if temb.shape[1] != 1 or not self._is_quiet:
             return None
         if self._rows is None or self._rows[0] is not temb:
             self._rows = (temb, {})
