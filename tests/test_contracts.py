@@ -733,10 +733,11 @@ def test_attention_of_more_than_2_31_elements(kernel, device, far):
 def test_attention_of_more_tiles_than_a_block_a_multiprocessor_can_list(kernel, device, head_dim):
     """Blocks claim tiles of queries into lists of 2048: more blocks are needed than multiprocessors."""
     dtype, listed, tile_queries = torch.bfloat16, 2048, {64: 192, 128: 128}[head_dim]
-    length = 6 * tile_queries  # from 1024 on tiles are claimed
+    tiles = 8
+    length = tiles * tile_queries
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
-    heads = blocks * listed // 6 + 1000
-    assert length >= 1024
+    heads = blocks * listed // tiles + 1000
+    assert length >= 1024  # from there on tiles are claimed
     q = torch.randn(1, length, 1, head_dim, dtype=dtype, device=device)
     k, v = (torch.randn(1, 384, 1, head_dim, dtype=dtype, device=device) for _ in range(2))
     expected = references.attention(q, k, v)

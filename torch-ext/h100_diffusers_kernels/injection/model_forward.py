@@ -23,6 +23,10 @@ from .part import Part
 from .snapshot import Snapshot, has_global_hooks
 
 
+# To look at all blocks before the GPU has the work of some would leave it waiting.
+_BLOCKS_BEFORE_LOOK = 2
+
+
 class _Handed(NamedTuple):
     """What was computed for a block, and from which arguments of it."""
 
@@ -40,6 +44,7 @@ class ModelForward:
         is_known = all(type(list_) is nn.ModuleList for list_ in lists)
         self._lists = [tuple(list_._modules.values()) for list_ in lists] if is_known else []
         self._is_quiet = None if is_known else False
+        self._ended = 0  # blocks
         self._injection = injection
         self._handed: _Handed | None = None
         self._rows: tuple[Tensor, dict[int, tuple[Tensor, ...]]] | None = None
@@ -70,9 +75,9 @@ class ModelForward:
         successor = self._successor(block)
         if successor is None:
             return None
-        if not self.is_quiet() and (
-            has_global_hooks() or not (_is_bare(block) and _is_bare(successor))
-        ):
+        self._ended += 1
+        is_quiet = self.is_quiet() if self._ended >= _BLOCKS_BEFORE_LOOK else self._is_quiet
+        if not is_quiet and (has_global_hooks() or not (_is_bare(block) and _is_bare(successor))):
             return None
         injected = stand_in_of(successor.forward)
         return None if injected.decide(successor).reason is not None else (successor, injected)
@@ -95,7 +100,7 @@ class ModelForward:
             handed is None
             or handed.block is not block
             or any(mine is not its for mine, its in zip(arguments, handed.arguments, strict=True))
-            or not (self.is_quiet() or _is_bare(block))
+            or not (self._is_quiet or _is_bare(block))
         ):
             return None
         return handed.values
@@ -103,8 +108,7 @@ class ModelForward:
     def rows(self, block: nn.Module, name: str, temb: Tensor) -> tuple[Tensor, ...] | None:
         """The rows of ``block.name + temb``, each (B, 1, D), made for all blocks of a list at once.
 
-        None where that may not be done, or would take memory: with an embedding for each token; and for
-        the first block, as to look at them all before the GPU has work would leave it waiting.
+        None where that may not be done, or not yet, or would take memory: with an embedding for each token.
         """
         if temb.shape[1] != 1 or not self._is_quiet:
             return None
