@@ -22,9 +22,8 @@ from .injected import Injected, Injection
 from .part import Part
 from .snapshot import Snapshot, has_global_hooks
 
-
 # To look at all blocks before the GPU has the work of some would leave it waiting.
-_BLOCKS_BEFORE_LOOK = 2
+_BLOCKS_BEFORE_LOOK = 4
 
 
 class _Handed(NamedTuple):
@@ -76,7 +75,8 @@ class ModelForward:
         if successor is None:
             return None
         self._ended += 1
-        is_quiet = self.is_quiet() if self._ended >= _BLOCKS_BEFORE_LOOK else self._is_quiet
+        is_time = self._ended >= min(_BLOCKS_BEFORE_LOOK, len(self._lists[0]) - 1)
+        is_quiet = self.is_quiet() if is_time else self._is_quiet
         if not is_quiet and (has_global_hooks() or not (_is_bare(block) and _is_bare(successor))):
             return None
         injected = stand_in_of(successor.forward)
