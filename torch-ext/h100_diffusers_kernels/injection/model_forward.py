@@ -52,7 +52,7 @@ class ModelForward:
         self._lists, self._is_quiet, self._handed, self._rows = [], False, None, None
 
     def is_quiet(self) -> bool:
-        """Whether, from the first block's call on, nothing unknown runs in any block.
+        """Whether, from the first time that this is asked, nothing unknown runs in any block.
 
         The decisions on their parts are then known to hold, and are not looked at again.
         """
