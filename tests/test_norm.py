@@ -70,8 +70,9 @@ def test_widths(kernel, device, name, hidden, dtype):
     if "norm" in name:
         tensors |= affine(name, hidden, dtype, device)
     contract = dtype != torch.float32  # of three rows' statistics the ratio of errors is noise
-    # Where values, scales and shifts are far from 0 and cancel, a few float32 roundings of theirs remain.
-    slack = FLOAT32_ARITHMETIC * (2 if name.endswith("modulate") else 1)
+    # Where values far from 0 cancel, a mean, a bias, a scale or a shift with what it is added to, a few
+    # float32 roundings of theirs remain: of three million elements one shows them.
+    slack = FLOAT32_ARITHMETIC * (1 + ("layer_norm" in name) + name.endswith("modulate"))
     check(kernel, name, **tensors, slack=slack, contract=contract)
 
 
