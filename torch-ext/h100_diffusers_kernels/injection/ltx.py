@@ -8,8 +8,7 @@ A block is
 
 with an RMS norm of query and key over all heads, a rotary embedding of both in attn1, and a GELU in ff.
 The last line of a block and the first norm of the next are one pass over memory. The rotary embedding
-hands on each token's coordinates in place of cosine and sine tables of the hidden states' size. Linear
-layers are called as the modules they are.
+hands on each token's coordinates in place of cosine and sine tables of the hidden states' size.
 """
 
 from __future__ import annotations
