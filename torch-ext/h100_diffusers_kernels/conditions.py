@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from ._ops import add_op_namespace_prefix
 from .arguments import ATTENTION_HEAD_DIMS, dtype_name
-from .differentiation import is_differentiated
+from .differentiation import is_differentiated, is_in_dual_level
 
 # A build has kernels for one type of device, which its operators' namespace names.
 KERNEL_DEVICE_TYPE = "cuda" if "_cuda_" in add_op_namespace_prefix("") else "cpu"
@@ -99,9 +98,7 @@ def _has_unit_stride(tensor: Tensor) -> bool:
 def tracks_derivatives() -> bool:
     """Whether anything computed now may be differentiated, or is in a transform of ``torch.func``."""
     return (
-        torch.is_grad_enabled()
-        or forward_ad._current_level >= 0
-        or torch._C._are_functorch_transforms_active()
+        torch.is_grad_enabled() or is_in_dual_level() or torch._C._are_functorch_transforms_active()
     )
 
 
