@@ -108,9 +108,9 @@ def assert_as_close_as_eager(model, plain, **options):
     assert error <= 1.05 * eager_error, f"{error / eager_error:.3f} of the eager model's"
 
 
-def graph_replays(model, arguments):
-    """Captures a forward in a CUDA graph and yields what it computes from each of two further inputs,
-    which `arguments` hold then."""
+def graph_replays(model, arguments, further):
+    """Captures a forward in a CUDA graph and yields what it computes from each of further inputs, which
+    `arguments` hold then."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -119,8 +119,8 @@ def graph_replays(model, arguments):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = run(model, arguments)
-    for _ in range(2):
-        for name, value in inputs(model).items():
+    for values in further:
+        for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 arguments[name].copy_(value)
         graph.replay()

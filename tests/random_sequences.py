@@ -56,6 +56,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as global_hooks
 
 from families import FAMILIES, KERNEL_HEADS, TINY_HEADS
+from foreign_modules import ForeignBlock, HalvedLinear, Wrap
 
 REPO_ID = "org/h100-diffusers-kernels"
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -144,30 +145,6 @@ def compare(mine, plain, exact, what, limit, eps):
 
 # --------------------------------------------------------------------------------------------------
 # What is put into models
-
-
-class Wrap(nn.Module):
-    """Around a module, with nothing of its attributes."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
-
-
-class ForeignBlock(Wrap):
-    """A block of the user's own, which reads the rotary embedding that it is given."""
-
-    def forward(self, *args, image_rotary_emb, **kwargs):
-        cos, sin = image_rotary_emb
-        return self.inner(*args, image_rotary_emb=(cos * 0.5, sin), **kwargs)
-
-
-class HalvedLinear(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * 0.5
 
 
 class AccelerateHook(accelerate.hooks.ModelHook):

@@ -38,7 +38,8 @@ from families import (
     prepared,
     run,
 )
-from ltx_models import either_order, kernel_calls, snapshot
+from foreign_modules import ForeignBlock, HalvedLinear, Wrap
+from ltx_models import either_order, graph_replays, kernel_calls, snapshot
 
 pytestmark = [pytest.mark.usefixtures("_one_thread", "_default_backend")]
 
@@ -497,24 +498,6 @@ def test_an_exception_in_mid_forward_leaves_nothing(kernel, device, family, case
 # Other parts than the known ones
 
 
-class Wrap(torch.nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
-
-
-class ForeignBlock(Wrap):
-    """It reads the rotary embedding that it is given."""
-
-    def forward(self, *args, image_rotary_emb, **kwargs):
-        cos, sin = image_rotary_emb
-        assert torch.equal(image_rotary_emb[0], cos)
-        return self.inner(*args, image_rotary_emb=(cos * 0.5, sin), **kwargs)
-
-
 def put(model, path, make):
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, make(model.get_submodule(path)))
@@ -854,11 +837,6 @@ def test_quantized_layers(kernel, device, family, dtype, is_injected_first):
     assert (out - expected).norm() <= tolerance * expected.norm()
 
 
-class HalvedLinear(torch.nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * 0.5
-
-
 class Bfloat16Linear(torch.nn.Linear):
     def forward(self, x):
         return super().forward(x).bfloat16()
@@ -1031,19 +1009,8 @@ def test_cuda_graph(kernel, device, family, dtype):
     heads = {} if dtype == torch.float32 else KERNEL_HEADS
     model, _, arguments = prepared(family, device, dtype, config=heads)
     kernel.inject_kernels(model)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(model, arguments)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(model, arguments)
-    for seed in range(2):
-        for name, value in family.inputs(device, dtype, seed=seed).items():
-            if isinstance(value, torch.Tensor):
-                arguments[name].copy_(value)
-        graph.replay()
+    further = (family.inputs(device, dtype, seed=seed) for seed in range(2))
+    for out in graph_replays(model, arguments, further):
         torch.testing.assert_close(out, run(model, arguments))
 
 

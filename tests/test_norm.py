@@ -70,9 +70,11 @@ def test_widths(kernel, device, name, hidden, dtype):
     if "norm" in name:
         tensors |= affine(name, hidden, dtype, device)
     contract = dtype != torch.float32  # of three rows' statistics the ratio of errors is noise
-    # Where values far from 0 cancel, a mean, a bias, a scale or a shift with what it is added to, a few
-    # float32 roundings of theirs remain: of three million elements one shows them.
-    slack = FLOAT32_ARITHMETIC * (1 + ("layer_norm" in name) + name.endswith("modulate"))
+    # Where values, scales and shifts are far from 0 and cancel, a few float32 roundings of theirs remain.
+    roundings = 2 if name.endswith("modulate") else 1
+    if "layer_norm" in name and hidden == 1_000_000:
+        roundings += 1  # of three million elements one shows those of a mean and a bias that cancel
+    slack = FLOAT32_ARITHMETIC * roundings
     check(kernel, name, **tensors, slack=slack, contract=contract)
 
 
