@@ -1458,6 +1458,10 @@ class Worker:
             failure = f"the process died, exit status {self.process.exitcode}"
             return Result(seed, Sequence({"family": family}, []), 0, 0, failure)
 
+    def end(self):
+        with contextlib.suppress(BrokenPipeError):
+            self.connection.send(None)
+
 
 def results_of(tasks, processes):
     """(task, result), as they come."""
@@ -1471,6 +1475,8 @@ def results_of(tasks, processes):
     def start(worker=None):
         task = next(tasks, None)
         if task is None:
+            if worker is not None:
+                worker.end()
             return
         if worker is None or not worker.process.is_alive():
             worker = Worker(context)
