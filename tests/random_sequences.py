@@ -24,6 +24,7 @@ import multiprocessing.connection
 import os
 import random
 import re
+import statistics
 import sys
 import tempfile
 import threading
@@ -31,7 +32,7 @@ import time
 import traceback
 import warnings
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,14 +94,21 @@ def load_kernel():
 #
 # 16 bits: rounding errors of the two are independent, so that only their sizes can be compared: the
 # injected model's distance from a float32 model (to which everything is done as well) with the plain one's.
-# The accuracy contract's 1.05 is for large outputs. Over the few hundred elements here the ratio of two
-# independent errors varies (where both were right it was between 0.70 and 1.17 in 166 forwards of
-# LTX-Video), hence 1.25, and a quarter of the dtype's epsilon for where the plain model's error is small by
-# chance. One wrong block is 10 to 100 times the plain model's error.
+# The accuracy contract's 1.05 holds for the geometric mean of the two's ratio over all forwards. In one
+# forward, of a few hundred elements, the ratio of two independent errors varies: where both were right it was
+# between 0.70 and 1.36 for the output and, fewer elements making up most of it, between 0.46 and 1.98 for the
+# gradient, in 160 forwards each of FLUX.1 with adapters. A quarter of the dtype's epsilon is for where the
+# plain model's error is small by chance. One wrong block is 10 to 100 times the plain model's error.
 
 FLOAT32_LIMIT = 1e-4
-GRADIENT_LIMIT = 1e-3
+FLOAT32_GRADIENT_LIMIT = 1e-3
 ROUNDED_LIMIT = 1.25
+ROUNDED_GRADIENT_LIMIT = 2.5
+MEAN_ROUNDED_LIMIT = 1.05
+FORWARDS_OF_MEAN = 300  # the mean of fewer varies by more than a hundredth
+
+
+OUTPUT = "the output"
 
 
 class Difference(AssertionError):
@@ -116,7 +124,8 @@ def relative(a, b):
     return (a - b).norm().item() / norm if norm else a.norm().item()
 
 
-def compare(mine, plain, exact, what, limit, eps):
+def compare(mine, plain, exact, what, eps, is_differentiated):
+    """The ratio of the two's distances from the float32 model's, where there is one and both differ."""
     if mine.dtype != plain.dtype or mine.shape != plain.shape:
         raise Difference(
             f"{what} is {mine.dtype} {tuple(mine.shape)}, the plain model's "
@@ -127,20 +136,22 @@ def compare(mine, plain, exact, what, limit, eps):
     if not torch.isfinite(plain).all():
         if not is_rounded and not torch.equal(torch.isfinite(mine), torch.isfinite(plain)):
             raise Difference(f"{what} is finite at other places than the plain model's")
-        return
+        return None
     if not torch.isfinite(mine).all():
         raise Difference(f"{what} is not finite, the plain model's is")
     if not is_rounded:
         error = relative(mine, plain)
-        if error > limit:
+        if error > (FLOAT32_GRADIENT_LIMIT if is_differentiated else FLOAT32_LIMIT):
             raise Difference(f"{what} is {error:.3g} of its norm from the plain model's")
-        return
+        return None
     exact = exact.detach().double().cpu()
     error, allowed = relative(mine, exact), relative(plain, exact)
-    if error > ROUNDED_LIMIT * allowed + eps / 4:
+    limit = ROUNDED_LIMIT if what == OUTPUT else ROUNDED_GRADIENT_LIMIT
+    if error > limit * allowed + eps / 4:
         raise Difference(
             f"{what} is {error:.3g} of its norm from the float32 model's, the plain one {allowed:.3g}"
         )
+    return error / allowed if min(error, allowed) > eps / 4 else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -407,6 +418,7 @@ class Twins:
         self.kept = []
         self.seen = None
         self.steps = self.forwards = 0
+        self.ratios = []  # of two errors, with what they are of
         self.uses_data = self.changes_weights = False
         # Whether a library or a wrapper keeps the forward that it found: for a plain model that is the
         # function that its class had then, which another, patched in later, does not change.
@@ -550,14 +562,16 @@ class Twins:
             more = counts["mine"] - counts["plain"]
             raise Difference(f"a global hook misses {dict(missing)}, and sees besides {dict(more)}")
         exact = [None] * len(plain) if exact is None else exact
-        limit = GRADIENT_LIMIT if is_differentiated else FLOAT32_LIMIT
         for what, a, b, c in zip(mine, mine.values(), plain.values(), exact_of(exact), strict=True):
             if self.has_equal_bits:
                 if not torch.equal(a.nan_to_num(), b.nan_to_num()):
                     error = relative(a.double(), b.double())
                     raise Difference(f"{what} has other bits, without kernels ({error:.2g})")
             else:
-                compare(a, b, c, what, limit, torch.finfo(self.dtype).eps)
+                eps = torch.finfo(self.dtype).eps
+                ratio = compare(a, b, c, what, eps, is_differentiated)
+                if ratio is not None and self.injected is not None:
+                    self.ratios.append((what, ratio))
 
     @property
     def has_equal_bits(self):
@@ -1175,7 +1189,7 @@ def normalized_width(norm):
 
 
 def outputs(out):
-    return {"the output": out}
+    return {OUTPUT: out}
 
 
 def run_no_grad(twins, model, arguments):
@@ -1303,6 +1317,7 @@ class Result:
     failure: str | None = None
     traceback: str | None = None
     refused: str | None = None
+    ratios: list = field(default_factory=list)
 
     @property
     def message(self):
@@ -1365,7 +1380,7 @@ def execute(seed, sequence, steps):
             # Steps raise on both models through `alike`: what comes here is an injection's, or a bug here.
             result.failure = f"{one.name}: {describe(error)}"
             result.traceback = traceback.format_exc()
-        result.steps, result.forwards = twins.steps, twins.forwards
+        result.steps, result.forwards, result.ratios = twins.steps, twins.forwards, twins.ratios
     return result
 
 
@@ -1512,9 +1527,12 @@ def main(argv=None):
     tasks = ((family, s, options.device, options.shrink) for s in seeds for family in families)
     began = time.monotonic()
     totals, kinds = collections.Counter(), collections.defaultdict(list)
+    ratios = collections.defaultdict(list)
     for (family, *_), result in results_of(tasks, options.processes):
         totals.update(sequences=1, steps=result.steps, forwards=result.forwards)
         totals["refused"] += result.refused is not None
+        for what, ratio in result.ratios:
+            ratios[family, what].append(ratio)
         if result.failure:
             totals["failures"] += 1
             print(f"--- {family} {result.message}", flush=True)
@@ -1527,6 +1545,12 @@ def main(argv=None):
             break
     for (family, failure), failed in sorted(kinds.items(), key=lambda item: -len(item[1])):
         print(f"{len(failed):5} {family}: {failure} (seeds {failed[:6]})")
+    for (family, what), values in ratios.items():
+        mean = statistics.geometric_mean(values)
+        print(
+            f"{family}: in 16 bits {what}'s error is {mean:.3f} of the plain model's ({len(values)})"
+        )
+        totals["failures"] += len(values) >= FORWARDS_OF_MEAN and mean > MEAN_ROUNDED_LIMIT
     seconds = time.monotonic() - began
     print(
         f"{totals['sequences']} sequences, {totals['steps']} steps, {totals['forwards']} forwards, "
