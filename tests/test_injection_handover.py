@@ -204,6 +204,78 @@ def test_the_table_is_replaced_as_a_block_begins(kernel, device, forward):
     assert_alike(model, plain, forward=forward, times=3)
 
 
+# What a single block of many does: the blocks before it were looked at ahead of their calls.
+MANY_BLOCKS, ACTING_BLOCK = 8, 4
+
+
+def write_tables(block):
+    block.scale_shift_table.data.mul_(1.2)
+
+
+def replace_tables(block):
+    block.scale_shift_table = nn.Parameter(block.scale_shift_table.detach() + 0.3)
+
+
+def change_eps(block):
+    block.norm1.eps += 0.5
+
+
+def replace_norms_of_queries(block):
+    block.attn1.norm_q = nn.Identity()
+
+
+def hook_outputs(block):
+    block.attn2.register_forward_hook(lambda module, args, output: output * 2)
+
+
+@pytest.mark.parametrize("place", ["", "attn1.norm_q", "ff.net.2"], ids=lambda p: p or "block")
+@pytest.mark.parametrize(
+    "act", [write_tables, replace_tables, change_eps, replace_norms_of_queries, hook_outputs]
+)
+@every_means
+@either_order
+def test_one_block_changes_all_others(kernel, device, place, act, means, is_injected_first):
+    states = []
+
+    def change(model):
+        blocks = list(model.transformer_blocks)
+        state = {"is_due": False}
+        states.append(state)
+
+        def act_once():
+            if state.pop("is_due", False):
+                for block in blocks[:ACTING_BLOCK] + blocks[ACTING_BLOCK + 1 :]:
+                    act(block)
+
+        path = f"transformer_blocks.{ACTING_BLOCK}" + (f".{place}" if place else "")
+        parent, _, name = path.rpartition(".")
+        means(model.get_submodule(path), model.get_submodule(parent), name, act_once)
+
+    model, plain, _ = pair(
+        kernel, device, change, is_injected_first=is_injected_first, blocks=MANY_BLOCKS
+    )
+    arguments = inputs(plain)
+    unlike = run(plain, arguments)
+    run(model, arguments)
+    for state in states:
+        state["is_due"] = True
+    assert_alike(model, plain, arguments, unlike=unlike)
+
+
+def test_a_hook_changes_and_calls_an_earlier_block(kernel, device):
+    def change(model):
+        earlier = model.transformer_blocks[1]
+
+        def call(block, args, kwargs, output):
+            earlier.norm2.eps += 0.5
+            return earlier(**{**kwargs, "hidden_states": output})
+
+        model.transformer_blocks[ACTING_BLOCK].register_forward_hook(call, with_kwargs=True)
+
+    model, plain, _ = pair(kernel, device, change, blocks=MANY_BLOCKS)
+    assert_alike(model, plain, times=3)
+
+
 @pytest.mark.parametrize("act", [write_temb, write_table_of_the_next, replace_table_of_the_next])
 def test_changes_by_a_hook_on_all_modules(kernel, device, act):
     models = pair(kernel, device, blocks=BLOCKS)[:2]

@@ -104,7 +104,7 @@ class Injected(StandIn):
         kept: what the forward keeps from call to call.
     """
 
-    __slots__ = ("_decision", "injection", "kept", "name", "part", "seen_by")
+    __slots__ = ("_decision", "injection", "kept", "name", "part", "seen_in")
 
     def __init__(self, module: nn.Module, part: Any, name: str, injection: Injection) -> None:
         super().__init__(module)
@@ -113,7 +113,7 @@ class Injected(StandIn):
         self.injection = injection
         self.kept: Any = None
         self._decision: Decision | None = None
-        self.seen_by: Any = None  # the forward of the model in which the decision is known to hold
+        self.seen_in: Any = None  # the look at the model's blocks that saw the decision hold
 
     def run(self, *args, **kwargs) -> Any:
         module = self._module()
@@ -172,39 +172,32 @@ class Injected(StandIn):
         # torch.compile does not see through the attribute of every class.
         return self.injection.originals[self.part.path].function(module, *args, **kwargs)
 
-    def decide(self, module: nn.Module, functions: tuple | None = None) -> Any:
-        """The part's decision, made again if anything that it was read from has changed.
-
-        ``functions`` are the injection's, if they are known already.
-        """
+    def decide(self, module: nn.Module) -> Any:
+        """What the module's forward works with."""
         if torch.compiler.is_compiling():
             return self.part.decide(module, self.injection, Glance())
         decision, forward = self._decision, self.injection.local.forward
-        if decision is not None and forward is not None and forward is self.seen_by:
+        if decision is not None and forward is not None and forward.look is self.seen_in:
             return decision.parts
         if has_global_hooks():
             return Parts("hooks are registered for all modules")
-        if (
-            decision is not None
-            and decision.functions is (functions or self.injection.functions())
-            and decision.snapshot.holds(module)
-        ):
-            return decision.parts
-        snapshot = Snapshot(module, self.injection.watch)
-        parts = self.part.decide(module, self.injection, snapshot)
-        self._decision = Decision(parts, snapshot, self.injection.functions())
-        return parts
+        return self.decision(module, self.injection.functions()).parts
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether a call runs no unknown code, as far as the last decision tells."""
+    def decision(self, module: nn.Module, functions: tuple) -> Decision:
+        """The part's decision, made again if anything that it was read from has changed.
+
+        ``functions`` are those of ``Injection.functions``.
+        """
         decision = self._decision
-        return decision is not None and decision.snapshot.is_quiet
-
-    @property
-    def stand_ins(self) -> list[nn.Module]:
-        """The modules under this one that have a stand-in, and none between, as the decision saw them."""
-        return self._decision.snapshot.stand_ins
+        if (
+            decision is None
+            or decision.functions is not functions
+            or not decision.snapshot.holds(module)
+        ):
+            snapshot = Snapshot(module, self.injection.watch)
+            parts = self.part.decide(module, self.injection, snapshot)
+            decision = self._decision = Decision(parts, snapshot, self.injection.functions())
+        return decision
 
     def count(self, reasons: list[str]) -> None:
         """Counts a call, with the reasons for which the model's own code computes it or parts of it."""

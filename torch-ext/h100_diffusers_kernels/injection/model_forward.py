@@ -1,15 +1,14 @@
 """One forward of a model: what its blocks share and hand on to each other while it lasts.
 
-Between the end of a block and the beginning of the next, and between a look at all blocks and the call of
-one of them, code of others may run: hooks, wrappers, modules of the user's own. It may change anything,
-in ways that no tensor tells. So a block hands on to the next only inside of the model's own forward and
-where nothing is around either of them, and blocks are looked at together only where nothing unknown
-runs in any of them. Both end with the forward, and nothing is kept on tensors.
+Between the end of a block and the beginning of the next, and between a look at a block and its call, code
+of others may run: hooks, wrappers, modules of the user's own. It may change anything, in ways that no
+tensor tells. So a block hands on to the next only inside of the model's own forward and where nothing is
+around either of them, and what was seen of a block ahead of its call is trusted only where nothing unknown
+runs in any block up to it. Both end with the forward, and nothing is kept on tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple
 
@@ -22,8 +21,8 @@ from .injected import Injected, Injection
 from .part import Part
 from .snapshot import Snapshot, has_global_hooks
 
-# To look at all blocks before the GPU has the work of some would leave it waiting.
-_BLOCKS_BEFORE_LOOK = 4
+# At the end of one. To look at all of them at once would take longer than the GPU has work queued.
+_BLOCKS_LOOKED_AT = 2
 
 
 class _Handed(NamedTuple):
@@ -35,59 +34,82 @@ class _Handed(NamedTuple):
 
 
 class ModelForward:
-    """A model's forward in progress, in which no derivative is asked for."""
+    """A model's forward in progress, in which no derivative is asked for.
+
+    Attributes:
+        look: what the stand-ins that were looked at in this forward keep, as long as it is trusted.
+    """
 
     def __init__(self, model: nn.Module, injection: Injection) -> None:
         lists = [getattr(model, name, None) for name in injection.blocks]
         # A list of the user's own may do anything between two blocks.
         is_known = all(type(list_) is nn.ModuleList for list_ in lists)
-        self._lists = [tuple(list_._modules.values()) for list_ in lists] if is_known else []
-        self._is_quiet = None if is_known else False
-        self._ended = 0  # blocks
+        lists = [list(list_._modules.values()) for list_ in lists] if is_known else []
+        self._blocks = [block for list_ in lists for block in list_]
+        self._places = {id(block): i for i, block in enumerate(self._blocks)}
+        self._successors = {id(a): b for list_ in lists for a, b in zip(list_, list_[1:])}
+        self._looked_at = 0  # of the blocks, in the order of their calls
+        self._may_look = is_known and len(self._places) == len(self._blocks)
         self._injection = injection
         self._handed: _Handed | None = None
         self._rows: tuple[Tensor, dict[int, tuple[Tensor, ...]]] | None = None
+        self.look = object()
 
     def end(self) -> None:
-        self._lists, self._is_quiet, self._handed, self._rows = [], False, None, None
+        self._blocks, self._places, self._successors = [], {}, {}
+        self._may_look, self._looked_at, self.look = False, 0, object()
+        self._handed = self._rows = None
 
     def is_quiet(self) -> bool:
-        """Whether, from the first time that this is asked, nothing unknown runs in any block.
+        """Whether, from the first time that this is asked, nothing unknown runs in any block."""
+        self._look_up_to(len(self._blocks))
+        return self._may_look
 
-        The decisions on their parts are then known to hold, and are not looked at again.
+    def _look_up_to(self, end: int) -> None:
+        """Looks at the next blocks, as long as nothing unknown runs in any.
+
+        The decisions on their parts are then known to hold, and are not looked at again: what runs until
+        their calls is the model's own forward and blocks that were looked at before.
         """
-        if self._is_quiet is None:
-            functions = self._injection.functions()
-            self._is_quiet = not has_global_hooks() and all(
-                _is_quiet(block, functions) for blocks in self._lists for block in blocks
-            )
-            if self._is_quiet:
-                for blocks in self._lists:
-                    for block in blocks:
-                        for injected in _stand_ins(block):
-                            injected.seen_by = self
-        return self._is_quiet
+        if not self._may_look or end <= self._looked_at:
+            return
+        functions = self._injection.functions()
+        ahead = self._blocks[self._looked_at : end]
+        if not has_global_hooks() and all(self._sees_quiet(block, functions) for block in ahead):
+            self._looked_at += len(ahead)
+        else:
+            self._may_look, self._looked_at, self.look = False, 0, object()
+
+    def _sees_quiet(self, module: nn.Module, functions: tuple) -> bool:
+        """Whether a call of a module with a stand-in runs nothing unknown."""
+        injected = _bare_stand_in(module)
+        if injected is None:
+            return False
+        parts, snapshot, _ = injected.decision(module, functions)
+        if parts.reason is not None or not snapshot.is_quiet:
+            return False
+        injected.seen_in = self.look
+        for child in snapshot.stand_ins:  # noqa: SIM110 - all() of a generator takes twice as long
+            if not self._sees_quiet(child, functions):
+                return False
+        return True
+
+    def _was_seen(self, block: nn.Module) -> bool:
+        return self._places.get(id(block), self._looked_at) < self._looked_at
 
     def following(self, block: nn.Module) -> tuple[nn.Module, Injected] | None:
         """The block after ``block`` and what stands in for its forward, if the end of one may compute the
         other's beginning."""
-        successor = self._successor(block)
+        successor = self._successors.get(id(block))
         if successor is None:
             return None
-        self._ended += 1
-        is_time = self._ended >= min(_BLOCKS_BEFORE_LOOK, len(self._lists[0]) - 1)
-        is_quiet = self.is_quiet() if is_time else self._is_quiet
-        if not is_quiet and (has_global_hooks() or not (_is_bare(block) and _is_bare(successor))):
+        self._look_up_to(max(self._looked_at, self._places[id(block)] + 1) + _BLOCKS_LOOKED_AT)
+        if not self._was_seen(successor) and (
+            has_global_hooks() or not (_bare_stand_in(block) and _bare_stand_in(successor))
+        ):
             return None
         injected = stand_in_of(successor.forward)
         return None if injected.decide(successor).reason is not None else (successor, injected)
-
-    def _successor(self, block: nn.Module) -> nn.Module | None:
-        for blocks in self._lists:
-            for i, other in enumerate(blocks):
-                if other is block:
-                    return blocks[i + 1] if i + 1 < len(blocks) else None
-        return None
 
     def hand_over(self, block: nn.Module, arguments: tuple[Tensor, ...], values: Any) -> None:
         """Leave values for a block, which were computed from these arguments of its next call."""
@@ -100,35 +122,32 @@ class ModelForward:
             handed is None
             or handed.block is not block
             or any(mine is not its for mine, its in zip(arguments, handed.arguments, strict=True))
-            or not (self._is_quiet or _is_bare(block))
+            or not (self._was_seen(block) or _bare_stand_in(block))
         ):
             return None
         return handed.values
 
     def rows(self, block: nn.Module, name: str, temb: Tensor) -> tuple[Tensor, ...] | None:
-        """The rows of ``block.name + temb``, each (B, 1, D), made for all blocks of a list at once.
+        """The rows of ``block.name + temb``, each (B, 1, D), made at once for all blocks that were looked at.
 
         None where that may not be done, or not yet, or would take memory: with an embedding for each token.
         """
-        if temb.shape[1] != 1 or not self._is_quiet:
+        if temb.shape[1] != 1 or not self._was_seen(block):
             return None
         if self._rows is None or self._rows[0] is not temb:
             self._rows = (temb, {})
         rows = self._rows[1]
         if id(block) not in rows:
-            blocks = next((list_ for list_ in self._lists if block in list_), ())
-            rows.update(_rows_of_all(blocks, name, temb))
+            ahead = self._blocks[self._places[id(block)] : self._looked_at]
+            rows.update(_rows_of_all(ahead, name, temb))
         return rows.get(id(block))
 
 
-def _rows_of_all(
-    blocks: tuple[nn.Module, ...], name: str, temb: Tensor
-) -> dict[int, tuple[Tensor, ...]]:
+def _rows_of_all(blocks: list[nn.Module], name: str, temb: Tensor) -> dict[int, tuple[Tensor, ...]]:
     tables = [block._parameters.get(name) for block in blocks]
-    first = tables[0] if tables else None
-    if first is None or any(
-        table is None
-        or type(table) is not nn.Parameter
+    first = tables[0]
+    if any(
+        type(table) is not nn.Parameter
         or table.shape != first.shape
         or table.dtype != temb.dtype
         or table.device != temb.device
@@ -142,28 +161,14 @@ def _rows_of_all(
     return {id(block): rows[i * count : (i + 1) * count] for i, block in enumerate(blocks)}
 
 
-def _is_bare(block: nn.Module) -> bool:
-    """Whether a call of the block runs what stands in for its forward, and nothing around it."""
-    stand_in = stand_in_of(block.__dict__.get("forward"))
-    return stand_in is not None and stand_in.module is block and not has_hooks(block)
-
-
-def _is_quiet(module: nn.Module, functions: tuple) -> bool:
-    if not _is_bare(module):
-        return False
-    injected = stand_in_of(module.forward)
+def _bare_stand_in(module: nn.Module) -> Injected | None:
+    """What stands in for the module's forward, if a call runs that and nothing around it."""
+    stand_in = stand_in_of(module.__dict__.get("forward"))
     return (
-        injected.decide(module, functions).reason is None
-        and injected.is_quiet
-        and all(_is_quiet(child, functions) for child in injected.stand_ins)
+        stand_in
+        if stand_in is not None and stand_in.module is module and not has_hooks(module)
+        else None
     )
-
-
-def _stand_ins(module: nn.Module) -> Iterator[Injected]:
-    injected = stand_in_of(module.forward)
-    yield injected
-    for child in injected.stand_ins:
-        yield from _stand_ins(child)
 
 
 def _model_forward(self: nn.Module, injected: Injected, *args, **kwargs) -> Any:
