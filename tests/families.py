@@ -311,6 +311,7 @@ FLUX = Family(
         "linear": "transformer_blocks.0.attn.add_k_proj",
         "output": "single_transformer_blocks.0.proj_out",
         "feed_forward": "transformer_blocks.0.ff",
+        "feed_forward_of_text": "transformer_blocks.0.ff_context",
         "activation": "transformer_blocks.0.ff_context.net.0",
         "up": "single_transformer_blocks.0.proj_mlp",
         "gelu": "single_transformer_blocks.0.act_mlp",

@@ -337,6 +337,7 @@ REPLACEMENTS = {
     "linear": ["halved", "wrap", "another"],
     "output": ["halved", "wrap"],
     "feed_forward": ["wrap", "another"],
+    "feed_forward_of_text": ["wrap", "another"],
     "activation": ["wrap", "another"],
     "up": ["halved", "wrap"],
     "gelu": ["wrap", "identity"],

@@ -837,6 +837,84 @@ def test_quantized_layers(kernel, device, family, dtype, is_injected_first):
     assert (out - expected).norm() <= tolerance * expected.norm()
 
 
+def append_layer(feed_forward):
+    feed_forward.net.append(torch.nn.Tanh())
+
+
+def hook_dropout(feed_forward):
+    feed_forward.net[1].register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+def drop_bias(feed_forward):
+    feed_forward.net[2].bias = None
+
+
+def swap_weight(feed_forward):
+    weight = feed_forward.net[2].weight
+    feed_forward.net[2].weight = torch.nn.Parameter(weight.detach() * 0.5)
+
+
+def skip_dropout_and_halve(feed_forward):
+    up, _, down = feed_forward.net
+    feed_forward.forward = lambda x: down(up(x)) * 0.5
+
+
+@of_families(lambda family: [part for part in family.parts if part.startswith("feed_forward")])
+@pytest.mark.parametrize(
+    "change", [append_layer, hook_dropout, drop_bias, swap_weight, skip_dropout_and_halve]
+)
+@either_order
+def test_changes_inside_of_a_feed_forward(kernel, device, family, case, change, is_injected_first):
+    model, plain, arguments = prepared(family, device)
+    unlike = run(plain, arguments)
+    if is_injected_first:
+        kernel.inject_kernels(model)
+        assert_alike(model, plain, arguments)
+    for candidate in (model, plain):
+        change(family.part(candidate, case))
+    kernel.inject_kernels(model)
+    assert_alike(model, plain, arguments)
+    assert (run(plain, arguments) - unlike).norm() > 1e-3 * unlike.norm()
+
+
+@every_family
+def test_dropout_drops_in_training(kernel, device, family):
+    model, plain, arguments = prepared(family, device)
+    kernel.inject_kernels(model)
+
+    def drawn(candidate):
+        torch.manual_seed(5)
+        return run(candidate, arguments)
+
+    assert_close(drawn(model), drawn(plain), 1e-4)
+    unlike = drawn(plain)
+    for candidate in (model, plain):
+        candidate.train()
+        for module in candidate.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.5
+    assert_close(drawn(model), drawn(plain), 1e-4)
+    assert (drawn(plain) - unlike).norm() > 0.1 * unlike.norm()
+    for candidate in (model, plain):
+        candidate.eval()
+    assert_close(drawn(model), unlike, 1e-4)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@of_families(lambda family: [part for part in family.parts if part.startswith("feed_forward")])
+@either_order
+def test_a_compiled_feed_forward_runs_compiled(kernel, device, family, case, is_injected_first):
+    model, plain, arguments = prepared(family, device)
+    counter = CompileCounterWithBackend("eager")
+    if is_injected_first:
+        kernel.inject_kernels(model)
+        run(model, arguments)
+    family.part(model, case).compile(backend=counter)
+    kernel.inject_kernels(model)
+    assert_close(run(model, arguments), family.reference(plain, arguments), 1e-4)
+    assert counter.frame_count > 0
+
+
 class Bfloat16Linear(torch.nn.Linear):
     def forward(self, x):
         return super().forward(x).bfloat16()

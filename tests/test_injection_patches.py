@@ -49,6 +49,7 @@ CLASSES = {
     "gelu_of_activation": (activations.GELU, "gelu"),
     "feed_forward": (attention.FeedForward, "forward"),
     "linear": (nn.Linear, "forward"),
+    "dropout": (nn.Dropout, "forward"),
     "rope": (transformer_ltx.LTXVideoRotaryPosEmbed, "forward"),
     "grid": (transformer_ltx.LTXVideoRotaryPosEmbed, "_prepare_video_coords"),
     "model": (transformer_ltx.LTXVideoTransformer3DModel, "forward"),
@@ -62,7 +63,7 @@ FUNCTIONS = {
     "scaled_dot_product_attention": (F, "scaled_dot_product_attention"),
 }
 # What the injection does not replace: it is called as it is.
-NOT_REPLACED = {"feed_forward", "linear"}
+NOT_REPLACED = {"feed_forward", "linear", "dropout"}
 
 every_model = pytest.mark.parametrize("options", [{}, BFLOAT16], ids=["float32", "bfloat16"])
 every_kind_of_patch = pytest.mark.parametrize(

@@ -283,6 +283,14 @@ class OwnAttention(nn.Module):
         return x
 
 
+class EndingInTanh(nn.ModuleList):
+    """Gives one module more than it holds."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+        yield nn.Tanh()
+
+
 def seeded(make):
     torch.manual_seed(11)
     return make()
@@ -297,6 +305,11 @@ PARTS = {
     "ff_own": ("ff", lambda part: seeded(Gated)),
     "ff_sequential": ("ff", lambda part: nn.Sequential(part, nn.Tanh())),
     "ff_without_activation": ("ff.net", lambda part: nn.ModuleList(list(part)[2:])),
+    "ff_longer": ("ff.net", lambda part: nn.ModuleList([*part, nn.Tanh()])),
+    "ff_of_another_list": ("ff.net", lambda part: EndingInTanh(part)),
+    "dropout_wrapped": ("ff.net.1", Wrapper),
+    "dropout_own": ("ff.net.1", lambda part: nn.Tanh()),
+    "attention_dropout_own": ("attn1.to_out.1", lambda part: nn.Tanh()),
     "activation_wrapped": ("ff.net.0", Wrapper),
     "activation_own": ("ff.net.0", lambda part: nn.Sequential(part.proj, nn.SiLU())),
     "projection_wrapped": ("ff.net.0.proj", Wrapper),

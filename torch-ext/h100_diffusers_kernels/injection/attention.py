@@ -20,10 +20,9 @@ from .. import functional
 from ..arguments import ATTENTION_HEAD_DIMS, dtype_name
 from ..conditions import as_key_bias, attention_takes, of_one_form
 from ..differentiation import is_differentiated
-from .forward_slot import runs_own_forward
 from .injected import Injected, Injection, Parts
 from .linears import ORIGINALS as LINEAR_ORIGINALS
-from .linears import see_linear
+from .linears import Chain, see_dropout, see_linear
 from .norms import RMS, Norm, see_norm
 from .original import Original, class_name, find_class, find_original
 from .part import Part
@@ -32,7 +31,6 @@ from .snapshot import Snapshot
 
 _SDPA = "torch.nn.functional:scaled_dot_product_attention"
 _NATIVE = "diffusers.models.attention_dispatch:_native_attention"
-_DROPOUT = "torch.nn:Dropout.forward"
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Attention(Part):
         return f"{self._library}:dispatch_attention_fn"
 
     def originals(self) -> dict[str, Original]:
-        paths = (_SDPA, _NATIVE, _DROPOUT, *LINEAR_ORIGINALS, self._rotate, self._dispatch)
+        paths = (_SDPA, _NATIVE, *LINEAR_ORIGINALS, self._rotate, self._dispatch)
         return {
             self._call: find_original(self._call, self.processor_parameters),
             **{path: find_original(path) for path in paths},
@@ -245,29 +243,10 @@ def norm_and_rotate(
     return rotate(query, rope), rotate(key, rope)
 
 
-class Output:
-    """The output projection of an attention and its dropout, which does nothing but in training."""
-
-    def __init__(
-        self, linear: Callable[[Tensor], Tensor], dropout: nn.Module, is_plain: bool
-    ) -> None:
-        self.linear = linear
-        self.dropout = dropout
-        self._is_plain = is_plain
-
-    def __call__(self, x: Tensor) -> Tensor:
-        x, dropout = self.linear(x), self.dropout
-        return x if self._is_plain and not dropout.training else dropout(x)
-
-
-def _see_output(module: nn.Module, injection: Injection, snapshot: Snapshot) -> Output | None:
+def _see_output(module: nn.Module, injection: Injection, snapshot: Snapshot) -> Chain | None:
+    """The output projection of an attention and its dropout."""
     to_out = snapshot.see_attribute(module, "to_out")
     if to_out is None:
         return None
-    dropout = snapshot.see(to_out._modules, "1")
-    is_plain = (
-        type(dropout) is nn.Dropout
-        and runs_own_forward(dropout)
-        and injection.originals[_DROPOUT].is_in_use()
-    )
-    return Output(see_linear(to_out, "0", injection, snapshot), dropout, is_plain)
+    linear = see_linear(to_out, "0", injection, snapshot)
+    return Chain(linear, see_dropout(to_out, "1", injection, snapshot))

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from .activations import ORIGINALS as GELU_ORIGINALS
 from .activations import see_linear_gelu
+from .feed_forward import ORIGINALS as FEED_FORWARD_ORIGINALS
+from .feed_forward import see_feed_forward
 from .injected import Injected, Injection, Parts
 from .model_forward import forward_in_progress
 from .modulation import ORIGINALS as ADAPTIVE_ORIGINALS
@@ -28,17 +30,20 @@ class Block(Part):
     Attributes:
         norms: the names of its norms.
         adaptive_norms: the names of those that make their modulation themselves.
+        feed_forwards: the names of its feed-forwards.
         gelus: the names of linear layers that a GELU follows, and of that.
         inner: where parts are expected that have a forward of their own replaced.
     """
 
     norms: tuple[str, ...] = ()
     adaptive_norms: tuple[str, ...] = ()
+    feed_forwards: tuple[str, ...] = ()
     gelus: dict[str, str] = field(default_factory=dict)
     inner: tuple[str, ...] = ()
 
     def originals(self) -> dict[str, Original]:
-        return {path: find_original(path) for path in (*ADAPTIVE_ORIGINALS, *GELU_ORIGINALS)}
+        paths = (*ADAPTIVE_ORIGINALS, *FEED_FORWARD_ORIGINALS, *GELU_ORIGINALS)
+        return {path: find_original(path) for path in paths}
 
     def fill(
         self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Snapshot
@@ -51,6 +56,8 @@ class Block(Part):
             norm = see_adaptive_norm(module, name, injection, snapshot)
             setattr(parts, name, norm)
             parts.note(norm.reason)
+        for name in self.feed_forwards:
+            setattr(parts, name, see_feed_forward(module, name, injection, snapshot))
         for linear, activation in self.gelus.items():
             setattr(parts, linear, see_linear_gelu(module, linear, activation, injection, snapshot))
 
@@ -112,8 +119,8 @@ def finish(
     forward = forward_in_progress(injected)
     following = None if forward is None else forward.following(block)
     if following is not None:
-        successor, its_injected = following
-        next_norm = getattr(its_injected.decide(successor), norm)
+        successor, its_injected, its_parts = following
+        next_norm = getattr(its_parts, norm)
         if next_norm.kind is not None and _are_on(residual, successor._parameters.values()):
             rows = rows_of(its_injected, successor, temb)
             hidden_states, normalized = next_norm.residual_modulated(

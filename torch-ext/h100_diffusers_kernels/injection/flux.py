@@ -52,13 +52,13 @@ def _double_block_forward(
         hidden_states=normalized, encoder_hidden_states=c_normalized, **more
     )
     x, normalized = parts.norm2.residual_modulated(x, attention_out, gate, scale_mlp, shift_mlp)
-    x = gated_residual(x, self.ff(normalized), gate_mlp)
+    x = gated_residual(x, parts.ff(normalized), gate_mlp)
     for out in adapted:
         x = x + out
     c, c_normalized = parts.norm2_context.residual_modulated(
         c, c_attention_out, c_gate, c_scale_mlp, c_shift_mlp
     )
-    c = gated_residual(c, self.ff_context(c_normalized), c_gate_mlp)
+    c = gated_residual(c, parts.ff_context(c_normalized), c_gate_mlp)
     return clipped(c), x
 
 
@@ -122,6 +122,7 @@ PARTS = (
         "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
         norms=("norm2", "norm2_context"),
         adaptive_norms=("norm1", "norm1_context"),
+        feed_forwards=("ff", "ff_context"),
         inner=("attn", "ff.net.0", "ff_context.net.0"),
     ),
     Block(

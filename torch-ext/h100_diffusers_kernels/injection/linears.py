@@ -1,4 +1,5 @@
-"""Linear layers: called as the modules they are, but for those that are nothing but a weight and a bias."""
+"""Linear layers and what stands between them: called as the modules they are, but for those that do nothing
+but what their classes say."""
 
 from __future__ import annotations
 
@@ -12,8 +13,12 @@ from .forward_slot import runs_own_forward
 from .injected import Injection
 from .snapshot import Snapshot
 
-# What a layer's weight is used in the place of.
-ORIGINALS = ("torch.nn.functional:linear", "torch.nn:Linear.forward")
+# What the use of a layer's weight stands in for, and that of no dropout.
+_LINEAR = ("torch.nn.functional:linear", "torch.nn:Linear.forward")
+_DROPOUT = "torch.nn:Dropout.forward"
+ORIGINALS = (*_LINEAR, _DROPOUT)
+
+Layer = Callable[[Tensor], Tensor]
 
 
 class PlainLinear:
@@ -29,9 +34,33 @@ class PlainLinear:
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
 
-def see_linear(
-    owner: nn.Module, name: str, injection: Injection, snapshot: Snapshot
-) -> Callable[[Tensor], Tensor]:
+class PlainDropout:
+    """A ``torch.nn.Dropout``, without the call of a module but in training."""
+
+    __slots__ = ("module",)
+
+    def __init__(self, module: nn.Dropout) -> None:
+        self.module = module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.module(x) if self.module.training else x
+
+
+class Chain:
+    """Layers, one after the other."""
+
+    __slots__ = ("layers",)
+
+    def __init__(self, *layers: Layer) -> None:
+        self.layers = layers
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def see_linear(owner: nn.Module, name: str, injection: Injection, snapshot: Snapshot) -> Layer:
     """The linear layer that is now the attribute ``name`` of a module: a ``PlainLinear``, or the layer.
 
     LoRA and quantization put another layer or another kind of weight there, offloading a hook.
@@ -41,7 +70,19 @@ def see_linear(
         return module
     weight = snapshot.see_attribute(module, "weight")
     bias = snapshot.see_attribute(module, "bias")
-    is_known = all(injection.originals[path].is_in_use() for path in ORIGINALS)
+    is_known = all(injection.originals[path].is_in_use() for path in _LINEAR)
     if not (is_known and is_plain(weight) and is_plain(bias)):
         return module
     return PlainLinear(weight, bias)
+
+
+def see_dropout(owner: nn.Module, name: str, injection: Injection, snapshot: Snapshot) -> Layer:
+    """The dropout that is now the attribute ``name`` of a module: a ``PlainDropout``, or what it is."""
+    module = snapshot.see_attribute(owner, name)
+    if (
+        type(module) is not nn.Dropout
+        or not runs_own_forward(module)
+        or not injection.originals[_DROPOUT].is_in_use()
+    ):
+        return module
+    return PlainDropout(module)

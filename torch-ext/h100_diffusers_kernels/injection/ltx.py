@@ -66,7 +66,7 @@ def _block_forward(
     hidden_states, normalized = parts.norm2.residual_modulated(
         hidden_states, attention_out, None, scale_mlp, shift_mlp
     )
-    ff_out = self.ff(normalized)
+    ff_out = parts.ff(normalized)
     return finish(injected, self, "norm1", hidden_states, ff_out, gate_mlp, temb, _rows)
 
 
@@ -175,6 +175,7 @@ PARTS = (
         _block_forward,
         "rms_norm_modulate, gated_residual, gated_residual_rms_norm_modulate",
         norms=("norm1", "norm2"),
+        feed_forwards=("ff",),
         inner=("attn1", "attn2", "ff.net.0"),
     ),
     Attention(

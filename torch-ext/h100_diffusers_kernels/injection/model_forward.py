@@ -49,6 +49,7 @@ class ModelForward:
         self._places = {id(block): i for i, block in enumerate(self._blocks)}
         self._successors = {id(a): b for list_ in lists for a, b in zip(list_, list_[1:])}
         self._looked_at = 0  # of the blocks, in the order of their calls
+        self._functions: tuple | None = None  # the injection's, at the first look
         self._may_look = is_known and len(self._places) == len(self._blocks)
         self._injection = injection
         self._handed: _Handed | None = None
@@ -73,33 +74,34 @@ class ModelForward:
         """
         if not self._may_look or end <= self._looked_at:
             return
-        functions = self._injection.functions()
+        if self._functions is None:
+            self._functions = self._injection.functions()
         ahead = self._blocks[self._looked_at : end]
-        if not has_global_hooks() and all(self._sees_quiet(block, functions) for block in ahead):
+        if not has_global_hooks() and all(map(self._sees_quiet, ahead)):
             self._looked_at += len(ahead)
         else:
             self._may_look, self._looked_at, self.look = False, 0, object()
 
-    def _sees_quiet(self, module: nn.Module, functions: tuple) -> bool:
+    def _sees_quiet(self, module: nn.Module) -> bool:
         """Whether a call of a module with a stand-in runs nothing unknown."""
         injected = _bare_stand_in(module)
         if injected is None:
             return False
-        parts, snapshot, _ = injected.decision(module, functions)
+        parts, snapshot, _ = injected.decision(module, self._functions)
         if parts.reason is not None or not snapshot.is_quiet:
             return False
         injected.seen_in = self.look
         for child in snapshot.stand_ins:  # noqa: SIM110 - all() of a generator takes twice as long
-            if not self._sees_quiet(child, functions):
+            if not self._sees_quiet(child):
                 return False
         return True
 
     def _was_seen(self, block: nn.Module) -> bool:
         return self._places.get(id(block), self._looked_at) < self._looked_at
 
-    def following(self, block: nn.Module) -> tuple[nn.Module, Injected] | None:
-        """The block after ``block`` and what stands in for its forward, if the end of one may compute the
-        other's beginning."""
+    def following(self, block: nn.Module) -> tuple[nn.Module, Injected, Any] | None:
+        """The block after ``block``, what stands in for its forward and what that works with, if the end
+        of one may compute the other's beginning."""
         successor = self._successors.get(id(block))
         if successor is None:
             return None
@@ -109,7 +111,8 @@ class ModelForward:
         ):
             return None
         injected = stand_in_of(successor.forward)
-        return None if injected.decide(successor).reason is not None else (successor, injected)
+        parts = injected.decide(successor)
+        return None if parts.reason is not None else (successor, injected, parts)
 
     def hand_over(self, block: nn.Module, arguments: tuple[Tensor, ...], values: Any) -> None:
         """Leave values for a block, which were computed from these arguments of its next call."""

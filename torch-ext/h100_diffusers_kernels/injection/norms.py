@@ -61,12 +61,12 @@ class Norm:
         self.eps: float = 0.0
         self.size: int | None = None  # of the normalized dimension, where the module says it
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether the kernels compute the norm of ``x``, where they take ``x``."""
+    def takes(self, x: Tensor, *others: Tensor | None) -> bool:
+        """Whether the kernels compute the norm of ``x`` along with the others, where they take ``x``."""
         return (
             self.kind is not None
             and (self.size is None or self.size == x.shape[-1])
-            and of_one_form(x, self.weight, self.bias)
+            and of_one_form(x, self.weight, self.bias, *others)
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Norm:
 
     def modulated(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         """``norm(x) * (1 + scale) + shift``."""
-        if not (self.takes(x) and of_one_form(x, scale, shift)):
+        if not self.takes(x, scale, shift):
             return self.module(x) * (1 + scale) + shift
         if self.kind == RMS:
             return functional.rms_norm_modulate(x, scale, shift, self.weight, self.eps)
@@ -88,11 +88,7 @@ class Norm:
         self, residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor, shift: Tensor
     ) -> tuple[Tensor, Tensor]:
         """``h = residual + gate * x`` and ``norm(h) * (1 + scale) + shift``."""
-        if not (
-            self.takes(residual)
-            and x.shape == residual.shape
-            and of_one_form(residual, x, gate, scale, shift)
-        ):
+        if not (x.shape == residual.shape and self.takes(residual, x, gate, scale, shift)):
             h = gated_residual(residual, x, gate)
             return h, self.modulated(h, scale, shift)
         if self.kind == RMS:

@@ -44,12 +44,16 @@ class Snapshot:
         see_method: looks up a method of a class, for whoever keeps watch on those.
     """
 
-    __slots__ = ("_root_state", "_tree", "_values", "is_quiet", "see_method", "stand_ins")
+    __slots__ = (
+        *("_root_state", "_root_values", "_tree", "_values"),
+        *("is_quiet", "see_method", "stand_ins"),
+    )
 
     def __init__(self, root: nn.Module, see_method: Callable[[type, str], Any]) -> None:
         # Held by the root, this must not hold the root's attributes in turn.
         self._root_state = id(root.__dict__)
         self.see_method = see_method
+        self._root_values: list[tuple] = []
         self._values: list[tuple] = []
         self._tree: list[tuple] = []
         self.is_quiet = True
@@ -58,8 +62,10 @@ class Snapshot:
     def see(self, namespace: Mapping, name: Any) -> Any:
         """A value of a namespace; None if there is none of that name."""
         value = namespace.get(name)
-        is_root = id(namespace) == self._root_state
-        self._values.append((None if is_root else namespace, name, value))
+        if id(namespace) == self._root_state:
+            self._root_values.append((name, value))
+        else:
+            self._values.append((namespace, name, value))
         return value
 
     def see_attribute(self, module: nn.Module, name: str) -> Any:
@@ -102,8 +108,12 @@ class Snapshot:
 
     def holds(self, root: nn.Module) -> bool:
         """Whether all of it is as it was."""
+        state = root.__dict__
+        for name, value in self._root_values:
+            if state.get(name) is not value:
+                return False
         for namespace, name, value in self._values:
-            if (root.__dict__ if namespace is None else namespace).get(name) is not value:
+            if namespace.get(name) is not value:
                 return False
         for module, cls, forward, hooked, children in self._tree:
             if module is None:

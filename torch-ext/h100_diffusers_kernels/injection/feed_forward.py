@@ -1,0 +1,39 @@
+"""diffusers' ``FeedForward``: its layers, called one after the other."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .forward_slot import runs_own_forward
+from .injected import Injection
+from .linears import ORIGINALS as LINEAR_ORIGINALS
+from .linears import Chain, Layer, see_dropout, see_linear
+from .original import find_class
+from .snapshot import Snapshot
+
+_CLASS = "diffusers.models.attention:FeedForward"
+_FORWARD = f"{_CLASS}.forward"
+# What the calls of the layers stand in for.
+ORIGINALS = (_FORWARD, *LINEAR_ORIGINALS)
+
+
+def see_feed_forward(
+    owner: nn.Module, name: str, injection: Injection, snapshot: Snapshot
+) -> Layer:
+    """The feed-forward that is now the attribute ``name`` of a module: its ``Chain`` of layers, or itself."""
+    module = snapshot.see_attribute(owner, name)
+    if (
+        type(module) is not find_class(_CLASS)
+        or not runs_own_forward(module)
+        or not injection.originals[_FORWARD].is_in_use()
+        or snapshot.see(module.__dict__, "_compiled_call_impl") is not None
+    ):
+        return module
+    net = snapshot.see_attribute(module, "net")
+    if type(net) is not nn.ModuleList or len(net) != 3:
+        return module
+    return Chain(
+        snapshot.see_attribute(net, "0"),
+        see_dropout(net, "1", injection, snapshot),
+        see_linear(net, "2", injection, snapshot),
+    )
