@@ -101,6 +101,22 @@ def test_a_failures_script_repeats_it(monkeypatch, tmp_path):
     assert re.search(r"Difference: the output is 1 of its norm", run.stderr)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "count", "status"), [(1.04, 300, 0), (1.06, 300, 1), (1.06, 299, 0)]
+)
+def test_the_mean_of_errors_is_held_to_the_contract(monkeypatch, capsys, ratio, count, status):
+    ratios = [("the output", ratio)] * count
+
+    def results_of(tasks, processes):
+        for task in tasks:
+            model = random_sequences.Sequence({"family": "ltx"}, [])
+            yield task, random_sequences.Result(0, model, 1, count, ratios=ratios)
+
+    monkeypatch.setattr(random_sequences, "results_of", results_of)
+    assert random_sequences.main(["--family", "ltx", "--sequences", "1"]) == status
+    assert f"the output's error is {ratio:.3f}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["patch", "set_attention_backend", "global_hook"])
 def test_global_state_is_given_back(name):
     from diffusers.models import attention_dispatch
