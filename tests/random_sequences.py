@@ -471,14 +471,7 @@ class Twins:
         """Calls ``act`` with each model; returns what it gives for the plain, the float32, the injected."""
         outcomes, errors = {}, {}
         for name in ("plain", "exact", "mine"):
-            model = getattr(self, name)
-            outcomes[name] = errors[name] = None
-            if model is None:
-                continue
-            try:
-                outcomes[name] = act(model)
-            except Exception as error:
-                errors[name] = error
+            outcomes[name], errors[name] = attempt(act, getattr(self, name))
         plain, mine = errors["plain"], errors["mine"]
         if type(plain) is not type(mine):
             if mine is not None:
@@ -1124,6 +1117,17 @@ class Twins:
             raise Difference(
                 "the injected model outlives its last reference, the plain one does not"
             )
+
+
+def attempt(act, model):
+    """(what it gives, what it raises) for a model, if there is one.
+
+    An error keeps the frames that it came through: that of this call holds the one model alone.
+    """
+    try:
+        return None if model is None else act(model), None
+    except Exception as error:
+        return None, error
 
 
 def attributes(module):
