@@ -11,10 +11,7 @@ injected again. Writes benchmarks/results/models.json, of FLUX.1 flux.json:
     python benchmarks/bench_models.py --modes eager,injected --sizes 49x512x768
     python benchmarks/bench_models.py --device cpu --tiny --output /tmp/models.json
 
-LOCAL_KERNELS selects another checkout's build; eager's times say whether two runs can be compared:
-
-    LOCAL_KERNELS=org/h100-diffusers-kernels=<checkout> python benchmarks/bench_models.py \\
-        --modes eager,injected --rounds 30 --output /tmp/before.json
+LOCAL_KERNELS selects another checkout's build; compare_builds.py compares two.
 """
 
 from __future__ import annotations

@@ -40,6 +40,16 @@ def load_kernel() -> tuple[ModuleType, float]:
     return kernel, time.perf_counter() - begin
 
 
+def load_local_kernel(checkout: Path) -> ModuleType:
+    """The kernel package as built in a checkout; those of several may be loaded at a time."""
+    from kernels import get_local_kernel
+
+    try:
+        return get_local_kernel(checkout, trust_remote_code=True)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{checkout} holds no build for this machine") from None
+
+
 def randomize(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """Unit-gain weights: what passes a layer keeps its scale, so no branch vanishes or blows up."""
     with torch.no_grad():

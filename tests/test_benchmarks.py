@@ -5,6 +5,8 @@ import json
 import math
 import os
 import re
+import shutil
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -482,6 +484,57 @@ def test_host_time_is_without_waiting(monkeypatch):
     monkeypatch.setattr(timing.time, "perf_counter", lambda: order.append("clock") or next(clock))
     assert timing.host_microseconds(lambda: order.append("call"), CPU, calls=2) == 250_000
     assert order == ["synchronize", "clock", "call", "call", "clock"]
+
+
+def copy_build(checkout):
+    """Its Python; the extension, which registers its operators but once, is the same file."""
+    shutil.copytree(CHECKOUT / "build", checkout / "build", ignore=shutil.ignore_patterns("*.so"))
+    for extension in CHECKOUT.glob("build/*/*.so"):
+        (checkout / extension.relative_to(CHECKOUT)).symlink_to(extension)
+
+
+def replace_in(file, old, new):
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def compare_builds_with(before, device, output, *args):
+    """In a process of its own: a build that is loaded stays."""
+    script = CHECKOUT / "benchmarks" / "compare_builds.py"
+    options = ["--device", device, "--tiny", "--output", output, *args]
+    command = [sys.executable, script, before, *options]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_two_builds_are_compared(device, tmp_path):
+    """The other build has another shift: the outputs differ, and those of the same build do not."""
+    copy_build(tmp_path)
+    for norms in tmp_path.glob("build/*/injection/norms.py"):
+        replace_in(norms, "scale, shift, self.weight", "scale, scale, self.weight")
+    output = tmp_path / "out.json"
+    run = compare_builds_with(tmp_path, device, output)
+    assert run.returncode == 2
+    assert "both builds are _h100_diffusers_kernels" in run.stderr
+
+    for metadata in tmp_path.glob("build/*/metadata.json"):
+        id_ = json.loads(metadata.read_text())["id"]
+        replace_in(metadata, f'"{id_}"', f'"{id_}_other"')
+    for before, differs in ((tmp_path, True), (CHECKOUT, False)):
+        run = compare_builds_with(before, device, output, "--rounds", "2", "--dtype", "float32")
+        assert run.returncode == 0, run.stderr
+        sizes = json.loads(output.read_text())["sizes"].values()
+        assert len(sizes) == len(ltx.TINY_SIZES)
+        for entry in (entry for weights in sizes for entry in weights.values()):
+            assert (entry["distance"] > 1e-2) == differs
+            assert list(entry["ms"]) == ["before", "before, again", "after"]
+            assert all(ms["samples"] == 2 and ms["min"] > 0 for ms in entry["ms"].values())
+
+
+def test_a_checkout_without_a_build_is_refused(device, tmp_path):
+    run = compare_builds_with(tmp_path, device, tmp_path / "out.json")
+    assert run.returncode == 2
+    assert f"{tmp_path} holds no build for this machine" in run.stderr
 
 
 def test_local_kernels_selects_another_build(monkeypatch):

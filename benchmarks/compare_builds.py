@@ -1,0 +1,115 @@
+"""Single forwards of a model injected by two builds, another checkout's and this one's, in one process.
+
+They take turns on modules of their own over one set of weights, and the other build runs on two such modules:
+what differs between those is noise. Two processes differ by more than most changes do.
+
+    git worktree add ../before <commit> && (cd ../before && python tools/build_variant.py --backend cuda)
+    python benchmarks/compare_builds.py ../before
+    python benchmarks/compare_builds.py ../before --sizes 49x512x768 --pause-s 0.03
+
+After a rest the GPU clocks higher, and a host may be slower than in mid-work.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+from pathlib import Path
+
+import click
+import models
+import record
+import timing
+import torch
+from distance import relative_distance
+from options import DEVICE, DTYPE, MODEL, SIZES, TINY
+from tabulate import tabulate
+
+WARM_UP_ROUNDS = 3
+CONTROL = "before, again"
+
+
+@click.command()
+@click.argument("before", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@MODEL
+@SIZES
+@DEVICE
+@DTYPE
+@TINY
+@click.option("--rounds", type=click.IntRange(min=1), default=100, show_default=True)
+@click.option(
+    "--pause-s",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Rest of the GPU before each sample.",
+)
+@click.option(
+    "--output", type=click.Path(dir_okay=False, path_type=Path), help="JSON file, if any."
+)
+@torch.no_grad()
+def main(before, model, sizes, device, dtype, tiny, rounds, pause_s, output) -> None:
+    """Time single forwards injected by the build in the checkout BEFORE and by this one's."""
+    published = model
+    shared = ids(before) & ids(models.CHECKOUT)
+    if shared and before.resolve() != models.CHECKOUT:
+        # Python would take modules of one for the other's.
+        raise click.UsageError(f"both builds are {min(shared)}: commit, and build again")
+    try:
+        kernels = {name: models.load_local_kernel(before) for name in ("before", CONTROL)}
+        kernels["after"] = models.load_local_kernel(models.CHECKOUT)
+    except FileNotFoundError as error:
+        raise click.UsageError(str(error)) from None
+    model = published.transformer(device, dtype, tiny)
+    instances = {}
+    for name, kernel in kernels.items():
+        instances[name] = models.twin(model)
+        kernel.inject_kernels(instances[name])
+
+    result = {
+        "environment": record.environment(device),
+        "model": published.TINY_NAME if tiny else published.NAME,
+        "dtype": str(dtype).removeprefix("torch."),
+        "pause_s": pause_s,
+        "sizes": {},
+    }
+    for size in sizes or (published.TINY_SIZES if tiny else published.SIZES):
+        arguments = published.inputs(model, size, device, dtype)
+        forwards = {name: functools.partial(m, **arguments) for name, m in instances.items()}
+        weights = result["sizes"][str(size)] = {}
+        for name in models.WEIGHTS:
+            with models.weights(model, name):
+                distance = relative_distance(forwards["after"]()[0], forwards["before"]()[0])
+                timing.interleave(forwards, WARM_UP_ROUNDS, device)
+                samples = timing.interleave(forwards, rounds, device, pause_s=pause_s)
+            weights[name] = {
+                "distance": distance,
+                "ms": {build: timing.summarize(values) for build, values in samples.items()},
+            }
+            show(f"{size}, {name}", samples, distance)
+    if output is not None:
+        record.write(output, result)
+        click.echo(f"Wrote {output}")
+
+
+def ids(checkout: Path) -> set[str]:
+    """Of the builds in a checkout."""
+    return {json.loads(f.read_text())["id"] for f in checkout.glob("build/*/metadata.json")}
+
+
+def show(title: str, samples: dict[str, list[float]], distance: float) -> None:
+    before = samples["before"]
+    rows = []
+    for name, values in samples.items():
+        quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+        ratio = statistics.median(values) / statistics.median(before)
+        ratio_of_means = statistics.fmean(values) / statistics.fmean(before)
+        rows.append([name, min(values), *quartiles, ratio, ratio_of_means])
+    headers = ["build", "min ms", "quartile", "median", "quartile", "of before's", "of the mean"]
+    click.echo(f"\n{title}; the outputs differ by {distance:.2g} of their norm")
+    click.echo(tabulate(rows, headers, floatfmt=("", *[".2f"] * 4, ".4f", ".4f")))
+
+
+if __name__ == "__main__":
+    main()
