@@ -32,7 +32,7 @@ import record
 import timing
 import torch
 from distance import relative_distance
-from options import DEVICE, DTYPE, MODEL, SIZES, TINY, modes_option, output_option
+from options import DEVICE, DTYPE, MODEL, PAUSE, SIZES, TINY, modes_option, output_option
 from tabulate import tabulate
 
 WARM_UP_ROUNDS = 2
@@ -194,13 +194,7 @@ def show_size(size: str, result: dict) -> None:
     show_default=True,
     help="Forwards of a timed sample, one after the other.",
 )
-@click.option(
-    "--pause-s",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    show_default=True,
-    help="Rest of the GPU before each timed sample.",
-)
+@PAUSE
 @click.option("--profiled-calls", type=click.IntRange(min=1), default=3, show_default=True)
 @output_option()
 @torch.no_grad()

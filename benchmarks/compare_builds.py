@@ -23,7 +23,7 @@ import record
 import timing
 import torch
 from distance import relative_distance
-from options import DEVICE, DTYPE, MODEL, SIZES, TINY
+from options import DEVICE, DTYPE, MODEL, PAUSE, SIZES, TINY
 from tabulate import tabulate
 
 WARM_UP_ROUNDS = 3
@@ -38,13 +38,7 @@ CONTROL = "before, again"
 @DTYPE
 @TINY
 @click.option("--rounds", type=click.IntRange(min=1), default=100, show_default=True)
-@click.option(
-    "--pause-s",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    show_default=True,
-    help="Rest of the GPU before each sample.",
-)
+@PAUSE
 @click.option(
     "--output", type=click.Path(dir_okay=False, path_type=Path), help="JSON file, if any."
 )
@@ -57,13 +51,12 @@ def main(before, model, sizes, device, dtype, tiny, rounds, pause_s, output) -> 
         # Python would take modules of one for the other's.
         raise click.UsageError(f"both builds are {min(shared)}: commit, and build again")
     try:
-        kernels = {name: models.load_local_kernel(before) for name in ("before", CONTROL)}
-        kernels["after"] = models.load_local_kernel(models.CHECKOUT)
+        one, other = map(models.load_local_kernel, (before, models.CHECKOUT))
     except FileNotFoundError as error:
         raise click.UsageError(str(error)) from None
     model = published.transformer(device, dtype, tiny)
     instances = {}
-    for name, kernel in kernels.items():
+    for name, kernel in {"before": one, CONTROL: one, "after": other}.items():
         instances[name] = models.twin(model)
         kernel.inject_kernels(instances[name])
 

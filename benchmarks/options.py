@@ -110,4 +110,11 @@ DTYPE = click.option(
     show_default=True,
     callback=_dtype,
 )
+PAUSE = click.option(
+    "--pause-s",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Rest of the GPU before each timed sample.",
+)
 TINY = click.option("--tiny", is_flag=True, help="A tiny model: to try the benchmark itself.")

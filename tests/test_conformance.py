@@ -837,6 +837,11 @@ def test_quantized_layers(kernel, device, family, dtype, is_injected_first):
     assert (out - expected).norm() <= tolerance * expected.norm()
 
 
+each_feed_forward = of_families(
+    lambda family: [part for part in family.parts if part.startswith("feed_forward")]
+)
+
+
 def append_layer(feed_forward):
     feed_forward.net.append(torch.nn.Tanh())
 
@@ -859,7 +864,7 @@ def skip_dropout_and_halve(feed_forward):
     feed_forward.forward = lambda x: down(up(x)) * 0.5
 
 
-@of_families(lambda family: [part for part in family.parts if part.startswith("feed_forward")])
+@each_feed_forward
 @pytest.mark.parametrize(
     "change", [append_layer, hook_dropout, drop_bias, swap_weight, skip_dropout_and_halve]
 )
@@ -901,7 +906,7 @@ def test_dropout_drops_in_training(kernel, device, family):
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@of_families(lambda family: [part for part in family.parts if part.startswith("feed_forward")])
+@each_feed_forward
 @either_order
 def test_a_compiled_feed_forward_runs_compiled(kernel, device, family, case, is_injected_first):
     model, plain, arguments = prepared(family, device)
