@@ -18,6 +18,7 @@ import copy
 import functools
 import gc
 import importlib
+import itertools
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -96,13 +97,13 @@ def load_kernel():
 # injected model's distance from a float32 model (to which everything is done as well) with the plain one's.
 # The accuracy contract's 1.05 holds for the geometric mean of the two's ratio over all forwards. In one
 # forward, of a few hundred elements, the ratio of two independent errors varies: where both were right it was
-# between 0.70 and 1.36 for the output and, fewer elements making up most of it, between 0.46 and 1.98 for the
-# gradient, in 160 forwards each of FLUX.1 with adapters. A quarter of the dtype's epsilon is for where the
+# between 0.61 and 1.51 for the output in 400 forwards of FLUX.1 with adapters and, fewer elements making up
+# most of it, between 0.46 and 1.98 for the gradient in 160. A quarter of the dtype's epsilon is for where the
 # plain model's error is small by chance. One wrong block is 10 to 100 times the plain model's error.
 
 FLOAT32_LIMIT = 1e-4
 FLOAT32_GRADIENT_LIMIT = 1e-3
-ROUNDED_LIMIT = 1.25
+ROUNDED_LIMIT = 1.75
 ROUNDED_GRADIENT_LIMIT = 2.5
 MEAN_ROUNDED_LIMIT = 1.05
 FORWARDS_OF_MEAN = 300  # the mean of fewer varies by more than a hundredth
@@ -1531,6 +1532,8 @@ def main(argv=None):
         seeds = [options.seed]
     tasks = ((family, s, options.device, options.shrink) for s in seeds for family in families)
     began = time.monotonic()
+    if options.seconds is not None:
+        tasks = itertools.takewhile(lambda _: time.monotonic() - began <= options.seconds, tasks)
     totals, kinds = collections.Counter(), collections.defaultdict(list)
     ratios = collections.defaultdict(list)
     for (family, *_), result in results_of(tasks, options.processes):
@@ -1546,8 +1549,6 @@ def main(argv=None):
             kinds[family, kind_of(result)].append(result.seed)
         if result.refused and options.verbose:
             print(f"{family} {result.seed} refused: {result.refused}")
-        if options.seconds is not None and time.monotonic() - began > options.seconds:
-            break
     for (family, failure), failed in sorted(kinds.items(), key=lambda item: -len(item[1])):
         print(f"{len(failed):5} {family}: {failure} (seeds {failed[:6]})")
     for (family, what), values in ratios.items():
