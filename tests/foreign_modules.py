@@ -4,14 +4,18 @@ from torch import nn
 
 
 class Wrap(nn.Module):
-    """Around a module, with nothing of its attributes."""
+    """Around a module, with nothing of its attributes; `act` is called after it."""
 
-    def __init__(self, inner):
+    def __init__(self, module, act=None):
         super().__init__()
-        self.inner = inner
+        self.wrapped = module
+        self.act = act
 
     def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
+        result = self.wrapped(*args, **kwargs)
+        if self.act is not None:
+            self.act()
+        return result
 
 
 class ForeignBlock(Wrap):
@@ -19,7 +23,7 @@ class ForeignBlock(Wrap):
 
     def forward(self, *args, image_rotary_emb, **kwargs):
         cos, sin = image_rotary_emb
-        return self.inner(*args, image_rotary_emb=(cos * 0.5, sin), **kwargs)
+        return self.wrapped(*args, image_rotary_emb=(cos * 0.5, sin), **kwargs)
 
 
 class HalvedLinear(nn.Linear):

@@ -1,7 +1,6 @@
 """An injected model beside the same model without kernels, both led through the same changes."""
 
 import torch
-from torch import nn
 
 from ltx_models import inputs, run, transformer
 
@@ -10,21 +9,6 @@ BFLOAT16 = {"dtype": torch.bfloat16, "heads": 2, "head_dim": 64}
 
 # The relative distance that the two may have, by what roundings of a model's dtype leave.
 SLACK = {torch.float32: 1e-5, torch.bfloat16: 0.03}
-
-
-class Wrapper(nn.Module):
-    """A module of the user's own around another, that hides all of it but its call."""
-
-    def __init__(self, module, act=None):
-        super().__init__()
-        self.wrapped = module
-        self.act = act
-
-    def forward(self, *args, **kwargs):
-        result = self.wrapped(*args, **kwargs)
-        if self.act is not None:
-            self.act()
-        return result
 
 
 def pair(kernel, device, change=None, *, is_injected_first=True, **options):

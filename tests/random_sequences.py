@@ -108,7 +108,6 @@ ROUNDED_GRADIENT_LIMIT = 2.5
 MEAN_ROUNDED_LIMIT = 1.05
 FORWARDS_OF_MEAN = 300  # the mean of fewer varies by more than a hundredth
 
-
 OUTPUT = "the output"
 
 

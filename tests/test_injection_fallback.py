@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from injected_pairs import BFLOAT16, Wrapper, assert_alike, fallen_back, pair
+from foreign_modules import Wrap
+from injected_pairs import BFLOAT16, assert_alike, fallen_back, pair
 from ltx_models import (
     calls_of,
     inputs,
@@ -76,7 +77,7 @@ def with_hooked_norm(model, arguments):
 def with_another_norm(model, arguments):
     block = model.transformer_blocks[0]
     if type(block.norm2) is RMSNorm:
-        block.norm2 = Wrapper(block.norm2)
+        block.norm2 = Wrap(block.norm2)
     return run(model, arguments)
 
 
@@ -508,7 +509,7 @@ def test_one_attribute_of_the_model(kernel, device):
 def test_a_wrapped_block_is_counted_by_its_own_name(kernel, device):
     """The modules are known by what they were called when kernels were injected."""
     model = transformer(device, **BFLOAT16)
-    model.transformer_blocks[1] = Wrapper(model.transformer_blocks[1])
+    model.transformer_blocks[1] = Wrap(model.transformer_blocks[1])
     report = kernel.inject_kernels(model)
     run(model, inputs(model))
     names = Counter(entry.name for entry in report.calls)

@@ -10,7 +10,8 @@ from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 from torch.utils import dlpack
 
-from injected_pairs import SLACK, Wrapper, assert_alike, distance, pair
+from foreign_modules import Wrap
+from injected_pairs import SLACK, assert_alike, distance, pair
 from ltx_models import either_order, inputs, run, transformer
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -133,7 +134,7 @@ def by_forward_on_the_instance(module, parent, name, act):
 
 
 def by_module_around(module, parent, name, act):
-    setattr(parent, name, Wrapper(module, act))
+    setattr(parent, name, Wrap(module, act))
 
 
 def by_subclass(module, parent, name, act):

@@ -8,7 +8,8 @@ from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers import transformer_ltx
 from torch import nn
 
-from injected_pairs import BFLOAT16, Wrapper, assert_alike, fallen_back, is_said, pair
+from foreign_modules import Wrap
+from injected_pairs import BFLOAT16, assert_alike, fallen_back, is_said, pair
 from ltx_models import either_order, inputs, kernel_calls, run, transformer
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -94,7 +95,7 @@ FOREIGN_NORMS = {
     "layer_norm": layer_norm,
     "layer_norm_without_weight": lambda norm: nn.LayerNorm(HIDDEN, elementwise_affine=False),
     "identity": lambda norm: nn.Identity(),
-    "wrapper": Wrapper,
+    "wrapper": Wrap,
     "torch_norm": torch_norm,
     "torch_norm_without_eps": lambda norm: torch_norm(norm, eps=None),
     "with_bias": with_bias,
@@ -217,7 +218,7 @@ def test_a_weight_of_another_dtype(kernel, device, dtype, name, is_injected_firs
 QK_NORMS = {
     "layer_norm": layer_norm,
     "identity": lambda norm: nn.Identity(),
-    "wrapper": Wrapper,
+    "wrapper": Wrap,
     "diffusers_norm_with_bias": with_bias,
     "without_eps": lambda norm: torch_norm(norm, eps=None),
     "without_weight": torch_norm,
@@ -297,26 +298,26 @@ def seeded(make):
 
 
 PARTS = {
-    "attn1_wrapped": ("attn1", Wrapper),
-    "attn2_wrapped": ("attn2", Wrapper),
+    "attn1_wrapped": ("attn1", Wrap),
+    "attn2_wrapped": ("attn2", Wrap),
     "attn1_own": ("attn1", lambda part: seeded(OwnAttention)),
     "attn2_own": ("attn2", lambda part: seeded(OwnAttention)),
-    "ff_wrapped": ("ff", Wrapper),
+    "ff_wrapped": ("ff", Wrap),
     "ff_own": ("ff", lambda part: seeded(Gated)),
     "ff_sequential": ("ff", lambda part: nn.Sequential(part, nn.Tanh())),
     "ff_without_activation": ("ff.net", lambda part: nn.ModuleList(list(part)[2:])),
     "ff_longer": ("ff.net", lambda part: nn.ModuleList([*part, nn.Tanh()])),
     "ff_of_another_list": ("ff.net", lambda part: EndingInTanh(part)),
-    "dropout_wrapped": ("ff.net.1", Wrapper),
+    "dropout_wrapped": ("ff.net.1", Wrap),
     "dropout_own": ("ff.net.1", lambda part: nn.Tanh()),
     "attention_dropout_own": ("attn1.to_out.1", lambda part: nn.Tanh()),
-    "activation_wrapped": ("ff.net.0", Wrapper),
+    "activation_wrapped": ("ff.net.0", Wrap),
     "activation_own": ("ff.net.0", lambda part: nn.Sequential(part.proj, nn.SiLU())),
-    "projection_wrapped": ("ff.net.0.proj", Wrapper),
-    "output_wrapped": ("ff.net.2", Wrapper),
-    "query_wrapped": ("attn1.to_q", Wrapper),
-    "attention_output_wrapped": ("attn1.to_out.0", Wrapper),
-    "block_wrapped": ("", Wrapper),
+    "projection_wrapped": ("ff.net.0.proj", Wrap),
+    "output_wrapped": ("ff.net.2", Wrap),
+    "query_wrapped": ("attn1.to_q", Wrap),
+    "attention_output_wrapped": ("attn1.to_out.0", Wrap),
+    "block_wrapped": ("", Wrap),
 }
 
 
@@ -549,7 +550,7 @@ def test_blocks_change_places(kernel, device):
 @either_order
 def test_parts_of_the_model(kernel, device, name, is_injected_first):
     def change(model):
-        setattr(model, name, Wrapper(getattr(model, name)))
+        setattr(model, name, Wrap(getattr(model, name)))
 
     model, plain, _ = pair(kernel, device, change, is_injected_first=is_injected_first)
     assert_alike(model, plain)
@@ -577,8 +578,8 @@ def test_parts_of_a_bfloat16_model(kernel, device, is_injected_first):
 
     def change(model):
         first, second = model.transformer_blocks
-        first.attn1, second.attn2 = Wrapper(first.attn1), Wrapper(second.attn2)
-        first.ff = Wrapper(first.ff)
+        first.attn1, second.attn2 = Wrap(first.attn1), Wrap(second.attn2)
+        first.ff = Wrap(first.ff)
 
     model, plain, _ = pair(kernel, device, change, is_injected_first=is_injected_first, **BFLOAT16)
     assert_alike(model, plain)

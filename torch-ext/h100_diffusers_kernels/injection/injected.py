@@ -196,6 +196,7 @@ class Injected(StandIn):
         ):
             snapshot = Snapshot(module, self.injection.watch)
             parts = self.part.decide(module, self.injection, snapshot)
+            # To decide may have added to the functions.
             decision = self._decision = Decision(parts, snapshot, self.injection.functions())
         return decision
 

@@ -57,8 +57,8 @@ class ModelForward:
         self.look = object()
 
     def end(self) -> None:
+        self._stop_looking()
         self._blocks, self._places, self._successors = [], {}, {}
-        self._may_look, self._looked_at, self.look = False, 0, object()
         self._handed = self._rows = None
 
     def is_quiet(self) -> bool:
@@ -80,7 +80,11 @@ class ModelForward:
         if not has_global_hooks() and all(map(self._sees_quiet, ahead)):
             self._looked_at += len(ahead)
         else:
-            self._may_look, self._looked_at, self.look = False, 0, object()
+            self._stop_looking()
+
+    def _stop_looking(self) -> None:
+        """No block is looked at any more, and nothing is trusted that was seen of some."""
+        self._may_look, self._looked_at, self.look = False, 0, object()
 
     def _sees_quiet(self, module: nn.Module) -> bool:
         """Whether a call of a module with a stand-in runs nothing unknown."""
