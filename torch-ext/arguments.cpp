@@ -1,10 +1,10 @@
-// Argument checks, merging of leading dimensions, allocation, stream: see torch_binding.h.
+// Argument checks, merging of leading dimensions, allocation, stream: see arguments.h.
+
+#include "arguments.h"
 
 #include <algorithm>
 #include <numeric>
 #include <utility>
-
-#include "torch_binding.h"
 
 #ifdef CUDA_KERNEL
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
@@ -12,7 +12,7 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
 
 namespace h100_diffusers_kernels {
 
-std::string to_string(const Sizes& sizes) {
+std::string to_string(std::span<const int64_t> sizes) {
   std::ostringstream text;
   text << "(";
   for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
@@ -22,30 +22,35 @@ std::string to_string(const Sizes& sizes) {
 
 std::string dtype_name(ScalarType dtype) {
   switch (dtype) {
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Double:
-      return "float64";
-    case ScalarType::Byte:
-      return "uint8";
-    case ScalarType::Char:
-      return "int8";
-    case ScalarType::Short:
-      return "int16";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Long:
-      return "int64";
-    case ScalarType::Bool:
-      return "bool";
-    case ScalarType::Float8_e4m3fn:
-      return "float8_e4m3fn";
-    case ScalarType::Float8_e5m2:
-      return "float8_e5m2";
+#define H100_NAME(type, name) \
+  case ScalarType::type:      \
+    return #name;
+    H100_NAME(Float, float32)
+    H100_NAME(Half, float16)
+    H100_NAME(BFloat16, bfloat16)
+    H100_NAME(Double, float64)
+    H100_NAME(Byte, uint8)
+    H100_NAME(Char, int8)
+    H100_NAME(Short, int16)
+    H100_NAME(Int, int32)
+    H100_NAME(Long, int64)
+    H100_NAME(UInt16, uint16)
+    H100_NAME(UInt32, uint32)
+    H100_NAME(UInt64, uint64)
+    H100_NAME(Bool, bool)
+    H100_NAME(ComplexHalf, complex32)
+    H100_NAME(ComplexFloat, complex64)
+    H100_NAME(ComplexDouble, complex128)
+    H100_NAME(Float8_e4m3fn, float8_e4m3fn)
+    H100_NAME(Float8_e4m3fnuz, float8_e4m3fnuz)
+    H100_NAME(Float8_e5m2, float8_e5m2)
+    H100_NAME(Float8_e5m2fnuz, float8_e5m2fnuz)
+    H100_NAME(Float8_e8m0fnu, float8_e8m0fnu)
+    H100_NAME(Float4_e2m1fn_x2, float4_e2m1fn_x2)
+    H100_NAME(QInt8, qint8)
+    H100_NAME(QUInt8, quint8)
+    H100_NAME(QInt32, qint32)
+#undef H100_NAME
     default:
       return "Torch's dtype number " + std::to_string(static_cast<int>(dtype));
   }
@@ -63,17 +68,19 @@ Sizes sizes_of(const Tensor& tensor) {
   return Sizes(sizes.begin(), sizes.end());
 }
 
+namespace {
+
+// Of a tensor whose dimensions are too many to be held, none: the checker refuses it.
+Sizes leading_shape(const Tensor& tensor) {
+  return tensor.sizes().size() > Sizes::kCapacity ? Sizes{} : sizes_of(tensor);
+}
+
+}  // namespace
+
 ArgumentChecker::ArgumentChecker(const char* operation, const char* x_name, const Tensor& x, int64_t min_dims,
                                  bool accepts_float32)
-    : operation_(operation), x_name_(x_name), x_(x), shape_(sizes_of(x)) {
-#ifdef CUDA_KERNEL
-  if (x.device().type != aoti_torch_device_type_cuda())
-    fail(operation_, x_name_, " must be on a CUDA device (this build has CUDA kernels), got ",
-         device_name(x));
-#else
-  if (x.device().type != aoti_torch_device_type_cpu())
-    fail(operation_, x_name_, " must be on the CPU (this build has CPU kernels), got ", device_name(x));
-#endif
+    : operation_(operation), x_name_(x_name), x_(x), shape_(leading_shape(x)) {
+  on_device();
   const ScalarType dtype = x.scalar_type();
   if (dtype == ScalarType::BFloat16) {
     dtype_ = DType::kBFloat16;
@@ -85,10 +92,27 @@ ArgumentChecker::ArgumentChecker(const char* operation, const char* x_name, cons
     fail(operation_, x_name_, " must be ", accepts_float32 ? "float32, " : "", "float16 or bfloat16, got ",
          dtype_name(dtype));
   }
-  if (static_cast<int64_t>(shape_.size()) < min_dims)
+  if (x.sizes().size() > Sizes::kCapacity)
+    fail(operation_, x_name_, " must have at most ", Sizes::kCapacity, " dimensions, got ", x.dim());
+  if (x.dim() < min_dims)
     fail(operation_, x_name_, " must have at least ", min_dims, min_dims == 1 ? " dimension" : " dimensions",
          ", got shape ", to_string(shape_));
   readable(x_name_, x);
+}
+
+void ArgumentChecker::on_device() const {
+#ifdef CUDA_KERNEL
+  if (x_.device().type != aoti_torch_device_type_cuda())
+    fail(operation_, x_name_, " must be on a CUDA device (this build has CUDA kernels), got ",
+         device_name(x_));
+  const int capability = compute_capability(x_.device().index);
+  if (capability != 90)
+    fail(operation_, x_name_, " must be on a GPU of compute capability 9.0, got ", device_name(x_),
+         " of compute capability ", capability / 10, ".", capability % 10);
+#else
+  if (x_.device().type != aoti_torch_device_type_cpu())
+    fail(operation_, x_name_, " must be on the CPU (this build has CPU kernels), got ", device_name(x_));
+#endif
 }
 
 void ArgumentChecker::readable(const char* name, const Tensor& tensor) const {
@@ -139,7 +163,7 @@ void ArgumentChecker::same_shape(const char* name, const Tensor& tensor, const S
   same_dtype(name, tensor);
   const auto sizes = tensor.sizes();
   if (!std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end()))
-    fail(operation_, name, " must have shape ", to_string(shape), ", got ", to_string(sizes_of(tensor)));
+    fail(operation_, name, " must have shape ", to_string(shape), ", got ", to_string(tensor.sizes()));
   readable(name, tensor);
 }
 
@@ -173,11 +197,11 @@ void ArgumentChecker::broadcastable(const char* name, const Tensor& tensor) cons
   }
   if (!matches)
     fail(operation_, name, " must broadcast against ", x_name_, " of shape ", to_string(shape_),
-         " with a last dimension of ", hidden(), ", got ", to_string(sizes_of(tensor)));
+         " with a last dimension of ", hidden(), ", got ", to_string(tensor.sizes()));
   readable(name, tensor);
 }
 
-OwnedTensor empty(const Tensor& x, const Sizes& shape) {
+OwnedTensor ArgumentChecker::empty(const Sizes& shape) const {
   int64_t strides[Sizes::kCapacity];
   int64_t stride = 1;
   for (size_t i = shape.size(); i-- > 0;) {
@@ -185,8 +209,14 @@ OwnedTensor empty(const Tensor& x, const Sizes& shape) {
     stride *= std::max<int64_t>(shape[i], 1);
   }
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides,
-                                                  x.dtype(), x.device().type, x.device().index, &handle));
+  const auto error = aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides,
+                                              x_.dtype(), x_.device().type, x_.device().index, &handle);
+  // What Torch raised is lost at its C interface. The package reads this sentence (declaration.py), tries to
+  // allocate as much and raises what Torch raises then.
+  if (error != TORCH_SUCCESS)
+    throw std::runtime_error(std::string(operation_) + ": no memory for " + std::to_string(stride) +
+                             " elements of " + std::to_string(bytes_of(dtype_)) + " bytes on " +
+                             device_name(x_));
   return OwnedTensor(handle);
 }
 

@@ -106,6 +106,7 @@ class Tensor {
 };
 
 using OptionalTensor = std::optional<Tensor>;
+using TwoTensors = std::pair<OwnedTensor, OwnedTensor>;
 
 // One argument of a call: takes over what lies on the stack, so that it is freed however the call ends.
 template <typename T>
@@ -157,13 +158,14 @@ class Argument<std::string_view> {
 
 inline StableIValue released(OwnedTensor& tensor) { return torch::stable::detail::from(tensor.release()); }
 
-// `Boxed<&function>::call` is what Torch calls for a function of tensors, strings and numbers that returns
-// one new tensor, two or none.
-template <auto function>
+// `Boxed<function, name>::call` is what Torch calls for a function of the operation's name, tensors, strings
+// and numbers that returns one new tensor, two or none.
+template <auto function, const auto& name>
 struct Boxed;
 
-template <typename Result, typename... Parameters, Result (*function)(Parameters...)>
-struct Boxed<function> {
+template <typename Result, typename... Parameters, Result (*function)(const char*, Parameters...),
+          const auto& name>
+struct Boxed<function, name> {
   static void call(StableIValue* stack, uint64_t argument_count, uint64_t result_count) {
     constexpr uint64_t kResults = std::is_void_v<Result> ? 0 : (std::is_same_v<Result, OwnedTensor> ? 1 : 2);
     STD_TORCH_CHECK(argument_count == sizeof...(Parameters) && result_count == kResults,
@@ -176,12 +178,12 @@ struct Boxed<function> {
   static void call(StableIValue* stack, std::index_sequence<i...>) {
     const std::tuple<Argument<std::remove_cvref_t<Parameters>>...> arguments(stack[i]...);
     if constexpr (std::is_void_v<Result>) {
-      function(std::get<i>(arguments).get()...);
+      function(name.data(), std::get<i>(arguments).get()...);
     } else if constexpr (std::is_same_v<Result, OwnedTensor>) {
-      OwnedTensor result = function(std::get<i>(arguments).get()...);
+      OwnedTensor result = function(name.data(), std::get<i>(arguments).get()...);
       stack[0] = released(result);
     } else {
-      auto [first, second] = function(std::get<i>(arguments).get()...);
+      auto [first, second] = function(name.data(), std::get<i>(arguments).get()...);
       stack[0] = released(first);
       stack[1] = released(second);
     }

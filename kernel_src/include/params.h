@@ -23,6 +23,9 @@ struct Stream {
 struct Stream {
   void* handle;
 };
+
+// Ten times the compute capability of a GPU: 90 for 9.0.
+int compute_capability(int device);
 #endif
 
 // What one launch takes: leading dimensions, after those with a common stride pattern have been merged, and

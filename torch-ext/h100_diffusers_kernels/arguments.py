@@ -5,11 +5,9 @@ They accept and refuse what ``arguments.cpp`` does, in the same words.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import numbers
-from typing import Callable, Optional
+from typing import NoReturn, Optional
 
 import torch
 from torch import Tensor
@@ -17,6 +15,7 @@ from torch import Tensor
 from .overlap import overlap, overlaps_itself
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_DIMS = 64  # that the compiled checks hold
 MAX_COUNT = 2**31 - 1  # of what a launch or a kernel numbers
 MAX_ATTENTION_ROWS = 2**30  # of attention's queries of all heads, and of its keys
 
@@ -25,103 +24,59 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).replace("torch.", "")
 
 
-def fail(operation: str, sentence: str) -> None:
+def fail(operation: str, sentence: str) -> NoReturn:
     raise ValueError(f"{operation}: {sentence}")
 
 
-def _is_number(value: object, kind: type = numbers.Real) -> bool:
+def is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def is_string(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
     symbolic = (torch.SymInt, torch.SymFloat)
-    return isinstance(value, (kind, *symbolic)) and not isinstance(value, bool)
+    return isinstance(value, (numbers.Real, *symbolic)) and not isinstance(value, bool)
 
 
-# What an argument annotated so must be, and the test of it.
-_TYPES = {
-    "Tensor": ("a tensor", lambda value: isinstance(value, Tensor)),
-    "Optional[Tensor]": (
-        "a tensor or None",
-        lambda value: value is None or isinstance(value, Tensor),
-    ),
-    "float": ("a number", _is_number),
-    "int": ("an integer", lambda value: _is_number(value, numbers.Integral)),
-    "Optional[float]": (
-        "a number or None",
-        lambda value: value is None or _is_number(value),
-    ),
-    "str": ("a string", lambda value: isinstance(value, str)),
-    "bool": ("True or False", lambda value: isinstance(value, bool)),
-    "tuple[Tensor, Tensor]": (
-        "a pair (cos, sin) of tensors",
-        lambda value: isinstance(value, tuple) and len(value) == 2,
-    ),
-}
+def is_integer(value: object) -> bool:
+    return isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
 
 
-def _is_rope(value: object) -> bool:
+def is_pair(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
+
+
+def is_rope(value: object) -> bool:
+    """None, or two tensors in a tuple or a list."""
     return value is None or (
-        isinstance(value, (tuple, list))
-        and len(value) == 2
-        and all(isinstance(t, Tensor) for t in value)
+        isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_tensor, value))
     )
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as sentences give it: plain and short ones themselves, of others their type."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str) and len(value) > 64:
+        return f"a string of {len(value)} characters"
     is_plain = value is None or isinstance(value, (str, int, float))
     return repr(value) if is_plain else type(value).__name__
 
 
-def check_types(function: Callable, *args, **kwargs) -> None:
-    """Refuses an argument that is not of the type that the function's signature gives it."""
-    bound = inspect.signature(function).bind(*args, **kwargs)
-    for name, value in bound.arguments.items():
-        annotation = function.__annotations__[name]
-        if name == "rope":
-            fields = getattr(value, "_fields", ("cos", "sin"))
-            if isinstance(value, tuple) and len(value) == 2:
-                for field, item in zip(fields, value):
-                    if not isinstance(item, Tensor):
-                        _refuse(function, field, "a tensor", item)
-            if not _is_rope(value):
-                _refuse(function, name, "None, a pair (cos, sin) or a CoordinateRope", value)
-            continue
-        accepted, is_accepted = _TYPES[annotation]
-        if not is_accepted(value):
-            _refuse(function, name, accepted, value)
-        if annotation == "tuple[Tensor, Tensor]":
-            for field, item in zip(("cos", "sin"), value):
-                if not isinstance(item, Tensor):
-                    _refuse(function, f"{name}_{field}", "a tensor", item)
+def refuse_type(operation: str, name: str, accepted: str, value: object) -> NoReturn:
+    raise TypeError(f"{operation}: {name} must be {accepted}, got {shown(value)}")
 
 
-def _refuse(function: Callable, name: str, accepted: str, value: object) -> None:
-    raise TypeError(f"{function.__name__}: {name} must be {accepted}, got {_shown(value)}")
-
-
-ARGUMENT_ERRORS = (AttributeError, RuntimeError, TypeError, ValueError)
-
-
-def explains_types(function: Callable) -> Callable:
-    """Where a call fails for the Python type of an argument, says so in one sentence. A call with proxies
-    of ``torch.fx`` becomes a node of their graph."""
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        try:
-            return function(*args, **kwargs)
-        except ARGUMENT_ERRORS:
-            proxy = find_proxy(args, kwargs)
-            if proxy is not None:
-                return proxy.tracer.create_proxy("call_function", call, args, kwargs)
-            check_types(function, *args, **kwargs)
-            raise
-
-    return call
-
-
-def find_proxy(args: tuple, kwargs: dict) -> Optional[torch.fx.Proxy]:
+def find_proxy(values: tuple) -> Optional[torch.fx.Proxy]:
     """One of the proxies among a call's arguments, those within pairs included."""
-    for value in (*args, *kwargs.values()):
+    for value in values:
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, torch.fx.Proxy):
                 return item
@@ -136,48 +91,48 @@ def as_number(operation: str, name: str, value: object, accepted: str = "a numbe
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{operation}: {name} must be {accepted}, got {_shown(value)}")
+        refuse_type(operation, name, accepted, value)
     try:
         return float(value)
     except OverflowError:
-        fail(operation, f"{name} must be within float64, got {_shown(value)}")
+        fail(operation, f"{name} must be within float64, got {shown(value)}")
 
 
 def as_integer(operation: str, name: str, value: object) -> int:
     if isinstance(value, torch.SymInt):
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{operation}: {name} must be an integer, got {_shown(value)}")
+        refuse_type(operation, name, "an integer", value)
     return int(value)
 
 
 def as_heads(operation: str, heads: object) -> int:
     heads = as_integer(operation, "heads", heads)
     if heads < 1:
-        fail(operation, f"heads must be at least 1, got {_shown(heads)}")
+        fail(operation, f"heads must be at least 1, got {shown(heads)}")
     if heads > MAX_INTEGER:
-        fail(operation, f"heads must be at most {MAX_INTEGER}, got {_shown(heads)}")
+        fail(operation, f"heads must be at most {MAX_INTEGER}, got {shown(heads)}")
     return heads
 
 
-def as_scale(operation: str, scale: object) -> float:
-    scale = as_number(operation, "scale", scale, "a number or None")
+def as_scale(operation: str, name: str, value: object) -> float:
+    scale = value if type(value) is float else as_number(operation, name, value, "a number or None")
     if not MIN_SCALE <= scale <= MAX_SCALE:
-        fail(operation, f"scale must be positive and finite in float32, got {scale}")
+        fail(operation, f"{name} must be positive and finite in float32, got {scale}")
     return scale
 
 
 def check_flag(operation: str, name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{operation}: {name} must be True or False, got {_shown(value)}")
+        refuse_type(operation, name, "True or False", value)
 
 
 def check_choice(operation: str, name: str, value: object, choices: tuple[str, ...]) -> None:
     if not isinstance(value, str):
-        raise TypeError(f"{operation}: {name} must be a string, got {_shown(value)}")
+        refuse_type(operation, name, "a string", value)
     if value not in choices:
         *others, last = map(repr, choices)
-        fail(operation, f"{name} must be {', '.join(others)} or {last}, got {value!r}")
+        fail(operation, f"{name} must be {', '.join(others)} or {last}, got {shown(value)}")
 
 
 APPROXIMATIONS = ("none", "tanh")
@@ -187,13 +142,34 @@ MAX_INTEGER = 2**63 - 1  # of a schema
 NORMS = ("across_heads", "per_head", "none")
 
 
+def check_layout(operation: str, name: str, tensor: Tensor) -> None:
+    """``tensor`` is strided. Torch has no kernels of this package for others, and says so at length."""
+    if tensor.is_nested:
+        given = "a nested one"
+    elif tensor.layout is not torch.strided:
+        given = f"one of layout {str(tensor.layout).replace('torch.', '')}"
+    elif tensor.is_quantized:
+        given = f"a quantized one of {dtype_name(tensor.dtype)}"
+    else:
+        return
+    fail(operation, f"{name} must be a strided tensor, got {given}")
+
+
+def check_device_type(operation: str, name: str, tensor: Tensor) -> None:
+    """``tensor`` is on one of the devices that the operators are registered for."""
+    if tensor.device.type not in ("cpu", "cuda", "meta"):
+        fail(operation, f"{name} must be on a CUDA device or the CPU, got {tensor.device}")
+
+
 def check_input(
     operation: str, name: str, x: Tensor, min_dims: int = 1, accepts_float32: bool = True
 ) -> None:
-    """``x`` has a supported dtype, at least ``min_dims`` dimensions and unit stride in the last."""
+    """``x`` has a supported dtype, from ``min_dims`` to 64 dimensions and unit stride in the last."""
     if x.dtype not in SUPPORTED_DTYPES or (x.dtype == torch.float32 and not accepts_float32):
         float32 = "float32, " if accepts_float32 else ""
         fail(operation, f"{name} must be {float32}float16 or bfloat16, got {dtype_name(x.dtype)}")
+    if x.dim() > MAX_DIMS:
+        fail(operation, f"{name} must have at most {MAX_DIMS} dimensions, got {x.dim()}")
     if x.dim() < min_dims:
         plural = "dimension" if min_dims == 1 else "dimensions"
         fail(
@@ -203,8 +179,16 @@ def check_input(
     check_readable(operation, name, x)
 
 
+def check_gated(operation: str, name: str, x: Tensor) -> None:
+    """``x`` has two halves."""
+    if x.shape[-1] % 2:
+        fail(operation, f"{name} must have an even last dimension, got {x.shape[-1]}")
+
+
 def check_readable(operation: str, name: str, tensor: Tensor) -> None:
     """``tensor`` has unit stride in its last dimension, and its storage all of its elements."""
+    if tensor.layout is not torch.strided:
+        check_layout(operation, name, tensor)
     if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         if torch._C._are_functorch_transforms_active():
             return  # the stride is vmap's doing
@@ -251,11 +235,9 @@ def check_dtype(operation: str, name: str, tensor: Tensor, x_name: str, x: Tenso
 
 
 def check_shape(
-    operation: str, name: str, tensor: Optional[Tensor], shape: tuple, x_name: str, x: Tensor
+    operation: str, name: str, tensor: Tensor, shape: tuple, x_name: str, x: Tensor
 ) -> None:
-    """``tensor``, if given, has x's dtype and device, exactly ``shape``, and unit last stride."""
-    if tensor is None:
-        return
+    """``tensor`` has x's dtype and device, exactly ``shape``, and unit last stride."""
     check_device(operation, name, tensor, x_name, x)
     check_dtype(operation, name, tensor, x_name, x)
     _check_exact_shape(operation, name, tensor, shape)
@@ -267,12 +249,13 @@ def _check_exact_shape(operation: str, name: str, tensor: Tensor, shape: tuple) 
     check_readable(operation, name, tensor)
 
 
-def check_broadcastable(
-    operation: str, name: str, tensor: Optional[Tensor], x_name: str, x: Tensor
-) -> None:
-    """``tensor``, if given, broadcasts against ``x`` in every dimension but the last."""
-    if tensor is None:
-        return
+def check_vector(operation: str, name: str, tensor: Tensor, x_name: str, x: Tensor) -> None:
+    """``tensor`` has one value for each of x's last dimension."""
+    check_shape(operation, name, tensor, (x.shape[-1],), x_name, x)
+
+
+def check_broadcastable(operation: str, name: str, tensor: Tensor, x_name: str, x: Tensor) -> None:
+    """``tensor`` broadcasts against ``x`` in every dimension but the last."""
     check_device(operation, name, tensor, x_name, x)
     check_dtype(operation, name, tensor, x_name, x)
     dims = tensor.dim()
@@ -290,47 +273,7 @@ def check_broadcastable(
     check_readable(operation, name, tensor)
 
 
-def check_row_operation(
-    operation: str,
-    x: Tensor,
-    *,
-    residual: Optional[Tensor] = None,
-    gate: Optional[Tensor] = None,
-    scale: Optional[Tensor] = None,
-    shift: Optional[Tensor] = None,
-    weight: Optional[Tensor] = None,
-    bias: Optional[Tensor] = None,
-) -> None:
-    """Every argument of a norm, modulation or residual operation."""
-    required = {"x": x}
-    if operation.startswith("gated"):
-        required["residual"] = residual
-    if operation.endswith("modulate"):
-        required.update(scale=scale, shift=shift)
-    for name, tensor in required.items():
-        if tensor is None:
-            fail(operation, f"{name} must be a tensor, got None")
-    leader, leader_name = (x, "x") if residual is None else (residual, "residual")
-    check_input(operation, leader_name, leader)
-    if residual is not None:
-        check_shape(operation, "x", x, tuple(residual.shape), leader_name, leader)
-    for name, tensor in (("gate", gate), ("scale", scale), ("shift", shift)):
-        check_broadcastable(operation, name, tensor, leader_name, leader)
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        check_shape(operation, name, tensor, (leader.shape[-1],), leader_name, leader)
-
-
-def check_activation(
-    operation: str, x: Tensor, approximate: str, is_gated: bool, bias: Optional[Tensor]
-) -> None:
-    check_input(operation, "x", x)
-    check_choice(operation, "approximate", approximate, APPROXIMATIONS)
-    if is_gated and x.shape[-1] % 2:
-        fail(operation, f"x must have an even last dimension, got {x.shape[-1]}")
-    check_shape(operation, "bias", bias, (x.shape[-1],), "x", x)
-
-
-def check_qk(
+def _check_qk(
     operation: str,
     q: Tensor,
     k: Tensor,
@@ -376,7 +319,9 @@ def check_qk(
         _require_countable_token(operation, "q", q, heads, head_dim)
         _require_countable_token(operation, "k", q, k_heads, head_dim)
     for name, weight, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
-        if weight is not None and norm == "none":
+        if weight is None:
+            continue
+        if norm == "none":
             fail(
                 operation,
                 f"{name} is accepted only with norm 'across_heads' or 'per_head', got norm 'none'",
@@ -482,10 +427,10 @@ def _check_float32_or_dtype(
         )
 
 
-def _table_view(
+def _check_table(
     operation: str, name: str, table: Tensor, x_name: str, x: Tensor, heads: int, head_dim: int
-) -> Tensor:
-    """The table as (1 or B, S, 1 or H, d or d/2), or one sentence on why it is none."""
+) -> None:
+    """The table is (1 or B, S, 1 or H, d or d/2), or less of it."""
     check_device(operation, name, table, x_name, x)
     _check_float32_or_dtype(operation, name, table, x_name, x)
     batch, seq = x.shape[0], x.shape[1]
@@ -504,39 +449,36 @@ def _table_view(
             f"H = {heads}, d = {head_dim}, got {tuple(table.shape)}",
         )
     check_readable(operation, name, table)
-    view = table[None] if table.dim() == 2 else table
-    if view.dim() == 3:
-        view = view.unsqueeze(2) if is_of_head else view.unflatten(2, (heads, head_dim))
-    return view
 
 
-def rope_table_views(
+def check_tables(
     operation: str, cos: Tensor, sin: Tensor, x_name: str, x: Tensor, heads: int, head_dim: int
-) -> tuple[Tensor, Tensor]:
-    """Both tables as (1 or B, S, 1 or H, d), or both with d/2, or one sentence on why not."""
+) -> None:
+    """Both tables are of one value an element, or both of one a pair."""
     _require_even_head_dim(operation, x_name, head_dim)
-    cos_view = _table_view(operation, "cos", cos, x_name, x, heads, head_dim)
-    sin_view = _table_view(operation, "sin", sin, x_name, x, heads, head_dim)
-    if sin_view.shape[3] != cos_view.shape[3]:
-        held = "element" if cos_view.shape[3] == head_dim else "pair"
+    _check_table(operation, "cos", cos, x_name, x, heads, head_dim)
+    _check_table(operation, "sin", sin, x_name, x, heads, head_dim)
+    is_by_pair = [table.shape[-1] == head_dim // 2 for table in (cos, sin)]
+    if is_by_pair[0] != is_by_pair[1]:
+        held = "pair" if is_by_pair[0] else "element"
         fail(
             operation,
             f"sin must hold one value for each {held}, as cos does, got {tuple(sin.shape)}",
         )
     check_dtype(operation, "sin", sin, "cos", cos)
-    return cos_view, sin_view
 
 
-def require_heads_of_tables(operation: str, views: tuple, heads: int, k_heads: int) -> None:
-    for name, view in zip(("cos", "sin"), views):
-        if view.shape[2] != 1:
+def _require_heads_of_tables(
+    operation: str, tables: dict[str, Tensor], heads: int, head_dim: int, k_heads: int
+) -> None:
+    for name, table in tables.items():
+        is_of_head = table.shape[-1] in (head_dim, head_dim // 2)
+        if table.shape[2] != 1 if table.dim() == 4 else not is_of_head:
             _require_equal_heads(operation, name, heads, k_heads)
 
 
-def check_rope(
-    operation: str, x: Tensor, cos: Tensor, sin: Tensor, layout: str
-) -> tuple[Tensor, Tensor]:
-    """Every argument of ``rope``; returns the tables as (1 or B, S, 1 or H, d or d/2)."""
+def check_rope(operation: str, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
+    """Every argument of ``rope``."""
     check_input(operation, "x", x, min_dims=3)
     check_choice(operation, "layout", layout, LAYOUTS)
     if x.dim() > 4:
@@ -558,11 +500,21 @@ def check_rope(
         heads = width // head_dim if head_dim else 0
     _require_even_head_dim(operation, "x", head_dim)
     _require_countable_heads(operation, "x", x, heads, head_dim)
-    return rope_table_views(operation, cos, sin, "x", x, heads, head_dim)
+    check_tables(operation, cos, sin, "x", x, heads, head_dim)
 
 
-def check_rope_3d(operation: str, x: Tensor, axes: dict, layout: str) -> None:
-    """Every argument of ``rope_3d``; ``axes`` are the pairs (cos, sin) by name."""
+def check_rope_3d(
+    operation: str,
+    x: Tensor,
+    frame_cos: Tensor,
+    frame_sin: Tensor,
+    height_cos: Tensor,
+    height_sin: Tensor,
+    width_cos: Tensor,
+    width_sin: Tensor,
+    layout: str,
+) -> None:
+    """Every argument of ``rope_3d``."""
     check_input(operation, "x", x, min_dims=4)
     check_choice(operation, "layout", layout, LAYOUTS)
     if x.dim() != 4:
@@ -572,12 +524,16 @@ def check_rope_3d(operation: str, x: Tensor, axes: dict, layout: str) -> None:
         )
     _require_even_head_dim(operation, "x", x.shape[3])
     _require_countable_heads(operation, "x", x, *x.shape[2:])
-    first = axes["frame"][0]
+    axes = {
+        "frame": (frame_cos, frame_sin),
+        "height": (height_cos, height_sin),
+        "width": (width_cos, width_sin),
+    }
     for axis, (cos, sin) in axes.items():
         for name, table in ((f"{axis}_cos", cos), (f"{axis}_sin", sin)):
             check_device(operation, name, table, "x", x)
             _check_float32_or_dtype(operation, name, table, "x", x)
-            check_dtype(operation, name, table, "frame_cos", first)
+            check_dtype(operation, name, table, "frame_cos", frame_cos)
             if table.dim() != 2 or any(_is_above(size, MAX_COUNT) for size in table.shape):
                 fail(
                     operation,
@@ -606,7 +562,48 @@ def check_rope_3d(operation: str, x: Tensor, axes: dict, layout: str) -> None:
         )
 
 
-def check_coordinates(
+def check_qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Optional[Tensor],
+    k_weight: Optional[Tensor],
+    cos: Optional[Tensor],
+    sin: Optional[Tensor],
+    heads: int,
+    norm: str,
+    layout: str,
+) -> None:
+    """Every argument of ``qk_norm_rope`` with tables or without a rotation."""
+    operation = "qk_norm_rope"
+    head_dim = _check_qk(operation, q, k, q_weight, k_weight, heads, norm, layout)
+    if cos is None and sin is None:
+        return
+    if cos is None or sin is None:
+        missing, given = ("cos", "sin") if cos is None else ("sin", "cos")
+        fail(operation, f"{missing} must be given along with {given}, got None")
+    check_tables(operation, cos, sin, "q", q, heads, head_dim)
+    tables = {"cos": cos, "sin": sin}
+    _require_heads_of_tables(operation, tables, heads, head_dim, heads_of(k, head_dim))
+
+
+def check_qk_norm_coordinate_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Optional[Tensor],
+    k_weight: Optional[Tensor],
+    coordinates: Tensor,
+    frequencies: Tensor,
+    heads: int,
+    norm: str,
+    layout: str,
+) -> None:
+    """Every argument of ``qk_norm_rope`` with coordinates."""
+    operation = "qk_norm_rope"
+    head_dim = _check_qk(operation, q, k, q_weight, k_weight, heads, norm, layout)
+    _check_coordinates(operation, coordinates, frequencies, q, heads_of(k, head_dim), head_dim)
+
+
+def _check_coordinates(
     operation: str, coordinates: Tensor, frequencies: Tensor, q: Tensor, k_heads: int, head_dim: int
 ) -> None:
     _require_even_head_dim(operation, "q", head_dim)
@@ -697,7 +694,7 @@ def check_attention(
     _require_countable(operation, "q", q, "batch * seq * heads", queries, MAX_ATTENTION_ROWS)
     _require_countable(operation, "k", q, "seq", (key_length,), MAX_ATTENTION_ROWS)
     if scale is not None:
-        as_scale(operation, scale)
+        as_scale(operation, "scale", scale)
     if key_bias is not None:
         check_device(operation, "key_bias", key_bias, "q", q)
         _check_float32_or_dtype(operation, "key_bias", key_bias, "q", q)

@@ -1,83 +1,67 @@
-"""The operations: one documented function each.
+"""The operations: one documented function each, whose body is its formula.
 
 ``T`` is bfloat16, float16 or float32. Arithmetic is float32, rounded once, at the output; attention may
 round its weights to 16 bits, too. Leading dimensions are rows; inputs may be strided in every dimension
 but the last and are not copied; results are new contiguous tensors. Where an input requires grad or
-carries a forward-mode tangent, the equivalent differentiable PyTorch expression runs instead. A wrong
-argument raises ValueError, or TypeError for its type, in one sentence, before anything is launched or
-written.
+carries a forward-mode tangent, the formula runs, and else the kernel of the same name
+(``declaration.operation``). A wrong argument raises ValueError, or TypeError for its type, in one sentence,
+before anything is launched or written; no memory for a result raises torch.OutOfMemoryError.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import batching, expressions
 from ._ops import add_op_namespace_prefix, ops
 from .arguments import (
-    APPROXIMATIONS,
-    ARGUMENT_ERRORS,
     LAYOUTS,
     MAX_INTEGER,
-    MAX_SCALE,
-    MIN_SCALE,
     NORMS,
     as_heads,
     as_number,
-    as_scale,
-    check_activation,
     check_attention,
     check_choice,
-    check_coordinates,
     check_flag,
     check_in_place,
-    check_input,
-    check_qk,
+    check_qk_norm_coordinate_rope,
+    check_qk_norm_rope,
     check_rope,
     check_rope_3d,
-    check_row_operation,
     check_tables_dim,
-    check_types,
-    explains_types,
-    find_proxy,
-    heads_of,
-    require_heads_of_tables,
-    rope_table_views,
+)
+from .declaration import (
+    DECLARATIONS,
+    ERRORS,
+    LIBRARY,
+    Approximation,
+    Constant,
+    Declaration,
+    GatedRows,
+    Layout,
+    Modulation,
+    NormScope,
+    Rope,
+    Rows,
+    Scale,
+    Tables,
+    Vector,
+    checked,
+    operation,
 )
 from .differentiation import is_differentiated
-
-# Looked up once: each look-up through torch.ops runs Python code, at every call.
-_rms_norm = ops.rms_norm.default
-_layer_norm = ops.layer_norm.default
-_rms_norm_modulate = ops.rms_norm_modulate.default
-_layer_norm_modulate = ops.layer_norm_modulate.default
-_gated_residual = ops.gated_residual.default
-_gated_residual_rms_norm_modulate = ops.gated_residual_rms_norm_modulate.default
-_gated_residual_layer_norm_modulate = ops.gated_residual_layer_norm_modulate.default
-_qk_norm_rope = ops.qk_norm_rope.default
-_qk_norm_rope_ = ops.qk_norm_rope_.default
-_qk_norm_coordinate_rope = ops.qk_norm_coordinate_rope.default
-_qk_norm_coordinate_rope_ = ops.qk_norm_coordinate_rope_.default
-_rope = ops.rope.default
-_rope_3d = ops.rope_3d.default
-_gelu = ops.gelu.default
-_silu = ops.silu.default
-_geglu = ops.geglu.default
-_swiglu = ops.swiglu.default
-_softmax = ops.softmax.default
-_attention = ops.attention.default
-
 
 # --------------------------------------------------------------------------------------------------
 # Norm, modulation, residual and gate
 
 
-@explains_types
-def rms_norm(x: Tensor, weight: Optional[Tensor] = None, eps: float = 1e-6) -> Tensor:
+@operation("norm")
+def rms_norm(x: Rows, weight: Optional[Vector] = None, eps: float = 1e-6) -> Tensor:
     """Root mean square norm over the last dimension: ``x / sqrt(mean(x²) + eps) * weight``.
 
     Args:
@@ -87,23 +71,18 @@ def rms_norm(x: Tensor, weight: Optional[Tensor] = None, eps: float = 1e-6) -> T
 
     Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
     """
-    if type(eps) is not float:
-        eps = as_number("rms_norm", "eps", eps)
-    if is_differentiated(x, weight):
-        check_row_operation("rms_norm", x, weight=weight)
-        return expressions.rms_norm(x, weight, eps)
-    return _rms_norm(x, weight, eps)
+    return expressions.rms_normalized(x.float(), weight, eps).to(x.dtype)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rms_norm"))
-def _rms_norm_fake(x, weight, eps):
-    check_row_operation("rms_norm", x, weight=weight)
+@checked("rms_norm")
+def _rms_norm_fake(x, *_):
     return x.new_empty(x.shape)
 
 
-@explains_types
+@operation("norm")
 def layer_norm(
-    x: Tensor, weight: Optional[Tensor] = None, bias: Optional[Tensor] = None, eps: float = 1e-5
+    x: Rows, weight: Optional[Vector] = None, bias: Optional[Vector] = None, eps: float = 1e-5
 ) -> Tensor:
     """Layer norm over the last dimension, as ``torch.nn.functional.layer_norm``.
 
@@ -114,23 +93,22 @@ def layer_norm(
 
     Source: Ba et al., 2016, https://arxiv.org/abs/1607.06450.
     """
-    if type(eps) is not float:
-        eps = as_number("layer_norm", "eps", eps)
-    if is_differentiated(x, weight, bias):
-        check_row_operation("layer_norm", x, weight=weight, bias=bias)
-        return expressions.layer_norm(x, weight, bias, eps)
-    return _layer_norm(x, weight, bias, eps)
+    return expressions.layer_normalized(x.float(), weight, bias, eps).to(x.dtype)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("layer_norm"))
-def _layer_norm_fake(x, weight, bias, eps):
-    check_row_operation("layer_norm", x, weight=weight, bias=bias)
+@checked("layer_norm")
+def _layer_norm_fake(x, *_):
     return x.new_empty(x.shape)
 
 
-@explains_types
+@operation("norm")
 def rms_norm_modulate(
-    x: Tensor, scale: Tensor, shift: Tensor, weight: Optional[Tensor] = None, eps: float = 1e-6
+    x: Rows,
+    scale: Modulation,
+    shift: Modulation,
+    weight: Optional[Vector] = None,
+    eps: float = 1e-6,
 ) -> Tensor:
     """Adaptive RMS norm: ``rms_norm(x, weight, eps) * (1 + scale) + shift``.
 
@@ -143,27 +121,23 @@ def rms_norm_modulate(
     Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748, with an RMS norm as in
     LTX-Video, https://arxiv.org/abs/2501.00103.
     """
-    if type(eps) is not float:
-        eps = as_number("rms_norm_modulate", "eps", eps)
-    if is_differentiated(x, scale, shift, weight):
-        check_row_operation("rms_norm_modulate", x, scale=scale, shift=shift, weight=weight)
-        return expressions.rms_norm_modulate(x, scale, shift, weight, eps)
-    return _rms_norm_modulate(x, scale, shift, weight, eps)
+    n = expressions.rms_normalized(x.float(), weight, eps)
+    return expressions.modulated(n, scale, shift).to(x.dtype)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rms_norm_modulate"))
-def _rms_norm_modulate_fake(x, scale, shift, weight, eps):
-    check_row_operation("rms_norm_modulate", x, scale=scale, shift=shift, weight=weight)
+@checked("rms_norm_modulate")
+def _rms_norm_modulate_fake(x, *_):
     return x.new_empty(x.shape)
 
 
-@explains_types
+@operation("norm")
 def layer_norm_modulate(
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    weight: Optional[Tensor] = None,
-    bias: Optional[Tensor] = None,
+    x: Rows,
+    scale: Modulation,
+    shift: Modulation,
+    weight: Optional[Vector] = None,
+    bias: Optional[Vector] = None,
     eps: float = 1e-6,
 ) -> Tensor:
     """Adaptive layer norm: ``layer_norm(x, weight, bias, eps) * (1 + scale) + shift``.
@@ -175,52 +149,41 @@ def layer_norm_modulate(
 
     Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748.
     """
-    if type(eps) is not float:
-        eps = as_number("layer_norm_modulate", "eps", eps)
-    if is_differentiated(x, scale, shift, weight, bias):
-        check_row_operation(
-            "layer_norm_modulate", x, scale=scale, shift=shift, weight=weight, bias=bias
-        )
-        return expressions.layer_norm_modulate(x, scale, shift, weight, bias, eps)
-    return _layer_norm_modulate(x, scale, shift, weight, bias, eps)
+    n = expressions.layer_normalized(x.float(), weight, bias, eps)
+    return expressions.modulated(n, scale, shift).to(x.dtype)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("layer_norm_modulate"))
-def _layer_norm_modulate_fake(x, scale, shift, weight, bias, eps):
-    check_row_operation(
-        "layer_norm_modulate", x, scale=scale, shift=shift, weight=weight, bias=bias
-    )
+@checked("layer_norm_modulate")
+def _layer_norm_modulate_fake(x, *_):
     return x.new_empty(x.shape)
 
 
-@explains_types
-def gated_residual(residual: Tensor, x: Tensor, gate: Optional[Tensor] = None) -> Tensor:
+@operation("norm")
+def gated_residual(residual: Rows, x: Rows, gate: Optional[Modulation] = None) -> Tensor:
     """``residual + gate * x``, or ``residual + x`` without a gate.
 
     Args:
         residual, x: ``(..., D)``, T, of one shape.
         gate: T, broadcasts against ``x`` in all dimensions but the last, or None.
     """
-    if is_differentiated(residual, x, gate):
-        check_row_operation("gated_residual", x, residual=residual, gate=gate)
-        return expressions.gated_residual(residual, x, gate)
-    return _gated_residual(residual, x, gate)
+    return expressions.gated(residual, x, gate).to(x.dtype)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("gated_residual"))
-def _gated_residual_fake(residual, x, gate):
-    check_row_operation("gated_residual", x, residual=residual, gate=gate)
-    return x.new_empty(x.shape)
+@checked("gated_residual")
+def _gated_residual_fake(residual, *_):
+    return residual.new_empty(residual.shape)
 
 
-@explains_types
+@operation("norm")
 def gated_residual_rms_norm_modulate(
-    residual: Tensor,
-    x: Tensor,
-    gate: Optional[Tensor],
-    scale: Tensor,
-    shift: Tensor,
-    weight: Optional[Tensor] = None,
+    residual: Rows,
+    x: Rows,
+    gate: Optional[Modulation],
+    scale: Modulation,
+    shift: Modulation,
+    weight: Optional[Vector] = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """The new residual ``h = residual + gate * x`` and ``rms_norm_modulate(h, scale, shift, weight)``.
@@ -236,47 +199,26 @@ def gated_residual_rms_norm_modulate(
     Returns:
         ``(h, modulated)``, each ``(..., D)``, T.
     """
-    if type(eps) is not float:
-        eps = as_number("gated_residual_rms_norm_modulate", "eps", eps)
-    if is_differentiated(residual, x, gate, scale, shift, weight):
-        check_row_operation(
-            "gated_residual_rms_norm_modulate",
-            x,
-            residual=residual,
-            gate=gate,
-            scale=scale,
-            shift=shift,
-            weight=weight,
-        )
-        return expressions.gated_residual_rms_norm_modulate(
-            residual, x, gate, scale, shift, weight, eps
-        )
-    return _gated_residual_rms_norm_modulate(residual, x, gate, scale, shift, weight, eps)
+    h = expressions.gated(residual, x, gate)
+    n = expressions.rms_normalized(h, weight, eps)
+    return h.to(x.dtype), expressions.modulated(n, scale, shift).to(x.dtype)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("gated_residual_rms_norm_modulate"))
-def _gated_residual_rms_norm_modulate_fake(residual, x, gate, scale, shift, weight, eps):
-    check_row_operation(
-        "gated_residual_rms_norm_modulate",
-        x,
-        residual=residual,
-        gate=gate,
-        scale=scale,
-        shift=shift,
-        weight=weight,
-    )
-    return x.new_empty(x.shape), x.new_empty(x.shape)
+@checked("gated_residual_rms_norm_modulate")
+def _gated_residual_rms_norm_modulate_fake(residual, *_):
+    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
-@explains_types
+@operation("norm")
 def gated_residual_layer_norm_modulate(
-    residual: Tensor,
-    x: Tensor,
-    gate: Optional[Tensor],
-    scale: Tensor,
-    shift: Tensor,
-    weight: Optional[Tensor] = None,
-    bias: Optional[Tensor] = None,
+    residual: Rows,
+    x: Rows,
+    gate: Optional[Modulation],
+    scale: Modulation,
+    shift: Modulation,
+    weight: Optional[Vector] = None,
+    bias: Optional[Vector] = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """The new residual ``h = residual + gate * x`` and ``layer_norm_modulate(h, scale, shift, ...)``.
@@ -292,38 +234,15 @@ def gated_residual_layer_norm_modulate(
     Returns:
         ``(h, modulated)``, each ``(..., D)``, T.
     """
-    if type(eps) is not float:
-        eps = as_number("gated_residual_layer_norm_modulate", "eps", eps)
-    if is_differentiated(residual, x, gate, scale, shift, weight, bias):
-        check_row_operation(
-            "gated_residual_layer_norm_modulate",
-            x,
-            residual=residual,
-            gate=gate,
-            scale=scale,
-            shift=shift,
-            weight=weight,
-            bias=bias,
-        )
-        return expressions.gated_residual_layer_norm_modulate(
-            residual, x, gate, scale, shift, weight, bias, eps
-        )
-    return _gated_residual_layer_norm_modulate(residual, x, gate, scale, shift, weight, bias, eps)
+    h = expressions.gated(residual, x, gate)
+    n = expressions.layer_normalized(h, weight, bias, eps)
+    return h.to(x.dtype), expressions.modulated(n, scale, shift).to(x.dtype)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("gated_residual_layer_norm_modulate"))
-def _gated_residual_layer_norm_modulate_fake(residual, x, gate, scale, shift, weight, bias, eps):
-    check_row_operation(
-        "gated_residual_layer_norm_modulate",
-        x,
-        residual=residual,
-        gate=gate,
-        scale=scale,
-        shift=shift,
-        weight=weight,
-        bias=bias,
-    )
-    return x.new_empty(x.shape), x.new_empty(x.shape)
+@checked("gated_residual_layer_norm_modulate")
+def _gated_residual_layer_norm_modulate_fake(residual, *_):
+    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -366,11 +285,11 @@ def qk_norm_rope(
     k: Tensor,
     q_weight: Optional[Tensor] = None,
     k_weight: Optional[Tensor] = None,
-    rope: Optional[Union[tuple[Tensor, Tensor], CoordinateRope]] = None,
+    rope: Rope = None,
     *,
     heads: int,
-    norm: str = "across_heads",
-    layout: str = "interleaved",
+    norm: NormScope = "across_heads",
+    layout: Layout = "interleaved",
     eps: float = 1e-6,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -401,6 +320,7 @@ def qk_norm_rope(
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864; query-key norm: Henry et al., 2020,
     https://arxiv.org/abs/2010.04245, with an RMS norm.
     """
+    # Four operators have one function: it is written out, and calls them as `operation` would.
     try:
         if type(heads) is not int or not 0 < heads <= MAX_INTEGER:
             heads = as_heads("qk_norm_rope", heads)
@@ -413,7 +333,7 @@ def qk_norm_rope(
             check_choice("qk_norm_rope", "layout", layout, LAYOUTS)
         if isinstance(rope, CoordinateRope):
             run = _qk_norm_coordinate_rope_ if inplace else _qk_norm_coordinate_rope
-            first, second = rope.coordinates, rope.frequencies
+            first, second = rope
         else:
             run = _qk_norm_rope_ if inplace else _qk_norm_rope
             if rope is None:
@@ -421,42 +341,55 @@ def qk_norm_rope(
             elif isinstance(rope, (tuple, list)):
                 first, second = rope
                 if first is None or second is None:
-                    raise TypeError("rope must be a pair of tensors")
+                    raise TypeError
             else:  # a tensor, too, can be unpacked
-                raise TypeError("rope must be None, a pair (cos, sin) or a CoordinateRope")
+                raise TypeError
         if is_differentiated(q, k, q_weight, k_weight, first, second):
             if inplace:
                 raise ValueError(
                     "qk_norm_rope: inplace must be False where an input requires grad or carries "
                     "a tangent, got True"
                 )
-            return _differentiable_qk_norm_rope(
-                q, k, q_weight, k_weight, rope, heads, norm, layout, eps
-            )
+            return _qk_norm_rope_formula(q, k, q_weight, k_weight, rope, heads, norm, layout, eps)
         results = run(q, k, q_weight, k_weight, first, second, heads, norm, layout, eps)
         if not inplace:
             return results
-        _written(q, k)
+        # Autograd notices a backward that needs the values from before.
+        if not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version((q, k))
         return q, k
-    except ARGUMENT_ERRORS:  # as explains_types does, without a second call with so many keywords
-        options = {"heads": heads, "norm": norm, "layout": layout, "eps": eps, "inplace": inplace}
-        args = (q, k, q_weight, k_weight, rope)
-        proxy = find_proxy(args, options)
-        if proxy is not None:
-            return proxy.tracer.create_proxy("call_function", qk_norm_rope, args, options)
-        check_types(qk_norm_rope, q, k, q_weight, k_weight, rope, **options)
-        raise
+    except ERRORS as error:
+        values = (q, k, q_weight, k_weight, rope, heads, norm, layout, eps, inplace)
+        return _QK_NORM_ROPE.explain(error, values)
 
 
-torch.fx.has_side_effect(
-    qk_norm_rope
-)  # in place: a node whose result is not used stays in its graph
+_QK_NORM_ROPE = Declaration("qk_norm_rope", qk_norm_rope)
+_QK_NORM_ROPE.function = qk_norm_rope
+DECLARATIONS["qk_norm_rope"] = _QK_NORM_ROPE
+# In place a node whose result is not used stays in its graph.
+torch.fx.has_side_effect(qk_norm_rope)
+
+# Looked up once: each look-up through torch.ops runs Python code, at every call.
+_qk_norm_rope = ops.qk_norm_rope.default
+_qk_norm_rope_ = ops.qk_norm_rope_.default
+_qk_norm_coordinate_rope = ops.qk_norm_coordinate_rope.default
+_qk_norm_coordinate_rope_ = ops.qk_norm_coordinate_rope_.default
 
 
-def _differentiable_qk_norm_rope(q, k, q_weight, k_weight, rope, heads, norm, layout, eps):
-    head_dim, cos, sin = _check_qk_norm_rope(
-        "qk_norm_rope", q, k, q_weight, k_weight, rope, heads, norm, layout
-    )
+def _qk_norm_rope_formula(q, k, q_weight, k_weight, rope, heads, norm, layout, eps):
+    cos = sin = None
+    if isinstance(rope, CoordinateRope):
+        check_qk_norm_coordinate_rope(q, k, q_weight, k_weight, *rope, heads, norm, layout)
+        cos, sin = (table.unflatten(2, (heads, -1)) for table in rope.tables(q.shape[2:].numel()))
+        if layout == "half":
+            # The tables repeat an angle for neighbours; here the pair is half a head apart.
+            cos, sin = (table[..., ::2].repeat(1, 1, 1, 2) for table in (cos, sin))
+    else:
+        tables = (None, None) if rope is None else rope
+        check_qk_norm_rope(q, k, q_weight, k_weight, *tables, heads, norm, layout)
+    head_dim = q.shape[2:].numel() // heads
+    if rope is not None and cos is None:
+        cos, sin = (expressions.by_head(table, heads, head_dim) for table in rope)
     options = {"head_dim": head_dim, "norm": norm, "layout": layout, "eps": eps}
     return (
         expressions.norm_rope(q, q_weight, cos, sin, **options),
@@ -464,73 +397,30 @@ def _differentiable_qk_norm_rope(q, k, q_weight, k_weight, rope, heads, norm, la
     )
 
 
-def _written(*tensors: Tensor) -> None:
-    """Lets autograd notice a backward that needs the values from before."""
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(tensors)
-
-
-def _check_qk_norm_rope(operation, q, k, q_weight, k_weight, rope, heads, norm, layout):
-    """Checks every argument; returns the head dimension and the tables, (1|B, S, 1|H, d|d/2) or None."""
-    head_dim = check_qk(operation, q, k, q_weight, k_weight, heads, norm, layout)
-    if rope is None:
-        return head_dim, None, None
-    k_heads = heads_of(k, head_dim)
-    if isinstance(rope, CoordinateRope):
-        check_coordinates(operation, rope.coordinates, rope.frequencies, q, k_heads, head_dim)
-        cos, sin = rope.tables(heads * head_dim)
-        if layout == "half":
-            # The tables repeat an angle for neighbours; here the pair is half a head apart.
-            cos, sin = (
-                t[..., ::2].unflatten(2, (heads, -1)).repeat(1, 1, 1, 2) for t in (cos, sin)
-            )
-        else:
-            cos, sin = (t.unflatten(2, (heads, -1)) for t in (cos, sin))
-        return head_dim, cos, sin
-    cos, sin = views = rope_table_views(operation, *rope, "q", q, heads, head_dim)
-    require_heads_of_tables(operation, views, heads, k_heads)
-    return head_dim, cos, sin
-
-
-def _table_pair(operation, cos, sin):
-    if (cos is None) != (sin is None):
-        missing, given = ("cos", "sin") if cos is None else ("sin", "cos")
-        raise ValueError(f"{operation}: {missing} must be given along with {given}, got None")
-    return None if cos is None else (cos, sin)
-
-
 @torch.library.register_fake(add_op_namespace_prefix("qk_norm_rope"))
-def _qk_norm_rope_fake(q, k, q_weight, k_weight, cos, sin, heads, norm, layout, eps):
-    rope = _table_pair("qk_norm_rope", cos, sin)
-    _check_qk_norm_rope("qk_norm_rope", q, k, q_weight, k_weight, rope, heads, norm, layout)
+def _qk_norm_rope_fake(q, k, *arguments):
+    check_qk_norm_rope(q, k, *arguments[:-1])
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("qk_norm_rope_"))
-def _qk_norm_rope_inplace_fake(q, k, q_weight, k_weight, cos, sin, heads, norm, layout, eps):
-    rope = _table_pair("qk_norm_rope", cos, sin)
-    _check_qk_norm_rope("qk_norm_rope", q, k, q_weight, k_weight, rope, heads, norm, layout)
+def _qk_norm_rope_inplace_fake(q, k, q_weight, k_weight, cos, sin, *options):
+    check_qk_norm_rope(q, k, q_weight, k_weight, cos, sin, *options[:-1])
     read_only = {"q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
     check_in_place("qk_norm_rope", q, k, read_only)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("qk_norm_coordinate_rope"))
-def _qk_norm_coordinate_rope_fake(
-    q, k, q_weight, k_weight, coordinates, frequencies, heads, norm, layout, eps
-):
-    _check_qk_norm_coordinate_rope(
-        q, k, q_weight, k_weight, coordinates, frequencies, heads, norm, layout
-    )
+def _qk_norm_coordinate_rope_fake(q, k, *arguments):
+    check_qk_norm_coordinate_rope(q, k, *arguments[:-1])
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("qk_norm_coordinate_rope_"))
 def _qk_norm_coordinate_rope_inplace_fake(
-    q, k, q_weight, k_weight, coordinates, frequencies, heads, norm, layout, eps
+    q, k, q_weight, k_weight, coordinates, frequencies, *options
 ):
-    _check_qk_norm_coordinate_rope(
-        q, k, q_weight, k_weight, coordinates, frequencies, heads, norm, layout
-    )
+    check_qk_norm_coordinate_rope(q, k, q_weight, k_weight, coordinates, frequencies, *options[:-1])
     read_only = {
         "q_weight": q_weight,
         "k_weight": k_weight,
@@ -538,14 +428,6 @@ def _qk_norm_coordinate_rope_inplace_fake(
         "frequencies": frequencies,
     }
     check_in_place("qk_norm_rope", q, k, read_only)
-
-
-def _check_qk_norm_coordinate_rope(
-    q, k, q_weight, k_weight, coordinates, frequencies, heads, norm, layout
-):
-    head_dim = check_qk("qk_norm_rope", q, k, q_weight, k_weight, heads, norm, layout)
-    k_heads = heads_of(k, head_dim)
-    check_coordinates("qk_norm_rope", coordinates, frequencies, q, k_heads, head_dim)
 
 
 def _refuse_negative_views(operation, q, k, *arguments):
@@ -559,17 +441,19 @@ def _refuse_negative_views(operation, q, k, *arguments):
     operation(q, k, *(a.resolve_neg() if isinstance(a, Tensor) else a for a in arguments))
 
 
-_library = torch.library.Library(add_op_namespace_prefix("").rstrip(":"), "IMPL")
-for _operation in (_qk_norm_rope_, _qk_norm_coordinate_rope_):
-    _library.impl(_operation, functools.partial(_refuse_negative_views, _operation), "Negative")
+for _operator in (_qk_norm_rope_, _qk_norm_coordinate_rope_):
+    LIBRARY.impl(_operator, functools.partial(_refuse_negative_views, _operator), "Negative")
+    torch.library.register_vmap(_operator, batching.in_place(_operator), lib=LIBRARY)
+for _operator in (_qk_norm_rope, _qk_norm_coordinate_rope):
+    torch.library.register_vmap(_operator, batching.by_sample(_operator), lib=LIBRARY)
 
 
 # --------------------------------------------------------------------------------------------------
 # Rotary embedding alone
 
 
-@explains_types
-def rope(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "interleaved") -> Tensor:
+@operation("rope", check=check_rope)
+def rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout = "interleaved") -> Tensor:
     """Rotary embedding: each pair ``(a, b)`` of a head becomes
     ``(a * cos_a - b * sin_a, b * cos_b + a * sin_b)``.
 
@@ -585,26 +469,22 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "interleaved") -> Te
 
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864.
     """
-    if layout not in LAYOUTS:
-        check_choice("rope", "layout", layout, LAYOUTS)
-    if is_differentiated(x, cos, sin):
-        return expressions.rope(x, *check_rope("rope", x, cos, sin, layout), layout)
-    return _rope(x, cos, sin, layout)
+    head_dim = x.shape[3] if x.dim() == 4 else cos.shape[-1]
+    heads = x.shape[2:].numel() // head_dim if head_dim else 0
+    tables = (expressions.by_head(table, heads, head_dim) for table in (cos, sin))
+    n = x.float().reshape(*x.shape[:2], heads, head_dim)
+    return expressions.rotated(n, *tables, layout).reshape(x.shape).to(x.dtype)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rope"))
-def _rope_fake(x, cos, sin, layout):
-    check_rope("rope", x, cos, sin, layout)
+@checked("rope")
+def _rope_fake(x, *_):
     return x.new_empty(x.shape)
 
 
-@explains_types
+@operation("rope", check=check_rope_3d)
 def rope_3d(
-    x: Tensor,
-    frame: tuple[Tensor, Tensor],
-    height: tuple[Tensor, Tensor],
-    width: tuple[Tensor, Tensor],
-    layout: str = "interleaved",
+    x: Tensor, frame: Tables, height: Tables, width: Tables, layout: Layout = "interleaved"
 ) -> Tensor:
     """Rotary embedding of the tokens of a (frame, height, width) grid, from one table an axis.
 
@@ -623,28 +503,13 @@ def rope_3d(
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864, on the three axes of a video as in
     Wan, 2025, https://arxiv.org/abs/2503.20314.
     """
-    if layout not in LAYOUTS:
-        check_choice("rope_3d", "layout", layout, LAYOUTS)
-    if not (isinstance(frame, tuple) and isinstance(height, tuple) and isinstance(width, tuple)):
-        check_types(rope_3d, x, frame, height, width, layout)  # a tensor, too, can be unpacked
-    frame_cos, frame_sin = frame
-    height_cos, height_sin = height
-    width_cos, width_sin = width
-    if is_differentiated(x, frame_cos, frame_sin, height_cos, height_sin, width_cos, width_sin):
-        axes = {"frame": frame, "height": height, "width": width}
-        check_rope_3d("rope_3d", x, axes, layout)
-        return expressions.rope_3d(x, frame, height, width, layout)
-    return _rope_3d(x, frame_cos, frame_sin, height_cos, height_sin, width_cos, width_sin, layout)
+    cos, sin = (expressions.of_tokens(*tables) for tables in zip(frame, height, width))
+    return expressions.rotated(x.float(), cos, sin, layout).to(x.dtype)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rope_3d"))
-def _rope_3d_fake(x, frame_cos, frame_sin, height_cos, height_sin, width_cos, width_sin, layout):
-    axes = {
-        "frame": (frame_cos, frame_sin),
-        "height": (height_cos, height_sin),
-        "width": (width_cos, width_sin),
-    }
-    check_rope_3d("rope_3d", x, axes, layout)
+@checked("rope_3d")
+def _rope_3d_fake(x, *_):
     return x.new_empty(x.shape)
 
 
@@ -652,8 +517,8 @@ def _rope_3d_fake(x, frame_cos, frame_sin, height_cos, height_sin, width_cos, wi
 # Activations
 
 
-@explains_types
-def gelu(x: Tensor, approximate: str = "none", bias: Optional[Tensor] = None) -> Tensor:
+@operation("activation")
+def gelu(x: Rows, approximate: Approximation = "none", bias: Optional[Vector] = None) -> Tensor:
     """Gaussian error linear unit of ``x + bias``, as ``torch.nn.functional.gelu``.
 
     Args:
@@ -664,22 +529,17 @@ def gelu(x: Tensor, approximate: str = "none", bias: Optional[Tensor] = None) ->
 
     Source: Hendrycks and Gimpel, 2016, https://arxiv.org/abs/1606.08415.
     """
-    if approximate not in APPROXIMATIONS:
-        check_choice("gelu", "approximate", approximate, APPROXIMATIONS)
-    if is_differentiated(x, bias):
-        check_activation("gelu", x, approximate, is_gated=False, bias=bias)
-        return expressions.gelu(x, approximate, bias)
-    return _gelu(x, approximate, bias)
+    return F.gelu(expressions.biased(x, bias), approximate=approximate).to(x.dtype)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("gelu"))
-def _gelu_fake(x, approximate, bias):
-    check_activation("gelu", x, approximate, is_gated=False, bias=bias)
+@checked("gelu")
+def _gelu_fake(x, *_):
     return x.new_empty(x.shape)
 
 
-@explains_types
-def silu(x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+@operation("activation")
+def silu(x: Rows, bias: Optional[Vector] = None) -> Tensor:
     """Sigmoid linear unit, ``x * sigmoid(x)``, of ``x + bias``, as ``torch.nn.functional.silu``.
 
     Args:
@@ -688,20 +548,19 @@ def silu(x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
 
     Source: Elfwing et al., 2017, https://arxiv.org/abs/1702.03118.
     """
-    if is_differentiated(x, bias):
-        check_activation("silu", x, "none", is_gated=False, bias=bias)
-        return expressions.silu(x, bias)
-    return _silu(x, bias)
+    return F.silu(expressions.biased(x, bias)).to(x.dtype)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("silu"))
-def _silu_fake(x, bias):
-    check_activation("silu", x, "none", is_gated=False, bias=bias)
+@checked("silu")
+def _silu_fake(x, *_):
     return x.new_empty(x.shape)
 
 
-@explains_types
-def geglu(x: Tensor, approximate: str = "none", bias: Optional[Tensor] = None) -> Tensor:
+@operation("activation")
+def geglu(
+    x: GatedRows, approximate: Approximation = "none", bias: Optional[Vector] = None
+) -> Tensor:
     """GELU-gated linear unit of ``x + bias``: first half times ``gelu`` of the second half, as in
     diffusers.
 
@@ -715,22 +574,18 @@ def geglu(x: Tensor, approximate: str = "none", bias: Optional[Tensor] = None) -
 
     Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
     """
-    if approximate not in APPROXIMATIONS:
-        check_choice("geglu", "approximate", approximate, APPROXIMATIONS)
-    if is_differentiated(x, bias):
-        check_activation("geglu", x, approximate, is_gated=True, bias=bias)
-        return expressions.geglu(x, approximate, bias)
-    return _geglu(x, approximate, bias)
+    value, gate = expressions.biased(x, bias).chunk(2, dim=-1)
+    return (value * F.gelu(gate, approximate=approximate)).to(x.dtype)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("geglu"))
-def _geglu_fake(x, approximate, bias):
-    check_activation("geglu", x, approximate, is_gated=True, bias=bias)
+@checked("geglu")
+def _geglu_fake(x, *_):
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-@explains_types
-def swiglu(x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+@operation("activation")
+def swiglu(x: GatedRows, bias: Optional[Vector] = None) -> Tensor:
     """SiLU-gated linear unit of ``x + bias``: first half times ``silu`` of the second half, as in
     diffusers.
 
@@ -743,15 +598,13 @@ def swiglu(x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
 
     Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
     """
-    if is_differentiated(x, bias):
-        check_activation("swiglu", x, "none", is_gated=True, bias=bias)
-        return expressions.swiglu(x, bias)
-    return _swiglu(x, bias)
+    value, gate = expressions.biased(x, bias).chunk(2, dim=-1)
+    return (value * F.silu(gate)).to(x.dtype)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("swiglu"))
-def _swiglu_fake(x, bias):
-    check_activation("swiglu", x, "none", is_gated=True, bias=bias)
+@checked("swiglu")
+def _swiglu_fake(x, *_):
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
@@ -759,8 +612,8 @@ def _swiglu_fake(x, bias):
 # Softmax
 
 
-@explains_types
-def softmax(x: Tensor) -> Tensor:
+@operation("softmax")
+def softmax(x: Rows) -> Tensor:
     """Softmax over the last dimension, ``exp(x - max(x)) / sum(exp(x - max(x)))``.
 
     Args:
@@ -768,15 +621,12 @@ def softmax(x: Tensor) -> Tensor:
 
     Source: Milakov and Gimelshein, 2018 (online softmax), https://arxiv.org/abs/1805.02867.
     """
-    if is_differentiated(x):
-        check_input("softmax", "x", x)
-        return expressions.softmax(x)
-    return _softmax(x)
+    return torch.softmax(x.float(), dim=-1).to(x.dtype)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("softmax"))
+@checked("softmax")
 def _softmax_fake(x):
-    check_input("softmax", "x", x)
     return x.new_empty(x.shape)
 
 
@@ -784,15 +634,15 @@ def _softmax_fake(x):
 # Attention
 
 
-@explains_types
+@operation("attention", check=check_attention)
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    scale: Optional[float] = None,
+    scale: Optional[Scale] = None,
     key_bias: Optional[Tensor] = None,
-    key_lengths: Optional[Tensor] = None,
+    key_lengths: Optional[Constant] = None,
 ) -> Tensor:
     """Attention, not causal: ``softmax(scale * q kᵀ + key_bias) v`` of each batch entry and head.
 
@@ -819,43 +669,10 @@ def attention(
     Source: Vaswani et al., 2017, https://arxiv.org/abs/1706.03762; in one pass over the keys as in
     Dao et al., 2022, https://arxiv.org/abs/2205.14135.
     """
-    if scale is not None and not (type(scale) is float and MIN_SCALE <= scale <= MAX_SCALE):
-        scale = as_scale("attention", scale)
-    if is_differentiated(q, k, v, key_bias):
-        check_attention("attention", q, k, v, scale, key_bias, key_lengths)
-        return expressions.attention(q, k, v, scale, key_bias, key_lengths)
-    return _attention(q, k, v, scale, key_bias, key_lengths)
+    return expressions.attended(q, k, v, scale, key_bias, key_lengths)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention"))
-def _attention_fake(q, k, v, scale, key_bias, key_lengths):
-    check_attention("attention", q, k, v, scale, key_bias, key_lengths)
+@checked("attention")
+def _attention_fake(q, *_):
     return q.new_empty(q.shape)
-
-
-# --------------------------------------------------------------------------------------------------
-# Transforms: torch.vmap
-
-_OF_ROWS = (
-    _rms_norm,
-    _layer_norm,
-    _rms_norm_modulate,
-    _layer_norm_modulate,
-    _gated_residual,
-    _gated_residual_rms_norm_modulate,
-    _gated_residual_layer_norm_modulate,
-    _gelu,
-    _silu,
-    _geglu,
-    _swiglu,
-    _softmax,
-)
-_OF_HEADS = (_qk_norm_rope, _qk_norm_coordinate_rope, _rope, _rope_3d, _attention)
-_IN_PLACE = (_qk_norm_rope_, _qk_norm_coordinate_rope_)
-for _operations, _rule in (
-    (_OF_ROWS, batching.by_rows),
-    (_OF_HEADS, batching.by_sample),
-    (_IN_PLACE, batching.in_place),
-):
-    for _operation in _operations:
-        torch.library.register_vmap(_operation, _rule(_operation), lib=_library)

@@ -1,0 +1,205 @@
+// What the operations need of Torch's C++ (stable ABI only): argument checks that answer in one sentence,
+// the merging of leading dimensions, output allocation and the stream to run on.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <span>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "boxing.h"
+#include "params.h"
+
+namespace h100_diffusers_kernels {
+
+// The sizes or strides of a tensor, kept without an allocation: a call's host time is as long as a small
+// kernel's.
+class Sizes {
+ public:
+  static constexpr size_t kCapacity = 64;
+
+  Sizes(std::initializer_list<int64_t> values) : Sizes(values.begin(), values.end()) {}
+  template <typename Iterator>
+  Sizes(Iterator first, Iterator last) : size_(static_cast<size_t>(last - first)) {
+    if (size_ > kCapacity) throw std::logic_error("the dimensions of a tensor were not checked");
+    std::copy(first, last, values_);
+  }
+  Sizes(const Sizes& other) : Sizes(other.begin(), other.end()) {}
+  Sizes& operator=(const Sizes& other) {
+    size_ = other.size_;
+    std::copy(other.begin(), other.end(), values_);
+    return *this;
+  }
+
+  size_t size() const { return size_; }
+  void shrink(size_t size) { size_ = size; }
+  const int64_t* data() const { return values_; }
+  const int64_t* begin() const { return values_; }
+  const int64_t* end() const { return values_ + size_; }
+  int64_t& operator[](size_t i) { return values_[i]; }
+  int64_t operator[](size_t i) const { return values_[i]; }
+  int64_t& back() { return values_[size_ - 1]; }
+  int64_t back() const { return values_[size_ - 1]; }
+  bool operator==(const Sizes& other) const { return std::equal(begin(), end(), other.begin(), other.end()); }
+
+ private:
+  size_t size_;
+  int64_t values_[kCapacity];
+};
+
+template <typename... Parts>
+[[noreturn]] void fail(const char* operation, const Parts&... parts) {
+  std::ostringstream sentence;
+  sentence << operation << ": ";
+  ((sentence << parts), ...);
+  throw std::invalid_argument(sentence.str());  // a ValueError in Python
+}
+
+std::string to_string(std::span<const int64_t> sizes);
+inline std::string to_string(const Sizes& sizes) { return to_string({sizes.data(), sizes.size()}); }
+std::string dtype_name(ScalarType dtype);
+std::string device_name(const Tensor& tensor);
+Sizes sizes_of(const Tensor& tensor);
+
+// Checks the arguments of one call. `x` is the tensor whose dtype, device and shape the others follow.
+class ArgumentChecker {
+ public:
+  // x: supported dtype and device, from `min_dims` to 64 dimensions, unit stride in the last one.
+  ArgumentChecker(const char* operation, const char* x_name, const Tensor& x, int64_t min_dims = 1,
+                  bool accepts_float32 = true);
+
+  // Same dtype, device and unit last stride as x; shape exactly `shape`.
+  void same_shape(const char* name, const Tensor& tensor, const Sizes& shape) const;
+  // As same_shape, and contiguous by having one dimension: a weight or a bias.
+  const void* vector(const char* name, const OptionalTensor& tensor, int64_t length) const;
+  // `what`, the product of the sizes, is at most `limit`. Of an empty x nothing is counted.
+  void countable(const char* name, const char* what, std::initializer_list<int64_t> sizes,
+                 int64_t limit = kMaxRows) const;
+  // Broadcasts right-aligned against x in all dimensions but the last.
+  void broadcastable(const char* name, const Tensor& tensor) const;
+
+  void same_device(const char* name, const Tensor& tensor) const;
+  void same_dtype(const char* name, const Tensor& tensor) const;
+  void same_dtype_as(const char* name, const Tensor& tensor, const char* other_name,
+                     const Tensor& other) const;
+  // Stride 1 in the last dimension, and a storage that has all elements.
+  void readable(const char* name, const Tensor& tensor) const;
+  void float32(const char* name, const Tensor& tensor) const;
+  void float32_or_same_dtype(const char* name, const Tensor& tensor) const;
+
+  // A new contiguous tensor of x's dtype and device.
+  OwnedTensor empty(const Sizes& shape) const;
+
+  DType dtype() const { return dtype_; }
+  const Sizes& shape() const { return shape_; }
+  int64_t hidden() const { return shape_.back(); }
+  const char* operation() const { return operation_; }
+  const char* x_name() const { return x_name_; }
+
+ private:
+  void on_device() const;
+
+  const char* operation_;
+  const char* x_name_;
+  const Tensor& x_;
+  Sizes shape_;
+  DType dtype_;
+};
+
+// A row operand and the tensor, optional or not, that it is made of.
+template <typename T>
+struct RowBinding {
+  RowOperand& operand;
+  const T& tensor;
+};
+
+// Collects the row operands of one launch, merges the leading dimensions that all of them step through in
+// the same way, and calls `launch` with the result: once, or once for each part that a launch can hold, where
+// more than kMaxRowDims dimensions or kMaxRows rows are left. Launches keep the largest dimensions, so that
+// they are few.
+class RowLaunch {
+ public:
+  // shape: of the operand with the most dimensions, its last one included. The leading dimensions of the
+  // bindings' tensors broadcast right-aligned against it.
+  template <typename... Tensors>
+  explicit RowLaunch(const Sizes& shape, const RowBinding<Tensors>&... bindings)
+      : leading_(shape.begin(), shape.end() - 1) {
+    static_assert(sizeof...(bindings) <= kMaxOperands);
+    (add(bindings.operand, bindings.tensor), ...);
+  }
+
+  template <typename Launch>
+  void run(RowShape& shape, DType dtype, const Launch& launch) {
+    merge();
+    sort();
+    run_dims(leading_.size(), shape, bytes_of(dtype), launch);
+  }
+
+ private:
+  struct Operand {
+    RowOperand* target;
+    char* data;
+    int64_t strides[Sizes::kCapacity];
+  };
+
+  void add(RowOperand& operand, const Tensor& tensor);
+  void add(RowOperand& operand, const OptionalTensor& tensor);
+  void add(RowOperand& operand, const OwnedTensor& tensor);
+  void merge();
+  void sort();
+  int64_t rows(size_t dims) const;
+  void write(size_t dims, RowShape& shape) const;
+  void advance(size_t dim, int64_t steps, int64_t element_bytes);
+
+  // The first `dims` of the leading dimensions make the launch; the others have been stepped into.
+  template <typename Launch>
+  void run_dims(size_t dims, RowShape& shape, int64_t element_bytes, const Launch& launch) {
+    if (dims > kMaxRowDims) {
+      const size_t last = dims - 1;
+      for (int64_t i = 0; i < leading_[last]; ++i) {
+        run_dims(last, shape, element_bytes, launch);
+        advance(last, 1, element_bytes);
+      }
+      advance(last, -leading_[last], element_bytes);
+      return;
+    }
+    const size_t largest = dims == 2 && leading_[1] > leading_[0] ? 1 : 0;
+    const int64_t size = leading_[largest];
+    const int64_t step = std::min(size, std::max<int64_t>(kMaxRows / (rows(dims) / size), 1));
+    for (int64_t i = 0; i < size; i += step) {
+      leading_[largest] = std::min(step, size - i);
+      write(dims, shape);
+      launch();
+      advance(largest, step, element_bytes);
+    }
+    leading_[largest] = size;
+    advance(largest, -(size + step - 1) / step * step, element_bytes);
+  }
+
+  Sizes leading_;
+  static constexpr size_t kMaxOperands = 7;
+  Operand operands_[kMaxOperands];
+  size_t operand_count_ = 0;
+};
+
+// Makes the tensor's device current for its lifetime and holds the stream that Torch is using on it.
+class DeviceStream {
+ public:
+  explicit DeviceStream(const Tensor& tensor);
+  Stream stream() const { return stream_; }
+
+ private:
+#ifdef CUDA_KERNEL
+  torch::stable::accelerator::DeviceGuard guard_;
+#endif
+  Stream stream_;
+};
+
+}  // namespace h100_diffusers_kernels

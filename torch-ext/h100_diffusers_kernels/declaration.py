@@ -1,0 +1,375 @@
+"""An operation from one function, whose body is its formula as a differentiable PyTorch expression.
+
+``@operation(family)`` makes the public function of it, which calls the registered operator of the same name;
+the operator's C++ checks every argument. Where an input requires grad or carries a tangent, the same checks
+are made here and the formula is evaluated. What an argument must be is its annotation, one of those below.
+
+The public function is written as text and compiled, as ``dataclasses`` does: the host's part of a call is as
+long as a small kernel, and a general wrapper would add a tenth to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import linecache
+import re
+import typing
+from dataclasses import dataclass
+from typing import Annotated, Any, Callable, Optional, Union
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import arguments, batching
+from ._ops import add_op_namespace_prefix, ops
+from .differentiation import is_differentiated
+
+# --------------------------------------------------------------------------------------------------
+# What an argument must be
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an argument must be.
+
+    Statements are text in which ``{operation}``, ``{name}`` and ``{leader}``, the first rows, are filled in;
+    a name with an underscore in front is one of ``arguments``.
+
+    Attributes:
+        accepted: the type in words, for the TypeError.
+        accepts: the test of the type.
+        convert: statements that make a scalar what the operator takes.
+        check: statements that check the value where the operator is not called.
+        check_first: the same of the argument that is ``{leader}`` itself.
+        fields: of a pair of tensors, the names under which the operator takes them.
+        is_constant: nothing is differentiated with respect to it.
+    """
+
+    accepted: str
+    accepts: Callable[[object], bool] = arguments.is_tensor
+    convert: str = ""
+    check: str = ""
+    check_first: str = ""
+    fields: tuple[str, ...] = ()
+    is_constant: bool = False
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.accepts is arguments.is_tensor
+
+
+def _choice(choices: str) -> Kind:
+    check = f"_check_choice('{{operation}}', '{{name}}', {{name}}, _{choices})"
+    convert = f"if {{name}} not in _{choices}:\n    {check}"
+    return Kind("a string", arguments.is_string, convert, check)
+
+
+_CHECK_INPUT = "_check_input('{operation}', '{name}', {name})"
+ROWS = Kind(
+    "a tensor",
+    check="_check_shape('{operation}', '{name}', {name}, {leader}.shape, '{leader}', {leader})",
+    check_first=_CHECK_INPUT,
+)
+GATED_ROWS = Kind(
+    "a tensor", check_first=f"{_CHECK_INPUT}\n_check_gated('{{operation}}', '{{name}}', {{name}})"
+)
+MODULATION = Kind(
+    "a tensor",
+    check="_check_broadcastable('{operation}', '{name}', {name}, '{leader}', {leader})",
+)
+VECTOR = Kind(
+    "a tensor",
+    check="_check_vector('{operation}', '{name}', {name}, '{leader}', {leader})",
+)
+TENSOR = Kind("a tensor")
+CONSTANT = Kind("a tensor", is_constant=True)
+NUMBER = Kind(
+    "a number",
+    arguments.is_number,
+    "if type({name}) is not float:\n    {name} = _as_number('{operation}', '{name}', {name})",
+)
+SCALE = Kind(
+    "a number",
+    arguments.is_number,
+    "if {name} is not None:\n    {name} = _as_scale('{operation}', '{name}', {name})",
+)
+INTEGER = Kind("an integer", arguments.is_integer)
+FLAG = Kind("True or False", arguments.is_flag)
+TABLES = Kind(
+    "a pair (cos, sin) of tensors",
+    arguments.is_pair,
+    "if not isinstance({name}, tuple):\n    raise TypeError\n{name}_cos, {name}_sin = {name}",
+    fields=("{name}_cos", "{name}_sin"),
+)
+ROPE = Kind("None, a pair (cos, sin) or a CoordinateRope", arguments.is_rope, fields=("cos", "sin"))
+
+# (..., D), of which the first ones lead and the others have their shape; the same with an even D; what
+# broadcasts against them in all dimensions but the last; (D,); a pair (cos, sin) of one axis;
+# what qk_norm_rope rotates by; the rest.
+Rows = Annotated[Tensor, ROWS]
+GatedRows = Annotated[Tensor, GATED_ROWS]
+Modulation = Annotated[Tensor, MODULATION]
+Vector = Annotated[Tensor, VECTOR]
+Tables = Annotated[tuple[Tensor, Tensor], TABLES]
+Rope = Annotated[Any, ROPE]
+Constant = Annotated[Tensor, CONSTANT]
+Scale = Annotated[float, SCALE]
+Approximation = Annotated[str, _choice("APPROXIMATIONS")]
+Layout = Annotated[str, _choice("LAYOUTS")]
+NormScope = Annotated[str, _choice("NORMS")]
+
+_KINDS = {Tensor: TENSOR, float: NUMBER, int: INTEGER, bool: FLAG}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str
+    kind: Kind
+    is_optional: bool
+    is_keyword: bool
+    default: Any  # inspect.Parameter.empty where there is none
+
+    @property
+    def lowered(self) -> tuple[str, ...]:
+        """The names under which the operator takes it."""
+        return tuple(f.format(name=self.name) for f in self.kind.fields) or (self.name,)
+
+    def items(self, value: object) -> list[tuple[str, object]]:
+        """The value by its name, or what a pair holds by theirs."""
+        if not (self.kind.fields and arguments.is_pair(value)):
+            return [(self.name, value)]
+        pair = typing.cast(tuple, value)
+        return list(zip(getattr(pair, "_fields", self.lowered), pair))
+
+    def check_type(self, operation: str, value: object) -> None:
+        if value is None and self.is_optional:
+            return
+        if self.kind.fields and arguments.is_pair(value):
+            for name, item in self.items(value):
+                if not isinstance(item, Tensor):
+                    arguments.refuse_type(operation, name, "a tensor", item)
+        if not self.kind.accepts(value):
+            accepted = self.kind.accepted + (" or None" if self.is_optional else "")
+            arguments.refuse_type(operation, self.name, accepted, value)
+
+
+def _parameters(function: Callable) -> dict[str, Parameter]:
+    annotations = typing.get_type_hints(function, include_extras=True)
+    parameters = {}
+    for name, given in inspect.signature(function).parameters.items():
+        annotation = annotations[name]
+        is_optional = typing.get_origin(annotation) is Union
+        if is_optional:
+            annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+        kind = getattr(annotation, "__metadata__", (_KINDS.get(annotation),))[0]
+        is_keyword = given.kind is inspect.Parameter.KEYWORD_ONLY
+        parameters[name] = Parameter(name, kind, is_optional, is_keyword, given.default)
+    return parameters
+
+
+# --------------------------------------------------------------------------------------------------
+# The declaration
+
+ERRORS = (AttributeError, OverflowError, RuntimeError, TypeError, ValueError)
+_NO_MEMORY = re.compile(r"(\w+): no memory for (\d+) elements of (\d) bytes on (\S+)")
+LIBRARY = torch.library.Library(add_op_namespace_prefix("").rstrip(":"), "IMPL")
+
+
+class Declaration:
+    """What is known of an operation by its public function's name and annotations.
+
+    Attributes:
+        function: the public one.
+        family: the file of ``torch-ext/operations`` that has its operator.
+        check: takes the operator's arguments and refuses what the operator refuses.
+    """
+
+    function: Callable
+    check: Callable
+
+    def __init__(self, family: str, function: Callable) -> None:
+        self.family = family
+        self.name: str = function.__name__
+        self.parameters = _parameters(function)
+
+    def explain(self, error: Exception, values: tuple) -> Any:
+        """Raises the error that a call with these values made, or a clearer one. Called while it is handled.
+
+        A call with proxies of torch.fx becomes a node of their graph.
+        """
+        named = list(zip(self.parameters.values(), values))
+        proxy = arguments.find_proxy(values)
+        if proxy is not None:
+            args = tuple(value for parameter, value in named if not parameter.is_keyword)
+            kwargs = {p.name: value for p, value in named if p.is_keyword}
+            return proxy.tracer.create_proxy("call_function", self.function, args, kwargs)
+        for parameter, value in named:
+            parameter.check_type(self.name, value)
+        for parameter, value in named:
+            for name, item in parameter.items(value):
+                if isinstance(item, Tensor):
+                    arguments.check_layout(self.name, name, item)
+        if isinstance(
+            error, NotImplementedError
+        ):  # what Torch says of a device without this operator
+            parameter, value = named[0]
+            arguments.check_device_type(self.name, parameter.name, value)
+        no_memory = _NO_MEMORY.match(str(error))
+        if no_memory:
+            _raise_out_of_memory(error, *no_memory.groups())
+        raise error
+
+
+def _raise_out_of_memory(error: Exception, name: str, count: str, size: str, device: str) -> None:
+    """Torch's own error does not come through its C interface: it is had by trying once more."""
+    dtype = {2: torch.float16, 4: torch.float32}[int(size)]
+    cause = error
+    try:
+        torch.empty(int(count), dtype=dtype, device=device)
+    except RuntimeError as again:
+        cause = again
+    message = f"{name}: no memory for {int(count) * int(size)} bytes on {device}"
+    raise torch.OutOfMemoryError(message) from cause
+
+
+DECLARATIONS: dict[str, Declaration] = {}
+
+
+def operation(family: str, check: Optional[Callable] = None) -> Callable[[Callable], Callable]:
+    """Makes the public function of an operation of its formula.
+
+    Args:
+        family: the file of ``torch-ext/operations`` that has the operator.
+        check: ``check(operation, *arguments of the operator)`` refuses what the operator refuses, in the same
+            words; None where the annotations say all of it, as they do of operations of rows.
+    """
+
+    def declare(formula: Callable) -> Callable:
+        declaration = Declaration(family, formula)
+        operator = getattr(ops, declaration.name).default
+        by = batching.by_rows if check is None else batching.by_sample
+        torch.library.register_vmap(operator, by(operator), lib=LIBRARY)
+        if check is None:
+            declaration.check = _compiled(declaration, "check", _check_text(declaration), {})
+        else:
+            declaration.check = functools.partial(check, declaration.name)
+        names = {
+            "formula": formula,
+            "operator": operator,
+            "check": declaration.check,
+            "explain": declaration.explain,
+        }
+        text = _function_text(declaration)
+        function = _compiled(declaration, declaration.name, text, names)
+        function.__defaults__ = formula.__defaults__
+        function.__kwdefaults__ = formula.__kwdefaults__
+        declaration.function = functools.update_wrapper(function, formula)
+        DECLARATIONS[declaration.name] = declaration
+        return function
+
+    return declare
+
+
+def checked(name: str) -> Callable[[Callable], Callable]:
+    """Makes the checks of an operation before ``shapes``, which then knows only shapes of valid calls."""
+    check = DECLARATIONS[name].check
+
+    def decorate(shapes: Callable) -> Callable:
+        @functools.wraps(shapes)
+        def fake(*values):
+            check(*values)
+            return shapes(*values)
+
+        return fake
+
+    return decorate
+
+
+# --------------------------------------------------------------------------------------------------
+# The text of the functions
+
+_NAMES = {
+    "ERRORS": ERRORS,
+    "forward_ad": forward_ad,
+    "is_differentiated": is_differentiated,
+    "is_grad_enabled": torch.is_grad_enabled,
+    "are_transforms_active": torch._C._are_functorch_transforms_active,
+}
+
+
+def _indented(text: str, steps: int) -> str:
+    return "".join(" " * 4 * steps + line + "\n" for line in text.splitlines())
+
+
+def _lowered(declaration: Declaration) -> str:
+    return ", ".join(name for p in declaration.parameters.values() for name in p.lowered)
+
+
+def _check_text(declaration: Declaration) -> str:
+    """A function of the operator's arguments that checks each by its kind."""
+    lines, leader = "", ""
+    for parameter in declaration.parameters.values():
+        kind, name = parameter.kind, parameter.name
+        is_first = bool(kind.check_first) and not leader
+        leader = leader or (name if is_first else "")
+        text = (kind.check_first if is_first else kind.check).format(
+            operation=declaration.name, name=name, leader=leader
+        )
+        if text and parameter.is_optional:
+            lines += _indented(f"if {name} is not None:\n" + _indented(text, 1), 1)
+        else:
+            lines += _indented(text, 1)
+    return f"def check({_lowered(declaration)}):\n{lines}"
+
+
+def _function_text(declaration: Declaration) -> str:
+    parameters = list(declaration.parameters.values())
+    convert = "\n".join(
+        p.kind.convert.format(operation=declaration.name, name=p.name)
+        for p in parameters
+        if p.kind.convert
+    )
+    positional = ", ".join(p.name for p in parameters if not p.is_keyword)
+    keywords = ", ".join(p.name for p in parameters if p.is_keyword)
+    signature = f"{positional}, *, {keywords}" if keywords else positional
+    by_name = ", ".join(f"{p.name}={p.name}" if p.is_keyword else p.name for p in parameters)
+    differentiable = ", ".join(
+        name
+        for p in parameters
+        if (p.kind.is_tensor or p.kind.fields) and not p.kind.is_constant
+        for name in p.lowered
+    )
+    values = "".join(f"{p.name}, " for p in parameters)
+    return f"""\
+def {declaration.name}({signature}):
+    try:
+{_indented(convert, 2)}\
+        if (
+            _is_grad_enabled() or _forward_ad._current_level >= 0 or _are_transforms_active()
+        ) and _is_differentiated({differentiable}):
+            _check({_lowered(declaration)})
+            return _formula({by_name})
+        return _operator({_lowered(declaration)})
+    except _ERRORS as error:
+        return _explain(error, ({values}))
+"""
+
+
+def _compiled(declaration: Declaration, name: str, text: str, names: dict[str, Any]) -> Callable:
+    """The function ``name`` of the text, in which names with an underscore are of ``names``, or known."""
+    used = sorted(set(re.findall(r"(?<![\w.])_([A-Za-z]\w*)", text)))
+    known = {**vars(arguments), **_NAMES, **names}
+    given = ", ".join(f"_{key}" for key in used)
+    text = f"def bind({given}):\n{_indented(text, 1)}    return {name}\n"
+    file = f"<{name} of {declaration.name}>" if name == "check" else f"<{declaration.name}>"
+    linecache.cache[file] = (
+        len(text),
+        None,
+        text.splitlines(keepends=True),
+        file,
+    )  # for tracebacks
+    namespace: dict[str, Any] = {}
+    exec(compile(text, file, "exec"), namespace)
+    return namespace["bind"](*(known[key] for key in used))

@@ -1,0 +1,40 @@
+// An operation as its family lists it: the schema, which holds its name, and the function that checks a call
+// and launches it.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+
+#include "boxing.h"
+
+namespace h100_diffusers_kernels {
+
+struct Operation {
+  const char* schema;
+  const char* name;
+  void (*call)(StableIValue*, uint64_t, uint64_t);
+};
+
+// A string literal as a template argument.
+template <size_t kSize>
+struct Schema {
+  char text[kSize];
+  consteval Schema(const char (&literal)[kSize]) { std::copy_n(literal, kSize, text); }
+};
+
+template <Schema schema>
+constexpr auto kOperationName = [] {
+  std::array<char, sizeof(schema.text)> name{};
+  for (size_t i = 0; schema.text[i] != '('; ++i) name[i] = schema.text[i];
+  return name;
+}();
+
+// `function` takes the name, for its sentences, and then the arguments of the schema.
+template <Schema schema, auto function>
+constexpr Operation operation() {
+  constexpr const auto& name = kOperationName<schema>;
+  return {schema.text, name.data(), Boxed<function, name>::call};
+}
+
+}  // namespace h100_diffusers_kernels
