@@ -1,5 +1,6 @@
 """Fixtures of all tests. They load the kernel as its users do, and run on what the machine has."""
 
+import functools
 import os
 from pathlib import Path
 
@@ -12,13 +13,18 @@ REPO_ID = "org/h100-diffusers-kernels"
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(scope="session")
-def kernel():
+@functools.cache
+def load_kernel():
     """The kernel package: this checkout's build, or the one that LOCAL_KERNELS names."""
     os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={CHECKOUT}")
     from kernels import get_kernel
 
     return get_kernel(REPO_ID, version=1, trust_remote_code=True)
+
+
+@pytest.fixture(scope="session")
+def kernel():
+    return load_kernel()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,5 @@
-"""Random tensors in the memory layouts that diffusion models hand to the operations."""
+"""The operations as the package declares them, and random tensors in the memory layouts that diffusion models
+hand to them."""
 
 import math
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 
 from checks import CONTRACT_ELEMENTS
+from conftest import load_kernel
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -220,27 +222,21 @@ def modulation(form, count, x_shape, *, dtype, device):
 
 
 HEADS = 4
-ROW_OPERATIONS = [
-    "rms_norm",
-    "layer_norm",
-    "rms_norm_modulate",
-    "layer_norm_modulate",
-    "gated_residual",
-    "gated_residual_rms_norm_modulate",
-    "gated_residual_layer_norm_modulate",
-]
-ACTIVATIONS = ["gelu", "silu", "geglu", "swiglu"]
+DECLARATION = load_kernel().declaration
+DECLARATIONS = DECLARATION.DECLARATIONS
+
+
+def operations_of(*families):
+    return [name for name, declared in DECLARATIONS.items() if declared.family in families]
+
+
+ROW_OPERATIONS = operations_of("norm")
+ACTIVATIONS = operations_of("activation")
+# qk_norm_rope in its two forms.
 QK_OPERATIONS = ["qk_norm_rope", "qk_norm_coordinate_rope"]
-ROPE_OPERATIONS = ["rope", "rope_3d"]
-OPERATIONS = [
-    *ROW_OPERATIONS,
-    *QK_OPERATIONS,
-    *ROPE_OPERATIONS,
-    *ACTIVATIONS,
-    "softmax",
-    "attention",
-]
-OPERATIONS_OF_16_BITS = ["attention"]
+ROPE_OPERATIONS = operations_of("rope")
+OPERATIONS = [*DECLARATIONS, "qk_norm_coordinate_rope"]
+OPERATIONS_OF_16_BITS = operations_of("attention")
 # Calls of operations from tables of one value a pair.
 BY_PAIR = "_by_pair"
 CALLS_BY_PAIR = [name + BY_PAIR for name in ("rope", "qk_norm_rope")]
@@ -272,13 +268,6 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         return normal(*size, dtype=dtype, device=device, **options)
 
     batch, seq, hidden = shape
-    if name in ACTIVATIONS:
-        columns = 2 * hidden if name in ("geglu", "swiglu") else hidden
-        arguments = {"x": tensor(batch, seq, columns, layout=layout)}
-        if name in ("gelu", "geglu"):
-            arguments["approximate"] = "tanh"
-        arguments["bias"] = tensor(columns)
-        return getattr(kernel, name), arguments
     if name == "attention":
         head_dim = 64
         size = (batch, seq, max(hidden // head_dim, 1) * head_dim)
@@ -291,8 +280,6 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         lengths = seq - torch.arange(batch, dtype=torch.int32, device=device) * seq // 3
         arguments["key_lengths"] = lengths
         return kernel.attention, arguments
-    if name == "softmax":
-        return kernel.softmax, {"x": tensor(*shape, layout=layout)}
     if name == "rope":
         arguments = {"x": tensor(*shape, layout=layout), "layout": "half"}
         tables = rotary_tables(seq, hidden // heads, dtype=torch.float32, device=device)
@@ -316,18 +303,29 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         else:
             arguments["rope"] = rotary_tables(1, seq, hidden, dtype=torch.float32, device=device)
         return kernel.qk_norm_rope, {**arguments, "heads": heads}
+    return getattr(kernel, name), _row_arguments(DECLARATIONS[name], tensor, shape, layout)
+
+
+def _row_arguments(declared, tensor, shape, layout):
+    """Of an operation of rows: each argument as its kind says."""
+    batch, seq, hidden = shape
+    kinds = {name: parameter.kind for name, parameter in declared.parameters.items()}
+    columns = 2 * hidden if DECLARATION.GATED_ROWS in kinds.values() else hidden
+    modulations = [name for name, kind in kinds.items() if kind is DECLARATION.MODULATION]
     arguments = {}
-    if "residual" in name:
-        arguments["residual"] = tensor(*shape, layout=layout)
-    arguments["x"] = tensor(*shape, layout=layout)
-    if "residual" in name:
-        arguments["gate"] = tensor(batch, 1, hidden)
-    if "modulate" in name:
-        arguments["scale"] = tensor(batch, 1, hidden)
-        arguments["shift"] = tensor(batch, seq, hidden)
-    if "norm" in name:
-        arguments.update(affine(name, hidden, dtype, device))
-    return getattr(kernel, name), arguments
+    for name, kind in kinds.items():
+        if kind in (DECLARATION.ROWS, DECLARATION.GATED_ROWS):
+            arguments[name] = tensor(batch, seq, columns, layout=layout)
+        elif kind is DECLARATION.MODULATION:
+            is_of_tokens = len(modulations) > 1 and name == modulations[-1]
+            arguments[name] = tensor(batch, seq if is_of_tokens else 1, columns)
+        elif kind is DECLARATION.VECTOR:
+            arguments[name] = tensor(columns, mean=0.5 if declared.family == "norm" else 0.0)
+        elif kind.choices:
+            arguments[name] = kind.choices[-1]
+        else:
+            assert kind is DECLARATION.NUMBER, f"no sample of {name} of {declared.name}"
+    return arguments
 
 
 def _with_pair_tables(arguments, heads):
@@ -341,11 +339,18 @@ def _with_pair_tables(arguments, heads):
     return {**arguments, "x": in_heads, **dict(zip(("cos", "sin"), tables, strict=True))}
 
 
+OPTIONAL_TENSORS = {
+    name
+    for declared in DECLARATIONS.values()
+    for name, parameter in declared.parameters.items()
+    if parameter.is_optional and parameter.kind.is_tensor
+}
+
+
 def without_optional(arguments):
     """The same call with nothing that may be left out."""
-    tensors = ("weight", "bias", "gate", "q_weight", "k_weight", "key_bias", "key_lengths")
     plain = {
-        key: None if key in tensors or isinstance(value, float) else value
+        key: None if key in OPTIONAL_TENSORS or isinstance(value, float) else value
         for key, value in arguments.items()
     }
     plain.pop("approximate", None)

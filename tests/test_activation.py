@@ -1,4 +1,4 @@
-"""gelu, silu, geglu and swiglu."""
+"""The activations."""
 
 import math
 
@@ -6,19 +6,34 @@ import pytest
 import torch
 
 from checks import CONTRACT_ELEMENTS, check, check_nonfinite
-from inputs import STRIDED_LAYOUTS, every_16_bit_dtype, every_dtype, normal
+from inputs import (
+    ACTIVATIONS,
+    DECLARATION,
+    DECLARATIONS,
+    STRIDED_LAYOUTS,
+    every_16_bit_dtype,
+    every_dtype,
+    normal,
+)
 
-# Operation and keyword arguments.
-PLAIN = {
-    "gelu": ("gelu", {}),
-    "gelu_tanh": ("gelu", {"approximate": "tanh"}),
-    "silu": ("silu", {}),
-}
-GATED = {
-    "geglu": ("geglu", {}),
-    "geglu_tanh": ("geglu", {"approximate": "tanh"}),
-    "swiglu": ("swiglu", {}),
-}
+
+def variants(*kinds):
+    """Operation and keyword arguments, by name: with each of an operation's approximations."""
+    calls = {}
+    for name in ACTIVATIONS:
+        parameters = DECLARATIONS[name].parameters
+        if parameters["x"].kind not in kinds:
+            continue
+        calls[name] = (name, {})
+        approximate = parameters.get("approximate")
+        for choice in approximate.kind.choices if approximate else ():
+            if choice != approximate.default:
+                calls[f"{name}_{choice}"] = (name, {"approximate": choice})
+    return calls
+
+
+PLAIN = variants(DECLARATION.ROWS)
+GATED = variants(DECLARATION.GATED_ROWS)
 every_activation = pytest.mark.parametrize("activation", [*PLAIN, *GATED])
 every_plain = pytest.mark.parametrize("activation", PLAIN)
 every_gated = pytest.mark.parametrize("activation", GATED)

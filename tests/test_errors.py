@@ -4,9 +4,10 @@ A table of changes, each of which makes one valid call wrong. Each is tried on t
 the differentiable path and on the tracing (meta) path, which must refuse the same.
 """
 
-import inspect
 import math
+import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,13 +16,16 @@ import pytest
 import torch
 
 from checks import MemorySnapshot, as_tuple, map_tensors, on_meta, tensors_of
+from conftest import CHECKOUT
 from inputs import (
-    ACTIVATIONS,
+    DECLARATION,
+    DECLARATIONS,
     GRID_AXES,
     HEADS,
+    OPERATIONS,
+    OPTIONAL_TENSORS,
     QK_OPERATIONS,
     ROPE_OPERATIONS,
-    ROW_OPERATIONS,
     coordinates_and_frequencies,
     dtype_text,
     normal,
@@ -30,11 +34,15 @@ from inputs import (
     virtual_memory,
     widest_dtype,
 )
+from processes import run
+
+
+def public_name(operation):
+    return "qk_norm_rope" if operation in QK_OPERATIONS else operation
+
 
 BATCH, SEQ, HIDDEN = SHAPE = (2, 16, 256)
 HEAD_DIM = HIDDEN // HEADS
-BROADCAST = ("gate", "scale", "shift")
-VECTORS = ("weight", "bias", "q_weight", "k_weight")
 
 
 @dataclass(frozen=True)
@@ -132,40 +140,28 @@ def shape_text(*shape):
 # --------------------------------------------------------------------------------------------------
 # The table
 
-ARGUMENTS = {
-    "rms_norm": ("x", "weight"),
-    "layer_norm": ("x", "weight", "bias"),
-    "rms_norm_modulate": ("x", "scale", "shift", "weight"),
-    "layer_norm_modulate": ("x", "scale", "shift", "weight", "bias"),
-    "gated_residual": ("residual", "x", "gate"),
-    "gated_residual_rms_norm_modulate": ("residual", "x", "gate", "scale", "shift", "weight"),
-    "gated_residual_layer_norm_modulate": (
-        "residual",
-        "x",
-        "gate",
-        "scale",
-        "shift",
-        "weight",
-        "bias",
-    ),
-    "gelu": ("x", "bias"),
-    "silu": ("x", "bias"),
-    "geglu": ("x", "bias"),
-    "swiglu": ("x", "bias"),
-    "softmax": ("x",),
-    "attention": ("q", "k", "v", "key_bias", "key_lengths"),
-    "rope": ("x", "cos", "sin"),
-    "rope_3d": ("x", *AXIS_FIELDS),
-    "qk_norm_rope": ("q", "k", "q_weight", "k_weight", "cos", "sin"),
-    "qk_norm_coordinate_rope": (
-        "q",
-        "k",
-        "q_weight",
-        "k_weight",
-        "coordinates",
-        "frequencies",
-    ),
-}
+
+def tensors_by_name(operation):
+    """The arguments of an operation that are tensors, by the names that sentences give them."""
+    if operation == "qk_norm_coordinate_rope":
+        return "q", "k", "q_weight", "k_weight", "coordinates", "frequencies"
+    return tuple(
+        name
+        for parameter in DECLARATIONS[operation].parameters.values()
+        if parameter.kind.is_tensor or parameter.kind.fields
+        for name in parameter.lowered
+    )
+
+
+def of_kind(operation, *kinds):
+    parameters = DECLARATIONS[operation].parameters if operation in DECLARATIONS else {}
+    return [name for name, parameter in parameters.items() if parameter.kind in kinds]
+
+
+ARGUMENTS = {operation: tensors_by_name(operation) for operation in OPERATIONS}
+OF_ROWS = [name for name in DECLARATIONS if of_kind(name, DECLARATION.ROWS, DECLARATION.GATED_ROWS)]
+GATED = [name for name in DECLARATIONS if of_kind(name, DECLARATION.GATED_ROWS)]
+
 
 for name, (leader, *followers) in ARGUMENTS.items():
     # The tensor whose dtype, device and shape the others follow.
@@ -186,14 +182,14 @@ for name, (leader, *followers) in ARGUMENTS.items():
         mistake(name, argument, "device", "", device, is_device=True)
         mistake(name, argument, "stride", "stride 2", replace(argument, every_second))
         mistake(name, argument, "list", "list", replace(argument, as_list))
-        if argument in VECTORS:
-            columns = 2 * HIDDEN if name in ("geglu", "swiglu") else HIDDEN
+        if argument in (*of_kind(name, DECLARATION.VECTOR), "q_weight", "k_weight"):
+            columns = 2 * HIDDEN if name in GATED else HIDDEN
             size = shape_text(columns + 1)
             mistake(name, argument, "longer", size, replace(argument, longer))
             two = replace(argument, of_shape(1, columns))
             mistake(name, argument, "2d", shape_text(1, columns), two)
             mistake(name, argument, "0d", "()", replace(argument, of_shape()))
-        if argument in BROADCAST:
+        if argument in of_kind(name, DECLARATION.MODULATION):
             for size in (
                 (HIDDEN + 1,),
                 (1,),
@@ -206,28 +202,30 @@ for name, (leader, *followers) in ARGUMENTS.items():
             ):
                 wrong = replace(argument, of_shape(*size))
                 mistake(name, argument, f"shape{size}", shape_text(*size), wrong)
-        if argument in ("scale", "shift", "x", "k", "v"):
+        if argument not in OPTIONAL_TENSORS:
             mistake(name, argument, "None", "None", replace(argument, lambda t: None))
 
-for name in ROW_OPERATIONS:
-    if "residual" in name:
+for name in OF_ROWS:
+    leader, *others = of_kind(name, DECLARATION.ROWS, DECLARATION.GATED_ROWS)
+    for argument in others:
         for size in ((BATCH, SEQ, HIDDEN + 1), (BATCH, SEQ + 1, HIDDEN), (SEQ, HIDDEN), (HIDDEN,)):
-            mistake(name, "x", f"shape{size}", shape_text(*size), replace("x", of_shape(*size)))
-    if "norm" in name:
+            wrong = replace(argument, of_shape(*size))
+            mistake(name, argument, f"shape{size}", shape_text(*size), wrong)
+    if "eps" in DECLARATIONS[name].parameters:
         for value in ("1e-6", None):
             mistake(name, "eps", repr(value), repr(value), replace("eps", lambda _, v=value: v))
 
-for name in ACTIVATIONS:
-    half = replace("bias", of_shape(HIDDEN // 2))
-    mistake(name, "bias", "half", shape_text(HIDDEN // 2), half)
-for name in ("geglu", "swiglu"):
-    of_output = replace("bias", of_shape(HIDDEN))
-    mistake(name, "bias", "of_output", shape_text(HIDDEN), of_output)
-    mistake(name, "x", "odd", str(2 * HIDDEN + 1), replace("x", longer))
-for name in ("gelu", "geglu"):
-    for value in ("erf", "", None, True):
-        got = repr(value)
-        mistake(name, "approximate", got, got, replace("approximate", lambda _, v=value: v))
+for name in GATED:
+    (leader,) = of_kind(name, DECLARATION.GATED_ROWS)
+    mistake(name, leader, "odd", str(2 * HIDDEN + 1), replace(leader, longer))
+    for argument in of_kind(name, DECLARATION.VECTOR):
+        of_output = replace(argument, of_shape(HIDDEN))
+        mistake(name, argument, "of_output", shape_text(HIDDEN), of_output)
+for name in OF_ROWS:
+    for argument, parameter in DECLARATIONS[name].parameters.items():
+        for value in ("erf", "", None, True) if parameter.kind.choices else ():
+            got = repr(value)
+            mistake(name, argument, got, got, replace(argument, lambda _, v=value: v))
 
 for name in QK_OPERATIONS:
     mistake(name, "q", "2d", shape_text(SEQ, HIDDEN), replace("q", lambda t: t[0]))
@@ -527,7 +525,7 @@ def valid_call(kernel, operation, device, shape=SHAPE, heads=HEADS):
 
 def sentence(operation, argument, got):
     """In one line: operation, argument, what is accepted, what was given."""
-    return re.compile(rf"{operation}_?: {argument}\b[^\n]+, got [^\n]*{re.escape(got)}[^\n]*")
+    return re.compile(rf"{operation}: {argument}\b[^\n]+, got [^\n]*{re.escape(got)}[^\n]*")
 
 
 def assert_refused(function, arguments, pattern):
@@ -560,10 +558,8 @@ def test_mistakes(kernel, device, case):
 
 
 def operation_in_messages(case):
-    """The coordinate form is reached through qk_norm_rope, and its sentence may name either."""
-    if case.operation == "qk_norm_coordinate_rope":
-        return "qk_norm(?:_coordinate)?_rope"
-    return case.operation
+    """The coordinate form is reached through qk_norm_rope."""
+    return public_name(case.operation)
 
 
 @pytest.mark.parametrize("case", [c for c in MISTAKES if c.operation in QK_OPERATIONS], ids=str)
@@ -621,16 +617,12 @@ def test_a_mistake_is_the_same_with_and_without_gradients(kernel, device, case):
             tensor.requires_grad_(False)
 
 
-SCALARS = {
-    "eps": [name for name in ARGUMENTS if "norm" in name],
-    "scale": ["attention"],
-    "approximate": ["gelu", "geglu"],
-    "layout": [*ROPE_OPERATIONS, *QK_OPERATIONS],
-    "norm": QK_OPERATIONS,
-    "heads": QK_OPERATIONS,
-    "inplace": QK_OPERATIONS,
-    "rope": QK_OPERATIONS,
-}
+SCALARS = [
+    (argument, operation)
+    for operation in OPERATIONS
+    for argument, parameter in DECLARATIONS[public_name(operation)].parameters.items()
+    if not parameter.kind.is_tensor and parameter.kind is not DECLARATION.TABLES
+]
 ACCEPTED_TYPES = {
     "eps": "a number",
     "scale": "a number or None",
@@ -640,9 +632,7 @@ ACCEPTED_TYPES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("argument", "operation"), [(a, name) for a, names in SCALARS.items() for name in names]
-)
+@pytest.mark.parametrize(("argument", "operation"), SCALARS)
 def test_every_path_takes_the_same_scalars(kernel, device, argument, operation):
     values = [
         *(True, False, 1, 0, -1, 2.5, 4.0, math.nan, math.inf, -math.inf, 1e300, 1e-50),
@@ -726,6 +716,97 @@ def test_type_of_the_columns_of_tables(kernel, device, dim):
     rope = kernel.CoordinateRope(*coordinates_and_frequencies(1, 3, 3, 2, device))
     with pytest.raises(TypeError, match=r"CoordinateRope.tables: dim must be an integer, got .+"):
         rope.tables(dim)
+
+
+OF_OTHER_LAYOUTS = {
+    "one of layout sparse_coo": torch.Tensor.to_sparse,
+    "one of layout sparse_csr": lambda t: t.flatten(1).to_sparse_csr(),
+    "one of layout _mkldnn": lambda t: t.cpu().float().to_mkldnn(),
+    "a quantized one of quint8": lambda t: torch.quantize_per_tensor(
+        t.float(), 0.1, 0, torch.quint8
+    ),
+    "a nested one": lambda t: torch.nested.nested_tensor([t[0], t[0]], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", OF_OTHER_LAYOUTS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_tensors_that_are_not_strided(kernel, device, operation, layout, requires_grad):
+    function, arguments = valid_call(kernel, operation, device)
+    leader, *others = tensors_of(arguments)
+    (argument, *_) = ARGUMENTS[operation]
+    arguments[argument] = OF_OTHER_LAYOUTS[layout](leader)
+    if others and requires_grad:
+        others[0].requires_grad_()
+    text = f"{function.__name__}: {argument} must be a strided tensor, got {layout}"
+    assert_refused(function, arguments, re.compile(re.escape(text)))
+
+
+@pytest.mark.parametrize("operation", OF_ROWS)
+def test_no_memory(kernel, device, operation):
+    """It stays the error that Torch raises, or on a CPU would be, with that one as its cause."""
+    function, arguments = valid_call(kernel, operation, device)
+    for argument in of_kind(operation, DECLARATION.ROWS, DECLARATION.GATED_ROWS):
+        arguments[argument] = arguments[argument][:1].expand(2**42, SEQ, -1)
+    columns = HIDDEN
+    for argument in of_kind(operation, DECLARATION.MODULATION):
+        arguments[argument] = arguments[argument][:1]
+    text = rf"{operation}: no memory for {2**42 * SEQ * columns * 4} bytes on {device}.*"
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match=text) as raised:
+        function(**arguments)
+    cause = raised.value.__cause__
+    assert isinstance(cause, torch.OutOfMemoryError if device == "cuda" else RuntimeError)
+    assert re.search("out of memory|can't allocate memory", str(cause))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_names_of_arguments(kernel, device, operation):
+    """Python's own sentences, of the public function."""
+    function, arguments = valid_call(kernel, operation, device)
+    with pytest.raises(TypeError, match=rf"{function.__name__}\(\) .* unexpected .* 'weights'"):
+        function(**arguments, weights=None)
+    arguments.pop(ARGUMENTS[operation][0])
+    with pytest.raises(TypeError, match=rf"{function.__name__}\(\) missing .* '\w+'"):
+        function(**arguments)
+
+
+# A CUDA runtime that says of each GPU that it is of compute capability 8.6.
+OTHER_CAPABILITY = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+int cudaDeviceGetAttribute(int* value, int attribute, int device) {
+  if (attribute == 75) return *value = 8, 0;
+  if (attribute == 76) return *value = 6, 0;
+  int (*ask)(int*, int, int) = dlsym(RTLD_NEXT, "cudaDeviceGetAttribute");
+  return ask(value, attribute, device);
+}
+"""
+
+
+@pytest.mark.parametrize("operation", ["rms_norm", "softmax"])
+def test_a_gpu_of_another_compute_capability(kernel, device, tmp_path, operation):
+    if device != "cuda":
+        pytest.skip("needs the CUDA build")
+    (tmp_path / "other.c").write_text(OTHER_CAPABILITY)
+    library = tmp_path / "other.so"
+    compile_ = ["cc", "-shared", "-fPIC", "-o", library, tmp_path / "other.c", "-ldl"]
+    assert run(*compile_).returncode == 0
+    code = (
+        "from conftest import load_kernel; import torch\n"
+        f"load_kernel().{operation}(torch.ones(2, 8, device='cuda'))"
+    )
+    process = run(
+        sys.executable,
+        "-c",
+        code,
+        cwd=CHECKOUT / "tests",
+        env={**os.environ, "LD_PRELOAD": str(library)},
+    )
+    assert process.returncode != 0
+    text = "x must be on a GPU of compute capability 9.0, got cuda:0 of compute capability 8.6"
+    assert f"ValueError: {operation}: {text}" in process.stderr
 
 
 # The wording itself, where users meet it most: the operation, what to change, the sentence.
@@ -829,7 +910,7 @@ def test_tensors_of_the_cpu_given_to_a_cuda_build(kernel, device, operation):
     if device != "cuda":
         pytest.skip("needs the CUDA build")
     function, arguments = valid_call(kernel, operation, "cpu")
-    name = "qk_norm.*rope" if operation in QK_OPERATIONS else operation
+    name = public_name(operation)
     assert_refused(function, arguments, sentence(name, next(iter(arguments)), "cpu"))
 
 
@@ -848,7 +929,7 @@ def test_in_place_on_an_expanded_tensor(kernel, device, argument, dim, has_coord
         rope = coordinates_and_frequencies(1, 6, 3, 42, device)
         arguments["rope"] = kernel.CoordinateRope(*rope)
     arguments[argument] = arguments[argument].narrow(dim, 0, 1).expand(2, 6, 256)
-    pattern = sentence("qk_norm.*rope", argument, "stride 0")
+    pattern = sentence("qk_norm_rope", argument, "stride 0")
     refused_unchanged(kernel, kernel.qk_norm_rope, arguments, pattern)
 
 
@@ -869,8 +950,7 @@ def test_every_argument_is_in_the_table(kernel):
     """A new argument must come with its mistakes."""
     tested = {(case.operation, case.argument) for case in MISTAKES}
     for operation in ARGUMENTS:
-        public = "qk_norm_rope" if operation in QK_OPERATIONS else operation
-        for argument in inspect.signature(getattr(kernel, public)).parameters:
+        for argument in DECLARATIONS[public_name(operation)].parameters:
             if argument != "inplace":
                 assert (operation, argument) in tested, f"{operation}: {argument}"
 
@@ -908,7 +988,7 @@ class Limit:
         if options.pop("requires_grad", False):
             next(tensors_of(arguments)).requires_grad_()
         text = re.escape(self.sentence.format(self.refused))
-        pattern = re.compile(rf"{operation_in_messages(self)}_?: {text}")
+        pattern = re.compile(rf"{operation_in_messages(self)}: {text}")
         assert_refused(function, {**arguments, **options}, pattern)
 
 

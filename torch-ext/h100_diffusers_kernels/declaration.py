@@ -45,6 +45,7 @@ class Kind:
         check_first: the same of the argument that is ``{leader}`` itself.
         fields: of a pair of tensors, the names under which the operator takes them.
         is_constant: nothing is differentiated with respect to it.
+        choices: of a string, all that there are.
     """
 
     accepted: str
@@ -54,6 +55,7 @@ class Kind:
     check_first: str = ""
     fields: tuple[str, ...] = ()
     is_constant: bool = False
+    choices: tuple[str, ...] = ()
 
     @property
     def is_tensor(self) -> bool:
@@ -63,7 +65,8 @@ class Kind:
 def _choice(choices: str) -> Kind:
     check = f"_check_choice('{{operation}}', '{{name}}', {{name}}, _{choices})"
     convert = f"if {{name}} not in _{choices}:\n    {check}"
-    return Kind("a string", arguments.is_string, convert, check)
+    values = getattr(arguments, choices)
+    return Kind("a string", arguments.is_string, convert, check, choices=values)
 
 
 _CHECK_INPUT = "_check_input('{operation}', '{name}', {name})"

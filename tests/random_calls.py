@@ -1,0 +1,316 @@
+"""Random wrong calls of the operations: each must raise one sentence, the same on every path.
+
+A valid call is drawn from a seed, and one to three things in it are made wrong. Where that raises, it must
+be ValueError or TypeError with one sentence that names the operation and an argument, and no memory may have
+changed; the same call with an input that requires grad, or of tensors without memory, must raise the same::
+
+    python tests/random_calls.py --calls 50000 --device cuda --processes 14
+    python tests/random_calls.py --first-seed 123 --calls 1
+
+The exit status is 1 if there was a fault. Calls that are valid in spite of the change are counted apart.
+"""
+
+import math
+import multiprocessing
+import random
+import re
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+
+import click
+import numpy as np
+import torch
+
+from checks import MemorySnapshot, map_tensors, on_meta, tensors_of
+from conftest import load_kernel
+from inputs import CALLS_BY_PAIR, DECLARATIONS, DTYPES, LAYOUTS, OPERATIONS, sample, widest_dtype
+
+OTHER_DTYPES = [
+    *(torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+]
+# Of these values some are right for some arguments.
+VALUES = [
+    *(None, True, False, 0, 1, -1, 2, 3, 64, 2.5, 1e-6, -0.0, 1e300, 1e-50, 1j),
+    *(math.nan, math.inf, -math.inf, 2**31, 2**63, -(2**63) - 1, 10**400),
+    *("", "none", "tanh", "half", "interleaved", "per_head", "erf", "\ud800", "a\0b", "a\nb"),
+    *("x" * 10**5, b"none", (), [], {}, [0.1], (None, None), object(), torch.float32, int),
+    *(np.float32(0.5), np.int64(2), np.zeros((2, 3)), slice(None), Ellipsis, print),
+]
+
+
+# --------------------------------------------------------------------------------------------------
+# What is made wrong
+
+
+def strided(tensor, rng):
+    return tensor.repeat_interleave(2, dim=-1)[..., ::2] if tensor.dim() else tensor[None]
+
+
+def longer(tensor, rng):
+    if tensor.dim() == 0 or tensor.numel() == 0:
+        return tensor[None]
+    dim = rng.randrange(tensor.dim())
+    return torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim)
+
+
+def shorter(tensor, rng):
+    if tensor.dim() == 0:
+        return tensor[None]
+    dim = rng.randrange(tensor.dim())
+    return tensor.narrow(dim, 0, max(tensor.shape[dim] - 1, 0))
+
+
+def another_shape(tensor, rng):
+    shape = [rng.choice((0, 1, 2, 3, 16, 64)) for _ in range(rng.randrange(6))]
+    return torch.ones(shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def flat(tensor, rng):
+    return tensor.flatten()
+
+
+def more_dimensions(tensor, rng):
+    return tensor[(None,) * rng.choice((1, 2, 61, 62, 63, 64, 70))]
+
+
+def transposed(tensor, rng):
+    return tensor.mT if tensor.dim() >= 2 else tensor[None]
+
+
+def expanded(tensor, rng):
+    return tensor[:1].expand_as(tensor) if tensor.dim() else tensor.expand(2)
+
+
+def another_dtype(tensor, rng):
+    return tensor.to(rng.choice([*OTHER_DTYPES, *DTYPES]))
+
+
+def another_layout(tensor, rng):
+    make = rng.choice(
+        [
+            torch.Tensor.to_sparse,
+            torch.Tensor.to_sparse_csr,
+            lambda t: t.cpu().float().to_mkldnn(),
+            lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.quint8),
+            lambda t: torch.nested.nested_tensor([t.flatten(), t.flatten()[:1]]),
+            lambda t: torch.nested.nested_tensor([t.flatten(), t.flatten()], layout=torch.jagged),
+            torch._neg_view,
+            lambda t: t.to(torch.complex64).conj(),
+        ]
+    )
+    try:
+        return make(tensor)
+    except (IndexError, RuntimeError):  # not every tensor has every layout
+        return tensor.to_sparse() if tensor.dim() else tensor.double()
+
+
+def another_device(tensor, rng):
+    return tensor.cpu() if tensor.is_cuda else tensor.to("meta")
+
+
+def without_memory(tensor, rng):
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(rng.choice((0, 1, 2)))
+    return tensor
+
+
+def no_tensor(tensor, rng):
+    return rng.choice([*VALUES, tensor.tolist() if tensor.numel() < 100 else "x"])
+
+
+CHANGES = [
+    *(strided, longer, shorter, another_shape, flat, more_dimensions, transposed, expanded),
+    *(another_dtype, another_layout, another_device, without_memory, no_tensor),
+]
+NOT_FOR_META = (another_layout, another_device, without_memory)
+
+
+@dataclass
+class Call:
+    """A call, and what was made wrong in it."""
+
+    seed: int
+    function: object
+    arguments: dict
+    changes: list = field(default_factory=list)
+
+    @property
+    def name(self):
+        return self.function.__name__
+
+    def outcome(self, arguments):
+        """What the call raises, as a type and a text, or "returned"."""
+        try:
+            self.function(**arguments)
+        except Exception as error:
+            return type(error), str(error)
+        return "returned", ""
+
+
+def _is_plain(tensor):
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    if not is_strided or tensor.is_quantized or tensor.is_meta:
+        return False
+    is_whole = tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 2
+    return is_whole and not tensor.is_neg() and not tensor.is_conj()
+
+
+def _change(call, rng):
+    name = rng.choice(list(call.arguments))
+    value = call.arguments[name]
+    if not all(map(_is_plain, tensors_of(value))):
+        return  # nothing more can be made of it
+    if isinstance(value, torch.Tensor):
+        change = rng.choice(CHANGES)
+        call.arguments[name] = change(value, rng)
+        call.changes.append((name, change))
+    elif isinstance(value, tuple) and value and rng.random() < 0.8:
+        change, index = rng.choice(CHANGES), rng.randrange(len(value))
+        if isinstance(value[index], torch.Tensor):
+            items = list(value)
+            items[index] = change(items[index], rng)
+            call.arguments[name] = value._make(items) if hasattr(value, "_make") else tuple(items)
+            call.changes.append((f"{name}[{index}]", change))
+    else:
+        call.arguments[name] = rng.choice(VALUES)
+        call.changes.append((name, call.arguments[name]))
+
+
+def _change_names(call, rng):
+    """Another argument is given, or one is not."""
+    if rng.random() < 0.5:
+        call.arguments[rng.choice(("foo", "y", "weights", "dim", "out"))] = rng.choice(VALUES[:20])
+        call.changes.append(("names", "one more"))
+    else:
+        call.arguments.pop(rng.choice(list(call.arguments)))
+        call.changes.append(("names", "one less"))
+
+
+def random_call(seed, device):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    kernel = load_kernel()
+    operation = rng.choice([*OPERATIONS, *CALLS_BY_PAIR])
+    dtypes = [d for d in DTYPES if d.itemsize <= widest_dtype(operation).itemsize]
+    function, arguments = sample(
+        kernel,
+        operation,
+        dtype=rng.choice(dtypes),
+        device=device,
+        shape=(2, 3, 64),
+        heads=2,
+        layout=rng.choice(list(LAYOUTS)),
+    )
+    for name, parameter in DECLARATIONS[function.__name__].parameters.items():
+        if not parameter.kind.is_tensor and name not in arguments and rng.random() < 0.5:
+            arguments[name] = parameter.default
+    call = Call(seed, function, arguments)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        _change(call, rng)
+    if rng.random() < 0.05:
+        _change_names(call, rng)
+    return call
+
+
+# --------------------------------------------------------------------------------------------------
+# What is asked of it
+
+
+def sentence(declared):
+    """One line: the operation, an argument, what is accepted and what was given; or of names, Python's."""
+    names = {n for p in declared.parameters.values() for n in (p.name, *p.lowered)}
+    names |= {"cos", "sin", "coordinates", "frequencies"} if "rope" in names else set()
+    argument = "|".join(sorted(names))
+    return re.compile(
+        rf"{declared.name}: (?:{argument})\b[^\n]+, got [^\n]+"
+        rf"|{declared.name}\(\) (?:missing|got an unexpected)[^\n]* argument[^\n]*'\w+'[^\n]*"
+    )
+
+
+PATTERNS = {name: sentence(declared) for name, declared in DECLARATIONS.items()}
+
+
+def _leader(arguments):
+    """A tensor that may require grad, or None."""
+    for tensor in tensors_of(arguments):
+        if _is_plain(tensor) and tensor.is_floating_point() and tensor.is_leaf:
+            return tensor
+    return None
+
+
+def fault(call):
+    """What is wrong with what the call raises, or None; "valid" where it raises nothing."""
+    with torch.no_grad():
+        memory = MemorySnapshot([t for t in tensors_of(call.arguments) if _is_plain(t)])
+        kind, message = outcome = call.outcome(call.arguments)
+        if kind == "returned":
+            return "valid"
+        memory.assert_unchanged()
+    if kind not in (ValueError, TypeError):
+        return f"{kind.__name__}: {message}"
+    if len(message) > 400 or not PATTERNS[call.name].fullmatch(message):
+        return f"not one sentence that names an argument: {message!r}"
+    leader = _leader(call.arguments)
+    if leader is not None and not call.arguments.get("inplace"):
+        leader.requires_grad_()
+        other = call.outcome(call.arguments)
+        leader.requires_grad_(False)
+        if other != outcome:
+            return f"{message!r}, but where an input requires grad {other}"
+    is_for_meta = not any(change is other for _, change in call.changes for other in NOT_FOR_META)
+    if is_for_meta and not call.arguments.get("inplace"):
+        other = call.outcome(map_tensors(on_meta, call.arguments))
+        if other != outcome:
+            return f"{message!r}, but of tensors without memory {other}"
+    return None
+
+
+def check_seed(seed, device):
+    """("valid", "refused" or what is wrong, the changes)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        call = random_call(seed, device)
+        try:
+            found = fault(call)
+        except AssertionError as error:
+            found = str(error)
+    return found or "refused", f"{call.name}: {call.changes}"
+
+
+def _quietly(seeds, device):
+    torch.set_num_threads(1)
+    return [(seed, *check_seed(seed, device)) for seed in seeds]
+
+
+@click.command(help=__doc__.split("\n")[0])
+@click.option("--calls", default=1000, show_default=True, help="Wrong calls to be refused.")
+@click.option("--first-seed", default=0, show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--processes", default=1, show_default=True)
+def main(calls, first_seed, device, processes):
+    counts, faults, part = Counter(), [], 50
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        ranges = (range(first, first + part) for first in range(first_seed, 2**62, part))
+        run = partial(_quietly, device=device)
+        while counts["refused"] < calls and not len(faults) > 20:
+            batch = [next(ranges) for _ in range(processes)]
+            for seed, found, what in (r for rs in pool.map(run, batch) for r in rs):
+                is_fault = found not in ("valid", "refused")
+                counts["fault" if is_fault else found] += 1
+                if is_fault:
+                    faults.append(f"seed {seed}: {what}\n    {found[:600]}")
+    for text in faults:
+        click.echo(text)
+    click.echo(
+        f"{counts['refused']} wrong calls refused in one sentence, {counts['fault']} were not; "
+        f"{counts['valid']} were valid"
+    )
+    raise SystemExit(bool(faults))
+
+
+if __name__ == "__main__":
+    main()
