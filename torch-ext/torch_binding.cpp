@@ -11,9 +11,10 @@ namespace {
 
 template <typename Body>
 void for_each_operation(const Body& body) {
-  for (const auto family : {norm_operations(), qk_norm_rope_operations(), rope_operations(),
-                            activation_operations(), softmax_operations(), attention_operations()})
-    for (const Operation& operation : family) body(operation);
+#define H100_APPLY(family) \
+  for (const Operation& operation : family##_operations()) body(operation);
+  H100_EACH_FAMILY(H100_APPLY)
+#undef H100_APPLY
 }
 
 void implement(torch::stable::detail::StableLibrary& ops) {

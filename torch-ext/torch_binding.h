@@ -1,5 +1,4 @@
-// The operations by family: each file of operations/ has one list. Included by those files and by the
-// registration.
+// The families of operations: each file of operations/ is one, and lists its operations.
 #pragma once
 
 #include <span>
@@ -7,13 +6,13 @@
 #include "arguments.h"
 #include "operation.h"
 
+#define H100_EACH_FAMILY(apply) \
+  apply(norm) apply(qk_norm_rope) apply(rope) apply(activation) apply(softmax) apply(attention)
+
 namespace h100_diffusers_kernels {
 
-std::span<const Operation> norm_operations();
-std::span<const Operation> qk_norm_rope_operations();
-std::span<const Operation> rope_operations();
-std::span<const Operation> activation_operations();
-std::span<const Operation> softmax_operations();
-std::span<const Operation> attention_operations();
+#define H100_DECLARE(family) std::span<const Operation> family##_operations();
+H100_EACH_FAMILY(H100_DECLARE)
+#undef H100_DECLARE
 
 }  // namespace h100_diffusers_kernels

@@ -16,6 +16,7 @@ from typing import NamedTuple, Optional
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import batching, expressions
 from ._ops import add_op_namespace_prefix, ops
@@ -344,7 +345,9 @@ def qk_norm_rope(
                     raise TypeError
             else:  # a tensor, too, can be unpacked
                 raise TypeError
-        if is_differentiated(q, k, q_weight, k_weight, first, second):
+        if (
+            torch.is_grad_enabled() or forward_ad._current_level >= 0 or _are_transforms_active()
+        ) and is_differentiated(q, k, q_weight, k_weight, first, second):
             if inplace:
                 raise ValueError(
                     "qk_norm_rope: inplace must be False where an input requires grad or carries "
@@ -363,6 +366,7 @@ def qk_norm_rope(
         return _QK_NORM_ROPE.explain(error, values)
 
 
+_are_transforms_active = torch._C._are_functorch_transforms_active
 _QK_NORM_ROPE = Declaration("qk_norm_rope", qk_norm_rope)
 _QK_NORM_ROPE.function = qk_norm_rope
 DECLARATIONS["qk_norm_rope"] = _QK_NORM_ROPE
