@@ -8,11 +8,12 @@ import json
 import platform
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import click
+import history
 import torch
-
-RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def processor_name() -> str:
@@ -44,9 +45,35 @@ def environment(device: torch.device) -> dict[str, object]:
         **{name: importlib.metadata.version(name) for name in ("torch", "diffusers", "kernels")},
         "python": platform.python_version(),
         "kernel_ids": [loaded.metadata.id for loaded in get_loaded_kernels()],
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "command": shlex.join(["python", *sys.argv]),
     }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def output_option(name: str) -> Callable:
+    """Where the result of the benchmark of this name goes."""
+    return click.option(
+        "--output",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help=f"JSON file, if not benchmarks/results/{name}/<date>-<commit>-<card>.json, where only the "
+        "result of the whole benchmark goes, and none of tiny sizes.",
+    )
+
+
+def destination(
+    output: Path | None, name: str, environment: dict[str, object], is_whole: bool
+) -> Path | None:
+    """Where a result goes: where --output says, or else to those that are kept if the whole benchmark
+    ran. None, which is said, for a part of it and for tiny sizes."""
+    if output is None and is_whole:
+        return history.path(name, environment, history.RESULTS)
+    if output is None:
+        click.echo("Not the whole benchmark: the result is only written where --output says.")
+    return output
 
 
 def write(path: Path, record: dict[str, object]) -> None:

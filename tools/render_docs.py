@@ -1,21 +1,23 @@
 #!/usr/bin/env python3
-"""Write the tables of README.md, and the plots, from the JSON in benchmarks/results.
+"""Write the measured figures of the documents, and the plots, from the JSON in benchmarks/results.
 
-A table stands between two lines, and is replaced as a whole:
+A table stands between two lines, and a figure within a sentence between two marks; each is replaced
+as a whole:
 
     <!-- table: models -->
     <!-- end table -->
 
+    It is <!-- figure: ltx_over_eager --><!-- end figure --> times as fast.
+
 A plot is written to benchmarks/plots where the results that it draws are there.
 
-    python tools/render_readme.py            # write
-    python tools/render_readme.py --check    # exit with 1 if one is not what the JSON says
+    python tools/render_docs.py            # write
+    python tools/render_docs.py --check    # exit with 1 if one is not what the JSON says
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import re
 import sys
 from collections import Counter
@@ -30,11 +32,16 @@ import render_plots
 CHECKOUT = Path(__file__).resolve().parents[1]
 RESULTS = CHECKOUT / "benchmarks" / "results"
 PLOTS = CHECKOUT / "benchmarks" / "plots"
-README = CHECKOUT / "README.md"
+DOCUMENTS = tuple(
+    CHECKOUT / name for name in ("README.md", "docs/benchmarks.md", "benchmarks/NOTES.md")
+)
 sys.path.insert(0, str(CHECKOUT / "benchmarks"))
+import history  # noqa: E402
+import models as models_  # noqa: E402
 import targets as targets_  # noqa: E402
 
-BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
+FIGURE = re.compile(r"(<!-- figure: (\S+) -->).*?(<!-- end figure -->)", re.DOTALL)
 MODE_NAMES = {
     "eager": "eager",
     "compiled": "torch.compile",
@@ -44,6 +51,10 @@ MODE_NAMES = {
 }
 
 PEERS = ("eager", "compiled", "liger", "quack")
+LIBRARIES = {"liger": "Liger", "quack": "QuACK"}
+# The models' results, and what their figures' names begin with.
+MODEL_RESULTS = {"models": "ltx", "flux": "flux"}
+LTX_ROWS = [2, 8064]  # batch and tokens of LTX-Video at 161 frames, the shape that README shows
 ATTENTION_PEERS = {"cudnn": "cuDNN", "flash": "Torch flash", "fa3": "FA3"}
 SLOW_INPUTS = ("rising", "jump", "large range")  # of attention
 TUNED_MODE = "max-autotune-no-cudagraphs"
@@ -60,12 +71,18 @@ CEILING_SIZE = re.compile(r", (\d+) ([KMG])iB$")
 CEILING_MANNER = re.compile(r" \d+ B x \d+| of \w+ blocks?( a multiprocessor)?")
 TIME_UNITS = ("us", "ns")
 
-# Renders one table from the results folder.
+# Renders one table, or one figure, from the results folder.
 TABLES: dict[str, Callable[[Path], str]] = {}
+FIGURES: dict[str, Callable[[Path], str]] = {}
 
 
 def table(function: Callable[[Path], str]) -> Callable[[Path], str]:
     TABLES[function.__name__] = function
+    return function
+
+
+def figure(function: Callable[[Path], str]) -> Callable[[Path], str]:
+    FIGURES[function.__name__] = function
     return function
 
 
@@ -75,10 +92,16 @@ def script(name: str) -> str:
 
 
 def load(results: Path, name: str) -> dict:
-    path = results / f"{name}.json"
-    if not path.exists():
-        raise click.ClickException(f"{path} is missing: benchmarks/{script(name)} writes it.")
-    return json.loads(path.read_text(encoding="utf-8"))
+    result = history.shown(name, results)
+    if result is None:
+        raise click.ClickException(
+            f"{results / name} is empty: benchmarks/{script(name)} fills it."
+        )
+    return result
+
+
+def is_measured(results: Path, name: str) -> bool:
+    return history.shown(name, results) is not None
 
 
 def markdown(rows: list[list[str]], headers: list[str]) -> str:
@@ -97,10 +120,17 @@ def setup(*results: dict) -> str:
     return "\n\n" + "; ".join(f"{where}, {', '.join(run)}" for where, run in runs.items())
 
 
-def footnote(rows: list[list[str]], text: str) -> str:
-    """What the star means, if a cell ends with one."""
-    is_marked = any(cell.endswith("*") for row in rows for cell in row)
-    return f"\n\n\\* {text}" if is_marked else ""
+BROKEN = (
+    f"more than {targets_.BROKEN_OVER_EAGER} times slower than eager PyTorch: not how that library is meant "
+    "to run, so no comparison."
+)
+
+
+def footnote(rows: list[list[str]], text: str, mark: str = "*") -> str:
+    """What the mark means, if a cell ends with one."""
+    is_marked = any(cell.endswith(mark) for row in rows for cell in row)
+    shown = "\\*" if mark == "*" else mark
+    return f"\n\n{shown} {text}" if is_marked else ""
 
 
 def times(value: float | None) -> str:
@@ -116,6 +146,9 @@ def video_name(key: str) -> str:
 
 def image_name(key: str) -> str:
     return key.replace("x", "×")
+
+
+SIZE_NAMES = {"models": video_name, "flux": image_name}
 
 
 def forwards(result: dict, label: Callable[[str, dict], str]) -> str:
@@ -150,7 +183,7 @@ def models(results: Path) -> str:
 @table
 def flux(results: Path) -> str:
     """One forward of FLUX.1's transformer in each mode."""
-    if not (results / "flux.json").exists():
+    if not is_measured(results, "flux"):
         return unmeasured("flux")
 
     def label(size: str, entry: dict) -> str:
@@ -216,7 +249,9 @@ def pipeline(results: Path) -> str:
 
 
 def over_peer(entry: dict, measured: dict, peer: str) -> str:
-    """Times as fast as a peer, or that the peer failed; nothing where it has no such operation."""
+    """Times as fast as a peer, or that it failed or is broken; nothing where it has no such operation."""
+    if targets_.is_broken(measured, peer):
+        return "broken†"
     if peer in measured["over"]:
         is_tuned = peer == "compiled" and measured["compiled_mode"] == TUNED_MODE
         return times(measured["over"][peer]) + "*" * is_tuned
@@ -245,6 +280,7 @@ def operations(results: Path, family: str) -> str:
     headers = ["operation", "shape", "time", "rate", "of a large copy's", "against eager"]
     headers += ["torch.compile", "Liger", "QuACK"]
     note = footnote(rows, f"in mode {TUNED_MODE}, the faster one here.")
+    note += footnote(rows, BROKEN, "†")
     versions = "; ".join(f"{name} {what}" for name, what in result["peers"].items())
     return markdown(rows, headers) + note + setup(result) + f". {versions}"
 
@@ -299,7 +335,7 @@ def shown_inputs(entry: dict, worst: str | None, extremes: tuple[str, ...]) -> d
 @table
 def attention(results: Path) -> str:
     """Attention's rate beside its peers' times, the ceilings, and a copy of its bytes."""
-    if not (results / "attention.json").exists():
+    if not is_measured(results, "attention"):
         return unmeasured("attention")
     result = load(results, "attention")
     rows = []
@@ -345,7 +381,7 @@ def attention(results: Path) -> str:
 @table
 def attention_inputs(results: Path) -> str:
     """Attention's time beside FA3's and cuDNN's on each kind of inputs, and how far its rate varies."""
-    if not (results / "attention.json").exists():
+    if not is_measured(results, "attention"):
         return unmeasured("attention")
     result = load(results, "attention")
     entries = result["workloads"]
@@ -369,7 +405,7 @@ def attention_inputs(results: Path) -> str:
 @table
 def attention_accuracy(results: Path) -> str:
     """Attention's error, and over the peers'."""
-    if not (results / "attention.json").exists():
+    if not is_measured(results, "attention"):
         return unmeasured("attention")
     result = load(results, "attention")
     rows = []
@@ -412,7 +448,7 @@ def host(results: Path) -> str:
 @table
 def host_forward(results: Path) -> str:
     """The host's time for a whole forward."""
-    if not (results / "host_forward.json").exists():
+    if not is_measured(results, "host_forward"):
         return unmeasured("host_forward")
     result = load(results, "host_forward")
     rows = []
@@ -421,6 +457,8 @@ def host_forward(results: Path) -> str:
         rows.append(
             [
                 f"{entry['model']}: {entry['batch']}×({entry['tokens']} + {entry['text_tokens']}) tokens",
+                entry.get("condition", "as published"),
+                entry.get("weights", "random"),
                 f"torch.{entry['context']}",
                 MODE_NAMES[entry["mode"]],
                 f"{entry['ms']['median']:.2f} ms",
@@ -429,14 +467,15 @@ def host_forward(results: Path) -> str:
                 f"{kernels['launches']:.0f}" if kernels else "",
             ]
         )
-    headers = ["model", "under", "mode", "host time", "of eager's", "GPU's time", "launches"]
+    headers = ["model", "condition", "weights", "under", "mode"]
+    headers += ["host time", "of eager's", "GPU's time", "launches"]
     return markdown(rows, headers) + setup(result) + f", on {result['processor']}"
 
 
 @table
 def targets(results: Path) -> str:
     """What the operations should reach, and whether they do."""
-    later = [n for n in targets_.MEASURED_LATER if (results / f"{n}.json").exists()]
+    later = [name for name in targets_.MEASURED_LATER if is_measured(results, name)]
     loaded = {name: load(results, name) for name in (*targets_.FAMILIES, "host", *later)}
     rows = [
         [
@@ -571,17 +610,236 @@ def accuracy_models(results: Path) -> str:
     return markdown(rows, ["distance from float32", "injected", "eager", "ratio"]) + setup(result)
 
 
+def kind_of_suite(result: dict) -> str:
+    """What a run of the test suite left out, in words."""
+    left_out = ", ".join(f"`{name}`" for name in result["left_out"])
+    return left_out or "nothing"
+
+
+@table
+def suite(results: Path) -> str:
+    """The test suite's last run on each card."""
+    of_card = {history.card(r["environment"]): r for r in history.kept("suite", results)}
+    if not of_card:
+        return "Not recorded yet: `tools/gpu_check.sh build test` does."
+    rows = [
+        [
+            result["environment"]["device"],
+            result["environment"]["capability"],
+            result["environment"]["driver"],
+            result["environment"]["torch"],
+            result["environment"]["cuda"],
+            result["build"],
+            result["environment"]["date"],
+            *(str(result["counts"][key]) for key in ("passed", "skipped", "failed")),
+            kind_of_suite(result),
+        ]
+        for result in of_card.values()
+    ]
+    headers = ["GPU", "compute capability", "driver", "torch", "CUDA", "build", "date"]
+    headers += ["passed", "skipped", "failed", "left out"]
+    return markdown(rows, headers)
+
+
+# --------------------------------------------------------------------------------------------------
+# README's tables and figures
+
+
+@table
+def summary_models(results: Path) -> str:
+    """The injected forward of each model beside the eager and the compiled one."""
+    rows, loaded = [], []
+    for name in MODEL_RESULTS:
+        if not is_measured(results, name):
+            continue
+        result = load(results, name)
+        loaded.append(result)
+        for size, entry in result["sizes"].items():
+            for weights, of_weights in entry["weights"].items():
+                modes, over = of_weights["modes"], of_weights["speedups"]["injected"]
+                rows.append(
+                    [
+                        f"{result['model']}, {SIZE_NAMES[name](size)}",
+                        weights,
+                        *(
+                            f"{modes[mode]['ms']['median']:.1f} ms" if mode in modes else ""
+                            for mode in ("eager", "compiled", "injected")
+                        ),
+                        times(over.get("eager")),
+                        times(over.get("compiled")),
+                    ]
+                )
+    headers = ["one forward", "weights", "eager", "torch.compile", "injected"]
+    headers += ["against eager", "against torch.compile"]
+    return markdown(rows, headers) + setup(*loaded)
+
+
+def main_workload(entries: list[dict]) -> dict:
+    """Of one operation's workloads the first at LTX-Video's 161 frames, or else the largest."""
+    of_ltx = [entry for entry in entries if entry["shape"][:2] == LTX_ROWS]
+    return of_ltx[0] if of_ltx else max(entries, key=lambda entry: entry["bytes"])
+
+
+def best_library(measured: dict, names: dict[str, str]) -> str:
+    """Times as fast as the fastest of the libraries that run this as they are meant to."""
+    over = {
+        name: value
+        for name, value in measured["over"].items()
+        if name in names and not targets_.is_broken(measured, name)
+    }
+    if not over:
+        return ""
+    best = min(over, key=over.get)
+    return f"{times(over[best])} {names[best]}"
+
+
+@table
+def summary_operations(results: Path) -> str:
+    """Each operation beside PyTorch and the best library, at one shape; attention on its worst inputs."""
+    rows, loaded = [], []
+    for family in targets_.FAMILIES:
+        result = load(results, family)
+        loaded.append(result)
+        by_operation: dict[str, list[dict]] = {}
+        for entry in result["workloads"]:
+            by_operation.setdefault(entry["operation"], []).append(entry)
+        for name, entries in by_operation.items():
+            entry = main_workload(entries)
+            measured = entry["cold"]
+            rows.append(
+                [
+                    f"`{name}`",
+                    "×".join(map(str, entry["shape"])),
+                    f"{measured['microseconds']['ours']['median']:.1f} µs",
+                    f"{measured['terabytes_per_second']['ours']:.2f} TB/s",
+                    times(measured["over"].get("eager")),
+                    times(measured["over"].get("compiled")),
+                    best_library(measured, LIBRARIES),
+                ]
+            )
+    if is_measured(results, "attention"):
+        result = load(results, "attention")
+        loaded.append(result)
+        entry = main_workload([e for e in result["workloads"] if not e["variant"]])
+        speeds = {
+            kind: of_kind["cold"]["over"].get("fa3") or of_kind["cold"]["over"]["cudnn"]
+            for kind, of_kind in entry["inputs"].items()
+        }
+        typical = [kind for kind in speeds if kind not in targets_.EXTREMES]
+        for note, kinds in (("typical", typical), ("of all", list(speeds))):
+            kind = min(kinds, key=speeds.get)
+            measured = entry["inputs"][kind]["cold"]
+            rows.append(
+                [
+                    f"`attention`, the slowest {note}: {kind}",
+                    "×".join(map(str, entry["shape"])),
+                    f"{measured['microseconds']['ours']['median']:.1f} µs",
+                    f"{measured['teraflops_per_second']['ours']:.0f} TFLOP/s",
+                    times(measured["over"].get("cudnn")),
+                    "",
+                    best_library(measured, {"fa3": ATTENTION_PEERS["fa3"]}),
+                ]
+            )
+    headers = ["operation", "shape", "time", "rate"]
+    headers += ["against PyTorch", "torch.compile", "the best library"]
+    return markdown(rows, headers) + briefly(*loaded)
+
+
+def briefly(*results: dict) -> str:
+    """Where and with what the figures of a table were measured."""
+    environments = [result["environment"] for result in results]
+    where = {f"{e['device']}, torch {e['torch']}" for e in environments}
+    dates = sorted(environment["date"].split()[0] for environment in environments)
+    days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    return f"\n\n{'; '.join(sorted(where))}, {days}."
+
+
+def span(values: list[float], digits: int = 2) -> str:
+    """The least and the most, or one where they are the same."""
+    return " to ".join(dict.fromkeys(f"{v:.{digits}f}" for v in (min(values), max(values))))
+
+
+def injected_over(results: Path, name: str, other: str) -> str:
+    sizes = load(results, name)["sizes"].values()
+    of_weights = [weights for entry in sizes for weights in entry["weights"].values()]
+    return span([weights["speedups"]["injected"][other] for weights in of_weights])
+
+
+for name, label in MODEL_RESULTS.items():
+    for other in ("eager", "compiled"):
+        FIGURES[f"{label}_over_{other}"] = functools.partial(injected_over, name=name, other=other)
+
+
+@figure
+def pipeline_over_eager(results: Path) -> str:
+    videos = load(results, "pipeline")["videos"].values()
+    return span([entry["speedups"]["injected"]["eager"] for entry in videos])
+
+
+@figure
+def full_speed_after(results: Path) -> str:
+    """Seconds, the most of all sizes."""
+    sizes = load(results, "models")["sizes"].values()
+    return f"{max(entry['injection']['full_speed_s'] for entry in sizes):.2f}"
+
+
+def host_share(results: Path, model: str) -> str:
+    """The host's time of the injected forward, of eager's; as published."""
+    return span(
+        [
+            entry["over_eager"]
+            for entry in load(results, "host_forward")["forwards"]
+            if entry["model"].startswith(model)
+            and entry["mode"] == "injected"
+            and entry.get("condition", "as published") == "as published"
+        ]
+    )
+
+
+FIGURES["ltx_host_share"] = functools.partial(host_share, model="LTX-Video")
+FIGURES["flux_host_share"] = functools.partial(host_share, model="FLUX.1")
+
+
+@figure
+def operations_error(results: Path) -> str:
+    """The largest error of an operation over eager's."""
+    return f"{max(e['ratio'] for e in load(results, 'accuracy')['operations']):.3f}"
+
+
+@figure
+def model_error(results: Path) -> str:
+    return f"{max(entry['ratio'] for entry in load(results, 'accuracy')['models']):.3f}"
+
+
+@figure
+def attention_worst(results: Path) -> str:
+    """The lowest speed of attention over FlashAttention-3's, on all inputs and shapes."""
+    entries = load(results, "attention")["workloads"]
+    over = [of["cold"]["over"].get("fa3") for e in entries for of in e["inputs"].values()]
+    return f"{min(value for value in over if value is not None):.2f}"
+
+
+def standard_deviation(results: Path, weights: str) -> str:
+    """Of the scores of self-attention with these weights, in nats."""
+    return f"{load(results, 'models')['scores_std'][weights]:.0f}"
+
+
+for weights in models_.WEIGHTS:
+    FIGURES[f"{weights}_scores_std"] = functools.partial(standard_deviation, weights=weights)
+
+
 def render(text: str, results: Path = RESULTS) -> str:
-    """The text with every table replaced by what the results say."""
+    """The text with every table and every figure replaced by what the results say."""
 
-    def replace(match: re.Match) -> str:
-        begin, name, end = match.groups()
-        if name not in TABLES:
-            known = ", ".join(TABLES)
-            raise click.ClickException(f"there is no table {name}: the tables are {known}.")
-        return f"{begin}\n{TABLES[name](results)}\n\n{end}"
+    def known(kind: str, name: str, all_: dict[str, Callable[[Path], str]]) -> str:
+        if name not in all_:
+            raise click.ClickException(
+                f"there is no {kind} {name}: the {kind}s are {', '.join(all_)}."
+            )
+        return all_[name](results)
 
-    return BLOCK.sub(replace, text)
+    text = TABLE.sub(lambda m: f"{m[1]}\n{known('table', m[2], TABLES)}\n\n{m[3]}", text)
+    return FIGURE.sub(lambda m: f"{m[1]}{known('figure', m[2], FIGURES)}{m[3]}", text)
 
 
 @click.command()
@@ -590,16 +848,19 @@ def render(text: str, results: Path = RESULTS) -> str:
 @click.option("--plots", type=click.Path(file_okay=False, path_type=Path), default=PLOTS)
 @click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def main(check: bool, results: Path, plots: Path, files: tuple[Path, ...]) -> None:
-    """Write the plots, and the tables of FILES (default README.md), from benchmarks/results."""
+    """Write the plots, and the measured figures of FILES, from benchmarks/results.
+
+    FILES are README.md, docs/benchmarks.md and benchmarks/NOTES.md if none are given.
+    """
     wanted = {
-        path: render(path.read_text(encoding="utf-8"), results) for path in files or (README,)
+        path: render(path.read_text(encoding="utf-8"), results) for path in files or DOCUMENTS
     }
     wanted |= {plots / name: svg for name, svg in render_plots.render(results).items()}
     for path, text in wanted.items():
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
         if check:
-            raise click.ClickException(f"{path} is stale: run tools/render_readme.py.")
+            raise click.ClickException(f"{path} is stale: run tools/render_docs.py.")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         click.echo(f"Wrote {path}")
