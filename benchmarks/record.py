@@ -26,6 +26,16 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def driver_version() -> str:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return pynvml.nvmlSystemGetDriverVersion()
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def environment(device: torch.device) -> dict[str, object]:
     """Card, versions and the exact command of this process. Call it after loading the kernels."""
     from kernels import get_loaded_kernels
@@ -36,6 +46,8 @@ def environment(device: torch.device) -> dict[str, object]:
             "device": properties.name,
             "multiprocessors": properties.multi_processor_count,
             "memory_bytes": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
+            "driver": driver_version(),
             "cuda": torch.version.cuda,
         }
     else:
