@@ -11,6 +11,7 @@ import sys
 import types
 from pathlib import Path
 
+import click
 import kernels.cli.benchmark as kernels_benchmark
 import pytest
 import torch
@@ -50,6 +51,7 @@ import timing  # noqa: E402
 import render_docs  # noqa: E402
 import render_plots  # noqa: E402
 from checks import one_thread  # noqa: E402
+from documents.operations import attention_label  # noqa: E402
 
 CPU = torch.device("cpu")
 FAMILIES = {
@@ -493,6 +495,53 @@ def test_host_time_of_a_forward_is_taken_in_its_context(monkeypatch, tmp_path):
         *[("tiny LTX-Video", 64, 128)] * 2,
         *[("tiny FLUX.1", 64, 64)] * 2,
     ]
+
+
+@pytest.mark.parametrize("published", PUBLISHED)
+@pytest.mark.parametrize(
+    ("condition", "hooked"),
+    [
+        ("as published", []),
+        ("a hook on the first block", [0]),
+        ("a hook on the last block", [-1]),
+        ("a hook on every block", slice(None)),
+        ("LoRA adapters", []),
+    ],
+)
+def test_conditions_of_a_forward(tiny, published, condition, hooked):
+    model = models.twin(tiny[published])
+    bench_host_forward.CONDITIONS[condition](model)
+    blocks = [*model.transformer_blocks, *getattr(model, "single_transformer_blocks", [])]
+    expected = blocks[hooked] if isinstance(hooked, slice) else [blocks[i] for i in hooked]
+    assert [block for block in blocks if block._forward_hooks] == expected
+    adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name}
+    attentions = [name for name in adapted if name.endswith(("to_q", "to_k", "to_v", "to_out.0"))]
+    assert len(attentions) == len(adapted) and bool(adapted) == (condition == "LoRA adapters")
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_host_time_under_conditions(device, tmp_path):
+    output = tmp_path / "host_forward" / "only.json"
+    options = [
+        "--device",
+        device,
+        "--tiny",
+        "--model",
+        "ltx",
+        "--rounds",
+        "1",
+        "--weights",
+        "peaked",
+    ]
+    conditions = ["as published", "LoRA adapters"]
+    options += [word for condition in conditions for word in ("--condition", condition)]
+    CliRunner().invoke(
+        bench_host_forward.main, [*options, "--output", str(output)], catch_exceptions=False
+    )
+    forwards = load(tmp_path, "host_forward")["forwards"]
+    assert [entry["condition"] for entry in forwards] == [c for c in conditions for _ in range(4)]
+    assert {entry["weights"] for entry in forwards} == {"peaked"}
+    assert all(entry["over_eager"] > 0 for entry in forwards)
 
 
 def test_host_time_is_without_waiting(monkeypatch):
@@ -1325,7 +1374,7 @@ def test_check_finds_a_stale_table(results, tmp_path):
     ],
 )
 def test_table_that_cannot_be_rendered(tmp_path, name, message):
-    with pytest.raises(render_docs.click.ClickException, match=message):
+    with pytest.raises(click.ClickException, match=message):
         rendered(tmp_path, name)
 
 
@@ -1474,7 +1523,7 @@ def test_attention_tables(made_up_attention, made_up, tmp_path):
     for name in ("attention", "attention_inputs", "attention_accuracy"):
         unmeasured = "Not measured yet: `python benchmarks/bench_attention.py`"
         assert unmeasured in rendered(tmp_path, name)
-    entries = {render_docs.attention_label(e): e for e in made_up_attention["workloads"]}
+    entries = {attention_label(e): e for e in made_up_attention["workloads"]}
     of_kinds = entries["2×8064×8064×32×64"]["inputs"]
     of_kinds["std 6"]["cold"]["over"].update(fa3=1.1, cudnn=2.0)
     of_kinds["sink"]["cold"]["over"].update(fa3=1.15, cudnn=1.0)
