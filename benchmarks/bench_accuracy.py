@@ -265,8 +265,7 @@ def main(sizes, device, dtype, tiny, output) -> None:
         "operations": operations,
         "models": distances,
     }
-    is_whole = not tiny and DEFAULT_SIZE in sizes
-    output = record.destination(output, "accuracy", results["environment"], is_whole)
+    output = record.destination(output, "accuracy", results["environment"])
     if output is not None:
         record.write(output, results)
         click.echo(f"\nWrote {output}")

@@ -418,8 +418,7 @@ def main(device, tiny, shapes, chosen, rounds, ceilings_path, output) -> None:
         entries += [measure(w, kinds[w], settings) for w in workloads if kinds[w]]
     show(entries)
     clocks.show(result["clocks"])
-    is_whole = not (tiny or shapes or chosen)
-    output = record.destination(output, "attention", result["environment"], is_whole)
+    output = record.destination(output, "attention", result["environment"])
     if output is not None:
         record.write(output, result)
         click.echo(f"Wrote {output}")

@@ -41,7 +41,7 @@ INPUTS = {
 }
 WARM_UP_ROUNDS = 2
 PROFILED_CALLS = 3
-DEFAULT_MODES = ("eager", "injected")
+DEFAULT_WEIGHTS = "random"
 LORA_RANK = 8
 
 
@@ -91,7 +91,7 @@ def measure_model(
     dtype: torch.dtype,
     tiny: bool,
     condition: str = PUBLISHED,
-    weights: str = "random",
+    weights: str = DEFAULT_WEIGHTS,
 ) -> list[dict[str, object]]:
     """One entry a context and mode."""
     published = MODELS[name]
@@ -185,11 +185,11 @@ def show(entries: list[dict]) -> None:
     "--weights",
     type=click.Choice(list(models.WEIGHTS)),
     multiple=True,
-    default=["random"],
+    default=[DEFAULT_WEIGHTS],
     show_default=True,
     help="May be given twice.",
 )
-@modes_option(DEFAULT_MODES)
+@modes_option(("eager", "injected"))
 @DEVICE
 @DTYPE
 @TINY
@@ -212,9 +212,9 @@ def main(names, conditions, weights, modes, device, dtype, tiny, rounds, output)
             name, kernel, modes, rounds, device, dtype, tiny, condition, of_weights
         )
     show(result["forwards"])
-    is_whole = not tiny and set(names) == set(MODELS) and set(modes) >= set(DEFAULT_MODES)
-    is_whole = is_whole and PUBLISHED in conditions and "random" in weights
-    output = record.destination(output, "host_forward", result["environment"], is_whole)
+    has_default = PUBLISHED in conditions and DEFAULT_WEIGHTS in weights
+    neutral = ("conditions", "weights") if has_default else ()
+    output = record.destination(output, "host_forward", result["environment"], neutral)
     if output is not None:
         record.write(output, result)
         click.echo(f"Wrote {output}")

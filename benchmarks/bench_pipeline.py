@@ -29,7 +29,6 @@ from options import DEVICE, DTYPE, TINY, Sizes, modes_option
 from tabulate import tabulate
 
 GUIDANCE = 3.0
-DEFAULT_MODES = ("eager", "injected")
 DEFAULT_VIDEOS = "49x512x704:30,161x512x768:50"
 TINY_VIDEOS = "9x64x96:3,17x64x96:2"
 
@@ -167,7 +166,7 @@ def show(video: str, result: dict) -> None:
 
 @click.command()
 @click.option("--videos", type=Videos(), help=f"[default: {DEFAULT_VIDEOS}]")
-@modes_option(DEFAULT_MODES)
+@modes_option(("eager", "injected"))
 @DEVICE
 @DTYPE
 @TINY
@@ -188,10 +187,8 @@ def main(videos, modes, device, dtype, tiny, rounds, output) -> None:
         "rounds": rounds,
         "videos": {},
     }
-    default = Videos().convert(TINY_VIDEOS if tiny else DEFAULT_VIDEOS, None, None)
-    videos = videos or default
-    is_whole = not tiny and set(videos) >= set(default) and set(modes) >= set(DEFAULT_MODES)
-    output = record.destination(output, "pipeline", results["environment"], is_whole)
+    videos = videos or Videos().convert(TINY_VIDEOS if tiny else DEFAULT_VIDEOS, None, None)
+    output = record.destination(output, "pipeline", results["environment"])
     for video in videos:
         torch.compiler.reset()
         results["videos"][str(video)] = measure_video(

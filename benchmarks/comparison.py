@@ -453,8 +453,7 @@ def command(family: Family, help_: str) -> click.Command:
                 )
         show(entries)
         clocks.show(result["clocks"])
-        is_whole = not (tiny or operations or shapes)
-        output = record.destination(output, family.name, result["environment"], is_whole)
+        output = record.destination(output, family.name, result["environment"])
         if output is not None:
             record.write(output, result)
             click.echo(f"Wrote {output}")

@@ -282,7 +282,7 @@ def main(names: tuple[str, ...], output: Path | None, under_ncu: bool) -> None:
             {**vars(p), "largest_stall": p.largest_stall, "misses": p.misses} for p in profiles
         ],
     }
-    output = record.destination(output, "profile", result["environment"], is_whole=not names)
+    output = record.destination(output, "profile", result["environment"])
     if output is not None:
         record.write(output, result)
         click.echo(f"Wrote {output}")

@@ -8,12 +8,13 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import click
 import history
 import torch
+from click.core import ParameterSource
 
 
 def processor_name() -> str:
@@ -72,20 +73,41 @@ def output_option(name: str) -> Callable:
         "--output",
         type=click.Path(dir_okay=False, path_type=Path),
         help=f"JSON file, if not benchmarks/results/{name}/<date>-<commit>-<card>.json, where only the "
-        "result of the whole benchmark goes, and none of tiny sizes.",
+        "result of the whole benchmark goes.",
     )
 
 
+# Options that leave what is measured as it is.
+NEUTRAL_OPTIONS = {
+    *("device", "model", "output", "rounds", "ceilings_path"),
+    *("compile_processes", "profiled_calls", "under_ncu"),
+}
+
+
 def destination(
-    output: Path | None, name: str, environment: dict[str, object], is_whole: bool
+    output: Path | None,
+    name: str,
+    environment: dict[str, object],
+    neutral: Collection[str] = (),
 ) -> Path | None:
-    """Where a result goes: where --output says, or else to those that are kept if the whole benchmark
-    ran. None, which is said, for a part of it and for tiny sizes."""
-    if output is None and is_whole:
-        return history.path(name, environment, history.RESULTS)
-    if output is None:
-        click.echo("Not the whole benchmark: the result is only written where --output says.")
-    return output
+    """Where the result of the command that runs goes: where --output says, or else to those that are kept.
+
+    The latter is for the benchmark as its defaults have it. With options of another kind than
+    NEUTRAL_OPTIONS and `neutral` it is None, and a line says so.
+    """
+    if output is not None:
+        return output
+    context = click.get_current_context()
+    given = [
+        parameter
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name) not in (ParameterSource.DEFAULT, None)
+    ]
+    if others := [p.opts[0] for p in given if p.name not in NEUTRAL_OPTIONS.union(neutral)]:
+        options = ", ".join(sorted(others))
+        click.echo(f"Not the whole benchmark, with {options}: it is only written with --output.")
+        return None
+    return history.path(name, environment, history.RESULTS)
 
 
 def write(path: Path, record: dict[str, object]) -> None:

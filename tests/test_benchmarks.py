@@ -1009,13 +1009,19 @@ def test_compiled_functions_have_code_of_their_own():
     assert seen == [(size,) for size in sizes]
 
 
-@pytest.mark.parametrize("size", [["--tiny"], ["--tiny", "--shapes", "4x96"]])
-def test_selection_is_not_kept_as_the_result(device, tmp_path, monkeypatch, size):
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [
+        (["--tiny"], "--compile, --tiny"),
+        (["--tiny", "--shapes", "4x96"], "--compile, --shapes, --tiny"),
+    ],
+)
+def test_selection_is_not_kept_as_the_result(device, tmp_path, monkeypatch, size, told):
     monkeypatch.setattr(history, "RESULTS", tmp_path)
     options = ["--device", device, "--no-compile", "--rounds", "1", *size]
     run = CliRunner().invoke(bench_softmax.main, options, catch_exceptions=False)
     assert run.exit_code == 0 and not list(tmp_path.iterdir())
-    assert "only written where --output says" in run.output
+    assert f"Not the whole benchmark, with {told}: it is only written with --output" in run.output
 
 
 @pytest.mark.usefixtures("_one_thread")
@@ -1028,17 +1034,16 @@ def test_whole_run_is_kept_as_the_result(device, tmp_path, monkeypatch):
     assert path == history.path("host", history.load(path)["environment"], tmp_path)
 
 
-def test_result_is_kept_by_date_commit_and_card(capsys):
+def test_result_is_kept_by_date_commit_and_card():
     environment = {
         "device": "NVIDIA H100 80GB HBM3",
         "date": "2026-11-22 04:07:31 UTC",
         "kernel_ids": ["_h100_diffusers_kernels_cuda_0123abc_dirty"],
     }
-    path = record.destination(None, "norm", environment, is_whole=True)
+    with click.Context(click.Command("norm")):
+        path = record.destination(None, "norm", environment)
     assert path == history.RESULTS / "norm" / "2026-11-22T040731-0123abc_dirty-h100.json"
-    assert record.destination(Path("x"), "norm", environment, is_whole=True) == Path("x")
-    assert record.destination(None, "norm", environment, is_whole=False) is None
-    assert "--output" in capsys.readouterr().out
+    assert record.destination(Path("x"), "norm", environment) == Path("x")
     without_build = {**environment, "kernel_ids": [], "commit": "89abcde", "device": "A CPU (R)"}
     assert history.path("x", without_build).name == "2026-11-22T040731-89abcde-a-cpu-r.json"
 

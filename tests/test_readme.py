@@ -2,7 +2,7 @@
 
 import ast
 import functools
-import importlib
+import importlib.util
 import inspect
 import re
 import shlex
@@ -29,11 +29,13 @@ PAGES = {
     for path in (README, *sorted((CHECKOUT / "docs").glob("*.md")))
 }
 LINKED = {
-    **PAGES,
-    **{
-        name: (CHECKOUT / name).read_text(encoding="utf-8")
-        for name in ("CARD.md", "benchmarks/NOTES.md", "examples/ltx_video/README.md")
-    },
+    path.relative_to(CHECKOUT).as_posix(): path.read_text(encoding="utf-8")
+    for path in (
+        *sorted(CHECKOUT.glob("*.md")),
+        *sorted((CHECKOUT / "docs").glob("*.md")),
+        CHECKOUT / "benchmarks" / "NOTES.md",
+        CHECKOUT / "examples" / "ltx_video" / "README.md",
+    )
 }
 every_page = pytest.mark.parametrize("page", PAGES)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -100,11 +102,12 @@ def click_command(script):
 
 
 def check_python(words):
-    """`python SCRIPT OPTIONS`: the script is there, and takes the options."""
-    script = (
-        words[1] if words[1].startswith(("benchmarks/", "tools/", "examples/", "tests/")) else None
-    )
-    assert script and (CHECKOUT / script).exists(), f"there is no {words[1]}"
+    """`python SCRIPT OPTIONS`: the script is there, and takes the options. `python -m MODULE`: so is that."""
+    if words[1] == "-m":
+        assert importlib.util.find_spec(words[2]), f"there is no module {words[2]}"
+        return
+    script = words[1]
+    assert (CHECKOUT / script).is_file(), f"there is no {script}"
     known = {
         option
         for parameter in click_command(script).params

@@ -115,7 +115,7 @@ def main(left_out: tuple[str, ...], output: Path | None, pytest_arguments: tuple
         "pytest_arguments": list(pytest_arguments),
         **run_tests(pytest_arguments, left_out),
     }
-    output = record.destination(output, "suite", environment, is_whole=True)
+    output = record.destination(output, "suite", environment, ("left_out", "pytest_arguments"))
     record.write(output, result)
     counts = ", ".join(f"{count} {name}" for name, count in result["counts"].items())
     click.echo(f"{counts} on {environment['device']}, {build}\nWrote {output}")

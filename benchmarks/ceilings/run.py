@@ -182,7 +182,7 @@ def main(compile_only: bool, names: tuple[str, ...], output: Path | None) -> Non
     click.echo(table(measures))
     check_ratios(measures)
     environment = {**record.environment(device), "commit": Revision.read(CHECKOUT).suffix}
-    output = record.destination(output, "ceilings", environment, set(names) == set(INSTRUCTIONS))
+    output = record.destination(output, "ceilings", environment)
     if output is not None:
         record.write(output, {"environment": environment, "clocks": watched, "measures": measures})
         click.echo(f"Wrote {output}")
