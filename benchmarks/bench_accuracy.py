@@ -5,7 +5,7 @@ expression's, in the same dtype and on the same inputs, from the float64 formula
 formulas are those of the test suite). Model: distance of the injected and of the eager model's
 output from that of the float32 model with the same weights.
 
-Writes benchmarks/results/accuracy.json:
+Writes to benchmarks/results/accuracy:
 
     python benchmarks/bench_accuracy.py
     python benchmarks/bench_accuracy.py --device cpu --tiny --output /tmp/accuracy.json
@@ -26,7 +26,7 @@ import models
 import record
 import torch
 from distance import relative_distance
-from options import DEVICE, DTYPE, SIZES, TINY, output_option
+from options import DEVICE, DTYPE, SIZES, TINY
 from tabulate import tabulate
 
 sys.path.insert(0, str(models.CHECKOUT / "tests"))
@@ -165,7 +165,7 @@ def measure_operations(
                     {
                         "operation": label,
                         "output": index,
-                        "dtype": str(dtype).removeprefix("torch."),
+                        "dtype": record.dtype_name(dtype),
                         **errors,
                         "ratio": ratio(**errors),
                     }
@@ -215,7 +215,7 @@ def measure_model(
         "size": str(size),
         "tokens": size.tokens,
         "batch": 2,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": record.dtype_name(dtype),
         "draws": entries,
         **together,
         "ratio": ratio(**together),
@@ -227,7 +227,7 @@ def measure_model(
 @DEVICE
 @DTYPE
 @TINY
-@output_option("accuracy")
+@record.output_option("accuracy")
 @torch.no_grad()
 def main(sizes, device, dtype, tiny, output) -> None:
     """Measure the accuracy of each operation and of the injected LTX-Video 2B beside eager's.
@@ -265,8 +265,10 @@ def main(sizes, device, dtype, tiny, output) -> None:
         "operations": operations,
         "models": distances,
     }
-    record.write(output, results)
-    click.echo(f"\nWrote {output}")
+    output = record.destination(output, "accuracy", results["environment"])
+    if output is not None:
+        record.write(output, results)
+        click.echo(f"\nWrote {output}")
 
 
 if __name__ == "__main__":

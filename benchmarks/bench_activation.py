@@ -3,7 +3,7 @@
 A shape is that of the input, which for the gated ones is twice as wide as the output. Liger's gated
 ones take two contiguous tensors.
 
-Writes benchmarks/results/activation.json:
+Writes to benchmarks/results/activation:
 
     python benchmarks/bench_activation.py
     python benchmarks/bench_activation.py --device cpu --tiny --no-compile --output /tmp/activation.json

@@ -12,7 +12,7 @@ Errors are relative L2 distances from float64, over a sample that is the same in
 batch, the first, the middle and the last head, and queries spread evenly from the first to the last. A
 peer that fails on a kind of inputs, or is wrong, is left out there.
 
-Writes benchmarks/results/attention.json:
+Writes to benchmarks/results/attention:
 
     python benchmarks/bench_attention.py
     python benchmarks/bench_attention.py --shapes 2x8064x8064x32x64 --inputs "std 3" --inputs sink
@@ -22,7 +22,6 @@ Writes benchmarks/results/attention.json:
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from types import ModuleType
 
 import click
 import clocks
+import history
 import models
 import peers
 import record
@@ -313,18 +313,22 @@ def measure(workload: Workload, kinds: Sequence[str], settings: Settings) -> dic
 # Ceilings
 
 
-def read_ceilings(path: Path, device: torch.device) -> tuple[dict[str, float], dict[str, object]]:
+def read_ceilings(
+    path: Path | None, device: torch.device
+) -> tuple[dict[str, float], dict[str, object]]:
     """The measures of CEILINGS by name, if they are this kind of GPU's, and what to record of them."""
-    if not path.exists():
-        return {}, {"left_out": f"{path.name} is missing: benchmarks/ceilings/run.py writes it"}
-    result = json.loads(path.read_text(encoding="utf-8"))
-    measured_on = result["environment"]["device"]
     here = record.environment(device)["device"]
+    result = history.newest("ceilings", here) if path is None else history.load(path)
+    if result is None:
+        return {}, {
+            "left_out": f"there are none of {here}: benchmarks/ceilings/run.py measures them"
+        }
+    measured_on = result["environment"]["device"]
     if measured_on != here:
         return {}, {"left_out": f"they are those of {measured_on}, not of {here}"}
     measures = {(m["program"], m["name"]): m for m in result["measures"]}
     if absent := [name for key, name in CEILINGS.values() if (key, name) not in measures]:
-        return {}, {"left_out": f"{path.name} has no {', '.join(absent)}"}
+        return {}, {"left_out": f"the result has no {', '.join(absent)}"}
     chosen = {name: measures[key] for name, key in CEILINGS.items()}
     note = {key: result["environment"][key] for key in ("device", "date", "command")}
     return {name: m["measured"] for name, m in chosen.items()}, {**note, "measures": chosen}
@@ -380,16 +384,10 @@ def show(entries: Sequence[dict]) -> None:
 @click.option(
     "--ceilings",
     "ceilings_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=record.RESULTS / "ceilings.json",
-    help="What benchmarks/ceilings/run.py wrote, if not benchmarks/results/ceilings.json.",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What benchmarks/ceilings/run.py wrote, if not the newest of this GPU's that is kept.",
 )
-@click.option(
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="JSON file, if not benchmarks/results/attention.json; a selection of shapes or "
-    "inputs is only written where this is given.",
-)
+@record.output_option("attention")
 @torch.no_grad()
 def main(device, tiny, shapes, chosen, rounds, ceilings_path, output) -> None:
     workloads = select(FAMILY.tiny if tiny else FAMILY.workloads, None, shapes)
@@ -409,7 +407,7 @@ def main(device, tiny, shapes, chosen, rounds, ceilings_path, output) -> None:
         "environment": record.environment(device),
         "peers": notes,
         "ceilings": ceilings_note,
-        "dtype": str(DTYPE).removeprefix("torch."),
+        "dtype": record.dtype_name(DTYPE),
         "rounds": rounds,
         "flush_bytes": timing.FLUSH_BYTES if device.type == "cuda" else 0,
         "error": "relative L2 distance from float64 over all of the batch, the sampled heads and "
@@ -420,8 +418,7 @@ def main(device, tiny, shapes, chosen, rounds, ceilings_path, output) -> None:
         entries += [measure(w, kinds[w], settings) for w in workloads if kinds[w]]
     show(entries)
     clocks.show(result["clocks"])
-    if output is None and not (shapes or chosen):
-        output = record.RESULTS / "attention.json"
+    output = record.destination(output, "attention", result["environment"])
     if output is not None:
         record.write(output, result)
         click.echo(f"Wrote {output}")

@@ -1,6 +1,6 @@
 """Gated residuals, alone and with the modulated norm that follows, at the models' hidden sizes.
 
-Writes benchmarks/results/gated_residual.json:
+Writes to benchmarks/results/gated_residual:
 
     python benchmarks/bench_gated_residual.py
     python benchmarks/bench_gated_residual.py --device cpu --tiny --no-compile --output /tmp/gated.json

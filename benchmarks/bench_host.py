@@ -3,7 +3,7 @@
 Calls on a small input are made back to back without waiting for the GPU, in batches short enough
 that its queue never fills. On a CPU the operation's work is in the figure.
 
-Writes benchmarks/results/host.json:
+Writes to benchmarks/results/host:
 
     python benchmarks/bench_host.py
     python benchmarks/bench_host.py --device cpu --rounds 2 --output /tmp/host.json
@@ -29,7 +29,7 @@ import timing
 import torch
 import torch.nn.functional as F
 from comparison import Workload
-from options import DEVICE, output_option
+from options import DEVICE
 from tabulate import tabulate
 
 BATCH_CALLS = 100  # far fewer launches than the queue holds
@@ -91,7 +91,7 @@ def our_functions(kernel: ModuleType, device: torch.device) -> dict[str, Callabl
     show_default=True,
     help=f"Batches of {BATCH_CALLS} calls of each function.",
 )
-@output_option("host")
+@record.output_option("host")
 @torch.no_grad()
 def main(device, rounds, output) -> None:
     """Time the host's part of a call of each operation."""
@@ -128,6 +128,7 @@ def main(device, rounds, output) -> None:
         for c in result["calls"]
     ]
     click.echo(tabulate(rows, ["", "us a call", "spread", f"over {YARDSTICK}"], floatfmt=".2f"))
+    output = record.destination(output, "host", result["environment"])
     record.write(output, result)
     click.echo(f"Wrote {output}")
 

@@ -3,18 +3,21 @@
 From the call to its return, on an idle GPU that is not waited for, under torch.no_grad and under
 torch.inference_mode. There are so few tokens that the GPU keeps up, and its queue never fills: its own time
 for the kernels and their number stand beside. All take turns, each on modules of its own over one set of
-weights. On a CPU the operations' work is in the figure.
+weights. On a CPU the operations' work is in the figure. Of what users do to a model, hooks on blocks and
+adapters that are not merged cost the host most (--condition): both modes have the same done to them.
 
-Writes benchmarks/results/host_forward.json:
+Writes to benchmarks/results/host_forward:
 
     python benchmarks/bench_host_forward.py
     python benchmarks/bench_host_forward.py --model ltx --rounds 100
+    python benchmarks/bench_host_forward.py --condition "a hook on every block" --condition "LoRA adapters"
     python benchmarks/bench_host_forward.py --device cpu --tiny --rounds 2 --output /tmp/host_forward.json
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from types import ModuleType
 
@@ -26,7 +29,8 @@ import models
 import record
 import timing
 import torch
-from options import DEVICE, DTYPE, MODELS, TINY, modes_option, output_option
+from options import DEVICE, DTYPE, MODELS, TINY, modes_option
+from peft import LoraConfig
 from tabulate import tabulate
 
 CONTEXTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
@@ -37,6 +41,37 @@ INPUTS = {
 }
 WARM_UP_ROUNDS = 2
 PROFILED_CALLS = 3
+DEFAULT_WEIGHTS = "random"
+LORA_RANK = 8
+
+
+def add_hooks(*indices: int) -> Callable[[torch.nn.Module], None]:
+    """What puts a forward hook on the blocks of these indices, without any on all of them."""
+
+    def add(model: torch.nn.Module) -> None:
+        blocks = [block for stack in STACKS for block in getattr(model, stack, ())]
+        for block in [blocks[index] for index in indices] if indices else blocks:
+            block.register_forward_hook(lambda module, args, output: None)
+
+    return add
+
+
+def add_adapters(model: torch.nn.Module) -> None:
+    """LoRA adapters on query, key, value and output of each attention, not merged."""
+    model.add_adapter(LoraConfig(r=LORA_RANK, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+
+
+# Of a model's blocks, in the order in which they are called.
+STACKS = ("transformer_blocks", "single_transformer_blocks")
+# What was done to the model before the injection, by what the results call it.
+PUBLISHED = "as published"
+CONDITIONS: dict[str, Callable[[torch.nn.Module], None]] = {
+    PUBLISHED: lambda model: None,
+    "a hook on the first block": add_hooks(0),
+    "a hook on the last block": add_hooks(-1),
+    "a hook on every block": add_hooks(),
+    "LoRA adapters": add_adapters,
+}
 
 
 def under(context: Callable[[], object], forward: Callable[[], object]) -> Callable[[], None]:
@@ -55,6 +90,8 @@ def measure_model(
     device: torch.device,
     dtype: torch.dtype,
     tiny: bool,
+    condition: str = PUBLISHED,
+    weights: str = DEFAULT_WEIGHTS,
 ) -> list[dict[str, object]]:
     """One entry a context and mode."""
     published = MODELS[name]
@@ -64,22 +101,26 @@ def measure_model(
     for context, enter in CONTEXTS.items():
         for mode in modes:
             instance = models.twin(model)  # what one context leaves in it is not found in the other
+            CONDITIONS[condition](instance)
             if mode.startswith("injected"):
                 models.inject(kernel, instance, mode)
             if mode.endswith("compiled"):
                 models.compile_whole(instance)
             forwards[context, mode] = under(enter, functools.partial(instance, **arguments))
 
-    timing.interleave(forwards, WARM_UP_ROUNDS, device, timing.host_microseconds)
-    samples = timing.interleave(forwards, rounds, device, timing.host_microseconds)
+    with models.weights(model, weights):
+        timing.interleave(forwards, WARM_UP_ROUNDS, device, timing.host_microseconds)
+        samples = timing.interleave(forwards, rounds, device, timing.host_microseconds)
     entries = []
     for (context, mode), values in samples.items():
         summary = timing.summarize([value / 1e3 for value in values])
         entry = {
-            "model": published.TINY_NAME if tiny else published.NAME,
+            "model": models.name_of(published, tiny),
             "batch": published.BATCH,
             "tokens": arguments["hidden_states"].shape[1],
             "text_tokens": arguments["encoder_hidden_states"].shape[1],
+            "condition": condition,
+            "weights": weights,
             "context": context,
             "mode": mode,
             "ms": summary,
@@ -98,7 +139,7 @@ def measure_model(
 def show(entries: list[dict]) -> None:
     rows = [
         [
-            *(entry[key] for key in ("model", "context", "mode")),
+            *(entry[key] for key in ("model", "condition", "weights", "context", "mode")),
             entry["ms"]["median"],
             100 * entry["ms"]["spread"],
             entry.get("over_eager"),
@@ -108,6 +149,8 @@ def show(entries: list[dict]) -> None:
     ]
     headers = [
         "model",
+        "condition",
+        "weights",
         "context",
         "mode",
         "host ms",
@@ -129,29 +172,52 @@ def show(entries: list[dict]) -> None:
     show_default=True,
     help="May be given twice.",
 )
+@click.option(
+    "--condition",
+    "conditions",
+    type=click.Choice(list(CONDITIONS)),
+    multiple=True,
+    default=[PUBLISHED],
+    show_default=True,
+    help="What was done to the models; may be given several times.",
+)
+@click.option(
+    "--weights",
+    type=click.Choice(list(models.WEIGHTS)),
+    multiple=True,
+    default=[DEFAULT_WEIGHTS],
+    show_default=True,
+    help="May be given twice.",
+)
 @modes_option(("eager", "injected"))
 @DEVICE
 @DTYPE
 @TINY
 @click.option("--rounds", type=click.IntRange(min=1), default=50, show_default=True)
-@output_option("host_forward")
+@record.output_option("host_forward")
 @torch.no_grad()
-def main(names, modes, device, dtype, tiny, rounds, output) -> None:
+def main(names, conditions, weights, modes, device, dtype, tiny, rounds, output) -> None:
     """Time the host's part of one forward of each model in each mode."""
     injected = any(mode.startswith("injected") for mode in modes)
     kernel, _ = models.load_kernel() if injected else (None, None)
     result = {
         "environment": record.environment(device),
         "processor": record.processor_name(),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": record.dtype_name(dtype),
         "rounds": rounds,
         "forwards": [],
     }
-    for name in names:
-        result["forwards"] += measure_model(name, kernel, modes, rounds, device, dtype, tiny)
+    for name, condition, of_weights in itertools.product(names, conditions, weights):
+        result["forwards"] += measure_model(
+            name, kernel, modes, rounds, device, dtype, tiny, condition, of_weights
+        )
     show(result["forwards"])
-    record.write(output, result)
-    click.echo(f"Wrote {output}")
+    has_default = PUBLISHED in conditions and DEFAULT_WEIGHTS in weights
+    neutral = ("conditions", "weights") if has_default else ()
+    output = record.destination(output, "host_forward", result["environment"], neutral)
+    if output is not None:
+        record.write(output, result)
+        click.echo(f"Wrote {output}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ injected and compiled, in one run.
 The published sizes (of FLUX.1 with fewer blocks), inputs as the pipelines pass them. All modes share one set
 of weights and take turns, first with random weights, then with such norms of query and key that the scores
 are as peaked as trained models have them (models.WEIGHTS). The norms change in place: nothing is compiled or
-injected again. Writes benchmarks/results/models.json, of FLUX.1 flux.json:
+injected again. Writes to benchmarks/results/models, of FLUX.1 to flux:
 
     python benchmarks/bench_models.py
     python benchmarks/bench_models.py --model flux
@@ -32,7 +32,7 @@ import record
 import timing
 import torch
 from distance import relative_distance
-from options import DEVICE, DTYPE, MODEL, PAUSE, SIZES, TINY, modes_option, output_option
+from options import DEVICE, DTYPE, MODEL, PAUSE, SIZES, TINY, modes_option
 from tabulate import tabulate
 
 WARM_UP_ROUNDS = 2
@@ -196,7 +196,7 @@ def show_size(size: str, result: dict) -> None:
 )
 @PAUSE
 @click.option("--profiled-calls", type=click.IntRange(min=1), default=3, show_default=True)
-@output_option()
+@record.output_option("<models or flux>")
 @torch.no_grad()
 def main(
     model, sizes, modes, device, dtype, tiny, rounds, calls, pause_s, profiled_calls, output
@@ -209,25 +209,28 @@ def main(
     model = published.transformer(device, dtype, tiny)
     results = {
         "environment": record.environment(device),
-        "model": published.TINY_NAME if tiny else published.NAME,
+        "model": models.name_of(published, tiny),
         "scores_std": models.WEIGHTS,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": record.dtype_name(dtype),
         "rounds": rounds,
         "consecutive_forwards": calls,
         "pause_s": pause_s,
         "get_kernel_s": load_seconds,
         "sizes": {},
     }
+    output = record.destination(output, published.RESULT, results["environment"])
     for size in sizes or (published.TINY_SIZES if tiny else published.SIZES):
         torch.compiler.reset()
         results["sizes"][str(size)] = measure_size(model, kernel, size, settings)
-        record.write(output, results)
+        if output is not None:
+            record.write(output, results)
         if device.type == "cuda":
             for name, of_weights in results["sizes"][str(size)]["weights"].items():
                 show_kernels(f"{size}, {name}", of_weights["modes"])
     for size, result in results["sizes"].items():
         show_size(size, result)
-    click.echo(f"\nWrote {output}")
+    if output is not None:
+        click.echo(f"\nWrote {output}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Norms, plain and modulated, at the hidden sizes of LTX-Video, SD3, FLUX and Wan 14B.
 
-Writes benchmarks/results/norm.json:
+Writes to benchmarks/results/norm:
 
     python benchmarks/bench_norm.py
     python benchmarks/bench_norm.py --device cpu --tiny --no-compile --output /tmp/norm.json

@@ -1,8 +1,8 @@
 """The whole LTX-Video pipeline but the text encoder: denoising loop and VAE decoding.
 
 Random weights at the published sizes, made-up prompt embeddings, guidance 3 (so batch 2), frames
-decoded and left on the GPU. All modes share one set of weights and take turns. Writes
-benchmarks/results/pipeline.json:
+decoded and left on the GPU. All modes share one set of weights and take turns. Writes to
+benchmarks/results/pipeline:
 
     python benchmarks/bench_pipeline.py
     python benchmarks/bench_pipeline.py --modes eager,compiled,injected --videos 49x512x704:30
@@ -25,7 +25,7 @@ import record
 import timing
 import torch
 from distance import psnr
-from options import DEVICE, DTYPE, TINY, Sizes, modes_option, output_option
+from options import DEVICE, DTYPE, TINY, Sizes, modes_option
 from tabulate import tabulate
 
 GUIDANCE = 3.0
@@ -171,7 +171,7 @@ def show(video: str, result: dict) -> None:
 @DTYPE
 @TINY
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
-@output_option("pipeline")
+@record.output_option("pipeline")
 @torch.no_grad()
 def main(videos, modes, device, dtype, tiny, rounds, output) -> None:
     """Time the whole LTX-Video pipeline, text encoder apart, in each mode."""
@@ -182,20 +182,23 @@ def main(videos, modes, device, dtype, tiny, rounds, output) -> None:
     results = {
         "environment": record.environment(device),
         "model": "LTX-Video 2B, random weights" if not tiny else "tiny LTX, random weights",
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": record.dtype_name(dtype),
         "guidance": GUIDANCE,
         "rounds": rounds,
         "videos": {},
     }
     videos = videos or Videos().convert(TINY_VIDEOS if tiny else DEFAULT_VIDEOS, None, None)
+    output = record.destination(output, "pipeline", results["environment"])
     for video in videos:
         torch.compiler.reset()
         results["videos"][str(video)] = measure_video(
             model, vae, kernel, video, modes, rounds, device, dtype
         )
-        record.write(output, results)
+        if output is not None:
+            record.write(output, results)
         show(str(video), results["videos"][str(video)])
-    click.echo(f"\nWrote {output}")
+    if output is not None:
+        click.echo(f"\nWrote {output}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ table of S rows, though eager reads one of each, cosine and sine, as the models 
 both kinds of tables: of one value an element, as in diffusers, and of one value a pair, which are the
 only ones that QuACK takes.
 
-Writes benchmarks/results/rope.json:
+Writes to benchmarks/results/rope:
 
     python benchmarks/bench_rope.py
     python benchmarks/bench_rope.py --device cpu --tiny --no-compile --output /tmp/rope.json

@@ -1,6 +1,6 @@
 """Softmax over rows from 128 to 65536 long.
 
-Writes benchmarks/results/softmax.json:
+Writes to benchmarks/results/softmax:
 
     python benchmarks/bench_softmax.py
     python benchmarks/bench_softmax.py --device cpu --tiny --no-compile --output /tmp/softmax.json

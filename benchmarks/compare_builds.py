@@ -62,8 +62,8 @@ def main(before, model, sizes, device, dtype, tiny, rounds, pause_s, output) -> 
 
     result = {
         "environment": record.environment(device),
-        "model": published.TINY_NAME if tiny else published.NAME,
-        "dtype": str(dtype).removeprefix("torch."),
+        "model": models.name_of(published, tiny),
+        "dtype": record.dtype_name(dtype),
         "pause_s": pause_s,
         "sizes": {},
     }

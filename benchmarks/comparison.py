@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 
 import click
@@ -408,12 +407,7 @@ def command(family: Family, help_: str) -> click.Command:
         help="Processes that compile ahead; if not given, one a core for a GPU, at most "
         f"{MAX_COMPILE_PROCESSES}, and none for a CPU.",
     )
-    @click.option(
-        "--output",
-        type=click.Path(dir_okay=False, path_type=Path),
-        help=f"JSON file, if not benchmarks/results/{family.name}.json; "
-        "a selection of operations or shapes is only written where this is given.",
-    )
+    @record.output_option(family.name)
     @torch.no_grad()
     def main(
         device,
@@ -444,7 +438,7 @@ def command(family: Family, help_: str) -> click.Command:
             "environment": record.environment(device),
             "peers": notes,
             "compile_modes": list(modes),
-            "dtype": str(DTYPE).removeprefix("torch."),
+            "dtype": record.dtype_name(DTYPE),
             "rounds": rounds,
             "flush_bytes": timing.FLUSH_BYTES if device.type == "cuda" else 0,
             "large_copy_bytes": large_copy_bytes,
@@ -459,8 +453,7 @@ def command(family: Family, help_: str) -> click.Command:
                 )
         show(entries)
         clocks.show(result["clocks"])
-        if output is None and not (operations or shapes):
-            output = record.RESULTS / f"{family.name}.json"
+        output = record.destination(output, family.name, result["environment"])
         if output is not None:
             record.write(output, result)
             click.echo(f"Wrote {output}")

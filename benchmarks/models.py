@@ -62,6 +62,10 @@ def randomize(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     return module.eval()
 
 
+def name_of(published: ModuleType, is_tiny: bool) -> str:
+    return published.TINY_NAME if is_tiny else published.NAME
+
+
 def twin(model: torch.nn.Module) -> torch.nn.Module:
     """Modules of its own over the same parameters and buffers, which are not copied."""
     shared = {id(t): t for t in (*model.parameters(), *model.buffers())}

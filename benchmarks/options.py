@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 
 import click
 import flux
 import ltx
 import models
-import record
 import torch
 
 MODELS = {"ltx": ltx, "flux": flux}
@@ -66,21 +64,6 @@ def modes_option(default: Sequence[str]):
         default=",".join(default),
         show_default=True,
         help=f"Comma-separated, of {', '.join(models.MODES)}.",
-    )
-
-
-def _output(ctx, param, value: Path | None) -> Path:
-    return value or record.RESULTS / f"{ctx.params['model'].RESULT}.json"
-
-
-def output_option(name: str | None = None):
-    """Where the result goes; without a name it is that of the model that --model names."""
-    return click.option(
-        "--output",
-        type=click.Path(dir_okay=False, path_type=Path),
-        default=record.RESULTS / f"{name}.json" if name else None,
-        callback=None if name else _output,
-        help=f"JSON file, if not benchmarks/results/{name or '<of the model>'}.json.",
     )
 
 

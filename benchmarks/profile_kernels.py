@@ -261,14 +261,9 @@ OPERATIONS = list(dict.fromkeys(workload.operation for _, workload in MAIN_SHAPE
 
 @click.command(help=__doc__.split("\n\n")[0])
 @click.option("--only", "names", multiple=True, type=click.Choice(OPERATIONS))
-@click.option(
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=record.RESULTS / "profile.json",
-    help="JSON file, if not benchmarks/results/profile.json.",
-)
+@record.output_option("profile")
 @click.option("--under-ncu", is_flag=True, hidden=True)
-def main(names: tuple[str, ...], output: Path, under_ncu: bool) -> None:
+def main(names: tuple[str, ...], output: Path | None, under_ncu: bool) -> None:
     chosen = [pair for pair in MAIN_SHAPES if not names or pair[1].operation in names]
     if not torch.cuda.is_available():
         raise click.ClickException("there is no CUDA GPU")
@@ -280,16 +275,17 @@ def main(names: tuple[str, ...], output: Path, under_ncu: bool) -> None:
         profiles = profile(names, [str(workload) for _, workload in chosen])
     except ProfileError as error:
         raise click.ClickException(str(error)) from error
-    record.write(
-        output,
-        {
-            "environment": record.environment(torch.device("cuda")),
-            "targets": {"dram_percent": DRAM_TARGET, "occupancy_percent": OCCUPANCY_TARGET},
-            "kernels": [
-                {**vars(p), "largest_stall": p.largest_stall, "misses": p.misses} for p in profiles
-            ],
-        },
-    )
+    result = {
+        "environment": record.environment(torch.device("cuda")),
+        "targets": {"dram_percent": DRAM_TARGET, "occupancy_percent": OCCUPANCY_TARGET},
+        "kernels": [
+            {**vars(p), "largest_stall": p.largest_stall, "misses": p.misses} for p in profiles
+        ],
+    }
+    output = record.destination(output, "profile", result["environment"])
+    if output is not None:
+        record.write(output, result)
+        click.echo(f"Wrote {output}")
     click.echo(table(profiles))
     click.echo(
         f"\ntargets: memory above {DRAM_TARGET:.0f}% of its peak, occupancy above "

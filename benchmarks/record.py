@@ -8,11 +8,13 @@ import json
 import platform
 import shlex
 import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 
+import click
+import history
 import torch
-
-RESULTS = Path(__file__).resolve().parent / "results"
+from click.core import ParameterSource
 
 
 def processor_name() -> str:
@@ -25,6 +27,16 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def driver_version() -> str:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return pynvml.nvmlSystemGetDriverVersion()
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def environment(device: torch.device) -> dict[str, object]:
     """Card, versions and the exact command of this process. Call it after loading the kernels."""
     from kernels import get_loaded_kernels
@@ -35,6 +47,8 @@ def environment(device: torch.device) -> dict[str, object]:
             "device": properties.name,
             "multiprocessors": properties.multi_processor_count,
             "memory_bytes": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
+            "driver": driver_version(),
             "cuda": torch.version.cuda,
         }
     else:
@@ -44,9 +58,56 @@ def environment(device: torch.device) -> dict[str, object]:
         **{name: importlib.metadata.version(name) for name in ("torch", "diffusers", "kernels")},
         "python": platform.python_version(),
         "kernel_ids": [loaded.metadata.id for loaded in get_loaded_kernels()],
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "command": shlex.join(["python", *sys.argv]),
     }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def output_option(name: str) -> Callable:
+    """Where the result of the benchmark of this name goes."""
+    return click.option(
+        "--output",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help=f"JSON file, if not benchmarks/results/{name}/<date>-<commit>-<card>.json, where only the "
+        "result of the whole benchmark goes.",
+    )
+
+
+# Options that leave what is measured as it is.
+NEUTRAL_OPTIONS = {
+    *("device", "model", "output", "rounds", "ceilings_path"),
+    *("compile_processes", "profiled_calls", "under_ncu"),
+}
+
+
+def destination(
+    output: Path | None,
+    name: str,
+    environment: dict[str, object],
+    neutral: Collection[str] = (),
+) -> Path | None:
+    """Where the result of the command that runs goes: where --output says, or else to those that are kept.
+
+    The latter is for the benchmark as its defaults have it. With options of another kind than
+    NEUTRAL_OPTIONS and `neutral` it is None, and a line says so.
+    """
+    if output is not None:
+        return output
+    context = click.get_current_context()
+    given = [
+        parameter
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name) not in (ParameterSource.DEFAULT, None)
+    ]
+    if others := [p.opts[0] for p in given if p.name not in NEUTRAL_OPTIONS.union(neutral)]:
+        options = ", ".join(sorted(others))
+        click.echo(f"Not the whole benchmark, with {options}: it is only written with --output.")
+        return None
+    return history.path(name, environment, history.RESULTS)
 
 
 def write(path: Path, record: dict[str, object]) -> None:

@@ -58,6 +58,9 @@ MODELS = (("eager", 1.65), ("compiled", 1.16))
 # Of what a ceiling can be: a clock may be a little above its nominal rate.
 HIGHEST_CEILING_RATIO = 1.1
 
+# A peer this many times slower than eager PyTorch runs in another way than it is meant to.
+BROKEN_OVER_EAGER = 5
+
 Figures = Sequence[tuple[str, float | None]]  # by name; None where it was not measured
 
 
@@ -88,6 +91,12 @@ class Target:
         if self.missed_by:
             return f"missed by {self.missed_by:.1%}"
         return "met where measured" if self.is_partial else "met"
+
+
+def is_broken(measured: Mapping, peer: str) -> bool:
+    """Whether a peer took so long that its time says nothing of it. Attention's are not beside eager."""
+    over = measured["over"]
+    return {peer, "eager"} <= set(over) and over[peer] > BROKEN_OVER_EAGER * over["eager"]
 
 
 def label(entry: Mapping) -> str:

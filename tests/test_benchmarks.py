@@ -1,4 +1,4 @@
-"""The benchmarks: their arithmetic, a tiny run of each, and README tables that agree."""
+"""The benchmarks: their arithmetic, a tiny run of each, what is kept of them, and the tables made of it."""
 
 import dataclasses
 import json
@@ -11,6 +11,7 @@ import sys
 import types
 from pathlib import Path
 
+import click
 import kernels.cli.benchmark as kernels_benchmark
 import pytest
 import torch
@@ -34,18 +35,23 @@ import bench_norm  # noqa: E402
 import bench_pipeline  # noqa: E402
 import bench_rope  # noqa: E402
 import bench_softmax  # noqa: E402
+import compare_builds  # noqa: E402
 import comparison  # noqa: E402
 import flux  # noqa: E402
+import history  # noqa: E402
 import kernel_times  # noqa: E402
 import ltx  # noqa: E402
 import models  # noqa: E402
 import peers  # noqa: E402
 import profile_kernels as profiling  # noqa: E402
+import record  # noqa: E402
 import targets  # noqa: E402
 import timing  # noqa: E402
 
+import render_docs  # noqa: E402
 import render_plots  # noqa: E402
-import render_readme  # noqa: E402
+from checks import one_thread  # noqa: E402
+from documents.operations import attention_label  # noqa: E402
 
 CPU = torch.device("cpu")
 FAMILIES = {
@@ -56,6 +62,19 @@ FAMILIES = {
     "softmax": bench_softmax,
 }
 ENVIRONMENT = dict.fromkeys(("device", "torch", "diffusers", "kernels", "date", "command"), "x")
+
+
+def store(results, name, result):
+    """As the one result of a benchmark."""
+    folder = results / name
+    folder.mkdir(exist_ok=True)
+    (folder / "only.json").write_text(json.dumps(result))
+
+
+def load(results, name):
+    """The one result of a benchmark."""
+    (result,) = history.kept(name, results)
+    return result
 
 
 def public_operations(kernel):
@@ -246,6 +265,7 @@ SCORES = {
 }
 
 
+@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("published", PUBLISHED)
 @pytest.mark.parametrize("name", models.WEIGHTS)
 def test_weights_give_the_scores_their_standard_deviation(tiny, name, published, monkeypatch):
@@ -273,6 +293,7 @@ def test_weights_give_the_scores_their_standard_deviation(tiny, name, published,
         assert torch.equal(weight, before[key]), "the weights are what they were"
 
 
+@pytest.mark.usefixtures("_one_thread")
 def test_weights_that_change_in_place_reach_what_was_built_before(kernel, device):
     """The injected model and compiled code, which is not compiled again."""
     device = torch.device(device)
@@ -376,12 +397,18 @@ def results(kernel, device, tmp_path_factory):
     """The JSON of a tiny run of each benchmark."""
     folder = tmp_path_factory.mktemp("results")
 
-    def run(benchmark, name, *args):
-        output = folder / f"{name}.json"
-        options = ["--device", device, "--tiny", "--output", str(output), *args]
+    def run(benchmark, name, *args, size=("--tiny",)):
+        output = folder / name / "only.json"
+        options = ["--device", device, *size, "--output", str(output), *args]
         result = CliRunner().invoke(benchmark.main, options, catch_exceptions=False)
         assert result.exit_code == 0, result.output
 
+    with one_thread():  # tiny tensors: more threads only wait for each other
+        run_all(run)
+    return folder
+
+
+def run_all(run):
     run(bench_models, "models", "--modes", f"injected,eager,{models.NO_ATTENTION}", "--rounds", "2")
     run(bench_models, "flux", "--model", "flux", "--modes", "eager", "--rounds", "2")
     run(bench_host_forward, "host_forward", "--model", "ltx", "--rounds", "2")
@@ -390,14 +417,7 @@ def results(kernel, device, tmp_path_factory):
     for name, module in FAMILIES.items():
         run(module, name, "--rounds", "2", "--no-compile")
     run(bench_attention, "attention", "--rounds", "2")
-    output = folder / "host.json"
-    options = ["--device", device, "--rounds", "1", "--output", str(output)]
-    assert CliRunner().invoke(bench_host.main, options, catch_exceptions=False).exit_code == 0
-    return folder
-
-
-def load(results, name):
-    return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+    run(bench_host, "host", "--rounds", "1", size=())
 
 
 def test_models(results, device):
@@ -457,7 +477,7 @@ def test_host_time_of_a_forward_is_taken_in_its_context(monkeypatch, tmp_path):
         monkeypatch.setattr(
             type(published.transformer(CPU, torch.bfloat16, True)), "forward", forward
         )
-    output = tmp_path / "host_forward.json"
+    output = tmp_path / "host_forward" / "only.json"
     options = ["--device", "cpu", "--tiny", "--modes", "eager", "--rounds", "1"]
     run = CliRunner().invoke(
         bench_host_forward.main, [*options, "--output", str(output)], catch_exceptions=False
@@ -475,6 +495,53 @@ def test_host_time_of_a_forward_is_taken_in_its_context(monkeypatch, tmp_path):
         *[("tiny LTX-Video", 64, 128)] * 2,
         *[("tiny FLUX.1", 64, 64)] * 2,
     ]
+
+
+@pytest.mark.parametrize("published", PUBLISHED)
+@pytest.mark.parametrize(
+    ("condition", "hooked"),
+    [
+        ("as published", []),
+        ("a hook on the first block", [0]),
+        ("a hook on the last block", [-1]),
+        ("a hook on every block", slice(None)),
+        ("LoRA adapters", []),
+    ],
+)
+def test_conditions_of_a_forward(tiny, published, condition, hooked):
+    model = models.twin(tiny[published])
+    bench_host_forward.CONDITIONS[condition](model)
+    blocks = [*model.transformer_blocks, *getattr(model, "single_transformer_blocks", [])]
+    expected = blocks[hooked] if isinstance(hooked, slice) else [blocks[i] for i in hooked]
+    assert [block for block in blocks if block._forward_hooks] == expected
+    adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name}
+    attentions = [name for name in adapted if name.endswith(("to_q", "to_k", "to_v", "to_out.0"))]
+    assert len(attentions) == len(adapted) and bool(adapted) == (condition == "LoRA adapters")
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_host_time_under_conditions(device, tmp_path):
+    output = tmp_path / "host_forward" / "only.json"
+    options = [
+        "--device",
+        device,
+        "--tiny",
+        "--model",
+        "ltx",
+        "--rounds",
+        "1",
+        "--weights",
+        "peaked",
+    ]
+    conditions = ["as published", "LoRA adapters"]
+    options += [word for condition in conditions for word in ("--condition", condition)]
+    CliRunner().invoke(
+        bench_host_forward.main, [*options, "--output", str(output)], catch_exceptions=False
+    )
+    forwards = load(tmp_path, "host_forward")["forwards"]
+    assert [entry["condition"] for entry in forwards] == [c for c in conditions for _ in range(4)]
+    assert {entry["weights"] for entry in forwards} == {"peaked"}
+    assert all(entry["over_eager"] > 0 for entry in forwards)
 
 
 def test_host_time_is_without_waiting(monkeypatch):
@@ -499,42 +566,47 @@ def replace_in(file, old, new):
     file.write_text(text.replace(old, new))
 
 
-def compare_builds_with(before, device, output, *args):
-    """In a process of its own: a build that is loaded stays."""
-    script = CHECKOUT / "benchmarks" / "compare_builds.py"
-    options = ["--device", device, "--tiny", "--output", output, *args]
-    command = [sys.executable, script, before, *options]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
+@pytest.mark.slow
 def test_two_builds_are_compared(device, tmp_path):
-    """The other build has another shift: the outputs differ, and those of the same build do not."""
+    """The other build has another shift: the outputs differ, and those of the same build do not.
+
+    In a process of their own, which compares both pairs: a build that is loaded stays.
+    """
     copy_build(tmp_path)
     for norms in tmp_path.glob("build/*/injection/norms.py"):
         replace_in(norms, "scale, shift, self.weight", "scale, scale, self.weight")
-    output = tmp_path / "out.json"
-    run = compare_builds_with(tmp_path, device, output)
-    assert run.returncode == 2
-    assert "both builds are _h100_diffusers_kernels" in run.stderr
-
     for metadata in tmp_path.glob("build/*/metadata.json"):
         id_ = json.loads(metadata.read_text())["id"]
         replace_in(metadata, f'"{id_}"', f'"{id_}_other"')
-    for before, differs in ((tmp_path, True), (CHECKOUT, False)):
-        run = compare_builds_with(before, device, output, "--rounds", "2", "--dtype", "float32")
-        assert run.returncode == 0, run.stderr
+    options = ["--device", device, "--tiny", "--rounds", "2", "--dtype", "float32", "--output"]
+    outputs = {CHECKOUT: tmp_path / "same.json", tmp_path: tmp_path / "other.json"}
+    code = f"import sys; sys.path.insert(0, {str(CHECKOUT / 'benchmarks')!r})\n"
+    code += "import compare_builds, torch; torch.set_num_threads(1)\n"
+    for before, output in outputs.items():
+        arguments = [str(before), *options, str(output)]
+        code += f"compare_builds.main({arguments!r}, standalone_mode=False)\n"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    for before, output in outputs.items():
         sizes = json.loads(output.read_text())["sizes"].values()
         assert len(sizes) == len(ltx.TINY_SIZES)
         for entry in (entry for weights in sizes for entry in weights.values()):
-            assert (entry["distance"] > 1e-2) == differs
+            assert (entry["distance"] > 1e-2) == (before != CHECKOUT)
             assert list(entry["ms"]) == ["before", "before, again", "after"]
             assert all(ms["samples"] == 2 and ms["min"] > 0 for ms in entry["ms"].values())
 
 
-def test_a_checkout_without_a_build_is_refused(device, tmp_path):
-    run = compare_builds_with(tmp_path, device, tmp_path / "out.json")
-    assert run.returncode == 2
-    assert f"{tmp_path} holds no build for this machine" in run.stderr
+def test_builds_that_cannot_be_compared(device, tmp_path):
+    """One of the same commit elsewhere, and none: refused before anything is loaded."""
+
+    def refused():
+        result = CliRunner().invoke(compare_builds.main, [str(tmp_path), "--device", device])
+        assert result.exit_code == 2
+        return result.output
+
+    assert f"{tmp_path} holds no build for this machine" in refused()
+    copy_build(tmp_path)
+    assert "both builds are _h100_diffusers_kernels" in refused()
 
 
 def test_local_kernels_selects_another_build(monkeypatch):
@@ -757,13 +829,11 @@ def test_kinds_of_attention_inputs():
         (["--inputs", "sink", "--shapes", "2x24x24x2x64"], [["sink"]]),
     ],
 )
-def test_chosen_attention_inputs(device, tmp_path, monkeypatch, options, kinds):
-    monkeypatch.setattr(bench_attention.record, "RESULTS", tmp_path)
-    options = ["--device", device, "--tiny", "--rounds", "1", *options]
+def test_chosen_attention_inputs(device, tmp_path, options, kinds):
+    path = tmp_path / "attention" / "only.json"
+    options = ["--device", device, "--tiny", "--rounds", "1", *options, "--output", str(path)]
     run = CliRunner().invoke(bench_attention.main, options, catch_exceptions=False)
-    assert run.exit_code == 0 and not list(tmp_path.iterdir()), "a selection is not the result"
-    path = tmp_path / "attention.json"
-    CliRunner().invoke(bench_attention.main, [*options, "--output", str(path)])
+    assert run.exit_code == 0
     measured = [list(entry["inputs"]) for entry in load(tmp_path, "attention")["workloads"]]
     assert measured[: len(kinds)] == kinds
 
@@ -823,16 +893,17 @@ def test_errors_below_the_floor_count_as_it():
 
 
 def test_ceilings_of_attention_are_this_gpus(tmp_path, monkeypatch):
-    path = tmp_path / "ceilings.json"
-    assert "is missing" in bench_attention.read_ceilings(path, CPU)[1]["left_out"]
-    committed = render_readme.RESULTS / "ceilings.json"
-    ceilings, note = bench_attention.read_ceilings(committed, CPU)
+    path = max((history.RESULTS / "ceilings").glob("*-h100.json"))
+    ceilings, note = bench_attention.read_ceilings(path, CPU)
     assert not ceilings and "they are those of NVIDIA H100" in note["left_out"]
-    device = json.loads(committed.read_text())["environment"]["device"]
-    monkeypatch.setattr(bench_attention.record, "environment", lambda _: {"device": device})
-    ceilings, note = bench_attention.read_ceilings(committed, CPU)
+    ceilings, note = bench_attention.read_ceilings(None, CPU)
+    assert not ceilings and "benchmarks/ceilings/run.py measures them" in note["left_out"]
+    environment = history.load(path)["environment"]
+    monkeypatch.setattr(bench_attention.record, "environment", lambda _: environment)
+    ceilings, note = bench_attention.read_ceilings(None, CPU)
     assert set(ceilings) == {"wgmma", "exp2"} and 500 < ceilings["wgmma"] < 1100
     assert note["measures"]["exp2"]["measured"] == ceilings["exp2"]
+    assert note["date"] == environment["date"], "the newest"
 
 
 def test_attention_peers_take_the_operations_arguments(monkeypatch):
@@ -904,7 +975,7 @@ def test_peers_are_left_out_with_the_reason():
 @pytest.mark.slow
 def test_compiled_ahead_and_timed(device, tmp_path):
     """One workload with torch.compile, which a process of its own has compiled before."""
-    output = tmp_path / "norm.json"
+    output = tmp_path / "norm" / "only.json"
     size = comparison.Workload("rms_norm", bench_norm.TINY_SHAPES[0]).size
     options = ["--device", device, "--tiny", "--operations", "rms_norm", "--shapes", size]
     options += ["--rounds", "1", "--compile-modes", "default", "--compile-processes", "1"]
@@ -938,13 +1009,72 @@ def test_compiled_functions_have_code_of_their_own():
     assert seen == [(size,) for size in sizes]
 
 
-def test_selection_is_not_written_as_the_result(device, tmp_path, monkeypatch):
-    monkeypatch.setattr(comparison.record, "RESULTS", tmp_path)
-    options = ["--device", device, "--tiny", "--no-compile", "--rounds", "1"]
-    selected = CliRunner().invoke(bench_softmax.main, [*options, "--shapes", "4x96"])
-    assert selected.exit_code == 0 and not list(tmp_path.iterdir())
-    assert CliRunner().invoke(bench_softmax.main, options).exit_code == 0
-    assert (tmp_path / "softmax.json").exists()
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [
+        (["--tiny"], "--compile, --tiny"),
+        (["--tiny", "--shapes", "4x96"], "--compile, --shapes, --tiny"),
+    ],
+)
+def test_selection_is_not_kept_as_the_result(device, tmp_path, monkeypatch, size, told):
+    monkeypatch.setattr(history, "RESULTS", tmp_path)
+    options = ["--device", device, "--no-compile", "--rounds", "1", *size]
+    run = CliRunner().invoke(bench_softmax.main, options, catch_exceptions=False)
+    assert run.exit_code == 0 and not list(tmp_path.iterdir())
+    assert f"Not the whole benchmark, with {told}: it is only written with --output" in run.output
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_whole_run_is_kept_as_the_result(device, tmp_path, monkeypatch):
+    monkeypatch.setattr(history, "RESULTS", tmp_path)
+    options = ["--device", device, "--rounds", "1"]
+    run = CliRunner().invoke(bench_host.main, options, catch_exceptions=False)
+    (path,) = (tmp_path / "host").iterdir()
+    assert run.exit_code == 0 and f"Wrote {path}" in run.output
+    assert path == history.path("host", history.load(path)["environment"], tmp_path)
+
+
+def test_result_is_kept_by_date_commit_and_card():
+    environment = {
+        "device": "NVIDIA H100 80GB HBM3",
+        "date": "2026-11-22 04:07:31 UTC",
+        "kernel_ids": ["_h100_diffusers_kernels_cuda_0123abc_dirty"],
+    }
+    with click.Context(click.Command("norm")):
+        path = record.destination(None, "norm", environment)
+    assert path == history.RESULTS / "norm" / "2026-11-22T040731-0123abc_dirty-h100.json"
+    assert record.destination(Path("x"), "norm", environment) == Path("x")
+    without_build = {**environment, "kernel_ids": [], "commit": "89abcde", "device": "A CPU (R)"}
+    assert history.path("x", without_build).name == "2026-11-22T040731-89abcde-a-cpu-r.json"
+
+
+def test_kept_results_are_named_by_what_they_say():
+    for path in history.RESULTS.rglob("*.json"):
+        environment = history.load(path)["environment"]
+        assert history.path(path.parent.name, environment) == path
+
+
+def test_shown_is_the_newest_of_the_first_card(tmp_path):
+    def add(device, date):
+        environment = {"device": device, "date": f"{date} UTC"}
+        path = history.path("norm", environment, tmp_path)
+        record.write(path, {"environment": environment})
+        return history.shown("norm", tmp_path)["environment"]
+
+    assert history.shown("norm", tmp_path) is None
+    assert add("A CPU", "2026-01-09 00:00")["device"] == "A CPU"
+    assert add("NVIDIA H200", "2026-01-02 10:00")["device"] == "NVIDIA H200"
+    assert add("NVIDIA H100 PCIe", "2026-01-01 10:00")["device"] == "NVIDIA H100 PCIe"
+    assert add("NVIDIA H200", "2026-01-03 10:00")["device"] == "NVIDIA H100 PCIe"
+    assert add("NVIDIA H100 80GB HBM3", "2026-01-01 10:00:30")["date"].startswith(
+        "2026-01-01 10:00:30"
+    )
+    assert add("NVIDIA H100 80GB HBM3", "2026-01-01 09:00")["date"].startswith(
+        "2026-01-01 10:00:30"
+    )
+    newest = history.newest("norm", "NVIDIA H200", tmp_path)["environment"]
+    assert newest["date"] == "2026-01-03 10:00 UTC"
+    assert history.newest("norm", "NVIDIA B200", tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -1005,7 +1135,7 @@ def test_wrong_option(args, message):
 
 
 def rendered(results, name):
-    return render_readme.render(f"# T\n\n<!-- table: {name} -->\n<!-- end table -->\n", results)
+    return render_docs.render(f"# T\n\n<!-- table: {name} -->\n<!-- end table -->\n", results)
 
 
 def cells(line):
@@ -1027,7 +1157,7 @@ def rows_of(results, name):
 )
 def test_table_is_rendered_once_and_for_all(results, name):
     text = rendered(results, name)
-    assert render_readme.render(text, results) == text
+    assert render_docs.render(text, results) == text
     file = re.sub(r"(?<=accuracy)_\w+|(?<=attention)_\w+", "", name)
     environment = load(results, file)["environment"]
     assert environment["command"] in text and environment["torch"] in text
@@ -1038,7 +1168,7 @@ def test_table_shows_the_figures(results, tmp_path):
     video = record["videos"]["9x64x96:3"]
     video["modes"]["injected"]["seconds"]["median"] = 12.345
     video["speedups"]["injected"]["eager"] = 6.789
-    (tmp_path / "pipeline.json").write_text(json.dumps(record))
+    store(tmp_path, "pipeline", record)
     row = ["9 frames 64×96, 3 steps", "injected", "12.35 s", "6.79×"]
     assert rows_of(tmp_path, "pipeline").count(row) == 1
 
@@ -1056,7 +1186,7 @@ def test_flux_table(results, tmp_path):
             {"eager": 60.0, "compiled": 45.0, "injected": 40.0}
         )
     record["sizes"]["1024x1024"] = {**entry, "tokens": 4096}
-    (tmp_path / "flux.json").write_text(json.dumps(record))
+    store(tmp_path, "flux", record)
     rows = rows_of(tmp_path, "flux")
     assert {row[0] for row in rows} == {"1024×1024, 4096 + 512 tokens"}
     assert rows[1][1:] == ["random", "torch.compile", "45.0 ms", "1.33×", ""]
@@ -1074,13 +1204,19 @@ def test_host_forward_table(tmp_path):
         "mode": "injected",
         "ms": {"median": 2.345},
     }
-    measured = {**entry, "over_eager": 0.456, "kernels": {"ms": 1.25, "launches": 300.0}}
+    measured = {
+        **entry,
+        "condition": "a hook on every block",
+        "weights": "peaked",
+        "over_eager": 0.456,
+        "kernels": {"ms": 1.25, "launches": 300.0},
+    }
     record = {"environment": ENVIRONMENT, "processor": "a processor", "forwards": [measured, entry]}
-    (tmp_path / "host_forward.json").write_text(json.dumps(record))
-    begin = ["FLUX.1: 1×(64 + 64) tokens", "torch.inference_mode", "injected", "2.35 ms"]
+    store(tmp_path, "host_forward", record)
+    tokens, rest = "FLUX.1: 1×(64 + 64) tokens", ["torch.inference_mode", "injected", "2.35 ms"]
     assert rows_of(tmp_path, "host_forward") == [
-        [*begin, "0.46×", "1.25 ms", "300"],
-        [*begin, "", "", ""],
+        [tokens, "a hook on every block", "peaked", *rest, "0.46×", "1.25 ms", "300"],
+        [tokens, "as published", "random", *rest, "", "", ""],
     ]
     assert (
         rendered(tmp_path, "host_forward").rstrip().endswith("on a processor\n\n<!-- end table -->")
@@ -1088,11 +1224,11 @@ def test_host_forward_table(tmp_path):
 
 
 def test_each_table_names_the_device_of_its_own_results(made_up, tmp_path):
-    for path in made_up.iterdir():
-        record = json.loads(path.read_text(encoding="utf-8"))
-        device = "NVIDIA H200" if path.stem == "norm" else "NVIDIA H100 80GB HBM3"
-        record["environment"] = {**ENVIRONMENT, "device": device}
-        (tmp_path / path.name).write_text(json.dumps(record))
+    for folder in made_up.iterdir():
+        result = load(made_up, folder.name)
+        device = "NVIDIA H200" if folder.name == "norm" else "NVIDIA H100 80GB HBM3"
+        result["environment"] = {**ENVIRONMENT, "device": device}
+        store(tmp_path, folder.name, result)
     for name, devices in {
         "norm": ["H200"],
         "softmax": ["H100"],
@@ -1124,7 +1260,7 @@ def test_gpu_tables(tmp_path):
         },
     }
     record = {"environment": ENVIRONMENT, "sizes": {"49x512x768": entry}}
-    (tmp_path / "models.json").write_text(json.dumps(record))
+    store(tmp_path, "models", record)
     (row,) = rows_of(tmp_path, "breakdown")
     assert row[1:] == ["peaked", "injected", "25.0 ms", "8.0 ms", "4.2 ms", "1.2 ms", "640"]
     (row,) = rows_of(tmp_path, "injection")
@@ -1158,7 +1294,7 @@ def test_ceilings_table(tmp_path):
         measure("launch", "chain of 1 block, stream", "us", 5.0),
     ]
     record = {"environment": ENVIRONMENT, "measures": measures}
-    (tmp_path / "ceilings.json").write_text(json.dumps(record))
+    store(tmp_path, "ceilings", record)
     assert rows_of(tmp_path, "ceilings") == [
         ["memory", "copy 16 B x 8, 1 GiB", "3.20 TB/s", "4.00 TB/s", "80%"],
         ["memory", "bulk copy, 1 GiB", "2.00 TB/s", "4.00 TB/s", "50%"],
@@ -1198,7 +1334,7 @@ def test_profile_table(tmp_path):
         for p in (met, missed, alone)
     ]
     record = {"environment": ENVIRONMENT, "targets": targets, "kernels": kernels}
-    (tmp_path / "profile.json").write_text(json.dumps(record))
+    store(tmp_path, "profile", record)
     rest = ["75.5%", "50.0%", "40"]
     assert rows_of(tmp_path, "profile") == [
         [
@@ -1220,7 +1356,7 @@ def test_check_finds_a_stale_table(results, tmp_path):
 
     def render(*options):
         args = [*options, "--results", str(results), "--plots", str(plots), str(path)]
-        return CliRunner().invoke(render_readme.main, args)
+        return CliRunner().invoke(render_docs.main, args)
 
     path, plots = tmp_path / "README.md", tmp_path / "plots"
     path.write_text(rendered(results, "models"), encoding="utf-8")
@@ -1237,13 +1373,13 @@ def test_check_finds_a_stale_table(results, tmp_path):
     ("name", "message"),
     [
         ("nothing", "there is no table nothing"),
-        ("models", "models.json is missing: benchmarks/bench_models.py"),
-        ("ceilings", "ceilings.json is missing: benchmarks/ceilings/run.py"),
-        ("profile", "profile.json is missing: benchmarks/profile_kernels.py"),
+        ("models", "models is empty: benchmarks/bench_models.py"),
+        ("ceilings", "ceilings is empty: benchmarks/ceilings/run.py"),
+        ("profile", "profile is empty: benchmarks/profile_kernels.py"),
     ],
 )
 def test_table_that_cannot_be_rendered(tmp_path, name, message):
-    with pytest.raises(render_readme.click.ClickException, match=message):
+    with pytest.raises(click.ClickException, match=message):
         rendered(tmp_path, name)
 
 
@@ -1279,7 +1415,7 @@ def made_up(tmp_path_factory):
                 }
             )
         record = {"environment": ENVIRONMENT, "peers": {"liger": "0.8.5"}, "workloads": entries}
-        (folder / f"{name}.json").write_text(json.dumps(record))
+        store(folder, name, record)
     calls = [("torch rms_norm", 10.0), ("rms_norm", 11.0), ("softmax", 13.0)]
     record = {
         "environment": ENVIRONMENT,
@@ -1289,7 +1425,7 @@ def made_up(tmp_path_factory):
             for name, time_ in calls
         ],
     }
-    (folder / "host.json").write_text(json.dumps(record))
+    store(folder, "host", record)
     return folder
 
 
@@ -1392,7 +1528,7 @@ def test_attention_tables(made_up_attention, made_up, tmp_path):
     for name in ("attention", "attention_inputs", "attention_accuracy"):
         unmeasured = "Not measured yet: `python benchmarks/bench_attention.py`"
         assert unmeasured in rendered(tmp_path, name)
-    entries = {render_readme.attention_label(e): e for e in made_up_attention["workloads"]}
+    entries = {attention_label(e): e for e in made_up_attention["workloads"]}
     of_kinds = entries["2×8064×8064×32×64"]["inputs"]
     of_kinds["std 6"]["cold"]["over"].update(fa3=1.1, cudnn=2.0)
     of_kinds["sink"]["cold"]["over"].update(fa3=1.15, cudnn=1.0)
@@ -1403,7 +1539,7 @@ def test_attention_tables(made_up_attention, made_up, tmp_path):
     masked["std 3"]["cold"]["over"].update(cudnn=1.4)
     del of_kinds["constant"]["cold"]["over"]["fa3"]
     of_kinds["constant"]["failed"]["fa3"] = "it is wrong"
-    (tmp_path / "attention.json").write_text(json.dumps(made_up_attention))
+    store(tmp_path, "attention", made_up_attention)
 
     rows = [row[1:] for row in rows_of(tmp_path, "attention") if row[0] == "2×8064×8064×32×64"]
     slow = ["rising", "jump", "large range"]
@@ -1505,7 +1641,7 @@ def test_table_says_which_peer_failed(made_up, tmp_path):
     for name in ("liger", "compiled"):
         del entry["cold"]["over"][name]
     entry["failed"] = {"liger": "it broke", "compiled default": "it broke"}
-    (tmp_path / "norm.json").write_text(json.dumps(record))
+    store(tmp_path, "norm", record)
     assert rows_of(tmp_path, "norm")[0][-4:] == ["3.00×", "failed", "failed", "1.25×"]
 
 
@@ -1522,14 +1658,27 @@ def test_plots_are_the_same_each_time(made_up, results):
     assert "the least of: random, peaked weights" in drawn
 
 
+def test_broken_peer_is_named_and_not_compared(made_up, tmp_path):
+    """One that takes more than five times as long as eager; its points are not drawn either."""
+    result = load(made_up, "norm")
+    for factor, entry in zip((5.1, 4.9), result["workloads"], strict=False):
+        entry["cold"]["over"]["quack"] = factor * entry["cold"]["over"]["eager"]
+    shown = [targets.is_broken(entry["cold"], "quack") for entry in result["workloads"]]
+    assert shown == [True, *[False] * (len(shown) - 1)]
+    for name in FAMILIES:
+        store(tmp_path, name, result if name == "norm" else load(made_up, name))
+    rows = [row for row in rows_of(tmp_path, "norm") if "warm" not in row[1]]
+    assert [row[-1] for row in rows[:2]] == ["broken†", "14.70×"]
+    assert "† more than 5 times slower than eager PyTorch" in rendered(tmp_path, "norm")
+    assert "†" not in rendered(made_up, "norm")
+
+    def points(results):
+        return render_plots.render(results)["bandwidth.svg"].count("<use ")
+
+    assert points(made_up) - points(tmp_path) == 1
+
+
 def test_plots_agree_with_the_results():
     folder = CHECKOUT / "benchmarks" / "plots"
     committed = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.svg")}
     assert committed == render_plots.render(CHECKOUT / "benchmarks" / "results")
-
-
-def test_readme_agrees_with_the_results():
-    text = (CHECKOUT / "README.md").read_text(encoding="utf-8")
-    shown = [name for _, name, _ in render_readme.BLOCK.findall(text)]
-    assert sorted(shown) == sorted(render_readme.TABLES), "README.md has every table, once"
-    assert render_readme.render(text) == text

@@ -3,13 +3,17 @@
 # [accuracy] [models] [flux] [pipeline] [host_forward] [sequences]
 #
 # Without arguments all steps run, in this order; a step that fails does not keep the next from
-# running, unless it is the build. Logs, and the JSON that the benchmarks write, go to $OUT (default
-# build/gpu_check). PYTHON (default python3) needs Torch for CUDA and requirements/test.txt. SEQUENCES (default
-# 2500) and FIRST_SEED (default 0) are of the step sequences.
+# running, unless it is the build. Logs go to $OUT (default build/gpu_check), and so do copies of the JSON that a
+# step adds to benchmarks/results: the benchmarks' figures, and of the step test how the suite went on this GPU.
+# PYTHON (default python3) needs Torch for CUDA and requirements/test.txt. PROCESSES (default one a core, at
+# most 15) is how many test at a time, LEFT_OUT the files of tests that are not run. SEQUENCES (default 2500) and
+# FIRST_SEED (default 0) are of the step sequences.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
-OUT=${OUT:-build/gpu_check}
+OUT=$(realpath -m "${OUT:-build/gpu_check}")
+PROCESSES=${PROCESSES:-$(($(nproc) > 15 ? 15 : $(nproc)))}
+LEFT_OUT=${LEFT_OUT:-}
 SEQUENCES=${SEQUENCES:-2500}
 FIRST_SEED=${FIRST_SEED:-0}
 STEPS=(build test sanitize ceilings operations profile accuracy models flux pipeline host_forward
@@ -21,7 +25,14 @@ step_build() {
     "$PYTHON" tools/kernel_resources.py .build/cuda
 }
 
-step_test() { "$PYTHON" -m pytest -q --durations=10 --numprocesses 8 --dist loadfile; }
+step_test() {
+  local file arguments=()
+  for file in $LEFT_OUT; do
+    arguments+=(--leave-out "$file")
+  done
+  "$PYTHON" tools/record_suite.py "${arguments[@]}" -- --durations=10 --numprocesses "$PROCESSES" \
+    --dist worksteal
+}
 
 # Only this package's kernels are instrumented. Each tensor gets an allocation of its own: in Torch's
 # pool an access out of bounds would hit a neighbour and go unseen.
@@ -75,7 +86,7 @@ run_step() {
   mark=$(mktemp)
   "step_$step" >"$OUT/$step.log" 2>&1 || status=$?
   tail -n 25 "$OUT/$step.log"
-  find benchmarks/results -name '*.json' -newer "$mark" -exec cp {} "$OUT" \;
+  (cd benchmarks && find results -name '*.json' -newer "$mark" -exec cp --parents {} "$OUT" \;)
   rm "$mark"
   [ "$status" = 0 ] || result="FAILED with status $status"
   echo "=== $step: $result, $((SECONDS - started)) s"

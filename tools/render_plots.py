@@ -1,19 +1,23 @@
 """The plots of benchmarks/plots, from the JSON in benchmarks/results.
 
-The same JSON gives the same files, byte for byte. tools/render_readme.py writes them.
+The same JSON gives the same files, byte for byte. tools/render_docs.py writes them.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import history
+import targets
 
 FAMILIES = {
     "norm": "norms",
@@ -68,6 +72,7 @@ def bandwidth(results: dict[str, dict]) -> str:
                 (megabytes, entry["cold"]["terabytes_per_second"][name])
                 for megabytes, entry in zip(sizes, entries, strict=True)
                 if name in entry["cold"]["terabytes_per_second"]
+                and not targets.is_broken(entry["cold"], name)
             ]
             if points:
                 x, y = zip(*points, strict=True)
@@ -161,11 +166,7 @@ def render(results: Path) -> dict[str, str]:
     plots = {}
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
         for name, (draw, needed) in PLOTS.items():
-            paths = {need: results / f"{need}.json" for need in needed}
-            if all(path.exists() for path in paths.values()):
-                loaded = {
-                    need: json.loads(path.read_text(encoding="utf-8"))
-                    for need, path in paths.items()
-                }
+            loaded = {need: history.shown(need, results) for need in needed}
+            if None not in loaded.values():
                 plots[f"{name}.svg"] = draw(loaded)
     return plots

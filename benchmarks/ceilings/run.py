@@ -24,6 +24,7 @@ import record  # noqa: E402
 import targets  # noqa: E402
 
 import kernel_resources  # noqa: E402
+from builder.package import Revision  # noqa: E402
 from builder.toolchain import Nvcc, ToolchainError, find_cxx, find_nvcc  # noqa: E402
 
 FLAGS = (
@@ -147,13 +148,8 @@ def table(measures: Iterable[dict]) -> str:
 @click.command(help=__doc__)
 @click.option("--compile-only", is_flag=True, help="Compile and check the machine code.")
 @click.option("--only", "names", multiple=True, type=click.Choice(list(INSTRUCTIONS)))
-@click.option(
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=record.RESULTS / "ceilings.json",
-    help="JSON file, if not benchmarks/results/ceilings.json.",
-)
-def main(compile_only: bool, names: tuple[str, ...], output: Path) -> None:
+@record.output_option("ceilings")
+def main(compile_only: bool, names: tuple[str, ...], output: Path | None) -> None:
     names = names or tuple(INSTRUCTIONS)
     if not compile_only and not torch.cuda.is_available():
         raise click.ClickException("there is no CUDA GPU: --compile-only needs none")
@@ -185,10 +181,11 @@ def main(compile_only: bool, names: tuple[str, ...], output: Path) -> None:
         watched[program.name] = summary
     click.echo(table(measures))
     check_ratios(measures)
-    record.write(
-        output,
-        {"environment": record.environment(device), "clocks": watched, "measures": measures},
-    )
+    environment = {**record.environment(device), "commit": Revision.read(CHECKOUT).suffix}
+    output = record.destination(output, "ceilings", environment)
+    if output is not None:
+        record.write(output, {"environment": environment, "clocks": watched, "measures": measures})
+        click.echo(f"Wrote {output}")
 
 
 if __name__ == "__main__":

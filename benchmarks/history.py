@@ -1,0 +1,65 @@
+"""Results, kept by date, commit and card: benchmarks/results/<benchmark>/<date>-<commit>-<card>.json.
+
+None is overwritten. What the documents show of a benchmark is one of them, chosen by `shown`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+# Whose figures are shown, the first card that there are any of: the aims, and the figures published
+# elsewhere that they rest on, are an H100's. Where there is none of either, the newest result counts.
+SHOWN_CARDS = ("h100", "h200")
+
+
+def card(environment: Mapping) -> str:
+    """A short name of what the figures were measured on: "h100" of "NVIDIA H100 80GB HBM3"."""
+    device = environment["device"]
+    model = re.search(r"\b[A-Z]+\d+\b", device) if device.startswith("NVIDIA") else None
+    return (model[0] if model else re.sub(r"\W+", "-", device).strip("-")).lower()
+
+
+def commit(environment: Mapping) -> str | None:
+    """Of the build that was measured, with "_dirty" where the sources differed from it; where none
+    was loaded, of the checkout. None if neither was recorded."""
+    for kernel_id in environment.get("kernel_ids", ()):
+        if match := re.search(r"_(?:cuda|cpu)_(\w+)$", kernel_id):
+            return match[1]
+    return environment.get("commit")
+
+
+def path(name: str, environment: Mapping, results: Path = RESULTS) -> Path:
+    """Where the result of a benchmark that ran in this environment is kept."""
+    date, time, _ = environment["date"].split()
+    moment = f"{date}T{time.replace(':', '')}"
+    stem = "-".join(filter(None, [moment, commit(environment), card(environment)]))
+    return results / name / f"{stem}.json"
+
+
+def load(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def kept(name: str, results: Path = RESULTS) -> list[dict]:
+    """All results of a benchmark, the oldest first, by the time that they say themselves."""
+    loaded = [load(path) for path in sorted((results / name).glob("*.json"))]
+    return sorted(loaded, key=lambda result: result["environment"]["date"])
+
+
+def newest(name: str, device: str, results: Path = RESULTS) -> dict | None:
+    """The newest result of a benchmark on the device of this name."""
+    ours = [r for r in kept(name, results) if r["environment"]["device"] == device]
+    return ours[-1] if ours else None
+
+
+def shown(name: str, results: Path = RESULTS) -> dict | None:
+    """The result that the documents show: the newest of the first of SHOWN_CARDS that has one."""
+    of_card = {card(result["environment"]): result for result in kept(name, results)}
+    for wanted in SHOWN_CARDS:
+        if wanted in of_card:
+            return of_card[wanted]
+    return kept(name, results)[-1] if of_card else None

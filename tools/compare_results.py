@@ -1,0 +1,319 @@
+"""What changed between results of one benchmark, beyond what two runs of the same thing differ by.
+
+Results of one build on one card are runs of the same thing: their median counts. The oldest build's figures
+are held against the newest's, and a ratio to a peer changed if it did so by more than the largest of
+
+- the spread of the samples behind it, of both builds and of the peer;
+- how far runs of one build are apart, where several were given;
+- --limit, for all that lies between runs and in no spread.
+
+    python tools/compare_results.py benchmarks/results/norm/*.json
+    python tools/compare_results.py BEFORE.json AFTER.json --fail
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from tabulate import tabulate
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(CHECKOUT / "benchmarks"))
+import history  # noqa: E402
+
+Label = tuple[str, ...]  # the row, then what it is a ratio to
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A figure that two runs have in common whatever the clocks were."""
+
+    value: float
+    spread: float = (
+        0.0  # quartile spread of the samples behind it, relative; 0 where there are none
+    )
+    is_higher_better: bool = True
+
+
+Rows = dict[Label, Ratio]
+
+
+def combined(*spreads: float) -> float:
+    """Of a quotient of figures with these relative spreads."""
+    return math.hypot(*spreads)
+
+
+def shape_name(entry: Mapping) -> str:
+    size = "x".join(map(str, entry["shape"]))
+    return " ".join(filter(None, [entry["operation"], entry["variant"], size]))
+
+
+def rates(name: str, measured: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    """Of implementations that took turns: ours over each of the others'."""
+    times = measured["microseconds"]
+    for peer, over in measured["over"].items():
+        timed = f"compiled {measured['compiled_mode']}" if peer == "compiled" else peer
+        spread = combined(times["ours"]["spread"], times[timed]["spread"])
+        yield (name, peer), Ratio(over, spread)
+    if "of_large_copy" in measured:
+        spread = combined(times["ours"]["spread"], times["large_copy"]["spread"])
+        yield (name, "large copy"), Ratio(measured["of_large_copy"], spread)
+
+
+def of_workloads(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    """The families', and attention's on each kind of inputs."""
+    for entry in result["workloads"]:
+        name = shape_name(entry)
+        for cache in ("cold", "warm"):
+            if cache in entry:
+                yield from rates(f"{name}, {cache}", entry[cache])
+        for kind, of_kind in entry.get("inputs", {}).items():
+            yield from rates(f"{name}, {kind}", of_kind["cold"])
+            for peer, over in of_kind["error_over"].items():
+                label = (f"error of {name}, {kind}", peer)
+                yield label, Ratio(over, is_higher_better=False)
+
+
+def of_modes(name: str, entry: Mapping, times: str) -> Iterator[tuple[Label, Ratio]]:
+    """Of a model's modes that took turns: each over eager and over torch.compile."""
+    for mode, over in entry["speedups"].items():
+        for other in ("eager", "compiled"):
+            if other in over:
+                spreads = [entry["modes"][m][times]["spread"] for m in (mode, other)]
+                yield (f"{name}, {mode}", other), Ratio(over[other], combined(*spreads))
+
+
+def of_sizes(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for size, entry in result["sizes"].items():
+        for weights, of_weights in entry["weights"].items():
+            yield from of_modes(f"{size} {weights}", of_weights, "ms")
+
+
+def of_videos(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for video, entry in result["videos"].items():
+        yield from of_modes(video, entry, "seconds")
+
+
+def of_calls(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    times = {call["operation"]: call["microseconds"] for call in result["calls"]}
+    yardstick = result["yardstick"]
+    for call in result["calls"]:
+        if call["operation"] != yardstick:
+            spread = combined(call["microseconds"]["spread"], times[yardstick]["spread"])
+            label = (call["operation"], yardstick)
+            yield label, Ratio(call["over_yardstick"], spread, is_higher_better=False)
+
+
+def of_forwards(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    def group(entry: Mapping) -> tuple[str, ...]:
+        condition = (entry.get("condition", "as published"), entry.get("weights", "random"))
+        return entry["model"], *condition, entry["context"]
+
+    eager = {group(e): e["ms"]["spread"] for e in result["forwards"] if e["mode"] == "eager"}
+    for entry in result["forwards"]:
+        if "over_eager" in entry and entry["mode"] != "eager":
+            spread = combined(entry["ms"]["spread"], eager[group(entry)])
+            label = (", ".join((*group(entry), entry["mode"])), "eager")
+            yield label, Ratio(entry["over_eager"], spread, is_higher_better=False)
+
+
+def of_errors(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for entry in result["operations"]:
+        name = f"{entry['operation']} [{entry['output']}], {entry['dtype']}"
+        yield (name, "eager's error"), Ratio(entry["ratio"], is_higher_better=False)
+    for entry in result["models"]:
+        name = f"model {entry['size']}, {entry['dtype']}"
+        yield (name, "eager's error"), Ratio(entry["ratio"], is_higher_better=False)
+
+
+def of_measures(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for measure in result["measures"]:
+        if measure["ratio"] is not None:
+            name = f"{measure['program']}: {measure['name']}"
+            yield (name, "its limit"), Ratio(measure["ratio"])
+
+
+def of_counters(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for kernel in result["kernels"]:
+        function = re.search(r"\w+(?=[<(])", kernel["kernel"])[0]
+        name = f"{kernel['workload']}, {function}"
+        for counter in ("dram", "occupancy"):
+            yield (name, f"{counter}'s peak"), Ratio(kernel[f"{counter}_percent"] / 100)
+        yield (name, "registers"), Ratio(kernel["registers"], is_higher_better=False)
+
+
+# By what holds the figures in a result: how they are read.
+READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
+    "workloads": of_workloads,
+    "sizes": of_sizes,
+    "videos": of_videos,
+    "calls": of_calls,
+    "forwards": of_forwards,
+    "operations": of_errors,
+    "measures": of_measures,
+    "kernels": of_counters,
+}
+
+
+def kind(result: Mapping) -> str:
+    """Which of READERS a result is for; ValueError if for none."""
+    found = [key for key in READERS if key in result]
+    if not found or "environment" not in result:
+        raise ValueError("it is no result of a benchmark with ratios")
+    return found[0]
+
+
+def read(result: Mapping) -> Rows:
+    return dict(READERS[kind(result)](result))
+
+
+@dataclass(frozen=True)
+class Build:
+    """Results of one build on one card, in the order of their time."""
+
+    name: str
+    results: Sequence[Mapping]
+
+    def rows(self) -> dict[Label, tuple[Ratio, float]]:
+        """Each figure's median over the runs, and how far they are apart, relative to it."""
+        runs = [read(result) for result in self.results]
+        rows = {}
+        for label in dict.fromkeys(label for run in runs for label in run):
+            ratios = [run[label] for run in runs if label in run]
+            values = [ratio.value for ratio in ratios]
+            value = statistics.median(values)
+            apart = (max(values) - min(values)) / abs(value) if value else 0.0
+            spread = statistics.median(ratio.spread for ratio in ratios)
+            rows[label] = Ratio(value, spread, ratios[0].is_higher_better), apart
+        return rows
+
+
+def builds(results: Sequence[Mapping]) -> list[Build]:
+    """The results by commit and card, the oldest first; each on its own if all are of one."""
+    in_time = sorted(results, key=lambda result: result["environment"]["date"])
+    groups: dict[str, list[Mapping]] = {}
+    for result in in_time:
+        environment = result["environment"]
+        name = f"{history.commit(environment) or 'no commit'} on {history.card(environment)}"
+        groups.setdefault(name, []).append(result)
+    if len(groups) > 1:
+        return [Build(name, group) for name, group in groups.items()]
+    (name,) = groups
+    return [Build(f"{name}, run {i}", [result]) for i, result in enumerate(in_time, 1)]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A figure that is not what it was: by how much, and how much could be noise."""
+
+    label: Label
+    values: Sequence[float | None]  # one a build, None where it was not measured
+    noise: float | None = None
+    is_better: bool | None = None
+
+    @property
+    def relative(self) -> float | None:
+        first, *_, last = self.values
+        return None if None in (first, last) else last / first - 1
+
+
+def changes(compared: Sequence[Build], limit: float) -> list[Change]:
+    """What the newest build changed beyond the noise, or measures no more or for the first time."""
+    of_builds = [build.rows() for build in compared]
+    first, last = of_builds[0], of_builds[-1]
+    found = []
+    for label in dict.fromkeys(label for rows in of_builds for label in rows):
+        values = [rows[label][0].value if label in rows else None for rows in of_builds]
+        if label not in first or label not in last:
+            found.append(Change(label, values))
+            continue
+        (before, _), (after, _) = first[label], last[label]
+        apart = max(rows[label][1] for rows in of_builds if label in rows)
+        noise = max(combined(before.spread, after.spread), apart, limit)
+        if before.value == after.value:
+            continue
+        relative = abs(after.value / before.value - 1) if before.value else math.inf
+        if relative > noise:
+            is_better = (after.value > before.value) == after.is_higher_better
+            found.append(Change(label, values, noise, is_better))
+    return found
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{value:+.1%}"
+
+
+def table(compared: Sequence[Build], found: Sequence[Change]) -> str:
+    """The changes, the largest first; then what only one of the builds has."""
+    ordered = sorted(found, key=lambda change: -abs(change.relative or 0.0))
+    verdicts = {True: "better", False: "worse", None: "not in both"}
+    rows = [
+        [
+            *change.label,
+            *("" if value is None else f"{value:.3f}" for value in change.values),
+            percent(change.relative),
+            "" if change.noise is None else f"{change.noise:.1%}",
+            verdicts[change.is_better],
+        ]
+        for change in ordered
+    ]
+    headers = ["", "against", *(build.name for build in compared), "change", "noise", ""]
+    return tabulate(rows, headers, disable_numparse=True)
+
+
+def load(path: Path) -> dict:
+    try:
+        result = history.load(path)
+        kind(result)
+    except ValueError as error:  # which JSON's are, too
+        raise click.UsageError(f"{path}: {error}") from None
+    return result
+
+
+@click.command(help=__doc__.split("\n\n")[0])
+@click.option(
+    "--limit",
+    type=click.FloatRange(min=0),
+    default=0.02,
+    show_default=True,
+    help="Smaller changes are noise whatever the spreads are.",
+)
+@click.option("--fail", is_flag=True, help="Exit with 1 if anything changed.")
+@click.argument(
+    "paths",
+    nargs=-1,
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="RESULTS...",
+)
+def main(paths: Sequence[Path], limit: float, fail: bool) -> None:
+    if len(set(paths)) < 2:
+        raise click.UsageError("two results or more are compared, got one")
+    results = [load(path) for path in dict.fromkeys(paths)]
+    what = {(kind(result), result.get("model"), result.get("dtype")) for result in results}
+    if len(what) > 1:
+        raise click.UsageError("these are results of different benchmarks, models or dtypes")
+    compared = builds(results)
+    for build in compared:
+        dates = ", ".join(result["environment"]["date"] for result in build.results)
+        click.echo(f"{build.name}: {dates}")
+    if not set(compared[0].rows()) & set(compared[-1].rows()):
+        raise click.UsageError("these results have no figure in common")
+    found = changes(compared, limit)
+    count = len(set(compared[0].rows()) | set(compared[-1].rows()))
+    click.echo(f"{len(found)} of {count} figures changed beyond the noise")
+    if found:
+        click.echo(table(compared, found))
+    if fail and found:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

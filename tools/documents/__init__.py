@@ -1,0 +1,8 @@
+"""The measured tables and figures of the documents. tools/render_docs.py puts them there."""
+
+import sys
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+# The results and what is aimed at; what the tests hold errors to.
+sys.path[:0] = [str(CHECKOUT / "benchmarks"), str(CHECKOUT / "tests")]

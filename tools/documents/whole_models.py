@@ -1,0 +1,175 @@
+"""Forwards and pipelines of whole models, and the host's time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from .common import (
+    MODE_NAMES,
+    image_name,
+    is_measured,
+    load,
+    markdown,
+    setup,
+    table,
+    times,
+    unmeasured,
+    video_name,
+)
+
+
+def forwards(result: dict, label: Callable[[str, dict], str]) -> str:
+    """One forward in each mode and with all weights, its size called what `label` makes of it."""
+    rows = [
+        [
+            label(size, entry),
+            weights,
+            MODE_NAMES[mode],
+            f"{measured['ms']['median']:.1f} ms",
+            times(of_weights["speedups"][mode].get("eager")),
+            times(of_weights["speedups"][mode].get("compiled")),
+        ]
+        for size, entry in result["sizes"].items()
+        for weights, of_weights in entry["weights"].items()
+        for mode, measured in of_weights["modes"].items()
+    ]
+    headers = ["input", "weights", "mode", "forward", "against eager", "against torch.compile"]
+    return markdown(rows, headers) + setup(result)
+
+
+@table
+def models(results: Path) -> str:
+    """One forward of LTX-Video's transformer in each mode."""
+
+    def label(size: str, entry: dict) -> str:
+        return f"{video_name(size)}, {entry['batch']}×{entry['tokens']} tokens"
+
+    return forwards(load(results, "models"), label)
+
+
+@table
+def flux(results: Path) -> str:
+    """One forward of FLUX.1's transformer in each mode."""
+    if not is_measured(results, "flux"):
+        return unmeasured("flux")
+
+    def label(size: str, entry: dict) -> str:
+        return f"{image_name(size)}, {entry['tokens']} + {entry['text_tokens']} tokens"
+
+    return forwards(load(results, "flux"), label)
+
+
+@table
+def breakdown(results: Path) -> str:
+    """The forward's GPU time by kernel class."""
+    result = load(results, "models")
+    rows = []
+    for size, entry in result["sizes"].items():
+        for weights, of_weights in entry["weights"].items():
+            for mode, measured in of_weights["modes"].items():
+                kernels = measured["kernels"]
+                rows.append(
+                    [video_name(size), weights, MODE_NAMES[mode]]
+                    + [
+                        f"{kernels['classes'][key]['ms']:.1f} ms"
+                        for key in ("gemm", "attention", "other")
+                    ]
+                    + [f"{kernels['idle_ms']:.1f} ms", f"{kernels['total']['launches']:.0f}"]
+                )
+    classes = ["matrix products", "attention", "everything else", "between kernels"]
+    headers = ["input", "weights", "mode", *classes, "launches"]
+    return markdown(rows, headers) + setup(result)
+
+
+@table
+def injection(results: Path) -> str:
+    """What injecting the kernels takes."""
+    result = load(results, "models")
+    rows = [
+        [
+            video_name(size),
+            f"{took['change_s'] * 1e3:.0f} ms",
+            f"{took['full_speed_s']:.2f} s",
+            f"{took['allocated_growth_bytes'] / took['weights_bytes']:.2%}",
+        ]
+        for size, took in ((size, entry["injection"]) for size, entry in result["sizes"].items())
+    ]
+    headers = ["input", "inject_kernels", "full speed after", "memory growth"]
+    return markdown(rows, headers) + setup(result)
+
+
+@table
+def pipeline(results: Path) -> str:
+    """The whole pipeline but the text encoder."""
+    result = load(results, "pipeline")
+    rows = [
+        [
+            video_name(video),
+            MODE_NAMES[mode],
+            f"{measured['seconds']['median']:.2f} s",
+            times(entry["speedups"][mode].get("eager")),
+        ]
+        for video, entry in result["videos"].items()
+        for mode, measured in entry["modes"].items()
+    ]
+    return markdown(rows, ["video", "mode", "time", "against eager"]) + setup(result)
+
+
+@table
+def host(results: Path) -> str:
+    """The host's time for a call."""
+    result = load(results, "host")
+    rows = [
+        [
+            call["operation"].replace("torch ", "torch.nn.functional."),
+            f"{call['microseconds']['median']:.1f} µs",
+            times(call["over_yardstick"]),
+        ]
+        for call in result["calls"]
+    ]
+    headers = ["call", "host time", "of torch.nn.functional.rms_norm's"]
+    return markdown(rows, headers) + setup(result) + f", on {result['processor']}"
+
+
+@table
+def host_forward(results: Path) -> str:
+    """The host's time for a whole forward."""
+    if not is_measured(results, "host_forward"):
+        return unmeasured("host_forward")
+    result = load(results, "host_forward")
+    rows = []
+    for entry in result["forwards"]:
+        kernels = entry.get("kernels")
+        rows.append(
+            [
+                f"{entry['model']}: {entry['batch']}×({entry['tokens']} + {entry['text_tokens']}) tokens",
+                entry.get("condition", "as published"),
+                entry.get("weights", "random"),
+                f"torch.{entry['context']}",
+                MODE_NAMES[entry["mode"]],
+                f"{entry['ms']['median']:.2f} ms",
+                times(entry.get("over_eager")),
+                f"{kernels['ms']:.2f} ms" if kernels else "",
+                f"{kernels['launches']:.0f}" if kernels else "",
+            ]
+        )
+    headers = ["model", "condition", "weights", "under", "mode"]
+    headers += ["host time", "of eager's", "GPU's time", "launches"]
+    return markdown(rows, headers) + setup(result) + f", on {result['processor']}"
+
+
+@table
+def accuracy_models(results: Path) -> str:
+    """The injected and the eager model's distance from the float32 model."""
+    result = load(results, "accuracy")
+    rows = [
+        [
+            f"{video_name(entry['size'])}, {entry['dtype']}",
+            f"{entry['kernel']:.5f}",
+            f"{entry['eager']:.5f}",
+            f"{entry['ratio']:.3f}",
+        ]
+        for entry in result["models"]
+    ]
+    return markdown(rows, ["distance from float32", "injected", "eager", "ratio"]) + setup(result)

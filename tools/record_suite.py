@@ -1,0 +1,127 @@
+"""Runs the test suite and keeps a record of how it went: commit, GPU, versions, date and counts.
+
+The record goes to benchmarks/results/suite/<date>-<commit>-<card>.json, of a run with failures too. What is
+tested must be this checkout's build: of the same commit where Git knows it, with the same Python sources
+in any case.
+
+    python tools/record_suite.py -- --numprocesses 15 --dist worksteal
+    python tools/record_suite.py --leave-out tests/test_example.py --leave-out tests/test_cpu_speed.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import torch
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(CHECKOUT / "benchmarks"))
+import history  # noqa: E402
+import models  # noqa: E402
+import record  # noqa: E402
+
+from builder.package import Package, Revision  # noqa: E402
+
+OUTCOMES = ("passed", "skipped", "failed")
+TESTS_RAN = (0, 1)  # pytest's exit status where all passed, and where some failed
+
+
+def check_build(variant: Path, build: str | None, checkout: Path, commit: str | None) -> str:
+    """What the build was found to agree with; ValueError if it is not this checkout's.
+
+    `build` is the commit that the build says it is of; `commit` the checkout's, None where Git does not
+    know it.
+    """
+    if build in (None, "local"):
+        raise ValueError(f"the build in {variant} does not say its commit: build it where Git is")
+    if commit is not None and commit != build:
+        raise ValueError(f"the build is of {build}, the checkout is at {commit}: build it again")
+    package = Package.read(checkout, "cpu")  # all backends have the same Python files
+    for name, source in package.python_files().items():
+        built = variant / name
+        if not built.exists() or built.read_bytes() != source.read_bytes():
+            raise ValueError(f"{name} of the build is not the checkout's: build it again")
+    return "Python sources" if commit is None else "commit and Python sources"
+
+
+def outcome(case: ElementTree.Element) -> str:
+    """Of a test in a JUnit report; one whose set-up or tear-down failed has failed."""
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "failed"
+    return "passed" if case.find("skipped") is None else "skipped"
+
+
+def read_report(path: Path) -> dict[str, object]:
+    """How many tests had each outcome, which failed, and why others were skipped, of a JUnit report."""
+    by_outcome: dict[str, list[ElementTree.Element]] = {name: [] for name in OUTCOMES}
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        by_outcome[outcome(case)].append(case)
+    reasons = Counter(case.find("skipped").get("message", "") for case in by_outcome["skipped"])
+    return {
+        "counts": {name: len(cases) for name, cases in by_outcome.items()},
+        "failures": [f"{c.get('classname')}::{c.get('name')}" for c in by_outcome["failed"]],
+        "skipped_for": dict(reasons.most_common()),
+    }
+
+
+def run_tests(arguments: Sequence[str], left_out: Sequence[str]) -> dict[str, object]:
+    """What the tests' report says, and how long they took."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
+        command += [f"--ignore={name}" for name in left_out]
+        begin = time.perf_counter()
+        status = subprocess.run(command, cwd=CHECKOUT).returncode
+        seconds = time.perf_counter() - begin
+        if status not in TESTS_RAN or not report.exists():
+            raise click.ClickException(f"pytest ended with status {status}: nothing is recorded")
+        return {**read_report(report), "seconds": round(seconds, 1)}
+
+
+@click.command(help=__doc__.split("\n\n")[0])
+@click.option(
+    "--leave-out",
+    "left_out",
+    multiple=True,
+    type=click.Path(exists=True),
+    help="A file of tests that is not run; may be given several times.",
+)
+@record.output_option("suite")
+@click.argument("pytest_arguments", nargs=-1)
+def main(left_out: tuple[str, ...], output: Path | None, pytest_arguments: tuple[str, ...]) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kernel, _ = models.load_kernel()
+    environment = record.environment(device)
+    revision = Revision.read(CHECKOUT)
+    commit = revision.suffix if revision.commit else None
+    build = history.commit({"kernel_ids": environment["kernel_ids"]})
+    try:
+        checked = check_build(Path(kernel.__file__).parent, build, CHECKOUT, commit)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    result = {
+        "environment": environment,
+        "build": build,
+        "build_agrees_with_checkout_in": checked,
+        "left_out": sorted(left_out),
+        "pytest_arguments": list(pytest_arguments),
+        **run_tests(pytest_arguments, left_out),
+    }
+    output = record.destination(output, "suite", environment, ("left_out", "pytest_arguments"))
+    record.write(output, result)
+    counts = ", ".join(f"{count} {name}" for name, count in result["counts"].items())
+    click.echo(f"{counts} on {environment['device']}, {build}\nWrote {output}")
+    if result["counts"]["failed"]:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
