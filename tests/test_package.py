@@ -56,7 +56,7 @@ def test_build_toml_is_accepted_by_kernel_builder():
 
 def test_build_toml_lists_each_source_once():
     binding = {
-        path for path in (CHECKOUT / "torch-ext").glob("*.*") if path.suffix in (".cpp", ".h")
+        path for path in (CHECKOUT / "torch-ext").rglob("*.*") if path.suffix in (".cpp", ".h")
     }
     files = {*(CHECKOUT / "kernel_src").rglob("*.*"), *binding}
     existing = {path.relative_to(CHECKOUT).as_posix() for path in files}

@@ -197,7 +197,7 @@ class DeviceStream {
 
  private:
 #ifdef CUDA_KERNEL
-  torch::stable::accelerator::DeviceGuard guard_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 #endif
   Stream stream_;
 };

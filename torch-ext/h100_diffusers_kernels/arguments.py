@@ -12,8 +12,11 @@ from typing import NoReturn, Optional
 import torch
 from torch import Tensor
 
+from ._ops import add_op_namespace_prefix
 from .overlap import overlap, overlaps_itself
 
+# A build has kernels for one type of device, which its operators' namespace names.
+KERNEL_DEVICE_TYPE = "cuda" if "_cuda_" in add_op_namespace_prefix("") else "cpu"
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIMS = 64  # that the compiled checks hold
 MAX_COUNT = 2**31 - 1  # of what a launch or a kernel numbers
@@ -155,16 +158,22 @@ def check_layout(operation: str, name: str, tensor: Tensor) -> None:
     fail(operation, f"{name} must be a strided tensor, got {given}")
 
 
-def check_device_type(operation: str, name: str, tensor: Tensor) -> None:
-    """``tensor`` is on one of the devices that the operators are registered for."""
-    if tensor.device.type not in ("cpu", "cuda", "meta"):
-        fail(operation, f"{name} must be on a CUDA device or the CPU, got {tensor.device}")
+def check_kernel_device(operation: str, name: str, tensor: Tensor) -> None:
+    """``tensor`` is where this build has kernels, or nowhere."""
+    if tensor.device.type not in (KERNEL_DEVICE_TYPE, "meta"):
+        where = "on a CUDA device" if KERNEL_DEVICE_TYPE == "cuda" else "on the CPU"
+        kernels = KERNEL_DEVICE_TYPE.upper()
+        fail(
+            operation,
+            f"{name} must be {where} (this build has {kernels} kernels), got {tensor.device}",
+        )
 
 
 def check_input(
     operation: str, name: str, x: Tensor, min_dims: int = 1, accepts_float32: bool = True
 ) -> None:
-    """``x`` has a supported dtype, from ``min_dims`` to 64 dimensions and unit stride in the last."""
+    """``x`` has a supported device and dtype, ``min_dims`` to 64 dimensions and unit stride in the last."""
+    check_kernel_device(operation, name, x)
     if x.dtype not in SUPPORTED_DTYPES or (x.dtype == torch.float32 and not accepts_float32):
         float32 = "float32, " if accepts_float32 else ""
         fail(operation, f"{name} must be {float32}float16 or bfloat16, got {dtype_name(x.dtype)}")

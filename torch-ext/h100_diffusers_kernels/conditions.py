@@ -8,12 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ._ops import add_op_namespace_prefix
-from .arguments import ATTENTION_HEAD_DIMS, dtype_name
+from .arguments import ATTENTION_HEAD_DIMS, KERNEL_DEVICE_TYPE, dtype_name
 from .differentiation import is_differentiated, is_in_dual_level
 
-# A build has kernels for one type of device, which its operators' namespace names.
-KERNEL_DEVICE_TYPE = "cuda" if "_cuda_" in add_op_namespace_prefix("") else "cpu"
 _IS_CUDA = KERNEL_DEVICE_TYPE == "cuda"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
