@@ -105,9 +105,8 @@ struct ActivationKernel {
                       [&](const RowCursor& row, int64_t first, int64_t last) ALWAYS_INLINE_LAMBDA {
                         const T* in = row.pointer<const T>(params.x);
                         T* out = row.pointer<T>(params.out);
-                        for (int64_t column = first; column < last; column += kBlock) {
+                        for (int64_t column = first; column < last; column += kBlock)
                           run_block<kLanes>(in, column, out + column, std::min(kBlock, last - column));
-                        }
                       });
   }
 
@@ -178,11 +177,10 @@ void launch(const ActivationParams& params, Stream stream) {
 
 template <bool kIsGated>
 void launch_gelu(const ActivationParams& params, Stream stream) {
-  if (params.tanh_approximation) {
+  if (params.tanh_approximation)
     launch<GeluTanh, kIsGated>(params, stream);
-  } else {
+  else
     launch<GeluErf, kIsGated>(params, stream);
-  }
 }
 
 }  // namespace

@@ -45,9 +45,8 @@ template <int kLanes, int kVectors, typename Begin, typename Finish>
 ALWAYS_INLINE void multiply_tile(const ProductOperands& operands, int64_t count, int64_t row, int64_t column,
                                  const Begin& begin, const Finish& finish) {
   Floats<kLanes> sums[kTileRows][kVectors];
-  for (int r = 0; r < kTileRows; ++r) {
+  for (int r = 0; r < kTileRows; ++r)
     for (int v = 0; v < kVectors; ++v) sums[r][v] = begin(row + r, column + v * kLanes);
-  }
   const float* scalars = operands.scalars + row * operands.row_stride;
   const float* vectors = operands.vectors + column;
   for (int64_t i = 0; i < count; ++i) {
@@ -60,9 +59,8 @@ ALWAYS_INLINE void multiply_tile(const ProductOperands& operands, int64_t count,
     scalars += operands.stride;
     vectors += operands.vector_stride;
   }
-  for (int r = 0; r < kTileRows; ++r) {
+  for (int r = 0; r < kTileRows; ++r)
     for (int v = 0; v < kVectors; ++v) finish(row + r, column + v * kLanes, sums[r][v]);
-  }
 }
 
 // All tiles of rows, rounded up to a multiple of kTileRows, and columns, a multiple of kLanes.
@@ -71,14 +69,12 @@ ALWAYS_INLINE void multiply(const ProductOperands& operands, int64_t count, int6
                             const Begin& begin, const Finish& finish) {
   constexpr int kVectors = kTileVectors<kLanes>;
   int64_t column = 0;
-  for (; column + kVectors * kLanes <= columns; column += kVectors * kLanes) {
+  for (; column + kVectors * kLanes <= columns; column += kVectors * kLanes)
     for (int64_t row = 0; row < rows; row += kTileRows)
       multiply_tile<kLanes, kVectors>(operands, count, row, column, begin, finish);
-  }
-  for (; column < columns; column += kLanes) {
+  for (; column < columns; column += kLanes)
     for (int64_t row = 0; row < rows; row += kTileRows)
       multiply_tile<kLanes, 1>(operands, count, row, column, begin, finish);
-  }
 }
 
 // exp(x) for x <= 0, but 0 where it would be subnormal or nearly so; NaN of NaN.
@@ -181,10 +177,9 @@ struct AttentionKernel {
   template <int kLanes>
   ALWAYS_INLINE void load_keys(float* block, const T* data, int64_t stride, int64_t count) const {
     const int64_t head_dim = params.head_dim;
-    for (int64_t row = 0; row < count; ++row) {
+    for (int64_t row = 0; row < count; ++row)
       for (int64_t column = 0; column < head_dim; column += kLanes)
         store<kLanes>(block + row * head_dim + column, load<kLanes>(data + row * stride + column));
-    }
     const int64_t rows = (count + kTileRows - 1) / kTileRows * kTileRows;
     std::fill(block + count * head_dim, block + rows * head_dim, 0.0f);
   }
@@ -274,11 +269,10 @@ void launch(const AttentionParams& params, Stream stream) {
 int64_t attention_workspace_bytes(const AttentionParams&) { return 0; }
 
 void attention(const AttentionParams& params, Stream stream) {
-  if (params.dtype == DType::kFloat16) {
+  if (params.dtype == DType::kFloat16)
     launch<Float16>(params, stream);
-  } else {
+  else
     launch<BFloat16>(params, stream);
-  }
 }
 
 }  // namespace h100_diffusers_kernels

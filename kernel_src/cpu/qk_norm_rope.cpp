@@ -42,9 +42,8 @@ class CoordinateTables {
         coordinates_(std::make_unique<float[]>(pairs_)),
         cosine_(std::make_unique<float[]>(2 * pairs_)),
         sine_(std::make_unique<float[]>(2 * pairs_)) {
-    for (int64_t pair = identity_pairs_; pair < pairs_; ++pair) {
+    for (int64_t pair = identity_pairs_; pair < pairs_; ++pair)
       frequencies_[pair] = params.frequencies[(pair - identity_pairs_) / params.axes];
-    }
     max_frequency_ = max_magnitude(frequencies_.get(), pairs_);
   }
 
@@ -53,11 +52,10 @@ class CoordinateTables {
     if (coordinates != current_) {
       current_ = coordinates;
       repeat_coordinates();
-      if (max_magnitude(coordinates, params_.axes) * max_frequency_ <= kMaxAngle) {
+      if (max_magnitude(coordinates, params_.axes) * max_frequency_ <= kMaxAngle)
         compute<kLanes>();
-      } else {
+      else
         compute_any_angle();
-      }
     }
     return {cosine_.get(), sine_.get(), params_.head_dim, params_.head_dim};
   }
@@ -69,9 +67,8 @@ class CoordinateTables {
     const int64_t count = pairs_ - identity_pairs_;
     int64_t filled = std::min<int64_t>(params_.axes, count);
     std::memcpy(out, current_, filled * sizeof(float));
-    for (; filled < count; filled *= 2) {
+    for (; filled < count; filled *= 2)
       std::memcpy(out + filled, out, std::min(filled, count - filled) * sizeof(float));
-    }
   }
 
   // Pairs that are not rotated have the angle 0.
@@ -158,9 +155,8 @@ struct QkNormRopeKernel {
     std::optional<CoordinateTables> from_coordinates;
     if (params.coordinates != nullptr) from_coordinates.emplace(params);
     std::optional<CallTables<T, Table>> from_tables;
-    if (params.tables.cos != nullptr) {
+    if (params.tables.cos != nullptr)
       from_tables.emplace(params.tables, params.layout, params.head_dim, params.q.heads);
-    }
     for (int64_t token = begin; token < end; ++token) {
       const int64_t batch = token % params.batch, seq = token / params.batch;
       const auto at = [&](auto* data, const int64_t* strides) {
@@ -168,9 +164,8 @@ struct QkNormRopeKernel {
       };
       TokenTables<Table> tables{};
       if constexpr (std::is_same_v<Table, float>) {
-        if (from_coordinates) {
+        if (from_coordinates)
           tables = from_coordinates->at<kLanes>(at(params.coordinates, params.coordinate_strides));
-        }
       }
       if (from_tables) tables = from_tables->template at<kLanes>(batch, seq);
       for (const HeadsOperand* operand : {&params.q, &params.k}) {
@@ -198,9 +193,8 @@ struct QkNormRopeKernel {
       const bool is_contiguous = stride == head_dim;
       const int64_t parts = is_contiguous ? 1 : heads;
       double squares = 0;
-      for (int64_t part = 0; part < parts; ++part) {
+      for (int64_t part = 0; part < parts; ++part)
         squares += sum_of_squares<kLanes>(in + part * stride, is_contiguous ? heads * head_dim : head_dim);
-      }
       factor = reciprocal_deviation(squares / static_cast<double>(heads * head_dim), params.eps);
     }
     std::fill_n(rstd, heads, factor);
@@ -237,13 +231,12 @@ void launch(const QkNormRopeParams& params, Stream stream) {
 
 void qk_norm_rope(const QkNormRopeParams& params, Stream stream) {
   with_type(params.dtype, [&]<typename T>(T) {
-    if (params.tables.cos == nullptr && params.coordinates == nullptr) {
+    if (params.tables.cos == nullptr && params.coordinates == nullptr)
       launch<T, float, NoRotation>(params, stream);
-    } else if (params.coordinates != nullptr || are_read_as_float(params.tables)) {
+    else if (params.coordinates != nullptr || are_read_as_float(params.tables))
       launch<T, float>(params, stream);
-    } else {
+    else
       launch<T, T>(params, stream);
-    }
   });
 }
 

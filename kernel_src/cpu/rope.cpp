@@ -110,11 +110,10 @@ void launch(const Params& params, bool is_float_table, Stream stream) {
   const int64_t tokens = params.batch * params.seq, token_size = params.x.heads * params.head_dim;
   with_type(params.dtype, [&]<typename T>(T) {
     with_rotation(params.layout, [&]<typename Rotation>(Rotation) {
-      if (is_float_table) {
+      if (is_float_table)
         parallel_run(stream, tokens, token_size, Kernel<T, float, Rotation>{params});
-      } else {
+      else
         parallel_run(stream, tokens, token_size, Kernel<T, T, Rotation>{params});
-      }
     });
   });
 }

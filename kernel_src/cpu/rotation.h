@@ -86,15 +86,13 @@ class CallTables {
     out.offset = offset;
     const int64_t half = head_dim_ / 2;
     const auto repeat = [&](const auto* values) ALWAYS_INLINE_LAMBDA {
-      for (int64_t h = 0; h < (head_stride == 0 ? 1 : heads_); ++h) {
+      for (int64_t h = 0; h < (head_stride == 0 ? 1 : heads_); ++h)
         repeat_pairs<kLanes>(layout_, half, &out.values[h * head_dim_], 0, values + h * head_stride, half);
-      }
     };
-    if (tables_.is_float32) {
+    if (tables_.is_float32)
       repeat(static_cast<const float*>(table) + offset);
-    } else {
+    else
       repeat(static_cast<const T*>(table) + offset);
-    }
   }
 
   const RopeTables& tables_;
@@ -140,11 +138,10 @@ struct HalfRotation {
 // Calls function(Rotation{}) with the rotation of the layout.
 template <typename Function>
 void with_rotation(RopeLayout layout, const Function& function) {
-  if (layout == RopeLayout::kInterleaved) {
+  if (layout == RopeLayout::kInterleaved)
     function(InterleavedRotation{});
-  } else {
+  else
     function(HalfRotation{});
-  }
 }
 
 }  // namespace h100_diffusers_kernels

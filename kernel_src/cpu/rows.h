@@ -107,9 +107,8 @@ struct Lanes {};
 template <int kLanes, int kMinLanes = 1, typename Function>
 ALWAYS_INLINE void for_columns(int64_t begin, int64_t end, const Function& function) {
   for (; begin + kLanes <= end; begin += kLanes) function(Lanes<kLanes>{}, begin);
-  if constexpr (kLanes > kMinLanes) {
+  if constexpr (kLanes > kMinLanes)
     for_columns<std::max(kLanes / 4, kMinLanes), kMinLanes>(begin, end, function);
-  }
 }
 
 // Sums over the columns: function(Lanes<n>, column, sums) adds the terms of a group of columns to the kSums
@@ -132,9 +131,8 @@ ALWAYS_INLINE void sum_columns(int64_t count, double (&totals)[kSums], const Fun
     for (; i + kLanes <= end; i += kLanes) function(Lanes<kLanes>{}, i, sums[0]);
     Floats<1> rest[kSums] = {};
     for (; i < end; ++i) function(Lanes<1>{}, i, rest);
-    for (int k = 0; k < kSums; ++k) {
+    for (int k = 0; k < kSums; ++k)
       totals[k] += sum_in_double<kLanes>((sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k])) + rest[k][0];
-    }
   }
 }
 

@@ -77,11 +77,10 @@ struct SoftmaxKernel {
     for (; begin < end; ++begin, row.advance()) {
       T* out = row.pointer<T>(params.out);
       float* exponentials;
-      if constexpr (kNeedsScratch) {
+      if constexpr (kNeedsScratch)
         exponentials = scratch.get();
-      } else {
+      else
         exponentials = out;
-      }
       run_row<kLanes>(row.pointer<const T>(params.x), exponentials, out);
     }
   }
