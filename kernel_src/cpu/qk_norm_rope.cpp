@@ -1,4 +1,4 @@
-// Query and key: RMS norm across the heads, per head or none, then rotary embedding, in one pass.
+// Query and key are normalized (RMS norm across the heads, per head or none) and rotated in one pass.
 //
 // An item is a token. Each group of elements is loaded, normalized, rotated and stored before the next one,
 // and both elements of a pair are in the same group, so the output may be the input.
@@ -20,7 +20,7 @@
 namespace h100_diffusers_kernels {
 namespace {
 
-// Largest magnitude; NaN if there is one.
+// Returns the largest magnitude, or NaN if there is one.
 float max_magnitude(const float* values, int64_t count) {
   float largest = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -30,8 +30,8 @@ float max_magnitude(const float* values, int64_t count) {
   return largest;
 }
 
-// The tables of one token, computed from its coordinates. They are kept while the coordinates stay the same,
-// as they do from batch entry to batch entry if these share them.
+// The tables of one token are computed from its coordinates. They are kept while the coordinates stay the
+// same, as they do from batch entry to batch entry if these share them.
 class CoordinateTables {
  public:
   explicit CoordinateTables(const QkNormRopeParams& params)
@@ -61,7 +61,7 @@ class CoordinateTables {
   }
 
  private:
-  // The coordinate of each rotated pair: those of the axes over and over.
+  // Gives each rotated pair its coordinate: those of the axes follow each other over and over.
   void repeat_coordinates() {
     float* out = coordinates_.get() + identity_pairs_;
     const int64_t count = pairs_ - identity_pairs_;
@@ -84,7 +84,7 @@ class CoordinateTables {
     }
   }
 
-  // Slower, also for huge angles, infinity and NaN.
+  // This is slower, and takes huge angles, infinity and NaN, too.
   void compute_any_angle() {
     const int64_t half = params_.head_dim / 2;
     const bool interleaved = params_.layout == RopeLayout::kInterleaved;
@@ -100,7 +100,7 @@ class CoordinateTables {
   const QkNormRopeParams& params_;
   int64_t pairs_;
   int64_t identity_pairs_;
-  std::unique_ptr<float[]> frequencies_;  // of each pair
+  std::unique_ptr<float[]> frequencies_;  // Each pair has one, as of the coordinates.
   std::unique_ptr<float[]> coordinates_;
   std::unique_ptr<float[]> cosine_;
   std::unique_ptr<float[]> sine_;
@@ -108,7 +108,7 @@ class CoordinateTables {
   const float* current_ = nullptr;
 };
 
-// A head before the rotation.
+// This reads a head, and normalizes it.
 template <typename T>
 struct NormalizedHead {
   const T* in;
@@ -177,7 +177,7 @@ struct QkNormRopeKernel {
     }
   }
 
-  // The factor of each head of a token.
+  // Computes the factor by which the norm multiplies each head of a token.
   template <int kLanes>
   ALWAYS_INLINE void measure(const HeadsOperand& operand, const T* in, float* rstd) const {
     const int64_t heads = operand.heads, head_dim = params.head_dim, stride = operand.in_strides[2];
@@ -223,14 +223,15 @@ void launch(const QkNormRopeParams& params, Stream stream) {
 
 template <typename T, typename Table>
 void launch(const QkNormRopeParams& params, Stream stream) {
-  with_rotation(params.layout,
-                [&]<typename Rotation>(Rotation) { launch<T, Table, Rotation>(params, stream); });
+  dispatch_layout(params.layout, [&]<typename Rotation>(std::type_identity<Rotation>) {
+    launch<T, Table, Rotation>(params, stream);
+  });
 }
 
 }  // namespace
 
 void qk_norm_rope(const QkNormRopeParams& params, Stream stream) {
-  with_type(params.dtype, [&]<typename T>(T) {
+  dispatch_dtype(params.dtype, [&]<typename T>(std::type_identity<T>) {
     if (params.tables.cos == nullptr && params.coordinates == nullptr)
       launch<T, float, NoRotation>(params, stream);
     else if (params.coordinates != nullptr || are_read_as_float(params.tables))

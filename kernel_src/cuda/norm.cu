@@ -1,4 +1,4 @@
-// rms_norm, layer_norm.
+// rms_norm and layer_norm, with or without weight and bias.
 #include "row_norm.cuh"
 
 namespace h100_diffusers_kernels {

@@ -1,7 +1,9 @@
 // qk_norm_rope: query and key are normalized and rotated in one pass over both.
 //
-// A group of threads shares what one norm spans, a token or a head, and each thread treats units of query and
-// key at the same place, so that an angle is looked up or computed once for both.
+// A group of threads shares what one norm spans, a token or a head. Each thread treats units (rope.cuh) of
+// query and key at the same place, so that an angle is looked up or computed once for both.
+#include <type_traits>
+
 #include "fast_divisor.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
@@ -27,16 +29,19 @@ struct QkKernelParams : QkNormRopeParams {
   FastDivisor seq_divisor, max_heads_divisor, units_per_head;
 };
 
-// A group of kGroupThreads threads holds up to kGroupThreads * kUnits units of query and of key.
-// gridDim.x: tokens, or tokens * heads where the norm spans a head, in blocks of groups.
+// A group of kGroupThreads threads holds up to kGroupThreads * kUnits units of query and of key. There is a
+// group for each token, or for each head of each token where the norm spans a head; gridDim.x counts blocks
+// of groups.
 template <typename T, class Rope, RopeLayout kLayout, int kGroupThreads, int kUnits>
 __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
     qk_norm_rope_kernel(const __grid_constant__ QkKernelParams p) {
   constexpr int kSize = kPackSize<T, Access::kVector>;
   constexpr int kGroups = kBlockThreads<kGroupThreads> / kGroupThreads;
-  // A unit's packs half a head apart: neighbouring threads then read neighbouring packs.
+  // A unit's packs are half a head apart, so that neighbouring threads read neighbouring packs (NOTES,
+  // "Rotary embedding from tables"), but where computed rotations want pairs that follow each other.
   constexpr bool kIsApart = kLayout == RopeLayout::kHalf || !Rope::kIsComputed;
-  // The rotation waits in registers, computed or on its way, while the norm is being taken.
+  // The rotation waits in registers, computed or on its way, while the norm is being taken (NOTES, "Rotary
+  // embedding from tables" and "from coordinates").
   constexpr bool kLooksUpAhead = Rope::kIsComputed || kUnits == 1;
   const bool spans_heads = p.norm == NormScope::kAcrossHeads;
   const int head_dim = static_cast<int>(p.head_dim);
@@ -149,8 +154,8 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
 
 constexpr int kAnyShapeThreads = 256;
 
-// Any head size, span and alignment: a block treats one span of one tensor (blockIdx.y: query, key), an
-// element at a time, and reads it twice.
+// Heads and spans of any size and alignment are read twice, an element at a time. A block treats one span of
+// one tensor; blockIdx.y is 0 for the query, 1 for the key.
 template <typename T, class Rope, RopeLayout kLayout, Access kAccess>
 __global__ void __launch_bounds__(kAnyShapeThreads)
     qk_norm_rope_any_shape_kernel(const __grid_constant__ QkNormRopeParams p) {
@@ -173,7 +178,7 @@ __global__ void __launch_bounds__(kAnyShapeThreads)
     at.head = group_head + i / head_dim;
     return head_offset(strides, at) + i % head_dim;
   };
-  // Unsigned: the last step may lead beyond what an int holds.
+  // The counter is unsigned, because the last step may lead beyond what an int holds.
   const auto for_each_element = [&](const auto& body) {
     for (uint32_t i = threadIdx.x; i < static_cast<uint32_t>(span); i += kAnyShapeThreads)
       body(static_cast<int>(i));
@@ -208,7 +213,7 @@ __global__ void __launch_bounds__(kAnyShapeThreads)
       place.pair = within;
       place.first = kLayout == RopeLayout::kHalf ? within : 2 * within;
       place.second = kLayout == RopeLayout::kHalf ? within + half : 2 * within + 1;
-      // Two packs of one element each: what the half layout is to larger packs.
+      // Two packs of one element each hold one pair, as in the half layout.
       typename Rope::template Lookup<T, RopeLayout::kHalf, 1> lookup;
       lookup.fetch(p, place);
       UnitRotation<1> rotation;
@@ -225,7 +230,7 @@ __global__ void __launch_bounds__(kAnyShapeThreads)
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// Launch configuration: units in a group -> threads a group, units a thread
+// The launch configuration is chosen by the number of units in a group: threads a group, units a thread.
 
 template <int kThreads, int kUnits>
 struct GroupConfig {
@@ -233,7 +238,8 @@ struct GroupConfig {
   static constexpr int kUnitsPerThread = kUnits;
 };
 
-// Calls body with the configuration for groups of `units`; false if no configuration holds such a group.
+// Calls body with the configuration for groups of `units`. Returns false if no configuration holds such a
+// group.
 template <typename Body>
 bool dispatch_group_config(int64_t units, const Body& body) {
   const auto try_config = [&](auto config) {
@@ -279,26 +285,23 @@ void launch(const QkNormRopeParams& p, Stream stream) {
                   dim3(groups, 2), kAnyShapeThreads, p, stream);
 }
 
-template <typename T, class Rope>
-void dispatch_layout(const QkNormRopeParams& p, Stream stream) {
-  if (p.layout == RopeLayout::kHalf) return launch<T, Rope, RopeLayout::kHalf>(p, stream);
-  launch<T, Rope, RopeLayout::kInterleaved>(p, stream);
-}
-
 }  // namespace
 
 void qk_norm_rope(const QkNormRopeParams& params, Stream stream) {
-  dispatch_dtype(params.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if (params.coordinates) return dispatch_layout<T, CoordinateRope>(params, stream);
-    if (!params.tables.cos) return launch<T, NoRope, RopeLayout::kInterleaved>(params, stream);
-    const auto dispatch_table = [&](auto table) {
-      using Table = typename decltype(table)::type;
-      if (params.tables.is_per_pair) return dispatch_layout<T, TableRope<Table, true>>(params, stream);
-      dispatch_layout<T, TableRope<Table, false>>(params, stream);
+  dispatch_dtype(params.dtype, [&]<typename T>(std::type_identity<T> dtype) {
+    const auto launch_with = [&]<class Rope>(std::type_identity<Rope>) {
+      dispatch_layout(params.layout, [&](auto layout) { launch<T, Rope, layout>(params, stream); });
     };
-    if (params.tables.is_float32) return dispatch_table(TypeTag<float>{});
-    dispatch_table(tag);
+    if (params.coordinates) return launch_with(std::type_identity<CoordinateRope>{});
+    if (!params.tables.cos) return launch<T, NoRope, RopeLayout::kInterleaved>(params, stream);
+    const auto launch_with_tables = [&]<typename Table>(std::type_identity<Table>) {
+      using PairRope = TableRope<Table, TableValues::kPerPair>;
+      using ElementRope = TableRope<Table, TableValues::kPerElement>;
+      if (params.tables.is_per_pair) return launch_with(std::type_identity<PairRope>{});
+      launch_with(std::type_identity<ElementRope>{});
+    };
+    if (params.tables.is_float32) return launch_with_tables(std::type_identity<float>{});
+    launch_with_tables(dtype);
   });
 }
 

@@ -1,5 +1,5 @@
-// rope and rope_3d: one tensor, rotated. A thread treats the units at one place of two heads, for which the
-// tables are read once where the heads share them; where there are few units, of one head.
+// rope and rope_3d rotate one tensor. A thread treats the units (rope.cuh) at one place of two heads, for
+// which the tables are read once where the heads share them, or of one head where there are few units.
 #include <type_traits>
 
 #include "fast_divisor.cuh"
@@ -11,14 +11,16 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kHeadsPerThread = 2;
-// Up to here a thread treats one head: about as many threads as an H100 can hold.
+// Up to so many units a thread treats one head: an H100 can hold about as many threads.
 constexpr int64_t kFewUnits = 1 << 18;
 
-// Tables of one axis each: the pairs of a head are divided among the axes, and a token's place in the grid
-// says which row of each table turns them.
+// Each axis has tables of its own: the pairs of a head are divided among the axes, and a token's place in the
+// grid says which row of each table turns them.
 template <typename Table>
 struct GridRope {
-  static constexpr int kMinBlocks = 8;  // 64 registers, which the compiler exceeds without need
+  // That leaves 64 registers, which the compiler exceeds without need (NOTES, "Rotary embedding from
+  // tables").
+  static constexpr int kMinBlocks = 8;
 
   template <typename T, RopeLayout kLayout, int kSize>
   class Lookup {
@@ -29,7 +31,7 @@ struct GridRope {
       const uint32_t line = p.width.divide(seq), frame = p.height.divide(line);
       const uint32_t rows[kRope3dAxes] = {frame, line - frame * p.height.divisor,
                                           seq - line * p.width.divisor};
-      // Where the value of pair 0 of the head would be, were its axis the only one.
+      // Each points to where the value of pair 0 of the head would be, were its axis the only one.
       const Table *cos[kRope3dAxes], *sin[kRope3dAxes];
       int end[kRope3dAxes], pairs = 0;
 #pragma unroll
@@ -61,16 +63,16 @@ struct GridRope {
     Table cos_[kSize], sin_[kSize];
   };
 
-  // Whether all heads of a token turn alike.
+  // Tells whether all heads of a token turn alike.
   template <class Params>
   __device__ __forceinline__ static bool is_shared(const Params&) {
     return true;
   }
 };
 
-template <typename Table, bool kIsPerPair>
-struct TokenRope : TableRope<Table, kIsPerPair> {
-  static constexpr int kMinBlocks = 0;  // as many registers as the loads under way need
+template <typename Table, TableValues kValues>
+struct TokenRope : TableRope<Table, kValues> {
+  static constexpr int kMinBlocks = 0;  // It takes as many registers as the loads under way need.
 
   template <class Params>
   __device__ __forceinline__ static bool is_shared(const Params& p) {
@@ -78,9 +80,9 @@ struct TokenRope : TableRope<Table, kIsPerPair> {
   }
 };
 template <typename Table>
-using PairRope = TokenRope<Table, true>;
+using PairRope = TokenRope<Table, TableValues::kPerPair>;
 template <typename Table>
-using ElementRope = TokenRope<Table, false>;
+using ElementRope = TokenRope<Table, TableValues::kPerElement>;
 
 // Units are numbered by batch, seq, slot and place in the head; slot i stands for the heads i, i + head_slots
 // and so on.
@@ -88,7 +90,7 @@ template <class Args>
 struct RopeKernelParams : Args {
   uint32_t units;
   FastDivisor units_per_head, head_slots, seq_divisor;
-  FastDivisor width, height;  // of the grid, for rope_3d
+  FastDivisor width, height;  // They are those of the grid, for rope_3d.
 };
 
 template <typename T, class Rope, RopeLayout kLayout, class Params>
@@ -103,7 +105,8 @@ __global__ void __launch_bounds__(kThreads, Rope::kMinBlocks) rope_kernel(const 
   place.batch = batch;
   place.seq = token - batch * p.seq_divisor.divisor;
   place.pair = within * kSize;
-  // Half a head apart in both layouts: neighbouring threads then read neighbouring packs.
+  // The packs are half a head apart in both layouts, so that neighbouring threads read neighbouring packs
+  // (NOTES, "Rotary embedding from tables").
   place.first = within * kSize;
   place.second = place.first + static_cast<int>(p.head_dim) / 2;
   const int slot = slot_unit - token * p.head_slots.divisor;
@@ -142,7 +145,7 @@ __global__ void __launch_bounds__(kThreads, Rope::kMinBlocks) rope_kernel(const 
   }
 }
 
-// Any head size, alignment and number of elements: a thread treats one pair.
+// Heads of any size, alignment and number are treated one pair a thread.
 template <typename T, class Rope, RopeLayout kLayout, Access kAccess, class Params>
 __global__ void __launch_bounds__(kThreads) rope_pair_kernel(const __grid_constant__ Params p) {
   static_assert(kAccess == Access::kScalar);
@@ -159,7 +162,7 @@ __global__ void __launch_bounds__(kThreads) rope_pair_kernel(const __grid_consta
   place.second = kLayout == RopeLayout::kHalf ? place.pair + half : 2 * place.pair + 1;
   wait_for_earlier_kernels();
   if (place.batch >= p.batch) return;
-  // Two packs of one element each: what the half layout is to larger packs.
+  // Two packs of one element each hold one pair, as in the half layout.
   typename Rope::template Lookup<T, RopeLayout::kHalf, 1> lookup;
   lookup.fetch(p, place);
   UnitRotation<1> rotation;
@@ -203,20 +206,18 @@ void launch(const char* operation, const Args& args, bool has_vectors, Stream st
   }
 }
 
-// Rope<Table> for the dtypes and the layout of the call.
+// Launches with Rope<Table>, for the dtypes and the layout of the call.
 template <template <typename> class Rope, class Args>
 void dispatch(const char* operation, const Args& args, bool table_is_float32, bool has_vectors,
               Stream stream) {
-  dispatch_dtype(args.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const auto launch_with = [&](auto table) {
-      using CallRope = Rope<typename decltype(table)::type>;
-      if (args.layout == RopeLayout::kHalf)
-        return launch<T, CallRope, RopeLayout::kHalf>(operation, args, has_vectors, stream);
-      launch<T, CallRope, RopeLayout::kInterleaved>(operation, args, has_vectors, stream);
+  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T> dtype) {
+    const auto launch_with_tables = [&]<typename Table>(std::type_identity<Table>) {
+      dispatch_layout(args.layout, [&](auto layout) {
+        launch<T, Rope<Table>, layout>(operation, args, has_vectors, stream);
+      });
     };
-    if (table_is_float32) return launch_with(TypeTag<float>{});
-    launch_with(tag);
+    if (table_is_float32) return launch_with_tables(std::type_identity<float>{});
+    launch_with_tables(dtype);
   });
 }
 

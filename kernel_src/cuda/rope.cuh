@@ -1,7 +1,7 @@
-// Rotary embedding of a unit, two packs of a head that hold whole rotated pairs: neighbouring packs in the
-// interleaved layout, packs half a head apart in the half layout. The policies say where the cosines and
-// sines of a unit's kSize pairs come from; a pair's first element is multiplied by cos_a and sin_a, its
-// second by cos_b and sin_b.
+// The rotary embedding treats units, which are two packs of a head that hold whole rotated pairs: any two
+// packs in the interleaved layout, packs half a head apart in the half layout. The policies say where the
+// cosines and sines of a unit's kSize pairs come from; a pair's first element is multiplied by cos_a and
+// sin_a, its second by cos_b and sin_b.
 #pragma once
 
 #include "launch.cuh"
@@ -16,8 +16,8 @@ struct UnitRotation {
   float cos_a[kSize], sin_a[kSize], cos_b[kSize], sin_b[kSize];
 };
 
-// Place of a unit: batch, seq, head, the offsets of its packs in the head, and, where its pairs follow each
-// other, the number of the first.
+// A unit is at this place: batch, seq, head, the offsets of its packs in the head (first, second), and, where
+// its pairs follow each other, the number of the first of them (pair).
 struct UnitPlace {
   int64_t batch, seq;
   int head, pair, first, second;
@@ -29,7 +29,7 @@ __device__ __forceinline__ int64_t head_offset(const int64_t (&strides)[3], cons
 
 template <RopeLayout kLayout>
 struct Layout {
-  // Pair j of a unit whose packs are a and b.
+  // These are the elements of pair j of a unit whose packs are a and b.
   template <int kSize>
   __device__ __forceinline__ static float& first_of(float (&a)[kSize], float (&b)[kSize], int j) {
     if constexpr (kLayout == RopeLayout::kHalf) return a[j];
@@ -40,7 +40,7 @@ struct Layout {
     if constexpr (kLayout == RopeLayout::kHalf) return b[j];
     return 2 * j + 1 < kSize ? a[2 * j + 1] : b[2 * j + 1 - kSize];
   }
-  // Its number in the head.
+  // Returns the number of pair j in the head.
   template <int kSize>
   __device__ __forceinline__ static int number_of(const UnitPlace& place, int j) {
     if constexpr (kLayout == RopeLayout::kHalf) return place.pair + j;
@@ -48,7 +48,7 @@ struct Layout {
   }
 };
 
-// Where a rotation comes from. A Lookup is that of one unit: `fetch` starts its loads, `rotation` uses them.
+// The policies: a Lookup is that of one unit; `fetch` starts its loads, `rotation` uses them.
 struct NoRope {
   static constexpr bool kIsRope = false;
   static constexpr bool kIsComputed = false;
@@ -60,8 +60,10 @@ struct NoRope {
   };
 };
 
-// The tables hold one value for both elements of a pair, or else one for each element.
-template <typename Table, bool kIsPerPair>
+// Tables hold one value for each element, or one for both elements of a pair.
+enum class TableValues { kPerElement, kPerPair };
+
+template <typename Table, TableValues kValues>
 struct TableRope {
   static constexpr bool kIsRope = true;
   static constexpr bool kIsComputed = false;
@@ -82,8 +84,9 @@ struct TableRope {
     }
 
    private:
-    // A value a pair: those of a unit follow each other in the half layout; in the interleaved one each of
-    // its packs holds half of the pairs.
+    // Values for both elements of a pair follow each other, over a unit, in the half layout; in the
+    // interleaved one each of its packs holds half of the pairs.
+    static constexpr bool kIsPerPair = kValues == TableValues::kPerPair;
     static constexpr bool kIsOnePack = kIsPerPair && kLayout == RopeLayout::kHalf;
     static constexpr int kPackValues = kIsPerPair && !kIsOnePack ? kSize / 2 : kSize;
     struct Values {
@@ -101,7 +104,7 @@ struct TableRope {
       }
     }
 
-    // Into the values of each pair's first element, and of its second.
+    // Spreads what was loaded into the values of each pair's first element, and of its second.
     __device__ __forceinline__ static void spread(const Values& values, float (&first)[kSize],
                                                   float (&second)[kSize]) {
       float a[kPackValues], b[kPackValues];
@@ -122,7 +125,7 @@ struct TableRope {
   };
 };
 
-// Expects the unit's pairs to follow each other.
+// Angles are computed from coordinates. The unit's pairs have to follow each other.
 struct CoordinateRope {
   static constexpr bool kIsRope = true;
   static constexpr bool kIsComputed = true;
@@ -164,6 +167,7 @@ struct CoordinateRope {
   };
 };
 
+// Rotates the pairs of a unit whose packs are a and b.
 template <RopeLayout kLayout, int kSize>
 __device__ __forceinline__ void rotate(float (&a)[kSize], float (&b)[kSize],
                                        const UnitRotation<kSize>& rotation) {
@@ -175,6 +179,16 @@ __device__ __forceinline__ void rotate(float (&a)[kSize], float (&b)[kSize],
     first = fmaf(x, rotation.cos_a[j], -y * rotation.sin_a[j]);
     second = fmaf(y, rotation.cos_b[j], x * rotation.sin_b[j]);
   }
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Launch
+
+// Calls body with the layout, as a Constant.
+template <typename Body>
+void dispatch_layout(RopeLayout layout, const Body& body) {
+  if (layout == RopeLayout::kHalf) return body(Constant<RopeLayout::kHalf>{});
+  body(Constant<RopeLayout::kInterleaved>{});
 }
 
 inline bool has_vector_rows(const HeadsOperand& operand, int element_bytes) {

@@ -1,7 +1,7 @@
-// What a row kernel is made of: an input, a norm and an output.
-//   input   what a row's values are: x, or residual + gate * x (stored once)
-//   norm    RMS, layer, none
-//   output  affine, modulated, or nothing (the input policy's store was all)
+// A row kernel is made of three policies:
+//   input   A row's values are x, or residual + gate * x, which is stored once.
+//   norm    They are divided by their root mean square (RMS), or made a layer norm, or left as they are.
+//   output  What is stored is affine, or modulated, or nothing (the input policy's store was all).
 // Inputs and outputs have Operands, the part of a kernel's parameters that they need; a Row, which knows
 // where the row is in them; and steps that a kernel calls for each pack of the row: `fetch` starts loads, the
 // others use what they brought. An input can be fetched by way of shared memory, too, where it takes
@@ -35,12 +35,12 @@ struct PlainInput {
     __device__ __forceinline__ Row(const Operands& operands, const RowIndexer::Index& index)
         : x(row_of<const T>(operands.x, index)) {}
 
-    // Held as it was loaded: in 16 bits half the registers that the values would take.
+    // The pack is held as it was loaded: in 16 bits that takes half the registers that the values would take.
     template <int kSize>
     struct Pack {
       h100_diffusers_kernels::Pack<T, kSize> x;
       __device__ __forceinline__ void values(float (&h)[kSize]) const { x.to_floats(h); }
-      // Else the compiler keeps the values of the first conversion for the second.
+      // Otherwise the compiler keeps the values of the first conversion for the second.
       __device__ __forceinline__ void forget_values() {
 #pragma unroll
         for (uint4& word : x.words) asm("" : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w));
@@ -205,8 +205,8 @@ struct AffineOutput {
   };
 };
 
-// kHasAffine: whether there is a weight or a bias, which is rare here: told apart at run time, and not
-// fetched ahead, which would cost registers.
+// A weight or a bias is rare here: it is told apart at run time, and not fetched ahead, which would cost
+// registers.
 template <bool kHasAffine>
 struct ModulatedOutput {
   struct Operands {

@@ -1,5 +1,5 @@
-// How many threads and blocks share a row, by its length, for every operation that reduces over rows. Lengths
-// are in packs of 16 bytes.
+// This table says how many threads share a row, by its length, for every operation that reduces over rows.
+// Lengths are in packs of 16 bytes.
 #pragma once
 
 #include <cstdint>
@@ -8,19 +8,20 @@
 
 namespace h100_diffusers_kernels {
 
-// A short row is held in registers, by threads of one block.
+// A short row is held in registers, by kThreads threads of one block with kPacks packs each.
 template <int kThreads, int kPacks>
 struct RowConfig {
   static constexpr int kThreadsPerRow = kThreads;
   static constexpr int kPacksPerThread = kPacks;
 };
 
-// Calls body with the RowConfig for rows of `packs` packs; false if the row is too long for kMaxThreads
-// threads.
+// Calls body with the RowConfig for rows of `packs` packs. Returns false if the row is too long for
+// kMaxThreads threads.
 //
-// Two packs a thread was the fastest of one, two, four and eight at 256 packs: enough loads under way, and
-// rows short-lived enough to fill the tail. Between powers of two stand the widths of SD3 (1536), FLUX.1
-// (3072), Wan (1536, 5120) and FLUX.2 (6144) in 16 bits.
+// Two packs a thread were the fastest of one, two, four and eight at 256 packs: enough loads are under way,
+// and rows are short-lived enough to fill the tail (NOTES, "Row kernels: how many threads share a row").
+// Between powers of two stand the widths of SD3 (1536), FLUX.1 (3072), Wan (1536, 5120) and FLUX.2 (6144) in
+// 16 bits.
 template <int kMaxThreads = 512, typename Body>
 bool dispatch_row_config(int64_t packs, const Body& body) {
   const auto try_config = [&](auto config) {
@@ -39,13 +40,13 @@ bool dispatch_row_config(int64_t packs, const Body& body) {
          try_config(RowConfig<384, 2>{}) || try_config(RowConfig<512, 2>{});
 }
 
-// For rows that nothing holds (see long_row.cuh for what can be held beyond registers), or that 16-byte
-// accesses cannot reach: threads of a block that goes through a row again and again, and how many elements a
-// row may have that a warp takes instead.
+// A row that nothing holds (long_row.cuh holds what registers cannot), or that 16-byte accesses cannot reach,
+// is read again for each step: by a block of kAnyRowThreads threads, or by a warp where it has no more than
+// kWarpRow elements.
 constexpr int kAnyRowThreads = 512;
 constexpr int kWarpRow = 1024;
 
-// Place of a thread among those that share a row, and of its packs in the row.
+// This is the place of a thread among those that share a row, and of its packs in the row.
 template <int kThreadsPerRow, int kClusterBlocks = 1>
 struct RowPlace {
   static constexpr int kRowsPerBlock = kBlockThreads<kThreadsPerRow> / kThreadsPerRow;
@@ -64,7 +65,7 @@ struct RowPlace {
     }
   }
 
-  // Number of the row's pack that is the thread's i-th: neighbouring threads take neighbouring packs.
+  // Returns the number, in the row, of the thread's i-th pack. Neighbouring threads take neighbouring packs.
   __device__ __forceinline__ int pack(int i) const { return i * kThreads + thread; }
 
   static int64_t blocks(int64_t rows) { return (rows + kRowsPerBlock - 1) / kRowsPerBlock * kClusterBlocks; }
