@@ -36,7 +36,8 @@ from torch import Tensor
 
 DTYPES = ("bfloat16", "float16", "float32")
 WARM_UP_ROUNDS = 2
-BYTES = 16 << 20  # of an operation's first tensor
+BYTES = 16 << 20  # of an operation's first tensor; long rows have LONG_ROW_FACTOR times as many
+LONG_ROW, LONG_ROW_FACTOR = 16384, 4
 # Widths of models, others at which launch configurations change, and some that 16-byte accesses do not reach.
 MODEL_WIDTHS = (64, 128, 1152, 1536, 1920, 2048, 2432, 3072, 4096, 5120, 6144)
 OTHER_WIDTHS = (32, 256, 512, 768, 1024, 2560, 8192, 16384, 32768, 65536)
@@ -92,7 +93,8 @@ class Workload:
 
 def row_workloads(dtype: str, size: int) -> Iterator[Workload]:
     def workload(operation, operands, width, is_misaligned=False):
-        rows = max(1, size // (width * getattr(torch, dtype).itemsize))
+        total = size * LONG_ROW_FACTOR if width >= LONG_ROW else size
+        rows = max(1, total // (width * getattr(torch, dtype).itemsize))
         return Workload(operation, dtype, (rows, width), operands, is_misaligned)
 
     for table, widths in ((COMMON, MODEL_WIDTHS + OTHER_WIDTHS), (RARE, RARE_WIDTHS)):

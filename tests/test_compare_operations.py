@@ -34,7 +34,7 @@ def test_each_workload_is_there_once():
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("workload", WORKLOADS[:: len(WORKLOADS) // 100], ids=str)
+@pytest.mark.parametrize("workload", WORKLOADS[:: len(WORKLOADS) // 60], ids=str)
 def test_operations_take_the_arguments_of_a_workload(kernel, device, workload):
     kernels = dict.fromkeys(("before", "after"), kernel)
     before, after = compare_operations.calls(workload, kernels, device).values()

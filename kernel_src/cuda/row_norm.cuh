@@ -342,13 +342,13 @@ using ShortRowConfigs =
     std::conditional_t<Output::kIsRare || (!Norm::kIsNorm && !std::is_same_v<T, __nv_bfloat16>),
                        RareRowConfigs, RowConfigsOf<T>>;
 
-// Rows that are not short are no model's: their kernels have the general output alone, which asks for weight
-// and bias when run.
+// Rows that are long or unaligned are no model's: their kernels have the general output alone, which asks for
+// weight and bias when run.
 template <class Input, class Norm, class Output>
 void launch_row_norm(const char* operation, const RowNormParams& args, Stream stream) {
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
-    const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;
     using General = typename Output::General;
+    const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;
     const auto launch_short = [&](auto config) {
       constexpr int kThreadsPerRow = config.kThreadsPerRow;
       const RowKernelParams<Input, Output> params(args);
@@ -362,9 +362,11 @@ void launch_row_norm(const char* operation, const RowNormParams& args, Stream st
                             RowPlace<kLongRowThreads, blocks>::blocks(args.shape.rows), kLongRowThreads,
                             params, stream, long_row_shared_bytes(packs, Input::kOperands, blocks));
     };
-    if (has_vector_access(args, sizeof(T)) && (dispatch_row_config<kMaxShortRowThreads<Norm>>(
-                                                   ShortRowConfigs<T, Norm, Output>{}, packs, launch_short) ||
-                                               dispatch_long_row(packs, Input::kOperands, launch_long)))
+    constexpr int kMaxThreads = kMaxShortRowThreads<Norm>;
+    const ShortRowConfigs<T, Norm, Output> configs;
+    if (has_vector_access(args, sizeof(T)) &&
+        (dispatch_row_config<kMaxThreads>(configs, packs, launch_short) ||
+         dispatch_long_row(packs, Input::kOperands, launch_long)))
       return;
     const auto launch_any = [&](auto threads) {
       const RowKernelParams<Input, General> params(args);
