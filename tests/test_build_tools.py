@@ -10,7 +10,8 @@ import pytest
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 
 from builder.package import Revision
-from kernel_resources import Kernel
+from compare_machine_code import compare
+from kernel_resources import Kernel, digest
 from processes import TOOLS, run, run_python
 
 TINY = {
@@ -259,3 +260,28 @@ PRODUCTS, WAIT = ["HGMMA.64x128x16.F32.BF16"] * 4, "WARPGROUP.DEPBAR.LE"
 def test_kernel_resources_finds_faults(name, spills, opcodes, faults):
     kernel = Kernel(name, registers=32, stack=0, spills=spills, shared=0, opcodes=Counter(opcodes))
     assert kernel.faults() == faults
+
+
+LISTING = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;  /* 0x00000a00ff017b82 */
+                                                           /* 0x000fe20000000800 */
+        /*0010*/                   EXIT ;                  /* 0x000000000000794d */
+                                                           /* 0x000fea0003800000 */
+"""
+
+
+def test_compare_machine_code_tells_what_became_of_each_kernel():
+    def kernel(name, listing=LISTING, registers=32):
+        return Kernel(
+            name, registers, stack=0, spills=0, shared=0, code=digest(listing.splitlines())
+        )
+
+    other = LISTING.replace("4d */", "4e */")
+    before = [kernel("a"), kernel("b<true>"), kernel("c"), kernel("d", other), kernel("e")]
+    after = [kernel("a"), kernel("b<B::kOn>"), kernel("c", other), kernel("e", registers=40)]
+    after += [kernel("f", other, registers=40)]
+    result = compare(before, after)
+    assert (result.same, result.renamed) == (["a"], ["b<true> -> b<B::kOn>"])
+    assert (result.changed, result.added, result.gone) == (["c", "e"], ["f"], ["d"])
+    assert not result.is_same
+    assert compare(before, before).is_same

@@ -8,6 +8,7 @@ say so: `Access::kScalar` is among their template arguments.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
@@ -24,6 +25,7 @@ SCALAR_ACCESS = re.compile(
     r"Access\)1\b|\bAccess::kScalar\b"
 )  # as c++filt prints it, or as written
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
+ENCODING = re.compile(r"/\* (0x[0-9a-f]{16}) \*/\s*$")  # half of an instruction
 
 
 @dataclass
@@ -34,6 +36,7 @@ class Kernel:
     spills: int
     shared: int  # static
     opcodes: Counter[str] = field(default_factory=Counter)
+    code: str = ""  # a digest of the encoded instructions
 
     def count(self, *names: str, width: str | None = None) -> int:
         """Counts instructions by opcode and, if given, access width in bits."""
@@ -123,8 +126,8 @@ def ptxas_reports(folder: Path) -> dict[str, Kernel]:
     return kernels
 
 
-def machine_code(extension: Path) -> dict[str, Counter[str]]:
-    """Returns {mangled name: {opcode: count}} of the kernels that the extension holds."""
+def disassembly(extension: Path) -> dict[str, list[str]]:
+    """Returns {mangled name: lines of cuobjdump's listing} of the kernels that the extension holds."""
     cuobjdump = cuda_tool("cuobjdump", PIP_CUDA_BINUTILS)
     nvdisasm = cuda_tool("nvdisasm", PIP_CUDA_BINUTILS)  # called by cuobjdump
     environment = {**os.environ, "PATH": f"{nvdisasm.parent}{os.pathsep}{os.environ['PATH']}"}
@@ -132,14 +135,24 @@ def machine_code(extension: Path) -> dict[str, Counter[str]]:
     process = subprocess.run(command, capture_output=True, text=True, env=environment)
     if process.returncode != 0:
         raise ToolchainError(f"{cuobjdump} failed on {extension}: {process.stderr.strip()}")
-    kernels: dict[str, Counter[str]] = {}
-    opcodes: Counter[str] = Counter()
+    kernels: dict[str, list[str]] = {}
+    lines: list[str] = []
     for line in process.stdout.splitlines():
         if "Function :" in line:
-            opcodes = kernels.setdefault(line.split(":", 1)[1].strip(), Counter())
-        elif match := INSTRUCTION.match(line):
-            opcodes[match[1]] += 1
+            lines = kernels.setdefault(line.split(":", 1)[1].strip(), [])
+        else:
+            lines.append(line)
     return kernels
+
+
+def count_opcodes(lines: list[str]) -> Counter[str]:
+    return Counter(match[1] for match in map(INSTRUCTION.match, lines) if match)
+
+
+def digest(lines: list[str]) -> str:
+    """Returns what is the same for two kernels if and only if their instructions are."""
+    halves = [match[1] for match in map(ENCODING.search, lines) if match]
+    return hashlib.sha256("".join(halves).encode()).hexdigest()
 
 
 def read_kernels(folder: Path) -> list[Kernel]:
@@ -148,11 +161,12 @@ def read_kernels(folder: Path) -> list[Kernel]:
         raise ToolchainError(f"{folder} must hold one extension, got {len(extensions)}")
     reports = ptxas_reports(folder)
     kernels = []
-    for name, opcodes in machine_code(extensions[0]).items():
+    for name, lines in disassembly(extensions[0]).items():
         if name not in reports:
             raise ToolchainError(f"no report of ptxas for {name} in {folder}: build it anew")
         kernel = reports[name]
-        kernel.opcodes = opcodes
+        kernel.opcodes = count_opcodes(lines)
+        kernel.code = digest(lines)
         kernels.append(kernel)
     for kernel, name in zip(kernels, demangle([kernel.name for kernel in kernels]), strict=True):
         kernel.name = name

@@ -70,11 +70,10 @@ struct ChaseResult {
 template <Cache kCache>
 __device__ __forceinline__ uint64_t next_of(uint64_t address) {
   uint64_t next;
-  if constexpr (kCache == Cache::kL1) {
+  if constexpr (kCache == Cache::kL1)
     asm volatile("ld.global.u64 %0, [%1];" : "=l"(next) : "l"(address));
-  } else {
+  else
     asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(next) : "l"(address));
-  }
   return next;
 }
 

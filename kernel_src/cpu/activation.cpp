@@ -1,4 +1,4 @@
-// GELU (exact and tanh), SiLU and their gated forms, of inputs with or without a bias.
+// GELU (exact and tanh) and SiLU, and their gated forms, take inputs with or without a bias.
 //
 // Each is x * F(x) where F rises from 0 to 1 and F(-x) = 1 - F(x).
 //
@@ -19,8 +19,8 @@
 namespace h100_diffusers_kernels {
 namespace {
 
-// x * F(x) from the tail F(-|x|), as max(x, 0) - |x| * tail: nothing cancels on either side. The product must
-// be 0 for x = infinity; for -infinity it is NaN, which is the result in PyTorch too.
+// Returns x * F(x) from the tail F(-|x|), as max(x, 0) - |x| * tail: nothing cancels on either side. The
+// product must be 0 for x = infinity; for -infinity it is NaN, which is the result in PyTorch too.
 template <int n>
 ALWAYS_INLINE Floats<n> times_distribution(const Floats<n>& x, const Floats<n>& tail) {
   return positive_part<n>(x) - abs<n>(limit_positive<n>(x, FLT_MAX)) * tail;
@@ -29,9 +29,9 @@ ALWAYS_INLINE Floats<n> times_distribution(const Floats<n>& x, const Floats<n>& 
 // F is the distribution function of the normal distribution: F(-a) = erfc(a / sqrt(2)) / 2.
 template <typename T>
 struct GeluErf {
-  // log2(2 * F(-|x|)), at least -126. The polynomials are fits of log2(erfc(a / sqrt(2))) / a; the relative
-  // error of F(-a) is 2e-6 for a < 1, 1e-5 for a = 4, 5e-3 for a = 8 with the first, 3e-8, 2e-7, 8e-5 with
-  // the second.
+  // Returns log2(2 * F(-|x|)), or -126 where that is less. The polynomials are fits of log2(erfc(a /
+  // sqrt(2))) / a; the relative error of F(-a) is 2e-6 for a < 1, 1e-5 for a = 4, 5e-3 for a = 8 with the
+  // first, 3e-8, 2e-7, 8e-5 with the second.
   template <int n>
   ALWAYS_INLINE static Floats<n> first_step(const Floats<n>& x) {
     const Floats<n> a = abs<n>(x);
@@ -56,7 +56,7 @@ struct GeluErf {
 // F is the logistic function of 2u = 2 * sqrt(2 / pi) * (x + 0.044715 x^3), which is (1 + tanh(u)) / 2.
 template <typename T>
 struct GeluTanh {
-  // -|2u| * log2(e), at least -127.
+  // Returns -|2u| * log2(e), or -127 where that is less.
   template <int n>
   ALWAYS_INLINE static Floats<n> first_step(const Floats<n>& x) {
     constexpr float kScale = -2.30220819f;  // -2 * sqrt(2 / pi) * log2(e)
@@ -73,8 +73,8 @@ struct GeluTanh {
 // F is the logistic function, 1 / (1 + exp(-x)).
 template <typename T>
 struct Silu {
-  // 1 + exp(-x): infinite for x = -88.9, 1 for x = 80. Half of it, with exp(-x) / 2 = scale * (1 + excess),
-  // is always finite, and is rounded once.
+  // Returns 1 + exp(-x), which is infinite for x = -88.9 and 1 for x = 80. Half of it, with exp(-x) / 2 =
+  // scale * (1 + excess), is always finite, and is rounded once.
   template <int n>
   ALWAYS_INLINE static Floats<n> first_step(const Floats<n>& x) {
     const Floats<n> limited = limit_negative<n>(limit_positive<n>(x, 80.0f), -88.9f);
@@ -91,9 +91,12 @@ struct Silu {
   }
 };
 
-// out = activation(x + bias), or out = (value + bias) * activation(x + bias). An item is a segment of a row.
-template <typename T, template <typename> class Activation, bool kIsGated, bool kHasBias>
+// The result is activation(x + bias), or (value + bias) * activation(x + bias) where x is the second half. An
+// item is a segment of a row.
+template <typename T, template <typename> class Activation, Gating kGating, bool kHasBias>
 struct ActivationKernel {
+  static constexpr bool kIsGated = kGating == Gating::kSecondHalf;
+
   const ActivationParams& params;
   SegmentGrid grid;
 
@@ -105,13 +108,12 @@ struct ActivationKernel {
                       [&](const RowCursor& row, int64_t first, int64_t last) ALWAYS_INLINE_LAMBDA {
                         const T* in = row.pointer<const T>(params.x);
                         T* out = row.pointer<T>(params.out);
-                        for (int64_t column = first; column < last; column += kBlock) {
+                        for (int64_t column = first; column < last; column += kBlock)
                           run_block<kLanes>(in, column, out + column, std::min(kBlock, last - column));
-                        }
                       });
   }
 
-  // Inputs with their biases.
+  // This reads inputs, and adds their biases.
   struct Input {
     const T* in;
     const T* bias;
@@ -161,38 +163,41 @@ struct ActivationKernel {
   }
 };
 
-template <template <typename> class Activation, bool kIsGated>
+template <template <typename> class Activation, Gating kGating>
 void launch(const ActivationParams& params, Stream stream) {
-  with_type(params.dtype, [&]<typename T>(T) {
+  dispatch_dtype(params.dtype, [&]<typename T>(std::type_identity<T>) {
     const bool has_bias = params.bias != nullptr;
     const SegmentGrid grid(params.shape, params.hidden, {&params.x, &params.out}, has_bias);
     if (has_bias) {
       parallel_run(stream, grid.segments(), grid.segment_size(),
-                   ActivationKernel<T, Activation, kIsGated, true>{params, grid});
+                   ActivationKernel<T, Activation, kGating, true>{params, grid});
     } else {
       parallel_run(stream, grid.segments(), grid.segment_size(),
-                   ActivationKernel<T, Activation, kIsGated, false>{params, grid});
+                   ActivationKernel<T, Activation, kGating, false>{params, grid});
     }
   });
 }
 
-template <bool kIsGated>
+template <Gating kGating>
 void launch_gelu(const ActivationParams& params, Stream stream) {
-  if (params.tanh_approximation) {
-    launch<GeluTanh, kIsGated>(params, stream);
-  } else {
-    launch<GeluErf, kIsGated>(params, stream);
-  }
+  if (params.tanh_approximation)
+    launch<GeluTanh, kGating>(params, stream);
+  else
+    launch<GeluErf, kGating>(params, stream);
 }
 
 }  // namespace
 
-void gelu(const ActivationParams& params, Stream stream) { launch_gelu<false>(params, stream); }
+void gelu(const ActivationParams& params, Stream stream) { launch_gelu<Gating::kNone>(params, stream); }
 
-void silu(const ActivationParams& params, Stream stream) { launch<Silu, false>(params, stream); }
+void silu(const ActivationParams& params, Stream stream) { launch<Silu, Gating::kNone>(params, stream); }
 
-void geglu(const ActivationParams& params, Stream stream) { launch_gelu<true>(params, stream); }
+void geglu(const ActivationParams& params, Stream stream) {
+  launch_gelu<Gating::kSecondHalf>(params, stream);
+}
 
-void swiglu(const ActivationParams& params, Stream stream) { launch<Silu, true>(params, stream); }
+void swiglu(const ActivationParams& params, Stream stream) {
+  launch<Silu, Gating::kSecondHalf>(params, stream);
+}
 
 }  // namespace h100_diffusers_kernels

@@ -1,4 +1,4 @@
-// Attention in one pass over the keys: the softmax's largest score and sum are kept for each query, and what
+// Attention goes along the keys once: the softmax's largest score and sum are kept for each query, and what
 // has been added up is rescaled when a larger score comes (online softmax).
 //
 // An item is a block of queries of one head. Both matrix products are of floats and broadcast one operand's
@@ -24,7 +24,7 @@ constexpr int64_t kBlockQueries = 64;
 constexpr int64_t kBlockKeys = 64;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// A tile of a product that is kept in registers, as many as the instruction set has.
+// A tile of a product is kept in registers, of which it takes as many as the instruction set has.
 constexpr int kTileRows = 4;
 template <int kLanes>
 constexpr int kTileVectors = kLanes == 16 ? 4 : 2;
@@ -45,9 +45,8 @@ template <int kLanes, int kVectors, typename Begin, typename Finish>
 ALWAYS_INLINE void multiply_tile(const ProductOperands& operands, int64_t count, int64_t row, int64_t column,
                                  const Begin& begin, const Finish& finish) {
   Floats<kLanes> sums[kTileRows][kVectors];
-  for (int r = 0; r < kTileRows; ++r) {
+  for (int r = 0; r < kTileRows; ++r)
     for (int v = 0; v < kVectors; ++v) sums[r][v] = begin(row + r, column + v * kLanes);
-  }
   const float* scalars = operands.scalars + row * operands.row_stride;
   const float* vectors = operands.vectors + column;
   for (int64_t i = 0; i < count; ++i) {
@@ -60,35 +59,32 @@ ALWAYS_INLINE void multiply_tile(const ProductOperands& operands, int64_t count,
     scalars += operands.stride;
     vectors += operands.vector_stride;
   }
-  for (int r = 0; r < kTileRows; ++r) {
+  for (int r = 0; r < kTileRows; ++r)
     for (int v = 0; v < kVectors; ++v) finish(row + r, column + v * kLanes, sums[r][v]);
-  }
 }
 
-// All tiles of rows, rounded up to a multiple of kTileRows, and columns, a multiple of kLanes.
+// Multiplies all tiles of rows, rounded up to a multiple of kTileRows, and of columns, a multiple of kLanes.
 template <int kLanes, typename Begin, typename Finish>
 ALWAYS_INLINE void multiply(const ProductOperands& operands, int64_t count, int64_t rows, int64_t columns,
                             const Begin& begin, const Finish& finish) {
   constexpr int kVectors = kTileVectors<kLanes>;
   int64_t column = 0;
-  for (; column + kVectors * kLanes <= columns; column += kVectors * kLanes) {
+  for (; column + kVectors * kLanes <= columns; column += kVectors * kLanes)
     for (int64_t row = 0; row < rows; row += kTileRows)
       multiply_tile<kLanes, kVectors>(operands, count, row, column, begin, finish);
-  }
-  for (; column < columns; column += kLanes) {
+  for (; column < columns; column += kLanes)
     for (int64_t row = 0; row < rows; row += kTileRows)
       multiply_tile<kLanes, 1>(operands, count, row, column, begin, finish);
-  }
 }
 
-// exp(x) for x <= 0, but 0 where it would be subnormal or nearly so; NaN of NaN.
+// Returns exp(x) for x <= 0, but 0 where it would be subnormal or nearly so, and NaN for NaN.
 template <int kLanes, typename T>
 ALWAYS_INLINE Floats<kLanes> exponential(const Floats<kLanes>& x) {
   const Floats<kLanes> e = x < -87.0f ? Floats<kLanes>{} : exp<kLanes, kExp2Degree<T>>(x);
   return x == x ? e : x;
 }
 
-// What one thread works on: blocks in float32.
+// One thread works on these blocks, in float32.
 struct Scratch {
   explicit Scratch(int64_t head_dim)
       : memory(std::make_unique_for_overwrite<float[]>((2 * kBlockQueries + 2 * kBlockKeys) * head_dim +
@@ -109,14 +105,14 @@ struct Scratch {
 
   std::unique_ptr<float[]> memory;
   float* q;         // (head_dim, kBlockQueries)
-  float* out;       // (kBlockQueries, head_dim), not yet divided by `total`
+  float* out;       // (kBlockQueries, head_dim), to be divided by `total`
   float* k;         // (kBlockKeys, head_dim)
   float* v;         // (kBlockKeys, head_dim)
-  float* scores;    // (kBlockKeys, kBlockQueries); then their exponentials
+  float* scores;    // (kBlockKeys, kBlockQueries), which become their exponentials
   float* key_bias;  // (kBlockKeys,)
-  float* largest;   // of the scores so far, each of (kBlockQueries,)
-  float* total;     // of the exponentials
-  float* factor;    // what the block before is rescaled by
+  float* largest;   // (kBlockQueries,), as the next two: the largest score so far
+  float* total;     // the sum of the exponentials so far
+  float* factor;    // what the output so far is rescaled by
 };
 
 template <typename T>
@@ -148,7 +144,7 @@ struct AttentionKernel {
     if (params.key_lengths != nullptr)
       keys = std::clamp<int64_t>(params.key_lengths[batch], 0, params.key_length);
 
-    // Lanes without a query are computed as one of zeros.
+    // Lanes without a query are computed as if it were zeros.
     const int64_t lanes = (queries + kLanes - 1) / kLanes * kLanes;
     load_queries<kLanes>(scratch, at(params.q, batch, query, head), queries, lanes);
     std::fill_n(scratch.out, lanes * params.head_dim, 0.0f);
@@ -164,7 +160,7 @@ struct AttentionKernel {
     store_queries<kLanes>(scratch, batch, head, query, queries);
   }
 
-  // Transposed.
+  // Transposes the queries, so that they are the lanes.
   template <int kLanes>
   ALWAYS_INLINE void load_queries(const Scratch& scratch, const T* data, int64_t queries,
                                   int64_t lanes) const {
@@ -177,14 +173,13 @@ struct AttentionKernel {
     }
   }
 
-  // Rows of zeros follow, up to a multiple of kTileRows.
+  // Loads keys or values. Rows of zeros follow, up to a multiple of kTileRows.
   template <int kLanes>
   ALWAYS_INLINE void load_keys(float* block, const T* data, int64_t stride, int64_t count) const {
     const int64_t head_dim = params.head_dim;
-    for (int64_t row = 0; row < count; ++row) {
+    for (int64_t row = 0; row < count; ++row)
       for (int64_t column = 0; column < head_dim; column += kLanes)
         store<kLanes>(block + row * head_dim + column, load<kLanes>(data + row * stride + column));
-    }
     const int64_t rows = (count + kTileRows - 1) / kTileRows * kTileRows;
     std::fill(block + count * head_dim, block + rows * head_dim, 0.0f);
   }
@@ -220,7 +215,8 @@ struct AttentionKernel {
             ALWAYS_INLINE_LAMBDA { store<kLanes>(scratch.out + query * head_dim + column, sum); });
   }
 
-  // Of kLanes queries. A comparison with NaN is false, so that the largest score is one of the others.
+  // Makes exponentials of the scores of kLanes queries. A comparison with NaN is false, so that the largest
+  // score is one of the others.
   template <int kLanes>
   ALWAYS_INLINE void take_exponentials(const Scratch& scratch, int64_t query, int64_t count) const {
     float* scores = scratch.scores + query;
@@ -274,11 +270,10 @@ void launch(const AttentionParams& params, Stream stream) {
 int64_t attention_workspace_bytes(const AttentionParams&) { return 0; }
 
 void attention(const AttentionParams& params, Stream stream) {
-  if (params.dtype == DType::kFloat16) {
+  if (params.dtype == DType::kFloat16)
     launch<Float16>(params, stream);
-  } else {
+  else
     launch<BFloat16>(params, stream);
-  }
 }
 
 }  // namespace h100_diffusers_kernels

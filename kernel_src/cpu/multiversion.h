@@ -1,4 +1,4 @@
-// Runs a kernel on ranges of its items, in threads, compiled for the best instruction set of this machine.
+// A kernel runs on ranges of its items, in threads, compiled for the best instruction set of this machine.
 //
 // A kernel is a struct with `template <int kLanes> void run(int64_t begin, int64_t end) const`, where kLanes
 // is the native number of floats in a vector. It must be ALWAYS_INLINE and so must all it calls on the way to

@@ -1,4 +1,5 @@
-// Row norms with optional gated residual in front and modulation behind, and the gated residual alone.
+// Row norms have an optional gated residual in front and modulation behind; the gated residual is here alone,
+// too.
 //
 // One kernel is composed of three policies: what a row's values are (Input), how they are normalized (Norm)
 // and what becomes of the normalized values (Output). A row is read from memory once; it is small enough to
@@ -6,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 
 #include "multiversion.h"
 #include "params.h"
@@ -15,7 +17,7 @@
 namespace h100_diffusers_kernels {
 namespace {
 
-// Input: x itself.
+// The input is x itself.
 template <typename T>
 class PlainInput {
  public:
@@ -38,7 +40,8 @@ class PlainInput {
   const T* x_;
 };
 
-// Input: residual + gate * x, which the first read writes back. The norm goes on with the unrounded values.
+// The input is residual + gate * x, which the first read writes back. The norm goes on with the unrounded
+// values.
 template <typename T>
 class GatedResidualInput {
  public:
@@ -105,7 +108,7 @@ struct RmsNorm {
 struct LayerNorm {
   float mean;
   float rstd;
-  float offset;  // of the normalized values
+  float offset;  // The normalized values are off by it.
 
   template <int kLanes, typename Input>
   ALWAYS_INLINE LayerNorm(Lanes<kLanes>, const Input& input, int64_t hidden, float eps) {
@@ -133,7 +136,7 @@ struct LayerNorm {
   }
 };
 
-// Output: normalized * weight + bias, each optional.
+// The output is normalized * weight + bias, each optional.
 template <typename T>
 class AffineOutput {
  public:
@@ -163,7 +166,7 @@ class AffineOutput {
   const T* bias_;
 };
 
-// Output: affine * (1 + scale) + shift.
+// The output is affine * (1 + scale) + shift.
 template <typename T>
 class ModulatedOutput : public AffineOutput<T> {
  public:
@@ -225,7 +228,7 @@ struct GatedResidualKernel {
 
 template <template <typename> class Input, typename Norm, template <typename> class Output>
 void launch(const RowNormParams& params, Stream stream) {
-  with_type(params.dtype, [&]<typename T>(T) {
+  dispatch_dtype(params.dtype, [&]<typename T>(std::type_identity<T>) {
     parallel_run(stream, params.shape.rows, params.hidden, NormKernel<Input<T>, Norm, Output<T>>{params});
   });
 }
@@ -257,7 +260,7 @@ void gated_residual_layer_norm_modulate(const RowNormParams& params, Stream stre
 }
 
 void gated_residual(const RowNormParams& params, Stream stream) {
-  with_type(params.dtype, [&]<typename T>(T) {
+  dispatch_dtype(params.dtype, [&]<typename T>(std::type_identity<T>) {
     const SegmentGrid grid(params.shape, params.hidden,
                            {&params.x, &params.residual, &params.gate, &params.residual_out});
     parallel_run(stream, grid.segments(), grid.segment_size(), GatedResidualKernel<T>{params, grid});

@@ -1,4 +1,4 @@
-// Query and key: RMS norm across the heads, per head or none, then rotary embedding, in one pass.
+// Query and key are normalized (RMS norm across the heads, per head or none) and rotated in one pass.
 //
 // An item is a token. Each group of elements is loaded, normalized, rotated and stored before the next one,
 // and both elements of a pair are in the same group, so the output may be the input.
@@ -20,7 +20,7 @@
 namespace h100_diffusers_kernels {
 namespace {
 
-// Largest magnitude; NaN if there is one.
+// Returns the largest magnitude, or NaN if there is one.
 float max_magnitude(const float* values, int64_t count) {
   float largest = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -30,8 +30,8 @@ float max_magnitude(const float* values, int64_t count) {
   return largest;
 }
 
-// The tables of one token, computed from its coordinates. They are kept while the coordinates stay the same,
-// as they do from batch entry to batch entry if these share them.
+// The tables of one token are computed from its coordinates. They are kept while the coordinates stay the
+// same, as they do from batch entry to batch entry if these share them.
 class CoordinateTables {
  public:
   explicit CoordinateTables(const QkNormRopeParams& params)
@@ -42,9 +42,8 @@ class CoordinateTables {
         coordinates_(std::make_unique<float[]>(pairs_)),
         cosine_(std::make_unique<float[]>(2 * pairs_)),
         sine_(std::make_unique<float[]>(2 * pairs_)) {
-    for (int64_t pair = identity_pairs_; pair < pairs_; ++pair) {
+    for (int64_t pair = identity_pairs_; pair < pairs_; ++pair)
       frequencies_[pair] = params.frequencies[(pair - identity_pairs_) / params.axes];
-    }
     max_frequency_ = max_magnitude(frequencies_.get(), pairs_);
   }
 
@@ -53,25 +52,23 @@ class CoordinateTables {
     if (coordinates != current_) {
       current_ = coordinates;
       repeat_coordinates();
-      if (max_magnitude(coordinates, params_.axes) * max_frequency_ <= kMaxAngle) {
+      if (max_magnitude(coordinates, params_.axes) * max_frequency_ <= kMaxAngle)
         compute<kLanes>();
-      } else {
+      else
         compute_any_angle();
-      }
     }
     return {cosine_.get(), sine_.get(), params_.head_dim, params_.head_dim};
   }
 
  private:
-  // The coordinate of each rotated pair: those of the axes over and over.
+  // Gives each rotated pair its coordinate: those of the axes follow each other over and over.
   void repeat_coordinates() {
     float* out = coordinates_.get() + identity_pairs_;
     const int64_t count = pairs_ - identity_pairs_;
     int64_t filled = std::min<int64_t>(params_.axes, count);
     std::memcpy(out, current_, filled * sizeof(float));
-    for (; filled < count; filled *= 2) {
+    for (; filled < count; filled *= 2)
       std::memcpy(out + filled, out, std::min(filled, count - filled) * sizeof(float));
-    }
   }
 
   // Pairs that are not rotated have the angle 0.
@@ -87,7 +84,7 @@ class CoordinateTables {
     }
   }
 
-  // Slower, also for huge angles, infinity and NaN.
+  // This is slower, and takes huge angles, infinity and NaN, too.
   void compute_any_angle() {
     const int64_t half = params_.head_dim / 2;
     const bool interleaved = params_.layout == RopeLayout::kInterleaved;
@@ -103,7 +100,7 @@ class CoordinateTables {
   const QkNormRopeParams& params_;
   int64_t pairs_;
   int64_t identity_pairs_;
-  std::unique_ptr<float[]> frequencies_;  // of each pair
+  std::unique_ptr<float[]> frequencies_;  // Each pair has one, as of the coordinates.
   std::unique_ptr<float[]> coordinates_;
   std::unique_ptr<float[]> cosine_;
   std::unique_ptr<float[]> sine_;
@@ -111,7 +108,7 @@ class CoordinateTables {
   const float* current_ = nullptr;
 };
 
-// A head before the rotation.
+// This reads a head, and normalizes it.
 template <typename T>
 struct NormalizedHead {
   const T* in;
@@ -158,9 +155,8 @@ struct QkNormRopeKernel {
     std::optional<CoordinateTables> from_coordinates;
     if (params.coordinates != nullptr) from_coordinates.emplace(params);
     std::optional<CallTables<T, Table>> from_tables;
-    if (params.tables.cos != nullptr) {
+    if (params.tables.cos != nullptr)
       from_tables.emplace(params.tables, params.layout, params.head_dim, params.q.heads);
-    }
     for (int64_t token = begin; token < end; ++token) {
       const int64_t batch = token % params.batch, seq = token / params.batch;
       const auto at = [&](auto* data, const int64_t* strides) {
@@ -168,9 +164,8 @@ struct QkNormRopeKernel {
       };
       TokenTables<Table> tables{};
       if constexpr (std::is_same_v<Table, float>) {
-        if (from_coordinates) {
+        if (from_coordinates)
           tables = from_coordinates->at<kLanes>(at(params.coordinates, params.coordinate_strides));
-        }
       }
       if (from_tables) tables = from_tables->template at<kLanes>(batch, seq);
       for (const HeadsOperand* operand : {&params.q, &params.k}) {
@@ -182,7 +177,7 @@ struct QkNormRopeKernel {
     }
   }
 
-  // The factor of each head of a token.
+  // Computes the factor by which the norm multiplies each head of a token.
   template <int kLanes>
   ALWAYS_INLINE void measure(const HeadsOperand& operand, const T* in, float* rstd) const {
     const int64_t heads = operand.heads, head_dim = params.head_dim, stride = operand.in_strides[2];
@@ -198,9 +193,8 @@ struct QkNormRopeKernel {
       const bool is_contiguous = stride == head_dim;
       const int64_t parts = is_contiguous ? 1 : heads;
       double squares = 0;
-      for (int64_t part = 0; part < parts; ++part) {
+      for (int64_t part = 0; part < parts; ++part)
         squares += sum_of_squares<kLanes>(in + part * stride, is_contiguous ? heads * head_dim : head_dim);
-      }
       factor = reciprocal_deviation(squares / static_cast<double>(heads * head_dim), params.eps);
     }
     std::fill_n(rstd, heads, factor);
@@ -229,21 +223,21 @@ void launch(const QkNormRopeParams& params, Stream stream) {
 
 template <typename T, typename Table>
 void launch(const QkNormRopeParams& params, Stream stream) {
-  with_rotation(params.layout,
-                [&]<typename Rotation>(Rotation) { launch<T, Table, Rotation>(params, stream); });
+  dispatch_layout(params.layout, [&]<typename Rotation>(std::type_identity<Rotation>) {
+    launch<T, Table, Rotation>(params, stream);
+  });
 }
 
 }  // namespace
 
 void qk_norm_rope(const QkNormRopeParams& params, Stream stream) {
-  with_type(params.dtype, [&]<typename T>(T) {
-    if (params.tables.cos == nullptr && params.coordinates == nullptr) {
+  dispatch_dtype(params.dtype, [&]<typename T>(std::type_identity<T>) {
+    if (params.tables.cos == nullptr && params.coordinates == nullptr)
       launch<T, float, NoRotation>(params, stream);
-    } else if (params.coordinates != nullptr || are_read_as_float(params.tables)) {
+    else if (params.coordinates != nullptr || are_read_as_float(params.tables))
       launch<T, float>(params, stream);
-    } else {
+    else
       launch<T, T>(params, stream);
-    }
   });
 }
 

@@ -1,9 +1,10 @@
-// Rotary embedding of one tensor, from tables or from those of the three axes of a grid.
+// One tensor is rotated by tables, or by those of the three axes of a grid (rotary embedding).
 //
 // An item is a token; those of the same position in the sequence follow each other, as they may share their
 // rotation.
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 
 #include "multiversion.h"
 #include "params.h"
@@ -53,8 +54,8 @@ struct RopeKernel {
   }
 };
 
-// The tables of one token by element, put together from those of the axes. The part of an axis is kept while
-// the position on it stays the same.
+// The tables of one token, by element, are put together from those of the axes. The part of an axis is kept
+// while the position on it stays the same.
 template <typename Table>
 class GridTables {
  public:
@@ -108,13 +109,12 @@ struct Rope3dKernel {
 template <template <typename, typename, typename> class Kernel, typename Params>
 void launch(const Params& params, bool is_float_table, Stream stream) {
   const int64_t tokens = params.batch * params.seq, token_size = params.x.heads * params.head_dim;
-  with_type(params.dtype, [&]<typename T>(T) {
-    with_rotation(params.layout, [&]<typename Rotation>(Rotation) {
-      if (is_float_table) {
+  dispatch_dtype(params.dtype, [&]<typename T>(std::type_identity<T>) {
+    dispatch_layout(params.layout, [&]<typename Rotation>(std::type_identity<Rotation>) {
+      if (is_float_table)
         parallel_run(stream, tokens, token_size, Kernel<T, float, Rotation>{params});
-      } else {
+      else
         parallel_run(stream, tokens, token_size, Kernel<T, T, Rotation>{params});
-      }
     });
   });
 }

@@ -1,4 +1,4 @@
-// Rotation of the pairs of a head by cosines and sines given by element.
+// The pairs of a head are rotated by cosines and sines that are given by element.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,12 @@
 
 namespace h100_diffusers_kernels {
 
-// Cosine and sine of one token by element, for every head.
+// These are cosine and sine of one token by element, for every head.
 template <typename Table>
 struct TokenTables {
   const Table* cosine;
   const Table* sine;
-  int64_t cosine_stride;  // from head to head
+  int64_t cosine_stride;  // The strides lead from head to head.
   int64_t sine_stride;
 };
 
@@ -32,7 +32,7 @@ ALWAYS_INLINE void store_pairs(RopeLayout layout, int64_t half, float* head, int
   }
 }
 
-// The same for `pairs` values in memory.
+// Does the same for `pairs` values in memory.
 template <int kLanes, typename Table>
 ALWAYS_INLINE void repeat_pairs(RopeLayout layout, int64_t half, float* head, int64_t first_pair,
                                 const Table* values, int64_t pairs) {
@@ -41,14 +41,16 @@ ALWAYS_INLINE void repeat_pairs(RopeLayout layout, int64_t half, float* head, in
   });
 }
 
-// Whether a rotation reads the tables as float: those of one value a pair, too, once put together by element.
+// Tells whether a rotation reads the tables as float. It does so from tables of one value a pair, too, once
+// they are put together by element.
 inline bool are_read_as_float(const RopeTables& tables) { return tables.is_float32 || tables.is_per_pair; }
 
-// The tables of a call, token by token. Table is what the rotation reads, T the dtype that it rotates.
+// The tables of a call are read token by token. Table is what the rotation reads, T the dtype that it
+// rotates.
 template <typename T, typename Table>
 class CallTables {
  public:
-  // heads: of tables that differ between heads.
+  // `heads` is the number of heads where the tables differ between them.
   CallTables(const RopeTables& tables, RopeLayout layout, int64_t head_dim, int64_t heads)
       : tables_(tables), layout_(layout), head_dim_(head_dim), heads_(heads) {
     if (!tables.is_per_pair) return;
@@ -74,7 +76,7 @@ class CallTables {
   }
 
  private:
-  // A token's values by element, kept while the next tokens share them.
+  // A token's values by element are kept while the next tokens share them.
   struct ByElement {
     std::unique_ptr<float[]> values;
     int64_t offset = -1;
@@ -86,15 +88,13 @@ class CallTables {
     out.offset = offset;
     const int64_t half = head_dim_ / 2;
     const auto repeat = [&](const auto* values) ALWAYS_INLINE_LAMBDA {
-      for (int64_t h = 0; h < (head_stride == 0 ? 1 : heads_); ++h) {
+      for (int64_t h = 0; h < (head_stride == 0 ? 1 : heads_); ++h)
         repeat_pairs<kLanes>(layout_, half, &out.values[h * head_dim_], 0, values + h * head_stride, half);
-      }
     };
-    if (tables_.is_float32) {
+    if (tables_.is_float32)
       repeat(static_cast<const float*>(table) + offset);
-    } else {
+    else
       repeat(static_cast<const T*>(table) + offset);
-    }
   }
 
   const RopeTables& tables_;
@@ -105,8 +105,8 @@ class CallTables {
   ByElement sine_;
 };
 
-// Rotations of one head, whose elements are head.load_at<n>(column). All of a group are loaded before they
-// are stored.
+// The rotations of one head read its elements by head.load_at<n>(column). All of a group are loaded before
+// they are stored.
 
 // Pairs are neighbours: a group holds whole pairs.
 struct InterleavedRotation {
@@ -137,14 +137,13 @@ struct HalfRotation {
   }
 };
 
-// Calls function(Rotation{}) with the rotation of the layout.
-template <typename Function>
-void with_rotation(RopeLayout layout, const Function& function) {
-  if (layout == RopeLayout::kInterleaved) {
-    function(InterleavedRotation{});
-  } else {
-    function(HalfRotation{});
-  }
+// Calls body with the rotation of the layout: `[&]<typename Rotation>(std::type_identity<Rotation>) { ... }`.
+template <typename Body>
+void dispatch_layout(RopeLayout layout, const Body& body) {
+  if (layout == RopeLayout::kInterleaved)
+    body(std::type_identity<InterleavedRotation>{});
+  else
+    body(std::type_identity<HalfRotation>{});
 }
 
 }  // namespace h100_diffusers_kernels

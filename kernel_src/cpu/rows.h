@@ -1,30 +1,31 @@
-// Rows of an operation, the columns of a row, and sums over them.
+// These lead through the rows of an operation and the columns of a row, and sum over columns.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
+#include <type_traits>
 
 #include "params.h"
 #include "vector.h"
 
 namespace h100_diffusers_kernels {
 
-// Calls function(T{}) with the C++ type of dtype.
-template <typename Function>
-void with_type(DType dtype, const Function& function) {
+// Calls body with the C++ type of the dtype: `[&]<typename T>(std::type_identity<T>) { ... }`.
+template <typename Body>
+void dispatch_dtype(DType dtype, const Body& body) {
   switch (dtype) {
     case DType::kFloat32:
-      return function(float{});
+      return body(std::type_identity<float>{});
     case DType::kFloat16:
-      return function(Float16{});
+      return body(std::type_identity<Float16>{});
     case DType::kBFloat16:
-      return function(BFloat16{});
+      return body(std::type_identity<BFloat16>{});
   }
 }
 
-// Position in the leading dimensions, moved row by row.
+// A cursor is a position in the leading dimensions, which moves row by row.
 class RowCursor {
  public:
   RowCursor(const RowShape& shape, int64_t row) : shape_(shape) {
@@ -41,7 +42,7 @@ class RowCursor {
     }
   }
 
-  // First element of the operand's row, or null if the operand is absent.
+  // Returns the first element of the operand's row, or null if the operand is absent.
   template <typename T>
   T* pointer(const RowOperand& operand) const {
     if (operand.data == nullptr) return nullptr;
@@ -55,8 +56,9 @@ class RowCursor {
   int64_t index_[kMaxRowDims];
 };
 
-// Rows cut into segments: the items of an elementwise operation, so that few long rows make enough of them.
-// Rows that follow each other without a gap in every operand are one row, unless columns have a meaning.
+// Rows are cut into segments, the items of an elementwise operation, so that few long rows make enough of
+// them. Rows that follow each other without a gap in every operand are one row, unless columns have a
+// meaning.
 class SegmentGrid {
  public:
   SegmentGrid(const RowShape& shape, int64_t hidden, std::initializer_list<const RowOperand*> operands,
@@ -107,14 +109,13 @@ struct Lanes {};
 template <int kLanes, int kMinLanes = 1, typename Function>
 ALWAYS_INLINE void for_columns(int64_t begin, int64_t end, const Function& function) {
   for (; begin + kLanes <= end; begin += kLanes) function(Lanes<kLanes>{}, begin);
-  if constexpr (kLanes > kMinLanes) {
+  if constexpr (kLanes > kMinLanes)
     for_columns<std::max(kLanes / 4, kMinLanes), kMinLanes>(begin, end, function);
-  }
 }
 
 // Sums over the columns: function(Lanes<n>, column, sums) adds the terms of a group of columns to the kSums
-// vectors of `sums`. In float within a block, in double across lanes and blocks, and always in the same
-// order.
+// vectors of `sums`. They are added up in float within a block, in double across lanes and blocks, and always
+// in the same order.
 template <int kLanes, int kSums, typename Function>
 ALWAYS_INLINE void sum_columns(int64_t count, double (&totals)[kSums], const Function& function) {
   constexpr int64_t kBlock = 4096;
@@ -122,7 +123,7 @@ ALWAYS_INLINE void sum_columns(int64_t count, double (&totals)[kSums], const Fun
   for (int64_t block = 0; block < count; block += kBlock) {
     const int64_t end = std::min(block + kBlock, count);
     int64_t i = block;
-    Floats<kLanes> sums[4][kSums] = {};  // four chains of dependent additions
+    Floats<kLanes> sums[4][kSums] = {};  // Each is a chain of dependent additions.
     for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
       function(Lanes<kLanes>{}, i, sums[0]);
       function(Lanes<kLanes>{}, i + kLanes, sums[1]);
@@ -132,9 +133,8 @@ ALWAYS_INLINE void sum_columns(int64_t count, double (&totals)[kSums], const Fun
     for (; i + kLanes <= end; i += kLanes) function(Lanes<kLanes>{}, i, sums[0]);
     Floats<1> rest[kSums] = {};
     for (; i < end; ++i) function(Lanes<1>{}, i, rest);
-    for (int k = 0; k < kSums; ++k) {
+    for (int k = 0; k < kSums; ++k)
       totals[k] += sum_in_double<kLanes>((sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k])) + rest[k][0];
-    }
   }
 }
 

@@ -1,4 +1,4 @@
-// Softmax over rows.
+// Softmax is taken over rows.
 //
 // A row is read from memory for its largest element and is in cache for the rest: the exponentials, which are
 // kept in float32, and their division by their sum.
@@ -20,7 +20,7 @@ namespace {
 template <int n>
 struct Largest {
   Floats<n> value = broadcast<n>(-std::numeric_limits<float>::infinity());
-  Floats<n> magnitudes = {};  // their sum is NaN if and only if one of the values is
+  Floats<n> magnitudes = {};  // Their sum is NaN if and only if one of the values is.
 
   ALWAYS_INLINE void add(const Floats<n>& v) {
     value = v > value ? v : value;
@@ -33,7 +33,7 @@ struct Largest {
   }
 };
 
-// The last kLanes elements, or all and -infinity behind them if they are fewer.
+// Loads the last kLanes elements, or all and -infinity behind them if they are fewer.
 template <int kLanes, typename T>
 ALWAYS_INLINE Floats<kLanes> load_last(const T* row, int64_t count) {
   if (count >= kLanes) return load<kLanes>(row + count - kLanes);
@@ -42,10 +42,10 @@ ALWAYS_INLINE Floats<kLanes> load_last(const T* row, int64_t count) {
   return v;
 }
 
-// The largest element; NaN if there is one.
+// Returns the largest element, or NaN if there is one.
 template <int kLanes, typename T>
 ALWAYS_INLINE float largest_of(const T* row, int64_t count) {
-  Largest<kLanes> chains[4];  // of dependent operations
+  Largest<kLanes> chains[4];  // The operations of each depend on each other.
   int64_t i = 0;
   for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
     chains[0].add(load<kLanes>(row + i));
@@ -77,11 +77,10 @@ struct SoftmaxKernel {
     for (; begin < end; ++begin, row.advance()) {
       T* out = row.pointer<T>(params.out);
       float* exponentials;
-      if constexpr (kNeedsScratch) {
+      if constexpr (kNeedsScratch)
         exponentials = scratch.get();
-      } else {
+      else
         exponentials = out;
-      }
       run_row<kLanes>(row.pointer<const T>(params.x), exponentials, out);
     }
   }
@@ -90,7 +89,7 @@ struct SoftmaxKernel {
   ALWAYS_INLINE void run_row(const T* in, float* exponentials, T* out) const {
     const float largest = largest_of<kLanes>(in, params.hidden);
     if (!std::isfinite(largest)) {
-      // NaN, infinity - infinity, or 0 / 0 where all elements are -infinity.
+      // The result is NaN, as infinity - infinity, or 0 / 0 where all elements are -infinity.
       for_columns<kLanes>(0, params.hidden, [&]<int n>(Lanes<n>, int64_t column) ALWAYS_INLINE_LAMBDA {
         store<n>(out + column, broadcast<n>(std::numeric_limits<float>::quiet_NaN()));
       });
@@ -108,7 +107,7 @@ struct SoftmaxKernel {
       const Floats<kLanes> e = exponential<kLanes>(load_last<kLanes>(in, hidden) - largest);
       if (hidden >= kLanes) {
         store<kLanes>(exponentials + hidden - kLanes, e);
-        const int known = static_cast<int>(kLanes - rest);  // are in the sum already
+        const int known = static_cast<int>(kLanes - rest);  // So many are in the sum already.
         total[0] += sum_in_double<kLanes>(lane_numbers<kLanes>() < known ? Floats<kLanes>{} : e);
       } else {
         for (int64_t i = 0; i < hidden; ++i) exponentials[i] = e[i];
@@ -125,7 +124,7 @@ struct SoftmaxKernel {
     });
   }
 
-  // exp(x) for x <= 0, but 0 where it would be subnormal or nearly so.
+  // Returns exp(x) for x <= 0, but 0 where it would be subnormal or nearly so.
   template <int n>
   ALWAYS_INLINE static Floats<n> exponential(const Floats<n>& x) {
     return x < -87.0f ? Floats<n>{} : exp<n, kExp2Degree<T>>(x);
@@ -135,7 +134,7 @@ struct SoftmaxKernel {
 }  // namespace
 
 void softmax(const SoftmaxParams& params, Stream stream) {
-  with_type(params.dtype, [&]<typename T>(T) {
+  dispatch_dtype(params.dtype, [&]<typename T>(std::type_identity<T>) {
     parallel_run(stream, params.shape.rows, params.hidden, SoftmaxKernel<T>{params});
   });
 }

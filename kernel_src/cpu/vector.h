@@ -1,4 +1,4 @@
-// Vectors of kLanes floats and their conversion from and to memory in float32, float16 and bfloat16.
+// Vectors of kLanes floats are converted from and to memory in float32, float16 and bfloat16.
 //
 // They are the compiler's vector extension, so the same source serves every instruction set: a kernel is
 // written for any number of lanes and compiled for the native number of each set (multiversion.h). All of it
@@ -68,7 +68,7 @@ ALWAYS_INLINE Ints<kLanes> lane_numbers(std::integer_sequence<int, i...>) {
   return Ints<kLanes>{i...};
 }
 
-// (0, 1, 2, ...)
+// Returns (0, 1, 2, ...).
 template <int kLanes>
 ALWAYS_INLINE Ints<kLanes> lane_numbers() {
   return lane_numbers<kLanes>(std::make_integer_sequence<int, kLanes>{});
@@ -82,14 +82,14 @@ ALWAYS_INLINE Floats<kLanes> abs(const Floats<kLanes>& v) {
 // Floats of one sign are ordered by magnitude as their bits are, and all positive ones come before all
 // negative ones if the bits are taken as unsigned, after them if signed. NaN is beyond infinity.
 
-// v, but 0 where v is negative.
+// Returns v, but 0 where v is negative.
 template <int kLanes>
 ALWAYS_INLINE Floats<kLanes> positive_part(const Floats<kLanes>& v) {
   const Ints<kLanes> bits = as_ints<kLanes>(v);
   return as_floats<kLanes>(bits > 0 ? bits : Ints<kLanes>{});
 }
 
-// v, but limit where v is greater or a positive NaN; limit > 0.
+// Returns v, but limit where v is greater or a positive NaN. The limit is positive.
 template <int kLanes>
 ALWAYS_INLINE Floats<kLanes> limit_positive(const Floats<kLanes>& v, float limit) {
   const Ints<kLanes> bits = as_ints<kLanes>(v);
@@ -97,7 +97,7 @@ ALWAYS_INLINE Floats<kLanes> limit_positive(const Floats<kLanes>& v, float limit
   return as_floats<kLanes>(bits < limit_bits ? bits : limit_bits);
 }
 
-// v, but limit where v is less or a negative NaN; limit < 0.
+// Returns v, but limit where v is less or a negative NaN. The limit is negative.
 template <int kLanes>
 ALWAYS_INLINE Floats<kLanes> limit_negative(const Floats<kLanes>& v, float limit) {
   const Uints<kLanes> bits = __builtin_bit_cast(Uints<kLanes>, v);
@@ -132,8 +132,7 @@ ALWAYS_INLINE Halves<kLanes> float_to_bfloat16(const Floats<kLanes>& v) {
                               std::make_index_sequence<kLanes>{});
 }
 
-// Whether the processor converts float16: all of aarch64 do; of x86-64 the instruction sets with 8 lanes or
-// more.
+// All processors of aarch64 convert float16; of x86-64 those do that have 8 lanes or more.
 #if defined(__aarch64__)
 template <int kLanes>
 constexpr bool kHasFloat16 = true;
@@ -235,13 +234,13 @@ ALWAYS_INLINE Floats<kLanes> swap_pairs(const Floats<kLanes>& v, std::index_sequ
   return __builtin_shufflevector(v, v, (i ^ 1)...);
 }
 
-// (v1, v0, v3, v2, ...)
+// Returns (v1, v0, v3, v2, ...).
 template <int kLanes>
 ALWAYS_INLINE Floats<kLanes> swap_pairs(const Floats<kLanes>& v) {
   return swap_pairs<kLanes>(v, std::make_index_sequence<kLanes>{});
 }
 
-// (-v0, v1, -v2, v3, ...)
+// Returns (-v0, v1, -v2, v3, ...).
 template <int kLanes, size_t... i>
 ALWAYS_INLINE Floats<kLanes> negate_even(const Floats<kLanes>& v, std::index_sequence<i...>) {
   return as_floats<kLanes>(as_ints<kLanes>(v) ^ Ints<kLanes>{(i % 2 == 0 ? INT32_MIN : 0)...});
@@ -275,7 +274,7 @@ ALWAYS_INLINE float sum(const Floats<kLanes>& v, std::index_sequence<i...>) {
   }
 }
 
-// Sum of the lanes, pairwise.
+// Returns the sum of the lanes, added up pairwise.
 template <int kLanes>
 ALWAYS_INLINE float sum(const Floats<kLanes>& v) {
   return sum<kLanes>(v, std::make_index_sequence<kLanes / 2>{});
@@ -292,7 +291,7 @@ ALWAYS_INLINE double sum_in_double(const Doubles<kLanes>& v, std::index_sequence
   }
 }
 
-// Sum of the lanes, not rounded to float on the way.
+// Returns the sum of the lanes, not rounded to float on the way.
 template <int kLanes>
 ALWAYS_INLINE double sum_in_double(const Floats<kLanes>& v) {
   return sum_in_double<kLanes>(__builtin_convertvector(v, Doubles<kLanes>),
@@ -310,7 +309,7 @@ ALWAYS_INLINE float max(const Floats<kLanes>& v, std::index_sequence<i...>) {
   }
 }
 
-// Largest of the lanes, none of which is NaN.
+// Returns the largest of the lanes, none of which is NaN.
 template <int kLanes>
 ALWAYS_INLINE float max(const Floats<kLanes>& v) {
   return max<kLanes>(v, std::make_index_sequence<kLanes / 2>{});

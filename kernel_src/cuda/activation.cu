@@ -1,5 +1,5 @@
-// gelu, silu, geglu, swiglu: a thread takes one pack of the result. More than one was never faster, and
-// slower below 64 MB.
+// gelu, silu, geglu and swiglu: a thread takes one pack of the result. More than one was never faster, and
+// slower below 64 MB (NOTES, "Activations").
 #include "activations.cuh"
 #include "fast_divisor.cuh"
 #include "launch.cuh"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Where a pack of the results is: its row and the column in it.
+// A pack of the results is in this row, from this column on.
 struct PackPlace {
   uint32_t row;
   int64_t column;
@@ -30,7 +30,7 @@ struct PackNumbering {
   }
 };
 
-// Any number.
+// There may be any number of packs.
 struct LongPackNumbering {
   using Number = int64_t;
   Number packs;
@@ -60,7 +60,7 @@ struct ActivationKernelParams {
         bias(p.bias) {}
 };
 
-// A pack of x and, if there is one, of the bias that is added to it.
+// This is a pack of x and, if there is one, of the bias that is added to it.
 template <typename T, int kSize>
 struct BiasedPack {
   Pack<T, kSize> value, bias;
@@ -75,10 +75,10 @@ struct BiasedPack {
   }
 };
 
-template <typename T, class Activation, bool kIsGated, Access kAccess, class Params>
+template <typename T, class Activation, Gating kGating, Access kAccess, class Params>
 __global__ void __launch_bounds__(kThreads) activation_kernel(const __grid_constant__ Params params) {
   constexpr int kSize = kPackSize<T, kAccess>;
-  constexpr bool kFast = sizeof(T) == 2;
+  constexpr bool kIsGated = kGating == Gating::kSecondHalf, kFast = sizeof(T) == 2;
   using PackNumber = typename Params::Numbering::Number;
   const PackNumber number = blockIdx.x * PackNumber{kThreads} + threadIdx.x;
   const PackPlace place = params.numbering(number, kSize);
@@ -107,9 +107,10 @@ __global__ void __launch_bounds__(kThreads) activation_kernel(const __grid_const
   result.store_whole(static_cast<T*>(params.out.data) + index.offset(params.out) + place.column);
 }
 
-// One row where nothing tells rows apart: both operands' follow each other without a gap.
-ActivationParams flattened(ActivationParams args, bool is_gated) {
-  if (is_gated || args.bias || args.shape.ndim != 1 || args.x.strides[0] != args.hidden ||
+// Makes one row of all where nothing tells rows apart: those of both operands follow each other without a
+// gap.
+ActivationParams flattened(ActivationParams args, Gating gating) {
+  if (gating != Gating::kNone || args.bias || args.shape.ndim != 1 || args.x.strides[0] != args.hidden ||
       args.out.strides[0] != args.hidden)
     return args;
   args.hidden *= args.shape.rows;
@@ -118,15 +119,14 @@ ActivationParams flattened(ActivationParams args, bool is_gated) {
   return args;
 }
 
-template <class Activation, bool kIsGated>
+template <class Activation, Gating kGating>
 void launch(const char* operation, const ActivationParams& given, Stream stream) {
-  const ActivationParams args = flattened(given, kIsGated);
+  const ActivationParams args = flattened(given, kGating);
   const int ndim = args.shape.ndim;
-  dispatch_dtype(args.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const auto launch_with = [&]<Access kAccess, class Params>(const Params& params) {
+  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
+    const auto launch_with = [&]<class Params>(auto access, const Params& params) {
       const int64_t blocks = ceil_divide(params.numbering.packs, kThreads);
-      launch_kernel(operation, activation_kernel<T, Activation, kIsGated, kAccess, Params>, dim3(blocks),
+      launch_kernel(operation, activation_kernel<T, Activation, kGating, access, Params>, dim3(blocks),
                     kThreads, params, stream);
     };
     const bool has_vectors = args.hidden * sizeof(T) % kVectorBytes == 0 && is_16_byte_aligned(args.bias) &&
@@ -136,31 +136,34 @@ void launch(const char* operation, const ActivationParams& given, Stream stream)
     if (has_vectors && args.shape.rows * packs_per_row < kFastDivisionEnd) {
       PackNumbering numbering{static_cast<uint32_t>(args.shape.rows * packs_per_row), {}};
       numbering.packs_per_row.set(static_cast<uint32_t>(packs_per_row));
-      return launch_with.template operator()<Access::kVector>(
-          ActivationKernelParams<PackNumbering>(args, numbering));
+      return launch_with(Constant<Access::kVector>{}, ActivationKernelParams<PackNumbering>(args, numbering));
     }
     const auto params_of = [&](int64_t row_packs) {
       return ActivationKernelParams<LongPackNumbering>(args, {args.shape.rows * row_packs, row_packs});
     };
-    if (has_vectors) return launch_with.template operator()<Access::kVector>(params_of(packs_per_row));
-    launch_with.template operator()<Access::kScalar>(params_of(args.hidden));
+    if (has_vectors) return launch_with(Constant<Access::kVector>{}, params_of(packs_per_row));
+    launch_with(Constant<Access::kScalar>{}, params_of(args.hidden));
   });
 }
 
 }  // namespace
 
 void gelu(const ActivationParams& params, Stream stream) {
-  if (params.tanh_approximation) return launch<GeluTanh, false>("gelu", params, stream);
-  launch<GeluErf, false>("gelu", params, stream);
+  if (params.tanh_approximation) return launch<GeluTanh, Gating::kNone>("gelu", params, stream);
+  launch<GeluErf, Gating::kNone>("gelu", params, stream);
 }
 
-void silu(const ActivationParams& params, Stream stream) { launch<Silu, false>("silu", params, stream); }
+void silu(const ActivationParams& params, Stream stream) {
+  launch<Silu, Gating::kNone>("silu", params, stream);
+}
 
 void geglu(const ActivationParams& params, Stream stream) {
-  if (params.tanh_approximation) return launch<GeluTanh, true>("geglu", params, stream);
-  launch<GeluErf, true>("geglu", params, stream);
+  if (params.tanh_approximation) return launch<GeluTanh, Gating::kSecondHalf>("geglu", params, stream);
+  launch<GeluErf, Gating::kSecondHalf>("geglu", params, stream);
 }
 
-void swiglu(const ActivationParams& params, Stream stream) { launch<Silu, true>("swiglu", params, stream); }
+void swiglu(const ActivationParams& params, Stream stream) {
+  launch<Silu, Gating::kSecondHalf>("swiglu", params, stream);
+}
 
 }  // namespace h100_diffusers_kernels

@@ -1,10 +1,10 @@
-// attention, and which kernel takes which tensors.
+// This is attention: which kernel takes which tensors.
 //
-// Names, as in FlashAttention: S = Q K^T (scores), P = exp(S - m) (probabilities), O = P V (accumulators), m
+// Names are FlashAttention's: S = Q K^T (scores), P = exp(S - m) (probabilities), O = P V (accumulators), m
 // (reference) and l (row sums). A tile is 64 queries of a warp group by 128 keys.
 //
-// The way of a block of the kernel for many keys (attention_stream.cuh) along the tiles j of keys, with 64
-// columns. The letters are arrows from one side to the other, each a barrier:
+// This is the way of a block of the kernel for many keys (attention_stream.cuh) along the tiles j of keys,
+// with 64 columns. The letters are arrows from one side to the other, each a barrier:
 //
 //   loading thread   Q K0   V0  K1  V1  K2  V2  K3  V3       K4                V4  K5 ...
 //                    a b    c   b   c                        ^d                ^e
@@ -24,7 +24,8 @@
 //
 // Named barriers are for one warp group alone, when it has cleared rows of V. Between issuing products and
 // using them a group waits for itself (wait_for_products). While one group multiplies the others are at their
-// exponentials; they find these turns by themselves (NOTES, "To 1.10 of FA3"). With 128 columns there are two
+// exponentials; they find these turns by themselves (NOTES, "To 1.10 of FA3 at
+// 2×2688: claimed tiles"). With 128 columns there are two
 // groups, two stages of keys and one of queries, and the lazy softmax issues the next S before O += P V, so
 // that the products of values go on during the next exponentials, and are waited for behind them. Few keys
 // stay in shared memory while the queries stream by (attention_resident.cuh), with the same rings.
@@ -55,9 +56,10 @@ bool is_mappable(const AttentionParams& args) {
   return is_mappable(q_of(args)) && is_mappable(k_of(args)) && is_mappable(v_of(args));
 }
 
-// Whether it pays to convert the values to float16 first: where they are read for many queries.
+// Tells whether it pays to convert the values to float16 first, which it does where they are read for many
+// queries.
 bool has_half_values(const AttentionParams& args) {
-  constexpr int64_t kMinQueries = 1024, kMaxBatch = 65535;  // of a grid
+  constexpr int64_t kMinQueries = 1024, kMaxBatch = 65535;  // A grid has no more in its third dimension.
   return args.dtype == DType::kBFloat16 && args.key_bias == nullptr &&
          args.key_length > kMaxResidentKeyTiles * kTileKeys && args.query_length >= kMinQueries &&
          args.batch <= kMaxBatch && is_mappable(args);
@@ -116,8 +118,7 @@ void attention(const AttentionParams& args, Stream stream) {
   AttentionKernelParams params{};
   params.args = args;
   params.score_scale = args.scale * kLog2E;
-  dispatch_dtype(args.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
+  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
     if constexpr (sizeof(T) == 2) {
       if (args.head_dim == 64) return launch<T, 64>(params, stream);
       return launch<T, 128>(params, stream);

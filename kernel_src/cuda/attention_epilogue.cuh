@@ -5,7 +5,7 @@
 
 namespace h100_diffusers_kernels {
 
-constexpr int kStoreRows = kWarpGroupRows / kWarpGroupWarps;  // of a warp
+constexpr int kStoreRows = kWarpGroupRows / kWarpGroupWarps;  // A warp stores so many.
 
 // `tile` has 64 rows, this warp group's own; box_bytes lead from one box of it to the next; `place` is the
 // tile's.

@@ -1,5 +1,6 @@
-// The softmax of attention without maxima: probabilities in float16, which has eight times the precision of
-// bfloat16, so that the largest of a row need not be a power of 2, and m need not follow the maximum.
+// This is the softmax of attention without maxima (NOTES, "Peaked scores: rescaling where float16 would
+// overflow"). Probabilities are float16, which has eight times the precision of bfloat16, so that the largest
+// of a row need not be a power of 2, and m need not follow the maximum.
 //
 // m comes from a row's first tile of keys, by which the largest probability is 2^reference_exponent. Scores
 // that come later may exceed those of the first tile by 16 - reference_exponent powers of 2, 9 to 12 nats of
@@ -20,7 +21,7 @@
 
 namespace h100_diffusers_kernels {
 
-// Of the values, which are in float16 too; see attention_values.cuh.
+// The values, which are in float16, too, are multiplied by this (attention_values.cuh).
 constexpr float kHalfValueScale = 16;
 
 // Float16 has nothing between 0 and 2^-24, so that a probability is off by up to 2^-25. With `keys` of them,
@@ -28,7 +29,7 @@ constexpr float kHalfValueScale = 16;
 // 2^-12.5, a tenth of bfloat16's rounding of the output.
 inline int lazy_reference_exponent(int64_t keys) {
   constexpr double kHalfBits = 25, kRowBits = 12.5;
-  constexpr int kLargest = 8;  // which leaves as much to rise
+  constexpr int kLargest = 8;  // That leaves as much to rise.
   return std::min(static_cast<int>(std::ceil(std::log2(static_cast<double>(keys)) + kRowBits - kHalfBits)),
                   kLargest);
 }
@@ -83,12 +84,12 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
     this->exponentiate(scores, part);
   }
 
-  // Whether float16 has the probabilities of all rows of the warp.
+  // Tells whether float16 has the probabilities of all rows of the warp.
   __device__ __forceinline__ static bool are_within(const float (&sum)[2]) {
-    return __all_sync(~0u, sum[0] <= kLargestHalf && sum[1] <= kLargestHalf);  // not of NaN
+    return __all_sync(~0u, sum[0] <= kLargestHalf && sum[1] <= kLargestHalf);  // NaN fails.
   }
 
-  // Of each row l, with this tile's part, becomes 2^exponent_ to 2^(exponent_ + 1).
+  // Raises m so that l of each row, with this tile's part, becomes 2^exponent_ to 2^(exponent_ + 1).
   __device__ __forceinline__ void raise_reference(Scores<Tile>& probabilities, float (&sum)[2],
                                                   Accumulators<Tile>& accumulators) {
     constexpr float kTooLarge = 0x1p120f;

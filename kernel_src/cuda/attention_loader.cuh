@@ -10,7 +10,7 @@ namespace h100_diffusers_kernels {
 template <class Tile>
 class TensorLoader {
  public:
-  // So many threads arrive at the barrier of a tile.
+  // So many threads arrive at the barrier of a tile of queries or values, and at that of keys.
   static constexpr int kArrivals = 1, kKeyArrivals = 1;
 
   __device__ __forceinline__ static bool is_mine(const WarpRole& role) { return role.thread == 0; }
@@ -24,7 +24,7 @@ class TensorLoader {
   __device__ __forceinline__ TensorLoader(const AttentionKernelParams& params, const WarpRole&)
       : params_(params), values_(&params.v) {}
 
-  // Whether this is the first of the loader's threads.
+  // Tells whether this is the first of the loader's threads.
   __device__ __forceinline__ bool is_first() const { return true; }
 
   __device__ __forceinline__ void take_half_values(bool is_half) {

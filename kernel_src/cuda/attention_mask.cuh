@@ -57,12 +57,11 @@ __device__ __forceinline__ void clear_rows(const WarpRole& role, uint32_t tile, 
   constexpr int kPieces = kBoxRowBytes / 16;
   constexpr int kTilePieces = Tile::kBoxes * kTileKeys * kPieces;
 #pragma unroll 1
-  for (int piece = role.thread; piece < kTilePieces; piece += kWarpGroupThreads) {
+  for (int piece = role.thread; piece < kTilePieces; piece += kWarpGroupThreads)
     if (piece / kPieces % kTileKeys >= count)
       asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + static_cast<uint32_t>(piece * 16)),
                    "r"(0)
                    : "memory");
-  }
   fence_shared_stores();
   role.sync_group();
 }

@@ -1,13 +1,13 @@
-// The matrix products on a warp group's way along the keys: S = Q K^T of its 64 queries and a tile of keys,
-// and O += P V with the probabilities that the softmax has made of S. Both are issued, and have come to their
-// end when wait_for_products lets through.
+// A warp group on its way along the keys multiplies S = Q K^T of its 64 queries and a tile of keys, and O +=
+// P V with the probabilities that the softmax has made of S. Both are issued, and have come to their end when
+// wait_for_products lets through. Each product is kProductDepth deep: warp_group.cuh has one written out.
 #pragma once
 
 #include "attention_softmax.cuh"
 
 namespace h100_diffusers_kernels {
 
-// query_box_bytes lead from one box of queries to the next.
+// Issues S = Q K^T. query_box_bytes lead from one box of queries to the next.
 template <class Tile>
 __device__ __forceinline__ void issue_scores(Operand query, int query_box_bytes, Operand keys,
                                              Scores<Tile>& scores) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ void issue_scores(Operand query, int query_box_bytes,
   commit_products();
 }
 
-// O begins with these products unless they accumulate.
+// Issues O += P V, or O = P V where the products are not to accumulate.
 template <class Tile, class Softmax>
 __device__ __forceinline__ void issue_outputs(const Probabilities& probabilities, Operand values,
                                               bool accumulate, Accumulators<Tile>& accumulators) {

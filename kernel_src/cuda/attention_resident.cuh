@@ -1,6 +1,7 @@
-// Attention to few keys, as to the tokens of a text: all keys and values of a head stay in shared memory
+// Where there are few keys, as of the tokens of a text, all keys and values of a head stay in shared memory
 // while the queries of that head stream by, 64 at a time, each tile treated by one warp group. What takes
-// time is reading queries and writing the output. A block has consecutive tiles, so that it meets few heads.
+// time is reading queries and writing the output (NOTES, "Few keys"). A block has consecutive tiles, so that
+// it meets few heads.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +29,7 @@ struct ResidentMemory {
   // Each warp group has the same stages all the time, as many as there is room for, so that nobody waits for
   // a stage that another group has yet to read, which the parity of its barrier would not tell from a full
   // one.
-  static constexpr uint32_t kBarriersBytes = 512;  // at most
+  static constexpr uint32_t kBarriersBytes = 512;  // Barriers take no more.
   static constexpr uint32_t kQueriesRoom =
       kMaxSharedBytes - kTileAlignment - kOutBytes - kHeadsBytes - Tile::kOnesBytes - kBarriersBytes;
   using QueryRing = Ring<std::min(kQueriesRoom / (Tile::kGroups * kQueryBytes), 4u) * Tile::kGroups>;
@@ -57,7 +58,7 @@ struct ResidentMemory {
 // A block has consecutive tiles, head by head; the first blocks have one more than the others. Which rows
 // a tile of a head has goes round the head, so that all blocks are at about the same token at a time, most of
 // them in another head: the heads of a token are neighbours in memory, and so its pages are read and written
-// while they are open.
+// while they are open (NOTES, "Few keys").
 class TileRange {
  public:
   __device__ __forceinline__ explicit TileRange(const AttentionKernelParams& params)
@@ -74,8 +75,8 @@ class TileRange {
   __device__ __forceinline__ int end_of_head() const { return min(end_, head_begin() + query_tiles_); }
   __device__ __forceinline__ void next_head() { tile_ = end_of_head(); }
 
-  // The rows of a tile of this head, as a number of tiles: 0 is where the first block that begins in the head
-  // does so.
+  // Returns the rows of a tile of this head, as a number of tiles: 0 is where the first block that begins in
+  // the head does so.
   __device__ __forceinline__ int row_tile(int tile) const {
     const int end_of_longer = longer_blocks_ * (block_tiles_ + 1);
     const bool is_longer = head_begin() <= end_of_longer;
@@ -199,7 +200,8 @@ class ResidentCompute {
     const bool has_padding = key_count < params_.args.key_length;
     const uint32_t head_values = memory_.values + head_.stage * Memory::kHeadBytes;
     const uint32_t head_bias = memory_.bias + head_.stage * Memory::kBiasBytes;
-    // To tell the compiler is worth 3% with two tiles; with 128 columns it then runs out of registers.
+    // To tell the compiler is worth 3% with two tiles of keys; with 128 columns it then runs out of
+    // registers.
     constexpr bool kKnowsEnd = Tile::kHeadDim == 64;
     Softmax softmax(params_);
     Probabilities probabilities;

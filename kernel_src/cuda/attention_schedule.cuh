@@ -12,8 +12,9 @@ enum class Rescaling { kOnline, kLazy };
 // A block treats its share of the tiles; or those that it claims, and then those that it has marked.
 enum class Pass { kShare, kClaimed, kInaccurate };
 
-// The tiles that a block has claimed, in shared memory, in their order. Multiprocessors differ in speed by
-// several percent, so a block claims each tile when it is about to load it. Its loading thread does that.
+// A block lists the tiles that it has claimed, in shared memory, in their order. Multiprocessors differ in
+// speed by several percent, so a block claims each tile when it is about to load it. Its loading thread does
+// that (NOTES, "To 1.10 of FA3 at 2×2688: claimed tiles").
 struct TileList {
   static constexpr int kCapacity = 2048;
   static constexpr uint32_t kBytes = (kCapacity + 1) * 4;

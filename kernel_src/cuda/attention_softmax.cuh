@@ -1,14 +1,14 @@
-// The softmax of attention, taken tile by tile of keys (Milakov and Gimelshein, 2018; FlashAttention). With
-// S = scale Q K^T in powers of 2,
+// The softmax of attention is taken tile by tile of keys (online softmax: Milakov and Gimelshein, 2018;
+// FlashAttention). With S = scale Q K^T in powers of 2,
 //
 //   P = 2^(S - m),  l += sum of a row of P,  O += P V,  and at the end out = O / l
 //
 // where m is what a row's probabilities are relative to: when it rises, l and O are rescaled. P is rounded to
-// 16 bits for the tensor cores. Two ways to choose m:
+// 16 bits for the tensor cores. There are two ways to choose m:
 //
 // OnlineSoftmax follows each row's maximum, so that its largest probability is a power of 2. The rounding of
 // any other would be most of the error of a row that depends on few keys. To find the maximum of a tile takes
-// a third of the time of its exponentials, which have to wait for it.
+// a third of the time of its exponentials, which have to wait for it (NOTES, "What stands in whose way").
 //
 // LazySoftmax (attention_lazy_softmax.cuh) rescales only where float16 would not hold the probabilities.
 #pragma once
@@ -56,8 +56,8 @@ __device__ __forceinline__ void scale_rows(float (&values)[kSize], const float (
   for (int i = 0; i < kSize; ++i) values[i] *= factor[i / 2 % 2];
 }
 
-// Both ways share this: a thread has two rows. Scores with a bias are powers of 2 already; without one they
-// are products of query and key, which the scale makes such.
+// Both ways share this, by which a thread has two rows. Scores with a bias are powers of 2 already; without
+// one they are products of query and key, which the scale makes such.
 template <class Tile, KeyBias kBias>
 class RowSoftmax {
  public:
@@ -100,7 +100,7 @@ class RowSoftmax {
   // By this m a row with this maximum has 2^exponent as its largest probability.
   __device__ __forceinline__ static float reference_of(float maximum, float exponent) {
     const float reference = maximum_of(maximum, kLowestScore) - exponent;
-    return reference == INFINITY ? NAN : reference;  // as infinity less infinity has it
+    return reference == INFINITY ? NAN : reference;  // Infinity less infinity is NaN, too.
   }
 
   // The scores of the first tile of keys set m.
@@ -140,8 +140,8 @@ class RowSoftmax {
   }
 
   float scale_;
-  float reference_[2];         // m
-  float row_sum_[2] = {0, 0};  // this thread's part of l, without a column of ones
+  float reference_[2];         // This is m.
+  float row_sum_[2] = {0, 0};  // This is the thread's part of l, where there is no column of ones.
 };
 
 template <class Tile, KeyBias kBias>
@@ -175,7 +175,7 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
                                                   Accumulators<Tile>& accumulators) {
     float maximum[2];
     this->find_maxima(scores, maximum);
-    const bool is_within =  // not of NaN
+    const bool is_within =  // NaN is not.
         maximum[0] <= this->reference_[0] + kExponent && maximum[1] <= this->reference_[1] + kExponent;
     if (__all_sync(~0u, is_within)) return;
     float factor[2];

@@ -1,61 +1,19 @@
-// Attention to any number of keys: their tiles stream through rings of shared memory, and a block computes
-// tile after tile of queries. Blocks that run at the same time are at neighbouring tiles, most of them of the
-// same head, so that its keys and values come from L2.
+// Tiles of any number of keys stream through rings of shared memory (attention_stream_load.cuh), and a block
+// computes tile after tile of queries. Blocks that run at the same time are at neighbouring tiles, most of
+// them of the same head, so that its keys and values come from L2.
 #pragma once
 
 #include <algorithm>
 #include <climits>
+#include <type_traits>
 
 #include "attention_epilogue.cuh"
-#include "attention_loader.cuh"
 #include "attention_products.cuh"
-#include "attention_schedule.cuh"
+#include "attention_stream_load.cuh"
 #include "attention_values.cuh"
 #include "launch.cuh"
 
 namespace h100_diffusers_kernels {
-
-// A block's shared memory is known by addresses.
-template <class Tile, KeyBias kBias>
-struct StreamMemory {
-  using KeyRing = Ring<Tile::kHeadDim == 64 ? 4 : 2>;
-  // With two stages the next tile's queries are there when a warp group comes to it.
-  using QueryRing = Ring<Tile::kHeadDim == 64 ? 2 : 1>;
-  static constexpr uint32_t kKeyBytes = Tile::bytes(kTileKeys), kQueryBytes = Tile::bytes(Tile::kRows);
-  static constexpr uint32_t kBiasBytes = kBias == KeyBias::kAdded ? kTileKeys * 4 : 0;
-  static constexpr uint32_t kTilesBytes = 8;
-  static_assert(QueryRing::kStages * 4 <= kTilesBytes);
-  static constexpr int kNoTile = -1;
-
-  uint32_t query, out, keys, values, bias;
-  uint32_t tiles;  // It says which tile the queries of a stage are, or kNoTile after the last of a pass.
-  QueryRing query_ring;
-  KeyRing key_ring, value_ring;
-  Barrier end_of_pass;
-  TileList tile_list;
-
-  __device__ __forceinline__ explicit StreamMemory(uint32_t begin)
-      : query(begin),
-        out(query + QueryRing::kStages * kQueryBytes),
-        keys(out + kQueryBytes),
-        values(keys + KeyRing::kStages * kKeyBytes),
-        bias(values + KeyRing::kStages * kKeyBytes),
-        tiles(bias + KeyRing::kStages * kBiasBytes),
-        query_ring{tiles + kTilesBytes},
-        key_ring{query_ring.address + QueryRing::kBytes},
-        value_ring{key_ring.address + KeyRing::kBytes},
-        end_of_pass{value_ring.address + KeyRing::kBytes},
-        tile_list{end_of_pass.address + Barrier::kBytes} {}
-
-  __device__ __forceinline__ uint32_t tile_of(int stage) const {
-    return tiles + static_cast<uint32_t>(stage * 4);
-  }
-
-  static constexpr uint32_t kBytes = kTileAlignment + (QueryRing::kStages + 1) * kQueryBytes +
-                                     KeyRing::kStages * (2 * kKeyBytes + kBiasBytes) + kTilesBytes +
-                                     QueryRing::kBytes + 2 * KeyRing::kBytes + Barrier::kBytes +
-                                     TileList::kBytes;
-};
 
 // This is the side of the rings that computes.
 template <class Tile, KeyBias kBias>
@@ -114,79 +72,6 @@ class StreamedKeys {
   int earlier_stage_ = 0;
   Operand next_keys_, next_values_, values_{};
   bool are_keys_there_ = false, are_values_there_ = false;
-};
-
-template <class Tile, KeyBias kBias, class Loader>
-class StreamLoad {
- public:
-  using Memory = StreamMemory<Tile, kBias>;
-
-  __device__ __forceinline__ StreamLoad(const AttentionKernelParams& params, const Memory& memory,
-                                        const WarpRole& role)
-      : params_(params), memory_(memory), loader_(params, role) {}
-
-  template <Pass kPass>
-  __device__ __forceinline__ void run() {
-    const auto load = [&](int tile) { load_tile<kPass>(tile); };
-    if constexpr (kPass == Pass::kShare) {
-      for_each_own_tile(params_, load);
-    } else if constexpr (kPass == Pass::kClaimed) {
-      loader_.take_half_values(true);
-      memory_.tile_list.claim_each(params_, load);
-    } else {
-      loader_.take_half_values(false);
-      memory_.tile_list.for_each_inaccurate(load);
-    }
-    if constexpr (Loader::kArrivals > 0) {
-      begin_query(Memory::kNoTile);
-      memory_.query_ring.full(query_place_.stage).arrive();
-      query_place_.advance();
-    }
-  }
-
- private:
-  template <Pass kPass>
-  __device__ __forceinline__ void load_tile(int tile) {
-    const QueryTile place = params_.place_of(tile, Tile::kRows);
-    const int key_count = params_.key_count(place.batch);
-    if constexpr (Loader::kArrivals > 0) {
-      begin_query(tile);
-      loader_.load_query(memory_.query + query_place_.stage * Memory::kQueryBytes, Tile::kRows,
-                         memory_.query_ring.full(query_place_.stage), place);
-      query_place_.advance();
-    }
-    int key = 0;
-#pragma unroll 1
-    do {
-      const int stage = key_place_.stage;
-      key_place_.wait_empty(memory_.key_ring);
-      loader_.load_keys(memory_.keys + stage * Memory::kKeyBytes, memory_.bias + stage * Memory::kBiasBytes,
-                        memory_.key_ring.full(stage), place, key);
-      key_place_.wait_empty(memory_.value_ring);
-      if constexpr (kPass == Pass::kClaimed) wait_for_half_values();
-      loader_.load_values(memory_.values + stage * Memory::kKeyBytes, memory_.value_ring.full(stage), place,
-                          key);
-      key_place_.advance();
-      key += kTileKeys;
-    } while (key < key_count);
-  }
-
-  __device__ __forceinline__ void wait_for_half_values() {
-    if (!has_half_values_) wait_for_earlier_kernels();
-    has_half_values_ = true;
-  }
-
-  __device__ __forceinline__ void begin_query(int tile) const {
-    query_place_.wait_empty(memory_.query_ring);
-    if (loader_.is_first()) store_shared(memory_.tile_of(query_place_.stage), static_cast<uint32_t>(tile));
-  }
-
-  const AttentionKernelParams& params_;
-  const Memory& memory_;
-  Loader loader_;
-  RingPlace<typename Memory::QueryRing> query_place_;
-  RingPlace<typename Memory::KeyRing> key_place_;
-  bool has_half_values_ = false;
 };
 
 template <class Tile, KeyBias kBias>
@@ -260,9 +145,9 @@ class StreamCompute {
     finish_tile(softmax, accumulators, outputs);
   }
 
-  // The same, one step ahead: S = Q K^T of the next tile is issued before O += P V of this one, which goes on
-  // during the exponentials of the next. This takes registers for both, and pays where products take longer
-  // than exponentials.
+  // Computes the same one step ahead: S = Q K^T of the next tile is issued before O += P V of this one, which
+  // goes on during the exponentials of the next. This takes registers for both, and pays where products take
+  // longer than exponentials (NOTES, "Peaked scores: rescaling where float16 would overflow").
   template <class Softmax>
   __device__ __forceinline__ void compute_tile_ahead(int tile, Outputs<Tile>& outputs) {
     const int key_count = params_.key_count(params_.place_of(tile, Tile::kRows).batch);
@@ -379,7 +264,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (kRescaling == Rescaling::kOnline) wait_for_earlier_kernels();
   if (role.loads()) {
     release_registers<Tile::kLoadRegisters>();
-    const auto load = [&]<class Loader>() {
+    const auto load = [&]<class Loader>(std::type_identity<Loader>) {
       if (!Loader::is_mine(role)) return;
       StreamLoad<Tile, kBias, Loader> stream(params, memory, role);
       if constexpr (kRescaling == Rescaling::kLazy) {
@@ -390,7 +275,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         stream.template run<Pass::kShare>();
       }
     };
-    (load.template operator()<Loaders>(), ...);
+    (load(std::type_identity<Loaders>{}), ...);
   } else {
     take_registers<Tile::kComputeRegisters>();
     StreamCompute<Tile, kBias> stream(params, memory, role);

@@ -22,7 +22,8 @@ enum class RowSums { kAdded, kMultiplied };
 
 // kGroups warp groups compute, 64 queries each, and one loads. With 64 elements a head the exponentials take
 // about as long as the matrix products, so there are three groups, of which one multiplies while two are at
-// their exponentials. With 128 O needs twice the registers, which leaves room for two groups.
+// their exponentials (NOTES, "What stands in whose way"). With 128 O needs twice the registers, which leaves
+// room for two groups.
 template <typename T_, int kHeadDim_, RowSums kRowSums = RowSums::kAdded>
 struct AttentionTile {
   using T = T_;
@@ -109,14 +110,14 @@ inline int64_t query_tiles_of(const AttentionParams& args, int rows) {
 // The launcher hands this to the kernels.
 struct AttentionKernelParams {
   MappedTensor q, k, v, out;
-  MappedTensor half_values;  // see attention_values.cuh
-  int* claimed_tiles;        // how many, beyond the first of each block; see attention_schedule.cuh
+  MappedTensor half_values;  // attention_values.cuh makes them.
+  int* claimed_tiles;  // Blocks have claimed so many, beyond the first of each (attention_schedule.cuh).
   AttentionParams args;
-  float score_scale;                     // of the products of query and key, to powers of 2
-  int reference_exponent;                // see attention_lazy_softmax.cuh
-  int tiles;                             // of queries, of all heads
-  FastDivisor query_tiles, query_heads;  // of a head; of a sample
-  FastDivisor group_heads;               // query heads of a key head
+  float score_scale;                     // It makes powers of 2 of the products of query and key.
+  int reference_exponent;                // It belongs to attention_lazy_softmax.cuh.
+  int tiles;                             // All heads together have so many tiles of queries.
+  FastDivisor query_tiles, query_heads;  // A head has so many tiles, a sample so many heads.
+  FastDivisor group_heads;               // A key head has so many query heads.
 
   void set_tiles(int rows) {
     query_tiles.set(static_cast<uint32_t>(ceil_divide(args.query_length, rows)));

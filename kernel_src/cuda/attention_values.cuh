@@ -1,6 +1,6 @@
 // Values in float16 go with probabilities in float16 (attention_lazy_softmax.cuh). They are
-// taken times kHalfValueScale: then bfloat16 values from 2^-21 to 4096 are float16 exactly, smaller ones are
-// off by 2^-29 at most, and larger ones are infinite. Whether that was good enough is seen by the output.
+// multiplied by kHalfValueScale: then bfloat16 values from 2^-21 to 4096 are float16 exactly, smaller ones
+// are off by 2^-29 at most, and larger ones are infinite. Whether that was good enough is seen by the output.
 #pragma once
 
 #include "attention_lazy_softmax.cuh"
@@ -9,17 +9,17 @@
 
 namespace h100_diffusers_kernels {
 
-// Whether the outputs of all rows of the warp are finite and at their largest so far above what values lost
-// (2^13 times) that bfloat16's own rounding is all that shows.
+// Tells whether the outputs of all rows of the warp are finite, and at their largest so far above what values
+// lost (2^13 times) that bfloat16's own rounding is all that shows.
 template <class Tile>
 __device__ __forceinline__ bool has_accurate_rows(const Outputs<Tile>& outputs) {
   constexpr float kLeast = 0x1p-16f;
-  constexpr uint32_t kRowLanes = 0x11111111;  // the first of the four lanes of each row
+  constexpr uint32_t kRowLanes = 0x11111111;  // This is the first of the four lanes of each row.
   float largest[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < Tile::kOutputs; ++i)
     largest[i / 2 % 2] = maximum_of(largest[i / 2 % 2], fabsf(outputs[i]));
-  bool are_accurate = __all_sync(~0u, largest[0] < INFINITY && largest[1] < INFINITY);  // not of NaN
+  bool are_accurate = __all_sync(~0u, largest[0] < INFINITY && largest[1] < INFINITY);  // NaN fails.
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     uint32_t lanes = __ballot_sync(~0u, largest[row] >= kLeast);
@@ -32,13 +32,13 @@ __device__ __forceinline__ bool has_accurate_rows(const Outputs<Tile>& outputs) 
 
 struct ValueKernelParams {
   AttentionOperand values;
-  __half* out;  // (batch, key_length, key_heads, head_dim), contiguous
+  __half* out;  // It is (batch, key_length, key_heads, head_dim), contiguous.
   int key_length, key_heads;
-  int* claimed_tiles;  // becomes 0, for the attention that follows
+  int* claimed_tiles;  // It becomes 0, for the attention that follows.
 };
 
 constexpr int kValueThreads = 256;
-constexpr int kValueTokens = 8;  // of a block
+constexpr int kValueTokens = 8;  // A block treats so many (NOTES, "To 1.10 of FA3 at 2×2688: claimed tiles").
 
 // A thread has 8 columns of one head, of all tokens of its block.
 template <int kHeadDim>

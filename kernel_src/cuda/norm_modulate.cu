@@ -1,4 +1,4 @@
-// rms_norm_modulate, layer_norm_modulate: adaptive layer norm.
+// rms_norm_modulate and layer_norm_modulate (adaptive layer norm).
 #include "row_norm.cuh"
 
 namespace h100_diffusers_kernels {

@@ -1,7 +1,9 @@
 // qk_norm_rope: query and key are normalized and rotated in one pass over both.
 //
-// A group of threads shares what one norm spans, a token or a head, and each thread treats units of query and
-// key at the same place, so that an angle is looked up or computed once for both.
+// A group of threads shares what one norm spans, a token or a head. Each thread treats units (rope.cuh) of
+// query and key at the same place, so that an angle is looked up or computed once for both.
+#include <type_traits>
+
 #include "fast_divisor.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
@@ -27,16 +29,19 @@ struct QkKernelParams : QkNormRopeParams {
   FastDivisor seq_divisor, max_heads_divisor, units_per_head;
 };
 
-// A group of kGroupThreads threads holds up to kGroupThreads * kUnits units of query and of key.
-// gridDim.x: tokens, or tokens * heads where the norm spans a head, in blocks of groups.
+// A group of kGroupThreads threads holds up to kGroupThreads * kUnits units of query and of key. There is a
+// group for each token, or for each head of each token where the norm spans a head; gridDim.x counts blocks
+// of groups.
 template <typename T, class Rope, RopeLayout kLayout, int kGroupThreads, int kUnits>
 __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
     qk_norm_rope_kernel(const __grid_constant__ QkKernelParams p) {
   constexpr int kSize = kPackSize<T, Access::kVector>;
   constexpr int kGroups = kBlockThreads<kGroupThreads> / kGroupThreads;
-  // A unit's packs half a head apart: neighbouring threads then read neighbouring packs.
+  // A unit's packs are half a head apart, so that neighbouring threads read neighbouring packs (NOTES,
+  // "Rotary embedding from tables"), but where computed rotations want pairs that follow each other.
   constexpr bool kIsApart = kLayout == RopeLayout::kHalf || !Rope::kIsComputed;
-  // The rotation waits in registers, computed or on its way, while the norm is being taken.
+  // The rotation waits in registers, computed or on its way, while the norm is being taken (NOTES, "Rotary
+  // embedding from tables" and "Rotary embedding from coordinates").
   constexpr bool kLooksUpAhead = Rope::kIsComputed || kUnits == 1;
   const bool spans_heads = p.norm == NormScope::kAcrossHeads;
   const int head_dim = static_cast<int>(p.head_dim);
@@ -149,9 +154,9 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
 
 constexpr int kAnyShapeThreads = 256;
 
-// Any head size, span and alignment: a block treats one span of one tensor (blockIdx.y: query, key), an
-// element at a time, and reads it twice.
-template <typename T, class Rope, RopeLayout kLayout, Access kAccess>
+// Heads and spans of any size and alignment are read twice, an element at a time. A block treats one span of
+// one tensor; blockIdx.y is 0 for the query, 1 for the key.
+template <typename T, class Rope, Access kAccess>
 __global__ void __launch_bounds__(kAnyShapeThreads)
     qk_norm_rope_any_shape_kernel(const __grid_constant__ QkNormRopeParams p) {
   static_assert(kAccess == Access::kScalar);
@@ -173,7 +178,7 @@ __global__ void __launch_bounds__(kAnyShapeThreads)
     at.head = group_head + i / head_dim;
     return head_offset(strides, at) + i % head_dim;
   };
-  // Unsigned: the last step may lead beyond what an int holds.
+  // The counter is unsigned, because the last step may lead beyond what an int holds.
   const auto for_each_element = [&](const auto& body) {
     for (uint32_t i = threadIdx.x; i < static_cast<uint32_t>(span); i += kAnyShapeThreads)
       body(static_cast<int>(i));
@@ -206,9 +211,9 @@ __global__ void __launch_bounds__(kAnyShapeThreads)
       const int head = pair / half, within = pair - head * half;
       place.head = group_head + head;
       place.pair = within;
-      place.first = kLayout == RopeLayout::kHalf ? within : 2 * within;
-      place.second = kLayout == RopeLayout::kHalf ? within + half : 2 * within + 1;
-      // Two packs of one element each: what the half layout is to larger packs.
+      place.first = p.layout == RopeLayout::kHalf ? within : 2 * within;
+      place.second = p.layout == RopeLayout::kHalf ? within + half : 2 * within + 1;
+      // Two packs of one element each hold one pair, as in the half layout.
       typename Rope::template Lookup<T, RopeLayout::kHalf, 1> lookup;
       lookup.fetch(p, place);
       UnitRotation<1> rotation;
@@ -225,27 +230,43 @@ __global__ void __launch_bounds__(kAnyShapeThreads)
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// Launch configuration: units in a group -> threads a group, units a thread
+// The launch configuration is chosen by the number of units in a group: threads a group, units a thread.
 
+// A group of kThreads threads has kUnits units a thread.
 template <int kThreads, int kUnits>
 struct GroupConfig {
   static constexpr int kGroupThreads = kThreads;
   static constexpr int kUnitsPerThread = kUnits;
 };
 
-// Calls body with the configuration for groups of `units`; false if no configuration holds such a group.
-template <typename Body>
-bool dispatch_group_config(int64_t units, const Body& body) {
+// In bfloat16, the dtype of most models, each of their widths has a configuration: heads of 64 and 128, and
+// norms across heads of 1536 and 5120 (Wan), 2048 and 4096 (LTX-Video) and 3072. Other dtypes have fewer.
+template <class... Configs>
+struct GroupConfigs {};
+using BFloat16GroupConfigs =
+    GroupConfigs<GroupConfig<4, 1>, GroupConfig<8, 1>, GroupConfig<32, 1>, GroupConfig<64, 1>,
+                 GroupConfig<96, 1>, GroupConfig<128, 1>, GroupConfig<192, 1>, GroupConfig<256, 1>,
+                 GroupConfig<320, 1>, GroupConfig<512, 2>>;
+using Float16GroupConfigs =
+    GroupConfigs<GroupConfig<4, 1>, GroupConfig<8, 1>, GroupConfig<32, 1>, GroupConfig<96, 1>,
+                 GroupConfig<128, 1>, GroupConfig<192, 1>, GroupConfig<320, 1>, GroupConfig<512, 2>>;
+using Float32GroupConfigs = GroupConfigs<GroupConfig<8, 1>, GroupConfig<32, 1>, GroupConfig<128, 1>,
+                                         GroupConfig<256, 1>, GroupConfig<512, 2>>;
+template <typename T>
+using GroupConfigsOf = std::conditional_t<
+    std::is_same_v<T, float>, Float32GroupConfigs,
+    std::conditional_t<std::is_same_v<T, __half>, Float16GroupConfigs, BFloat16GroupConfigs>>;
+
+// Calls body with the configuration for groups of `units`. Returns false if no configuration holds such a
+// group.
+template <class... Configs, typename Body>
+bool dispatch_group_config(GroupConfigs<Configs...>, int64_t units, const Body& body) {
   const auto try_config = [&](auto config) {
     if (units > config.kGroupThreads * config.kUnitsPerThread) return false;
     body(config);
     return true;
   };
-  return try_config(GroupConfig<4, 1>{}) || try_config(GroupConfig<8, 1>{}) ||
-         try_config(GroupConfig<32, 1>{}) || try_config(GroupConfig<64, 1>{}) ||
-         try_config(GroupConfig<96, 1>{}) || try_config(GroupConfig<128, 1>{}) ||
-         try_config(GroupConfig<192, 1>{}) || try_config(GroupConfig<256, 1>{}) ||
-         try_config(GroupConfig<320, 1>{}) || try_config(GroupConfig<512, 2>{});
+  return (try_config(Configs{}) || ...);
 }
 
 bool has_vector_access(const QkNormRopeParams& p, int element_bytes) {
@@ -273,32 +294,30 @@ void launch(const QkNormRopeParams& p, Stream stream) {
     launch_kernel(kOperation, qk_norm_rope_kernel<T, Rope, kLayout, kGroupThreads, config.kUnitsPerThread>,
                   dim3(ceil_divide(groups, kBlock / kGroupThreads)), kBlock, params, stream);
   };
-  const bool launched = has_vector_access(p, sizeof(T)) && dispatch_group_config(units, launch_units);
+  const bool launched =
+      has_vector_access(p, sizeof(T)) && dispatch_group_config(GroupConfigsOf<T>{}, units, launch_units);
   if (!launched)
-    launch_kernel(kOperation, qk_norm_rope_any_shape_kernel<T, Rope, kLayout, Access::kScalar>,
+    launch_kernel(kOperation, qk_norm_rope_any_shape_kernel<T, typename Rope::Scalar, Access::kScalar>,
                   dim3(groups, 2), kAnyShapeThreads, p, stream);
-}
-
-template <typename T, class Rope>
-void dispatch_layout(const QkNormRopeParams& p, Stream stream) {
-  if (p.layout == RopeLayout::kHalf) return launch<T, Rope, RopeLayout::kHalf>(p, stream);
-  launch<T, Rope, RopeLayout::kInterleaved>(p, stream);
 }
 
 }  // namespace
 
 void qk_norm_rope(const QkNormRopeParams& params, Stream stream) {
-  dispatch_dtype(params.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if (params.coordinates) return dispatch_layout<T, CoordinateRope>(params, stream);
-    if (!params.tables.cos) return launch<T, NoRope, RopeLayout::kInterleaved>(params, stream);
-    const auto dispatch_table = [&](auto table) {
-      using Table = typename decltype(table)::type;
-      if (params.tables.is_per_pair) return dispatch_layout<T, TableRope<Table, true>>(params, stream);
-      dispatch_layout<T, TableRope<Table, false>>(params, stream);
+  dispatch_dtype(params.dtype, [&]<typename T>(std::type_identity<T> dtype) {
+    const auto launch_with = [&]<class Rope>(std::type_identity<Rope>) {
+      dispatch_layout(params.layout, [&](auto layout) { launch<T, Rope, layout>(params, stream); });
     };
-    if (params.tables.is_float32) return dispatch_table(TypeTag<float>{});
-    dispatch_table(tag);
+    if (params.coordinates) return launch_with(std::type_identity<CoordinateRope>{});
+    if (!params.tables.cos) return launch<T, NoRope, RopeLayout::kInterleaved>(params, stream);
+    const auto launch_with_tables = [&]<typename Table>(std::type_identity<Table>) {
+      using PairRope = TableRope<Table, TableValues::kPerPair>;
+      using ElementRope = TableRope<Table, TableValues::kPerElement>;
+      if (params.tables.is_per_pair) return launch_with(std::type_identity<PairRope>{});
+      launch_with(std::type_identity<ElementRope>{});
+    };
+    if (params.tables.is_float32) return launch_with_tables(std::type_identity<float>{});
+    launch_with_tables(dtype);
   });
 }
 

@@ -1,5 +1,5 @@
-// rope and rope_3d: one tensor, rotated. A thread treats the units at one place of two heads, for which the
-// tables are read once where the heads share them; where there are few units, of one head.
+// rope and rope_3d rotate one tensor. A thread treats the units (rope.cuh) at one place of two heads, for
+// which the tables are read once where the heads share them, or of one head where there are few units.
 #include <type_traits>
 
 #include "fast_divisor.cuh"
@@ -11,14 +11,17 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kHeadsPerThread = 2;
-// Up to here a thread treats one head: about as many threads as an H100 can hold.
+// Up to so many units a thread treats one head: an H100 can hold about as many threads.
 constexpr int64_t kFewUnits = 1 << 18;
 
-// Tables of one axis each: the pairs of a head are divided among the axes, and a token's place in the grid
-// says which row of each table turns them.
+// Each axis has tables of its own: the pairs of a head are divided among the axes, and a token's place in the
+// grid says which row of each table turns them.
 template <typename Table>
 struct GridRope {
-  static constexpr int kMinBlocks = 8;  // 64 registers, which the compiler exceeds without need
+  using Scalar = GridRope;
+  // That leaves 64 registers, which the compiler exceeds without need (NOTES, "Rotary embedding from
+  // tables").
+  static constexpr int kMinBlocks = 8;
 
   template <typename T, RopeLayout kLayout, int kSize>
   class Lookup {
@@ -29,7 +32,7 @@ struct GridRope {
       const uint32_t line = p.width.divide(seq), frame = p.height.divide(line);
       const uint32_t rows[kRope3dAxes] = {frame, line - frame * p.height.divisor,
                                           seq - line * p.width.divisor};
-      // Where the value of pair 0 of the head would be, were its axis the only one.
+      // Each points to where the value of pair 0 of the head would be, were its axis the only one.
       const Table *cos[kRope3dAxes], *sin[kRope3dAxes];
       int end[kRope3dAxes], pairs = 0;
 #pragma unroll
@@ -61,16 +64,16 @@ struct GridRope {
     Table cos_[kSize], sin_[kSize];
   };
 
-  // Whether all heads of a token turn alike.
+  // Tells whether all heads of a token turn alike.
   template <class Params>
   __device__ __forceinline__ static bool is_shared(const Params&) {
     return true;
   }
 };
 
-template <typename Table, bool kIsPerPair>
-struct TokenRope : TableRope<Table, kIsPerPair> {
-  static constexpr int kMinBlocks = 0;  // as many registers as the loads under way need
+template <typename Table, TableValues kValues>
+struct TokenRope : TableRope<Table, kValues> {
+  static constexpr int kMinBlocks = 0;  // It takes as many registers as the loads under way need.
 
   template <class Params>
   __device__ __forceinline__ static bool is_shared(const Params& p) {
@@ -78,9 +81,9 @@ struct TokenRope : TableRope<Table, kIsPerPair> {
   }
 };
 template <typename Table>
-using PairRope = TokenRope<Table, true>;
+using PairRope = TokenRope<Table, TableValues::kPerPair>;
 template <typename Table>
-using ElementRope = TokenRope<Table, false>;
+using ElementRope = TokenRope<Table, TableValues::kPerElement>;
 
 // Units are numbered by batch, seq, slot and place in the head; slot i stands for the heads i, i + head_slots
 // and so on.
@@ -88,7 +91,7 @@ template <class Args>
 struct RopeKernelParams : Args {
   uint32_t units;
   FastDivisor units_per_head, head_slots, seq_divisor;
-  FastDivisor width, height;  // of the grid, for rope_3d
+  FastDivisor width, height;  // They are those of the grid, for rope_3d.
 };
 
 template <typename T, class Rope, RopeLayout kLayout, class Params>
@@ -103,7 +106,8 @@ __global__ void __launch_bounds__(kThreads, Rope::kMinBlocks) rope_kernel(const 
   place.batch = batch;
   place.seq = token - batch * p.seq_divisor.divisor;
   place.pair = within * kSize;
-  // Half a head apart in both layouts: neighbouring threads then read neighbouring packs.
+  // The packs are half a head apart in both layouts, so that neighbouring threads read neighbouring packs
+  // (NOTES, "Rotary embedding from tables").
   place.first = within * kSize;
   place.second = place.first + static_cast<int>(p.head_dim) / 2;
   const int slot = slot_unit - token * p.head_slots.divisor;
@@ -142,8 +146,8 @@ __global__ void __launch_bounds__(kThreads, Rope::kMinBlocks) rope_kernel(const 
   }
 }
 
-// Any head size, alignment and number of elements: a thread treats one pair.
-template <typename T, class Rope, RopeLayout kLayout, Access kAccess, class Params>
+// Heads of any size, alignment and number are treated one pair a thread.
+template <typename T, class Rope, Access kAccess, class Params>
 __global__ void __launch_bounds__(kThreads) rope_pair_kernel(const __grid_constant__ Params p) {
   static_assert(kAccess == Access::kScalar);
   const int half = static_cast<int>(p.head_dim) / 2;
@@ -155,11 +159,11 @@ __global__ void __launch_bounds__(kThreads) rope_pair_kernel(const __grid_consta
   place.seq = token - place.batch * p.seq;
   place.head = static_cast<int>(head_number - token * p.x.heads);
   place.pair = static_cast<int>(pair - head_number * half);
-  place.first = kLayout == RopeLayout::kHalf ? place.pair : 2 * place.pair;
-  place.second = kLayout == RopeLayout::kHalf ? place.pair + half : 2 * place.pair + 1;
+  place.first = p.layout == RopeLayout::kHalf ? place.pair : 2 * place.pair;
+  place.second = p.layout == RopeLayout::kHalf ? place.pair + half : 2 * place.pair + 1;
   wait_for_earlier_kernels();
   if (place.batch >= p.batch) return;
-  // Two packs of one element each: what the half layout is to larger packs.
+  // Two packs of one element each hold one pair, as in the half layout.
   typename Rope::template Lookup<T, RopeLayout::kHalf, 1> lookup;
   lookup.fetch(p, place);
   UnitRotation<1> rotation;
@@ -198,25 +202,23 @@ void launch(const char* operation, const Args& args, bool has_vectors, Stream st
                   kThreads, params, stream);
   } else {
     const int64_t pairs = tokens * args.x.heads * args.head_dim / 2;
-    launch_kernel(operation, rope_pair_kernel<T, Rope, kLayout, Access::kScalar, Params>,
+    launch_kernel(operation, rope_pair_kernel<T, typename Rope::Scalar, Access::kScalar, Params>,
                   dim3(ceil_divide(pairs, kThreads)), kThreads, params, stream);
   }
 }
 
-// Rope<Table> for the dtypes and the layout of the call.
+// Launches with Rope<Table>, for the dtypes and the layout of the call.
 template <template <typename> class Rope, class Args>
 void dispatch(const char* operation, const Args& args, bool table_is_float32, bool has_vectors,
               Stream stream) {
-  dispatch_dtype(args.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const auto launch_with = [&](auto table) {
-      using CallRope = Rope<typename decltype(table)::type>;
-      if (args.layout == RopeLayout::kHalf)
-        return launch<T, CallRope, RopeLayout::kHalf>(operation, args, has_vectors, stream);
-      launch<T, CallRope, RopeLayout::kInterleaved>(operation, args, has_vectors, stream);
+  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T> dtype) {
+    const auto launch_with_tables = [&]<typename Table>(std::type_identity<Table>) {
+      dispatch_layout(args.layout, [&](auto layout) {
+        launch<T, Rope<Table>, layout>(operation, args, has_vectors, stream);
+      });
     };
-    if (table_is_float32) return launch_with(TypeTag<float>{});
-    launch_with(tag);
+    if (table_is_float32) return launch_with_tables(std::type_identity<float>{});
+    launch_with_tables(dtype);
   });
 }
 

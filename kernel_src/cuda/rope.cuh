@@ -1,7 +1,7 @@
-// Rotary embedding of a unit, two packs of a head that hold whole rotated pairs: neighbouring packs in the
-// interleaved layout, packs half a head apart in the half layout. The policies say where the cosines and
-// sines of a unit's kSize pairs come from; a pair's first element is multiplied by cos_a and sin_a, its
-// second by cos_b and sin_b.
+// The rotary embedding treats units, which are two packs of a head that hold whole rotated pairs: any two
+// packs in the interleaved layout, packs half a head apart in the half layout. The policies say where the
+// cosines and sines of a unit's kSize pairs come from; a pair's first element is multiplied by cos_a and
+// sin_a, its second by cos_b and sin_b.
 #pragma once
 
 #include "launch.cuh"
@@ -16,8 +16,8 @@ struct UnitRotation {
   float cos_a[kSize], sin_a[kSize], cos_b[kSize], sin_b[kSize];
 };
 
-// Place of a unit: batch, seq, head, the offsets of its packs in the head, and, where its pairs follow each
-// other, the number of the first.
+// A unit is at this place: batch, seq, head, the offsets of its packs in the head (first, second), and, where
+// its pairs follow each other, the number of the first of them (pair).
 struct UnitPlace {
   int64_t batch, seq;
   int head, pair, first, second;
@@ -29,7 +29,7 @@ __device__ __forceinline__ int64_t head_offset(const int64_t (&strides)[3], cons
 
 template <RopeLayout kLayout>
 struct Layout {
-  // Pair j of a unit whose packs are a and b.
+  // These are the elements of pair j of a unit whose packs are a and b.
   template <int kSize>
   __device__ __forceinline__ static float& first_of(float (&a)[kSize], float (&b)[kSize], int j) {
     if constexpr (kLayout == RopeLayout::kHalf) return a[j];
@@ -40,7 +40,7 @@ struct Layout {
     if constexpr (kLayout == RopeLayout::kHalf) return b[j];
     return 2 * j + 1 < kSize ? a[2 * j + 1] : b[2 * j + 1 - kSize];
   }
-  // Its number in the head.
+  // Returns the number of pair j in the head.
   template <int kSize>
   __device__ __forceinline__ static int number_of(const UnitPlace& place, int j) {
     if constexpr (kLayout == RopeLayout::kHalf) return place.pair + j;
@@ -48,10 +48,12 @@ struct Layout {
   }
 };
 
-// Where a rotation comes from. A Lookup is that of one unit: `fetch` starts its loads, `rotation` uses them.
+// The policies: a Lookup is that of one unit; `fetch` starts its loads, `rotation` uses them.
+// Kernels that reach memory an element at a time have Rope::Scalar instead of Rope.
 struct NoRope {
   static constexpr bool kIsRope = false;
   static constexpr bool kIsComputed = false;
+  using Scalar = NoRope;
 
   template <typename T, RopeLayout kLayout, int kSize>
   struct Lookup {
@@ -60,11 +62,49 @@ struct NoRope {
   };
 };
 
-// The tables hold one value for both elements of a pair, or else one for each element.
-template <typename Table, bool kIsPerPair>
+// Tables hold one value for each element, or one for both elements of a pair.
+enum class TableValues { kPerElement, kPerPair };
+
+// These tables are read an element at a time, and their dtype and number of values are told when run.
+struct ScalarTableRope {
+  static constexpr bool kIsRope = true;
+  using Scalar = ScalarTableRope;
+
+  template <typename T, RopeLayout kLayout, int kSize>
+  class Lookup {
+    static_assert(kSize == 1);
+
+   public:
+    template <class Params>
+    __device__ __forceinline__ void fetch(const Params& params, const UnitPlace& place) {
+      const RopeTables& p = params.tables;
+      const int first = p.is_per_pair ? place.pair : place.first;
+      const int second = p.is_per_pair ? place.pair : place.second;
+      const int64_t cos_row = head_offset(p.cos_strides, place), sin_row = head_offset(p.sin_strides, place);
+      values_.cos_a[0] = value(p, p.cos, cos_row + first);
+      values_.cos_b[0] = value(p, p.cos, cos_row + second);
+      values_.sin_a[0] = value(p, p.sin, sin_row + first);
+      values_.sin_b[0] = value(p, p.sin, sin_row + second);
+    }
+
+    __device__ __forceinline__ void rotation(UnitRotation<1>& rotation) const { rotation = values_; }
+
+   private:
+    __device__ __forceinline__ static float value(const RopeTables& tables, const void* table,
+                                                  int64_t index) {
+      return tables.is_float32 ? static_cast<const float*>(table)[index]
+                               : to_float(static_cast<const T*>(table)[index]);
+    }
+
+    UnitRotation<1> values_;
+  };
+};
+
+template <typename Table, TableValues kValues>
 struct TableRope {
   static constexpr bool kIsRope = true;
   static constexpr bool kIsComputed = false;
+  using Scalar = ScalarTableRope;
 
   template <typename T, RopeLayout kLayout, int kSize>
   class Lookup {
@@ -82,8 +122,9 @@ struct TableRope {
     }
 
    private:
-    // A value a pair: those of a unit follow each other in the half layout; in the interleaved one each of
-    // its packs holds half of the pairs.
+    // Values for both elements of a pair follow each other, over a unit, in the half layout; in the
+    // interleaved one each of its packs holds half of the pairs.
+    static constexpr bool kIsPerPair = kValues == TableValues::kPerPair;
     static constexpr bool kIsOnePack = kIsPerPair && kLayout == RopeLayout::kHalf;
     static constexpr int kPackValues = kIsPerPair && !kIsOnePack ? kSize / 2 : kSize;
     struct Values {
@@ -101,7 +142,7 @@ struct TableRope {
       }
     }
 
-    // Into the values of each pair's first element, and of its second.
+    // Spreads what was loaded into the values of each pair's first element, and of its second.
     __device__ __forceinline__ static void spread(const Values& values, float (&first)[kSize],
                                                   float (&second)[kSize]) {
       float a[kPackValues], b[kPackValues];
@@ -122,10 +163,11 @@ struct TableRope {
   };
 };
 
-// Expects the unit's pairs to follow each other.
+// Angles are computed from coordinates. The unit's pairs have to follow each other.
 struct CoordinateRope {
   static constexpr bool kIsRope = true;
   static constexpr bool kIsComputed = true;
+  using Scalar = CoordinateRope;
 
   template <typename T, RopeLayout kLayout, int kSize>
   class Lookup {
@@ -164,6 +206,7 @@ struct CoordinateRope {
   };
 };
 
+// Rotates the pairs of a unit whose packs are a and b.
 template <RopeLayout kLayout, int kSize>
 __device__ __forceinline__ void rotate(float (&a)[kSize], float (&b)[kSize],
                                        const UnitRotation<kSize>& rotation) {
@@ -175,6 +218,16 @@ __device__ __forceinline__ void rotate(float (&a)[kSize], float (&b)[kSize],
     first = fmaf(x, rotation.cos_a[j], -y * rotation.sin_a[j]);
     second = fmaf(y, rotation.cos_b[j], x * rotation.sin_b[j]);
   }
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Launch
+
+// Calls body with the layout, as a Constant.
+template <typename Body>
+void dispatch_layout(RopeLayout layout, const Body& body) {
+  if (layout == RopeLayout::kHalf) return body(Constant<RopeLayout::kHalf>{});
+  body(Constant<RopeLayout::kInterleaved>{});
 }
 
 inline bool has_vector_rows(const HeadsOperand& operand, int element_bytes) {

@@ -1,12 +1,13 @@
-// Norm, modulation, residual and gate as one kernel with three policies, chosen at compile time: see
-// row_policies.cuh. Each element is read once and written once: a short row is held in the registers of the
+// Norm, modulation, residual and gate are one kernel with three policies, chosen at compile time (see
+// row_policies.cuh). Each element is read once and written once: a short row is held in the registers of the
 // threads that share it, a long one in the shared memory of a block or of a cluster of blocks. Rows too long
 // for that, and data that 16-byte accesses cannot reach, take a loop that reads again.
 //
 // Blocks are short: a row of 2048 16-bit elements is 128 threads with two packs each, gone after a
 // microsecond. What a block does before its loads are under way, and between their arrival and its stores, is
-// what keeps it from the rate of a plain copy; hence the plane of rows (no division but one multiplication),
-// and weight, scale and shift that are on their way while the row is being reduced.
+// what keeps it from the rate of a plain copy. Hence rows are indexed by one multiplication and no division,
+// and weight, scale and shift are on their way while the row is being reduced (NOTES, "Row kernels: what a
+// block does before its loads" and "The order of loads").
 #pragma once
 
 #include <type_traits>
@@ -43,14 +44,15 @@ struct RowKernelParams {
 
 template <typename T>
 struct RowStatistics {
-  Statistic<T> mean;   // 0 unless the norm is centered
-  Statistic<T> scale;  // 1 / sqrt(mean of the squares around the mean + eps)
+  Statistic<T> mean;   // It is 0 unless the norm is centered.
+  Statistic<T> scale;  // It is 1 / sqrt(mean of the squares around the mean + eps).
 };
 
-// For 16-bit results mean and variance come from sums around a pivot, in one step, with the threads of a row
-// waiting for each other once. The pivot is the mean of the row's first eight values. The variance takes on
-// (pivot - mean)^2 / variance times the rounding errors of the sums, which is about 1/8 for most rows; where
-// it is more than kMaxCancellation, the step is taken again around the mean that came out.
+// For 16-bit results mean and variance come from sums around a pivot (shifted data), in one step, with the
+// threads of a row waiting for each other once (NOTES, "Layer norm", which also has Chan's combination of the
+// warps' statistics, and two steps, as slower). The pivot is the mean of the row's first eight values. The
+// variance takes on (pivot - mean)^2 / variance times the rounding errors of the sums, which is about 1/8 for
+// most rows; where it is more than kMaxCancellation, the step is taken again around the mean that came out.
 constexpr int kPivotValues = 8;
 constexpr float kMaxCancellation = 16.0f;
 template <typename T, class Norm>
@@ -65,14 +67,14 @@ __device__ __forceinline__ float pivot_of(const InputRow& input, InputPack& firs
   return tree_sum<kSize>([&](int j) { return h[j] * (1.0f / kPivotValues); });
 }
 
-// Total: what sums are taken in where there is no pivot.
+// Sums are taken in Total where there is no pivot.
 template <class Norm, bool kIsAroundPivot, int kThreadsPerRow, int kClusterBlocks, typename Total>
 using StatisticsReduce =
     std::conditional_t<kIsAroundPivot, GroupReduce<Sum, float, kThreadsPerRow, 2, 2, kClusterBlocks>,
                        GroupReduce<Sum, Total, kThreadsPerRow, 1, Norm::kIsCentered ? 2 : 1, kClusterBlocks>>;
 
-// Of a row that is shared by a group (see GroupReduce). for_each_pack(body) calls body(h) for each of the
-// thread's packs.
+// Returns the statistics of a row that is shared by a group (see GroupReduce). for_each_pack(body) calls
+// body(h) for each of the thread's packs.
 template <typename T, class Norm, bool kIsAroundPivot, int kSize, int kThreadsPerRow, int kClusterBlocks = 1,
           typename Total = RowSum<T>, class ForEachPack>
 __device__ __forceinline__ RowStatistics<T> row_statistics(const ForEachPack& for_each_pack, float pivot,
@@ -95,7 +97,7 @@ __device__ __forceinline__ RowStatistics<T> row_statistics(const ForEachPack& fo
     take_step(0);
     bool is_inexact = offset * offset * count > kMaxCancellation * squares;
     if constexpr (kThreadsPerRow < kWarpThreads) is_inexact = __any_sync(0xffffffffu, is_inexact);
-    if (is_inexact) {  // the same in all threads of a row
+    if (is_inexact) {  // All threads of a row agree.
       pivot += offset;
       take_step(1);
     }
@@ -131,11 +133,11 @@ __device__ __forceinline__ void normalize(const RowStatistics<T>& row, float (&h
 }
 
 // With 1 the compiler takes the registers that it wants. Left alone (0) it saves some in the hope of more
-// blocks at a time, which is right for 16 bits, and for float32 now and then spills.
+// blocks at a time, which is right for 16 bits; for float32 it spills now and then.
 template <typename T>
 constexpr int kMinBlocks = sizeof(T) == 4 ? 1 : 0;
 
-// Short rows: kThreadsPerRow threads hold a row of up to kPacks packs a thread. Rows narrower than a block
+// Short rows are held by kThreadsPerRow threads with up to kPacks packs each. Rows narrower than a block
 // share it.
 template <typename T, class Input, class Norm, class Output, int kThreadsPerRow, int kPacks>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
@@ -164,8 +166,9 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
 #pragma unroll
   for (int i = 0; i < kPacks; ++i)
     if (is_column[i]) output.fetch(place.pack(i) * kSize, factors[i]);
-  // Keeps these loads above. To save registers the compiler moves the last one down otherwise, behind the
-  // reduction of what the others bring; not so in a layer norm, which would pay with more registers.
+  // This keeps these loads above. Otherwise the compiler moves the last one down, behind the reduction of
+  // what the others bring, to save registers; not so in a layer norm, which would pay with more registers
+  // (NOTES, "The order of loads").
   if constexpr (!Norm::kIsCentered) __syncwarp();
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
@@ -202,7 +205,7 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
   }
 }
 
-// Long rows: kClusterBlocks blocks hold a row in their shared memory.
+// Long rows are held by kClusterBlocks blocks in their shared memory.
 template <typename T, class Input>
 constexpr int kMinLongRowBlocks = sizeof(T) == 2 && Input::kOperands == 1 ? 5 : 1;
 
@@ -262,7 +265,7 @@ __global__ void __launch_bounds__(kLongRowThreads, (kMinLongRowBlocks<T, Input>)
   });
 }
 
-// Any row length and any alignment: an element at a time, and a row is read again for each step.
+// Rows of any length and alignment are read an element at a time, and again for each step.
 template <typename T, class Input, class Norm, class Output, int kThreadsPerRow, Access kAccess>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, 1)
     any_row_norm_kernel(const __grid_constant__ RowKernelParams<Input, Output> params) {
@@ -299,7 +302,8 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, 1)
     const auto for_each_pack = [&](const auto& body) {
       for_each_column([&](int64_t, const InputPack&, const float (&h)[kSize]) { body(h); });
     };
-    // In double: a thread may add up thousands of elements, one after the other.
+    // Sums are double, because a thread may add up thousands of elements one after the other (NOTES, "Long
+    // rows").
     row = row_statistics<T, Norm, false, kSize, kThreadsPerRow, 1, double>(for_each_pack, 0.0f, hidden,
                                                                            params.eps);
   }
@@ -326,46 +330,59 @@ inline bool has_vector_access(const RowNormParams& args, int element_bytes) {
   return vector;
 }
 
-// A layer norm takes more registers: of larger blocks too few would fit a multiprocessor.
+// A layer norm takes more registers: too few of larger blocks would fit a multiprocessor (NOTES, "Long
+// rows").
 template <class Norm>
 constexpr int kMaxShortRowThreads = Norm::kIsCentered ? 384 : 512;
 
+// No thread of an elementwise operation waits for another, so it is compiled for few configurations, but in
+// bfloat16, the dtype of most models.
+template <typename T, class Norm, class Output>
+using ShortRowConfigs =
+    std::conditional_t<Output::kIsRare || (!Norm::kIsNorm && !std::is_same_v<T, __nv_bfloat16>),
+                       RareRowConfigs, RowConfigsOf<T>>;
+
+// Rows that are long or unaligned are no model's: their kernels have the general output alone, which asks for
+// weight and bias when run.
 template <class Input, class Norm, class Output>
 void launch_row_norm(const char* operation, const RowNormParams& args, Stream stream) {
-  dispatch_dtype(args.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
+  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
+    using General = typename Output::General;
     const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;
-    const RowKernelParams<Input, Output> params(args);
     const auto launch_short = [&](auto config) {
       constexpr int kThreadsPerRow = config.kThreadsPerRow;
+      const RowKernelParams<Input, Output> params(args);
       launch_kernel(
           operation, row_norm_kernel<T, Input, Norm, Output, kThreadsPerRow, config.kPacksPerThread>,
           RowPlace<kThreadsPerRow>::blocks(args.shape.rows), kBlockThreads<kThreadsPerRow>, params, stream);
     };
     const auto launch_long = [&](auto blocks) {
-      launch_kernel<blocks>(operation, long_row_norm_kernel<T, Input, Norm, Output, blocks>,
+      const RowKernelParams<Input, General> params(args);
+      launch_kernel<blocks>(operation, long_row_norm_kernel<T, Input, Norm, General, blocks>,
                             RowPlace<kLongRowThreads, blocks>::blocks(args.shape.rows), kLongRowThreads,
                             params, stream, long_row_shared_bytes(packs, Input::kOperands, blocks));
     };
+    constexpr int kMaxThreads = kMaxShortRowThreads<Norm>;
+    const ShortRowConfigs<T, Norm, Output> configs;
     if (has_vector_access(args, sizeof(T)) &&
-        (dispatch_row_config<kMaxShortRowThreads<Norm>>(packs, launch_short) ||
+        (dispatch_row_config<kMaxThreads>(configs, packs, launch_short) ||
          dispatch_long_row(packs, Input::kOperands, launch_long)))
       return;
-    const auto launch_any = [&]<int kThreadsPerRow>() {
-      launch_kernel(operation, any_row_norm_kernel<T, Input, Norm, Output, kThreadsPerRow, Access::kScalar>,
-                    RowPlace<kThreadsPerRow>::blocks(args.shape.rows), kBlockThreads<kThreadsPerRow>, params,
-                    stream);
+    const auto launch_any = [&](auto threads) {
+      const RowKernelParams<Input, General> params(args);
+      launch_kernel(operation, any_row_norm_kernel<T, Input, Norm, General, threads, Access::kScalar>,
+                    RowPlace<threads>::blocks(args.shape.rows), kBlockThreads<threads>, params, stream);
     };
-    if (args.hidden <= kWarpRow) return launch_any.template operator()<kWarpThreads>();
-    launch_any.template operator()<kAnyRowThreads>();
+    if (args.hidden <= kWarpRow) return launch_any(Constant<kWarpThreads>{});
+    launch_any(Constant<kAnyRowThreads>{});
   });
 }
 
 template <class Input, class Norm>
 void launch_modulated(const char* operation, const RowNormParams& args, Stream stream) {
   if (args.weight || args.bias)
-    return launch_row_norm<Input, Norm, ModulatedOutput<true>>(operation, args, stream);
-  launch_row_norm<Input, Norm, ModulatedOutput<false>>(operation, args, stream);
+    return launch_row_norm<Input, Norm, ModulatedOutput<Affine::kAny>>(operation, args, stream);
+  launch_row_norm<Input, Norm, ModulatedOutput<Affine::kNone>>(operation, args, stream);
 }
 
 }  // namespace h100_diffusers_kernels

@@ -1,7 +1,7 @@
-// What a row kernel is made of: an input, a norm and an output.
-//   input   what a row's values are: x, or residual + gate * x (stored once)
-//   norm    RMS, layer, none
-//   output  affine, modulated, or nothing (the input policy's store was all)
+// A row kernel is made of three policies:
+//   input   A row's values are x, or residual + gate * x, which is stored once.
+//   norm    They are divided by their root mean square (RMS), or made a layer norm, or left as they are.
+//   output  What is stored is affine, or modulated, or nothing (the input policy's store was all).
 // Inputs and outputs have Operands, the part of a kernel's parameters that they need; a Row, which knows
 // where the row is in them; and steps that a kernel calls for each pack of the row: `fetch` starts loads, the
 // others use what they brought. An input can be fetched by way of shared memory, too, where it takes
@@ -35,12 +35,12 @@ struct PlainInput {
     __device__ __forceinline__ Row(const Operands& operands, const RowIndexer::Index& index)
         : x(row_of<const T>(operands.x, index)) {}
 
-    // Held as it was loaded: in 16 bits half the registers that the values would take.
+    // The pack is held as it was loaded: in 16 bits that takes half the registers that the values would take.
     template <int kSize>
     struct Pack {
       h100_diffusers_kernels::Pack<T, kSize> x;
       __device__ __forceinline__ void values(float (&h)[kSize]) const { x.to_floats(h); }
-      // Else the compiler keeps the values of the first conversion for the second.
+      // Otherwise the compiler keeps the values of the first conversion for the second.
       __device__ __forceinline__ void forget_values() {
 #pragma unroll
         for (uint4& word : x.words) asm("" : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w));
@@ -152,6 +152,9 @@ struct LayerNorm {
 };
 
 struct NoOutput {
+  static constexpr bool kIsRare = false;
+  using General = NoOutput;
+
   struct Operands {
     explicit Operands(const RowNormParams&) {}
   };
@@ -168,8 +171,16 @@ struct NoOutput {
   };
 };
 
-template <bool kHasWeight, bool kHasBias>
+// An output has a weight, a weight and a bias, or neither, which is known when compiled, because to ask when
+// run takes up to 5% of a short row's time (NOTES, "Row kernels: what a block does before its loads"). A
+// general output (kAny) does ask: it is for kernels that no model has in each of its blocks.
+enum class Affine { kNone, kWeight, kWeightAndBias, kAny };
+
+template <Affine kAffine>
 struct AffineOutput {
+  static constexpr bool kIsRare = kAffine == Affine::kAny;
+  using General = AffineOutput<Affine::kAny>;
+
   struct Operands {
     RowIndexer::Operand out;
     const void* weight;
@@ -193,22 +204,35 @@ struct AffineOutput {
     };
     template <int kSize>
     __device__ __forceinline__ void fetch(int64_t column, Pack<kSize>& pack) const {
-      if constexpr (kHasWeight) pack.weight.load(weight + column);
-      if constexpr (kHasBias) pack.bias.load(bias + column);
+      if (has_weight()) pack.weight.load(weight + column);
+      if (has_bias()) pack.bias.load(bias + column);
     }
     template <int kSize>
     __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {
-      if constexpr (kHasWeight) multiply(n, pack.weight);
-      if constexpr (kHasBias) add(n, pack.bias);
+      if (has_weight()) multiply(n, pack.weight);
+      if (has_bias()) add(n, pack.bias);
       store_floats(out + column, n);
+    }
+
+   private:
+    __device__ __forceinline__ bool has_weight() const {
+      if constexpr (kAffine == Affine::kAny) return weight != nullptr;
+      return kAffine != Affine::kNone;
+    }
+    __device__ __forceinline__ bool has_bias() const {
+      if constexpr (kAffine == Affine::kAny) return bias != nullptr;
+      return kAffine == Affine::kWeightAndBias;
     }
   };
 };
 
-// kHasAffine: whether there is a weight or a bias, which is rare here: told apart at run time, and not
-// fetched ahead, which would cost registers.
-template <bool kHasAffine>
+// A weight or a bias is rare here, and is not fetched ahead, which would cost registers.
+template <Affine kAffine>
 struct ModulatedOutput {
+  static_assert(kAffine == Affine::kNone || kAffine == Affine::kAny);
+  static constexpr bool kIsRare = kAffine == Affine::kAny;
+  using General = ModulatedOutput<Affine::kAny>;
+
   struct Operands {
     RowIndexer::Operand out, scale, shift;
     const void* weight;
@@ -247,11 +271,11 @@ struct ModulatedOutput {
     template <int kSize>
     __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {
       h100_diffusers_kernels::Pack<T, kSize> late;
-      if (kHasAffine && weight) {
+      if (kAffine == Affine::kAny && weight) {
         late.load(weight + column);
         multiply(n, late);
       }
-      if (kHasAffine && bias) {
+      if (kAffine == Affine::kAny && bias) {
         late.load(bias + column);
         add(n, late);
       }

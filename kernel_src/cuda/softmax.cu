@@ -1,10 +1,11 @@
-// softmax over the last dimension. A short row is held in registers, a long one in the shared memory of a
-// block or of a cluster of blocks, and read once; one that is longer still is read in two sweeps, of which
-// the first takes maximum and sum together (Milakov and Gimelshein, 2018), or in three for float32.
+// softmax is taken over the last dimension. A short row is held in registers, a long one in the shared memory
+// of a block or of a cluster of blocks, and read once; one that is longer still is read in two sweeps, of
+// which the first takes maximum and sum together (online softmax: Milakov and Gimelshein, 2018), or in three
+// for float32.
 //
 // In 16 bits the warps that share a row take their own maximum and the sum around it, and these are combined:
 // they wait for each other once. For float32 results the few roundings of that combination would be the
-// largest error; there the maximum of the whole row comes first.
+// largest error; there the maximum of the whole row comes first (NOTES, "Softmax").
 #include <type_traits>
 
 #include "fast_math.cuh"
@@ -20,25 +21,25 @@
 namespace h100_diffusers_kernels {
 namespace {
 
-// exp(difference), for difference <= 0.
+// Returns exp(difference) for difference <= 0.
 template <typename T>
 __device__ __forceinline__ float exponential(float difference) {
   if constexpr (kHasExactStatistics<T>) return expf(difference);
   return fast_exp2(difference * 1.44269504f);
 }
 
-// What exponents are taken relative to: the maximum, or, where all is -infinity so far, 0, so that such
-// values count as 0.
+// Exponents are taken relative to the maximum, or to 0 where all is -infinity so far, so that such values
+// count as 0.
 __device__ __forceinline__ float pivot_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
-// What turns a thread's values into the row's softmax: exponential(value - pivot) * factor.
+// The softmax of a thread's value is exponential(value - pivot) * factor.
 template <typename T>
 struct RowScale {
   float pivot;
   Statistic<T> factor;
 };
 
-// Over the kGroupThreads threads, of each block of a cluster, that share a row.
+// Reduces over the kGroupThreads threads of each block of a cluster, all of which share a row.
 template <typename T, int kGroupThreads, int kClusterBlocks = 1>
 struct SoftmaxReduce {
   static constexpr bool kCombinesWarps = !kHasExactStatistics<T> && kGroupThreads > kWarpThreads;
@@ -120,7 +121,7 @@ struct SoftmaxKernelParams {
         hidden(p.hidden) {}
 };
 
-// Short rows: kThreadsPerRow threads hold a row of up to kPacks packs a thread, and then its exponentials.
+// Short rows, and then their exponentials, are held by kThreadsPerRow threads with up to kPacks packs each.
 template <typename T, int kThreadsPerRow, int kPacks>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
     softmax_kernel(const __grid_constant__ SoftmaxKernelParams params) {
@@ -162,9 +163,9 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
     if (is_column[i]) store_scaled(out + place.pack(i) * kSize, values[i], scale.factor);
 }
 
-// Long rows: kClusterBlocks blocks hold a row in their shared memory; each thread what it has copied there
-// itself. The exponentials are taken twice, for which there is time, and not kept, for which there is no
-// room.
+// Long rows are held by kClusterBlocks blocks in their shared memory; each thread reads what it has copied
+// there itself. The exponentials are taken twice, for which there is time, and not kept, for which there is
+// no room (NOTES, "Long rows").
 template <typename T, int kThreads>
 constexpr int kMinLongRowBlocks = sizeof(T) == 2 ? 6 * kLongRowThreads / kThreads : 1;
 
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, (kMinLongRowBlocks<T, kThreads>))
   });
 }
 
-// Any row length and, with kScalar, any alignment.
+// Rows of any length and, with kScalar, of any alignment are read again for each step.
 template <typename T, int kThreadsPerRow, Access kAccess>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
     any_row_softmax_kernel(const __grid_constant__ SoftmaxKernelParams params) {
@@ -227,7 +228,7 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
       body(column, values);
     }
   };
-  // Sum of the exponentials so far, relative to the maximum so far.
+  // online_sum is that of the exponentials so far, relative to the maximum so far.
   float maximum = -INFINITY, online_sum = 0;
   const auto sum_so_far_around = [&](float pivot) { return online_sum * exponential<T>(maximum - pivot); };
   for_each_pack([&](int64_t, float (&values)[kSize]) {
@@ -260,10 +261,12 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
 
 }  // namespace
 
+// ---------------------------------------------------------------------------------------------------------
+// Launch
+
 void softmax(const SoftmaxParams& args, Stream stream) {
   constexpr const char* kOperation = "softmax";
-  dispatch_dtype(args.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
+  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
     const bool has_vectors = args.hidden * sizeof(T) % kVectorBytes == 0 &&
                              has_vector_rows(args.x, args.shape.ndim, sizeof(T)) &&
                              has_vector_rows(args.out, args.shape.ndim, sizeof(T));
@@ -275,34 +278,29 @@ void softmax(const SoftmaxParams& args, Stream stream) {
                     RowPlace<kThreadsPerRow>::blocks(args.shape.rows), kBlockThreads<kThreadsPerRow>, params,
                     stream);
     };
-    const auto launch_long = [&]<int kThreads>(auto blocks) {
-      launch_kernel<blocks>(kOperation, long_softmax_kernel<T, kThreads, blocks>,
-                            RowPlace<kThreads, blocks>::blocks(args.shape.rows), kThreads, params, stream,
-                            long_row_shared_bytes(packs, 1, blocks, kThreads));
+    const auto launch_long = [&](auto threads, auto blocks) {
+      launch_kernel<blocks>(kOperation, long_softmax_kernel<T, threads, blocks>,
+                            RowPlace<threads, blocks>::blocks(args.shape.rows), threads, params, stream,
+                            long_row_shared_bytes(packs, 1, blocks, threads));
     };
     if (has_vectors) {
       // 5121 to 8192 values of 16 bits are 1% faster in shared memory, with eight packs a thread, than in
-      // registers with two.
+      // registers with two (NOTES, "Long rows").
       constexpr bool kIsShared = sizeof(T) == 2;
-      if (dispatch_row_config<kIsShared ? 320 : 512>(packs, launch_short)) return;
+      if (dispatch_row_config<kIsShared ? 320 : 512>(RowConfigsOf<T>{}, packs, launch_short)) return;
       if constexpr (kIsShared) {
-        constexpr int kThreads = kLongRowThreads / 2;
-        if (packs <= kLongRowPacks / 2)
-          return launch_long.template operator()<kThreads>(std::integral_constant<int, 1>{});
+        if (packs <= kLongRowPacks / 2) return launch_long(Constant<kLongRowThreads / 2>{}, Constant<1>{});
       }
-      const auto launch_blocks = [&](auto blocks) {
-        launch_long.template operator()<kLongRowThreads>(blocks);
-      };
+      const auto launch_blocks = [&](auto blocks) { launch_long(Constant<kLongRowThreads>{}, blocks); };
       if (dispatch_long_row(packs, 1, launch_blocks)) return;
     }
-    const auto launch_any = [&]<int kThreadsPerRow, Access kAccess>() {
-      launch_kernel(kOperation, any_row_softmax_kernel<T, kThreadsPerRow, kAccess>,
-                    RowPlace<kThreadsPerRow>::blocks(args.shape.rows), kBlockThreads<kThreadsPerRow>, params,
-                    stream);
+    const auto launch_any = [&](auto threads, auto access) {
+      launch_kernel(kOperation, any_row_softmax_kernel<T, threads, access>,
+                    RowPlace<threads>::blocks(args.shape.rows), kBlockThreads<threads>, params, stream);
     };
-    if (has_vectors) return launch_any.template operator()<kAnyRowThreads, Access::kVector>();
-    if (args.hidden <= kWarpRow) return launch_any.template operator()<kWarpThreads, Access::kScalar>();
-    launch_any.template operator()<kAnyRowThreads, Access::kScalar>();
+    if (has_vectors) return launch_any(Constant<kAnyRowThreads>{}, Constant<Access::kVector>{});
+    if (args.hidden <= kWarpRow) return launch_any(Constant<kWarpThreads>{}, Constant<Access::kScalar>{});
+    launch_any(Constant<kAnyRowThreads>{}, Constant<Access::kScalar>{});
   });
 }
 

@@ -1,4 +1,4 @@
-// GELU and SiLU of a float. The fast form is for results that are rounded to 16 bits.
+// GELU and SiLU take a float and return one. Their fast forms are for results that are rounded to 16 bits.
 #pragma once
 
 #include <cfloat>
@@ -9,7 +9,7 @@ namespace h100_diffusers_kernels {
 
 template <bool kFast>
 struct Sigmoid {
-  // x * sigmoid(y)
+  // Returns x * sigmoid(y).
   __device__ __forceinline__ static float times(float x, float y) {
     if constexpr (kFast) return __fdividef(x, 1.0f + __expf(-y));
     return x / (1.0f + expf(-y));
@@ -27,9 +27,10 @@ struct GeluErf {
   template <bool kFast>
   __device__ __forceinline__ static float apply(float x) {
     if constexpr (!kFast) return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
-    // max(x, 0) - |x| * tail, with the tail of the normal distribution at |x| = a as 2^(a * polynomial(a) -
-    // 1). The polynomial is a fit of log2(erfc(a / sqrt(2))) / a; the tail's relative error is 2e-6 for a <
-    // 1, 1e-5 for a = 4. (With erff the arithmetic would take longer than the memory.)
+    // GELU is max(x, 0) - |x| * tail, where the tail of the normal distribution beyond a = |x| is taken as
+    // 2^(a * polynomial(a) - 1). The polynomial is a fit of log2(erfc(a / sqrt(2))) / a; the tail's relative
+    // error is 2e-6 for a < 1, 1e-5 for a = 4. With erff the arithmetic takes longer than the memory (NOTES,
+    // "Activations").
     const float a = fabsf(x);
     float slope = -2.69856475e-08f;
     for (const float coefficient : {-8.29682847e-07f, 4.87766993e-05f, -0.000853764534f, 0.00827150792f,
@@ -46,7 +47,7 @@ struct GeluTanh {
   __device__ __forceinline__ static float apply(float x) {
     constexpr float kSqrtTwoOverPi = 0.79788456080286536f;
     const float u = kSqrtTwoOverPi * fmaf(0.044715f * x * x, x, x);
-    // (1 + tanh(u)) / 2 = sigmoid(2u): an exponential and a division instead of a hyperbolic tangent.
+    // (1 + tanh(u)) / 2 is sigmoid(2u), which takes an exponential and a division, and no hyperbolic tangent.
     if constexpr (kFast) return Sigmoid<kFast>::times(x, 2.0f * u);
     return 0.5f * x * (1.0f + tanhf(u));
   }

@@ -1,6 +1,6 @@
-// How the warps of a block wait for each other and for copies: rings of barriers (mbarrier) between the
-// warps that fill shared memory and those that read it, and the named barriers of one warp group.
-// All of it goes by 32-bit addresses in shared memory, which are taken once.
+// By these the warps of a block wait for each other and for copies: rings of barriers (mbarrier) stand
+// between the warps that fill shared memory and those that read it, and a warp group has a named barrier
+// (bar.sync). All of them are known by 32-bit addresses in shared memory, which are converted once.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,12 +21,12 @@ struct Barrier {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(address) : "memory");
   }
 
-  // Arrives, and has the phase end no sooner than when so many bytes have been copied too.
+  // Arrives, and keeps the phase from ending before so many bytes have been copied, too.
   __device__ __forceinline__ void arrive_and_expect(uint32_t bytes) const {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
   }
 
-  // Whether the phase of this parity has ended, without waiting.
+  // Tells, without waiting, whether the phase of this parity has ended.
   __device__ __forceinline__ bool has_ended(uint32_t parity) const {
     uint32_t result;
     asm volatile(
@@ -41,7 +41,7 @@ struct Barrier {
     return result != 0;
   }
 
-  // Until the phase of this parity has ended. Before the first phase, that of parity 1 counts as ended.
+  // Waits until the phase of this parity has ended. Before the first phase, that of parity 1 counts as ended.
   __device__ __forceinline__ void wait(uint32_t parity) const {
     asm volatile(
         "{\n"
@@ -55,7 +55,8 @@ struct Barrier {
   }
 };
 
-// kStages pieces of shared memory that go round: filled, read, filled anew. Each side keeps a RingPlace.
+// A ring has kStages pieces of shared memory that are filled, read and filled anew (a circular buffer). Each
+// side keeps its own RingPlace.
 template <int kStages_>
 struct Ring {
   static constexpr int kStages = kStages_;
@@ -80,7 +81,8 @@ struct RingPlace {
   int stage = 0;
   uint32_t parity = 0;
 
-  // stages: not more than all. Returns by how many it has moved in memory: less than 0 where it begins anew.
+  // Goes on by `stages`, which are at most kStages. Returns by how many stages the place has moved in memory,
+  // which is less than 0 where it begins anew.
   __device__ __forceinline__ int advance(int stages = 1) {
     const bool wraps = stage + stages >= RingType::kStages;
     const int moved = wraps ? stages - RingType::kStages : stages;
@@ -97,17 +99,18 @@ struct RingPlace {
   }
 };
 
-// Initialized barriers become known to the copy engine and to the cluster by a barrier that follows.
+// Makes initialized barriers known to the copy engine and to the cluster. A barrier of the threads follows.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Makes this thread's stores to shared memory visible to tensor cores and copy engine. A barrier follows.
+// Makes this thread's stores to shared memory visible to the tensor cores and to the copy engine (the async
+// proxy). A barrier of the threads follows.
 __device__ __forceinline__ void fence_shared_stores() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Number 0 is __syncthreads.
+// `threads` threads wait for each other at a named barrier. Number 0 is that of __syncthreads.
 __device__ __forceinline__ void named_barrier_sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }

@@ -1,5 +1,5 @@
-// What a launcher is told: raw pointers, sizes, strides, and where to run. Shared by the CUDA and the
-// CPU kernels; knows no framework. Strides count elements, and the last dimension's stride is always 1.
+// A launcher is told raw pointers, sizes, strides, and where to run. The CUDA and the CPU kernels share these
+// structures, which know no framework. Strides count elements, and the last dimension's stride is always 1.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,15 @@ enum class DType : int32_t { kFloat32, kFloat16, kBFloat16 };
 constexpr int bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 #ifdef CPU_KERNEL
-// Calls body(context, begin, end) on sub-ranges of [begin, end) from several threads and waits for them.
-// A range is never split below `grain` items.
+// A ParallelFor calls body(context, begin, end) on sub-ranges of [begin, end) from several threads and waits
+// for them. It splits no range below `grain` items.
 using RangeBody = void (*)(void* context, int64_t begin, int64_t end);
 using ParallelFor = void (*)(int64_t begin, int64_t end, int64_t grain, RangeBody body, void* context);
 struct Stream {
   ParallelFor parallel_for;
 };
 #else
-// A cudaStream_t, untyped so that this header needs no CUDA.
+// The handle is a cudaStream_t, untyped so that this header needs no CUDA.
 struct Stream {
   void* handle;
 };
@@ -28,8 +28,8 @@ struct Stream {
 int compute_capability(int device);
 #endif
 
-// What one launch takes: leading dimensions, after those with a common stride pattern have been merged, and
-// rows. More are several launches.
+// One launch takes so many leading dimensions, after those with a common stride pattern have been merged, and
+// so many rows. The binding makes several launches of more.
 constexpr int kMaxRowDims = 2;
 constexpr int64_t kMaxRows = (int64_t{1} << 31) - 1;
 
@@ -40,14 +40,14 @@ struct RowShape {
   int64_t sizes[kMaxRowDims];
 };
 
-// One operand: element (r0, r1, ..., column) is at data + r0*strides[0] + r1*strides[1] + ... + column.
+// Element (r0, r1, ..., column) of an operand is at data + r0*strides[0] + r1*strides[1] + ... + column.
 // A stride of 0 broadcasts; data == nullptr means that the operand is absent.
 struct RowOperand {
   void* data;
   int64_t strides[kMaxRowDims];
 };
 
-// Norm, modulation, residual and gate of one row of `hidden` elements:
+// A row operation is norm, modulation, residual and gate of rows of `hidden` elements:
 //   h   = residual ? residual + gate * x : x          (gate absent: 1); stored to residual_out, rounded
 //   n   = norm(h) * weight + bias                     (each optional; h unrounded)
 //   out = scale ? n * (1 + scale) + shift : n
@@ -77,10 +77,10 @@ void gated_residual_layer_norm_modulate(const RowNormParams& params, Stream stre
 
 enum class NormScope : int32_t { kNone, kAcrossHeads, kPerHead };
 
-// Which elements of a head form a rotated pair: (2i, 2i+1), or (i, i + head_dim/2).
+// The elements (2i, 2i+1) of a head form a rotated pair, or the elements (i, i + head_dim/2).
 enum class RopeLayout : int32_t { kInterleaved, kHalf };
 
-// Query or key: (batch, seq, heads, head_dim), strides of the first three.
+// Query or key is (batch, seq, heads, head_dim); the strides are those of the first three.
 struct HeadsOperand {
   const void* in;
   void* out;  // may equal in
@@ -90,7 +90,7 @@ struct HeadsOperand {
   const void* weight;  // kAcrossHeads: (heads*head_dim,); kPerHead: (head_dim,); may be null
 };
 
-// A rotation's tables: strides of (batch, seq, head), 0 where broadcast.
+// A rotation's tables have strides of (batch, seq, head), which are 0 where they broadcast.
 struct RopeTables {
   const void* cos;
   const void* sin;
@@ -113,9 +113,9 @@ struct QkNormRopeParams {
   HeadsOperand q;
   HeadsOperand k;
 
-  RopeTables tables;  // rotation from tables, if tables.cos is not null
+  RopeTables tables;  // They give the rotation if tables.cos is not null.
 
-  // Rotation from coordinates, if coordinates is not null. Pair p of the heads*head_dim/2 pairs of a token
+  // Coordinates give the rotation if they are not null. Pair p of the heads*head_dim/2 pairs of a token
   // (head-major) is left alone for p < identity_pairs; otherwise, with i = p - identity_pairs, its angle is
   // frequencies[i / axes] * coordinates[batch, seq, i % axes], the product rounded to float32.
   const float* coordinates;
@@ -140,7 +140,8 @@ struct RopeParams {
 
 void rope(const RopeParams& params, Stream stream);
 
-// One axis of a grid of tokens: its tables are (size, pairs), a value for each pair, rows `stride` apart.
+// The tables of one axis of a grid of tokens are (size, pairs), a value for each pair, with rows `stride`
+// apart.
 struct RopeAxis {
   const void* cos;
   const void* sin;
@@ -168,8 +169,11 @@ struct Rope3dParams {
 
 void rope_3d(const Rope3dParams& params, Stream stream);
 
-// Row of `hidden` outputs: activation(x + bias). Gated activations read 2*hidden inputs and biases: first
-// half times activation(second half).
+// A gated activation multiplies the first half of its inputs by the activation of the second half.
+enum class Gating { kNone, kSecondHalf };
+
+// Each of a row's `hidden` outputs is activation(x + bias). Gated activations read 2*hidden inputs and
+// biases.
 struct ActivationParams {
   RowShape shape;
   int64_t hidden;
@@ -185,7 +189,7 @@ void silu(const ActivationParams& params, Stream stream);
 void geglu(const ActivationParams& params, Stream stream);
 void swiglu(const ActivationParams& params, Stream stream);
 
-// out = exp(x - max(x)) / sum(exp(x - max(x))) over each row of `hidden` elements
+// out = exp(x - max(x)) / sum(exp(x - max(x))) over each row of `hidden` elements.
 struct SoftmaxParams {
   RowShape shape;
   int64_t hidden;
@@ -196,18 +200,19 @@ struct SoftmaxParams {
 
 void softmax(const SoftmaxParams& params, Stream stream);
 
-// Queries of all heads and samples, and keys. Kernels count them in an int, and tiles of them beyond the
-// last, so at most half of what that holds.
+// A launch has at most so many queries of all heads and samples, and so many keys. Kernels count them in an
+// int, with tiles beyond the last, so this is half of what that holds.
 constexpr int64_t kMaxAttentionRows = int64_t{1} << 30;
 
-// Query, key or value: (batch, seq, heads, head_dim), strides of the first three, 0 where broadcast.
+// Query, key or value is (batch, seq, heads, head_dim); the strides are those of the first three, 0 where
+// they broadcast.
 struct AttentionOperand {
   const void* data;
   int64_t strides[3];
 };
 
-// out = softmax(scale * q k^T + key_bias) v, over the keys before key_lengths[batch]. Query head h meets key
-// head h / (heads / key_heads).
+// out = softmax(scale * q k^T + key_bias) v, over the keys before key_lengths[batch]. Query head h attends to
+// key head h / (heads / key_heads) (grouped-query attention).
 struct AttentionParams {
   int64_t batch;
   int64_t query_length;
@@ -226,7 +231,7 @@ struct AttentionParams {
   void* workspace;             // of attention_workspace_bytes, at a multiple of 256 bytes
 };
 
-// Memory that the launch needs beside its operands; params.workspace points to as much.
+// Returns how much memory the launch needs beside its operands; params.workspace points to as much.
 int64_t attention_workspace_bytes(const AttentionParams& params);
 void attention(const AttentionParams& params, Stream stream);
 

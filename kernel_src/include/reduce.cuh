@@ -1,6 +1,6 @@
-// Reductions over the threads that share a row: part of a warp, a block, or a cluster of blocks that exchange
-// their parts through distributed shared memory. The order of operations is fixed: the same bits on every
-// run.
+// The threads that share a row reduce over part of a warp, over a block, or over a cluster of blocks that
+// exchange their parts through distributed shared memory. The order of operations is fixed, so that every run
+// gives the same bits.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -11,7 +11,7 @@ namespace h100_diffusers_kernels {
 
 constexpr int kWarpThreads = 32;
 
-// Threads of a block for groups of kGroupThreads: a block holds several groups within a warp, or one larger.
+// A block of so many threads holds several groups of up to a warp, or one that is larger.
 template <int kGroupThreads>
 constexpr int kBlockThreads = kGroupThreads > kWarpThreads ? kGroupThreads : 4 * kWarpThreads;
 
@@ -26,7 +26,7 @@ struct Sum {
   }
 };
 
-// NaN is ignored unless both are NaN.
+// It ignores NaN unless both are NaN.
 struct Max {
   __device__ __forceinline__ static float combine(float a, float b) { return fmaxf(a, b); }
   template <typename Value>
@@ -35,7 +35,7 @@ struct Max {
   }
 };
 
-// Over aligned groups of kLanes lanes (a power of two up to 32), in every lane.
+// Reduces over aligned groups of kLanes lanes (a power of two up to 32). Every lane gets the result.
 template <class Operation, int kLanes, typename Value>
 __device__ __forceinline__ Value warp_reduce(Value value) {
 #pragma unroll
@@ -44,20 +44,20 @@ __device__ __forceinline__ Value warp_reduce(Value value) {
   return value;
 }
 
-// This block's number in its cluster.
+// Returns this block's number in its cluster.
 template <int kClusterBlocks>
 __device__ __forceinline__ int cluster_rank() {
   if constexpr (kClusterBlocks == 1) return 0;
   return static_cast<int>(cooperative_groups::cluster_group::block_rank());
 }
 
-// Where the warps that share a row lay down their parts, kValues each, for all of them to read: the shared
+// The warps that share a row lay down their parts, kValues each, for all of them to read: in the shared
 // memory of their block, or of every block of their cluster.
 //
 // kRounds exchanges can be made, each with its own `round`, from 0 up, and no barrier between them. In a
-// cluster a block waits for the bytes that it is to get, and for nothing else: a barrier of all threads of
-// the cluster costs as much time as the rest of a row's reduction. A block may end before its
-// neighbours do: nothing more is on its way to it then.
+// cluster a block waits for the bytes that it is to get, and for nothing else, because a barrier of the
+// cluster takes longer (NOTES, "Long rows"). A block may end before its neighbours do: nothing more is on its
+// way to it then.
 template <typename Value, int kGroupThreads, int kValues, int kRounds, int kClusterBlocks>
 struct Exchange {
   static constexpr int kWarps = kGroupThreads / kWarpThreads;
@@ -66,19 +66,19 @@ struct Exchange {
 
   struct Storage {
     Value parts[kRounds][kValues][kParts];
-    ByteBarrier arrived[kRounds];  // of a cluster
+    ByteBarrier arrived[kRounds];  // They are used in a cluster only.
   };
   __device__ __forceinline__ static Storage& storage() {
     __shared__ Storage storage;
     return storage;
   }
 
-  // See cluster_arrive. One exchange of a type a kernel: the storage is the type's.
+  // cluster_arrive calls it. A kernel makes one exchange of a type, because the storage is the type's.
   __device__ __forceinline__ static void prepare() {
     for (ByteBarrier& barrier : storage().arrived) barrier.init();
   }
 
-  // All threads call it, with values that are equal within a warp. [value][part]
+  // All threads call it, with values that are equal within a warp. Returns the parts, by [value][part].
   __device__ __forceinline__ const Parts* operator()(const Value (&values)[kValues], int round) const {
     auto& parts = storage().parts[round];
     const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
@@ -120,8 +120,8 @@ struct Exchange {
   }
 };
 
-// The blocks of a cluster tell each other that they run and have prepared their exchanges, and wait for that:
-// before its first exchange every thread calls both, with work of its own between them.
+// By these the blocks of a cluster tell each other that they run and have prepared their exchanges, and wait
+// for that. Every thread calls both before its first exchange, with work of its own between them.
 template <int kClusterBlocks, class... Exchanges>
 __device__ __forceinline__ void cluster_arrive() {
   if constexpr (kClusterBlocks > 1) {
@@ -139,13 +139,13 @@ __device__ __forceinline__ void cluster_wait() {
 
 // Reduces kValues values over each group of kGroupThreads consecutive threads of a block, or, with
 // kClusterBlocks > 1, over all threads of a cluster of blocks of kGroupThreads threads; every thread gets the
-// result, and all threads must call it. `round`: see Exchange.
+// result, and all threads must call it. Exchange says what a round is.
 template <class Operation, typename Value, int kGroupThreads, int kValues = 1, int kRounds = 1,
           int kClusterBlocks = 1>
 struct GroupReduce {
   using Warps = Exchange<Value, kGroupThreads, kValues, kRounds, kClusterBlocks>;
 
-  // See cluster_arrive.
+  // cluster_arrive calls it.
   __device__ __forceinline__ static void prepare() { Warps::prepare(); }
 
   __device__ __forceinline__ void operator()(Value (&values)[kValues], int round = 0) const {

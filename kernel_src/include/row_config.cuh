@@ -1,28 +1,42 @@
-// How many threads and blocks share a row, by its length, for every operation that reduces over rows. Lengths
-// are in packs of 16 bytes.
+// This table says how many threads share a row, by its length, for every operation that reduces over rows.
+// Lengths are in packs of 16 bytes.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "reduce.cuh"
 
 namespace h100_diffusers_kernels {
 
-// A short row is held in registers, by threads of one block.
+// A short row is held in registers, by kThreads threads of one block with kPacks packs each.
 template <int kThreads, int kPacks>
 struct RowConfig {
   static constexpr int kThreadsPerRow = kThreads;
   static constexpr int kPacksPerThread = kPacks;
 };
 
-// Calls body with the RowConfig for rows of `packs` packs; false if the row is too long for kMaxThreads
-// threads.
-//
-// Two packs a thread was the fastest of one, two, four and eight at 256 packs: enough loads under way, and
-// rows short-lived enough to fill the tail. Between powers of two stand the widths of SD3 (1536), FLUX.1
-// (3072), Wan (1536, 5120) and FLUX.2 (6144) in 16 bits.
-template <int kMaxThreads = 512, typename Body>
-bool dispatch_row_config(int64_t packs, const Body& body) {
+// Two packs a thread were the fastest of one, two, four and eight at 256 packs: enough loads are under way,
+// and rows are short-lived enough to fill the tail (NOTES, "Row kernels: how many threads share a row").
+constexpr int kRowPacks = 2;
+
+// Rows have the first configuration, by its number of threads, that holds them.
+template <int... kThreads>
+struct RowConfigs {};
+
+// In 16 bits widths of models stand between powers of two: 1536 (SD3, Wan), 3072 (FLUX.1), 5120 (Wan) and
+// 6144 (FLUX.2). In float32 some of them take the next wider configuration.
+using RowConfigs16Bit = RowConfigs<4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512>;
+using RowConfigs32Bit = RowConfigs<4, 8, 16, 32, 64, 128, 256, 384, 512>;
+template <typename T>
+using RowConfigsOf = std::conditional_t<sizeof(T) == 2, RowConfigs16Bit, RowConfigs32Bit>;
+// What no model has in each of its blocks is compiled for these alone.
+using RareRowConfigs = RowConfigs<8, 32, 128, 256, 384, 512>;
+
+// Calls body with the RowConfig for rows of `packs` packs. Returns false if the row is too long for
+// kMaxThreads threads.
+template <int kMaxThreads = 512, int... kThreads, typename Body>
+bool dispatch_row_config(RowConfigs<kThreads...>, int64_t packs, const Body& body) {
   const auto try_config = [&](auto config) {
     if constexpr (config.kThreadsPerRow <= kMaxThreads) {
       if (packs <= config.kThreadsPerRow * config.kPacksPerThread) {
@@ -32,20 +46,16 @@ bool dispatch_row_config(int64_t packs, const Body& body) {
     }
     return false;
   };
-  return try_config(RowConfig<4, 2>{}) || try_config(RowConfig<8, 2>{}) || try_config(RowConfig<16, 2>{}) ||
-         try_config(RowConfig<32, 2>{}) || try_config(RowConfig<64, 2>{}) || try_config(RowConfig<96, 2>{}) ||
-         try_config(RowConfig<128, 2>{}) || try_config(RowConfig<192, 2>{}) ||
-         try_config(RowConfig<256, 2>{}) || try_config(RowConfig<320, 2>{}) ||
-         try_config(RowConfig<384, 2>{}) || try_config(RowConfig<512, 2>{});
+  return (try_config(RowConfig<kThreads, kRowPacks>{}) || ...);
 }
 
-// For rows that nothing holds (see long_row.cuh for what can be held beyond registers), or that 16-byte
-// accesses cannot reach: threads of a block that goes through a row again and again, and how many elements a
-// row may have that a warp takes instead.
+// A row that nothing holds (long_row.cuh holds what registers cannot), or that 16-byte accesses cannot reach,
+// is read again for each step: by a block of kAnyRowThreads threads, or by a warp where it has no more than
+// kWarpRow elements.
 constexpr int kAnyRowThreads = 512;
 constexpr int kWarpRow = 1024;
 
-// Place of a thread among those that share a row, and of its packs in the row.
+// This is the place of a thread among those that share a row, and of its packs in the row.
 template <int kThreadsPerRow, int kClusterBlocks = 1>
 struct RowPlace {
   static constexpr int kRowsPerBlock = kBlockThreads<kThreadsPerRow> / kThreadsPerRow;
@@ -64,7 +74,7 @@ struct RowPlace {
     }
   }
 
-  // Number of the row's pack that is the thread's i-th: neighbouring threads take neighbouring packs.
+  // Returns the number, in the row, of the thread's i-th pack. Neighbouring threads take neighbouring packs.
   __device__ __forceinline__ int pack(int i) const { return i * kThreads + thread; }
 
   static int64_t blocks(int64_t rows) { return (rows + kRowsPerBlock - 1) / kRowsPerBlock * kClusterBlocks; }

@@ -1,5 +1,5 @@
-// From a row's number to its place in each operand. A launch has fewer than 2^31 rows: its blocks are
-// numbered so, and the binding splits what is larger.
+// A row's number leads to its place in each operand. A launch has fewer than 2^31 rows, because its blocks
+// are numbered so; the binding splits what is larger.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,11 @@
 
 namespace h100_diffusers_kernels {
 
-// Small and branch-free: a kernel that treats one row a block is short, and what it does before its first
-// load, the fetching of its parameters included, is time in which memory idles.
+// It is small and free of branches: a kernel that treats one row a block is short, and what it does before
+// its first load, the fetching of its parameters included, is time in which memory idles (NOTES, "Row
+// kernels: what a block does before its loads").
 struct RowIndexer {
-  // A RowOperand; of one leading dimension it is the inner one of two.
+  // It stands for a RowOperand. If that has one leading dimension, it is the inner one of two here.
   struct Operand {
     void* data;
     int64_t outer_stride, inner_stride;

@@ -1,6 +1,6 @@
-// The tensor memory accelerator: boxes of a strided tensor to shared memory and back. A box is kBoxColumns
-// elements (128 bytes) by some rows; shared memory holds a row in 128 bytes with the 16-byte pieces in the
-// order that wgmma's 128-byte swizzle has: piece p of row r at p ^ (r % 8).
+// The copy engine (tensor memory accelerator, TMA) copies boxes of a strided tensor to shared memory and
+// back. A box is kBoxColumns elements (128 bytes) by some rows; shared memory holds a row in 128 bytes with
+// the 16-byte pieces in the order that wgmma's 128-byte swizzle has: piece p of row r is at p ^ (r % 8).
 #pragma once
 
 #include <cuda.h>
@@ -15,16 +15,17 @@
 
 namespace h100_diffusers_kernels {
 
-constexpr int kBoxColumns = 64;  // of 16 bits
+constexpr int kBoxColumns = 64;  // Elements have 16 bits.
 constexpr int kBoxRowBytes = 128;
 constexpr int kSwizzleRows = 8;
-constexpr uint32_t kSwizzleBytes = kSwizzleRows * kBoxRowBytes;  // a tile begins at a multiple of it
+constexpr uint32_t kSwizzleBytes = kSwizzleRows * kBoxRowBytes;  // A tile begins at a multiple of it.
 
+// Returns the offset, in bytes, of a 16-byte piece of a row.
 __device__ __forceinline__ uint32_t swizzled_piece(int row, int piece) {
   return static_cast<uint32_t>(row * kBoxRowBytes + (piece ^ row % kSwizzleRows) * 16);
 }
 
-// (batch, seq, heads, head_dim), as the engine sees it: dimensions from the inside out.
+// A box begins here in (batch, seq, heads, head_dim). The engine names dimensions from the inside out.
 struct HeadsBox {
   int column, head, seq, batch;
 };
@@ -38,7 +39,7 @@ __device__ __forceinline__ void tensor_load(uint32_t shared, const CUtensorMap& 
       : "memory");
 }
 
-// Rows beyond the tensor are not stored. The thread that stores waits, too.
+// The engine leaves rows beyond the tensor out. The thread that has a box stored also commits it and waits.
 __device__ __forceinline__ void tensor_store(const CUtensorMap& map, uint32_t shared, const HeadsBox& box) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
@@ -46,7 +47,7 @@ __device__ __forceinline__ void tensor_store(const CUtensorMap& map, uint32_t sh
       : "memory");
 }
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until shared memory has been read.
+// Waits until the engine has read shared memory, which may then be written anew.
 __device__ __forceinline__ void wait_for_store_reads() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
@@ -56,15 +57,15 @@ __device__ __forceinline__ void wait_for_stores() {
 
 // ---------------------------------------------------------------------------------------------------------
 
-// A tensor (batch, seq, heads, head_dim); strides in elements, of the first three.
+// A tensor is (batch, seq, heads, head_dim); the strides, in elements, are those of the first three.
 struct HeadsTensor {
   const void* data;
   int64_t batch, seq, heads, head_dim;
   int64_t strides[3];
 };
 
-// Whether the engine takes it: aligned to 16 bytes in all but the last dimension. Of the heads and of the
-// batch, but not of the rows of a box, a stride may be 0.
+// Tells whether the engine takes the tensor: it has to be aligned to 16 bytes in all but the last dimension.
+// The strides of heads and batch may be 0, that of the rows of a box may not.
 inline bool is_mappable(const HeadsTensor& tensor) {
   constexpr int64_t kEnd = int64_t{1} << 39;
   const auto is_stride = [](int64_t size, int64_t stride) {
@@ -75,7 +76,8 @@ inline bool is_mappable(const HeadsTensor& tensor) {
          is_stride(tensor.heads, tensor.strides[2]);
 }
 
-// A tensor with its map. Where a stride is 0 the map has one element, whichever is asked for.
+// The map describes a tensor to the engine. Where a stride is 0 the map has one element, whichever is asked
+// for.
 struct MappedTensor {
   CUtensorMap map;
   int head_step, batch_step;

@@ -1,0 +1,126 @@
+// The shared memory of attention to many keys (attention_stream.cuh) is filled by these threads.
+#pragma once
+
+#include "attention_loader.cuh"
+#include "attention_schedule.cuh"
+#include "launch.cuh"
+
+namespace h100_diffusers_kernels {
+
+// A block's shared memory is known by addresses.
+template <class Tile, KeyBias kBias>
+struct StreamMemory {
+  using KeyRing = Ring<Tile::kHeadDim == 64 ? 4 : 2>;
+  // With two stages the next tile's queries are there when a warp group comes to it.
+  using QueryRing = Ring<Tile::kHeadDim == 64 ? 2 : 1>;
+  static constexpr uint32_t kKeyBytes = Tile::bytes(kTileKeys), kQueryBytes = Tile::bytes(Tile::kRows);
+  static constexpr uint32_t kBiasBytes = kBias == KeyBias::kAdded ? kTileKeys * 4 : 0;
+  static constexpr uint32_t kTilesBytes = 8;
+  static_assert(QueryRing::kStages * 4 <= kTilesBytes);
+  static constexpr int kNoTile = -1;
+
+  uint32_t query, out, keys, values, bias;
+  uint32_t tiles;  // It says which tile the queries of a stage are, or kNoTile after the last of a pass.
+  QueryRing query_ring;
+  KeyRing key_ring, value_ring;
+  Barrier end_of_pass;
+  TileList tile_list;
+
+  __device__ __forceinline__ explicit StreamMemory(uint32_t begin)
+      : query(begin),
+        out(query + QueryRing::kStages * kQueryBytes),
+        keys(out + kQueryBytes),
+        values(keys + KeyRing::kStages * kKeyBytes),
+        bias(values + KeyRing::kStages * kKeyBytes),
+        tiles(bias + KeyRing::kStages * kBiasBytes),
+        query_ring{tiles + kTilesBytes},
+        key_ring{query_ring.address + QueryRing::kBytes},
+        value_ring{key_ring.address + KeyRing::kBytes},
+        end_of_pass{value_ring.address + KeyRing::kBytes},
+        tile_list{end_of_pass.address + Barrier::kBytes} {}
+
+  __device__ __forceinline__ uint32_t tile_of(int stage) const {
+    return tiles + static_cast<uint32_t>(stage * 4);
+  }
+
+  static constexpr uint32_t kBytes = kTileAlignment + (QueryRing::kStages + 1) * kQueryBytes +
+                                     KeyRing::kStages * (2 * kKeyBytes + kBiasBytes) + kTilesBytes +
+                                     QueryRing::kBytes + 2 * KeyRing::kBytes + Barrier::kBytes +
+                                     TileList::kBytes;
+};
+
+// This is the side of the rings that loads.
+template <class Tile, KeyBias kBias, class Loader>
+class StreamLoad {
+ public:
+  using Memory = StreamMemory<Tile, kBias>;
+
+  __device__ __forceinline__ StreamLoad(const AttentionKernelParams& params, const Memory& memory,
+                                        const WarpRole& role)
+      : params_(params), memory_(memory), loader_(params, role) {}
+
+  template <Pass kPass>
+  __device__ __forceinline__ void run() {
+    const auto load = [&](int tile) { load_tile<kPass>(tile); };
+    if constexpr (kPass == Pass::kShare) {
+      for_each_own_tile(params_, load);
+    } else if constexpr (kPass == Pass::kClaimed) {
+      loader_.take_half_values(true);
+      memory_.tile_list.claim_each(params_, load);
+    } else {
+      loader_.take_half_values(false);
+      memory_.tile_list.for_each_inaccurate(load);
+    }
+    if constexpr (Loader::kArrivals > 0) {
+      begin_query(Memory::kNoTile);
+      memory_.query_ring.full(query_place_.stage).arrive();
+      query_place_.advance();
+    }
+  }
+
+ private:
+  template <Pass kPass>
+  __device__ __forceinline__ void load_tile(int tile) {
+    const QueryTile place = params_.place_of(tile, Tile::kRows);
+    const int key_count = params_.key_count(place.batch);
+    if constexpr (Loader::kArrivals > 0) {
+      begin_query(tile);
+      loader_.load_query(memory_.query + query_place_.stage * Memory::kQueryBytes, Tile::kRows,
+                         memory_.query_ring.full(query_place_.stage), place);
+      query_place_.advance();
+    }
+    int key = 0;
+#pragma unroll 1
+    do {
+      const int stage = key_place_.stage;
+      key_place_.wait_empty(memory_.key_ring);
+      loader_.load_keys(memory_.keys + stage * Memory::kKeyBytes, memory_.bias + stage * Memory::kBiasBytes,
+                        memory_.key_ring.full(stage), place, key);
+      key_place_.wait_empty(memory_.value_ring);
+      if constexpr (kPass == Pass::kClaimed) wait_for_half_values();
+      loader_.load_values(memory_.values + stage * Memory::kKeyBytes, memory_.value_ring.full(stage), place,
+                          key);
+      key_place_.advance();
+      key += kTileKeys;
+    } while (key < key_count);
+  }
+
+  __device__ __forceinline__ void wait_for_half_values() {
+    if (!has_half_values_) wait_for_earlier_kernels();
+    has_half_values_ = true;
+  }
+
+  __device__ __forceinline__ void begin_query(int tile) const {
+    query_place_.wait_empty(memory_.query_ring);
+    if (loader_.is_first()) store_shared(memory_.tile_of(query_place_.stage), static_cast<uint32_t>(tile));
+  }
+
+  const AttentionKernelParams& params_;
+  const Memory& memory_;
+  Loader loader_;
+  RingPlace<typename Memory::QueryRing> query_place_;
+  RingPlace<typename Memory::KeyRing> key_place_;
+  bool has_half_values_ = false;
+};
+
+}  // namespace h100_diffusers_kernels
