@@ -57,6 +57,13 @@ __all__ = _package.__all__
 '''
 
 
+def write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:  # which says nothing of the file where there is no more room for it
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_if_changed(path: Path, content: bytes) -> bool:
     """Replaces the file in one step: a process that has the old one open keeps it."""
     if path.is_file() and path.read_bytes() == content:
@@ -64,7 +71,7 @@ def write_if_changed(path: Path, content: bytes) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(content)
+        write(temporary, content)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -114,9 +121,9 @@ def lay_out(
     remove(staged)
     for path, content in files.items():
         (staged / path).parent.mkdir(parents=True, exist_ok=True)
-        (staged / path).write_bytes(content)
+        write(staged / path, content)
     files["metadata.json"] = metadata(package, extension_id, revision, staged)
-    (staged / "metadata.json").write_bytes(files["metadata.json"])
+    write(staged / "metadata.json", files["metadata.json"])
 
     if holds(variant, files):
         remove(staged)

@@ -65,7 +65,9 @@ def inspect_nvcc(path: Path) -> Nvcc:
     version = re.search(r"release (\d+)\.(\d+)", release)
     top = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)
     if version is None or top is None:
-        raise ToolchainError(f"{path} does not answer as nvcc does: {release or plan}")
+        raise ToolchainError(
+            f"{path} does not answer as nvcc does, which names its release and toolkit"
+        )
     return Nvcc(path, Path(top[1].strip()).resolve(), (int(version[1]), int(version[2])))
 
 
