@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kernels._rust import Digest, DigestAlgorithm
@@ -57,11 +59,26 @@ __all__ = _package.__all__
 '''
 
 
-def write(path: Path, content: bytes) -> None:
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Names the path in errors that do not: those of writes that find no room, and of shutil."""
     try:
-        path.write_bytes(content)
-    except OSError as error:  # which says nothing of the file where there is no more room for it
+        yield
+    except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write(path: Path, content: bytes) -> None:
+    with naming(path):
+        path.write_bytes(content)
+
+
+def remove(path: Path) -> None:
+    with naming(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def write_if_changed(path: Path, content: bytes) -> bool:
@@ -76,13 +93,6 @@ def write_if_changed(path: Path, content: bytes) -> bool:
     finally:
         temporary.unlink(missing_ok=True)
     return True
-
-
-def remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def metadata(package: Package, extension_id: str, revision: Revision, variant: Path) -> bytes:
