@@ -17,6 +17,7 @@ from conftest import CHECKOUT
 from kernel_resources import Kernel
 from processes import TOOLS, run, run_python
 
+BUILD_VARIANT = TOOLS / "build_variant.py"
 FLAGS = tomllib.loads((CHECKOUT / "build.toml").read_text())["torch"]["cxx-flags"]
 TINY = {
     "build.toml": f"""
@@ -103,8 +104,16 @@ class TinyPackage:
             (root / path).write_text(text)
 
     def run(self, *options, prefix=(), **settings):
-        tool = TOOLS / "build_variant.py"
-        command = (*prefix, sys.executable, tool, "--root", self.root, "--backend", "cpu", *options)
+        command = (
+            *prefix,
+            sys.executable,
+            BUILD_VARIANT,
+            "--root",
+            self.root,
+            "--backend",
+            "cpu",
+            *options,
+        )
         return run(*command, **settings)
 
     def build(self, *options) -> str:
@@ -401,6 +410,18 @@ def test_build_says_what_is_wrong_with_a_compiler(tiny, variables, options, mess
     tiny.edit("build.toml", '["cpu"]', '["cpu", "cuda"]')
     tiny.edit("build.toml", 'cpu = "2.11"', 'cpu = "2.11"\ncuda = "2.11"')
     assert tiny.failure(*options, variables=variables) == message
+
+
+@pytest.mark.parametrize("module", ["click", "ninja"])
+def test_build_says_which_module_is_missing(module):
+    code = (
+        f"import runpy, sys; sys.modules[{module!r}] = None; runpy.run_path({str(BUILD_VARIANT)!r})"
+    )
+    process = run(sys.executable, "-c", code, cwd=TOOLS)
+    assert process.returncode == 1
+    assert process.stderr == (
+        f"no module {module} in {sys.executable}: run `pip install -r requirements/example.txt`\n"
+    )
 
 
 @pytest.mark.parametrize(("limit", "value"), [("minver", "13.1"), ("maxver", "12.9")])

@@ -18,8 +18,9 @@ from pathlib import Path
 
 try:
     import click
+    import kernels  # noqa: F401
+    import ninja  # noqa: F401
     import torch
-    from kernels import _rust  # noqa: F401
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"no module {error.name} in {sys.executable}: run `pip install -r requirements/example.txt`"

@@ -8,17 +8,13 @@ from io import StringIO
 from pathlib import Path
 
 import torch
+from ninja.ninja_syntax import Writer
 
 from builder.package import CUDA_SUFFIXES, Package, read_text
 from builder.toolchain import Nvcc, ToolchainError
 
-try:
-    from ninja.ninja_syntax import Writer
-except ImportError as error:
-    raise SystemExit("no ninja_syntax for the build: run `pip install ninja`") from error
-
 TORCH = Path(torch.__file__).parent
-PYTHON_ABI = 0x03090000  # the limited API of Python 3.9
+
 
 # What kernel-builder passes by itself, with its CMake templates and Torch's, in a release build. Flags on
 # which machine code or symbols depend are the package's own, in build.toml, so that both builders have them;
@@ -90,7 +86,7 @@ def ninja_file(
     major, minor = package.stable_abi
     common = [
         f"-DTORCH_TARGET_VERSION=0x{major << 56 | minor << 48:016x}",
-        f"-DPy_LIMITED_API=0x{PYTHON_ABI:08x}",
+        "-DPy_LIMITED_API=3",
         *(["-DCUDA_KERNEL", "-DUSE_CUDA=1"] if nvcc else ["-DCPU_KERNEL"]),
         f"-I{folder / 'generated'}",
         *("-isystem", str(TORCH / "include"), "-isystem", str(python_headers())),
