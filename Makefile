@@ -10,6 +10,7 @@ BUILD_FLAGS ?=
 EXAMPLE_ARGS ?=
 PYTEST_ARGS ?=
 
+NEWEST_CUDA := .build/toolchains/13.2
 VIDEO := outputs/ltx_video.mp4
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 
@@ -43,12 +44,19 @@ test: build $(call needs,test)
 build: $(call needs,example $(if $(filter-out 0,$(HAS_GPU)),cuda-compiler))
 	$(RUN) tools/build_variant.py $(BUILD_FLAGS)
 
-# The CUDA build and the programs of the ceilings, which need no GPU, and what can be told of them without one.
-cross: $(call needs,test cuda-compiler cuda-binutils)
+# The CUDA builds and the programs of the ceilings, which need no GPU, and what can be told of them without one.
+cross: $(call needs,test cuda-compiler cuda-binutils) $(NEWEST_CUDA)/.installed
 	$(RUN) tools/build_variant.py --backend cuda $(BUILD_FLAGS)
+	$(RUN) tools/build_variant.py --backend cuda --nvcc $(NEWEST_CUDA)/nvidia/cu13/bin/nvcc $(BUILD_FLAGS)
 	$(RUN) tools/check_abi.py build/torch-stable-abi*
-	$(RUN) tools/kernel_resources.py .build/cuda
+	$(RUN) tools/kernel_resources.py .build/cu[0-9]*
 	$(RUN) benchmarks/ceilings/run.py --compile-only
+
+# kernel-builder builds with CUDA 13.0, which is that of pip's Torch, and with this one.
+$(NEWEST_CUDA)/.installed: requirements/cuda-compiler-13.2.txt | $(call needs,venv)
+	rm -rf $(@D)
+	$(PIP) --no-deps --target $(@D) -r $<
+	@touch $@
 
 lint: $(call needs,lint)
 	$(BIN)ruff check

@@ -2,20 +2,26 @@
 
 import os
 import re
+import resource
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 
-from builder.package import Revision
+import build_variant
+from builder.package import Package, PackageError, Revision, tomllib, version
 from compare_machine_code import compare
+from conftest import CHECKOUT
 from kernel_resources import Kernel, digest
 from processes import TOOLS, run, run_python
 
+BUILD_VARIANT = TOOLS / "build_variant.py"
+FLAGS = tomllib.loads((CHECKOUT / "build.toml").read_text())["torch"]["cxx-flags"]
 TINY = {
-    "build.toml": """
+    "build.toml": f"""
 [general]
 name = "tiny-kernel"
 version = 3
@@ -24,6 +30,7 @@ license = "Apache-2.0"
 backends = ["cpu"]
 
 [torch]
+cxx-flags = {FLAGS}
 include = ["src"]
 src = ["torch-ext/torch_binding.cpp"]
 
@@ -33,6 +40,7 @@ cpu = "2.11"
 [kernel.tiny]
 backend = "cpu"
 depends = ["torch"]
+cxx-flags = {FLAGS}
 src = ["src/twice.cpp", "src/twice.h"]
 """,
     "src/twice.h": "constexpr float kFactor = 2;\nvoid twice(float* x, long count);\n",
@@ -73,6 +81,20 @@ def twice_(x):
 }
 
 
+CLASHING = """
+template <typename T>
+struct Factor {
+  static T value;
+};
+template <typename T>
+T Factor<T>::value = 2;
+inline long calls() {
+  static long count = 0;
+  return ++count;
+}
+"""
+
+
 class TinyPackage:
     """A package of one operation, which builds in seconds."""
 
@@ -82,10 +104,45 @@ class TinyPackage:
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text)
 
+    def run(self, *options, prefix=(), **settings):
+        command = (
+            *prefix,
+            sys.executable,
+            BUILD_VARIANT,
+            "--root",
+            self.root,
+            "--backend",
+            "cpu",
+            *options,
+        )
+        return run(*command, **settings)
+
     def build(self, *options) -> str:
-        tool = TOOLS / "build_variant.py"
-        process = run(sys.executable, tool, "--root", self.root, "--backend", "cpu", *options)
+        process = self.run(*options)
         return process.stdout + process.stderr if process.returncode else process.stdout
+
+    def failure(self, *options, variables=None, **settings) -> str:
+        """Returns the one sentence with which the build fails, which stands alone in its line.
+
+        With `settings` it is a process of its own.
+        """
+        if settings:
+            process = self.run(*options, **settings)
+            status, stderr = process.returncode, process.stderr
+        else:
+            arguments = ["--root", str(self.root), "--backend", "cpu", *options]
+            result = CliRunner(env=variables).invoke(build_variant.main, arguments)
+            status, stderr = result.exit_code, result.stderr
+            assert isinstance(result.exception, SystemExit), result.exception
+        assert status == 1, stderr
+        (sentence,) = stderr.strip().splitlines()
+        assert sentence.startswith("Error: ")
+        return sentence.removeprefix("Error: ")
+
+    def edit(self, path: str, old: str, new: str):
+        file = self.root / path
+        assert old in file.read_text()
+        file.write_text(file.read_text().replace(old, new))
 
     def compiled(self, output: str) -> list:
         return re.findall(r"\] C\+\+ (\S+)", output)
@@ -191,11 +248,264 @@ def test_copy_in_another_checkout_has_no_revision(tiny):
     assert Revision.read(tiny.root / "src").commit is None
 
 
-def test_build_says_what_is_wrong(tiny):
-    (tiny.root / "src/twice.h").unlink()
-    assert "build.toml lists src/twice.h, which does not exist" in tiny.build()
-    (tiny.root / "build.toml").write_text(TINY["build.toml"].replace("edition", "version-of"))
-    assert "Error: " in tiny.build() and "version-of" in tiny.build()
+def toml(old: str, new: str):
+    return lambda tiny: tiny.edit("build.toml", old, new)
+
+
+def new_file(path: str, content: bytes = b""):
+    return lambda tiny: (tiny.root / path).write_bytes(content)
+
+
+def folder_instead(path: str):
+    def replace(tiny):
+        (tiny.root / path).unlink()
+        (tiny.root / path).mkdir()
+
+    return replace
+
+
+SOURCES = '"src/twice.cpp", "src/twice.h"'
+BAD_PACKAGES = {
+    "unlisted source": (
+        new_file("torch-ext/more.cpp"),
+        "build.toml does not list torch-ext/more.cpp: add it to a src, or remove the file",
+    ),
+    "unlisted header": (
+        new_file("src/more.cuh"),
+        "build.toml does not list src/more.cuh: add it to a src, or remove the file",
+    ),
+    "missing source": (
+        lambda tiny: (tiny.root / "src/twice.h").unlink(),
+        "build.toml lists src/twice.h, which does not exist",
+    ),
+    "source without its folder": (
+        toml('"src/twice.cpp"', '"twice.cpp"'),
+        "build.toml lists twice.cpp, which does not exist: is it src/twice.cpp?",
+    ),
+    "module without its folder": (
+        toml("tiny-kernel", "other-kernel"),
+        "there is no torch-ext/other_kernel/__init__.py, the module of 'other-kernel'",
+    ),
+    "source twice": (
+        toml(SOURCES, SOURCES + ', "src/./twice.h"'),
+        "build.toml lists src/twice.h twice",
+    ),
+    "source in two tables": (
+        toml('"torch-ext/torch_binding.cpp"', '"torch-ext/torch_binding.cpp", "src/twice.cpp"'),
+        "build.toml lists src/twice.cpp in two tables of one backend",
+    ),
+    "folder in the place of a source": (
+        folder_instead("src/twice.h"),
+        "build.toml lists src/twice.h, which is no file",
+    ),
+    "source outside": (
+        toml(SOURCES, SOURCES + ', "../other.cpp"'),
+        "build.toml lists ../other.cpp, which is outside of {root}",
+    ),
+    "source of another kind": (
+        lambda tiny: (
+            toml(SOURCES, SOURCES + ', "src/twice.f90"')(tiny),
+            new_file("src/twice.f90")(tiny),
+        ),
+        "build.toml lists src/twice.f90, which is none of .cc, .cpp, .cu, .cuh, .cxx, .h, .hh, .hpp, .inl",
+    ),
+    "source in Latin-1": (
+        new_file("src/twice.h", "// Genève".encode("latin-1")),
+        "{root}/src/twice.h is not UTF-8: byte 6 is invalid continuation byte",
+    ),
+    "Python in Latin-1": (
+        new_file("torch-ext/tiny_kernel/names.py", "# Genève\n".encode("latin-1")),
+        "{root}/torch-ext/tiny_kernel/names.py is not UTF-8: byte 5 is invalid continuation byte",
+    ),
+    "no build.toml": (
+        lambda tiny: (tiny.root / "build.toml").unlink(),
+        "there is no file {root}/build.toml",
+    ),
+    "folder in the place of build.toml": (
+        folder_instead("build.toml"),
+        "there is no file {root}/build.toml",
+    ),
+    "build.toml in Latin-1": (
+        new_file("build.toml", "# Genève".encode("latin-1")),
+        "{root}/build.toml is not UTF-8: byte 5 is invalid continuation byte",
+    ),
+    "not TOML": (
+        new_file("build.toml", b"[general\n"),
+        "{root}/build.toml is not TOML: Expected ']' at the end of a table declaration "
+        "(at line 1, column 9)",
+    ),
+    "unknown key": (
+        toml("edition", "version-of"),
+        "{root}/build.toml is not valid: did not match .*version-of.*",
+    ),
+    "wrong type": (
+        toml(f"src = [{SOURCES}]", 'src = "src/twice.cpp"'),
+        '{root}/build.toml is not valid: Invalid type string "src/twice.cpp". Expected a sequence',
+    ),
+    "no [general]": (
+        new_file("build.toml"),
+        "{root}/build.toml is not valid: did not match .*",
+    ),
+    "no [torch]": (
+        lambda tiny: (tiny.root / "build.toml").write_text(
+            re.sub(r"\[torch\](.|\n)*", "[torch-noarch]\n", TINY["build.toml"])
+        ),
+        "{root}/build.toml has no table [torch]: there is nothing to build",
+    ),
+    "no stable ABI": (
+        toml('[torch.stable-abi]\ncpu = "2.11"\n', ""),
+        "build.toml has no version for cpu in [torch.stable-abi]: only builds of Torch's stable ABI "
+        "can be made here",
+    ),
+    "no stable ABI of the backend": (
+        toml('cpu = "2.11"', 'cuda = "2.11"'),
+        "build.toml has no version for cpu in [torch.stable-abi]: only builds of Torch's stable ABI "
+        "can be made here",
+    ),
+    "newer stable ABI": (
+        toml('cpu = "2.11"', 'cpu = "99.0"'),
+        "the build needs Torch 99.0 or later, got .*",
+    ),
+    "unknown backend": (
+        toml('backends = ["cpu"]', 'backends = ["cpu", "abacus"]'),
+        "{root}/build.toml is not valid: Unknown variant abacus. Expected one of .*",
+    ),
+    "other backend": (
+        toml('backends = ["cpu"]', 'backends = ["cuda"]'),
+        "build.toml has no backend cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PACKAGES)
+def test_build_says_what_is_wrong_with_a_package(tiny, name):
+    change, message = BAD_PACKAGES[name]
+    change(tiny)
+    parts = message.replace("{root}", str(tiny.root)).split(".*")
+    assert re.fullmatch(".*".join(map(re.escape, parts)), tiny.failure())
+    assert not (tiny.root / "build").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "message"),
+    [
+        ({"CXX": "no-such-cxx"}, (), "CXX is 'no-such-cxx', and there is no such program"),
+        (
+            {"CXX": "/bin/true"},
+            (),
+            "/bin/true does not compile C++20: install g++ (11 or later), or set CXX",
+        ),
+        (
+            {"CUDA_HOME": "/no/such/cuda"},
+            ("--backend", "cuda"),
+            "CUDA_HOME is /no/such/cuda, which has no bin/nvcc",
+        ),
+        (
+            {},
+            ("--backend", "cuda", "--nvcc", "/bin/true"),
+            "/bin/true does not answer as nvcc does, which names its release and toolkit",
+        ),
+    ],
+)
+def test_build_says_what_is_wrong_with_a_compiler(tiny, variables, options, message):
+    tiny.edit("build.toml", '["cpu"]', '["cpu", "cuda"]')
+    tiny.edit("build.toml", 'cpu = "2.11"', 'cpu = "2.11"\ncuda = "2.11"')
+    assert tiny.failure(*options, variables=variables) == message
+
+
+@pytest.mark.parametrize("module", ["click", "ninja"])
+def test_build_says_which_module_is_missing(module):
+    code = (
+        f"import runpy, sys; sys.modules[{module!r}] = None; runpy.run_path({str(BUILD_VARIANT)!r})"
+    )
+    process = run(sys.executable, "-c", code, cwd=TOOLS)
+    assert process.returncode == 1
+    assert process.stderr == (
+        f"no module {module} in {sys.executable}: run `pip install -r requirements/example.txt`\n"
+    )
+
+
+@pytest.mark.parametrize(("limit", "value"), [("minver", "13.1"), ("maxver", "12.9")])
+def test_build_keeps_to_the_versions_of_cuda(tiny, limit, value):
+    tiny.edit("build.toml", "[torch]\n", f'[general.cuda]\n{limit} = "{value}"\n\n[torch]\n')
+    with pytest.raises(PackageError, match=rf"excludes CUDA 13.0: the {limit} .* is {value}"):
+        Package.read(tiny.root, "cpu").check_cuda((13, 0))
+    Package.read(tiny.root, "cpu").check_cuda(version(value))
+
+
+def test_build_names_a_folder_it_cannot_write(tiny):
+    tiny.build()
+    (tiny.root / "torch-ext/tiny_kernel/names.py").write_text("LAST = 2\n")
+    before = variant_files(tiny)
+    # Root writes anywhere, unless it may not.
+    prefix = ("setpriv", "--bounding-set=-dac_override") if os.geteuid() == 0 else ()
+    for top in (tiny.root / "build", tiny.root / ".build"):
+        folders = [top, *(path for path in top.rglob("*") if path.is_dir())]
+        for folder in folders:
+            folder.chmod(0o555)
+        sentence = tiny.failure(prefix=prefix)
+        for folder in folders:
+            folder.chmod(0o755)
+        assert re.fullmatch(rf"{re.escape(str(top))}/.*: Permission denied", sentence)
+        assert variant_files(tiny) == before
+
+
+@pytest.mark.parametrize("folder", ["build", ".build"])
+def test_build_names_a_file_in_the_place_of_a_folder(tiny, folder):
+    (tiny.root / folder).write_text("")
+    assert str(tiny.root / folder) in tiny.failure()
+    assert (tiny.root / folder).read_text() == ""
+
+
+def test_build_that_finds_no_room_leaves_the_old_one(tiny):
+    tiny.build()
+    before = variant_files(tiny)
+    large = tiny.root / "torch-ext/tiny_kernel/large.py"
+    large.write_text("#" * 2**20)
+
+    def limit_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, 2**19))
+
+    sentence = tiny.failure(preexec_fn=limit_files)
+    assert re.fullmatch(rf"{re.escape(str(tiny.root))}/\S+/large.py: File too large", sentence)
+    assert variant_files(tiny) == before
+    tiny.build()
+    assert variant_files(tiny) == before | {"large.py"}
+    assert tiny.doubled() == "[2.0, 2.0, 2.0]"
+
+
+def variant_files(tiny) -> set:
+    return {
+        path.relative_to(tiny.variant).as_posix()
+        for path in tiny.variant.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+
+
+def test_builds_side_by_side_keep_to_their_own_symbols(tiny, tmp_path):
+    # With default visibility a loader gives both builds one `twice`, one `count` and one `kFactor`.
+    tiny.edit("src/twice.h", "constexpr float kFactor = 2;", CLASHING)
+    tiny.edit("src/twice.cpp", "x[i] *= kFactor;", "x[i] = x[i] * Factor<float>::value + calls();")
+    other = TinyPackage(tmp_path / "other")
+    for path in ("src/twice.h", "src/twice.cpp"):
+        (other.root / path).write_text((tiny.root / path).read_text())
+    other.edit("src/twice.h", "value = 2", "value = 3")
+    assert run("git", "init", "-q", other.root).returncode == 0
+    other.commit()
+    for package in (tiny, other):
+        package.build()
+        assert run(sys.executable, TOOLS / "check_abi.py", package.variant).returncode == 0
+    for flags in ("os.RTLD_NOW", "os.RTLD_NOW | os.RTLD_GLOBAL"):
+        results = run_python(
+            "import os, sys; from pathlib import Path; import torch\n"
+            "from kernels import get_local_kernel\n"
+            f"sys.setdlopenflags({flags})\n"
+            f"roots = [Path({str(tiny.root)!r}), Path({str(other.root)!r})]\n"
+            "kernels = [get_local_kernel(root, backend='cpu') for root in roots]\n"
+            "for kernel in kernels * 2:\n"
+            "    x = torch.ones(2); kernel.twice_(x); print(x.tolist())\n"
+        )
+        assert results.splitlines() == ["[3.0, 4.0]", "[4.0, 5.0]", "[5.0, 6.0]", "[6.0, 7.0]"]
 
 
 def test_werror_fails_on_a_warning(tiny):
@@ -214,8 +524,9 @@ def test_werror_fails_on_a_warning(tiny):
         ),
         ("namespace at { void empty(); } void f() { at::empty(); }", "at::empty()"),
         ("void other(); void f() { other(); }", "libother.so"),
+        ("namespace own { void f() {} }", "own::f()"),
     ],
-    ids=["newer Python", "Torch C++", "library"],
+    ids=["newer Python", "Torch C++", "library", "symbol of its own"],
 )
 def test_check_abi_fails(tmp_path, source, requirement):
     (tmp_path / "other.cpp").write_text("void other() {}")

@@ -1,7 +1,7 @@
 """Builds this checkout without Nix, into build/<variant>/.
 
 Sources, flags, architectures and names are those of build.toml. The build is incremental; objects
-are kept in .build/<backend>/.
+are kept in .build/, in the folder cpu or that of the CUDA version (cu130).
 """
 
 from __future__ import annotations
@@ -16,18 +16,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import click
-import torch
+try:
+    import click
+    import kernels  # noqa: F401
+    import ninja  # noqa: F401
+    import torch
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"no module {error.name} in {sys.executable}: run `pip install -r requirements/example.txt`"
+    ) from error
 
 from builder.layout import lay_out, write_if_changed
 from builder.ninja_file import REGISTRATION_H, ninja_file
-from builder.package import Package, Revision
-from builder.toolchain import Nvcc, ToolchainError, find_cxx, find_nvcc
+from builder.package import Package, PackageError, Revision
+from builder.toolchain import Nvcc, ToolchainError, find_cxx, find_nvcc, inspect_nvcc
+
+
+def compute_name(package: Package, nvcc: Nvcc | None) -> str:
+    return "cu{}{}".format(*nvcc.version) if nvcc else package.backend
 
 
 def variant_name(package: Package, nvcc: Nvcc | None) -> str:
     abi = "{}{}".format(*package.stable_abi)
-    compute = "cu{}{}".format(*nvcc.version) if nvcc else package.backend
+    compute = compute_name(package, nvcc)
     machine = {"arm64": "aarch64"}.get(platform.machine(), platform.machine())
     return f"torch-stable-abi{abi}-{compute}-{machine}-{platform.system().lower()}"
 
@@ -48,14 +59,28 @@ def only_build(folder: Path) -> Iterator[None]:
         yield
 
 
-def build(root: Path, backend: str, jobs: int | None, werror: bool, verbose: bool) -> None:
+def build(
+    root: Path,
+    backend: str,
+    compiler: Path | None,
+    jobs: int | None,
+    werror: bool,
+    verbose: bool,
+) -> None:
     package = Package.read(root, backend)
     check_torch(package)
     cxx = find_cxx()
-    nvcc = find_nvcc(torch.version.cuda) if backend == "cuda" else None
+    if backend != "cuda":
+        nvcc = None
+    elif compiler is None:
+        nvcc = find_nvcc(torch.version.cuda)
+    else:
+        nvcc = inspect_nvcc(compiler.absolute())
+    if nvcc:
+        package.check_cuda(nvcc.version)
     revision = Revision.read(root)
     extension_id = f"_{package.module}_{backend}_{revision.suffix}"
-    folder = Path(".build") / backend
+    folder = Path(".build") / compute_name(package, nvcc)
     extension = root / folder / f"{extension_id}.abi3.so"
     variant = root / "build" / variant_name(package, nvcc)
 
@@ -67,7 +92,7 @@ def build(root: Path, backend: str, jobs: int | None, werror: bool, verbose: boo
         command += ["-f", str(folder / "build.ninja")]
         command += ["-j", str(jobs)] if jobs else []
         command += ["-v"] if verbose else []
-        if subprocess.run(command).returncode != 0:
+        if subprocess.run(command).returncode != 0 or not extension.is_file():
             raise click.ClickException("the build failed: see the compiler's messages above")
         for old in (root / folder).glob("*.abi3.so"):
             if old != extension:
@@ -88,16 +113,33 @@ def build(root: Path, backend: str, jobs: int | None, werror: bool, verbose: boo
     default=Path(__file__).resolve().parent.parent,
     help="The folder of build.toml. Default: this checkout.",
 )
+@click.option(
+    "--nvcc",
+    "compiler",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The CUDA compiler. Default: the first one found whose kernels the installed Torch loads.",
+)
 @click.option("--jobs", "-j", type=click.IntRange(min=1), help="Compilations at a time.")
 @click.option("--werror", is_flag=True, help="Compiler warnings are errors.")
 @click.option("--verbose", "-v", is_flag=True, help="Show each command.")
-def main(backend: str | None, root: Path, jobs: int | None, werror: bool, verbose: bool) -> None:
+def main(
+    backend: str | None,
+    root: Path,
+    compiler: Path | None,
+    jobs: int | None,
+    werror: bool,
+    verbose: bool,
+) -> None:
     if backend is None:
         backend = "cuda" if torch.version.cuda and torch.cuda.is_available() else "cpu"
     try:
-        build(root.resolve(), backend, jobs, werror, verbose)
-    except (ToolchainError, ValueError) as error:
+        build(root.resolve(), backend, compiler, jobs, werror, verbose)
+    except (ToolchainError, PackageError) as error:
         raise click.ClickException(str(error)) from error
+    except OSError as error:
+        files = " and ".join(str(name) for name in (error.filename, error.filename2) if name)
+        reason = error.strerror or str(error)
+        raise click.ClickException(f"{files}: {reason}" if files else reason) from error
 
 
 if __name__ == "__main__":

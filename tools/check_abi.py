@@ -1,15 +1,17 @@
 """Checks that an extension loads wherever its variant's name promises it does.
 
 Fails on Python symbols outside the limited API of Python 3.9, on libraries beyond Torch's and the
-C++ runtime, and on Torch symbols outside its stable ABI. Symbols newer than manylinux_2_28 fail
-too, unless it is only that the compiler's C library is newer: then the binary runs here, and is not
-fit to be published.
+C++ runtime, on Torch symbols outside its stable ABI, and on symbols of the extension's own that
+others see: of builds loaded side by side all could get those of the first. Symbols newer than
+manylinux_2_28 fail too, unless it is only that the compiler's C library is newer: then the binary
+runs here, and is not fit to be published.
 """
 
 from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -26,6 +28,10 @@ ALLOWED_LIBRARIES = re.compile(
     r"|lib(c|m|dl|rt|pthread)\.so\.\d+|ld-linux-[\w-]+\.so\.\d+"  # the C library's
     r"|libstdc\+\+\.so\.6|libgcc_s\.so\.1"
 )
+# What an extension may show: its entry, the linker's marks, and instances of the C++ library's templates.
+EXPORTED_SYMBOLS = re.compile(
+    r"PyInit_\w+|_init|_fini|__bss_start|_edata|_end|_Z(GV|T[ISTV]|Z)*N?K?(S[abdiost]|9__gnu_cxx).*"
+)
 # Versioned by the C and C++ runtime that the compiler was installed with.
 TOOLCHAIN_VERSIONS = {"GLIBC", "GLIBCXX", "CXXABI", "GCC"}
 
@@ -40,13 +46,29 @@ def undefined_symbols(elf: ELFFile) -> list[str]:
     return [symbol.name for symbol in symbols if symbol["st_shndx"] == "SHN_UNDEF" and symbol.name]
 
 
+def exported_symbols(elf: ELFFile) -> list[str]:
+    """Returns the symbols, as written in C++, that other libraries can be bound to."""
+    symbols = elf.get_section_by_name(".dynsym").iter_symbols()
+    return demangled(
+        symbol.name
+        for symbol in symbols
+        if symbol["st_shndx"] != "SHN_UNDEF"
+        and symbol["st_info"]["bind"] != "STB_LOCAL"
+        and not EXPORTED_SYMBOLS.fullmatch(symbol.name)
+    )
+
+
+def demangled(names: Iterable[str]) -> list[str]:
+    process = subprocess.run(
+        ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
+    )
+    return process.stdout.splitlines()
+
+
 def torch_cxx_symbols(names: list[str]) -> list[str]:
     """Returns the symbols of Torch's C++ namespaces: the stable ABI has C functions only."""
-    demangled = subprocess.run(
-        ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
-    ).stdout.splitlines()
     of_torch = re.compile(r"(?:(?:vtable|typeinfo|typeinfo name|VTT) for )?(at|c10|torch)::")
-    return [symbol for symbol in demangled if of_torch.match(symbol)]
+    return [symbol for symbol in demangled(names) if of_torch.match(symbol)]
 
 
 def check(extension: Path) -> tuple[list[tuple[str, str]], bool]:
@@ -58,6 +80,7 @@ def check(extension: Path) -> tuple[list[tuple[str, str]], bool]:
             name for name in needed_libraries(elf) if not ALLOWED_LIBRARIES.fullmatch(name)
         ]
         torch_symbols = torch_cxx_symbols(undefined_symbols(elf))
+        exported = exported_symbols(elf)
     python = binary.check_python_abi(PYTHON_ABI)
     manylinux = binary.check_manylinux(MANYLINUX)
     toolchain = [symbol for symbol in manylinux if symbol.dep in TOOLCHAIN_VERSIONS]
@@ -67,6 +90,7 @@ def check(extension: Path) -> tuple[list[tuple[str, str]], bool]:
         f"limited API of Python {PYTHON_ABI}": [symbol.name for symbol in python],
         "libraries of Torch and the C++ runtime only": libraries,
         "stable ABI of Torch only": torch_symbols,
+        "symbols of its own are hidden": exported,
         MANYLINUX: [f"{symbol.name} ({symbol.dep} {symbol.version})" for symbol in others],
     }
     rows = [

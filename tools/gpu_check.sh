@@ -22,7 +22,7 @@ STEPS=(build test sanitize ceilings operations profile accuracy models flux pipe
 step_build() {
   "$PYTHON" tools/build_variant.py --backend cuda &&
     "$PYTHON" tools/check_abi.py build/torch-stable-abi*-cu* &&
-    "$PYTHON" tools/kernel_resources.py .build/cuda
+    "$PYTHON" tools/kernel_resources.py .build/cu[0-9]*
 }
 
 step_test() {

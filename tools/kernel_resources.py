@@ -1,4 +1,4 @@
-"""Shows what each CUDA kernel uses, read from the compiled code.
+"""Shows what each CUDA kernel uses, read from the compiled code in folders of .build/.
 
 Fails where registers spill to memory, where the compiler makes matrix products wait for each other
 (as it does, with a note only, when their registers are touched meanwhile), and where a kernel does
@@ -174,14 +174,32 @@ def read_kernels(folder: Path) -> list[Kernel]:
 
 
 @click.command(help=__doc__)
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-def main(folder: Path) -> None:
-    try:
-        kernels = read_kernels(folder)
-    except ToolchainError as error:
-        raise click.ClickException(str(error)) from error
-    if not kernels:
-        raise click.ClickException(f"there are no kernels in {folder}")
+@click.argument(
+    "folders",
+    nargs=-1,
+    required=True,
+    metavar="FOLDER...",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+)
+def main(folders: tuple[Path, ...]) -> None:
+    faulty = False
+    for folder in folders:
+        try:
+            kernels = read_kernels(folder)
+        except ToolchainError as error:
+            raise click.ClickException(str(error)) from error
+        if not kernels:
+            raise click.ClickException(f"there are no kernels in {folder}")
+        faults = [
+            (short_name(kernel.name), fault) for kernel in kernels for fault in kernel.faults()
+        ]
+        show(folder, kernels, faults)
+        faulty = faulty or bool(faults)
+    if faulty:
+        raise SystemExit(1)
+
+
+def show(folder: Path, kernels: list[Kernel], faults: list[tuple[str, str]]) -> None:
     headers = ["kernel", "registers", "spills", "stack", "shared"]
     headers += ["loads", "stores", "in shared", "bulk loads", "bulk stores"]
     rows = [
@@ -189,14 +207,11 @@ def main(folder: Path) -> None:
         + [k.wide_loads, k.wide_stores, k.shared_accesses, k.bulk_loads, k.bulk_stores]
         for k in kernels
     ]
-    click.echo(tabulate(rows, headers=headers))
+    click.echo(f"{folder}\n{tabulate(rows, headers=headers)}")
     click.echo("\nspills, stack, shared: bytes; loads, stores, in shared: 16-byte instructions")
-    faults = [(short_name(kernel.name), fault) for kernel in kernels for fault in kernel.faults()]
-    click.echo(f"{len(kernels)} kernels, {len(faults)} faults")
+    click.echo(f"{folder}: {len(kernels)} kernels, {len(faults)} faults")
     for name, fault in faults:
         click.echo(f"  {name}: {fault}")
-    if faults:
-        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kernels._rust import Digest, DigestAlgorithm
@@ -56,14 +59,39 @@ __all__ = _package.__all__
 '''
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Names the path in errors that do not: those of writes that find no room, and of shutil."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write(path: Path, content: bytes) -> None:
+    with naming(path):
+        path.write_bytes(content)
+
+
+def remove(path: Path) -> None:
+    with naming(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def write_if_changed(path: Path, content: bytes) -> bool:
     """Replaces the file in one step: a process that has the old one open keeps it."""
     if path.is_file() and path.read_bytes() == content:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    try:
+        write(temporary, content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return True
 
 
@@ -88,22 +116,46 @@ def metadata(package: Package, extension_id: str, revision: Revision, variant: P
 def lay_out(
     package: Package, extension_id: str, revision: Revision, extension: Path, variant: Path
 ) -> bool:
-    """Makes the folder `variant` hold this build and nothing else; returns whether it changed."""
+    """Makes the folder `variant` hold this build and nothing else; returns whether it changed.
+
+    The folder is made beside the extension and put in its place when it is whole: a build that is
+    interrupted, or finds no more room, leaves the old one.
+    """
     names = {"id": extension_id, "module": package.module}
     files = {path: file.read_bytes() for path, file in package.python_files().items()}
     files["_ops.py"] = OPS_PY.format(**names).encode()
     files[f"{package.module}/__init__.py"] = COMPATIBILITY_PY.format(**names).encode()
     files[extension.name] = extension.read_bytes()
-    changed = [write_if_changed(variant / path, content) for path, content in files.items()]
 
-    kept = {variant / path for path in files} | {variant / "metadata.json"}
-    for path in sorted(variant.rglob("*"), reverse=True):  # the files of a folder before the folder
-        if path.is_dir():
-            if not any(path.iterdir()):
-                path.rmdir()
-        elif path not in kept and path.suffix != ".pyc":
-            path.unlink()
-            changed.append(True)
-    content = metadata(package, extension_id, revision, variant)
-    changed.append(write_if_changed(variant / "metadata.json", content))
-    return any(changed)
+    staged = extension.parent / "variant"
+    remove(staged)
+    for path, content in files.items():
+        (staged / path).parent.mkdir(parents=True, exist_ok=True)
+        write(staged / path, content)
+    files["metadata.json"] = metadata(package, extension_id, revision, staged)
+    write(staged / "metadata.json", files["metadata.json"])
+
+    if holds(variant, files):
+        remove(staged)
+        return False
+    replaced = extension.parent / "replaced"
+    remove(replaced)
+    variant.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(variant):
+        variant.rename(replaced)
+    try:
+        staged.rename(variant)
+    except OSError:
+        if os.path.lexists(replaced):
+            replaced.rename(variant)
+        raise
+    remove(replaced)
+    return True
+
+
+def holds(variant: Path, files: dict[str, bytes]) -> bool:
+    """Whether the folder has these files, and no others but what Python compiles them to."""
+    present = {path for path in variant.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    return present == {variant / path for path in files} and all(
+        (variant / path).read_bytes() == content for path, content in files.items()
+    )

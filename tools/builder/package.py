@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+import os
 import subprocess
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,16 +17,114 @@ try:
 except ModuleNotFoundError:
     import tomli as tomllib
 
+CXX_SUFFIXES = {".cpp", ".cc", ".cxx"}
+CUDA_SUFFIXES = {".cu"}
+HEADER_SUFFIXES = {".h", ".hh", ".hpp", ".cuh", ".inl"}
+SOURCE_SUFFIXES = CXX_SUFFIXES | CUDA_SUFFIXES | HEADER_SUFFIXES
+PYTHON_SUFFIXES = {".py", ".pyi"}
+GENERATED = {"torch-ext/registration.h"}  # by kernel-builder
+
+
+def version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+class PackageError(ValueError):
+    """The package cannot be built as it is. The message is one sentence that names the file."""
+
 
 @dataclass(frozen=True)
 class Component:
     """The `[torch]` table of build.toml, or a `[kernel.*]` table."""
 
-    sources: list[str]
+    sources: list[str]  # paths from the root of the package, in the order of build.toml
     include: list[str]
     cxx_flags: list[str]
     cuda_flags: list[str] = field(default_factory=list)
     capabilities: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, table: dict) -> Component:
+        return cls(
+            sources=[os.path.normpath(source) for source in table["src"]],
+            include=table.get("include", []),
+            cxx_flags=table.get("cxx-flags", []),
+            cuda_flags=table.get("cuda-flags", []),
+            capabilities=table.get("cuda-capabilities", []),
+        )
+
+    @property
+    def compiled(self) -> list[str]:
+        """The sources that are no headers."""
+        return [source for source in self.sources if Path(source).suffix not in HEADER_SUFFIXES]
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a source. Raises PackageError where it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PackageError(f"{path} is not UTF-8: byte {error.start} is {error.reason}") from error
+
+
+def read_toml(root: Path) -> dict:
+    """Returns the content of build.toml, which kernel-builder's own parser has found valid."""
+    path = root / "build.toml"
+    if not path.is_file():
+        raise PackageError(f"there is no file {path}")
+    try:
+        toml = tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise PackageError(f"{path} is not TOML: {error}") from error
+    try:
+        Build.open(root)
+    except ValueError as error:
+        reason = str(error).split(f"{path}: ", 1)[-1]
+        raise PackageError(f"{path} is not valid: {' '.join(reason.split())}") from error
+    return toml
+
+
+def check_sources(root: Path, tables: list[dict]) -> None:
+    """Checks that what the tables of one build list is there, each file once."""
+    compiled = Counter()
+    for table in tables:
+        sources = Component.read(table).sources
+        for source, count in Counter(sources).items():
+            if count > 1:
+                raise PackageError(f"build.toml lists {source} twice")
+            if os.path.isabs(source) or source.startswith(".."):
+                raise PackageError(f"build.toml lists {source}, which is outside of {root}")
+            if not (root / source).is_file():
+                found = [p for p in unlisted_sources(root, tables) if Path(p).name == source]
+                hint = f": is it {found[0]}?" if found else ""
+                what = "is no file" if (root / source).exists() else "does not exist"
+                raise PackageError(f"build.toml lists {source}, which {what}{hint}")
+            if Path(source).suffix not in SOURCE_SUFFIXES:
+                raise PackageError(
+                    f"build.toml lists {source}, which is none of {', '.join(sorted(SOURCE_SUFFIXES))}"
+                )
+            read_text(root / source)
+        compiled.update(Component.read(table).compiled)
+    for source, count in compiled.items():
+        if count > 1:
+            raise PackageError(f"build.toml lists {source} in two tables of one backend")
+
+
+def unlisted_sources(root: Path, tables: list[dict]) -> Iterator[str]:
+    """Yields the sources beside and below those that build.toml lists which it does not list.
+
+    kernel-builder copies what is listed and nothing else, so these would be missing there.
+    """
+    listed = {source for table in tables for source in Component.read(table).sources} | GENERATED
+    folders = {Path(source).parts[0] for source in listed if len(Path(source).parts) > 1}
+    for folder in sorted(folders):
+        for path in sorted((root / folder).rglob("*")):
+            is_source = path.suffix in SOURCE_SUFFIXES and not path.name.startswith(".")
+            if is_source and path.is_file():
+                name = path.relative_to(root).as_posix()
+                if name not in listed:
+                    yield name
 
 
 @dataclass(frozen=True)
@@ -35,35 +137,57 @@ class Package:
 
     @classmethod
     def read(cls, root: Path, backend: str) -> Package:
-        """Reads build.toml. Raises ValueError where it is not valid or lists a missing file."""
-        Build.open(root)  # kernel-builder's own parser and checks
-        toml = tomllib.loads((root / "build.toml").read_text())
-        if backend not in toml["general"]["backends"]:
-            raise ValueError(f"build.toml has no backend {backend}")
-        tables = [toml["torch"], *(k for k in toml["kernel"].values() if k["backend"] == backend)]
-        components = [
-            Component(
-                sources=table["src"],
-                include=table.get("include", []),
-                cxx_flags=table.get("cxx-flags", []),
-                cuda_flags=table.get("cuda-flags", []),
-                capabilities=table.get("cuda-capabilities", []),
+        """Reads build.toml. Raises PackageError where the package cannot be built as it says."""
+        toml = read_toml(root)
+        if "torch" not in toml:
+            raise PackageError(
+                f"{root / 'build.toml'} has no table [torch]: there is nothing to build"
             )
-            for table in tables
-        ]
-        for source in (source for component in components for source in component.sources):
-            if not (root / source).is_file():
-                raise ValueError(f"build.toml lists {source}, which does not exist")
-        return cls(root, backend, toml["general"], toml["torch"], components)
+        if backend not in toml["general"]["backends"]:
+            raise PackageError(f"build.toml has no backend {backend}")
+        kernels = list(toml.get("kernel", {}).values())
+        tables = [toml["torch"], *(kernel for kernel in kernels if kernel["backend"] == backend)]
+        check_sources(root, tables)
+        for source in unlisted_sources(root, [toml["torch"], *kernels]):
+            raise PackageError(
+                f"build.toml does not list {source}: add it to a src, or remove the file"
+            )
+        package = cls(root, backend, toml["general"], toml["torch"], [*map(Component.read, tables)])
+        if package.stable_abi_text is None:
+            raise PackageError(
+                f"build.toml has no version for {backend} in [torch.stable-abi]: only builds of "
+                "Torch's stable ABI can be made here"
+            )
+        if "__init__.py" not in package.python_files():
+            init = f"torch-ext/{package.module}/__init__.py"
+            raise PackageError(f"there is no {init}, the module of {package.general['name']!r}")
+        for file in package.python_files().values():
+            if file.suffix in PYTHON_SUFFIXES:
+                read_text(file)
+        return package
 
     @property
     def module(self) -> str:
         return self.general["name"].replace("-", "_")
 
     @property
+    def stable_abi_text(self) -> str | None:
+        versions = self.torch.get("stable-abi", {})
+        return versions if isinstance(versions, str) else versions.get(self.backend)
+
+    @property
     def stable_abi(self) -> tuple[int, int]:
-        major, minor = self.torch["stable-abi"][self.backend].split(".")
-        return int(major), int(minor)
+        return version(self.stable_abi_text)
+
+    def check_cuda(self, cuda: tuple[int, int]) -> None:
+        """Raises PackageError where build.toml excludes this version of CUDA."""
+        limits = self.general.get("cuda", {})
+        for name, excludes in (("minver", operator.lt), ("maxver", operator.gt)):
+            if name in limits and excludes(cuda, version(limits[name])):
+                raise PackageError(
+                    f"build.toml excludes CUDA {cuda[0]}.{cuda[1]}: the {name} of [general.cuda] is "
+                    f"{limits[name]}"
+                )
 
     @property
     def capabilities(self) -> list[str]:

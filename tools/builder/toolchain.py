@@ -53,15 +53,21 @@ def cuda_tool(name: str, how_to_install: str) -> Path:
     )
 
 
-def _inspect_nvcc(path: Path) -> Nvcc:
-    release = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+def inspect_nvcc(path: Path) -> Nvcc:
+    """Returns what the nvcc says of itself. Raises ToolchainError where it does not answer."""
+    try:
+        release = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+        # nvcc on PATH may be a wrapper script, so it is asked where its toolkit is.
+        dry_run = [path, "--dryrun", "-x", "cu", "-c", os.devnull]
+        plan = subprocess.run(dry_run, capture_output=True, text=True).stderr
+    except OSError as error:
+        raise ToolchainError(f"{path} cannot be run: {error.strerror}") from error
     version = re.search(r"release (\d+)\.(\d+)", release)
-    # nvcc on PATH may be a wrapper script, so it is asked where its toolkit is.
-    dry_run = [path, "--dryrun", "-x", "cu", "-c", os.devnull]
-    plan = subprocess.run(dry_run, capture_output=True, text=True)
-    top = re.search(r"^#\$ TOP=(.+)$", plan.stderr, re.MULTILINE)
+    top = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)
     if version is None or top is None:
-        raise ToolchainError(f"{path} does not answer as nvcc does: {release or plan.stderr}")
+        raise ToolchainError(
+            f"{path} does not answer as nvcc does, which names its release and toolkit"
+        )
     return Nvcc(path, Path(top[1].strip()).resolve(), (int(version[1]), int(version[2])))
 
 
@@ -73,11 +79,16 @@ def find_nvcc(torch_cuda: str | None) -> Nvcc:
             Torch loads kernels of its own CUDA major version and of no newer minor version.
 
     Raises:
-        ToolchainError: no nvcc, or none whose kernels this Torch loads.
+        ToolchainError: no nvcc, none where CUDA_HOME or CUDA_PATH says, or none whose kernels
+            this Torch loads.
     """
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        folder = os.environ.get(name)
+        if folder and not shutil.which("nvcc", path=os.path.join(folder, "bin")):
+            raise ToolchainError(f"{name} is {folder}, which has no bin/nvcc")
     rejected = []
     for path in cuda_tools("nvcc"):
-        nvcc = _inspect_nvcc(path)
+        nvcc = inspect_nvcc(path)
         if torch_cuda is None or _loads(torch_cuda, nvcc):
             return nvcc
         rejected.append(f"{nvcc.version[0]}.{nvcc.version[1]} ({nvcc.path})")
@@ -99,10 +110,24 @@ def _loads(torch_cuda: str, nvcc: Nvcc) -> bool:
 
 def find_cxx() -> str:
     """Returns the C++ compiler: CXX, else g++, else clang++."""
-    for name in (os.environ.get("CXX"), "g++", "clang++"):
-        if name and (path := shutil.which(name)):
-            return path
-    raise ToolchainError("no C++ compiler: install g++ (11 or later), or set CXX")
+    named = os.environ.get("CXX")
+    for name in [named] if named else ["g++", "clang++"]:
+        if path := shutil.which(name):
+            break
+    else:
+        if named:
+            raise ToolchainError(f"CXX is {named!r}, and there is no such program")
+        raise ToolchainError("no C++ compiler: install g++ (11 or later), or set CXX")
+    command = [path, "-std=gnu++20", "-x", "c++", "-E", "-dM", os.devnull]
+    try:
+        macros = subprocess.run(command, capture_output=True, text=True).stdout
+    except OSError as error:
+        raise ToolchainError(f"{path} cannot be run: {error.strerror}") from error
+    if re.search(r"#define __cplusplus 202\d{3}L", macros) is None:
+        raise ToolchainError(
+            f"{path} does not compile C++20: install g++ (11 or later), or set CXX"
+        )
+    return path
 
 
 def main() -> None:
