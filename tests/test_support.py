@@ -43,6 +43,7 @@ pytestmark = pytest.mark.usefixtures("_one_thread")
 
 TABLE = render_support.load()
 TESTS = Path(__file__).parent
+ONE_BLOCK = {"ltx": {"blocks": 1}, "flux": {"blocks": 1, "single_blocks": 1}}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -414,7 +415,7 @@ def test_symbolic_trace_fails_as_without_kernels(kernel, device, family):
 
 def test_dynamic_shapes(kernel, device):
     torch._dynamo.reset()
-    model, plain, _ = prepared(FLUX, device, config={"blocks": 1, "single_blocks": 1})
+    model, plain, _ = prepared(FLUX, device, config=ONE_BLOCK["flux"])
     kernel.inject_kernels(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
     for sizes in ({"batch": 2, "tokens": 3}, {"batch": 3, "tokens": 4, "text_length": 6}):
@@ -560,6 +561,22 @@ def test_exported_operations(kernel, device, tmp_path):
     others = torch.randn(7, 64, device=device)
     for loaded in (torch.export.load(file).module(), torch._inductor.aoti_load_package(package)):
         assert torch.equal(loaded(others, weight), model(others, weight))
+
+
+@pytest.mark.slow
+@every_family
+@torch.no_grad()
+def test_models_compiled_ahead_of_time(kernel, device, family, tmp_path):
+    model, plain, arguments = prepared(family, device, config=ONE_BLOCK[family.name])
+    kernel.inject_kernels(model)
+    options = {**arguments, "return_dict": False}
+    program = torch.export.export(model, (), options, strict=False)
+    package = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "model.pt2")
+    )
+    compiled = torch._inductor.aoti_load_package(package)
+    others = {**arguments, "hidden_states": torch.randn_like(arguments["hidden_states"])}
+    assert_close(compiled(**{**options, **others})[0], run(plain, others), 1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")
