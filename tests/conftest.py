@@ -1,5 +1,6 @@
 """Fixtures of all tests. They load the kernel as its users do, and run on what the machine has."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -20,6 +21,13 @@ def pytest_configure():
         threads = max(1, torch.get_num_threads() // workers)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that tests start
+
+
+def pytest_collection_finish():
+    """What was imported and collected stays to the end, and many tests call the garbage collector, which
+    would look through all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
