@@ -76,19 +76,25 @@ def failing_sequence():
     return random_sequences.repeat(random_sequences.Sequence(model, []), steps)
 
 
-def test_a_failure_is_shrunk_to_the_steps_that_matter(monkeypatch):
-    monkeypatch.setattr(random_sequences, "load_kernel", Forgetful)
-    result = failing_sequence()
+@pytest.fixture(scope="module")
+def failed():
+    """(a failure, the shortest sequence found that fails alike)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(random_sequences, "load_kernel", Forgetful)
+        result = failing_sequence()
+        return result, random_sequences.shrink(result)
+
+
+def test_a_failure_is_shrunk_to_the_steps_that_matter(failed):
+    result, shorter = failed
     assert "forward: Difference: the output is 1 of its norm" in result.failure
-    shorter = random_sequences.shrink(result)
     names = [step.name for step in shorter.sequence.steps]
     assert names == ["hook", "inject", "hook", "forward"]
 
 
-def test_a_failures_script_repeats_it(monkeypatch, tmp_path):
+def test_a_failures_script_repeats_it(failed, tmp_path):
     """As it stands in the message, from the checkout's folder."""
-    monkeypatch.setattr(random_sequences, "load_kernel", Forgetful)
-    script = random_sequences.shrink(failing_sequence()).sequence.script()
+    script = failed[1].sequence.script()
     (tmp_path / "broken.py").write_text(
         "import sys; sys.path[:0] = ['tests']\n"
         "import random_sequences, test_random_sequences\n"

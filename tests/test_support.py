@@ -1,0 +1,754 @@
+"""docs/support.md is what docs/support.toml says, and that is what happens.
+
+What is not shown by the tests of a part of the package is shown here. ``test_behaviour`` does to a model of
+each family what a row with an id is about, and holds what it sees to that row.
+"""
+
+import ast
+import collections
+import copy
+import functools
+import io
+import os
+import pickle
+import re
+from pathlib import Path
+
+import click
+import pytest
+import torch
+import torch.distributed as dist
+import torchao.quantization as quantization
+from diffusers import FasterCacheConfig, FluxControlNetModel
+from diffusers.hooks import LayerSkipConfig, apply_layer_skip
+from diffusers.hooks.smoothed_energy_guidance_utils import (
+    SmoothedEnergyGuidanceConfig,
+    _apply_smoothed_energy_guidance_hook,
+)
+from diffusers.models.normalization import RMSNorm
+from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig
+from torch import nn
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint
+
+import render_support
+from families import FAMILIES, FLUX, KERNEL_HEADS, assert_close, every_family, prepared, run
+from ltx_models import either_order, kernel_calls
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
+TABLE = render_support.load()
+TESTS = Path(__file__).parent
+ONE_BLOCK = {"ltx": {"blocks": 1}, "flux": {"blocks": 1, "single_blocks": 1}}
+
+
+# ------------------------------------------------------------------------------------------------
+# The page
+
+
+def test_page_is_current():
+    assert render_support.PAGE.read_text() == render_support.render(TABLE)
+
+
+def test_named_tests_exist(request):
+    """By the beginning of a node id, so that a row may name one case, or all of a function. Cases are known
+    of the files that were collected as a whole."""
+    option = request.config.option
+    is_selection = option.keyword or option.markexpr
+    collected = {} if is_selection else collections.defaultdict(list)
+    for item in request.session.items if not is_selection else ():
+        name = item.nodeid.rpartition("/")[2]
+        collected[name.partition("::")[0]].append(name)
+    for test in {test for row in TABLE.rows for test in row.tests}:
+        file, _, name = test.partition("::")
+        assert (TESTS / file).exists(), test
+        if name:
+            assert name.partition("[")[0] in functions_of(file), test
+        if file in collected:
+            assert any(case.startswith(test) for case in collected[file]), test
+
+
+@functools.cache
+def functions_of(file):
+    """The functions of a file of tests, and those that it has from others, with their files."""
+    functions = {}
+    for node in ast.parse((TESTS / file).read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            functions[node.name] = (file, node)
+        elif isinstance(node, ast.ImportFrom) and (TESTS / f"{node.module}.py").exists():
+            others = functions_of(f"{node.module}.py")
+            names = {alias.name for alias in node.names}
+            functions.update({name: others[name] for name in names & others.keys()})
+    return functions
+
+
+def raises_in(file, name, seen=()):
+    """Whether a function of the tests, or one of theirs that it calls, has a pytest.raises."""
+    file, function = functions_of(file)[name]
+    if "pytest.raises" in ast.unparse(function):
+        return True
+    called = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    further = (called & functions_of(file).keys()) - {name, *seen}
+    return any(raises_in(file, other, (*seen, name)) for other in further)
+
+
+def test_rows_that_raise_name_a_test_of_it():
+    without = [
+        (row.feature, row.on)
+        for row in TABLE.rows
+        if row.behaviour.startswith("raises")
+        and not any(raises_in(*test.partition("[")[0].split("::")) for test in row.tests)
+    ]
+    assert without == []
+
+
+ROW = 'section = "a"\nfeature = "f"\non = "layers"\nbehaviour = "kernels"\ntests = ["t"]\n'
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ('"layers"', '"wan"', "on must be one of operations, layers, .*, got 'wan'"),
+        ('"kernels"', '"works"', "behaviour must be one of kernels, not tried, got 'works'"),
+        ('section = "a"', 'section = "b"', "section must be one of a, got 'b'"),
+        ('tests = ["t"]', "", "must name a test, unless it is not tried or not built"),
+        ('"kernels"', '"not tried"', "must name a test, unless"),
+        ("feature", "features", "its keys must be among section, feature, .*, got section, fe"),
+        ("[[rows]]", f"[[rows]]\n{ROW}[[rows]]", "two rows on layers are of 'f'"),
+    ],
+)
+def test_a_slip_of_the_pen_is_refused(tmp_path, old, new, message):
+    text = f'[behaviours]\nkernels = ""\n"not tried" = ""\n[sections]\na = "A"\n[[rows]]\n{ROW}'
+    path = tmp_path / "support.toml"
+    path.write_text(text)
+    assert len(render_support.load(path).rows) == 1
+    path.write_text(text.replace(old, new, 1) if old != '"kernels"' else text.replace(old, new))
+    with pytest.raises(click.ClickException, match=message):
+        render_support.load(path)
+
+
+# ------------------------------------------------------------------------------------------------
+# Rows with an id: what is done to a model, or how it is run
+
+
+def with_adapter(config):
+    def change(family, model):
+        torch.manual_seed(1)
+        model.add_adapter(config(target_modules=family.lora_targets))
+
+    return change
+
+
+def with_trained_norms(family, model):
+    torch.manual_seed(1)
+    name = family.parts["qk_norm"].rpartition(".")[2]
+    config = LoraConfig(r=2, init_lora_weights=False, target_modules=["to_q"])
+    config.modules_to_save = [name]
+    model.add_adapter(config)
+    with torch.no_grad():
+        for saved in family.part(model, "qk_norm").modules_to_save.values():
+            saved.weight.mul_(1.5)
+
+
+def with_quantized_blocks(config):
+    def change(family, model):
+        for blocks in family.block_lists:
+            quantization.quantize_(model.get_submodule(blocks), config())
+
+    return change
+
+
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight * 0.5
+
+
+def with_parametrized_linears(family, model):
+    torch.manual_seed(1)
+    parametrizations.weight_norm(family.part(model, "linear"))
+    parametrizations.spectral_norm(family.part(model, "up"))
+    parametrize.register_parametrization(family.part(model, "output"), "weight", Halved())
+
+
+def with_parametrized_norm(family, model):
+    parametrize.register_parametrization(family.part(model, "qk_norm"), "weight", Halved())
+
+
+def with_pruned_linears(family, model):
+    for kind in ("linear", "up", "output"):
+        prune.l1_unstructured(family.part(model, kind), "weight", 0.5)
+
+
+def with_tied_weights(family, model):
+    blocks = model.get_submodule(family.block_lists[-1])
+    names = [name for name, module in blocks[0].named_modules() if type(module) is nn.Linear]
+    for name in names[::2]:
+        blocks[1].get_submodule(name).weight = blocks[0].get_submodule(name).weight
+    parent, _, child = names[1].rpartition(".")
+    setattr(blocks[1].get_submodule(parent), child, blocks[0].get_submodule(names[1]))
+
+
+def with_fused_projections(family, model):
+    model.fuse_qkv_projections()
+
+
+def with_backward_hooks(family, model):
+    for path in family.parts.values():
+        model.get_submodule(path).register_full_backward_hook(lambda module, into, out: None)
+
+
+def with_skipped_layers(family, model):
+    skips = {"skip_attention": False, "skip_ff": True, "skip_attention_scores": False}
+    apply_layer_skip(model, LayerSkipConfig(indices=[1], fqn=family.block_lists[0], **skips))
+
+
+def with_layerwise_casting(family, model):
+    model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+
+
+def after_a_step_of_an_optimizer(family, model):
+    arguments = family.inputs(next(model.parameters()).device, seed=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model(**arguments, return_dict=False)[0].square().sum().backward()
+    optimizer.step()
+
+
+def in_float64(family, model):
+    model.double()
+
+
+CHANGES = {
+    "float64": in_float64,
+    "optimizer": after_a_step_of_an_optimizer,
+    "layerwise casting": with_layerwise_casting,
+    "dora": with_adapter(
+        functools.partial(LoraConfig, r=2, use_dora=True, init_lora_weights=False)
+    ),
+    "loha": with_adapter(functools.partial(LoHaConfig, r=2, init_weights=False)),
+    "lokr": with_adapter(functools.partial(LoKrConfig, r=2, init_weights=False)),
+    "ia3": with_adapter(
+        functools.partial(IA3Config, feedforward_modules=[], init_ia3_weights=False)
+    ),
+    "oft": with_adapter(functools.partial(OFTConfig, r=0, oft_block_size=4, init_weights=False)),
+    "modules to save": with_trained_norms,
+    "int8 weights": with_quantized_blocks(quantization.Int8WeightOnlyConfig),
+    "int8 activations": with_quantized_blocks(quantization.Int8DynamicActivationInt8WeightConfig),
+    "float8 weights": with_quantized_blocks(quantization.Float8WeightOnlyConfig),
+    "parametrized linear layers": with_parametrized_linears,
+    "parametrized norm": with_parametrized_norm,
+    "pruned": with_pruned_linears,
+    "tied weights": with_tied_weights,
+    "fused projections": with_fused_projections,
+    "layer skip": with_skipped_layers,
+    "backward hooks": with_backward_hooks,
+}
+# The same values in another form do not change what is computed.
+NEUTRAL = {"float64", "fused projections", "backward hooks"}
+
+
+def in_autocast(family, model, arguments):
+    with torch.autocast(model.device.type, dtype=torch.bfloat16):
+        return run(model, arguments)
+
+
+def in_training(family, model, arguments):
+    out = model(**arguments, return_dict=False)[0]
+    out.square().sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return torch.cat([g.flatten() / g.norm() for g in gradients if g.any()])
+
+
+def with_transposed_input(family, model, arguments):
+    x = arguments["hidden_states"].mT.contiguous().mT
+    assert x.stride(-1) != 1
+    return run(model, {**arguments, "hidden_states": x})
+
+
+def with_negative_view(family, model, arguments):
+    x = torch._neg_view(arguments["hidden_states"])
+    return run(model, {**arguments, "hidden_states": x})
+
+
+def by_functional_call(family, model, arguments):
+    parameters = {name: p.detach() * 1.1 for name, p in model.named_parameters()}
+    with torch.no_grad():
+        return torch.func.functional_call(
+            model, parameters, (), {**arguments, "return_dict": False}
+        )[0]
+
+
+RUNS = {
+    "autocast": in_autocast,
+    "training": in_training,
+    "transposed input": with_transposed_input,
+    "negative view": with_negative_view,
+    "functional_call": by_functional_call,
+}
+
+
+def observed(kernel, model, forward, whole):
+    """The behaviour of an injected model, in the words of the table. `whole` is what a model to which nothing
+    was done has: how often it calls operators, and what its report leaves alone."""
+    calls, report = kernel_calls(forward), kernel.inject_kernels(model)
+    if not calls:
+        return "expression" if _is_trained(model) else "own code"
+    if any(entry.fell_back for entry in report.calls):
+        return "in part"
+    return "kernels" if (calls, report.left_alone) == whole else "in part"
+
+
+def _is_trained(model):
+    return any(parameter.grad is not None for parameter in model.parameters())
+
+
+def assert_same(out, expected, rounding):
+    error = (out.double() - expected.double()).norm() / expected.double().norm()
+    assert error <= rounding, error
+
+
+@every_family
+@pytest.mark.parametrize("feature", [*CHANGES, *RUNS])
+@either_order
+def test_behaviour(kernel, device, family, feature, is_injected_first):
+    """The values are the plain model's, and where they are computed is what the table says."""
+    model, plain, arguments = prepared(family, device)
+    untouched, unchanged = copy.deepcopy(plain), run(plain, arguments)
+    left_alone = kernel.inject_kernels(untouched).left_alone
+    whole = kernel_calls(run, untouched, arguments), left_alone
+    if is_injected_first:
+        kernel.inject_kernels(model)
+    for candidate in (model, plain):
+        CHANGES.get(feature, lambda *_: None)(family, candidate)
+    kernel.inject_kernels(model)
+    arguments = family.cast(arguments, torch.float64 if feature == "float64" else torch.float32)
+    forward = RUNS.get(feature, lambda _, model, arguments: run(model, arguments))
+    expected = forward(family, plain, arguments)
+    # Where a value between two of few bits is rounded to the one or the other, a little is more.
+    has_few_bits = feature.startswith("int8 act") or feature == "layerwise casting"
+    assert_same(forward(family, model, arguments), expected, 1e-2 if has_few_bits else 1e-5)
+    if feature in CHANGES and feature not in NEUTRAL:
+        assert (expected - unchanged).norm() > 1e-4 * unchanged.norm(), "nothing was changed"
+    behaviour = observed(kernel, model, lambda: forward(family, model, arguments), whole)
+    assert behaviour == TABLE.behaviour(feature, family.name)
+
+
+def test_every_row_with_an_id_is_tried():
+    tried = {*CHANGES, *RUNS, "vmap", "make_fx", "export"}
+    assert {row.id for row in TABLE.rows if row.id is not None} == tried
+
+
+# ------------------------------------------------------------------------------------------------
+# Models in transforms and traces
+
+
+@every_family
+@torch.no_grad()
+def test_vmap_of_a_model(kernel, device, family):
+    model, plain, arguments = prepared(family, device)
+    kernel.inject_kernels(model)
+    x = arguments["hidden_states"]
+    samples = torch.stack([x * (1 + i / 4) for i in range(3)])
+    expected = torch.stack([run(plain, {**arguments, "hidden_states": x}) for x in samples])
+
+    def forward(x):
+        return model(**{**arguments, "hidden_states": x}, return_dict=False)[0]
+
+    # Of PyTorch's attentions not all take a mask in a transform.
+    with sdpa_kernel(SDPBackend.MATH):
+        outs = []
+        assert kernel_calls(lambda: outs.append(torch.vmap(forward)(samples)))
+    assert_close(outs[0], expected)
+
+
+def traced(model, arguments):
+    def forward(x):
+        return model(**{**arguments, "hidden_states": x}, return_dict=False)[0]
+
+    graph = make_fx(forward)(arguments["hidden_states"])
+    return graph.graph, lambda arguments: graph(arguments["hidden_states"])
+
+
+def exported(strict):
+    def trace(model, arguments):
+        options = {**arguments, "return_dict": False}
+        program = torch.export.export(model, (), options, strict=strict)
+        module = program.module()
+        return program.graph, lambda arguments: module(**{**options, **arguments})[0]
+
+    return trace
+
+
+TRACES = {"make_fx": traced, "export": exported(False), "export_strict": exported(True)}
+
+
+@every_family
+@pytest.mark.parametrize("trace", TRACES)
+@torch.no_grad()
+def test_traced(kernel, device, family, trace):
+    """The graph calls the operators, and computes of other inputs what the model does."""
+    torch._dynamo.reset()
+    model, plain, arguments = prepared(family, device)
+    kernel.inject_kernels(model)
+    graph, call = TRACES[trace](model, arguments)
+    targets = [str(node.target) for node in graph.nodes]
+    assert any(target.startswith("_h100_diffusers_kernels") for target in targets)
+    others = {**arguments, "hidden_states": torch.randn_like(arguments["hidden_states"])}
+    assert_close(call(others), run(plain, others))
+
+
+@every_family
+def test_symbolic_trace_fails_as_without_kernels(kernel, device, family):
+    model, plain, arguments = prepared(family, device)
+    kernel.inject_kernels(model)
+    errors = []
+    for candidate in (plain, model):
+        with pytest.raises((RuntimeError, TypeError, torch.fx.proxy.TraceError)) as raised:
+            torch.fx.symbolic_trace(candidate)
+        errors.append((raised.type, str(raised.value)))
+    assert errors[0] == errors[1]
+    assert_close(run(model, arguments), run(plain, arguments))
+
+
+def test_dynamic_shapes(kernel, device):
+    torch._dynamo.reset()
+    model, plain, _ = prepared(FLUX, device, config=ONE_BLOCK["flux"])
+    kernel.inject_kernels(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    for sizes in ({"batch": 2, "tokens": 3}, {"batch": 3, "tokens": 4, "text_length": 6}):
+        arguments = FLUX.inputs(device, **sizes)
+        assert_close(run(compiled, arguments), run(plain, arguments), 1e-4)
+
+
+class Sample(nn.Module):
+    """A model of its hidden states alone."""
+
+    def __init__(self, model, arguments):
+        super().__init__()
+        self.model, self.arguments = model, arguments
+
+    def forward(self, x):
+        return self.model(**{**self.arguments, "hidden_states": x}, return_dict=False)[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@every_family
+@torch.no_grad()
+def test_torchscript_of_a_model(kernel, device, family):
+    model, plain, arguments = prepared(family, device)
+    kernel.inject_kernels(model)
+    x = arguments["hidden_states"]
+    rows = {row.on: row.behaviour for row in TABLE.rows if row.feature == "`torch.jit.trace`"}
+    if rows[family.name] == "raises":
+        with pytest.raises(TypeError, match="qk_norm_rope: heads must be an integer, got Tensor"):
+            torch.jit.trace(Sample(model, arguments), (x,), check_trace=False)
+    else:
+        assert rows[family.name] == "kernels"
+        script = torch.jit.trace(Sample(model, arguments), (x,), check_trace=False)
+        assert "_h100_diffusers_kernels" in str(script.inlined_graph)
+        others = {**arguments, "hidden_states": x * 2}
+        assert_close(script(x * 2), run(plain, others))
+    assert_close(run(model, arguments), run(plain, arguments))
+
+
+# ------------------------------------------------------------------------------------------------
+# Operations
+
+
+def test_autocast_casts_nothing_for_an_operation(kernel, device):
+    x = torch.randn(3, 64, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = kernel.rms_norm(x)
+        assert kernel_calls(kernel.rms_norm, x) == {"rms_norm": 1}
+    assert torch.equal(out, kernel.rms_norm(x)) and out.dtype == torch.float32
+
+
+def test_negative_views(kernel, device):
+    x, weight = torch.randn(2, 3, 64, device=device), torch.randn(64, device=device)
+    expected = kernel.rms_norm(-x, -weight)
+    assert torch.equal(kernel.rms_norm(torch._neg_view(x), torch._neg_view(weight)), expected)
+    imaginary = torch.complex(x, x + 1).conj().imag
+    assert imaginary.is_neg()
+    contiguous = imaginary.contiguous()
+    assert torch.equal(kernel.silu(contiguous), kernel.silu(-(x + 1)))
+
+
+SPECIAL = {
+    "sparse": torch.Tensor.to_sparse,
+    "csr": torch.Tensor.to_sparse_csr,
+    "nested": lambda x: torch.nested.nested_tensor([x, x[:1]]),
+    "jagged": lambda x: torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
+    "mkldnn": torch.Tensor.to_mkldnn,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_special_tensors_are_refused(kernel, device, kind):
+    if kind == "mkldnn" and device != "cpu":
+        pytest.skip("MKL-DNN tensors are on a CPU")
+    x = SPECIAL[kind](torch.randn(3, 8, device=device))
+    for function in (kernel.silu, kernel.rms_norm, kernel.softmax):
+        with pytest.raises((NotImplementedError, TypeError, ValueError)):
+            function(x)
+
+
+@pytest.fixture
+def mesh(device):
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.device_mesh.init_device_mesh(device, (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_tensors_of_libraries_are_refused(kernel, device, mesh):
+    """The layers know them, and call their module's own code."""
+    x = torch.randn(3, 64, device=device)
+    linear = nn.Linear(64, 64, device=device)
+    quantization.quantize_(linear, quantization.Int8WeightOnlyConfig())
+    sharded = distribute_tensor(x, mesh, [Replicate()])
+    for call in (lambda: kernel.silu(sharded), lambda: kernel.rms_norm(x, linear.weight[0])):
+        with pytest.raises((NotImplementedError, TypeError, ValueError)):
+            call()
+    norm = RMSNorm(64, eps=1e-6).to(device)
+    norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh, [Replicate()]))
+    out = kernel.layers.RMSNorm.forward(norm, sharded)
+    assert_close(out.full_tensor(), norm(sharded).full_tensor())
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_operation(kernel, device, use_reentrant):
+    x = torch.randn(3, 64, device=device, requires_grad=True)
+    weights = torch.linspace(-1, 1, x.numel(), device=device).view_as(x)
+    (expected,) = torch.autograd.grad((kernel.rms_norm(x) * weights).sum(), x)
+    out = checkpoint(kernel.rms_norm, x, use_reentrant=use_reentrant)
+    (out * weights).sum().backward()
+    assert_same(x.grad, expected, 1e-5)
+
+
+class Norms(nn.Module):
+    def __init__(self, kernel):
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, x, weight):
+        return self.kernel.silu(self.kernel.rms_norm(x, weight)) * 2
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_exported_operations(kernel, device, tmp_path):
+    """Saved and loaded, and compiled ahead of time; the number of rows is known when they run."""
+    model = Norms(kernel)
+    x, weight = torch.randn(4, 64, device=device), torch.randn(64, device=device)
+    rows = torch.export.Dim("rows", min=2)
+    program = torch.export.export(model, (x, weight), dynamic_shapes=({0: rows}, None))
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert sum(target.startswith("_h100_diffusers_kernels") for target in targets) == 2
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    package = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "norms.pt2")
+    )
+    others = torch.randn(7, 64, device=device)
+    for loaded in (torch.export.load(file).module(), torch._inductor.aoti_load_package(package)):
+        assert torch.equal(loaded(others, weight), model(others, weight))
+
+
+@pytest.mark.slow
+@every_family
+@torch.no_grad()
+def test_models_compiled_ahead_of_time(kernel, device, family, tmp_path):
+    model, plain, arguments = prepared(family, device, config=ONE_BLOCK[family.name])
+    kernel.inject_kernels(model)
+    options = {**arguments, "return_dict": False}
+    program = torch.export.export(model, (), options, strict=False)
+    package = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "model.pt2")
+    )
+    compiled = torch._inductor.aoti_load_package(package)
+    others = {**arguments, "hidden_states": torch.randn_like(arguments["hidden_states"])}
+    assert_close(compiled(**{**options, **others})[0], run(plain, others), 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_torchscript_of_an_operation(kernel, device):
+    x = torch.randn(3, 64, device=device)
+    script = torch.jit.trace(kernel.silu, (x,))
+    assert "_h100_diffusers_kernels" in str(script.graph)
+    assert torch.equal(script(x + 1), kernel.silu(x + 1))
+
+    def function(x):
+        return kernel.silu(x)
+
+    with pytest.raises(RuntimeError):
+        torch.jit.script(function)
+
+
+# ------------------------------------------------------------------------------------------------
+# Processes and files
+
+
+@pytest.mark.usefixtures("mesh")
+@every_family
+def test_distributed_data_parallel(kernel, device, family):
+    model, plain, arguments = prepared(family, device)
+    kernel.inject_kernels(model)
+    whole = kernel_calls(run, model, arguments)
+    model, plain = map(nn.parallel.DistributedDataParallel, (model, plain))
+    assert kernel_calls(run, model, arguments) == whole
+    assert_close(run(model, arguments), run(plain, arguments))
+    gradients = [in_training(family, candidate, arguments) for candidate in (model, plain)]
+    assert_same(*gradients, 1e-5)
+
+
+@every_family
+def test_pickling(kernel, device, family):
+    model, plain, arguments = prepared(family, device)
+    kernel.inject_kernels(model)
+    for save in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
+        with pytest.raises(TypeError, match="cannot pickle"):
+            save(model)
+    kernel.eject_kernels(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert torch.equal(run(loaded, arguments), run(plain, arguments))
+
+
+@every_family
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+def test_a_state_dict_is_loaded(kernel, device, family, assign):
+    model, _, arguments = prepared(family, device)
+    other = family.model(device, seed=7)
+    kernel.inject_kernels(model)
+    run(model, arguments)
+    model.load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
+    assert kernel_calls(run, model, arguments)
+    assert_close(run(model, arguments), run(other, arguments))
+
+
+# ------------------------------------------------------------------------------------------------
+# Caches and guidance
+
+
+@every_family
+@either_order
+def test_faster_cache(kernel, device, family, is_injected_first):
+    """As many modules are skipped as without kernels."""
+    model, plain, arguments = prepared(family, device)
+    if is_injected_first:
+        kernel.inject_kernels(model)
+    steps, timestep, outputs, counts = 8, 0, [], []
+
+    def now():
+        return timestep
+
+    for candidate in (model, plain):
+        candidate.enable_cache(
+            FasterCacheConfig(
+                spatial_attention_block_skip_range=2,
+                spatial_attention_timestep_skip_range=(-1, 681),
+                current_timestep_callback=now,
+                attention_weight_callback=lambda module: 0.3,
+                tensor_format="BCHW",
+                is_guidance_distilled=True,
+            )
+        )
+    kernel.inject_kernels(model)
+    for candidate in (model, plain):
+        calls = []
+        for block in family.blocks(candidate):
+            for module in block.modules():
+                if isinstance(module, nn.Linear):
+                    module.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        latents, outs = arguments["hidden_states"], []
+        for step in range(steps):
+            timestep = 700 - 10 * step
+            with candidate.cache_context("cond"):
+                outs.append(run(candidate, {**arguments, "hidden_states": latents}))
+            counts.append(len(calls))
+            latents = latents - 0.01 * outs[-1]
+        outputs.append(torch.stack(outs))
+    assert counts[:steps] == counts[steps:]
+    assert counts[steps - 1] < steps * counts[0]
+    assert_close(*outputs, 1e-4)
+
+
+@every_family
+def test_smoothed_energy_guidance_fails_as_without_kernels(kernel, device, family):
+    model, plain, arguments = prepared(family, device)
+    kernel.inject_kernels(model)
+    config = SmoothedEnergyGuidanceConfig(indices=[0], fqn=family.block_lists[0])
+    for candidate in (plain, model):
+        with pytest.raises(AttributeError):
+            _apply_smoothed_energy_guidance_hook(candidate, config, 1.0)
+            run(candidate, arguments)
+
+
+# ------------------------------------------------------------------------------------------------
+# FLUX.1's companions
+
+
+@either_order
+def test_ip_adapter(kernel, device, is_injected_first):
+    """Its processors attend to the image's tokens, and their blocks go on on the kernels."""
+    model, plain, arguments = prepared(FLUX, device, config=KERNEL_HEADS)
+    without = run(plain, arguments)
+    if is_injected_first:
+        kernel.inject_kernels(model)
+    hidden = KERNEL_HEADS["heads"] * KERNEL_HEADS["head_dim"]
+    for candidate in (model, plain):
+        torch.manual_seed(4)
+        for block in candidate.transformer_blocks:
+            processor = FluxIPAdapterAttnProcessor(hidden, 24, num_tokens=(4,), scale=[0.7])
+            block.attn.set_processor(processor.to(device))
+    kernel.inject_kernels(model)
+    image = torch.randn(2, 4, 24, device=device)
+    arguments = {**arguments, "joint_attention_kwargs": {"ip_hidden_states": [image]}}
+    expected = run(plain, arguments)
+    assert (expected - without).norm() > 0.01 * without.norm()
+    assert_close(run(model, arguments), expected)
+    calls = kernel_calls(run, model, arguments)
+    assert calls["gated_residual_layer_norm_modulate"] == 4
+    assert not {"qk_norm_rope", "attention"} & calls.keys()
+
+
+def test_residuals_of_a_controlnet(kernel, device):
+    model, plain, arguments = prepared(FLUX, device)
+    kernel.inject_kernels(model)
+    whole, without = kernel_calls(run, model, arguments), run(plain, arguments)
+    shape = (*arguments["hidden_states"].shape[:2], plain.inner_dim)
+    for name in ("controlnet_block_samples", "controlnet_single_block_samples"):
+        arguments[name] = [torch.randn(shape, device=device)]
+    expected = run(plain, arguments)
+    assert (expected - without).norm() > 0.01 * without.norm()
+    assert_close(run(model, arguments), expected)
+    assert kernel_calls(run, model, arguments) == whole
+
+
+def test_a_controlnet_is_no_known_model(kernel, device):
+    plain = FLUX.model(device)
+    controlnet = FluxControlNetModel.from_transformer(
+        plain, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2
+    )
+    with pytest.raises(ValueError, match="got a FluxControlNetModel without one"):
+        kernel.inject_kernels(controlnet)
+
+    class Pipeline:
+        components = {"transformer": plain, "controlnet": controlnet}
+
+    left_alone = kernel.inject_kernels(Pipeline()).left_alone
+    reasons = {entry.name: entry.reason for entry in left_alone}
+    assert re.match("there are no kernels for its class", reasons["controlnet"])
+
+
+def test_every_family_is_a_subject():
+    assert set(FAMILIES) <= render_support.SUBJECTS.keys()
