@@ -6,18 +6,19 @@ namespace h100_diffusers_kernels {
 void rms_norm(const RowNormParams& params, Stream stream) {
   constexpr const char* kOperation = "rms_norm";
   if (params.weight)
-    return launch_row_norm<PlainInput, RmsNorm, AffineOutput<Affine::kWeight>>(kOperation, params, stream);
-  launch_row_norm<PlainInput, RmsNorm, AffineOutput<Affine::kNone>>(kOperation, params, stream);
+    return launch_row_norm<PlainInput, RmsNorm, AffineOutput<true, false>>(kOperation, params, stream);
+  launch_row_norm<PlainInput, RmsNorm, AffineOutput<false, false>>(kOperation, params, stream);
 }
 
 void layer_norm(const RowNormParams& params, Stream stream) {
   constexpr const char* kOperation = "layer_norm";
-  const auto launch_with = [&](auto affine) {
-    launch_row_norm<PlainInput, LayerNorm, AffineOutput<affine>>(kOperation, params, stream);
-  };
-  if (params.weight && params.bias) return launch_with(Constant<Affine::kWeightAndBias>{});
-  if (params.weight || params.bias) return launch_with(Constant<Affine::kAny>{});
-  launch_with(Constant<Affine::kNone>{});
+  if (params.weight && params.bias)
+    return launch_row_norm<PlainInput, LayerNorm, AffineOutput<true, true>>(kOperation, params, stream);
+  if (params.weight)
+    return launch_row_norm<PlainInput, LayerNorm, AffineOutput<true, false>>(kOperation, params, stream);
+  if (params.bias)
+    return launch_row_norm<PlainInput, LayerNorm, AffineOutput<false, true>>(kOperation, params, stream);
+  launch_row_norm<PlainInput, LayerNorm, AffineOutput<false, false>>(kOperation, params, stream);
 }
 
 }  // namespace h100_diffusers_kernels

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
   // "Rotary embedding from tables"), but where computed rotations want pairs that follow each other.
   constexpr bool kIsApart = kLayout == RopeLayout::kHalf || !Rope::kIsComputed;
   // The rotation waits in registers, computed or on its way, while the norm is being taken (NOTES, "Rotary
-  // embedding from tables" and "Rotary embedding from coordinates").
+  // embedding from tables" and "from coordinates").
   constexpr bool kLooksUpAhead = Rope::kIsComputed || kUnits == 1;
   const bool spans_heads = p.norm == NormScope::kAcrossHeads;
   const int head_dim = static_cast<int>(p.head_dim);
@@ -156,7 +156,7 @@ constexpr int kAnyShapeThreads = 256;
 
 // Heads and spans of any size and alignment are read twice, an element at a time. A block treats one span of
 // one tensor; blockIdx.y is 0 for the query, 1 for the key.
-template <typename T, class Rope, Access kAccess>
+template <typename T, class Rope, RopeLayout kLayout, Access kAccess>
 __global__ void __launch_bounds__(kAnyShapeThreads)
     qk_norm_rope_any_shape_kernel(const __grid_constant__ QkNormRopeParams p) {
   static_assert(kAccess == Access::kScalar);
@@ -211,8 +211,8 @@ __global__ void __launch_bounds__(kAnyShapeThreads)
       const int head = pair / half, within = pair - head * half;
       place.head = group_head + head;
       place.pair = within;
-      place.first = p.layout == RopeLayout::kHalf ? within : 2 * within;
-      place.second = p.layout == RopeLayout::kHalf ? within + half : 2 * within + 1;
+      place.first = kLayout == RopeLayout::kHalf ? within : 2 * within;
+      place.second = kLayout == RopeLayout::kHalf ? within + half : 2 * within + 1;
       // Two packs of one element each hold one pair, as in the half layout.
       typename Rope::template Lookup<T, RopeLayout::kHalf, 1> lookup;
       lookup.fetch(p, place);
@@ -232,41 +232,26 @@ __global__ void __launch_bounds__(kAnyShapeThreads)
 // ---------------------------------------------------------------------------------------------------------
 // The launch configuration is chosen by the number of units in a group: threads a group, units a thread.
 
-// A group of kThreads threads has kUnits units a thread.
 template <int kThreads, int kUnits>
 struct GroupConfig {
   static constexpr int kGroupThreads = kThreads;
   static constexpr int kUnitsPerThread = kUnits;
 };
 
-// In bfloat16, the dtype of most models, each of their widths has a configuration: heads of 64 and 128, and
-// norms across heads of 1536 and 5120 (Wan), 2048 and 4096 (LTX-Video) and 3072. Other dtypes have fewer.
-template <class... Configs>
-struct GroupConfigs {};
-using BFloat16GroupConfigs =
-    GroupConfigs<GroupConfig<4, 1>, GroupConfig<8, 1>, GroupConfig<32, 1>, GroupConfig<64, 1>,
-                 GroupConfig<96, 1>, GroupConfig<128, 1>, GroupConfig<192, 1>, GroupConfig<256, 1>,
-                 GroupConfig<320, 1>, GroupConfig<512, 2>>;
-using Float16GroupConfigs =
-    GroupConfigs<GroupConfig<4, 1>, GroupConfig<8, 1>, GroupConfig<32, 1>, GroupConfig<96, 1>,
-                 GroupConfig<128, 1>, GroupConfig<192, 1>, GroupConfig<320, 1>, GroupConfig<512, 2>>;
-using Float32GroupConfigs = GroupConfigs<GroupConfig<8, 1>, GroupConfig<32, 1>, GroupConfig<128, 1>,
-                                         GroupConfig<256, 1>, GroupConfig<512, 2>>;
-template <typename T>
-using GroupConfigsOf = std::conditional_t<
-    std::is_same_v<T, float>, Float32GroupConfigs,
-    std::conditional_t<std::is_same_v<T, __half>, Float16GroupConfigs, BFloat16GroupConfigs>>;
-
 // Calls body with the configuration for groups of `units`. Returns false if no configuration holds such a
 // group.
-template <class... Configs, typename Body>
-bool dispatch_group_config(GroupConfigs<Configs...>, int64_t units, const Body& body) {
+template <typename Body>
+bool dispatch_group_config(int64_t units, const Body& body) {
   const auto try_config = [&](auto config) {
     if (units > config.kGroupThreads * config.kUnitsPerThread) return false;
     body(config);
     return true;
   };
-  return (try_config(Configs{}) || ...);
+  return try_config(GroupConfig<4, 1>{}) || try_config(GroupConfig<8, 1>{}) ||
+         try_config(GroupConfig<32, 1>{}) || try_config(GroupConfig<64, 1>{}) ||
+         try_config(GroupConfig<96, 1>{}) || try_config(GroupConfig<128, 1>{}) ||
+         try_config(GroupConfig<192, 1>{}) || try_config(GroupConfig<256, 1>{}) ||
+         try_config(GroupConfig<320, 1>{}) || try_config(GroupConfig<512, 2>{});
 }
 
 bool has_vector_access(const QkNormRopeParams& p, int element_bytes) {
@@ -294,10 +279,9 @@ void launch(const QkNormRopeParams& p, Stream stream) {
     launch_kernel(kOperation, qk_norm_rope_kernel<T, Rope, kLayout, kGroupThreads, config.kUnitsPerThread>,
                   dim3(ceil_divide(groups, kBlock / kGroupThreads)), kBlock, params, stream);
   };
-  const bool launched =
-      has_vector_access(p, sizeof(T)) && dispatch_group_config(GroupConfigsOf<T>{}, units, launch_units);
+  const bool launched = has_vector_access(p, sizeof(T)) && dispatch_group_config(units, launch_units);
   if (!launched)
-    launch_kernel(kOperation, qk_norm_rope_any_shape_kernel<T, typename Rope::Scalar, Access::kScalar>,
+    launch_kernel(kOperation, qk_norm_rope_any_shape_kernel<T, Rope, kLayout, Access::kScalar>,
                   dim3(groups, 2), kAnyShapeThreads, p, stream);
 }
 

@@ -18,7 +18,6 @@ constexpr int64_t kFewUnits = 1 << 18;
 // grid says which row of each table turns them.
 template <typename Table>
 struct GridRope {
-  using Scalar = GridRope;
   // That leaves 64 registers, which the compiler exceeds without need (NOTES, "Rotary embedding from
   // tables").
   static constexpr int kMinBlocks = 8;
@@ -147,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, Rope::kMinBlocks) rope_kernel(const 
 }
 
 // Heads of any size, alignment and number are treated one pair a thread.
-template <typename T, class Rope, Access kAccess, class Params>
+template <typename T, class Rope, RopeLayout kLayout, Access kAccess, class Params>
 __global__ void __launch_bounds__(kThreads) rope_pair_kernel(const __grid_constant__ Params p) {
   static_assert(kAccess == Access::kScalar);
   const int half = static_cast<int>(p.head_dim) / 2;
@@ -159,8 +158,8 @@ __global__ void __launch_bounds__(kThreads) rope_pair_kernel(const __grid_consta
   place.seq = token - place.batch * p.seq;
   place.head = static_cast<int>(head_number - token * p.x.heads);
   place.pair = static_cast<int>(pair - head_number * half);
-  place.first = p.layout == RopeLayout::kHalf ? place.pair : 2 * place.pair;
-  place.second = p.layout == RopeLayout::kHalf ? place.pair + half : 2 * place.pair + 1;
+  place.first = kLayout == RopeLayout::kHalf ? place.pair : 2 * place.pair;
+  place.second = kLayout == RopeLayout::kHalf ? place.pair + half : 2 * place.pair + 1;
   wait_for_earlier_kernels();
   if (place.batch >= p.batch) return;
   // Two packs of one element each hold one pair, as in the half layout.
@@ -202,7 +201,7 @@ void launch(const char* operation, const Args& args, bool has_vectors, Stream st
                   kThreads, params, stream);
   } else {
     const int64_t pairs = tokens * args.x.heads * args.head_dim / 2;
-    launch_kernel(operation, rope_pair_kernel<T, typename Rope::Scalar, Access::kScalar, Params>,
+    launch_kernel(operation, rope_pair_kernel<T, Rope, kLayout, Access::kScalar, Params>,
                   dim3(ceil_divide(pairs, kThreads)), kThreads, params, stream);
   }
 }

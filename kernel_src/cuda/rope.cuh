@@ -49,11 +49,9 @@ struct Layout {
 };
 
 // The policies: a Lookup is that of one unit; `fetch` starts its loads, `rotation` uses them.
-// Kernels that reach memory an element at a time have Rope::Scalar instead of Rope.
 struct NoRope {
   static constexpr bool kIsRope = false;
   static constexpr bool kIsComputed = false;
-  using Scalar = NoRope;
 
   template <typename T, RopeLayout kLayout, int kSize>
   struct Lookup {
@@ -65,46 +63,10 @@ struct NoRope {
 // Tables hold one value for each element, or one for both elements of a pair.
 enum class TableValues { kPerElement, kPerPair };
 
-// These tables are read an element at a time, and their dtype and number of values are told when run.
-struct ScalarTableRope {
-  static constexpr bool kIsRope = true;
-  using Scalar = ScalarTableRope;
-
-  template <typename T, RopeLayout kLayout, int kSize>
-  class Lookup {
-    static_assert(kSize == 1);
-
-   public:
-    template <class Params>
-    __device__ __forceinline__ void fetch(const Params& params, const UnitPlace& place) {
-      const RopeTables& p = params.tables;
-      const int first = p.is_per_pair ? place.pair : place.first;
-      const int second = p.is_per_pair ? place.pair : place.second;
-      const int64_t cos_row = head_offset(p.cos_strides, place), sin_row = head_offset(p.sin_strides, place);
-      values_.cos_a[0] = value(p, p.cos, cos_row + first);
-      values_.cos_b[0] = value(p, p.cos, cos_row + second);
-      values_.sin_a[0] = value(p, p.sin, sin_row + first);
-      values_.sin_b[0] = value(p, p.sin, sin_row + second);
-    }
-
-    __device__ __forceinline__ void rotation(UnitRotation<1>& rotation) const { rotation = values_; }
-
-   private:
-    __device__ __forceinline__ static float value(const RopeTables& tables, const void* table,
-                                                  int64_t index) {
-      return tables.is_float32 ? static_cast<const float*>(table)[index]
-                               : to_float(static_cast<const T*>(table)[index]);
-    }
-
-    UnitRotation<1> values_;
-  };
-};
-
 template <typename Table, TableValues kValues>
 struct TableRope {
   static constexpr bool kIsRope = true;
   static constexpr bool kIsComputed = false;
-  using Scalar = ScalarTableRope;
 
   template <typename T, RopeLayout kLayout, int kSize>
   class Lookup {
@@ -167,7 +129,6 @@ struct TableRope {
 struct CoordinateRope {
   static constexpr bool kIsRope = true;
   static constexpr bool kIsComputed = true;
-  using Scalar = CoordinateRope;
 
   template <typename T, RopeLayout kLayout, int kSize>
   class Lookup {

@@ -335,42 +335,33 @@ inline bool has_vector_access(const RowNormParams& args, int element_bytes) {
 template <class Norm>
 constexpr int kMaxShortRowThreads = Norm::kIsCentered ? 384 : 512;
 
-// No thread of an elementwise operation waits for another, so it is compiled for few configurations, but in
-// bfloat16, the dtype of most models.
-template <typename T, class Norm, class Output>
-using ShortRowConfigs =
-    std::conditional_t<Output::kIsRare || (!Norm::kIsNorm && !std::is_same_v<T, __nv_bfloat16>),
-                       RareRowConfigs, RowConfigsOf<T>>;
+// bfloat16, the dtype of most models, keeps the configuration that each width had.
+template <typename T, class Norm>
+using ShortRowConfigs = std::conditional_t<Norm::kIsNorm || std::is_same_v<T, __nv_bfloat16>, NormRowConfigs,
+                                           ElementwiseRowConfigs>;
 
-// Rows that are long or unaligned are no model's: their kernels have the general output alone, which asks for
-// weight and bias when run.
 template <class Input, class Norm, class Output>
 void launch_row_norm(const char* operation, const RowNormParams& args, Stream stream) {
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
-    using General = typename Output::General;
     const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;
+    const RowKernelParams<Input, Output> params(args);
     const auto launch_short = [&](auto config) {
       constexpr int kThreadsPerRow = config.kThreadsPerRow;
-      const RowKernelParams<Input, Output> params(args);
       launch_kernel(
           operation, row_norm_kernel<T, Input, Norm, Output, kThreadsPerRow, config.kPacksPerThread>,
           RowPlace<kThreadsPerRow>::blocks(args.shape.rows), kBlockThreads<kThreadsPerRow>, params, stream);
     };
     const auto launch_long = [&](auto blocks) {
-      const RowKernelParams<Input, General> params(args);
-      launch_kernel<blocks>(operation, long_row_norm_kernel<T, Input, Norm, General, blocks>,
+      launch_kernel<blocks>(operation, long_row_norm_kernel<T, Input, Norm, Output, blocks>,
                             RowPlace<kLongRowThreads, blocks>::blocks(args.shape.rows), kLongRowThreads,
                             params, stream, long_row_shared_bytes(packs, Input::kOperands, blocks));
     };
-    constexpr int kMaxThreads = kMaxShortRowThreads<Norm>;
-    const ShortRowConfigs<T, Norm, Output> configs;
     if (has_vector_access(args, sizeof(T)) &&
-        (dispatch_row_config<kMaxThreads>(configs, packs, launch_short) ||
+        (dispatch_row_config<kMaxShortRowThreads<Norm>>(ShortRowConfigs<T, Norm>{}, packs, launch_short) ||
          dispatch_long_row(packs, Input::kOperands, launch_long)))
       return;
     const auto launch_any = [&](auto threads) {
-      const RowKernelParams<Input, General> params(args);
-      launch_kernel(operation, any_row_norm_kernel<T, Input, Norm, General, threads, Access::kScalar>,
+      launch_kernel(operation, any_row_norm_kernel<T, Input, Norm, Output, threads, Access::kScalar>,
                     RowPlace<threads>::blocks(args.shape.rows), kBlockThreads<threads>, params, stream);
     };
     if (args.hidden <= kWarpRow) return launch_any(Constant<kWarpThreads>{});
@@ -381,8 +372,8 @@ void launch_row_norm(const char* operation, const RowNormParams& args, Stream st
 template <class Input, class Norm>
 void launch_modulated(const char* operation, const RowNormParams& args, Stream stream) {
   if (args.weight || args.bias)
-    return launch_row_norm<Input, Norm, ModulatedOutput<Affine::kAny>>(operation, args, stream);
-  launch_row_norm<Input, Norm, ModulatedOutput<Affine::kNone>>(operation, args, stream);
+    return launch_row_norm<Input, Norm, ModulatedOutput<true>>(operation, args, stream);
+  launch_row_norm<Input, Norm, ModulatedOutput<false>>(operation, args, stream);
 }
 
 }  // namespace h100_diffusers_kernels

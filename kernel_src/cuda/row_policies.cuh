@@ -152,9 +152,6 @@ struct LayerNorm {
 };
 
 struct NoOutput {
-  static constexpr bool kIsRare = false;
-  using General = NoOutput;
-
   struct Operands {
     explicit Operands(const RowNormParams&) {}
   };
@@ -171,16 +168,8 @@ struct NoOutput {
   };
 };
 
-// An output has a weight, a weight and a bias, or neither, which is known when compiled, because to ask when
-// run takes up to 5% of a short row's time (NOTES, "Row kernels: what a block does before its loads"). A
-// general output (kAny) does ask: it is for kernels that no model has in each of its blocks.
-enum class Affine { kNone, kWeight, kWeightAndBias, kAny };
-
-template <Affine kAffine>
+template <bool kHasWeight, bool kHasBias>
 struct AffineOutput {
-  static constexpr bool kIsRare = kAffine == Affine::kAny;
-  using General = AffineOutput<Affine::kAny>;
-
   struct Operands {
     RowIndexer::Operand out;
     const void* weight;
@@ -204,35 +193,22 @@ struct AffineOutput {
     };
     template <int kSize>
     __device__ __forceinline__ void fetch(int64_t column, Pack<kSize>& pack) const {
-      if (has_weight()) pack.weight.load(weight + column);
-      if (has_bias()) pack.bias.load(bias + column);
+      if constexpr (kHasWeight) pack.weight.load(weight + column);
+      if constexpr (kHasBias) pack.bias.load(bias + column);
     }
     template <int kSize>
     __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {
-      if (has_weight()) multiply(n, pack.weight);
-      if (has_bias()) add(n, pack.bias);
+      if constexpr (kHasWeight) multiply(n, pack.weight);
+      if constexpr (kHasBias) add(n, pack.bias);
       store_floats(out + column, n);
-    }
-
-   private:
-    __device__ __forceinline__ bool has_weight() const {
-      if constexpr (kAffine == Affine::kAny) return weight != nullptr;
-      return kAffine != Affine::kNone;
-    }
-    __device__ __forceinline__ bool has_bias() const {
-      if constexpr (kAffine == Affine::kAny) return bias != nullptr;
-      return kAffine == Affine::kWeightAndBias;
     }
   };
 };
 
-// A weight or a bias is rare here, and is not fetched ahead, which would cost registers.
-template <Affine kAffine>
+// A weight or a bias is rare here: it is told apart at run time, and not fetched ahead, which would cost
+// registers.
+template <bool kHasAffine>
 struct ModulatedOutput {
-  static_assert(kAffine == Affine::kNone || kAffine == Affine::kAny);
-  static constexpr bool kIsRare = kAffine == Affine::kAny;
-  using General = ModulatedOutput<Affine::kAny>;
-
   struct Operands {
     RowIndexer::Operand out, scale, shift;
     const void* weight;
@@ -271,11 +247,11 @@ struct ModulatedOutput {
     template <int kSize>
     __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {
       h100_diffusers_kernels::Pack<T, kSize> late;
-      if (kAffine == Affine::kAny && weight) {
+      if (kHasAffine && weight) {
         late.load(weight + column);
         multiply(n, late);
       }
-      if (kAffine == Affine::kAny && bias) {
+      if (kHasAffine && bias) {
         late.load(bias + column);
         add(n, late);
       }

@@ -287,7 +287,7 @@ void softmax(const SoftmaxParams& args, Stream stream) {
       // 5121 to 8192 values of 16 bits are 1% faster in shared memory, with eight packs a thread, than in
       // registers with two (NOTES, "Long rows").
       constexpr bool kIsShared = sizeof(T) == 2;
-      if (dispatch_row_config<kIsShared ? 320 : 512>(RowConfigsOf<T>{}, packs, launch_short)) return;
+      if (dispatch_row_config<kIsShared ? 320 : 512>(NormRowConfigs{}, packs, launch_short)) return;
       if constexpr (kIsShared) {
         if (packs <= kLongRowPacks / 2) return launch_long(Constant<kLongRowThreads / 2>{}, Constant<1>{});
       }

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "reduce.cuh"
 
@@ -24,14 +23,11 @@ constexpr int kRowPacks = 2;
 template <int... kThreads>
 struct RowConfigs {};
 
-// In 16 bits widths of models stand between powers of two: 1536 (SD3, Wan), 3072 (FLUX.1), 5120 (Wan) and
-// 6144 (FLUX.2). In float32 some of them take the next wider configuration.
-using RowConfigs16Bit = RowConfigs<4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512>;
-using RowConfigs32Bit = RowConfigs<4, 8, 16, 32, 64, 128, 256, 384, 512>;
-template <typename T>
-using RowConfigsOf = std::conditional_t<sizeof(T) == 2, RowConfigs16Bit, RowConfigs32Bit>;
-// What no model has in each of its blocks is compiled for these alone.
-using RareRowConfigs = RowConfigs<8, 32, 128, 256, 384, 512>;
+// Between powers of two stand the widths of SD3 (1536), FLUX.1 (3072), Wan (1536, 5120) and FLUX.2 (6144) in
+// 16 bits.
+using NormRowConfigs = RowConfigs<4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512>;
+// Fewer measure the same where no thread of a row waits for another (NOTES, "Fewer launch configurations").
+using ElementwiseRowConfigs = RowConfigs<8, 32, 128, 256, 384, 512>;
 
 // Calls body with the RowConfig for rows of `packs` packs. Returns false if the row is too long for
 // kMaxThreads threads.
