@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -100,9 +101,13 @@ class TinyPackage:
 
     def __init__(self, root: Path):
         self.root = root
+
+    @classmethod
+    def write(cls, root: Path) -> "TinyPackage":
         for path, text in TINY.items():
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text)
+        return cls(root)
 
     def run(self, *options, prefix=(), **settings):
         command = (
@@ -178,6 +183,20 @@ class TinyPackage:
 
 @pytest.fixture
 def tiny(tmp_path):
+    return TinyPackage.write(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def built_once(tmp_path_factory):
+    package = TinyPackage.write(tmp_path_factory.mktemp("built"))
+    assert "built" in package.build()
+    return package
+
+
+@pytest.fixture
+def built(built_once, tmp_path):
+    """A package that has been built, and is not compiled again where its C++ stays as it is."""
+    shutil.copytree(built_once.root, tmp_path, dirs_exist_ok=True)
     return TinyPackage(tmp_path)
 
 
@@ -200,21 +219,20 @@ def test_build_is_incremental(tiny):
     assert tiny.doubled() == "[3.0, 3.0, 3.0]"
 
 
-def test_build_follows_the_python_files(tiny):
-    tiny.build()
-    assert (tiny.variant / "parts/names.py").is_file()
-    package = tiny.root / "torch-ext/tiny_kernel"
+def test_build_follows_the_python_files(built):
+    assert (built.variant / "parts/names.py").is_file()
+    package = built.root / "torch-ext/tiny_kernel"
     (package / "parts/names.py").unlink()
     (package / "parts/__init__.py").unlink()
     (package / "names.py").write_text("LAST = 2\n")
     init = package / "__init__.py"
     init.write_text(init.read_text().replace(".parts.names", ".names"))
-    assert tiny.compiled(tiny.build()) == []
-    assert not (tiny.variant / "parts").exists()
-    metadata = Metadata.read_from_file(tiny.variant / "metadata.json")
+    assert built.compiled(built.build()) == []
+    assert not (built.variant / "parts").exists()
+    metadata = Metadata.read_from_file(built.variant / "metadata.json")
     assert "names.py" in metadata.digest.files
-    metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, tiny.variant))
-    assert tiny.doubled() == "[2.0, 2.0, 2.0]"
+    metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, built.variant))
+    assert built.doubled() == "[2.0, 2.0, 2.0]"
 
 
 def test_extension_is_named_by_the_commit(tiny):
@@ -297,6 +315,13 @@ BAD_PACKAGES = {
     "folder in the place of a source": (
         folder_instead("src/twice.h"),
         "build.toml lists src/twice.h, which is no file",
+    ),
+    "no source": (
+        lambda tiny: (
+            toml('src = ["torch-ext/torch_binding.cpp"]\n', "")(tiny),
+            toml(SOURCES, '"src/twice.h"')(tiny),
+        ),
+        "{root}/build.toml lists no source to compile",
     ),
     "source outside": (
         toml(SOURCES, SOURCES + ', "../other.cpp"'),
@@ -433,21 +458,20 @@ def test_build_keeps_to_the_versions_of_cuda(tiny, limit, value):
     Package.read(tiny.root, "cpu").check_cuda(version(value))
 
 
-def test_build_names_a_folder_it_cannot_write(tiny):
-    tiny.build()
-    (tiny.root / "torch-ext/tiny_kernel/names.py").write_text("LAST = 2\n")
-    before = variant_files(tiny)
+def test_build_names_a_folder_it_cannot_write(built):
+    (built.root / "torch-ext/tiny_kernel/names.py").write_text("LAST = 2\n")
+    before = variant_files(built)
     # Root writes anywhere, unless it may not.
     prefix = ("setpriv", "--bounding-set=-dac_override") if os.geteuid() == 0 else ()
-    for top in (tiny.root / "build", tiny.root / ".build"):
+    for top in (built.root / "build", built.root / ".build"):
         folders = [top, *(path for path in top.rglob("*") if path.is_dir())]
         for folder in folders:
             folder.chmod(0o555)
-        sentence = tiny.failure(prefix=prefix)
+        sentence = built.failure(prefix=prefix)
         for folder in folders:
             folder.chmod(0o755)
         assert re.fullmatch(rf"{re.escape(str(top))}/.*: Permission denied", sentence)
-        assert variant_files(tiny) == before
+        assert variant_files(built) == before
 
 
 @pytest.mark.parametrize("folder", ["build", ".build"])
@@ -457,27 +481,26 @@ def test_build_names_a_file_in_the_place_of_a_folder(tiny, folder):
     assert (tiny.root / folder).read_text() == ""
 
 
-def test_build_that_finds_no_room_leaves_the_old_one(tiny):
-    tiny.build()
-    before = variant_files(tiny)
-    large = tiny.root / "torch-ext/tiny_kernel/large.py"
+def test_build_that_finds_no_room_leaves_the_old_one(built):
+    before = variant_files(built)
+    large = built.root / "torch-ext/tiny_kernel/large.py"
     large.write_text("#" * 2**20)
 
     def limit_files():
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, 2**19))
 
-    sentence = tiny.failure(preexec_fn=limit_files)
-    assert re.fullmatch(rf"{re.escape(str(tiny.root))}/\S+/large.py: File too large", sentence)
-    assert variant_files(tiny) == before
-    tiny.build()
-    assert variant_files(tiny) == before | {"large.py"}
-    assert tiny.doubled() == "[2.0, 2.0, 2.0]"
+    sentence = built.failure(preexec_fn=limit_files)
+    assert re.fullmatch(rf"{re.escape(str(built.root))}/\S+/large.py: File too large", sentence)
+    assert variant_files(built) == before
+    built.build()
+    assert variant_files(built) == before | {"large.py"}
+    assert built.doubled() == "[2.0, 2.0, 2.0]"
 
 
-def variant_files(tiny) -> set:
+def variant_files(package) -> set:
     return {
-        path.relative_to(tiny.variant).as_posix()
-        for path in tiny.variant.rglob("*")
+        path.relative_to(package.variant).as_posix()
+        for path in package.variant.rglob("*")
         if path.is_file() and path.suffix != ".pyc"
     }
 
@@ -486,7 +509,7 @@ def test_builds_side_by_side_keep_to_their_own_symbols(tiny, tmp_path):
     # With default visibility a loader gives both builds one `twice`, one `count` and one `kFactor`.
     tiny.edit("src/twice.h", "constexpr float kFactor = 2;", CLASHING)
     tiny.edit("src/twice.cpp", "x[i] *= kFactor;", "x[i] = x[i] * Factor<float>::value + calls();")
-    other = TinyPackage(tmp_path / "other")
+    other = TinyPackage.write(tmp_path / "other")
     for path in ("src/twice.h", "src/twice.cpp"):
         (other.root / path).write_text((tiny.root / path).read_text())
     other.edit("src/twice.h", "value = 2", "value = 3")

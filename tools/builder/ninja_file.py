@@ -11,15 +11,15 @@ import torch
 from ninja.ninja_syntax import Writer
 
 from builder.package import CUDA_SUFFIXES, Package, read_text
-from builder.toolchain import Nvcc, ToolchainError
+from builder.toolchain import Nvcc, ToolchainError, takes_flag
 
 TORCH = Path(torch.__file__).parent
-
 
 # What kernel-builder passes by itself, with its CMake templates and Torch's, in a release build. Flags on
 # which machine code or symbols depend are the package's own, in build.toml, so that both builders have them;
 # GCC's choice of -ffp-contract, for one, depends on whether it is told gnu++20 or c++20.
-CXX_FLAGS = ["-O3", "-DNDEBUG", "-std=gnu++20", "-fPIC", "-fno-gnu-unique"]
+CXX_FLAGS = ["-O3", "-DNDEBUG", "-std=gnu++20", "-fPIC"]
+GCC_FLAGS = ["-fno-gnu-unique"]  # where the compiler has it
 NVCC_FLAGS = [
     *("-O3", "-DNDEBUG", "-std=c++20", "-Xcompiler=-fPIC", "-DENABLE_FP8"),
     *("--expt-relaxed-constexpr", "--expt-extended-lambda"),
@@ -95,7 +95,8 @@ def ninja_file(
     text = StringIO()
     ninja = Writer(text, width=100)
     ninja.variable("builddir", str(folder))
-    cxx_flags = CXX_FLAGS + CXX_REPORTS + common + (["-Werror"] if werror else [])
+    cxx_flags = CXX_FLAGS + [flag for flag in GCC_FLAGS if takes_flag(cxx, flag)] + CXX_REPORTS
+    cxx_flags += common + (["-Werror"] if werror else [])
     cxx_flags += ["-isystem", str(nvcc.root / "include")] if nvcc else []
     ninja.variable("cxx_flags", quoted(cxx_flags))
     ninja.rule(

@@ -47,7 +47,7 @@ class Component:
     @classmethod
     def read(cls, table: dict) -> Component:
         return cls(
-            sources=[os.path.normpath(source) for source in table["src"]],
+            sources=[os.path.normpath(source) for source in table.get("src", [])],
             include=table.get("include", []),
             cxx_flags=table.get("cxx-flags", []),
             cuda_flags=table.get("cuda-flags", []),
@@ -106,6 +106,8 @@ def check_sources(root: Path, tables: list[dict]) -> None:
                 )
             read_text(root / source)
         compiled.update(Component.read(table).compiled)
+    if not compiled:
+        raise PackageError(f"{root / 'build.toml'} lists no source to compile")
     for source, count in compiled.items():
         if count > 1:
             raise PackageError(f"build.toml lists {source} in two tables of one backend")

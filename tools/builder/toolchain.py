@@ -130,6 +130,11 @@ def find_cxx() -> str:
     return path
 
 
+def takes_flag(cxx: str, flag: str) -> bool:
+    command = [cxx, flag, "-x", "c++", "-E", os.devnull]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
 def main() -> None:
     """Prints where the CUDA tools named on the command line are; fails where one is missing."""
     import torch
