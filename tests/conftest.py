@@ -14,23 +14,6 @@ REPO_ID = "org/h100-diffusers-kernels"
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
-def pytest_configure():
-    """Workers of pytest-xdist share the cores: threads that wait for each other's core take most of the time
-    otherwise. What several threads compute has tests of its own, which set their number."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
-    if workers > 1:
-        threads = max(1, torch.get_num_threads() // workers)
-        torch.set_num_threads(threads)
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that tests start
-
-
-def pytest_collection_finish():
-    """What was imported and collected stays to the end, and many tests call the garbage collector, which
-    would look through all of it."""
-    gc.collect()
-    gc.freeze()
-
-
 @functools.cache
 def load_kernel():
     """The kernel package: this checkout's build, or the one that LOCAL_KERNELS names."""
@@ -59,3 +42,20 @@ def _seed():
 def _one_thread():
     with one_thread():
         yield
+
+
+def pytest_configure():
+    """Workers of pytest-xdist share the cores: threads that wait for each other's core take most of the time
+    otherwise. What several threads compute has tests of its own, which set their number."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    if workers > 1:
+        threads = max(1, torch.get_num_threads() // workers)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that tests start
+
+
+def pytest_collection_finish():
+    """What was imported and collected stays to the end, and many tests call the garbage collector, which
+    would look through all of it."""
+    gc.collect()
+    gc.freeze()

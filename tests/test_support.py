@@ -58,9 +58,8 @@ def test_named_tests_exist(request):
     """By the beginning of a node id, so that a row may name one case, or all of a function. Cases are known
     of the files that were collected as a whole."""
     option = request.config.option
-    is_selection = option.keyword or option.markexpr
-    collected = {} if is_selection else collections.defaultdict(list)
-    for item in request.session.items if not is_selection else ():
+    collected = collections.defaultdict(list)
+    for item in () if option.keyword or option.markexpr else request.session.items:
         name = item.nodeid.rpartition("/")[2]
         collected[name.partition("::")[0]].append(name)
     for test in {test for row in TABLE.rows for test in row.tests}:
@@ -294,15 +293,10 @@ def observed(kernel, model, forward, whole):
     """The behaviour of an injected model, in the words of the table. `whole` is what a model to which nothing
     was done has: how often it calls operators, and what its report leaves alone."""
     calls, report = kernel_calls(forward), kernel.inject_kernels(model)
+    fell_back = any(entry.fell_back for entry in report.calls)
     if not calls:
-        return "expression" if _is_trained(model) else "own code"
-    if any(entry.fell_back for entry in report.calls):
-        return "in part"
-    return "kernels" if (calls, report.left_alone) == whole else "in part"
-
-
-def _is_trained(model):
-    return any(parameter.grad is not None for parameter in model.parameters())
+        return "own code" if fell_back else "expression"
+    return "in part" if fell_back or (calls, report.left_alone) != whole else "kernels"
 
 
 def assert_same(out, expected, rounding):
