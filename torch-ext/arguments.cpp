@@ -250,11 +250,10 @@ void RowLaunch::merge() {
     bool is_mergeable = kept > 0;
     for (size_t i = 0; is_mergeable && i < operand_count_; ++i)
       is_mergeable = operands_[i].strides[kept - 1] == operands_[i].strides[dim] * size;
-    if (is_mergeable) {
+    if (is_mergeable)
       leading_[kept - 1] *= size;
-    } else {
+    else
       leading_[kept++] = size;
-    }
     for (size_t i = 0; i < operand_count_; ++i) operands_[i].strides[kept - 1] = operands_[i].strides[dim];
   }
   if (kept == 0) {

@@ -35,6 +35,7 @@ from .arguments import (
     check_rope,
     check_rope_3d,
     check_tables_dim,
+    numbered,
 )
 from .declaration import (
     DECLARATIONS,
@@ -329,7 +330,8 @@ def qk_norm_rope(
             eps = as_number("qk_norm_rope", "eps", eps)
         if inplace is not False and inplace is not True:
             check_flag("qk_norm_rope", "inplace", inplace)
-        if norm not in NORMS or layout not in LAYOUTS:
+        norm_number, layout_number = _NORM_NUMBERS.get(norm), _LAYOUT_NUMBERS.get(layout)
+        if norm_number is None or layout_number is None:
             check_choice("qk_norm_rope", "norm", norm, NORMS)
             check_choice("qk_norm_rope", "layout", layout, LAYOUTS)
         if isinstance(rope, CoordinateRope):
@@ -354,7 +356,9 @@ def qk_norm_rope(
                     "a tangent, got True"
                 )
             return _qk_norm_rope_formula(q, k, q_weight, k_weight, rope, heads, norm, layout, eps)
-        results = run(q, k, q_weight, k_weight, first, second, heads, norm, layout, eps)
+        results = run(
+            q, k, q_weight, k_weight, first, second, heads, norm_number, layout_number, eps
+        )
         if not inplace:
             return results
         # Autograd notices a backward that needs the values from before.
@@ -366,6 +370,7 @@ def qk_norm_rope(
         return _QK_NORM_ROPE.explain(error, values)
 
 
+_NORM_NUMBERS, _LAYOUT_NUMBERS = numbered(NORMS), numbered(LAYOUTS)
 _are_transforms_active = torch._C._are_functorch_transforms_active
 _QK_NORM_ROPE = Declaration("qk_norm_rope", qk_norm_rope)
 _QK_NORM_ROPE.function = qk_norm_rope
@@ -382,22 +387,23 @@ _qk_norm_coordinate_rope_ = ops.qk_norm_coordinate_rope_.default
 
 def _qk_norm_rope_formula(q, k, q_weight, k_weight, rope, heads, norm, layout, eps):
     cos = sin = None
+    options = (heads, _NORM_NUMBERS[norm], _LAYOUT_NUMBERS[layout])
     if isinstance(rope, CoordinateRope):
-        check_qk_norm_coordinate_rope(q, k, q_weight, k_weight, *rope, heads, norm, layout)
+        check_qk_norm_coordinate_rope(q, k, q_weight, k_weight, *rope, *options)
         cos, sin = (table.unflatten(2, (heads, -1)) for table in rope.tables(q.shape[2:].numel()))
         if layout == "half":
             # The tables repeat an angle for neighbours; here the pair is half a head apart.
             cos, sin = (table[..., ::2].repeat(1, 1, 1, 2) for table in (cos, sin))
     else:
         tables = (None, None) if rope is None else rope
-        check_qk_norm_rope(q, k, q_weight, k_weight, *tables, heads, norm, layout)
+        check_qk_norm_rope(q, k, q_weight, k_weight, *tables, *options)
     head_dim = q.shape[2:].numel() // heads
     if rope is not None and cos is None:
         cos, sin = (expressions.by_head(table, heads, head_dim) for table in rope)
-    options = {"head_dim": head_dim, "norm": norm, "layout": layout, "eps": eps}
+    how = {"head_dim": head_dim, "norm": norm, "layout": layout, "eps": eps}
     return (
-        expressions.norm_rope(q, q_weight, cos, sin, **options),
-        expressions.norm_rope(k, k_weight, cos, sin, **options),
+        expressions.norm_rope(q, q_weight, cos, sin, **how),
+        expressions.norm_rope(k, k_weight, cos, sin, **how),
     )
 
 
