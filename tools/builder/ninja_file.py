@@ -141,7 +141,7 @@ def ninja_file(
         description="link $out",
     )
 
-    objects = []
+    objects: list[str] = []
     for component in package.components:
         for source in component.sources:
             rule = RULES.get(Path(source).suffix)
