@@ -58,10 +58,9 @@ $(NEWEST_CUDA)/.installed: requirements/cuda-compiler-13.2.txt | $(call needs,ve
 	$(PIP) --no-deps --target $(@D) -r $<
 	@touch $@
 
-lint: $(call needs,lint)
-	$(BIN)ruff check
-	$(BIN)ruff format --check
-	$(BIN)clang-format --dry-run --Werror $(CXX_SOURCES)
+# The hooks of .pre-commit-config.yaml, which find their programs on PATH. mypy reads what the tests import, too.
+lint: $(call needs,lint test)
+	$(if $(BIN),PATH="$(abspath $(BIN)):$$PATH") pre-commit run --all-files --show-diff-on-failure
 
 format: $(call needs,lint)
 	$(BIN)ruff check --fix
@@ -70,7 +69,7 @@ format: $(call needs,lint)
 
 # All that the other targets make, but for the environment.
 clean:
-	rm -rf build .build outputs .pytest_cache .ruff_cache
+	rm -rf build .build outputs .pytest_cache .ruff_cache .mypy_cache .coverage .coverage.*
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 ifneq ($(STAMPS),)

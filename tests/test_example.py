@@ -1,6 +1,8 @@
 """The example: a video comes out, the options are checked, and the published weights are loaded."""
 
+import contextlib
 import importlib.util
+import resource
 import sys
 from pathlib import Path
 
@@ -69,6 +71,28 @@ def test_without_kernels(run, monkeypatch, example, tmp_path):
     assert imageio.imread(tmp_path / "video.mp4").shape == (9, 64, 64, 3)
 
 
+@contextlib.contextmanager
+def largest_file(size):
+    """No file of this process, or of one that it starts, becomes larger: as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.fixture
+def no_work(example, monkeypatch):
+    """A run ends before the kernels are loaded and a pipeline is built."""
+
+    def work(*args):
+        raise AssertionError("this is work")
+
+    monkeypatch.setattr(example, "load_kernel", work)
+    monkeypatch.setattr(example, "build_pipeline", work)
+
+
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
 
 
@@ -93,6 +117,21 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine w
             "Error: Invalid value for '--dtype': 'int8' is not one of "
             "'bfloat16', 'float16', 'float32'.",
         ),
+        (
+            ["--seed", 2**64],
+            "Error: Invalid value for '--seed': 18446744073709551616 is not in the range "
+            "0<=x<=18446744073709551615.",
+        ),
+        (["--guidance", "nan"], "Error: --guidance must be a number, got nan."),
+        (
+            ["--guidance", "inf"],
+            "Error: Invalid value for '--guidance': inf is not in the range 1<=x<=100.",
+        ),
+        (
+            ["--fps", 1000],
+            "Error: Invalid value for '--fps': 1000 is not in the range 1<=x<=240.",
+        ),
+        (["--prompt", "\udcff"], "Error: --prompt must be text in UTF-8."),
         pytest.param(
             ["--nvtx"], "Error: --nvtx needs a CUDA GPU, and there is none.", marks=NO_GPU
         ),
@@ -103,10 +142,117 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine w
         ),
     ],
 )
-def test_wrong_option_gives_one_sentence(run, args, message):
+def test_wrong_option_gives_one_sentence(run, no_work, args, message):
     result = run(*args)
     assert result.exit_code == 2
     assert result.output.splitlines()[-1] == message
+
+
+def test_video_larger_than_the_memory_is_refused(run, no_work):
+    result = run("--frames", 9993, "--height", 4096, "--width", 4096)
+    assert result.exit_code == 2
+    assert "9993 frames of 4096x4096 take 2011.9 GB, and the memory" in result.output
+
+
+def test_largest_seed(example):
+    torch.Generator().manual_seed(example.MAX_SEED)
+    with pytest.raises((ValueError, RuntimeError)):
+        torch.Generator().manual_seed(example.MAX_SEED + 1)
+
+
+def test_output_that_cannot_be_written_is_refused_before_the_work(run, no_work, tmp_path):
+    (tmp_path / "file.mp4").write_text("earlier")
+    (tmp_path / "folder.mp4").mkdir()
+    (tmp_path / "full.mp4").symlink_to("/dev/full")
+    (tmp_path / "circle.mp4").symlink_to("circle.mp4")
+    (tmp_path / "proc").symlink_to("/proc")
+    before = sorted(tmp_path.rglob("*"))
+
+    def refusal(name):
+        result = run(*SMALL, "--output", tmp_path / name)
+        assert result.exit_code == 2
+        line = result.output.splitlines()[-1]
+        assert line.startswith("Error: ") and line.endswith("."), line
+        return line.removeprefix(f"Error: --output {tmp_path / name} cannot be written: ")
+
+    assert refusal("proc/video.mp4") == "No such file or directory."
+    assert refusal("proc/new/folder/video.mp4") == "No such file or directory."
+    assert refusal("file.mp4/video.mp4") == f"{tmp_path}/file.mp4 is not a folder."
+    assert refusal("full.mp4") == "it is not a regular file."
+    assert "loop" in refusal("circle.mp4")
+    assert refusal(f"{'long' * 64}.mp4") == "File name too long."
+    assert refusal("folder.mp4").endswith("is a directory.")
+    with largest_file(1000):
+        assert refusal("file.mp4") == "File too large."
+        assert refusal("new/folder/video.mp4") == "File too large."
+    assert sorted(tmp_path.rglob("*")) == before, "what was made on the way is gone"
+    assert (tmp_path / "file.mp4").read_text() == "earlier"
+
+
+@pytest.fixture
+def frames():
+    return np.random.default_rng(0).random((9, 64, 64, 3), dtype=np.float32)
+
+
+def test_video_takes_the_place_of_an_earlier_one(example, frames, tmp_path):
+    output = tmp_path / "video.mp4"
+    output.write_text("earlier")
+    output.chmod(0o640)
+    example.write_video(frames, output, 30)
+    assert imageio.imread(output).shape == (9, 64, 64, 3)
+    assert imageio.immeta(output, plugin="FFMPEG")["fps"] == 30
+    assert output.stat().st_mode & 0o777 == 0o640
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_video_that_does_not_play_is_not_written(example, frames, tmp_path, monkeypatch):
+    encode = example.encode_video
+
+    def truncated(frames, path, fps):
+        encode(frames, path, fps)
+        path.write_bytes(path.read_bytes()[:-1000])
+
+    def reason(encoding):
+        """Why a video is not written; what stood in its place stays."""
+        output = tmp_path / "video.mp4"
+        output.write_text("earlier")
+        monkeypatch.setattr(example, "encode_video", encoding)
+        with pytest.raises(example.click.ClickException) as raised:
+            example.write_video(frames, output, 25)
+        assert output.read_text() == "earlier" and list(tmp_path.iterdir()) == [output]
+        message = raised.value.message
+        assert message.startswith(f"The video could not be written to {output}: ")
+        assert message.endswith(".") and "\n" not in message
+        return message.split(": ", 1)[1]
+
+    plays = "it plays {} frames of {} at {} a second."
+    fewer = reason(lambda frames, path, fps: encode(frames[1:], path, fps))
+    assert fewer == plays.format(8, "64x64", 25.0)
+    smaller = reason(lambda frames, path, fps: encode(frames[:, :32], path, fps))
+    assert smaller == plays.format(9, "64x32", 25.0)
+    faster = reason(lambda frames, path, fps: encode(frames, path, fps + 1))
+    assert faster == plays.format(9, "64x64", 26.0)
+    assert "cannot be read" in reason(truncated)
+    assert "cannot be read" in reason(lambda frames, path, fps: path.write_bytes(b""))
+    with largest_file(1000):
+        assert reason(encode) == "ffmpeg failed (File size limit exceeded)."
+
+
+def test_failing_ffmpeg_is_named(example, frames, tmp_path):
+    with pytest.raises(OSError, match=r"^ffmpeg failed \(.*No such file or directory\)$"):
+        example.encode_video(frames, tmp_path / "missing" / "video.mp4", 25)
+
+
+def test_out_of_memory_gives_one_sentence(run, example, monkeypatch, tmp_path):
+    def forward(*args, **kwargs):
+        raise torch.OutOfMemoryError("Tried to allocate 2 TiB\nand more")
+
+    monkeypatch.setattr(example.LTXVideoTransformer3DModel, "forward", forward)
+    result = run(*SMALL, "--no-kernels", "--output", tmp_path / "new" / "video.mp4")
+    assert result.exit_code == 1
+    last = result.output.splitlines()[-1]
+    assert last == "Error: eager: not enough memory: Tried to allocate 2 TiB."
+    assert not list(tmp_path.iterdir())
 
 
 def test_kernel_option_takes_a_path_or_a_hub_id(example, monkeypatch, tmp_path):

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
+from elftools.elf.sections import SymbolTableSection
 from kernel_abi_check import ObjectFile
 from tabulate import tabulate
 
@@ -38,20 +40,27 @@ TOOLCHAIN_VERSIONS = {"GLIBC", "GLIBCXX", "CXXABI", "GCC"}
 
 def needed_libraries(elf: ELFFile) -> list[str]:
     sections = (section for section in elf.iter_sections() if isinstance(section, DynamicSection))
-    return [tag.needed for section in sections for tag in section.iter_tags("DT_NEEDED")]
+    # A tag has the attribute that its type is named after.
+    tags: Iterator[Any] = (tag for section in sections for tag in section.iter_tags("DT_NEEDED"))
+    return [tag.needed for tag in tags]
+
+
+def dynamic_symbols(elf: ELFFile) -> Iterator[Any]:
+    table = elf.get_section_by_name(".dynsym")
+    assert isinstance(table, SymbolTableSection), "a shared library has dynamic symbols"
+    return table.iter_symbols()
 
 
 def undefined_symbols(elf: ELFFile) -> list[str]:
-    symbols = elf.get_section_by_name(".dynsym").iter_symbols()
+    symbols = dynamic_symbols(elf)
     return [symbol.name for symbol in symbols if symbol["st_shndx"] == "SHN_UNDEF" and symbol.name]
 
 
 def exported_symbols(elf: ELFFile) -> list[str]:
     """Returns the symbols, as written in C++, that other libraries can be bound to."""
-    symbols = elf.get_section_by_name(".dynsym").iter_symbols()
     return demangled(
         symbol.name
-        for symbol in symbols
+        for symbol in dynamic_symbols(elf)
         if symbol["st_shndx"] != "SHN_UNDEF"
         and symbol["st_info"]["bind"] != "STB_LOCAL"
         and not EXPORTED_SYMBOLS.fullmatch(symbol.name)

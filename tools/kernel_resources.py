@@ -103,6 +103,13 @@ def short_name(name: str) -> str:
     return re.sub(r"\b(h100_diffusers_kernels|(_GLOBAL__N_\w+))::", "", name)
 
 
+def _found(pattern: str, report: str) -> re.Match[str]:
+    match = re.search(pattern, report)
+    if match is None:
+        raise ToolchainError(f"ptxas reports in another form: no '{pattern}' in '{report.strip()}'")
+    return match
+
+
 def ptxas_reports(folder: Path) -> dict[str, Kernel]:
     """Returns {mangled name: resources} from what ptxas said in each compilation."""
     kernels = {}
@@ -111,10 +118,10 @@ def ptxas_reports(folder: Path) -> dict[str, Kernel]:
             name = entry[: entry.index("'")]
             # Functions that are called, not inlined, are reported before or after: not this kernel.
             own = entry[entry.index(f"Function properties for {name}\n") :]
-            frame, stores, loads = re.search(
+            frame, stores, loads = _found(
                 r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", own
             ).groups()
-            used = re.search(r"Used (\d+) registers.*", own)
+            used = _found(r"Used (\d+) registers.*", own)
             shared = re.search(r"(\d+) bytes smem", used[0])
             kernels[name] = Kernel(
                 name=name,
@@ -131,7 +138,7 @@ def disassembly(extension: Path) -> dict[str, list[str]]:
     cuobjdump = cuda_tool("cuobjdump", PIP_CUDA_BINUTILS)
     nvdisasm = cuda_tool("nvdisasm", PIP_CUDA_BINUTILS)  # called by cuobjdump
     environment = {**os.environ, "PATH": f"{nvdisasm.parent}{os.pathsep}{os.environ['PATH']}"}
-    command = [cuobjdump, "-sass", extension]
+    command: list[str | Path] = [cuobjdump, "-sass", extension]
     process = subprocess.run(command, capture_output=True, text=True, env=environment)
     if process.returncode != 0:
         raise ToolchainError(f"{cuobjdump} failed on {extension}: {process.stderr.strip()}")

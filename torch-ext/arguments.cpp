@@ -302,10 +302,7 @@ void RowLaunch::advance(size_t dim, int64_t steps, int64_t element_bytes) {
 }
 
 #ifdef CUDA_KERNEL
-DeviceStream::DeviceStream(const Tensor& tensor) : stream_{} {
-  // Nearly always it is current, and to ask costs less than a guard.
-  if (torch::stable::accelerator::getCurrentDeviceIndex() != tensor.device().index)
-    guard_.emplace(tensor.device().index);
+DeviceStream::DeviceStream(const Tensor& tensor) : guard_(tensor.device().index), stream_{} {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.device().index, &stream_.handle));
 }
 #else

@@ -205,7 +205,7 @@ class DeviceStream {
 
  private:
 #ifdef CUDA_KERNEL
-  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+  torch::stable::accelerator::DeviceGuard guard_;
 #endif
   Stream stream_;
 };

@@ -10,8 +10,15 @@ that the script always ends in a video file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import math
 import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import time
 import zlib
 from dataclasses import dataclass
@@ -26,7 +33,6 @@ from diffusers import (
     LTXPipeline,
     LTXVideoTransformer3DModel,
 )
-from diffusers.utils import export_to_video
 from huggingface_hub import HfApi
 from kernels import get_kernel
 
@@ -39,6 +45,10 @@ TEXT_TOKENS = 128
 # What is generated where the options leave it open: frames, height, width, steps.
 PUBLISHED_SIZE = (161, 512, 768, 50)
 SMALL_SIZE = (25, 128, 192, 8)
+
+MAX_SEED = 2**64 - 1  # torch.Generator takes no larger one
+MAX_GUIDANCE, MAX_FRAMES, MAX_SIDE, MAX_FPS = 100, 10_001, 4096, 240
+FLOAT_PIXEL_BYTES = 3 * 4
 
 # A model small enough for a CPU, with every kind of layer that the published one has.
 SMALL_TRANSFORMER = {
@@ -112,10 +122,16 @@ def made_up_embeddings(text: str, channels: int, dtype: torch.dtype) -> tuple:
     return embeddings, torch.arange(TEXT_TOKENS)[None] < 1 + len(text.split())
 
 
+def reason_of(error: Exception) -> str:
+    """What an exception says, as a part of a sentence."""
+    message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return (message.strip().splitlines() or [type(error).__name__])[0].rstrip(" :.")
+
+
 def load_kernel(kernel: str | None):
     """The kernel package: `kernel` is a Hub id or a local path, None this checkout's build."""
     repo_id = KERNEL_ID
-    if kernel is not None and Path(kernel).is_dir():
+    if kernel is not None and os.path.isdir(kernel):
         os.environ["LOCAL_KERNELS"] = f"{KERNEL_ID}={Path(kernel).resolve()}"
     elif kernel is not None:
         repo_id = kernel
@@ -125,10 +141,9 @@ def load_kernel(kernel: str | None):
     try:
         return get_kernel(repo_id, version=KERNEL_VERSION, trust_remote_code=True)
     except Exception as error:  # of the Hub, the file system or the loader: it ends the script
-        reason = (str(error).strip().splitlines() or [""])[0].rstrip(" :.")
         raise click.ClickException(
-            f"{repo_id} could not be loaded ({type(error).__name__}: {reason}); build it with "
-            "tools/build_variant.py, name another with --kernel, or pass --no-kernels."
+            f"{repo_id} could not be loaded ({type(error).__name__}: {reason_of(error)}); build it "
+            "with tools/build_variant.py, name another with --kernel, or pass --no-kernels."
         ) from error
 
 
@@ -207,13 +222,16 @@ def generate(pipe: LTXPipeline, arguments: dict, name: str, seed: int, device: s
     callback = StepCallback(device, nvtx)
     pipe.set_progress_bar_config(desc=name)
     start = time.perf_counter()
-    with nvtx_stages(pipe) if nvtx else contextlib.nullcontext():
-        frames = pipe(
-            **arguments,
-            generator=torch.Generator("cpu").manual_seed(seed),
-            callback_on_step_end=callback,
-            output_type="np",  # the copy to the host waits for the GPU
-        ).frames[0]
+    try:
+        with nvtx_stages(pipe) if nvtx else contextlib.nullcontext():
+            frames = pipe(
+                **arguments,
+                generator=torch.Generator("cpu").manual_seed(seed),
+                callback_on_step_end=callback,
+                output_type="np",  # the copy to the host waits for the GPU
+            ).frames[0]
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise click.ClickException(f"{name}: not enough memory: {reason_of(error)}.") from error
     seconds = time.perf_counter() - start
     if not np.isfinite(frames).all():
         raise click.ClickException(f"{name}: the video has values that are not finite.")
@@ -226,26 +244,146 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
     return float("inf") if error == 0 else -10 * float(np.log10(error))
 
 
-def check_options(options: dict) -> None:
+@contextlib.contextmanager
+def scratch_folder(parent: Path):
+    """A temporary folder in `parent`, which is made if need be and stays if something is in it then."""
+    made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".video-") as folder:
+            yield Path(folder)
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def sync(path: Path) -> None:
+    """Have a file on the disk, or the OSError that writing it there gives."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def check_output(output: Path, num_pixels: int) -> Path:
+    """The file that is to be written; click.UsageError, one sentence, where it could not be."""
+    name = click.format_filename(output)
+    if not output.name.endswith(".mp4"):
+        raise click.UsageError(f"--output must end in .mp4, got {name}.")
+    try:
+        output = output.resolve()
+        if output.exists() and not output.is_file():
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        nearest = next(folder for folder in output.parents if folder.exists())
+        if not nearest.is_dir():
+            raise OSError(errno.ENOTDIR, f"{click.format_filename(nearest)} is not a folder")
+        with scratch_folder(output.parent) as folder:
+            (folder / "video.mp4").write_bytes(bytes(num_pixels // 8))  # room for a bit a pixel
+            sync(folder / "video.mp4")
+    except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
+        raise click.UsageError(f"--output {name} cannot be written: {reason_of(error)}.") from None
+    return output
+
+
+def write_video(frames: np.ndarray, output: Path, fps: int) -> None:
+    """Write a video that plays; else leave what was there, and raise click.ClickException."""
+    try:
+        with scratch_folder(output.parent) as folder:
+            video = folder / "video.mp4"
+            encode_video(frames, video, fps)
+            check_video(video, frames.shape, fps)
+            sync(video)
+            if output.exists():
+                shutil.copymode(output, video)
+            os.replace(video, output)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(
+            f"The video could not be written to {click.format_filename(output)}: {reason_of(error)}."
+        ) from None
+
+
+def encode_video(frames: np.ndarray, path: Path, fps: int) -> None:
+    """What diffusers' export_to_video does, but OSError, with ffmpeg's reason, where that fails."""
+    from imageio_ffmpeg import get_ffmpeg_exe
+
+    _, height, width, _ = frames.shape
+    raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps)]
+    encoding = ["-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "25"]
+    ffmpeg = subprocess.run(
+        [get_ffmpeg_exe(), "-v", "error", *raw, "-i", "-", *encoding, path],
+        input=b"".join((frame * 255).astype(np.uint8).tobytes() for frame in frames),
+        capture_output=True,
+    )
+    if ffmpeg.returncode != 0:
+        lines = ffmpeg.stderr.decode(errors="replace").strip().splitlines()
+        if ffmpeg.returncode < 0:
+            lines = [signal.strsignal(-ffmpeg.returncode) or f"signal {-ffmpeg.returncode}"]
+        reason = lines[-1].rpartition("] ")[2] if lines else f"exit status {ffmpeg.returncode}"
+        raise OSError(f"ffmpeg failed ({reason})")
+
+
+def check_video(path: Path, shape: tuple[int, ...], fps: int) -> None:
+    """Decode a video and raise ValueError if it is not of this shape and rate."""
+    import imageio.v3 as imageio
+
+    try:
+        rate = imageio.immeta(path, plugin="FFMPEG")["fps"]
+        shapes = [frame.shape for frame in imageio.imiter(path, plugin="FFMPEG")]
+    except Exception as error:  # imageio raises whatever its parser of ffmpeg's output meets
+        raise ValueError(f"what ffmpeg wrote cannot be read ({reason_of(error)})") from error
+    if rate != fps or shapes != [shape[1:]] * shape[0]:
+        sizes = " and ".join(f"{width}x{height}" for height, width, _ in sorted(set(shapes)))
+        raise ValueError(
+            f"it plays {len(shapes)} frames of {sizes or 'no size'} at {rate} a second"
+        )
+
+
+def sizes_of(options: dict, defaults: tuple[int, ...]) -> list[int]:
+    """Frames, height, width and steps."""
+    return [
+        default if options[name] is None else options[name]
+        for name, default in zip(("frames", "height", "width", "steps"), defaults, strict=True)
+    ]
+
+
+def check_options(options: dict, device: str) -> None:
     """Raise click.UsageError, one sentence, for what the single options cannot check."""
     if options["frames"] is not None and options["frames"] % 8 != 1:
         raise click.UsageError(f"--frames must be a multiple of 8 plus 1, got {options['frames']}.")
     for side in ("height", "width"):
         if options[side] is not None and options[side] % 32 != 0:
             raise click.UsageError(f"--{side} must be a multiple of 32, got {options[side]}.")
+    if math.isnan(options["guidance"]):
+        raise click.UsageError("--guidance must be a number, got nan.")
+    for text in ("prompt", "negative_prompt"):
+        try:
+            options[text].encode()
+        except UnicodeEncodeError:
+            option = text.replace("_", "-")
+            raise click.UsageError(f"--{option} must be text in UTF-8.") from None
+    frames, height, width, _ = sizes_of(options, SMALL_SIZE)
+    video = frames * height * width * FLOAT_PIXEL_BYTES
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if video > memory:
+        raise click.UsageError(
+            f"{frames} frames of {width}x{height} take {video / 1e9:.1f} GB, "
+            f"and the memory of this machine has {memory / 1e9:.1f}."
+        )
     for other in ("compare", "kernel"):
         if options["no_kernels"] and options[other]:
             raise click.UsageError(f"--no-kernels and --{other} exclude each other.")
-    if options["output"].suffix != ".mp4":
-        raise click.UsageError(f"--output must end in .mp4, got {options['output'].name}.")
-    if not torch.cuda.is_available() and options["nvtx"]:
+    if device == "cpu" and options["nvtx"]:
         raise click.UsageError("--nvtx needs a CUDA GPU, and there is none.")
-    if not torch.cuda.is_available() and options["offload"] != "none":
+    if device == "cpu" and options["offload"] != "none":
         raise click.UsageError("--offload needs a CUDA GPU, and there is none.")
-    try:
-        import imageio_ffmpeg  # noqa: F401  the mp4 encoder: better to miss it before the work
+    try:  # better to miss them before the work
+        import imageio.v3  # noqa: F401
+        import imageio_ffmpeg
+
+        imageio_ffmpeg.get_ffmpeg_exe()
     except ImportError:
         raise click.UsageError("Writing mp4 needs imageio and imageio-ffmpeg from pip.") from None
+    except RuntimeError as error:
+        raise click.UsageError(f"Writing mp4 needs ffmpeg: {reason_of(error)}.") from None
 
 
 def build_pipeline(options: dict, device: str) -> tuple[LTXPipeline, dict]:
@@ -274,14 +412,9 @@ def build_pipeline(options: dict, device: str) -> tuple[LTXPipeline, dict]:
             arguments[f"{name}_embeds"] = embeddings.to(device)
             arguments[f"{name}_attention_mask"] = mask.to(device)
 
-    size = PUBLISHED_SIZE if missing is None else SMALL_SIZE
-    for name, option, default in zip(
-        ("num_frames", "height", "width", "num_inference_steps"),
-        ("frames", "height", "width", "steps"),
-        size,
-        strict=True,
-    ):
-        arguments[name] = default if options[option] is None else options[option]
+    names = ("num_frames", "height", "width", "num_inference_steps")
+    sizes = sizes_of(options, PUBLISHED_SIZE if missing is None else SMALL_SIZE)
+    arguments.update(zip(names, sizes, strict=True))
     arguments["frame_rate"] = options["fps"]
     arguments["guidance_scale"] = options["guidance"]
     if pipe.vae.config.timestep_conditioning:
@@ -308,19 +441,25 @@ def build_pipeline(options: dict, device: str) -> tuple[LTXPipeline, dict]:
     default="worst quality, inconsistent motion, blurry, jittery, distorted",
     help="What it should not show; without effect at --guidance 1.",
 )
-@click.option("--frames", type=click.IntRange(min=9), help="A multiple of 8 plus 1: 161, small 25.")
-@click.option("--height", type=click.IntRange(min=32), help="A multiple of 32: 512, small 128.")
-@click.option("--width", type=click.IntRange(min=32), help="A multiple of 32: 768, small 192.")
+@click.option(
+    "--frames", type=click.IntRange(9, MAX_FRAMES), help="A multiple of 8 plus 1: 161, small 25."
+)
+@click.option(
+    "--height", type=click.IntRange(32, MAX_SIDE), help="A multiple of 32: 512, small 128."
+)
+@click.option(
+    "--width", type=click.IntRange(32, MAX_SIDE), help="A multiple of 32: 768, small 192."
+)
 @click.option("--steps", type=click.IntRange(min=2), help="Denoising steps: 50, small 8.")
 @click.option(
     "--guidance",
-    type=click.FloatRange(min=1),
+    type=click.FloatRange(1, MAX_GUIDANCE),
     default=3.0,
     show_default=True,
     help="Scale of classifier-free guidance; 1 switches it off.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--fps", type=click.IntRange(min=1), default=25, show_default=True)
+@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True)
+@click.option("--fps", type=click.IntRange(1, MAX_FPS), default=25, show_default=True)
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
@@ -346,7 +485,7 @@ def build_pipeline(options: dict, device: str) -> tuple[LTXPipeline, dict]:
 @click.option("--nvtx", is_flag=True, help="NVTX ranges around stages and steps.")
 @click.option(
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, readable=False, writable=True, path_type=Path),
     default=Path("outputs/ltx_video.mp4"),
     show_default=True,
 )
@@ -356,8 +495,10 @@ def main(**options) -> None:
     Where two defaults are given, the second is that of the small model that runs where there is no
     GPU, or no way to the weights.
     """
-    check_options(options)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    check_options(options, device)
+    sizes = sizes_of(options, PUBLISHED_SIZE if device == "cuda" else SMALL_SIZE)
+    output = check_output(options["output"], math.prod(sizes[:3]))
     # Before the pipeline: kernels that cannot be loaded should cost no download.
     kernels = None if options["no_kernels"] else load_kernel(options["kernel"])
     pipe, arguments = build_pipeline(options, device)
@@ -388,11 +529,11 @@ def main(**options) -> None:
             f"a step {eager.step_ms / injected.step_ms:.2f} times as fast, "
             f"PSNR {psnr(eager.frames, injected.frames):.1f} dB"
         )
-    output = options["output"].resolve()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    export_to_video(list(runs.popitem()[1].frames), str(output), fps=options["fps"])
-    click.echo(f"Wrote {output}")
+    write_video(runs.popitem()[1].frames, output, options["fps"])
+    click.echo(f"Wrote {click.format_filename(output)}")
 
 
 if __name__ == "__main__":
+    # A run that is told to end takes its temporary files along.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     main()

@@ -131,7 +131,7 @@ def ninja_file(
         description="link $out",
     )
 
-    objects = []
+    objects: list[str] = []
     for component in package.components:
         for source in component.compiled:
             flags = [f"-I{path}" for path in component.include]

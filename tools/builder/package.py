@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,9 +13,9 @@ from pathlib import Path
 
 from kernels._rust import Build
 
-try:
+if sys.version_info >= (3, 11):
     import tomllib
-except ModuleNotFoundError:
+else:
     import tomli as tomllib
 
 CXX_SUFFIXES = {".cpp", ".cc", ".cxx"}

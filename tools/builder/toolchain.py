@@ -37,7 +37,7 @@ def cuda_tools(name: str) -> Iterator[Path]:
     folders += [Path(folder) for folder in os.get_exec_path()]
     folders.append(Path("/usr/local/cuda/bin"))
     nvidia = importlib.util.find_spec("nvidia")
-    for location in nvidia.submodule_search_locations if nvidia else []:
+    for location in (nvidia and nvidia.submodule_search_locations) or []:
         folders += sorted(Path(location).glob("*/bin"), reverse=True)
     for folder in folders:
         if tool := shutil.which(name, path=str(folder)):
@@ -58,7 +58,7 @@ def inspect_nvcc(path: Path) -> Nvcc:
     try:
         release = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
         # nvcc on PATH may be a wrapper script, so it is asked where its toolkit is.
-        dry_run = [path, "--dryrun", "-x", "cu", "-c", os.devnull]
+        dry_run: list[str | Path] = [path, "--dryrun", "-x", "cu", "-c", os.devnull]
         plan = subprocess.run(dry_run, capture_output=True, text=True).stderr
     except OSError as error:
         raise ToolchainError(f"{path} cannot be run: {error.strerror}") from error

@@ -3,7 +3,7 @@ dimensions, else one call a sample."""
 
 from __future__ import annotations
 
-from typing import Callable, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def by_sample(operation: Callable) -> Callable:
     return rule
 
 
-def by_rows(operation: Callable) -> Callable:
+def by_rows(operation: Any) -> Callable:
     """The rule of an operation of rows: the samples are its first dimension."""
     names = [argument.name for argument in operation._schema.arguments]
     vectors = ("weight", "bias")
@@ -83,7 +83,7 @@ def by_rows(operation: Callable) -> Callable:
     return rule
 
 
-def in_place(operation: Callable) -> Callable:
+def in_place(operation: Any) -> Callable:
     """The rule of an operation that writes q and k."""
     names = [argument.name for argument in operation._schema.arguments]
 
@@ -94,7 +94,9 @@ def in_place(operation: Callable) -> Callable:
                     f"qk_norm_rope: {name} must be batched to be written in place under vmap, "
                     "got one tensor for all samples"
                 )
-        tensors = {name: value for name, value in zip(names[2:], args) if isinstance(value, Tensor)}
+        tensors: dict[str, Optional[Tensor]] = {
+            name: value for name, value in zip(names[2:], args) if isinstance(value, Tensor)
+        }
         check_in_place("qk_norm_rope", q, k, tensors)
         for index in range(info.batch_size):
             samples = (value.select(dim, index) for value, dim in zip((q, k), in_dims))

@@ -17,7 +17,7 @@ operations' differentiable expressions run.
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Callable, Optional
 
 from torch import Tensor, nn
 
@@ -111,6 +111,7 @@ class GELU(nn.Module):
 
     proj: nn.Module
     approximate: str
+    gelu: Callable[[Tensor], Tensor]
 
     can_torch_compile = True
     has_backward = True
@@ -131,6 +132,7 @@ class GEGLU(nn.Module):
     """
 
     proj: nn.Module
+    gelu: Callable[[Tensor], Tensor]
 
     can_torch_compile = True
     has_backward = True

@@ -7,6 +7,8 @@ time, the largest first: what the smaller ones can add up to leaves few multiple
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 _MAX_STEPS = 1 << 14
@@ -98,7 +100,9 @@ def overlap(a: Tensor, b: Tensor) -> bool:
         return False
     if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
         return False
-    terms, begins, extents = _Terms(), [], []
+    terms = _Terms()
+    begins: list[Any] = []  # integers, as nothing is symbolic
+    extents: list[Any] = []
     for tensor in (a, b):
         bytes_ = tensor.element_size()
         begins.append(tensor.storage_offset() * bytes_)

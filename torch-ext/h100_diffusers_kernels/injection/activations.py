@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from .linears import ORIGINALS as LINEAR_ORIGINALS
 from .linears import PlainLinear, see_linear
 from .original import Original, find_original
 from .part import Part
-from .snapshot import Snapshot
+from .snapshot import Look
 
 # In float32 the epilogue's approximation of tanh would show.
 _EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
@@ -43,7 +44,8 @@ class LinearGelu:
         """``activation(linear(x))``."""
         if self.approximate == "tanh" and self._has_epilogue(x):
             # On CUDA the epilogue is the tanh approximation. (On CPU the function's GELU is exact.)
-            weight, bias = self.linear.weight, self.linear.bias
+            linear: Any = self.linear
+            weight, bias = linear.weight, linear.bias
             rows = x.reshape(-1, x.shape[-1])
             out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
             return out.view(*x.shape[:-1], out.shape[-1])
@@ -53,7 +55,7 @@ class LinearGelu:
         return activation(x)
 
     def _has_epilogue(self, x: Tensor) -> bool:
-        linear = self.linear
+        linear: Any = self.linear
         return (
             x.is_cuda
             and x.dtype in _EPILOGUE_DTYPES
@@ -66,7 +68,7 @@ class LinearGelu:
 
 
 def see_linear_gelu(
-    owner: nn.Module, linear: str, activation: str, injection: Injection, snapshot: Snapshot
+    owner: nn.Module, linear: str, activation: str, injection: Injection, snapshot: Look
 ) -> LinearGelu:
     """A linear layer and a ``torch.nn.GELU`` after it, as they are now among a module's attributes."""
     result = LinearGelu(see_linear(owner, linear, injection, snapshot))
@@ -85,9 +87,7 @@ class _Gelu(Part):
     def originals(self) -> dict[str, Original]:
         return {path: find_original(path) for path in ORIGINALS}
 
-    def fill(
-        self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Snapshot
-    ) -> None:
+    def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
         originals = injection.originals
         if snapshot.see(module.__dict__, "gelu") is not None or not (
             originals[_GELU].is_in_use() and originals[_GELU_METHOD].is_in_use()

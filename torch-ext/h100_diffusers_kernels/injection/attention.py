@@ -27,7 +27,7 @@ from .norms import RMS, Norm, see_norm
 from .original import Original, class_name, find_class, find_original
 from .part import Part
 from .rotary import as_operand
-from .snapshot import Snapshot
+from .snapshot import Look
 
 _SDPA = "torch.nn.functional:scaled_dot_product_attention"
 _NATIVE = "diffusers.models.attention_dispatch:_native_attention"
@@ -73,15 +73,15 @@ class Attention(Part):
             **{path: find_original(path) for path in paths},
         }
 
-    def fill(
-        self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Snapshot
-    ) -> None:
+    def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
         originals = injection.originals
         processor = parts.processor = snapshot.see_attribute(module, "processor")
         call = originals[self._call].function
+        known = find_class(self.processor)
         if (
             call is None
-            or not isinstance(processor, find_class(self.processor))
+            or known is None
+            or not isinstance(processor, known)
             or snapshot.see_method(type(processor), "__call__") is not call
         ):
             parts.reason = f"its processor is a {class_name(processor)}, not the one known"
@@ -111,7 +111,7 @@ class Attention(Part):
             parts.note(f"attention itself is the model's own: {reason}", is_choice)
 
     def _why_not(
-        self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Snapshot
+        self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look
     ) -> tuple[str | None, bool]:
         """Why attention itself stays the model's own, and whether that is the user's choice."""
         head_dim = snapshot.see_attribute(module, "head_dim")
@@ -224,7 +224,7 @@ def norm_and_rotate(
     operand = None
     if rope is not None and parts.rotates and query.shape == key.shape and of_one_form(query, key):
         operand = as_operand(rope, query)
-    options = {"rope": operand, "heads": heads, "layout": "interleaved"}
+    options: dict[str, Any] = {"rope": operand, "heads": heads, "layout": "interleaved"}
     if (
         operand is not None
         and norm_q.kind == norm_k.kind == RMS
@@ -243,7 +243,7 @@ def norm_and_rotate(
     return rotate(query, rope), rotate(key, rope)
 
 
-def _see_output(module: nn.Module, injection: Injection, snapshot: Snapshot) -> Chain | None:
+def _see_output(module: nn.Module, injection: Injection, snapshot: Look) -> Chain | None:
     """The output projection of an attention and its dropout."""
     to_out = snapshot.see_attribute(module, "to_out")
     if to_out is None:

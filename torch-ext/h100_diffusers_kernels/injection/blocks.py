@@ -18,7 +18,7 @@ from .modulation import see_adaptive_norm
 from .norms import Norm, gated_residual, see_norm
 from .original import Original, find_original
 from .part import Part
-from .snapshot import Snapshot
+from .snapshot import Look
 
 Rows = tuple[Tensor, ...]
 
@@ -45,17 +45,15 @@ class Block(Part):
         paths = (*ADAPTIVE_ORIGINALS, *FEED_FORWARD_ORIGINALS, *GELU_ORIGINALS)
         return {path: find_original(path) for path in paths}
 
-    def fill(
-        self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Snapshot
-    ) -> None:
+    def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
         for name in self.norms:
             norm = see_norm(module, name, injection, snapshot)
             setattr(parts, name, norm)
             parts.note(norm.reason)
         for name in self.adaptive_norms:
-            norm = see_adaptive_norm(module, name, injection, snapshot)
-            setattr(parts, name, norm)
-            parts.note(norm.reason)
+            adaptive_norm = see_adaptive_norm(module, name, injection, snapshot)
+            setattr(parts, name, adaptive_norm)
+            parts.note(adaptive_norm.reason)
         for name in self.feed_forwards:
             setattr(parts, name, see_feed_forward(module, name, injection, snapshot))
         for linear, activation in self.gelus.items():
@@ -118,7 +116,7 @@ def finish(
     """
     forward = forward_in_progress(injected)
     following = None if forward is None else forward.following(block)
-    if following is not None:
+    if forward is not None and following is not None:
         successor, its_injected, its_parts = following
         next_norm = getattr(its_parts, norm)
         if next_norm.kind is not None and _are_on(residual, successor._parameters.values()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from .forward_slot import runs_own_forward
@@ -9,7 +11,7 @@ from .injected import Injection
 from .linears import ORIGINALS as LINEAR_ORIGINALS
 from .linears import Chain, Layer, see_dropout, see_linear
 from .original import find_class
-from .snapshot import Snapshot
+from .snapshot import Look
 
 _CLASS = "diffusers.models.attention:FeedForward"
 _FORWARD = f"{_CLASS}.forward"
@@ -17,13 +19,12 @@ _FORWARD = f"{_CLASS}.forward"
 ORIGINALS = (_FORWARD, *LINEAR_ORIGINALS)
 
 
-def see_feed_forward(
-    owner: nn.Module, name: str, injection: Injection, snapshot: Snapshot
-) -> Layer:
+def see_feed_forward(owner: nn.Module, name: str, injection: Injection, snapshot: Look) -> Layer:
     """The feed-forward that is now the attribute ``name`` of a module: its ``Chain`` of layers, or itself."""
     module = snapshot.see_attribute(owner, name)
+    known: Any = find_class(_CLASS)
     if (
-        type(module) is not find_class(_CLASS)
+        type(module) is not known
         or not runs_own_forward(module)
         or not injection.originals[_FORWARD].is_in_use()
         or snapshot.see(module.__dict__, "_compiled_call_impl") is not None

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .activations import GELU
 from .attention import Attention, attend
@@ -32,7 +32,7 @@ _FLUX = "diffusers.models.transformers.transformer_flux"
 
 
 def _double_block_forward(
-    self: nn.Module,
+    self: Any,
     injected: Injected,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor,
@@ -63,7 +63,7 @@ def _double_block_forward(
 
 
 def _single_block_forward(
-    self: nn.Module,
+    self: Any,
     injected: Injected,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor,
@@ -85,7 +85,7 @@ def _single_block_forward(
 
 
 def _attention_forward(
-    self: nn.Module,
+    self: Any,
     injected: Injected,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor | None = None,
@@ -104,7 +104,7 @@ def _attention_forward(
     rotate = partial(parts.rotate, sequence_dim=1)
     query, key, value = joint_streams(parts, streams[:3], streams[3:], image_rotary_emb, rotate)
     out = attend(injected, parts, query, key, value, attention_mask).flatten(2, 3).to(query.dtype)
-    if not is_joint:
+    if encoder_hidden_states is None:
         return out
     c_out, out = split(out, encoder_hidden_states.shape[1])
     return parts.project_out(out.contiguous()), self.to_add_out(c_out.contiguous())

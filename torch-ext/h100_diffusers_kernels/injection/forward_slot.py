@@ -134,7 +134,7 @@ class ReplicaMaker:
         return replica
 
     def __deepcopy__(self, memo: dict) -> ReplicaMaker:
-        module = self._module()
+        module: Any = self._module()
         return ReplicaMaker(memo.get(id(module), module))
 
     @classmethod

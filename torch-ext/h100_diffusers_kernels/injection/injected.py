@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from typing import Any, Callable, NamedTuple
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,12 @@ class Parts:
         self.notes: list[str] = []
         self.choices: list[str] = []
 
+    if TYPE_CHECKING:  # the attributes that a part adds
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
     def note(self, reason: str | None, is_choice: bool = False) -> None:
         if reason is not None:
             (self.choices if is_choice else self.notes).append(reason)
@@ -134,13 +140,13 @@ class Injected(StandIn):
 
     def __deepcopy__(self, memo: dict) -> Injected:
         """That of the module's copy, where the module is being copied."""
-        module = self._module()
+        module: Any = self._module()
         injection = copy.deepcopy(self.injection, memo)
         duplicate = Injected(memo.get(id(module), module), self.part, self.name, injection)
         duplicate.had_attribute = self.had_attribute
         return duplicate
 
-    def __reduce_ex__(self, protocol: int) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         raise TypeError(
             f"{self.name or 'the model'} runs on injected kernels, which cannot be pickled: "
             "call eject_kernels first, or save the state_dict"

@@ -65,7 +65,7 @@ def joint_streams(
     text_rope, image_rope = split_tables(rope, text[0].shape[1], query.shape[1]) or (None, None)
     query, key = norm_and_rotate(parts, norms, query, key, image_rope, rotate, "per_head")
     norms = (parts.norm_added_q, parts.norm_added_k)
-    of_text = norm_and_rotate(parts, norms, *text[:2], text_rope, rotate, "per_head")
+    of_text = norm_and_rotate(parts, norms, text[0], text[1], text_rope, rotate, "per_head")
     pairs = zip((*of_text, text[2]), (query, key, value))
     query, key, value = (torch.cat(pair, dim=1) for pair in pairs)
     if rope is not None and image_rope is None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..conditions import is_plain
 from .forward_slot import runs_own_forward
 from .injected import Injection
-from .snapshot import Snapshot
+from .snapshot import Look
 
 # What the use of a layer's weight stands in for, and that of no dropout.
 _LINEAR = ("torch.nn.functional:linear", "torch.nn:Linear.forward")
@@ -60,7 +60,7 @@ class Chain:
         return x
 
 
-def see_linear(owner: nn.Module, name: str, injection: Injection, snapshot: Snapshot) -> Layer:
+def see_linear(owner: nn.Module, name: str, injection: Injection, snapshot: Look) -> Layer:
     """The linear layer that is now the attribute ``name`` of a module: a ``PlainLinear``, or the layer.
 
     LoRA and quantization put another layer or another kind of weight there, offloading a hook.
@@ -76,7 +76,7 @@ def see_linear(owner: nn.Module, name: str, injection: Injection, snapshot: Snap
     return PlainLinear(weight, bias)
 
 
-def see_dropout(owner: nn.Module, name: str, injection: Injection, snapshot: Snapshot) -> Layer:
+def see_dropout(owner: nn.Module, name: str, injection: Injection, snapshot: Look) -> Layer:
     """The dropout that is now the attribute ``name`` of a module: a ``PlainDropout``, or what it is."""
     module = snapshot.see_attribute(owner, name)
     if (

@@ -39,7 +39,7 @@ def _rows(injected: Injected, block: nn.Module, temb: Tensor) -> Rows:
 
 
 def _block_forward(
-    self: nn.Module,
+    self: Any,
     injected: Injected,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor,
@@ -71,7 +71,7 @@ def _block_forward(
 
 
 def _attention_forward(
-    self: nn.Module,
+    self: Any,
     injected: Injected,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor | None = None,
@@ -102,7 +102,7 @@ def _attention_forward(
 
 
 def _rope_forward(
-    self: nn.Module,
+    self: Any,
     injected: Injected,
     hidden_states: Tensor,
     num_frames: int | None = None,
@@ -136,7 +136,7 @@ def _rope_forward(
 
 
 def _coordinates(
-    self: nn.Module, hidden_states: Tensor, grid: tuple, video_coords: Tensor | None
+    self: Any, hidden_states: Tensor, grid: tuple, video_coords: Tensor | None
 ) -> CoordinateRope:
     """The model's own operations in its own order, so that each angle has the same bits."""
     *shape, scale = grid

@@ -19,7 +19,7 @@ from ..conditions import tracks_derivatives
 from .forward_slot import has_hooks, stand_in_of
 from .injected import Injected, Injection
 from .part import Part
-from .snapshot import Snapshot, has_global_hooks
+from .snapshot import Look, has_global_hooks
 
 # At the end of one. To look at all of them at once would take longer than the GPU has work queued.
 _BLOCKS_LOOKED_AT = 2
@@ -41,7 +41,7 @@ class ModelForward:
     """
 
     def __init__(self, model: nn.Module, injection: Injection) -> None:
-        lists = [getattr(model, name, None) for name in injection.blocks]
+        lists: list[Any] = [getattr(model, name, None) for name in injection.blocks]
         # A list of the user's own may do anything between two blocks.
         is_known = all(type(list_) is nn.ModuleList for list_ in lists)
         lists = [list(list_._modules.values()) for list_ in lists] if is_known else []
@@ -49,7 +49,7 @@ class ModelForward:
         self._places = {id(block): i for i, block in enumerate(self._blocks)}
         self._successors = {id(a): b for list_ in lists for a, b in zip(list_, list_[1:])}
         self._looked_at = 0  # of the blocks, in the order of their calls
-        self._functions: tuple | None = None  # the injection's, at the first look
+        self._functions: Any = None  # the injection's, at the first look
         self._may_look = is_known and len(self._places) == len(self._blocks)
         self._injection = injection
         self._handed: _Handed | None = None
@@ -114,7 +114,7 @@ class ModelForward:
             has_global_hooks() or not (_bare_stand_in(block) and _bare_stand_in(successor))
         ):
             return None
-        injected = stand_in_of(successor.forward)
+        injected: Any = stand_in_of(successor.forward)
         parts = injected.decide(successor)
         return None if parts.reason is not None else (successor, injected, parts)
 
@@ -151,7 +151,7 @@ class ModelForward:
 
 
 def _rows_of_all(blocks: list[nn.Module], name: str, temb: Tensor) -> dict[int, tuple[Tensor, ...]]:
-    tables = [block._parameters.get(name) for block in blocks]
+    tables: list[Any] = [block._parameters.get(name) for block in blocks]
     first = tables[0]
     if any(
         type(table) is not nn.Parameter
@@ -170,7 +170,7 @@ def _rows_of_all(blocks: list[nn.Module], name: str, temb: Tensor) -> dict[int, 
 
 def _bare_stand_in(module: nn.Module) -> Injected | None:
     """What stands in for the module's forward, if a call runs that and nothing around it."""
-    stand_in = stand_in_of(module.__dict__.get("forward"))
+    stand_in: Any = stand_in_of(module.__dict__.get("forward"))
     return (
         stand_in
         if stand_in is not None and stand_in.module is module and not has_hooks(module)
@@ -205,7 +205,7 @@ class Model(Part):
     operations: str = "its own forward, marked where it begins and ends"
     blocks: tuple[str, ...] = ()
 
-    def see(self, module: nn.Module, snapshot: Snapshot) -> None:
+    def see(self, module: nn.Module, snapshot: Look) -> None:
         """Blocks see for themselves."""
 
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from .forward_slot import runs_own_forward
 from .injected import Injection
-from .norms import Norm, see_norm
+from .norms import see_norm
 from .original import class_name, find_class
-from .snapshot import Snapshot
+from .snapshot import Look
 
 # The rows of the modulation: shift and scale of the norm, then what the block uses.
 _ROWS = {
@@ -26,12 +26,12 @@ class AdaptiveNorm:
 
     Attributes:
         module: what computes it where the kernels do not, for ``reason``.
-        norm: the norm in it, without the modulation.
+        norm: the ``Norm`` in it, without the modulation, where the kernels compute it.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         self.module = module
-        self.norm: Norm | None = None
+        self.norm: Any = None
         self.reason: str | None = None
         self._rows = 0
 
@@ -46,7 +46,7 @@ class AdaptiveNorm:
 
 
 def see_adaptive_norm(
-    owner: nn.Module, name: str, injection: Injection, snapshot: Snapshot
+    owner: nn.Module, name: str, injection: Injection, snapshot: Look
 ) -> AdaptiveNorm:
     """The adaptive norm that is now the attribute ``name`` of a module."""
     module = snapshot.see_attribute(owner, name)
@@ -57,9 +57,7 @@ def see_adaptive_norm(
     return result
 
 
-def _fill(
-    result: AdaptiveNorm, module: Any, injection: Injection, snapshot: Snapshot
-) -> str | None:
+def _fill(result: AdaptiveNorm, module: Any, injection: Injection, snapshot: Look) -> str | None:
     path = next((path for path in _ROWS if type(module) is find_class(path)), None)
     if path is None:
         return f"is a {class_name(module)}"

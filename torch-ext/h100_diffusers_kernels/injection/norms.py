@@ -12,7 +12,7 @@ from ..conditions import is_plain, of_one_form
 from .forward_slot import runs_own_forward
 from .injected import Injection
 from .original import class_name, find_class
-from .snapshot import Snapshot
+from .snapshot import Look
 
 RMS, LAYER = "rms", "layer"
 # What each class computes, the functions that its forward calls, and the attributes that it reads.
@@ -112,7 +112,7 @@ def clipped(x: Tensor) -> Tensor:
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
-def see_norm(owner: nn.Module, name: str, injection: Injection, snapshot: Snapshot) -> Norm:
+def see_norm(owner: nn.Module, name: str, injection: Injection, snapshot: Look) -> Norm:
     """The norm that is now the attribute ``name`` of a module."""
     module = snapshot.see_attribute(owner, name)
     norm = Norm(module)
@@ -123,7 +123,7 @@ def see_norm(owner: nn.Module, name: str, injection: Injection, snapshot: Snapsh
     return norm
 
 
-def _fill(norm: Norm, module: Any, injection: Injection, snapshot: Snapshot) -> str | None:
+def _fill(norm: Norm, module: Any, injection: Injection, snapshot: Look) -> str | None:
     """Reads what the kernels need, or says why they cannot stand in for the module."""
     path = next((path for path in _CLASSES if type(module) is find_class(path)), None)
     if path is None:

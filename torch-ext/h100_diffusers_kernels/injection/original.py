@@ -43,7 +43,7 @@ def find_original(path: str, parameters: str | None = None) -> Original:
     owner = sys.modules.get(module_name)
     if class_name:
         owner = getattr(owner, class_name, None)
-    function = vars(owner).get(name) if owner is not None else None
+    function: Any = vars(owner).get(name) if owner is not None else None
     if not _is_written_by(module_name.partition(".")[0], function, name) or (
         parameters is not None and " ".join(inspect.signature(function).parameters) != parameters
     ):

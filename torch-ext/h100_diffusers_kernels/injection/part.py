@@ -9,7 +9,7 @@ from torch import nn
 
 from .injected import Injection, Parts
 from .original import Original, find_class, find_original
-from .snapshot import Snapshot
+from .snapshot import Look
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,17 @@ class Part:
     def own_forward(self) -> Original:
         return find_original(f"{self.path}.forward", self.parameters)
 
-    def decide(self, module: nn.Module, injection: Injection, snapshot: Snapshot) -> Parts:
+    def decide(self, module: nn.Module, injection: Injection, snapshot: Look) -> Parts:
         """What the forward works with, as the module is now."""
         parts = Parts()
         self.see(module, snapshot)
         self.fill(parts, module, injection, snapshot)
         return parts
 
-    def see(self, module: nn.Module, snapshot: Snapshot) -> None:
+    def see(self, module: nn.Module, snapshot: Look) -> None:
         snapshot.see_tree(module)
 
-    def fill(
-        self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Snapshot
-    ) -> None:
+    def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
         """Adds what the forward works with, or the reason for which it cannot."""
 
     def describe(self, parts: Parts) -> str:

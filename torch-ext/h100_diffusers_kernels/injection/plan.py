@@ -99,20 +99,21 @@ class Plan:
 
 
 def _put_in(injected: Injected) -> None:
-    module = injected.module
-    slot = class_forward_slot(module)
+    module: Any = injected.module
+    slot: Any = class_forward_slot(module)
     injected.had_attribute = "forward" in vars(module)
     ReplicaMaker.put_in(module)
     slot.fill(injected.run)
 
 
-def _take_out(modules: Iterable[nn.Module]) -> None:
+def _take_out(modules: Iterable[Any]) -> None:
     for module in modules:
         ReplicaMaker.take_out(module)
         slot = stand_in_slot(module)
         if slot is None:
             continue
-        if slot.is_instance_attribute and not slot.stand_in.had_attribute:
+        stand_in: Any = slot.stand_in
+        if slot.is_instance_attribute and not stand_in.had_attribute:
             slot.clear()
         else:
             slot.fill_with_class_forward()
@@ -122,8 +123,8 @@ def plan_model(model: nn.Module, family: Any, options: dict[str, Any]) -> Plan:
     """What to replace in a model of a family, what not, and why not."""
     parts: tuple[Part, ...] = family.PARTS
     originals = {path: find_original(path) for path in NORM_ORIGINALS}
-    for part in parts:
-        originals.update({part.path: part.own_forward(), **part.originals()})
+    for known in parts:
+        originals.update({known.path: known.own_forward(), **known.originals()})
     blocks = next(part.blocks for part in parts if isinstance(part, Model))
     plan = Plan(Injection(originals=originals, blocks=blocks, **options), options)
     if getattr(model, "_parallel_config", None) is not None:
@@ -146,7 +147,7 @@ def _report_stranger(
     plan: Plan, name: str, block: nn.Module, path: str, parts: tuple[Part, ...]
 ) -> None:
     """Where a part is expected in a block and something else is found, the report names it."""
-    module = block
+    module: Any = block
     for child in path.split("."):
         if child not in module._modules:
             break  # what is there instead is built in another way

@@ -77,10 +77,11 @@ class InjectionReport:
 
     def extend(self, prefix: str, other: InjectionReport) -> None:
         """Adds the entries of ``other``, whose names are relative to the module ``prefix``."""
-        for entries, more in (
+        pairs: tuple[tuple[list, list], ...] = (
             (self.replaced, other.replaced),
             (self.left_alone, other.left_alone),
-        ):
+        )
+        for entries, more in pairs:
             entries.extend(replace(entry, name=join(prefix, entry.name)) for entry in more)
         self.tallies.extend((join(prefix, name), tally) for name, tally in other.tallies)
 

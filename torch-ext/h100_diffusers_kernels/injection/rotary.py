@@ -14,7 +14,7 @@ from ..functional import CoordinateRope
 from .injected import Injected, Injection, Parts
 from .original import Original, find_original
 from .part import Part
-from .snapshot import Snapshot
+from .snapshot import Look
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,7 @@ class Rotary(Part):
     def originals(self) -> dict[str, Original]:
         return {self._method: find_original(self._method)}
 
-    def fill(
-        self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Snapshot
-    ) -> None:
+    def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
         known = injection.originals[self._method].function
         if (
             snapshot.see(module.__dict__, self.method) is not None
@@ -62,7 +60,8 @@ class CoordinateTables(Sequence):
 
     def tables(self) -> tuple[Tensor, Tensor]:
         if self._tables is None:
-            cos, sin = self.rope.tables(self._dim)
+            rope: Any = self.rope
+            cos, sin = rope.tables(self._dim)
             # Written to, an expanded table would be written for all samples.
             if cos.shape[0] != self._batch:
                 cos, sin = (t.expand(self._batch, -1, -1).contiguous() for t in (cos, sin))

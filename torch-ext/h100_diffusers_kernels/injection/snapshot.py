@@ -8,7 +8,7 @@ difference.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Union
 
 import torch
 from torch import nn
@@ -152,3 +152,7 @@ class Glance:
 
     def see_tree(self, root: nn.Module) -> None:
         """Nothing of it is kept."""
+
+
+# How a part looks at its module.
+Look = Union[Snapshot, Glance]

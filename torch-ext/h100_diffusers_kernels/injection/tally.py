@@ -22,7 +22,7 @@ class Tally:
         fell_back: how many calls the model's own code computed, as a whole or in part, by reason.
     """
 
-    def __init__(self, name: str, module: str, reported: tuple[str, ...] = ()) -> None:
+    def __init__(self, name: str, module: str, reported: tuple[str | None, ...] = ()) -> None:
         self.name = name
         self.module = module
         self.on_kernels = 0
