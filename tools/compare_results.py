@@ -142,7 +142,7 @@ def of_measures(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
 
 def of_counters(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
     for kernel in result["kernels"]:
-        function = re.search(r"\w+(?=[<(])", kernel["kernel"])[0]
+        function = re.findall(r"\w+(?=[<(])", kernel["kernel"])[0]
         name = f"{kernel['workload']}, {function}"
         for counter in ("dram", "occupancy"):
             yield (name, f"{counter}'s peak"), Ratio(kernel[f"{counter}_percent"] / 100)
@@ -221,7 +221,7 @@ class Change:
     @property
     def relative(self) -> float | None:
         first, *_, last = self.values
-        return None if None in (first, last) else last / first - 1
+        return None if first is None or last is None else last / first - 1
 
 
 def changes(compared: Sequence[Build], limit: float) -> list[Change]:

@@ -18,6 +18,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -59,12 +60,13 @@ def outcome(case: ElementTree.Element) -> str:
     return "passed" if case.find("skipped") is None else "skipped"
 
 
-def read_report(path: Path) -> dict[str, object]:
+def read_report(path: Path) -> dict[str, Any]:
     """How many tests had each outcome, which failed, and why others were skipped, of a JUnit report."""
     by_outcome: dict[str, list[ElementTree.Element]] = {name: [] for name in OUTCOMES}
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         by_outcome[outcome(case)].append(case)
-    reasons = Counter(case.find("skipped").get("message", "") for case in by_outcome["skipped"])
+    skipped = (case.find("skipped") for case in by_outcome["skipped"])
+    reasons = Counter(reason.get("message", "") for reason in skipped if reason is not None)
     return {
         "counts": {name: len(cases) for name, cases in by_outcome.items()},
         "failures": [f"{c.get('classname')}::{c.get('name')}" for c in by_outcome["failed"]],
@@ -99,6 +101,7 @@ def run_tests(arguments: Sequence[str], left_out: Sequence[str]) -> dict[str, ob
 def main(left_out: tuple[str, ...], output: Path | None, pytest_arguments: tuple[str, ...]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kernel, _ = models.load_kernel()
+    assert kernel.__file__ is not None
     environment = record.environment(device)
     revision = Revision.read(CHECKOUT)
     commit = revision.suffix if revision.commit else None
@@ -107,7 +110,7 @@ def main(left_out: tuple[str, ...], output: Path | None, pytest_arguments: tuple
         checked = check_build(Path(kernel.__file__).parent, build, CHECKOUT, commit)
     except ValueError as error:
         raise click.ClickException(str(error)) from None
-    result = {
+    result: dict[str, Any] = {
         "environment": environment,
         "build": build,
         "build_agrees_with_checkout_in": checked,
@@ -115,10 +118,11 @@ def main(left_out: tuple[str, ...], output: Path | None, pytest_arguments: tuple
         "pytest_arguments": list(pytest_arguments),
         **run_tests(pytest_arguments, left_out),
     }
-    output = record.destination(output, "suite", environment, ("left_out", "pytest_arguments"))
-    record.write(output, result)
+    path = record.destination(output, "suite", environment, ("left_out", "pytest_arguments"))
+    assert path is not None  # a suite's record is kept whatever was left out of it
+    record.write(path, result)
     counts = ", ".join(f"{count} {name}" for name, count in result["counts"].items())
-    click.echo(f"{counts} on {environment['device']}, {build}\nWrote {output}")
+    click.echo(f"{counts} on {environment['device']}, {build}\nWrote {path}")
     if result["counts"]["failed"]:
         raise SystemExit(1)
 

@@ -167,6 +167,7 @@ def render(results: Path) -> dict[str, str]:
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
         for name, (draw, needed) in PLOTS.items():
             loaded = {need: history.shown(need, results) for need in needed}
-            if None not in loaded.values():
-                plots[f"{name}.svg"] = draw(loaded)
+            measured = {need: result for need, result in loaded.items() if result is not None}
+            if measured.keys() == loaded.keys():
+                plots[f"{name}.svg"] = draw(measured)
     return plots

@@ -131,7 +131,7 @@ def ninja_file(
         description="link $out",
     )
 
-    objects: list[str] = []
+    objects: list[tuple[str, str, str, dict[str, str]]] = []
     for component in package.components:
         for source in component.compiled:
             flags = [f"-I{path}" for path in component.include]

@@ -88,7 +88,7 @@ def read_toml(root: Path) -> dict:
 
 def check_sources(root: Path, tables: list[dict]) -> None:
     """Checks that what the tables of one build list is there, each file once."""
-    compiled = Counter()
+    compiled: Counter[str] = Counter()
     for table in tables:
         sources = Component.read(table).sources
         for source, count in Counter(sources).items():
@@ -180,6 +180,7 @@ class Package:
 
     @property
     def stable_abi(self) -> tuple[int, int]:
+        assert self.stable_abi_text is not None  # or the package was not read
         return version(self.stable_abi_text)
 
     def check_cuda(self, cuda: tuple[int, int]) -> None:

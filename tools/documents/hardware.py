@@ -75,7 +75,7 @@ def kernel_labels(kernels: list[dict]) -> list[str]:
     for kernel in kernels:
         label = re.sub(r"(?<=\d)x(?=\d)", "×", kernel["workload"])
         if launches[kernel["workload"]] > 1:
-            label += ", " + re.search(r"\w+(?=[<(])", kernel["kernel"])[0]
+            label += ", " + re.findall(r"\w+(?=[<(])", kernel["kernel"])[0]
         labels.append(label)
     return labels
 

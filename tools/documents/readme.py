@@ -73,7 +73,7 @@ def best_library(measured: dict, names: dict[str, str]) -> str:
     }
     if not over:
         return ""
-    best = min(over, key=over.get)
+    best = min(over, key=lambda name: over[name])
     return f"{times(over[best])} {names[best]}"
 
 
@@ -111,7 +111,7 @@ def summary_operations(results: Path) -> str:
         }
         typical = [kind for kind in speeds if kind not in targets.EXTREMES]
         for note, kinds in (("the worst typical", typical), ("the worst", list(speeds))):
-            kind = min(kinds, key=speeds.get)
+            kind = min(kinds, key=lambda name: speeds[name])
             measured = entry["inputs"][kind]["cold"]
             rows.append(
                 [

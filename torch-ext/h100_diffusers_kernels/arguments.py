@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import NoReturn, Optional
+from typing import Any, NoReturn, Optional
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ def find_proxy(values: tuple) -> Optional[torch.fx.Proxy]:
 # scalars, and Torch's own conversions none.
 
 
-def as_number(operation: str, name: str, value: object, accepted: str = "a number") -> float:
+def as_number(operation: str, name: str, value: Any, accepted: str = "a number") -> Any:
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -101,7 +101,7 @@ def as_number(operation: str, name: str, value: object, accepted: str = "a numbe
         fail(operation, f"{name} must be within float64, got {shown(value)}")
 
 
-def as_integer(operation: str, name: str, value: object) -> int:
+def as_integer(operation: str, name: str, value: Any) -> Any:
     if isinstance(value, torch.SymInt):
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -109,8 +109,8 @@ def as_integer(operation: str, name: str, value: object) -> int:
     return int(value)
 
 
-def as_heads(operation: str, heads: object) -> int:
-    heads = as_integer(operation, "heads", heads)
+def as_heads(operation: str, value: object) -> int:
+    heads = as_integer(operation, "heads", value)
     if heads < 1:
         fail(operation, f"heads must be at least 1, got {shown(heads)}")
     if heads > MAX_INTEGER:
@@ -378,10 +378,10 @@ def check_in_place(
                 f"{tuple(tensor.shape)} with strides {tensor.stride()}",
             )
     check_apart(operation, "k", k, "q", q)
-    for name, tensor in read_only.items():
-        if tensor is not None:
-            check_apart(operation, name, tensor, "q", q)
-            check_apart(operation, name, tensor, "k", k)
+    for name, other in read_only.items():
+        if other is not None:
+            check_apart(operation, name, other, "q", q)
+            check_apart(operation, name, other, "k", k)
 
 
 def check_apart(
@@ -514,8 +514,8 @@ def check_rope(operation: str, x: Tensor, cos: Tensor, sin: Tensor, layout: int)
     if x.dim() == 4:
         heads, head_dim = x.shape[2:]
     else:
-        width, head_dim = x.shape[2], cos.shape[-1] if cos.dim() else None
-        if head_dim is None or (width % head_dim if head_dim else width):
+        width, head_dim = x.shape[2], cos.shape[-1] if cos.dim() else 0
+        if cos.dim() == 0 or (width % head_dim if head_dim else width):
             fail(
                 operation,
                 f"cos must have a last dimension that divides the last dimension of x ({width}), "

@@ -176,9 +176,9 @@ def _parameters(function: Callable) -> dict[str, Parameter]:
         is_optional = typing.get_origin(annotation) is Union
         if is_optional:
             annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
-        kind = getattr(annotation, "__metadata__", (_KINDS.get(annotation),))[0]
+        kind = getattr(annotation, "__metadata__", None) or (_KINDS[annotation],)
         is_keyword = given.kind is inspect.Parameter.KEYWORD_ONLY
-        parameters[name] = Parameter(name, kind, is_optional, is_keyword, given.default)
+        parameters[name] = Parameter(name, kind[0], is_optional, is_keyword, given.default)
     return parameters
 
 
@@ -228,7 +228,7 @@ class Declaration:
             error, NotImplementedError
         ):  # what Torch says of a device without this operator
             parameter, value = named[0]
-            arguments.check_device_type(self.name, parameter.name, value)
+            arguments.check_kernel_device(self.name, parameter.name, value)
         no_memory = _NO_MEMORY.match(str(error))
         if no_memory:
             _raise_out_of_memory(error, *no_memory.groups())

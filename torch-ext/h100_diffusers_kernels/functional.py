@@ -336,11 +336,11 @@ def qk_norm_rope(
             check_choice("qk_norm_rope", "layout", layout, LAYOUTS)
         if isinstance(rope, CoordinateRope):
             run = _qk_norm_coordinate_rope_ if inplace else _qk_norm_coordinate_rope
-            first, second = rope
+            first, second = rope.coordinates, rope.frequencies
         else:
             run = _qk_norm_rope_ if inplace else _qk_norm_rope
             if rope is None:
-                first = second = None
+                first, second = None, None
             elif isinstance(rope, (tuple, list)):
                 first, second = rope
                 if first is None or second is None:
@@ -386,20 +386,20 @@ _qk_norm_coordinate_rope_ = ops.qk_norm_coordinate_rope_.default
 
 
 def _qk_norm_rope_formula(q, k, q_weight, k_weight, rope, heads, norm, layout, eps):
-    cos = sin = None
     options = (heads, _NORM_NUMBERS[norm], _LAYOUT_NUMBERS[layout])
+    head_dim = q.shape[2:].numel() // heads
     if isinstance(rope, CoordinateRope):
-        check_qk_norm_coordinate_rope(q, k, q_weight, k_weight, *rope, *options)
+        coordinates, frequencies = rope
+        check_qk_norm_coordinate_rope(q, k, q_weight, k_weight, coordinates, frequencies, *options)
         cos, sin = (table.unflatten(2, (heads, -1)) for table in rope.tables(q.shape[2:].numel()))
         if layout == "half":
             # The tables repeat an angle for neighbours; here the pair is half a head apart.
             cos, sin = (table[..., ::2].repeat(1, 1, 1, 2) for table in (cos, sin))
     else:
-        tables = (None, None) if rope is None else rope
-        check_qk_norm_rope(q, k, q_weight, k_weight, *tables, *options)
-    head_dim = q.shape[2:].numel() // heads
-    if rope is not None and cos is None:
-        cos, sin = (expressions.by_head(table, heads, head_dim) for table in rope)
+        cos, sin = (None, None) if rope is None else rope
+        check_qk_norm_rope(q, k, q_weight, k_weight, cos, sin, *options)
+        if rope is not None:
+            cos, sin = (expressions.by_head(table, heads, head_dim) for table in rope)
     how = {"head_dim": head_dim, "norm": norm, "layout": layout, "eps": eps}
     return (
         expressions.norm_rope(q, q_weight, cos, sin, **how),
@@ -481,9 +481,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout = "interleaved") ->
     """
     head_dim = x.shape[3] if x.dim() == 4 else cos.shape[-1]
     heads = x.shape[2:].numel() // head_dim if head_dim else 0
-    tables = (expressions.by_head(table, heads, head_dim) for table in (cos, sin))
+    cos, sin = (expressions.by_head(table, heads, head_dim) for table in (cos, sin))
     n = x.float().reshape(*x.shape[:2], heads, head_dim)
-    return expressions.rotated(n, *tables, layout).reshape(x.shape).to(x.dtype)
+    return expressions.rotated(n, cos, sin, layout).reshape(x.shape).to(x.dtype)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rope"))
