@@ -255,14 +255,14 @@ def fault(call):
     if len(message) > 400 or not PATTERNS[call.name].fullmatch(message):
         return f"not one sentence that names an argument: {message!r}"
     leader = _leader(call.arguments)
-    if leader is not None and not call.arguments.get("inplace"):
+    if leader is not None and call.arguments.get("inplace") is not True:
         leader.requires_grad_()
         other = call.outcome(call.arguments)
         leader.requires_grad_(False)
         if other != outcome:
             return f"{message!r}, but where an input requires grad {other}"
     is_for_meta = not any(change is other for _, change in call.changes for other in NOT_FOR_META)
-    if is_for_meta and not call.arguments.get("inplace"):
+    if is_for_meta and call.arguments.get("inplace") is not True:
         other = call.outcome(map_tensors(on_meta, call.arguments))
         if other != outcome:
             return f"{message!r}, but of tensors without memory {other}"

@@ -26,7 +26,6 @@ from inputs import (
     ACTIVATIONS,
     BY_PAIR,
     CALLS_BY_PAIR,
-    DECLARATIONS,
     DTYPES,
     GRID_AXES,
     OPERATIONS,
@@ -87,11 +86,6 @@ def registered_call(kernel, name, arguments):
     for axis in GRID_AXES:
         if axis in values:
             values[f"{axis}_cos"], values[f"{axis}_sin"] = values.pop(axis)
-    for parameter in DECLARATIONS[
-        name.removesuffix("_").replace("_coordinate", "")
-    ].parameters.values():
-        if parameter.kind.choices:
-            values[parameter.name] = parameter.kind.choices.index(values[parameter.name])
     return operator, [values[argument.name] for argument in operator._schema.arguments]
 
 

@@ -41,7 +41,7 @@ def declared_arguments(operator):
             continue
         if kind is DECLARATION.FLAG:  # chooses between operators
             continue
-        type_name = "int" if kind.choices else TYPES.get(kind, "Tensor")
+        type_name = "str" if kind.choices else TYPES.get(kind, "Tensor")
         for name in parameter.lowered:
             yield name, f"Optional[{type_name}]" if parameter.is_optional else type_name
 

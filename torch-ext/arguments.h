@@ -94,14 +94,6 @@ class ArgumentChecker {
   void float32(const char* name, const Tensor& tensor) const;
   void float32_or_same_dtype(const char* name, const Tensor& tensor) const;
 
-  // A choice among `count`, which a schema has as a number: a string would take a twentieth of a call's host
-  // time. The package's Python names them (arguments.py).
-  size_t choice(const char* name, int64_t number, size_t count) const {
-    if (number < 0 || number >= static_cast<int64_t>(count))
-      fail(operation_, name, " must be the number of one of ", count, " choices, got ", number);
-    return static_cast<size_t>(number);
-  }
-
   // A new contiguous tensor of x's dtype and device.
   OwnedTensor empty(const Sizes& shape) const;
 

@@ -138,20 +138,6 @@ def check_choice(operation: str, name: str, value: object, choices: tuple[str, .
         fail(operation, f"{name} must be {', '.join(others)} or {last}, got {shown(value)}")
 
 
-def check_number(operation: str, name: str, number: int, choices: tuple[str, ...]) -> None:
-    """A choice as the operators take it."""
-    if not 0 <= number < len(choices):
-        fail(
-            operation,
-            f"{name} must be the number of one of {len(choices)} choices, got {number}",
-        )
-
-
-def numbered(choices: tuple[str, ...]) -> dict[str, int]:
-    return {choice: number for number, choice in enumerate(choices)}
-
-
-# Choices, in the order of the numbers under which the operators take them.
 APPROXIMATIONS = ("none", "tanh")
 LAYOUTS = ("interleaved", "half")
 MIN_SCALE, MAX_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -303,14 +289,13 @@ def _check_qk(
     q_weight: Optional[Tensor],
     k_weight: Optional[Tensor],
     heads: int,
-    norm: int,
-    layout: int,
+    norm: str,
+    layout: str,
 ) -> int:
     """Everything of ``qk_norm_rope`` but its rotation; returns the head dimension."""
     check_input(operation, "q", q, min_dims=3)
-    check_number(operation, "norm", norm, NORMS)
-    check_number(operation, "layout", layout, LAYOUTS)
-    scope = NORMS[norm]
+    check_choice(operation, "norm", norm, NORMS)
+    check_choice(operation, "layout", layout, LAYOUTS)
     if q.dim() > 4:
         fail(
             operation,
@@ -339,19 +324,19 @@ def _check_qk(
     check_readable(operation, "k", k)
     k_heads = heads_of(k, head_dim)
     _require_countable_heads(operation, "q", q, max(heads, k_heads), head_dim)
-    if scope == "across_heads":
+    if norm == "across_heads":
         _require_countable_token(operation, "q", q, heads, head_dim)
         _require_countable_token(operation, "k", q, k_heads, head_dim)
     for name, weight, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
         if weight is None:
             continue
-        if scope == "none":
+        if norm == "none":
             fail(
                 operation,
                 f"{name} is accepted only with norm 'across_heads' or 'per_head', got norm 'none'",
             )
         full = x.shape[2:].numel()
-        check_shape(operation, name, weight, (head_dim if scope == "per_head" else full,), "q", q)
+        check_shape(operation, name, weight, (head_dim if norm == "per_head" else full,), "q", q)
     return head_dim
 
 
@@ -501,10 +486,10 @@ def _require_heads_of_tables(
             _require_equal_heads(operation, name, heads, k_heads)
 
 
-def check_rope(operation: str, x: Tensor, cos: Tensor, sin: Tensor, layout: int) -> None:
+def check_rope(operation: str, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
     """Every argument of ``rope``."""
     check_input(operation, "x", x, min_dims=3)
-    check_number(operation, "layout", layout, LAYOUTS)
+    check_choice(operation, "layout", layout, LAYOUTS)
     if x.dim() > 4:
         fail(
             operation,
@@ -536,11 +521,11 @@ def check_rope_3d(
     height_sin: Tensor,
     width_cos: Tensor,
     width_sin: Tensor,
-    layout: int,
+    layout: str,
 ) -> None:
     """Every argument of ``rope_3d``."""
     check_input(operation, "x", x, min_dims=4)
-    check_number(operation, "layout", layout, LAYOUTS)
+    check_choice(operation, "layout", layout, LAYOUTS)
     if x.dim() != 4:
         fail(
             operation,
@@ -594,8 +579,8 @@ def check_qk_norm_rope(
     cos: Optional[Tensor],
     sin: Optional[Tensor],
     heads: int,
-    norm: int,
-    layout: int,
+    norm: str,
+    layout: str,
 ) -> None:
     """Every argument of ``qk_norm_rope`` with tables or without a rotation."""
     operation = "qk_norm_rope"
@@ -618,8 +603,8 @@ def check_qk_norm_coordinate_rope(
     coordinates: Tensor,
     frequencies: Tensor,
     heads: int,
-    norm: int,
-    layout: int,
+    norm: str,
+    layout: str,
 ) -> None:
     """Every argument of ``qk_norm_rope`` with coordinates."""
     operation = "qk_norm_rope"

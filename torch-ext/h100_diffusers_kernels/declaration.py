@@ -45,7 +45,7 @@ class Kind:
         check_first: the same of the argument that is ``{leader}`` itself.
         fields: of a pair of tensors, the names under which the operator takes them.
         is_constant: nothing is differentiated with respect to it.
-        choices: of a string, all that there are; operators take their number.
+        choices: of a string, all that there are.
     """
 
     accepted: str
@@ -63,13 +63,8 @@ class Kind:
 
 
 def _choice(choices: str) -> Kind:
-    numbers = f"_numbered_{choices}"
-    convert = (
-        f"{{name}}_number = {numbers}.get({{name}})\n"
-        "if {name}_number is None:\n"
-        f"    _check_choice('{{operation}}', '{{name}}', {{name}}, _{choices})"
-    )
-    check = f"_check_number('{{operation}}', '{{name}}', {{name}}, _{choices})"
+    check = f"_check_choice('{{operation}}', '{{name}}', {{name}}, _{choices})"
+    convert = f"if {{name}} not in _{choices}:\n    {check}"
     values = getattr(arguments, choices)
     return Kind("a string", arguments.is_string, convert, check, choices=values)
 
@@ -143,11 +138,6 @@ class Parameter:
     def lowered(self) -> tuple[str, ...]:
         """The names under which the operator takes it."""
         return tuple(f.format(name=self.name) for f in self.kind.fields) or (self.name,)
-
-    @property
-    def converted(self) -> tuple[str, ...]:
-        """The names of what its statements made of it."""
-        return (f"{self.name}_number",) if self.kind.choices else self.lowered
 
     def items(self, value: object) -> list[tuple[str, object]]:
         """The value by its name, or what a pair holds by theirs."""
@@ -309,10 +299,6 @@ _NAMES = {
     "is_differentiated": is_differentiated,
     "is_grad_enabled": torch.is_grad_enabled,
     "are_transforms_active": torch._C._are_functorch_transforms_active,
-    **{
-        f"numbered_{name}": arguments.numbered(getattr(arguments, name))
-        for name in ("APPROXIMATIONS", "LAYOUTS", "NORMS")
-    },
 }
 
 
@@ -322,10 +308,6 @@ def _indented(text: str, steps: int) -> str:
 
 def _lowered(declaration: Declaration) -> str:
     return ", ".join(name for p in declaration.parameters.values() for name in p.lowered)
-
-
-def _converted(declaration: Declaration) -> str:
-    return ", ".join(name for p in declaration.parameters.values() for name in p.converted)
 
 
 def _check_text(declaration: Declaration) -> str:
@@ -370,9 +352,9 @@ def {declaration.name}({signature}):
         if (
             _is_grad_enabled() or _forward_ad._current_level >= 0 or _are_transforms_active()
         ) and _is_differentiated({differentiable}):
-            _check({_converted(declaration)})
+            _check({_lowered(declaration)})
             return _formula({by_name})
-        return _operator({_converted(declaration)})
+        return _operator({_lowered(declaration)})
     except _ERRORS as error:
         return _explain(error, ({values}))
 """

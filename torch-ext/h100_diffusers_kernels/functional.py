@@ -35,7 +35,6 @@ from .arguments import (
     check_rope,
     check_rope_3d,
     check_tables_dim,
-    numbered,
 )
 from .declaration import (
     DECLARATIONS,
@@ -330,8 +329,7 @@ def qk_norm_rope(
             eps = as_number("qk_norm_rope", "eps", eps)
         if inplace is not False and inplace is not True:
             check_flag("qk_norm_rope", "inplace", inplace)
-        norm_number, layout_number = _NORM_NUMBERS.get(norm), _LAYOUT_NUMBERS.get(layout)
-        if norm_number is None or layout_number is None:
+        if norm not in NORMS or layout not in LAYOUTS:
             check_choice("qk_norm_rope", "norm", norm, NORMS)
             check_choice("qk_norm_rope", "layout", layout, LAYOUTS)
         if isinstance(rope, CoordinateRope):
@@ -356,9 +354,7 @@ def qk_norm_rope(
                     "a tangent, got True"
                 )
             return _qk_norm_rope_formula(q, k, q_weight, k_weight, rope, heads, norm, layout, eps)
-        results = run(
-            q, k, q_weight, k_weight, first, second, heads, norm_number, layout_number, eps
-        )
+        results = run(q, k, q_weight, k_weight, first, second, heads, norm, layout, eps)
         if not inplace:
             return results
         # Autograd notices a backward that needs the values from before.
@@ -370,7 +366,6 @@ def qk_norm_rope(
         return _QK_NORM_ROPE.explain(error, values)
 
 
-_NORM_NUMBERS, _LAYOUT_NUMBERS = numbered(NORMS), numbered(LAYOUTS)
 _are_transforms_active = torch._C._are_functorch_transforms_active
 _QK_NORM_ROPE = Declaration("qk_norm_rope", qk_norm_rope)
 _QK_NORM_ROPE.function = qk_norm_rope
@@ -386,7 +381,7 @@ _qk_norm_coordinate_rope_ = ops.qk_norm_coordinate_rope_.default
 
 
 def _qk_norm_rope_formula(q, k, q_weight, k_weight, rope, heads, norm, layout, eps):
-    options = (heads, _NORM_NUMBERS[norm], _LAYOUT_NUMBERS[layout])
+    options = (heads, norm, layout)
     head_dim = q.shape[2:].numel() // heads
     if isinstance(rope, CoordinateRope):
         coordinates, frequencies = rope
@@ -402,8 +397,8 @@ def _qk_norm_rope_formula(q, k, q_weight, k_weight, rope, heads, norm, layout, e
             cos, sin = (expressions.by_head(table, heads, head_dim) for table in rope)
     how = {"head_dim": head_dim, "norm": norm, "layout": layout, "eps": eps}
     return (
-        expressions.norm_rope(q, q_weight, cos, sin, **how),
-        expressions.norm_rope(k, k_weight, cos, sin, **how),
+        expressions.norm_rope(q, q_weight, cos, sin, **options),
+        expressions.norm_rope(k, k_weight, cos, sin, **options),
     )
 
 

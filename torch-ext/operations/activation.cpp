@@ -1,4 +1,6 @@
 // Activations.
+#include <string_view>
+
 #include "../torch_binding.h"
 
 namespace h100_diffusers_kernels {
@@ -7,15 +9,16 @@ namespace {
 using ActivationLauncher = void (*)(const ActivationParams&, Stream);
 
 OwnedTensor run_activation(const char* operation, ActivationLauncher launcher, const Tensor& x, bool is_gated,
-                           int64_t approximate, const OptionalTensor& bias) {
+                           std::string_view approximate, const OptionalTensor& bias) {
   const ArgumentChecker check(operation, "x", x);
   if (is_gated && check.hidden() % 2 != 0)
     fail(operation, "x must have an even last dimension, got ", check.hidden());
-  check.choice("approximate", approximate, 2);
+  if (approximate != "none" && approximate != "tanh")
+    fail(operation, "approximate must be 'none' or 'tanh', got '", approximate, "'");
   ActivationParams params{};
   params.hidden = is_gated ? check.hidden() / 2 : check.hidden();
   params.dtype = check.dtype();
-  params.tanh_approximation = approximate == 1;
+  params.tanh_approximation = approximate == "tanh";
   params.bias = check.vector("bias", bias, check.hidden());
   Sizes out_shape = check.shape();
   out_shape.back() = params.hidden;
@@ -29,20 +32,20 @@ OwnedTensor run_activation(const char* operation, ActivationLauncher launcher, c
 }
 
 template <ActivationLauncher launcher, bool is_gated>
-OwnedTensor with_approximation(const char* operation, const Tensor& x, int64_t approximate,
+OwnedTensor with_approximation(const char* operation, const Tensor& x, std::string_view approximate,
                                const OptionalTensor& bias) {
   return run_activation(operation, launcher, x, is_gated, approximate, bias);
 }
 
 template <ActivationLauncher launcher, bool is_gated>
 OwnedTensor activation(const char* operation, const Tensor& x, const OptionalTensor& bias) {
-  return run_activation(operation, launcher, x, is_gated, 0, bias);
+  return run_activation(operation, launcher, x, is_gated, "none", bias);
 }
 
 constexpr Operation kOperations[] = {
-    operation<"gelu(Tensor x, int approximate, Tensor? bias) -> Tensor", with_approximation<gelu, false>>(),
+    operation<"gelu(Tensor x, str approximate, Tensor? bias) -> Tensor", with_approximation<gelu, false>>(),
     operation<"silu(Tensor x, Tensor? bias) -> Tensor", activation<silu, false>>(),
-    operation<"geglu(Tensor x, int approximate, Tensor? bias) -> Tensor", with_approximation<geglu, true>>(),
+    operation<"geglu(Tensor x, str approximate, Tensor? bias) -> Tensor", with_approximation<geglu, true>>(),
     operation<"swiglu(Tensor x, Tensor? bias) -> Tensor", activation<swiglu, true>>(),
 };
 

@@ -18,7 +18,7 @@ class QkNormRope {
   };
 
   QkNormRope(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight, const OptionalTensor& k_weight,
-             int64_t heads, int64_t norm, int64_t layout, double eps)
+             int64_t heads, std::string_view norm, std::string_view layout, double eps)
       : q_(q), k_(k), check_(kOperation, "q", q, 3) {
     params_.dtype = check_.dtype();
     params_.eps = static_cast<float>(eps);
@@ -103,9 +103,11 @@ class QkNormRope {
   }
 
  private:
-  NormScope parse_norm(int64_t number) const {
-    constexpr NormScope kNorms[] = {NormScope::kAcrossHeads, NormScope::kPerHead, NormScope::kNone};
-    return kNorms[check_.choice("norm", number, std::size(kNorms))];
+  NormScope parse_norm(std::string_view name) const {
+    if (name == "across_heads") return NormScope::kAcrossHeads;
+    if (name == "per_head") return NormScope::kPerHead;
+    if (name == "none") return NormScope::kNone;
+    fail(kOperation, "norm must be 'across_heads', 'per_head' or 'none', got '", name, "'");
   }
 
   void set_heads(int64_t heads) {
@@ -198,8 +200,8 @@ class QkNormRope {
 
 TwoTensors call_qk_norm_rope(const char*, const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
                              const OptionalTensor& k_weight, const OptionalTensor& cos,
-                             const OptionalTensor& sin, int64_t heads, int64_t norm, int64_t layout,
-                             double eps) {
+                             const OptionalTensor& sin, int64_t heads, std::string_view norm,
+                             std::string_view layout, double eps) {
   QkNormRope call(q, k, q_weight, k_weight, heads, norm, layout, eps);
   call.rotate_by_tables(cos, sin);
   return call.run();
@@ -207,7 +209,7 @@ TwoTensors call_qk_norm_rope(const char*, const Tensor& q, const Tensor& k, cons
 
 void call_qk_norm_rope_(const char*, const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
                         const OptionalTensor& k_weight, const OptionalTensor& cos, const OptionalTensor& sin,
-                        int64_t heads, int64_t norm, int64_t layout, double eps) {
+                        int64_t heads, std::string_view norm, std::string_view layout, double eps) {
   QkNormRope call(q, k, q_weight, k_weight, heads, norm, layout, eps);
   call.rotate_by_tables(cos, sin);
   call.run_in_place({{"q_weight", q_weight}, {"k_weight", k_weight}, {"cos", cos}, {"sin", sin}});
@@ -216,7 +218,7 @@ void call_qk_norm_rope_(const char*, const Tensor& q, const Tensor& k, const Opt
 TwoTensors call_qk_norm_coordinate_rope(const char*, const Tensor& q, const Tensor& k,
                                         const OptionalTensor& q_weight, const OptionalTensor& k_weight,
                                         const Tensor& coordinates, const Tensor& frequencies, int64_t heads,
-                                        int64_t norm, int64_t layout, double eps) {
+                                        std::string_view norm, std::string_view layout, double eps) {
   QkNormRope call(q, k, q_weight, k_weight, heads, norm, layout, eps);
   call.rotate_by_coordinates(coordinates, frequencies);
   return call.run();
@@ -225,7 +227,7 @@ TwoTensors call_qk_norm_coordinate_rope(const char*, const Tensor& q, const Tens
 void call_qk_norm_coordinate_rope_(const char*, const Tensor& q, const Tensor& k,
                                    const OptionalTensor& q_weight, const OptionalTensor& k_weight,
                                    const Tensor& coordinates, const Tensor& frequencies, int64_t heads,
-                                   int64_t norm, int64_t layout, double eps) {
+                                   std::string_view norm, std::string_view layout, double eps) {
   QkNormRope call(q, k, q_weight, k_weight, heads, norm, layout, eps);
   call.rotate_by_coordinates(coordinates, frequencies);
   call.run_in_place({{"q_weight", q_weight},
@@ -236,17 +238,17 @@ void call_qk_norm_coordinate_rope_(const char*, const Tensor& q, const Tensor& k
 
 constexpr Operation kOperations[] = {
     operation<"qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos,"
-              " Tensor? sin, int heads, int norm, int layout, float eps) -> (Tensor, Tensor)",
+              " Tensor? sin, int heads, str norm, str layout, float eps) -> (Tensor, Tensor)",
               call_qk_norm_rope>(),
     operation<"qk_norm_rope_(Tensor(a!) q, Tensor(b!) k, Tensor? q_weight, Tensor? k_weight, Tensor? cos,"
-              " Tensor? sin, int heads, int norm, int layout, float eps) -> ()",
+              " Tensor? sin, int heads, str norm, str layout, float eps) -> ()",
               call_qk_norm_rope_>(),
     operation<"qk_norm_coordinate_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight,"
-              " Tensor coordinates, Tensor frequencies, int heads, int norm, int layout, float eps)"
+              " Tensor coordinates, Tensor frequencies, int heads, str norm, str layout, float eps)"
               " -> (Tensor, Tensor)",
               call_qk_norm_coordinate_rope>(),
     operation<"qk_norm_coordinate_rope_(Tensor(a!) q, Tensor(b!) k, Tensor? q_weight, Tensor? k_weight,"
-              " Tensor coordinates, Tensor frequencies, int heads, int norm, int layout, float eps) -> ()",
+              " Tensor coordinates, Tensor frequencies, int heads, str norm, str layout, float eps) -> ()",
               call_qk_norm_coordinate_rope_>(),
 };
 

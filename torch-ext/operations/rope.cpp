@@ -42,9 +42,9 @@ HeadsShape heads_shape(const ArgumentChecker& check, const Tensor& cos) {
 }
 
 OwnedTensor call_rope(const char* operation, const Tensor& x, const Tensor& cos, const Tensor& sin,
-                      int64_t layout_number) {
+                      std::string_view layout_name) {
   const ArgumentChecker check(operation, "x", x, 3);
-  const RopeLayout layout = parse_layout(check, layout_number);
+  const RopeLayout layout = parse_layout(check, layout_name);
   const HeadsShape shape = heads_shape(check, cos);
   require_even_head_dim(check, shape.head_dim);
   require_countable_heads(check, shape);
@@ -94,9 +94,9 @@ RopeAxis rope_axis(const ArgumentChecker& check, const AxisTables& axis, const A
 
 OwnedTensor call_rope_3d(const char* operation, const Tensor& x, const Tensor& frame_cos,
                          const Tensor& frame_sin, const Tensor& height_cos, const Tensor& height_sin,
-                         const Tensor& width_cos, const Tensor& width_sin, int64_t layout_number) {
+                         const Tensor& width_cos, const Tensor& width_sin, std::string_view layout_name) {
   const ArgumentChecker check(operation, "x", x, 4);
-  const RopeLayout layout = parse_layout(check, layout_number);
+  const RopeLayout layout = parse_layout(check, layout_name);
   const Sizes& sizes = check.shape();
   if (sizes.size() != 4)
     fail(check.operation(), "x must have shape (batch, seq, heads, head_dim), got ", to_string(sizes));
@@ -128,9 +128,9 @@ OwnedTensor call_rope_3d(const char* operation, const Tensor& x, const Tensor& f
 }
 
 constexpr Operation kOperations[] = {
-    operation<"rope(Tensor x, Tensor cos, Tensor sin, int layout) -> Tensor", call_rope>(),
+    operation<"rope(Tensor x, Tensor cos, Tensor sin, str layout) -> Tensor", call_rope>(),
     operation<"rope_3d(Tensor x, Tensor frame_cos, Tensor frame_sin, Tensor height_cos, Tensor height_sin,"
-              " Tensor width_cos, Tensor width_sin, int layout) -> Tensor",
+              " Tensor width_cos, Tensor width_sin, str layout) -> Tensor",
               call_rope_3d>(),
 };
 

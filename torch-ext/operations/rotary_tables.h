@@ -1,15 +1,16 @@
 // What the rotary embeddings have in common: layouts, heads and the tables of cosine and sine.
 #pragma once
 
-#include <iterator>
+#include <string_view>
 
 #include "../arguments.h"
 
 namespace h100_diffusers_kernels {
 
-inline RopeLayout parse_layout(const ArgumentChecker& check, int64_t number) {
-  constexpr RopeLayout kLayouts[] = {RopeLayout::kInterleaved, RopeLayout::kHalf};
-  return kLayouts[check.choice("layout", number, std::size(kLayouts))];
+inline RopeLayout parse_layout(const ArgumentChecker& check, std::string_view name) {
+  if (name == "interleaved") return RopeLayout::kInterleaved;
+  if (name == "half") return RopeLayout::kHalf;
+  fail(check.operation(), "layout must be 'interleaved' or 'half', got '", name, "'");
 }
 
 struct HeadsShape {
