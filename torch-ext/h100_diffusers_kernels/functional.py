@@ -397,8 +397,8 @@ def _qk_norm_rope_formula(q, k, q_weight, k_weight, rope, heads, norm, layout, e
             cos, sin = (expressions.by_head(table, heads, head_dim) for table in rope)
     how = {"head_dim": head_dim, "norm": norm, "layout": layout, "eps": eps}
     return (
-        expressions.norm_rope(q, q_weight, cos, sin, **options),
-        expressions.norm_rope(k, k_weight, cos, sin, **options),
+        expressions.norm_rope(q, q_weight, cos, sin, **how),
+        expressions.norm_rope(k, k_weight, cos, sin, **how),
     )
 
 
