@@ -252,7 +252,7 @@ def fault(call):
         memory.assert_unchanged()
     if kind not in (ValueError, TypeError):
         return f"{kind.__name__}: {message}"
-    if len(message) > 400 or not PATTERNS[call.name].fullmatch(message):
+    if len(message) > 1200 or not PATTERNS[call.name].fullmatch(message):
         return f"not one sentence that names an argument: {message!r}"
     leader = _leader(call.arguments)
     if leader is not None and call.arguments.get("inplace") is not True:

@@ -45,7 +45,7 @@ FAULTS = {
     "no argument": (silu("silu: something must be right, got int64"), "not one sentence"),
     "two lines": (silu(GOOD + "\nand more"), "not one sentence"),
     "no value": (silu("silu: x must be float32"), "not one sentence"),
-    "too long": (silu(GOOD + "!" * 400), "not one sentence"),
+    "too long": (silu(GOOD + "!" * 1200), "not one sentence"),
     "another kind": (silu(GOOD, kind=RuntimeError), "RuntimeError"),
     "another path": (silu(GOOD, with_gradients=GOOD + "!"), "where an input requires grad"),
 }

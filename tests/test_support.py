@@ -509,7 +509,7 @@ def test_tensors_of_libraries_are_refused(kernel, device, mesh):
     quantization.quantize_(linear, quantization.Int8WeightOnlyConfig())
     sharded = distribute_tensor(x, mesh, [Replicate()])
     for call in (lambda: kernel.silu(sharded), lambda: kernel.rms_norm(x, linear.weight[0])):
-        with pytest.raises((NotImplementedError, TypeError, ValueError)):
+        with pytest.raises(TypeError, match=r": \w+ must be a plain tensor, got \w+"):
             call()
     norm = RMSNorm(64, eps=1e-6).to(device)
     norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh, [Replicate()]))
@@ -536,6 +536,14 @@ class Norms(nn.Module):
         return self.kernel.silu(self.kernel.rms_norm(x, weight)) * 2
 
 
+# Of a model without this package, too.
+loads_compiled_packages = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.__version__.startswith("2.11."),
+    reason="PyTorch's own loader of models compiled ahead of time crashes there",
+)
+
+
+@loads_compiled_packages
 @pytest.mark.slow
 @torch.no_grad()
 def test_exported_operations(kernel, device, tmp_path):
@@ -557,6 +565,7 @@ def test_exported_operations(kernel, device, tmp_path):
         assert torch.equal(loaded(others, weight), model(others, weight))
 
 
+@loads_compiled_packages
 @pytest.mark.slow
 @every_family
 @torch.no_grad()

@@ -10,7 +10,7 @@ import numbers
 from typing import Any, NoReturn, Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._ops import add_op_namespace_prefix
 from .overlap import overlap, overlaps_itself
@@ -143,6 +143,17 @@ LAYOUTS = ("interleaved", "half")
 MIN_SCALE, MAX_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 MAX_INTEGER = 2**63 - 1  # of a schema
 NORMS = ("across_heads", "per_head", "none")
+
+
+PLAIN_TYPES = (Tensor, nn.Parameter)
+# Subclasses of Tensor that stand for plain ones while something is traced.
+_TRACED_TYPES = "torch._subclasses."
+
+
+def is_plain(tensor: Optional[Tensor]) -> bool:
+    """Whether a tensor, if there is one, is no quantized, sharded or otherwise special subclass."""
+    cls = type(tensor)
+    return tensor is None or cls in PLAIN_TYPES or cls.__module__.startswith(_TRACED_TYPES)
 
 
 def check_layout(operation: str, name: str, tensor: Tensor) -> None:

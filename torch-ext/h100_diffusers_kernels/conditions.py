@@ -6,24 +6,21 @@ LoRA, quantization, offloading, autocast or another device may come at any time.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .arguments import ATTENTION_HEAD_DIMS, KERNEL_DEVICE_TYPE, dtype_name
+from .arguments import (
+    ATTENTION_HEAD_DIMS,
+    KERNEL_DEVICE_TYPE,
+    PLAIN_TYPES,
+    dtype_name,
+    is_plain,
+)
 from .differentiation import is_differentiated, is_in_dual_level
 
 _IS_CUDA = KERNEL_DEVICE_TYPE == "cuda"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ATTENTION_DTYPES = (torch.bfloat16, torch.float16)
-_PLAIN_TYPES = (Tensor, nn.Parameter)
-# Subclasses of Tensor that stand for plain ones while something is traced.
-_TRACED_TYPES = "torch._subclasses."
-
-
-def is_plain(tensor: Tensor | None) -> bool:
-    """Whether a tensor, if there is one, is no quantized, sharded or otherwise special subclass."""
-    cls = type(tensor)
-    return tensor is None or cls in _PLAIN_TYPES or cls.__module__.startswith(_TRACED_TYPES)
 
 
 def kernels_run_on(x: Tensor) -> bool:
@@ -56,13 +53,13 @@ def of_one_form(x: Tensor, *others: Tensor | None) -> bool:
     own code asks of them, too.
     """
     dtype = x.dtype
-    if dtype not in _DTYPES or type(x) not in _PLAIN_TYPES and not is_plain(x):
+    if dtype not in _DTYPES or type(x) not in PLAIN_TYPES and not is_plain(x):
         return False
     for tensor in others:
         if tensor is not None and (
             tensor.dtype != dtype
             or not (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
-            or (type(tensor) not in _PLAIN_TYPES and not is_plain(tensor))
+            or (type(tensor) not in PLAIN_TYPES and not is_plain(tensor))
         ):
             return False
     return x.stride(-1) == 1 or x.shape[-1] <= 1

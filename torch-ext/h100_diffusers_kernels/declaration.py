@@ -210,10 +210,20 @@ class Declaration:
             return proxy.tracer.create_proxy("call_function", self.function, args, kwargs)
         for parameter, value in named:
             parameter.check_type(self.name, value)
-        for parameter, value in named:
-            for name, item in parameter.items(value):
-                if isinstance(item, Tensor):
-                    arguments.check_layout(self.name, name, item)
+        tensors = [
+            (name, item)
+            for parameter, value in named
+            for name, item in parameter.items(value)
+            if isinstance(item, Tensor)
+        ]
+        for name, item in tensors:
+            arguments.check_layout(self.name, name, item)
+        if isinstance(
+            error, RuntimeError
+        ):  # what libraries' tensors say of an operator that they do not know
+            for name, item in tensors:
+                if not arguments.is_plain(item):
+                    arguments.refuse_type(self.name, name, "a plain tensor", item)
         if isinstance(
             error, NotImplementedError
         ):  # what Torch says of a device without this operator
