@@ -218,15 +218,13 @@ class Declaration:
         ]
         for name, item in tensors:
             arguments.check_layout(self.name, name, item)
-        if isinstance(
-            error, RuntimeError
-        ):  # what libraries' tensors say of an operator that they do not know
+        # What libraries' tensors say of an operator that they do not know.
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             for name, item in tensors:
                 if not arguments.is_plain(item):
                     arguments.refuse_type(self.name, name, "a plain tensor", item)
-        if isinstance(
-            error, NotImplementedError
-        ):  # what Torch says of a device without this operator
+        # What Torch says of a device without this operator.
+        if isinstance(error, NotImplementedError):
             parameter, value = named[0]
             arguments.check_kernel_device(self.name, parameter.name, value)
         no_memory = _NO_MEMORY.match(str(error))
