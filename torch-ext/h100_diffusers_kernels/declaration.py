@@ -187,10 +187,12 @@ class Declaration:
         function: the public one.
         family: the file of ``torch-ext/operations`` that has its operator.
         check: takes the operator's arguments and refuses what the operator refuses.
+        check_values: takes the public function's.
     """
 
     function: Callable
     check: Callable
+    check_values: Callable
 
     def __init__(self, family: str, function: Callable) -> None:
         self.family = family
@@ -218,6 +220,8 @@ class Declaration:
         ]
         for name, item in tensors:
             arguments.check_layout(self.name, name, item)
+        if any(item.is_neg() or item.is_conj() for _, item in tensors):
+            self.check_values(*values)  # the operator was given copies, or copying is what failed
         # What libraries' tensors say of an operator that they do not know.
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             for name, item in tensors:
@@ -266,6 +270,13 @@ def operation(family: str, check: Optional[Callable] = None) -> Callable[[Callab
             declaration.check = _compiled(declaration, "check", _check_text(declaration), {})
         else:
             declaration.check = functools.partial(check, declaration.name)
+        declaration.check_values = lambda *values: declaration.check(
+            *(
+                item
+                for parameter, value in zip(declaration.parameters.values(), values)
+                for _, item in parameter.items(value)
+            )
+        )
         names = {
             "formula": formula,
             "operator": operator,

@@ -380,21 +380,29 @@ _qk_norm_coordinate_rope = ops.qk_norm_coordinate_rope.default
 _qk_norm_coordinate_rope_ = ops.qk_norm_coordinate_rope_.default
 
 
-def _qk_norm_rope_formula(q, k, q_weight, k_weight, rope, heads, norm, layout, eps):
-    options = (heads, norm, layout)
-    head_dim = q.shape[2:].numel() // heads
+def _check_qk_norm_rope(q, k, q_weight, k_weight, rope, heads, norm, layout, *_):
+    first, second = (None, None) if rope is None else rope
+    values = (q, k, q_weight, k_weight, first, second, heads, norm, layout)
     if isinstance(rope, CoordinateRope):
-        coordinates, frequencies = rope
-        check_qk_norm_coordinate_rope(q, k, q_weight, k_weight, coordinates, frequencies, *options)
+        check_qk_norm_coordinate_rope(*values)
+    else:
+        check_qk_norm_rope(*values)
+
+
+_QK_NORM_ROPE.check_values = _check_qk_norm_rope
+
+
+def _qk_norm_rope_formula(q, k, q_weight, k_weight, rope, heads, norm, layout, eps):
+    _check_qk_norm_rope(q, k, q_weight, k_weight, rope, heads, norm, layout)
+    head_dim = q.shape[2:].numel() // heads
+    cos = sin = None
+    if isinstance(rope, CoordinateRope):
         cos, sin = (table.unflatten(2, (heads, -1)) for table in rope.tables(q.shape[2:].numel()))
         if layout == "half":
             # The tables repeat an angle for neighbours; here the pair is half a head apart.
             cos, sin = (table[..., ::2].repeat(1, 1, 1, 2) for table in (cos, sin))
-    else:
-        cos, sin = (None, None) if rope is None else rope
-        check_qk_norm_rope(q, k, q_weight, k_weight, cos, sin, *options)
-        if rope is not None:
-            cos, sin = (expressions.by_head(table, heads, head_dim) for table in rope)
+    elif rope is not None:
+        cos, sin = (expressions.by_head(table, heads, head_dim) for table in rope)
     how = {"head_dim": head_dim, "norm": norm, "layout": layout, "eps": eps}
     return (
         expressions.norm_rope(q, q_weight, cos, sin, **how),
