@@ -517,7 +517,8 @@ def test_builds_side_by_side_keep_to_their_own_symbols(tiny, tmp_path):
     other.commit()
     for package in (tiny, other):
         package.build()
-        assert run(sys.executable, TOOLS / "check_abi.py", package.variant).returncode == 0
+        process = run(sys.executable, TOOLS / "check_abi.py", package.variant)
+        assert process.returncode == 0, process.stdout
     for flags in ("os.RTLD_NOW", "os.RTLD_NOW | os.RTLD_GLOBAL"):
         results = run_python(
             "import os, sys; from pathlib import Path; import torch\n"

@@ -381,12 +381,13 @@ _qk_norm_coordinate_rope_ = ops.qk_norm_coordinate_rope_.default
 
 
 def _check_qk_norm_rope(q, k, q_weight, k_weight, rope, heads, norm, layout, *_):
-    first, second = (None, None) if rope is None else rope
-    values = (q, k, q_weight, k_weight, first, second, heads, norm, layout)
+    weights, options = (q_weight, k_weight), (heads, norm, layout)
     if isinstance(rope, CoordinateRope):
-        check_qk_norm_coordinate_rope(*values)
+        coordinates, frequencies = rope
+        check_qk_norm_coordinate_rope(q, k, *weights, coordinates, frequencies, *options)
     else:
-        check_qk_norm_rope(*values)
+        cos, sin = (None, None) if rope is None else rope
+        check_qk_norm_rope(q, k, *weights, cos, sin, *options)
 
 
 _QK_NORM_ROPE.check_values = _check_qk_norm_rope
