@@ -32,7 +32,8 @@ ALLOWED_LIBRARIES = re.compile(
 )
 # What an extension may show: its entry, the linker's marks, and instances of the C++ library's templates.
 EXPORTED_SYMBOLS = re.compile(
-    r"PyInit_\w+|_init|_fini|__bss_start|_edata|_end|_Z(GV|T[ISTV]|Z)*N?K?(S[abdiost]|9__gnu_cxx|5torch|3c10|2at).*"
+    r"PyInit_\w+|_init|_fini|__bss_start|_edata|_end"
+    r"|_Z(GV|T[ISTV]|Z)*N?K?[RO]?(S[abdiost]|9__gnu_cxx|5torch|3c10|2at).*"  # R, O: of & and &&
 )
 # Versioned by the C and C++ runtime that the compiler was installed with.
 TOOLCHAIN_VERSIONS = {"GLIBC", "GLIBCXX", "CXXABI", "GCC"}
