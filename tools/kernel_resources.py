@@ -156,6 +156,11 @@ def count_opcodes(lines: list[str]) -> Counter[str]:
     return Counter(match[1] for match in map(INSTRUCTION.match, lines) if match)
 
 
+def machine_code(extension: Path) -> dict[str, Counter[str]]:
+    """Returns {mangled name: {opcode: count}} of the kernels that the extension, or a program, holds."""
+    return {name: count_opcodes(lines) for name, lines in disassembly(extension).items()}
+
+
 def digest(lines: list[str]) -> str:
     """Returns what is the same for two kernels if and only if their instructions are."""
     halves = [match[1] for match in map(ENCODING.search, lines) if match]
