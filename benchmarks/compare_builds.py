@@ -16,6 +16,7 @@ import functools
 import json
 import statistics
 from pathlib import Path
+from types import ModuleType
 
 import click
 import models
@@ -28,6 +29,19 @@ from tabulate import tabulate
 
 WARM_UP_ROUNDS = 3
 CONTROL = "before, again"
+
+
+def load_builds(before: Path) -> dict[str, ModuleType]:
+    """The build of the checkout `before`, once more as its own control, and this checkout's."""
+    shared = ids(before) & ids(models.CHECKOUT)
+    if shared and before.resolve() != models.CHECKOUT:
+        # Python would take modules of one for the other's.
+        raise click.UsageError(f"both builds are {min(shared)}: commit, and build again")
+    try:
+        one, other = map(models.load_local_kernel, (before, models.CHECKOUT))
+    except FileNotFoundError as error:
+        raise click.UsageError(str(error)) from None
+    return {"before": one, CONTROL: one, "after": other}
 
 
 @click.command()
@@ -46,17 +60,10 @@ CONTROL = "before, again"
 def main(before, model, sizes, device, dtype, tiny, rounds, pause_s, output) -> None:
     """Time single forwards injected by the build in the checkout BEFORE and by this one's."""
     published = model
-    shared = ids(before) & ids(models.CHECKOUT)
-    if shared and before.resolve() != models.CHECKOUT:
-        # Python would take modules of one for the other's.
-        raise click.UsageError(f"both builds are {min(shared)}: commit, and build again")
-    try:
-        one, other = map(models.load_local_kernel, (before, models.CHECKOUT))
-    except FileNotFoundError as error:
-        raise click.UsageError(str(error)) from None
+    kernels = load_builds(before)
     model = published.transformer(device, dtype, tiny)
     instances = {}
-    for name, kernel in {"before": one, CONTROL: one, "after": other}.items():
+    for name, kernel in kernels.items():
         instances[name] = models.twin(model)
         kernel.inject_kernels(instances[name])
 

@@ -23,11 +23,10 @@ from types import ModuleType
 
 import bench_rope
 import click
-import models
 import record
 import timing
 import torch
-from compare_builds import CONTROL, ids
+from compare_builds import CONTROL, load_builds
 from comparison import outputs
 from distance import relative_distance
 from options import DEVICE
@@ -279,14 +278,7 @@ def main(before, device, only, rounds, size, threshold, only_list, output) -> No
         raise click.UsageError(f"--only {only} names no workload: see --list")
     if only_list:
         return click.echo("\n".join(map(str, workloads)))
-    shared = ids(before) & ids(models.CHECKOUT)
-    if shared and before.resolve() != models.CHECKOUT:
-        raise click.UsageError(f"both builds are {min(shared)}: commit, and build again")
-    try:
-        one, other = map(models.load_local_kernel, (before, models.CHECKOUT))
-    except FileNotFoundError as error:
-        raise click.UsageError(str(error)) from None
-    kernels = {"before": one, CONTROL: one, "after": other}
+    kernels = load_builds(before)
     stopwatch = timing.Stopwatch(device)
     environment = record.environment(device)
     entries = []

@@ -39,6 +39,21 @@ def _seed():
 
 
 @pytest.fixture
+def mesh(device):
+    """A device mesh of this process alone."""
+    from torch import distributed
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend = "nccl" if device == "cuda" else "gloo"
+    distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with one_thread():
+            yield distributed.device_mesh.init_device_mesh(device, (1,))
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.fixture
 def _one_thread():
     with one_thread():
         yield

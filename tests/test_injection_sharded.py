@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from checks import one_thread
 from injected_pairs import assert_alike, distance, pair
 from ltx_models import calls_of, either_order, inputs, kernel_calls, run, transformer
 
@@ -27,18 +26,6 @@ AFFINE = {"blocks": 3, "norm_elementwise_affine": True}
 
 # ------------------------------------------------------------------------------------------------
 # DTensors, in this process alone
-
-
-@pytest.fixture
-def mesh(device):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with one_thread():
-            yield dist.device_mesh.init_device_mesh(device, (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 def full(out):

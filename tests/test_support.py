@@ -9,7 +9,6 @@ import collections
 import copy
 import functools
 import io
-import os
 import pickle
 import re
 from pathlib import Path
@@ -17,7 +16,6 @@ from pathlib import Path
 import click
 import pytest
 import torch
-import torch.distributed as dist
 import torchao.quantization as quantization
 from diffusers import FasterCacheConfig, FluxControlNetModel
 from diffusers.hooks import LayerSkipConfig, apply_layer_skip
@@ -487,19 +485,8 @@ def test_special_tensors_are_refused(kernel, device, kind):
         pytest.skip("MKL-DNN tensors are on a CPU")
     x = SPECIAL[kind](torch.randn(3, 8, device=device))
     for function in (kernel.silu, kernel.rms_norm, kernel.softmax):
-        with pytest.raises((NotImplementedError, TypeError, ValueError)):
+        with pytest.raises(ValueError, match="x must be a strided tensor, got"):
             function(x)
-
-
-@pytest.fixture
-def mesh(device):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield dist.device_mesh.init_device_mesh(device, (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_tensors_of_libraries_are_refused(kernel, device, mesh):
