@@ -65,6 +65,22 @@ def of_one_form(x: Tensor, *others: Tensor | None) -> bool:
     return x.stride(-1) == 1 or x.shape[-1] <= 1
 
 
+def go_with(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether ``x``, of such as the kernels take, can be normalized and modulated with the others.
+
+    They are weights, biases, scales, shifts and gates, each of x's dtype or float32.
+    """
+    dtype = x.dtype
+    for tensor in others:
+        if tensor is not None and (
+            (tensor.dtype != dtype and tensor.dtype != torch.float32)
+            or not (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
+            or (type(tensor) not in PLAIN_TYPES and not is_plain(tensor))
+        ):
+            return False
+    return of_one_form(x)
+
+
 def why_not_taken(x: Tensor, *others: Tensor | None) -> str:
     """The reason for which ``kernels_take`` is false, as a clause."""
     for tensor in (x, *others):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,11 @@ from .. import functional
 from ..arguments import ATTENTION_HEAD_DIMS, dtype_name
 from ..conditions import as_key_bias, attention_takes, of_one_form
 from ..differentiation import is_differentiated
+from .gates import ORIGINALS as GATE_ORIGINALS
+from .gates import see_gate
 from .injected import Injected, Injection, Parts
 from .linears import ORIGINALS as LINEAR_ORIGINALS
-from .linears import Chain, see_dropout, see_linear
+from .linears import Chain, Layer, see_dropout, see_linear
 from .norms import RMS, Norm, see_norm
 from .original import Original, class_name, find_class, find_original
 from .part import Part
@@ -40,14 +42,22 @@ class Attention(Part):
     Attributes:
         processor: the path of the processor's class.
         processor_parameters: of its ``__call__``, in order.
-        norms: the names of the norms of queries and keys.
+        norms: the names of the norms of queries and keys, of which it may lack some.
         projections: the names of linear layers before them that the forward calls by itself.
+        project: the function of the processor's module that calls them, where it has one.
+        rotate: the function of the processor's module that rotates, or "" where the processor itself does.
+        gates: the names of gated activations that the forward calls by itself.
+        dispatches: whether the processor leaves attention to diffusers' dispatch, or else calls PyTorch's.
     """
 
     processor: str = ""
     processor_parameters: str = ""
     norms: tuple[str, ...] = ("norm_q", "norm_k")
     projections: tuple[str, ...] = ()
+    project: str = ""
+    rotate: str = "apply_rotary_emb"
+    gates: tuple[str, ...] = ()
+    dispatches: bool = True
 
     @property
     def _call(self) -> str:
@@ -59,15 +69,22 @@ class Attention(Part):
         return self.processor.partition(":")[0]
 
     @property
-    def _rotate(self) -> str:
-        return f"{self._library}:apply_rotary_emb"
-
-    @property
     def _dispatch(self) -> str:
-        return f"{self._library}:dispatch_attention_fn"
+        return "dispatch_attention_fn" if self.dispatches else ""
+
+    def _function(self, name: str) -> str:
+        return f"{self._library}:{name}"
 
     def originals(self) -> dict[str, Original]:
-        paths = (_SDPA, _NATIVE, *LINEAR_ORIGINALS, self._rotate, self._dispatch)
+        called = (self.rotate, self._dispatch, self.project)
+        paths = (
+            _SDPA,
+            *LINEAR_ORIGINALS,
+            *GATE_ORIGINALS,
+            *(self._function(name) for name in called if name),
+        )
+        if self.dispatches:
+            paths = (_NATIVE, *paths)
         return {
             self._call: find_original(self._call, self.processor_parameters),
             **{path: find_original(path) for path in paths},
@@ -86,24 +103,37 @@ class Attention(Part):
         ):
             parts.reason = f"its processor is a {class_name(processor)}, not the one known"
             return
+        parts.head_dim = snapshot.see_attribute(module, "head_dim")
+        if parts.head_dim is None:
+            parts.head_dim = module.inner_dim // module.heads
         for name in self.projections:
             setattr(parts, name, see_linear(module, name, injection, snapshot))
+        for name in self.gates:
+            setattr(parts, name, see_gate(module, name, injection, snapshot))
         for name in self.norms:
             norm = see_norm(module, name, injection, snapshot)
+            setattr(parts, name, norm)
             if norm.module is not None:
-                setattr(parts, name, norm)
                 parts.note(norm.reason)
-        library = sys.modules[self._library]
-        parts.rotate, parts.dispatch = library.apply_rotary_emb, library.dispatch_attention_fn
-        parts.rotates = originals[self._rotate].is_in_use()
+        library = vars(sys.modules[self._library])
+        parts.rotate, parts.dispatch = library.get(self.rotate), library.get(self._dispatch)
+        parts.rotates = not self.rotate or originals[self._function(self.rotate)].is_in_use()
         if not parts.rotates:
-            parts.note("apply_rotary_emb was replaced")
-        registry = getattr(
-            sys.modules["diffusers.models.attention_dispatch"], "_AttentionBackendRegistry", None
+            parts.note(f"{self.rotate} was replaced")
+        parts.project = library.get(self.project)
+        parts.projects = not self.project or originals[self._function(self.project)].is_in_use()
+        parts.dispatches = (
+            not self.dispatches or originals[self._function(self._dispatch)].is_in_use()
         )
-        parts.active_backend = getattr(registry, "get_active_backend", None)
-        parts.native = originals[_NATIVE].function
-        parts.dispatches = originals[self._dispatch].is_in_use()
+        parts.active_backend = parts.native = None
+        if self.dispatches:
+            registry = getattr(
+                sys.modules["diffusers.models.attention_dispatch"],
+                "_AttentionBackendRegistry",
+                None,
+            )
+            parts.active_backend = getattr(registry, "get_active_backend", None)
+            parts.native = originals[_NATIVE].function
         parts.project_out = _see_output(module, injection, snapshot)
         reason, is_choice = self._why_not(parts, module, injection, snapshot)
         parts.attends = reason is None
@@ -114,13 +144,13 @@ class Attention(Part):
         self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look
     ) -> tuple[str | None, bool]:
         """Why attention itself stays the model's own, and whether that is the user's choice."""
-        head_dim = snapshot.see_attribute(module, "head_dim")
+        head_dim = parts.head_dim
         if not injection.attention:
             return "asked for by attention=False", True
         if head_dim not in ATTENTION_HEAD_DIMS:
             known = " and ".join(map(str, ATTENTION_HEAD_DIMS))
             return f"its heads have {head_dim} elements, and the kernel's {known}", False
-        if parts.active_backend is None or parts.native is None:
+        if self.dispatches and (parts.active_backend is None or parts.native is None):
             return "this diffusers does not tell which attention backend is chosen", False
         if not parts.dispatches:
             return "dispatch_attention_fn was replaced", False
@@ -138,6 +168,8 @@ def is_native(parts: Parts) -> bool:
     A backend may be chosen for the module, for all of them, or by parallelism; a function mode may
     wait for scaled_dot_product_attention.
     """
+    if parts.dispatch is None:
+        return not _has_function_mode()
     processor = parts.processor
     if processor._attention_backend is not None or processor._parallel_config is not None:
         return False
@@ -166,20 +198,25 @@ def attend(
     value: Tensor,
     mask: Tensor | None,
     expand_mask: Callable[[Tensor], Tensor] | None = None,
+    *,
+    key_bias: Tensor | None = None,
+    out: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """(B, S, H, d), of query, key and value of that form.
 
     ``mask`` is what the module was given. ``expand_mask``, if its processor makes of a mask (B, 1 or Sq, Sk)
-    one that is broadcast over the heads, does so. ``options`` are what the processor passes to diffusers'
-    dispatch besides.
+    one that is broadcast over the heads, does so. ``key_bias`` (B, Sk) says the same as a mask that the
+    dispatch takes as it is. ``out`` may be what is written and returned. ``options`` are what the processor
+    passes to diffusers' dispatch besides.
     """
     is_free = is_native(parts)
     if parts.attends and is_free:
         if attention_takes(query, key, value):
-            key_bias = None if mask is None or expand_mask is None else as_key_bias(mask, key)
+            if mask is not None and key_bias is None and expand_mask is not None:
+                key_bias = as_key_bias(mask, key)
             if mask is None or key_bias is not None:
-                return functional.attention(query, key, value, key_bias=key_bias)
+                return functional.attention(query, key, value, key_bias=key_bias, out=out)
             injected.fall_back("attention itself: its mask differs between queries or heads")
         elif not is_differentiated(query, key, value):
             injected.fall_back(f"attention itself: no kernel for {dtype_name(query.dtype)}")
@@ -187,25 +224,46 @@ def attend(
         # PyTorch's attention broadcasts over the heads by itself.
         is_broadcast = is_free and parts.dispatches and _is_of_all_heads(mask, key)
         mask = mask.unsqueeze(1) if is_broadcast else expand_mask(mask)
+    if parts.dispatch is None:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return sdpa(query, key, value, attn_mask=mask, **options).transpose(1, 2)
     processor = parts.processor
-    return parts.dispatch(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        backend=processor._attention_backend,
-        parallel_config=processor._parallel_config,
-        **options,
-    )
+    shared = {
+        "backend": processor._attention_backend,
+        "parallel_config": processor._parallel_config,
+    }
+    return parts.dispatch(query, key, value, attn_mask=mask, **{**shared, **options})
 
 
 def _is_of_all_heads(mask: Tensor, key: Tensor) -> bool:
     return mask.dim() == 3 and mask.shape[0] == key.shape[0] and mask.shape[2] == key.shape[1]
 
 
+class Norms(NamedTuple):
+    """Those of query and key, of the last dimension."""
+
+    q: Norm
+    k: Norm
+
+    def of_one_launch(self, query: Tensor, key: Tensor) -> bool:
+        """Whether ``qk_norm_rope`` computes both: RMS norms alike, or none."""
+        q, k = self
+        if q.module is None and k.module is None:
+            return of_one_form(query, key)
+        return q.kind == k.kind == RMS and q.eps == k.eps and q.takes(query) and k.takes(key)
+
+    def options(self, form: str) -> dict[str, Any]:
+        """Those of ``qk_norm_rope``, of which ``form`` is "per_head" or "across_heads"."""
+        q, k = self
+        if q.module is None:
+            return {"norm": "none"}
+        return {"q_weight": q.weight, "k_weight": k.weight, "norm": form, "eps": q.eps}
+
+
 def norm_and_rotate(
     parts: Parts,
-    norms: tuple[Norm, Norm],
+    norms: Norms,
     query: Tensor,
     key: Tensor,
     rope: Any,
@@ -220,33 +278,25 @@ def norm_and_rotate(
     own rotation.
     """
     heads = query.shape[2] if heads is None else heads
-    norm_q, norm_k = norms
     operand = None
     if rope is not None and parts.rotates and query.shape == key.shape and of_one_form(query, key):
-        operand = as_operand(rope, query)
-    options: dict[str, Any] = {"rope": operand, "heads": heads, "layout": "interleaved"}
-    if (
-        operand is not None
-        and norm_q.kind == norm_k.kind == RMS
-        and norm_q.eps == norm_k.eps
-        and norm_q.takes(query)
-        and norm_k.takes(key)
-    ):
-        return functional.qk_norm_rope(
-            query, key, norm_q.weight, norm_k.weight, norm=form, eps=norm_q.eps, **options
-        )
-    query, key = norm_q(query), norm_k(key)
+        operand = as_operand(rope, query, heads)
+    is_bare = rope is None and norms.q.module is not None and query.shape == key.shape
+    if (operand is not None or is_bare) and norms.of_one_launch(query, key):
+        options = norms.options(form)
+        return functional.qk_norm_rope(query, key, rope=operand, heads=heads, **options)
+    query, key = norms.q(query), norms.k(key)
     if rope is None:
         return query, key
     if operand is not None and of_one_form(query, key):
-        return functional.qk_norm_rope(query, key, norm="none", **options)
+        return functional.qk_norm_rope(query, key, norm="none", rope=operand, heads=heads)
     return rotate(query, rope), rotate(key, rope)
 
 
-def _see_output(module: nn.Module, injection: Injection, snapshot: Look) -> Chain | None:
-    """The output projection of an attention and its dropout."""
+def _see_output(module: nn.Module, injection: Injection, snapshot: Look) -> Layer | None:
+    """The output projection of an attention, and its dropout where it has one."""
     to_out = snapshot.see_attribute(module, "to_out")
-    if to_out is None:
-        return None
+    if type(to_out) is not nn.ModuleList:
+        return None if to_out is None else see_linear(module, "to_out", injection, snapshot)
     linear = see_linear(to_out, "0", injection, snapshot)
     return Chain(linear, see_dropout(to_out, "1", injection, snapshot))

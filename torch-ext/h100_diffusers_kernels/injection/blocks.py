@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 from torch import Tensor, nn
 
@@ -12,15 +13,14 @@ from .activations import see_linear_gelu
 from .feed_forward import ORIGINALS as FEED_FORWARD_ORIGINALS
 from .feed_forward import see_feed_forward
 from .injected import Injected, Injection, Parts
+from .linears import see_linear
 from .model_forward import forward_in_progress
 from .modulation import ORIGINALS as ADAPTIVE_ORIGINALS
-from .modulation import see_adaptive_norm
-from .norms import Norm, gated_residual, see_norm
+from .modulation import Opened, Rows, see_adaptive_norm, see_linear_modulation
+from .norms import gated_residual, see_norm
 from .original import Original, find_original
 from .part import Part
 from .snapshot import Look
-
-Rows = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -28,28 +28,47 @@ class Block(Part):
     """A transformer block.
 
     Attributes:
-        norms: the names of its norms.
+        norms: the names of its norms, of which it may lack some.
+        widens: whether the model's own code computes norms and residuals in float32.
         adaptive_norms: the names of those that make their modulation themselves.
         feed_forwards: the names of its feed-forwards.
         gelus: the names of linear layers that a GELU follows, and of that.
+        linears: the names of linear layers that the forward calls by itself.
+        modulations: the names of ``torch.nn.Sequential(SiLU, Linear)`` that make its modulation.
+        methods: the names of other methods of its class that the forward stands in for.
+        decide_more: ``decide_more(parts, module, snapshot)`` adds what else there is to know.
         inner: where parts are expected that have a forward of their own replaced.
     """
 
     norms: tuple[str, ...] = ()
+    widens: bool = False
     adaptive_norms: tuple[str, ...] = ()
     feed_forwards: tuple[str, ...] = ()
     gelus: dict[str, str] = field(default_factory=dict)
+    linears: tuple[str, ...] = ()
+    modulations: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+    decide_more: Callable[[Parts, nn.Module, Look], None] | None = None
     inner: tuple[str, ...] = ()
 
     def originals(self) -> dict[str, Original]:
         paths = (*ADAPTIVE_ORIGINALS, *FEED_FORWARD_ORIGINALS, *GELU_ORIGINALS)
+        paths = (*paths, *(f"{self.path}.{name}" for name in self.methods))
         return {path: find_original(path) for path in paths}
 
     def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
+        for name in self.methods:
+            known = injection.originals[f"{self.path}.{name}"].function
+            if (
+                snapshot.see(module.__dict__, name) is not None
+                or snapshot.see_method(type(module), name) is not known
+            ):
+                parts.reason = f"{name} was replaced"
         for name in self.norms:
-            norm = see_norm(module, name, injection, snapshot)
+            norm = see_norm(module, name, injection, snapshot, self.widens)
             setattr(parts, name, norm)
-            parts.note(norm.reason)
+            if norm.module is not None:
+                parts.note(norm.reason)
         for name in self.adaptive_norms:
             adaptive_norm = see_adaptive_norm(module, name, injection, snapshot)
             setattr(parts, name, adaptive_norm)
@@ -58,77 +77,86 @@ class Block(Part):
             setattr(parts, name, see_feed_forward(module, name, injection, snapshot))
         for linear, activation in self.gelus.items():
             setattr(parts, linear, see_linear_gelu(module, linear, activation, injection, snapshot))
+        for name in self.linears:
+            setattr(parts, name, see_linear(module, name, injection, snapshot))
+        for name in self.modulations:
+            setattr(parts, name, see_linear_modulation(module, name, injection, snapshot))
+        if self.decide_more is not None:
+            self.decide_more(parts, module, snapshot)
 
 
 def table_rows(injected: Injected, block: nn.Module, name: str, temb: Tensor) -> Rows:
-    """The rows of a block's table (N, D) plus those of a time embedding (B, 1 or S, N * D).
+    """The rows of a block's table, (N, D) or (1, N, D), plus those of a time embedding (B, 1 or S, N * D).
 
     Returns:
-        N rows, each (B, 1 or S, D).
+        N rows, each (B, 1 or S, D), of the dtype of the sum.
     """
     forward = forward_in_progress(injected)
     rows = None if forward is None else forward.rows(block, name, temb)
     if rows is not None:
         return rows
     table = getattr(block, name)
-    by_row = temb.reshape(temb.size(0), temb.size(1), table.shape[0], -1)
-    return (table[None, None].to(temb.device) + by_row).unbind(dim=2)
+    by_row = temb.reshape(temb.size(0), temb.size(1), table.shape[-2], -1)
+    return (table.view(1, 1, *table.shape[-2:]).to(temb.device) + by_row).unbind(dim=2)
+
+
+class End(NamedTuple):
+    """Of one stream of tokens: ``residual + gate * x`` is the block's result."""
+
+    residual: Tensor
+    x: Tensor
+    gate: Any
+
+
+# The openings of a block's streams, of ``(injected, block, parts, *conditions)``.
+OpeningsOf = Callable[..., Sequence[Any]]
 
 
 def begin(
     injected: Injected,
     block: nn.Module,
-    norm: Norm,
-    hidden_states: Tensor,
-    temb: Tensor,
-    rows_of: Callable[[Injected, nn.Module, Tensor], Rows],
-) -> tuple[Rows, Tensor]:
-    """A block's modulation, which begins with shift and scale, and its first norm, modulated by these.
+    parts: Parts,
+    openings_of: OpeningsOf,
+    hidden_states: tuple[Tensor, ...],
+    conditions: tuple[Tensor, ...],
+) -> Sequence[Opened]:
+    """What each stream of a block begins with, of hidden states and of what modulates them.
 
-    The block before may have left both.
+    The block before may have left it.
     """
     forward = forward_in_progress(injected)
-    handed = None if forward is None else forward.take_over(block, (hidden_states, temb))
-    if handed is not None:
-        return handed
-    if norm.kind is None:
-        # It may do anything: the model calls it before it looks at its modulation.
-        normalized = norm.module(hidden_states)
-        rows = rows_of(injected, block, temb)
-        return rows, normalized * (1 + rows[1]) + rows[0]
-    rows = rows_of(injected, block, temb)
-    return rows, norm.modulated(hidden_states, scale=rows[1], shift=rows[0])
+    if forward is not None:
+        handed = forward.take_over(block, (*hidden_states, *conditions))
+        if handed is not None:
+            return handed
+    openings = openings_of(injected, block, parts, *conditions)
+    return [opening(x) for opening, x in zip(openings, hidden_states)]
 
 
 def finish(
     injected: Injected,
     block: nn.Module,
-    norm: str,
-    residual: Tensor,
-    x: Tensor,
-    gate: Tensor,
-    temb: Tensor,
-    rows_of: Callable[[Injected, nn.Module, Tensor], Rows],
-) -> Tensor:
-    """A block's result, ``residual + gate * x``, in one pass with the first norm of the next block.
+    openings_of: OpeningsOf,
+    ends: Sequence[End],
+    conditions: tuple[Tensor, ...],
+    *,
+    widens: bool = False,
+    hands_over: bool = True,
+    as_given: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = tuple,
+) -> tuple[Tensor, ...]:
+    """A block's results, each in one pass with the beginning of its stream in the next block.
 
-    That is left for it where nothing can come between the two. ``norm`` is the norm's name.
+    That is left for the next block where nothing can come between the two and both are of one kind.
+    ``as_given`` makes of the results what the block returns, and the next one's hidden states are given as.
     """
-    forward = forward_in_progress(injected)
+    forward = forward_in_progress(injected) if hands_over else None
     following = None if forward is None else forward.following(block)
-    if forward is not None and following is not None:
+    if forward is not None and following is not None and following[1].part is injected.part:
         successor, its_injected, its_parts = following
-        next_norm = getattr(its_parts, norm)
-        if next_norm.kind is not None and _are_on(residual, successor._parameters.values()):
-            rows = rows_of(its_injected, successor, temb)
-            hidden_states, normalized = next_norm.residual_modulated(
-                residual, x, gate, scale=rows[1], shift=rows[0]
-            )
-            forward.hand_over(successor, (hidden_states, temb), (rows, normalized))
-            return hidden_states
-    return gated_residual(residual, x, gate)
-
-
-def _are_on(x: Tensor, parameters: Any) -> bool:
-    """Whether parameters are where ``x`` is: offloaded ones are not, until their module's turn."""
-    return all(parameter is None or parameter.device == x.device for parameter in parameters)
+        openings = openings_of(its_injected, successor, its_parts, *conditions)
+        if all(o.may_be_ahead_of(end.residual) for o, end in zip(openings, ends)):
+            pairs = [o.after(*end) for o, end in zip(openings, ends)]
+            results = as_given([h for h, _ in pairs])
+            forward.hand_over(successor, (*results, *conditions), [opened for _, opened in pairs])
+            return results
+    return as_given([gated_residual(*end, widens) for end in ends])

@@ -1,4 +1,4 @@
-"""FLUX.1: how its transformer maps to the operations.
+"""FLUX.1: how its transformer, and its ControlNet, map to the operations.
 
 A double block does for image tokens x and text tokens c, each with a modulation of its own,
 
@@ -13,22 +13,40 @@ and a single block, of both joined,
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .activations import GELU
-from .attention import Attention, attend
-from .blocks import Block
-from .injected import Injected
-from .joint import joined, joint_streams, split
+from .attention import Attention, Norms, attend
+from .blocks import Block, End, begin, finish
+from .injected import Injected, Parts
+from .joint import (
+    PROJECTIONS,
+    Stream,
+    attend_with_tables,
+    begin_joined,
+    joint_streams,
+    project,
+    split,
+)
+from .linears import product_of_two
 from .model_forward import Model
-from .norms import clipped, gated_residual
+from .norms import clipped
+from .part import Family
 
 _FLUX = "diffusers.models.transformers.transformer_flux"
+_CONTROLNET = "diffusers.models.controlnets.controlnet_flux"
+# What an IP-Adapter gives to all attentions, for those that have it.
+_OF_IP_ADAPTERS = {"ip_hidden_states", "ip_adapter_masks"}
+
+
+def _double_openings(injected: Injected, block: nn.Module, parts: Parts, temb: Tensor) -> tuple:
+    """Of image and text; rows are shift, scale and gate of attention, then of the feed-forward."""
+    norms = (parts.norm1, parts.norm1_context)
+    return tuple(norm.opening(injected, temb) for norm in norms)
 
 
 def _double_block_forward(
@@ -44,22 +62,34 @@ def _double_block_forward(
     parts = injected.parts(self, x, c, temb)
     if parts is None:
         return injected.class_forward(self, x, c, temb, image_rotary_emb, joint_attention_kwargs)
-    normalized, gate, shift_mlp, scale_mlp, gate_mlp = parts.norm1(x, temb)
-    c_normalized, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = parts.norm1_context(c, temb)
-    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    opened, c_opened = begin(injected, self, parts, _double_openings, (x, c), (temb,))
+    _, _, gate, shift_mlp, scale_mlp, gate_mlp = opened.rows
+    _, _, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = c_opened.rows
     # With an IP-Adapter the third result is to be added to the image's.
     attention_out, c_attention_out, *adapted = self.attn(
-        hidden_states=normalized, encoder_hidden_states=c_normalized, **more
+        hidden_states=opened.normalized[0],
+        encoder_hidden_states=c_opened.normalized[0],
+        image_rotary_emb=image_rotary_emb,
+        **(joint_attention_kwargs or {}),
     )
-    x, normalized = parts.norm2.residual_modulated(x, attention_out, gate, scale_mlp, shift_mlp)
-    x = gated_residual(x, parts.ff(normalized), gate_mlp)
+    mlp = (scale_mlp, shift_mlp)
+    x, normalized = parts.norm2.residual_modulated(x, attention_out, gate, mlp)
+    mlp = (c_scale_mlp, c_shift_mlp)
+    c, c_normalized = parts.norm2_context.residual_modulated(c, c_attention_out, c_gate, mlp)
+    ends = (
+        End(x, parts.ff(normalized), gate_mlp),
+        End(c, parts.ff_context(c_normalized), c_gate_mlp),
+    )
+    is_plain = not adapted and x.dtype != torch.float16
+    x, c = finish(injected, self, _double_openings, ends, (temb,), hands_over=is_plain)
     for out in adapted:
         x = x + out
-    c, c_normalized = parts.norm2_context.residual_modulated(
-        c, c_attention_out, c_gate, c_scale_mlp, c_shift_mlp
-    )
-    c = gated_residual(c, parts.ff_context(c_normalized), c_gate_mlp)
     return clipped(c), x
+
+
+def _single_openings(injected: Injected, block: nn.Module, parts: Parts, temb: Tensor) -> tuple:
+    """Rows are shift, scale and gate."""
+    return (parts.norm.opening(injected, temb),)
 
 
 def _single_block_forward(
@@ -71,17 +101,29 @@ def _single_block_forward(
     image_rotary_emb: Any = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    parts = injected.parts(self, hidden_states, encoder_hidden_states, temb)
+    x, c = hidden_states, encoder_hidden_states
+    parts = injected.parts(self, x, c, temb)
     if parts is None:
-        arguments = (hidden_states, encoder_hidden_states, temb, image_rotary_emb)
-        return injected.class_forward(self, *arguments, joint_attention_kwargs)
-    x = joined(injected, encoder_hidden_states, hidden_states)
-    normalized, gate = parts.norm(x, temb)
+        return injected.class_forward(self, x, c, temb, image_rotary_emb, joint_attention_kwargs)
+    text_length = c.shape[1]
+    x, opened = begin_joined(injected, self, parts, _single_openings, c, x, temb)
+    (normalized,), (_, _, gate) = opened
+    attention_out = self.attn(
+        hidden_states=normalized,
+        image_rotary_emb=image_rotary_emb,
+        **(joint_attention_kwargs or {}),
+    )
     mlp_out = parts.proj_mlp(self.act_mlp, normalized)
-    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
-    attention_out = self.attn(hidden_states=normalized, **more)
-    out = self.proj_out(torch.cat([attention_out, mlp_out], dim=2))
-    return split(clipped(gated_residual(x, out, gate)), encoder_hidden_states.shape[1])
+    end = End(x, product_of_two(parts.proj_out, attention_out, mlp_out), gate)
+    return finish(
+        injected,
+        self,
+        _single_openings,
+        (end,),
+        (temb,),
+        hands_over=x.dtype != torch.float16,
+        as_given=lambda results: split(clipped(results[0]), text_length),
+    )
 
 
 def _attention_forward(
@@ -93,28 +135,29 @@ def _attention_forward(
     image_rotary_emb: Any = None,
     **kwargs,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    is_joint = encoder_hidden_states is not None
-    parts = None if kwargs else injected.parts(self, hidden_states, encoder_hidden_states)
+    x, c = hidden_states, encoder_hidden_states
+    is_joint = c is not None
+    is_known = kwargs.keys() <= _OF_IP_ADAPTERS
+    parts = injected.parts(self, x, c) if is_known else None
     if parts is None or is_joint != (self.added_kv_proj_dim is not None):
-        arguments = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        return injected.class_forward(self, *arguments, **kwargs)
-    project = vars(sys.modules[_FLUX])["_get_qkv_projections"]
-    streams = project(self, hidden_states, encoder_hidden_states)[: 6 if is_joint else 3]
-    streams = [x.unflatten(-1, (-1, self.head_dim)) for x in streams]
-    rotate = partial(parts.rotate, sequence_dim=1)
-    query, key, value = joint_streams(parts, streams[:3], streams[3:], image_rotary_emb, rotate)
-    out = attend(injected, parts, query, key, value, attention_mask).flatten(2, 3).to(query.dtype)
-    if encoder_hidden_states is None:
-        return out
-    c_out, out = split(out, encoder_hidden_states.shape[1])
-    return parts.project_out(out.contiguous()), self.to_add_out(c_out.contiguous())
+        return injected.class_forward(self, x, c, attention_mask, image_rotary_emb, **kwargs)
+    if c is None:
+        norms = Norms(parts.norm_q, parts.norm_k)
+        stream = Stream(*project(self, parts, x, None), norms, image_rotary_emb)
+        rotate = partial(parts.rotate, sequence_dim=1)
+        query, key, value = joint_streams(parts, [stream], rotate)
+        out = attend(injected, parts, query, key, value, attention_mask)
+        return out.flatten(2, 3).to(query.dtype)
+    out, c_out = attend_with_tables(self, injected, parts, x, c, image_rotary_emb, attention_mask)
+    return parts.project_out(out), parts.to_add_out(c_out)
 
 
 _BLOCK = "self hidden_states encoder_hidden_states temb image_rotary_emb joint_attention_kwargs"
 _ATTENTION = "hidden_states encoder_hidden_states attention_mask image_rotary_emb"
 _LISTS = ("transformer_blocks", "single_transformer_blocks")
-PARTS = (
+_PARTS = (
     Model(f"{_FLUX}:FluxTransformer2DModel", blocks=_LISTS),
+    Model(f"{_CONTROLNET}:FluxControlNetModel", blocks=_LISTS),
     Block(
         f"{_FLUX}:FluxTransformerBlock",
         _BLOCK,
@@ -129,9 +172,11 @@ PARTS = (
         f"{_FLUX}:FluxSingleTransformerBlock",
         _BLOCK,
         _single_block_forward,
-        "layer_norm_modulate, gated_residual, GELU as its matrix product's epilogue, else gelu",
+        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual, "
+        "GELU as its matrix product's epilogue, else gelu",
         adaptive_norms=("norm",),
         gelus={"proj_mlp": "act_mlp"},
+        linears=("proj_out",),
         inner=("attn",),
     ),
     Attention(
@@ -142,8 +187,11 @@ PARTS = (
         processor=f"{_FLUX}:FluxAttnProcessor",
         processor_parameters=f"self attn {_ATTENTION}",
         norms=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
+        projections=PROJECTIONS,
+        project="_get_qkv_projections",
     ),
     GELU,
 )
 _ONCE = ("x_embedder", "context_embedder", "time_text_embed", "pos_embed", "norm_out", "proj_out")
-LEFT_ALONE = dict.fromkeys(_ONCE, "computed once a forward, by the model's own code")
+_LEFT_ALONE = dict.fromkeys(_ONCE, "computed once a forward, by the model's own code")
+FAMILIES = (Family("FLUX.1", _PARTS, _LEFT_ALONE),)

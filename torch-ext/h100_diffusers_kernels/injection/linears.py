@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..conditions import is_plain
+from ..conditions import is_plain, kernels_take
+from ..differentiation import is_differentiated
 from .forward_slot import runs_own_forward
 from .injected import Injection
 from .snapshot import Look
@@ -58,6 +59,29 @@ class Chain:
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+def product_of_two(layer: Layer, first: Tensor, second: Tensor) -> Tensor:
+    """``layer`` of both, side by side in the last dimension.
+
+    A plain layer takes them one after the other, the second's product added to the first's, so that
+    nothing is copied to stand side by side.
+    """
+    if (
+        isinstance(layer, PlainLinear)
+        and not torch.compiler.is_compiling()
+        and kernels_take(first, second, layer.weight, layer.bias)
+        and not is_differentiated(first, second, layer.weight, layer.bias)
+        and first.shape[:-1] == second.shape[:-1]
+        and second.is_contiguous()
+    ):
+        size = first.shape[-1]
+        weight = layer.weight
+        out = torch.nn.functional.linear(first, weight[:, :size], layer.bias)
+        rows = out.view(-1, out.shape[-1])
+        rows.addmm_(second.view(-1, second.shape[-1]), weight[:, size:].t())
+        return out
+    return layer(torch.cat([first, second], dim=-1))
 
 
 def see_linear(owner: nn.Module, name: str, injection: Injection, snapshot: Look) -> Layer:

@@ -22,20 +22,28 @@ from torch import Tensor, nn
 from ..conditions import kernels_run_on, tracks_derivatives
 from ..functional import CoordinateRope
 from .activations import GELU
-from .attention import Attention, attend, norm_and_rotate
-from .blocks import Block, Rows, begin, finish, table_rows
+from .attention import Attention, Norms, attend, norm_and_rotate
+from .blocks import Block, End, begin, finish, table_rows
 from .forward_slot import is_wrapped
-from .injected import Injected
+from .injected import Injected, Parts
 from .model_forward import Model
+from .modulation import Opening
 from .norms import gated_residual
+from .part import Family
 from .rotary import CoordinateTables, Grid, Rotary
 
 _LTX = "diffusers.models.transformers.transformer_ltx"
 
 
-def _rows(injected: Injected, block: nn.Module, temb: Tensor) -> Rows:
-    """Shift, scale and gate of self-attention, then of the feed-forward, each (B, 1 or S, D)."""
-    return table_rows(injected, block, "scale_shift_table", temb)
+def _openings(
+    injected: Injected, block: nn.Module, parts: Parts, temb: Tensor
+) -> tuple[Opening, ...]:
+    """Rows are shift, scale and gate of self-attention, then of the feed-forward, each (B, 1 or S, D)."""
+
+    def rows() -> tuple[Tensor, ...]:
+        return table_rows(injected, block, "scale_shift_table", temb)
+
+    return (Opening(parts.norm1, rows, tuple(block._parameters.values())),)
 
 
 def _block_forward(
@@ -51,8 +59,8 @@ def _block_forward(
     if parts is None:
         arguments = (hidden_states, encoder_hidden_states, temb, image_rotary_emb)
         return injected.class_forward(self, *arguments, encoder_attention_mask)
-    rows, normalized = begin(injected, self, parts.norm1, hidden_states, temb, _rows)
-    _, _, gate_msa, shift_mlp, scale_mlp, gate_mlp = rows
+    (opened,) = begin(injected, self, parts, _openings, (hidden_states,), (temb,))
+    (normalized,), (_, _, gate_msa, shift_mlp, scale_mlp, gate_mlp) = opened
     attention_out = self.attn1(
         hidden_states=normalized, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
     )
@@ -64,10 +72,11 @@ def _block_forward(
         attention_mask=encoder_attention_mask,
     )
     hidden_states, normalized = parts.norm2.residual_modulated(
-        hidden_states, attention_out, None, scale_mlp, shift_mlp
+        hidden_states, attention_out, None, (scale_mlp, shift_mlp)
     )
-    ff_out = parts.ff(normalized)
-    return finish(injected, self, "norm1", hidden_states, ff_out, gate_mlp, temb, _rows)
+    end = End(hidden_states, parts.ff(normalized), gate_mlp)
+    (hidden_states,) = finish(injected, self, _openings, (end,), (temb,))
+    return hidden_states
 
 
 def _attention_forward(
@@ -86,7 +95,7 @@ def _attention_forward(
     context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
     heads = self.heads
     query, key, value = parts.to_q(hidden_states), parts.to_k(context), parts.to_v(context)
-    norms, form = (parts.norm_q, parts.norm_k), "across_heads"
+    norms, form = Norms(parts.norm_q, parts.norm_k), "across_heads"
     query, key = norm_and_rotate(
         parts, norms, query, key, image_rotary_emb, parts.rotate, form, heads
     )
@@ -160,7 +169,7 @@ def _coordinates(
 
 
 _ATTENTION = "hidden_states encoder_hidden_states attention_mask image_rotary_emb"
-PARTS = (
+_PARTS = (
     Model(f"{_LTX}:LTXVideoTransformer3DModel", blocks=("transformer_blocks",)),
     Rotary(
         f"{_LTX}:LTXVideoRotaryPosEmbed",
@@ -190,7 +199,8 @@ PARTS = (
     GELU,
 )
 _PRODUCTS = "matrix products, called as they are"
-LEFT_ALONE = {
+_LEFT_ALONE = {
     **dict.fromkeys(("proj_in", "time_embed", "caption_projection", "proj_out"), _PRODUCTS),
     "norm_out": "its modulation is part of the model's forward",
 }
+FAMILIES = (Family("LTX-Video", _PARTS, _LEFT_ALONE),)

@@ -54,12 +54,15 @@ class ModelForward:
         self._injection = injection
         self._handed: _Handed | None = None
         self._rows: tuple[Tensor, dict[int, tuple[Tensor, ...]]] | None = None
+        self._made: dict[str, tuple[Any, Any]] = {}  # of ``once``, by name
+        self._may_hand_over = True
         self.look = object()
 
     def end(self) -> None:
         self._stop_looking()
         self._blocks, self._places, self._successors = [], {}, {}
         self._handed = self._rows = None
+        self._made = {}
 
     def is_quiet(self) -> bool:
         """Whether, from the first time that this is asked, nothing unknown runs in any block."""
@@ -107,7 +110,7 @@ class ModelForward:
         """The block after ``block``, what stands in for its forward and what that works with, if the end
         of one may compute the other's beginning."""
         successor = self._successors.get(id(block))
-        if successor is None:
+        if successor is None or not self._may_hand_over:
             return None
         self._look_up_to(max(self._looked_at, self._places[id(block)] + 1) + _BLOCKS_LOOKED_AT)
         if not self._was_seen(successor) and (
@@ -125,14 +128,30 @@ class ModelForward:
     def take_over(self, block: nn.Module, arguments: tuple[Tensor, ...]) -> Any:
         """What was left for a block that is called with these very arguments, or None."""
         handed, self._handed = self._handed, None
+        if handed is None:
+            return None
         if (
-            handed is None
-            or handed.block is not block
+            handed.block is not block
             or any(mine is not its for mine, its in zip(arguments, handed.arguments, strict=True))
             or not (self._was_seen(block) or _bare_stand_in(block))
         ):
+            # Something comes between blocks, such as a ControlNet's residuals: it would be in vain again.
+            self._may_hand_over = False
             return None
         return handed.values
+
+    def once(self, injected: Injected, name: str, x: Any, make: Callable[[Any], Any]) -> Any:
+        """``make(x)``; what was made of the same ``x`` before, where nothing unknown has run since.
+
+        ``injected`` stands in for the forward of a block, or of a part of one. Nothing that a model's own
+        forward gives to all of its blocks is changed by it in between.
+        """
+        if injected.seen_in is not self.look:
+            return make(x)
+        made = self._made.get(name)
+        if made is None or made[0] is not x:
+            made = self._made[name] = (x, make(x))
+        return made[1]
 
     def rows(self, block: nn.Module, name: str, temb: Tensor) -> tuple[Tensor, ...] | None:
         """The rows of ``block.name + temb``, each (B, 1, D), made at once for all blocks that were looked at.
@@ -156,15 +175,15 @@ def _rows_of_all(blocks: list[nn.Module], name: str, temb: Tensor) -> dict[int, 
     if any(
         type(table) is not nn.Parameter
         or table.shape != first.shape
-        or table.dtype != temb.dtype
+        or table.dtype != first.dtype
         or table.device != temb.device
         for table in tables
     ):
         return {}
-    count, size = first.shape
+    count, size = first.shape[-2:]
     # (blocks, rows, 1, 1, D) + (rows, B, 1, D)
     of_time = temb.view(temb.shape[0], count, 1, size).transpose(0, 1)
-    rows = (torch.stack(tables)[:, :, None, None] + of_time).flatten(0, 1).unbind(0)
+    rows = (torch.stack(tables).view(-1, count, 1, 1, size) + of_time).flatten(0, 1).unbind(0)
     return {id(block): rows[i * count : (i + 1) * count] for i, block in enumerate(blocks)}
 
 

@@ -1,24 +1,111 @@
-"""Adaptive layer norms: modules that make a block's modulation of a time embedding, and norm with it."""
+"""What a block begins with, for each of its streams of tokens: a norm and what modulates it.
+
+The modulation is a table plus a time embedding, or a linear layer of it: diffusers' adaptive layer norms
+are modules that have both the layer and the norm.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from .forward_slot import runs_own_forward
-from .injected import Injection
-from .norms import see_norm
+from .injected import Injected, Injection
+from .linears import Layer, PlainLinear, see_linear
+from .model_forward import forward_in_progress
+from .norms import Norm, see_norm
 from .original import class_name, find_class
 from .snapshot import Look
 
-# The rows of the modulation: shift and scale of the norm, then what the block uses.
-_ROWS = {
-    "diffusers.models.normalization:AdaLayerNormZero": 6,
-    "diffusers.models.normalization:AdaLayerNormZeroSingle": 3,
+Rows = tuple[Any, ...]
+
+
+class _Kind(NamedTuple):
+    """Of an adaptive layer norm.
+
+    Attributes:
+        rows: how many its linear layer makes.
+        modulations: the places of scale and shift among them, for each result of the norm.
+    """
+
+    rows: int
+    modulations: tuple[tuple[int, int], ...]
+
+
+_PATH = "diffusers.models.normalization:"
+_KINDS = {
+    _PATH + "AdaLayerNormZero": _Kind(6, ((1, 0),)),
+    _PATH + "AdaLayerNormZeroSingle": _Kind(3, ((1, 0),)),
+    _PATH + "AdaLayerNormContinuous": _Kind(2, ((0, 1),)),
+    _PATH + "SD35AdaLayerNormZeroX": _Kind(9, ((1, 0), (7, 6))),
 }
+_SILU = ("torch.nn:SiLU.forward", "torch.nn.functional:silu")
 # What the kernels stand in for.
-ORIGINALS = tuple(f"{path}.forward" for path in _ROWS)
+ORIGINALS = (*(f"{path}.forward" for path in _KINDS), *_SILU)
+
+
+class Opened(NamedTuple):
+    """What a stream's beginning gives: the norm, modulated in one way or in two, and the other rows."""
+
+    normalized: tuple[Tensor, ...]
+    rows: Rows
+
+
+class Opening:
+    """The beginning of one stream in a block.
+
+    Attributes:
+        norm: of the hidden states.
+        rows: makes the rows of the modulation, each (B, 1 or S, D).
+        modulations: the places of scale and shift among them.
+        parameters: what the rows are made of besides the time embedding; None where it is not known, or
+            code of others could run.
+    """
+
+    __slots__ = ("modulations", "norm", "parameters", "rows")
+
+    def __init__(
+        self,
+        norm: Norm,
+        rows: Callable[[], Rows],
+        parameters: tuple[Tensor | None, ...] | None = (),
+        modulations: tuple[tuple[int, int], ...] = ((1, 0),),
+    ) -> None:
+        self.norm = norm
+        self.rows = rows
+        self.parameters = parameters
+        self.modulations = modulations
+
+    def __call__(self, x: Tensor) -> Opened:
+        if self.norm.kind is None and not self.norm.widens:
+            # It may do anything: the model calls it before it looks at its modulation.
+            n = self.norm.module(x)
+            rows = self.rows()
+            pairs = self._pairs(rows)
+            return Opened(tuple(n * (1 + scale) + shift for scale, shift in pairs), rows)
+        rows = self.rows()
+        return Opened(self.norm.modulated(x, *self._pairs(rows)), rows)
+
+    def after(self, residual: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Opened]:
+        """``h = residual + gate * x``, and what the block begins with of that."""
+        rows = self.rows()
+        h, *normalized = self.norm.residual_modulated(residual, x, gate, *self._pairs(rows))
+        return h, Opened(tuple(normalized), rows)
+
+    def may_be_ahead_of(self, x: Tensor) -> bool:
+        """Whether it may be computed before the block is called, of hidden states that are where ``x`` is:
+        offloaded parameters are not, until their module's turn."""
+        return (
+            self.norm.kind is not None
+            and self.parameters is not None
+            and all(p is None or p.device == x.device for p in self.parameters)
+        )
+
+    def _pairs(self, rows: Rows) -> list[Any]:
+        return [(rows[scale], rows[shift]) for scale, shift in self.modulations]
 
 
 class AdaptiveNorm:
@@ -33,16 +120,58 @@ class AdaptiveNorm:
         self.module = module
         self.norm: Any = None
         self.reason: str | None = None
-        self._rows = 0
+        self._linear: Any = None
+        self._kind = _Kind(0, ())
 
-    def __call__(self, x: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
-        """Of x (B, S, D) and temb (B, D): the modulated norm of x, and the other rows, each (B, 1, D)."""
+    def opening(self, injected: Injected, temb: Tensor, by_name: bool = True) -> Any:
+        """The beginning of hidden states (B, S, D) with an embedding (B, D).
+
+        ``by_name``: whether the model gives a module in its place the embedding as ``emb``.
+        """
         if self.reason is not None:
-            normalized, *rows = self.module(x, emb=temb)
-            return normalized, *(row.unsqueeze(1) for row in rows)
-        modulation = self.module.linear(self.module.silu(temb)).unsqueeze(1)
-        shift, scale, *rows = modulation.chunk(self._rows, dim=2)
-        return self.norm.modulated(x, scale, shift), *rows
+            return _ModuleOpening(self.module, temb, by_name)
+
+        def rows() -> Rows:
+            modulation = self._linear(activated(injected, temb)).unsqueeze(1)
+            return modulation.chunk(self._kind.rows, dim=2)
+
+        linear = self._linear
+        known = (linear.weight, linear.bias) if isinstance(linear, PlainLinear) else None
+        return Opening(self.norm, rows, known, self._kind.modulations)
+
+
+class _ModuleOpening:
+    """That of an adaptive norm that is called as the module it is."""
+
+    def __init__(self, module: nn.Module, temb: Tensor, by_name: bool) -> None:
+        self._module = module
+        self._temb = temb
+        self._by_name = by_name
+
+    def __call__(self, x: Tensor) -> Opened:
+        """Its results stand where they do among the rows that they are made of."""
+        if not self._by_name:
+            return Opened((self._module(x, self._temb),), ())
+        normalized, *results = self._module(x, emb=self._temb)
+        rows = [r.unsqueeze(1) if r.dim() == 2 else r for r in results]
+        if len(rows) == 6:  # of SD35AdaLayerNormZeroX
+            *rows, second, last = rows
+            return Opened((normalized, second), (None, None, *rows, None, None, last))
+        return Opened((normalized,), (None, None, *rows))
+
+    def may_be_ahead_of(self, x: Tensor) -> bool:
+        return False
+
+
+def activated(injected: Injected, temb: Tensor) -> Tensor:
+    """``silu(temb)``, made once for blocks that share the embedding; see ``ModelForward.once``."""
+    return once(injected, "silu", temb, torch.nn.functional.silu)
+
+
+def once(injected: Injected, name: str, x: Any, make: Callable[[Any], Any]) -> Any:
+    """``make(x)``, kept under ``name`` in the forward of the model, if there is one in progress."""
+    forward = forward_in_progress(injected)
+    return make(x) if forward is None else forward.once(injected, name, x, make)
 
 
 def see_adaptive_norm(
@@ -58,17 +187,60 @@ def see_adaptive_norm(
 
 
 def _fill(result: AdaptiveNorm, module: Any, injection: Injection, snapshot: Look) -> str | None:
-    path = next((path for path in _ROWS if type(module) is find_class(path)), None)
+    path = next((path for path in _KINDS if type(module) is find_class(path)), None)
     if path is None:
         return f"is a {class_name(module)}"
     if not injection.originals[f"{path}.forward"].is_in_use():
         return f"is a {class_name(module)}, and its class's forward was replaced"
     if not runs_own_forward(module):
         return "has hooks or another forward than its class's"
-    if snapshot.see_attribute(module, "emb") is not None:
+    if snapshot.see_attribute(module) is not None:
         return "makes its time embedding by itself"
+    silu = snapshot.see_attribute(module, "silu")
+    if not is_plain_silu(silu, injection):
+        return "has another activation than SiLU"
     result.norm = see_norm(module, "norm", injection, snapshot)
     if result.norm.reason is not None:
         return f"has a {result.norm.reason}"
-    result._rows = _ROWS[path]
+    result._linear = see_linear(module, "linear", injection, snapshot)
+    result._kind = _KINDS[path]
     return None
+
+
+def is_plain_silu(module: Any, injection: Injection) -> bool:
+    return (
+        type(module) is nn.SiLU
+        and runs_own_forward(module)
+        and all(injection.originals[path].is_in_use() for path in _SILU)
+    )
+
+
+class LinearModulation:
+    """``torch.nn.Sequential(SiLU, Linear)``, which makes a block's modulation of a time embedding."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self._linear: Layer | None = None
+
+    @property
+    def parameters(self) -> tuple[Tensor | None, ...] | None:
+        linear = self._linear
+        return (linear.weight, linear.bias) if isinstance(linear, PlainLinear) else None
+
+    def __call__(self, injected: Injected, temb: Tensor) -> Tensor:
+        if self._linear is None:
+            return self.module(temb)
+        return self._linear(activated(injected, temb))
+
+
+def see_linear_modulation(
+    owner: nn.Module, name: str, injection: Injection, snapshot: Look
+) -> LinearModulation:
+    module = snapshot.see_attribute(owner, name)
+    result = LinearModulation(module)
+    if type(module) is nn.Sequential and len(module) == 2 and runs_own_forward(module):
+        silu = snapshot.see_attribute(module, "0")
+        linear = see_linear(module, "1", injection, snapshot)
+        if is_plain_silu(silu, injection):
+            result._linear = linear
+    return result

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..conditions import is_plain, of_one_form
+from ..conditions import go_with, is_plain, of_one_form
 from .forward_slot import runs_own_forward
 from .injected import Injection
 from .original import class_name, find_class
@@ -44,16 +44,22 @@ ORIGINALS = tuple(
 )
 
 
+Modulation = tuple[Optional[Tensor], Optional[Tensor]]  # scale and shift
+
+
 class Norm:
     """A norm of the last dimension.
 
     Attributes:
-        module: what computes it where the kernels do not.
+        module: what computes it where the kernels do not; None where there is no norm.
+        widens: whether the model's own code has it computed in float32, with all that follows up to the
+            next linear layer, and goes back to the hidden states' dtype there.
         kind: RMS or LAYER; None where the kernels do not know it, for ``reason``.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any, widens: bool = False) -> None:
         self.module = module
+        self.widens = widens
         self.kind: str | None = None
         self.reason: str | None = None
         self.weight: Tensor | None = None
@@ -63,47 +69,106 @@ class Norm:
 
     def takes(self, x: Tensor, *others: Tensor | None) -> bool:
         """Whether the kernels compute the norm of ``x`` along with the others, where they take ``x``."""
+        # Where nothing is widened, operands of another dtype would give results of another one.
+        of_form = go_with if self.widens else of_one_form
         return (
             self.kind is not None
             and (self.size is None or self.size == x.shape[-1])
-            and of_one_form(x, self.weight, self.bias, *others)
+            and of_form(x, self.weight, self.bias, *others)
         )
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.module is None:
+            return x
         if not self.takes(x):
-            return self.module(x)
+            return self.module(x.float()).type_as(x) if self.widens else self.module(x)
         if self.kind == RMS:
             return functional.rms_norm(x, self.weight, self.eps)
         return functional.layer_norm(x, self.weight, self.bias, self.eps)
 
-    def modulated(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        """``norm(x) * (1 + scale) + shift``."""
-        if not self.takes(x, scale, shift):
-            return self.module(x) * (1 + scale) + shift
-        if self.kind == RMS:
-            return functional.rms_norm_modulate(x, scale, shift, self.weight, self.eps)
-        return functional.layer_norm_modulate(x, scale, shift, self.weight, self.bias, self.eps)
+    def modulated(self, x: Tensor, *modulations: Modulation) -> tuple[Tensor, ...]:
+        """``norm(x) * (1 + scale) + shift`` by each of one or two modulations."""
+        (scale, shift), *others = modulations
+        operands = [t for modulation in modulations for t in modulation]
+        if not self.takes(x, *operands):
+            n = self.module(x.float() if self.widens else x)
+            return tuple(
+                _modulated(n, *modulation, dtype=x.dtype if self.widens else None)
+                for modulation in modulations
+            )
+        affine = (self.weight,) if self.kind == RMS else (self.weight, self.bias)
+        if others:
+            run = _MODULATE_PAIR[self.kind]
+            return run(x, *operands, *affine, self.eps)
+        return (_MODULATE[self.kind](x, scale, shift, *affine, self.eps),)
 
     def residual_modulated(
-        self, residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor, shift: Tensor
+        self, residual: Tensor, x: Tensor, gate: Tensor | None, *modulations: Modulation
+    ) -> tuple[Tensor, ...]:
+        """``h = residual + gate * x``, and ``norm(h) * (1 + scale) + shift`` by each of one or two
+        modulations."""
+        operands = [t for modulation in modulations for t in modulation]
+        if not (
+            x.shape == residual.shape
+            and x.dtype == residual.dtype
+            and of_one_form(x)
+            and self.takes(residual, gate, *operands)
+        ):
+            h = gated_residual(residual, x, gate, self.widens)
+            return (h, *self.modulated(h, *modulations))
+        affine = (self.weight,) if self.kind == RMS else (self.weight, self.bias)
+        run = (_RESIDUAL_MODULATE if len(modulations) == 1 else _RESIDUAL_MODULATE_PAIR)[self.kind]
+        return run(residual, x, gate, *operands, *affine, self.eps)
+
+    def residual_normed(
+        self, residual: Tensor, x: Tensor, gate: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """``h = residual + gate * x`` and ``norm(h) * (1 + scale) + shift``."""
-        if not (x.shape == residual.shape and self.takes(residual, x, gate, scale, shift)):
-            h = gated_residual(residual, x, gate)
-            return h, self.modulated(h, scale, shift)
-        if self.kind == RMS:
-            return functional.gated_residual_rms_norm_modulate(
-                residual, x, gate, scale, shift, self.weight, self.eps
-            )
-        return functional.gated_residual_layer_norm_modulate(
-            residual, x, gate, scale, shift, self.weight, self.bias, self.eps
-        )
+        """``h = residual + gate * x`` and ``norm(h)``."""
+        h, n = self.residual_modulated(residual, x, gate, (None, None))
+        return h, n
 
 
-def gated_residual(residual: Tensor, x: Tensor, gate: Tensor | None) -> Tensor:
-    """``residual + gate * x``, also where a layer gives another dtype than the one it was given."""
-    if x.shape == residual.shape and of_one_form(residual, x, gate):
+_MODULATE = {RMS: functional.rms_norm_modulate, LAYER: functional.layer_norm_modulate}
+_MODULATE_PAIR = {
+    RMS: functional.rms_norm_modulate_pair,
+    LAYER: functional.layer_norm_modulate_pair,
+}
+_RESIDUAL_MODULATE = {
+    RMS: functional.gated_residual_rms_norm_modulate,
+    LAYER: functional.gated_residual_layer_norm_modulate,
+}
+_RESIDUAL_MODULATE_PAIR = {
+    RMS: functional.gated_residual_rms_norm_modulate_pair,
+    LAYER: functional.gated_residual_layer_norm_modulate_pair,
+}
+
+
+def _modulated(
+    n: Tensor, scale: Tensor | None, shift: Tensor | None, dtype: torch.dtype | None
+) -> Tensor:
+    if scale is not None:
+        n = n * (1 + scale)
+    if shift is not None:
+        n = n + shift
+    return n if dtype is None else n.to(dtype)
+
+
+def gated_residual(
+    residual: Tensor, x: Tensor, gate: Tensor | None, widens: bool = False
+) -> Tensor:
+    """``residual + gate * x``, also where a layer gives another dtype than the one it was given.
+
+    ``widens``: whether the model's own code computes it in float32, and goes back to residual's dtype.
+    """
+    if (
+        x.shape == residual.shape
+        and of_one_form(residual, x)
+        and (go_with if widens else of_one_form)(x, gate)
+    ):
         return functional.gated_residual(residual, x, gate)
+    if widens:
+        x = x.float() if gate is None else x.float() * gate
+        return (residual.float() + x).type_as(residual)
     return residual + (x if gate is None else x * gate)
 
 
@@ -112,10 +177,12 @@ def clipped(x: Tensor) -> Tensor:
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
-def see_norm(owner: nn.Module, name: str, injection: Injection, snapshot: Look) -> Norm:
+def see_norm(
+    owner: nn.Module, name: str, injection: Injection, snapshot: Look, widens: bool = False
+) -> Norm:
     """The norm that is now the attribute ``name`` of a module."""
     module = snapshot.see_attribute(owner, name)
-    norm = Norm(module)
+    norm = Norm(module, widens)
     norm.reason = _fill(norm, module, injection, snapshot)
     if norm.reason is not None:
         norm.kind = None

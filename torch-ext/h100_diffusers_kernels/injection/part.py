@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable
+from typing import Callable, NamedTuple
 
 from torch import nn
 
@@ -54,3 +54,17 @@ class Part:
 
     def describe(self, parts: Parts) -> str:
         return self.operations
+
+
+class Family(NamedTuple):
+    """Models whose blocks are alike.
+
+    Attributes:
+        name: as its users know it.
+        parts: the kinds of modules whose forwards are replaced, the models themselves among them.
+        left_alone: names of modules of the model that are not, and why.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    left_alone: dict[str, str]

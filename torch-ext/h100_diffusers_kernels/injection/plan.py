@@ -14,7 +14,7 @@ from .injected import UNKNOWN_FORWARD, Injected, Injection
 from .model_forward import Model
 from .norms import ORIGINALS as NORM_ORIGINALS
 from .original import class_name, find_original
-from .part import Part
+from .part import Family, Part
 from .report import InjectionReport, LeftAlone, Replaced
 from .snapshot import Glance
 from .tally import Tally
@@ -119,13 +119,14 @@ def _take_out(modules: Iterable[Any]) -> None:
             slot.fill_with_class_forward()
 
 
-def plan_model(model: nn.Module, family: Any, options: dict[str, Any]) -> Plan:
+def plan_model(model: nn.Module, family: Family, options: dict[str, Any]) -> Plan:
     """What to replace in a model of a family, what not, and why not."""
-    parts: tuple[Part, ...] = family.PARTS
+    parts: tuple[Part, ...] = family.parts
     originals = {path: find_original(path) for path in NORM_ORIGINALS}
     for known in parts:
         originals.update({known.path: known.own_forward(), **known.originals()})
-    blocks = next(part.blocks for part in parts if isinstance(part, Model))
+    models = (part for part in parts if isinstance(part, Model))
+    blocks = next(known.blocks for known in models if known.is_kind_of(model))
     plan = Plan(Injection(originals=originals, blocks=blocks, **options), options)
     if getattr(model, "_parallel_config", None) is not None:
         plan.leave("", model, "parallelism is on: each rank holds a part of the tokens only")
@@ -136,7 +137,7 @@ def plan_model(model: nn.Module, family: Any, options: dict[str, Any]) -> Plan:
             plan.replace_forward(name, module, part)
         for path in getattr(part, "inner", ()):
             _report_stranger(plan, name, module, path, parts)
-    for name, reason in family.LEFT_ALONE.items():
+    for name, reason in family.left_alone.items():
         module = getattr(model, name, None)
         if isinstance(module, nn.Module):
             plan.leave(name, module, reason)

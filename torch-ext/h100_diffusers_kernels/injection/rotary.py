@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..arguments import is_plain
 from ..conditions import kernels_take
+from ..differentiation import is_differentiated
 from ..functional import CoordinateRope
 from .injected import Injected, Injection, Parts
 from .original import Original, find_original
@@ -82,29 +84,44 @@ class CoordinateTables(Sequence):
         return tuple, (self.tables(),)
 
 
-def as_operand(rope: Any, x: Tensor) -> tuple[Tensor, Tensor] | CoordinateRope | None:
+def as_operand(rope: Any, x: Tensor, heads: int) -> Any:
     """What ``qk_norm_rope`` takes as the rotary embedding of ``x`` (B, S, H * d) or (B, S, H, d); None if
     it does not.
 
-    ``rope`` is a ``CoordinateTables``, or (cos, sin), each (S, d), of one head, for x (B, S, H, d), or
-    (1 or B, S, H * d) for x (B, S, H * d).
+    ``rope`` is a ``CoordinateTables``; a complex table (S, d / 2), for x (B, S, H, d); or (cos, sin), each
+    (S, d), of one head, for x (B, S, H, d); (1 or B, S, H * d) for x (B, S, H * d); or (1 or B, S, 1, d / 2).
     """
     if isinstance(rope, CoordinateTables):
         if rope.rope is not None:
             return rope.rope if rope.rope.coordinates.device == x.device else None
         rope = rope.tables()
+    pairs = x.shape[2:].numel() // heads // 2
+    if isinstance(rope, Tensor):
+        is_taken = (
+            rope.dtype == torch.complex64
+            and rope.shape == (x.shape[1], pairs)
+            and x.dim() == 4
+            and rope.device == x.device
+            and rope.stride(1) == 1
+            and is_plain(rope)
+            and not (rope.is_conj() or rope.is_neg() or is_differentiated(rope))
+        )
+        return rope if is_taken else None
     if not isinstance(rope, (tuple, list)) or len(rope) != 2:
         return None
     cos, sin = rope
     if not (isinstance(cos, Tensor) and isinstance(sin, Tensor)):
         return None
-    is_shaped = cos.shape == sin.shape and (
-        cos.shape == (x.shape[1], x.shape[3])
-        if x.dim() == 4
-        else cos.shape[1:] == x.shape[1:] and cos.shape[0] in (1, x.shape[0])
-    )
+    shape, batches = cos.shape, (1, x.shape[0])
+    if len(shape) == 4:
+        is_shaped = shape[0] in batches and shape[1:] == (x.shape[1], 1, pairs)
+    elif x.dim() == 4:
+        is_shaped = shape == (x.shape[1], x.shape[3])
+    else:
+        is_shaped = shape[1:] == x.shape[1:] and shape[0] in batches
     if (
         is_shaped
+        and shape == sin.shape
         and cos.dtype in (torch.float32, x.dtype)
         and cos.device == x.device
         and kernels_take(cos, sin)

@@ -1,0 +1,112 @@
+"""What the tests of injection need of a model family: a small model, inputs, names of its parts."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+# A head size that attention's kernel takes, and one for models that are to be as small as can be.
+KERNEL_HEADS = {"heads": 2, "head_dim": 64}
+TINY_HEADS = {"heads": 2, "head_dim": 16}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model that is injected. The tests' only knowledge of it is here.
+
+    Attributes:
+        name: of the family, as in the names of its tests.
+        model: ``model(device, dtype=torch.float32, *, seed=0, heads, head_dim, **config)`` makes a model of
+            two blocks of each kind with random weights, in which every parameter matters.
+        inputs: ``inputs(device, dtype=torch.float32, *, seed=None, batch=2, tokens=1, text_length=5,
+            **options)`` makes the keyword arguments of one forward; ``tokens`` scales their number.
+        inexact: the arguments that have the model's dtype.
+        options: variants of the inputs by name, each keyword arguments for ``inputs``.
+        parts: a module of each kind, by its path: block, next_block, attention, norm, qk_norm, linear,
+            activation, feed_forward, up (its linear layer), output, rope, modulation, and more of its own.
+        lora_targets: linear layers of the blocks, for peft.
+        caches: the names of diffusers' caches that the family supports.
+        module: where diffusers defines it.
+        processor: the class of its attention processors, in that module.
+        block_lists: the paths of its lists of blocks, in the order in which they run.
+    """
+
+    name: str
+    model: Callable
+    inputs: Callable
+    inexact: tuple[str, ...]
+    options: dict
+    parts: dict
+    lora_targets: list
+    caches: tuple[str, ...]
+    module: str
+    processor: str
+    block_lists: tuple[str, ...] = field(default=("transformer_blocks",))
+
+    def cast(self, arguments, dtype):
+        """The inputs in another dtype; masks, timesteps and positions keep theirs."""
+        return {**arguments, **{name: arguments[name].to(dtype) for name in self.inexact}}
+
+    def blocks(self, model):
+        """All blocks, in the order in which they run."""
+        return [block for path in self.block_lists for block in model.get_submodule(path)]
+
+    def part(self, model, kind):
+        return model.get_submodule(self.parts[kind])
+
+    def reference(self, model, arguments):
+        """What a model without kernels computes in float64."""
+        return run(copy.deepcopy(model).double(), self.cast(arguments, torch.float64))
+
+    def __str__(self):
+        return self.name
+
+
+@torch.no_grad()
+def run(model, arguments):
+    return model(**arguments, return_dict=False)[0]
+
+
+def prepared(family, device, dtype=torch.float32, *, config=None, **options):
+    """(model, the same without kernels, arguments); the options are for the inputs."""
+    model = family.model(device, dtype, **(config or {}))
+    return model, copy.deepcopy(model), family.inputs(device, dtype, **options)
+
+
+def assert_close(out, expected, slack=1e-5):
+    """Values of a float32 model against those computed in float64."""
+    assert torch.isfinite(expected).all()
+    expected = expected.double()
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(
+        out.double(), expected, rtol=slack, atol=slack * scale, check_device=False
+    )
+
+
+def assert_as_close_as_eager(family, model, plain, *, samples=3, limit=1.05, **options):
+    """The distance from the float32 model is at most 1.05 times that of the eager model, ``plain``."""
+    exact = copy.deepcopy(plain).float()
+    parameter = next(plain.parameters())
+    squares = torch.zeros(2, dtype=torch.float64)
+    for seed in range(samples):
+        arguments = family.inputs(parameter.device, parameter.dtype, seed=seed, **options)
+        expected = run(exact, family.cast(arguments, torch.float32)).double()
+        for i, candidate in enumerate((model, plain)):
+            squares[i] += (run(candidate, arguments).double() - expected).square().sum().cpu()
+    error, eager_error = squares.sqrt().tolist()
+    assert eager_error > 0
+    assert error <= limit * eager_error, f"{error / eager_error:.3f} of the eager model's"
+
+
+def seeded(seed, device):
+    """A generator on the CPU, so that all devices get the same values."""
+    generator = torch.Generator()
+    if seed is None:
+        seed = int(torch.randint(2**31, ()))
+    generator.manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(device)
+
+    return normal

@@ -1,0 +1,99 @@
+"""Small Stable Diffusion 3.5 models for the tests that hold for every family."""
+
+import torch
+from diffusers import SD3Transformer2DModel
+
+from family import Family, seeded
+
+CHANNELS = 4
+TEXT_CHANNELS = 24
+POOLED_CHANNELS = 12
+
+
+def sd3_model(device, dtype=torch.float32, *, seed=0, blocks=3, heads=2, head_dim=16, **config):
+    """The first block attends twice to the image, the last one leaves out the text.
+
+    Norm weights are not 1, and the modulations differ from token stream to stream and are not small.
+    """
+    torch.manual_seed(seed)
+    model = SD3Transformer2DModel(
+        sample_size=16,
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        num_layers=blocks,
+        attention_head_dim=head_dim,
+        num_attention_heads=heads,
+        joint_attention_dim=TEXT_CHANNELS,
+        caption_projection_dim=heads * head_dim,
+        pooled_projection_dim=POOLED_CHANNELS,
+        pos_embed_max_size=24,
+        dual_attention_layers=config.pop("dual_attention_layers", (0,)),
+        qk_norm=config.pop("qk_norm", "rms_norm"),
+        **config,
+    )
+    for name, module in model.named_modules():
+        if type(module).__name__ == "RMSNorm":
+            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
+        elif name.endswith(("norm1.linear", "norm1_context.linear", "norm_out.linear")):
+            torch.nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            torch.nn.init.normal_(module.bias, std=0.5)
+        elif name.startswith("time_text_embed") and isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight, std=2 * module.in_features**-0.5)
+    return model.to(device, dtype).eval()
+
+
+def sd3_inputs(
+    device, dtype=torch.float32, *, seed=None, batch=2, tokens=1, text_length=5, **options
+):
+    normal = seeded(seed, device)
+    height, width = 6 + 2 * tokens, 6
+    return {
+        "hidden_states": normal(batch, CHANNELS, height, width).to(dtype),
+        "encoder_hidden_states": normal(batch, text_length, TEXT_CHANNELS).to(dtype),
+        "pooled_projections": normal(batch, POOLED_CHANNELS).to(dtype),
+        "timestep": 1000 * normal(batch).sigmoid(),
+        **options,
+    }
+
+
+SD3 = Family(
+    name="sd3",
+    model=sd3_model,
+    inputs=sd3_inputs,
+    inexact=("hidden_states", "encoder_hidden_states", "pooled_projections"),
+    options={
+        "two samples": {},
+        "batch of 1": {"batch": 1},
+        "more tokens": {"batch": 3, "tokens": 5, "text_length": 9},
+        "one token of text": {"text_length": 1},
+    },
+    parts={
+        "block": "transformer_blocks.0",
+        "next_block": "transformer_blocks.1",
+        "last_block": "transformer_blocks.2",
+        "attention": "transformer_blocks.0.attn",
+        "second_attention": "transformer_blocks.0.attn2",
+        "norm": "transformer_blocks.1.norm1",
+        "inner_norm": "transformer_blocks.1.norm1_context.norm",
+        "dual_norm": "transformer_blocks.0.norm1",
+        "last_norm": "transformer_blocks.2.norm1_context",
+        "norm2": "transformer_blocks.0.norm2",
+        "qk_norm": "transformer_blocks.0.attn.norm_q",
+        "added_norm": "transformer_blocks.0.attn.norm_added_k",
+        "linear": "transformer_blocks.0.attn.add_k_proj",
+        "output": "transformer_blocks.0.attn2.to_out.0",
+        "feed_forward": "transformer_blocks.0.ff",
+        "feed_forward_of_text": "transformer_blocks.0.ff_context",
+        "activation": "transformer_blocks.0.ff_context.net.0",
+        "up": "transformer_blocks.0.ff.net.0.proj",
+        "rope": "pos_embed",
+        "modulation": "transformer_blocks.0.norm1.linear",
+    },
+    lora_targets=[
+        *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj"),
+        *("to_add_out", "ff.net.0.proj", "ff.net.2", "norm1.linear"),
+    ],
+    caches=(),
+    module="diffusers.models.attention_processor",
+    processor="JointAttnProcessor2_0",
+)
