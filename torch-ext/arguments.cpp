@@ -220,26 +220,27 @@ OwnedTensor ArgumentChecker::empty(const Sizes& shape) const {
   return OwnedTensor(handle);
 }
 
-void RowLaunch::add(RowOperand& operand, const Tensor& tensor) {
+void RowLaunch::add(RowOperand& operand, const Tensor& tensor, int64_t offset) {
   Operand& entry = operands_[operand_count_++];
   entry.target = &operand;
-  entry.data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
+  entry.data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())) +
+               offset * tensor.element_bytes();
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
   const size_t own = sizes.size() - 1;  // leading dimensions of the tensor itself
-  const size_t offset = leading_.size() - own;
+  const size_t missing = leading_.size() - own;
   for (size_t dim = 0; dim < leading_.size(); ++dim)
-    entry.strides[dim] = dim < offset || sizes[dim - offset] == 1 ? 0 : strides[dim - offset];
+    entry.strides[dim] = dim < missing || sizes[dim - missing] == 1 ? 0 : strides[dim - missing];
 }
 
-void RowLaunch::add(RowOperand& operand, const OptionalTensor& tensor) {
+void RowLaunch::add(RowOperand& operand, const OptionalTensor& tensor, int64_t offset) {
   operand = RowOperand{};
-  if (tensor.has_value()) add(operand, *tensor);
+  if (tensor.has_value()) add(operand, *tensor, offset);
 }
 
-void RowLaunch::add(RowOperand& operand, const OwnedTensor& tensor) {
+void RowLaunch::add(RowOperand& operand, const OwnedTensor& tensor, int64_t offset) {
   operand = RowOperand{};
-  if (tensor) add(operand, Tensor(tensor));
+  if (tensor) add(operand, Tensor(tensor), offset);
 }
 
 void RowLaunch::merge() {

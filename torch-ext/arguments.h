@@ -113,11 +113,12 @@ class ArgumentChecker {
   DType dtype_;
 };
 
-// A row operand and the tensor, optional or not, that it is made of.
+// A row operand and the tensor, optional or not, that it is made of, from an element of each row on.
 template <typename T>
 struct RowBinding {
   RowOperand& operand;
   const T& tensor;
+  int64_t offset = 0;
 };
 
 // Collects the row operands of one launch, merges the leading dimensions that all of them step through in
@@ -132,7 +133,7 @@ class RowLaunch {
   explicit RowLaunch(const Sizes& shape, const RowBinding<Tensors>&... bindings)
       : leading_(shape.begin(), shape.end() - 1) {
     static_assert(sizeof...(bindings) <= kMaxOperands);
-    (add(bindings.operand, bindings.tensor), ...);
+    (add(bindings.operand, bindings.tensor, bindings.offset), ...);
   }
 
   template <typename Launch>
@@ -149,9 +150,9 @@ class RowLaunch {
     int64_t strides[Sizes::kCapacity];
   };
 
-  void add(RowOperand& operand, const Tensor& tensor);
-  void add(RowOperand& operand, const OptionalTensor& tensor);
-  void add(RowOperand& operand, const OwnedTensor& tensor);
+  void add(RowOperand& operand, const Tensor& tensor, int64_t offset);
+  void add(RowOperand& operand, const OptionalTensor& tensor, int64_t offset);
+  void add(RowOperand& operand, const OwnedTensor& tensor, int64_t offset);
   void merge();
   void sort();
   int64_t rows(size_t dims) const;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <string_view>
 
 #include "boxing.h"
 
@@ -30,11 +31,19 @@ constexpr auto kOperationName = [] {
   return name;
 }();
 
-// `function` takes the name, for its sentences, and then the arguments of the schema.
+// An operator that writes to `out` speaks as the public function, whose name is without the ending.
+template <Schema schema>
+constexpr auto kPublicName = [] {
+  auto name = kOperationName<schema>;
+  const std::string_view text(name.data()), ending = "_out";
+  if (text.ends_with(ending)) name[text.size() - ending.size()] = '\0';
+  return name;
+}();
+
+// `function` takes the public name, for its sentences, and then the arguments of the schema.
 template <Schema schema, auto function>
 constexpr Operation operation() {
-  constexpr const auto& name = kOperationName<schema>;
-  return {schema.text, name.data(), Boxed<function, name>::call};
+  return {schema.text, kOperationName<schema>.data(), Boxed<function, kPublicName<schema>>::call};
 }
 
 }  // namespace h100_diffusers_kernels

@@ -91,12 +91,10 @@ struct Silu {
   }
 };
 
-// The result is activation(x + bias), or (value + bias) * activation(x + bias) where x is the second half. An
-// item is a segment of a row.
-template <typename T, template <typename> class Activation, Gating kGating, bool kHasBias>
+// The result is activation(x + bias), or (x + bias) * activation(gate + gate_bias). An item is a segment of a
+// row.
+template <typename T, template <typename> class Activation, bool kIsGated, bool kHasBias>
 struct ActivationKernel {
-  static constexpr bool kIsGated = kGating == Gating::kSecondHalf;
-
   const ActivationParams& params;
   SegmentGrid grid;
 
@@ -106,10 +104,13 @@ struct ActivationKernel {
   ALWAYS_INLINE void run(int64_t begin, int64_t end) const {
     grid.for_segments(begin, end,
                       [&](const RowCursor& row, int64_t first, int64_t last) ALWAYS_INLINE_LAMBDA {
-                        const T* in = row.pointer<const T>(params.x);
+                        const Input x = input(row.pointer<const T>(params.x), params.bias);
+                        const Input activated =
+                            kIsGated ? input(row.pointer<const T>(params.gate), params.gate_bias) : x;
                         T* out = row.pointer<T>(params.out);
                         for (int64_t column = first; column < last; column += kBlock)
-                          run_block<kLanes>(in, column, out + column, std::min(kBlock, last - column));
+                          run_block<kLanes>(x.from(column), activated.from(column), out + column,
+                                            std::min(kBlock, last - column));
                       });
   }
 
@@ -124,24 +125,25 @@ struct ActivationKernel {
       if constexpr (kHasBias) return v + load<n>(bias + i);
       return v;
     }
+    ALWAYS_INLINE Input from(int64_t column) const { return {in + column, kHasBias ? bias + column : nullptr}; }
   };
 
-  ALWAYS_INLINE Input input_from(const T* in, int64_t column) const {
-    return {in + column, kHasBias ? static_cast<const T*>(params.bias) + column : nullptr};
+  ALWAYS_INLINE static Input input(const T* in, const void* bias) {
+    return {in, static_cast<const T*>(bias)};
   }
 
+  // `out` may be where `value` or `activated` is: each step is over the same elements of all of them.
   template <int kLanes>
-  ALWAYS_INLINE void run_block(const T* in, int64_t column, T* out, int64_t count) const {
+  ALWAYS_INLINE void run_block(const Input& value, const Input& activated, T* out, int64_t count) const {
     alignas(64) float x_buffer[kBlock], step[kBlock], result_buffer[kBlock];
-    const Input gate = input_from(in, kIsGated ? params.hidden + column : column);
     const float* x = x_buffer;
     float* result = result_buffer;
     if constexpr (std::is_same_v<T, float> && !kIsGated) result = out;
     if constexpr (std::is_same_v<T, float> && !kHasBias) {
-      x = gate.in;
+      x = activated.in;
     } else {
       for_columns<kLanes>(0, count, [&]<int n>(Lanes<n>, int64_t i) ALWAYS_INLINE_LAMBDA {
-        store<n>(x_buffer + i, gate.template load_at<n>(i));
+        store<n>(x_buffer + i, activated.template load_at<n>(i));
       });
     }
     for_columns<kLanes>(0, count, [&]<int n>(Lanes<n>, int64_t i) ALWAYS_INLINE_LAMBDA {
@@ -151,7 +153,6 @@ struct ActivationKernel {
       store<n>(result + i, Activation<T>::template second_step<n>(load<n>(x + i), load<n>(step + i)));
     });
     if constexpr (kIsGated) {
-      const Input value = input_from(in, column);
       for_columns<kLanes>(0, count, [&]<int n>(Lanes<n>, int64_t i) ALWAYS_INLINE_LAMBDA {
         store<n>(out + i, value.template load_at<n>(i) * load<n>(result + i));
       });
@@ -163,41 +164,41 @@ struct ActivationKernel {
   }
 };
 
-template <template <typename> class Activation, Gating kGating>
+template <template <typename> class Activation, bool kIsGated>
 void launch(const ActivationParams& params, Stream stream) {
   dispatch_dtype(params.dtype, [&]<typename T>(std::type_identity<T>) {
     const bool has_bias = params.bias != nullptr;
-    const SegmentGrid grid(params.shape, params.hidden, {&params.x, &params.out}, has_bias);
+    const SegmentGrid grid(params.shape, params.hidden, {&params.x, &params.gate, &params.out}, has_bias);
     if (has_bias) {
       parallel_run(stream, grid.segments(), grid.segment_size(),
-                   ActivationKernel<T, Activation, kGating, true>{params, grid});
+                   ActivationKernel<T, Activation, kIsGated, true>{params, grid});
     } else {
       parallel_run(stream, grid.segments(), grid.segment_size(),
-                   ActivationKernel<T, Activation, kGating, false>{params, grid});
+                   ActivationKernel<T, Activation, kIsGated, false>{params, grid});
     }
   });
 }
 
-template <Gating kGating>
+template <bool kIsGated>
 void launch_gelu(const ActivationParams& params, Stream stream) {
   if (params.tanh_approximation)
-    launch<GeluTanh, kGating>(params, stream);
+    launch<GeluTanh, kIsGated>(params, stream);
   else
-    launch<GeluErf, kGating>(params, stream);
+    launch<GeluErf, kIsGated>(params, stream);
 }
 
 }  // namespace
 
-void gelu(const ActivationParams& params, Stream stream) { launch_gelu<Gating::kNone>(params, stream); }
+void gelu(const ActivationParams& params, Stream stream) { launch_gelu<false>(params, stream); }
 
-void silu(const ActivationParams& params, Stream stream) { launch<Silu, Gating::kNone>(params, stream); }
+void silu(const ActivationParams& params, Stream stream) { launch<Silu, false>(params, stream); }
 
-void geglu(const ActivationParams& params, Stream stream) {
-  launch_gelu<Gating::kSecondHalf>(params, stream);
-}
+void gated_gelu(const ActivationParams& params, Stream stream) { launch_gelu<true>(params, stream); }
 
-void swiglu(const ActivationParams& params, Stream stream) {
-  launch<Silu, Gating::kSecondHalf>(params, stream);
-}
+void gated_silu(const ActivationParams& params, Stream stream) { launch<Silu, true>(params, stream); }
+
+void geglu(const ActivationParams& params, Stream stream) { gated_gelu(params, stream); }
+
+void swiglu(const ActivationParams& params, Stream stream) { gated_silu(params, stream); }
 
 }  // namespace h100_diffusers_kernels

@@ -244,8 +244,9 @@ struct AttentionKernel {
   template <int kLanes>
   ALWAYS_INLINE void store_queries(const Scratch& scratch, int64_t batch, int64_t head, int64_t query,
                                    int64_t queries) const {
-    const int64_t head_dim = params.head_dim, stride = params.heads * head_dim;
-    T* out = static_cast<T*>(params.out) + (batch * params.query_length + query) * stride + head * head_dim;
+    const int64_t head_dim = params.head_dim, stride = params.out.strides[1];
+    T* out = static_cast<T*>(params.out.data) + batch * params.out.strides[0] + query * stride +
+             head * params.out.strides[2];
     for (int64_t row = 0; row < queries; ++row) {
       const float total = scratch.total[row];
       const float factor = total == 0 ? 0 : 1 / total;

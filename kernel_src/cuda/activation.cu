@@ -1,6 +1,8 @@
-// gelu, silu, geglu and swiglu: a thread takes one pack of the result. More than one was never faster, and
+// gelu, silu and their gated forms: a thread takes one pack of the result. More than one was never faster, and
 // slower below 64 MB (NOTES, "Activations").
+#include <algorithm>
 #include <cfloat>
+#include <type_traits>
 
 #include "fast_divisor.cuh"
 #include "fast_math.cuh"
@@ -64,6 +66,10 @@ struct GeluTanh {
 
 constexpr int kThreads = 256;
 
+// A gate is at the same distance from x in all rows, as are the halves of one tensor and any two tensors of
+// the same strides; or it has rows of its own.
+enum class Gating { kNone, kAtDistance, kOwnRows };
+
 // A pack of the results is in this row, from this column on.
 struct PackPlace {
   uint32_t row;
@@ -100,16 +106,24 @@ struct ActivationKernelParams {
   RowIndexer::Operand x, out;
   RowIndexer indexer;
   Numbering numbering;
-  int64_t hidden;
+  int64_t gate_distance;  // in elements, from x to the gate and from the bias to the gate's
   const void* bias;
 
-  ActivationKernelParams(const ActivationParams& p, const Numbering& pack_numbering)
+  ActivationKernelParams(const ActivationParams& p, const Numbering& pack_numbering, int64_t distance)
       : x(p.x, p.shape.ndim),
         out(p.out, p.shape.ndim),
         indexer(p.shape),
         numbering(pack_numbering),
-        hidden(p.hidden),
+        gate_distance(distance),
         bias(p.bias) {}
+};
+
+template <class Numbering>
+struct GateRowsKernelParams : ActivationKernelParams<Numbering> {
+  RowIndexer::Operand gate;
+
+  GateRowsKernelParams(const ActivationParams& p, const Numbering& pack_numbering, int64_t distance)
+      : ActivationKernelParams<Numbering>(p, pack_numbering, distance), gate(p.gate, p.shape.ndim) {}
 };
 
 // This is a pack of x and, if there is one, of the bias that is added to it.
@@ -130,19 +144,26 @@ struct BiasedPack {
 template <typename T, class Activation, Gating kGating, Access kAccess, class Params>
 __global__ void __launch_bounds__(kThreads) activation_kernel(const __grid_constant__ Params params) {
   constexpr int kSize = kPackSize<T, kAccess>;
-  constexpr bool kIsGated = kGating == Gating::kSecondHalf, kFast = sizeof(T) == 2;
+  constexpr bool kIsGated = kGating != Gating::kNone, kFast = sizeof(T) == 2;
   using PackNumber = typename Params::Numbering::Number;
   const PackNumber number = blockIdx.x * PackNumber{kThreads} + threadIdx.x;
   const PackPlace place = params.numbering(number, kSize);
   const auto index = params.indexer(place.row);
   const T* in = static_cast<const T*>(params.x.data) + index.offset(params.x) + place.column;
-  const T* bias = params.bias ? static_cast<const T*>(params.bias) + place.column : nullptr;
+  const T* bias = nullptr;
+  const T* gate_in = nullptr;
+  if constexpr (kGating == Gating::kOwnRows)
+    gate_in = static_cast<const T*>(params.gate.data) + index.offset(params.gate) + place.column;
+  else
+    bias = params.bias ? static_cast<const T*>(params.bias) + place.column : nullptr;
   wait_for_earlier_kernels();
   if (number >= params.numbering.packs) return;
 
   BiasedPack<T, kSize> x, gate;
   x.load(in, bias);
-  if constexpr (kIsGated) gate.load(in + params.hidden, bias ? bias + params.hidden : nullptr);
+  if constexpr (kGating == Gating::kAtDistance)
+    gate.load(in + params.gate_distance, bias ? bias + params.gate_distance : nullptr);
+  if constexpr (kGating == Gating::kOwnRows) gate.load(gate_in, nullptr);
   float values[kSize];
   x.to_floats(values, bias != nullptr);
   if constexpr (kIsGated) {
@@ -159,63 +180,92 @@ __global__ void __launch_bounds__(kThreads) activation_kernel(const __grid_const
   result.store_whole(static_cast<T*>(params.out.data) + index.offset(params.out) + place.column);
 }
 
-// Makes one row of all where nothing tells rows apart: those of both operands follow each other without a
+// Makes one row of all where nothing tells rows apart: those of every operand follow each other without a
 // gap.
-ActivationParams flattened(ActivationParams args, Gating gating) {
-  if (gating != Gating::kNone || args.bias || args.shape.ndim != 1 || args.x.strides[0] != args.hidden ||
-      args.out.strides[0] != args.hidden)
+ActivationParams flattened(ActivationParams args) {
+  const auto has_gaps = [&](const RowOperand& operand) {
+    return operand.data != nullptr && operand.strides[0] != args.hidden;
+  };
+  if (args.bias || args.shape.ndim != 1 || has_gaps(args.x) || has_gaps(args.gate) || has_gaps(args.out))
     return args;
   args.hidden *= args.shape.rows;
   args.shape.rows = args.shape.sizes[0] = 1;
-  args.x.strides[0] = args.out.strides[0] = 0;
+  args.x.strides[0] = args.gate.strides[0] = args.out.strides[0] = 0;
   return args;
 }
 
 template <class Activation, Gating kGating>
-void launch(const char* operation, const ActivationParams& given, Stream stream) {
-  const ActivationParams args = flattened(given, kGating);
+void launch_flattened(const char* operation, const ActivationParams& args, int64_t gate_distance,
+                      Stream stream) {
   const int ndim = args.shape.ndim;
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
-    const auto launch_with = [&]<class Params>(auto access, const Params& params) {
-      const int64_t blocks = ceil_divide(params.numbering.packs, kThreads);
-      launch_kernel(operation, activation_kernel<T, Activation, kGating, access, Params>, dim3(blocks),
-                    kThreads, params, stream);
+    const auto launch_with = [&]<class Numbering>(auto access, const Numbering& numbering) {
+      using Params = std::conditional_t<kGating == Gating::kOwnRows, GateRowsKernelParams<Numbering>,
+                                        ActivationKernelParams<Numbering>>;
+      launch_kernel(operation, activation_kernel<T, Activation, kGating, access, Params>,
+                    dim3(ceil_divide(numbering.packs, kThreads)), kThreads,
+                    Params(args, numbering, gate_distance), stream);
     };
     const bool has_vectors = args.hidden * sizeof(T) % kVectorBytes == 0 && is_16_byte_aligned(args.bias) &&
                              has_vector_rows(args.x, ndim, sizeof(T)) &&
+                             has_vector_rows(args.gate, ndim, sizeof(T)) &&
                              has_vector_rows(args.out, ndim, sizeof(T));
     const int64_t packs_per_row = args.hidden / kPackSize<T, Access::kVector>;
     if (has_vectors && args.shape.rows * packs_per_row < kFastDivisionEnd) {
       PackNumbering numbering{static_cast<uint32_t>(args.shape.rows * packs_per_row), {}};
       numbering.packs_per_row.set(static_cast<uint32_t>(packs_per_row));
-      return launch_with(Constant<Access::kVector>{}, ActivationKernelParams<PackNumbering>(args, numbering));
+      return launch_with(Constant<Access::kVector>{}, numbering);
     }
-    const auto params_of = [&](int64_t row_packs) {
-      return ActivationKernelParams<LongPackNumbering>(args, {args.shape.rows * row_packs, row_packs});
+    const auto numbering_of = [&](int64_t row_packs) {
+      return LongPackNumbering{args.shape.rows * row_packs, row_packs};
     };
-    if (has_vectors) return launch_with(Constant<Access::kVector>{}, params_of(packs_per_row));
-    launch_with(Constant<Access::kScalar>{}, params_of(args.hidden));
+    if (has_vectors) return launch_with(Constant<Access::kVector>{}, numbering_of(packs_per_row));
+    launch_with(Constant<Access::kScalar>{}, numbering_of(args.hidden));
   });
+}
+
+template <class Activation>
+void launch(const char* operation, const ActivationParams& args, Stream stream) {
+  launch_flattened<Activation, Gating::kNone>(operation, flattened(args), 0, stream);
+}
+
+template <class Activation>
+void launch_gated(const char* operation, const ActivationParams& given, Stream stream) {
+  const ActivationParams args = flattened(given);
+  const int64_t bytes = reinterpret_cast<intptr_t>(args.gate.data) - reinterpret_cast<intptr_t>(args.x.data);
+  const int64_t element_bytes = bytes_of(args.dtype);
+  const bool is_at_distance = bytes % element_bytes == 0 && std::equal(args.x.strides, args.x.strides +
+                                                                       args.shape.ndim, args.gate.strides);
+  if (is_at_distance)
+    launch_flattened<Activation, Gating::kAtDistance>(operation, args, bytes / element_bytes, stream);
+  else
+    launch_flattened<Activation, Gating::kOwnRows>(operation, args, 0, stream);
+}
+
+void launch_gated_gelu(const char* operation, const ActivationParams& params, Stream stream) {
+  if (params.tanh_approximation) return launch_gated<GeluTanh>(operation, params, stream);
+  launch_gated<GeluErf>(operation, params, stream);
 }
 
 }  // namespace
 
 void gelu(const ActivationParams& params, Stream stream) {
-  if (params.tanh_approximation) return launch<GeluTanh, Gating::kNone>("gelu", params, stream);
-  launch<GeluErf, Gating::kNone>("gelu", params, stream);
+  if (params.tanh_approximation) return launch<GeluTanh>("gelu", params, stream);
+  launch<GeluErf>("gelu", params, stream);
 }
 
-void silu(const ActivationParams& params, Stream stream) {
-  launch<Silu, Gating::kNone>("silu", params, stream);
+void silu(const ActivationParams& params, Stream stream) { launch<Silu>("silu", params, stream); }
+
+void geglu(const ActivationParams& params, Stream stream) { launch_gated_gelu("geglu", params, stream); }
+
+void swiglu(const ActivationParams& params, Stream stream) { launch_gated<Silu>("swiglu", params, stream); }
+
+void gated_gelu(const ActivationParams& params, Stream stream) {
+  launch_gated_gelu("gated_gelu", params, stream);
 }
 
-void geglu(const ActivationParams& params, Stream stream) {
-  if (params.tanh_approximation) return launch<GeluTanh, Gating::kSecondHalf>("geglu", params, stream);
-  launch<GeluErf, Gating::kSecondHalf>("geglu", params, stream);
-}
-
-void swiglu(const ActivationParams& params, Stream stream) {
-  launch<Silu, Gating::kSecondHalf>("swiglu", params, stream);
+void gated_silu(const ActivationParams& params, Stream stream) {
+  launch_gated<Silu>("gated_silu", params, stream);
 }
 
 }  // namespace h100_diffusers_kernels

@@ -36,6 +36,7 @@
 // else (attention_softmax.cuh).
 #include <type_traits>
 
+#include "attention_output.cuh"
 #include "attention_resident.cuh"
 #include "attention_stream.cuh"
 
@@ -65,6 +66,33 @@ bool has_half_values(const AttentionParams& args) {
          args.batch <= kMaxBatch && is_mappable(args);
 }
 
+// The workspace is for float16 values, and behind them for an output that the copy engine does not take.
+int64_t half_value_bytes(const AttentionParams& args) {
+  return has_half_values(args) ? Workspace(args).bytes() : 0;
+}
+
+int64_t element_count(const AttentionParams& args) {
+  return args.batch * args.query_length * args.heads * args.head_dim;
+}
+
+bool is_contiguous(const HeadsTensor& tensor) {
+  const int64_t row = tensor.heads * tensor.head_dim;
+  const auto is_stride = [](int64_t size, int64_t stride, int64_t expected) {
+    return size == 1 || stride == expected;
+  };
+  return is_stride(tensor.batch, tensor.strides[0], tensor.seq * row) &&
+         is_stride(tensor.seq, tensor.strides[1], row) &&
+         is_stride(tensor.heads, tensor.strides[2], tensor.head_dim);
+}
+
+// Without keys every output is 0.
+void clear_output(const AttentionParams& args, Stream stream) {
+  if (!is_contiguous(out_of(args))) return write_output(kOperation, args, nullptr, stream);
+  const auto bytes = static_cast<size_t>(element_count(args) * bytes_of(args.dtype));
+  throw_on_error(kOperation,
+                 cudaMemsetAsync(args.out.data, 0, bytes, static_cast<cudaStream_t>(stream.handle)));
+}
+
 template <typename T, int kHeadDim, KeyBias kBias>
 void launch_mapped(AttentionKernelParams& params, int multiprocessors, Stream stream) {
   using Tile = AttentionTile<T, kHeadDim>;
@@ -88,9 +116,8 @@ void launch(AttentionKernelParams& params, Stream stream) {
   using Tile = AttentionTile<T, kHeadDim>;
   const AttentionParams& args = params.args;
   const int multiprocessors = count_multiprocessors();
-  params.out = map_tensor(kOperation, out_of(args), args.dtype, kStoreRows);
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    if (args.workspace != nullptr)
+    if (has_half_values(args))
       return launch_stream_attention<Tile, KeyBias::kNone, Rescaling::kLazy, TensorLoader<Tile>>(
           kOperation, params, multiprocessors, stream);
   }
@@ -106,24 +133,32 @@ void launch(AttentionKernelParams& params, Stream stream) {
 }  // namespace
 
 int64_t attention_workspace_bytes(const AttentionParams& args) {
-  return has_half_values(args) ? Workspace(args).bytes() : 0;
+  if (args.key_length == 0) return 0;
+  const int64_t out_bytes = is_mappable(out_of(args)) ? 0 : element_count(args) * bytes_of(args.dtype);
+  return half_value_bytes(args) + out_bytes;
 }
 
 void attention(const AttentionParams& args, Stream stream) {
-  if (args.key_length == 0) {
-    const int64_t bytes = args.batch * args.query_length * args.heads * args.head_dim * bytes_of(args.dtype);
-    return throw_on_error(kOperation, cudaMemsetAsync(args.out, 0, static_cast<size_t>(bytes),
-                                                      static_cast<cudaStream_t>(stream.handle)));
-  }
+  if (args.key_length == 0) return clear_output(args, stream);
   AttentionKernelParams params{};
   params.args = args;
   params.score_scale = args.scale * kLog2E;
+  const HeadsTensor out = out_of(args);
+  const void* contiguous_out = nullptr;
+  if (!is_mappable(out)) contiguous_out = static_cast<char*>(args.workspace) + half_value_bytes(args);
+  params.out = map_tensor(
+      kOperation,
+      contiguous_out == nullptr
+          ? out
+          : contiguous_tensor(contiguous_out, args.batch, args.query_length, args.heads, args.head_dim),
+      args.dtype, kStoreRows);
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
     if constexpr (sizeof(T) == 2) {
       if (args.head_dim == 64) return launch<T, 64>(params, stream);
       return launch<T, 128>(params, stream);
     }
   });
+  if (contiguous_out != nullptr) write_output(kOperation, args, contiguous_out, stream);
 }
 
 }  // namespace h100_diffusers_kernels

@@ -160,7 +160,8 @@ inline HeadsTensor contiguous_tensor(const void* data, int64_t batch, int64_t se
   return {data, batch, seq, heads, head_dim, {seq * row, row, head_dim}};
 }
 inline HeadsTensor out_of(const AttentionParams& p) {
-  return contiguous_tensor(p.out, p.batch, p.query_length, p.heads, p.head_dim);
+  return {p.out.data, p.batch,    p.query_length,
+          p.heads,    p.head_dim, {p.out.strides[0], p.out.strides[1], p.out.strides[2]}};
 }
 
 }  // namespace h100_diffusers_kernels

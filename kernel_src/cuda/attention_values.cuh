@@ -79,7 +79,8 @@ struct Workspace {
   explicit Workspace(const AttentionParams& args)
       : value_bytes(args.batch * args.key_length * args.key_heads * args.head_dim * 2) {}
 
-  int64_t bytes() const { return value_bytes + static_cast<int64_t>(sizeof(int)); }
+  // They are a multiple of what the copy engine needs of what may follow.
+  int64_t bytes() const { return value_bytes + kVectorBytes; }
   int* claimed_tiles(void* begin) const {
     return reinterpret_cast<int*>(static_cast<char*>(begin) + value_bytes);
   }

@@ -169,25 +169,27 @@ struct Rope3dParams {
 
 void rope_3d(const Rope3dParams& params, Stream stream);
 
-// A gated activation multiplies the first half of its inputs by the activation of the second half.
-enum class Gating { kNone, kSecondHalf };
-
-// Each of a row's `hidden` outputs is activation(x + bias). Gated activations read 2*hidden inputs and
-// biases.
+// Each of a row's `hidden` outputs is activation(x + bias), or, if there is a gate,
+// (x + bias) * activation(gate + gate_bias). With biases the gate is in the same rows as x, and gate_bias as
+// far from bias as gate from x. `out` may be x or the gate, element for element.
 struct ActivationParams {
   RowShape shape;
   int64_t hidden;
   DType dtype;
   bool tanh_approximation;  // GELU only
   RowOperand x;
+  RowOperand gate;
   RowOperand out;
-  const void* bias;  // as long as a row of x; may be null
+  const void* bias;       // (hidden,), may be null
+  const void* gate_bias;  // (hidden,), null where bias is
 };
 
 void gelu(const ActivationParams& params, Stream stream);
 void silu(const ActivationParams& params, Stream stream);
 void geglu(const ActivationParams& params, Stream stream);
 void swiglu(const ActivationParams& params, Stream stream);
+void gated_gelu(const ActivationParams& params, Stream stream);
+void gated_silu(const ActivationParams& params, Stream stream);
 
 // out = exp(x - max(x)) / sum(exp(x - max(x))) over each row of `hidden` elements.
 struct SoftmaxParams {
@@ -211,6 +213,12 @@ struct AttentionOperand {
   int64_t strides[3];
 };
 
+// The output is of the query's shape. No two of its elements are in one place.
+struct AttentionOutput {
+  void* data;
+  int64_t strides[3];
+};
+
 // out = softmax(scale * q k^T + key_bias) v, over the keys before key_lengths[batch]. Query head h attends to
 // key head h / (heads / key_heads) (grouped-query attention).
 struct AttentionParams {
@@ -223,7 +231,7 @@ struct AttentionParams {
   DType dtype;       // float16 or bfloat16
   float scale;       // > 0
   AttentionOperand q, k, v;
-  void* out;                   // (batch, query_length, heads, head_dim), contiguous
+  AttentionOutput out;
   const void* key_bias;        // (batch, key_length), rows key_bias_stride apart; may be null
   int64_t key_bias_stride;     // 0 where broadcast
   bool key_bias_is_float32;    // else dtype

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Collection
 from typing import Any, NoReturn, Optional
 
 import torch
 from torch import Tensor, nn
 
 from ._ops import add_op_namespace_prefix
-from .overlap import overlap, overlaps_itself
+from .overlap import is_same_view, overlap, overlaps_itself
 
 # A build has kernels for one type of device, which its operators' namespace names.
 KERNEL_DEVICE_TYPE = "cuda" if "_cuda_" in add_op_namespace_prefix("") else "cpu"
@@ -139,6 +140,7 @@ def check_choice(operation: str, name: str, value: object, choices: tuple[str, .
 
 
 APPROXIMATIONS = ("none", "tanh")
+HALVES = ("first", "second")
 LAYOUTS = ("interleaved", "half")
 MIN_SCALE, MAX_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 MAX_INTEGER = 2**63 - 1  # of a schema
@@ -378,6 +380,39 @@ def check_in_place(
         if other is not None:
             check_apart(operation, name, other, "q", q)
             check_apart(operation, name, other, "k", k)
+
+
+def check_written(
+    operation: str, out: Tensor, read: dict[str, Tensor], may_be_out: Collection[str] = ()
+) -> None:
+    """``out`` overlaps neither itself nor what is read, but for those tensors that it may be itself."""
+    for dim, (size, stride) in enumerate(zip(out.shape, out.stride())):
+        if isinstance(size, int) and size > 1 and isinstance(stride, int) and stride == 0:
+            fail(
+                operation,
+                f"out must not be expanded to be written, got stride 0 in dimension {dim}",
+            )
+    if overlaps_itself(out):
+        fail(
+            operation,
+            f"out must not overlap itself to be written, got shape {tuple(out.shape)} with "
+            f"strides {out.stride()}",
+        )
+    for name, tensor in read.items():
+        if overlap(tensor, out) and not (name in may_be_out and is_same_view(tensor, out)):
+            fail(
+                operation,
+                f"{name} must not share memory with out, which is written, "
+                "got overlapping elements",
+            )
+
+
+def refuse_out(operation: str) -> NoReturn:
+    """What is written to a tensor of the caller's has no derivatives."""
+    fail(
+        operation,
+        "out must be None where an argument requires grad or carries a tangent, got a tensor",
+    )
 
 
 def check_apart(

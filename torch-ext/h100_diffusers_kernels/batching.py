@@ -3,12 +3,13 @@ dimensions, else one call a sample."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor
 
-from .arguments import check_in_place
+from .arguments import check_in_place, check_written, fail
 
 
 def _sample(value, dim: Optional[int], index: int):
@@ -101,6 +102,34 @@ def in_place(operation: Any) -> Callable:
         for index in range(info.batch_size):
             samples = (value.select(dim, index) for value, dim in zip((q, k), in_dims))
             operation(*samples, *(_sample(v, d, index) for v, d in zip(args, in_dims[2:])))
+        return None, None
+
+    return rule
+
+
+def written(operation: Any, public_name: str, may_be_out: Collection[str]) -> Callable:
+    """The rule of an operator that writes ``out``, its last argument.
+
+    Args:
+        may_be_out: the tensors that ``out`` may be itself.
+    """
+    names = [argument.name for argument in operation._schema.arguments]
+
+    def rule(info, in_dims, *args):
+        *inputs, out = args
+        *input_dims, out_dim = in_dims
+        if out_dim is None:
+            fail(
+                public_name,
+                "out must be batched to be written under vmap, got one tensor for all samples",
+            )
+        read = {name: value for name, value in zip(names, inputs) if isinstance(value, Tensor)}
+        # Elsewhere in another sample would be in the way of that.
+        aligned = [name for name, dim in zip(names, input_dims) if dim == out_dim]
+        check_written(public_name, out, read, [name for name in may_be_out if name in aligned])
+        for index in range(info.batch_size):
+            samples = (_sample(value, dim, index) for value, dim in zip(inputs, input_dims))
+            operation(*samples, out.select(out_dim, index))
         return None, None
 
     return rule

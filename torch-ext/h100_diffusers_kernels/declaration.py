@@ -45,6 +45,7 @@ class Kind:
         check_first: the same of the argument that is ``{leader}`` itself.
         fields: of a pair of tensors, the names under which the operator takes them.
         is_constant: nothing is differentiated with respect to it.
+        is_output: it is written, by an operator of its own, ``<name>_out``, whose last argument it is.
         choices: of a string, all that there are.
     """
 
@@ -55,6 +56,7 @@ class Kind:
     check_first: str = ""
     fields: tuple[str, ...] = ()
     is_constant: bool = False
+    is_output: bool = False
     choices: tuple[str, ...] = ()
 
     @property
@@ -88,6 +90,7 @@ VECTOR = Kind(
 )
 TENSOR = Kind("a tensor")
 CONSTANT = Kind("a tensor", is_constant=True)
+OUT = Kind("a tensor", is_output=True)
 NUMBER = Kind(
     "a number",
     arguments.is_number,
@@ -110,16 +113,18 @@ ROPE = Kind("None, a pair (cos, sin) or a CoordinateRope", arguments.is_rope, fi
 
 # (..., D), of which the first ones lead and the others have their shape; the same with an even D; what
 # broadcasts against them in all dimensions but the last; (D,); a pair (cos, sin) of one axis;
-# what qk_norm_rope rotates by; the rest.
+# what qk_norm_rope rotates by; what is written in place of a new result; the rest.
 Rows = Annotated[Tensor, ROWS]
 GatedRows = Annotated[Tensor, GATED_ROWS]
 Modulation = Annotated[Tensor, MODULATION]
 Vector = Annotated[Tensor, VECTOR]
 Tables = Annotated[tuple[Tensor, Tensor], TABLES]
 Rope = Annotated[Any, ROPE]
+Out = Annotated[Tensor, OUT]
 Constant = Annotated[Tensor, CONSTANT]
 Scale = Annotated[float, SCALE]
 Approximation = Annotated[str, _choice("APPROXIMATIONS")]
+Half = Annotated[str, _choice("HALVES")]
 Layout = Annotated[str, _choice("LAYOUTS")]
 NormScope = Annotated[str, _choice("NORMS")]
 
@@ -199,6 +204,19 @@ class Declaration:
         self.name: str = function.__name__
         self.parameters = _parameters(function)
 
+    @property
+    def inputs(self) -> list[Parameter]:
+        return [p for p in self.parameters.values() if not p.kind.is_output]
+
+    @property
+    def has_out(self) -> bool:
+        return len(self.inputs) < len(self.parameters)
+
+    @property
+    def may_be_out(self) -> list[str]:
+        """Those rows that have an element for each of the result, which depends on no other of them."""
+        return [p.name for p in self.inputs if p.kind is ROWS]
+
     def explain(self, error: Exception, values: tuple) -> Any:
         """Raises the error that a call with these values made, or a clearer one. Called while it is handled.
 
@@ -274,6 +292,7 @@ def operation(family: str, check: Optional[Callable] = None) -> Callable[[Callab
             *(
                 item
                 for parameter, value in zip(declaration.parameters.values(), values)
+                if not parameter.kind.is_output
                 for _, item in parameter.items(value)
             )
         )
@@ -283,15 +302,53 @@ def operation(family: str, check: Optional[Callable] = None) -> Callable[[Callab
             "check": declaration.check,
             "explain": declaration.explain,
         }
+        if declaration.has_out:
+            names["operator_out"] = _register_out(declaration)
         text = _function_text(declaration)
         function = _compiled(declaration, declaration.name, text, names)
         function.__defaults__ = formula.__defaults__
         function.__kwdefaults__ = formula.__kwdefaults__
         declaration.function = functools.update_wrapper(function, formula)
         DECLARATIONS[declaration.name] = declaration
+        if declaration.has_out:
+            # A node that writes stays in its graph though its result is not used.
+            torch.fx.has_side_effect(function)
         return function
 
     return declare
+
+
+def _register_out(declaration: Declaration) -> Any:
+    """The operator that writes ``out``, and what happens to it under vmap and with negative views."""
+    operator = getattr(ops, f"{declaration.name}_out").default
+
+    def without_negative_views(*values):
+        *inputs, out = values
+        if out.is_neg():
+            arguments.fail(
+                declaration.name,
+                "out must not be a negative view to be written, got one with its negative bit set",
+            )
+        operator(*(v.resolve_neg() if isinstance(v, Tensor) else v for v in inputs), out)
+
+    rule = batching.written(operator, declaration.name, declaration.may_be_out)
+    torch.library.register_vmap(operator, rule, lib=LIBRARY)
+    LIBRARY.impl(operator, without_negative_views, "Negative")
+    return operator
+
+
+def check_out(name: str, result: Tensor, *values: Any) -> None:
+    """What the operator of an operation that writes ``out``, the last of the values, refuses of it.
+
+    The others have been checked, and ``result`` is what they would give.
+    """
+    declaration = DECLARATIONS[name]
+    *inputs, out = values
+    names = [n for parameter in declaration.inputs for n in parameter.lowered]
+    read = {n: value for n, value in zip(names, inputs) if isinstance(value, Tensor)}
+    leader = next(iter(read))
+    arguments.check_shape(name, "out", out, result.shape, leader, read[leader])
+    arguments.check_written(name, out, read, declaration.may_be_out)
 
 
 def checked(name: str) -> Callable[[Callable], Callable]:
@@ -316,7 +373,9 @@ _NAMES = {
     "ERRORS": ERRORS,
     "forward_ad": forward_ad,
     "is_differentiated": is_differentiated,
+    "is_compiling": torch.compiler.is_compiling,
     "is_grad_enabled": torch.is_grad_enabled,
+    "increment_version": torch.autograd.graph.increment_version,
     "are_transforms_active": torch._C._are_functorch_transforms_active,
 }
 
@@ -326,13 +385,13 @@ def _indented(text: str, steps: int) -> str:
 
 
 def _lowered(declaration: Declaration) -> str:
-    return ", ".join(name for p in declaration.parameters.values() for name in p.lowered)
+    return ", ".join(name for p in declaration.inputs for name in p.lowered)
 
 
 def _check_text(declaration: Declaration) -> str:
     """A function of the operator's arguments that checks each by its kind."""
     lines, leader = "", ""
-    for parameter in declaration.parameters.values():
+    for parameter in declaration.inputs:
         kind, name = parameter.kind, parameter.name
         is_first = bool(kind.check_first) and not leader
         leader = leader or (name if is_first else "")
@@ -356,21 +415,35 @@ def _function_text(declaration: Declaration) -> str:
     positional = ", ".join(p.name for p in parameters if not p.is_keyword)
     keywords = ", ".join(p.name for p in parameters if p.is_keyword)
     signature = f"{positional}, *, {keywords}" if keywords else positional
-    by_name = ", ".join(f"{p.name}={p.name}" if p.is_keyword else p.name for p in parameters)
+    by_name = ", ".join(
+        f"{p.name}={p.name}" if p.is_keyword else p.name for p in declaration.inputs
+    )
     differentiable = ", ".join(
         name
-        for p in parameters
+        for p in declaration.inputs
         if (p.kind.is_tensor or p.kind.fields) and not p.kind.is_constant
         for name in p.lowered
     )
     values = "".join(f"{p.name}, " for p in parameters)
+    may_be_differentiated = """(
+    _is_grad_enabled() or _forward_ad._current_level >= 0 or _are_transforms_active()
+)"""
+    # Autograd notices a backward that needs what out was before.
+    write = f"""\
+if out is not None:
+    if {_indented(may_be_differentiated, 1).strip()} and _is_differentiated({differentiable}, out):
+        _refuse_out('{declaration.name}')
+    _operator_out({_lowered(declaration)}, out)
+    if not _is_compiling():
+        _increment_version(out)
+    return out
+"""
     return f"""\
 def {declaration.name}({signature}):
     try:
 {_indented(convert, 2)}\
-        if (
-            _is_grad_enabled() or _forward_ad._current_level >= 0 or _are_transforms_active()
-        ) and _is_differentiated({differentiable}):
+{_indented(write, 2) if declaration.has_out else ""}\
+        if {_indented(may_be_differentiated, 2).strip()} and _is_differentiated({differentiable}):
             _check({_lowered(declaration)})
             return _formula({by_name})
         return _operator({_lowered(declaration)})

@@ -39,6 +39,12 @@ def biased(x: Tensor, bias: Optional[Tensor]) -> Tensor:
     return x.float() if bias is None else x.float() + bias.float()
 
 
+def value_and_gate(x: Tensor, bias: Optional[Tensor], activated: str) -> tuple[Tensor, Tensor]:
+    """The halves of ``x + bias``, that one last which is to be activated."""
+    first, second = biased(x, bias).chunk(2, dim=-1)
+    return (first, second) if activated == "second" else (second, first)
+
+
 def by_head(table: Tensor, heads: int, head_dim: int) -> Tensor:
     """A table of a rotation as (1 or B, S, 1 or H, d or d/2)."""
     table = table[None] if table.dim() == 2 else table

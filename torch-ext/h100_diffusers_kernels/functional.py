@@ -2,8 +2,10 @@
 
 ``T`` is bfloat16, float16 or float32. Arithmetic is float32, rounded once, at the output; attention may
 round its weights to 16 bits, too. Leading dimensions are rows; inputs may be strided in every dimension
-but the last and are not copied; results are new contiguous tensors. Where an input requires grad or
-carries a forward-mode tangent, the formula runs, and else the kernel of the same name
+but the last and are not copied; results are new contiguous tensors, or ``out``, where an operation has it: a
+tensor of the result's shape and dtype, strided likewise, that is written and returned. It may share no memory
+with what is read, but where that is said. Where an input requires grad or
+carries a forward-mode tangent, the formula runs, which has no ``out``, and else the kernel of the same name
 (``declaration.operation``). A wrong argument raises ValueError, or TypeError for its type, in one sentence,
 before anything is launched or written; no memory for a result raises torch.OutOfMemoryError.
 """
@@ -44,14 +46,17 @@ from .declaration import (
     Constant,
     Declaration,
     GatedRows,
+    Half,
     Layout,
     Modulation,
     NormScope,
+    Out,
     Rope,
     Rows,
     Scale,
     Tables,
     Vector,
+    check_out,
     checked,
     operation,
 )
@@ -532,7 +537,13 @@ def _rope_3d_fake(x, *_):
 
 
 @operation("activation")
-def gelu(x: Rows, approximate: Approximation = "none", bias: Optional[Vector] = None) -> Tensor:
+def gelu(
+    x: Rows,
+    approximate: Approximation = "none",
+    bias: Optional[Vector] = None,
+    *,
+    out: Optional[Out] = None,
+) -> Tensor:
     """Gaussian error linear unit of ``x + bias``, as ``torch.nn.functional.gelu``.
 
     Args:
@@ -540,6 +551,7 @@ def gelu(x: Rows, approximate: Approximation = "none", bias: Optional[Vector] = 
         approximate: ``"none"``, ``x * Φ(x)``, or ``"tanh"``,
             ``x / 2 * (1 + tanh(sqrt(2 / π) * (x + 0.044715 x³)))``.
         bias: ``(D,)``, T, or None.
+        out: ``(..., D)``, T, or None; may be ``x`` itself.
 
     Source: Hendrycks and Gimpel, 2016, https://arxiv.org/abs/1606.08415.
     """
@@ -552,13 +564,19 @@ def _gelu_fake(x, *_):
     return x.new_empty(x.shape)
 
 
+@torch.library.register_fake(add_op_namespace_prefix("gelu_out"))
+def _gelu_out_fake(*values):
+    check_out("gelu", _gelu_fake(*values[:-1]), *values)
+
+
 @operation("activation")
-def silu(x: Rows, bias: Optional[Vector] = None) -> Tensor:
+def silu(x: Rows, bias: Optional[Vector] = None, *, out: Optional[Out] = None) -> Tensor:
     """Sigmoid linear unit, ``x * sigmoid(x)``, of ``x + bias``, as ``torch.nn.functional.silu``.
 
     Args:
         x: ``(..., D)``, T.
         bias: ``(D,)``, T, or None.
+        out: ``(..., D)``, T, or None; may be ``x`` itself.
 
     Source: Elfwing et al., 2017, https://arxiv.org/abs/1702.03118.
     """
@@ -571,24 +589,35 @@ def _silu_fake(x, *_):
     return x.new_empty(x.shape)
 
 
+@torch.library.register_fake(add_op_namespace_prefix("silu_out"))
+def _silu_out_fake(*values):
+    check_out("silu", _silu_fake(*values[:-1]), *values)
+
+
 @operation("activation")
 def geglu(
-    x: GatedRows, approximate: Approximation = "none", bias: Optional[Vector] = None
+    x: GatedRows,
+    approximate: Approximation = "none",
+    bias: Optional[Vector] = None,
+    *,
+    activated: Half = "second",
+    out: Optional[Out] = None,
 ) -> Tensor:
-    """GELU-gated linear unit of ``x + bias``: first half times ``gelu`` of the second half, as in
-    diffusers.
+    """GELU-gated linear unit of ``x + bias``: one half times ``gelu`` of the other.
 
     Args:
         x: ``(..., 2 * D)``, T.
         approximate: of the GELU, ``"none"`` or ``"tanh"``.
         bias: ``(2 * D,)``, T, or None.
+        activated: the half that goes through the GELU, ``"second"`` as in diffusers' GEGLU, or ``"first"``.
+        out: ``(..., D)``, T, or None.
 
     Returns:
         ``(..., D)``, T.
 
     Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
     """
-    value, gate = expressions.biased(x, bias).chunk(2, dim=-1)
+    value, gate = expressions.value_and_gate(x, bias, activated)
     return (value * F.gelu(gate, approximate=approximate)).to(x.dtype)
 
 
@@ -598,21 +627,34 @@ def _geglu_fake(x, *_):
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
+@torch.library.register_fake(add_op_namespace_prefix("geglu_out"))
+def _geglu_out_fake(*values):
+    check_out("geglu", _geglu_fake(*values[:-1]), *values)
+
+
 @operation("activation")
-def swiglu(x: GatedRows, bias: Optional[Vector] = None) -> Tensor:
-    """SiLU-gated linear unit of ``x + bias``: first half times ``silu`` of the second half, as in
-    diffusers.
+def swiglu(
+    x: GatedRows,
+    bias: Optional[Vector] = None,
+    *,
+    activated: Half = "second",
+    out: Optional[Out] = None,
+) -> Tensor:
+    """SiLU-gated linear unit of ``x + bias``: one half times ``silu`` of the other.
 
     Args:
         x: ``(..., 2 * D)``, T.
         bias: ``(2 * D,)``, T, or None.
+        activated: the half that goes through the SiLU, ``"second"`` as in diffusers' SwiGLU, or ``"first"``
+            as in FLUX.2.
+        out: ``(..., D)``, T, or None.
 
     Returns:
         ``(..., D)``, T.
 
     Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
     """
-    value, gate = expressions.biased(x, bias).chunk(2, dim=-1)
+    value, gate = expressions.value_and_gate(x, bias, activated)
     return (value * F.silu(gate)).to(x.dtype)
 
 
@@ -620,6 +662,66 @@ def swiglu(x: GatedRows, bias: Optional[Vector] = None) -> Tensor:
 @checked("swiglu")
 def _swiglu_fake(x, *_):
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+@torch.library.register_fake(add_op_namespace_prefix("swiglu_out"))
+def _swiglu_out_fake(*values):
+    check_out("swiglu", _swiglu_fake(*values[:-1]), *values)
+
+
+@operation("activation")
+def gated_gelu(
+    x: Rows,
+    gate: Rows,
+    approximate: Approximation = "none",
+    *,
+    out: Optional[Out] = None,
+) -> Tensor:
+    """``x * gelu(gate)``, where the two are tensors of their own.
+
+    Args:
+        x, gate: each ``(..., D)``, T, each strided by itself.
+        approximate: of the GELU, ``"none"`` or ``"tanh"``.
+        out: ``(..., D)``, T, or None; may be ``x`` or ``gate`` itself.
+
+    Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
+    """
+    return (x.float() * F.gelu(gate.float(), approximate=approximate)).to(x.dtype)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gated_gelu"))
+@checked("gated_gelu")
+def _gated_gelu_fake(x, *_):
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gated_gelu_out"))
+def _gated_gelu_out_fake(*values):
+    check_out("gated_gelu", _gated_gelu_fake(*values[:-1]), *values)
+
+
+@operation("activation")
+def gated_silu(x: Rows, gate: Rows, *, out: Optional[Out] = None) -> Tensor:
+    """``x * silu(gate)``, where the two are tensors of their own.
+
+    Args:
+        x, gate: each ``(..., D)``, T, each strided by itself.
+        out: ``(..., D)``, T, or None; may be ``x`` or ``gate`` itself.
+
+    Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
+    """
+    return (x.float() * F.silu(gate.float())).to(x.dtype)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gated_silu"))
+@checked("gated_silu")
+def _gated_silu_fake(x, *_):
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gated_silu_out"))
+def _gated_silu_out_fake(*values):
+    check_out("gated_silu", _gated_silu_fake(*values[:-1]), *values)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -657,6 +759,7 @@ def attention(
     scale: Optional[Scale] = None,
     key_bias: Optional[Tensor] = None,
     key_lengths: Optional[Constant] = None,
+    out: Optional[Out] = None,
 ) -> Tensor:
     """Attention, not causal: ``softmax(scale * q kᵀ + key_bias) v`` of each batch entry and head.
 
@@ -671,9 +774,11 @@ def attention(
         key_lengths: ``(B,)``, int32, contiguous, or None; the keys at and after ``key_lengths[b]`` are
             skipped, and whatever is in them has no influence. Read on the device, and taken as 0
             where negative and as Sk where larger. A batch entry without keys gives zeros.
+        out: ``(B, Sq, H, d)``, of q's dtype, or None. On CUDA one that is not aligned to 16 bytes in all
+            but the last dimension takes temporary memory of its size.
 
     Returns:
-        ``(B, Sq, H, d)``, contiguous.
+        ``(B, Sq, H, d)``, contiguous, or ``out``.
 
     On CUDA the weights are rounded to 16 bits for the tensor cores: to float16, with eight times the
     precision of bfloat16, also where the inputs are bfloat16, from 1024 queries and 257 keys on and
@@ -690,3 +795,8 @@ def attention(
 @checked("attention")
 def _attention_fake(q, *_):
     return q.new_empty(q.shape)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("attention_out"))
+def _attention_out_fake(*values):
+    check_out("attention", _attention_fake(*values[:-1]), *values)

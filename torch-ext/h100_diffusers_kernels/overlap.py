@@ -94,6 +94,20 @@ def overlaps_itself(tensor: Tensor) -> bool:
         return True
 
 
+def is_same_view(a: Tensor, b: Tensor) -> bool:
+    """Whether the elements of the two, of one dtype, are the same, each at the same index."""
+    if a is b:
+        return True
+    if _is_symbolic(a) or _is_symbolic(b) or a.shape != b.shape:
+        return False
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+        return False
+    strides = zip(a.shape, a.stride(), b.stride())
+    return a.storage_offset() == b.storage_offset() and all(
+        size <= 1 or stride == other for size, stride, other in strides
+    )
+
+
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Likewise of two tensors."""
     if _is_symbolic(a) or _is_symbolic(b) or a.numel() == 0 or b.numel() == 0:

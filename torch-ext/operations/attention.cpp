@@ -3,6 +3,7 @@
 #include <limits>
 #include <optional>
 
+#include "../output.h"
 #include "../torch_binding.h"
 
 namespace h100_diffusers_kernels {
@@ -12,6 +13,12 @@ AttentionOperand attention_operand(const Tensor& tensor) {
   AttentionOperand operand{tensor.const_data_ptr(), {}};
   for (int64_t dim = 0; dim < 3; ++dim) operand.strides[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
   return operand;
+}
+
+AttentionOutput attention_output(const Tensor& tensor) {
+  AttentionOutput output{tensor.mutable_data_ptr(), {}};
+  for (int64_t dim = 0; dim < 3; ++dim) output.strides[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+  return output;
 }
 
 float attention_scale(const ArgumentChecker& check, std::optional<double> scale) {
@@ -44,10 +51,10 @@ void set_key_lengths(AttentionParams& params, const ArgumentChecker& check, cons
   params.key_lengths = static_cast<const int32_t*>(key_lengths.const_data_ptr());
 }
 
-OwnedTensor call_attention(const char* operation, const Tensor& q, const Tensor& k, const Tensor& v,
-                           std::optional<double> scale, const OptionalTensor& key_bias,
-                           const OptionalTensor& key_lengths) {
-  const ArgumentChecker check(operation, "q", q, 4, false);
+// Everything that is known of a call but its output.
+AttentionParams attention_params(const ArgumentChecker& check, const Tensor& q, const Tensor& k,
+                                 const Tensor& v, std::optional<double> scale, const OptionalTensor& key_bias,
+                                 const OptionalTensor& key_lengths) {
   const Sizes& shape = check.shape();
   if (shape.size() != 4)
     fail(check.operation(), "q must have shape (batch, seq, heads, head_dim), got ", to_string(shape));
@@ -81,23 +88,48 @@ OwnedTensor call_attention(const char* operation, const Tensor& q, const Tensor&
   params.v = attention_operand(v);
   if (key_bias.has_value()) set_key_bias(params, check, *key_bias);
   if (key_lengths.has_value()) set_key_lengths(params, check, *key_lengths);
-  OwnedTensor out = check.empty(shape);
-  if (q.numel() == 0) return out;
-  params.out = Tensor(out).mutable_data_ptr();
-  const DeviceStream device(q);
+  return params;
+}
+
+void run_attention(const ArgumentChecker& check, AttentionParams& params, const Tensor& out) {
+  if (out.numel() == 0) return;
+  params.out = attention_output(out);
+  const DeviceStream device(out);
   OwnedTensor workspace;
   if (const int64_t bytes = attention_workspace_bytes(params)) {
     workspace = check.empty({bytes / bytes_of(params.dtype)});
     params.workspace = Tensor(workspace).mutable_data_ptr();
   }
   attention(params, device.stream());
+}
+
+OwnedTensor call_attention(const char* operation, const Tensor& q, const Tensor& k, const Tensor& v,
+                           std::optional<double> scale, const OptionalTensor& key_bias,
+                           const OptionalTensor& key_lengths) {
+  const ArgumentChecker check(operation, "q", q, 4, false);
+  AttentionParams params = attention_params(check, q, k, v, scale, key_bias, key_lengths);
+  OwnedTensor out = check.empty(check.shape());
+  run_attention(check, params, Tensor(out));
   return out;
+}
+
+void call_attention_out(const char* operation, const Tensor& q, const Tensor& k, const Tensor& v,
+                        std::optional<double> scale, const OptionalTensor& key_bias,
+                        const OptionalTensor& key_lengths, const Tensor& out) {
+  const ArgumentChecker check(operation, "q", q, 4, false);
+  AttentionParams params = attention_params(check, q, k, v, scale, key_bias, key_lengths);
+  check_out(check, out, check.shape(),
+            {{"q", q}, {"k", k}, {"v", v}, {"key_bias", key_bias}, {"key_lengths", key_lengths}});
+  run_attention(check, params, out);
 }
 
 constexpr Operation kOperations[] = {
     operation<"attention(Tensor q, Tensor k, Tensor v, float? scale, Tensor? key_bias, Tensor? key_lengths)"
               " -> Tensor",
               call_attention>(),
+    operation<"attention_out(Tensor q, Tensor k, Tensor v, float? scale, Tensor? key_bias,"
+              " Tensor? key_lengths, Tensor(a!) out) -> ()",
+              call_attention_out>(),
 };
 
 }  // namespace

@@ -1,0 +1,53 @@
+// An output that the copy engine does not take, as one that is not aligned to 16 bytes, is computed in a
+// workspace and copied to its place element by element.
+#pragma once
+
+#include "attention_tiles.cuh"
+#include "launch.cuh"
+
+namespace h100_diffusers_kernels {
+
+struct OutputKernelParams {
+  const uint16_t* in;  // (batch, seq, heads, head_dim), contiguous; null for zeros
+  AttentionOutput out;
+  FastDivisor heads, query_length;
+  int rows, head_dim;
+};
+
+constexpr int kOutputThreads = 256;
+constexpr int kOutputRows = 8;  // A thread has one column of so many rows.
+
+__global__ void __launch_bounds__(kOutputThreads)
+    attention_output_kernel(const __grid_constant__ OutputKernelParams params) {
+  const int thread = static_cast<int>(threadIdx.x), step = kOutputThreads / params.head_dim;
+  const int column = thread % params.head_dim;
+  const int first = static_cast<int>(blockIdx.x) * step * kOutputRows + thread / params.head_dim;
+  wait_for_earlier_kernels();
+#pragma unroll
+  for (int i = 0; i < kOutputRows; ++i) {
+    const int row = first + i * step;
+    if (row >= params.rows) break;
+    const uint32_t token = params.heads.divide(static_cast<uint32_t>(row));
+    const uint32_t batch = params.query_length.divide(token);
+    const uint32_t head = static_cast<uint32_t>(row) - token * params.heads.divisor;
+    const uint32_t seq = token - batch * params.query_length.divisor;
+    const int64_t* strides = params.out.strides;
+    static_cast<uint16_t*>(params.out.data)[batch * strides[0] + seq * strides[1] + head * strides[2] + column] =
+        params.in == nullptr ? uint16_t{0} : params.in[int64_t{row} * params.head_dim + column];
+  }
+}
+
+// `in` is a contiguous output, or null for zeros.
+inline void write_output(const char* operation, const AttentionParams& args, const void* in, Stream stream) {
+  OutputKernelParams params{static_cast<const uint16_t*>(in), args.out, {}, {}, 0, 0};
+  params.heads.set(static_cast<uint32_t>(args.heads));
+  params.query_length.set(static_cast<uint32_t>(args.query_length));
+  params.rows = static_cast<int>(args.batch * args.query_length * args.heads);
+  params.head_dim = static_cast<int>(args.head_dim);
+  const int64_t block_elements = kOutputThreads * kOutputRows;
+  launch_kernel(operation, attention_output_kernel,
+                dim3(ceil_divide(int64_t{params.rows} * params.head_dim, block_elements)), kOutputThreads,
+                params, stream);
+}
+
+}  // namespace h100_diffusers_kernels
