@@ -148,9 +148,12 @@ def check(kernel, name, *args, slack=FLOAT32_ARITHMETIC, contract=True, **kwargs
 
     `contract=False` leaves out the comparison of errors, for inputs of too few rows.
     """
+    given_out = kwargs.pop("out", None)
     with one_thread():
         expected = as_tuple(getattr(references, name)(*args, **kwargs))
         eager_outs = as_tuple(getattr(eager, name)(*args, **kwargs))
+    if given_out is not None:
+        kwargs["out"] = given_out
     inputs = list(tensors_of(args, kwargs))
     memory = MemorySnapshot(inputs)
     poison_memory(*eager_outs)
@@ -161,6 +164,9 @@ def check(kernel, name, *args, slack=FLOAT32_ARITHMETIC, contract=True, **kwargs
         for out, written in zip(outs, inputs[: len(outs)], strict=True):
             assert out.data_ptr() == written.data_ptr() and out.stride() == written.stride()
             memory.allow(written)
+    elif given_out is not None:
+        assert result is given_out
+        memory.allow(given_out)
     else:
         storages = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         for out in outs:

@@ -177,11 +177,23 @@ def silu(x, bias=None):
     return F.silu(_biased(x, bias))
 
 
-def geglu(x, approximate="none", bias=None):
+def geglu(x, approximate="none", bias=None, *, activated="second"):
     hidden, gate = _biased(x, bias).chunk(2, dim=-1)
+    if activated == "first":
+        hidden, gate = gate, hidden
     return hidden * F.gelu(gate, approximate=approximate)
 
 
-def swiglu(x, bias=None):
+def swiglu(x, bias=None, *, activated="second"):
     hidden, gate = _biased(x, bias).chunk(2, dim=-1)
+    if activated == "first":  # as in diffusers' FLUX.2
+        hidden, gate = gate, hidden
     return hidden * F.silu(gate)
+
+
+def gated_gelu(x, gate, approximate="none"):
+    return x * F.gelu(gate, approximate=approximate)
+
+
+def gated_silu(x, gate):
+    return x * F.silu(gate)

@@ -235,6 +235,9 @@ ACTIVATIONS = operations_of("activation")
 # qk_norm_rope in its two forms.
 QK_OPERATIONS = ["qk_norm_rope", "qk_norm_coordinate_rope"]
 ROPE_OPERATIONS = operations_of("rope")
+# Those that may write to a tensor of the caller's, by operators of their own.
+WITH_OUT = [name for name, declared in DECLARATIONS.items() if declared.has_out]
+OUT_OPERATORS = [f"{name}_out" for name in WITH_OUT]
 OPERATIONS = [*DECLARATIONS, "qk_norm_coordinate_rope"]
 OPERATIONS_OF_16_BITS = operations_of("attention")
 # Calls of operations from tables of one value a pair.
@@ -243,7 +246,8 @@ CALLS_BY_PAIR = [name + BY_PAIR for name in ("rope", "qk_norm_rope")]
 
 
 def widest_dtype(name):
-    return torch.bfloat16 if name in OPERATIONS_OF_16_BITS else torch.float32
+    is_of_16_bits = name.removesuffix("_out") in OPERATIONS_OF_16_BITS
+    return torch.bfloat16 if is_of_16_bits else torch.float32
 
 
 def for_operations(names, dtypes):
@@ -322,7 +326,10 @@ def _row_arguments(declared, tensor, shape, layout):
         elif kind is DECLARATION.VECTOR:
             arguments[name] = tensor(columns, mean=0.5 if declared.family == "norm" else 0.0)
         elif kind.choices:
-            arguments[name] = kind.choices[-1]
+            default = declared.parameters[name].default
+            arguments[name] = next(c for c in reversed(kind.choices) if c != default)
+        elif kind is DECLARATION.OUT:
+            continue
         else:
             assert kind is DECLARATION.NUMBER, f"no sample of {name} of {declared.name}"
     return arguments
@@ -343,7 +350,7 @@ OPTIONAL_TENSORS = {
     name
     for declared in DECLARATIONS.values()
     for name, parameter in declared.parameters.items()
-    if parameter.is_optional and parameter.kind.is_tensor
+    if parameter.is_optional and parameter.kind.is_tensor and not parameter.kind.is_output
 }
 
 
@@ -354,4 +361,11 @@ def without_optional(arguments):
         for key, value in arguments.items()
     }
     plain.pop("approximate", None)
+    plain.pop("activated", None)
     return plain
+
+
+def out_for(function, arguments, layout="odd_rows"):
+    """A tensor for the result of the call, which holds NaN."""
+    result = function(**arguments)
+    return LAYOUTS[layout](torch.full_like(result, math.nan))

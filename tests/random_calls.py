@@ -25,7 +25,18 @@ import torch
 
 from checks import MemorySnapshot, map_tensors, on_meta, tensors_of
 from conftest import load_kernel
-from inputs import CALLS_BY_PAIR, DECLARATIONS, DTYPES, LAYOUTS, OPERATIONS, sample, widest_dtype
+from inputs import (
+    CALLS_BY_PAIR,
+    DECLARATIONS,
+    DTYPES,
+    LAYOUTS,
+    OPERATIONS,
+    WITH_OUT,
+    WRITABLE_LAYOUTS,
+    out_for,
+    sample,
+    widest_dtype,
+)
 
 OTHER_DTYPES = [
     *(torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool),
@@ -208,6 +219,9 @@ def random_call(seed, device):
     for name, parameter in DECLARATIONS[function.__name__].parameters.items():
         if not parameter.kind.is_tensor and name not in arguments and rng.random() < 0.5:
             arguments[name] = parameter.default
+    if operation in WITH_OUT and rng.random() < 0.5:
+        arguments["out"] = None
+        arguments["out"] = out_for(function, arguments, rng.choice(WRITABLE_LAYOUTS))
     call = Call(seed, function, arguments)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         _change(call, rng)
@@ -255,7 +269,8 @@ def fault(call):
     if len(message) > 1200 or not PATTERNS[call.name].fullmatch(message):
         return f"not one sentence that names an argument: {message!r}"
     leader = _leader(call.arguments)
-    if leader is not None and call.arguments.get("inplace") is not True:
+    writes = call.arguments.get("inplace") is True or call.arguments.get("out") is not None
+    if leader is not None and not writes:
         leader.requires_grad_()
         other = call.outcome(call.arguments)
         leader.requires_grad_(False)

@@ -224,11 +224,26 @@ def silu(x, bias=None):
     return x / (1 + torch.exp(-x))
 
 
-def geglu(x, approximate="none", bias=None):
+def _halves(x, bias, activated):
+    """The factor and what goes through the activation."""
     x, hidden = _biased(x, bias), x.shape[-1] // 2
-    return x[..., :hidden] * gelu(x[..., hidden:], approximate)
+    first, second = x[..., :hidden], x[..., hidden:]
+    return {"first": (second, first), "second": (first, second)}[activated]
 
 
-def swiglu(x, bias=None):
-    x, hidden = _biased(x, bias), x.shape[-1] // 2
-    return x[..., :hidden] * silu(x[..., hidden:])
+def geglu(x, approximate="none", bias=None, *, activated="second"):
+    factor, gate = _halves(x, bias, activated)
+    return factor * gelu(gate, approximate)
+
+
+def swiglu(x, bias=None, *, activated="second"):
+    factor, gate = _halves(x, bias, activated)
+    return factor * silu(gate)
+
+
+def gated_gelu(x, gate, approximate="none"):
+    return x.double() * gelu(gate, approximate)
+
+
+def gated_silu(x, gate):
+    return x.double() * silu(gate)

@@ -7,9 +7,16 @@ import pytest
 import torch
 
 import references
-from checks import check, check_nonfinite, clone_storage, on_meta, poison_memory
+from checks import MemorySnapshot, check, check_nonfinite, clone_storage, on_meta, poison_memory
 from conftest import CHECKOUT
-from inputs import PACKED_FORMS, STRIDED_LAYOUTS, dtype_text, every_16_bit_dtype, normal
+from inputs import (
+    PACKED_FORMS,
+    STRIDED_LAYOUTS,
+    WRITABLE_LAYOUTS,
+    dtype_text,
+    every_16_bit_dtype,
+    normal,
+)
 
 sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 
@@ -81,10 +88,12 @@ def float16_slack(q, k, v, options):
     return 2**-12.5 * of_keys.repeat_interleave(q.shape[2] // k.shape[2], 2)
 
 
-def check_attention(kernel, q, k, v, *, contract=True, **options):
+def check_attention(kernel, q, k, v, *, contract=True, written=None, **options):
     """Holds every element to the size of what is averaged in it.
 
     A probability has an error of half an ulp of 16 bits, and of what float32 leaves of its score.
+
+    `written` is the call's `out`.
     """
     finfo = torch.finfo(q.dtype)
     magnitudes = references.attention(q, k, v.abs(), **options)
@@ -92,14 +101,89 @@ def check_attention(kernel, q, k, v, *, contract=True, **options):
     of_probabilities = finfo.eps / 2 + 1e-4 + 2**-20 * score
     slack = of_probabilities * magnitudes + finfo.eps / 2 * finfo.smallest_normal
     slack = slack + float16_slack(q, k, v, options)
-    out = check(
-        kernel, "attention", q, k, v, slack=slack.max().item(), contract=contract, **options
-    )
+    options_of_check = {**options, "slack": slack.max().item(), "contract": contract}
+    out = check(kernel, "attention", q, k, v, out=written, **options_of_check)
     reference = references.attention(q, k, v, **options)
     error = (out.double() - reference).abs()
     excess = error - slack - finfo.eps / 2 * reference.abs()
     assert excess.max() <= 0, f"an element is {excess.max():.3g} beyond its bound"
     return out
+
+
+# --------------------------------------------------------------------------------------------------
+# Written to a tensor of the caller's
+
+
+# Of (B, S, H, d): a part of the tokens' rows, and orders of the dimensions in memory.
+def _beside_others(shape):
+    batch, seq, heads, head_dim = shape
+    return (batch, seq, heads * head_dim + 256), lambda t: t[..., 128:-128].unflatten(
+        -1, (heads, head_dim)
+    )
+
+
+def _heads_first(shape):
+    batch, seq, heads, head_dim = shape
+    return (batch, heads, seq, head_dim), lambda t: t.transpose(1, 2)
+
+
+def _tokens_first(shape):
+    batch, seq, heads, head_dim = shape
+    return (seq, batch, heads, head_dim), lambda t: t.transpose(0, 1)
+
+
+PLACES = {"beside_others": _beside_others, "heads_first": _heads_first, "tokens_first": _tokens_first}
+
+
+def place_for_output(place, shape, dtype, device):
+    """A view that holds NaN, in a buffer that does."""
+    if place in PLACES:
+        size, view = PLACES[place](shape)
+        return view(torch.full(size, math.nan, dtype=dtype, device=device))
+    return normal(*shape, dtype=dtype, device=device, layout=place).fill_(math.nan)
+
+
+# Queries and keys for each of the kernels.
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(70, 0), (70, 100), (200, 200), (200, 300), (1025, 300)], ids=str
+)
+@pytest.mark.parametrize("place", [*PLACES, *WRITABLE_LAYOUTS])
+@every_head_dim
+@every_16_bit_dtype
+def test_out(kernel, device, queries, keys, place, head_dim, dtype):
+    q, k, v = query_key_value(2, queries, keys, 3, head_dim, dtype, device)
+    out = place_for_output(place, q.shape, dtype, device)
+    expected = kernel.attention(q, k, v)
+    if keys == 0:
+        memory = MemorySnapshot([out])
+        assert kernel.attention(q, k, v, out=out) is out
+        memory.allow(out)
+        memory.assert_unchanged()
+        assert not out.any()
+    else:
+        check_attention(kernel, q, k, v, written=out)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("place", ["beside_others", "odd_rows"])
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32])
+@every_16_bit_dtype
+def test_out_with_everything_optional(kernel, device, place, bias_dtype, dtype):
+    q, k, v = query_key_value(3, 70, 300, 4, 64, dtype, device, key_heads=2, layout="chunk")
+    options = {"scale": 0.1, "key_lengths": key_lengths([300, 0, 17], device)}
+    options["key_bias"] = normal(3, 300, dtype=bias_dtype or dtype, device=device)
+    out = place_for_output(place, q.shape, dtype, device)
+    check_attention(kernel, q, k, v, written=out, **options)
+
+
+@pytest.mark.parametrize("place", ["contiguous", "odd_rows"])
+@pytest.mark.parametrize("shape", [(1, 70, 3), (2, 1, 3), (2, 70, 1), (1, 1, 1)], ids=str)
+def test_strides_of_dimensions_of_size_1_of_out_are_free(kernel, device, place, shape):
+    q = normal(*shape, 64, dtype=torch.bfloat16, device=device)
+    out = place_for_output(place, q.shape, torch.bfloat16, device)
+    strides = [7 if size == 1 else stride for size, stride in zip(q.shape, out.stride())]
+    out = out.as_strided(out.shape, strides)
+    check_attention(kernel, q, q, q, written=out)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from inputs import (
     DTYPES,
     GRID_AXES,
     OPERATIONS,
+    OUT_OPERATORS,
     QK_OPERATIONS,
     ROPE_OPERATIONS,
     ROW_OPERATIONS,
@@ -37,6 +38,7 @@ from inputs import (
     for_operations,
     grid_tables,
     normal,
+    out_for,
     rotary_tables,
     sample,
     virtual_memory,
@@ -51,7 +53,7 @@ every_operation = pytest.mark.parametrize("name", CALLS)
 every_operation_and_dtype = for_operations(CALLS, DTYPES)
 every_operation_and_few_dtypes = for_operations(CALLS, FEW_DTYPES)
 every_memory = pytest.mark.parametrize("layout", ["contiguous", "chunk"])
-REGISTERED = [*OPERATIONS, "qk_norm_rope_", "qk_norm_coordinate_rope_"]
+REGISTERED = [*OPERATIONS, "qk_norm_rope_", "qk_norm_coordinate_rope_", *OUT_OPERATORS]
 few_dtypes = for_dtypes(*FEW_DTYPES)
 
 
@@ -75,6 +77,7 @@ def registered_call(kernel, name, arguments):
     values = {
         "eps": 1e-6,
         "approximate": "none",
+        "activated": "second",
         "norm": "across_heads",
         "layout": "interleaved",
         **arguments,
@@ -89,23 +92,29 @@ def registered_call(kernel, name, arguments):
     return operator, [values[argument.name] for argument in operator._schema.arguments]
 
 
+def sample_of_operator(kernel, name, *, has_optional=True, layout="contiguous", **options):
+    """The same of any registered operator, which is of a public function."""
+    public = name.rstrip("_").removesuffix("_out")
+    function, arguments = sample(kernel, public, shape=(2, 3, 32), layout=layout, **options)
+    if not has_optional:
+        arguments = without_optional(arguments)
+    if name in OUT_OPERATORS:
+        arguments["out"] = out_for(function, arguments, layout)
+    return registered_call(kernel, name, arguments)
+
+
 @pytest.mark.kernels_ci
 @for_operations(REGISTERED, FEW_DTYPES)
 @every_memory
 def test_opcheck(kernel, device, name, layout, dtype):
-    _, arguments = sample(
-        kernel, name.rstrip("_"), dtype=dtype, device=device, shape=(2, 3, 32), layout=layout
-    )
-    operator, values = registered_call(kernel, name, arguments)
+    operator, values = sample_of_operator(kernel, name, dtype=dtype, device=device, layout=layout)
     torch.library.opcheck(operator, values)
 
 
 @pytest.mark.parametrize("name", REGISTERED)
 def test_opcheck_with_nothing_optional(kernel, device, name):
-    _, arguments = sample(
-        kernel, name.rstrip("_"), dtype=torch.bfloat16, device=device, shape=(2, 3, 32)
-    )
-    operator, values = registered_call(kernel, name, without_optional(arguments))
+    options = {"dtype": torch.bfloat16, "device": device}
+    operator, values = sample_of_operator(kernel, name, has_optional=False, **options)
     torch.library.opcheck(operator, values)
 
 

@@ -12,6 +12,7 @@ from inputs import (
     DECLARATION,
     DECLARATIONS,
     OPERATIONS,
+    OUT_OPERATORS,
     QK_OPERATIONS,
     sample,
     widest_dtype,
@@ -32,8 +33,12 @@ ROTATIONS = {
 def declared_arguments(operator):
     """(name, type) of each argument as the schema has it, from the declaration."""
     public = "qk_norm_rope" if operator.rstrip("_") in QK_OPERATIONS else operator
-    for parameter in DECLARATIONS[public].parameters.values():
+    for parameter in DECLARATIONS[public.removesuffix("_out")].parameters.values():
         kind = parameter.kind
+        if kind.is_output:  # chooses between operators
+            if operator in OUT_OPERATORS:
+                yield parameter.name, "Tensor"
+            continue
         if kind is DECLARATION.ROPE:
             of_tables = operator.startswith("qk_norm_rope")
             for name in ROTATIONS[operator.rstrip("_")]:
@@ -46,11 +51,21 @@ def declared_arguments(operator):
             yield name, f"Optional[{type_name}]" if parameter.is_optional else type_name
 
 
-@pytest.mark.parametrize("operator", [*OPERATIONS, *(f"{name}_" for name in QK_OPERATIONS)])
+IN_PLACE = [f"{name}_" for name in QK_OPERATIONS]
+
+
+@pytest.mark.parametrize("operator", [*OPERATIONS, *IN_PLACE, *OUT_OPERATORS])
 def test_schema(kernel, operator):
     schema = getattr(kernel._ops.ops, operator).default._schema
     assert [(a.name, str(a.type)) for a in schema.arguments] == list(declared_arguments(operator))
     assert not any(argument.has_default_value() for argument in schema.arguments)
+
+
+@pytest.mark.parametrize("operator", OUT_OPERATORS)
+def test_schema_of_what_writes_to_out(kernel, operator):
+    schema = getattr(kernel._ops.ops, operator).default._schema
+    written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    assert written == ["out"] and schema.returns == []
 
 
 @pytest.mark.parametrize("operator", OPERATIONS)
@@ -90,4 +105,4 @@ def test_a_traceback_shows_the_lines_of_a_compiled_function(kernel):
         kernel.silu(torch.ones(2, dtype=torch.int64))
     lines = [frame.line for frame in traceback.extract_tb(raised.value.__traceback__)]
     assert "return _operator(x, bias)" in lines
-    assert linecache.getline("<silu>", 2).strip() == "def silu(x, bias):"
+    assert linecache.getline("<silu>", 2).strip() == "def silu(x, bias, *, out):"
