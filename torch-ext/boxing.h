@@ -71,6 +71,7 @@ class Tensor {
 
   // Of the dtypes that operations take.
   int64_t element_bytes() const {
+    if (dtype_ == aoti_torch_dtype_complex64()) return 8;
     return dtype_ == aoti_torch_dtype_float32() || dtype_ == aoti_torch_dtype_int32() ? 4 : 2;
   }
 

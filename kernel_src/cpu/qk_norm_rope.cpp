@@ -109,10 +109,10 @@ class CoordinateTables {
 };
 
 // This reads a head, and normalizes it.
-template <typename T>
+template <typename T, typename Weight>
 struct NormalizedHead {
   const T* in;
-  const T* weight;
+  const Weight* weight;
   float rstd;
 
   template <int n>
@@ -147,7 +147,7 @@ ALWAYS_INLINE double sum_of_squares(const T* data, int64_t count) {
 // may share their rotation.
 template <typename T, typename Table, typename Rotation>
 struct QkNormRopeKernel {
-  const QkNormRopeParams& params;
+  const QkvNormRopeParams& params;
 
   template <int kLanes>
   ALWAYS_INLINE void run(int64_t begin, int64_t end) const {
@@ -168,13 +168,30 @@ struct QkNormRopeKernel {
           tables = from_coordinates->at<kLanes>(at(params.coordinates, params.coordinate_strides));
       }
       if (from_tables) tables = from_tables->template at<kLanes>(batch, seq);
-      for (const HeadsOperand* operand : {&params.q, &params.k}) {
-        const T* in = at(static_cast<const T*>(operand->in), operand->in_strides);
-        T* out = at(static_cast<T*>(operand->out), operand->out_strides);
-        measure<kLanes>(*operand, in, rstd.get());
-        rotate<kLanes>(*operand, in, rstd.get(), tables, out);
+      for (const bool is_key : {false, true}) {
+        const HeadsOperand& operand = is_key ? params.k : params.q;
+        if (operand.in == nullptr) continue;
+        const T* in = at(static_cast<const T*>(operand.in), operand.in_strides);
+        T* out = at(static_cast<T*>(operand.out), operand.out_strides);
+        measure<kLanes>(operand, in, rstd.get());
+        if constexpr (!std::is_same_v<T, float>) {
+          if (is_key ? params.k_weight_is_float32 : params.q_weight_is_float32) {
+            rotate<kLanes, float>(operand, in, rstd.get(), tables, out);
+            continue;
+          }
+        }
+        rotate<kLanes, T>(operand, in, rstd.get(), tables, out);
       }
+      if (params.v.in != nullptr)
+        copy(at(static_cast<const T*>(params.v.in), params.v.in_strides),
+             at(static_cast<T*>(params.v.out), params.v.out_strides));
     }
+  }
+
+  void copy(const T* in, T* out) const {
+    for (int64_t h = 0; h < params.v.heads; ++h)
+      std::memmove(out + h * params.v.out_strides[2], in + h * params.v.in_strides[2],
+                   params.head_dim * sizeof(T));
   }
 
   // Computes the factor by which the norm multiplies each head of a token.
@@ -200,12 +217,12 @@ struct QkNormRopeKernel {
     std::fill_n(rstd, heads, factor);
   }
 
-  template <int kLanes>
+  template <int kLanes, typename Weight>
   ALWAYS_INLINE void rotate(const HeadsOperand& operand, const T* in, const float* rstd,
                             const TokenTables<Table>& tables, T* out) const {
-    const T* weight = static_cast<const T*>(operand.weight);
+    const Weight* weight = static_cast<const Weight*>(operand.weight);
     for (int64_t h = 0; h < operand.heads; ++h) {
-      Rotation::template apply<kLanes>(NormalizedHead<T>{in, weight, rstd[h]}, params.head_dim,
+      Rotation::template apply<kLanes>(NormalizedHead<T, Weight>{in, weight, rstd[h]}, params.head_dim,
                                        tables.cosine + h * tables.cosine_stride,
                                        tables.sine + h * tables.sine_stride, out);
       in += operand.in_strides[2];
@@ -216,13 +233,13 @@ struct QkNormRopeKernel {
 };
 
 template <typename T, typename Table, typename Rotation>
-void launch(const QkNormRopeParams& params, Stream stream) {
-  const int64_t token_size = (params.q.heads + params.k.heads) * params.head_dim;
+void launch(const QkvNormRopeParams& params, Stream stream) {
+  const int64_t token_size = (params.q.heads + params.k.heads + params.v.heads) * params.head_dim;
   parallel_run(stream, params.batch * params.seq, token_size, QkNormRopeKernel<T, Table, Rotation>{params});
 }
 
 template <typename T, typename Table>
-void launch(const QkNormRopeParams& params, Stream stream) {
+void launch(const QkvNormRopeParams& params, Stream stream) {
   dispatch_layout(params.layout, [&]<typename Rotation>(std::type_identity<Rotation>) {
     launch<T, Table, Rotation>(params, stream);
   });
@@ -230,7 +247,7 @@ void launch(const QkNormRopeParams& params, Stream stream) {
 
 }  // namespace
 
-void qk_norm_rope(const QkNormRopeParams& params, Stream stream) {
+void qk_norm_rope(const QkvNormRopeParams& params, Stream stream) {
   dispatch_dtype(params.dtype, [&]<typename T>(std::type_identity<T>) {
     if (params.tables.cos == nullptr && params.coordinates == nullptr)
       launch<T, float, NoRotation>(params, stream);

@@ -87,6 +87,7 @@ class CallTables {
     if (offset == out.offset) return;
     out.offset = offset;
     const int64_t half = head_dim_ / 2;
+    if (tables_.is_complex) return put_together_pairs(out, static_cast<const float*>(table) + offset, head_stride);
     const auto repeat = [&](const auto* values) ALWAYS_INLINE_LAMBDA {
       for (int64_t h = 0; h < (head_stride == 0 ? 1 : heads_); ++h)
         repeat_pairs<kLanes>(layout_, half, &out.values[h * head_dim_], 0, values + h * head_stride, half);
@@ -95,6 +96,20 @@ class CallTables {
       repeat(static_cast<const float*>(table) + offset);
     else
       repeat(static_cast<const T*>(table) + offset);
+  }
+
+  // Every second value is that of a pair.
+  void put_together_pairs(ByElement& out, const float* values, int64_t head_stride) {
+    const int64_t half = head_dim_ / 2;
+    const bool interleaved = layout_ == RopeLayout::kInterleaved;
+    for (int64_t h = 0; h < (head_stride == 0 ? 1 : heads_); ++h) {
+      float* head = &out.values[h * head_dim_];
+      for (int64_t pair = 0; pair < half; ++pair) {
+        const int64_t a = interleaved ? 2 * pair : pair;
+        const int64_t b = interleaved ? a + 1 : a + half;
+        head[a] = head[b] = values[h * head_stride + 2 * pair];
+      }
+    }
   }
 
   const RopeTables& tables_;

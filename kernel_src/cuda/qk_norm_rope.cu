@@ -2,6 +2,7 @@
 //
 // A group of threads shares what one norm spans, a token or a head. Each thread treats units (rope.cuh) of
 // query and key at the same place, so that an angle is looked up or computed once for both.
+#include <algorithm>
 #include <type_traits>
 
 #include "fast_divisor.cuh"
@@ -25,16 +26,33 @@ __device__ __forceinline__ void multiply_by_weight(float (&n)[kSize], const T* w
   multiply(n, pack);
 }
 
-struct QkKernelParams : QkNormRopeParams {
+// What a launch takes. Weights in float32 beside 16-bit rows, values, and a key that is absent have kernels
+// of their own, so that the others keep their registers.
+struct QueryAndKey {
+  using Params = QkNormRopeParams;
+  static constexpr bool kHasKey = true;
+  static constexpr bool kHasMore = false;
+};
+
+// One tensor is the query; then no registers are held for a key.
+template <bool kKey>
+struct AnyTensors {
+  using Params = QkvNormRopeParams;
+  static constexpr bool kHasKey = kKey;
+  static constexpr bool kHasMore = true;
+};
+
+template <class Params>
+struct QkKernelParams : Params {
   FastDivisor seq_divisor, max_heads_divisor, units_per_head;
 };
 
 // A group of kGroupThreads threads holds up to kGroupThreads * kUnits units of query and of key. There is a
 // group for each token, or for each head of each token where the norm spans a head; gridDim.x counts blocks
 // of groups.
-template <typename T, class Rope, RopeLayout kLayout, int kGroupThreads, int kUnits>
+template <typename T, class Rope, RopeLayout kLayout, int kGroupThreads, int kUnits, class Form>
 __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
-    qk_norm_rope_kernel(const __grid_constant__ QkKernelParams p) {
+    qk_norm_rope_kernel(const __grid_constant__ QkKernelParams<typename Form::Params> p) {
   constexpr int kSize = kPackSize<T, Access::kVector>;
   constexpr int kGroups = kBlockThreads<kGroupThreads> / kGroupThreads;
   // A unit's packs are half a head apart, so that neighbouring threads read neighbouring packs (NOTES,
@@ -43,9 +61,12 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
   // The rotation waits in registers, computed or on its way, while the norm is being taken (NOTES, "Rotary
   // embedding from tables" and "from coordinates").
   constexpr bool kLooksUpAhead = Rope::kIsComputed || kUnits == 1;
+  // Beside a key, values are loaded with it; groups of many threads have no registers for them.
+  constexpr bool kFetchesValues = Form::kHasMore && Form::kHasKey;
   const bool spans_heads = p.norm == NormScope::kAcrossHeads;
   const int head_dim = static_cast<int>(p.head_dim);
-  const int max_heads = static_cast<int>(p.q.heads > p.k.heads ? p.q.heads : p.k.heads);
+  int max_heads = static_cast<int>(p.q.heads > p.k.heads ? p.q.heads : p.k.heads);
+  if constexpr (Form::kHasMore) max_heads = max(max_heads, static_cast<int>(p.v.heads));
   const int lane = threadIdx.x % kGroupThreads;
   const uint32_t group = blockIdx.x * kGroups + threadIdx.x / kGroupThreads;
   const uint32_t token = spans_heads ? group : p.max_heads_divisor.divide(group);
@@ -61,7 +82,7 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
   };
   wait_for_earlier_kernels();
   UnitPlace places[kUnits];
-  Operand q[kUnits], k[kUnits];
+  Operand q[kUnits], k[kUnits], v[kUnits];
   const auto fetch = [&](Operand& unit, const HeadsOperand& tensor, int heads, const UnitPlace& place,
                          bool is_unit) {
     unit.is_present = is_unit && place.head < heads;
@@ -85,7 +106,9 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
     place.second = place.first + (kIsApart ? head_dim / 2 : kSize);
     const bool is_unit = is_group && unit_head < group_heads;
     fetch(q[i], p.q, q_heads, place, is_unit);
-    fetch(k[i], p.k, k_heads, place, is_unit);
+    k[i].is_present = v[i].is_present = false;
+    if constexpr (Form::kHasKey) fetch(k[i], p.k, k_heads, place, is_unit);
+    if constexpr (kFetchesValues) fetch(v[i], p.v, static_cast<int>(p.v.heads), place, is_unit);
   }
 
   UnitRotation<kSize> rotations[kUnits];
@@ -100,10 +123,23 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
     for (int i = 0; i < kUnits; ++i) look_up(i);
   }
 
+  const auto store = [&](const Operand& unit, const HeadsOperand& tensor, const UnitPlace& place) {
+    if (!unit.is_present) return;
+    T* head = static_cast<T*>(tensor.out) + head_offset(tensor.out_strides, place);
+    unit.first.store(head + place.first);
+    unit.second.store(head + place.second);
+  };
+  // They have come when queries and keys have. Stored before these are treated, they leave their registers.
+  if constexpr (kFetchesValues) {
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) store(v[i], p.v, places[i]);
+  }
+
   const bool is_norm = p.norm != NormScope::kNone;
   Statistic<T> q_scale, k_scale;
   if (is_norm) {
-    RowSum<T> sums[2] = {0, 0};
+    constexpr int kNorms = Form::kHasKey ? 2 : 1;
+    RowSum<T> sums[kNorms] = {};
     const auto accumulate = [&](RowSum<T>& sum, const Operand& unit) {
       if (!unit.is_present) return;
       float a[kSize], b[kSize];
@@ -114,18 +150,20 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       accumulate(sums[0], q[i]);
-      accumulate(sums[1], k[i]);
+      if constexpr (Form::kHasKey) accumulate(sums[1], k[i]);
     }
-    GroupReduce<Sum, RowSum<T>, kGroupThreads, 2>{}(sums);
+    GroupReduce<Sum, RowSum<T>, kGroupThreads, kNorms>{}(sums);
     q_scale = rms_scale_of<T>(sums[0], spans_heads ? q_heads * head_dim : head_dim, p.eps);
-    k_scale = rms_scale_of<T>(sums[1], spans_heads ? k_heads * head_dim : head_dim, p.eps);
+    if constexpr (Form::kHasKey)
+      k_scale = rms_scale_of<T>(sums[1], spans_heads ? k_heads * head_dim : head_dim, p.eps);
   }
 
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
     const UnitPlace& place = places[i];
     if constexpr (!kLooksUpAhead) look_up(i);
-    const auto finish = [&](const Operand& unit, const HeadsOperand& tensor, const Statistic<T>& scale) {
+    const auto finish = [&](const Operand& unit, const HeadsOperand& tensor, const Statistic<T>& scale,
+                            bool weight_is_float32) {
       if (!unit.is_present) return;
       float a[kSize], b[kSize];
       unit.first.to_floats(a);
@@ -137,33 +175,57 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
           b[j] = scale.times(b[j]);
         }
       }
-      if (tensor.weight) {
-        const T* weight = static_cast<const T*>(tensor.weight) + (spans_heads ? place.head * head_dim : 0);
+      const auto multiply_by_weights = [&](const auto* weight) {
+        weight += spans_heads ? place.head * head_dim : 0;
         multiply_by_weight(a, weight + place.first);
         multiply_by_weight(b, weight + place.second);
+      };
+      if (tensor.weight) {
+        if (Form::kHasMore && sizeof(T) < sizeof(float) && weight_is_float32)
+          multiply_by_weights(static_cast<const float*>(tensor.weight));
+        else
+          multiply_by_weights(static_cast<const T*>(tensor.weight));
       }
       if constexpr (Rope::kIsRope) rotate<kLayout>(a, b, rotations[i]);
       T* head = static_cast<T*>(tensor.out) + head_offset(tensor.out_strides, place);
       store_floats(head + place.first, a);
       store_floats(head + place.second, b);
     };
-    finish(q[i], p.q, q_scale);
-    finish(k[i], p.k, k_scale);
+    if constexpr (Form::kHasMore) {
+      finish(q[i], p.q, q_scale, p.q_weight_is_float32);
+      if constexpr (Form::kHasKey) finish(k[i], p.k, k_scale, p.k_weight_is_float32);
+      if constexpr (!kFetchesValues) {
+        const bool is_unit = is_group && place.head - group_head < group_heads;
+        fetch(v[i], p.v, static_cast<int>(p.v.heads), place, is_unit);
+        store(v[i], p.v, place);
+      }
+    } else {
+      finish(q[i], p.q, q_scale, false);
+      finish(k[i], p.k, k_scale, false);
+    }
   }
 }
 
 constexpr int kAnyShapeThreads = 256;
 
+template <class Form>
+__device__ __forceinline__ const HeadsOperand& operand_of(const typename Form::Params& p, uint32_t number) {
+  if constexpr (Form::kHasMore)
+    if (number == 2) return p.v;
+  return number == 0 ? p.q : p.k;
+}
+
 // Heads and spans of any size and alignment are read twice, an element at a time. A block treats one span of
-// one tensor; blockIdx.y is 0 for the query, 1 for the key.
-template <typename T, class Rope, RopeLayout kLayout, Access kAccess>
+// one tensor; blockIdx.y is 0 for the query, 1 for the key, 2 for the value.
+template <typename T, class Rope, RopeLayout kLayout, Access kAccess, class Form>
 __global__ void __launch_bounds__(kAnyShapeThreads)
-    qk_norm_rope_any_shape_kernel(const __grid_constant__ QkNormRopeParams p) {
+    qk_norm_rope_any_shape_kernel(const __grid_constant__ typename Form::Params p) {
   static_assert(kAccess == Access::kScalar);
-  const HeadsOperand& tensor = blockIdx.y == 0 ? p.q : p.k;
+  const HeadsOperand& tensor = operand_of<Form>(p, blockIdx.y);
   const bool spans_heads = p.norm == NormScope::kAcrossHeads;
   const int head_dim = static_cast<int>(p.head_dim);
-  const int max_heads = static_cast<int>(p.q.heads > p.k.heads ? p.q.heads : p.k.heads);
+  int max_heads = static_cast<int>(p.q.heads > p.k.heads ? p.q.heads : p.k.heads);
+  if constexpr (Form::kHasMore) max_heads = max(max_heads, static_cast<int>(p.v.heads));
   const int64_t token = spans_heads ? blockIdx.x : blockIdx.x / max_heads;
   const int group_head = spans_heads ? 0 : static_cast<int>(blockIdx.x - token * max_heads);
   const int group_heads = spans_heads ? static_cast<int>(tensor.heads) : 1;
@@ -183,6 +245,15 @@ __global__ void __launch_bounds__(kAnyShapeThreads)
     for (uint32_t i = threadIdx.x; i < static_cast<uint32_t>(span); i += kAnyShapeThreads)
       body(static_cast<int>(i));
   };
+  if constexpr (Form::kHasMore) {
+    if (blockIdx.y == 2) {
+      for_each_element([&](int i) {
+        static_cast<T*>(tensor.out)[element(i, tensor.out_strides)] =
+            static_cast<const T*>(tensor.in)[element(i, tensor.in_strides)];
+      });
+      return;
+    }
+  }
 
   const bool is_norm = p.norm != NormScope::kNone;
   Statistic<T> scale;
@@ -198,8 +269,12 @@ __global__ void __launch_bounds__(kAnyShapeThreads)
   }
   const auto normalized = [&](int i) {
     const float x = to_float(static_cast<const T*>(tensor.in)[element(i, tensor.in_strides)]);
-    const T* weight = static_cast<const T*>(tensor.weight);
     const float n = is_norm ? scale.times(x) : x;
+    if constexpr (Form::kHasMore && sizeof(T) < sizeof(float)) {
+      const bool is_float32 = blockIdx.y == 0 ? p.q_weight_is_float32 : p.k_weight_is_float32;
+      if (tensor.weight && is_float32) return n * static_cast<const float*>(tensor.weight)[i];
+    }
+    const T* weight = static_cast<const T*>(tensor.weight);
     return weight ? n * to_float(weight[i]) : n;
   };
   const auto store = [&](int i, float value) {
@@ -254,46 +329,69 @@ bool dispatch_group_config(int64_t units, const Body& body) {
          try_config(GroupConfig<320, 1>{}) || try_config(GroupConfig<512, 2>{});
 }
 
-bool has_vector_access(const QkNormRopeParams& p, int element_bytes) {
+template <class Form>
+bool has_vector_access(const typename Form::Params& p, int element_bytes) {
   const int64_t unit_bytes = 2 * kVectorBytes;
   bool vector = p.head_dim * element_bytes % unit_bytes == 0;
   for (const HeadsOperand* operand : {&p.q, &p.k})
     vector = vector && has_vector_rows(*operand, element_bytes);
+  if constexpr (Form::kHasMore) vector = vector && has_vector_rows(p.v, element_bytes);
   return vector && (!p.tables.cos || has_vector_rows(p.tables, element_bytes));
 }
 
-template <typename T, class Rope, RopeLayout kLayout>
-void launch(const QkNormRopeParams& p, Stream stream) {
+// Of groups of more threads, query and key have kernels together in the plain form alone.
+constexpr int kMaxKeyThreads = 32;
+
+template <typename T, class Rope, RopeLayout kLayout, class Form>
+void launch(const typename Form::Params& p, Stream stream) {
   constexpr const char* kOperation = "qk_norm_rope";
   const bool spans_heads = p.norm == NormScope::kAcrossHeads;
-  const int64_t max_heads = p.q.heads > p.k.heads ? p.q.heads : p.k.heads;
+  int64_t max_heads = std::max(p.q.heads, p.k.heads);
+  if constexpr (Form::kHasMore) max_heads = std::max(max_heads, p.v.heads);
   const int64_t groups = p.batch * p.seq * (spans_heads ? 1 : max_heads);
   const int64_t units = (spans_heads ? max_heads : 1) * p.head_dim / (2 * kPackSize<T, Access::kVector>);
+  const bool has_vectors = has_vector_access<Form>(p, sizeof(T));
+  if constexpr (Form::kHasMore) {
+    if (has_vectors && units > kMaxKeyThreads && p.k.in) {
+      QkvNormRopeParams part = p;
+      part.k = part.v = {};
+      launch<T, Rope, kLayout, Form>(part, stream);
+      part.q = p.k;
+      part.q_weight_is_float32 = p.k_weight_is_float32;
+      part.v = p.v;
+      return launch<T, Rope, kLayout, Form>(part, stream);
+    }
+  }
   const auto launch_units = [&](auto config) {
     constexpr int kGroupThreads = config.kGroupThreads;
     constexpr int kBlock = kBlockThreads<kGroupThreads>;
-    QkKernelParams params{p, {}, {}, {}};
+    // Here a key is treated with the query in groups of few threads.
+    using Launched =
+        std::conditional_t<Form::kHasMore, AnyTensors<(kGroupThreads <= kMaxKeyThreads)>, Form>;
+    QkKernelParams<typename Form::Params> params{p, {}, {}, {}};
     params.seq_divisor.set(static_cast<uint32_t>(p.seq));
     params.max_heads_divisor.set(static_cast<uint32_t>(max_heads));
     params.units_per_head.set(static_cast<uint32_t>(p.head_dim / (2 * kPackSize<T, Access::kVector>)));
-    launch_kernel(kOperation, qk_norm_rope_kernel<T, Rope, kLayout, kGroupThreads, config.kUnitsPerThread>,
+    launch_kernel(kOperation,
+                  qk_norm_rope_kernel<T, Rope, kLayout, kGroupThreads, config.kUnitsPerThread, Launched>,
                   dim3(ceil_divide(groups, kBlock / kGroupThreads)), kBlock, params, stream);
   };
-  const bool launched = has_vector_access(p, sizeof(T)) && dispatch_group_config(units, launch_units);
+  const bool launched = has_vectors && dispatch_group_config(units, launch_units);
   if (!launched)
-    launch_kernel(kOperation, qk_norm_rope_any_shape_kernel<T, Rope, kLayout, Access::kScalar>,
-                  dim3(groups, 2), kAnyShapeThreads, p, stream);
+    launch_kernel(kOperation, qk_norm_rope_any_shape_kernel<T, Rope, kLayout, Access::kScalar, Form>,
+                  dim3(groups, Form::kHasMore ? 3 : 2), kAnyShapeThreads, p, stream);
 }
 
-}  // namespace
-
-void qk_norm_rope(const QkNormRopeParams& params, Stream stream) {
+template <class Form>
+void dispatch(const typename Form::Params& params, Stream stream) {
   dispatch_dtype(params.dtype, [&]<typename T>(std::type_identity<T> dtype) {
     const auto launch_with = [&]<class Rope>(std::type_identity<Rope>) {
-      dispatch_layout(params.layout, [&](auto layout) { launch<T, Rope, layout>(params, stream); });
+      dispatch_layout(params.layout, [&](auto layout) { launch<T, Rope, layout, Form>(params, stream); });
     };
     if (params.coordinates) return launch_with(std::type_identity<CoordinateRope>{});
-    if (!params.tables.cos) return launch<T, NoRope, RopeLayout::kInterleaved>(params, stream);
+    if (!params.tables.cos) return launch<T, NoRope, RopeLayout::kInterleaved, Form>(params, stream);
+    if constexpr (Form::kHasMore)
+      if (params.tables.is_complex) return launch_with(std::type_identity<ComplexRope>{});
     const auto launch_with_tables = [&]<typename Table>(std::type_identity<Table>) {
       using PairRope = TableRope<Table, TableValues::kPerPair>;
       using ElementRope = TableRope<Table, TableValues::kPerElement>;
@@ -303,6 +401,33 @@ void qk_norm_rope(const QkNormRopeParams& params, Stream stream) {
     if (params.tables.is_float32) return launch_with_tables(std::type_identity<float>{});
     launch_with_tables(dtype);
   });
+}
+
+// Tells whether the heads of one tensor can be treated as query and key: all of a token turn alike, and no
+// norm spans them. A group then looks up an angle once for two heads.
+bool can_be_halved(const QkvNormRopeParams& p) {
+  const bool turn_alike =
+      !p.coordinates && p.tables.cos_strides[2] == 0 && (p.tables.is_complex || p.tables.sin_strides[2] == 0);
+  return !p.k.in && !p.v.in && p.norm != NormScope::kAcrossHeads && p.q.heads % 2 == 0 && turn_alike;
+}
+
+void halve(QkvNormRopeParams& p) {
+  p.q.heads /= 2;
+  p.k = p.q;
+  p.k_weight_is_float32 = p.q_weight_is_float32;
+  const int64_t bytes = p.q.heads * bytes_of(p.dtype);
+  p.k.in = static_cast<const char*>(p.q.in) + p.q.in_strides[2] * bytes;
+  p.k.out = static_cast<char*>(p.q.out) + p.q.out_strides[2] * bytes;
+}
+
+}  // namespace
+
+void qk_norm_rope(const QkvNormRopeParams& params, Stream stream) {
+  QkvNormRopeParams p = params;
+  if (can_be_halved(p)) halve(p);
+  const bool has_more = !p.k.in || p.v.in || p.q_weight_is_float32 || p.k_weight_is_float32;
+  if (has_more || p.tables.is_complex) return dispatch<AnyTensors<true>>(p, stream);
+  dispatch<QueryAndKey>(p, stream);
 }
 
 }  // namespace h100_diffusers_kernels

@@ -70,8 +70,8 @@ struct GridRope {
   }
 };
 
-template <typename Table, TableValues kValues>
-struct TokenRope : TableRope<Table, kValues> {
+template <class Tables>
+struct TokenRope : Tables {
   static constexpr int kMinBlocks = 0;  // It takes as many registers as the loads under way need.
 
   template <class Params>
@@ -80,9 +80,9 @@ struct TokenRope : TableRope<Table, kValues> {
   }
 };
 template <typename Table>
-using PairRope = TokenRope<Table, TableValues::kPerPair>;
+using PairRope = TokenRope<TableRope<Table, TableValues::kPerPair>>;
 template <typename Table>
-using ElementRope = TokenRope<Table, TableValues::kPerElement>;
+using ElementRope = TokenRope<TableRope<Table, TableValues::kPerElement>>;
 
 // Units are numbered by batch, seq, slot and place in the head; slot i stands for the heads i, i + head_slots
 // and so on.
@@ -227,6 +227,12 @@ void rope(const RopeParams& params, Stream stream) {
   const int bytes = bytes_of(params.dtype);
   const RopeTables& tables = params.tables;
   const bool has_vectors = has_vector_rows(params.x, bytes) && has_vector_rows(tables, bytes);
+  if (tables.is_complex)
+    return dispatch_dtype(params.dtype, [&]<typename T>(std::type_identity<T>) {
+      dispatch_layout(params.layout, [&](auto layout) {
+        launch<T, TokenRope<ComplexRope>, layout>("rope", params, has_vectors, stream);
+      });
+    });
   if (tables.is_per_pair) return dispatch<PairRope>("rope", params, tables.is_float32, has_vectors, stream);
   dispatch<ElementRope>("rope", params, tables.is_float32, has_vectors, stream);
 }

@@ -125,6 +125,41 @@ struct TableRope {
   };
 };
 
+// A table of complex numbers cos + i sin holds both values of a pair next to each other.
+struct ComplexRope {
+  static constexpr bool kIsRope = true;
+  static constexpr bool kIsComputed = false;
+
+  template <typename T, RopeLayout kLayout, int kSize>
+  class Lookup {
+   public:
+    template <class Params>
+    __device__ __forceinline__ void fetch(const Params& params, const UnitPlace& place) {
+      const RopeTables& p = params.tables;
+      const float* row = static_cast<const float*>(p.cos) + head_offset(p.cos_strides, place);
+      // Each pack holds half of the pairs, or of one pair one of its two values.
+      const bool is_half = kLayout == RopeLayout::kHalf;
+      a_.load(row + (is_half ? 2 * place.pair : place.first));
+      b_.load(row + (is_half ? 2 * place.pair + kSize : place.second));
+    }
+
+    __device__ __forceinline__ void rotation(UnitRotation<kSize>& rotation) const {
+      float a[kSize], b[kSize];
+      a_.to_floats(a);
+      b_.to_floats(b);
+      const auto value = [&](int i) { return i < kSize ? a[i] : b[i - kSize]; };
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        rotation.cos_a[j] = rotation.cos_b[j] = value(2 * j);
+        rotation.sin_a[j] = rotation.sin_b[j] = value(2 * j + 1);
+      }
+    }
+
+   private:
+    Pack<float, kSize> a_, b_;
+  };
+};
+
 // Angles are computed from coordinates. The unit's pairs have to follow each other.
 struct CoordinateRope {
   static constexpr bool kIsRope = true;
@@ -202,7 +237,7 @@ inline bool has_vector_rows(const HeadsOperand& operand, int element_bytes) {
 
 inline bool has_vector_rows(const RopeTables& tables, int element_bytes) {
   const int64_t table_bytes = tables.is_float32 ? 4 : element_bytes;
-  bool vector = is_16_byte_aligned(tables.cos) && is_16_byte_aligned(tables.sin);
+  bool vector = is_16_byte_aligned(tables.cos) && (tables.is_complex || is_16_byte_aligned(tables.sin));
   for (int dim = 0; dim < 3; ++dim)
     vector = vector && tables.cos_strides[dim] * table_bytes % kVectorBytes == 0 &&
              tables.sin_strides[dim] * table_bytes % kVectorBytes == 0;

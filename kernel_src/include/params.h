@@ -96,6 +96,8 @@ struct RopeTables {
   const void* sin;
   bool is_float32;   // else the dtype of the rotated tensor
   bool is_per_pair;  // head_dim/2 values, each for both elements of its pair; else one for each element
+  bool is_complex;   // both are one table of float32 pairs (cos, sin), a value for each pair of elements; cos
+                     // points to its first element, sin to the second; strides count floats
   int64_t cos_strides[3];
   int64_t sin_strides[3];
 };
@@ -125,7 +127,14 @@ struct QkNormRopeParams {
   int32_t identity_pairs;
 };
 
-void qk_norm_rope(const QkNormRopeParams& params, Stream stream);
+// The key is absent where k.in is null. The elements of v, which is absent where v.in is null, are copied.
+struct QkvNormRopeParams : QkNormRopeParams {
+  HeadsOperand v;  // weight unused
+  bool q_weight_is_float32;  // else dtype
+  bool k_weight_is_float32;
+};
+
+void qk_norm_rope(const QkvNormRopeParams& params, Stream stream);
 
 // Each pair (a, b) of a head of x becomes (a*cos_a - b*sin_a, b*cos_b + a*sin_b).
 struct RopeParams {

@@ -58,10 +58,17 @@ def is_pair(value: object) -> bool:
 
 
 def is_rope(value: object) -> bool:
-    """None, or two tensors in a tuple or a list."""
+    """None, two tensors in a tuple or a list, or a complex tensor."""
+    if isinstance(value, Tensor):
+        return value.is_complex()
     return value is None or (
         isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_tensor, value))
     )
+
+
+def is_outputs(value: object) -> bool:
+    """Two or three tensors in a tuple or a list."""
+    return isinstance(value, (tuple, list)) and all(map(is_tensor, value))
 
 
 def shown(value: object) -> str:
@@ -295,6 +302,62 @@ def check_broadcastable(operation: str, name: str, tensor: Tensor, x_name: str, 
     check_readable(operation, name, tensor)
 
 
+def _check_heads(operation: str, name: str, x: Tensor, heads: int, norm: str, layout: str) -> int:
+    """``x`` leads a norm and a rotation; returns its head dimension."""
+    check_input(operation, name, x, min_dims=3)
+    check_choice(operation, "norm", norm, NORMS)
+    check_choice(operation, "layout", layout, LAYOUTS)
+    if x.dim() > 4:
+        fail(
+            operation,
+            f"{name} must have shape (batch, seq, heads*head_dim) or (batch, seq, heads, head_dim), "
+            f"got {tuple(x.shape)}",
+        )
+    heads = as_heads(operation, heads)
+    if x.dim() == 4 and x.shape[2] != heads:
+        fail(
+            operation,
+            f"heads must equal the third dimension of {name} ({x.shape[2]}), got {heads}",
+        )
+    if x.dim() == 3 and x.shape[2] % heads:
+        fail(
+            operation, f"heads must divide the last dimension of {name} ({x.shape[2]}), got {heads}"
+        )
+    return x.shape[3] if x.dim() == 4 else x.shape[2] // heads
+
+
+def _has_heads(x: Tensor, q: Tensor, seq: int, head_dim: int) -> bool:
+    """Whether ``x`` is like the query, but for its length and its number of heads."""
+    if x.dim() != q.dim() or x.shape[0] != q.shape[0] or x.shape[1] != seq:
+        return False
+    if x.dim() == 4:
+        return x.shape[3] == head_dim
+    return x.shape[2] % head_dim == 0 if head_dim else x.shape[2] == 0
+
+
+def _check_norm_weight(
+    operation: str,
+    name: str,
+    weight: Optional[Tensor],
+    x_name: str,
+    x: Tensor,
+    width: int,
+    norm: str,
+    head_dim: int,
+) -> None:
+    """The weight of rows of ``width`` elements; ``x`` leads."""
+    if weight is None:
+        return
+    if norm == "none":
+        fail(
+            operation,
+            f"{name} is accepted only with norm 'across_heads' or 'per_head', got norm 'none'",
+        )
+    check_device(operation, name, weight, x_name, x)
+    _check_float32_or_dtype(operation, name, weight, x_name, x)
+    _check_exact_shape(operation, name, weight, (head_dim if norm == "per_head" else width,))
+
+
 def _check_qk(
     operation: str,
     q: Tensor,
@@ -304,35 +367,18 @@ def _check_qk(
     heads: int,
     norm: str,
     layout: str,
+    has_one_length: bool,
 ) -> int:
     """Everything of ``qk_norm_rope`` but its rotation; returns the head dimension."""
-    check_input(operation, "q", q, min_dims=3)
-    check_choice(operation, "norm", norm, NORMS)
-    check_choice(operation, "layout", layout, LAYOUTS)
-    if q.dim() > 4:
-        fail(
-            operation,
-            "q must have shape (batch, seq, heads*head_dim) or (batch, seq, heads, head_dim), "
-            f"got {tuple(q.shape)}",
-        )
-    heads = as_heads(operation, heads)
-    if q.dim() == 4 and q.shape[2] != heads:
-        fail(operation, f"heads must equal the third dimension of q ({q.shape[2]}), got {heads}")
-    if q.dim() == 3 and q.shape[2] % heads:
-        fail(operation, f"heads must divide the last dimension of q ({q.shape[2]}), got {heads}")
-    head_dim = q.shape[3] if q.dim() == 4 else q.shape[2] // heads
+    head_dim = _check_heads(operation, "q", q, heads, norm, layout)
     check_device(operation, "k", k, "q", q)
     check_dtype(operation, "k", k, "q", q)
-    matches = k.dim() == q.dim() and k.shape[:2] == q.shape[:2]
-    if matches and k.dim() == 4:
-        matches = k.shape[3] == head_dim
-    elif matches:
-        matches = k.shape[2] == 0 if head_dim == 0 else k.shape[2] % head_dim == 0
-    if not matches:
+    k_seq = q.shape[1] if has_one_length or k.dim() < 2 else k.shape[1]
+    if not _has_heads(k, q, k_seq, head_dim):
         fail(
             operation,
-            f"k must have the batch, seq and head_dim of q of shape {tuple(q.shape)} "
-            f"(head_dim {head_dim}), got {tuple(k.shape)}",
+            f"k must have the batch{', seq' if has_one_length else ''} and head_dim of q of shape "
+            f"{tuple(q.shape)} (head_dim {head_dim}), got {tuple(k.shape)}",
         )
     check_readable(operation, "k", k)
     k_heads = heads_of(k, head_dim)
@@ -340,17 +386,20 @@ def _check_qk(
     if norm == "across_heads":
         _require_countable_token(operation, "q", q, heads, head_dim)
         _require_countable_token(operation, "k", q, k_heads, head_dim)
+    if k_seq != q.shape[1]:
+        _require_countable_of(operation, "k", k, norm, head_dim)
     for name, weight, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
-        if weight is None:
-            continue
-        if norm == "none":
-            fail(
-                operation,
-                f"{name} is accepted only with norm 'across_heads' or 'per_head', got norm 'none'",
-            )
-        full = x.shape[2:].numel()
-        check_shape(operation, name, weight, (head_dim if norm == "per_head" else full,), "q", q)
+        width = x.shape[2:].numel()
+        _check_norm_weight(operation, name, weight, "q", q, width, norm, head_dim)
     return head_dim
+
+
+def _require_countable_of(operation: str, name: str, x: Tensor, norm: str, head_dim: int) -> None:
+    """Of the key and the values, whose length the query does not have."""
+    heads = heads_of(x, head_dim)
+    _require_countable_heads(operation, name, x, heads, head_dim)
+    if norm == "across_heads":
+        _require_countable_token(operation, name, x, heads, head_dim)
 
 
 def heads_of(x: Tensor, head_dim: int) -> int:
@@ -358,53 +407,42 @@ def heads_of(x: Tensor, head_dim: int) -> int:
     return x.shape[2:].numel() // head_dim if head_dim else 0
 
 
-def check_in_place(
-    operation: str, q: Tensor, k: Tensor, read_only: dict[str, Optional[Tensor]]
+def check_written(
+    operation: str,
+    outputs: dict[str, Optional[Tensor]],
+    read_only: dict[str, Optional[Tensor]],
+    where: str = " in place",
+    own: Optional[dict[str, str]] = None,
 ) -> None:
-    """``q`` and ``k`` overlap neither themselves nor each other, nor what is read while they are written."""
-    for name, tensor in (("q", q), ("k", k)):
+    """The outputs overlap neither themselves nor each other, nor what is read while they are written; but
+    what ``own`` has may be exactly the output of that name."""
+    written = {name: tensor for name, tensor in outputs.items() if tensor is not None}
+    for name, tensor in written.items():
         for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
             if isinstance(size, int) and size > 1 and isinstance(stride, int) and stride == 0:
                 fail(
                     operation,
-                    f"{name} must not be expanded to be written in place, got stride 0 in dimension {dim}",
+                    f"{name} must not be expanded to be written{where}, got stride 0 in dimension "
+                    f"{dim}",
                 )
         if overlaps_itself(tensor):
             fail(
                 operation,
-                f"{name} must not overlap itself to be written in place, got shape "
+                f"{name} must not overlap itself to be written{where}, got shape "
                 f"{tuple(tensor.shape)} with strides {tensor.stride()}",
             )
-    check_apart(operation, "k", k, "q", q)
+    for index, (name, tensor) in enumerate(written.items()):
+        _check_read(operation, name, tensor, dict(list(written.items())[:index]), where)
     for name, other in read_only.items():
         if other is not None:
-            check_apart(operation, name, other, "q", q)
-            check_apart(operation, name, other, "k", k)
+            _check_read(operation, name, other, written, where, (own or {}).get(name))
 
 
-def check_written(
+def check_out(
     operation: str, out: Tensor, read: dict[str, Tensor], may_be_out: Collection[str] = ()
 ) -> None:
     """``out`` overlaps neither itself nor what is read, but for those tensors that it may be itself."""
-    for dim, (size, stride) in enumerate(zip(out.shape, out.stride())):
-        if isinstance(size, int) and size > 1 and isinstance(stride, int) and stride == 0:
-            fail(
-                operation,
-                f"out must not be expanded to be written, got stride 0 in dimension {dim}",
-            )
-    if overlaps_itself(out):
-        fail(
-            operation,
-            f"out must not overlap itself to be written, got shape {tuple(out.shape)} with "
-            f"strides {out.stride()}",
-        )
-    for name, tensor in read.items():
-        if overlap(tensor, out) and not (name in may_be_out and is_same_view(tensor, out)):
-            fail(
-                operation,
-                f"{name} must not share memory with out, which is written, "
-                "got overlapping elements",
-            )
+    check_written(operation, {"out": out}, dict(read), "", dict.fromkeys(may_be_out, "out"))
 
 
 def refuse_out(operation: str) -> NoReturn:
@@ -415,15 +453,37 @@ def refuse_out(operation: str) -> NoReturn:
     )
 
 
-def check_apart(
-    operation: str, name: str, tensor: Tensor, written_name: str, written: Tensor
+def _check_read(
+    operation: str,
+    name: str,
+    tensor: Tensor,
+    written: dict[str, Tensor],
+    where: str,
+    own: Optional[str] = None,
 ) -> None:
-    if overlap(tensor, written):
+    for written_name, output in written.items():
+        if not overlap(tensor, output):
+            continue
+        if written_name != own or not is_same_view(tensor, output):
+            fail(
+                operation,
+                f"{name} must not share memory with {written_name}, which is written{where}, "
+                "got overlapping elements",
+            )
+
+
+def check_output(
+    operation: str, name: str, out: Tensor, x_name: str, x: Tensor, leader_name: str, leader: Tensor
+) -> None:
+    """``out`` can take what is made of ``x``."""
+    check_device(operation, name, out, leader_name, leader)
+    check_dtype(operation, name, out, leader_name, leader)
+    if out.shape != x.shape:
         fail(
             operation,
-            f"{name} must not share memory with {written_name}, which is written in place, "
-            "got overlapping elements",
+            f"{name} must have the shape of {x_name} {tuple(x.shape)}, got {tuple(out.shape)}",
         )
+    check_readable(operation, name, out)
 
 
 def _is_above(count: int, limit: int) -> bool:
@@ -483,19 +543,35 @@ def _check_float32_or_dtype(
 
 
 def _check_table(
-    operation: str, name: str, table: Tensor, x_name: str, x: Tensor, heads: int, head_dim: int
+    operation: str,
+    name: str,
+    table: Tensor,
+    x_name: str,
+    x: Tensor,
+    seq: int,
+    heads: int,
+    head_dim: int,
 ) -> None:
-    """The table is (1 or B, S, 1 or H, d or d/2), or less of it."""
+    """The table is (1 or B, S, 1 or H, d or d/2), or less of it; a complex one of d/2."""
     check_device(operation, name, table, x_name, x)
-    _check_float32_or_dtype(operation, name, table, x_name, x)
-    batch, seq = x.shape[0], x.shape[1]
+    of_pairs = table.dtype == torch.complex64
+    if not of_pairs:
+        _check_float32_or_dtype(operation, name, table, x_name, x)
+    batch = x.shape[0]
     shape = (1, *table.shape) if table.dim() == 2 else tuple(table.shape)
     matches = len(shape) in (3, 4) and shape[0] in (1, batch) and shape[1] == seq
-    is_of_head = len(shape) > 0 and shape[-1] in (head_dim, head_dim // 2)
+    lasts = (head_dim // 2,) if of_pairs else (head_dim, head_dim // 2)
+    is_of_head = len(shape) > 0 and shape[-1] in lasts
     if matches and len(shape) == 4:
         matches = shape[2] in (1, heads) and is_of_head
     elif matches:
-        matches = is_of_head or shape[2] == heads * head_dim
+        matches = is_of_head or (shape[2] == heads * head_dim and not of_pairs)
+    if not matches and of_pairs:
+        fail(
+            operation,
+            f"{name} must have shape (S, d/2), (1 or B, S, d/2) or (1 or B, S, 1 or H, d/2) with "
+            f"B = {batch}, S = {seq}, H = {heads}, d = {head_dim}, got {tuple(table.shape)}",
+        )
     if not matches:
         fail(
             operation,
@@ -507,32 +583,59 @@ def _check_table(
 
 
 def check_tables(
-    operation: str, cos: Tensor, sin: Tensor, x_name: str, x: Tensor, heads: int, head_dim: int
+    operation: str,
+    cos: Tensor,
+    sin: Optional[Tensor],
+    x_name: str,
+    x: Tensor,
+    seq: int,
+    heads: int,
+    head_dim: int,
+    prefix: str = "",
 ) -> None:
-    """Both tables are of one value an element, or both of one a pair."""
+    """Both tables are of one value an element, or both of one a pair, or a complex one is both."""
+    cos_name, sin_name = f"{prefix}cos", f"{prefix}sin"
     _require_even_head_dim(operation, x_name, head_dim)
-    _check_table(operation, "cos", cos, x_name, x, heads, head_dim)
-    _check_table(operation, "sin", sin, x_name, x, heads, head_dim)
+    of = (x_name, x, seq, heads, head_dim)
+    if cos.dtype == torch.complex64:
+        if sin is not None:
+            fail(
+                operation,
+                f"{sin_name} must be None where {cos_name} is complex, got a tensor of "
+                f"{dtype_name(sin.dtype)}",
+            )
+        _check_table(operation, cos_name, cos, *of)
+        return
+    if sin is None:
+        fail(
+            operation,
+            f"{sin_name} must be given along with a {cos_name} of {dtype_name(cos.dtype)}, got None",
+        )
+    _check_table(operation, cos_name, cos, *of)
+    _check_table(operation, sin_name, sin, *of)
     is_by_pair = [table.shape[-1] == head_dim // 2 for table in (cos, sin)]
     if is_by_pair[0] != is_by_pair[1]:
         held = "pair" if is_by_pair[0] else "element"
         fail(
             operation,
-            f"sin must hold one value for each {held}, as cos does, got {tuple(sin.shape)}",
+            f"{sin_name} must hold one value for each {held}, as {cos_name} does, "
+            f"got {tuple(sin.shape)}",
         )
-    check_dtype(operation, "sin", sin, "cos", cos)
+    check_dtype(operation, sin_name, sin, cos_name, cos)
 
 
 def _require_heads_of_tables(
-    operation: str, tables: dict[str, Tensor], heads: int, head_dim: int, k_heads: int
+    operation: str, tables: dict[str, Optional[Tensor]], heads: int, head_dim: int, k_heads: int
 ) -> None:
     for name, table in tables.items():
+        if table is None:
+            continue
         is_of_head = table.shape[-1] in (head_dim, head_dim // 2)
         if table.shape[2] != 1 if table.dim() == 4 else not is_of_head:
             _require_equal_heads(operation, name, heads, k_heads)
 
 
-def check_rope(operation: str, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
+def check_rope(operation: str, x: Tensor, cos: Tensor, sin: Optional[Tensor], layout: str) -> None:
     """Every argument of ``rope``."""
     check_input(operation, "x", x, min_dims=3)
     check_choice(operation, "layout", layout, LAYOUTS)
@@ -546,16 +649,18 @@ def check_rope(operation: str, x: Tensor, cos: Tensor, sin: Tensor, layout: str)
         heads, head_dim = x.shape[2:]
     else:
         width, head_dim = x.shape[2], cos.shape[-1] if cos.dim() else 0
+        of_pairs = cos.dtype == torch.complex64
+        head_dim = 2 * head_dim if of_pairs else head_dim
         if cos.dim() == 0 or (width % head_dim if head_dim else width):
             fail(
                 operation,
-                f"cos must have a last dimension that divides the last dimension of x ({width}), "
-                f"got shape {tuple(cos.shape)}",
+                f"cos must have a last dimension that divides {'half of ' if of_pairs else ''}the "
+                f"last dimension of x ({width}), got shape {tuple(cos.shape)}",
             )
         heads = width // head_dim if head_dim else 0
     _require_even_head_dim(operation, "x", head_dim)
     _require_countable_heads(operation, "x", x, heads, head_dim)
-    check_tables(operation, cos, sin, "x", x, heads, head_dim)
+    check_tables(operation, cos, sin, "x", x, x.shape[1], heads, head_dim)
 
 
 def check_rope_3d(
@@ -617,6 +722,105 @@ def check_rope_3d(
         )
 
 
+def _check_rotation(
+    operation: str,
+    rotation: tuple,
+    leader_name: str,
+    leader: Tensor,
+    name: str,
+    x: Tensor,
+    head_dim: int,
+    k_heads: Optional[int] = None,
+    prefix: str = "",
+) -> None:
+    """What turns ``x``, and with it a key of ``k_heads``: (cos, sin, coordinates, frequencies)."""
+    names = [f"{prefix}{field}" for field in ("cos", "sin", "coordinates", "frequencies")]
+    cos, sin, coordinates, frequencies = rotation
+    given = [field for field, tensor in zip(names, rotation) if tensor is not None]
+    heads = heads_of(x, head_dim)
+    if coordinates is not None or frequencies is not None:
+        if cos is not None or sin is not None:
+            first = names[3] if coordinates is None else names[2]
+            fail(operation, f"{given[0]} must be None along with {first}, got a tensor")
+        if len(given) < 2:
+            missing = names[2] if coordinates is None else names[3]
+            fail(operation, f"{missing} must be given along with {given[0]}, got None")
+        _check_coordinates(
+            operation,
+            {names[2]: coordinates, names[3]: frequencies},
+            leader_name,
+            leader,
+            name,
+            x,
+            heads,
+            head_dim,
+            k_heads,
+        )
+    elif cos is not None:
+        check_tables(operation, cos, sin, leader_name, leader, x.shape[1], heads, head_dim, prefix)
+        if k_heads is not None:
+            tables = {names[0]: cos, names[1]: sin}
+            _require_heads_of_tables(operation, tables, heads, head_dim, k_heads)
+    elif sin is not None:
+        fail(operation, f"{names[0]} must be given along with {names[1]}, got None")
+
+
+def check_norm_rope(
+    x: Tensor,
+    weight: Optional[Tensor],
+    cos: Optional[Tensor],
+    sin: Optional[Tensor],
+    coordinates: Optional[Tensor],
+    frequencies: Optional[Tensor],
+    heads: int,
+    norm: str,
+    layout: str,
+) -> None:
+    """Every argument of ``norm_rope`` but its output."""
+    operation = "norm_rope"
+    head_dim = _check_heads(operation, "x", x, heads, norm, layout)
+    _require_countable_heads(operation, "x", x, heads, head_dim)
+    if norm == "across_heads":
+        _require_countable_token(operation, "x", x, heads, head_dim)
+    width = x.shape[2:].numel()
+    _check_norm_weight(operation, "weight", weight, "x", x, width, norm, head_dim)
+    rotation = (cos, sin, coordinates, frequencies)
+    _check_rotation(operation, rotation, "x", x, "x", x, head_dim)
+
+
+def check_qk_norm_two_ropes(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Optional[Tensor],
+    k_weight: Optional[Tensor],
+    cos: Optional[Tensor],
+    sin: Optional[Tensor],
+    coordinates: Optional[Tensor],
+    frequencies: Optional[Tensor],
+    k_cos: Optional[Tensor],
+    k_sin: Optional[Tensor],
+    k_coordinates: Optional[Tensor],
+    k_frequencies: Optional[Tensor],
+    heads: int,
+    norm: str,
+    layout: str,
+) -> None:
+    """Every argument of ``qk_norm_rope`` but its values and outputs."""
+    operation = "qk_norm_rope"
+    rotation = (cos, sin, coordinates, frequencies)
+    of_key = (k_cos, k_sin, k_coordinates, k_frequencies)
+    is_given, is_given_of_key = (
+        any(tensor is not None for tensor in tensors) for tensors in (rotation, of_key)
+    )
+    turn_alike = is_given and not is_given_of_key
+    weights = (q_weight, k_weight)
+    head_dim = _check_qk(operation, q, k, *weights, heads, norm, layout, turn_alike)
+    k_heads = None if is_given_of_key else heads_of(k, head_dim)
+    _check_rotation(operation, rotation, "q", q, "q", q, head_dim, k_heads)
+    if is_given_of_key:
+        _check_rotation(operation, of_key, "q", q, "k", k, head_dim, prefix="k_")
+
+
 def check_qk_norm_rope(
     q: Tensor,
     k: Tensor,
@@ -628,17 +832,9 @@ def check_qk_norm_rope(
     norm: str,
     layout: str,
 ) -> None:
-    """Every argument of ``qk_norm_rope`` with tables or without a rotation."""
-    operation = "qk_norm_rope"
-    head_dim = _check_qk(operation, q, k, q_weight, k_weight, heads, norm, layout)
-    if cos is None and sin is None:
-        return
-    if cos is None or sin is None:
-        missing, given = ("cos", "sin") if cos is None else ("sin", "cos")
-        fail(operation, f"{missing} must be given along with {given}, got None")
-    check_tables(operation, cos, sin, "q", q, heads, head_dim)
-    tables = {"cos": cos, "sin": sin}
-    _require_heads_of_tables(operation, tables, heads, head_dim, heads_of(k, head_dim))
+    """Of one pair of tables, or without a rotation."""
+    none = (None,) * 6
+    check_qk_norm_two_ropes(q, k, q_weight, k_weight, cos, sin, *none, heads, norm, layout)
 
 
 def check_qk_norm_coordinate_rope(
@@ -652,21 +848,45 @@ def check_qk_norm_coordinate_rope(
     norm: str,
     layout: str,
 ) -> None:
-    """Every argument of ``qk_norm_rope`` with coordinates."""
-    operation = "qk_norm_rope"
-    head_dim = _check_qk(operation, q, k, q_weight, k_weight, heads, norm, layout)
-    _check_coordinates(operation, coordinates, frequencies, q, heads_of(k, head_dim), head_dim)
+    """Of coordinates that both turn by."""
+    rotation = (None, None, coordinates, frequencies, *(None,) * 4)
+    check_qk_norm_two_ropes(q, k, q_weight, k_weight, *rotation, heads, norm, layout)
+
+
+def check_values(operation: str, q: Tensor, k: Tensor, v: Tensor, heads: int, norm: str) -> None:
+    """``v`` is copied beside a valid key."""
+    head_dim = q.shape[2:].numel() // heads
+    check_device(operation, "v", v, "q", q)
+    check_dtype(operation, "v", v, "q", q)
+    if not _has_heads(v, q, k.shape[1], head_dim):
+        fail(
+            operation,
+            f"v must have the batch, seq and head_dim of k of shape {tuple(k.shape)} "
+            f"(head_dim {head_dim}), got {tuple(v.shape)}",
+        )
+    check_readable(operation, "v", v)
+    _require_countable_of(operation, "v", v, norm, head_dim)
 
 
 def _check_coordinates(
-    operation: str, coordinates: Tensor, frequencies: Tensor, q: Tensor, k_heads: int, head_dim: int
+    operation: str,
+    rotation: dict[str, Tensor],
+    leader_name: str,
+    leader: Tensor,
+    name: str,
+    x: Tensor,
+    heads: int,
+    head_dim: int,
+    k_heads: Optional[int],
 ) -> None:
-    _require_even_head_dim(operation, "q", head_dim)
-    for name, tensor in (("coordinates", coordinates), ("frequencies", frequencies)):
-        check_device(operation, name, tensor, "q", q)
+    """Coordinates and frequencies, by their names."""
+    _require_even_head_dim(operation, leader_name, head_dim)
+    for field, tensor in rotation.items():
+        check_device(operation, field, tensor, leader_name, leader)
         if tensor.dtype != torch.float32:
-            fail(operation, f"{name} must be float32, got {dtype_name(tensor.dtype)}")
-    batch, seq = q.shape[0], q.shape[1]
+            fail(operation, f"{field} must be float32, got {dtype_name(tensor.dtype)}")
+    (coordinates_name, coordinates), (frequencies_name, frequencies) = rotation.items()
+    batch, seq = x.shape[0], x.shape[1]
     if (
         coordinates.dim() != 3
         or coordinates.shape[0] not in (1, batch)
@@ -675,24 +895,24 @@ def _check_coordinates(
     ):
         fail(
             operation,
-            f"coordinates must have shape (1 or {batch}, {seq}, axes), "
+            f"{coordinates_name} must have shape (1 or {batch}, {seq}, axes), "
             f"got {tuple(coordinates.shape)}",
         )
-    check_readable(operation, "coordinates", coordinates)
+    check_readable(operation, coordinates_name, coordinates)
     if frequencies.dim() != 1:
         fail(
             operation,
-            f"frequencies must have one dimension, got shape {tuple(frequencies.shape)}",
+            f"{frequencies_name} must have one dimension, got shape {tuple(frequencies.shape)}",
         )
-    check_readable(operation, "frequencies", frequencies)
-    heads = heads_of(q, head_dim)
-    _require_equal_heads(operation, "coordinates", heads, k_heads)
-    _require_countable_token(operation, "q", q, heads, head_dim)
+    check_readable(operation, frequencies_name, frequencies)
+    if k_heads is not None:
+        _require_equal_heads(operation, coordinates_name, heads, k_heads)
+    _require_countable_token(operation, name, leader, heads, head_dim)
     pairs, axes = heads * head_dim // 2, coordinates.shape[2]
     if axes * frequencies.shape[0] > pairs:
         fail(
             operation,
-            f"frequencies must hold at most {pairs // axes} values for {pairs} pairs and "
+            f"{frequencies_name} must hold at most {pairs // axes} values for {pairs} pairs and "
             f"{axes} axes, got {frequencies.shape[0]}",
         )
 

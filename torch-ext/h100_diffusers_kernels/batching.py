@@ -9,7 +9,7 @@ from typing import Any, Callable, Optional
 import torch
 from torch import Tensor
 
-from .arguments import check_in_place, check_written, fail
+from .arguments import check_out, check_written, fail
 
 
 def _sample(value, dim: Optional[int], index: int):
@@ -84,24 +84,62 @@ def by_rows(operation: Any) -> Callable:
     return rule
 
 
-def in_place(operation: Any) -> Callable:
-    """The rule of an operation that writes q and k."""
-    names = [argument.name for argument in operation._schema.arguments]
+class Writing:
+    """What an operator of the query and the key writes, and what it reads meanwhile.
 
-    def rule(info, in_dims, q, k, *args):
-        for name, dim in zip(("q", "k"), in_dims):
-            if dim is None:
-                raise ValueError(
-                    f"qk_norm_rope: {name} must be batched to be written in place under vmap, "
-                    "got one tensor for all samples"
-                )
-        tensors: dict[str, Optional[Tensor]] = {
-            name: value for name, value in zip(names[2:], args) if isinstance(value, Tensor)
+    Attributes:
+        operation: the public function, of which sentences speak.
+        where: how they say that an input is written.
+    """
+
+    def __init__(self, operator: Any) -> None:
+        self.operator = operator
+        arguments = operator._schema.arguments
+        self.names = [argument.name for argument in arguments]
+        self.written = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
+        is_of_one = "k" not in self.names
+        self.operation = "norm_rope" if is_of_one else "qk_norm_rope"
+        # Outputs are named after the inputs that are stored there.
+        self.own = {"x": "out"} if is_of_one else {name: f"{name}_out" for name in "qkv"}
+        self.where = "" if set(self.own.values()) & set(self.written) else " in place"
+
+    def outputs(self, arguments: tuple) -> dict[str, Optional[Tensor]]:
+        named = dict(zip(self.names, arguments))
+        return {name: named[name] for name in self.written}
+
+    def check(self, arguments: tuple) -> None:
+        read = {
+            name: value
+            for name, value in zip(self.names, arguments)
+            if isinstance(value, Tensor) and name not in self.written
         }
-        check_in_place("qk_norm_rope", q, k, tensors)
+        check_written(self.operation, self.outputs(arguments), read, self.where, self.own)
+
+
+def in_place(writing: Writing) -> Callable:
+    """The rule of an operator that writes some of its arguments."""
+
+    def rule(info, in_dims, *args):
+        for name, value, dim in zip(writing.names, args, in_dims):
+            if name in writing.written and value is not None and dim is None:
+                fail(
+                    writing.operation,
+                    f"{name} must be batched to be written{writing.where} under vmap, "
+                    "got one tensor for all samples",
+                )
+        batched = (v if dim is None else v.movedim(dim, 0) for v, dim in zip(args, in_dims))
+        writing.check(tuple(batched))
         for index in range(info.batch_size):
-            samples = (value.select(dim, index) for value, dim in zip((q, k), in_dims))
-            operation(*samples, *(_sample(v, d, index) for v, d in zip(args, in_dims[2:])))
+            writing.operator(
+                *(
+                    value
+                    if dim is None
+                    else value.select(dim, index)
+                    if name in writing.written
+                    else _sample(value, dim, index)
+                    for name, value, dim in zip(writing.names, args, in_dims)
+                )
+            )
         return None, None
 
     return rule
@@ -126,7 +164,7 @@ def written(operation: Any, public_name: str, may_be_out: Collection[str]) -> Ca
         read = {name: value for name, value in zip(names, inputs) if isinstance(value, Tensor)}
         # Elsewhere in another sample would be in the way of that.
         aligned = [name for name, dim in zip(names, input_dims) if dim == out_dim]
-        check_written(public_name, out, read, [name for name in may_be_out if name in aligned])
+        check_out(public_name, out, read, [name for name in may_be_out if name in aligned])
         for index in range(info.batch_size):
             samples = (_sample(value, dim, index) for value, dim in zip(inputs, input_dims))
             operation(*samples, out.select(out_dim, index))

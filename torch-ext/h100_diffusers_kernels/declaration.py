@@ -43,7 +43,8 @@ class Kind:
         convert: statements that make a scalar what the operator takes.
         check: statements that check the value where the operator is not called.
         check_first: the same of the argument that is ``{leader}`` itself.
-        fields: of a pair of tensors, the names under which the operator takes them.
+        fields: of a group of tensors, the names under which the operator takes them.
+        prefix: of a group whose tensors have names themselves, what the operator puts before them.
         is_constant: nothing is differentiated with respect to it.
         is_output: it is written, by an operator of its own, ``<name>_out``, whose last argument it is.
         choices: of a string, all that there are.
@@ -55,6 +56,7 @@ class Kind:
     check: str = ""
     check_first: str = ""
     fields: tuple[str, ...] = ()
+    prefix: str = ""
     is_constant: bool = False
     is_output: bool = False
     choices: tuple[str, ...] = ()
@@ -109,11 +111,20 @@ TABLES = Kind(
     "if not isinstance({name}, tuple):\n    raise TypeError\n{name}_cos, {name}_sin = {name}",
     fields=("{name}_cos", "{name}_sin"),
 )
-ROPE = Kind("None, a pair (cos, sin) or a CoordinateRope", arguments.is_rope, fields=("cos", "sin"))
+_ROPE = "None, a pair (cos, sin), a complex tensor or a CoordinateRope"
+ROPE = Kind(_ROPE, arguments.is_rope, fields=("cos", "sin"))
+KEY_ROPE = Kind(_ROPE, arguments.is_rope, fields=("k_cos", "k_sin"), prefix="k_")
+OUTPUT = Kind("a tensor", is_constant=True)
+OUTPUTS = Kind(
+    "a tuple (q_out, k_out) of tensors, or (q_out, k_out, v_out)",
+    arguments.is_outputs,
+    fields=("q_out", "k_out", "v_out"),
+)
 
 # (..., D), of which the first ones lead and the others have their shape; the same with an even D; what
 # broadcasts against them in all dimensions but the last; (D,); a pair (cos, sin) of one axis;
-# what qk_norm_rope rotates by; what is written in place of a new result; the rest.
+# what qk_norm_rope rotates by, its key, and where it writes; what is written in place of a new result; the
+# rest.
 Rows = Annotated[Tensor, ROWS]
 GatedRows = Annotated[Tensor, GATED_ROWS]
 Modulation = Annotated[Tensor, MODULATION]
@@ -121,6 +132,9 @@ Vector = Annotated[Tensor, VECTOR]
 Tables = Annotated[tuple[Tensor, Tensor], TABLES]
 Rope = Annotated[Any, ROPE]
 Out = Annotated[Tensor, OUT]
+KeyRope = Annotated[Any, KEY_ROPE]
+Output = Annotated[Tensor, OUTPUT]
+Outputs = Annotated[tuple, OUTPUTS]
 Constant = Annotated[Tensor, CONSTANT]
 Scale = Annotated[float, SCALE]
 Approximation = Annotated[str, _choice("APPROXIMATIONS")]
@@ -144,17 +158,21 @@ class Parameter:
         """The names under which the operator takes it."""
         return tuple(f.format(name=self.name) for f in self.kind.fields) or (self.name,)
 
+    def is_group(self, value: object) -> bool:
+        return isinstance(value, tuple) and 2 <= len(value) <= len(self.kind.fields)
+
     def items(self, value: object) -> list[tuple[str, object]]:
-        """The value by its name, or what a pair holds by theirs."""
-        if not (self.kind.fields and arguments.is_pair(value)):
+        """The value by its name, or what a group holds by theirs."""
+        if not self.is_group(value):
             return [(self.name, value)]
-        pair = typing.cast(tuple, value)
-        return list(zip(getattr(pair, "_fields", self.lowered), pair))
+        group = typing.cast(tuple, value)
+        fields = [self.kind.prefix + name for name in getattr(group, "_fields", ())]
+        return list(zip(fields or self.lowered, group))
 
     def check_type(self, operation: str, value: object) -> None:
         if value is None and self.is_optional:
             return
-        if self.kind.fields and arguments.is_pair(value):
+        if self.is_group(value):
             for name, item in self.items(value):
                 if not isinstance(item, Tensor):
                     arguments.refuse_type(operation, name, "a tensor", item)
@@ -348,7 +366,7 @@ def check_out(name: str, result: Tensor, *values: Any) -> None:
     read = {n: value for n, value in zip(names, inputs) if isinstance(value, Tensor)}
     leader = next(iter(read))
     arguments.check_shape(name, "out", out, result.shape, leader, read[leader])
-    arguments.check_written(name, out, read, declaration.may_be_out)
+    arguments.check_out(name, out, read, declaration.may_be_out)
 
 
 def checked(name: str) -> Callable[[Callable], Callable]:

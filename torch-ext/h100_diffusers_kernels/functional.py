@@ -31,12 +31,18 @@ from .arguments import (
     check_attention,
     check_choice,
     check_flag,
-    check_in_place,
+    check_norm_rope,
+    check_output,
     check_qk_norm_coordinate_rope,
     check_qk_norm_rope,
+    check_qk_norm_two_ropes,
     check_rope,
     check_rope_3d,
     check_tables_dim,
+    check_values,
+    check_written,
+    fail,
+    shown,
 )
 from .declaration import (
     DECLARATIONS,
@@ -47,10 +53,13 @@ from .declaration import (
     Declaration,
     GatedRows,
     Half,
+    KeyRope,
     Layout,
     Modulation,
     NormScope,
     Out,
+    Output,
+    Outputs,
     Rope,
     Rows,
     Scale,
@@ -298,7 +307,10 @@ def qk_norm_rope(
     layout: Layout = "interleaved",
     eps: float = 1e-6,
     inplace: bool = False,
-) -> tuple[Tensor, Tensor]:
+    k_rope: Optional[KeyRope] = None,
+    v: Optional[Tensor] = None,
+    out: Optional[Outputs] = None,
+) -> tuple[Tensor, ...]:
     """Query and key, normalized (RMS) and rotated.
 
     ``n = x / sqrt(mean(x²) + eps) * weight``, then each pair ``(a, b)`` of ``n`` becomes
@@ -306,12 +318,15 @@ def qk_norm_rope(
 
     Args:
         q: ``(B, S, heads * d)`` or ``(B, S, heads, d)``, T; strided in all but the last dimension.
-        k: likewise, with the same B, S and d; its number of heads may differ.
-        q_weight, k_weight: of the norm, T or None; ``(heads * d,)`` across heads, ``(d,)`` per head.
+        k: likewise, with the same B and d; its number of heads may differ, and its S where ``rope`` is
+            None or ``k_rope`` is given.
+        q_weight, k_weight: of the norm, float32 or T, or None; ``(heads * d,)`` across heads, ``(d,)``
+            per head.
         rope: None, for no rotation; or ``(cos, sin)``, each ``(S, d)``, ``(S, heads * d)``,
             ``(1 or B, S, d)``, ``(1 or B, S, heads * d)`` or ``(1 or B, S, 1 or heads, d)``; or, with
             one value for both elements of a pair, each ``(S, d/2)``, ``(1 or B, S, d/2)`` or
-            ``(1 or B, S, 1 or heads, d/2)``; float32 or T; or a :class:`CoordinateRope`.
+            ``(1 or B, S, 1 or heads, d/2)``; float32 or T; or one complex64 tensor of these last
+            shapes, ``cos + i sin``; or a :class:`CoordinateRope`.
         heads: number of heads of ``q``.
         norm: ``"across_heads"`` (the mean is taken over all heads of a token), ``"per_head"`` or
             ``"none"``.
@@ -319,9 +334,17 @@ def qk_norm_rope(
             (i, i + d/2).
         inplace: store into ``q`` and ``k``; not possible where an input requires grad or
             carries a tangent.
+        k_rope: what the key is rotated by, of its own S and number of heads, in the forms of ``rope``;
+            None, for ``rope``.
+        v: values ``(B, S, any * d)`` or ``(B, S, any, d)``, T, of the key's S, to be copied to the last
+            of ``out``.
+        out: where to store, ``(q_out, k_out)`` or, with ``v``, ``(q_out, k_out, v_out)``: of the shapes of
+            q, k and v, T, strided in all but the last dimension, such as slices of a joint buffer. They
+            have no elements in common with each other or with what is read, but each may be its own
+            input. Not possible where an input requires grad or carries a tangent.
 
     Returns:
-        ``(q, k)`` in the given shapes.
+        ``(q, k)`` in the given shapes, or ``out`` as a tuple.
 
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864; query-key norm: Henry et al., 2020,
     https://arxiv.org/abs/2010.04245, with an RMS norm.
@@ -348,8 +371,12 @@ def qk_norm_rope(
                 first, second = rope
                 if first is None or second is None:
                     raise TypeError
-            else:  # a tensor, too, can be unpacked
-                raise TypeError
+            else:
+                first, second = _complex_table(rope), None
+        if not (k_rope is v is out is None):
+            return _qk_norm_rope_apart(
+                q, k, q_weight, k_weight, rope, heads, norm, layout, eps, inplace, k_rope, v, out
+            )
         if (
             torch.is_grad_enabled() or forward_ad._current_level >= 0 or _are_transforms_active()
         ) and is_differentiated(q, k, q_weight, k_weight, first, second):
@@ -367,8 +394,77 @@ def qk_norm_rope(
             torch.autograd.graph.increment_version((q, k))
         return q, k
     except ERRORS as error:
-        values = (q, k, q_weight, k_weight, rope, heads, norm, layout, eps, inplace)
-        return _QK_NORM_ROPE.explain(error, values)
+        options = (heads, norm, layout, eps, inplace, k_rope, v, out)
+        return _QK_NORM_ROPE.explain(error, (q, k, q_weight, k_weight, rope, *options))
+
+
+def _qk_norm_rope_apart(
+    q, k, q_weight, k_weight, rope, heads, norm, layout, eps, inplace, k_rope, v, out
+):
+    """With a rotation of the key's own, values or outputs."""
+    rotations = (*_lowered_rope(rope), *_lowered_rope(k_rope))
+    if v is not None and out is None:
+        fail("qk_norm_rope", "out must be given along with v, got None")
+    outs = () if out is None else _outputs(inplace, v, out)
+    if is_differentiated(q, k, v, q_weight, k_weight, *rotations, *outs):
+        _refuse_derivatives("qk_norm_rope", inplace, out)
+        return _qk_norm_rope_formula(
+            q, k, q_weight, k_weight, rope, heads, norm, layout, eps, k_rope=k_rope
+        )
+    options = (heads, norm, layout, eps)
+    if outs:
+        _qk_norm_rope_out(q, k, v, q_weight, k_weight, *rotations, *outs, *options)
+        written = tuple(out)
+    elif inplace:
+        _qk_norm_two_ropes_(q, k, q_weight, k_weight, *rotations, *options)
+        written = (q, k)
+    else:
+        return _qk_norm_two_ropes(q, k, q_weight, k_weight, *rotations, *options)
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(written)
+    return written
+
+
+def _complex_table(rope):
+    if not isinstance(rope, Tensor) or not rope.is_complex():  # any tensor can be unpacked
+        raise TypeError
+    return rope
+
+
+def _lowered_rope(rope):
+    """A rotation as operators take it: cosine, sine, coordinates, frequencies."""
+    if rope is None:
+        return None, None, None, None
+    if isinstance(rope, CoordinateRope):
+        return None, None, *rope
+    if not isinstance(rope, (tuple, list)):
+        return _complex_table(rope), None, None, None
+    cos, sin = rope
+    if cos is None or sin is None:
+        raise TypeError
+    return cos, sin, None, None
+
+
+def _outputs(inplace, v, out):
+    """``(q_out, k_out, v_out)``, the last one None without values."""
+    if not isinstance(out, (tuple, list)):
+        raise TypeError
+    if inplace:
+        fail("qk_norm_rope", "inplace must be False along with out, got True")
+    count, given = (2, "without") if v is None else (3, "with")
+    if len(out) != count:
+        fail("qk_norm_rope", f"out must hold {count} tensors {given} v, got {len(out)}")
+    if any(tensor is None for tensor in out):
+        raise TypeError
+    return (*out, None) if v is None else tuple(out)
+
+
+def _refuse_derivatives(operation, inplace, out):
+    of_input = "where an input requires grad or carries a tangent"
+    if inplace:
+        fail(operation, f"inplace must be False {of_input}, got True")
+    if out is not None:
+        fail(operation, f"out must be None {of_input}, got {shown(out)}")
 
 
 _are_transforms_active = torch._C._are_functorch_transforms_active
@@ -383,37 +479,136 @@ _qk_norm_rope = ops.qk_norm_rope.default
 _qk_norm_rope_ = ops.qk_norm_rope_.default
 _qk_norm_coordinate_rope = ops.qk_norm_coordinate_rope.default
 _qk_norm_coordinate_rope_ = ops.qk_norm_coordinate_rope_.default
+_qk_norm_two_ropes = ops.qk_norm_two_ropes.default
+_qk_norm_two_ropes_ = ops.qk_norm_two_ropes_.default
+_qk_norm_rope_out = ops.qk_norm_rope_out.default
+_norm_rope = ops.norm_rope.default
+_norm_rope_ = ops.norm_rope_.default
+_norm_rope_out = ops.norm_rope_out.default
 
 
-def _check_qk_norm_rope(q, k, q_weight, k_weight, rope, heads, norm, layout, *_):
-    weights, options = (q_weight, k_weight), (heads, norm, layout)
-    if isinstance(rope, CoordinateRope):
-        coordinates, frequencies = rope
-        check_qk_norm_coordinate_rope(q, k, *weights, coordinates, frequencies, *options)
-    else:
-        cos, sin = (None, None) if rope is None else rope
-        check_qk_norm_rope(q, k, *weights, cos, sin, *options)
+def _check_qk_norm_rope(
+    q, k, q_weight, k_weight, rope, heads, norm, layout, eps, inplace=False, k_rope=None, v=None, *_
+):
+    rotations = (*_lowered_rope(rope), *_lowered_rope(k_rope))
+    check_qk_norm_two_ropes(q, k, q_weight, k_weight, *rotations, heads, norm, layout)
+    if v is not None:
+        check_values("qk_norm_rope", q, k, v, heads, norm)
 
 
 _QK_NORM_ROPE.check_values = _check_qk_norm_rope
 
 
-def _qk_norm_rope_formula(q, k, q_weight, k_weight, rope, heads, norm, layout, eps):
-    _check_qk_norm_rope(q, k, q_weight, k_weight, rope, heads, norm, layout)
-    head_dim = q.shape[2:].numel() // heads
-    cos = sin = None
+def _by_head(rope, x, heads, head_dim, layout):
+    """Tables of a rotation of ``x``, each (1 or B, S, 1 or heads, d or d/2), or None."""
+    if rope is None:
+        return None, None
     if isinstance(rope, CoordinateRope):
-        cos, sin = (table.unflatten(2, (heads, -1)) for table in rope.tables(q.shape[2:].numel()))
+        tables = (table.unflatten(2, (heads, -1)) for table in rope.tables(x.shape[2:].numel()))
         if layout == "half":
             # The tables repeat an angle for neighbours; here the pair is half a head apart.
-            cos, sin = (table[..., ::2].repeat(1, 1, 1, 2) for table in (cos, sin))
-    elif rope is not None:
-        cos, sin = (expressions.by_head(table, heads, head_dim) for table in rope)
+            tables = (table[..., ::2].repeat(1, 1, 1, 2) for table in tables)
+        return tuple(tables)
+    tables = (rope.real, rope.imag) if isinstance(rope, Tensor) else rope
+    return tuple(expressions.by_head(table, heads, head_dim) for table in tables)
+
+
+def _qk_norm_rope_formula(q, k, q_weight, k_weight, rope, heads, norm, layout, eps, k_rope=None):
+    _check_qk_norm_rope(q, k, q_weight, k_weight, rope, heads, norm, layout, eps, k_rope=k_rope)
+    head_dim = q.shape[2:].numel() // heads
+    tables = _by_head(rope, q, heads, head_dim, layout)
+    k_tables = tables
+    if k_rope is not None:
+        k_heads = k.shape[2:].numel() // head_dim if head_dim else 0
+        k_tables = _by_head(k_rope, k, k_heads, head_dim, layout)
     how = {"head_dim": head_dim, "norm": norm, "layout": layout, "eps": eps}
     return (
-        expressions.norm_rope(q, q_weight, cos, sin, **how),
-        expressions.norm_rope(k, k_weight, cos, sin, **how),
+        expressions.norm_rope(q, q_weight, *tables, **how),
+        expressions.norm_rope(k, k_weight, *k_tables, **how),
     )
+
+
+def norm_rope(
+    x: Tensor,
+    weight: Optional[Tensor] = None,
+    rope: Rope = None,
+    *,
+    heads: int,
+    norm: NormScope = "across_heads",
+    layout: Layout = "interleaved",
+    eps: float = 1e-6,
+    inplace: bool = False,
+    out: Optional[Output] = None,
+) -> Tensor:
+    """One tensor of heads, normalized (RMS) and rotated, as :func:`qk_norm_rope` does two.
+
+    Args:
+        x: ``(B, S, heads * d)`` or ``(B, S, heads, d)``, T; strided in all but the last dimension.
+        weight: of the norm, float32 or T, or None; ``(heads * d,)`` across heads, ``(d,)`` per head.
+        rope: as of ``qk_norm_rope``.
+        heads, norm, layout, eps: as of ``qk_norm_rope``.
+        inplace: store into ``x``; not possible where an input requires grad or carries a tangent.
+        out: where to store: of x's shape, T, strided in all but the last dimension, such as a slice of a
+            joint buffer, without elements in common with what is read, or ``x`` itself; not possible
+            where an input requires grad or carries a tangent.
+
+    Returns:
+        ``x`` in the given shape, or ``out``.
+
+    Source: that of ``qk_norm_rope``.
+    """
+    try:
+        if type(heads) is not int or not 0 < heads <= MAX_INTEGER:
+            heads = as_heads("norm_rope", heads)
+        if type(eps) is not float:
+            eps = as_number("norm_rope", "eps", eps)
+        if inplace is not False and inplace is not True:
+            check_flag("norm_rope", "inplace", inplace)
+        if norm not in NORMS or layout not in LAYOUTS:
+            check_choice("norm_rope", "norm", norm, NORMS)
+            check_choice("norm_rope", "layout", layout, LAYOUTS)
+        rotation = _lowered_rope(rope)
+        if inplace and out is not None:
+            fail("norm_rope", "inplace must be False along with out, got True")
+        if is_differentiated(x, weight, *rotation, out):
+            _refuse_derivatives("norm_rope", inplace, out)
+            return _norm_rope_formula(x, weight, rope, heads, norm, layout, eps)
+        options = (heads, norm, layout, eps)
+        if out is not None:
+            _norm_rope_out(x, weight, *rotation, out, *options)
+            written = out
+        elif inplace:
+            _norm_rope_(x, weight, *rotation, *options)
+            written = x
+        else:
+            return _norm_rope(x, weight, *rotation, *options)
+        if not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(written)
+        return written
+    except ERRORS as error:
+        values = (x, weight, rope, heads, norm, layout, eps, inplace, out)
+        return _NORM_ROPE.explain(error, values)
+
+
+_NORM_ROPE = Declaration("qk_norm_rope", norm_rope)
+_NORM_ROPE.function = norm_rope
+DECLARATIONS["norm_rope"] = _NORM_ROPE
+torch.fx.has_side_effect(norm_rope)
+
+
+def _check_norm_rope(x, weight, rope, heads, norm, layout, *_):
+    check_norm_rope(x, weight, *_lowered_rope(rope), heads, norm, layout)
+
+
+_NORM_ROPE.check_values = _check_norm_rope
+
+
+def _norm_rope_formula(x, weight, rope, heads, norm, layout, eps):
+    _check_norm_rope(x, weight, rope, heads, norm, layout)
+    head_dim = x.shape[2:].numel() // heads
+    tables = _by_head(rope, x, heads, head_dim, layout)
+    how = {"head_dim": head_dim, "norm": norm, "layout": layout, "eps": eps}
+    return expressions.norm_rope(x, weight, *tables, **how)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("qk_norm_rope"))
@@ -423,10 +618,9 @@ def _qk_norm_rope_fake(q, k, *arguments):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("qk_norm_rope_"))
-def _qk_norm_rope_inplace_fake(q, k, q_weight, k_weight, cos, sin, *options):
-    check_qk_norm_rope(q, k, q_weight, k_weight, cos, sin, *options[:-1])
-    read_only = {"q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
-    check_in_place("qk_norm_rope", q, k, read_only)
+def _qk_norm_rope_inplace_fake(q, k, *arguments):
+    check_qk_norm_rope(q, k, *arguments[:-1])
+    _check_in_place(_qk_norm_rope_, q, k, *arguments)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("qk_norm_coordinate_rope"))
@@ -436,34 +630,86 @@ def _qk_norm_coordinate_rope_fake(q, k, *arguments):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("qk_norm_coordinate_rope_"))
-def _qk_norm_coordinate_rope_inplace_fake(
-    q, k, q_weight, k_weight, coordinates, frequencies, *options
-):
-    check_qk_norm_coordinate_rope(q, k, q_weight, k_weight, coordinates, frequencies, *options[:-1])
-    read_only = {
-        "q_weight": q_weight,
-        "k_weight": k_weight,
-        "coordinates": coordinates,
-        "frequencies": frequencies,
-    }
-    check_in_place("qk_norm_rope", q, k, read_only)
+def _qk_norm_coordinate_rope_inplace_fake(q, k, *arguments):
+    check_qk_norm_coordinate_rope(q, k, *arguments[:-1])
+    _check_in_place(_qk_norm_coordinate_rope_, q, k, *arguments)
 
 
-def _refuse_negative_views(operation, q, k, *arguments):
+@torch.library.register_fake(add_op_namespace_prefix("qk_norm_two_ropes"))
+def _qk_norm_two_ropes_fake(q, k, *arguments):
+    check_qk_norm_two_ropes(q, k, *arguments[:-1])
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("qk_norm_two_ropes_"))
+def _qk_norm_two_ropes_inplace_fake(q, k, *arguments):
+    check_qk_norm_two_ropes(q, k, *arguments[:-1])
+    _check_in_place(_qk_norm_two_ropes_, q, k, *arguments)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("qk_norm_rope_out"))
+def _qk_norm_rope_out_fake(q, k, v, *arguments):
+    *read, q_out, k_out, v_out, heads, norm, layout, _ = arguments
+    check_qk_norm_two_ropes(q, k, *read, heads, norm, layout)
+    if (v is None) != (v_out is None):
+        missing, given = ("v", "v_out") if v is None else ("v_out", "v")
+        fail("qk_norm_rope", f"{missing} must be given along with {given}, got None")
+    if v is not None:
+        check_values("qk_norm_rope", q, k, v, heads, norm)
+    for name, out, tensor in (("q", q_out, q), ("k", k_out, k), ("v", v_out, v)):
+        if out is not None:
+            check_output("qk_norm_rope", f"{name}_out", out, name, tensor, "q", q)
+    _check_in_place(_qk_norm_rope_out, q, k, v, *arguments)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("norm_rope"))
+def _norm_rope_fake(x, *arguments):
+    check_norm_rope(x, *arguments[:-1])
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("norm_rope_"))
+def _norm_rope_inplace_fake(x, *arguments):
+    check_norm_rope(x, *arguments[:-1])
+    _check_in_place(_norm_rope_, x, *arguments)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("norm_rope_out"))
+def _norm_rope_out_fake(x, *arguments):
+    *read, out, heads, norm, layout, _ = arguments
+    check_norm_rope(x, *read, heads, norm, layout)
+    check_output("norm_rope", "out", out, "x", x, "x", x)
+    _check_in_place(_norm_rope_out, x, *arguments)
+
+
+def _check_in_place(operator, *arguments):
+    batching.Writing(operator).check(arguments)
+
+
+def _refuse_negative_views(writing, *arguments):
     """Called where a tensor has its sign in a bit beside its memory, in which no kernel could write."""
-    for name, tensor in (("q", q), ("k", k)):
-        if tensor.is_neg():
-            raise ValueError(
-                f"qk_norm_rope: {name} must not be a negative view to be written in place, "
-                "got one with its negative bit set"
+    for name, tensor in writing.outputs(arguments).items():
+        if tensor is not None and tensor.is_neg():
+            fail(
+                writing.operation,
+                f"{name} must not be a negative view to be written{writing.where}, "
+                "got one with its negative bit set",
             )
-    operation(q, k, *(a.resolve_neg() if isinstance(a, Tensor) else a for a in arguments))
+    writing.operator(*(a.resolve_neg() if isinstance(a, Tensor) else a for a in arguments))
 
 
-for _operator in (_qk_norm_rope_, _qk_norm_coordinate_rope_):
-    LIBRARY.impl(_operator, functools.partial(_refuse_negative_views, _operator), "Negative")
-    torch.library.register_vmap(_operator, batching.in_place(_operator), lib=LIBRARY)
-for _operator in (_qk_norm_rope, _qk_norm_coordinate_rope):
+for _operator in (
+    _qk_norm_rope_,
+    _qk_norm_coordinate_rope_,
+    _qk_norm_two_ropes_,
+    _qk_norm_rope_out,
+    _norm_rope_,
+    _norm_rope_out,
+):
+    _writing = batching.Writing(_operator)
+    LIBRARY.impl(_operator, functools.partial(_refuse_negative_views, _writing), "Negative")
+    torch.library.register_vmap(_operator, batching.in_place(_writing), lib=LIBRARY)
+for _operator in (_qk_norm_rope, _qk_norm_coordinate_rope, _qk_norm_two_ropes, _norm_rope):
     torch.library.register_vmap(_operator, batching.by_sample(_operator), lib=LIBRARY)
 
 
@@ -472,7 +718,9 @@ for _operator in (_qk_norm_rope, _qk_norm_coordinate_rope):
 
 
 @operation("rope", check=check_rope)
-def rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout = "interleaved") -> Tensor:
+def rope(
+    x: Tensor, cos: Tensor, sin: Optional[Tensor] = None, layout: Layout = "interleaved"
+) -> Tensor:
     """Rotary embedding: each pair ``(a, b)`` of a head becomes
     ``(a * cos_a - b * sin_a, b * cos_b + a * sin_b)``.
 
@@ -482,13 +730,18 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout = "interleaved") ->
             four dimensions also ``(S, H * d)`` or ``(1 or B, S, H * d)``, or, both with one value for
             the two elements of a pair, ``(S, d/2)``, ``(1 or B, S, d/2)`` or
             ``(1 or B, S, 1 or H, d/2)``; float32 or T, both alike. With an x of three dimensions
-            such tables would mean heads half as long: view it as ``(B, S, H, d)`` first.
+            such tables would mean heads half as long: view it as ``(B, S, H, d)`` first. Or ``cos`` is
+            one complex64 tensor of these last shapes, ``cos + i sin``, and ``sin`` None; its last
+            dimension is the ``d/2`` of an x of three dimensions.
         layout: which elements of a head form a pair: ``"interleaved"``, (2i, 2i+1), or ``"half"``,
             (i, i + d/2).
 
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864.
     """
-    head_dim = x.shape[3] if x.dim() == 4 else cos.shape[-1]
+    in_pairs = sin is None
+    if in_pairs:
+        cos, sin = cos.real, cos.imag
+    head_dim = x.shape[3] if x.dim() == 4 else cos.shape[-1] * (2 if in_pairs else 1)
     heads = x.shape[2:].numel() // head_dim if head_dim else 0
     cos, sin = (expressions.by_head(table, heads, head_dim) for table in (cos, sin))
     n = x.float().reshape(*x.shape[:2], heads, head_dim)

@@ -26,7 +26,7 @@ OwnedTensor set_rotated(Params& params, const ArgumentChecker& check, const Tens
   return out;
 }
 
-// Heads of x as x shows them, or else as the table does: its last dimension is the head's.
+// Heads of x as x shows them, or else as the table does: its last dimension is the head's, or has its pairs.
 HeadsShape heads_shape(const ArgumentChecker& check, const Tensor& cos) {
   const Sizes& shape = check.shape();
   if (shape.size() > 4)
@@ -34,14 +34,16 @@ HeadsShape heads_shape(const ArgumentChecker& check, const Tensor& cos) {
          "x must have shape (batch, seq, heads*head_dim) or (batch, seq, heads, head_dim), got ",
          to_string(shape));
   if (shape.size() == 4) return {shape[0], shape[1], shape[2], shape[3]};
-  const int64_t width = shape[2], head_dim = cos.dim() == 0 ? 0 : cos.size(cos.dim() - 1);
+  const int64_t width = shape[2], last = cos.dim() == 0 ? 0 : cos.size(cos.dim() - 1);
+  const int64_t head_dim = is_complex(cos) ? 2 * last : last;
   if (head_dim == 0 ? width != 0 || cos.dim() == 0 : width % head_dim != 0)
-    fail(check.operation(), "cos must have a last dimension that divides the last dimension of x (", width,
-         "), got shape ", to_string(cos.sizes()));
+    fail(check.operation(), "cos must have a last dimension that divides ",
+         is_complex(cos) ? "half of " : "", "the last dimension of x (", width, "), got shape ",
+         to_string(cos.sizes()));
   return {shape[0], shape[1], head_dim == 0 ? 0 : width / head_dim, head_dim};
 }
 
-OwnedTensor call_rope(const char* operation, const Tensor& x, const Tensor& cos, const Tensor& sin,
+OwnedTensor call_rope(const char* operation, const Tensor& x, const Tensor& cos, const OptionalTensor& sin,
                       std::string_view layout_name) {
   const ArgumentChecker check(operation, "x", x, 3);
   const RopeLayout layout = parse_layout(check, layout_name);
@@ -128,7 +130,7 @@ OwnedTensor call_rope_3d(const char* operation, const Tensor& x, const Tensor& f
 }
 
 constexpr Operation kOperations[] = {
-    operation<"rope(Tensor x, Tensor cos, Tensor sin, str layout) -> Tensor", call_rope>(),
+    operation<"rope(Tensor x, Tensor cos, Tensor? sin, str layout) -> Tensor", call_rope>(),
     operation<"rope_3d(Tensor x, Tensor frame_cos, Tensor frame_sin, Tensor height_cos, Tensor height_sin,"
               " Tensor width_cos, Tensor width_sin, str layout) -> Tensor",
               call_rope_3d>(),

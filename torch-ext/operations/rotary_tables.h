@@ -1,6 +1,7 @@
 // What the rotary embeddings have in common: layouts, heads and the tables of cosine and sine.
 #pragma once
 
+#include <algorithm>
 #include <string_view>
 
 #include "../arguments.h"
@@ -34,23 +35,32 @@ inline void set_heads_strides(int64_t (&strides)[3], const Tensor& tensor, int64
   strides[2] = tensor.dim() == 3 ? head_dim : (tensor.size(2) == 1 ? 0 : tensor.stride(2));
 }
 
+inline bool is_complex(const Tensor& table) { return table.dtype() == aoti_torch_dtype_complex64(); }
+
+struct TableNames {
+  const char* cos = "cos";
+  const char* sin = "sin";
+};
+
 // Tables of (S, n), (1|B, S, n) or (1|B, S, 1|H, n), where n is d, with one value for each element, or d/2,
-// with one for each pair; and of (S, H*d) or (1|B, S, H*d).
+// with one for each pair; and of (S, H*d) or (1|B, S, H*d). Complex ones are of d/2.
 class TableChecker {
  public:
   TableChecker(const ArgumentChecker& check, const HeadsShape& shape) : check_(check), shape_(shape) {}
 
-  // Returns the tables, and their strides of (batch, seq, head).
-  RopeTables tables(const Tensor& cos, const Tensor& sin) {
+  // Returns the tables, and their strides of (batch, seq, head). A complex cos holds both.
+  RopeTables tables(const Tensor& cos, const OptionalTensor& sin, const TableNames& names = {}) {
+    if (is_complex(cos) || !sin.has_value()) return complex_table(cos, sin, names);
     RopeTables tables{};
-    tables.cos = table("cos", cos, tables.cos_strides);
-    tables.sin = table("sin", sin, tables.sin_strides);
+    tables.cos = table(names.cos, cos, tables.cos_strides);
+    tables.sin = table(names.sin, *sin, tables.sin_strides);
     tables.is_per_pair = is_per_pair(cos);
-    if (is_per_pair(sin) != tables.is_per_pair)
-      fail(check_.operation(), "sin must hold one value for each ", tables.is_per_pair ? "pair" : "element",
-           ", as cos does, got ", to_string(sin.sizes()));
+    if (is_per_pair(*sin) != tables.is_per_pair)
+      fail(check_.operation(), names.sin, " must hold one value for each ",
+           tables.is_per_pair ? "pair" : "element", ", as ", names.cos, " does, got ",
+           to_string(sin->sizes()));
     tables.is_float32 = cos.scalar_type() == ScalarType::Float;
-    check_.same_dtype_as("sin", sin, "cos", cos);
+    check_.same_dtype_as(names.sin, *sin, names.cos, cos);
     return tables;
   }
 
@@ -63,9 +73,27 @@ class TableChecker {
     return tensor.size(tensor.dim() - 1) == shape_.head_dim / 2;
   }
 
+  RopeTables complex_table(const Tensor& cos, const OptionalTensor& sin, const TableNames& names) {
+    if (!is_complex(cos))
+      fail(check_.operation(), names.sin, " must be given along with a ", names.cos, " of ",
+           dtype_name(cos.scalar_type()), ", got None");
+    if (sin.has_value())
+      fail(check_.operation(), names.sin, " must be None where ", names.cos,
+           " is complex, got a tensor of ", dtype_name(sin->scalar_type()));
+    check_.same_device(names.cos, cos);
+    RopeTables tables{};
+    tables.cos = table(names.cos, cos, tables.cos_strides);
+    for (int64_t& stride : tables.cos_strides) stride *= 2;
+    std::copy_n(tables.cos_strides, 3, tables.sin_strides);
+    tables.sin = static_cast<const float*>(tables.cos) + 1;
+    tables.is_float32 = tables.is_per_pair = tables.is_complex = true;
+    return tables;
+  }
+
   const void* table(const char* name, const Tensor& tensor, int64_t (&strides)[3]) {
     check_.same_device(name, tensor);
-    check_.float32_or_same_dtype(name, tensor);
+    const bool of_pairs = is_complex(tensor);
+    if (!of_pairs) check_.float32_or_same_dtype(name, tensor);
     const auto [batch, seq, heads, head_dim] = shape_;
     const auto shape = tensor.sizes();
     const size_t dims = shape.size();
@@ -75,11 +103,15 @@ class TableChecker {
     bool per_head = false;
     if (matches) {
       const int64_t last = shape.back();
-      const bool is_of_head = last == head_dim || last == head_dim / 2;
+      const bool is_of_head = (last == head_dim && !of_pairs) || last == head_dim / 2;
       per_head = dims == 4 ? shape[2] != 1 : !is_of_head;
       matches = dims == 4 ? is_of_head && (shape[2] == 1 || shape[2] == heads)
-                          : is_of_head || last == heads * head_dim;
+                          : is_of_head || (last == heads * head_dim && !of_pairs);
     }
+    if (!matches && of_pairs)
+      fail(check_.operation(), name,
+           " must have shape (S, d/2), (1 or B, S, d/2) or (1 or B, S, 1 or H, d/2) with B = ", batch,
+           ", S = ", seq, ", H = ", heads, ", d = ", head_dim, ", got ", to_string(shape));
     if (!matches)
       fail(check_.operation(), name,
            " must have shape (S, d or d/2), (S, H*d), (1 or B, S, d or d/2), (1 or B, S, H*d) or ",
