@@ -30,6 +30,10 @@ class Family:
         module: where diffusers defines it.
         processor: the class of its attention processors, in that module.
         block_lists: the paths of its lists of blocks, in the order in which they run.
+        condition: the argument of its blocks that their modulation is made of.
+        functions: those of its module that attention is made of.
+        has_backends: whether its attention is the one that is chosen in diffusers, or always PyTorch's.
+        one_block: a configuration with one block of each kind.
     """
 
     name: str
@@ -42,7 +46,11 @@ class Family:
     caches: tuple[str, ...]
     module: str
     processor: str
-    block_lists: tuple[str, ...] = field(default=("transformer_blocks",))
+    block_lists: tuple[str, ...] = ("transformer_blocks",)
+    condition: str = "temb"
+    functions: tuple[str, ...] = ("apply_rotary_emb", "dispatch_attention_fn")
+    has_backends: bool = True
+    one_block: dict = field(default_factory=lambda: {"blocks": 1})
 
     def cast(self, arguments, dtype):
         """The inputs in another dtype; masks, timesteps and positions keep theirs."""

@@ -126,4 +126,5 @@ FLUX = Family(
     module="diffusers.models.transformers.transformer_flux",
     processor="FluxAttnProcessor",
     block_lists=("transformer_blocks", "single_transformer_blocks"),
+    one_block={"blocks": 1, "single_blocks": 1},
 )

@@ -114,10 +114,12 @@ FLUX2 = Family(
     },
     lora_targets=[
         *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj"),
-        *("to_add_out", "ff.linear_in", "ff.linear_out", "to_qkv_mlp_proj", "attn.to_out"),
+        *("to_add_out", "ff.linear_in", "ff.linear_out", "to_qkv_mlp_proj"),
     ],
-    caches=("first_block", "pyramid", "taylorseer", "mag"),
+    caches=("pyramid", "taylorseer", "mag"),
     module="diffusers.models.transformers.transformer_flux2",
     processor="Flux2AttnProcessor",
     block_lists=("transformer_blocks", "single_transformer_blocks"),
+    condition="temb_mod_img",
+    one_block={"blocks": 1, "single_blocks": 1},
 )

@@ -107,5 +107,6 @@ QWEN_IMAGE = Family(
     ],
     caches=("first_block", "pyramid", "taylorseer", "mag"),
     module="diffusers.models.transformers.transformer_qwenimage",
+    functions=("apply_rotary_emb_qwen", "dispatch_attention_fn"),
     processor="QwenDoubleStreamAttnProcessor2_0",
 )

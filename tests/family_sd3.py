@@ -95,5 +95,8 @@ SD3 = Family(
     ],
     caches=(),
     module="diffusers.models.attention_processor",
+    functions=(),
+    has_backends=False,
+    one_block={"blocks": 1, "dual_attention_layers": ()},
     processor="JointAttnProcessor2_0",
 )

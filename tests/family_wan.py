@@ -114,6 +114,7 @@ WAN = Family(
     lora_targets=["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"],
     caches=("first_block", "pyramid", "taylorseer", "mag"),
     module="diffusers.models.transformers.transformer_wan",
+    functions=("dispatch_attention_fn",),
     processor="WanAttnProcessor",
     block_lists=("blocks",),
 )

@@ -132,7 +132,11 @@ def _tokens_first(shape):
     return (seq, batch, heads, head_dim), lambda t: t.transpose(0, 1)
 
 
-PLACES = {"beside_others": _beside_others, "heads_first": _heads_first, "tokens_first": _tokens_first}
+PLACES = {
+    "beside_others": _beside_others,
+    "heads_first": _heads_first,
+    "tokens_first": _tokens_first,
+}
 
 
 def place_for_output(place, shape, dtype, device):

@@ -41,7 +41,6 @@ pytestmark = pytest.mark.usefixtures("_one_thread")
 
 TABLE = render_support.load()
 TESTS = Path(__file__).parent
-ONE_BLOCK = {"ltx": {"blocks": 1}, "flux": {"blocks": 1, "single_blocks": 1}}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -407,7 +406,7 @@ def test_symbolic_trace_fails_as_without_kernels(kernel, device, family):
 
 def test_dynamic_shapes(kernel, device):
     torch._dynamo.reset()
-    model, plain, _ = prepared(FLUX, device, config=ONE_BLOCK["flux"])
+    model, plain, _ = prepared(FLUX, device, config=FLUX.one_block)
     kernel.inject_kernels(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
     for sizes in ({"batch": 2, "tokens": 3}, {"batch": 3, "tokens": 4, "text_length": 6}):
@@ -557,7 +556,7 @@ def test_exported_operations(kernel, device, tmp_path):
 @every_family
 @torch.no_grad()
 def test_models_compiled_ahead_of_time(kernel, device, family, tmp_path):
-    model, plain, arguments = prepared(family, device, config=ONE_BLOCK[family.name])
+    model, plain, arguments = prepared(family, device, config=family.one_block)
     kernel.inject_kernels(model)
     options = {**arguments, "return_dict": False}
     program = torch.export.export(model, (), options, strict=False)

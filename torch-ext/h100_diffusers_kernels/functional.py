@@ -40,7 +40,6 @@ from .arguments import (
     check_rope_3d,
     check_tables_dim,
     check_values,
-    check_written,
     fail,
     shown,
 )

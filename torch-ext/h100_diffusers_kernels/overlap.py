@@ -134,11 +134,3 @@ def overlap(a: Tensor, b: Tensor) -> bool:
         return terms.can_add_up(0, begins[1] - begins[0] + extents[1])
     except _TooManySteps:
         return True
-
-
-def is_same_view(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one storage have the same elements in the same places."""
-    if a.shape != b.shape or a.storage_offset() != b.storage_offset():
-        return False
-    strides = zip(a.shape, a.stride(), b.stride())
-    return all(one == other for size, one, other in strides if size != 1)

@@ -154,7 +154,8 @@ def finish(
     if forward is not None and following is not None and following[1].part is injected.part:
         successor, its_injected, its_parts = following
         openings = openings_of(its_injected, successor, its_parts, *conditions)
-        if all(o.may_be_ahead_of(end.residual) for o, end in zip(openings, ends)):
+        is_quiet = forward.was_seen(successor)
+        if all(o.may_be_ahead_of(end.residual, is_quiet) for o, end in zip(openings, ends)):
             pairs = [o.after(*end) for o, end in zip(openings, ends)]
             results = as_given([h for h, _ in pairs])
             forward.hand_over(successor, (*results, *conditions), [opened for _, opened in pairs])

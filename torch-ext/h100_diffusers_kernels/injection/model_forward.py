@@ -103,7 +103,8 @@ class ModelForward:
                 return False
         return True
 
-    def _was_seen(self, block: nn.Module) -> bool:
+    def was_seen(self, block: nn.Module) -> bool:
+        """Whether nothing unknown runs in a block, nor in any block up to it."""
         return self._places.get(id(block), self._looked_at) < self._looked_at
 
     def following(self, block: nn.Module) -> tuple[nn.Module, Injected, Any] | None:
@@ -113,7 +114,7 @@ class ModelForward:
         if successor is None or not self._may_hand_over:
             return None
         self._look_up_to(max(self._looked_at, self._places[id(block)] + 1) + _BLOCKS_LOOKED_AT)
-        if not self._was_seen(successor) and (
+        if not self.was_seen(successor) and (
             has_global_hooks() or not (_bare_stand_in(block) and _bare_stand_in(successor))
         ):
             return None
@@ -133,7 +134,7 @@ class ModelForward:
         if (
             handed.block is not block
             or any(mine is not its for mine, its in zip(arguments, handed.arguments, strict=True))
-            or not (self._was_seen(block) or _bare_stand_in(block))
+            or not (self.was_seen(block) or _bare_stand_in(block))
         ):
             # Something comes between blocks, such as a ControlNet's residuals: it would be in vain again.
             self._may_hand_over = False
@@ -158,7 +159,7 @@ class ModelForward:
 
         None where that may not be done, or not yet, or would take memory: with an embedding for each token.
         """
-        if temb.shape[1] != 1 or not self._was_seen(block):
+        if temb.shape[1] != 1 or not self.was_seen(block):
             return None
         if self._rows is None or self._rows[0] is not temb:
             self._rows = (temb, {})

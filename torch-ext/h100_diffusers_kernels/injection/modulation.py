@@ -61,22 +61,21 @@ class Opening:
         norm: of the hidden states.
         rows: makes the rows of the modulation, each (B, 1 or S, D).
         modulations: the places of scale and shift among them.
-        parameters: what the rows are made of besides the time embedding; None where it is not known, or
-            code of others could run.
+        source: what the rows are made of besides the time embedding: a linear layer or some parameters.
     """
 
-    __slots__ = ("modulations", "norm", "parameters", "rows")
+    __slots__ = ("modulations", "norm", "rows", "source")
 
     def __init__(
         self,
         norm: Norm,
         rows: Callable[[], Rows],
-        parameters: tuple[Tensor | None, ...] | None = (),
+        source: Layer | tuple[Tensor | None, ...] = (),
         modulations: tuple[tuple[int, int], ...] = ((1, 0),),
     ) -> None:
         self.norm = norm
         self.rows = rows
-        self.parameters = parameters
+        self.source = source
         self.modulations = modulations
 
     def __call__(self, x: Tensor) -> Opened:
@@ -95,13 +94,23 @@ class Opening:
         h, *normalized = self.norm.residual_modulated(residual, x, gate, *self._pairs(rows))
         return h, Opened(tuple(normalized), rows)
 
-    def may_be_ahead_of(self, x: Tensor) -> bool:
+    def may_be_ahead_of(self, x: Tensor, is_quiet: bool) -> bool:
         """Whether it may be computed before the block is called, of hidden states that are where ``x`` is:
-        offloaded parameters are not, until their module's turn."""
+        offloaded parameters are not, until their module's turn.
+
+        ``is_quiet``: whether nothing unknown runs in the block.
+        """
+        source = self.source
+        parameters: Any = source
+        if isinstance(source, PlainLinear):
+            parameters = (source.weight, source.bias)
+        elif isinstance(source, nn.Module):
+            # One of a library's own, such as an adapter's.
+            parameters = source.parameters() if is_quiet else None
         return (
             self.norm.kind is not None
-            and self.parameters is not None
-            and all(p is None or p.device == x.device for p in self.parameters)
+            and parameters is not None
+            and all(p is None or p.device == x.device for p in parameters)
         )
 
     def _pairs(self, rows: Rows) -> list[Any]:
@@ -135,9 +144,7 @@ class AdaptiveNorm:
             modulation = self._linear(activated(injected, temb)).unsqueeze(1)
             return modulation.chunk(self._kind.rows, dim=2)
 
-        linear = self._linear
-        known = (linear.weight, linear.bias) if isinstance(linear, PlainLinear) else None
-        return Opening(self.norm, rows, known, self._kind.modulations)
+        return Opening(self.norm, rows, self._linear, self._kind.modulations)
 
 
 class _ModuleOpening:
@@ -159,7 +166,7 @@ class _ModuleOpening:
             return Opened((normalized, second), (None, None, *rows, None, None, last))
         return Opened((normalized,), (None, None, *rows))
 
-    def may_be_ahead_of(self, x: Tensor) -> bool:
+    def may_be_ahead_of(self, x: Tensor, is_quiet: bool) -> bool:
         return False
 
 
@@ -194,7 +201,7 @@ def _fill(result: AdaptiveNorm, module: Any, injection: Injection, snapshot: Loo
         return f"is a {class_name(module)}, and its class's forward was replaced"
     if not runs_own_forward(module):
         return "has hooks or another forward than its class's"
-    if snapshot.see_attribute(module) is not None:
+    if snapshot.see_attribute(module, "emb") is not None:
         return "makes its time embedding by itself"
     silu = snapshot.see_attribute(module, "silu")
     if not is_plain_silu(silu, injection):
@@ -223,9 +230,8 @@ class LinearModulation:
         self._linear: Layer | None = None
 
     @property
-    def parameters(self) -> tuple[Tensor | None, ...] | None:
-        linear = self._linear
-        return (linear.weight, linear.bias) if isinstance(linear, PlainLinear) else None
+    def source(self) -> Layer:
+        return self.module if self._linear is None else self._linear
 
     def __call__(self, injected: Injected, temb: Tensor) -> Tensor:
         if self._linear is None:

@@ -42,8 +42,8 @@ def _openings(
         return parts.txt_mod(injected, of_text).unsqueeze(1).chunk(6, dim=-1)
 
     return (
-        Opening(parts.img_norm1, image_rows, parts.img_mod.parameters),
-        Opening(parts.txt_norm1, text_rows, parts.txt_mod.parameters),
+        Opening(parts.img_norm1, image_rows, parts.img_mod.source),
+        Opening(parts.txt_norm1, text_rows, parts.txt_mod.source),
     )
 
 
