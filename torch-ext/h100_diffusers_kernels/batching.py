@@ -58,8 +58,12 @@ def by_sample(operation: Callable) -> Callable:
     return rule
 
 
-def by_rows(operation: Any) -> Callable:
-    """The rule of an operation of rows: the samples are its first dimension."""
+def by_rows(operation: Any, rows: Collection[str]) -> Callable:
+    """The rule of an operation of rows: the samples are its first dimension.
+
+    Args:
+        rows: the tensors that are of the leading one's shape, where others broadcast against it.
+    """
     names = [argument.name for argument in operation._schema.arguments]
     vectors = ("weight", "bias")
 
@@ -75,8 +79,7 @@ def by_rows(operation: Any) -> Callable:
                 value = value[(slice(None), *[None] * (dims + 1 - value.dim()))]
                 # The stride of the last dimension is vmap's doing.
                 return value if value.stride(-1) == 1 else value.contiguous()
-            is_full = name in ("x", "residual")
-            return value.expand(info.batch_size, *value.shape) if is_full else value
+            return value.expand(info.batch_size, *value.shape) if name in rows else value
 
         results = operation(*map(batched, names, args, in_dims))
         return results, _out_dims(results)

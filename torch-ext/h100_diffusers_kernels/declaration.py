@@ -300,12 +300,14 @@ def operation(family: str, check: Optional[Callable] = None) -> Callable[[Callab
     def declare(formula: Callable) -> Callable:
         declaration = Declaration(family, formula)
         operator = getattr(ops, declaration.name).default
-        by = batching.by_rows if check is None else batching.by_sample
-        torch.library.register_vmap(operator, by(operator), lib=LIBRARY)
         if check is None:
             declaration.check = _compiled(declaration, "check", _check_text(declaration), {})
+            rows = [p.name for p in declaration.inputs if p.kind.check_first]
+            rule = batching.by_rows(operator, rows)
         else:
             declaration.check = functools.partial(check, declaration.name)
+            rule = batching.by_sample(operator)
+        torch.library.register_vmap(operator, rule, lib=LIBRARY)
         declaration.check_values = lambda *values: declaration.check(
             *(
                 item
