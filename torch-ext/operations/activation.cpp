@@ -27,7 +27,7 @@ OwnedTensor run_activation(const char* operation, ActivationLauncher launcher, c
 
   RowLaunch launch(out_shape, RowBinding{params.x, x}, RowBinding{params.out, out});
   const DeviceStream device(x);
-  launch.run(params.shape, params.dtype, [&] { launcher(params, device.stream()); });
+  launch.run(params.shape, [&] { launcher(params, device.stream()); });
   return out;
 }
 
