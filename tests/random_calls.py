@@ -25,7 +25,7 @@ import torch
 
 from checks import MemorySnapshot, map_tensors, on_meta, tensors_of
 from conftest import load_kernel
-from inputs import CALLS_BY_PAIR, DECLARATIONS, DTYPES, LAYOUTS, OPERATIONS, sample, widest_dtype
+from inputs import CALLS, DECLARATIONS, DTYPES, LAYOUTS, sample, widest_dtype
 
 OTHER_DTYPES = [
     *(torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool),
@@ -194,7 +194,7 @@ def random_call(seed, device):
     rng = random.Random(seed)
     torch.manual_seed(seed)
     kernel = load_kernel()
-    operation = rng.choice([*OPERATIONS, *CALLS_BY_PAIR])
+    operation = rng.choice(CALLS)
     dtypes = [d for d in DTYPES if d.itemsize <= widest_dtype(operation).itemsize]
     function, arguments = sample(
         kernel,

@@ -9,7 +9,7 @@ namespace {
 // A gate beside float32 rows can only be float32, too.
 template <typename T, class Input>
 using InputOf = std::conditional_t<std::is_same_v<Input, GatedResidualInput> && sizeof(T) == 2,
-                                   GatedInput<GeneralGate>, Input>;
+                                   GeneralGatedResidualInput, Input>;
 
 bool has_more_operands(const RowNormParams& args) {
   return args.second_out.data || ((args.weight.data || args.bias.data) && (args.scale.data || args.shift.data));
@@ -34,7 +34,7 @@ template void launch_general<GatedResidualInput, LayerNorm>(const char*, const R
 void launch_general_gate(const char* operation, const RowNormParams& args, Stream stream) {
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
     if constexpr (sizeof(T) == 2)
-      launch_rows<T, GatedInput<GeneralGate>, NoNorm, NoOutput>(operation, args, stream);
+      launch_rows<T, GeneralGatedResidualInput, NoNorm, NoOutput>(operation, args, stream);
   });
 }
 

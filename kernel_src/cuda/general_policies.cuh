@@ -129,6 +129,8 @@ struct GeneralGate {
   };
 };
 
+struct GeneralGatedResidualInput : GatedInput<GeneralGate> {};
+
 // What an output may have beside scale and shift: weight and bias of the norm below them, and a second output with
 // a scale and a shift of its own.
 struct MoreOperands {

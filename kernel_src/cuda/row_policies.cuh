@@ -178,7 +178,7 @@ struct GatedInput {
   };
 };
 
-using GatedResidualInput = GatedInput<SameDtypeGate>;
+struct GatedResidualInput : GatedInput<SameDtypeGate> {};
 
 // A norm maps h to (h - mean) / sqrt(mean((h - mean)^2) + eps); the mean is 0 unless it is centered.
 struct NoNorm {
