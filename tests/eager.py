@@ -10,11 +10,22 @@ import torch
 import torch.nn.functional as F
 
 
+def _is_mixed(x, *others):
+    """Whether float32 meets rows of 16 bits: models then compute in float32, as diffusers' Wan does."""
+    return any(tensor is not None and tensor.dtype != x.dtype for tensor in others)
+
+
 def rms_norm(x, weight=None, eps=1e-6):
+    if _is_mixed(x, weight):
+        return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def layer_norm(x, weight=None, bias=None, eps=1e-5):
+    """In float32 as diffusers.models.normalization.FP32LayerNorm.forward"""
+    if _is_mixed(x, weight, bias):
+        weight, bias = (t if t is None else t.float() for t in (weight, bias))
+        return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
@@ -25,28 +36,67 @@ def _diffusers_rms_norm(x, weight, eps):
     return n.to(x.dtype) if weight is None else n.to(weight.dtype) * weight
 
 
-def rms_norm_modulate(x, scale, shift, weight=None, eps=1e-6):
-    return _diffusers_rms_norm(x, weight, eps) * (1 + scale) + shift
+def _modulated(n, scale, shift):
+    n = n if scale is None else n * (1 + scale)
+    return n if shift is None else n + shift
 
 
-def layer_norm_modulate(x, scale, shift, weight=None, bias=None, eps=1e-6):
-    return layer_norm(x, weight, bias, eps) * (1 + scale) + shift
+def rms_norm_modulate(x, scale, shift=None, weight=None, eps=1e-6):
+    if _is_mixed(x, scale, shift, weight):
+        return _modulated(_diffusers_rms_norm(x.float(), weight, eps), scale, shift).to(x.dtype)
+    return _modulated(_diffusers_rms_norm(x, weight, eps), scale, shift)
+
+
+def layer_norm_modulate(x, scale, shift=None, weight=None, bias=None, eps=1e-6):
+    if _is_mixed(x, scale, shift, weight, bias):
+        return _modulated(layer_norm(x.float(), weight, bias, eps), scale, shift).to(x.dtype)
+    return _modulated(layer_norm(x, weight, bias, eps), scale, shift)
+
+
+def rms_norm_modulate_pair(x, scale, shift, second_scale, second_shift, weight=None, eps=1e-6):
+    return (
+        rms_norm_modulate(x, scale, shift, weight, eps),
+        rms_norm_modulate(x, second_scale, second_shift, weight, eps),
+    )
+
+
+def layer_norm_modulate_pair(
+    x, scale, shift, second_scale, second_shift, weight=None, bias=None, eps=1e-6
+):
+    return (
+        layer_norm_modulate(x, scale, shift, weight, bias, eps),
+        layer_norm_modulate(x, second_scale, second_shift, weight, bias, eps),
+    )
 
 
 def gated_residual(residual, x, gate=None):
+    if _is_mixed(x, gate):
+        return (residual.float() + x * gate).to(x.dtype)
     return residual + x if gate is None else residual + gate * x
 
 
-def gated_residual_rms_norm_modulate(residual, x, gate, scale, shift, weight=None, eps=1e-6):
+def gated_residual_rms_norm_modulate(
+    residual, x, gate=None, scale=None, shift=None, weight=None, eps=1e-6
+):
     h = gated_residual(residual, x, gate)
     return h, rms_norm_modulate(h, scale, shift, weight, eps)
 
 
 def gated_residual_layer_norm_modulate(
-    residual, x, gate, scale, shift, weight=None, bias=None, eps=1e-6
+    residual, x, gate=None, scale=None, shift=None, weight=None, bias=None, eps=1e-6
 ):
     h = gated_residual(residual, x, gate)
     return h, layer_norm_modulate(h, scale, shift, weight, bias, eps)
+
+
+def gated_residual_rms_norm_modulate_pair(residual, x, gate, *modulations, **options):
+    h = gated_residual(residual, x, gate)
+    return h, *rms_norm_modulate_pair(h, *modulations, **options)
+
+
+def gated_residual_layer_norm_modulate_pair(residual, x, gate, *modulations, **options):
+    h = gated_residual(residual, x, gate)
+    return h, *layer_norm_modulate_pair(h, *modulations, **options)
 
 
 def coordinate_tables(coordinates, frequencies, dim):

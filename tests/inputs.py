@@ -243,6 +243,11 @@ OPERATIONS_OF_16_BITS = operations_of("attention")
 # Calls of operations from tables of one value a pair.
 BY_PAIR = "_by_pair"
 CALLS_BY_PAIR = [name + BY_PAIR for name in ("rope", "qk_norm_rope")]
+# Calls of row operations with every other tensor that may be float32, and without every other optional one.
+MIXED, SPARSE = "_mixed", "_sparse"
+CALLS_MIXED = [name + MIXED for name in ROW_OPERATIONS]
+CALLS_SPARSE = [name + SPARSE for name in ROW_OPERATIONS if "modulate" in name]
+CALLS = [*OPERATIONS, *CALLS_BY_PAIR, *CALLS_MIXED, *CALLS_SPARSE]
 
 
 def widest_dtype(name):
@@ -267,6 +272,12 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         options = {"dtype": dtype, "device": device, "shape": shape, "layout": layout}
         function, arguments = sample(kernel, name.removesuffix(BY_PAIR), heads=heads, **options)
         return function, _with_pair_tables(arguments, heads)
+    for suffix, change in ((MIXED, _with_float32), (SPARSE, _without_every_other)):
+        if name.endswith(suffix):
+            options = {"dtype": dtype, "device": device, "shape": shape, "layout": layout}
+            name = name.removesuffix(suffix)
+            function, arguments = sample(kernel, name, heads=heads, **options)
+            return function, change(name, arguments)
 
     def tensor(*size, **options):
         return normal(*size, dtype=dtype, device=device, **options)
@@ -323,7 +334,7 @@ def _row_arguments(declared, tensor, shape, layout):
         elif kind is DECLARATION.MODULATION:
             is_of_tokens = len(modulations) > 1 and name == modulations[-1]
             arguments[name] = tensor(batch, seq if is_of_tokens else 1, columns)
-        elif kind is DECLARATION.VECTOR:
+        elif kind in (DECLARATION.VECTOR, DECLARATION.NORM_VECTOR):
             arguments[name] = tensor(columns, mean=0.5 if declared.family == "norm" else 0.0)
         elif kind.choices:
             default = declared.parameters[name].default
@@ -346,18 +357,33 @@ def _with_pair_tables(arguments, heads):
     return {**arguments, "x": in_heads, **dict(zip(("cos", "sin"), tables, strict=True))}
 
 
-OPTIONAL_TENSORS = {
-    name
-    for declared in DECLARATIONS.values()
-    for name, parameter in declared.parameters.items()
-    if parameter.is_optional and parameter.kind.is_tensor and not parameter.kind.is_output
-}
+def optional_tensors(name):
+    """Of an operation."""
+    declared = DECLARATIONS["qk_norm_rope" if name in QK_OPERATIONS else name]
+    return [
+        key
+        for key, parameter in declared.parameters.items()
+        if parameter.is_optional and parameter.kind.is_tensor and not parameter.kind.is_output
+    ]
 
 
-def without_optional(arguments):
+def _with_float32(name, arguments):
+    """The same call with float32 where half of what may be float32 beside x is."""
+    parameters = DECLARATIONS[name].parameters
+    kinds = (DECLARATION.MODULATION, DECLARATION.NORM_VECTOR)
+    chosen = [key for key, parameter in parameters.items() if parameter.kind in kinds][::2]
+    return {**arguments, **{key: arguments[key].float() for key in chosen}}
+
+
+def _without_every_other(name, arguments):
+    return {**arguments, **dict.fromkeys(optional_tensors(name)[::2])}
+
+
+def without_optional(name, arguments):
     """The same call with nothing that may be left out."""
+    left_out = optional_tensors(name)
     plain = {
-        key: None if key in OPTIONAL_TENSORS or isinstance(value, float) else value
+        key: None if key in left_out or isinstance(value, float) else value
         for key, value in arguments.items()
     }
     plain.pop("approximate", None)

@@ -26,11 +26,10 @@ import torch
 from checks import MemorySnapshot, map_tensors, on_meta, tensors_of
 from conftest import load_kernel
 from inputs import (
-    CALLS_BY_PAIR,
+    CALLS,
     DECLARATIONS,
     DTYPES,
     LAYOUTS,
-    OPERATIONS,
     WITH_OUT,
     WRITABLE_LAYOUTS,
     out_for,
@@ -205,7 +204,7 @@ def random_call(seed, device):
     rng = random.Random(seed)
     torch.manual_seed(seed)
     kernel = load_kernel()
-    operation = rng.choice([*OPERATIONS, *CALLS_BY_PAIR])
+    operation = rng.choice(CALLS)
     dtypes = [d for d in DTYPES if d.itemsize <= widest_dtype(operation).itemsize]
     function, arguments = sample(
         kernel,

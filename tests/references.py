@@ -34,15 +34,28 @@ def layer_norm(x, weight=None, bias=None, eps=1e-5):
 
 def _modulate(n, scale, shift):
     scale, shift = _double(scale, shift)
-    return n * (1 + scale) + shift
+    n = n if scale is None else n * (1 + scale)
+    return n if shift is None else n + shift
 
 
-def rms_norm_modulate(x, scale, shift, weight=None, eps=1e-6):
+def rms_norm_modulate(x, scale, shift=None, weight=None, eps=1e-6):
     return _modulate(rms_norm(x, weight, eps), scale, shift)
 
 
-def layer_norm_modulate(x, scale, shift, weight=None, bias=None, eps=1e-6):
+def layer_norm_modulate(x, scale, shift=None, weight=None, bias=None, eps=1e-6):
     return _modulate(layer_norm(x, weight, bias, eps), scale, shift)
+
+
+def rms_norm_modulate_pair(x, scale, shift, second_scale, second_shift, weight=None, eps=1e-6):
+    n = rms_norm(x, weight, eps)
+    return _modulate(n, scale, shift), _modulate(n, second_scale, second_shift)
+
+
+def layer_norm_modulate_pair(
+    x, scale, shift, second_scale, second_shift, weight=None, bias=None, eps=1e-6
+):
+    n = layer_norm(x, weight, bias, eps)
+    return _modulate(n, scale, shift), _modulate(n, second_scale, second_shift)
 
 
 def gated_residual(residual, x, gate=None):
@@ -50,16 +63,33 @@ def gated_residual(residual, x, gate=None):
     return residual + (x if gate is None else gate * x)
 
 
-def gated_residual_rms_norm_modulate(residual, x, gate, scale, shift, weight=None, eps=1e-6):
+def gated_residual_rms_norm_modulate(
+    residual, x, gate=None, scale=None, shift=None, weight=None, eps=1e-6
+):
     h = gated_residual(residual, x, gate)
     return h, rms_norm_modulate(h, scale, shift, weight, eps)
 
 
 def gated_residual_layer_norm_modulate(
-    residual, x, gate, scale, shift, weight=None, bias=None, eps=1e-6
+    residual, x, gate=None, scale=None, shift=None, weight=None, bias=None, eps=1e-6
 ):
     h = gated_residual(residual, x, gate)
     return h, layer_norm_modulate(h, scale, shift, weight, bias, eps)
+
+
+def gated_residual_rms_norm_modulate_pair(
+    residual, x, gate, scale, shift, second_scale, second_shift, weight=None, eps=1e-6
+):
+    h = gated_residual(residual, x, gate)
+    return h, *rms_norm_modulate_pair(h, scale, shift, second_scale, second_shift, weight, eps)
+
+
+def gated_residual_layer_norm_modulate_pair(
+    residual, x, gate, scale, shift, second_scale, second_shift, weight=None, bias=None, eps=1e-6
+):
+    h = gated_residual(residual, x, gate)
+    pair = layer_norm_modulate_pair(h, scale, shift, second_scale, second_shift, weight, bias, eps)
+    return h, *pair
 
 
 def coordinate_tables(coordinates, frequencies, pairs):

@@ -185,7 +185,9 @@ def test_out_with_everything_optional(kernel, device, place, bias_dtype, dtype):
 def test_strides_of_dimensions_of_size_1_of_out_are_free(kernel, device, place, shape):
     q = normal(*shape, 64, dtype=torch.bfloat16, device=device)
     out = place_for_output(place, q.shape, torch.bfloat16, device)
-    strides = [7 if size == 1 else stride for size, stride in zip(q.shape, out.stride())]
+    strides = [
+        7 if size == 1 else stride for size, stride in zip(q.shape, out.stride(), strict=True)
+    ]
     out = out.as_strided(out.shape, strides)
     check_attention(kernel, q, q, q, written=out)
 

@@ -25,7 +25,9 @@ from checks import (
 from inputs import (
     ACTIVATIONS,
     BY_PAIR,
-    CALLS_BY_PAIR,
+    CALLS,
+    CALLS_MIXED,
+    CALLS_SPARSE,
     DTYPES,
     GRID_AXES,
     OPERATIONS,
@@ -47,7 +49,6 @@ from inputs import (
 )
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-CALLS = [*OPERATIONS, *CALLS_BY_PAIR]
 FEW_DTYPES = [torch.float32, torch.bfloat16]
 every_operation = pytest.mark.parametrize("name", CALLS)
 every_operation_and_dtype = for_operations(CALLS, DTYPES)
@@ -97,7 +98,7 @@ def sample_of_operator(kernel, name, *, has_optional=True, layout="contiguous", 
     public = name.rstrip("_").removesuffix("_out")
     function, arguments = sample(kernel, public, shape=(2, 3, 32), layout=layout, **options)
     if not has_optional:
-        arguments = without_optional(arguments)
+        arguments = without_optional(public, arguments)
     if name in OUT_OPERATORS:
         arguments["out"] = out_for(function, arguments, layout)
     return registered_call(kernel, name, arguments)
@@ -126,6 +127,16 @@ def test_opcheck_by_pair(kernel, device, name, dtype):
         kernel, name.rstrip("_") + BY_PAIR, dtype=dtype, device=device, shape=(2, 3, 32)
     )
     operator, values = registered_call(kernel, name, arguments)
+    torch.library.opcheck(operator, values)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("name", [*CALLS_MIXED, *CALLS_SPARSE])
+def test_opcheck_of_mixed_dtypes_and_absent_operands(kernel, device, name):
+    function, arguments = sample(
+        kernel, name, dtype=torch.bfloat16, device=device, shape=(2, 3, 32)
+    )
+    operator, values = registered_call(kernel, function.__name__, arguments)
     torch.library.opcheck(operator, values)
 
 

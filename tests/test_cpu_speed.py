@@ -79,7 +79,7 @@ def test_no_slower_than_eager(kernel, device, name, options, dtype):
     """`full`: with weights, gate and tanh; `plain`: without."""
     function, arguments = sample(kernel, name, dtype=dtype, device=device, shape=SHAPE, heads=32)
     if options == "plain":
-        arguments = without_optional(arguments)
+        arguments = without_optional(name, arguments)
     other = getattr(eager, "qk_norm_rope" if name in QK_OPERATIONS else name)
     limit = LIMITS.get((name, options, dtype), 1.0)
     ratios = []

@@ -11,8 +11,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 import references
 from checks import as_tuple, map_tensors, tensors_of
 from inputs import (
-    CALLS_BY_PAIR,
-    OPERATIONS,
+    CALLS,
     QK_OPERATIONS,
     for_operations,
     sample,
@@ -20,7 +19,6 @@ from inputs import (
 )
 from test_contracts import assert_same_bits, differentiable
 
-CALLS = [*OPERATIONS, *CALLS_BY_PAIR]
 every_operation = pytest.mark.parametrize("name", CALLS)
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 

@@ -23,12 +23,12 @@ from inputs import (
     GRID_AXES,
     HEADS,
     OPERATIONS,
-    OPTIONAL_TENSORS,
     QK_OPERATIONS,
     ROPE_OPERATIONS,
     coordinates_and_frequencies,
     dtype_text,
     normal,
+    optional_tensors,
     rotary_tables,
     sample,
     virtual_memory,
@@ -182,7 +182,8 @@ for name, (leader, *followers) in ARGUMENTS.items():
         mistake(name, argument, "device", "", device, is_device=True)
         mistake(name, argument, "stride", "stride 2", replace(argument, every_second))
         mistake(name, argument, "list", "list", replace(argument, as_list))
-        if argument in (*of_kind(name, DECLARATION.VECTOR), "q_weight", "k_weight"):
+        vectors = of_kind(name, DECLARATION.VECTOR, DECLARATION.NORM_VECTOR)
+        if argument in (*vectors, "q_weight", "k_weight"):
             columns = 2 * HIDDEN if name in GATED else HIDDEN
             size = shape_text(columns + 1)
             mistake(name, argument, "longer", size, replace(argument, longer))
@@ -202,7 +203,7 @@ for name, (leader, *followers) in ARGUMENTS.items():
             ):
                 wrong = replace(argument, of_shape(*size))
                 mistake(name, argument, f"shape{size}", shape_text(*size), wrong)
-        if argument not in OPTIONAL_TENSORS:
+        if argument not in optional_tensors(name):
             mistake(name, argument, "None", "None", replace(argument, lambda t: None))
 
 for name in OF_ROWS:

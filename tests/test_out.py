@@ -29,7 +29,9 @@ from test_overlap import addresses, on_both_paths, on_meta_together, random_view
 
 every_operation = pytest.mark.parametrize("name", WITH_OUT)
 SHAPE = (2, 5, 128)
-OUT_MUST_BE_NONE = "out must be None where an argument requires grad or carries a tangent, got a tensor"
+OUT_MUST_BE_NONE = (
+    "out must be None where an argument requires grad or carries a tangent, got a tensor"
+)
 
 
 def call_with_out(kernel, device, name, dtype=None, layout="odd_rows", **options):
@@ -486,7 +488,9 @@ def test_one_of_two_tensors_is_out_and_the_other_overlaps(kernel, device):
 def test_negative_views(kernel, device):
     x = torch.randn(2, 8, device=device)
     out = torch._neg_view(torch.zeros(2, 8, device=device))
-    refused_on(False, kernel.silu, {"x": x, "out": out}, sentence("silu", "out", "negative bit set"))
+    refused_on(
+        False, kernel.silu, {"x": x, "out": out}, sentence("silu", "out", "negative bit set")
+    )
     out = torch.empty_like(x)
     kernel.silu(torch._neg_view(x), out=out)
     assert torch.equal(out, kernel.silu(-x))

@@ -8,10 +8,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from checks import as_tuple, map_tensors, tensors_of
-from inputs import CALLS_BY_PAIR, OPERATIONS, QK_OPERATIONS, rotary_tables, sample, widest_dtype
+from inputs import CALLS, QK_OPERATIONS, rotary_tables, sample, widest_dtype
 from test_contracts import assert_same_bits
 
-every_operation = pytest.mark.parametrize("name", [*OPERATIONS, *CALLS_BY_PAIR])
+every_operation = pytest.mark.parametrize("name", CALLS)
 SAMPLES = 3
 
 

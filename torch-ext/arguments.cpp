@@ -161,15 +161,25 @@ void ArgumentChecker::float32_or_same_dtype(const char* name, const Tensor& tens
 void ArgumentChecker::same_shape(const char* name, const Tensor& tensor, const Sizes& shape) const {
   same_device(name, tensor);
   same_dtype(name, tensor);
+  exact_shape(name, tensor, shape);
+}
+
+void ArgumentChecker::exact_shape(const char* name, const Tensor& tensor, const Sizes& shape) const {
   const auto sizes = tensor.sizes();
   if (!std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end()))
     fail(operation_, name, " must have shape ", to_string(shape), ", got ", to_string(tensor.sizes()));
   readable(name, tensor);
 }
 
-const void* ArgumentChecker::vector(const char* name, const OptionalTensor& tensor, int64_t length) const {
+const void* ArgumentChecker::vector(const char* name, const OptionalTensor& tensor, int64_t length,
+                                    bool accepts_float32) const {
   if (!tensor.has_value()) return nullptr;
-  same_shape(name, *tensor, {length});
+  same_device(name, *tensor);
+  if (accepts_float32)
+    float32_or_same_dtype(name, *tensor);
+  else
+    same_dtype(name, *tensor);
+  exact_shape(name, *tensor, {length});
   return tensor->const_data_ptr();
 }
 
@@ -187,7 +197,7 @@ void ArgumentChecker::countable(const char* name, const char* what, std::initial
 
 void ArgumentChecker::broadcastable(const char* name, const Tensor& tensor) const {
   same_device(name, tensor);
-  same_dtype(name, tensor);
+  float32_or_same_dtype(name, tensor);
   const int64_t dims = tensor.dim();
   const int64_t x_dims = static_cast<int64_t>(shape_.size());
   bool matches = dims >= 1 && dims <= x_dims && tensor.size(dims - 1) == hidden();
@@ -225,6 +235,7 @@ void RowLaunch::add(RowOperand& operand, const Tensor& tensor, int64_t offset) {
   entry.target = &operand;
   entry.data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())) +
                offset * tensor.element_bytes();
+  entry.element_bytes = tensor.element_bytes();
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
   const size_t own = sizes.size() - 1;  // leading dimensions of the tensor itself
@@ -297,9 +308,9 @@ void RowLaunch::write(size_t dims, RowShape& shape) const {
   }
 }
 
-void RowLaunch::advance(size_t dim, int64_t steps, int64_t element_bytes) {
+void RowLaunch::advance(size_t dim, int64_t steps) {
   for (size_t i = 0; i < operand_count_; ++i)
-    operands_[i].data += steps * operands_[i].strides[dim] * element_bytes;
+    operands_[i].data += steps * operands_[i].strides[dim] * operands_[i].element_bytes;
 }
 
 #ifdef CUDA_KERNEL

@@ -77,12 +77,14 @@ class ArgumentChecker {
 
   // Same dtype, device and unit last stride as x; shape exactly `shape`.
   void same_shape(const char* name, const Tensor& tensor, const Sizes& shape) const;
-  // As same_shape, and contiguous by having one dimension: a weight or a bias.
-  const void* vector(const char* name, const OptionalTensor& tensor, int64_t length) const;
+  // As same_shape, and contiguous by having one dimension: a weight or a bias. With `accepts_float32` it may be
+  // float32 whatever x is.
+  const void* vector(const char* name, const OptionalTensor& tensor, int64_t length,
+                     bool accepts_float32 = false) const;
   // `what`, the product of the sizes, is at most `limit`. Of an empty x nothing is counted.
   void countable(const char* name, const char* what, std::initializer_list<int64_t> sizes,
                  int64_t limit = kMaxRows) const;
-  // Broadcasts right-aligned against x in all dimensions but the last.
+  // Broadcasts right-aligned against x in all dimensions but the last; float32 or of x's dtype.
   void broadcastable(const char* name, const Tensor& tensor) const;
 
   void same_device(const char* name, const Tensor& tensor) const;
@@ -105,6 +107,7 @@ class ArgumentChecker {
 
  private:
   void on_device() const;
+  void exact_shape(const char* name, const Tensor& tensor, const Sizes& shape) const;
 
   const char* operation_;
   const char* x_name_;
@@ -137,16 +140,17 @@ class RowLaunch {
   }
 
   template <typename Launch>
-  void run(RowShape& shape, DType dtype, const Launch& launch) {
+  void run(RowShape& shape, const Launch& launch) {
     merge();
     sort();
-    run_dims(leading_.size(), shape, bytes_of(dtype), launch);
+    run_dims(leading_.size(), shape, launch);
   }
 
  private:
   struct Operand {
     RowOperand* target;
     char* data;
+    int64_t element_bytes;
     int64_t strides[Sizes::kCapacity];
   };
 
@@ -157,18 +161,18 @@ class RowLaunch {
   void sort();
   int64_t rows(size_t dims) const;
   void write(size_t dims, RowShape& shape) const;
-  void advance(size_t dim, int64_t steps, int64_t element_bytes);
+  void advance(size_t dim, int64_t steps);
 
   // The first `dims` of the leading dimensions make the launch; the others have been stepped into.
   template <typename Launch>
-  void run_dims(size_t dims, RowShape& shape, int64_t element_bytes, const Launch& launch) {
+  void run_dims(size_t dims, RowShape& shape, const Launch& launch) {
     if (dims > kMaxRowDims) {
       const size_t last = dims - 1;
       for (int64_t i = 0; i < leading_[last]; ++i) {
-        run_dims(last, shape, element_bytes, launch);
-        advance(last, 1, element_bytes);
+        run_dims(last, shape, launch);
+        advance(last, 1);
       }
-      advance(last, -leading_[last], element_bytes);
+      advance(last, -leading_[last]);
       return;
     }
     const size_t largest = dims == 2 && leading_[1] > leading_[0] ? 1 : 0;
@@ -178,14 +182,14 @@ class RowLaunch {
       leading_[largest] = std::min(step, size - i);
       write(dims, shape);
       launch();
-      advance(largest, step, element_bytes);
+      advance(largest, step);
     }
     leading_[largest] = size;
-    advance(largest, -(size + step - 1) / step * step, element_bytes);
+    advance(largest, -(size + step - 1) / step * step);
   }
 
   Sizes leading_;
-  static constexpr size_t kMaxOperands = 7;
+  static constexpr size_t kMaxOperands = 10;
   Operand operands_[kMaxOperands];
   size_t operand_count_ = 0;
 };

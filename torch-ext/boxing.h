@@ -108,6 +108,7 @@ class Tensor {
 
 using OptionalTensor = std::optional<Tensor>;
 using TwoTensors = std::pair<OwnedTensor, OwnedTensor>;
+using ThreeTensors = std::tuple<OwnedTensor, OwnedTensor, OwnedTensor>;
 
 // One argument of a call: takes over what lies on the stack, so that it is freed however the call ends.
 template <typename T>
@@ -160,16 +161,22 @@ class Argument<std::string_view> {
 inline StableIValue released(OwnedTensor& tensor) { return torch::stable::detail::from(tensor.release()); }
 
 // `Boxed<function, name>::call` is what Torch calls for a function of the operation's name, tensors, strings
-// and numbers that returns one new tensor, two or none.
+// and numbers that returns one new tensor, several or none.
 template <auto function, const auto& name>
 struct Boxed;
+
+template <typename Result>
+constexpr uint64_t kResults = std::tuple_size_v<Result>;
+template <>
+constexpr uint64_t kResults<void> = 0;
+template <>
+constexpr uint64_t kResults<OwnedTensor> = 1;
 
 template <typename Result, typename... Parameters, Result (*function)(const char*, Parameters...),
           const auto& name>
 struct Boxed<function, name> {
   static void call(StableIValue* stack, uint64_t argument_count, uint64_t result_count) {
-    constexpr uint64_t kResults = std::is_void_v<Result> ? 0 : (std::is_same_v<Result, OwnedTensor> ? 1 : 2);
-    STD_TORCH_CHECK(argument_count == sizeof...(Parameters) && result_count == kResults,
+    STD_TORCH_CHECK(argument_count == sizeof...(Parameters) && result_count == kResults<Result>,
                     "the schema and its function differ");
     call(stack, std::index_sequence_for<Parameters...>{});
   }
@@ -184,9 +191,8 @@ struct Boxed<function, name> {
       OwnedTensor result = function(name.data(), std::get<i>(arguments).get()...);
       stack[0] = released(result);
     } else {
-      auto [first, second] = function(name.data(), std::get<i>(arguments).get()...);
-      stack[0] = released(first);
-      stack[1] = released(second);
+      Result results = function(name.data(), std::get<i>(arguments).get()...);
+      std::apply([&](auto&... result) { ((*stack++ = released(result)), ...); }, results);
     }
   }
 };

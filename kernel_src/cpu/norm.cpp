@@ -40,24 +40,60 @@ class PlainInput {
   const T* x_;
 };
 
+// A row of a modulator that is of the dtype of the rows. It may be absent.
+template <typename T>
+class SameDtypeRow {
+ public:
+  SameDtypeRow(const RowCursor& row, const Modulator& modulator)
+      : values_(row.pointer<const T>(modulator)) {}
+  bool is_given() const { return values_ != nullptr; }
+
+  template <int n>
+  ALWAYS_INLINE Floats<n> at(int64_t column) const {
+    return load<n>(values_ + column);
+  }
+
+ private:
+  const T* values_;
+};
+
+// The same, or float32.
+template <typename T>
+class GeneralRow {
+ public:
+  GeneralRow(const RowCursor& row, const Modulator& modulator)
+      : values_(modulator.is_float32 ? nullptr : row.pointer<const T>(modulator)),
+        floats_(modulator.is_float32 ? row.pointer<const float>(modulator) : nullptr) {}
+  bool is_given() const { return values_ != nullptr || floats_ != nullptr; }
+
+  template <int n>
+  ALWAYS_INLINE Floats<n> at(int64_t column) const {
+    return floats_ != nullptr ? load<n>(floats_ + column) : load<n>(values_ + column);
+  }
+
+ private:
+  const T* values_;
+  const float* floats_;
+};
+
 // The input is residual + gate * x, which the first read writes back. The norm goes on with the unrounded
 // values.
-template <typename T>
-class GatedResidualInput {
+template <typename T, typename Gate>
+class GatedInput {
  public:
   static constexpr bool kNeedsScratch = true;
 
-  GatedResidualInput(const RowNormParams& params, const RowCursor& row, float* scratch)
+  GatedInput(const RowNormParams& params, const RowCursor& row, float* scratch)
       : x_(row.pointer<const T>(params.x)),
         residual_(row.pointer<const T>(params.residual)),
-        gate_(row.pointer<const T>(params.gate)),
+        gate_(row, params.gate),
         residual_out_(row.pointer<T>(params.residual_out)),
         scratch_(scratch) {}
 
   template <int n>
   ALWAYS_INLINE Floats<n> update(int64_t column) const {
     Floats<n> h = load<n>(x_ + column);
-    if (gate_ != nullptr) h *= load<n>(gate_ + column);
+    if (gate_.is_given()) h *= gate_.template at<n>(column);
     h += load<n>(residual_ + column);
     store<n>(residual_out_ + column, h);
     return h;
@@ -78,10 +114,15 @@ class GatedResidualInput {
  private:
   const T* x_;
   const T* residual_;
-  const T* gate_;
+  Gate gate_;
   T* residual_out_;
   float* scratch_;
 };
+
+template <typename T>
+using GatedResidualInput = GatedInput<T, SameDtypeRow<T>>;
+template <typename T>
+using GeneralGatedResidualInput = GatedInput<T, GeneralRow<T>>;
 
 struct RmsNorm {
   float rstd;
@@ -142,8 +183,8 @@ class AffineOutput {
  public:
   AffineOutput(const RowNormParams& params, const RowCursor& row)
       : out_(row.pointer<T>(params.out)),
-        weight_(static_cast<const T*>(params.weight)),
-        bias_(static_cast<const T*>(params.bias)) {}
+        weight_(static_cast<const T*>(params.weight.data)),
+        bias_(static_cast<const T*>(params.bias.data)) {}
 
   template <int n>
   ALWAYS_INLINE void write(int64_t column, const Floats<n>& normalized) const {
@@ -187,6 +228,43 @@ class ModulatedOutput : public AffineOutput<T> {
   const T* shift_;
 };
 
+// The outputs are affine * (1 + scale) + shift, one or two, whose operands may be absent, or float32.
+template <typename T>
+class GeneralOutput {
+ public:
+  GeneralOutput(const RowNormParams& params, const RowCursor& row)
+      : weight_(row, params.weight),
+        bias_(row, params.bias),
+        first_{row.pointer<T>(params.out), {row, params.scale}, {row, params.shift}},
+        second_{row.pointer<T>(params.second_out), {row, params.second_scale}, {row, params.second_shift}} {}
+
+  template <int n>
+  ALWAYS_INLINE void write(int64_t column, const Floats<n>& normalized) const {
+    Floats<n> v = normalized;
+    if (weight_.is_given()) v *= weight_.template at<n>(column);
+    if (bias_.is_given()) v += bias_.template at<n>(column);
+    first_.template write<n>(column, v);
+    if (second_.out != nullptr) second_.template write<n>(column, v);
+  }
+
+ private:
+  struct Modulation {
+    T* out;
+    GeneralRow<T> scale, shift;
+
+    template <int n>
+    ALWAYS_INLINE void write(int64_t column, const Floats<n>& affine) const {
+      Floats<n> v = affine;
+      if (scale.is_given()) v *= scale.template at<n>(column) + 1.0f;
+      if (shift.is_given()) v += shift.template at<n>(column);
+      store<n>(out + column, v);
+    }
+  };
+
+  GeneralRow<T> weight_, bias_;
+  Modulation first_, second_;
+};
+
 // An item is a row.
 template <typename Input, typename Norm, typename Output>
 struct NormKernel {
@@ -209,7 +287,7 @@ struct NormKernel {
 };
 
 // An item is a segment of a row.
-template <typename T>
+template <typename T, typename Input>
 struct GatedResidualKernel {
   const RowNormParams& params;
   SegmentGrid grid;
@@ -218,7 +296,7 @@ struct GatedResidualKernel {
   ALWAYS_INLINE void run(int64_t begin, int64_t end) const {
     grid.for_segments(
         begin, end, [&](const RowCursor& row, int64_t first, int64_t last) ALWAYS_INLINE_LAMBDA {
-          const GatedResidualInput<T> input(params, row, nullptr);
+          const Input input(params, row, nullptr);
           for_columns<kLanes>(first, last, [&]<int n>(Lanes<n>, int64_t column) ALWAYS_INLINE_LAMBDA {
             input.template update<n>(column);
           });
@@ -233,37 +311,82 @@ void launch(const RowNormParams& params, Stream stream) {
   });
 }
 
+// Tells whether a modulator is float32 beside rows of 16 bits.
+bool has_mixed_dtypes(const RowNormParams& params) {
+  bool mixed = false;
+  for (const Modulator* modulator : {&params.gate, &params.scale, &params.shift, &params.second_scale,
+                                     &params.second_shift, &params.weight, &params.bias})
+    mixed = mixed || (modulator->data != nullptr && modulator->is_float32);
+  return mixed && params.dtype != DType::kFloat32;
+}
+
+template <typename Norm>
+void launch_affine(const RowNormParams& params, Stream stream) {
+  if (has_mixed_dtypes(params)) return launch<PlainInput, Norm, GeneralOutput>(params, stream);
+  launch<PlainInput, Norm, AffineOutput>(params, stream);
+}
+
+template <typename Norm>
+void launch_modulated(const RowNormParams& params, Stream stream) {
+  const bool is_general = params.scale.data == nullptr || params.shift.data == nullptr ||
+                          params.second_out.data != nullptr || has_mixed_dtypes(params);
+  if (params.residual.data != nullptr) {
+    if (is_general) return launch<GeneralGatedResidualInput, Norm, GeneralOutput>(params, stream);
+    return launch<GatedResidualInput, Norm, ModulatedOutput>(params, stream);
+  }
+  if (is_general) return launch<PlainInput, Norm, GeneralOutput>(params, stream);
+  launch<PlainInput, Norm, ModulatedOutput>(params, stream);
+}
+
 }  // namespace
 
-void rms_norm(const RowNormParams& params, Stream stream) {
-  launch<PlainInput, RmsNorm, AffineOutput>(params, stream);
-}
+void rms_norm(const RowNormParams& params, Stream stream) { launch_affine<RmsNorm>(params, stream); }
 
-void layer_norm(const RowNormParams& params, Stream stream) {
-  launch<PlainInput, LayerNorm, AffineOutput>(params, stream);
-}
+void layer_norm(const RowNormParams& params, Stream stream) { launch_affine<LayerNorm>(params, stream); }
 
 void rms_norm_modulate(const RowNormParams& params, Stream stream) {
-  launch<PlainInput, RmsNorm, ModulatedOutput>(params, stream);
+  launch_modulated<RmsNorm>(params, stream);
 }
 
 void layer_norm_modulate(const RowNormParams& params, Stream stream) {
-  launch<PlainInput, LayerNorm, ModulatedOutput>(params, stream);
+  launch_modulated<LayerNorm>(params, stream);
+}
+
+void rms_norm_modulate_pair(const RowNormParams& params, Stream stream) {
+  launch_modulated<RmsNorm>(params, stream);
+}
+
+void layer_norm_modulate_pair(const RowNormParams& params, Stream stream) {
+  launch_modulated<LayerNorm>(params, stream);
 }
 
 void gated_residual_rms_norm_modulate(const RowNormParams& params, Stream stream) {
-  launch<GatedResidualInput, RmsNorm, ModulatedOutput>(params, stream);
+  launch_modulated<RmsNorm>(params, stream);
 }
 
 void gated_residual_layer_norm_modulate(const RowNormParams& params, Stream stream) {
-  launch<GatedResidualInput, LayerNorm, ModulatedOutput>(params, stream);
+  launch_modulated<LayerNorm>(params, stream);
+}
+
+void gated_residual_rms_norm_modulate_pair(const RowNormParams& params, Stream stream) {
+  launch_modulated<RmsNorm>(params, stream);
+}
+
+void gated_residual_layer_norm_modulate_pair(const RowNormParams& params, Stream stream) {
+  launch_modulated<LayerNorm>(params, stream);
 }
 
 void gated_residual(const RowNormParams& params, Stream stream) {
   dispatch_dtype(params.dtype, [&]<typename T>(std::type_identity<T>) {
     const SegmentGrid grid(params.shape, params.hidden,
                            {&params.x, &params.residual, &params.gate, &params.residual_out});
-    parallel_run(stream, grid.segments(), grid.segment_size(), GatedResidualKernel<T>{params, grid});
+    const auto run = [&](const auto& kernel) {
+      parallel_run(stream, grid.segments(), grid.segment_size(), kernel);
+    };
+    if (has_mixed_dtypes(params))
+      run(GatedResidualKernel<T, GeneralGatedResidualInput<T>>{params, grid});
+    else
+      run(GatedResidualKernel<T, GatedResidualInput<T>>{params, grid});
   });
 }
 

@@ -1,10 +1,12 @@
-// gated_residual, alone and followed by a modulated norm.
+// gated_residual, alone and followed by a norm with one modulation or two.
 #include "row_norm.cuh"
 
 namespace h100_diffusers_kernels {
 
 void gated_residual(const RowNormParams& params, Stream stream) {
-  launch_row_norm<GatedResidualInput, NoNorm, NoOutput>("gated_residual", params, stream);
+  constexpr const char* kOperation = "gated_residual";
+  if (has_mixed_dtypes(params)) return launch_general_gate(kOperation, params, stream);
+  launch_row_norm<GatedResidualInput, NoNorm, NoOutput>(kOperation, params, stream);
 }
 
 void gated_residual_rms_norm_modulate(const RowNormParams& params, Stream stream) {
@@ -13,6 +15,14 @@ void gated_residual_rms_norm_modulate(const RowNormParams& params, Stream stream
 
 void gated_residual_layer_norm_modulate(const RowNormParams& params, Stream stream) {
   launch_modulated<GatedResidualInput, LayerNorm>("gated_residual_layer_norm_modulate", params, stream);
+}
+
+void gated_residual_rms_norm_modulate_pair(const RowNormParams& params, Stream stream) {
+  launch_general<GatedResidualInput, RmsNorm>("gated_residual_rms_norm_modulate_pair", params, stream);
+}
+
+void gated_residual_layer_norm_modulate_pair(const RowNormParams& params, Stream stream) {
+  launch_general<GatedResidualInput, LayerNorm>("gated_residual_layer_norm_modulate_pair", params, stream);
 }
 
 }  // namespace h100_diffusers_kernels

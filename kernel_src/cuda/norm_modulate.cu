@@ -1,4 +1,4 @@
-// rms_norm_modulate and layer_norm_modulate (adaptive layer norm).
+// rms_norm_modulate and layer_norm_modulate (adaptive layer norm), once or twice of one norm.
 #include "row_norm.cuh"
 
 namespace h100_diffusers_kernels {
@@ -9,6 +9,14 @@ void rms_norm_modulate(const RowNormParams& params, Stream stream) {
 
 void layer_norm_modulate(const RowNormParams& params, Stream stream) {
   launch_modulated<PlainInput, LayerNorm>("layer_norm_modulate", params, stream);
+}
+
+void rms_norm_modulate_pair(const RowNormParams& params, Stream stream) {
+  launch_general<PlainInput, RmsNorm>("rms_norm_modulate_pair", params, stream);
+}
+
+void layer_norm_modulate_pair(const RowNormParams& params, Stream stream) {
+  launch_general<PlainInput, LayerNorm>("layer_norm_modulate_pair", params, stream);
 }
 
 }  // namespace h100_diffusers_kernels

@@ -24,6 +24,9 @@
 
 namespace h100_diffusers_kernels {
 
+template <bool kHasMore>
+struct GeneralOutput;
+
 template <class Input, class Output>
 struct RowKernelParams {
   typename Input::Operands input;
@@ -206,11 +209,12 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
 }
 
 // Long rows are held by kClusterBlocks blocks in their shared memory.
-template <typename T, class Input>
-constexpr int kMinLongRowBlocks = sizeof(T) == 2 && Input::kOperands == 1 ? 5 : 1;
+template <typename T, class Input, class Output>
+constexpr int kMinLongRowBlocks =
+    sizeof(T) == 2 && Input::kOperands == 1 ? (std::is_same_v<Output, GeneralOutput<true>> ? 3 : 5) : 1;
 
 template <typename T, class Input, class Norm, class Output, int kClusterBlocks>
-__global__ void __launch_bounds__(kLongRowThreads, (kMinLongRowBlocks<T, Input>))
+__global__ void __launch_bounds__(kLongRowThreads, (kMinLongRowBlocks<T, Input, Output>))
     long_row_norm_kernel(const __grid_constant__ RowKernelParams<Input, Output> params) {
   constexpr int kSize = kPackSize<T, Access::kVector>;
   constexpr bool kIsAroundPivot = kHasPivot<T, Norm>;
@@ -322,12 +326,23 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, 1)
 // Launch
 
 inline bool has_vector_access(const RowNormParams& args, int element_bytes) {
-  bool vector = args.hidden * element_bytes % kVectorBytes == 0 && is_16_byte_aligned(args.weight) &&
-                is_16_byte_aligned(args.bias);
-  for (const RowOperand* operand :
-       {&args.x, &args.residual, &args.gate, &args.residual_out, &args.out, &args.scale, &args.shift})
+  bool vector = args.hidden * element_bytes % kVectorBytes == 0;
+  for (const RowOperand* operand : {&args.x, &args.residual, &args.residual_out, &args.out, &args.second_out})
     vector = vector && has_vector_rows(*operand, args.shape.ndim, element_bytes);
+  for (const Modulator* modulator : {&args.gate, &args.scale, &args.shift, &args.second_scale,
+                                     &args.second_shift, &args.weight, &args.bias})
+    vector = vector &&
+             has_vector_rows(*modulator, args.shape.ndim, modulator->is_float32 ? 4 : element_bytes);
   return vector;
+}
+
+// Tells whether a modulator is float32 beside rows of 16 bits.
+inline bool has_mixed_dtypes(const RowNormParams& args) {
+  bool mixed = false;
+  for (const Modulator* modulator : {&args.gate, &args.scale, &args.shift, &args.second_scale,
+                                     &args.second_shift, &args.weight, &args.bias})
+    mixed = mixed || (modulator->data != nullptr && modulator->is_float32);
+  return mixed && args.dtype != DType::kFloat32;
 }
 
 // A layer norm takes more registers: too few of larger blocks would fit a multiprocessor (NOTES, "Long
@@ -340,9 +355,8 @@ template <typename T, class Norm>
 using ShortRowConfigs = std::conditional_t<Norm::kIsNorm || std::is_same_v<T, __nv_bfloat16>, NormRowConfigs,
                                            ElementwiseRowConfigs>;
 
-template <class Input, class Norm, class Output>
-void launch_row_norm(const char* operation, const RowNormParams& args, Stream stream) {
-  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
+template <typename T, class Input, class Norm, class Output>
+void launch_rows(const char* operation, const RowNormParams& args, Stream stream) {
     const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;
     const RowKernelParams<Input, Output> params(args);
     const auto launch_short = [&](auto config) {
@@ -366,12 +380,26 @@ void launch_row_norm(const char* operation, const RowNormParams& args, Stream st
     };
     if (args.hidden <= kWarpRow) return launch_any(Constant<kWarpThreads>{});
     launch_any(Constant<kAnyRowThreads>{});
+}
+
+template <class Input, class Norm, class Output>
+void launch_row_norm(const char* operation, const RowNormParams& args, Stream stream) {
+  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
+    launch_rows<T, Input, Norm, Output>(operation, args, stream);
   });
 }
 
+// These are in general_norm.cu: of PlainInput or GatedResidualInput with GeneralOutput, and of a gated residual
+// alone whose gate is float32.
+template <class Input, class Norm>
+void launch_general(const char* operation, const RowNormParams& args, Stream stream);
+void launch_general_gate(const char* operation, const RowNormParams& args, Stream stream);
+
 template <class Input, class Norm>
 void launch_modulated(const char* operation, const RowNormParams& args, Stream stream) {
-  if (args.weight || args.bias)
+  if (!args.scale.data || !args.shift.data || args.second_out.data || has_mixed_dtypes(args))
+    return launch_general<Input, Norm>(operation, args, stream);
+  if (args.weight.data || args.bias.data)
     return launch_row_norm<Input, Norm, ModulatedOutput<true>>(operation, args, stream);
   launch_row_norm<Input, Norm, ModulatedOutput<false>>(operation, args, stream);
 }

@@ -2,6 +2,7 @@
 //   input   A row's values are x, or residual + gate * x, which is stored once.
 //   norm    They are divided by their root mean square (RMS), or made a layer norm, or left as they are.
 //   output  What is stored is affine, or modulated, or nothing (the input policy's store was all).
+// Those here are of operands of one dtype, with all that modulates given; general_policies.cuh has the rest.
 // Inputs and outputs have Operands, the part of a kernel's parameters that they need; a Row, which knows
 // where the row is in them; and steps that a kernel calls for each pack of the row: `fetch` starts loads, the
 // others use what they brought. An input can be fetched by way of shared memory, too, where it takes
@@ -64,33 +65,73 @@ struct PlainInput {
   };
 };
 
-struct GatedResidualInput {
-  static constexpr int kOperands = 3;
+// A gate of the dtype of the rows.
+struct SameDtypeGate {
+  static constexpr int kSlots = 1;
+
+  struct Operand : RowIndexer::Operand {
+    Operand(const Modulator& gate, const RowNormParams& p) : RowIndexer::Operand(gate, p.shape.ndim) {}
+  };
+
+  template <typename T>
+  struct Row {
+    const T* gate;
+    __device__ __forceinline__ Row(const Operand& operand, const RowIndexer::Index& index)
+        : gate(operand.data ? row_of<const T>(operand, index) : nullptr) {}
+    __device__ __forceinline__ bool is_given() const { return gate; }
+
+    template <int kSize>
+    using Pack = h100_diffusers_kernels::Pack<T, kSize>;
+    template <int kSize>
+    __device__ __forceinline__ void fetch(int64_t column, Pack<kSize>& pack) const {
+      pack.load(gate + column);
+    }
+    __device__ __forceinline__ void fetch_async(int64_t column, uint4* slots) const {
+      copy_async(slots, gate + column);
+    }
+    template <int kSize>
+    __device__ __forceinline__ void read(const uint4* slots, Pack<kSize>& pack) const {
+      pack.words[0] = slots[0];
+    }
+    template <int kSize>
+    __device__ __forceinline__ void values(const Pack<kSize>& pack, float (&g)[kSize]) const {
+      pack.to_floats(g);
+    }
+  };
+};
+
+template <class Gate>
+struct GatedInput {
+  static constexpr int kOperands = 2 + Gate::kSlots;
 
   struct Operands {
-    RowIndexer::Operand x, residual, gate, residual_out;
+    RowIndexer::Operand x, residual;
+    typename Gate::Operand gate;
+    RowIndexer::Operand residual_out;
     explicit Operands(const RowNormParams& p)
         : x(p.x, p.shape.ndim),
           residual(p.residual, p.shape.ndim),
-          gate(p.gate, p.shape.ndim),
+          gate(p.gate, p),
           residual_out(p.residual_out, p.shape.ndim) {}
   };
 
   template <typename T>
   struct Row {
+    using GateRow = typename Gate::template Row<T>;
     const T* x;
     const T* residual;
-    const T* gate;
+    GateRow gate;
     T* residual_out;
     __device__ __forceinline__ Row(const Operands& operands, const RowIndexer::Index& index)
         : x(row_of<const T>(operands.x, index)),
           residual(row_of<const T>(operands.residual, index)),
-          gate(operands.gate.data ? row_of<const T>(operands.gate, index) : nullptr),
+          gate(operands.gate, index),
           residual_out(row_of<T>(operands.residual_out, index)) {}
 
     template <int kSize>
     struct Pack {
-      h100_diffusers_kernels::Pack<T, kSize> x, residual, gate;
+      h100_diffusers_kernels::Pack<T, kSize> x, residual;
+      typename GateRow::template Pack<kSize> gate;
       float h[kSize];
       __device__ __forceinline__ void forget_values() {}
       __device__ __forceinline__ void values(float (&copy)[kSize]) const {
@@ -102,27 +143,27 @@ struct GatedResidualInput {
     __device__ __forceinline__ void fetch(int64_t column, Pack<kSize>& pack) const {
       pack.residual.load(residual + column);
       pack.x.load(x + column);
-      if (gate) pack.gate.load(gate + column);
+      if (gate.is_given()) gate.fetch(column, pack.gate);
     }
     __device__ __forceinline__ void fetch_async(int64_t column, uint4* slots) const {
       copy_async(slots, residual + column);
       copy_async(slots + kLongRowThreads, x + column);
-      if (gate) copy_async(slots + 2 * kLongRowThreads, gate + column);
+      if (gate.is_given()) gate.fetch_async(column, slots + 2 * kLongRowThreads);
     }
     template <int kSize>
     __device__ __forceinline__ void read(const uint4* slots, Pack<kSize>& pack) const {
       pack.residual.words[0] = slots[0];
       pack.x.words[0] = slots[kLongRowThreads];
-      if (gate) pack.gate.words[0] = slots[2 * kLongRowThreads];
+      if (gate.is_given()) gate.read(slots + 2 * kLongRowThreads, pack.gate);
     }
     template <int kSize>
     __device__ __forceinline__ void finish(Pack<kSize>& pack) const {
       float branch[kSize];
       pack.residual.to_floats(pack.h);
       pack.x.to_floats(branch);
-      if (gate) {
+      if (gate.is_given()) {
         float g[kSize];
-        pack.gate.to_floats(g);
+        gate.values(pack.gate, g);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) pack.h[i] = fmaf(g[i], branch[i], pack.h[i]);
       } else {
@@ -136,6 +177,8 @@ struct GatedResidualInput {
     }
   };
 };
+
+struct GatedResidualInput : GatedInput<SameDtypeGate> {};
 
 // A norm maps h to (h - mean) / sqrt(mean((h - mean)^2) + eps); the mean is 0 unless it is centered.
 struct NoNorm {
@@ -174,7 +217,7 @@ struct AffineOutput {
     RowIndexer::Operand out;
     const void* weight;
     const void* bias;
-    explicit Operands(const RowNormParams& p) : out(p.out, p.shape.ndim), weight(p.weight), bias(p.bias) {}
+    explicit Operands(const RowNormParams& p) : out(p.out, p.shape.ndim), weight(p.weight.data), bias(p.bias.data) {}
   };
 
   template <typename T>
@@ -217,8 +260,8 @@ struct ModulatedOutput {
         : out(p.out, p.shape.ndim),
           scale(p.scale, p.shape.ndim),
           shift(p.shift, p.shape.ndim),
-          weight(p.weight),
-          bias(p.bias) {}
+          weight(p.weight.data),
+          bias(p.bias.data) {}
   };
 
   template <typename T>

@@ -47,10 +47,16 @@ struct RowOperand {
   int64_t strides[kMaxRowDims];
 };
 
+// What rows are scaled, shifted or gated by may be float32 where they have 16 bits.
+struct Modulator : RowOperand {
+  bool is_float32;  // else the dtype of the rows
+};
+
 // A row operation is norm, modulation, residual and gate of rows of `hidden` elements:
-//   h   = residual ? residual + gate * x : x          (gate absent: 1); stored to residual_out, rounded
-//   n   = norm(h) * weight + bias                     (each optional; h unrounded)
-//   out = scale ? n * (1 + scale) + shift : n
+//   h          = residual ? residual + gate * x : x   (gate absent: 1); stored to residual_out, rounded
+//   n          = norm(h) * weight + bias              (each optional; h unrounded)
+//   out        = n * (1 + scale) + shift              (each optional)
+//   second_out = n * (1 + second_scale) + second_shift, where it is not null
 struct RowNormParams {
   RowShape shape;
   int64_t hidden;
@@ -58,22 +64,29 @@ struct RowNormParams {
   float eps;
   RowOperand x;
   RowOperand residual;
-  RowOperand gate;
   RowOperand residual_out;
   RowOperand out;
-  const void* weight;  // (hidden,)
-  const void* bias;    // (hidden,)
-  RowOperand scale;
-  RowOperand shift;
+  RowOperand second_out;
+  Modulator gate;
+  Modulator scale;
+  Modulator shift;
+  Modulator second_scale;
+  Modulator second_shift;
+  Modulator weight;  // (hidden,), with strides of 0
+  Modulator bias;    // (hidden,), with strides of 0
 };
 
 void rms_norm(const RowNormParams& params, Stream stream);
 void layer_norm(const RowNormParams& params, Stream stream);
 void rms_norm_modulate(const RowNormParams& params, Stream stream);
 void layer_norm_modulate(const RowNormParams& params, Stream stream);
+void rms_norm_modulate_pair(const RowNormParams& params, Stream stream);
+void layer_norm_modulate_pair(const RowNormParams& params, Stream stream);
 void gated_residual(const RowNormParams& params, Stream stream);
 void gated_residual_rms_norm_modulate(const RowNormParams& params, Stream stream);
 void gated_residual_layer_norm_modulate(const RowNormParams& params, Stream stream);
+void gated_residual_rms_norm_modulate_pair(const RowNormParams& params, Stream stream);
+void gated_residual_layer_norm_modulate_pair(const RowNormParams& params, Stream stream);
 
 enum class NormScope : int32_t { kNone, kAcrossHeads, kPerHead };
 

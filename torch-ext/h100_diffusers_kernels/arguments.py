@@ -283,10 +283,17 @@ def check_vector(operation: str, name: str, tensor: Tensor, x_name: str, x: Tens
     check_shape(operation, name, tensor, (x.shape[-1],), x_name, x)
 
 
-def check_broadcastable(operation: str, name: str, tensor: Tensor, x_name: str, x: Tensor) -> None:
-    """``tensor`` broadcasts against ``x`` in every dimension but the last."""
+def check_norm_vector(operation: str, name: str, tensor: Tensor, x_name: str, x: Tensor) -> None:
+    """The same, and ``tensor`` may be float32 whatever ``x`` is."""
     check_device(operation, name, tensor, x_name, x)
-    check_dtype(operation, name, tensor, x_name, x)
+    _check_float32_or_dtype(operation, name, tensor, x_name, x)
+    _check_exact_shape(operation, name, tensor, (x.shape[-1],))
+
+
+def check_broadcastable(operation: str, name: str, tensor: Tensor, x_name: str, x: Tensor) -> None:
+    """``tensor``, float32 or of x's dtype, broadcasts against ``x`` in every dimension but the last."""
+    check_device(operation, name, tensor, x_name, x)
+    _check_float32_or_dtype(operation, name, tensor, x_name, x)
     dims = tensor.dim()
     matches = 1 <= dims <= x.dim() and tensor.shape[-1] == x.shape[-1]
     if matches and dims > 1:

@@ -90,6 +90,10 @@ VECTOR = Kind(
     "a tensor",
     check="_check_vector('{operation}', '{name}', {name}, '{leader}', {leader})",
 )
+NORM_VECTOR = Kind(
+    "a tensor",
+    check="_check_norm_vector('{operation}', '{name}', {name}, '{leader}', {leader})",
+)
 TENSOR = Kind("a tensor")
 CONSTANT = Kind("a tensor", is_constant=True)
 OUT = Kind("a tensor", is_output=True)
@@ -122,13 +126,14 @@ OUTPUTS = Kind(
 )
 
 # (..., D), of which the first ones lead and the others have their shape; the same with an even D; what
-# broadcasts against them in all dimensions but the last; (D,); a pair (cos, sin) of one axis;
-# what qk_norm_rope rotates by, its key, and where it writes; what is written in place of a new result; the
-# rest.
+# broadcasts against them in all dimensions but the last, float32 or T; (D,); (D,), float32 or T; a pair
+# (cos, sin) of one axis; what qk_norm_rope rotates by, its key, and where it writes; what is written in place
+# of a new result; the rest.
 Rows = Annotated[Tensor, ROWS]
 GatedRows = Annotated[Tensor, GATED_ROWS]
 Modulation = Annotated[Tensor, MODULATION]
 Vector = Annotated[Tensor, VECTOR]
+NormVector = Annotated[Tensor, NORM_VECTOR]
 Tables = Annotated[tuple[Tensor, Tensor], TABLES]
 Rope = Annotated[Any, ROPE]
 Out = Annotated[Tensor, OUT]

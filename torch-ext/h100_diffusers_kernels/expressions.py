@@ -26,8 +26,9 @@ def layer_normalized(
     return n if bias is None else n + bias.float()
 
 
-def modulated(n: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    return n * (1 + scale.float()) + shift.float()
+def modulated(n: Tensor, scale: Optional[Tensor], shift: Optional[Tensor]) -> Tensor:
+    n = n if scale is None else n * (1 + scale.float())
+    return n if shift is None else n + shift.float()
 
 
 def gated(residual: Tensor, x: Tensor, gate: Optional[Tensor]) -> Tensor:

@@ -56,6 +56,7 @@ from .declaration import (
     Layout,
     Modulation,
     NormScope,
+    NormVector,
     Out,
     Output,
     Outputs,
@@ -75,12 +76,12 @@ from .differentiation import is_differentiated
 
 
 @operation("norm")
-def rms_norm(x: Rows, weight: Optional[Vector] = None, eps: float = 1e-6) -> Tensor:
+def rms_norm(x: Rows, weight: Optional[NormVector] = None, eps: float = 1e-6) -> Tensor:
     """Root mean square norm over the last dimension: ``x / sqrt(mean(x²) + eps) * weight``.
 
     Args:
         x: ``(..., D)``, T.
-        weight: ``(D,)``, T, or None.
+        weight: ``(D,)``, T or float32, or None.
         eps: added to the mean square.
 
     Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
@@ -96,13 +97,16 @@ def _rms_norm_fake(x, *_):
 
 @operation("norm")
 def layer_norm(
-    x: Rows, weight: Optional[Vector] = None, bias: Optional[Vector] = None, eps: float = 1e-5
+    x: Rows,
+    weight: Optional[NormVector] = None,
+    bias: Optional[NormVector] = None,
+    eps: float = 1e-5,
 ) -> Tensor:
     """Layer norm over the last dimension, as ``torch.nn.functional.layer_norm``.
 
     Args:
         x: ``(..., D)``, T.
-        weight, bias: ``(D,)``, T, or None, independently of each other.
+        weight, bias: ``(D,)``, T or float32, or None, independently of each other.
         eps: added to the (biased) variance.
 
     Source: Ba et al., 2016, https://arxiv.org/abs/1607.06450.
@@ -120,17 +124,18 @@ def _layer_norm_fake(x, *_):
 def rms_norm_modulate(
     x: Rows,
     scale: Modulation,
-    shift: Modulation,
-    weight: Optional[Vector] = None,
+    shift: Optional[Modulation] = None,
+    weight: Optional[NormVector] = None,
     eps: float = 1e-6,
 ) -> Tensor:
     """Adaptive RMS norm: ``rms_norm(x, weight, eps) * (1 + scale) + shift``.
 
     Args:
         x: ``(..., D)``, T.
-        scale, shift: T, broadcast against ``x`` in all dimensions but the last, such as ``(D,)``,
+        scale: T or float32, broadcasts against ``x`` in all dimensions but the last, such as ``(D,)``,
             ``(B, 1, D)`` or ``(B, S, D)``.
-        weight: ``(D,)``, T, or None.
+        shift: likewise, or None for 0.
+        weight: ``(D,)``, T or float32, or None.
 
     Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748, with an RMS norm as in
     LTX-Video, https://arxiv.org/abs/2501.00103.
@@ -149,17 +154,18 @@ def _rms_norm_modulate_fake(x, *_):
 def layer_norm_modulate(
     x: Rows,
     scale: Modulation,
-    shift: Modulation,
-    weight: Optional[Vector] = None,
-    bias: Optional[Vector] = None,
+    shift: Optional[Modulation] = None,
+    weight: Optional[NormVector] = None,
+    bias: Optional[NormVector] = None,
     eps: float = 1e-6,
 ) -> Tensor:
     """Adaptive layer norm: ``layer_norm(x, weight, bias, eps) * (1 + scale) + shift``.
 
     Args:
         x: ``(..., D)``, T.
-        scale, shift: T, broadcast against ``x`` in all dimensions but the last.
-        weight, bias: ``(D,)``, T, or None.
+        scale: T or float32, broadcasts against ``x`` in all dimensions but the last.
+        shift: likewise, or None for 0.
+        weight, bias: ``(D,)``, T or float32, or None.
 
     Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748.
     """
@@ -174,12 +180,89 @@ def _layer_norm_modulate_fake(x, *_):
 
 
 @operation("norm")
+def rms_norm_modulate_pair(
+    x: Rows,
+    scale: Optional[Modulation],
+    shift: Optional[Modulation],
+    second_scale: Optional[Modulation],
+    second_shift: Optional[Modulation],
+    weight: Optional[NormVector] = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """Two modulations of one RMS norm ``n = rms_norm(x, weight, eps)``, with ``x`` read once:
+    ``n * (1 + scale) + shift`` and ``n * (1 + second_scale) + second_shift``.
+
+    Args:
+        x: ``(..., D)``, T.
+        scale, shift, second_scale, second_shift: T or float32, broadcast against ``x`` in all dimensions
+            but the last, or None for 0.
+        weight: ``(D,)``, T or float32, or None.
+
+    Returns:
+        The two, each ``(..., D)``, T.
+
+    Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748, with one norm for two
+    attentions as in LTX-2 (``transformer_ltx2.py`` of diffusers).
+    """
+    n = expressions.rms_normalized(x.float(), weight, eps)
+    return (
+        expressions.modulated(n, scale, shift).to(x.dtype),
+        expressions.modulated(n, second_scale, second_shift).to(x.dtype),
+    )
+
+
+@torch.library.register_fake(add_op_namespace_prefix("rms_norm_modulate_pair"))
+@checked("rms_norm_modulate_pair")
+def _rms_norm_modulate_pair_fake(x, *_):
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@operation("norm")
+def layer_norm_modulate_pair(
+    x: Rows,
+    scale: Optional[Modulation],
+    shift: Optional[Modulation],
+    second_scale: Optional[Modulation],
+    second_shift: Optional[Modulation],
+    weight: Optional[NormVector] = None,
+    bias: Optional[NormVector] = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """Two modulations of one layer norm ``n = layer_norm(x, weight, bias, eps)``, with ``x`` read once:
+    ``n * (1 + scale) + shift`` and ``n * (1 + second_scale) + second_shift``.
+
+    Args:
+        x: ``(..., D)``, T.
+        scale, shift, second_scale, second_shift: T or float32, broadcast against ``x`` in all dimensions
+            but the last, or None for 0.
+        weight, bias: ``(D,)``, T or float32, or None.
+
+    Returns:
+        The two, each ``(..., D)``, T.
+
+    Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748, with one norm for two
+    attentions as in Stable Diffusion 3.5 (``SD35AdaLayerNormZeroX`` of diffusers).
+    """
+    n = expressions.layer_normalized(x.float(), weight, bias, eps)
+    return (
+        expressions.modulated(n, scale, shift).to(x.dtype),
+        expressions.modulated(n, second_scale, second_shift).to(x.dtype),
+    )
+
+
+@torch.library.register_fake(add_op_namespace_prefix("layer_norm_modulate_pair"))
+@checked("layer_norm_modulate_pair")
+def _layer_norm_modulate_pair_fake(x, *_):
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@operation("norm")
 def gated_residual(residual: Rows, x: Rows, gate: Optional[Modulation] = None) -> Tensor:
     """``residual + gate * x``, or ``residual + x`` without a gate.
 
     Args:
         residual, x: ``(..., D)``, T, of one shape.
-        gate: T, broadcasts against ``x`` in all dimensions but the last, or None.
+        gate: T or float32, broadcasts against ``x`` in all dimensions but the last, or None.
     """
     return expressions.gated(residual, x, gate).to(x.dtype)
 
@@ -194,10 +277,10 @@ def _gated_residual_fake(residual, *_):
 def gated_residual_rms_norm_modulate(
     residual: Rows,
     x: Rows,
-    gate: Optional[Modulation],
-    scale: Modulation,
-    shift: Modulation,
-    weight: Optional[Vector] = None,
+    gate: Optional[Modulation] = None,
+    scale: Optional[Modulation] = None,
+    shift: Optional[Modulation] = None,
+    weight: Optional[NormVector] = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """The new residual ``h = residual + gate * x`` and ``rms_norm_modulate(h, scale, shift, weight)``.
@@ -206,9 +289,9 @@ def gated_residual_rms_norm_modulate(
 
     Args:
         residual, x: ``(..., D)``, T, of one shape.
-        gate: T, broadcasts against ``x`` in all dimensions but the last, or None for 1.
-        scale, shift: T, broadcast likewise.
-        weight: ``(D,)``, T, or None.
+        gate: T or float32, broadcasts against ``x`` in all dimensions but the last, or None for 1.
+        scale, shift: likewise, or None for 0; with neither it is ``rms_norm(h, weight)``.
+        weight: ``(D,)``, T or float32, or None.
 
     Returns:
         ``(h, modulated)``, each ``(..., D)``, T.
@@ -228,11 +311,11 @@ def _gated_residual_rms_norm_modulate_fake(residual, *_):
 def gated_residual_layer_norm_modulate(
     residual: Rows,
     x: Rows,
-    gate: Optional[Modulation],
-    scale: Modulation,
-    shift: Modulation,
-    weight: Optional[Vector] = None,
-    bias: Optional[Vector] = None,
+    gate: Optional[Modulation] = None,
+    scale: Optional[Modulation] = None,
+    shift: Optional[Modulation] = None,
+    weight: Optional[NormVector] = None,
+    bias: Optional[NormVector] = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """The new residual ``h = residual + gate * x`` and ``layer_norm_modulate(h, scale, shift, ...)``.
@@ -241,9 +324,9 @@ def gated_residual_layer_norm_modulate(
 
     Args:
         residual, x: ``(..., D)``, T, of one shape.
-        gate: T, broadcasts against ``x`` in all dimensions but the last, or None for 1.
-        scale, shift: T, broadcast likewise.
-        weight, bias: ``(D,)``, T, or None.
+        gate: T or float32, broadcasts against ``x`` in all dimensions but the last, or None for 1.
+        scale, shift: likewise, or None for 0; with neither it is ``layer_norm(h, weight, bias)``.
+        weight, bias: ``(D,)``, T or float32, or None.
 
     Returns:
         ``(h, modulated)``, each ``(..., D)``, T.
@@ -257,6 +340,91 @@ def gated_residual_layer_norm_modulate(
 @checked("gated_residual_layer_norm_modulate")
 def _gated_residual_layer_norm_modulate_fake(residual, *_):
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+
+
+@operation("norm")
+def gated_residual_rms_norm_modulate_pair(
+    residual: Rows,
+    x: Rows,
+    gate: Optional[Modulation],
+    scale: Optional[Modulation],
+    shift: Optional[Modulation],
+    second_scale: Optional[Modulation],
+    second_shift: Optional[Modulation],
+    weight: Optional[NormVector] = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The new residual ``h = residual + gate * x`` and two modulations of its RMS norm, as
+    ``rms_norm_modulate_pair(h, ...)``.
+
+    The norm is taken of the unrounded ``h``.
+
+    Args:
+        residual, x: ``(..., D)``, T, of one shape.
+        gate: T or float32, broadcasts against ``x`` in all dimensions but the last, or None for 1.
+        scale, shift, second_scale, second_shift: likewise, or None for 0.
+        weight: ``(D,)``, T or float32, or None.
+
+    Returns:
+        ``(h, modulated, second_modulated)``, each ``(..., D)``, T.
+    """
+    h = expressions.gated(residual, x, gate)
+    n = expressions.rms_normalized(h, weight, eps)
+    return (
+        h.to(x.dtype),
+        expressions.modulated(n, scale, shift).to(x.dtype),
+        expressions.modulated(n, second_scale, second_shift).to(x.dtype),
+    )
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gated_residual_rms_norm_modulate_pair"))
+@checked("gated_residual_rms_norm_modulate_pair")
+def _gated_residual_rms_norm_modulate_pair_fake(residual, *_):
+    shape = residual.shape
+    return residual.new_empty(shape), residual.new_empty(shape), residual.new_empty(shape)
+
+
+@operation("norm")
+def gated_residual_layer_norm_modulate_pair(
+    residual: Rows,
+    x: Rows,
+    gate: Optional[Modulation],
+    scale: Optional[Modulation],
+    shift: Optional[Modulation],
+    second_scale: Optional[Modulation],
+    second_shift: Optional[Modulation],
+    weight: Optional[NormVector] = None,
+    bias: Optional[NormVector] = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The new residual ``h = residual + gate * x`` and two modulations of its layer norm, as
+    ``layer_norm_modulate_pair(h, ...)``.
+
+    The norm is taken of the unrounded ``h``.
+
+    Args:
+        residual, x: ``(..., D)``, T, of one shape.
+        gate: T or float32, broadcasts against ``x`` in all dimensions but the last, or None for 1.
+        scale, shift, second_scale, second_shift: likewise, or None for 0.
+        weight, bias: ``(D,)``, T or float32, or None.
+
+    Returns:
+        ``(h, modulated, second_modulated)``, each ``(..., D)``, T.
+    """
+    h = expressions.gated(residual, x, gate)
+    n = expressions.layer_normalized(h, weight, bias, eps)
+    return (
+        h.to(x.dtype),
+        expressions.modulated(n, scale, shift).to(x.dtype),
+        expressions.modulated(n, second_scale, second_shift).to(x.dtype),
+    )
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gated_residual_layer_norm_modulate_pair"))
+@checked("gated_residual_layer_norm_modulate_pair")
+def _gated_residual_layer_norm_modulate_pair_fake(residual, *_):
+    shape = residual.shape
+    return residual.new_empty(shape), residual.new_empty(shape), residual.new_empty(shape)
 
 
 # --------------------------------------------------------------------------------------------------

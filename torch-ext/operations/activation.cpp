@@ -76,7 +76,7 @@ class ActivationCall {
     RowLaunch rows(shape_, RowBinding{params_.x, x_, x_offset_}, RowBinding{params_.gate, gate_, gate_offset_},
                    RowBinding{params_.out, out});
     const DeviceStream device(x_);
-    rows.run(params_.shape, params_.dtype, [&] { launcher(params_, device.stream()); });
+    rows.run(params_.shape, [&] { launcher(params_, device.stream()); });
   }
 
   const Tensor& x_;

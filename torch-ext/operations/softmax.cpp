@@ -14,7 +14,7 @@ OwnedTensor call_softmax(const char* operation, const Tensor& x) {
 
   RowLaunch launch(check.shape(), RowBinding{params.x, x}, RowBinding{params.out, out});
   const DeviceStream device(x);
-  launch.run(params.shape, params.dtype, [&] { softmax(params, device.stream()); });
+  launch.run(params.shape, [&] { softmax(params, device.stream()); });
   return out;
 }
 

@@ -130,16 +130,16 @@ class Norm:
 
 _MODULATE = {RMS: functional.rms_norm_modulate, LAYER: functional.layer_norm_modulate}
 _MODULATE_PAIR = {
-    RMS: getattr(functional, "rms_norm_modulate_pair", None),
-    LAYER: getattr(functional, "layer_norm_modulate_pair", None),
+    RMS: functional.rms_norm_modulate_pair,
+    LAYER: functional.layer_norm_modulate_pair,
 }
 _RESIDUAL_MODULATE = {
     RMS: functional.gated_residual_rms_norm_modulate,
     LAYER: functional.gated_residual_layer_norm_modulate,
 }
 _RESIDUAL_MODULATE_PAIR = {
-    RMS: getattr(functional, "x", None),
-    LAYER: getattr(functional, "x", None),
+    RMS: functional.gated_residual_rms_norm_modulate_pair,
+    LAYER: functional.gated_residual_layer_norm_modulate_pair,
 }
 
 

@@ -1,0 +1,41 @@
+// Norms and gated residuals with modulators of float32 beside rows of 16 bits, with absent ones, or with two
+// modulations.
+#include "general_policies.cuh"
+#include "row_norm.cuh"
+
+namespace h100_diffusers_kernels {
+namespace {
+
+// A gate beside float32 rows can only be float32, too.
+template <typename T, class Input>
+using InputOf = std::conditional_t<std::is_same_v<Input, GatedResidualInput> && sizeof(T) == 2,
+                                   GeneralGatedResidualInput, Input>;
+
+bool has_more_operands(const RowNormParams& args) {
+  return args.second_out.data || ((args.weight.data || args.bias.data) && (args.scale.data || args.shift.data));
+}
+
+}  // namespace
+
+template <class Input, class Norm>
+void launch_general(const char* operation, const RowNormParams& args, Stream stream) {
+  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
+    if (has_more_operands(args))
+      return launch_rows<T, InputOf<T, Input>, Norm, GeneralOutput<true>>(operation, args, stream);
+    launch_rows<T, InputOf<T, Input>, Norm, GeneralOutput<false>>(operation, args, stream);
+  });
+}
+
+template void launch_general<PlainInput, RmsNorm>(const char*, const RowNormParams&, Stream);
+template void launch_general<PlainInput, LayerNorm>(const char*, const RowNormParams&, Stream);
+template void launch_general<GatedResidualInput, RmsNorm>(const char*, const RowNormParams&, Stream);
+template void launch_general<GatedResidualInput, LayerNorm>(const char*, const RowNormParams&, Stream);
+
+void launch_general_gate(const char* operation, const RowNormParams& args, Stream stream) {
+  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
+    if constexpr (sizeof(T) == 2)
+      launch_rows<T, GeneralGatedResidualInput, NoNorm, NoOutput>(operation, args, stream);
+  });
+}
+
+}  // namespace h100_diffusers_kernels
