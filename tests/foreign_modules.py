@@ -1,5 +1,7 @@
 """What users put in the place of a model's parts."""
 
+import inspect
+
 from torch import nn
 
 
@@ -19,11 +21,16 @@ class Wrap(nn.Module):
 
 
 class ForeignBlock(Wrap):
-    """A block of the user's own, which reads the rotary embedding that it is given."""
+    """A block of the user's own, which reads the rotary embedding that it is given, if there is one."""
 
-    def forward(self, *args, image_rotary_emb, **kwargs):
-        cos, sin = image_rotary_emb
-        return self.wrapped(*args, image_rotary_emb=(cos * 0.5, sin), **kwargs)
+    def forward(self, *args, **kwargs):
+        parameters = list(inspect.signature(type(self.wrapped).forward).parameters)
+        given = {**dict(zip(parameters[1:], args)), **kwargs}
+        for name in ("image_rotary_emb", "rotary_emb"):
+            if name in given:
+                first, second = given[name]
+                given[name] = (first * 0.5, second)
+        return self.wrapped(**given)
 
 
 class HalvedLinear(nn.Linear):

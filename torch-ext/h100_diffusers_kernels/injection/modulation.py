@@ -42,9 +42,10 @@ _KINDS = {
     _PATH + "AdaLayerNormContinuous": _Kind(2, ((0, 1),)),
     _PATH + "SD35AdaLayerNormZeroX": _Kind(9, ((1, 0), (7, 6))),
 }
+_SEQUENTIAL = "torch.nn:Sequential.forward"
 _SILU = ("torch.nn:SiLU.forward", "torch.nn.functional:silu")
 # What the kernels stand in for.
-ORIGINALS = (*(f"{path}.forward" for path in _KINDS), *_SILU)
+ORIGINALS = (*(f"{path}.forward" for path in _KINDS), *_SILU, _SEQUENTIAL)
 
 
 class Opened(NamedTuple):
@@ -244,7 +245,12 @@ def see_linear_modulation(
 ) -> LinearModulation:
     module = snapshot.see_attribute(owner, name)
     result = LinearModulation(module)
-    if type(module) is nn.Sequential and len(module) == 2 and runs_own_forward(module):
+    if (
+        type(module) is nn.Sequential
+        and len(module) == 2
+        and runs_own_forward(module)
+        and injection.originals[_SEQUENTIAL].is_in_use()
+    ):
         silu = snapshot.see_attribute(module, "0")
         linear = see_linear(module, "1", injection, snapshot)
         if is_plain_silu(silu, injection):
