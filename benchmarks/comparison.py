@@ -113,9 +113,9 @@ def tensors(value: object) -> Iterator[Tensor]:
 
 
 def moved_bytes(case: Case, results: Sequence[Tensor]) -> int:
-    """Bytes of every input, once, and of every output, which may be given by the call."""
-    moved = {id(t): t for t in (*tensors((case.arguments, case.options)), *results)}
-    return sum(t.numel() * t.element_size() for t in moved.values())
+    """Bytes of every input, once, and of every output."""
+    inputs = {id(t): t for t in tensors((case.arguments, {**case.options, "out": None}))}
+    return sum(t.numel() * t.element_size() for t in (*inputs.values(), *results))
 
 
 def clear_out(case: Case) -> None:
