@@ -119,6 +119,8 @@ def cases(
         "silu": ("silu", [wide], {}),
         "geglu": ("geglu", [wide], {}),
         "swiglu": ("swiglu", [wide], {}),
+        "gated_gelu": ("gated_gelu", list(wide.chunk(2, dim=-1)), {}),
+        "gated_silu": ("gated_silu", list(wide.chunk(2, dim=-1)), {}),
         "gelu, tanh, bias": ("gelu", [wide], {"approximate": "tanh", "bias": wide_bias}),
         "silu, bias": ("silu", [wide], {"bias": wide_bias}),
         "geglu, bias": ("geglu", [wide], {"bias": wide_bias}),

@@ -1,7 +1,8 @@
 """Activations at the feed-forward sizes of LTX-Video, SD3, FLUX and Wan 14B.
 
-A shape is that of the input, which for the gated ones is twice as wide as the output. Liger's gated
-ones take two contiguous tensors.
+A shape is that of the first tensor, which for geglu and swiglu is twice as wide as the output. Liger's gated
+ones take two contiguous tensors. A result that is written "beside" another goes to the end of each row of a
+wider tensor, as in the single blocks of FLUX.
 
 Writes to benchmarks/results/activation:
 
@@ -16,7 +17,7 @@ from types import ModuleType
 import torch
 from comparison import Case, Family, Workload, command, normal
 
-BIAS = "bias"
+BIAS, FIRST, BESIDE = "bias", "first", "beside"
 VARIANTS = (
     ("gelu", "tanh"),
     ("gelu", "none"),
@@ -25,26 +26,46 @@ VARIANTS = (
     ("geglu", "none"),
     ("swiglu", ""),
 )
+# Of two tensors: both contiguous, or one of them a part of wider rows.
+APART = "strides apart"
+PAIRED_VARIANTS = (("gated_gelu", "tanh"), ("gated_silu", ""), ("gated_silu", APART))
+OTHER_VARIANTS = (
+    ("swiglu", FIRST),
+    ("gelu", f"tanh, {BESIDE}"),
+    ("swiglu", f"{FIRST}, {BESIDE}"),
+)
 LTX_SHAPE = (2, 8064, 8192)
+FLUX_SHAPE = (4608, 12288)
 SHAPES = (
     LTX_SHAPE,
     (4429, 6144),  # SD3
-    (4608, 12288),  # FLUX
+    FLUX_SHAPE,
     (32760, 13824),  # Wan 14B
 )
 # Those of what is published on GELU and GEGLU kernels for these models: outputs 2048, 4096, 8192 wide.
 HIDDEN_SIZES = (2048, 4096, 8192)
 TINY_SHAPE = (2, 6, 128)
+BESIDE_COLUMNS = 3072  # of attention's result, in FLUX
 
 
 def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
     words = workload.variant.split(", ")
-    options = {}
-    if workload.operation in ("gelu", "geglu"):
+    *rows, columns = workload.shape
+    arguments = [normal(device, *workload.shape)]
+    options: dict[str, object] = {}
+    if workload.operation in ("gelu", "geglu", "gated_gelu"):
         options["approximate"] = words[0]
     if BIAS in words:
-        options["bias"] = normal(device, workload.shape[-1])
-    return Case((normal(device, *workload.shape),), options)
+        options["bias"] = normal(device, columns)
+    if FIRST in words:
+        options["activated"] = FIRST
+    if workload.operation.startswith("gated"):
+        gate = normal(device, *rows, columns * (2 if APART in words else 1))
+        arguments.append(gate[..., :columns])
+    if BESIDE in words:
+        width = columns // 2 if workload.operation == "swiglu" else columns
+        options["out"] = normal(device, *rows, width + BESIDE_COLUMNS)[..., BESIDE_COLUMNS:]
+    return Case(tuple(arguments), options)
 
 
 def with_bias(shape: tuple[int, ...]) -> list[Workload]:
@@ -54,17 +75,30 @@ def with_bias(shape: tuple[int, ...]) -> list[Workload]:
     ]
 
 
+def of_two_tensors(shape: tuple[int, ...]) -> list[Workload]:
+    halves = (*shape[:-1], shape[-1] // 2)
+    return [Workload(operation, halves, variant) for operation, variant in PAIRED_VARIANTS]
+
+
+def others(shape: tuple[int, ...]) -> list[Workload]:
+    return [Workload(operation, shape, variant) for operation, variant in OTHER_VARIANTS]
+
+
 FAMILY = Family(
     "activation",
     [
         *(Workload(operation, shape, v) for operation, v in VARIANTS for shape in SHAPES),
         *with_bias(LTX_SHAPE),
+        *of_two_tensors(LTX_SHAPE),
+        *others(FLUX_SHAPE),
         *(Workload("gelu", (2, 1024, hidden), "tanh") for hidden in HIDDEN_SIZES),
         *(Workload("geglu", (2, 1024, 2 * hidden), "none") for hidden in HIDDEN_SIZES),
     ],
     [
         *(Workload(operation, TINY_SHAPE, variant) for operation, variant in VARIANTS),
         *with_bias(TINY_SHAPE),
+        *of_two_tensors(TINY_SHAPE),
+        *others(TINY_SHAPE),
     ],
     build,
 )

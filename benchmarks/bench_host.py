@@ -66,7 +66,11 @@ def our_functions(kernel: ModuleType, device: torch.device) -> dict[str, Callabl
         (bench_rope, Workload("rope_3d", HEADS_SHAPE, "interleaved")),
         *(
             (bench_activation, Workload(operation, SHAPE, variant))
-            for operation, variant in bench_activation.VARIANTS
+            for operation, variant in (
+                *bench_activation.VARIANTS,
+                *bench_activation.PAIRED_VARIANTS[:2],
+                *bench_activation.OTHER_VARIANTS,
+            )
             if variant != "none"
         ),
         (bench_softmax, Workload("softmax", SHAPE)),

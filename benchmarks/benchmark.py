@@ -260,6 +260,16 @@ class Activation(LtxBenchmark, Benchmark):
         hidden, gate = self.x.chunk(2, dim=-1)
         return hidden * F.silu(gate)
 
+    def benchmark_gated_gelu(self):
+        self.out = self.kernel.gated_gelu(*self.x.chunk(2, dim=-1))
+
+    verify_gated_gelu = verify_geglu
+
+    def benchmark_gated_silu(self):
+        self.out = self.kernel.gated_silu(*self.x.chunk(2, dim=-1))
+
+    verify_gated_silu = verify_swiglu
+
 
 class Softmax(Benchmark):
     """Scores of a cross-attention; spread wide, so that a row's largest are not all tiny."""

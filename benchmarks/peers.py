@@ -72,12 +72,28 @@ class Liger(Library):
         hidden, gate = (t.contiguous() for t in x.chunk(2, dim=-1))
         return Call(lambda: self._geglu(gate, hidden))
 
-    def swiglu(self, x: Tensor, bias: Tensor | None = None) -> Call | None:
+    def swiglu(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        activated: str = "second",
+        out: Tensor | None = None,
+    ) -> Call | None:
         """On two contiguous tensors, as `geglu`."""
-        if bias is not None:
+        if bias is not None or out is not None:
             return None
         hidden, gate = (t.contiguous() for t in x.chunk(2, dim=-1))
+        if activated == "first":
+            hidden, gate = gate, hidden
         return Call(lambda: self._swiglu(gate, hidden))
+
+    def gated_gelu(self, x: Tensor, gate: Tensor, approximate: str = "none") -> Call | None:
+        if approximate != "tanh" or not gate.is_contiguous():
+            return None
+        return Call(lambda: self._geglu(gate, x))
+
+    def gated_silu(self, x: Tensor, gate: Tensor) -> Call | None:
+        return Call(lambda: self._swiglu(gate, x)) if gate.is_contiguous() else None
 
     def softmax(self, x: Tensor) -> Call:
         return Call(lambda: self._softmax(x))

@@ -219,8 +219,13 @@ def _biased(x, bias):
     return x if bias is None else x + bias
 
 
-def gelu(x, approximate="none", bias=None):
-    return F.gelu(_biased(x, bias), approximate=approximate)
+def _written(result, out):
+    """As where results go side by side: each is copied to its place."""
+    return result if out is None else out.copy_(result)
+
+
+def gelu(x, approximate="none", bias=None, *, out=None):
+    return _written(F.gelu(_biased(x, bias), approximate=approximate), out)
 
 
 def silu(x, bias=None):
@@ -234,11 +239,11 @@ def geglu(x, approximate="none", bias=None, *, activated="second"):
     return hidden * F.gelu(gate, approximate=approximate)
 
 
-def swiglu(x, bias=None, *, activated="second"):
+def swiglu(x, bias=None, *, activated="second", out=None):
     hidden, gate = _biased(x, bias).chunk(2, dim=-1)
     if activated == "first":  # as in diffusers' FLUX.2
         hidden, gate = gate, hidden
-    return hidden * F.silu(gate)
+    return _written(hidden * F.silu(gate), out)
 
 
 def gated_gelu(x, gate, approximate="none"):

@@ -679,6 +679,11 @@ def test_bytes_are_those_that_must_move(kernel, device):
 
     workload = comparison.Workload("rms_norm", (2, 6, 128))
     assert moved(bench_norm, workload) == (2 * 6 * 128 * 2 + 128) * 2
+    for words in ("first", "first, beside"):
+        workload = comparison.Workload("swiglu", (2, 6, 128), words)
+        assert moved(bench_activation, workload) == 2 * 6 * (128 + 64) * 2
+    workload = comparison.Workload("gated_silu", (2, 6, 64), bench_activation.APART)
+    assert moved(bench_activation, workload) == 3 * 2 * 6 * 64 * 2
     workload = comparison.Workload("gated_residual_rms_norm_modulate", (2, 6, 128))
     assert moved(bench_gated_residual, workload) == (2 * 6 * 128 * 4 + 3 * 2 * 128) * 2
     workload = comparison.Workload("qk_norm_rope", (2, 6, 128), bench_rope.COORDINATES)
@@ -922,11 +927,12 @@ def test_attention_peers_take_the_operations_arguments(monkeypatch):
     assert peers.FlashAttention3().attention(q, k, v, key_bias=bias) is None
 
 
-def measured(kernel, libraries, device):
+def measured(kernel, libraries, device, module=bench_norm, what=("rms_norm", "")):
     """One workload, with the peers in `libraries`."""
     device = torch.device(device)
-    workload = comparison.Workload("rms_norm", (2, 6, 128))
-    case = bench_norm.FAMILY.build(workload, kernel, device)
+    operation, variant = what
+    workload = comparison.Workload(operation, (2, 6, 128), variant)
+    case = module.FAMILY.build(workload, kernel, device)
     settings = comparison.Settings(device, 1, (), 1 << 10)
     stopwatch, copy = timing.Stopwatch(device), comparison.copy_of(1 << 10, device)
     return comparison.measure(workload, case, kernel, libraries, stopwatch, copy, settings)
@@ -936,6 +942,13 @@ def test_wrong_result_ends_the_run(device):
     wrong = types.SimpleNamespace(rms_norm=lambda x, weight: x)
     with pytest.raises(comparison.click.ClickException, match=r"rms_norm 2x6x128: .* from eager's"):
         measured(wrong, {}, device)
+
+
+def test_result_that_is_not_written_ends_the_run(device):
+    """What eager has written to the same place is not taken for it."""
+    wrong = types.SimpleNamespace(gelu=lambda x, approximate, out: out)
+    with pytest.raises(RuntimeError, match="an output is not finite"):
+        measured(wrong, {}, device, bench_activation, ("gelu", "tanh, beside"))
 
 
 def test_peer_that_fails_is_recorded(kernel, device, capsys):

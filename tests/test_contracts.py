@@ -28,6 +28,7 @@ from inputs import (
     CALLS,
     CALLS_MIXED,
     CALLS_SPARSE,
+    DECLARATIONS,
     DTYPES,
     GRID_AXES,
     OPERATIONS,
@@ -556,7 +557,8 @@ def test_empty_rows(kernel, device, name, shape):
     columns = shape[-1]
     _, arguments = sample(kernel, name, dtype=torch.bfloat16, device=device, shape=(1, 1, 8))
     for key, value in differentiable(arguments).items():
-        size = (columns,) if key in ("weight", "bias", "gate", "scale", "shift") else shape
+        is_of_rows = DECLARATIONS[name].parameters[key].kind.check_first
+        size = shape if is_of_rows else (columns,)
         arguments[key] = torch.empty(size, dtype=value.dtype, device=device)
     outs = as_tuple(getattr(kernel, name)(**arguments))
     assert outs and all(out.shape == shape for out in outs)

@@ -233,8 +233,8 @@ OwnedTensor ArgumentChecker::empty(const Sizes& shape) const {
 void RowLaunch::add(RowOperand& operand, const Tensor& tensor, int64_t offset) {
   Operand& entry = operands_[operand_count_++];
   entry.target = &operand;
-  entry.data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())) +
-               offset * tensor.element_bytes();
+  entry.data =
+      static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())) + offset * tensor.element_bytes();
   entry.element_bytes = tensor.element_bytes();
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();

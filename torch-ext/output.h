@@ -24,8 +24,8 @@ inline bool is_same_view(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-// Fails unless `out` is of this shape and of x's dtype and device, and no two of its elements are in one place,
-// nor one of them in what is read.
+// Fails unless `out` is of this shape and of x's dtype and device, and no two of its elements are in one
+// place, nor one of them in what is read.
 inline void check_out(const ArgumentChecker& check, const Tensor& out, const Sizes& shape,
                       std::initializer_list<ReadTensor> read) {
   const char* const operation = check.operation();

@@ -102,16 +102,15 @@ struct ActivationKernel {
 
   template <int kLanes>
   ALWAYS_INLINE void run(int64_t begin, int64_t end) const {
-    grid.for_segments(begin, end,
-                      [&](const RowCursor& row, int64_t first, int64_t last) ALWAYS_INLINE_LAMBDA {
-                        const Input x = input(row.pointer<const T>(params.x), params.bias);
-                        const Input activated =
-                            kIsGated ? input(row.pointer<const T>(params.gate), params.gate_bias) : x;
-                        T* out = row.pointer<T>(params.out);
-                        for (int64_t column = first; column < last; column += kBlock)
-                          run_block<kLanes>(x.from(column), activated.from(column), out + column,
-                                            std::min(kBlock, last - column));
-                      });
+    grid.for_segments(
+        begin, end, [&](const RowCursor& row, int64_t first, int64_t last) ALWAYS_INLINE_LAMBDA {
+          const Input x = input(row.pointer<const T>(params.x), params.bias);
+          const Input activated = kIsGated ? input(row.pointer<const T>(params.gate), params.gate_bias) : x;
+          T* out = row.pointer<T>(params.out);
+          for (int64_t column = first; column < last; column += kBlock)
+            run_block<kLanes>(x.from(column), activated.from(column), out + column,
+                              std::min(kBlock, last - column));
+        });
   }
 
   // This reads inputs, and adds their biases.
@@ -125,7 +124,9 @@ struct ActivationKernel {
       if constexpr (kHasBias) return v + load<n>(bias + i);
       return v;
     }
-    ALWAYS_INLINE Input from(int64_t column) const { return {in + column, kHasBias ? bias + column : nullptr}; }
+    ALWAYS_INLINE Input from(int64_t column) const {
+      return {in + column, kHasBias ? bias + column : nullptr};
+    }
   };
 
   ALWAYS_INLINE static Input input(const T* in, const void* bias) {

@@ -1,5 +1,5 @@
-// gelu, silu and their gated forms: a thread takes one pack of the result. More than one was never faster, and
-// slower below 64 MB (NOTES, "Activations").
+// gelu, silu and their gated forms: a thread takes one pack of the result. More than one was never faster,
+// and slower below 64 MB (NOTES, "Activations").
 #include <algorithm>
 #include <cfloat>
 #include <type_traits>
@@ -234,8 +234,8 @@ void launch_gated(const char* operation, const ActivationParams& given, Stream s
   const ActivationParams args = flattened(given);
   const int64_t bytes = reinterpret_cast<intptr_t>(args.gate.data) - reinterpret_cast<intptr_t>(args.x.data);
   const int64_t element_bytes = bytes_of(args.dtype);
-  const bool is_at_distance = bytes % element_bytes == 0 && std::equal(args.x.strides, args.x.strides +
-                                                                       args.shape.ndim, args.gate.strides);
+  const bool is_at_distance = bytes % element_bytes == 0 &&
+                              std::equal(args.x.strides, args.x.strides + args.shape.ndim, args.gate.strides);
   if (is_at_distance)
     launch_flattened<Activation, Gating::kAtDistance>(operation, args, bytes / element_bytes, stream);
   else

@@ -32,7 +32,8 @@ __global__ void __launch_bounds__(kOutputThreads)
     const uint32_t head = static_cast<uint32_t>(row) - token * params.heads.divisor;
     const uint32_t seq = token - batch * params.query_length.divisor;
     const int64_t* strides = params.out.strides;
-    static_cast<uint16_t*>(params.out.data)[batch * strides[0] + seq * strides[1] + head * strides[2] + column] =
+    static_cast<uint16_t*>(
+        params.out.data)[batch * strides[0] + seq * strides[1] + head * strides[2] + column] =
         params.in == nullptr ? uint16_t{0} : params.in[int64_t{row} * params.head_dim + column];
   }
 }

@@ -73,8 +73,8 @@ class ActivationCall {
 
   void launch(ActivationLauncher launcher, const Tensor& out) {
     if (x_.numel() == 0) return;
-    RowLaunch rows(shape_, RowBinding{params_.x, x_, x_offset_}, RowBinding{params_.gate, gate_, gate_offset_},
-                   RowBinding{params_.out, out});
+    RowLaunch rows(shape_, RowBinding{params_.x, x_, x_offset_},
+                   RowBinding{params_.gate, gate_, gate_offset_}, RowBinding{params_.out, out});
     const DeviceStream device(x_);
     rows.run(params_.shape, [&] { launcher(params_, device.stream()); });
   }
@@ -88,7 +88,8 @@ class ActivationCall {
   ActivationParams params_{};
 };
 
-// What each operation does with its arguments, up to the launch: with a new result, or with `out`, the last one.
+// What each operation does with its arguments, up to the launch: with a new result, or with `out`, the last
+// one.
 
 template <ActivationLauncher launcher, typename... Out>
 auto call_gelu(const char* operation, const Tensor& x, std::string_view approximate,
@@ -147,8 +148,7 @@ constexpr Operation kOperations[] = {
               call_gelu<gelu, Tensor>>(),
     operation<"silu(Tensor x, Tensor? bias) -> Tensor", call_silu<silu>>(),
     operation<"silu_out(Tensor x, Tensor? bias, Tensor(a!) out) -> ()", call_silu<silu, Tensor>>(),
-    operation<"geglu(Tensor x, str approximate, Tensor? bias, str activated) -> Tensor",
-              call_geglu<geglu>>(),
+    operation<"geglu(Tensor x, str approximate, Tensor? bias, str activated) -> Tensor", call_geglu<geglu>>(),
     operation<"geglu_out(Tensor x, str approximate, Tensor? bias, str activated, Tensor(a!) out) -> ()",
               call_geglu<geglu, Tensor>>(),
     operation<"swiglu(Tensor x, Tensor? bias, str activated) -> Tensor", call_swiglu<swiglu>>(),
