@@ -28,7 +28,7 @@ every_pair = pytest.mark.parametrize("name", PAIRS)
 every_norm_and_pair = pytest.mark.parametrize("name", NORMS + PAIRS)
 every_operation = pytest.mark.parametrize("name", ["gated_residual", *NORMS])
 every_operation_and_pair = pytest.mark.parametrize("name", ["gated_residual", *NORMS, *PAIRS])
-# Rows that registers hold, those that shared memory holds, and those that nothing holds or packs do not reach.
+# Rows that registers hold, that shared memory holds, and that nothing holds or packs do not reach.
 GENERAL_SIZES = [7, 65, 256, 1536, 2432, 5120, 10240, 40000, 70001]
 
 
@@ -225,7 +225,14 @@ def test_norm_without_modulation(kernel, device, name, is_affine, hidden, dtype)
     residual, x = (normal(*shape, dtype=dtype, device=device) for _ in range(2))
     parameters = affine(name, hidden, dtype, device) if is_affine else {}
     check(kernel, name, residual, x, **parameters)
-    check(kernel, name, residual, x, *modulation("B1D", 1, shape, dtype=dtype, device=device), **parameters)
+    check(
+        kernel,
+        name,
+        residual,
+        x,
+        *modulation("B1D", 1, shape, dtype=dtype, device=device),
+        **parameters,
+    )
 
 
 @every_norm

@@ -25,7 +25,7 @@ PAIRS = [f"{name}_pair" for name in NORMS]
 every_norm = pytest.mark.parametrize("name", NORMS)
 every_pair = pytest.mark.parametrize("name", PAIRS)
 every_norm_and_pair = pytest.mark.parametrize("name", NORMS + PAIRS)
-# Rows that registers hold, those that shared memory holds, and those that nothing holds or packs do not reach.
+# Rows that registers hold, that shared memory holds, and that nothing holds or packs do not reach.
 GENERAL_SIZES = [7, 65, 256, 1536, 2432, 5120, 10240, 40000, 70001]
 
 
@@ -209,9 +209,7 @@ def test_two_modulations_with_absent_operands(kernel, device, name, given, is_af
     x = normal(*shape, dtype=dtype, device=device)
     parameters = affine(name, 256, dtype, device) if is_affine else {}
     names = ("scale", "shift", "second_scale", "second_shift")
-    rest = dict(
-        zip(names, modulation("B1D", 4, shape, dtype=dtype, device=device), strict=True)
-    )
+    rest = dict(zip(names, modulation("B1D", 4, shape, dtype=dtype, device=device), strict=True))
     for is_left_out in (False, True):
         few = {k: t if (k == given) != is_left_out else None for k, t in rest.items()}
         check(kernel, name, x, **few, **parameters)
