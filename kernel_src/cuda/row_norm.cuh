@@ -208,7 +208,8 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
   }
 }
 
-// Long rows are held by kClusterBlocks blocks in their shared memory.
+// Long rows are held by kClusterBlocks blocks in their shared memory. With five of them on a multiprocessor
+// an output of many operands would spill.
 template <typename T, class Input, class Output>
 constexpr int kMinLongRowBlocks =
     sizeof(T) == 2 && Input::kOperands == 1 ? (std::is_same_v<Output, GeneralOutput<true>> ? 3 : 5) : 1;
