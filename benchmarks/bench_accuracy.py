@@ -79,11 +79,28 @@ def cases(
     text_bias = bench_attention.text_bias(batch, text[0].shape[1], device).to(dtype)
 
     modulation = [scale, shift]
+    second_modulation = [normal(batch, 1, hidden, std=0.5) for _ in range(2)]
+    wide_modulation = [t.float() * 1.001 for t in modulation]  # not of 16 bits
     result = {
         "rms_norm": ("rms_norm", [x, weight], {}),
         "layer_norm": ("layer_norm", [x, weight, bias], {}),
         "rms_norm_modulate": ("rms_norm_modulate", [x, *modulation], {}),
         "layer_norm_modulate": ("layer_norm_modulate", [x, *modulation], {}),
+        "layer_norm_modulate, float32 modulation": (
+            "layer_norm_modulate",
+            [x, *wide_modulation],
+            {},
+        ),
+        "rms_norm_modulate_pair": (
+            "rms_norm_modulate_pair",
+            [x, *modulation, *second_modulation],
+            {},
+        ),
+        "layer_norm_modulate_pair": (
+            "layer_norm_modulate_pair",
+            [x, *modulation, *second_modulation],
+            {},
+        ),
         "gated_residual": ("gated_residual", [residual, x, gate], {}),
         "gated_residual_rms_norm_modulate": (
             "gated_residual_rms_norm_modulate",
@@ -93,6 +110,21 @@ def cases(
         "gated_residual_layer_norm_modulate": (
             "gated_residual_layer_norm_modulate",
             [residual, x, gate, *modulation],
+            {},
+        ),
+        "gated_residual_layer_norm_modulate, float32 modulation": (
+            "gated_residual_layer_norm_modulate",
+            [residual, x, gate.float() * 1.001, *wide_modulation],
+            {},
+        ),
+        "gated_residual_rms_norm_modulate_pair": (
+            "gated_residual_rms_norm_modulate_pair",
+            [residual, x, gate, *modulation, *second_modulation],
+            {},
+        ),
+        "gated_residual_layer_norm_modulate_pair": (
+            "gated_residual_layer_norm_modulate_pair",
+            [residual, x, gate, *modulation, *second_modulation],
             {},
         ),
         "qk_norm_rope, across heads, coordinates": (

@@ -1,4 +1,4 @@
-"""Gated residuals, alone and with the modulated norm that follows, at the models' hidden sizes.
+"""Gated residuals, alone and with the norm that follows, at the models' hidden sizes.
 
 Writes to benchmarks/results/gated_residual:
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from types import ModuleType
 
 import torch
-from bench_norm import MODEL_SHAPES, TINY_SHAPES
+from bench_norm import FLOAT32, MODEL_SHAPES, PAIR_SHAPE, TINY_SHAPES, WAN_SHAPES
 from comparison import Case, Family, Workload, command, modulation, normal
 
 OPERATIONS = (
@@ -19,11 +19,30 @@ OPERATIONS = (
     "gated_residual_rms_norm_modulate",
     "gated_residual_layer_norm_modulate",
 )
+PAIRS = (
+    "gated_residual_rms_norm_modulate_pair",
+    "gated_residual_layer_norm_modulate_pair",
+)
+# Wan's norm before cross-attention: what is in front of it ends in a gate, and it has weight and bias.
+AFFINE = "float32 gate, weight and bias"
+WAN = (
+    ("gated_residual", FLOAT32),
+    ("gated_residual_layer_norm_modulate", FLOAT32),
+    ("gated_residual_layer_norm_modulate", AFFINE),
+)
 
 
 def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
     residual, x = (normal(device, *workload.shape) for _ in range(2))
-    gate, scale, shift = modulation(device, workload.shape, 3)
+    if workload.operation in PAIRS:
+        return Case((residual, x, *modulation(device, workload.shape, 5)))
+    dtype = torch.float32 if workload.variant in (FLOAT32, AFFINE) else x.dtype
+    gate, scale, shift = modulation(device, workload.shape, 3, dtype)
+    if workload.variant == AFFINE:
+        hidden = workload.shape[-1]
+        weight = normal(device, hidden, std=0.2, mean=1.0, dtype=dtype)
+        bias = normal(device, hidden, std=0.2, dtype=dtype)
+        return Case((residual, x, gate), {"weight": weight, "bias": bias})
     if workload.operation == "gated_residual":
         return Case((residual, x, gate))
     return Case((residual, x, gate, scale, shift))
@@ -31,8 +50,19 @@ def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
 
 FAMILY = Family(
     "gated_residual",
-    [Workload(operation, shape) for operation in OPERATIONS for shape in MODEL_SHAPES],
-    [Workload(operation, shape) for operation in OPERATIONS for shape in TINY_SHAPES],
+    [
+        *(Workload(operation, shape) for operation in OPERATIONS for shape in MODEL_SHAPES),
+        *(
+            Workload(operation, shape, variant)
+            for operation, variant in WAN
+            for shape in WAN_SHAPES
+        ),
+        *(Workload(operation, PAIR_SHAPE) for operation in PAIRS),
+    ],
+    [
+        *(Workload(operation, shape) for operation in OPERATIONS + PAIRS for shape in TINY_SHAPES),
+        *(Workload(operation, TINY_SHAPES[0], variant) for operation, variant in WAN),
+    ],
     build,
 )
 main = command(FAMILY, "Time the gated residuals beside their peers.")

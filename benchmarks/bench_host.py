@@ -54,11 +54,11 @@ def our_functions(kernel: ModuleType, device: torch.device) -> dict[str, Callabl
     workloads = [
         *(
             (bench_norm, Workload(operation, SHAPE))
-            for operation in (*bench_norm.AFFINE, *bench_norm.MODULATED)
+            for operation in (*bench_norm.AFFINE, *bench_norm.MODULATED, *bench_norm.PAIRS)
         ),
         *(
             (bench_gated_residual, Workload(operation, SHAPE))
-            for operation in bench_gated_residual.OPERATIONS
+            for operation in (*bench_gated_residual.OPERATIONS, *bench_gated_residual.PAIRS)
         ),
         (bench_rope, Workload("qk_norm_rope", SHAPE, bench_rope.COORDINATES)),
         (bench_rope, Workload("qk_norm_rope", HEADS_SHAPE, bench_rope.PER_HEAD)),

@@ -1,4 +1,4 @@
-"""Norms, plain and modulated, at the hidden sizes of LTX-Video, SD3, FLUX and Wan 14B.
+"""Norms, plain, modulated and modulated twice, at the hidden sizes of LTX-Video, SD3, FLUX and Wan 14B.
 
 Writes to benchmarks/results/norm:
 
@@ -23,15 +23,22 @@ MODEL_SHAPES = (
 # With the smaller ones of what is published on RMSNorm kernels for these models.
 SHAPES = ((1, 1024, 2048), (2, 1024, 2048), *MODEL_SHAPES, (4, 4096, 3072))
 TINY_SHAPES = ((2, 6, 128), (5, 96))
+WAN_SHAPES = ((1, 32760, 1536), (1, 32760, 5120))  # 1.3B and 14B, as modulated by (1, 1, D)
+PAIR_SHAPE = (2, 4429, 2432)  # SD3.5 Large with guidance
 AFFINE = ("rms_norm", "layer_norm")
 MODULATED = ("rms_norm_modulate", "layer_norm_modulate")
+PAIRS = ("rms_norm_modulate_pair", "layer_norm_modulate_pair")
+FLOAT32 = "float32 modulation"
 
 
 def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
     hidden = workload.shape[-1]
     x = normal(device, *workload.shape)
     if workload.operation in MODULATED:
-        return Case((x, *modulation(device, workload.shape, 2)))
+        dtype = torch.float32 if workload.variant == FLOAT32 else x.dtype
+        return Case((x, *modulation(device, workload.shape, 2, dtype)))
+    if workload.operation in PAIRS:
+        return Case((x, *modulation(device, workload.shape, 4)))
     weight, bias = normal(device, hidden, std=0.2, mean=1.0), normal(device, hidden, std=0.2)
     return Case((x, weight) if workload.operation == "rms_norm" else (x, weight, bias))
 
@@ -41,8 +48,17 @@ FAMILY = Family(
     [
         *(Workload(operation, shape) for operation in AFFINE for shape in SHAPES),
         *(Workload(operation, shape) for operation in MODULATED for shape in SHAPES[1:-1]),
+        *(Workload("layer_norm_modulate", shape, FLOAT32) for shape in WAN_SHAPES),
+        *(Workload(operation, PAIR_SHAPE) for operation in PAIRS),
     ],
-    [Workload(operation, shape) for operation in AFFINE + MODULATED for shape in TINY_SHAPES],
+    [
+        *(
+            Workload(operation, shape)
+            for operation in AFFINE + MODULATED + PAIRS
+            for shape in TINY_SHAPES
+        ),
+        *(Workload(operation, TINY_SHAPES[0], FLOAT32) for operation in MODULATED),
+    ],
     build,
 )
 main = command(FAMILY, "Time the norms beside their peers.")

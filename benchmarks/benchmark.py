@@ -97,6 +97,26 @@ class Norm(LtxBenchmark, Benchmark):
         n = F.layer_norm(self.x, (self.hidden,), eps=EPS)
         return n * (1 + self.scale) + self.shift
 
+    def benchmark_rms_norm_modulate_pair(self):
+        self.out, self.second = self.kernel.rms_norm_modulate_pair(
+            self.x, self.scale, self.shift, self.scale, None, eps=EPS
+        )
+
+    def verify_rms_norm_modulate_pair(self):
+        n = eager_rms_norm(self.x) * (1 + self.scale)
+        check("the second modulation", self.second, n)
+        return n + self.shift
+
+    def benchmark_layer_norm_modulate_pair(self):
+        self.out, self.second = self.kernel.layer_norm_modulate_pair(
+            self.x, self.scale, self.shift, self.scale, None, eps=EPS
+        )
+
+    def verify_layer_norm_modulate_pair(self):
+        n = F.layer_norm(self.x, (self.hidden,), eps=EPS) * (1 + self.scale)
+        check("the second modulation", self.second, n)
+        return n + self.shift
+
 
 class GatedResidual(LtxBenchmark, Benchmark):
     seed = 0
@@ -132,6 +152,30 @@ class GatedResidual(LtxBenchmark, Benchmark):
         check("the residual", self.h, h)
         n = F.layer_norm(h, (self.hidden,), eps=EPS)
         return n * (1 + self.scale) + self.shift
+
+    def benchmark_gated_residual_rms_norm_modulate_pair(self):
+        self.h, self.out, self.second = self.kernel.gated_residual_rms_norm_modulate_pair(
+            self.residual, self.x, self.gate, self.scale, self.shift, self.scale, None, eps=EPS
+        )
+
+    def verify_gated_residual_rms_norm_modulate_pair(self):
+        h = self.residual + self.x * self.gate
+        check("the residual", self.h, h)
+        n = eager_rms_norm(h) * (1 + self.scale)
+        check("the second modulation", self.second, n)
+        return n + self.shift
+
+    def benchmark_gated_residual_layer_norm_modulate_pair(self):
+        self.h, self.out, self.second = self.kernel.gated_residual_layer_norm_modulate_pair(
+            self.residual, self.x, self.gate, self.scale, self.shift, self.scale, None, eps=EPS
+        )
+
+    def verify_gated_residual_layer_norm_modulate_pair(self):
+        h = self.residual + self.x * self.gate
+        check("the residual", self.h, h)
+        n = F.layer_norm(h, (self.hidden,), eps=EPS) * (1 + self.scale)
+        check("the second modulation", self.second, n)
+        return n + self.shift
 
 
 class Rope(LtxBenchmark, Benchmark):

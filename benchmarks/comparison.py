@@ -480,7 +480,9 @@ def normal(
     return torch.randn(shape, device=device, dtype=dtype) * std + mean
 
 
-def modulation(device: torch.device, shape: Sequence[int], count: int) -> tuple[Tensor, ...]:
+def modulation(
+    device: torch.device, shape: Sequence[int], count: int, dtype=DTYPE
+) -> tuple[Tensor, ...]:
     """Scale, shift, gate: views of the (..., 6, D) table that a block computes a batch entry."""
     rows = [*shape[:-2], 1] if len(shape) > 2 else [1]
-    return normal(device, *rows, 6, shape[-1], std=0.5).unbind(-2)[:count]
+    return normal(device, *rows, 6, shape[-1], std=0.5, dtype=dtype).unbind(-2)[:count]

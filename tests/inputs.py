@@ -191,6 +191,21 @@ def affine(name, hidden, dtype, device, layout="contiguous"):
     }
 
 
+# Which modulators and vectors of a call are float32 beside rows of 16 bits, by their place.
+MIXTURES = {
+    "all": lambda index: True,
+    "even": lambda index: index % 2 == 0,
+    "odd": lambda index: index % 2 == 1,
+}
+
+
+def mixed(mixture, tensors, dtype):
+    """Float32 tensors, in a list or by name, with those that are not of the mixture in `dtype`."""
+    if isinstance(tensors, dict):
+        return dict(zip(tensors, mixed(mixture, list(tensors.values()), dtype), strict=True))
+    return [t if MIXTURES[mixture](i) else t.to(dtype) for i, t in enumerate(tensors)]
+
+
 def rows_of(hidden, dtype):
     """Rows for a meaningful ratio of errors: in float32 each row's statistics have one, too."""
     return max(64 if dtype == torch.float32 else 8, 2 * math.ceil(CONTRACT_ELEMENTS / hidden / 2))

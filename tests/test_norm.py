@@ -7,11 +7,14 @@ import eager
 from checks import FLOAT32_ARITHMETIC, check, check_nonfinite, poison_memory
 from inputs import (
     LAYOUTS,
+    MIXTURES,
     SIZES,
     SMALL_SIZES,
     STRIDED_LAYOUTS,
     affine,
+    every_16_bit_dtype,
     every_dtype,
+    mixed,
     normal,
     rows_of,
     spread,
@@ -138,6 +141,26 @@ def test_stride_of_a_single_column_is_free(kernel, device, name, dtype):
 def test_misaligned_weight(kernel, device, name, hidden, dtype):
     x = normal(rows_of(hidden, dtype), hidden, dtype=dtype, device=device)
     check(kernel, name, x, **affine(name, hidden, dtype, device, layout="misaligned"))
+
+
+@every_norm
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("hidden", [7, 65, 1536, 5120, 10240, 40000])
+@every_16_bit_dtype
+def test_float32_weight_and_bias(kernel, device, name, mixture, hidden, dtype):
+    """As FP32LayerNorm has them in a model of 16 bits."""
+    x = normal(rows_of(hidden, dtype), hidden, dtype=dtype, device=device)
+    parameters = affine(name, hidden, torch.float32, device)
+    check(kernel, name, x, **mixed(mixture, parameters, dtype))
+
+
+@pytest.mark.parametrize("given", ["weight", "bias"])
+@pytest.mark.parametrize("layout", ["contiguous", "misaligned"])
+@every_16_bit_dtype
+def test_layer_norm_with_float32_weight_or_bias_alone(kernel, device, given, layout, dtype):
+    x = normal(128, 256, dtype=dtype, device=device)
+    vector = normal(256, dtype=torch.float32, device=device, layout=layout)
+    check(kernel, "layer_norm", x, **{given: vector})
 
 
 @pytest.mark.parametrize("given", ["weight", "bias"])

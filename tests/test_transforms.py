@@ -178,8 +178,8 @@ def test_fx_traces_a_call_as_one_node(kernel, device, name):
 
     class Model(torch.nn.Module):
         # torch.fx takes no variable number of arguments
-        def forward(self, a, b=None, c=None, d=None, e=None, f=None, g=None, h=None):
-            return call(*(a, b, c, d, e, f, g, h)[: len(tensors)])
+        def forward(self, a, b=None, c=None, d=None, e=None, f=None, g=None, h=None, i=None):
+            return call(*(a, b, c, d, e, f, g, h, i)[: len(tensors)])
 
     graph = torch.fx.symbolic_trace(Model())
     graph.graph.eliminate_dead_code()

@@ -77,8 +77,8 @@ class ArgumentChecker {
 
   // Same dtype, device and unit last stride as x; shape exactly `shape`.
   void same_shape(const char* name, const Tensor& tensor, const Sizes& shape) const;
-  // As same_shape, and contiguous by having one dimension: a weight or a bias. With `accepts_float32` it may be
-  // float32 whatever x is.
+  // As same_shape, and contiguous by having one dimension: a weight or a bias. With `accepts_float32` it may
+  // be float32 whatever x is.
   const void* vector(const char* name, const OptionalTensor& tensor, int64_t length,
                      bool accepts_float32 = false) const;
   // `what`, the product of the sizes, is at most `limit`. Of an empty x nothing is counted.

@@ -44,8 +44,7 @@ class PlainInput {
 template <typename T>
 class SameDtypeRow {
  public:
-  SameDtypeRow(const RowCursor& row, const Modulator& modulator)
-      : values_(row.pointer<const T>(modulator)) {}
+  SameDtypeRow(const RowCursor& row, const Modulator& modulator) : values_(row.pointer<const T>(modulator)) {}
   bool is_given() const { return values_ != nullptr; }
 
   template <int n>
@@ -309,15 +308,6 @@ void launch(const RowNormParams& params, Stream stream) {
   dispatch_dtype(params.dtype, [&]<typename T>(std::type_identity<T>) {
     parallel_run(stream, params.shape.rows, params.hidden, NormKernel<Input<T>, Norm, Output<T>>{params});
   });
-}
-
-// Tells whether a modulator is float32 beside rows of 16 bits.
-bool has_mixed_dtypes(const RowNormParams& params) {
-  bool mixed = false;
-  for (const Modulator* modulator : {&params.gate, &params.scale, &params.shift, &params.second_scale,
-                                     &params.second_shift, &params.weight, &params.bias})
-    mixed = mixed || (modulator->data != nullptr && modulator->is_float32);
-  return mixed && params.dtype != DType::kFloat32;
 }
 
 template <typename Norm>

@@ -12,7 +12,8 @@ using InputOf = std::conditional_t<std::is_same_v<Input, GatedResidualInput> && 
                                    GeneralGatedResidualInput, Input>;
 
 bool has_more_operands(const RowNormParams& args) {
-  return args.second_out.data || ((args.weight.data || args.bias.data) && (args.scale.data || args.shift.data));
+  return args.second_out.data ||
+         ((args.weight.data || args.bias.data) && (args.scale.data || args.shift.data));
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// These policies take what those of row_policies.cuh do not: modulators of float32 beside rows of 16 bits, absent
-// ones, and a second modulation of the same norm. Which of it a launch has, all its threads agree on, and they
-// branch on it: an instance for each combination would be a hundred times as many kernels.
+// These policies take what those of row_policies.cuh do not: modulators of float32 beside rows of 16 bits,
+// absent ones, and a second modulation of the same norm. Which of it a launch has, all its threads agree on,
+// and they branch on it: an instance for each combination would be a hundred times as many kernels.
 #pragma once
 
 #include <type_traits>
@@ -24,9 +24,9 @@ struct GeneralOperand {
   __device__ __forceinline__ bool is_given() const { return element_bytes != 0; }
 };
 
-// A row of it. A pack of the values for eight elements of 16 bits is one word of 16 bytes or, in float32, two: a
-// head and a rest. The heads of a row bring all of its cache lines, so it is enough to fetch them ahead, and the
-// rests, which would take as many registers again, are loaded when they are needed.
+// A row of it. A pack of the values for eight elements of 16 bits is one word of 16 bytes or, in float32,
+// two: a head and a rest. The heads of a row bring all of its cache lines, so it is enough to fetch them
+// ahead, and the rests, which would take as many registers again, are loaded when they are needed.
 template <typename T>
 class GeneralRow {
  public:
@@ -131,8 +131,8 @@ struct GeneralGate {
 
 struct GeneralGatedResidualInput : GatedInput<GeneralGate> {};
 
-// What an output may have beside scale and shift: weight and bias of the norm below them, and a second output with
-// a scale and a shift of its own.
+// What an output may have beside scale and shift: weight and bias of the norm below them, and a second output
+// with a scale and a shift of its own.
 struct MoreOperands {
   GeneralOperand weight, bias;
   RowIndexer::Operand second_out;
@@ -150,7 +150,8 @@ struct NoMoreOperands {
 };
 
 // Stores n * (1 + scale) + shift, where n is the normalized value. An output without MoreOperands, which take
-// registers that it does well without, is one of scale and shift or one of weight and bias, which stand in for them.
+// registers that it does well without, is one of scale and shift or one of weight and bias, which stand in
+// for them.
 template <bool kHasMore>
 struct GeneralOutput {
   struct Operands {

@@ -208,7 +208,8 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
   }
 }
 
-// Long rows are held by kClusterBlocks blocks in their shared memory.
+// Long rows are held by kClusterBlocks blocks in their shared memory. With five of them on a multiprocessor
+// an output of many operands would spill.
 template <typename T, class Input, class Output>
 constexpr int kMinLongRowBlocks =
     sizeof(T) == 2 && Input::kOperands == 1 ? (std::is_same_v<Output, GeneralOutput<true>> ? 3 : 5) : 1;
@@ -331,18 +332,9 @@ inline bool has_vector_access(const RowNormParams& args, int element_bytes) {
     vector = vector && has_vector_rows(*operand, args.shape.ndim, element_bytes);
   for (const Modulator* modulator : {&args.gate, &args.scale, &args.shift, &args.second_scale,
                                      &args.second_shift, &args.weight, &args.bias})
-    vector = vector &&
-             has_vector_rows(*modulator, args.shape.ndim, modulator->is_float32 ? 4 : element_bytes);
+    vector =
+        vector && has_vector_rows(*modulator, args.shape.ndim, modulator->is_float32 ? 4 : element_bytes);
   return vector;
-}
-
-// Tells whether a modulator is float32 beside rows of 16 bits.
-inline bool has_mixed_dtypes(const RowNormParams& args) {
-  bool mixed = false;
-  for (const Modulator* modulator : {&args.gate, &args.scale, &args.shift, &args.second_scale,
-                                     &args.second_shift, &args.weight, &args.bias})
-    mixed = mixed || (modulator->data != nullptr && modulator->is_float32);
-  return mixed && args.dtype != DType::kFloat32;
 }
 
 // A layer norm takes more registers: too few of larger blocks would fit a multiprocessor (NOTES, "Long
@@ -357,29 +349,29 @@ using ShortRowConfigs = std::conditional_t<Norm::kIsNorm || std::is_same_v<T, __
 
 template <typename T, class Input, class Norm, class Output>
 void launch_rows(const char* operation, const RowNormParams& args, Stream stream) {
-    const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;
-    const RowKernelParams<Input, Output> params(args);
-    const auto launch_short = [&](auto config) {
-      constexpr int kThreadsPerRow = config.kThreadsPerRow;
-      launch_kernel(
-          operation, row_norm_kernel<T, Input, Norm, Output, kThreadsPerRow, config.kPacksPerThread>,
-          RowPlace<kThreadsPerRow>::blocks(args.shape.rows), kBlockThreads<kThreadsPerRow>, params, stream);
-    };
-    const auto launch_long = [&](auto blocks) {
-      launch_kernel<blocks>(operation, long_row_norm_kernel<T, Input, Norm, Output, blocks>,
-                            RowPlace<kLongRowThreads, blocks>::blocks(args.shape.rows), kLongRowThreads,
-                            params, stream, long_row_shared_bytes(packs, Input::kOperands, blocks));
-    };
-    if (has_vector_access(args, sizeof(T)) &&
-        (dispatch_row_config<kMaxShortRowThreads<Norm>>(ShortRowConfigs<T, Norm>{}, packs, launch_short) ||
-         dispatch_long_row(packs, Input::kOperands, launch_long)))
-      return;
-    const auto launch_any = [&](auto threads) {
-      launch_kernel(operation, any_row_norm_kernel<T, Input, Norm, Output, threads, Access::kScalar>,
-                    RowPlace<threads>::blocks(args.shape.rows), kBlockThreads<threads>, params, stream);
-    };
-    if (args.hidden <= kWarpRow) return launch_any(Constant<kWarpThreads>{});
-    launch_any(Constant<kAnyRowThreads>{});
+  const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;
+  const RowKernelParams<Input, Output> params(args);
+  const auto launch_short = [&](auto config) {
+    constexpr int kThreadsPerRow = config.kThreadsPerRow;
+    launch_kernel(operation, row_norm_kernel<T, Input, Norm, Output, kThreadsPerRow, config.kPacksPerThread>,
+                  RowPlace<kThreadsPerRow>::blocks(args.shape.rows), kBlockThreads<kThreadsPerRow>, params,
+                  stream);
+  };
+  const auto launch_long = [&](auto blocks) {
+    launch_kernel<blocks>(operation, long_row_norm_kernel<T, Input, Norm, Output, blocks>,
+                          RowPlace<kLongRowThreads, blocks>::blocks(args.shape.rows), kLongRowThreads, params,
+                          stream, long_row_shared_bytes(packs, Input::kOperands, blocks));
+  };
+  if (has_vector_access(args, sizeof(T)) &&
+      (dispatch_row_config<kMaxShortRowThreads<Norm>>(ShortRowConfigs<T, Norm>{}, packs, launch_short) ||
+       dispatch_long_row(packs, Input::kOperands, launch_long)))
+    return;
+  const auto launch_any = [&](auto threads) {
+    launch_kernel(operation, any_row_norm_kernel<T, Input, Norm, Output, threads, Access::kScalar>,
+                  RowPlace<threads>::blocks(args.shape.rows), kBlockThreads<threads>, params, stream);
+  };
+  if (args.hidden <= kWarpRow) return launch_any(Constant<kWarpThreads>{});
+  launch_any(Constant<kAnyRowThreads>{});
 }
 
 template <class Input, class Norm, class Output>
@@ -389,8 +381,8 @@ void launch_row_norm(const char* operation, const RowNormParams& args, Stream st
   });
 }
 
-// These are in general_norm.cu: of PlainInput or GatedResidualInput with GeneralOutput, and of a gated residual
-// alone whose gate is float32.
+// These are in general_norm.cu: of PlainInput or GatedResidualInput with GeneralOutput, and of a gated
+// residual alone whose gate is float32.
 template <class Input, class Norm>
 void launch_general(const char* operation, const RowNormParams& args, Stream stream);
 void launch_general_gate(const char* operation, const RowNormParams& args, Stream stream);

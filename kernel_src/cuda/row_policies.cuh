@@ -217,7 +217,8 @@ struct AffineOutput {
     RowIndexer::Operand out;
     const void* weight;
     const void* bias;
-    explicit Operands(const RowNormParams& p) : out(p.out, p.shape.ndim), weight(p.weight.data), bias(p.bias.data) {}
+    explicit Operands(const RowNormParams& p)
+        : out(p.out, p.shape.ndim), weight(p.weight.data), bias(p.bias.data) {}
   };
 
   template <typename T>

@@ -76,6 +76,15 @@ struct RowNormParams {
   Modulator bias;    // (hidden,), with strides of 0
 };
 
+// Tells whether a modulator is float32 where the rows have 16 bits.
+inline bool has_mixed_dtypes(const RowNormParams& p) {
+  bool has_float32 = false;
+  for (const Modulator* modulator :
+       {&p.gate, &p.scale, &p.shift, &p.second_scale, &p.second_shift, &p.weight, &p.bias})
+    has_float32 = has_float32 || (modulator->data != nullptr && modulator->is_float32);
+  return has_float32 && p.dtype != DType::kFloat32;
+}
+
 void rms_norm(const RowNormParams& params, Stream stream);
 void layer_norm(const RowNormParams& params, Stream stream);
 void rms_norm_modulate(const RowNormParams& params, Stream stream);
