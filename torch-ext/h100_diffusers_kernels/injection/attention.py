@@ -105,7 +105,8 @@ class Attention(Part):
             return
         parts.head_dim = snapshot.see_attribute(module, "head_dim")
         if parts.head_dim is None:
-            parts.head_dim = module.inner_dim // module.heads
+            sized: Any = module
+            parts.head_dim = sized.inner_dim // sized.heads
         for name in self.projections:
             setattr(parts, name, see_linear(module, name, injection, snapshot))
         for name in self.gates:
@@ -284,12 +285,14 @@ def norm_and_rotate(
     is_bare = rope is None and norms.q.module is not None and query.shape == key.shape
     if (operand is not None or is_bare) and norms.of_one_launch(query, key):
         options = norms.options(form)
-        return functional.qk_norm_rope(query, key, rope=operand, heads=heads, **options)
+        q, k = functional.qk_norm_rope(query, key, rope=operand, heads=heads, **options)
+        return q, k
     query, key = norms.q(query), norms.k(key)
     if rope is None:
         return query, key
     if operand is not None and of_one_form(query, key):
-        return functional.qk_norm_rope(query, key, norm="none", rope=operand, heads=heads)
+        q, k = functional.qk_norm_rope(query, key, norm="none", rope=operand, heads=heads)
+        return q, k
     return rotate(query, rope), rotate(key, rope)
 
 

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from .activations import GELU
-from .attention import Attention, Norms, attend
+from .attention import Attention, attend
 from .blocks import Block, End, begin, finish
 from .injected import Injected, Parts
 from .joint import (
     PROJECTIONS,
-    Stream,
     attend_with_tables,
     begin_joined,
     joint_streams,
@@ -115,7 +114,7 @@ def _single_block_forward(
     )
     mlp_out = parts.proj_mlp(self.act_mlp, normalized)
     end = End(x, product_of_two(parts.proj_out, attention_out, mlp_out), gate)
-    return finish(
+    text, image = finish(
         injected,
         self,
         _single_openings,
@@ -124,6 +123,7 @@ def _single_block_forward(
         hands_over=x.dtype != torch.float16,
         as_given=lambda results: split(clipped(results[0]), text_length),
     )
+    return text, image
 
 
 def _attention_forward(
@@ -142,10 +142,9 @@ def _attention_forward(
     if parts is None or is_joint != (self.added_kv_proj_dim is not None):
         return injected.class_forward(self, x, c, attention_mask, image_rotary_emb, **kwargs)
     if c is None:
-        norms = Norms(parts.norm_q, parts.norm_k)
-        stream = Stream(*project(self, parts, x, None), norms, image_rotary_emb)
+        streams = project(self, parts, x, None, image_rotary_emb)
         rotate = partial(parts.rotate, sequence_dim=1)
-        query, key, value = joint_streams(parts, [stream], rotate)
+        query, key, value = joint_streams(parts, streams, rotate)
         out = attend(injected, parts, query, key, value, attention_mask)
         return out.flatten(2, 3).to(query.dtype)
     out, c_out = attend_with_tables(self, injected, parts, x, c, image_rotary_emb, attention_mask)

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import Attention, Norms, attend
+from .attention import Attention, Norms, attend, norm_and_rotate
 from .blocks import Block, End, begin, finish
 from .gates import SWIGLU
 from .injected import Injected, Parts
-from .joint import PROJECTIONS, Stream, attend_with_tables, joint_streams
+from .joint import PROJECTIONS, attend_with_tables
 from .model_forward import Model
 from .modulation import Opening, once
 from .norms import clipped
@@ -165,10 +165,9 @@ def _parallel_attention_forward(
     size, mlp_size = 3 * self.inner_dim, self.mlp_hidden_dim * self.mlp_mult_factor
     size = packed.shape[-1] * size // (size + mlp_size)
     qkv, mlp = packed.split([size, packed.shape[-1] - size], dim=-1)
-    tensors = (t.unflatten(-1, (-1, parts.head_dim)) for t in qkv.chunk(3, dim=-1))
-    rotate = partial(parts.rotate, sequence_dim=1)
-    stream = Stream(*tensors, Norms(parts.norm_q, parts.norm_k), image_rotary_emb)
-    query, key, value = joint_streams(parts, [stream], rotate)
+    query, key, value = (t.unflatten(-1, (-1, parts.head_dim)) for t in qkv.chunk(3, dim=-1))
+    norms, rotate = Norms(parts.norm_q, parts.norm_k), partial(parts.rotate, sequence_dim=1)
+    query, key = norm_and_rotate(parts, norms, query, key, image_rotary_emb, rotate, "per_head")
 
     def attention(out: Tensor | None) -> Tensor:
         return attend(injected, parts, query, key, value, attention_mask, out=out)

@@ -75,10 +75,11 @@ def _is_known(module: Any, injection: Injection, snapshot: Look) -> bool:
 
 def see_gate(owner: nn.Module, name: str, injection: Injection, snapshot: Look) -> Gate:
     """The gated activation that is now the attribute ``name`` of a module."""
-    module = snapshot.see_attribute(owner, name)
+    module: Any = snapshot.see_attribute(owner, name)
+    is_of_class = type(module) is find_class(_CLASS)
     return Gate(
         module,
-        type(module) is find_class(_CLASS)
+        is_of_class
         and runs_own_forward(module)
         and injection.originals[_FORWARD].is_in_use()
         and _is_known(module, injection, snapshot),

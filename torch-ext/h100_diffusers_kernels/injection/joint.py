@@ -15,6 +15,7 @@ from ..differentiation import is_differentiated
 from .attention import Norms, attend, norm_and_rotate
 from .blocks import OpeningsOf
 from .injected import Injected, Parts
+from .linears import Projection
 from .model_forward import forward_in_progress
 from .modulation import Opened
 from .rotary import as_operand, split_tables
@@ -77,29 +78,50 @@ def split(x: Tensor, first_length: int) -> tuple[Tensor, Tensor]:
 
 # The linear layers of an attention over two streams: of the image, of the text, and of the text's results.
 _OF_IMAGE, _OF_TEXT = ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")
+_NOT_TAKEN = object()
 PROJECTIONS = (*_OF_IMAGE, *_OF_TEXT, "to_add_out")
-
-
-def project(module: Any, parts: Parts, image: Tensor, text: Tensor | None) -> list[Tensor]:
-    """Query, key and value of the image, and then of the text if there is any, each (B, S, H, d)."""
-    if parts.project is not None and (module.fused_projections or not parts.projects):
-        tensors = parts.project(module, image, text)[: 3 if text is None else 6]
-    else:
-        tensors = [getattr(parts, name)(image) for name in _OF_IMAGE]
-        if text is not None:
-            tensors += [getattr(parts, name)(text) for name in _OF_TEXT]
-    return [x.unflatten(-1, (-1, parts.head_dim)) for x in tensors]
 
 
 class Stream(NamedTuple):
     """Tokens of one kind: query, key and value, each (B, S, H, d), the norms of query and key, and the
-    rotary embedding of both in the model's form, or None."""
+    rotary embedding of both in the model's form, or None. The value may be yet to be computed."""
 
     query: Tensor
     key: Tensor
-    value: Tensor
+    value: Tensor | Projection
     norms: Norms
     rope: Any
+
+    def value_tensor(self) -> Tensor:
+        return self.value() if isinstance(self.value, Projection) else self.value
+
+
+def project(
+    module: Any,
+    parts: Parts,
+    image: Tensor,
+    text: Tensor | None,
+    image_rope: Any = None,
+    text_rope: Any = None,
+) -> list[Stream]:
+    """The stream of the image, and then of the text if there is any, by an attention's linear layers."""
+    head_dim = parts.head_dim
+    tensors: list[Any]
+    if parts.project is not None and (module.fused_projections or not parts.projects):
+        packed = parts.project(module, image, text)[: 3 if text is None else 6]
+        tensors = [x.unflatten(-1, (-1, head_dim)) for x in packed]
+    else:
+        tensors = [Projection(getattr(parts, name), image, head_dim) for name in _OF_IMAGE]
+        if text is not None:
+            tensors += [Projection(getattr(parts, name), text, head_dim) for name in _OF_TEXT]
+        tensors = [p if i % 3 == 2 else p() for i, p in enumerate(tensors)]
+    query, key, value, *of_text = tensors
+    streams = [Stream(query, key, value, Norms(parts.norm_q, parts.norm_k), image_rope)]
+    if of_text:
+        query, key, value = of_text
+        norms = Norms(parts.norm_added_q, parts.norm_added_k)
+        streams.append(Stream(query, key, value, norms, text_rope))
+    return streams
 
 
 def joint_streams(
@@ -110,52 +132,62 @@ def joint_streams(
     Norms are of each head. The kernel writes each stream to its place; where it does not take one, the
     streams are computed apart and concatenated.
     """
-    if len(streams) == 1:
-        query, key, value, norms, rope = streams[0]
-        return *norm_and_rotate(parts, norms, query, key, rope, rotate, "per_head"), value
     operands = [_operand(parts, stream) for stream in streams]
-    if None in operands or not _is_of_one_kind(streams):
+    is_direct = (
+        len(streams) > 1
+        and all(operand is not _NOT_TAKEN for operand in operands)
+        and not torch.compiler.is_compiling()
+    )
+    if is_direct:
+        streams = [
+            stream
+            if isinstance(stream.value, Projection) and stream.value.fits(stream.query)
+            else stream._replace(value=stream.value_tensor())
+            for stream in streams
+        ]
+        is_direct = _is_of_one_kind(streams)
+    if not is_direct:
         normed = [
-            (*norm_and_rotate(parts, s.norms, s.query, s.key, s.rope, rotate, "per_head"), s.value)
+            norm_and_rotate(parts, s.norms, s.query, s.key, s.rope, rotate, "per_head")
             for s in streams
         ]
-        query, key, value = (torch.cat(tensors, dim=1) for tensors in zip(*normed))
+        each = [(*pair, stream.value_tensor()) for pair, stream in zip(normed, streams)]
+        if len(each) == 1:
+            return each[0]
+        query, key, value = (torch.cat(tensors, dim=1) for tensors in zip(*each))
         return query, key, value
-    query, key, value, *_ = streams[0]
+    query = streams[0].query
     length = sum(stream.query.shape[1] for stream in streams)
-    joint = tuple(x.new_empty(x.shape[0], length, *x.shape[2:]) for x in (query, key, value))
+    joint = [query.new_empty(query.shape[0], length, *query.shape[2:]) for _ in range(3)]
     begin = 0
-    for stream, (operand,) in zip(streams, operands):
+    for stream, operand in zip(streams, operands):
         end = begin + stream.query.shape[1]
-        functional.qk_norm_rope(
-            stream.query,
-            stream.key,
-            rope=operand,
-            heads=query.shape[2],
-            v=stream.value,
-            out=tuple(x[:, begin:end] for x in joint),
-            **stream.norms.options("per_head"),
-        )
+        places = [x[:, begin:end] for x in joint]
+        options = {"rope": operand, "heads": query.shape[2], **stream.norms.options("per_head")}
+        if isinstance(stream.value, Projection):
+            stream.value.write(places.pop())
+        else:
+            options["v"] = stream.value
+        functional.qk_norm_rope(stream.query, stream.key, out=tuple(places), **options)
         begin = end
-    return joint
+    query, key, value = joint
+    return query, key, value
 
 
-def _operand(parts: Parts, stream: Stream) -> tuple[Any] | None:
-    """The rotation that the kernel takes, or None for none, in a tuple; None if it does not take it."""
+def _operand(parts: Parts, stream: Stream) -> Any:
+    """The rotation that the kernel takes, None for none, or _NOT_TAKEN."""
     query, key, _, norms, rope = stream
     if not norms.of_one_launch(query, key):
-        return None
+        return _NOT_TAKEN
     if rope is None:
-        return (None,)
+        return None
     operand = as_operand(rope, query, query.shape[2]) if parts.rotates else None
-    return None if operand is None else (operand,)
+    return _NOT_TAKEN if operand is None else operand
 
 
 def _is_of_one_kind(streams: Sequence[Stream]) -> bool:
     """Whether buffers for all of them can be written, each in its place."""
-    if torch.compiler.is_compiling():
-        return False  # a concatenation is what the compiler knows how to fuse
-    tensors = [x for stream in streams for x in stream[:3]]
+    tensors = [x for stream in streams for x in stream[:3] if isinstance(x, Tensor)]
     weights = [norm.weight for stream in streams for norm in stream.norms]
     first = tensors[0]
     return (
@@ -166,7 +198,10 @@ def _is_of_one_kind(streams: Sequence[Stream]) -> bool:
             and x.shape[2:] == first.shape[2:]
             for x in tensors
         )
-        and all(len({x.shape[1] for x in stream[:3]}) == 1 for stream in streams)
+        and all(
+            len({x.shape[1] for x in stream[:3] if isinstance(x, Tensor)}) == 1
+            for stream in streams
+        )
         and of_one_form(*tensors)
         and not is_differentiated(*tensors, *weights)
     )
@@ -206,17 +241,13 @@ def attend_with_tables(
 ) -> tuple[Tensor, Tensor]:
     """Attention over an image and the text before it, of which ``rope`` has the tables: the image's results
     and the text's, each (B, S, H * d), contiguous."""
-    query, key, value, *of_text = project(module, parts, image, text)
     ropes = split_tables(rope, text.shape[1], image.shape[1])
     text_rope, image_rope = ropes or (None, None)
-    streams = (
-        Stream(*of_text, Norms(parts.norm_added_q, parts.norm_added_k), text_rope),
-        Stream(query, key, value, Norms(parts.norm_q, parts.norm_k), image_rope),
-    )
+    streams = project(module, parts, image, text, image_rope, text_rope)
     text_out, image_out = attend_jointly(
         injected,
         parts,
-        streams,
+        streams[::-1],
         partial(parts.rotate, sequence_dim=1),
         mask,
         rope_of_all=None if ropes else rope,

@@ -4,6 +4,7 @@ but what their classes say."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,45 @@ def product_of_two(layer: Layer, first: Tensor, second: Tensor) -> Tensor:
         rows.addmm_(second.view(-1, second.shape[-1]), weight[:, size:].t())
         return out
     return layer(torch.cat([first, second], dim=-1))
+
+
+# A product of fewer rows has more to gain from others beside it than from being written in its place.
+_ROWS_OF_ITS_OWN = 1024
+
+
+class Projection:
+    """What a linear layer makes of x (B, S, D), by heads: (B, S, H, d); computed where it is asked for."""
+
+    __slots__ = ("_head_dim", "_layer", "_x")
+
+    def __init__(self, layer: Layer, x: Tensor, head_dim: int) -> None:
+        self._layer = layer
+        self._x = x
+        self._head_dim = head_dim
+
+    def __call__(self) -> Tensor:
+        return self._layer(self._x).unflatten(-1, (-1, self._head_dim))
+
+    def fits(self, query: Tensor) -> bool:
+        """Whether ``write`` can be asked for what stands beside this query."""
+        layer, x = self._layer, self._x
+        return (
+            isinstance(layer, PlainLinear)
+            and layer.weight.shape[0] == query.shape[2:].numel()
+            and kernels_take(query, x, layer.weight, layer.bias)
+            and not is_differentiated(x, layer.weight, layer.bias)
+            and (x.shape[0] == 1 or x.shape[1] >= _ROWS_OF_ITS_OWN)
+        )
+
+    def write(self, out: Tensor) -> None:
+        """To (B, S, H, d), each sample's without gaps. Only where it ``fits``."""
+        layer: Any = self._layer
+        weight = layer.weight.t()
+        for x, place in zip(self._x.unbind(0), out.flatten(2).unbind(0)):
+            if layer.bias is None:
+                torch.mm(x, weight, out=place)
+            else:
+                torch.addmm(layer.bias, x, weight, out=place)
 
 
 def see_linear(owner: nn.Module, name: str, injection: Injection, snapshot: Look) -> Layer:

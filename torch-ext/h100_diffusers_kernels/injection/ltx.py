@@ -105,7 +105,7 @@ def _attention_forward(
         mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])
         return mask.view(key.shape[0], heads, -1, mask.shape[-1])
 
-    options = {"dropout_p": 0.0, "is_causal": False}
+    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
     out = attend(injected, parts, query, key, value, attention_mask, expand_mask, **options)
     return parts.project_out(out.flatten(2, 3).to(query.dtype))
 

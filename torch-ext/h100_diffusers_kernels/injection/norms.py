@@ -60,7 +60,7 @@ class Norm:
     def __init__(self, module: Any, widens: bool = False) -> None:
         self.module = module
         self.widens = widens
-        self.kind: str | None = None
+        self.kind: Any = None
         self.reason: str | None = None
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from .activations import GELU
-from .attention import Attention, Norms
+from .attention import Attention
 from .blocks import Block, End, begin, finish
 from .injected import Injected, Parts
-from .joint import PROJECTIONS, Stream, attend_jointly, project
+from .joint import PROJECTIONS, attend_jointly, project
 from .model_forward import Model
 from .modulation import Opening, once
 from .norms import clipped
@@ -117,20 +117,16 @@ def _attention_forward(
             **kwargs,
         }
         return injected.class_forward(self, x, c, attention_mask, **more)
-    query, key, value, *of_text = project(self, parts, x, c)
-    image_rope, text_rope = (None, None) if image_rotary_emb is None else image_rotary_emb
-    streams = (
-        Stream(*of_text, Norms(parts.norm_added_q, parts.norm_added_k), text_rope),
-        Stream(query, key, value, Norms(parts.norm_q, parts.norm_k), image_rope),
-    )
+    ropes = (None, None) if image_rotary_emb is None else image_rotary_emb
+    streams = project(self, parts, x, c, *ropes)
     joint_mask = bias = None
     if mask is not None:
-        make = partial(_masks, image_length=x.shape[1], dtype=query.dtype)
+        make = partial(_masks, image_length=x.shape[1], dtype=streams[0].query.dtype)
         joint_mask, bias = once(injected, "mask", mask, make)
     c_out, out = attend_jointly(
         injected,
         parts,
-        streams,
+        streams[::-1],
         partial(parts.rotate, use_real=False),
         joint_mask,
         key_bias=bias,

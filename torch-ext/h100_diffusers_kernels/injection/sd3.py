@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from .activations import GELU
-from .attention import Attention, Norms, attend
+from .attention import Attention, attend
 from .blocks import Block, End, begin, finish
 from .injected import Injected, Parts
-from .joint import PROJECTIONS, Stream, attend_jointly, joint_streams, project
+from .joint import PROJECTIONS, attend_jointly, joint_streams, project
 from .model_forward import Model
 from .norms import gated_residual
 from .part import Family
@@ -115,14 +115,12 @@ def _attention_forward(
     if parts is None:
         return injected.class_forward(self, x, c, attention_mask, **kwargs)
     # Its processor does not look at a mask.
-    query, key, value, *of_text = project(self, parts, x, c)
-    streams = [Stream(query, key, value, Norms(parts.norm_q, parts.norm_k), None)]
-    options = {"dropout_p": 0.0, "is_causal": False}
+    streams = project(self, parts, x, c)
+    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
     if c is None:
         query, key, value = joint_streams(parts, streams, _no_rotation)
         out = attend(injected, parts, query, key, value, None, **options)
         return parts.project_out(out.flatten(2, 3).to(query.dtype))
-    streams.append(Stream(*of_text, Norms(parts.norm_added_q, parts.norm_added_k), None))
     out, c_out = attend_jointly(injected, parts, streams, _no_rotation, **options)
     if not self.context_pre_only:
         c_out = parts.to_add_out(c_out)
