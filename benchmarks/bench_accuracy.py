@@ -142,6 +142,21 @@ def cases(
             [q, k, head_weight, head_weight, half],
             {"heads": heads, "norm": "per_head", "layout": "half"},
         ),
+        "qk_norm_rope, per head, complex table": (
+            "qk_norm_rope",
+            [q, k, head_weight, head_weight, torch.complex(*(t[..., ::2] for t in interleaved))],
+            {"heads": heads, "norm": "per_head"},
+        ),
+        "norm_rope, across heads, coordinates": (
+            "norm_rope",
+            [q, weight, rope],
+            {"heads": heads, "eps": 1e-5},
+        ),
+        "norm_rope, per head, interleaved": (
+            "norm_rope",
+            [q, head_weight, interleaved],
+            {"heads": heads, "norm": "per_head"},
+        ),
         "rope, interleaved": ("rope", [by_head, *interleaved], {}),
         "rope, half": ("rope", [by_head, *half], {"layout": "half"}),
         "rope_3d, interleaved": ("rope_3d", [by_head, *axes], {}),

@@ -62,6 +62,8 @@ def our_functions(kernel: ModuleType, device: torch.device) -> dict[str, Callabl
         ),
         (bench_rope, Workload("qk_norm_rope", SHAPE, bench_rope.COORDINATES)),
         (bench_rope, Workload("qk_norm_rope", HEADS_SHAPE, bench_rope.PER_HEAD)),
+        (bench_rope, Workload("qk_norm_rope", HEADS_SHAPE, bench_rope.PER_HEAD + bench_rope.JOINT)),
+        (bench_rope, Workload("norm_rope", HEADS_SHAPE, bench_rope.PER_HEAD)),
         (bench_rope, Workload("rope", HEADS_SHAPE, "interleaved")),
         (bench_rope, Workload("rope_3d", HEADS_SHAPE, "interleaved")),
         *(

@@ -5,7 +5,9 @@ coordinates, so there they are the bytes of query and key (and 12 a token): the 
 (B, S, D) that the peers read, as diffusers makes them, are not counted. Likewise rope_3d counts no
 table of S rows, though eager reads one of each, cosine and sine, as the models keep them. rope has
 both kinds of tables: of one value an element, as in diffusers, and of one value a pair, which are the
-only ones that QuACK takes.
+only ones that QuACK takes. Of a complex table the peers read its parts, as two tables. Into joint buffers
+the values are copied, too, as in a model that attends to two streams at once; the peers copy there what
+they have computed, as torch.cat does.
 
 Writes to benchmarks/results/rope:
 
@@ -23,6 +25,7 @@ from comparison import Case, Family, Workload, command, normal
 from torch import Tensor
 
 COORDINATES, TABLES, PER_HEAD = "coordinates", "tables (B, S, D)", "per head"
+JOINT, COMPLEX = ", joint buffers", ", complex table"  # after the variant
 LAYOUTS = ("interleaved", "half")
 PAIR_TABLES = ", pair tables"  # after the layout: one value a pair
 HEAD_DIM = 64  # of LTX-Video
@@ -62,7 +65,8 @@ def build_across_heads(workload: Workload, kernel: ModuleType, device: torch.dev
     coordinates = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(1, seq, 3)
     frequencies = 10000.0 ** torch.linspace(0, 1, hidden // 6, device=device) * (math.pi / 2)
     rope = kernel.CoordinateRope(coordinates.expand(batch, -1, -1).contiguous(), frequencies)
-    arguments = (q, k, q_weight, k_weight)
+    is_of_one = workload.operation == "norm_rope"
+    arguments = (q, q_weight) if is_of_one else (q, k, q_weight, k_weight)
     read = (*arguments, rope.tables(hidden))
     options = {"heads": hidden // HEAD_DIM, "eps": EPS}
     if workload.variant == COORDINATES:
@@ -70,25 +74,46 @@ def build_across_heads(workload: Workload, kernel: ModuleType, device: torch.dev
     return Case(read, options)
 
 
+def build_per_head(workload: Workload, device: torch.device) -> Case:
+    """FLUX; with a complex table Qwen-Image; into joint buffers the image stream, behind 512 of text."""
+    batch, seq, heads, head_dim = workload.shape
+    is_of_one = workload.operation == "norm_rope"
+    tensors = [normal(device, *workload.shape) for _ in range(1 if is_of_one else 2)]
+    weights = [normal(device, head_dim, std=0.1, mean=1.0) for _ in tensors]
+    angle = angles(device, seq, head_dim // 2)
+    pairs = (angle.cos(), angle.sin())
+    options: dict[str, object] = {"heads": heads, "norm": "per_head", "eps": EPS}
+    if workload.variant.endswith(COMPLEX):
+        arguments = (*tensors, *weights, torch.complex(*pairs))
+        return Case(arguments, options, eager_arguments=(*tensors, *weights, pairs))
+    arguments = (*tensors, *weights, tables(angle, LAYOUTS[0]))
+    if not workload.variant.endswith(JOINT):
+        return Case(arguments, options)
+    text = 512 if seq > 512 else 2
+    joint = [torch.zeros(batch, text + seq, heads, head_dim, **like(device)) for _ in range(3)]
+    options["v"] = normal(device, *workload.shape)
+    options["out"] = tuple(buffer[:, text:] for buffer in joint)
+    return Case(arguments, options, eager_operation="qk_norm_rope_joined")
+
+
+def like(device: torch.device) -> dict[str, object]:
+    return {"dtype": torch.bfloat16, "device": device}
+
+
 def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
     if workload.variant in (COORDINATES, TABLES):
         return build_across_heads(workload, kernel, device)
     _, seq, heads, head_dim = workload.shape
     x = normal(device, *workload.shape)
-    if workload.operation == "qk_norm_rope":  # FLUX
-        weights = (normal(device, head_dim, std=0.1, mean=1.0) for _ in range(2))
-        return Case(
-            (
-                x,
-                torch.randn_like(x),
-                *weights,
-                tables(angles(device, seq, head_dim // 2), LAYOUTS[0]),
-            ),
-            {"heads": heads, "norm": "per_head", "eps": EPS},
-        )
-    layout = workload.variant.removesuffix(PAIR_TABLES)
+    if workload.operation in ("qk_norm_rope", "norm_rope"):
+        return build_per_head(workload, device)
+    layout = workload.variant.removesuffix(PAIR_TABLES).removesuffix(COMPLEX)
     if workload.operation == "rope":
         angle = angles(device, seq, head_dim // 2)
+        if workload.variant.endswith(COMPLEX):
+            cos, sin = angle.cos(), angle.sin()
+            table = torch.complex(cos, sin)
+            return Case((x, table), {"layout": layout}, eager_arguments=(x, cos, sin))
         is_per_pair = workload.variant.endswith(PAIR_TABLES)
         cos, sin = (angle.cos(), angle.sin()) if is_per_pair else tables(angle, layout)
         return Case((x, cos, sin), {"layout": layout})
@@ -116,12 +141,18 @@ def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
 WAN_SHAPES = ((1, 32760, 12, 128), (1, 32760, 40, 128))  # 1.3B and 14B
 SMALL_SHAPE = (2, 480, 8, 64)
 FLUX_SHAPE = (1, 4608, 24, 128)
+IMAGE_SHAPE = (1, 4096, 24, 128)
 FAMILY = Family(
     "rope",
     [
         *(Workload("qk_norm_rope", (2, seq, 2048), COORDINATES) for seq in (2688, 8064)),
         Workload("qk_norm_rope", (2, 8064, 2048), TABLES),
         Workload("qk_norm_rope", FLUX_SHAPE, PER_HEAD),
+        *(Workload("qk_norm_rope", IMAGE_SHAPE, PER_HEAD + form) for form in ("", JOINT, COMPLEX)),
+        Workload("norm_rope", (2, 8064, 2048), COORDINATES),
+        Workload("norm_rope", (2, 8064, 2048), TABLES),
+        *(Workload("norm_rope", IMAGE_SHAPE, PER_HEAD + form) for form in ("", COMPLEX)),
+        Workload("rope", FLUX_SHAPE, LAYOUTS[0] + COMPLEX),
         *(
             Workload("rope", shape, layout + form)
             for shape in (SMALL_SHAPE, FLUX_SHAPE, WAN_SHAPES[0])
@@ -137,7 +168,14 @@ FAMILY = Family(
     [
         Workload("qk_norm_rope", (2, 6, 128), COORDINATES),
         Workload("qk_norm_rope", (2, 6, 128), TABLES),
-        Workload("qk_norm_rope", (1, 6, 2, 64), PER_HEAD),
+        *(
+            Workload("qk_norm_rope", (1, 6, 2, 64), PER_HEAD + form)
+            for form in ("", JOINT, COMPLEX)
+        ),
+        Workload("norm_rope", (2, 6, 128), COORDINATES),
+        Workload("norm_rope", (2, 6, 128), TABLES),
+        *(Workload("norm_rope", (1, 6, 2, 64), PER_HEAD + form) for form in ("", COMPLEX)),
+        Workload("rope", (2, 6, 2, 64), LAYOUTS[0] + COMPLEX),
         *(
             Workload(operation, (2, 6, 2, 64), layout)
             for operation in ("rope", "rope_3d")

@@ -252,6 +252,16 @@ class Rope(LtxBenchmark, Benchmark):
         check("the key", self.out_k, k)
         return q
 
+    def benchmark_norm_rope(self):
+        weight, rope = self.q_weight[: self.head_dim], (self.cos, self.sin)
+        options = {"heads": self.heads, "norm": "per_head", "eps": EPS}
+        self.out = self.kernel.norm_rope(self.heads_q, weight, rope, **options)
+
+    def verify_norm_rope(self):
+        weight = self.q_weight[: self.head_dim]
+        n = F.rms_norm(self.heads_q, (self.head_dim,), weight, EPS)
+        return eager_rotate(n, self.cos[:, None], self.sin[:, None])
+
     def benchmark_rope(self):
         self.out = self.kernel.rope(self.heads_q, self.cos, self.sin)
 

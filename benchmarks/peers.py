@@ -123,9 +123,11 @@ class Quack(Library):
             lambda result: [result.view(x.shape)],
         )
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Call | None:
-        """From tables of one value a pair alone."""
-        if 2 * cos.shape[-1] != x.shape[-1]:
+    def rope(
+        self, x: Tensor, cos: Tensor, sin: Tensor | None = None, layout: str = "interleaved"
+    ) -> Call | None:
+        """From real tables of one value a pair alone."""
+        if sin is None or 2 * cos.shape[-1] != x.shape[-1]:
             return None
         is_interleaved = layout == "interleaved"
         return Call(lambda: self._rope(x, cos, sin, interleaved=is_interleaved))

@@ -51,6 +51,7 @@ MAIN_SHAPES: tuple[tuple[Family, Workload], ...] = (
     (bench_gated_residual.FAMILY, Workload("gated_residual_rms_norm_modulate_pair", ROWS)),
     (bench_rope.FAMILY, Workload("qk_norm_rope", ROWS, bench_rope.COORDINATES)),
     (bench_rope.FAMILY, Workload("qk_norm_rope", ROWS, bench_rope.TABLES)),
+    (bench_rope.FAMILY, Workload("norm_rope", ROWS, bench_rope.COORDINATES)),
     (bench_rope.FAMILY, Workload("rope", (2, 8064, 32, 64), "interleaved")),
     (bench_rope.FAMILY, Workload("rope_3d", (1, 32760, 12, 128), "interleaved")),
     (bench_activation.FAMILY, Workload("gelu", WIDE, "tanh")),

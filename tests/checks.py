@@ -165,8 +165,9 @@ def check(kernel, name, *args, slack=FLOAT32_ARITHMETIC, contract=True, **kwargs
             assert out.data_ptr() == written.data_ptr() and out.stride() == written.stride()
             memory.allow(written)
     elif given_out is not None:
-        assert result is given_out
-        memory.allow(given_out)
+        for out, written in zip(outs, as_tuple(given_out), strict=True):
+            assert out is written
+            memory.allow(written)
     else:
         storages = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         for out in outs:

@@ -127,7 +127,8 @@ def _tables(rope, heads, head_dim, layout):
         if layout == "half":
             cos, sin = (torch.cat([table[..., ::2]] * 2, dim=-1) for table in (cos, sin))
         return cos, sin
-    return tuple(_by_element(table, head_dim, layout) for table in rope)
+    tables = (rope.real, rope.imag) if isinstance(rope, torch.Tensor) else rope
+    return tuple(_by_element(table, head_dim, layout) for table in tables)
 
 
 def _by_element(table, head_dim, layout):
@@ -153,27 +154,56 @@ def qk_norm_rope(
     layout="interleaved",
     eps=1e-6,
     inplace=False,
+    k_rope=None,
+    v=None,
+    out=None,
 ):
     head_dim = q[0, 0].numel() // heads
-
-    def one(x, weight):
-        n = x.flatten(2)
-        if norm == "across_heads":
-            n = rms_norm(n, weight, eps)
-        n = n.unflatten(-1, (-1, head_dim))
-        if norm == "per_head":
-            n = rms_norm(n, weight, eps)
-        if rope is not None:
-            n = apply_rotary_emb(n, *_tables(rope, n.shape[2], head_dim, layout), layout)
-        return n.reshape(x.shape)
-
-    return one(q, q_weight), one(k, k_weight)
+    k_heads = k[0, 0].numel() // head_dim
+    how = {"norm": norm, "layout": layout, "eps": eps}
+    results = (
+        norm_rope(q, q_weight, rope, heads=heads, **how),
+        norm_rope(k, k_weight, rope if k_rope is None else k_rope, heads=k_heads, **how),
+    )
+    return results if v is None else (*results, v)
 
 
-def rope(x, cos, sin, layout="interleaved"):
-    head_dim = x.shape[3] if x.dim() == 4 else cos.shape[-1]
+def qk_norm_rope_joined(*arguments, v, out, **options):
+    """The same and the values, copied to the slices of joint buffers, as torch.cat copies them."""
+    results = qk_norm_rope(*arguments, v=v, **options)
+    return tuple(target.copy_(result) for target, result in zip(out, results, strict=True))
+
+
+def norm_rope(
+    x,
+    weight=None,
+    rope=None,
+    *,
+    heads,
+    norm="across_heads",
+    layout="interleaved",
+    eps=1e-6,
+    inplace=False,
+    out=None,
+):
+    of_one_dtype = weight is None or weight.dtype == x.dtype
+    normalized = rms_norm if of_one_dtype else _diffusers_rms_norm
+    head_dim = x[0, 0].numel() // heads
+    n = x.flatten(2)
+    if norm == "across_heads":
+        n = normalized(n, weight, eps)
+    n = n.unflatten(-1, (-1, head_dim))
+    if norm == "per_head":
+        n = normalized(n, weight, eps)
+    if rope is not None:
+        n = apply_rotary_emb(n, *_tables(rope, n.shape[2], head_dim, layout), layout)
+    return n.reshape(x.shape).to(x.dtype)
+
+
+def rope(x, cos, sin=None, layout="interleaved"):
+    head_dim = x.shape[3] if x.dim() == 4 else cos.shape[-1] * (2 if sin is None else 1)
     n = x.reshape(*x.shape[:2], -1, head_dim)
-    tables = _tables((cos, sin), n.shape[2], head_dim, layout)
+    tables = _tables(cos if sin is None else (cos, sin), n.shape[2], head_dim, layout)
     return apply_rotary_emb(n, *tables, layout).reshape(x.shape)
 
 

@@ -247,17 +247,19 @@ def operations_of(*families):
 
 ROW_OPERATIONS = operations_of("norm")
 ACTIVATIONS = operations_of("activation")
-# qk_norm_rope in its two forms.
-QK_OPERATIONS = ["qk_norm_rope", "qk_norm_coordinate_rope"]
+# qk_norm_rope in its three forms.
+QK_OPERATIONS = ["qk_norm_rope", "qk_norm_coordinate_rope", "qk_norm_two_ropes"]
 ROPE_OPERATIONS = operations_of("rope")
 # Those that may write to a tensor of the caller's, by operators of their own.
 WITH_OUT = [name for name, declared in DECLARATIONS.items() if declared.has_out]
 OUT_OPERATORS = [f"{name}_out" for name in WITH_OUT]
-OPERATIONS = [*DECLARATIONS, "qk_norm_coordinate_rope"]
+OPERATIONS = [*DECLARATIONS, *QK_OPERATIONS[1:]]
 OPERATIONS_OF_16_BITS = operations_of("attention")
-# Calls of operations from tables of one value a pair.
-BY_PAIR = "_by_pair"
-CALLS_BY_PAIR = [name + BY_PAIR for name in ("rope", "qk_norm_rope")]
+# Calls of operations from tables of one value a pair, and from a complex one.
+BY_PAIR, BY_COMPLEX = "_by_pair", "_by_complex"
+CALLS_BY_PAIR = [
+    name + by for name in ("rope", "qk_norm_rope", "norm_rope") for by in (BY_PAIR, BY_COMPLEX)
+]
 # Calls of row operations with every other tensor that may be float32, and without every other optional one.
 MIXED, SPARSE = "_mixed", "_sparse"
 CALLS_MIXED = [name + MIXED for name in ROW_OPERATIONS]
@@ -285,8 +287,9 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
     """The public function and arguments of one valid call, all optional ones given."""
     if name in CALLS_BY_PAIR:
         options = {"dtype": dtype, "device": device, "shape": shape, "layout": layout}
-        function, arguments = sample(kernel, name.removesuffix(BY_PAIR), heads=heads, **options)
-        return function, _with_pair_tables(arguments, heads)
+        plain = name.removesuffix(BY_PAIR).removesuffix(BY_COMPLEX)
+        function, arguments = sample(kernel, plain, heads=heads, **options)
+        return function, _with_pair_tables(arguments, heads, name.endswith(BY_COMPLEX))
     for suffix, change in ((MIXED, _with_float32), (SPARSE, _without_every_other)):
         if name.endswith(suffix):
             options = {"dtype": dtype, "device": device, "shape": shape, "layout": layout}
@@ -326,13 +329,21 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
     if name in QK_OPERATIONS:
         arguments = {key: tensor(*shape, layout=layout) for key in ("q", "k")}
         arguments.update({key: tensor(hidden, mean=0.5) for key in ("q_weight", "k_weight")})
-        if name == "qk_norm_coordinate_rope":
+        if name == "qk_norm_rope":
+            arguments["rope"] = rotary_tables(1, seq, hidden, dtype=torch.float32, device=device)
+        else:
             count = (hidden // 2 - 1) // 3
             rope = coordinates_and_frequencies(1, seq, 3, count, device)
             arguments["rope"] = kernel.CoordinateRope(*rope)
-        else:
-            arguments["rope"] = rotary_tables(1, seq, hidden, dtype=torch.float32, device=device)
+        if name == "qk_norm_two_ropes":
+            arguments["k"] = tensor(batch, seq + 1, hidden, layout=layout)
+            tables = rotary_tables(seq + 1, hidden // heads, dtype=torch.float32, device=device)
+            arguments["k_rope"] = tables
         return kernel.qk_norm_rope, {**arguments, "heads": heads}
+    if name == "norm_rope":
+        arguments = {"x": tensor(*shape, layout=layout), "weight": tensor(hidden, mean=0.5)}
+        arguments["rope"] = rotary_tables(1, seq, hidden, dtype=torch.float32, device=device)
+        return kernel.norm_rope, {**arguments, "heads": heads}
     return getattr(kernel, name), _row_arguments(DECLARATIONS[name], tensor, shape, layout)
 
 
@@ -361,24 +372,27 @@ def _row_arguments(declared, tensor, shape, layout):
     return arguments
 
 
-def _with_pair_tables(arguments, heads):
-    """The same call with other tables, of one value a pair."""
+def _with_pair_tables(arguments, heads, is_complex):
+    """The same call with other tables, of one value a pair, or with both in a complex one."""
     x = arguments.get("x", arguments.get("q"))
     in_heads = x if x.dim() == 4 else x.unflatten(2, (heads, -1))
     shape = PAIR_TABLE_SHAPES["1_S_H_p"](*in_heads.shape)
     tables = rotary_tables(*shape, dtype=torch.float32, device=x.device)
-    if "q" in arguments:
-        return {**arguments, "rope": tables}
+    tables = (torch.complex(*tables), None) if is_complex else tables
+    if "rope" in arguments:
+        return {**arguments, "rope": tables[0] if is_complex else tables}
     return {**arguments, "x": in_heads, **dict(zip(("cos", "sin"), tables, strict=True))}
 
 
 def optional_tensors(name):
-    """Of an operation."""
+    """Of an operation; but sin goes with cos."""
     declared = DECLARATIONS["qk_norm_rope" if name in QK_OPERATIONS else name]
     return [
         key
         for key, parameter in declared.parameters.items()
-        if parameter.is_optional and parameter.kind.is_tensor and not parameter.kind.is_output
+        if parameter.is_optional
+        and parameter.kind.is_tensor
+        and not (parameter.kind.is_output or parameter.kind.fields or key == "sin")
     ]
 
 

@@ -139,8 +139,9 @@ def _rotate(n, rope, layout):
         cos, sin = (table.reshape(*table.shape[:2], n.shape[2], -1) for table in tables)
         (cos_first, cos_second), (sin_first, sin_second) = (cos, cos), (sin, sin)
     else:
-        cos_first, cos_second = _pair_entries(rope[0], head_dim, layout)
-        sin_first, sin_second = _pair_entries(rope[1], head_dim, layout)
+        cos, sin = (rope.real, rope.imag) if isinstance(rope, torch.Tensor) else rope
+        cos_first, cos_second = _pair_entries(cos, head_dim, layout)
+        sin_first, sin_second = _pair_entries(sin, head_dim, layout)
     rotated_first = first * cos_first - second * sin_first
     rotated_second = second * cos_second + first * sin_second
     return _join(rotated_first, rotated_second, layout)
@@ -158,27 +159,48 @@ def qk_norm_rope(
     layout="interleaved",
     eps=1e-6,
     inplace=False,
+    k_rope=None,
+    v=None,
+    out=None,
 ):
     head_dim = q[0, 0].numel() // heads
-
-    def one(x, weight):
-        (n,) = _double(x)
-        if norm == "across_heads":
-            n = rms_norm(n.reshape(*n.shape[:2], -1), weight, eps)
-        n = n.reshape(*n.shape[:2], -1, head_dim)
-        if norm == "per_head":
-            n = rms_norm(n, weight, eps)
-        if rope is not None:
-            n = _rotate(n, rope, layout)
-        return n.reshape(x.shape)
-
-    return one(q, q_weight), one(k, k_weight)
+    k_heads = k[0, 0].numel() // head_dim
+    how = {"norm": norm, "layout": layout, "eps": eps}
+    results = (
+        norm_rope(q, q_weight, rope, heads=heads, **how),
+        norm_rope(k, k_weight, rope if k_rope is None else k_rope, heads=k_heads, **how),
+    )
+    return results if v is None else (*results, *_double(v))
 
 
-def rope(x, cos, sin, layout="interleaved"):
+def norm_rope(
+    x,
+    weight=None,
+    rope=None,
+    *,
+    heads,
+    norm="across_heads",
+    layout="interleaved",
+    eps=1e-6,
+    inplace=False,
+    out=None,
+):
     (n,) = _double(x)
-    head_dim = x.shape[3] if x.dim() == 4 else cos.shape[-1]
-    return _rotate(n.reshape(*x.shape[:2], -1, head_dim), (cos, sin), layout).reshape(x.shape)
+    if norm == "across_heads":
+        n = rms_norm(n.reshape(*n.shape[:2], -1), weight, eps)
+    n = n.reshape(*n.shape[:2], heads, -1)
+    if norm == "per_head":
+        n = rms_norm(n, weight, eps)
+    if rope is not None:
+        n = _rotate(n, rope, layout)
+    return n.reshape(x.shape)
+
+
+def rope(x, cos, sin=None, layout="interleaved"):
+    (n,) = _double(x)
+    head_dim = x.shape[3] if x.dim() == 4 else cos.shape[-1] * (2 if sin is None else 1)
+    tables = cos if sin is None else (cos, sin)
+    return _rotate(n.reshape(*x.shape[:2], -1, head_dim), tables, layout).reshape(x.shape)
 
 
 def rope_3d(x, frame, height, width, layout="interleaved"):

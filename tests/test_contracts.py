@@ -24,6 +24,7 @@ from checks import (
 )
 from inputs import (
     ACTIVATIONS,
+    BY_COMPLEX,
     BY_PAIR,
     CALLS,
     CALLS_MIXED,
@@ -55,7 +56,14 @@ every_operation = pytest.mark.parametrize("name", CALLS)
 every_operation_and_dtype = for_operations(CALLS, DTYPES)
 every_operation_and_few_dtypes = for_operations(CALLS, FEW_DTYPES)
 every_memory = pytest.mark.parametrize("layout", ["contiguous", "chunk"])
-REGISTERED = [*OPERATIONS, "qk_norm_rope_", "qk_norm_coordinate_rope_", *OUT_OPERATORS]
+# qk_norm_rope and norm_rope have operators that are given no `Out`, but theirs.
+WRITING = ["qk_norm_rope_out", "norm_rope_out"]
+REGISTERED = [
+    *OPERATIONS,
+    *(f"{name}_" for name in (*QK_OPERATIONS, "norm_rope")),
+    *WRITING,
+    *OUT_OPERATORS,
+]
 few_dtypes = for_dtypes(*FEW_DTYPES)
 
 
@@ -84,25 +92,48 @@ def registered_call(kernel, name, arguments):
         "layout": "interleaved",
         **arguments,
     }
-    rope = values.pop("rope", None)
-    if rope is not None:
-        fields = ("coordinates", "frequencies") if "coordinate" in name else ("cos", "sin")
-        values.update(zip(fields, rope, strict=True))
+    for prefix in ("", "k_"):
+        rope = values.pop(f"{prefix}rope", None)
+        if isinstance(rope, torch.Tensor):
+            values[f"{prefix}cos"] = rope
+        elif rope is not None:
+            for field, tensor in zip(getattr(rope, "_fields", ("cos", "sin")), rope, strict=True):
+                values[prefix + field] = tensor
+    if name == "qk_norm_rope_out":
+        values.update(zip(("q_out", "k_out", "v_out"), values["out"], strict=True))
     for axis in GRID_AXES:
         if axis in values:
             values[f"{axis}_cos"], values[f"{axis}_sin"] = values.pop(axis)
-    return operator, [values[argument.name] for argument in operator._schema.arguments]
+    arguments = operator._schema.arguments
+    return operator, [
+        values.get(a.name) if "Optional" in str(a.type) else values[a.name] for a in arguments
+    ]
 
 
-def sample_of_operator(kernel, name, *, has_optional=True, layout="contiguous", **options):
-    """The same of any registered operator, which is of a public function."""
+def arguments_of_operator(
+    kernel, name, *, by="", has_optional=True, layout="contiguous", **options
+):
+    """Of a call of the public function that comes to the operator of this name."""
     public = name.rstrip("_").removesuffix("_out")
-    function, arguments = sample(kernel, public, shape=(2, 3, 32), layout=layout, **options)
+    options = {"shape": (2, 3, 32), "layout": layout, **options}
+    function, arguments = sample(kernel, public + by, **options)
     if not has_optional:
         arguments = without_optional(public, arguments)
     if name in OUT_OPERATORS:
         arguments["out"] = out_for(function, arguments, layout)
-    return registered_call(kernel, name, arguments)
+    if name == "norm_rope_out":
+        arguments["out"] = torch.zeros_like(arguments["x"])
+    if name == "qk_norm_rope_out":
+        q, k = arguments["q"], arguments["k"]
+        joint = q.new_zeros(*q.shape[:1], q.shape[1] + 3, *q.shape[2:])
+        arguments["v"] = torch.randn_like(k) if has_optional else None
+        v_out = torch.zeros_like(k) if has_optional else None
+        arguments["out"] = (joint[:, 3:], torch.zeros_like(k), v_out)
+    return arguments
+
+
+def sample_of_operator(kernel, name, **options):
+    return registered_call(kernel, name, arguments_of_operator(kernel, name, **options))
 
 
 @pytest.mark.kernels_ci
@@ -121,13 +152,15 @@ def test_opcheck_with_nothing_optional(kernel, device, name):
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("name", ["rope", "qk_norm_rope", "qk_norm_rope_"])
+@pytest.mark.parametrize(
+    "name", [name for name in REGISTERED if name.startswith(("rope", "qk_norm_rope", "norm_rope"))]
+)
+@pytest.mark.parametrize("by", [BY_PAIR, BY_COMPLEX])
 @few_dtypes
-def test_opcheck_by_pair(kernel, device, name, dtype):
-    _, arguments = sample(
-        kernel, name.rstrip("_") + BY_PAIR, dtype=dtype, device=device, shape=(2, 3, 32)
-    )
-    operator, values = registered_call(kernel, name, arguments)
+def test_opcheck_by_pair(kernel, device, name, by, dtype):
+    if name == "rope_3d":
+        pytest.skip("its tables are always by pair")
+    operator, values = sample_of_operator(kernel, name, by=by, dtype=dtype, device=device)
     torch.library.opcheck(operator, values)
 
 
@@ -156,13 +189,17 @@ def resident_bytes():
     return pages * resource.getpagesize()
 
 
+def to_double(tensor):
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
 @every_operation
 @pytest.mark.parametrize("is_refused", [False, True], ids=["returns", "raises"])
 def test_calls_keep_no_memory(kernel, device, name, is_refused):
     """What the dispatcher hands over, a call frees: tensors, optional ones and strings."""
     function, arguments = sample(kernel, name, dtype=widest_dtype(name), device=device)
     if is_refused:
-        arguments = map_tensors(torch.Tensor.double, arguments)
+        arguments = map_tensors(to_double, arguments)
 
     def call():
         with pytest.raises(ValueError) if is_refused else nullcontext():
@@ -200,7 +237,7 @@ def test_compile_without_graph_break_or_recompilation(kernel, device, name, layo
             assert_same_bits(compiled(second), function(**second))
 
 
-@pytest.mark.parametrize("name", QK_OPERATIONS)
+@pytest.mark.parametrize("name", [*QK_OPERATIONS, "norm_rope"])
 @every_memory
 def test_compile_in_place(kernel, device, name, layout):
     function, arguments = sample(
@@ -215,7 +252,54 @@ def test_compile_in_place(kernel, device, name, layout):
             with torch._dynamo.config.patch(error_on_recompile=attempt > 0):
                 compiled(given)
             function(**expected)
-            assert_same_bits((given["q"], given["k"]), (expected["q"], expected["k"]))
+            names = ("x",) if name == "norm_rope" else ("q", "k")
+            assert_same_bits([given[n] for n in names], [expected[n] for n in names])
+
+
+@pytest.mark.parametrize("name", ["qk_norm_rope_out", "norm_rope_out"])
+@every_memory
+def test_compile_with_outputs(kernel, device, name, layout):
+    """What is written stays in the graph, and is seen by what comes after it."""
+    function = getattr(kernel, name.removesuffix("_out"))
+    options = {"dtype": torch.bfloat16, "device": device, "shape": (2, 5, 64), "layout": layout}
+    arguments = arguments_of_operator(kernel, name, **options)
+
+    def call(given):
+        for out in as_tuple(given["out"]):
+            out.fill_(1)
+        function(**given)
+        return [out * 2 for out in as_tuple(given["out"])]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True)
+    with torch.no_grad():
+        for attempt in range(2):
+            given, expected = (map_tensors(clone_storage, arguments) for _ in range(2))
+            with torch._dynamo.config.patch(error_on_recompile=attempt > 0):
+                results = compiled(given)
+            assert_same_bits(results, call(expected))
+            assert_same_bits(given["out"], expected["out"])
+
+
+def test_compile_a_joint_buffer(kernel, device):
+    """Two streams write to the slices of one buffer, which is made within."""
+    image, text = (normal(2, n, 4, 64, dtype=torch.bfloat16, device=device) for n in (5, 3))
+    rope = torch.complex(*rotary_tables(8, 32, dtype=torch.float32, device=device))
+    options = {"heads": 4, "norm": "per_head"}
+
+    def joined(image, text, rope):
+        q, k, v = (image.new_empty(2, 8, 4, 64) for _ in range(3))
+        for x, begin, end in ((text, 0, 3), (image, 3, 8)):
+            out = tuple(buffer[:, begin:end] for buffer in (q, k, v))
+            kernel.qk_norm_rope(x, x, rope=rope[begin:end], **options, v=x, out=out)
+        return q, k, v
+
+    both = torch.cat([text, image], 1)
+    q, k = kernel.qk_norm_rope(both, both, rope=rope, **options)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert_same_bits(joined(image, text, rope), (q, k, both))
+        assert_same_bits(torch.compile(joined, fullgraph=True)(image, text, rope), (q, k, both))
 
 
 def counted_call(kernel, name, x):
@@ -232,6 +316,8 @@ def counted_call(kernel, name, x):
         frame, fixed = table[:, :12], one[0, :, 0, :10].float()
         return kernel.rope_3d(x, (frame, frame), (fixed, fixed), (fixed, fixed))
     rope = (table, table)
+    if name == "qk_norm_two_ropes":
+        return kernel.qk_norm_rope(x, one, rope=rope, k_rope=(one[0, :, 0], one[0, :, 1]), heads=2)
     if name == "qk_norm_coordinate_rope":
         rope = kernel.CoordinateRope(table[None, :, :3], table[0, :10])
     return kernel.qk_norm_rope(x, x, rope=rope, heads=2)
@@ -539,7 +625,11 @@ def test_autograd_sees_what_is_written_in_place(kernel, device, name):
 def test_empty_tensors(kernel, device, name, shape, dtype):
     function, arguments = sample(kernel, name, dtype=dtype, device=device, shape=shape)
     outs = as_tuple(function(**arguments))
-    assert outs and all(out.flatten(2).shape == shape and out.dtype == dtype for out in outs)
+    assert outs and all(out.dtype == dtype for out in outs)
+    *others, last = (out.flatten(2).shape for out in outs)
+    assert all(other == shape for other in others)
+    longer = (shape[0], shape[1] + 1, shape[2])
+    assert last == (longer if name == "qk_norm_two_ropes" else shape)
 
 
 @pytest.mark.parametrize("name", QK_OPERATIONS)
@@ -619,6 +709,8 @@ def test_query_and_key_offsets_past_2_31(kernel, device, name, inplace, far_dim)
     function, arguments = sample(
         kernel, name, dtype=dtype, device=device, shape=(3, 3, 192), heads=3
     )
+    if "k_rope" in arguments:
+        arguments["k_rope"] = tuple(table[:3] for table in arguments["k_rope"])
     arguments.update({"q": q, "k": k})
     expected = references.qk_norm_rope(**arguments)
     for out, reference in zip(function(**arguments, inplace=inplace), expected, strict=True):

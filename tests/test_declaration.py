@@ -24,37 +24,55 @@ TYPES = {
     DECLARATION.INTEGER: "int",
     DECLARATION.FLAG: "bool",
 }
+EVERY_ROTATION = ("cos", "sin", "coordinates", "frequencies")
 ROTATIONS = {
     "qk_norm_rope": ("cos", "sin"),
     "qk_norm_coordinate_rope": ("coordinates", "frequencies"),
 }
+# Operators that take other arguments than the public function, or in another order.
+PARAMETERS = {
+    "qk_norm_rope": "q k q_weight k_weight rope heads norm layout eps",
+    "qk_norm_coordinate_rope": "q k q_weight k_weight rope heads norm layout eps",
+    "qk_norm_two_ropes": "q k q_weight k_weight rope k_rope heads norm layout eps",
+    "qk_norm_rope_out": "q k v q_weight k_weight rope k_rope out heads norm layout eps",
+    "norm_rope": "x weight rope heads norm layout eps",
+    "norm_rope_out": "x weight rope out heads norm layout eps",
+}
+WRITING = [
+    *(f"{name}_" for name in (*QK_OPERATIONS, "norm_rope")),
+    *("qk_norm_rope_out", "norm_rope_out"),
+]
 
 
 def declared_arguments(operator):
     """(name, type) of each argument as the schema has it, from the declaration."""
-    public = "qk_norm_rope" if operator.rstrip("_") in QK_OPERATIONS else operator
-    for parameter in DECLARATIONS[public.removesuffix("_out")].parameters.values():
+    operator = operator.removesuffix("_")
+    public = operator.removesuffix("_out")
+    if operator in PARAMETERS:
+        public = "qk_norm_rope" if operator.startswith("qk") else "norm_rope"
+    parameters = DECLARATIONS[public].parameters
+    names = PARAMETERS[operator].split() if operator in PARAMETERS else parameters
+    for parameter in (parameters[name] for name in names):
         kind = parameter.kind
         if kind.is_output:  # chooses between operators
             if operator in OUT_OPERATORS:
                 yield parameter.name, "Tensor"
             continue
-        if kind is DECLARATION.ROPE:
-            of_tables = operator.startswith("qk_norm_rope")
-            for name in ROTATIONS[operator.rstrip("_")]:
-                yield name, "Optional[Tensor]" if of_tables else "Tensor"
+        if kind in (DECLARATION.ROPE, DECLARATION.KEY_ROPE):
+            is_optional = operator != "qk_norm_coordinate_rope"
+            for name in ROTATIONS.get(operator, EVERY_ROTATION):
+                yield kind.prefix + name, "Optional[Tensor]" if is_optional else "Tensor"
             continue
-        if kind is DECLARATION.FLAG:  # chooses between operators
+        if kind in (DECLARATION.OUTPUT, DECLARATION.OUTPUTS):
+            for name in parameter.lowered:
+                yield name, "Optional[Tensor]" if name == "v_out" else "Tensor"
             continue
         type_name = "str" if kind.choices else TYPES.get(kind, "Tensor")
         for name in parameter.lowered:
             yield name, f"Optional[{type_name}]" if parameter.is_optional else type_name
 
 
-IN_PLACE = [f"{name}_" for name in QK_OPERATIONS]
-
-
-@pytest.mark.parametrize("operator", [*OPERATIONS, *IN_PLACE, *OUT_OPERATORS])
+@pytest.mark.parametrize("operator", [*OPERATIONS, *WRITING, *OUT_OPERATORS])
 def test_schema(kernel, operator):
     schema = getattr(kernel._ops.ops, operator).default._schema
     assert [(a.name, str(a.type)) for a in schema.arguments] == list(declared_arguments(operator))

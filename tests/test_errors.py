@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -71,6 +72,8 @@ def mistake(operations, argument, what, got, change, **options):
 # frame_cos and so on.
 
 ROPE_FIELDS = {"cos": 0, "sin": 1, "coordinates": 0, "frequencies": 1}
+KEY_FIELDS = {"k_cos": 0, "k_sin": 1}
+OUT_FIELDS = {"q_out": 0, "k_out": 1, "v_out": 2}
 AXIS_FIELDS = {
     f"{axis}_{name}": (axis, field)
     for axis in GRID_AXES
@@ -87,13 +90,19 @@ def replace(argument, change):
             pair = list(arguments[axis])
             pair[field] = change(pair[field])
             arguments[axis] = tuple(pair)
-        elif argument in ROPE_FIELDS and "rope" in arguments:
-            fields = list(arguments["rope"])
-            fields[ROPE_FIELDS[argument]] = change(fields[ROPE_FIELDS[argument]])
-            rope = arguments["rope"]
-            arguments["rope"] = rope._make(fields) if hasattr(rope, "_make") else tuple(fields)
-        else:
-            arguments[argument] = change(arguments[argument])
+            return
+        for group, indices in (
+            ("rope", ROPE_FIELDS),
+            ("k_rope", KEY_FIELDS),
+            ("out", OUT_FIELDS),
+        ):
+            if argument in indices and group in arguments:
+                value, index = arguments[group], indices[argument]
+                fields = list(value)
+                fields[index] = change(fields[index])
+                arguments[group] = value._make(fields) if hasattr(value, "_make") else tuple(fields)
+                return
+        arguments[argument] = change(arguments.get(argument))
 
     return apply
 
@@ -143,8 +152,17 @@ def shape_text(*shape):
 
 def tensors_by_name(operation):
     """The arguments of an operation that are tensors, by the names that sentences give them."""
-    if operation == "qk_norm_coordinate_rope":
-        return "q", "k", "q_weight", "k_weight", "coordinates", "frequencies"
+    if operation == "norm_rope":
+        return "x", "weight", "cos", "sin"
+    if operation in QK_OPERATIONS:
+        of_tables = ("cos", "sin")
+        of_coordinates = ("coordinates", "frequencies")
+        fields = {
+            "qk_norm_rope": of_tables,
+            "qk_norm_coordinate_rope": of_coordinates,
+            "qk_norm_two_ropes": (*of_coordinates, *KEY_FIELDS),
+        }
+        return "q", "k", "q_weight", "k_weight", *fields[operation]
     return tuple(
         name
         for parameter in DECLARATIONS[operation].parameters.values()
@@ -171,10 +189,10 @@ for name, (leader, *followers) in ARGUMENTS.items():
     mistake(name, leader, "stride", "stride 2", replace(leader, every_second))
     mistake(name, leader, "list", "list", replace(leader, as_list))
     mistake(name, leader, "None", "None", replace(leader, lambda t: None))
-    if name not in QK_OPERATIONS:
+    if name not in (*QK_OPERATIONS, "norm_rope"):
         mistake(name, leader, "0d", "()", replace(leader, of_shape()))
     for argument in followers:
-        if argument in ROPE_FIELDS or argument in AXIS_FIELDS:
+        if argument in {**ROPE_FIELDS, **AXIS_FIELDS, **KEY_FIELDS}:
             continue
         half = replace(argument, lambda t: t.to(torch.float16))
         mistake(name, argument, "float16", "float16", half)
@@ -182,8 +200,9 @@ for name, (leader, *followers) in ARGUMENTS.items():
         mistake(name, argument, "device", "", device, is_device=True)
         mistake(name, argument, "stride", "stride 2", replace(argument, every_second))
         mistake(name, argument, "list", "list", replace(argument, as_list))
+        is_norm_weight = name == "norm_rope" and argument == "weight"
         vectors = of_kind(name, DECLARATION.VECTOR, DECLARATION.NORM_VECTOR)
-        if argument in (*vectors, "q_weight", "k_weight"):
+        if is_norm_weight or argument in (*vectors, "q_weight", "k_weight"):
             columns = 2 * HIDDEN if name in GATED else HIDDEN
             size = shape_text(columns + 1)
             mistake(name, argument, "longer", size, replace(argument, longer))
@@ -239,8 +258,14 @@ for name in QK_OPERATIONS:
         "4d": lambda t: t.unflatten(2, (HEADS, HEAD_DIM)),
         "2d": lambda t: t[0],
     }.items():
-        size = shape_text(*change(torch.empty(SHAPE)).shape)
-        mistake(name, "k", what, size, replace("k", change))
+        length = SEQ + (name == "qk_norm_two_ropes")
+        size = shape_text(*change(torch.empty(BATCH, length, HIDDEN)).shape)
+        names_tables = name == "qk_norm_two_ropes" and what == "seq"
+        wrong = replace("k", change)
+        if names_tables:
+            mistake(name, "k_cos", "of_another_length", shape_text(length, HEAD_DIM), wrong)
+        else:
+            mistake(name, "k", what, size, wrong)
     for weight in ("q_weight", "k_weight"):
 
         def per_head(arguments):
@@ -282,6 +307,65 @@ for name in QK_OPERATIONS:
         mistake(name, "rope", repr(value), "", replace("rope", lambda _, v=value: v))
     mistake(name, "rope", "tensor", "", replace("rope", lambda _: torch.ones(2, SEQ, HIDDEN)))
     mistake(name, "rope", "three", "", replace("rope", lambda r: (r[0], r[1], r[1])))
+    for value in ("half", 1.0, (), (None,), torch.ones(SEQ, HEAD_DIM)):
+        wrong = replace("k_rope", lambda _, v=value: v)
+        mistake(name, "k_rope", type(value).__name__ + str(len(str(value))), "", wrong)
+
+    def with_values(arguments, v=None):
+        arguments["v"] = torch.ones_like(arguments["k"]) if v is None else v
+
+    def with_outputs(arguments, count=2):
+        outs = [torch.zeros_like(arguments[key]) for key in "qk"]
+        arguments["out"] = tuple([*outs, torch.zeros_like(outs[1])][:count])
+
+    mistake(name, "out", "v_alone", "None", with_values)
+    mistake(name, "out", "of_v_alone", "2", all_of(with_values, with_outputs))
+    mistake(name, "out", "of_no_v", "3", lambda a: with_outputs(a, count=3))
+    mistake(name, "out", "one", "1", lambda a: with_outputs(a, count=1))
+    mistake(name, "out", "tensor", "Tensor", replace("out", lambda _: torch.ones(2)))
+    mistake(name, "out", "text", "'q'", replace("out", lambda _: "q"))
+    mistake(name, "v", "list", "list", lambda a: (with_outputs(a, 3), with_values(a, [1.0])))
+    mistake(name, "q_out", "None", "None", all_of(with_outputs, replace("q_out", lambda _: None)))
+
+
+# norm_rope: one tensor, of which the weights and the rotation are as those of a query.
+mistake("norm_rope", "x", "2d", shape_text(SEQ, HIDDEN), replace("x", lambda t: t[0]))
+for value in (0, -4, 3, 512, "4", None, 4.0):
+    mistake("norm_rope", "heads", repr(value), str(value), replace("heads", lambda _, v=value: v))
+for value in ("foo", "", None, 3):
+    for argument in ("norm", "layout"):
+        wrong = replace(argument, lambda _, v=value: v)
+        mistake("norm_rope", argument, repr(value), repr(value), wrong)
+for value in ("1e-6", None):
+    mistake("norm_rope", "eps", repr(value), repr(value), replace("eps", lambda _, v=value: v))
+for value in ("half", 1.0, (), (None,), torch.ones(SEQ, HEAD_DIM)):
+    wrong = replace("rope", lambda _, v=value: v)
+    mistake("norm_rope", "rope", type(value).__name__ + str(len(str(value))), "", wrong)
+mistake("norm_rope", "weight", "norm_none", "none", replace("norm", lambda _: "none"))
+mistake("norm_rope", "out", "list", "list", replace("out", as_list))
+for size in ((SEQ + 1, HEAD_DIM), (BATCH + 1, SEQ, HIDDEN), (BATCH, SEQ, 2, HEAD_DIM)):
+    wrong = replace("cos", of_shape(*size))
+    mistake("norm_rope", "cos", f"shape{size}", shape_text(*size), wrong)
+
+# Complex tables.
+for name, where in (("qk_norm_rope", "rope"), ("norm_rope", "rope"), ("rope", "cos")):
+
+    def with_complex(arguments, size, dtype=torch.complex64, where=where):
+        x = arguments.get("q", arguments.get("x"))
+        arguments[where] = torch.ones(size, dtype=dtype, device=x.device)
+        if where == "cos":
+            arguments["x"] = x.unflatten(2, (HEADS, HEAD_DIM))
+            arguments["sin"] = None
+
+    for size in ((HEAD_DIM // 2,), (SEQ + 1, HEAD_DIM // 2), (SEQ, HEAD_DIM), (SEQ, HIDDEN // 2)):
+        wrong = partial(with_complex, size=size)
+        mistake(name, "cos", f"complex{size}", shape_text(*size), wrong)
+    wrong = partial(with_complex, size=(SEQ, HEAD_DIM // 2), dtype=torch.complex128)
+    mistake(name, "sin", "complex128", "None", wrong)
+
+wrong = replace("cos", lambda t: torch.complex(t, t))
+mistake("qk_norm_rope", "sin", "beside_complex", "float32", wrong)
+mistake("rope", "sin", "beside_complex", "float32", wrong)
 
 
 def fewer_k_heads(arguments):
@@ -519,7 +603,7 @@ def valid_call(kernel, operation, device, shape=SHAPE, heads=HEADS):
     )
     if "norm" in operation:
         arguments.setdefault("eps", 1e-6)
-    if operation in QK_OPERATIONS:
+    if operation in (*QK_OPERATIONS, "norm_rope"):
         arguments.update({"norm": "across_heads", "layout": "interleaved"})
     return function, arguments
 
@@ -563,7 +647,16 @@ def operation_in_messages(case):
     return public_name(case.operation)
 
 
-@pytest.mark.parametrize("case", [c for c in MISTAKES if c.operation in QK_OPERATIONS], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for case in MISTAKES
+        if case.operation in (*QK_OPERATIONS, "norm_rope")
+        and case.argument not in ("v", "out", "q_out")
+    ],
+    ids=str,
+)
 def test_mistakes_in_place(kernel, device, case):
     function, arguments = valid_call(kernel, case.operation, device)
     case.change(arguments)
@@ -629,7 +722,9 @@ ACCEPTED_TYPES = {
     "scale": "a number or None",
     "heads": "an integer",
     "inplace": "True or False",
-    "rope": "None, a pair (cos, sin) or a CoordinateRope",
+    "rope": "None, a pair (cos, sin), a complex tensor or a CoordinateRope",
+    "k_rope": "None, a pair (cos, sin), a complex tensor or a CoordinateRope",
+    "out": "a tuple (q_out, k_out) or (q_out, k_out, v_out) of tensors or None",
 }
 
 
@@ -659,9 +754,8 @@ def test_every_path_takes_the_same_scalars(kernel, device, argument, operation):
         if kind == "returned":
             assert argument == "rope" or not isinstance(value, (torch.Tensor, np.ndarray, complex))
         else:
-            assert re.fullmatch(
-                rf"{function.__name__}: (?:{argument}|cos|q_weight) [^\n]*, got [^\n]*", message
-            )
+            names = f"{argument}|cos|k_cos|weight|q_weight|q_out"
+            assert re.fullmatch(rf"{function.__name__}: (?:{names}) [^\n]*, got [^\n]*", message)
         if kind is TypeError and message.split(": ")[1].startswith(argument):
             text = ACCEPTED_TYPES.get(argument, "a string")
             assert message.startswith(f"{function.__name__}: {argument} must be {text}, got ")
@@ -947,6 +1041,89 @@ def test_in_place_where_an_input_requires_grad(kernel, device):
     refused_unchanged(kernel, kernel.qk_norm_rope, arguments, pattern)
 
 
+# Where the outputs are given. The call is of (2, 6, 4, 64), into a joint buffer.
+
+
+def output_call(kernel, device, *, is_of_one=False, **changes):
+    x, k, v = (normal(2, 6, 4, 64, dtype=torch.bfloat16, device=device) for _ in range(3))
+    rope = rotary_tables(6, 64, dtype=torch.float32, device=device)
+    joint = [x.new_zeros(2, 9, 4, 64) for _ in range(3)]
+    outs = tuple(buffer[:, 3:] for buffer in joint)
+    arguments = {"rope": rope, "heads": 4, "norm": "none"}
+    if is_of_one:
+        return kernel.norm_rope, {"x": x, "out": outs[0], **arguments, **changes}
+    return kernel.qk_norm_rope, {"q": x, "k": k, "v": v, "out": outs, **arguments, **changes}
+
+
+OUTPUT_MISTAKES = {
+    "dtype": ("out", "float32", torch.Tensor.float),
+    "stride": ("out", "stride 2", every_second),
+    "shape": ("out", "(2, 6, 4, 62)", lambda t: t[..., :62]),
+    "length": ("out", "(2, 5, 4, 64)", lambda t: t[:, :5]),
+    "dims": ("out", "(2, 6, 256)", lambda t: t.flatten(2)),
+    "expanded": ("out", "stride 0 in dimension 1", lambda t: t[:, :1].expand(2, 6, 4, 64)),
+    "of_itself": (
+        "out",
+        "strides (300, 10, 64, 1)",
+        lambda t: t.new_zeros(1000).as_strided((2, 6, 4, 64), (300, 10, 64, 1)),
+    ),
+}
+every_output_mistake = pytest.mark.parametrize("what", OUTPUT_MISTAKES)
+every_output = pytest.mark.parametrize("output", ["out", "q_out", "k_out", "v_out"])
+run_or_traced = pytest.mark.parametrize("is_traced", [False, True], ids=["run", "traced"])
+
+
+@every_output_mistake
+@every_output
+@run_or_traced
+def test_mistakes_in_outputs(kernel, device, what, output, is_traced):
+    function, arguments = output_call(kernel, device, is_of_one=output == "out")
+    _, got, change = OUTPUT_MISTAKES[what]
+    replace(output, change)(arguments)
+    pattern = sentence(function.__name__, output, got)
+    if is_traced:
+        assert_refused(function, map_tensors(on_meta, arguments), pattern)
+    else:
+        refused_unchanged(kernel, function, arguments, pattern)
+
+
+@pytest.mark.parametrize(
+    ("got", "change"),
+    {
+        "(2, 5, 4, 64)": lambda t: t[:, :5],
+        "(2, 6, 4, 32)": lambda t: t[..., :32],
+        "(1, 6, 4, 64)": lambda t: t[:1],
+        "float16": lambda t: t.half(),
+        "stride 2": every_second,
+    }.items(),
+)
+@run_or_traced
+def test_mistakes_in_values(kernel, device, got, change, is_traced):
+    function, arguments = output_call(kernel, device)
+    arguments["v"] = change(arguments["v"])
+    pattern = sentence("qk_norm_rope", "v", got)
+    if is_traced:
+        assert_refused(function, map_tensors(on_meta, arguments), pattern)
+    else:
+        refused_unchanged(kernel, function, arguments, pattern)
+
+
+@pytest.mark.parametrize("is_of_one", [False, True])
+def test_outputs_and_in_place(kernel, device, is_of_one):
+    function, arguments = output_call(kernel, device, is_of_one=is_of_one, inplace=True)
+    refused_unchanged(kernel, function, arguments, sentence(function.__name__, "inplace", "True"))
+
+
+@pytest.mark.parametrize("argument", ["rope", "x", "q", "k", "v", "out"])
+def test_outputs_where_an_input_requires_grad(kernel, device, argument):
+    function, arguments = output_call(kernel, device, is_of_one=argument == "x")
+    value = arguments[argument]
+    (value if isinstance(value, torch.Tensor) else value[-1]).requires_grad_()
+    if argument == "out":
+        arguments["out"] = tuple(torch.zeros_like(t, requires_grad=True) for t in value)
+    refused_unchanged(kernel, function, arguments, sentence(function.__name__, "out", ""))
+
+
 def test_every_argument_is_in_the_table(kernel):
     """A new argument must come with its mistakes."""
     tested = {(case.operation, case.argument) for case in MISTAKES}
@@ -976,7 +1153,7 @@ class Limit:
         function, arguments = valid_call(
             kernel, self.operation, "cpu" if is_traced else device, shape=(1, 1, 64), heads=1
         )
-        optional = ("q_weight", "k_weight", "key_bias", "key_lengths")
+        optional = ("q_weight", "k_weight", "weight", "key_bias", "key_lengths")
         arguments = {key: value for key, value in arguments.items() if key not in optional}
         if is_traced:
             arguments = map_tensors(on_meta, arguments)
@@ -1007,6 +1184,10 @@ def table(size):
     return lambda _: torch.empty(1, size, device="meta")
 
 
+def rows_of_table(size):
+    return lambda tensor: tensor[:1].expand(size, -1)
+
+
 def value(constant):
     return lambda _: constant
 
@@ -1023,15 +1204,31 @@ HEADS_OF_TOKENS = "must have a batch * seq * heads of at most 2147483647, got"
 limit("rope", f"x {HEADS_OF_TOKENS} {{}} * 1 * 1", lambda n: {"x": rows(n, 1)})
 limit("rope", f"x {HEADS_OF_TOKENS} 1 * 1 * {{}}", lambda n: {"x": rows(1, 1, n)})
 limit("rope_3d", f"x {HEADS_OF_TOKENS} {{}} * 1 * 1", lambda n: {"x": rows(n, 1, 1)})
+limit("norm_rope", f"x {HEADS_OF_TOKENS} {{}} * 1 * 1", lambda n: {"x": rows(n, 1)})
 limit(
-    QK_OPERATIONS,
+    QK_OPERATIONS[:2],
     f"q {HEADS_OF_TOKENS} {{}} * 1 * 1",
     lambda n: {"q": rows(n, 1), "k": rows(n, 1)},
+)
+limit(
+    "qk_norm_two_ropes",
+    f"k {HEADS_OF_TOKENS} 1 * {{}} * 1",
+    lambda n: {
+        "k": lambda t: t[:, :1].expand(1, n, 64),
+        **dict.fromkeys(KEY_FIELDS, rows_of_table(n)),
+    },
 )
 
 ELEMENTS_OF_TOKEN = "must have a heads * head_dim of at most 2147483647, got {} * 64"
 limit(
-    QK_OPERATIONS,
+    "norm_rope",
+    f"x {ELEMENTS_OF_TOKEN}",
+    lambda n: {"x": rows(1, 1, n), "heads": value(n)},
+    largest=2**25 - 1,
+    refused=2**25,
+)
+limit(
+    QK_OPERATIONS[:2],
     f"q {ELEMENTS_OF_TOKEN}",
     lambda n: {"q": rows(1, 1, n), "k": rows(1, 1, n), "heads": value(n)},
     largest=2**25 - 1,

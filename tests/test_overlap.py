@@ -130,6 +130,118 @@ def test_weights_and_tables_beside_what_is_written(kernel, device, is_traced):
     accepted(kernel, arguments, is_traced)
 
 
+# --------------------------------------------------------------------------------------------------
+# Outputs
+
+
+def of_outputs(device, **changes):
+    q, k, v = (torch.randn(2, 5, 2, 8, device=device) for _ in range(3))
+    joint = [torch.zeros(2, 9, 2, 8, device=device) for _ in range(3)]
+    weights = {key: torch.ones(8, device=device) for key in ("q_weight", "k_weight")}
+    rope = rotary_tables(5, 8, dtype=torch.float32, device=device)
+    options = {"v": v, "rope": rope, "heads": 2, "norm": "per_head", **weights}
+    return {"q": q, "k": k, "out": tuple(b[:, 4:] for b in joint), **options, **changes}
+
+
+def output_refused(kernel, arguments, name, written, is_traced):
+    pattern = sentence("qk_norm_rope", name, SHARED)
+    if is_traced:
+        message = assert_refused(kernel.qk_norm_rope, on_meta_together(arguments), pattern)
+    else:
+        memory = MemorySnapshot(tensors_of(arguments))
+        message = assert_refused(kernel.qk_norm_rope, arguments, pattern)
+        memory.assert_unchanged()
+    assert f"memory with {written}, which is written, got" in message
+
+
+@on_both_paths
+@pytest.mark.parametrize("first", range(3))
+@pytest.mark.parametrize("second", range(3))
+def test_outputs_that_overlap(kernel, device, is_traced, first, second):
+    if first >= second:
+        pytest.skip("each two of them once")
+    arguments = of_outputs(device)
+    outs, buffer = list(arguments["out"]), torch.zeros(2, 12, 2, 8, device=device)
+    outs[first], outs[second] = buffer[:, 1:6], buffer[:, 5:10]
+    names = ("q_out", "k_out", "v_out")
+    arguments["out"] = tuple(outs)
+    output_refused(kernel, arguments, names[second], names[first], is_traced)
+    outs[second] = buffer[:, 6:11]
+    arguments["out"] = tuple(outs)
+    given = on_meta_together(arguments) if is_traced else arguments
+    assert len(kernel.qk_norm_rope(**given)) == 3
+
+
+@on_both_paths
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_outputs_that_overlap_inputs(kernel, device, is_traced, name, index, is_whole):
+    """An input itself may be its own output, and no other; a part of it may not."""
+    arguments = of_outputs(device)
+    outs, buffer = list(arguments["out"]), torch.randn(2, 6, 2, 8, device=device)
+    arguments[name] = buffer[:, :5]
+    outs[index] = buffer[:, :5] if is_whole else buffer[:, 1:]
+    arguments["out"] = tuple(outs)
+    if is_whole and "qkv"[index] == name:
+        given = on_meta_together(arguments) if is_traced else arguments
+        expected = outs[index].clone()
+        result = kernel.qk_norm_rope(**given)[index]
+        assert is_traced or torch.equal(result, expected) == (name == "v")
+    else:
+        written = ("q_out", "k_out", "v_out")[index]
+        output_refused(kernel, arguments, name, written, is_traced)
+
+
+@on_both_paths
+@pytest.mark.parametrize("name", ["q_weight", "k_weight", "cos", "sin", "k_cos", "k_sin"])
+@pytest.mark.parametrize("index", range(3))
+def test_outputs_over_what_is_read(kernel, device, is_traced, name, index):
+    arguments = of_outputs(device)
+    out = arguments["out"][index]
+    inside = out[0, 1, 1] if name.endswith("weight") else out[1, :, 0]
+    if name.endswith("weight"):
+        arguments[name] = inside
+    else:
+        of_key = "k_" if name.startswith("k_") else ""
+        cos, sin = arguments["rope"]
+        arguments[f"{of_key}rope"] = (inside, sin) if name.endswith("cos") else (cos, inside)
+    output_refused(kernel, arguments, name, ("q_out", "k_out", "v_out")[index], is_traced)
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_outputs_that_are_negative_views(kernel, device, index):
+    arguments = of_outputs(device)
+    outs = list(arguments["out"])
+    outs[index] = torch._neg_view(outs[index])
+    arguments["out"] = tuple(outs)
+    name = ("q_out", "k_out", "v_out")[index]
+    assert_refused(
+        kernel.qk_norm_rope, arguments, sentence("qk_norm_rope", name, "negative bit set")
+    )
+
+
+@on_both_paths
+def test_output_of_one_tensor(kernel, device, is_traced):
+    buffer = torch.randn(2, 9, 16, device=device)
+    weight = torch.ones(16, device=device)
+
+    def call(x, out, weight=weight):
+        arguments = {"x": x, "weight": weight, "heads": 2, "out": out}
+        return kernel.norm_rope(**(on_meta_together(arguments) if is_traced else arguments))
+
+    for x, out, message in (
+        (buffer[:, :5], buffer[:, 4:], "x must not share memory with out, which is written, got"),
+        (buffer[:, :5, :8], buffer[:, :5, 4:12], "x must not share memory with out"),
+    ):
+        with pytest.raises(ValueError, match=f"norm_rope: {message}"):
+            call(x, out, None)
+    with pytest.raises(ValueError, match="norm_rope: weight must not share memory with out"):
+        call(buffer[:, :4], buffer[:, 4:8], buffer[1, 6])
+    call(buffer[:, :4], buffer[:, 4:8])
+    call(buffer[:, :4], buffer[:, :4])
+
+
 def addresses(tensor):
     """Of all bytes of its elements, for each element."""
     starts = torch.tensor([0])

@@ -8,6 +8,7 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from checks import CONTRACT_ELEMENTS, assert_rounded_once, check, check_nonfinite
 from inputs import (
     GRID_AXES,
+    LAYOUTS,
     PACKED_FORMS,
     PAIR_TABLE_SHAPES,
     STRIDED_LAYOUTS,
@@ -40,6 +41,31 @@ def rotated(shape, dtype, device, *, has_head_dim=True, layout="contiguous"):
 
 # --------------------------------------------------------------------------------------------------
 # From tables
+
+
+@pytest.mark.parametrize("table_shape", PAIR_TABLE_SHAPES)
+@pytest.mark.parametrize("head_dim", [2, 6, 64, 128])
+@flat_or_in_heads
+@every_pair_layout
+@every_dtype
+def test_complex_tables(kernel, device, table_shape, head_dim, has_head_dim, layout, dtype):
+    """Of a row of three dimensions they tell the size of a head."""
+    shape = (2, 65, 4, head_dim)
+    x = rotated(shape, dtype, device, has_head_dim=has_head_dim)
+    size = PAIR_TABLE_SHAPES[table_shape](*shape)
+    table = torch.complex(*rotary_tables(*size, dtype=torch.float32, device=device))
+    check(kernel, "rope", x, table, layout=layout)
+
+
+@pytest.mark.parametrize("memory", ["misaligned", "odd_rows", "expanded", "conj"])
+@pytest.mark.parametrize("head_dim", [64, 6])
+@every_pair_layout
+def test_views_of_complex_tables(kernel, device, memory, head_dim, layout):
+    x = rotated((2, 65, 4, head_dim), torch.bfloat16, device)
+    size = (2, 65, 4, head_dim // 2)
+    table = torch.complex(*rotary_tables(*size, dtype=torch.float32, device=device))
+    table = table.conj() if memory == "conj" else LAYOUTS[memory](table)
+    check(kernel, "rope", x, table, layout=layout)
 
 
 @pytest.mark.parametrize("head_dim", [2, 6, 18, 40, 64, 72, 80, 128, 256])

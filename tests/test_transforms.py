@@ -167,6 +167,52 @@ def test_vmap_in_place_refusals(kernel, device, name):
     assert torch.equal(q, before[0]) and torch.equal(k, before[1])
 
 
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, 0, 2), (None, 0, 1)])
+def test_vmap_with_outputs(kernel, device, in_dims):
+    rope = rotary_tables(5, 64, dtype=torch.float32, device=device)
+    x, out_k, out_v = (torch.randn(3, 2, 5, 1, 64, device=device) for _ in range(3))
+    out = torch.zeros_like(x)
+    arguments = [x[0] if in_dims[0] is None else x, x.clone(), out]
+    arguments = [
+        t if dim is None else t.movedim(0, dim).contiguous().movedim(dim, 0)
+        for t, dim in zip(arguments, in_dims, strict=True)
+    ]
+    dims = tuple(None if dim is None else 0 for dim in in_dims)
+
+    def call(q, k, out, out_k, out_v):
+        outs = (out, out_k, out_v)
+        return kernel.qk_norm_rope(q, k, rope=rope, heads=1, v=k, out=outs)
+
+    given = (*arguments, out_k, out_v)
+    results = torch.vmap(call, (*dims, 0, 0))(*given)
+    for index in range(3):
+        q = x[0] if dims[0] is None else x[index]
+        expected = (*kernel.qk_norm_rope(q, x[index], rope=rope, heads=1), x[index])
+        for result, written, reference in zip(results, given[2:], expected, strict=True):
+            assert torch.equal(result[index], reference)
+            assert torch.equal(written[index], reference)
+
+
+def test_vmap_refuses_outputs(kernel, device):
+    x = torch.randn(3, 2, 5, 1, 64, device=device)
+    out = torch.zeros_like(x)
+
+    def call(x, out):
+        return kernel.norm_rope(x, heads=1, out=out)
+
+    with pytest.raises(ValueError, match="norm_rope: out must be batched to be written under vmap"):
+        torch.vmap(call, (0, None))(x, out[0])
+    with pytest.raises(ValueError, match="norm_rope: out must not be expanded to be written, got"):
+        torch.vmap(call)(x, out[:1].expand_as(x))
+    with pytest.raises(ValueError, match="norm_rope: x must not share memory with out, which is"):
+        torch.vmap(call)(out[:2], out[1:])
+    assert not out.any()
+    copy = x.clone()
+    assert torch.equal(
+        torch.vmap(call)(copy, copy), kernel.norm_rope(x.flatten(0, 1), heads=1).view_as(x)
+    )
+
+
 # --------------------------------------------------------------------------------------------------
 # torch.fx
 
@@ -210,6 +256,21 @@ def test_fx_keeps_what_is_written_in_place(kernel, device):
     q, k = torch.randn(2, 1, 5, 64, device=device)
     expected, _ = kernel.qk_norm_rope(q, k, rope=(cos, sin), heads=1)
     assert torch.equal(graph(q, k), expected)
+
+
+def test_fx_keeps_what_is_written_to_outputs(kernel, device):
+    def forward(q, k, q_out, k_out):
+        kernel.qk_norm_rope(q, k, heads=1, out=(q_out, k_out))
+        kernel.norm_rope(q_out, heads=1, norm="none", out=q_out)
+        return q_out, k_out
+
+    graph = torch.fx.symbolic_trace(forward)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    q, k = torch.randn(2, 1, 5, 64, device=device)
+    expected = kernel.qk_norm_rope(q, k, heads=1)
+    results = graph(q, k, torch.zeros_like(q), torch.zeros_like(k))
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -87,7 +87,8 @@ class CallTables {
     if (offset == out.offset) return;
     out.offset = offset;
     const int64_t half = head_dim_ / 2;
-    if (tables_.is_complex) return put_together_pairs(out, static_cast<const float*>(table) + offset, head_stride);
+    if (tables_.is_complex)
+      return put_together_pairs(out, static_cast<const float*>(table) + offset, head_stride);
     const auto repeat = [&](const auto* values) ALWAYS_INLINE_LAMBDA {
       for (int64_t h = 0; h < (head_stride == 0 ? 1 : heads_); ++h)
         repeat_pairs<kLanes>(layout_, half, &out.values[h * head_dim_], 0, values + h * head_stride, half);

@@ -366,8 +366,7 @@ void launch(const typename Form::Params& p, Stream stream) {
     constexpr int kGroupThreads = config.kGroupThreads;
     constexpr int kBlock = kBlockThreads<kGroupThreads>;
     // Here a key is treated with the query in groups of few threads.
-    using Launched =
-        std::conditional_t<Form::kHasMore, AnyTensors<(kGroupThreads <= kMaxKeyThreads)>, Form>;
+    using Launched = std::conditional_t<Form::kHasMore, AnyTensors<(kGroupThreads <= kMaxKeyThreads)>, Form>;
     QkKernelParams<typename Form::Params> params{p, {}, {}, {}};
     params.seq_divisor.set(static_cast<uint32_t>(p.seq));
     params.max_heads_divisor.set(static_cast<uint32_t>(max_heads));

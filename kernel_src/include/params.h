@@ -151,7 +151,7 @@ struct QkNormRopeParams {
 
 // The key is absent where k.in is null. The elements of v, which is absent where v.in is null, are copied.
 struct QkvNormRopeParams : QkNormRopeParams {
-  HeadsOperand v;  // weight unused
+  HeadsOperand v;            // weight unused
   bool q_weight_is_float32;  // else dtype
   bool k_weight_is_float32;
 };

@@ -589,6 +589,12 @@ def _check_table(
     check_readable(operation, name, table)
 
 
+def _is_view_of_complex(table: Tensor) -> bool:
+    if table.dtype != torch.float32 or table.dim() < 2 or table.shape[-1] != 2:
+        return False
+    return table.stride(-1) == 1 and (table.stride(-2) == 2 or table.shape[-2] == 1)
+
+
 def check_tables(
     operation: str,
     cos: Tensor,
@@ -599,11 +605,15 @@ def check_tables(
     heads: int,
     head_dim: int,
     prefix: str = "",
+    accepts_view: bool = False,
 ) -> None:
-    """Both tables are of one value an element, or both of one a pair, or a complex one is both."""
+    """Both tables are of one value an element, or both of one a pair, or a complex one is both, where
+    ``accepts_view`` also as a view of real numbers (..., 2)."""
     cos_name, sin_name = f"{prefix}cos", f"{prefix}sin"
     _require_even_head_dim(operation, x_name, head_dim)
     of = (x_name, x, seq, heads, head_dim)
+    if accepts_view and sin is None and _is_view_of_complex(cos):
+        cos = torch.view_as_complex(cos)
     if cos.dtype == torch.complex64:
         if sin is not None:
             fail(
@@ -764,9 +774,11 @@ def _check_rotation(
             k_heads,
         )
     elif cos is not None:
-        check_tables(operation, cos, sin, leader_name, leader, x.shape[1], heads, head_dim, prefix)
+        of = (leader_name, leader, x.shape[1], heads, head_dim)
+        check_tables(operation, cos, sin, *of, prefix, accepts_view=True)
         if k_heads is not None:
-            tables = {names[0]: cos, names[1]: sin}
+            is_view = sin is None and cos.dtype != torch.complex64
+            tables = {names[0]: cos[..., 0] if is_view else cos, names[1]: sin}
             _require_heads_of_tables(operation, tables, heads, head_dim, k_heads)
     elif sin is not None:
         fail(operation, f"{names[0]} must be given along with {names[1]}, got None")

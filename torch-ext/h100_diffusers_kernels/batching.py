@@ -111,7 +111,7 @@ class Writing:
         return {name: named[name] for name in self.written}
 
     def check(self, arguments: tuple) -> None:
-        read = {
+        read: dict[str, Optional[Tensor]] = {
             name: value
             for name, value in zip(self.names, arguments)
             if isinstance(value, Tensor) and name not in self.written

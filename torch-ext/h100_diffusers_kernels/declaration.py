@@ -118,9 +118,9 @@ TABLES = Kind(
 _ROPE = "None, a pair (cos, sin), a complex tensor or a CoordinateRope"
 ROPE = Kind(_ROPE, arguments.is_rope, fields=("cos", "sin"))
 KEY_ROPE = Kind(_ROPE, arguments.is_rope, fields=("k_cos", "k_sin"), prefix="k_")
-OUTPUT = Kind("a tensor", is_constant=True)
+OUTPUT = Kind("a tensor", fields=("out",))
 OUTPUTS = Kind(
-    "a tuple (q_out, k_out) of tensors, or (q_out, k_out, v_out)",
+    "a tuple (q_out, k_out) or (q_out, k_out, v_out) of tensors",
     arguments.is_outputs,
     fields=("q_out", "k_out", "v_out"),
 )

@@ -13,7 +13,7 @@ before anything is launched or written; no memory for a result raises torch.OutO
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -474,10 +474,10 @@ def qk_norm_rope(
     layout: Layout = "interleaved",
     eps: float = 1e-6,
     inplace: bool = False,
-    k_rope: Optional[KeyRope] = None,
+    k_rope: KeyRope = None,
     v: Optional[Tensor] = None,
     out: Optional[Outputs] = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     """Query and key, normalized (RMS) and rotated.
 
     ``n = x / sqrt(mean(x²) + eps) * weight``, then each pair ``(a, b)`` of ``n`` becomes
@@ -539,7 +539,7 @@ def qk_norm_rope(
                 if first is None or second is None:
                     raise TypeError
             else:
-                first, second = _complex_table(rope), None
+                first, second = _complex_table(rope, inplace), None
         if not (k_rope is v is out is None):
             return _qk_norm_rope_apart(
                 q, k, q_weight, k_weight, rope, heads, norm, layout, eps, inplace, k_rope, v, out
@@ -569,7 +569,8 @@ def _qk_norm_rope_apart(
     q, k, q_weight, k_weight, rope, heads, norm, layout, eps, inplace, k_rope, v, out
 ):
     """With a rotation of the key's own, values or outputs."""
-    rotations = (*_lowered_rope(rope), *_lowered_rope(k_rope))
+    writes = inplace or out is not None
+    rotations = (*_lowered_rope(rope, writes), *_lowered_rope(k_rope, writes))
     if v is not None and out is None:
         fail("qk_norm_rope", "out must be given along with v, got None")
     outs = () if out is None else _outputs(inplace, v, out)
@@ -592,20 +593,24 @@ def _qk_norm_rope_apart(
     return written
 
 
-def _complex_table(rope):
+def _complex_table(rope, writes):
     if not isinstance(rope, Tensor) or not rope.is_complex():  # any tensor can be unpacked
         raise TypeError
+    if writes and torch.compiler.is_compiling() and rope.dtype == torch.complex64:
+        # Inductor leaves an operator that writes as it finds it where an argument is complex, and then
+        # refuses it.
+        return torch.view_as_real(rope.resolve_conj())
     return rope
 
 
-def _lowered_rope(rope):
+def _lowered_rope(rope, writes=False):
     """A rotation as operators take it: cosine, sine, coordinates, frequencies."""
     if rope is None:
         return None, None, None, None
     if isinstance(rope, CoordinateRope):
         return None, None, *rope
     if not isinstance(rope, (tuple, list)):
-        return _complex_table(rope), None, None, None
+        return _complex_table(rope, writes), None, None, None
     cos, sin = rope
     if cos is None or sin is None:
         raise TypeError
@@ -658,7 +663,8 @@ def _check_qk_norm_rope(
     q, k, q_weight, k_weight, rope, heads, norm, layout, eps, inplace=False, k_rope=None, v=None, *_
 ):
     rotations = (*_lowered_rope(rope), *_lowered_rope(k_rope))
-    check_qk_norm_two_ropes(q, k, q_weight, k_weight, *rotations, heads, norm, layout)
+    lowered: Any = (q, k, q_weight, k_weight, *rotations, heads, norm, layout)
+    check_qk_norm_two_ropes(*lowered)
     if v is not None:
         check_values("qk_norm_rope", q, k, v, heads, norm)
 
@@ -671,11 +677,11 @@ def _by_head(rope, x, heads, head_dim, layout):
     if rope is None:
         return None, None
     if isinstance(rope, CoordinateRope):
-        tables = (table.unflatten(2, (heads, -1)) for table in rope.tables(x.shape[2:].numel()))
+        by_head = [table.unflatten(2, (heads, -1)) for table in rope.tables(x.shape[2:].numel())]
         if layout == "half":
             # The tables repeat an angle for neighbours; here the pair is half a head apart.
-            tables = (table[..., ::2].repeat(1, 1, 1, 2) for table in tables)
-        return tuple(tables)
+            by_head = [table[..., ::2].repeat(1, 1, 1, 2) for table in by_head]
+        return tuple(by_head)
     tables = (rope.real, rope.imag) if isinstance(rope, Tensor) else rope
     return tuple(expressions.by_head(table, heads, head_dim) for table in tables)
 
@@ -734,7 +740,7 @@ def norm_rope(
         if norm not in NORMS or layout not in LAYOUTS:
             check_choice("norm_rope", "norm", norm, NORMS)
             check_choice("norm_rope", "layout", layout, LAYOUTS)
-        rotation = _lowered_rope(rope)
+        rotation = _lowered_rope(rope, inplace or out is not None)
         if inplace and out is not None:
             fail("norm_rope", "inplace must be False along with out, got True")
         if is_differentiated(x, weight, *rotation, out):
@@ -764,7 +770,8 @@ torch.fx.has_side_effect(norm_rope)
 
 
 def _check_norm_rope(x, weight, rope, heads, norm, layout, *_):
-    check_norm_rope(x, weight, *_lowered_rope(rope), heads, norm, layout)
+    lowered: Any = (x, weight, *_lowered_rope(rope), heads, norm, layout)
+    check_norm_rope(*lowered)
 
 
 _NORM_ROPE.check_values = _check_norm_rope
@@ -817,7 +824,8 @@ def _qk_norm_two_ropes_inplace_fake(q, k, *arguments):
 @torch.library.register_fake(add_op_namespace_prefix("qk_norm_rope_out"))
 def _qk_norm_rope_out_fake(q, k, v, *arguments):
     *read, q_out, k_out, v_out, heads, norm, layout, _ = arguments
-    check_qk_norm_two_ropes(q, k, *read, heads, norm, layout)
+    lowered: Any = (q, k, *read, heads, norm, layout)
+    check_qk_norm_two_ropes(*lowered)
     if (v is None) != (v_out is None):
         missing, given = ("v", "v_out") if v is None else ("v_out", "v")
         fail("qk_norm_rope", f"{missing} must be given along with {given}, got None")
@@ -844,7 +852,8 @@ def _norm_rope_inplace_fake(x, *arguments):
 @torch.library.register_fake(add_op_namespace_prefix("norm_rope_out"))
 def _norm_rope_out_fake(x, *arguments):
     *read, out, heads, norm, layout, _ = arguments
-    check_norm_rope(x, *read, heads, norm, layout)
+    lowered: Any = (x, *read, heads, norm, layout)
+    check_norm_rope(*lowered)
     check_output("norm_rope", "out", out, "x", x, "x", x)
     _check_in_place(_norm_rope_out, x, *arguments)
 
@@ -905,12 +914,10 @@ def rope(
 
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864.
     """
-    in_pairs = sin is None
-    if in_pairs:
-        cos, sin = cos.real, cos.imag
-    head_dim = x.shape[3] if x.dim() == 4 else cos.shape[-1] * (2 if in_pairs else 1)
+    tables = (cos.real, cos.imag) if sin is None else (cos, sin)
+    head_dim = x.shape[3] if x.dim() == 4 else cos.shape[-1] * (2 if sin is None else 1)
     heads = x.shape[2:].numel() // head_dim if head_dim else 0
-    cos, sin = (expressions.by_head(table, heads, head_dim) for table in (cos, sin))
+    cos, sin = (expressions.by_head(table, heads, head_dim) for table in tables)
     n = x.float().reshape(*x.shape[:2], heads, head_dim)
     return expressions.rotated(n, cos, sin, layout).reshape(x.shape).to(x.dtype)
 

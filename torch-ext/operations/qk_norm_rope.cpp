@@ -183,8 +183,8 @@ class NormRope {
 
   void set_heads(HeadsOperand& operand, const Tensor& tensor) const {
     operand.in = tensor.const_data_ptr();
-    operand.heads = tensor.dim() == 4 ? tensor.size(2)
-                                      : (params_.head_dim == 0 ? 0 : tensor.size(2) / params_.head_dim);
+    operand.heads =
+        tensor.dim() == 4 ? tensor.size(2) : (params_.head_dim == 0 ? 0 : tensor.size(2) / params_.head_dim);
     set_heads_strides(operand.in_strides, tensor, params_.head_dim);
   }
 
@@ -241,9 +241,8 @@ class NormRope {
     } else if (cos) {
       require_even_head_dim(check_, params.head_dim);
       TableChecker table_check(check_, {params.batch, params.seq, rotated.heads, params.head_dim});
-      params.tables = table_check.tables(*cos, sin, names.tables);
-      if (rotated.turns_key && table_check.per_head() != nullptr)
-        require_equal_heads(table_check.per_head());
+      params.tables = table_check.tables(*cos, sin, names.tables, true);
+      if (rotated.turns_key && table_check.per_head() != nullptr) require_equal_heads(table_check.per_head());
     } else if (sin) {
       fail(operation_, names.tables.cos, " must be given along with ", names.tables.sin, ", got None");
     }
@@ -314,8 +313,7 @@ class NormRope {
   void check_written(std::span<const Named> outputs, const char* where) const {
     for (const auto& [name, tensor] : outputs)
       if (tensor.has_value()) check_writable(name, *tensor, where);
-    for (size_t i = 0; i < outputs.size(); ++i)
-      check_read(outputs[i], outputs.subspan(0, i), where);
+    for (size_t i = 0; i < outputs.size(); ++i) check_read(outputs[i], outputs.subspan(0, i), where);
   }
 
   void check_writable(const char* name, const Tensor& tensor, const char* where) const {
@@ -479,17 +477,16 @@ void call_qk_norm_rope_out(const char*, const Tensor& q, const Tensor& k, const 
   if (v.has_value() != v_out.has_value())
     fail("qk_norm_rope", v ? "v_out" : "v", " must be given along with ", v ? "v" : "v_out", ", got None");
   if (v) call.set_values(*v);
-  call.run_out({{"q_out", q_out}, {"k_out", k_out}, {"v_out", v_out}},
-               {{"q_weight", q_weight},
-                {"k_weight", k_weight},
-                {"cos", cos},
-                {"sin", sin},
-                {"coordinates", coordinates},
-                {"frequencies", frequencies},
-                {"k_cos", k_cos},
-                {"k_sin", k_sin},
-                {"k_coordinates", k_coordinates},
-                {"k_frequencies", k_frequencies}});
+  call.run_out({{"q_out", q_out}, {"k_out", k_out}, {"v_out", v_out}}, {{"q_weight", q_weight},
+                                                                        {"k_weight", k_weight},
+                                                                        {"cos", cos},
+                                                                        {"sin", sin},
+                                                                        {"coordinates", coordinates},
+                                                                        {"frequencies", frequencies},
+                                                                        {"k_cos", k_cos},
+                                                                        {"k_sin", k_sin},
+                                                                        {"k_coordinates", k_coordinates},
+                                                                        {"k_frequencies", k_frequencies}});
 }
 
 OwnedTensor call_norm_rope(const char*, const Tensor& x, const OptionalTensor& weight,

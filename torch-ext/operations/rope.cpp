@@ -37,9 +37,8 @@ HeadsShape heads_shape(const ArgumentChecker& check, const Tensor& cos) {
   const int64_t width = shape[2], last = cos.dim() == 0 ? 0 : cos.size(cos.dim() - 1);
   const int64_t head_dim = is_complex(cos) ? 2 * last : last;
   if (head_dim == 0 ? width != 0 || cos.dim() == 0 : width % head_dim != 0)
-    fail(check.operation(), "cos must have a last dimension that divides ",
-         is_complex(cos) ? "half of " : "", "the last dimension of x (", width, "), got shape ",
-         to_string(cos.sizes()));
+    fail(check.operation(), "cos must have a last dimension that divides ", is_complex(cos) ? "half of " : "",
+         "the last dimension of x (", width, "), got shape ", to_string(cos.sizes()));
   return {shape[0], shape[1], head_dim == 0 ? 0 : width / head_dim, head_dim};
 }
 

@@ -48,9 +48,11 @@ class TableChecker {
  public:
   TableChecker(const ArgumentChecker& check, const HeadsShape& shape) : check_(check), shape_(shape) {}
 
-  // Returns the tables, and their strides of (batch, seq, head). A complex cos holds both.
-  RopeTables tables(const Tensor& cos, const OptionalTensor& sin, const TableNames& names = {}) {
-    if (is_complex(cos) || !sin.has_value()) return complex_table(cos, sin, names);
+  // Returns the tables, and their strides of (batch, seq, head). A complex cos holds both, or where
+  // `accepts_view` its view as real numbers (..., 2).
+  RopeTables tables(const Tensor& cos, const OptionalTensor& sin, const TableNames& names = {},
+                    bool accepts_view = false) {
+    if (is_complex(cos) || !sin.has_value()) return complex_table(cos, sin, names, accepts_view);
     RopeTables tables{};
     tables.cos = table(names.cos, cos, tables.cos_strides);
     tables.sin = table(names.sin, *sin, tables.sin_strides);
@@ -73,29 +75,35 @@ class TableChecker {
     return tensor.size(tensor.dim() - 1) == shape_.head_dim / 2;
   }
 
-  RopeTables complex_table(const Tensor& cos, const OptionalTensor& sin, const TableNames& names) {
-    if (!is_complex(cos))
+  RopeTables complex_table(const Tensor& cos, const OptionalTensor& sin, const TableNames& names,
+                           bool accepts_view) {
+    const int64_t dims = cos.dim();
+    const bool is_view = accepts_view && cos.scalar_type() == ScalarType::Float && dims >= 2 &&
+                         cos.size(dims - 1) == 2 && cos.stride(dims - 1) == 1 &&
+                         (cos.stride(dims - 2) == 2 || cos.size(dims - 2) == 1);
+    if (!is_complex(cos) && !is_view)
       fail(check_.operation(), names.sin, " must be given along with a ", names.cos, " of ",
            dtype_name(cos.scalar_type()), ", got None");
     if (sin.has_value())
-      fail(check_.operation(), names.sin, " must be None where ", names.cos,
-           " is complex, got a tensor of ", dtype_name(sin->scalar_type()));
+      fail(check_.operation(), names.sin, " must be None where ", names.cos, " is complex, got a tensor of ",
+           dtype_name(sin->scalar_type()));
     check_.same_device(names.cos, cos);
     RopeTables tables{};
-    tables.cos = table(names.cos, cos, tables.cos_strides);
-    for (int64_t& stride : tables.cos_strides) stride *= 2;
+    tables.cos = table(names.cos, cos, tables.cos_strides, is_view);
+    for (int64_t& stride : tables.cos_strides) stride *= is_view ? 1 : 2;
     std::copy_n(tables.cos_strides, 3, tables.sin_strides);
     tables.sin = static_cast<const float*>(tables.cos) + 1;
     tables.is_float32 = tables.is_per_pair = tables.is_complex = true;
     return tables;
   }
 
-  const void* table(const char* name, const Tensor& tensor, int64_t (&strides)[3]) {
+  // A view of complex numbers has a dimension more.
+  const void* table(const char* name, const Tensor& tensor, int64_t (&strides)[3], bool is_view = false) {
     check_.same_device(name, tensor);
-    const bool of_pairs = is_complex(tensor);
+    const bool of_pairs = is_complex(tensor) || is_view;
     if (!of_pairs) check_.float32_or_same_dtype(name, tensor);
     const auto [batch, seq, heads, head_dim] = shape_;
-    const auto shape = tensor.sizes();
+    const auto shape = tensor.sizes().first(tensor.sizes().size() - (is_view ? 1 : 0));
     const size_t dims = shape.size();
     const size_t seq_dim = dims == 2 ? 0 : 1;
     bool matches =
