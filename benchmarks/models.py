@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -212,6 +213,14 @@ def compile_as(model: torch.nn.Module, mode: str) -> bool:
     else:
         return False
     return True
+
+
+def free(device: torch.device) -> None:
+    """Return the memory of a model that is no longer there, and of what was compiled of it."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def check_modes(modes: Sequence[str]) -> list[str]:
