@@ -62,7 +62,7 @@ def inputs(
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
-    timestep: int = 800,
+    timestep: float = 800.0,
     text_tokens: int = TEXT_TOKENS,
 ) -> dict[str, object]:
     """Arguments of a forward as AllegroPipeline passes them with guidance: batch 2, negative first.
@@ -74,7 +74,7 @@ def inputs(
     lengths = torch.tensor([[16], [100]], device=device)
     return {
         "hidden_states": torch.cat([latents, latents]),
-        "encoder_hidden_states": normal(2, text_tokens, config.caption_channels),
+        "encoder_hidden_states": normal(2, 1, text_tokens, config.caption_channels),
         "encoder_attention_mask": (torch.arange(text_tokens, device=device) < lengths).long(),
         "timestep": torch.tensor(timestep, device=device).expand(2),
         "image_rotary_emb": rotation(model, size, device),

@@ -107,7 +107,7 @@ def measure_model(
             "model": models.name_of(published, tiny),
             "batch": published.BATCH,
             "tokens": published.SMALL["size"].tokens,
-            "text_tokens": arguments["encoder_hidden_states"].shape[1],
+            "text_tokens": arguments["encoder_hidden_states"].shape[-2],
             "condition": condition,
             "weights": weights,
             "context": context,
