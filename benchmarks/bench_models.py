@@ -93,9 +93,7 @@ def distances(
     }
     if not settings.has_distance:
         return entries
-    exact = models.float32_output(
-        model, arguments, getattr(settings.published, "THOUSANDFOLD", ())
-    )
+    exact = models.float32_output(model, arguments, getattr(settings.published, "THOUSANDFOLD", ()))
     eagers = relative_distance(eager, exact)
     for mode, output in outputs.items():
         distance = relative_distance(output, exact)

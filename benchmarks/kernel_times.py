@@ -28,7 +28,9 @@ _CONVOLUTION = re.compile(
     r"conv(?!ert)|fprop|dgrad|wgrad|implicit_gemm|winograd|im2col|vol2col|nchwTo|nhwcTo|ncdhwTo|ndhwcTo",
     re.IGNORECASE,
 )
-_MATRIX_TEMPLATE = re.compile(r"^triton_(tem|mm).*mm")  # which may be fused with what follows a convolution
+_MATRIX_TEMPLATE = re.compile(
+    r"^triton_(tem|mm).*mm"
+)  # which may be fused with what follows a convolution
 _GEMM = re.compile(r"nvjet|gemm|gemv|cutlass|cublas|splitk|triton_tem|triton_mm", re.IGNORECASE)
 
 

@@ -443,9 +443,7 @@ def test_float32_model_is_near_and_exact(tiny, published):
         before = {name: weight.clone() for name, weight in model.named_parameters()}
         with torch.no_grad():
             output = model(**arguments)[0]
-            exact = models.float32_output(
-                model, arguments, getattr(published, "THOUSANDFOLD", ())
-            )
+            exact = models.float32_output(model, arguments, getattr(published, "THOUSANDFOLD", ()))
         distance = bench_models.relative_distance(output, exact)
         assert exact.dtype == torch.float32
         assert 1e-3 < distance < 0.02 if dtype == torch.bfloat16 else distance == 0
@@ -564,9 +562,7 @@ def alike(benchmark, passed, name, is_own):
         assert benchmark == passed, name
 
 
-@pytest.mark.parametrize(
-    "published", [pytest.param(p, id=p.__name__) for p in (ltx, *PIPELINES)]
-)
+@pytest.mark.parametrize("published", [pytest.param(p, id=p.__name__) for p in (ltx, *PIPELINES)])
 def test_inputs_are_what_the_pipeline_passes(tiny, monkeypatch, published):
     """Of the first forward: names, shapes and dtypes, and all values but latents and timesteps."""
     passed = {}
