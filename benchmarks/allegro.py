@@ -1,4 +1,4 @@
-"""Allegro for videos of 40 frames at 360p, at its published sizes but for 4 of 32 blocks, with random weights."""
+"""Allegro for 40 frames at 360p, at its published sizes but for 4 of 32 blocks, with random weights."""
 
 from __future__ import annotations
 

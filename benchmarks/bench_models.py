@@ -3,9 +3,9 @@ compiled as a whole, injected but for attention, injected and compiled.
 
 The published sizes (most with fewer blocks), inputs as the pipelines pass them. All modes share one set
 of weights and take turns, first with random weights, then with such norms of query and key that the scores
-are as peaked as trained models have them (models.WEIGHTS). The weights change in place: nothing is compiled or
-injected again. Beside the times stand the host's, the GPU's by kernel class, and each mode's distance from the
-model in float32. Writes to benchmarks/results/<the model's name>, of LTX-Video to models:
+are as peaked as trained models have them (models.WEIGHTS). The weights change in place: nothing is compiled
+or injected again. Beside the times stand the host's, the GPU's by kernel class, and each mode's distance from
+the model in float32. Writes to benchmarks/results/<the model's name>, of LTX-Video to models:
 
     python benchmarks/bench_models.py
     python benchmarks/bench_models.py --model all

@@ -2,8 +2,9 @@
 
 A published model is a module, such as ltx.py or flux.py, which defines NAME and TINY_NAME, the RESULT that
 bench_models.py writes, BATCH and TEXT_TOKENS, SIZES and TINY_SIZES with `parse_size` for others, and makes
-the `transformer` and the `inputs` of a forward; SMALL are the arguments of `inputs` that bench_host_forward.py
-gives it. THOUSANDFOLD, where it is there, names inputs that the model multiplies by 1000 in its own dtype.
+the `transformer` and the `inputs` of a forward; SMALL are the arguments of `inputs` that
+bench_host_forward.py gives it. THOUSANDFOLD, where it is there, names inputs that the model multiplies by
+1000 in its own dtype.
 """
 
 from __future__ import annotations
@@ -140,8 +141,10 @@ def weights(model: torch.nn.Module, name: str) -> Iterator[None]:
 
 
 def _projections(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, int, bool]]:
-    """Weights and biases of the linear layers that make query and key, of attentions whose norms of these have no
-    weight or are not there: each with the number of heads, and whether there is a norm."""
+    """Weights and biases of what makes query and key, where their norms have no weight or are not there.
+
+    Each with the attention's number of heads, and whether there is a norm.
+    """
     for attention in model.modules():
         norm = getattr(attention, "norm_q", None)
         if hasattr(attention, "to_q") and getattr(norm, "weight", None) is None:
@@ -194,7 +197,7 @@ def block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
 
 
 def compile_blocks(model: torch.nn.Module, **options: object) -> None:
-    """torch.compile of each block in place: the blocks that diffusers says are repeated, where it names any."""
+    """torch.compile of each block in place: of those that diffusers says are repeated, where it names any."""
     options = {"fullgraph": True, "dynamic": False, **options}
     if getattr(model, "_repeated_blocks", None):
         model.compile_repeated_blocks(**options)

@@ -54,8 +54,8 @@ ATTENTION_ERROR_OVER_FA3 = 1.05
 # Of the injected LTX-Video 2B: size, weights; over which mode, how many times as fast.
 MODEL_SIZE, MODEL_WEIGHTS = "161x512x768", "peaked"
 MODELS = (("eager", 1.65), ("compiled", 1.16))
-# Of the other injected models, with these weights too: the result's name, what the model is called, and how many
-# times as fast as eager and as torch.compile.
+# Of the other injected models, with these weights too: the result's name, what the model is called, and how
+# many times as fast as eager and as torch.compile.
 FORWARDS = {
     "flux": ("FLUX.1", 1.55, 1.15),
     "flux2": ("FLUX.2", 1.35, 1.08),
@@ -262,9 +262,9 @@ def models(result: Mapping | None) -> list[Target]:
 
 @dataclass(frozen=True)
 class Forward:
-    """An injected forward at one size beside eager and torch.compile: milliseconds and ratios, None where not measured.
+    """An injected forward at one size beside eager and torch.compile, in milliseconds and ratios.
 
-    Compiled is the faster of COMPILED that was measured.
+    None is what was not measured. Compiled is the faster one of COMPILED that was.
     """
 
     size: str
@@ -321,8 +321,10 @@ def forwards(result: Mapping | None, weights: str = MODEL_WEIGHTS) -> list[Forwa
 
 
 def model_forwards(results: Mapping[str, Mapping]) -> list[Target]:
-    """The other models' forwards over eager and over torch.compile, one row each; then what holds for all of
-    them: the rest of the GPU's time, the host's time and the distance from float32, the furthest behind of each."""
+    """The other models' forwards over eager and over torch.compile, one row each; then what is asked of all.
+
+    That is the rest of the GPU's time, the host's time and the distance from float32: the furthest behind.
+    """
     measured = {name: forwards(results.get(name)) for name in (*FORWARDS, *WITHOUT_FAMILY)}
 
     def figures(names: Sequence[str], value: Callable[[Forward], float | None]) -> Figures:
@@ -378,7 +380,7 @@ def model_forwards(results: Mapping[str, Mapping]) -> list[Target]:
             is_upper_bound=True,
         ),
         furthest(
-            "host time of a forward over eager's",
+            "a forward's host time over eager's",
             [(TITLES[name], host_share(results.get("host_forward"), name)) for name in families],
             HOST_FORWARD_OVER_EAGER,
             "×",

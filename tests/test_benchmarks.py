@@ -286,8 +286,8 @@ def test_published_size_is_flux_1():
     assert size == flux.ImageSize(1024, 1024) and size.tokens == 4096
 
 
-# Parameters of the whole model in billions as published, what makes the model whole, heads and their size, and
-# tokens at the published size.
+# Parameters of the whole model in billions as published, what makes the model whole, heads and their size,
+# and tokens at the published size.
 WHOLE = [
     (flux2, (32.0, 32.5), {"num_layers": 8, "num_single_layers": 48}, (48, 128), 4096),
     (sd3, (8.0, 8.3), {"num_layers": 38}, (38, 64), 4096),
@@ -344,9 +344,9 @@ IMAGE, VIDEO = sizes.ImageSize(256, 256), sizes.VideoSize(8, 192, 192)
 ACROSS = "norm_q.weight norm_k.weight"
 JOINT = f"{ACROSS} norm_added_q.weight norm_added_k.weight"
 LINEAR = "to_q.weight to_k.weight"
-# A size with enough tokens for a standard deviation, how many of the model's attentions are the image's own, how
-# close their scores come, and the parameters that set them. Some vary less: what a large modulation adds to
-# all keys alike is no part of how they vary.
+# A size with enough tokens for a standard deviation, how many of the model's attentions are the image's own,
+# how close their scores come, and the parameters that set them. Some vary less: what a large modulation adds
+# to all keys alike is no part of how they vary.
 SCORES = {
     ltx: (ltx.VideoSize(17, 256, 256), 2, 0.05, "attn1 attn2", ACROSS),
     flux: (IMAGE, 4, 0.2, "attn", JOINT),
@@ -1810,6 +1810,108 @@ def test_targets_of_the_model():
     assert (eager.verdict, compiled.verdict) == ("met", "missed by 5.2%")
     for result in (None, {"sizes": {}}, sizes(random=good)):
         assert {row.verdict for row in targets.models(result)} == {"not measured"}
+
+
+def made_up_forward(
+    injected=40.0, rest=2.0, distance=1.02, weights="peaked", size="1024x1024", **compiled
+):
+    """A model's result at one size: eager takes 60 ms, 20 of them outside products and attention."""
+    times = {"eager": 60.0, **compiled, "injected": injected}
+    rests = {"eager": 20.0, **dict.fromkeys(compiled, 4.0), "injected": rest}
+    modes = {
+        mode: {
+            "ms": {"median": ms},
+            "distance_over_eager": distance if mode == "injected" else 1.0,
+            "kernels": {"classes": {"other": {"ms": rests[mode], "launches": 1}}},
+        }
+        for mode, ms in times.items()
+    }
+    of_weights = {"modes": modes, "speedups": timing.speedups(times)}
+    return {
+        "environment": ENVIRONMENT,
+        "model": "a model",
+        "sizes": {size: {"batch": 1, "tokens": 8, "weights": {weights: of_weights}}},
+    }
+
+
+def test_forward_is_compared_with_the_faster_compiled_one():
+    (row,) = targets.forwards(made_up_forward(compiled=50.0, **{models.REGIONAL: 48.0}))
+    assert (row.size, row.eager, row.compiled, row.injected) == ("1024x1024", 60.0, 48.0, 40.0)
+    assert (row.over_eager, row.over_compiled) == (1.5, 1.2)
+    assert (row.rest_over_eager, row.rest_over_compiled) == (0.1, 0.5)
+    assert row.compiled_mode == models.REGIONAL and row.distance_over_eager == 1.02
+    (row,) = targets.forwards(made_up_forward(compiled=46.0, **{models.REGIONAL: 48.0}))
+    assert (row.compiled_mode, row.over_compiled) == ("compiled", 1.15)
+    (row,) = targets.forwards(made_up_forward())
+    assert row.over_eager == 1.5
+    assert row.compiled_mode is row.over_compiled is row.rest_over_compiled is None
+    (row,) = targets.forwards(made_up_forward(weights="random"))
+    assert row.eager is row.injected is row.over_eager is row.distance_over_eager is None
+    assert not targets.forwards(None)
+
+
+def test_aims_are_of_the_published_models():
+    names = {published.RESULT: published.NAME for published in options.PUBLISHED}
+    assert set(targets.TITLES) == set(names)
+    for name, title in targets.TITLES.items():
+        assert names[name].startswith(title)
+    assert set(targets.COMPILED) <= set(models.MODES)
+
+
+def test_targets_of_the_other_models():
+    rows = targets.model_forwards({})
+    assert len(rows) == 2 * 6 + 3 + 4 and {row.verdict for row in rows} == {"not measured"}
+
+    slow = made_up_forward(injected=50.0, rest=5.0, distance=1.1, **{models.REGIONAL: 52.0})
+    entry = {"mode": "injected", "over_eager": 0.3, "condition": "as published"}
+    host = [
+        {**entry, "model": flux2.NAME},
+        {**entry, "model": flux2.NAME, "over_eager": 0.5},
+        {**entry, "model": sd3.NAME, "over_eager": 0.7},
+        {**entry, "model": wan.NAME, "over_eager": 9.0, "condition": "LoRA adapters"},
+        {**entry, "model": wan.NAME, "over_eager": 1.0, "mode": "eager"},
+    ]
+    rows = targets.model_forwards(
+        {
+            "flux2": made_up_forward(**{models.REGIONAL: 48.0}),
+            "sd3": slow,
+            "cosmos": slow,
+            "host_forward": {"forwards": host},
+        }
+    )
+    verdicts = {(row.what, row.of): row.verdict for row in rows}
+    size = "1024×1024"
+    assert verdicts["injected over eager", f"FLUX.2 {size}"] == "met"
+    assert verdicts["injected over torch.compile", f"FLUX.2 {size}"] == "met"
+    sd3_name = f"Stable Diffusion 3.5 Large {size}"
+    assert verdicts["injected over eager", sd3_name] == "missed by 29.4%"
+    assert verdicts["injected over torch.compile", sd3_name] == "missed by 7.1%"
+    assert verdicts["injected over eager, no family", f"Cosmos-Predict2 2B {size}"] == "met"
+    assert verdicts["injected over eager", "Qwen-Image"] == "not measured"
+    rest, over_compiled, distance, shares = rows[-4:]
+    assert rest.of == f"1 of 6; the most: {sd3_name}; 4 not measured" and rest.measured == 0.25
+    assert over_compiled.measured == 1.25 and distance.measured == 1.1
+    assert distance.of.startswith("1 of 9;") and distance.verdict == "missed by 4.8%"
+    assert shares.measured == 0.7 and shares.of.startswith("1 of 6; the most: Stable Diffusion")
+
+
+def test_table_and_plot_of_all_models(tmp_path):
+    assert {row[4] for row in rows_of(tmp_path, "all_models")} == {"not measured"}
+    assert not render_plots.render(tmp_path)
+    store(tmp_path, "models", made_up_forward(50.0, size="9x64x96", compiled=52.0))
+    store(tmp_path, "sd3", made_up_forward(**{models.REGIONAL: 48.0}))
+    store(tmp_path, "cosmos", made_up_forward(injected=55.0))
+    names, rows = zip(*((row[0], row[1:]) for row in rows_of(tmp_path, "all_models")), strict=True)
+    assert names[:3] == ("a model, 9 frames 64×96", "FLUX.1", "FLUX.2")
+    assert names[3] == "a model, 1024×1024" and len(names) == len(targets.TITLES)
+    ratios = ["1.50×", "1.20×", "0.10×", "0.50×", "1.02×"]
+    assert rows[3] == ["60.0 ms", "48.0 ms blocks", "40.0 ms", *ratios]
+    assert rows[0][:2] == ["60.0 ms", "52.0 ms whole"]
+    assert rows[7] == ["60.0 ms", "", "55.0 ms", "1.09×", "", "0.10×", "", "1.02×"]
+    assert rows[1] == ["", "", "", "not measured", "", "", "", ""]
+    drawn = render_plots.render(tmp_path)["all_models.svg"]
+    for speedup in ("1.20", "1.15", "1.50", "1.25", "1.09"):
+        assert f">{speedup}×</text>" in drawn
 
 
 def test_attention_tables(made_up_attention, made_up, tmp_path):

@@ -156,7 +156,7 @@ def models(results: dict[str, dict]) -> str:
 
 
 def all_models(results: dict[str, dict]) -> str:
-    """Speedup of each model's forward over eager with peaked weights: torch.compile's and the injected one's."""
+    """Speedup of each model's forward over eager, torch.compile's and the injected one's."""
     shown = [
         (f"{results[name]['model']}\n{forward.size.replace('x', '×')}", forward)
         for name in targets.TITLES
