@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import traceback
 from collections.abc import Callable
 from types import ModuleType
 
@@ -195,10 +196,17 @@ def main(chosen, conditions, weights, modes, device, dtype, tiny, rounds, output
         "rounds": rounds,
         "forwards": [],
     }
+    failed: list[str] = []
     for published, condition, of_weights in itertools.product(chosen, conditions, weights):
-        result["forwards"] += measure_model(
-            published, kernel, modes, rounds, device, dtype, tiny, condition, of_weights
-        )
+        try:
+            result["forwards"] += measure_model(
+                published, kernel, modes, rounds, device, dtype, tiny, condition, of_weights
+            )
+        except Exception:
+            if len(chosen) == 1:
+                raise
+            failed.append(published.__name__)  # the others are measured all the same
+            click.echo(traceback.format_exc(), err=True)
         models.free(device)
     show(result["forwards"])
     has_default = PUBLISHED in conditions and DEFAULT_WEIGHTS in weights
@@ -207,6 +215,8 @@ def main(chosen, conditions, weights, modes, device, dtype, tiny, rounds, output
     if output is not None:
         record.write(output, result)
         click.echo(f"Wrote {output}")
+    if failed:
+        raise click.ClickException(f"not measured: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -697,6 +697,24 @@ def test_model_that_fails_does_not_keep_others_from_being_measured(device, tmp_p
     assert isinstance(run.exception, RuntimeError)
 
 
+def test_host_time_of_other_models_than_the_one_that_fails(device, tmp_path, monkeypatch):
+    def measure_model(published, *args):
+        if published is flux2:
+            raise RuntimeError("no such model")
+        return [{"model": published.NAME}]
+
+    monkeypatch.setattr(bench_host_forward, "measure_model", measure_model)
+    monkeypatch.setattr(bench_host_forward, "show", lambda entries: None)
+    output = tmp_path / "host_forward" / "only.json"
+    arguments = ["--device", device, "--modes", "eager", "--output", str(output), "--model"]
+    run = CliRunner().invoke(bench_host_forward.main, [*arguments, "wan,flux2,cosmos"])
+    assert run.exit_code == 1 and "not measured: flux2" in run.output
+    measured = [entry["model"] for entry in load(tmp_path, "host_forward")["forwards"]]
+    assert measured == [wan.NAME, cosmos.NAME]
+    run = CliRunner().invoke(bench_host_forward.main, [*arguments, "flux2"])
+    assert isinstance(run.exception, RuntimeError)
+
+
 @pytest.mark.parametrize(
     ("modes", "is_kept"),
     [
