@@ -222,15 +222,6 @@ def measure_operations(
     return entries
 
 
-def upcast(arguments: dict[str, object]) -> dict[str, object]:
-    return {
-        name: value.float()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-        else value
-        for name, value in arguments.items()
-    }
-
-
 def measure_model(
     model: torch.nn.Module,
     kernel: ModuleType,
@@ -244,7 +235,7 @@ def measure_model(
         for seed, timestep in DRAWS
     ]
     wide = copy.deepcopy(model).float()
-    references_ = [wide(**upcast(arguments))[0] for _, _, arguments in draws]
+    references_ = [wide(**models.upcast(arguments))[0] for _, _, arguments in draws]
     del wide
     injected = models.twin(model)
     kernel.inject_kernels(injected)

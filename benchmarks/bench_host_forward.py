@@ -1,4 +1,4 @@
-"""The host's time for one whole forward of LTX-Video 2B and of FLUX.1, eager and injected.
+"""The host's time for one whole forward of published models, eager and injected.
 
 From the call to its return, on an idle GPU that is not waited for, under torch.no_grad and under
 torch.inference_mode. There are so few tokens that the GPU keeps up, and its queue never fills: its own time
@@ -9,7 +9,7 @@ adapters that are not merged cost the host most (--condition): both modes have t
 Writes to benchmarks/results/host_forward:
 
     python benchmarks/bench_host_forward.py
-    python benchmarks/bench_host_forward.py --model ltx --rounds 100
+    python benchmarks/bench_host_forward.py --model ltx,flux --rounds 100
     python benchmarks/bench_host_forward.py --condition "a hook on every block" --condition "LoRA adapters"
     python benchmarks/bench_host_forward.py --device cpu --tiny --rounds 2 --output /tmp/host_forward.json
 """
@@ -18,27 +18,21 @@ from __future__ import annotations
 
 import functools
 import itertools
+import traceback
 from collections.abc import Callable
 from types import ModuleType
 
 import click
-import flux
 import kernel_times
-import ltx
 import models
 import record
 import timing
 import torch
-from options import DEVICE, DTYPE, MODELS, TINY, modes_option
+from options import ALL, DEVICE, DTYPE, MODELS, TINY, Models, modes_option
 from peft import LoraConfig
 from tabulate import tabulate
 
 CONTEXTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
-# Of both models 64 tokens a batch entry; FLUX's text, which is joined to them, is short too.
-INPUTS = {
-    "ltx": functools.partial(ltx.inputs, size=ltx.VideoSize(1, 256, 256)),
-    "flux": functools.partial(flux.inputs, size=flux.ImageSize(128, 128), text_tokens=64),
-}
 WARM_UP_ROUNDS = 2
 PROFILED_CALLS = 3
 DEFAULT_WEIGHTS = "random"
@@ -49,7 +43,7 @@ def add_hooks(*indices: int) -> Callable[[torch.nn.Module], None]:
     """What puts a forward hook on the blocks of these indices, without any on all of them."""
 
     def add(model: torch.nn.Module) -> None:
-        blocks = [block for stack in STACKS for block in getattr(model, stack, ())]
+        blocks = [block for stack in models.block_lists(model) for block in stack]
         for block in [blocks[index] for index in indices] if indices else blocks:
             block.register_forward_hook(lambda module, args, output: None)
 
@@ -61,8 +55,6 @@ def add_adapters(model: torch.nn.Module) -> None:
     model.add_adapter(LoraConfig(r=LORA_RANK, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
 
 
-# Of a model's blocks, in the order in which they are called.
-STACKS = ("transformer_blocks", "single_transformer_blocks")
 # What was done to the model before the injection, by what the results call it.
 PUBLISHED = "as published"
 CONDITIONS: dict[str, Callable[[torch.nn.Module], None]] = {
@@ -83,7 +75,7 @@ def under(context: Callable[[], object], forward: Callable[[], object]) -> Calla
 
 
 def measure_model(
-    name: str,
+    published: ModuleType,
     kernel: ModuleType | None,
     modes: list[str],
     rounds: int,
@@ -94,9 +86,8 @@ def measure_model(
     weights: str = DEFAULT_WEIGHTS,
 ) -> list[dict[str, object]]:
     """One entry a context and mode."""
-    published = MODELS[name]
     model = published.transformer(device, dtype, tiny)
-    arguments = INPUTS[name](model, device=device, dtype=dtype)
+    arguments = published.inputs(model, device=device, dtype=dtype, **published.SMALL)
     forwards = {}
     for context, enter in CONTEXTS.items():
         for mode in modes:
@@ -104,8 +95,7 @@ def measure_model(
             CONDITIONS[condition](instance)
             if mode.startswith("injected"):
                 models.inject(kernel, instance, mode)
-            if mode.endswith("compiled"):
-                models.compile_whole(instance)
+            models.compile_as(instance, mode)
             forwards[context, mode] = under(enter, functools.partial(instance, **arguments))
 
     with models.weights(model, weights):
@@ -117,8 +107,8 @@ def measure_model(
         entry = {
             "model": models.name_of(published, tiny),
             "batch": published.BATCH,
-            "tokens": arguments["hidden_states"].shape[1],
-            "text_tokens": arguments["encoder_hidden_states"].shape[1],
+            "tokens": published.SMALL["size"].tokens,
+            "text_tokens": arguments["encoder_hidden_states"].shape[-2],
             "condition": condition,
             "weights": weights,
             "context": context,
@@ -165,12 +155,11 @@ def show(entries: list[dict]) -> None:
 @click.command()
 @click.option(
     "--model",
-    "names",
-    type=click.Choice(list(MODELS)),
-    multiple=True,
-    default=list(MODELS),
+    "chosen",
+    type=Models(),
+    default=ALL,
     show_default=True,
-    help="May be given twice.",
+    help=f"Comma-separated, of {', '.join(MODELS)}; or {ALL}.",
 )
 @click.option(
     "--condition",
@@ -196,7 +185,7 @@ def show(entries: list[dict]) -> None:
 @click.option("--rounds", type=click.IntRange(min=1), default=50, show_default=True)
 @record.output_option("host_forward")
 @torch.no_grad()
-def main(names, conditions, weights, modes, device, dtype, tiny, rounds, output) -> None:
+def main(chosen, conditions, weights, modes, device, dtype, tiny, rounds, output) -> None:
     """Time the host's part of one forward of each model in each mode."""
     injected = any(mode.startswith("injected") for mode in modes)
     kernel, _ = models.load_kernel() if injected else (None, None)
@@ -207,10 +196,18 @@ def main(names, conditions, weights, modes, device, dtype, tiny, rounds, output)
         "rounds": rounds,
         "forwards": [],
     }
-    for name, condition, of_weights in itertools.product(names, conditions, weights):
-        result["forwards"] += measure_model(
-            name, kernel, modes, rounds, device, dtype, tiny, condition, of_weights
-        )
+    failed: list[str] = []
+    for published, condition, of_weights in itertools.product(chosen, conditions, weights):
+        try:
+            result["forwards"] += measure_model(
+                published, kernel, modes, rounds, device, dtype, tiny, condition, of_weights
+            )
+        except Exception:
+            if len(chosen) == 1:
+                raise
+            failed.append(published.__name__)  # the others are measured all the same
+            click.echo(traceback.format_exc(), err=True)
+        models.free(device)
     show(result["forwards"])
     has_default = PUBLISHED in conditions and DEFAULT_WEIGHTS in weights
     neutral = ("conditions", "weights") if has_default else ()
@@ -218,6 +215,8 @@ def main(names, conditions, weights, modes, device, dtype, tiny, rounds, output)
     if output is not None:
         record.write(output, result)
         click.echo(f"Wrote {output}")
+    if failed:
+        raise click.ClickException(f"not measured: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

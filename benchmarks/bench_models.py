@@ -1,13 +1,15 @@
-"""One forward of LTX-Video 2B or of FLUX.1: eager, compiled, injected, injected but for attention,
-injected and compiled, in one run.
+"""One forward of published models: eager, compiled block by block, injected, in one run; by --modes also
+compiled as a whole, injected but for attention, injected and compiled.
 
-The published sizes (of FLUX.1 with fewer blocks), inputs as the pipelines pass them. All modes share one set
+The published sizes (most with fewer blocks), inputs as the pipelines pass them. All modes share one set
 of weights and take turns, first with random weights, then with such norms of query and key that the scores
-are as peaked as trained models have them (models.WEIGHTS). The norms change in place: nothing is compiled or
-injected again. Writes to benchmarks/results/models, of FLUX.1 to flux:
+are as peaked as trained models have them (models.WEIGHTS). The weights change in place: nothing is compiled
+or injected again. Beside the times stand the host's, the GPU's by kernel class, and each mode's distance from
+the model in float32. Writes to benchmarks/results/<the model's name>, of LTX-Video to models:
 
     python benchmarks/bench_models.py
-    python benchmarks/bench_models.py --model flux
+    python benchmarks/bench_models.py --model all
+    python benchmarks/bench_models.py --model flux,flux2,sd3 --rounds 5 --profiled-calls 1
     python benchmarks/bench_models.py --modes eager,injected --sizes 49x512x768
     python benchmarks/bench_models.py --device cpu --tiny --output /tmp/models.json
 
@@ -18,31 +20,34 @@ from __future__ import annotations
 
 import functools
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import click
 import clocks
-import flux
 import kernel_times
-import ltx
 import models
 import record
 import timing
 import torch
 from distance import relative_distance
-from options import DEVICE, DTYPE, MODEL, PAUSE, SIZES, TINY, modes_option
+from options import DEVICE, DTYPE, PAUSE, SEVERAL_MODELS, SIZES, TINY, modes_option
 from tabulate import tabulate
 
 WARM_UP_ROUNDS = 2
+COMPARED = ("eager", "compiled", models.REGIONAL)  # which speedups are shown over
+HOST_ROUNDS = 5  # at most: a sample takes as long as one of the time
 
 
 @dataclass(frozen=True)
 class Settings:
     """What all sizes have in common."""
 
-    published: ModuleType  # ltx or flux
+    published: ModuleType
     device: torch.device
     dtype: torch.dtype
     modes: list[str]
@@ -50,6 +55,7 @@ class Settings:
     calls: int
     pause_s: float
     profiled_calls: int
+    has_distance: bool
 
 
 def inject(
@@ -69,6 +75,33 @@ def inject(
     }
 
 
+def distances(
+    model: torch.nn.Module,
+    forwards: Mapping[str, Callable[[], Any]],
+    arguments: Mapping[str, object],
+    settings: Settings,
+) -> dict[str, dict[str, Any]]:
+    """Each mode's distance from eager, from the float32 model, and how much further than eager that is.
+
+    The last one is None where eager is the float32 model itself.
+    """
+    eager = model(**arguments)[0]
+    outputs = {mode: forward()[0].clone() for mode, forward in forwards.items()}
+    entries = {
+        mode: {"distance_from_eager": relative_distance(output, eager)}
+        for mode, output in outputs.items()
+    }
+    if not settings.has_distance:
+        return entries
+    exact = models.float32_output(model, arguments, getattr(settings.published, "THOUSANDFOLD", ()))
+    eagers = relative_distance(eager, exact)
+    for mode, output in outputs.items():
+        distance = relative_distance(output, exact)
+        entries[mode]["distance_from_float32"] = distance
+        entries[mode]["distance_over_eager"] = distance / eagers if eagers else None
+    return entries
+
+
 def measure_weights(
     model: torch.nn.Module,
     forwards: Mapping[str, Callable[[], object]],
@@ -77,17 +110,16 @@ def measure_weights(
 ) -> dict[str, object]:
     """All modes at one size with the weights as they are."""
     device = settings.device
-    reference = model(**arguments)[0]
-    modes = {
-        mode: {"distance_from_eager": relative_distance(forward()[0], reference)}
-        for mode, forward in forwards.items()
-    }
+    modes = distances(model, forwards, arguments, settings)
     consecutive = {mode: timing.repeated(f, settings.calls) for mode, f in forwards.items()}
     timing.interleave(consecutive, WARM_UP_ROUNDS, device)
     with clocks.watch(device) as clock:
         samples = timing.interleave(consecutive, settings.rounds, device, pause_s=settings.pause_s)
+    rounds = min(HOST_ROUNDS, settings.rounds)
+    host = timing.interleave(forwards, rounds, device, timing.host_microseconds)
     for mode, entry in modes.items():
         entry["ms"] = timing.summarize([time_ / settings.calls for time_ in samples[mode]])
+        entry["host_ms"] = timing.summarize([time_ / 1e3 for time_ in host[mode]])
         if device.type == "cuda":
             events = kernel_times.trace(forwards[mode], settings.profiled_calls)
             entry["kernels"] = kernel_times.breakdown(events, settings.profiled_calls)
@@ -98,7 +130,7 @@ def measure_weights(
 def measure_size(
     model: torch.nn.Module,
     kernel: ModuleType | None,
-    size: ltx.VideoSize | flux.ImageSize,
+    size: Any,
     settings: Settings,
 ) -> dict[str, object]:
     """All modes at one size, with all weights."""
@@ -121,8 +153,7 @@ def measure_size(
             result["injection"] = inject(instance, kernel, forward, device)
         elif mode.startswith("injected"):
             models.inject(kernel, instance, mode)
-        if mode.endswith("compiled"):
-            models.compile_whole(instance)
+        if models.compile_as(instance, mode):
             begin = time.perf_counter()
             forward()
             timing.synchronize(device)
@@ -153,13 +184,15 @@ def show_times(title: str, result: dict) -> None:
     for mode, entry in result["modes"].items():
         median = entry["ms"]["median"]
         row = [mode, median, 100 * entry["ms"]["spread"]]
-        row += [result["speedups"][mode].get(other) for other in ("eager", "compiled")]
+        row += [result["speedups"][mode].get(other) for other in COMPARED]
+        row += [entry["host_ms"]["median"], entry.get("distance_over_eager")]
         if "kernels" in entry:
             kernels = entry["kernels"]
             row += [kernels["classes"][key]["ms"] for key in kernel_times.CLASSES]
             row += [kernels["idle_ms"], kernels["total"]["launches"]]
         rows.append(row)
-    headers = ["mode", "ms", "spread %", "x eager", "x compiled"]
+    headers = ["mode", "ms", "spread %", *(f"x {other}" for other in COMPARED)]
+    headers += ["host ms", "distance over eager's"]
     headers += [*kernel_times.CLASSES.values(), "between kernels", "launches"]
     click.echo(f"\n{title}")
     click.echo(tabulate(rows, headers[: len(rows[0])], floatfmt=".2f"))
@@ -179,10 +212,47 @@ def show_size(size: str, result: dict) -> None:
         )
 
 
+def measure_model(
+    kernel: ModuleType | None,
+    sizes: list[Any],
+    settings: Settings,
+    tiny: bool,
+    head: dict[str, Any],
+    path: Path | None,
+) -> None:
+    """All sizes of one model, written to `path` one by one; `head` is what the result begins with."""
+    published, device = settings.published, settings.device
+    model = published.transformer(device, settings.dtype, tiny)
+    result = {**head, "model": models.name_of(published, tiny), "sizes": {}}
+    for size in sizes or (published.TINY_SIZES if tiny else published.SIZES):
+        torch.compiler.reset()
+        result["sizes"][str(size)] = measure_size(model, kernel, size, settings)
+        if path is not None:
+            record.write(path, result)
+        if device.type == "cuda":
+            for name, of_weights in result["sizes"][str(size)]["weights"].items():
+                show_kernels(f"{published.__name__}, {size}, {name}", of_weights["modes"])
+    click.echo(f"\n{result['model']}")
+    for size, entry in result["sizes"].items():
+        show_size(size, entry)
+    if path is not None:
+        click.echo(f"\nWrote {path}")
+
+
+def destination(
+    output: Path | None, published: ModuleType, several: bool, modes: list[str], environment: dict
+) -> Path | None:
+    """Where a model's result goes; more modes than the default ones do not keep it from being kept."""
+    if output is not None and several:
+        return output / f"{published.RESULT}.json"
+    neutral = ("modes",) if set(models.DEFAULT_MODES) <= set(modes) else ()
+    return record.destination(output, published.RESULT, environment, neutral)
+
+
 @click.command()
-@MODEL
+@SEVERAL_MODELS
 @SIZES
-@modes_option(models.MODES)
+@modes_option(models.DEFAULT_MODES)
 @DEVICE
 @DTYPE
 @TINY
@@ -196,41 +266,59 @@ def show_size(size: str, result: dict) -> None:
 )
 @PAUSE
 @click.option("--profiled-calls", type=click.IntRange(min=1), default=3, show_default=True)
-@record.output_option("<models or flux>")
+@click.option(
+    "--distance/--no-distance",
+    "has_distance",
+    default=True,
+    help="Whether the model is also run in float32, which takes twice its memory besides.",
+)
+@record.output_option("<the model's name>", takes_folder=True)
 @torch.no_grad()
 def main(
-    model, sizes, modes, device, dtype, tiny, rounds, calls, pause_s, profiled_calls, output
+    model,
+    sizes,
+    modes,
+    device,
+    dtype,
+    tiny,
+    rounds,
+    calls,
+    pause_s,
+    profiled_calls,
+    has_distance,
+    output,
 ) -> None:
-    """Time one forward of the model in each mode, with its GPU time by kernel class."""
-    published = model
-    settings = Settings(published, device, dtype, modes, rounds, calls, pause_s, profiled_calls)
+    """Time one forward of each model in each mode, with its GPU time by kernel class."""
+    torch.set_float32_matmul_precision("highest")  # of the float32 model
     injected = any(mode.startswith("injected") for mode in modes)
     kernel, load_seconds = models.load_kernel() if injected else (None, None)
-    model = published.transformer(device, dtype, tiny)
-    results = {
-        "environment": record.environment(device),
-        "model": models.name_of(published, tiny),
-        "scores_std": models.WEIGHTS,
-        "dtype": record.dtype_name(dtype),
-        "rounds": rounds,
-        "consecutive_forwards": calls,
-        "pause_s": pause_s,
-        "get_kernel_s": load_seconds,
-        "sizes": {},
-    }
-    output = record.destination(output, published.RESULT, results["environment"])
-    for size in sizes or (published.TINY_SIZES if tiny else published.SIZES):
-        torch.compiler.reset()
-        results["sizes"][str(size)] = measure_size(model, kernel, size, settings)
-        if output is not None:
-            record.write(output, results)
-        if device.type == "cuda":
-            for name, of_weights in results["sizes"][str(size)]["weights"].items():
-                show_kernels(f"{size}, {name}", of_weights["modes"])
-    for size, result in results["sizes"].items():
-        show_size(size, result)
-    if output is not None:
-        click.echo(f"\nWrote {output}")
+    several, failed = len(model) > 1, []
+    for published in model:
+        settings = Settings(
+            published, device, dtype, modes, rounds, calls, pause_s, profiled_calls, has_distance
+        )
+        head = {
+            "environment": record.environment(device),
+            "model": None,
+            "scores_std": models.WEIGHTS,
+            "dtype": record.dtype_name(dtype),
+            "rounds": rounds,
+            "consecutive_forwards": calls,
+            "pause_s": pause_s,
+            "get_kernel_s": load_seconds,
+        }
+        path = destination(output, published, several, modes, head["environment"])
+        try:
+            measure_model(kernel, sizes, settings, tiny, head, path)
+        except Exception:
+            if not several:
+                raise
+            # The other models' time on a GPU is not to be lost with this one's.
+            failed.append(published.__name__)
+            click.echo(traceback.format_exc(), err=True)
+        models.free(device)
+    if failed:
+        raise click.ClickException(f"not measured: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -76,8 +76,7 @@ def build(
     pipe = ltx.pipeline(models.twin(model), vae)
     if mode.startswith("injected"):
         models.inject(kernel, pipe, mode)
-    if mode.endswith("compiled"):
-        models.compile_whole(pipe.transformer)
+    models.compile_as(pipe.transformer, mode)
     return pipe
 
 

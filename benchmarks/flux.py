@@ -5,18 +5,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import models
 import torch
 from diffusers import FluxTransformer2DModel
+from sizes import ImageSize, parse_image_size
 
 NAME, TINY_NAME = "FLUX.1, 5 + 10 blocks", "tiny FLUX.1"
 RESULT = "flux"
 BATCH = 1  # the published model is distilled: guidance is an input
 TEXT_TOKENS = 512
 GUIDANCE = 3.5
-TOKEN_PIXELS = 16  # 8 of the autoencoder by 2 of a packed patch
+SIZES, TINY_SIZES = (ImageSize(1024, 1024),), (ImageSize(64, 96),)
+SMALL = {"size": ImageSize(128, 128), "text_tokens": 64}
+# What the model multiplies by 1000 in its own dtype.
+THOUSANDFOLD = ("timestep", "guidance")
 
 # diffusers' default sizes are the published ones, but for guidance_embeds (of FLUX.1-dev).
 TRANSFORMER = {"num_layers": 5, "num_single_layers": 10, "guidance_embeds": True}
@@ -29,51 +31,15 @@ TINY_TRANSFORMER = {
     "joint_attention_dim": 64,
     "pooled_projection_dim": 32,
 }
-
-
-@dataclass(frozen=True)
-class ImageSize:
-    """Size of an image in pixels, and of its packed latent."""
-
-    height: int
-    width: int
-
-    @property
-    def latent(self) -> tuple[int, int]:
-        return self.height // TOKEN_PIXELS, self.width // TOKEN_PIXELS
-
-    @property
-    def tokens(self) -> int:
-        height, width = self.latent
-        return height * width
-
-    def __str__(self) -> str:
-        return f"{self.height}x{self.width}"
-
-
-SIZES = (ImageSize(1024, 1024),)
-TINY_SIZES = (ImageSize(64, 96),)
-
-
-def parse_size(text: str) -> ImageSize:
-    """From HEIGHTxWIDTH; ValueError where it is none, or none that the model takes."""
-    try:
-        size = ImageSize(*(int(number) for number in text.split("x")))
-    except (TypeError, ValueError):
-        raise ValueError(f"a size is HEIGHTxWIDTH, got {text!r}") from None
-    if size.height % TOKEN_PIXELS or size.width % TOKEN_PIXELS:
-        raise ValueError(f"height and width must be multiples of {TOKEN_PIXELS}, got {text}")
-    return size
+parse_size = parse_image_size
 
 
 def transformer(
     device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
 ) -> FluxTransformer2DModel:
     """FLUX.1's transformer, its random weights made on the device."""
-    torch.manual_seed(seed)
-    with device:
-        model = FluxTransformer2DModel(**(TINY_TRANSFORMER if tiny else TRANSFORMER))
-    return models.randomize(model, dtype)
+    config = TINY_TRANSFORMER if tiny else TRANSFORMER
+    return models.build(FluxTransformer2DModel, config, device, dtype, seed)
 
 
 def prompt(
@@ -84,14 +50,10 @@ def prompt(
     text_tokens: int = TEXT_TOKENS,
 ) -> dict[str, torch.Tensor]:
     """A made-up prompt, as arguments of the pipeline: (1, text tokens, joint attention dim), and pooled."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(1, *shape, generator=generator, device=device).to(dtype)
-
+    normal = models.normal(device, dtype, seed)
     return {
-        "prompt_embeds": normal(text_tokens, model.config.joint_attention_dim),
-        "pooled_prompt_embeds": normal(model.config.pooled_projection_dim),
+        "prompt_embeds": normal(1, text_tokens, model.config.joint_attention_dim),
+        "pooled_prompt_embeds": normal(1, model.config.pooled_projection_dim),
     }
 
 
@@ -106,14 +68,11 @@ def inputs(
 ) -> dict[str, object]:
     """Arguments of a forward as FluxPipeline passes them: batch 1, packed latents."""
     text = prompt(model, device, dtype, seed, text_tokens)
-    generator = torch.Generator(device).manual_seed(seed + 1)
-    latents = torch.randn(
-        1, size.tokens, model.config.in_channels, generator=generator, device=device
-    )
+    latents = models.normal(device, dtype, seed + 1)(1, size.tokens, model.config.in_channels)
     rows, columns = (torch.arange(length, device=device) for length in size.latent)
     image_ids = torch.cartesian_prod(torch.zeros_like(rows[:1]), rows, columns)
     return {
-        "hidden_states": latents.to(dtype),
+        "hidden_states": latents,
         "encoder_hidden_states": text["prompt_embeds"],
         "pooled_projections": text["pooled_prompt_embeds"],
         "timestep": torch.tensor([timestep], device=device).to(dtype) / 1000,

@@ -73,6 +73,8 @@ class VideoSize:
         return f"{self.frames}x{self.height}x{self.width}"
 
 
+# Few tokens, as bench_host_forward.py wants them.
+SMALL = {"size": VideoSize(1, 256, 256)}
 SIZES = (VideoSize(49, 512, 768), VideoSize(161, 512, 768))
 TINY_SIZES = (VideoSize(9, 64, 96), VideoSize(17, 64, 96))
 
@@ -94,20 +96,16 @@ def transformer(
     device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
 ) -> LTXVideoTransformer3DModel:
     """LTX-Video's transformer, its random weights made on the device."""
-    torch.manual_seed(seed)
-    with device:
-        model = LTXVideoTransformer3DModel(**(TINY_TRANSFORMER if tiny else {}))
-    return models.randomize(model, dtype)
+    config = TINY_TRANSFORMER if tiny else {}
+    return models.build(LTXVideoTransformer3DModel, config, device, dtype, seed)
 
 
 def vae(
     device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
 ) -> AutoencoderKLLTXVideo:
     """LTX-Video's autoencoder, its random weights made on the device."""
-    torch.manual_seed(seed)
-    with device:
-        model = AutoencoderKLLTXVideo(**(TINY_VAE if tiny else {}))
-    return models.randomize(model, dtype)
+    config = TINY_VAE if tiny else {}
+    return models.build(AutoencoderKLLTXVideo, config, device, dtype, seed)
 
 
 def pipeline(transformer: LTXVideoTransformer3DModel, vae: AutoencoderKLLTXVideo) -> LTXPipeline:

@@ -1,17 +1,20 @@
 """What the benchmarks of models share: the kernel package, random weights, and the modes compared.
 
-A published model is a module, ltx.py or flux.py, which defines NAME and TINY_NAME, the RESULT that
+A published model is a module, such as ltx.py or flux.py, which defines NAME and TINY_NAME, the RESULT that
 bench_models.py writes, BATCH and TEXT_TOKENS, SIZES and TINY_SIZES with `parse_size` for others, and makes
-the `transformer` and the `inputs` of a forward.
+the `transformer` and the `inputs` of a forward; SMALL are the arguments of `inputs` that
+bench_host_forward.py gives it. THOUSANDFOLD, where it is there, names inputs that the model multiplies by
+1000 in its own dtype.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -20,10 +23,13 @@ import torch
 KERNEL_ID = "org/h100-diffusers-kernels"
 CHECKOUT = Path(__file__).resolve().parents[1]
 NO_ATTENTION = "injected-no-attention"  # the model's own attention between the kernels
-MODES = ("eager", "compiled", "injected", NO_ATTENTION, "injected+compiled")
+REGIONAL = "compiled-regional"  # block by block, as diffusers recommends
+MODES = ("eager", "compiled", REGIONAL, "injected", NO_ATTENTION, "injected+compiled")
+DEFAULT_MODES = ("eager", REGIONAL, "injected")
 # Standard deviation, or about that, of the scores of the image's own attention, in nats.
 WEIGHTS = {"random": 1.0, "peaked": 3.0}
 QUERY_AND_KEY_NORMS = tuple(f"norm_{name}.weight" for name in ("q", "k", "added_q", "added_k"))
+QUERY_AND_KEY_PROJECTIONS = ("to_q", "to_k", "add_q_proj", "add_k_proj")
 
 
 def load_kernel() -> tuple[ModuleType, float]:
@@ -51,15 +57,44 @@ def load_local_kernel(checkout: Path) -> ModuleType:
 
 
 def randomize(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Unit-gain weights: what passes a layer keeps its scale, so no branch vanishes or blows up."""
+    """Unit-gain weights: what passes a layer keeps its scale, so no branch vanishes or blows up.
+
+    In the dtypes in which diffusers loads a model: what it keeps in float32 is so.
+    """
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if name.endswith("weight") and weight.ndim > 1:
                 weight.normal_(std=weight[0].numel() ** -0.5)
-            elif ".norm_" in name:
-                weight.normal_(mean=1.0, std=0.1)  # of query and key, where trained ones are not 1
-            weight.data = weight.data.to(dtype)
+            elif name.endswith("weight"):
+                weight.normal_(mean=1.0, std=0.1)  # of a norm, where trained ones are not 1
+            if not kept.intersection(name.split(".")):
+                weight.data = weight.data.to(dtype)
+        saved = module.state_dict(keep_vars=True)
+        for name, buffer in module.named_buffers():
+            if name in saved and buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
     return module.eval()
+
+
+def build(
+    cls: type, config: Mapping[str, object], device: torch.device, dtype: torch.dtype, seed: int
+) -> torch.nn.Module:
+    """A model of diffusers' with random weights, made on the device."""
+    torch.manual_seed(seed)
+    with device:
+        model = cls(**config)
+    return randomize(model, dtype)
+
+
+def normal(device: torch.device, dtype: torch.dtype, seed: int) -> Callable[..., torch.Tensor]:
+    """What draws normal tensors of the shapes that it is given, in float32, and rounds them."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    return draw
 
 
 def name_of(published: ModuleType, is_tiny: bool) -> str:
@@ -76,22 +111,74 @@ def twin(model: torch.nn.Module) -> torch.nn.Module:
 def weights(model: torch.nn.Module, name: str) -> Iterator[None]:
     """Have the model's random weights, and its twins', be those of WEIGHTS for a while, in place.
 
-    What sets the scores is the weights of query's and key's norms, of all attentions.
+    What sets the scores is the weights of query's and key's norms, of all attentions. Where there is no norm
+    it is those of the projections. Where a norm has no weight, a head whose query and key keep only one of
+    s² dimensions has scores s times as large: the norm makes these s times as large.
     """
     norms = [
         weight for key, weight in model.named_parameters() if key.endswith(QUERY_AND_KEY_NORMS)
     ]
-    random = [weight.detach().clone() for weight in norms]
-    factor = WEIGHTS[name] ** 0.5  # of the query's weights and of the key's
+    projections = list(_projections(model))
+    changed = [*norms, *(weight for weight, _, _ in projections)]
+    random = [weight.detach().clone() for weight in changed]
+    std = WEIGHTS[name]
+    factor = std**0.5  # of the query's weights and of the key's
     try:
         with torch.no_grad():
             for weight in norms:
                 weight.mul_(factor)
+            for weight, heads, is_normed in projections:
+                if is_normed:
+                    by_head = weight.unflatten(0, (heads, -1))
+                    by_head[:, round(by_head.shape[1] / std**2) :] = 0
+                else:
+                    weight.mul_(factor)
         yield
     finally:
         with torch.no_grad():
-            for weight, before in zip(norms, random, strict=True):
+            for weight, before in zip(changed, random, strict=True):
                 weight.copy_(before)
+
+
+def _projections(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, int, bool]]:
+    """Weights and biases of what makes query and key, where their norms have no weight or are not there.
+
+    Each with the attention's number of heads, and whether there is a norm.
+    """
+    for attention in model.modules():
+        norm = getattr(attention, "norm_q", None)
+        if hasattr(attention, "to_q") and getattr(norm, "weight", None) is None:
+            for name in QUERY_AND_KEY_PROJECTIONS:
+                linear = getattr(attention, name, None)
+                for weight in linear.parameters() if linear is not None else ():
+                    yield weight, attention.heads, norm is not None
+
+
+def float32_output(
+    model: torch.nn.Module,
+    arguments: Mapping[str, object],
+    thousandfold: Collection[str] = (),
+) -> torch.Tensor:
+    """What the model and the arguments give in float32, by a copy of all weights.
+
+    The arguments named by `thousandfold` are a thousandth of what the model makes of them in its own dtype.
+    """
+    dtype = next(model.parameters()).dtype
+    given = dict(arguments)
+    for name in thousandfold:
+        given[name] = (given[name].to(dtype) * 1000).float() / 1000
+    wide = copy.deepcopy(model).float()
+    return wide(**upcast(given))[0]
+
+
+def upcast(arguments: Mapping[str, object]) -> dict[str, object]:
+    """The arguments, what is a tensor of floats in float32."""
+    return {
+        name: value.float()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
+        for name, value in arguments.items()
+    }
 
 
 def inject(kernel: ModuleType, pipe_or_model: object, mode: str) -> None:
@@ -102,6 +189,41 @@ def inject(kernel: ModuleType, pipe_or_model: object, mode: str) -> None:
 def compile_whole(model: torch.nn.Module) -> None:
     """torch.compile in place: one graph, static shapes, default mode."""
     model.compile(fullgraph=True, dynamic=False)
+
+
+def block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
+    """The model's stacks of blocks, in the order in which they are called."""
+    return [child for child in model.children() if isinstance(child, torch.nn.ModuleList)]
+
+
+def compile_blocks(model: torch.nn.Module, **options: object) -> None:
+    """torch.compile of each block in place: of those that diffusers says are repeated, where it names any."""
+    options = {"fullgraph": True, "dynamic": False, **options}
+    if getattr(model, "_repeated_blocks", None):
+        model.compile_repeated_blocks(**options)
+        return
+    for blocks in block_lists(model):
+        for block in blocks:
+            block.compile(**options)
+
+
+def compile_as(model: torch.nn.Module, mode: str) -> bool:
+    """As the mode asks for; whether it does."""
+    if mode == REGIONAL:
+        compile_blocks(model)
+    elif mode.endswith("compiled"):
+        compile_whole(model)
+    else:
+        return False
+    return True
+
+
+def free(device: torch.device) -> None:
+    """Return the memory of a model that is no longer there, and of what was compiled of it."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def check_modes(modes: Sequence[str]) -> list[str]:

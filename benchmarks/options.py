@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
+import allegro
+import auraflow
 import click
+import cosmos
 import flux
+import flux2
 import ltx
 import models
+import qwenimage
+import sd3
 import torch
+import wan
+import wan_small
 
-MODELS = {"ltx": ltx, "flux": flux}
+PUBLISHED = (ltx, flux, flux2, sd3, qwenimage, wan, wan_small, cosmos, auraflow, allegro)
+MODELS = {published.__name__: published for published in PUBLISHED}
+ALL = "all"
 
 
 class Sizes(click.ParamType):
@@ -19,8 +30,12 @@ class Sizes(click.ParamType):
 
     name = "sizes"
 
-    def convert(self, value, param, ctx) -> list[ltx.VideoSize] | list[flux.ImageSize]:
+    def convert(self, value, param, ctx) -> list[Any]:
         model = ctx.params.get("model", ltx) if ctx else ltx
+        if isinstance(model, list):
+            if len(model) > 1:
+                self.fail("sizes are of one model", param, ctx)
+            (model,) = model
         try:
             return [model.parse_size(part) for part in value.split(",")]
         except ValueError as error:
@@ -39,6 +54,21 @@ class Modes(click.ParamType):
             return models.check_modes(value.split(","))
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class Models(click.ParamType):
+    """Comma-separated names of MODELS, or all of them, in their order."""
+
+    name = "models"
+
+    def convert(self, value, param, ctx) -> list[ModuleType]:
+        if isinstance(value, list):
+            return value
+        names = set(MODELS) if value == ALL else set(value.split(","))
+        if unknown := sorted(names - set(MODELS)):
+            known = ", ".join([*MODELS, ALL])
+            self.fail(f"model must be one of {known}, got {unknown[0]!r}", param, ctx)
+        return [published for name, published in MODELS.items() if name in names]
 
 
 def _device(ctx, param, value: str | None) -> torch.device:
@@ -74,6 +104,14 @@ MODEL = click.option(
     show_default=True,
     is_eager=True,  # --sizes are this model's
     callback=_model,
+)
+SEVERAL_MODELS = click.option(
+    "--model",
+    type=Models(),
+    default="ltx",
+    show_default=True,
+    is_eager=True,  # --sizes are this model's
+    help=f"Comma-separated, of {', '.join(MODELS)}; or {ALL}.",
 )
 SIZES = click.option(
     "--sizes",

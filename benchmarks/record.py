@@ -67,13 +67,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def output_option(name: str) -> Callable:
-    """Where the result of the benchmark of this name goes."""
+def output_option(name: str, takes_folder: bool = False) -> Callable:
+    """Where the result of the benchmark of this name goes; of several of them a folder."""
+    of_several = " Of several models a folder, for a file each." if takes_folder else ""
     return click.option(
         "--output",
-        type=click.Path(dir_okay=False, path_type=Path),
+        type=click.Path(dir_okay=takes_folder, path_type=Path),
         help=f"JSON file, if not benchmarks/results/{name}/<date>-<commit>-<card>.json, where only the "
-        "result of the whole benchmark goes.",
+        f"result of the whole benchmark goes.{of_several}",
     )
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from attention_inputs import EXTREMES, NORMAL, TYPICAL
 
 FAMILIES = ("norm", "gated_residual", "rope", "activation", "softmax")
-MEASURED_LATER = ("attention", "models")  # whose rows stand without a figure until there is one
 LARGE_BYTES, MEDIUM_BYTES = 64_000_000, 16_000_000
 
 OVER_BEST_PEER_LARGE, OF_LARGE_COPY = 1.00, 0.94
@@ -55,6 +54,30 @@ ATTENTION_ERROR_OVER_FA3 = 1.05
 # Of the injected LTX-Video 2B: size, weights; over which mode, how many times as fast.
 MODEL_SIZE, MODEL_WEIGHTS = "161x512x768", "peaked"
 MODELS = (("eager", 1.65), ("compiled", 1.16))
+# Of the other injected models, with these weights too: the result's name, what the model is called, and how
+# many times as fast as eager and as torch.compile.
+FORWARDS = {
+    "flux": ("FLUX.1", 1.55, 1.15),
+    "flux2": ("FLUX.2", 1.35, 1.08),
+    "sd3": ("Stable Diffusion 3.5 Large", 1.70, 1.12),
+    "qwenimage": ("Qwen-Image", 1.55, 1.20),
+    "wan": ("Wan 2.1 14B", 1.27, 1.09),
+    "wan_small": ("Wan 2.1 1.3B", 1.35, 1.10),
+}
+# Models of which injection knows no blocks.
+WITHOUT_FAMILY = {"cosmos": "Cosmos-Predict2 2B", "auraflow": "AuraFlow", "allegro": "Allegro"}
+WITHOUT_FAMILY_OVER_EAGER = 1.10
+REST_OVER_EAGER, REST_OVER_COMPILED = 0.20, 0.95  # outside products, attention and convolutions
+MODEL_DISTANCE_OVER_EAGER = 1.05
+HOST_FORWARD_OVER_EAGER = 0.6
+TITLES = {
+    "models": "LTX-Video 2B",
+    **{name: title for name, (title, _, _) in FORWARDS.items()},
+    **WITHOUT_FAMILY,
+}
+COMPILED = ("compiled", "compiled-regional")  # of a whole model, and of its blocks
+# Whose rows stand without a figure until there is one.
+MEASURED_LATER = ("attention", *TITLES, "host_forward")
 # Of what a ceiling can be: a clock may be a little above its nominal rate.
 HIGHEST_CEILING_RATIO = 1.1
 
@@ -237,9 +260,151 @@ def models(result: Mapping | None) -> list[Target]:
     return [Target(names[mode], of, aim, injected.get(mode), "×") for mode, aim in MODELS]
 
 
+@dataclass(frozen=True)
+class Forward:
+    """An injected forward at one size beside eager and torch.compile, in milliseconds and ratios.
+
+    None is what was not measured. Compiled is the faster one of COMPILED that was.
+    """
+
+    size: str
+    eager: float | None
+    compiled: float | None
+    compiled_mode: str | None
+    injected: float | None
+    over_eager: float | None
+    over_compiled: float | None
+    rest_over_eager: float | None
+    rest_over_compiled: float | None
+    distance_over_eager: float | None
+
+
+def faster_compiled(modes: Mapping[str, Mapping]) -> str | None:
+    """Of the modes that were measured."""
+    measured = [mode for mode in COMPILED if mode in modes]
+    return min(measured, key=lambda mode: modes[mode]["ms"]["median"], default=None)
+
+
+def forwards(result: Mapping | None, weights: str = MODEL_WEIGHTS) -> list[Forward]:
+    """Of each size that was measured with these weights."""
+    rows = []
+    for size, entry in (result or {"sizes": {}})["sizes"].items():
+        modes = entry["weights"].get(weights, {}).get("modes", {})
+        compiled = faster_compiled(modes)
+
+        def ms(mode: str | None, modes: Mapping = modes) -> float | None:
+            return modes[mode]["ms"]["median"] if mode in modes else None
+
+        def rest(mode: str | None, modes: Mapping = modes) -> float | None:
+            kernels = modes.get(mode, {}).get("kernels")
+            return kernels["classes"]["other"]["ms"] if kernels else None
+
+        def over(one: float | None, other: float | None) -> float | None:
+            return one / other if one is not None and other else None
+
+        injected = ms("injected")
+        rows.append(
+            Forward(
+                size=size,
+                eager=ms("eager"),
+                compiled=ms(compiled),
+                compiled_mode=compiled,
+                injected=injected,
+                over_eager=over(ms("eager"), injected),
+                over_compiled=over(ms(compiled), injected),
+                rest_over_eager=over(rest("injected"), rest("eager")),
+                rest_over_compiled=over(rest("injected"), rest(compiled)),
+                distance_over_eager=modes.get("injected", {}).get("distance_over_eager"),
+            )
+        )
+    return rows
+
+
+def model_forwards(results: Mapping[str, Mapping]) -> list[Target]:
+    """The other models' forwards over eager and over torch.compile, one row each; then what is asked of all.
+
+    That is the rest of the GPU's time, the host's time and the distance from float32: the furthest behind.
+    """
+    measured = {name: forwards(results.get(name)) for name in (*FORWARDS, *WITHOUT_FAMILY)}
+
+    def figures(names: Sequence[str], value: Callable[[Forward], float | None]) -> Figures:
+        """A figure for each size, or one that is missing."""
+        return [
+            (
+                TITLES[name]
+                if forward is None
+                else f"{TITLES[name]} {forward.size.replace('x', '×')}",
+                None if forward is None else value(forward),
+            )
+            for name in names
+            for forward in measured[name] or [None]
+        ]
+
+    rows = []
+    for name, (_, over_eager, over_compiled) in FORWARDS.items():
+        eager = figures([name], lambda forward: forward.over_eager)
+        compiled = figures([name], lambda forward: forward.over_compiled)
+        rows.append(furthest("injected over eager", eager, over_eager, "×"))
+        rows.append(furthest("injected over torch.compile", compiled, over_compiled, "×"))
+    rows += [
+        furthest(
+            "injected over eager, no family",
+            figures([name], lambda forward: forward.over_eager),
+            WITHOUT_FAMILY_OVER_EAGER,
+            "×",
+        )
+        for name in WITHOUT_FAMILY
+    ]
+    families = list(FORWARDS)
+    return [
+        *rows,
+        furthest(
+            "rest of the GPU's time over eager's",
+            figures(families, lambda forward: forward.rest_over_eager),
+            REST_OVER_EAGER,
+            "×",
+            is_upper_bound=True,
+        ),
+        furthest(
+            "rest of the GPU's time over torch.compile's",
+            figures(families, lambda forward: forward.rest_over_compiled),
+            REST_OVER_COMPILED,
+            "×",
+            is_upper_bound=True,
+        ),
+        furthest(
+            "distance from float32 over eager's",
+            figures([*families, *WITHOUT_FAMILY], lambda forward: forward.distance_over_eager),
+            MODEL_DISTANCE_OVER_EAGER,
+            "×",
+            is_upper_bound=True,
+        ),
+        furthest(
+            "a forward's host time over eager's",
+            [(TITLES[name], host_share(results.get("host_forward"), name)) for name in families],
+            HOST_FORWARD_OVER_EAGER,
+            "×",
+            is_upper_bound=True,
+        ),
+    ]
+
+
+def host_share(result: Mapping | None, name: str) -> float | None:
+    """The most that the host's time of the injected model is of eager's, as published."""
+    shares = [
+        entry["over_eager"]
+        for entry in (result or {"forwards": []})["forwards"]
+        if entry["model"].startswith(TITLES[name])
+        and entry["mode"] == "injected"
+        and entry.get("condition", "as published") == "as published"
+        and "over_eager" in entry
+    ]
+    return max(shares, default=None)
+
+
 def evaluate(results: Mapping[str, Mapping]) -> list[Target]:
     """All rows, from the results by name: those of the families and of the host, and those of
-    attention and the models where there are any."""
+    MEASURED_LATER where there are any."""
     entries = [entry for name in FAMILIES for entry in results[name]["workloads"]]
     large = [e for e in entries if e["bytes"] >= LARGE_BYTES]
     medium = [e for e in entries if MEDIUM_BYTES <= e["bytes"] < LARGE_BYTES]
@@ -322,4 +487,4 @@ def evaluate(results: Mapping[str, Mapping]) -> list[Target]:
         )
     )
     rows += attention(results.get("attention")) + models(results.get("models"))
-    return rows
+    return rows + model_forwards(results)

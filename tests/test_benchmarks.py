@@ -1,6 +1,8 @@
 """The benchmarks: their arithmetic, a tiny run of each, what is kept of them, and the tables made of it."""
 
 import dataclasses
+import functools
+import inspect
 import json
 import math
 import os
@@ -17,13 +19,27 @@ import pytest
 import torch
 import torch._dynamo.testing
 from click.testing import CliRunner
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-from diffusers.models.transformers import transformer_flux, transformer_ltx
+from diffusers import (
+    AllegroPipeline,
+    AuraFlowPipeline,
+    Cosmos2TextToImagePipeline,
+    EulerAncestralDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2Pipeline,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    QwenImagePipeline,
+    StableDiffusion3Pipeline,
+    UniPCMultistepScheduler,
+    WanPipeline,
+)
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT / "benchmarks"), str(CHECKOUT / "tools")]
 
+import allegro  # noqa: E402
 import attention_inputs  # noqa: E402
+import auraflow  # noqa: E402
 import bench_accuracy  # noqa: E402
 import bench_activation  # noqa: E402
 import bench_attention  # noqa: E402
@@ -37,16 +53,24 @@ import bench_rope  # noqa: E402
 import bench_softmax  # noqa: E402
 import compare_builds  # noqa: E402
 import comparison  # noqa: E402
+import cosmos  # noqa: E402
 import flux  # noqa: E402
+import flux2  # noqa: E402
 import history  # noqa: E402
 import kernel_times  # noqa: E402
 import ltx  # noqa: E402
 import models  # noqa: E402
+import options  # noqa: E402
 import peers  # noqa: E402
 import profile_kernels as profiling  # noqa: E402
+import qwenimage  # noqa: E402
 import record  # noqa: E402
+import sd3  # noqa: E402
+import sizes  # noqa: E402
 import targets  # noqa: E402
 import timing  # noqa: E402
+import wan  # noqa: E402
+import wan_small  # noqa: E402
 
 import render_docs  # noqa: E402
 import render_plots  # noqa: E402
@@ -100,6 +124,19 @@ def public_operations(kernel):
         ("void h100_diffusers_kernels::row_norm_kernel<RmsNorm, Modulated>", "other"),
         ("void h100_diffusers_kernels::attention_kernel<64, __nv_bfloat16>", "attention"),
         ("Memcpy DtoD (Device -> Device)", "other"),
+        ("void cublasLt::epilogue::impl::globalKernel<8, 32, float, __half, ...>", "gemm"),
+        ("std::enable_if<!(false), void>::type internal::gemvx::kernel<int, int, ...>", "gemm"),
+        ("void flash::flash_fwd_splitkv_combine_kernel<Flash_fwd_kernel_traits<128>>", "attention"),
+        ("triton_tem_fused_flex_attention_3", "attention"),
+        ("void h100_diffusers_kernels::attention_value_kernel<64>(Params)", "attention"),
+        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "convolution"),
+        ("void cudnn::engines_precompiled::nchwToNhwcKernel<__nv_bfloat16, ...>", "convolution"),
+        ("void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel", "convolution"),
+        ("void at::native::vol2col_kernel<c10::BFloat16>(long, ...)", "convolution"),
+        ("triton_tem_fused_convolution_2", "convolution"),
+        ("triton_tem_fused_addmm_convolution_2", "gemm"),
+        ("triton_poi_fused_convolution_2", "other"),
+        ("void at::native::convert_to_bfloat16_kernel<float>", "other"),
     ],
 )
 def test_kernel_class(name, expected):
@@ -121,6 +158,7 @@ def test_breakdown_adds_up_to_one_call():
     assert result["classes"] == {
         "gemm": {"ms": 1.5, "launches": 2},
         "attention": {"ms": 2, "launches": 1},
+        "convolution": {"ms": 0, "launches": 0},
         "other": {"ms": pytest.approx(0.825), "launches": 4.5},
     }
     assert result["total"] == {"ms": pytest.approx(4.325), "launches": 7.5}
@@ -214,13 +252,14 @@ def test_time_to_full_speed_counts_the_slow_forwards(monkeypatch):
     assert result["full_speed_s"] == pytest.approx(0.5 + 3 + 1.2 + 1.04)
 
 
-PUBLISHED = [pytest.param(published, id=published.__name__) for published in (ltx, flux)]
+PUBLISHED = [pytest.param(p, id=p.__name__) for p in options.PUBLISHED]
+LTX_AND_FLUX = [pytest.param(p, id=p.__name__) for p in (ltx, flux)]
 
 
 @pytest.fixture(scope="module")
 def tiny():
     """The tiny model of each module, in float32."""
-    return {p: p.transformer(CPU, torch.float32, tiny=True) for p in (ltx, flux)}
+    return {p: p.transformer(CPU, torch.float32, tiny=True) for p in options.PUBLISHED}
 
 
 def test_published_size_is_ltx_video_2b():
@@ -247,6 +286,51 @@ def test_published_size_is_flux_1():
     assert size == flux.ImageSize(1024, 1024) and size.tokens == 4096
 
 
+# Parameters of the whole model in billions as published, what makes the model whole, heads and their size,
+# and tokens at the published size.
+WHOLE = [
+    (flux2, (32.0, 32.5), {"num_layers": 8, "num_single_layers": 48}, (48, 128), 4096),
+    (sd3, (8.0, 8.3), {"num_layers": 38}, (38, 64), 4096),
+    (qwenimage, (20.0, 20.7), {"num_layers": 60}, (24, 128), 4096),
+    (wan, (14.0, 14.5), {"num_layers": 40}, (40, 128), 32760),
+    (wan_small, (1.3, 1.45), {"num_layers": 30}, (12, 128), 32760),
+    (cosmos, (1.9, 2.1), {}, (16, 128), 4080),
+    (auraflow, (6.7, 6.95), {"num_mmdit_layers": 4, "num_single_dit_layers": 32}, (12, 256), 4096),
+    (allegro, (2.7, 2.9), {"num_layers": 32}, (24, 96), 9200),
+]
+
+
+@pytest.mark.parametrize(
+    ("published", "billions", "all_blocks", "heads", "tokens"),
+    [pytest.param(*row, id=row[0].__name__) for row in WHOLE],
+)
+def test_published_size(tiny, published, billions, all_blocks, heads, tokens):
+    with torch.device("meta"):
+        whole = type(tiny[published])(**{**published.TRANSFORMER, **all_blocks})
+    assert billions[0] < sum(p.numel() for p in whole.parameters()) / 1e9 < billions[1]
+    assert (whole.config.num_attention_heads, whole.config.attention_head_dim) == heads
+    (size,) = published.SIZES
+    assert size.tokens == tokens and published.parse_size(str(size)) == size
+
+
+@pytest.mark.parametrize("published", PUBLISHED)
+def test_random_weights_are_as_diffusers_loads_them(published):
+    """In bfloat16 but for what a model keeps in float32; and the output is of the inputs' scale."""
+    model = published.transformer(CPU, torch.bfloat16, tiny=True)
+    kept = {name for name, w in model.named_parameters() if w.dtype == torch.float32}
+    expected = set()
+    if published in (wan, wan_small):
+        parts = ("time_embedder.", "scale_shift_table", ".norm2.")
+        expected = {n for n, _ in model.named_parameters() if any(part in n for part in parts)}
+        assert len(expected) == 4 + 3 + 2 * 2
+    assert kept == expected
+    with torch.no_grad():
+        output = model(
+            **published.inputs(model, device=CPU, dtype=torch.bfloat16, **published.SMALL)
+        )[0]
+    assert output.dtype == torch.bfloat16 and 0.3 < output.float().std() < 3
+
+
 @pytest.mark.parametrize("published", PUBLISHED)
 def test_twin_shares_weights_but_no_modules(tiny, published):
     model = tiny[published]
@@ -256,12 +340,24 @@ def test_twin_shares_weights_but_no_modules(tiny, published):
     assert not set(map(id, model.modules())) & set(map(id, twin.modules()))
 
 
-# The module that looks diffusers' attention up, a size with enough tokens for a standard deviation, how many
-# of the model's attentions are the image's own, and the norms that set their scores. FLUX's scores vary less:
-# what its large modulation adds to all keys alike is no part of how they vary.
+IMAGE, VIDEO = sizes.ImageSize(256, 256), sizes.VideoSize(8, 192, 192)
+ACROSS = "norm_q.weight norm_k.weight"
+JOINT = f"{ACROSS} norm_added_q.weight norm_added_k.weight"
+LINEAR = "to_q.weight to_k.weight"
+# A size with enough tokens for a standard deviation, how many of the model's attentions are the image's own,
+# how close their scores come, and the parameters that set them. Some vary less: what a large modulation adds
+# to all keys alike is no part of how they vary.
 SCORES = {
-    ltx: (transformer_ltx, ltx.VideoSize(17, 256, 256), 2, 0.05, "attn1 attn2", "q k"),
-    flux: (transformer_flux, flux.ImageSize(256, 256), 4, 0.2, "attn", "q k added_q added_k"),
+    ltx: (ltx.VideoSize(17, 256, 256), 2, 0.05, "attn1 attn2", ACROSS),
+    flux: (IMAGE, 4, 0.2, "attn", JOINT),
+    flux2: (IMAGE, 4, 0.05, "attn", JOINT),
+    sd3: (IMAGE, 3, 0.1, "attn", JOINT),
+    qwenimage: (IMAGE, 2, 0.05, "attn", JOINT),
+    wan: (VIDEO, 2, 0.1, "attn1 attn2", ACROSS),
+    wan_small: (VIDEO, 2, 0.1, "attn1 attn2", ACROSS),
+    cosmos: (IMAGE, 2, 0.35, "attn1 attn2", ACROSS),
+    auraflow: (IMAGE, 3, 0.05, "attn", f"{LINEAR} add_q_proj.weight add_k_proj.weight"),
+    allegro: (VIDEO, 2, 0.1, "attn1 attn2", f"{LINEAR} to_q.bias to_k.bias"),
 }
 
 
@@ -269,28 +365,90 @@ SCORES = {
 @pytest.mark.parametrize("published", PUBLISHED)
 @pytest.mark.parametrize("name", models.WEIGHTS)
 def test_weights_give_the_scores_their_standard_deviation(tiny, name, published, monkeypatch):
-    model, (source, size, count, tolerance, attentions, norms) = tiny[published], SCORES[published]
-    scores, attend = [], source.dispatch_attention_fn
+    model, (size, count, tolerance, attentions, parameters) = tiny[published], SCORES[published]
+    stds, attend = [], torch.nn.functional.scaled_dot_product_attention
 
-    def spy(q, k, v, attn_mask=None, **options):
-        if attn_mask is None:  # the image's own
-            by_head = [t.transpose(1, 2) for t in (q, k)]
-            scores.append(by_head[0] @ by_head[1].mT / q.shape[-1] ** 0.5)
-        return attend(q, k, v, attn_mask=attn_mask, **options)
+    def spy(query, key, value, attn_mask=None, **given):
+        if query.shape == key.shape:  # the image's own, with the text or without
+            scores = query @ key.mT / query.shape[-1] ** 0.5
+            stds.append(scores.std(-1).square().mean().sqrt())
+        return attend(query, key, value, attn_mask=attn_mask, **given)
 
-    monkeypatch.setattr(source, "dispatch_attention_fn", spy)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     before = {key: weight.clone() for key, weight in model.state_dict().items()}
     with torch.no_grad(), models.weights(model, name):
         model(**published.inputs(model, size, CPU, torch.float32))
         changed = {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])}
-    assert len(scores) == count
-    for of_block in scores:
-        std = of_block.std(-1).square().mean().sqrt()
-        assert std == pytest.approx(models.WEIGHTS[name], rel=tolerance)
-    expected = {f"{a}.norm_{x}.weight" for a in attentions.split() for x in norms.split()}
+    assert len(stds) == count
+    assert stds == [pytest.approx(models.WEIGHTS[name], rel=tolerance)] * count
+    expected = {f"{a}.{x}" for a in attentions.split() for x in parameters.split()}
     assert {key.split(".", 2)[2] for key in changed} == (expected if name == "peaked" else set())
     for key, weight in model.state_dict().items():
         assert torch.equal(weight, before[key]), "the weights are what they were"
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("published", PUBLISHED)
+def test_blocks_are_compiled_and_nothing_else(tiny, published, monkeypatch):
+    """Each block of each stack, in one graph: whichever of diffusers' ways and ours there is."""
+    compiled, compile_ = [], torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda self, **given: compiled.append((self, given)) or compile_(self, **given),
+    )
+    model = models.twin(tiny[published])
+    counter = torch._dynamo.testing.CompileCounter()
+    models.compile_blocks(model, backend=counter)
+    blocks = [block for stack in models.block_lists(model) for block in stack]
+    assert [block for block, _ in compiled] == blocks and len(blocks) >= 2
+    assert all(given["fullgraph"] and given["dynamic"] is False for _, given in compiled)
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize(
+    ("published", "graphs"),
+    [
+        pytest.param(wan, 1, id="blocks that diffusers names"),
+        pytest.param(auraflow, 2, id="blocks of lists"),
+    ],
+)
+def test_blocks_of_a_kind_share_what_is_compiled(tiny, published, graphs):
+    torch.compiler.reset()
+    model, counter = models.twin(tiny[published]), torch._dynamo.testing.CompileCounter()
+    arguments = published.inputs(model, published.TINY_SIZES[0], CPU, torch.float32)
+    with torch.no_grad():
+        expected = model(**arguments)[0]
+        models.compile_blocks(model, backend=counter)
+        assert torch.equal(model(**arguments)[0], expected)
+    assert counter.frame_count == graphs
+
+
+@pytest.mark.parametrize("mode", models.MODES)
+def test_modes_that_compile(mode, monkeypatch):
+    done = []
+    monkeypatch.setattr(models, "compile_whole", lambda model: done.append("whole"))
+    monkeypatch.setattr(models, "compile_blocks", lambda model: done.append("blocks"))
+    expected = {"compiled": "whole", "injected+compiled": "whole", "compiled-regional": "blocks"}
+    assert models.compile_as(None, mode) == (mode in expected)
+    assert done == ([expected[mode]] if mode in expected else [])
+
+
+@pytest.mark.parametrize("published", PUBLISHED)
+def test_float32_model_is_near_and_exact(tiny, published):
+    """Of the model in bfloat16 it is another model, near it; of the one in float32 it is that."""
+    for dtype in (torch.bfloat16, torch.float32):
+        model = published.transformer(CPU, dtype, tiny=True)
+        arguments = published.inputs(model, device=CPU, dtype=dtype, **published.SMALL)
+        before = {name: weight.clone() for name, weight in model.named_parameters()}
+        with torch.no_grad():
+            output = model(**arguments)[0]
+            exact = models.float32_output(model, arguments, getattr(published, "THOUSANDFOLD", ()))
+        distance = bench_models.relative_distance(output, exact)
+        assert exact.dtype == torch.float32
+        assert 1e-3 < distance < 0.02 if dtype == torch.bfloat16 else distance == 0
+        for name, weight in model.named_parameters():
+            assert weight.dtype == before[name].dtype and torch.equal(weight, before[name])
 
 
 @pytest.mark.usefixtures("_one_thread")
@@ -333,63 +491,98 @@ def passed_by_ltx_pipeline(transformer):
     )
 
 
-def passed_by_flux_pipeline(transformer):
-    size = flux.TINY_SIZES[0]
-    others = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    pipe = FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        transformer=transformer,
-        **dict.fromkeys(others),
-    )
-    pipe(
-        **flux.prompt(transformer, CPU, torch.float32),
-        height=size.height,
-        width=size.width,
-        num_inference_steps=2,
-        guidance_scale=flux.GUIDANCE,
-        output_type="latent",
-    )
+class NothingUnsafe:
+    """Cosmos' pipeline asks one for its opinion."""
+
+    def to(self, *args):
+        return self
+
+    def check_text_safety(self, text):
+        return True
 
 
-@pytest.mark.parametrize(
-    ("published", "run", "own"),
-    [
-        pytest.param(
-            ltx,
-            passed_by_ltx_pipeline,
-            {"encoder_hidden_states", "encoder_attention_mask"},
-            id="ltx",
-        ),
-        pytest.param(
-            flux,
-            passed_by_flux_pipeline,
-            {"encoder_hidden_states", "pooled_projections", "guidance", "img_ids", "txt_ids"},
-            id="flux",
-        ),
-    ],
+EULER = functools.partial(FlowMatchEulerDiscreteScheduler, use_dynamic_shifting=True)
+PLAIN_EULER = FlowMatchEulerDiscreteScheduler
+FLOW = functools.partial(
+    UniPCMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True
 )
-def test_inputs_are_what_the_pipeline_passes(tiny, monkeypatch, published, run, own):
-    """Names, shapes and dtypes of the benchmark's forward and of the pipeline's; `own` are equal too."""
+# The pipeline, its scheduler, and arguments of its call.
+PIPELINES = {
+    flux: (FluxPipeline, EULER, {"guidance_scale": flux.GUIDANCE}),
+    flux2: (Flux2Pipeline, EULER, {"guidance_scale": flux2.GUIDANCE}),
+    sd3: (StableDiffusion3Pipeline, PLAIN_EULER, {}),
+    qwenimage: (QwenImagePipeline, EULER, {}),
+    wan: (WanPipeline, FLOW, {}),
+    cosmos: (Cosmos2TextToImagePipeline, PLAIN_EULER, {}),
+    auraflow: (AuraFlowPipeline, PLAIN_EULER, {}),
+    allegro: (AllegroPipeline, EulerAncestralDiscreteScheduler, {"negative_prompt": None}),
+}
+
+
+def passed_by_pipeline(published, transformer, benchmark):
+    """Run the pipeline with the benchmark's prompt."""
+    cls, scheduler, call = PIPELINES[published]
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    parts = {p.name: None for p in parameters if p.default is p.empty and p.name != "self"}
+    parts |= {"transformer": transformer, "scheduler": scheduler()}
+    if published is cosmos:
+        parts["safety_checker"] = NothingUnsafe()
+    pipe = cls(**parts)
+    pipe.set_progress_bar_config(disable=True)
+    prompts = {"embeds": benchmark["encoder_hidden_states"]}
+    if published is allegro:
+        prompts = {"embeds": prompts["embeds"][:, 0]}
+        prompts["attention_mask"] = benchmark["encoder_attention_mask"]
+    elif published is auraflow:
+        prompts["attention_mask"] = torch.ones(2, auraflow.TEXT_TOKENS)
+    given = {f"prompt_{name}": value[-1:] for name, value in prompts.items()}
+    pooled = benchmark.get("pooled_projections")
+    if pooled is not None:
+        given["pooled_prompt_embeds"] = pooled[-1:]
+    if published in (sd3, wan, cosmos, auraflow, allegro):
+        given |= {f"negative_prompt_{name}": value[:1] for name, value in prompts.items()}
+        if pooled is not None:
+            given["negative_pooled_prompt_embeds"] = pooled[:1]
+    size = published.TINY_SIZES[0]
+    given |= dataclasses.asdict(size)
+    if "frames" in given:
+        given["num_frames"] = given.pop("frames")
+    pipe(**given, **call, num_inference_steps=2, output_type="latent")
+
+
+def alike(benchmark, passed, name, is_own):
+    """The same types, shapes and dtypes; of what is the benchmark's own the same values."""
+    if isinstance(benchmark, torch.Tensor):
+        assert (benchmark.shape, benchmark.dtype) == (passed.shape, passed.dtype), name
+        assert not is_own or torch.equal(benchmark, passed), name
+    elif isinstance(benchmark, tuple):
+        for one, other in zip(benchmark, passed, strict=True):
+            alike(one, other, name, is_own)
+    else:
+        assert benchmark == passed, name
+
+
+@pytest.mark.parametrize("published", [pytest.param(p, id=p.__name__) for p in (ltx, *PIPELINES)])
+def test_inputs_are_what_the_pipeline_passes(tiny, monkeypatch, published):
+    """Of the first forward: names, shapes and dtypes, and all values but latents and timesteps."""
     passed = {}
 
-    def forward(**kwargs):
-        passed.update(kwargs)
-        return (kwargs["hidden_states"],)
+    def forward(hidden_states=None, **others):
+        if not passed:
+            passed.update(others, hidden_states=hidden_states)
+        return (hidden_states,)
 
     twin = models.twin(tiny[published])
     monkeypatch.setattr(twin, "forward", forward)
-    run(twin)
-    if published is ltx:
-        assert passed.pop("attention_kwargs") is None
     benchmark = published.inputs(tiny[published], published.TINY_SIZES[0], CPU, torch.float32)
+    if published is ltx:
+        passed_by_ltx_pipeline(twin)
+        assert passed.pop("attention_kwargs") is None
+    else:
+        passed_by_pipeline(published, twin, benchmark)
     assert set(benchmark) == set(passed)
     for name, value in benchmark.items():
-        if isinstance(value, torch.Tensor):
-            assert (value.shape, value.dtype) == (passed[name].shape, passed[name].dtype), name
-        else:
-            assert value == passed[name], name
-    for name in own:
-        assert torch.equal(benchmark[name], passed[name]), name
+        alike(value, passed[name], name, name not in ("hidden_states", "timestep"))
 
 
 @pytest.fixture(scope="module")
@@ -437,6 +630,13 @@ def test_models(results, device):
             distances = [mode["distance_from_eager"] for mode in (injected, no_attention)]
             assert all(0 < distance < 0.05 for distance in distances)
             assert distances[0] != distances[1], "attention is another one"
+            assert eager["distance_over_eager"] == 1
+            for mode in (injected, no_attention):
+                assert mode["distance_over_eager"] == pytest.approx(
+                    mode["distance_from_float32"] / eager["distance_from_float32"]
+                )
+                assert 0.5 < mode["distance_over_eager"] < 2
+                assert 0 < mode["host_ms"]["median"] < 10 * mode["ms"]["median"]
             if device == "cuda":
                 assert injected["kernels"]["ours"]["launches"] > 0
                 assert eager["kernels"]["ours"]["launches"] == 0
@@ -451,6 +651,95 @@ def test_flux(results, device):
     for of_weights in entry["weights"].values():
         (eager,) = of_weights["modes"].values()
         assert eager["ms"]["samples"] == 2 and eager["distance_from_eager"] == 0
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_all_models_in_one_run(device, tmp_path):
+    """Each to a file of its own, with the time of its own forward."""
+    options_ = ["--device", device, "--tiny", "--model", "all", "--modes", "eager", "--rounds", "1"]
+    run = CliRunner().invoke(
+        bench_models.main,
+        [*options_, "--no-distance", "--output", str(tmp_path)],
+        catch_exceptions=False,
+    )
+    assert run.exit_code == 0, run.output
+    written = {path.stem: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert set(written) == {published.RESULT for published in options.PUBLISHED}
+    for published in options.PUBLISHED:
+        result = written[published.RESULT]
+        assert result["model"] == published.TINY_NAME
+        assert list(result["sizes"]) == [str(size) for size in published.TINY_SIZES]
+        for entry in result["sizes"].values():
+            assert (entry["batch"], entry["text_tokens"]) == (
+                published.BATCH,
+                published.TEXT_TOKENS,
+            )
+            for of_weights in entry["weights"].values():
+                assert "distance_over_eager" not in of_weights["modes"]["eager"]
+
+
+def test_model_that_fails_does_not_keep_others_from_being_measured(device, tmp_path, monkeypatch):
+    def fails(*args):
+        raise RuntimeError("no such model")
+
+    measured = []
+    monkeypatch.setattr(flux2, "transformer", fails)
+    monkeypatch.setattr(
+        bench_models, "measure_size", lambda *args: measured.append(args) or {"weights": {}}
+    )
+    monkeypatch.setattr(bench_models, "show_size", lambda *args: None)
+    arguments = ["--device", device, "--tiny", "--modes", "eager", "--output", str(tmp_path)]
+    run = CliRunner().invoke(bench_models.main, [*arguments, "--model", "wan,flux2,cosmos"])
+    assert run.exit_code == 1 and "not measured: flux2" in run.output
+    assert "RuntimeError: no such model" in run.output and len(measured) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cosmos.json", "wan.json"]
+    run = CliRunner().invoke(bench_models.main, [*arguments[:-2], "--model", "flux2"])
+    assert isinstance(run.exception, RuntimeError)
+
+
+def test_host_time_of_other_models_than_the_one_that_fails(device, tmp_path, monkeypatch):
+    def measure_model(published, *args):
+        if published is flux2:
+            raise RuntimeError("no such model")
+        return [{"model": published.NAME}]
+
+    monkeypatch.setattr(bench_host_forward, "measure_model", measure_model)
+    monkeypatch.setattr(bench_host_forward, "show", lambda entries: None)
+    output = tmp_path / "host_forward" / "only.json"
+    arguments = ["--device", device, "--modes", "eager", "--output", str(output), "--model"]
+    run = CliRunner().invoke(bench_host_forward.main, [*arguments, "wan,flux2,cosmos"])
+    assert run.exit_code == 1 and "not measured: flux2" in run.output
+    measured = [entry["model"] for entry in load(tmp_path, "host_forward")["forwards"]]
+    assert measured == [wan.NAME, cosmos.NAME]
+    run = CliRunner().invoke(bench_host_forward.main, [*arguments, "flux2"])
+    assert isinstance(run.exception, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("modes", "is_kept"),
+    [
+        ("", True),
+        ("eager,compiled,compiled-regional,injected", True),
+        ("eager,injected", False),
+    ],
+)
+def test_more_modes_than_the_default_ones_are_the_whole_benchmark(modes, is_kept, monkeypatch):
+    paths = []
+
+    def destination(output, name, environment, neutral):
+        paths.append(real(output, name, environment, neutral))
+
+    real = record.destination
+    environment = {"device": "A CPU", "date": "2026-11-22 04:07:31 UTC", "kernel_ids": []}
+    monkeypatch.setattr(bench_models.record, "destination", destination)
+    monkeypatch.setattr(bench_models.record, "environment", lambda device: environment)
+    monkeypatch.setattr(bench_models, "measure_model", lambda *args: None)
+    monkeypatch.setattr(bench_models.models, "load_kernel", lambda: (None, 0.0))
+    arguments = ["--device", "cpu", "--model", "sd3,wan", *(["--modes", modes] if modes else [])]
+    run = CliRunner().invoke(bench_models.main, arguments, catch_exceptions=False)
+    assert run.exit_code == 0
+    kept = [history.RESULTS / n / "2026-11-22T040731-a-cpu.json" for n in ("sd3", "wan")]
+    assert paths == (kept if is_kept else [None, None])
 
 
 def test_host_time_of_a_forward(results, device):
@@ -479,6 +768,7 @@ def test_host_time_of_a_forward_is_taken_in_its_context(monkeypatch, tmp_path):
         )
     output = tmp_path / "host_forward" / "only.json"
     options = ["--device", "cpu", "--tiny", "--modes", "eager", "--rounds", "1"]
+    options += ["--model", "ltx,flux"]
     run = CliRunner().invoke(
         bench_host_forward.main, [*options, "--output", str(output)], catch_exceptions=False
     )
@@ -497,7 +787,7 @@ def test_host_time_of_a_forward_is_taken_in_its_context(monkeypatch, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("published", PUBLISHED)
+@pytest.mark.parametrize("published", LTX_AND_FLUX)
 @pytest.mark.parametrize(
     ("condition", "hooked"),
     [
@@ -1147,6 +1437,9 @@ def test_hub_benchmark(cls):
         (["--modes", "eager,fast"], "got 'fast'"),
         (["--sizes", "49x512x768", "--model", "flux"], "a size is HEIGHTxWIDTH, got '49x512x768'"),
         (["--model", "flux", "--sizes", "40x64"], "multiples of 16, got 40x64"),
+        (["--model", "wan", "--sizes", "480x832"], "a size is FRAMESxHEIGHTxWIDTH, got '480x832'"),
+        (["--model", "ltx,sd4"], "model must be one of ltx, flux,"),
+        (["--model", "ltx,flux", "--sizes", "64x64"], "sizes are of one model"),
     ],
 )
 def test_wrong_option(args, message):
@@ -1543,6 +1836,108 @@ def test_targets_of_the_model():
     assert (eager.verdict, compiled.verdict) == ("met", "missed by 5.2%")
     for result in (None, {"sizes": {}}, sizes(random=good)):
         assert {row.verdict for row in targets.models(result)} == {"not measured"}
+
+
+def made_up_forward(
+    injected=40.0, rest=2.0, distance=1.02, weights="peaked", size="1024x1024", **compiled
+):
+    """A model's result at one size: eager takes 60 ms, 20 of them outside products and attention."""
+    times = {"eager": 60.0, **compiled, "injected": injected}
+    rests = {"eager": 20.0, **dict.fromkeys(compiled, 4.0), "injected": rest}
+    modes = {
+        mode: {
+            "ms": {"median": ms},
+            "distance_over_eager": distance if mode == "injected" else 1.0,
+            "kernels": {"classes": {"other": {"ms": rests[mode], "launches": 1}}},
+        }
+        for mode, ms in times.items()
+    }
+    of_weights = {"modes": modes, "speedups": timing.speedups(times)}
+    return {
+        "environment": ENVIRONMENT,
+        "model": "a model",
+        "sizes": {size: {"batch": 1, "tokens": 8, "weights": {weights: of_weights}}},
+    }
+
+
+def test_forward_is_compared_with_the_faster_compiled_one():
+    (row,) = targets.forwards(made_up_forward(compiled=50.0, **{models.REGIONAL: 48.0}))
+    assert (row.size, row.eager, row.compiled, row.injected) == ("1024x1024", 60.0, 48.0, 40.0)
+    assert (row.over_eager, row.over_compiled) == (1.5, 1.2)
+    assert (row.rest_over_eager, row.rest_over_compiled) == (0.1, 0.5)
+    assert row.compiled_mode == models.REGIONAL and row.distance_over_eager == 1.02
+    (row,) = targets.forwards(made_up_forward(compiled=46.0, **{models.REGIONAL: 48.0}))
+    assert (row.compiled_mode, row.over_compiled) == ("compiled", 1.15)
+    (row,) = targets.forwards(made_up_forward())
+    assert row.over_eager == 1.5
+    assert row.compiled_mode is row.over_compiled is row.rest_over_compiled is None
+    (row,) = targets.forwards(made_up_forward(weights="random"))
+    assert row.eager is row.injected is row.over_eager is row.distance_over_eager is None
+    assert not targets.forwards(None)
+
+
+def test_aims_are_of_the_published_models():
+    names = {published.RESULT: published.NAME for published in options.PUBLISHED}
+    assert set(targets.TITLES) == set(names)
+    for name, title in targets.TITLES.items():
+        assert names[name].startswith(title)
+    assert set(targets.COMPILED) <= set(models.MODES)
+
+
+def test_targets_of_the_other_models():
+    rows = targets.model_forwards({})
+    assert len(rows) == 2 * 6 + 3 + 4 and {row.verdict for row in rows} == {"not measured"}
+
+    slow = made_up_forward(injected=50.0, rest=5.0, distance=1.1, **{models.REGIONAL: 52.0})
+    entry = {"mode": "injected", "over_eager": 0.3, "condition": "as published"}
+    host = [
+        {**entry, "model": flux2.NAME},
+        {**entry, "model": flux2.NAME, "over_eager": 0.5},
+        {**entry, "model": sd3.NAME, "over_eager": 0.7},
+        {**entry, "model": wan.NAME, "over_eager": 9.0, "condition": "LoRA adapters"},
+        {**entry, "model": wan.NAME, "over_eager": 1.0, "mode": "eager"},
+    ]
+    rows = targets.model_forwards(
+        {
+            "flux2": made_up_forward(**{models.REGIONAL: 48.0}),
+            "sd3": slow,
+            "cosmos": slow,
+            "host_forward": {"forwards": host},
+        }
+    )
+    verdicts = {(row.what, row.of): row.verdict for row in rows}
+    size = "1024×1024"
+    assert verdicts["injected over eager", f"FLUX.2 {size}"] == "met"
+    assert verdicts["injected over torch.compile", f"FLUX.2 {size}"] == "met"
+    sd3_name = f"Stable Diffusion 3.5 Large {size}"
+    assert verdicts["injected over eager", sd3_name] == "missed by 29.4%"
+    assert verdicts["injected over torch.compile", sd3_name] == "missed by 7.1%"
+    assert verdicts["injected over eager, no family", f"Cosmos-Predict2 2B {size}"] == "met"
+    assert verdicts["injected over eager", "Qwen-Image"] == "not measured"
+    rest, over_compiled, distance, shares = rows[-4:]
+    assert rest.of == f"1 of 6; the most: {sd3_name}; 4 not measured" and rest.measured == 0.25
+    assert over_compiled.measured == 1.25 and distance.measured == 1.1
+    assert distance.of.startswith("1 of 9;") and distance.verdict == "missed by 4.8%"
+    assert shares.measured == 0.7 and shares.of.startswith("1 of 6; the most: Stable Diffusion")
+
+
+def test_table_and_plot_of_all_models(tmp_path):
+    assert {row[4] for row in rows_of(tmp_path, "all_models")} == {"not measured"}
+    assert not render_plots.render(tmp_path)
+    store(tmp_path, "models", made_up_forward(50.0, size="9x64x96", compiled=52.0))
+    store(tmp_path, "sd3", made_up_forward(**{models.REGIONAL: 48.0}))
+    store(tmp_path, "cosmos", made_up_forward(injected=55.0))
+    names, rows = zip(*((row[0], row[1:]) for row in rows_of(tmp_path, "all_models")), strict=True)
+    assert names[:3] == ("a model, 9 frames 64×96", "FLUX.1", "FLUX.2")
+    assert names[3] == "a model, 1024×1024" and len(names) == len(targets.TITLES)
+    ratios = ["1.50×", "1.20×", "0.10×", "0.50×", "1.02×"]
+    assert rows[3] == ["60.0 ms", "48.0 ms blocks", "40.0 ms", *ratios]
+    assert rows[0][:2] == ["60.0 ms", "52.0 ms whole"]
+    assert rows[7] == ["60.0 ms", "", "55.0 ms", "1.09×", "", "0.10×", "", "1.02×"]
+    assert rows[1] == ["", "", "", "not measured", "", "", "", ""]
+    drawn = render_plots.render(tmp_path)["all_models.svg"]
+    for speedup in ("1.20", "1.15", "1.50", "1.25", "1.09"):
+        assert f">{speedup}×</text>" in drawn
 
 
 def test_attention_tables(made_up_attention, made_up, tmp_path):

@@ -84,7 +84,7 @@ def of_workloads(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
 def of_modes(name: str, entry: Mapping, times: str) -> Iterator[tuple[Label, Ratio]]:
     """Of a model's modes that took turns: each over eager and over torch.compile."""
     for mode, over in entry["speedups"].items():
-        for other in ("eager", "compiled"):
+        for other in ("eager", "compiled", "compiled-regional"):
             if other in over:
                 spreads = [entry["modes"][m][times]["spread"] for m in (mode, other)]
                 yield (f"{name}, {mode}", other), Ratio(over[other], combined(*spreads))

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # What only a GPU can show. Usage: tools/gpu_check.sh [build] [test] [sanitize] [ceilings] [operations] [profile]
-# [accuracy] [models] [flux] [pipeline] [host_forward] [sequences]
+# [accuracy] [models] [pipeline] [host_forward] [sequences]
 #
 # Without arguments all steps run, in this order; a step that fails does not keep the next from
 # running, unless it is the build. Logs go to $OUT (default build/gpu_check), and so do copies of the JSON that a
 # step adds to benchmarks/results: the benchmarks' figures, and of the step test how the suite went on this GPU.
 # PYTHON (default python3) needs Torch for CUDA and requirements/test.txt. PROCESSES (default one a core, at
 # most 15) is how many test at a time, LEFT_OUT the files of tests that are not run. SEQUENCES (default 2500) and
-# FIRST_SEED (default 0) are of the step sequences.
+# FIRST_SEED (default 0) are of the step sequences. MODELS (default all, or ltx,flux,...) and MODEL_OPTIONS (such as
+# "--rounds 5 --profiled-calls 1") are of the step models.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -16,7 +17,9 @@ PROCESSES=${PROCESSES:-$(($(nproc) > 15 ? 15 : $(nproc)))}
 LEFT_OUT=${LEFT_OUT:-}
 SEQUENCES=${SEQUENCES:-2500}
 FIRST_SEED=${FIRST_SEED:-0}
-STEPS=(build test sanitize ceilings operations profile accuracy models flux pipeline host_forward
+MODELS=${MODELS:-all}
+MODEL_OPTIONS=${MODEL_OPTIONS:-}
+STEPS=(build test sanitize ceilings operations profile accuracy models pipeline host_forward
   sequences)
 
 step_build() {
@@ -64,8 +67,11 @@ step_operations() {
 
 step_profile() { "$PYTHON" benchmarks/profile_kernels.py; }
 step_accuracy() { "$PYTHON" benchmarks/bench_accuracy.py; }
-step_models() { "$PYTHON" benchmarks/bench_models.py; }
-step_flux() { "$PYTHON" benchmarks/bench_models.py --model flux; }
+step_models() {
+  local options
+  read -ra options <<<"$MODEL_OPTIONS"
+  "$PYTHON" benchmarks/bench_models.py --model "$MODELS" ${options[@]+"${options[@]}"}
+}
 step_pipeline() { "$PYTHON" benchmarks/bench_pipeline.py; }
 step_host_forward() { "$PYTHON" benchmarks/bench_host_forward.py; }
 

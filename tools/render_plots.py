@@ -36,6 +36,7 @@ SERIES = {
 }
 MODES = {
     "compiled": ("torch.compile", "#e8710a"),
+    "compiled-regional": ("torch.compile, block by block", "#fbbc04"),
     "injected": ("injected", "#1a73e8"),
     "injected-no-attention": ("injected with attention=False", "#8ab4f8"),
     "injected+compiled": ("injected and torch.compile", "#174ea6"),
@@ -154,10 +155,50 @@ def models(results: dict[str, dict]) -> str:
     return _svg(figure)
 
 
-# Each plot, and the results that it needs.
-PLOTS: dict[str, tuple[Callable[[dict[str, dict]], str], tuple[str, ...]]] = {
-    "bandwidth": (bandwidth, tuple(FAMILIES)),
-    "models": (models, ("models",)),
+def all_models(results: dict[str, dict]) -> str:
+    """Speedup of each model's forward over eager, torch.compile's and the injected one's."""
+    shown = [
+        (f"{results[name]['model']}\n{forward.size.replace('x', '×')}", forward)
+        for name in targets.TITLES
+        if name in results
+        for forward in targets.forwards(results[name])
+        if forward.over_eager is not None
+    ]
+    figure = Figure(figsize=(7.5, 1.2 + 0.5 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    height = 0.4
+    series = {
+        "compiled": lambda forward: forward.compiled and forward.eager / forward.compiled,
+        "injected": lambda forward: forward.over_eager,
+    }
+    for index, (mode, value) in enumerate(series.items()):
+        label, color = MODES[mode]
+        points = [
+            (row + (index - 0.5) * height, speedup)
+            for row, (_, forward) in enumerate(shown)
+            if (speedup := value(forward)) is not None
+        ]
+        if points:
+            places, speedups = zip(*points, strict=True)
+            bars = axes.barh(places, speedups, height, color=color, label=label)
+            axes.bar_label(bars, fmt="%.2f×", padding=3)
+    axes.axvline(1, color="#202124", linewidth=0.9, linestyle="--")
+    axes.set_yticks(range(len(shown)), [name for name, _ in shown])
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.margins(x=0.12)
+    axes.set_xlabel(
+        f"one transformer forward, {targets.MODEL_WEIGHTS} weights: times as fast as eager"
+    )
+    figure.legend(loc="outside lower center", ncols=len(series), frameon=False)
+    return _svg(figure)
+
+
+# Each plot, the results that it needs, and those that it draws where they are there.
+PLOTS: dict[str, tuple[Callable[[dict[str, dict]], str], tuple[str, ...], tuple[str, ...]]] = {
+    "bandwidth": (bandwidth, tuple(FAMILIES), ()),
+    "models": (models, ("models",), ()),
+    "all_models": (all_models, ("models",), tuple(targets.TITLES)),
 }
 
 
@@ -165,9 +206,9 @@ def render(results: Path) -> dict[str, str]:
     """File name -> SVG, of the plots whose results are all there."""
     plots = {}
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
-        for name, (draw, needed) in PLOTS.items():
-            loaded = {need: history.shown(need, results) for need in needed}
+        for name, (draw, needed, wanted) in PLOTS.items():
+            loaded = {need: history.shown(need, results) for need in (*needed, *wanted)}
             measured = {need: result for need, result in loaded.items() if result is not None}
-            if measured.keys() == loaded.keys():
+            if measured.keys() >= set(needed):
                 plots[f"{name}.svg"] = draw(measured)
     return plots

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import click
 import history
+import targets
 from tabulate import tabulate
 
 MODE_NAMES = {
     "eager": "eager",
     "compiled": "torch.compile",
+    "compiled-regional": "torch.compile, block by block",
     "injected": "injected",
     "injected-no-attention": "injected with attention=False",
     "injected+compiled": "injected and torch.compile",
@@ -21,7 +23,7 @@ MODE_NAMES = {
 # What writes a result, where it is not benchmarks/bench_<name>.py.
 SCRIPTS = {
     "ceilings": "ceilings/run.py",
-    "flux": "bench_models.py --model flux",
+    **{name: f"bench_models.py --model {name}" for name in targets.TITLES if name != "models"},
     "profile": "profile_kernels.py",
 }
 
@@ -98,6 +100,11 @@ def image_name(key: str) -> str:
 
 
 SIZE_NAMES: dict[str, Callable[[str], str]] = {"models": video_name, "flux": image_name}
+
+
+def size_name(key: str) -> str:
+    """Of an image, or of a video."""
+    return image_name(key) if key.count("x") == 1 else video_name(key)
 
 
 def unmeasured(name: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import targets
+
 from .common import (
     MODE_NAMES,
     image_name,
@@ -12,6 +14,7 @@ from .common import (
     load,
     markdown,
     setup,
+    size_name,
     table,
     times,
     unmeasured,
@@ -28,7 +31,7 @@ def forwards(result: dict, label: Callable[[str, dict], str]) -> str:
             MODE_NAMES[mode],
             f"{measured['ms']['median']:.1f} ms",
             times(of_weights["speedups"][mode].get("eager")),
-            times(of_weights["speedups"][mode].get("compiled")),
+            times(of_weights["speedups"][mode].get(targets.faster_compiled(of_weights["modes"]))),
         ]
         for size, entry in result["sizes"].items()
         for weights, of_weights in entry["weights"].items()
@@ -36,6 +39,11 @@ def forwards(result: dict, label: Callable[[str, dict], str]) -> str:
     ]
     headers = ["input", "weights", "mode", "forward", "against eager", "against torch.compile"]
     return markdown(rows, headers) + setup(result)
+
+
+def ms_of_classes(kernels: dict, *classes: str) -> float:
+    """Older results count convolutions as something else."""
+    return sum(kernels["classes"][name]["ms"] for name in classes if name in kernels["classes"])
 
 
 @table
@@ -60,6 +68,44 @@ def flux(results: Path) -> str:
     return forwards(load(results, "flux"), label)
 
 
+def milliseconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} ms"
+
+
+def compiled_cell(forward: targets.Forward) -> str:
+    """The time, and what was compiled."""
+    what = {"compiled": "whole", "compiled-regional": "blocks", None: ""}[forward.compiled_mode]
+    return " ".join(filter(None, [milliseconds(forward.compiled), what]))
+
+
+@table
+def all_models(results: Path) -> str:
+    """One injected forward of each model beside eager and torch.compile, with peaked weights."""
+    rows, loaded = [], []
+    for name, title in targets.TITLES.items():
+        if not is_measured(results, name):
+            rows.append([title, *[""] * 3, "not measured", *[""] * 4])
+            continue
+        result = load(results, name)
+        loaded.append(result)
+        rows += [
+            [
+                f"{result['model']}, {size_name(forward.size)}",
+                milliseconds(forward.eager),
+                compiled_cell(forward),
+                milliseconds(forward.injected),
+                *(times(value) for value in (forward.over_eager, forward.over_compiled)),
+                *(times(value) for value in (forward.rest_over_eager, forward.rest_over_compiled)),
+                times(forward.distance_over_eager),
+            ]
+            for forward in targets.forwards(result)
+        ]
+    headers = ["one forward", "eager", "torch.compile", "injected", "over eager"]
+    headers += ["over torch.compile", "rest over eager's", "rest over torch.compile's"]
+    headers += ["distance over eager's"]
+    return markdown(rows, headers) + (setup(*loaded) if loaded else "")
+
+
 @table
 def breakdown(results: Path) -> str:
     """The forward's GPU time by kernel class."""
@@ -72,8 +118,8 @@ def breakdown(results: Path) -> str:
                 rows.append(
                     [video_name(size), weights, MODE_NAMES[mode]]
                     + [
-                        f"{kernels['classes'][key]['ms']:.1f} ms"
-                        for key in ("gemm", "attention", "other")
+                        f"{ms_of_classes(kernels, *keys):.1f} ms"
+                        for keys in (("gemm",), ("attention",), ("other", "convolution"))
                     ]
                     + [f"{kernels['idle_ms']:.1f} ms", f"{kernels['total']['launches']:.0f}"]
                 )

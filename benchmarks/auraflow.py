@@ -1,0 +1,59 @@
+"""AuraFlow v0.3 at its published sizes but for the number of blocks, with random weights.
+
+1 of 4 joint and 8 of 32 single blocks: the two kinds as in the whole model, one to eight.
+"""
+
+from __future__ import annotations
+
+import models
+import torch
+from diffusers import AuraFlowTransformer2DModel
+from sizes import ImageSize, parse_image_size
+
+NAME, TINY_NAME = "AuraFlow, 1 + 8 blocks", "tiny AuraFlow"
+RESULT = "auraflow"
+BATCH = 2  # with guidance
+TEXT_TOKENS = 256
+SIZES, TINY_SIZES = (ImageSize(1024, 1024),), (ImageSize(64, 96),)
+SMALL = {"size": ImageSize(128, 128), "text_tokens": 64}
+
+TRANSFORMER = {"num_mmdit_layers": 1, "num_single_dit_layers": 8, "pos_embed_max_size": 9216}
+TINY_TRANSFORMER = {
+    "num_mmdit_layers": 1,
+    "num_single_dit_layers": 2,
+    "pos_embed_max_size": 256,
+    "num_attention_heads": 2,
+    "attention_head_dim": 64,
+    "joint_attention_dim": 64,
+    "caption_projection_dim": 128,
+}
+parse_size = parse_image_size
+
+
+def transformer(
+    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
+) -> AuraFlowTransformer2DModel:
+    """AuraFlow's transformer, its random weights made on the device."""
+    config = TINY_TRANSFORMER if tiny else TRANSFORMER
+    return models.build(AuraFlowTransformer2DModel, config, device, dtype, seed)
+
+
+def inputs(
+    model: AuraFlowTransformer2DModel,
+    size: ImageSize,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    timestep: float = 0.8,
+    text_tokens: int = TEXT_TOKENS,
+) -> dict[str, object]:
+    """Arguments of a forward as AuraFlowPipeline passes them with guidance: batch 2."""
+    normal, config = models.normal(device, dtype, seed), model.config
+    latents = normal(1, config.in_channels, *size.unpacked)
+    return {
+        "hidden_states": torch.cat([latents, latents]),
+        "encoder_hidden_states": normal(2, text_tokens, config.joint_attention_dim),
+        "timestep": torch.tensor([timestep], device=device).to(dtype).expand(2),
+        "attention_kwargs": None,
+        "return_dict": False,
+    }

@@ -1,0 +1,69 @@
+"""FLUX.2-dev at its published sizes but for the number of blocks, with random weights.
+
+2 of 8 double and 6 of 48 single blocks.
+"""
+
+from __future__ import annotations
+
+import models
+import torch
+from diffusers import Flux2Transformer2DModel
+from sizes import ImageSize, parse_image_size
+
+NAME, TINY_NAME = "FLUX.2, 2 + 6 blocks", "tiny FLUX.2"
+RESULT = "flux2"
+BATCH = 1  # the published model is distilled: guidance is an input
+TEXT_TOKENS = 512
+GUIDANCE = 4.0
+SIZES, TINY_SIZES = (ImageSize(1024, 1024),), (ImageSize(64, 96),)
+SMALL = {"size": ImageSize(128, 128), "text_tokens": 64}
+# What the model multiplies by 1000 in its own dtype.
+THOUSANDFOLD = ("timestep", "guidance")
+
+# diffusers' default sizes are the published ones.
+TRANSFORMER = {"num_layers": 2, "num_single_layers": 6}
+TINY_TRANSFORMER = {
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "in_channels": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 64,
+}
+parse_size = parse_image_size
+
+
+def transformer(
+    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
+) -> Flux2Transformer2DModel:
+    """FLUX.2's transformer, its random weights made on the device."""
+    config = TINY_TRANSFORMER if tiny else TRANSFORMER
+    return models.build(Flux2Transformer2DModel, config, device, dtype, seed)
+
+
+def ids(device: torch.device, *lengths: int) -> torch.Tensor:
+    """Positions along frames, rows, columns and text: (1, product of lengths, 4), of integers."""
+    axes = [torch.arange(length, device=device) for length in lengths]
+    return torch.cartesian_prod(*axes)[None]
+
+
+def inputs(
+    model: Flux2Transformer2DModel,
+    size: ImageSize,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    timestep: float = 800.0,
+    text_tokens: int = TEXT_TOKENS,
+) -> dict[str, object]:
+    """Arguments of a forward as Flux2Pipeline passes them: batch 1, packed latents."""
+    normal, config = models.normal(device, dtype, seed), model.config
+    return {
+        "hidden_states": normal(1, size.tokens, config.in_channels),
+        "encoder_hidden_states": normal(1, text_tokens, config.joint_attention_dim),
+        "timestep": torch.tensor([timestep], device=device).to(dtype) / 1000,
+        "guidance": torch.full([1], GUIDANCE, device=device),
+        "img_ids": ids(device, 1, *size.latent, 1),
+        "txt_ids": ids(device, 1, 1, 1, text_tokens),
+        "joint_attention_kwargs": None,
+        "return_dict": False,
+    }

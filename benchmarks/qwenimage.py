@@ -1,0 +1,57 @@
+"""Qwen-Image at its published sizes but for 6 of 60 blocks, with random weights."""
+
+from __future__ import annotations
+
+import models
+import torch
+from diffusers import QwenImageTransformer2DModel
+from sizes import ImageSize, parse_image_size
+
+NAME, TINY_NAME = "Qwen-Image, 6 blocks", "tiny Qwen-Image"
+RESULT = "qwenimage"
+BATCH = 1  # guidance is a forward of its own
+TEXT_TOKENS = 128  # of a prompt of some length: there is no padding, and no mask
+SIZES, TINY_SIZES = (ImageSize(1024, 1024),), (ImageSize(64, 96),)
+SMALL = {"size": ImageSize(128, 128), "text_tokens": 64}
+
+# diffusers' default sizes are the published ones.
+TRANSFORMER = {"num_layers": 6}
+TINY_TRANSFORMER = {
+    "num_layers": 2,
+    "in_channels": 16,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 64,
+}
+parse_size = parse_image_size
+
+
+def transformer(
+    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
+) -> QwenImageTransformer2DModel:
+    """Qwen-Image's transformer, its random weights made on the device."""
+    config = TINY_TRANSFORMER if tiny else TRANSFORMER
+    return models.build(QwenImageTransformer2DModel, config, device, dtype, seed)
+
+
+def inputs(
+    model: QwenImageTransformer2DModel,
+    size: ImageSize,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    timestep: float = 800.0,
+    text_tokens: int = TEXT_TOKENS,
+) -> dict[str, object]:
+    """Arguments of a forward as QwenImagePipeline passes them: batch 1, packed latents, no mask."""
+    normal, config = models.normal(device, dtype, seed), model.config
+    return {
+        "hidden_states": normal(1, size.tokens, config.in_channels),
+        "encoder_hidden_states": normal(1, text_tokens, config.joint_attention_dim),
+        "encoder_hidden_states_mask": None,
+        "timestep": torch.tensor([timestep], device=device).to(dtype) / 1000,
+        "guidance": None,
+        "img_shapes": [[(1, *size.latent)]],
+        "attention_kwargs": {},
+        "return_dict": False,
+    }

@@ -1,0 +1,58 @@
+"""Wan 2.1 14B at its published sizes but for 3 of 40 blocks, with random weights.
+
+wan_small.py is the model of 1.3B.
+"""
+
+from __future__ import annotations
+
+import models
+import torch
+from diffusers import WanTransformer3DModel
+from sizes import VideoSize, parse_video_size
+
+NAME, TINY_NAME = "Wan 2.1 14B, 3 blocks", "tiny Wan 2.1"
+RESULT = "wan"
+BATCH = 1  # guidance is a forward of its own
+TEXT_TOKENS = 512
+SIZES, TINY_SIZES = (VideoSize(81, 480, 832),), (VideoSize(5, 64, 96),)
+SMALL = {"size": VideoSize(1, 128, 128), "text_tokens": 64}
+
+# diffusers' default sizes are the published ones.
+TRANSFORMER = {"num_layers": 3}
+TINY_TRANSFORMER = {
+    "num_layers": 2,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "text_dim": 64,
+    "ffn_dim": 512,
+}
+parse_size = parse_video_size
+
+
+def transformer(
+    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
+) -> WanTransformer3DModel:
+    """Wan's transformer, its random weights made on the device."""
+    config = TINY_TRANSFORMER if tiny else TRANSFORMER
+    return models.build(WanTransformer3DModel, config, device, dtype, seed)
+
+
+def inputs(
+    model: WanTransformer3DModel,
+    size: VideoSize,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    timestep: int = 800,
+    text_tokens: int = TEXT_TOKENS,
+) -> dict[str, object]:
+    """Arguments of a forward as WanPipeline passes them: batch 1, and no mask of the text."""
+    normal, config = models.normal(device, dtype, seed), model.config
+    return {
+        "hidden_states": normal(1, config.in_channels, *size.unpacked),
+        "encoder_hidden_states": normal(1, text_tokens, config.text_dim),
+        "timestep": torch.tensor([timestep], device=device),
+        "attention_kwargs": None,
+        "return_dict": False,
+    }
