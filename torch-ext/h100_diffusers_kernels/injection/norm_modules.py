@@ -1,0 +1,448 @@
+"""Norms whose own forward is replaced: each by one operation, wherever in a model it stands.
+
+What a norm reads is few and is read anew at each call, so nothing of it is kept from one to the next. Where a
+derivative is asked for, the class's own forward runs, with the derivatives that it has in PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional
+from ..conditions import is_plain, kernels_take, why_not_taken
+from ..differentiation import is_differentiated
+from .forward_slot import runs_own_forward
+from .injected import Injected, Injection, Parts
+from .norms import LAYER, RMS
+from .original import Original, find_class, find_original
+from .part import Part
+from .snapshot import Look, has_global_hooks
+
+
+class Settings(NamedTuple):
+    """What a norm of the last dimension computes with."""
+
+    kind: str
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True)
+class NormModule(Part):
+    """A class of norms, without its subclasses.
+
+    Attributes:
+        kind: RMS or LAYER.
+        function: the path of the function that its forward calls, or None.
+    """
+
+    kind: str = RMS
+    function: str | None = None
+
+    def is_kind_of(self, module: nn.Module) -> bool:
+        return type(module) is find_class(self.path)
+
+    def originals(self) -> dict[str, Original]:
+        paths = () if self.function is None else (self.function,)
+        return {path: find_original(path) for path in paths}
+
+    def settings(self, module: nn.Module, injection: Injection) -> Settings | str:
+        """What the norm computes with now, or why the kernels do not compute it."""
+        if self.function is not None and not injection.originals[self.function].is_in_use():
+            return f"{self.function.partition(':')[2]} was replaced"
+        attributes, parameters = module.__dict__, module._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if not (is_plain(weight) and is_plain(bias)):
+            return "it has a sharded or quantized weight"
+        if self.kind == RMS and bias is not None:
+            return "it has a bias"
+        eps = attributes.get("eps")
+        if not isinstance(eps, float):
+            return f"it has an eps of {eps}"
+        shape = attributes.get("normalized_shape")
+        if len(shape or ()) > 1 or (weight is not None and weight.dim() != 1):
+            return "it normalizes over several dimensions"
+        return Settings(self.kind, weight, bias, eps)
+
+    def fits(self, module: nn.Module, settings: Settings, x: Tensor) -> bool:
+        """Whether x has the last dimension that the norm says it takes."""
+        shape = module.__dict__.get("normalized_shape")
+        if shape is None:
+            shape = () if settings.weight is None else settings.weight.shape
+        return x.dim() > 0 and (len(shape) == 0 or shape[0] == x.shape[-1])
+
+    def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
+        settings = self.settings(module, injection)
+        parts.reason = settings if isinstance(settings, str) else None
+
+    def see(self, module: nn.Module, snapshot: Look) -> None:
+        """All of it is looked at in each call."""
+
+
+def _norm_forward(self: nn.Module, injected: Injected, *args: Any, **kwargs: Any) -> Tensor:
+    part, settings = injected.part, None
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        (x,) = args
+        settings = part.settings(self, injected.injection)
+    if settings is None:
+        return injected.class_forward(self, *args, **kwargs)
+    if isinstance(settings, str):
+        injected.count([settings])
+        return injected.class_forward(self, x)
+    kind, weight, bias, eps = settings
+    if is_differentiated(x, weight, bias):
+        return injected.class_forward(self, x)
+    if not part.fits(self, settings, x):
+        return injected.class_forward(self, x)  # which says so
+    rows = _rows(x)
+    reason = _why_not(rows, settings)
+    if reason is not None:
+        injected.count([reason])
+        return injected.class_forward(self, x)
+    injected.count([])
+    x = rows
+    if kind == RMS:
+        return functional.rms_norm(x, weight, eps)
+    return functional.layer_norm(x, weight, bias, eps)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x, copied if its last dimension has gaps, as in PyTorch's own layer norm."""
+    return x if not is_plain(x) or x.stride(-1) == 1 else x.contiguous()
+
+
+def _why_not(x: Tensor, settings: Settings, *others: Tensor) -> str | None:
+    """Why the kernels do not compute a norm of x, and what comes after it; None if they do."""
+    tensors = (*others, settings.weight, settings.bias)
+    return None if kernels_take(x, *tensors) else why_not_taken(x, *tensors)
+
+
+def _norm(path: str, forward: str, kind: str, function: str | None = None) -> NormModule:
+    operation = "rms_norm" if kind == RMS else "layer_norm"
+    return NormModule(path, forward, _norm_forward, operation, kind=kind, function=function)
+
+
+_NORMALIZATION = "diffusers.models.normalization"
+NORMS = (
+    _norm("torch.nn:LayerNorm", "self input", LAYER, "torch.nn.functional:layer_norm"),
+    _norm("torch.nn:RMSNorm", "self x", RMS, "torch.nn.functional:rms_norm"),
+    _norm(
+        f"{_NORMALIZATION}:FP32LayerNorm", "self inputs", LAYER, "torch.nn.functional:layer_norm"
+    ),
+    _norm(f"{_NORMALIZATION}:RMSNorm", "self hidden_states", RMS),
+    _norm(f"{_NORMALIZATION}:MochiRMSNorm", "self hidden_states", RMS),
+)
+
+
+# --------------------------------------------------------------------------------------------------
+# Norms with a modulation
+
+Modulate = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+
+
+def _not_given(*_: Any) -> Any:
+    raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class AdaptiveNormModule(Part):
+    """A class of modules with a norm, without its subclasses, that modulate what the norm makes.
+
+    Attributes:
+        formula: ``formula(module, modulate, *args, **kwargs)`` is the class's forward, in which
+            ``modulate(norm, x, scale, shift)`` is ``norm(x) * (1 + scale) + shift``.
+        norms: the names of its norms. They keep their own forwards: the module's stands in for them, too.
+    """
+
+    formula: Callable = _not_given
+    norms: tuple[str, ...] = ("norm",)
+
+    def is_kind_of(self, module: nn.Module) -> bool:
+        return type(module) is find_class(self.path)
+
+    def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
+        for name in self.norms:
+            settings = _inner(getattr(module, name, None), injection)
+            if isinstance(settings, str):
+                parts.reason = f"{name}: {settings}"
+
+    def see(self, module: nn.Module, snapshot: Look) -> None:
+        """All of it is looked at in each call."""
+
+
+def _adaptive_forward(self: nn.Module, injected: Injected, *args: Any, **kwargs: Any) -> Any:
+    modulate = _Modulate(injected.injection)
+    result = injected.part.formula(self, modulate, *args, **kwargs)
+    if modulate.reasons is not None:
+        injected.count(modulate.reasons)
+    return result
+
+
+class _Modulate:
+    """The modulations in one call of a module.
+
+    Attributes:
+        reasons: why not all ran on the kernels; None where a derivative is asked for.
+    """
+
+    def __init__(self, injection: Injection) -> None:
+        self._injection = injection
+        self.reasons: list[str] | None = []
+
+    def __call__(self, norm: nn.Module, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        """``norm(x) * (1 + scale) + shift``."""
+        settings = _inner(norm, self._injection)
+        if isinstance(settings, str):
+            reason: str | None = f"its norm: {settings}"
+        else:
+            kind, weight, bias, eps = settings
+            if is_differentiated(x, scale, shift, weight, bias):
+                self.reasons = None
+                return norm(x) * (1 + scale) + shift
+            rows = _rows(x)
+            reason = _why_not(rows, settings, scale, shift)
+            if reason is None and not (_broadcasts(scale, x) and _broadcasts(shift, x)):
+                reason = "its modulation has another shape than the kernels know"
+        if reason is not None:
+            if self.reasons is not None:
+                self.reasons.append(reason)
+            return norm(x) * (1 + scale) + shift
+        if kind == RMS:
+            return functional.rms_norm_modulate(rows, scale, shift, weight, eps)
+        return functional.layer_norm_modulate(rows, scale, shift, weight, bias, eps)
+
+
+def _inner(norm: Any, injection: Injection) -> Settings | str:
+    """What a norm inside of a module computes, if its call runs nothing but its class's forward."""
+    part = next((part for part in NORMS if part.is_kind_of(norm)), None)
+    if part is None:
+        return f"it is a {type(norm).__name__}"
+    if not injection.originals[f"{part.path}.forward"].is_in_use():
+        return "its class's forward was replaced"
+    if not runs_own_forward(norm) or (
+        not torch.compiler.is_compiling() and has_global_hooks()
+    ):
+        return "it has hooks, or another forward than its class's"
+    return part.settings(norm, injection)
+
+
+def _broadcasts(row: Tensor, x: Tensor) -> bool:
+    """Whether a row is of x's last dimension, and makes nothing larger than x of it."""
+    return (
+        0 < row.dim() <= x.dim()
+        and row.shape[-1] == x.shape[-1]
+        and all(mine in (1, its) for mine, its in zip(row.shape[-2::-1], x.shape[-2::-1]))
+    )
+
+
+def _ada_layer_norm(
+    self: Any,
+    modulate: Modulate,
+    x: Tensor,
+    timestep: Tensor | None = None,
+    temb: Any = None,
+) -> Tensor:
+    if self.emb is not None:
+        temb = self.emb(timestep)
+    temb = self.linear(self.silu(temb))
+    if self.chunk_dim == 1:
+        shift, scale = temb[:, None].chunk(2, dim=2)
+    else:
+        scale, shift = temb.chunk(2, dim=0)
+    return modulate(self.norm, x, scale, shift)
+
+
+def _zero(
+    self: Any,
+    modulate: Modulate,
+    x: Tensor,
+    timestep: Tensor | None = None,
+    class_labels: Tensor | None = None,
+    hidden_dtype: torch.dtype | None = None,
+    emb: Any = None,
+) -> tuple[Tensor, ...]:
+    if self.emb is not None:
+        emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
+    shift, scale, *rows = self.linear(self.silu(emb)).chunk(6, dim=1)
+    return modulate(self.norm, x, scale[:, None], shift[:, None]), *rows
+
+
+def _zero_single(
+    self: Any, modulate: Modulate, x: Tensor, emb: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    shift, scale, gate = self.linear(self.silu(emb)).chunk(3, dim=1)
+    return modulate(self.norm, x, scale[:, None], shift[:, None]), gate
+
+
+def _zero_x(
+    self: Any, modulate: Modulate, hidden_states: Tensor, emb: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    x = hidden_states
+    rows = self.linear(self.silu(emb)).chunk(9, dim=1)
+    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp, shift2, scale2, gate2 = rows
+    first = modulate(self.norm, x, scale[:, None], shift[:, None])
+    second = modulate(self.norm, x, scale2[:, None], shift2[:, None])
+    return first, gate, shift_mlp, scale_mlp, gate_mlp, second, gate2
+
+
+def _continuous(
+    self: Any, modulate: Modulate, x: Tensor, conditioning_embedding: Tensor
+) -> Tensor:
+    emb = self.linear(self.silu(conditioning_embedding).to(x.dtype))
+    scale, shift = emb[:, None].chunk(2, dim=2)
+    return modulate(self.norm, x, scale, shift)
+
+
+def _continuous_without_silu(
+    self: Any, modulate: Modulate, x: Tensor, conditioning_embedding: Tensor
+) -> Tensor:
+    scale, shift = self.linear(conditioning_embedding.to(x.dtype))[:, None].chunk(2, dim=2)
+    return modulate(self.norm, x, scale, shift)
+
+
+def _zero_of_two(
+    self: Any, modulate: Modulate, x: Tensor, context: Tensor, emb: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    rows = self.linear(self.silu(emb)).chunk(12, dim=1)
+    shift, scale, *others, c_shift, c_scale, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = rows
+    x = modulate(self.norm_x, x, scale[:, None], shift[:, None])
+    context = modulate(self.norm_c, context, c_scale[:, None], c_shift[:, None])
+    return x, *others, context, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp
+
+
+def _zero_of_two_by_turns(
+    self: Any,
+    modulate: Modulate,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+) -> tuple[Tensor, ...]:
+    """With the rows of the one stream and of the other by turns."""
+    rows = self.linear(temb).chunk(12, dim=1)
+    (shift, scale, *others), (c_shift, c_scale, *c_others) = rows[::2], rows[1::2]
+    x, c = hidden_states, encoder_hidden_states
+    x = modulate(self.norm, x, scale[:, None], shift[:, None])
+    c = modulate(self.norm_context, c, c_scale[:, None], c_shift[:, None])
+    return x, *others, c, *c_others
+
+
+def _zero_of_both(
+    self: Any,
+    modulate: Modulate,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+) -> tuple[Tensor, ...]:
+    """One norm for both streams."""
+    rows = self.linear(self.silu(temb))[:, None].chunk(6, dim=2)
+    shift, scale, gate, c_shift, c_scale, c_gate = rows
+    x = modulate(self.norm, hidden_states, scale, shift)
+    context = modulate(self.norm, encoder_hidden_states, c_scale, c_shift)
+    return x, context, gate, c_gate
+
+
+def _zero_of_both_flat(self: Any, modulate: Modulate, *args: Any, **kwargs: Any) -> Any:
+    x, context, *gates = _zero_of_both(self, modulate, *args, **kwargs)
+    return x, context, *(gate.squeeze(1) for gate in gates)
+
+
+def _cosmos(
+    self: Any,
+    modulate: Modulate,
+    hidden_states: Tensor,
+    embedded_timestep: Tensor,
+    temb: Tensor | None = None,
+) -> Tensor:
+    emb = self.linear_2(self.linear_1(self.activation(embedded_timestep)))
+    if temb is not None:
+        emb = emb + temb[..., : 2 * self.embedding_dim]
+    shift, scale = (emb[:, None] if emb.ndim == 2 else emb).chunk(2, dim=-1)
+    return modulate(self.norm, hidden_states, scale, shift)
+
+
+def _cosmos_zero(
+    self: Any,
+    modulate: Modulate,
+    hidden_states: Tensor,
+    embedded_timestep: Tensor,
+    temb: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    emb = self.linear_2(self.linear_1(self.activation(embedded_timestep)))
+    if temb is not None:
+        emb = emb + temb
+    shift, scale, gate = (emb[:, None] if emb.ndim == 2 else emb).chunk(3, dim=-1)
+    return modulate(self.norm, hidden_states, scale, shift), gate
+
+
+def _table(
+    self: Any, modulate: Modulate, hidden_states: Tensor, temb: Tensor, scale_shift_table: Tensor
+) -> Tensor:
+    rows = scale_shift_table[None] + temb[:, None].to(scale_shift_table.device)
+    shift, scale = rows.chunk(2, dim=1)
+    return modulate(self.norm, hidden_states, scale, shift)
+
+
+def _table_of_frames(
+    self: Any, modulate: Modulate, hidden_states: Tensor, temb: Tensor, scale_shift_table: Tensor
+) -> Tensor:
+    rows = scale_shift_table[None, None] + temb[:, :, None].to(scale_shift_table.device)
+    shift, scale = rows.unbind(dim=2)
+    return modulate(self.norm, hidden_states, scale, shift)
+
+
+_TRANSFORMERS = "diffusers.models.transformers"
+_TWO_STREAMS = "self hidden_states encoder_hidden_states temb"
+_COSMOS = "self hidden_states embedded_timestep temb"
+_CONDITIONED = "self x conditioning_embedding"
+_TABLE = "self hidden_states temb scale_shift_table"
+_ADAPTIVE: tuple[tuple, ...] = (
+    (f"{_NORMALIZATION}:AdaLayerNorm", "self x timestep temb", _ada_layer_norm),
+    (
+        f"{_NORMALIZATION}:AdaLayerNormZero",
+        "self x timestep class_labels hidden_dtype emb",
+        _zero,
+    ),
+    (f"{_NORMALIZATION}:AdaLayerNormZeroSingle", "self x emb", _zero_single),
+    (f"{_NORMALIZATION}:SD35AdaLayerNormZeroX", "self hidden_states emb", _zero_x),
+    (f"{_NORMALIZATION}:AdaLayerNormContinuous", _CONDITIONED, _continuous),
+    (
+        f"{_NORMALIZATION}:CogView3PlusAdaLayerNormZeroTextImage",
+        "self x context emb",
+        _zero_of_two,
+        ("norm_x", "norm_c"),
+    ),
+    (f"{_NORMALIZATION}:CogVideoXLayerNormZero", _TWO_STREAMS, _zero_of_both),
+    (
+        f"{_TRANSFORMERS}.transformer_easyanimate:EasyAnimateLayerNormZero",
+        _TWO_STREAMS,
+        _zero_of_both_flat,
+    ),
+    *(
+        (f"{path}Zero", _TWO_STREAMS, _zero_of_two_by_turns, ("norm", "norm_context"))
+        for path in (
+            f"{_TRANSFORMERS}.transformer_cogview4:CogView4AdaLayerNorm",
+            f"{_TRANSFORMERS}.transformer_glm_image:GlmImageAdaLayerNorm",
+        )
+    ),
+    *(
+        (f"{path}Continuous", _CONDITIONED, _continuous_without_silu)
+        for path in (
+            f"{_TRANSFORMERS}.transformer_cogview4:CogView4AdaLayerNorm",
+            f"{_TRANSFORMERS}.transformer_glm_image:GlmImageAdaLayerNorm",
+        )
+    ),
+    (f"{_TRANSFORMERS}.transformer_cosmos:CosmosAdaLayerNorm", _COSMOS, _cosmos),
+    (f"{_TRANSFORMERS}.transformer_cosmos:CosmosAdaLayerNormZero", _COSMOS, _cosmos_zero),
+    (f"{_TRANSFORMERS}.sana_transformer:SanaModulatedNorm", _TABLE, _table),
+    (f"{_TRANSFORMERS}.transformer_sana_video:SanaModulatedNorm", _TABLE, _table_of_frames),
+)
+ADAPTIVE_NORMS = tuple(
+    AdaptiveNormModule(path, parameters, _adaptive_forward, "layer_norm_modulate", formula, *norms)
+    for path, parameters, formula, *norms in _ADAPTIVE
+)
