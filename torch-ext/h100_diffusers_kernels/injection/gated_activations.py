@@ -76,13 +76,13 @@ def _forward(self: Any, injected: Injected, *args: Any, **kwargs: Any) -> Tensor
         return injected.class_forward(self, *args, **kwargs)
     reason = part.why_not(self, injected.injection)
     if reason is not None:
-        injected.count([reason])
+        injected.leave(reason)
         return injected.class_forward(self, *args)
     x = self.proj(*args)
     if is_differentiated(x):
         return _as_in_class(self, part, x)
     if not kernels_take(x):
-        injected.count([why_not_taken(x)])
+        injected.leave(why_not_taken(x))
         return _as_in_class(self, part, x)
     injected.count([])
     return getattr(functional, part.operation)(x)

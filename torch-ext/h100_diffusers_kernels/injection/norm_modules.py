@@ -54,6 +54,8 @@ class NormModule(Part):
 
     def settings(self, module: nn.Module, injection: Injection) -> Settings | str:
         """What the norm computes with now, or why the kernels do not compute it."""
+        if not self.is_kind_of(module):
+            return f"it is a {type(module).__name__} now"  # parametrized, say
         if self.function is not None and not injection.originals[self.function].is_in_use():
             return f"{self.function.partition(':')[2]} was replaced"
         attributes, parameters = module.__dict__, module._parameters
@@ -93,7 +95,7 @@ def _norm_forward(self: nn.Module, injected: Injected, *args: Any, **kwargs: Any
     if settings is None:
         return injected.class_forward(self, *args, **kwargs)
     if isinstance(settings, str):
-        injected.count([settings])
+        injected.leave(settings)
         return injected.class_forward(self, x)
     kind, weight, bias, eps = settings
     if is_differentiated(x, weight, bias):
@@ -103,7 +105,7 @@ def _norm_forward(self: nn.Module, injected: Injected, *args: Any, **kwargs: Any
     rows = _rows(x)
     reason = _why_not(rows, settings)
     if reason is not None:
-        injected.count([reason])
+        injected.leave(reason)
         return injected.class_forward(self, x)
     injected.count([])
     x = rows
@@ -179,8 +181,10 @@ class AdaptiveNormModule(Part):
 def _adaptive_forward(self: nn.Module, injected: Injected, *args: Any, **kwargs: Any) -> Any:
     modulate = _Modulate(injected.injection)
     result = injected.part.formula(self, modulate, *args, **kwargs)
-    if modulate.reasons is not None:
-        injected.count(modulate.reasons)
+    if modulate.reasons:
+        injected.leave(modulate.reasons[0])
+    elif modulate.reasons is not None:
+        injected.count([])
     return result
 
 

@@ -66,8 +66,12 @@ def _count(reason: str | None) -> None:
     if torch.compiler.is_compiling():
         return
     injected = _calls.injected
-    if injected is not None:
-        injected.count([] if reason is None else [reason])
+    if injected is None:
+        return
+    if reason is None:
+        injected.count([])
+    else:
+        injected.leave(reason)
 
 
 def _dispatch_attention_fn(
@@ -388,7 +392,7 @@ def _forward(self: nn.Module, injected: Injected, *args: Any, **kwargs: Any) -> 
     processor = self.processor
     found = rebound(type(processor))
     if isinstance(found, str):
-        injected.count([found])
+        injected.leave(found)
         return injected.class_forward(self, *args, **kwargs)
     if not _is_free(processor, found, injected.injection):
         return injected.class_forward(self, *args, **kwargs)
