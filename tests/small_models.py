@@ -263,7 +263,7 @@ MODELS = [
             "encoder_attention_mask": mask(),
             "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
         },
-        attends=2,
+        attends=4,
     ),
     SmallModel(
         "sana",

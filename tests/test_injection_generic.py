@@ -18,6 +18,7 @@ from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
 from diffusers.models import attention_dispatch, normalization
 from diffusers.models.attention_processor import (
+    Attention,
     AttnProcessor,
     AttnProcessor2_0,
     IPAdapterAttnProcessor2_0,
@@ -342,7 +343,9 @@ CALLS = {
     "plain": {},
     "scale": {"scale": 0.3},
     "defaults spelled out": {"dropout_p": 0.0, "is_causal": False, "attention_kwargs": {}},
-    "booleans of keys": {"attn_mask": (torch.arange(11) < torch.tensor([[11], [4]]))[:, None, None]},
+    "booleans of keys": {
+        "attn_mask": (torch.arange(11) < torch.tensor([[11], [4]]))[:, None, None]
+    },
     "booleans of two dimensions": {"attn_mask": torch.arange(11) < torch.tensor([[11], [4]])},
     "scores of keys": {"attn_mask": scores_of(2, 1, 1, 11)},
     "scores of one sample": {"attn_mask": scores_of(1, 1, 1, 11)},
@@ -369,8 +372,16 @@ def attention_calls(kernel, device, options, is_direct):
     processors = kernel.injection.processors
     options = dict(options)
     count = options.pop("kv", 4)
-    form = {"dtype": options.pop("dtype", BFLOAT16), "size": options.pop("size", 64), "device": device}
-    tensors_ = [heads(**form), heads(tokens=11, count=count, **form), heads(tokens=11, count=count, **form)]
+    form = {
+        "dtype": options.pop("dtype", BFLOAT16),
+        "size": options.pop("size", 64),
+        "device": device,
+    }
+    tensors_ = [
+        heads(**form),
+        heads(tokens=11, count=count, **form),
+        heads(tokens=11, count=count, **form),
+    ]
     if isinstance(options.get("attn_mask"), torch.Tensor):
         mask = options["attn_mask"].to(device)
         is_scores = mask.is_floating_point()
@@ -580,6 +591,26 @@ def test_a_processor_of_the_users_own(kernel, device, cls, is_injected_first):
     assert "whose attention is its own" in str(said[name])
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mask_that_a_module_repeats_for_its_heads(kernel, device, mode):
+    """It is known by who made it, and no longer once something is written to it."""
+    small = BY_NAME["pixart"]
+    model, plain, arguments = pair(small, device)
+    kernel.inject_kernels(model)
+    with mode():
+        assert kernel_calls(lambda: model(**arguments))["attention"] == 4
+    assert distance(run(model, arguments), run(plain, arguments)) < 0.03
+    processor = model.transformer_blocks[0].attn2.processor
+    module = kernel.injection.processors._Preparing(model.transformer_blocks[0].attn2)
+    assert isinstance(module, Attention) and module.processor is processor
+    mask = torch.zeros(2, 1, 6, device=device)
+    made = module.prepare_attention_mask(mask, 6, 2).view(2, 2, 1, 6)
+    is_repeated = kernel.injection.processors._is_repeated
+    assert is_repeated(made) and not is_repeated(made + 1)
+    made[0, 0] = -1
+    assert not is_repeated(made)
+
+
 def test_fused_projections(kernel, device):
     model, plain, arguments = pair(UNET, device)
     kernel.inject_kernels(model)
@@ -750,7 +781,9 @@ def test_global_hooks_see_the_same_modules(kernel, device):
             names = {module: name for name, module in candidate.named_modules()}
             calls = []
             handle = nn.modules.module.register_module_forward_hook(
-                lambda module, args, output, calls=calls, names=names: calls.append(names.get(module))
+                lambda module, args, output, calls=calls, names=names: calls.append(
+                    names.get(module)
+                )
             )
             try:
                 run(candidate, arguments)
@@ -835,11 +868,11 @@ def test_autocast_runs_the_models_own_code(kernel, device, small):
 
 
 def test_strict(kernel, device, monkeypatch):
-    model = BY_NAME["pixart"].model(device, BFLOAT16)
+    model = HUNYUAN.model(device, BFLOAT16)
     kernel.inject_kernels(model)
     monkeypatch.setenv("H100_DIFFUSERS_KERNELS_STRICT", "1")
     with pytest.raises(RuntimeError, match="its mask differs between queries or heads"):
-        run(model, BY_NAME["pixart"].arguments(device, BFLOAT16))
+        run(model, HUNYUAN.arguments(device, BFLOAT16))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -987,7 +1020,9 @@ def test_a_compiled_module_of_no_library(kernel, device):
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(2, 2), lambda: nn.Sequential(), object])
 def test_nothing_to_inject(kernel, make):
-    with pytest.raises(ValueError, match="inject_kernels: pipe_or_model must be or hold a .* got a"):
+    with pytest.raises(
+        ValueError, match="inject_kernels: pipe_or_model must be or hold a .* got a"
+    ):
         kernel.inject_kernels(make())
 
 

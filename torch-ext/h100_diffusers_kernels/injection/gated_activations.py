@@ -49,6 +49,8 @@ class LinearActivation(Part):
 
     def why_not(self, module: nn.Module, injection: Injection) -> str | None:
         """Why something else may follow the linear layer than what the class says."""
+        if type(module) is not injection.originals[self.path].owner:
+            return f"it is a {type(module).__name__} now"  # parametrized, say
         for path in self.functions:
             if not injection.originals[path].is_in_use():
                 return f"{path.partition(':')[2]} was replaced"

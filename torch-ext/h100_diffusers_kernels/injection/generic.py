@@ -15,7 +15,7 @@ from .activations import GELU
 from .gated_activations import GATED_ACTIVATIONS
 from .injected import Injection
 from .norm_modules import ADAPTIVE_NORMS, NORMS
-from .original import find_class, find_original
+from .original import find_class
 from .part import Part
 from .plan import NO_MODULE, Plan
 from .processors import ProcessedAttention, attention_part, head_dim_of
@@ -50,7 +50,6 @@ def plan_in_part(model: nn.Module, options: dict[str, Any]) -> Plan:
     originals = {}
     for part in {part.path: part for part in (*NORMS, *(part for _, _, part in found))}.values():
         originals.update({part.path: part.own_forward(), **part.originals()})
-    originals.update({f"{part.path}.forward": find_original(f"{part.path}.forward") for part in NORMS})
     plan = Plan(Injection(originals=originals, blocks=(), **options), options)
     if getattr(model, "_parallel_config", None) is not None:
         plan.leave("", model, "parallelism is on: each rank holds a part of the tokens only")

@@ -104,7 +104,9 @@ def _plan(name: str, model: nn.Module, family: Any, options: dict[str, Any]) -> 
     """The plan that is in place, if its options are the same, or a new one."""
     plan = vars(model).get(_PLAN)
     if plan is None:
-        return plan_in_part(model, options) if family is None else plan_model(model, family, options)
+        return (
+            plan_in_part(model, options) if family is None else plan_model(model, family, options)
+        )
     if plan.options != options:
         raise ValueError(
             f"inject_kernels: {name or 'the model'} runs on kernels injected with "

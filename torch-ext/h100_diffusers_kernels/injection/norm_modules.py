@@ -54,7 +54,7 @@ class NormModule(Part):
 
     def settings(self, module: nn.Module, injection: Injection) -> Settings | str:
         """What the norm computes with now, or why the kernels do not compute it."""
-        if not self.is_kind_of(module):
+        if type(module) is not injection.originals[self.path].owner:
             return f"it is a {type(module).__name__} now"  # parametrized, say
         if self.function is not None and not injection.originals[self.function].is_in_use():
             return f"{self.function.partition(':')[2]} was replaced"
@@ -88,12 +88,10 @@ class NormModule(Part):
 
 
 def _norm_forward(self: nn.Module, injected: Injected, *args: Any, **kwargs: Any) -> Tensor:
-    part, settings = injected.part, None
-    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-        (x,) = args
-        settings = part.settings(self, injected.injection)
-    if settings is None:
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
         return injected.class_forward(self, *args, **kwargs)
+    part, x = injected.part, args[0]
+    settings = part.settings(self, injected.injection)
     if isinstance(settings, str):
         injected.leave(settings)
         return injected.class_forward(self, x)
@@ -224,14 +222,15 @@ class _Modulate:
 
 def _inner(norm: Any, injection: Injection) -> Settings | str:
     """What a norm inside of a module computes, if its call runs nothing but its class's forward."""
-    part = next((part for part in NORMS if part.is_kind_of(norm)), None)
-    if part is None:
+    for part in NORMS:
+        own = injection.originals[part.path]
+        if type(norm) is own.owner:
+            break
+    else:
         return f"it is a {type(norm).__name__}"
-    if not injection.originals[f"{part.path}.forward"].is_in_use():
+    if not own.is_in_use():
         return "its class's forward was replaced"
-    if not runs_own_forward(norm) or (
-        not torch.compiler.is_compiling() and has_global_hooks()
-    ):
+    if not runs_own_forward(norm) or (not torch.compiler.is_compiling() and has_global_hooks()):
         return "it has hooks, or another forward than its class's"
     return part.settings(norm, injection)
 
@@ -295,9 +294,7 @@ def _zero_x(
     return first, gate, shift_mlp, scale_mlp, gate_mlp, second, gate2
 
 
-def _continuous(
-    self: Any, modulate: Modulate, x: Tensor, conditioning_embedding: Tensor
-) -> Tensor:
+def _continuous(self: Any, modulate: Modulate, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
     emb = self.linear(self.silu(conditioning_embedding).to(x.dtype))
     scale, shift = emb[:, None].chunk(2, dim=2)
     return modulate(self.norm, x, scale, shift)

@@ -43,6 +43,11 @@ _SDPA = "torch.nn.functional:scaled_dot_product_attention"
 _NATIVE = f"{_DISPATCH_MODULE}:_native_attention"
 _DISPATCH = f"{_DISPATCH_MODULE}:dispatch_attention_fn"
 _DISPATCH_NAME, _SDPA_NAME = "dispatch_attention_fn", "scaled_dot_product_attention"
+_PREPARE_NAME = "prepare_attention_mask"
+_PREPARE = tuple(
+    f"diffusers.models.{name}.{_PREPARE_NAME}"
+    for name in ("attention_processor:Attention", "attention:AttentionModuleMixin")
+)
 # What the kernel computes in.
 _DTYPES = (torch.bfloat16, torch.float16)
 _NOT_HEADS = "attention itself: its tensors are not of four dimensions"
@@ -54,9 +59,14 @@ _MISSING = object()
 
 
 class _Calls(threading.local):
-    """Whose call of a processor this thread is in."""
+    """Whose call of a processor this thread is in.
+
+    Attributes:
+        repeated: the mask that was made in it for all heads, (B * H, 1, Sk), and its version; or None.
+    """
 
     injected: Injected | None = None
+    repeated: tuple[Tensor, int] | None = None
 
 
 _calls = _Calls()
@@ -136,8 +146,13 @@ def _scaled_dot_product_attention(
     )
 
 
-def _are_heads(*tensors: Any) -> bool:
-    return all(isinstance(x, Tensor) and x.dim() == 4 for x in tensors)
+def _are_heads(query: Any, key: Any, value: Any) -> bool:
+    return (
+        isinstance(query, Tensor)
+        and isinstance(key, Tensor)
+        and isinstance(value, Tensor)
+        and query.dim() == key.dim() == value.dim() == 4
+    )
 
 
 def _is_mask_of_keys(mask: Any, query: Tensor, key: Tensor) -> bool:
@@ -190,7 +205,7 @@ def _key_bias(
 def _as_key_bias(mask: Any, key: Tensor) -> Tensor | None:
     """(B, Sk), of a mask that is broadcast over heads and queries: booleans, or what is added to the scores.
 
-    Whether it differs between them is told by its shape and strides, not by its values.
+    Whether it differs between them is told by its shape and strides, or by who made it; not by its values.
     """
     if not isinstance(mask, Tensor) or not is_plain(mask) or mask.device != key.device:
         return None
@@ -198,17 +213,35 @@ def _as_key_bias(mask: Any, key: Tensor) -> Tensor | None:
         return None
     mask = mask[(None,) * (4 - mask.dim())]
     batch, keys = key.shape[:2]
-    if (
-        mask.shape[0] not in (1, batch)
-        or mask.shape[3] != keys
-        or any(mask.shape[i] != 1 and mask.stride(i) != 0 for i in (1, 2))
-        or 0 in mask.shape
-    ):
+    if mask.shape[0] not in (1, batch) or mask.shape[3] != keys or 0 in mask.shape:
+        return None
+    if _is_repeated(mask):
+        mask = mask[:, :1]
+    if any(mask.shape[i] != 1 and mask.stride(i) != 0 for i in (1, 2)):
         return None
     mask = mask[:, 0, 0].expand(batch, keys)
     if mask.dtype == torch.bool:
         return mask.to(torch.float32).log_()  # 0 where it is set, else -inf
     return mask if keys == 1 or mask.stride(1) == 1 else mask.contiguous()
+
+
+def _is_repeated(mask: Tensor) -> bool:
+    """Whether a mask (B, H, 1, Sk) is the one that was made for all heads in this call."""
+    if torch.compiler.is_compiling() or _calls.repeated is None:
+        return False
+    made, version = _calls.repeated
+    return (
+        mask.data_ptr() == made.data_ptr()
+        and _version(made) == version
+        and mask.shape == (mask.shape[0], made.shape[0] // mask.shape[0], *made.shape[1:])
+        and mask.is_contiguous()
+        and made.is_contiguous()
+    )
+
+
+def _version(x: Tensor) -> int:
+    """Which tells of writes; those made in inference mode have none."""
+    return 0 if x.is_inference() else x._version
 
 
 class _Functional:
@@ -233,6 +266,7 @@ class Rebound(NamedTuple):
         names: those that it was copied with, and what they were.
         caller: a class: ``caller(processor, module)`` is called as the processor is.
         dispatches: whether it calls diffusers' dispatch, or PyTorch's attention.
+        prepares: whether it has the module prepare its mask.
     """
 
     call: Callable
@@ -240,6 +274,7 @@ class Rebound(NamedTuple):
     names: tuple[tuple[str, Any], ...]
     caller: type
     dispatches: bool
+    prepares: bool
 
     def holds(self, cls: type) -> bool:
         """Whether what was copied is as it was."""
@@ -300,7 +335,8 @@ def _make_rebound(cls: type) -> Rebound | str:
     caller = _caller_class(cls, copied)
     if caller is None:
         return unknown
-    return Rebound(call, library, tuple(seen.items()), caller, _DISPATCH_NAME in known)
+    dispatches, prepares = _DISPATCH_NAME in known, _PREPARE_NAME in names
+    return Rebound(call, library, tuple(seen.items()), caller, dispatches, prepares)
 
 
 def _is_of_library(value: Any) -> bool:
@@ -327,7 +363,7 @@ class _ProcessorCaller:
         return getattr(self._processor, name)
 
 
-def _caller_class(cls: type, copied: Callable) -> type | None:
+def _caller_class(cls: type, copied: FunctionType) -> type | None:
     """Of a processor's name, and with the signature of its ``__call__``, which the modules' forwards read.
 
     It is written as text, as what torch.compile traces can have another's signature in no other way.
@@ -335,16 +371,20 @@ def _caller_class(cls: type, copied: Callable) -> type | None:
     parameters = list(inspect.signature(copied).parameters.values())
     if len(parameters) < 2 or parameters[1].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         return None
-    taken, given = [], []
+    taken: list[str] = []
+    given: list[str] = []
     for parameter in parameters[2:]:
-        name, kind = parameter.name, parameter.kind
-        if kind is parameter.KEYWORD_ONLY:
-            if "*" not in taken and not any(x.startswith("*") for x in taken):
+        name = parameter.name
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            if not any(x.startswith("*") for x in taken):
                 taken.append("*")
             taken.append(name)
             given.append(f"{name}={name}")
         else:
-            stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(kind, "")
+            stars = "*" * (
+                (parameter.kind is parameter.VAR_POSITIONAL)
+                + 2 * (parameter.kind is parameter.VAR_KEYWORD)
+            )
             taken.append(stars + name)
             given.append(stars + name)
     text = (
@@ -354,7 +394,7 @@ def _caller_class(cls: type, copied: Callable) -> type | None:
     namespace: dict[str, Any] = {"_copied": copied}
     exec(compile(text, f"<{cls.__qualname__} with another attention>", "exec"), namespace)
     call: Any = namespace["__call__"]
-    call.__defaults__, call.__kwdefaults__ = copied.__defaults__, copied.__kwdefaults__  # type: ignore
+    call.__defaults__, call.__kwdefaults__ = copied.__defaults__, copied.__kwdefaults__
     return type(cls.__name__, (_ProcessorCaller,), {"__call__": call})
 
 
@@ -369,6 +409,38 @@ class _Caller:
         return getattr(self._module, name)
 
 
+class _Preparing:
+    """An attention module in its processor's code, which notes the mask that it makes for all heads."""
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        object.__setattr__(self, "_module", module)
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[misc]  # isinstance tells what it stands for
+        return type(self._module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
+
+    def prepare_attention_mask(self, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        made = self._module.prepare_attention_mask(attention_mask, *args, **kwargs)
+        # It repeats each row for the heads of its sample, one after the other.
+        is_repeated = (
+            isinstance(made, Tensor)
+            and isinstance(attention_mask, Tensor)
+            and made.dim() == attention_mask.dim() == 3
+            and made.shape[1] == 1
+            and made.shape[0] == attention_mask.shape[0] * self._module.heads
+        )
+        _calls.repeated = (made, _version(made)) if is_repeated else None
+        return made
+
+
 # --------------------------------------------------------------------------------------------------
 # Modules
 
@@ -378,7 +450,7 @@ class ProcessedAttention(Part):
     """A class of modules whose forward calls their processor."""
 
     def originals(self) -> dict[str, Original]:
-        return {path: find_original(path) for path in (_SDPA, _NATIVE)}
+        return {path: find_original(path) for path in (_SDPA, _NATIVE, *_PREPARE)}
 
     def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
         found = rebound(type(getattr(module, "processor", None)))
@@ -396,14 +468,21 @@ def _forward(self: nn.Module, injected: Injected, *args: Any, **kwargs: Any) -> 
         return injected.class_forward(self, *args, **kwargs)
     if not _is_free(processor, found, injected.injection):
         return injected.class_forward(self, *args, **kwargs)
-    caller: Any = _Caller(self, found.caller(processor, self))
     if torch.compiler.is_compiling():
+        caller: Any = _Caller(self, found.caller(processor, self))
         return injected.class_forward(caller, *args, **kwargs)
-    outer, _calls.injected = _calls.injected, injected
+    module: Any = self
+    if found.prepares and kwargs.get("attention_mask") is not None:
+        own = [injected.injection.originals[path].function for path in _PREPARE]
+        if getattr(type(self), _PREPARE_NAME, None) in own:
+            module = _Preparing(self)
+    caller = _Caller(self, found.caller(processor, module))
+    outer = _calls.injected, _calls.repeated
+    _calls.injected, _calls.repeated = injected, None
     try:
         return injected.class_forward(caller, *args, **kwargs)
     finally:
-        _calls.injected = outer
+        _calls.injected, _calls.repeated = outer
 
 
 def _is_free(processor: Any, found: Rebound, injection: Injection) -> bool:
