@@ -3,8 +3,9 @@
 Their heads have 64 elements, which attention's kernel takes, but where a name says another number.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 import diffusers
 import torch
@@ -18,8 +19,8 @@ class SmallModel:
     """A model's class by its name, its configuration, and its inputs.
 
     Attributes:
-        inputs: the arguments of a forward by name; tensors of floating point have the model's dtype, but those
-            of ``exact`` are float32 at all times.
+        inputs: the arguments of a forward by name; tensors of floating point have the model's dtype, but
+            those of ``exact`` are float32 at all times.
         attends: how many attentions a forward computes on the kernel in 16 bits.
     """
 

@@ -10,7 +10,6 @@ import copy
 import functools
 import io
 import pickle
-import re
 from pathlib import Path
 
 import click

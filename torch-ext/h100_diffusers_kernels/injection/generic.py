@@ -1,4 +1,4 @@
-"""Models without a family, in part: each norm, adaptive norm, feed-forward activation and attention by itself.
+"""Models without a family, in part: each norm, feed-forward activation and attention by itself.
 
 Nothing is known of how such a model puts them together, so none is joined with what comes before or after it:
 a module's forward is replaced by one that computes the same from the same arguments.

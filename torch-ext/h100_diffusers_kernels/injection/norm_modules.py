@@ -75,9 +75,9 @@ class NormModule(Part):
     def fits(self, module: nn.Module, settings: Settings, x: Tensor) -> bool:
         """Whether x has the last dimension that the norm says it takes."""
         shape = module.__dict__.get("normalized_shape")
-        if shape is None:
-            shape = () if settings.weight is None else settings.weight.shape
-        return x.dim() > 0 and (len(shape) == 0 or shape[0] == x.shape[-1])
+        if shape is None and settings.weight is not None:
+            shape = settings.weight.shape
+        return x.dim() > 0 and (not shape or shape[0] == x.shape[-1])
 
     def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
         settings = self.settings(module, injection)

@@ -19,7 +19,6 @@ from .report import IN_FULL, NOT_AT_ALL, InjectionReport, LeftAlone, Replaced
 from .snapshot import Glance
 from .tally import Tally
 
-
 # Of a model without a family.
 NO_MODULE = "it has no module that there is a kernel for"
 

@@ -8,8 +8,8 @@ diffusers is changed, and no other thread sees anything of it.
 The module's ``forward`` is replaced, and not ``attn.processor`` or its class, as diffusers looks at both:
 it makes processors by ``type(processor)()``, looks their class up in tables, compares it and replaces them
 by others, which are then called as they are. The forward that stands in runs that of the module's class, with
-a ``_Caller`` in the module's place, which differs in its ``processor`` alone. The processor's code is given the
-module itself.
+a ``_Caller`` in the module's place, which differs in its ``processor`` alone. The processor's code is given
+the module itself.
 
 The copies are made where nothing traces; torch.compile finds them ready.
 """
@@ -33,7 +33,7 @@ from ..conditions import is_plain, kernels_take, why_not_taken
 from ..differentiation import is_differentiated
 from .attention import _has_function_mode
 from .injected import Injected, Injection, Parts
-from .original import Original, class_name, find_original
+from .original import Original, find_original
 from .part import Part
 from .snapshot import Look
 
@@ -170,8 +170,8 @@ def _key_bias(
     scale: Any,
     enable_gqa: Any,
 ) -> tuple[Tensor | None, str | None]:
-    """The mask as ``attention`` takes it, and why the call is not one for it: None if it is, and "" where that
-    is no fall-back. Tensors are (B, S, H, d)."""
+    """The mask as ``attention`` takes it, and why the call is not one for it: None if it is, and "" where
+    that is no fall-back. Tensors are (B, S, H, d)."""
     if is_differentiated(query, key, value, mask if isinstance(mask, Tensor) else None):
         return None, ""
     batch, _, heads, head_dim = query.shape
@@ -413,13 +413,11 @@ class _Preparing:
     """An attention module in its processor's code, which notes the mask that it makes for all heads."""
 
     __slots__ = ("_module",)
+    # So that isinstance tells what it stands for.
+    __class__: Any = property(lambda self: type(self._module))
 
     def __init__(self, module: nn.Module) -> None:
         object.__setattr__(self, "_module", module)
-
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]  # isinstance tells what it stands for
-        return type(self._module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

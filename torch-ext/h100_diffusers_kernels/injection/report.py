@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 
 from .tally import Tally
 
-
 # How much of a model runs on the kernels.
 IN_FULL, IN_PART, NOT_AT_ALL = "in full", "in part", "not at all"
 
@@ -55,9 +54,9 @@ class InjectionReport:
         left_alone: each module looked at and not changed, or not as a whole: its qualified name, its
             class, why.
         already_injected: whether everything was in place before the call, which changed nothing.
-        levels: how much of each model runs on the kernels, by its name in the pipeline ("" where it was given by
-            itself): "in full" (its class is known as a whole), "in part" (its norms, activations and
-            attentions, each by itself) or "not at all" (``left_alone`` says why).
+        levels: how much of each model runs on the kernels, by its name in the pipeline ("" where it was
+            given by itself): "in full" (its class is known as a whole), "in part" (its norms, activations
+            and attentions, each by itself) or "not at all" (``left_alone`` says why).
         calls: how each replaced module's calls were computed up to now (a property).
     """
 
