@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.hooks import remove_hook_from_submodules
-from diffusers import UNet2DConditionModel
+from diffusers import FirstBlockCacheConfig, UNet2DConditionModel
 from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
 from diffusers.models import attention_dispatch, normalization
@@ -823,6 +823,40 @@ def test_lora(kernel, device, small):
     assert "attention" in kernel_calls(run, model, arguments)
     assert_alike(small, model, plain)
     assert distance(run(plain, arguments), untouched) > 0.05
+
+
+@pytest.mark.parametrize("small", [HUNYUAN, COGVIEW], ids=str)
+@either_order
+def test_first_block_cache(kernel, device, small, is_injected_first):
+    model, plain, arguments = pair(small, device)
+    if is_injected_first:
+        kernel.inject_kernels(model)
+    results = []
+    for candidate in (model, plain):
+        candidate.enable_cache(FirstBlockCacheConfig(threshold=0.2))
+        if candidate is model:
+            kernel.inject_kernels(model)
+        with candidate.cache_context("test"):
+            results.append([run(candidate, arguments) for _ in range(3)])
+    for out, expected in zip(*results, strict=True):
+        assert distance(out, expected) < 0.03
+
+
+@pytest.mark.parametrize("name", ["pixart", "cogvideox", "unet"])
+def test_vmap(kernel, device, name):
+    small = BY_NAME[name]
+    model, plain, arguments = pair(small, device)
+    kernel.inject_kernels(model)
+    (key,) = {"sample", "hidden_states"} & arguments.keys()
+    samples = torch.stack([arguments[key], arguments[key].flip(0)])
+
+    def forward(x):
+        return model(**{**arguments, key: x}, return_dict=False)[0]
+
+    with torch.no_grad():
+        out = torch.vmap(forward)(samples)
+    for mine, x in zip(out, samples, strict=True):
+        assert distance(mine.flatten(), run(plain, {**arguments, key: x})) < 0.03
 
 
 @some_models

@@ -470,7 +470,9 @@ def _forward(self: nn.Module, injected: Injected, *args: Any, **kwargs: Any) -> 
         caller: Any = _Caller(self, found.caller(processor, self))
         return injected.class_forward(caller, *args, **kwargs)
     module: Any = self
-    if found.prepares and kwargs.get("attention_mask") is not None:
+    # What a transform of torch.func wraps has no memory to be known by.
+    is_plain_call = not torch._C._are_functorch_transforms_active()
+    if found.prepares and is_plain_call and kwargs.get("attention_mask") is not None:
         own = [injected.injection.originals[path].function for path in _PREPARE]
         if getattr(type(self), _PREPARE_NAME, None) in own:
             module = _Preparing(self)
