@@ -614,5 +614,47 @@ MODELS = [
         attends=4,
         exact=("rotary_embedding",),
     ),
+    SmallModel(
+        "prx",
+        "PRXTransformer2DModel",
+        {
+            "in_channels": 4,
+            "context_in_dim": 24,
+            "hidden_size": 128,
+            "num_heads": 2,
+            "depth": 2,
+            "axes_dim": [32, 32],
+        },
+        lambda: {
+            "hidden_states": image(),
+            "timestep": torch.tensor([0.5, 0.2]),
+            "encoder_hidden_states": normal(2, 6, 24),
+        },
+        attends=2,
+    ),
+    SmallModel(
+        "svd",
+        "UNetSpatioTemporalConditionModel",
+        {
+            "sample_size": 8,
+            "in_channels": 4,
+            "out_channels": 4,
+            "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+            "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+            "block_out_channels": (64, 128),
+            "num_attention_heads": (1, 2),
+            "cross_attention_dim": 24,
+            "layers_per_block": 1,
+            "addition_time_embed_dim": 8,
+            "projection_class_embeddings_input_dim": 24,
+        },
+        lambda: {
+            "sample": normal(1, 2, 4, 8, 8),
+            "timestep": torch.tensor([10.0]),
+            "encoder_hidden_states": normal(1, 1, 24),
+            "added_time_ids": normal(1, 3),
+        },
+        attends=16,
+    ),
 ]
 BY_NAME = {small.name: small for small in MODELS}

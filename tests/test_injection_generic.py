@@ -77,7 +77,7 @@ def in_float32(small, arguments):
     }
 
 
-def assert_as_close_as_eager(small, model, plain, limit=1.05, samples=4):
+def assert_as_close_as_eager(small, model, plain, limit=1.05, samples=12):
     """The distance from the float32 model is at most 1.05 times that of the eager model, ``plain``."""
     exact = copy.deepcopy(plain).float().cpu()
     squares = torch.zeros(2, dtype=torch.float64)
@@ -996,6 +996,7 @@ def test_pipeline(kernel, device, caplog):
             "transformer": ltx_models.transformer(device),
             "unet": UNET.model(device, BFLOAT16),
             "controlnet": BY_NAME["controlnet"].model(device, BFLOAT16),
+            "adapter": diffusers.T2IAdapter(channels=[8], num_res_blocks=1),
             "vae": ltx_models.pipeline(device).vae,
             "text_encoder": nn.Sequential(nn.LayerNorm(4)),
             "scheduler": object(),
@@ -1008,12 +1009,14 @@ def test_pipeline(kernel, device, caplog):
         "transformer": "in full",
         "unet": "in part",
         "controlnet": "in part",
+        "adapter": "not at all",
         "vae": "not at all",
         "text_encoder": "not at all",
     }
     assert "unet: in part" in caplog.text
     left = {entry.name: entry.reason for entry in report.left_alone}
     assert left["vae"] == left["text_encoder"] == "it is no denoising model of diffusers"
+    assert left["adapter"] == "it has no module that there is a kernel for"
     replaced = {entry.name.partition(".")[0] for entry in report.replaced}
     assert replaced == {"transformer", "unet", "controlnet"}
     assert kernel.inject_kernels(pipe).already_injected

@@ -24,7 +24,10 @@ from .report import IN_PART, NOT_AT_ALL
 _PARTS: tuple[Part, ...] = (*ADAPTIVE_NORMS, *NORMS, GELU, *GATED_ACTIVATIONS)
 _MODEL = "diffusers.models.modeling_utils:ModelMixin"
 # Where diffusers has models that are no denoisers: they run once a picture, not once a step.
-_NO_DENOISERS = ("diffusers.models.autoencoders.", "diffusers.pipelines.")
+_NO_DENOISERS = (
+    *("diffusers.models.autoencoders.", "diffusers.models.condition_embedders."),
+    "diffusers.pipelines.",
+)
 
 
 def is_model(module: nn.Module) -> bool:

@@ -85,7 +85,7 @@ def inject_kernels(pipe_or_model: Any, *, attention: bool = True) -> InjectionRe
     try:
         for (name, model, _), plan in zip(found, plans):
             if vars(model).get(_PLAN) is None:
-                report.already_injected = False
+                report.already_injected &= plan.found_nothing
                 if not plan.is_empty:
                     applied.append((model, plan))
                     plan.apply()
