@@ -420,29 +420,6 @@ MODELS = [
         attends=4,
     ),
     SmallModel(
-        "flux_controlnet",
-        "FluxControlNetModel",
-        {
-            **_HEADS,
-            "in_channels": 8,
-            "num_layers": 1,
-            "num_single_layers": 1,
-            "joint_attention_dim": 24,
-            "pooled_projection_dim": 12,
-            "axes_dims_rope": (16, 24, 24),
-        },
-        lambda: {
-            "hidden_states": normal(2, 9, 8),
-            "controlnet_cond": normal(2, 9, 8),
-            "encoder_hidden_states": normal(2, 5, 24),
-            "pooled_projections": normal(2, 12),
-            "timestep": torch.tensor([0.5, 0.25]),
-            **_flux_ids(),
-        },
-        attends=2,
-        exact=("img_ids", "txt_ids"),
-    ),
-    SmallModel(
         "cogview3",
         "CogView3PlusTransformer2DModel",
         {
@@ -567,26 +544,6 @@ MODELS = [
         },
         attends=2,
         exact=("img_ids", "txt_ids"),
-    ),
-    SmallModel(
-        "skyreels",
-        "SkyReelsV2Transformer3DModel",
-        {
-            **_HEADS,
-            "in_channels": 4,
-            "out_channels": 4,
-            "text_dim": 24,
-            "freq_dim": 16,
-            "ffn_dim": 64,
-            "num_layers": 2,
-            "rope_max_seq_len": 16,
-        },
-        lambda: {
-            "hidden_states": video(),
-            "timestep": TIME,
-            "encoder_hidden_states": normal(2, 6, 24),
-        },
-        attends=4,
     ),
     SmallModel(
         "stable_audio",

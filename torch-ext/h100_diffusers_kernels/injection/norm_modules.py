@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..conditions import is_plain, kernels_take, why_not_taken
+from ..conditions import go_with, is_plain, kernels_run_on, kernels_take, why_not_taken
 from ..differentiation import is_differentiated
 from .forward_slot import runs_own_forward
 from .injected import Injected, Injection, Parts
@@ -40,10 +40,12 @@ class NormModule(Part):
     Attributes:
         kind: RMS or LAYER.
         function: the path of the function that its forward calls, or None.
+        keeps_dtype: whether its result has the dtype of its input also where its weight is float32.
     """
 
     kind: str = RMS
     function: str | None = None
+    keeps_dtype: bool = False
 
     def is_kind_of(self, module: nn.Module) -> bool:
         return type(module) is find_class(self.path)
@@ -101,7 +103,7 @@ def _norm_forward(self: nn.Module, injected: Injected, *args: Any, **kwargs: Any
     if not part.fits(self, settings, x):
         return injected.class_forward(self, x)  # which says so
     rows = _rows(x)
-    reason = _why_not(rows, settings)
+    reason = _why_not(rows, part.keeps_dtype, weight, bias)
     if reason is not None:
         injected.leave(reason)
         return injected.class_forward(self, x)
@@ -117,33 +119,44 @@ def _rows(x: Tensor) -> Tensor:
     return x if not is_plain(x) or x.stride(-1) == 1 else x.contiguous()
 
 
-def _why_not(x: Tensor, settings: Settings, *others: Tensor) -> str | None:
-    """Why the kernels do not compute a norm of x, and what comes after it; None if they do."""
-    tensors = (*others, settings.weight, settings.bias)
-    return None if kernels_take(x, *tensors) else why_not_taken(x, *tensors)
+def _why_not(x: Tensor, widens: bool, *others: Tensor | None) -> str | None:
+    """Why the kernels do not compute a norm of x, and what comes after it; None if they do.
+
+    ``widens``: whether the others may be float32, as what the class makes of them has x's dtype all the same.
+    """
+    if kernels_take(x, *others):
+        return None
+    if widens and kernels_run_on(x) and go_with(x, *others) and _are_beside(x, others):
+        return None
+    return why_not_taken(x, *others)
 
 
-def _norm(path: str, forward: str, kind: str, function: str | None = None) -> NormModule:
+def _are_beside(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
+    return all(other is None or other.device == x.device for other in others)
+
+
+def _norm(
+    path: str, forward: str, kind: str, function: str | None = None, keeps_dtype: bool = False
+) -> NormModule:
     operation = "rms_norm" if kind == RMS else "layer_norm"
-    return NormModule(path, forward, _norm_forward, operation, kind=kind, function=function)
+    return NormModule(path, forward, _norm_forward, operation, kind, function, keeps_dtype)
 
 
 _NORMALIZATION = "diffusers.models.normalization"
+_LAYER_NORM, _RMS_NORM = "torch.nn.functional:layer_norm", "torch.nn.functional:rms_norm"
 NORMS = (
-    _norm("torch.nn:LayerNorm", "self input", LAYER, "torch.nn.functional:layer_norm"),
-    _norm("torch.nn:RMSNorm", "self x", RMS, "torch.nn.functional:rms_norm"),
-    _norm(
-        f"{_NORMALIZATION}:FP32LayerNorm", "self inputs", LAYER, "torch.nn.functional:layer_norm"
-    ),
+    _norm("torch.nn:LayerNorm", "self input", LAYER, _LAYER_NORM),
+    _norm("torch.nn:RMSNorm", "self x", RMS, _RMS_NORM, keeps_dtype=True),
+    _norm(f"{_NORMALIZATION}:FP32LayerNorm", "self inputs", LAYER, _LAYER_NORM, keeps_dtype=True),
     _norm(f"{_NORMALIZATION}:RMSNorm", "self hidden_states", RMS),
-    _norm(f"{_NORMALIZATION}:MochiRMSNorm", "self hidden_states", RMS),
+    _norm(f"{_NORMALIZATION}:MochiRMSNorm", "self hidden_states", RMS, keeps_dtype=True),
 )
 
 
 # --------------------------------------------------------------------------------------------------
 # Norms with a modulation
 
-Modulate = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+Modulate = Callable[..., Any]
 
 
 def _not_given(*_: Any) -> Any:
@@ -156,7 +169,7 @@ class AdaptiveNormModule(Part):
 
     Attributes:
         formula: ``formula(module, modulate, *args, **kwargs)`` is the class's forward, in which
-            ``modulate(norm, x, scale, shift)`` is ``norm(x) * (1 + scale) + shift``.
+            ``modulate`` is a ``_Modulate``.
         norms: the names of its norms. They keep their own forwards: the module's stands in for them, too.
     """
 
@@ -197,27 +210,56 @@ class _Modulate:
         self._injection = injection
         self.reasons: list[str] | None = []
 
-    def __call__(self, norm: nn.Module, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        """``norm(x) * (1 + scale) + shift``."""
+    def __call__(
+        self,
+        norm: nn.Module,
+        x: Tensor,
+        scale: Tensor,
+        shift: Tensor | None,
+        *second: Tensor,
+        widens: bool = False,
+    ) -> Any:
+        """``norm(x) * (1 + scale) + shift``, and the same of a second scale and shift, if there are any.
+
+        ``widens``: all of it is in float32, and rounded to x's dtype at the end.
+        """
+        rows = (scale, shift, *second)
         settings = _inner(norm, self._injection)
         if isinstance(settings, str):
             reason: str | None = f"its norm: {settings}"
         else:
             kind, weight, bias, eps = settings
-            if is_differentiated(x, scale, shift, weight, bias):
+            if is_differentiated(x, *rows, weight, bias):
                 self.reasons = None
-                return norm(x) * (1 + scale) + shift
-            rows = _rows(x)
-            reason = _why_not(rows, settings, scale, shift)
-            if reason is None and not (_broadcasts(scale, x) and _broadcasts(shift, x)):
+                return self._as_in_class(norm, x, rows, widens)
+            x_rows = _rows(x)
+            reason = _why_not(x_rows, widens, *rows, weight, bias)
+            if reason is None and not all(row is None or _broadcasts(row, x) for row in rows):
                 reason = "its modulation has another shape than the kernels know"
         if reason is not None:
             if self.reasons is not None:
                 self.reasons.append(reason)
-            return norm(x) * (1 + scale) + shift
-        if kind == RMS:
-            return functional.rms_norm_modulate(rows, scale, shift, weight, eps)
-        return functional.layer_norm_modulate(rows, scale, shift, weight, bias, eps)
+            return self._as_in_class(norm, x, rows, widens)
+        affine = (weight,) if kind == RMS else (weight, bias)
+        return _OPERATIONS[kind, bool(second)](x_rows, *rows, *affine, eps)
+
+    def _as_in_class(self, norm: nn.Module, x: Tensor, rows: tuple, widens: bool) -> Any:
+        dtype = x.dtype
+        n = norm(x.float() if widens else x)
+        results = []
+        for scale, shift in zip(rows[::2], rows[1::2]):
+            result = n * (1 + (scale.float() if widens else scale))
+            result = result if shift is None else result + shift
+            results.append(result.to(dtype) if widens else result)
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+_OPERATIONS: dict[tuple[str, bool], Callable] = {
+    (RMS, False): functional.rms_norm_modulate,
+    (RMS, True): functional.rms_norm_modulate_pair,
+    (LAYER, False): functional.layer_norm_modulate,
+    (LAYER, True): functional.layer_norm_modulate_pair,
+}
 
 
 def _inner(norm: Any, injection: Injection) -> Settings | str:
@@ -289,8 +331,8 @@ def _zero_x(
     x = hidden_states
     rows = self.linear(self.silu(emb)).chunk(9, dim=1)
     shift, scale, gate, shift_mlp, scale_mlp, gate_mlp, shift2, scale2, gate2 = rows
-    first = modulate(self.norm, x, scale[:, None], shift[:, None])
-    second = modulate(self.norm, x, scale2[:, None], shift2[:, None])
+    modulations = (row[:, None] for row in (scale, shift, scale2, shift2))
+    first, second = modulate(self.norm, x, *modulations)
     return first, gate, shift_mlp, scale_mlp, gate_mlp, second, gate2
 
 
@@ -305,6 +347,28 @@ def _continuous_without_silu(
 ) -> Tensor:
     scale, shift = self.linear(conditioning_embedding.to(x.dtype))[:, None].chunk(2, dim=2)
     return modulate(self.norm, x, scale, shift)
+
+
+def _scaled(
+    self: Any, modulate: Modulate, x: Tensor, emb: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    scale, *rows = self.linear(self.silu(emb)).chunk(4, dim=1)
+    return modulate(self.norm, x, scale[:, None], None), *rows
+
+
+def _scaled_in_float32(
+    self: Any, modulate: Modulate, hidden_states: Tensor, emb: Tensor
+) -> tuple[Tensor, ...]:
+    scale, *rows = self.linear(self.silu(emb)).chunk(4, dim=1)
+    return modulate(self.norm, hidden_states, scale[:, None], None, widens=True), *rows
+
+
+def _scaled_continuous(
+    self: Any, modulate: Modulate, x: Tensor, conditioning_embedding: Tensor
+) -> Tensor:
+    scale = self.linear_1(self.silu(conditioning_embedding).to(x.dtype))
+    x = modulate(self.norm, x, scale[:, None], None)
+    return x if self.linear_2 is None else self.linear_2(x)
 
 
 def _zero_of_two(
@@ -412,6 +476,13 @@ _ADAPTIVE: tuple[tuple, ...] = (
     (f"{_NORMALIZATION}:AdaLayerNormZeroSingle", "self x emb", _zero_single),
     (f"{_NORMALIZATION}:SD35AdaLayerNormZeroX", "self hidden_states emb", _zero_x),
     (f"{_NORMALIZATION}:AdaLayerNormContinuous", _CONDITIONED, _continuous),
+    (f"{_NORMALIZATION}:LuminaRMSNormZero", "self x emb", _scaled),
+    (f"{_NORMALIZATION}:LuminaLayerNormContinuous", _CONDITIONED, _scaled_continuous),
+    (
+        f"{_TRANSFORMERS}.transformer_mochi:MochiRMSNormZero",
+        "self hidden_states emb",
+        _scaled_in_float32,
+    ),
     (
         f"{_NORMALIZATION}:CogView3PlusAdaLayerNormZeroTextImage",
         "self x context emb",
@@ -444,6 +515,8 @@ _ADAPTIVE: tuple[tuple, ...] = (
     (f"{_TRANSFORMERS}.transformer_sana_video:SanaModulatedNorm", _TABLE, _table_of_frames),
 )
 ADAPTIVE_NORMS = tuple(
-    AdaptiveNormModule(path, parameters, _adaptive_forward, "layer_norm_modulate", formula, *norms)
+    AdaptiveNormModule(
+        path, parameters, _adaptive_forward, "norm and modulation in one pass", formula, *norms
+    )
     for path, parameters, formula, *norms in _ADAPTIVE
 )
