@@ -70,9 +70,10 @@ def test_report_of_a_pipeline(kernel, device):
     assert {entry.name.split(".")[0] for entry in report.replaced} == {"transformer"}
     assert "transformer.transformer_blocks.1.attn2" in {entry.name for entry in report.replaced}
     reasons = {entry.name: (entry.module, entry.reason) for entry in report.left_alone}
-    assert reasons["vae"] == ("AutoencoderKLLTXVideo", "there are no kernels for its class")
+    assert reasons["vae"] == ("AutoencoderKLLTXVideo", "it is no denoising model of diffusers")
     assert reasons["text_encoder"][0] == "Linear"
     assert "transformer.norm_out" in reasons
+    assert report.levels["transformer"] == "in full" and report.levels["vae"] == "not at all"
     assert kernel.inject_kernels(pipe).already_injected
 
 

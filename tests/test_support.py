@@ -10,7 +10,6 @@ import copy
 import functools
 import io
 import pickle
-import re
 from pathlib import Path
 
 import click
@@ -723,20 +722,19 @@ def test_residuals_of_a_controlnet(kernel, device):
     assert kernel_calls(run, model, arguments) == whole
 
 
-def test_a_controlnet_is_no_known_model(kernel, device):
+def test_a_controlnet_is_a_model_of_its_family(kernel, device):
     plain = FLUX.model(device)
     controlnet = FluxControlNetModel.from_transformer(
         plain, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2
     )
-    with pytest.raises(ValueError, match="got a FluxControlNetModel without one"):
-        kernel.inject_kernels(controlnet)
 
     class Pipeline:
         components = {"transformer": plain, "controlnet": controlnet}
 
-    left_alone = kernel.inject_kernels(Pipeline()).left_alone
-    reasons = {entry.name: entry.reason for entry in left_alone}
-    assert re.match("there are no kernels for its class", reasons["controlnet"])
+    report = kernel.inject_kernels(Pipeline())
+    assert report.levels == {"transformer": "in full", "controlnet": "in full"}
+    replaced = {entry.name for entry in report.replaced}
+    assert "controlnet.transformer_blocks.0" in replaced
 
 
 def test_every_family_is_a_subject():

@@ -31,6 +31,7 @@ SUBJECTS = {
     "models": "injected models",
     "ltx": "injected LTX-Video",
     "flux": "injected FLUX.1",
+    "others": "other models, injected in part",
 }
 UNTRIED = ("not tried", "not built")
 
@@ -40,6 +41,7 @@ HEAD = """\
 The operations, the layers for `kernels.kernelize`, and the models into which
 `inject_kernels` has put the kernels: what runs on the kernels, what falls back, what raises, and the test
 that shows it. A row on injected models holds for every family, unless a row of the same feature names one.
+Rows on other models hold for those of diffusers that have no family.
 
 Written by `tools/render_support.py` from `support.toml`.
 """

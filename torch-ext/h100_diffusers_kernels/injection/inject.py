@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from .generic import is_denoiser, is_model, plan_in_part
 from .plan import Plan, plan_model
 from .registry import family_of, known_models
-from .report import InjectionReport, LeftAlone, join
+from .report import NOT_AT_ALL, InjectionReport, LeftAlone, join
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
@@ -20,7 +21,11 @@ _PLAN = "_h100_diffusers_kernels_plan"
 
 
 def inject_kernels(pipe_or_model: Any, *, attention: bool = True) -> InjectionReport:
-    """Makes a diffusers model, or each model of a pipeline, run on this package's kernels.
+    """Makes a diffusers model, or each denoising model of a pipeline, run on this package's kernels.
+
+    A model whose class is known as a whole runs on them in full; every other one in part: its norms,
+    activations and attentions, each by itself. The report's ``levels`` say which. Autoencoders, text
+    encoders and whatever else a pipeline holds are left as they are, unless one is given by itself.
 
     Works in place and on the instances only: no class is changed, and neither are weights, processors,
     ``state_dict`` or configuration. Hooks, offloading, LoRA, quantized linear layers and
@@ -40,8 +45,8 @@ def inject_kernels(pipe_or_model: Any, *, attention: bool = True) -> InjectionRe
     two cannot be told from no choice where they name "native".)
 
     Args:
-        pipe_or_model: a ``torch.nn.Module`` that is or contains a known model (a compiled or
-            otherwise wrapped one included), or a pipeline with such a module among its components.
+        pipe_or_model: a ``torch.nn.Module`` (a compiled or otherwise wrapped one included), or a pipeline
+            with a diffusers model among its components.
         attention: whether attention itself runs on this package's kernel, too. False leaves it to
             diffusers; what comes before and after it is replaced all the same.
 
@@ -50,8 +55,8 @@ def inject_kernels(pipe_or_model: Any, *, attention: bool = True) -> InjectionRe
         under the name ``h100_diffusers_kernels``.
 
     Raises:
-        ValueError: if ``pipe_or_model`` neither is nor holds a known model, or holds one that was injected
-            with other options: eject the kernels first. Nothing is changed then.
+        ValueError: if there is nothing in ``pipe_or_model`` that there are kernels for, or something that was
+            injected with other options: eject the kernels first. Nothing is changed then.
 
     Example::
 
@@ -62,23 +67,25 @@ def inject_kernels(pipe_or_model: Any, *, attention: bool = True) -> InjectionRe
     report = InjectionReport(already_injected=True)
     found = []
     for name, component in _components(pipe_or_model):
-        models = list(_known_models_in(name, component))
+        models = list(_models_in(name, component, is_alone=component is pipe_or_model))
         if not models:
             report.left_alone.append(
-                LeftAlone(name, type(component).__name__, "there are no kernels for its class")
+                LeftAlone(name, type(component).__name__, "it is no denoising model of diffusers")
             )
+            report.levels[name] = NOT_AT_ALL
         found += models
-    if not found:
-        raise ValueError(
-            f"inject_kernels: pipe_or_model must be or hold a {known_models()}, "
-            f"got a {type(pipe_or_model).__name__} without one"
-        )
     plans = [_plan(name, model, family, options) for name, model, family in found]
+    if all(plan.found_nothing for plan in plans):
+        raise ValueError(
+            f"inject_kernels: pipe_or_model must be or hold a {known_models()}, or a model with norms, "
+            f"activations or attentions of diffusers or PyTorch, got a {type(pipe_or_model).__name__} "
+            "without one"
+        )
     applied = []
     try:
         for (name, model, _), plan in zip(found, plans):
             if vars(model).get(_PLAN) is None:
-                report.already_injected = False
+                report.already_injected &= plan.found_nothing
                 if not plan.is_empty:
                     applied.append((model, plan))
                     plan.apply()
@@ -97,7 +104,9 @@ def _plan(name: str, model: nn.Module, family: Any, options: dict[str, Any]) -> 
     """The plan that is in place, if its options are the same, or a new one."""
     plan = vars(model).get(_PLAN)
     if plan is None:
-        return plan_model(model, family, options)
+        return (
+            plan_in_part(model, options) if family is None else plan_model(model, family, options)
+        )
     if plan.options != options:
         raise ValueError(
             f"inject_kernels: {name or 'the model'} runs on kernels injected with "
@@ -141,9 +150,28 @@ def _components(pipe_or_model: Any) -> Iterator[tuple[str, nn.Module]]:
             yield name, component
 
 
-def _known_models_in(name: str, component: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Known models inside of a module, through wrappers such as torch.compile's."""
+def _models_in(
+    name: str, component: nn.Module, is_alone: bool
+) -> Iterator[tuple[str, nn.Module, Any | None]]:
+    """Models inside of a module, through wrappers such as torch.compile's, each with its family or None.
+
+    Without a family it is, in a pipeline, a denoiser of diffusers; alone, a model of diffusers, or whatever
+    it is.
+    """
+    is_known = False
     for module_name, module in component.named_modules():
         family = family_of(module)
         if family is not None:
+            is_known = True
             yield join(name, module_name), module, family
+    if is_known:
+        return
+    is_wanted = is_model if is_alone else is_denoiser
+    outermost: list[str] = []
+    for module_name, module in component.named_modules():
+        if is_wanted(module) and not any(module_name.startswith(o) for o in outermost):
+            outermost.append(f"{module_name}." if module_name else "")
+            yield join(name, module_name), module, None
+    if is_alone and not outermost:
+        unwrapped = component._modules.get("_orig_mod")
+        yield ("_orig_mod", unwrapped, None) if unwrapped is not None else ("", component, None)

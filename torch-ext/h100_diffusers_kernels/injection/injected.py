@@ -214,6 +214,11 @@ class Injected(StandIn):
         if not (reasons and tally.fall_back(reasons)):
             tally.on_kernels += 1
 
+    def leave(self, reason: str) -> None:
+        """Counts a call that the model's own code computes as a whole, unless the report said so."""
+        if not torch.compiler.is_compiling():
+            self.injection.tallies[self.name].fall_back([reason])
+
     def fall_back(self, reason: str) -> None:
         """Counts a call that was counted as one on the kernels as one that falls back in part."""
         if torch.compiler.is_compiling():

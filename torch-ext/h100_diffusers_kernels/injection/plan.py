@@ -15,9 +15,12 @@ from .model_forward import Model
 from .norms import ORIGINALS as NORM_ORIGINALS
 from .original import class_name, find_original
 from .part import Family, Part
-from .report import InjectionReport, LeftAlone, Replaced
+from .report import IN_FULL, NOT_AT_ALL, InjectionReport, LeftAlone, Replaced
 from .snapshot import Glance
 from .tally import Tally
+
+# Of a model without a family.
+NO_MODULE = "it has no module that there is a kernel for"
 
 
 class Plan:
@@ -48,6 +51,11 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         return not (self._planned or self._modules)
+
+    @property
+    def found_nothing(self) -> bool:
+        """Whether there is no module that could have been replaced."""
+        return self.is_empty and all(entry.reason == NO_MODULE for entry in self.report.left_alone)
 
     def replace_forward(self, name: str, module: nn.Module, part: Part) -> None:
         """Plan it, or report why not."""
@@ -130,6 +138,7 @@ def plan_model(model: nn.Module, family: Family, options: dict[str, Any]) -> Pla
     plan = Plan(Injection(originals=originals, blocks=blocks, **options), options)
     if getattr(model, "_parallel_config", None) is not None:
         plan.leave("", model, "parallelism is on: each rank holds a part of the tokens only")
+        plan.report.levels[""] = NOT_AT_ALL
         return plan
     for name, module in model.named_modules():
         part = next((part for part in parts if part.is_kind_of(module)), None)
@@ -141,6 +150,7 @@ def plan_model(model: nn.Module, family: Family, options: dict[str, Any]) -> Pla
         module = getattr(model, name, None)
         if isinstance(module, nn.Module):
             plan.leave(name, module, reason)
+    plan.report.levels[""] = IN_FULL
     return plan
 
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field, replace
 
 from .tally import Tally
 
+# How much of a model runs on the kernels.
+IN_FULL, IN_PART, NOT_AT_ALL = "in full", "in part", "not at all"
+
 
 @dataclass(frozen=True)
 class Replaced:
@@ -51,12 +54,16 @@ class InjectionReport:
         left_alone: each module looked at and not changed, or not as a whole: its qualified name, its
             class, why.
         already_injected: whether everything was in place before the call, which changed nothing.
+        levels: how much of each model runs on the kernels, by its name in the pipeline ("" where it was
+            given by itself): "in full" (its class is known as a whole), "in part" (its norms, activations
+            and attentions, each by itself) or "not at all" (``left_alone`` says why).
         calls: how each replaced module's calls were computed up to now (a property).
     """
 
     replaced: list[Replaced] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
     already_injected: bool = False
+    levels: dict[str, str] = field(default_factory=dict)
     tallies: list[tuple[str, Tally]] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -83,11 +90,13 @@ class InjectionReport:
         )
         for entries, more in pairs:
             entries.extend(replace(entry, name=join(prefix, entry.name)) for entry in more)
+        self.levels.update({join(prefix, name): level for name, level in other.levels.items()})
         self.tallies.extend((join(prefix, name), tally) for name, tally in other.tallies)
 
     def __str__(self) -> str:
         already = " (before this call already)" if self.already_injected else ""
         lines = [f"{self.num_replaced} replaced{already}, {self.num_left_alone} left alone"]
+        lines += [f"{name or 'the model'}: {level}" for name, level in self.levels.items()]
         lines += _table(
             "replaced", [(entry.module, entry.replacement, entry.name) for entry in self.replaced]
         )

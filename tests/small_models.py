@@ -1,0 +1,617 @@
+"""Small models of diffusers that no family knows, with random weights, and inputs of one forward of each.
+
+Their heads have 64 elements, which attention's kernel takes, but where a name says another number.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+TIME = torch.tensor([500, 20])
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A model's class by its name, its configuration, and its inputs.
+
+    Attributes:
+        inputs: the arguments of a forward by name; tensors of floating point have the model's dtype, but
+            those of ``exact`` are float32 at all times.
+        attends: how many attentions a forward computes on the kernel in 16 bits.
+    """
+
+    name: str
+    cls: str
+    config: dict[str, Any]
+    inputs: Callable[[], dict[str, Any]]
+    attends: int
+    exact: tuple[str, ...] = ()
+
+    def __str__(self):
+        return self.name
+
+    def model(self, device, dtype=torch.float32, seed=0, **changes):
+        """With norms whose weights are not 1, and no weight of 0."""
+        torch.manual_seed(seed)
+        model = getattr(diffusers, self.cls)(**{**self.config, **changes})
+        for name, parameter in model.named_parameters():
+            if "norm" in name and name.endswith("weight") and parameter.dim() == 1:
+                nn.init.uniform_(parameter, 0.5, 1.5)
+            elif not parameter.any():
+                nn.init.normal_(parameter, std=0.1)
+        return model.to(device, dtype).eval()
+
+    def arguments(self, device, dtype=torch.float32, seed=1):
+        torch.manual_seed(seed)
+        return {
+            name: value if name in self.exact else to(value, device, dtype)
+            for name, value in self.inputs().items()
+        }
+
+
+def to(value, device, dtype):
+    """Tensors among arguments on the device, and those of floating point in the dtype."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype if value.is_floating_point() else None)
+    if isinstance(value, dict):
+        return {key: to(item, device, dtype) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(to(item, device, dtype) for item in value)
+    return value
+
+
+def tensors(result):
+    """All tensors of a model's result."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, dict):
+        result = result.values()
+    return [tensor for item in result for tensor in tensors(item)] if result is not None else []
+
+
+@torch.no_grad()
+def run(model, arguments):
+    """All that a forward gives, as one row."""
+    result = model(**arguments, return_dict=False)
+    return torch.cat([tensor.flatten() for tensor in tensors(result)])
+
+
+def normal(*shape):
+    return torch.randn(shape)
+
+
+def mask(length=6, batch=2):
+    """Each sample has another number of tokens, which are padded to ``length``."""
+    return (torch.arange(length) < torch.tensor([[length], [length // 2]][:batch])).long()
+
+
+def image(channels=4, size=8):
+    return normal(2, channels, size, size)
+
+
+def video(channels=4, frames=2, size=8):
+    return normal(2, channels, frames, size, size)
+
+
+_UNET = {
+    "block_out_channels": (64, 128),
+    "layers_per_block": 1,
+    "norm_num_groups": 8,
+    "in_channels": 4,
+    "cross_attention_dim": 24,
+}
+_CROSS = {
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    "out_channels": 4,
+    "sample_size": 8,
+}
+_SDXL = {
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 64,
+    "transformer_layers_per_block": (1, 2),
+    "use_linear_projection": True,
+}
+_HEADS = {"num_attention_heads": 2, "attention_head_dim": 64}
+
+
+def _unet_inputs(**more):
+    return {
+        "sample": image(),
+        "timestep": TIME,
+        "encoder_hidden_states": normal(2, 6, 24),
+        **more,
+    }
+
+
+def _flux_ids(count=9, text=5):
+    ids = torch.zeros(count, 3)
+    ids[:, 1] = torch.arange(count)
+    return {"img_ids": ids, "txt_ids": torch.zeros(text, 3)}
+
+
+MODELS = [
+    SmallModel(
+        "cosmos",
+        "CosmosTransformer3DModel",
+        {
+            **_HEADS,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "mlp_ratio": 2,
+            "text_embed_dim": 24,
+            "adaln_lora_dim": 8,
+            "max_size": (4, 16, 16),
+            "concat_padding_mask": False,
+            "extra_pos_embed_type": None,
+        },
+        lambda: {
+            "hidden_states": video(),
+            "timestep": torch.tensor([0.5, 0.2]),
+            "encoder_hidden_states": normal(2, 6, 24),
+            "fps": 30,
+        },
+        attends=4,
+    ),
+    SmallModel(
+        "auraflow",
+        "AuraFlowTransformer2DModel",
+        {
+            **_HEADS,
+            "sample_size": 8,
+            "num_mmdit_layers": 1,
+            "num_single_dit_layers": 1,
+            "joint_attention_dim": 24,
+            "caption_projection_dim": 128,
+            "pos_embed_max_size": 64,
+        },
+        lambda: {
+            "hidden_states": image(),
+            "encoder_hidden_states": normal(2, 6, 24),
+            "timestep": torch.tensor([0.5, 0.2]),
+        },
+        attends=2,
+    ),
+    SmallModel(
+        "allegro",
+        "AllegroTransformer3DModel",
+        {
+            **_HEADS,
+            "num_layers": 2,
+            "cross_attention_dim": 128,
+            "sample_width": 8,
+            "sample_height": 8,
+            "sample_frames": 2,
+            "caption_channels": 24,
+        },
+        lambda: {
+            "hidden_states": video(),
+            "encoder_hidden_states": normal(2, 1, 6, 24),
+            "timestep": TIME,
+            "attention_mask": torch.ones(2, 2, 8, 8),
+            "encoder_attention_mask": mask()[:, None].float(),
+            "image_rotary_emb": None,
+        },
+        attends=4,
+    ),
+    SmallModel(
+        "hunyuan_video",
+        "HunyuanVideoTransformer3DModel",
+        {
+            **_HEADS,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "num_single_layers": 1,
+            "num_refiner_layers": 1,
+            "text_embed_dim": 24,
+            "pooled_projection_dim": 12,
+            "rope_axes_dim": (16, 24, 24),
+        },
+        lambda: {
+            "hidden_states": video(),
+            "timestep": TIME,
+            "encoder_hidden_states": normal(2, 6, 24),
+            "encoder_attention_mask": mask(),
+            "pooled_projections": normal(2, 12),
+            "guidance": torch.tensor([6.0, 4.0]),
+        },
+        attends=3,
+    ),
+    SmallModel(
+        "cogvideox",
+        "CogVideoXTransformer3DModel",
+        {
+            **_HEADS,
+            "in_channels": 4,
+            "out_channels": 4,
+            "time_embed_dim": 16,
+            "text_embed_dim": 24,
+            "num_layers": 2,
+            "sample_width": 8,
+            "sample_height": 8,
+            "sample_frames": 5,
+            "max_text_seq_length": 6,
+        },
+        lambda: {
+            "hidden_states": normal(2, 2, 4, 8, 8),
+            "encoder_hidden_states": normal(2, 6, 24),
+            "timestep": TIME,
+        },
+        attends=2,
+    ),
+    SmallModel(
+        "pixart",
+        "PixArtTransformer2DModel",
+        {
+            **_HEADS,
+            "num_layers": 2,
+            "cross_attention_dim": 128,
+            "sample_size": 8,
+            "caption_channels": 24,
+            "use_additional_conditions": False,
+        },
+        lambda: {
+            "hidden_states": image(),
+            "encoder_hidden_states": normal(2, 6, 24),
+            "timestep": TIME,
+            "encoder_attention_mask": mask(),
+            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+        },
+        attends=4,
+    ),
+    SmallModel(
+        "sana",
+        "SanaTransformer2DModel",
+        {
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_attention_heads": 4,
+            "attention_head_dim": 32,
+            "num_layers": 2,
+            "num_cross_attention_heads": 2,
+            "cross_attention_head_dim": 64,
+            "cross_attention_dim": 128,
+            "caption_channels": 24,
+            "sample_size": 8,
+        },
+        lambda: {
+            "hidden_states": image(),
+            "encoder_hidden_states": normal(2, 6, 24),
+            "timestep": TIME,
+        },
+        attends=2,
+    ),
+    SmallModel(
+        "lumina2",
+        "Lumina2Transformer2DModel",
+        {
+            "sample_size": 8,
+            "in_channels": 4,
+            "hidden_size": 128,
+            "num_layers": 2,
+            "num_refiner_layers": 1,
+            "num_attention_heads": 2,
+            "num_kv_heads": 1,
+            "multiple_of": 16,
+            "axes_dim_rope": (16, 24, 24),
+            "axes_lens": (64, 16, 16),
+            "cap_feat_dim": 24,
+        },
+        lambda: {
+            "hidden_states": image(),
+            "timestep": torch.tensor([0.5, 0.2]),
+            "encoder_hidden_states": normal(2, 6, 24),
+            "encoder_attention_mask": mask().bool(),
+        },
+        attends=4,
+    ),
+    SmallModel(
+        "z_image",
+        "ZImageTransformer2DModel",
+        {
+            "in_channels": 4,
+            "dim": 128,
+            "n_layers": 2,
+            "n_refiner_layers": 1,
+            "n_heads": 2,
+            "n_kv_heads": 2,
+            "cap_feat_dim": 24,
+            "axes_dims": [16, 24, 24],
+            "axes_lens": [128, 16, 16],
+        },
+        lambda: {
+            "x": [normal(4, 1, 8, 8), normal(4, 1, 8, 8)],
+            "t": torch.tensor([0.5, 0.2]),
+            "cap_feats": [normal(6, 24), normal(40, 24)],
+        },
+        attends=4,
+    ),
+    SmallModel(
+        "mochi",
+        "MochiTransformer3DModel",
+        {
+            **_HEADS,
+            "num_layers": 2,
+            "pooled_projection_dim": 16,
+            "in_channels": 4,
+            "text_embed_dim": 24,
+            "time_embed_dim": 16,
+            "max_sequence_length": 6,
+        },
+        lambda: {
+            "hidden_states": video(),
+            "encoder_hidden_states": normal(2, 6, 24),
+            "timestep": TIME,
+            "encoder_attention_mask": mask().bool(),
+        },
+        attends=4,
+    ),
+    SmallModel(
+        "ltx2",
+        "LTX2VideoTransformer3DModel",
+        {
+            **_HEADS,
+            "in_channels": 4,
+            "out_channels": 4,
+            "cross_attention_dim": 128,
+            "audio_in_channels": 4,
+            "audio_out_channels": 4,
+            "audio_num_attention_heads": 2,
+            "audio_attention_head_dim": 64,
+            "audio_cross_attention_dim": 128,
+            "num_layers": 2,
+            "caption_channels": 24,
+        },
+        lambda: {
+            "hidden_states": normal(2, 8, 4),
+            "audio_hidden_states": normal(2, 3, 4),
+            "encoder_hidden_states": normal(2, 6, 24),
+            "audio_encoder_hidden_states": normal(2, 6, 24),
+            "timestep": TIME,
+            "encoder_attention_mask": mask(),
+            "audio_encoder_attention_mask": mask(),
+            "num_frames": 2,
+            "height": 2,
+            "width": 2,
+            "audio_num_frames": 3,
+        },
+        attends=12,
+    ),
+    SmallModel(
+        "unet",
+        "UNet2DConditionModel",
+        {**_UNET, **_CROSS, "attention_head_dim": 2},
+        _unet_inputs,
+        attends=8,
+    ),
+    SmallModel(
+        "unet_of_sdxl",
+        "UNet2DConditionModel",
+        {**_UNET, **_CROSS, **_SDXL, "attention_head_dim": (1, 2)},
+        lambda: _unet_inputs(
+            added_cond_kwargs={"text_embeds": normal(2, 16), "time_ids": normal(2, 6)}
+        ),
+        attends=16,
+    ),
+    SmallModel(
+        "unet_40",
+        "UNet2DConditionModel",
+        {**_UNET, **_CROSS, "block_out_channels": (40, 80), "attention_head_dim": 2},
+        _unet_inputs,
+        attends=0,
+    ),
+    SmallModel(
+        "controlnet",
+        "ControlNetModel",
+        {
+            **_UNET,
+            "down_block_types": _CROSS["down_block_types"],
+            "attention_head_dim": 2,
+            "conditioning_embedding_out_channels": (8, 16),
+        },
+        lambda: _unet_inputs(controlnet_cond=normal(2, 3, 16, 16)),
+        attends=4,
+    ),
+    SmallModel(
+        "cogview3",
+        "CogView3PlusTransformer2DModel",
+        {
+            **_HEADS,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "text_embed_dim": 24,
+            "time_embed_dim": 16,
+            "condition_dim": 4,
+            "pos_embed_max_size": 8,
+            "sample_size": 8,
+        },
+        lambda: {
+            "hidden_states": image(),
+            "encoder_hidden_states": normal(2, 6, 24),
+            "timestep": TIME,
+            "original_size": torch.tensor([[20, 20], [20, 30]]),
+            "target_size": torch.tensor([[20, 20], [20, 20]]),
+            "crop_coords": torch.tensor([[0, 0], [1, 1]]),
+        },
+        attends=2,
+    ),
+    SmallModel(
+        "cogview4",
+        "CogView4Transformer2DModel",
+        {
+            **_HEADS,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "text_embed_dim": 24,
+            "time_embed_dim": 16,
+            "condition_dim": 4,
+            "sample_size": 8,
+            "rope_axes_dim": (32, 32),
+        },
+        lambda: {
+            "hidden_states": image(),
+            "encoder_hidden_states": normal(2, 6, 24),
+            "timestep": TIME,
+            "original_size": torch.tensor([[20, 20], [20, 30]]),
+            "target_size": torch.tensor([[20, 20], [20, 20]]),
+            "crop_coords": torch.tensor([[0, 0], [1, 1]]),
+        },
+        attends=2,
+    ),
+    SmallModel(
+        "easyanimate",
+        "EasyAnimateTransformer3DModel",
+        {
+            **_HEADS,
+            "in_channels": 4,
+            "out_channels": 4,
+            "patch_size": 2,
+            "sample_width": 8,
+            "sample_height": 8,
+            "num_layers": 2,
+            "mmdit_layers": 2,
+            "time_embed_dim": 16,
+            "text_embed_dim": 24,
+            "add_noise_in_inpaint_model": False,
+        },
+        lambda: {
+            "hidden_states": video(),
+            "timestep": TIME,
+            "encoder_hidden_states": normal(2, 6, 24),
+        },
+        attends=2,
+    ),
+    SmallModel(
+        "dit",
+        "DiTTransformer2DModel",
+        {**_HEADS, "in_channels": 4, "num_layers": 2, "sample_size": 8, "num_embeds_ada_norm": 10},
+        lambda: {"hidden_states": image(), "timestep": TIME, "class_labels": torch.tensor([1, 4])},
+        attends=2,
+    ),
+    SmallModel(
+        "latte",
+        "LatteTransformer3DModel",
+        {
+            **_HEADS,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 1,
+            "sample_size": 8,
+            "patch_size": 2,
+            "cross_attention_dim": 128,
+            "attention_bias": True,
+            "activation_fn": "geglu",
+            "norm_type": "ada_norm_single",
+            "norm_elementwise_affine": False,
+            "caption_channels": 24,
+            "video_length": 2,
+        },
+        lambda: {
+            "hidden_states": video(),
+            "timestep": TIME,
+            "encoder_hidden_states": normal(2, 6, 24),
+        },
+        attends=3,
+    ),
+    SmallModel(
+        "chroma",
+        "ChromaTransformer2DModel",
+        {
+            **_HEADS,
+            "in_channels": 8,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "joint_attention_dim": 24,
+            "axes_dims_rope": (16, 24, 24),
+            "approximator_num_channels": 8,
+            "approximator_hidden_dim": 16,
+            "approximator_layers": 1,
+        },
+        lambda: {
+            "hidden_states": normal(2, 9, 8),
+            "encoder_hidden_states": normal(2, 5, 24),
+            "timestep": torch.tensor([0.5, 0.25]),
+            **_flux_ids(),
+        },
+        attends=2,
+        exact=("img_ids", "txt_ids"),
+    ),
+    SmallModel(
+        "stable_audio",
+        "StableAudioDiTModel",
+        {
+            "attention_head_dim": 64,
+            "num_attention_heads": 2,
+            "num_key_value_attention_heads": 1,
+            "sample_size": 4,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "cross_attention_dim": 64,
+            "time_proj_dim": 16,
+            "global_states_input_dim": 12,
+            "cross_attention_input_dim": 24,
+        },
+        lambda: {
+            "hidden_states": normal(2, 4, 7),
+            "timestep": TIME,
+            "encoder_hidden_states": normal(2, 6, 24),
+            "global_hidden_states": normal(2, 1, 12),
+            "rotary_embedding": (torch.rand(8, 32), torch.rand(8, 32)),
+        },
+        attends=4,
+        exact=("rotary_embedding",),
+    ),
+    SmallModel(
+        "prx",
+        "PRXTransformer2DModel",
+        {
+            "in_channels": 4,
+            "context_in_dim": 24,
+            "hidden_size": 128,
+            "num_heads": 2,
+            "depth": 2,
+            "axes_dim": [32, 32],
+        },
+        lambda: {
+            "hidden_states": image(),
+            "timestep": torch.tensor([0.5, 0.2]),
+            "encoder_hidden_states": normal(2, 6, 24),
+        },
+        attends=2,
+    ),
+    SmallModel(
+        "svd",
+        "UNetSpatioTemporalConditionModel",
+        {
+            "sample_size": 8,
+            "in_channels": 4,
+            "out_channels": 4,
+            "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+            "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+            "block_out_channels": (64, 128),
+            "num_attention_heads": (1, 2),
+            "cross_attention_dim": 24,
+            "layers_per_block": 1,
+            "addition_time_embed_dim": 8,
+            "projection_class_embeddings_input_dim": 24,
+        },
+        lambda: {
+            "sample": normal(1, 2, 4, 8, 8),
+            "timestep": torch.tensor([10.0]),
+            "encoder_hidden_states": normal(1, 1, 24),
+            "added_time_ids": normal(1, 3),
+        },
+        attends=16,
+    ),
+]
+BY_NAME = {small.name: small for small in MODELS}
