@@ -2,6 +2,7 @@
 // norm_rope for one tensor.
 #include <algorithm>
 #include <initializer_list>
+#include <optional>
 #include <span>
 #include <utility>
 
@@ -69,10 +70,11 @@ class NormRope {
     set_rotation(params_, {check_.x_name(), params_.q.heads, turn_alike}, rotation);
     if (!of_key.is_given()) return;
     is_apart_ = true;
-    k_params_.batch = params_.batch;
-    k_params_.seq = k_seq_;
-    k_params_.head_dim = params_.head_dim;
-    set_rotation(k_params_, {"k", params_.k.heads, false}, of_key);
+    QkvNormRopeParams& params = k_rotation_.emplace();
+    params.batch = params_.batch;
+    params.seq = k_seq_;
+    params.head_dim = params_.head_dim;
+    set_rotation(params, {"k", params_.k.heads, false}, of_key);
   }
 
   // They are copied beside the key.
@@ -358,12 +360,14 @@ class NormRope {
     of_key.q = params_.k;
     of_key.q_weight_is_float32 = params_.k_weight_is_float32;
     of_key.k = {};
-    of_key.tables = k_params_.tables;
-    of_key.coordinates = k_params_.coordinates;
-    std::copy_n(k_params_.coordinate_strides, 2, of_key.coordinate_strides);
-    of_key.frequencies = k_params_.frequencies;
-    of_key.axes = k_params_.axes;
-    of_key.identity_pairs = k_params_.identity_pairs;
+    if (k_rotation_.has_value()) {
+      of_key.tables = k_rotation_->tables;
+      of_key.coordinates = k_rotation_->coordinates;
+      std::copy_n(k_rotation_->coordinate_strides, 2, of_key.coordinate_strides);
+      of_key.frequencies = k_rotation_->frequencies;
+      of_key.axes = k_rotation_->axes;
+      of_key.identity_pairs = k_rotation_->identity_pairs;
+    }
     launch(of_key, device.stream());
   }
 
@@ -381,7 +385,7 @@ class NormRope {
   bool is_apart_ = false;  // the key is launched by itself
   const ArgumentChecker check_;
   QkvNormRopeParams params_{};
-  QkvNormRopeParams k_params_{};  // the key's own rotation
+  std::optional<QkvNormRopeParams> k_rotation_;  // its own, and nothing else of these
 };
 
 TwoTensors call_qk_norm_rope(const char*, const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
