@@ -25,7 +25,7 @@ class ForeignBlock(Wrap):
 
     def forward(self, *args, **kwargs):
         parameters = list(inspect.signature(type(self.wrapped).forward).parameters)
-        given = {**dict(zip(parameters[1:], args)), **kwargs}
+        given = {**dict(zip(parameters[1:], args, strict=False)), **kwargs}
         for name in ("image_rotary_emb", "rotary_emb"):
             if name in given:
                 first, second = given[name]

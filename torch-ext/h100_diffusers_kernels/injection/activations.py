@@ -64,6 +64,7 @@ class LinearGelu:
             and kernels_take(x, linear.weight, linear.bias)
             and x.numel() > 0
             and not is_differentiated(x, linear.weight, linear.bias)
+            and not torch._C._are_functorch_transforms_active()  # it has no rule for torch.vmap
         )
 
 

@@ -324,7 +324,7 @@ def _make_rebound(cls: type) -> Rebound | str:
     if not known or library is None or vars(library) is not call.__globals__:
         return unknown
     # Without the module's name: torch.compile would look the others up in it.
-    kept = ("__builtins__", "__package__", "__spec__")
+    kept = ("__builtins__", "__package__")
     namespace = {name: call.__globals__[name] for name in kept if name in call.__globals__}
     namespace.update(seen)
     namespace.update(known)

@@ -104,7 +104,9 @@ def as_operand(rope: Any, x: Tensor, heads: int) -> Any:
             and rope.device == x.device
             and rope.stride(1) == 1
             and is_plain(rope)
-            and not (rope.is_conj() or rope.is_neg() or is_differentiated(rope))
+            # What torch.compile traces cannot be asked for it.
+            and (torch.compiler.is_compiling() or not (rope.is_conj() or rope.is_neg()))
+            and not is_differentiated(rope)
         )
         return rope if is_taken else None
     if not isinstance(rope, (tuple, list)) or len(rope) != 2:
