@@ -31,7 +31,7 @@ from .joint import (
     project,
     split,
 )
-from .linears import product_of_two
+from .linears import of_slices, product_of_two
 from .model_forward import Model
 from .norms import clipped
 from .part import Family
@@ -148,7 +148,7 @@ def _attention_forward(
         out = attend(injected, parts, query, key, value, attention_mask)
         return out.flatten(2, 3).to(query.dtype)
     out, c_out = attend_with_tables(self, injected, parts, x, c, image_rotary_emb, attention_mask)
-    return parts.project_out(out), parts.to_add_out(c_out)
+    return of_slices(parts.project_out, out), of_slices(parts.to_add_out, c_out)
 
 
 _BLOCK = "self hidden_states encoder_hidden_states temb image_rotary_emb joint_attention_kwargs"

@@ -21,6 +21,7 @@ from .blocks import Block, End, begin, finish
 from .gates import SWIGLU
 from .injected import Injected, Parts
 from .joint import PROJECTIONS, attend_with_tables
+from .linears import of_slices
 from .model_forward import Model
 from .modulation import Opening, once
 from .norms import clipped
@@ -144,8 +145,8 @@ def _attention_forward(
     if parts is None or c is None or self.added_kv_proj_dim is None:
         return injected.class_forward(self, x, c, attention_mask, image_rotary_emb, **kwargs)
     out, c_out = attend_with_tables(self, injected, parts, x, c, image_rotary_emb, attention_mask)
-    c_out = parts.to_add_out(c_out)
-    return parts.project_out(out), c_out
+    c_out = of_slices(parts.to_add_out, c_out)
+    return of_slices(parts.project_out, out), c_out
 
 
 def _parallel_attention_forward(

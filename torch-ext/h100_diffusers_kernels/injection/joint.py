@@ -217,7 +217,7 @@ def attend_jointly(
     rope_of_all: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over two streams, each (B, S1 or S2, H * d), contiguous.
+    """Attention over two streams, each (B, S1 or S2, H * d).
 
     ``rope_of_all``: the rotation of all tokens where that of each stream is not known. ``options`` are those
     of ``attend``.
@@ -226,8 +226,7 @@ def attend_jointly(
     if rope_of_all is not None:
         query, key = rotate(query, rope_of_all), rotate(key, rope_of_all)
     out = attend(injected, parts, query, key, value, mask, **options)
-    first, second = split(out.flatten(2, 3).to(query.dtype), streams[0].query.shape[1])
-    return first.contiguous(), second.contiguous()
+    return split(out.flatten(2, 3).to(query.dtype), streams[0].query.shape[1])
 
 
 def attend_with_tables(
@@ -240,7 +239,7 @@ def attend_with_tables(
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over an image and the text before it, of which ``rope`` has the tables: the image's results
-    and the text's, each (B, S, H * d), contiguous."""
+    and the text's, each (B, S, H * d)."""
     ropes = split_tables(rope, text.shape[1], image.shape[1])
     text_rope, image_rope = ropes or (None, None)
     streams = project(module, parts, image, text, image_rope, text_rope)

@@ -104,24 +104,50 @@ class Projection:
 
     def fits(self, query: Tensor) -> bool:
         """Whether ``write`` can be asked for what stands beside this query."""
-        layer, x = self._layer, self._x
+        layer: Any = self._layer
         return (
-            isinstance(layer, PlainLinear)
+            _goes_by_sample(layer, self._x)
             and layer.weight.shape[0] == query.shape[2:].numel()
-            and kernels_take(query, x, layer.weight, layer.bias)
-            and not is_differentiated(x, layer.weight, layer.bias)
-            and (x.shape[0] == 1 or x.shape[1] >= _ROWS_OF_ITS_OWN)
+            and kernels_take(query, self._x)
         )
 
     def write(self, out: Tensor) -> None:
         """To (B, S, H, d), each sample's without gaps. Only where it ``fits``."""
-        layer: Any = self._layer
-        weight = layer.weight.t()
-        for x, place in zip(self._x.unbind(0), out.flatten(2).unbind(0)):
-            if layer.bias is None:
-                torch.mm(x, weight, out=place)
-            else:
-                torch.addmm(layer.bias, x, weight, out=place)
+        _write_samples(self._layer, self._x, out.flatten(2))
+
+
+def of_slices(layer: Layer, x: Tensor) -> Tensor:
+    """``layer`` of x (B, S, D), a part of the tokens of each sample: a plain layer needs no copy of them."""
+    if isinstance(layer, Chain):
+        first, *others = layer.layers
+        return Chain(*others)(of_slices(first, x))
+    if x.is_contiguous() or not _goes_by_sample(layer, x):
+        return layer(x.contiguous())
+    known: Any = layer
+    out = x.new_empty(*x.shape[:2], known.weight.shape[0])
+    _write_samples(known, x, out)
+    return out
+
+
+def _goes_by_sample(layer: Layer, x: Tensor) -> bool:
+    """Whether each sample of x (B, S, D) may have a matrix product of its own."""
+    return (
+        isinstance(layer, PlainLinear)
+        and not torch.compiler.is_compiling()
+        and (x.shape[0] == 1 or x.shape[1] >= _ROWS_OF_ITS_OWN)
+        and x.stride(1) == x.shape[2]
+        and kernels_take(x, layer.weight, layer.bias)
+        and not is_differentiated(x, layer.weight, layer.bias)
+    )
+
+
+def _write_samples(layer: Any, x: Tensor, out: Tensor) -> None:
+    weight = layer.weight.t()
+    for sample, place in zip(x.unbind(0), out.unbind(0)):
+        if layer.bias is None:
+            torch.mm(sample, weight, out=place)
+        else:
+            torch.addmm(layer.bias, sample, weight, out=place)
 
 
 def see_linear(owner: nn.Module, name: str, injection: Injection, snapshot: Look) -> Layer:

@@ -18,6 +18,7 @@ from .attention import Attention
 from .blocks import Block, End, begin, finish
 from .injected import Injected, Parts
 from .joint import PROJECTIONS, attend_jointly, project
+from .linears import of_slices
 from .model_forward import Model
 from .modulation import Opening, once
 from .norms import clipped
@@ -133,7 +134,7 @@ def _attention_forward(
         dropout_p=0.0,
         is_causal=False,
     )
-    return parts.project_out(out), parts.to_add_out(c_out)
+    return of_slices(parts.project_out, out), of_slices(parts.to_add_out, c_out)
 
 
 def _masks(mask: Tensor, image_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from .attention import Attention, attend
 from .blocks import Block, End, begin, finish
 from .injected import Injected, Parts
 from .joint import PROJECTIONS, attend_jointly, joint_streams, project
+from .linears import of_slices
 from .model_forward import Model
 from .norms import gated_residual
 from .part import Family
@@ -123,8 +124,8 @@ def _attention_forward(
         return parts.project_out(out.flatten(2, 3).to(query.dtype))
     out, c_out = attend_jointly(injected, parts, streams, _no_rotation, **options)
     if not self.context_pre_only:
-        c_out = parts.to_add_out(c_out)
-    return parts.project_out(out), c_out
+        c_out = of_slices(parts.to_add_out, c_out)
+    return of_slices(parts.project_out, out), c_out
 
 
 def _no_rotation(x: Tensor, rope: Any) -> Tensor:
