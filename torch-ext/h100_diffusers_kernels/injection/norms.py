@@ -87,7 +87,8 @@ class Norm:
         return functional.layer_norm(x, self.weight, self.bias, self.eps)
 
     def modulated(self, x: Tensor, *modulations: Modulation) -> tuple[Tensor, ...]:
-        """``norm(x) * (1 + scale) + shift`` by each of one or two modulations."""
+        """``norm(x) * (1 + scale) + shift`` by each of one or two modulations; of one it may be the norm
+        alone, by (None, None)."""
         (scale, shift), *others = modulations
         operands = [t for modulation in modulations for t in modulation]
         if not self.takes(x, *operands):
@@ -97,6 +98,8 @@ class Norm:
                 for modulation in modulations
             )
         affine = (self.weight,) if self.kind == RMS else (self.weight, self.bias)
+        if scale is None:
+            return (self(x),)
         if others:
             run = _MODULATE_PAIR[self.kind]
             return run(x, *operands, *affine, self.eps)
