@@ -391,7 +391,8 @@ def _caller_class(cls: type, copied: FunctionType) -> type | None:
         f"def __call__({', '.join(['_self', parameters[1].name, *taken])}):\n"
         f"    return _copied({', '.join(['_self._processor', '_self._module', *given])})\n"
     )
-    namespace: dict[str, Any] = {"_copied": copied}
+    # Without builtins, which it does not need: torch.compile would look into all of them.
+    namespace: dict[str, Any] = {"_copied": copied, "__builtins__": {}}
     exec(compile(text, f"<{cls.__qualname__} with another attention>", "exec"), namespace)
     call: Any = namespace["__call__"]
     call.__defaults__, call.__kwdefaults__ = copied.__defaults__, copied.__kwdefaults__
