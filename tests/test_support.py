@@ -107,7 +107,7 @@ ROW = 'section = "a"\nfeature = "f"\non = "layers"\nbehaviour = "kernels"\ntests
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ('"layers"', '"wan"', "on must be one of operations, layers, .*, got 'wan'"),
+        ('"layers"', '"unet"', "on must be one of operations, layers, .*, got 'unet'"),
         ('"kernels"', '"works"', "behaviour must be one of kernels, not tried, got 'works'"),
         ('section = "a"', 'section = "b"', "section must be one of a, got 'b'"),
         ('tests = ["t"]', "", "must name a test, unless it is not tried or not built"),
