@@ -904,9 +904,7 @@ class Twins:
     @step(
         1.5,
         lambda rng, twins: {"name": rng.choice(twins.family.caches)},
-        lambda twins: (
-            not twins.compiled and twins.cache_name is None and bool(twins.family.caches)
-        ),
+        lambda twins: not twins.compiled and twins.cache_name is None and bool(twins.family.caches),
     )
     def enable_cache(self, *, name):
         twins = weakref.ref(self)

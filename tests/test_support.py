@@ -17,7 +17,13 @@ import click
 import pytest
 import torch
 import torchao.quantization as quantization
-from diffusers import FasterCacheConfig, FirstBlockCacheConfig, FluxControlNetModel, QwenImageControlNetModel, SD3ControlNetModel
+from diffusers import (
+    FasterCacheConfig,
+    FirstBlockCacheConfig,
+    FluxControlNetModel,
+    QwenImageControlNetModel,
+    SD3ControlNetModel,
+)
 from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 from diffusers.hooks.smoothed_energy_guidance_utils import (
     SmoothedEnergyGuidanceConfig,
