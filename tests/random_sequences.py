@@ -375,7 +375,7 @@ def patchable(twins):
         getattr(module, twins.family.processor),
         "__call__",
     )
-    for name in ("apply_rotary_emb", "dispatch_attention_fn"):
+    for name in twins.family.functions:
         result[name] = (module, name)
     for name in ("rms_norm", "layer_norm", "scaled_dot_product_attention", "gelu"):
         result[f"F.{name}"] = (F, name)
