@@ -14,6 +14,7 @@ import pickle
 from pathlib import Path
 
 import click
+import diffusers
 import pytest
 import torch
 import torchao.quantization as quantization
@@ -53,6 +54,7 @@ from families import (
     KERNEL_HEADS,
     QWEN_IMAGE,
     SD3,
+    WAN,
     assert_close,
     every_family,
     prepared,
@@ -868,6 +870,62 @@ def test_processors_with_kept_keys_and_values(kernel, device, is_injected_first)
     calls = kernel_calls(run, model, {**later, "kv_cache": kept})
     assert calls["gated_residual_layer_norm_modulate"] and calls["layer_norm_modulate"]
     assert not {"qk_norm_rope", "qk_norm_rope_out", "attention"} & calls.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_image_as_context(kernel, device, dtype):
+    """Wan attends to it apart from the text, of which it knows the number of tokens."""
+    hidden = KERNEL_HEADS["heads"] * KERNEL_HEADS["head_dim"]
+    config = {**KERNEL_HEADS, "image_dim": 20, "added_kv_proj_dim": hidden}
+    model, plain, arguments = prepared(WAN, device, dtype, config=config, text_length=512)
+    kernel.inject_kernels(model)
+    image = torch.randn(2, 7, 20, device=device).to(dtype)
+    arguments["encoder_hidden_states_image"] = image
+    expected = run(plain, arguments)
+    others = run(plain, {**arguments, "encoder_hidden_states_image": -image})
+    assert (others - expected).norm() > 0.02 * expected.norm()
+    assert_same(run(model, arguments), expected, 1e-5 if dtype == torch.float32 else 1.5e-2)
+    calls = kernel_calls(run, model, arguments)
+    assert calls["gated_residual_layer_norm_modulate"] == 5
+    if dtype == torch.bfloat16:
+        assert calls["attention"] == 3 * len(model.blocks)
+
+
+# Models with copies of Wan's block: what theirs take besides, and a forward's arguments of their own.
+RELATIVES = {
+    "WanVACETransformer3DModel": (
+        {"vace_layers": [0], "vace_in_channels": 8},
+        {"control_hidden_states": (1, 8, 2, 4, 6), "control_hidden_states_scale": (1,)},
+    ),
+    "ChronoEditTransformer3DModel": ({}, {}),
+    "SkyReelsV2Transformer3DModel": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_models_with_wans_block(kernel, device, name):
+    config, shapes = RELATIVES[name]
+    torch.manual_seed(0)
+    plain = getattr(diffusers, name)(
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        text_dim=24,
+        freq_dim=16,
+        ffn_dim=96,
+        rope_max_seq_len=32,
+        **{"num_attention_heads": 2, "attention_head_dim": 16, **config},
+    )
+    plain = plain.to(device).eval()
+    model = copy.deepcopy(plain)
+    assert list(kernel.inject_kernels(model).levels.values()) == ["in full"]
+    shapes = {"hidden_states": (1, 4, 2, 4, 6), "encoder_hidden_states": (1, 5, 24), **shapes}
+    arguments = {key: torch.randn(shape, device=device) for key, shape in shapes.items()}
+    arguments["timestep"] = torch.tensor([500], device=device)
+    assert_close(run(model, arguments), run(plain, arguments))
+    calls = kernel_calls(run, model, arguments)
+    assert calls["qk_norm_rope"] >= 2 and calls["gated_residual_layer_norm_modulate"] >= 5
+    assert not any(entry.fell_back for entry in kernel.inject_kernels(model).calls)
 
 
 @pytest.mark.parametrize("mask", ["padded", "holes"])
