@@ -35,6 +35,7 @@ from tabulate import tabulate
 
 ROWS = (2, 8064, 2048)  # LTX-Video, 161 frames 512x768, with guidance
 WIDE = (2, 8064, 8192)
+HALVES = (2, 8064, 4096)
 MAIN_SHAPES: tuple[tuple[Family, Workload], ...] = (
     (bench_norm.FAMILY, Workload("rms_norm", ROWS)),
     (bench_norm.FAMILY, Workload("layer_norm", ROWS)),
@@ -58,6 +59,8 @@ MAIN_SHAPES: tuple[tuple[Family, Workload], ...] = (
     (bench_activation.FAMILY, Workload("geglu", WIDE, "none")),
     (bench_activation.FAMILY, Workload("swiglu", WIDE)),
     (bench_activation.FAMILY, Workload("silu", WIDE)),
+    (bench_activation.FAMILY, Workload("gated_gelu", HALVES, "tanh")),
+    (bench_activation.FAMILY, Workload("gated_silu", HALVES)),
     (bench_softmax.FAMILY, Workload("softmax", (8192, 8192))),
     (bench_attention.FAMILY, Workload("attention", (2, 8064, 8064, 32, 64))),
     (bench_attention.FAMILY, Workload("attention", (2, 8064, 128, 32, 64))),

@@ -375,7 +375,7 @@ def patchable(twins):
         getattr(module, twins.family.processor),
         "__call__",
     )
-    for name in ("apply_rotary_emb", "dispatch_attention_fn"):
+    for name in twins.family.functions:
         result[name] = (module, name)
     for name in ("rms_norm", "layer_norm", "scaled_dot_product_attention", "gelu"):
         result[f"F.{name}"] = (F, name)
@@ -904,7 +904,7 @@ class Twins:
     @step(
         1.5,
         lambda rng, twins: {"name": rng.choice(twins.family.caches)},
-        lambda twins: not twins.compiled and twins.cache_name is None,
+        lambda twins: not twins.compiled and twins.cache_name is None and bool(twins.family.caches),
     )
     def enable_cache(self, *, name):
         twins = weakref.ref(self)

@@ -864,7 +864,7 @@ def test_two_builds_are_compared(device, tmp_path):
     """
     copy_build(tmp_path)
     for norms in tmp_path.glob("build/*/injection/norms.py"):
-        replace_in(norms, "scale, shift, self.weight", "scale, scale, self.weight")
+        replace_in(norms, "gate, *operands, *affine", "gate, *operands[:1] * 2, *affine")
     for metadata in tmp_path.glob("build/*/metadata.json"):
         id_ = json.loads(metadata.read_text())["id"]
         replace_in(metadata, f'"{id_}"', f'"{id_}_other"')
@@ -2072,6 +2072,21 @@ def test_plots_are_the_same_each_time(made_up, results):
         speedups = [of["speedups"]["injected"]["eager"] for of in entry["weights"].values()]
         assert f">{min(speedups):.2f}×</text>" in drawn
     assert "the least of: random, peaked weights" in drawn
+
+
+def test_an_operation_without_results_is_not_measured(made_up, tmp_path):
+    """README shows it without a figure; the others are what they were."""
+    result = load(made_up, "activation")
+    rest = [entry for entry in result["workloads"] if entry["operation"] != "gated_silu"]
+    for name in FAMILIES:
+        store(tmp_path, name, load(made_up, name))
+    assert "not measured" not in rendered(tmp_path, "summary_operations")
+    rows = rows_of(tmp_path, "summary_operations")
+    store(tmp_path, "activation", {**result, "workloads": rest})
+    without = rows_of(tmp_path, "summary_operations")
+    missing = ["`gated_silu`", "", "not measured", "", "", "", ""]
+    assert missing in without
+    assert [row for row in without if row != missing] == [r for r in rows if r[0] != missing[0]]
 
 
 def test_broken_peer_is_named_and_not_compared(made_up, tmp_path):

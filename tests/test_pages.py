@@ -12,7 +12,7 @@ import yaml
 from conftest import CHECKOUT
 from processes import run
 
-PAGES = ["CHANGELOG.md", "SECURITY.md", "docs/architecture.md"]
+PAGES = ["CHANGELOG.md", "SECURITY.md", "docs/architecture.md", "docs/injection.md"]
 FORMS = sorted((CHECKOUT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"))
 
 

@@ -303,6 +303,15 @@ def test_functions_of_the_table_exist_with_their_arguments(kernel):
     assert told == operations - {"eject_kernels"}
 
 
+def test_models_of_the_table_are_those_injected_in_full(kernel):
+    (table,) = re.findall(
+        r"^\| family \|.*?\n\n", PAGES["docs/injection.md"], re.DOTALL | re.MULTILINE
+    )
+    told = re.findall(r"`(\w+)`", table)
+    registry = sys.modules[f"{kernel.__name__}.injection.registry"]
+    assert sorted(told) == sorted(registry.known_models().split(", "))
+
+
 def test_readme_shows_every_operation(kernel):
     tables = render_docs.TABLE.finditer(PAGES["README.md"])
     (table,) = (match[0] for match in tables if match[2] == "summary_operations")

@@ -6,6 +6,7 @@ each family what a row with an id is about, and holds what it sees to that row.
 
 import ast
 import collections
+import contextlib
 import copy
 import functools
 import io
@@ -13,19 +14,32 @@ import pickle
 from pathlib import Path
 
 import click
+import diffusers
 import pytest
 import torch
 import torchao.quantization as quantization
-from diffusers import FasterCacheConfig, FluxControlNetModel
+from diffusers import (
+    FasterCacheConfig,
+    FirstBlockCacheConfig,
+    FluxControlNetModel,
+    QwenImageControlNetModel,
+    SD3ControlNetModel,
+)
 from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 from diffusers.hooks.smoothed_energy_guidance_utils import (
     SmoothedEnergyGuidanceConfig,
     _apply_smoothed_energy_guidance_hook,
 )
+from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
 from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+from diffusers.models.transformers.transformer_flux2 import (
+    Flux2KVAttnProcessor,
+    Flux2KVParallelSelfAttnProcessor,
+)
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,7 +47,19 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import render_support
-from families import FAMILIES, FLUX, KERNEL_HEADS, assert_close, every_family, prepared, run
+from families import (
+    FAMILIES,
+    FLUX,
+    FLUX2,
+    KERNEL_HEADS,
+    QWEN_IMAGE,
+    SD3,
+    WAN,
+    assert_close,
+    every_family,
+    prepared,
+    run,
+)
 from ltx_models import either_order, kernel_calls
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -107,7 +133,7 @@ ROW = 'section = "a"\nfeature = "f"\non = "layers"\nbehaviour = "kernels"\ntests
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ('"layers"', '"wan"', "on must be one of operations, layers, .*, got 'wan'"),
+        ('"layers"', '"unet"', "on must be one of operations, layers, .*, got 'unet'"),
         ('"kernels"', '"works"', "behaviour must be one of kernels, not tried, got 'works'"),
         ('section = "a"', 'section = "b"', "section must be one of a, got 'b'"),
         ('tests = ["t"]', "", "must name a test, unless it is not tried or not built"),
@@ -180,7 +206,14 @@ def with_pruned_linears(family, model):
 
 def with_tied_weights(family, model):
     blocks = model.get_submodule(family.block_lists[-1])
-    names = [name for name, module in blocks[0].named_modules() if type(module) is nn.Linear]
+    last = dict(blocks[1].named_modules())
+    names = [
+        name
+        for name, module in blocks[0].named_modules()
+        if type(module) is nn.Linear
+        and name in last
+        and module.weight.shape == last[name].weight.shape
+    ]
     for name in names[::2]:
         blocks[1].get_submodule(name).weight = blocks[0].get_submodule(name).weight
     parent, _, child = names[1].rpartition(".")
@@ -241,8 +274,10 @@ CHANGES = {
     "layer skip": with_skipped_layers,
     "backward hooks": with_backward_hooks,
 }
-# The same values in another form do not change what is computed.
-NEUTRAL = {"float64", "fused projections", "backward hooks"}
+# The same values in another form do not change what is computed, nor does what diffusers does not know.
+NEUTRAL = {"float64", "fused projections", "backward hooks", ("layer skip", "flux2")}
+# diffusers' processor for fused projections cannot attend to the image alone.
+CONFIGS = {("fused projections", "sd3"): {"dual_attention_layers": ()}}
 
 
 def in_autocast(family, model, arguments):
@@ -285,6 +320,12 @@ RUNS = {
 }
 
 
+def behaviour_of(feature, family):
+    """What the table says of a feature without an id."""
+    found = {row.on: row.behaviour for row in TABLE.rows if row.feature == feature}
+    return found.get(family.name, found["models"])
+
+
 def observed(kernel, model, forward, whole):
     """The behaviour of an injected model, in the words of the table. `whole` is what a model to which nothing
     was done has: how often it calls operators, and what its report leaves alone."""
@@ -305,7 +346,8 @@ def assert_same(out, expected, rounding):
 @either_order
 def test_behaviour(kernel, device, family, feature, is_injected_first):
     """The values are the plain model's, and where they are computed is what the table says."""
-    model, plain, arguments = prepared(family, device)
+    config = CONFIGS.get((feature, family.name))
+    model, plain, arguments = prepared(family, device, config=config)
     untouched, unchanged = copy.deepcopy(plain), run(plain, arguments)
     left_alone = kernel.inject_kernels(untouched).left_alone
     whole = kernel_calls(run, untouched, arguments), left_alone
@@ -320,7 +362,7 @@ def test_behaviour(kernel, device, family, feature, is_injected_first):
     # Where a value between two of few bits is rounded to the one or the other, a little is more.
     has_few_bits = feature.startswith("int8 act") or feature == "layerwise casting"
     assert_same(forward(family, model, arguments), expected, 1e-2 if has_few_bits else 1e-5)
-    if feature in CHANGES and feature not in NEUTRAL:
+    if feature in CHANGES and not {feature, (feature, family.name)} & NEUTRAL:
         assert (expected - unchanged).norm() > 1e-4 * unchanged.norm(), "nothing was changed"
     behaviour = observed(kernel, model, lambda: forward(family, model, arguments), whole)
     assert behaviour == TABLE.behaviour(feature, family.name)
@@ -403,13 +445,27 @@ def test_symbolic_trace_fails_as_without_kernels(kernel, device, family):
     assert_close(run(model, arguments), run(plain, arguments))
 
 
-def test_dynamic_shapes(kernel, device):
+def test_fake_tensors_in_a_rotary_cache(kernel, device):
+    """Qwen-Image's own holds what was made last, with kernels or without."""
+    for is_injected in (False, True):
+        model, plain, arguments = prepared(QWEN_IMAGE, device)
+        if is_injected:
+            kernel.inject_kernels(model)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            run(model, arguments)
+        (shape,) = arguments["img_shapes"][0]
+        kept = model.pos_embed._compute_video_freqs(*shape, 0, arguments["hidden_states"].device)
+        assert isinstance(kept, FakeTensor)
+
+
+@every_family
+def test_dynamic_shapes(kernel, device, family):
     torch._dynamo.reset()
-    model, plain, _ = prepared(FLUX, device, config=FLUX.one_block)
+    model, plain, _ = prepared(family, device, config=family.one_block)
     kernel.inject_kernels(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
     for sizes in ({"batch": 2, "tokens": 3}, {"batch": 3, "tokens": 4, "text_length": 6}):
-        arguments = FLUX.inputs(device, **sizes)
+        arguments = family.inputs(device, **sizes)
         assert_close(run(compiled, arguments), run(plain, arguments), 1e-4)
 
 
@@ -431,12 +487,12 @@ def test_torchscript_of_a_model(kernel, device, family):
     model, plain, arguments = prepared(family, device)
     kernel.inject_kernels(model)
     x = arguments["hidden_states"]
-    rows = {row.on: row.behaviour for row in TABLE.rows if row.feature == "`torch.jit.trace`"}
-    if rows[family.name] == "raises":
+    behaviour = behaviour_of("`torch.jit.trace`", family)
+    if behaviour == "raises":
         with pytest.raises(TypeError, match="qk_norm_rope: heads must be an integer, got Tensor"):
             torch.jit.trace(Sample(model, arguments), (x,), check_trace=False)
     else:
-        assert rows[family.name] == "kernels"
+        assert behaviour == "kernels"
         script = torch.jit.trace(Sample(model, arguments), (x,), check_trace=False)
         assert "_h100_diffusers_kernels" in str(script.inlined_graph)
         others = {**arguments, "hidden_states": x * 2}
@@ -578,7 +634,7 @@ def test_torchscript_of_an_operation(kernel, device):
     def function(x):
         return kernel.silu(x)
 
-    with pytest.raises(RuntimeError):
+    with pytest.raises((RuntimeError, torch.jit.frontend.NotSupportedError)):
         torch.jit.script(function)
 
 
@@ -627,7 +683,41 @@ def test_a_state_dict_is_loaded(kernel, device, family, assign):
 # Caches and guidance
 
 
-@every_family
+def has_caches(family):
+    return behaviour_of("FasterCache", family) != "as without"
+
+
+with_caches = pytest.mark.parametrize("family", filter(has_caches, FAMILIES.values()), ids=str)
+without_caches = pytest.mark.parametrize(
+    "family", [family for family in FAMILIES.values() if not has_caches(family)], ids=str
+)
+
+
+@without_caches
+def test_no_caches(kernel, device, family):
+    """diffusers has none for these models, with kernels or without."""
+    model, plain, _ = prepared(family, device)
+    kernel.inject_kernels(model)
+    assert not hasattr(plain, "enable_cache") and not hasattr(model, "enable_cache")
+    assert not family.caches
+
+
+def test_first_block_cache_of_flux2(kernel, device):
+    """diffusers takes the text's results for the image's, as with FLUX.2 it knows no order of results."""
+    model, plain, arguments = prepared(FLUX2, device)
+    kernel.inject_kernels(model)
+    messages = []
+    for candidate in (plain, model):
+        candidate.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+        with candidate.cache_context("cond"), pytest.raises(TypeError) as raised:
+            run(candidate, arguments)
+        messages.append(str(raised.value))
+        candidate.disable_cache()
+    assert messages[0] == messages[1]
+    assert_close(run(model, arguments), run(plain, arguments))
+
+
+@with_caches
 @either_order
 def test_faster_cache(kernel, device, family, is_injected_first):
     """As many modules are skipped as without kernels."""
@@ -671,23 +761,36 @@ def test_faster_cache(kernel, device, family, is_injected_first):
 
 
 @every_family
-def test_smoothed_energy_guidance_fails_as_without_kernels(kernel, device, family):
+@either_order
+def test_smoothed_energy_guidance(kernel, device, family, is_injected_first):
+    """With kernels it fails where it does without, and else it computes the same."""
     model, plain, arguments = prepared(family, device)
-    kernel.inject_kernels(model)
+    unchanged = run(plain, arguments)
+    if is_injected_first:
+        kernel.inject_kernels(model)
     config = SmoothedEnergyGuidanceConfig(indices=[0], fqn=family.block_lists[0])
+    fails = behaviour_of("smoothed energy guidance", family) == "as without"
+    outputs = []
     for candidate in (plain, model):
-        with pytest.raises(AttributeError):
+        with pytest.raises(AttributeError) if fails else contextlib.nullcontext():
             _apply_smoothed_energy_guidance_hook(candidate, config, 1.0)
-            run(candidate, arguments)
+            kernel.inject_kernels(model)
+            outputs.append(run(candidate, arguments))
+    if not fails:
+        assert (outputs[0] - unchanged).norm() > 1e-3 * unchanged.norm()
+        assert_close(outputs[1], outputs[0])
+        calls = kernel_calls(run, model, arguments)
+        assert {"qk_norm_rope", "qk_norm_rope_out"} & calls.keys()
+        assert not any(entry.fell_back for entry in kernel.inject_kernels(model).calls)
 
 
 # ------------------------------------------------------------------------------------------------
-# FLUX.1's companions
+# Companions of one family
 
 
 @either_order
 def test_ip_adapter(kernel, device, is_injected_first):
-    """Its processors attend to the image's tokens, and their blocks go on on the kernels."""
+    """Its processors attend to the image's tokens, and the rest of their blocks goes on on the kernels."""
     model, plain, arguments = prepared(FLUX, device, config=KERNEL_HEADS)
     without = run(plain, arguments)
     if is_injected_first:
@@ -705,11 +808,148 @@ def test_ip_adapter(kernel, device, is_injected_first):
     assert (expected - without).norm() > 0.01 * without.norm()
     assert_close(run(model, arguments), expected)
     calls = kernel_calls(run, model, arguments)
-    assert calls["gated_residual_layer_norm_modulate"] == 4
-    assert not {"qk_norm_rope", "attention"} & calls.keys()
+    # Each block's own, and one that is handed over from a single block to the next.
+    assert calls["gated_residual_layer_norm_modulate"] == 5
+    assert calls["qk_norm_rope"] == len(model.single_transformer_blocks)
+    assert "qk_norm_rope_out" not in calls
+
+
+@either_order
+def test_ip_adapter_of_sd3(kernel, device, is_injected_first):
+    model, plain, arguments = prepared(SD3, device, config=KERNEL_HEADS)
+    without = run(plain, arguments)
+    if is_injected_first:
+        kernel.inject_kernels(model)
+    hidden = KERNEL_HEADS["heads"] * KERNEL_HEADS["head_dim"]
+    for candidate in (model, plain):
+        torch.manual_seed(4)
+        for block in candidate.transformer_blocks:
+            processor = SD3IPAdapterJointAttnProcessor2_0(
+                hidden, 24, KERNEL_HEADS["head_dim"], timesteps_emb_dim=20, scale=0.7
+            )
+            block.attn.set_processor(processor.to(device))
+    kernel.inject_kernels(model)
+    adapted = {
+        "ip_hidden_states": torch.randn(2, 4, 24, device=device),
+        "temb": torch.randn(2, 20, device=device),
+    }
+    arguments = {**arguments, "joint_attention_kwargs": adapted}
+    expected = run(plain, arguments)
+    assert (expected - without).norm() > 0.01 * without.norm()
+    assert_close(run(model, arguments), expected)
+    calls = kernel_calls(run, model, arguments)
+    assert calls["gated_residual_layer_norm_modulate"] and calls["gelu"]
+    assert not {"qk_norm_rope", "qk_norm_rope_out", "attention"} & calls.keys()
+
+
+@either_order
+def test_processors_with_kept_keys_and_values(kernel, device, is_injected_first):
+    """FLUX.2 klein's, which keep those of reference images for the next steps."""
+    model, plain, arguments = prepared(FLUX2, device, config=KERNEL_HEADS)
+    if is_injected_first:
+        kernel.inject_kernels(model)
+    for candidate in (model, plain):
+        for block in candidate.transformer_blocks:
+            block.attn.set_processor(Flux2KVAttnProcessor())
+        for block in candidate.single_transformer_blocks:
+            block.attn.set_processor(Flux2KVParallelSelfAttnProcessor())
+    kernel.inject_kernels(model)
+    first = {**arguments, "kv_cache_mode": "extract", "num_ref_tokens": 3}
+    with torch.no_grad():
+        (out, kept), (expected, plain_kept) = (
+            candidate(**first, return_dict=False) for candidate in (model, plain)
+        )
+    assert_close(out, expected)
+    others = {
+        "hidden_states": arguments["hidden_states"][:, 3:],
+        "img_ids": arguments["img_ids"][3:],
+    }
+    later = {**arguments, **others, "kv_cache_mode": "cached"}
+    expected = run(plain, {**later, "kv_cache": plain_kept})
+    assert_close(run(model, {**later, "kv_cache": kept}), expected)
+    calls = kernel_calls(run, model, {**later, "kv_cache": kept})
+    assert calls["gated_residual_layer_norm_modulate"] and calls["layer_norm_modulate"]
+    assert not {"qk_norm_rope", "qk_norm_rope_out", "attention"} & calls.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_image_as_context(kernel, device, dtype):
+    """Wan attends to it apart from the text, of which it knows the number of tokens."""
+    hidden = KERNEL_HEADS["heads"] * KERNEL_HEADS["head_dim"]
+    config = {**KERNEL_HEADS, "image_dim": 20, "added_kv_proj_dim": hidden}
+    model, plain, arguments = prepared(WAN, device, dtype, config=config, text_length=512)
+    kernel.inject_kernels(model)
+    image = torch.randn(2, 7, 20, device=device).to(dtype)
+    arguments["encoder_hidden_states_image"] = image
+    expected = run(plain, arguments)
+    others = run(plain, {**arguments, "encoder_hidden_states_image": -image})
+    assert (others - expected).norm() > 0.02 * expected.norm()
+    assert_same(run(model, arguments), expected, 1e-5 if dtype == torch.float32 else 1.5e-2)
+    calls = kernel_calls(run, model, arguments)
+    assert calls["gated_residual_layer_norm_modulate"] == 5
+    if dtype == torch.bfloat16:
+        assert calls["attention"] == 3 * len(model.blocks)
+
+
+# Models with copies of Wan's block: what theirs take besides, and a forward's arguments of their own.
+RELATIVES = {
+    "WanVACETransformer3DModel": (
+        {"vace_layers": [0], "vace_in_channels": 8},
+        {"control_hidden_states": (1, 8, 2, 4, 6), "control_hidden_states_scale": (1,)},
+    ),
+    "ChronoEditTransformer3DModel": ({}, {}),
+    "SkyReelsV2Transformer3DModel": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_models_with_wans_block(kernel, device, name):
+    config, shapes = RELATIVES[name]
+    torch.manual_seed(0)
+    plain = getattr(diffusers, name)(
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        text_dim=24,
+        freq_dim=16,
+        ffn_dim=96,
+        rope_max_seq_len=32,
+        **{"num_attention_heads": 2, "attention_head_dim": 16, **config},
+    )
+    plain = plain.to(device).eval()
+    model = copy.deepcopy(plain)
+    assert list(kernel.inject_kernels(model).levels.values()) == ["in full"]
+    shapes = {"hidden_states": (1, 4, 2, 4, 6), "encoder_hidden_states": (1, 5, 24), **shapes}
+    arguments = {key: torch.randn(shape, device=device) for key, shape in shapes.items()}
+    arguments["timestep"] = torch.tensor([500], device=device)
+    assert_close(run(model, arguments), run(plain, arguments))
+    calls = kernel_calls(run, model, arguments)
+    assert calls["qk_norm_rope"] >= 2 and calls["gated_residual_layer_norm_modulate"] >= 5
+    assert not any(entry.fell_back for entry in kernel.inject_kernels(model).calls)
+
+
+@pytest.mark.parametrize("mask", ["padded", "holes"])
+def test_the_mask_of_a_padded_text(kernel, device, mask):
+    """Qwen-Image's is a bias on the keys: attention stays on the kernel, and padding has no weight."""
+    model, plain, arguments = prepared(
+        QWEN_IMAGE, device, torch.bfloat16, config=KERNEL_HEADS, mask=mask, text_length=9
+    )
+    kernel.inject_kernels(model)
+    assert kernel_calls(run, model, arguments)["attention"] == len(model.transformer_blocks)
+    expected = run(plain, arguments)
+    assert_same(run(model, arguments), expected, 3e-2)
+    unmasked = {**arguments, "encoder_hidden_states_mask": None}
+    assert (run(plain, unmasked) - expected).norm() > 0.05 * expected.norm()
+    text = arguments["encoder_hidden_states"]
+    padding = arguments["encoder_hidden_states_mask"] == 0
+    assert padding.any()
+    other = torch.where(padding[..., None], -text, text)
+    out = run(model, {**arguments, "encoder_hidden_states": other})
+    assert torch.equal(out, run(model, arguments))
 
 
 def test_residuals_of_a_controlnet(kernel, device):
+    """What is added to a block's results keeps it from sharing a pass with the next."""
     model, plain, arguments = prepared(FLUX, device)
     kernel.inject_kernels(model)
     whole, without = kernel_calls(run, model, arguments), run(plain, arguments)
@@ -719,14 +959,29 @@ def test_residuals_of_a_controlnet(kernel, device):
     expected = run(plain, arguments)
     assert (expected - without).norm() > 0.01 * without.norm()
     assert_close(run(model, arguments), expected)
-    assert kernel_calls(run, model, arguments) == whole
+    calls = kernel_calls(run, model, arguments)
+    for name in ("qk_norm_rope", "qk_norm_rope_out", "gelu"):
+        assert calls[name] == whole[name]
+    assert not any(entry.fell_back for entry in kernel.inject_kernels(model).calls)
 
 
-def test_a_controlnet_is_a_model_of_its_family(kernel, device):
-    plain = FLUX.model(device)
-    controlnet = FluxControlNetModel.from_transformer(
-        plain, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2
-    )
+CONTROLNETS = {
+    "flux": lambda model: FluxControlNetModel.from_transformer(
+        model, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2
+    ),
+    "qwenimage": lambda model: QwenImageControlNetModel.from_transformer(
+        model, num_layers=1, attention_head_dim=16, num_attention_heads=2
+    ),
+    "sd3": lambda model: SD3ControlNetModel.from_config(
+        {**model.config, "num_layers": 1, "extra_conditioning_channels": 0}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLNETS)
+def test_a_controlnet_is_a_model_of_its_family(kernel, device, name):
+    plain = FAMILIES[name].model(device)
+    controlnet = CONTROLNETS[name](plain)
 
     class Pipeline:
         components = {"transformer": plain, "controlnet": controlnet}

@@ -77,13 +77,8 @@ step_host_forward() { "$PYTHON" benchmarks/bench_host_forward.py; }
 
 # Random sequences of what users do to an injected model; $SEQUENCES of each family, from $FIRST_SEED on.
 step_sequences() {
-  local status=0 family
-  for family in ltx flux; do
-    echo "--- $family"
-    "$PYTHON" tests/random_sequences.py --family "$family" --device cuda \
-      --sequences "$SEQUENCES" --first-seed "$FIRST_SEED" --processes 14 || status=1
-  done
-  return "$status"
+  "$PYTHON" tests/random_sequences.py --family all --device cuda \
+    --sequences "$SEQUENCES" --first-seed "$FIRST_SEED" --processes 14
 }
 
 # Runs a step, logs it, shows the end of the log and copies the results that it wrote.

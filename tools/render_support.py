@@ -31,6 +31,10 @@ SUBJECTS = {
     "models": "injected models",
     "ltx": "injected LTX-Video",
     "flux": "injected FLUX.1",
+    "flux2": "injected FLUX.2",
+    "qwenimage": "injected Qwen-Image",
+    "sd3": "injected Stable Diffusion 3",
+    "wan": "injected Wan",
     "others": "other models, injected in part",
 }
 UNTRIED = ("not tried", "not built")

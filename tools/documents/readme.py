@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from pathlib import Path
 
 import models
@@ -26,6 +27,7 @@ from .operations import ATTENTION_PEERS
 LIBRARIES = {"liger": "Liger", "quack": "QuACK"}
 # The models' results, and what their figures' names begin with.
 MODEL_RESULTS = {"models": "ltx", "flux": "flux"}
+NOT_MEASURED = "not measured"
 LTX_ROWS = [2, 8064]  # batch and tokens of LTX-Video at 161 frames, the shape that README shows
 
 
@@ -65,6 +67,12 @@ def main_workload(entries: list[dict]) -> dict:
     return of_ltx[0] if of_ltx else max(entries, key=lambda entry: entry["bytes"])
 
 
+def operations_of(family: str) -> list[str]:
+    """Those that a family's benchmark measures."""
+    workloads = importlib.import_module(f"bench_{family}").FAMILY.workloads
+    return list(dict.fromkeys(workload.operation for workload in workloads))
+
+
 def best_library(measured: dict, names: dict[str, str]) -> str:
     """Times as fast as the fastest of the libraries that run this as they are meant to."""
     over = {
@@ -102,6 +110,8 @@ def summary_operations(results: Path) -> str:
                     best_library(measured, LIBRARIES),
                 ]
             )
+        missing = [name for name in operations_of(family) if name not in by_operation]
+        rows += [[f"`{name}`", "", NOT_MEASURED, *[""] * 4] for name in missing]
     if is_measured(results, "attention"):
         result = load(results, "attention")
         loaded.append(result)
