@@ -94,7 +94,7 @@ def assert_as_close_as_eager(small, model, plain, limit=1.05, samples=12):
 def assert_alike(small, model, plain, slack=None):
     """Both compute the same, up to what their dtype's roundings leave."""
     arguments = small.arguments(model.device, model.dtype)
-    slack = slack or (1e-5 if model.dtype == torch.float32 else 0.03)
+    slack = slack or (1e-5 if model.dtype == torch.float32 else 0.04)
     assert distance(run(model, arguments), run(plain, arguments)) < slack
 
 

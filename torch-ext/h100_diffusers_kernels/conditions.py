@@ -112,6 +112,15 @@ def tracks_derivatives() -> bool:
     )
 
 
+def may_write() -> bool:
+    """Whether results may be written to parts of a buffer.
+
+    Not while torch.compile traces, which fuses concatenations; nor in a transform of ``torch.func``, in which
+    the buffer would have to be batched.
+    """
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+
+
 def attention_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether ``attention`` computes with them, each (B, S, H, d), and no derivative is asked for.
 

@@ -107,12 +107,12 @@ def _single_block_forward(
     text_length = c.shape[1]
     x, opened = begin_joined(injected, self, parts, _single_openings, c, x, temb)
     (normalized,), (_, _, gate) = opened
+    mlp_out = parts.proj_mlp(self.act_mlp, normalized)
     attention_out = self.attn(
         hidden_states=normalized,
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
     )
-    mlp_out = parts.proj_mlp(self.act_mlp, normalized)
     end = End(x, product_of_two(parts.proj_out, attention_out, mlp_out), gate)
     text, image = finish(
         injected,

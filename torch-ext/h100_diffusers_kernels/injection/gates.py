@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..conditions import kernels_take, of_one_form
+from ..conditions import kernels_take, may_write, of_one_form
 from ..differentiation import is_differentiated
 from .forward_slot import runs_own_forward
 from .injected import Injected, Injection, Parts
@@ -50,7 +50,7 @@ class Gate:
         """
         size = query.shape[2:].numel()
         if (
-            torch.compiler.is_compiling()
+            not may_write()
             or not (self.is_known and x.shape[-1] % 2 == 0 and kernels_take(x, query))
             or is_differentiated(x, query)
         ):

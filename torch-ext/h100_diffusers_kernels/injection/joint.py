@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..conditions import of_one_form
+from ..conditions import may_write, of_one_form
 from ..differentiation import is_differentiated
 from .attention import Norms, attend, norm_and_rotate
 from .blocks import OpeningsOf
@@ -134,9 +134,7 @@ def joint_streams(
     """
     operands = [_operand(parts, stream) for stream in streams]
     is_direct = (
-        len(streams) > 1
-        and all(operand is not _NOT_TAKEN for operand in operands)
-        and not torch.compiler.is_compiling()
+        len(streams) > 1 and all(operand is not _NOT_TAKEN for operand in operands) and may_write()
     )
     if is_direct:
         streams = [

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..conditions import is_plain, kernels_take
+from ..conditions import is_plain, kernels_take, may_write
 from ..differentiation import is_differentiated
 from .forward_slot import runs_own_forward
 from .injected import Injection
@@ -70,7 +70,7 @@ def product_of_two(layer: Layer, first: Tensor, second: Tensor) -> Tensor:
     """
     if (
         isinstance(layer, PlainLinear)
-        and not torch.compiler.is_compiling()
+        and may_write()
         and kernels_take(first, second, layer.weight, layer.bias)
         and not is_differentiated(first, second, layer.weight, layer.bias)
         and first.shape[:-1] == second.shape[:-1]
@@ -133,7 +133,7 @@ def _goes_by_sample(layer: Layer, x: Tensor) -> bool:
     """Whether each sample of x (B, S, D) may have a matrix product of its own."""
     return (
         isinstance(layer, PlainLinear)
-        and not torch.compiler.is_compiling()
+        and may_write()
         and (x.shape[0] == 1 or x.shape[1] >= _ROWS_OF_ITS_OWN)
         and x.stride(1) == x.shape[2]
         and kernels_take(x, layer.weight, layer.bias)
