@@ -897,6 +897,21 @@ RELATIVES = {
         {"vace_layers": [0], "vace_in_channels": 8},
         {"control_hidden_states": (1, 8, 2, 4, 6), "control_hidden_states_scale": (1,)},
     ),
+    "WanAnimateTransformer3DModel": (
+        {
+            **{"in_channels": 12, "latent_channels": 4, "image_dim": 4},
+            **{"motion_encoder_channel_sizes": {"4": 16, "8": 16, "16": 16}},
+            **{"motion_encoder_size": 16, "motion_style_dim": 8, "motion_dim": 4},
+            **{"motion_encoder_dim": 16, "face_encoder_hidden_dim": 16},
+            **{"face_encoder_num_heads": 2, "inject_face_latents_blocks": 2},
+        },
+        {
+            "hidden_states": (1, 12, 4, 8, 8),
+            "encoder_hidden_states_image": (1, 6, 4),
+            "pose_hidden_states": (1, 4, 3, 8, 8),
+            "face_pixel_values": (1, 3, 9, 16, 16),
+        },
+    ),
     "ChronoEditTransformer3DModel": ({}, {}),
     "SkyReelsV2Transformer3DModel": ({}, {}),
 }
@@ -907,14 +922,13 @@ def test_models_with_wans_block(kernel, device, name):
     config, shapes = RELATIVES[name]
     torch.manual_seed(0)
     plain = getattr(diffusers, name)(
-        in_channels=4,
         out_channels=4,
         num_layers=2,
         text_dim=24,
         freq_dim=16,
         ffn_dim=96,
         rope_max_seq_len=32,
-        **{"num_attention_heads": 2, "attention_head_dim": 16, **config},
+        **{"in_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, **config},
     )
     plain = plain.to(device).eval()
     model = copy.deepcopy(plain)
@@ -926,6 +940,35 @@ def test_models_with_wans_block(kernel, device, name):
     calls = kernel_calls(run, model, arguments)
     assert calls["qk_norm_rope"] >= 2 and calls["gated_residual_layer_norm_modulate"] >= 5
     assert not any(entry.fell_back for entry in kernel.inject_kernels(model).calls)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_frames_with_noise_of_their_own(kernel, device, dtype):
+    """SkyReels-V2 has a timestep for each frame, and frames that see those before them alone."""
+    torch.manual_seed(0)
+    plain = diffusers.SkyReelsV2Transformer3DModel(
+        **{"in_channels": 4, "out_channels": 4, "num_layers": 2, "text_dim": 24, "freq_dim": 16},
+        **{"ffn_dim": 96, "rope_max_seq_len": 32, "num_frame_per_block": 2},
+        **{"num_attention_heads": 2, "attention_head_dim": 64},
+    )
+    plain = plain.to(device, dtype).eval()
+    model = copy.deepcopy(plain)
+    report = kernel.inject_kernels(model)
+    arguments = {
+        "hidden_states": torch.randn(1, 4, 4, 4, 6, device=device, dtype=dtype),
+        "encoder_hidden_states": torch.randn(1, 5, 24, device=device, dtype=dtype),
+        "timestep": torch.tensor([[500, 500, 700, 900]], device=device),
+        "enable_diffusion_forcing": True,
+    }
+    expected = run(plain, arguments)
+    assert_same(run(model, arguments), expected, 1e-5 if dtype == torch.float32 else 3e-2)
+    calls = kernel_calls(run, model, arguments)
+    assert calls["gated_residual_layer_norm_modulate"] == 5
+    if dtype == torch.bfloat16:
+        assert calls["attention"] == 2  # of the text
+        fallen = {entry.name: entry.fell_back for entry in report.calls if entry.fell_back}
+        reason = "attention itself: its mask differs between queries or heads"
+        assert fallen == {f"blocks.{i}.attn1": {reason: 2} for i in range(2)}
 
 
 @pytest.mark.parametrize("mask", ["padded", "holes"])
