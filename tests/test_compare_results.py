@@ -81,7 +81,8 @@ def test_known_changes_of_kept_results():
     assert long_rows.is_better and 0.13 < long_rows.relative < 0.16
     assert ("softmax 8192x8192, cold", "quack") not in rows, "it is at QuACK's rate as before"
     assert not compared(*history.kept("models"))
-    assert not compared(*history.kept("host_forward"))
+    # A later one has models that these have not.
+    assert not compared(*history.kept("host_forward")[:2])
 
 
 def test_kept_result_with_one_figure_changed():

@@ -13,11 +13,11 @@ from .activations import see_linear_gelu
 from .feed_forward import ORIGINALS as FEED_FORWARD_ORIGINALS
 from .feed_forward import see_feed_forward
 from .injected import Injected, Injection, Parts
-from .linears import see_linear
+from .linears import Layer, see_linear
 from .model_forward import forward_in_progress
 from .modulation import ORIGINALS as ADAPTIVE_ORIGINALS
 from .modulation import Opened, Rows, see_adaptive_norm, see_linear_modulation
-from .norms import gated_residual, see_norm
+from .norms import Norm, gated_residual, see_norm
 from .original import Original, find_original
 from .part import Part
 from .snapshot import Look
@@ -106,6 +106,20 @@ class End(NamedTuple):
     residual: Tensor
     x: Tensor
     gate: Any
+
+
+def feed_forward_end(
+    norm: Norm, feed_forward: Layer, x: Tensor, attention_out: Tensor, rows: Rows
+) -> End:
+    """From a stream's attention to its end: ``x + gate * attention_out``, whose modulated norm goes through
+    the feed-forward.
+
+    The rows are shift, scale and gate of attention, of which only the gate is left to use, and those of the
+    feed-forward.
+    """
+    _, _, gate, shift, scale, gate_of_feed_forward = rows
+    x, normalized = norm.residual_modulated(x, attention_out, gate, (scale, shift))
+    return End(x, feed_forward(normalized), gate_of_feed_forward)
 
 
 # The openings of a block's streams, of ``(injected, block, parts, *conditions)``.

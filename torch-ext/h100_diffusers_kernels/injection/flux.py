@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .activations import GELU
 from .attention import Attention, attend
-from .blocks import Block, End, begin, finish
+from .blocks import Block, End, begin, feed_forward_end, finish
 from .injected import Injected, Parts
 from .joint import (
     PROJECTIONS,
@@ -62,8 +62,6 @@ def _double_block_forward(
     if parts is None:
         return injected.class_forward(self, x, c, temb, image_rotary_emb, joint_attention_kwargs)
     opened, c_opened = begin(injected, self, parts, _double_openings, (x, c), (temb,))
-    _, _, gate, shift_mlp, scale_mlp, gate_mlp = opened.rows
-    _, _, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = c_opened.rows
     # With an IP-Adapter the third result is to be added to the image's.
     attention_out, c_attention_out, *adapted = self.attn(
         hidden_states=opened.normalized[0],
@@ -71,13 +69,10 @@ def _double_block_forward(
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
     )
-    mlp = (scale_mlp, shift_mlp)
-    x, normalized = parts.norm2.residual_modulated(x, attention_out, gate, mlp)
-    mlp = (c_scale_mlp, c_shift_mlp)
-    c, c_normalized = parts.norm2_context.residual_modulated(c, c_attention_out, c_gate, mlp)
+    text = (parts.norm2_context, parts.ff_context)
     ends = (
-        End(x, parts.ff(normalized), gate_mlp),
-        End(c, parts.ff_context(c_normalized), c_gate_mlp),
+        feed_forward_end(parts.norm2, parts.ff, x, attention_out, opened.rows),
+        feed_forward_end(*text, c, c_attention_out, c_opened.rows),
     )
     is_plain = not adapted and x.dtype != torch.float16
     x, c = finish(injected, self, _double_openings, ends, (temb,), hands_over=is_plain)

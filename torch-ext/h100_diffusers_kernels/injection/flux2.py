@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Attention, Norms, attend, norm_and_rotate
-from .blocks import Block, End, begin, finish
+from .blocks import Block, End, begin, feed_forward_end, finish
 from .gates import SWIGLU
 from .injected import Injected, Parts
 from .joint import PROJECTIONS, attend_with_tables
@@ -65,21 +65,16 @@ def _double_block_forward(
         more = (image_rotary_emb, joint_attention_kwargs)
         return injected.class_forward(self, x, c, *conditions, *more)
     opened, c_opened = begin(injected, self, parts, _double_openings, (x, c), conditions)
-    _, _, gate, shift_mlp, scale_mlp, gate_mlp = opened.rows
-    _, _, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = c_opened.rows
     attention_out, c_attention_out = self.attn(
         hidden_states=opened.normalized[0],
         encoder_hidden_states=c_opened.normalized[0],
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
     )
-    mlp = (scale_mlp, shift_mlp)
-    x, normalized = parts.norm2.residual_modulated(x, attention_out, gate, mlp)
-    mlp = (c_scale_mlp, c_shift_mlp)
-    c, c_normalized = parts.norm2_context.residual_modulated(c, c_attention_out, c_gate, mlp)
+    text = (parts.norm2_context, parts.ff_context)
     ends = (
-        End(x, parts.ff(normalized), gate_mlp),
-        End(c, parts.ff_context(c_normalized), c_gate_mlp),
+        feed_forward_end(parts.norm2, parts.ff, x, attention_out, opened.rows),
+        feed_forward_end(*text, c, c_attention_out, c_opened.rows),
     )
     is_unclipped = c.dtype != torch.float16
     x, c = finish(injected, self, _double_openings, ends, conditions, hands_over=is_unclipped)

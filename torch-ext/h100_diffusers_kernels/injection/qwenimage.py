@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .activations import GELU
 from .attention import Attention
-from .blocks import Block, End, begin, finish
+from .blocks import Block, begin, feed_forward_end, finish
 from .injected import Injected, Parts
 from .joint import PROJECTIONS, attend_jointly, project
 from .linears import of_slices
@@ -76,8 +76,6 @@ def _block_forward(
         return injected.class_forward(self, x, c, mask, temb, *more)
     conditions = (temb, modulate_index)
     opened, c_opened = begin(injected, self, parts, _openings, (x, c), conditions)
-    _, _, gate, shift_mlp, scale_mlp, gate_mlp = opened.rows
-    _, _, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = c_opened.rows
     attention_out, c_attention_out = self.attn(
         hidden_states=opened.normalized[0],
         encoder_hidden_states=c_opened.normalized[0],
@@ -85,13 +83,10 @@ def _block_forward(
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
     )
-    mlp = (scale_mlp, shift_mlp)
-    x, normalized = parts.img_norm2.residual_modulated(x, attention_out, gate, mlp)
-    mlp = (c_scale_mlp, c_shift_mlp)
-    c, c_normalized = parts.txt_norm2.residual_modulated(c, c_attention_out, c_gate, mlp)
+    text = (parts.txt_norm2, parts.txt_mlp)
     ends = (
-        End(x, parts.img_mlp(normalized), gate_mlp),
-        End(c, parts.txt_mlp(c_normalized), c_gate_mlp),
+        feed_forward_end(parts.img_norm2, parts.img_mlp, x, attention_out, opened.rows),
+        feed_forward_end(*text, c, c_attention_out, c_opened.rows),
     )
     is_unclipped = x.dtype != torch.float16
     x, c = finish(injected, self, _openings, ends, conditions, hands_over=is_unclipped)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .activations import GELU
 from .attention import Attention, attend
-from .blocks import Block, End, begin, finish
+from .blocks import Block, begin, feed_forward_end, finish
 from .injected import Injected, Parts
 from .joint import PROJECTIONS, attend_jointly, joint_streams, project
 from .linears import of_slices
@@ -61,23 +61,19 @@ def _block_forward(
         return injected.class_forward(self, x, c, temb, joint_attention_kwargs)
     more = joint_attention_kwargs or {}
     opened, c_opened = begin(injected, self, parts, _openings, (x, c), (temb,))
-    _, _, gate, shift_mlp, scale_mlp, gate_mlp = opened.rows[:6]
+    rows = opened.rows[:6]
     attention_out, c_attention_out = self.attn(
         hidden_states=opened.normalized[0], encoder_hidden_states=c_opened.normalized[0], **more
     )
     if self.use_dual_attention:
-        x = gated_residual(x, attention_out, gate)
+        x = gated_residual(x, attention_out, rows[2])
         attention_out = self.attn2(hidden_states=opened.normalized[1], **more)
-        gate = opened.rows[8]
-    mlp = (scale_mlp, shift_mlp)
-    x, normalized = parts.norm2.residual_modulated(x, attention_out, gate, mlp)
-    end = End(x, parts.ff(normalized), gate_mlp)
+        rows = (*rows[:2], opened.rows[8], *rows[3:])
+    end = feed_forward_end(parts.norm2, parts.ff, x, attention_out, rows)
     if self.context_pre_only:
         return None, gated_residual(*end)
-    _, _, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = c_opened.rows
-    mlp = (c_scale_mlp, c_shift_mlp)
-    c, c_normalized = parts.norm2_context.residual_modulated(c, c_attention_out, c_gate, mlp)
-    ends = (end, End(c, parts.ff_context(c_normalized), c_gate_mlp))
+    text = (parts.norm2_context, parts.ff_context)
+    ends = (end, feed_forward_end(*text, c, c_attention_out, c_opened.rows))
     x, c = finish(injected, self, _openings, ends, (temb,))
     return c, x
 
@@ -94,11 +90,8 @@ def _single_block_forward(
     if parts is None:
         return injected.class_forward(self, x, temb)
     (opened,) = begin(injected, self, parts, _single_openings, (x,), (temb,))
-    _, _, gate, shift_mlp, scale_mlp, gate_mlp = opened.rows
     attention_out = self.attn(hidden_states=opened.normalized[0], encoder_hidden_states=None)
-    mlp = (scale_mlp, shift_mlp)
-    x, normalized = parts.norm2.residual_modulated(x, attention_out, gate, mlp)
-    end = End(x, parts.ff(normalized), gate_mlp)
+    end = feed_forward_end(parts.norm2, parts.ff, x, attention_out, opened.rows)
     (x,) = finish(injected, self, _single_openings, (end,), (temb,))
     return x
 
