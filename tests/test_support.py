@@ -899,11 +899,17 @@ RELATIVES = {
     ),
     "WanAnimateTransformer3DModel": (
         {
-            **{"in_channels": 12, "latent_channels": 4, "image_dim": 4},
-            **{"motion_encoder_channel_sizes": {"4": 16, "8": 16, "16": 16}},
-            **{"motion_encoder_size": 16, "motion_style_dim": 8, "motion_dim": 4},
-            **{"motion_encoder_dim": 16, "face_encoder_hidden_dim": 16},
-            **{"face_encoder_num_heads": 2, "inject_face_latents_blocks": 2},
+            "in_channels": 12,
+            "latent_channels": 4,
+            "image_dim": 4,
+            "motion_encoder_channel_sizes": {"4": 16, "8": 16, "16": 16},
+            "motion_encoder_size": 16,
+            "motion_style_dim": 8,
+            "motion_dim": 4,
+            "motion_encoder_dim": 16,
+            "face_encoder_hidden_dim": 16,
+            "face_encoder_num_heads": 2,
+            "inject_face_latents_blocks": 2,
         },
         {
             "hidden_states": (1, 12, 4, 8, 8),
@@ -947,9 +953,16 @@ def test_frames_with_noise_of_their_own(kernel, device, dtype):
     """SkyReels-V2 has a timestep for each frame, and frames that see those before them alone."""
     torch.manual_seed(0)
     plain = diffusers.SkyReelsV2Transformer3DModel(
-        **{"in_channels": 4, "out_channels": 4, "num_layers": 2, "text_dim": 24, "freq_dim": 16},
-        **{"ffn_dim": 96, "rope_max_seq_len": 32, "num_frame_per_block": 2},
-        **{"num_attention_heads": 2, "attention_head_dim": 64},
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        text_dim=24,
+        freq_dim=16,
+        ffn_dim=96,
+        rope_max_seq_len=32,
+        num_frame_per_block=2,
+        num_attention_heads=2,
+        attention_head_dim=64,
     )
     plain = plain.to(device, dtype).eval()
     model = copy.deepcopy(plain)
