@@ -4,6 +4,7 @@
 
 #include "attention_tiles.cuh"
 #include "launch.cuh"
+#include "pack.cuh"
 
 namespace h100_diffusers_kernels {
 
@@ -17,8 +18,10 @@ struct OutputKernelParams {
 constexpr int kOutputThreads = 256;
 constexpr int kOutputRows = 8;  // A thread has one column of so many rows.
 
+template <Access kAccess>
 __global__ void __launch_bounds__(kOutputThreads)
     attention_output_kernel(const __grid_constant__ OutputKernelParams params) {
+  static_assert(kAccess == Access::kScalar);
   const int thread = static_cast<int>(threadIdx.x), step = kOutputThreads / params.head_dim;
   const int column = thread % params.head_dim;
   const int first = static_cast<int>(blockIdx.x) * step * kOutputRows + thread / params.head_dim;
@@ -46,7 +49,7 @@ inline void write_output(const char* operation, const AttentionParams& args, con
   params.rows = static_cast<int>(args.batch * args.query_length * args.heads);
   params.head_dim = static_cast<int>(args.head_dim);
   const int64_t block_elements = kOutputThreads * kOutputRows;
-  launch_kernel(operation, attention_output_kernel,
+  launch_kernel(operation, attention_output_kernel<Access::kScalar>,
                 dim3(ceil_divide(int64_t{params.rows} * params.head_dim, block_elements)), kOutputThreads,
                 params, stream);
 }
