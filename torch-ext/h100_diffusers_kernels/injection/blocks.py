@@ -58,11 +58,7 @@ class Block(Part):
 
     def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
         for name in self.methods:
-            known = injection.originals[f"{self.path}.{name}"].function
-            if (
-                snapshot.see(module.__dict__, name) is not None
-                or snapshot.see_method(type(module), name) is not known
-            ):
+            if not self.has_own_method(module, name, injection, snapshot):
                 parts.reason = f"{name} was replaced"
         for name in self.norms:
             norm = see_norm(module, name, injection, snapshot, self.widens)

@@ -17,14 +17,14 @@ from ..conditions import kernels_take, why_not_taken
 from ..differentiation import is_differentiated
 from .forward_slot import runs_own_forward
 from .injected import Injected, Injection, Parts
+from .linears import SILU_ORIGINALS
 from .original import Original, find_class, find_original
 from .part import Part
 from .snapshot import Look, has_global_hooks
 
 _ACTIVATIONS = "diffusers.models.activations"
-_GELU, _SILU = "torch.nn.functional:gelu", "torch.nn.functional:silu"
+_GELU = "torch.nn.functional:gelu"
 _GELU_METHOD = f"{_ACTIVATIONS}:GEGLU.gelu"
-_SILU_MODULE = "torch.nn:SiLU.forward"
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ GATED_ACTIVATIONS = (
         "self hidden_states",
         _forward,
         "swiglu",
-        functions=(_SILU, _SILU_MODULE),
+        functions=SILU_ORIGINALS,
         operation="swiglu",
         activation="activation",
     ),
@@ -120,7 +120,7 @@ GATED_ACTIVATIONS = (
         "self hidden_states",
         _forward,
         "silu",
-        functions=(_SILU, _SILU_MODULE),
+        functions=SILU_ORIGINALS,
         operation="silu",
         activation="activation",
     ),

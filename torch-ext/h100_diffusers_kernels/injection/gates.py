@@ -13,15 +13,15 @@ from ..conditions import kernels_take, may_write, of_one_form
 from ..differentiation import is_differentiated
 from .forward_slot import runs_own_forward
 from .injected import Injected, Injection, Parts
+from .linears import SILU_ORIGINALS, is_plain_silu
 from .original import Original, find_class, find_original
 from .part import Part
 from .snapshot import Look
 
 _CLASS = "diffusers.models.transformers.transformer_flux2:Flux2SwiGLU"
 _FORWARD = f"{_CLASS}.forward"
-_SILU = ("torch.nn:SiLU.forward", "torch.nn.functional:silu")
 # What the kernel stands in for.
-ORIGINALS = (_FORWARD, *_SILU)
+ORIGINALS = (_FORWARD, *SILU_ORIGINALS)
 
 
 class Gate:
@@ -65,12 +65,7 @@ class Gate:
 
 
 def _is_known(module: Any, injection: Injection, snapshot: Look) -> bool:
-    silu = snapshot.see_attribute(module, "gate_fn")
-    return (
-        type(silu) is nn.SiLU
-        and runs_own_forward(silu)
-        and all(injection.originals[path].is_in_use() for path in _SILU)
-    )
+    return is_plain_silu(snapshot.see_attribute(module, "gate_fn"), injection)
 
 
 def see_gate(owner: nn.Module, name: str, injection: Injection, snapshot: Look) -> Gate:

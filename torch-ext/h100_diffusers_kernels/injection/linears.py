@@ -19,6 +19,8 @@ from .snapshot import Look
 _LINEAR = ("torch.nn.functional:linear", "torch.nn:Linear.forward")
 _DROPOUT = "torch.nn:Dropout.forward"
 ORIGINALS = (*_LINEAR, _DROPOUT)
+# What a kernel with a SiLU in it stands in for.
+SILU_ORIGINALS = ("torch.nn:SiLU.forward", "torch.nn.functional:silu")
 
 Layer = Callable[[Tensor], Tensor]
 
@@ -176,3 +178,12 @@ def see_dropout(owner: nn.Module, name: str, injection: Injection, snapshot: Loo
     ):
         return module
     return PlainDropout(module)
+
+
+def is_plain_silu(module: Any, injection: Injection) -> bool:
+    """Whether the module does nothing but what ``torch.nn.SiLU`` says."""
+    return (
+        type(module) is nn.SiLU
+        and runs_own_forward(module)
+        and all(injection.originals[path].is_in_use() for path in SILU_ORIGINALS)
+    )

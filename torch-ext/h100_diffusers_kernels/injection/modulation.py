@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .forward_slot import runs_own_forward
 from .injected import Injected, Injection
-from .linears import Layer, PlainLinear, see_linear
+from .linears import SILU_ORIGINALS, Layer, PlainLinear, is_plain_silu, see_linear
 from .model_forward import forward_in_progress
 from .norms import Norm, see_norm
 from .original import class_name, find_class
@@ -43,9 +43,8 @@ _KINDS = {
     _PATH + "SD35AdaLayerNormZeroX": _Kind(9, ((1, 0), (7, 6))),
 }
 _SEQUENTIAL = "torch.nn:Sequential.forward"
-_SILU = ("torch.nn:SiLU.forward", "torch.nn.functional:silu")
 # What the kernels stand in for.
-ORIGINALS = (*(f"{path}.forward" for path in _KINDS), *_SILU, _SEQUENTIAL)
+ORIGINALS = (*(f"{path}.forward" for path in _KINDS), *SILU_ORIGINALS, _SEQUENTIAL)
 
 
 class Opened(NamedTuple):
@@ -213,14 +212,6 @@ def _fill(result: AdaptiveNorm, module: Any, injection: Injection, snapshot: Loo
     result._linear = see_linear(module, "linear", injection, snapshot)
     result._kind = _KINDS[path]
     return None
-
-
-def is_plain_silu(module: Any, injection: Injection) -> bool:
-    return (
-        type(module) is nn.SiLU
-        and runs_own_forward(module)
-        and all(injection.originals[path].is_in_use() for path in _SILU)
-    )
 
 
 class LinearModulation:

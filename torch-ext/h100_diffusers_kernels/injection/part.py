@@ -52,6 +52,16 @@ class Part:
     def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
         """Adds what the forward works with, or the reason for which it cannot."""
 
+    def has_own_method(
+        self, module: nn.Module, name: str, injection: Injection, snapshot: Look
+    ) -> bool:
+        """Whether a method, which is among the originals, is its class's as the library defines it."""
+        known = injection.originals[f"{self.path}.{name}"].function
+        return (
+            snapshot.see(module.__dict__, name) is None
+            and snapshot.see_method(type(module), name) is known
+        )
+
     def describe(self, parts: Parts) -> str:
         return self.operations
 

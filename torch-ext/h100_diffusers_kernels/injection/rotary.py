@@ -29,19 +29,12 @@ class Rotary(Part):
 
     method: str = ""
 
-    @property
-    def _method(self) -> str:
-        return f"{self.path}.{self.method}"
-
     def originals(self) -> dict[str, Original]:
-        return {self._method: find_original(self._method)}
+        path = f"{self.path}.{self.method}"
+        return {path: find_original(path)}
 
     def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
-        known = injection.originals[self._method].function
-        if (
-            snapshot.see(module.__dict__, self.method) is not None
-            or snapshot.see_method(type(module), self.method) is not known
-        ):
+        if not self.has_own_method(module, self.method, injection, snapshot):
             parts.reason = f"{self.method} was replaced"
 
 
