@@ -118,3 +118,27 @@ def seeded(seed, device):
         return torch.randn(shape, generator=generator).to(device)
 
     return normal
+
+
+def powers_of_two(normal, batch, first):
+    """For what a model multiplies by 1000 in its own dtype: of these the product is exact in each."""
+    return first * 2.0 ** (4 * normal(batch).sigmoid()).floor()
+
+
+def make_all_matter(model, modulations, embedding):
+    """Norm weights that are not 1, and modulations that are not small and depend on all of their inputs.
+
+    Args:
+        modulations: endings of the names of the linear layers that make them.
+        embedding: the beginning of the names of those that embed timestep, guidance and text.
+    """
+    init = torch.nn.init
+    for name, module in model.named_modules():
+        if type(module).__name__ == "RMSNorm":
+            init.uniform_(module.weight, 0.5, 1.5)
+        elif name.endswith(modulations):
+            init.normal_(module.weight, std=module.in_features**-0.5)
+            if module.bias is not None:
+                init.normal_(module.bias, std=0.5)
+        elif name.startswith(embedding) and isinstance(module, torch.nn.Linear):
+            init.normal_(module.weight, std=2 * module.in_features**-0.5)

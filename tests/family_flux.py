@@ -3,7 +3,7 @@
 import torch
 from diffusers import FluxTransformer2DModel
 
-from family import Family, seeded
+from family import Family, make_all_matter, powers_of_two, seeded
 
 FLUX_CHANNELS = 8
 FLUX_TEXT_CHANNELS = 24
@@ -37,17 +37,11 @@ def flux_model(
         axes_dims_rope=(head_dim - 2 * axis, axis, axis),
         **config,
     )
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.RMSNorm):
-            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
-        elif name.endswith(
-            ("norm.linear", "norm1.linear", "norm1_context.linear", "norm_out.linear")
-        ):
-            torch.nn.init.normal_(module.weight, std=module.in_features**-0.5)
-            torch.nn.init.normal_(module.bias, std=0.5)
-        elif name.startswith("time_text_embed") and isinstance(module, torch.nn.Linear):
-            # So that the modulation depends on the timestep, the guidance and the text.
-            torch.nn.init.normal_(module.weight, std=2 * module.in_features**-0.5)
+    make_all_matter(
+        model,
+        ("norm.linear", "norm1.linear", "norm1_context.linear", "norm_out.linear"),
+        "time_text_embed",
+    )
     return model.to(device, dtype).eval()
 
 
@@ -64,11 +58,6 @@ def flux_inputs(
 ):
     normal = seeded(seed, device)
     height, width = 3 + tokens, 3
-
-    def power_of_two(first):
-        """The model multiplies by 1000 in its own dtype: of these the product is exact in each."""
-        return first * 2.0 ** (4 * normal(batch).sigmoid()).floor()
-
     img_ids = torch.zeros(height, width, 3)
     img_ids[..., 1] = torch.arange(height)[:, None]
     img_ids[..., 2] = torch.arange(width)
@@ -76,8 +65,8 @@ def flux_inputs(
         "hidden_states": normal(batch, height * width, FLUX_CHANNELS).to(dtype),
         "encoder_hidden_states": normal(batch, text_length, FLUX_TEXT_CHANNELS).to(dtype),
         "pooled_projections": normal(batch, FLUX_POOLED_CHANNELS).to(dtype),
-        "timestep": power_of_two(1 / 8).to(dtype),
-        "guidance": power_of_two(1 / 2) if has_guidance else None,
+        "timestep": powers_of_two(normal, batch, 1 / 8).to(dtype),
+        "guidance": powers_of_two(normal, batch, 1 / 2) if has_guidance else None,
         "img_ids": img_ids.flatten(0, 1).to(device),
         "txt_ids": torch.zeros(text_length, 3, device=device),
         **options,

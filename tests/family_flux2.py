@@ -3,7 +3,7 @@
 import torch
 from diffusers import Flux2Transformer2DModel
 
-from family import Family, seeded
+from family import Family, make_all_matter, powers_of_two, seeded
 
 CHANNELS = 8
 TEXT_CHANNELS = 24
@@ -34,15 +34,14 @@ def flux2_model(
         axes_dims_rope=(axis, axis, axis, axis),
         **config,
     )
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.RMSNorm):
-            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
-        elif name.endswith(
-            ("modulation_img.linear", "modulation_txt.linear", "norm_out.linear")
-        ) or (name == "single_stream_modulation.linear"):
-            torch.nn.init.normal_(module.weight, std=module.in_features**-0.5)
-        elif name.startswith("time_guidance_embed") and isinstance(module, torch.nn.Linear):
-            torch.nn.init.normal_(module.weight, std=2 * module.in_features**-0.5)
+    make_all_matter(
+        model,
+        (
+            *("modulation_img.linear", "modulation_txt.linear", "norm_out.linear"),
+            "single_stream_modulation.linear",
+        ),
+        "time_guidance_embed",
+    )
     return model.to(device, dtype).eval()
 
 
@@ -59,11 +58,6 @@ def flux2_inputs(
 ):
     normal = seeded(seed, device)
     height, width = 3 + tokens, 3
-
-    def power_of_two(first):
-        """The model multiplies by 1000 in its own dtype: of these the product is exact in each."""
-        return first * 2.0 ** (4 * normal(batch).sigmoid()).floor()
-
     img_ids = torch.zeros(height, width, 4)
     img_ids[..., 1] = torch.arange(height)[:, None]
     img_ids[..., 2] = torch.arange(width)
@@ -72,8 +66,8 @@ def flux2_inputs(
     return {
         "hidden_states": normal(batch, height * width, CHANNELS).to(dtype),
         "encoder_hidden_states": normal(batch, text_length, TEXT_CHANNELS).to(dtype),
-        "timestep": power_of_two(1 / 8).to(dtype),
-        "guidance": power_of_two(1 / 2) if has_guidance else None,
+        "timestep": powers_of_two(normal, batch, 1 / 8).to(dtype),
+        "guidance": powers_of_two(normal, batch, 1 / 2) if has_guidance else None,
         "img_ids": img_ids.flatten(0, 1).to(device),
         "txt_ids": txt_ids.to(device),
         **options,

@@ -3,7 +3,7 @@
 import torch
 from diffusers import QwenImageTransformer2DModel
 
-from family import Family, seeded
+from family import Family, make_all_matter, seeded
 
 CHANNELS = 8
 TEXT_CHANNELS = 24
@@ -25,14 +25,7 @@ def qwenimage_model(
         axes_dims_rope=(head_dim - 2 * axis, axis, axis),
         **config,
     )
-    for name, module in model.named_modules():
-        if type(module).__name__ == "RMSNorm":
-            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
-        elif name.endswith(("img_mod.1", "txt_mod.1", "norm_out.linear")):
-            torch.nn.init.normal_(module.weight, std=module.in_features**-0.5)
-            torch.nn.init.normal_(module.bias, std=0.5)
-        elif name.startswith("time_text_embed") and isinstance(module, torch.nn.Linear):
-            torch.nn.init.normal_(module.weight, std=2 * module.in_features**-0.5)
+    make_all_matter(model, ("img_mod.1", "txt_mod.1", "norm_out.linear"), "time_text_embed")
     return model.to(device, dtype).eval()
 
 

@@ -3,7 +3,7 @@
 import torch
 from diffusers import SD3Transformer2DModel
 
-from family import Family, seeded
+from family import Family, make_all_matter, seeded
 
 CHANNELS = 4
 TEXT_CHANNELS = 24
@@ -31,14 +31,9 @@ def sd3_model(device, dtype=torch.float32, *, seed=0, blocks=3, heads=2, head_di
         qk_norm=config.pop("qk_norm", "rms_norm"),
         **config,
     )
-    for name, module in model.named_modules():
-        if type(module).__name__ == "RMSNorm":
-            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
-        elif name.endswith(("norm1.linear", "norm1_context.linear", "norm_out.linear")):
-            torch.nn.init.normal_(module.weight, std=module.in_features**-0.5)
-            torch.nn.init.normal_(module.bias, std=0.5)
-        elif name.startswith("time_text_embed") and isinstance(module, torch.nn.Linear):
-            torch.nn.init.normal_(module.weight, std=2 * module.in_features**-0.5)
+    make_all_matter(
+        model, ("norm1.linear", "norm1_context.linear", "norm_out.linear"), "time_text_embed"
+    )
     return model.to(device, dtype).eval()
 
 
