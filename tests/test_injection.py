@@ -192,8 +192,9 @@ def test_report_names_each_module(kernel, device):
     assert isinstance(report, kernel.InjectionReport)
     block_parts = ["", ".attn1", ".attn2", ".ff.net.0"]
     expected = {f"transformer_blocks.{i}{part}" for i in range(2) for part in block_parts}
-    assert {entry.name for entry in report.replaced} == expected | {"rope", ""}
-    assert report.num_replaced == 10
+    embeddings = {"rope", "time_embed.emb.time_proj"}
+    assert {entry.name for entry in report.replaced} == expected | embeddings | {""}
+    assert report.num_replaced == 11
     classes = dict(model.named_modules())
     for entry in report.replaced + report.left_alone:
         assert entry.module == type(classes[entry.name]).__name__
@@ -207,7 +208,7 @@ def test_report_names_each_module(kernel, device):
     }
     assert all(left_alone.values())
     text = str(report)
-    assert text.startswith("10 replaced, 5 left alone")
+    assert text.startswith("11 replaced, 5 left alone")
     for shown in (
         "2 x LTXVideoTransformerBlock",
         "qk_norm_rope",

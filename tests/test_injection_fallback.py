@@ -175,7 +175,7 @@ def test_counts_are_live(injected):
     model, report, arguments = injected
     for times in (1, 2, 3):
         run(model, arguments)
-        assert len(report.calls) == 2 * 4 + 2
+        assert len(report.calls) == 2 * 4 + 3
         assert all(count == (times, {}) for count in counts(report).values())
 
 
@@ -237,7 +237,7 @@ def test_compiled_code_counts_nothing(injected):
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     before = counts(report)
-    assert len(before) == 2 * 4 + 2
+    assert len(before) == 2 * 4 + 3
     for _ in range(2):
         run(compiled, arguments)
     assert counts(report) == before
@@ -421,7 +421,7 @@ def test_what_a_user_chose_is_no_fall_back(kernel, device, monkeypatch, caplog, 
     with caplog.at_level(logging.WARNING, logger=LOGGER):
         choose(kernel, model, inputs(model))
     assert warnings(caplog) == []
-    assert len(report.calls) == 2 * 4 + 2
+    assert len(report.calls) == 2 * 4 + 3
     assert fallen_back(report) == {}
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .activations import GELU
 from .attention import Attention, attend
 from .blocks import Block, End, begin, feed_forward_end, finish
+from .embeddings import TIMESTEPS, axial_positions
 from .injected import Injected, Parts
 from .joint import (
     PROJECTIONS,
@@ -184,8 +185,11 @@ _PARTS = (
         projections=PROJECTIONS,
         project="_get_qkv_projections",
     ),
+    axial_positions(f"{_FLUX}:FluxPosEmbed"),
+    axial_positions("diffusers.models.embeddings:FluxPosEmbed"),
+    TIMESTEPS,
     GELU,
 )
-_ONCE = ("x_embedder", "context_embedder", "time_text_embed", "pos_embed", "norm_out", "proj_out")
+_ONCE = ("x_embedder", "context_embedder", "time_text_embed", "norm_out", "proj_out")
 _LEFT_ALONE = dict.fromkeys(_ONCE, "computed once a forward, by the model's own code")
 FAMILIES = (Family("FLUX.1", _PARTS, _LEFT_ALONE),)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .attention import Attention, Norms, attend, norm_and_rotate
 from .blocks import Block, End, begin, feed_forward_end, finish
+from .embeddings import TIMESTEPS, axial_positions
 from .gates import SWIGLU
 from .injected import Injected, Parts
 from .joint import PROJECTIONS, attend_with_tables
@@ -218,10 +219,12 @@ _PARTS = (
         projections=("to_qkv_mlp_proj",),
         gates=("mlp_act_fn",),
     ),
+    axial_positions(f"{_FLUX2}:Flux2PosEmbed"),
+    TIMESTEPS,
     SWIGLU,
 )
 _ONCE = (
-    *("pos_embed", "time_guidance_embed", "double_stream_modulation_img"),
+    *("time_guidance_embed", "double_stream_modulation_img"),
     *("double_stream_modulation_txt", "single_stream_modulation", "x_embedder", "context_embedder"),
     *("norm_out", "proj_out"),
 )

@@ -39,21 +39,30 @@ class Injection:
         self.tallies: dict[str, Tally] = {}
         self.is_over = False
         self.local = _Local()
-        self._watched = {(o.owner, o.name): vars(o.owner) for o in originals.values() if o.owner}
+        self._watched: set[tuple] = set()
+        self._lookups: list[tuple[Callable, str]] = []
+        for original in originals.values():
+            if original.owner:
+                self._watch(original.owner, original.name)
         self._found: tuple = ()
+
+    def _watch(self, owner: Any, name: str) -> None:
+        if (owner, name) not in self._watched:
+            self._watched.add((owner, name))
+            self._lookups.append((vars(owner).get, name))
 
     def watch(self, cls: type, method: str) -> Any:
         """A method of a class, which decisions depend on from now on; None if it has none."""
         for base in cls.__mro__:
             if method in vars(base):
-                self._watched.setdefault((base, method), vars(base))
+                self._watch(base, method)
                 return vars(base)[method]
         return None
 
     def functions(self) -> tuple:
         """All functions that decisions depend on, as they are found now: one object as long as they are the
         same."""
-        found = tuple([names.get(name) for (_, name), names in list(self._watched.items())])
+        found = tuple([look_up(name) for look_up, name in self._lookups])
         if found != self._found:
             self._found = found
         return self._found

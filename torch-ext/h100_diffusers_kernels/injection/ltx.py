@@ -24,13 +24,15 @@ from ..functional import CoordinateRope
 from .activations import GELU
 from .attention import Attention, Norms, attend, norm_and_rotate
 from .blocks import Block, End, begin, finish, table_rows
+from .embeddings import TIMESTEPS
 from .forward_slot import is_wrapped
 from .injected import Injected, Parts
 from .model_forward import Model
 from .modulation import Opening
 from .norms import gated_residual
 from .part import Family
-from .rotary import CoordinateTables, Grid, Rotary
+from .kept import Kept
+from .rotary import CoordinateTables, Rotary
 
 _LTX = "diffusers.models.transformers.transformer_ltx"
 
@@ -136,7 +138,7 @@ def _rope_forward(
     if video_coords is None:
         bases = (self.base_num_frames, self.base_height, self.base_width, self.patch_size)
         key = (*grid, *bases, self.patch_size_t, self.theta, self.dim)
-        rope = Grid.of(
+        rope = Kept.of(
             injected, hidden_states, key, lambda: _coordinates(self, hidden_states, grid, None)
         )
     else:
@@ -196,6 +198,7 @@ _PARTS = (
         processor_parameters=f"self attn {_ATTENTION}",
         projections=("to_q", "to_k", "to_v"),
     ),
+    TIMESTEPS,
     GELU,
 )
 _PRODUCTS = "matrix products, called as they are"

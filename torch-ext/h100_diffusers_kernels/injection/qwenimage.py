@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .activations import GELU
 from .attention import Attention
 from .blocks import Block, begin, feed_forward_end, finish
+from .embeddings import TIMESTEPS
 from .injected import Injected, Parts
 from .joint import PROJECTIONS, attend_jointly, project
 from .linears import of_slices
@@ -167,6 +168,7 @@ _PARTS = (
         projections=PROJECTIONS,
         rotate="apply_rotary_emb_qwen",
     ),
+    TIMESTEPS,
     GELU,
 )
 _ONCE = ("pos_embed", "time_text_embed", "txt_norm", "img_in", "txt_in", "norm_out", "proj_out")

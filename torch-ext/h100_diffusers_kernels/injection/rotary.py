@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from ..arguments import is_plain
 from ..conditions import kernels_take
 from ..differentiation import is_differentiated
 from ..functional import CoordinateRope
-from .injected import Injected, Injection, Parts
+from .injected import Injection, Parts
 from .original import Original, find_original
 from .part import Part
 from .snapshot import Look
@@ -132,46 +132,3 @@ def split_tables(rope: Any, first: int, second: int) -> tuple | None:
     if any(not isinstance(t, Tensor) or t.dim() != 2 or len(t) != first + second for t in rope):
         return None
     return tuple(t[:first] for t in rope), tuple(t[first:] for t in rope)
-
-
-class Grid(NamedTuple):
-    """The coordinates of the last grid: a denoising loop asks for the same one at each step."""
-
-    key: tuple
-    rope: CoordinateRope
-
-    @staticmethod
-    def of(
-        injected: Injected, x: Tensor, arguments: tuple, make: Callable[[], CoordinateRope]
-    ) -> CoordinateRope:
-        """The rope of ``arguments``, made on x's device, or the one kept if it was made of the same."""
-        if torch.compiler.is_compiling() or not _may_be_kept(x, arguments):
-            return make()
-        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
-        key = (x.device, stream, *_flat(arguments))
-        kept = injected.kept
-        if kept is None or kept.key != key:
-            kept = Grid(key, make())
-            if all(type(tensor) is Tensor for tensor in kept.rope):
-                injected.kept = kept
-        return kept.rope
-
-
-def _flat(arguments: tuple) -> Iterator[Any]:
-    for argument in arguments:
-        if isinstance(argument, (tuple, list)):
-            yield from (len(argument), *argument)
-        else:
-            yield argument
-
-
-def _may_be_kept(x: Tensor, arguments: tuple) -> bool:
-    """Whether values made now from these arguments are right in another call with equal ones."""
-    return (
-        # Arrays and tensors may have other values by then.
-        all(argument is None or type(argument) in (int, float) for argument in _flat(arguments))
-        # Modes make tensors without values, or see what they are made from.
-        and torch._C._len_torch_dispatch_stack() == 0
-        # What is made while a CUDA graph is captured has no values until the graph is replayed.
-        and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .activations import GELU
 from .attention import Attention, attend
 from .blocks import Block, begin, feed_forward_end, finish
+from .embeddings import TIMESTEPS
 from .injected import Injected, Parts
 from .joint import PROJECTIONS, attend_jointly, joint_streams, project
 from .linears import of_slices
@@ -161,6 +162,7 @@ _PARTS = (
         rotate="",
         dispatches=False,
     ),
+    TIMESTEPS,
     GELU,
 )
 _ONCE = ("pos_embed", "time_text_embed", "context_embedder", "norm_out", "proj_out")

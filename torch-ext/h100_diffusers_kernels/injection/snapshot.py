@@ -7,7 +7,9 @@ difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any, Union
 
 import torch
@@ -34,6 +36,12 @@ def has_global_hooks() -> bool:
     return False
 
 
+# What a module registers: its hooks and its submodules.
+_registries = itemgetter(
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
+)
+
+
 class Snapshot:
     """Modules under a root, and values, as they were when a decision was made.
 
@@ -44,28 +52,47 @@ class Snapshot:
         see_method: looks up a method of a class, for whoever keeps watch on those.
     """
 
+    # Beside each list of things to look at stands what was found there. The lists are flat, for ``holds`` to
+    # go through them without a statement for each item: it is called for each module in each forward.
     __slots__ = (
-        *("_root_state", "_root_values", "_tree", "_values"),
+        *("_root_class", "_root_names", "_root_state", "_root_values"),
+        *("_names", "_namespaces", "_values"),
+        *("_classes", "_modules", "_registered", "_states"),
+        *("_children", "_containers", "_empty", "_hooked"),
         *("is_quiet", "see_method", "stand_ins"),
     )
 
     def __init__(self, root: nn.Module, see_method: Callable[[type, str], Any]) -> None:
         # Held by the root, this must not hold the root's attributes in turn.
         self._root_state = id(root.__dict__)
+        self._root_class = type(root)
+        self._root_names: list[Any] = []
+        self._root_values: list[Any] = []
+        self._namespaces: list[dict] = []
+        self._names: list[Any] = []
+        self._values: list[Any] = []
+        self._modules: list[nn.Module] = []
+        self._classes: list[type] = []
+        self._states: list[dict] = []
+        self._registered: list[dict] = []  # five of each module, the root at last
+        self._empty: list[dict] = []
+        self._hooked: list[tuple[dict, ...]] = []
+        self._containers: list[dict] = []
+        self._children: list[tuple] = []
         self.see_method = see_method
-        self._root_values: list[tuple] = []
-        self._values: list[tuple] = []
-        self._tree: list[tuple] = []
         self.is_quiet = True
         self.stand_ins: list[nn.Module] = []
 
-    def see(self, namespace: Mapping, name: Any) -> Any:
+    def see(self, namespace: dict, name: Any) -> Any:
         """A value of a namespace; None if there is none of that name."""
         value = namespace.get(name)
         if id(namespace) == self._root_state:
-            self._root_values.append((name, value))
+            self._root_names.append(name)
+            self._root_values.append(value)
         else:
-            self._values.append((namespace, name, value))
+            self._namespaces.append(namespace)
+            self._names.append(name)
+            self._values.append(value)
         return value
 
     def see_attribute(self, module: nn.Module, name: str) -> Any:
@@ -79,27 +106,42 @@ class Snapshot:
         return getattr(type(module), name, None)
 
     def see_tree(self, root: nn.Module) -> None:
-        """A module and all under it, down to those that have a stand-in, which see for themselves."""
+        """The root and all under it, down to modules that have a stand-in, which see for themselves."""
         classes: set[type] = set()
         pending = [root]
         while pending:
             module = pending.pop()
-            is_root = id(module.__dict__) == self._root_state
-            children = tuple(module._modules.values())
-            forward = None if is_root else module.__dict__.get("forward")
-            hooked = has_hooks(module)
-            self._tree.append(
-                (None if is_root else module, type(module), forward, hooked, children)
-            )
-            if not is_root:
+            if module is not root:
+                self._see_module(module)
                 self.is_quiet &= runs_own_forward(module)
-                if stand_in_of(forward) is not None:
+                if stand_in_of(module.__dict__.get("forward")) is not None:
                     self.stand_ins.append(module)
                     continue
             if type(module) not in classes:
                 classes.add(type(module))
                 self.is_quiet &= self._is_known(type(module))
-            pending.extend(child for child in children if child is not None)
+            pending.extend(child for child in module._modules.values() if child is not None)
+        self._see_registered(root)
+
+    def _see_module(self, module: nn.Module) -> None:
+        self._modules.append(module)
+        self._classes.append(type(module))
+        self._states.append(module.__dict__)
+        self.see(module.__dict__, "forward")
+        self._see_registered(module)
+
+    def _see_registered(self, module: nn.Module) -> None:
+        *hooks, modules = registered = _registries(module.__dict__)
+        self._registered += registered
+        if has_hooks(module):
+            self._hooked.append(tuple(hooks))
+        else:
+            self._empty += hooks
+        if modules:
+            self._containers.append(modules)
+            self._children.append(tuple(modules.values()))
+        else:
+            self._empty.append(modules)
 
     def _is_known(self, cls: type) -> bool:
         forward = self.see_method(cls, "forward")
@@ -109,39 +151,24 @@ class Snapshot:
     def holds(self, root: nn.Module) -> bool:
         """Whether all of it is as it was."""
         state = root.__dict__
-        for name, value in self._root_values:
-            if state.get(name) is not value:
-                return False
-        for namespace, name, value in self._values:
-            if namespace.get(name) is not value:
-                return False
-        for module, cls, forward, hooked, children in self._tree:
-            if module is None:
-                module, forward = root, root.__dict__.get("forward")
-            state = module.__dict__
-            if (
-                module.__class__ is not cls
-                or state.get("forward") is not forward
-                or hooked
-                != bool(
-                    state["_forward_hooks"]
-                    or state["_forward_pre_hooks"]
-                    or state["_backward_hooks"]
-                    or state["_backward_pre_hooks"]
-                )
-            ):
-                return False
-            modules = state["_modules"]
-            if (tuple(modules.values()) if modules else ()) != children:
-                return False
-        return True
+        states = (*self._states, state) if self._registered else ()
+        return (
+            type(root) is self._root_class
+            and all(map(is_, map(state.get, self._root_names), self._root_values))
+            and all(map(is_, map(dict.get, self._namespaces, self._names), self._values))
+            and all(map(is_, map(type, self._modules), self._classes))
+            and all(map(is_, chain.from_iterable(map(_registries, states)), self._registered))
+            and not any(self._empty)
+            and all(map(any, self._hooked))
+            and list(map(tuple, map(dict.values, self._containers))) == self._children
+        )
 
 
 class Glance:
     """Looks as a ``Snapshot`` does, for decisions that are not kept, such as those made while torch.compile
     traces."""
 
-    def see(self, namespace: Mapping, name: Any) -> Any:
+    def see(self, namespace: dict, name: Any) -> Any:
         return namespace.get(name)
 
     def see_attribute(self, module: nn.Module, name: str) -> Any:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from .activations import GELU
 from .attention import Attention, Norms, attend, norm_and_rotate
 from .blocks import Block, End, begin, finish, table_rows
+from .embeddings import TIMESTEPS
 from .injected import Injected, Parts
 from .model_forward import Model
 from .modulation import Opening, once
@@ -248,7 +249,7 @@ _LEFT_ALONE = dict.fromkeys(_ONCE, "computed once a forward, by the model's own 
 
 
 def _family(name: str, *parts: Part) -> Family:
-    return Family(name, (*parts, GELU), _LEFT_ALONE)
+    return Family(name, (*parts, TIMESTEPS, GELU), _LEFT_ALONE)
 
 
 _WAN, _ANIMATE, _VACE = (f"{_MODELS}transformer_wan{name}" for name in ("", "_animate", "_vace"))
