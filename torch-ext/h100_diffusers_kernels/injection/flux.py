@@ -34,6 +34,7 @@ from .joint import (
 )
 from .linears import of_slices, product_of_two
 from .model_forward import Model
+from .norm_modules import OUTPUT_NORM
 from .norms import clipped
 from .part import Family
 
@@ -190,6 +191,6 @@ _PARTS = (
     TIMESTEPS,
     GELU,
 )
-_ONCE = ("x_embedder", "context_embedder", "time_text_embed", "norm_out", "proj_out")
+_ONCE = ("x_embedder", "context_embedder", "time_text_embed", "proj_out")
 _LEFT_ALONE = dict.fromkeys(_ONCE, "computed once a forward, by the model's own code")
-FAMILIES = (Family("FLUX.1", _PARTS, _LEFT_ALONE),)
+FAMILIES = (Family("FLUX.1", _PARTS, _LEFT_ALONE, OUTPUT_NORM),)

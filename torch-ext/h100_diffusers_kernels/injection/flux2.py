@@ -25,6 +25,7 @@ from .joint import PROJECTIONS, attend_with_tables
 from .linears import of_slices
 from .model_forward import Model
 from .modulation import Opening, once
+from .norm_modules import OUTPUT_NORM
 from .norms import clipped
 from .part import Family
 
@@ -226,7 +227,7 @@ _PARTS = (
 _ONCE = (
     *("time_guidance_embed", "double_stream_modulation_img"),
     *("double_stream_modulation_txt", "single_stream_modulation", "x_embedder", "context_embedder"),
-    *("norm_out", "proj_out"),
+    "proj_out",
 )
 _LEFT_ALONE = dict.fromkeys(_ONCE, "computed once a forward, by the model's own code")
-FAMILIES = (Family("FLUX.2", _PARTS, _LEFT_ALONE),)
+FAMILIES = (Family("FLUX.2", _PARTS, _LEFT_ALONE, OUTPUT_NORM),)

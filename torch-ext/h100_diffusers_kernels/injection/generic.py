@@ -51,7 +51,7 @@ def plan_in_part(model: nn.Module, options: dict[str, Any]) -> Plan:
         if part is not None and id(module) not in inner:
             found.append((name, module, part))
     originals = {}
-    for part in {part.path: part for part in (*NORMS, *(part for _, _, part in found))}.values():
+    for part in {part.path: part for _, _, part in found}.values():
         originals.update({part.path: part.own_forward(), **part.originals()})
     plan = Plan(Injection(originals=originals, blocks=(), **options), options)
     if getattr(model, "_parallel_config", None) is not None:

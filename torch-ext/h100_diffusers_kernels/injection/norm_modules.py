@@ -179,6 +179,13 @@ class AdaptiveNormModule(Part):
     def is_kind_of(self, module: nn.Module) -> bool:
         return type(module) is find_class(self.path)
 
+    def originals(self) -> dict[str, Original]:
+        """Those of the norms, which may be of any kind."""
+        originals = {}
+        for norm in NORMS:
+            originals.update({norm.path: norm.own_forward(), **norm.originals()})
+        return originals
+
     def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
         for name in self.norms:
             settings = _inner(getattr(module, name, None), injection)
@@ -520,3 +527,7 @@ ADAPTIVE_NORMS = tuple(
     )
     for path, parameters, formula, *norms in _ADAPTIVE
 )
+# What the output of many models goes through, by its name.
+OUTPUT_NORM = {
+    "norm_out": next(p for p in ADAPTIVE_NORMS if p.path.endswith(":AdaLayerNormContinuous"))
+}

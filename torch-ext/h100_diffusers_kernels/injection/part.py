@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Callable, NamedTuple
 
 from torch import nn
@@ -73,8 +75,10 @@ class Family(NamedTuple):
         name: as its users know it.
         parts: the kinds of modules whose forwards are replaced, the models themselves among them.
         left_alone: names of modules of the model that are not, and why.
+        outside: parts of modules of the model that are in none of its blocks, by name.
     """
 
     name: str
     parts: tuple[Part, ...]
     left_alone: dict[str, str]
+    outside: Mapping[str, Part] = MappingProxyType({})

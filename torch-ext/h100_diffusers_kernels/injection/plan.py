@@ -131,7 +131,7 @@ def plan_model(model: nn.Module, family: Family, options: dict[str, Any]) -> Pla
     """What to replace in a model of a family, what not, and why not."""
     parts: tuple[Part, ...] = family.parts
     originals = {path: find_original(path) for path in NORM_ORIGINALS}
-    for known in parts:
+    for known in (*parts, *family.outside.values()):
         originals.update({known.path: known.own_forward(), **known.originals()})
     models = (part for part in parts if isinstance(part, Model))
     blocks = next(known.blocks for known in models if known.is_kind_of(model))
@@ -141,7 +141,8 @@ def plan_model(model: nn.Module, family: Family, options: dict[str, Any]) -> Pla
         plan.report.levels[""] = NOT_AT_ALL
         return plan
     for name, module in model.named_modules():
-        part = next((part for part in parts if part.is_kind_of(module)), None)
+        outside = (family.outside[name],) if name in family.outside else ()
+        part = next((part for part in (*outside, *parts) if part.is_kind_of(module)), None)
         if part is not None:
             plan.replace_forward(name, module, part)
         for path in getattr(part, "inner", ()):

@@ -22,6 +22,7 @@ from .joint import PROJECTIONS, attend_jointly, project
 from .linears import of_slices
 from .model_forward import Model
 from .modulation import Opening, once
+from .norm_modules import OUTPUT_NORM
 from .norms import clipped
 from .part import Family
 
@@ -171,6 +172,6 @@ _PARTS = (
     TIMESTEPS,
     GELU,
 )
-_ONCE = ("pos_embed", "time_text_embed", "txt_norm", "img_in", "txt_in", "norm_out", "proj_out")
+_ONCE = ("pos_embed", "time_text_embed", "txt_norm", "img_in", "txt_in", "proj_out")
 _LEFT_ALONE = dict.fromkeys(_ONCE, "computed once a forward, by the model's own code")
-FAMILIES = (Family("Qwen-Image", _PARTS, _LEFT_ALONE),)
+FAMILIES = (Family("Qwen-Image", _PARTS, _LEFT_ALONE, OUTPUT_NORM),)

@@ -23,6 +23,7 @@ from .injected import Injected, Parts
 from .joint import PROJECTIONS, attend_jointly, joint_streams, project
 from .linears import of_slices
 from .model_forward import Model
+from .norm_modules import OUTPUT_NORM
 from .norms import gated_residual
 from .part import Family
 from .snapshot import Look
@@ -165,6 +166,6 @@ _PARTS = (
     TIMESTEPS,
     GELU,
 )
-_ONCE = ("pos_embed", "time_text_embed", "context_embedder", "norm_out", "proj_out")
+_ONCE = ("pos_embed", "time_text_embed", "context_embedder", "proj_out")
 _LEFT_ALONE = dict.fromkeys(_ONCE, "computed once a forward, by the model's own code")
-FAMILIES = (Family("Stable Diffusion 3", _PARTS, _LEFT_ALONE),)
+FAMILIES = (Family("Stable Diffusion 3", _PARTS, _LEFT_ALONE, OUTPUT_NORM),)
