@@ -6,9 +6,9 @@
 # running, unless it is the build. Logs go to $OUT (default build/gpu_check), and so do copies of the JSON that a
 # step adds to benchmarks/results: the benchmarks' figures, and of the step test how the suite went on this GPU.
 # PYTHON (default python3) needs Torch for CUDA and requirements/test.txt. PROCESSES (default one a core, at
-# most 15) is how many test at a time, LEFT_OUT the files of tests that are not run. SEQUENCES (default 2500) and
-# FIRST_SEED (default 0) are of the step sequences. MODELS (default all, or ltx,flux,...) and MODEL_OPTIONS (such as
-# "--rounds 5 --profiled-calls 1") are of the step models.
+# most 15) is how many test at a time, LEFT_OUT the files of tests that are neither run nor collected for the
+# sanitizers. SEQUENCES (default 2500) and FIRST_SEED (default 0) are of the step sequences. MODELS (default
+# all, or ltx,flux,...) and MODEL_OPTIONS (such as "--rounds 5 --profiled-calls 1") are of the step models.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -40,7 +40,10 @@ step_test() {
 # Only this package's kernels are instrumented. Each tensor gets an allocation of its own: in Torch's
 # pool an access out of bounds would hit a neighbour and go unseen.
 step_sanitize() {
-  local status=0 tool
+  local status=0 tool file arguments=()
+  for file in $LEFT_OUT; do
+    arguments+=(--ignore "$file")
+  done
   if ! grep -q 22h100_diffusers_kernels build/torch-stable-abi*-cu*/*.so; then
     echo "no kernel in the namespace h100_diffusers_kernels: nothing would be checked"
     return 1
@@ -48,7 +51,8 @@ step_sanitize() {
   for tool in memcheck racecheck synccheck; do
     echo "--- $tool"
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 \
-      --kernel-name kns=h100_diffusers_kernels "$PYTHON" -m pytest -q -x -m sanitize || status=1
+      --kernel-name kns=h100_diffusers_kernels "$PYTHON" -m pytest -q -x -m sanitize \
+      ${arguments[@]+"${arguments[@]}"} || status=1
   done
   return "$status"
 }
