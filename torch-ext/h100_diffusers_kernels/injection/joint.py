@@ -132,10 +132,9 @@ def joint_streams(
     Norms are of each head. The kernel writes each stream to its place; where it does not take one, the
     streams are computed apart and concatenated.
     """
-    operands = [_operand(parts, stream) for stream in streams]
-    is_direct = (
-        len(streams) > 1 and all(operand is not _NOT_TAKEN for operand in operands) and may_write()
-    )
+    may_join = len(streams) > 1 and may_write()
+    operands = [_operand(parts, stream) for stream in streams] if may_join else [_NOT_TAKEN]
+    is_direct = all(operand is not _NOT_TAKEN for operand in operands)
     if is_direct:
         streams = [
             stream
