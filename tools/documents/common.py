@@ -28,6 +28,8 @@ SCRIPTS = {
 }
 
 
+ELSEWHERE = "‡"  # the mark of what was measured on another card than the rest of a table
+
 # Renders one table, or one figure, from the results folder.
 TABLES: dict[str, Callable[[Path], str]] = {}
 FIGURES: dict[str, Callable[[Path], str]] = {}
@@ -55,6 +57,34 @@ def load(results: Path, name: str) -> dict:
             f"{results / name} is empty: benchmarks/{script(name)} fills it."
         )
     return result
+
+
+def load_workloads(results: Path, name: str) -> tuple[list[tuple[dict, str]], list[dict]]:
+    """Workloads, each with a mark, and the results that they are of.
+
+    Those of the result that is shown have none. What that one does not measure is of the newest of another
+    card, marked ELSEWHERE.
+    """
+    shown = load(results, name)
+    workloads = [(entry, "") for entry in shown["workloads"]]
+    known = {workload_key(entry) for entry, _ in workloads}
+    device = shown["environment"]["device"]
+    for result in reversed(history.kept(name, results)):
+        if result["environment"]["device"] != device:
+            more = [e for e in result["workloads"] if workload_key(e) not in known]
+            workloads += [(entry, ELSEWHERE) for entry in more]
+            return workloads, [shown, result] if more else [shown]
+    return workloads, [shown]
+
+
+def workload_key(entry: dict) -> tuple:
+    return (entry["operation"], entry["variant"], *entry["shape"])
+
+
+def elsewhere(rows: list[list[str]], loaded: list[dict]) -> str:
+    """What ELSEWHERE means, if a row is marked so."""
+    devices = sorted({result["environment"]["device"] for result in loaded[1:]})
+    return footnote(rows, f"on an {' or '.join(devices)}, whose memory is faster.", ELSEWHERE)
 
 
 def is_measured(results: Path, name: str) -> bool:

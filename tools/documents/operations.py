@@ -10,9 +10,11 @@ import targets as targets_
 
 from .common import (
     TABLES,
+    elsewhere,
     footnote,
     is_measured,
     load,
+    load_workloads,
     markdown,
     setup,
     table,
@@ -43,16 +45,16 @@ def over_peer(entry: dict, measured: dict, peer: str) -> str:
 
 def operations(results: Path, family: str) -> str:
     """Each operation's time and rate, beside the large copy's rate and the peers' times."""
-    result = load(results, family)
+    workloads, loaded = load_workloads(results, family)
     rows = []
-    for entry in result["workloads"]:
+    for entry, mark in workloads:
         for cache in ("cold", "warm"):
             if cache not in entry:
                 continue
             measured = entry[cache]
             rows.append(
                 [
-                    ", ".join(filter(None, [entry["operation"], entry["variant"]])),
+                    ", ".join(filter(None, [entry["operation"], entry["variant"]])) + mark,
                     "×".join(map(str, entry["shape"])) + (" (warm)" if cache == "warm" else ""),
                     f"{measured['microseconds']['ours']['median']:.1f} µs",
                     f"{measured['terabytes_per_second']['ours']:.2f} TB/s",
@@ -64,8 +66,9 @@ def operations(results: Path, family: str) -> str:
     headers += ["torch.compile", "Liger", "QuACK"]
     note = footnote(rows, f"in mode {TUNED_MODE}, the faster one here.")
     note += footnote(rows, BROKEN, "†")
-    versions = "; ".join(f"{name} {what}" for name, what in result["peers"].items())
-    return markdown(rows, headers) + note + setup(result) + f". {versions}"
+    note += elsewhere(rows, loaded)
+    versions = "; ".join(f"{name} {what}" for name, what in loaded[0]["peers"].items())
+    return markdown(rows, headers) + note + setup(*loaded) + f". {versions}"
 
 
 for name in targets_.FAMILIES:

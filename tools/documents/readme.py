@@ -14,9 +14,11 @@ import checks
 from .common import (
     FIGURES,
     SIZE_NAMES,
+    elsewhere,
     figure,
     is_measured,
     load,
+    load_workloads,
     markdown,
     setup,
     table,
@@ -89,19 +91,25 @@ def best_library(measured: dict, names: dict[str, str]) -> str:
 @table
 def summary_operations(results: Path) -> str:
     """Each operation beside PyTorch and the best library, at one shape; attention on its worst inputs."""
-    rows, loaded = [], []
+    rows: list[list[str]] = []
+    loaded, others = [], []
     for family in targets.FAMILIES:
-        result = load(results, family)
-        loaded.append(result)
-        by_operation: dict[str, list[dict]] = {}
-        for entry in result["workloads"]:
-            by_operation.setdefault(entry["operation"], []).append(entry)
-        for name, entries in by_operation.items():
-            entry = main_workload(entries)
+        workloads, (shown, *of_others) = load_workloads(results, family)
+        loaded.append(shown)
+        by_operation: dict[str, list[tuple[dict, str]]] = {}
+        for entry, mark in workloads:
+            by_operation.setdefault(entry["operation"], []).append((entry, mark))
+        for name in operations_of(family):
+            if name not in by_operation:
+                rows.append([f"`{name}`", "", NOT_MEASURED, *[""] * 4])
+                continue
+            mark = by_operation[name][0][1]
+            entry = main_workload([e for e, of_entry in by_operation[name] if of_entry == mark])
             measured = entry["cold"]
+            others += of_others if mark else []
             rows.append(
                 [
-                    f"`{name}`",
+                    f"`{name}`{mark}",
                     "×".join(map(str, entry["shape"])),
                     f"{measured['microseconds']['ours']['median']:.1f} µs",
                     f"{measured['terabytes_per_second']['ours']:.2f} TB/s",
@@ -110,8 +118,6 @@ def summary_operations(results: Path) -> str:
                     best_library(measured, LIBRARIES),
                 ]
             )
-        missing = [name for name in operations_of(family) if name not in by_operation]
-        rows += [[f"`{name}`", "", NOT_MEASURED, *[""] * 4] for name in missing]
     if is_measured(results, "attention"):
         result = load(results, "attention")
         loaded.append(result)
@@ -137,7 +143,7 @@ def summary_operations(results: Path) -> str:
             )
     headers = ["operation", "shape", "time", "rate"]
     headers += ["against PyTorch", "torch.compile", "the best library"]
-    return markdown(rows, headers) + briefly(*loaded)
+    return markdown(rows, headers) + elsewhere(rows, [loaded[0], *others]) + briefly(*loaded)
 
 
 def briefly(*results: dict) -> str:
