@@ -155,12 +155,12 @@ MODELS = {
 
 
 def parameters(function) -> dict[str, inspect.Parameter]:
-    """Those of a function, or of a class that is made, by their names."""
+    """What a function takes, or a class when it is made, by name."""
     return dict(inspect.signature(function).parameters)
 
 
-def random_pipeline(model: Model, device: str, seed: int) -> diffusers.DiffusionPipeline:
-    """A pipeline without text encoders, its weights random: on a CPU a small one."""
+def random_pipeline(model: Model, small: bool, device: str, seed: int):
+    """A pipeline without text encoders, its weights random: few blocks, or a small model."""
     cls = getattr(diffusers, model.pipeline)
     # What has no default: text encoders, tokenizers, and the parts made here.
     parts = {name: None for name, p in parameters(cls).items() if p.default is p.empty}
@@ -169,7 +169,7 @@ def random_pipeline(model: Model, device: str, seed: int) -> diffusers.Diffusion
     for part in ("transformer", "vae"):
         name, config = getattr(model, part)
         module = getattr(diffusers, name)
-        if device == "cpu":
+        if small:
             config = config | {key: SMALL[key] for key in SMALL.keys() & parameters(module)}
         with torch.device(device):
             parts[part] = randomize(module(**config), torch.bfloat16)
@@ -180,8 +180,8 @@ def made_up_prompts(pipe, prompts: dict[str, str], tokens: int, device: str) -> 
     """Arguments that stand for the prompts: random, but a function of the text."""
     config = pipe.transformer.config
     arguments = {}
+    width = config.text_dim if "text_dim" in config else config.joint_attention_dim
     for name, text in prompts.items():
-        width = config.text_dim if "text_dim" in config else config.joint_attention_dim
         prefix = name.removesuffix("prompt")
         arguments[f"{name}_embeds"] = made_up(text, 1, tokens, width).bfloat16()
         arguments[f"{name}_embeds_mask"] = torch.ones(1, tokens, dtype=torch.bool)
@@ -196,14 +196,12 @@ def build_pipeline(model: Model, options: dict, device: str) -> tuple:
     arguments = {"prompt": options["prompt"], **model.guidance}
     if options["random_weights"]:
         click.echo(f"Running {options['model']} with random weights: what comes out is noise.")
-        pipe = random_pipeline(model, device, options["seed"])
+        pipe = random_pipeline(model, device == "cpu", device, options["seed"])
         prompts = {name: arguments.pop(name) for name in list(arguments) if "prompt" in name}
         arguments.update(made_up_prompts(pipe, prompts, model.text_tokens, device))
     else:
         try:
-            pipe = diffusers.DiffusionPipeline.from_pretrained(
-                model.hub_id, torch_dtype=torch.bfloat16
-            )
+            pipe = diffusers.DiffusionPipeline.from_pretrained(model.hub_id, dtype=torch.bfloat16)
         except OSError as error:
             raise click.ClickException(
                 f"{model.hub_id} could not be loaded ({reason_of(error)}); "
@@ -232,7 +230,7 @@ def check_options(model: Model, options: dict, device: str) -> None:
         raise click.UsageError("--offload needs a CUDA GPU, and there is none.")
     if device == "cpu" and not options["random_weights"]:
         raise click.UsageError(
-            "There is no CUDA GPU: only --random-weights, with a small model, runs without one."
+            "There is no CUDA GPU; without one, --random-weights runs a small model."
         )
     if model.is_video:
         check_ffmpeg()
@@ -240,11 +238,7 @@ def check_options(model: Model, options: dict, device: str) -> None:
 
 @click.command()
 @click.option("--model", type=click.Choice(list(MODELS)), required=True)
-@click.option(
-    "--prompt",
-    default=PROMPT,
-    help="What the image or video shows.",
-)
+@click.option("--prompt", default=PROMPT, help="What the image or video shows.")
 @click.option(
     "--frames",
     "num_frames",

@@ -337,11 +337,7 @@ def build_pipeline(options: dict, device: str) -> tuple[LTXPipeline, dict]:
 
 
 @click.command()
-@click.option(
-    "--prompt",
-    default=PROMPT,
-    help="What the video shows.",
-)
+@click.option("--prompt", default=PROMPT, help="What the video shows.")
 @click.option(
     "--negative-prompt",
     default="worst quality, inconsistent motion, blurry, jittery, distorted",
