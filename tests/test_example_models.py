@@ -76,7 +76,8 @@ def test_compare_ends_in_a_file_equal_to_eager(run, model, tmp_path):
     lines = result.stdout.splitlines()
     assert "transformer: in full" in lines, "the injection's report"
     (comparison,) = (line for line in lines if "PSNR" in line)
-    assert float(comparison.split("PSNR")[1].split("dB")[0]) > 30
+    # bfloat16 leaves 43 dB or more; a block that is not run, less than 35.
+    assert float(comparison.split("PSNR")[1].split("dB")[0]) > 38
     for mode in ("eager", "kernels"):
         (time,) = (line for line in lines if line.startswith(f"{mode}: "))
         assert float(time.removeprefix(f"{mode}: ").removesuffix(" s")) >= 0
