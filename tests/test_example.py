@@ -27,6 +27,12 @@ def example():
     return module
 
 
+@pytest.fixture(scope="module")
+def common(example):
+    """What the examples share, as the script has imported it."""
+    return sys.modules[example.load_kernel.__module__]
+
+
 @pytest.fixture
 def run(example, monkeypatch):
     """Runs the script with arguments; the published weights are out of reach."""
@@ -64,8 +70,8 @@ def test_seed_and_prompt_determine_the_video(run, tmp_path):
     assert not np.array_equal(first, video("prompt", "--seed", 3, "--prompt", "A blue whale"))
 
 
-def test_without_kernels(run, monkeypatch, example, tmp_path):
-    monkeypatch.setattr(example, "get_kernel", None)  # would fail if it were called
+def test_without_kernels(run, monkeypatch, common, tmp_path):
+    monkeypatch.setattr(common, "get_kernel", None)  # would fail if it were called
     result = run(*SMALL, "--no-kernels", "--guidance", 1, "--output", tmp_path / "video.mp4")
     assert result.exit_code == 0, result.output
     assert imageio.imread(tmp_path / "video.mp4").shape == (9, 64, 64, 3)
@@ -255,27 +261,27 @@ def test_out_of_memory_gives_one_sentence(run, example, monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_kernel_option_takes_a_path_or_a_hub_id(example, monkeypatch, tmp_path):
+def test_kernel_option_takes_a_path_or_a_hub_id(example, common, monkeypatch, tmp_path):
     loaded = []
 
     def get_kernel(repo_id, version, trust_remote_code):
-        loaded.append((repo_id, example.os.environ.get("LOCAL_KERNELS")))
+        loaded.append((repo_id, common.os.environ.get("LOCAL_KERNELS")))
 
-    monkeypatch.setattr(example, "get_kernel", get_kernel)
+    monkeypatch.setattr(common, "get_kernel", get_kernel)
     monkeypatch.delenv("LOCAL_KERNELS", raising=False)
     example.load_kernel("someone/else")
     example.load_kernel(str(tmp_path))
     assert loaded == [
         ("someone/else", None),
-        (example.KERNEL_ID, f"{example.KERNEL_ID}={tmp_path}"),
+        (common.KERNEL_ID, f"{common.KERNEL_ID}={tmp_path}"),
     ]
 
 
-def test_kernel_that_does_not_load_gives_one_sentence(run, example, monkeypatch):
+def test_kernel_that_does_not_load_gives_one_sentence(run, common, monkeypatch):
     def get_kernel(*args, **kwargs):
         raise FileNotFoundError("no variant fits\nand more")
 
-    monkeypatch.setattr(example, "get_kernel", get_kernel)
+    monkeypatch.setattr(common, "get_kernel", get_kernel)
     result = run("--kernel", "someone/else")
     assert result.exit_code == 1
     (line,) = result.output.splitlines()

@@ -34,6 +34,7 @@ LINKED = {
         *sorted(CHECKOUT.glob("*.md")),
         *sorted((CHECKOUT / "docs").glob("*.md")),
         CHECKOUT / "benchmarks" / "NOTES.md",
+        CHECKOUT / "examples" / "README.md",
         CHECKOUT / "examples" / "ltx_video" / "README.md",
     )
 }

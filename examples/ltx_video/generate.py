@@ -10,7 +10,6 @@ that the script always ends in a video file.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import math
 import os
@@ -18,9 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,21 +31,36 @@ from diffusers import (
     LTXVideoTransformer3DModel,
 )
 from huggingface_hub import HfApi
-from kernels import get_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import (
+    MAX_SEED,
+    PROMPT,
+    call_pipeline,
+    check_ffmpeg,
+    check_kernel_options,
+    check_memory,
+    check_output,
+    check_text,
+    kernel_options,
+    load_kernel,
+    made_up,
+    psnr,
+    randomize,
+    reason_of,
+    scratch_folder,
+    sync,
+)
 
 MODEL_ID = "Lightricks/LTX-Video"
-KERNEL_ID = "org/h100-diffusers-kernels"
-KERNEL_VERSION = 1
-CHECKOUT = Path(__file__).resolve().parents[2]
 TEXT_TOKENS = 128
 
 # What is generated where the options leave it open: frames, height, width, steps.
 PUBLISHED_SIZE = (161, 512, 768, 50)
 SMALL_SIZE = (25, 128, 192, 8)
 
-MAX_SEED = 2**64 - 1  # torch.Generator takes no larger one
 MAX_GUIDANCE, MAX_FRAMES, MAX_SIDE, MAX_FPS = 100, 10_001, 4096, 240
-FLOAT_PIXEL_BYTES = 3 * 4
 
 # A model small enough for a CPU, with every kind of layer that the published one has.
 SMALL_TRANSFORMER = {
@@ -98,53 +110,24 @@ def published_pipeline(dtype: torch.dtype) -> LTXPipeline:
 def random_pipeline(small: bool, device: str, dtype: torch.dtype, seed: int) -> LTXPipeline:
     """LTXPipeline without text encoder: random weights at the published sizes, or a small model."""
     torch.manual_seed(seed)
-    with torch.device(device), torch.no_grad():
+    with torch.device(device):
         transformer = LTXVideoTransformer3DModel(**(SMALL_TRANSFORMER if small else {}))
         vae = AutoencoderKLLTXVideo(**(SMALL_VAE if small else {}))
-        for name, weight in [*transformer.named_parameters(), *vae.named_parameters()]:
-            # Unit gain: what passes through a layer keeps its scale, so the video has contrast.
-            if name.endswith(".weight") and weight.ndim > 1:
-                weight.normal_(std=weight[0].numel() ** -0.5)
-            weight.data = weight.data.to(dtype)
+        randomize(transformer, dtype)
+        randomize(vae, dtype)
     return LTXPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
-        vae=vae.eval(),
+        vae=vae,
         text_encoder=None,
         tokenizer=None,
-        transformer=transformer.eval(),
+        transformer=transformer,
     )
 
 
 def made_up_embeddings(text: str, channels: int, dtype: torch.dtype) -> tuple:
     """(1, 128, channels) embeddings and their (1, 128) mask: random, but a function of the text."""
-    generator = torch.Generator("cpu").manual_seed(zlib.crc32(text.encode()))
-    embeddings = torch.randn(1, TEXT_TOKENS, channels, generator=generator).to(dtype)
+    embeddings = made_up(text, 1, TEXT_TOKENS, channels).to(dtype)
     return embeddings, torch.arange(TEXT_TOKENS)[None] < 1 + len(text.split())
-
-
-def reason_of(error: Exception) -> str:
-    """What an exception says, as a part of a sentence."""
-    message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return (message.strip().splitlines() or [type(error).__name__])[0].rstrip(" :.")
-
-
-def load_kernel(kernel: str | None):
-    """The kernel package: `kernel` is a Hub id or a local path, None this checkout's build."""
-    repo_id = KERNEL_ID
-    if kernel is not None and os.path.isdir(kernel):
-        os.environ["LOCAL_KERNELS"] = f"{KERNEL_ID}={Path(kernel).resolve()}"
-    elif kernel is not None:
-        repo_id = kernel
-    elif "LOCAL_KERNELS" not in os.environ and (CHECKOUT / "build").is_dir():
-        os.environ["LOCAL_KERNELS"] = f"{KERNEL_ID}={CHECKOUT}"
-
-    try:
-        return get_kernel(repo_id, version=KERNEL_VERSION, trust_remote_code=True)
-    except Exception as error:  # of the Hub, the file system or the loader: it ends the script
-        raise click.ClickException(
-            f"{repo_id} could not be loaded ({type(error).__name__}: {reason_of(error)}); build it "
-            "with tools/build_variant.py, name another with --kernel, or pass --no-kernels."
-        ) from error
 
 
 class StepCallback:
@@ -220,68 +203,11 @@ class Run:
 def generate(pipe: LTXPipeline, arguments: dict, name: str, seed: int, device: str, nvtx: bool):
     """Run the pipeline once, with diffusers' progress bar named `name`."""
     callback = StepCallback(device, nvtx)
-    pipe.set_progress_bar_config(desc=name)
-    start = time.perf_counter()
-    try:
-        with nvtx_stages(pipe) if nvtx else contextlib.nullcontext():
-            frames = pipe(
-                **arguments,
-                generator=torch.Generator("cpu").manual_seed(seed),
-                callback_on_step_end=callback,
-                output_type="np",  # the copy to the host waits for the GPU
-            ).frames[0]
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise click.ClickException(f"{name}: not enough memory: {reason_of(error)}.") from error
-    seconds = time.perf_counter() - start
-    if not np.isfinite(frames).all():
-        raise click.ClickException(f"{name}: the video has values that are not finite.")
+    with nvtx_stages(pipe) if nvtx else contextlib.nullcontext():
+        frames, seconds = call_pipeline(
+            pipe, {**arguments, "callback_on_step_end": callback}, name, seed
+        )
     return Run(frames, seconds, callback.median_ms())
-
-
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    """Peak signal-to-noise ratio of two videos with values in [0, 1], in dB."""
-    error = float(np.mean((a.astype(np.float64) - b.astype(np.float64)) ** 2))
-    return float("inf") if error == 0 else -10 * float(np.log10(error))
-
-
-@contextlib.contextmanager
-def scratch_folder(parent: Path):
-    """A temporary folder in `parent`, which is made if need be and stays if something is in it then."""
-    made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=parent, prefix=".video-") as folder:
-            yield Path(folder)
-    finally:
-        for folder in made:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-
-
-def sync(path: Path) -> None:
-    """Have a file on the disk, or the OSError that writing it there gives."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def check_output(output: Path, num_pixels: int) -> Path:
-    """The file that is to be written; click.UsageError, one sentence, where it could not be."""
-    name = click.format_filename(output)
-    if not output.name.endswith(".mp4"):
-        raise click.UsageError(f"--output must end in .mp4, got {name}.")
-    try:
-        output = output.resolve()
-        if output.exists() and not output.is_file():
-            raise OSError(errno.EINVAL, "it is not a regular file")
-        nearest = next(folder for folder in output.parents if folder.exists())
-        if not nearest.is_dir():
-            raise OSError(errno.ENOTDIR, f"{click.format_filename(nearest)} is not a folder")
-        with scratch_folder(output.parent) as folder:
-            (folder / "video.mp4").write_bytes(bytes(num_pixels // 8))  # room for a bit a pixel
-            sync(folder / "video.mp4")
-    except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
-        raise click.UsageError(f"--output {name} cannot be written: {reason_of(error)}.") from None
-    return output
 
 
 def write_video(frames: np.ndarray, output: Path, fps: int) -> None:
@@ -355,35 +281,15 @@ def check_options(options: dict, device: str) -> None:
     if math.isnan(options["guidance"]):
         raise click.UsageError("--guidance must be a number, got nan.")
     for text in ("prompt", "negative_prompt"):
-        try:
-            options[text].encode()
-        except UnicodeEncodeError:
-            option = text.replace("_", "-")
-            raise click.UsageError(f"--{option} must be text in UTF-8.") from None
+        check_text(f"--{text.replace('_', '-')}", options[text])
     frames, height, width, _ = sizes_of(options, SMALL_SIZE)
-    video = frames * height * width * FLOAT_PIXEL_BYTES
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if video > memory:
-        raise click.UsageError(
-            f"{frames} frames of {width}x{height} take {video / 1e9:.1f} GB, "
-            f"and the memory of this machine has {memory / 1e9:.1f}."
-        )
-    for other in ("compare", "kernel"):
-        if options["no_kernels"] and options[other]:
-            raise click.UsageError(f"--no-kernels and --{other} exclude each other.")
+    check_memory(frames, height, width)
+    check_kernel_options(options)
     if device == "cpu" and options["nvtx"]:
         raise click.UsageError("--nvtx needs a CUDA GPU, and there is none.")
     if device == "cpu" and options["offload"] != "none":
         raise click.UsageError("--offload needs a CUDA GPU, and there is none.")
-    try:  # better to miss them before the work
-        import imageio.v3  # noqa: F401
-        import imageio_ffmpeg
-
-        imageio_ffmpeg.get_ffmpeg_exe()
-    except ImportError:
-        raise click.UsageError("Writing mp4 needs imageio and imageio-ffmpeg from pip.") from None
-    except RuntimeError as error:
-        raise click.UsageError(f"Writing mp4 needs ffmpeg: {reason_of(error)}.") from None
+    check_ffmpeg()
 
 
 def build_pipeline(options: dict, device: str) -> tuple[LTXPipeline, dict]:
@@ -431,11 +337,7 @@ def build_pipeline(options: dict, device: str) -> tuple[LTXPipeline, dict]:
 
 
 @click.command()
-@click.option(
-    "--prompt",
-    default="A red fox trots through fresh snow at dawn, its breath steaming in the cold air.",
-    help="What the video shows.",
-)
+@click.option("--prompt", default=PROMPT, help="What the video shows.")
 @click.option(
     "--negative-prompt",
     default="worst quality, inconsistent motion, blurry, jittery, distorted",
@@ -474,9 +376,7 @@ def build_pipeline(options: dict, device: str) -> tuple[LTXPipeline, dict]:
     help="Keep what is not running in host memory.",
 )
 @click.option("--compile", "compiled", is_flag=True, help="torch.compile the transformer.")
-@click.option("--no-kernels", is_flag=True, help="Leave the pipeline as diffusers builds it.")
-@click.option("--compare", is_flag=True, help="Run without and with the kernels: time, PSNR.")
-@click.option("--kernel", help="Hub id or local path of the kernels, if not this checkout's build.")
+@kernel_options
 @click.option(
     "--random-weights",
     is_flag=True,
@@ -498,7 +398,7 @@ def main(**options) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     check_options(options, device)
     sizes = sizes_of(options, PUBLISHED_SIZE if device == "cuda" else SMALL_SIZE)
-    output = check_output(options["output"], math.prod(sizes[:3]))
+    output = check_output(options["output"], ".mp4", math.prod(sizes[:3]))
     # Before the pipeline: kernels that cannot be loaded should cost no download.
     kernels = None if options["no_kernels"] else load_kernel(options["kernel"])
     pipe, arguments = build_pipeline(options, device)
