@@ -1,4 +1,4 @@
-"""Embeddings of positions and of time steps: the bits of diffusers' own, whatever is kept from call to call."""
+"""Embeddings of positions and of time steps have the bits of diffusers' own, whatever is kept."""
 
 import copy
 
