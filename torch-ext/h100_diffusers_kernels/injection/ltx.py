@@ -27,11 +27,11 @@ from .blocks import Block, End, begin, finish, table_rows
 from .embeddings import TIMESTEPS
 from .forward_slot import is_wrapped
 from .injected import Injected, Parts
+from .kept import Kept
 from .model_forward import Model
 from .modulation import Opening
 from .norms import gated_residual
 from .part import Family
-from .kept import Kept
 from .rotary import CoordinateTables, Rotary
 
 _LTX = "diffusers.models.transformers.transformer_ltx"
