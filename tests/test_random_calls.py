@@ -20,8 +20,8 @@ def test_wrong_calls_are_refused_in_one_sentence(device, group):
     assert refused > 0.8 * CALLS / GROUPS
 
 
-def test_every_operation_is_called_wrongly():
-    called = {random_calls.random_call(seed, "cpu").name for seed in range(300)}
+def test_every_operation_is_called_wrongly(device):
+    called = {random_calls.random_call(seed, device).name for seed in range(300)}
     assert called == set(random_calls.DECLARATIONS)
 
 
