@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..conditions import kernels_take, why_not_taken
+from .cuda_graphs.tally import GraphTally
 from .forward_slot import StandIn
 from .original import Original
 from .snapshot import Glance, Snapshot, has_global_hooks
@@ -28,6 +29,7 @@ class Injection:
         tallies: of each replaced module, by name.
         is_over: whether the kernels were ejected; wrappers of the user's may still hold the forwards.
         local: ``local.forward`` is the forward of the model that this thread is in, or None.
+        graphs: how the model's calls were captured, where they may be.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Injection:
         self.originals = originals
         self.blocks = blocks
         self.tallies: dict[str, Tally] = {}
+        self.graphs: GraphTally | None = None
         self.is_over = False
         self.local = _Local()
         self._watched: set[tuple] = set()
@@ -70,6 +73,7 @@ class Injection:
     def __deepcopy__(self, memo: dict) -> Injection:
         duplicate = Injection(self.attention, self.originals, self.blocks)
         duplicate.tallies = {name: tally.fresh() for name, tally in self.tallies.items()}
+        duplicate.graphs = None if self.graphs is None else self.graphs.fresh()
         duplicate.is_over = self.is_over
         return duplicate
 

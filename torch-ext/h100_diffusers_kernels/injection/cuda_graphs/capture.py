@@ -1,0 +1,214 @@
+"""One call captured into a graph: copies of its arguments' memory, what it returned, and what it reads besides."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import recording
+from . import arguments as arguments_
+from .arguments import Arguments
+from .reasons import CannotCapture
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+_ON_THE_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class Capture:
+    """A call that can be run again with other values in its tensors.
+
+    Raises:
+        CannotCapture: if the call does what a graph cannot do again.
+        BaseException: whatever the call raises.
+    """
+
+    def __init__(
+        self,
+        graph: Any,
+        device: torch.device,
+        arguments: Arguments,
+        forward: Callable[..., Any],
+        is_watched: Callable[[Tensor], bool],
+    ) -> None:
+        self._graph = graph
+        self._leaves: list[Any] = []
+        self._externals: list[Tensor] = []
+        self._inputs = [arguments_.like(tensor) for tensor in arguments.tensors]
+        self._targets = [arguments_.without_repetition(tensor) for tensor in self._inputs]
+        args, kwargs = arguments.with_tensors(self._inputs)
+        given = _pytree.tree_leaves((args, kwargs))
+        recorder = _Recorder(device, self._inputs)
+
+        def run() -> Any:
+            with recorder:
+                return forward(*args, **kwargs)
+
+        with recording.begin(device):
+            result = graph.capture(run)
+        if recorder.refusal is not None:  # somebody caught it on its way
+            self.reset()
+            raise recorder.refusal
+        try:
+            self._leaves, self._spec = _pytree.tree_flatten(result)
+            del result
+            _refuse_changed_containers(given, _pytree.tree_leaves((args, kwargs)))
+            self._refuse_results()
+            # What the graph reads besides arguments and what its module watches: it must not be freed.
+            self._externals = [t for t in recorder.externals.values() if not is_watched(t)]
+            self.leaks = recorder.has_kept_any(self._tensors())
+        except BaseException:
+            self.reset()
+            raise
+
+    def replay(self, tensors: list[Tensor]) -> Any:
+        """What the call returns for other values of its tensors, in memory of the caller's own."""
+
+        def copy_in() -> None:
+            for target, tensor in zip(self._targets, tensors):
+                target.copy_(arguments_.without_repetition(tensor))
+
+        return self._graph.replay(copy_in, self._copy_out)
+
+    def reset(self) -> None:
+        self._graph.reset()
+        self._inputs, self._targets, self._leaves, self._externals = [], [], [], []
+
+    def _tensors(self) -> Iterator[Tensor]:
+        return (leaf for leaf in self._leaves if isinstance(leaf, Tensor))
+
+    def _copy_out(self) -> Any:
+        copies: dict[int, Tensor] = {}
+        for tensor in self._tensors():
+            if id(tensor) not in copies:
+                copies[id(tensor)] = _copy(tensor)
+        leaves = [copies[id(x)] if isinstance(x, Tensor) else x for x in self._leaves]
+        return _pytree.tree_unflatten(leaves, self._spec)
+
+    def _refuse_results(self) -> None:
+        for leaf in self._leaves:
+            if isinstance(leaf, Tensor):
+                if type(leaf) is not Tensor or leaf.layout is not torch.strided:
+                    raise CannotCapture(f"it returns a {type(leaf).__name__}")
+            elif not isinstance(leaf, (type(None), bool, int, float, str)):
+                raise CannotCapture(f"it returns a {type(leaf).__name__}")
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copy = arguments_.like(tensor)
+    arguments_.without_repetition(copy).copy_(arguments_.without_repetition(tensor))
+    return copy
+
+
+def _refuse_changed_containers(given: list[Any], now: list[Any]) -> None:
+    if len(given) != len(now) or any(a is not b for a, b in zip(given, now)):
+        raise CannotCapture("it changes a list or dictionary that it is given")
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees each operation of a call: tensors from outside that it reads, and what a graph cannot do again.
+
+    Attributes:
+        externals: tensors that were neither given nor made in the call, one for each memory.
+        refusal: what was raised, if anything was.
+    """
+
+    def __init__(self, device: torch.device, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self._device = device
+        self._given = {_storage(tensor) for tensor in inputs}
+        self._made: dict[int, StorageWeakRef] = {}
+        self.externals: dict[int, Tensor] = {}
+        self.refusal: CannotCapture | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return self._record(func, args, kwargs or {})
+        except CannotCapture as refusal:
+            self.refusal = refusal
+            raise
+
+    def _record(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        read = [tensor for value in (*args, *kwargs.values()) for tensor in _plain_tensors(value)]
+        if func is torch.ops.aten.lift_fresh.default:  # of a tensor made of numbers just now
+            self._make(read[0])
+        here = [tensor for tensor in read if tensor.device == self._device]
+        for tensor in read:
+            storage = _storage(tensor)
+            if storage not in self._given and storage not in self._made:
+                if tensor.device != self._device:
+                    raise CannotCapture(f"it reads a tensor on {tensor.device} ({func})")
+                self.externals.setdefault(storage, tensor)
+        if len(here) < len(read) or "device" in kwargs:
+            self._refuse_copies(func, read, bool(here), kwargs.get("device"))
+        if here:
+            self._refuse_operation(func, args, kwargs)
+        result = func(*args, **kwargs)
+        for tensor in _plain_tensors(result):
+            storage = _storage(tensor)
+            if storage not in self._given and storage not in self.externals:
+                self._make(tensor)
+        return result
+
+    def _make(self, tensor: Tensor) -> None:
+        self._made[_storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
+
+    def _refuse_copies(self, func: Any, read: list[Tensor], reads_here: bool, to: Any) -> None:
+        """From one device to another the host would wait; single numbers are part of a launch."""
+        elsewhere = [tensor for tensor in read if tensor.device != self._device]
+        is_copy = func is torch.ops.aten.copy_.default
+        is_moved = read and to is not None and torch.device(to).type != read[0].device.type
+        if is_moved or (reads_here and any(is_copy or tensor.dim() for tensor in elsewhere)):
+            raise CannotCapture(f"it copies from one device to another ({func})")
+
+    def _refuse_operation(self, func: Any, args: tuple, kwargs: dict) -> None:
+        tags = func.tags
+        if any(tag in tags for tag in _ON_THE_HOST):
+            raise CannotCapture(f"it waits for values on the host ({func})")
+        if _RANDOM in tags:
+            names = [argument.name for argument in func._schema.arguments]
+            given = {**dict(zip(names, args)), **kwargs}
+            # Attention draws numbers for its dropout alone.
+            if "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0:
+                raise CannotCapture(f"it draws random numbers ({func})")
+        if func._schema.is_mutable:
+            self._refuse_writes(func, args, kwargs)
+
+    def _refuse_writes(self, func: Any, args: tuple, kwargs: dict) -> None:
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = kwargs.get(argument.name) if argument.kwarg_only or i >= len(args) else args[i]
+                for tensor in _plain_tensors(value):
+                    if _storage(tensor) in self._given:
+                        raise CannotCapture(f"it writes to a tensor that it is given ({func})")
+
+    def has_kept_any(self, results: Iterator[Tensor]) -> bool:
+        """Whether anything keeps memory of the call's own besides its results."""
+        returned = {_storage(tensor) for tensor in results}
+        kept = [ref for storage, ref in self._made.items() if storage not in returned]
+        if not all(ref.expired() for ref in kept):
+            gc.collect()
+        return not all(ref.expired() for ref in kept)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _plain_tensors(value: Any) -> Iterator[Tensor]:
+    """Those of a value, and those that one of another kind is made of."""
+    if isinstance(value, Tensor):
+        if hasattr(value, "__tensor_flatten__"):
+            for name in value.__tensor_flatten__()[0]:
+                yield from _plain_tensors(getattr(value, name))
+        else:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _plain_tensors(item)

@@ -1,0 +1,137 @@
+"""CUDA's part of a capture: a graph, the memory that graphs share, and the order in which they run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Of all captures and replays, in all threads: a capture is alone, and graphs share memory and libraries'
+# workspaces, so that they have to run one after the other.
+lock = threading.RLock()
+
+
+class Pool:
+    """The memory that the graphs of a pipeline share: what one of them computes in between, the next one may
+    overwrite."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._users = 0
+
+    def enter(self) -> Any:
+        """Its handle, for one graph more. Memory whose graphs are all gone is no pool any longer."""
+        if self._users == 0:
+            self._handle = torch.cuda.graph_pool_handle()
+        self._users += 1
+        return self._handle
+
+    def leave(self) -> None:
+        self._users -= 1
+
+    def __deepcopy__(self, memo: dict) -> Pool:
+        return memo.setdefault(id(self), Pool())
+
+
+class _Device:
+    """What all graphs of one device share."""
+
+    _of: dict[torch.device, _Device] = {}
+
+    def __init__(self, device: torch.device) -> None:
+        # Libraries keep a workspace for each stream.
+        self.capture_stream = torch.cuda.Stream(device)
+        self._last: Any = None  # the stream of the last replay
+        self._done = torch.cuda.Event()
+
+    @classmethod
+    def of(cls, device: torch.device) -> _Device:
+        if device not in cls._of:
+            with torch.cuda.device(device):
+                cls._of[device] = cls(device)
+        return cls._of[device]
+
+    def in_order(self, run: Callable[[], Any]) -> Any:
+        """``run()``, whose work begins when that of the last one is done, on whatever stream that was."""
+        stream = torch.cuda.current_stream()
+        if self._last is not None and self._last != stream:
+            stream.wait_event(self._done)
+        result = run()
+        self._done.record(stream)
+        self._last = stream
+        return result
+
+
+class CudaGraph:
+    """What a function runs on a device, to be run again.
+
+    Attributes:
+        MAY_CAPTURE_NOW: whether the current stream is not being captured by somebody else.
+    """
+
+    def __init__(self, device: torch.device, pool: Pool) -> None:
+        self._shared = _Device.of(device)
+        self._device = device
+        self._pool = pool
+        self._graph: Any = None
+
+    @staticmethod
+    def is_capturing(device: torch.device) -> bool:
+        """Whether somebody captures what is run now."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def capture(self, run: Callable[[], Any]) -> Any:
+        """``run()``, of which nothing is computed yet; the graph is none if it raises."""
+        graph = torch.cuda.CUDAGraph()
+        handle = self._pool.enter()
+        try:
+            with torch.cuda.device(self._device):
+                torch.cuda.synchronize()
+                # What is cached outside of the pool could not be given back while the capture lasts.
+                torch.cuda.empty_cache()
+                with torch.cuda.stream(self._shared.capture_stream):
+                    result = _capture(graph, handle, run)
+        except BaseException:
+            self._pool.leave()
+            raise
+        self._graph = graph
+        return result
+
+    def replay(self, before: Callable[[], None], after: Callable[[], Any]) -> Any:
+        """What ``after()`` returns, of a replay after ``before()``, all on the current stream."""
+
+        def run() -> Any:
+            before()
+            self._graph.replay()
+            return after()
+
+        if torch.cuda.current_device() == self._device.index:
+            return self._shared.in_order(run)
+        with torch.cuda.device(self._device):
+            return self._shared.in_order(run)
+
+    def reset(self) -> None:
+        """Frees what belongs to the graph, when it has run."""
+        if self._graph is not None:
+            torch.cuda.synchronize(self._device)
+            self._graph.reset()
+            self._graph = None
+            self._pool.leave()
+
+
+def _capture(graph: torch.cuda.CUDAGraph, handle: Any, run: Callable[[], Any]) -> Any:
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+    try:
+        result = run()
+    except BaseException:
+        try:
+            graph.capture_end()
+        except Exception:  # it says that the capture failed, which is known
+            _abandon(graph, handle, generator)
+        graph.reset()
+        raise
+    graph.capture_end()
+    return result
