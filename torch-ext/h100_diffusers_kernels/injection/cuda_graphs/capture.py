@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...arguments import PLAIN_TYPES
 from .. import recording
 from . import arguments as arguments_
 from .arguments import Arguments
 from .reasons import CannotCapture
 
+_NUMBERS = frozenset((int, float, bool, type(None), str, torch.dtype, torch.device))
 _RANDOM = torch.Tag.nondeterministic_seeded
 _ON_THE_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -127,6 +130,10 @@ class _Recorder(TorchDispatchMode):
         self.externals: dict[int, Tensor] = {}
         self.refusal: CannotCapture | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in a capture, and the wrapper takes its time at each operation
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             return self._record(func, args, kwargs or {})
@@ -135,29 +142,37 @@ class _Recorder(TorchDispatchMode):
             raise
 
     def _record(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        read = [tensor for value in (*args, *kwargs.values()) for tensor in _plain_tensors(value)]
+        read = _tensors_in(args)
+        if kwargs:
+            read += _tensors_in(kwargs.values())
         if func is torch.ops.aten.lift_fresh.default:  # of a tensor made of numbers just now
-            self._make(read[0])
-        here = [tensor for tensor in read if tensor.device == self._device]
+            self._make(read[0], _storage(read[0]))
+        reads_here = False
+        is_mixed = "device" in kwargs
         for tensor in read:
             storage = _storage(tensor)
-            if storage not in self._given and storage not in self._made:
-                if tensor.device != self._device:
+            is_here = tensor.device == self._device
+            if storage not in self._made and storage not in self._given:
+                if not is_here:
                     raise CannotCapture(f"it reads a tensor on {tensor.device} ({func})")
                 self.externals.setdefault(storage, tensor)
-        if len(here) < len(read) or "device" in kwargs:
-            self._refuse_copies(func, read, bool(here), kwargs.get("device"))
-        if here:
-            self._refuse_operation(func, args, kwargs)
+            reads_here |= is_here
+            is_mixed |= not is_here
+        if is_mixed:
+            self._refuse_copies(func, read, reads_here, kwargs.get("device"))
+        if reads_here:
+            refuse = _checks_of(func)
+            if refuse:
+                self._refuse_operation(func, refuse, args, kwargs)
         result = func(*args, **kwargs)
-        for tensor in _plain_tensors(result):
+        for tensor in _tensors_in((result,)):
             storage = _storage(tensor)
             if storage not in self._given and storage not in self.externals:
-                self._make(tensor)
+                self._make(tensor, storage)
         return result
 
-    def _make(self, tensor: Tensor) -> None:
-        self._made[_storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
+    def _make(self, tensor: Tensor, storage: int) -> None:
+        self._made[storage] = StorageWeakRef(tensor.untyped_storage())
 
     def _refuse_copies(self, func: Any, read: list[Tensor], reads_here: bool, to: Any) -> None:
         """From one device to another the host would wait; single numbers are part of a launch."""
@@ -167,26 +182,19 @@ class _Recorder(TorchDispatchMode):
         if is_moved or (reads_here and any(is_copy or tensor.dim() for tensor in elsewhere)):
             raise CannotCapture(f"it copies from one device to another ({func})")
 
-    def _refuse_operation(self, func: Any, args: tuple, kwargs: dict) -> None:
-        tags = func.tags
-        if any(tag in tags for tag in _ON_THE_HOST):
+    def _refuse_operation(self, func: Any, checks: _Checks, args: tuple, kwargs: dict) -> None:
+        if checks.waits:
             raise CannotCapture(f"it waits for values on the host ({func})")
-        if _RANDOM in tags:
+        if checks.is_random:
             names = [argument.name for argument in func._schema.arguments]
             given = {**dict(zip(names, args)), **kwargs}
             # Attention draws numbers for its dropout alone.
             if "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0:
                 raise CannotCapture(f"it draws random numbers ({func})")
-        if func._schema.is_mutable:
-            self._refuse_writes(func, args, kwargs)
-
-    def _refuse_writes(self, func: Any, args: tuple, kwargs: dict) -> None:
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = kwargs.get(argument.name) if argument.kwarg_only or i >= len(args) else args[i]
-                for tensor in _plain_tensors(value):
-                    if _storage(tensor) in self._given:
-                        raise CannotCapture(f"it writes to a tensor that it is given ({func})")
+        for place, name in checks.written:
+            value = args[place] if place < len(args) else kwargs.get(name)
+            if any(_storage(tensor) in self._given for tensor in _tensors_in((value,))):
+                raise CannotCapture(f"it writes to a tensor that it is given ({func})")
 
     def has_kept_any(self, results: Iterator[Tensor]) -> bool:
         """Whether anything keeps memory of the call's own besides its results."""
@@ -197,18 +205,51 @@ class _Recorder(TorchDispatchMode):
         return not all(ref.expired() for ref in kept)
 
 
+class _Checks(NamedTuple):
+    """What an operation may do that a graph cannot.
+
+    Attributes:
+        waits: whether what it returns depends on values.
+        is_random: whether it may draw random numbers.
+        written: the arguments that it writes to, by place and name.
+    """
+
+    waits: bool
+    is_random: bool
+    written: tuple[tuple[int, str], ...]
+
+
+@functools.cache
+def _checks_of(func: Any) -> _Checks | None:
+    """None if there is nothing to check."""
+    checks = _Checks(
+        any(tag in func.tags for tag in _ON_THE_HOST),
+        _RANDOM in func.tags,
+        tuple(
+            (i, argument.name)
+            for i, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ),
+    )
+    return checks if any(checks) else None
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _plain_tensors(value: Any) -> Iterator[Tensor]:
-    """Those of a value, and those that one of another kind is made of."""
-    if isinstance(value, Tensor):
-        if hasattr(value, "__tensor_flatten__"):
-            for name in value.__tensor_flatten__()[0]:
-                yield from _plain_tensors(getattr(value, name))
-        else:
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _plain_tensors(item)
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Those among some values, and those that others are made of."""
+    found: list[Tensor] = []
+    for value in values:
+        kind = type(value)
+        if kind in PLAIN_TYPES:
+            found.append(value)
+        elif kind in _NUMBERS:
+            continue
+        elif isinstance(value, (list, tuple)):
+            found += _tensors_in(value)
+        elif isinstance(value, Tensor):
+            parts = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else ()
+            found += _tensors_in([getattr(value, part) for part in parts]) if parts else [value]
+    return found

@@ -65,11 +65,7 @@ class _Device:
 
 
 class CudaGraph:
-    """What a function runs on a device, to be run again.
-
-    Attributes:
-        MAY_CAPTURE_NOW: whether the current stream is not being captured by somebody else.
-    """
+    """What a function runs on a device, to be run again."""
 
     def __init__(self, device: torch.device, pool: Pool) -> None:
         self._shared = _Device.of(device)
@@ -122,16 +118,24 @@ class CudaGraph:
 
 
 def _capture(graph: torch.cuda.CUDAGraph, handle: Any, run: Callable[[], Any]) -> Any:
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    device = torch.cuda.current_device()
     graph.capture_begin(pool=handle, capture_error_mode="thread_local")
     try:
         result = run()
+        graph.capture_end()
     except BaseException:
         try:
             graph.capture_end()
-        except Exception:  # it says that the capture failed, which is known
-            _abandon(graph, handle, generator)
+        except Exception:  # it says that the capture has failed, which is known
+            _abandon(device, handle)
         graph.reset()
         raise
-    graph.capture_end()
     return result
+
+
+def _abandon(device: int, handle: Any) -> None:
+    """What PyTorch leaves undone at the end of a capture in which the host waited for the device."""
+    torch._C._cuda_endAllocateToPool(device, handle)
+    # Its generator is told of the end by a capture that succeeds. Another one in its place knows of none.
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())

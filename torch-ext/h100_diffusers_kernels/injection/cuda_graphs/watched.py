@@ -13,9 +13,9 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -71,6 +71,8 @@ class WatchedState:
         self._places: list[str] = []  # of each namespace, for the log
         self._namespaces: list[dict] = []
         self._names: list[tuple] = []
+        self._sizes: list[int] = []
+        self._getters: list[Callable[[dict], tuple]] = []  # of the values of these names
         self._values: list[Any] = []  # of all namespaces, one after the other
         self._empty: list[dict] = []
         self._sequences: list[Any] = []
@@ -81,6 +83,7 @@ class WatchedState:
         self._tensors: list[Tensor] = []
         self._libraries: list[types.ModuleType | type] = []  # whose names are looked at
         self._library_values: list[Any] = []
+        self._getter_of: dict[tuple, Callable[[dict], tuple]] = {}
         self._walk(root)
         self._memory = self._read_memory()
 
@@ -95,8 +98,8 @@ class WatchedState:
         """Whether all of it is as it was."""
         return (
             all(map(is_, map(type, self._instances), self._classes))
-            and list(map(tuple, self._namespaces)) == self._names
-            and self._same(self._namespace_values(), self._values)
+            and list(map(len, self._namespaces)) == self._sizes
+            and self._holds_values()
             and not any(self._empty)
             and list(map(len, self._sequences)) == list(map(len, self._items))
             and self._same(chain.from_iterable(self._sequences), chain.from_iterable(self._items))
@@ -106,8 +109,12 @@ class WatchedState:
             and self._read_memory() == self._memory
         )
 
-    def _namespace_values(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._namespaces))
+    def _holds_values(self) -> bool:
+        try:
+            found = [get(namespace) for get, namespace in zip(self._getters, self._namespaces)]
+            return self._same(chain.from_iterable(found), self._values)
+        except KeyError:
+            return False
 
     def _holds_root(self, root: nn.Module) -> bool:
         names, values = _around_left_out(root)
@@ -118,8 +125,8 @@ class WatchedState:
         return (
             list(map(Tensor.data_ptr, tensors)),
             list(map(Tensor.stride, tensors)),
-            [tensor.shape for tensor in tensors],
-            [tensor.dtype for tensor in tensors],
+            list(map(Tensor.size, tensors)),
+            list(map(_dtype_of, tensors)),
         )
 
     @staticmethod
@@ -159,8 +166,9 @@ class WatchedState:
         values = iter(self._values)
         for place, namespace, names in zip(self._places, self._namespaces, self._names):
             then = dict(zip(names, values))
-            for name in {**then, **namespace}:
-                if name not in then or name not in namespace:
+            now = {name: value for name, value in namespace.items() if name not in _BOOKKEEPING}
+            for name in {**then, **now}:
+                if name not in then or name not in now:
                     return f"{place}.{name} is new or gone"
                 if not is_equal(namespace[name], then[name]):
                     return f"{place}.{name} is another"
@@ -262,7 +270,7 @@ class WatchedState:
         self._see_class(place, type(module))
         self._instances.append(module)
         self._classes.append(type(module))
-        self._namespace(place, state)
+        self._namespace(place, state, _BOOKKEEPING)
         return [(name, value) for name, value in state.items() if name not in _BOOKKEEPING]
 
     def _see_hooks(self, place: str, module: nn.Module) -> None:
@@ -306,11 +314,27 @@ class WatchedState:
             if isinstance(function, types.FunctionType):
                 _refuse_unknown(place, function.__globals__.get("__name__"))
 
-    def _namespace(self, place: str, namespace: dict) -> None:
+    def _namespace(self, place: str, namespace: dict, left_out: frozenset = frozenset()) -> None:
+        names = tuple([name for name in namespace if name not in left_out])
+        getter = self._getter_of.get(names)
+        if getter is None:
+            getter = self._getter_of[names] = _getter(names)
         self._places.append(place)
         self._namespaces.append(namespace)
-        self._names.append(tuple(namespace))
-        self._values.extend(namespace.values())
+        self._names.append(names)
+        self._sizes.append(len(namespace))
+        self._getters.append(getter)
+        self._values.extend(getter(namespace))
+
+
+def _getter(names: tuple) -> Callable[[dict], tuple]:
+    """Of these names' values in a dictionary."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda namespace: tuple([namespace[name] for name in names])
+
+
+_dtype_of = Tensor.dtype.__get__
 
 
 def is_equal(a: Any, b: Any) -> bool:
@@ -329,9 +353,9 @@ def is_equal(a: Any, b: Any) -> bool:
 
 
 def _put_back(namespace: dict, before: dict) -> None:
-    if list(namespace) != list(before) or any(namespace[k] is not v for k, v in before.items()):
-        namespace.clear()
-        namespace.update(before)
+    for name in [name for name in namespace if name not in before and name not in _BOOKKEEPING]:
+        del namespace[name]
+    namespace.update(before)
 
 
 def _around_left_out(root: nn.Module) -> tuple[list[str], list[Any]]:
