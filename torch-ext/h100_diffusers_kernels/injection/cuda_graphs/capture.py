@@ -127,6 +127,7 @@ class _Recorder(TorchDispatchMode):
         self._device = device
         self._given = {_storage(tensor) for tensor in inputs}
         self._made: dict[int, StorageWeakRef] = {}
+        self._elsewhere: set[int] = set()  # of what was made, on other devices
         self.externals: dict[int, Tensor] = {}
         self.refusal: CannotCapture | None = None
 
@@ -146,33 +147,34 @@ class _Recorder(TorchDispatchMode):
         if kwargs:
             read += _tensors_in(kwargs.values())
         if func is torch.ops.aten.lift_fresh.default:  # of a tensor made of numbers just now
-            self._make(read[0], _storage(read[0]))
-        reads_here = False
-        is_mixed = "device" in kwargs
-        for tensor in read:
-            storage = _storage(tensor)
-            is_here = tensor.device == self._device
+            self._make(read[0], _storage(read[0]), False)
+        storages = [_storage(tensor) for tensor in read]
+        for tensor, storage in zip(read, storages):
             if storage not in self._made and storage not in self._given:
-                if not is_here:
+                if tensor.device != self._device:
                     raise CannotCapture(f"it reads a tensor on {tensor.device} ({func})")
                 self.externals.setdefault(storage, tensor)
-            reads_here |= is_here
-            is_mixed |= not is_here
-        if is_mixed:
+        reads_elsewhere = self._elsewhere and not self._elsewhere.isdisjoint(storages)
+        reads_here = bool(read) and not (reads_elsewhere and self._elsewhere.issuperset(storages))
+        if reads_elsewhere or "device" in kwargs:
             self._refuse_copies(func, read, reads_here, kwargs.get("device"))
         if reads_here:
-            refuse = _checks_of(func)
-            if refuse:
-                self._refuse_operation(func, refuse, args, kwargs)
+            checks = _checks_of(func)
+            if checks is not None:
+                self._refuse_operation(func, checks, args, kwargs)
         result = func(*args, **kwargs)
         for tensor in _tensors_in((result,)):
             storage = _storage(tensor)
-            if storage not in self._given and storage not in self.externals:
-                self._make(tensor, storage)
+            if storage not in storages:
+                self._make(tensor, storage, reads_here)
         return result
 
-    def _make(self, tensor: Tensor, storage: int) -> None:
+    def _make(self, tensor: Tensor, storage: int, is_here: bool) -> None:
         self._made[storage] = StorageWeakRef(tensor.untyped_storage())
+        if is_here or tensor.device == self._device:
+            self._elsewhere.discard(storage)
+        else:
+            self._elsewhere.add(storage)
 
     def _refuse_copies(self, func: Any, read: list[Tensor], reads_here: bool, to: Any) -> None:
         """From one device to another the host would wait; single numbers are part of a launch."""

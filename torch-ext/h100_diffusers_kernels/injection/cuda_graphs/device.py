@@ -116,26 +116,30 @@ class CudaGraph:
             self._graph = None
             self._pool.leave()
 
+    def __del__(self) -> None:
+        if self._graph is not None:
+            self._pool.leave()
+
 
 def _capture(graph: torch.cuda.CUDAGraph, handle: Any, run: Callable[[], Any]) -> Any:
     device = torch.cuda.current_device()
-    graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+    # A capture takes the state of the default generator away from other threads, which may draw from it
+    # meanwhile: it gets another one, as nothing that is captured draws any.
+    generator = torch.cuda.default_generators[device]
+    state = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(generator.clone_state())
+    try:
+        graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+    finally:
+        generator.graphsafe_set_state(state)
     try:
         result = run()
         graph.capture_end()
     except BaseException:
         try:
             graph.capture_end()
-        except Exception:  # it says that the capture has failed, which is known
-            _abandon(device, handle)
+        except Exception:  # it says that the capture has failed, which is known, and leaves this undone
+            torch._C._cuda_endAllocateToPool(device, handle)
         graph.reset()
         raise
     return result
-
-
-def _abandon(device: int, handle: Any) -> None:
-    """What PyTorch leaves undone at the end of a capture in which the host waited for the device."""
-    torch._C._cuda_endAllocateToPool(device, handle)
-    # Its generator is told of the end by a capture that succeeds. Another one in its place knows of none.
-    generator = torch.cuda.default_generators[device]
-    generator.graphsafe_set_state(generator.clone_state())

@@ -42,6 +42,8 @@ _BOOKKEEPING = frozenset(
         *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
     )
 )
+# Where diffusers keeps which function attention is computed by.
+_DISPATCH, _REGISTRY = "diffusers.models.attention_dispatch", "_AttentionBackendRegistry"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Of the module itself, what is around its forward. It holds what holds this, so this must not hold it.
 _AROUND = frozenset(
@@ -214,6 +216,10 @@ class WatchedState:
         self._classes, classes = self._classes[1:], list(dict.fromkeys(self._classes))
         self._libraries = list(_libraries_of(classes))
         self._library_values = list(_values_of(self._libraries))
+        registry = getattr(sys.modules.get(_DISPATCH), _REGISTRY, None)
+        for name, value in vars(registry).items() if registry is not None else ():
+            if isinstance(value, dict):
+                self._namespace(f"{_REGISTRY}.{name}", value)
 
     def _see(self, place: str, value: Any) -> Iterable[tuple[Any, Any]]:
         """Keeps what a value is, and returns what it consists of."""
@@ -354,8 +360,10 @@ def is_equal(a: Any, b: Any) -> bool:
 
 def _put_back(namespace: dict, before: dict) -> None:
     for name in [name for name in namespace if name not in before and name not in _BOOKKEEPING]:
-        del namespace[name]
-    namespace.update(before)
+        dict.__delitem__(namespace, name)
+    for name, value in before.items():
+        if namespace.get(name, namespace) is not value:
+            dict.__setitem__(namespace, name, value)
 
 
 def _around_left_out(root: nn.Module) -> tuple[list[str], list[Any]]:
@@ -394,11 +402,9 @@ def _libraries_of(classes: Iterable[type]) -> Iterator[types.ModuleType | type]:
     for name in sorted(files | {"torch", "torch.nn.functional", "torch._C._nn"}):
         if name in sys.modules:
             yield sys.modules[name]
-    registry = getattr(
-        sys.modules.get("diffusers.models.attention_dispatch"), "_AttentionBackendRegistry", None
-    )
-    if registry is not None and registry not in bases:
-        yield registry  # keeps the backend that is active
+    registry = getattr(sys.modules.get(_DISPATCH), _REGISTRY, None)
+    if registry is not None:
+        yield registry
     yield Tensor
 
 
