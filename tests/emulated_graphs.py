@@ -67,6 +67,12 @@ class _Record(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is torch.ops.aten.lift_fresh.default:  # a constant, written in the call
+            self._made[_storage(args[0])] = args[0].untyped_storage().clone()
+            return func(*args)
+        if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+            with self:  # which operations it is made of depends on more than its operands
+                return func.decompose(*args, **kwargs)
         operands = tree_map_only(Tensor, self.at_address, (args, kwargs))
         read = {_storage(tensor) for tensor in _tensors_of((args, kwargs))}
         result = func(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,18 +19,18 @@ class Pool:
     overwrite."""
 
     def __init__(self) -> None:
-        self._handle: Any = None
-        self._users = 0
+        self._handles: dict[torch.device, Any] = {}
+        self._users: collections.Counter[torch.device] = collections.Counter()
 
-    def enter(self) -> Any:
+    def enter(self, device: torch.device) -> Any:
         """Its handle, for one graph more. Memory whose graphs are all gone is no pool any longer."""
-        if self._users == 0:
-            self._handle = torch.cuda.graph_pool_handle()
-        self._users += 1
-        return self._handle
+        if self._users[device] == 0:
+            self._handles[device] = torch.cuda.graph_pool_handle()
+        self._users[device] += 1
+        return self._handles[device]
 
-    def leave(self) -> None:
-        self._users -= 1
+    def leave(self, device: torch.device) -> None:
+        self._users[device] -= 1
 
     def __deepcopy__(self, memo: dict) -> Pool:
         return memo.setdefault(id(self), Pool())
@@ -58,10 +59,11 @@ class _Device:
         stream = torch.cuda.current_stream()
         if self._last is not None and self._last != stream:
             stream.wait_event(self._done)
-        result = run()
-        self._done.record(stream)
-        self._last = stream
-        return result
+        try:
+            return run()
+        finally:
+            self._done.record(stream)
+            self._last = stream
 
 
 class CudaGraph:
@@ -81,7 +83,7 @@ class CudaGraph:
     def capture(self, run: Callable[[], Any]) -> Any:
         """``run()``, of which nothing is computed yet; the graph is none if it raises."""
         graph = torch.cuda.CUDAGraph()
-        handle = self._pool.enter()
+        handle = self._pool.enter(self._device)
         try:
             with torch.cuda.device(self._device):
                 torch.cuda.synchronize()
@@ -90,7 +92,7 @@ class CudaGraph:
                 with torch.cuda.stream(self._shared.capture_stream):
                     result = _capture(graph, handle, run)
         except BaseException:
-            self._pool.leave()
+            self._pool.leave(self._device)
             raise
         self._graph = graph
         return result
@@ -114,11 +116,11 @@ class CudaGraph:
             torch.cuda.synchronize(self._device)
             self._graph.reset()
             self._graph = None
-            self._pool.leave()
+            self._pool.leave(self._device)
 
     def __del__(self) -> None:
         if self._graph is not None:
-            self._pool.leave()
+            self._pool.leave(self._device)
 
 
 def _capture(graph: torch.cuda.CUDAGraph, handle: Any, run: Callable[[], Any]) -> Any:

@@ -29,7 +29,8 @@ logger = logging.getLogger("h100_diffusers_kernels")
 
 # What captures and replays on a type of device.
 GRAPHS: dict[str, Any] = {"cuda": CudaGraph}
-_CHANGES_OFTEN = "it changed at each of the last calls"
+_CHANGED_OFTEN = "it changed at each of the last calls"
+_CHANGES_ITSELF = "its forward changes what it is made of"
 # Signatures that are known to have been called once, or to be refused, for each graph that may be kept.
 _REMEMBERED = 16
 # Calls that run as they are before what was refused, or changed again, is looked at anew: twice as many each time.
@@ -135,7 +136,7 @@ class GraphedForward(StandIn):
         if not self._state.holds(module):
             change = self._state.difference(module)
             self.forget()
-            self._wait(_CHANGES_OFTEN)
+            self._wait(_CHANGED_OFTEN if self._patience else FIRST_CALL)
             logger.info("%s: CUDA graphs are dropped, as %s", self.tally.name or "the model", change)
             return FIRST_CALL
         if key in self._refused:
@@ -158,13 +159,16 @@ class GraphedForward(StandIn):
                 sentence = str(error).partition("\n")[0]
                 raise CannotCapture(f"to capture it raises {type(error).__name__}: {sentence}") from None
             raise
-        self.tally.captured += 1
         result = capture.replay(call.tensors)
         if capture.leaks or not state.holds(module):
             # What it keeps has its values by now, but a replay would not do the same again.
-            self._remember(self._refused, key, "its forward changes what it is made of")
             capture.reset()
+            self.forget()
+            self._patience = max(1, self._patience)
+            self._wait(_CHANGES_ITSELF)
+            self.tally.count_uncaptured(_CHANGES_ITSELF)
             return result
+        self.tally.captured += 1
         self._captures[key] = capture
         while len(self._captures) > self._limit:
             self._captures.popitem(last=False)[1].reset()
@@ -179,7 +183,6 @@ class GraphedForward(StandIn):
                 self._state = WatchedState(module)
             except CannotCapture as refusal:
                 self._wait(refusal.reason)
-                self._refusal = refusal.reason
                 return
         if key not in self._captures:
             self._remember(self._once, key, None)
@@ -188,8 +191,7 @@ class GraphedForward(StandIn):
         """To look at a module takes as long as a few blocks' host time: not at each of its calls."""
         self._calls_to_wait = self._patience
         self._patience = min(max(1, 2 * self._patience), _MOST_CALLS_BETWEEN_LOOKS)
-        if self._calls_to_wait:
-            self._refusal = reason
+        self._refusal = reason
 
     def _remember(self, remembered: _Remembered, key: Hashable, value: Any) -> None:
         remembered[key] = value
