@@ -230,8 +230,7 @@ def measure_forward(
     settings: Settings,
 ) -> dict[str, Any]:
     """All modes of one forward, with all weights."""
-    with models.weights(model, weights[0]), torch.inference_mode():
-        model(**arguments)  # makes the libraries load, whatever mode is first
+    model(**arguments)  # makes the libraries load, whatever mode is first
     subjects = {}
     for mode in modes:
         subjects[mode] = start(mode, model, arguments, settings)
