@@ -1,19 +1,20 @@
-"""One forward of published models replayed from CUDA graphs, beside eager, torch.compile and the plain injected one.
+"""One forward of published models replayed from CUDA graphs, beside eager, compiled and injected without.
 
-All under torch.inference_mode, over one set of weights, in turns. Of each mode: the host's time (from the call
-to its return, on an idle GPU), the time of a forward amid others back to back as a denoising loop calls it, the
-GPU's time for its kernels, its first calls, of which the second one captures, and the memory that it took. At the
-published sizes, and of every model at few tokens, where the host decides. A forward that is replayed must have the
-bits of one that is not, and every timed call must have been replayed: else it fails. Each run is of all models, or
-of some; the tables show the newest figures of each. Writes to benchmarks/results/cuda_graphs:
+All under torch.inference_mode, over one set of weights, in turns. Of each mode: the host's time (from the
+call to its return, on an idle GPU), the time of a forward amid others back to back as a denoising loop
+calls it, the GPU's time for its kernels, its first calls, of which the second one captures, and the memory
+that it took. At the published sizes, and of every model at few tokens, where the host decides. A forward
+that is replayed must have the bits of one that is not, and every timed call must have been replayed: else
+it fails. Each run is of all models, or of some; the tables show the newest figures of each. Writes to
+benchmarks/results/cuda_graphs:
 
     python benchmarks/bench_cuda_graphs.py
     python benchmarks/bench_cuda_graphs.py --model ltx --sizes 49x512x768 --rounds 10
     python benchmarks/bench_cuda_graphs.py --model flux2,sd3,qwenimage,wan,cosmos,auraflow,allegro
     python benchmarks/bench_cuda_graphs.py --device cpu --tiny --output /tmp/cuda_graphs.json
 
-On a CPU, which has no CUDA graphs, the modes that need them are left out. bench_cuda_graphs_memory.py is of what
-graphs of many shapes hold.
+On a CPU, which has no CUDA graphs, the modes that need them are left out. bench_cuda_graphs_memory.py is of
+what graphs of many shapes hold.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import record
 import sdxl
 import timing
 import torch
+import torch._dynamo.utils
 import wan_small
 from options import ALL, DEVICE, DTYPE, MODELS, SIZES, TINY, Models, modes_on, modes_option
 from tabulate import tabulate
@@ -82,6 +84,7 @@ class Subject:
     report: Any
     calls_ms: list[float]
     memory: dict[str, int]
+    skipped: int  # compiled graphs that torch.compile did not put into CUDA graphs
 
 
 @contextlib.contextmanager
@@ -110,11 +113,17 @@ def memory(device: torch.device) -> Iterator[dict[str, int]]:
     grown.update({f"peak_{name}": most - before[name] for name, most in bytes_("max_").items()})
 
 
+def graphs_skipped() -> int:
+    """How many compiled graphs were not put into CUDA graphs so far, though the mode asks for it."""
+    return torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+
+
 def start(
     mode: str, model: torch.nn.Module, arguments: Mapping[str, object], settings: Settings
 ) -> Subject:
     """The model in the given mode, over the weights of `model`, after its first calls, one by one."""
     device = settings.device
+    skipped = graphs_skipped()
     instance = models.twin(model)
     report = None
     if mode.startswith("injected"):
@@ -127,13 +136,13 @@ def start(
 
     with memory(device) as grown:
         calls_ms = [timing.wall_milliseconds(forward, device) for _ in range(FIRST_CALLS)]
-    return Subject(forward, report, calls_ms, grown)
+    return Subject(forward, report, calls_ms, grown, graphs_skipped() - skipped)
 
 
 def capturing(
     model: torch.nn.Module, arguments: Mapping[str, object], settings: Settings, last: Subject
 ) -> dict[str, dict[str, float]]:
-    """The first call, which is as it is without graphs, and the second one, which captures; of several models."""
+    """The first call, which runs as it is, and the second one, which captures; of several models."""
     calls_ms = [last.calls_ms]
     for _ in range(CAPTURES - 1):
         calls_ms.append(start(models.GRAPHS, model, arguments, settings).calls_ms)
@@ -155,6 +164,8 @@ def first_calls(
         mode: {"calls_ms": subject.calls_ms, "memory": subject.memory}
         for mode, subject in subjects.items()
     }
+    if models.REDUCE_OVERHEAD in subjects:
+        entries[models.REDUCE_OVERHEAD]["graphs_skipped"] = subjects[models.REDUCE_OVERHEAD].skipped
     if models.GRAPHS in subjects:
         entry = entries[models.GRAPHS]
         entry.update(capturing(model, arguments, settings, subjects[models.GRAPHS]))
@@ -299,6 +310,8 @@ def show(entry: Mapping[str, Any]) -> None:
         sizes = ", ".join(f"{k} {v / 2**20:.0f} MiB" for k, v in measured["memory"].items())
         times = ", ".join(f"{time_:.1f}" for time_ in measured["calls_ms"])
         click.echo(f"{mode}: first calls {times} ms; memory {sizes or 'not counted'}")
+        if measured.get("graphs_skipped"):
+            click.echo(f"{mode} RAN WITHOUT CUDA GRAPHS: torch.compile left them out")
 
 
 def is_whole(published: Sequence[ModuleType], sizes: Sequence[Any] | None) -> bool:
@@ -332,9 +345,7 @@ def is_whole(published: Sequence[ModuleType], sizes: Sequence[Any] | None) -> bo
 @click.option("--profiled-calls", type=click.IntRange(min=1), default=2, show_default=True)
 @record.output_option("cuda_graphs")
 @torch.no_grad()
-def main(
-    model, sizes, modes, weights, device, dtype, tiny, rounds, profiled_calls, output
-) -> None:
+def main(model, sizes, modes, weights, device, dtype, tiny, rounds, profiled_calls, output) -> None:
     """Time forwards that are replayed from CUDA graphs, beside others."""
     modes = modes_on(device, modes)
     injected = any(mode.startswith("injected") for mode in modes)

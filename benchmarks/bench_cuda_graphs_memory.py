@@ -1,9 +1,10 @@
 """The GPU memory that CUDA graphs of many shapes hold, of which only some are kept at a time.
 
-An injected LTX-Video of few blocks is called 2,000 times with 45 shapes, in runs of 2 to 6 calls of one shape, so
-that graphs are captured, replayed and given up all the time. Reserved memory must end no higher than the limit on
-graphs explains: what the same calls reserve without graphs, and as many times as graphs are kept what a graph of the
-largest shape takes. Else it fails. Writes to benchmarks/results/cuda_graphs_memory, on a GPU:
+An injected LTX-Video of few blocks is called 2,000 times with 45 shapes, in runs of 2 to 6 calls of one
+shape, so that graphs are captured, replayed and given up all the time. Reserved memory must end no higher
+than the limit on graphs explains: what the same calls reserve without graphs, and as many times as graphs
+are kept what a graph of the largest shape takes. Else it fails. Writes to
+benchmarks/results/cuda_graphs_memory, on a GPU:
 
     python benchmarks/bench_cuda_graphs_memory.py
     python benchmarks/bench_cuda_graphs_memory.py --calls 500 --limit 4 --output /tmp/memory.json

@@ -59,7 +59,7 @@ def newest(name: str, device: str, results: Path = RESULTS) -> dict | None:
 def shown(
     name: str, results: Path = RESULTS, counts: Callable[[dict], bool] = lambda result: True
 ) -> dict | None:
-    """The result that the documents show: the newest that counts, of the first of SHOWN_CARDS that has one."""
+    """The result that the documents show: the newest that counts, of the first of SHOWN_CARDS with one."""
     counted = [result for result in kept(name, results) if counts(result)]
     of_card = {card(result["environment"]): result for result in counted}
     for wanted in SHOWN_CARDS:
@@ -73,7 +73,7 @@ def gathered(
 ) -> dict | None:
     """Of a benchmark that may run a part at a time: the newest of each part, on the card that is shown.
 
-    `parts` is where a result lists them; the answer lists them so, and under "runs" the results that they are of.
+    `parts` is where a result lists them; so does the answer, and under "runs" the results that they are of.
     """
     newest_ = shown(name, results)
     if newest_ is None:

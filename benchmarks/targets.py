@@ -83,8 +83,8 @@ TITLES = {
     **WITHOUT_FAMILY,
 }
 COMPILED = ("compiled", "compiled-regional")  # of a whole model, and of its blocks
-# Forwards that are replayed from CUDA graphs, with MODEL_WEIGHTS: the result's name and size; over what, how many
-# times as fast.
+# Forwards that are replayed from CUDA graphs, with MODEL_WEIGHTS: the result's name and size; over what, how
+# many times as fast.
 GRAPHS, REDUCE_OVERHEAD = "injected+graphs", "compiled-reduce-overhead"
 GRAPH_FORWARDS = (
     ("models", "49x512x768", "eager", 1.90),
@@ -424,7 +424,9 @@ def host_share(result: Mapping | None, name: str) -> float | None:
 
 def gathered_forwards(results: Path) -> dict | None:
     """The newest figures of each forward with CUDA graphs, and the runs that they are of."""
-    gathered = history.gathered("cuda_graphs", "forwards", lambda f: (f["name"], f["size"]), results)
+    gathered = history.gathered(
+        "cuda_graphs", "forwards", lambda f: (f["name"], f["size"]), results
+    )
     if gathered is not None:
         order = list(TITLES)
         gathered["forwards"].sort(key=lambda f: (order.index(f["name"]), f["tokens"]))
@@ -438,7 +440,7 @@ def of_weights(forward: Mapping | None, weights: str = MODEL_WEIGHTS) -> Mapping
 
 
 def over_mode(forward: Mapping | None, other: str, mode: str = GRAPHS) -> float | None:
-    """How many times as fast as another mode, amid forwards back to back; "compiled" is the faster of COMPILED."""
+    """How many times as fast as another mode, back to back; "compiled" is the faster of COMPILED."""
     measured = of_weights(forward)
     over = measured["speedups"].get(mode, {})
     if other == "compiled":

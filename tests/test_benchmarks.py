@@ -404,7 +404,9 @@ def test_weights_give_the_scores_their_standard_deviation(tiny, name, published,
     assert len(stds) == count
     assert stds == [pytest.approx(models.WEIGHTS[name], rel=tolerance)] * count
     expected = {f"{a}.{x}" for a in attentions.split() for x in parameters.split()}
-    assert {".".join(key.split(".")[-3:]) for key in changed} == (expected if name == "peaked" else set())
+    assert {".".join(key.split(".")[-3:]) for key in changed} == (
+        expected if name == "peaked" else set()
+    )
     for key, weight in model.state_dict().items():
         assert torch.equal(weight, before[key]), "the weights are what they were"
 
@@ -451,9 +453,7 @@ def test_blocks_of_a_kind_share_what_is_compiled(tiny, published, graphs):
 @pytest.mark.parametrize("mode", models.MODES)
 def test_modes_that_compile(mode, monkeypatch):
     done = []
-    monkeypatch.setattr(
-        models, "compile_whole", lambda model, mode="whole": done.append(mode)
-    )
+    monkeypatch.setattr(models, "compile_whole", lambda model, mode="whole": done.append(mode))
     monkeypatch.setattr(models, "compile_blocks", lambda model: done.append("blocks"))
     expected = {"compiled": "whole", "injected+compiled": "whole", "compiled-regional": "blocks"}
     expected["compiled-reduce-overhead"] = "reduce-overhead"

@@ -1,31 +1,37 @@
-"""The benchmarks of CUDA graphs: what they refuse to time, a tiny run, and the tables, aims and plot of the results."""
+"""The benchmarks of CUDA graphs: what they refuse to time, a tiny run, and what is made of the results."""
 
 import json
+import sys
 import types
+from pathlib import Path
 
 import click
 import pytest
 import torch
 from click.testing import CliRunner
-from test_benchmarks import CPU, ENVIRONMENT, load, rendered, rows_of, store
 
-import bench_cuda_graphs as benchmark
-import bench_cuda_graphs_memory as of_memory
-import bench_host_forward
-import bench_models
-import bench_pipeline
-import cuda_graphs
-import flux
-import history
-import ltx
-import models
-import options
-import render_docs
-import render_plots
-import sdxl
-import targets
-import timing
-from checks import one_thread
+CHECKOUT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(CHECKOUT / "benchmarks"), str(CHECKOUT / "tools")]
+
+import bench_cuda_graphs as benchmark  # noqa: E402
+import bench_cuda_graphs_memory as of_memory  # noqa: E402
+import bench_host_forward  # noqa: E402
+import bench_models  # noqa: E402
+import bench_pipeline  # noqa: E402
+import cuda_graphs  # noqa: E402
+import flux  # noqa: E402
+import history  # noqa: E402
+import ltx  # noqa: E402
+import models  # noqa: E402
+import options  # noqa: E402
+import sdxl  # noqa: E402
+import targets  # noqa: E402
+import timing  # noqa: E402
+
+import render_docs  # noqa: E402
+import render_plots  # noqa: E402
+from checks import one_thread  # noqa: E402
+from test_benchmarks import CPU, ENVIRONMENT, load, rendered, rows_of, store  # noqa: E402
 
 LEFT_OUT = "Not measured: injected+graphs, as there are no CUDA graphs on a CPU."
 
@@ -112,7 +118,7 @@ def test_wall_time_is_of_calls_that_nothing_waits_between(monkeypatch):
 
 
 class Replaying:
-    """In place of the kernels, on a CPU: counts the calls as graphs would be, and gives what it is told to."""
+    """In place of the kernels, on a CPU: counts calls as if they were replayed, and may change the output."""
 
     def __init__(self, is_replayed=True, error=0.0):
         self.is_replayed, self.error = is_replayed, error
@@ -172,6 +178,25 @@ def test_measured_forward():
 def test_captured_forward_with_other_bits_is_not_timed(modes):
     with pytest.raises(RuntimeError, match="values of a captured forward are not those of"):
         measured(Replaying(error=1e-6), modes)
+
+
+def test_graphs_that_torch_compile_leaves_out_are_recorded(monkeypatch):
+    def compile_(model, mode):
+        if mode == models.REDUCE_OVERHEAD:
+            torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] += skips
+
+    monkeypatch.setattr(models, "compile_as", compile_)
+    model = ltx.transformer(CPU, torch.float32, tiny=True)
+    arguments = ltx.inputs(model, ltx.TINY_SIZES[0], CPU, torch.float32)
+    settings = benchmark.Settings(None, CPU, torch.float32, ("peaked",), 1, 1, True)
+    for skips in (0, 2):
+        subjects = {}
+        for mode in ("eager", models.REDUCE_OVERHEAD):
+            with one_thread(), torch.no_grad():
+                subjects[mode] = benchmark.start(mode, model, arguments, settings)
+        entries = benchmark.first_calls(subjects, model, arguments, settings)
+        assert entries[models.REDUCE_OVERHEAD]["graphs_skipped"] == skips
+        assert "graphs_skipped" not in entries["eager"]
 
 
 def test_forward_that_is_not_replayed_is_not_timed_as_one():
@@ -319,7 +344,7 @@ def test_table_of_memory(tmp_path):
 def made_up_forward(
     name="models", size="49x512x768", kind="published", weights="peaked", graphs=30.0, **others
 ):
-    """Eager takes 60 ms and 30 of the host, the kernels of the graph 29 ms; the capturing call two plain ones."""
+    """Eager takes 60 ms and 30 of the host, its kernels 29 ms; the capturing call two plain ones."""
     walls = {"eager": 60.0, **others, "injected": 40.0, models.GRAPHS: graphs}
     hosts = {mode: 0.5 * wall for mode, wall in walls.items()}
     modes = {
@@ -450,7 +475,7 @@ def test_tables_and_plot(tmp_path):
     assert rows[-1][3:] == ["30.00 ms", *ratios, *times]
     (row,) = rows_of(tmp_path, "cuda_graphs_small")
     assert row == [
-        "the flux, 128×128: 2×(64 + 128) tokens",
+        "the flux, 128×128: 2×(64 + 128)",
         *("60.00 ms", "40.00 ms", "30.00 ms", "30.00 ms", "20.00 ms", "15.00 ms"),
         *("29.00 ms", "1.03×", "1.07×"),
     ]

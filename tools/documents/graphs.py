@@ -96,14 +96,14 @@ def cuda_graphs_small(results: Path) -> str:
         graphs = measured.get(targets.GRAPHS, {})
         rows.append(
             [
-                f"{label(forward)}: {forward['batch']}×({forward['tokens']} + {forward['text_tokens']}) tokens",
+                f"{label(forward)}: {forward['batch']}×({forward['tokens']} + {forward['text_tokens']})",
                 *(milliseconds(median(measured.get(mode, {}), "wall_ms")) for mode in modes),
                 *(milliseconds(median(measured.get(mode, {}), "host_ms")) for mode in modes),
                 milliseconds(graphs.get("busy_ms")),
                 *(times(graphs.get(key)) for key in ("wall_over_busy", "wall_over_covered")),
             ]
         )
-    headers = ["one forward", "eager", "injected", "with graphs"]
+    headers = ["one forward, tokens", "eager", "injected", "with graphs"]
     headers += ["host time: eager", "injected", "with graphs", "its kernels"]
     headers += ["time over its kernels'", "over the time with a kernel"]
     return markdown(rows, headers) + where(gathered)
@@ -124,7 +124,10 @@ def cuda_graphs_first_calls(results: Path) -> str:
         rows.append(
             [
                 label(forward),
-                *(milliseconds(median(graphs, key)) for key in ("first_call_ms", "capturing_call_ms")),
+                *(
+                    milliseconds(median(graphs, key))
+                    for key in ("first_call_ms", "capturing_call_ms")
+                ),
                 times(graphs.get("capturing_over_plain")),
                 *(
                     mebibytes(of["memory"], key)
@@ -146,7 +149,10 @@ def cuda_graphs_memory(results: Path) -> str:
         return unmeasured(MEMORY)
     result = load(results, MEMORY)
     rows = [
-        [MODE_NAMES[mode], *(mebibytes(result[key], name) for name in ("peak_first", "peak", "end"))]
+        [
+            MODE_NAMES[mode],
+            *(mebibytes(result[key], name) for name in ("peak_first", "peak", "end")),
+        ]
         for mode, key in (("injected", "without"), (targets.GRAPHS, "with"))
     ]
     headers = ["mode", f"most in the first {result['first_calls']} calls"]
