@@ -196,18 +196,17 @@ def measure_weights(
     if plain is not None:
         cuda_graphs.check_bits(subjects[models.GRAPHS].forward(), plain())
     forwards = {mode: subject.forward for mode, subject in subjects.items()}
-    before = {
-        mode: cuda_graphs.counts(subject.report)
-        for mode, subject in subjects.items()
-        if mode == models.GRAPHS
-    }
     slowest = max(statistics.median(subject.calls_ms[2:]) for subject in subjects.values())
     calls = round(min(max(SAMPLE_MS / slowest, LEAST_CALLS), MOST_CALLS))
     back_to_back = functools.partial(timing.wall_milliseconds, calls=calls)
     timing.interleave(forwards, WARM_UP_ROUNDS, device)
+    graphs = subjects[models.GRAPHS].report if models.GRAPHS in subjects else None
+    before = cuda_graphs.counts(graphs) if graphs else None
     with clocks.watch(device) as clock:
         wall = timing.interleave(forwards, settings.rounds, device, back_to_back)
     host = timing.interleave(forwards, settings.rounds, device, timing.host_microseconds)
+    timed = settings.rounds * (calls + 1)
+    counts = cuda_graphs.check_replayed(graphs, timed, before) if graphs else None
     entries: dict[str, dict[str, Any]] = {}
     for mode, forward in forwards.items():
         entry = entries[mode] = {
@@ -217,9 +216,8 @@ def measure_weights(
         if device.type == "cuda":
             wall_ms = entry["wall_ms"]["median"]
             entry.update(gpu_times(forward, wall_ms, settings.profiled_calls))
-    timed = settings.rounds * (calls + 1)
-    for mode, counts in before.items():
-        entries[mode]["graphs"] = cuda_graphs.check_replayed(subjects[mode].report, timed, counts)
+    if counts is not None:
+        entries[models.GRAPHS]["graphs"] = counts
     medians = {mode: entry["wall_ms"]["median"] for mode, entry in entries.items()}
     hosts = {mode: entry["host_ms"]["median"] for mode, entry in entries.items()}
     return {
@@ -357,7 +355,7 @@ def main(model, sizes, modes, weights, device, dtype, tiny, rounds, profiled_cal
         "dtype": record.dtype_name(dtype),
         "rounds": rounds,
         "scores_std": models.WEIGHTS,
-        "forwards": [],
+        "graph_forwards": [],
     }
     neutral = ("sizes",) if is_whole(model, sizes) else ()
     output = record.destination(output, "cuda_graphs", result["environment"], neutral)
@@ -365,7 +363,7 @@ def main(model, sizes, modes, weights, device, dtype, tiny, rounds, profiled_cal
     for published in model:
         try:
             for entry in measure_model(published, sizes, modes, settings):
-                result["forwards"].append(entry)
+                result["graph_forwards"].append(entry)
                 show(entry)
                 if output is not None:
                     record.write(output, result)

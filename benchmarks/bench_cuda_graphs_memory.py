@@ -181,7 +181,7 @@ def main(calls, limit, device, dtype, output) -> None:
         "environment": record.environment(device),
         "model": f"LTX-Video 2B, {BLOCKS} blocks",
         "dtype": record.dtype_name(dtype),
-        "calls": calls,
+        "number_of_calls": calls,
         "first_calls": FIRST,
         "shapes": [str(shape) for shape in SHAPES],
         "limit": limit,

@@ -425,11 +425,11 @@ def host_share(result: Mapping | None, name: str) -> float | None:
 def gathered_forwards(results: Path) -> dict | None:
     """The newest figures of each forward with CUDA graphs, and the runs that they are of."""
     gathered = history.gathered(
-        "cuda_graphs", "forwards", lambda f: (f["name"], f["size"]), results
+        "cuda_graphs", "graph_forwards", lambda f: (f["name"], f["size"]), results
     )
     if gathered is not None:
         order = list(TITLES)
-        gathered["forwards"].sort(key=lambda f: (order.index(f["name"]), f["tokens"]))
+        gathered["graph_forwards"].sort(key=lambda f: (order.index(f["name"]), f["tokens"]))
     return gathered
 
 
@@ -454,7 +454,7 @@ def graph_label(forward: Mapping) -> str:
 
 def graphs(result: Mapping | None, pipeline: Mapping | None) -> list[Target]:
     """Of the forwards that are replayed from CUDA graphs, and of the pipeline of such forwards."""
-    measured = list((result or {"forwards": []})["forwards"])
+    measured = list((result or {"graph_forwards": []})["graph_forwards"])
     by_size = {(f["name"], f["size"]): f for f in measured if f["input"] == "published"}
     names = {"eager": "eager", "compiled": "torch.compile", REDUCE_OVERHEAD: "reduce-overhead"}
     rows = [

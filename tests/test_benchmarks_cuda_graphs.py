@@ -28,6 +28,7 @@ import sdxl  # noqa: E402
 import targets  # noqa: E402
 import timing  # noqa: E402
 
+import compare_results  # noqa: E402
 import render_docs  # noqa: E402
 import render_plots  # noqa: E402
 from checks import one_thread  # noqa: E402
@@ -215,13 +216,13 @@ def test_tiny_run(device, tmp_path):
     is_gpu = device == "cuda"
     assert (LEFT_OUT in run.output) != is_gpu
     result = load(tmp_path, "cuda_graphs")
-    kinds = [(f["name"], f["input"], f["size"]) for f in result["forwards"]]
+    kinds = [(f["name"], f["input"], f["size"]) for f in result["graph_forwards"]]
     assert kinds == [
         *[("models", "published", size) for size in ("9x64x96", "17x64x96")],
         ("models", "small", "1x256x256"),
         *[("sdxl", "published", "64x96"), ("sdxl", "small", "128x128")],
     ]
-    for forward in result["forwards"]:
+    for forward in result["graph_forwards"]:
         is_small = forward["input"] == "small"
         assert list(forward["weights"]) == (["peaked"] if is_small else ["peaked", "random"])
         for of_weights in forward["weights"].values():
@@ -260,7 +261,7 @@ def test_other_models_than_the_one_that_fails(tmp_path, monkeypatch):
     arguments = ["--device", "cpu", "--modes", "eager", "--output", str(output), "--model"]
     run = CliRunner().invoke(benchmark.main, [*arguments, "ltx,flux,sdxl"])
     assert run.exit_code == 1 and "not measured: flux" in run.output
-    forwards = load(tmp_path, "cuda_graphs")["forwards"]
+    forwards = load(tmp_path, "cuda_graphs")["graph_forwards"]
     assert forwards == [{"name": "models"}, {"name": "sdxl"}]
     run = CliRunner().invoke(benchmark.main, [*arguments, "flux"])
     assert isinstance(run.exception, RuntimeError)
@@ -304,7 +305,7 @@ def memory_result(end=120, captured=500):
     return {
         "environment": ENVIRONMENT,
         "model": "a model",
-        "calls": 300,
+        "number_of_calls": 300,
         "first_calls": 200,
         "shapes": ["a"] * 45,
         "limit": 8,
@@ -349,7 +350,7 @@ def made_up_forward(
     hosts = {mode: 0.5 * wall for mode, wall in walls.items()}
     modes = {
         mode: {
-            "wall_ms": {"median": wall},
+            "wall_ms": {"median": wall, "spread": 0.01},
             "host_ms": {"median": hosts[mode]},
             "busy_ms": 29.0,
             "covered_ms": 28.0,
@@ -390,7 +391,11 @@ def made_up_forward(
 
 def result_of(*forwards, date="2026-11-23 10:00:00 UTC", device="NVIDIA H200"):
     environment = {**ENVIRONMENT, "date": date, "device": device}
-    return {"environment": environment, "processor": "a processor", "forwards": list(forwards)}
+    return {
+        "environment": environment,
+        "processor": "a processor",
+        "graph_forwards": list(forwards),
+    }
 
 
 def test_newest_of_each_forward_is_shown(tmp_path):
@@ -404,10 +409,21 @@ def test_newest_of_each_forward_is_shown(tmp_path):
     keep("b", result_of(new, date="2026-11-23 11:00:00 UTC"))
     keep("c", result_of(old, date="2026-11-23 12:00:00 UTC", device="an Arm CPU"))
     gathered = targets.gathered_forwards(tmp_path)
-    assert gathered["forwards"] == [new, made_up_forward("sdxl", "1024x1024")]
+    assert gathered["graph_forwards"] == [new, made_up_forward("sdxl", "1024x1024")]
     assert [run["environment"]["date"][11:13] for run in gathered["runs"]] == ["11", "10"]
     keep("d", result_of(old, date="2026-11-21 12:00:00 UTC", device="NVIDIA H100 80GB HBM3"))
-    assert targets.gathered_forwards(tmp_path)["forwards"] == [old], "an H100's come first"
+    assert targets.gathered_forwards(tmp_path)["graph_forwards"] == [old], "an H100's come first"
+
+
+def test_results_are_compared():
+    rows = compare_results.read(result_of(made_up_forward(**{models.REDUCE_OVERHEAD: 42.0})))
+    name = "the models 49x512x768 peaked, injected+graphs"
+    assert rows[name, "eager"].value == 2.0 and rows[name, models.REDUCE_OVERHEAD].value == 1.4
+    its_kernels = rows[name, "its kernels"]
+    assert its_kernels.value == 30 / 29 and not its_kernels.is_higher_better
+    assert all(ratio.spread > 0 for ratio in rows.values())
+    rows = compare_results.read(memory_result(end=70))
+    assert [ratio.value for ratio in rows.values()] == [100 / 140, 100 / 140, 70 / 140]
 
 
 def test_shown_is_one_that_counts(tmp_path):
@@ -440,7 +456,7 @@ def test_aims_of_graphs():
     ]
     video = {"modes": {}, "speedups": {models.GRAPHS: {"eager": 2.0}}}
     pipeline = {"videos": {"49x512x704:30": video}}
-    rows = targets.graphs({"forwards": forwards}, pipeline)
+    rows = targets.graphs({"graph_forwards": forwards}, pipeline)
     eager, compiled, xl_eager, xl_reduced, flux_reduced, busy, capture, of_pipeline = rows
     assert (eager.measured, eager.verdict) == (2.0, "met")
     assert (compiled.measured, compiled.verdict) == (1.1, "missed by 8.3%"), "over the faster one"

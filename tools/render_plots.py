@@ -198,7 +198,7 @@ def all_models(results: dict[str, dict]) -> str:
 
 def cuda_graphs(results: dict[str, dict]) -> str:
     """Speedup over eager of forwards back to back, a group of bars a forward of a published size."""
-    forwards = [f for f in results["cuda_graphs"]["forwards"] if f["input"] == "published"]
+    forwards = [f for f in results["cuda_graphs"]["graph_forwards"] if f["input"] == "published"]
     shown = [(f, targets.of_weights(f)["speedups"]) for f in forwards]
     modes = [mode for mode in MODES if any("eager" in of.get(mode, {}) for _, of in shown)]
     figure = Figure(figsize=(7.5, 1.2 + 0.8 * len(shown)), layout="constrained")

@@ -26,7 +26,7 @@ MIB = 2**20
 
 
 def of_input(gathered: dict, kind: str) -> list[dict]:
-    return [forward for forward in gathered["forwards"] if forward["input"] == kind]
+    return [forward for forward in gathered["graph_forwards"] if forward["input"] == kind]
 
 
 def label(forward: dict) -> str:
@@ -116,7 +116,7 @@ def cuda_graphs_first_calls(results: Path) -> str:
     if gathered is None:
         return unmeasured(NAME)
     rows = []
-    for forward in gathered["forwards"]:
+    for forward in gathered["graph_forwards"]:
         if targets.GRAPHS not in forward["first_calls"]:
             continue
         graphs = forward["first_calls"][targets.GRAPHS]
@@ -156,7 +156,7 @@ def cuda_graphs_memory(results: Path) -> str:
         for mode, key in (("injected", "without"), (targets.GRAPHS, "with"))
     ]
     headers = ["mode", f"most in the first {result['first_calls']} calls"]
-    headers += [f"most in {result['calls']} calls", "after them"]
+    headers += [f"most in {result['number_of_calls']} calls", "after them"]
     text = (
         f"\n\n{result['model']}, {len(result['shapes'])} shapes, at most {result['limit']} graphs: "
         f"{result['graphs']['captured']} were captured. One of the largest shape takes "
@@ -201,7 +201,7 @@ def span(results: Path, values: Sequence[float | None]) -> str:
 @figure
 def graphs_over_eager(results: Path) -> str:
     """How many times as fast as eager forwards of published sizes are with graphs."""
-    gathered = targets.gathered_forwards(results) or {"forwards": []}
+    gathered = targets.gathered_forwards(results) or {"graph_forwards": []}
     published = of_input(gathered, "published")
     return span(results, [targets.over_mode(forward, "eager") for forward in published])
 
@@ -209,6 +209,6 @@ def graphs_over_eager(results: Path) -> str:
 @figure
 def graphs_wall_over_busy(results: Path) -> str:
     """The time of a forward with graphs over that of its kernels, of all models and sizes."""
-    gathered = targets.gathered_forwards(results) or {"forwards": []}
-    modes = [targets.of_weights(forward)["modes"] for forward in gathered["forwards"]]
+    gathered = targets.gathered_forwards(results) or {"graph_forwards": []}
+    modes = [targets.of_weights(forward)["modes"] for forward in gathered["graph_forwards"]]
     return span(results, [of.get(targets.GRAPHS, {}).get("wall_over_busy") for of in modes])
