@@ -81,7 +81,7 @@ class _Record(TorchDispatchMode):
                 size = tensor.untyped_storage().nbytes()
                 self._made[_storage(tensor)] = torch.UntypedStorage(size)
                 if tensor.is_floating_point():
-                    tensor.fill_(float("nan"))
+                    tensor.zero_()
         self._operations.append((func, *operands, tree_map_only(Tensor, self.at_address, result)))
         return result
 

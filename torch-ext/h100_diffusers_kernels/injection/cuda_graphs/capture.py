@@ -45,6 +45,7 @@ class Capture:
         self._externals: list[Tensor] = []
         self._inputs = [arguments_.like(tensor) for tensor in arguments.tensors]
         self._targets = [arguments_.without_repetition(tensor) for tensor in self._inputs]
+        self._copy_in(arguments.tensors)  # undefined values would be no indices
         args, kwargs = arguments.with_tensors(self._inputs)
         given = _pytree.tree_leaves((args, kwargs))
         recorder = _Recorder(device, self._inputs)
@@ -73,11 +74,7 @@ class Capture:
     def replay(self, tensors: list[Tensor]) -> Any:
         """What the call returns for other values of its tensors, in memory of the caller's own."""
 
-        def copy_in() -> None:
-            for target, tensor in zip(self._targets, tensors):
-                target.copy_(arguments_.without_repetition(tensor))
-
-        return self._graph.replay(copy_in, self._copy_out)
+        return self._graph.replay(lambda: self._copy_in(tensors), self._copy_out)
 
     def reset(self) -> None:
         self._graph.reset()
@@ -85,6 +82,10 @@ class Capture:
 
     def _tensors(self) -> Iterator[Tensor]:
         return (leaf for leaf in self._leaves if isinstance(leaf, Tensor))
+
+    def _copy_in(self, tensors: list[Tensor]) -> None:
+        for target, tensor in zip(self._targets, tensors):
+            target.copy_(arguments_.without_repetition(tensor))
 
     def _copy_out(self) -> Any:
         copies: dict[int, Tensor] = {}
@@ -185,13 +186,14 @@ class _Recorder(TorchDispatchMode):
             raise CannotCapture(f"it copies from one device to another ({func})")
 
     def _refuse_operation(self, func: Any, checks: _Checks, args: tuple, kwargs: dict) -> None:
-        if checks.waits:
+        if checks.waits and not _is_index_of_numbers(func, args):
             raise CannotCapture(f"it waits for values on the host ({func})")
         if checks.is_random:
             names = [argument.name for argument in func._schema.arguments]
             given = {**dict(zip(names, args)), **kwargs}
-            # Attention draws numbers for its dropout alone.
-            if "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0:
+            # Attention draws numbers for its dropout alone, and dropout where it is trained.
+            chance = given.get("dropout_p", 0.0) if "dropout_p" in names else given.get("p", 1.0)
+            if chance != 0.0 and given.get("train", True) is not False:
                 raise CannotCapture(f"it draws random numbers ({func})")
         for place, name in checks.written:
             value = args[place] if place < len(args) else kwargs.get(name)
@@ -234,6 +236,13 @@ def _checks_of(func: Any) -> _Checks | None:
         ),
     )
     return checks if any(checks) else None
+
+
+def _is_index_of_numbers(func: Any, args: tuple) -> bool:
+    """Whether it is one by numbers: by a mask, how many elements there are depends on its values."""
+    return func is torch.ops.aten.index.Tensor and all(
+        index is None or index.dtype in (torch.int32, torch.int64) for index in args[1]
+    )
 
 
 def _storage(tensor: Tensor) -> int:

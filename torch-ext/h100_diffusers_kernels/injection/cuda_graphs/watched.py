@@ -25,8 +25,9 @@ from ...arguments import KERNEL_DEVICE_TYPE
 from ..forward_slot import StandIn, stand_in_of
 from .reasons import CannotCapture
 
-# Libraries whose code computes the same of the same, when it is called again.
-_MODEL_LIBRARIES = ("diffusers", "transformers", "peft", "torchao", "bitsandbytes")
+# Libraries whose code computes the same of the same, when it is called again. Transformers' looks at masks' values
+# unless it is being captured.
+_MODEL_LIBRARIES = ("diffusers", "peft", "torchao", "bitsandbytes")
 _KNOWN_LIBRARIES = (
     *_MODEL_LIBRARIES,
     *("torch", __name__.partition(".")[0]),
