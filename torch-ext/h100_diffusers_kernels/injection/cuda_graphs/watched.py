@@ -88,11 +88,12 @@ class WatchedState:
         self._library_values: list[Any] = []
         self._getter_of: dict[tuple, Callable[[dict], tuple]] = {}
         self._walk(root)
+        self._tensor_ids = set(map(id, self._tensors))
         self._memory = self._read_memory()
 
     def watches(self, tensor: Tensor) -> bool:
         """Whether it is among the tensors that were found."""
-        return any(tensor is mine for mine in self._tensors)
+        return id(tensor) in self._tensor_ids
 
     # ----------------------------------------------------------------------------------------------
     # The look back
