@@ -91,7 +91,9 @@ class _Record(TorchDispatchMode):
             return tensor
         storage = self._made.get(_storage(tensor), tensor.untyped_storage())
         other = torch.empty(0, dtype=tensor.dtype)
-        return other.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        other.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        # Whether a product is one of matrices or of batches depends on it, without gradients too.
+        return other.requires_grad_(tensor.requires_grad)
 
 
 def _storage(tensor):

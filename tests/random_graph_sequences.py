@@ -55,7 +55,7 @@ class Interrupt(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self._left == 0:
-            raise self._error
+            raise self._error(self._error.__name__)  # a new one: a traceback holds models
         self._left -= 1
         return func(*args, **(kwargs or {}))
 
@@ -646,7 +646,7 @@ class GraphTwins(random_sequences.Twins):
             torch.manual_seed(7)
             if is_mine and interrupt is not None:
                 name, operation = interrupt
-                self.watch.interrupt = ERRORS[name](name), operation
+                self.watch.interrupt = ERRORS[name], operation
             try:
                 result = MODES[mode](self, call)
             except KeyboardInterrupt:

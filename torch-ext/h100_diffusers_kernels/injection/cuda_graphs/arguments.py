@@ -92,7 +92,9 @@ def _form(tensor: Tensor) -> Hashable:
     ):
         raise CannotCapture("it was given a tensor that is not plain values in memory")
     stride = tensor.stride()
-    return (tensor.shape, stride, tensor.dtype, device, alignment(tensor))
+    # PyTorch chooses between products of matrices and of batches by whether a gradient may be asked for, even
+    # where none can be.
+    return (tensor.shape, stride, tensor.dtype, device, tensor.requires_grad, alignment(tensor))
 
 
 def alignment(tensor: Tensor) -> int:

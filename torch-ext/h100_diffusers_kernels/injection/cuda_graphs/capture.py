@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator
@@ -43,7 +44,11 @@ class Capture:
         self._graph = graph
         self._leaves: list[Any] = []
         self._externals: list[Tensor] = []
-        self._inputs = [arguments_.like(tensor) for tensor in arguments.tensors]
+        with _outside_of_inference_mode():
+            self._inputs = [
+                arguments_.like(tensor).requires_grad_(tensor.requires_grad)
+                for tensor in arguments.tensors
+            ]
         self._targets = [arguments_.without_repetition(tensor) for tensor in self._inputs]
         self._copy_in(arguments.tensors)  # undefined values would be no indices
         args, kwargs = arguments.with_tensors(self._inputs)
@@ -51,7 +56,7 @@ class Capture:
         recorder = _Recorder(device, self._inputs)
 
         def run() -> Any:
-            with recorder:
+            with _outside_of_inference_mode(), recorder:
                 return forward(*args, **kwargs)
 
         with recording.begin(device):
@@ -102,6 +107,14 @@ class Capture:
                     raise CannotCapture(f"it returns a {type(leaf).__name__}")
             elif not isinstance(leaf, (type(None), bool, int, float, str)):
                 raise CannotCapture(f"it returns a {type(leaf).__name__}")
+
+
+@contextlib.contextmanager
+def _outside_of_inference_mode() -> Iterator[None]:
+    """Within it, PyTorch shows a dispatch mode operations as a whole that are made of others, and takes them apart
+    below of where it knows whether a parameter requires a gradient, by which it chooses between them."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -131,6 +131,7 @@ class WatchedState:
             list(map(Tensor.stride, tensors)),
             list(map(Tensor.size, tensors)),
             list(map(_dtype_of, tensors)),
+            list(map(_requires_grad, tensors)),
         )
 
     @staticmethod
@@ -343,6 +344,7 @@ def _getter(names: tuple) -> Callable[[dict], tuple]:
 
 
 _dtype_of = Tensor.dtype.__get__
+_requires_grad = Tensor.requires_grad.__get__
 
 
 def is_equal(a: Any, b: Any) -> bool:
