@@ -601,7 +601,7 @@ class GraphTwins(random_sequences.Twins):
         Args:
             interrupt: an error's name, and the operation at which a capture is to raise it.
         """
-        calls = {}
+        calls, self._form = {}, form
         try:
             for model in (self.plain, self.mine):
                 calls[id(model)] = self._arguments(options, seed, form, scale)
@@ -666,7 +666,7 @@ class GraphTwins(random_sequences.Twins):
             plain, _, mine = self.alike(run)
         except Refused as refused:
             refusal = refused
-            self.counts["calls that raise"] += 1
+            self.counts[f"calls that raise: {mode}, {self._form}: {str(refused)[:90]}"] += 1
         if seen[True] != seen[False]:
             raise Difference(f"global hooks see {seen[True]}, not {seen[False]}")
         if not torch.equal(states[True], states[False]):
