@@ -41,6 +41,7 @@ class Plan:
         self._injection = injection
         self._planned: list[Injected] = []
         self._graphed: nn.Module | None = None
+        self._graphs: weakref.ref | None = None  # the forward that was put around the model's
         self._modules: list[weakref.ref] = []  # a model that is dropped is to be freed
 
     def __deepcopy__(self, memo: dict) -> Plan:
@@ -50,6 +51,9 @@ class Plan:
         duplicate._report_tallies()
         copies = [memo.get(id(reference())) for reference in self._modules]
         duplicate._modules = [weakref.ref(module) for module in copies if module is not None]
+        graphs = None if self._graphs is None else self._graphs()
+        if graphs is not None:
+            duplicate._graphs = weakref.ref(copy.deepcopy(graphs, memo))
         return duplicate
 
     @property
@@ -106,7 +110,8 @@ class Plan:
             for injected in planned:
                 _put_in(injected)
             if graphed is not None:
-                _put_around(graphed, self._injection, self.options["max_cuda_graphs"], pool)
+                limit = self.options["max_cuda_graphs"]
+                self._graphs = _put_around(graphed, self._injection, limit, pool)
         except BaseException:
             _take_out(modules)
             raise
@@ -119,6 +124,9 @@ class Plan:
         self._injection.is_over = True
         modules = (reference() for reference in self._modules)
         _take_out([*model.modules(), *(module for module in modules if module is not None)])
+        graphs = None if self._graphs is None else self._graphs()
+        if graphs is not None:  # something unknown may have been put around it
+            graphs.taken_out()
 
     def _report_tallies(self) -> None:
         self.report.tallies = [("", tally) for tally in self._injection.tallies.values()]
@@ -134,7 +142,7 @@ def _put_in(injected: Injected) -> None:
     slot.fill(injected.run)
 
 
-def _put_around(model: nn.Module, injection: Injection, limit: int, pool: Pool) -> None:
+def _put_around(model: nn.Module, injection: Injection, limit: int, pool: Pool) -> weakref.ref:
     """Graphs around what stands in for the model's forward, or around its class's own."""
     slot = stand_in_slot(model)
     inner = None if slot is None else slot.stand_in
@@ -146,6 +154,7 @@ def _put_around(model: nn.Module, injection: Injection, limit: int, pool: Pool) 
     else:
         graphed.had_attribute = inner.had_attribute
     slot.fill(graphed.run)
+    return weakref.ref(graphed)
 
 
 def _take_out(modules: Iterable[Any]) -> None:
