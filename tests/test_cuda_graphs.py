@@ -664,7 +664,7 @@ ValueReader.__module__ = ValueReader.forward.__globals__["__name__"]
 def trusted(kernel, monkeypatch):
     """This file's code is taken for that of a library."""
     watched = module_of(kernel, "watched")
-    known = (*watched._KNOWN_LIBRARIES, __name__.partition(".")[0])
+    known = (*watched._KNOWN_LIBRARIES, __name__.partition(".")[0], "_pytest", "graphs")
     monkeypatch.setattr(watched, "_KNOWN_LIBRARIES", known)
 
 

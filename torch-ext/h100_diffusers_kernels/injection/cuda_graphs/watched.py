@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import enum
 import functools
+import inspect
 import sys
 import types
 import weakref
@@ -33,13 +34,24 @@ _KNOWN_LIBRARIES = (
     *("torch", __name__.partition(".")[0]),
     *("builtins", "functools", "collections", "types", "enum", "typing", "dataclasses", "abc"),
 )
-# Of a module, what its calls do not depend on, or what ``_see_hooks`` looks at.
+# What these import functions of, besides: to load models, or to compute attention. In the place of their own
+# functions, users' are found.
+_IMPORTED_LIBRARIES = (
+    *("accelerate", "huggingface_hub", "safetensors", "tokenizers", "tqdm", "kernels", "gguf"),
+    *("numpy", "scipy", "PIL", "cv2", "einops", "sympy", "yaml", "requests", "regex", "ftfy"),
+    *("torchvision", "torch_npu", "torch_xla", "packaging", "typing_extensions"),
+    *("flash_attn", "flash_attn_interface", "sageattention", "xformers", "aiter"),
+    *("contextlib", "concurrent", "copy", "dataclasses", "importlib", "inspect", "itertools"),
+    *("json", "logging", "multiprocessing", "operator", "os", "pathlib", "platform", "random"),
+    *("re", "shutil", "tempfile", "textwrap", "threading", "traceback", "urllib", "uuid"),
+    *("warnings", "weakref", "zipfile"),
+)
+# Of a module, what its calls do not depend on as long as it has no hooks.
 _BOOKKEEPING = frozenset(
     (
-        *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
-        *("_forward_hooks", "_forward_hooks_always_called", "_forward_hooks_with_kwargs"),
-        *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_non_persistent_buffers_set"),
-        *("_state_dict_hooks", "_state_dict_pre_hooks"),
+        *("_is_full_backward_hook", "_non_persistent_buffers_set"),
+        *("_forward_hooks_always_called", "_forward_hooks_with_kwargs"),
+        *("_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks"),
         *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
     )
 )
@@ -49,7 +61,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 # Of the module itself, what is around its forward. It holds what holds this, so this must not hold it.
 _AROUND = frozenset(
     (
-        *("forward", "_old_forward", "_hf_hook", "_diffusers_hook"),
+        *("forward", "_old_forward", "_hf_hook", "_diffusers_hook", *_HOOKS),
         *("_h100_diffusers_kernels_plan", "_replicate_for_data_parallel", "_compiled_call_impl"),
     )
 )
@@ -69,6 +81,7 @@ class WatchedState:
     """
 
     def __init__(self, root: nn.Module) -> None:
+        self._root_class = type(root)
         self._root_names: list[str] = []
         self._root_values: list[Any] = []
         self._places: list[str] = []  # of each namespace, for the log
@@ -122,7 +135,11 @@ class WatchedState:
 
     def _holds_root(self, root: nn.Module) -> bool:
         names, values = _around_left_out(root)
-        return names == self._root_names and self._same(values, self._root_values)
+        return (
+            type(root) is self._root_class
+            and names == self._root_names
+            and self._same(values, self._root_values)
+        )
 
     def _read_memory(self) -> tuple:
         tensors = self._tensors
@@ -165,7 +182,9 @@ class WatchedState:
 
     def difference(self, root: nn.Module) -> str:
         """What is not as it was, for the log."""
-        for instance, cls in zip(self._instances, self._classes):
+        for instance, cls in zip(
+            (root, *self._instances), (self._root_class, *self._classes)
+        ):
             if type(instance) is not cls:
                 return f"a {cls.__name__} became a {type(instance).__name__}"
         values = iter(self._values)
@@ -219,6 +238,8 @@ class WatchedState:
         self._classes, classes = self._classes[1:], list(dict.fromkeys(self._classes))
         self._libraries = list(_libraries_of(classes))
         self._library_values = list(_values_of(self._libraries))
+        for library in self._libraries:
+            _refuse_replaced_functions(library)
         registry = getattr(sys.modules.get(_DISPATCH), _REGISTRY, None)
         for name, value in vars(registry).items() if registry is not None else ():
             if isinstance(value, dict):
@@ -240,7 +261,10 @@ class WatchedState:
             self._sets.append((value, frozenset(value)))
             return ()
         if isinstance(value, _FUNCTIONS):
-            _refuse_unknown(place, getattr(value, "__module__", None))
+            function = inspect.unwrap(value)
+            for writer in (value, function):
+                _refuse_unknown(place, getattr(writer, "__module__", None))
+                _refuse_unknown(place, getattr(writer, "__globals__", {}).get("__name__"))
             return ()
         if isinstance(value, types.MethodType):
             return self._see_method(place, value)
@@ -280,7 +304,8 @@ class WatchedState:
         self._instances.append(module)
         self._classes.append(type(module))
         self._namespace(place, state, _BOOKKEEPING)
-        return [(name, value) for name, value in state.items() if name not in _BOOKKEEPING]
+        left_out = _BOOKKEEPING.union(_HOOKS)
+        return [(name, value) for name, value in state.items() if name not in left_out]
 
     def _see_hooks(self, place: str, module: nn.Module) -> None:
         state = module.__dict__
@@ -389,6 +414,29 @@ def _refuse_offloading(place: str, module: nn.Module) -> None:
 def _refuse_unknown(place: str, module_name: str | None) -> None:
     if module_name is not None and module_name.partition(".")[0] not in _KNOWN_LIBRARIES:
         raise CannotCapture(f"{place} runs code of {module_name}, which may do more than compute")
+
+
+def _refuse_replaced_functions(library: types.ModuleType | type) -> None:
+    for name, value in vars(library).items():
+        while True:  # what a function is wrapped in
+            if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+                value = value.__func__
+            elif isinstance(value, functools.partial):
+                value = value.func
+            elif isinstance(value, functools._lru_cache_wrapper):
+                value = value.__wrapped__
+            else:
+                break
+        if isinstance(value, types.FunctionType):
+            # A decorator's may have taken the name of what it is around.
+            writers = (value.__module__, value.__globals__.get("__name__"))
+        elif callable(value) and not isinstance(value, type):
+            writers = (type(value).__module__,)
+        else:
+            continue
+        for writer in writers:
+            if isinstance(writer, str) and writer.partition(".")[0] not in _IMPORTED_LIBRARIES:
+                _refuse_unknown(f"{library.__name__}.{name}", writer)
 
 
 def _libraries_of(classes: Iterable[type]) -> Iterator[types.ModuleType | type]:
