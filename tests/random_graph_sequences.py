@@ -17,11 +17,13 @@ import sys
 import threading
 import types
 import weakref
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from diffusers.models import attention_dispatch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
@@ -172,6 +174,18 @@ def float_timestep(arguments):
     return (), {**arguments, "timestep": 500.0}
 
 
+def scalar_timestep(arguments):
+    return (), {**arguments, "timestep": arguments["timestep"].flatten()[0]}
+
+
+def long_timestep(arguments):
+    return (), {**arguments, "timestep": (arguments["timestep"] * 1000).long()}
+
+
+def reversed_keywords(arguments):
+    return (), dict(reversed(arguments.items()))
+
+
 def positional(arguments):
     (name, first), *others = arguments.items()
     assert name == "hidden_states"
@@ -200,6 +214,9 @@ GOOD_FORMS = {
     "one tensor twice": one_tensor_twice,
     "one memory": one_memory,
     "positional": positional,
+    "scalar timestep": scalar_timestep,
+    "long timestep": long_timestep,
+    "reversed keywords": reversed_keywords,
 }
 QUIET_FORMS = [form for form in GOOD_FORMS if form != "subclass"]
 # Those that models refuse, or take in part.
@@ -274,14 +291,30 @@ def other_stream():
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def in_mode(make, grad_mode=torch.no_grad):
+class Call(NamedTuple):
+    model: nn.Module
+    args: tuple
+    kwargs: dict
+    cache_context: str | None
+
+    def __call__(self, args=None, kwargs=None):
+        context = contextlib.nullcontext()
+        if self.cache_context is not None:
+            context = self.model.cache_context(self.cache_context)
+        with context:
+            if args is None:
+                return self.model(*self.args, **self.kwargs)
+            return self.model(*args, **kwargs)
+
+
+def in_mode(make, grad_mode=torch.no_grad, run=Call.__call__):
     """``make(twins)`` makes what is around a call."""
 
-    def run(twins, call):
+    def run_in_mode(twins, call):
         with grad_mode(), make(twins):
-            return call()
+            return run(call)
 
-    return run
+    return run_in_mode
 
 
 def nothing(twins):
@@ -329,6 +362,60 @@ def in_threads(functions):
     return results
 
 
+def changed_weights(call):
+    """A call with other weights for the time of it."""
+    weights = {name: weight * 0.9 for name, weight in call.model.named_parameters()}
+    return torch.func.functional_call(call.model, weights, call.args, call.kwargs)
+
+
+def of_tensors(call):
+    """(a function of the call's tensors that returns tensors, these tensors)."""
+    leaves, spec = _pytree.tree_flatten((call.args, {**call.kwargs, "return_dict": False}))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def function(*tensors):
+        full = list(leaves)
+        for i, tensor in zip(places, tensors, strict=True):
+            full[i] = tensor
+        args, kwargs = _pytree.tree_unflatten(full, spec)
+        return call(args, kwargs)[0]
+
+    return function, tuple(leaves[i] for i in places)
+
+
+def halved(tensors):
+    return [tensor * 0.5 if tensor.is_floating_point() else tensor for tensor in tensors]
+
+
+def run_batched(call):
+    function, tensors = of_tensors(call)
+    return torch.func.vmap(function)(*(tensor.unsqueeze(0) for tensor in tensors))
+
+
+class Around(nn.Module):
+    """A function of tensors that calls a model, whose parameters are this one's."""
+
+    def __init__(self, model, function):
+        super().__init__()
+        self.model = model
+        self._function = function
+
+    def forward(self, *tensors):
+        return self._function(*tensors)
+
+
+def run_traced(call):
+    """Traced with some values, run with others."""
+    function, tensors = of_tensors(call)
+    traced = torch.jit.trace(Around(call.model, function), tensors, check_trace=False)
+    return traced(*halved(tensors))
+
+
+def run_symbolic(call, **options):
+    function, tensors = of_tensors(call)
+    return make_fx(function, **options)(*tensors)(*halved(tensors))
+
+
 # Those whose calls are captured, if nothing else is in the way.
 QUIET_MODES = {
     "no_grad": in_mode(nothing),
@@ -359,6 +446,11 @@ LOUD_MODES = {
     "scaling dispatch mode": in_mode(lambda twins: ScalingDispatchMode()),
     "anomaly": in_mode(lambda twins: torch.autograd.set_detect_anomaly(True)),
     "dual level": in_mode(lambda twins: torch.autograd.forward_ad.dual_level()),
+    "other weights": in_mode(nothing, run=changed_weights),
+    "vmap": in_mode(nothing, run=run_batched),
+    "traced": in_mode(nothing, run=run_traced),
+    "make_fx": in_mode(nothing, run=run_symbolic),
+    "make_fx before dispatch": in_mode(nothing, run=lambda call: run_symbolic(call, pre_dispatch=True)),
 }
 MODES = {**QUIET_MODES, **LOUD_MODES}
 
@@ -649,12 +741,7 @@ class GraphTwins(random_sequences.Twins):
 
         def run(model):
             is_mine = model is self.mine
-            args, kwargs = calls[id(model)]
-
-            def call():
-                with model.cache_context("cond") if self.cache_name else contextlib.nullcontext():
-                    return model(*args, **kwargs)
-
+            call = Call(model, *calls[id(model)], "cond" if self.cache_name else None)
             self.seen = collections.Counter() if self.seen is not None else None
             torch.manual_seed(7)
             if is_mine and interrupt is not None:
