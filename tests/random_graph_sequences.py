@@ -10,6 +10,7 @@ return must have the same bits. On a CPU the graphs are emulated. Steps, scripts
 
 import collections
 import contextlib
+import copy
 import functools
 import gc
 import inspect
@@ -42,6 +43,7 @@ GRAPH_KINDS = {
 graph_step = functools.partial(step, kinds=GRAPH_KINDS)
 
 MOST_KEPT_OUTPUTS = 4
+CONTROL_ARGUMENTS = ("controlnet_block_samples", "block_controlnet_hidden_states")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -453,6 +455,7 @@ LOUD_MODES = {
     "make_fx before dispatch": in_mode(nothing, run=lambda call: run_symbolic(call, pre_dispatch=True)),
 }
 MODES = {**QUIET_MODES, **LOUD_MODES}
+SLOW_MODES = {"make_fx": 0.05, "make_fx before dispatch": 0.05, "traced": 0.3}  # and how often they are drawn
 
 
 # --------------------------------------------------------------------------------------------------
@@ -522,13 +525,16 @@ def draw_call(rng, twins):
     call = {**usual, "times": rng.randint(1, 4)}
     has_one_shape = twins.cache_name is not None or twins.compiled
     if not has_one_shape and rng.random() < 0.5:
-        name = rng.choice(["options", "options", "mode", "mode", "form", "form", "seed", "scale"])
+        name = rng.choice(
+            ["options", "options", "mode", "mode", "form", "form", "seed", "scale", "samples"]
+        )
         call[name] = {
             "options": lambda: rng.choice(list(twins.family.options)),
-            "mode": lambda: rng.choice(list(MODES)),
+            "mode": lambda: rng.choices(list(MODES), [SLOW_MODES.get(mode, 1) for mode in MODES])[0],
             "form": lambda: rng.choice(list(FORMS)),
             "seed": lambda: rng.randrange(1000),
             "scale": lambda: rng.choice([0.5, 0.7, 1.0]),
+            "samples": lambda: rng.randint(1, 2),
         }[name]()
     if twins.injected is not None and rng.random() < 0.15:
         call["interrupt"] = (rng.choice(sorted(ERRORS)), rng.randrange(60))
@@ -553,6 +559,7 @@ WEIGHT_CHANGES = (
 ATTRIBUTE_CHANGES = (
     *("train", "eval", "dropout", "note", "processor note", "processor value", "function"),
     *("class", "call", "hook dictionary", "checkpointing", "list", "config", "closure"),
+    *("namespace", "slots", "values of its own"),
 )
 
 
@@ -699,17 +706,28 @@ class GraphTwins(random_sequences.Twins):
 
     @graph_step(8, draw_call)
     def forward(
-        self, *, options, seed, mode="no_grad", form="as they are", times=1, scale=None, interrupt=None
+        self,
+        *,
+        options,
+        seed,
+        mode="no_grad",
+        form="as they are",
+        times=1,
+        scale=None,
+        samples=0,
+        interrupt=None,
     ):
         """Calls, each with other values in the same tensors.
 
         Args:
+            scale: of adapters, by the argument for the attention.
+            samples: how many tensors of a control network are given in a list.
             interrupt: an error's name, and the operation at which a capture is to raise it.
         """
         calls = {}
         try:
             for model in (self.plain, self.mine):
-                calls[id(model)] = self._arguments(options, seed, form, scale)
+                calls[id(model)] = self._arguments(options, seed, form, scale, samples)
         except Exception as error:  # that form is none of these arguments'
             self.counts[f"form: {form}: {describe(error)}"] += 1
             return
@@ -721,19 +739,26 @@ class GraphTwins(random_sequences.Twins):
                     for tensor in _pytree.tree_leaves((args, kwargs)):
                         may_change = isinstance(tensor, torch.Tensor) and not tensor.is_meta
                         if may_change and tensor.is_floating_point() and form != "overlapping":
-                            tensor[:1].mul_(0.75)
+                            (tensor[:1] if tensor.dim() else tensor).mul_(0.75)
 
-    def _arguments(self, options, seed, form, scale):
+    def _arguments(self, options, seed, form, scale, samples):
         arguments = self.family.inputs(
             self.device, self.dtype, seed=seed, **self.family.options[options]
         )
         args, kwargs = FORMS[form](arguments)
         kwargs.setdefault("return_dict", False)
+        names = inspect.signature(type(self.plain).forward).parameters
         if scale is not None:
-            names = inspect.signature(type(self.plain).forward).parameters
             name = next((name for name in names if name.endswith("attention_kwargs")), None)
             if name is not None:
                 kwargs[name] = {"scale": scale}
+        name = next((name for name in names if name.startswith(CONTROL_ARGUMENTS)), None)
+        if samples and name is not None:
+            width = self.config["heads"] * self.config["head_dim"]
+            kwargs[name] = [
+                torch.linspace(-1, 1, width, device=self.device, dtype=self.dtype) * (i + 1)
+                for i in range(samples)
+            ]
         return args, kwargs
 
     def _call(self, calls, mode, interrupt):
@@ -896,6 +921,25 @@ class GraphTwins(random_sequences.Twins):
         for name in self.factors:
             self.factors[name] = factor
 
+    @graph_step(
+        1, lambda rng, twins: {"is_in_graph_mode": rng.random() < 0.5}, lambda twins: not twins.compiled
+    )
+    def call_shallow_copies(self, *, is_in_graph_mode):
+        """Of the models, which may have attributes of their own."""
+        options = next(iter(self.family.options))
+        calls = {id(m): self._arguments(options, 1, "as they are", None, 0) for m in self.models}
+
+        def call(model):
+            duplicate = copy.copy(model)
+            args, kwargs = calls[id(model)]
+            with torch.no_grad() if is_in_graph_mode else torch.enable_grad():
+                return [duplicate(*args, **kwargs)[0].detach() for _ in range(3)]
+
+        if self.cache_name is None:
+            with contextlib.suppress(Refused):
+                plain, _, mine = self.alike(call)
+                compare("a shallow copy's output", mine, plain)
+
     # ----------------------------------------------------------------------------------------------
     # The end
 
@@ -999,8 +1043,25 @@ def change_attribute(twins, part, how, value):
     elif how == "checkpointing":
         if hasattr(part, "gradient_checkpointing"):
             part.gradient_checkpointing = not part.gradient_checkpointing
+    elif how == "namespace":
+        part.__dict__ = dict(part.__dict__)
+        if "eps" in part.__dict__:
+            part.eps = value
+    elif how == "slots":
+        part.slots = Slots(value)
+    elif how == "values of its own" and processor is not None:
+        processor.__dict__ = {"note": value}
     elif how == "config" and hasattr(part, "register_to_config"):
         part.register_to_config(note=value)
+
+
+class Slots:
+    """An instance without a dictionary."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
 
 
 def add_function(part, value):

@@ -47,6 +47,8 @@ def read() -> Hashable:
         raise CannotCapture("autocast is on")
     if torch._C._len_torch_dispatch_stack():
         raise CannotCapture("it runs within a dispatch mode")
+    if torch.jit.is_tracing():
+        raise CannotCapture("it is traced")
     if has_global_hooks():
         raise CannotCapture("hooks are registered for all modules")
     if torch.is_anomaly_enabled():
