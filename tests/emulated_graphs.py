@@ -13,6 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
+_OF_UNKNOWN_SHAPE = (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
+
+
 class EmulatedGraph:
     """As the package's ``CudaGraph``."""
 
@@ -29,7 +32,8 @@ class EmulatedGraph:
 
     def capture(self, run):
         record = _Record(self._operations)
-        with record:
+        # Within a dispatch mode, operations are made of others as in no_grad only outside of inference mode.
+        with torch.inference_mode(False), torch.no_grad(), record:
             result = run()
         self._results = [
             (tensor, record.at_address(tensor))
@@ -73,6 +77,7 @@ class _Record(TorchDispatchMode):
         if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
             with self:  # which operations it is made of depends on more than its operands
                 return func.decompose(*args, **kwargs)
+        _refuse(func, args, kwargs)
         operands = tree_map_only(Tensor, self.at_address, (args, kwargs))
         read = {_storage(tensor) for tensor in _tensors_of((args, kwargs))}
         result = func(*args, **kwargs)
@@ -94,6 +99,17 @@ class _Record(TorchDispatchMode):
         other.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         # Whether a product is one of matrices or of batches depends on it, without gradients too.
         return other.requires_grad_(tensor.requires_grad)
+
+
+def _refuse(func, args, kwargs):
+    """As CUDA does while it captures: the host may not wait, and PyTorch may not draw random numbers."""
+    if torch.Tag.data_dependent_output in func.tags or func in _OF_UNKNOWN_SHAPE:
+        raise RuntimeError("operation not permitted when stream is capturing")
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args)), **kwargs}
+        if "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0:
+            raise RuntimeError("the generator is not captured: it draws random numbers")
 
 
 def _storage(tensor):

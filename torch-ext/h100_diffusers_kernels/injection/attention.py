@@ -22,6 +22,7 @@ from ..conditions import as_key_bias, attention_takes, of_one_form
 from ..differentiation import is_differentiated
 from .gates import ORIGINALS as GATE_ORIGINALS
 from .gates import see_gate
+from . import recording
 from .injected import Injected, Injection, Parts
 from .linears import ORIGINALS as LINEAR_ORIGINALS
 from .linears import Chain, Layer, see_dropout, see_linear
@@ -185,7 +186,7 @@ def _is_native_active(parts: Parts) -> bool:
 
 
 def _has_function_mode() -> bool:
-    if torch._C._len_torch_function_stack() == 0:
+    if torch._C._len_torch_function_stack() == 0 or recording.is_on():
         return False
     # torch.set_default_device is one too.
     return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...arguments import PLAIN_TYPES
 from .. import recording
@@ -21,8 +19,17 @@ from .arguments import Arguments
 from .reasons import CannotCapture
 
 _NUMBERS = frozenset((int, float, bool, type(None), str, torch.dtype, torch.device))
-_RANDOM = torch.Tag.nondeterministic_seeded
-_ON_THE_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_Getter = type(Tensor.shape.__get__)
+# What gives values, or numbers of them, to Python.
+_WAITING = frozenset(
+    (
+        *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__bool__, Tensor.__float__),
+        *(Tensor.__int__, Tensor.__index__, Tensor.nonzero, torch.nonzero, Tensor.masked_select),
+        *(torch.masked_select, Tensor.unique, torch.unique, Tensor.equal, torch.equal),
+        *(Tensor.allclose, torch.allclose, Tensor.is_nonzero, torch.is_nonzero),
+    )
+)
+_COPIES = frozenset((Tensor.copy_, Tensor.__setitem__, Tensor.index_put_))
 
 
 class Capture:
@@ -44,7 +51,7 @@ class Capture:
         self._graph = graph
         self._leaves: list[Any] = []
         self._externals: list[Tensor] = []
-        with _outside_of_inference_mode():
+        with torch.inference_mode(False), torch.no_grad():  # their versions tell of writes
             self._inputs = [
                 arguments_.like(tensor).requires_grad_(tensor.requires_grad)
                 for tensor in arguments.tensors
@@ -56,15 +63,15 @@ class Capture:
         recorder = _Recorder(device, self._inputs)
 
         def run() -> Any:
-            with _outside_of_inference_mode(), recorder:
+            with recorder:
                 return forward(*args, **kwargs)
 
         with recording.begin(device):
             result = graph.capture(run)
-        if recorder.refusal is not None:  # somebody caught it on its way
-            self.reset()
-            raise recorder.refusal
         try:
+            if recorder.refusal is not None:  # somebody caught it on its way
+                raise recorder.refusal
+            recorder.refuse_writes()
             self._leaves, self._spec = _pytree.tree_flatten(result)
             del result
             _refuse_changed_containers(given, _pytree.tree_leaves((args, kwargs)))
@@ -109,14 +116,6 @@ class Capture:
                 raise CannotCapture(f"it returns a {type(leaf).__name__}")
 
 
-@contextlib.contextmanager
-def _outside_of_inference_mode() -> Iterator[None]:
-    """Within it, PyTorch shows a dispatch mode operations as a whole that are made of others, and takes them apart
-    below of where it knows whether a parameter requires a gradient, by which it chooses between them."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
 def _copy(tensor: Tensor) -> Tensor:
     copy = arguments_.like(tensor)
     arguments_.without_repetition(copy).copy_(arguments_.without_repetition(tensor))
@@ -128,8 +127,11 @@ def _refuse_changed_containers(given: list[Any], now: list[Any]) -> None:
         raise CannotCapture("it changes a list or dictionary that it is given")
 
 
-class _Recorder(TorchDispatchMode):
-    """Sees each operation of a call: tensors from outside that it reads, and what a graph cannot do again.
+class _Recorder(TorchFunctionMode):
+    """Sees what a call asks of PyTorch: tensors from outside that it reads, and what a graph cannot do again.
+
+    It is a function mode, as operations are made of others in another way within a dispatch mode. The device itself
+    refuses to wait for the host in a capture, and to draw random numbers.
 
     Attributes:
         externals: tensors that were neither given nor made in the call, one for each memory.
@@ -139,79 +141,67 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, device: torch.device, inputs: list[Tensor]) -> None:
         super().__init__()
         self._device = device
+        self._inputs = inputs
+        self._versions = [tensor._version for tensor in inputs]
         self._given = {_storage(tensor) for tensor in inputs}
         self._made: dict[int, StorageWeakRef] = {}
         self._elsewhere: set[int] = set()  # of what was made, on other devices
         self.externals: dict[int, Tensor] = {}
         self.refusal: CannotCapture | None = None
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in a capture, and the wrapper takes its time at each operation
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) is _Getter:  # of shapes, dtypes, ...
+            return func(*args)
         try:
             return self._record(func, args, kwargs or {})
         except CannotCapture as refusal:
             self.refusal = refusal
             raise
 
+    def refuse_writes(self) -> None:
+        """To the tensors that were given: their memory is not the caller's."""
+        if any(tensor._version != then for tensor, then in zip(self._inputs, self._versions)):
+            raise CannotCapture("it writes to a tensor that it is given")
+
     def _record(self, func: Any, args: tuple, kwargs: dict) -> Any:
         read = _tensors_in(args)
         if kwargs:
             read += _tensors_in(kwargs.values())
-        if func is torch.ops.aten.lift_fresh.default:  # of a tensor made of numbers just now
-            self._make(read[0], _storage(read[0]), False)
         storages = [_storage(tensor) for tensor in read]
         for tensor, storage in zip(read, storages):
             if storage not in self._made and storage not in self._given:
                 if tensor.device != self._device:
-                    raise CannotCapture(f"it reads a tensor on {tensor.device} ({func})")
+                    raise CannotCapture(f"it reads a tensor on {tensor.device} ({_name(func)})")
                 self.externals.setdefault(storage, tensor)
-        reads_elsewhere = self._elsewhere and not self._elsewhere.isdisjoint(storages)
-        reads_here = bool(read) and not (reads_elsewhere and self._elsewhere.issuperset(storages))
-        if reads_elsewhere or "device" in kwargs:
-            self._refuse_copies(func, read, reads_here, kwargs.get("device"))
-        if reads_here:
-            checks = _checks_of(func)
-            if checks is not None:
-                self._refuse_operation(func, checks, args, kwargs)
+        elsewhere = [t for t, s in zip(read, storages) if s in self._elsewhere]
+        if func in _WAITING and len(elsewhere) < len(read):
+            raise CannotCapture(f"it waits for values on the host ({_name(func)})")
         result = func(*args, **kwargs)
-        for tensor in _tensors_in((result,)):
+        made = _tensors_in((result,))
+        for tensor in made:
             storage = _storage(tensor)
             if storage not in storages:
-                self._make(tensor, storage, reads_here)
+                self._made[storage] = StorageWeakRef(tensor.untyped_storage())
+                self._place(tensor, storage)
+        if elsewhere:
+            self._refuse_copies(func, read, elsewhere, made)
         return result
 
-    def _make(self, tensor: Tensor, storage: int, is_here: bool) -> None:
-        self._made[storage] = StorageWeakRef(tensor.untyped_storage())
-        if is_here or tensor.device == self._device:
+    def _place(self, tensor: Tensor, storage: int) -> None:
+        if tensor.device == self._device:
             self._elsewhere.discard(storage)
         else:
             self._elsewhere.add(storage)
 
-    def _refuse_copies(self, func: Any, read: list[Tensor], reads_here: bool, to: Any) -> None:
-        """From one device to another the host would wait; single numbers are part of a launch."""
-        elsewhere = [tensor for tensor in read if tensor.device != self._device]
-        is_copy = func is torch.ops.aten.copy_.default
-        is_moved = read and to is not None and torch.device(to).type != read[0].device.type
-        if is_moved or (reads_here and any(is_copy or tensor.dim() for tensor in elsewhere)):
-            raise CannotCapture(f"it copies from one device to another ({func})")
-
-    def _refuse_operation(self, func: Any, checks: _Checks, args: tuple, kwargs: dict) -> None:
-        if checks.waits and not _is_index_of_numbers(func, args):
-            raise CannotCapture(f"it waits for values on the host ({func})")
-        if checks.is_random:
-            names = [argument.name for argument in func._schema.arguments]
-            given = {**dict(zip(names, args)), **kwargs}
-            # Attention draws numbers for its dropout alone, and dropout where it is trained.
-            chance = given.get("dropout_p", 0.0) if "dropout_p" in names else given.get("p", 1.0)
-            if chance != 0.0 and given.get("train", True) is not False:
-                raise CannotCapture(f"it draws random numbers ({func})")
-        for place, name in checks.written:
-            value = args[place] if place < len(args) else kwargs.get(name)
-            if any(_storage(tensor) in self._given for tensor in _tensors_in((value,))):
-                raise CannotCapture(f"it writes to a tensor that it is given ({func})")
+    def _refuse_copies(
+        self, func: Any, read: list[Tensor], elsewhere: list[Tensor], made: list[Tensor]
+    ) -> None:
+        """A copy reads the host's memory at each replay; a single number among operands is part of a launch."""
+        is_alone = len(elsewhere) == len(read)
+        if not any(tensor.device == self._device for tensor in (made if is_alone else read)):
+            return
+        if is_alone or func in _COPIES or any(tensor.dim() for tensor in elsewhere):
+            raise CannotCapture(f"it copies from one device to another ({_name(func)})")
 
     def has_kept_any(self, results: Iterator[Tensor]) -> bool:
         """Whether anything keeps memory of the call's own besides its results."""
@@ -222,40 +212,8 @@ class _Recorder(TorchDispatchMode):
         return not all(ref.expired() for ref in kept)
 
 
-class _Checks(NamedTuple):
-    """What an operation may do that a graph cannot.
-
-    Attributes:
-        waits: whether what it returns depends on values.
-        is_random: whether it may draw random numbers.
-        written: the arguments that it writes to, by place and name.
-    """
-
-    waits: bool
-    is_random: bool
-    written: tuple[tuple[int, str], ...]
-
-
-@functools.cache
-def _checks_of(func: Any) -> _Checks | None:
-    """None if there is nothing to check."""
-    checks = _Checks(
-        any(tag in func.tags for tag in _ON_THE_HOST),
-        _RANDOM in func.tags,
-        tuple(
-            (i, argument.name)
-            for i, argument in enumerate(func._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ),
-    )
-    return checks if any(checks) else None
-
-
-def _is_index_of_numbers(func: Any, args: tuple) -> bool:
-    """Whether it is one by numbers: by a mask, how many elements there are depends on its values."""
-    return func is torch.ops.aten.index.Tensor and all(
-        index is None or index.dtype in (torch.int32, torch.int64) for index in args[1]
-    )
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", None) or str(func)
 
 
 def _storage(tensor: Tensor) -> int:

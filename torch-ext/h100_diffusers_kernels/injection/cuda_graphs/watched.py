@@ -26,9 +26,10 @@ from ...arguments import KERNEL_DEVICE_TYPE
 from ..forward_slot import StandIn, stand_in_of
 from .reasons import CannotCapture
 
-# Libraries whose code computes the same of the same, when it is called again. Transformers' looks at masks' values
-# unless it is being captured.
-_MODEL_LIBRARIES = ("diffusers", "peft", "torchao", "bitsandbytes")
+# Libraries whose code computes the same of the same, when it is called again.
+_MODEL_LIBRARIES = ("diffusers", "transformers", "peft", "torchao", "bitsandbytes")
+# Whose modules look at the values of masks, unless they are being captured; classes of peft are made of theirs.
+_UNCAPTURED_LIBRARY = "transformers"
 _KNOWN_LIBRARIES = (
     *_MODEL_LIBRARIES,
     *("torch", __name__.partition(".")[0]),
@@ -340,6 +341,10 @@ class WatchedState:
         return state.items()
 
     def _see_class(self, place: str, cls: type) -> None:
+        if cls.__module__.partition(".")[0] == _UNCAPTURED_LIBRARY and issubclass(cls, nn.Module):
+            raise CannotCapture(f"{place} is of {_UNCAPTURED_LIBRARY}, which decides on values")
+        if issubclass(cls, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
+            raise CannotCapture(f"{place} computes in another way while it is captured")
         for base in cls.__mro__:
             _refuse_unknown(place, base.__module__)
         # What it calls may have been put into a class by others.
