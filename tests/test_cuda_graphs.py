@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import accelerate
 import small_models
 import torch.nn.functional as F
 from diffusers import FluxPipeline, FlowMatchEulerDiscreteScheduler
@@ -26,6 +27,7 @@ from graphs import Pair, graphs, module_of  # noqa: F401
 from peft import LoraConfig
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchao import quantization
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 LTX, FLUX = FAMILIES["ltx"], FAMILIES["flux"]
@@ -351,6 +353,21 @@ def cache_blocks(model):
     model.enable_cache(FirstBlockCacheConfig(threshold=0.0))
 
 
+def offload_model(model, device):
+    accelerate.cpu_offload_with_hook(model, execution_device=device)
+
+
+def offload_layers(model, device):
+    accelerate.cpu_offload(model, execution_device=device)
+
+
+def offload_in_groups(model, device):
+    if device.type == "cpu":
+        model.enable_group_offload(device, offload_type="leaf_level")
+    else:
+        model.enable_group_offload(device, torch.device("cpu"), offload_type="leaf_level")
+
+
 CHANGES = (
     *(double_in_place, double_data, replace_parameter, replace_module, transpose_data),
     *(swap_parameters, swap_blocks, drop_a_block, change_eps, change_heads, load_other_weights),
@@ -471,6 +488,31 @@ def test_the_scale_of_adapters_of_one_call(pair):
     for scale in (1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.5):
         pair.call({**pair.inputs(), "attention_kwargs": {"scale": scale}})
     assert pair.calls.replayed >= 3
+
+
+@every_family
+def test_quantized_layers(graphs, device, family):  # noqa: F811
+    pair = Pair(graphs, family, device, torch.bfloat16)
+    pair.captured()
+
+    def quantize(model):
+        for path in family.block_lists:
+            quantization.quantize_(model.get_submodule(path), quantization.Int8WeightOnlyConfig())
+
+    pair.both(quantize)
+    assert pair.captured() == 3
+    assert pair.calls.captured == 2
+
+
+@pytest.mark.parametrize("offload", (offload_model, offload_layers, offload_in_groups))
+def test_offloading(graphs, device, offload):  # noqa: F811
+    pair = Pair(graphs, LTX, device)
+    pair.captured()
+    replayed = pair.calls.replayed
+    pair.both(functools.partial(offload, device=torch.device(device)))
+    for _ in range(4):
+        pair.call()
+    assert (pair.calls.captured, pair.calls.replayed) == (1, replayed)
 
 
 # ------------------------------------------------------------------------------------------------
