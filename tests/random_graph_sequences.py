@@ -14,6 +14,7 @@ import copy
 import functools
 import gc
 import inspect
+import re
 import sys
 import threading
 import types
@@ -34,11 +35,17 @@ import random_sequences
 from emulated_graphs import EmulatedGraph
 from random_sequences import KINDS, Boom, Difference, Refused, Step, draw_module, step
 
-# A compilation takes seconds.
-RARE = {"compile": 0.01, "quantize": 0.3, "group_offload": 0.5, "global_hook": 0.3, "replace": 3}
-RARE.update(hook=3, unhook=4, accelerate_offload=1, wrap_forward=1, library_hook=1.5)
+# What keeps a model from being captured is to come less often than among kernels alone, and to go sooner. A
+# compilation takes seconds.
+WEIGHTS = {
+    **{"compile": 0.01, "quantize": 0.3, "group_offload": 0.4, "global_hook": 0.3, "replace": 3},
+    **{"hook": 2.5, "accelerate_offload": 0.7, "wrap_forward": 0.7, "library_hook": 1, "patch": 1.5},
+    **{"layerwise_casting": 0.5, "enable_cache": 1, "set_processor": 1, "interrupted_forward": 1},
+    **{"unhook": 6, "unpatch": 5, "disable_cache": 4, "remove_library_hooks": 2},
+    **{"accelerate_onload": 5, "group_onload": 5, "remove_global_hook": 4},
+}
 GRAPH_KINDS = {
-    name: kind._replace(weight=RARE.get(name, kind.weight)) for name, kind in KINDS.items()
+    name: kind._replace(weight=WEIGHTS.get(name, kind.weight)) for name, kind in KINDS.items()
 }
 graph_step = functools.partial(step, kinds=GRAPH_KINDS)
 
@@ -661,7 +668,7 @@ class GraphTwins(random_sequences.Twins):
     # ----------------------------------------------------------------------------------------------
     # The kernels
 
-    @graph_step(3, draw_injection)
+    @graph_step(15, draw_injection)  # for a model that was ejected
     def inject(self, *, attention=True, limit=8, graphs=True):
         """Puts them in; once more, with the options of before, if they are."""
         if self.injected is not None:
@@ -690,7 +697,8 @@ class GraphTwins(random_sequences.Twins):
             if counted != self.runs[id(tally)]:
                 raise Difference(f"{self.runs[id(tally)]} calls, of which {counted} are counted")
             self.counts.update(captured=tally.captured, replayed=tally.replayed)
-            self.counts.update(tally.uncaptured)
+            for reason, count in tally.uncaptured.items():
+                self.counts[general(reason)] += count
         self.tallies.clear()
 
     def _check_all_are_gone(self, was_injected):
@@ -1104,6 +1112,12 @@ def change_call(part, value):
         return random_sequences.changed(result, "replace") if value else result
 
     part._call_impl = _call_impl
+
+
+def general(reason):
+    """A reason without the names in it."""
+    reason = re.sub(r"\S*_modules\S+|\S+(?= runs code of)", "a part", reason)
+    return re.sub(r" of diffusers: .*| by \w+$", " of diffusers", reason)
 
 
 def describe(error):

@@ -35,17 +35,25 @@ _KNOWN_LIBRARIES = (
     *("torch", __name__.partition(".")[0]),
     *("builtins", "functools", "collections", "types", "enum", "typing", "dataclasses", "abc"),
 )
-# What these import functions of, besides: to load models, or to compute attention. In the place of their own
-# functions, users' are found.
+# What these import functions of, besides: to load models, or to compute attention. Any other function that is found
+# among theirs was put there by somebody.
 _IMPORTED_LIBRARIES = (
-    *("accelerate", "huggingface_hub", "safetensors", "tokenizers", "tqdm", "kernels", "gguf"),
-    *("numpy", "scipy", "PIL", "cv2", "einops", "sympy", "yaml", "requests", "regex", "ftfy"),
-    *("torchvision", "torch_npu", "torch_xla", "packaging", "typing_extensions"),
-    *("flash_attn", "flash_attn_interface", "sageattention", "xformers", "aiter"),
-    *("contextlib", "concurrent", "copy", "dataclasses", "importlib", "inspect", "itertools"),
-    *("json", "logging", "multiprocessing", "operator", "os", "pathlib", "platform", "random"),
-    *("re", "shutil", "tempfile", "textwrap", "threading", "traceback", "urllib", "uuid"),
-    *("warnings", "weakref", "zipfile"),
+    *("accelerate", "gguf", "huggingface_hub", "kernels", "safetensors", "tokenizers", "tqdm"),
+    *("bs4", "cv2", "einops", "ftfy", "jinja2", "numpy", "PIL", "psutil", "regex", "requests"),
+    *("scipy", "sympy", "yaml", "torchvision", "torch_npu", "torch_xla", "transformers", "triton"),
+    *("aiter", "flash_attn", "flash_attn_interface", "sageattention", "xformers"),
+    *("packaging", "typing_extensions"),
+    # Python 3.9 does not know the names of its own ones.
+    *getattr(
+        sys,
+        "stdlib_module_names",
+        (
+            *("concurrent", "contextlib", "copy", "importlib", "inspect", "itertools", "json"),
+            *("logging", "multiprocessing", "operator", "os", "pathlib", "platform", "random"),
+            *("re", "shutil", "tempfile", "textwrap", "threading", "traceback", "urllib"),
+            *("uuid", "warnings", "weakref", "zipfile"),
+        ),
+    ),
 )
 # Of a module, what its calls do not depend on as long as it has no hooks.
 _BOOKKEEPING = frozenset(
@@ -72,6 +80,7 @@ _IMMUTABLE = (
 )
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, weakref.ref)
 _FUNCTIONS = (types.FunctionType, functools._lru_cache_wrapper)
+_NO_CODE = frozenset((*_IMMUTABLE, *_OPAQUE, dict, list, tuple, set))
 
 
 class WatchedState:
@@ -239,8 +248,7 @@ class WatchedState:
         self._classes, classes = self._classes[1:], list(dict.fromkeys(self._classes))
         self._libraries = list(_libraries_of(classes))
         self._library_values = list(_values_of(self._libraries))
-        for library in self._libraries:
-            _refuse_replaced_functions(library)
+        _refuse_replaced_functions(self._libraries)
         registry = getattr(sys.modules.get(_DISPATCH), _REGISTRY, None)
         for name, value in vars(registry).items() if registry is not None else ():
             if isinstance(value, dict):
@@ -421,27 +429,35 @@ def _refuse_unknown(place: str, module_name: str | None) -> None:
         raise CannotCapture(f"{place} runs code of {module_name}, which may do more than compute")
 
 
-def _refuse_replaced_functions(library: types.ModuleType | type) -> None:
-    for name, value in vars(library).items():
-        while True:  # what a function is wrapped in
-            if isinstance(value, (staticmethod, classmethod, types.MethodType)):
-                value = value.__func__
-            elif isinstance(value, functools.partial):
-                value = value.func
-            elif isinstance(value, functools._lru_cache_wrapper):
-                value = value.__wrapped__
-            else:
-                break
-        if isinstance(value, types.FunctionType):
-            # A decorator's may have taken the name of what it is around.
-            writers = (value.__module__, value.__globals__.get("__name__"))
-        elif callable(value) and not isinstance(value, type):
-            writers = (type(value).__module__,)
+def _refuse_replaced_functions(libraries: Iterable[types.ModuleType | type]) -> None:
+    """Functions of others in the place of a library's own."""
+    of_libraries: set[Any] = {None, *_IMPORTED_LIBRARIES}
+    for library in libraries:
+        for name, value in vars(library).items():
+            if type(value) in _NO_CODE:
+                continue
+            for writer in _writers_of(value):
+                if writer not in of_libraries:
+                    root = writer.partition(".")[0]
+                    if writer == "unittest.mock" or root not in _IMPORTED_LIBRARIES:
+                        _refuse_unknown(f"{library.__name__}.{name}", writer)
+                    of_libraries.add(writer)
+
+
+def _writers_of(value: Any) -> Iterable[str | None]:
+    """The modules that the code of a function, or of what can be called like one, is of."""
+    while type(value) is not types.FunctionType:  # what one is wrapped in
+        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            value = value.__func__
+        elif isinstance(value, functools.partial):
+            value = value.func
+        elif isinstance(value, functools._lru_cache_wrapper):
+            value = value.__wrapped__
         else:
-            continue
-        for writer in writers:
-            if isinstance(writer, str) and writer.partition(".")[0] not in _IMPORTED_LIBRARIES:
-                _refuse_unknown(f"{library.__name__}.{name}", writer)
+            is_one = callable(value) and not isinstance(value, type)
+            return (type(value).__module__,) if is_one else ()
+    # A decorator's may have taken the name of what it is around.
+    return (value.__module__, value.__globals__.get("__name__"))
 
 
 def _libraries_of(classes: Iterable[type]) -> Iterator[types.ModuleType | type]:
