@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-
 _OF_UNKNOWN_SHAPE = (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
 
 

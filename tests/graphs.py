@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+
 from emulated_graphs import EmulatedGraph
 
 

@@ -38,11 +38,17 @@ from random_sequences import KINDS, Boom, Difference, Refused, Step, draw_module
 # What keeps a model from being captured is to come less often than among kernels alone, and to go sooner. A
 # compilation takes seconds.
 WEIGHTS = {
-    **{"compile": 0.01, "quantize": 0.3, "group_offload": 0.4, "global_hook": 0.3, "replace": 3},
-    **{"hook": 2.5, "accelerate_offload": 0.7, "wrap_forward": 0.7, "library_hook": 1, "patch": 1.5},
-    **{"layerwise_casting": 0.5, "enable_cache": 1, "set_processor": 1, "interrupted_forward": 1},
-    **{"unhook": 6, "unpatch": 5, "disable_cache": 4, "remove_library_hooks": 2},
-    **{"accelerate_onload": 5, "group_onload": 5, "remove_global_hook": 4},
+    "compile": 0.01, "quantize": 0.3, "group_offload": 0.4, "global_hook": 0.3, "replace": 3,
+
+        "hook": 2.5,
+        "accelerate_offload": 0.7,
+        "wrap_forward": 0.7,
+        "library_hook": 1,
+        "patch": 1.5
+    ,
+    "layerwise_casting": 0.5, "enable_cache": 1, "set_processor": 1, "interrupted_forward": 1,
+    "unhook": 6, "unpatch": 5, "disable_cache": 4, "remove_library_hooks": 2,
+    "accelerate_onload": 5, "group_onload": 5, "remove_global_hook": 4,
 }
 GRAPH_KINDS = {
     name: kind._replace(weight=WEIGHTS.get(name, kind.weight)) for name, kind in KINDS.items()
@@ -202,7 +208,9 @@ def positional(arguments):
 
 
 def without_last_tensor(arguments):
-    return (), {name: value for name, value in arguments.items() if name != values_in(arguments)[-1]}
+    return (), {
+        name: value for name, value in arguments.items() if name != values_in(arguments)[-1]
+    }
 
 
 # Those that a model takes.
@@ -441,7 +449,9 @@ QUIET_MODES = {
         )
     ),
     "math attention": in_mode(lambda twins: sdpa_kernel(SDPBackend.MATH)),
-    "attention_backend": in_mode(lambda twins: attention_dispatch.attention_backend("_native_math")),
+    "attention_backend": in_mode(
+        lambda twins: attention_dispatch.attention_backend("_native_math")
+    ),
     "other stream": in_mode(lambda twins: other_stream()),
     "thread": run_in_thread,
     "threads": run_in_threads,
@@ -459,10 +469,16 @@ LOUD_MODES = {
     "vmap": in_mode(nothing, run=run_batched),
     "traced": in_mode(nothing, run=run_traced),
     "make_fx": in_mode(nothing, run=run_symbolic),
-    "make_fx before dispatch": in_mode(nothing, run=lambda call: run_symbolic(call, pre_dispatch=True)),
+    "make_fx before dispatch": in_mode(
+        nothing, run=lambda call: run_symbolic(call, pre_dispatch=True)
+    ),
 }
 MODES = {**QUIET_MODES, **LOUD_MODES}
-SLOW_MODES = {"make_fx": 0.05, "make_fx before dispatch": 0.05, "traced": 0.3}  # and how often they are drawn
+SLOW_MODES = {
+    "make_fx": 0.05,
+    "make_fx before dispatch": 0.05,
+    "traced": 0.3,
+}  # and how often they are drawn
 
 
 # --------------------------------------------------------------------------------------------------
@@ -524,7 +540,9 @@ def draw_call(rng, twins):
     if usual is None:
         usual = {
             "options": rng.choice(list(twins.family.options)),
-            "mode": rng.choice(list(QUIET_MODES) if rng.random() < 0.4 else ["no_grad", "inference_mode"]),
+            "mode": rng.choice(
+                list(QUIET_MODES) if rng.random() < 0.4 else ["no_grad", "inference_mode"]
+            ),
             "form": rng.choice(list(QUIET_FORMS)) if rng.random() < 0.4 else "as they are",
         }
         usual["seed"] = rng.randrange(1000)
@@ -537,7 +555,9 @@ def draw_call(rng, twins):
         )
         call[name] = {
             "options": lambda: rng.choice(list(twins.family.options)),
-            "mode": lambda: rng.choices(list(MODES), [SLOW_MODES.get(mode, 1) for mode in MODES])[0],
+            "mode": lambda: rng.choices(list(MODES), [SLOW_MODES.get(mode, 1) for mode in MODES])[
+                0
+            ],
             "form": lambda: rng.choice(list(FORMS)),
             "seed": lambda: rng.randrange(1000),
             "scale": lambda: rng.choice([0.5, 0.7, 1.0]),
@@ -556,12 +576,24 @@ ERRORS = {
 
 
 def draw_injection(rng, twins):
-    return {"attention": rng.random() < 0.8, "limit": rng.randint(1, 4), "graphs": rng.random() < 0.9}
+    return {
+        "attention": rng.random() < 0.8,
+        "limit": rng.randint(1, 4),
+        "graphs": rng.random() < 0.9,
+    }
 
 
 WEIGHT_CHANGES = (
     *("mul_", "data.mul_", "data =", "data = clone", "new parameter", "transposed data"),
-    *("swap data", "swap parameters", "swap_tensors", "set_", "requires_grad", "nan", "offset data"),
+    *(
+        "swap data",
+        "swap parameters",
+        "swap_tensors",
+        "set_",
+        "requires_grad",
+        "nan",
+        "offset data",
+    ),
 )
 ATTRIBUTE_CHANGES = (
     *("train", "eval", "dropout", "note", "processor note", "processor value", "function"),
@@ -658,9 +690,9 @@ class GraphTwins(random_sequences.Twins):
         plain, plain_error = random_sequences.attempt(act, self.plain)
         mine, error = random_sequences.attempt(act, self.mine)
         if describe(error) != describe(plain_error):
-            raise Difference(
-                f"{describe(error)}; without graphs: {describe(plain_error)}"
-            ) from error or plain_error
+            raise Difference(f"{describe(error)}; without graphs: {describe(plain_error)}") from (
+                error or plain_error
+            )
         if error is not None:
             raise Refused(describe(plain_error)) from plain_error
         return plain, None, mine
@@ -930,7 +962,9 @@ class GraphTwins(random_sequences.Twins):
             self.factors[name] = factor
 
     @graph_step(
-        1, lambda rng, twins: {"is_in_graph_mode": rng.random() < 0.5}, lambda twins: not twins.compiled
+        1,
+        lambda rng, twins: {"is_in_graph_mode": rng.random() < 0.5},
+        lambda twins: not twins.compiled,
     )
     def call_shallow_copies(self, *, is_in_graph_mode):
         """Of the models, which may have attributes of their own."""
@@ -1047,7 +1081,9 @@ def change_attribute(twins, part, how, value):
         change_call(part, value)
     elif how == "hook dictionary":
         part._forward_hooks = collections.OrderedDict()
-        part.register_forward_hook(lambda module, args, output: random_sequences.changed(output, "replace"))
+        part.register_forward_hook(
+            lambda module, args, output: random_sequences.changed(output, "replace")
+        )
     elif how == "checkpointing":
         if hasattr(part, "gradient_checkpointing"):
             part.gradient_checkpointing = not part.gradient_checkpointing

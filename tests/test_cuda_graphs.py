@@ -14,20 +14,22 @@ import threading
 import weakref
 from types import SimpleNamespace
 
+import accelerate
 import pytest
 import torch
-import accelerate
-import small_models
 import torch.nn.functional as F
-from diffusers import FluxPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers import attention_backend
 from diffusers.hooks import FirstBlockCacheConfig, apply_layerwise_casting
-from emulated_graphs import EmulatedGraph
-from families import FAMILIES, every_family
-from graphs import Pair, graphs, module_of  # noqa: F401
+from diffusers.models import attention_dispatch
 from peft import LoraConfig
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao import quantization
+
+import small_models
+from emulated_graphs import EmulatedGraph
+from families import FAMILIES, every_family
+from graphs import Pair, graphs, module_of  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 LTX, FLUX = FAMILIES["ltx"], FAMILIES["flux"]
@@ -246,7 +248,10 @@ def test_errors_are_the_models_own(pair):
     arguments = pair.inputs()
     arguments["hidden_states"] = arguments["hidden_states"][..., :-1]
     for _ in range(3):
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), torch.inference_mode():
+        with (
+            pytest.raises(RuntimeError, match="shapes cannot be multiplied"),
+            torch.inference_mode(),
+        ):
             pair.model(**arguments)
     pair.call()
     assert pair.calls.captured == 1
@@ -556,14 +561,16 @@ def test_functions_of_the_models_file(graphs, device, monkeypatch):  # noqa: F81
     pair.captured()
     original = file.apply_rotary_emb
     with monkeypatch.context() as patches:
-        patches.setattr(file, "apply_rotary_emb", lambda x, *args, **kw: original(x, *args, **kw) * 2)
+        patches.setattr(
+            file, "apply_rotary_emb", lambda x, *args, **kw: original(x, *args, **kw) * 2
+        )
         changed = pair.call()
     assert not torch.equal(changed, pair.call())
 
 
-def test_a_backend_that_is_chosen(graphs, device):  # noqa: F811
-    from diffusers import attention_backend
-
+def test_a_backend_that_is_chosen(graphs, device, monkeypatch):  # noqa: F811
+    registry = attention_dispatch._AttentionBackendRegistry
+    monkeypatch.setattr(registry, "_active_backend", registry._active_backend)  # of all models
     pair = Pair(graphs, FLUX, device)
     pair.captured()
     replayed = pair.calls.replayed
@@ -572,13 +579,10 @@ def test_a_backend_that_is_chosen(graphs, device):  # noqa: F811
         assert pair.calls.replayed == replayed
     pair.captured()
     pair.both(lambda model: model.set_attention_backend("_native_math"))
-    try:
-        replayed = pair.calls.replayed
-        pair.call()
-        assert pair.calls.replayed == replayed
-        pair.captured()
-    finally:
-        pair.both(lambda model: model.reset_attention_backend())  # it is of all models
+    replayed = pair.calls.replayed
+    pair.call()
+    assert pair.calls.replayed == replayed
+    pair.captured()
 
 
 class CountingMode(TorchDispatchMode):

@@ -20,9 +20,9 @@ from .. import functional
 from ..arguments import ATTENTION_HEAD_DIMS, dtype_name
 from ..conditions import as_key_bias, attention_takes, of_one_form
 from ..differentiation import is_differentiated
+from . import recording
 from .gates import ORIGINALS as GATE_ORIGINALS
 from .gates import see_gate
-from . import recording
 from .injected import Injected, Injection, Parts
 from .linears import ORIGINALS as LINEAR_ORIGINALS
 from .linears import Chain, Layer, see_dropout, see_linear

@@ -154,7 +154,9 @@ def _check_options(attention: Any, cuda_graphs: Any, max_cuda_graphs: Any) -> No
             f"inject_kernels: max_cuda_graphs must be an int, got a {type(max_cuda_graphs).__name__}"
         )
     if max_cuda_graphs < 1:
-        raise ValueError(f"inject_kernels: max_cuda_graphs must be 1 or more, got {max_cuda_graphs}")
+        raise ValueError(
+            f"inject_kernels: max_cuda_graphs must be 1 or more, got {max_cuda_graphs}"
+        )
 
 
 def _shown(options: dict[str, Any]) -> str:

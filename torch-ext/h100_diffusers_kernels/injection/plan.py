@@ -144,10 +144,10 @@ def _put_in(injected: Injected) -> None:
 
 def _put_around(model: nn.Module, injection: Injection, limit: int, pool: Pool) -> weakref.ref:
     """Graphs around what stands in for the model's forward, or around its class's own."""
-    slot = stand_in_slot(model)
+    slot: Any = stand_in_slot(model)
     inner = None if slot is None else slot.stand_in
     graphed = GraphedForward(model, inner, injection, limit, pool)
-    if slot is None or inner is None:
+    if inner is None:
         slot = class_forward_slot(model)
         graphed.had_attribute = "forward" in vars(model)
         ReplicaMaker.put_in(model)

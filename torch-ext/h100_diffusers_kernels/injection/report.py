@@ -131,7 +131,9 @@ class InjectionReport:
             entries.extend(replace(entry, name=join(prefix, entry.name)) for entry in more)
         self.levels.update({join(prefix, name): level for name, level in other.levels.items()})
         self.tallies.extend((join(prefix, name), tally) for name, tally in other.tallies)
-        self.graph_tallies.extend((join(prefix, name), tally) for name, tally in other.graph_tallies)
+        self.graph_tallies.extend(
+            (join(prefix, name), tally) for name, tally in other.graph_tallies
+        )
 
     def __str__(self) -> str:
         already = " (before this call already)" if self.already_injected else ""

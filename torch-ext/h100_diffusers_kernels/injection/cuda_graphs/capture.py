@@ -19,7 +19,7 @@ from .arguments import Arguments
 from .reasons import CannotCapture
 
 _NUMBERS = frozenset((int, float, bool, type(None), str, torch.dtype, torch.device))
-_Getter = type(Tensor.shape.__get__)
+_Getter = type(vars(torch._C.TensorBase)["shape"].__get__)
 # What gives values, or numbers of them, to Python.
 _WAITING = frozenset(
     (

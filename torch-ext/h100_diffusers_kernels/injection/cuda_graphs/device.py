@@ -140,7 +140,9 @@ def _capture(graph: torch.cuda.CUDAGraph, handle: Any, run: Callable[[], Any]) -
     except BaseException:
         try:
             graph.capture_end()
-        except Exception:  # it says that the capture has failed, which is known, and leaves this undone
+        except (
+            Exception
+        ):  # it says that the capture has failed, which is known, and leaves this undone
             torch._C._cuda_endAllocateToPool(device, handle)
         graph.reset()
         raise

@@ -73,7 +73,9 @@ class GraphedForward(StandIn):
 
     @property
     def tally(self) -> GraphTally:
-        return self._injection.graphs
+        tally = self._injection.graphs
+        assert tally is not None
+        return tally
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
@@ -137,7 +139,9 @@ class GraphedForward(StandIn):
             change = self._state.difference(module)
             self.forget()
             self._wait(_CHANGED_OFTEN if self._patience else FIRST_CALL)
-            logger.info("%s: CUDA graphs are dropped, as %s", self.tally.name or "the model", change)
+            logger.info(
+                "%s: CUDA graphs are dropped, as %s", self.tally.name or "the model", change
+            )
             return FIRST_CALL
         if key in self._refused:
             return self._refused[key]
@@ -157,7 +161,9 @@ class GraphedForward(StandIn):
                 raise CannotCapture("there is not enough memory for a graph") from None
             if isinstance(error, Exception) and not isinstance(error, CannotCapture):
                 sentence = str(error).partition("\n")[0]
-                raise CannotCapture(f"to capture it raises {type(error).__name__}: {sentence}") from None
+                raise CannotCapture(
+                    f"to capture it raises {type(error).__name__}: {sentence}"
+                ) from None
             raise
         result = capture.replay(call.tensors)
         if capture.leaks or not state.holds(module):
@@ -201,11 +207,11 @@ class GraphedForward(StandIn):
     def __deepcopy__(self, memo: dict) -> GraphedForward:
         """That of the module's copy, without graphs."""
         module: Any = self._module()
-        injection, pool = (copy.deepcopy(part, memo) for part in (self._injection, self._pool))
+        injection = copy.deepcopy(self._injection, memo)
+        pool = copy.deepcopy(self._pool, memo)
         inner = None if self._inner is None else copy.deepcopy(self._inner, memo)
-        duplicate = GraphedForward(
-            memo.get(id(module), module), inner, injection, self._limit, pool
-        )
+        module = memo.get(id(module), module)
+        duplicate = GraphedForward(module, inner, injection, self._limit, pool)
         duplicate.had_attribute = self.had_attribute
         return duplicate
 

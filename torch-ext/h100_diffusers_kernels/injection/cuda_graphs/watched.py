@@ -103,7 +103,7 @@ class WatchedState:
         self._empty: list[dict] = []
         self._sequences: list[Any] = []
         self._items: list[tuple] = []
-        self._sets: list[tuple[set, frozenset]] = []
+        self._sets: list[tuple[Any, frozenset]] = []
         self._instances: list[Any] = []
         self._classes: list[type] = []
         self._tensors: list[Tensor] = []
@@ -149,6 +149,7 @@ class WatchedState:
             type(root) is self._root_class
             and names == self._root_names
             and self._same(values, self._root_values)
+            and _hooks_of_libraries(root) is None
         )
 
     def _read_memory(self) -> tuple:
@@ -166,9 +167,7 @@ class WatchedState:
         if not isinstance(then, list):
             return all(map(is_equal, now, then))
         now = list(now)
-        return len(now) == len(then) and (
-            all(map(is_, now, then)) or all(map(is_equal, now, then))
-        )
+        return len(now) == len(then) and (all(map(is_, now, then)) or all(map(is_equal, now, then)))
 
     def restore(self, root: nn.Module) -> None:
         """Puts back what is not as it was in attributes, dictionaries and lists: of a call that was broken off."""
@@ -192,9 +191,7 @@ class WatchedState:
 
     def difference(self, root: nn.Module) -> str:
         """What is not as it was, for the log."""
-        for instance, cls in zip(
-            (root, *self._instances), (self._root_class, *self._classes)
-        ):
+        for instance, cls in zip((root, *self._instances), (self._root_class, *self._classes)):
             if type(instance) is not cls:
                 return f"a {cls.__name__} became a {type(instance).__name__}"
         values = iter(self._values)
@@ -206,6 +203,9 @@ class WatchedState:
                     return f"{place}.{name} is new or gone"
                 if not is_equal(namespace[name], then[name]):
                     return f"{place}.{name} is another"
+        hooks = _hooks_of_libraries(root)
+        if hooks is not None:
+            return f"it {hooks}"
         names_now, values_now = _around_left_out(root)
         before = dict(zip(self._root_names, self._root_values))
         for name, value in zip(names_now, values_now):
@@ -238,7 +238,7 @@ class WatchedState:
                     pending.append((f"{place}.{name}" if place else str(name), value))
 
         self._root_names, self._root_values = _around_left_out(root)
-        _refuse_offloading("it", root)
+        _refuse_hooks_of_libraries("it", root)
         self._see_class("it", type(root))
         self._instances, self._classes = [], [type(root)]
         add("", zip(self._root_names, self._root_values))
@@ -300,7 +300,7 @@ class WatchedState:
 
     def _see_module(self, place: str, module: nn.Module) -> Iterable[tuple[Any, Any]]:
         state = module.__dict__
-        _refuse_offloading(place, module)
+        _refuse_hooks_of_libraries(place, module)
         self._see_hooks(place, module)
         forward = state.get("forward")
         if forward is not None and stand_in_of(forward) is None:
@@ -381,8 +381,8 @@ def _getter(names: tuple) -> Callable[[dict], tuple]:
     return lambda namespace: tuple([namespace[name] for name in names])
 
 
-_dtype_of = Tensor.dtype.__get__
-_requires_grad = Tensor.requires_grad.__get__
+_dtype_of = vars(torch._C.TensorBase)["dtype"].__get__
+_requires_grad = vars(torch._C.TensorBase)["requires_grad"].__get__
 
 
 def is_equal(a: Any, b: Any) -> bool:
@@ -415,13 +415,18 @@ def _around_left_out(root: nn.Module) -> tuple[list[str], list[Any]]:
     return names, [state[name] for name in names]
 
 
-def _refuse_offloading(place: str, module: nn.Module) -> None:
+def _hooks_of_libraries(module: nn.Module) -> str | None:
+    """What accelerate or diffusers put around the module, as a clause that begins with a verb."""
     if "_hf_hook" in module.__dict__:
-        raise CannotCapture(f"{place} is offloaded, or on a device by hooks")
-    registry = module.__dict__.get("_diffusers_hook")
-    names = list(getattr(registry, "hooks", ()))
-    if names:
-        raise CannotCapture(f"{place} has hooks of diffusers: {', '.join(names)}")
+        return "is offloaded, or on a device by hooks"
+    names = getattr(module.__dict__.get("_diffusers_hook"), "hooks", None)
+    return f"has hooks of diffusers: {', '.join(names)}" if names else None
+
+
+def _refuse_hooks_of_libraries(place: str, module: nn.Module) -> None:
+    hooks = _hooks_of_libraries(module)
+    if hooks is not None:
+        raise CannotCapture(f"{place} {hooks}")
 
 
 def _refuse_unknown(place: str, module_name: str | None) -> None:
@@ -437,7 +442,7 @@ def _refuse_replaced_functions(libraries: Iterable[types.ModuleType | type]) -> 
             if type(value) in _NO_CODE:
                 continue
             for writer in _writers_of(value):
-                if writer not in of_libraries:
+                if writer is not None and writer not in of_libraries:
                     root = writer.partition(".")[0]
                     if writer == "unittest.mock" or root not in _IMPORTED_LIBRARIES:
                         _refuse_unknown(f"{library.__name__}.{name}", writer)
