@@ -263,7 +263,7 @@ def attend(
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the model's own code makes of an attention's result, without an operation where it is that already."""
+    """``x.to(dtype)``, without a call where it is of it already."""
     return x if x.dtype == dtype else x.to(dtype)
 
 

@@ -85,8 +85,7 @@ class Block(Part):
 
     @property
     def _called(self) -> list[str]:
-        """The names of modules with a stand-in that the forward calls by itself, as those that they are, or as
-        parts that are trusted."""
+        """The names of modules with a stand-in that the forward calls by itself."""
         return [name for name in self.inner if "." not in name]
 
     def trust(self, parts: Parts, module: nn.Module, snapshot: Look) -> Parts | None:

@@ -17,6 +17,7 @@ from .linears import SILU_ORIGINALS, is_plain_silu
 from .original import Original, find_class, find_original
 from .part import Part
 from .snapshot import Look
+from .trust import trusted_parts
 
 _CLASS = "diffusers.models.transformers.transformer_flux2:Flux2SwiGLU"
 _FORWARD = f"{_CLASS}.forward"
@@ -92,6 +93,9 @@ class _Swiglu(Part):
         if not _is_known(module, injection, snapshot):
             parts.reason = "SiLU was replaced"
         parts.gate = Gate(module, True)
+
+    def trust(self, parts: Parts, module: nn.Module, snapshot: Look) -> Parts | None:
+        return trusted_parts(parts, ("gate",), snapshot)
 
 
 def _forward(self: nn.Module, injected: Injected, x: Tensor) -> Tensor:

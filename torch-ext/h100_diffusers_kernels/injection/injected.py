@@ -85,8 +85,8 @@ class Parts:
         reason: why the class's own forward has to run, or None.
         notes: why the model's own code computes parts of the call.
         choices: the same, where the user asked for it.
-        is_trusted: whether nothing unknown runs in the call, and all layers are what their classes say: what is
-            computed of tensors that the kernels take is then such a tensor, too, and is not looked at again.
+        is_trusted: whether nothing unknown runs in the call, and all layers are what their classes say: what
+            is computed of tensors that the kernels take is then such a tensor, too.
         trusted: the same for such calls; None where a part is unknown.
     """
 
@@ -208,6 +208,18 @@ class Injected(StandIn):
         if has_global_hooks():
             return Parts("hooks are registered for all modules")
         return self.decision(module, self.injection.functions()).parts
+
+    @property
+    def checked(self) -> Any:
+        """The parts of the last decision, for calls that are not trusted."""
+        decision: Any = self._decision
+        return decision.parts
+
+    @property
+    def trusted(self) -> Any | None:
+        """The parts of the last decision, for calls that are trusted, if it has such."""
+        decision: Any = self._decision
+        return decision.parts.trusted
 
     def decision(self, module: nn.Module, functions: tuple) -> Decision:
         """The part's decision, made again if anything that it was read from has changed.

@@ -113,7 +113,8 @@ class Projection:
         self._head_dim = head_dim
 
     def __call__(self) -> Tensor:
-        return self._layer(self._x).unflatten(-1, (-1, self._head_dim))
+        out = self._layer(self._x)
+        return out.view(*out.shape[:-1], -1, self._head_dim)
 
     def fits(self, query: Tensor, is_trusted: bool = False) -> bool:
         """Whether ``write`` can be asked for what stands beside this query."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..conditions import kernels_run_on, tracks_derivatives
+from ..conditions import kernels_run_on, of_one_form, tracks_derivatives
 from ..functional import CoordinateRope
 from .activations import GELU
 from .attention import Attention, Norms, as_dtype, attend, norm_and_rotate
@@ -95,13 +95,15 @@ def _attention_forward(
         arguments = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         return injected.class_forward(self, *arguments, **kwargs)
     context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+    if parts.is_trusted and context is not hidden_states and not of_one_form(context):
+        parts = injected.checked
     heads = self.heads
     query, key, value = parts.to_q(hidden_states), parts.to_k(context), parts.to_v(context)
     norms, form = Norms(parts.norm_q, parts.norm_k), "across_heads"
     query, key = norm_and_rotate(
         injected, parts, norms, query, key, image_rotary_emb, parts.rotate, form, heads
     )
-    query, key, value = (x.view(*x.shape[:2], heads, -1) for x in (query, key, value))
+    query, key, value = (x.view(x.shape[0], x.shape[1], heads, -1) for x in (query, key, value))
 
     def expand_mask(mask: Tensor) -> Tensor:
         mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])

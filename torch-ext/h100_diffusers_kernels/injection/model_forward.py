@@ -39,8 +39,8 @@ class ModelForward:
 
     Attributes:
         look: what the stand-ins that were looked at in this forward keep, as long as it is trusted.
-        trusts: whether calls of what was looked at need not look at what they compute: no derivative is taken, and
-            no function mode makes other tensors than PyTorch's functions do.
+        trusts: whether calls of what was looked at need not look at what they compute: no derivative is
+            taken, and no mode makes other tensors than PyTorch's functions do.
     """
 
     def __init__(self, model: nn.Module, injection: Injection) -> None:
@@ -120,8 +120,11 @@ class ModelForward:
         return True
 
     def sees(self, module: nn.Module) -> bool:
-        """Looks at the module, if it is the next block to be called, and at those after it: whether nothing unknown
-        runs in it."""
+        """Looks at the module and those after it, if it is the next block to be called.
+
+        Returns:
+            Whether it is, and nothing unknown runs in it.
+        """
         place = self._places.get(id(module))
         if place is None or place != self._looked_at:
             return False
@@ -188,8 +191,10 @@ class ModelForward:
         return made[1]
 
     def is_native(self, parts: Any, is_native_active: Callable[[Any], bool]) -> bool:
-        """Whether attention is left to PyTorch's own choice, for calls that are trusted: what is chosen for all
-        attentions does not change between them."""
+        """Whether attention is left to PyTorch's own choice, for calls that are trusted.
+
+        What is chosen for all attentions does not change between them.
+        """
         processor = parts.processor
         if parts.dispatch is None:
             return True

@@ -145,8 +145,8 @@ class Norm:
 class _TrustedNorm(Norm):
     """A norm of what linear layers and kernels made.
 
-    Parameters may have been moved or cast since they were looked at, and rows are of the dtype of what they are
-    a sum of.
+    Its parameters may have been moved or cast since they were looked at, and rows are of the dtype of what
+    they are a sum of.
     """
 
     def takes(self, x: Tensor, *others: Tensor | None) -> bool:

@@ -155,7 +155,7 @@ class Snapshot:
     def holds(self, root: nn.Module) -> bool:
         """Whether all of it is as it was."""
         state = root.__dict__
-        # Lists and dicts of one thing each are equal at once; of equal hooks or submodules the decision holds, too.
+        # Where a dict of hooks or submodules is another one, but equal, the decision holds as well.
         return (
             type(root) is self._root_class
             and all(map(is_, map(state.get, self._root_names), self._root_values))

@@ -1,8 +1,8 @@
-"""What a module works with in calls that nothing unknown runs in, without the checks that such calls need not make.
+"""What a module works with in calls that nothing unknown runs in, without the checks that they need not make.
 
-A call may be trusted if its block was looked at in the forward that is in progress (``ModelForward``), and all of its
-layers are what their classes say. The tensors that it is given are looked at, as in every call. What
-PyTorch's linear layers and the kernels make of them has their dtype and form, and is not looked at again.
+A call may be trusted if its block was looked at in the forward that is in progress (``ModelForward``), and
+all of its layers are what their classes say. The tensors that a block is given are looked at, as in every
+call. What PyTorch's linear layers and the kernels make of them is like them, and is not looked at again.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Callable
 
-from torch import nn
+from torch import Tensor, nn
 
 from .forward_slot import stand_in_of
-from .injected import Parts
+from .injected import Injected, Parts
 from .snapshot import Look
 
 
@@ -39,6 +39,30 @@ def trusted_form(value: Any, snapshot: Look) -> Any:
     return None if value is None else value.trusted(snapshot)
 
 
+class _Direct:
+    """What stands in for a module's forward where a block that is trusted calls it, with what it has made.
+
+    That the module's decision holds was seen with the block.
+    """
+
+    __slots__ = ("injected", "injection")
+
+    def __init__(self, injected: Injected) -> None:
+        self.injected = injected
+        self.injection = injected.injection
+
+    def parts(self, module: nn.Module, x: Tensor, *others: Tensor | None) -> Any | None:
+        injected = self.injected
+        parts = injected.trusted
+        if parts is None:
+            return injected.parts(module, x, *others)
+        self.injection.tallies[injected.name].on_kernels += 1
+        return parts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.injected, name)  # what is seldom asked for
+
+
 def called_directly(module: nn.Module, snapshot: Look) -> Callable | None:
     """What stands in for the module's forward, to be called without ``nn.Module.__call__``; None where that
     may do more.
@@ -52,4 +76,4 @@ def called_directly(module: nn.Module, snapshot: Look) -> Callable | None:
         or snapshot.see(module.__dict__, "_compiled_call_impl") is not None
     ):
         return None
-    return partial(stand_in.part.forward, module, stand_in)
+    return partial(stand_in.part.forward, module, _Direct(stand_in))
