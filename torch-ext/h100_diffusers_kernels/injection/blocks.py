@@ -185,9 +185,9 @@ def finish(
     if forward is not None and following is not None and following[1].part is injected.part:
         successor, its_injected, its_parts = following
         openings = openings_of(its_injected, successor, its_parts, *conditions)
-        is_quiet = forward.was_seen(successor)
         if its_parts.is_trusted or all(
-            o.may_be_ahead_of(end.residual, is_quiet) for o, end in zip(openings, ends)
+            o.may_be_ahead_of(end.residual, forward.was_seen(successor))
+            for o, end in zip(openings, ends)
         ):
             pairs = [o.after(*end) for o, end in zip(openings, ends)]
             results = as_given([h for h, _ in pairs])

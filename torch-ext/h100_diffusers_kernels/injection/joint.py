@@ -243,7 +243,9 @@ def attend_jointly(
         query, key = rotate(query, rope_of_all), rotate(key, rope_of_all)
     out = attend(injected, parts, query, key, value, mask, **options)
     out = as_dtype(out.flatten(2, 3), query.dtype)
-    return split(out, streams[0].query.shape[1])
+    lengths = [stream.query.shape[1] for stream in streams]
+    first, second = out.split_with_sizes(lengths, 1)
+    return first, second
 
 
 def attend_with_tables(

@@ -57,7 +57,7 @@ class Snapshot:
         *("_root_class", "_root_names", "_root_state", "_root_values"),
         *("_names", "_namespaces", "_values"),
         *("_classes", "_modules", "_registered", "_states"),
-        *("_children", "_containers", "_empty", "_hooked", "_seen"),
+        *("_children", "_containers", "_covered", "_empty", "_hooked", "_seen"),
         *("is_quiet", "see_method", "stand_ins"),
     )
 
@@ -79,6 +79,7 @@ class Snapshot:
         self._containers: list[dict] = []
         self._children: list[dict] = []
         self._seen: set[tuple[int, Any]] = set()  # what has been looked at, by namespace and name
+        self._covered: set[int] = set()  # namespaces that are looked at as a whole
         self.see_method = see_method
         self.is_quiet = True
         self.stand_ins: list[nn.Module] = []
@@ -86,8 +87,8 @@ class Snapshot:
     def see(self, namespace: dict, name: Any) -> Any:
         """A value of a namespace; None if there is none of that name."""
         value = namespace.get(name)
-        # A norm's weight, for one, is read for each of the ways in which it is used.
-        if (id(namespace), name) in self._seen:
+        # Once is enough; and all submodules of the modules in the tree are looked at together.
+        if id(namespace) in self._covered or (id(namespace), name) in self._seen:
             return value
         self._seen.add((id(namespace), name))
         if id(namespace) == self._root_state:
@@ -137,6 +138,7 @@ class Snapshot:
     def _see_registered(self, module: nn.Module) -> None:
         *hooks, modules = registered = _registries(module.__dict__)
         self._registered.append(registered)
+        self._covered.add(id(modules))
         if has_hooks(module):
             self._hooked.append(tuple(hooks))
         else:
