@@ -81,7 +81,7 @@ class ModelForward:
         The decisions on their parts are then known to hold, and are not looked at again: what runs until
         their calls is the model's own forward and blocks that were looked at before.
         """
-        if not self._may_look or end <= self._looked_at:
+        if not self._may_look or min(end, len(self._blocks)) <= self._looked_at:
             return
         if self._functions is None:
             self._functions = self._injection.functions()
