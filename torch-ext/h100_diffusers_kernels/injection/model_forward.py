@@ -24,6 +24,8 @@ from .snapshot import Look, has_global_hooks
 
 # At the end of one. To look at all of them at once would take longer than the GPU has work queued.
 _BLOCKS_LOOKED_AT = 2
+# How modules are called, where nobody has replaced it.
+_CALL: Any = nn.Module.__call__
 
 
 class _Handed(NamedTuple):
@@ -111,6 +113,7 @@ class ModelForward:
             parts.reason is not None
             or not snapshot.is_quiet
             or not injected.knows_forward_of(module)
+            or type(module).__call__ is not _CALL
         ):
             return False
         injected.seen_in = self.look
