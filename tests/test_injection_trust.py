@@ -29,10 +29,6 @@ def injected(kernel, family, device):
     return model, arguments, run(model, arguments)
 
 
-def blocks_of(family, model):
-    return [block for name in family.block_lists for block in getattr(model, name)]
-
-
 def is_called(modules, module):
     return any(m is module for m in modules)
 
@@ -41,7 +37,7 @@ def is_called(modules, module):
 def test_blocks_call_their_parts_directly(kernel, device, family, called):
     model, arguments, expected = injected(kernel, family, device)
     attentions = [
-        block.attn if hasattr(block, "attn") else block.attn1 for block in blocks_of(family, model)
+        block.attn if hasattr(block, "attn") else block.attn1 for block in family.blocks(model)
     ]
     for call in ("first", "second"):
         called.clear()
