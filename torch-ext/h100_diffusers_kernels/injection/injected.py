@@ -89,12 +89,18 @@ class Parts:
         reason: why the class's own forward has to run, or None.
         notes: why the model's own code computes parts of the call.
         choices: the same, where the user asked for it.
+        is_trusted: whether nothing unknown runs in the call, and all layers are what their classes say: what
+            is computed of tensors that the kernels take is then such a tensor, too.
+        trusted: the same for such calls; None where a part is unknown.
     """
+
+    is_trusted = False
 
     def __init__(self, reason: str | None = None) -> None:
         self.reason = reason
         self.notes: list[str] = []
         self.choices: list[str] = []
+        self.trusted: Parts | None = None
 
     if TYPE_CHECKING:  # the attributes that a part adds
 
@@ -183,7 +189,10 @@ class Injected(StandIn):
         if reason is not None:
             self.count([reason])
             return None
-        self.count(parts.notes)
+        if parts.is_trusted:
+            self.injection.tallies[self.name].on_kernels += 1
+        else:
+            self.count(parts.notes)
         return parts
 
     def class_forward(self, module: nn.Module, *args, **kwargs) -> Any:
@@ -195,12 +204,26 @@ class Injected(StandIn):
         """What the module's forward works with."""
         if torch.compiler.is_compiling():
             return self.part.decide(module, self.injection, Glance())
-        decision, forward = self._decision, self.injection.local.forward
-        if decision is not None and forward is not None and forward.look is self.seen_in:
-            return decision.parts
+        forward = self.injection.local.forward
+        if forward is not None and (forward.look is self.seen_in or forward.sees(module)):
+            decision: Any = self._decision
+            parts = decision.parts
+            return parts.trusted if forward.trusts and parts.trusted is not None else parts
         if has_global_hooks():
             return Parts("hooks are registered for all modules")
         return self.decision(module, self.injection.functions()).parts
+
+    @property
+    def checked(self) -> Any:
+        """The parts of the last decision, for calls that are not trusted."""
+        decision: Any = self._decision
+        return decision.parts
+
+    @property
+    def trusted(self) -> Any | None:
+        """The parts of the last decision, for calls that are trusted, if it has such."""
+        decision: Any = self._decision
+        return decision.parts.trusted
 
     def decision(self, module: nn.Module, functions: tuple) -> Decision:
         """The part's decision, made again if anything that it was read from has changed.
