@@ -1,8 +1,8 @@
 """CUDA graphs, emulated on a CPU: what a call runs is recorded operation by operation and run again.
 
-Like a graph, it knows addresses and no objects: an operation reads and writes the memory that it had when it was
-recorded, whatever has become of the tensors since; and what is made in between has memory of the graph's own.
-Nothing of Python runs in a replay, and nothing is computed in a capture.
+Like a graph, it knows addresses and no objects: an operation reads and writes the memory that it had when it
+was recorded, whatever has become of the tensors since; and what is made in between has memory of the graph's
+own. Nothing of Python runs in a replay, and nothing is computed in a capture.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class EmulatedGraph:
         with contextlib.nullcontext() if self._is_inference else torch.no_grad():
             for func, args, kwargs, out in self._operations:
                 read = {_memory(tensor) for tensor in _tensors_of((args, kwargs))}
-                for old, new in zip(_tensors_of(out), _tensors_of(func(*args, **kwargs))):
+                for old, new in zip(_tensors_of(out), _tensors_of(func(*args, **kwargs)), strict=True):
                     if _memory(old) not in read:
                         old.copy_(new)
             for tensor, mine in self._results:
@@ -106,7 +106,7 @@ def _refuse(func, args, kwargs):
         raise RuntimeError("operation not permitted when stream is capturing")
     if torch.Tag.nondeterministic_seeded in func.tags:
         names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args)), **kwargs}
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         if "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0:
             raise RuntimeError("the generator is not captured: it draws random numbers")
 

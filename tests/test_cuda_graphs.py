@@ -121,7 +121,7 @@ def test_models_in_part(graphs, device, small):  # noqa: F811
             out = small_models.tensors(model(**arguments))
             expected = small_models.tensors(plain(**arguments))
             assert len(out) == len(expected) > 0
-            for mine, its in zip(out, expected):
+            for mine, its in zip(out, expected, strict=True):
                 if device == "cuda":
                     assert torch.equal(mine, its)
                 else:  # an emulated graph gives convolutions other memory, and they their sums another order
@@ -847,7 +847,7 @@ def test_threads(graphs, device):  # noqa: F811
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(torch.equal(a, b) for a, b in zip(results, expected))
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
     calls = pair.calls
     assert calls.captured + calls.replayed + sum(calls.uncaptured.values()) == len(jobs)
 
@@ -992,7 +992,7 @@ def test_streams(graphs):  # noqa: F811
             with torch.cuda.stream(streams[i % 3]):
                 results.append(pair.model(**job, return_dict=False)[0])
         torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(results, expected))
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
     assert pair.calls.captured == 1
 
 

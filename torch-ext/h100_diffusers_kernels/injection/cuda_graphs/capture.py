@@ -1,4 +1,4 @@
-"""One call captured into a graph: copies of its arguments' memory, what it returned, and what it reads besides."""
+"""One call captured into a graph: memory for its arguments, what it returned, and what it reads besides."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def _refuse_changed_containers(given: list[Any], now: list[Any]) -> None:
 class _Recorder(TorchFunctionMode):
     """Sees what a call asks of PyTorch: tensors from outside that it reads, and what a graph cannot do again.
 
-    It is a function mode, as operations are made of others in another way within a dispatch mode. The device itself
-    refuses to wait for the host in a capture, and to draw random numbers.
+    It is a function mode, as operations are made of others in another way within a dispatch mode. The device
+    itself refuses to wait for the host in a capture, and to draw random numbers.
 
     Attributes:
         externals: tensors that were neither given nor made in the call, one for each memory.
@@ -196,7 +196,7 @@ class _Recorder(TorchFunctionMode):
     def _refuse_copies(
         self, func: Any, read: list[Tensor], elsewhere: list[Tensor], made: list[Tensor]
     ) -> None:
-        """A copy reads the host's memory at each replay; a single number among operands is part of a launch."""
+        """A copy reads the host's memory at each replay; a number among operands is part of a launch."""
         is_alone = len(elsewhere) == len(read)
         if not any(tensor.device == self._device for tensor in (made if is_alone else read)):
             return

@@ -33,15 +33,16 @@ _CHANGED_OFTEN = "it changed at each of the last calls"
 _CHANGES_ITSELF = "its forward changes what it is made of"
 # Signatures that are known to have been called once, or to be refused, for each graph that may be kept.
 _REMEMBERED = 16
-# Calls that run as they are before what was refused, or changed again, is looked at anew: twice as many each time.
+# Calls that run as they are before what was refused, or changed again, is looked at anew: twice as many each
+# time.
 _MOST_CALLS_BETWEEN_LOOKS = 64
 
 
 class GraphedForward(StandIn):
     """A forward whose calls are captured at the second of a kind, and replayed from then on.
 
-    A call's kind is its arguments, but for tensors' values, and what PyTorch is set to. Before each replay all is
-    looked at that the module's forward is made of; where it is not what it was, its graphs are dropped.
+    A call's kind is its arguments, but for tensors' values, and what PyTorch is set to. Before each replay all
+    is looked at that the module's forward is made of; where it is not what it was, its graphs are dropped.
     """
 
     __slots__ = (

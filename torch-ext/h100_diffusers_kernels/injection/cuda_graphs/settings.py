@@ -31,7 +31,8 @@ _getters: tuple[Callable[[], Any], ...] = (
     torch.get_default_dtype,
     *(getattr(torch._C, name) for name in _GETTERS if hasattr(torch._C, name)),
 )
-# Whether float32 products may use TF32 has several names, which raise if they are set to contradict each other.
+# Whether float32 products may use TF32 has several names, which raise if they are set to contradict each
+# other.
 _PRECISIONS = [("generic", "all"), *(("cuda", op) for op in ("all", "matmul", "conv", "rnn"))]
 
 

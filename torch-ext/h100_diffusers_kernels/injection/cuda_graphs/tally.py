@@ -1,4 +1,4 @@
-"""How often the calls of a module were replayed from a CUDA graph, and how often, and why, they ran as they are."""
+"""How often the calls of a module were replayed from a CUDA graph; how often, and why, they ran as they are."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a module's forward is made of, as it was at one time, so that a look at all of it tells whether it still is.
+"""What a module's forward is made of, as it was at one time, so that a look tells whether it still is.
 
 All that can be reached from the module is looked at: submodules, their attributes, hooks, parameters' memory,
-processors and adapters with what they hold, the classes of all these, and the functions that these classes' files
-name. Values in parameters' memory are not: a graph reads them at each replay.
+processors and adapters with what they hold, the classes of all these, and the functions that these classes'
+files name. Values in parameters' memory are not: a graph reads them at each replay.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .reasons import CannotCapture
 
 # Libraries whose code computes the same of the same, when it is called again.
 _MODEL_LIBRARIES = ("diffusers", "transformers", "peft", "torchao", "bitsandbytes")
-# Whose modules look at the values of masks, unless they are being captured; classes of peft are made of theirs.
+# Whose modules look at masks' values, unless they are being captured; classes of peft are made of theirs.
 _UNCAPTURED_LIBRARY = "transformers"
 _KNOWN_LIBRARIES = (
     *_MODEL_LIBRARIES,
     *("torch", __name__.partition(".")[0]),
     *("builtins", "functools", "collections", "types", "enum", "typing", "dataclasses", "abc"),
 )
-# What these import functions of, besides: to load models, or to compute attention. Any other function that is found
-# among theirs was put there by somebody.
+# What these import functions of, besides: to load models, or to compute attention. Any other function that is
+# found among theirs was put there by somebody.
 _IMPORTED_LIBRARIES = (
     *("accelerate", "gguf", "huggingface_hub", "kernels", "safetensors", "tokenizers", "tqdm"),
     *("bs4", "cv2", "einops", "ftfy", "jinja2", "numpy", "PIL", "psutil", "regex", "requests"),
@@ -170,7 +170,7 @@ class WatchedState:
         return len(now) == len(then) and (all(map(is_, now, then)) or all(map(is_equal, now, then)))
 
     def restore(self, root: nn.Module) -> None:
-        """Puts back what is not as it was in attributes, dictionaries and lists: of a call that was broken off."""
+        """Puts back what is not as it was in attributes, dictionaries and lists: of a call broken off."""
         values = iter(self._values)
         for namespace, names in zip(self._namespaces, self._names):
             _put_back(namespace, dict(zip(names, values)))
@@ -466,8 +466,8 @@ def _writers_of(value: Any) -> Iterable[str | None]:
 
 
 def _libraries_of(classes: Iterable[type]) -> Iterator[types.ModuleType | type]:
-    """Classes, and modules of functions, whose names decide on what runs: what somebody puts in the place of a
-    function or a method is found there."""
+    """Classes, and modules of functions, whose names decide on what runs: what somebody puts in the place of
+    a function or a method is found there."""
     bases = dict.fromkeys(base for cls in classes for base in cls.__mro__ if base is not object)
     yield from bases
     files = {base.__module__ for base in bases} - {"builtins"}
