@@ -231,7 +231,6 @@ GOOD_FORMS = {
     "one tensor twice": one_tensor_twice,
     "one memory": one_memory,
     "positional": positional,
-    "scalar timestep": scalar_timestep,
     "long timestep": long_timestep,
     "reversed keywords": reversed_keywords,
 }
@@ -246,6 +245,7 @@ ODD_FORMS = {
     "wrong batch": functools.partial(with_first, lambda tensor: tensor[:0]),
     "a list": functools.partial(with_first, lambda tensor: [tensor]),
     "float timestep": float_timestep,
+    "scalar timestep": scalar_timestep,
     "one missing": without_last_tensor,
     "one too many": lambda arguments: ((), {**arguments, "unknown": None}),
 }
