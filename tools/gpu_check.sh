@@ -89,10 +89,16 @@ step_graphs() {
   return "$status"
 }
 
-# Random sequences of what users do to an injected model; $SEQUENCES of each family, from $FIRST_SEED on.
+# Random sequences of what users do to an injected model, and to one with CUDA graphs; $SEQUENCES of each family and
+# kind, from $FIRST_SEED on.
 step_sequences() {
-  "$PYTHON" tests/random_sequences.py --family all --device cuda \
-    --sequences "$SEQUENCES" --first-seed "$FIRST_SEED" --processes 14
+  local status=0 name
+  for name in random_sequences random_graph_sequences; do
+    echo "--- $name"
+    "$PYTHON" "tests/$name.py" --family all --device cuda \
+      --sequences "$SEQUENCES" --first-seed "$FIRST_SEED" --processes 14 || status=1
+  done
+  return "$status"
 }
 
 # Runs a step, logs it, shows the end of the log and copies the results that it wrote.
