@@ -9,6 +9,7 @@ two return must have the same bits. On a CPU the graphs are emulated. Steps, scr
 """
 
 import collections
+import collections.abc
 import contextlib
 import copy
 import functools
@@ -33,7 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import random_sequences
 from emulated_graphs import EmulatedGraph
+from families import FAMILIES, Family
 from random_sequences import KINDS, Boom, Difference, Refused, Step, draw_module, step
+from small_models import BY_NAME
 
 # What keeps a model from being captured is to come less often than among kernels alone, and to go sooner. A
 # compilation takes seconds.
@@ -202,8 +205,7 @@ def reversed_keywords(arguments):
 
 
 def positional(arguments):
-    (name, first), *others = arguments.items()
-    assert name == "hidden_states"
+    (_, first), *others = arguments.items()
     return (first,), dict(others)
 
 
@@ -531,6 +533,69 @@ def compare(what, mine, plain):
 
 
 # --------------------------------------------------------------------------------------------------
+# Models that are injected in part
+
+IN_PART = ("pixart", "unet", "auraflow", "hunyuan_video", "lumina2", "chroma")
+
+
+class Families(collections.abc.Mapping):
+    """All models by name; those that are injected in part are looked at when they are asked for."""
+
+    def __getitem__(self, name):
+        return FAMILIES[name] if name in FAMILIES else family_of(name)
+
+    def __iter__(self):
+        return iter((*FAMILIES, *IN_PART))
+
+    def __len__(self):
+        return len(FAMILIES) + len(IN_PART)
+
+
+@functools.cache
+def family_of(name):
+    """What the sequences need to know of a model, as a family; its configuration is not drawn."""
+    small = BY_NAME[name]
+
+    def model(device, dtype=torch.float32, *, seed=0, heads=None, head_dim=None):
+        return small.model(device, dtype, seed)
+
+    def inputs(device, dtype=torch.float32, *, seed=0):
+        return small.arguments(device, dtype, seed)
+
+    with torch.random.fork_rng(devices=[]):
+        example = model("cpu")
+    lists = [path for path, part in example.named_modules() if isinstance(part, nn.ModuleList)]
+    blocks = [path for path in lists if "." not in path]
+    parts = {"block": f"{blocks[-1]}.0"}
+    for path, part in example.get_submodule(blocks[-1]).named_modules(prefix=blocks[-1]):
+        kinds = {
+            "attention": hasattr(part, "processor"),
+            "norm": "Norm" in type(part).__name__,
+            "linear": type(part) is nn.Linear,
+            "activation": path.endswith(("ff.net.0", "ff_context.net.0", "nonlinearity")),
+        }
+        for kind, is_one in kinds.items():
+            if is_one:
+                parts.setdefault(kind, path)
+    processor = type(example.get_submodule(parts["attention"]).processor)
+    return Family(
+        name=small.name,
+        model=model,
+        inputs=inputs,
+        inexact=(),
+        options={"two samples": {}},
+        parts=parts,
+        lora_targets=["to_q", "to_k", "to_out.0"],
+        caches=(),
+        module=processor.__module__,
+        processor=processor.__name__,
+        block_lists=tuple(blocks),
+        functions=(),
+        one_block={},
+    )
+
+
+# --------------------------------------------------------------------------------------------------
 # Steps
 
 
@@ -616,6 +681,7 @@ class GraphTwins(random_sequences.Twins):
         Refused: by a step that raised the same on both.
     """
 
+    families = Families()
     kinds = GRAPH_KINDS
 
     def __init__(self, family, **config):
@@ -632,7 +698,7 @@ class GraphTwins(random_sequences.Twins):
         dtype = rng.choices(["float32", "bfloat16", "float16"], [7, 2, 1])[0]
         model = {"family": family, "dtype": dtype, "device": device, "seed": rng.randrange(3)}
         if rng.random() < 0.6:
-            model.update(random_sequences.FAMILIES[family].one_block)
+            model.update(GraphTwins.families[family].one_block)
         return model
 
     def draw_steps(self, rng):
@@ -826,26 +892,27 @@ class GraphTwins(random_sequences.Twins):
             return result
 
         self.forwards += 1
-        refusal = None
+        is_refused = False
         try:
             plain, _, mine = self.alike(run)
-        except Refused as refused:
-            refusal = refused
+        except Refused:
+            is_refused = True
             self.counts["calls that raise"] += 1
         if seen[True] != seen[False]:
             raise Difference(f"global hooks see {seen[True]}, not {seen[False]}")
         if not torch.equal(states[True], states[False]):
             raise Difference("other random numbers come next")
         compare("an argument", *(calls[id(model)] for model in (self.mine, self.plain)))
-        if refusal is None:
+        if not is_refused:
             compare("the output", mine, plain)
         self._check_outputs()
-        if refusal is None:
+        if not is_refused:
             self._keep(mine)
 
     def _keep(self, mine):
         for leaf in _pytree.tree_leaves(mine):
-            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+            is_alone = isinstance(leaf, torch.Tensor) and not (leaf.is_meta or leaf.requires_grad)
+            if is_alone:  # what a gradient may be asked for holds parameters
                 self.outputs.append((leaf, leaf.detach().clone()))
         del self.outputs[:-MOST_KEPT_OUTPUTS]
 
@@ -859,8 +926,7 @@ class GraphTwins(random_sequences.Twins):
         """A caller may do with them what he likes."""
         for output, _ in self.outputs:
             with torch.inference_mode():
-                if not output.requires_grad:
-                    output.fill_(float("nan"))
+                output.fill_(float("nan"))
         self.outputs.clear()
 
     # ----------------------------------------------------------------------------------------------

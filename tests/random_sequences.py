@@ -396,15 +396,17 @@ class Twins:
         Refused: by a step that raised the same on both.
 
     Attributes:
+        families: the models that there are, by name.
         kinds: the steps that are drawn, by name.
         counts: what is to be known of all sequences together.
     """
 
+    families = FAMILIES
     kinds = KINDS
 
     def __init__(self, family, *, dtype="float32", device="cpu", seed=0, **config):
         self.kernel = load_kernel()
-        self.family = FAMILIES[family]
+        self.family = self.families[family]
         self.device = torch.device(device)
         self.dtype = getattr(torch, dtype)
         is_rounded = self.dtype != torch.float32
@@ -1525,7 +1527,7 @@ def results_of(tasks, processes):
 
 def main(argv=None, twins=Twins, description=__doc__):
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--family", default="all", choices=["all", *FAMILIES])
+    parser.add_argument("--family", default="all", choices=["all", *twins.families])
     parser.add_argument("--seed", type=int, help="one sequence, with its script")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--sequences", type=int, default=100)
@@ -1536,7 +1538,7 @@ def main(argv=None, twins=Twins, description=__doc__):
     parser.add_argument("--verbose", action="store_true", help="also what the plain model refused")
     options = parser.parse_args(argv)
 
-    families = list(FAMILIES) if options.family == "all" else [options.family]
+    families = list(twins.families) if options.family == "all" else [options.family]
     seeds = range(options.first_seed, options.first_seed + options.sequences)
     if options.seed is not None:
         seeds = [options.seed]
