@@ -68,8 +68,11 @@ def test_every_variant_of_inputs(graphs, device, family):  # noqa: F811
     for _ in range(3):
         for options in family.options.values():
             pair.call(**options)
-    assert pair.calls.captured <= len(family.options)
-    assert pair.calls.replayed >= len(family.options)
+    # On CUDA, a mask of Qwen-Image's makes diffusers copy a number from the host.
+    uncaptured = ("padded text", "holes in the text") if family.name == "qwenimage" else ()
+    captured = len(family.options) - (len(uncaptured) if device == "cuda" else 0)
+    assert captured - 1 <= pair.calls.captured <= captured  # two of them may be alike
+    assert pair.calls.replayed >= captured - 1
 
 
 def test_outputs_are_the_callers_own(pair):
@@ -728,7 +731,7 @@ def trusted(kernel, monkeypatch):
         ("nonzero", "waits for values"),
         ("random", "to capture it raises"),
         ("dropout", "to capture it raises"),
-        pytest.param("to host", "copies", marks=needs_cuda),
+        pytest.param("to host", "waits for values", marks=needs_cuda),
         ("keep", "changes"),
         ("global", "changed"),
         ("nothing", "changes"),  # it counts its calls

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..conditions import tracks_derivatives
+from . import recording
 from .forward_slot import has_hooks, stand_in_of
 from .injected import Injected, Injection
 from .part import Part
@@ -91,7 +92,7 @@ class ModelForward:
         if not has_global_hooks() and all(map(self._sees_quiet, ahead)):
             self._looked_at += len(ahead)
             self.trusts = (
-                torch._C._len_torch_function_stack() == 0
+                (torch._C._len_torch_function_stack() == 0 or recording.is_on())
                 and torch._C._len_torch_dispatch_stack() == 0
                 and not tracks_derivatives()
             )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +46,12 @@ class _Device:
     def __init__(self, device: torch.device) -> None:
         # Libraries keep a workspace for each stream.
         self.capture_stream = torch.cuda.Stream(device)
+        # A capture takes the state of the default generator away from other threads, which may draw from it
+        # meanwhile: captures get this one instead, as nothing that is captured draws any.
+        self.default_generator = torch.cuda.default_generators[device.index]
+        self._generator = self.default_generator.clone_state()
+        self._keeps_generator = torch.cuda.CUDAGraph()  # what it needs on the device is made once
+        self._keeps_generator.register_generator_state(self._generator)
         self._last: Any = None  # the stream of the last replay
         self._done = torch.cuda.Event()
 
@@ -53,6 +61,15 @@ class _Device:
             with torch.cuda.device(device):
                 cls._of[device] = cls(device)
         return cls._of[device]
+
+    def begin(self, graph: torch.cuda.CUDAGraph, handle: Any) -> None:
+        """Begins a capture on the current stream."""
+        state = self.default_generator.graphsafe_get_state()
+        self.default_generator.graphsafe_set_state(self._generator)
+        try:
+            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+        finally:
+            self.default_generator.graphsafe_set_state(state)
 
     def in_order(self, run: Callable[[], Any]) -> Any:
         """``run()``, whose work begins when that of the last one is done, on whatever stream that was."""
@@ -89,8 +106,8 @@ class CudaGraph:
                 torch.cuda.synchronize()
                 # What is cached outside of the pool could not be given back while the capture lasts.
                 torch.cuda.empty_cache()
-                with torch.cuda.stream(self._shared.capture_stream):
-                    result = _capture(graph, handle, run)
+                with torch.cuda.stream(self._shared.capture_stream), _no_garbage_collection():
+                    result = _capture(self._shared, graph, handle, run)
         except BaseException:
             self._pool.leave(self._device)
             raise
@@ -123,27 +140,31 @@ class CudaGraph:
             self._pool.leave(self._device)
 
 
-def _capture(graph: torch.cuda.CUDAGraph, handle: Any, run: Callable[[], Any]) -> Any:
-    device = torch.cuda.current_device()
-    # A capture takes the state of the default generator away from other threads, which may draw from it
-    # meanwhile: it gets another one, as nothing that is captured draws any.
-    generator = torch.cuda.default_generators[device]
-    state = generator.graphsafe_get_state()
-    generator.graphsafe_set_state(generator.clone_state())
-    try:
-        graph.capture_begin(pool=handle, capture_error_mode="thread_local")
-    finally:
-        generator.graphsafe_set_state(state)
+def _capture(
+    shared: _Device, graph: torch.cuda.CUDAGraph, handle: Any, run: Callable[[], Any]
+) -> Any:
+    shared.begin(graph, handle)
     try:
         result = run()
         graph.capture_end()
     except BaseException:
         try:
             graph.capture_end()
-        except (
-            Exception
-        ):  # it says that the capture has failed, which is known, and leaves this undone
-            torch._C._cuda_endAllocateToPool(device, handle)
+        except Exception:  # it says that the capture has failed, which is known, and leaves this undone
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), handle)
+            torch._C._cuda_releasePool(torch.cuda.current_device(), handle)
         graph.reset()
         raise
     return result
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A graph of somebody's that it finds cannot be freed during a capture: PyTorch ends the process."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
