@@ -215,7 +215,9 @@ def measure_weights(
         }
         if device.type == "cuda":
             wall_ms = entry["wall_ms"]["median"]
-            entry.update(gpu_times(forward, wall_ms, settings.profiled_calls))
+            # As many as were timed: at the clocks that the GPU keeps up under load.
+            traced = calls if mode == models.GRAPHS else settings.profiled_calls
+            entry.update(gpu_times(forward, wall_ms, traced))
     if counts is not None:
         entries[models.GRAPHS]["graphs"] = counts
     medians = {mode: entry["wall_ms"]["median"] for mode, entry in entries.items()}
