@@ -1063,6 +1063,7 @@ class GraphTwins(random_sequences.Twins):
         self._check_counts()
         self.hooks.clear()
         self.kept.clear()
+        gc.collect()  # models that were copied, which errors' frames may hold
         references = [weakref.ref(next(m.parameters())) for m in (self.plain, self.mine)]
         self.plain = self.mine = None
         plain, mine = (reference() is None for reference in references)
