@@ -70,7 +70,7 @@ class Capture:
             result = graph.capture(run)
         try:
             if recorder.refusal is not None:  # somebody caught it on its way
-                raise recorder.refusal
+                raise CannotCapture(recorder.refusal)
             recorder.refuse_writes()
             self._leaves, self._spec = _pytree.tree_flatten(result)
             del result
@@ -135,7 +135,7 @@ class _Recorder(TorchFunctionMode):
 
     Attributes:
         externals: tensors that were neither given nor made in the call, one for each memory.
-        refusal: what was raised, if anything was.
+        refusal: the reason of what was raised, if anything was. (The error would hold the model, and be held by it.)
     """
 
     def __init__(self, device: torch.device, inputs: list[Tensor]) -> None:
@@ -147,7 +147,7 @@ class _Recorder(TorchFunctionMode):
         self._made: dict[int, StorageWeakRef] = {}
         self._elsewhere: set[int] = set()  # of what was made, on other devices
         self.externals: dict[int, Tensor] = {}
-        self.refusal: CannotCapture | None = None
+        self.refusal: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if type(func) is _Getter:  # of shapes, dtypes, ...
@@ -155,7 +155,7 @@ class _Recorder(TorchFunctionMode):
         try:
             return self._record(func, args, kwargs or {})
         except CannotCapture as refusal:
-            self.refusal = refusal
+            self.refusal = refusal.reason
             raise
 
     def refuse_writes(self) -> None:
