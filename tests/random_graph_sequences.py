@@ -660,11 +660,12 @@ WEIGHT_CHANGES = (
         "offset data",
     ),
 )
-ATTRIBUTE_CHANGES = (
-    *("train", "eval", "dropout", "note", "processor note", "processor value", "function"),
-    *("class", "call", "hook dictionary", "checkpointing", "list", "config", "closure"),
-    *("namespace", "slots", "values of its own"),
-)
+ATTRIBUTE_CHANGES = {  # and how often they are drawn: nothing is captured after some of them
+    **dict.fromkeys(("train", "eval", "dropout", "note", "processor note", "processor value"), 4),
+    **dict.fromkeys(("checkpointing", "list", "config", "namespace", "slots"), 4),
+    **dict.fromkeys(("class", "call", "hook dictionary", "closure", "function"), 1),
+    "values of its own": 2,
+}
 
 
 def is_fixed(twins):
@@ -962,7 +963,7 @@ class GraphTwins(random_sequences.Twins):
         6,
         lambda rng, twins: {
             "module": rng.choice([draw_module(rng, twins), ""]),
-            "how": rng.choice(ATTRIBUTE_CHANGES),
+            "how": rng.choices(list(ATTRIBUTE_CHANGES), list(ATTRIBUTE_CHANGES.values()))[0],
             "value": rng.choice([0.0, 0.5, 2.0]),
         },
         lambda twins: not is_fixed(twins),
@@ -1139,8 +1140,7 @@ def change_attribute(twins, part, how, value):
     elif how == "function":
         add_function(part, value)
     elif how == "closure":
-        scale = twins.factors.setdefault("closure", 1.0)
-        del scale
+        twins.factors.setdefault("closure", 1.0)
         wrap_by_factor(part, twins.factors)
     elif how == "class":
         change_class(part, value)

@@ -26,7 +26,7 @@ def module_of(kernel, name):
     return sys.modules[f"{kernel.__name__}.injection.cuda_graphs.{name}"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "pixart", "chroma"])
 def test_models_with_graphs_are_as_those_without(family, device):
     replayed = 0
     for seed in range(SEQUENCES):
