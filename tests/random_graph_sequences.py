@@ -41,17 +41,27 @@ from small_models import BY_NAME
 # What keeps a model from being captured is to come less often than among kernels alone, and to go sooner. A
 # compilation takes seconds.
 WEIGHTS = {
-    "compile": 0.01, "quantize": 0.3, "group_offload": 0.4, "global_hook": 0.3, "replace": 3,
-
-        "hook": 2.5,
-        "accelerate_offload": 0.7,
-        "wrap_forward": 0.7,
-        "library_hook": 1,
-        "patch": 1.5
-    ,
-    "layerwise_casting": 0.5, "enable_cache": 1, "set_processor": 1, "interrupted_forward": 1,
-    "unhook": 6, "unpatch": 5, "disable_cache": 4, "remove_library_hooks": 2,
-    "accelerate_onload": 5, "group_onload": 5, "remove_global_hook": 4,
+    "compile": 0.01,
+    "quantize": 0.3,
+    "group_offload": 0.4,
+    "global_hook": 0.3,
+    "replace": 3,
+    "hook": 2.5,
+    "accelerate_offload": 0.7,
+    "wrap_forward": 0.7,
+    "library_hook": 1,
+    "patch": 1.5,
+    "set_processor": 1,
+    "layerwise_casting": 0.5,
+    "enable_cache": 1,
+    "interrupted_forward": 1,
+    "unhook": 6,
+    "unpatch": 5,
+    "disable_cache": 4,
+    "remove_library_hooks": 2,
+    "accelerate_onload": 5,
+    "group_onload": 5,
+    "remove_global_hook": 4,
 }
 GRAPH_KINDS = {
     name: kind._replace(weight=WEIGHTS.get(name, kind.weight)) for name, kind in KINDS.items()

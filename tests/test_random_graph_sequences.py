@@ -3,9 +3,10 @@
 import sys
 
 import pytest
+import torch
+
 import random_graph_sequences
 import random_sequences
-import torch
 from families import FAMILIES
 from random_graph_sequences import GraphTwins
 from random_sequences import Difference

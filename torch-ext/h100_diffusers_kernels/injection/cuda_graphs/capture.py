@@ -135,7 +135,7 @@ class _Recorder(TorchFunctionMode):
 
     Attributes:
         externals: tensors that were neither given nor made in the call, one for each memory.
-        refusal: the reason of what was raised, if anything was. (The error would hold the model, and be held by it.)
+        refusal: the reason of what was raised, if anything was. The error itself would hold the model.
     """
 
     def __init__(self, device: torch.device, inputs: list[Tensor]) -> None:
