@@ -1,8 +1,8 @@
 """Random sequences of what users do to a model, with CUDA graphs and without, and the first difference.
 
 Every step is done alike to two injected models of the same weights, one of which runs on CUDA graphs; what
-the two return must have the same bits. On a CPU the graphs are emulated. Steps, scripts and arguments are those
-of ``random_sequences``, and more::
+the two return must have the same bits. On a CPU the graphs are emulated. Steps, scripts and arguments are
+those of ``random_sequences``, and more::
 
     python tests/random_graph_sequences.py --family ltx --seed 123 --shrink
     python tests/random_graph_sequences.py --family all --device cuda --sequences 5000 --processes 14
