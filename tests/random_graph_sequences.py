@@ -521,7 +521,7 @@ def facts_of(tensor):
     }
 
 
-def compare(what, mine, plain):
+def compare(what, mine, plain, slack=0):
     if type(mine) is not type(plain):
         raise Difference(f"{what} is a {type(mine).__name__}, not a {type(plain).__name__}")
     mine_leaves, mine_spec = _pytree.tree_flatten(mine)
@@ -539,7 +539,8 @@ def compare(what, mine, plain):
                 raise Difference(f"{what} has {name} {a_facts[name]}, not {fact}")
         if not b.is_meta and not have_same_bits(a, b):
             error = random_sequences.relative(a.detach().double(), b.detach().double())
-            raise Difference(f"{what} has other bits: {error:.2g} of its norm")
+            if not error <= slack:
+                raise Difference(f"{what} has other bits: {error:.2g} of its norm")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -699,6 +700,9 @@ class GraphTwins(random_sequences.Twins):
         super().__init__(family, **config)
         self.exact = None
         self.usual = None
+        # An emulated graph gives convolutions other memory, and they their sums another order.
+        is_exact = family in FAMILIES or self.device.type == "cuda"
+        self.slack = 0 if is_exact else 100 * torch.finfo(self.dtype).eps
         self.outputs = []  # (mine, its values, plain), of calls before
         self.factors = {}  # of functions that were put in the place of others
         self.runs = collections.Counter()  # calls that reached a forward with graphs, by its tally
@@ -915,7 +919,7 @@ class GraphTwins(random_sequences.Twins):
             raise Difference("other random numbers come next")
         compare("an argument", *(calls[id(model)] for model in (self.mine, self.plain)))
         if not is_refused:
-            compare("the output", mine, plain)
+            compare("the output", mine, plain, self.slack)
         self._check_outputs()
         if not is_refused:
             self._keep(mine)
@@ -1057,7 +1061,7 @@ class GraphTwins(random_sequences.Twins):
         if self.cache_name is None:
             with contextlib.suppress(Refused):
                 plain, _, mine = self.alike(call)
-                compare("a shallow copy's output", mine, plain)
+                compare("a shallow copy's output", mine, plain, self.slack)
 
     # ----------------------------------------------------------------------------------------------
     # The end

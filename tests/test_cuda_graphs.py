@@ -3,6 +3,7 @@
 On a CPU the graphs are emulated (emulated_graphs.py); what only CUDA has is tested where there is a GPU.
 """
 
+import collections
 import contextlib
 import copy
 import functools
@@ -327,6 +328,11 @@ def to_and_back(model):
     model.to("cpu").to(device)
 
 
+def freeze(model):
+    """By which PyTorch chooses between products."""
+    model.requires_grad_(False)
+
+
 def change_config(model):
     model.register_to_config(anything=3)
 
@@ -337,6 +343,23 @@ def hook_a_linear(model):
 
 def hook_a_block(model):
     LTX.part(model, "block").register_forward_pre_hook(lambda module, args: None)
+
+
+def hook_anew(model):
+    linear = LTX.part(model, "linear")
+    linear._forward_hooks = collections.OrderedDict()
+    linear.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def change_class(model):
+    """As FSDP does."""
+
+    def forward(self, *args, **kwargs):
+        (out,) = super(Changed, self).forward(*args, **kwargs)
+        return (out * 2,)
+
+    Changed = type("Changed", (type(model),), {"forward": forward})
+    model.__class__ = Changed
 
 
 def replace_a_forward(model):
@@ -379,9 +402,12 @@ def offload_in_groups(model, device):
 CHANGES = (
     *(double_in_place, double_data, replace_parameter, replace_module, transpose_data),
     *(swap_parameters, swap_blocks, drop_a_block, change_eps, change_heads, load_other_weights),
-    *(new_table, to_and_back, change_config, remove_a_bias),
+    *(new_table, to_and_back, change_config, remove_a_bias, freeze),
 )
-UNKNOWN = (hook_a_linear, hook_a_block, replace_a_forward, replace_processor)
+UNKNOWN = (
+    *(hook_a_linear, hook_a_block, replace_a_forward, replace_processor),
+    *(hook_anew, change_class),
+)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -555,6 +581,28 @@ def test_patched_functions(pair, monkeypatch, owner, name):
         assert pair.calls.replayed == replayed
     assert seen
     pair.captured()
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("owner", [F, nn.Module], ids=["function", "method"])
+def test_functions_of_a_users_own_are_not_captured(pair, monkeypatch, owner, is_wrapped):
+    """They may depend on anything: here on a list."""
+    name = "gelu" if owner is F else "_call_impl"
+    original, factor = getattr(owner, name), [1.0]
+
+    def patched(*args, **kwargs):
+        result = original(*args, **kwargs)
+        return result * factor[0] if isinstance(result, torch.Tensor) else result
+
+    if is_wrapped:
+        functools.update_wrapper(patched, original)
+    with monkeypatch.context() as patches:
+        patches.setattr(owner, name, patched)
+        for value in (1.0, 1.0, 1.0, 0.5, 0.5):
+            factor[0] = value
+            pair.call()
+    assert pair.calls.captured == 0
+    assert any("runs code of" in reason for reason in pair.calls.uncaptured)
 
 
 def test_functions_of_the_models_file(graphs, device, monkeypatch):  # noqa: F811
@@ -899,6 +947,44 @@ def test_a_dropped_model_is_freed_at_once(pair):
         assert all(weight() is None for weight in weights)
     finally:
         gc.enable()
+
+
+@pytest.mark.usefixtures("trusted")
+def test_a_refused_capture_holds_no_model(pair):
+    pair.both(lambda model: setattr(model, "proj_in", ValueReader(model.proj_in, "item")))
+    for _ in range(3):
+        pair.call()
+    assert any("waits for values" in reason for reason in pair.calls.uncaptured)
+    gc.collect()
+    gc.disable()
+    try:
+        weight = weakref.ref(next(pair.model.parameters()))
+        del pair.model
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+def test_ejecting_drops_graphs_that_somebody_has_wrapped(pair, graphs):  # noqa: F811
+    pair.captured()
+    forward = pair.model.forward
+    (capture,) = map(weakref.ref, forward.__self__._captures.values())
+    pair.model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    graphs.eject_kernels(pair.model)
+    assert capture() is None
+
+
+@pytest.mark.parametrize("name", ["pixart", "ltx"])
+def test_a_forward_whose_module_is_gone(graphs, device, name):  # noqa: F811
+    small = small_models.BY_NAME.get(name)
+    model = LTX.model(device) if small is None else small.model(device)
+    graphs.inject_kernels(model, cuda_graphs=True)
+    forward = model.forward
+    arguments = LTX.inputs(device) if small is None else small.arguments(device)
+    del model
+    gc.collect()
+    with pytest.raises(RuntimeError, match="called after its module had been freed"):
+        forward(**arguments)
 
 
 def test_weights_that_leave_are_not_kept(pair):

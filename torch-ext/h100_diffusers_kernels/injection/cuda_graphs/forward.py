@@ -80,6 +80,10 @@ class GraphedForward(StandIn):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
+        if module is None:
+            raise RuntimeError(
+                f"the forward of {self.tally.name or 'a model'} was called after its module had been freed"
+            )
         if torch.compiler.is_compiling() or recording.is_on() or self._injection.is_over:
             return self._run_inner(*args, **kwargs)
         try:
