@@ -813,6 +813,7 @@ class GraphTwins(random_sequences.Twins):
             for reason, count in tally.uncaptured.items():
                 self.counts[general(reason)] += count
         self.tallies.clear()
+        self.runs.clear()
 
     def _check_all_are_gone(self, was_injected):
         if self.kept:  # models that were copied
