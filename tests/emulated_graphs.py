@@ -47,7 +47,9 @@ class EmulatedGraph:
         with contextlib.nullcontext() if self._is_inference else torch.no_grad():
             for func, args, kwargs, out in self._operations:
                 read = {_memory(tensor) for tensor in _tensors_of((args, kwargs))}
-                for old, new in zip(_tensors_of(out), _tensors_of(func(*args, **kwargs)), strict=True):
+                for old, new in zip(
+                    _tensors_of(out), _tensors_of(func(*args, **kwargs)), strict=True
+                ):
                     if _memory(old) not in read:
                         old.copy_(new)
             for tensor, mine in self._results:
