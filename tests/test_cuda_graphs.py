@@ -211,6 +211,14 @@ def test_expanded_arguments(pair):
     assert pair.calls.replayed == 2
 
 
+def test_time_steps_that_are_parts_of_one_tensor(pair):
+    """As pipelines give them: each is aligned in another way."""
+    steps = torch.linspace(1000, 1, 12, device=pair.device)
+    for step in steps:
+        pair.call({**pair.inputs(), "timestep": step.expand(2)})
+    assert (pair.calls.captured, pair.calls.replayed) == (1, 10)
+
+
 def test_overlapping_arguments_run_as_they_are(pair):
     for _ in range(3):
         arguments = pair.inputs()

@@ -98,9 +98,14 @@ def _form(tensor: Tensor) -> Hashable:
 
 
 def alignment(tensor: Tensor) -> int:
-    """The bytes to which a tensor's memory is aligned, up to those that matter."""
+    """The bytes to which a tensor's memory is aligned, up to those that matter.
+
+    Of a single number none do: a pipeline's time steps are parts of one tensor.
+    """
     address = tensor.data_ptr()
-    return min(address & -address, _ALIGNMENT) if address else _ALIGNMENT
+    if address == 0 or all(n == 1 or s == 0 for n, s in zip(tensor.shape, tensor.stride())):
+        return _ALIGNMENT
+    return min(address & -address, _ALIGNMENT)
 
 
 def like(tensor: Tensor) -> Tensor:
