@@ -423,14 +423,34 @@ def host_share(result: Mapping | None, name: str) -> float | None:
 
 
 def gathered_forwards(results: Path) -> dict | None:
-    """The newest figures of each forward with CUDA graphs, and the runs that they are of."""
+    """The newest figures of each forward with CUDA graphs, and the runs that they are of.
+
+    Runs may be of some modes only: then the newest of each choice of modes, but where another run has those and more.
+    """
     gathered = history.gathered(
-        "cuda_graphs", "graph_forwards", lambda f: (f["name"], f["size"]), results
+        "cuda_graphs",
+        "graph_forwards",
+        lambda f: (f["name"], f["size"], frozenset(modes_of(f))),
+        results,
     )
     if gathered is not None:
+        forwards = gathered["graph_forwards"]
         order = list(TITLES)
-        gathered["graph_forwards"].sort(key=lambda f: (order.index(f["name"]), f["tokens"]))
+        gathered["graph_forwards"] = sorted(
+            (f for f in forwards if not any(has_more_modes(other, f) for other in forwards)),
+            key=lambda f: (order.index(f["name"]), f["tokens"], -len(modes_of(f))),
+        )
     return gathered
+
+
+def modes_of(forward: Mapping) -> set[str]:
+    """All that a forward with CUDA graphs was measured in."""
+    return {mode for weights in forward["weights"].values() for mode in weights["modes"]}
+
+
+def has_more_modes(other: Mapping, forward: Mapping) -> bool:
+    is_same = (other["name"], other["size"]) == (forward["name"], forward["size"])
+    return is_same and modes_of(other) > modes_of(forward)
 
 
 def of_weights(forward: Mapping | None, weights: str = MODEL_WEIGHTS) -> Mapping:
@@ -455,14 +475,19 @@ def graph_label(forward: Mapping) -> str:
 def graphs(result: Mapping | None, pipeline: Mapping | None) -> list[Target]:
     """Of the forwards that are replayed from CUDA graphs, and of the pipeline of such forwards."""
     measured = list((result or {"graph_forwards": []})["graph_forwards"])
-    by_size = {(f["name"], f["size"]): f for f in measured if f["input"] == "published"}
+
+    def best_over(name: str, size: str, other: str) -> float | None:
+        """Of the run that has the other mode."""
+        over = [over_mode(f, other) for f in measured if (f["name"], f["size"]) == (name, size)]
+        return next((times for times in over if times is not None), None)
+
     names = {"eager": "eager", "compiled": "torch.compile", REDUCE_OVERHEAD: "reduce-overhead"}
     rows = [
         Target(
             f"with CUDA graphs over {names[other]}",
             f"{TITLES[name]} {size.replace('x', '×')}",
             aim,
-            over_mode(by_size.get((name, size)), other),
+            best_over(name, size, other),
             "×",
         )
         for name, size, other, aim in GRAPH_FORWARDS

@@ -133,15 +133,18 @@ class WatchedState:
             and all(now == then for now, then in self._sets)
             and self._holds_root(root)
             and self._same(_values_of(self._libraries), self._library_values)
-            and self._read_memory() == self._memory
+            and self._holds_memory()
         )
 
     def _holds_values(self) -> bool:
         try:
             found = [get(namespace) for get, namespace in zip(self._getters, self._namespaces)]
-            return self._same(chain.from_iterable(found), self._values)
         except KeyError:
             return False
+        # As many as there were. Nearly always they are the very same, which is asked first.
+        return all(map(is_, chain.from_iterable(found), self._values)) or all(
+            map(is_equal, chain.from_iterable(found), self._values)
+        )
 
     def _holds_root(self, root: nn.Module) -> bool:
         names, values = _around_left_out(root)
@@ -152,15 +155,14 @@ class WatchedState:
             and _hooks_of_libraries(root) is None
         )
 
-    def _read_memory(self) -> tuple:
-        tensors = self._tensors
-        return (
-            list(map(Tensor.data_ptr, tensors)),
-            list(map(Tensor.stride, tensors)),
-            list(map(Tensor.size, tensors)),
-            list(map(_dtype_of, tensors)),
-            list(map(_requires_grad, tensors)),
-        )
+    def _read_memory(self) -> list[list]:
+        return [list(map(read, self._tensors)) for read in _OF_MEMORY]
+
+    def _holds_memory(self) -> bool:
+        for read, then in zip(_OF_MEMORY, self._memory):
+            if list(map(read, self._tensors)) != then:
+                return False
+        return True
 
     @staticmethod
     def _same(now: Iterable[Any], then: Iterable[Any]) -> bool:
@@ -220,7 +222,7 @@ class WatchedState:
             for name, value in vars(library).items():
                 if next(then_of, value) is not value:
                     return f"{library.__name__}.{name} is another"
-        if self._read_memory() != self._memory:
+        if not self._holds_memory():
             return "parameters or buffers are elsewhere in memory"
         return "a list or set of its parts is another"
 
@@ -381,8 +383,11 @@ def _getter(names: tuple) -> Callable[[dict], tuple]:
     return lambda namespace: tuple([namespace[name] for name in names])
 
 
-_dtype_of = vars(torch._C.TensorBase)["dtype"].__get__
-_requires_grad = vars(torch._C.TensorBase)["requires_grad"].__get__
+_attributes: Any = vars(torch._C.TensorBase)
+_OF_MEMORY = (
+    *(Tensor.data_ptr, Tensor.stride, Tensor.size),
+    *(_attributes["dtype"].__get__, _attributes["requires_grad"].__get__),
+)
 
 
 def is_equal(a: Any, b: Any) -> bool:
