@@ -425,7 +425,8 @@ def host_share(result: Mapping | None, name: str) -> float | None:
 def gathered_forwards(results: Path) -> dict | None:
     """The newest figures of each forward with CUDA graphs, and the runs that they are of.
 
-    Runs may be of some modes only: then the newest of each choice of modes, but where another run has those and more.
+    Runs may be of some modes only: then the newest of each choice of modes, but where another run has those
+    and more.
     """
     gathered = history.gathered(
         "cuda_graphs",

@@ -16,8 +16,8 @@ from .reasons import CannotCapture
 
 # Values that cannot change, and are equal only if they are the same.
 _CONSTANTS = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.memory_format)
-# Libraries choose kernels by how far an address is aligned, up to this many bytes. An allocation of a tensor's
-# own is aligned as far on each device.
+# Libraries choose kernels by how far an address is aligned, up to this many bytes. An allocation of a
+# tensor's own is aligned as far on each device.
 _ALIGNMENT = 256 if KERNEL_DEVICE_TYPE == "cuda" else 64
 
 

@@ -150,7 +150,7 @@ def _capture(
     except BaseException:
         try:
             graph.capture_end()
-        except Exception:  # it says that the capture has failed, which is known, and leaves this undone
+        except Exception:  # it says that the capture has failed, and leaves this undone
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), handle)
             torch._C._cuda_releasePool(torch.cuda.current_device(), handle)
         graph.reset()

@@ -41,8 +41,8 @@ _MOST_CALLS_BETWEEN_LOOKS = 64
 class GraphedForward(StandIn):
     """A forward whose calls are captured at the second of a kind, and replayed from then on.
 
-    A call's kind is its arguments, but for tensors' values, and what PyTorch is set to. Before each replay all
-    is looked at that the module's forward is made of; where it is not what it was, its graphs are dropped.
+    A call's kind is its arguments, but for tensors' values, and what PyTorch is set to. Before each replay
+    all is looked at that the module's forward is made of; where that has changed, its graphs are dropped.
     """
 
     __slots__ = (

@@ -1,4 +1,4 @@
-"""How often the calls of a module were replayed from a CUDA graph; how often, and why, they ran as they are."""
+"""How often a module's calls were replayed from a CUDA graph; how often, and why, they ran as they are."""
 
 from __future__ import annotations
 

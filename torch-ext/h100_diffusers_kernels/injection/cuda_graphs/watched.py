@@ -159,10 +159,8 @@ class WatchedState:
         return [list(map(read, self._tensors)) for read in _OF_MEMORY]
 
     def _holds_memory(self) -> bool:
-        for read, then in zip(_OF_MEMORY, self._memory):
-            if list(map(read, self._tensors)) != then:
-                return False
-        return True
+        known = zip(_OF_MEMORY, self._memory)
+        return all(list(map(read, self._tensors)) == then for read, then in known)
 
     @staticmethod
     def _same(now: Iterable[Any], then: Iterable[Any]) -> bool:
