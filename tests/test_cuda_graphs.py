@@ -888,6 +888,19 @@ def test_ctrl_c_in_a_capture(pair, graphs, monkeypatch, at):  # noqa: F811
     assert pair.calls.captured == 1
 
 
+def test_too_little_memory_for_what_a_replay_returns(pair, graphs, monkeypatch):  # noqa: F811
+    pair.captured()
+
+    def copy(tensor):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(module_of(graphs, "capture"), "_copy", copy)
+        pair.call()
+    assert any("not enough memory" in reason for reason in pair.calls.uncaptured)
+    pair.captured()
+
+
 def test_threads(graphs, device):  # noqa: F811
     pair = Pair(graphs, LTX, device)
     expected = {}

@@ -30,6 +30,7 @@ logger = logging.getLogger("h100_diffusers_kernels")
 # What captures and replays on a type of device.
 GRAPHS: dict[str, Any] = {"cuda": CudaGraph}
 _CHANGED_OFTEN = "it changed at each of the last calls"
+_TOO_LITTLE_MEMORY = "there is not enough memory for a graph"
 _CHANGES_ITSELF = "its forward changes what it is made of"
 # Signatures that are known to have been called once, or to be refused, for each graph that may be kept.
 _REMEMBERED = 16
@@ -91,24 +92,24 @@ class GraphedForward(StandIn):
             call = arguments.read(args, kwargs)
             device = _device_of(call)
         except CannotCapture as refusal:
-            self.tally.count_uncaptured(refusal.reason)
+            with lock:
+                self.tally.count_uncaptured(refusal.reason)
             return self._run_inner(*args, **kwargs)
         key = (of_torch, call.key)
         with lock:
             reason = self._why_not_replayed(module, key)
             if reason is None:
-                capture = self._captures.get(key)
-                if capture is not None:
-                    self._captures.move_to_end(key)
-                    self._patience = 0
-                    self.tally.replayed += 1
-                    return capture.replay(call.tensors)
                 try:
+                    if key in self._captures:
+                        return self._replay(key, call)
                     return self._capture(module, key, device, call)
                 except CannotCapture as refusal:
                     reason = refusal.reason
                     self._remember(self._refused, key, reason)
-        self.tally.count_uncaptured(reason)
+                except torch.OutOfMemoryError:
+                    self._start_anew(_TOO_LITTLE_MEMORY)
+                    reason = _TOO_LITTLE_MEMORY
+            self.tally.count_uncaptured(reason)
         result = self._run_inner(*args, **kwargs)
         with lock:
             self._look(module, key)
@@ -152,6 +153,13 @@ class GraphedForward(StandIn):
             return self._refused[key]
         return None if key in self._captures or key in self._once else FIRST_CALL
 
+    def _replay(self, key: Hashable, call: arguments.Arguments) -> Any:
+        result = self._captures[key].replay(call.tensors)
+        self._captures.move_to_end(key)
+        self._patience = 0
+        self.tally.replayed += 1
+        return result
+
     def _capture(self, module: nn.Module, key: Hashable, device: torch.device, call: Any) -> Any:
         """What a call returns that is captured."""
         state: Any = self._state
@@ -163,7 +171,7 @@ class GraphedForward(StandIn):
             state.restore(module)
             if isinstance(error, torch.OutOfMemoryError):
                 self.forget()
-                raise CannotCapture("there is not enough memory for a graph") from None
+                raise CannotCapture(_TOO_LITTLE_MEMORY) from None
             if isinstance(error, Exception) and not isinstance(error, CannotCapture):
                 sentence = str(error).partition("\n")[0]
                 raise CannotCapture(
@@ -174,9 +182,7 @@ class GraphedForward(StandIn):
         if capture.leaks or not state.holds(module):
             # What it keeps has its values by now, but a replay would not do the same again.
             capture.reset()
-            self.forget()
-            self._patience = max(1, self._patience)
-            self._wait(_CHANGES_ITSELF)
+            self._start_anew(_CHANGES_ITSELF)
             self.tally.count_uncaptured(_CHANGES_ITSELF)
             return result
         self.tally.captured += 1
@@ -197,6 +203,12 @@ class GraphedForward(StandIn):
                 return
         if key not in self._captures:
             self._remember(self._once, key, None)
+
+    def _start_anew(self, reason: str) -> None:
+        """Without graphs, and not at once: they would be for nothing again."""
+        self.forget()
+        self._patience = max(1, self._patience)
+        self._wait(reason)
 
     def _wait(self, reason: str) -> None:
         """To look at a module takes as long as a few blocks' host time: not at each of its calls."""
