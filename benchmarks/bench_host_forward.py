@@ -1,4 +1,4 @@
-"""The host's time for one whole forward of published models, eager and injected.
+"""The host's time for one whole forward of published models, eager and injected; by --modes others.
 
 From the call to its return, on an idle GPU that is not waited for, under torch.no_grad and under
 torch.inference_mode. There are so few tokens that the GPU keeps up, and its queue never fills: its own time
@@ -23,17 +23,18 @@ from collections.abc import Callable
 from types import ModuleType
 
 import click
+import cuda_graphs
 import kernel_times
 import models
 import record
 import timing
 import torch
-from options import ALL, DEVICE, DTYPE, MODELS, TINY, Models, modes_option
+from options import ALL, DEVICE, DTYPE, MODELS, TINY, Models, modes_on, modes_option
 from peft import LoraConfig
 from tabulate import tabulate
 
 CONTEXTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
-WARM_UP_ROUNDS = 2
+WARM_UP_ROUNDS = 3  # a CUDA graph is captured in the second call
 PROFILED_CALLS = 3
 DEFAULT_WEIGHTS = "random"
 LORA_RANK = 8
@@ -88,19 +89,22 @@ def measure_model(
     """One entry a context and mode."""
     model = published.transformer(device, dtype, tiny)
     arguments = published.inputs(model, device=device, dtype=dtype, **published.SMALL)
-    forwards = {}
+    forwards, reports = {}, []
     for context, enter in CONTEXTS.items():
         for mode in modes:
             instance = models.twin(model)  # what one context leaves in it is not found in the other
             CONDITIONS[condition](instance)
             if mode.startswith("injected"):
-                models.inject(kernel, instance, mode)
+                report = models.inject(kernel, instance, mode)
+                reports += [report] if mode == models.GRAPHS else []
             models.compile_as(instance, mode)
             forwards[context, mode] = under(enter, functools.partial(instance, **arguments))
 
     with models.weights(model, weights):
         timing.interleave(forwards, WARM_UP_ROUNDS, device, timing.host_microseconds)
         samples = timing.interleave(forwards, rounds, device, timing.host_microseconds)
+    for report in reports:
+        cuda_graphs.check_replayed(report, rounds)
     entries = []
     for (context, mode), values in samples.items():
         summary = timing.summarize([value / 1e3 for value in values])
@@ -187,6 +191,7 @@ def show(entries: list[dict]) -> None:
 @torch.no_grad()
 def main(chosen, conditions, weights, modes, device, dtype, tiny, rounds, output) -> None:
     """Time the host's part of one forward of each model in each mode."""
+    modes = modes_on(device, modes)
     injected = any(mode.startswith("injected") for mode in modes)
     kernel, _ = models.load_kernel() if injected else (None, None)
     result = {

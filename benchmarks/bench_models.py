@@ -1,5 +1,6 @@
 """One forward of published models: eager, compiled block by block, injected, in one run; by --modes also
-compiled as a whole, injected but for attention, injected and compiled.
+compiled as a whole, also with CUDA graphs (reduce-overhead), injected but for attention, injected with CUDA
+graphs, injected and compiled.
 
 The published sizes (most with fewer blocks), inputs as the pipelines pass them. All modes share one set
 of weights and take turns, first with random weights, then with such norms of query and key that the scores
@@ -29,13 +30,14 @@ from typing import Any
 
 import click
 import clocks
+import cuda_graphs
 import kernel_times
 import models
 import record
 import timing
 import torch
 from distance import relative_distance
-from options import DEVICE, DTYPE, PAUSE, SEVERAL_MODELS, SIZES, TINY, modes_option
+from options import DEVICE, DTYPE, PAUSE, SEVERAL_MODELS, SIZES, TINY, modes_on, modes_option
 from tabulate import tabulate
 
 WARM_UP_ROUNDS = 2
@@ -144,7 +146,7 @@ def measure_size(
     }
 
     model(**arguments)  # makes the libraries load, whatever mode is first
-    forwards = {}
+    forwards, reports = {}, {}
     for mode in settings.modes:
         instance = models.twin(model)
         forward = forwards[mode] = functools.partial(instance, **arguments)
@@ -152,7 +154,7 @@ def measure_size(
             forward()
             result["injection"] = inject(instance, kernel, forward, device)
         elif mode.startswith("injected"):
-            models.inject(kernel, instance, mode)
+            reports[mode] = models.inject(kernel, instance, mode)
         if models.compile_as(instance, mode):
             begin = time.perf_counter()
             forward()
@@ -164,6 +166,9 @@ def measure_size(
     for name in models.WEIGHTS:
         with models.weights(model, name):
             result["weights"][name] = measure_weights(model, forwards, arguments, settings)
+    if models.GRAPHS in reports:
+        forwards_each = settings.rounds * settings.calls * len(models.WEIGHTS)
+        cuda_graphs.check_replayed(reports[models.GRAPHS], forwards_each)
     return result
 
 
@@ -290,6 +295,7 @@ def main(
 ) -> None:
     """Time one forward of each model in each mode, with its GPU time by kernel class."""
     torch.set_float32_matmul_precision("highest")  # of the float32 model
+    modes = modes_on(device, modes)
     injected = any(mode.startswith("injected") for mode in modes)
     kernel, load_seconds = models.load_kernel() if injected else (None, None)
     several, failed = len(model) > 1, []

@@ -1,8 +1,8 @@
 """The whole LTX-Video pipeline but the text encoder: denoising loop and VAE decoding.
 
 Random weights at the published sizes, made-up prompt embeddings, guidance 3 (so batch 2), frames
-decoded and left on the GPU. All modes share one set of weights and take turns. Writes to
-benchmarks/results/pipeline:
+decoded and left on the GPU. All modes share one set of weights and take turns: eager, injected, and injected
+with CUDA graphs, of which a CPU has none. Writes to benchmarks/results/pipeline:
 
     python benchmarks/bench_pipeline.py
     python benchmarks/bench_pipeline.py --modes eager,compiled,injected --videos 49x512x704:30
@@ -16,19 +16,22 @@ import math
 import time
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import click
 import clocks
+import cuda_graphs
 import ltx
 import models
 import record
 import timing
 import torch
 from distance import psnr
-from options import DEVICE, DTYPE, TINY, Sizes, modes_option
+from options import DEVICE, DTYPE, TINY, Sizes, modes_on, modes_option
 from tabulate import tabulate
 
 GUIDANCE = 3.0
+DEFAULT_MODES = ("eager", "injected", models.GRAPHS)
 DEFAULT_VIDEOS = "49x512x704:30,161x512x768:50"
 TINY_VIDEOS = "9x64x96:3,17x64x96:2"
 
@@ -71,13 +74,12 @@ def seconds(run, device: torch.device) -> float:
 
 def build(
     mode: str, model: torch.nn.Module, vae: torch.nn.Module, kernel: ModuleType | None
-) -> ltx.LTXPipeline:
-    """A pipeline in the given mode, over the weights of `model`."""
+) -> tuple[ltx.LTXPipeline, Any]:
+    """A pipeline in the given mode, over the weights of `model`, and the report of the injection."""
     pipe = ltx.pipeline(models.twin(model), vae)
-    if mode.startswith("injected"):
-        models.inject(kernel, pipe, mode)
+    report = models.inject(kernel, pipe, mode) if mode.startswith("injected") else None
     models.compile_as(pipe.transformer, mode)
-    return pipe
+    return pipe, report
 
 
 def measure_video(
@@ -106,9 +108,9 @@ def measure_video(
             output_type=output_type,
         ).frames
 
-    runs, results = {}, {}
+    runs, results, reports = {}, {}, {}
     for mode in modes:
-        pipe = build(mode, model, vae, kernel)
+        pipe, reports[mode] = build(mode, model, vae, kernel)
         warm_up = seconds(functools.partial(run, pipe, steps=2), device)
         click.echo(f"{video} {mode}: two steps, with what happens once: {warm_up:.2f} s")
         runs[mode] = functools.partial(run, pipe)
@@ -128,6 +130,9 @@ def measure_video(
         if not torch.isfinite(frames[mode]).all():
             raise RuntimeError(f"{mode}: the video has values that are not finite")
         result["seconds"] = timing.summarize(samples[mode])
+        if mode == models.GRAPHS:
+            calls = rounds * video.steps
+            result["graphs"] = cuda_graphs.check_replayed(reports[mode], calls)
         if "eager" in frames and mode != "eager":
             distance = psnr(frames[mode], frames["eager"])
             result["psnr_to_eager_db"] = distance if math.isfinite(distance) else None
@@ -165,7 +170,7 @@ def show(video: str, result: dict) -> None:
 
 @click.command()
 @click.option("--videos", type=Videos(), help=f"[default: {DEFAULT_VIDEOS}]")
-@modes_option(("eager", "injected"))
+@modes_option(DEFAULT_MODES)
 @DEVICE
 @DTYPE
 @TINY
@@ -174,6 +179,7 @@ def show(video: str, result: dict) -> None:
 @torch.no_grad()
 def main(videos, modes, device, dtype, tiny, rounds, output) -> None:
     """Time the whole LTX-Video pipeline, text encoder apart, in each mode."""
+    modes = modes_on(device, modes)
     injected = any(mode.startswith("injected") for mode in modes)
     kernel, _ = models.load_kernel() if injected else (None, None)
     model = ltx.transformer(device, dtype, tiny)

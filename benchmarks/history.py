@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -56,10 +56,31 @@ def newest(name: str, device: str, results: Path = RESULTS) -> dict | None:
     return ours[-1] if ours else None
 
 
-def shown(name: str, results: Path = RESULTS) -> dict | None:
-    """The result that the documents show: the newest of the first of SHOWN_CARDS that has one."""
-    of_card = {card(result["environment"]): result for result in kept(name, results)}
+def shown(
+    name: str, results: Path = RESULTS, counts: Callable[[dict], bool] = lambda result: True
+) -> dict | None:
+    """The result that the documents show: the newest that counts, of the first of SHOWN_CARDS with one."""
+    counted = [result for result in kept(name, results) if counts(result)]
+    of_card = {card(result["environment"]): result for result in counted}
     for wanted in SHOWN_CARDS:
         if wanted in of_card:
             return of_card[wanted]
-    return kept(name, results)[-1] if of_card else None
+    return counted[-1] if counted else None
+
+
+def gathered(
+    name: str, parts: str, key: Callable[[dict], Hashable], results: Path = RESULTS
+) -> dict | None:
+    """Of a benchmark that may run a part at a time: the newest of each part, on the card that is shown.
+
+    `parts` is where a result lists them; so does the answer, and under "runs" the results that they are of.
+    """
+    newest_ = shown(name, results)
+    if newest_ is None:
+        return None
+    newest_of: dict[Hashable, tuple[dict, dict]] = {}
+    for result in kept(name, results):
+        if card(result["environment"]) == card(newest_["environment"]):
+            newest_of.update({key(part): (part, result) for part in result[parts]})
+    runs = {id(result): result for _, result in newest_of.values()}
+    return {parts: [part for part, _ in newest_of.values()], "runs": list(runs.values())}

@@ -71,9 +71,19 @@ def idle(intervals: Iterable[tuple[float, float]]) -> float:
     return gaps
 
 
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Time that at least one interval covers."""
+    intervals = list(intervals)
+    first, last = min(start for start, _ in intervals), max(stop for _, stop in intervals)
+    return last - first - idle(intervals)
+
+
 def breakdown(events: Iterable[dict], calls: int, top: int = 15) -> dict[str, object]:
     """Time (ms) and launches a call: by class, of this package's kernels, of the largest others,
-    and the time between kernels.
+    and the time between kernels, and that in which there is one.
+
+    Of kernels that overlap, as one that comes up while the one before is ending, the times add up to more
+    than that.
 
     Copies and fills that the GPU does count as kernels of the class "other".
     """
@@ -106,6 +116,7 @@ def breakdown(events: Iterable[dict], calls: int, top: int = 15) -> dict[str, ob
     return {
         "total": total(kernels),
         "idle_ms": idle(intervals) / 1e3 / calls,
+        "covered_ms": covered(intervals) / 1e3 / calls,
         "classes": {
             key: total([kernel for kernel in kernels if kernel["class"] == key]) for key in CLASSES
         },

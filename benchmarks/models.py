@@ -2,9 +2,9 @@
 
 A published model is a module, such as ltx.py or flux.py, which defines NAME and TINY_NAME, the RESULT that
 bench_models.py writes, BATCH and TEXT_TOKENS, SIZES and TINY_SIZES with `parse_size` for others, and makes
-the `transformer` and the `inputs` of a forward; SMALL are the arguments of `inputs` that
-bench_host_forward.py gives it. THOUSANDFOLD, where it is there, names inputs that the model multiplies by
-1000 in its own dtype.
+the `transformer` (or what else denoises) and the `inputs` of a forward; SMALL are the arguments of `inputs`
+that bench_host_forward.py gives it. THOUSANDFOLD, where it is there, names inputs that the model multiplies
+by 1000 in its own dtype.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -24,7 +25,13 @@ KERNEL_ID = "org/h100-diffusers-kernels"
 CHECKOUT = Path(__file__).resolve().parents[1]
 NO_ATTENTION = "injected-no-attention"  # the model's own attention between the kernels
 REGIONAL = "compiled-regional"  # block by block, as diffusers recommends
-MODES = ("eager", "compiled", REGIONAL, "injected", NO_ATTENTION, "injected+compiled")
+REDUCE_OVERHEAD = "compiled-reduce-overhead"  # as a whole, replayed from CUDA graphs
+GRAPHS = "injected+graphs"  # the kernels, replayed from CUDA graphs
+MODES = (
+    *("eager", "compiled", REGIONAL, REDUCE_OVERHEAD),
+    *("injected", NO_ATTENTION, GRAPHS, "injected+compiled"),
+)
+NEED_CUDA_GRAPHS = (REDUCE_OVERHEAD, GRAPHS)
 DEFAULT_MODES = ("eager", REGIONAL, "injected")
 # Standard deviation, or about that, of the scores of the image's own attention, in nats.
 WEIGHTS = {"random": 1.0, "peaked": 3.0}
@@ -172,23 +179,26 @@ def float32_output(
 
 
 def upcast(arguments: Mapping[str, object]) -> dict[str, object]:
-    """The arguments, what is a tensor of floats in float32."""
-    return {
-        name: value.float()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-        else value
-        for name, value in arguments.items()
-    }
+    """The arguments, what is a tensor of floats in float32, also within a dict of them."""
+
+    def wide(value: object) -> object:
+        if isinstance(value, dict):
+            return upcast(value)
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.float() if is_float else value
+
+    return {name: wide(value) for name, value in arguments.items()}
 
 
-def inject(kernel: ModuleType, pipe_or_model: object, mode: str) -> None:
-    """As a mode that begins with "injected" asks for."""
-    kernel.inject_kernels(pipe_or_model, attention=mode != NO_ATTENTION)
+def inject(kernel: ModuleType, pipe_or_model: object, mode: str) -> Any:
+    """As a mode that begins with "injected" asks for; its report."""
+    graphs = {"cuda_graphs": True} if mode == GRAPHS else {}
+    return kernel.inject_kernels(pipe_or_model, attention=mode != NO_ATTENTION, **graphs)
 
 
-def compile_whole(model: torch.nn.Module) -> None:
-    """torch.compile in place: one graph, static shapes, default mode."""
-    model.compile(fullgraph=True, dynamic=False)
+def compile_whole(model: torch.nn.Module, **options: object) -> None:
+    """torch.compile in place: one graph, static shapes, the default mode if none is given."""
+    model.compile(fullgraph=True, dynamic=False, **options)
 
 
 def block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
@@ -211,6 +221,8 @@ def compile_as(model: torch.nn.Module, mode: str) -> bool:
     """As the mode asks for; whether it does."""
     if mode == REGIONAL:
         compile_blocks(model)
+    elif mode == REDUCE_OVERHEAD:
+        compile_whole(model, mode="reduce-overhead")
     elif mode.endswith("compiled"):
         compile_whole(model)
     else:
@@ -232,3 +244,20 @@ def check_modes(modes: Sequence[str]) -> list[str]:
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     return [mode for mode in MODES if mode in modes]
+
+
+def possible_modes(modes: Sequence[str], device: torch.device) -> tuple[list[str], str | None]:
+    """Those that there are on the device, and a sentence of those that are left out, if any.
+
+    ValueError, in that sentence, where none is left.
+    """
+    if device.type == "cuda":
+        return list(modes), None
+    left_out = [mode for mode in modes if mode in NEED_CUDA_GRAPHS]
+    if not left_out:
+        return list(modes), None
+    sentence = f"Not measured: {' and '.join(left_out)}, as there are no CUDA graphs on a CPU."
+    possible = [mode for mode in modes if mode not in left_out]
+    if not possible:
+        raise ValueError(sentence)
+    return possible, sentence

@@ -16,11 +16,12 @@ import ltx
 import models
 import qwenimage
 import sd3
+import sdxl
 import torch
 import wan
 import wan_small
 
-PUBLISHED = (ltx, flux, flux2, sd3, qwenimage, wan, wan_small, cosmos, auraflow, allegro)
+PUBLISHED = (ltx, flux, flux2, sd3, qwenimage, wan, wan_small, cosmos, auraflow, allegro, sdxl)
 MODELS = {published.__name__: published for published in PUBLISHED}
 ALL = "all"
 
@@ -95,6 +96,17 @@ def modes_option(default: Sequence[str]):
         show_default=True,
         help=f"Comma-separated, of {', '.join(models.MODES)}.",
     )
+
+
+def modes_on(device: torch.device, modes: Sequence[str]) -> list[str]:
+    """Those that there are on the device; a line says which ones are left out."""
+    try:
+        possible, sentence = models.possible_modes(modes, device)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if sentence is not None:
+        click.echo(sentence)
+    return possible
 
 
 MODEL = click.option(

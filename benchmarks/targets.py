@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import history
 from attention_inputs import EXTREMES, NORMAL, TYPICAL
 
 FAMILIES = ("norm", "gated_residual", "rope", "activation", "softmax")
@@ -65,17 +67,35 @@ FORWARDS = {
     "wan_small": ("Wan 2.1 1.3B", 1.35, 1.10),
 }
 # Models of which injection knows no blocks.
-WITHOUT_FAMILY = {"cosmos": "Cosmos-Predict2 2B", "auraflow": "AuraFlow", "allegro": "Allegro"}
+WITHOUT_FAMILY = {
+    "cosmos": "Cosmos-Predict2 2B",
+    "auraflow": "AuraFlow",
+    "allegro": "Allegro",
+    "sdxl": "Stable Diffusion XL",
+}
 WITHOUT_FAMILY_OVER_EAGER = 1.10
 REST_OVER_EAGER, REST_OVER_COMPILED = 0.20, 0.95  # outside products, attention and convolutions
 MODEL_DISTANCE_OVER_EAGER = 1.05
-HOST_FORWARD_OVER_EAGER = 0.6
+HOST_FORWARD_OVER_EAGER = 0.5
 TITLES = {
     "models": "LTX-Video 2B",
     **{name: title for name, (title, _, _) in FORWARDS.items()},
     **WITHOUT_FAMILY,
 }
 COMPILED = ("compiled", "compiled-regional")  # of a whole model, and of its blocks
+# Forwards that are replayed from CUDA graphs, with MODEL_WEIGHTS: the result's name and size; over what, how
+# many times as fast.
+GRAPHS, REDUCE_OVERHEAD = "injected+graphs", "compiled-reduce-overhead"
+GRAPH_FORWARDS = (
+    ("models", "49x512x768", "eager", 1.90),
+    ("models", "49x512x768", "compiled", 1.20),
+    ("sdxl", "1024x1024", "eager", 3.0),
+    ("sdxl", "1024x1024", REDUCE_OVERHEAD, 1.10),
+    ("flux", "512x512", REDUCE_OVERHEAD, 1.15),
+)
+GRAPH_WALL_OVER_BUSY = 1.03
+CAPTURING_OVER_PLAIN = 3.0
+GRAPH_PIPELINE, GRAPH_PIPELINE_OVER_EAGER = "49x512x704:30", 1.95
 # Whose rows stand without a figure until there is one.
 MEASURED_LATER = ("attention", *TITLES, "host_forward")
 # Of what a ceiling can be: a clock may be a little above its nominal rate.
@@ -402,9 +422,124 @@ def host_share(result: Mapping | None, name: str) -> float | None:
     return max(shares, default=None)
 
 
+def gathered_forwards(results: Path) -> dict | None:
+    """The newest figures of each forward with CUDA graphs, and the runs that they are of.
+
+    Runs may be of some modes only: then the newest of each choice of modes, but where another run has those
+    and more.
+    """
+    gathered = history.gathered(
+        "cuda_graphs",
+        "graph_forwards",
+        lambda f: (f["name"], f["size"], frozenset(modes_of(f))),
+        results,
+    )
+    if gathered is not None:
+        forwards = gathered["graph_forwards"]
+        order = list(TITLES)
+        gathered["graph_forwards"] = sorted(
+            (f for f in forwards if not any(has_more_modes(other, f) for other in forwards)),
+            key=lambda f: (order.index(f["name"]), f["tokens"], -len(modes_of(f))),
+        )
+    return gathered
+
+
+def modes_of(forward: Mapping) -> set[str]:
+    """All that a forward with CUDA graphs was measured in."""
+    return {mode for weights in forward["weights"].values() for mode in weights["modes"]}
+
+
+def has_more_modes(other: Mapping, forward: Mapping) -> bool:
+    is_same = (other["name"], other["size"]) == (forward["name"], forward["size"])
+    return is_same and modes_of(other) > modes_of(forward)
+
+
+def of_weights(forward: Mapping | None, weights: str = MODEL_WEIGHTS) -> Mapping:
+    """What was measured of a forward with CUDA graphs with these weights, or with the ones that it has."""
+    by_weights = (forward or {"weights": {}})["weights"]
+    return by_weights.get(weights) or next(iter(by_weights.values()), {"modes": {}, "speedups": {}})
+
+
+def over_mode(forward: Mapping | None, other: str, mode: str = GRAPHS) -> float | None:
+    """How many times as fast as another mode, back to back; "compiled" is the faster of COMPILED."""
+    measured = of_weights(forward)
+    over = measured["speedups"].get(mode, {})
+    if other == "compiled":
+        return min((over[name] for name in COMPILED if name in over), default=None)
+    return over.get(other)
+
+
+def graph_label(forward: Mapping) -> str:
+    return f"{TITLES[forward['name']]} {forward['size'].replace('x', '×')}"
+
+
+def graphs(result: Mapping | None, pipeline: Mapping | None) -> list[Target]:
+    """Of the forwards that are replayed from CUDA graphs, and of the pipeline of such forwards."""
+    measured = list((result or {"graph_forwards": []})["graph_forwards"])
+
+    def best_over(name: str, size: str, other: str) -> float | None:
+        """Of the run that has the other mode."""
+        over = [over_mode(f, other) for f in measured if (f["name"], f["size"]) == (name, size)]
+        return next((times for times in over if times is not None), None)
+
+    names = {"eager": "eager", "compiled": "torch.compile", REDUCE_OVERHEAD: "reduce-overhead"}
+    rows = [
+        Target(
+            f"with CUDA graphs over {names[other]}",
+            f"{TITLES[name]} {size.replace('x', '×')}",
+            aim,
+            best_over(name, size, other),
+            "×",
+        )
+        for name, size, other, aim in GRAPH_FORWARDS
+    ]
+
+    def figures(value: Callable[[Mapping], float | None]) -> Figures:
+        """Of each forward, and one that is missing of each model that has none."""
+        known = {f["name"] for f in measured}
+        missing = [title for name, title in TITLES.items() if name not in known]
+        return [(graph_label(f), value(f)) for f in measured] + [(title, None) for title in missing]
+
+    rows.append(
+        furthest(
+            "with CUDA graphs, a forward's time over its kernels'",
+            figures(lambda f: of_weights(f)["modes"].get(GRAPHS, {}).get("wall_over_busy")),
+            GRAPH_WALL_OVER_BUSY,
+            "×",
+            is_upper_bound=True,
+        )
+    )
+    rows.append(
+        furthest(
+            "the capturing call over a plain one",
+            figures(lambda f: f["first_calls"].get(GRAPHS, {}).get("capturing_over_plain")),
+            CAPTURING_OVER_PLAIN,
+            "×",
+            is_upper_bound=True,
+        )
+    )
+    video = (pipeline or {"videos": {}})["videos"].get(GRAPH_PIPELINE, {"speedups": {}})
+    size, steps = GRAPH_PIPELINE.split(":")
+    rows.append(
+        Target(
+            "the pipeline with CUDA graphs over eager",
+            f"LTX-Video 2B {size.replace('x', '×')}, {steps} steps",
+            GRAPH_PIPELINE_OVER_EAGER,
+            video["speedups"].get(GRAPHS, {}).get("eager"),
+            "×",
+        )
+    )
+    return rows
+
+
+def has_graphs(pipeline: Mapping) -> bool:
+    """Whether a result of the pipeline has the mode with CUDA graphs."""
+    return any(GRAPHS in video["modes"] for video in pipeline["videos"].values())
+
+
 def evaluate(results: Mapping[str, Mapping]) -> list[Target]:
     """All rows, from the results by name: those of the families and of the host, and those of
-    MEASURED_LATER where there are any."""
+    MEASURED_LATER, of the forwards with CUDA graphs and of the pipeline with them where there are any."""
     entries = [entry for name in FAMILIES for entry in results[name]["workloads"]]
     large = [e for e in entries if e["bytes"] >= LARGE_BYTES]
     medium = [e for e in entries if MEDIUM_BYTES <= e["bytes"] < LARGE_BYTES]
@@ -487,4 +622,5 @@ def evaluate(results: Mapping[str, Mapping]) -> list[Target]:
         )
     )
     rows += attention(results.get("attention")) + models(results.get("models"))
-    return rows + model_forwards(results)
+    rows += model_forwards(results)
+    return rows + graphs(results.get("cuda_graphs"), results.get("pipeline"))

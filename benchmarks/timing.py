@@ -52,6 +52,21 @@ def host_microseconds(
     return (time.perf_counter() - begin) * 1e6 / calls
 
 
+def wall_milliseconds(
+    function: Callable[[], object], device: torch.device, calls: int = 1
+) -> float:
+    """Mean time of `calls` calls back to back, from an idle device to an idle device, by the clock.
+
+    Nothing waits between them: so it is that a denoising loop calls a model.
+    """
+    synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        function()
+    synchronize(device)
+    return (time.perf_counter() - begin) * 1e3 / calls
+
+
 class Stopwatch:
     """Microseconds of one call, from a cold cache or amid calls of its kind; on a CPU by the clock.
 

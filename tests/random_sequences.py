@@ -244,7 +244,7 @@ class Kind(NamedTuple):
 KINDS: dict[str, Kind] = {}
 
 
-def step(weight, draw=lambda rng, twins: {}, allowed=lambda twins: True):
+def step(weight, draw=lambda rng, twins: {}, allowed=lambda twins: True, kinds=KINDS):
     """A method of Twins that is drawn with a weight. Where it is not allowed, it does nothing."""
 
     def register(method):
@@ -254,7 +254,7 @@ def step(weight, draw=lambda rng, twins: {}, allowed=lambda twins: True):
                 self.steps += 1
                 return method(self, **arguments)
 
-        KINDS[method.__name__] = Kind(weight, draw, allowed)
+        kinds[method.__name__] = Kind(weight, draw, allowed)
         return guarded
 
     return register
@@ -394,11 +394,19 @@ class Twins:
     Raises:
         Difference: by a step, when the injected model does not do what the plain one does.
         Refused: by a step that raised the same on both.
+
+    Attributes:
+        families: the models that there are, by name.
+        kinds: the steps that are drawn, by name.
+        counts: what is to be known of all sequences together.
     """
+
+    families = FAMILIES
+    kinds = KINDS
 
     def __init__(self, family, *, dtype="float32", device="cpu", seed=0, **config):
         self.kernel = load_kernel()
-        self.family = FAMILIES[family]
+        self.family = self.families[family]
         self.device = torch.device(device)
         self.dtype = getattr(torch, dtype)
         is_rounded = self.dtype != torch.float32
@@ -428,6 +436,42 @@ class Twins:
             False  # a copy runs forwards of the original, as they are kept in closures
         )
         self.seed = seed
+        self.counts = collections.Counter()
+
+    @staticmethod
+    def draw_model(rng, family, device):
+        """The arguments of a Twins."""
+        dtype = rng.choices(["float32", "bfloat16", "float16"], [6, 3, 1])[0]
+        model = {"family": family, "dtype": dtype, "device": device, "seed": rng.randrange(3)}
+        if rng.random() < 0.3:
+            model["blocks"] = 3
+        if family == "ltx" and rng.random() < 0.25:
+            model["norm_elementwise_affine"] = True
+        return model
+
+    def draw_steps(self, rng):
+        """The steps of a sequence, each drawn when those before are done."""
+        # The kernels come in early in most sequences: much is to happen around them.
+        first = rng.randrange(4)
+        for i in range(rng.randint(6, 14)):
+            yield (
+                Step("inject", KINDS["inject"].draw(rng, self))
+                if i == first
+                else self.draw_step(rng)
+            )
+            if rng.random() < 0.5:
+                yield Step("forward", draw_forward(rng, self))
+            if self.compiled and i > first:
+                break
+        yield Step("free" if rng.random() < 0.25 and not self.compiled else "finish", {})
+
+    def draw_step(self, rng):
+        kinds = {name: kind for name, kind in self.kinds.items() if kind.allowed(self)}
+        weights = [kind.weight for kind in kinds.values()]
+        if self.injected is not None:
+            weights[list(kinds).index("inject")] = 0.5
+        name = rng.choices(list(kinds), weights)[0]
+        return Step(name, kinds[name].draw(rng, self))
 
     # Global state is given back, whatever happens
 
@@ -1296,6 +1340,7 @@ class Sequence:
 
     model: dict
     steps: list
+    twins: type = Twins
 
     def script(self):
         arguments = dict(self.model)
@@ -1304,10 +1349,11 @@ class Sequence:
         lines = [
             "import sys",
             'sys.path.insert(0, "tests")',
-            "from random_sequences import Twins, quiet",
+            "from random_sequences import quiet",
+            f"from {self.twins.__module__} import {self.twins.__name__}",
             "",
             "quiet()",
-            f"with Twins({family!r}{keywords}) as twins:",
+            f"with {self.twins.__name__}({family!r}{keywords}) as twins:",
             *(f"    {step.code()}" for step in self.steps),
         ]
         return "\n".join(lines)
@@ -1323,57 +1369,23 @@ class Result:
     traceback: str | None = None
     refused: str | None = None
     ratios: list = field(default_factory=list)
+    counts: collections.Counter = field(default_factory=collections.Counter)
 
     @property
     def message(self):
         return f"seed {self.seed}: {self.failure}\n\n{self.sequence.script()}\n"
 
 
-def draw_model(rng, family, device):
-    dtype = rng.choices(["float32", "bfloat16", "float16"], [6, 3, 1])[0]
-    model = {"family": family, "dtype": dtype, "device": device, "seed": rng.randrange(3)}
-    if rng.random() < 0.3:
-        model["blocks"] = 3
-    if family == "ltx" and rng.random() < 0.25:
-        model["norm_elementwise_affine"] = True
-    return model
-
-
-def draw_step(rng, twins):
-    kinds = {name: kind for name, kind in KINDS.items() if kind.allowed(twins)}
-    weights = [kind.weight for kind in kinds.values()]
-    if twins.injected is not None:
-        weights[list(kinds).index("inject")] = 0.5
-    name = rng.choices(list(kinds), weights)[0]
-    return Step(name, kinds[name].draw(rng, twins))
-
-
-def random_sequence(family, seed, device="cpu"):
+def random_sequence(family, seed, device="cpu", twins=Twins):
     """Draws a sequence, does it, and returns a Result."""
     rng = random.Random(f"{family}-{seed}")
-    sequence = Sequence(draw_model(rng, family, device), [])
-
-    def steps(twins):
-        # The kernels come in early in most sequences: much is to happen around them.
-        first = rng.randrange(4)
-        for i in range(rng.randint(6, 14)):
-            yield (
-                Step("inject", KINDS["inject"].draw(rng, twins))
-                if i == first
-                else draw_step(rng, twins)
-            )
-            if rng.random() < 0.5:
-                yield Step("forward", draw_forward(rng, twins))
-            if twins.compiled and i > first:
-                break
-        yield Step("free" if rng.random() < 0.25 and not twins.compiled else "finish", {})
-
-    return execute(seed, sequence, steps)
+    sequence = Sequence(twins.draw_model(rng, family, device), [], twins)
+    return execute(seed, sequence, lambda twins: twins.draw_steps(rng))
 
 
 def execute(seed, sequence, steps):
     result = Result(seed, sequence, 0, 0)
-    with Twins(**sequence.model) as twins:
+    with sequence.twins(**sequence.model) as twins:
         try:
             for one in steps(twins):
                 if not sequence.steps or sequence.steps[-1] is not one:
@@ -1386,12 +1398,13 @@ def execute(seed, sequence, steps):
             result.failure = f"{one.name}: {describe(error)}"
             result.traceback = traceback.format_exc()
         result.steps, result.forwards, result.ratios = twins.steps, twins.forwards, twins.ratios
+        result.counts = twins.counts
     return result
 
 
 def repeat(sequence, steps):
     """The result of a sequence's model with the given steps."""
-    shorter = Sequence(sequence.model, [])
+    shorter = Sequence(sequence.model, [], sequence.twins)
     return execute(None, shorter, lambda twins: iter(steps))
 
 
@@ -1439,8 +1452,8 @@ def quiet():
     gc.freeze()
 
 
-def work(family, seed, device, shrinks):
-    result = random_sequence(family, seed, device)
+def work(family, seed, device, shrinks, twins):
+    result = random_sequence(family, seed, device, twins)
     if result.failure and shrinks:
         result = shrink(result)
     if not result.failure:
@@ -1512,9 +1525,9 @@ def results_of(tasks, processes):
             start(worker)
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--family", default="all", choices=["all", *FAMILIES])
+def main(argv=None, twins=Twins, description=__doc__):
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--family", default="all", choices=["all", *twins.families])
     parser.add_argument("--seed", type=int, help="one sequence, with its script")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--sequences", type=int, default=100)
@@ -1525,19 +1538,26 @@ def main(argv=None):
     parser.add_argument("--verbose", action="store_true", help="also what the plain model refused")
     options = parser.parse_args(argv)
 
-    families = list(FAMILIES) if options.family == "all" else [options.family]
+    families = list(twins.families) if options.family == "all" else [options.family]
     seeds = range(options.first_seed, options.first_seed + options.sequences)
     if options.seed is not None:
         seeds = [options.seed]
-    tasks = ((family, s, options.device, options.shrink) for s in seeds for family in families)
+    tasks = (
+        (family, s, options.device, options.shrink, twins) for s in seeds for family in families
+    )
     began = time.monotonic()
     if options.seconds is not None:
         tasks = itertools.takewhile(lambda _: time.monotonic() - began <= options.seconds, tasks)
-    totals, kinds = collections.Counter(), collections.defaultdict(list)
+    totals, counts, kinds = (
+        collections.Counter(),
+        collections.Counter(),
+        collections.defaultdict(list),
+    )
     ratios = collections.defaultdict(list)
     for (family, *_), result in results_of(tasks, options.processes):
         totals.update(sequences=1, steps=result.steps, forwards=result.forwards)
         totals["refused"] += result.refused is not None
+        counts.update(result.counts)
         for what, ratio in result.ratios:
             ratios[family, what].append(ratio)
         if result.failure:
@@ -1556,6 +1576,8 @@ def main(argv=None):
             f"{family}: in 16 bits {what}'s error is {mean:.3f} of the plain model's ({len(values)})"
         )
         totals["failures"] += len(values) >= FORWARDS_OF_MEAN and mean > MEAN_ROUNDED_LIMIT
+    for what, count in counts.most_common():
+        print(f"{count:7} {what}")
     seconds = time.monotonic() - began
     print(
         f"{totals['sequences']} sequences, {totals['steps']} steps, {totals['forwards']} forwards, "
@@ -1566,4 +1588,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import random_sequences  # by the name that scripts and other processes know its classes by
+
+    sys.exit(random_sequences.main())

@@ -84,7 +84,7 @@ def of_workloads(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
 def of_modes(name: str, entry: Mapping, times: str) -> Iterator[tuple[Label, Ratio]]:
     """Of a model's modes that took turns: each over eager and over torch.compile."""
     for mode, over in entry["speedups"].items():
-        for other in ("eager", "compiled", "compiled-regional"):
+        for other in ("eager", "compiled", "compiled-regional", "compiled-reduce-overhead"):
             if other in over:
                 spreads = [entry["modes"][m][times]["spread"] for m in (mode, other)]
                 yield (f"{name}, {mode}", other), Ratio(over[other], combined(*spreads))
@@ -94,6 +94,23 @@ def of_sizes(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
     for size, entry in result["sizes"].items():
         for weights, of_weights in entry["weights"].items():
             yield from of_modes(f"{size} {weights}", of_weights, "ms")
+
+
+def of_graph_forwards(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for forward in result["graph_forwards"]:
+        for weights, of_weights in forward["weights"].items():
+            name = f"{forward['model']} {forward['size']} {weights}"
+            yield from of_modes(name, of_weights, "wall_ms")
+            for mode, measured in of_weights["modes"].items():
+                if "wall_over_busy" in measured:
+                    ratio = Ratio(measured["wall_over_busy"], measured["wall_ms"]["spread"], False)
+                    yield (f"{name}, {mode}", "its kernels"), ratio
+
+
+def of_memory(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for when in ("peak_first", "peak", "end"):
+        ratio = Ratio(result["with"][when] / result["explained"], is_higher_better=False)
+        yield (f"memory with CUDA graphs, {when}", "what the limit explains"), ratio
 
 
 def of_videos(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
@@ -156,6 +173,8 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "videos": of_videos,
     "calls": of_calls,
     "forwards": of_forwards,
+    "graph_forwards": of_graph_forwards,
+    "explained": of_memory,
     "operations": of_errors,
     "measures": of_measures,
     "kernels": of_counters,

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What only a GPU can show. Usage: tools/gpu_check.sh [build] [test] [sanitize] [ceilings] [operations] [profile]
-# [accuracy] [models] [pipeline] [host_forward] [sequences]
+# [accuracy] [models] [pipeline] [host_forward] [graphs] [sequences]
 #
 # Without arguments all steps run, in this order; a step that fails does not keep the next from
 # running, unless it is the build. Logs go to $OUT (default build/gpu_check), and so do copies of the JSON that a
@@ -8,7 +8,8 @@
 # PYTHON (default python3) needs Torch for CUDA and requirements/test.txt. PROCESSES (default one a core, at
 # most 15) is how many test at a time, LEFT_OUT the files of tests that are neither run nor collected for the
 # sanitizers. SEQUENCES (default 2500) and FIRST_SEED (default 0) are of the step sequences. MODELS (default
-# all, or ltx,flux,...) and MODEL_OPTIONS (such as "--rounds 5 --profiled-calls 1") are of the step models.
+# all, or ltx,flux,...) and MODEL_OPTIONS (such as "--rounds 5 --profiled-calls 1") are of the steps models and
+# graphs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -19,7 +20,7 @@ SEQUENCES=${SEQUENCES:-2500}
 FIRST_SEED=${FIRST_SEED:-0}
 MODELS=${MODELS:-all}
 MODEL_OPTIONS=${MODEL_OPTIONS:-}
-STEPS=(build test sanitize ceilings operations profile accuracy models pipeline host_forward
+STEPS=(build test sanitize ceilings operations profile accuracy models pipeline host_forward graphs
   sequences)
 
 step_build() {
@@ -71,18 +72,33 @@ step_operations() {
 
 step_profile() { "$PYTHON" benchmarks/profile_kernels.py; }
 step_accuracy() { "$PYTHON" benchmarks/bench_accuracy.py; }
-step_models() {
+# A benchmark of the models that are chosen.
+of_models() {
   local options
   read -ra options <<<"$MODEL_OPTIONS"
-  "$PYTHON" benchmarks/bench_models.py --model "$MODELS" ${options[@]+"${options[@]}"}
+  "$PYTHON" "benchmarks/bench_$1.py" --model "$MODELS" ${options[@]+"${options[@]}"}
 }
+step_models() { of_models models; }
 step_pipeline() { "$PYTHON" benchmarks/bench_pipeline.py; }
 step_host_forward() { "$PYTHON" benchmarks/bench_host_forward.py; }
 
-# Random sequences of what users do to an injected model; $SEQUENCES of each family, from $FIRST_SEED on.
+step_graphs() {
+  local status=0
+  of_models cuda_graphs || status=1
+  "$PYTHON" benchmarks/bench_cuda_graphs_memory.py || status=1
+  return "$status"
+}
+
+# Random sequences of what users do to an injected model, and to one with CUDA graphs; $SEQUENCES of each family and
+# kind, from $FIRST_SEED on.
 step_sequences() {
-  "$PYTHON" tests/random_sequences.py --family all --device cuda \
-    --sequences "$SEQUENCES" --first-seed "$FIRST_SEED" --processes 14
+  local status=0 name
+  for name in random_sequences random_graph_sequences; do
+    echo "--- $name"
+    "$PYTHON" "tests/$name.py" --family all --device cuda \
+      --sequences "$SEQUENCES" --first-seed "$FIRST_SEED" --processes 14 || status=1
+  done
+  return "$status"
 }
 
 # Runs a step, logs it, shows the end of the log and copies the results that it wrote.

@@ -26,7 +26,7 @@ import click
 import render_plots
 
 # The modules fill TABLES and FIGURES.
-from documents import CHECKOUT, hardware, operations, readme, whole_models  # noqa: F401
+from documents import CHECKOUT, graphs, hardware, operations, readme, whole_models  # noqa: F401
 from documents.common import FIGURES, TABLES
 
 RESULTS = CHECKOUT / "benchmarks" / "results"

@@ -37,7 +37,9 @@ SERIES = {
 MODES = {
     "compiled": ("torch.compile", "#e8710a"),
     "compiled-regional": ("torch.compile, block by block", "#fbbc04"),
+    "compiled-reduce-overhead": ("torch.compile, reduce-overhead", "#b06000"),
     "injected": ("injected", "#1a73e8"),
+    "injected+graphs": ("injected with CUDA graphs", "#0b8043"),
     "injected-no-attention": ("injected with attention=False", "#8ab4f8"),
     "injected+compiled": ("injected and torch.compile", "#174ea6"),
 }
@@ -194,12 +196,46 @@ def all_models(results: dict[str, dict]) -> str:
     return _svg(figure)
 
 
+def cuda_graphs(results: dict[str, dict]) -> str:
+    """Speedup over eager of forwards back to back, a group of bars a forward of a published size."""
+    forwards = [f for f in results["cuda_graphs"]["graph_forwards"] if f["input"] == "published"]
+    shown = [(f, targets.of_weights(f)["speedups"]) for f in forwards]
+    modes = [mode for mode in MODES if any("eager" in of.get(mode, {}) for _, of in shown)]
+    figure = Figure(figsize=(7.5, 1.2 + 0.8 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    height = 0.8 / max(1, len(modes))
+    for index, mode in enumerate(modes):
+        name, color = MODES[mode]
+        points = [
+            (row + (index - (len(modes) - 1) / 2) * height, of[mode]["eager"])
+            for row, (_, of) in enumerate(shown)
+            if "eager" in of.get(mode, {})
+        ]
+        places, speedups = zip(*points, strict=True)
+        bars = axes.barh(places, speedups, height, color=color, label=name)
+        axes.bar_label(bars, fmt="%.2f×", padding=3)
+    axes.axvline(1, color="#202124", linewidth=0.9, linestyle="--")
+    names = [f"{f['model']}\n{f['size'].replace('x', '×')}" for f in forwards]
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.margins(x=0.12)
+    axes.set_xlabel(
+        f"forwards back to back, {targets.MODEL_WEIGHTS} weights: times as fast as eager"
+    )
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    return _svg(figure)
+
+
 # Each plot, the results that it needs, and those that it draws where they are there.
 PLOTS: dict[str, tuple[Callable[[dict[str, dict]], str], tuple[str, ...], tuple[str, ...]]] = {
     "bandwidth": (bandwidth, tuple(FAMILIES), ()),
     "models": (models, ("models",), ()),
     "all_models": (all_models, ("models",), tuple(targets.TITLES)),
+    "cuda_graphs": (cuda_graphs, ("cuda_graphs",), ()),
 }
+# Results that are put together of the runs of their parts.
+GATHERED = {"cuda_graphs": targets.gathered_forwards}
 
 
 def render(results: Path) -> dict[str, str]:
@@ -207,7 +243,10 @@ def render(results: Path) -> dict[str, str]:
     plots = {}
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
         for name, (draw, needed, wanted) in PLOTS.items():
-            loaded = {need: history.shown(need, results) for need in (*needed, *wanted)}
+            loaded = {
+                need: GATHERED[need](results) if need in GATHERED else history.shown(need, results)
+                for need in (*needed, *wanted)
+            }
             measured = {need: result for need, result in loaded.items() if result is not None}
             if measured.keys() >= set(needed):
                 plots[f"{name}.svg"] = draw(measured)

@@ -14,8 +14,10 @@ MODE_NAMES = {
     "eager": "eager",
     "compiled": "torch.compile",
     "compiled-regional": "torch.compile, block by block",
+    "compiled-reduce-overhead": "torch.compile, reduce-overhead",
     "injected": "injected",
     "injected-no-attention": "injected with attention=False",
+    "injected+graphs": "injected with CUDA graphs",
     "injected+compiled": "injected and torch.compile",
 }
 

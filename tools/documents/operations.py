@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+import history
 import targets as targets_
 
 from .common import (
@@ -216,6 +217,10 @@ def targets(results: Path) -> str:
     """What the operations should reach, and whether they do."""
     later = [name for name in targets_.MEASURED_LATER if is_measured(results, name)]
     loaded = {name: load(results, name) for name in (*targets_.FAMILIES, "host", *later)}
+    pipeline = history.shown("pipeline", results, targets_.has_graphs)
+    loaded |= {"pipeline": pipeline} if pipeline else {}
+    graphs = targets_.gathered_forwards(results)
+    runs = [*loaded.values(), *(graphs["runs"] if graphs else [])]
     rows = [
         [
             target.what,
@@ -224,9 +229,9 @@ def targets(results: Path) -> str:
             "" if target.measured is None else f"{target.measured:.2f}{target.unit}",
             target.verdict,
         ]
-        for target in targets_.evaluate(loaded)
+        for target in targets_.evaluate({**loaded, **({"cuda_graphs": graphs} if graphs else {})})
     ]
-    return markdown(rows, ["what", "of", "aim", "measured", ""]) + setup(*loaded.values())
+    return markdown(rows, ["what", "of", "aim", "measured", ""]) + setup(*runs)
 
 
 @table

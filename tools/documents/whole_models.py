@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import history
 import targets
 
 from .common import (
+    ELSEWHERE,
     MODE_NAMES,
+    elsewhere,
     image_name,
     is_measured,
     load,
@@ -148,18 +151,23 @@ def injection(results: Path) -> str:
 @table
 def pipeline(results: Path) -> str:
     """The whole pipeline but the text encoder."""
-    result = load(results, "pipeline")
+    loaded = [load(results, "pipeline")]
+    if not targets.has_graphs(loaded[0]):
+        with_graphs = history.shown("pipeline", results, targets.has_graphs)
+        loaded += [with_graphs] if with_graphs else []
     rows = [
         [
-            video_name(video),
+            video_name(video) + mark,
             MODE_NAMES[mode],
             f"{measured['seconds']['median']:.2f} s",
             times(entry["speedups"][mode].get("eager")),
         ]
+        for result, mark in zip(loaded, ("", ELSEWHERE), strict=False)
         for video, entry in result["videos"].items()
         for mode, measured in entry["modes"].items()
     ]
-    return markdown(rows, ["video", "mode", "time", "against eager"]) + setup(result)
+    note = elsewhere(rows, loaded)
+    return markdown(rows, ["video", "mode", "time", "against eager"]) + note + setup(*loaded)
 
 
 @table

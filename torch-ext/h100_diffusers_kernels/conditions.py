@@ -20,7 +20,7 @@ from .differentiation import is_differentiated, is_in_dual_level
 _IS_CUDA = KERNEL_DEVICE_TYPE == "cuda"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_ATTENTION_DTYPES = (torch.bfloat16, torch.float16)
+ATTENTION_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def kernels_run_on(x: Tensor) -> bool:
@@ -38,10 +38,23 @@ def kernels_run_on(x: Tensor) -> bool:
 
 def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
     """Whether the kernels take ``x``, and each other tensor given along with it."""
-    if not (kernels_run_on(x) and of_one_form(x, *others)):
+    dtype, device = x.dtype, x.device
+    # As ``kernels_run_on`` and ``of_one_form``, without their calls: every part of every block asks this.
+    if (
+        dtype not in _DTYPES
+        or device.type != KERNEL_DEVICE_TYPE
+        or (type(x) not in PLAIN_TYPES and not is_plain(x))
+        or torch.is_autocast_enabled(KERNEL_DEVICE_TYPE)
+        or not (x.stride(-1) == 1 or x.shape[-1] <= 1)
+    ):
         return False
-    for tensor in others:  # noqa: SIM110 - all() of a generator takes twice as long
-        if tensor is not None and tensor.device != x.device:
+    for tensor in others:
+        if tensor is not None and (
+            tensor.dtype != dtype
+            or not (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
+            or tensor.device != device
+            or (type(tensor) not in PLAIN_TYPES and not is_plain(tensor))
+        ):
             return False
     return True
 
@@ -128,7 +141,7 @@ def attention_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """
     batch, _, heads, head_dim = query.shape
     return (
-        query.dtype in _ATTENTION_DTYPES
+        query.dtype in ATTENTION_DTYPES
         and head_dim in ATTENTION_HEAD_DIMS
         and of_one_form(query, key, value)
         and key.shape == (batch, key.shape[1], heads, head_dim)

@@ -18,6 +18,7 @@ from .linears import PlainLinear, see_linear
 from .original import Original, find_original
 from .part import Part
 from .snapshot import Look
+from .trust import trusted_parts
 
 # In float32 the epilogue's approximation of tanh would show.
 _EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
@@ -43,16 +44,19 @@ class LinearGelu:
     def __call__(self, activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """``activation(linear(x))``."""
         if self.approximate == "tanh" and self._has_epilogue(x):
-            # On CUDA the epilogue is the tanh approximation. (On CPU the function's GELU is exact.)
-            linear: Any = self.linear
-            weight, bias = linear.weight, linear.bias
-            rows = x.reshape(-1, x.shape[-1])
-            out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
-            return out.view(*x.shape[:-1], out.shape[-1])
+            return self._in_epilogue(x)
         x = self.linear(x)
         if self.approximate is not None and of_one_form(x):
             return functional.gelu(x, self.approximate)
         return activation(x)
+
+    def _in_epilogue(self, x: Tensor) -> Tensor:
+        # On CUDA the epilogue is the tanh approximation. (On CPU the function's GELU is exact.)
+        linear: Any = self.linear
+        weight, bias = linear.weight, linear.bias
+        rows = x.reshape(-1, x.shape[-1])
+        out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     def _has_epilogue(self, x: Tensor) -> bool:
         linear: Any = self.linear
@@ -65,6 +69,27 @@ class LinearGelu:
             and x.numel() > 0
             and not is_differentiated(x, linear.weight, linear.bias)
             and not torch._C._are_functorch_transforms_active()  # it has no rule for torch.vmap
+        )
+
+    def trusted(self, snapshot: Look) -> LinearGelu | None:
+        """The same for calls that are trusted; see ``trust.py``."""
+        if self.approximate is None or type(self.linear) is not PlainLinear:
+            return None
+        result = _TrustedLinearGelu(self.linear)
+        result.approximate = self.approximate
+        return result
+
+
+class _TrustedLinearGelu(LinearGelu):
+    def __call__(self, activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if self.approximate == "tanh" and self._has_epilogue(x):
+            return self._in_epilogue(x)
+        return functional.gelu(self.linear(x), self.approximate)
+
+    def _has_epilogue(self, x: Tensor) -> bool:
+        linear: Any = self.linear
+        return (
+            x.is_cuda and linear.bias is not None and x.dtype in _EPILOGUE_DTYPES and x.numel() > 0
         )
 
 
@@ -97,6 +122,9 @@ class _Gelu(Part):
             return
         parts.linear_gelu = LinearGelu(see_linear(module, "proj", injection, snapshot))
         parts.linear_gelu.approximate = snapshot.see_attribute(module, "approximate")
+
+    def trust(self, parts: Parts, module: nn.Module, snapshot: Look) -> Parts | None:
+        return trusted_parts(parts, ("linear_gelu",), snapshot)
 
 
 def _forward(self: nn.Module, injected: Injected, hidden_states: Tensor) -> Tensor:

@@ -18,8 +18,9 @@ from torch.utils._device import DeviceContext
 
 from .. import functional
 from ..arguments import ATTENTION_HEAD_DIMS, dtype_name
-from ..conditions import as_key_bias, attention_takes, of_one_form
+from ..conditions import ATTENTION_DTYPES, as_key_bias, attention_takes, of_one_form
 from ..differentiation import is_differentiated
+from . import recording
 from .gates import ORIGINALS as GATE_ORIGINALS
 from .gates import see_gate
 from .injected import Injected, Injection, Parts
@@ -30,6 +31,7 @@ from .original import Original, class_name, find_class, find_original
 from .part import Part
 from .rotary import as_operand
 from .snapshot import Look
+from .trust import trusted_parts
 
 _SDPA = "torch.nn.functional:scaled_dot_product_attention"
 _NATIVE = "diffusers.models.attention_dispatch:_native_attention"
@@ -141,6 +143,18 @@ class Attention(Part):
         if reason is not None:
             parts.note(f"attention itself is the model's own: {reason}", is_choice)
 
+    def trust(self, parts: Parts, module: nn.Module, snapshot: Look) -> Parts | None:
+        is_fused = snapshot.see_attribute(module, "fused_projections")
+        norms = [getattr(parts, name) for name in self.norms]
+        if (
+            not (parts.rotates and parts.projects and parts.attends)
+            or is_fused
+            or any(norm.module is not None and norm.kind != RMS for norm in norms)
+        ):
+            return None
+        names = (*self.projections, *self.gates, *self.norms, "project_out")
+        return trusted_parts(parts, names, snapshot)
+
     def _why_not(
         self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look
     ) -> tuple[str | None, bool]:
@@ -185,7 +199,7 @@ def _is_native_active(parts: Parts) -> bool:
 
 
 def _has_function_mode() -> bool:
-    if torch._C._len_torch_function_stack() == 0:
+    if torch._C._len_torch_function_stack() == 0 or recording.is_on():
         return False
     # torch.set_default_device is one too.
     return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
@@ -211,6 +225,18 @@ def attend(
     dispatch takes as it is. ``out`` may be what is written and returned. ``options`` are what the processor
     passes to diffusers' dispatch besides.
     """
+    if parts.is_trusted:
+        forward = injected.injection.local.forward
+        if mask is not None and key_bias is None and expand_mask is not None:
+            form = (key.shape, key.dtype, key.device)
+            key_bias = forward.shared(mask, form, lambda: as_key_bias(mask, key))
+        if (
+            (mask is None or key_bias is not None)
+            and forward.is_native(parts, _is_native_active)
+            and query.dtype in ATTENTION_DTYPES
+            and query.shape[0] == key.shape[0]
+        ):
+            return functional.attention(query, key, value, key_bias=key_bias, out=out)
     is_free = is_native(parts)
     if parts.attends and is_free:
         if attention_takes(query, key, value):
@@ -235,6 +261,11 @@ def attend(
         "parallel_config": processor._parallel_config,
     }
     return parts.dispatch(query, key, value, attn_mask=mask, **{**shared, **options})
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, without a call where it is of it already."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _is_of_all_heads(mask: Tensor, key: Tensor) -> bool:
@@ -262,7 +293,22 @@ class Norms(NamedTuple):
         return {"q_weight": q.weight, "k_weight": k.weight, "norm": form, "eps": q.eps}
 
 
+def operand_of(
+    injected: Injected, parts: Parts, rope: Any, query: Tensor, key: Tensor, heads: int
+) -> Any:
+    """What ``qk_norm_rope`` takes as a rotary embedding of query and key of one shape, or None."""
+    if parts.is_trusted:
+        # One for all blocks.
+        forward = injected.injection.local.forward
+        form = (query.shape, query.dtype, query.device, heads)
+        return forward.shared(rope, form, lambda: as_operand(rope, query, heads))
+    if parts.rotates and of_one_form(query, key):
+        return as_operand(rope, query, heads)
+    return None
+
+
 def norm_and_rotate(
+    injected: Injected,
     parts: Parts,
     norms: Norms,
     query: Tensor,
@@ -279,10 +325,11 @@ def norm_and_rotate(
     own rotation.
     """
     heads = query.shape[2] if heads is None else heads
+    is_of_one_shape = query.shape == key.shape
+    is_bare = rope is None and norms.q.module is not None and is_of_one_shape
     operand = None
-    if rope is not None and parts.rotates and query.shape == key.shape and of_one_form(query, key):
-        operand = as_operand(rope, query, heads)
-    is_bare = rope is None and norms.q.module is not None and query.shape == key.shape
+    if rope is not None and is_of_one_shape:
+        operand = operand_of(injected, parts, rope, query, key, heads)
     if (operand is not None or is_bare) and norms.of_one_launch(query, key):
         options = norms.options(form)
         q, k = functional.qk_norm_rope(query, key, rope=operand, heads=heads, **options)

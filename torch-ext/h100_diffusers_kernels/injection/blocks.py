@@ -21,6 +21,7 @@ from .norms import Norm, gated_residual, see_norm
 from .original import Original, find_original
 from .part import Part
 from .snapshot import Look
+from .trust import called_directly, trusted_parts
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,28 @@ class Block(Part):
             setattr(parts, name, see_linear(module, name, injection, snapshot))
         for name in self.modulations:
             setattr(parts, name, see_linear_modulation(module, name, injection, snapshot))
+        for name in self._called:
+            setattr(parts, name, None)
         if self.decide_more is not None:
             self.decide_more(parts, module, snapshot)
+
+    @property
+    def _called(self) -> list[str]:
+        """The names of modules with a stand-in that the forward calls by itself."""
+        return [name for name in self.inner if "." not in name]
+
+    def trust(self, parts: Parts, module: nn.Module, snapshot: Look) -> Parts | None:
+        names = (
+            *(*self.norms, *self.adaptive_norms, *self.feed_forwards, *self.gelus),
+            *(*self.linears, *self.modulations),
+        )
+        result = trusted_parts(parts, names, snapshot)
+        if result is not None:
+            for name in self._called:
+                part = snapshot.see_attribute(module, name)
+                if part is not None:
+                    setattr(result, name, called_directly(part, snapshot))
+        return result
 
 
 def table_rows(injected: Injected, block: nn.Module, name: str, temb: Tensor) -> Rows:
@@ -164,8 +185,10 @@ def finish(
     if forward is not None and following is not None and following[1].part is injected.part:
         successor, its_injected, its_parts = following
         openings = openings_of(its_injected, successor, its_parts, *conditions)
-        is_quiet = forward.was_seen(successor)
-        if all(o.may_be_ahead_of(end.residual, is_quiet) for o, end in zip(openings, ends)):
+        if its_parts.is_trusted or all(
+            o.may_be_ahead_of(end.residual, forward.was_seen(successor))
+            for o, end in zip(openings, ends)
+        ):
             pairs = [o.after(*end) for o, end in zip(openings, ends)]
             results = as_given([h for h, _ in pairs])
             forward.hand_over(successor, (*results, *conditions), [opened for _, opened in pairs])

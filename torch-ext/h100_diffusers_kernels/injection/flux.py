@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .activations import GELU
-from .attention import Attention, attend
+from .attention import Attention, as_dtype, attend
 from .blocks import Block, End, begin, feed_forward_end, finish
 from .embeddings import TIMESTEPS, axial_positions
 from .injected import Injected, Parts
@@ -65,7 +65,7 @@ def _double_block_forward(
         return injected.class_forward(self, x, c, temb, image_rotary_emb, joint_attention_kwargs)
     opened, c_opened = begin(injected, self, parts, _double_openings, (x, c), (temb,))
     # With an IP-Adapter the third result is to be added to the image's.
-    attention_out, c_attention_out, *adapted = self.attn(
+    attention_out, c_attention_out, *adapted = (parts.attn or self.attn)(
         hidden_states=opened.normalized[0],
         encoder_hidden_states=c_opened.normalized[0],
         image_rotary_emb=image_rotary_emb,
@@ -105,12 +105,12 @@ def _single_block_forward(
     x, opened = begin_joined(injected, self, parts, _single_openings, c, x, temb)
     (normalized,), (_, _, gate) = opened
     mlp_out = parts.proj_mlp(self.act_mlp, normalized)
-    attention_out = self.attn(
+    attention_out = (parts.attn or self.attn)(
         hidden_states=normalized,
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
     )
-    end = End(x, product_of_two(parts.proj_out, attention_out, mlp_out), gate)
+    end = End(x, product_of_two(parts.proj_out, attention_out, mlp_out, parts.is_trusted), gate)
     text, image = finish(
         injected,
         self,
@@ -141,9 +141,9 @@ def _attention_forward(
     if c is None:
         streams = project(self, parts, x, None, image_rotary_emb)
         rotate = partial(parts.rotate, sequence_dim=1)
-        query, key, value = joint_streams(parts, streams, rotate)
+        query, key, value = joint_streams(injected, parts, streams, rotate)
         out = attend(injected, parts, query, key, value, attention_mask)
-        return out.flatten(2, 3).to(query.dtype)
+        return as_dtype(out.flatten(2, 3), query.dtype)
     out, c_out = attend_with_tables(self, injected, parts, x, c, image_rotary_emb, attention_mask)
     return of_slices(parts.project_out, out), of_slices(parts.to_add_out, c_out)
 

@@ -67,7 +67,7 @@ def _double_block_forward(
         more = (image_rotary_emb, joint_attention_kwargs)
         return injected.class_forward(self, x, c, *conditions, *more)
     opened, c_opened = begin(injected, self, parts, _double_openings, (x, c), conditions)
-    attention_out, c_attention_out = self.attn(
+    attention_out, c_attention_out = (parts.attn or self.attn)(
         hidden_states=opened.normalized[0],
         encoder_hidden_states=c_opened.normalized[0],
         image_rotary_emb=image_rotary_emb,
@@ -111,7 +111,7 @@ def _single_block_forward(
         x = torch.cat([c, x], dim=1)
     (opened,) = begin(injected, self, parts, _single_openings, (x,), (temb_mod,))
     (normalized,), (_, _, gate) = opened
-    attention_out = self.attn(
+    attention_out = (parts.attn or self.attn)(
         hidden_states=normalized,
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
@@ -165,7 +165,9 @@ def _parallel_attention_forward(
     qkv, mlp = packed.split([size, packed.shape[-1] - size], dim=-1)
     query, key, value = (t.unflatten(-1, (-1, parts.head_dim)) for t in qkv.chunk(3, dim=-1))
     norms, rotate = Norms(parts.norm_q, parts.norm_k), partial(parts.rotate, sequence_dim=1)
-    query, key = norm_and_rotate(parts, norms, query, key, image_rotary_emb, rotate, "per_head")
+    query, key = norm_and_rotate(
+        injected, parts, norms, query, key, image_rotary_emb, rotate, "per_head"
+    )
 
     def attention(out: Tensor | None) -> Tensor:
         return attend(injected, parts, query, key, value, attention_mask, out=out)

@@ -38,6 +38,9 @@ class StandIn:
     def run(self, *args, **kwargs) -> Any:
         raise NotImplementedError
 
+    def taken_out(self) -> None:
+        """After another forward has taken its place."""
+
     @property
     def module(self) -> nn.Module | None:
         return self._module()

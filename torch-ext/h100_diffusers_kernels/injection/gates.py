@@ -17,6 +17,7 @@ from .linears import SILU_ORIGINALS, is_plain_silu
 from .original import Original, find_class, find_original
 from .part import Part
 from .snapshot import Look
+from .trust import trusted_parts
 
 _CLASS = "diffusers.models.transformers.transformer_flux2:Flux2SwiGLU"
 _FORWARD = f"{_CLASS}.forward"
@@ -40,6 +41,9 @@ class Gate:
         if self.is_known and of_one_form(x) and x.shape[-1] % 2 == 0:
             return functional.swiglu(x, activated="first")
         return self.module(x)
+
+    def trusted(self, snapshot: Look) -> Gate | None:
+        return self if self.is_known else None
 
     def beside(
         self, attention: Callable[[Tensor | None], Tensor], query: Tensor, x: Tensor
@@ -89,6 +93,9 @@ class _Swiglu(Part):
         if not _is_known(module, injection, snapshot):
             parts.reason = "SiLU was replaced"
         parts.gate = Gate(module, True)
+
+    def trust(self, parts: Parts, module: nn.Module, snapshot: Look) -> Parts | None:
+        return trusted_parts(parts, ("gate",), snapshot)
 
 
 def _forward(self: nn.Module, injected: Injected, x: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def plan_in_part(model: nn.Module, options: dict[str, Any]) -> Plan:
     originals = {}
     for part in {part.path: part for _, _, part in found}.values():
         originals.update({part.path: part.own_forward(), **part.originals()})
-    plan = Plan(Injection(originals=originals, blocks=(), **options), options)
+    plan = Plan(Injection(options["attention"], originals, ()), options)
     if getattr(model, "_parallel_config", None) is not None:
         plan.leave("", model, "parallelism is on: each rank holds a part of the tokens only")
     else:

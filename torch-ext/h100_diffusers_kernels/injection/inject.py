@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from .cuda_graphs.device import Pool
 from .generic import is_denoiser, is_model, plan_in_part
 from .plan import Plan, plan_model
 from .registry import family_of, known_models
@@ -20,7 +21,13 @@ logger = logging.getLogger("h100_diffusers_kernels")
 _PLAN = "_h100_diffusers_kernels_plan"
 
 
-def inject_kernels(pipe_or_model: Any, *, attention: bool = True) -> InjectionReport:
+def inject_kernels(
+    pipe_or_model: Any,
+    *,
+    attention: bool = True,
+    cuda_graphs: bool = False,
+    max_cuda_graphs: int = 8,
+) -> InjectionReport:
     """Makes a diffusers model, or each denoising model of a pipeline, run on this package's kernels.
 
     A model whose class is known as a whole runs on them in full; every other one in part: its norms,
@@ -49,6 +56,16 @@ def inject_kernels(pipe_or_model: Any, *, attention: bool = True) -> InjectionRe
             with a diffusers model among its components.
         attention: whether attention itself runs on this package's kernel, too. False leaves it to
             diffusers; what comes before and after it is replaced all the same.
+        cuda_graphs: whether each model's forward is captured into a CUDA graph at its second call of a kind
+            (shapes, dtypes and all else but tensors' values, and what PyTorch is set to) and replayed from
+            then on, where no gradients are asked for. What it returns is the caller's own, with the same
+            bits. Before each replay all is looked at that the forward is made of: where weights were moved or
+            replaced, adapters, hooks, processors or functions changed, graphs are dropped and captured anew.
+            A call that cannot be captured runs as it is: the report's ``cuda_graphs`` count the reasons,
+            and the first call of each is logged. The memory that a forward works in is held
+            once more, for all graphs of the pipeline. Not for a model of which another thread draws random
+            numbers from CUDA's default generator: PyTorch refuses that while a graph is captured.
+        max_cuda_graphs: how many graphs are kept of a model; the one used least recently goes first.
 
     Returns:
         The report: each module replaced, and each left alone with the reason. It is also logged,
@@ -56,14 +73,21 @@ def inject_kernels(pipe_or_model: Any, *, attention: bool = True) -> InjectionRe
 
     Raises:
         ValueError: if there is nothing in ``pipe_or_model`` that there are kernels for, or something that was
-            injected with other options: eject the kernels first. Nothing is changed then.
+            injected with other options: eject the kernels first; or if ``max_cuda_graphs`` is less than 1.
+            Nothing is changed then.
+        TypeError: if an option is of another type.
 
     Example::
 
         report = kernel.inject_kernels(pipe)
         print(report)
     """
-    options = {"attention": attention}
+    _check_options(attention, cuda_graphs, max_cuda_graphs)
+    options = {
+        "attention": attention,
+        "cuda_graphs": cuda_graphs,
+        "max_cuda_graphs": max_cuda_graphs,
+    }
     report = InjectionReport(already_injected=True)
     found = []
     for name, component in _components(pipe_or_model):
@@ -82,13 +106,14 @@ def inject_kernels(pipe_or_model: Any, *, attention: bool = True) -> InjectionRe
             "without one"
         )
     applied = []
+    pool = Pool()
     try:
         for (name, model, _), plan in zip(found, plans):
             if vars(model).get(_PLAN) is None:
                 report.already_injected &= plan.found_nothing
                 if not plan.is_empty:
                     applied.append((model, plan))
-                    plan.apply()
+                    plan.apply(pool)
                     setattr(model, _PLAN, plan)
             report.extend(name, plan.report)
     except BaseException:
@@ -104,15 +129,34 @@ def _plan(name: str, model: nn.Module, family: Any, options: dict[str, Any]) -> 
     """The plan that is in place, if its options are the same, or a new one."""
     plan = vars(model).get(_PLAN)
     if plan is None:
-        return (
+        plan = (
             plan_in_part(model, options) if family is None else plan_model(model, family, options)
         )
+        if options["cuda_graphs"] and not plan.found_nothing:
+            plan.capture(model)
+        return plan
     if plan.options != options:
         raise ValueError(
             f"inject_kernels: {name or 'the model'} runs on kernels injected with "
             f"{_shown(plan.options)}, got {_shown(options)}: call eject_kernels first"
         )
     return plan
+
+
+def _check_options(attention: Any, cuda_graphs: Any, max_cuda_graphs: Any) -> None:
+    for name, value in (("attention", attention), ("cuda_graphs", cuda_graphs)):
+        if not isinstance(value, bool):
+            raise TypeError(
+                f"inject_kernels: {name} must be True or False, got a {type(value).__name__}"
+            )
+    if isinstance(max_cuda_graphs, bool) or not isinstance(max_cuda_graphs, int):
+        raise TypeError(
+            f"inject_kernels: max_cuda_graphs must be an int, got a {type(max_cuda_graphs).__name__}"
+        )
+    if max_cuda_graphs < 1:
+        raise ValueError(
+            f"inject_kernels: max_cuda_graphs must be 1 or more, got {max_cuda_graphs}"
+        )
 
 
 def _shown(options: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..conditions import kernels_take, why_not_taken
+from .cuda_graphs.tally import GraphTally
 from .forward_slot import StandIn
 from .original import Original
 from .snapshot import Glance, Snapshot, has_global_hooks
@@ -28,6 +29,7 @@ class Injection:
         tallies: of each replaced module, by name.
         is_over: whether the kernels were ejected; wrappers of the user's may still hold the forwards.
         local: ``local.forward`` is the forward of the model that this thread is in, or None.
+        graphs: how the model's calls were captured, where they may be.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Injection:
         self.originals = originals
         self.blocks = blocks
         self.tallies: dict[str, Tally] = {}
+        self.graphs: GraphTally | None = None
         self.is_over = False
         self.local = _Local()
         self._watched: set[tuple] = set()
@@ -70,6 +73,7 @@ class Injection:
     def __deepcopy__(self, memo: dict) -> Injection:
         duplicate = Injection(self.attention, self.originals, self.blocks)
         duplicate.tallies = {name: tally.fresh() for name, tally in self.tallies.items()}
+        duplicate.graphs = None if self.graphs is None else self.graphs.fresh()
         duplicate.is_over = self.is_over
         return duplicate
 
@@ -85,12 +89,18 @@ class Parts:
         reason: why the class's own forward has to run, or None.
         notes: why the model's own code computes parts of the call.
         choices: the same, where the user asked for it.
+        is_trusted: whether nothing unknown runs in the call, and all layers are what their classes say: what
+            is computed of tensors that the kernels take is then such a tensor, too.
+        trusted: the same for such calls; None where a part is unknown.
     """
+
+    is_trusted = False
 
     def __init__(self, reason: str | None = None) -> None:
         self.reason = reason
         self.notes: list[str] = []
         self.choices: list[str] = []
+        self.trusted: Parts | None = None
 
     if TYPE_CHECKING:  # the attributes that a part adds
 
@@ -179,7 +189,10 @@ class Injected(StandIn):
         if reason is not None:
             self.count([reason])
             return None
-        self.count(parts.notes)
+        if parts.is_trusted:
+            self.injection.tallies[self.name].on_kernels += 1
+        else:
+            self.count(parts.notes)
         return parts
 
     def class_forward(self, module: nn.Module, *args, **kwargs) -> Any:
@@ -191,12 +204,26 @@ class Injected(StandIn):
         """What the module's forward works with."""
         if torch.compiler.is_compiling():
             return self.part.decide(module, self.injection, Glance())
-        decision, forward = self._decision, self.injection.local.forward
-        if decision is not None and forward is not None and forward.look is self.seen_in:
-            return decision.parts
+        forward = self.injection.local.forward
+        if forward is not None and (forward.look is self.seen_in or forward.sees(module)):
+            decision: Any = self._decision
+            parts = decision.parts
+            return parts.trusted if forward.trusts and parts.trusted is not None else parts
         if has_global_hooks():
             return Parts("hooks are registered for all modules")
         return self.decision(module, self.injection.functions()).parts
+
+    @property
+    def checked(self) -> Any:
+        """The parts of the last decision, for calls that are not trusted."""
+        decision: Any = self._decision
+        return decision.parts
+
+    @property
+    def trusted(self) -> Any | None:
+        """The parts of the last decision, for calls that are trusted, if it has such."""
+        decision: Any = self._decision
+        return decision.parts.trusted
 
     def decision(self, module: nn.Module, functions: tuple) -> Decision:
         """The part's decision, made again if anything that it was read from has changed.

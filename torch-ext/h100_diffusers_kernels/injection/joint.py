@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import functional
 from ..conditions import may_write, of_one_form
 from ..differentiation import is_differentiated
-from .attention import Norms, attend, norm_and_rotate
+from .attention import Norms, as_dtype, attend, norm_and_rotate, operand_of
 from .blocks import OpeningsOf
 from .injected import Injected, Parts
 from .linears import Projection
@@ -125,27 +125,33 @@ def project(
 
 
 def joint_streams(
-    parts: Parts, streams: Sequence[Stream], rotate: Callable[[Tensor, Any], Tensor]
+    injected: Injected,
+    parts: Parts,
+    streams: Sequence[Stream],
+    rotate: Callable[[Tensor, Any], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value of all streams, one after the other, for attention.
 
     Norms are of each head. The kernel writes each stream to its place; where it does not take one, the
     streams are computed apart and concatenated.
     """
-    may_join = len(streams) > 1 and may_write()
-    operands = [_operand(parts, stream) for stream in streams] if may_join else [_NOT_TAKEN]
+    may_join = len(streams) > 1 and (parts.is_trusted or may_write())
+    operands = (
+        [_operand(injected, parts, stream) for stream in streams] if may_join else [_NOT_TAKEN]
+    )
     is_direct = all(operand is not _NOT_TAKEN for operand in operands)
     if is_direct:
         streams = [
             stream
-            if isinstance(stream.value, Projection) and stream.value.fits(stream.query)
+            if isinstance(stream.value, Projection)
+            and stream.value.fits(stream.query, parts.is_trusted)
             else stream._replace(value=stream.value_tensor())
             for stream in streams
         ]
-        is_direct = _is_of_one_kind(streams)
+        is_direct = (_fit if parts.is_trusted else _is_of_one_kind)(streams)
     if not is_direct:
         normed = [
-            norm_and_rotate(parts, s.norms, s.query, s.key, s.rope, rotate, "per_head")
+            norm_and_rotate(injected, parts, s.norms, s.query, s.key, s.rope, rotate, "per_head")
             for s in streams
         ]
         each = [(*pair, stream.value_tensor()) for pair, stream in zip(normed, streams)]
@@ -153,33 +159,46 @@ def joint_streams(
             return each[0]
         query, key, value = (torch.cat(tensors, dim=1) for tensors in zip(*each))
         return query, key, value
-    query = streams[0].query
-    length = sum(stream.query.shape[1] for stream in streams)
-    joint = [query.new_empty(query.shape[0], length, *query.shape[2:]) for _ in range(3)]
-    begin = 0
-    for stream, operand in zip(streams, operands):
-        end = begin + stream.query.shape[1]
-        places = [x[:, begin:end] for x in joint]
-        options = {"rope": operand, "heads": query.shape[2], **stream.norms.options("per_head")}
-        if isinstance(stream.value, Projection):
-            stream.value.write(places.pop())
+    batch, _, heads, head_dim = streams[0].query.shape
+    lengths = [stream.query.shape[1] for stream in streams]
+    shape = (batch, sum(lengths), heads, head_dim)
+    query, key, value = (streams[0].query.new_empty(shape) for _ in range(3))
+    places = zip(*(x.split_with_sizes(lengths, 1) for x in (query, key, value)))
+    for stream, operand, (q_out, k_out, v_out) in zip(streams, operands, places):
+        v: Any = stream.value
+        out: tuple = (q_out, k_out)
+        if isinstance(v, Projection):
+            v.write(v_out)
+            v = None
         else:
-            options["v"] = stream.value
-        functional.qk_norm_rope(stream.query, stream.key, out=tuple(places), **options)
-        begin = end
-    query, key, value = joint
+            out = (q_out, k_out, v_out)
+        options = stream.norms.options("per_head")
+        functional.qk_norm_rope(
+            stream.query, stream.key, rope=operand, heads=heads, v=v, out=out, **options
+        )
     return query, key, value
 
 
-def _operand(parts: Parts, stream: Stream) -> Any:
+def _operand(injected: Injected, parts: Parts, stream: Stream) -> Any:
     """The rotation that the kernel takes, None for none, or _NOT_TAKEN."""
     query, key, _, norms, rope = stream
     if not norms.of_one_launch(query, key):
         return _NOT_TAKEN
     if rope is None:
         return None
-    operand = as_operand(rope, query, query.shape[2]) if parts.rotates else None
+    heads = query.shape[2]
+    if parts.is_trusted:
+        operand = operand_of(injected, parts, rope, query, key, heads)
+    else:
+        operand = as_operand(rope, query, heads) if parts.rotates else None
     return _NOT_TAKEN if operand is None else operand
+
+
+def _fit(streams: Sequence[Stream]) -> bool:
+    """Whether streams of a call that is trusted fit into one buffer."""
+    first = streams[0].query.shape
+    shapes = [stream.query.shape for stream in streams[1:]]
+    return all(shape[0] == first[0] and shape[2:] == first[2:] for shape in shapes)
 
 
 def _is_of_one_kind(streams: Sequence[Stream]) -> bool:
@@ -219,11 +238,14 @@ def attend_jointly(
     ``rope_of_all``: the rotation of all tokens where that of each stream is not known. ``options`` are those
     of ``attend``.
     """
-    query, key, value = joint_streams(parts, streams, rotate)
+    query, key, value = joint_streams(injected, parts, streams, rotate)
     if rope_of_all is not None:
         query, key = rotate(query, rope_of_all), rotate(key, rope_of_all)
     out = attend(injected, parts, query, key, value, mask, **options)
-    return split(out.flatten(2, 3).to(query.dtype), streams[0].query.shape[1])
+    out = as_dtype(out.flatten(2, 3), query.dtype)
+    lengths = [stream.query.shape[1] for stream in streams]
+    first, second = out.split_with_sizes(lengths, 1)
+    return first, second
 
 
 def attend_with_tables(
@@ -237,7 +259,13 @@ def attend_with_tables(
 ) -> tuple[Tensor, Tensor]:
     """Attention over an image and the text before it, of which ``rope`` has the tables: the image's results
     and the text's, each (B, S, H * d)."""
-    ropes = split_tables(rope, text.shape[1], image.shape[1])
+    if parts.is_trusted:
+        # One pair for all blocks.
+        lengths = (text.shape[1], image.shape[1])
+        forward = injected.injection.local.forward
+        ropes = forward.shared(rope, lengths, partial(split_tables, rope, *lengths))
+    else:
+        ropes = split_tables(rope, text.shape[1], image.shape[1])
     text_rope, image_rope = ropes or (None, None)
     streams = project(module, parts, image, text, image_rope, text_rope)
     text_out, image_out = attend_jointly(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from . import recording
 from .injected import Injected
 
 Values = TypeVar("Values", bound=tuple)
@@ -24,12 +25,12 @@ class Kept(NamedTuple):
         """The values of ``arguments``, made on x's device, or those kept if they were made of the same."""
         if torch.compiler.is_compiling() or not _may_be_kept(x, arguments):
             return make()
-        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
-        key = (x.device, stream, *_flat(arguments))
+        key = (x.device, recording.stream_of_caller(x), *_flat(arguments))
         kept: Any = injected.kept
         if kept is None or kept.key != key:
             kept = Kept(key, make())
-            if all(type(tensor) is Tensor for tensor in kept.values):
+            # What is made while a CUDA graph is captured has no values until the graph is replayed.
+            if not recording.is_on() and all(type(tensor) is Tensor for tensor in kept.values):
                 injected.kept = kept
         return kept.values
 
@@ -47,8 +48,10 @@ def _may_be_kept(x: Tensor, arguments: tuple) -> bool:
     return (
         # Arrays and tensors may have other values by then.
         all(argument is None or type(argument) in (int, float) for argument in _flat(arguments))
-        # Modes make tensors without values, or see what they are made from.
-        and torch._C._len_torch_dispatch_stack() == 0
-        # What is made while a CUDA graph is captured has no values until the graph is replayed.
-        and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+        and (
+            recording.is_on()
+            # Modes make tensors without values, or see what they are made from, and so do captures of others.
+            or torch._C._len_torch_dispatch_stack() == 0
+            and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+        )
     )

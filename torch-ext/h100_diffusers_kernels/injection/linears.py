@@ -14,6 +14,7 @@ from ..differentiation import is_differentiated
 from .forward_slot import runs_own_forward
 from .injected import Injection
 from .snapshot import Look
+from .trust import trusted_form
 
 # What the use of a layer's weight stands in for, and that of no dropout.
 _LINEAR = ("torch.nn.functional:linear", "torch.nn:Linear.forward")
@@ -37,6 +38,9 @@ class PlainLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
+    def trusted(self, snapshot: Look) -> PlainLinear:
+        return self
+
 
 class PlainDropout:
     """A ``torch.nn.Dropout``, without the call of a module but in training."""
@@ -48,6 +52,9 @@ class PlainDropout:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.module(x) if self.module.training else x
+
+    def trusted(self, snapshot: Look) -> PlainDropout:
+        return self
 
 
 class Chain:
@@ -63,14 +70,18 @@ class Chain:
             x = layer(x)
         return x
 
+    def trusted(self, snapshot: Look) -> Chain | None:
+        layers = [trusted_form(layer, snapshot) for layer in self.layers]
+        return None if any(layer is None for layer in layers) else Chain(*layers)
 
-def product_of_two(layer: Layer, first: Tensor, second: Tensor) -> Tensor:
+
+def product_of_two(layer: Layer, first: Tensor, second: Tensor, is_trusted: bool = False) -> Tensor:
     """``layer`` of both, side by side in the last dimension.
 
     A plain layer takes them one after the other, the second's product added to the first's, so that
     nothing is copied to stand side by side.
     """
-    if (
+    if is_trusted or (
         isinstance(layer, PlainLinear)
         and may_write()
         and kernels_take(first, second, layer.weight, layer.bias)
@@ -78,11 +89,11 @@ def product_of_two(layer: Layer, first: Tensor, second: Tensor) -> Tensor:
         and first.shape[:-1] == second.shape[:-1]
         and second.is_contiguous()
     ):
-        size = first.shape[-1]
-        weight = layer.weight
-        out = torch.nn.functional.linear(first, weight[:, :size], layer.bias)
-        rows = out.view(-1, out.shape[-1])
-        rows.addmm_(second.view(-1, second.shape[-1]), weight[:, size:].t())
+        known: Any = layer
+        sizes = (first.shape[-1], second.shape[-1])
+        of_first, of_second = known.weight.split_with_sizes(sizes, 1)
+        out = torch.nn.functional.linear(first, of_first, known.bias)
+        out.view(-1, out.shape[-1]).addmm_(second.view(-1, sizes[1]), of_second.t())
         return out
     return layer(torch.cat([first, second], dim=-1))
 
@@ -102,11 +113,17 @@ class Projection:
         self._head_dim = head_dim
 
     def __call__(self) -> Tensor:
-        return self._layer(self._x).unflatten(-1, (-1, self._head_dim))
+        out = self._layer(self._x)
+        return out.view(*out.shape[:-1], -1, self._head_dim)
 
-    def fits(self, query: Tensor) -> bool:
+    def fits(self, query: Tensor, is_trusted: bool = False) -> bool:
         """Whether ``write`` can be asked for what stands beside this query."""
         layer: Any = self._layer
+        if is_trusted:
+            return (
+                _are_rows_of_one(self._x)
+                and layer.weight.shape[0] == query.shape[2] * query.shape[3]
+            )
         return (
             _goes_by_sample(layer, self._x)
             and layer.weight.shape[0] == query.shape[2:].numel()
@@ -115,15 +132,21 @@ class Projection:
 
     def write(self, out: Tensor) -> None:
         """To (B, S, H, d), each sample's without gaps. Only where it ``fits``."""
-        _write_samples(self._layer, self._x, out.flatten(2))
+        x, known = self._x, self._layer
+        if x.shape[0] == 1:
+            _write(known, x.squeeze(0), out.view(out.shape[1], -1))
+        else:
+            _write_samples(known, x, out.flatten(2))
 
 
 def of_slices(layer: Layer, x: Tensor) -> Tensor:
     """``layer`` of x (B, S, D), a part of the tokens of each sample: a plain layer needs no copy of them."""
+    if x.is_contiguous():
+        return layer(x)
     if isinstance(layer, Chain):
         first, *others = layer.layers
         return Chain(*others)(of_slices(first, x))
-    if x.is_contiguous() or not _goes_by_sample(layer, x):
+    if not _goes_by_sample(layer, x):
         return layer(x.contiguous())
     known: Any = layer
     out = x.new_empty(*x.shape[:2], known.weight.shape[0])
@@ -136,20 +159,26 @@ def _goes_by_sample(layer: Layer, x: Tensor) -> bool:
     return (
         isinstance(layer, PlainLinear)
         and may_write()
-        and (x.shape[0] == 1 or x.shape[1] >= _ROWS_OF_ITS_OWN)
-        and x.stride(1) == x.shape[2]
+        and _are_rows_of_one(x)
         and kernels_take(x, layer.weight, layer.bias)
         and not is_differentiated(x, layer.weight, layer.bias)
     )
 
 
+def _are_rows_of_one(x: Tensor) -> bool:
+    """Whether each sample of x is a matrix without gaps, and has rows enough or is the only one."""
+    return (x.shape[0] == 1 or x.shape[1] >= _ROWS_OF_ITS_OWN) and x.stride(1) == x.shape[2]
+
+
 def _write_samples(layer: Any, x: Tensor, out: Tensor) -> None:
-    weight = layer.weight.t()
     for sample, place in zip(x.unbind(0), out.unbind(0)):
-        if layer.bias is None:
-            torch.mm(sample, weight, out=place)
-        else:
-            torch.addmm(layer.bias, sample, weight, out=place)
+        _write(layer, sample, place)
+
+
+def _write(layer: Any, x: Tensor, out: Tensor) -> None:
+    """The layer of x (S, D), to where ``out`` is."""
+    linear: Any = torch.nn.functional.linear
+    linear(x, layer.weight, layer.bias, out=out)
 
 
 def see_linear(owner: nn.Module, name: str, injection: Injection, snapshot: Look) -> Layer:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..conditions import kernels_run_on, tracks_derivatives
+from ..conditions import kernels_run_on, of_one_form, tracks_derivatives
 from ..functional import CoordinateRope
 from .activations import GELU
-from .attention import Attention, Norms, attend, norm_and_rotate
+from .attention import Attention, Norms, as_dtype, attend, norm_and_rotate
 from .blocks import Block, End, begin, finish, table_rows
 from .embeddings import TIMESTEPS
 from .forward_slot import is_wrapped
@@ -63,11 +63,11 @@ def _block_forward(
         return injected.class_forward(self, *arguments, encoder_attention_mask)
     (opened,) = begin(injected, self, parts, _openings, (hidden_states,), (temb,))
     (normalized,), (_, _, gate_msa, shift_mlp, scale_mlp, gate_mlp) = opened
-    attention_out = self.attn1(
+    attention_out = (parts.attn1 or self.attn1)(
         hidden_states=normalized, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
     )
     hidden_states = gated_residual(hidden_states, attention_out, gate_msa)
-    attention_out = self.attn2(
+    attention_out = (parts.attn2 or self.attn2)(
         hidden_states,
         encoder_hidden_states=encoder_hidden_states,
         image_rotary_emb=None,
@@ -95,13 +95,15 @@ def _attention_forward(
         arguments = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         return injected.class_forward(self, *arguments, **kwargs)
     context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+    if parts.is_trusted and context is not hidden_states and not of_one_form(context):
+        parts = injected.checked
     heads = self.heads
     query, key, value = parts.to_q(hidden_states), parts.to_k(context), parts.to_v(context)
     norms, form = Norms(parts.norm_q, parts.norm_k), "across_heads"
     query, key = norm_and_rotate(
-        parts, norms, query, key, image_rotary_emb, parts.rotate, form, heads
+        injected, parts, norms, query, key, image_rotary_emb, parts.rotate, form, heads
     )
-    query, key, value = (x.view(*x.shape[:2], heads, -1) for x in (query, key, value))
+    query, key, value = (x.view(x.shape[0], x.shape[1], heads, -1) for x in (query, key, value))
 
     def expand_mask(mask: Tensor) -> Tensor:
         mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])
@@ -109,7 +111,7 @@ def _attention_forward(
 
     options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
     out = attend(injected, parts, query, key, value, attention_mask, expand_mask, **options)
-    return parts.project_out(out.flatten(2, 3).to(query.dtype))
+    return parts.project_out(as_dtype(out.flatten(2, 3), query.dtype))
 
 
 def _rope_forward(

@@ -10,12 +10,14 @@ runs in any block up to it. Both end with the forward, and nothing is kept on te
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..conditions import tracks_derivatives
+from . import recording
 from .forward_slot import has_hooks, stand_in_of
 from .injected import Injected, Injection
 from .part import Part
@@ -23,6 +25,8 @@ from .snapshot import Look, has_global_hooks
 
 # At the end of one. To look at all of them at once would take longer than the GPU has work queued.
 _BLOCKS_LOOKED_AT = 2
+# How modules are called, where nobody has replaced it.
+_CALL: Any = nn.Module.__call__
 
 
 class _Handed(NamedTuple):
@@ -38,6 +42,8 @@ class ModelForward:
 
     Attributes:
         look: what the stand-ins that were looked at in this forward keep, as long as it is trusted.
+        trusts: whether calls of what was looked at need not look at what they compute: no derivative is
+            taken, and no mode makes other tensors than PyTorch's functions do.
     """
 
     def __init__(self, model: nn.Module, injection: Injection) -> None:
@@ -57,12 +63,15 @@ class ModelForward:
         self._made: dict[str, tuple[Any, Any]] = {}  # of ``once``, by name
         self._may_hand_over = True
         self.look = object()
+        self.trusts = False
+        self._is_native: bool | None = None
+        self._shared: dict[tuple, tuple] = {}  # of ``shared``, with what it was made of
 
     def end(self) -> None:
         self._stop_looking()
         self._blocks, self._places, self._successors = [], {}, {}
         self._handed = self._rows = None
-        self._made = {}
+        self._made, self._shared = {}, {}
 
     def is_quiet(self) -> bool:
         """Whether, from the first time that this is asked, nothing unknown runs in any block."""
@@ -75,19 +84,25 @@ class ModelForward:
         The decisions on their parts are then known to hold, and are not looked at again: what runs until
         their calls is the model's own forward and blocks that were looked at before.
         """
-        if not self._may_look or end <= self._looked_at:
+        if not self._may_look or min(end, len(self._blocks)) <= self._looked_at:
             return
         if self._functions is None:
             self._functions = self._injection.functions()
         ahead = self._blocks[self._looked_at : end]
         if not has_global_hooks() and all(map(self._sees_quiet, ahead)):
             self._looked_at += len(ahead)
+            self.trusts = (
+                (torch._C._len_torch_function_stack() == 0 or recording.is_on())
+                and torch._C._len_torch_dispatch_stack() == 0
+                and not tracks_derivatives()
+            )
         else:
             self._stop_looking()
 
     def _stop_looking(self) -> None:
         """No block is looked at any more, and nothing is trusted that was seen of some."""
         self._may_look, self._looked_at, self.look = False, 0, object()
+        self.trusts = False
 
     def _sees_quiet(self, module: nn.Module) -> bool:
         """Whether a call of a module with a stand-in runs nothing unknown."""
@@ -95,13 +110,30 @@ class ModelForward:
         if injected is None:
             return False
         parts, snapshot, _ = injected.decision(module, self._functions)
-        if parts.reason is not None or not snapshot.is_quiet:
+        if (
+            parts.reason is not None
+            or not snapshot.is_quiet
+            or not injected.knows_forward_of(module)
+            or type(module).__call__ is not _CALL
+        ):
             return False
         injected.seen_in = self.look
         for child in snapshot.stand_ins:  # noqa: SIM110 - all() of a generator takes twice as long
             if not self._sees_quiet(child):
                 return False
         return True
+
+    def sees(self, module: nn.Module) -> bool:
+        """Looks at the module and those after it, if it is the next block to be called.
+
+        Returns:
+            Whether it is, and nothing unknown runs in it.
+        """
+        place = self._places.get(id(module))
+        if place is None or place != self._looked_at:
+            return False
+        self._look_up_to(place + 1 + _BLOCKS_LOOKED_AT)
+        return self.was_seen(module)
 
     def was_seen(self, block: nn.Module) -> bool:
         """Whether nothing unknown runs in a block, nor in any block up to it."""
@@ -133,7 +165,7 @@ class ModelForward:
             return None
         if (
             handed.block is not block
-            or any(mine is not its for mine, its in zip(arguments, handed.arguments, strict=True))
+            or not all(map(is_, arguments, handed.arguments))
             or not (self.was_seen(block) or _bare_stand_in(block))
         ):
             # Something comes between blocks, such as a ControlNet's residuals: it would be in vain again.
@@ -153,6 +185,28 @@ class ModelForward:
         if made is None or made[0] is not x:
             made = self._made[name] = (x, make(x))
         return made[1]
+
+    def shared(self, x: Any, form: Any, make: Callable[[], Any]) -> Any:
+        """What was made before of the same ``x`` in the same ``form``, for calls that are trusted."""
+        key = (id(x), form)
+        made = self._shared.get(key)
+        if made is None:
+            made = self._shared[key] = (x, make())
+        return made[1]
+
+    def is_native(self, parts: Any, is_native_active: Callable[[Any], bool]) -> bool:
+        """Whether attention is left to PyTorch's own choice, for calls that are trusted.
+
+        What is chosen for all attentions does not change between them.
+        """
+        processor = parts.processor
+        if parts.dispatch is None:
+            return True
+        if processor._attention_backend is not None or processor._parallel_config is not None:
+            return False
+        if self._is_native is None:
+            self._is_native = is_native_active(parts)
+        return self._is_native
 
     def rows(self, block: nn.Module, name: str, temb: Tensor) -> tuple[Tensor, ...] | None:
         """The rows of ``block.name + temb``, each (B, 1, D), made at once for all blocks that were looked at.
@@ -234,4 +288,6 @@ def forward_in_progress(injected: Injected) -> ModelForward | None:
     if torch.compiler.is_compiling():
         return None
     forward = injected.injection.local.forward
-    return None if forward is None or tracks_derivatives() else forward
+    if forward is None or (forward.trusts and injected.seen_in is forward.look):
+        return forward
+    return None if tracks_derivatives() else forward

@@ -132,6 +132,15 @@ class AdaptiveNorm:
         self._linear: Any = None
         self._kind = _Kind(0, ())
 
+    def trusted(self, snapshot: Look) -> AdaptiveNorm | None:
+        """The same for calls that are trusted; see ``trust.py``."""
+        if self.reason is not None or not isinstance(self._linear, PlainLinear):
+            return None
+        result = AdaptiveNorm(self.module)
+        vars(result).update(vars(self))
+        result.norm = self.norm.trusted(snapshot)
+        return result
+
     def opening(self, injected: Injected, temb: Tensor, by_name: bool = True) -> Any:
         """The beginning of hidden states (B, S, D) with an embedding (B, D).
 
@@ -229,6 +238,9 @@ class LinearModulation:
         if self._linear is None:
             return self.module(temb)
         return self._linear(activated(injected, temb))
+
+    def trusted(self, snapshot: Look) -> LinearModulation | None:
+        return self if isinstance(self._linear, PlainLinear) else None
 
 
 def see_linear_modulation(

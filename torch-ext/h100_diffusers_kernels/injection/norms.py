@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
+from ..arguments import PLAIN_TYPES
 from ..conditions import go_with, is_plain, of_one_form
 from .forward_slot import runs_own_forward
 from .injected import Injection
@@ -129,6 +130,52 @@ class Norm:
         """``h = residual + gate * x`` and ``norm(h)``."""
         h, n = self.residual_modulated(residual, x, gate, (None, None))
         return h, n
+
+    def trusted(self, snapshot: Look) -> Norm | None:
+        """The same for calls that are trusted; see ``trust.py``."""
+        if self.module is None:
+            return self
+        if self.kind is None:
+            return None
+        norm = _TrustedNorm(self.module, self.widens)
+        vars(norm).update(vars(self))
+        return norm
+
+
+class _TrustedNorm(Norm):
+    """A norm of what linear layers and kernels made.
+
+    Its parameters may have been moved or cast since they were looked at, and rows are of the dtype of what
+    they are a sum of.
+    """
+
+    def takes(self, x: Tensor, *others: Tensor | None) -> bool:
+        dtype = x.dtype
+        for tensor in (self.weight, self.bias, *others):
+            if tensor is not None and (
+                (tensor.dtype != dtype and not (self.widens and tensor.dtype == torch.float32))
+                or tensor.stride(-1) != 1
+                or (type(tensor) not in PLAIN_TYPES and not is_plain(tensor))
+            ):
+                return False
+        return self.size is None or self.size == x.shape[-1]
+
+    def residual_modulated(
+        self, residual: Tensor, x: Tensor, gate: Tensor | None, *modulations: Modulation
+    ) -> tuple[Tensor, ...]:
+        if len(modulations) != 1:
+            return super().residual_modulated(residual, x, gate, *modulations)
+        ((scale, shift),) = modulations
+        # The rows of one modulation are of one tensor.
+        if not self.takes(residual, gate if scale is None else scale):
+            return super().residual_modulated(residual, x, gate, *modulations)
+        if self.kind == RMS:
+            return functional.gated_residual_rms_norm_modulate(
+                residual, x, gate, scale, shift, self.weight, self.eps
+            )
+        return functional.gated_residual_layer_norm_modulate(
+            residual, x, gate, scale, shift, self.weight, self.bias, self.eps
+        )
 
 
 _MODULATE = {RMS: functional.rms_norm_modulate, LAYER: functional.layer_norm_modulate}

@@ -11,7 +11,7 @@ from torch import nn
 
 from .injected import Injection, Parts
 from .original import Original, find_class, find_original
-from .snapshot import Look
+from .snapshot import Look, Snapshot
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class Part:
         parts = Parts()
         self.see(module, snapshot)
         self.fill(parts, module, injection, snapshot)
+        if parts.reason is None and not parts.notes and isinstance(snapshot, Snapshot):
+            parts.trusted = self.trust(parts, module, snapshot)
         return parts
 
     def see(self, module: nn.Module, snapshot: Look) -> None:
@@ -53,6 +55,10 @@ class Part:
 
     def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
         """Adds what the forward works with, or the reason for which it cannot."""
+
+    def trust(self, parts: Parts, module: nn.Module, snapshot: Look) -> Parts | None:
+        """What the forward works with in calls that nothing unknown runs in; None if it is nothing else."""
+        return None
 
     def has_own_method(
         self, module: nn.Module, name: str, injection: Injection, snapshot: Look

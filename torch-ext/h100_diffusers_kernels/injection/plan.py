@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from .cuda_graphs.device import Pool
+from .cuda_graphs.forward import GraphedForward
+from .cuda_graphs.tally import GraphTally
 from .forward_slot import ReplicaMaker, class_forward_slot, stand_in_slot
 from .injected import UNKNOWN_FORWARD, Injected, Injection
 from .model_forward import Model
@@ -37,20 +40,25 @@ class Plan:
         self.report = InjectionReport()
         self._injection = injection
         self._planned: list[Injected] = []
+        self._graphed: nn.Module | None = None
+        self._graphs: weakref.ref | None = None  # the forward that was put around the model's
         self._modules: list[weakref.ref] = []  # a model that is dropped is to be freed
 
     def __deepcopy__(self, memo: dict) -> Plan:
         """That of the model's copy."""
         duplicate = Plan(copy.deepcopy(self._injection, memo), self.options)
         duplicate.report.extend("", self.report)
-        duplicate.report.tallies = duplicate._tallies()
+        duplicate._report_tallies()
         copies = [memo.get(id(reference())) for reference in self._modules]
         duplicate._modules = [weakref.ref(module) for module in copies if module is not None]
+        graphs = None if self._graphs is None else self._graphs()
+        if graphs is not None:
+            duplicate._graphs = weakref.ref(copy.deepcopy(graphs, memo))
         return duplicate
 
     @property
     def is_empty(self) -> bool:
-        return not (self._planned or self._modules)
+        return not (self._planned or self._graphed is not None or self._modules)
 
     @property
     def found_nothing(self) -> bool:
@@ -78,19 +86,34 @@ class Plan:
         reported = (parts.reason, *parts.notes)
         self._injection.tallies[name] = Tally(name, type(module).__name__, reported)
 
+    def capture(self, model: nn.Module) -> None:
+        """Plan to capture the model's calls, or report why not."""
+        if class_forward_slot(model) is None:
+            self.leave("", model, "no CUDA graphs: its forward was replaced by something else")
+            return
+        self._injection.graphs = GraphTally("", type(model).__name__)
+        self._graphed = model
+
     def leave(self, name: str, module: nn.Module, reason: str) -> None:
         self.report.left_alone.append(LeftAlone(name, type(module).__name__, reason))
 
-    def apply(self) -> None:
-        """Do all of it, or nothing."""
+    def apply(self, pool: Pool) -> None:
+        """Do all of it, or nothing. Graphs use the memory of ``pool``."""
         planned, self._planned = self._planned, []
-        self._modules = [weakref.ref(injected.module) for injected in planned]
-        self.report.tallies = self._tallies()
+        graphed, self._graphed = self._graphed, None
+        modules: list[Any] = [injected.module for injected in planned]
+        if graphed is not None and all(module is not graphed for module in modules):
+            modules.append(graphed)
+        self._modules = [weakref.ref(module) for module in modules]
+        self._report_tallies()
         try:
             for injected in planned:
                 _put_in(injected)
+            if graphed is not None:
+                limit = self.options["max_cuda_graphs"]
+                self._graphs = _put_around(graphed, self._injection, limit, pool)
         except BaseException:
-            _take_out(injected.module for injected in planned)
+            _take_out(modules)
             raise
 
     def undo(self, model: nn.Module) -> None:
@@ -101,9 +124,14 @@ class Plan:
         self._injection.is_over = True
         modules = (reference() for reference in self._modules)
         _take_out([*model.modules(), *(module for module in modules if module is not None)])
+        graphs = None if self._graphs is None else self._graphs()
+        if graphs is not None:  # something unknown may have been put around it
+            graphs.taken_out()
 
-    def _tallies(self) -> list[tuple[str, Tally]]:
-        return [("", tally) for tally in self._injection.tallies.values()]
+    def _report_tallies(self) -> None:
+        self.report.tallies = [("", tally) for tally in self._injection.tallies.values()]
+        graphs = self._injection.graphs
+        self.report.graph_tallies = [] if graphs is None else [("", graphs)]
 
 
 def _put_in(injected: Injected) -> None:
@@ -112,6 +140,21 @@ def _put_in(injected: Injected) -> None:
     injected.had_attribute = "forward" in vars(module)
     ReplicaMaker.put_in(module)
     slot.fill(injected.run)
+
+
+def _put_around(model: nn.Module, injection: Injection, limit: int, pool: Pool) -> weakref.ref:
+    """Graphs around what stands in for the model's forward, or around its class's own."""
+    slot: Any = stand_in_slot(model)
+    inner = None if slot is None else slot.stand_in
+    graphed = GraphedForward(model, inner, injection, limit, pool)
+    if inner is None:
+        slot = class_forward_slot(model)
+        graphed.had_attribute = "forward" in vars(model)
+        ReplicaMaker.put_in(model)
+    else:
+        graphed.had_attribute = inner.had_attribute
+    slot.fill(graphed.run)
+    return weakref.ref(graphed)
 
 
 def _take_out(modules: Iterable[Any]) -> None:
@@ -125,6 +168,7 @@ def _take_out(modules: Iterable[Any]) -> None:
             slot.clear()
         else:
             slot.fill_with_class_forward()
+        stand_in.taken_out()
 
 
 def plan_model(model: nn.Module, family: Family, options: dict[str, Any]) -> Plan:
@@ -135,7 +179,7 @@ def plan_model(model: nn.Module, family: Family, options: dict[str, Any]) -> Pla
         originals.update({known.path: known.own_forward(), **known.originals()})
     models = (part for part in parts if isinstance(part, Model))
     blocks = next(known.blocks for known in models if known.is_kind_of(model))
-    plan = Plan(Injection(originals=originals, blocks=blocks, **options), options)
+    plan = Plan(Injection(options["attention"], originals, blocks), options)
     if getattr(model, "_parallel_config", None) is not None:
         plan.leave("", model, "parallelism is on: each rank holds a part of the tokens only")
         plan.report.levels[""] = NOT_AT_ALL

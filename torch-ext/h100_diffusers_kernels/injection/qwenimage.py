@@ -78,7 +78,7 @@ def _block_forward(
         return injected.class_forward(self, x, c, mask, temb, *more)
     conditions = (temb, modulate_index)
     opened, c_opened = begin(injected, self, parts, _openings, (x, c), conditions)
-    attention_out, c_attention_out = self.attn(
+    attention_out, c_attention_out = (parts.attn or self.attn)(
         hidden_states=opened.normalized[0],
         encoder_hidden_states=c_opened.normalized[0],
         encoder_hidden_states_mask=mask,

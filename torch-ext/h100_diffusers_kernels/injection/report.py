@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from .cuda_graphs.tally import GraphTally
 from .tally import Tally
 
 # How much of a model runs on the kernels.
@@ -45,6 +46,25 @@ class Calls:
     fell_back: dict[str, int]
 
 
+@dataclass(frozen=True)
+class GraphCalls:
+    """How the calls of a model that may be captured into CUDA graphs ran so far.
+
+    Attributes:
+        name: the model's name in the pipeline.
+        module: its class.
+        captured: how many graphs were captured, each in the call that it is of.
+        replayed: how many other calls were replays of them.
+        uncaptured: how many calls ran as they are, by reason.
+    """
+
+    name: str
+    module: str
+    captured: int
+    replayed: int
+    uncaptured: dict[str, int]
+
+
 @dataclass
 class InjectionReport:
     """The result of :func:`inject_kernels`; ``str()`` gives one line for each kind of module.
@@ -58,6 +78,7 @@ class InjectionReport:
             given by itself): "in full" (its class is known as a whole), "in part" (its norms, activations
             and attentions, each by itself) or "not at all" (``left_alone`` says why).
         calls: how each replaced module's calls were computed up to now (a property).
+        cuda_graphs: how the calls of each model that may be captured ran up to now (a property).
     """
 
     replaced: list[Replaced] = field(default_factory=list)
@@ -65,13 +86,31 @@ class InjectionReport:
     already_injected: bool = False
     levels: dict[str, str] = field(default_factory=dict)
     tallies: list[tuple[str, Tally]] = field(default_factory=list, repr=False, compare=False)
+    graph_tallies: list[tuple[str, GraphTally]] = field(
+        default_factory=list, repr=False, compare=False
+    )
 
     @property
     def calls(self) -> list[Calls]:
-        """The calls of each replaced module up to now. What torch.compile has compiled is not counted."""
+        """The calls of each replaced module up to now. What torch.compile has compiled is not counted, and
+        neither is what a CUDA graph replays."""
         return [
             Calls(join(prefix, tally.name), tally.module, tally.on_kernels, dict(tally.fell_back))
             for prefix, tally in self.tallies
+        ]
+
+    @property
+    def cuda_graphs(self) -> list[GraphCalls]:
+        """The calls of each model that may be captured, up to now; none without ``cuda_graphs=True``."""
+        return [
+            GraphCalls(
+                join(prefix, tally.name),
+                tally.module,
+                tally.captured,
+                tally.replayed,
+                dict(tally.uncaptured),
+            )
+            for prefix, tally in self.graph_tallies
         ]
 
     @property
@@ -92,6 +131,9 @@ class InjectionReport:
             entries.extend(replace(entry, name=join(prefix, entry.name)) for entry in more)
         self.levels.update({join(prefix, name): level for name, level in other.levels.items()})
         self.tallies.extend((join(prefix, name), tally) for name, tally in other.tallies)
+        self.graph_tallies.extend(
+            (join(prefix, name), tally) for name, tally in other.graph_tallies
+        )
 
     def __str__(self) -> str:
         already = " (before this call already)" if self.already_injected else ""

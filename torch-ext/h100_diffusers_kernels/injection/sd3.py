@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .activations import GELU
-from .attention import Attention, attend
+from .attention import Attention, as_dtype, attend
 from .blocks import Block, begin, feed_forward_end, finish
 from .embeddings import TIMESTEPS
 from .injected import Injected, Parts
@@ -64,12 +64,12 @@ def _block_forward(
     more = joint_attention_kwargs or {}
     opened, c_opened = begin(injected, self, parts, _openings, (x, c), (temb,))
     rows = opened.rows[:6]
-    attention_out, c_attention_out = self.attn(
+    attention_out, c_attention_out = (parts.attn or self.attn)(
         hidden_states=opened.normalized[0], encoder_hidden_states=c_opened.normalized[0], **more
     )
     if self.use_dual_attention:
         x = gated_residual(x, attention_out, rows[2])
-        attention_out = self.attn2(hidden_states=opened.normalized[1], **more)
+        attention_out = (parts.attn2 or self.attn2)(hidden_states=opened.normalized[1], **more)
         rows = (*rows[:2], opened.rows[8], *rows[3:])
     end = feed_forward_end(parts.norm2, parts.ff, x, attention_out, rows)
     if self.context_pre_only:
@@ -92,7 +92,9 @@ def _single_block_forward(
     if parts is None:
         return injected.class_forward(self, x, temb)
     (opened,) = begin(injected, self, parts, _single_openings, (x,), (temb,))
-    attention_out = self.attn(hidden_states=opened.normalized[0], encoder_hidden_states=None)
+    attention_out = (parts.attn or self.attn)(
+        hidden_states=opened.normalized[0], encoder_hidden_states=None
+    )
     end = feed_forward_end(parts.norm2, parts.ff, x, attention_out, opened.rows)
     (x,) = finish(injected, self, _single_openings, (end,), (temb,))
     return x
@@ -114,9 +116,9 @@ def _attention_forward(
     streams = project(self, parts, x, c)
     options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
     if c is None:
-        query, key, value = joint_streams(parts, streams, _no_rotation)
+        query, key, value = joint_streams(injected, parts, streams, _no_rotation)
         out = attend(injected, parts, query, key, value, None, **options)
-        return parts.project_out(out.flatten(2, 3).to(query.dtype))
+        return parts.project_out(as_dtype(out.flatten(2, 3), query.dtype))
     out, c_out = attend_jointly(injected, parts, streams, _no_rotation, **options)
     if not self.context_pre_only:
         c_out = of_slices(parts.to_add_out, c_out)

@@ -8,7 +8,6 @@ difference.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, Union
 
@@ -58,7 +57,7 @@ class Snapshot:
         *("_root_class", "_root_names", "_root_state", "_root_values"),
         *("_names", "_namespaces", "_values"),
         *("_classes", "_modules", "_registered", "_states"),
-        *("_children", "_containers", "_empty", "_hooked"),
+        *("_children", "_containers", "_covered", "_empty", "_hooked", "_seen"),
         *("is_quiet", "see_method", "stand_ins"),
     )
 
@@ -74,11 +73,13 @@ class Snapshot:
         self._modules: list[nn.Module] = []
         self._classes: list[type] = []
         self._states: list[dict] = []
-        self._registered: list[dict] = []  # five of each module, the root at last
+        self._registered: list[tuple] = []  # of each module, the root at last
         self._empty: list[dict] = []
         self._hooked: list[tuple[dict, ...]] = []
         self._containers: list[dict] = []
-        self._children: list[tuple] = []
+        self._children: list[dict] = []
+        self._seen: set[tuple[int, Any]] = set()  # what has been looked at, by namespace and name
+        self._covered: set[int] = set()  # namespaces that are looked at as a whole
         self.see_method = see_method
         self.is_quiet = True
         self.stand_ins: list[nn.Module] = []
@@ -86,6 +87,10 @@ class Snapshot:
     def see(self, namespace: dict, name: Any) -> Any:
         """A value of a namespace; None if there is none of that name."""
         value = namespace.get(name)
+        # Once is enough; and all submodules of the modules in the tree are looked at together.
+        if id(namespace) in self._covered or (id(namespace), name) in self._seen:
+            return value
+        self._seen.add((id(namespace), name))
         if id(namespace) == self._root_state:
             self._root_names.append(name)
             self._root_values.append(value)
@@ -132,14 +137,15 @@ class Snapshot:
 
     def _see_registered(self, module: nn.Module) -> None:
         *hooks, modules = registered = _registries(module.__dict__)
-        self._registered += registered
+        self._registered.append(registered)
+        self._covered.add(id(modules))
         if has_hooks(module):
             self._hooked.append(tuple(hooks))
         else:
             self._empty += hooks
         if modules:
             self._containers.append(modules)
-            self._children.append(tuple(modules.values()))
+            self._children.append(dict(modules))
         else:
             self._empty.append(modules)
 
@@ -151,16 +157,19 @@ class Snapshot:
     def holds(self, root: nn.Module) -> bool:
         """Whether all of it is as it was."""
         state = root.__dict__
-        states = (*self._states, state) if self._registered else ()
+        # Where a dict of hooks or submodules is another one, but equal, the decision holds as well.
         return (
             type(root) is self._root_class
             and all(map(is_, map(state.get, self._root_names), self._root_values))
             and all(map(is_, map(dict.get, self._namespaces, self._names), self._values))
-            and all(map(is_, map(type, self._modules), self._classes))
-            and all(map(is_, chain.from_iterable(map(_registries, states)), self._registered))
+            and list(map(type, self._modules)) == self._classes
+            and (
+                not self._registered
+                or list(map(_registries, (*self._states, state))) == self._registered
+            )
             and not any(self._empty)
             and all(map(any, self._hooked))
-            and list(map(tuple, map(dict.values, self._containers))) == self._children
+            and self._containers == self._children
         )
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .activations import GELU
-from .attention import Attention, Norms, attend, norm_and_rotate
+from .attention import Attention, Norms, as_dtype, attend, norm_and_rotate
 from .blocks import Block, End, begin, finish, table_rows
 from .embeddings import TIMESTEPS
 from .injected import Injected, Parts
@@ -108,9 +108,9 @@ def _inside(
 ) -> End:
     """From the first norm to the last residual."""
     (normalized,), (_, _, gate, shift_mlp, scale_mlp, gate_mlp) = opened
-    attention_out = self.attn1(normalized, None, mask, rotary_emb)
+    attention_out = (parts.attn1 or self.attn1)(normalized, None, mask, rotary_emb)
     x, normalized = parts.norm2.residual_normed(x, attention_out, gate)
-    attention_out = self.attn2(normalized, c, None, None)
+    attention_out = (parts.attn2 or self.attn2)(normalized, c, None, None)
     mlp = (scale_mlp, shift_mlp)
     x, normalized = parts.norm3.residual_modulated(x, attention_out, None, mlp)
     return End(x, parts.ffn(normalized), gate_mlp)
@@ -160,24 +160,32 @@ def _attention_forward(
         length = c.shape[1] - _TEXT_TOKENS
         of_image, c = c[:, :length], c[:, length:]
     query, key, value = _project(self, parts, x, c)
-    tables = None if rotary_emb is None else once(injected, "tables", rotary_emb, _pair_tables)
+    tables = None
+    if rotary_emb is not None:
+        forward = injected.injection.local.forward if parts.is_trusted else None
+        if forward is not None:
+            tables = forward.shared(rotary_emb, "pairs", partial(_pair_tables, rotary_emb))
+        else:
+            tables = once(injected, "tables", rotary_emb, _pair_tables)
     norms = Norms(parts.norm_q, parts.norm_k)
-    query, key = norm_and_rotate(parts, norms, query, key, tables, _rotated, "across_heads", heads)
+    query, key = norm_and_rotate(
+        injected, parts, norms, query, key, tables, _rotated, "across_heads", heads
+    )
 
     def by_head(tensor: Tensor) -> Tensor:
-        return tensor.unflatten(2, (heads, -1))
+        return tensor.view(tensor.shape[0], tensor.shape[1], heads, -1)
 
     options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
     if encoder_hidden_states is not None and not context_is_parallel:
         options["parallel_config"] = None  # each rank has all of the text
     query = by_head(query)
     out = attend(injected, parts, query, by_head(key), by_head(value), attention_mask, **options)
-    out = out.flatten(2, 3).type_as(query)
+    out = as_dtype(out.flatten(2, 3), query.dtype)
     if of_image is not None:
         key, value = _project_image(self, parts, of_image)
         key, value = by_head(parts.norm_added_k(key)), by_head(value)
         image_out = attend(injected, parts, query, key, value, None, **options)
-        out = gated_residual(out, image_out.flatten(2, 3).type_as(query), None)
+        out = gated_residual(out, as_dtype(image_out.flatten(2, 3), query.dtype), None)
     return parts.project_out(out)
 
 

@@ -1,0 +1,49 @@
+"""What holds for a forward that is replayed from a CUDA graph, and the counts that tell."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+
+def counts(report: Any) -> dict[str, Any]:
+    """Calls of the injected models that were captured, replayed, and neither, the last ones by reason."""
+    uncaptured: Counter[str] = Counter()
+    for entry in report.cuda_graphs:
+        uncaptured.update(entry.uncaptured)
+    return {
+        "captured": sum(entry.captured for entry in report.cuda_graphs),
+        "replayed": sum(entry.replayed for entry in report.cuda_graphs),
+        "uncaptured": dict(uncaptured),
+    }
+
+
+def check_replayed(report: Any, calls: int, before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The counts; RuntimeError where fewer than `calls` were replayed since `before`.
+
+    A time of what was not replayed would be that of another mode.
+    """
+    now = counts(report)
+    replayed = now["replayed"] - (before["replayed"] if before else 0)
+    if replayed < calls:
+        raise RuntimeError(
+            f"{replayed} of {calls} forwards were replayed from CUDA graphs: {now['uncaptured']}"
+        )
+    return now
+
+
+def check_bits(captured: torch.Tensor, plain: torch.Tensor) -> None:
+    """RuntimeError where the output of a captured forward differs in a bit from that of a plain one."""
+    if (captured.shape, captured.dtype) != (plain.shape, plain.dtype):
+        raise RuntimeError(
+            f"a captured forward gave {tuple(captured.shape)} {captured.dtype}, "
+            f"a plain one {tuple(plain.shape)} {plain.dtype}"
+        )
+    one, other = (t.contiguous().view(torch.uint8) for t in (captured, plain))
+    if not torch.equal(one, other):
+        count = int((captured != plain).sum())
+        raise RuntimeError(
+            f"{count} of {plain.numel()} values of a captured forward are not those of a plain one"
+        )

@@ -1,0 +1,132 @@
+"""CUDA graphs, emulated on a CPU: what a call runs is recorded operation by operation and run again.
+
+Like a graph, it knows addresses and no objects: an operation reads and writes the memory that it had when it
+was recorded, whatever has become of the tensors since; and what is made in between has memory of the graph's
+own. Nothing of Python runs in a replay, and nothing is computed in a capture.
+"""
+
+import contextlib
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_OF_UNKNOWN_SHAPE = (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
+
+
+class EmulatedGraph:
+    """As the package's ``CudaGraph``."""
+
+    alive = 0  # graphs that were captured and not reset
+
+    def __init__(self, device, pool):
+        self._operations = []
+        self._results = []
+        self._is_inference = torch.is_inference_mode_enabled()
+
+    @staticmethod
+    def is_capturing(device):
+        return False
+
+    def capture(self, run):
+        record = _Record(self._operations)
+        # Within a dispatch mode, operations are made of others as in no_grad only outside of inference mode.
+        with torch.inference_mode(False), torch.no_grad(), record:
+            result = run()
+        self._results = [
+            (tensor, record.at_address(tensor))
+            for tensor in tree_leaves(result)
+            if isinstance(tensor, Tensor)
+        ]
+        EmulatedGraph.alive += 1
+        return result
+
+    def replay(self, before, after):
+        before()
+        with contextlib.nullcontext() if self._is_inference else torch.no_grad():
+            for func, args, kwargs, out in self._operations:
+                read = {_memory(tensor) for tensor in _tensors_of((args, kwargs))}
+                for old, new in zip(
+                    _tensors_of(out), _tensors_of(func(*args, **kwargs)), strict=True
+                ):
+                    if _memory(old) not in read:
+                        old.copy_(new)
+            for tensor, mine in self._results:
+                if _memory(tensor) != _memory(mine):
+                    tensor.copy_(mine)
+        return after()
+
+    def reset(self):
+        if self._operations:
+            EmulatedGraph.alive -= 1
+        self._operations.clear()
+        self._results.clear()
+
+
+class _Record(TorchDispatchMode):
+    def __init__(self, operations):
+        super().__init__()
+        self._operations = operations
+        self._made = {}  # the graph's own memory for what was made in the call
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.lift_fresh.default:  # a constant, written in the call
+            self._made[_storage(args[0])] = args[0].untyped_storage().clone()
+            return func(*args)
+        if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+            with self:  # which operations it is made of depends on more than its operands
+                return func.decompose(*args, **kwargs)
+        _refuse(func, args, kwargs)
+        operands = tree_map_only(Tensor, self.at_address, (args, kwargs))
+        read = {_storage(tensor) for tensor in _tensors_of((args, kwargs))}
+        result = func(*args, **kwargs)
+        for tensor in _tensors_of(result):
+            if _storage(tensor) not in read:
+                size = tensor.untyped_storage().nbytes()
+                self._made[_storage(tensor)] = torch.UntypedStorage(size)
+                if tensor.is_floating_point():
+                    tensor.zero_()
+        self._operations.append((func, *operands, tree_map_only(Tensor, self.at_address, result)))
+        return result
+
+    def at_address(self, tensor):
+        """Another tensor of the same memory, which follows no assignment to ``data``."""
+        if hasattr(tensor, "__tensor_flatten__"):
+            return tensor
+        storage = self._made.get(_storage(tensor), tensor.untyped_storage())
+        other = torch.empty(0, dtype=tensor.dtype)
+        other.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        # Whether a product is one of matrices or of batches depends on it, without gradients too.
+        return other.requires_grad_(tensor.requires_grad)
+
+
+def _refuse(func, args, kwargs):
+    """As CUDA does while it captures: the host may not wait, and PyTorch may not draw random numbers."""
+    if torch.Tag.data_dependent_output in func.tags or func in _OF_UNKNOWN_SHAPE:
+        raise RuntimeError("operation not permitted when stream is capturing")
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0:
+            raise RuntimeError("the generator is not captured: it draws random numbers")
+
+
+def _storage(tensor):
+    return tensor.untyped_storage()._cdata
+
+
+def _memory(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors_of(value):
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_of(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_of(item)

@@ -1,0 +1,64 @@
+"""What the tests of CUDA graphs share: graphs on a CPU, and pairs of models with and without."""
+
+import copy
+import sys
+
+import pytest
+import torch
+
+from emulated_graphs import EmulatedGraph
+
+
+def module_of(kernel, name):
+    """One of the package's modules on CUDA graphs."""
+    return sys.modules[f"{kernel.__name__}.injection.cuda_graphs.{name}"]
+
+
+@pytest.fixture
+def graphs(kernel, monkeypatch):
+    """The package with graphs on a CPU, too."""
+    monkeypatch.setitem(module_of(kernel, "forward").GRAPHS, "cpu", EmulatedGraph)
+    return kernel
+
+
+class Pair:
+    """A model with graphs, and the same injected without; ``change`` is done to both."""
+
+    def __init__(self, kernel, family, device, dtype=torch.float32, config=None, **options):
+        self.family, self.device, self.dtype = family, device, dtype
+        self.model = family.model(device, dtype, **(config or {})).eval()
+        self.plain = copy.deepcopy(self.model)
+        kernel.inject_kernels(self.plain)
+        self.report = kernel.inject_kernels(self.model, cuda_graphs=True, **options)
+        self.seed = 0
+
+    @property
+    def calls(self):
+        (calls,) = self.report.cuda_graphs
+        return calls
+
+    def both(self, change):
+        change(self.plain)
+        change(self.model)
+
+    def inputs(self, **options):
+        self.seed += 1
+        return self.family.inputs(self.device, self.dtype, seed=self.seed, **options)
+
+    @torch.inference_mode()
+    def call(self, arguments=None, **options):
+        """The output with graphs, which is held to the bits of the one without."""
+        arguments = self.inputs(**options) if arguments is None else arguments
+        out = self.model(**arguments, return_dict=False)[0]
+        expected = self.plain(**arguments, return_dict=False)[0]
+        assert torch.equal(out, expected), f"{(out - expected).abs().max()}, {self.calls}"
+        return out
+
+    def captured(self, **options):
+        """Calls until one is a replay; returns how many it took."""
+        replayed = self.calls.replayed
+        for calls in range(1, 9):
+            self.call(**options)
+            if self.calls.replayed > replayed:
+                return calls
+        raise AssertionError(f"no replay in 8 calls: {self.calls}")

@@ -1,0 +1,1196 @@
+"""Forwards captured into CUDA graphs: the same bits as without, whatever happens in between.
+
+On a CPU the graphs are emulated (emulated_graphs.py); what only CUDA has is tested where there is a GPU.
+"""
+
+import collections
+import contextlib
+import copy
+import functools
+import gc
+import itertools
+import logging
+import pickle
+import threading
+import weakref
+from types import SimpleNamespace
+
+import accelerate
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import attention_backend
+from diffusers.hooks import FirstBlockCacheConfig, apply_layerwise_casting
+from diffusers.models import attention_dispatch
+from peft import LoraConfig
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchao import quantization
+
+import small_models
+from emulated_graphs import EmulatedGraph
+from families import FAMILIES, every_family
+from graphs import Pair, graphs, module_of  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
+LTX, FLUX = FAMILIES["ltx"], FAMILIES["flux"]
+FIRST = "the first call of its kind"
+# Models in part whose own code picks tokens by a mask, or reads how many there are.
+UNCAPTURED = ("mochi", "lumina2")
+# Which make tables on the CPU in each forward, or are given tensors there.
+UNCAPTURED_ON_CUDA = ("ltx2", "cogview4", "easyanimate", "chroma", "stable_audio")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+dtypes = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+
+
+@pytest.fixture
+def pair(graphs, device):  # noqa: F811
+    return Pair(graphs, LTX, device)
+
+
+# ------------------------------------------------------------------------------------------------
+# Values
+
+
+@every_family
+@dtypes
+def test_replays_have_the_same_bits(graphs, device, family, dtype):  # noqa: F811
+    pair = Pair(graphs, family, device, dtype)
+    outs = [pair.call() for _ in range(5)]
+    assert pair.calls.captured == 1
+    assert pair.calls.replayed >= 2  # 3, but for what is imported in the first call of a process
+    assert pair.calls.uncaptured.keys() == {FIRST}
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(outs, 2))
+
+
+@every_family
+def test_every_variant_of_inputs(graphs, device, family):  # noqa: F811
+    pair = Pair(graphs, family, device, max_cuda_graphs=16)
+    for _ in range(3):
+        for options in family.options.values():
+            pair.call(**options)
+    # On CUDA, a mask of Qwen-Image's makes diffusers copy a number from the host.
+    uncaptured = ("padded text", "holes in the text") if family.name == "qwenimage" else ()
+    captured = len(family.options) - (len(uncaptured) if device == "cuda" else 0)
+    assert captured - 1 <= pair.calls.captured <= captured  # two of them may be alike
+    assert pair.calls.replayed >= captured - 1
+
+
+def test_outputs_are_the_callers_own(pair):
+    pair.captured()
+    first = pair.call()
+    kept = first.clone()
+    with torch.inference_mode():
+        for _ in range(3):
+            pair.call().fill_(7.0)
+    assert torch.equal(first, kept)
+
+
+def test_output_objects_are_those_of_the_model(pair):
+    with torch.inference_mode():
+        outs = [pair.model(**pair.inputs()) for _ in range(3)]
+    assert pair.calls.replayed == 1
+    assert {type(out) for out in outs} == {type(outs[0])}
+    assert type(outs[0]).__name__ == "Transformer2DModelOutput"
+    assert outs[2].sample is outs[2][0]
+
+
+def test_without_graphs_nothing_is_captured(kernel, device):
+    model = LTX.model(device)
+    report = kernel.inject_kernels(model)
+    assert report.cuda_graphs == []
+    assert type(model.forward.__self__).__name__ == "Injected"
+
+
+def test_a_cpu_has_no_graphs(kernel):
+    model = LTX.model("cpu")
+    report = kernel.inject_kernels(model, cuda_graphs=True)
+    with torch.inference_mode():
+        model(**LTX.inputs("cpu"))
+    (calls,) = report.cuda_graphs
+    (reason,) = calls.uncaptured
+    assert calls.captured == 0
+    assert "cpu" in reason
+
+
+@pytest.mark.parametrize("small", small_models.MODELS, ids=str)
+def test_models_in_part(graphs, device, small):  # noqa: F811
+    model = small.model(device)
+    plain = copy.deepcopy(model)
+    graphs.inject_kernels(plain)
+    report = graphs.inject_kernels(model, cuda_graphs=True)
+    with torch.inference_mode():
+        for seed in range(4):
+            arguments = small.arguments(device, seed=seed)
+            out = small_models.tensors(model(**arguments))
+            expected = small_models.tensors(plain(**arguments))
+            assert len(out) == len(expected) > 0
+            for mine, its in zip(out, expected, strict=True):
+                if device == "cuda":
+                    assert torch.equal(mine, its)
+                else:  # an emulated graph gives convolutions other memory, and they their sums another order
+                    torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+    (calls,) = report.cuda_graphs
+    if small.name in UNCAPTURED or (device == "cuda" and small.name in UNCAPTURED_ON_CUDA):
+        assert calls.captured == 0
+        assert calls.uncaptured.keys() - {FIRST}
+    else:
+        assert calls.captured == 1
+        assert calls.replayed >= 1  # something is imported late
+
+
+# ------------------------------------------------------------------------------------------------
+# Signatures
+
+
+def test_shapes_batches_and_options_have_graphs_of_their_own(pair):
+    variants = [{}, {"batch": 1}, {"tokens": 3}, {"mask": None}]
+    for _ in range(3):
+        for options in variants:
+            pair.call(**options)
+    assert (pair.calls.captured, pair.calls.replayed) == (4, 4)
+
+
+def test_the_graph_used_least_recently_goes_first(graphs, device):  # noqa: F811
+    pair = Pair(graphs, LTX, device, max_cuda_graphs=2)
+    state = pair.model.forward.__self__
+    for tokens in (1, 2):
+        pair.captured(tokens=tokens)
+    pair.call(tokens=1)
+    pair.captured(tokens=3)  # in the place of 2
+    captured = pair.calls.captured
+    pair.call(tokens=1)
+    assert pair.calls.captured == captured
+    pair.call(tokens=2)
+    assert pair.calls.captured == captured + 1
+    assert len(state._captures) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts emulated graphs")
+def test_no_more_graphs_than_allowed_are_alive(graphs, device):  # noqa: F811
+    before = EmulatedGraph.alive
+    pair = Pair(graphs, LTX, device, max_cuda_graphs=3)
+    for i in range(40):
+        pair.call(tokens=1 + i // 2 % 7)
+    assert pair.calls.captured > 3
+    assert EmulatedGraph.alive - before == 3
+    graphs.eject_kernels(pair.model)
+    assert EmulatedGraph.alive == before
+
+
+def misaligned(tensor):
+    flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:]
+    return flat.view(tensor.shape).copy_(tensor)
+
+
+def gapped(tensor):
+    wide = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + 3, dtype=tensor.dtype)
+    return wide.to(tensor.device)[..., : tensor.shape[-1]].copy_(tensor)
+
+
+def transposed(tensor):
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+@pytest.mark.parametrize("form", (misaligned, gapped, transposed))
+def test_layouts_of_arguments(pair, form):
+    pair.captured()
+    for _ in range(3):
+        arguments = pair.inputs()
+        arguments["hidden_states"] = form(arguments["hidden_states"])
+        pair.call(arguments)
+    assert pair.calls.captured == 2
+    assert pair.calls.replayed >= 2
+
+
+def test_expanded_arguments(pair):
+    for i in range(4):
+        arguments = pair.inputs()
+        arguments["timestep"] = torch.full((), 100.0 * i, device=pair.device).expand(2)
+        pair.call(arguments)
+    assert pair.calls.replayed == 2
+
+
+def test_time_steps_that_are_parts_of_one_tensor(pair):
+    """As pipelines give them: each is aligned in another way."""
+    steps = torch.linspace(1000, 1, 12, device=pair.device)
+    for step in steps:
+        pair.call({**pair.inputs(), "timestep": step.expand(2)})
+    assert (pair.calls.captured, pair.calls.replayed) == (1, 10)
+
+
+def test_overlapping_arguments_run_as_they_are(pair):
+    for _ in range(3):
+        arguments = pair.inputs()
+        flat = torch.randn(4096, device=pair.device)
+        arguments["hidden_states"] = flat.as_strided(arguments["hidden_states"].shape, (8, 4, 1))
+        pair.call(arguments)
+    assert pair.calls.captured == 0
+    assert any("overlap" in reason for reason in pair.calls.uncaptured)
+
+
+def test_constants_are_told_apart_by_value_and_type(pair):
+    scales = [(0.32, 32.0, 32.0), (0.5, 32.0, 32.0), (1, 1, 1), (1.0, 1.0, 1.0), (True, 1, 1)]
+    for _ in range(3):
+        for scale in scales:
+            pair.call({**pair.inputs(), "rope_interpolation_scale": scale})
+    assert (pair.calls.captured, pair.calls.replayed) == (5, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("timestep", lambda: torch.ones(2, device="meta"), "on meta"),
+        ("attention_kwargs", lambda: {"anything": SimpleNamespace()}, "SimpleNamespace"),
+        ("hidden_states", lambda: nn.Buffer(torch.ones(1)).to_sparse(), ""),
+    ],
+)
+def test_arguments_that_no_graph_can_follow(pair, name, value, reason):
+    pair.captured()
+    with contextlib.suppress(Exception), torch.inference_mode():
+        pair.model(**{**pair.inputs(), name: value()})
+    assert pair.calls.captured == 1
+    assert any(reason in r for r in pair.calls.uncaptured if r != FIRST)
+    pair.call()
+    assert pair.calls.replayed == 2
+
+
+def test_errors_are_the_models_own(pair):
+    pair.captured()
+    arguments = pair.inputs()
+    arguments["hidden_states"] = arguments["hidden_states"][..., :-1]
+    for _ in range(3):
+        with (
+            pytest.raises(RuntimeError, match="shapes cannot be multiplied"),
+            torch.inference_mode(),
+        ):
+            pair.model(**arguments)
+    pair.call()
+    assert pair.calls.captured == 1
+
+
+# ------------------------------------------------------------------------------------------------
+# Changes of the model
+
+
+def double_in_place(model):
+    LTX.part(model, "linear").weight.data.mul_(2)
+
+
+def double_data(model):
+    weight = LTX.part(model, "linear").weight
+    weight.data = weight.data * 2
+
+
+def replace_parameter(model):
+    linear = LTX.part(model, "linear")
+    linear.weight = nn.Parameter(linear.weight.data * 2, requires_grad=False)
+
+
+def replace_module(model):
+    linear = copy.deepcopy(LTX.part(model, "linear"))
+    linear.weight.data.mul_(2)
+    LTX.part(model, "attention").to_k = linear
+
+
+def transpose_data(model):
+    weight = LTX.part(model, "linear").weight
+    weight.data = weight.data.t()
+
+
+def swap_parameters(model):
+    attention = LTX.part(model, "attention")
+    attention.to_q.weight, attention.to_k.weight = attention.to_k.weight, attention.to_q.weight
+
+
+def swap_blocks(model):
+    blocks = model.transformer_blocks._modules
+    blocks["0"], blocks["1"] = blocks["1"], blocks["0"]
+
+
+def drop_a_block(model):
+    del model.transformer_blocks[1]
+
+
+def change_eps(model):
+    LTX.part(model, "norm").eps = 0.5
+
+
+def change_heads(model):
+    LTX.part(model, "attention").heads = 4
+
+
+def load_other_weights(model):
+    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+
+
+def new_table(model):
+    LTX.part(model, "block").scale_shift_table.data = torch.ones_like(
+        LTX.part(model, "block").scale_shift_table.data
+    )
+
+
+def to_and_back(model):
+    device = next(model.parameters()).device
+    model.to(torch.float64).to(torch.float32)
+    model.to("cpu").to(device)
+
+
+def freeze(model):
+    """By which PyTorch chooses between products."""
+    model.requires_grad_(False)
+
+
+def change_config(model):
+    model.register_to_config(anything=3)
+
+
+def hook_a_linear(model):
+    LTX.part(model, "linear").register_forward_hook(lambda module, args, out: out * 2)
+
+
+def hook_a_block(model):
+    LTX.part(model, "block").register_forward_pre_hook(lambda module, args: None)
+
+
+def hook_anew(model):
+    linear = LTX.part(model, "linear")
+    linear._forward_hooks = collections.OrderedDict()
+    linear.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def change_class(model):
+    """As FSDP does."""
+
+    def forward(self, *args, **kwargs):
+        (out,) = super(Changed, self).forward(*args, **kwargs)
+        return (out * 2,)
+
+    Changed = type("Changed", (type(model),), {"forward": forward})
+    model.__class__ = Changed
+
+
+def replace_a_forward(model):
+    linear = LTX.part(model, "linear")
+    linear.forward = lambda x: F.linear(x, linear.weight, linear.bias) * 2
+
+
+def remove_a_bias(model):
+    LTX.part(model, "linear").bias = None
+
+
+def replace_processor(model):
+    attention = LTX.part(model, "attention")
+    attention.processor = type("Mine", (type(attention.processor),), {})()
+
+
+def cast_layerwise(model):
+    apply_layerwise_casting(model, torch.float8_e4m3fn, torch.float32)
+
+
+def cache_blocks(model):
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+
+
+def offload_model(model, device):
+    accelerate.cpu_offload_with_hook(model, execution_device=device)
+
+
+def offload_layers(model, device):
+    accelerate.cpu_offload(model, execution_device=device)
+
+
+def offload_in_groups(model, device):
+    if device.type == "cpu":
+        model.enable_group_offload(device, offload_type="leaf_level")
+    else:
+        model.enable_group_offload(device, torch.device("cpu"), offload_type="leaf_level")
+
+
+CHANGES = (
+    *(double_in_place, double_data, replace_parameter, replace_module, transpose_data),
+    *(swap_parameters, swap_blocks, drop_a_block, change_eps, change_heads, load_other_weights),
+    *(new_table, to_and_back, change_config, remove_a_bias, freeze),
+)
+UNKNOWN = (
+    *(hook_a_linear, hook_a_block, replace_a_forward, replace_processor),
+    *(hook_anew, change_class),
+)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changes_are_noticed_and_captured_anew(pair, change):
+    pair.captured()
+    pair.both(change)
+    for _ in range(5):
+        pair.call()
+    is_in_place = change in (double_in_place, load_other_weights)
+    assert pair.calls.captured == (1 if is_in_place else 2)
+
+
+@pytest.mark.parametrize("change", UNKNOWN, ids=lambda change: change.__name__)
+def test_what_runs_code_of_others_runs_as_it_is(pair, change):
+    pair.captured()
+    replayed = pair.calls.replayed
+    pair.both(change)
+    for _ in range(4):
+        pair.call()
+    assert (pair.calls.captured, pair.calls.replayed) == (1, replayed)
+
+
+def test_hooks_run_at_each_call_and_graphs_come_back_without_them(pair):
+    pair.captured()
+    seen = []
+    handle = LTX.part(pair.model, "linear").register_forward_hook(lambda *args: seen.append(1))
+    for _ in range(4):
+        pair.call()
+    assert len(seen) == 4
+    handle.remove()
+    pair.captured()
+
+
+def test_hooks_around_the_model_run_at_each_replay(pair):
+    seen = []
+    pair.model.register_forward_hook(lambda *args: seen.append(1))
+    pair.captured()
+    pair.call()
+    assert len(seen) == sum((pair.calls.captured, pair.calls.replayed, 1))
+
+
+def test_hooks_of_all_modules(pair):
+    pair.captured()
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: seen.append(1))
+    try:
+        pair.call()
+    finally:
+        handle.remove()
+    assert len(seen) > 20
+    replayed = pair.calls.replayed
+    pair.call()
+    assert pair.calls.replayed == replayed + 1
+
+
+@pytest.mark.parametrize("change", (cast_layerwise, cache_blocks), ids=lambda c: c.__name__)
+def test_hooks_of_diffusers(graphs, device, change):  # noqa: F811
+    pair = Pair(graphs, LTX, device)
+    pair.captured()
+    pair.both(change)
+    context = getattr(pair.model, "cache_context", None)
+    for _ in range(3):
+        with context("cond"), pair.plain.cache_context("cond"):
+            pair.call()
+    assert pair.calls.captured == 1
+    assert any("hooks" in reason for reason in pair.calls.uncaptured)
+
+
+def test_the_cache_context_of_pipelines_changes_nothing(pair):
+    for _ in range(6):
+        with pair.model.cache_context("cond"):
+            pair.call()
+    assert pair.calls.replayed >= 3
+
+
+# ------------------------------------------------------------------------------------------------
+# Adapters
+
+
+def add_adapters(model, name="default"):
+    model.add_adapter(LoraConfig(r=4, target_modules=LTX.lora_targets), adapter_name=name)
+    generator = torch.Generator().manual_seed(len(name))
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_" in parameter_name and name in parameter_name.split("."):
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def test_adapters_loaded_scaled_switched_fused_and_gone(pair):
+    pair.captured()
+    steps = [
+        functools.partial(add_adapters, name="one"),
+        functools.partial(add_adapters, name="second"),
+        lambda model: model.set_adapters("one", weights=0.5),
+        lambda model: model.set_adapters(["one", "second"], weights=[0.3, 2.0]),
+        lambda model: model.disable_adapters(),
+        lambda model: model.enable_adapters(),
+        lambda model: model.fuse_lora(),
+        lambda model: model.unfuse_lora(),
+        lambda model: model.delete_adapters("one"),
+        lambda model: model.unload_lora(),
+    ]
+    for i, step in enumerate(steps):
+        pair.both(step)
+        before = pair.call()
+        assert pair.captured() == 2 or i == 0
+        del before
+    assert pair.calls.captured == 1 + len(steps)
+
+
+def test_the_scale_of_adapters_of_one_call(pair):
+    pair.both(add_adapters)
+    for scale in (1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.5):
+        pair.call({**pair.inputs(), "attention_kwargs": {"scale": scale}})
+    assert pair.calls.replayed >= 3
+
+
+@every_family
+def test_quantized_layers(graphs, device, family):  # noqa: F811
+    pair = Pair(graphs, family, device, torch.bfloat16)
+    pair.captured()
+
+    def quantize(model):
+        for path in family.block_lists:
+            quantization.quantize_(model.get_submodule(path), quantization.Int8WeightOnlyConfig())
+
+    pair.both(quantize)
+    assert pair.captured() == 3
+    assert pair.calls.captured == 2
+
+
+@pytest.mark.parametrize("offload", (offload_model, offload_layers, offload_in_groups))
+def test_offloading(graphs, device, offload):  # noqa: F811
+    pair = Pair(graphs, LTX, device)
+    pair.captured()
+    replayed = pair.calls.replayed
+    pair.both(functools.partial(offload, device=torch.device(device)))
+    for _ in range(4):
+        pair.call()
+    assert (pair.calls.captured, pair.calls.replayed) == (1, replayed)
+
+
+# ------------------------------------------------------------------------------------------------
+# Functions, classes and what PyTorch is set to
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (F, "gelu"),
+        (F, "linear"),
+        (torch, "cat"),
+        (nn.Linear, "forward"),
+        (nn.Module, "__call__"),
+        (torch.Tensor, "view"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_patched_functions(pair, monkeypatch, owner, name):
+    pair.captured()
+    replayed = pair.calls.replayed
+    original = getattr(owner, name)
+    seen = []
+
+    def patched(*args, **kwargs):
+        seen.append(1)
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(owner, name, patched)
+        pair.call()
+        assert pair.calls.replayed == replayed
+    assert seen
+    pair.captured()
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("owner", [F, nn.Module], ids=["function", "method"])
+def test_functions_of_a_users_own_are_not_captured(pair, monkeypatch, owner, is_wrapped):
+    """They may depend on anything: here on a list."""
+    name = "gelu" if owner is F else "_call_impl"
+    original, factor = getattr(owner, name), [1.0]
+
+    def patched(*args, **kwargs):
+        result = original(*args, **kwargs)
+        return result * factor[0] if isinstance(result, torch.Tensor) else result
+
+    if is_wrapped:
+        functools.update_wrapper(patched, original)
+    with monkeypatch.context() as patches:
+        patches.setattr(owner, name, patched)
+        for value in (1.0, 1.0, 1.0, 0.5, 0.5):
+            factor[0] = value
+            pair.call()
+    assert pair.calls.captured == 0
+    assert any("runs code of" in reason for reason in pair.calls.uncaptured)
+
+
+def test_functions_of_the_models_file(graphs, device, monkeypatch):  # noqa: F811
+    import diffusers.models.transformers.transformer_flux as file
+
+    pair = Pair(graphs, FLUX, device)
+    pair.captured()
+    original = file.apply_rotary_emb
+    with monkeypatch.context() as patches:
+        patches.setattr(
+            file, "apply_rotary_emb", lambda x, *args, **kw: original(x, *args, **kw) * 2
+        )
+        changed = pair.call()
+    assert not torch.equal(changed, pair.call())
+
+
+def test_a_backend_that_is_chosen(graphs, device, monkeypatch):  # noqa: F811
+    registry = attention_dispatch._AttentionBackendRegistry
+    monkeypatch.setattr(registry, "_active_backend", registry._active_backend)  # of all models
+    pair = Pair(graphs, FLUX, device)
+    pair.captured()
+    replayed = pair.calls.replayed
+    with attention_backend("_native_math"):
+        pair.call()
+        assert pair.calls.replayed == replayed
+    pair.captured()
+    pair.both(lambda model: model.set_attention_backend("_native_math"))
+    replayed = pair.calls.replayed
+    pair.call()
+    assert pair.calls.replayed == replayed
+    pair.captured()
+
+
+class CountingMode(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        CountingMode.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+class CountingFunctionMode(torch.overrides.TorchFunctionMode):
+    calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        CountingFunctionMode.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", (CountingMode, CountingFunctionMode), ids=lambda m: m.__name__)
+def test_modes_see_the_operations(pair, mode):
+    pair.captured()
+    mode.calls = 0
+    with mode(), torch.inference_mode():
+        pair.model(**pair.inputs())
+    assert mode.calls > 50
+    pair.call()
+    assert pair.calls.captured == 1
+
+
+def test_gradients(pair):
+    pair.captured()
+    arguments = pair.inputs()
+    out = pair.model(**arguments, return_dict=False)[0]
+    expected = pair.plain(**arguments, return_dict=False)[0]
+    assert torch.equal(out, expected)
+    out.square().sum().backward()
+    assert LTX.part(pair.model, "linear").weight.grad.abs().sum() > 0
+    assert any("gradients" in reason for reason in pair.calls.uncaptured)
+
+
+def test_autocast(pair):
+    pair.captured()
+    with torch.inference_mode(), torch.autocast(pair.device, torch.bfloat16):
+        pair.model(**pair.inputs())
+    assert any("autocast" in reason for reason in pair.calls.uncaptured)
+
+
+def test_no_grad_and_inference_mode_have_graphs_of_their_own(pair):
+    pair.captured()
+    with torch.no_grad():
+        for _ in range(3):
+            arguments = pair.inputs()
+            out = pair.model(**arguments, return_dict=False)[0]
+            assert not out.is_inference()
+            assert torch.equal(out, pair.plain(**arguments, return_dict=False)[0])
+    assert pair.calls.captured == 2
+    assert pair.call().is_inference()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        lambda: torch.backends.cudnn.flags(enabled=False),
+        lambda: torch.device("meta"),
+        lambda: set_for_a_while(torch.use_deterministic_algorithms, True, False),
+        lambda: set_for_a_while(torch.set_float32_matmul_precision, "high", "highest"),
+        lambda: set_for_a_while(torch.set_default_dtype, torch.float64, torch.float32),
+    ],
+    ids=("sdpa", "cudnn", "device", "deterministic", "precision", "dtype"),
+)
+def test_settings_of_torch(pair, setting):
+    pair.captured()
+    replayed = pair.calls.replayed
+    arguments = pair.inputs()
+    with setting(), contextlib.suppress(RuntimeError), torch.inference_mode():
+        pair.model(**arguments)
+    assert pair.calls.replayed == replayed
+    pair.captured()
+
+
+@contextlib.contextmanager
+def set_for_a_while(function, value, before):
+    function(value)
+    try:
+        yield
+    finally:
+        function(before)
+
+
+# ------------------------------------------------------------------------------------------------
+# What cannot be captured
+
+
+class ValueReader(nn.Module):
+    """In the place of a linear layer of a library's: ``how`` is what a graph cannot do again."""
+
+    def __init__(self, linear, how):
+        super().__init__()
+        self.linear = linear
+        self.how = how
+        self.calls = 0
+        self.kept = []
+
+    def forward(self, x):
+        self.calls += 1
+        out = self.linear(x)
+        if self.how == "item" and out.abs().max().item() > 1e9:
+            return out * 2
+        if self.how == "nonzero":
+            out = out + out.nonzero().numel() * 0
+        if self.how == "random":
+            out = out + torch.zeros_like(out).normal_() * 0
+        if self.how == "dropout":
+            out = F.dropout(out, 0.5, training=True) * 0 + out
+        if self.how == "to host":
+            out = out + out.cpu().sum().to(out.device) * 0
+        if self.how == "write":
+            x.mul_(1)
+        if self.how == "keep":
+            self.kept = [out]
+        if self.how == "global":
+            ValueReader.last = out
+        return out
+
+
+ValueReader.__module__ = ValueReader.forward.__globals__["__name__"]
+
+
+@pytest.fixture
+def trusted(kernel, monkeypatch):
+    """This file's code is taken for that of a library."""
+    watched = module_of(kernel, "watched")
+    known = (*watched._KNOWN_LIBRARIES, __name__.partition(".")[0], "_pytest", "graphs")
+    monkeypatch.setattr(watched, "_KNOWN_LIBRARIES", known)
+
+
+@pytest.mark.usefixtures("trusted")
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("item", "waits for values"),
+        ("nonzero", "waits for values"),
+        ("random", "to capture it raises"),
+        ("dropout", "to capture it raises"),
+        pytest.param("to host", "waits for values", marks=needs_cuda),
+        ("keep", "changes"),
+        ("global", "changed"),
+        ("nothing", "changes"),  # it counts its calls
+    ],
+)
+def test_what_a_graph_cannot_do_again_runs_as_it_is(pair, how, reason):
+    def replace(model):
+        model.proj_in = ValueReader(model.proj_in, how)
+
+    pair.both(replace)
+    for _ in range(6):
+        pair.call()
+    assert pair.calls.replayed == 0
+    assert any(reason in r for r in pair.calls.uncaptured), pair.calls
+    if how != "random" and how != "dropout":
+        assert pair.model.proj_in.calls == pair.plain.proj_in.calls
+    ValueReader.last = None
+
+
+@pytest.mark.usefixtures("trusted")
+def test_writing_to_an_argument(pair):
+    def replace(model):
+        model.proj_in = Writer(model.proj_in)
+
+    pair.both(replace)
+    for _ in range(4):
+        arguments = pair.inputs()
+        other = {**arguments, "hidden_states": arguments["hidden_states"].clone()}
+        with torch.inference_mode():
+            out = pair.model(**arguments, return_dict=False)[0]
+            assert torch.equal(out, pair.plain(**other, return_dict=False)[0])
+        assert torch.equal(arguments["hidden_states"], other["hidden_states"])
+    assert pair.calls.captured == 0
+    assert any("writes" in reason for reason in pair.calls.uncaptured)
+
+
+class Writer(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x):
+        return self.linear(x.mul_(2))
+
+
+@pytest.mark.usefixtures("trusted")
+def test_a_capture_that_fails_leaves_the_model_as_it_was(pair):
+    """A forward that changes something for as long as it lasts, and reads a value in between."""
+
+    class Scaling(nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.linear = linear
+            self.scale = 1.0
+            self.history = [0]
+
+        def forward(self, x):
+            self.scale *= 2
+            self.history.append(1)
+            out = self.linear(x) * self.scale
+            float(out.flatten()[0])
+            self.scale /= 2
+            self.history.pop()
+            return out
+
+    pair.both(lambda model: setattr(model, "proj_in", Scaling(model.proj_in)))
+    for _ in range(4):
+        pair.call()
+    assert pair.model.proj_in.scale == 1.0
+    assert pair.model.proj_in.history == [0]
+    assert pair.calls.captured == 0
+
+
+# ------------------------------------------------------------------------------------------------
+# Interrupts, threads, copies, memory
+
+
+def interrupt(kernel, monkeypatch, at):
+    """Ctrl-C at an operation of the next capture."""
+    recorder = module_of(kernel, "capture")._Recorder
+    record, count = recorder._record, iter(range(10**9))
+
+    def interrupted(self, func, args, kwargs):
+        if next(count) == at:
+            raise KeyboardInterrupt
+        return record(self, func, args, kwargs)
+
+    monkeypatch.setattr(recorder, "_record", interrupted)
+
+
+@pytest.mark.parametrize("at", (0, 17, 60))
+def test_ctrl_c_in_a_capture(pair, graphs, monkeypatch, at):  # noqa: F811
+    pair.call()
+    interrupt(graphs, monkeypatch, at)
+    with pytest.raises(KeyboardInterrupt), torch.inference_mode():
+        pair.model(**pair.inputs(), return_dict=False)
+    pair.captured()
+    assert pair.calls.captured == 1
+
+
+def test_too_little_memory_for_what_a_replay_returns(pair, graphs, monkeypatch):  # noqa: F811
+    pair.captured()
+
+    def copy(tensor):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(module_of(graphs, "capture"), "_copy", copy)
+        pair.call()
+    assert any("not enough memory" in reason for reason in pair.calls.uncaptured)
+    pair.captured()
+
+
+def test_threads(graphs, device):  # noqa: F811
+    pair = Pair(graphs, LTX, device)
+    expected = {}
+    with torch.inference_mode():
+        jobs = [pair.inputs(tokens=1 + i % 3) for i in range(24)]
+        expected = [pair.plain(**job, return_dict=False)[0] for job in jobs]
+    results = [None] * len(jobs)
+
+    def work(first):
+        with torch.inference_mode():
+            for i in range(first, len(jobs), 4):
+                results[i] = pair.model(**jobs[i], return_dict=False)[0]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    calls = pair.calls
+    assert calls.captured + calls.replayed + sum(calls.uncaptured.values()) == len(jobs)
+
+
+def test_a_copy_has_graphs_of_its_own(pair, graphs):  # noqa: F811
+    pair.captured()
+    duplicate = copy.deepcopy(pair.model)
+    double_data(duplicate)
+    assert duplicate.forward.__self__.module is duplicate
+    with torch.inference_mode():
+        arguments = pair.inputs()
+        outs = [duplicate(**arguments, return_dict=False)[0] for _ in range(4)]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    (calls,) = graphs.inject_kernels(duplicate, cuda_graphs=True).cuda_graphs
+    assert (calls.captured, calls.replayed) == (1, 2)
+    assert not torch.equal(outs[0], pair.call(arguments))
+
+
+def test_the_state_dict_and_no_pickle(pair):
+    assert list(pair.model.state_dict()) == list(pair.plain.state_dict())
+    with pytest.raises(TypeError, match="eject_kernels"):
+        pickle.dumps(pair.model.forward)
+
+
+def test_eject_gives_the_model_back(pair, graphs):  # noqa: F811
+    pair.captured()
+    forward = pair.model.forward
+    graphs.eject_kernels(pair.model)
+    graphs.eject_kernels(pair.plain)
+    assert "forward" not in vars(pair.model)
+    pair.call()
+    with torch.inference_mode():  # a wrapper of somebody's may still hold it
+        arguments = pair.inputs()
+        out = forward(**arguments, return_dict=False)[0]
+        assert torch.equal(out, pair.plain(**arguments, return_dict=False)[0])
+
+
+def test_a_dropped_model_is_freed_at_once(pair):
+    pair.captured()
+    pair.captured(tokens=3)
+    weights = [weakref.ref(p) for p in pair.model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        del pair.model
+        assert all(weight() is None for weight in weights)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("trusted")
+def test_a_refused_capture_holds_no_model(pair):
+    pair.both(lambda model: setattr(model, "proj_in", ValueReader(model.proj_in, "item")))
+    for _ in range(3):
+        pair.call()
+    assert any("waits for values" in reason for reason in pair.calls.uncaptured)
+    gc.collect()
+    gc.disable()
+    try:
+        weight = weakref.ref(next(pair.model.parameters()))
+        del pair.model
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+def test_ejecting_drops_graphs_that_somebody_has_wrapped(pair, graphs):  # noqa: F811
+    pair.captured()
+    forward = pair.model.forward
+    (capture,) = map(weakref.ref, forward.__self__._captures.values())
+    pair.model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    graphs.eject_kernels(pair.model)
+    assert capture() is None
+
+
+@pytest.mark.parametrize("name", ["pixart", "ltx"])
+def test_a_forward_whose_module_is_gone(graphs, device, name):  # noqa: F811
+    small = small_models.BY_NAME.get(name)
+    model = LTX.model(device) if small is None else small.model(device)
+    graphs.inject_kernels(model, cuda_graphs=True)
+    forward = model.forward
+    arguments = LTX.inputs(device) if small is None else small.arguments(device)
+    del model
+    gc.collect()
+    with pytest.raises(RuntimeError, match="called after its module had been freed"):
+        forward(**arguments)
+
+
+def test_weights_that_leave_are_not_kept(pair):
+    """Where a model is moved, or layers replaced, a graph must not hold the memory of the old ones."""
+    pair.captured()
+    storages = [weakref.ref(p.untyped_storage()) for p in pair.model.parameters()]
+    memory = [p.data_ptr() for p in pair.model.parameters()]
+    pair.both(lambda model: model.to(torch.float64).to(torch.float32))
+    state = pair.model.forward.__self__
+    held = {t.data_ptr() for c in state._captures.values() for t in c._externals}
+    assert not held.intersection(memory)
+    del storages
+    pair.captured()
+
+
+def test_options_are_checked(kernel, device):
+    model = LTX.model(device)
+    with pytest.raises(TypeError, match="cuda_graphs must be True or False, got a int"):
+        kernel.inject_kernels(model, cuda_graphs=1)
+    with pytest.raises(TypeError, match="max_cuda_graphs must be an int, got a float"):
+        kernel.inject_kernels(model, cuda_graphs=True, max_cuda_graphs=2.0)
+    with pytest.raises(ValueError, match="max_cuda_graphs must be 1 or more, got 0"):
+        kernel.inject_kernels(model, cuda_graphs=True, max_cuda_graphs=0)
+    assert "forward" not in vars(model)
+    kernel.inject_kernels(model, cuda_graphs=True)
+    with pytest.raises(ValueError, match="cuda_graphs=True"):
+        kernel.inject_kernels(model)
+
+
+def test_reasons_are_logged_once(pair, caplog):
+    pair.captured()
+    pair.both(hook_a_linear)
+    with caplog.at_level(logging.WARNING, "h100_diffusers_kernels"):
+        for _ in range(5):
+            pair.call()
+    records = [r for r in caplog.records if "without a CUDA graph" in r.getMessage()]
+    assert len(records) == 1
+    assert "hooks" in records[0].getMessage()
+
+
+def test_compiled_blocks_decline(pair):
+    pair.captured()
+    for block in pair.model.transformer_blocks:
+        block.compile(backend="eager")
+    pair.call()
+    pair.call()
+    assert any("compiled" in reason for reason in pair.calls.uncaptured)
+
+
+def test_a_compiled_model_is_traced_without_graphs(graphs, device):  # noqa: F811
+    pair = Pair(graphs, LTX, device)
+    compiled = torch.compile(pair.model, backend="eager", fullgraph=True)
+    with torch.inference_mode():
+        for _ in range(3):
+            arguments = pair.inputs()
+            out = compiled(**arguments, return_dict=False)[0]
+            torch.testing.assert_close(out, pair.plain(**arguments, return_dict=False)[0])
+    assert pair.calls.captured == 0
+
+
+def test_changes_at_each_call_are_looked_at_less_and_less(pair, graphs, monkeypatch):  # noqa: F811
+    pair.captured()
+    walks = []
+    walk = module_of(graphs, "watched").WatchedState._walk
+    monkeypatch.setattr(
+        module_of(graphs, "watched").WatchedState,
+        "_walk",
+        lambda self, root: (walks.append(1), walk(self, root)),
+    )
+    for i in range(60):
+        pair.both(lambda model, i=i: setattr(LTX.part(model, "norm"), "eps", 1e-6 * (i + 1)))
+        pair.call()
+    assert len(walks) < 15
+    for _ in range(70):
+        pair.call()
+    assert pair.calls.replayed > 1
+
+
+# ------------------------------------------------------------------------------------------------
+# What only CUDA has
+
+
+@needs_cuda
+def test_streams(graphs):  # noqa: F811
+    pair = Pair(graphs, LTX, "cuda", torch.bfloat16)
+    pair.captured()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    with torch.inference_mode():
+        jobs = [pair.inputs() for _ in range(30)]
+        expected = [pair.plain(**job, return_dict=False)[0] for job in jobs]
+        torch.cuda.synchronize()
+        results = []
+        for i, job in enumerate(jobs):
+            with torch.cuda.stream(streams[i % 3]):
+                results.append(pair.model(**job, return_dict=False)[0])
+        torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    assert pair.calls.captured == 1
+
+
+@needs_cuda
+def test_a_capture_of_the_users_own_holds_the_model(graphs):  # noqa: F811
+    pair = Pair(graphs, LTX, "cuda", torch.bfloat16)
+    pair.captured()
+    with torch.inference_mode():
+        arguments = pair.inputs()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = pair.model(**arguments, return_dict=False)[0]
+        arguments["hidden_states"].copy_(pair.inputs()["hidden_states"])
+        graph.replay()
+        assert torch.equal(out, pair.plain(**arguments, return_dict=False)[0])
+    assert any("caller" in reason for reason in pair.calls.uncaptured)
+
+
+@needs_cuda
+@pytest.mark.usefixtures("trusted")
+@pytest.mark.parametrize("how", ("synchronize", "allocate"))
+def test_what_breaks_a_capture_of_cuda(graphs, monkeypatch, how):  # noqa: F811
+    """The host waits within a capture, where no operation tells of it."""
+    pair = Pair(graphs, LTX, "cuda", torch.bfloat16)
+    recorder = module_of(graphs, "capture")._Recorder
+    record = recorder._record
+    count = iter(range(10**9))
+
+    def breaking(self, func, args, kwargs):
+        if next(count) == 30:
+            if how == "synchronize":
+                torch.cuda.synchronize()
+            else:
+                torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+        return record(self, func, args, kwargs)
+
+    monkeypatch.setattr(recorder, "_record", breaking)
+    for _ in range(3):
+        pair.call()
+    assert pair.calls.captured == 0
+    torch.cuda.manual_seed(0)
+    torch.randn(5, device="cuda")
+    pair.captured(tokens=3)
+
+
+@needs_cuda
+def test_other_threads_draw_random_numbers_meanwhile(graphs, monkeypatch):  # noqa: F811
+    pair = Pair(graphs, LTX, "cuda", torch.bfloat16)
+    recorder = module_of(graphs, "capture")._Recorder
+    record = recorder._record
+    drawn, failed = [], []
+
+    def draw():
+        try:
+            drawn.append(torch.randn(4, device="cuda").cpu())
+        except Exception as error:
+            failed.append(error)
+
+    def drawing(self, func, args, kwargs):
+        thread = threading.Thread(target=draw)
+        thread.start()
+        thread.join()
+        return record(self, func, args, kwargs)
+
+    pair.call()
+    torch.cuda.manual_seed(3)
+    with monkeypatch.context() as patches:
+        patches.setattr(recorder, "_record", drawing)
+        pair.call()
+    assert not failed
+    torch.cuda.manual_seed(3)
+    assert all(torch.equal(x, torch.randn(4, device="cuda").cpu()) for x in drawn)
+    assert pair.calls.captured == 1
+
+
+@needs_cuda
+def test_memory_of_many_shapes_is_bounded(graphs):  # noqa: F811
+    pair = Pair(graphs, LTX, "cuda", torch.bfloat16, max_cuda_graphs=3)
+    shapes = [1, 40, 17, 90, 5, 60, 33, 75, 21, 50]
+
+    def reserved(rounds):
+        for _ in range(rounds):
+            for tokens in shapes:
+                pair.captured(tokens=tokens)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    first = reserved(2)
+    assert reserved(10) <= first + (4 << 20)
+    assert len(pair.model.forward.__self__._captures) == 3

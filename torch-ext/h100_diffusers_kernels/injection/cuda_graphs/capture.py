@@ -1,0 +1,237 @@
+"""One call captured into a graph: memory for its arguments, what it returned, and what it reads besides."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+
+from ...arguments import PLAIN_TYPES
+from .. import recording
+from . import arguments as arguments_
+from .arguments import Arguments
+from .reasons import CannotCapture
+
+_NUMBERS = frozenset((int, float, bool, type(None), str, torch.dtype, torch.device))
+_Getter = type(vars(torch._C.TensorBase)["shape"].__get__)
+# What gives values, or numbers of them, to Python.
+_WAITING = frozenset(
+    (
+        *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__bool__, Tensor.__float__),
+        *(Tensor.__int__, Tensor.__index__, Tensor.nonzero, torch.nonzero, Tensor.masked_select),
+        *(torch.masked_select, Tensor.unique, torch.unique, Tensor.equal, torch.equal),
+        *(Tensor.allclose, torch.allclose, Tensor.is_nonzero, torch.is_nonzero),
+    )
+)
+_COPIES = frozenset((Tensor.copy_, Tensor.__setitem__, Tensor.index_put_))
+
+
+class Capture:
+    """A call that can be run again with other values in its tensors.
+
+    Raises:
+        CannotCapture: if the call does what a graph cannot do again.
+        BaseException: whatever the call raises.
+    """
+
+    def __init__(
+        self,
+        graph: Any,
+        device: torch.device,
+        arguments: Arguments,
+        forward: Callable[..., Any],
+        is_watched: Callable[[Tensor], bool],
+    ) -> None:
+        self._graph = graph
+        self._leaves: list[Any] = []
+        self._externals: list[Tensor] = []
+        with torch.inference_mode(False), torch.no_grad():  # their versions tell of writes
+            self._inputs = [
+                arguments_.like(tensor).requires_grad_(tensor.requires_grad)
+                for tensor in arguments.tensors
+            ]
+        self._targets = [arguments_.without_repetition(tensor) for tensor in self._inputs]
+        self._copy_in(arguments.tensors)  # undefined values would be no indices
+        args, kwargs = arguments.with_tensors(self._inputs)
+        given = _pytree.tree_leaves((args, kwargs))
+        recorder = _Recorder(device, self._inputs)
+
+        def run() -> Any:
+            with recorder:
+                return forward(*args, **kwargs)
+
+        with recording.begin(device):
+            result = graph.capture(run)
+        try:
+            if recorder.refusal is not None:  # somebody caught it on its way
+                raise CannotCapture(recorder.refusal)
+            recorder.refuse_writes()
+            self._leaves, self._spec = _pytree.tree_flatten(result)
+            del result
+            _refuse_changed_containers(given, _pytree.tree_leaves((args, kwargs)))
+            self._refuse_results()
+            # What the graph reads besides arguments and what its module watches: it must not be freed.
+            self._externals = [t for t in recorder.externals.values() if not is_watched(t)]
+            self.leaks = recorder.has_kept_any(self._tensors())
+        except BaseException:
+            self.reset()
+            raise
+
+    def replay(self, tensors: list[Tensor]) -> Any:
+        """What the call returns for other values of its tensors, in memory of the caller's own."""
+
+        return self._graph.replay(lambda: self._copy_in(tensors), self._copy_out)
+
+    def reset(self) -> None:
+        self._graph.reset()
+        self._inputs, self._targets, self._leaves, self._externals = [], [], [], []
+
+    def _tensors(self) -> Iterator[Tensor]:
+        return (leaf for leaf in self._leaves if isinstance(leaf, Tensor))
+
+    def _copy_in(self, tensors: list[Tensor]) -> None:
+        for target, tensor in zip(self._targets, tensors):
+            target.copy_(arguments_.without_repetition(tensor))
+
+    def _copy_out(self) -> Any:
+        copies: dict[int, Tensor] = {}
+        for tensor in self._tensors():
+            if id(tensor) not in copies:
+                copies[id(tensor)] = _copy(tensor)
+        leaves = [copies[id(x)] if isinstance(x, Tensor) else x for x in self._leaves]
+        return _pytree.tree_unflatten(leaves, self._spec)
+
+    def _refuse_results(self) -> None:
+        for leaf in self._leaves:
+            if isinstance(leaf, Tensor):
+                if type(leaf) is not Tensor or leaf.layout is not torch.strided:
+                    raise CannotCapture(f"it returns a {type(leaf).__name__}")
+            elif not isinstance(leaf, (type(None), bool, int, float, str)):
+                raise CannotCapture(f"it returns a {type(leaf).__name__}")
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copy = arguments_.like(tensor)
+    arguments_.without_repetition(copy).copy_(arguments_.without_repetition(tensor))
+    return copy
+
+
+def _refuse_changed_containers(given: list[Any], now: list[Any]) -> None:
+    if len(given) != len(now) or any(a is not b for a, b in zip(given, now)):
+        raise CannotCapture("it changes a list or dictionary that it is given")
+
+
+class _Recorder(TorchFunctionMode):
+    """Sees what a call asks of PyTorch: tensors from outside that it reads, and what a graph cannot do again.
+
+    It is a function mode, as operations are made of others in another way within a dispatch mode. The device
+    itself refuses to wait for the host in a capture, and to draw random numbers.
+
+    Attributes:
+        externals: tensors that were neither given nor made in the call, one for each memory.
+        refusal: the reason of what was raised, if anything was. The error itself would hold the model.
+    """
+
+    def __init__(self, device: torch.device, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self._device = device
+        self._inputs = inputs
+        self._versions = [tensor._version for tensor in inputs]
+        self._given = {_storage(tensor) for tensor in inputs}
+        self._made: dict[int, StorageWeakRef] = {}
+        self._elsewhere: set[int] = set()  # of what was made, on other devices
+        self.externals: dict[int, Tensor] = {}
+        self.refusal: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) is _Getter:  # of shapes, dtypes, ...
+            return func(*args)
+        try:
+            return self._record(func, args, kwargs or {})
+        except CannotCapture as refusal:
+            self.refusal = refusal.reason
+            raise
+
+    def refuse_writes(self) -> None:
+        """To the tensors that were given: their memory is not the caller's."""
+        if any(tensor._version != then for tensor, then in zip(self._inputs, self._versions)):
+            raise CannotCapture("it writes to a tensor that it is given")
+
+    def _record(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        read = _tensors_in(args)
+        if kwargs:
+            read += _tensors_in(kwargs.values())
+        storages = [_storage(tensor) for tensor in read]
+        for tensor, storage in zip(read, storages):
+            if storage not in self._made and storage not in self._given:
+                if tensor.device != self._device:
+                    raise CannotCapture(f"it reads a tensor on {tensor.device} ({_name(func)})")
+                self.externals.setdefault(storage, tensor)
+        elsewhere = [t for t, s in zip(read, storages) if s in self._elsewhere]
+        if func in _WAITING and len(elsewhere) < len(read):
+            raise CannotCapture(f"it waits for values on the host ({_name(func)})")
+        result = func(*args, **kwargs)
+        made = _tensors_in((result,))
+        for tensor in made:
+            storage = _storage(tensor)
+            if storage not in storages:
+                self._made[storage] = StorageWeakRef(tensor.untyped_storage())
+                self._place(tensor, storage)
+        if elsewhere:
+            self._refuse_copies(func, read, elsewhere, made)
+        return result
+
+    def _place(self, tensor: Tensor, storage: int) -> None:
+        if tensor.device == self._device:
+            self._elsewhere.discard(storage)
+        else:
+            self._elsewhere.add(storage)
+
+    def _refuse_copies(
+        self, func: Any, read: list[Tensor], elsewhere: list[Tensor], made: list[Tensor]
+    ) -> None:
+        """A copy reads the host's memory at each replay; a number among operands is part of a launch."""
+        is_alone = len(elsewhere) == len(read)
+        if not any(tensor.device == self._device for tensor in (made if is_alone else read)):
+            return
+        if is_alone or func in _COPIES or any(tensor.dim() for tensor in elsewhere):
+            raise CannotCapture(f"it copies from one device to another ({_name(func)})")
+
+    def has_kept_any(self, results: Iterator[Tensor]) -> bool:
+        """Whether anything keeps memory of the call's own besides its results."""
+        returned = {_storage(tensor) for tensor in results}
+        kept = [ref for storage, ref in self._made.items() if storage not in returned]
+        if not all(ref.expired() for ref in kept):
+            gc.collect()
+        return not all(ref.expired() for ref in kept)
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", None) or str(func)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Those among some values, and those that others are made of."""
+    found: list[Tensor] = []
+    for value in values:
+        kind = type(value)
+        if kind in PLAIN_TYPES:
+            found.append(value)
+        elif kind in _NUMBERS:
+            continue
+        elif isinstance(value, (list, tuple)):
+            found += _tensors_in(value)
+        elif isinstance(value, Tensor):
+            parts = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else ()
+            found += _tensors_in([getattr(value, part) for part in parts]) if parts else [value]
+    return found

@@ -1,0 +1,493 @@
+"""What a module's forward is made of, as it was at one time, so that a look tells whether it still is.
+
+All that can be reached from the module is looked at: submodules, their attributes, hooks, parameters' memory,
+processors and adapters with what they hold, the classes of all these, and the functions that these classes'
+files name. Values in parameters' memory are not: a graph reads them at each replay.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import functools
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...arguments import KERNEL_DEVICE_TYPE
+from ..forward_slot import StandIn, stand_in_of
+from .reasons import CannotCapture
+
+# Libraries whose code computes the same of the same, when it is called again.
+_MODEL_LIBRARIES = ("diffusers", "transformers", "peft", "torchao", "bitsandbytes")
+# Whose modules look at masks' values, unless they are being captured; classes of peft are made of theirs.
+_UNCAPTURED_LIBRARY = "transformers"
+_KNOWN_LIBRARIES = (
+    *_MODEL_LIBRARIES,
+    *("torch", __name__.partition(".")[0]),
+    *("builtins", "functools", "collections", "types", "enum", "typing", "dataclasses", "abc"),
+)
+# What these import functions of, besides: to load models, or to compute attention. Any other function that is
+# found among theirs was put there by somebody.
+_IMPORTED_LIBRARIES = (
+    *("accelerate", "gguf", "huggingface_hub", "kernels", "safetensors", "tokenizers", "tqdm"),
+    *("bs4", "cv2", "einops", "ftfy", "jinja2", "numpy", "PIL", "psutil", "regex", "requests"),
+    *("scipy", "sympy", "yaml", "torchvision", "torch_npu", "torch_xla", "transformers", "triton"),
+    *("aiter", "flash_attn", "flash_attn_interface", "sageattention", "xformers"),
+    *("packaging", "typing_extensions"),
+    # Python 3.9 does not know the names of its own ones.
+    *getattr(
+        sys,
+        "stdlib_module_names",
+        (
+            *("concurrent", "contextlib", "copy", "importlib", "inspect", "itertools", "json"),
+            *("logging", "multiprocessing", "operator", "os", "pathlib", "platform", "random"),
+            *("re", "shutil", "tempfile", "textwrap", "threading", "traceback", "urllib"),
+            *("uuid", "warnings", "weakref", "zipfile"),
+        ),
+    ),
+)
+# Of a module, what its calls do not depend on as long as it has no hooks.
+_BOOKKEEPING = frozenset(
+    (
+        *("_is_full_backward_hook", "_non_persistent_buffers_set"),
+        *("_forward_hooks_always_called", "_forward_hooks_with_kwargs"),
+        *("_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks"),
+        *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    )
+)
+# Where diffusers keeps which function attention is computed by.
+_DISPATCH, _REGISTRY = "diffusers.models.attention_dispatch", "_AttentionBackendRegistry"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Of the module itself, what is around its forward. It holds what holds this, so this must not hold it.
+_AROUND = frozenset(
+    (
+        *("forward", "_old_forward", "_hf_hook", "_diffusers_hook", *_HOOKS),
+        *("_h100_diffusers_kernels_plan", "_replicate_for_data_parallel", "_compiled_call_impl"),
+    )
+)
+_IMMUTABLE = (
+    *(type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis)),
+    *(torch.dtype, torch.device, torch.memory_format, torch.Size, enum.Enum),
+)
+_OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, weakref.ref)
+_FUNCTIONS = (types.FunctionType, functools._lru_cache_wrapper)
+_NO_CODE = frozenset((*_IMMUTABLE, *_OPAQUE, dict, list, tuple, set))
+
+
+class WatchedState:
+    """A module and all that its forward is made of, as they are now.
+
+    Raises:
+        CannotCapture: if there is something among it whose calls may do more than compute.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root_class = type(root)
+        self._root_names: list[str] = []
+        self._root_values: list[Any] = []
+        self._places: list[str] = []  # of each namespace, for the log
+        self._namespaces: list[dict] = []
+        self._names: list[tuple] = []
+        self._sizes: list[int] = []
+        self._getters: list[Callable[[dict], tuple]] = []  # of the values of these names
+        self._values: list[Any] = []  # of all namespaces, one after the other
+        self._empty: list[dict] = []
+        self._sequences: list[Any] = []
+        self._items: list[tuple] = []
+        self._sets: list[tuple[Any, frozenset]] = []
+        self._instances: list[Any] = []
+        self._classes: list[type] = []
+        self._tensors: list[Tensor] = []
+        self._libraries: list[types.ModuleType | type] = []  # whose names are looked at
+        self._library_values: list[Any] = []
+        self._getter_of: dict[tuple, Callable[[dict], tuple]] = {}
+        self._walk(root)
+        self._tensor_ids = set(map(id, self._tensors))
+        self._memory = self._read_memory()
+
+    def watches(self, tensor: Tensor) -> bool:
+        """Whether it is among the tensors that were found."""
+        return id(tensor) in self._tensor_ids
+
+    # ----------------------------------------------------------------------------------------------
+    # The look back
+
+    def holds(self, root: nn.Module) -> bool:
+        """Whether all of it is as it was."""
+        return (
+            all(map(is_, map(type, self._instances), self._classes))
+            and list(map(len, self._namespaces)) == self._sizes
+            and self._holds_values()
+            and not any(self._empty)
+            and list(map(len, self._sequences)) == list(map(len, self._items))
+            and self._same(chain.from_iterable(self._sequences), chain.from_iterable(self._items))
+            and all(now == then for now, then in self._sets)
+            and self._holds_root(root)
+            and self._same(_values_of(self._libraries), self._library_values)
+            and self._holds_memory()
+        )
+
+    def _holds_values(self) -> bool:
+        try:
+            found = [get(namespace) for get, namespace in zip(self._getters, self._namespaces)]
+        except KeyError:
+            return False
+        # As many as there were. Nearly always they are the very same, which is asked first.
+        return all(map(is_, chain.from_iterable(found), self._values)) or all(
+            map(is_equal, chain.from_iterable(found), self._values)
+        )
+
+    def _holds_root(self, root: nn.Module) -> bool:
+        names, values = _around_left_out(root)
+        return (
+            type(root) is self._root_class
+            and names == self._root_names
+            and self._same(values, self._root_values)
+            and _hooks_of_libraries(root) is None
+        )
+
+    def _read_memory(self) -> list[list]:
+        return [list(map(read, self._tensors)) for read in _OF_MEMORY]
+
+    def _holds_memory(self) -> bool:
+        known = zip(_OF_MEMORY, self._memory)
+        return all(list(map(read, self._tensors)) == then for read, then in known)
+
+    @staticmethod
+    def _same(now: Iterable[Any], then: Iterable[Any]) -> bool:
+        if not isinstance(then, list):
+            return all(map(is_equal, now, then))
+        now = list(now)
+        return len(now) == len(then) and (all(map(is_, now, then)) or all(map(is_equal, now, then)))
+
+    def restore(self, root: nn.Module) -> None:
+        """Puts back what is not as it was in attributes, dictionaries and lists: of a call broken off."""
+        values = iter(self._values)
+        for namespace, names in zip(self._namespaces, self._names):
+            _put_back(namespace, dict(zip(names, values)))
+        for namespace in self._empty:
+            namespace.clear()
+        now = dict(zip(*_around_left_out(root)))
+        before = dict(zip(self._root_names, self._root_values))
+        for name in now:
+            if name not in before:
+                del root.__dict__[name]
+        root.__dict__.update(before)
+        for sequence, items in zip(self._sequences, self._items):
+            if isinstance(sequence, list) and not self._same(sequence, list(items)):
+                sequence[:] = items
+        for value in self._library_values:
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()  # of tensors that were never computed
+
+    def difference(self, root: nn.Module) -> str:
+        """What is not as it was, for the log."""
+        for instance, cls in zip((root, *self._instances), (self._root_class, *self._classes)):
+            if type(instance) is not cls:
+                return f"a {cls.__name__} became a {type(instance).__name__}"
+        values = iter(self._values)
+        for place, namespace, names in zip(self._places, self._namespaces, self._names):
+            then = dict(zip(names, values))
+            now = {name: value for name, value in namespace.items() if name not in _BOOKKEEPING}
+            for name in {**then, **now}:
+                if name not in then or name not in now:
+                    return f"{place}.{name} is new or gone"
+                if not is_equal(namespace[name], then[name]):
+                    return f"{place}.{name} is another"
+        hooks = _hooks_of_libraries(root)
+        if hooks is not None:
+            return f"it {hooks}"
+        names_now, values_now = _around_left_out(root)
+        before = dict(zip(self._root_names, self._root_values))
+        for name, value in zip(names_now, values_now):
+            if name not in before or not is_equal(value, before.pop(name)):
+                return f"{name} is another"
+        if before:
+            return f"{next(iter(before))} is gone"
+        if any(self._empty):
+            return "a hook or a value was added"
+        then_of = iter(self._library_values)
+        for library in self._libraries:
+            for name, value in vars(library).items():
+                if next(then_of, value) is not value:
+                    return f"{library.__name__}.{name} is another"
+        if not self._holds_memory():
+            return "parameters or buffers are elsewhere in memory"
+        return "a list or set of its parts is another"
+
+    # ----------------------------------------------------------------------------------------------
+    # The walk
+
+    def _walk(self, root: nn.Module) -> None:
+        seen: set[int] = {id(root)}
+        pending: list[tuple[str, Any]] = []
+
+        def add(place: str, values: Iterable[tuple[Any, Any]]) -> None:
+            for name, value in values:
+                if not isinstance(value, (*_IMMUTABLE, *_OPAQUE)) and id(value) not in seen:
+                    seen.add(id(value))
+                    pending.append((f"{place}.{name}" if place else str(name), value))
+
+        self._root_names, self._root_values = _around_left_out(root)
+        _refuse_hooks_of_libraries("it", root)
+        self._see_class("it", type(root))
+        self._instances, self._classes = [], [type(root)]
+        add("", zip(self._root_names, self._root_values))
+        while pending:
+            place, value = pending.pop()
+            add(place, self._see(place, value))
+        self._classes, classes = self._classes[1:], list(dict.fromkeys(self._classes))
+        self._libraries = list(_libraries_of(classes))
+        self._library_values = list(_values_of(self._libraries))
+        _refuse_replaced_functions(self._libraries)
+        registry = getattr(sys.modules.get(_DISPATCH), _REGISTRY, None)
+        for name, value in vars(registry).items() if registry is not None else ():
+            if isinstance(value, dict):
+                self._namespace(f"{_REGISTRY}.{name}", value)
+
+    def _see(self, place: str, value: Any) -> Iterable[tuple[Any, Any]]:
+        """Keeps what a value is, and returns what it consists of."""
+        if isinstance(value, Tensor):
+            return self._see_tensor(place, value)
+        if isinstance(value, nn.Module):
+            return self._see_module(place, value)
+        if isinstance(value, dict):
+            return self._see_namespace(place, value)
+        if isinstance(value, (list, tuple, collections.deque)):
+            self._sequences.append(value)
+            self._items.append(tuple(value))
+            return enumerate(value)
+        if isinstance(value, (set, frozenset)):
+            self._sets.append((value, frozenset(value)))
+            return ()
+        if isinstance(value, _FUNCTIONS):
+            function = inspect.unwrap(value)
+            for writer in (value, function):
+                _refuse_unknown(place, getattr(writer, "__module__", None))
+                _refuse_unknown(place, getattr(writer, "__globals__", {}).get("__name__"))
+            return ()
+        if isinstance(value, types.MethodType):
+            return self._see_method(place, value)
+        if isinstance(value, functools.partial):
+            return (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+        if isinstance(value, StandIn):
+            return ()
+        return self._see_instance(place, value)
+
+    def _see_tensor(self, place: str, tensor: Tensor) -> Iterable[tuple[Any, Any]]:
+        if hasattr(tensor, "__tensor_flatten__"):
+            self._see_class(place, type(tensor))
+            names, _ = tensor.__tensor_flatten__()
+            attributes = vars(tensor)
+            self._namespace(place, attributes)
+            return [(name, getattr(tensor, name)) for name in names]
+        if tensor.device.type != KERNEL_DEVICE_TYPE and isinstance(tensor, nn.Parameter):
+            raise CannotCapture(f"{place} is on {tensor.device.type}")
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+            self._see_class(place, type(tensor))
+            self._namespace(place, vars(tensor))
+        self._tensors.append(tensor)
+        return ()
+
+    def _see_module(self, place: str, module: nn.Module) -> Iterable[tuple[Any, Any]]:
+        state = module.__dict__
+        _refuse_hooks_of_libraries(place, module)
+        self._see_hooks(place, module)
+        forward = state.get("forward")
+        if forward is not None and stand_in_of(forward) is None:
+            function = getattr(forward, "__func__", None)
+            if function is not type(module).forward:
+                raise CannotCapture(f"the forward of {place} was replaced or wrapped")
+        if state.get("_compiled_call_impl") is not None or hasattr(module, "_orig_mod"):
+            raise CannotCapture(f"{place} is compiled")
+        self._see_class(place, type(module))
+        self._instances.append(module)
+        self._classes.append(type(module))
+        self._namespace(place, state, _BOOKKEEPING)
+        left_out = _BOOKKEEPING.union(_HOOKS)
+        return [(name, value) for name, value in state.items() if name not in left_out]
+
+    def _see_hooks(self, place: str, module: nn.Module) -> None:
+        state = module.__dict__
+        for name in _HOOKS:
+            if state[name]:
+                raise CannotCapture(f"{place} has hooks")
+            self._empty.append(state[name])
+
+    def _see_namespace(self, place: str, namespace: dict) -> Iterable[tuple[Any, Any]]:
+        if not namespace:
+            self._empty.append(namespace)
+            return ()
+        self._namespace(place, namespace)
+        return namespace.items()
+
+    def _see_method(self, place: str, method: Any) -> Iterable[tuple[Any, Any]]:
+        if stand_in_of(method) is not None:
+            return ()
+        _refuse_unknown(place, getattr(method.__func__, "__module__", None))
+        return (("__self__", method.__self__),)
+
+    def _see_instance(self, place: str, value: Any) -> Iterable[tuple[Any, Any]]:
+        """One of any other class: what it holds in its attributes."""
+        if callable(value):
+            self._see_class(place, type(value))
+        self._instances.append(value)
+        self._classes.append(type(value))
+        state = getattr(value, "__dict__", None)
+        if state is None:
+            return ()
+        self._namespace(place, state)
+        return state.items()
+
+    def _see_class(self, place: str, cls: type) -> None:
+        if cls.__module__.partition(".")[0] == _UNCAPTURED_LIBRARY and issubclass(cls, nn.Module):
+            raise CannotCapture(f"{place} is of {_UNCAPTURED_LIBRARY}, which decides on values")
+        if issubclass(cls, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
+            raise CannotCapture(f"{place} computes in another way while it is captured")
+        for base in cls.__mro__:
+            _refuse_unknown(place, base.__module__)
+        # What it calls may have been put into a class by others.
+        for name in ("forward", "__call__"):
+            function = getattr(cls, name, None)
+            if isinstance(function, types.FunctionType):
+                _refuse_unknown(place, function.__globals__.get("__name__"))
+
+    def _namespace(self, place: str, namespace: dict, left_out: frozenset = frozenset()) -> None:
+        names = tuple([name for name in namespace if name not in left_out])
+        getter = self._getter_of.get(names)
+        if getter is None:
+            getter = self._getter_of[names] = _getter(names)
+        self._places.append(place)
+        self._namespaces.append(namespace)
+        self._names.append(names)
+        self._sizes.append(len(namespace))
+        self._getters.append(getter)
+        self._values.extend(getter(namespace))
+
+
+def _getter(names: tuple) -> Callable[[dict], tuple]:
+    """Of these names' values in a dictionary."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda namespace: tuple([namespace[name] for name in names])
+
+
+_attributes: Any = vars(torch._C.TensorBase)
+_OF_MEMORY = (
+    *(Tensor.data_ptr, Tensor.stride, Tensor.size),
+    *(_attributes["dtype"].__get__, _attributes["requires_grad"].__get__),
+)
+
+
+def is_equal(a: Any, b: Any) -> bool:
+    """Whether two values are one, or cannot be told apart."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (tuple, torch.Size)):
+        return len(a) == len(b) and all(map(is_equal, a, b))
+    if isinstance(a, float):
+        return a.hex() == b.hex()
+    if isinstance(a, types.MethodType):
+        return a.__func__ is b.__func__ and a.__self__ is b.__self__
+    return isinstance(a, _IMMUTABLE) and bool(a == b)
+
+
+def _put_back(namespace: dict, before: dict) -> None:
+    for name in [name for name in namespace if name not in before and name not in _BOOKKEEPING]:
+        dict.__delitem__(namespace, name)
+    for name, value in before.items():
+        if namespace.get(name, namespace) is not value:
+            dict.__setitem__(namespace, name, value)
+
+
+def _around_left_out(root: nn.Module) -> tuple[list[str], list[Any]]:
+    """The module's own attributes, without those that are about what is around its forward."""
+    state = root.__dict__
+    names = [name for name in state if name not in _AROUND and name not in _BOOKKEEPING]
+    return names, [state[name] for name in names]
+
+
+def _hooks_of_libraries(module: nn.Module) -> str | None:
+    """What accelerate or diffusers put around the module, as a clause that begins with a verb."""
+    if "_hf_hook" in module.__dict__:
+        return "is offloaded, or on a device by hooks"
+    names = getattr(module.__dict__.get("_diffusers_hook"), "hooks", None)
+    return f"has hooks of diffusers: {', '.join(names)}" if names else None
+
+
+def _refuse_hooks_of_libraries(place: str, module: nn.Module) -> None:
+    hooks = _hooks_of_libraries(module)
+    if hooks is not None:
+        raise CannotCapture(f"{place} {hooks}")
+
+
+def _refuse_unknown(place: str, module_name: str | None) -> None:
+    if module_name is not None and module_name.partition(".")[0] not in _KNOWN_LIBRARIES:
+        raise CannotCapture(f"{place} runs code of {module_name}, which may do more than compute")
+
+
+def _refuse_replaced_functions(libraries: Iterable[types.ModuleType | type]) -> None:
+    """Functions of others in the place of a library's own."""
+    of_libraries: set[Any] = {None, *_IMPORTED_LIBRARIES}
+    for library in libraries:
+        for name, value in vars(library).items():
+            if type(value) in _NO_CODE:
+                continue
+            for writer in _writers_of(value):
+                if writer is not None and writer not in of_libraries:
+                    root = writer.partition(".")[0]
+                    if writer == "unittest.mock" or root not in _IMPORTED_LIBRARIES:
+                        _refuse_unknown(f"{library.__name__}.{name}", writer)
+                    of_libraries.add(writer)
+
+
+def _writers_of(value: Any) -> Iterable[str | None]:
+    """The modules that the code of a function, or of what can be called like one, is of."""
+    while type(value) is not types.FunctionType:  # what one is wrapped in
+        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            value = value.__func__
+        elif isinstance(value, functools.partial):
+            value = value.func
+        elif isinstance(value, functools._lru_cache_wrapper):
+            value = value.__wrapped__
+        else:
+            is_one = callable(value) and not isinstance(value, type)
+            return (type(value).__module__,) if is_one else ()
+    # A decorator's may have taken the name of what it is around.
+    return (value.__module__, value.__globals__.get("__name__"))
+
+
+def _libraries_of(classes: Iterable[type]) -> Iterator[types.ModuleType | type]:
+    """Classes, and modules of functions, whose names decide on what runs: what somebody puts in the place of
+    a function or a method is found there."""
+    bases = dict.fromkeys(base for cls in classes for base in cls.__mro__ if base is not object)
+    yield from bases
+    files = {base.__module__ for base in bases} - {"builtins"}
+    for name in tuple(files):
+        for value in getattr(sys.modules.get(name), "__dict__", {}).values():
+            of = getattr(value, "__module__", None)
+            is_code = isinstance(value, (type, *_FUNCTIONS))
+            if is_code and isinstance(of, str) and of.partition(".")[0] in _MODEL_LIBRARIES:
+                files.add(of)
+    for name in sorted(files | {"torch", "torch.nn.functional", "torch._C._nn"}):
+        if name in sys.modules:
+            yield sys.modules[name]
+    registry = getattr(sys.modules.get(_DISPATCH), _REGISTRY, None)
+    if registry is not None:
+        yield registry
+    yield Tensor
+
+
+def _values_of(libraries: Iterable[Any]) -> Iterator[Any]:
+    return chain.from_iterable(vars(library).values() for library in libraries)
