@@ -1069,7 +1069,8 @@ class GraphTwins(random_sequences.Twins):
 
     def finish(self):
         """No graph outlives the kernels, and the models compute the same without them."""
-        self.kept.clear()
+        if not self.shares_forwards:  # of the models copied, by what found their forwards before
+            self.kept.clear()
         self.eject()
         if not self.compiled:
             self.forward(options=next(iter(self.family.options)), seed=0)
