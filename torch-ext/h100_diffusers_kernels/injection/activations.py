@@ -89,7 +89,11 @@ class _TrustedLinearGelu(LinearGelu):
     def _has_epilogue(self, x: Tensor) -> bool:
         linear: Any = self.linear
         return (
-            x.is_cuda and linear.bias is not None and x.dtype in _EPILOGUE_DTYPES and x.numel() > 0
+            x.is_cuda
+            and linear.bias is not None
+            and x.dtype in _EPILOGUE_DTYPES
+            and x.numel() > 0
+            and linear.weight.stride(-1) == 1
         )
 
 

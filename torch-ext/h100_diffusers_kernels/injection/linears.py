@@ -81,7 +81,7 @@ def product_of_two(layer: Layer, first: Tensor, second: Tensor, is_trusted: bool
     A plain layer takes them one after the other, the second's product added to the first's, so that
     nothing is copied to stand side by side.
     """
-    if is_trusted or (
+    if (is_trusted and _has_rows(layer)) or (
         isinstance(layer, PlainLinear)
         and may_write()
         and kernels_take(first, second, layer.weight, layer.bias)
@@ -122,6 +122,7 @@ class Projection:
         if is_trusted:
             return (
                 _are_rows_of_one(self._x)
+                and _has_rows(layer)
                 and layer.weight.shape[0] == query.shape[2] * query.shape[3]
             )
         return (
@@ -163,6 +164,12 @@ def _goes_by_sample(layer: Layer, x: Tensor) -> bool:
         and kernels_take(x, layer.weight, layer.bias)
         and not is_differentiated(x, layer.weight, layer.bias)
     )
+
+
+def _has_rows(layer: Any) -> bool:
+    """Whether a plain layer's weight has no gaps within its rows, as it has but where somebody gave it others:
+    then it is called as it is, trusted or not."""
+    return layer.weight.stride(-1) == 1
 
 
 def _are_rows_of_one(x: Tensor) -> bool:
