@@ -167,8 +167,8 @@ def _goes_by_sample(layer: Layer, x: Tensor) -> bool:
 
 
 def _has_rows(layer: Any) -> bool:
-    """Whether a plain layer's weight has no gaps within its rows, as it has but where somebody gave it others:
-    then it is called as it is, trusted or not."""
+    """Whether a plain layer's weight has no gaps within its rows. Where somebody gave it such, the layer is
+    called as it is, trusted or not."""
     return layer.weight.stride(-1) == 1
 
 
