@@ -371,6 +371,9 @@ def in_threads(functions):
     results = [None] * len(functions)
 
     def target(i):
+        # PyTorch gives a thread its number of OpenMP threads when one first asks for it; a matrix product
+        # does not ask, and is split for as many as there are cores: other bits than of a later one.
+        torch.get_num_threads()
         try:
             results[i] = functions[i]()
         except BaseException as error:

@@ -135,10 +135,12 @@ def _plan(name: str, model: nn.Module, family: Any, options: dict[str, Any]) -> 
         if options["cuda_graphs"] and not plan.found_nothing:
             plan.capture(model)
         return plan
-    if plan.options != options:
+    changed = {key: value for key, value in options.items() if plan.options[key] != value}
+    if changed:
+        before = {key: plan.options[key] for key in changed}
         raise ValueError(
-            f"inject_kernels: {name or 'the model'} runs on kernels injected with "
-            f"{_shown(plan.options)}, got {_shown(options)}: call eject_kernels first"
+            f"inject_kernels: {name or 'the model'} runs on kernels injected with {_shown(before)}, "
+            f"got {_shown(changed)}: call eject_kernels first"
         )
     return plan
 
