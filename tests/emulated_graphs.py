@@ -81,7 +81,10 @@ class _Record(TorchDispatchMode):
         _refuse(func, args, kwargs)
         operands = tree_map_only(Tensor, self.at_address, (args, kwargs))
         read = {_storage(tensor) for tensor in _tensors_of((args, kwargs))}
+        written = [(tensor, tensor.clone()) for tensor in _written(func, args, kwargs)]
         result = func(*args, **kwargs)
+        for tensor, before in written:
+            tensor.copy_(before)
         for tensor in _tensors_of(result):
             if _storage(tensor) not in read:
                 size = tensor.untyped_storage().nbytes()
@@ -111,6 +114,13 @@ def _refuse(func, args, kwargs):
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0:
             raise RuntimeError("the generator is not captured: it draws random numbers")
+
+
+def _written(func, args, kwargs):
+    """The operands that an operation writes to."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors_of(args[i] if i < len(args) else kwargs.get(argument.name))
 
 
 def _storage(tensor):

@@ -862,6 +862,132 @@ def test_a_capture_that_fails_leaves_the_model_as_it_was(pair):
 
 
 # ------------------------------------------------------------------------------------------------
+# Replays that begin before the model is looked at
+
+
+@pytest.fixture
+def events(graphs, monkeypatch, device):  # noqa: F811
+    """What replays and looks did, in the order in which they did it."""
+    events = []
+
+    def note(owner, name, event):
+        original = getattr(owner, name)
+
+        def noted(*args, **kwargs):
+            result = original(*args, **kwargs)
+            events.append(f"{event} {result}" if isinstance(result, bool) else event)
+            return result
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(module_of(graphs, "forward").GRAPHS[device], "replay", "replay")
+    note(module_of(graphs, "watched").WatchedState, "holds", "look")
+    return events
+
+
+@every_family
+def test_the_device_computes_while_the_model_is_looked_at(graphs, device, family, events):  # noqa: F811
+    for mode in (torch.no_grad, torch.inference_mode):
+        pair = Pair(graphs, family, device)
+        arguments = pair.inputs()
+        with mode():
+            for _ in range(2):
+                pair.model(**arguments)
+            events.clear()
+            pair.model(**arguments)
+        assert events == ["replay", "look True"]
+
+
+def test_a_replay_that_began_for_nothing_is_seen_by_nobody(pair, events):
+    pair.captured()
+    pair.both(change_eps)
+    events.clear()
+    pair.call()  # with the bits of the model as it is now
+    assert events == ["replay", "look False"]
+    assert pair.calls.replayed == 1
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        pytest.param(lambda p: p.data.clone(), id="elsewhere"),
+        pytest.param(lambda p: p.data.flatten()[:-1], id="smaller"),
+        pytest.param(lambda p: p.data[:1].expand_as(p), id="expanded"),
+        pytest.param(lambda p: p.data.T, id="transposed"),
+    ],
+)
+def test_no_replay_begins_without_the_memory_that_it_reads(pair, events, move):
+    pair.captured()
+    events.clear()
+    weight = pair.model.proj_in.weight
+    before, weight.data = weight.data, move(weight)
+    with torch.inference_mode(), contextlib.suppress(RuntimeError):
+        pair.model(**pair.inputs())
+    assert "replay" not in events
+    assert not any(event == "look True" for event in events)
+    weight.data = before
+
+
+def test_nor_without_that_of_a_tensor_with_gaps(graphs, device, events):  # noqa: F811
+    """Its size and strides tell how far it reaches."""
+    pair = Pair(graphs, LTX, device)
+    wide = torch.randn(pair.model.proj_in.weight.T.shape, device=device)
+    pair.both(lambda model: setattr(model.proj_in.weight, "data", wide.T))
+    pair.captured()
+    events.clear()
+    rows, columns = wide.T.shape
+    shape, stride = (rows // 2, columns * 2), wide.T.stride()
+    pair.model.proj_in.weight.data = torch.cat((wide, wide)).as_strided(shape, stride)
+    with torch.inference_mode(), contextlib.suppress(RuntimeError):
+        pair.model(**pair.inputs())
+    assert "replay" not in events
+
+
+class Counter(nn.Module):
+    """``how``: by what it writes to a buffer at each call."""
+
+    def __init__(self, linear, how):
+        super().__init__()
+        self.linear = linear
+        self.how = how
+        self.register_buffer("calls", torch.zeros(1, device=linear.weight.device))
+
+    def forward(self, x):
+        if self.how == "add":
+            self.calls += 1
+        elif self.how == "data":
+            self.calls.data.add_(1)
+        elif self.how == "out":
+            torch.add(self.calls, 1, out=self.calls)
+        elif self.how == "view":
+            self.calls[0] = self.calls[0] + 1
+        return self.linear(x) + self.calls
+
+
+@pytest.mark.usefixtures("trusted")
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize("how", ["add", "data", "out", "view"])
+def test_a_forward_that_writes_is_looked_at_before(pair, events, how, is_inference):
+    """For nothing it would have written too."""
+
+    def count(model):
+        with torch.inference_mode(is_inference):
+            model.proj_in = Counter(model.proj_in, how)
+
+    pair.both(count)
+    for _ in range(5):
+        pair.call()
+    # Emulated captures are never in inference mode, where alone such tensors may be written to.
+    is_captured = how == "data" or not is_inference or torch.cuda.is_available()
+    assert pair.calls.replayed == (3 if is_captured else 0)
+    assert events[-2:] == (["look True", "replay"] if is_captured else ["look True", "look True"])
+    pair.both(change_eps)
+    for _ in range(5):
+        pair.call()
+    assert pair.model.proj_in.calls == pair.plain.proj_in.calls == 10
+
+
+# ------------------------------------------------------------------------------------------------
 # Interrupts, threads, copies, memory
 
 

@@ -29,11 +29,17 @@ _WAITING = frozenset(
         *(Tensor.allclose, torch.allclose, Tensor.is_nonzero, torch.is_nonzero),
     )
 )
+# That write to nothing, whether somebody counts writes to their operands or not.
+_READING = frozenset((torch.cat, torch.stack))
 _COPIES = frozenset((Tensor.copy_, Tensor.__setitem__, Tensor.index_put_))
 
 
 class Capture:
     """A call that can be run again with other values in its tensors.
+
+    Attributes:
+        leaks: whether something keeps what the call computed, besides its caller.
+        writes_outside: whether the call may write to tensors that it neither was given nor made.
 
     Raises:
         CannotCapture: if the call does what a graph cannot do again.
@@ -79,6 +85,7 @@ class Capture:
             # What the graph reads besides arguments and what its module watches: it must not be freed.
             self._externals = [t for t in recorder.externals.values() if not is_watched(t)]
             self.leaks = recorder.has_kept_any(self._tensors())
+            self.writes_outside = recorder.writes_outside
         except BaseException:
             self.reset()
             raise
@@ -135,6 +142,8 @@ class _Recorder(TorchFunctionMode):
 
     Attributes:
         externals: tensors that were neither given nor made in the call, one for each memory.
+        writes_outside: whether any of them may have been written to: nobody counts writes to what was made in
+            inference mode.
         refusal: the reason of what was raised, if anything was. The error itself would hold the model.
     """
 
@@ -147,6 +156,7 @@ class _Recorder(TorchFunctionMode):
         self._made: dict[int, StorageWeakRef] = {}
         self._elsewhere: set[int] = set()  # of what was made, on other devices
         self.externals: dict[int, Tensor] = {}
+        self.writes_outside = False
         self.refusal: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -168,15 +178,21 @@ class _Recorder(TorchFunctionMode):
         if kwargs:
             read += _tensors_in(kwargs.values())
         storages = [_storage(tensor) for tensor in read]
+        outside: list[Tensor] = []
         for tensor, storage in zip(read, storages):
             if storage not in self._made and storage not in self._given:
                 if tensor.device != self._device:
                     raise CannotCapture(f"it reads a tensor on {tensor.device} ({_name(func)})")
                 self.externals.setdefault(storage, tensor)
+                if func not in _READING:
+                    outside.append(tensor)
+        versions = list(map(_version, outside))
         elsewhere = [t for t, s in zip(read, storages) if s in self._elsewhere]
         if func in _WAITING and len(elsewhere) < len(read):
             raise CannotCapture(f"it waits for values on the host ({_name(func)})")
         result = func(*args, **kwargs)
+        if None in versions or list(map(_version, outside)) != versions:
+            self.writes_outside = True
         made = _tensors_in((result,))
         for tensor in made:
             storage = _storage(tensor)
@@ -218,6 +234,11 @@ def _name(func: Any) -> str:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Changes when it is written to; None where nobody counts that."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:

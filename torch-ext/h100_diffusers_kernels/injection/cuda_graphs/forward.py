@@ -42,8 +42,9 @@ _MOST_CALLS_BETWEEN_LOOKS = 64
 class GraphedForward(StandIn):
     """A forward whose calls are captured at the second of a kind, and replayed from then on.
 
-    A call's kind is its arguments, but for tensors' values, and what PyTorch is set to. Before each replay
-    all is looked at that the module's forward is made of; where that has changed, its graphs are dropped.
+    A call's kind is its arguments, but for tensors' values, and what PyTorch is set to. At each replay all is
+    looked at that the module's forward is made of; where that has changed, its graphs are dropped, and the
+    call runs as it is.
     """
 
     __slots__ = (
@@ -97,18 +98,20 @@ class GraphedForward(StandIn):
             return self._run_inner(*args, **kwargs)
         key = (of_torch, call.key)
         with lock:
-            reason = self._why_not_replayed(module, key)
-            if reason is None:
-                try:
+            try:
+                replayed = self._replay_ahead(key, call)
+                reason = self._why_not_replayed(module, key)
+                if reason is None:
                     if key in self._captures:
-                        return self._replay(key, call)
+                        return self._replay(key, call, replayed)
                     return self._capture(module, key, device, call)
-                except CannotCapture as refusal:
-                    reason = refusal.reason
-                    self._remember(self._refused, key, reason)
-                except torch.OutOfMemoryError:
-                    self._start_anew(_TOO_LITTLE_MEMORY)
-                    reason = _TOO_LITTLE_MEMORY
+            except CannotCapture as refusal:
+                reason = refusal.reason
+                self._remember(self._refused, key, reason)
+            except torch.OutOfMemoryError:
+                self._start_anew(_TOO_LITTLE_MEMORY)
+                reason = _TOO_LITTLE_MEMORY
+            replayed = None
             self.tally.count_uncaptured(reason)
         result = self._run_inner(*args, **kwargs)
         with lock:
@@ -153,8 +156,21 @@ class GraphedForward(StandIn):
             return self._refused[key]
         return None if key in self._captures or key in self._once else FIRST_CALL
 
-    def _replay(self, key: Hashable, call: arguments.Arguments) -> Any:
-        result = self._captures[key].replay(call.tensors)
+    def _replay_ahead(self, key: Hashable, call: arguments.Arguments) -> tuple[Any] | None:
+        """What a call returns if all is as it was, which is looked at while the device computes it.
+
+        Until then nobody sees it, and it writes to nothing else. Of what it reads only the memory must be
+        known to be there.
+        """
+        capture = self._captures.get(key)
+        if capture is None or capture.writes_outside:
+            return None
+        assert self._state is not None
+        return (capture.replay(call.tensors),) if self._state.holds_memory() else None
+
+    def _replay(self, key: Hashable, call: arguments.Arguments, replayed: tuple[Any] | None) -> Any:
+        capture = self._captures[key]
+        (result,) = replayed or (capture.replay(call.tensors),)
         self._captures.move_to_end(key)
         self._patience = 0
         self.tally.replayed += 1

@@ -113,6 +113,8 @@ class WatchedState:
         self._walk(root)
         self._tensor_ids = set(map(id, self._tensors))
         self._memory = self._read_memory()
+        self._scattered = [tensor for tensor in self._tensors if not tensor.is_contiguous()]
+        self._extents = self._read_extents()
 
     def watches(self, tensor: Tensor) -> bool:
         """Whether it is among the tensors that were found."""
@@ -120,6 +122,10 @@ class WatchedState:
 
     # ----------------------------------------------------------------------------------------------
     # The look back
+
+    def holds_memory(self) -> bool:
+        """Whether what was in memory is there and as large as it was: a part of ``holds``, and quick."""
+        return self._read_extents() == self._extents
 
     def holds(self, root: nn.Module) -> bool:
         """Whether all of it is as it was."""
@@ -133,7 +139,7 @@ class WatchedState:
             and all(now == then for now, then in self._sets)
             and self._holds_root(root)
             and self._same(_values_of(self._libraries), self._library_values)
-            and self._holds_memory()
+            and self._read_memory() == self._memory
         )
 
     def _holds_values(self) -> bool:
@@ -158,9 +164,11 @@ class WatchedState:
     def _read_memory(self) -> list[list]:
         return [list(map(read, self._tensors)) for read in _OF_MEMORY]
 
-    def _holds_memory(self) -> bool:
-        known = zip(_OF_MEMORY, self._memory)
-        return all(list(map(read, self._tensors)) == then for read, then in known)
+    def _read_extents(self) -> list[list]:
+        return [
+            *(list(map(read, self._tensors)) for read in _OF_EXTENTS),
+            *(list(map(read, self._scattered)) for read in (Tensor.size, Tensor.stride)),
+        ]
 
     @staticmethod
     def _same(now: Iterable[Any], then: Iterable[Any]) -> bool:
@@ -220,7 +228,7 @@ class WatchedState:
             for name, value in vars(library).items():
                 if next(then_of, value) is not value:
                     return f"{library.__name__}.{name} is another"
-        if not self._holds_memory():
+        if self._read_memory() != self._memory:
             return "parameters or buffers are elsewhere in memory"
         return "a list or set of its parts is another"
 
@@ -386,6 +394,8 @@ _OF_MEMORY = (
     *(Tensor.data_ptr, Tensor.stride, Tensor.size),
     *(_attributes["dtype"].__get__, _attributes["requires_grad"].__get__),
 )
+# With the sizes and strides of those that are not contiguous, these tell which memory a tensor reaches.
+_OF_EXTENTS = (Tensor.data_ptr, _attributes["nbytes"].__get__, Tensor.is_contiguous)
 
 
 def is_equal(a: Any, b: Any) -> bool:
