@@ -20,6 +20,14 @@ from .reasons import CannotCapture
 
 _NUMBERS = frozenset((int, float, bool, type(None), str, torch.dtype, torch.device))
 _Getter = type(vars(torch._C.TensorBase)["shape"].__get__)
+# What tells of a tensor, and of no value in it.
+_OF_SHAPE = frozenset(
+    (
+        *(Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.storage_offset),
+        *(Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size),
+        *(Tensor.data_ptr, Tensor.untyped_storage, Tensor.__len__, Tensor.is_inference),
+    )
+)
 # What gives values, or numbers of them, to Python.
 _WAITING = frozenset(
     (
@@ -52,7 +60,7 @@ class Capture:
         device: torch.device,
         arguments: Arguments,
         forward: Callable[..., Any],
-        is_watched: Callable[[Tensor], bool],
+        watched: list[Tensor],
     ) -> None:
         self._graph = graph
         self._leaves: list[Any] = []
@@ -66,7 +74,7 @@ class Capture:
         self._copy_in(arguments.tensors)  # undefined values would be no indices
         args, kwargs = arguments.with_tensors(self._inputs)
         given = _pytree.tree_leaves((args, kwargs))
-        recorder = _Recorder(device, self._inputs)
+        recorder = _Recorder(device, self._inputs, watched)
 
         def run() -> Any:
             with recorder:
@@ -83,9 +91,9 @@ class Capture:
             _refuse_changed_containers(given, _pytree.tree_leaves((args, kwargs)))
             self._refuse_results()
             # What the graph reads besides arguments and what its module watches: it must not be freed.
-            self._externals = [t for t in recorder.externals.values() if not is_watched(t)]
+            self._externals = list(recorder.externals.values())
             self.leaks = recorder.has_kept_any(self._tensors())
-            self.writes_outside = recorder.writes_outside
+            self.writes_outside = recorder.writes_outside()
         except BaseException:
             self.reset()
             raise
@@ -141,27 +149,29 @@ class _Recorder(TorchFunctionMode):
     itself refuses to wait for the host in a capture, and to draw random numbers.
 
     Attributes:
-        externals: tensors that were neither given nor made in the call, one for each memory.
-        writes_outside: whether any of them may have been written to: nobody counts writes to what was made in
-            inference mode.
+        externals: tensors that were neither given nor made in the call nor are watched, one for each memory.
         refusal: the reason of what was raised, if anything was. The error itself would hold the model.
     """
 
-    def __init__(self, device: torch.device, inputs: list[Tensor]) -> None:
+    def __init__(self, device: torch.device, inputs: list[Tensor], watched: list[Tensor]) -> None:
         super().__init__()
         self._device = device
         self._inputs = inputs
         self._versions = [tensor._version for tensor in inputs]
-        self._given = {_storage(tensor) for tensor in inputs}
-        self._made: dict[int, StorageWeakRef] = {}
+        self._watched = [tensor for tensor in watched if tensor.device == device]
+        self._watched_ids = set(map(id, self._watched))
+        self._watched_storages = set(map(_storage, self._watched))
+        self._watched_versions = list(map(_version, self._watched))
+        # Of what was given and what was made. A weak reference keeps its storage's number from being another's.
+        self._own: dict[int, StorageWeakRef | None] = dict.fromkeys(map(_storage, inputs))
         self._elsewhere: set[int] = set()  # of what was made, on other devices
+        self._writes = False
         self.externals: dict[int, Tensor] = {}
-        self.writes_outside = False
         self.refusal: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if type(func) is _Getter:  # of shapes, dtypes, ...
-            return func(*args)
+        if type(func) is _Getter or func in _OF_SHAPE:
+            return func(*args, **(kwargs or {}))
         try:
             return self._record(func, args, kwargs or {})
         except CannotCapture as refusal:
@@ -173,35 +183,65 @@ class _Recorder(TorchFunctionMode):
         if any(tensor._version != then for tensor, then in zip(self._inputs, self._versions)):
             raise CannotCapture("it writes to a tensor that it is given")
 
+    def writes_outside(self) -> bool:
+        """Whether anything may have been written to that was neither given nor made: nobody counts writes to
+        what was made in inference mode."""
+        versions = self._watched_versions
+        return (
+            self._writes or None in versions or list(map(_version, self._watched)) != versions
+        )
+
     def _record(self, func: Any, args: tuple, kwargs: dict) -> Any:
         read = _tensors_in(args)
         if kwargs:
             read += _tensors_in(kwargs.values())
-        storages = [_storage(tensor) for tensor in read]
+        own, watched = self._own, self._watched_ids
         outside: list[Tensor] = []
-        for tensor, storage in zip(read, storages):
-            if storage not in self._made and storage not in self._given:
-                if tensor.device != self._device:
-                    raise CannotCapture(f"it reads a tensor on {tensor.device} ({_name(func)})")
-                self.externals.setdefault(storage, tensor)
-                if func not in _READING:
-                    outside.append(tensor)
-        versions = list(map(_version, outside))
-        elsewhere = [t for t, s in zip(read, storages) if s in self._elsewhere]
+        elsewhere: list[Tensor] = []
+        for tensor in read:
+            if id(tensor) in watched:
+                continue
+            storage = tensor.untyped_storage()._cdata
+            if storage not in own:
+                self._see_external(func, tensor, storage)
+                outside.append(tensor)
+            elif storage in self._elsewhere:
+                elsewhere.append(tensor)
         if func in _WAITING and len(elsewhere) < len(read):
             raise CannotCapture(f"it waits for values on the host ({_name(func)})")
-        result = func(*args, **kwargs)
-        if None in versions or list(map(_version, outside)) != versions:
-            self.writes_outside = True
-        made = _tensors_in((result,))
+        if outside and func not in _READING:
+            result = self._run_counted(func, args, kwargs, outside)
+        else:
+            result = func(*args, **kwargs)
+        made = [result] if type(result) in PLAIN_TYPES else _tensors_in((result,))
         for tensor in made:
-            storage = _storage(tensor)
-            if storage not in storages:
-                self._made[storage] = StorageWeakRef(tensor.untyped_storage())
+            untyped = tensor.untyped_storage()
+            storage = untyped._cdata
+            if storage in own:
+                if storage in self._elsewhere:
+                    self._place(tensor, storage)
+            elif not self._is_external(storage):
+                own[storage] = StorageWeakRef(untyped)
                 self._place(tensor, storage)
         if elsewhere:
             self._refuse_copies(func, read, elsewhere, made)
         return result
+
+    def _run_counted(self, func: Any, args: tuple, kwargs: dict, outside: list[Tensor]) -> Any:
+        versions = list(map(_version, outside))
+        result = func(*args, **kwargs)
+        if None in versions or list(map(_version, outside)) != versions:
+            self._writes = True
+        return result
+
+    def _is_external(self, storage: int) -> bool:
+        return storage in self._watched_storages or storage in self.externals
+
+    def _see_external(self, func: Any, tensor: Tensor, storage: int) -> None:
+        if tensor.device != self._device:
+            raise CannotCapture(f"it reads a tensor on {tensor.device} ({_name(func)})")
+        if storage not in self._watched_storages:
+            self.externals.setdefault(storage, tensor)
 
     def _place(self, tensor: Tensor, storage: int) -> None:
         if tensor.device == self._device:
@@ -222,7 +262,8 @@ class _Recorder(TorchFunctionMode):
     def has_kept_any(self, results: Iterator[Tensor]) -> bool:
         """Whether anything keeps memory of the call's own besides its results."""
         returned = {_storage(tensor) for tensor in results}
-        kept = [ref for storage, ref in self._made.items() if storage not in returned]
+        made = ((storage, ref) for storage, ref in self._own.items() if ref is not None)
+        kept = [ref for storage, ref in made if storage not in returned]
         if not all(ref.expired() for ref in kept):
             gc.collect()
         return not all(ref.expired() for ref in kept)

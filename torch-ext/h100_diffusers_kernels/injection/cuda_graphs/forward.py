@@ -181,7 +181,7 @@ class GraphedForward(StandIn):
         state: Any = self._state
         graph = GRAPHS[device.type](device, self._pool)
         try:
-            capture = Capture(graph, device, call, self._run_inner, state.watches)
+            capture = Capture(graph, device, call, self._run_inner, state.tensors)
         except BaseException as error:
             # What it was in the middle of changing; the call runs again, from its beginning.
             state.restore(module)

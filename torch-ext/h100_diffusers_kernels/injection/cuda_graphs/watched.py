@@ -79,8 +79,9 @@ _IMMUTABLE = (
     *(torch.dtype, torch.device, torch.memory_format, torch.Size, enum.Enum),
 )
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, weakref.ref)
+_NO_PARTS = frozenset((*_IMMUTABLE, *_OPAQUE))
 _FUNCTIONS = (types.FunctionType, functools._lru_cache_wrapper)
-_NO_CODE = frozenset((*_IMMUTABLE, *_OPAQUE, dict, list, tuple, set))
+_NO_CODE = _NO_PARTS.union((dict, list, tuple, set))
 
 
 class WatchedState:
@@ -106,19 +107,20 @@ class WatchedState:
         self._sets: list[tuple[Any, frozenset]] = []
         self._instances: list[Any] = []
         self._classes: list[type] = []
+        self._known_classes: set[type] = set()
         self._tensors: list[Tensor] = []
         self._libraries: list[types.ModuleType | type] = []  # whose names are looked at
         self._library_values: list[Any] = []
         self._getter_of: dict[tuple, Callable[[dict], tuple]] = {}
         self._walk(root)
-        self._tensor_ids = set(map(id, self._tensors))
         self._memory = self._read_memory()
         self._scattered = [tensor for tensor in self._tensors if not tensor.is_contiguous()]
         self._extents = self._read_extents()
 
-    def watches(self, tensor: Tensor) -> bool:
-        """Whether it is among the tensors that were found."""
-        return id(tensor) in self._tensor_ids
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that were found."""
+        return self._tensors
 
     # ----------------------------------------------------------------------------------------------
     # The look back
@@ -241,7 +243,9 @@ class WatchedState:
 
         def add(place: str, values: Iterable[tuple[Any, Any]]) -> None:
             for name, value in values:
-                if not isinstance(value, (*_IMMUTABLE, *_OPAQUE)) and id(value) not in seen:
+                if type(value) in _NO_PARTS or id(value) in seen:
+                    continue
+                if not isinstance(value, (*_IMMUTABLE, *_OPAQUE)):
                     seen.add(id(value))
                     pending.append((f"{place}.{name}" if place else str(name), value))
 
@@ -357,6 +361,8 @@ class WatchedState:
         return state.items()
 
     def _see_class(self, place: str, cls: type) -> None:
+        if cls in self._known_classes:
+            return
         if cls.__module__.partition(".")[0] == _UNCAPTURED_LIBRARY and issubclass(cls, nn.Module):
             raise CannotCapture(f"{place} is of {_UNCAPTURED_LIBRARY}, which decides on values")
         if issubclass(cls, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
@@ -368,6 +374,7 @@ class WatchedState:
             function = getattr(cls, name, None)
             if isinstance(function, types.FunctionType):
                 _refuse_unknown(place, function.__globals__.get("__name__"))
+        self._known_classes.add(cls)
 
     def _namespace(self, place: str, namespace: dict, left_out: frozenset = frozenset()) -> None:
         names = tuple([name for name in namespace if name not in left_out])
