@@ -28,7 +28,7 @@ class Kept(NamedTuple):
         key = (x.device, recording.stream_of_caller(x), *_flat(arguments))
         kept: Any = injected.kept
         if kept is None or kept.key != key:
-            # Tensors of inference mode could neither be in a gradient later nor tell that they were written to.
+            # Tensors of inference mode could be in no gradient later, nor tell that they were written to.
             with torch.inference_mode(False), torch.no_grad():
                 kept = Kept(key, make())
             # What is made while a CUDA graph is captured has no values until the graph is replayed.

@@ -162,7 +162,7 @@ class _Recorder(TorchFunctionMode):
         self._watched_ids = set(map(id, self._watched))
         self._watched_storages = set(map(_storage, self._watched))
         self._watched_versions = list(map(_version, self._watched))
-        # Of what was given and what was made. A weak reference keeps its storage's number from being another's.
+        # Of what was given and what was made. A weak reference keeps a storage's number from being another's.
         self._own: dict[int, StorageWeakRef | None] = dict.fromkeys(map(_storage, inputs))
         self._elsewhere: set[int] = set()  # of what was made, on other devices
         self._writes = False
@@ -187,9 +187,7 @@ class _Recorder(TorchFunctionMode):
         """Whether anything may have been written to that was neither given nor made: nobody counts writes to
         what was made in inference mode."""
         versions = self._watched_versions
-        return (
-            self._writes or None in versions or list(map(_version, self._watched)) != versions
-        )
+        return self._writes or None in versions or list(map(_version, self._watched)) != versions
 
     def _record(self, func: Any, args: tuple, kwargs: dict) -> Any:
         read = _tensors_in(args)
