@@ -95,12 +95,7 @@ class WatchedState:
         self._root_class = type(root)
         self._root_names: list[str] = []
         self._root_values: list[Any] = []
-        self._places: list[str] = []  # of each namespace, for the log
-        self._namespaces: list[dict] = []
-        self._names: list[tuple] = []
-        self._sizes: list[int] = []
-        self._getters: list[Callable[[dict], tuple]] = []  # of the values of these names
-        self._values: list[Any] = []  # of all namespaces, one after the other
+        self._namespaces: dict[tuple, _Namespaces] = {}  # by their names
         self._empty: list[dict] = []
         self._sequences: list[Any] = []
         self._items: list[tuple] = []
@@ -111,7 +106,6 @@ class WatchedState:
         self._tensors: list[Tensor] = []
         self._libraries: list[types.ModuleType | type] = []  # whose names are looked at
         self._library_values: list[Any] = []
-        self._getter_of: dict[tuple, Callable[[dict], tuple]] = {}
         self._walk(root)
         self._memory = self._read_memory()
         self._scattered = [tensor for tensor in self._tensors if not tensor.is_contiguous()]
@@ -133,8 +127,7 @@ class WatchedState:
         """Whether all of it is as it was."""
         return (
             all(map(is_, map(type, self._instances), self._classes))
-            and list(map(len, self._namespaces)) == self._sizes
-            and self._holds_values()
+            and all(map(_Namespaces.hold, self._namespaces.values()))
             and not any(self._empty)
             and list(map(len, self._sequences)) == list(map(len, self._items))
             and self._same(chain.from_iterable(self._sequences), chain.from_iterable(self._items))
@@ -142,16 +135,6 @@ class WatchedState:
             and self._holds_root(root)
             and self._same(_values_of(self._libraries), self._library_values)
             and self._read_memory() == self._memory
-        )
-
-    def _holds_values(self) -> bool:
-        try:
-            found = [get(namespace) for get, namespace in zip(self._getters, self._namespaces)]
-        except KeyError:
-            return False
-        # As many as there were. Nearly always they are the very same, which is asked first.
-        return all(map(is_, chain.from_iterable(found), self._values)) or all(
-            map(is_equal, chain.from_iterable(found), self._values)
         )
 
     def _holds_root(self, root: nn.Module) -> bool:
@@ -181,17 +164,17 @@ class WatchedState:
 
     def restore(self, root: nn.Module) -> None:
         """Puts back what is not as it was in attributes, dictionaries and lists: of a call broken off."""
-        values = iter(self._values)
-        for namespace, names in zip(self._namespaces, self._names):
-            _put_back(namespace, dict(zip(names, values)))
+        for alike in self._namespaces.values():
+            for _, namespace, before in alike:
+                _put_back(namespace, before)
         for namespace in self._empty:
             namespace.clear()
         now = dict(zip(*_around_left_out(root)))
-        before = dict(zip(self._root_names, self._root_values))
+        attributes = dict(zip(self._root_names, self._root_values))
         for name in now:
-            if name not in before:
+            if name not in attributes:
                 del root.__dict__[name]
-        root.__dict__.update(before)
+        root.__dict__.update(attributes)
         for sequence, items in zip(self._sequences, self._items):
             if isinstance(sequence, list) and not self._same(sequence, list(items)):
                 sequence[:] = items
@@ -204,9 +187,7 @@ class WatchedState:
         for instance, cls in zip((root, *self._instances), (self._root_class, *self._classes)):
             if type(instance) is not cls:
                 return f"a {cls.__name__} became a {type(instance).__name__}"
-        values = iter(self._values)
-        for place, namespace, names in zip(self._places, self._namespaces, self._names):
-            then = dict(zip(names, values))
+        for place, namespace, then in chain.from_iterable(self._namespaces.values()):
             now = {name: value for name, value in namespace.items() if name not in _BOOKKEEPING}
             for name in {**then, **now}:
                 if name not in then or name not in now:
@@ -378,22 +359,53 @@ class WatchedState:
 
     def _namespace(self, place: str, namespace: dict, left_out: frozenset = frozenset()) -> None:
         names = tuple([name for name in namespace if name not in left_out])
-        getter = self._getter_of.get(names)
-        if getter is None:
-            getter = self._getter_of[names] = _getter(names)
+        alike = self._namespaces.get(names)
+        if alike is None:
+            alike = self._namespaces[names] = _Namespaces(names)
+        alike.add(place, namespace)
+
+
+class _Namespaces:
+    """Dictionaries with the same names that are looked at, and the values that these had.
+
+    There are some thousands with some ten thousand values: no Python code runs for each of them.
+    """
+
+    def __init__(self, names: tuple) -> None:
+        self._names = names
+        self._get: Callable[[dict], Any] = itemgetter(*names) if names else lambda namespace: ()
+        self._places: list[str] = []  # for the log
+        self._namespaces: list[dict] = []
+        self._sizes: list[int] = []
+        self._values: list[Any] = []  # one namespace's after the other's
+
+    def add(self, place: str, namespace: dict) -> None:
         self._places.append(place)
         self._namespaces.append(namespace)
-        self._names.append(names)
         self._sizes.append(len(namespace))
-        self._getters.append(getter)
-        self._values.extend(getter(namespace))
+        self._values.extend([namespace[name] for name in self._names])
 
+    def hold(self) -> bool:
+        """Whether all have the names and the values that they had."""
+        if list(map(len, self._namespaces)) != self._sizes:
+            return False
+        try:
+            # Nearly always they are the very same, which is asked first.
+            return all(map(is_, self._now(), self._values)) or all(
+                map(is_equal, self._now(), self._values)
+            )
+        except KeyError:
+            return False
 
-def _getter(names: tuple) -> Callable[[dict], tuple]:
-    """Of these names' values in a dictionary."""
-    if len(names) > 1:
-        return itemgetter(*names)
-    return lambda namespace: tuple([namespace[name] for name in names])
+    def _now(self) -> Iterator[Any]:
+        found = map(self._get, self._namespaces)
+        return found if len(self._names) == 1 else chain.from_iterable(found)
+
+    def __iter__(self) -> Iterator[tuple[str, dict, dict]]:
+        """Where each namespace is, what it is, and what it was."""
+        values = iter(self._values)
+        for place, namespace in zip(self._places, self._namespaces):
+            yield place, namespace, dict(zip(self._names, values))
 
 
 _attributes: Any = vars(torch._C.TensorBase)
