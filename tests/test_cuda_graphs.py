@@ -943,6 +943,35 @@ def test_nor_without_that_of_a_tensor_with_gaps(graphs, device, events):  # noqa
     assert "replay" not in events
 
 
+class TableReader(nn.Module):
+    """Adds a table that belongs to no module."""
+
+    table = SimpleNamespace(values=None)  # which is looked at no further
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x):
+        return self.linear(x) + self.table.values
+
+
+@pytest.mark.usefixtures("trusted")
+@pytest.mark.parametrize("form", [lambda t: t * 2, lambda t: t[:1].expand_as(t)], ids=["*", "[]"])
+def test_memory_that_no_module_holds(pair, events, form):
+    width = pair.model.proj_in.out_features
+    TableReader.table.values = torch.randn(width, device=pair.device)
+    pair.both(lambda model: setattr(model, "proj_in", TableReader(model.proj_in)))
+    pair.captured()
+    TableReader.table.values.data = form(TableReader.table.values.data)
+    events.clear()
+    pair.call()  # with the bits of the table as it is now
+    assert pair.calls.captured == 2
+    assert events[0] == "look True"
+    pair.call()
+    assert pair.calls.replayed == 2
+
+
 class Counter(nn.Module):
     """``how``: by what it writes to a buffer at each call."""
 
@@ -1141,7 +1170,7 @@ def test_weights_that_leave_are_not_kept(pair):
     memory = [p.data_ptr() for p in pair.model.parameters()]
     pair.both(lambda model: model.to(torch.float64).to(torch.float32))
     state = pair.model.forward.__self__
-    held = {t.data_ptr() for c in state._captures.values() for t in c._externals}
+    held = {t.data_ptr() for c in state._captures.values() for t in c.memory._tensors}
     assert not held.intersection(memory)
     del storages
     pair.captured()

@@ -16,6 +16,7 @@ from ...arguments import PLAIN_TYPES
 from .. import recording
 from . import arguments as arguments_
 from .arguments import Arguments
+from .memory import Memory
 from .reasons import CannotCapture
 
 _NUMBERS = frozenset((int, float, bool, type(None), str, torch.dtype, torch.device))
@@ -46,6 +47,7 @@ class Capture:
     """A call that can be run again with other values in its tensors.
 
     Attributes:
+        memory: what the graph reads besides its arguments and what is watched.
         leaks: whether something keeps what the call computed, besides its caller.
         writes_outside: whether the call may write to tensors that it neither was given nor made.
 
@@ -64,7 +66,6 @@ class Capture:
     ) -> None:
         self._graph = graph
         self._leaves: list[Any] = []
-        self._externals: list[Tensor] = []
         with torch.inference_mode(False), torch.no_grad():  # their versions tell of writes
             self._inputs = [
                 arguments_.like(tensor).requires_grad_(tensor.requires_grad)
@@ -90,8 +91,8 @@ class Capture:
             del result
             _refuse_changed_containers(given, _pytree.tree_leaves((args, kwargs)))
             self._refuse_results()
-            # What the graph reads besides arguments and what its module watches: it must not be freed.
-            self._externals = list(recorder.externals.values())
+            # It must not be freed.
+            self.memory = Memory(list(recorder.externals.values()))
             self.leaks = recorder.has_kept_any(self._tensors())
             self.writes_outside = recorder.writes_outside()
         except BaseException:
@@ -105,7 +106,7 @@ class Capture:
 
     def reset(self) -> None:
         self._graph.reset()
-        self._inputs, self._targets, self._leaves, self._externals = [], [], [], []
+        self._inputs, self._targets, self._leaves, self.memory = [], [], [], Memory([])
 
     def _tensors(self) -> Iterator[Tensor]:
         return (leaf for leaf in self._leaves if isinstance(leaf, Tensor))

@@ -154,6 +154,8 @@ class GraphedForward(StandIn):
             return FIRST_CALL
         if key in self._refused:
             return self._refused[key]
+        if key in self._captures and not self._captures[key].memory.holds():
+            self._captures.pop(key).reset()
         return None if key in self._captures or key in self._once else FIRST_CALL
 
     def _replay_ahead(self, key: Hashable, call: arguments.Arguments) -> tuple[Any] | None:
@@ -166,7 +168,8 @@ class GraphedForward(StandIn):
         if capture is None or capture.writes_outside:
             return None
         assert self._state is not None
-        return (capture.replay(call.tensors),) if self._state.holds_memory() else None
+        is_there = capture.memory.holds() and self._state.memory.holds()
+        return (capture.replay(call.tensors),) if is_there else None
 
     def _replay(self, key: Hashable, call: arguments.Arguments, replayed: tuple[Any] | None) -> Any:
         capture = self._captures[key]

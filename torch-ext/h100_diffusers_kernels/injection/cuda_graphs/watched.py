@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ...arguments import KERNEL_DEVICE_TYPE
 from ..forward_slot import StandIn, stand_in_of
+from .memory import Memory
 from .reasons import CannotCapture
 
 # Libraries whose code computes the same of the same, when it is called again.
@@ -87,6 +88,9 @@ _NO_CODE = _NO_PARTS.union((dict, list, tuple, set))
 class WatchedState:
     """A module and all that its forward is made of, as they are now.
 
+    Attributes:
+        memory: of its parameters and buffers, and of all other tensors that were found.
+
     Raises:
         CannotCapture: if there is something among it whose calls may do more than compute.
     """
@@ -107,9 +111,8 @@ class WatchedState:
         self._libraries: list[types.ModuleType | type] = []  # whose names are looked at
         self._library_values: list[Any] = []
         self._walk(root)
-        self._memory = self._read_memory()
-        self._scattered = [tensor for tensor in self._tensors if not tensor.is_contiguous()]
-        self._extents = self._read_extents()
+        self._of_tensors = self._read_tensors()
+        self.memory = Memory(self._tensors)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -118,10 +121,6 @@ class WatchedState:
 
     # ----------------------------------------------------------------------------------------------
     # The look back
-
-    def holds_memory(self) -> bool:
-        """Whether what was in memory is there and as large as it was: a part of ``holds``, and quick."""
-        return self._read_extents() == self._extents
 
     def holds(self, root: nn.Module) -> bool:
         """Whether all of it is as it was."""
@@ -134,7 +133,7 @@ class WatchedState:
             and all(now == then for now, then in self._sets)
             and self._holds_root(root)
             and self._same(_values_of(self._libraries), self._library_values)
-            and self._read_memory() == self._memory
+            and self._read_tensors() == self._of_tensors
         )
 
     def _holds_root(self, root: nn.Module) -> bool:
@@ -146,14 +145,8 @@ class WatchedState:
             and _hooks_of_libraries(root) is None
         )
 
-    def _read_memory(self) -> list[list]:
-        return [list(map(read, self._tensors)) for read in _OF_MEMORY]
-
-    def _read_extents(self) -> list[list]:
-        return [
-            *(list(map(read, self._tensors)) for read in _OF_EXTENTS),
-            *(list(map(read, self._scattered)) for read in (Tensor.size, Tensor.stride)),
-        ]
+    def _read_tensors(self) -> list[list]:
+        return [list(map(read, self._tensors)) for read in _OF_TENSORS]
 
     @staticmethod
     def _same(now: Iterable[Any], then: Iterable[Any]) -> bool:
@@ -211,7 +204,7 @@ class WatchedState:
             for name, value in vars(library).items():
                 if next(then_of, value) is not value:
                     return f"{library.__name__}.{name} is another"
-        if self._read_memory() != self._memory:
+        if self._read_tensors() != self._of_tensors:
             return "parameters or buffers are elsewhere in memory"
         return "a list or set of its parts is another"
 
@@ -409,12 +402,10 @@ class _Namespaces:
 
 
 _attributes: Any = vars(torch._C.TensorBase)
-_OF_MEMORY = (
+_OF_TENSORS = (
     *(Tensor.data_ptr, Tensor.stride, Tensor.size),
     *(_attributes["dtype"].__get__, _attributes["requires_grad"].__get__),
 )
-# With the sizes and strides of those that are not contiguous, these tell which memory a tensor reaches.
-_OF_EXTENTS = (Tensor.data_ptr, _attributes["nbytes"].__get__, Tensor.is_contiguous)
 
 
 def is_equal(a: Any, b: Any) -> bool:
