@@ -21,12 +21,12 @@ from .reasons import CannotCapture
 
 _NUMBERS = frozenset((int, float, bool, type(None), str, torch.dtype, torch.device))
 _Getter = type(vars(torch._C.TensorBase)["shape"].__get__)
-# What tells of a tensor, and of no value in it.
+# What tells of a tensor, but not where it is: whoever asks for that may read it.
 _OF_SHAPE = frozenset(
     (
         *(Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.storage_offset),
         *(Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size),
-        *(Tensor.data_ptr, Tensor.untyped_storage, Tensor.__len__, Tensor.is_inference),
+        *(Tensor.__len__, Tensor.is_inference),
     )
 )
 # What gives values, or numbers of them, to Python.
