@@ -38,7 +38,7 @@ _WAITING = frozenset(
         *(Tensor.allclose, torch.allclose, Tensor.is_nonzero, torch.is_nonzero),
     )
 )
-# That write to nothing, whether somebody counts writes to their operands or not.
+# That write to nothing but an ``out``, whether somebody counts writes to their operands or not.
 _READING = frozenset((torch.cat, torch.stack))
 _COPIES = frozenset((Tensor.copy_, Tensor.__setitem__, Tensor.index_put_))
 
@@ -208,7 +208,7 @@ class _Recorder(TorchFunctionMode):
                 elsewhere.append(tensor)
         if func in _WAITING and len(elsewhere) < len(read):
             raise CannotCapture(f"it waits for values on the host ({_name(func)})")
-        if outside and func not in _READING:
+        if outside and (func not in _READING or "out" in kwargs):
             result = self._run_counted(func, args, kwargs, outside)
         else:
             result = func(*args, **kwargs)
