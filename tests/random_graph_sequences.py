@@ -849,6 +849,8 @@ class GraphTwins(random_sequences.Twins):
             samples: how many tensors of a control network are given in a list.
             interrupt: an error's name, and the operation at which a capture is to raise it.
         """
+        if mode == "other weights" and self.offload == "disk":
+            mode = "no_grad"  # those that wait on a disk have no values to make others of
         calls = {}
         try:
             for model in (self.plain, self.mine):

@@ -59,7 +59,7 @@ def inject_kernels(
         cuda_graphs: whether each model's forward is captured into a CUDA graph at its second call of a kind
             (shapes, dtypes and all else but tensors' values, and what PyTorch is set to) and replayed from
             then on, where no gradients are asked for. What it returns is the caller's own, with the same
-            bits. Before each replay all is looked at that the forward is made of: where weights were moved or
+            bits. At each replay all is looked at that the forward is made of: where weights were moved or
             replaced, adapters, hooks, processors or functions changed, graphs are dropped and captured anew.
             A call that cannot be captured runs as it is: the report's ``cuda_graphs`` count the reasons,
             and the first call of each is logged. The memory that a forward works in is held
