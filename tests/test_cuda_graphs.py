@@ -316,6 +316,16 @@ def change_eps(model):
     LTX.part(model, "norm").eps = 0.5
 
 
+def replace_attributes(model):
+    norm = LTX.part(model, "norm")
+    norm.__dict__ = {**norm.__dict__, "eps": 0.5}
+
+
+def replace_attributes_of_processor(model):
+    processor = LTX.part(model, "attention").processor
+    processor.__dict__ = {**processor.__dict__, "note": 1}
+
+
 def change_heads(model):
     LTX.part(model, "attention").heads = 4
 
@@ -411,6 +421,7 @@ CHANGES = (
     *(double_in_place, double_data, replace_parameter, replace_module, transpose_data),
     *(swap_parameters, swap_blocks, drop_a_block, change_eps, change_heads, load_other_weights),
     *(new_table, to_and_back, change_config, remove_a_bias, freeze),
+    *(replace_attributes, replace_attributes_of_processor),
 )
 UNKNOWN = (
     *(hook_a_linear, hook_a_block, replace_a_forward, replace_processor),
@@ -941,6 +952,31 @@ def test_nor_without_that_of_a_tensor_with_gaps(graphs, device, events):  # noqa
     with torch.inference_mode(), contextlib.suppress(RuntimeError):
         pair.model(**pair.inputs())
     assert "replay" not in events
+
+
+class Slots:
+    __slots__ = ("scale",)
+
+    def __init__(self, scale):
+        self.scale = scale
+
+
+class SlotReader(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+        self.options = Slots(1.0)
+
+    def forward(self, x):
+        return self.linear(x) * self.options.scale
+
+
+@pytest.mark.usefixtures("trusted")
+def test_attributes_without_a_dictionary(pair):
+    pair.both(lambda model: setattr(model, "proj_in", SlotReader(model.proj_in)))
+    pair.captured()
+    pair.both(lambda model: setattr(model.proj_in.options, "scale", 2.0))
+    assert pair.captured() == 3
 
 
 class TableReader(nn.Module):

@@ -97,3 +97,15 @@ def test_a_compiled_part(kernel, device, family, part):
     module._compiled_call_impl = None
     assert torch.equal(run(model, arguments), expected)
     assert calls == [1]
+
+
+@every_family
+def test_a_part_that_takes_other_attributes_as_a_whole(kernel, device, family):
+    """Its dictionary is another one, and the one that was looked at has not changed."""
+    model, arguments, _ = injected(kernel, family, device)
+    norm = family.part(model, "norm")
+    norm.__dict__ = {**norm.__dict__, "eps": 0.5}
+    got = run(model, arguments)
+    kernel.eject_kernels(model)
+    kernel.inject_kernels(model)
+    assert torch.equal(got, run(model, arguments))

@@ -8,7 +8,7 @@ difference.
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, Union
 
 import torch
@@ -39,6 +39,9 @@ def has_global_hooks() -> bool:
 _registries = itemgetter(
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
 )
+
+
+_state_of = attrgetter("__dict__")
 
 
 class Snapshot:
@@ -163,6 +166,7 @@ class Snapshot:
             and all(map(is_, map(state.get, self._root_names), self._root_values))
             and all(map(is_, map(dict.get, self._namespaces, self._names), self._values))
             and list(map(type, self._modules)) == self._classes
+            and all(map(is_, map(_state_of, self._modules), self._states))
             and (
                 not self._registered
                 or list(map(_registries, (*self._states, state))) == self._registered

@@ -16,7 +16,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -106,6 +106,9 @@ class WatchedState:
         self._sets: list[tuple[Any, frozenset]] = []
         self._instances: list[Any] = []
         self._classes: list[type] = []
+        self._owners: list[Any] = []  # of the attributes in ``_states``
+        self._states: list[dict] = []
+        self._slotted: list[tuple[Any, list[str], list[Any]]] = []
         self._known_classes: set[type] = set()
         self._tensors: list[Tensor] = []
         self._libraries: list[types.ModuleType | type] = []  # whose names are looked at
@@ -126,11 +129,13 @@ class WatchedState:
         """Whether all of it is as it was."""
         return (
             all(map(is_, map(type, self._instances), self._classes))
+            and all(map(is_, map(_state_of, self._owners), self._states))
             and all(map(_Namespaces.hold, self._namespaces.values()))
             and not any(self._empty)
             and list(map(len, self._sequences)) == list(map(len, self._items))
             and self._same(chain.from_iterable(self._sequences), chain.from_iterable(self._items))
             and all(now == then for now, then in self._sets)
+            and all(self._same(_slots_of(x, names), then) for x, names, then in self._slotted)
             and self._holds_root(root)
             and self._same(_values_of(self._libraries), self._library_values)
             and self._read_tensors() == self._of_tensors
@@ -157,6 +162,9 @@ class WatchedState:
 
     def restore(self, root: nn.Module) -> None:
         """Puts back what is not as it was in attributes, dictionaries and lists: of a call broken off."""
+        for owner, state in zip(self._owners, self._states):
+            if owner.__dict__ is not state:
+                owner.__dict__ = state
         for alike in self._namespaces.values():
             for _, namespace, before in alike:
                 _put_back(namespace, before)
@@ -187,6 +195,9 @@ class WatchedState:
                     return f"{place}.{name} is new or gone"
                 if not is_equal(namespace[name], then[name]):
                     return f"{place}.{name} is another"
+        for owner, state in zip(self._owners, self._states):
+            if owner.__dict__ is not state:
+                return f"a {type(owner).__name__} has another __dict__"
         hooks = _hooks_of_libraries(root)
         if hooks is not None:
             return f"it {hooks}"
@@ -298,6 +309,8 @@ class WatchedState:
         self._see_class(place, type(module))
         self._instances.append(module)
         self._classes.append(type(module))
+        self._owners.append(module)
+        self._states.append(state)
         self._namespace(place, state, _BOOKKEEPING)
         left_out = _BOOKKEEPING.union(_HOOKS)
         return [(name, value) for name, value in state.items() if name not in left_out]
@@ -328,11 +341,19 @@ class WatchedState:
             self._see_class(place, type(value))
         self._instances.append(value)
         self._classes.append(type(value))
+        found: list[tuple[str, Any]] = []
+        names = _names_of_slots(type(value))
+        if names:
+            values = _slots_of(value, names)
+            self._slotted.append((value, names, values))
+            found += zip(names, values)
         state = getattr(value, "__dict__", None)
-        if state is None:
-            return ()
-        self._namespace(place, state)
-        return state.items()
+        if isinstance(state, dict):
+            self._owners.append(value)
+            self._states.append(state)
+            self._namespace(place, state)
+            found += state.items()
+        return found
 
     def _see_class(self, place: str, cls: type) -> None:
         if cls in self._known_classes:
@@ -399,6 +420,23 @@ class _Namespaces:
         values = iter(self._values)
         for place, namespace in zip(self._places, self._namespaces):
             yield place, namespace, dict(zip(self._names, values))
+
+
+_state_of = attrgetter("__dict__")
+
+
+def _names_of_slots(cls: type) -> list[str]:
+    return [
+        name
+        for base in cls.__mro__
+        if "__slots__" in vars(base)
+        for name, descriptor in vars(base).items()
+        if isinstance(descriptor, types.MemberDescriptorType)
+    ]
+
+
+def _slots_of(instance: Any, names: list[str]) -> list[Any]:
+    return [getattr(instance, name, None) for name in names]
 
 
 _attributes: Any = vars(torch._C.TensorBase)
