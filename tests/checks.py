@@ -45,6 +45,15 @@ def one_thread():
         torch.set_num_threads(threads)
 
 
+def compute_as_other_threads():
+    """To be called first in a thread.
+
+    PyTorch gives a thread its number of OpenMP threads when one first asks for it. A matrix product does not
+    ask, and is split for as many as there are cores: other bits than of a later one.
+    """
+    torch.get_num_threads()
+
+
 def tensors_of(*values):
     """All tensors among arguments, those inside of tuples included."""
     for value in values:

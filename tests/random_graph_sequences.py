@@ -33,6 +33,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import random_sequences
+from checks import compute_as_other_threads
 from emulated_graphs import EmulatedGraph
 from families import FAMILIES, Family
 from random_sequences import KINDS, Boom, Difference, Refused, Step, draw_module, step
@@ -371,9 +372,7 @@ def in_threads(functions):
     results = [None] * len(functions)
 
     def target(i):
-        # PyTorch gives a thread its number of OpenMP threads when one first asks for it; a matrix product
-        # does not ask, and is split for as many as there are cores: other bits than of a later one.
-        torch.get_num_threads()
+        compute_as_other_threads()
         try:
             results[i] = functions[i]()
         except BaseException as error:

@@ -24,10 +24,12 @@ from diffusers.hooks import FirstBlockCacheConfig, apply_layerwise_casting
 from diffusers.models import attention_dispatch
 from peft import LoraConfig
 from torch import nn
+from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao import quantization
 
 import small_models
+from checks import compute_as_other_threads
 from emulated_graphs import EmulatedGraph
 from families import FAMILIES, every_family
 from graphs import Pair, graphs, module_of  # noqa: F401
@@ -786,7 +788,7 @@ ValueReader.__module__ = ValueReader.forward.__globals__["__name__"]
 def trusted(kernel, monkeypatch):
     """This file's code is taken for that of a library."""
     watched = module_of(kernel, "watched")
-    known = (*watched._KNOWN_LIBRARIES, __name__.partition(".")[0], "_pytest", "graphs")
+    known = (*watched._KNOWN_LIBRARIES, __name__.partition(".")[0], "_pytest", "graphs", "checks")
     monkeypatch.setattr(watched, "_KNOWN_LIBRARIES", known)
 
 
@@ -1052,6 +1054,133 @@ def test_a_forward_that_writes_is_looked_at_before(pair, events, how, is_inferen
     assert pair.model.proj_in.calls == pair.plain.proj_in.calls == 10
 
 
+def norm_in_training(model):
+    """Without a count of its batches nothing that is counted is written to."""
+    norm = nn.BatchNorm1d(LTX.inputs("cpu")["hidden_states"].size(1)).to(model.device)
+    norm.num_batches_tracked = None
+    model.proj_in = nn.Sequential(norm, model.proj_in)
+
+
+def observe(model):
+    fake = FusedMovingAvgObsFakeQuantize(quant_min=0, quant_max=255).to(model.device)
+    model.proj_in = nn.Sequential(model.proj_in, fake)
+
+
+@pytest.mark.parametrize("put", [norm_in_training, observe])
+def test_writes_that_nobody_counts_are_not_begun_before_the_look(pair, put):
+    pair.both(put)
+    for _ in range(4):
+        pair.call()
+    assert pair.calls.replayed
+    pair.both(change_eps)
+    for _ in range(3):
+        pair.call()
+    buffers = zip(pair.model.proj_in.buffers(), pair.plain.proj_in.buffers(), strict=True)
+    assert all(torch.equal(a, b) for a, b in buffers)
+
+
+class PartReader(TableReader):
+    how = "T"
+
+    def forward(self, x):
+        values = self.table.values
+        if self.how == "parts":
+            return self.linear(x) + values[0] + values[1]
+        return self.linear(x) + getattr(values, self.how)
+
+
+@pytest.mark.usefixtures("trusted")
+@pytest.mark.parametrize("how", ["T", "data", "parts"])
+def test_memory_that_no_module_holds_read_in_other_ways(pair, monkeypatch, how):
+    width = pair.model.proj_in.out_features
+    values = torch.randn(2, width, device=pair.device)
+    values = values.unbind() if how == "parts" else values[0] if how == "data" else values[:1].T
+    monkeypatch.setattr(PartReader, "how", how)
+    monkeypatch.setattr(PartReader.table, "values", values)
+    pair.both(lambda model: setattr(model, "proj_in", PartReader(model.proj_in)))
+    pair.captured()
+    tensor = values[1] if how == "parts" else values
+    tensor.data = tensor.data * 2
+    pair.call()
+    pair.call()
+
+
+class HiddenWriter(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x):
+        x.data.mul_(2)
+        return self.linear(x)
+
+
+@pytest.mark.usefixtures("trusted")
+def test_writing_to_the_data_of_an_argument(pair):
+    pair.both(lambda model: setattr(model, "proj_in", HiddenWriter(model.proj_in)))
+    for _ in range(4):
+        arguments = pair.inputs()
+        other = {**arguments, "hidden_states": arguments["hidden_states"].clone()}
+        with torch.inference_mode():
+            out = pair.model(**arguments, return_dict=False)[0]
+            assert torch.equal(out, pair.plain(**other, return_dict=False)[0])
+        assert torch.equal(arguments["hidden_states"], other["hidden_states"])
+    assert pair.calls.captured == 0
+
+
+def test_the_order_of_modules(pair):
+    def add(model):
+        model.proj_in = nn.Sequential(model.proj_in, nn.GELU(), nn.Tanh())
+
+    def reorder(model):
+        modules = model.proj_in._modules
+        modules["1"] = modules.pop("1")
+
+    pair.both(add)
+    pair.captured()
+    pair.both(reorder)
+    pair.call()
+
+
+def test_dictionaries_that_make_what_is_asked_for(pair):
+    pair.both(lambda model: setattr(model, "counts", collections.defaultdict(int, a=0)))
+    pair.captured()
+    counts = pair.model.counts
+    del counts["a"]
+    counts["b"] = 5
+    pair.call()
+    assert dict(counts) == {"b": 5}
+    assert pair.calls.replayed == 1
+
+
+@pytest.mark.parametrize("form", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_buffers_that_are_not_plain_values(pair, form):
+    eye = torch.eye(3, device=pair.device)
+    pair.both(lambda model: model.register_buffer("odd", form(eye), persistent=False))
+    for _ in range(3):
+        pair.call()
+    assert any("not plain values" in reason for reason in pair.calls.uncaptured)
+
+
+def test_a_tensor_that_has_no_memory_any_longer(pair):
+    """A look at it would raise; it is the model's no more."""
+    pair.captured()
+    linear = LTX.part(pair.model, "linear")
+    old = linear.weight
+    linear.weight = nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
+    torch.utils.swap_tensors(old, nn.Parameter(old.detach().to_sparse()))
+    pair.call()
+    assert pair.calls.replayed == 1
+
+
+def test_putting_back_leaves_an_ordered_dictionary_whole(pair):
+    names = pair.model.names = collections.OrderedDict(a=1)
+    pair.call()
+    names["b"] = 2
+    pair.model.forward.__self__._state.restore(pair.model)
+    assert list(names.items()) == [("a", 1)]
+
+
 # ------------------------------------------------------------------------------------------------
 # Interrupts, threads, copies, memory
 
@@ -1079,17 +1208,61 @@ def test_ctrl_c_in_a_capture(pair, graphs, monkeypatch, at):  # noqa: F811
     assert pair.calls.captured == 1
 
 
+def out_of_memory(tensor):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 def test_too_little_memory_for_what_a_replay_returns(pair, graphs, monkeypatch):  # noqa: F811
     pair.captured()
 
-    def copy(tensor):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
     with monkeypatch.context() as patches:
-        patches.setattr(module_of(graphs, "capture"), "_copy", copy)
+        patches.setattr(module_of(graphs, "arguments"), "like", out_of_memory)
         pair.call()
     assert any("not enough memory" in reason for reason in pair.calls.uncaptured)
     pair.captured()
+
+
+@pytest.mark.usefixtures("trusted")
+@pytest.mark.parametrize("calls", [1, 2])
+def test_too_little_memory_for_what_a_forward_that_writes_returns(pair, graphs, monkeypatch, calls):  # noqa: F811
+    """It writes once, whether it is captured then or replayed."""
+    pair.both(lambda model: setattr(model, "proj_in", Counter(model.proj_in, "add")))
+    for _ in range(calls):
+        pair.call()
+    like, wanted = module_of(graphs, "arguments").like, iter(range(10**9))
+    arguments = pair.inputs()
+    given = sum(isinstance(value, torch.Tensor) for value in arguments.values())
+
+    def fail(tensor):
+        if calls == 1 and next(wanted) < given:
+            return like(tensor)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(module_of(graphs, "arguments"), "like", fail)
+        pair.call(arguments)
+    assert any("not enough memory" in reason for reason in pair.calls.uncaptured)
+    assert pair.model.proj_in.calls == pair.plain.proj_in.calls
+
+
+def test_ctrl_c_while_graphs_are_dropped(pair, graphs, monkeypatch):  # noqa: F811
+    pair.captured()
+    pair.captured(tokens=3)
+    pair.both(change_eps)
+    of_graphs = module_of(graphs, "forward").GRAPHS[pair.device]
+    reset, count = of_graphs.reset, iter(range(10**9))
+
+    def interrupted(self):
+        if next(count) == 1:
+            raise KeyboardInterrupt
+        reset(self)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(of_graphs, "reset", interrupted)
+        with pytest.raises(KeyboardInterrupt), torch.inference_mode():
+            pair.model(**pair.inputs())
+    for tokens in (1, 3, 1, 3):
+        pair.call(tokens=tokens)
 
 
 def test_threads(graphs, device):  # noqa: F811
@@ -1101,6 +1274,7 @@ def test_threads(graphs, device):  # noqa: F811
     results = [None] * len(jobs)
 
     def work(first):
+        compute_as_other_threads()
         with torch.inference_mode():
             for i in range(first, len(jobs), 4):
                 results[i] = pair.model(**jobs[i], return_dict=False)[0]

@@ -40,6 +40,17 @@ _WAITING = frozenset(
 )
 # That write to nothing but an ``out``, whether somebody counts writes to their operands or not.
 _READING = frozenset((torch.cat, torch.stack))
+# That may write to their operands while nobody counts it, or give away where these are.
+_UNCOUNTED = frozenset(
+    (
+        *(torch.batch_norm, torch.nn.functional.batch_norm, torch.native_batch_norm),
+        *(torch.cudnn_batch_norm, torch.batch_norm_gather_stats),
+        *(torch.batch_norm_gather_stats_with_counts, torch.batch_norm_update_stats),
+        *(torch.fused_moving_avg_obs_fake_quant, torch._fused_moving_avg_obs_fq_helper),
+        Tensor.data_ptr,
+    )
+)
+_WRITES_TO_GIVEN = "it writes to a tensor that it is given"
 _COPIES = frozenset((Tensor.copy_, Tensor.__setitem__, Tensor.index_put_))
 
 
@@ -102,7 +113,14 @@ class Capture:
     def replay(self, tensors: list[Tensor]) -> Any:
         """What the call returns for other values of its tensors, in memory of the caller's own."""
 
-        return self._graph.replay(lambda: self._copy_in(tensors), self._copy_out)
+        copies: dict[int, Tensor] = {}
+
+        def begin() -> None:
+            # First what there may be too little memory for: a forward that writes must not do so twice.
+            copies.update((id(tensor), arguments_.like(tensor)) for tensor in self._tensors())
+            self._copy_in(tensors)
+
+        return self._graph.replay(begin, lambda: self._copy_out(copies))
 
     def reset(self) -> None:
         self._graph.reset()
@@ -115,11 +133,9 @@ class Capture:
         for target, tensor in zip(self._targets, tensors):
             target.copy_(arguments_.without_repetition(tensor))
 
-    def _copy_out(self) -> Any:
-        copies: dict[int, Tensor] = {}
-        for tensor in self._tensors():
-            if id(tensor) not in copies:
-                copies[id(tensor)] = _copy(tensor)
+    def _copy_out(self, copies: dict[int, Tensor]) -> Any:
+        for tensor in {id(tensor): tensor for tensor in self._tensors()}.values():
+            _copy(tensor, copies[id(tensor)])
         leaves = [copies[id(x)] if isinstance(x, Tensor) else x for x in self._leaves]
         return _pytree.tree_unflatten(leaves, self._spec)
 
@@ -132,10 +148,8 @@ class Capture:
                 raise CannotCapture(f"it returns a {type(leaf).__name__}")
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    copy = arguments_.like(tensor)
-    arguments_.without_repetition(copy).copy_(arguments_.without_repetition(tensor))
-    return copy
+def _copy(tensor: Tensor, to: Tensor) -> None:
+    arguments_.without_repetition(to).copy_(arguments_.without_repetition(tensor))
 
 
 def _refuse_changed_containers(given: list[Any], now: list[Any]) -> None:
@@ -150,7 +164,7 @@ class _Recorder(TorchFunctionMode):
     itself refuses to wait for the host in a capture, and to draw random numbers.
 
     Attributes:
-        externals: tensors that were neither given nor made in the call nor are watched, one for each memory.
+        externals: tensors that were neither given nor made in the call nor are watched, by id.
         refusal: the reason of what was raised, if anything was. The error itself would hold the model.
     """
 
@@ -168,11 +182,16 @@ class _Recorder(TorchFunctionMode):
         self._elsewhere: set[int] = set()  # of what was made, on other devices
         self._writes = False
         self.externals: dict[int, Tensor] = {}
+        self._external_storages: set[int] = set()
+        self._views: dict[int, Tensor] = {}  # of externals, made in the call; kept for their ids
         self.refusal: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if type(func) is _Getter or func in _OF_SHAPE:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if type(result) in PLAIN_TYPES:
+                self._see_view(args[0], result)
+            return result
         try:
             return self._record(func, args, kwargs or {})
         except CannotCapture as refusal:
@@ -182,7 +201,7 @@ class _Recorder(TorchFunctionMode):
     def refuse_writes(self) -> None:
         """To the tensors that were given: their memory is not the caller's."""
         if any(tensor._version != then for tensor, then in zip(self._inputs, self._versions)):
-            raise CannotCapture("it writes to a tensor that it is given")
+            raise CannotCapture(_WRITES_TO_GIVEN)
 
     def writes_outside(self) -> bool:
         """Whether anything may have been written to that was neither given nor made: nobody counts writes to
@@ -196,6 +215,7 @@ class _Recorder(TorchFunctionMode):
             read += _tensors_in(kwargs.values())
         own, watched = self._own, self._watched_ids
         outside: list[Tensor] = []
+        given: list[Tensor] = []
         elsewhere: list[Tensor] = []
         for tensor in read:
             if id(tensor) in watched:
@@ -204,12 +224,16 @@ class _Recorder(TorchFunctionMode):
             if storage not in own:
                 self._see_external(func, tensor, storage)
                 outside.append(tensor)
+            elif own[storage] is None:
+                given.append(tensor)
             elif storage in self._elsewhere:
                 elsewhere.append(tensor)
+        if func in _UNCOUNTED and any(_storage(tensor) not in own for tensor in read):
+            self._writes = True
         if func in _WAITING and len(elsewhere) < len(read):
             raise CannotCapture(f"it waits for values on the host ({_name(func)})")
-        if outside and (func not in _READING or "out" in kwargs):
-            result = self._run_counted(func, args, kwargs, outside)
+        if (outside or given) and (func not in _READING or "out" in kwargs):
+            result = self._run_counted(func, args, kwargs, outside, given)
         else:
             result = func(*args, **kwargs)
         made = [result] if type(result) in PLAIN_TYPES else _tensors_in((result,))
@@ -222,25 +246,46 @@ class _Recorder(TorchFunctionMode):
             elif not self._is_external(storage):
                 own[storage] = StorageWeakRef(untyped)
                 self._place(tensor, storage)
+            elif storage in self._external_storages and id(tensor) not in self.externals:
+                self._views[id(tensor)] = tensor
         if elsewhere:
             self._refuse_copies(func, read, elsewhere, made)
         return result
 
-    def _run_counted(self, func: Any, args: tuple, kwargs: dict, outside: list[Tensor]) -> Any:
+    def _run_counted(
+        self, func: Any, args: tuple, kwargs: dict, outside: list[Tensor], given: list[Tensor]
+    ) -> Any:
         versions = list(map(_version, outside))
+        given_versions = list(map(_version, given))
         result = func(*args, **kwargs)
         if None in versions or list(map(_version, outside)) != versions:
             self._writes = True
+        if list(map(_version, given)) != given_versions:  # through ``data``, too
+            raise CannotCapture(_WRITES_TO_GIVEN)
         return result
 
     def _is_external(self, storage: int) -> bool:
-        return storage in self._watched_storages or storage in self.externals
+        return storage in self._watched_storages or storage in self._external_storages
+
+    def _see_view(self, tensor: Tensor, view: Tensor) -> None:
+        """One that is an attribute of the tensor, as ``T`` and ``data`` are."""
+        storage = _storage(view)
+        if (
+            type(tensor) in PLAIN_TYPES
+            and storage == _storage(tensor)
+            and storage not in self._own
+            and storage not in self._watched_storages
+            and tensor.device == self._device
+        ):
+            self._see_external(None, tensor, storage)
+            self._views[id(view)] = view
 
     def _see_external(self, func: Any, tensor: Tensor, storage: int) -> None:
         if tensor.device != self._device:
             raise CannotCapture(f"it reads a tensor on {tensor.device} ({_name(func)})")
-        if storage not in self._watched_storages:
-            self.externals.setdefault(storage, tensor)
+        if storage not in self._watched_storages and id(tensor) not in self._views:
+            self.externals[id(tensor)] = tensor
+            self._external_storages.add(storage)
 
     def _place(self, tensor: Tensor, storage: int) -> None:
         if tensor.device == self._device:

@@ -120,9 +120,9 @@ class GraphedForward(StandIn):
 
     def forget(self) -> None:
         """Drops all graphs, and what is known of the module."""
-        for capture in self._captures.values():
-            capture.reset()
-        for remembered in (self._captures, self._once, self._refused):
+        while self._captures:  # whatever interrupts this, none stays that was reset
+            self._captures.popitem()[1].reset()
+        for remembered in (self._once, self._refused):
             remembered.clear()
         self._state = None
         self._refusal = FIRST_CALL

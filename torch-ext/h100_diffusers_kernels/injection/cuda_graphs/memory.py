@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +24,18 @@ class Memory:
 
     def holds(self) -> bool:
         """Whether the tensors are where they were, and reach as far."""
-        return self._read() == self._then
+        now = self._read()
+        return None not in now and now == self._then
 
-    def _read(self) -> list[list]:
-        return [
-            *(list(map(read, self._tensors)) for read in _OF_ALL),
-            *(list(map(read, self._scattered)) for read in _OF_SCATTERED),
-        ]
+    def _read(self) -> tuple[list[list] | None, ...]:
+        return read_all(_OF_ALL, self._tensors), read_all(_OF_SCATTERED, self._scattered)
+
+
+def read_all(
+    readers: Sequence[Callable[[Tensor], Any]], tensors: list[Tensor]
+) -> list[list] | None:
+    """What each of the functions tells of each of the tensors; None where one has no memory of its own."""
+    try:
+        return [list(map(read, tensors)) for read in readers]
+    except RuntimeError:
+        return None

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ...arguments import KERNEL_DEVICE_TYPE
 from ..forward_slot import StandIn, stand_in_of
-from .memory import Memory
+from .memory import Memory, read_all
 from .reasons import CannotCapture
 
 # Libraries whose code computes the same of the same, when it is called again.
@@ -101,6 +101,8 @@ class WatchedState:
         self._root_values: list[Any] = []
         self._namespaces: dict[tuple, _Namespaces] = {}  # by their names
         self._empty: list[dict] = []
+        self._ordered: list[dict] = []  # whose names a forward may go through one by one
+        self._ordered_names: list[Any] = []
         self._sequences: list[Any] = []
         self._items: list[tuple] = []
         self._sets: list[tuple[Any, frozenset]] = []
@@ -115,6 +117,8 @@ class WatchedState:
         self._library_values: list[Any] = []
         self._walk(root)
         self._of_tensors = self._read_tensors()
+        if self._of_tensors is None:
+            raise CannotCapture("a tensor of it has no memory of its own")
         self.memory = Memory(self._tensors)
 
     @property
@@ -130,6 +134,10 @@ class WatchedState:
         return (
             all(map(is_, map(type, self._instances), self._classes))
             and all(map(is_, map(_state_of, self._owners), self._states))
+            # First, as to ask for a name that is gone may make it. How many there are is seen below.
+            and _are_alike(
+                functools.partial(chain.from_iterable, self._ordered), self._ordered_names
+            )
             and all(map(_Namespaces.hold, self._namespaces.values()))
             and not any(self._empty)
             and list(map(len, self._sequences)) == list(map(len, self._items))
@@ -150,8 +158,8 @@ class WatchedState:
             and _hooks_of_libraries(root) is None
         )
 
-    def _read_tensors(self) -> list[list]:
-        return [list(map(read, self._tensors)) for read in _OF_TENSORS]
+    def _read_tensors(self) -> list[list] | None:
+        return read_all(_OF_TENSORS, self._tensors)
 
     @staticmethod
     def _same(now: Iterable[Any], then: Iterable[Any]) -> bool:
@@ -289,6 +297,8 @@ class WatchedState:
             return [(name, getattr(tensor, name)) for name in names]
         if tensor.device.type != KERNEL_DEVICE_TYPE and isinstance(tensor, nn.Parameter):
             raise CannotCapture(f"{place} is on {tensor.device.type}")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise CannotCapture(f"{place} is not plain values in memory")
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             self._see_class(place, type(tensor))
             self._namespace(place, vars(tensor))
@@ -327,6 +337,8 @@ class WatchedState:
             self._empty.append(namespace)
             return ()
         self._namespace(place, namespace)
+        self._ordered.append(namespace)
+        self._ordered_names.extend(namespace)
         return namespace.items()
 
     def _see_method(self, place: str, method: Any) -> Iterable[tuple[Any, Any]]:
@@ -404,10 +416,7 @@ class _Namespaces:
         if list(map(len, self._namespaces)) != self._sizes:
             return False
         try:
-            # Nearly always they are the very same, which is asked first.
-            return all(map(is_, self._now(), self._values)) or all(
-                map(is_equal, self._now(), self._values)
-            )
+            return _are_alike(self._now, self._values)
         except KeyError:
             return False
 
@@ -420,6 +429,11 @@ class _Namespaces:
         values = iter(self._values)
         for place, namespace in zip(self._places, self._namespaces):
             yield place, namespace, dict(zip(self._names, values))
+
+
+def _are_alike(now: Callable[[], Iterable[Any]], then: list[Any]) -> bool:
+    """Whether these are the values of before. Nearly always they are the very same, which is asked first."""
+    return all(map(is_, now(), then)) or all(map(is_equal, now(), then))
 
 
 _state_of = attrgetter("__dict__")
@@ -462,11 +476,13 @@ def is_equal(a: Any, b: Any) -> bool:
 
 
 def _put_back(namespace: dict, before: dict) -> None:
+    # Not by methods of its own, which may refuse it; but an ordered one knows its names a second time.
+    kind: Any = collections.OrderedDict if isinstance(namespace, collections.OrderedDict) else dict
     for name in [name for name in namespace if name not in before and name not in _BOOKKEEPING]:
-        dict.__delitem__(namespace, name)
+        kind.__delitem__(namespace, name)
     for name, value in before.items():
         if namespace.get(name, namespace) is not value:
-            dict.__setitem__(namespace, name, value)
+            kind.__setitem__(namespace, name, value)
 
 
 def _around_left_out(root: nn.Module) -> tuple[list[str], list[Any]]:
