@@ -709,6 +709,7 @@ class GraphTwins(random_sequences.Twins):
         self.factors = {}  # of functions that were put in the place of others
         self.runs = collections.Counter()  # calls that reached a forward with graphs, by its tally
         self.tallies = {}
+        self.counted = collections.defaultdict(collections.Counter)  # at the last look, by tally
 
     @staticmethod
     def draw_model(rng, family, device):
@@ -807,14 +808,17 @@ class GraphTwins(random_sequences.Twins):
 
     def _check_counts(self):
         """What the report counts is what was called."""
-        for tally in self.tallies.values():
-            counted = tally.captured + tally.replayed + sum(tally.uncaptured.values())
-            if counted != self.runs[id(tally)]:
-                raise Difference(f"{self.runs[id(tally)]} calls, of which {counted} are counted")
-            self.counts.update(captured=tally.captured, replayed=tally.replayed)
+        for key, tally in self.tallies.items():
+            now = collections.Counter(captured=tally.captured, replayed=tally.replayed)
             for reason, count in tally.uncaptured.items():
-                self.counts[general(reason)] += count
-        self.tallies.clear()
+                now[general(reason)] += count
+            counts = now - self.counted[key]
+            if sum(counts.values()) != self.runs[key]:
+                raise Difference(
+                    f"{self.runs[key]} calls, of which {sum(counts.values())} are counted"
+                )
+            self.counts.update(counts)
+            self.counted[key] = now  # copies may go on to call what they were made of
         self.runs.clear()
 
     def _check_all_are_gone(self, was_injected):
