@@ -62,6 +62,13 @@ def _one_thread():
         yield
 
 
+@pytest.fixture
+def _quiet(kernel, caplog):
+    """What libraries have to say of a thousand models would hide the message."""
+    for name in ("diffusers", "accelerate", "peft", "h100_diffusers_kernels"):
+        caplog.set_level("CRITICAL", logger=name)
+
+
 def pytest_configure():
     """Workers of pytest-xdist share the cores: threads that wait for each other's core take most of the time
     otherwise. What several threads compute has tests of its own, which set their number."""

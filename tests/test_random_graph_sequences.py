@@ -1,7 +1,5 @@
 """A part of the random sequences with CUDA graphs and without, and what they would find."""
 
-import sys
-
 import pytest
 import torch
 from torch.utils import _pytree
@@ -9,23 +7,16 @@ from torch.utils import _pytree
 import random_graph_sequences
 import random_sequences
 from families import FAMILIES
+from graphs import module_of
 from random_graph_sequences import GraphTwins
 from random_sequences import Difference
 
-pytestmark = [pytest.mark.usefixtures("_one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.usefixtures("_one_thread", "_quiet"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 SEQUENCES = 6
-
-
-@pytest.fixture(autouse=True)
-def _quiet(kernel, caplog):
-    for name in ("diffusers", "accelerate", "peft", "h100_diffusers_kernels"):
-        caplog.set_level("CRITICAL", logger=name)
-    random_sequences.load_kernel()
-
-
-def module_of(kernel, name):
-    return sys.modules[f"{kernel.__name__}.injection.cuda_graphs.{name}"]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "pixart", "chroma"])

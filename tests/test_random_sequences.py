@@ -11,18 +11,10 @@ import random_sequences
 from conftest import CHECKOUT
 from families import FAMILIES
 
-pytestmark = pytest.mark.usefixtures("_one_thread")
+pytestmark = pytest.mark.usefixtures("_one_thread", "_quiet")
 
 SEQUENCES = 60
 GROUPS = 6
-
-
-@pytest.fixture(autouse=True)
-def _quiet(kernel, caplog):
-    """What diffusers has to say of a thousand models would hide the message."""
-    for name in ("diffusers", "accelerate", "peft", "h100_diffusers_kernels"):
-        caplog.set_level("CRITICAL", logger=name)
-    random_sequences.load_kernel()
 
 
 @pytest.mark.filterwarnings("ignore")

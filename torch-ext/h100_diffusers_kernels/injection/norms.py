@@ -112,17 +112,23 @@ class Norm:
         """``h = residual + gate * x``, and ``norm(h) * (1 + scale) + shift`` by each of one or two
         modulations."""
         operands = [t for modulation in modulations for t in modulation]
-        if not (
-            x.shape == residual.shape
-            and x.dtype == residual.dtype
-            and of_one_form(x)
-            and self.takes(residual, gate, *operands)
-        ):
+        if not self._takes_sum(residual, x, gate, operands):
             h = gated_residual(residual, x, gate, self.widens)
             return (h, *self.modulated(h, *modulations))
         affine = (self.weight,) if self.kind == RMS else (self.weight, self.bias)
         run = (_RESIDUAL_MODULATE if len(modulations) == 1 else _RESIDUAL_MODULATE_PAIR)[self.kind]
         return run(residual, x, gate, *operands, *affine, self.eps)
+
+    def _takes_sum(
+        self, residual: Tensor, x: Tensor, gate: Tensor | None, operands: list[Tensor | None]
+    ) -> bool:
+        """Whether the kernels compute the norm of ``residual + gate * x`` with these scales and shifts."""
+        return (
+            x.shape == residual.shape
+            and x.dtype == residual.dtype
+            and of_one_form(x)
+            and self.takes(residual, gate, *operands)
+        )
 
     def residual_normed(
         self, residual: Tensor, x: Tensor, gate: Tensor | None
@@ -160,22 +166,14 @@ class _TrustedNorm(Norm):
                 return False
         return self.size is None or self.size == x.shape[-1]
 
-    def residual_modulated(
-        self, residual: Tensor, x: Tensor, gate: Tensor | None, *modulations: Modulation
-    ) -> tuple[Tensor, ...]:
-        if len(modulations) != 1:
-            return super().residual_modulated(residual, x, gate, *modulations)
-        ((scale, shift),) = modulations
-        # The rows of one modulation are of one tensor.
-        if not self.takes(residual, gate if scale is None else scale):
-            return super().residual_modulated(residual, x, gate, *modulations)
-        if self.kind == RMS:
-            return functional.gated_residual_rms_norm_modulate(
-                residual, x, gate, scale, shift, self.weight, self.eps
-            )
-        return functional.gated_residual_layer_norm_modulate(
-            residual, x, gate, scale, shift, self.weight, self.bias, self.eps
-        )
+    def _takes_sum(
+        self, residual: Tensor, x: Tensor, gate: Tensor | None, operands: list[Tensor | None]
+    ) -> bool:
+        if len(operands) == 2:  # the rows of one modulation are of one tensor
+            scale = operands[0]
+            if self.takes(residual, gate if scale is None else scale):
+                return True
+        return super()._takes_sum(residual, x, gate, operands)
 
 
 _MODULATE = {RMS: functional.rms_norm_modulate, LAYER: functional.layer_norm_modulate}

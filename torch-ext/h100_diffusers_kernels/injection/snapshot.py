@@ -41,7 +41,7 @@ _registries = itemgetter(
 )
 
 
-_state_of = attrgetter("__dict__")
+state_of = attrgetter("__dict__")
 
 
 class Snapshot:
@@ -166,7 +166,7 @@ class Snapshot:
             and all(map(is_, map(state.get, self._root_names), self._root_values))
             and all(map(is_, map(dict.get, self._namespaces, self._names), self._values))
             and list(map(type, self._modules)) == self._classes
-            and all(map(is_, map(_state_of, self._modules), self._states))
+            and all(map(is_, map(state_of, self._modules), self._states))
             and (
                 not self._registered
                 or list(map(_registries, (*self._states, state))) == self._registered

@@ -160,13 +160,7 @@ def _attention_forward(
         length = c.shape[1] - _TEXT_TOKENS
         of_image, c = c[:, :length], c[:, length:]
     query, key, value = _project(self, parts, x, c)
-    tables = None
-    if rotary_emb is not None:
-        forward = injected.injection.local.forward if parts.is_trusted else None
-        if forward is not None:
-            tables = forward.shared(rotary_emb, "pairs", partial(_pair_tables, rotary_emb))
-        else:
-            tables = once(injected, "tables", rotary_emb, _pair_tables)
+    tables = None if rotary_emb is None else once(injected, "tables", rotary_emb, _pair_tables)
     norms = Norms(parts.norm_q, parts.norm_k)
     query, key = norm_and_rotate(
         injected, parts, norms, query, key, tables, _rotated, "across_heads", heads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ class Capture:
             self._refuse_results()
             # It must not be freed.
             self.memory = Memory(list(recorder.externals.values()))
-            self.leaks = recorder.has_kept_any(self._tensors())
+            self.leaks = recorder.has_kept_any(self._results().values())
             self.writes_outside = recorder.writes_outside()
         except BaseException:
             self.reset()
@@ -117,7 +117,7 @@ class Capture:
 
         def begin() -> None:
             # First what there may be too little memory for: a forward that writes must not do so twice.
-            copies.update((id(tensor), arguments_.like(tensor)) for tensor in self._tensors())
+            copies.update((key, arguments_.like(tensor)) for key, tensor in self._results().items())
             self._copy_in(tensors)
 
         return self._graph.replay(begin, lambda: self._copy_out(copies))
@@ -126,16 +126,18 @@ class Capture:
         self._graph.reset()
         self._inputs, self._targets, self._leaves, self.memory = [], [], [], Memory([])
 
-    def _tensors(self) -> Iterator[Tensor]:
-        return (leaf for leaf in self._leaves if isinstance(leaf, Tensor))
+    def _results(self) -> dict[int, Tensor]:
+        """The tensors that the call returns, each once, by id."""
+        return {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
 
     def _copy_in(self, tensors: list[Tensor]) -> None:
         for target, tensor in zip(self._targets, tensors):
             target.copy_(arguments_.without_repetition(tensor))
 
     def _copy_out(self, copies: dict[int, Tensor]) -> Any:
-        for tensor in {id(tensor): tensor for tensor in self._tensors()}.values():
-            _copy(tensor, copies[id(tensor)])
+        for key, tensor in self._results().items():
+            copy = arguments_.without_repetition(copies[key])
+            copy.copy_(arguments_.without_repetition(tensor))
         leaves = [copies[id(x)] if isinstance(x, Tensor) else x for x in self._leaves]
         return _pytree.tree_unflatten(leaves, self._spec)
 
@@ -146,10 +148,6 @@ class Capture:
                     raise CannotCapture(f"it returns a {type(leaf).__name__}")
             elif not isinstance(leaf, (type(None), bool, int, float, str)):
                 raise CannotCapture(f"it returns a {type(leaf).__name__}")
-
-
-def _copy(tensor: Tensor, to: Tensor) -> None:
-    arguments_.without_repetition(to).copy_(arguments_.without_repetition(tensor))
 
 
 def _refuse_changed_containers(given: list[Any], now: list[Any]) -> None:
@@ -303,7 +301,7 @@ class _Recorder(TorchFunctionMode):
         if is_alone or func in _COPIES or any(tensor.dim() for tensor in elsewhere):
             raise CannotCapture(f"it copies from one device to another ({_name(func)})")
 
-    def has_kept_any(self, results: Iterator[Tensor]) -> bool:
+    def has_kept_any(self, results: Iterable[Tensor]) -> bool:
         """Whether anything keeps memory of the call's own besides its results."""
         returned = {_storage(tensor) for tensor in results}
         made = ((storage, ref) for storage, ref in self._own.items() if ref is not None)

@@ -16,7 +16,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ...arguments import KERNEL_DEVICE_TYPE
 from ..forward_slot import StandIn, stand_in_of
+from ..snapshot import state_of
 from .memory import Memory, read_all
 from .reasons import CannotCapture
 
@@ -89,7 +90,8 @@ class WatchedState:
     """A module and all that its forward is made of, as they are now.
 
     Attributes:
-        memory: of its parameters and buffers, and of all other tensors that were found.
+        tensors: its parameters and buffers, and all other tensors that were found.
+        memory: that of these.
 
     Raises:
         CannotCapture: if there is something among it whose calls may do more than compute.
@@ -112,19 +114,14 @@ class WatchedState:
         self._states: list[dict] = []
         self._slotted: list[tuple[Any, list[str], list[Any]]] = []
         self._known_classes: set[type] = set()
-        self._tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = []
         self._libraries: list[types.ModuleType | type] = []  # whose names are looked at
         self._library_values: list[Any] = []
         self._walk(root)
         self._of_tensors = self._read_tensors()
         if self._of_tensors is None:
             raise CannotCapture("a tensor of it has no memory of its own")
-        self.memory = Memory(self._tensors)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All that were found."""
-        return self._tensors
+        self.memory = Memory(self.tensors)
 
     # ----------------------------------------------------------------------------------------------
     # The look back
@@ -133,7 +130,7 @@ class WatchedState:
         """Whether all of it is as it was."""
         return (
             all(map(is_, map(type, self._instances), self._classes))
-            and all(map(is_, map(_state_of, self._owners), self._states))
+            and all(map(is_, map(state_of, self._owners), self._states))
             # First, as to ask for a name that is gone may make it. How many there are is seen below.
             and _are_alike(
                 functools.partial(chain.from_iterable, self._ordered), self._ordered_names
@@ -141,11 +138,15 @@ class WatchedState:
             and all(map(_Namespaces.hold, self._namespaces.values()))
             and not any(self._empty)
             and list(map(len, self._sequences)) == list(map(len, self._items))
-            and self._same(chain.from_iterable(self._sequences), chain.from_iterable(self._items))
+            and all(
+                map(
+                    is_equal, chain.from_iterable(self._sequences), chain.from_iterable(self._items)
+                )
+            )
             and all(now == then for now, then in self._sets)
-            and all(self._same(_slots_of(x, names), then) for x, names, then in self._slotted)
+            and all(_same(_slots_of(x, names), then) for x, names, then in self._slotted)
             and self._holds_root(root)
-            and self._same(_values_of(self._libraries), self._library_values)
+            and _same(_values_of(self._libraries), self._library_values)
             and self._read_tensors() == self._of_tensors
         )
 
@@ -154,19 +155,12 @@ class WatchedState:
         return (
             type(root) is self._root_class
             and names == self._root_names
-            and self._same(values, self._root_values)
+            and _same(values, self._root_values)
             and _hooks_of_libraries(root) is None
         )
 
     def _read_tensors(self) -> list[list] | None:
-        return read_all(_OF_TENSORS, self._tensors)
-
-    @staticmethod
-    def _same(now: Iterable[Any], then: Iterable[Any]) -> bool:
-        if not isinstance(then, list):
-            return all(map(is_equal, now, then))
-        now = list(now)
-        return len(now) == len(then) and (all(map(is_, now, then)) or all(map(is_equal, now, then)))
+        return read_all(_OF_TENSORS, self.tensors)
 
     def restore(self, root: nn.Module) -> None:
         """Puts back what is not as it was in attributes, dictionaries and lists: of a call broken off."""
@@ -185,7 +179,7 @@ class WatchedState:
                 del root.__dict__[name]
         root.__dict__.update(attributes)
         for sequence, items in zip(self._sequences, self._items):
-            if isinstance(sequence, list) and not self._same(sequence, list(items)):
+            if isinstance(sequence, list) and not _same(sequence, list(items)):
                 sequence[:] = items
         for value in self._library_values:
             if isinstance(value, functools._lru_cache_wrapper):
@@ -302,7 +296,7 @@ class WatchedState:
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             self._see_class(place, type(tensor))
             self._namespace(place, vars(tensor))
-        self._tensors.append(tensor)
+        self.tensors.append(tensor)
         return ()
 
     def _see_module(self, place: str, module: nn.Module) -> Iterable[tuple[Any, Any]]:
@@ -436,7 +430,10 @@ def _are_alike(now: Callable[[], Iterable[Any]], then: list[Any]) -> bool:
     return all(map(is_, now(), then)) or all(map(is_equal, now(), then))
 
 
-_state_of = attrgetter("__dict__")
+def _same(now: Iterable[Any], then: list[Any]) -> bool:
+    """Whether these are the values of before, and as many."""
+    now = list(now)
+    return len(now) == len(then) and _are_alike(lambda: now, then)
 
 
 def _names_of_slots(cls: type) -> list[str]:
