@@ -11,6 +11,7 @@ import gc
 import itertools
 import logging
 import pickle
+import sys
 import threading
 import weakref
 from types import SimpleNamespace
@@ -1017,6 +1018,61 @@ def test_memory_that_no_module_holds(pair, events, form):
     assert events[0] == "look True"
     pair.call()
     assert pair.calls.replayed == 2
+
+
+class OtherWriter(TableReader):
+    """Writes to a table, and reads nothing of it."""
+
+    def __init__(self, linear, write):
+        super().__init__(linear)
+        self.write = write
+
+    def forward(self, x):
+        self.write(self.table.values)
+        return self.linear(x)
+
+
+def write_by_kernel(kernel, table):
+    """Of which PyTorch knows by its schema alone."""
+    sys.modules[f"{kernel.__name__}._ops"].ops.silu_out.default(
+        torch.zeros(table.shape, device=table.device), None, table
+    )
+
+
+@pytest.mark.usefixtures("trusted")
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(None, id="nothing"),
+        pytest.param(lambda _, table: table.mul_(1), id="method"),
+        pytest.param(lambda _, table: torch.mul(table, 1, out=table), id="out"),
+        pytest.param(lambda _, table: torch.ops.aten.mul_.Scalar(table, 1), id="operator"),
+        pytest.param(write_by_kernel, id="kernel"),
+        pytest.param(lambda _, table: table.data_ptr(), id="address"),
+    ],
+)
+def test_tables_that_were_made_in_inference_mode(graphs, device, events, monkeypatch, write):  # noqa: F811
+    """As Qwen-Image's frequencies on a GPU: nobody counts writes to them, but few functions write."""
+    pair = Pair(graphs, FAMILIES["qwenimage"], device)
+    embedding = pair.model.pos_embed
+    with torch.inference_mode():
+        own = embedding.pos_freqs, embedding.neg_freqs
+        embedding.pos_freqs, embedding.neg_freqs = (table.clone() for table in own)
+        table, _ = embedding._get_device_freqs(torch.device(device))  # which keeps them
+        embedding.pos_freqs, embedding.neg_freqs = own
+        assert table.is_inference()
+        if write:
+            monkeypatch.setattr(TableReader.table, "values", torch.view_as_real(table))
+            pair.model.img_in = OtherWriter(pair.model.img_in, functools.partial(write, graphs))
+        arguments = pair.inputs()
+        for _ in range(2):
+            pair.model(**arguments)
+        events.clear()
+        pair.model(**arguments)
+    if write:  # where PyTorch does not refuse to write to them outside of inference mode, it is looked first
+        assert events == (["look True", "replay"] if pair.calls.captured else ["look True"])
+    else:
+        assert events == ["replay", "look True"]
 
 
 class Counter(nn.Module):

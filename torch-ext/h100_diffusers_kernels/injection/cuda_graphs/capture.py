@@ -26,7 +26,7 @@ _OF_SHAPE = frozenset(
     (
         *(Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.storage_offset),
         *(Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size),
-        *(Tensor.__len__, Tensor.is_inference),
+        *(Tensor.__len__, Tensor.is_inference, Tensor.is_conj, Tensor.is_neg),
     )
 )
 # What gives values, or numbers of them, to Python.
@@ -39,7 +39,7 @@ _WAITING = frozenset(
     )
 )
 # That write to nothing but an ``out``, whether somebody counts writes to their operands or not.
-_READING = frozenset((torch.cat, torch.stack))
+_READING = frozenset((torch.cat, torch.stack, Tensor.__getitem__))
 # That may write to their operands while nobody counts it, or give away where these are.
 _UNCOUNTED = frozenset(
     (
@@ -256,7 +256,10 @@ class _Recorder(TorchFunctionMode):
         versions = list(map(_version, outside))
         given_versions = list(map(_version, given))
         result = func(*args, **kwargs)
-        if None in versions or list(map(_version, outside)) != versions:
+        if list(map(_version, outside)) != versions:
+            self._writes = True
+        uncounted = [tensor for tensor, version in zip(outside, versions) if version is None]
+        if uncounted and _may_write(func, args, kwargs, uncounted):
             self._writes = True
         if list(map(_version, given)) != given_versions:  # through ``data``, too
             raise CannotCapture(_WRITES_TO_GIVEN)
@@ -317,6 +320,16 @@ def _name(func: Any) -> str:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _may_write(func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> bool:
+    """Whether a function may write to the memory of some of its operands: of operators their schemas tell."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return True
+    parameters = {parameter.name: parameter for parameter in func._schema.arguments}
+    given = [*zip(parameters, args), *kwargs.items()]
+    written = [value for name, value in given if parameters[name].is_write]
+    return not set(map(_storage, _tensors_in(written))).isdisjoint(map(_storage, tensors))
 
 
 def _version(tensor: Tensor) -> int | None:
