@@ -78,7 +78,7 @@ Sizes leading_shape(const Tensor& tensor) {
 }  // namespace
 
 ArgumentChecker::ArgumentChecker(const char* operation, const char* x_name, const Tensor& x, int64_t min_dims,
-                                 bool accepts_float32)
+                                 bool accepts_float32, Strides strides)
     : operation_(operation), x_name_(x_name), x_(x), shape_(leading_shape(x)) {
   on_device();
   const ScalarType dtype = x.scalar_type();
@@ -97,7 +97,10 @@ ArgumentChecker::ArgumentChecker(const char* operation, const char* x_name, cons
   if (x.dim() < min_dims)
     fail(operation_, x_name_, " must have at least ", min_dims, min_dims == 1 ? " dimension" : " dimensions",
          ", got shape ", to_string(shape_));
-  readable(x_name_, x);
+  if (strides == Strides::kUnitLast)
+    readable(x_name_, x);
+  else
+    stored(x_name_, x);
 }
 
 void ArgumentChecker::on_device() const {
@@ -119,8 +122,12 @@ void ArgumentChecker::readable(const char* name, const Tensor& tensor) const {
   const int64_t last = tensor.dim() - 1;
   if (last >= 0 && tensor.size(last) > 1 && tensor.stride(last) != 1)
     fail(operation_, name, " must have stride 1 in its last dimension, got stride ", tensor.stride(last));
+  stored(name, tensor);
+}
+
+void ArgumentChecker::stored(const char* name, const Tensor& tensor) const {
   int64_t end = tensor.storage_offset() + 1;
-  for (int64_t dim = 0; dim <= last; ++dim) {
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
     if (tensor.size(dim) == 0) return;
     end += (tensor.size(dim) - 1) * tensor.stride(dim);
   }
@@ -218,13 +225,30 @@ OwnedTensor ArgumentChecker::empty(const Sizes& shape) const {
     strides[i] = stride;
     stride *= std::max<int64_t>(shape[i], 1);
   }
+  return empty_strided(shape, strides, stride);
+}
+
+OwnedTensor ArgumentChecker::empty_channels_last(const Sizes& shape) const {
+  int64_t strides[Sizes::kCapacity];
+  strides[1] = 1;
+  int64_t stride = std::max<int64_t>(shape[1], 1);
+  for (size_t i = shape.size(); i-- > 0;) {
+    if (i == 1) continue;
+    strides[i] = stride;
+    stride *= std::max<int64_t>(shape[i], 1);
+  }
+  return empty_strided(shape, strides, stride);
+}
+
+OwnedTensor ArgumentChecker::empty_strided(const Sizes& shape, const int64_t* strides,
+                                           int64_t elements) const {
   AtenTensorHandle handle = nullptr;
   const auto error = aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides,
                                               x_.dtype(), x_.device().type, x_.device().index, &handle);
   // What Torch raised is lost at its C interface. The package reads this sentence (declaration.py), tries to
   // allocate as much and raises what Torch raises then.
   if (error != TORCH_SUCCESS)
-    throw std::runtime_error(std::string(operation_) + ": no memory for " + std::to_string(stride) +
+    throw std::runtime_error(std::string(operation_) + ": no memory for " + std::to_string(elements) +
                              " elements of " + std::to_string(bytes_of(dtype_)) + " bytes on " +
                              device_name(x_));
   return OwnedTensor(handle);

@@ -71,9 +71,11 @@ Sizes sizes_of(const Tensor& tensor);
 // Checks the arguments of one call. `x` is the tensor whose dtype, device and shape the others follow.
 class ArgumentChecker {
  public:
-  // x: supported dtype and device, from `min_dims` to 64 dimensions, unit stride in the last one.
+  // x: supported dtype and device, from `min_dims` to 64 dimensions, unit stride in the last one, or
+  // in any dimension with `Strides::kAny`.
+  enum class Strides { kUnitLast, kAny };
   ArgumentChecker(const char* operation, const char* x_name, const Tensor& x, int64_t min_dims = 1,
-                  bool accepts_float32 = true);
+                  bool accepts_float32 = true, Strides strides = Strides::kUnitLast);
 
   // Same dtype, device and unit last stride as x; shape exactly `shape`.
   void same_shape(const char* name, const Tensor& tensor, const Sizes& shape) const;
@@ -93,11 +95,15 @@ class ArgumentChecker {
                      const Tensor& other) const;
   // Stride 1 in the last dimension, and a storage that has all elements.
   void readable(const char* name, const Tensor& tensor) const;
+  // The latter alone.
+  void stored(const char* name, const Tensor& tensor) const;
   void float32(const char* name, const Tensor& tensor) const;
   void float32_or_same_dtype(const char* name, const Tensor& tensor) const;
 
   // A new contiguous tensor of x's dtype and device.
   OwnedTensor empty(const Sizes& shape) const;
+  // The same with the channels, dimension 1, last in memory.
+  OwnedTensor empty_channels_last(const Sizes& shape) const;
 
   DType dtype() const { return dtype_; }
   const Sizes& shape() const { return shape_; }
@@ -107,6 +113,7 @@ class ArgumentChecker {
 
  private:
   void on_device() const;
+  OwnedTensor empty_strided(const Sizes& shape, const int64_t* strides, int64_t elements) const;
   void exact_shape(const char* name, const Tensor& tensor, const Sizes& shape) const;
 
   const char* operation_;

@@ -7,7 +7,7 @@
 #include "operation.h"
 
 #define H100_EACH_FAMILY(apply) \
-  apply(norm) apply(qk_norm_rope) apply(rope) apply(activation) apply(softmax) apply(attention)
+  apply(norm) apply(group_norm) apply(qk_norm_rope) apply(rope) apply(activation) apply(softmax) apply(attention)
 
 namespace h100_diffusers_kernels {
 

@@ -97,6 +97,33 @@ void gated_residual_layer_norm_modulate(const RowNormParams& params, Stream stre
 void gated_residual_rms_norm_modulate_pair(const RowNormParams& params, Stream stream);
 void gated_residual_layer_norm_modulate_pair(const RowNormParams& params, Stream stream);
 
+// A group norm is of channels, weight, bias and channel_bias are theirs:
+//   h   = x + channel_bias
+//   n   = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias   (mean and variance over a sample's group; each optional)
+//   out = silu ? n * sigmoid(n) : n
+// The pixels are all spatial dimensions as one. Either pixels or channels have a stride of 1, in x and in out alike.
+struct GroupNormParams {
+  int64_t batch;
+  int64_t channels;
+  int64_t groups;
+  int64_t pixels;
+  DType dtype;
+  float eps;
+  const void* x;
+  void* out;
+  int64_t x_strides[3];    // batch, channel, pixel
+  int64_t out_strides[3];  // likewise; dense
+  bool is_channels_last;   // channels have the stride 1
+  Modulator weight;        // (channels,), with strides of 0
+  Modulator bias;          // (channels,), with strides of 0
+  Modulator channel_bias;  // (batch, channels), strides[0] is that of the batch
+  bool silu;
+  void* workspace;
+};
+
+int64_t group_norm_workspace_bytes(const GroupNormParams& params);
+void group_norm(const GroupNormParams& params, Stream stream);
+
 enum class NormScope : int32_t { kNone, kAcrossHeads, kPerHead };
 
 // The elements (2i, 2i+1) of a head form a rotated pair, or the elements (i, i + head_dim/2).

@@ -117,13 +117,17 @@ def as_integer(operation: str, name: str, value: Any) -> Any:
     return int(value)
 
 
+def as_count(operation: str, name: str, value: object) -> int:
+    count = as_integer(operation, name, value)
+    if count < 1:
+        fail(operation, f"{name} must be at least 1, got {shown(count)}")
+    if count > MAX_INTEGER:
+        fail(operation, f"{name} must be at most {MAX_INTEGER}, got {shown(count)}")
+    return count
+
+
 def as_heads(operation: str, value: object) -> int:
-    heads = as_integer(operation, "heads", value)
-    if heads < 1:
-        fail(operation, f"heads must be at least 1, got {shown(heads)}")
-    if heads > MAX_INTEGER:
-        fail(operation, f"heads must be at most {MAX_INTEGER}, got {shown(heads)}")
-    return heads
+    return as_count(operation, "heads", value)
 
 
 def as_scale(operation: str, name: str, value: object) -> float:
@@ -146,6 +150,7 @@ def check_choice(operation: str, name: str, value: object, choices: tuple[str, .
         fail(operation, f"{name} must be {', '.join(others)} or {last}, got {shown(value)}")
 
 
+ACTIVATIONS = ("none", "silu")
 APPROXIMATIONS = ("none", "tanh")
 HALVES = ("first", "second")
 LAYOUTS = ("interleaved", "half")
@@ -190,9 +195,15 @@ def check_kernel_device(operation: str, name: str, tensor: Tensor) -> None:
 
 
 def check_input(
-    operation: str, name: str, x: Tensor, min_dims: int = 1, accepts_float32: bool = True
+    operation: str,
+    name: str,
+    x: Tensor,
+    min_dims: int = 1,
+    accepts_float32: bool = True,
+    any_strides: bool = False,
 ) -> None:
-    """``x`` has a supported device and dtype, ``min_dims`` to 64 dimensions and unit stride in the last."""
+    """``x`` has a supported device and dtype, ``min_dims`` to 64 dimensions and unit stride in the last,
+    unless it may have any."""
     check_kernel_device(operation, name, x)
     if x.dtype not in SUPPORTED_DTYPES or (x.dtype == torch.float32 and not accepts_float32):
         float32 = "float32, " if accepts_float32 else ""
@@ -205,7 +216,10 @@ def check_input(
             operation,
             f"{name} must have at least {min_dims} {plural}, got shape {tuple(x.shape)}",
         )
-    check_readable(operation, name, x)
+    if any_strides:
+        _check_stored(operation, name, x)
+    else:
+        check_readable(operation, name, x)
 
 
 def check_gated(operation: str, name: str, x: Tensor) -> None:
@@ -225,6 +239,13 @@ def check_readable(operation: str, name: str, tensor: Tensor) -> None:
             operation,
             f"{name} must have stride 1 in its last dimension, got stride {tensor.stride(-1)}",
         )
+    _check_stored(operation, name, tensor)
+
+
+def _check_stored(operation: str, name: str, tensor: Tensor) -> None:
+    """The storage of ``tensor`` has all of its elements."""
+    if tensor.layout is not torch.strided:
+        check_layout(operation, name, tensor)
     if torch.compiler.is_compiling() or not _has_memory(tensor) or tensor.numel() == 0:
         return
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
@@ -998,3 +1019,66 @@ def check_attention(
         if key_lengths.dtype != torch.int32:
             fail(operation, f"key_lengths must be int32, got {dtype_name(key_lengths.dtype)}")
         _check_exact_shape(operation, "key_lengths", key_lengths, (batch,))
+
+
+def is_channels_last(operation: str, x: Tensor) -> bool:
+    """Whether the channels of ``x``, (B, C, ...), are last in memory; else they come before the pixels.
+
+    Raises:
+        ValueError: if neither is so, or there are gaps between the spatial dimensions.
+    """
+    count = stride = 1
+    if x.numel() == 0:
+        return False
+    for size, step in zip(reversed(x.shape[2:]), reversed(x.stride()[2:])):
+        if size == 1:
+            continue
+        if count == 1:
+            stride = step
+        elif step != stride * count:
+            fail(
+                operation,
+                f"x must have no gaps between its spatial dimensions, got strides {x.stride()}",
+            )
+        count *= size
+    if count == 1 or stride == 1:
+        return False
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        fail(
+            operation,
+            "x must have stride 1 in its spatial dimensions or in its channels, "
+            f"got strides {x.stride()}",
+        )
+    return True
+
+
+def check_group_norm(
+    operation: str,
+    x: Tensor,
+    num_groups: int,
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    eps: float,
+    channel_bias: Optional[Tensor],
+    activation: str,
+) -> None:
+    check_input(operation, "x", x, min_dims=2, any_strides=True)
+    batch, channels, *spatial = x.shape
+    if channels % as_count(operation, "num_groups", num_groups):
+        fail(
+            operation, f"num_groups must divide the channels of x ({channels}), got {num_groups}"
+        )
+    if not torch._C._are_functorch_transforms_active():  # else strides are vmap's doing
+        is_channels_last(operation, x)
+    group = (channels // num_groups, math.prod(spatial))
+    _require_countable(operation, "x", x, "group", group)
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None:
+            check_device(operation, name, vector, "x", x)
+            _check_float32_or_dtype(operation, name, vector, "x", x)
+            _check_exact_shape(operation, name, vector, (channels,))
+    if channel_bias is not None:
+        check_device(operation, "channel_bias", channel_bias, "x", x)
+        _check_float32_or_dtype(operation, "channel_bias", channel_bias, "x", x)
+        _check_exact_shape(operation, "channel_bias", channel_bias, (batch, channels))
+    check_choice(operation, "activation", activation, ACTIVATIONS)

@@ -108,6 +108,12 @@ SCALE = Kind(
     "if {name} is not None:\n    {name} = _as_scale('{operation}', '{name}', {name})",
 )
 INTEGER = Kind("an integer", arguments.is_integer)
+COUNT = Kind(
+    "an integer",
+    arguments.is_integer,
+    "if type({name}) is not int:\n    {name} = _as_count('{operation}', '{name}', {name})",
+    check="_as_count('{operation}', '{name}', {name})",
+)
 FLAG = Kind("True or False", arguments.is_flag)
 TABLES = Kind(
     "a pair (cos, sin) of tensors",
@@ -142,6 +148,8 @@ Output = Annotated[Tensor, OUTPUT]
 Outputs = Annotated[tuple, OUTPUTS]
 Constant = Annotated[Tensor, CONSTANT]
 Scale = Annotated[float, SCALE]
+Count = Annotated[int, COUNT]
+Activation = Annotated[str, _choice("ACTIVATIONS")]
 Approximation = Annotated[str, _choice("APPROXIMATIONS")]
 Half = Annotated[str, _choice("HALVES")]
 Layout = Annotated[str, _choice("LAYOUTS")]

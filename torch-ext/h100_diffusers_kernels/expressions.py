@@ -26,6 +26,20 @@ def layer_normalized(
     return n if bias is None else n + bias.float()
 
 
+def group_normalized(
+    x: Tensor,
+    num_groups: int,
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    eps: float,
+    channel_bias: Optional[Tensor],
+) -> Tensor:
+    if channel_bias is not None:
+        x = x + channel_bias.float().reshape(*channel_bias.shape, *[1] * (x.dim() - 2))
+    weight, bias = (vector if vector is None else vector.float() for vector in (weight, bias))
+    return torch.group_norm(x, num_groups, weight, bias, eps)
+
+
 def modulated(n: Tensor, scale: Optional[Tensor], shift: Optional[Tensor]) -> Tensor:
     n = n if scale is None else n * (1 + scale.float())
     return n if shift is None else n + shift.float()

@@ -31,6 +31,7 @@ from .arguments import (
     check_attention,
     check_choice,
     check_flag,
+    check_group_norm,
     check_norm_rope,
     check_output,
     check_qk_norm_coordinate_rope,
@@ -41,14 +42,17 @@ from .arguments import (
     check_tables_dim,
     check_values,
     fail,
+    is_channels_last,
     shown,
 )
 from .declaration import (
     DECLARATIONS,
     ERRORS,
     LIBRARY,
+    Activation,
     Approximation,
     Constant,
+    Count,
     Declaration,
     GatedRows,
     Half,
@@ -425,6 +429,48 @@ def gated_residual_layer_norm_modulate_pair(
 def _gated_residual_layer_norm_modulate_pair_fake(residual, *_):
     shape = residual.shape
     return residual.new_empty(shape), residual.new_empty(shape), residual.new_empty(shape)
+
+
+# --------------------------------------------------------------------------------------------------
+# Group norm
+
+
+@operation("group_norm", check=check_group_norm)
+def group_norm(
+    x: Tensor,
+    num_groups: Count,
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    eps: float = 1e-5,
+    channel_bias: Optional[Tensor] = None,
+    activation: Activation = "none",
+) -> Tensor:
+    """Group norm of ``x + channel_bias``, as ``torch.nn.functional.group_norm``, and an activation of it.
+
+    Args:
+        x: ``(B, C, ...)``, T: any number of spatial dimensions, without gaps between them. Either pixels are
+            dense and channels apart, as in a contiguous tensor, or channels are dense, as with
+            ``torch.channels_last``; the result is likewise.
+        num_groups: into how many groups the channels are divided, each with a mean and a (biased) variance.
+        weight, bias: ``(C,)``, T or float32, or None, independently of each other.
+        eps: added to the variance.
+        channel_bias: ``(B, C)``, T or float32, or None: what is added to all pixels before the norm, such as
+            a convolution's bias, a projected time embedding, or the sum of both.
+        activation: ``"none"``, or ``"silu"``, ``n * sigmoid(n)``.
+
+    Source: Wu and He, 2018, https://arxiv.org/abs/1803.08494.
+    """
+    n = expressions.group_normalized(x.float(), num_groups, weight, bias, eps, channel_bias)
+    return (F.silu(n) if activation == "silu" else n).to(x.dtype)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("group_norm"))
+@checked("group_norm")
+def _group_norm_fake(x, *_):
+    if is_channels_last("group_norm", x):
+        batch, channels, *spatial = x.shape
+        return x.new_empty(batch, *spatial, channels).movedim(-1, 1)
+    return x.new_empty(x.shape)
 
 
 # --------------------------------------------------------------------------------------------------
