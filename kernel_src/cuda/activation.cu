@@ -10,20 +10,12 @@
 #include "pack.cuh"
 #include "params.h"
 #include "row_index.cuh"
+#include "sigmoid.cuh"
 
 namespace h100_diffusers_kernels {
 namespace {
 
 // ----- Formulas of a float. The fast form is for results that are rounded to 16 bits. -----
-
-template <bool kFast>
-struct Sigmoid {
-  // Returns x * sigmoid(y).
-  __device__ __forceinline__ static float times(float x, float y) {
-    if constexpr (kFast) return __fdividef(x, 1.0f + __expf(-y));
-    return x / (1.0f + expf(-y));
-  }
-};
 
 struct Silu {
   template <bool kFast>

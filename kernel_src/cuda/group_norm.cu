@@ -1,0 +1,454 @@
+// Group norm, with a bias of the channels before it and SiLU after it, in two kernels: the first adds up values
+// and squares of parts of the groups, the second adds the parts up and normalizes. What the first reads the
+// second mostly finds in the L2 cache.
+//
+// A thread of the kernels for channels last has the same pack of channels in all of its pixels, so groups may
+// begin and end within a pack. Those of the other layout, or of no alignment, go through one group each.
+//
+// Sums are of double: a mean may be far from zero, and over a hundred thousand values even float's rounding adds
+// up. Of 16 bits two values and two squares are added in float before, which hardly rounds.
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "fast_divisor.cuh"
+#include "launch.cuh"
+#include "pack.cuh"
+#include "params.h"
+#include "reduce.cuh"
+#include "sigmoid.cuh"
+#include "statistics.cuh"
+
+namespace h100_diffusers_kernels {
+namespace {
+
+constexpr int kThreads = 512;  // of a block, at most
+constexpr int kUnroll = 4;     // So many packs are on their way to a thread at a time.
+constexpr int kMultiprocessors = 132;
+
+template <typename T>
+constexpr int kVectorSize = kPackSize<T, Access::kVector>;
+
+// The sums of some values, and of their squares.
+struct Moments {
+  double sum = 0.0;
+  double squares = 0.0;
+
+  __device__ __forceinline__ void add(double value) {
+    sum += value;
+    squares = fma(value, value, squares);
+  }
+
+  __device__ __forceinline__ void add(float one, float other) {
+    sum += one + other;
+    squares += fmaf(one, one, other * other);
+  }
+
+  __device__ __forceinline__ void add(const Moments& other) {
+    sum += other.sum;
+    squares += other.squares;
+  }
+
+  // As though each of the `count` values had been larger by so much.
+  __device__ __forceinline__ void shift(double by, double count) {
+    squares += by * (2.0 * sum + by * count);
+    sum += by * count;
+  }
+
+  __device__ __forceinline__ void add_up_warp() {
+    sum = warp_reduce<Sum, kWarpThreads>(sum);
+    squares = warp_reduce<Sum, kWarpThreads>(squares);
+  }
+};
+
+struct GroupNormKernelParams : GroupNormParams {
+  int32_t chunks;        // of pixels, or of the packs of a group
+  int64_t chunk_size;    // The last one may be smaller.
+  int64_t outer_stride;  // Of a group's rows: channels, or with channels last pixels. Elements of a row are
+  int64_t inner_stride;  // in packs.
+  int64_t outer_out_stride;
+  int64_t inner_out_stride;
+  int64_t group_packs;
+  FastDivisor row_packs;
+
+  __device__ __forceinline__ int64_t per_group() const { return channels / groups; }
+  __device__ __forceinline__ Moments* partial(int64_t group) const {
+    return static_cast<Moments*>(workspace) + group * chunks;
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ float value_of(const Modulator& operand, int64_t index, float otherwise) {
+  if (operand.data == nullptr) return otherwise;
+  if (operand.is_float32) return static_cast<const float*>(operand.data)[index];
+  return to_float(static_cast<const T*>(operand.data)[index]);
+}
+
+// A group's mean and the reciprocal of its deviation. All lanes of a warp call it and get them.
+struct GroupStatistics {
+  double mean, rstd;
+
+  __device__ __forceinline__ GroupStatistics(const GroupNormKernelParams& params, int64_t group) {
+    const Moments* partial = params.partial(group);
+    Moments moments;
+    for (int chunk = threadIdx.x % kWarpThreads; chunk < params.chunks; chunk += kWarpThreads)
+      moments.add(partial[chunk]);
+    moments.add_up_warp();
+    const double count = static_cast<double>(params.per_group()) * static_cast<double>(params.pixels);
+    mean = moments.sum / count;
+    // fmax would turn NaN into 0.
+    const double variance = moments.squares / count - mean * mean;
+    rstd = 1.0 / sqrt((variance < 0.0 ? 0.0 : variance) + static_cast<double>(params.eps));
+  }
+};
+
+// What a channel's values are normalized with: (x - mean) * factor + bias, where the channel's bias is in `mean`.
+template <typename T>
+struct Channel {
+  Statistic<T> mean;
+  float factor, bias;
+
+  __device__ __forceinline__ Channel() = default;
+  __device__ __forceinline__ Channel(const GroupNormKernelParams& params, int64_t sample, int64_t channel,
+                                     double group_mean, float rstd) {
+    const float added =
+        value_of<T>(params.channel_bias, sample * params.channel_bias.strides[0] + channel, 0.0f);
+    mean = Statistic<T>::from(static_cast<RowSum<T>>(group_mean - added));
+    factor = rstd * value_of<T>(params.weight, channel, 1.0f);
+    bias = value_of<T>(params.bias, channel, 0.0f);
+  }
+
+  __device__ __forceinline__ float normalized(float x) const {
+    return fmaf(mean.subtracted_from(x), factor, bias);
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ float activated(float x, bool silu) {
+  return silu ? Sigmoid<sizeof(T) == 2>::times(x, x) : x;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Channels last
+
+// The packs of channels that a block's threads have, and the pixels: so many at a time.
+template <typename T>
+struct PixelPlace {
+  int packs, rows, column, row;
+  int64_t sample, begin, end;
+
+  __device__ __forceinline__ explicit PixelPlace(const GroupNormKernelParams& params) {
+    packs = static_cast<int>(params.channels) / kVectorSize<T>;
+    rows = blockDim.x / packs;
+    column = threadIdx.x % packs;
+    row = threadIdx.x / packs;
+    sample = blockIdx.x / params.chunks;
+    begin = blockIdx.x % params.chunks * params.chunk_size;
+    end = min(begin + params.chunk_size, params.pixels);
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    group_moments_channels_last_kernel(const __grid_constant__ GroupNormKernelParams params) {
+  constexpr int kSize = kVectorSize<T>;
+  const PixelPlace<T> place(params);
+  const T* in = static_cast<const T*>(params.x) + place.sample * params.x_strides[0] + place.column * kSize;
+  Moments moments[kSize];
+  wait_for_earlier_kernels();
+  for (int64_t first = place.begin + place.row; first < place.end; first += kUnroll * place.rows) {
+    Pack<T, kSize> packs[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i)
+      if (first + i * place.rows < place.end) packs[i].load(in + (first + i * place.rows) * params.x_strides[2]);
+#pragma unroll
+    for (int i = 0; i < kUnroll; i += 2) {
+      if (first + i * place.rows >= place.end) break;
+      float values[kSize], others[kSize] = {};
+      packs[i].to_floats(values);
+      if (first + (i + 1) * place.rows < place.end) packs[i + 1].to_floats(others);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        if constexpr (kHasExactStatistics<T>) {
+          moments[j].add(values[j]);
+          moments[j].add(others[j]);
+        } else {
+          moments[j].add(values[j], others[j]);
+        }
+      }
+    }
+  }
+  let_later_kernels_begin();
+
+  extern __shared__ __align__(16) char shared[];
+  Moments* of_threads = reinterpret_cast<Moments*>(shared);  // [row][channel]
+  const int64_t pixels = max(place.end - place.begin - place.row, int64_t{0});
+  const double count = static_cast<double>((pixels + place.rows - 1) / place.rows);
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) {
+    const int64_t channel = place.column * kSize + j;
+    const int64_t at = place.sample * params.channel_bias.strides[0] + channel;
+    if (params.channel_bias.data) moments[j].shift(value_of<T>(params.channel_bias, at, 0.0f), count);
+    of_threads[place.row * params.channels + channel] = moments[j];
+  }
+  __syncthreads();
+  const int warps = blockDim.x / kWarpThreads, warp = threadIdx.x / kWarpThreads;
+  if (warp >= warps) return;
+  const int per_group = static_cast<int>(params.per_group());
+  for (int64_t group = warp; group < params.groups; group += warps) {
+    Moments total;
+    for (int i = threadIdx.x % kWarpThreads; i < place.rows * per_group; i += kWarpThreads)
+      total.add(of_threads[i / per_group * params.channels + group * per_group + i % per_group]);
+    total.add_up_warp();
+    if (threadIdx.x % kWarpThreads == 0)
+      params.partial(place.sample * params.groups + group)[blockIdx.x % params.chunks] = total;
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    group_norm_channels_last_kernel(const __grid_constant__ GroupNormKernelParams params) {
+  constexpr int kSize = kVectorSize<T>;
+  const PixelPlace<T> place(params);
+  const T* in = static_cast<const T*>(params.x) + place.sample * params.x_strides[0] + place.column * kSize;
+  T* out = static_cast<T*>(params.out) + place.sample * params.out_strides[0] + place.column * kSize;
+  extern __shared__ __align__(16) char shared[];
+  double* means = reinterpret_cast<double*>(shared);
+  float* rstds = reinterpret_cast<float*>(means + params.groups);
+  wait_for_earlier_kernels();
+  const int warps = blockDim.x / kWarpThreads, warp = threadIdx.x / kWarpThreads;
+  if (warp < warps) {
+    for (int64_t group = warp; group < params.groups; group += warps) {
+      const GroupStatistics statistics(params, place.sample * params.groups + group);
+      if (threadIdx.x % kWarpThreads == 0) {
+        means[group] = statistics.mean;
+        rstds[group] = static_cast<float>(statistics.rstd);
+      }
+    }
+  }
+  __syncthreads();
+  Channel<T> channels[kSize];
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) {
+    const int channel = place.column * kSize + j, group = channel / static_cast<int>(params.per_group());
+    channels[j] = Channel<T>(params, place.sample, channel, means[group], rstds[group]);
+  }
+  for (int64_t first = place.begin + place.row; first < place.end; first += kUnroll * place.rows) {
+    Pack<T, kSize> packs[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i)
+      if (first + i * place.rows < place.end) packs[i].load(in + (first + i * place.rows) * params.x_strides[2]);
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const int64_t pixel = first + i * place.rows;
+      if (pixel >= place.end) break;
+      float values[kSize];
+      packs[i].to_floats(values);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) values[j] = activated<T>(channels[j].normalized(values[j]), params.silu);
+      packs[i].from_floats(values);
+      packs[i].store_whole(out + pixel * params.out_strides[2]);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Group by group
+
+// A group's packs are numbered row by row.
+struct GroupPlace {
+  int64_t sample, first_channel;
+  uint32_t begin, end;
+
+  __device__ __forceinline__ explicit GroupPlace(const GroupNormKernelParams& params) {
+    sample = blockIdx.x / params.groups;
+    first_channel = blockIdx.x % params.groups * params.per_group();
+    const int64_t first = blockIdx.y * params.chunk_size;
+    begin = static_cast<uint32_t>(first);
+    end = static_cast<uint32_t>(min(first + params.chunk_size, params.group_packs));
+  }
+};
+
+// Calls body(channel, outer, inner) for a pack by its number.
+struct PackPlace {
+  uint32_t outer, inner;
+  int64_t channel;
+
+  __device__ __forceinline__ PackPlace(const GroupNormKernelParams& params, const GroupPlace& place,
+                                       uint32_t number) {
+    outer = params.row_packs.divide(number);
+    inner = number - outer * params.row_packs.divisor;
+    channel = place.first_channel + (params.is_channels_last ? inner : outer);
+  }
+};
+
+template <typename T, Access kAccess>
+__global__ void __launch_bounds__(kThreads)
+    group_moments_kernel(const __grid_constant__ GroupNormKernelParams params) {
+  constexpr int kSize = kPackSize<T, kAccess>;
+  const GroupPlace place(params);
+  const T* in = static_cast<const T*>(params.x) + place.sample * params.x_strides[0] +
+                place.first_channel * params.x_strides[1];
+  Moments moments;
+  wait_for_earlier_kernels();
+  for (uint32_t first = place.begin + threadIdx.x; first < place.end; first += kUnroll * kThreads) {
+    Pack<T, kSize> packs[kUnroll];
+    float added[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const uint32_t number = first + i * kThreads;
+      if (number >= place.end) break;
+      const PackPlace pack(params, place, number);
+      packs[i].load(in + pack.outer * params.outer_stride + pack.inner * params.inner_stride);
+      const int64_t at = place.sample * params.channel_bias.strides[0] + pack.channel;
+      added[i] = value_of<T>(params.channel_bias, at, 0.0f);
+    }
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      if (first + i * kThreads >= place.end) break;
+      float values[kSize];
+      packs[i].to_floats(values);
+      if constexpr (kHasExactStatistics<T> || kSize == 1) {
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) moments.add(static_cast<double>(values[j]) + added[i]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kSize; j += 2) moments.add(values[j] + added[i], values[j + 1] + added[i]);
+      }
+    }
+  }
+  let_later_kernels_begin();
+
+  __shared__ Moments of_warps[kThreads / kWarpThreads];
+  const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
+  moments.add_up_warp();
+  if (lane == 0) of_warps[warp] = moments;
+  __syncthreads();
+  if (warp > 0) return;
+  Moments total;
+  if (lane < kThreads / kWarpThreads) total = of_warps[lane];
+  total.add_up_warp();
+  if (lane == 0) params.partial(blockIdx.x)[blockIdx.y] = total;
+}
+
+template <typename T, Access kAccess>
+__global__ void __launch_bounds__(kThreads)
+    group_norm_kernel(const __grid_constant__ GroupNormKernelParams params) {
+  constexpr int kSize = kPackSize<T, kAccess>;
+  const GroupPlace place(params);
+  const T* in = static_cast<const T*>(params.x) + place.sample * params.x_strides[0] +
+                place.first_channel * params.x_strides[1];
+  T* out = static_cast<T*>(params.out) + place.sample * params.out_strides[0] +
+           place.first_channel * params.out_strides[1];
+  wait_for_earlier_kernels();
+  const GroupStatistics statistics(params, blockIdx.x);
+  const float rstd = static_cast<float>(statistics.rstd);
+  for (uint32_t first = place.begin + threadIdx.x; first < place.end; first += kUnroll * kThreads) {
+    Pack<T, kSize> packs[kUnroll];
+    Channel<T> channels[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const uint32_t number = first + i * kThreads;
+      if (number >= place.end) break;
+      const PackPlace pack(params, place, number);
+      packs[i].load(in + pack.outer * params.outer_stride + pack.inner * params.inner_stride);
+      channels[i] = Channel<T>(params, place.sample, pack.channel, statistics.mean, rstd);
+    }
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const uint32_t number = first + i * kThreads;
+      if (number >= place.end) break;
+      const PackPlace pack(params, place, number);
+      float values[kSize];
+      packs[i].to_floats(values);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) values[j] = activated<T>(channels[i].normalized(values[j]), params.silu);
+      packs[i].from_floats(values);
+      packs[i].store_whole(out + pack.outer * params.outer_out_stride + pack.inner * params.inner_out_stride);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Launch
+
+enum class Way { kChannelsLast, kVectors, kElements };
+
+// Tells whether packs begin at aligned addresses in every sample and row.
+bool is_aligned(const void* data, const int64_t (&strides)[3], int row_dim, int64_t element_bytes) {
+  return is_16_byte_aligned(data) && strides[0] * element_bytes % kVectorBytes == 0 &&
+         strides[row_dim] * element_bytes % kVectorBytes == 0;
+}
+
+Way way_of(const GroupNormParams& args) {
+  const int64_t element_bytes = bytes_of(args.dtype), size = kVectorBytes / element_bytes;
+  const int row_dim = args.is_channels_last ? 2 : 1;
+  const int64_t row = args.is_channels_last ? args.channels : args.pixels;
+  if (row % size != 0 || !is_aligned(args.x, args.x_strides, row_dim, element_bytes)) return Way::kElements;
+  if (!args.is_channels_last) return Way::kVectors;
+  return args.channels / size <= kThreads ? Way::kChannelsLast : Way::kElements;
+}
+
+// The chunks that a sample, or a group, is cut into, so that all multiprocessors have a part: of packs, or of
+// pixels. It is the same for the workspace and for the launch.
+GroupNormKernelParams kernel_params(const GroupNormParams& args, Way way) {
+  GroupNormKernelParams params{};
+  static_cast<GroupNormParams&>(params) = args;
+  const int64_t size = way == Way::kElements ? 1 : kVectorBytes / bytes_of(args.dtype);
+  const int64_t per_group = args.channels / args.groups;
+  int64_t items, parts, least;  // to be cut, into at most so many, of at least so many
+  if (way == Way::kChannelsLast) {
+    const int64_t rows = kThreads / (args.channels / size);
+    items = args.pixels;
+    parts = ceil_divide(kMultiprocessors, args.batch);
+    least = kUnroll * rows;
+  } else {
+    params.group_packs = per_group * args.pixels / size;
+    items = params.group_packs;
+    parts = ceil_divide(4 * kMultiprocessors, args.batch * args.groups);
+    least = kUnroll * kThreads;
+  }
+  params.chunk_size = std::max(ceil_divide(items, parts), std::min(items, least));
+  params.chunks = static_cast<int32_t>(ceil_divide(items, params.chunk_size));
+  const int outer = args.is_channels_last ? 2 : 1, inner = 3 - outer;
+  params.outer_stride = args.x_strides[outer];
+  params.inner_stride = args.x_strides[inner] * size;
+  params.outer_out_stride = args.out_strides[outer];
+  params.inner_out_stride = args.out_strides[inner] * size;
+  params.row_packs.set(static_cast<uint32_t>(args.is_channels_last ? per_group : args.pixels / size));
+  return params;
+}
+
+}  // namespace
+
+int64_t group_norm_workspace_bytes(const GroupNormParams& params) {
+  const int64_t chunks = kernel_params(params, way_of(params)).chunks;
+  return params.batch * params.groups * chunks * static_cast<int64_t>(sizeof(Moments));
+}
+
+void group_norm(const GroupNormParams& args, Stream stream) {
+  constexpr const char* kOperation = "group_norm";
+  const Way way = way_of(args);
+  const GroupNormKernelParams params = kernel_params(args, way);
+  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
+    if (way == Way::kChannelsLast) {
+      const int64_t packs = args.channels / kVectorSize<T>;
+      const int threads = static_cast<int>(kThreads / packs * packs);
+      const dim3 grid(static_cast<uint32_t>(args.batch * params.chunks));
+      launch_kernel(kOperation, group_moments_channels_last_kernel<T>, grid, threads, params, stream,
+                    threads * kVectorSize<T> * static_cast<int64_t>(sizeof(Moments)));
+      launch_kernel(kOperation, group_norm_channels_last_kernel<T>, grid, threads, params, stream,
+                    args.groups * static_cast<int64_t>(sizeof(double) + sizeof(float)));
+      return;
+    }
+    const auto launch = [&](auto access) {
+      const dim3 grid(static_cast<uint32_t>(args.batch * args.groups), params.chunks);
+      launch_kernel(kOperation, group_moments_kernel<T, access>, grid, kThreads, params, stream);
+      launch_kernel(kOperation, group_norm_kernel<T, access>, grid, kThreads, params, stream);
+    };
+    if (way == Way::kVectors) return launch(Constant<Access::kVector>{});
+    launch(Constant<Access::kScalar>{});
+  });
+}
+
+}  // namespace h100_diffusers_kernels
