@@ -30,9 +30,9 @@ template <typename T>
 constexpr int kVectorSize = kPackSize<T, Access::kVector>;
 
 // The sums of some values, and of their squares.
-struct Moments {
-  double sum = 0.0;
-  double squares = 0.0;
+struct alignas(16) Moments {
+  double sum;
+  double squares;
 
   __device__ __forceinline__ void add(double value) {
     sum += value;
@@ -90,7 +90,7 @@ struct GroupStatistics {
 
   __device__ __forceinline__ GroupStatistics(const GroupNormKernelParams& params, int64_t group) {
     const Moments* partial = params.partial(group);
-    Moments moments;
+    Moments moments{};
     for (int chunk = threadIdx.x % kWarpThreads; chunk < params.chunks; chunk += kWarpThreads)
       moments.add(partial[chunk]);
     moments.add_up_warp();
@@ -108,7 +108,7 @@ struct Channel {
   Statistic<T> mean;
   float factor, bias;
 
-  __device__ __forceinline__ Channel() = default;
+  Channel() = default;
   __device__ __forceinline__ Channel(const GroupNormKernelParams& params, int64_t sample, int64_t channel,
                                      double group_mean, float rstd) {
     const float added =
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kSize = kVectorSize<T>;
   const PixelPlace<T> place(params);
   const T* in = static_cast<const T*>(params.x) + place.sample * params.x_strides[0] + place.column * kSize;
-  Moments moments[kSize];
+  Moments moments[kSize] = {};
   wait_for_earlier_kernels();
   for (int64_t first = place.begin + place.row; first < place.end; first += kUnroll * place.rows) {
     Pack<T, kSize> packs[kUnroll];
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kThreads)
   if (warp >= warps) return;
   const int per_group = static_cast<int>(params.per_group());
   for (int64_t group = warp; group < params.groups; group += warps) {
-    Moments total;
+    Moments total{};
     for (int i = threadIdx.x % kWarpThreads; i < place.rows * per_group; i += kWarpThreads)
       total.add(of_threads[i / per_group * params.channels + group * per_group + i % per_group]);
     total.add_up_warp();
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kThreads)
   const GroupPlace place(params);
   const T* in = static_cast<const T*>(params.x) + place.sample * params.x_strides[0] +
                 place.first_channel * params.x_strides[1];
-  Moments moments;
+  Moments moments{};
   wait_for_earlier_kernels();
   for (uint32_t first = place.begin + threadIdx.x; first < place.end; first += kUnroll * kThreads) {
     Pack<T, kSize> packs[kUnroll];
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(kThreads)
   if (lane == 0) of_warps[warp] = moments;
   __syncthreads();
   if (warp > 0) return;
-  Moments total;
+  Moments total{};
   if (lane < kThreads / kWarpThreads) total = of_warps[lane];
   total.add_up_warp();
   if (lane == 0) params.partial(blockIdx.x)[blockIdx.y] = total;
