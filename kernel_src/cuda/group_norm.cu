@@ -69,9 +69,11 @@ struct GroupNormKernelParams : GroupNormParams {
   int64_t outer_out_stride;
   int64_t inner_out_stride;
   int64_t group_packs;
-  FastDivisor row_packs;
+  int64_t per_group;    // channels
+  FastDivisor by_row;   // packs
+  FastDivisor by_group;  // channels
+  bool are_operands_aligned;
 
-  __device__ __forceinline__ int64_t per_group() const { return channels / groups; }
   __device__ __forceinline__ Moments* partial(int64_t group) const {
     return static_cast<Moments*>(workspace) + group * chunks;
   }
@@ -94,13 +96,29 @@ struct GroupStatistics {
     for (int chunk = threadIdx.x % kWarpThreads; chunk < params.chunks; chunk += kWarpThreads)
       moments.add(partial[chunk]);
     moments.add_up_warp();
-    const double count = static_cast<double>(params.per_group()) * static_cast<double>(params.pixels);
+    const double count = static_cast<double>(params.per_group) * static_cast<double>(params.pixels);
     mean = moments.sum / count;
     // fmax would turn NaN into 0.
     const double variance = moments.squares / count - mean * mean;
     rstd = 1.0 / sqrt((variance < 0.0 ? 0.0 : variance) + static_cast<double>(params.eps));
   }
 };
+
+// The same of neighbouring indices, each type in as few instructions as there can be: loads between branches
+// would wait for each other.
+template <typename T, int kSize>
+__device__ __forceinline__ void load_values(const Modulator& operand, int64_t index, bool is_aligned,
+                                            float otherwise, float (&values)[kSize]) {
+  if (operand.data != nullptr && is_aligned) {
+    if (operand.is_float32)
+      load_floats(static_cast<const float*>(operand.data) + index, values);
+    else
+      load_floats(static_cast<const T*>(operand.data) + index, values);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) values[j] = value_of<T>(operand, index + j, otherwise);
+  }
+}
 
 // What a channel's values are normalized with: (x - mean) * factor + bias, where the channel's bias is in `mean`.
 template <typename T>
@@ -109,14 +127,13 @@ struct Channel {
   float factor, bias;
 
   Channel() = default;
+  __device__ __forceinline__ Channel(double group_mean, float rstd, float added, float weight, float bias)
+      : mean(Statistic<T>::from(static_cast<RowSum<T>>(group_mean - added))), factor(rstd * weight), bias(bias) {}
   __device__ __forceinline__ Channel(const GroupNormKernelParams& params, int64_t sample, int64_t channel,
-                                     double group_mean, float rstd) {
-    const float added =
-        value_of<T>(params.channel_bias, sample * params.channel_bias.strides[0] + channel, 0.0f);
-    mean = Statistic<T>::from(static_cast<RowSum<T>>(group_mean - added));
-    factor = rstd * value_of<T>(params.weight, channel, 1.0f);
-    bias = value_of<T>(params.bias, channel, 0.0f);
-  }
+                                     double group_mean, float rstd)
+      : Channel(group_mean, rstd,
+                value_of<T>(params.channel_bias, sample * params.channel_bias.strides[0] + channel, 0.0f),
+                value_of<T>(params.weight, channel, 1.0f), value_of<T>(params.bias, channel, 0.0f)) {}
 
   __device__ __forceinline__ float normalized(float x) const {
     return fmaf(mean.subtracted_from(x), factor, bias);
@@ -148,6 +165,16 @@ struct PixelPlace {
   }
 };
 
+// The packs of a thread in kUnroll pixels from `first` on.
+template <typename T>
+__device__ __forceinline__ void load_pixels(const GroupNormKernelParams& params, const PixelPlace<T>& place,
+                                            const T* in, int64_t first,
+                                            Pack<T, kVectorSize<T>> (&packs)[kUnroll]) {
+#pragma unroll
+  for (int i = 0; i < kUnroll; ++i)
+    if (first + i * place.rows < place.end) packs[i].load(in + (first + i * place.rows) * params.x_strides[2]);
+}
+
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     group_moments_channels_last_kernel(const __grid_constant__ GroupNormKernelParams params) {
@@ -158,9 +185,7 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_earlier_kernels();
   for (int64_t first = place.begin + place.row; first < place.end; first += kUnroll * place.rows) {
     Pack<T, kSize> packs[kUnroll];
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i)
-      if (first + i * place.rows < place.end) packs[i].load(in + (first + i * place.rows) * params.x_strides[2]);
+    load_pixels(params, place, in, first, packs);
 #pragma unroll
     for (int i = 0; i < kUnroll; i += 2) {
       if (first + i * place.rows >= place.end) break;
@@ -194,11 +219,13 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const int warps = blockDim.x / kWarpThreads, warp = threadIdx.x / kWarpThreads;
   if (warp >= warps) return;
-  const int per_group = static_cast<int>(params.per_group());
+  const uint32_t per_group = params.by_group.divisor;
   for (int64_t group = warp; group < params.groups; group += warps) {
     Moments total{};
-    for (int i = threadIdx.x % kWarpThreads; i < place.rows * per_group; i += kWarpThreads)
-      total.add(of_threads[i / per_group * params.channels + group * per_group + i % per_group]);
+    for (uint32_t i = threadIdx.x % kWarpThreads; i < place.rows * per_group; i += kWarpThreads) {
+      const uint32_t row = params.by_group.divide(i);
+      total.add(of_threads[row * params.channels + group * per_group + (i - row * per_group)]);
+    }
     total.add_up_warp();
     if (threadIdx.x % kWarpThreads == 0)
       params.partial(place.sample * params.groups + group)[blockIdx.x % params.chunks] = total;
@@ -216,6 +243,17 @@ __global__ void __launch_bounds__(kThreads)
   double* means = reinterpret_cast<double*>(shared);
   float* rstds = reinterpret_cast<float*>(means + params.groups);
   wait_for_earlier_kernels();
+  // All that is read here is on its way before anything waits for it.
+  const int first_channel = place.column * kSize;
+  int64_t first = place.begin + place.row;
+  Pack<T, kSize> packs[kUnroll];
+  load_pixels(params, place, in, first, packs);
+  float weights[kSize], biases[kSize], added[kSize];
+  const bool is_aligned = params.are_operands_aligned;
+  load_values<T>(params.weight, first_channel, is_aligned, 1.0f, weights);
+  load_values<T>(params.bias, first_channel, is_aligned, 0.0f, biases);
+  load_values<T>(params.channel_bias, place.sample * params.channel_bias.strides[0] + first_channel, is_aligned,
+                 0.0f, added);
   const int warps = blockDim.x / kWarpThreads, warp = threadIdx.x / kWarpThreads;
   if (warp < warps) {
     for (int64_t group = warp; group < params.groups; group += warps) {
@@ -228,16 +266,17 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   Channel<T> channels[kSize];
+  uint32_t group = params.by_group.divide(first_channel);
+  uint32_t in_group = first_channel - group * params.by_group.divisor;
 #pragma unroll
   for (int j = 0; j < kSize; ++j) {
-    const int channel = place.column * kSize + j, group = channel / static_cast<int>(params.per_group());
-    channels[j] = Channel<T>(params, place.sample, channel, means[group], rstds[group]);
+    channels[j] = Channel<T>(means[group], rstds[group], added[j], weights[j], biases[j]);
+    if (++in_group == params.by_group.divisor) {
+      in_group = 0;
+      ++group;
+    }
   }
-  for (int64_t first = place.begin + place.row; first < place.end; first += kUnroll * place.rows) {
-    Pack<T, kSize> packs[kUnroll];
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i)
-      if (first + i * place.rows < place.end) packs[i].load(in + (first + i * place.rows) * params.x_strides[2]);
+  for (; first < place.end; first += kUnroll * place.rows) {
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       const int64_t pixel = first + i * place.rows;
@@ -249,6 +288,7 @@ __global__ void __launch_bounds__(kThreads)
       packs[i].from_floats(values);
       packs[i].store_whole(out + pixel * params.out_strides[2]);
     }
+    load_pixels(params, place, in, first + kUnroll * place.rows, packs);
   }
 }
 
@@ -262,7 +302,7 @@ struct GroupPlace {
 
   __device__ __forceinline__ explicit GroupPlace(const GroupNormKernelParams& params) {
     sample = blockIdx.x / params.groups;
-    first_channel = blockIdx.x % params.groups * params.per_group();
+    first_channel = blockIdx.x % params.groups * params.per_group;
     const int64_t first = blockIdx.y * params.chunk_size;
     begin = static_cast<uint32_t>(first);
     end = static_cast<uint32_t>(min(first + params.chunk_size, params.group_packs));
@@ -276,8 +316,8 @@ struct PackPlace {
 
   __device__ __forceinline__ PackPlace(const GroupNormKernelParams& params, const GroupPlace& place,
                                        uint32_t number) {
-    outer = params.row_packs.divide(number);
-    inner = number - outer * params.row_packs.divisor;
+    outer = params.by_row.divide(number);
+    inner = number - outer * params.by_row.divisor;
     channel = place.first_channel + (params.is_channels_last ? inner : outer);
   }
 };
@@ -341,17 +381,27 @@ __global__ void __launch_bounds__(kThreads)
   T* out = static_cast<T*>(params.out) + place.sample * params.out_strides[0] +
            place.first_channel * params.out_strides[1];
   wait_for_earlier_kernels();
-  const GroupStatistics statistics(params, blockIdx.x);
-  const float rstd = static_cast<float>(statistics.rstd);
-  for (uint32_t first = place.begin + threadIdx.x; first < place.end; first += kUnroll * kThreads) {
-    Pack<T, kSize> packs[kUnroll];
-    Channel<T> channels[kUnroll];
+  uint32_t first = place.begin + threadIdx.x;
+  Pack<T, kSize> packs[kUnroll];
+  const auto load_packs = [&](uint32_t first) {
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       const uint32_t number = first + i * kThreads;
       if (number >= place.end) break;
       const PackPlace pack(params, place, number);
       packs[i].load(in + pack.outer * params.outer_stride + pack.inner * params.inner_stride);
+    }
+  };
+  load_packs(first);
+  const GroupStatistics statistics(params, blockIdx.x);
+  const float rstd = static_cast<float>(statistics.rstd);
+  for (; first < place.end; first += kUnroll * kThreads) {
+    Channel<T> channels[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const uint32_t number = first + i * kThreads;
+      if (number >= place.end) break;
+      const PackPlace pack(params, place, number);
       channels[i] = Channel<T>(params, place.sample, pack.channel, statistics.mean, rstd);
     }
 #pragma unroll
@@ -366,6 +416,7 @@ __global__ void __launch_bounds__(kThreads)
       packs[i].from_floats(values);
       packs[i].store_whole(out + pack.outer * params.outer_out_stride + pack.inner * params.inner_out_stride);
     }
+    load_packs(first + kUnroll * kThreads);
   }
 }
 
@@ -395,7 +446,7 @@ GroupNormKernelParams kernel_params(const GroupNormParams& args, Way way) {
   GroupNormKernelParams params{};
   static_cast<GroupNormParams&>(params) = args;
   const int64_t size = way == Way::kElements ? 1 : kVectorBytes / bytes_of(args.dtype);
-  const int64_t per_group = args.channels / args.groups;
+  params.per_group = args.channels / args.groups;
   int64_t items, parts, least;  // to be cut, into at most so many, of at least so many
   if (way == Way::kChannelsLast) {
     const int64_t rows = kThreads / (args.channels / size);
@@ -403,7 +454,7 @@ GroupNormKernelParams kernel_params(const GroupNormParams& args, Way way) {
     parts = ceil_divide(kMultiprocessors, args.batch);
     least = kUnroll * rows;
   } else {
-    params.group_packs = per_group * args.pixels / size;
+    params.group_packs = params.per_group * args.pixels / size;
     items = params.group_packs;
     parts = ceil_divide(4 * kMultiprocessors, args.batch * args.groups);
     least = kUnroll * kThreads;
@@ -415,7 +466,14 @@ GroupNormKernelParams kernel_params(const GroupNormParams& args, Way way) {
   params.inner_stride = args.x_strides[inner] * size;
   params.outer_out_stride = args.out_strides[outer];
   params.inner_out_stride = args.out_strides[inner] * size;
-  params.row_packs.set(static_cast<uint32_t>(args.is_channels_last ? per_group : args.pixels / size));
+  params.by_row.set(static_cast<uint32_t>(args.is_channels_last ? params.per_group : args.pixels / size));
+  params.by_group.set(static_cast<uint32_t>(params.per_group));
+  params.are_operands_aligned = true;
+  for (const Modulator* operand : {&args.weight, &args.bias, &args.channel_bias}) {
+    const int64_t element_bytes = operand->is_float32 ? 4 : bytes_of(args.dtype);
+    params.are_operands_aligned = params.are_operands_aligned && is_16_byte_aligned(operand->data) &&
+                                  operand->strides[0] * element_bytes % kVectorBytes == 0;
+  }
   return params;
 }
 
