@@ -5,8 +5,9 @@
 // A thread of the kernels for channels last has the same pack of channels in all of its pixels, so groups may
 // begin and end within a pack. Those of the other layout, or of no alignment, go through one group each.
 //
-// Sums are of double: a mean may be far from zero, and over a hundred thousand values even float's rounding adds
-// up. Of 16 bits two values and two squares are added in float before, which hardly rounds.
+// Sums are of double: a mean may be far from zero, and there are hundreds of thousands of values. Of 16 bits a few
+// values and squares are added in float before, which hardly rounds; a conversion to double takes as long as eight
+// additions.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -39,9 +40,11 @@ struct alignas(16) Moments {
     squares = fma(value, value, squares);
   }
 
-  __device__ __forceinline__ void add(float one, float other) {
-    sum += one + other;
-    squares += fmaf(one, one, other * other);
+  // term(0) to term(kSize - 1).
+  template <int kSize, typename Term>
+  __device__ __forceinline__ void add_few(const Term& term) {
+    sum += tree_sum<kSize>(term);
+    squares += tree_sum<kSize>([&](int i) { return term(i) * term(i); });
   }
 
   __device__ __forceinline__ void add(const Moments& other) {
@@ -120,23 +123,21 @@ __device__ __forceinline__ void load_values(const Modulator& operand, int64_t in
   }
 }
 
-// What a channel's values are normalized with: (x - mean) * factor + bias, where the channel's bias is in `mean`.
+// What a channel's values are normalized with: (x - mean) * factor + bias, where the channel's bias is in the mean.
+// With the mean in the bias, one addition less, values that hardly differ would be lost.
 template <typename T>
-struct Channel {
-  Statistic<T> mean;
-  float factor, bias;
+struct alignas(16) Channel {
+  float mean, mean_low, factor, bias;
 
-  Channel() = default;
-  __device__ __forceinline__ Channel(double group_mean, float rstd, float added, float weight, float bias)
-      : mean(Statistic<T>::from(static_cast<RowSum<T>>(group_mean - added))), factor(rstd * weight), bias(bias) {}
-  __device__ __forceinline__ Channel(const GroupNormKernelParams& params, int64_t sample, int64_t channel,
-                                     double group_mean, float rstd)
-      : Channel(group_mean, rstd,
-                value_of<T>(params.channel_bias, sample * params.channel_bias.strides[0] + channel, 0.0f),
-                value_of<T>(params.weight, channel, 1.0f), value_of<T>(params.bias, channel, 0.0f)) {}
+  __device__ __forceinline__ static Channel of(double group_mean, float rstd, float added, float weight,
+                                               float bias) {
+    const auto mean = Statistic<T>::from(static_cast<RowSum<T>>(group_mean - added));
+    return {mean.high, mean.low, rstd * weight, bias};
+  }
 
   __device__ __forceinline__ float normalized(float x) const {
-    return fmaf(mean.subtracted_from(x), factor, bias);
+    if constexpr (kHasExactStatistics<T>) return fmaf((x - mean) - mean_low, factor, bias);
+    return fmaf(x - mean, factor, bias);
   }
 };
 
@@ -186,20 +187,17 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t first = place.begin + place.row; first < place.end; first += kUnroll * place.rows) {
     Pack<T, kSize> packs[kUnroll];
     load_pixels(params, place, in, first, packs);
+    float values[kUnroll][kSize] = {};
 #pragma unroll
-    for (int i = 0; i < kUnroll; i += 2) {
-      if (first + i * place.rows >= place.end) break;
-      float values[kSize], others[kSize] = {};
-      packs[i].to_floats(values);
-      if (first + (i + 1) * place.rows < place.end) packs[i + 1].to_floats(others);
+    for (int i = 0; i < kUnroll; ++i)
+      if (first + i * place.rows < place.end) packs[i].to_floats(values[i]);
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) {
-        if constexpr (kHasExactStatistics<T>) {
-          moments[j].add(values[j]);
-          moments[j].add(others[j]);
-        } else {
-          moments[j].add(values[j], others[j]);
-        }
+    for (int j = 0; j < kSize; ++j) {
+      if constexpr (kHasExactStatistics<T>) {
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i) moments[j].add(values[i][j]);
+      } else {
+        moments[j].template add_few<kUnroll>([&](int i) { return values[i][j]; });
       }
     }
   }
@@ -270,7 +268,7 @@ __global__ void __launch_bounds__(kThreads)
   uint32_t in_group = first_channel - group * params.by_group.divisor;
 #pragma unroll
   for (int j = 0; j < kSize; ++j) {
-    channels[j] = Channel<T>(means[group], rstds[group], added[j], weights[j], biases[j]);
+    channels[j] = Channel<T>::of(means[group], rstds[group], added[j], weights[j], biases[j]);
     if (++in_group == params.by_group.divisor) {
       in_group = 0;
       ++group;
@@ -309,16 +307,15 @@ struct GroupPlace {
   }
 };
 
-// Calls body(channel, outer, inner) for a pack by its number.
+// A pack by its number.
 struct PackPlace {
   uint32_t outer, inner;
-  int64_t channel;
+  uint32_t channel;  // of the group
 
-  __device__ __forceinline__ PackPlace(const GroupNormKernelParams& params, const GroupPlace& place,
-                                       uint32_t number) {
+  __device__ __forceinline__ PackPlace(const GroupNormKernelParams& params, uint32_t number) {
     outer = params.by_row.divide(number);
     inner = number - outer * params.by_row.divisor;
-    channel = place.first_channel + (params.is_channels_last ? inner : outer);
+    channel = params.is_channels_last ? inner : outer;
   }
 };
 
@@ -338,9 +335,10 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < kUnroll; ++i) {
       const uint32_t number = first + i * kThreads;
       if (number >= place.end) break;
-      const PackPlace pack(params, place, number);
+      const PackPlace pack(params, number);
       packs[i].load(in + pack.outer * params.outer_stride + pack.inner * params.inner_stride);
-      const int64_t at = place.sample * params.channel_bias.strides[0] + pack.channel;
+      const int64_t at =
+          place.sample * params.channel_bias.strides[0] + place.first_channel + pack.channel;
       added[i] = value_of<T>(params.channel_bias, at, 0.0f);
     }
 #pragma unroll
@@ -352,8 +350,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int j = 0; j < kSize; ++j) moments.add(static_cast<double>(values[j]) + added[i]);
       } else {
-#pragma unroll
-        for (int j = 0; j < kSize; j += 2) moments.add(values[j] + added[i], values[j + 1] + added[i]);
+        moments.template add_few<kSize>([&](int j) { return values[j] + added[i]; });
       }
     }
   }
@@ -371,6 +368,8 @@ __global__ void __launch_bounds__(kThreads)
   if (lane == 0) params.partial(blockIdx.x)[blockIdx.y] = total;
 }
 
+// The channels of a group, where there are packs of a channel.
+constexpr int kSharedChannels = 2048;
 template <typename T, Access kAccess>
 __global__ void __launch_bounds__(kThreads)
     group_norm_kernel(const __grid_constant__ GroupNormKernelParams params) {
@@ -388,31 +387,37 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < kUnroll; ++i) {
       const uint32_t number = first + i * kThreads;
       if (number >= place.end) break;
-      const PackPlace pack(params, place, number);
+      const PackPlace pack(params, number);
       packs[i].load(in + pack.outer * params.outer_stride + pack.inner * params.inner_stride);
     }
   };
   load_packs(first);
   const GroupStatistics statistics(params, blockIdx.x);
-  const float rstd = static_cast<float>(statistics.rstd);
+  const auto channel_of = [&](int64_t channel) {
+    channel += place.first_channel;
+    const float added =
+        value_of<T>(params.channel_bias, place.sample * params.channel_bias.strides[0] + channel, 0.0f);
+    return Channel<T>::of(statistics.mean, static_cast<float>(statistics.rstd), added,
+                          value_of<T>(params.weight, channel, 1.0f), value_of<T>(params.bias, channel, 0.0f));
+  };
+  __shared__ Channel<T> channels[kAccess == Access::kVector ? kSharedChannels : 1];
+  if constexpr (kAccess == Access::kVector) {
+    for (int64_t i = threadIdx.x; i < params.per_group; i += kThreads)
+      channels[i] = channel_of(i);
+    __syncthreads();
+  }
   for (; first < place.end; first += kUnroll * kThreads) {
-    Channel<T> channels[kUnroll];
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       const uint32_t number = first + i * kThreads;
       if (number >= place.end) break;
-      const PackPlace pack(params, place, number);
-      channels[i] = Channel<T>(params, place.sample, pack.channel, statistics.mean, rstd);
-    }
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const uint32_t number = first + i * kThreads;
-      if (number >= place.end) break;
-      const PackPlace pack(params, place, number);
+      const PackPlace pack(params, number);
+      const Channel<T> channel =
+          kAccess == Access::kVector ? channels[pack.channel] : channel_of(pack.channel);
       float values[kSize];
       packs[i].to_floats(values);
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) values[j] = activated<T>(channels[i].normalized(values[j]), params.silu);
+      for (int j = 0; j < kSize; ++j) values[j] = activated<T>(channel.normalized(values[j]), params.silu);
       packs[i].from_floats(values);
       packs[i].store_whole(out + pack.outer * params.outer_out_stride + pack.inner * params.inner_out_stride);
     }
@@ -436,7 +441,8 @@ Way way_of(const GroupNormParams& args) {
   const int row_dim = args.is_channels_last ? 2 : 1;
   const int64_t row = args.is_channels_last ? args.channels : args.pixels;
   if (row % size != 0 || !is_aligned(args.x, args.x_strides, row_dim, element_bytes)) return Way::kElements;
-  if (!args.is_channels_last) return Way::kVectors;
+  if (!args.is_channels_last)
+    return args.channels / args.groups <= kSharedChannels ? Way::kVectors : Way::kElements;
   return args.channels / size <= kThreads ? Way::kChannelsLast : Way::kElements;
 }
 
