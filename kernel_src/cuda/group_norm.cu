@@ -1,13 +1,13 @@
-// Group norm, with a bias of the channels before it and SiLU after it, in two kernels: the first adds up values
-// and squares of parts of the groups, the second adds the parts up and normalizes. What the first reads the
-// second mostly finds in the L2 cache.
+// Group norm, with a bias of the channels before it and SiLU after it, in two kernels: the first adds up
+// values and squares of parts of the groups, the second adds the parts up and normalizes. What the first
+// reads the second mostly finds in the L2 cache.
 //
 // A thread of the kernels for channels last has the same pack of channels in all of its pixels, so groups may
 // begin and end within a pack. Those of the other layout, or of no alignment, go through one group each.
 //
-// Sums are of double: a mean may be far from zero, and there are hundreds of thousands of values. Of 16 bits a few
-// values and squares are added in float before, which hardly rounds; a conversion to double takes as long as eight
-// additions.
+// Sums are of double: a mean may be far from zero, and there are hundreds of thousands of values. Of 16 bits
+// a few values and squares are added in float before, which hardly rounds; a conversion to double takes as
+// long as eight additions.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -72,8 +72,8 @@ struct GroupNormKernelParams : GroupNormParams {
   int64_t outer_out_stride;
   int64_t inner_out_stride;
   int64_t group_packs;
-  int64_t per_group;    // channels
-  FastDivisor by_row;   // packs
+  int64_t per_group;     // channels
+  FastDivisor by_row;    // packs
   FastDivisor by_group;  // channels
   bool are_operands_aligned;
 
@@ -123,8 +123,8 @@ __device__ __forceinline__ void load_values(const Modulator& operand, int64_t in
   }
 }
 
-// What a channel's values are normalized with: (x - mean) * factor + bias, where the channel's bias is in the mean.
-// With the mean in the bias, one addition less, values that hardly differ would be lost.
+// What a channel's values are normalized with: (x - mean) * factor + bias, where the channel's bias is in the
+// mean. With the mean in the bias, one addition less, values that hardly differ would be lost.
 template <typename T>
 struct alignas(16) Channel {
   float mean, mean_low, factor, bias;
@@ -173,7 +173,8 @@ __device__ __forceinline__ void load_pixels(const GroupNormKernelParams& params,
                                             Pack<T, kVectorSize<T>> (&packs)[kUnroll]) {
 #pragma unroll
   for (int i = 0; i < kUnroll; ++i)
-    if (first + i * place.rows < place.end) packs[i].load(in + (first + i * place.rows) * params.x_strides[2]);
+    if (first + i * place.rows < place.end)
+      packs[i].load(in + (first + i * place.rows) * params.x_strides[2]);
 }
 
 template <typename T>
@@ -250,8 +251,8 @@ __global__ void __launch_bounds__(kThreads)
   const bool is_aligned = params.are_operands_aligned;
   load_values<T>(params.weight, first_channel, is_aligned, 1.0f, weights);
   load_values<T>(params.bias, first_channel, is_aligned, 0.0f, biases);
-  load_values<T>(params.channel_bias, place.sample * params.channel_bias.strides[0] + first_channel, is_aligned,
-                 0.0f, added);
+  load_values<T>(params.channel_bias, place.sample * params.channel_bias.strides[0] + first_channel,
+                 is_aligned, 0.0f, added);
   const int warps = blockDim.x / kWarpThreads, warp = threadIdx.x / kWarpThreads;
   if (warp < warps) {
     for (int64_t group = warp; group < params.groups; group += warps) {
@@ -282,7 +283,8 @@ __global__ void __launch_bounds__(kThreads)
       float values[kSize];
       packs[i].to_floats(values);
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) values[j] = activated<T>(channels[j].normalized(values[j]), params.silu);
+      for (int j = 0; j < kSize; ++j)
+        values[j] = activated<T>(channels[j].normalized(values[j]), params.silu);
       packs[i].from_floats(values);
       packs[i].store_whole(out + pixel * params.out_strides[2]);
     }
@@ -337,8 +339,7 @@ __global__ void __launch_bounds__(kThreads)
       if (number >= place.end) break;
       const PackPlace pack(params, number);
       packs[i].load(in + pack.outer * params.outer_stride + pack.inner * params.inner_stride);
-      const int64_t at =
-          place.sample * params.channel_bias.strides[0] + place.first_channel + pack.channel;
+      const int64_t at = place.sample * params.channel_bias.strides[0] + place.first_channel + pack.channel;
       added[i] = value_of<T>(params.channel_bias, at, 0.0f);
     }
 #pragma unroll
@@ -402,8 +403,7 @@ __global__ void __launch_bounds__(kThreads)
   };
   __shared__ Channel<T> channels[kAccess == Access::kVector ? kSharedChannels : 1];
   if constexpr (kAccess == Access::kVector) {
-    for (int64_t i = threadIdx.x; i < params.per_group; i += kThreads)
-      channels[i] = channel_of(i);
+    for (int64_t i = threadIdx.x; i < params.per_group; i += kThreads) channels[i] = channel_of(i);
     __syncthreads();
   }
   for (; first < place.end; first += kUnroll * kThreads) {

@@ -101,7 +101,8 @@ void gated_residual_layer_norm_modulate_pair(const RowNormParams& params, Stream
 //   h   = x + channel_bias
 //   n   = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias   (over a group of a sample; each optional)
 //   out = silu ? n * sigmoid(n) : n
-// The pixels are all spatial dimensions as one. Either they or channels have a stride of 1, in x and in out alike.
+// The pixels are all spatial dimensions as one. Either they or channels have a stride of 1, in x and in out
+// alike.
 struct GroupNormParams {
   int64_t batch;
   int64_t channels;
