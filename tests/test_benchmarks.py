@@ -46,6 +46,7 @@ import bench_accuracy  # noqa: E402
 import bench_activation  # noqa: E402
 import bench_attention  # noqa: E402
 import bench_gated_residual  # noqa: E402
+import bench_group_norm  # noqa: E402
 import bench_host  # noqa: E402
 import bench_host_forward  # noqa: E402
 import bench_models  # noqa: E402
@@ -87,6 +88,7 @@ FAMILIES = {
     "rope": bench_rope,
     "activation": bench_activation,
     "softmax": bench_softmax,
+    "group_norm": bench_group_norm,
 }
 ENVIRONMENT = dict.fromkeys(("device", "torch", "diffusers", "kernels", "date", "command"), "x")
 

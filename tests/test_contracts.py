@@ -88,6 +88,7 @@ def registered_call(kernel, name, arguments):
         "eps": 1e-6,
         "approximate": "none",
         "activated": "second",
+        "activation": "none",
         "norm": "across_heads",
         "layout": "interleaved",
         **arguments,

@@ -3,6 +3,7 @@
 // A group is read three times: for its mean, for the squares of the differences from it, and to be normalized.
 // Its rows are its channels or, channels last, its pixels; along a row memory is contiguous.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <type_traits>
@@ -16,9 +17,9 @@
 namespace h100_diffusers_kernels {
 namespace {
 
-// What a channel's values are normalized with: ((x + added) - mean) * rstd + offset, times weight, plus bias.
+// What a channel's values are normalized with: ((x + added) - pivot) * rstd + offset, times weight, plus bias.
 struct Channel {
-  float added, mean, rstd, offset, weight, bias;
+  float added, pivot, rstd, offset, weight, bias;
 };
 
 // The channels' constants, each as an array.
@@ -26,7 +27,7 @@ class Channels {
  public:
   explicit Channels(int64_t count) : count_(count), values_(new float[6 * count]) {}
   float* added() const { return values_.get(); }
-  float* mean() const { return values_.get() + count_; }
+  float* pivot() const { return values_.get() + count_; }
   float* rstd() const { return values_.get() + 2 * count_; }
   float* offset() const { return values_.get() + 3 * count_; }
   float* weight() const { return values_.get() + 4 * count_; }
@@ -100,14 +101,20 @@ class GroupNormKernel {
            tile.first_channel * params_.out_strides[1];
   }
 
-  // From the sums of the differences from the group's mean, which is rounded, and of their squares.
+  // From the sums of the differences from the pivot, which is the group's mean up to rounding, and of their squares.
   void set_deviation(const Channels& channels, int64_t first, int64_t count, double sum, double squares) const {
     const double elements = static_cast<double>(count) * static_cast<double>(params_.pixels);
     const double correction = sum / elements;
     const float rstd =
         reciprocal_deviation(std::max(squares / elements - correction * correction, 0.0), params_.eps);
+    double offset = -correction * rstd;
+    // Of values around zero the difference from their mean would be rounded, and the offset alone is not.
+    if (const double pivot = channels.pivot()[first]; std::abs(pivot) * rstd <= 1) {
+      offset -= pivot * rstd;
+      std::fill_n(channels.pivot() + first, count, 0.0f);
+    }
     std::fill_n(channels.rstd() + first, count, rstd);
-    std::fill_n(channels.offset() + first, count, static_cast<float>(-correction * rstd));
+    std::fill_n(channels.offset() + first, count, static_cast<float>(offset));
   }
 
   template <int n>
@@ -134,7 +141,7 @@ class GroupNormKernel {
       sum += total[0];
     }
     const float mean = static_cast<float>(sum / (static_cast<double>(tile.channels) * pixels));
-    std::fill_n(channels.mean(), tile.channels, mean);
+    std::fill_n(channels.pivot(), tile.channels, mean);
     sum = 0;
     double squares = 0;
     for (int64_t i = 0; i < tile.channels; ++i) {
@@ -151,12 +158,12 @@ class GroupNormKernel {
     set_deviation(channels, 0, tile.channels, sum, squares);
     T* out = output(tile);
     for (int64_t i = 0; i < tile.channels; ++i) {
-      const Channel c{channels.added()[i],  mean, channels.rstd()[i], channels.offset()[i],
-                      channels.weight()[i], channels.bias()[i]};
+      const Channel c{channels.added()[i],  channels.pivot()[i],  channels.rstd()[i],
+                      channels.offset()[i], channels.weight()[i], channels.bias()[i]};
       T* row = out + i * params_.out_strides[1];
       for_columns<kLanes>(0, pixels, [&]<int n>(Lanes<n>, int64_t column) ALWAYS_INLINE_LAMBDA {
         const Floats<n> h = load<n>(in + i * stride + column) + c.added;
-        write<n>(row + column, h - c.mean, broadcast<n>(c.rstd), broadcast<n>(c.offset),
+        write<n>(row + column, h - c.pivot, broadcast<n>(c.rstd), broadcast<n>(c.offset),
                  broadcast<n>(c.weight), broadcast<n>(c.bias));
       });
     }
@@ -207,13 +214,13 @@ class GroupNormKernel {
         });
     for_groups([&](int64_t first, const double* sums) {
       const double elements = static_cast<double>(tile.per_group) * static_cast<double>(params_.pixels);
-      std::fill_n(channels.mean() + first, tile.per_group, static_cast<float>(sums[0] / elements));
+      std::fill_n(channels.pivot() + first, tile.per_group, static_cast<float>(sums[0] / elements));
     });
     sum_rows<kLanes, 2>(
         tile, totals,
         [&]<int n>(Lanes<n>, int64_t row, int64_t column, Floats<n>* terms) ALWAYS_INLINE_LAMBDA {
           const Floats<n> h = load<n>(in + row * stride + column) + load<n>(channels.added() + column);
-          terms[0] = h - load<n>(channels.mean() + column);
+          terms[0] = h - load<n>(channels.pivot() + column);
           terms[1] = terms[0] * terms[0];
         });
     for_groups([&](int64_t first, const double* sums) {
@@ -223,7 +230,7 @@ class GroupNormKernel {
     for (int64_t row = 0; row < params_.pixels; ++row) {
       for_columns<kLanes>(0, tile.channels, [&]<int n>(Lanes<n>, int64_t column) ALWAYS_INLINE_LAMBDA {
         const Floats<n> h = load<n>(in + row * stride + column) + load<n>(channels.added() + column);
-        write<n>(out + row * params_.out_strides[2] + column, h - load<n>(channels.mean() + column),
+        write<n>(out + row * params_.out_strides[2] + column, h - load<n>(channels.pivot() + column),
                  load<n>(channels.rstd() + column), load<n>(channels.offset() + column),
                  load<n>(channels.weight() + column), load<n>(channels.bias() + column));
       });

@@ -1052,6 +1052,17 @@ def is_channels_last(operation: str, x: Tensor) -> bool:
     return True
 
 
+def has_dense_images(tensor: Tensor) -> bool:
+    """Whether group_norm takes it: an image, or a tensor of less dimensions with unit stride in its last."""
+    if tensor.dim() < 3:
+        return tensor.dim() == 0 or tensor.stride(-1) == 1
+    try:
+        is_channels_last("group_norm", tensor)
+    except ValueError:
+        return False
+    return True
+
+
 def check_group_norm(
     operation: str,
     x: Tensor,
