@@ -163,8 +163,8 @@ def check(
 ):
     """Run an operation and hold it to its contracts; its reference and eager expression by name.
 
-    `contract=False` leaves out the comparison of errors, for inputs of too few rows. The result is contiguous,
-    or has its channels last.
+    `contract=False` leaves out the comparison of errors, for inputs of too few rows. The result is to be
+    contiguous, or to have its channels last.
     """
     given_out = kwargs.pop("out", None)
     with one_thread():

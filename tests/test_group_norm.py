@@ -164,10 +164,7 @@ def test_each_optional_alone(kernel, device, given, is_last, activation, dtype):
 def test_float32_beside_16_bits(kernel, device, given, channels, layout, is_last, dtype):
     x = laid_out(spread((3, channels, 20, 20), 6, dtype, device), is_last)
     options = everything(x, torch.float32, layout)
-    if given in MIXTURES:
-        options = mixed(given, options, dtype)
-    else:
-        options = {given: options[given]}
+    options = mixed(given, options, dtype) if given in MIXTURES else {given: options[given]}
     check_group_norm(kernel, x, 6, is_last, **options, activation="silu")
 
 
@@ -184,7 +181,9 @@ def test_default_eps(kernel, device):
     check_group_norm(kernel, x, 8, False)
 
 
-@pytest.mark.parametrize(("channels", "groups", "pixels"), [(320, 32, 4096), (64, 32, 64), (30, 3, 255)])
+@pytest.mark.parametrize(
+    ("channels", "groups", "pixels"), [(320, 32, 4096), (64, 32, 64), (30, 3, 255)]
+)
 @every_memory
 @every_dtype
 def test_values_far_from_zero(kernel, device, channels, groups, pixels, is_last, dtype):

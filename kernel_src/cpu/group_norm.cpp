@@ -1,11 +1,12 @@
 // Group norm, with SiLU or without.
 //
-// A group is read three times: for its mean, for the squares of the differences from it, and to be normalized.
-// Its rows are its channels or, channels last, its pixels; along a row memory is contiguous.
+// A group is read three times: for its mean, for the squares of the differences from it, and to be
+// normalized. Its rows are its channels or, channels last, its pixels; along a row memory is contiguous.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <numeric>
 #include <type_traits>
 
 #include "multiversion.h"
@@ -17,7 +18,8 @@
 namespace h100_diffusers_kernels {
 namespace {
 
-// What a channel's values are normalized with: ((x + added) - pivot) * rstd + offset, times weight, plus bias.
+// What a channel's values are normalized with: ((x + added) - pivot) * rstd + offset, times weight, plus
+// bias.
 struct Channel {
   float added, pivot, rstd, offset, weight, bias;
 };
@@ -44,7 +46,10 @@ class GroupNormKernel {
  public:
   explicit GroupNormKernel(const GroupNormParams& params) : params_(params) {
     const int64_t per_group = params.channels / params.groups;
-    if (params.is_channels_last) groups_ = std::min((kRowElements - 1) / per_group + 1, params.groups);
+    if (params.is_channels_last && per_group < kRowElements) {
+      const int64_t unit = kMaxLanes / std::gcd(per_group, kMaxLanes);  // So many groups are whole vectors.
+      groups_ = std::min(((kRowElements - 1) / (unit * per_group) + 1) * unit, params.groups);
+    }
     items_per_sample_ = (params.groups - 1) / groups_ + 1;
   }
 
@@ -70,7 +75,8 @@ class GroupNormKernel {
 
  private:
   static constexpr int64_t kRowElements = 64;  // A row of channels last has at least so many, if there are.
-  static constexpr int64_t kBlock = 64;        // So many rows are added up in float.
+  static constexpr int64_t kMaxLanes = 16;
+  static constexpr int64_t kBlock = 32;  // So many rows stay in the cache, and are added up in float.
 
   struct Tile {
     int64_t sample, first_channel, channels, per_group;
@@ -101,8 +107,10 @@ class GroupNormKernel {
            tile.first_channel * params_.out_strides[1];
   }
 
-  // From the sums of the differences from the pivot, which is the group's mean up to rounding, and of their squares.
-  void set_deviation(const Channels& channels, int64_t first, int64_t count, double sum, double squares) const {
+  // From the sums of the differences from the pivot, which is the group's mean up to rounding, and of their
+  // squares.
+  void set_deviation(const Channels& channels, int64_t first, int64_t count, double sum,
+                     double squares) const {
     const double elements = static_cast<double>(count) * static_cast<double>(params_.pixels);
     const double correction = sum / elements;
     const float rstd =
@@ -118,11 +126,12 @@ class GroupNormKernel {
   }
 
   template <int n>
-  ALWAYS_INLINE void write(T* out, const Floats<n>& difference, const Floats<n>& rstd, const Floats<n>& offset,
-                           const Floats<n>& weight, const Floats<n>& bias) const {
+  ALWAYS_INLINE void write(T* out, const Floats<n>& difference, const Floats<n>& rstd,
+                           const Floats<n>& offset, const Floats<n>& weight, const Floats<n>& bias) const {
     const Floats<n> normalized = (difference * rstd + offset) * weight + bias;
     if (params_.silu)
-      store<n>(out, Silu<T>::template second_step<n>(normalized, Silu<T>::template first_step<n>(normalized)));
+      store<n>(out,
+               Silu<T>::template second_step<n>(normalized, Silu<T>::template first_step<n>(normalized)));
     else
       store<n>(out, normalized);
   }
@@ -169,33 +178,41 @@ class GroupNormKernel {
     }
   }
 
-  // Adds term(row, column) up over all rows, for each column of the tile: `kSums` sums, one array after the other.
+  // Adds term(pointer, added, pivot, sums) up over all rows, for each column of the tile: `kSums` totals, one
+  // array after the other. A block of rows stays in the cache while its columns are taken one after the
+  // other.
   template <int kLanes, int kSums, typename Term>
-  ALWAYS_INLINE void sum_rows(const Tile& tile, double* totals, const Term& term) const {
-    const auto sums = std::make_unique<float[]>(kSums * tile.channels);
+  ALWAYS_INLINE void sum_rows(const Tile& tile, const Channels& channels, double* totals,
+                              const Term& term) const {
+    const int64_t stride = params_.x_strides[2];
+    const T* in = input(tile);
     std::fill_n(totals, kSums * tile.channels, 0.0);
     for (int64_t block = 0; block < params_.pixels; block += kBlock) {
-      std::fill_n(sums.get(), kSums * tile.channels, 0.0f);
       const int64_t end = std::min(block + kBlock, params_.pixels);
-      for (int64_t row = block; row < end; ++row) {
-        for_columns<kLanes>(0, tile.channels, [&]<int n>(Lanes<n>, int64_t column) ALWAYS_INLINE_LAMBDA {
-          Floats<n> terms[kSums];
-          term(Lanes<n>{}, row, column, terms);
-          for (int k = 0; k < kSums; ++k) {
-            float* sum = sums.get() + k * tile.channels + column;
-            store<n>(sum, load<n>(sum) + terms[k]);
+      for_columns<kLanes>(0, tile.channels, [&]<int n>(Lanes<n>, int64_t column) ALWAYS_INLINE_LAMBDA {
+        const Floats<n> added = load<n>(channels.added() + column),
+                        pivot = load<n>(channels.pivot() + column);
+        Floats<n> sums[4][kSums] = {};  // Each is a chain of dependent additions.
+        const T* pixel = in + block * stride + column;
+        int64_t row = block;
+        for (; row + 4 <= end; row += 4) {
+          for (auto& of_row : sums) {
+            term(load<n>(pixel) + added, pivot, of_row);
+            pixel += stride;
           }
-        });
-      }
-      for (int64_t i = 0; i < kSums * tile.channels; ++i) totals[i] += sums[i];
+        }
+        for (; row < end; ++row, pixel += stride) term(load<n>(pixel) + added, pivot, sums[0]);
+        for (int k = 0; k < kSums; ++k) {
+          const Floats<n> sum = (sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]);
+          for (int i = 0; i < n; ++i) totals[k * tile.channels + column + i] += sum[i];
+        }
+      });
     }
   }
 
   template <int kLanes>
   ALWAYS_INLINE void normalize_rows_of_channels(const Tile& tile, const Channels& channels,
                                                 double* totals) const {
-    const int64_t stride = params_.x_strides[2];
-    const T* in = input(tile);
     const auto for_groups = [&](const auto& function) {
       for (int64_t first = 0; first < tile.channels; first += tile.per_group) {
         double sums[2] = {};
@@ -206,33 +223,38 @@ class GroupNormKernel {
         function(first, sums);
       }
     };
+    std::fill_n(channels.pivot(), tile.channels, 0.0f);
     std::fill_n(totals, 2 * tile.channels, 0.0);
-    sum_rows<kLanes, 1>(
-        tile, totals,
-        [&]<int n>(Lanes<n>, int64_t row, int64_t column, Floats<n>* terms) ALWAYS_INLINE_LAMBDA {
-          terms[0] = load<n>(in + row * stride + column) + load<n>(channels.added() + column);
-        });
+    sum_rows<kLanes, 1>(tile, channels, totals,
+                        [](const auto& h, const auto&, auto* sums) ALWAYS_INLINE_LAMBDA { sums[0] += h; });
     for_groups([&](int64_t first, const double* sums) {
       const double elements = static_cast<double>(tile.per_group) * static_cast<double>(params_.pixels);
       std::fill_n(channels.pivot() + first, tile.per_group, static_cast<float>(sums[0] / elements));
     });
-    sum_rows<kLanes, 2>(
-        tile, totals,
-        [&]<int n>(Lanes<n>, int64_t row, int64_t column, Floats<n>* terms) ALWAYS_INLINE_LAMBDA {
-          const Floats<n> h = load<n>(in + row * stride + column) + load<n>(channels.added() + column);
-          terms[0] = h - load<n>(channels.pivot() + column);
-          terms[1] = terms[0] * terms[0];
-        });
+    sum_rows<kLanes, 2>(tile, channels, totals,
+                        [](const auto& h, const auto& pivot, auto* sums) ALWAYS_INLINE_LAMBDA {
+                          const auto difference = h - pivot;
+                          sums[0] += difference;
+                          sums[1] += difference * difference;
+                        });
     for_groups([&](int64_t first, const double* sums) {
       set_deviation(channels, first, tile.per_group, sums[0], sums[1]);
     });
+    const T* in = input(tile);
     T* out = output(tile);
-    for (int64_t row = 0; row < params_.pixels; ++row) {
+    for (int64_t block = 0; block < params_.pixels; block += kBlock) {
+      const int64_t end = std::min(block + kBlock, params_.pixels);
       for_columns<kLanes>(0, tile.channels, [&]<int n>(Lanes<n>, int64_t column) ALWAYS_INLINE_LAMBDA {
-        const Floats<n> h = load<n>(in + row * stride + column) + load<n>(channels.added() + column);
-        write<n>(out + row * params_.out_strides[2] + column, h - load<n>(channels.pivot() + column),
-                 load<n>(channels.rstd() + column), load<n>(channels.offset() + column),
-                 load<n>(channels.weight() + column), load<n>(channels.bias() + column));
+        const Floats<n> added = load<n>(channels.added() + column),
+                        pivot = load<n>(channels.pivot() + column);
+        const Floats<n> rstd = load<n>(channels.rstd() + column),
+                        offset = load<n>(channels.offset() + column);
+        const Floats<n> weight = load<n>(channels.weight() + column),
+                        bias = load<n>(channels.bias() + column);
+        for (int64_t row = block; row < end; ++row) {
+          const Floats<n> h = load<n>(in + row * params_.x_strides[2] + column) + added;
+          write<n>(out + row * params_.out_strides[2] + column, h - pivot, rstd, offset, weight, bias);
+        }
       });
     }
   }

@@ -1076,9 +1076,7 @@ def check_group_norm(
     check_input(operation, "x", x, min_dims=2, any_strides=True)
     batch, channels, *spatial = x.shape
     if channels % as_count(operation, "num_groups", num_groups):
-        fail(
-            operation, f"num_groups must divide the channels of x ({channels}), got {num_groups}"
-        )
+        fail(operation, f"num_groups must divide the channels of x ({channels}), got {num_groups}")
     if not torch._C._are_functorch_transforms_active():  # else strides are vmap's doing
         is_channels_last(operation, x)
     group = (channels // num_groups, math.prod(spatial))
