@@ -172,8 +172,9 @@ def test_float32_beside_16_bits(kernel, device, given, channels, layout, is_last
 @every_memory
 @every_dtype
 def test_eps(kernel, device, eps, is_last, dtype):
-    x = laid_out(normal(2, 64, 16, 16, dtype=dtype, device=device, std=0.02), is_last)
-    check_group_norm(kernel, x, 8, is_last, eps=eps)
+    # Of many groups, as in float32 the error is that of their statistics.
+    x = laid_out(normal(8, 256, 16, 16, dtype=dtype, device=device, std=0.02), is_last)
+    check_group_norm(kernel, x, 32, is_last, eps=eps)
 
 
 def test_default_eps(kernel, device):

@@ -113,8 +113,8 @@ class GroupNormKernel {
                      double squares) const {
     const double elements = static_cast<double>(count) * static_cast<double>(params_.pixels);
     const double correction = sum / elements;
-    const float rstd =
-        reciprocal_deviation(std::max(squares / elements - correction * correction, 0.0), params_.eps);
+    const double variance = std::max(squares / elements - correction * correction, 0.0);
+    const auto rstd = static_cast<float>(1.0 / std::sqrt(variance + params_.eps));
     double offset = -correction * rstd;
     // Of values around zero the difference from their mean would be rounded, and the offset alone is not.
     if (const double pivot = channels.pivot()[first]; std::abs(pivot) * rstd <= 1) {

@@ -109,7 +109,7 @@ struct GroupNormParams {
   int64_t groups;
   int64_t pixels;
   DType dtype;
-  float eps;
+  double eps;
   const void* x;
   void* out;
   int64_t x_strides[3];    // batch, channel, pixel
