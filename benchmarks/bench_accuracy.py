@@ -74,6 +74,7 @@ def cases(
     axes = [(axis.cos(), axis.sin()) for axis in angles]
     by_head = q.unflatten(-1, (heads, head_dim))
     wide_bias = normal(wide.shape[-1], std=0.2)
+    image, added = x.mT.contiguous(), normal(batch, hidden, std=0.5)  # tokens as pixels
     keys, values = (t.unflatten(-1, (heads, head_dim)) for t in (k, x))
     text = [t[:, : ltx.TEXT_TOKENS] for t in (keys, values)]
     text_bias = bench_attention.text_bias(batch, text[0].shape[1], device).to(dtype)
@@ -173,6 +174,17 @@ def cases(
         "geglu, bias": ("geglu", [wide], {"bias": wide_bias}),
         "swiglu, bias": ("swiglu", [wide], {"bias": wide_bias}),
         "softmax": ("softmax", [x], {}),
+        "group_norm": ("group_norm", [image, 32, weight, bias], {}),
+        "group_norm, bias, SiLU": (
+            "group_norm",
+            [image, 32, weight, bias],
+            {"channel_bias": added, "activation": "silu"},
+        ),
+        "group_norm, bias, SiLU, channels last": (
+            "group_norm",
+            [x.mT, 32, weight, bias],
+            {"channel_bias": added, "activation": "silu"},
+        ),
     }
     if dtype != torch.float32:
         result["attention"] = ("attention", [by_head, keys, values], {})

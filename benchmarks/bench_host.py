@@ -18,6 +18,7 @@ from types import ModuleType
 import bench_activation
 import bench_attention
 import bench_gated_residual
+import bench_group_norm
 import bench_norm
 import bench_rope
 import bench_softmax
@@ -35,6 +36,7 @@ from tabulate import tabulate
 BATCH_CALLS = 100  # far fewer launches than the queue holds
 SHAPE = (1, 16, 2048)
 HEADS_SHAPE = (1, 16, 32, 64)
+IMAGE_SHAPE = (1, 320, 8, 8)
 YARDSTICK = "torch rms_norm"
 
 
@@ -76,6 +78,8 @@ def our_functions(kernel: ModuleType, device: torch.device) -> dict[str, Callabl
             if variant != "none"
         ),
         (bench_softmax, Workload("softmax", SHAPE)),
+        (bench_group_norm, Workload("group_norm", IMAGE_SHAPE, bench_group_norm.SILU)),
+        (bench_group_norm, Workload("group_norm", IMAGE_SHAPE, bench_group_norm.EMBEDDING)),
         (bench_attention, Workload("attention", (1, 16, 16, 32, 64))),
     ]
     functions = {}

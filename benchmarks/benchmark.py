@@ -118,6 +118,46 @@ class Norm(LtxBenchmark, Benchmark):
         return n + self.shift
 
 
+class GroupNorm(Benchmark):
+    """SDXL's first ResNet block at 1024x1024 with guidance: an image that a time embedding is added to."""
+
+    seed = 0
+    groups = 32
+
+    def setup(self):
+        size = 128 if self.device == "cuda" else 16
+        channels = 10 * self.groups
+        self.x = normal(self.device, 2, channels, size, size)
+        self.weight = normal(self.device, channels, std=0.02, mean=0.3)
+        self.bias = normal(self.device, channels, std=0.05)
+        self.embedding = torch.zeros(2, channels, device=self.device, dtype=DTYPE)
+        self.embedding[:, ::7] = 0.5
+
+    def setup_group_norm_channels_last(self):
+        self.setup()
+        self.x = self.x.to(memory_format=torch.channels_last)
+
+    def benchmark_group_norm(self):
+        self.out = self.kernel.group_norm(self.x, self.groups, self.weight, self.bias)
+
+    def verify_group_norm(self):
+        return F.group_norm(self.x, self.groups, self.weight, self.bias)
+
+    def benchmark_group_norm_silu(self):
+        self.out = self.kernel.group_norm(
+            *(self.x, self.groups, self.weight, self.bias),
+            channel_bias=self.embedding,
+            activation="silu",
+        )
+
+    def verify_group_norm_silu(self):
+        x = self.x + self.embedding[:, :, None, None]
+        return F.silu(F.group_norm(x, self.groups, self.weight, self.bias))
+
+    benchmark_group_norm_channels_last = benchmark_group_norm_silu
+    verify_group_norm_channels_last = verify_group_norm_silu
+
+
 class GatedResidual(LtxBenchmark, Benchmark):
     seed = 0
 

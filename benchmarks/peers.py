@@ -43,12 +43,20 @@ class Liger(Library):
     distribution = "liger-kernel"
 
     def __init__(self) -> None:
-        from liger_kernel.ops import geglu, layer_norm, modulated_rms_norm, rms_norm, swiglu
+        from liger_kernel.ops import (
+            geglu,
+            group_norm,
+            layer_norm,
+            modulated_rms_norm,
+            rms_norm,
+            swiglu,
+        )
         from liger_kernel.ops import softmax as softmax_
 
         self._rms_norm = rms_norm.LigerRMSNormFunction.apply
         self._layer_norm = layer_norm.LigerLayerNormFunction.apply
         self._modulate = modulated_rms_norm.LigerModulatedRMSNormFunction.apply
+        self._group_norm = group_norm.LigerGroupNormFunction.apply
         self._geglu = geglu.LigerGELUMulFunction.apply
         self._swiglu = swiglu.LigerSiLUMulFunction.apply
         self._softmax = softmax_.LigerSoftmaxFunction.apply
@@ -62,6 +70,22 @@ class Liger(Library):
     def rms_norm_modulate(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Call:
         scale, shift = (t.reshape(-1, t.shape[-1]).contiguous() for t in (scale, shift))
         return Call(lambda: self._modulate(x, None, scale, shift, eps, 0.0, "llama", False))
+
+    def group_norm(
+        self,
+        x: Tensor,
+        num_groups: int,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float = 1e-5,
+        channel_bias: Tensor | None = None,
+        activation: str = "none",
+    ) -> Call | None:
+        """The norm alone, of contiguous tensors."""
+        if channel_bias is not None or activation != "none" or not x.is_contiguous():
+            return None
+        channels = x.shape[1]
+        return Call(lambda: self._group_norm(x, weight, bias, channels, num_groups, eps))
 
     def geglu(
         self, x: Tensor, approximate: str = "none", bias: Tensor | None = None

@@ -23,6 +23,7 @@ from pathlib import Path
 import bench_activation
 import bench_attention
 import bench_gated_residual
+import bench_group_norm
 import bench_norm
 import bench_rope
 import bench_softmax
@@ -36,6 +37,7 @@ from tabulate import tabulate
 ROWS = (2, 8064, 2048)  # LTX-Video, 161 frames 512x768, with guidance
 WIDE = (2, 8064, 8192)
 HALVES = (2, 8064, 4096)
+IMAGE = (2, 960, 128, 128)  # SDXL's last blocks at 1024x1024, with guidance
 MAIN_SHAPES: tuple[tuple[Family, Workload], ...] = (
     (bench_norm.FAMILY, Workload("rms_norm", ROWS)),
     (bench_norm.FAMILY, Workload("layer_norm", ROWS)),
@@ -47,6 +49,8 @@ MAIN_SHAPES: tuple[tuple[Family, Workload], ...] = (
     ),
     (bench_norm.FAMILY, Workload("rms_norm_modulate_pair", ROWS)),
     (bench_norm.FAMILY, Workload("layer_norm_modulate_pair", bench_norm.PAIR_SHAPE)),
+    (bench_group_norm.FAMILY, Workload("group_norm", IMAGE, bench_group_norm.SILU)),
+    (bench_group_norm.FAMILY, Workload("group_norm", IMAGE, bench_group_norm.CHANNELS_LAST)),
     (bench_gated_residual.FAMILY, Workload("gated_residual", ROWS)),
     (bench_gated_residual.FAMILY, Workload("gated_residual_rms_norm_modulate", ROWS)),
     (bench_gated_residual.FAMILY, Workload("gated_residual_rms_norm_modulate_pair", ROWS)),

@@ -152,10 +152,19 @@ def as_tuple(result):
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
 
 
-def check(kernel, name, *args, slack=FLOAT32_ARITHMETIC, contract=True, **kwargs):
+def check(
+    kernel,
+    name,
+    *args,
+    slack=FLOAT32_ARITHMETIC,
+    contract=True,
+    is_channels_last=False,
+    **kwargs,
+):
     """Run an operation and hold it to its contracts; its reference and eager expression by name.
 
-    `contract=False` leaves out the comparison of errors, for inputs of too few rows.
+    `contract=False` leaves out the comparison of errors, for inputs of too few rows. The result is to be
+    contiguous, or to have its channels last.
     """
     given_out = kwargs.pop("out", None)
     with one_thread():
@@ -180,7 +189,7 @@ def check(kernel, name, *args, slack=FLOAT32_ARITHMETIC, contract=True, **kwargs
     else:
         storages = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         for out in outs:
-            assert out.is_contiguous()
+            assert (out.movedim(1, -1) if is_channels_last else out).is_contiguous()
             assert out.numel() == 0 or out.untyped_storage().data_ptr() not in storages
     memory.assert_unchanged()
     with one_thread():

@@ -99,6 +99,20 @@ def gated_residual_layer_norm_modulate_pair(residual, x, gate, *modulations, **o
     return h, *layer_norm_modulate_pair(h, *modulations, **options)
 
 
+def group_norm(
+    x, num_groups, weight=None, bias=None, eps=1e-5, channel_bias=None, activation="none"
+):
+    """diffusers.models.resnet.ResnetBlock2D's norms, with the time embedding added and SiLU after it."""
+    if _is_mixed(x, weight, bias, channel_bias):
+        weight, bias, added = (t if t is None else t.float() for t in (weight, bias, channel_bias))
+        out = group_norm(x.float(), num_groups, weight, bias, eps, added, activation)
+        return out.to(x.dtype)
+    if channel_bias is not None:
+        x = x + channel_bias.reshape(*channel_bias.shape, *[1] * (x.dim() - 2))
+    n = F.group_norm(x, num_groups, weight, bias, eps)
+    return F.silu(n) if activation == "silu" else n
+
+
 def coordinate_tables(coordinates, frequencies, dim):
     """The float32 tables (1|B, S, dim) of diffusers' LTXVideoRotaryPosEmbed."""
     angles = (frequencies * coordinates.unsqueeze(-1)).transpose(-1, -2).flatten(2)

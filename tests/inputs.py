@@ -264,7 +264,9 @@ CALLS_BY_PAIR = [
 MIXED, SPARSE = "_mixed", "_sparse"
 CALLS_MIXED = [name + MIXED for name in ROW_OPERATIONS]
 CALLS_SPARSE = [name + SPARSE for name in ROW_OPERATIONS if "modulate" in name]
-CALLS = [*OPERATIONS, *CALLS_BY_PAIR, *CALLS_MIXED, *CALLS_SPARSE]
+# A call whose channels are last in memory.
+CHANNELS_LAST = "group_norm_channels_last"
+CALLS = [*OPERATIONS, *CALLS_BY_PAIR, *CALLS_MIXED, *CALLS_SPARSE, CHANNELS_LAST]
 
 
 def widest_dtype(name):
@@ -281,6 +283,11 @@ def for_operations(names, dtypes):
         if dtype.itemsize <= widest_dtype(name).itemsize
     ]
     return pytest.mark.parametrize(("name", "dtype"), pairs)
+
+
+def smallest_factor(count):
+    """Other than 1, if there is one. A bias of channels that are a group each would change nothing."""
+    return next((n for n in range(2, count + 1) if count % n == 0), 1)
 
 
 def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layout="contiguous"):
@@ -301,6 +308,13 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         return normal(*size, dtype=dtype, device=device, **options)
 
     batch, seq, hidden = shape
+    if name in ("group_norm", CHANNELS_LAST):
+        x = tensor(batch, hidden, seq, layout=layout).mT if name == CHANNELS_LAST else None
+        arguments = {"x": tensor(*shape, layout=layout) if x is None else x}
+        arguments["num_groups"] = max(seq // smallest_factor(seq), 1)
+        arguments["weight"], arguments["bias"] = (tensor(seq, mean=0.5) for _ in range(2))
+        arguments["channel_bias"], arguments["activation"] = tensor(batch, seq), "silu"
+        return kernel.group_norm, arguments
     if name == "attention":
         head_dim = 64
         size = (batch, seq, max(hidden // head_dim, 1) * head_dim)
@@ -417,6 +431,7 @@ def without_optional(name, arguments):
     }
     plain.pop("approximate", None)
     plain.pop("activated", None)
+    plain.pop("activation", None)
     return plain
 
 

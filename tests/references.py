@@ -32,6 +32,23 @@ def layer_norm(x, weight=None, bias=None, eps=1e-5):
     return _affine(centered / torch.sqrt(variance + eps), weight, bias)
 
 
+def group_norm(
+    x, num_groups, weight=None, bias=None, eps=1e-5, channel_bias=None, activation="none"
+):
+    h, weight, bias, channel_bias = _double(x, weight, bias, channel_bias)
+    h = h.flatten(2) if h.dim() > 2 else h[:, :, None]
+    if channel_bias is not None:
+        h = h + channel_bias[:, :, None]
+    outs = []
+    for group in h.chunk(num_groups, dim=1):
+        centered = group - group.mean((1, 2), keepdim=True)
+        variance = (centered * centered).mean((1, 2), keepdim=True)
+        outs.append(centered / torch.sqrt(variance + eps))
+    weight, bias = (vector if vector is None else vector[:, None] for vector in (weight, bias))
+    n = _affine(torch.cat(outs, dim=1), weight, bias).reshape(x.shape)
+    return silu(n) if activation == "silu" else n
+
+
 def _modulate(n, scale, shift):
     scale, shift = _double(scale, shift)
     n = n if scale is None else n * (1 + scale)

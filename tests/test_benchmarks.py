@@ -46,6 +46,7 @@ import bench_accuracy  # noqa: E402
 import bench_activation  # noqa: E402
 import bench_attention  # noqa: E402
 import bench_gated_residual  # noqa: E402
+import bench_group_norm  # noqa: E402
 import bench_host  # noqa: E402
 import bench_host_forward  # noqa: E402
 import bench_models  # noqa: E402
@@ -87,6 +88,7 @@ FAMILIES = {
     "rope": bench_rope,
     "activation": bench_activation,
     "softmax": bench_softmax,
+    "group_norm": bench_group_norm,
 }
 ENVIRONMENT = dict.fromkeys(("device", "torch", "diffusers", "kernels", "date", "command"), "x")
 
@@ -1006,6 +1008,9 @@ def test_bytes_are_those_that_must_move(kernel, device):
 
     workload = comparison.Workload("rms_norm", (2, 6, 128))
     assert moved(bench_norm, workload) == (2 * 6 * 128 * 2 + 128) * 2
+    for words in (bench_group_norm.NORM, bench_group_norm.CHANNELS_LAST):
+        workload = comparison.Workload("group_norm", (2, 64, 6, 5), words)
+        assert moved(bench_group_norm, workload) == (2 * 2 * 64 * 30 + 2 * 64) * 2
     for words in ("first", "first, beside"):
         workload = comparison.Workload("swiglu", (2, 6, 128), words)
         assert moved(bench_activation, workload) == 2 * 6 * (128 + 64) * 2
@@ -2124,6 +2129,21 @@ def test_an_operation_without_results_is_not_measured(made_up, tmp_path):
     missing = ["`gated_silu`", "", "not measured", "", "", "", ""]
     assert missing in without
     assert [row for row in without if row != missing] == [r for r in rows if r[0] != missing[0]]
+
+
+def test_a_family_without_results_is_not_measured(made_up, tmp_path):
+    """The pages say so, and the others are what they were."""
+    for name in (*FAMILIES, "host"):
+        if name != "group_norm":
+            store(tmp_path, name, load(made_up, name))
+    assert "`python benchmarks/bench_group_norm.py` does" in rendered(tmp_path, "group_norm")
+    with_all, without = (rows_of(folder, "summary_operations") for folder in (made_up, tmp_path))
+    missing = ["`group_norm`", "", "not measured", "", "", "", ""]
+    assert [row if row[0] != missing[0] else missing for row in with_all] == without
+    assert {row[1] for row in rows_of(tmp_path, "targets")} >= {"softmax 8192×8192"}
+    (tmp_path / "softmax" / "only.json").unlink()
+    with pytest.raises(click.ClickException, match="bench_softmax.py fills it"):
+        rendered(tmp_path, "summary_operations")
 
 
 def test_broken_peer_is_named_and_not_compared(made_up, tmp_path):

@@ -88,6 +88,7 @@ def registered_call(kernel, name, arguments):
         "eps": 1e-6,
         "approximate": "none",
         "activated": "second",
+        "activation": "none",
         "norm": "across_heads",
         "layout": "interleaved",
         **arguments,
@@ -765,6 +766,30 @@ def test_more_than_2_31_elements(kernel, device, case):
         expected = as_tuple(getattr(references, name)(*(t[part] for t in tensors), *small))
         for out, reference in zip(outs, expected, strict=True):
             assert_rounded_once(out[part], reference)
+
+
+@needs_cuda
+@pytest.mark.usefixtures("_gpu_memory")
+@pytest.mark.parametrize("is_last", [False, True], ids=["contiguous", "channels_last"])
+def test_images_of_more_than_2_31_elements(kernel, device, is_last):
+    """In many images, and in one of which each period has the statistics of the whole."""
+    pixels, channels, period = 512, 32, 4096
+    shape = (FAR // (pixels * channels) + 3, channels, pixels)
+    x = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
+    x = x.mT.contiguous().mT if is_last else x
+    assert x.numel() > FAR
+    out = kernel.group_norm(x, 8)
+    for first in (0, shape[0] // 2, shape[0] - 2):
+        part = slice(first, first + 2)
+        assert_rounded_once(out[part], references.group_norm(x[part], 8))
+    del x, out
+    one = normal(1, 4, period, dtype=torch.bfloat16, device=device, mean=1.0)
+    count = FAR // one.numel() + 1
+    x = one.mT.repeat(1, count, 1).mT if is_last else one.repeat(1, 1, count)
+    assert x.numel() > FAR
+    out, expected = kernel.group_norm(x, 2), references.group_norm(one, 2)
+    for first in (0, count // 2 * period, (count - 1) * period):
+        assert_rounded_once(out[..., first : first + period], expected)
 
 
 @needs_cuda

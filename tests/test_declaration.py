@@ -22,6 +22,7 @@ TYPES = {
     DECLARATION.NUMBER: "float",
     DECLARATION.SCALE: "float",
     DECLARATION.INTEGER: "int",
+    DECLARATION.COUNT: "int",
     DECLARATION.FLAG: "bool",
 }
 EVERY_ROTATION = ("cos", "sin", "coordinates", "frequencies")

@@ -186,7 +186,8 @@ for name, (leader, *followers) in ARGUMENTS.items():
     for dtype in (torch.int64, torch.float64, torch.bool, torch.float8_e4m3fn):
         text = dtype_text(dtype)
         mistake(name, leader, text, text, replace(leader, lambda t, d=dtype: t.to(d)))
-    mistake(name, leader, "stride", "stride 2", replace(leader, every_second))
+    strides = shape_text(2 * SEQ * HIDDEN, 2 * HIDDEN, 2) if name == "group_norm" else "stride 2"
+    mistake(name, leader, "stride", strides, replace(leader, every_second))
     mistake(name, leader, "list", "list", replace(leader, as_list))
     mistake(name, leader, "None", "None", replace(leader, lambda t: None))
     if name not in (*QK_OPERATIONS, "norm_rope"):
@@ -541,6 +542,40 @@ mistake("qk_norm_rope", "cos", "k_heads_of_pairs", f"{HEADS} and 1", wrong)
 mistake("qk_norm_rope", "cos", "k_heads", f"{HEADS} and 1", fewer_k_heads)
 mistake("qk_norm_coordinate_rope", "coordinates", "k_heads", f"{HEADS} and 1", fewer_k_heads)
 
+# group_norm: x is (BATCH, SEQ, HIDDEN), with SEQ channels.
+
+mistake("group_norm", "x", "1d", shape_text(SEQ), replace("x", of_shape(SEQ)))
+in_rows = replace("x", lambda t: t.unflatten(2, (-1, 16)))
+for what, change in {
+    "rows_apart": lambda t: longer(t)[..., :-1],
+    "frames_apart": lambda t: longer_at(3)(t.unflatten(2, (4, -1)))[:, :, :, :-1],
+    "transposed": lambda t: t.mT,
+}.items():
+    strides = shape_text(*change(torch.empty(BATCH, SEQ, HIDDEN // 16, 16)).stride())
+    mistake("group_norm", "x", what, strides, all_of(in_rows, replace("x", change)))
+for what, change in {
+    "pixels_apart": every_second,
+    "channels_last_apart": lambda t: every_second(t.mT.contiguous()).mT,
+    "expanded_pixels": lambda t: t[:, :, :1].expand(BATCH, SEQ, HIDDEN),
+}.items():
+    strides = shape_text(*change(torch.empty(SHAPE)).stride())
+    mistake("group_norm", "x", what, strides, replace("x", change))
+for value in (0, -4, 3, 2 * SEQ, True, "4", None, 4.0, 2**63, 2**70, -(2**70)):
+    wrong = replace("num_groups", lambda _, v=value: v)
+    mistake("group_norm", "num_groups", repr(value), str(value), wrong)
+for argument in ("weight", "bias"):
+    for size in ((SEQ + 1,), (1,), (HIDDEN,), (1, SEQ), (SEQ, 1), ()):
+        wrong = replace(argument, of_shape(*size))
+        mistake("group_norm", argument, f"shape{size}", shape_text(*size), wrong)
+for size in ((SEQ,), (1, SEQ), (BATCH, 1), (BATCH + 1, SEQ), (BATCH, SEQ, 1), (BATCH, HIDDEN), ()):
+    wrong = replace("channel_bias", of_shape(*size))
+    mistake("group_norm", "channel_bias", f"shape{size}", shape_text(*size), wrong)
+for value in ("gelu", "SiLU", "", None, True):
+    wrong = replace("activation", lambda _, v=value: v)
+    mistake("group_norm", "activation", repr(value), repr(value), wrong)
+for value in ("1e-6", None):
+    mistake("group_norm", "eps", repr(value), repr(value), replace("eps", lambda _, v=value: v))
+
 # attention: q, k and v are (BATCH, SEQ, HEADS, HEAD_DIM)
 
 mistake("attention", "q", "float32", "float32", replace("q", torch.Tensor.float))
@@ -721,6 +756,7 @@ ACCEPTED_TYPES = {
     "eps": "a number",
     "scale": "a number or None",
     "heads": "an integer",
+    "num_groups": "an integer",
     "inplace": "True or False",
     "rope": "None, a pair (cos, sin), a complex tensor or a CoordinateRope",
     "k_rope": "None, a pair (cos, sin), a complex tensor or a CoordinateRope",
@@ -942,6 +978,27 @@ WORDING = {
         "qk_norm_rope",
         replace("cos", of_shape(2, 16)),
         "qk_norm_rope: sin must hold one value for each pair, as cos does, got (1, 2, 64)",
+    ),
+    "num_groups": (
+        "group_norm",
+        replace("num_groups", lambda _: 4),
+        "group_norm: num_groups must divide the channels of x (2), got 4",
+    ),
+    "layout_of_pixels": (
+        "group_norm",
+        replace("x", every_second),
+        "group_norm: x must have stride 1 in its spatial dimensions or in its channels, "
+        "got strides (256, 128, 2)",
+    ),
+    "gaps_between_pixels": (
+        "group_norm",
+        replace("x", lambda x: x.unflatten(2, (8, 8))[..., :4]),
+        "group_norm: x must have no gaps between its spatial dimensions, got strides (128, 64, 8, 1)",
+    ),
+    "activation": (
+        "group_norm",
+        replace("activation", lambda _: "relu"),
+        "group_norm: activation must be 'none' or 'silu', got 'relu'",
     ),
     "dtype_of_attention": (
         "attention",

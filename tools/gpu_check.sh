@@ -63,7 +63,7 @@ step_ceilings() { "$PYTHON" benchmarks/ceilings/run.py; }
 # Beside Liger, QuACK and FlashAttention-3 where requirements/benchmark.txt is installed.
 step_operations() {
   local status=0 name
-  for name in norm gated_residual rope activation softmax attention host; do
+  for name in norm group_norm gated_residual rope activation softmax attention host; do
     echo "--- $name"
     "$PYTHON" "benchmarks/bench_$name.py" || status=1
   done

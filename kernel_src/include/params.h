@@ -99,17 +99,17 @@ void gated_residual_layer_norm_modulate_pair(const RowNormParams& params, Stream
 
 // A group norm is of channels, weight, bias and channel_bias are theirs:
 //   h   = x + channel_bias
-//   n   = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias   (over a group of a sample; each optional)
+//   n   = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias   (mean and variance over a sample's group)
 //   out = silu ? n * sigmoid(n) : n
-// The pixels are all spatial dimensions as one. Either they or channels have a stride of 1, in x and in out
-// alike.
+// weight, bias and channel_bias are each optional. The pixels are all spatial dimensions as one. Either
+// pixels or channels have a stride of 1, in x and in out alike.
 struct GroupNormParams {
   int64_t batch;
   int64_t channels;
   int64_t groups;
   int64_t pixels;
   DType dtype;
-  float eps;
+  double eps;
   const void* x;
   void* out;
   int64_t x_strides[3];    // batch, channel, pixel

@@ -46,6 +46,8 @@ def over_peer(entry: dict, measured: dict, peer: str) -> str:
 
 def operations(results: Path, family: str) -> str:
     """Each operation's time and rate, beside the large copy's rate and the peers' times."""
+    if family in targets_.MEASURED_LATER and not is_measured(results, family):
+        return unmeasured(family)
     workloads, loaded = load_workloads(results, family)
     rows = []
     for entry, mark in workloads:
@@ -216,7 +218,8 @@ def attention_accuracy(results: Path) -> str:
 def targets(results: Path) -> str:
     """What the operations should reach, and whether they do."""
     later = [name for name in targets_.MEASURED_LATER if is_measured(results, name)]
-    loaded = {name: load(results, name) for name in (*targets_.FAMILIES, "host", *later)}
+    first = [name for name in targets_.FAMILIES if name not in targets_.MEASURED_LATER]
+    loaded = {name: load(results, name) for name in (*first, "host", *later)}
     pipeline = history.shown("pipeline", results, targets_.has_graphs)
     loaded |= {"pipeline": pipeline} if pipeline else {}
     graphs = targets_.gathered_forwards(results)

@@ -1052,6 +1052,17 @@ def is_channels_last(operation: str, x: Tensor) -> bool:
     return True
 
 
+def has_dense_images(tensor: Tensor) -> bool:
+    """Whether group_norm takes it: an image, or a tensor of less dimensions with unit stride in its last."""
+    if tensor.dim() < 3:
+        return tensor.dim() == 0 or tensor.stride(-1) == 1
+    try:
+        is_channels_last("group_norm", tensor)
+    except ValueError:
+        return False
+    return True
+
+
 def check_group_norm(
     operation: str,
     x: Tensor,
@@ -1065,9 +1076,7 @@ def check_group_norm(
     check_input(operation, "x", x, min_dims=2, any_strides=True)
     batch, channels, *spatial = x.shape
     if channels % as_count(operation, "num_groups", num_groups):
-        fail(
-            operation, f"num_groups must divide the channels of x ({channels}), got {num_groups}"
-        )
+        fail(operation, f"num_groups must divide the channels of x ({channels}), got {num_groups}")
     if not torch._C._are_functorch_transforms_active():  # else strides are vmap's doing
         is_channels_last(operation, x)
     group = (channels // num_groups, math.prod(spatial))

@@ -12,12 +12,16 @@ from torch import Tensor
 from .arguments import check_out, check_written, fail
 
 
-def _sample(value, dim: Optional[int], index: int):
+def has_dense_rows(tensor: Tensor) -> bool:
+    return tensor.dim() == 0 or tensor.stride(-1) == 1
+
+
+def _sample(value, dim: Optional[int], index: int, is_readable: Callable = has_dense_rows):
     if dim is None:
         return value
     sample = value.select(dim, index)
-    # The stride of the last dimension is vmap's doing.
-    return sample.contiguous() if sample.dim() and sample.stride(-1) != 1 else sample
+    # Strides that are not readable are vmap's doing.
+    return sample if is_readable(sample) else sample.contiguous()
 
 
 def _without_samples(value, dim: Optional[int]):
@@ -30,7 +34,13 @@ def _out_dims(results):
     return tuple(0 for _ in results) if isinstance(results, tuple) else 0
 
 
-def _call_each(operation: Callable, size: int, in_dims: tuple, args: tuple):
+def _call_each(
+    operation: Callable,
+    size: int,
+    in_dims: tuple,
+    args: tuple,
+    is_readable: Callable[[Tensor], bool] = has_dense_rows,
+):
     if size == 0:
         results = operation(*map(_without_samples, args, in_dims))
         if isinstance(results, tuple):
@@ -39,7 +49,7 @@ def _call_each(operation: Callable, size: int, in_dims: tuple, args: tuple):
             results = results.new_empty((0, *results.shape))
         return results, _out_dims(results)
     calls = [
-        operation(*(_sample(arg, dim, index) for arg, dim in zip(args, in_dims)))
+        operation(*(_sample(arg, dim, index, is_readable) for arg, dim in zip(args, in_dims)))
         for index in range(size)
     ]
     if isinstance(calls[0], tuple):
@@ -49,11 +59,17 @@ def _call_each(operation: Callable, size: int, in_dims: tuple, args: tuple):
     return results, _out_dims(results)
 
 
-def by_sample(operation: Callable) -> Callable:
-    """The rule of an operation whose dimensions are fixed."""
+def by_sample(
+    operation: Callable, is_readable: Callable[[Tensor], bool] = has_dense_rows
+) -> Callable:
+    """The rule of an operation whose dimensions are fixed.
+
+    Args:
+        is_readable: whether the operation takes a tensor with such strides.
+    """
 
     def rule(info, in_dims, *args):
-        return _call_each(operation, info.batch_size, in_dims, args)
+        return _call_each(operation, info.batch_size, in_dims, args, is_readable)
 
     return rule
 

@@ -111,7 +111,8 @@ INTEGER = Kind("an integer", arguments.is_integer)
 COUNT = Kind(
     "an integer",
     arguments.is_integer,
-    "if type({name}) is not int:\n    {name} = _as_count('{operation}', '{name}', {name})",
+    "if type({name}) is not int or not 0 < {name} <= _MAX_INTEGER:\n"
+    "    {name} = _as_count('{operation}', '{name}', {name})",
     check="_as_count('{operation}', '{name}', {name})",
 )
 FLAG = Kind("True or False", arguments.is_flag)
@@ -301,13 +302,18 @@ def _raise_out_of_memory(error: Exception, name: str, count: str, size: str, dev
 DECLARATIONS: dict[str, Declaration] = {}
 
 
-def operation(family: str, check: Optional[Callable] = None) -> Callable[[Callable], Callable]:
+def operation(
+    family: str,
+    check: Optional[Callable] = None,
+    is_readable: Callable[[Tensor], bool] = batching.has_dense_rows,
+) -> Callable[[Callable], Callable]:
     """Makes the public function of an operation of its formula.
 
     Args:
         family: the file of ``torch-ext/operations`` that has the operator.
         check: ``check(operation, *arguments of the operator)`` refuses what the operator refuses, in the same
             words; None where the annotations say all of it, as they do of operations of rows.
+        is_readable: whether the operator takes a tensor with such strides.
     """
 
     def declare(formula: Callable) -> Callable:
@@ -319,7 +325,7 @@ def operation(family: str, check: Optional[Callable] = None) -> Callable[[Callab
             rule = batching.by_rows(operator, rows)
         else:
             declaration.check = functools.partial(check, declaration.name)
-            rule = batching.by_sample(operator)
+            rule = batching.by_sample(operator, is_readable)
         torch.library.register_vmap(operator, rule, lib=LIBRARY)
         declaration.check_values = lambda *values: declaration.check(
             *(

@@ -42,6 +42,7 @@ from .arguments import (
     check_tables_dim,
     check_values,
     fail,
+    has_dense_images,
     is_channels_last,
     shown,
 )
@@ -435,7 +436,7 @@ def _gated_residual_layer_norm_modulate_pair_fake(residual, *_):
 # Group norm
 
 
-@operation("group_norm", check=check_group_norm)
+@operation("group_norm", check=check_group_norm, is_readable=has_dense_images)
 def group_norm(
     x: Tensor,
     num_groups: Count,

@@ -63,7 +63,7 @@ OwnedTensor call_group_norm(const char* operation, const Tensor& x, int64_t num_
   params.channels = shape[1];
   params.groups = num_groups;
   params.dtype = check.dtype();
-  params.eps = static_cast<float>(eps);
+  params.eps = eps;
   if (num_groups < 1) fail(operation, "num_groups must be at least 1, got ", num_groups);
   if (params.channels % num_groups != 0)
     fail(operation, "num_groups must divide the channels of x (", params.channels, "), got ", num_groups);

@@ -1,0 +1,88 @@
+"""Group norms with SiLU, as the U-Net and the autoencoder of Stable Diffusion XL have them at 1024x1024.
+
+Channels have means and deviations of their own, and a few are far from the others, as in trained models;
+of the variant "N(0, 1)" all are alike. Writes to benchmarks/results/group_norm:
+
+    python benchmarks/bench_group_norm.py
+    python benchmarks/bench_group_norm.py --device cpu --tiny --no-compile --output /tmp/group_norm.json
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from comparison import Case, Family, Workload, command, normal
+from torch import Tensor
+
+GROUPS = 32
+UNET_SHAPES = (  # with guidance
+    (2, 320, 128, 128),
+    (2, 960, 128, 128),
+    (2, 640, 64, 64),
+    (2, 1920, 64, 64),
+    (2, 1280, 32, 32),
+    (2, 2560, 32, 32),
+)
+AUTOENCODER_SHAPES = ((1, 512, 128, 128), (1, 128, 1024, 1024))
+TRANSFORMER_SHAPES = ((2, 640, 64, 64), (2, 1280, 32, 32))  # before their attention: without SiLU
+TINY_SHAPES = ((2, 64, 6, 5), (1, 32, 8, 8))
+SILU, NORM = "SiLU", "norm alone"
+EMBEDDING = "SiLU, embedding"  # a projected time embedding is added before
+LAST = ", channels last"
+CHANNELS_LAST = SILU + LAST
+NORMAL = "SiLU, N(0, 1)"
+OUTLIERS = (20.0, 50)  # how many times as large a channel is, and that it is one of so many
+
+
+def image(device: torch.device, *shape: int) -> Tensor:
+    """As a trained model's: channels of unlike means and deviations, some of them outliers."""
+    channels = (1, shape[1], *[1] * (len(shape) - 2))
+    factor, every = OUTLIERS
+    scales = normal(device, *channels, std=0.5, dtype=torch.float32).exp()
+    scales[:, ::every] *= factor
+    means = scales * normal(device, *channels, std=1.5, dtype=torch.float32)
+    x = normal(device, *shape)
+    return x.mul_(scales).add_(means)
+
+
+def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
+    words = workload.variant.split(", ")
+    batch, channels, *_ = workload.shape
+    x = (normal if workload.variant.startswith(NORMAL) else image)(device, *workload.shape)
+    if "channels last" in words:
+        x = x.to(memory_format=torch.channels_last)
+    weight, bias = normal(device, channels, std=0.2, mean=1.0), normal(device, channels, std=0.2)
+    options: dict[str, object] = {"activation": "silu" if SILU in words else "none"}
+    if "embedding" in words:
+        options["channel_bias"] = normal(device, batch, channels, std=0.5)
+    return Case((x, GROUPS, weight, bias), options)
+
+
+def workloads(shapes, transformer_shapes) -> list[Workload]:
+    variants = (SILU, CHANNELS_LAST)
+    return [
+        *(Workload("group_norm", shape, variant) for variant in variants for shape in shapes),
+        *(
+            Workload("group_norm", shape, variant)
+            for variant in (EMBEDDING, EMBEDDING + LAST, NORMAL, NORMAL + LAST)
+            for shape in shapes[:1]
+        ),
+        *(
+            Workload("group_norm", shape, variant)
+            for variant in (NORM, NORM + LAST)
+            for shape in transformer_shapes
+        ),
+    ]
+
+
+FAMILY = Family(
+    "group_norm",
+    workloads((*UNET_SHAPES, *AUTOENCODER_SHAPES), TRANSFORMER_SHAPES),
+    workloads(TINY_SHAPES, TINY_SHAPES[1:]),
+    build,
+)
+main = command(FAMILY, "Time group norms with SiLU beside their peers.")
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,368 @@
+"""group_norm, with a bias of the channels before it and SiLU after it."""
+
+import math
+
+import pytest
+import torch
+
+import references
+from checks import FLOAT32_ARITHMETIC, assert_rounded_once, check, check_nonfinite
+from inputs import (
+    LAYOUTS,
+    MIXTURES,
+    every_16_bit_dtype,
+    every_dtype,
+    mixed,
+    normal,
+)
+
+every_memory = pytest.mark.parametrize(
+    "is_last", [False, True], ids=["contiguous", "channels_last"]
+)
+every_activation = pytest.mark.parametrize("activation", ["none", "silu"])
+# (batch, channels, height, width) in SDXL's U-Net and its autoencoder.
+MODEL_SHAPES = [(2, 320, 128, 128), (2, 640, 64, 64), (2, 1280, 32, 32), (2, 2560, 32, 32)]
+MODEL_SHAPES += [(2, 1920, 64, 64), (2, 512, 64, 64), (1, 128, 256, 256)]
+# Channels and groups: 10, 4, 10, 40, 60 and 80 channels a group, one group, a channel a group, odd ones.
+GROUPS = [(30, 3), (32, 8), (320, 32), (1280, 32), (1920, 32), (2560, 32), (64, 1), (64, 64)]
+GROUPS += [(5, 5), (7, 1), (6, 2), (21, 7), (2000, 2)]
+PIXELS = [1, 7, 64, 255, 4096]
+# Of each channel's pixels, or each pixel's channels, and of each batch entry as a whole.
+MEMORY = [*LAYOUTS, "chunk of the batch", "odd_rows of the batch"]
+
+
+def laid_out(values, is_last, layout="contiguous"):
+    """The values (B, C, ...) with pixels or channels dense, in rows of them that lie as the layout says."""
+    rows = values.flatten(2) if values.dim() > 2 else values[:, :, None]
+    rows = rows.mT if is_last else rows
+    if layout.endswith(" of the batch"):
+        entries = LAYOUTS[layout.removesuffix(" of the batch")](rows.flatten(1))
+        rows = entries.unflatten(1, rows.shape[1:])
+    else:
+        rows = LAYOUTS[layout](rows)
+    pixels = rows.mT if is_last else rows
+    return pixels.unflatten(2, values.shape[2:]) if values.dim() > 2 else pixels[:, :, 0]
+
+
+def spread(shape, groups, dtype, device):
+    """Values well apart in each group, so that the norm of a few of them is well-conditioned."""
+    values = torch.randn(shape[0], groups, math.prod(shape[1:]) // groups, device=device) * 0.1
+    values += torch.linspace(-1, 1, values.shape[-1], device=device)
+    # Neither a channel nor a pixel has the smallest or the largest ones.
+    order = torch.randperm(values.shape[-1], device=device)
+    return values[..., order].reshape(shape).to(dtype)
+
+
+def parameters(channels, dtype, device, layout="contiguous"):
+    return {
+        name: normal(channels, dtype=dtype, device=device, layout=layout, mean=0.5)
+        for name in ("weight", "bias")
+    }
+
+
+def everything(x, dtype=None, layout="contiguous"):
+    """All optional arguments of a call with x."""
+    dtype = dtype or x.dtype
+    added = normal(*x.shape[:2], dtype=dtype, device=x.device, layout=layout, std=0.3)
+    return {**parameters(x.shape[1], dtype, x.device, layout), "channel_bias": added}
+
+
+def check_group_norm(kernel, x, groups, is_last, **options):
+    # Pixels that are one apart, or a channel that is, are contiguous.
+    is_last = is_last and x.shape[1] > 1 and math.prod(x.shape[2:]) > 1
+    return check(kernel, "group_norm", x, groups, is_channels_last=is_last, **options)
+
+
+@pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
+@every_memory
+@every_dtype
+def test_shapes_of_models(kernel, device, shape, is_last, dtype):
+    x = laid_out(normal(*shape, dtype=dtype, device=device), is_last)
+    check_group_norm(kernel, x, 32, is_last, **everything(x), activation="silu")
+
+
+@pytest.mark.parametrize("pixels", PIXELS)
+@pytest.mark.parametrize(("channels", "groups"), GROUPS, ids=str)
+@every_memory
+@every_dtype
+def test_groups_and_pixels(kernel, device, channels, groups, pixels, is_last, dtype):
+    x = laid_out(spread((3, channels, pixels), groups, dtype, device), is_last)
+    check_group_norm(kernel, x, groups, is_last)
+    check_group_norm(kernel, x, groups, is_last, **everything(x), activation="silu")
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 24), (3, 24, 35), (3, 24, 5, 7), (2, 24, 3, 5, 7), (2, 24, 1, 7, 1, 5)], ids=str
+)
+@every_memory
+@every_activation
+@every_dtype
+def test_dimensions(kernel, device, shape, is_last, activation, dtype):
+    x = laid_out(spread(shape, 3, dtype, device), is_last)
+    out = check_group_norm(kernel, x, 3, is_last, **everything(x), activation=activation)
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if is_last and len(shape) in formats:
+        assert x.is_contiguous(memory_format=formats[len(shape)])
+        assert out.is_contiguous(memory_format=formats[len(shape)])
+
+
+@pytest.mark.parametrize("layout", MEMORY)
+@pytest.mark.parametrize("shape", [(3, 24, 5, 7), (3, 24, 8, 8), (3, 320, 16, 16)], ids=str)
+@every_memory
+@every_dtype
+def test_views(kernel, device, layout, shape, is_last, dtype):
+    x = laid_out(spread(shape, 8, dtype, device), is_last, layout)
+    check_group_norm(kernel, x, 8, is_last, **everything(x, layout="misaligned"))
+
+
+@every_memory
+@every_dtype
+def test_channels_of_a_wider_tensor(kernel, device, is_last, dtype):
+    """As one part of what a skip connection has concatenated."""
+    wide = laid_out(spread((2, 96, 6, 6), 1, dtype, device), is_last)
+    for part in (wide[:, 32:64], wide[:, 1:33], wide[:, 63:], wide[1:, :32]):
+        check_group_norm(kernel, part, 4 if part.shape[1] == 32 else 11, is_last)
+
+
+@every_memory
+@every_dtype
+def test_expanded_channels(kernel, device, is_last, dtype):
+    """Of one channel for all, and of one entry for the batch; a single pixel's stride is free."""
+    x = spread((2, 1, 40), 1, dtype, device)
+    check_group_norm(kernel, x.expand(2, 8, 40), 2, False, **parameters(8, dtype, device))
+    x = laid_out(spread((1, 8, 40), 2, dtype, device), is_last).expand(3, 8, 40)
+    check_group_norm(kernel, x, 2, is_last, **everything(x))
+    x = spread((3, 8), 2, dtype, device).as_strided((3, 8, 1, 1), (8, 1, 5, 3))
+    check_group_norm(kernel, x, 2, is_last, **everything(x))
+
+
+@every_memory
+@every_dtype
+def test_strided_channel_bias(kernel, device, is_last, dtype):
+    """A part of a projected time embedding, and one that all of a batch share."""
+    x = laid_out(spread((3, 24, 5, 7), 3, dtype, device), is_last)
+    embedding = normal(3, 72, dtype=dtype, device=device, std=0.3)
+    for added in (embedding[:, 24:48], embedding[:, 1:25], embedding[:1, :24].expand(3, 24)):
+        check_group_norm(kernel, x, 3, is_last, channel_bias=added)
+
+
+@pytest.mark.parametrize("given", ["weight", "bias", "channel_bias"])
+@every_memory
+@every_activation
+@every_dtype
+def test_each_optional_alone(kernel, device, given, is_last, activation, dtype):
+    x = laid_out(spread((2, 32, 5, 7), 4, dtype, device), is_last)
+    options = {given: everything(x)[given], "activation": activation}
+    check_group_norm(kernel, x, 4, is_last, **options)
+
+
+@pytest.mark.parametrize("given", ["weight", "bias", "channel_bias", *MIXTURES])
+@pytest.mark.parametrize("channels", [24, 30])
+@pytest.mark.parametrize("layout", ["contiguous", "misaligned"])
+@every_memory
+@every_16_bit_dtype
+def test_float32_beside_16_bits(kernel, device, given, channels, layout, is_last, dtype):
+    x = laid_out(spread((3, channels, 20, 20), 6, dtype, device), is_last)
+    options = everything(x, torch.float32, layout)
+    options = mixed(given, options, dtype) if given in MIXTURES else {given: options[given]}
+    check_group_norm(kernel, x, 6, is_last, **options, activation="silu")
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-6, 1e-3, 1.0])
+@every_memory
+@every_dtype
+def test_eps(kernel, device, eps, is_last, dtype):
+    # Of many groups, as in float32 the error is that of their statistics.
+    x = laid_out(normal(8, 256, 16, 16, dtype=dtype, device=device, std=0.02), is_last)
+    check_group_norm(kernel, x, 32, is_last, eps=eps)
+
+
+def test_default_eps(kernel, device):
+    x = normal(2, 64, 16, 16, dtype=torch.float32, device=device, std=1e-3)
+    check_group_norm(kernel, x, 8, False)
+
+
+@pytest.mark.parametrize(
+    ("channels", "groups", "pixels"), [(320, 32, 4096), (64, 32, 64), (30, 3, 255)]
+)
+@every_memory
+@every_dtype
+def test_values_far_from_zero(kernel, device, channels, groups, pixels, is_last, dtype):
+    """A mean of squares less the square of the mean would have no digit left."""
+    mean = 1000.0 if dtype == torch.float32 else 100.0
+    x = normal(2, channels, pixels, dtype=dtype, device=device, mean=mean)
+    x[:, ::2] -= 2 * x[:, ::2] * (torch.arange(2, device=device) % 2)[:, None, None]
+    x = laid_out(x, is_last)
+    check_group_norm(kernel, x, groups, is_last, activation="silu")
+    # The sum with a bias is rounded to float32.
+    check_group_norm(kernel, x, groups, is_last, **everything(x), slack=4e-7 * mean)
+
+
+@pytest.mark.parametrize("factor", [30.0, 1000.0])
+@every_memory
+@every_dtype
+def test_channels_far_from_the_others(kernel, device, factor, is_last, dtype):
+    """As trained models have them: a few channels have by far the largest values, or means."""
+    x = normal(2, 320, 32, 32, dtype=torch.float32, device=device)
+    x[:, 3] *= factor
+    x[:, 97] += factor
+    x[1, 319] -= factor
+    x = laid_out(x.to(dtype), is_last)
+    check_group_norm(kernel, x, 32, is_last, **parameters(320, dtype, device), activation="silu")
+
+
+@pytest.mark.parametrize("pixels", [1, 7, 4096])
+@every_memory
+@every_dtype
+def test_groups_of_one_value(kernel, device, pixels, is_last, dtype):
+    values = torch.tensor([0.0, 1.0, -3.0, 0.1, 1000.1], device=device).to(dtype)
+    x = laid_out(values[:, None, None].expand(5, 24, pixels), is_last)
+    out = kernel.group_norm(x, 3, **(of_channels := parameters(24, dtype, device)))
+    assert_rounded_once(out, of_channels["bias"].double()[:, None].expand(5, 24, pixels))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("shape", [(4, 24, 5, 7), (4, 320, 16, 16)], ids=str)
+@every_memory
+@every_activation
+@every_dtype
+def test_nonfinite_values(kernel, device, value, shape, is_last, activation, dtype):
+    """In the first, a middle and the last place of a group; the other groups are as they were."""
+    x = normal(*shape, dtype=dtype, device=device)
+    size = shape[1] // 8
+    x[1, 0, 0, 0] = x[2, 3 * size + size // 2, 2, 2] = x[3, -1, -1, -1] = value
+    x = laid_out(x, is_last)
+    options = {**everything(x), "activation": activation}
+    check_nonfinite(kernel, "group_norm", x, 8, **options)
+
+
+@pytest.mark.parametrize("given", ["weight", "bias", "channel_bias"])
+@every_memory
+@every_activation
+@every_dtype
+def test_nonfinite_parameters(kernel, device, given, is_last, activation, dtype):
+    x = laid_out(normal(2, 24, 5, 7, dtype=dtype, device=device), is_last)
+    options = everything(x)
+    options[given][..., 3] = math.nan
+    if given != "weight":
+        options[given][..., 9] = math.inf
+        options[given][..., -1] = -math.inf
+    check_nonfinite(kernel, "group_norm", x, 6, **options, activation=activation)
+
+
+@every_memory
+@every_dtype
+def test_infinite_weight(kernel, device, is_last, dtype):
+    """As the formula has it. PyTorch multiplies the mean by it, too, and makes NaN of some channels."""
+    x = laid_out(normal(2, 24, 5, 7, dtype=dtype, device=device), is_last)
+    weight = parameters(24, dtype, device)["weight"]
+    weight[3], weight[9] = math.inf, -math.inf
+    out, expected = kernel.group_norm(x, 6, weight), references.group_norm(x, 6, weight)
+    assert expected.isposinf().any() and expected.isneginf().any()
+    assert_rounded_once(out, expected)
+
+
+@every_dtype
+def test_silu_of_large_values(kernel, device, dtype):
+    """Where exp(-n) is 0, denormal or infinite."""
+    x = spread((2, 8, 6, 6), 2, dtype, device)
+    bias = torch.tensor([-200.0, -90.0, -88.0, -20.0, 20.0, 88.0, 90.0, 200.0], device=device)
+    weight = torch.full_like(bias, 0.5)
+    # The exponent's rounding grows with it, where the result is small.
+    slack = 100 * FLOAT32_ARITHMETIC
+    options = {"weight": weight, "bias": bias, "activation": "silu"}
+    check_group_norm(kernel, x, 2, False, **options, slack=slack)
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 32, 4, 4), (2, 0, 4, 4), (2, 32, 0, 4), (2, 32, 4, 0), (0, 32), (2, 0)], ids=str
+)
+@every_memory
+@every_dtype
+def test_empty_tensors(kernel, device, shape, is_last, dtype):
+    x = torch.empty(shape, dtype=dtype, device=device)
+    if is_last and len(shape) == 4:
+        x = x.to(memory_format=torch.channels_last)
+    out = kernel.group_norm(x, 4, **everything(x), activation="silu")
+    assert out.shape == shape and out.dtype == dtype and out.device == x.device
+
+
+@pytest.mark.parametrize("dim", range(5))
+@every_memory
+def test_vmap_of_images(kernel, device, dim, is_last):
+    """What vmap has put among an image's dimensions is no layout that the caller has chosen."""
+    x = laid_out(spread((2, 8, 3, 4), 2, torch.float32, device), is_last)
+    several = torch.stack([x, x * 2, x + 1], dim)
+    options = everything(x)
+    outs = torch.vmap(lambda one: kernel.group_norm(one, 2, **options), in_dims=dim)(several)
+    expected = [references.group_norm(one, 2, **options) for one in several.unbind(dim)]
+    assert_rounded_once(outs, torch.stack(expected))
+
+
+def test_gradients_keep_channels_last(kernel, device):
+    x = laid_out(spread((2, 8, 3, 4), 2, torch.float32, device), True).requires_grad_()
+    out = kernel.group_norm(x, 2, **everything(x), activation="silu")
+    (gradient,) = torch.autograd.grad(out.square().sum(), [x])
+    assert gradient.is_contiguous(memory_format=torch.channels_last)
+    assert out.is_contiguous(memory_format=torch.channels_last)
+
+
+@every_memory
+def test_compile_with_any_size(kernel, device, is_last):
+    """One graph for images of several sizes, which keeps their layout."""
+
+    def norm(x):
+        return kernel.group_norm(x + 1, 2, activation="silu") * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(norm, fullgraph=True, backend="aot_eager", dynamic=True)
+    for size in ((2, 8, 6, 5), (2, 8, 9, 4), (3, 8, 12, 7)):
+        x = laid_out(spread(size, 2, torch.bfloat16, device), is_last)
+        with torch.no_grad():
+            out, expected = compiled(x), norm(x)
+        assert torch.equal(out, expected) and out.stride() == expected.stride() == x.stride()
+
+
+@pytest.mark.sanitize
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize(
+    ("shape", "groups", "layout", "dtype"),
+    [
+        ((2, 6, 5, 7), 3, "odd_rows", torch.bfloat16),
+        ((2, 64, 8, 8), 8, "contiguous", torch.float32),
+        ((2, 64, 8, 8), 8, "contiguous", torch.bfloat16),
+        ((2, 40, 9, 9), 4, "misaligned", torch.float16),
+        ((1, 64, 48, 48), 2, "contiguous", torch.float16),
+        ((1, 8, 160, 160), 1, "contiguous", torch.bfloat16),
+        ((1, 30, 61, 61), 3, "odd_rows", torch.float32),
+        ((2, 640, 1, 1), 32, "contiguous", torch.bfloat16),
+        ((2, 24, 16, 16), 6, "chunk of the batch", torch.float16),
+    ],
+    ids=str,
+)
+@every_memory
+@every_activation
+def test_smoke(kernel, device, shape, groups, layout, dtype, is_last, activation):
+    x = laid_out(spread(shape, groups, dtype, device), is_last, layout)
+    options = {**everything(x), "activation": activation, "contract": False}
+    check_group_norm(kernel, x, groups, is_last, **options)
+
+
+def test_layouts_are_what_they_are_called(device):
+    """All tests of views rest on this."""
+    values = normal(2, 24, 5, 7, dtype=torch.bfloat16, device=device)
+    strides = {
+        layout: [laid_out(values, is_last, layout).stride() for is_last in (False, True)]
+        for layout in MEMORY
+    }
+    assert strides == {
+        "contiguous": [(840, 35, 7, 1), (840, 1, 168, 24)],
+        "unbind": [(2520, 105, 7, 1), (2520, 1, 504, 72)],
+        "chunk": [(2520, 105, 7, 1), (2520, 1, 504, 72)],
+        "transposed": [(35, 70, 7, 1), (24, 1, 336, 48)],
+        "expanded": [(0, 35, 7, 1), (0, 1, 168, 24)],
+        "misaligned": [(840, 35, 7, 1), (840, 1, 168, 24)],
+        "odd_rows": [(888, 37, 7, 1), (945, 1, 189, 27)],
+        "chunk of the batch": [(2520, 35, 7, 1), (2520, 1, 168, 24)],
+        "odd_rows of the batch": [(843, 35, 7, 1), (843, 1, 168, 24)],
+    }
