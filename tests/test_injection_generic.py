@@ -42,8 +42,9 @@ COSMOS, UNET, COGVIEW, HUNYUAN = (
 )
 some_models = pytest.mark.parametrize("small", [COSMOS, UNET, COGVIEW, HUNYUAN], ids=str)
 BFLOAT16 = torch.bfloat16
-# Of adaptive norms with more than one.
+# Of modules with more than one.
 NORMS_OF_A_CALL = {
+    "ResnetBlock2D": 2,
     "CogVideoXLayerNormZero": 2,
     "EasyAnimateLayerNormZero": 2,
     "CogView4AdaLayerNormZero": 2,
@@ -130,7 +131,7 @@ def test_16_bits(kernel, device, small):
     calls = kernel_calls(run, model, arguments)
     assert calls.get("attention", 0) == small.attends
     counted = {name: n * NORMS_OF_A_CALL.get(name, 1) for name, n in on_kernels(report).items()}
-    norms = sum(n for name, n in counted.items() if "Norm" in name)
+    norms = sum(n for name, n in counted.items() if "Norm" in name or name in NORMS_OF_A_CALL)
     assert norms == sum(n for name, n in calls.items() if "norm" in name)
     assert counted.get("Attention", 0) <= small.attends
     assert_as_close_as_eager(small, model, plain)
@@ -678,7 +679,7 @@ def test_functions_of_pytorch_that_are_replaced(kernel, device, monkeypatch, fun
     assert distance(run(plain, arguments), untouched) > 0.03
     calls = kernel_calls(run, model, arguments)
     missing = {"gelu": "geglu", "scaled_dot_product_attention": "attention"}.get(function, function)
-    assert missing not in calls and len(calls) == 2
+    assert missing not in calls and len(calls) == 3
     if missing != "attention":
         reasons = {reason for calls in fallen_back(report).values() for reason in calls}
         assert f"{function} was replaced" in reasons
@@ -1041,7 +1042,8 @@ def test_an_autoencoder_by_itself(kernel, device):
     """Given by itself it is what the user wants."""
     vae = diffusers.AutoencoderKL(block_out_channels=(32,), norm_num_groups=8).to(device)
     report = kernel.inject_kernels(vae)
-    assert report.levels == {"": "not at all"}
+    assert report.levels == {"": "in part"}
+    assert {entry.module for entry in report.replaced} == {"ResnetBlock2D", "GroupNorm"}
     assert {entry.module for entry in report.left_alone} == {"Attention"}
 
 
