@@ -11,9 +11,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from checks import tensors_of
+from checks import operators_of, tensors_of
 from foreign_modules import Wrap
 from graphs import Pair, graphs  # noqa: F401
 from ltx_models import either_order, kernel_calls
@@ -84,23 +83,6 @@ def run(module, arguments):
 
 def calls_of(report, name):
     return next(calls for calls in report.calls if calls.name == name)
-
-
-def operators(function, *args):
-    """The operators of PyTorch and of the package that a call runs, by their names."""
-
-    class Names(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.names = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.names.append(func._schema.name.split("::")[1])
-            return func(*args, **(kwargs or {}))
-
-    with torch.no_grad(), Names() as seen:
-        function(*args)
-    return seen.names
 
 
 def assert_as_close_as_eager(block, plain, memory_format):
@@ -327,15 +309,15 @@ def test_what_is_smooth_and_far_from_zero_is_as_accurate(kernel, device, memory_
 def test_what_a_resnet_runs(kernel, device):
     """No pass over pixels for the activation, the bias, the time embedding or a scale of 1."""
     block, plain, _, arguments = resnet_pair(kernel, device)
-    names = operators(block, *arguments)
+    names = operators_of(block, *arguments)
     assert names.count("group_norm") == 2 and names.count("silu") == 1  # of the time embedding
     assert (
         "div" not in names and names.count("add") == 2
     )  # the bias to the time embedding, and the sum
-    plain_names = operators(plain, *arguments)
+    plain_names = operators_of(plain, *arguments)
     assert plain_names.count("silu") == 3 and "div" in plain_names
     block.output_scale_factor = 2.0
-    assert operators(block, *arguments).count("div") == 1
+    assert operators_of(block, *arguments).count("div") == 1
 
 
 @pytest.mark.parametrize("reason", LEFT_ALONE)

@@ -111,8 +111,8 @@ def group_norm_takes(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def has_memory_format(x: Tensor) -> bool:
-    """Whether the pixels of ``x`` (B, C, ...), or the channels of each, are side by side, and there are no gaps
-    between pixels."""
+    """Whether the pixels of ``x`` (B, C, ...), or the channels of each, are side by side, and there are no
+    gaps between pixels."""
     if x.is_contiguous():
         return True
     count = stride = 1

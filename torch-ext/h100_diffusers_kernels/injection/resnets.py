@@ -159,8 +159,8 @@ def _goes_to_channels(time: Tensor, x: Tensor) -> bool:
 
 
 def _channel_bias(x: Tensor, bias: Tensor | None, time: Tensor | None) -> Tensor | None:
-    """The sum of both, (B, C), in float32: it stands in for sums of all pixels, each with a rounding of its own,
-    and one that all pixels share would show more."""
+    """The sum of both, (B, C), in float32: it stands in for sums of all pixels, each with a rounding of its
+    own, and one that all pixels share would show more."""
     total = time if bias is None else bias if time is None else time.float() + bias
     return total if total is None else total.expand(x.shape[:2])
 
