@@ -2,10 +2,12 @@
 
 import copy
 
+import accelerate
 import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.hooks import remove_hook_from_submodules
 from diffusers.models.resnet import ResnetBlock2D
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
@@ -320,6 +322,16 @@ def test_what_a_resnet_runs(kernel, device):
     assert operators_of(block, *arguments).count("div") == 1
 
 
+def test_channels_last_after_injection(kernel, device):
+    block, plain, report, (x, temb) = resnet_pair(kernel, device, out_channels=24)
+    expected = run(block, (x, temb))
+    block.to(memory_format=torch.channels_last)
+    x = x.contiguous(memory_format=torch.channels_last)
+    out = run(block, (x, temb))
+    assert distance(out, expected) < 3e-6 and out.is_contiguous(memory_format=torch.channels_last)
+    assert calls_of(report, "").on_kernels == 2 and calls_of(report, "").fell_back == {}
+
+
 @pytest.mark.parametrize("reason", LEFT_ALONE)
 def test_other_resnets_are_left_alone(kernel, device, reason):
     """But for their norms."""
@@ -458,6 +470,25 @@ def test_lora(kernel, device, target, is_injected_first):
     assert_alike(block, plain, arguments)
     assert distance(run(plain, arguments), untouched) > 0.01
     assert calls_of(report, "").fell_back == {}
+
+
+@either_order
+def test_offloading(kernel, device, is_injected_first):
+    """Each layer's weights come for its call alone: the norms run on the kernel one by one."""
+    plain = resnet(device, out_channels=24)
+    block, arguments = copy.deepcopy(plain), arguments_of(plain)
+    if is_injected_first:
+        kernel.inject_kernels(block)
+        run(block, arguments)
+    accelerate.cpu_offload(block, execution_device=torch.device(device), offload_buffers=False)
+    report = kernel.inject_kernels(block)
+    assert kernel_calls(run, block, arguments) == {"group_norm": 2}
+    assert_alike(block, plain, arguments)
+    assert block.norm1.weight.is_meta
+    remove_hook_from_submodules(block)
+    kernel.eject_kernels(block)
+    assert torch.equal(run(block.to(device), arguments), run(plain, arguments))
+    assert report.calls
 
 
 class HalvedNorm(nn.GroupNorm):
