@@ -371,6 +371,14 @@ def test_a_time_embedding_without_a_projection(kernel, device):
     assert calls_of(report, "").on_kernels == 3
 
 
+def test_a_picture_without_a_batch(kernel, device):
+    """Which the class takes, its rows as channels, where there are as many."""
+    block, plain, report, _ = resnet_pair(kernel, device, temb_channels=None)
+    x = torch.randn(CHANNELS, CHANNELS, 5, device=device)
+    assert_alike(block, plain, (x, None))
+    assert calls_of(report, "").fell_back == {"it was given a tensor of 3 dimensions": 1}
+
+
 def test_further_arguments(kernel, device):
     block, plain, report, arguments = resnet_pair(kernel, device)
     for candidate in (block, plain):
@@ -630,6 +638,27 @@ def test_grad_mode_without_anything_that_requires_grad(kernel, device):
     block, plain, report, arguments = resnet_pair(kernel, device)
     block.requires_grad_(False)
     assert kernel_calls(block, *arguments) == {"group_norm": 2}
+
+
+def test_derivatives_by_transforms(kernel, device):
+    """Of weights that are given for a call, backward and forward."""
+    block, plain, report, (x, temb) = resnet_pair(kernel, device, out_channels=24)
+    weights = {name: p.detach() for name, p in plain.named_parameters()}
+    tangents = {name: torch.randn_like(p) for name, p in weights.items()}
+    results = []
+    for candidate in (block, plain):
+
+        def loss(weights, candidate=candidate):
+            return torch.func.functional_call(candidate, weights, (x, temb)).square().mean()
+
+        gradients = torch.func.grad(loss)(weights)
+        tangent = torch.func.jvp(loss, (weights,), (tangents,))[1]
+        results.append([tangent, *(gradients[name] for name in weights)])
+    for mine, expected in zip(*results, strict=True):
+        assert expected.any()
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4 * expected.abs().max())
+    assert calls_of(report, "").fell_back == {}
+    assert_alike(block, plain, (x, temb))
 
 
 @torch.no_grad()

@@ -91,10 +91,12 @@ def _forward(
         return injected.class_forward(self, input_tensor, temb, *args, **kwargs)
     if tracks_derivatives() and is_differentiated(input_tensor, temb, *self.parameters()):
         return injected.class_forward(self, input_tensor, temb)
-    if input_tensor.dim() != 4 or not parts.norm1.fits(input_tensor):
+    if not parts.norm1.fits(input_tensor):
         return injected.class_forward(self, input_tensor, temb)  # which says so
     x = in_memory_format(input_tensor)
     reason = parts.norm1.why_not(x)
+    if reason is None and x.dim() != 4:
+        reason = f"it was given a tensor of {x.dim()} dimensions"
     if reason is not None:
         injected.leave(reason)
         return injected.class_forward(self, input_tensor, temb)
