@@ -1,7 +1,7 @@
 """Stable Diffusion XL's UNet at its published size, with random weights.
 
-Injection knows no blocks of it: norms, attentions and feed-forward activations of its transformers run on the
-kernels, its convolutions and their group norms do not.
+Injection knows its modules one by one: norms, attentions and feed-forward activations of its transformers run
+on the kernels, and group norms, those of its resnet blocks with SiLU and time embedding; convolutions do not.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ import contextlib
 import math
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import eager
 import references
@@ -63,6 +64,23 @@ def tensors_of(*values):
             yield from tensors_of(*value)
         elif isinstance(value, dict):
             yield from tensors_of(*value.values())
+
+
+def operators_of(function, *args):
+    """The names of the operators, PyTorch's and the package's, that a call without gradients runs."""
+
+    class Names(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(func._schema.name.partition("::")[2])
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Names() as seen:
+        function(*args)
+    return seen.names
 
 
 def map_tensors(function, value):

@@ -30,7 +30,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrize
 
 import ltx_models
-from checks import tensors_of
+from checks import operators_of, tensors_of
 from ltx_models import either_order, kernel_calls
 from small_models import BY_NAME, MODELS, run, tensors, to
 
@@ -42,8 +42,9 @@ COSMOS, UNET, COGVIEW, HUNYUAN = (
 )
 some_models = pytest.mark.parametrize("small", [COSMOS, UNET, COGVIEW, HUNYUAN], ids=str)
 BFLOAT16 = torch.bfloat16
-# Of adaptive norms with more than one.
+# Of modules with more than one.
 NORMS_OF_A_CALL = {
+    "ResnetBlock2D": 2,
     "CogVideoXLayerNormZero": 2,
     "EasyAnimateLayerNormZero": 2,
     "CogView4AdaLayerNormZero": 2,
@@ -130,7 +131,7 @@ def test_16_bits(kernel, device, small):
     calls = kernel_calls(run, model, arguments)
     assert calls.get("attention", 0) == small.attends
     counted = {name: n * NORMS_OF_A_CALL.get(name, 1) for name, n in on_kernels(report).items()}
-    norms = sum(n for name, n in counted.items() if "Norm" in name)
+    norms = sum(n for name, n in counted.items() if "Norm" in name or name in NORMS_OF_A_CALL)
     assert norms == sum(n for name, n in calls.items() if "norm" in name)
     assert counted.get("Attention", 0) <= small.attends
     assert_as_close_as_eager(small, model, plain)
@@ -619,6 +620,46 @@ def test_a_mask_that_a_module_repeats_for_its_heads(kernel, device, mode):
     assert not is_repeated(made)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("masked", [False, True])
+def test_results_are_divided_by_no_factor_of_1(kernel, device, mode, masked):
+    """Nor is anything else about it changed; any other factor divides."""
+    torch.manual_seed(0)
+    plain = Attention(128, heads=2, dim_head=64, residual_connection=True).to(device)
+    model = copy.deepcopy(plain)
+    report = kernel.inject_kernels(model)
+    x = torch.randn(2, 9, 128, device=device)
+    mask = torch.zeros(2, 1, 9, device=device) if masked else None
+
+    def call(candidate):
+        with mode():
+            return candidate(x, attention_mask=mask)
+
+    for factor, divides in ((1.0, 0), (1, 0), (2.0, 1), (True, 1), (1.0, 0)):
+        for candidate in (model, plain):
+            candidate.rescale_output_factor = factor
+        assert operators_of(lambda: model(x, attention_mask=mask)).count("div") == divides
+        assert operators_of(lambda: plain(x, attention_mask=mask)).count("div") == 1
+        out, expected = call(model), call(plain)
+        assert torch.equal(out, expected) and out.data_ptr() != x.data_ptr()
+        assert out.requires_grad == expected.requires_grad
+        assert model.rescale_output_factor is factor
+    assert {calls.on_kernels for calls in report.calls} == {0}  # attention itself, in float32
+
+
+def test_what_stands_for_a_factor_of_1_is_a_number(kernel):
+    one = kernel.injection.processors._ONE
+    x, whole = torch.tensor([1.5, float("nan")]), torch.tensor([3])
+    assert x / one is x and torch.equal(whole / one, whole / 1.0)
+    assert one == 1.0 and isinstance(one, float) and type(one + one) is float
+    for function in (torch.mul, torch.add, torch.pow, torch.floor_divide):
+        result = function(whole, one)
+        assert torch.equal(result, function(whole, 1.0)) and result.dtype == torch.float32
+    assert torch.equal(torch.div(x[:1], one, rounding_mode="floor"), torch.ones(1))
+    assert torch.equal(one / whole, 1.0 / whole)
+    assert torch.equal(torch.add(whole, other=one), whole + 1.0)
+
+
 def test_fused_projections(kernel, device):
     model, plain, arguments = pair(UNET, device)
     kernel.inject_kernels(model)
@@ -678,7 +719,7 @@ def test_functions_of_pytorch_that_are_replaced(kernel, device, monkeypatch, fun
     assert distance(run(plain, arguments), untouched) > 0.03
     calls = kernel_calls(run, model, arguments)
     missing = {"gelu": "geglu", "scaled_dot_product_attention": "attention"}.get(function, function)
-    assert missing not in calls and len(calls) == 2
+    assert missing not in calls and len(calls) == 3
     if missing != "attention":
         reasons = {reason for calls in fallen_back(report).values() for reason in calls}
         assert f"{function} was replaced" in reasons
@@ -1041,7 +1082,8 @@ def test_an_autoencoder_by_itself(kernel, device):
     """Given by itself it is what the user wants."""
     vae = diffusers.AutoencoderKL(block_out_channels=(32,), norm_num_groups=8).to(device)
     report = kernel.inject_kernels(vae)
-    assert report.levels == {"": "not at all"}
+    assert report.levels == {"": "in part"}
+    assert {entry.module for entry in report.replaced} == {"ResnetBlock2D", "GroupNorm"}
     assert {entry.module for entry in report.left_alone} == {"Attention"}
 
 

@@ -94,6 +94,39 @@ def go_with(x: Tensor, *others: Tensor | None) -> bool:
     return of_one_form(x)
 
 
+def group_norm_takes(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether ``group_norm`` takes ``x`` (B, C, ...), and each vector given along with it."""
+    if not (kernels_run_on(x) and has_memory_format(x)):
+        return False
+    return all(
+        tensor is None
+        or (
+            tensor.dtype == x.dtype
+            and tensor.device == x.device
+            and _has_unit_stride(tensor)
+            and is_plain(tensor)
+        )
+        for tensor in others
+    )
+
+
+def has_memory_format(x: Tensor) -> bool:
+    """Whether the pixels of ``x`` (B, C, ...), or the channels of each, are side by side, and there are no
+    gaps between pixels."""
+    if x.is_contiguous():
+        return True
+    count = stride = 1
+    for size, step in zip(reversed(x.shape[2:]), reversed(x.stride()[2:])):
+        if size == 1:
+            continue
+        if count == 1:
+            stride = step
+        elif step != stride * count:
+            return False
+        count *= size
+    return count == 1 or stride == 1 or x.shape[1] == 1 or x.stride(1) == 1
+
+
 def why_not_taken(x: Tensor, *others: Tensor | None) -> str:
     """The reason for which ``kernels_take`` is false, as a clause."""
     for tensor in (x, *others):

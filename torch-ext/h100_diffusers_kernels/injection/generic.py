@@ -13,6 +13,7 @@ from torch import nn
 from ..arguments import ATTENTION_HEAD_DIMS
 from .activations import GELU
 from .gated_activations import GATED_ACTIVATIONS
+from .group_norms import GROUP_NORM
 from .injected import Injection
 from .norm_modules import ADAPTIVE_NORMS, NORMS
 from .original import find_class
@@ -20,8 +21,12 @@ from .part import Part
 from .plan import NO_MODULE, Plan
 from .processors import ProcessedAttention, attention_part, head_dim_of
 from .report import IN_PART, NOT_AT_ALL
+from .resnets import RESNET_BLOCK
 
-_PARTS: tuple[Part, ...] = (*ADAPTIVE_NORMS, *NORMS, GELU, *GATED_ACTIVATIONS)
+_PARTS: tuple[Part, ...] = (
+    *(RESNET_BLOCK, *ADAPTIVE_NORMS, *NORMS, GROUP_NORM, GELU),
+    *GATED_ACTIVATIONS,
+)
 _MODEL = "diffusers.models.modeling_utils:ModelMixin"
 # Where diffusers has models that are no denoisers: they run once a picture, not once a step.
 _NO_DENOISERS = (

@@ -20,6 +20,11 @@ from .trust import trusted_form
 _LINEAR = ("torch.nn.functional:linear", "torch.nn:Linear.forward")
 _DROPOUT = "torch.nn:Dropout.forward"
 ORIGINALS = (*_LINEAR, _DROPOUT)
+# What the use of a convolution's weight stands in for.
+CONV_ORIGINALS = (
+    "torch.nn.functional:conv2d",
+    *(f"torch.nn:Conv2d.{name}" for name in ("forward", "_conv_forward")),
+)
 # What a kernel with a SiLU in it stands in for.
 SILU_ORIGINALS = ("torch.nn:SiLU.forward", "torch.nn.functional:silu")
 
@@ -40,6 +45,24 @@ class PlainLinear:
 
     def trusted(self, snapshot: Look) -> PlainLinear:
         return self
+
+
+class PlainConv2d:
+    """A ``torch.nn.Conv2d`` by its weight, bias, and what else the function takes, without the call of a
+    module."""
+
+    __slots__ = ("_options", "bias", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, options: tuple) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._options = options
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.conv2d(x, self.weight, self.bias, *self._options)
+
+    def without_bias(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.conv2d(x, self.weight, None, *self._options)
 
 
 class PlainDropout:
@@ -202,6 +225,24 @@ def see_linear(owner: nn.Module, name: str, injection: Injection, snapshot: Look
     if not (is_known and is_plain(weight) and is_plain(bias)):
         return module
     return PlainLinear(weight, bias)
+
+
+def see_conv2d(owner: nn.Module, name: str, injection: Injection, snapshot: Look) -> Layer:
+    """The convolution that is now the attribute ``name`` of a module: a ``PlainConv2d``, or what it is."""
+    module = snapshot.see_attribute(owner, name)
+    if (
+        type(module) is not nn.Conv2d
+        or not runs_own_forward(module)
+        or not all(injection.originals[path].is_in_use() for path in CONV_ORIGINALS)
+        or snapshot.see(module.__dict__, "_conv_forward") is not None
+        or snapshot.see_attribute(module, "padding_mode") != "zeros"
+    ):
+        return module
+    weight, bias = (snapshot.see_attribute(module, name) for name in ("weight", "bias"))
+    if not (is_plain(weight) and is_plain(bias)):
+        return module
+    names = ("stride", "padding", "dilation", "groups")
+    return PlainConv2d(weight, bias, tuple(snapshot.see_attribute(module, name) for name in names))
 
 
 def see_dropout(owner: nn.Module, name: str, injection: Injection, snapshot: Look) -> Layer:

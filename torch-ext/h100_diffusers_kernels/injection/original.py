@@ -56,7 +56,8 @@ def _is_written_by(library: str, function: Any, name: str) -> bool:
         return False
     module_globals = getattr(function, "__globals__", None)
     if module_globals is None:  # one of Torch's compiled functions
-        return function is getattr(torch._C._nn, name, None)
+        namespaces: tuple[Any, ...] = (torch._C._nn, torch._C._VariableFunctions)
+        return any(function is getattr(namespace, name, None) for namespace in namespaces)
     return module_globals["__name__"].partition(".")[0] == library
 
 

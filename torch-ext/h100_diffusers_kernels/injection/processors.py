@@ -48,6 +48,7 @@ _PREPARE = tuple(
     f"diffusers.models.{name}.{_PREPARE_NAME}"
     for name in ("attention_processor:Attention", "attention:AttentionModuleMixin")
 )
+_RESCALE_NAME = "rescale_output_factor"
 # What the kernel computes in.
 _DTYPES = (torch.bfloat16, torch.float16)
 _NOT_HEADS = "attention itself: its tensors are not of four dimensions"
@@ -267,6 +268,7 @@ class Rebound(NamedTuple):
         caller: a class: ``caller(processor, module)`` is called as the processor is.
         dispatches: whether it calls diffusers' dispatch, or PyTorch's attention.
         prepares: whether it has the module prepare its mask.
+        rescales: whether it divides by a factor of the module's.
     """
 
     call: Callable
@@ -275,6 +277,7 @@ class Rebound(NamedTuple):
     caller: type
     dispatches: bool
     prepares: bool
+    rescales: bool
 
     def holds(self, cls: type) -> bool:
         """Whether what was copied is as it was."""
@@ -335,8 +338,8 @@ def _make_rebound(cls: type) -> Rebound | str:
     caller = _caller_class(cls, copied)
     if caller is None:
         return unknown
-    dispatches, prepares = _DISPATCH_NAME in known, _PREPARE_NAME in names
-    return Rebound(call, library, tuple(seen.items()), caller, dispatches, prepares)
+    does = (_DISPATCH_NAME in known, _PREPARE_NAME in names, _RESCALE_NAME in names)
+    return Rebound(call, library, tuple(seen.items()), caller, *does)
 
 
 def _is_of_library(value: Any) -> bool:
@@ -410,8 +413,27 @@ class _Caller:
         return getattr(self._module, name)
 
 
-class _Preparing:
-    """An attention module in its processor's code, which notes the mask that it makes for all heads."""
+class _One(float):
+    """1.0, by which a tensor is divided without an operation: the quotient is the tensor."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        is_by_one = func in _DIVISIONS and len(args) == 2 and not kwargs and type(args[1]) is cls
+        if is_by_one and args[0].is_floating_point():
+            return args[0]
+        args = tuple(float(x) if type(x) is cls else x for x in args)
+        kwargs = {name: float(x) if type(x) is cls else x for name, x in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+_ONE = _One(1.0)
+_DIVISIONS = (torch.Tensor.div, torch.Tensor.__truediv__)
+
+
+class _InProcessor:
+    """An attention module in its processor's code, which divides by no factor of 1."""
 
     __slots__ = ("_module",)
     # So that isinstance tells what it stands for.
@@ -425,6 +447,17 @@ class _Preparing:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)
+
+    @property
+    def rescale_output_factor(self) -> Any:
+        factor = self._module.rescale_output_factor
+        return _ONE if type(factor) in (float, int) and factor == 1 else factor
+
+
+class _Preparing(_InProcessor):
+    """It notes the mask that it makes for all heads, too."""
+
+    __slots__ = ()
 
     def prepare_attention_mask(self, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         made = self._module.prepare_attention_mask(attention_mask, *args, **kwargs)
@@ -470,7 +503,7 @@ def _forward(self: nn.Module, injected: Injected, *args: Any, **kwargs: Any) -> 
     if torch.compiler.is_compiling():
         caller: Any = _Caller(self, found.caller(processor, self))
         return injected.class_forward(caller, *args, **kwargs)
-    module: Any = self
+    module: Any = _InProcessor(self) if found.rescales else self
     # What a transform of torch.func wraps has no memory to be known by.
     is_plain_call = not torch._C._are_functorch_transforms_active()
     if found.prepares and is_plain_call and kwargs.get("attention_mask") is not None:
