@@ -29,6 +29,7 @@ from inputs import (
     CALLS,
     CALLS_MIXED,
     CALLS_SPARSE,
+    CHANNELS_LAST,
     DECLARATIONS,
     DTYPES,
     GRID_AXES,
@@ -166,8 +167,8 @@ def test_opcheck_by_pair(kernel, device, name, by, dtype):
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("name", [*CALLS_MIXED, *CALLS_SPARSE])
-def test_opcheck_of_mixed_dtypes_and_absent_operands(kernel, device, name):
+@pytest.mark.parametrize("name", [*CALLS_MIXED, *CALLS_SPARSE, CHANNELS_LAST])
+def test_opcheck_of_mixed_dtypes_absent_operands_and_other_layouts(kernel, device, name):
     function, arguments = sample(
         kernel, name, dtype=torch.bfloat16, device=device, shape=(2, 3, 32)
     )
