@@ -103,7 +103,7 @@ struct GroupStatistics {
     mean = moments.sum / count;
     // fmax would turn NaN into 0.
     const double variance = moments.squares / count - mean * mean;
-    rstd = 1.0 / sqrt((variance < 0.0 ? 0.0 : variance) + static_cast<double>(params.eps));
+    rstd = 1.0 / sqrt((variance < 0.0 ? 0.0 : variance) + params.eps);
   }
 };
 
@@ -123,22 +123,24 @@ __device__ __forceinline__ void load_values(const Modulator& operand, int64_t in
   }
 }
 
-// What a channel's values are normalized with: (x - mean) * factor + bias, where the channel's bias is in the
-// mean. With the mean in the bias, one addition less, values that hardly differ would be lost.
-template <typename T>
+// What a channel's values are normalized with: (x - pivot) * factor + offset, where offset is rounded once.
 struct alignas(16) Channel {
-  float mean, mean_low, factor, bias;
+  float pivot, factor, offset;
 
-  __device__ __forceinline__ static Channel of(double group_mean, float rstd, float added, float weight,
+  // `added` is the channel's bias before the norm.
+  __device__ __forceinline__ static Channel of(double group_mean, double rstd, float added, float weight,
                                                float bias) {
-    const auto mean = Statistic<T>::from(static_cast<RowSum<T>>(group_mean - added));
-    return {mean.high, mean.low, rstd * weight, bias};
+    const double mean = group_mean - added;
+    const float factor = static_cast<float>(rstd * weight);
+    // Far from zero x and the mean cancel each other, and do so exactly in a subtraction of their own. Near
+    // it that would round once more. What is infinite is left to the sign of the difference.
+    const bool is_infinite = isinf(factor);
+    const float pivot = fabs(mean) * rstd > 1.0 || is_infinite ? static_cast<float>(mean) : 0.0f;
+    const double offset = is_infinite ? bias : bias - (mean - pivot) * factor;
+    return {pivot, factor, static_cast<float>(offset)};
   }
 
-  __device__ __forceinline__ float normalized(float x) const {
-    if constexpr (kHasExactStatistics<T>) return fmaf((x - mean) - mean_low, factor, bias);
-    return fmaf(x - mean, factor, bias);
-  }
+  __device__ __forceinline__ float normalized(float x) const { return fmaf(x - pivot, factor, offset); }
 };
 
 template <typename T>
@@ -240,7 +242,7 @@ __global__ void __launch_bounds__(kThreads)
   T* out = static_cast<T*>(params.out) + place.sample * params.out_strides[0] + place.column * kSize;
   extern __shared__ __align__(16) char shared[];
   double* means = reinterpret_cast<double*>(shared);
-  float* rstds = reinterpret_cast<float*>(means + params.groups);
+  double* rstds = means + params.groups;
   wait_for_earlier_kernels();
   // All that is read here is on its way before anything waits for it.
   const int first_channel = place.column * kSize;
@@ -259,17 +261,17 @@ __global__ void __launch_bounds__(kThreads)
       const GroupStatistics statistics(params, place.sample * params.groups + group);
       if (threadIdx.x % kWarpThreads == 0) {
         means[group] = statistics.mean;
-        rstds[group] = static_cast<float>(statistics.rstd);
+        rstds[group] = statistics.rstd;
       }
     }
   }
   __syncthreads();
-  Channel<T> channels[kSize];
+  Channel channels[kSize];
   uint32_t group = params.by_group.divide(first_channel);
   uint32_t in_group = first_channel - group * params.by_group.divisor;
 #pragma unroll
   for (int j = 0; j < kSize; ++j) {
-    channels[j] = Channel<T>::of(means[group], rstds[group], added[j], weights[j], biases[j]);
+    channels[j] = Channel::of(means[group], rstds[group], added[j], weights[j], biases[j]);
     if (++in_group == params.by_group.divisor) {
       in_group = 0;
       ++group;
@@ -398,10 +400,10 @@ __global__ void __launch_bounds__(kThreads)
     channel += place.first_channel;
     const float added =
         value_of<T>(params.channel_bias, place.sample * params.channel_bias.strides[0] + channel, 0.0f);
-    return Channel<T>::of(statistics.mean, static_cast<float>(statistics.rstd), added,
-                          value_of<T>(params.weight, channel, 1.0f), value_of<T>(params.bias, channel, 0.0f));
+    return Channel::of(statistics.mean, statistics.rstd, added, value_of<T>(params.weight, channel, 1.0f),
+                       value_of<T>(params.bias, channel, 0.0f));
   };
-  __shared__ Channel<T> channels[kAccess == Access::kVector ? kSharedChannels : 1];
+  __shared__ Channel channels[kAccess == Access::kVector ? kSharedChannels : 1];
   if constexpr (kAccess == Access::kVector) {
     for (int64_t i = threadIdx.x; i < params.per_group; i += kThreads) channels[i] = channel_of(i);
     __syncthreads();
@@ -412,8 +414,7 @@ __global__ void __launch_bounds__(kThreads)
       const uint32_t number = first + i * kThreads;
       if (number >= place.end) break;
       const PackPlace pack(params, number);
-      const Channel<T> channel =
-          kAccess == Access::kVector ? channels[pack.channel] : channel_of(pack.channel);
+      const Channel channel = kAccess == Access::kVector ? channels[pack.channel] : channel_of(pack.channel);
       float values[kSize];
       packs[i].to_floats(values);
 #pragma unroll
@@ -502,7 +503,7 @@ void group_norm(const GroupNormParams& args, Stream stream) {
       launch_kernel(kOperation, group_moments_channels_last_kernel<T>, grid, threads, params, stream,
                     threads * kVectorSize<T> * static_cast<int64_t>(sizeof(Moments)));
       launch_kernel(kOperation, group_norm_channels_last_kernel<T>, grid, threads, params, stream,
-                    args.groups * static_cast<int64_t>(sizeof(double) + sizeof(float)));
+                    2 * args.groups * static_cast<int64_t>(sizeof(double)));
       return;
     }
     const auto launch = [&](auto access) {
