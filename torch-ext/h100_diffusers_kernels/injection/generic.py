@@ -22,9 +22,10 @@ from .plan import NO_MODULE, Plan
 from .processors import ProcessedAttention, attention_part, head_dim_of
 from .report import IN_PART, NOT_AT_ALL
 from .resnets import RESNET_BLOCK
+from .spatial_transformers import SPATIAL_TRANSFORMER
 
 _PARTS: tuple[Part, ...] = (
-    *(RESNET_BLOCK, *ADAPTIVE_NORMS, *NORMS, GROUP_NORM, GELU),
+    *(RESNET_BLOCK, SPATIAL_TRANSFORMER, *ADAPTIVE_NORMS, *NORMS, GROUP_NORM, GELU),
     *GATED_ACTIVATIONS,
 )
 _MODEL = "diffusers.models.modeling_utils:ModelMixin"
