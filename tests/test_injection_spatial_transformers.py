@@ -7,7 +7,6 @@ import torch
 from diffusers import Transformer2DModel
 from torch import nn
 
-from checks import operators_of
 from graphs import Pair, graphs  # noqa: F401
 from small_models import BY_NAME
 
@@ -48,12 +47,6 @@ def run(model, arguments):
 
 def calls_of(report):
     return next(calls for calls in report.calls if calls.module == "Transformer2DModel")
-
-
-def copies(model, arguments):
-    """How many times an image is copied."""
-    names = [name for name, *_ in operators_of(lambda: run(model, arguments))]
-    return sum("clone" in name or "contiguous" in name for name in names)
 
 
 @projections

@@ -6,8 +6,8 @@
 // begin and end within a pack. Those of the other layout, or of no alignment, go through one group each.
 //
 // Sums are of double: a mean may be far from zero, and there are hundreds of thousands of values. Of 16 bits
-// a few values and squares are added in float before, which hardly rounds; a conversion to double takes as
-// long as eight additions.
+// a few differences from a thread's first value, and their squares, are added in float before: a conversion
+// to double takes as long as eight additions.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -186,14 +186,23 @@ __global__ void __launch_bounds__(kThreads)
   const PixelPlace<T> place(params);
   const T* in = static_cast<const T*>(params.x) + place.sample * params.x_strides[0] + place.column * kSize;
   Moments moments[kSize] = {};
+  float pivots[kSize] = {};  // of 16 bits
   wait_for_earlier_kernels();
+  if constexpr (!kHasExactStatistics<T>) {
+    if (place.begin + place.row < place.end)
+      load_floats(in + (place.begin + place.row) * params.x_strides[2], pivots);
+  }
   for (int64_t first = place.begin + place.row; first < place.end; first += kUnroll * place.rows) {
     Pack<T, kSize> packs[kUnroll];
     load_pixels(params, place, in, first, packs);
-    float values[kUnroll][kSize] = {};
+    float values[kUnroll][kSize];
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i)
-      if (first + i * place.rows < place.end) packs[i].to_floats(values[i]);
+    for (int i = 0; i < kUnroll; ++i) {
+      const bool is_there = first + i * place.rows < place.end;
+      packs[i].to_floats(values[i]);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) values[i][j] = is_there ? values[i][j] - pivots[j] : 0.0f;
+    }
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       if constexpr (kHasExactStatistics<T>) {
@@ -214,7 +223,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int j = 0; j < kSize; ++j) {
     const int64_t channel = place.column * kSize + j;
     const int64_t at = place.sample * params.channel_bias.strides[0] + channel;
-    if (params.channel_bias.data) moments[j].shift(value_of<T>(params.channel_bias, at, 0.0f), count);
+    moments[j].shift(static_cast<double>(pivots[j]) + value_of<T>(params.channel_bias, at, 0.0f), count);
     of_threads[place.row * params.channels + channel] = moments[j];
   }
   __syncthreads();
@@ -331,6 +340,8 @@ __global__ void __launch_bounds__(kThreads)
   const T* in = static_cast<const T*>(params.x) + place.sample * params.x_strides[0] +
                 place.first_channel * params.x_strides[1];
   Moments moments{};
+  float pivot = 0.0f;  // of packs
+  uint32_t packs_seen = 0;
   wait_for_earlier_kernels();
   for (uint32_t first = place.begin + threadIdx.x; first < place.end; first += kUnroll * kThreads) {
     Pack<T, kSize> packs[kUnroll];
@@ -353,11 +364,13 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int j = 0; j < kSize; ++j) moments.add(static_cast<double>(values[j]) + added[i]);
       } else {
-        moments.template add_few<kSize>([&](int j) { return values[j] + added[i]; });
+        if (packs_seen++ == 0) pivot = values[0] + added[i];
+        moments.template add_few<kSize>([&](int j) { return (values[j] + added[i]) - pivot; });
       }
     }
   }
   let_later_kernels_begin();
+  moments.shift(pivot, static_cast<double>(packs_seen) * kSize);
 
   __shared__ Moments of_warps[kThreads / kWarpThreads];
   const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;

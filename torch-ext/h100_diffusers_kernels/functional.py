@@ -462,7 +462,10 @@ def group_norm(
     Source: Wu and He, 2018, https://arxiv.org/abs/1803.08494.
     """
     n = expressions.group_normalized(x.float(), num_groups, weight, bias, eps, channel_bias)
-    return (F.silu(n) if activation == "silu" else n).to(x.dtype)
+    n = (F.silu(n) if activation == "silu" else n).to(x.dtype)
+    if not torch._C._are_functorch_transforms_active() and is_channels_last("group_norm", x):
+        return n.movedim(1, -1).contiguous().movedim(-1, 1)  # PyTorch's own are not, on a GPU
+    return n
 
 
 @torch.library.register_fake(add_op_namespace_prefix("group_norm"))

@@ -1,7 +1,7 @@
 """diffusers' ``Transformer2DModel`` in a UNet with channels last: its result has them last, too.
 
-The class copies its tokens to an image with channels first. The sum with its input takes that format over, and
-the next convolution copies it back. Everything else runs the class's own code.
+The class copies its tokens to an image with channels first. The sum with its input takes over that format,
+and the next convolution copies it back. Everything else runs the class's own code.
 """
 
 from __future__ import annotations
