@@ -38,6 +38,7 @@ import ltx
 import models
 import record
 import sdxl
+import sdxl_channels_last
 import timing
 import torch
 import torch._dynamo.utils
@@ -53,6 +54,7 @@ PUBLISHED_SIZES = {
     ltx: tuple(ltx.VideoSize(frames, 512, 768) for frames in (9, 49, 161)),
     flux: (flux.ImageSize(512, 512), flux.ImageSize(1024, 1024)),
     sdxl: sdxl.SIZES,
+    sdxl_channels_last: sdxl.SIZES,
     wan_small: wan_small.SIZES,
 }
 FIRST_CALLS = 6

@@ -17,11 +17,15 @@ import models
 import qwenimage
 import sd3
 import sdxl
+import sdxl_channels_last
 import torch
 import wan
 import wan_small
 
-PUBLISHED = (ltx, flux, flux2, sd3, qwenimage, wan, wan_small, cosmos, auraflow, allegro, sdxl)
+PUBLISHED = (
+    *(ltx, flux, flux2, sd3, qwenimage, wan, wan_small, cosmos, auraflow, allegro),
+    *(sdxl, sdxl_channels_last),
+)
 MODELS = {published.__name__: published for published in PUBLISHED}
 ALL = "all"
 

@@ -72,6 +72,7 @@ WITHOUT_FAMILY = {
     "auraflow": "AuraFlow",
     "allegro": "Allegro",
     "sdxl": "Stable Diffusion XL",
+    "sdxl_channels_last": "Stable Diffusion XL, channels last",
 }
 WITHOUT_FAMILY_OVER_EAGER = 1.10
 REST_OVER_EAGER, REST_OVER_COMPILED = 0.20, 0.95  # outside products, attention and convolutions
@@ -91,6 +92,8 @@ GRAPH_FORWARDS = (
     ("models", "49x512x768", "compiled", 1.20),
     ("sdxl", "1024x1024", "eager", 3.0),
     ("sdxl", "1024x1024", REDUCE_OVERHEAD, 1.10),
+    ("sdxl_channels_last", "1024x1024", "eager", 3.0),
+    ("sdxl_channels_last", "1024x1024", REDUCE_OVERHEAD, 1.10),
     ("flux", "512x512", REDUCE_OVERHEAD, 1.15),
 )
 GRAPH_WALL_OVER_BUSY = 1.03

@@ -70,6 +70,7 @@ import qwenimage  # noqa: E402
 import record  # noqa: E402
 import sd3  # noqa: E402
 import sdxl  # noqa: E402
+import sdxl_channels_last  # noqa: E402
 import sizes  # noqa: E402
 import targets  # noqa: E402
 import timing  # noqa: E402
@@ -381,7 +382,7 @@ SCORES = {
     cosmos: (IMAGE, 2, 0.35, "attn1 attn2", ACROSS),
     auraflow: (IMAGE, 3, 0.05, "attn", f"{LINEAR} add_q_proj.weight add_k_proj.weight"),
     allegro: (VIDEO, 2, 0.1, "attn1 attn2", f"{LINEAR} to_q.bias to_k.bias"),
-    sdxl: (IMAGE, 11, 0.2, "attn1 attn2", LINEAR),
+    **dict.fromkeys((sdxl, sdxl_channels_last), (IMAGE, 11, 0.2, "attn1 attn2", LINEAR)),
 }
 
 
@@ -427,7 +428,7 @@ def test_blocks_are_compiled_and_nothing_else(tiny, published, monkeypatch):
     counter = torch._dynamo.testing.CompileCounter()
     models.compile_blocks(model, backend=counter)
     blocks = [block for stack in models.block_lists(model) for block in stack]
-    if published is sdxl:  # its stacks are of more than transformers
+    if published in (sdxl, sdxl_channels_last):  # its stacks are of more than transformers
         blocks = [m for m in model.modules() if type(m).__name__ == "BasicTransformerBlock"]
     assert [block for block, _ in compiled] == blocks and len(blocks) >= 2
     assert all(given["fullgraph"] and given["dynamic"] is False for _, given in compiled)

@@ -241,6 +241,7 @@ def test_sizes_that_are_measured():
         "ltx": ["9x512x768", "49x512x768", "161x512x768"],
         "flux": ["512x512", "1024x1024"],
         "sdxl": ["1024x1024"],
+        "sdxl_channels_last": ["1024x1024"],
         "wan_small": ["81x480x832"],
     }
     assert benchmark.is_whole(options.PUBLISHED, None)
