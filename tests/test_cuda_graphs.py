@@ -1075,6 +1075,29 @@ def test_tables_that_were_made_in_inference_mode(graphs, device, events, monkeyp
         assert events == ["replay", "look True"]
 
 
+class Setting(nn.Module):
+    """PyTorch is set otherwise from its first call on, as by its first attention on a GPU."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x):
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+        return self.linear(x)
+
+
+@pytest.mark.usefixtures("trusted")
+def test_settings_that_the_first_call_makes(pair):
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
+    pair.both(lambda model: setattr(model, "proj_in", Setting(model.proj_in)))
+    try:
+        assert pair.captured() == 3
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
 class Counter(nn.Module):
     """``how``: by what it writes to a buffer at each call."""
 

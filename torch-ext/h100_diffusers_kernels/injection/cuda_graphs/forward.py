@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import logging
 from collections.abc import Hashable
@@ -114,8 +115,9 @@ class GraphedForward(StandIn):
             replayed = None
             self.tally.count_uncaptured(reason)
         result = self._run_inner(*args, **kwargs)
-        with lock:
-            self._look(module, key)
+        with lock, contextlib.suppress(CannotCapture):
+            # PyTorch sets itself when it is first used: the order of its attentions, say.
+            self._look(module, (settings.read(), call.key))
         return result
 
     def forget(self) -> None:
