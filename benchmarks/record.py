@@ -8,7 +8,7 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -59,8 +59,18 @@ def environment(device: torch.device) -> dict[str, object]:
         "python": platform.python_version(),
         "kernel_ids": [loaded.metadata.id for loaded in get_loaded_kernels()],
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *_without_output(sys.argv)]),
     }
+
+
+def _without_output(arguments: Sequence[str]) -> Iterator[str]:
+    """A command but for the file that its result goes to, which is a place on one machine."""
+    following = iter(arguments)
+    for argument in following:
+        if argument == "--output":
+            next(following, None)
+        elif not argument.startswith("--output="):
+            yield argument
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -12,6 +12,7 @@ import targets
 import checks
 
 from .common import (
+    ELSEWHERE,
     FIGURES,
     SIZE_NAMES,
     elsewhere,
@@ -99,6 +100,9 @@ def summary_operations(results: Path) -> str:
         if family not in targets.MEASURED_LATER or is_measured(results, family):
             workloads, (shown, *of_others) = load_workloads(results, family)
             loaded.append(shown)
+            if shown["environment"]["device"] != loaded[0]["environment"]["device"]:
+                workloads = [(entry, ELSEWHERE) for entry, _ in workloads]
+                of_others = [shown]
         by_operation: dict[str, list[tuple[dict, str]]] = {}
         for entry, mark in workloads:
             by_operation.setdefault(entry["operation"], []).append((entry, mark))
