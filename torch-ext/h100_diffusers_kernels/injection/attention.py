@@ -184,11 +184,11 @@ def is_native(parts: Parts) -> bool:
     wait for scaled_dot_product_attention.
     """
     if parts.dispatch is None:
-        return not _has_function_mode()
+        return not has_function_mode()
     processor = parts.processor
     if processor._attention_backend is not None or processor._parallel_config is not None:
         return False
-    return _is_native_active(parts) and not _has_function_mode()
+    return _is_native_active(parts) and not has_function_mode()
 
 
 def _is_native_active(parts: Parts) -> bool:
@@ -198,7 +198,7 @@ def _is_native_active(parts: Parts) -> bool:
     return backend == "native" and function is parts.native
 
 
-def _has_function_mode() -> bool:
+def has_function_mode() -> bool:
     if torch._C._len_torch_function_stack() == 0 or recording.is_on():
         return False
     # torch.set_default_device is one too.

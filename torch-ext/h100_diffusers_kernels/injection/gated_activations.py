@@ -17,10 +17,12 @@ from ..conditions import kernels_take, why_not_taken
 from ..differentiation import is_differentiated
 from .forward_slot import runs_own_forward
 from .injected import Injected, Injection, Parts
-from .linears import SILU_ORIGINALS
+from .linears import ORIGINALS as LINEAR_ORIGINALS
+from .linears import SILU_ORIGINALS, see_linear
 from .original import Original, find_class, find_original
 from .part import Part
 from .snapshot import Look, has_global_hooks
+from .trust import trusted_parts
 
 _ACTIVATIONS = "diffusers.models.activations"
 _GELU = "torch.nn.functional:gelu"
@@ -45,7 +47,7 @@ class LinearActivation(Part):
         return type(module) is find_class(self.path)
 
     def originals(self) -> dict[str, Original]:
-        return {path: find_original(path) for path in self.functions}
+        return {path: find_original(path) for path in (*self.functions, *LINEAR_ORIGINALS)}
 
     def why_not(self, module: nn.Module, injection: Injection) -> str | None:
         """Why something else may follow the linear layer than what the class says."""
@@ -67,20 +69,25 @@ class LinearActivation(Part):
 
     def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
         parts.reason = self.why_not(module, injection)
+        snapshot.see(module.__dict__, "gelu")
+        if self.activation is not None:
+            snapshot.see(vars(module._modules.get(self.activation) or module), "inplace")
+        parts.proj = see_linear(module, "proj", injection, snapshot)
 
-    def see(self, module: nn.Module, snapshot: Look) -> None:
-        """All of it is looked at in each call."""
+    def trust(self, parts: Parts, module: nn.Module, snapshot: Look) -> Parts | None:
+        return trusted_parts(parts, ("proj",), snapshot)
 
 
 def _forward(self: Any, injected: Injected, *args: Any, **kwargs: Any) -> Tensor:
     part = injected.part
     if len(args) != 1 or kwargs:
         return injected.class_forward(self, *args, **kwargs)
-    reason = part.why_not(self, injected.injection)
+    trusted = None if torch.compiler.is_compiling() else injected.parts_if_trusted()
+    reason = None if trusted else part.why_not(self, injected.injection)
     if reason is not None:
         injected.leave(reason)
         return injected.class_forward(self, *args)
-    x = self.proj(*args)
+    x = (trusted or self).proj(*args)
     if is_differentiated(x):
         return _as_in_class(self, part, x)
     if not kernels_take(x):

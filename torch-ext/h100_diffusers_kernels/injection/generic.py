@@ -12,6 +12,7 @@ from torch import nn
 
 from ..arguments import ATTENTION_HEAD_DIMS
 from .activations import GELU
+from .basic_blocks import BASIC_BLOCK
 from .gated_activations import GATED_ACTIVATIONS
 from .group_norms import GROUP_NORM
 from .injected import Injection
@@ -23,9 +24,10 @@ from .processors import ProcessedAttention, attention_part, head_dim_of
 from .report import IN_PART, NOT_AT_ALL
 from .resnets import RESNET_BLOCK
 from .spatial_transformers import SPATIAL_TRANSFORMER
+from .standard_attention import STANDARD_ATTENTION, StandardAttention
 
 _PARTS: tuple[Part, ...] = (
-    *(RESNET_BLOCK, SPATIAL_TRANSFORMER, *ADAPTIVE_NORMS, *NORMS, GROUP_NORM, GELU),
+    *(RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK, *ADAPTIVE_NORMS, *NORMS, GROUP_NORM, GELU),
     *GATED_ACTIVATIONS,
 )
 _MODEL = "diffusers.models.modeling_utils:ModelMixin"
@@ -53,7 +55,7 @@ def plan_in_part(model: nn.Module, options: dict[str, Any]) -> Plan:
     for name, module in model.named_modules():
         part = next((part for part in _PARTS if part.is_kind_of(module)), None)
         inner.update(id(getattr(module, child, None)) for child in getattr(part, "norms", ()))
-        part = attention_part(module) if part is None else part
+        part = _attention_part(module) if part is None else part
         if part is not None and id(module) not in inner:
             found.append((name, module, part))
     originals = {}
@@ -75,9 +77,15 @@ def plan_in_part(model: nn.Module, options: dict[str, Any]) -> Plan:
     return plan
 
 
+def _attention_part(module: nn.Module) -> Part | None:
+    part = attention_part(module)
+    is_standard = part is not None and part.path == STANDARD_ATTENTION.path
+    return STANDARD_ATTENTION if is_standard else part
+
+
 def _why_never(module: nn.Module, part: Part, options: dict[str, Any]) -> str | None:
     """Why a module is not looked at, whatever it is called with."""
-    if not isinstance(part, ProcessedAttention):
+    if not isinstance(part, (ProcessedAttention, StandardAttention)):
         return None
     if not options["attention"]:
         return "attention itself is the model's own: asked for by attention=False"

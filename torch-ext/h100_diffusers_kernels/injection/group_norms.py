@@ -110,9 +110,6 @@ class GroupNormModule(Part):
         norm = group_norm_of(module, injection, snapshot)
         parts.reason = norm if isinstance(norm, str) else None
 
-    def see(self, module: nn.Module, snapshot: Look) -> None:
-        """All of it is looked at in each call."""
-
 
 def _forward(self: nn.Module, injected: Injected, *args: Any, **kwargs: Any) -> Tensor:
     if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):

@@ -225,6 +225,12 @@ class Injected(StandIn):
         decision: Any = self._decision
         return decision.parts.trusted
 
+    def parts_if_trusted(self) -> Any | None:
+        """The parts of a call that is trusted, if this is one."""
+        forward = self.injection.local.forward
+        is_trusted = forward is not None and forward.trusts and forward.look is self.seen_in
+        return self.trusted if is_trusted else None
+
     def decision(self, module: nn.Module, functions: tuple) -> Decision:
         """The part's decision, made again if anything that it was read from has changed.
 

@@ -9,6 +9,8 @@ runs in any block up to it. Both end with the forward, and nothing is kept on te
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, Callable, NamedTuple
@@ -40,14 +42,16 @@ class _Handed(NamedTuple):
 class ModelForward:
     """A model's forward in progress, in which no derivative is asked for.
 
+    ``blocks`` are the names of its lists of blocks, in the order of their calls.
+
     Attributes:
         look: what the stand-ins that were looked at in this forward keep, as long as it is trusted.
         trusts: whether calls of what was looked at need not look at what they compute: no derivative is
             taken, and no mode makes other tensors than PyTorch's functions do.
     """
 
-    def __init__(self, model: nn.Module, injection: Injection) -> None:
-        lists: list[Any] = [getattr(model, name, None) for name in injection.blocks]
+    def __init__(self, model: nn.Module, injection: Injection, blocks: tuple[str, ...]) -> None:
+        lists: list[Any] = [getattr(model, name, None) for name in blocks]
         # A list of the user's own may do anything between two blocks.
         is_known = all(type(list_) is nn.ModuleList for list_ in lists)
         lists = [list(list_._modules.values()) for list_ in lists] if is_known else []
@@ -257,10 +261,19 @@ def _model_forward(self: nn.Module, injected: Injected, *args, **kwargs) -> Any:
     if torch.compiler.is_compiling() or tracks_derivatives():
         return injected.class_forward(self, *args, **kwargs)
     injected.count([])
-    local = injected.injection.local
-    outer, local.forward = local.forward, ModelForward(self, injected.injection)
-    try:
+    with marked_forward(self, injected.injection, injected.injection.blocks):
         return injected.class_forward(self, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def marked_forward(
+    model: nn.Module, injection: Injection, blocks: tuple[str, ...]
+) -> Iterator[None]:
+    """The forward of a model, or of a part of one that calls these blocks, from its beginning to its end."""
+    local = injection.local
+    outer, local.forward = local.forward, ModelForward(model, injection, blocks)
+    try:
+        yield
     finally:
         local.forward.end()
         local.forward = outer

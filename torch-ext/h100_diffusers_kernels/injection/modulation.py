@@ -59,7 +59,7 @@ class Opening:
 
     Attributes:
         norm: of the hidden states.
-        rows: makes the rows of the modulation, each (B, 1 or S, D).
+        rows: makes the rows of the modulation, each (B, 1 or S, D), or None where there is none.
         modulations: the places of scale and shift among them.
         source: what the rows are made of besides the time embedding: a linear layer or some parameters.
     """
@@ -84,7 +84,10 @@ class Opening:
             n = self.norm.module(x)
             rows = self.rows()
             pairs = self._pairs(rows)
-            return Opened(tuple(n * (1 + scale) + shift for scale, shift in pairs), rows)
+            return Opened(
+                tuple(n if scale is None else n * (1 + scale) + shift for scale, shift in pairs),
+                rows,
+            )
         rows = self.rows()
         return Opened(self.norm.modulated(x, *self._pairs(rows)), rows)
 

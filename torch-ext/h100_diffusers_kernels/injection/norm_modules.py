@@ -85,9 +85,6 @@ class NormModule(Part):
         settings = self.settings(module, injection)
         parts.reason = settings if isinstance(settings, str) else None
 
-    def see(self, module: nn.Module, snapshot: Look) -> None:
-        """All of it is looked at in each call."""
-
 
 def _norm_forward(self: nn.Module, injected: Injected, *args: Any, **kwargs: Any) -> Tensor:
     if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
@@ -191,9 +188,6 @@ class AdaptiveNormModule(Part):
             settings = _inner(getattr(module, name, None), injection)
             if isinstance(settings, str):
                 parts.reason = f"{name}: {settings}"
-
-    def see(self, module: nn.Module, snapshot: Look) -> None:
-        """All of it is looked at in each call."""
 
 
 def _adaptive_forward(self: nn.Module, injected: Injected, *args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ from .. import functional
 from ..arguments import ATTENTION_HEAD_DIMS, dtype_name
 from ..conditions import is_plain, kernels_take, why_not_taken
 from ..differentiation import is_differentiated
-from .attention import _has_function_mode
+from .attention import has_function_mode
 from .injected import Injected, Injection, Parts
 from .original import Original, find_original
 from .part import Part
@@ -266,6 +266,7 @@ class Rebound(NamedTuple):
         library: the module whose names the code looks up.
         names: those that it was copied with, and what they were.
         caller: a class: ``caller(processor, module)`` is called as the processor is.
+        traced_caller: the same for torch.compile.
         dispatches: whether it calls diffusers' dispatch, or PyTorch's attention.
         prepares: whether it has the module prepare its mask.
         rescales: whether it divides by a factor of the module's.
@@ -275,6 +276,7 @@ class Rebound(NamedTuple):
     library: Any
     names: tuple[tuple[str, Any], ...]
     caller: type
+    traced_caller: type
     dispatches: bool
     prepares: bool
     rescales: bool
@@ -336,10 +338,14 @@ def _make_rebound(cls: type) -> Rebound | str:
     )
     copied.__kwdefaults__ = call.__kwdefaults__
     caller = _caller_class(cls, copied)
-    if caller is None:
+    traced_caller = _caller_class(cls, copied)
+    if caller is None or traced_caller is None:
         return unknown
+    # It is not to be made again in each call. torch.compile would not see through it.
+    called: Any = caller.__call__
+    called.__signature__ = inspect.signature(called)
     does = (_DISPATCH_NAME in known, _PREPARE_NAME in names, _RESCALE_NAME in names)
-    return Rebound(call, library, tuple(seen.items()), caller, *does)
+    return Rebound(call, library, tuple(seen.items()), caller, traced_caller, *does)
 
 
 def _is_of_library(value: Any) -> bool:
@@ -477,22 +483,25 @@ class _Preparing(_InProcessor):
 # Modules
 
 
+def processed_originals() -> dict[str, Original]:
+    """What ``processed_forward`` stands in for, besides a class's forward."""
+    return {path: find_original(path) for path in (_SDPA, _NATIVE, *_PREPARE)}
+
+
 @dataclass(frozen=True)
 class ProcessedAttention(Part):
     """A class of modules whose forward calls their processor."""
 
     def originals(self) -> dict[str, Original]:
-        return {path: find_original(path) for path in (_SDPA, _NATIVE, *_PREPARE)}
+        return processed_originals()
 
     def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
         found = rebound(type(getattr(module, "processor", None)))
         parts.reason = found if isinstance(found, str) else None
 
-    def see(self, module: nn.Module, snapshot: Look) -> None:
-        """All of it is looked at in each call."""
 
-
-def _forward(self: nn.Module, injected: Injected, *args: Any, **kwargs: Any) -> Any:
+def processed_forward(self: nn.Module, injected: Injected, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the module's class, with another attention in its processor's code."""
     processor = self.processor
     found = rebound(type(processor))
     if isinstance(found, str):
@@ -501,7 +510,7 @@ def _forward(self: nn.Module, injected: Injected, *args: Any, **kwargs: Any) -> 
     if not _is_free(processor, found, injected.injection):
         return injected.class_forward(self, *args, **kwargs)
     if torch.compiler.is_compiling():
-        caller: Any = _Caller(self, found.caller(processor, self))
+        caller: Any = _Caller(self, found.traced_caller(processor, self))
         return injected.class_forward(caller, *args, **kwargs)
     module: Any = _InProcessor(self) if found.rescales else self
     # What a transform of torch.func wraps has no memory to be known by.
@@ -522,7 +531,7 @@ def _forward(self: nn.Module, injected: Injected, *args: Any, **kwargs: Any) -> 
 def _is_free(processor: Any, found: Rebound, injection: Injection) -> bool:
     """Whether attention is left to PyTorch's own choice. A backend may be chosen for the module, for all of
     them, or by parallelism; a function mode may wait for scaled_dot_product_attention, or stand for it."""
-    if not injection.originals[_SDPA].is_in_use() or _has_function_mode():
+    if not injection.originals[_SDPA].is_in_use() or has_function_mode():
         return False
     if not found.dispatches:
         return True
@@ -548,7 +557,7 @@ def attention_part(module: nn.Module) -> ProcessedAttention | None:
     if code is None or "processor" not in code.co_names or "__class__" in code.co_freevars:
         return None
     path = f"{owner.__module__}:{owner.__qualname__}"
-    return ProcessedAttention(path, None, _forward, "attention")
+    return ProcessedAttention(path, None, processed_forward, "attention")
 
 
 def head_dim_of(module: Any) -> int | None:

@@ -122,12 +122,13 @@ class Snapshot:
             if module is not root:
                 self._see_module(module)
                 self.is_quiet &= runs_own_forward(module)
+                self._see_processor(module)
                 if stand_in_of(module.__dict__.get("forward")) is not None:
                     self.stand_ins.append(module)
                     continue
             if type(module) not in classes:
                 classes.add(type(module))
-                self.is_quiet &= self._is_known(type(module))
+                self.is_quiet &= self._is_known(type(module), "forward")
             pending.extend(child for child in module._modules.values() if child is not None)
         self._see_registered(root)
 
@@ -152,9 +153,16 @@ class Snapshot:
         else:
             self._empty.append(modules)
 
-    def _is_known(self, cls: type) -> bool:
-        forward = self.see_method(cls, "forward")
-        writer = getattr(forward, "__globals__", {}).get("__name__", "")
+    def _see_processor(self, module: nn.Module) -> None:
+        """What an attention's forward calls, if it is no module."""
+        processor = module.__dict__.get("processor")
+        if processor is not None:
+            self.see(module.__dict__, "processor")
+            self.is_quiet &= self._is_known(type(processor), "__call__")
+
+    def _is_known(self, cls: type, method: str) -> bool:
+        function = self.see_method(cls, method)
+        writer = getattr(function, "__globals__", {}).get("__name__", "")
         return all(name.partition(".")[0] in _KNOWN_LIBRARIES for name in (writer, cls.__module__))
 
     def holds(self, root: nn.Module) -> bool:

@@ -1,7 +1,8 @@
 """diffusers' ``Transformer2DModel`` in a UNet with channels last: its result has them last, too.
 
 The class copies its tokens to an image with channels first. The sum with its input takes over that format,
-and the next convolution copies it back. Everything else runs the class's own code.
+and the next convolution copies it back. Everything else runs the class's own code, marked where it begins
+and ends for its blocks, as a model of a family is.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..conditions import tracks_derivatives
 from .injected import Injected, Injection
+from .model_forward import marked_forward
 from .original import Original, find_class, find_original
 from .part import Part
-from .snapshot import Look
 
 _CLASS = "diffusers.models.transformers.transformer_2d:Transformer2DModel"
 _OUTPUT = "_get_output_for_continuous_inputs"
+_BLOCKS = ("transformer_blocks",)
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,6 @@ class SpatialTransformer(Part):
         parameters = "self hidden_states residual batch_size height width inner_dim"
         path = f"{self.path}.{_OUTPUT}"
         return {path: find_original(path, parameters)}
-
-    def see(self, module: nn.Module, snapshot: Look) -> None:
-        """All of it is looked at in each call."""
 
 
 class _Caller:
@@ -80,7 +80,16 @@ def _has_channels_last(image: object) -> bool:
     )
 
 
-def _forward(self: Any, injected: Injected, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(self: Any, injected: Injected, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() or tracks_derivatives():
+        return _with_its_format(self, injected, *args, **kwargs)
+    with marked_forward(self, injected.injection, _BLOCKS):
+        return _with_its_format(self, injected, *args, **kwargs)
+
+
+def _with_its_format(
+    self: Any, injected: Injected, hidden_states: Any, *args: Any, **kwargs: Any
+) -> Any:
     if torch.compiler.is_compiling() or not _has_channels_last(hidden_states):
         return injected.class_forward(self, hidden_states, *args, **kwargs)
     if not _has_own_output(self, injected.injection):
