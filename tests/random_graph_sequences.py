@@ -35,9 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import random_sequences
 from checks import compute_as_other_threads
 from emulated_graphs import EmulatedGraph
-from families import FAMILIES, Family
+from families import FAMILIES
 from random_sequences import KINDS, Boom, Difference, Refused, Step, draw_module, step
-from small_models import BY_NAME
 
 # What keeps a model from being captured is to come less often than among kernels alone, and to go sooner. A
 # compilation takes seconds.
@@ -546,69 +545,6 @@ def compare(what, mine, plain, slack=0):
 
 
 # --------------------------------------------------------------------------------------------------
-# Models that are injected in part
-
-IN_PART = ("pixart", "unet", "auraflow", "hunyuan_video", "lumina2", "chroma")
-
-
-class Families(collections.abc.Mapping):
-    """All models by name; those that are injected in part are looked at when they are asked for."""
-
-    def __getitem__(self, name):
-        return FAMILIES[name] if name in FAMILIES else family_of(name)
-
-    def __iter__(self):
-        return iter((*FAMILIES, *IN_PART))
-
-    def __len__(self):
-        return len(FAMILIES) + len(IN_PART)
-
-
-@functools.cache
-def family_of(name):
-    """What the sequences need to know of a model, as a family; its configuration is not drawn."""
-    small = BY_NAME[name]
-
-    def model(device, dtype=torch.float32, *, seed=0, heads=None, head_dim=None):
-        return small.model(device, dtype, seed)
-
-    def inputs(device, dtype=torch.float32, *, seed=0):
-        return small.arguments(device, dtype, seed)
-
-    with torch.random.fork_rng(devices=[]):
-        example = model("cpu")
-    lists = [path for path, part in example.named_modules() if isinstance(part, nn.ModuleList)]
-    blocks = [path for path in lists if "." not in path]
-    parts = {"block": f"{blocks[-1]}.0"}
-    for path, part in example.get_submodule(blocks[-1]).named_modules(prefix=blocks[-1]):
-        kinds = {
-            "attention": hasattr(part, "processor"),
-            "norm": "Norm" in type(part).__name__,
-            "linear": type(part) is nn.Linear,
-            "activation": path.endswith(("ff.net.0", "ff_context.net.0", "nonlinearity")),
-        }
-        for kind, is_one in kinds.items():
-            if is_one:
-                parts.setdefault(kind, path)
-    processor = type(example.get_submodule(parts["attention"]).processor)
-    return Family(
-        name=small.name,
-        model=model,
-        inputs=inputs,
-        inexact=(),
-        options={"two samples": {}},
-        parts=parts,
-        lora_targets=["to_q", "to_k", "to_out.0"],
-        caches=(),
-        module=processor.__module__,
-        processor=processor.__name__,
-        block_lists=tuple(blocks),
-        functions=(),
-        one_block={},
-    )
-
-
-# --------------------------------------------------------------------------------------------------
 # Steps
 
 
@@ -695,7 +631,6 @@ class GraphTwins(random_sequences.Twins):
         Refused: by a step that raised the same on both.
     """
 
-    families = Families()
     kinds = GRAPH_KINDS
 
     def __init__(self, family, **config):
@@ -1063,6 +998,7 @@ class GraphTwins(random_sequences.Twins):
 
         def call(model):
             duplicate = copy.copy(model)
+            torch.manual_seed(0)  # for dropouts
             args, kwargs = calls[id(model)]
             with torch.no_grad() if is_in_graph_mode else torch.enable_grad():
                 return [duplicate(*args, **kwargs)[0].detach() for _ in range(3)]

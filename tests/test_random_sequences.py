@@ -19,7 +19,7 @@ GROUPS = 6
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("group", range(GROUPS))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "unet"])
 def test_injected_models_are_as_plain_ones(family, device, group):
     for seed in range(group, SEQUENCES, GROUPS):
         result = random_sequences.random_sequence(family, seed, device)

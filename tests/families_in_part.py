@@ -1,0 +1,73 @@
+"""Models that are injected in part, with what random sequences need to know of a family."""
+
+import collections.abc
+import functools
+
+import torch
+from torch import nn
+
+from families import FAMILIES, Family
+from small_models import BY_NAME
+
+IN_PART = ("pixart", "unet", "auraflow", "hunyuan_video", "lumina2", "chroma")
+
+
+class Families(collections.abc.Mapping):
+    """All models by name; those that are injected in part are looked at when they are asked for."""
+
+    def __getitem__(self, name):
+        return FAMILIES[name] if name in FAMILIES else family_of(name)
+
+    def __iter__(self):
+        return iter((*FAMILIES, *IN_PART))
+
+    def __len__(self):
+        return len(FAMILIES) + len(IN_PART)
+
+
+def is_inexact(name, value):
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and name != "timestep"
+
+
+@functools.cache
+def family_of(name):
+    """What the sequences need to know of a model, as a family; its configuration is not drawn."""
+    small = BY_NAME[name]
+
+    def model(device, dtype=torch.float32, *, seed=0, **_):
+        return small.model(device, dtype, seed)
+
+    def inputs(device, dtype=torch.float32, *, seed=0):
+        return small.arguments(device, dtype, seed)
+
+    with torch.random.fork_rng(devices=[]):
+        example = model("cpu")
+    lists = [path for path, part in example.named_modules() if isinstance(part, nn.ModuleList)]
+    blocks = [path for path in lists if "." not in path]
+    parts = {"block": f"{blocks[-1]}.0"}
+    for path, part in example.get_submodule(blocks[-1]).named_modules(prefix=blocks[-1]):
+        kinds = {
+            "attention": hasattr(part, "processor"),
+            "norm": "Norm" in type(part).__name__,
+            "linear": type(part) is nn.Linear,
+            "activation": path.endswith(("ff.net.0", "ff_context.net.0", "nonlinearity")),
+        }
+        for kind, is_one in kinds.items():
+            if is_one:
+                parts.setdefault(kind, path)
+    processor = type(example.get_submodule(parts["attention"]).processor)
+    return Family(
+        name=small.name,
+        model=model,
+        inputs=inputs,
+        inexact=tuple(name for name, value in inputs("cpu").items() if is_inexact(name, value)),
+        options={"two samples": {}},
+        parts=parts,
+        lora_targets=["to_q", "to_k", "to_out.0"],
+        caches=(),
+        module=processor.__module__,
+        processor=processor.__name__,
+        block_lists=tuple(blocks),
+        functions=(),
+        one_block={},
+    )
