@@ -16,6 +16,7 @@ SIZES, TINY_SIZES = (VideoSize(40, 368, 640),), (VideoSize(8, 64, 96),)
 SMALL = {"size": VideoSize(1, 128, 128), "text_tokens": 64}
 
 TRANSFORMER = {"num_layers": 4}
+PUBLISHED_BLOCKS = {"transformer_blocks": 32}
 TINY_TRANSFORMER = {
     "num_layers": 2,
     "num_attention_heads": 2,

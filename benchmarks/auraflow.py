@@ -18,6 +18,7 @@ SIZES, TINY_SIZES = (ImageSize(1024, 1024),), (ImageSize(64, 96),)
 SMALL = {"size": ImageSize(128, 128), "text_tokens": 64}
 
 TRANSFORMER = {"num_mmdit_layers": 1, "num_single_dit_layers": 8, "pos_embed_max_size": 9216}
+PUBLISHED_BLOCKS = {"joint_transformer_blocks": 4, "single_transformer_blocks": 32}
 TINY_TRANSFORMER = {
     "num_mmdit_layers": 1,
     "num_single_dit_layers": 2,

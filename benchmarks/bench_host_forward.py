@@ -1,9 +1,10 @@
 """The host's time for one whole forward of published models, eager and injected; by --modes others.
 
 From the call to its return, on an idle GPU that is not waited for, under torch.no_grad and under
-torch.inference_mode. There are so few tokens that the GPU keeps up, and its queue never fills: its own time
-for the kernels and their number stand beside. All take turns, each on modules of its own over one set of
-weights. On a CPU the operations' work is in the figure. Of what users do to a model, hooks on blocks and
+torch.inference_mode. Each model has all of its blocks, those that other benchmarks leave out over the weights
+of those that they have. There are so few tokens that the GPU keeps up, and its queue never fills: its own
+time for the kernels and their number stand beside. All take turns, each on modules of its own over one set
+of weights. On a CPU the operations' work is in the figure. Of what users do to a model, hooks on blocks and
 adapters that are not merged cost the host most (--condition): both modes have the same done to them.
 
 Writes to benchmarks/results/host_forward:
@@ -88,6 +89,7 @@ def measure_model(
 ) -> list[dict[str, object]]:
     """One entry a context and mode."""
     model = published.transformer(device, dtype, tiny)
+    name = published.TINY_NAME if tiny else models.complete(model, published)
     arguments = published.inputs(model, device=device, dtype=dtype, **published.SMALL)
     forwards, reports = {}, []
     for context, enter in CONTEXTS.items():
@@ -109,7 +111,7 @@ def measure_model(
     for (context, mode), values in samples.items():
         summary = timing.summarize([value / 1e3 for value in values])
         entry = {
-            "model": models.name_of(published, tiny),
+            "model": name,
             "batch": published.BATCH,
             "tokens": published.SMALL["size"].tokens,
             "text_tokens": arguments["encoder_hidden_states"].shape[-2],

@@ -22,6 +22,7 @@ THOUSANDFOLD = ("timestep", "guidance")
 
 # diffusers' default sizes are the published ones, but for guidance_embeds (of FLUX.1-dev).
 TRANSFORMER = {"num_layers": 5, "num_single_layers": 10, "guidance_embeds": True}
+PUBLISHED_BLOCKS = {"transformer_blocks": 19, "single_transformer_blocks": 38}
 TINY_TRANSFORMER = {
     "num_layers": 2,
     "num_single_layers": 2,

@@ -22,6 +22,7 @@ THOUSANDFOLD = ("timestep", "guidance")
 
 # diffusers' default sizes are the published ones.
 TRANSFORMER = {"num_layers": 2, "num_single_layers": 6}
+PUBLISHED_BLOCKS = {"transformer_blocks": 8, "single_transformer_blocks": 48}
 TINY_TRANSFORMER = {
     "num_layers": 2,
     "num_single_layers": 2,

@@ -114,6 +114,23 @@ def twin(model: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(model, shared)
 
 
+def complete(model: torch.nn.Module, published: ModuleType) -> str:
+    """Add blocks up to the published number, over the weights of those that it has.
+
+    Their modules are their own. The last block stays the last: it may be of another kind.
+
+    Returns:
+        The model's name.
+    """
+    counts = getattr(published, "PUBLISHED_BLOCKS", {})
+    for name, count in counts.items():
+        *blocks, last = getattr(model, name)
+        sources = blocks or [last]
+        more = [twin(sources[i % len(sources)]) for i in range(count - len(blocks) - 1)]
+        setattr(model, name, torch.nn.ModuleList([*blocks, *more, last]))
+    return published.NAME.partition(", ")[0] if counts else published.NAME
+
+
 @contextlib.contextmanager
 def weights(model: torch.nn.Module, name: str) -> Iterator[None]:
     """Have the model's random weights, and its twins', be those of WEIGHTS for a while, in place.

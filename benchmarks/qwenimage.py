@@ -16,6 +16,7 @@ SMALL = {"size": ImageSize(128, 128), "text_tokens": 64}
 
 # diffusers' default sizes are the published ones.
 TRANSFORMER = {"num_layers": 6}
+PUBLISHED_BLOCKS = {"transformer_blocks": 60}
 TINY_TRANSFORMER = {
     "num_layers": 2,
     "in_channels": 16,

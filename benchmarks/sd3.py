@@ -22,6 +22,7 @@ TRANSFORMER = {
     "pos_embed_max_size": 192,
     "qk_norm": "rms_norm",
 }
+PUBLISHED_BLOCKS = {"transformer_blocks": 38}
 TINY_TRANSFORMER = {
     **TRANSFORMER,
     "num_layers": 3,  # the last one has no text behind it

@@ -440,10 +440,16 @@ def gathered_forwards(results: Path) -> dict | None:
     if gathered is not None:
         forwards = gathered["graph_forwards"]
         order = list(TITLES)
-        gathered["graph_forwards"] = sorted(
+        chosen = sorted(
             (f for f in forwards if not any(has_more_modes(other, f) for other in forwards)),
             key=lambda f: (order.index(f["name"]), f["tokens"], -len(modes_of(f))),
         )
+        gathered["graph_forwards"] = chosen
+        gathered["runs"] = [
+            run
+            for run in gathered["runs"]
+            if any(forward in run["graph_forwards"] for forward in chosen)
+        ]
     return gathered
 
 

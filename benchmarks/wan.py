@@ -19,6 +19,7 @@ SMALL = {"size": VideoSize(1, 128, 128), "text_tokens": 64}
 
 # diffusers' default sizes are the published ones.
 TRANSFORMER = {"num_layers": 3}
+PUBLISHED_BLOCKS = {"blocks": 40}
 TINY_TRANSFORMER = {
     "num_layers": 2,
     "in_channels": 4,

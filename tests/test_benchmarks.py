@@ -795,6 +795,24 @@ def test_host_time_of_a_forward(results, device):
             assert 0 < injected["kernels"]["launches"] < eager["kernels"]["launches"]
 
 
+@pytest.mark.parametrize(
+    "published",
+    [p for p in options.PUBLISHED if hasattr(p, "PUBLISHED_BLOCKS")],
+    ids=lambda p: p.__name__,
+)
+def test_a_model_with_all_of_its_blocks(published):
+    model = published.transformer(CPU, torch.bfloat16, True)
+    lists = {name: getattr(model, name) for name in published.PUBLISHED_BLOCKS}
+    first_and_last = {name: (blocks[0], blocks[-1]) for name, blocks in lists.items()}
+    parameters = list(model.parameters())
+    assert published.NAME.startswith(models.complete(model, published) + ", ")
+    assert {id(p) for p in model.parameters()} == {id(p) for p in parameters}
+    for name, count in published.PUBLISHED_BLOCKS.items():
+        blocks = getattr(model, name)
+        assert len(blocks) == len(set(blocks)) == count
+        assert (blocks[0], blocks[-1]) == first_and_last[name] or len(lists[name]) == 1
+
+
 def test_host_time_of_a_forward_is_taken_in_its_context(monkeypatch, tmp_path):
     """Of both models, each mode and context on modules of its own."""
     seen = []
