@@ -263,6 +263,7 @@ CHANGES = {
     "a hook on a block": lambda m: m.transformer_blocks[1].register_forward_hook(half),
     "a hook on an attention": lambda m: m.transformer_blocks[1].attn1.register_forward_hook(half),
     "a hook on a layer": lambda m: m.transformer_blocks[1].attn2.to_k.register_forward_hook(half),
+    "a hook on the first norm": lambda m: m.transformer_blocks[1].norm1.register_forward_hook(half),
     "a hook on a norm": lambda m: m.transformer_blocks[1].norm2.register_forward_hook(half),
     "a hook on the feed-forward": lambda m: m.transformer_blocks[1].ff.register_forward_hook(half),
     "a factor": lambda m: setattr(m.transformer_blocks[1].attn1, "rescale_output_factor", 2.0),
