@@ -63,6 +63,13 @@ def _one_thread():
 
 
 @pytest.fixture
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def _quiet(kernel, caplog):
     """What libraries have to say of a thousand models would hide the message."""
     for name in ("diffusers", "accelerate", "peft", "h100_diffusers_kernels"):

@@ -54,13 +54,6 @@ def _default_backend(monkeypatch):
     monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
 
 
-@pytest.fixture
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def of_families(cases):
     """Parameters (family, case) for each of the cases of each family."""
     pairs = [(family, case) for family in FAMILIES.values() for case in cases(family)]

@@ -336,13 +336,6 @@ def test_backend_of_one_module(injected_pair):
 # torch.compile and CUDA graphs
 
 
-@pytest.fixture
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def attentions(graph_module):
     targets = [str(node.target) for node in graph_module.graph.nodes]
     return sum(".attention" in t and t.startswith("_h100_diffusers_kernels") for t in targets)

@@ -1,6 +1,7 @@
 """diffusers' BasicTransformerBlock in UNets, and its attentions, as a whole."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,21 +14,15 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from injected_pairs import distance
 from ltx_models import kernel_calls
 
-pytestmark = pytest.mark.usefixtures("_one_thread")
+pytestmark = pytest.mark.usefixtures("_one_thread", "_fresh_compiler")
 
 BFLOAT16, HALF = torch.bfloat16, torch.float16
 BLOCKS = 3
 # Relative, of the distance from eager: what roundings leave, and above it what a change must make.
 CLOSE, CHANGED = 0.006, 0.03
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def transformer(device, dtype=HALF, **config):
@@ -56,10 +51,6 @@ def arguments_of(device, dtype=HALF, seed=1, **more):
 def run(model, arguments):
     with torch.no_grad():
         return model(**arguments, return_dict=False)[0]
-
-
-def distance(out, expected):
-    return ((out.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def pair(kernel, device, dtype=HALF, **config):
@@ -364,18 +355,14 @@ def test_another_attention_of_the_users(kernel, device, monkeypatch, owner):
     if owner is F:
         monkeypatch.setattr(F, "scaled_dot_product_attention", halved)
     else:
-        monkeypatch.setattr(attention_processor, "F", _Namespace(halved))
+        monkeypatch.setattr(
+            attention_processor,
+            "F",
+            SimpleNamespace(**{**vars(F), "scaled_dot_product_attention": halved}),
+        )
     expected = run(plain, arguments)
     assert distance(before, expected) > CHANGED
     assert distance(run(model, arguments), expected) < CLOSE
-
-
-class _Namespace:
-    def __init__(self, attention):
-        self.scaled_dot_product_attention = attention
-
-    def __getattr__(self, name):
-        return getattr(F, name)
 
 
 def test_a_patched_class(kernel, device, monkeypatch):

@@ -31,6 +31,7 @@ from torch.nn.utils import parametrize
 
 import ltx_models
 from checks import operators_of, tensors_of
+from injected_pairs import distance
 from ltx_models import either_order, kernel_calls
 from small_models import BY_NAME, MODELS, run, tensors, to
 
@@ -58,18 +59,6 @@ def _default_backend(monkeypatch):
     """diffusers' choice for all models, which model.set_attention_backend changes too."""
     registry = attention_dispatch._AttentionBackendRegistry
     monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
-
-
-@pytest.fixture
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def distance(out, expected):
-    """The relative L2 distance."""
-    return ((out.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def in_float32(small, arguments):

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from checks import operators_of, tensors_of
 from foreign_modules import Wrap
 from graphs import Pair, graphs  # noqa: F401
+from injected_pairs import distance
 from ltx_models import either_order, kernel_calls
 from small_models import BY_NAME
 
@@ -28,18 +29,6 @@ formats = pytest.mark.parametrize(
     "memory_format", [torch.contiguous_format, torch.channels_last], ids=str
 )
 dtypes = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
-
-
-@pytest.fixture
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def distance(out, expected):
-    """The relative L2 distance."""
-    return ((out.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def resnet(device, dtype=FLOAT32, memory_format=torch.contiguous_format, /, **config):

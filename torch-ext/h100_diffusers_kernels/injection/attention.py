@@ -26,6 +26,7 @@ from .gates import see_gate
 from .injected import Injected, Injection, Parts
 from .linears import ORIGINALS as LINEAR_ORIGINALS
 from .linears import Chain, Layer, see_dropout, see_linear
+from .norms import ORIGINALS as NORM_ORIGINALS
 from .norms import RMS, Norm, see_norm
 from .original import Original, class_name, find_class, find_original
 from .part import Part
@@ -81,6 +82,7 @@ class Attention(Part):
         called = (self.rotate, self._dispatch, self.project)
         paths = (
             _SDPA,
+            *NORM_ORIGINALS,
             *LINEAR_ORIGINALS,
             *GATE_ORIGINALS,
             *(self._function(name) for name in called if name),

@@ -18,8 +18,7 @@ from ..conditions import tracks_derivatives
 from .blocks import Block, End, begin, finish
 from .injected import Injected, Parts
 from .modulation import Opening
-from .norms import ORIGINALS as NORM_ORIGINALS
-from .original import Original, find_class, find_original
+from .original import find_class
 from .snapshot import Look
 
 _PLAIN = "layer_norm"
@@ -31,9 +30,6 @@ class BasicBlock(Block):
 
     def is_kind_of(self, module: nn.Module) -> bool:
         return type(module) is find_class(self.path) and getattr(module, "norm_type", "") == _PLAIN
-
-    def originals(self) -> dict[str, Original]:
-        return {**super().originals(), **{path: find_original(path) for path in NORM_ORIGINALS}}
 
     def trust(self, parts: Parts, module: nn.Module, snapshot: Look) -> Parts | None:
         # What adds positions may give another dtype.
@@ -84,7 +80,7 @@ def _forward(
         masks_and_text = (attention_mask, encoder_hidden_states, encoder_attention_mask)
         others = (timestep, cross_attention_kwargs, class_labels, added_cond_kwargs)
         return injected.class_forward(self, hidden_states, *masks_and_text, *others)
-    # Nothing may come between the sum and positions that are added to its norm.
+    # Positions are added to a norm: then it is not left to the block before, which leaves norms alone.
     hands_over = parts.pos_embed is None
     if hands_over:
         (opened,) = begin(injected, self, parts, _openings, (x,), ())

@@ -17,6 +17,7 @@ from .linears import Layer, see_linear
 from .model_forward import forward_in_progress
 from .modulation import ORIGINALS as ADAPTIVE_ORIGINALS
 from .modulation import Opened, Rows, see_adaptive_norm, see_linear_modulation
+from .norms import ORIGINALS as NORM_ORIGINALS
 from .norms import Norm, gated_residual, see_norm
 from .original import Original, find_original
 from .part import Part
@@ -53,7 +54,7 @@ class Block(Part):
     inner: tuple[str, ...] = ()
 
     def originals(self) -> dict[str, Original]:
-        paths = (*ADAPTIVE_ORIGINALS, *FEED_FORWARD_ORIGINALS, *GELU_ORIGINALS)
+        paths = (*NORM_ORIGINALS, *ADAPTIVE_ORIGINALS, *FEED_FORWARD_ORIGINALS, *GELU_ORIGINALS)
         paths = (*paths, *(f"{self.path}.{name}" for name in self.methods))
         return {path: find_original(path) for path in paths}
 

@@ -69,9 +69,6 @@ class LinearActivation(Part):
 
     def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
         parts.reason = self.why_not(module, injection)
-        snapshot.see(module.__dict__, "gelu")
-        if self.activation is not None:
-            snapshot.see(vars(module._modules.get(self.activation) or module), "inplace")
         parts.proj = see_linear(module, "proj", injection, snapshot)
 
     def trust(self, parts: Parts, module: nn.Module, snapshot: Look) -> Parts | None:
@@ -82,12 +79,11 @@ def _forward(self: Any, injected: Injected, *args: Any, **kwargs: Any) -> Tensor
     part = injected.part
     if len(args) != 1 or kwargs:
         return injected.class_forward(self, *args, **kwargs)
-    trusted = None if torch.compiler.is_compiling() else injected.parts_if_trusted()
-    reason = None if trusted else part.why_not(self, injected.injection)
+    reason = part.why_not(self, injected.injection)
     if reason is not None:
         injected.leave(reason)
         return injected.class_forward(self, *args)
-    x = (trusted or self).proj(*args)
+    x = (injected.parts_if_trusted() or self).proj(*args)
     if is_differentiated(x):
         return _as_in_class(self, part, x)
     if not kernels_take(x):

@@ -227,6 +227,8 @@ class Injected(StandIn):
 
     def parts_if_trusted(self) -> Any | None:
         """The parts of a call that is trusted, if this is one."""
+        if torch.compiler.is_compiling():
+            return None
         forward = self.injection.local.forward
         is_trusted = forward is not None and forward.trusts and forward.look is self.seen_in
         return self.trusted if is_trusted else None

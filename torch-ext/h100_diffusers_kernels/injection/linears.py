@@ -31,6 +31,11 @@ SILU_ORIGINALS = ("torch.nn:SiLU.forward", "torch.nn.functional:silu")
 Layer = Callable[[Tensor], Tensor]
 
 
+def is_one(factor: Any) -> bool:
+    """Whether a division by it changes nothing."""
+    return type(factor) in (float, int) and factor == 1
+
+
 class PlainLinear:
     """A ``torch.nn.Linear`` by its weight and bias, without the call of a module."""
 

@@ -15,8 +15,7 @@ from .cuda_graphs.tally import GraphTally
 from .forward_slot import ReplicaMaker, class_forward_slot, stand_in_slot
 from .injected import UNKNOWN_FORWARD, Injected, Injection
 from .model_forward import Model
-from .norms import ORIGINALS as NORM_ORIGINALS
-from .original import class_name, find_original
+from .original import Original, class_name
 from .part import Family, Part
 from .report import IN_FULL, NOT_AT_ALL, InjectionReport, LeftAlone, Replaced
 from .snapshot import Glance
@@ -174,7 +173,7 @@ def _take_out(modules: Iterable[Any]) -> None:
 def plan_model(model: nn.Module, family: Family, options: dict[str, Any]) -> Plan:
     """What to replace in a model of a family, what not, and why not."""
     parts: tuple[Part, ...] = family.parts
-    originals = {path: find_original(path) for path in NORM_ORIGINALS}
+    originals: dict[str, Original] = {}
     for known in (*parts, *family.outside.values()):
         originals.update({known.path: known.own_forward(), **known.originals()})
     models = (part for part in parts if isinstance(part, Model))

@@ -33,6 +33,7 @@ from ..conditions import is_plain, kernels_take, why_not_taken
 from ..differentiation import is_differentiated
 from .attention import has_function_mode
 from .injected import Injected, Injection, Parts
+from .linears import is_one
 from .original import Original, find_original
 from .part import Part
 from .snapshot import Look
@@ -457,7 +458,7 @@ class _InProcessor:
     @property
     def rescale_output_factor(self) -> Any:
         factor = self._module.rescale_output_factor
-        return _ONE if type(factor) in (float, int) and factor == 1 else factor
+        return _ONE if is_one(factor) else factor
 
 
 class _Preparing(_InProcessor):

@@ -22,6 +22,7 @@ from .linears import (
     CONV_ORIGINALS,
     SILU_ORIGINALS,
     PlainConv2d,
+    is_one,
     is_plain_silu,
     see_conv2d,
     see_dropout,
@@ -119,7 +120,7 @@ def _forward(
         input_tensor = parts.conv_shortcut(input_tensor)
     x = input_tensor + x
     factor = self.output_scale_factor
-    return x if type(factor) in (float, int) and factor == 1 else x / factor
+    return x if is_one(factor) else x / factor
 
 
 def _without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:

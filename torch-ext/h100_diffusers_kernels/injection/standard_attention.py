@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..conditions import ATTENTION_DTYPES, kernels_take, tracks_derivatives
 from .attention import Attention, as_dtype, attend, has_function_mode
 from .injected import Injected, Injection, Parts
+from .linears import is_one
 from .original import Original
 from .processors import Rebound, processed_forward, processed_originals, rebound
 from .snapshot import Look
@@ -22,6 +23,7 @@ from .snapshot import Look
 _ATTENTIONS = "diffusers.models.attention_processor"
 _PROCESSOR = f"{_ATTENTIONS}:AttnProcessor2_0"
 _CALL = f"{_PROCESSOR}.__call__"
+_PROJECTIONS = ("to_q", "to_k", "to_v")
 # What the processor would do besides, or the module around it.
 _NONE_OF = ("spatial_norm", "group_norm", "norm_q", "norm_k", "norm_cross", "residual_connection")
 
@@ -65,7 +67,7 @@ def _is_standard(direct: Parts, module: nn.Module, found: Rebound, snapshot: Loo
     """Whether the processor does nothing but projections and attention, as its class says."""
     for name, _ in found.names:  # by which its code is found to be as it was
         snapshot.see(vars(found.library), name)
-    layers = (*(getattr(direct, name) for name in PROJECTIONS), direct.project_out)
+    layers = (*(getattr(direct, name) for name in _PROJECTIONS), direct.project_out)
     factor = snapshot.see_attribute(module, "rescale_output_factor")
     sizes = [snapshot.see_attribute(module, name) for name in ("inner_dim", "inner_kv_dim")]
     direct.heads = snapshot.see_attribute(module, "heads")
@@ -73,8 +75,7 @@ def _is_standard(direct: Parts, module: nn.Module, found: Rebound, snapshot: Loo
         direct.attends
         and not any(snapshot.see_attribute(module, name) for name in _NONE_OF)
         and all(layer is not None for layer in layers)
-        and type(factor) in (float, int)
-        and factor == 1
+        and is_one(factor)
         and sizes[0] == sizes[1] == direct.head_dim * direct.heads
     )
 
@@ -119,7 +120,6 @@ def _takes(direct: Parts, x: Any, c: Any) -> bool:
     )
 
 
-PROJECTIONS = ("to_q", "to_k", "to_v")
 STANDARD_ATTENTION = StandardAttention(
     f"{_ATTENTIONS}:Attention",
     None,
@@ -128,7 +128,7 @@ STANDARD_ATTENTION = StandardAttention(
     processor=_PROCESSOR,
     processor_parameters="self attn hidden_states encoder_hidden_states attention_mask temb args kwargs",
     norms=(),
-    projections=PROJECTIONS,
+    projections=_PROJECTIONS,
     rotate="",
     dispatches=False,
 )
