@@ -23,7 +23,7 @@ def arithmetic_slack(name, dtype):
 
     Attention's weights are rounded to its dtype, too, before they meet values of order 1.
     """
-    return torch.finfo(dtype).eps if name == "attention" else FLOAT32_ARITHMETIC
+    return torch.finfo(dtype).eps if name.startswith("attention") else FLOAT32_ARITHMETIC
 
 
 def poison_memory(*tensors):

@@ -243,7 +243,12 @@ def softmax(x):
     return F.softmax(x, dim=-1)
 
 
-def attention(q, k, v, *, scale=None, key_bias=None, key_lengths=None):
+def attention(q, k, v, *, scale=None, key_bias=None, key_lengths=None, heads=None):
+    if heads is not None:
+        head_dim = q.shape[2] // heads
+        q, k, v = (t.unflatten(2, (-1, head_dim)) for t in (q, k, v))
+        options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths}
+        return attention(q, k, v, **options).flatten(2)
     mask = None if key_bias is None else key_bias.to(q.dtype)[:, None, None]
     if key_lengths is not None:
         padding = torch.arange(k.shape[1], device=k.device) >= key_lengths[:, None]

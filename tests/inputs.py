@@ -266,11 +266,13 @@ CALLS_MIXED = [name + MIXED for name in ROW_OPERATIONS]
 CALLS_SPARSE = [name + SPARSE for name in ROW_OPERATIONS if "modulate" in name]
 # A call whose channels are last in memory.
 CHANNELS_LAST = "group_norm_channels_last"
-CALLS = [*OPERATIONS, *CALLS_BY_PAIR, *CALLS_MIXED, *CALLS_SPARSE, CHANNELS_LAST]
+# A call of tensors whose heads follow each other, with their number.
+HEADS_GIVEN = "attention_heads_given"
+CALLS = [*OPERATIONS, *CALLS_BY_PAIR, *CALLS_MIXED, *CALLS_SPARSE, CHANNELS_LAST, HEADS_GIVEN]
 
 
 def widest_dtype(name):
-    is_of_16_bits = name.removesuffix("_out") in OPERATIONS_OF_16_BITS
+    is_of_16_bits = name.removesuffix("_out") in (*OPERATIONS_OF_16_BITS, HEADS_GIVEN)
     return torch.bfloat16 if is_of_16_bits else torch.float32
 
 
@@ -315,13 +317,14 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         arguments["weight"], arguments["bias"] = (tensor(seq, mean=0.5) for _ in range(2))
         arguments["channel_bias"], arguments["activation"] = tensor(batch, seq), "silu"
         return kernel.group_norm, arguments
-    if name == "attention":
-        head_dim = 64
-        size = (batch, seq, max(hidden // head_dim, 1) * head_dim)
-        arguments = {
-            key: tensor(*size, layout=layout).unflatten(2, (-1, head_dim))
-            for key in ("q", "k", "v")
-        }
+    if name in ("attention", HEADS_GIVEN):
+        head_dim, count = 64, max(hidden // 64, 1)
+        size = (batch, seq, count * head_dim)
+        arguments = {key: tensor(*size, layout=layout) for key in ("q", "k", "v")}
+        if name == HEADS_GIVEN:
+            arguments["heads"] = count
+        else:
+            arguments = {key: t.unflatten(2, (-1, head_dim)) for key, t in arguments.items()}
         arguments["scale"] = 0.2
         arguments["key_bias"] = tensor(batch, seq)
         lengths = seq - torch.arange(batch, dtype=torch.int32, device=device) * seq // 3

@@ -242,8 +242,13 @@ def softmax(x):
     return e / e.sum(-1, keepdim=True)
 
 
-def attention(q, k, v, *, scale=None, key_bias=None, key_lengths=None):
+def attention(q, k, v, *, scale=None, key_bias=None, key_lengths=None, heads=None):
     q, k, v, key_bias = _double(q, k, v, key_bias)
+    if heads is not None:
+        head_dim = q.shape[2] // heads
+        q, k, v = (t.unflatten(2, (-1, head_dim)) for t in (q, k, v))
+        options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths}
+        return attention(q, k, v, **options).flatten(2)
     batch, keys = k.shape[:2]
     if batch == 0 or keys == 0:
         return torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)

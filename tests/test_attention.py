@@ -61,6 +61,12 @@ def pad_with(value, lengths, *tensors):
             tensor[b, min(max(length, 0), tensor.shape[1]) :] = value
 
 
+def split_heads(heads, *tensors):
+    """Of tensors whose heads follow each other, the first of which has so many."""
+    head_dim = tensors[0].shape[2] // heads
+    return [t.unflatten(2, (-1, head_dim)) for t in tensors]
+
+
 def largest_score(q, k, scale, key_bias):
     """A bound of the magnitude of the scores."""
     norms = [t.double().norm(dim=-1).nan_to_num(0, 0, 0).amax().item() for t in (q, k)]
@@ -83,7 +89,7 @@ def float16_slack(q, k, v, options):
         and options.get("key_bias") is None
     )
     if not is_lazy:
-        return 0.0
+        return torch.zeros_like(q[:, :1], dtype=torch.float64)
     of_keys = v.double().nan_to_num(0, 0, 0).abs().mean(1, keepdim=True)
     return 2**-12.5 * of_keys.repeat_interleave(q.shape[2] // k.shape[2], 2)
 
@@ -97,10 +103,13 @@ def check_attention(kernel, q, k, v, *, contract=True, written=None, **options):
     """
     finfo = torch.finfo(q.dtype)
     magnitudes = references.attention(q, k, v.abs(), **options)
-    score = largest_score(q, k, options.get("scale"), options.get("key_bias"))
+    heads = options.get("heads")
+    by_head = [q, k, v] if heads is None else split_heads(heads, q, k, v)
+    score = largest_score(*by_head[:2], options.get("scale"), options.get("key_bias"))
     of_probabilities = finfo.eps / 2 + 1e-4 + 2**-20 * score
     slack = of_probabilities * magnitudes + finfo.eps / 2 * finfo.smallest_normal
-    slack = slack + float16_slack(q, k, v, options)
+    of_float16 = float16_slack(*by_head, options)
+    slack = slack + of_float16 if heads is None else slack + of_float16.flatten(2)
     options_of_check = {**options, "slack": slack.max().item(), "contract": contract}
     out = check(kernel, "attention", q, k, v, out=written, **options_of_check)
     reference = references.attention(q, k, v, **options)
@@ -365,6 +374,88 @@ def test_strides_of_dimensions_of_size_1_are_free(kernel, device, dtype):
 def test_one_tensor_as_query_key_and_value(kernel, device, dtype):
     x = normal(2, 130, 3, 64, dtype=dtype, device=device)
     check_attention(kernel, x, x, x)
+
+
+# --------------------------------------------------------------------------------------------------
+# Heads that follow each other, as linear layers give them
+
+
+def in_one(*tensors):
+    return [t.flatten(2) for t in tensors]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("layout", ["contiguous", *STRIDED_LAYOUTS, "odd_rows", "misaligned"])
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@every_head_dim
+@every_16_bit_dtype
+def test_heads_given(kernel, device, layout, key_heads, head_dim, dtype):
+    heads = 4
+    options = {"dtype": dtype, "device": device, "layout": layout}
+    q = normal(2, 70, heads * head_dim, **options)
+    k, v = (normal(2, 130, key_heads * head_dim, **options) for _ in range(2))
+    out = check_attention(kernel, q, k, v, heads=heads)
+    assert out.shape == q.shape and out.is_contiguous()
+    expected = kernel.attention(*split_heads(heads, q, k, v))
+    assert torch.equal(out, expected.flatten(2))
+
+
+@pytest.mark.parametrize("queries", [130, 1025])
+@every_head_dim
+@every_16_bit_dtype
+def test_heads_given_with_all_options(kernel, device, queries, head_dim, dtype):
+    q, k, v = in_one(*query_key_value(2, queries, 300, 2, head_dim, dtype, device))
+    options = {
+        "heads": 2,
+        "scale": 0.1,
+        "key_bias": normal(2, 300, dtype=torch.float32, device=device),
+        "key_lengths": key_lengths([300, 211], device),
+    }
+    expected = check_attention(kernel, q, k, v, **options)
+    buffer = torch.full((2, queries, 3 * q.shape[2]), math.nan, dtype=dtype, device=device)
+    out = buffer[..., q.shape[2] : 2 * q.shape[2]]
+    assert kernel.attention(q, k, v, **options, out=out) is out
+    assert torch.equal(out, expected)
+    assert buffer[..., : q.shape[2]].isnan().all() and buffer[..., 2 * q.shape[2] :].isnan().all()
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_heads_given_may_be_one(kernel, device, heads):
+    """A row of 128 elements is one head of 128, or two of 64."""
+    q, k, v = (normal(2, 70, 128, dtype=torch.bfloat16, device=device) for _ in range(3))
+    check_attention(kernel, q, k, v, heads=heads)
+
+
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
+def test_heads_given_of_empty_tensors(kernel, device, empty):
+    batch, queries, keys = (0 if empty == name else 3 for name in ("batch", "queries", "keys"))
+    q, k, v = in_one(*query_key_value(batch, queries, keys, 2, 64, torch.bfloat16, device))
+    out = kernel.attention(q, k, v, heads=2)
+    assert out.shape == q.shape and not out.any()
+
+
+@every_16_bit_dtype
+def test_heads_given_compiled(kernel, device, dtype):
+    q, k, v = in_one(*query_key_value(2, 70, 130, 2, 64, dtype, device))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: kernel.attention(*x, heads=2) * 2, fullgraph=True)
+    assert torch.equal(compiled(q, k, v), kernel.attention(q, k, v, heads=2) * 2)
+
+
+@every_16_bit_dtype
+def test_gradients_with_heads_given(kernel, device, dtype):
+    tensors = [
+        t.detach() for t in in_one(*query_key_value(2, 6, 9, 4, 64, dtype, device, key_heads=2))
+    ]
+    given = [t.clone().requires_grad_() for t in tensors]
+    by_head = [t.clone().requires_grad_() for t in split_heads(4, *tensors)]
+    out, expected = kernel.attention(*given, heads=4), kernel.attention(*by_head)
+    assert torch.equal(out, expected.flatten(2))
+    tangent = torch.randn_like(out)
+    actual = torch.autograd.grad(out, given, tangent)
+    gradients = torch.autograd.grad(expected, by_head, tangent.unflatten(2, (4, 64)))
+    for one, other in zip(actual, gradients, strict=True):
+        assert torch.equal(one, other.flatten(2))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from inputs import (
     DECLARATIONS,
     DTYPES,
     GRID_AXES,
+    HEADS_GIVEN,
     OPERATIONS,
     OUT_OPERATORS,
     QK_OPERATIONS,
@@ -167,7 +168,7 @@ def test_opcheck_by_pair(kernel, device, name, by, dtype):
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("name", [*CALLS_MIXED, *CALLS_SPARSE, CHANNELS_LAST])
+@pytest.mark.parametrize("name", [*CALLS_MIXED, *CALLS_SPARSE, CHANNELS_LAST, HEADS_GIVEN])
 def test_opcheck_of_mixed_dtypes_absent_operands_and_other_layouts(kernel, device, name):
     function, arguments = sample(
         kernel, name, dtype=torch.bfloat16, device=device, shape=(2, 3, 32)

@@ -12,6 +12,7 @@ import references
 from checks import as_tuple, map_tensors, tensors_of
 from inputs import (
     CALLS,
+    HEADS_GIVEN,
     QK_OPERATIONS,
     for_operations,
     sample,
@@ -124,8 +125,11 @@ def test_jvp_compiled(kernel, device, name):
 
 def one_row(kernel, name, device):
     """A function of one tensor, and that tensor, few enough elements for all second derivatives."""
-    if name == "attention":
+    if name in ("attention", HEADS_GIVEN):
         x = torch.randn(1, 2, 1, 64, device=device).bfloat16()
+        if name == HEADS_GIVEN:
+            x = x.flatten(2)
+            return lambda q: kernel.attention(q, x, x.sin(), heads=1), torch.randn_like(x)
         return lambda q: kernel.attention(q, x, x.sin()), torch.randn_like(x)
     function, arguments = sample(
         kernel, name, dtype=torch.float32, device=device, shape=(1, 1, 12), heads=1
@@ -138,7 +142,7 @@ def one_row(kernel, name, device):
 def test_jacobians_and_hessian(kernel, device, name):
     function, x = one_row(kernel, name, device)
     tolerances = {"rtol": 1e-4, "atol": 1e-5}
-    if name == "attention":
+    if name in ("attention", HEADS_GIVEN):
         tolerances = {"rtol": 0.02, "atol": 0.02}
     forward = jacfwd(function)(x)
     assert forward.any()

@@ -628,6 +628,39 @@ wrong = replace("key_lengths", lambda t: t[:1].expand(BATCH))
 mistake("attention", "key_lengths", "expanded", "stride 0", wrong)
 
 
+def in_one(*changes, heads=HEADS):
+    """The heads of a token follow each other, and there are so many; what else is wrong comes after that."""
+    packed = [replace(key, lambda t: t.flatten(2)) for key in ("q", "k", "v")]
+    return all_of(*packed, replace("heads", lambda _: heads), *changes)
+
+
+for value in (0, -4, 3, 10**6, 2**63, "4", 4.0, True):
+    mistake("attention", "heads", repr(value), str(value), in_one(heads=value))
+wrong = replace("heads", lambda _: HEADS)
+mistake("attention", "q", "4d_heads", shape_text(BATCH, SEQ, HEADS, HEAD_DIM), wrong)
+for size in ((BATCH, SEQ), (HEADS * HEAD_DIM,), ()):
+    mistake("attention", "q", f"heads_shape{size}", "", in_one(replace("q", of_shape(*size))))
+for heads in (1, 2 * HEADS):
+    got = str(HEADS * HEAD_DIM // heads)
+    mistake("attention", "q", f"head_dim{got}_heads", got, in_one(heads=heads))
+for size in (
+    (BATCH, SEQ, HEADS, HEAD_DIM),
+    (BATCH + 1, SEQ, HEADS * HEAD_DIM),
+    (BATCH, SEQ, HEADS * HEAD_DIM + 1),
+    (BATCH, SEQ),
+    (),
+):
+    wrong = in_one(*(replace(key, of_shape(*size)) for key in ("k", "v")))
+    mistake("attention", "k", f"heads_shape{size}", shape_text(*size), wrong)
+for heads in (0, 3, 2 * HEADS):
+    size = (BATCH, SEQ, heads * HEAD_DIM)
+    wrong = in_one(*(replace(key, of_shape(*size)) for key in ("k", "v")))
+    mistake("attention", "k", f"heads_heads{heads}", str(heads), wrong)
+for size in ((BATCH, SEQ, HEADS, HEAD_DIM), (BATCH, SEQ, HEAD_DIM), (BATCH, 1, HEADS * HEAD_DIM)):
+    wrong = in_one(replace("v", of_shape(*size)))
+    mistake("attention", "v", f"heads_shape{size}", shape_text(*size), wrong)
+
+
 # --------------------------------------------------------------------------------------------------
 # The tests
 
@@ -754,13 +787,13 @@ SCALARS = [
 ]
 ACCEPTED_TYPES = {
     "eps": "a number",
-    "scale": "a number or None",
+    "scale": "a number",
     "heads": "an integer",
     "num_groups": "an integer",
     "inplace": "True or False",
     "rope": "None, a pair (cos, sin), a complex tensor or a CoordinateRope",
     "k_rope": "None, a pair (cos, sin), a complex tensor or a CoordinateRope",
-    "out": "a tuple (q_out, k_out) or (q_out, k_out, v_out) of tensors or None",
+    "out": "a tuple (q_out, k_out) or (q_out, k_out, v_out) of tensors",
 }
 
 
@@ -790,10 +823,12 @@ def test_every_path_takes_the_same_scalars(kernel, device, argument, operation):
         if kind == "returned":
             assert argument == "rope" or not isinstance(value, (torch.Tensor, np.ndarray, complex))
         else:
-            names = f"{argument}|cos|k_cos|weight|q_weight|q_out"
+            names = f"{argument}|q|cos|k_cos|weight|q_weight|q_out"
             assert re.fullmatch(rf"{function.__name__}: (?:{names}) [^\n]*, got [^\n]*", message)
         if kind is TypeError and message.split(": ")[1].startswith(argument):
+            parameter = DECLARATIONS[public_name(operation)].parameters[argument]
             text = ACCEPTED_TYPES.get(argument, "a string")
+            text += " or None" if parameter.is_optional else ""
             assert message.startswith(f"{function.__name__}: {argument} must be {text}, got ")
 
 
@@ -1014,6 +1049,22 @@ WORDING = {
         "attention",
         replace("k", of_shape(1, 2, 3, 64)),
         "attention: k must have a number of heads that divides that of q (1), got 3",
+    ),
+    "heads_of_attention": (
+        "attention",
+        in_one(replace("q", of_shape(1, 2, 100)), heads=3),
+        "attention: heads must divide the last dimension of q (100), got 3",
+    ),
+    "heads_given": (
+        "attention",
+        replace("heads", lambda _: 1),
+        "attention: q must have shape (batch, seq, heads*head_dim) where heads is given, got (1, 2, 1, 64)",
+    ),
+    "keys_in_heads": (
+        "attention",
+        in_one(replace("k", of_shape(1, 2, 100)), heads=1),
+        "attention: k must have the batch and head_dim of q of shape (1, 2, 64) in heads of 64, "
+        "got (1, 2, 100)",
     ),
     "key_bias": (
         "attention",

@@ -341,17 +341,25 @@ def _check_heads(operation: str, name: str, x: Tensor, heads: int, norm: str, la
             f"{name} must have shape (batch, seq, heads*head_dim) or (batch, seq, heads, head_dim), "
             f"got {tuple(x.shape)}",
         )
+    if x.dim() == 3:
+        return _head_dim(operation, name, x, heads)
     heads = as_heads(operation, heads)
-    if x.dim() == 4 and x.shape[2] != heads:
+    if x.shape[2] != heads:
         fail(
             operation,
             f"heads must equal the third dimension of {name} ({x.shape[2]}), got {heads}",
         )
-    if x.dim() == 3 and x.shape[2] % heads:
+    return x.shape[3]
+
+
+def _head_dim(operation: str, name: str, x: Tensor, heads: int) -> int:
+    """Of ``x`` (B, S, heads * d)."""
+    heads = as_heads(operation, heads)
+    if x.shape[2] % heads:
         fail(
             operation, f"heads must divide the last dimension of {name} ({x.shape[2]}), got {heads}"
         )
-    return x.shape[3] if x.dim() == 4 else x.shape[2] // heads
+    return x.shape[2] // heads
 
 
 def _has_heads(x: Tensor, q: Tensor, seq: int, head_dim: int) -> bool:
@@ -980,22 +988,30 @@ def check_attention(
     scale: Optional[float],
     key_bias: Optional[Tensor],
     key_lengths: Optional[Tensor],
+    heads: Optional[int],
 ) -> None:
-    check_input(operation, "q", q, min_dims=4, accepts_float32=False)
-    if q.dim() != 4:
-        fail(operation, f"q must have shape (batch, seq, heads, head_dim), got {tuple(q.shape)}")
-    batch, query_length, heads, head_dim = q.shape
+    is_given = heads is not None
+    check_input(operation, "q", q, min_dims=3 if is_given else 4, accepts_float32=False)
+    if q.dim() != (3 if is_given else 4):
+        form = "heads*head_dim) where heads is given" if is_given else "heads, head_dim)"
+        fail(operation, f"q must have shape (batch, seq, {form}, got {tuple(q.shape)}")
+    if heads is None:
+        heads, head_dim = q.shape[2:]
+    else:
+        head_dim = _head_dim(operation, "q", q, heads)
+    batch, query_length = q.shape[:2]
     if head_dim not in ATTENTION_HEAD_DIMS:
         fail(operation, f"q must have a head_dim of 64 or 128, got {head_dim}")
     check_device(operation, "k", k, "q", q)
     check_dtype(operation, "k", k, "q", q)
-    if k.dim() != 4 or k.shape[0] != batch or k.shape[3] != head_dim:
+    if not _has_heads(k, q, k.shape[1] if k.dim() > 1 else 0, head_dim):
+        in_heads = f" in heads of {head_dim}" if is_given else ""
         fail(
             operation,
-            f"k must have the batch and head_dim of q of shape {tuple(q.shape)}, "
+            f"k must have the batch and head_dim of q of shape {tuple(q.shape)}{in_heads}, "
             f"got {tuple(k.shape)}",
         )
-    key_length, key_heads = k.shape[1:3]
+    key_length, key_heads = k.shape[1], heads_of(k, head_dim)
     if heads % key_heads if key_heads else heads:
         fail(
             operation,

@@ -167,17 +167,18 @@ def may_write() -> bool:
     return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
-def attention_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether ``attention`` computes with them, each (B, S, H, d), and no derivative is asked for.
+def attention_takes(query: Tensor, key: Tensor, value: Tensor, heads: int | None = None) -> bool:
+    """Whether ``attention`` computes with them, and no derivative is asked for.
 
-    They were computed from tensors such as the kernels take.
+    Each is (B, S, H, d), or (B, S, H * d) with a number of heads. They were computed from tensors such as the
+    kernels take.
     """
-    batch, _, heads, head_dim = query.shape
+    batch, _, *of_token = query.shape
     return (
         query.dtype in ATTENTION_DTYPES
-        and head_dim in ATTENTION_HEAD_DIMS
+        and (of_token[1] if heads is None else of_token[0] / heads) in ATTENTION_HEAD_DIMS
         and of_one_form(query, key, value)
-        and key.shape == (batch, key.shape[1], heads, head_dim)
+        and key.shape == (batch, key.shape[1], *of_token)
         and key.shape == value.shape
         and not is_differentiated(query, key, value)
     )

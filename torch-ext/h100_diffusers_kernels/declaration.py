@@ -105,7 +105,7 @@ NUMBER = Kind(
 SCALE = Kind(
     "a number",
     arguments.is_number,
-    "if {name} is not None:\n    {name} = _as_scale('{operation}', '{name}', {name})",
+    "{name} = _as_scale('{operation}', '{name}', {name})",
 )
 INTEGER = Kind("an integer", arguments.is_integer)
 COUNT = Kind(
@@ -446,11 +446,12 @@ def _check_text(declaration: Declaration) -> str:
 
 def _function_text(declaration: Declaration) -> str:
     parameters = list(declaration.parameters.values())
-    convert = "\n".join(
-        p.kind.convert.format(operation=declaration.name, name=p.name)
-        for p in parameters
-        if p.kind.convert
-    )
+    convert = ""
+    for parameter in parameters:
+        text = parameter.kind.convert.format(operation=declaration.name, name=parameter.name)
+        if parameter.is_optional and text:
+            text = f"if {parameter.name} is not None:\n" + _indented(text, 1)
+        convert += f"{text}\n" if text else ""
     positional = ", ".join(p.name for p in parameters if not p.is_keyword)
     keywords = ", ".join(p.name for p in parameters if p.is_keyword)
     signature = f"{positional}, *, {keywords}" if keywords else positional

@@ -1236,6 +1236,7 @@ def attention(
     scale: Optional[Scale] = None,
     key_bias: Optional[Tensor] = None,
     key_lengths: Optional[Constant] = None,
+    heads: Optional[Count] = None,
     out: Optional[Out] = None,
 ) -> Tensor:
     """Attention, not causal: ``softmax(scale * q kᵀ + key_bias) v`` of each batch entry and head.
@@ -1251,11 +1252,13 @@ def attention(
         key_lengths: ``(B,)``, int32, contiguous, or None; the keys at and after ``key_lengths[b]`` are
             skipped, and whatever is in them has no influence. Read on the device, and taken as 0
             where negative and as Sk where larger. A batch entry without keys gives zeros.
-        out: ``(B, Sq, H, d)``, of q's dtype, or None. On CUDA one that is not aligned to 16 bytes in all
+        heads: H, where q is ``(B, Sq, H * d)`` and k and v are ``(B, Sk, Hk * d)``, as linear layers give
+            them; or None.
+        out: of q's shape and dtype, or None. On CUDA one that is not aligned to 16 bytes in all
             but the last dimension takes temporary memory of its size.
 
     Returns:
-        ``(B, Sq, H, d)``, contiguous, or ``out``.
+        A tensor of q's shape, contiguous, or ``out``.
 
     On CUDA the weights are rounded to 16 bits for the tensor cores: to float16, with eight times the
     precision of bfloat16, also where the inputs are bfloat16, from 1024 queries and 257 keys on and
@@ -1265,7 +1268,11 @@ def attention(
     Source: Vaswani et al., 2017, https://arxiv.org/abs/1706.03762; in one pass over the keys as in
     Dao et al., 2022, https://arxiv.org/abs/2205.14135.
     """
-    return expressions.attended(q, k, v, scale, key_bias, key_lengths)
+    if heads is None:
+        return expressions.attended(q, k, v, scale, key_bias, key_lengths)
+    head_dim = q.shape[2] // heads
+    q, k, v = (x.unflatten(2, (-1, head_dim)) for x in (q, k, v))
+    return expressions.attended(q, k, v, scale, key_bias, key_lengths).flatten(2)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention"))

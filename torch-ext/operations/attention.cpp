@@ -2,6 +2,7 @@
 #include <cmath>
 #include <limits>
 #include <optional>
+#include <string>
 
 #include "../output.h"
 #include "../torch_binding.h"
@@ -9,20 +10,68 @@
 namespace h100_diffusers_kernels {
 namespace {
 
-AttentionOperand attention_operand(const Tensor& tensor) {
+// Of batch, token and head, for tensors (B, S, H, d), or (B, S, H * d) where heads follow each other.
+template <typename Operand>
+void set_strides(Operand& operand, const Tensor& tensor, int64_t heads, int64_t head_dim) {
+  for (int64_t dim = 0; dim < 2; ++dim) operand.strides[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+  operand.strides[2] = heads == 1 ? 0 : tensor.dim() == 4 ? tensor.stride(2) : head_dim;
+}
+
+AttentionOperand attention_operand(const Tensor& tensor, int64_t heads, int64_t head_dim) {
   AttentionOperand operand{tensor.const_data_ptr(), {}};
-  for (int64_t dim = 0; dim < 3; ++dim) operand.strides[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+  set_strides(operand, tensor, heads, head_dim);
   return operand;
 }
 
-AttentionOutput attention_output(const Tensor& tensor) {
+AttentionOutput attention_output(const Tensor& tensor, int64_t heads, int64_t head_dim) {
   AttentionOutput output{tensor.mutable_data_ptr(), {}};
-  for (int64_t dim = 0; dim < 3; ++dim) output.strides[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+  set_strides(output, tensor, heads, head_dim);
   return output;
 }
 
-float attention_scale(const ArgumentChecker& check, std::optional<double> scale) {
-  if (!scale.has_value()) return static_cast<float>(1.0 / std::sqrt(static_cast<double>(check.hidden())));
+// What the shapes of query, key and value say, with a number of heads or without.
+void set_shape(AttentionParams& params, const ArgumentChecker& check, const Tensor& k, const Tensor& v,
+               std::optional<int64_t> heads) {
+  const Sizes& shape = check.shape();
+  if (heads.has_value()) {
+    if (shape.size() != 3)
+      fail(check.operation(), "q must have shape (batch, seq, heads*head_dim) where heads is given, got ",
+           to_string(shape));
+    if (*heads < 1) fail(check.operation(), "heads must be at least 1, got ", *heads);
+    if (shape[2] % *heads != 0)
+      fail(check.operation(), "heads must divide the last dimension of q (", shape[2], "), got ", *heads);
+  } else if (shape.size() != 4) {
+    fail(check.operation(), "q must have shape (batch, seq, heads, head_dim), got ", to_string(shape));
+  }
+  params.batch = shape[0];
+  params.query_length = shape[1];
+  params.heads = heads.value_or(shape[2]);
+  params.head_dim = heads.has_value() ? shape[2] / *heads : shape[3];
+  if (params.head_dim != 64 && params.head_dim != 128)
+    fail(check.operation(), "q must have a head_dim of 64 or 128, got ", params.head_dim);
+  check.same_device("k", k);
+  check.same_dtype("k", k);
+  const auto has_head_dim = [&] {
+    return heads.has_value() ? k.size(2) % params.head_dim == 0 : k.size(3) == params.head_dim;
+  };
+  if (static_cast<size_t>(k.dim()) != shape.size() || k.size(0) != shape[0] || !has_head_dim())
+    fail(check.operation(), "k must have the batch and head_dim of q of shape ", to_string(shape),
+         heads.has_value() ? " in heads of " + std::to_string(params.head_dim) : "", ", got ",
+         to_string(k.sizes()));
+  params.key_length = k.size(1);
+  params.key_heads = heads.has_value() ? k.size(2) / params.head_dim : k.size(2);
+  if (params.key_heads == 0 ? params.heads != 0 : params.heads % params.key_heads != 0)
+    fail(check.operation(), "k must have a number of heads that divides that of q (", params.heads, "), got ",
+         params.key_heads);
+  check.readable("k", k);
+  check.same_shape("v", v, sizes_of(k));
+  check.countable("q", "batch * seq * heads", {params.batch, params.query_length, params.heads},
+                  kMaxAttentionRows);
+  check.countable("k", "seq", {params.key_length}, kMaxAttentionRows);
+}
+
+float attention_scale(const ArgumentChecker& check, int64_t head_dim, std::optional<double> scale) {
+  if (!scale.has_value()) return static_cast<float>(1.0 / std::sqrt(static_cast<double>(head_dim)));
   if (!(*scale >= std::numeric_limits<float>::min() && *scale <= std::numeric_limits<float>::max()))
     fail(check.operation(), "scale must be positive and finite in float32, got ", *scale);
   return static_cast<float>(*scale);
@@ -54,38 +103,14 @@ void set_key_lengths(AttentionParams& params, const ArgumentChecker& check, cons
 // Everything that is known of a call but its output.
 AttentionParams attention_params(const ArgumentChecker& check, const Tensor& q, const Tensor& k,
                                  const Tensor& v, std::optional<double> scale, const OptionalTensor& key_bias,
-                                 const OptionalTensor& key_lengths) {
-  const Sizes& shape = check.shape();
-  if (shape.size() != 4)
-    fail(check.operation(), "q must have shape (batch, seq, heads, head_dim), got ", to_string(shape));
-  if (check.hidden() != 64 && check.hidden() != 128)
-    fail(check.operation(), "q must have a head_dim of 64 or 128, got ", check.hidden());
-  check.same_device("k", k);
-  check.same_dtype("k", k);
-  if (k.dim() != 4 || k.size(0) != shape[0] || k.size(3) != shape[3])
-    fail(check.operation(), "k must have the batch and head_dim of q of shape ", to_string(shape), ", got ",
-         to_string(k.sizes()));
-  const int64_t key_heads = k.size(2);
-  if (key_heads == 0 ? shape[2] != 0 : shape[2] % key_heads != 0)
-    fail(check.operation(), "k must have a number of heads that divides that of q (", shape[2], "), got ",
-         key_heads);
-  check.readable("k", k);
-  check.same_shape("v", v, sizes_of(k));
-  check.countable("q", "batch * seq * heads", {shape[0], shape[1], shape[2]}, kMaxAttentionRows);
-  check.countable("k", "seq", {k.size(1)}, kMaxAttentionRows);
-
+                                 const OptionalTensor& key_lengths, std::optional<int64_t> heads) {
   AttentionParams params{};
-  params.batch = shape[0];
-  params.query_length = shape[1];
-  params.key_length = k.size(1);
-  params.heads = shape[2];
-  params.key_heads = key_heads;
-  params.head_dim = shape[3];
+  set_shape(params, check, k, v, heads);
   params.dtype = check.dtype();
-  params.scale = attention_scale(check, scale);
-  params.q = attention_operand(q);
-  params.k = attention_operand(k);
-  params.v = attention_operand(v);
+  params.scale = attention_scale(check, params.head_dim, scale);
+  params.q = attention_operand(q, params.heads, params.head_dim);
+  params.k = attention_operand(k, params.key_heads, params.head_dim);
+  params.v = attention_operand(v, params.key_heads, params.head_dim);
   if (key_bias.has_value()) set_key_bias(params, check, *key_bias);
   if (key_lengths.has_value()) set_key_lengths(params, check, *key_lengths);
   return params;
@@ -93,7 +118,7 @@ AttentionParams attention_params(const ArgumentChecker& check, const Tensor& q, 
 
 void run_attention(const ArgumentChecker& check, AttentionParams& params, const Tensor& out) {
   if (out.numel() == 0) return;
-  params.out = attention_output(out);
+  params.out = attention_output(out, params.heads, params.head_dim);
   const DeviceStream device(out);
   OwnedTensor workspace;
   if (const int64_t bytes = attention_workspace_bytes(params)) {
@@ -105,9 +130,9 @@ void run_attention(const ArgumentChecker& check, AttentionParams& params, const 
 
 OwnedTensor call_attention(const char* operation, const Tensor& q, const Tensor& k, const Tensor& v,
                            std::optional<double> scale, const OptionalTensor& key_bias,
-                           const OptionalTensor& key_lengths) {
-  const ArgumentChecker check(operation, "q", q, 4, false);
-  AttentionParams params = attention_params(check, q, k, v, scale, key_bias, key_lengths);
+                           const OptionalTensor& key_lengths, std::optional<int64_t> heads) {
+  const ArgumentChecker check(operation, "q", q, heads.has_value() ? 3 : 4, false);
+  AttentionParams params = attention_params(check, q, k, v, scale, key_bias, key_lengths, heads);
   OwnedTensor out = check.empty(check.shape());
   run_attention(check, params, Tensor(out));
   return out;
@@ -115,20 +140,20 @@ OwnedTensor call_attention(const char* operation, const Tensor& q, const Tensor&
 
 void call_attention_out(const char* operation, const Tensor& q, const Tensor& k, const Tensor& v,
                         std::optional<double> scale, const OptionalTensor& key_bias,
-                        const OptionalTensor& key_lengths, const Tensor& out) {
-  const ArgumentChecker check(operation, "q", q, 4, false);
-  AttentionParams params = attention_params(check, q, k, v, scale, key_bias, key_lengths);
+                        const OptionalTensor& key_lengths, std::optional<int64_t> heads, const Tensor& out) {
+  const ArgumentChecker check(operation, "q", q, heads.has_value() ? 3 : 4, false);
+  AttentionParams params = attention_params(check, q, k, v, scale, key_bias, key_lengths, heads);
   check_out(check, out, check.shape(),
             {{"q", q}, {"k", k}, {"v", v}, {"key_bias", key_bias}, {"key_lengths", key_lengths}});
   run_attention(check, params, out);
 }
 
 constexpr Operation kOperations[] = {
-    operation<"attention(Tensor q, Tensor k, Tensor v, float? scale, Tensor? key_bias, Tensor? key_lengths)"
-              " -> Tensor",
+    operation<"attention(Tensor q, Tensor k, Tensor v, float? scale, Tensor? key_bias, Tensor? key_lengths,"
+              " int? heads) -> Tensor",
               call_attention>(),
     operation<"attention_out(Tensor q, Tensor k, Tensor v, float? scale, Tensor? key_bias,"
-              " Tensor? key_lengths, Tensor(a!) out) -> ()",
+              " Tensor? key_lengths, int? heads, Tensor(a!) out) -> ()",
               call_attention_out>(),
 };
 

@@ -216,16 +216,18 @@ def attend(
     mask: Tensor | None,
     expand_mask: Callable[[Tensor], Tensor] | None = None,
     *,
+    heads: int | None = None,
     key_bias: Tensor | None = None,
     out: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """(B, S, H, d), of query, key and value of that form.
+    """(B, S, H, d), of query, key and value of that form; or (B, S, H * d), all of query's dtype, of such
+    with a number of heads.
 
     ``mask`` is what the module was given. ``expand_mask``, if its processor makes of a mask (B, 1 or Sq, Sk)
     one that is broadcast over the heads, does so. ``key_bias`` (B, Sk) says the same as a mask that the
-    dispatch takes as it is. ``out`` may be what is written and returned. ``options`` are what the processor
-    passes to diffusers' dispatch besides.
+    dispatch takes as it is. ``out`` may be what is written and returned, of a call without ``heads``.
+    ``options`` are what the processor passes to diffusers' dispatch besides.
     """
     if parts.is_trusted:
         forward = injected.injection.local.forward
@@ -238,14 +240,16 @@ def attend(
             and query.dtype in ATTENTION_DTYPES
             and query.shape[0] == key.shape[0]
         ):
-            return functional.attention(query, key, value, key_bias=key_bias, out=out)
+            return functional.attention(query, key, value, key_bias=key_bias, heads=heads, out=out)
     is_free = is_native(parts)
     if parts.attends and is_free:
-        if attention_takes(query, key, value):
+        if attention_takes(query, key, value, heads):
             if mask is not None and key_bias is None and expand_mask is not None:
                 key_bias = as_key_bias(mask, key)
             if mask is None or key_bias is not None:
-                return functional.attention(query, key, value, key_bias=key_bias, out=out)
+                return functional.attention(
+                    query, key, value, key_bias=key_bias, heads=heads, out=out
+                )
             injected.fall_back("attention itself: its mask differs between queries or heads")
         elif not is_differentiated(query, key, value):
             injected.fall_back(f"attention itself: no kernel for {dtype_name(query.dtype)}")
@@ -253,16 +257,21 @@ def attend(
         # PyTorch's attention broadcasts over the heads by itself.
         is_broadcast = is_free and parts.dispatches and _is_of_all_heads(mask, key)
         mask = mask.unsqueeze(1) if is_broadcast else expand_mask(mask)
+    dtype = query.dtype
+    if heads is not None:
+        query, key, value = (x.unflatten(2, (heads, -1)) for x in (query, key, value))
     if parts.dispatch is None:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        return sdpa(query, key, value, attn_mask=mask, **options).transpose(1, 2)
-    processor = parts.processor
-    shared = {
-        "backend": processor._attention_backend,
-        "parallel_config": processor._parallel_config,
-    }
-    return parts.dispatch(query, key, value, attn_mask=mask, **{**shared, **options})
+        result = sdpa(query, key, value, attn_mask=mask, **options).transpose(1, 2)
+    else:
+        processor = parts.processor
+        shared = {
+            "backend": processor._attention_backend,
+            "parallel_config": processor._parallel_config,
+        }
+        result = parts.dispatch(query, key, value, attn_mask=mask, **{**shared, **options})
+    return result if heads is None else as_dtype(result.flatten(2, 3), dtype)
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -280,12 +289,18 @@ class Norms(NamedTuple):
     q: Norm
     k: Norm
 
-    def of_one_launch(self, query: Tensor, key: Tensor) -> bool:
-        """Whether ``qk_norm_rope`` computes both: RMS norms alike, or none."""
+    def of_one_launch(self, query: Tensor, key: Tensor, size: int | None = None) -> bool:
+        """Whether ``qk_norm_rope`` computes both: RMS norms alike, or none; of ``size`` elements, by default
+        of the last dimension."""
         q, k = self
         if q.module is None and k.module is None:
             return of_one_form(query, key)
-        return q.kind == k.kind == RMS and q.eps == k.eps and q.takes(query) and k.takes(key)
+        return (
+            q.kind == k.kind == RMS
+            and q.eps == k.eps
+            and q.takes(query, size=size)
+            and k.takes(key, size=size)
+        )
 
     def options(self, form: str) -> dict[str, Any]:
         """Those of ``qk_norm_rope``, of which ``form`` is "per_head" or "across_heads"."""
@@ -296,14 +311,29 @@ class Norms(NamedTuple):
 
 
 def operand_of(
-    injected: Injected, parts: Parts, rope: Any, query: Tensor, key: Tensor, heads: int
+    injected: Injected,
+    parts: Parts,
+    rope: Any,
+    query: Tensor,
+    key: Tensor,
+    heads: int,
+    are_alike: bool = False,
 ) -> Any:
-    """What ``qk_norm_rope`` takes as a rotary embedding of query and key of one shape, or None."""
+    """What ``qk_norm_rope`` takes as a rotary embedding of query and key of one shape, or None.
+
+    ``are_alike``, in calls that are trusted: each head of (B, S, H * d) has the same rotation, as heads of
+    (B, S, H, d).
+    """
     if parts.is_trusted:
         # One for all blocks.
         forward = injected.injection.local.forward
-        form = (query.shape, query.dtype, query.device, heads)
-        return forward.shared(rope, form, lambda: as_operand(rope, query, heads))
+        form = (query.shape, query.dtype, query.device, heads, are_alike)
+
+        def make() -> Any:
+            by_head = query.unflatten(2, (heads, -1)) if are_alike else query
+            return as_operand(rope, by_head, heads)
+
+        return forward.shared(rope, form, make)
     if parts.rotates and of_one_form(query, key):
         return as_operand(rope, query, heads)
     return None

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from .activations import GELU
-from .attention import Attention, as_dtype, attend
+from .attention import Attention
 from .blocks import Block, End, begin, feed_forward_end, finish
 from .embeddings import TIMESTEPS, axial_positions
 from .injected import Injected, Parts
 from .joint import (
     PROJECTIONS,
+    attend_to_all,
     attend_with_tables,
     begin_joined,
-    joint_streams,
     project,
     split,
 )
@@ -141,9 +141,7 @@ def _attention_forward(
     if c is None:
         streams = project(self, parts, x, None, image_rotary_emb)
         rotate = partial(parts.rotate, sequence_dim=1)
-        query, key, value = joint_streams(injected, parts, streams, rotate)
-        out = attend(injected, parts, query, key, value, attention_mask)
-        return as_dtype(out.flatten(2, 3), query.dtype)
+        return attend_to_all(injected, parts, streams, rotate, attention_mask)
     out, c_out = attend_with_tables(self, injected, parts, x, c, image_rotary_emb, attention_mask)
     return of_slices(parts.project_out, out), of_slices(parts.to_add_out, c_out)
 

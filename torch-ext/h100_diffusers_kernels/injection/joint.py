@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -83,8 +84,9 @@ PROJECTIONS = (*_OF_IMAGE, *_OF_TEXT, "to_add_out")
 
 
 class Stream(NamedTuple):
-    """Tokens of one kind: query, key and value, each (B, S, H, d), the norms of query and key, and the
-    rotary embedding of both in the model's form, or None. The value may be yet to be computed."""
+    """Tokens of one kind: query, key and value, each (B, S, H, d), or in calls that are trusted
+    (B, S, H * d); the norms of query and key, and the rotary embedding of both in the model's form, or None.
+    The value may be yet to be computed."""
 
     query: Tensor
     key: Tensor
@@ -94,6 +96,11 @@ class Stream(NamedTuple):
 
     def value_tensor(self) -> Tensor:
         return self.value() if isinstance(self.value, Projection) else self.value
+
+    def by_head(self, head_dim: int) -> Stream:
+        """The same with tensors (B, S, H, d)."""
+        query, key, value = _by_head((self.query, self.key, self.value_tensor()), head_dim)
+        return self._replace(query=query, key=key, value=value)
 
 
 def project(
@@ -111,9 +118,10 @@ def project(
         packed = parts.project(module, image, text)[: 3 if text is None else 6]
         tensors = [x.unflatten(-1, (-1, head_dim)) for x in packed]
     else:
-        tensors = [Projection(getattr(parts, name), image, head_dim) for name in _OF_IMAGE]
+        of_heads = None if parts.is_trusted else head_dim
+        tensors = [Projection(getattr(parts, name), image, of_heads) for name in _OF_IMAGE]
         if text is not None:
-            tensors += [Projection(getattr(parts, name), text, head_dim) for name in _OF_TEXT]
+            tensors += [Projection(getattr(parts, name), text, of_heads) for name in _OF_TEXT]
         tensors = [p if i % 3 == 2 else p() for i, p in enumerate(tensors)]
     query, key, value, *of_text = tensors
     streams = [Stream(query, key, value, Norms(parts.norm_q, parts.norm_k), image_rope)]
@@ -130,17 +138,18 @@ def joint_streams(
     streams: Sequence[Stream],
     rotate: Callable[[Tensor, Any], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of all streams, one after the other, for attention.
+    """Query, key and value of all streams, one after the other, for attention: (B, S, H, d), or (B, S, H * d)
+    as in the streams.
 
     Norms are of each head. The kernel writes each stream to its place; where it does not take one, the
     streams are computed apart and concatenated.
     """
-    may_join = len(streams) > 1 and (parts.is_trusted or may_write())
+    may_join = parts.is_trusted or (len(streams) > 1 and may_write())
     operands = (
         [_operand(injected, parts, stream) for stream in streams] if may_join else [_NOT_TAKEN]
     )
     is_direct = all(operand is not _NOT_TAKEN for operand in operands)
-    if is_direct:
+    if is_direct and len(streams) > 1:
         streams = [
             stream
             if isinstance(stream.value, Projection)
@@ -150,6 +159,8 @@ def joint_streams(
         ]
         is_direct = (_fit if parts.is_trusted else _is_of_one_kind)(streams)
     if not is_direct:
+        if parts.is_trusted:
+            streams = [stream.by_head(parts.head_dim) for stream in streams]
         normed = [
             norm_and_rotate(injected, parts, s.norms, s.query, s.key, s.rope, rotate, "per_head")
             for s in streams
@@ -159,9 +170,18 @@ def joint_streams(
             return each[0]
         query, key, value = (torch.cat(tensors, dim=1) for tensors in zip(*each))
         return query, key, value
-    batch, _, heads, head_dim = streams[0].query.shape
+    batch, _, *of_token = streams[0].query.shape
+    heads = math.prod(of_token) // parts.head_dim
+    if len(streams) == 1:
+        ((query, key, _, norms, rope),) = streams
+        if norms.q.module is not None or rope is not None:
+            options = norms.options("per_head")
+            query, key = functional.qk_norm_rope(
+                query, key, rope=operands[0], heads=heads, **options
+            )
+        return query, key, streams[0].value_tensor()
     lengths = [stream.query.shape[1] for stream in streams]
-    shape = (batch, sum(lengths), heads, head_dim)
+    shape = (batch, sum(lengths), *of_token)
     query, key, value = (streams[0].query.new_empty(shape) for _ in range(3))
     places = zip(*(x.split_with_sizes(lengths, 1) for x in (query, key, value)))
     for stream, operand, (q_out, k_out, v_out) in zip(streams, operands, places):
@@ -182,15 +202,15 @@ def joint_streams(
 def _operand(injected: Injected, parts: Parts, stream: Stream) -> Any:
     """The rotation that the kernel takes, None for none, or _NOT_TAKEN."""
     query, key, _, norms, rope = stream
-    if not norms.of_one_launch(query, key):
+    if not norms.of_one_launch(query, key, parts.head_dim):
         return _NOT_TAKEN
     if rope is None:
         return None
-    heads = query.shape[2]
     if parts.is_trusted:
-        operand = operand_of(injected, parts, rope, query, key, heads)
+        heads = query.shape[2] // parts.head_dim
+        operand = operand_of(injected, parts, rope, query, key, heads, are_alike=True)
     else:
-        operand = as_operand(rope, query, heads) if parts.rotates else None
+        operand = as_operand(rope, query, query.shape[2]) if parts.rotates else None
     return _NOT_TAKEN if operand is None else operand
 
 
@@ -238,14 +258,36 @@ def attend_jointly(
     ``rope_of_all``: the rotation of all tokens where that of each stream is not known. ``options`` are those
     of ``attend``.
     """
-    query, key, value = joint_streams(injected, parts, streams, rotate)
-    if rope_of_all is not None:
-        query, key = rotate(query, rope_of_all), rotate(key, rope_of_all)
-    out = attend(injected, parts, query, key, value, mask, **options)
-    out = as_dtype(out.flatten(2, 3), query.dtype)
+    out = attend_to_all(injected, parts, streams, rotate, mask, rope_of_all=rope_of_all, **options)
     lengths = [stream.query.shape[1] for stream in streams]
     first, second = out.split_with_sizes(lengths, 1)
     return first, second
+
+
+def attend_to_all(
+    injected: Injected,
+    parts: Parts,
+    streams: Sequence[Stream],
+    rotate: Callable[[Tensor, Any], Tensor],
+    mask: Tensor | None = None,
+    *,
+    rope_of_all: Any = None,
+    **options: Any,
+) -> Tensor:
+    """The same of any number of streams, as one (B, S, H * d)."""
+    query, key, value = joint_streams(injected, parts, streams, rotate)
+    if rope_of_all is not None:
+        query, key, value = _by_head((query, key, value), parts.head_dim)
+        query, key = rotate(query, rope_of_all), rotate(key, rope_of_all)
+    if query.dim() == 3:
+        heads = query.shape[2] // parts.head_dim
+        return attend(injected, parts, query, key, value, mask, heads=heads, **options)
+    out = attend(injected, parts, query, key, value, mask, **options)
+    return as_dtype(out.flatten(2, 3), query.dtype)
+
+
+def _by_head(tensors: Sequence[Tensor], head_dim: int) -> list[Tensor]:
+    return [x if x.dim() == 4 else x.unflatten(2, (-1, head_dim)) for x in tensors]
 
 
 def attend_with_tables(

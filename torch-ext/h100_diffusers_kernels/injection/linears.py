@@ -131,18 +131,19 @@ _ROWS_OF_ITS_OWN = 1024
 
 
 class Projection:
-    """What a linear layer makes of x (B, S, D), by heads: (B, S, H, d); computed where it is asked for."""
+    """What a linear layer makes of x (B, S, D), by heads: (B, S, H, d), or without a ``head_dim``
+    (B, S, H * d); computed where it is asked for."""
 
     __slots__ = ("_head_dim", "_layer", "_x")
 
-    def __init__(self, layer: Layer, x: Tensor, head_dim: int) -> None:
+    def __init__(self, layer: Layer, x: Tensor, head_dim: int | None) -> None:
         self._layer = layer
         self._x = x
         self._head_dim = head_dim
 
     def __call__(self) -> Tensor:
         out = self._layer(self._x)
-        return out.view(*out.shape[:-1], -1, self._head_dim)
+        return out if self._head_dim is None else out.view(*out.shape[:-1], -1, self._head_dim)
 
     def fits(self, query: Tensor, is_trusted: bool = False) -> bool:
         """Whether ``write`` can be asked for what stands beside this query."""
@@ -151,7 +152,7 @@ class Projection:
             return (
                 _are_rows_of_one(self._x)
                 and _has_rows(layer)
-                and layer.weight.shape[0] == query.shape[2] * query.shape[3]
+                and layer.weight.shape[0] == query.shape[2:].numel()
             )
         return (
             _goes_by_sample(layer, self._x)
@@ -160,7 +161,7 @@ class Projection:
         )
 
     def write(self, out: Tensor) -> None:
-        """To (B, S, H, d), each sample's without gaps. Only where it ``fits``."""
+        """To (B, S, H, d) or (B, S, H * d), each sample's without gaps. Only where it ``fits``."""
         x, known = self._x, self._layer
         if x.shape[0] == 1:
             _write(known, x.squeeze(0), out.view(out.shape[1], -1))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..conditions import kernels_run_on, of_one_form, tracks_derivatives
 from ..functional import CoordinateRope
 from .activations import GELU
-from .attention import Attention, Norms, as_dtype, attend, norm_and_rotate
+from .attention import Attention, Norms, attend, norm_and_rotate
 from .blocks import Block, End, begin, finish, table_rows
 from .embeddings import TIMESTEPS
 from .forward_slot import is_wrapped
@@ -103,15 +103,14 @@ def _attention_forward(
     query, key = norm_and_rotate(
         injected, parts, norms, query, key, image_rotary_emb, parts.rotate, form, heads
     )
-    query, key, value = (x.view(x.shape[0], x.shape[1], heads, -1) for x in (query, key, value))
 
     def expand_mask(mask: Tensor) -> Tensor:
         mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])
         return mask.view(key.shape[0], heads, -1, mask.shape[-1])
 
-    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
+    options: dict[str, Any] = {"heads": heads, "dropout_p": 0.0, "is_causal": False}
     out = attend(injected, parts, query, key, value, attention_mask, expand_mask, **options)
-    return parts.project_out(as_dtype(out.flatten(2, 3), query.dtype))
+    return parts.project_out(out)
 
 
 def _rope_forward(

@@ -68,13 +68,14 @@ class Norm:
         self.eps: float = 0.0
         self.size: int | None = None  # of the normalized dimension, where the module says it
 
-    def takes(self, x: Tensor, *others: Tensor | None) -> bool:
-        """Whether the kernels compute the norm of ``x`` along with the others, where they take ``x``."""
+    def takes(self, x: Tensor, *others: Tensor | None, size: int | None = None) -> bool:
+        """Whether the kernels compute the norm of ``x`` along with the others, where they take ``x``; of
+        ``size`` elements, by default of its last dimension."""
         # Where nothing is widened, operands of another dtype would give results of another one.
         of_form = go_with if self.widens else of_one_form
         return (
             self.kind is not None
-            and (self.size is None or self.size == x.shape[-1])
+            and (self.size is None or self.size == (x.shape[-1] if size is None else size))
             and of_form(x, self.weight, self.bias, *others)
         )
 
@@ -155,7 +156,7 @@ class _TrustedNorm(Norm):
     they are a sum of.
     """
 
-    def takes(self, x: Tensor, *others: Tensor | None) -> bool:
+    def takes(self, x: Tensor, *others: Tensor | None, size: int | None = None) -> bool:
         dtype = x.dtype
         for tensor in (self.weight, self.bias, *others):
             if tensor is not None and (
@@ -164,7 +165,7 @@ class _TrustedNorm(Norm):
                 or (type(tensor) not in PLAIN_TYPES and not is_plain(tensor))
             ):
                 return False
-        return self.size is None or self.size == x.shape[-1]
+        return self.size is None or self.size == (x.shape[-1] if size is None else size)
 
     def _takes_sum(
         self, residual: Tensor, x: Tensor, gate: Tensor | None, operands: list[Tensor | None]

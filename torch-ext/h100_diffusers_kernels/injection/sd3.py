@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from .activations import GELU
-from .attention import Attention, as_dtype, attend
+from .attention import Attention
 from .blocks import Block, begin, feed_forward_end, finish
 from .embeddings import TIMESTEPS
 from .injected import Injected, Parts
-from .joint import PROJECTIONS, attend_jointly, joint_streams, project
+from .joint import PROJECTIONS, attend_jointly, attend_to_all, project
 from .linears import of_slices
 from .model_forward import Model
 from .norm_modules import OUTPUT_NORM
@@ -116,9 +116,7 @@ def _attention_forward(
     streams = project(self, parts, x, c)
     options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
     if c is None:
-        query, key, value = joint_streams(injected, parts, streams, _no_rotation)
-        out = attend(injected, parts, query, key, value, None, **options)
-        return parts.project_out(as_dtype(out.flatten(2, 3), query.dtype))
+        return parts.project_out(attend_to_all(injected, parts, streams, _no_rotation, **options))
     out, c_out = attend_jointly(injected, parts, streams, _no_rotation, **options)
     if not self.context_pre_only:
         c_out = of_slices(parts.to_add_out, c_out)

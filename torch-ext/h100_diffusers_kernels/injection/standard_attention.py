@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..conditions import ATTENTION_DTYPES, kernels_take, tracks_derivatives
-from .attention import Attention, as_dtype, attend, has_function_mode
+from .attention import Attention, attend, has_function_mode
 from .injected import Injected, Injection, Parts
 from .linears import is_one
 from .original import Original
@@ -99,13 +99,9 @@ def _forward(
         return processed_forward(self, injected, x, **given, **kwargs)
     injected.count([])
     context = x if c is None else c
-    batch, tokens, _ = x.shape
-    query = direct.to_q(x).view(batch, tokens, direct.heads, direct.head_dim)
-    of_keys = (batch, context.shape[1], direct.heads, direct.head_dim)
-    key, value = direct.to_k(context).view(of_keys), direct.to_v(context).view(of_keys)
-    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
-    out = attend(injected, direct, query, key, value, None, **options)
-    return direct.project_out(as_dtype(out.flatten(2, 3), query.dtype))
+    query, key, value = direct.to_q(x), direct.to_k(context), direct.to_v(context)
+    options: dict[str, Any] = {"heads": direct.heads, "dropout_p": 0.0, "is_causal": False}
+    return direct.project_out(attend(injected, direct, query, key, value, None, **options))
 
 
 def _takes(direct: Parts, x: Any, c: Any) -> bool:

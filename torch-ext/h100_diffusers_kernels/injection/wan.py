@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .activations import GELU
-from .attention import Attention, Norms, as_dtype, attend, norm_and_rotate
+from .attention import Attention, Norms, attend, norm_and_rotate
 from .blocks import Block, End, begin, finish, table_rows
 from .embeddings import TIMESTEPS
 from .injected import Injected, Parts
@@ -165,21 +165,15 @@ def _attention_forward(
     query, key = norm_and_rotate(
         injected, parts, norms, query, key, tables, _rotated, "across_heads", heads
     )
-
-    def by_head(tensor: Tensor) -> Tensor:
-        return tensor.view(tensor.shape[0], tensor.shape[1], heads, -1)
-
-    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
+    options: dict[str, Any] = {"heads": heads, "dropout_p": 0.0, "is_causal": False}
     if encoder_hidden_states is not None and not context_is_parallel:
         options["parallel_config"] = None  # each rank has all of the text
-    query = by_head(query)
-    out = attend(injected, parts, query, by_head(key), by_head(value), attention_mask, **options)
-    out = as_dtype(out.flatten(2, 3), query.dtype)
+    out = attend(injected, parts, query, key, value, attention_mask, **options)
     if of_image is not None:
         key, value = _project_image(self, parts, of_image)
-        key, value = by_head(parts.norm_added_k(key)), by_head(value)
+        key = parts.norm_added_k(key)
         image_out = attend(injected, parts, query, key, value, None, **options)
-        out = gated_residual(out, as_dtype(image_out.flatten(2, 3), query.dtype), None)
+        out = gated_residual(out, image_out, None)
     return parts.project_out(out)
 
 
