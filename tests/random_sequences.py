@@ -220,7 +220,9 @@ def make_hook(kind, how):
             return args, {**kwargs, names[-1]: changed(kwargs[names[-1]], how)}
 
     def change_parameter(module, args):
-        name, parameter = next(module.named_parameters())
+        name, parameter = next(module.named_parameters(), (None, None))
+        if parameter is None:  # a norm without a weight
+            return
         owner, _, attribute = name.rpartition(".")
         if how == "replace":
             owner = module.get_submodule(owner)
@@ -1445,12 +1447,14 @@ def kind_of(result):
 
 
 def quiet():
-    """No warnings of deprecated or experimental features, one thread, nothing old to collect."""
+    """No warnings of deprecated or experimental features, one thread, no TensorFloat-32, nothing old to collect."""
     logging.getLogger().setLevel(logging.ERROR)
     for name in ("diffusers", "accelerate", "peft", "torchao", "h100_diffusers_kernels"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    # Of convolutions in TensorFloat-32 two that differ by a bit are as far apart as 16 bits are.
+    torch.backends.cudnn.allow_tf32 = False
     load_kernel()
     gc.collect()
     gc.freeze()

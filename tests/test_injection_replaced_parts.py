@@ -8,6 +8,8 @@ from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers import transformer_ltx
 from torch import nn
 
+from families import FAMILIES
+from family import KERNEL_HEADS
 from foreign_modules import Wrap
 from injected_pairs import BFLOAT16, assert_alike, fallen_back, is_said, pair
 from ltx_models import either_order, inputs, kernel_calls, run, transformer
@@ -190,6 +192,42 @@ def test_a_norm_that_cannot_compute_raises_its_own_error(
     with pytest.raises(TypeError) as error:
         run(model, inputs(plain))
     assert str(error.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["norm1", "norm2", "norm3"])
+@each_of_two_blocks
+@either_order
+def test_a_layer_norm_where_the_model_computes_in_float32(
+    kernel, device, name, index, dtype, is_injected_first
+):
+    """One with a weight in 16 bits cannot be called there."""
+    family = FAMILIES["wan"]
+    arguments = family.inputs(device, torch.bfloat16)
+    model, plain = (family.model(device, torch.bfloat16, seed=1, **KERNEL_HEADS) for _ in range(2))
+
+    def change(model):
+        norm = nn.LayerNorm(model.blocks[index].ffn.net[2].out_features)
+        setattr(model.blocks[index], name, norm.to(device, dtype))
+
+    change(plain)
+    if is_injected_first:
+        kernel.inject_kernels(model)
+    change(model)
+    if not is_injected_first:
+        kernel.inject_kernels(model)
+    if dtype == torch.bfloat16:
+        with pytest.raises(RuntimeError) as expected:
+            run(plain, arguments)
+        with pytest.raises(RuntimeError) as error:
+            run(model, arguments)
+        assert str(error.value) == str(expected.value)
+    else:
+        calls = kernel_calls(run, model, arguments)
+        assert "gated_residual_layer_norm_modulate" in calls
+        torch.testing.assert_close(
+            run(model, arguments), run(plain, arguments), rtol=0.05, atol=0.1
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -16,6 +16,7 @@ from .original import class_name, find_class
 from .snapshot import Look
 
 RMS, LAYER = "rms", "layer"
+_LAYER_NORM = "torch.nn:LayerNorm"
 # What each class computes, the functions that its forward calls, and the attributes that it reads.
 _CLASSES = {
     "diffusers.models.normalization:RMSNorm": (RMS, (), ("weight", "bias", "eps")),
@@ -24,7 +25,7 @@ _CLASSES = {
         ("torch.nn.functional:rms_norm",),
         ("weight", "eps", "normalized_shape"),
     ),
-    "torch.nn:LayerNorm": (
+    _LAYER_NORM: (
         LAYER,
         ("torch.nn.functional:layer_norm",),
         ("weight", "bias", "eps", "normalized_shape"),
@@ -239,6 +240,11 @@ def see_norm(
     return norm
 
 
+def _goes_with_float32(norm: Norm) -> bool:
+    affine = (norm.weight, norm.bias)
+    return all(tensor is None or tensor.dtype == torch.float32 for tensor in affine)
+
+
 def _fill(norm: Norm, module: Any, injection: Injection, snapshot: Look) -> str | None:
     """Reads what the kernels need, or says why they cannot stand in for the module."""
     path = next((path for path in _CLASSES if type(module) is find_class(path)), None)
@@ -256,6 +262,8 @@ def _fill(norm: Norm, module: Any, injection: Injection, snapshot: Look) -> str 
         return "has a sharded or quantized weight"
     if norm.kind == RMS and norm.bias is not None:
         return "has a bias"
+    if norm.widens and path == _LAYER_NORM and not _goes_with_float32(norm):
+        return "has a weight that PyTorch does not take beside the float32 it is called with"
     if not isinstance(norm.eps, float):
         return f"has an eps of {norm.eps}"
     normalized_shape = read.get("normalized_shape")
