@@ -203,12 +203,17 @@ def main(chosen, conditions, weights, modes, device, dtype, tiny, rounds, output
         "rounds": rounds,
         "forwards": [],
     }
+    has_default = PUBLISHED in conditions and DEFAULT_WEIGHTS in weights
+    neutral = ("conditions", "weights") if has_default else ()
+    output = record.destination(output, "host_forward", result["environment"], neutral)
     failed: list[str] = []
     for published, condition, of_weights in itertools.product(chosen, conditions, weights):
         try:
             result["forwards"] += measure_model(
                 published, kernel, modes, rounds, device, dtype, tiny, condition, of_weights
             )
+            if output is not None:
+                record.write(output, result)  # also if a later model takes too long
         except Exception:
             if len(chosen) == 1:
                 raise
@@ -216,11 +221,7 @@ def main(chosen, conditions, weights, modes, device, dtype, tiny, rounds, output
             click.echo(traceback.format_exc(), err=True)
         models.free(device)
     show(result["forwards"])
-    has_default = PUBLISHED in conditions and DEFAULT_WEIGHTS in weights
-    neutral = ("conditions", "weights") if has_default else ()
-    output = record.destination(output, "host_forward", result["environment"], neutral)
-    if output is not None:
-        record.write(output, result)
+    if output is not None and result["forwards"]:
         click.echo(f"Wrote {output}")
     if failed:
         raise click.ClickException(f"not measured: {', '.join(failed)}")

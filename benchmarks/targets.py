@@ -5,6 +5,7 @@ Nothing here is a result: each row is computed from the JSON of one run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -425,6 +426,17 @@ def host_share(result: Mapping | None, name: str) -> float | None:
     return max(shares, default=None)
 
 
+def gathered_hosts(results: Path) -> dict | None:
+    """The newest figures of the host's time of each model in each way, and the runs that they are of."""
+
+    def key(entry: dict) -> tuple:
+        model = re.sub(r", [\d +]+ blocks", "", entry["model"])  # once there were fewer blocks
+        options = (entry.get("condition", "as published"), entry.get("weights", "random"))
+        return (model, *options, entry["context"], entry["mode"])
+
+    return history.gathered("host_forward", "forwards", key, results)
+
+
 def gathered_forwards(results: Path) -> dict | None:
     """The newest figures of each forward with CUDA graphs, and the runs that they are of.
 
@@ -451,6 +463,10 @@ def gathered_forwards(results: Path) -> dict | None:
             if any(forward in run["graph_forwards"] for forward in chosen)
         ]
     return gathered
+
+
+# Results that are put together of the runs of their parts.
+GATHERED = {"cuda_graphs": gathered_forwards, "host_forward": gathered_hosts}
 
 
 def modes_of(forward: Mapping) -> set[str]:

@@ -1447,7 +1447,7 @@ def kind_of(result):
 
 
 def quiet():
-    """No warnings of deprecated or experimental features, one thread, no TensorFloat-32, nothing old to collect."""
+    """No warnings of deprecated or experimental features, one thread, no TF32, nothing old to collect."""
     logging.getLogger().setLevel(logging.ERROR)
     for name in ("diffusers", "accelerate", "peft", "torchao", "h100_diffusers_kernels"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

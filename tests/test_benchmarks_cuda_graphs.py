@@ -416,6 +416,28 @@ def test_newest_of_each_forward_is_shown(tmp_path):
     assert targets.gathered_forwards(tmp_path)["graph_forwards"] == [old], "an H100's come first"
 
 
+def test_newest_host_time_of_each_model_is_shown(tmp_path):
+    def entry(model, ms, **options):
+        return {"model": model, "context": "no_grad", "mode": "injected", "ms": ms, **options}
+
+    def keep(name, hour, *forwards):
+        environment = {"date": f"2026-11-23 {hour}:00:00 UTC", "device": "NVIDIA H200"}
+        path = tmp_path / "host_forward" / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"environment": environment, "forwards": forwards}))
+
+    assert targets.gathered_hosts(tmp_path) is None
+    hooked = entry("FLUX.1", 9, condition="a hook on every block")
+    peaked = entry("FLUX.1", 8, weights="peaked")
+    keep("a", "10", entry("FLUX.1, 5 + 10 blocks", 1), entry("Allegro, 4 blocks", 2), hooked)
+    keep("b", "11", entry("FLUX.1", 3, condition="as published", weights="random"), peaked)
+    gathered = targets.gathered_hosts(tmp_path)
+    assert [f["ms"] for f in gathered["forwards"]] == [3, 2, 9, 8]
+    assert len(gathered["runs"]) == 2
+    keep("c", "12", entry("FLUX.1", 4), entry("FLUX.1", 5, mode="eager"))
+    assert [f["ms"] for f in targets.gathered_hosts(tmp_path)["forwards"]] == [4, 2, 9, 8, 5]
+
+
 def test_results_are_compared():
     rows = compare_results.read(result_of(made_up_forward(**{models.REDUCE_OVERHEAD: 42.0})))
     name = "the models 49x512x768 peaked, injected+graphs"

@@ -5,6 +5,7 @@ The same JSON gives the same files, byte for byte. tools/render_docs.py writes t
 
 from __future__ import annotations
 
+import functools
 import io
 import statistics
 import sys
@@ -234,8 +235,6 @@ PLOTS: dict[str, tuple[Callable[[dict[str, dict]], str], tuple[str, ...], tuple[
     "all_models": (all_models, ("models",), tuple(targets.TITLES)),
     "cuda_graphs": (cuda_graphs, ("cuda_graphs",), ()),
 }
-# Results that are put together of the runs of their parts.
-GATHERED = {"cuda_graphs": targets.gathered_forwards}
 
 
 def render(results: Path) -> dict[str, str]:
@@ -244,7 +243,7 @@ def render(results: Path) -> dict[str, str]:
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
         for name, (draw, needed, wanted) in PLOTS.items():
             loaded = {
-                need: GATHERED[need](results) if need in GATHERED else history.shown(need, results)
+                need: targets.GATHERED.get(need, functools.partial(history.shown, need))(results)
                 for need in (*needed, *wanted)
             }
             measured = {need: result for need, result in loaded.items() if result is not None}

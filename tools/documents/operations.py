@@ -222,8 +222,13 @@ def targets(results: Path) -> str:
     loaded = {name: load(results, name) for name in (*first, "host", *later)}
     pipeline = history.shown("pipeline", results, targets_.has_graphs)
     loaded |= {"pipeline": pipeline} if pipeline else {}
-    graphs = targets_.gathered_forwards(results)
-    runs = [*loaded.values(), *(graphs["runs"] if graphs else [])]
+    gathered = {
+        name: of_runs
+        for name, gather in targets_.GATHERED.items()
+        if (of_runs := gather(results)) is not None
+    }
+    runs = [result for name, result in loaded.items() if name not in gathered]
+    runs += [run for of_runs in gathered.values() for run in of_runs["runs"]]
     rows = [
         [
             target.what,
@@ -232,7 +237,7 @@ def targets(results: Path) -> str:
             "" if target.measured is None else f"{target.measured:.2f}{target.unit}",
             target.verdict,
         ]
-        for target in targets_.evaluate({**loaded, **({"cuda_graphs": graphs} if graphs else {})})
+        for target in targets_.evaluate({**loaded, **gathered})
     ]
     return markdown(rows, ["what", "of", "aim", "measured", ""]) + setup(*runs)
 

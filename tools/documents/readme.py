@@ -203,7 +203,9 @@ def host_share(results: Path, model: str) -> str:
     return span(
         [
             entry["over_eager"]
-            for entry in load(results, "host_forward")["forwards"]
+            for entry in (targets.gathered_hosts(results) or load(results, "host_forward"))[
+                "forwards"
+            ]
             if entry["model"].startswith(model)
             and entry["mode"] == "injected"
             and entry.get("condition", "as published") == "as published"

@@ -189,11 +189,11 @@ def host(results: Path) -> str:
 @table
 def host_forward(results: Path) -> str:
     """The host's time for a whole forward."""
-    if not is_measured(results, "host_forward"):
+    gathered = targets.gathered_hosts(results)
+    if gathered is None:
         return unmeasured("host_forward")
-    result = load(results, "host_forward")
     rows = []
-    for entry in result["forwards"]:
+    for entry in gathered["forwards"]:
         kernels = entry.get("kernels")
         rows.append(
             [
@@ -210,7 +210,8 @@ def host_forward(results: Path) -> str:
         )
     headers = ["model", "condition", "weights", "under", "mode"]
     headers += ["host time", "of eager's", "GPU's time", "launches"]
-    return markdown(rows, headers) + setup(result) + f", on {result['processor']}"
+    processors = sorted({run["processor"] for run in gathered["runs"]})
+    return markdown(rows, headers) + setup(*gathered["runs"]) + f", on {', '.join(processors)}"
 
 
 @table
