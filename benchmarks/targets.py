@@ -101,7 +101,7 @@ GRAPH_WALL_OVER_BUSY = 1.03
 CAPTURING_OVER_PLAIN = 3.0
 GRAPH_PIPELINE, GRAPH_PIPELINE_OVER_EAGER = "49x512x704:30", 1.95
 # Whose rows stand without a figure until there is one.
-MEASURED_LATER = ("attention", "group_norm", *TITLES, "host_forward")
+MEASURED_LATER = ("attention", "group_norm", *TITLES)
 # Of what a ceiling can be: a clock may be a little above its nominal rate.
 HIGHEST_CEILING_RATIO = 1.1
 
@@ -405,7 +405,7 @@ def model_forwards(results: Mapping[str, Mapping]) -> list[Target]:
         ),
         furthest(
             "a forward's host time over eager's",
-            [(TITLES[name], host_share(results.get("host_forward"), name)) for name in families],
+            [(TITLES[name], most_of_host(results.get("host_forward"), name)) for name in families],
             HOST_FORWARD_OVER_EAGER,
             "×",
             is_upper_bound=True,
@@ -413,17 +413,21 @@ def model_forwards(results: Mapping[str, Mapping]) -> list[Target]:
     ]
 
 
-def host_share(result: Mapping | None, name: str) -> float | None:
-    """The most that the host's time of the injected model is of eager's, as published."""
-    shares = [
+def most_of_host(result: Mapping | None, name: str) -> float | None:
+    """The most of ``host_shares``, of a model by its name."""
+    return max(host_shares(result, TITLES[name]) if result else [], default=None)
+
+
+def host_shares(result: Mapping, title: str) -> list[float]:
+    """What the host's time of the injected model is of eager's, as published."""
+    return [
         entry["over_eager"]
-        for entry in (result or {"forwards": []})["forwards"]
-        if entry["model"].startswith(TITLES[name])
+        for entry in result["forwards"]
+        if entry["model"].startswith(title)
         and entry["mode"] == "injected"
         and entry.get("condition", "as published") == "as published"
         and "over_eager" in entry
     ]
-    return max(shares, default=None)
 
 
 def gathered_hosts(results: Path) -> dict | None:

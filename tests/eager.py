@@ -9,6 +9,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from references import split_heads
+
 
 def _is_mixed(x, *others):
     """Whether float32 meets rows of 16 bits: models then compute in float32, as diffusers' Wan does."""
@@ -245,8 +247,7 @@ def softmax(x):
 
 def attention(q, k, v, *, scale=None, key_bias=None, key_lengths=None, heads=None):
     if heads is not None:
-        head_dim = q.shape[2] // heads
-        q, k, v = (t.unflatten(2, (-1, head_dim)) for t in (q, k, v))
+        q, k, v = split_heads(heads, q, k, v)
         options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths}
         return attention(q, k, v, **options).flatten(2)
     mask = None if key_bias is None else key_bias.to(q.dtype)[:, None, None]

@@ -242,11 +242,16 @@ def softmax(x):
     return e / e.sum(-1, keepdim=True)
 
 
+def split_heads(heads, *tensors):
+    """(B, S, H, d) of tensors (B, S, H * d), the first of which has so many heads."""
+    head_dim = tensors[0].shape[2] // heads
+    return [t.unflatten(2, (-1, head_dim)) for t in tensors]
+
+
 def attention(q, k, v, *, scale=None, key_bias=None, key_lengths=None, heads=None):
     q, k, v, key_bias = _double(q, k, v, key_bias)
     if heads is not None:
-        head_dim = q.shape[2] // heads
-        q, k, v = (t.unflatten(2, (-1, head_dim)) for t in (q, k, v))
+        q, k, v = split_heads(heads, q, k, v)
         options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths}
         return attention(q, k, v, **options).flatten(2)
     batch, keys = k.shape[:2]

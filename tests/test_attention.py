@@ -61,12 +61,6 @@ def pad_with(value, lengths, *tensors):
             tensor[b, min(max(length, 0), tensor.shape[1]) :] = value
 
 
-def split_heads(heads, *tensors):
-    """Of tensors whose heads follow each other, the first of which has so many."""
-    head_dim = tensors[0].shape[2] // heads
-    return [t.unflatten(2, (-1, head_dim)) for t in tensors]
-
-
 def largest_score(q, k, scale, key_bias):
     """A bound of the magnitude of the scores."""
     norms = [t.double().norm(dim=-1).nan_to_num(0, 0, 0).amax().item() for t in (q, k)]
@@ -104,7 +98,7 @@ def check_attention(kernel, q, k, v, *, contract=True, written=None, **options):
     finfo = torch.finfo(q.dtype)
     magnitudes = references.attention(q, k, v.abs(), **options)
     heads = options.get("heads")
-    by_head = [q, k, v] if heads is None else split_heads(heads, q, k, v)
+    by_head = [q, k, v] if heads is None else references.split_heads(heads, q, k, v)
     score = largest_score(*by_head[:2], options.get("scale"), options.get("key_bias"))
     of_probabilities = finfo.eps / 2 + 1e-4 + 2**-20 * score
     slack = of_probabilities * magnitudes + finfo.eps / 2 * finfo.smallest_normal
@@ -396,11 +390,11 @@ def test_heads_given(kernel, device, layout, key_heads, head_dim, dtype):
     k, v = (normal(2, 130, key_heads * head_dim, **options) for _ in range(2))
     out = check_attention(kernel, q, k, v, heads=heads)
     assert out.shape == q.shape and out.is_contiguous()
-    expected = kernel.attention(*split_heads(heads, q, k, v))
+    expected = kernel.attention(*references.split_heads(heads, q, k, v))
     assert torch.equal(out, expected.flatten(2))
 
 
-@pytest.mark.parametrize("queries", [130, 1025])
+@few_and_many_queries
 @every_head_dim
 @every_16_bit_dtype
 def test_heads_given_with_all_options(kernel, device, queries, head_dim, dtype):
@@ -434,10 +428,10 @@ def test_heads_given_of_empty_tensors(kernel, device, empty):
     assert out.shape == q.shape and not out.any()
 
 
+@pytest.mark.usefixtures("_fresh_compiler")
 @every_16_bit_dtype
 def test_heads_given_compiled(kernel, device, dtype):
     q, k, v = in_one(*query_key_value(2, 70, 130, 2, 64, dtype, device))
-    torch._dynamo.reset()
     compiled = torch.compile(lambda *x: kernel.attention(*x, heads=2) * 2, fullgraph=True)
     assert torch.equal(compiled(q, k, v), kernel.attention(q, k, v, heads=2) * 2)
 
@@ -448,7 +442,7 @@ def test_gradients_with_heads_given(kernel, device, dtype):
         t.detach() for t in in_one(*query_key_value(2, 6, 9, 4, 64, dtype, device, key_heads=2))
     ]
     given = [t.clone().requires_grad_() for t in tensors]
-    by_head = [t.clone().requires_grad_() for t in split_heads(4, *tensors)]
+    by_head = [t.clone().requires_grad_() for t in references.split_heads(4, *tensors)]
     out, expected = kernel.attention(*given, heads=4), kernel.attention(*by_head)
     assert torch.equal(out, expected.flatten(2))
     tangent = torch.randn_like(out)

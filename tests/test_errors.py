@@ -23,6 +23,7 @@ from inputs import (
     DECLARATIONS,
     GRID_AXES,
     HEADS,
+    HEADS_GIVEN,
     OPERATIONS,
     QK_OPERATIONS,
     ROPE_OPERATIONS,
@@ -807,7 +808,9 @@ def test_every_path_takes_the_same_scalars(kernel, device, argument, operation):
         *(torch.tensor(value, device=device) for value in (0.5, [0.5], [[0.5] * HIDDEN], 4, True)),
         torch.tensor(0.5, device=device, requires_grad=True),
     ]
-    function, arguments = valid_call(kernel, operation, device)
+    is_of_attention = (argument, operation) == ("heads", "attention")
+    given = HEADS_GIVEN if is_of_attention else operation
+    function, arguments = valid_call(kernel, given, device)
     leader = next(tensors_of(arguments))
     for value in values:
         arguments[argument] = value
@@ -823,7 +826,8 @@ def test_every_path_takes_the_same_scalars(kernel, device, argument, operation):
         if kind == "returned":
             assert argument == "rope" or not isinstance(value, (torch.Tensor, np.ndarray, complex))
         else:
-            names = f"{argument}|q|cos|k_cos|weight|q_weight|q_out"
+            # With other heads, it is q that has a wrong head_dim.
+            names = "heads|q" if is_of_attention else f"{argument}|cos|k_cos|weight|q_weight|q_out"
             assert re.fullmatch(rf"{function.__name__}: (?:{names}) [^\n]*, got [^\n]*", message)
         if kind is TypeError and message.split(": ")[1].startswith(argument):
             parameter = DECLARATIONS[public_name(operation)].parameters[argument]

@@ -227,8 +227,7 @@ def targets(results: Path) -> str:
         for name, gather in targets_.GATHERED.items()
         if (of_runs := gather(results)) is not None
     }
-    runs = [result for name, result in loaded.items() if name not in gathered]
-    runs += [run for of_runs in gathered.values() for run in of_runs["runs"]]
+    runs = [*loaded.values(), *(run for of_runs in gathered.values() for run in of_runs["runs"])]
     rows = [
         [
             target.what,

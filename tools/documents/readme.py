@@ -200,17 +200,8 @@ def full_speed_after(results: Path) -> str:
 
 def host_share(results: Path, model: str) -> str:
     """The host's time of the injected forward, of eager's; as published."""
-    return span(
-        [
-            entry["over_eager"]
-            for entry in (targets.gathered_hosts(results) or load(results, "host_forward"))[
-                "forwards"
-            ]
-            if entry["model"].startswith(model)
-            and entry["mode"] == "injected"
-            and entry.get("condition", "as published") == "as published"
-        ]
-    )
+    gathered = targets.gathered_hosts(results) or load(results, "host_forward")
+    return span(targets.host_shares(gathered, model))
 
 
 FIGURES["ltx_host_share"] = functools.partial(host_share, model="LTX-Video")

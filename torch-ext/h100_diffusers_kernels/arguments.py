@@ -341,25 +341,22 @@ def _check_heads(operation: str, name: str, x: Tensor, heads: int, norm: str, la
             f"{name} must have shape (batch, seq, heads*head_dim) or (batch, seq, heads, head_dim), "
             f"got {tuple(x.shape)}",
         )
-    if x.dim() == 3:
-        return _head_dim(operation, name, x, heads)
+    return _head_dim(operation, name, x, heads)
+
+
+def _head_dim(operation: str, name: str, x: Tensor, heads: int) -> int:
+    """Of ``x`` (B, S, heads * d) or (B, S, heads, d)."""
     heads = as_heads(operation, heads)
-    if x.shape[2] != heads:
+    if x.dim() == 4 and x.shape[2] != heads:
         fail(
             operation,
             f"heads must equal the third dimension of {name} ({x.shape[2]}), got {heads}",
         )
-    return x.shape[3]
-
-
-def _head_dim(operation: str, name: str, x: Tensor, heads: int) -> int:
-    """Of ``x`` (B, S, heads * d)."""
-    heads = as_heads(operation, heads)
-    if x.shape[2] % heads:
+    if x.dim() == 3 and x.shape[2] % heads:
         fail(
             operation, f"heads must divide the last dimension of {name} ({x.shape[2]}), got {heads}"
         )
-    return x.shape[2] // heads
+    return x.shape[3] if x.dim() == 4 else x.shape[2] // heads
 
 
 def _has_heads(x: Tensor, q: Tensor, seq: int, head_dim: int) -> bool:

@@ -6,27 +6,14 @@
 
 #include "../output.h"
 #include "../torch_binding.h"
+#include "heads.h"
 
 namespace h100_diffusers_kernels {
 namespace {
 
-// Of batch, token and head, for tensors (B, S, H, d), or (B, S, H * d) where heads follow each other.
-template <typename Operand>
-void set_strides(Operand& operand, const Tensor& tensor, int64_t heads, int64_t head_dim) {
-  for (int64_t dim = 0; dim < 2; ++dim) operand.strides[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
-  operand.strides[2] = heads == 1 ? 0 : tensor.dim() == 4 ? tensor.stride(2) : head_dim;
-}
-
-AttentionOperand attention_operand(const Tensor& tensor, int64_t heads, int64_t head_dim) {
-  AttentionOperand operand{tensor.const_data_ptr(), {}};
-  set_strides(operand, tensor, heads, head_dim);
-  return operand;
-}
-
-AttentionOutput attention_output(const Tensor& tensor, int64_t heads, int64_t head_dim) {
-  AttentionOutput output{tensor.mutable_data_ptr(), {}};
-  set_strides(output, tensor, heads, head_dim);
-  return output;
+void set_operand(AttentionOperand& operand, const Tensor& tensor, int64_t head_dim) {
+  operand.data = tensor.const_data_ptr();
+  set_heads_strides(operand.strides, tensor, head_dim);
 }
 
 // What the shapes of query, key and value say, with a number of heads or without.
@@ -37,29 +24,23 @@ void set_shape(AttentionParams& params, const ArgumentChecker& check, const Tens
     if (shape.size() != 3)
       fail(check.operation(), "q must have shape (batch, seq, heads*head_dim) where heads is given, got ",
            to_string(shape));
-    if (*heads < 1) fail(check.operation(), "heads must be at least 1, got ", *heads);
-    if (shape[2] % *heads != 0)
-      fail(check.operation(), "heads must divide the last dimension of q (", shape[2], "), got ", *heads);
   } else if (shape.size() != 4) {
     fail(check.operation(), "q must have shape (batch, seq, heads, head_dim), got ", to_string(shape));
   }
   params.batch = shape[0];
   params.query_length = shape[1];
   params.heads = heads.value_or(shape[2]);
-  params.head_dim = heads.has_value() ? shape[2] / *heads : shape[3];
+  params.head_dim = heads.has_value() ? head_dim_of(check, *heads) : shape[3];
   if (params.head_dim != 64 && params.head_dim != 128)
     fail(check.operation(), "q must have a head_dim of 64 or 128, got ", params.head_dim);
   check.same_device("k", k);
   check.same_dtype("k", k);
-  const auto has_head_dim = [&] {
-    return heads.has_value() ? k.size(2) % params.head_dim == 0 : k.size(3) == params.head_dim;
-  };
-  if (static_cast<size_t>(k.dim()) != shape.size() || k.size(0) != shape[0] || !has_head_dim())
+  if (!has_heads(check, k.sizes(), k.dim() > 1 ? k.size(1) : 0, params.head_dim))
     fail(check.operation(), "k must have the batch and head_dim of q of shape ", to_string(shape),
          heads.has_value() ? " in heads of " + std::to_string(params.head_dim) : "", ", got ",
          to_string(k.sizes()));
   params.key_length = k.size(1);
-  params.key_heads = heads.has_value() ? k.size(2) / params.head_dim : k.size(2);
+  params.key_heads = heads_of(k, params.head_dim);
   if (params.key_heads == 0 ? params.heads != 0 : params.heads % params.key_heads != 0)
     fail(check.operation(), "k must have a number of heads that divides that of q (", params.heads, "), got ",
          params.key_heads);
@@ -108,9 +89,9 @@ AttentionParams attention_params(const ArgumentChecker& check, const Tensor& q, 
   set_shape(params, check, k, v, heads);
   params.dtype = check.dtype();
   params.scale = attention_scale(check, params.head_dim, scale);
-  params.q = attention_operand(q, params.heads, params.head_dim);
-  params.k = attention_operand(k, params.key_heads, params.head_dim);
-  params.v = attention_operand(v, params.key_heads, params.head_dim);
+  set_operand(params.q, q, params.head_dim);
+  set_operand(params.k, k, params.head_dim);
+  set_operand(params.v, v, params.head_dim);
   if (key_bias.has_value()) set_key_bias(params, check, *key_bias);
   if (key_lengths.has_value()) set_key_lengths(params, check, *key_lengths);
   return params;
@@ -118,7 +99,8 @@ AttentionParams attention_params(const ArgumentChecker& check, const Tensor& q, 
 
 void run_attention(const ArgumentChecker& check, AttentionParams& params, const Tensor& out) {
   if (out.numel() == 0) return;
-  params.out = attention_output(out, params.heads, params.head_dim);
+  params.out.data = out.mutable_data_ptr();
+  set_heads_strides(params.out.strides, out, params.head_dim);
   const DeviceStream device(out);
   OwnedTensor workspace;
   if (const int64_t bytes = attention_workspace_bytes(params)) {

@@ -8,6 +8,7 @@
 
 #include "../overlap.h"
 #include "../torch_binding.h"
+#include "heads.h"
 #include "rotary_tables.h"
 
 namespace h100_diffusers_kernels {
@@ -83,7 +84,7 @@ class NormRope {
     check_.same_device("v", v);
     check_.same_dtype("v", v);
     const auto shape = v.sizes();
-    if (!has_heads(shape, k_seq_))
+    if (!has_heads(check_, shape, k_seq_, params_.head_dim))
       fail(operation_, "v must have the batch, seq and head_dim of k of shape ", to_string(k_->sizes()),
            " (head_dim ", params_.head_dim, "), got ", to_string(shape));
     check_.readable("v", v);
@@ -161,32 +162,18 @@ class NormRope {
 
   void set_shape(int64_t heads) {
     const Sizes& shape = check_.shape();
-    const char* name = check_.x_name();
     if (shape.size() > 4)
-      fail(operation_, name,
+      fail(operation_, check_.x_name(),
            " must have shape (batch, seq, heads*head_dim) or (batch, seq, heads, head_dim), got ",
            to_string(shape));
-    if (heads < 1) fail(operation_, "heads must be at least 1, got ", heads);
-    if (shape.size() == 4 && shape[2] != heads)
-      fail(operation_, "heads must equal the third dimension of ", name, " (", shape[2], "), got ", heads);
-    if (shape.size() == 3 && shape[2] % heads != 0)
-      fail(operation_, "heads must divide the last dimension of ", name, " (", shape[2], "), got ", heads);
+    params_.head_dim = head_dim_of(check_, heads);
     params_.batch = shape[0];
     params_.seq = shape[1];
-    params_.head_dim = shape.size() == 4 ? shape[3] : shape[2] / heads;
-  }
-
-  // Whether a tensor is like the query, but for its length and its number of heads.
-  bool has_heads(std::span<const int64_t> shape, int64_t seq) const {
-    if (shape.size() != check_.shape().size() || shape[0] != params_.batch || shape[1] != seq) return false;
-    if (shape.size() == 4) return shape[3] == params_.head_dim;
-    return params_.head_dim == 0 ? shape[2] == 0 : shape[2] % params_.head_dim == 0;
   }
 
   void set_heads(HeadsOperand& operand, const Tensor& tensor) const {
     operand.in = tensor.const_data_ptr();
-    operand.heads =
-        tensor.dim() == 4 ? tensor.size(2) : (params_.head_dim == 0 ? 0 : tensor.size(2) / params_.head_dim);
+    operand.heads = heads_of(tensor, params_.head_dim);
     set_heads_strides(operand.in_strides, tensor, params_.head_dim);
   }
 
@@ -195,7 +182,7 @@ class NormRope {
     check_.same_dtype("k", k);
     const auto shape = k.sizes();
     k_seq_ = has_one_length || shape.size() < 2 ? params_.seq : shape[1];
-    if (!has_heads(shape, k_seq_))
+    if (!has_heads(check_, shape, k_seq_, params_.head_dim))
       fail(operation_, "k must have the batch", has_one_length ? ", seq" : "", " and head_dim of q of shape ",
            to_string(check_.shape()), " (head_dim ", params_.head_dim, "), got ", to_string(shape));
     check_.readable("k", k);

@@ -2,6 +2,7 @@
 #include <limits>
 
 #include "../torch_binding.h"
+#include "heads.h"
 #include "rotary_tables.h"
 
 namespace h100_diffusers_kernels {

@@ -1,4 +1,4 @@
-// What the rotary embeddings have in common: layouts, heads and the tables of cosine and sine.
+// What the rotary embeddings have in common: layouts, limits and the tables of cosine and sine.
 #pragma once
 
 #include <algorithm>
@@ -27,12 +27,6 @@ inline void require_countable_heads(const ArgumentChecker& check, const HeadsSha
 inline void require_even_head_dim(const ArgumentChecker& check, int64_t head_dim) {
   if (head_dim % 2 != 0)
     fail(check.operation(), check.x_name(), " must have an even head_dim to be rotated, got ", head_dim);
-}
-
-// Of (batch, seq, head), for a tensor (batch, seq, heads*head_dim) or (batch, seq, heads, head_dim).
-inline void set_heads_strides(int64_t (&strides)[3], const Tensor& tensor, int64_t head_dim) {
-  for (int64_t dim = 0; dim < 2; ++dim) strides[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
-  strides[2] = tensor.dim() == 3 ? head_dim : (tensor.size(2) == 1 ? 0 : tensor.stride(2));
 }
 
 inline bool is_complex(const Tensor& table) { return table.dtype() == aoti_torch_dtype_complex64(); }

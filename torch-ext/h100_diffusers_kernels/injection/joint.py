@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
+from ..arguments import heads_of
 from ..conditions import may_write, of_one_form
 from ..differentiation import is_differentiated
 from .attention import Norms, as_dtype, attend, norm_and_rotate, operand_of
@@ -170,8 +170,7 @@ def joint_streams(
             return each[0]
         query, key, value = (torch.cat(tensors, dim=1) for tensors in zip(*each))
         return query, key, value
-    batch, _, *of_token = streams[0].query.shape
-    heads = math.prod(of_token) // parts.head_dim
+    heads = heads_of(streams[0].query, parts.head_dim)
     if len(streams) == 1:
         ((query, key, _, norms, rope),) = streams
         if norms.q.module is not None or rope is not None:
@@ -180,6 +179,7 @@ def joint_streams(
                 query, key, rope=operands[0], heads=heads, **options
             )
         return query, key, streams[0].value_tensor()
+    batch, _, *of_token = streams[0].query.shape
     lengths = [stream.query.shape[1] for stream in streams]
     shape = (batch, sum(lengths), *of_token)
     query, key, value = (streams[0].query.new_empty(shape) for _ in range(3))
@@ -207,7 +207,7 @@ def _operand(injected: Injected, parts: Parts, stream: Stream) -> Any:
     if rope is None:
         return None
     if parts.is_trusted:
-        heads = query.shape[2] // parts.head_dim
+        heads = heads_of(query, parts.head_dim)
         operand = operand_of(injected, parts, rope, query, key, heads, are_alike=True)
     else:
         operand = as_operand(rope, query, query.shape[2]) if parts.rotates else None
@@ -243,27 +243,6 @@ def _is_of_one_kind(streams: Sequence[Stream]) -> bool:
     )
 
 
-def attend_jointly(
-    injected: Injected,
-    parts: Parts,
-    streams: Sequence[Stream],
-    rotate: Callable[[Tensor, Any], Tensor],
-    mask: Tensor | None = None,
-    *,
-    rope_of_all: Any = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Attention over two streams, each (B, S1 or S2, H * d).
-
-    ``rope_of_all``: the rotation of all tokens where that of each stream is not known. ``options`` are those
-    of ``attend``.
-    """
-    out = attend_to_all(injected, parts, streams, rotate, mask, rope_of_all=rope_of_all, **options)
-    lengths = [stream.query.shape[1] for stream in streams]
-    first, second = out.split_with_sizes(lengths, 1)
-    return first, second
-
-
 def attend_to_all(
     injected: Injected,
     parts: Parts,
@@ -274,16 +253,29 @@ def attend_to_all(
     rope_of_all: Any = None,
     **options: Any,
 ) -> Tensor:
-    """The same of any number of streams, as one (B, S, H * d)."""
+    """Attention over all tokens of some streams: their results, (B, S, H * d), one stream after the other.
+
+    ``rope_of_all``: the rotation of all tokens where that of each stream is not known. ``options`` are those
+    of ``attend``.
+    """
     query, key, value = joint_streams(injected, parts, streams, rotate)
     if rope_of_all is not None:
         query, key, value = _by_head((query, key, value), parts.head_dim)
         query, key = rotate(query, rope_of_all), rotate(key, rope_of_all)
     if query.dim() == 3:
-        heads = query.shape[2] // parts.head_dim
+        heads = heads_of(query, parts.head_dim)
         return attend(injected, parts, query, key, value, mask, heads=heads, **options)
     out = attend(injected, parts, query, key, value, mask, **options)
     return as_dtype(out.flatten(2, 3), query.dtype)
+
+
+def attend_jointly(
+    injected: Injected, parts: Parts, streams: Sequence[Stream], *arguments: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """``attend_to_all`` of two streams: the results of each, (B, S1 or S2, H * d)."""
+    out = attend_to_all(injected, parts, streams, *arguments, **options)
+    first, second = out.split_with_sizes([stream.query.shape[1] for stream in streams], 1)
+    return first, second
 
 
 def _by_head(tensors: Sequence[Tensor], head_dim: int) -> list[Tensor]:
