@@ -1,121 +1,81 @@
-"""Transformer blocks: their norms and modulation, and what the end of one computes for the next."""
+"""Transformer blocks: how each stream of tokens begins, and what the end of a block computes for the next.
+
+A stream begins with a norm and its modulation, which is a table plus a time embedding, or a linear layer of
+the embedding: diffusers' adaptive layer norms are modules with both the layer and the norm. It ends with a
+residual sum. The sum and the beginning of the same stream in the next block are one pass over memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from .activations import ORIGINALS as GELU_ORIGINALS
-from .activations import see_linear_gelu
-from .feed_forward import ORIGINALS as FEED_FORWARD_ORIGINALS
-from .feed_forward import see_feed_forward
-from .injected import Injected, Injection, Parts
-from .linears import Layer, see_linear
-from .model_forward import forward_in_progress
-from .modulation import ORIGINALS as ADAPTIVE_ORIGINALS
-from .modulation import Opened, Rows, see_adaptive_norm, see_linear_modulation
-from .norms import ORIGINALS as NORM_ORIGINALS
-from .norms import Norm, gated_residual, see_norm
-from .original import Original, find_original
-from .part import Part
-from .snapshot import Look
-from .trust import called_directly, trusted_parts
+from .checks import KnownClass, class_name, is_plain, why_not_plain
+from .linears import SILU, feed_forward, linear, plain_weight, silu_of
+from .norms import Modulation, gated_residual, modulated, read_norm, residual_modulated
+from .patch import Call, Injection, PatchSpec
+
+Rows = Sequence[Any]
 
 
-@dataclass(frozen=True)
-class Block(Part):
-    """A transformer block.
+class Begun(NamedTuple):
+    """What a stream begins with: the norm, modulated in one way or in two, and the modulation's rows."""
+
+    normalized: tuple[Tensor, ...]
+    rows: Rows
+
+
+class Prologue(NamedTuple):
+    """The beginning of one stream.
 
     Attributes:
-        norms: the names of its norms, of which it may lack some.
-        widens: whether the model's own code computes norms and residuals in float32.
-        adaptive_norms: the names of those that make their modulation themselves.
-        feed_forwards: the names of its feed-forwards.
-        gelus: the names of linear layers that a GELU follows, and of that.
-        linears: the names of linear layers that the forward calls by itself.
-        modulations: the names of ``torch.nn.Sequential(SiLU, Linear)`` that make its modulation.
-        methods: the names of other methods of its class that the forward stands in for.
-        decide_more: ``decide_more(parts, module, snapshot)`` adds what else there is to know.
-        inner: where parts are expected that have a forward of their own replaced.
+        owner, name: the norm is ``owner.name``.
+        modulations: scale and shift of each result of the norm.
+        rows: all rows of the modulation, each (B, 1 or S, D).
+        upcasts: whether the model's own code computes in float32; see ``norms.Norm``.
     """
 
-    norms: tuple[str, ...] = ()
-    widens: bool = False
-    adaptive_norms: tuple[str, ...] = ()
-    feed_forwards: tuple[str, ...] = ()
-    gelus: dict[str, str] = field(default_factory=dict)
-    linears: tuple[str, ...] = ()
-    modulations: tuple[str, ...] = ()
-    methods: tuple[str, ...] = ()
-    decide_more: Callable[[Parts, nn.Module, Look], None] | None = None
-    inner: tuple[str, ...] = ()
+    owner: nn.Module
+    name: str
+    modulations: tuple[Modulation, ...]
+    rows: Rows = ()
+    upcasts: bool = False
 
-    def originals(self) -> dict[str, Original]:
-        paths = (*NORM_ORIGINALS, *ADAPTIVE_ORIGINALS, *FEED_FORWARD_ORIGINALS, *GELU_ORIGINALS)
-        paths = (*paths, *(f"{self.path}.{name}" for name in self.methods))
-        return {path: find_original(path) for path in paths}
-
-    def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
-        for name in self.methods:
-            if not self.has_own_method(module, name, injection, snapshot):
-                parts.reason = f"{name} was replaced"
-        for name in self.norms:
-            norm = see_norm(module, name, injection, snapshot, self.widens)
-            setattr(parts, name, norm)
-            if norm.module is not None:
-                parts.note(norm.reason)
-        for name in self.adaptive_norms:
-            adaptive_norm = see_adaptive_norm(module, name, injection, snapshot)
-            setattr(parts, name, adaptive_norm)
-            parts.note(adaptive_norm.reason)
-        for name in self.feed_forwards:
-            setattr(parts, name, see_feed_forward(module, name, injection, snapshot))
-        for linear, activation in self.gelus.items():
-            setattr(parts, linear, see_linear_gelu(module, linear, activation, injection, snapshot))
-        for name in self.linears:
-            setattr(parts, name, see_linear(module, name, injection, snapshot))
-        for name in self.modulations:
-            setattr(parts, name, see_linear_modulation(module, name, injection, snapshot))
-        for name in self._called:
-            setattr(parts, name, None)
-        if self.decide_more is not None:
-            self.decide_more(parts, module, snapshot)
-
-    @property
-    def _called(self) -> list[str]:
-        """The names of modules with a stand-in that the forward calls by itself."""
-        return [name for name in self.inner if "." not in name]
-
-    def trust(self, parts: Parts, module: nn.Module, snapshot: Look) -> Parts | None:
-        names = (
-            *(*self.norms, *self.adaptive_norms, *self.feed_forwards, *self.gelus),
-            *(*self.linears, *self.modulations),
+    def begin(self, call: Call, x: Tensor) -> Begun:
+        normalized = modulated(
+            call, self.owner, self.name, x, *self.modulations, upcasts=self.upcasts
         )
-        result = trusted_parts(parts, names, snapshot)
-        if result is not None:
-            for name in self._called:
-                part = snapshot.see_attribute(module, name)
-                if part is not None:
-                    setattr(result, name, called_directly(part, snapshot))
-        return result
+        return Begun(normalized, self.rows)
+
+    def after(self, call: Call, end: End) -> tuple[Tensor, Begun]:
+        """``h = residual + gate * x``, and what the stream begins with of that."""
+        h, *normalized = residual_modulated(
+            call, self.owner, self.name, *end, *self.modulations, upcasts=self.upcasts
+        )
+        return h, Begun(tuple(normalized), self.rows)
 
 
-def table_rows(injected: Injected, block: nn.Module, name: str, temb: Tensor) -> Rows:
-    """The rows of a block's table, (N, D) or (1, N, D), plus those of a time embedding (B, 1 or S, N * D).
+class ModulePrologue(NamedTuple):
+    """That of an adaptive norm which is called as the module it is."""
 
-    Returns:
-        N rows, each (B, 1 or S, D), of the dtype of the sum.
-    """
-    forward = forward_in_progress(injected)
-    rows = None if forward is None else forward.rows(block, name, temb)
-    if rows is not None:
-        return rows
-    table = getattr(block, name)
-    by_row = temb.reshape(temb.size(0), temb.size(1), table.shape[-2], -1)
-    return (table.view(1, 1, *table.shape[-2:]).to(temb.device) + by_row).unbind(dim=2)
+    module: nn.Module
+    temb: Tensor
+    takes_emb: bool
+
+    def begin(self, call: Call, x: Tensor) -> Begun:
+        """Its results stand where they do among the rows that they are made of."""
+        if not self.takes_emb:
+            return Begun((self.module(x, self.temb),), ())
+        normalized, *results = self.module(x, emb=self.temb)
+        rows = [r.unsqueeze(1) if r.dim() == 2 else r for r in results]
+        if len(rows) == 6:  # of SD35AdaLayerNormZeroX
+            *rows, second, last = rows
+            return Begun((normalized, second), (None, None, *rows, None, None, last))
+        return Begun((normalized,), (None, None, *rows))
 
 
 class End(NamedTuple):
@@ -126,8 +86,59 @@ class End(NamedTuple):
     gate: Any
 
 
+# ``prologues(call, block, ahead, *conditions)``: how each stream of a block begins. With ``ahead`` it is asked by
+# the block before: None where anything of it is not plain, or elsewhere than the hidden states.
+Prologues = Callable[..., "Sequence[Any] | None"]
+
+
+def begin(
+    call: Call,
+    block: nn.Module,
+    prologues: Prologues,
+    hidden_states: tuple[Tensor, ...],
+    conditions: tuple[Any, ...],
+) -> Sequence[Begun]:
+    """What each stream of a block begins with; the block before may have computed it."""
+    if call.state is not None:
+        handed = call.state.take_over(block, (*hidden_states, *conditions))
+        if handed is not None:
+            return handed
+    made: Any = prologues(call, block, None, *conditions)
+    return [prologue.begin(call, x) for prologue, x in zip(made, hidden_states)]
+
+
+def finish(
+    call: Call,
+    block: nn.Module,
+    prologues: Prologues,
+    ends: Sequence[End],
+    conditions: tuple[Any, ...],
+    *,
+    upcasts: bool = False,
+    hands_over: bool = True,
+    as_given: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = tuple,
+) -> tuple[Tensor, ...]:
+    """A block's results, each in one pass with the beginning of its stream in the next block.
+
+    That is left for the next block where nothing can come between the two and both are of one kind.
+    ``as_given`` makes of the results what the block returns and the next one is given as hidden states.
+    """
+    found = call.state.successor(block) if hands_over and call.state is not None else None
+    if found is not None:
+        successor, stand_in = found
+        made = None
+        if stand_in.spec is call.stand_in.spec:
+            made = prologues(call, successor, ends[0].residual, *conditions)
+        if made is not None:
+            pairs = [prologue.after(call, end) for prologue, end in zip(made, ends)]
+            results = as_given([h for h, _ in pairs])
+            call.state.hand_over(successor, (*results, *conditions), [begun for _, begun in pairs])
+            return results
+    return as_given([gated_residual(*end, upcasts) for end in ends])
+
+
 def feed_forward_end(
-    norm: Norm, feed_forward: Layer, x: Tensor, attention_out: Tensor, rows: Rows
+    call: Call, block: Any, norm: str, ff: str, x: Tensor, attention_out: Tensor, rows: Rows
 ) -> End:
     """From a stream's attention to its end: ``x + gate * attention_out``, whose modulated norm goes through
     the feed-forward.
@@ -136,62 +147,142 @@ def feed_forward_end(
     feed-forward.
     """
     _, _, gate, shift, scale, gate_of_feed_forward = rows
-    x, normalized = norm.residual_modulated(x, attention_out, gate, (scale, shift))
-    return End(x, feed_forward(normalized), gate_of_feed_forward)
+    x, normalized = residual_modulated(call, block, norm, x, attention_out, gate, (scale, shift))
+    return End(x, feed_forward(block._modules[ff], normalized), gate_of_feed_forward)
 
 
-# The openings of a block's streams, of ``(injected, block, parts, *conditions)``.
-OpeningsOf = Callable[..., Sequence[Any]]
+# --------------------------------------------------------------------------------------------------
+# Modulation
 
 
-def begin(
-    injected: Injected,
-    block: nn.Module,
-    parts: Parts,
-    openings_of: OpeningsOf,
-    hidden_states: tuple[Tensor, ...],
-    conditions: tuple[Tensor, ...],
-) -> Sequence[Opened]:
-    """What each stream of a block begins with, of hidden states and of what modulates them.
+class _Adaptive(NamedTuple):
+    """An adaptive layer norm.
 
-    The block before may have left it.
+    Attributes:
+        rows: how many its linear layer makes.
+        modulations: the places of scale and shift among them, for each result of the norm.
     """
-    forward = forward_in_progress(injected)
-    if forward is not None:
-        handed = forward.take_over(block, (*hidden_states, *conditions))
-        if handed is not None:
-            return handed
-    openings = openings_of(injected, block, parts, *conditions)
-    return [opening(x) for opening, x in zip(openings, hidden_states)]
+
+    known: KnownClass
+    rows: int
+    modulations: tuple[tuple[int, int], ...]
 
 
-def finish(
-    injected: Injected,
-    block: nn.Module,
-    openings_of: OpeningsOf,
-    ends: Sequence[End],
-    conditions: tuple[Tensor, ...],
-    *,
-    widens: bool = False,
-    hands_over: bool = True,
-    as_given: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = tuple,
-) -> tuple[Tensor, ...]:
-    """A block's results, each in one pass with the beginning of its stream in the next block.
+_PATH = "diffusers.models.normalization:"
+_ADAPTIVE = (
+    _Adaptive(KnownClass(_PATH + "AdaLayerNormZero"), 6, ((1, 0),)),
+    _Adaptive(KnownClass(_PATH + "AdaLayerNormZeroSingle"), 3, ((1, 0),)),
+    _Adaptive(KnownClass(_PATH + "AdaLayerNormContinuous"), 2, ((0, 1),)),
+    _Adaptive(KnownClass(_PATH + "SD35AdaLayerNormZeroX"), 9, ((1, 0), (7, 6))),
+)
+_SEQUENTIAL = KnownClass("torch.nn:Sequential")
 
-    That is left for the next block where nothing can come between the two and both are of one kind.
-    ``as_given`` makes of the results what the block returns, and the next one's hidden states are given as.
+
+def _read_adaptive(module: Any) -> _Adaptive | str:
+    """What is known of an adaptive norm, or why the kernels cannot stand in for the module, as a clause."""
+    cls = type(module)
+    for adaptive in _ADAPTIVE:
+        if cls is adaptive.known.cls:
+            break
+    else:
+        return f"is a {class_name(module)}"
+    if not is_plain(module, adaptive.known):
+        return why_not_plain(module, adaptive.known)
+    modules = module._modules
+    if module.__dict__.get("emb", modules.get("emb")) is not None:
+        return "makes its time embedding by itself"
+    if not is_plain(modules.get("silu"), SILU):
+        return "has another activation than SiLU"
+    norm = read_norm(modules.get("norm"))
+    return f"has a norm that {norm}" if isinstance(norm, str) else adaptive
+
+
+def adaptive_prologue(
+    call: Call,
+    block: Any,
+    name: str,
+    ahead: Tensor | None,
+    temb: Tensor,
+    takes_emb: bool = True,
+) -> Prologue | ModulePrologue | None:
+    """The beginning of a stream with an adaptive norm and an embedding (B, D).
+
+    ``ahead``: hidden states, where the block before asks; then None where not all of it is plain and where
+    those are. ``takes_emb``: whether the model gives a module in its place the embedding as ``emb``.
     """
-    forward = forward_in_progress(injected) if hands_over else None
-    following = None if forward is None else forward.following(block)
-    if forward is not None and following is not None and following[1].part is injected.part:
-        successor, its_injected, its_parts = following
-        openings = openings_of(its_injected, successor, its_parts, *conditions)
-        if its_parts.is_trusted or all(
-            o.may_be_ahead_of(end.residual, forward.was_seen(successor))
-            for o, end in zip(openings, ends)
-        ):
-            pairs = [o.after(*end) for o, end in zip(openings, ends)]
-            results = as_given([h for h, _ in pairs])
-            forward.hand_over(successor, (*results, *conditions), [opened for _, opened in pairs])
-            return results
-    return as_given([gated_residual(*end, widens) for end in ends])
+    module = block._modules[name]
+    adaptive = _read_adaptive(module)
+    if isinstance(adaptive, str):
+        if ahead is not None:
+            return None
+        call.fall_back(f"{name} {adaptive}")
+        return ModulePrologue(module, temb, takes_emb)
+    layer = module._modules["linear"]
+    if ahead is not None and not is_ready(layer, ahead):
+        return None
+    modulation = linear(layer, call.shared("silu", temb, torch.nn.functional.silu)).unsqueeze(1)
+    rows = modulation.chunk(adaptive.rows, dim=2)
+    return Prologue(module, "norm", tuple((rows[a], rows[b]) for a, b in adaptive.modulations), rows)
+
+
+def is_ready(layer: Any, x: Tensor) -> bool:
+    """Whether a layer is plain and where x is: offloaded parameters are not, until their module's turn."""
+    plain = plain_weight(layer)
+    return plain is not None and plain[0].device == x.device
+
+
+def linear_modulation(call: Call, module: Any, temb: Tensor, ahead: Tensor | None) -> Tensor | None:
+    """What a ``torch.nn.Sequential(SiLU, Linear)`` makes of a time embedding; ``ahead`` as above."""
+    if is_plain(module, _SEQUENTIAL) and len(module._modules) == 2:
+        activation, layer = module._modules.values()
+        if ahead is not None and not (is_plain(activation, SILU) and is_ready(layer, ahead)):
+            return None
+        return linear(layer, silu_of(activation, call, temb))
+    return None if ahead is not None else module(temb)
+
+
+def table_rows(block: Any, name: str, temb: Tensor) -> Rows:
+    """The rows of a block's table, (N, D) or (1, N, D), plus those of a time embedding (B, 1 or S, N * D).
+
+    Returns:
+        N rows, each (B, 1 or S, D), of the dtype of the sum.
+    """
+    table = getattr(block, name)
+    by_row = temb.reshape(temb.size(0), temb.size(1), table.shape[-2], -1)
+    return (table.view(1, 1, *table.shape[-2:]).to(temb.device) + by_row).unbind(dim=2)
+
+
+def is_norm_ready(norm: Any, x: Tensor, upcasts: bool = False) -> bool:
+    """Whether the kernels know a norm, and its weight is where x is."""
+    found = read_norm(norm, upcasts=upcasts)
+    return not isinstance(found, str) and (found.weight is None or found.weight.device == x.device)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is reported
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSpec(PatchSpec):
+    """A transformer block.
+
+    Attributes:
+        norms: the names of its norms, of which it may lack some.
+        adaptive_norms: the names of those that make their modulation themselves.
+        upcasts: whether the model's own code computes norms and residuals in float32.
+        inner: where modules are expected that have a stand-in of their own.
+    """
+
+    norms: tuple[str, ...] = ()
+    adaptive_norms: tuple[str, ...] = ()
+    upcasts: bool = False
+    inner: tuple[str, ...] = ()
+
+    def notes(self, module: nn.Module, injection: Injection) -> list[str]:
+        found = []
+        for name in self.norms:
+            norm = module._modules.get(name)
+            if norm is not None:
+                found.append((name, read_norm(norm, upcasts=self.upcasts)))
+        found += [(name, _read_adaptive(module._modules.get(name))) for name in self.adaptive_norms]
+        return [f"{name} {reason}" for name, reason in found if isinstance(reason, str)]

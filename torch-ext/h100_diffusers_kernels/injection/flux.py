@@ -17,26 +17,26 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .activations import GELU
-from .attention import Attention
-from .blocks import Block, End, begin, feed_forward_end, finish
+from .attention import AttentionSpec, has_known_processor, project_out
+from .blocks import BlockSpec, End, adaptive_prologue, begin, feed_forward_end, finish
+from .checks import is_plain
 from .embeddings import TIMESTEPS, axial_positions
-from .injected import Injected, Parts
-from .joint import (
-    PROJECTIONS,
-    attend_to_all,
-    attend_with_tables,
-    begin_joined,
-    project,
-    split,
+from .family import COMPUTED_ONCE, Family
+from .forward_state import model_spec
+from .joint_attention import as_one, attend_to_all, attend_with_tables, joined, project, split
+from .linears import (
+    GELU,
+    LINEAR_GELU,
+    linear,
+    linear_gelu,
+    linear_of_concat,
+    linear_per_sample,
 )
-from .linears import of_slices, product_of_two
-from .model_forward import Model
 from .norm_modules import OUTPUT_NORM
 from .norms import clipped
-from .part import Family
+from .patch import Call
 
 _FLUX = "diffusers.models.transformers.transformer_flux"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_flux"
@@ -44,15 +44,16 @@ _CONTROLNET = "diffusers.models.controlnets.controlnet_flux"
 _OF_IP_ADAPTERS = {"ip_hidden_states", "ip_adapter_masks"}
 
 
-def _double_openings(injected: Injected, block: nn.Module, parts: Parts, temb: Tensor) -> tuple:
+def _double_prologues(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
     """Of image and text; rows are shift, scale and gate of attention, then of the feed-forward."""
-    norms = (parts.norm1, parts.norm1_context)
-    return tuple(norm.opening(injected, temb) for norm in norms)
+    image = adaptive_prologue(call, block, "norm1", ahead, temb)
+    text = adaptive_prologue(call, block, "norm1_context", ahead, temb)
+    return None if image is None or text is None else (image, text)
 
 
 def _double_block_forward(
     self: Any,
-    injected: Injected,
+    call: Call,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor,
     temb: Tensor,
@@ -60,37 +61,38 @@ def _double_block_forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     x, c = hidden_states, encoder_hidden_states
-    parts = injected.parts(self, x, c, temb)
-    if parts is None:
-        return injected.class_forward(self, x, c, temb, image_rotary_emb, joint_attention_kwargs)
-    opened, c_opened = begin(injected, self, parts, _double_openings, (x, c), (temb,))
+    if not call.takes(x, c, temb):
+        return call.own_forward(self, x, c, temb, image_rotary_emb, joint_attention_kwargs)
+    begun, c_begun = begin(call, self, _double_prologues, (x, c), (temb,))
     # With an IP-Adapter the third result is to be added to the image's.
-    attention_out, c_attention_out, *adapted = (parts.attn or self.attn)(
-        hidden_states=opened.normalized[0],
-        encoder_hidden_states=c_opened.normalized[0],
+    attention_out, c_attention_out, *adapted = self._modules["attn"](
+        hidden_states=begun.normalized[0],
+        encoder_hidden_states=c_begun.normalized[0],
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
     )
-    text = (parts.norm2_context, parts.ff_context)
     ends = (
-        feed_forward_end(parts.norm2, parts.ff, x, attention_out, opened.rows),
-        feed_forward_end(*text, c, c_attention_out, c_opened.rows),
+        feed_forward_end(call, self, "norm2", "ff", x, attention_out, begun.rows),
+        feed_forward_end(
+            call, self, "norm2_context", "ff_context", c, c_attention_out, c_begun.rows
+        ),
     )
-    is_plain = not adapted and x.dtype != torch.float16
-    x, c = finish(injected, self, _double_openings, ends, (temb,), hands_over=is_plain)
+    hands_over = not adapted and x.dtype != torch.float16
+    x, c = finish(call, self, _double_prologues, ends, (temb,), hands_over=hands_over)
     for out in adapted:
         x = x + out
     return clipped(c), x
 
 
-def _single_openings(injected: Injected, block: nn.Module, parts: Parts, temb: Tensor) -> tuple:
+def _single_prologues(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
     """Rows are shift, scale and gate."""
-    return (parts.norm.opening(injected, temb),)
+    prologue = adaptive_prologue(call, block, "norm", ahead, temb)
+    return None if prologue is None else (prologue,)
 
 
 def _single_block_forward(
     self: Any,
-    injected: Injected,
+    call: Call,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor,
     temb: Tensor,
@@ -98,23 +100,33 @@ def _single_block_forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     x, c = hidden_states, encoder_hidden_states
-    parts = injected.parts(self, x, c, temb)
-    if parts is None:
-        return injected.class_forward(self, x, c, temb, image_rotary_emb, joint_attention_kwargs)
+    if not call.takes(x, c, temb):
+        return call.own_forward(self, x, c, temb, image_rotary_emb, joint_attention_kwargs)
     text_length = c.shape[1]
-    x, opened = begin_joined(injected, self, parts, _single_openings, c, x, temb)
-    (normalized,), (_, _, gate) = opened
-    mlp_out = parts.proj_mlp(self.act_mlp, normalized)
-    attention_out = (parts.attn or self.attn)(
+    handed = None if call.state is None else call.state.take_over(self, (c, x, temb))
+    if handed is not None:
+        x, (begun,) = as_one(c, x), handed
+    else:
+        x = joined(call, c, x)
+        (prologue,) = _single_prologues(call, self, None, temb)
+        begun = prologue.begin(call, x)
+    (normalized,), (_, _, gate) = begun
+    modules = self._modules
+    activation = modules["act_mlp"]
+    if is_plain(activation, GELU):
+        mlp_out = linear_gelu(modules["proj_mlp"], activation, activation.approximate, normalized)
+    else:
+        mlp_out = activation(linear(modules["proj_mlp"], normalized))
+    attention_out = modules["attn"](
         hidden_states=normalized,
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
     )
-    end = End(x, product_of_two(parts.proj_out, attention_out, mlp_out, parts.is_trusted), gate)
+    end = End(x, linear_of_concat(modules["proj_out"], attention_out, mlp_out), gate)
     text, image = finish(
-        injected,
+        call,
         self,
-        _single_openings,
+        _single_prologues,
         (end,),
         (temb,),
         hands_over=x.dtype != torch.float16,
@@ -125,7 +137,7 @@ def _single_block_forward(
 
 def _attention_forward(
     self: Any,
-    injected: Injected,
+    call: Call,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor | None = None,
     attention_mask: Tensor | None = None,
@@ -133,47 +145,47 @@ def _attention_forward(
     **kwargs,
 ) -> Tensor | tuple[Tensor, Tensor]:
     x, c = hidden_states, encoder_hidden_states
-    is_joint = c is not None
-    is_known = kwargs.keys() <= _OF_IP_ADAPTERS
-    parts = injected.parts(self, x, c) if is_known else None
-    if parts is None or is_joint != (self.added_kv_proj_dim is not None):
-        return injected.class_forward(self, x, c, attention_mask, image_rotary_emb, **kwargs)
+    if (
+        not kwargs.keys() <= _OF_IP_ADAPTERS
+        or (c is not None) != (self.added_kv_proj_dim is not None)
+        or not has_known_processor(call, self)
+        or not call.takes(x, c)
+    ):
+        return call.own_forward(self, x, c, attention_mask, image_rotary_emb, **kwargs)
     if c is None:
-        streams = project(self, parts, x, None, image_rotary_emb)
-        rotate = partial(parts.rotate, sequence_dim=1)
-        return attend_to_all(injected, parts, streams, rotate, attention_mask)
-    out, c_out = attend_with_tables(self, injected, parts, x, c, image_rotary_emb, attention_mask)
-    return of_slices(parts.project_out, out), of_slices(parts.to_add_out, c_out)
+        streams = project(call, self, x, None, image_rotary_emb, None)
+        spec: Any = call.stand_in.spec
+        rotate = partial(spec.library(spec.rotate), sequence_dim=1)
+        return attend_to_all(call, self, streams, rotate, attention_mask)
+    out, c_out = attend_with_tables(call, self, x, c, image_rotary_emb, attention_mask)
+    return project_out(self, out), linear_per_sample(self._modules["to_add_out"], c_out)
 
 
 _BLOCK = "self hidden_states encoder_hidden_states temb image_rotary_emb joint_attention_kwargs"
 _ATTENTION = "hidden_states encoder_hidden_states attention_mask image_rotary_emb"
 _LISTS = ("transformer_blocks", "single_transformer_blocks")
-_PARTS = (
-    Model(f"{_FLUX}:FluxTransformer2DModel", blocks=_LISTS),
-    Model(f"{_CONTROLNET}:FluxControlNetModel", blocks=_LISTS),
-    Block(
+_SPECS = (
+    model_spec(f"{_FLUX}:FluxTransformer2DModel", *_LISTS),
+    model_spec(f"{_CONTROLNET}:FluxControlNetModel", *_LISTS),
+    BlockSpec(
         f"{_FLUX}:FluxTransformerBlock",
         _BLOCK,
         _double_block_forward,
         "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
         norms=("norm2", "norm2_context"),
         adaptive_norms=("norm1", "norm1_context"),
-        feed_forwards=("ff", "ff_context"),
         inner=("attn", "ff.net.0", "ff_context.net.0"),
     ),
-    Block(
+    BlockSpec(
         f"{_FLUX}:FluxSingleTransformerBlock",
         _BLOCK,
         _single_block_forward,
         "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual, "
         "GELU as its matrix product's epilogue, else gelu",
         adaptive_norms=("norm",),
-        gelus={"proj_mlp": "act_mlp"},
-        linears=("proj_out",),
         inner=("attn",),
     ),
-    Attention(
+    AttentionSpec(
         f"{_FLUX}:FluxAttention",
         f"self {_ATTENTION} kwargs",
         _attention_forward,
@@ -181,14 +193,12 @@ _PARTS = (
         processor=f"{_FLUX}:FluxAttnProcessor",
         processor_parameters=f"self attn {_ATTENTION}",
         norms=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
-        projections=PROJECTIONS,
         project="_get_qkv_projections",
     ),
     axial_positions(f"{_FLUX}:FluxPosEmbed"),
     axial_positions("diffusers.models.embeddings:FluxPosEmbed"),
     TIMESTEPS,
-    GELU,
+    LINEAR_GELU,
 )
 _ONCE = ("x_embedder", "context_embedder", "time_text_embed", "proj_out")
-_LEFT_ALONE = dict.fromkeys(_ONCE, "computed once a forward, by the model's own code")
-FAMILIES = (Family("FLUX.1", _PARTS, _LEFT_ALONE, OUTPUT_NORM),)
+FAMILIES = (Family("FLUX.1", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE), OUTPUT_NORM),)

@@ -4,21 +4,45 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from .cuda_graphs.device import Pool
-from .generic import is_denoiser, is_model, plan_in_part
-from .plan import Plan, plan_model
-from .registry import family_of, known_models
-from .report import NOT_AT_ALL, InjectionReport, LeftAlone, join
+from .checks import class_name, find_class, look_up_libraries
+from .cuda_graphs import Pool, graphed_stand_in
+from .families import family_of, known_models
+from .family import Family
+from .in_part import spec_of, why_left_alone
+from .patch import UNKNOWN_FORWARD, Injection, PatchSpec, StandIn, can_patch, put_in, take_out
+from .report import IN_FULL, IN_PART, NOT_AT_ALL, InjectionReport, Replaced, join
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
-# The attribute of an injected model that holds what was done to it. It is on the instance, so that
-# a deep copy of the model takes a copy of it along.
-_PLAN = "_h100_diffusers_kernels_plan"
+# The attribute of an injected model that holds its Injection. It is on the instance, so that a deep copy of
+# the model takes a copy of it along.
+_INJECTION = "_h100_diffusers_kernels"
+_MODEL = "diffusers.models.modeling_utils:ModelMixin"
+# Where diffusers has models that are no denoisers: they run once a picture, not once a step.
+_NO_DENOISERS = (
+    *("diffusers.models.autoencoders.", "diffusers.models.condition_embedders."),
+    "diffusers.pipelines.",
+)
+_REPLACED = "its forward was replaced by something else"
+_NO_MODULE = "it has no module that there is a kernel for"
+
+
+class _Plan(NamedTuple):
+    """What is to be done to a model; ``stand_ins`` is None where it is done already."""
+
+    model: nn.Module
+    injection: Injection
+    stand_ins: list[StandIn] | None
+
+    @property
+    def found_nothing(self) -> bool:
+        """Whether there is no module that could have been replaced."""
+        left_alone = self.injection.report.left_alone
+        return self.stand_ins == [] and all(entry.reason == _NO_MODULE for entry in left_alone)
 
 
 def inject_kernels(
@@ -37,17 +61,17 @@ def inject_kernels(
     Works in place and on the instances only: no class is changed, and neither are weights, processors,
     ``state_dict`` or configuration. Hooks, offloading, LoRA, quantized linear layers and
     ``torch.compile`` keep working, whether they come before or after, and what a user puts in the place
-    of a part, or of a function or class that it is made of, is what runs. A second call with the same
-    options does nothing and reports what is in place. :func:`eject_kernels` undoes it; do that before
-    pickling a model as a whole (``copy.deepcopy``, ``state_dict`` and ``save_pretrained`` need no such
-    care).
+    of a part, or of a function or class that it is made of, is what runs: each part is asked for at each
+    call. A second call with the same options does nothing and reports what is in place.
+    :func:`eject_kernels` undoes it; do that before pickling a model as a whole (``copy.deepcopy``,
+    ``state_dict`` and ``save_pretrained`` need no such care).
 
-    A call that the kernels do not cover (under autocast, with mixed dtypes, on a device that this
-    build has no kernels for) is computed by the model's own code: that is logged once for each module and
-    reason, counted in the report's ``calls``, and an error where the environment variable
-    ``H100_DIFFUSERS_KERNELS_STRICT`` is set to 1. Attention is the model's own, too, and this is no
-    fall-back, in training, under context parallelism, within a function mode, and wherever an
-    attention backend has been chosen: by ``model.set_attention_backend``, by the context manager
+    A call that the kernels do not cover (under autocast, with mixed dtypes, within a function or dispatch
+    mode, on a device that this build has no kernels for) is computed by the model's own code: that is
+    logged once for each class of modules and reason, counted in the report's ``calls``, and an error where
+    the environment variable ``H100_DIFFUSERS_KERNELS_STRICT`` is set to 1. Attention is the model's own,
+    too, and this is no fall-back, in training, under context parallelism, and wherever an attention
+    backend has been chosen: by ``model.set_attention_backend``, by the context manager
     ``attention_backend`` or by ``DIFFUSERS_ATTN_BACKEND``, before or after the injection. (The last
     two cannot be told from no choice where they name "native".)
 
@@ -59,7 +83,7 @@ def inject_kernels(
         cuda_graphs: whether each model's forward is captured into a CUDA graph at its second call of a kind
             (shapes, dtypes and all else but tensors' values, and what PyTorch is set to) and replayed from
             then on, where no gradients are asked for. What it returns is the caller's own, with the same
-            bits. At each replay all is looked at that the forward is made of: where weights were moved or
+            bits. At each replay the model is compared with what was captured: where weights were moved or
             replaced, adapters, hooks, processors or functions changed, graphs are dropped and captured anew.
             A call that cannot be captured runs as it is: the report's ``cuda_graphs`` count the reasons,
             and the first call of each is logged. The memory that a forward works in is held
@@ -75,7 +99,7 @@ def inject_kernels(
         ValueError: if there is nothing in ``pipe_or_model`` that there are kernels for, or something that was
             injected with other options: eject the kernels first; or if ``max_cuda_graphs`` is less than 1.
             Nothing is changed then.
-        TypeError: if an option is of another type.
+        TypeError: if an option is of another type, or ``pipe_or_model`` is neither a module nor a pipeline.
 
     Example::
 
@@ -88,17 +112,16 @@ def inject_kernels(
         "cuda_graphs": cuda_graphs,
         "max_cuda_graphs": max_cuda_graphs,
     }
+    look_up_libraries()
     report = InjectionReport(already_injected=True)
-    found = []
-    for name, component in _components(pipe_or_model):
+    pool = Pool()
+    plans = []
+    for name, component in _components("inject_kernels", pipe_or_model):
         models = list(_models_in(name, component, is_alone=component is pipe_or_model))
         if not models:
-            report.left_alone.append(
-                LeftAlone(name, type(component).__name__, "it is no denoising model of diffusers")
-            )
+            report.leave(name, component, "it is no denoising model of diffusers")
             report.levels[name] = NOT_AT_ALL
-        found += models
-    plans = [_plan(name, model, family, options) for name, model, family in found]
+        plans += [_plan(*model, options, pool) for model in models]
     if all(plan.found_nothing for plan in plans):
         raise ValueError(
             f"inject_kernels: pipe_or_model must be or hold a {known_models()}, or a model with norms, "
@@ -106,43 +129,169 @@ def inject_kernels(
             "without one"
         )
     applied = []
-    pool = Pool()
     try:
-        for (name, model, _), plan in zip(found, plans):
-            if vars(model).get(_PLAN) is None:
+        for plan in plans:
+            if plan.stand_ins is not None:
                 report.already_injected &= plan.found_nothing
-                if not plan.is_empty:
-                    applied.append((model, plan))
-                    plan.apply(pool)
-                    setattr(model, _PLAN, plan)
-            report.extend(name, plan.report)
+                applied.append(plan)
+                for stand_in in plan.stand_ins:
+                    put_in(stand_in)
+                if plan.stand_ins:
+                    setattr(plan.model, _INJECTION, plan.injection)
+            report.add(plan.injection.report)
     except BaseException:
-        for model, plan in applied:
-            plan.undo(model)
-            vars(model).pop(_PLAN, None)
+        for plan in applied:
+            _undo(plan.model, plan.injection)
         raise
     logger.info("inject_kernels(%s): %s", type(pipe_or_model).__name__, report)
     return report
 
 
-def _plan(name: str, model: nn.Module, family: Any, options: dict[str, Any]) -> Plan:
-    """The plan that is in place, if its options are the same, or a new one."""
-    plan = vars(model).get(_PLAN)
-    if plan is None:
-        plan = (
-            plan_in_part(model, options) if family is None else plan_model(model, family, options)
-        )
-        if options["cuda_graphs"] and not plan.found_nothing:
-            plan.capture(model)
-        return plan
-    changed = {key: value for key, value in options.items() if plan.options[key] != value}
-    if changed:
-        before = {key: plan.options[key] for key in changed}
+def eject_kernels(pipe_or_model: Any) -> None:
+    """Undoes :func:`inject_kernels`: each module gets back the forward that it had.
+
+    A module whose forward was replaced by something else after the injection keeps that. Where nothing
+    was injected, nothing happens.
+
+    Args:
+        pipe_or_model: as for :func:`inject_kernels`.
+
+    Raises:
+        TypeError: if ``pipe_or_model`` is neither a module nor a pipeline.
+    """
+    for name, component in _components("eject_kernels", pipe_or_model):
+        for module_name, module in list(component.named_modules()):
+            injection = vars(module).get(_INJECTION)
+            if injection is not None:
+                _undo(module, injection)
+                logger.info("eject_kernels: restored %s", join(name, module_name) or "the model")
+        take_out(component.modules())  # what somebody kept and put back, or copied alone
+
+
+def _undo(model: nn.Module, injection: Injection) -> None:
+    injection.is_over = True
+    modules = (reference() for reference in injection.modules)
+    take_out([*model.modules(), *(module for module in modules if module is not None)])
+    vars(model).pop(_INJECTION, None)
+
+
+def _plan(
+    name: str, model: nn.Module, family: Family | None, options: dict[str, Any], pool: Pool
+) -> _Plan:
+    """What is in place, if its options are the same, or what is to be done."""
+    injection = vars(model).get(_INJECTION)
+    if injection is not None:
+        changed = {k: value for k, value in options.items() if injection.options[k] != value}
+        if not changed:
+            injection.report.model_name = name
+            return _Plan(model, injection, None)
+        before = {key: injection.options[key] for key in changed}
         raise ValueError(
             f"inject_kernels: {name or 'the model'} runs on kernels injected with {_shown(before)}, "
             f"got {_shown(changed)}: call eject_kernels first"
         )
+    injection = Injection(name, options)
+    report = injection.report
+    stand_ins: list[StandIn] = []
+    if getattr(model, "_parallel_config", None) is not None:
+        report.leave("", model, "parallelism is on: each rank holds a part of the tokens only")
+        report.levels[""] = NOT_AT_ALL
+        return _Plan(model, injection, stand_ins)
+    found = _specs_of_family(model, family) if family else _specs_in_part(model, injection)
+    for module_name, module, spec in found:
+        stand_in = _stand_in(module_name, module, spec, injection)
+        if stand_in is not None:
+            stand_ins.append(stand_in)
+        for path in getattr(spec, "inner", ()) if family else ():
+            _report_stranger(report, module_name, module, path, family)
+    if family is not None:
+        for child, reason in family.left_alone.items():
+            module = getattr(model, child, None)
+            if isinstance(module, nn.Module):
+                report.leave(child, module, reason)
+        report.levels[""] = IN_FULL
+    else:
+        if not found and not report.left_alone:
+            report.leave("", model, _NO_MODULE)
+        report.levels[""] = IN_PART if report.replaced else NOT_AT_ALL
+    plan = _Plan(model, injection, stand_ins)
+    if options["cuda_graphs"] and not plan.found_nothing:
+        if can_patch(model):
+            inner = next((s for s in stand_ins if s.module is model), None)
+            stand_ins[:] = [s for s in stand_ins if s is not inner]
+            stand_ins.append(graphed_stand_in(model, inner, injection, pool))
+        else:
+            report.leave("", model, f"no CUDA graphs: {_REPLACED}")
     return plan
+
+
+def _specs_of_family(
+    model: nn.Module, family: Family
+) -> list[tuple[str, nn.Module, PatchSpec]]:
+    found = []
+    for name, module in model.named_modules():
+        outside = (family.outside[name],) if name in family.outside else ()
+        for spec in (*outside, *family.specs):
+            if spec.matches(module):
+                found.append((name, module, spec))
+                break
+    return found
+
+
+def _specs_in_part(
+    model: nn.Module, injection: Injection
+) -> list[tuple[str, nn.Module, PatchSpec]]:
+    found = []
+    inner: set[int] = set()  # what the forward of the module around it stands in for, too
+    for name, module in model.named_modules():
+        spec = spec_of(module)
+        inner.update(id(getattr(module, child, None)) for child in getattr(spec, "replaces", ()))
+        if spec is None or id(module) in inner:
+            continue
+        reason = why_left_alone(module, spec, injection)
+        if reason is None:
+            found.append((name, module, spec))
+        else:
+            injection.report.leave(name, module, reason)
+    return found
+
+
+def _stand_in(
+    name: str, module: nn.Module, spec: PatchSpec, injection: Injection
+) -> StandIn | None:
+    """A module's stand-in, with what the report says of it; None where there can be none."""
+    report = injection.report
+    own, _ = injection.resolve(spec)
+    if not can_patch(module):
+        report.leave(name, module, _REPLACED)
+        return None
+    if own is None or type(module).forward is not own:
+        report.leave(name, module, UNKNOWN_FORWARD)
+        return None
+    # Its parts are asked for at each call: they may be others by then.
+    stand_in = StandIn(module, spec, name, injection)
+    reason = stand_in.unknown(module) or spec.why_not(module, injection)
+    notes = [] if reason is not None else spec.notes(module, injection)
+    if reason is None:
+        operations = spec.describe(module, injection)
+        report.replaced.append(Replaced(name, type(module).__name__, operations))
+    for reason in notes if reason is None else [reason]:
+        report.leave(name, module, reason)
+        stand_in.count.reported.add(reason)
+    return stand_in
+
+
+def _report_stranger(
+    report: InjectionReport, name: str, block: nn.Module, path: str, family: Any
+) -> None:
+    """Where a part is expected in a block and something else is found, the report names it."""
+    module: Any = block
+    for child in path.split("."):
+        if child not in module._modules:
+            break  # what is there instead is built in another way
+        module, name = module._modules[child], f"{name}.{child}"
+    if module is not None and not any(spec.matches(module) for spec in family.specs):
+        report.leave(name, module, f"a {class_name(module)}, called as it is")
 
 
 def _check_options(attention: Any, cuda_graphs: Any, max_cuda_graphs: Any) -> None:
@@ -165,32 +314,19 @@ def _shown(options: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
-def eject_kernels(pipe_or_model: Any) -> None:
-    """Undoes :func:`inject_kernels`: each module gets back the forward that it had.
-
-    A module whose forward was replaced by something else after the injection keeps that. Where nothing
-    was injected, nothing happens.
-
-    Args:
-        pipe_or_model: as for :func:`inject_kernels`.
-    """
-    for name, component in _components(pipe_or_model):
-        for module_name, module in component.named_modules():
-            plan = vars(module).get(_PLAN)
-            if plan is not None:
-                plan.undo(module)
-                delattr(module, _PLAN)
-                logger.info("eject_kernels: restored %s", join(name, module_name) or "the model")
-
-
-def _components(pipe_or_model: Any) -> Iterator[tuple[str, nn.Module]]:
+def _components(caller: str, pipe_or_model: Any) -> Iterator[tuple[str, nn.Module]]:
     """The modules to look into, by name; a model is its own only component, without a name."""
     if isinstance(pipe_or_model, nn.Module):
         yield "", pipe_or_model
         return
     components = getattr(pipe_or_model, "components", None)
     if not isinstance(components, Mapping):
-        components = getattr(pipe_or_model, "__dict__", {})
+        components = getattr(pipe_or_model, "__dict__", None)
+    if components is None or isinstance(pipe_or_model, type):
+        raise TypeError(
+            f"{caller}: pipe_or_model must be a torch.nn.Module or a pipeline that holds one, "
+            f"got a {type(pipe_or_model).__name__}"
+        )
     for name, component in components.items():
         if isinstance(component, nn.Module):
             yield name, component
@@ -198,7 +334,7 @@ def _components(pipe_or_model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 def _models_in(
     name: str, component: nn.Module, is_alone: bool
-) -> Iterator[tuple[str, nn.Module, Any | None]]:
+) -> Iterator[tuple[str, nn.Module, Family | None]]:
     """Models inside of a module, through wrappers such as torch.compile's, each with its family or None.
 
     Without a family it is, in a pipeline, a denoiser of diffusers; alone, a model of diffusers, or whatever
@@ -212,10 +348,12 @@ def _models_in(
             yield join(name, module_name), module, family
     if is_known:
         return
-    is_wanted = is_model if is_alone else is_denoiser
+    cls: Any = find_class(_MODEL)
     outermost: list[str] = []
     for module_name, module in component.named_modules():
-        if is_wanted(module) and not any(module_name.startswith(o) for o in outermost):
+        is_model = cls is not None and isinstance(module, cls)
+        is_wanted = is_alone or not type(module).__module__.startswith(_NO_DENOISERS)
+        if is_model and is_wanted and not any(module_name.startswith(o) for o in outermost):
             outermost.append(f"{module_name}." if module_name else "")
             yield join(name, module_name), module, None
     if is_alone and not outermost:

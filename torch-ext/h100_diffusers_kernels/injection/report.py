@@ -1,14 +1,19 @@
-"""What an injection did, module by module."""
+"""What an injection did, module by module, and how the calls of each replaced module ran since."""
 
 from __future__ import annotations
 
+import collections
+import logging
+import os
 from dataclasses import dataclass, field, replace
 
-from .cuda_graphs.tally import GraphTally
-from .tally import Tally
+logger = logging.getLogger("h100_diffusers_kernels")
 
 # How much of a model runs on the kernels.
 IN_FULL, IN_PART, NOT_AT_ALL = "in full", "in part", "not at all"
+# An environment variable that, set to anything but 0, makes a fall-back an error.
+STRICT = "H100_DIFFUSERS_KERNELS_STRICT"
+FIRST_CALL = "the first call of its kind"
 
 
 @dataclass(frozen=True)
@@ -65,9 +70,69 @@ class GraphCalls:
     uncaptured: dict[str, int]
 
 
+class CallCount:
+    """The calls of one replaced module. ``report`` is its model's."""
+
+    def __init__(self, name: str, module: str, report: InjectionReport) -> None:
+        self.name = name
+        self.module = module
+        self.on_kernels = 0
+        self.fell_back: collections.Counter[str] = collections.Counter()
+        self.reported: set[str] = set()  # reasons that the report has given
+        self._report = report
+
+    def fall_back(self, reason: str) -> bool:
+        """Counts a call that the model's own code computes, as a whole or in part.
+
+        The first for each reason and class of modules is logged. Where the report gave the reason, it is no
+        fall-back.
+
+        Returns:
+            Whether it is one.
+
+        Raises:
+            RuntimeError: if the environment says that there must be none.
+        """
+        if reason in self.reported:
+            return False
+        name = join(self._report.model_name, self.name) or "the model"
+        sentence = f"{name} ({self.module}) runs the model's own code: {reason}"
+        if os.environ.get(STRICT, "0") not in ("", "0"):
+            raise RuntimeError(f"{sentence} ({STRICT} makes this an error)")
+        self.fell_back[reason] += 1
+        if (self.module, reason) not in self._report.logged:
+            self._report.logged.add((self.module, reason))
+            alike = [c for c in self._report.counts.values() if c.module == self.module]
+            logger.warning("%s (logged once for %s x %s)", sentence, len(alike), self.module)
+        return True
+
+
+class GraphCount:
+    """The calls of one model that may be captured into CUDA graphs."""
+
+    def __init__(self, module: str, report: InjectionReport) -> None:
+        self.module = module
+        self.captured = 0
+        self.replayed = 0
+        self.uncaptured: collections.Counter[str] = collections.Counter()
+        self._report = report
+
+    @property
+    def name(self) -> str:
+        return self._report.model_name
+
+    def count_uncaptured(self, reason: str) -> None:
+        """Counts a call. The first for each reason is logged, unless the next one will be captured."""
+        self.uncaptured[reason] += 1
+        if self.uncaptured[reason] == 1 and reason != FIRST_CALL:
+            name = self.name or "the model"
+            logger.warning("%s (%s) runs without a CUDA graph: %s", name, self.module, reason)
+
+
 @dataclass
 class InjectionReport:
-    """The result of :func:`inject_kernels`; ``str()`` gives one line for each kind of module.
+    """The result of :func:`inject_kernels`; ``str()`` gives one line for each kind of module, and the counts
+    of calls up to now.
 
     Attributes:
         replaced: each module replaced: its qualified name, its class, what it is replaced by.
@@ -79,24 +144,32 @@ class InjectionReport:
             and attentions, each by itself) or "not at all" (``left_alone`` says why).
         calls: how each replaced module's calls were computed up to now (a property).
         cuda_graphs: how the calls of each model that may be captured ran up to now (a property).
+        model_name: the model's name in the pipeline, of a report on one model.
     """
 
     replaced: list[Replaced] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
     already_injected: bool = False
     levels: dict[str, str] = field(default_factory=dict)
-    tallies: list[tuple[str, Tally]] = field(default_factory=list, repr=False, compare=False)
-    graph_tallies: list[tuple[str, GraphTally]] = field(
-        default_factory=list, repr=False, compare=False
-    )
+    model_name: str = ""
+    counts: dict[str, CallCount] = field(default_factory=dict, repr=False, compare=False)
+    graph_counts: list[GraphCount] = field(default_factory=list, repr=False, compare=False)
+    logged: set[tuple[str, str]] = field(default_factory=set, repr=False, compare=False)
+    parts: list[InjectionReport] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def calls(self) -> list[Calls]:
         """The calls of each replaced module up to now. What torch.compile has compiled is not counted, and
         neither is what a CUDA graph replays."""
         return [
-            Calls(join(prefix, tally.name), tally.module, tally.on_kernels, dict(tally.fell_back))
-            for prefix, tally in self.tallies
+            Calls(
+                join(part.model_name, count.name),
+                count.module,
+                count.on_kernels,
+                dict(count.fell_back),
+            )
+            for part in (self, *self.parts)
+            for count in part.counts.values()
         ]
 
     @property
@@ -104,13 +177,10 @@ class InjectionReport:
         """The calls of each model that may be captured, up to now; none without ``cuda_graphs=True``."""
         return [
             GraphCalls(
-                join(prefix, tally.name),
-                tally.module,
-                tally.captured,
-                tally.replayed,
-                dict(tally.uncaptured),
+                count.name, count.module, count.captured, count.replayed, dict(count.uncaptured)
             )
-            for prefix, tally in self.graph_tallies
+            for part in (self, *self.parts)
+            for count in part.graph_counts
         ]
 
     @property
@@ -121,31 +191,59 @@ class InjectionReport:
     def num_left_alone(self) -> int:
         return len(self.left_alone)
 
-    def extend(self, prefix: str, other: InjectionReport) -> None:
-        """Adds the entries of ``other``, whose names are relative to the module ``prefix``."""
-        pairs: tuple[tuple[list, list], ...] = (
-            (self.replaced, other.replaced),
-            (self.left_alone, other.left_alone),
-        )
-        for entries, more in pairs:
-            entries.extend(replace(entry, name=join(prefix, entry.name)) for entry in more)
+    def leave(self, name: str, module: object, reason: str) -> None:
+        self.left_alone.append(LeftAlone(name, type(module).__name__, reason))
+
+    def count_of(self, name: str, module: str) -> CallCount:
+        """The count of a replaced module's calls."""
+        if name not in self.counts:
+            self.counts[name] = CallCount(name, module, self)
+        return self.counts[name]
+
+    def fresh(self) -> InjectionReport:
+        """The same of a model's copy, in which nothing is counted yet."""
+        report = replace(self, counts={}, graph_counts=[], logged=set(), parts=[])
+        for count in self.counts.values():
+            report.count_of(count.name, count.module).reported = count.reported
+        report.graph_counts = [GraphCount(count.module, report) for count in self.graph_counts]
+        return report
+
+    def add(self, other: InjectionReport) -> None:
+        """Adds the report on one model, whose names are relative to it."""
+        prefix = other.model_name
+        self.replaced += [replace(e, name=join(prefix, e.name)) for e in other.replaced]
+        self.left_alone += [replace(e, name=join(prefix, e.name)) for e in other.left_alone]
         self.levels.update({join(prefix, name): level for name, level in other.levels.items()})
-        self.tallies.extend((join(prefix, name), tally) for name, tally in other.tallies)
-        self.graph_tallies.extend(
-            (join(prefix, name), tally) for name, tally in other.graph_tallies
-        )
+        self.parts.append(other)
 
     def __str__(self) -> str:
         already = " (before this call already)" if self.already_injected else ""
         lines = [f"{self.num_replaced} replaced{already}, {self.num_left_alone} left alone"]
         lines += [f"{name or 'the model'}: {level}" for name, level in self.levels.items()]
-        lines += _table(
-            "replaced", [(entry.module, entry.replacement, entry.name) for entry in self.replaced]
-        )
-        lines += _table(
-            "left alone", [(entry.module, entry.reason, entry.name) for entry in self.left_alone]
-        )
-        return "\n".join(lines)
+        for title, entries in (
+            ("replaced", [(e.module, e.replacement, e.name) for e in self.replaced]),
+            ("left alone", [(e.module, e.reason, e.name) for e in self.left_alone]),
+        ):
+            lines += _table(title, entries)
+        return "\n".join(lines + self._count_lines())
+
+    def _count_lines(self) -> list[str]:
+        on_kernels = sum(calls.on_kernels for calls in self.calls)
+        fell_back: collections.Counter[tuple[str, str]] = collections.Counter()
+        for calls in self.calls:
+            for reason, count in calls.fell_back.items():
+                fell_back[calls.module, reason] += count
+        lines = [f"calls on the kernels: {on_kernels}"] if on_kernels or fell_back else []
+        lines += [
+            f"calls on the model's own code: {count} x {module}: {reason}"
+            for (module, reason), count in fell_back.items()
+        ]
+        lines += [
+            f"CUDA graphs of {graphs.name or 'the model'}: {graphs.captured} captured, "
+            f"{graphs.replayed} replayed, {sum(graphs.uncaptured.values())} calls without"
+            for graphs in self.cuda_graphs
+        ]
+        return lines
 
 
 def join(prefix: str, name: str) -> str:

@@ -1,47 +1,23 @@
-"""A rotary embedding given by coordinates, on its way from the model to its attentions."""
+"""Rotary embeddings as models hand them to their attentions, and as the kernel takes them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..arguments import is_plain
 from ..conditions import kernels_take
 from ..differentiation import is_differentiated
 from ..functional import CoordinateRope
-from .injected import Injection, Parts
-from .original import Original, find_original
-from .part import Part
-from .snapshot import Look
-
-
-@dataclass(frozen=True)
-class Rotary(Part):
-    """A module that makes a model's rotary embedding.
-
-    Attributes:
-        method: its method that makes the coordinates.
-    """
-
-    method: str = ""
-
-    def originals(self) -> dict[str, Original]:
-        path = f"{self.path}.{self.method}"
-        return {path: find_original(path)}
-
-    def fill(self, parts: Parts, module: nn.Module, injection: Injection, snapshot: Look) -> None:
-        if not self.has_own_method(module, self.method, injection, snapshot):
-            parts.reason = f"{self.method} was replaced"
 
 
 class CoordinateTables(Sequence):
     """The pair (cos, sin) that a model hands to its blocks, made only where somebody reads it.
 
-    Each is (batch, S, dim), float32. Who reads it may also change it: from then on it is the pair.
+    Each is (batch, S, dim), float32. Code that reads it may also change it: from then on it is the pair.
 
     Attributes:
         rope: the coordinates, or None once the pair has been made.
@@ -77,23 +53,23 @@ class CoordinateTables(Sequence):
         return tuple, (self.tables(),)
 
 
-def as_operand(rope: Any, x: Tensor, heads: int) -> Any:
-    """What ``qk_norm_rope`` takes as the rotary embedding of ``x`` (B, S, H * d) or (B, S, H, d); None if
-    it does not.
+def as_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
+    """What ``qk_norm_rope`` takes as the rotary embedding of ``x`` (B, S, H * d); None if it does not.
 
-    ``rope`` is a ``CoordinateTables``; a complex table (S, d / 2), for x (B, S, H, d); or (cos, sin), each
-    (S, d), of one head, for x (B, S, H, d); (1 or B, S, H * d) for x (B, S, H * d); or (1 or B, S, 1, d / 2).
+    ``rope`` is a ``CoordinateTables``; or with ``per_head``, the same for each head, a complex table (S, d / 2)
+    or (cos, sin), each (S, d); or without, each (1 or B, S, H * d); or (1 or B, S, 1, d / 2).
     """
     if isinstance(rope, CoordinateTables):
         if rope.rope is not None:
             return rope.rope if rope.rope.coordinates.device == x.device else None
         rope = rope.tables()
-    pairs = x.shape[2:].numel() // heads // 2
+    batches, length, size = (1, x.shape[0]), x.shape[1], x.shape[2]
+    head_dim = size // heads
     if isinstance(rope, Tensor):
         is_taken = (
-            rope.dtype == torch.complex64
-            and rope.shape == (x.shape[1], pairs)
-            and x.dim() == 4
+            per_head
+            and rope.dtype == torch.complex64
+            and rope.shape == (length, head_dim // 2)
             and rope.device == x.device
             and rope.stride(1) == 1
             and is_plain(rope)
@@ -107,13 +83,13 @@ def as_operand(rope: Any, x: Tensor, heads: int) -> Any:
     cos, sin = rope
     if not (isinstance(cos, Tensor) and isinstance(sin, Tensor)):
         return None
-    shape, batches = cos.shape, (1, x.shape[0])
+    shape = cos.shape
     if len(shape) == 4:
-        is_shaped = shape[0] in batches and shape[1:] == (x.shape[1], 1, pairs)
-    elif x.dim() == 4:
-        is_shaped = shape == (x.shape[1], x.shape[3])
+        is_shaped = shape[0] in batches and shape[1:] == (length, 1, head_dim // 2)
+    elif per_head:
+        is_shaped = shape == (length, head_dim)
     else:
-        is_shaped = shape[1:] == x.shape[1:] and shape[0] in batches
+        is_shaped = shape[1:] == (length, size) and shape[0] in batches
     if (
         is_shaped
         and shape == sin.shape

@@ -1,0 +1,365 @@
+"""The replacement of a module's forward: on the instance, inside of every hook, and reversible.
+
+Hooks for offloading and caching are put around a module's forward by storing it away and assigning a wrapper
+in its place: accelerate stores it as ``module._old_forward``, diffusers in the function references of
+``module._diffusers_hook``. A stand-in goes to where the innermost forward is stored. So it runs inside of
+every hook, whether the hook comes before or after it, and stays when the hook is removed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Callable, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+
+from ..conditions import kernels_take, why_not_taken
+from .checks import (
+    MODULE_CALL,
+    LibraryFunction,
+    find_class,
+    has_hooks,
+    interposed,
+    library_function,
+    replaced_function,
+)
+from .report import CallCount, InjectionReport
+
+UNKNOWN_FORWARD = "its class's forward is not the one known from diffusers"
+
+
+@dataclass(frozen=True, eq=False)
+class PatchSpec:
+    """A kind of module whose forward is replaced.
+
+    Attributes:
+        path: of its class, ``module:class``. Subclasses without a forward of their own belong to it.
+        parameters: of the class's forward, in order; None where any will do.
+        forward: stands in for it: ``forward(module, call, *args, **kwargs)``, with a ``Call``.
+        operations: what it runs on, for the report.
+        functions: the paths of functions by which the class's forward computes what the kernels compute,
+            some with their parameters. Where one of them was replaced, the class's own forward runs.
+        left_to_compiler: whether the class's own forward is what torch.compile traces.
+    """
+
+    path: str
+    parameters: str | None
+    forward: Callable
+    operations: str
+    functions: tuple[Any, ...] = ()
+    left_to_compiler: bool = False
+
+    def matches(self, module: nn.Module) -> bool:
+        cls = find_class(self.path)
+        return cls is not None and isinstance(module, cls)
+
+    def why_not(self, module: nn.Module, injection: Injection) -> str | None:
+        """Why the module, as it is now, runs its class's own forward."""
+        return None
+
+    def notes(self, module: nn.Module, injection: Injection) -> list[str]:
+        """Why the module's own code, as it is now, computes parts of its calls."""
+        return []
+
+    def describe(self, module: nn.Module, injection: Injection) -> str:
+        return self.operations
+
+
+class _Local(threading.local):
+    state: Any = None
+
+
+class Injection:
+    """What was done to one model, and what its stand-ins share.
+
+    Attributes:
+        options: those of ``inject_kernels``.
+        report: what is replaced, and what is not. Names are the model's.
+        is_over: whether the kernels were ejected; wrappers of the user's may still hold stand-ins.
+        local: ``local.state`` is the ``ForwardState`` of the model's forward that this thread is in, or None.
+        modules: those whose forwards were replaced.
+    """
+
+    def __init__(self, model_name: str, options: dict[str, Any]) -> None:
+        self.options = options
+        self.report = InjectionReport(model_name=model_name)
+        self.is_over = False
+        self.local = _Local()
+        self.modules: list[weakref.ref] = []
+        self._resolved: dict[PatchSpec, tuple[Any, tuple[LibraryFunction, ...]]] = {}
+
+    def resolve(self, spec: PatchSpec) -> tuple[Any, tuple[LibraryFunction, ...]]:
+        """The class's forward and the functions of a spec as their libraries define them."""
+        if spec not in self._resolved:
+            own = library_function(f"{spec.path}.forward", spec.parameters).function
+            functions = ((f,) if isinstance(f, str) else f for f in spec.functions)
+            self._resolved[spec] = own, tuple(library_function(*f) for f in functions)
+        return self._resolved[spec]
+
+    def __deepcopy__(self, memo: dict) -> Injection:
+        """That of the model's copy."""
+        duplicate = memo[id(self)] = Injection(self.report.model_name, self.options)
+        duplicate.report = self.report.fresh()
+        duplicate.is_over = self.is_over
+        copies = (memo.get(id(reference())) for reference in self.modules)
+        duplicate.modules = [weakref.ref(module) for module in copies if module is not None]
+        return duplicate
+
+
+class Call:
+    """One call of a module whose forward is replaced.
+
+    Attributes:
+        stand_in: what was called.
+        injection: that of the model.
+        state: what the blocks share in this forward of the model; None where they must not.
+        is_counted: whether the call is counted as one on the kernels: not if it falls back.
+    """
+
+    __slots__ = ("_reasons", "injection", "is_counted", "stand_in", "state")
+
+    def __init__(self, stand_in: StandIn, state: Any) -> None:
+        self.stand_in = stand_in
+        self.injection = stand_in.injection
+        self.state = state
+        self.is_counted = True
+        self._reasons: tuple[str, ...] = ()
+
+    def fall_back(self, reason: str) -> None:
+        """Notes that the model's own code computes the call, or a part of it.
+
+        Raises:
+            RuntimeError: if the environment says that nothing may fall back.
+        """
+        if torch.compiler.is_compiling() or reason in self._reasons:
+            return
+        self._reasons += (reason,)
+        if self.stand_in.count.fall_back(reason):
+            self.is_counted = False
+
+    def takes(self, x: Tensor, *others: Tensor | None) -> bool:
+        """Whether the kernels take these tensors; if not, the reason is noted."""
+        if kernels_take(x, *others):
+            return True
+        self.fall_back(why_not_taken(x, *others))
+        return False
+
+    def own_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The class's forward, which the call stands in for."""
+        return self.stand_in.own_forward(module, *args, **kwargs)
+
+    def shared(self, name: str, x: Any, make: Callable[[Any], Any]) -> Any:
+        """``make(x)``, made once in a forward of the model for all blocks that are given the same ``x``."""
+        return make(x) if self.state is None else self.state.shared(name, x, make)
+
+
+class StandIn:
+    """What stands in for a module's forward: a method bound to the module, which it holds weakly.
+
+    So a model that is dropped is freed at once. Like a bound method it has the signature, name and
+    docstring of the class's forward, and a ``__func__``.
+
+    Attributes:
+        had_attribute: whether the module had a ``forward`` of its own before, the class's.
+        kept: a value of ``Kept``.
+    """
+
+    __slots__ = (
+        *("__dict__", "__weakref__", "_module", "count", "functions", "had_attribute"),
+        *("injection", "kept", "name", "own_forward", "spec"),
+    )
+
+    def __init__(self, module: nn.Module, spec: PatchSpec, name: str, injection: Injection) -> None:
+        self._module = weakref.ref(module)
+        self.spec = spec
+        self.name = name
+        self.injection = injection
+        self.own_forward, self.functions = injection.resolve(spec)
+        self.had_attribute = "forward" in vars(module)
+        self.kept: Any = None
+        self.count = injection.report.count_of(name, type(module).__name__)
+        _describe(self, type(module).forward, is_bound=True)
+
+    @property
+    def module(self) -> nn.Module | None:
+        return self._module()
+
+    @property
+    def __func__(self) -> Callable:
+        """As a method's: a function of the module and its arguments."""
+
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if module is self._module():
+                return self(*args, **kwargs)
+            return type(module).forward(module, *args, **kwargs)  # a copy's
+
+        _describe(forward, self.own_forward, is_bound=False)
+        _methods[forward] = self
+        return forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if module is None:
+            raise RuntimeError(
+                f"the forward of {self.name or 'a model'} was called after its module had been freed"
+            )
+        if self.injection.is_over:
+            return type(module).forward(module, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            call = Call(self, None)
+            if self.spec.left_to_compiler or self.unknown(module) is not None:
+                return type(module).forward(module, *args, **kwargs)
+            return self.spec.forward(module, call, *args, **kwargs)
+        call = Call(self, self.injection.local.state)
+        reason = interposed() or self.unknown(module)
+        if reason is not None:
+            call.fall_back(reason)
+            return type(module).forward(module, *args, **kwargs)
+        result = self.spec.forward(module, call, *args, **kwargs)
+        if call.is_counted:
+            self.count.on_kernels += 1
+        return result
+
+    def unknown(self, module: nn.Module) -> str | None:
+        """Why the module's class computes something else than what is known of it."""
+        own = self.own_forward
+        if own is None or type(module).forward is not own:
+            return UNKNOWN_FORWARD
+        return replaced_function(self.functions)
+
+    def taken_out(self) -> None:
+        """After the class's forward has taken its place again."""
+
+    def is_bare(self, module: nn.Module) -> bool:
+        """Whether a call of the module runs this and nothing around it."""
+        return (
+            self._module() is module
+            and not has_hooks(module)
+            and type(module).forward is self.own_forward
+            and type(module).__call__ is MODULE_CALL
+        )
+
+    def __deepcopy__(self, memo: dict) -> StandIn:
+        """That of the module's copy, where the module is being copied."""
+        module = self._module()
+        duplicate = memo.get(id(module))
+        if duplicate is None:
+            return self
+        return _copied(self, duplicate, memo)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        if self.injection.is_over:  # somebody kept it and put it back
+            return getattr, (self._module(), "forward")
+        raise TypeError(
+            f"{self.name or 'the model'} runs on injected kernels, which cannot be pickled: "
+            "call eject_kernels first, or save the state_dict"
+        )
+
+
+def _copied(stand_in: StandIn, module: nn.Module, memo: dict) -> StandIn:
+    injection = memo.get(id(stand_in.injection))
+    if injection is None:
+        injection = stand_in.injection.__deepcopy__(memo)
+    duplicate = type(stand_in).__new__(type(stand_in))
+    duplicate.__dict__.update(stand_in.__dict__)
+    for slot in StandIn.__slots__[2:]:
+        setattr(duplicate, slot, getattr(stand_in, slot))
+    duplicate._module = weakref.ref(module)
+    duplicate.injection = injection
+    duplicate.kept = None
+    duplicate.count = injection.report.count_of(stand_in.name, stand_in.count.module)
+    return duplicate
+
+
+def _describe(callable_: Any, original: Any, is_bound: bool) -> None:
+    """Gives a callable the signature, name and docstring of a class's forward."""
+    functools.update_wrapper(callable_, original, updated=())
+    # Whoever follows it would come to the class's own forward.
+    del callable_.__wrapped__
+    signature = inspect.signature(original)
+    if is_bound:
+        parameters = list(signature.parameters.values())
+        signature = signature.replace(parameters=parameters[1:])
+    callable_.__signature__ = signature
+
+
+# What each function is of that was asked for as a stand-in's ``__func__``.
+_methods: weakref.WeakKeyDictionary[Callable, StandIn] = weakref.WeakKeyDictionary()
+
+
+def stand_in_of(forward: Any) -> StandIn | None:
+    """The stand-in that a forward found on a module is, if it is one."""
+    if isinstance(forward, MethodType):  # as accelerate leaves it when it unwraps a model
+        forward = _methods.get(forward.__func__)
+    return forward if isinstance(forward, StandIn) else None
+
+
+def bare_stand_in(module: Any) -> StandIn | None:
+    """The stand-in for the module's forward, if a call of the module runs that and nothing around it."""
+    forward = module.__dict__.get("forward")
+    return forward if isinstance(forward, StandIn) and forward.is_bare(module) else None
+
+
+# --------------------------------------------------------------------------------------------------
+# Where a module's innermost forward is kept
+
+
+def _slots(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:
+    """The attributes that may hold the module's forward: their holder, their name and their value."""
+    attributes = vars(module)
+    yield module, "forward", module.forward
+    if "_old_forward" in attributes:
+        yield module, "_old_forward", attributes["_old_forward"]
+    for reference in getattr(attributes.get("_diffusers_hook"), "_fn_refs", ()):
+        # A hook with a forward of its own keeps the one it replaces as `original_forward`.
+        for name in ("forward", "original_forward"):
+            yield reference, name, getattr(reference, name, None)
+
+
+def _class_forward_slot(module: nn.Module) -> tuple[Any, str] | None:
+    """The holder and the name of the class's forward; None if something unknown has taken its place.
+
+    Wrappers are no bound methods, so it is the innermost one in use.
+    """
+    for holder, name, value in _slots(module):
+        if (
+            isinstance(value, MethodType)
+            and value.__self__ is module
+            and value.__func__ is type(module).forward
+        ):
+            return holder, name
+    return None
+
+
+def can_patch(module: nn.Module) -> bool:
+    """Whether the class's forward is where a stand-in can take its place."""
+    return _class_forward_slot(module) is not None
+
+
+def put_in(stand_in: StandIn) -> None:
+    module: Any = stand_in.module
+    slot = _class_forward_slot(module)
+    assert slot is not None
+    setattr(*slot, stand_in)
+    stand_in.injection.modules.append(weakref.ref(module))
+
+
+def take_out(modules: Iterable[nn.Module]) -> None:
+    """Gives each module its class's forward back, wherever a stand-in is kept in its place."""
+    for module in modules:
+        for holder, name, value in list(_slots(module)):
+            stand_in = stand_in_of(value)
+            if stand_in is None or stand_in.module is not module:
+                continue
+            if holder is module and name == "forward" and not stand_in.had_attribute:
+                del module.forward
+            else:
+                setattr(holder, name, MethodType(type(module).forward, module))
+            stand_in.taken_out()
