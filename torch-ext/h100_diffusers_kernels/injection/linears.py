@@ -41,6 +41,15 @@ def linear(layer: Any, x: Tensor) -> Tensor:
     return layer(x)
 
 
+def linears(x: Tensor, *layers: Any) -> list[Tensor]:
+    """``layer(x)`` of each layer."""
+    product = torch.nn.functional.linear
+    if is_plain(layers[0], LINEAR, *layers[1:]):
+        found = [layer._parameters for layer in layers]
+        return [product(x, of["weight"], of.get("bias")) for of in found]
+    return [linear(layer, x) for layer in layers]
+
+
 def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of a plain ``torch.nn.Linear`` whose values are plain, or None."""
     if not is_plain(layer, LINEAR):
@@ -87,7 +96,7 @@ def linear_per_sample(layer: Any, x: Tensor) -> Tensor:
     if x.is_contiguous():
         return linear(layer, x)
     if not may_be_written(layer, x):
-        return layer(x.contiguous())
+        return linear(layer, x.contiguous())
     out = x.new_empty(*x.shape[:2], layer._parameters["weight"].shape[0])
     write_linear(layer, x, out)
     return out
@@ -95,12 +104,12 @@ def linear_per_sample(layer: Any, x: Tensor) -> Tensor:
 
 def may_be_written(layer: Any, x: Tensor) -> bool:
     """Whether ``write_linear`` takes the layer and x (B, S, D): each sample has a product of its own."""
+    if (x.shape[0] != 1 and x.shape[1] < _ROWS_OF_ITS_OWN) or x.stride(1) != x.shape[2]:
+        return False
     plain = plain_weight(layer)
     return (
         plain is not None
         and may_write()
-        and (x.shape[0] == 1 or x.shape[1] >= _ROWS_OF_ITS_OWN)
-        and x.stride(1) == x.shape[2]
         and kernels_take(x, *plain)
         and not is_differentiated(x, *plain)
     )
@@ -156,7 +165,7 @@ def _gelu_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
     if "gelu" in self.__dict__:
         call.fall_back("GELU was replaced")
         return call.own_forward(self, hidden_states)
-    if not call.takes(hidden_states):
+    if call.refuses(hidden_states):
         return call.own_forward(self, hidden_states)
     return linear_gelu(self._modules["proj"], self.gelu, self.approximate, hidden_states)
 
@@ -169,10 +178,3 @@ LINEAR_GELU = PatchSpec(
     "GELU as its matrix product's epilogue, else gelu",
     functions=(f"{_GELU_CLASS}.gelu", "torch.nn.functional:gelu"),
 )
-
-
-def silu_of(activation: Any, call: Call, temb: Tensor) -> Tensor:
-    """``activation(temb)``, of a plain SiLU once for all blocks that share the embedding."""
-    if is_plain(activation, SILU):
-        return call.shared("silu", temb, torch.nn.functional.silu)
-    return activation(temb)
