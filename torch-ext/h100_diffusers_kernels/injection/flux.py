@@ -26,7 +26,7 @@ from .checks import is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .family import COMPUTED_ONCE, Family
 from .forward_state import model_spec
-from .joint_attention import as_one, attend_to_all, attend_with_tables, joined, project, split
+from .joint_attention import as_one, attend_to_all, attend_with_tables, joined, project
 from .linears import (
     GELU,
     LINEAR_GELU,
@@ -123,7 +123,7 @@ def _single_block_forward(
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
     )
-    end = (x, linear_of_concat(modules["proj_out"], attention_out, mlp_out), gate)
+    end = (x, linear_of_concat(call, modules["proj_out"], attention_out, mlp_out), gate)
     text, image = finish(
         call,
         self,
@@ -131,9 +131,16 @@ def _single_block_forward(
         (end,),
         (temb,),
         hands_over=x.dtype != torch.float16,
-        as_given=lambda results: split(clipped(results[0]), text_length),
+        as_given=partial(_split, text_length),
     )
     return text, image
+
+
+def _split(text_length: int, results: Any) -> tuple[Tensor, Tensor]:
+    """A block's result as that of the text and that of the image."""
+    (x,) = results
+    x = clipped(x) if x.dtype == torch.float16 else x
+    return x[:, :text_length], x[:, text_length:]
 
 
 def _attention_forward(

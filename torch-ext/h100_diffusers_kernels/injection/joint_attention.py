@@ -54,6 +54,9 @@ def project(
     modules = module._modules
     streams = []
     for x, rope, (q, k, v), norms in sources:
+        if text is None:
+            query, key, value = linears(x, modules[q], modules[k], modules[v])
+            return [Stream(query, key, value, norms, rope)]
         query, key = linears(x, modules[q], modules[k])
         streams.append(Stream(query, key, (modules[v], x), norms, rope))
     return streams
@@ -143,7 +146,7 @@ def attend_to_all(
     head_dim = module.__dict__.get("head_dim") or module.inner_dim // module.heads
     heads = streams[0].query.shape[2] // head_dim
     joint = None
-    if len(streams) == 1 or may_write():
+    if call.state is not None or len(streams) == 1 or may_write():
         joint = _joined(call, module, streams, heads)
     if joint is None:
         each = [
@@ -226,8 +229,3 @@ def _are_neighbours(first: Tensor, second: Tensor) -> bool:
         and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
         and second.storage_offset() == first.storage_offset() + first.shape[1] * first.stride(1)
     )
-
-
-def split(x: Tensor, first_length: int) -> tuple[Tensor, Tensor]:
-    """The two parts of joined tokens, as views."""
-    return x[:, :first_length], x[:, first_length:]

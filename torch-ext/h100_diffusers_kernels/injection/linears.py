@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
+from ..arguments import PLAIN_TYPES
 from ..arguments import is_plain as is_plain_tensor
 from ..conditions import kernels_take, may_write, of_one_form
 from ..differentiation import is_differentiated
@@ -43,11 +44,14 @@ def linear(layer: Any, x: Tensor) -> Tensor:
 
 def linears(x: Tensor, *layers: Any) -> list[Tensor]:
     """``layer(x)`` of each layer."""
-    product = torch.nn.functional.linear
-    if is_plain(layers[0], LINEAR, *layers[1:]):
-        found = [layer._parameters for layer in layers]
-        return [product(x, of["weight"], of.get("bias")) for of in found]
-    return [linear(layer, x) for layer in layers]
+    if not is_plain(layers[0], LINEAR, *layers[1:]):
+        return [linear(layer, x) for layer in layers]
+    results = []
+    for layer in layers:
+        parameters = layer._parameters
+        product = torch.nn.functional.linear(x, parameters["weight"], parameters["bias"])
+        results.append(product)
+    return results
 
 
 def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
@@ -55,9 +59,10 @@ def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
     if not is_plain(layer, LINEAR):
         return None
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    if weight is None or not (is_plain_tensor(weight) and is_plain_tensor(bias)):
+    if weight is None or not (type(weight) in PLAIN_TYPES or is_plain_tensor(weight)):
         return None
-    return weight, bias
+    is_plain_bias = bias is None or type(bias) in PLAIN_TYPES or is_plain_tensor(bias)
+    return (weight, bias) if is_plain_bias else None
 
 
 def dropped_out(layer: Any, x: Tensor) -> Tensor:
@@ -67,7 +72,7 @@ def dropped_out(layer: Any, x: Tensor) -> Tensor:
     return layer(x)
 
 
-def linear_of_concat(layer: Any, first: Tensor, second: Tensor) -> Tensor:
+def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Tensor) -> Tensor:
     """``layer`` of both, side by side in the last dimension.
 
     A plain layer takes them one after the other, the second's product added to the first's, so that nothing
@@ -76,7 +81,7 @@ def linear_of_concat(layer: Any, first: Tensor, second: Tensor) -> Tensor:
     plain = plain_weight(layer)
     if (
         plain is not None
-        and may_write()
+        and (call.state is not None or may_write())
         and kernels_take(first, second, *plain)
         and not is_differentiated(first, second, *plain)
         and first.shape[:-1] == second.shape[:-1]

@@ -185,7 +185,7 @@ class StandIn:
     """
 
     __slots__ = (
-        *("__dict__", "__weakref__", "_module", "count", "functions", "had_attribute"),
+        *("__dict__", "__weakref__", "_function", "_module", "count", "functions", "had_attribute"),
         *("injection", "kept", "name", "own_forward", "spec"),
     )
 
@@ -197,6 +197,7 @@ class StandIn:
         self.own_forward, self.functions = injection.resolve(spec)
         self.had_attribute = "forward" in vars(module)
         self.kept: Any = None
+        self._function: Any = None
         self.count = injection.report.count_of(name, type(module).__name__)
         _describe(self, type(module).forward, is_bound=True)
 
@@ -206,7 +207,10 @@ class StandIn:
 
     @property
     def __func__(self) -> Callable:
-        """As a method's: a function of the module and its arguments."""
+        """As a method's: a function of the module and its arguments; one as long as somebody holds it."""
+        made = self._function and self._function()
+        if made is not None:
+            return made
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if module is self._module():
@@ -215,6 +219,7 @@ class StandIn:
 
         _describe(forward, self.own_forward, is_bound=False)
         _methods[forward] = self
+        self._function = weakref.ref(forward)
         return forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -282,7 +287,7 @@ def _copied(stand_in: StandIn, module: nn.Module, memo: dict) -> StandIn:
         setattr(duplicate, slot, getattr(stand_in, slot))
     duplicate._module = weakref.ref(module)
     duplicate.injection = injection
-    duplicate.kept = None
+    duplicate.kept = duplicate._function = None
     duplicate.count = injection.report.count_of(stand_in.name, stand_in.count.module)
     return duplicate
 

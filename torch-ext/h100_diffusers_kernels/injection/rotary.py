@@ -56,8 +56,9 @@ class CoordinateTables(Sequence):
 def as_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
     """What ``qk_norm_rope`` takes as the rotary embedding of ``x`` (B, S, H * d); None if it does not.
 
-    ``rope`` is a ``CoordinateTables``; or (cos, sin), each (1 or B, S, 1, d / 2), or (S, d) with ``per_head``,
-    the same for each head, or (1 or B, S, H * d) without; or with ``per_head`` a complex table (S, d / 2).
+    ``rope`` is a ``CoordinateTables``; or (cos, sin), each (1 or B, S, 1, d / 2), or (S, d) with
+    ``per_head``, the same for each head, or else (1 or B, S, H * d). With ``per_head`` it may also be a
+    complex table (S, d / 2).
     """
     if type(rope) is CoordinateTables:
         if rope.rope is not None:
