@@ -1317,20 +1317,6 @@ def replica(model):
 
 
 @every_family
-def test_replicas_of_data_parallel(kernel, device, family):
-    model, plain, arguments = prepared(family, device)
-    try:
-        run(replica(plain), arguments)
-    except StopIteration:
-        pytest.skip("without kernels too, the model looks for parameters that replicas do not have")
-    kernel.inject_kernels(model)
-    assert_alike(replica(model), replica(plain), arguments)
-    block = family.part(replica(model), "block")
-    with contextlib.suppress(AttributeError):
-        assert getattr(block.forward, "__self__", block) is block
-
-
-@every_family
 def test_counts_of_modules_called(kernel, device, family):
     """Linear layers are always called as modules, so that whatever is put on them works."""
     model, plain, arguments = prepared(family, device)

@@ -122,15 +122,17 @@ class Call:
         stand_in: what was called.
         injection: that of the model.
         state: what the blocks share in this forward of the model; None where they must not.
+        is_bare: whether nothing is around the module, of a block that has looked.
         is_counted: whether the call is counted as one on the kernels: not if it falls back.
     """
 
-    __slots__ = ("_reasons", "injection", "is_counted", "stand_in", "state")
+    __slots__ = ("_reasons", "injection", "is_bare", "is_counted", "stand_in", "state")
 
     def __init__(self, stand_in: StandIn, state: Any) -> None:
         self.stand_in = stand_in
         self.injection = stand_in.injection
         self.state = state
+        self.is_bare = False
         self.is_counted = True
         self._reasons: tuple[str, ...] = ()
 
@@ -231,18 +233,16 @@ class StandIn:
         injection, spec = self.injection, self.spec
         if injection.is_over or (spec.left_to_compiler and torch.compiler.is_compiling()):
             return type(module).forward(module, *args, **kwargs)
-        if torch.compiler.is_dynamo_compiling():
-            call, reason = Call(self, None), None
-        else:
-            call, reason = Call(self, injection.local.state), None
-            if (
-                any(GLOBAL_HOOKS)
-                or _modes_of_functions()
-                or _modes_of_operators()
-                or nn.Module.__call__ is not MODULE_CALL
-                or nn.Module._call_impl is not CALL_IMPL
-            ):
-                reason = interposed()
+        is_traced, reason = torch.compiler.is_dynamo_compiling(), None
+        call = Call(self, None if is_traced else injection.local.state)
+        if not is_traced and (
+            any(GLOBAL_HOOKS)
+            or _modes_of_functions()
+            or _modes_of_operators()
+            or nn.Module.__call__ is not MODULE_CALL
+            or nn.Module._call_impl is not CALL_IMPL
+        ):
+            reason = interposed()
         own = self.own_forward
         if reason is None and (own is None or type(module).forward is not own):
             reason = UNKNOWN_FORWARD
@@ -253,7 +253,7 @@ class StandIn:
             call.fall_back(reason)
             return type(module).forward(module, *args, **kwargs)
         result = spec.forward(module, call, *args, **kwargs)
-        if call.is_counted:
+        if call.is_counted and not is_traced:
             self.count.on_kernels += 1
         return result
 
@@ -315,25 +315,24 @@ def stand_in_of(forward: Any) -> StandIn | None:
     return forward if isinstance(forward, StandIn) else None
 
 
-def are_bare(spec: PatchSpec, *modules: Any) -> bool:
-    """Whether a call of each module runs a stand-in of this kind and nothing around it."""
-    for module in modules:
-        state, cls = module.__dict__, type(module)
-        stand_in = state.get("forward")
-        if (
-            not isinstance(stand_in, StandIn)
-            or stand_in.spec is not spec
-            or stand_in._module() is not module
-            or cls.forward is not stand_in.own_forward
-            or cls.__call__ is not MODULE_CALL
-            or state["_forward_hooks"]
+def is_bare(spec: PatchSpec, module: Any) -> bool:
+    """Whether a call of the module runs a stand-in of this kind and nothing around it."""
+    state, cls = module.__dict__, type(module)
+    stand_in = state.get("forward")
+    return (
+        isinstance(stand_in, StandIn)
+        and stand_in.spec is spec
+        and stand_in._module() is module
+        and cls.forward is stand_in.own_forward
+        and cls.__call__ is MODULE_CALL
+        and not (
+            state["_forward_hooks"]
             or state["_forward_pre_hooks"]
             or state["_backward_hooks"]
             or state["_backward_pre_hooks"]
             or state.get("_compiled_call_impl") is not None
-        ):
-            return False
-    return True
+        )
+    )
 
 
 # --------------------------------------------------------------------------------------------------
