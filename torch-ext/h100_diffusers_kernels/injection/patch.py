@@ -26,6 +26,7 @@ from .checks import (
     CALL_IMPL,
     GLOBAL_HOOKS,
     MODULE_CALL,
+    STAND_INS,
     LibraryFunction,
     find_class,
     interposed,
@@ -275,6 +276,9 @@ class StandIn:
             f"{self.name or 'the model'} runs on injected kernels, which cannot be pickled: "
             "call eject_kernels first, or save the state_dict"
         )
+
+
+STAND_INS.add(StandIn)
 
 
 def _itself(module: nn.Module) -> nn.Module:
