@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _modules = torch.nn.modules.module
 _GLOBAL_HOOKS = (
@@ -26,7 +27,7 @@ _GLOBAL_HOOKS = (
 _Module: Any = nn.Module
 # How modules are called, unless a debugger or profiler has patched it.
 MODULE_CALL, _CALL_IMPL = _Module._wrapped_call_impl, _modules.Module._call_impl
-# Function modes that change no result: torch.set_default_device, and those of this package.
+# Modes that change no result: torch.set_default_device, and those of this package.
 TRANSPARENT_MODES: set[type] = {DeviceContext}
 
 
@@ -222,7 +223,9 @@ def interposed() -> str | None:
         type(mode) not in TRANSPARENT_MODES for mode in _get_current_function_mode_stack()
     ):
         return "it runs within a function mode"
-    if torch._C._len_torch_dispatch_stack():
+    if torch._C._len_torch_dispatch_stack() and any(
+        type(mode) not in TRANSPARENT_MODES for mode in _get_current_dispatch_mode_stack()
+    ):
         return "it runs within a dispatch mode"
     return None
 
