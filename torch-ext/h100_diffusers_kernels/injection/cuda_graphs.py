@@ -90,8 +90,10 @@ class GraphedStandIn(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
-        is_over = module is None or self.injection.is_over
-        if is_over or torch.compiler.is_compiling() or is_capturing():
+        if torch.compiler.is_compiling() or is_capturing():
+            return self._run(*args, **kwargs)
+        if module is None or self.injection.is_over:
+            self.taken_out()  # a wrapper may hold this
             return self._run(*args, **kwargs)
         try:
             _refuse_modes()
@@ -134,7 +136,9 @@ class GraphedStandIn(StandIn):
         module = self._module()
         if self._has_spec or module is None:
             return super().__call__(*args, **kwargs)
-        return type(module).forward(module, *args, **kwargs)
+        is_traced = torch.compiler.is_compiling()
+        forward = self.own_forward if is_traced else type(module).forward
+        return forward(module, *args, **kwargs)
 
     def _replay_or_capture(
         self, module: Any, key: Hashable, device: torch.device, call: Arguments

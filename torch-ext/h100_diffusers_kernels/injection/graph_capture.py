@@ -194,7 +194,8 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, device: torch.device, known: list[Tensor]) -> None:
         super().__init__()
         self._device = device
-        self._outside = {_storage(tensor) for tensor in known if tensor.device == device}
+        self._known = {_storage(tensor) for tensor in known if tensor.device == device}
+        self._external: set[int] = set()
         # Of what was made in the call. Weak references keep a number from becoming another storage's.
         self._made: dict[int, StorageWeakRef] = {}
         self.externals: dict[int, Tensor] = {}
@@ -205,17 +206,17 @@ class _Recorder(TorchFunctionMode):
         read = _tensors_in((args, kwargs))
         for tensor in read:
             storage = _storage(tensor)
-            if storage in self._outside or storage in self._made:
+            if storage in self._known or storage in self._made:
                 continue
             if tensor.device != self._device:
                 self._refuse(f"it reads a tensor on {tensor.device}")
             self.externals[id(tensor)] = tensor
-            self._outside.add(storage)
+            self._external.add(storage)
         result = func(*args, **kwargs)
         made = _tensors_in(result)
         for tensor in made:
             storage = _storage(tensor)
-            if storage not in self._outside and storage not in self._made:
+            if storage not in self._known | self._external | self._made.keys():
                 self._made[storage] = StorageWeakRef(tensor.untyped_storage())
         # A copy would read the host's memory at each replay. A number is part of a launch.
         if len({t.device for t in (*read, *made) if t.dim() or func is Tensor.copy_}) > 1:

@@ -92,6 +92,7 @@ class Fingerprint:
             return "parameters or buffers are elsewhere in memory"
         if (
             type(model) is not self._model_class
+            or _is_hooked(model)
             or any(self._empty)
             or list(map(len, self._sized)) != self._sizes
             or not all(map(is_, map(type, self._objects), self._classes))
@@ -115,9 +116,8 @@ class Fingerprint:
     def _add_module(self, name: str, module: nn.Module, model: nn.Module) -> None:
         state = vars(module)
         is_model = module is model
-        hooks = getattr(state.get("_diffusers_hook"), "hooks", None)
         is_wrapped = not (is_model or stand_in_of(state.get("forward")) or has_own_forward(module))
-        if "_hf_hook" in state or hooks or is_wrapped:
+        if is_wrapped or _is_hooked(module):
             raise CannotCapture(
                 f"{name} has hooks of accelerate or diffusers, or a forward that was replaced"
             )
@@ -189,6 +189,12 @@ class Fingerprint:
         registry = getattr(sys.modules.get(_DISPATCH), _REGISTRY, None)
         if registry is not None:  # of attention backends
             self._add_names(vars(registry), tuple(vars(registry)), 1)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether accelerate or diffusers have put hooks around its forward."""
+    state = vars(module)
+    return "_hf_hook" in state or bool(getattr(state.get("_diffusers_hook"), "hooks", None))
 
 
 def _attributes_of(module: nn.Module, left_out: tuple[str, ...] = ()) -> dict[str, Any]:
