@@ -22,9 +22,9 @@ def graphs(kernel, monkeypatch):
     return kernel
 
 
-def use_emulated_graphs(kernel):
+def use_emulated_graphs(kernel, *modes):
     """Their capture is a dispatch mode, within which the kernels are to run all the same."""
-    module_of(kernel, "checks").TRANSPARENT_MODES.add(Record)
+    module_of(kernel, "checks").TRANSPARENT_MODES.update((Record, *modes))
 
 
 class Pair:

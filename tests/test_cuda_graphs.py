@@ -3,15 +3,14 @@
 On a CPU the graphs are emulated (emulated_graphs.py); what only CUDA has is tested where there is a GPU.
 """
 
-import collections
 import contextlib
 import copy
 import functools
 import gc
+import inspect
 import itertools
 import logging
 import pickle
-import sys
 import threading
 import weakref
 from types import SimpleNamespace
@@ -25,7 +24,6 @@ from diffusers.hooks import FirstBlockCacheConfig, apply_layerwise_casting
 from diffusers.models import attention_dispatch
 from peft import LoraConfig
 from torch import nn
-from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao import quantization
 
@@ -103,6 +101,66 @@ def test_without_graphs_nothing_is_captured(kernel, device):
     report = kernel.inject_kernels(model)
     assert report.cuda_graphs == []
     assert type(model.forward).__name__ == "StandIn"
+
+
+@pytest.mark.parametrize("family", [LTX, FLUX], ids=str)
+def test_the_signature_is_the_models(pair, graphs, device, family):  # noqa: F811
+    """Modular pipelines give a model the arguments that its signature names."""
+    model = family.model(device)
+    graphs.inject_kernels(model, cuda_graphs=True)
+    expected = list(inspect.signature(type(model).forward).parameters)[1:]
+    assert list(inspect.signature(model.forward).parameters) == expected
+    assert model.forward.__name__ == "forward"
+
+
+def test_a_model_prepared_by_accelerate(graphs):  # noqa: F811
+    accelerator = accelerate.Accelerator(mixed_precision="bf16")
+    pair = Pair(graphs, FLUX, str(accelerator.device.type))
+    pair.both(accelerator.prepare)
+    with torch.inference_mode():
+        for _ in range(3):
+            arguments = pair.inputs()
+            out = pair.model(**arguments, return_dict=False)[0]
+            assert torch.equal(out, pair.plain(**arguments, return_dict=False)[0])
+    assert any("autocast" in reason for reason in pair.calls.uncaptured)
+
+
+def test_models_with_graphs_are_no_modules_of_the_report(graphs, device):  # noqa: F811
+    """A model in part runs on no kernel itself; its copy neither."""
+    model = LTX.model(device)
+    names = {calls.name for calls in graphs.inject_kernels(copy.deepcopy(model)).calls}
+    report = graphs.inject_kernels(model, cuda_graphs=True)
+    assert {calls.name for calls in report.calls} == names
+    report = graphs.inject_kernels(copy.deepcopy(model), cuda_graphs=True)
+    assert report.already_injected
+    assert {calls.name for calls in report.calls} == names
+
+
+def test_graphs_are_dropped_by_hand(pair, graphs):  # noqa: F811
+    """After a change deep inside of an object of the user's own, which is not noticed."""
+
+    def replace(model):
+        model.proj_in = DeepReader(model.proj_in)
+
+    def change(model):
+        model.proj_in.options.nested["a"]["b"].factor = 3.0
+
+    pair.both(replace)
+    pair.captured()
+    pair.both(change)
+    graphs.eject_kernels(pair.model)
+    pair.report = graphs.inject_kernels(pair.model, cuda_graphs=True)
+    pair.captured()
+
+
+class DeepReader(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+        self.options = SimpleNamespace(nested={"a": {"b": SimpleNamespace(factor=2.0)}})
+
+    def forward(self, x):
+        return self.linear(x) * self.options.nested["a"]["b"].factor
 
 
 def test_a_cpu_has_no_graphs(kernel):
@@ -347,6 +405,11 @@ def change_class(model):
     model.__class__ = Changed
 
 
+def change_scale_of_processor(model):
+    """Two levels down."""
+    LTX.part(model, "attention").processor.scales = {"a": [1.0, 2.0]}
+
+
 def replace_a_forward(model):
     linear = LTX.part(model, "linear")
     linear.forward = lambda x: F.linear(x, linear.weight, linear.bias) * 2
@@ -388,6 +451,7 @@ CHANGES = (
     *(double_in_place, double_data, replace_parameter, replace_module),
     *(swap_parameters, swap_blocks, drop_a_block, change_eps, change_heads, load_other_weights),
     *(new_table, to_and_back, change_config, remove_a_bias, replace_processor, change_class),
+    change_scale_of_processor,
 )
 UNKNOWN = (hook_a_linear, hook_a_block, replace_a_forward)
 
@@ -1056,9 +1120,10 @@ def test_a_refused_capture_holds_no_model(pair):
 def test_ejecting_drops_graphs_that_somebody_has_wrapped(pair, graphs):  # noqa: F811
     pair.captured()
     forward = pair.model.forward
-    (capture,) = map(weakref.ref, forward.__self__._captures.values())
+    (capture,) = map(weakref.ref, forward._captures.values())
     pair.model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
     graphs.eject_kernels(pair.model)
+    graphs.eject_kernels(pair.plain)
     pair.call()
     assert capture() is None
 
