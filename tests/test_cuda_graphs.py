@@ -627,6 +627,15 @@ def test_patched_functions(pair, monkeypatch, owner, name):
     pair.captured()
 
 
+def test_replaced_functions_that_call_themselves_by_name(graphs, device, monkeypatch):  # noqa: F811
+    """In a function mode, PyTorch's calls the replacement once more."""
+    pair = Pair(graphs, FLUX, device)
+    original = F.rms_norm
+    monkeypatch.setattr(F, "rms_norm", lambda *args, **kwargs: original(*args, **kwargs) * 2)
+    for _ in range(4):
+        pair.call()
+
+
 def test_functions_of_the_models_file(graphs, device, monkeypatch):  # noqa: F811
     import diffusers.models.transformers.transformer_flux as file
 

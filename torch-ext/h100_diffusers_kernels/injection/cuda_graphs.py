@@ -35,18 +35,6 @@ _REMEMBERED = 16
 _MOST_CALLS_BETWEEN_LOOKS = 64
 
 
-def graphed_stand_in(
-    model: nn.Module, inner: StandIn | None, injection: Injection, pool: Pool
-) -> StandIn:
-    """The stand-in for a model's forward that captures it.
-
-    Args:
-        inner: what stands in for the forward without graphs; None where the class's own runs.
-        pool: the memory of the pipeline's graphs.
-    """
-    return GraphedStandIn(model, inner, injection, pool)
-
-
 class GraphedStandIn(StandIn):
     """A stand-in whose calls are captured at the second of a kind, and replayed from then on.
 
@@ -62,6 +50,11 @@ class GraphedStandIn(StandIn):
     def __init__(
         self, model: nn.Module, inner: StandIn | None, injection: Injection, pool: Pool
     ) -> None:
+        """
+        Args:
+            inner: the stand-in for the forward without graphs; None where the class's own runs.
+            pool: the memory of the pipeline's graphs.
+        """
         cls: Any = type(model)
         spec = PatchSpec(f"{cls.__module__}:{cls.__qualname__}", None, cls.forward, "")
         super().__init__(model, spec if inner is None else inner.spec, "", injection)
@@ -148,12 +141,13 @@ class GraphedStandIn(StandIn):
         Raises:
             CannotCapture: if the call is to run as it is.
         """
-        capture, fingerprint = self._captures.get(key), self._fingerprint
+        capture: Any = self._captures.get(key)
+        fingerprint: Any = self._fingerprint
         replayed = None
-        if capture is not None and fingerprint is not None:
-            # The device computes while the model is compared. Only the memory must be known to be there.
-            if capture.externals.hold() and fingerprint.addresses.hold():
-                replayed = (capture.replay(call.tensors),)
+        # The device computes while the model is compared. Only the memory must be known to be there.
+        has_graph = capture is not None and fingerprint is not None
+        if has_graph and capture.externals.hold() and fingerprint.addresses.hold():
+            replayed = (capture.replay(call.tensors),)
         self._compare(module)
         if replayed is not None:
             self._captures.move_to_end(key)
@@ -253,6 +247,8 @@ def _device_of(call: Arguments) -> torch.device:
         raise CannotCapture("its caller captures it")
     return device
 
+
+graphed_stand_in = GraphedStandIn
 
 # --------------------------------------------------------------------------------------------------
 # What PyTorch is set to

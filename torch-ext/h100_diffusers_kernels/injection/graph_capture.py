@@ -1,12 +1,12 @@
-"""A call captured into a CUDA graph: memory for its arguments, what it returned, and what it reads besides."""
+"""A call captured into a CUDA graph: its arguments, what it returned, and what it reads besides."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import enum
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -203,6 +203,9 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Within a function mode, functions of torch.nn.functional call themselves by their public names.
+        if not getattr(func, "__globals__", _TORCH)["__name__"].startswith("torch"):
+            self._refuse(f"{func.__name__} was replaced")
         read = _tensors_in((args, kwargs))
         for tensor in read:
             storage = _storage(tensor)
@@ -216,7 +219,7 @@ class _Recorder(TorchFunctionMode):
         made = _tensors_in(result)
         for tensor in made:
             storage = _storage(tensor)
-            if storage not in self._known | self._external | self._made.keys():
+            if not any(storage in seen for seen in (self._known, self._external, self._made)):
                 self._made[storage] = StorageWeakRef(tensor.untyped_storage())
         # A copy would read the host's memory at each replay. A number is part of a launch.
         if len({t.device for t in (*read, *made) if t.dim() or func is Tensor.copy_}) > 1:
@@ -228,6 +231,7 @@ class _Recorder(TorchFunctionMode):
         raise CannotCapture(reason)
 
 
+_TORCH = {"__name__": "torch"}
 TRANSPARENT_MODES.add(_Recorder)
 
 
@@ -251,21 +255,18 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 class Pool:
-    """The memory that the graphs of a pipeline share: one overwrites what another computed in between."""
+    """The memory that the graphs of a pipeline share: one overwrites what another computed in between.
+
+    Attributes:
+        graphs: those that hold memory of it. Memory whose graphs are all gone is no pool any longer.
+    """
 
     def __init__(self) -> None:
-        self._handles: dict[torch.device, Any] = {}
-        self._users: collections.Counter[torch.device] = collections.Counter()
+        self.graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
 
-    def enter(self, device: torch.device) -> Any:
-        """Its handle, for one graph more. Memory whose graphs are all gone is no pool any longer."""
-        if self._users[device] == 0:
-            self._handles[device] = torch.cuda.graph_pool_handle()
-        self._users[device] += 1
-        return self._handles[device]
-
-    def leave(self, device: torch.device) -> None:
-        self._users[device] -= 1
+    def handle(self, device: torch.device) -> Any:
+        handles = (graph.handle for graph in self.graphs if graph.device == device)
+        return next(handles, None) or torch.cuda.graph_pool_handle()
 
     def __deepcopy__(self, memo: dict) -> Pool:
         return memo.setdefault(id(self), Pool())
@@ -321,8 +322,9 @@ class CudaGraph:
     """What a function runs on a device, to be run again."""
 
     def __init__(self, device: torch.device, pool: Pool) -> None:
+        self.device = device
+        self.handle: Any = None  # of its memory
         self._shared = _Device.of(device)
-        self._device = device
         self._pool = pool
         self._graph: Any = None
 
@@ -334,22 +336,19 @@ class CudaGraph:
     def capture(self, run: Callable[[], Any]) -> Any:
         """``run()``, of which nothing is computed yet; the graph is none if it raises."""
         graph = torch.cuda.CUDAGraph()
-        handle = self._pool.enter(self._device)
-        try:
-            with torch.cuda.device(self._device):
-                torch.cuda.synchronize()
-                # What is cached outside of the pool could not be given back while the capture lasts.
-                torch.cuda.empty_cache()
-                with torch.cuda.stream(self._shared.capture_stream), _no_garbage_collection():
-                    result = self._capture(graph, handle, run)
-        except BaseException:
-            self._pool.leave(self._device)
-            raise
+        self.handle = self._pool.handle(self.device)
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            # What is cached outside of the pool could not be given back while the capture lasts.
+            torch.cuda.empty_cache()
+            with torch.cuda.stream(self._shared.capture_stream), _no_garbage_collection():
+                result = self._capture(graph, run)
         self._graph = graph
+        self._pool.graphs.add(self)
         return result
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, handle: Any, run: Callable[[], Any]) -> Any:
-        self._shared.begin(graph, handle)
+    def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Any]) -> Any:
+        self._shared.begin(graph, self.handle)
         try:
             result = run()
             graph.capture_end()
@@ -357,15 +356,15 @@ class CudaGraph:
             try:
                 graph.capture_end()
             except Exception:  # it says that the capture has failed, and leaves this undone
-                torch._C._cuda_endAllocateToPool(self._device.index, handle)
-                torch._C._cuda_releasePool(self._device.index, handle)
+                torch._C._cuda_endAllocateToPool(self.device.index, self.handle)
+                torch._C._cuda_releasePool(self.device.index, self.handle)
             graph.reset()
             raise
         return result
 
     def replay(self, before: Callable[[], None], after: Callable[[], Any]) -> Any:
         """What ``after()`` returns, of a replay after ``before()``, all on the current stream."""
-        with torch.cuda.device(self._device), self._shared.in_order():
+        with torch.cuda.device(self.device), self._shared.in_order():
             before()
             self._graph.replay()
             return after()
@@ -373,14 +372,10 @@ class CudaGraph:
     def reset(self) -> None:
         """Frees what belongs to the graph, when it has run."""
         if self._graph is not None:
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self.device)
             self._graph.reset()
             self._graph = None
-            self._pool.leave(self._device)
-
-    def __del__(self) -> None:
-        if self._graph is not None:
-            self._pool.leave(self._device)
+            self._pool.graphs.discard(self)
 
 
 @contextlib.contextmanager
