@@ -164,7 +164,7 @@ def may_write() -> bool:
     Not while torch.compile traces, which fuses concatenations; nor in a transform of ``torch.func``, in which
     the buffer would have to be batched.
     """
-    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    return not (torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active())
 
 
 def attention_takes(query: Tensor, key: Tensor, value: Tensor, heads: int | None = None) -> bool:

@@ -21,7 +21,7 @@ from ..conditions import as_key_bias, attention_takes, of_one_form
 from ..differentiation import is_differentiated
 from .checks import KnownFunction, class_name
 from .linears import dropped_out, linear_per_sample
-from .norms import LAYER, Norm, normed, read_norm
+from .norms import RMS, normed, read_norm
 from .patch import Call, Injection, PatchSpec
 from .rotary import as_operand
 
@@ -43,6 +43,7 @@ class AttentionSpec(PatchSpec):
         rotate: the function of the processor's module that rotates, or "" where the processor itself does.
         project: that which makes query, key and value where projections are fused, or "".
         dispatches: whether the processor leaves attention to diffusers' dispatch, or else calls PyTorch's.
+        library: the processor's module.
     """
 
     processor: str = ""
@@ -51,19 +52,20 @@ class AttentionSpec(PatchSpec):
     rotate: str = "apply_rotary_emb"
     project: str = ""
     dispatches: bool = True
+    library: str = ""
 
     def __post_init__(self) -> None:
         library = self.processor.partition(":")[0]
         functions = [f"{library}:{name}" for name in (self.rotate, self.project) if name]
         processor_call = f"{self.processor}.__call__", self.processor_parameters
         object.__setattr__(self, "functions", (processor_call, *functions))
-
-    def library(self, name: str) -> Any:
-        """What the processor's module has under a name."""
-        return getattr(sys.modules[self.processor.partition(":")[0]], name)
+        object.__setattr__(self, "library", library)
 
     def why_not(self, module: Any, injection: Injection) -> str | None:
-        return _why_other_processor(module, injection.resolve(self)[1][0].function)
+        processor_call = injection.resolve(self)[1][0].function
+        processor: Any = type(module.__dict__.get("processor"))
+        is_known = processor_call is not None and processor.__call__ is processor_call
+        return None if is_known else _why_other_processor(module)
 
     def notes(self, module: Any, injection: Injection) -> list[str]:
         norms = ((name, module._modules.get(name)) for name in self.norms)
@@ -83,19 +85,18 @@ class AttentionSpec(PatchSpec):
         )
 
 
-def _why_other_processor(module: Any, known_call: Any) -> str | None:
+def _why_other_processor(module: Any) -> str:
     processor = getattr(module, "processor", None)
-    if known_call is not None and getattr(type(processor), "__call__", None) is known_call:
-        return None
     return f"its processor is a {class_name(processor)}, not the one known"
 
 
 def has_known_processor(call: Call, module: Any) -> bool:
     """Whether the module's processor is the one known; if not, that is noted."""
-    reason = _why_other_processor(module, call.stand_in.functions[0].function)
-    if reason is not None:
-        call.fall_back(reason)
-    return reason is None
+    processor: Any = type(module.__dict__.get("processor"))
+    if processor.__call__ is call.stand_in.functions[0].function:
+        return True
+    call.fall_back(_why_other_processor(module))
+    return False
 
 
 def head_dim_of(module: Any) -> int | None:
@@ -113,9 +114,8 @@ def _why_no_head_dim(head_dim: int | None) -> str | None:
     if head_dim is None or head_dim in ATTENTION_HEAD_DIMS:
         return None
     known = " and ".join(map(str, ATTENTION_HEAD_DIMS))
-    return (
-        f"attention itself is the model's own: its heads have {head_dim} elements, and the kernel's {known}"
-    )
+    heads = f"its heads have {head_dim} elements, and the kernel's {known}"
+    return f"attention itself is the model's own: {heads}"
 
 
 def is_native(processor: Any, dispatches: bool) -> bool:
@@ -142,13 +142,15 @@ def _may_attend(call: Call, head_dim: int) -> bool:
     if not call.injection.options["attention"]:
         return False
     spec: Any = call.stand_in.spec
-    reason = _why_no_head_dim(head_dim)
-    if reason is None and not SDPA.is_in_use():
+    reason = None
+    if head_dim not in ATTENTION_HEAD_DIMS:
+        reason = _why_no_head_dim(head_dim)
+    elif torch.nn.functional.scaled_dot_product_attention is not SDPA.found.function:
         reason = "attention itself is the model's own: scaled_dot_product_attention was replaced"
-    if reason is None and spec.dispatches:
+    elif spec.dispatches:
         if _NATIVE.found.function is None:
             reason = "attention itself is the model's own: this diffusers does not tell its backend"
-        elif spec.library("dispatch_attention_fn") is not DISPATCH.found.function:
+        elif sys.modules[spec.library].dispatch_attention_fn is not DISPATCH.found.function:
             reason = "attention itself is the model's own: dispatch_attention_fn was replaced"
     if reason is not None:
         call.fall_back(reason)
@@ -201,7 +203,7 @@ def attend(
             "backend": getattr(processor, "_attention_backend", None),
             "parallel_config": getattr(processor, "_parallel_config", None),
         }
-        dispatch = spec.library("dispatch_attention_fn")
+        dispatch = sys.modules[spec.library].dispatch_attention_fn
         result = dispatch(query, key, value, attn_mask=mask, **{**shared, **options})
     else:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -218,25 +220,33 @@ def _is_of_all_heads(mask: Tensor, key: Tensor) -> bool:
     return mask.dim() == 3 and mask.shape[0] == key.shape[0] and mask.shape[2] == key.shape[1]
 
 
-def norm_options(call: Call, module: Any, names: tuple[str, str], query: Tensor, key: Tensor,
-                 size: int, form: str) -> Any:
+def norm_options(
+    call: Call,
+    module: Any,
+    names: tuple[str, str],
+    query: Tensor,
+    key: Tensor,
+    size: int,
+    form: str,
+) -> Any:
     """What ``qk_norm_rope`` takes for the norms of query and key, by their names; NOT_TAKEN where it does
     not compute both in one launch.
 
     ``size``: of what is normalized. ``form``: "per_head" or "across_heads".
     """
-    modules = [module._modules.get(name) for name in names]
-    if modules[0] is None and modules[1] is None:
+    q_norm, k_norm = module._modules.get(names[0]), module._modules.get(names[1])
+    if q_norm is None and k_norm is None:
         return {"norm": "none"} if of_one_form(query, key) else NOT_TAKEN
-    q, k = (read_norm(norm, size) for norm in modules)
-    for name, norm, found in zip(names, modules, (q, k)):
-        if norm is not None and isinstance(found, str):
-            call.fall_back(f"{name} {found}")
-    if not (isinstance(q, Norm) and isinstance(k, Norm)) or LAYER in (q.kind, k.kind):
+    q, k = read_norm(q_norm, size), read_norm(k_norm, size)
+    for name, norm in zip(names, (q, k)):
+        if isinstance(norm, str):
+            call.fall_back(f"{name} {norm}")
+    if isinstance(q, str) or isinstance(k, str) or not q[0] == k[0] == RMS or q[2] != k[2]:
         return NOT_TAKEN
-    if q.eps != k.eps or not (q.takes(query) and k.takes(key)):
+    (q_weight,), (k_weight,) = q[1], k[1]
+    if not of_one_form(query, key, q_weight, k_weight):
         return NOT_TAKEN
-    return {"q_weight": q.weight, "k_weight": k.weight, "norm": form, "eps": q.eps}
+    return {"q_weight": q_weight, "k_weight": k_weight, "norm": form, "eps": q[2]}
 
 
 def norm_and_rotate(

@@ -15,48 +15,76 @@ import torch
 from torch import Tensor, nn
 
 from .checks import KnownClass, class_name, is_plain, why_not_plain
-from .linears import SILU, feed_forward, linear, plain_weight, silu_of
-from .norms import Modulation, gated_residual, modulated, read_norm, residual_modulated
+from .linears import SILU, feed_forward, plain_weight
+from .norms import (
+    Modulation,
+    Norm,
+    gated_residual,
+    modulated_by,
+    read_norm,
+    residual_modulated,
+    residual_modulated_by,
+)
 from .patch import Call, Injection, PatchSpec
 
 Rows = Sequence[Any]
 
 
-class Begun(NamedTuple):
-    """What a stream begins with: the norm, modulated in one way or in two, and the modulation's rows."""
-
-    normalized: tuple[Tensor, ...]
-    rows: Rows
+# What a stream begins with: the norm, modulated in one way or in two, and the modulation's rows.
+Begun = tuple[tuple[Tensor, ...], Rows]
+# The end of one: ``residual + gate * x`` is the block's result.
+End = tuple[Tensor, Tensor, Any]
 
 
 class Prologue(NamedTuple):
     """The beginning of one stream.
 
     Attributes:
-        owner, name: the norm is ``owner.name``.
+        norm: what its norm computes with; None where the module ``owner.name`` has to be called.
         modulations: scale and shift of each result of the norm.
         rows: all rows of the modulation, each (B, 1 or S, D).
-        upcasts: whether the model's own code computes in float32; see ``norms.Norm``.
+        upcasts: whether the model's own code computes in float32; see ``norms.read_norm``.
     """
 
+    norm: Norm | None
     owner: nn.Module
     name: str
     modulations: tuple[Modulation, ...]
     rows: Rows = ()
     upcasts: bool = False
 
-    def begin(self, call: Call, x: Tensor) -> Begun:
-        normalized = modulated(
-            call, self.owner, self.name, x, *self.modulations, upcasts=self.upcasts
-        )
-        return Begun(normalized, self.rows)
+    def begin(self, x: Tensor) -> Begun:
+        norm, owner, name, modulations, rows, upcasts = self
+        return modulated_by(norm, owner, name, x, modulations, upcasts), rows
 
-    def after(self, call: Call, end: End) -> tuple[Tensor, Begun]:
+    def after(self, end: End) -> tuple[Tensor, Begun]:
         """``h = residual + gate * x``, and what the stream begins with of that."""
-        h, *normalized = residual_modulated(
-            call, self.owner, self.name, *end, *self.modulations, upcasts=self.upcasts
-        )
-        return h, Begun(tuple(normalized), self.rows)
+        norm, owner, name, modulations, rows, upcasts = self
+        h, *normalized = residual_modulated_by(norm, owner, name, *end, modulations, upcasts)
+        return h, (tuple(normalized), rows)
+
+
+def norm_prologue(
+    call: Call,
+    block: Any,
+    name: str,
+    ahead: Tensor | None,
+    rows_of: Callable[[], Rows],
+    upcasts: bool = False,
+) -> Prologue | None:
+    """The beginning of a stream with the norm ``block.name`` and rows of which the first two are shift and
+    scale; ``ahead`` as in ``Prologues``."""
+    norm: Any = read_norm(block._modules.get(name), None, upcasts)
+    if isinstance(norm, str):
+        if ahead is not None:
+            return None
+        call.fall_back(f"{name} {norm}")
+        norm = None
+    elif ahead is not None and norm[1][0] is not None and norm[1][0].device != ahead.device:
+        return None
+    rows = rows_of()
+    modulation = (rows[1], rows[0]) if rows else (None, None)
+    return Prologue(norm, block, name, (modulation,), rows, upcasts)
 
 
 class ModulePrologue(NamedTuple):
@@ -66,28 +94,21 @@ class ModulePrologue(NamedTuple):
     temb: Tensor
     takes_emb: bool
 
-    def begin(self, call: Call, x: Tensor) -> Begun:
+    def begin(self, x: Tensor) -> Begun:
         """Its results stand where they do among the rows that they are made of."""
         if not self.takes_emb:
-            return Begun((self.module(x, self.temb),), ())
+            return (self.module(x, self.temb),), ()
         normalized, *results = self.module(x, emb=self.temb)
         rows = [r.unsqueeze(1) if r.dim() == 2 else r for r in results]
         if len(rows) == 6:  # of SD35AdaLayerNormZeroX
             *rows, second, last = rows
-            return Begun((normalized, second), (None, None, *rows, None, None, last))
-        return Begun((normalized,), (None, None, *rows))
+            return (normalized, second), (None, None, *rows, None, None, last)
+        return (normalized,), (None, None, *rows)
 
 
-class End(NamedTuple):
-    """Of one stream of tokens: ``residual + gate * x`` is the block's result."""
-
-    residual: Tensor
-    x: Tensor
-    gate: Any
-
-
-# ``prologues(call, block, ahead, *conditions)``: how each stream of a block begins. With ``ahead`` it is asked by
-# the block before: None where anything of it is not plain, or elsewhere than the hidden states.
+# ``prologues(call, block, ahead, *conditions)``: how each stream of a block begins. The block before asks
+# with its hidden states as ``ahead``, else that is None. Then the answer is None where anything is not plain,
+# or on another device.
 Prologues = Callable[..., "Sequence[Any] | None"]
 
 
@@ -104,7 +125,7 @@ def begin(
         if handed is not None:
             return handed
     made: Any = prologues(call, block, None, *conditions)
-    return [prologue.begin(call, x) for prologue, x in zip(made, hidden_states)]
+    return [prologue.begin(x) for prologue, x in zip(made, hidden_states)]
 
 
 def finish(
@@ -123,16 +144,14 @@ def finish(
     That is left for the next block where nothing can come between the two and both are of one kind.
     ``as_given`` makes of the results what the block returns and the next one is given as hidden states.
     """
-    found = call.state.successor(block) if hands_over and call.state is not None else None
-    if found is not None:
-        successor, stand_in = found
-        made = None
-        if stand_in.spec is call.stand_in.spec:
-            made = prologues(call, successor, ends[0].residual, *conditions)
+    state = call.state
+    successor = state.successor(block, call.stand_in.spec) if hands_over and state else None
+    if successor is not None:
+        made = prologues(call, successor, ends[0][0], *conditions)
         if made is not None:
-            pairs = [prologue.after(call, end) for prologue, end in zip(made, ends)]
-            results = as_given([h for h, _ in pairs])
-            call.state.hand_over(successor, (*results, *conditions), [begun for _, begun in pairs])
+            sums, begun = zip(*map(Prologue.after, made, ends))
+            results = as_given(sums)
+            state.hand_over(successor, (*results, *conditions), begun)
             return results
     return as_given([gated_residual(*end, upcasts) for end in ends])
 
@@ -148,7 +167,7 @@ def feed_forward_end(
     """
     _, _, gate, shift, scale, gate_of_feed_forward = rows
     x, normalized = residual_modulated(call, block, norm, x, attention_out, gate, (scale, shift))
-    return End(x, feed_forward(block._modules[ff], normalized), gate_of_feed_forward)
+    return x, feed_forward(block._modules[ff], normalized), gate_of_feed_forward
 
 
 # --------------------------------------------------------------------------------------------------
@@ -178,7 +197,7 @@ _ADAPTIVE = (
 _SEQUENTIAL = KnownClass("torch.nn:Sequential")
 
 
-def _read_adaptive(module: Any) -> _Adaptive | str:
+def _read_adaptive(module: Any) -> tuple[_Adaptive, Norm] | str:
     """What is known of an adaptive norm, or why the kernels cannot stand in for the module, as a clause."""
     cls = type(module)
     for adaptive in _ADAPTIVE:
@@ -194,7 +213,7 @@ def _read_adaptive(module: Any) -> _Adaptive | str:
     if not is_plain(modules.get("silu"), SILU):
         return "has another activation than SiLU"
     norm = read_norm(modules.get("norm"))
-    return f"has a norm that {norm}" if isinstance(norm, str) else adaptive
+    return f"has a norm that {norm}" if isinstance(norm, str) else (adaptive, norm)
 
 
 def adaptive_prologue(
@@ -207,37 +226,48 @@ def adaptive_prologue(
 ) -> Prologue | ModulePrologue | None:
     """The beginning of a stream with an adaptive norm and an embedding (B, D).
 
-    ``ahead``: hidden states, where the block before asks; then None where not all of it is plain and where
-    those are. ``takes_emb``: whether the model gives a module in its place the embedding as ``emb``.
+    ``ahead`` as in ``Prologues``. ``takes_emb``: whether the model gives a module in its place the embedding
+    as ``emb``.
     """
     module = block._modules[name]
-    adaptive = _read_adaptive(module)
-    if isinstance(adaptive, str):
+    found = _read_adaptive(module)
+    if isinstance(found, str):
         if ahead is not None:
             return None
-        call.fall_back(f"{name} {adaptive}")
+        call.fall_back(f"{name} {found}")
         return ModulePrologue(module, temb, takes_emb)
-    layer = module._modules["linear"]
-    if ahead is not None and not is_ready(layer, ahead):
+    (_, count, places), norm = found
+    modulation = _modulation(call, module._modules["linear"], temb, ahead)
+    if modulation is None:
         return None
-    modulation = linear(layer, call.shared("silu", temb, torch.nn.functional.silu)).unsqueeze(1)
-    rows = modulation.chunk(adaptive.rows, dim=2)
-    return Prologue(module, "norm", tuple((rows[a], rows[b]) for a, b in adaptive.modulations), rows)
+    rows = modulation.unsqueeze(1).chunk(count, dim=2)
+    (scale, shift), *second = places
+    modulations: tuple[Modulation, ...] = ((rows[scale], rows[shift]),)
+    if second:
+        modulations = (*modulations, (rows[second[0][0]], rows[second[0][1]]))
+    return Prologue(norm, module, "norm", modulations, rows)
 
 
-def is_ready(layer: Any, x: Tensor) -> bool:
-    """Whether a layer is plain and where x is: offloaded parameters are not, until their module's turn."""
+def _modulation(
+    call: Call, layer: Any, temb: Tensor, ahead: Tensor | None, name: str = "silu"
+) -> Tensor | None:
+    """``layer(silu(temb))``; ``ahead`` as in ``Prologues``. Blocks share the SiLU under ``name``."""
     plain = plain_weight(layer)
-    return plain is not None and plain[0].device == x.device
+    if ahead is not None and (plain is None or plain[0].device != ahead.device):
+        return None
+    activated = call.shared(name, temb, torch.nn.functional.silu)
+    return layer(activated) if plain is None else torch.nn.functional.linear(activated, *plain)
 
 
-def linear_modulation(call: Call, module: Any, temb: Tensor, ahead: Tensor | None) -> Tensor | None:
-    """What a ``torch.nn.Sequential(SiLU, Linear)`` makes of a time embedding; ``ahead`` as above."""
+def linear_modulation(
+    call: Call, module: Any, temb: Tensor, ahead: Tensor | None, name: str = "silu"
+) -> Tensor | None:
+    """What a ``torch.nn.Sequential(SiLU, Linear)`` makes of a time embedding; ``ahead`` as in ``Prologues``.
+    Blocks share the SiLU under ``name``."""
     if is_plain(module, _SEQUENTIAL) and len(module._modules) == 2:
         activation, layer = module._modules.values()
-        if ahead is not None and not (is_plain(activation, SILU) and is_ready(layer, ahead)):
-            return None
-        return linear(layer, silu_of(activation, call, temb))
+        if is_plain(activation, SILU):
+            return _modulation(call, layer, temb, ahead, name)
     return None if ahead is not None else module(temb)
 
 
@@ -250,12 +280,6 @@ def table_rows(block: Any, name: str, temb: Tensor) -> Rows:
     table = getattr(block, name)
     by_row = temb.reshape(temb.size(0), temb.size(1), table.shape[-2], -1)
     return (table.view(1, 1, *table.shape[-2:]).to(temb.device) + by_row).unbind(dim=2)
-
-
-def is_norm_ready(norm: Any, x: Tensor, upcasts: bool = False) -> bool:
-    """Whether the kernels know a norm, and its weight is where x is."""
-    found = read_norm(norm, upcasts=upcasts)
-    return not isinstance(found, str) and (found.weight is None or found.weight.device == x.device)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _modules = torch.nn.modules.module
-_GLOBAL_HOOKS = (
+GLOBAL_HOOKS = (
     _modules._global_forward_hooks,
     _modules._global_forward_pre_hooks,
     _modules._global_backward_hooks,
@@ -26,8 +26,8 @@ _GLOBAL_HOOKS = (
 )
 _Module: Any = nn.Module
 # How modules are called, unless a debugger or profiler has patched it.
-MODULE_CALL, _CALL_IMPL = _Module._wrapped_call_impl, _modules.Module._call_impl
-# Modes that change no result: torch.set_default_device, and those of this package.
+MODULE_CALL, CALL_IMPL = _Module._wrapped_call_impl, _modules.Module._call_impl
+# Modes that change no result: torch.set_default_device, and those that only look on.
 TRANSPARENT_MODES: set[type] = {DeviceContext}
 
 
@@ -152,9 +152,9 @@ def look_up_libraries() -> None:
             known.look_up()
 
 
-def is_plain(module: Any, known: KnownClass) -> bool:
-    """Whether a call of the module runs nothing but what its class's library says: it is of exactly this
-    class, without hooks or another forward, and no function that it calls was replaced."""
+def is_plain(module: Any, known: KnownClass, *others: Any) -> bool:
+    """Whether a call of the module, and of each other one, runs nothing but what its library says: it is of
+    exactly this class, without hooks or another forward, and no function that it calls was replaced."""
     cls = known.cls
     if (
         type(module) is not cls
@@ -165,17 +165,19 @@ def is_plain(module: Any, known: KnownClass) -> bool:
     for owner, name, function in known.functions:
         if getattr(owner, name, None) is not function:
             return False
-    state = module.__dict__
-    return (
-        ("forward" not in state or has_own_forward(module))
-        and not (
-            state["_forward_hooks"]
+    for each in (module, *others):
+        state = each.__dict__
+        if (
+            type(each) is not cls
+            or ("forward" in state and not has_own_forward(each))
+            or state["_forward_hooks"]
             or state["_forward_pre_hooks"]
             or state["_backward_hooks"]
             or state["_backward_pre_hooks"]
-        )
-        and state.get("_compiled_call_impl") is None
-    )
+            or state.get("_compiled_call_impl") is not None
+        ):
+            return False
+    return True
 
 
 def has_own_forward(module: nn.Module) -> bool:
@@ -214,19 +216,14 @@ def why_not_plain(module: Any, known: KnownClass) -> str:
 
 def interposed() -> str | None:
     """What is around all calls of modules or functions now, for which the model's own code has to run."""
-    for hooks in _GLOBAL_HOOKS:
-        if hooks:
-            return "hooks are registered for all modules"
-    if _Module.__call__ is not MODULE_CALL or _Module._call_impl is not _CALL_IMPL:
+    if any(GLOBAL_HOOKS):
+        return "hooks are registered for all modules"
+    if _Module.__call__ is not MODULE_CALL or _Module._call_impl is not CALL_IMPL:
         return "torch.nn.Module.__call__ was replaced"
-    if torch._C._len_torch_function_stack() and any(
-        type(mode) not in TRANSPARENT_MODES for mode in _get_current_function_mode_stack()
-    ):
-        return "it runs within a function mode"
-    if torch._C._len_torch_dispatch_stack() and any(
-        type(mode) not in TRANSPARENT_MODES for mode in _get_current_dispatch_mode_stack()
-    ):
-        return "it runs within a dispatch mode"
+    modes = _get_current_function_mode_stack() + _get_current_dispatch_mode_stack()
+    for mode in modes:
+        if type(mode) not in TRANSPARENT_MODES and not torch.compiler.is_compiling():
+            return f"it runs within a {type(mode).__name__}"
     return None
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from . import flux
+from . import flux, flux2, ltx, qwenimage, sd3, wan
 from .family import Family
 
 FAMILIES: tuple[Family, ...] = tuple(
-    family for module in (flux,) for family in module.FAMILIES
+    family for module in (ltx, flux, flux2, qwenimage, sd3, wan) for family in module.FAMILIES
 )
 
 

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..conditions import kernels_take
 from .attention import AttentionSpec, has_known_processor, project_out
-from .blocks import BlockSpec, End, adaptive_prologue, begin, feed_forward_end, finish
+from .blocks import BlockSpec, adaptive_prologue, begin, feed_forward_end, finish
 from .checks import is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .family import COMPUTED_ONCE, Family
 from .forward_state import model_spec
-from .joint_attention import as_one, attend_to_all, attend_with_tables, joined, project, split
+from .joint_attention import as_one, attend_to_all, attend_with_tables, joined, project
 from .linears import (
     GELU,
     LINEAR_GELU,
@@ -61,21 +62,20 @@ def _double_block_forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     x, c = hidden_states, encoder_hidden_states
-    if not call.takes(x, c, temb):
+    if not kernels_take(x, c, temb):
+        call.refuse(x, c, temb)
         return call.own_forward(self, x, c, temb, image_rotary_emb, joint_attention_kwargs)
     begun, c_begun = begin(call, self, _double_prologues, (x, c), (temb,))
     # With an IP-Adapter the third result is to be added to the image's.
     attention_out, c_attention_out, *adapted = self._modules["attn"](
-        hidden_states=begun.normalized[0],
-        encoder_hidden_states=c_begun.normalized[0],
+        hidden_states=begun[0][0],
+        encoder_hidden_states=c_begun[0][0],
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
     )
     ends = (
-        feed_forward_end(call, self, "norm2", "ff", x, attention_out, begun.rows),
-        feed_forward_end(
-            call, self, "norm2_context", "ff_context", c, c_attention_out, c_begun.rows
-        ),
+        feed_forward_end(call, self, "norm2", "ff", x, attention_out, begun[1]),
+        feed_forward_end(call, self, "norm2_context", "ff_context", c, c_attention_out, c_begun[1]),
     )
     hands_over = not adapted and x.dtype != torch.float16
     x, c = finish(call, self, _double_prologues, ends, (temb,), hands_over=hands_over)
@@ -100,7 +100,8 @@ def _single_block_forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     x, c = hidden_states, encoder_hidden_states
-    if not call.takes(x, c, temb):
+    if not kernels_take(x, c, temb):
+        call.refuse(x, c, temb)
         return call.own_forward(self, x, c, temb, image_rotary_emb, joint_attention_kwargs)
     text_length = c.shape[1]
     handed = None if call.state is None else call.state.take_over(self, (c, x, temb))
@@ -109,7 +110,7 @@ def _single_block_forward(
     else:
         x = joined(call, c, x)
         (prologue,) = _single_prologues(call, self, None, temb)
-        begun = prologue.begin(call, x)
+        begun = prologue.begin(x)
     (normalized,), (_, _, gate) = begun
     modules = self._modules
     activation = modules["act_mlp"]
@@ -122,7 +123,7 @@ def _single_block_forward(
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
     )
-    end = End(x, linear_of_concat(modules["proj_out"], attention_out, mlp_out), gate)
+    end = (x, linear_of_concat(call, modules["proj_out"], attention_out, mlp_out), gate)
     text, image = finish(
         call,
         self,
@@ -130,9 +131,16 @@ def _single_block_forward(
         (end,),
         (temb,),
         hands_over=x.dtype != torch.float16,
-        as_given=lambda results: split(clipped(results[0]), text_length),
+        as_given=partial(_split, text_length),
     )
     return text, image
+
+
+def _split(text_length: int, results: Any) -> tuple[Tensor, Tensor]:
+    """A block's result as that of the text and that of the image."""
+    (x,) = results
+    x = clipped(x) if x.dtype == torch.float16 else x
+    return x[:, :text_length], x[:, text_length:]
 
 
 def _attention_forward(
@@ -149,13 +157,12 @@ def _attention_forward(
         not kwargs.keys() <= _OF_IP_ADAPTERS
         or (c is not None) != (self.added_kv_proj_dim is not None)
         or not has_known_processor(call, self)
-        or not call.takes(x, c)
+        or call.refuses(x, c)
     ):
         return call.own_forward(self, x, c, attention_mask, image_rotary_emb, **kwargs)
     if c is None:
         streams = project(call, self, x, None, image_rotary_emb, None)
-        spec: Any = call.stand_in.spec
-        rotate = partial(spec.library(spec.rotate), sequence_dim=1)
+        rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
         return attend_to_all(call, self, streams, rotate, attention_mask)
     out, c_out = attend_with_tables(call, self, x, c, image_rotary_emb, attention_mask)
     return project_out(self, out), linear_per_sample(self._modules["to_add_out"], c_out)

@@ -9,40 +9,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, Callable, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..conditions import tracks_derivatives
-from .patch import Call, PatchSpec, StandIn, bare_stand_in
-
-
-class _Handed(NamedTuple):
-    """What was computed for a block, and from which arguments of it."""
-
-    block: nn.Module
-    arguments: tuple[Any, ...]
-    values: Any
+from .patch import Call, PatchSpec, are_bare
 
 
 class ForwardState:
     """A model's forward in progress, in which no derivative is asked for.
 
     ``block_lists`` are the names of its lists of blocks.
+
+    Attributes:
+        shared: of ``Call.shared``.
     """
 
     def __init__(self, model: nn.Module, block_lists: tuple[str, ...]) -> None:
         self._model = model
         self._block_lists = block_lists
         self._successors: dict[int, nn.Module] | None = None
-        self._handed: _Handed | None = None
+        self._handed: tuple[nn.Module, tuple[Any, ...], Any] | None = None
         self._may_hand_over = True
-        self._shared: dict[str, tuple[Any, int, Any]] = {}
+        self.shared: dict[str, tuple[Any, int, Any]] = {}
 
-    def successor(self, block: nn.Module) -> tuple[nn.Module, StandIn] | None:
-        """The block after ``block`` and its stand-in, if the one may compute the other's beginning."""
-        if not self._may_hand_over or bare_stand_in(block) is None:
+    def successor(self, block: nn.Module, spec: PatchSpec) -> nn.Module | None:
+        """The block after ``block``, if it is of this kind and the one may compute the other's beginning."""
+        if not self._may_hand_over:
             return None
         if self._successors is None:
             self._successors = {}
@@ -52,36 +47,23 @@ class ForwardState:
                     each: list[Any] = list(blocks._modules.values())
                     self._successors.update({id(a): b for a, b in zip(each, each[1:])})
         successor = self._successors.get(id(block))
-        stand_in = None if successor is None else bare_stand_in(successor)
-        return None if successor is None or stand_in is None else (successor, stand_in)
+        return successor if successor is not None and are_bare(spec, block, successor) else None
 
     def hand_over(self, block: nn.Module, arguments: tuple[Any, ...], values: Any) -> None:
         """Leave values for a block, which were computed from these arguments of its next call."""
-        self._handed = _Handed(block, arguments, values)
+        self._handed = (block, arguments, values)
 
     def take_over(self, block: nn.Module, arguments: tuple[Any, ...]) -> Any:
         """What was left for a block that is called with these very arguments, or None."""
         handed, self._handed = self._handed, None
         if handed is None:
             return None
-        if handed.block is not block or not all(map(is_, arguments, handed.arguments)):
+        its_block, its_arguments, values = handed
+        if its_block is not block or not all(map(is_, arguments, its_arguments)):
             # Something comes between blocks, such as a ControlNet's residuals: it would be in vain again.
             self._may_hand_over = False
             return None
-        return handed.values
-
-    def shared(self, name: str, x: Any, make: Callable[[Any], Any]) -> Any:
-        """``make(x)``, kept under ``name`` for the next block that asks with the same ``x``."""
-        version = _version(x)
-        made = self._shared.get(name)
-        if made is None or made[0] is not x or made[1] != version:
-            made = self._shared[name] = (x, version, make(x))
-        return made[2]
-
-
-def _version(x: Any) -> int:
-    """Changes when a tensor is written to; inference tensors do not tell."""
-    return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
+        return values
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .checks import class_name, find_class, look_up_libraries
+from .checks import class_name, find_class, look_up_libraries, replaced_function
 from .cuda_graphs import Pool, graphed_stand_in
 from .families import family_of, known_models
 from .family import Family
@@ -225,9 +225,7 @@ def _plan(
     return plan
 
 
-def _specs_of_family(
-    model: nn.Module, family: Family
-) -> list[tuple[str, nn.Module, PatchSpec]]:
+def _specs_of_family(model: nn.Module, family: Family) -> list[tuple[str, nn.Module, PatchSpec]]:
     found = []
     for name, module in model.named_modules():
         outside = (family.outside[name],) if name in family.outside else ()
@@ -270,14 +268,14 @@ def _stand_in(
         return None
     # Its parts are asked for at each call: they may be others by then.
     stand_in = StandIn(module, spec, name, injection)
-    reason = stand_in.unknown(module) or spec.why_not(module, injection)
+    reason = replaced_function(stand_in.functions) or spec.why_not(module, injection)
     notes = [] if reason is not None else spec.notes(module, injection)
     if reason is None:
         operations = spec.describe(module, injection)
         report.replaced.append(Replaced(name, type(module).__name__, operations))
-    for reason in notes if reason is None else [reason]:
-        report.leave(name, module, reason)
-        stand_in.count.reported.add(reason)
+    for note in notes if reason is None else [reason]:
+        report.leave(name, module, note)
+        stand_in.count.reported.add(note)
     return stand_in
 
 

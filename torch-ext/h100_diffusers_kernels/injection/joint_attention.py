@@ -13,7 +13,7 @@ from .. import functional
 from ..conditions import may_write, of_one_form
 from ..differentiation import is_differentiated
 from .attention import NOT_TAKEN, attend, norm_and_rotate, norm_options
-from .linears import linear, may_be_written, write_linear
+from .linears import linear, linears, may_be_written, write_linear
 from .patch import Call
 from .rotary import as_operand, split_tables
 
@@ -46,7 +46,7 @@ def project(
         sources.append((text, text_rope, *_TEXT))
     spec: Any = call.stand_in.spec
     if spec.project and module.fused_projections:
-        packed = spec.library(spec.project)(module, image, text)
+        packed = call.stand_in.functions[-1].function(module, image, text)
         return [
             Stream(*packed[3 * i : 3 * i + 3], norms, rope)
             for i, (_, rope, _, norms) in enumerate(sources)
@@ -54,7 +54,10 @@ def project(
     modules = module._modules
     streams = []
     for x, rope, (q, k, v), norms in sources:
-        query, key = linear(modules[q], x), linear(modules[k], x)
+        if text is None:
+            query, key, value = linears(x, modules[q], modules[k], modules[v])
+            return [Stream(query, key, value, norms, rope)]
+        query, key = linears(x, modules[q], modules[k])
         streams.append(Stream(query, key, (modules[v], x), norms, rope))
     return streams
 
@@ -62,8 +65,8 @@ def project(
 def _joined(
     call: Call, module: Any, streams: list[Stream], heads: int
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Query, key and value of all streams, one after the other, by the kernel, which writes each stream to its
-    place; None where it does not take one. Values that are computed here are put into ``streams``."""
+    """Query, key and value of all streams, one after the other, by the kernel, which writes each stream to
+    its place; None where it does not take one. Values that are computed here are put into ``streams``."""
     first = streams[0].query
     how = []
     for stream in streams:
@@ -82,7 +85,7 @@ def _joined(
             return None
         how.append((operand, options))
     if len(streams) == 1:
-        ((query, key, _, _, _),), ((operand, options),) = streams, how
+        query, key, (operand, options) = streams[0].query, streams[0].key, how[0]
         if operand is not None or options["norm"] != "none":
             query, key = functional.qk_norm_rope(query, key, rope=operand, heads=heads, **options)
         return query, key, streams[0].value_tensor()
@@ -93,19 +96,26 @@ def _joined(
             and may_be_written(*value)
             and value[0]._parameters["weight"].shape[0] == first.shape[2]
         ):
-            streams[i] = stream._replace(value=stream.value_tensor())
-    tensors = [x for stream in streams for x in stream[:3] if isinstance(x, Tensor)]
-    weights = [options[k] for _, options in how for k in ("q_weight", "k_weight") if k in options]
-    if (
-        not of_one_form(first, *tensors)
-        or is_differentiated(*tensors, *weights)
-        or any(isinstance(s.value, Tensor) and s.value.shape != s.query.shape for s in streams)
-    ):
+            value = stream.value_tensor()
+            streams[i] = Stream(stream.query, stream.key, value, stream.norms, stream.rope)
+            if value.shape != stream.query.shape or not of_one_form(stream.query, value):
+                return None
+    for stream, (_, options) in zip(streams, how):
+        value = stream.value if isinstance(stream.value, Tensor) else None
+        weights = options.get("q_weight"), options.get("k_weight")
+        if is_differentiated(stream.query, stream.key, value, *weights):
+            return None
+    if not of_one_form(first, streams[1].query):
         return None
-    lengths = [stream.query.shape[1] for stream in streams]
-    shape = (first.shape[0], sum(lengths), first.shape[2])
-    query, key, value = (first.new_empty(shape) for _ in range(3))
-    places = zip(*(x.split_with_sizes(lengths, 1) for x in (query, key, value)))
+    first_length = first.shape[1]
+    length = first_length + streams[1].query.shape[1]
+    query, key, value = torch.empty(
+        (3, first.shape[0], length, first.shape[2]), dtype=first.dtype, device=first.device
+    ).unbind(0)
+    places = (
+        (query[:, :first_length], key[:, :first_length], value[:, :first_length]),
+        (query[:, first_length:], key[:, first_length:], value[:, first_length:]),
+    )
     for stream, (operand, options), (q_out, k_out, v_out) in zip(streams, how, places):
         v: Any = stream.value
         out: tuple[Tensor, ...] = (q_out, k_out, v_out)
@@ -136,7 +146,7 @@ def attend_to_all(
     head_dim = module.__dict__.get("head_dim") or module.inner_dim // module.heads
     heads = streams[0].query.shape[2] // head_dim
     joint = None
-    if len(streams) == 1 or may_write():
+    if call.state is not None or len(streams) == 1 or may_write():
         joint = _joined(call, module, streams, heads)
     if joint is None:
         each = [
@@ -159,9 +169,9 @@ def attend_jointly(
     call: Call, module: Any, streams: list[Stream], *arguments: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """``attend_to_all`` of two streams: the results of each, (B, S1 or S2, H * d)."""
+    length = streams[0].query.shape[1]
     out = attend_to_all(call, module, streams, *arguments, **options)
-    first, second = out.split_with_sizes([stream.query.shape[1] for stream in streams], 1)
-    return first, second
+    return out[:, :length], out[:, length:]
 
 
 def attend_with_tables(
@@ -176,12 +186,11 @@ def attend_with_tables(
         ropes = call.shared(f"tables {lengths}", rope, split)
     text_rope, image_rope = ropes or (None, None)
     streams = project(call, module, image, text, image_rope, text_rope)
-    spec: Any = call.stand_in.spec
     text_out, image_out = attend_jointly(
         call,
         module,
         streams[::-1],
-        partial(spec.library(spec.rotate), sequence_dim=1),
+        partial(call.stand_in.functions[1].function, sequence_dim=1),
         mask,
         rope_of_all=None if ropes else rope,
     )
@@ -220,8 +229,3 @@ def _are_neighbours(first: Tensor, second: Tensor) -> bool:
         and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
         and second.storage_offset() == first.storage_offset() + first.shape[1] * first.stride(1)
     )
-
-
-def split(x: Tensor, first_length: int) -> tuple[Tensor, Tensor]:
-    """The two parts of joined tokens, as views."""
-    return x[:, :first_length], x[:, first_length:]

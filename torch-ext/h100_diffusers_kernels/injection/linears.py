@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
+from ..arguments import PLAIN_TYPES
 from ..arguments import is_plain as is_plain_tensor
 from ..conditions import kernels_take, may_write, of_one_form
 from ..differentiation import is_differentiated
@@ -41,14 +42,27 @@ def linear(layer: Any, x: Tensor) -> Tensor:
     return layer(x)
 
 
+def linears(x: Tensor, *layers: Any) -> list[Tensor]:
+    """``layer(x)`` of each layer."""
+    if not is_plain(layers[0], LINEAR, *layers[1:]):
+        return [linear(layer, x) for layer in layers]
+    results = []
+    for layer in layers:
+        parameters = layer._parameters
+        product = torch.nn.functional.linear(x, parameters["weight"], parameters["bias"])
+        results.append(product)
+    return results
+
+
 def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of a plain ``torch.nn.Linear`` whose values are plain, or None."""
     if not is_plain(layer, LINEAR):
         return None
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    if weight is None or not (is_plain_tensor(weight) and is_plain_tensor(bias)):
+    if weight is None or not (type(weight) in PLAIN_TYPES or is_plain_tensor(weight)):
         return None
-    return weight, bias
+    is_plain_bias = bias is None or type(bias) in PLAIN_TYPES or is_plain_tensor(bias)
+    return (weight, bias) if is_plain_bias else None
 
 
 def dropped_out(layer: Any, x: Tensor) -> Tensor:
@@ -58,7 +72,7 @@ def dropped_out(layer: Any, x: Tensor) -> Tensor:
     return layer(x)
 
 
-def linear_of_concat(layer: Any, first: Tensor, second: Tensor) -> Tensor:
+def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Tensor) -> Tensor:
     """``layer`` of both, side by side in the last dimension.
 
     A plain layer takes them one after the other, the second's product added to the first's, so that nothing
@@ -67,7 +81,7 @@ def linear_of_concat(layer: Any, first: Tensor, second: Tensor) -> Tensor:
     plain = plain_weight(layer)
     if (
         plain is not None
-        and may_write()
+        and (call.state is not None or may_write())
         and kernels_take(first, second, *plain)
         and not is_differentiated(first, second, *plain)
         and first.shape[:-1] == second.shape[:-1]
@@ -87,7 +101,7 @@ def linear_per_sample(layer: Any, x: Tensor) -> Tensor:
     if x.is_contiguous():
         return linear(layer, x)
     if not may_be_written(layer, x):
-        return layer(x.contiguous())
+        return linear(layer, x.contiguous())
     out = x.new_empty(*x.shape[:2], layer._parameters["weight"].shape[0])
     write_linear(layer, x, out)
     return out
@@ -95,12 +109,12 @@ def linear_per_sample(layer: Any, x: Tensor) -> Tensor:
 
 def may_be_written(layer: Any, x: Tensor) -> bool:
     """Whether ``write_linear`` takes the layer and x (B, S, D): each sample has a product of its own."""
+    if (x.shape[0] != 1 and x.shape[1] < _ROWS_OF_ITS_OWN) or x.stride(1) != x.shape[2]:
+        return False
     plain = plain_weight(layer)
     return (
         plain is not None
         and may_write()
-        and (x.shape[0] == 1 or x.shape[1] >= _ROWS_OF_ITS_OWN)
-        and x.stride(1) == x.shape[2]
         and kernels_take(x, *plain)
         and not is_differentiated(x, *plain)
     )
@@ -156,7 +170,7 @@ def _gelu_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
     if "gelu" in self.__dict__:
         call.fall_back("GELU was replaced")
         return call.own_forward(self, hidden_states)
-    if not call.takes(hidden_states):
+    if call.refuses(hidden_states):
         return call.own_forward(self, hidden_states)
     return linear_gelu(self._modules["proj"], self.gelu, self.approximate, hidden_states)
 
@@ -169,10 +183,3 @@ LINEAR_GELU = PatchSpec(
     "GELU as its matrix product's epilogue, else gelu",
     functions=(f"{_GELU_CLASS}.gelu", "torch.nn.functional:gelu"),
 )
-
-
-def silu_of(activation: Any, call: Call, temb: Tensor) -> Tensor:
-    """``activation(temb)``, of a plain SiLU once for all blocks that share the embedding."""
-    if is_plain(activation, SILU):
-        return call.shared("silu", temb, torch.nn.functional.silu)
-    return activation(temb)

@@ -1,20 +1,21 @@
 """Norms, plain and modulated, after a residual or not: by the kernels where they know the module.
 
-A norm is named by the module that owns it and its attribute's name. What it computes with is read at each use.
-Where the kernels do not know it, its own module is called in the model's expression.
+A norm is named by the module that owns it and its attribute's name. What it computes with is read at each
+use. Where the kernels do not know it, its own module is called in the model's expression.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import functional
+from ..arguments import PLAIN_TYPES
 from ..arguments import is_plain as is_plain_tensor
 from ..conditions import go_with, of_one_form
-from .checks import KnownClass, is_plain, why_not_plain
+from .checks import KnownClass, class_name, is_plain, why_not_plain
 from .patch import Call
 
 RMS, LAYER = "rms", "layer"
@@ -35,58 +36,33 @@ KINDS = (
 Modulation = tuple[Optional[Tensor], Optional[Tensor]]  # scale and shift
 
 
-class Norm(NamedTuple):
-    """What a norm of the last dimension computes with.
-
-    Attributes:
-        known: its class.
-        kind: RMS or LAYER.
-        weight, bias: (D,), or None.
-        upcasts: whether the model computes it in float32, with all that follows up to the next linear layer,
-            and goes back to the hidden states' dtype there.
-    """
-
-    known: KnownClass
-    kind: str
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    upcasts: bool
-
-    def takes(self, x: Tensor, *others: Tensor | None) -> bool:
-        """Whether the kernels compute it along with the others, where they take ``x``."""
-        # Without an upcast, operands of another dtype would give a result of another one.
-        alike = go_with if self.upcasts else of_one_form
-        return alike(x, self.weight, self.bias, *others)
-
-    @property
-    def affine(self) -> tuple[Tensor | None, ...]:
-        return (self.weight,) if self.kind == RMS else (self.weight, self.bias)
+# What a norm of the last dimension computes with: RMS or LAYER, its parameters (weight, or weight and bias),
+# each (D,) or None, and epsilon.
+Norm = tuple[str, tuple[Optional[Tensor], ...], float]
 
 
-def read_norm(module: Any, size: int | None = None, upcasts: bool = False) -> Norm | str:
+def read_norm(
+    module: Any, size: int | None = None, upcasts: bool = False, is_called: bool = False
+) -> Norm | str:
     """What the kernels need of a norm, or why they cannot stand in for the module, as a clause.
 
-    ``size``: of the last dimension of what it is given.
+    ``size``: of the last dimension of what it is given. ``upcasts``: whether the model computes the norm in
+    float32, with all that follows up to the next linear layer, and goes back to the hidden states' dtype.
+    ``is_called``: whether the module itself is being called, so that nothing around it is passed by.
     """
     cls = type(module)
-    for known, kind in KINDS:
-        if cls is known.cls and is_plain(module, known):
-            return norm_operands(module, known, kind, size, upcasts)
-    for known, _ in KINDS:
+    for known, kind in KINDS:  # noqa: B007
         if cls is known.cls:
-            return why_not_plain(module, known)
-    return why_not_plain(module, LAYER_NORM)
-
-
-def norm_operands(
-    module: Any, known: KnownClass, kind: str, size: int | None, upcasts: bool
-) -> Norm | str:
-    """The same of a module whose class is known, whatever is around it."""
+            break
+    else:
+        return f"is a {class_name(module)}"
+    if not is_called and not is_plain(module, known):
+        return why_not_plain(module, known)
     attributes, parameters = module.__dict__, module._parameters
     weight, bias = parameters.get("weight"), parameters.get("bias")
-    if not (is_plain_tensor(weight) and is_plain_tensor(bias)):
-        return "has a sharded or quantized weight"
+    for tensor in (weight, bias):
+        if tensor is not None and type(tensor) not in PLAIN_TYPES and not is_plain_tensor(tensor):
+            return "has a sharded or quantized weight"
     if kind == RMS and bias is not None:
         return "has a bias"
     eps = attributes.get("eps")
@@ -102,13 +78,15 @@ def norm_operands(
     if upcasts and known is LAYER_NORM:
         for tensor in (weight, bias):
             if tensor is not None and tensor.dtype != torch.float32:
-                return "has a weight that PyTorch does not take beside the float32 it is called with"
-    return Norm(known, kind, weight, bias, eps, upcasts)
+                return (
+                    "has a weight that PyTorch does not take beside the float32 it is called with"
+                )
+    return kind, (weight,) if kind == RMS else (weight, bias), eps
 
 
-def _norm_of(call: Call, owner: nn.Module, name: str, x: Tensor, upcasts: bool) -> Norm | None:
+def _norm_of(call: Call, owner: Any, name: str, size: int, upcasts: bool = False) -> Norm | None:
     """The norm ``owner.name``; None, noted, where the kernels do not know it."""
-    norm = read_norm(owner._modules.get(name), x.shape[-1], upcasts)
+    norm = read_norm(owner._modules.get(name), size, upcasts)
     if isinstance(norm, str):
         call.fall_back(f"{name} {norm}")
         return None
@@ -119,11 +97,11 @@ def normed(call: Call, owner: Any, name: str, x: Tensor) -> Tensor:
     """``owner.name(x)``; x where there is no such norm."""
     if owner._modules.get(name) is None:
         return x
-    norm = _norm_of(call, owner, name, x, False)
-    if norm is None or not norm.takes(x):
+    norm = _norm_of(call, owner, name, x.shape[-1])
+    if norm is None or not of_one_form(x, *norm[1]):
         return getattr(owner, name)(x)
-    run: Any = functional.rms_norm if norm.kind == RMS else functional.layer_norm
-    return run(x, *norm.affine, norm.eps)
+    kind, affine, eps = norm
+    return _NORM[kind](x, *affine, eps)
 
 
 def modulated(
@@ -131,18 +109,32 @@ def modulated(
 ) -> tuple[Tensor, ...]:
     """``norm(x) * (1 + scale) + shift`` by each of one or two modulations; of one it may be the norm alone,
     by (None, None)."""
-    norm = _norm_of(call, owner, name, x, upcasts)
-    operands = [t for modulation in modulations for t in modulation]
-    if norm is None or not norm.takes(x, *operands):
+    norm = _norm_of(call, owner, name, x.shape[-1], upcasts)
+    return modulated_by(norm, owner, name, x, modulations, upcasts)
+
+
+def modulated_by(
+    norm: Norm | None,
+    owner: Any,
+    name: str,
+    x: Tensor,
+    modulations: tuple[Modulation, ...],
+    upcasts: bool,
+) -> tuple[Tensor, ...]:
+    """The same by a norm that has been read; by the module ``owner.name`` where it is None."""
+    operands = modulations[0] if len(modulations) == 1 else (*modulations[0], *modulations[1])
+    # Without an upcast, operands of another dtype would give a result of another one.
+    alike = go_with if upcasts else of_one_form
+    if norm is None or not alike(x, *norm[1], *operands):
         n = getattr(owner, name)(x.float() if upcasts else x)
         dtype = x.dtype if upcasts else None
         return tuple(_modulated(n, *modulation, dtype) for modulation in modulations)
+    kind, affine, eps = norm
     if operands[0] is None:
-        run: Any = functional.rms_norm if norm.kind == RMS else functional.layer_norm
-        return (run(x, *norm.affine, norm.eps),)
+        return (_NORM[kind](x, *affine, eps),)
     if len(modulations) == 2:
-        return _MODULATE_PAIR[norm.kind](x, *operands, *norm.affine, norm.eps)
-    return (_MODULATE[norm.kind](x, *operands, *norm.affine, norm.eps),)
+        return _MODULATE_PAIR[kind](x, *operands, *affine, eps)
+    return (_MODULATE[kind](x, *operands, *affine, eps),)
 
 
 def residual_modulated(
@@ -155,20 +147,40 @@ def residual_modulated(
     *modulations: Modulation,
     upcasts: bool = False,
 ) -> tuple[Tensor, ...]:
-    """``h = residual + gate * x``, and ``norm(h) * (1 + scale) + shift`` by each of one or two modulations."""
-    operands = [t for modulation in modulations for t in modulation]
-    norm = _norm_of(call, owner, name, residual, upcasts)
-    if (
-        norm is None
-        or x.shape != residual.shape
-        or x.dtype != residual.dtype
-        or not of_one_form(x)
-        or not norm.takes(residual, gate, *operands)
-    ):
+    """``h = residual + gate * x``, and ``norm(h) * (1 + scale) + shift`` by one or two modulations."""
+    norm: Any = read_norm(owner._modules.get(name), residual.shape[-1], upcasts)
+    if isinstance(norm, str):
+        call.fall_back(f"{name} {norm}")
+        norm = None
+    return residual_modulated_by(norm, owner, name, residual, x, gate, modulations, upcasts)
+
+
+def residual_modulated_by(
+    norm: Norm | None,
+    owner: Any,
+    name: str,
+    residual: Tensor,
+    x: Tensor,
+    gate: Tensor | None,
+    modulations: tuple[Modulation, ...],
+    upcasts: bool,
+) -> tuple[Tensor, ...]:
+    """The same by a norm that has been read; by the module ``owner.name`` where it is None."""
+    operands = modulations[0] if len(modulations) == 1 else (*modulations[0], *modulations[1])
+    is_taken = norm is not None and x.shape == residual.shape
+    if norm is not None and is_taken:
+        affine = norm[1]
+        is_taken = (
+            of_one_form(residual, x) and go_with(residual, gate, *affine, *operands)
+            if upcasts
+            else of_one_form(residual, x, gate, *affine, *operands)
+        )
+    if norm is None or not is_taken:
         h = gated_residual(residual, x, gate, upcasts)
-        return (h, *modulated(call, owner, name, h, *modulations, upcasts=upcasts))
+        return (h, *modulated_by(norm, owner, name, h, modulations, upcasts))
+    kind, affine, eps = norm
     runs = _RESIDUAL_MODULATE if len(modulations) == 1 else _RESIDUAL_MODULATE_PAIR
-    return runs[norm.kind](residual, x, gate, *operands, *norm.affine, norm.eps)
+    return runs[kind](residual, x, gate, *operands, *affine, eps)
 
 
 def residual_normed(
@@ -179,14 +191,13 @@ def residual_normed(
     x: Tensor,
     gate: Tensor | None,
     upcasts: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """``h = residual + gate * x`` and ``norm(h)``."""
-    h, n = residual_modulated(
-        call, owner, name, residual, x, gate, (None, None), upcasts=upcasts
-    )
-    return h, n
+    modulation = (None, None)
+    return residual_modulated(call, owner, name, residual, x, gate, modulation, upcasts=upcasts)
 
 
+_NORM: dict[str, Any] = {RMS: functional.rms_norm, LAYER: functional.layer_norm}
 _MODULATE: dict[str, Any] = {
     RMS: functional.rms_norm_modulate,
     LAYER: functional.layer_norm_modulate,

@@ -22,16 +22,18 @@ from torch import Tensor, nn
 
 from ..conditions import kernels_take, why_not_taken
 from .checks import (
+    CALL_IMPL,
+    GLOBAL_HOOKS,
     MODULE_CALL,
     LibraryFunction,
     find_class,
-    has_hooks,
     interposed,
     library_function,
-    replaced_function,
 )
-from .report import CallCount, InjectionReport
+from .report import InjectionReport
 
+_modes_of_functions = torch._C._len_torch_function_stack
+_modes_of_operators = torch._C._len_torch_dispatch_stack
 UNKNOWN_FORWARD = "its class's forward is not the one known from diffusers"
 
 
@@ -138,26 +140,37 @@ class Call:
         Raises:
             RuntimeError: if the environment says that nothing may fall back.
         """
-        if torch.compiler.is_compiling() or reason in self._reasons:
+        if torch.compiler.is_dynamo_compiling() or reason in self._reasons:
             return
         self._reasons += (reason,)
         if self.stand_in.count.fall_back(reason):
             self.is_counted = False
 
-    def takes(self, x: Tensor, *others: Tensor | None) -> bool:
-        """Whether the kernels take these tensors; if not, the reason is noted."""
-        if kernels_take(x, *others):
-            return True
+    def refuse(self, x: Tensor, *others: Tensor | None) -> None:
+        """Notes why the kernels do not take these tensors."""
         self.fall_back(why_not_taken(x, *others))
-        return False
+
+    def refuses(self, x: Tensor, *others: Tensor | None) -> bool:
+        """Whether the kernels do not take these tensors; the reason is noted."""
+        if kernels_take(x, *others):
+            return False
+        self.fall_back(why_not_taken(x, *others))
+        return True
 
     def own_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The class's forward, which the call stands in for."""
         return self.stand_in.own_forward(module, *args, **kwargs)
 
     def shared(self, name: str, x: Any, make: Callable[[Any], Any]) -> Any:
-        """``make(x)``, made once in a forward of the model for all blocks that are given the same ``x``."""
-        return make(x) if self.state is None else self.state.shared(name, x, make)
+        """``make(x)``, made once in a forward of the model for all blocks that ask with the same ``x``."""
+        if self.state is None:
+            return make(x)
+        # A tensor's version tells that it was written to; inference tensors do not tell.
+        version = x._version if isinstance(x, Tensor) and not x.is_inference() else 0
+        made = self.state.shared.get(name)
+        if made is None or made[0] is not x or made[1] != version:
+            made = self.state.shared[name] = (x, version, make(x))
+        return made[2]
 
 
 class StandIn:
@@ -172,7 +185,7 @@ class StandIn:
     """
 
     __slots__ = (
-        *("__dict__", "__weakref__", "_module", "count", "functions", "had_attribute"),
+        *("__dict__", "__weakref__", "_function", "_module", "count", "functions", "had_attribute"),
         *("injection", "kept", "name", "own_forward", "spec"),
     )
 
@@ -184,6 +197,7 @@ class StandIn:
         self.own_forward, self.functions = injection.resolve(spec)
         self.had_attribute = "forward" in vars(module)
         self.kept: Any = None
+        self._function: Any = None
         self.count = injection.report.count_of(name, type(module).__name__)
         _describe(self, type(module).forward, is_bound=True)
 
@@ -193,7 +207,10 @@ class StandIn:
 
     @property
     def __func__(self) -> Callable:
-        """As a method's: a function of the module and its arguments."""
+        """As a method's: a function of the module and its arguments; one as long as somebody holds it."""
+        made = self._function and self._function()
+        if made is not None:
+            return made
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if module is self._module():
@@ -202,6 +219,7 @@ class StandIn:
 
         _describe(forward, self.own_forward, is_bound=False)
         _methods[forward] = self
+        self._function = weakref.ref(forward)
         return forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -210,41 +228,37 @@ class StandIn:
             raise RuntimeError(
                 f"the forward of {self.name or 'a model'} was called after its module had been freed"
             )
-        if self.injection.is_over:
+        injection, spec = self.injection, self.spec
+        if injection.is_over or (spec.left_to_compiler and torch.compiler.is_compiling()):
             return type(module).forward(module, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            call = Call(self, None)
-            if self.spec.left_to_compiler or self.unknown(module) is not None:
-                return type(module).forward(module, *args, **kwargs)
-            return self.spec.forward(module, call, *args, **kwargs)
-        call = Call(self, self.injection.local.state)
-        reason = interposed() or self.unknown(module)
+        if torch.compiler.is_dynamo_compiling():
+            call, reason = Call(self, None), None
+        else:
+            call, reason = Call(self, injection.local.state), None
+            if (
+                any(GLOBAL_HOOKS)
+                or _modes_of_functions()
+                or _modes_of_operators()
+                or nn.Module.__call__ is not MODULE_CALL
+                or nn.Module._call_impl is not CALL_IMPL
+            ):
+                reason = interposed()
+        own = self.own_forward
+        if reason is None and (own is None or type(module).forward is not own):
+            reason = UNKNOWN_FORWARD
+        for owner, name, function in self.functions:
+            if function is None or getattr(owner, name, None) is not function:
+                reason = f"{name} was replaced"
         if reason is not None:
             call.fall_back(reason)
             return type(module).forward(module, *args, **kwargs)
-        result = self.spec.forward(module, call, *args, **kwargs)
+        result = spec.forward(module, call, *args, **kwargs)
         if call.is_counted:
             self.count.on_kernels += 1
         return result
 
-    def unknown(self, module: nn.Module) -> str | None:
-        """Why the module's class computes something else than what is known of it."""
-        own = self.own_forward
-        if own is None or type(module).forward is not own:
-            return UNKNOWN_FORWARD
-        return replaced_function(self.functions)
-
     def taken_out(self) -> None:
         """After the class's forward has taken its place again."""
-
-    def is_bare(self, module: nn.Module) -> bool:
-        """Whether a call of the module runs this and nothing around it."""
-        return (
-            self._module() is module
-            and not has_hooks(module)
-            and type(module).forward is self.own_forward
-            and type(module).__call__ is MODULE_CALL
-        )
 
     def __deepcopy__(self, memo: dict) -> StandIn:
         """That of the module's copy, where the module is being copied."""
@@ -273,7 +287,7 @@ def _copied(stand_in: StandIn, module: nn.Module, memo: dict) -> StandIn:
         setattr(duplicate, slot, getattr(stand_in, slot))
     duplicate._module = weakref.ref(module)
     duplicate.injection = injection
-    duplicate.kept = None
+    duplicate.kept = duplicate._function = None
     duplicate.count = injection.report.count_of(stand_in.name, stand_in.count.module)
     return duplicate
 
@@ -301,10 +315,25 @@ def stand_in_of(forward: Any) -> StandIn | None:
     return forward if isinstance(forward, StandIn) else None
 
 
-def bare_stand_in(module: Any) -> StandIn | None:
-    """The stand-in for the module's forward, if a call of the module runs that and nothing around it."""
-    forward = module.__dict__.get("forward")
-    return forward if isinstance(forward, StandIn) and forward.is_bare(module) else None
+def are_bare(spec: PatchSpec, *modules: Any) -> bool:
+    """Whether a call of each module runs a stand-in of this kind and nothing around it."""
+    for module in modules:
+        state, cls = module.__dict__, type(module)
+        stand_in = state.get("forward")
+        if (
+            not isinstance(stand_in, StandIn)
+            or stand_in.spec is not spec
+            or stand_in._module() is not module
+            or cls.forward is not stand_in.own_forward
+            or cls.__call__ is not MODULE_CALL
+            or state["_forward_hooks"]
+            or state["_forward_pre_hooks"]
+            or state["_backward_hooks"]
+            or state["_backward_pre_hooks"]
+            or state.get("_compiled_call_impl") is not None
+        ):
+            return False
+    return True
 
 
 # --------------------------------------------------------------------------------------------------

@@ -56,10 +56,11 @@ class CoordinateTables(Sequence):
 def as_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
     """What ``qk_norm_rope`` takes as the rotary embedding of ``x`` (B, S, H * d); None if it does not.
 
-    ``rope`` is a ``CoordinateTables``; or with ``per_head``, the same for each head, a complex table (S, d / 2)
-    or (cos, sin), each (S, d); or without, each (1 or B, S, H * d); or (1 or B, S, 1, d / 2).
+    ``rope`` is a ``CoordinateTables``; or (cos, sin), each (1 or B, S, 1, d / 2), or (S, d) with
+    ``per_head``, the same for each head, or else (1 or B, S, H * d). With ``per_head`` it may also be a
+    complex table (S, d / 2).
     """
-    if isinstance(rope, CoordinateTables):
+    if type(rope) is CoordinateTables:
         if rope.rope is not None:
             return rope.rope if rope.rope.coordinates.device == x.device else None
         rope = rope.tables()

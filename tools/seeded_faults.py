@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+"""Apply known faults to a copy of the built package, one at a time, and check that the tests find each.
+
+The faults are in tools/seeded_faults.toml. The build and the checkout are not changed.
+
+    python tools/seeded_faults.py                       # all faults
+    python tools/seeded_faults.py mask_dropped          # one
+    python tools/seeded_faults.py --baseline            # all listed tests, without a fault
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+SOURCE = CHECKOUT / "tools" / "seeded_faults.toml"
+REPO_ID = "org/h100-diffusers-kernels"
+PASSED, FAILED = 0, 1  # pytest's exit codes
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A change of one file. `file` is relative to the package; `old` occurs in it exactly once."""
+
+    file: str
+    old: str
+    new: str
+
+    def apply(self, package: Path) -> None:
+        """Change the file; ValueError if the replacement does not apply."""
+        path = package / self.file
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(f"{self.file} holds {self.old!r} {count} times")
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A wrong behaviour, how to cause it, and the tests (pytest node ids) that find it."""
+
+    name: str
+    behaviour: str
+    tests: tuple[str, ...]
+    replacements: tuple[Replacement, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """`failed` is the test that found the fault. The first failure ends a run."""
+
+    name: str
+    found: bool
+    failed: str | None
+    seconds: float
+
+
+def read_faults(path: Path = SOURCE) -> list[Fault]:
+    def read(name: str, behaviour: str, tests: list[str], replace: list[dict[str, str]]) -> Fault:
+        return Fault(name, behaviour, tuple(tests), tuple(Replacement(**r) for r in replace))
+
+    content = tomllib.loads(path.read_text(encoding="utf-8"))
+    return [read(**entry) for entry in content["fault"]]
+
+
+@contextmanager
+def copied(build: Path, fault: Fault | None) -> Iterator[Path]:
+    """A temporary copy of the build with the fault in each of its variants."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "build"
+        shutil.copytree(build, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        for replacement in () if fault is None else fault.replacements:
+            for package in copy.iterdir():
+                replacement.apply(package)
+        yield Path(folder)
+
+
+def run_tests(tests: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run pytest with the package in `folder`."""
+    environment = {**os.environ, "LOCAL_KERNELS": f"{REPO_ID}={folder}"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", *tests]
+    return subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True)
+
+
+def seek(fault: Fault, build: Path) -> Result:
+    """Run the fault's tests; RuntimeError if pytest neither passes nor fails in a test."""
+    if not fault.tests:
+        return Result(fault.name, False, None, 0.0)
+    begin = time.perf_counter()
+    with copied(build, fault) as folder:
+        done = run_tests(fault.tests, folder)
+    seconds = round(time.perf_counter() - begin, 1)
+    if done.returncode == PASSED:
+        return Result(fault.name, False, None, seconds)
+    # An error outside of a test, such as a failed import of the package, finds nothing.
+    failure = re.search(r"^FAILED (.+?)(?: - |$)", done.stdout, re.MULTILINE)
+    if done.returncode != FAILED or failure is None:
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return Result(fault.name, True, failure[1], seconds)
+
+
+def check_baseline(faults: Sequence[Fault], build: Path) -> None:
+    """Run all tests of the faults on the build as it is."""
+    with copied(build, None) as folder:
+        done = run_tests(list({test: None for fault in faults for test in fault.tests}), folder)
+    if done.returncode != PASSED:
+        raise click.ClickException(f"the tests fail without a fault:\n{done.stdout}{done.stderr}")
+    click.echo(done.stdout.splitlines()[-1])
+
+
+@click.command(help=__doc__.split("\n\n")[0])
+@click.argument("names", nargs=-1)
+@click.option("--baseline", is_flag=True, help="Run all listed tests without a fault instead.")
+@click.option("--json", "output", type=click.Path(path_type=Path), help="Write the results here.")
+def main(names: tuple[str, ...], baseline: bool, output: Path | None) -> None:
+    faults = read_faults()
+    if unknown := set(names) - {fault.name for fault in faults}:
+        raise click.ClickException(f"there is no fault {', '.join(sorted(unknown))}")
+    faults = [fault for fault in faults if not names or fault.name in names]
+    build = CHECKOUT / "build"
+    if baseline:
+        return check_baseline(faults, build)
+    results = []
+    for fault in faults:
+        try:
+            result = seek(fault, build)
+        except (ValueError, RuntimeError) as error:
+            raise click.ClickException(f"{fault.name}: {error}") from error
+        results.append(result)
+        where = f"found by {result.failed}" if result.found else "NOT FOUND"
+        click.echo(f"{fault.name}: {where} ({result.seconds} s)")
+    found = sum(result.found for result in results)
+    click.echo(f"{found} of {len(results)} faults found")
+    if output is not None:
+        content = [asdict(result) for result in results]
+        output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if found < len(results):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

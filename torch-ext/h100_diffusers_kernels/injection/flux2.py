@@ -1,0 +1,280 @@
+"""FLUX.2: how its transformer maps to the operations.
+
+Its blocks are those of FLUX.1 with three differences: the model makes one modulation for all blocks of a
+kind; a feed-forward is silu(first half) * second half; and in a single block one matrix product makes query,
+key, value and the feed-forward's input, and one takes its results side by side,
+
+    n = layer_norm(x) * (1 + scale) + shift;  q, k, v, m = to_qkv_mlp_proj(n)
+    x = x + gate * to_out([attention(q, k, v), silu(m_1) * m_2])
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional
+from ..conditions import kernels_take, may_write
+from ..differentiation import is_differentiated
+from .attention import AttentionSpec, attend, has_known_processor, norm_and_rotate, project_out
+from .blocks import BlockSpec, Prologue, begin, feed_forward_end, finish, norm_prologue
+from .checks import KnownClass, is_plain
+from .embeddings import TIMESTEPS, axial_positions
+from .family import COMPUTED_ONCE, Family
+from .forward_state import model_spec
+from .joint_attention import attend_with_tables
+from .linears import SILU, linear, linear_per_sample
+from .norm_modules import OUTPUT_NORM
+from .norms import clipped
+from .patch import Call, Injection, PatchSpec
+
+_FLUX2 = "diffusers.models.transformers.transformer_flux2"
+_SWIGLU = KnownClass(f"{_FLUX2}:Flux2SwiGLU")
+
+
+def _prologue(
+    call: Call, block: Any, norm: str, ahead: Tensor | None, count: int, modulation: Tensor
+) -> Prologue | None:
+    """Of a modulation (B, N * D) or (B, 1 or S, N * D), with its N rows, each (B, 1 or S, D)."""
+
+    def rows_of(modulation: Tensor) -> tuple:
+        by_token = modulation.unsqueeze(1) if modulation.dim() == 2 else modulation
+        return by_token.chunk(count, dim=-1)
+
+    rows = partial(call.shared, f"{norm} rows", modulation, rows_of)
+    return norm_prologue(call, block, norm, ahead, rows)
+
+
+def _double_prologues(
+    call: Call, block: Any, ahead: Tensor | None, image: Tensor, text: Tensor
+) -> Any:
+    """Of image and text; rows are shift, scale and gate of attention, then of the feed-forward."""
+    image_prologue = _prologue(call, block, "norm1", ahead, 6, image)
+    text_prologue = _prologue(call, block, "norm1_context", ahead, 6, text)
+    found = (image_prologue, text_prologue)
+    return None if None in found else found
+
+
+def _double_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb_mod_img: Tensor,
+    temb_mod_txt: Tensor,
+    image_rotary_emb: Any = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    x, c, conditions = hidden_states, encoder_hidden_states, (temb_mod_img, temb_mod_txt)
+    if not kernels_take(x, c, *conditions):
+        call.refuse(x, c, *conditions)
+        more = (image_rotary_emb, joint_attention_kwargs)
+        return call.own_forward(self, x, c, *conditions, *more)
+    begun, c_begun = begin(call, self, _double_prologues, (x, c), conditions)
+    attention_out, c_attention_out = self._modules["attn"](
+        hidden_states=begun[0][0],
+        encoder_hidden_states=c_begun[0][0],
+        image_rotary_emb=image_rotary_emb,
+        **(joint_attention_kwargs or {}),
+    )
+    ends = (
+        feed_forward_end(call, self, "norm2", "ff", x, attention_out, begun[1]),
+        feed_forward_end(call, self, "norm2_context", "ff_context", c, c_attention_out, c_begun[1]),
+    )
+    hands_over = c.dtype != torch.float16
+    x, c = finish(call, self, _double_prologues, ends, conditions, hands_over=hands_over)
+    return clipped(c), x
+
+
+def _single_prologues(call: Call, block: Any, ahead: Tensor | None, modulation: Tensor) -> Any:
+    """Rows are shift, scale and gate."""
+    prologue = _prologue(call, block, "norm", ahead, 3, modulation)
+    return None if prologue is None else (prologue,)
+
+
+def _single_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None,
+    temb_mod: Tensor,
+    image_rotary_emb: Any = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+    split_hidden_states: bool = False,
+    text_seq_len: int | None = None,
+) -> Any:
+    x, c = hidden_states, encoder_hidden_states
+    if not kernels_take(x, c, temb_mod):
+        call.refuse(x, c, temb_mod)
+        more = (joint_attention_kwargs, split_hidden_states, text_seq_len)
+        return call.own_forward(self, x, c, temb_mod, image_rotary_emb, *more)
+    if c is not None:
+        text_seq_len = c.shape[1]
+        x = torch.cat([c, x], dim=1)
+    (begun,) = begin(call, self, _single_prologues, (x,), (temb_mod,))
+    (normalized,), (_, _, gate) = begun
+    attention_out = self._modules["attn"](
+        hidden_states=normalized,
+        image_rotary_emb=image_rotary_emb,
+        **(joint_attention_kwargs or {}),
+    )
+    (x,) = finish(
+        call,
+        self,
+        _single_prologues,
+        ((x, attention_out, gate),),
+        (temb_mod,),
+        hands_over=x.dtype != torch.float16,
+    )
+    x = clipped(x)
+    return (x[:, :text_seq_len], x[:, text_seq_len:]) if split_hidden_states else x
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    **kwargs,
+) -> Tensor | tuple[Tensor, Tensor]:
+    x, c = hidden_states, encoder_hidden_states
+    if (
+        kwargs
+        or c is None
+        or self.added_kv_proj_dim is None
+        or not has_known_processor(call, self)
+        or call.refuses(x, c)
+    ):
+        return call.own_forward(self, x, c, attention_mask, image_rotary_emb, **kwargs)
+    out, c_out = attend_with_tables(call, self, x, c, image_rotary_emb, attention_mask)
+    c_out = linear_per_sample(self._modules["to_add_out"], c_out)
+    return project_out(self, out), c_out
+
+
+def _parallel_attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    **kwargs,
+) -> Tensor:
+    if kwargs or not has_known_processor(call, self) or call.refuses(hidden_states):
+        arguments = (hidden_states, attention_mask, image_rotary_emb)
+        return call.own_forward(self, *arguments, **kwargs)
+    packed = linear(self._modules["to_qkv_mlp_proj"], hidden_states)
+    # In proportion, as tensor parallelism leaves a rank a part of each.
+    size, mlp_size = 3 * self.inner_dim, self.mlp_hidden_dim * self.mlp_mult_factor
+    size = packed.shape[-1] * size // (size + mlp_size)
+    qkv, mlp = packed.split_with_sizes([size, packed.shape[-1] - size], dim=-1)
+    query, key, value = qkv.chunk(3, dim=-1)
+    heads = query.shape[2] // self.head_dim
+    rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
+    query, key = norm_and_rotate(
+        call,
+        self,
+        ("norm_q", "norm_k"),
+        query,
+        key,
+        image_rotary_emb,
+        rotate,
+        "per_head",
+        heads,
+    )
+    activation = self._modules["mlp_act_fn"]
+    if (
+        may_write()
+        and _is_plain_swiglu(activation)
+        and mlp.shape[-1] % 2 == 0
+        and kernels_take(mlp, query)
+        and not is_differentiated(mlp, query)
+    ):
+        # Both results are written to their place side by side.
+        size = query.shape[2]
+        both = mlp.new_empty(*mlp.shape[:2], size + mlp.shape[-1] // 2)
+        place = both[..., :size]
+        out = attend(call, self, query, key, value, attention_mask, heads=heads, out=place)
+        if out is not place:
+            place.copy_(out)
+        functional.swiglu(mlp, activated="first", out=both[..., size:])
+    else:
+        out = attend(call, self, query, key, value, attention_mask, heads=heads)
+        both = torch.cat([out, activation(mlp)], dim=-1)
+    return linear(self._modules["to_out"], both)
+
+
+def _is_plain_swiglu(activation: Any) -> bool:
+    return is_plain(activation, _SWIGLU) and is_plain(activation._modules.get("gate_fn"), SILU)
+
+
+class _SwigluSpec(PatchSpec):
+    def why_not(self, module: nn.Module, injection: Injection) -> str | None:
+        return None if is_plain(module._modules.get("gate_fn"), SILU) else "SiLU was replaced"
+
+
+def _swiglu_forward(self: Any, call: Call, x: Tensor) -> Tensor:
+    reason = call.stand_in.spec.why_not(self, call.injection)
+    if reason is not None:
+        call.fall_back(reason)
+    if reason is not None or call.refuses(x) or x.shape[-1] % 2:
+        return call.own_forward(self, x)
+    return functional.swiglu(x, activated="first")
+
+
+_BLOCK = "self hidden_states encoder_hidden_states"
+_MORE = "image_rotary_emb joint_attention_kwargs"
+_ATTENTION = "hidden_states encoder_hidden_states attention_mask image_rotary_emb"
+_PARALLEL = "hidden_states attention_mask image_rotary_emb"
+_SPECS = (
+    model_spec(
+        f"{_FLUX2}:Flux2Transformer2DModel", "transformer_blocks", "single_transformer_blocks"
+    ),
+    BlockSpec(
+        f"{_FLUX2}:Flux2TransformerBlock",
+        f"{_BLOCK} temb_mod_img temb_mod_txt {_MORE}",
+        _double_block_forward,
+        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
+        norms=("norm1", "norm1_context", "norm2", "norm2_context"),
+        inner=("attn", "ff.act_fn", "ff_context.act_fn"),
+    ),
+    BlockSpec(
+        f"{_FLUX2}:Flux2SingleTransformerBlock",
+        f"{_BLOCK} temb_mod {_MORE} split_hidden_states text_seq_len",
+        _single_block_forward,
+        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
+        norms=("norm",),
+        inner=("attn",),
+    ),
+    AttentionSpec(
+        f"{_FLUX2}:Flux2Attention",
+        f"self {_ATTENTION} kwargs",
+        _attention_forward,
+        "qk_norm_rope",
+        processor=f"{_FLUX2}:Flux2AttnProcessor",
+        processor_parameters=f"self attn {_ATTENTION}",
+        norms=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
+        project="_get_qkv_projections",
+    ),
+    AttentionSpec(
+        f"{_FLUX2}:Flux2ParallelSelfAttention",
+        f"self {_PARALLEL} kwargs",
+        _parallel_attention_forward,
+        "qk_norm_rope, swiglu",
+        processor=f"{_FLUX2}:Flux2ParallelSelfAttnProcessor",
+        processor_parameters=f"self attn {_PARALLEL}",
+    ),
+    axial_positions(f"{_FLUX2}:Flux2PosEmbed"),
+    TIMESTEPS,
+    _SwigluSpec(f"{_FLUX2}:Flux2SwiGLU", "self x", _swiglu_forward, "swiglu"),
+)
+_ONCE = (
+    *("time_guidance_embed", "double_stream_modulation_img"),
+    *("double_stream_modulation_txt", "single_stream_modulation", "x_embedder", "context_embedder"),
+    "proj_out",
+)
+FAMILIES = (Family("FLUX.2", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE), OUTPUT_NORM),)

@@ -1,0 +1,227 @@
+"""LTX-Video: how its transformer maps to the operations.
+
+A block is
+
+    x = x + gate_msa * attn1(rms_norm(x) * (1 + scale_msa) + shift_msa)
+    x = x + attn2(x, text)
+    x = x + gate_mlp * ff(rms_norm(x) * (1 + scale_mlp) + shift_mlp)
+
+with an RMS norm of query and key over all heads, a rotary embedding of both in attn1, and a GELU in ff.
+The last line of a block and the first norm of the next are one pass over memory. The rotary embedding
+hands on each token's coordinates in place of cosine and sine tables of the hidden states' size.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..conditions import kernels_run_on, kernels_take, tracks_derivatives, why_not_taken
+from ..functional import CoordinateRope
+from .attention import AttentionSpec, attend, has_known_processor, norm_and_rotate, project_out
+from .blocks import BlockSpec, begin, finish, norm_prologue, table_rows
+from .checks import has_hooks, has_own_forward
+from .embeddings import TIMESTEPS
+from .family import Family
+from .forward_state import model_spec
+from .kept import Kept
+from .linears import LINEAR_GELU, feed_forward, linear
+from .norms import gated_residual, residual_modulated
+from .patch import Call, PatchSpec, stand_in_of
+from .rotary import CoordinateTables
+
+_LTX = "diffusers.models.transformers.transformer_ltx"
+
+
+def _prologues(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
+    """Rows are shift, scale and gate of self-attention, then of the feed-forward, each (B, 1 or S, D)."""
+    if ahead is not None and block.scale_shift_table.device != ahead.device:
+        return None
+    rows_of = partial(table_rows, block, "scale_shift_table", temb)
+    prologue = norm_prologue(call, block, "norm1", ahead, rows_of)
+    return None if prologue is None else (prologue,)
+
+
+def _block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Any = None,
+    encoder_attention_mask: Tensor | None = None,
+) -> Tensor:
+    x = hidden_states
+    if not kernels_take(x, temb):
+        call.refuse(x, temb)
+        arguments = (x, encoder_hidden_states, temb, image_rotary_emb)
+        return call.own_forward(self, *arguments, encoder_attention_mask)
+    modules = self._modules
+    (begun,) = begin(call, self, _prologues, (x,), (temb,))
+    (normalized,), (_, _, gate_msa, shift_mlp, scale_mlp, gate_mlp) = begun
+    attention_out = modules["attn1"](
+        hidden_states=normalized, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
+    )
+    x = gated_residual(x, attention_out, gate_msa)
+    attention_out = modules["attn2"](
+        x,
+        encoder_hidden_states=encoder_hidden_states,
+        image_rotary_emb=None,
+        attention_mask=encoder_attention_mask,
+    )
+    x, normalized = residual_modulated(
+        call, self, "norm2", x, attention_out, None, (scale_mlp, shift_mlp)
+    )
+    end = (x, feed_forward(modules["ff"], normalized), gate_mlp)
+    (x,) = finish(call, self, _prologues, (end,), (temb,))
+    return x
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    **kwargs,
+) -> Tensor:
+    x, c = hidden_states, encoder_hidden_states
+    if kwargs or not has_known_processor(call, self) or call.refuses(x):
+        return call.own_forward(self, x, c, attention_mask, image_rotary_emb, **kwargs)
+    context = x if c is None else c
+    heads, modules = self.heads, self._modules
+    query, key, value = (
+        linear(modules["to_q"], x),
+        linear(modules["to_k"], context),
+        linear(modules["to_v"], context),
+    )
+    names, rotate = ("norm_q", "norm_k"), call.stand_in.functions[1].function
+    query, key = norm_and_rotate(
+        call, self, names, query, key, image_rotary_emb, rotate, "across_heads", heads
+    )
+
+    def expand_mask(mask: Tensor) -> Tensor:
+        mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])
+        return mask.view(key.shape[0], heads, -1, mask.shape[-1])
+
+    options: dict[str, Any] = {"heads": heads, "dropout_p": 0.0, "is_causal": False}
+    out = attend(call, self, query, key, value, attention_mask, expand_mask, **options)
+    return project_out(self, out)
+
+
+def _rope_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    num_frames: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    rope_interpolation_scale: Any = None,
+    video_coords: Tensor | None = None,
+) -> Any:
+    """Up to the point where it needs the memory of a table.
+
+    It makes the tables where others than the blocks work with them: hooks (context parallelism shards
+    the tables by one), and autograd, for which each block would have to keep tables of its own.
+    """
+    grid = (num_frames, height, width, rope_interpolation_scale)
+    reason = None if kernels_run_on(hidden_states) else why_not_taken(hidden_states)
+    if "_prepare_video_coords" in self.__dict__:
+        reason = "_prepare_video_coords was replaced"
+    if reason is not None:
+        call.fall_back(reason)
+    if (
+        reason is not None
+        or tracks_derivatives()
+        or _is_wrapped(self)
+        or (video_coords is not None and video_coords.dtype == torch.float64)
+    ):
+        return call.own_forward(self, hidden_states, *grid, video_coords)
+    if video_coords is None:
+        bases = (self.base_num_frames, self.base_height, self.base_width, self.patch_size)
+        key = (*grid, *bases, self.patch_size_t, self.theta, self.dim)
+        rope = Kept.of(
+            call, hidden_states, key, lambda: _coordinates(self, hidden_states, grid, None)
+        )
+    else:
+        rope = _coordinates(self, hidden_states, grid, video_coords)
+    return CoordinateTables(rope, hidden_states.size(0), self.dim)
+
+
+def _is_wrapped(module: Any) -> bool:
+    """Whether anything is around the forward of a module that is being called.
+
+    While torch.compile traces, what hooks leave on a module is asked for: not every version of it
+    sees through a forward that is found on an instance.
+    """
+    if torch.compiler.is_compiling():
+        return hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")
+    is_own = has_own_forward(module) or stand_in_of(module.__dict__["forward"]) is not None
+    return has_hooks(module) or not is_own
+
+
+def _coordinates(
+    self: Any, hidden_states: Tensor, grid: tuple, video_coords: Tensor | None
+) -> CoordinateRope:
+    """The model's own operations in its own order, so that each angle has the same bits."""
+    *shape, scale = grid
+    device = hidden_states.device
+    if video_coords is None:
+        # One grid serves the whole batch, unless the scale differs between samples.
+        differs = any(
+            isinstance(s, Tensor) and s.numel() != 1 for s in (() if scale is None else scale)
+        )
+        batch = hidden_states.size(0) if differs else 1
+        points = self._prepare_video_coords(
+            batch, *shape, rope_interpolation_scale=scale, device=device
+        )
+    else:
+        bases = (self.base_num_frames, self.base_height, self.base_width)
+        points = torch.stack([video_coords[:, i] / base for i, base in enumerate(bases)], dim=-1)
+    exponents = (math.log(1.0, self.theta), math.log(self.theta, self.theta), self.dim // 6)
+    frequencies = self.theta ** torch.linspace(*exponents, device=device, dtype=torch.float32)
+    frequencies = frequencies * math.pi / 2.0
+    return CoordinateRope((points * 2 - 1).float().contiguous(), frequencies)
+
+
+_ATTENTION = "hidden_states encoder_hidden_states attention_mask image_rotary_emb"
+_ROPE = f"{_LTX}:LTXVideoRotaryPosEmbed"
+_SPECS = (
+    model_spec(f"{_LTX}:LTXVideoTransformer3DModel", "transformer_blocks"),
+    PatchSpec(
+        _ROPE,
+        "self hidden_states num_frames height width rope_interpolation_scale video_coords",
+        _rope_forward,
+        "coordinates in place of tables",
+        functions=(f"{_ROPE}._prepare_video_coords",),
+    ),
+    BlockSpec(
+        f"{_LTX}:LTXVideoTransformerBlock",
+        "self hidden_states encoder_hidden_states temb image_rotary_emb encoder_attention_mask",
+        _block_forward,
+        "rms_norm_modulate, gated_residual, gated_residual_rms_norm_modulate",
+        norms=("norm1", "norm2"),
+        inner=("attn1", "attn2", "ff.net.0"),
+    ),
+    AttentionSpec(
+        f"{_LTX}:LTXAttention",
+        f"self {_ATTENTION} kwargs",
+        _attention_forward,
+        "qk_norm_rope, rms_norm",
+        processor=f"{_LTX}:LTXVideoAttnProcessor",
+        processor_parameters=f"self attn {_ATTENTION}",
+    ),
+    TIMESTEPS,
+    LINEAR_GELU,
+)
+_PRODUCTS = "matrix products, called as they are"
+_LEFT_ALONE = {
+    **dict.fromkeys(("proj_in", "time_embed", "caption_projection", "proj_out"), _PRODUCTS),
+    "norm_out": "its modulation is part of the model's forward",
+}
+FAMILIES = (Family("LTX-Video", _SPECS, _LEFT_ALONE),)

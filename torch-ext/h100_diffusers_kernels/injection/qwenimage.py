@@ -1,0 +1,197 @@
+"""Qwen-Image: how its transformer, and its ControlNet, map to the operations.
+
+Its blocks are the double blocks of FLUX.1 with three differences: each stream has a linear layer that makes
+its modulation; the rotary embedding is a complex table of each stream; and the text has a mask. In image
+editing the modulation may be one of two rows, chosen for each token of the image.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention import AttentionSpec, has_known_processor, project_out
+from .blocks import (
+    BlockSpec,
+    begin,
+    feed_forward_end,
+    finish,
+    linear_modulation,
+    norm_prologue,
+)
+from .embeddings import TIMESTEPS
+from .family import COMPUTED_ONCE, Family
+from .forward_state import model_spec
+from .joint_attention import attend_jointly, project
+from .linears import LINEAR_GELU, linear_per_sample
+from .norm_modules import OUTPUT_NORM
+from .norms import clipped
+from .patch import Call, Injection
+
+_QWEN = "diffusers.models.transformers.transformer_qwenimage"
+_CONTROLNET = "diffusers.models.controlnets.controlnet_qwenimage"
+_BLOCK_CLASS = f"{_QWEN}:QwenImageTransformerBlock"
+
+
+def _prologues(
+    call: Call, block: Any, ahead: Tensor | None, temb: Tensor, index: Tensor | None
+) -> Any:
+    """Of image and text; rows are shift, scale and gate of attention, then of the feed-forward."""
+    modules = block._modules
+    image = linear_modulation(call, modules["img_mod"], temb, ahead)
+    # The second half is for tokens of the image alone.
+    text_temb = call.shared("first half", temb, _first_half) if block.zero_cond_t else temb
+    text_silu = "text silu" if block.zero_cond_t else "silu"
+    text = linear_modulation(call, modules["txt_mod"], text_temb, ahead, text_silu)
+    if image is None or text is None:
+        return None
+
+    def rows_of_image() -> tuple:
+        rows = image.unsqueeze(1).chunk(6, dim=-1)
+        return rows if index is None else tuple(_chosen(row, index) for row in rows)
+
+    def rows_of_text() -> tuple:
+        return text.unsqueeze(1).chunk(6, dim=-1)
+
+    prologue = norm_prologue(call, block, "img_norm1", ahead, rows_of_image)
+    text_prologue = norm_prologue(call, block, "txt_norm1", ahead, rows_of_text)
+    found = (prologue, text_prologue)
+    return None if None in found else found
+
+
+def _first_half(temb: Tensor) -> Tensor:
+    return temb.chunk(2, dim=0)[0]
+
+
+def _chosen(rows: Tensor, index: Tensor) -> Tensor:
+    """Of rows (2 * B, 1, D), for each token by its index (B, S) of 0 or 1: (B, S, D)."""
+    first, second = rows.chunk(2, dim=0)
+    return torch.where(index.unsqueeze(-1) == 0, first, second)
+
+
+def _block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    encoder_hidden_states_mask: Tensor | None,
+    temb: Tensor,
+    image_rotary_emb: Any = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+    modulate_index: Any = None,
+) -> tuple[Tensor, Tensor]:
+    x, c, mask = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
+    is_replaced = "_modulate" in self.__dict__
+    if is_replaced:
+        call.fall_back("_modulate was replaced")
+    if is_replaced or call.refuses(x, c, temb):
+        more = (image_rotary_emb, joint_attention_kwargs, modulate_index)
+        return call.own_forward(self, x, c, mask, temb, *more)
+    conditions = (temb, modulate_index)
+    begun, c_begun = begin(call, self, _prologues, (x, c), conditions)
+    attention_out, c_attention_out = self._modules["attn"](
+        hidden_states=begun[0][0],
+        encoder_hidden_states=c_begun[0][0],
+        encoder_hidden_states_mask=mask,
+        image_rotary_emb=image_rotary_emb,
+        **(joint_attention_kwargs or {}),
+    )
+    ends = (
+        feed_forward_end(call, self, "img_norm2", "img_mlp", x, attention_out, begun[1]),
+        feed_forward_end(call, self, "txt_norm2", "txt_mlp", c, c_attention_out, c_begun[1]),
+    )
+    hands_over = x.dtype != torch.float16
+    x, c = finish(call, self, _prologues, ends, conditions, hands_over=hands_over)
+    return clipped(c), clipped(x)
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    encoder_hidden_states_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    **kwargs,
+) -> Any:
+    x, c, mask = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
+    if (
+        kwargs
+        or c is None
+        or attention_mask is not None
+        or not has_known_processor(call, self)
+        or call.refuses(x, c)
+    ):
+        more = {
+            "encoder_hidden_states_mask": mask,
+            "image_rotary_emb": image_rotary_emb,
+            **kwargs,
+        }
+        return call.own_forward(self, x, c, attention_mask, **more)
+    ropes = (None, None) if image_rotary_emb is None else image_rotary_emb
+    streams = project(call, self, x, c, *ropes)
+    joint_mask = bias = None
+    if mask is not None:
+        make = partial(_masks, image_length=x.shape[1], dtype=streams[0].query.dtype)
+        joint_mask, bias = call.shared(f"mask {x.shape[1]} {x.dtype}", mask, make)
+    c_out, out = attend_jointly(
+        call,
+        self,
+        streams[::-1],
+        partial(call.stand_in.functions[1].function, use_real=False),
+        joint_mask,
+        key_bias=bias,
+        dropout_p=0.0,
+        is_causal=False,
+    )
+    return project_out(self, out), linear_per_sample(self._modules["to_add_out"], c_out)
+
+
+def _masks(mask: Tensor, image_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of the text's mask (B, T), which is not 0 for tokens: that of all keys (B, 1, 1, T + S), and a bias
+    (B, T + S) that says the same."""
+    joint = torch.cat([mask, mask.new_ones(mask.shape[0], image_length)], dim=1)
+    bias = torch.zeros(joint.shape, dtype=dtype, device=mask.device)
+    return joint[:, None, None], bias.masked_fill_(joint == 0, -torch.inf)
+
+
+@dataclass(frozen=True, eq=False)
+class _BlockSpec(BlockSpec):
+    def why_not(self, module: nn.Module, injection: Injection) -> str | None:
+        return "_modulate was replaced" if "_modulate" in module.__dict__ else None
+
+
+_BLOCK = "self hidden_states encoder_hidden_states encoder_hidden_states_mask temb image_rotary_emb"
+_PROCESSOR = "hidden_states encoder_hidden_states encoder_hidden_states_mask attention_mask"
+_SPECS = (
+    model_spec(f"{_QWEN}:QwenImageTransformer2DModel", "transformer_blocks"),
+    model_spec(f"{_CONTROLNET}:QwenImageControlNetModel", "transformer_blocks"),
+    _BlockSpec(
+        _BLOCK_CLASS,
+        f"{_BLOCK} joint_attention_kwargs modulate_index",
+        _block_forward,
+        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
+        functions=(f"{_BLOCK_CLASS}._modulate",),
+        norms=("img_norm1", "img_norm2", "txt_norm1", "txt_norm2"),
+        inner=("attn", "img_mlp.net.0", "txt_mlp.net.0"),
+    ),
+    AttentionSpec(
+        "diffusers.models.attention_processor:Attention",
+        "self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
+        _attention_forward,
+        "qk_norm_rope",
+        processor=f"{_QWEN}:QwenDoubleStreamAttnProcessor2_0",
+        processor_parameters=f"self attn {_PROCESSOR} image_rotary_emb",
+        norms=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
+        rotate="apply_rotary_emb_qwen",
+    ),
+    TIMESTEPS,
+    LINEAR_GELU,
+)
+_ONCE = ("pos_embed", "time_text_embed", "txt_norm", "img_in", "txt_in", "proj_out")
+FAMILIES = (Family("Qwen-Image", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE), OUTPUT_NORM),)

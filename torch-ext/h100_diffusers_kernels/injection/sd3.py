@@ -1,0 +1,161 @@
+"""Stable Diffusion 3 and 3.5: how their transformer, and its ControlNet, map to the operations.
+
+A block is a double block of FLUX.1 without a rotary embedding, and with the image before the text. Some
+blocks of Stable Diffusion 3.5 attend twice to the image,
+
+    n_x, n_2 = layer_norm(x) * (1 + scale) + shift, layer_norm(x) * (1 + scale_2) + shift_2
+    x = x + gate * a_x;  x = x + gate_2 * attention(n_2)
+
+and the last block leaves out the text after its attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..conditions import kernels_take
+from .attention import AttentionSpec, has_known_processor, project_out
+from .blocks import BlockSpec, adaptive_prologue, begin, feed_forward_end, finish
+from .embeddings import TIMESTEPS
+from .family import COMPUTED_ONCE, Family
+from .forward_state import model_spec
+from .joint_attention import attend_jointly, attend_to_all, project
+from .linears import LINEAR_GELU, linear_per_sample
+from .norm_modules import OUTPUT_NORM
+from .norms import gated_residual
+from .patch import Call
+
+_SD3 = "diffusers.models.transformers.transformer_sd3"
+_CONTROLNET = "diffusers.models.controlnets.controlnet_sd3"
+_BLOCKS = "diffusers.models.attention"
+_ATTENTIONS = "diffusers.models.attention_processor"
+_CHUNKED = "its feed-forward is chunked"
+
+
+def _prologues(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
+    """Of image and text; rows are shift, scale and gate of attention, of the feed-forward, and of the second
+    attention; of the last text scale and shift."""
+    if ahead is not None and block._chunk_size is not None:
+        return None
+    takes_emb = not block.context_pre_only
+    image = adaptive_prologue(call, block, "norm1", ahead, temb)
+    text = adaptive_prologue(call, block, "norm1_context", ahead, temb, takes_emb)
+    return None if image is None or text is None else (image, text)
+
+
+def _block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor | None, Tensor]:
+    x, c = hidden_states, encoder_hidden_states
+    if self._chunk_size is not None:
+        call.fall_back(_CHUNKED)
+    if self._chunk_size is not None or call.refuses(x, c, temb):
+        return call.own_forward(self, x, c, temb, joint_attention_kwargs)
+    modules, more = self._modules, joint_attention_kwargs or {}
+    begun, c_begun = begin(call, self, _prologues, (x, c), (temb,))
+    rows = begun[1][:6]
+    attention_out, c_attention_out = modules["attn"](
+        hidden_states=begun[0][0], encoder_hidden_states=c_begun[0][0], **more
+    )
+    if self.use_dual_attention:
+        x = gated_residual(x, attention_out, rows[2])
+        attention_out = modules["attn2"](hidden_states=begun[0][1], **more)
+        rows = (*rows[:2], begun[1][8], *rows[3:])
+    end = feed_forward_end(call, self, "norm2", "ff", x, attention_out, rows)
+    if self.context_pre_only:
+        return None, gated_residual(*end)
+    c_end = feed_forward_end(
+        call, self, "norm2_context", "ff_context", c, c_attention_out, c_begun[1]
+    )
+    x, c = finish(call, self, _prologues, (end, c_end), (temb,))
+    return c, x
+
+
+def _single_prologues(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
+    prologue = adaptive_prologue(call, block, "norm1", ahead, temb)
+    return None if prologue is None else (prologue,)
+
+
+def _single_block_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -> Tensor:
+    x = hidden_states
+    if not kernels_take(x, temb):
+        call.refuse(x, temb)
+        return call.own_forward(self, x, temb)
+    (begun,) = begin(call, self, _single_prologues, (x,), (temb,))
+    attention_out = self._modules["attn"](hidden_states=begun[0][0], encoder_hidden_states=None)
+    end = feed_forward_end(call, self, "norm2", "ff", x, attention_out, begun[1])
+    (x,) = finish(call, self, _single_prologues, (end,), (temb,))
+    return x
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs,
+) -> Any:
+    x, c = hidden_states, encoder_hidden_states
+    if kwargs or not has_known_processor(call, self) or call.refuses(x, c):
+        return call.own_forward(self, x, c, attention_mask, **kwargs)
+    # Its processor does not look at a mask.
+    streams = project(call, self, x, c, None, None)
+    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
+    if c is None:
+        return project_out(self, attend_to_all(call, self, streams, _no_rotation, **options))
+    out, c_out = attend_jointly(call, self, streams, _no_rotation, **options)
+    if not self.context_pre_only:
+        c_out = linear_per_sample(self._modules["to_add_out"], c_out)
+    return project_out(self, out), c_out
+
+
+def _no_rotation(x: Tensor, rope: Any) -> Tensor:
+    raise AssertionError("there is no rotary embedding")
+
+
+_SPECS = (
+    model_spec(f"{_SD3}:SD3Transformer2DModel", "transformer_blocks"),
+    model_spec(f"{_CONTROLNET}:SD3ControlNetModel", "transformer_blocks"),
+    BlockSpec(
+        f"{_BLOCKS}:JointTransformerBlock",
+        "self hidden_states encoder_hidden_states temb joint_attention_kwargs",
+        _block_forward,
+        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
+        norms=("norm2", "norm2_context"),
+        adaptive_norms=("norm1", "norm1_context"),
+        inner=("attn", "attn2", "ff.net.0", "ff_context.net.0"),
+    ),
+    BlockSpec(
+        f"{_SD3}:SD3SingleTransformerBlock",
+        "self hidden_states temb",
+        _single_block_forward,
+        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
+        norms=("norm2",),
+        adaptive_norms=("norm1",),
+        inner=("attn", "ff.net.0"),
+    ),
+    AttentionSpec(
+        f"{_ATTENTIONS}:Attention",
+        "self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
+        _attention_forward,
+        "qk_norm_rope",
+        processor=f"{_ATTENTIONS}:JointAttnProcessor2_0",
+        processor_parameters="self attn hidden_states encoder_hidden_states attention_mask args kwargs",
+        norms=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
+        rotate="",
+        dispatches=False,
+    ),
+    TIMESTEPS,
+    LINEAR_GELU,
+)
+_ONCE = ("pos_embed", "time_text_embed", "context_embedder", "proj_out")
+_LEFT_ALONE = dict.fromkeys(_ONCE, COMPUTED_ONCE)
+FAMILIES = (Family("Stable Diffusion 3", _SPECS, _LEFT_ALONE, OUTPUT_NORM),)

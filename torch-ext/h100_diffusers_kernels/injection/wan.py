@@ -1,0 +1,290 @@
+"""Wan 2.1 and 2.2, and the models that have copies of its block: how they map to the operations.
+
+A block computes in float32 between its linear layers, with hidden states of the model's dtype in between,
+
+    n = layer_norm(x) * (1 + scale) + shift;  x = x + gate * attn1(n)
+    x = x + attn2(layer_norm(x, weight, bias), text)
+    n = layer_norm(x) * (1 + scale_mlp) + shift_mlp;  x = x + gate_mlp * ffn(n)
+
+with a modulation in float32, an RMS norm of query and key over all heads, and a rotary embedding of both in
+attn1. With an image as context attn2 attends to image and text apart, and adds the results up. The blocks of
+VACE's control branch begin and end with a linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..conditions import kernels_take
+from .attention import AttentionSpec, attend, has_known_processor, norm_and_rotate, project_out
+from .blocks import BlockSpec, End, begin, finish, norm_prologue, table_rows
+from .embeddings import TIMESTEPS
+from .family import COMPUTED_ONCE, Family
+from .forward_state import model_spec
+from .linears import LINEAR_GELU, feed_forward, linear
+from .norms import gated_residual, normed, residual_modulated, residual_normed
+from .patch import Call, PatchSpec
+
+_MODELS = "diffusers.models.transformers."
+# Of the text encoder: what comes before them in a context is an image's.
+_TEXT_TOKENS = 512
+
+
+def _prologues(
+    call: Call,
+    block: Any,
+    ahead: Tensor | None,
+    temb: Tensor,
+    by_token: Callable[[Tensor], Tensor],
+) -> Any:
+    """Rows are shift, scale and gate of self-attention, then of the feed-forward, each (B, 1 or S, D)."""
+    if ahead is not None and block.scale_shift_table.device != ahead.device:
+        return None
+    embedding = call.shared("embedding", temb, by_token)
+    rows_of = partial(table_rows, block, "scale_shift_table", embedding)
+    prologue = norm_prologue(call, block, "norm1", ahead, rows_of, upcasts=True)
+    return None if prologue is None else (prologue,)
+
+
+def _by_token(temb: Tensor) -> Tensor:
+    """An embedding (B, 6, D), or (B, S, 6, D), as (B, 1 or S, 6 * D) in float32."""
+    temb = temb.float()
+    return temb.flatten(1).unsqueeze(1) if temb.dim() == 3 else temb.flatten(2)
+
+
+def _by_token_last(temb: Tensor) -> Tensor:
+    """The same of an embedding whose form for tokens is (B, 6, S, D)."""
+    return _by_token(temb if temb.dim() == 3 else temb.transpose(1, 2))
+
+
+_prologues_by_token = partial(_prologues, by_token=_by_token)
+_prologues_by_token_last = partial(_prologues, by_token=_by_token_last)
+
+
+def _block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    rotary_emb: Any,
+    *attention_mask: Any,
+    prologues: Callable = _prologues_by_token,
+) -> Tensor:
+    # Some models only transpose what their convolution gives.
+    x, c = hidden_states.contiguous(), encoder_hidden_states
+    if not kernels_take(x, c):
+        call.refuse(x, c)
+        return call.own_forward(self, hidden_states, c, temb, rotary_emb, *attention_mask)
+    mask = attention_mask[0] if attention_mask else None
+    (begun,) = begin(call, self, prologues, (x,), (temb,))
+    end = _to_the_end(self, call, x, begun, c, mask, rotary_emb)
+    (x,) = finish(call, self, prologues, (end,), (temb,), upcasts=True)
+    return x
+
+
+def _masked_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    rotary_emb: Any,
+    attention_mask: Any,
+) -> Tensor:
+    """SkyReels-V2's, which also has another order of an embedding for each token."""
+    arguments = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
+    return _block_forward(self, call, *arguments, prologues=_prologues_by_token_last)
+
+
+def _to_the_end(
+    self: Any, call: Call, x: Tensor, begun: Any, c: Tensor, mask: Any, rotary_emb: Any
+) -> End:
+    """From the first norm to the last residual."""
+    modules = self._modules
+    (normalized,), (_, _, gate, shift_mlp, scale_mlp, gate_mlp) = begun
+    attention_out = modules["attn1"](normalized, None, mask, rotary_emb)
+    x, normalized = residual_normed(call, self, "norm2", x, attention_out, gate, upcasts=True)
+    attention_out = modules["attn2"](normalized, c, None, None)
+    mlp = (scale_mlp, shift_mlp)
+    x, normalized = residual_modulated(
+        call, self, "norm3", x, attention_out, None, mlp, upcasts=True
+    )
+    return x, feed_forward(modules["ffn"], normalized), gate_mlp
+
+
+def _vace_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    control_hidden_states: Tensor,
+    temb: Tensor,
+    rotary_emb: Any,
+) -> tuple[Tensor | None, Tensor]:
+    c, control = encoder_hidden_states, control_hidden_states
+    if not kernels_take(hidden_states.contiguous(), c, control):
+        call.refuse(hidden_states.contiguous(), c, control)
+        return call.own_forward(self, hidden_states, c, control, temb, rotary_emb)
+    if self.proj_in is not None:
+        control = self.proj_in(control) + hidden_states
+    control = control.contiguous()
+    (prologue,) = _prologues_by_token(call, self, None, temb)
+    begun = prologue.begin(control)
+    x = gated_residual(*_to_the_end(self, call, control, begun, c, None, rotary_emb), upcasts=True)
+    return None if self.proj_out is None else self.proj_out(x), x
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    rotary_emb: Any = None,
+    *,
+    context_is_parallel: bool = False,
+    **kwargs,
+) -> Tensor:
+    x, c = hidden_states, encoder_hidden_states
+    if kwargs or not has_known_processor(call, self) or call.refuses(x, c):
+        return call.own_forward(self, x, c, attention_mask, rotary_emb, **kwargs)
+    of_image = None
+    if self.add_k_proj is not None and c is not None:
+        length = c.shape[1] - _TEXT_TOKENS
+        of_image, c = c[:, :length], c[:, length:]
+    query, key, value = _project(self, call, x, c)
+    heads = self.heads
+    tables = None if rotary_emb is None else call.shared("tables", rotary_emb, _pair_tables)
+    query, key = norm_and_rotate(
+        call, self, ("norm_q", "norm_k"), query, key, tables, _rotated, "across_heads", heads
+    )
+    options: dict[str, Any] = {"heads": heads, "dropout_p": 0.0, "is_causal": False}
+    if encoder_hidden_states is not None and not context_is_parallel:
+        options["parallel_config"] = None  # each rank has all of the text
+    out = attend(call, self, query, key, value, attention_mask, **options)
+    if of_image is not None:
+        key, value = _project_image(self, of_image)
+        key = normed(call, self, "norm_added_k", key)
+        image_out = attend(call, self, query, key, value, None, **options)
+        out = gated_residual(out, image_out, None)
+    return project_out(self, out)
+
+
+def _project(self: Any, call: Call, x: Tensor, c: Tensor | None) -> tuple[Tensor, ...]:
+    if self.fused_projections:
+        return call.stand_in.functions[-1].function(self, x, c)
+    modules, context = self._modules, x if c is None else c
+    return (
+        linear(modules["to_q"], x),
+        linear(modules["to_k"], context),
+        linear(modules["to_v"], context),
+    )
+
+
+def _project_image(self: Any, of_image: Tensor) -> tuple[Tensor, ...]:
+    if self.fused_projections:
+        return self.to_added_kv(of_image).chunk(2, dim=-1)
+    modules = self._modules
+    return linear(modules["add_k_proj"], of_image), linear(modules["add_v_proj"], of_image)
+
+
+def _pair_tables(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of tables (1, S, 1, d) with a value for each element those that the model reads, one for each pair."""
+    cos, sin = rope
+    return cos[..., 0::2].contiguous(), sin[..., 1::2].contiguous()
+
+
+def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """As the model's processor rotates x (B, S, H * d) by a value for each pair."""
+    cos, sin = tables
+    pairs = x.unflatten(2, (-1, cos.shape[-1], 2))
+    first, second = pairs.unbind(-1)
+    turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    return turned.to(x.dtype).flatten(2)
+
+
+_BLOCK = "self hidden_states encoder_hidden_states"
+_ATTENTION = "hidden_states encoder_hidden_states attention_mask rotary_emb"
+_OPERATIONS = "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual"
+
+
+def _block(path: str, parameters: str, forward: Callable) -> BlockSpec:
+    return BlockSpec(
+        path,
+        f"{_BLOCK} {parameters}",
+        forward,
+        _OPERATIONS,
+        norms=("norm1", "norm2", "norm3"),
+        upcasts=True,
+        inner=("attn1", "attn2", "ffn.net.0"),
+    )
+
+
+def _attention(
+    module: str, prefix: str = "Wan", forward: Callable = _attention_forward
+) -> AttentionSpec:
+    return AttentionSpec(
+        f"{module}:{prefix}Attention",
+        f"self {_ATTENTION} kwargs",
+        forward,
+        "qk_norm_rope",
+        processor=f"{module}:{prefix}AttnProcessor",
+        processor_parameters=f"self attn {_ATTENTION}",
+        norms=("norm_q", "norm_k", "norm_added_k"),
+        rotate="",
+        project="_get_qkv_projections",
+    )
+
+
+_ONCE = ("rope", "patch_embedding", "condition_embedder", "norm_out", "proj_out")
+
+
+def _family(name: str, *specs: PatchSpec) -> Family:
+    return Family(name, (*specs, TIMESTEPS, LINEAR_GELU), dict.fromkeys(_ONCE, COMPUTED_ONCE))
+
+
+_WAN, _ANIMATE, _VACE = (f"{_MODELS}transformer_wan{name}" for name in ("", "_animate", "_vace"))
+_CHRONOEDIT, _SKYREELS = _MODELS + "transformer_chronoedit", _MODELS + "transformer_skyreels_v2"
+_TRANSFORMER_BLOCK = "temb rotary_emb"
+FAMILIES = (
+    _family(
+        "Wan",
+        model_spec(f"{_WAN}:WanTransformer3DModel", "blocks"),
+        model_spec(f"{_VACE}:WanVACETransformer3DModel", "vace_blocks", "blocks"),
+        _block(f"{_WAN}:WanTransformerBlock", _TRANSFORMER_BLOCK, _block_forward),
+        _block(
+            f"{_VACE}:WanVACETransformerBlock",
+            f"control_hidden_states {_TRANSFORMER_BLOCK}",
+            _vace_block_forward,
+        ),
+        _attention(_WAN),
+    ),
+    _family(
+        "Wan-Animate",
+        model_spec(f"{_ANIMATE}:WanAnimateTransformer3DModel", "blocks"),
+        _block(f"{_ANIMATE}:WanTransformerBlock", _TRANSFORMER_BLOCK, _block_forward),
+        _attention(_ANIMATE),
+    ),
+    _family(
+        "ChronoEdit",
+        model_spec(f"{_CHRONOEDIT}:ChronoEditTransformer3DModel", "blocks"),
+        _block(f"{_CHRONOEDIT}:WanTransformerBlock", _TRANSFORMER_BLOCK, _block_forward),
+        _attention(_CHRONOEDIT),
+    ),
+    _family(
+        "SkyReels-V2",
+        model_spec(f"{_SKYREELS}:SkyReelsV2Transformer3DModel", "blocks"),
+        _block(
+            f"{_SKYREELS}:SkyReelsV2TransformerBlock",
+            f"{_TRANSFORMER_BLOCK} attention_mask",
+            _masked_block_forward,
+        ),
+        _attention(_SKYREELS, "SkyReelsV2", partial(_attention_forward, context_is_parallel=True)),
+    ),
+)
