@@ -34,8 +34,8 @@ _CONSTANTS = (type(None), int, float, str, complex, torch.dtype, torch.device, M
 _NO_CONTAINERS = (type, ModuleType, nn.Module, torch.Generator)
 _PARTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# What every module has; of these, only `training` is compared as an attribute.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+# Attributes that are not compared: what every module has, and what forwards of PyTorch do not read.
+_NOT_COMPARED = frozenset(vars(nn.Module())) - {"training"} | {"in_features", "out_features"}
 # Of the model itself: what is around its forward. These hold the model, so they must not be held here.
 _AROUND = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_h100_diffusers_kernels")
 _DISPATCH, _REGISTRY = "diffusers.models.attention_dispatch", "_AttentionBackendRegistry"
@@ -141,7 +141,6 @@ class Fingerprint:
         """Adds some values of a dictionary, and what they consist of."""
         if not names:
             return
-        names = names if len(names) > 1 else names * 2  # of a single one, itemgetter gives no tuple
         _, namespaces, values = self._namespaces.setdefault(names, (itemgetter(*names), [], []))
         namespaces.append(namespace)
         values += [namespace[name] for name in names]
@@ -201,12 +200,14 @@ def _attributes_of(module: nn.Module, left_out: tuple[str, ...] = ()) -> dict[st
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE and name not in left_out
+        if name not in _NOT_COMPARED and name not in left_out
     }
 
 
 def _hold_names(group: tuple[Callable, list[Any], list[Any]]) -> bool:
     read, namespaces, values = group
+    if len(values) == len(namespaces):  # of a single name, itemgetter gives no tuple
+        return _hold(lambda: map(read, namespaces), values)
     return _hold(lambda: chain.from_iterable(map(read, namespaces)), values)
 
 
