@@ -1,7 +1,6 @@
 """What an injected model of any family does: the same as without kernels, whatever is done to it."""
 
 import collections
-import contextlib
 import copy
 import functools
 import gc

@@ -71,9 +71,7 @@ class GraphedStandIn(StandIn):
         # Why calls that ran as they are were not captured, by key.
         self._seen: collections.OrderedDict[Hashable, str] = collections.OrderedDict()
         self._fingerprint: Fingerprint | None = None
-        self._refusal = (
-            FIRST_CALL  # why the next call is not captured, where there is no fingerprint
-        )
+        self._refusal = FIRST_CALL  # why the next call is not captured, without a fingerprint
         self._calls_to_wait = 0
         self._patience = 0
 
@@ -81,7 +79,10 @@ class GraphedStandIn(StandIn):
     def graph_count(self) -> GraphCount:
         return self.injection.report.graph_counts[0]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Replays or captures the call, or runs it as it is."""
+        if not isinstance(self, GraphedStandIn):  # a wrapper of somebody's gives the module
+            return StandIn.run(self, *args, **kwargs)
         module = self._module()
         if torch.compiler.is_compiling() or is_capturing():
             return self._run(*args, **kwargs)
@@ -107,9 +108,7 @@ class GraphedStandIn(StandIn):
                 reason = self._seen[key] = _TOO_LITTLE_MEMORY
             self.graph_count.count_uncaptured(reason)
         result = self._run(*args, **kwargs)
-        with (
-            lock
-        ):  # PyTorch's settings change when it is first used, such as the order of its attentions
+        with lock:  # PyTorch's settings change in its first calls, such as the order of attentions
             self._look(module, (_settings(), call.key))
         return result
 
@@ -128,7 +127,7 @@ class GraphedStandIn(StandIn):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         if self._has_spec or module is None:
-            return super().__call__(*args, **kwargs)
+            return StandIn.run(self, *args, **kwargs)
         is_traced = torch.compiler.is_compiling()
         forward = self.own_forward if is_traced else type(module).forward
         return forward(module, *args, **kwargs)
@@ -224,14 +223,12 @@ class GraphedStandIn(StandIn):
         self._patience = min(max(1, 2 * self._patience), _MOST_CALLS_BETWEEN_LOOKS)
         self._refusal = reason
 
-    def __deepcopy__(self, memo: dict) -> StandIn:
+    def copied(self, module: nn.Module, memo: dict) -> StandIn:
         """That of the module's copy, without graphs."""
-        duplicate: Any = super().__deepcopy__(memo)
-        if duplicate is not self:
-            duplicate._has_spec = self._has_spec
-            duplicate._begin(copy.deepcopy(self._pool, memo))
-            if not self._has_spec:
-                del duplicate.injection.report.counts[self.name]
+        injection, pool = copy.deepcopy((self.injection, self._pool), memo)
+        inner = self if self._has_spec else None
+        duplicate = GraphedStandIn(module, inner, injection, pool)
+        duplicate.had_attribute = self.had_attribute
         return duplicate
 
 

@@ -262,9 +262,10 @@ class StandIn:
     def __deepcopy__(self, memo: dict) -> StandIn:
         """That of the module's copy, where the module is being copied."""
         module = memo.get(id(self._module()))
-        return self if module is None else self.copied(module, copy.deepcopy(self.injection, memo))
+        return self if module is None else self.copied(module, memo)
 
-    def copied(self, module: nn.Module, injection: Injection) -> StandIn:
+    def copied(self, module: nn.Module, memo: dict) -> StandIn:
+        injection = copy.deepcopy(self.injection, memo)
         duplicate = StandIn(module, self.spec, self.name, injection)
         duplicate.had_attribute = self.had_attribute
         return duplicate
