@@ -1301,20 +1301,6 @@ def test_threads(kernel, device, family):
             assert_close(out, expected[i])
 
 
-def replica(model):
-    """What torch.nn.parallel.replicate makes on another device, with other weights here."""
-    copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
-    for module, duplicate in copies.items():
-        for name, child in module._modules.items():
-            duplicate._modules[name] = None if child is None else copies[child]
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                duplicate._parameters[name] = None
-            else:
-                setattr(duplicate, name, parameter.detach() * 1.1)
-    return copies[model]
-
-
 @every_family
 def test_counts_of_modules_called(kernel, device, family):
     """Linear layers are always called as modules, so that whatever is put on them works."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from injected_pairs import BFLOAT16, assert_alike, distance, pair
+from injected_pairs import assert_alike, distance
 from ltx_models import (
     calls_of,
     inputs,
@@ -423,52 +423,3 @@ def test_one_of_several_models_fails(kernel, device, position):
 
 # ------------------------------------------------------------------------------------------------
 # Replicas
-
-
-def replica_of(model, change):
-    """What torch.nn.parallel.replicate makes for another GPU, with parameters that `change` makes."""
-    modules = list(model.modules())
-    replicas = {module: module._replicate_for_data_parallel() for module in modules}
-    for module in modules:
-        replica = replicas[module]
-        replica._former_parameters = {}
-        for name, child in module._modules.items():
-            setattr(replica, name, replicas.get(child))
-        for name, parameter in module._parameters.items():
-            value = None if parameter is None else change(parameter.detach().clone())
-            setattr(replica, name, value)
-            replica._former_parameters[name] = value
-        for name, buffer in module._buffers.items():
-            replica._buffers[name] = buffer
-    return replicas[model]
-
-
-@pytest.mark.parametrize("options", [{}, BFLOAT16], ids=["float32", "bfloat16"])
-def test_a_replica_computes_with_its_own_weights(kernel, device, options):
-    def change(parameter):
-        return parameter * 1.5
-
-    model, plain, _ = pair(kernel, device, **options)
-    arguments = inputs(plain)
-    run(model, arguments)
-    replica = replica_of(model, change)
-    calls = kernel_calls(run, replica, arguments)
-    assert calls == {}
-    unlike = run(plain, arguments)
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.copy_(change(parameter))
-    assert_alike(replica, plain, arguments, unlike=unlike)
-    assert distance(run(model, arguments), unlike) < 0.03
-    attention_calls = {"attention": 2} if options else {}
-    assert kernel_calls(run, model, arguments) == calls_of(2, **attention_calls)
-
-
-@pytest.mark.parametrize("place", ["", "attn1", "ff.net.0"], ids=lambda place: place or "block")
-def test_no_forward_of_a_replica_is_the_originals(kernel, device, place):
-    model = transformer(device)
-    kernel.inject_kernels(model)
-    block = model.transformer_blocks[0]
-    module = block.get_submodule(place) if place else block
-    replica = module._replicate_for_data_parallel()
-    assert getattr(replica.forward, "__self__", None) is not module

@@ -29,6 +29,7 @@ _DISPATCH_MODULE = "diffusers.models.attention_dispatch"
 SDPA = KnownFunction("torch.nn.functional:scaled_dot_product_attention")
 DISPATCH = KnownFunction(f"{_DISPATCH_MODULE}:dispatch_attention_fn")
 _NATIVE = KnownFunction(f"{_DISPATCH_MODULE}:_native_attention")
+_OWN_ATTENTION = "attention itself is the model's own"
 NOT_TAKEN = object()
 
 
@@ -71,18 +72,20 @@ class AttentionSpec(PatchSpec):
         norms = ((name, module._modules.get(name)) for name in self.norms)
         found = [(name, read_norm(norm)) for name, norm in norms if norm is not None]
         notes = [f"{name} {reason}" for name, reason in found if isinstance(reason, str)]
-        reason = _why_no_head_dim(head_dim_of(module))
-        if reason is not None and injection.options["attention"]:
-            notes.append(reason)
-        return notes
+        reason = self._why_own_attention(module, injection)
+        return notes if reason is None else [*notes, reason]
+
+    def _why_own_attention(self, module: Any, injection: Injection) -> str | None:
+        """Why attention itself is the model's own, as the module is now."""
+        if not injection.options["attention"]:
+            return f"{_OWN_ATTENTION}: asked for by attention=False"
+        if not is_native(module.processor, self.dispatches):
+            return f"{_OWN_ATTENTION}: a backend or parallelism is chosen for it"
+        return _why_no_head_dim(head_dim_of(module))
 
     def describe(self, module: Any, injection: Injection) -> str:
-        is_taken = _why_no_head_dim(head_dim_of(module)) is None and SDPA.is_in_use()
-        return (
-            f"{self.operations}, attention"
-            if injection.options["attention"] and is_taken
-            else self.operations
-        )
+        is_taken = SDPA.is_in_use() and self._why_own_attention(module, injection) is None
+        return f"{self.operations}, attention" if is_taken else self.operations
 
 
 def _why_other_processor(module: Any) -> str:
@@ -115,7 +118,7 @@ def _why_no_head_dim(head_dim: int | None) -> str | None:
         return None
     known = " and ".join(map(str, ATTENTION_HEAD_DIMS))
     heads = f"its heads have {head_dim} elements, and the kernel's {known}"
-    return f"attention itself is the model's own: {heads}"
+    return f"{_OWN_ATTENTION}: {heads}"
 
 
 def is_native(processor: Any, dispatches: bool) -> bool:
@@ -146,12 +149,12 @@ def _may_attend(call: Call, head_dim: int) -> bool:
     if head_dim not in ATTENTION_HEAD_DIMS:
         reason = _why_no_head_dim(head_dim)
     elif torch.nn.functional.scaled_dot_product_attention is not SDPA.found.function:
-        reason = "attention itself is the model's own: scaled_dot_product_attention was replaced"
+        reason = f"{_OWN_ATTENTION}: scaled_dot_product_attention was replaced"
     elif spec.dispatches:
         if _NATIVE.found.function is None:
-            reason = "attention itself is the model's own: this diffusers does not tell its backend"
+            reason = f"{_OWN_ATTENTION}: this diffusers does not tell its backend"
         elif sys.modules[spec.library].dispatch_attention_fn is not DISPATCH.found.function:
-            reason = "attention itself is the model's own: dispatch_attention_fn was replaced"
+            reason = f"{_OWN_ATTENTION}: dispatch_attention_fn was replaced"
     if reason is not None:
         call.fall_back(reason)
     return reason is None

@@ -328,7 +328,7 @@ class BlockSpec(PatchSpec):
     inner: tuple[str, ...] = ()
 
     def notes(self, module: nn.Module, injection: Injection) -> list[str]:
-        found = []
+        found: list[tuple[str, Any]] = []
         for name in self.norms:
             norm = module._modules.get(name)
             if norm is not None:

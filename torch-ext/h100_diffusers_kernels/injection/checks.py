@@ -188,7 +188,7 @@ def has_own_forward(module: nn.Module) -> bool:
     forward = module.__dict__.get("forward")
     if type(forward) is not MethodType:
         return forward is None
-    owner = forward.__self__
+    owner: Any = forward.__self__
     if type(owner) in STAND_INS:
         return owner.module is module
     return owner is module and forward.__func__ is type(module).forward

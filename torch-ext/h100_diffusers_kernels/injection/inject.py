@@ -206,9 +206,9 @@ def _plan(
             _report_stranger(report, module_name, module, path, family)
     if family is not None:
         for child, reason in family.left_alone.items():
-            module = getattr(model, child, None)
-            if isinstance(module, nn.Module):
-                report.leave(child, module, reason)
+            found_child = getattr(model, child, None)
+            if isinstance(found_child, nn.Module):
+                report.leave(child, found_child, reason)
         report.levels[""] = IN_FULL
     else:
         if not found and not report.left_alone:

@@ -29,7 +29,7 @@ class Stream(NamedTuple):
 
     query: Tensor
     key: Tensor
-    value: Tensor | tuple[Any, Tensor]
+    value: Any
     norms: tuple[str, str]
     rope: Any
 
@@ -48,7 +48,7 @@ def project(
     if spec.project and module.fused_projections:
         packed = call.stand_in.functions[-1].function(module, image, text)
         return [
-            Stream(*packed[3 * i : 3 * i + 3], norms, rope)
+            Stream(packed[3 * i], packed[3 * i + 1], packed[3 * i + 2], norms, rope)
             for i, (_, rope, _, norms) in enumerate(sources)
         ]
     modules = module._modules
@@ -101,9 +101,9 @@ def _joined(
             if value.shape != stream.query.shape or not of_one_form(stream.query, value):
                 return None
     for stream, (_, options) in zip(streams, how):
-        value = stream.value if isinstance(stream.value, Tensor) else None
+        made = stream.value if isinstance(stream.value, Tensor) else None
         weights = options.get("q_weight"), options.get("k_weight")
-        if is_differentiated(stream.query, stream.key, value, *weights):
+        if is_differentiated(stream.query, stream.key, made, *weights):
             return None
     if not of_one_form(first, streams[1].query):
         return None
@@ -120,7 +120,7 @@ def _joined(
         v: Any = stream.value
         out: tuple[Tensor, ...] = (q_out, k_out, v_out)
         if isinstance(v, tuple):
-            write_linear(*v, v_out)
+            write_linear(v[0], v[1], v_out)
             v, out = None, (q_out, k_out)
         functional.qk_norm_rope(
             stream.query, stream.key, rope=operand, heads=heads, v=v, out=out, **options
@@ -145,7 +145,7 @@ def attend_to_all(
     """
     head_dim = module.__dict__.get("head_dim") or module.inner_dim // module.heads
     heads = streams[0].query.shape[2] // head_dim
-    joint = None
+    joint: Any = None
     if call.state is not None or len(streams) == 1 or may_write():
         joint = _joined(call, module, streams, heads)
     if joint is None:

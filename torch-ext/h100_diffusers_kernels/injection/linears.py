@@ -36,9 +36,8 @@ def linear(layer: Any, x: Tensor) -> Tensor:
     """``layer(x)``; of a plain ``torch.nn.Linear`` without the call of a module."""
     if is_plain(layer, LINEAR):
         parameters = layer._parameters
-        weight = parameters.get("weight")
-        if weight is not None:
-            return torch.nn.functional.linear(x, weight, parameters.get("bias"))
+        if "weight" in parameters and "bias" in parameters:  # sharding moves them
+            return torch.nn.functional.linear(x, parameters["weight"], parameters["bias"])
     return layer(x)
 
 
@@ -49,7 +48,10 @@ def linears(x: Tensor, *layers: Any) -> list[Tensor]:
     results = []
     for layer in layers:
         parameters = layer._parameters
-        product = torch.nn.functional.linear(x, parameters["weight"], parameters["bias"])
+        if "weight" in parameters and "bias" in parameters:
+            product = torch.nn.functional.linear(x, parameters["weight"], parameters["bias"])
+        else:
+            product = layer(x)
         results.append(product)
     return results
 
@@ -58,8 +60,11 @@ def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of a plain ``torch.nn.Linear`` whose values are plain, or None."""
     if not is_plain(layer, LINEAR):
         return None
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    if weight is None or not (type(weight) in PLAIN_TYPES or is_plain_tensor(weight)):
+    parameters = layer._parameters
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if weight is None or "bias" not in parameters:
+        return None
+    if type(weight) not in PLAIN_TYPES and not is_plain_tensor(weight):
         return None
     is_plain_bias = bias is None or type(bias) in PLAIN_TYPES or is_plain_tensor(bias)
     return (weight, bias) if is_plain_bias else None
@@ -134,7 +139,7 @@ def feed_forward(module: Any, x: Tensor) -> Tensor:
         net = module._modules.get("net")
         if type(net) is nn.ModuleList and len(net._modules) == 3:
             activation, dropout, out = net._modules.values()
-            return linear(out, dropped_out(dropout, activation(x)))  # type: ignore[misc]
+            return linear(out, dropped_out(dropout, activation(x)))
     elif is_plain(module, _FLUX2_FEED_FORWARD):
         layers = module._modules
         return linear(layers["linear_out"], layers["act_fn"](linear(layers["linear_in"], x)))
@@ -158,7 +163,7 @@ def linear_gelu(layer: Any, activation: Any, approximate: str, x: Tensor) -> Ten
             and not torch._C._are_functorch_transforms_active()  # it has no rule for torch.vmap
         ):
             # On CUDA the epilogue is the tanh approximation. (On CPU the function's GELU is exact.)
-            weight, bias = plain
+            weight, bias = plain[0], plain[1]
             rows = x.reshape(-1, x.shape[-1])
             out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
             return out.view(*x.shape[:-1], out.shape[-1])

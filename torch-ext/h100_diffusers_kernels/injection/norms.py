@@ -59,7 +59,9 @@ def read_norm(
     if not is_called and not is_plain(module, known):
         return why_not_plain(module, known)
     attributes, parameters = module.__dict__, module._parameters
-    weight, bias = parameters.get("weight"), parameters.get("bias")
+    # Sharding puts plain tensors in the place of parameters.
+    weight = parameters["weight"] if "weight" in parameters else attributes.get("weight")
+    bias = parameters["bias"] if "bias" in parameters else attributes.get("bias")
     for tensor in (weight, bias):
         if tensor is not None and type(tensor) not in PLAIN_TYPES and not is_plain_tensor(tensor):
             return "has a sharded or quantized weight"

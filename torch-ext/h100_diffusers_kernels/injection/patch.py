@@ -215,7 +215,8 @@ class StandIn:
     @property
     def method(self) -> MethodType:
         """What the module's ``forward`` becomes."""
-        return MethodType(_function_of(type(self), self.own_forward), self)
+        cls: Any = type(self)
+        return MethodType(_function_of(cls, self.own_forward), self)
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         """Runs the spec's forward, or the class's own where something unknown would be passed by."""
@@ -291,7 +292,7 @@ _stand_ins: weakref.WeakKeyDictionary[Any, StandIn] = weakref.WeakKeyDictionary(
 
 
 @functools.cache
-def _function_of(cls: type[StandIn], own_forward: Any) -> Callable:
+def _function_of(cls: Any, own_forward: Any) -> Callable:
     """``cls.run`` with the signature, name and docstring of a class's forward."""
     run: Any = cls.run
     function: Any = FunctionType(run.__code__, run.__globals__, own_forward.__name__)
