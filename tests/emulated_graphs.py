@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _OF_UNKNOWN_SHAPE = (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
+_INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 
 
 class EmulatedGraph:
@@ -26,11 +27,11 @@ class EmulatedGraph:
         self._is_inference = torch.is_inference_mode_enabled()
 
     @staticmethod
-    def is_capturing(device):
+    def is_capturing():
         return False
 
     def capture(self, run):
-        record = _Record(self._operations)
+        record = Record(self._operations)
         # Within a dispatch mode, operations are made of others as in no_grad only outside of inference mode.
         with torch.inference_mode(False), torch.no_grad(), record:
             result = run()
@@ -64,7 +65,7 @@ class EmulatedGraph:
         self._results.clear()
 
 
-class _Record(TorchDispatchMode):
+class Record(TorchDispatchMode):
     def __init__(self, operations):
         super().__init__()
         self._operations = operations
@@ -107,13 +108,20 @@ class _Record(TorchDispatchMode):
 
 def _refuse(func, args, kwargs):
     """As CUDA does while it captures: the host may not wait, and PyTorch may not draw random numbers."""
-    if torch.Tag.data_dependent_output in func.tags or func in _OF_UNKNOWN_SHAPE:
+    is_mask = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _indices(func, args))
+    if is_mask or torch.Tag.data_dependent_output in func.tags or func in _OF_UNKNOWN_SHAPE:
         raise RuntimeError("operation not permitted when stream is capturing")
     if torch.Tag.nondeterministic_seeded in func.tags:
         names = [argument.name for argument in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0:
             raise RuntimeError("the generator is not captured: it draws random numbers")
+
+
+def _indices(func, args):
+    """The tensors by which an operation indexes: a mask's size is known to the device alone."""
+    if func.overloadpacket.__name__ in _INDEXING:
+        yield from _tensors_of(args[1])
 
 
 def _written(func, args, kwargs):

@@ -6,19 +6,25 @@ import sys
 import pytest
 import torch
 
-from emulated_graphs import EmulatedGraph
+from emulated_graphs import EmulatedGraph, Record
 
 
 def module_of(kernel, name):
-    """One of the package's modules on CUDA graphs."""
-    return sys.modules[f"{kernel.__name__}.injection.cuda_graphs.{name}"]
+    """One of the modules of the package's injection."""
+    return sys.modules[f"{kernel.__name__}.injection.{name}"]
 
 
 @pytest.fixture
 def graphs(kernel, monkeypatch):
     """The package with graphs on a CPU, too."""
-    monkeypatch.setitem(module_of(kernel, "forward").GRAPHS, "cpu", EmulatedGraph)
+    use_emulated_graphs(kernel)
+    monkeypatch.setitem(module_of(kernel, "cuda_graphs").GRAPHS, "cpu", EmulatedGraph)
     return kernel
+
+
+def use_emulated_graphs(kernel, *modes):
+    """Their capture is a dispatch mode, within which the kernels are to run all the same."""
+    module_of(kernel, "checks").TRANSPARENT_MODES.update((Record, *modes))
 
 
 class Pair:

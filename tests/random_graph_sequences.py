@@ -36,6 +36,7 @@ import random_sequences
 from checks import compute_as_other_threads
 from emulated_graphs import EmulatedGraph
 from families import FAMILIES
+from graphs import use_emulated_graphs
 from random_sequences import KINDS, Boom, Difference, Refused, Step, draw_module, step
 
 # What keeps a model from being captured is to come less often than among kernels alone, and to go sooner. A
@@ -604,16 +605,14 @@ WEIGHT_CHANGES = (
         "swap parameters",
         "swap_tensors",
         "set_",
-        "requires_grad",
         "nan",
         "offset data",
     ),
 )
 ATTRIBUTE_CHANGES = {  # and how often they are drawn: nothing is captured after some of them
     **dict.fromkeys(("train", "eval", "dropout", "note", "processor note", "processor value"), 4),
-    **dict.fromkeys(("checkpointing", "list", "config", "namespace", "slots"), 4),
-    **dict.fromkeys(("class", "call", "hook dictionary", "closure", "function"), 1),
-    "values of its own": 2,
+    **dict.fromkeys(("checkpointing", "list", "config"), 4),
+    **dict.fromkeys(("class", "call", "function"), 1),
 }
 
 
@@ -641,7 +640,6 @@ class GraphTwins(random_sequences.Twins):
         is_exact = family in FAMILIES or self.device.type == "cuda"
         self.slack = 0 if is_exact else 100 * torch.finfo(self.dtype).eps
         self.outputs = []  # (mine, its values, plain), of calls before
-        self.factors = {}  # of functions that were put in the place of others
         self.runs = collections.Counter()  # calls that reached a forward with graphs, by its tally
         self.tallies = {}
         self.counted = collections.defaultdict(collections.Counter)  # at the last look, by tally
@@ -666,17 +664,18 @@ class GraphTwins(random_sequences.Twins):
         yield Step("free" if rng.random() < 0.25 and not self.compiled else "finish", {})
 
     def __enter__(self):
-        self._package = sys.modules[f"{self.kernel.__name__}.injection.cuda_graphs.forward"]
+        self._package = sys.modules[f"{self.kernel.__name__}.injection.cuda_graphs"]
+        use_emulated_graphs(self.kernel, Interrupt)
         graphs = self._package.GRAPHS
         self._graphs_before = graphs.get(self.device.type)
         self.watch = Watch(self._graphs_before or EmulatedGraph)
         graphs[self.device.type] = self.watch.graphs
-        self._run_before = self._package.GraphedForward.run
-        self._package.GraphedForward.run = self._counted(self._run_before)
+        self._run_before = self._package.GraphedStandIn.__call__
+        self._package.GraphedStandIn.__call__ = self._counted(self._run_before)
         return super().__enter__()
 
     def __exit__(self, *error):
-        self._package.GraphedForward.run = self._run_before
+        self._package.GraphedStandIn.__call__ = self._run_before
         if self._graphs_before is None:
             del self._package.GRAPHS[self.device.type]
         else:
@@ -688,7 +687,7 @@ class GraphTwins(random_sequences.Twins):
         twins = weakref.ref(self)
 
         def counted(graphed, *args, **kwargs):
-            is_counted = not (torch.compiler.is_compiling() or graphed._injection.is_over)
+            is_counted = not (torch.compiler.is_compiling() or graphed.injection.is_over)
             try:
                 return run(graphed, *args, **kwargs)
             except KeyboardInterrupt:
@@ -696,7 +695,7 @@ class GraphTwins(random_sequences.Twins):
                 raise
             finally:
                 if is_counted and twins() is not None:
-                    twins()._count_run(graphed.tally)
+                    twins()._count_run(graphed.graph_count)
 
         return counted
 
@@ -929,7 +928,7 @@ class GraphTwins(random_sequences.Twins):
     def change_attribute(self, *, module, how, value):
         if how == "class":
             self.restructured = True
-        if how in ("call", "function", "closure"):
+        if how in ("call", "function"):
             self.keeps_forwards = True
 
         def change(model):
@@ -948,43 +947,6 @@ class GraphTwins(random_sequences.Twins):
         with contextlib.suppress(Refused):
             self.alike(lambda model: getattr(model, action)() and None)
             self.restructured = True
-
-    @graph_step(
-        2,
-        lambda rng, twins: {
-            "name": rng.choice(sorted(random_sequences.patchable(twins))),
-            "is_wrapped": rng.random() < 0.5,
-        },
-        lambda twins: not twins.compiled,
-    )
-    def patch_by_factor(self, *, name, is_wrapped):
-        """A function whose result depends on what its user sets from time to time."""
-        if name in self.patches or name not in random_sequences.patchable(self):
-            return
-        if self.keeps_forwards and name.endswith(".forward"):
-            return
-        owner, attribute = random_sequences.patchable(self)[name]
-        original = vars(owner)[attribute]
-        self.patches[name] = (owner, attribute, original)
-        factors = self.factors
-        factors[name] = 1.0
-
-        def patched(*args, **kwargs):
-            result = original(*args, **kwargs)
-            if factors[name] == 1.0:
-                return result
-            return _pytree.tree_map_only(torch.Tensor, lambda x: x * factors[name], result)
-
-        if is_wrapped:
-            functools.update_wrapper(patched, original)
-        setattr(owner, attribute, patched)
-
-    @graph_step(
-        15, lambda rng, twins: {"factor": rng.choice([1.0, 1.5])}, lambda twins: bool(twins.factors)
-    )
-    def change_factors(self, *, factor):
-        for name in self.factors:
-            self.factors[name] = factor
 
     @graph_step(
         1,
@@ -1099,40 +1061,15 @@ def change_attribute(twins, part, how, value):
             processor.note["value"].append(value)
     elif how == "function":
         add_function(part, value)
-    elif how == "closure":
-        twins.factors.setdefault("closure", 1.0)
-        wrap_by_factor(part, twins.factors)
     elif how == "class":
         change_class(part, value)
     elif how == "call":
         change_call(part, value)
-    elif how == "hook dictionary":
-        part._forward_hooks = collections.OrderedDict()
-        part.register_forward_hook(
-            lambda module, args, output: random_sequences.changed(output, "replace")
-        )
     elif how == "checkpointing":
         if hasattr(part, "gradient_checkpointing"):
             part.gradient_checkpointing = not part.gradient_checkpointing
-    elif how == "namespace":
-        part.__dict__ = dict(part.__dict__)
-        if "eps" in part.__dict__:
-            part.eps = value
-    elif how == "slots":
-        part.slots = Slots(value)
-    elif how == "values of its own" and processor is not None:
-        processor.__dict__ = {"note": value}
     elif how == "config" and hasattr(part, "register_to_config"):
         part.register_to_config(note=value)
-
-
-class Slots:
-    """An instance without a dictionary."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value):
-        self.value = value
 
 
 def add_function(part, value):
@@ -1140,18 +1077,6 @@ def add_function(part, value):
     for name in ("act", "activation", "nonlinearity", "gelu"):
         if isinstance(getattr(part, name, None), types.FunctionType):
             setattr(part, name, functools.wraps(F.gelu)(lambda x: x * value))
-
-
-def wrap_by_factor(part, factors):
-    """Around a linear layer's activation, or a part's forward, and named like it."""
-    forward = part.forward
-
-    @functools.wraps(forward)
-    def wrapped(*args, **kwargs):
-        result = forward(*args, **kwargs)
-        return _pytree.tree_map_only(torch.Tensor, lambda x: x * factors["closure"], result)
-
-    part.forward = wrapped
 
 
 def change_class(part, value):

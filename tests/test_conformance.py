@@ -1,7 +1,6 @@
 """What an injected model of any family does: the same as without kernels, whatever is done to it."""
 
 import collections
-import contextlib
 import copy
 import functools
 import gc
@@ -1314,20 +1313,6 @@ def replica(model):
             else:
                 setattr(duplicate, name, parameter.detach() * 1.1)
     return copies[model]
-
-
-@every_family
-def test_replicas_of_data_parallel(kernel, device, family):
-    model, plain, arguments = prepared(family, device)
-    try:
-        run(replica(plain), arguments)
-    except StopIteration:
-        pytest.skip("without kernels too, the model looks for parameters that replicas do not have")
-    kernel.inject_kernels(model)
-    assert_alike(replica(model), replica(plain), arguments)
-    block = family.part(replica(model), "block")
-    with contextlib.suppress(AttributeError):
-        assert getattr(block.forward, "__self__", block) is block
 
 
 @every_family

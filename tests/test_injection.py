@@ -243,13 +243,12 @@ def test_second_injection_changes_nothing(kernel, device):
     assert "before this call" in str(second) and "before this call" not in str(first)
 
 
-@pytest.mark.parametrize("thing", [torch.nn.Linear(2, 2), object(), None, {}], ids=type)
-def test_nothing_known_is_an_error(kernel, thing):
+def test_nothing_known_is_an_error(kernel):
     with pytest.raises(
         ValueError,
-        match=r"^inject_kernels: .* LTXVideoTransformer3DModel, FluxTransformer2DModel, .* got a ",
+        match=r"^inject_kernels: .* LTXVideoTransformer3DModel, FluxTransformer2DModel, .* got a Linear ",
     ):
-        kernel.inject_kernels(thing)
+        kernel.inject_kernels(torch.nn.Linear(2, 2))
 
 
 def test_wrapped_models_are_found(kernel, device):

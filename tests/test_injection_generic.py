@@ -18,7 +18,6 @@ from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
 from diffusers.models import attention_dispatch, normalization
 from diffusers.models.attention_processor import (
-    Attention,
     AttnProcessor,
     AttnProcessor2_0,
     IPAdapterAttnProcessor2_0,
@@ -30,7 +29,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrize
 
 import ltx_models
-from checks import operators_of, tensors_of
+from checks import tensors_of
 from injected_pairs import distance
 from ltx_models import either_order, kernel_calls
 from small_models import BY_NAME, MODELS, run, tensors, to
@@ -316,7 +315,7 @@ def test_an_activation_of_another_class(kernel, device):
     x = torch.randn(3, 16, device=device, dtype=BFLOAT16)
     with torch.no_grad():
         assert torch.equal(model(x), plain(x))
-    assert fallen_back(report) == {"0": {"its activation is a Tanh": 1}}
+    assert fallen_back(report) == {"0": {"its activation is a torch.nn.modules.activation.Tanh": 1}}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -361,7 +360,7 @@ OTHER_CALLS = {
 
 def attention_calls(kernel, device, options, is_direct):
     """(operators called, what the stand-in gives, what the function that it stands in for gives)."""
-    processors = kernel.injection.processors
+    processors = kernel.injection.attention_processors
     options = dict(options)
     count = options.pop("kv", 4)
     form = {
@@ -384,9 +383,9 @@ def attention_calls(kernel, device, options, is_direct):
     if is_direct:
         tensors_ = [x.transpose(1, 2) for x in tensors_]
         options.pop("attention_kwargs", None)
-        ours, own = processors._scaled_dot_product_attention, F.scaled_dot_product_attention
+        ours, own = processors.scaled_dot_product_attention, F.scaled_dot_product_attention
     else:
-        ours, own = processors._dispatch_attention_fn, attention_dispatch.dispatch_attention_fn
+        ours, own = processors.dispatch_attention_fn, attention_dispatch.dispatch_attention_fn
     outcomes = []
     calls = {}
     for function in (ours, own):
@@ -599,55 +598,13 @@ def test_a_mask_that_a_module_repeats_for_its_heads(kernel, device, mode):
     with mode():
         assert kernel_calls(lambda: model(**arguments))["attention"] == 4
     assert distance(run(model, arguments), run(plain, arguments)) < 0.03
-    processor = model.transformer_blocks[0].attn2.processor
-    module = kernel.injection.processors._Preparing(model.transformer_blocks[0].attn2)
-    assert isinstance(module, Attention) and module.processor is processor
+    attn = model.transformer_blocks[0].attn2
+    module = kernel.injection.attention_processors._Attention(attn, attn.processor, None)
     mask = torch.zeros(2, 1, 6, device=device)
     made = module.prepare_attention_mask(mask, 6, 2).view(2, 2, 1, 6)
-    is_repeated = kernel.injection.processors._is_repeated
-    assert is_repeated(made) and not is_repeated(made + 1)
+    assert module.has_repeated(made) and not module.has_repeated(made + 1)
     made[0, 0] = -1
-    assert not is_repeated(made)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
-@pytest.mark.parametrize("masked", [False, True])
-def test_results_are_divided_by_no_factor_of_1(kernel, device, mode, masked):
-    """Nor is anything else about it changed; any other factor divides."""
-    torch.manual_seed(0)
-    plain = Attention(128, heads=2, dim_head=64, residual_connection=True).to(device)
-    model = copy.deepcopy(plain)
-    report = kernel.inject_kernels(model)
-    x = torch.randn(2, 9, 128, device=device)
-    mask = torch.zeros(2, 1, 9, device=device) if masked else None
-
-    def call(candidate):
-        with mode():
-            return candidate(x, attention_mask=mask)
-
-    for factor, divides in ((1.0, 0), (1, 0), (2.0, 1), (True, 1), (1.0, 0)):
-        for candidate in (model, plain):
-            candidate.rescale_output_factor = factor
-        assert operators_of(lambda: model(x, attention_mask=mask)).count("div") == divides
-        assert operators_of(lambda: plain(x, attention_mask=mask)).count("div") == 1
-        out, expected = call(model), call(plain)
-        assert torch.equal(out, expected) and out.data_ptr() != x.data_ptr()
-        assert out.requires_grad == expected.requires_grad
-        assert model.rescale_output_factor is factor
-    assert {calls.on_kernels for calls in report.calls} == {0}  # attention itself, in float32
-
-
-def test_what_stands_for_a_factor_of_1_is_a_number(kernel):
-    one = kernel.injection.processors._ONE
-    x, whole = torch.tensor([1.5, float("nan")]), torch.tensor([3])
-    assert x / one is x and torch.equal(whole / one, whole / 1.0)
-    assert one == 1.0 and isinstance(one, float) and type(one + one) is float
-    for function in (torch.mul, torch.add, torch.pow, torch.floor_divide):
-        result = function(whole, one)
-        assert torch.equal(result, function(whole, 1.0)) and result.dtype == torch.float32
-    assert torch.equal(torch.div(x[:1], one, rounding_mode="floor"), torch.ones(1))
-    assert torch.equal(one / whole, 1.0 / whole)
-    assert torch.equal(torch.add(whole, other=one), whole + 1.0)
+    assert not module.has_repeated(made)
 
 
 def test_fused_projections(kernel, device):
@@ -754,7 +711,7 @@ def test_patched_classes(kernel, device, monkeypatch):
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("name", ["cosmos", "unet"])
 def test_compiled(kernel, device, name):
-    """In one graph, compiled once, which holds the operators."""
+    """In one graph, compiled once, which holds attention; Inductor is left the rest."""
     small = BY_NAME[name]
     model, plain, _ = pair(small, device)
     kernel.inject_kernels(model)
@@ -766,7 +723,7 @@ def test_compiled(kernel, device, name):
     assert counter.frame_count == 1
     targets = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
     assert sum("attention" in target and "h100" in target for target in targets) == small.attends
-    assert any("norm" in target and "h100" in target for target in targets)
+    assert not any("norm" in target and "h100" in target for target in targets)
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
@@ -992,7 +949,7 @@ def test_saved_and_loaded(kernel, device, tmp_path):
     assert kernel_calls(run, loaded, arguments) == {}
     assert torch.equal(run(loaded, arguments), run(plain, arguments))
     model.load_state_dict(plain.state_dict())
-    with pytest.raises(TypeError, match="cannot pickle"):
+    with pytest.raises(TypeError, match="cannot be pickled"):
         torch.save(model, tmp_path / "model.pt")
 
 
@@ -1110,7 +1067,7 @@ def test_a_compiled_module_of_no_library(kernel, device):
     assert not kernel.inject_kernels(model).already_injected
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Linear(2, 2), lambda: nn.Sequential(), object])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(2, 2), lambda: nn.Sequential()])
 def test_nothing_to_inject(kernel, make):
     with pytest.raises(
         ValueError, match="inject_kernels: pipe_or_model must be or hold a .* got a"
@@ -1127,16 +1084,16 @@ def test_a_pipeline_with_nothing_to_inject(kernel, device):
 
 def test_all_or_nothing(kernel, device, monkeypatch):
     model, plain, arguments = pair(UNET, device)
-    put_in, count = kernel.injection.plan._put_in, 0
+    put_in, count = kernel.injection.inject.put_in, 0
 
-    def fails(injected):
+    def fails(stand_in):
         nonlocal count
         count += 1
         if count == 9:
             raise MemoryError("none left")
-        put_in(injected)
+        put_in(stand_in)
 
-    monkeypatch.setattr(kernel.injection.plan, "_put_in", fails)
+    monkeypatch.setattr(kernel.injection.inject, "put_in", fails)
     with pytest.raises(MemoryError, match="none left"):
         kernel.inject_kernels(model)
     assert kernel_calls(run, model, arguments) == {}

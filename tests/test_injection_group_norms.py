@@ -258,8 +258,8 @@ RESNETS = {
 }
 LEFT_ALONE = {
     "its time embedding goes another way: scale_shift": {"time_embedding_norm": "scale_shift"},
-    "its activation is a Mish": {"non_linearity": "mish"},
-    "its activation is a GELU": {"non_linearity": "gelu"},
+    "its activation is a torch.nn.modules.activation.Mish": {"non_linearity": "mish"},
+    "its activation is a torch.nn.modules.activation.GELU": {"non_linearity": "gelu"},
 }
 
 
@@ -494,10 +494,10 @@ class HalvedNorm(nn.GroupNorm):
 
 
 REPLACED = {
-    "norm1: it is a HalvedNorm": ("norm1", lambda old: HalvedNorm(4, old.num_channels)),
-    "norm2: it is a HalvedNorm": ("norm2", lambda old: HalvedNorm(4, old.num_channels)),
-    "norm2: it is a Identity": ("norm2", lambda old: nn.Identity()),
-    "its activation is a Tanh": ("nonlinearity", lambda old: nn.Tanh()),
+    f"norm1 is a {__name__}.HalvedNorm": ("norm1", lambda old: HalvedNorm(4, old.num_channels)),
+    f"norm2 is a {__name__}.HalvedNorm": ("norm2", lambda old: HalvedNorm(4, old.num_channels)),
+    "norm2 is a torch.nn.modules.linear.Identity": ("norm2", lambda old: nn.Identity()),
+    "its activation is a torch.nn.modules.activation.Tanh": ("nonlinearity", lambda old: nn.Tanh()),
     "its activation writes in place": ("nonlinearity", lambda old: nn.SiLU(inplace=True)),
     "conv1": ("conv1", lambda old: Wrap(old)),
     "conv2": ("conv2", lambda old: nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, groups=4)),
@@ -668,7 +668,7 @@ def test_compiled(kernel, device, memory_format):
         assert_alike(block, plain, arguments_of(plain, memory_format, seed))
     assert counter.frame_count == 1
     targets = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
-    assert sum("group_norm" in target and "h100" in target for target in targets) == 2
+    assert not any("h100" in target for target in targets)  # Inductor fuses them with what follows
 
 
 class _Unet:

@@ -102,7 +102,7 @@ def test_another_method_of_the_users_is_called(kernel, device, monkeypatch, wher
 
     monkeypatch.setattr(Transformer2DModel if where == "class" else model, OUTPUT, zeros)
     assert not run(model, arguments_of(device)).any()
-    assert calls_of(report).fell_back == {"its method for images was replaced": 1}
+    assert calls_of(report).fell_back == {f"{OUTPUT} was replaced": 1}
 
 
 def test_subclasses_are_left_alone(kernel, device):

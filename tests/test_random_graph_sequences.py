@@ -49,8 +49,8 @@ def failures(device):
 
 
 def test_a_package_that_does_not_look_is_found_out(kernel, device, monkeypatch):
-    watched = module_of(kernel, "watched")
-    monkeypatch.setattr(watched.WatchedState, "holds", lambda self, root: True)
+    fingerprint = module_of(kernel, "model_fingerprint")
+    monkeypatch.setattr(fingerprint.Fingerprint, "change", lambda self, model: None)
     found = next(result for result in failures(device) if "other bits" in result.failure)
     shorter = random_sequences.shrink(found)
     assert "other bits" in shorter.failure
@@ -62,15 +62,15 @@ def test_a_package_that_does_not_look_is_found_out(kernel, device, monkeypatch):
 
 
 def test_a_package_that_takes_all_calls_for_one_kind_is_found_out(kernel, device, monkeypatch):
-    monkeypatch.setattr(module_of(kernel, "forward").settings, "read", lambda: ())
+    monkeypatch.setattr(module_of(kernel, "cuda_graphs"), "_settings", lambda: ())
     assert next(failures(device)).failure
 
 
 def test_results_in_the_graphs_own_memory_are_found_out(kernel, device, monkeypatch):
-    def own_results(capture, copies):
+    def own_results(capture):
         return _pytree.tree_unflatten(capture._leaves, capture._spec)
 
-    monkeypatch.setattr(module_of(kernel, "capture").Capture, "_copy_out", own_results)
+    monkeypatch.setattr(module_of(kernel, "graph_capture").Capture, "_copy_out", own_results)
     with GraphTwins("ltx", device=device) as twins:
         twins.inject()
         with pytest.raises(Difference, match="an output of before has changed"):
@@ -78,8 +78,8 @@ def test_results_in_the_graphs_own_memory_are_found_out(kernel, device, monkeypa
 
 
 def test_graphs_that_outlive_the_kernels_are_found_out(kernel, device, monkeypatch):
-    forward = module_of(kernel, "forward").GraphedForward
-    monkeypatch.setattr(forward, "taken_out", lambda self: None)
+    stand_in = module_of(kernel, "cuda_graphs").GraphedStandIn
+    monkeypatch.setattr(stand_in, "taken_out", lambda self: None)
     with GraphTwins("ltx", device=device) as twins:
         twins.inject()
         twins.forward(options="no mask", seed=0, times=3)
@@ -90,8 +90,8 @@ def test_graphs_that_outlive_the_kernels_are_found_out(kernel, device, monkeypat
 
 
 def test_calls_that_are_not_counted_are_found_out(kernel, device, monkeypatch):
-    tally = module_of(kernel, "tally").GraphTally
-    monkeypatch.setattr(tally, "count_uncaptured", lambda self, reason: None)
+    count = module_of(kernel, "report").GraphCount
+    monkeypatch.setattr(count, "count_uncaptured", lambda self, reason: None)
     with GraphTwins("ltx", device=device) as twins:
         twins.inject()
         twins.forward(options="no mask", seed=0, times=3)

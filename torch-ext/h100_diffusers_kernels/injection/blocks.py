@@ -14,7 +14,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .checks import KnownClass, class_name, is_plain, why_not_plain
+from .checks import KnownClass, class_name, has_hooks, has_own_forward, is_plain, why_not_plain
 from .linears import SILU, feed_forward, plain_weight
 from .norms import (
     Modulation,
@@ -25,7 +25,7 @@ from .norms import (
     residual_modulated,
     residual_modulated_by,
 )
-from .patch import Call, Injection, PatchSpec
+from .patch import Call, Injection, PatchSpec, is_bare
 
 Rows = Sequence[Any]
 
@@ -120,12 +120,22 @@ def begin(
     conditions: tuple[Any, ...],
 ) -> Sequence[Begun]:
     """What each stream of a block begins with; the block before may have computed it."""
-    if call.state is not None:
-        handed = call.state.take_over(block, (*hidden_states, *conditions))
-        if handed is not None:
-            return handed
+    handed = take_over(call, block, (*hidden_states, *conditions))
+    if handed is not None:
+        return handed
     made: Any = prologues(call, block, None, *conditions)
     return [prologue.begin(x) for prologue, x in zip(made, hidden_states)]
+
+
+def take_over(call: Call, block: nn.Module, arguments: tuple[Any, ...]) -> Any:
+    """What the block before computed for a call with these very arguments, or None."""
+    state = call.state
+    if state is None:
+        return None
+    call.is_bare = is_bare(call.stand_in.spec, block)
+    if not call.is_bare:
+        state.shared.clear()  # hooks may have written to what it was made of
+    return state.take_over(block, arguments)
 
 
 def finish(
@@ -144,8 +154,11 @@ def finish(
     That is left for the next block where nothing can come between the two and both are of one kind.
     ``as_given`` makes of the results what the block returns and the next one is given as hidden states.
     """
-    state = call.state
-    successor = state.successor(block, call.stand_in.spec) if hands_over and state else None
+    state, successor = call.state, None
+    if state is not None and not call.is_bare:
+        state.shared.clear()  # hooks may write to what it was made of
+    elif state is not None and hands_over:
+        successor = state.successor(block, call.stand_in.spec)
     if successor is not None:
         made = prologues(call, successor, ends[0][0], *conditions)
         if made is not None:
@@ -253,10 +266,22 @@ def _modulation(
 ) -> Tensor | None:
     """``layer(silu(temb))``; ``ahead`` as in ``Prologues``. Blocks share the SiLU under ``name``."""
     plain = plain_weight(layer)
-    if ahead is not None and (plain is None or plain[0].device != ahead.device):
+    if ahead is not None and not _may_be_ahead(layer, plain, ahead):
         return None
     activated = call.shared(name, temb, torch.nn.functional.silu)
     return layer(activated) if plain is None else torch.nn.functional.linear(activated, *plain)
+
+
+def _may_be_ahead(layer: Any, plain: Any, x: Tensor) -> bool:
+    """Whether a layer may be called before its block: without hooks, as offloading has, and where x is."""
+    if plain is not None:
+        return plain[0].device == x.device
+    return all(
+        has_own_forward(module)
+        and not has_hooks(module)
+        and all(p is None or p.device == x.device for p in module._parameters.values())
+        for module in layer.modules()
+    )
 
 
 def linear_modulation(

@@ -29,6 +29,8 @@ _Module: Any = nn.Module
 MODULE_CALL, CALL_IMPL = _Module._wrapped_call_impl, _modules.Module._call_impl
 # Modes that change no result: torch.set_default_device, and those that only look on.
 TRANSPARENT_MODES: set[type] = {DeviceContext}
+# The classes of what this package puts in the place of forwards.
+STAND_INS: set[type] = set()
 
 
 class LibraryFunction(NamedTuple):
@@ -181,13 +183,15 @@ def is_plain(module: Any, known: KnownClass, *others: Any) -> bool:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether the forward found on the instance is its class's, as hooks leave it that were removed."""
+    """Whether the forward found on the instance is its class's, as hooks leave it that were removed, or a
+    stand-in for it, which computes the same."""
     forward = module.__dict__.get("forward")
-    return forward is None or (
-        type(forward) is MethodType
-        and forward.__self__ is module
-        and forward.__func__ is type(module).forward
-    )
+    if type(forward) is not MethodType:
+        return forward is None
+    owner = forward.__self__
+    if type(owner) in STAND_INS:
+        return owner.module is module
+    return owner is module and forward.__func__ is type(module).forward
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -1,19 +1,297 @@
-"""Stub."""
+"""Models' forwards captured into CUDA graphs, and replayed while the model and PyTorch are as they were."""
 
 from __future__ import annotations
 
+import collections
+import copy
+import logging
+from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import nn
 
-from .patch import Injection, StandIn
+from ..arguments import KERNEL_DEVICE_TYPE
+from ..conditions import tracks_derivatives
+from .checks import interposed
+from .graph_capture import Arguments, Capture, CudaGraph, Pool, lock, read_arguments
+from .kept import is_capturing
+from .model_fingerprint import CannotCapture, Fingerprint
+from .patch import Injection, PatchSpec, StandIn
+from .report import FIRST_CALL, GraphCount
+
+__all__ = ["Pool", "graphed_stand_in"]
+
+logger = logging.getLogger("h100_diffusers_kernels")
+
+# What captures and replays on a type of device.
+GRAPHS: dict[str, Any] = {"cuda": CudaGraph}
+_CHANGES_OFTEN = "it changed at each of the last calls"
+_CHANGES_ITSELF = "its forward changes the model"
+_TOO_LITTLE_MEMORY = "there is not enough memory for a graph"
+# Keys of calls that are remembered, for each graph that may be kept.
+_REMEMBERED = 16
+# Calls without a look at a model that was refused or changed again, with exponential backoff.
+_MOST_CALLS_BETWEEN_LOOKS = 64
 
 
-class Pool:
-    pass
+class GraphedStandIn(StandIn):
+    """A stand-in whose calls are captured at the second of a kind, and replayed from then on.
+
+    Calls are of one kind if they differ in tensors' values only. Before a replay's result is returned, the
+    model is compared with what it was; if it changed, its graphs are dropped and the call runs as it is.
+    """
+
+    __slots__ = (
+        *("_calls_to_wait", "_captures", "_fingerprint", "_has_spec", "_patience", "_pool"),
+        *("_refusal", "_seen"),
+    )
+
+    def __init__(
+        self, model: nn.Module, inner: StandIn | None, injection: Injection, pool: Pool
+    ) -> None:
+        """
+        Args:
+            inner: the stand-in for the forward without graphs; None where the class's own runs.
+            pool: the memory of the pipeline's graphs.
+        """
+        cls: Any = type(model)
+        spec = PatchSpec(f"{cls.__module__}:{cls.__qualname__}", None, cls.forward, "")
+        super().__init__(model, spec if inner is None else inner.spec, "", injection)
+        if inner is None:  # it runs on no kernel itself
+            self.own_forward = cls.forward
+            del injection.report.counts[self.name]
+        self._has_spec = inner is not None
+        injection.report.graph_counts.append(GraphCount(cls.__name__, injection.report))
+        self._begin(pool)
+
+    def _begin(self, pool: Pool) -> None:
+        self._pool = pool
+        self._captures: collections.OrderedDict[Hashable, Capture] = collections.OrderedDict()
+        # Why calls that ran as they are were not captured, by key.
+        self._seen: collections.OrderedDict[Hashable, str] = collections.OrderedDict()
+        self._fingerprint: Fingerprint | None = None
+        self._refusal = FIRST_CALL  # why the next call is not captured, without a fingerprint
+        self._calls_to_wait = 0
+        self._patience = 0
+
+    @property
+    def graph_count(self) -> GraphCount:
+        return self.injection.report.graph_counts[0]
+
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Replays or captures the call, or runs it as it is."""
+        if not isinstance(self, GraphedStandIn):  # a wrapper of somebody's gives the module
+            return StandIn.run(self, *args, **kwargs)
+        module = self._module()
+        if torch.compiler.is_compiling() or is_capturing():
+            return self._run(*args, **kwargs)
+        if module is None or self.injection.is_over:
+            self.taken_out()  # a wrapper may hold this
+            return self._run(*args, **kwargs)
+        try:
+            _refuse_modes()
+            call = read_arguments(args, kwargs)
+            device = _device_of(call)
+        except CannotCapture as refusal:
+            with lock:
+                self.graph_count.count_uncaptured(refusal.reason)
+            return self._run(*args, **kwargs)
+        key = (_settings(), call.key)
+        with lock:
+            try:
+                return self._replay_or_capture(module, key, device, call)
+            except CannotCapture as refusal:
+                reason = refusal.reason
+            except torch.OutOfMemoryError:
+                self.forget()
+                reason = self._seen[key] = _TOO_LITTLE_MEMORY
+            self.graph_count.count_uncaptured(reason)
+        result = self._run(*args, **kwargs)
+        with lock:  # PyTorch's settings change in its first calls, such as the order of attentions
+            self._look(module, (_settings(), call.key))
+        return result
+
+    def forget(self) -> None:
+        """Drops all graphs, and what is known of the model."""
+        while self._captures:  # an interrupt leaves no graph here that was reset
+            self._captures.popitem()[1].reset()
+        self._seen.clear()
+        self._fingerprint = None
+        self._refusal = FIRST_CALL
+
+    def taken_out(self) -> None:
+        with lock:
+            self.forget()
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if self._has_spec or module is None:
+            return StandIn.run(self, *args, **kwargs)
+        is_traced = torch.compiler.is_compiling()
+        forward = self.own_forward if is_traced else type(module).forward
+        return forward(module, *args, **kwargs)
+
+    def _replay_or_capture(
+        self, module: Any, key: Hashable, device: torch.device, call: Arguments
+    ) -> Any:
+        """The call's result.
+
+        Raises:
+            CannotCapture: if the call is to run as it is.
+        """
+        capture: Any = self._captures.get(key)
+        fingerprint: Any = self._fingerprint
+        replayed = None
+        # The device computes while the model is compared. Only the memory must be known to be there.
+        has_graph = capture is not None and fingerprint is not None
+        if has_graph and capture.externals.hold() and fingerprint.addresses.hold():
+            replayed = (capture.replay(call.tensors),)
+        self._compare(module)
+        if replayed is not None:
+            self._captures.move_to_end(key)
+            self._patience = 0
+            self.graph_count.replayed += 1
+            return replayed[0]
+        if capture is not None:
+            self._captures.pop(key).reset()
+        reason = self._seen.get(key)
+        if reason != FIRST_CALL:
+            raise CannotCapture(reason or FIRST_CALL)
+        return self._capture(module, key, device, call)
+
+    def _compare(self, module: nn.Module) -> None:
+        if self._calls_to_wait > 0:
+            self._calls_to_wait -= 1
+            raise CannotCapture(self._refusal)
+        if self._fingerprint is None:
+            raise CannotCapture(self._refusal)
+        change = self._fingerprint.change(module)
+        if change is not None:
+            self.forget()
+            self._wait(_CHANGES_OFTEN if self._patience else FIRST_CALL)
+            name = self.graph_count.name or "the model"
+            logger.info("%s: CUDA graphs are dropped: %s", name, change)
+            raise CannotCapture(FIRST_CALL)
+
+    def _capture(
+        self, module: nn.Module, key: Hashable, device: torch.device, call: Arguments
+    ) -> Any:
+        fingerprint: Any = self._fingerprint
+        try:
+            graph = GRAPHS[device.type](device, self._pool)
+            capture = Capture(graph, call, self._run, fingerprint.tensors)
+            result = capture.replay(call.tensors)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            sentence = str(error).partition("\n")[0]
+            reason = f"to capture it raises {type(error).__name__}: {sentence}"
+            self._seen[key] = error.reason if isinstance(error, CannotCapture) else reason
+            raise CannotCapture(self._seen[key]) from None
+        if fingerprint.change(module) is not None:
+            # This call did what it does besides computing; a replay would not.
+            capture.reset()
+            self.forget()
+            self._patience = max(1, self._patience)
+            self._wait(_CHANGES_ITSELF)
+            self.graph_count.count_uncaptured(_CHANGES_ITSELF)
+            return result
+        self.graph_count.captured += 1
+        self._captures[key] = capture
+        while len(self._captures) > self.injection.options["max_cuda_graphs"]:
+            self._captures.popitem(last=False)[1].reset()
+        return result
+
+    def _look(self, module: nn.Module, key: Hashable) -> None:
+        """After a call that ran as it is."""
+        if self._calls_to_wait > 0:
+            return
+        if self._fingerprint is None:
+            try:
+                self._fingerprint = Fingerprint(module)
+            except CannotCapture as refusal:
+                self._wait(refusal.reason)
+                return
+        self._seen.setdefault(key, FIRST_CALL)
+        while len(self._seen) > _REMEMBERED * self.injection.options["max_cuda_graphs"]:
+            self._seen.popitem(last=False)
+
+    def _wait(self, reason: str) -> None:
+        """A fingerprint takes the host time of some blocks: not at each call of a model that changes."""
+        self._calls_to_wait = self._patience
+        self._patience = min(max(1, 2 * self._patience), _MOST_CALLS_BETWEEN_LOOKS)
+        self._refusal = reason
+
+    def copied(self, module: nn.Module, memo: dict) -> StandIn:
+        """That of the module's copy, without graphs."""
+        injection, pool = copy.deepcopy((self.injection, self._pool), memo)
+        inner = self if self._has_spec else None
+        duplicate = GraphedStandIn(module, inner, injection, pool)
+        duplicate.had_attribute = self.had_attribute
+        return duplicate
 
 
-def graphed_stand_in(
-    model: nn.Module, inner: StandIn | None, injection: Injection, pool: Any
-) -> StandIn:
-    raise NotImplementedError
+def _device_of(call: Arguments) -> torch.device:
+    devices = {tensor.device for tensor in call.tensors}
+    if len(devices) != 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise CannotCapture(f"it was given tensors on {names or 'no device'}")
+    (device,) = devices
+    if device.type not in GRAPHS:
+        raise CannotCapture(f"there are no graphs of what runs on {device.type}")
+    if GRAPHS[device.type].is_capturing():
+        raise CannotCapture("its caller captures it")
+    return device
+
+
+graphed_stand_in = GraphedStandIn
+
+# --------------------------------------------------------------------------------------------------
+# What PyTorch is set to
+
+
+def _refuse_modes() -> None:
+    if tracks_derivatives():
+        raise CannotCapture("gradients may be asked for: call it under torch.inference_mode")
+    if torch.is_autocast_enabled(KERNEL_DEVICE_TYPE):
+        raise CannotCapture("autocast is on")
+    if torch.jit.is_tracing():
+        raise CannotCapture("it is traced")
+    if torch.is_anomaly_enabled():
+        raise CannotCapture("anomaly detection is on")
+    reason = interposed()
+    if reason is not None:
+        raise CannotCapture(reason)
+
+
+_GETTERS = (
+    *("_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only"),
+    "_get_deterministic_fill_uninitialized_memory",
+    *("_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic"),
+    "_get_cublas_allow_fp16_accumulation",
+    "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "_get_cublas_allow_bf16_reduced_precision_reduction",
+    *("_get_blas_preferred_backend", "_get_linalg_preferred_backend"),
+    *("_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled"),
+    *("_get_cudnn_sdp_enabled", "_get_fa3_sdp_enabled", "_get_overrideable_sdp_enabled"),
+    *("_get_math_sdp_allow_fp16_bf16_reduction", "_get_sdp_priority_order"),
+    *("_get_sm_carveout_experimental", "_get_mkldnn_enabled"),
+)
+_getters = (
+    *(torch.is_inference_mode_enabled, torch.get_default_dtype),
+    *(getattr(torch._C, name) for name in _GETTERS if hasattr(torch._C, name)),
+)
+# Whether float32 products may use TF32. The public names raise where they are set to contradict each other.
+_PRECISIONS = [("generic", "all"), *(("cuda", op) for op in ("all", "matmul", "conv", "rnn"))]
+
+
+def _settings() -> Hashable:
+    """Equal for calls of which PyTorch chooses kernels alike."""
+    values = [get() for get in _getters]
+    has_modes = torch._C._len_torch_function_stack()
+    return (
+        torch.get_default_device() if has_modes else None,
+        *[tuple(value) if isinstance(value, list) else value for value in values],
+        *[torch._C._get_fp32_precision_getter(*of) for of in _PRECISIONS],
+    )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..conditions import kernels_take
 from .attention import AttentionSpec, has_known_processor, project_out
-from .blocks import BlockSpec, adaptive_prologue, begin, feed_forward_end, finish
+from .blocks import BlockSpec, adaptive_prologue, begin, feed_forward_end, finish, take_over
 from .checks import is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .family import COMPUTED_ONCE, Family
@@ -104,7 +104,7 @@ def _single_block_forward(
         call.refuse(x, c, temb)
         return call.own_forward(self, x, c, temb, image_rotary_emb, joint_attention_kwargs)
     text_length = c.shape[1]
-    handed = None if call.state is None else call.state.take_over(self, (c, x, temb))
+    handed = take_over(call, self, (c, x, temb))
     if handed is not None:
         x, (begun,) = as_one(c, x), handed
     else:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..conditions import tracks_derivatives
-from .patch import Call, PatchSpec, are_bare
+from .patch import Call, PatchSpec, is_bare
 
 
 class ForwardState:
@@ -36,7 +36,7 @@ class ForwardState:
         self.shared: dict[str, tuple[Any, int, Any]] = {}
 
     def successor(self, block: nn.Module, spec: PatchSpec) -> nn.Module | None:
-        """The block after ``block``, if it is of this kind and the one may compute the other's beginning."""
+        """The block after ``block``, if it is of this kind and nothing is around it."""
         if not self._may_hand_over:
             return None
         if self._successors is None:
@@ -47,7 +47,7 @@ class ForwardState:
                     each: list[Any] = list(blocks._modules.values())
                     self._successors.update({id(a): b for a, b in zip(each, each[1:])})
         successor = self._successors.get(id(block))
-        return successor if successor is not None and are_bare(spec, block, successor) else None
+        return successor if successor is not None and is_bare(spec, successor) else None
 
     def hand_over(self, block: nn.Module, arguments: tuple[Any, ...], values: Any) -> None:
         """Leave values for a block, which were computed from these arguments of its next call."""

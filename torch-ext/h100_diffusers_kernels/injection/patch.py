@@ -8,13 +8,14 @@ every hook, whether the hook comes before or after it, and stays when the hook i
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, Callable, SupportsIndex
 
 import torch
@@ -25,6 +26,7 @@ from .checks import (
     CALL_IMPL,
     GLOBAL_HOOKS,
     MODULE_CALL,
+    STAND_INS,
     LibraryFunction,
     find_class,
     interposed,
@@ -122,15 +124,17 @@ class Call:
         stand_in: what was called.
         injection: that of the model.
         state: what the blocks share in this forward of the model; None where they must not.
+        is_bare: whether nothing is around the module, of a block that has looked.
         is_counted: whether the call is counted as one on the kernels: not if it falls back.
     """
 
-    __slots__ = ("_reasons", "injection", "is_counted", "stand_in", "state")
+    __slots__ = ("_reasons", "injection", "is_bare", "is_counted", "stand_in", "state")
 
     def __init__(self, stand_in: StandIn, state: Any) -> None:
         self.stand_in = stand_in
         self.injection = stand_in.injection
         self.state = state
+        self.is_bare = False
         self.is_counted = True
         self._reasons: tuple[str, ...] = ()
 
@@ -174,19 +178,23 @@ class Call:
 
 
 class StandIn:
-    """What stands in for a module's forward: a method bound to the module, which it holds weakly.
+    """What stands in for one module's forward.
 
-    So a model that is dropped is freed at once. Like a bound method it has the signature, name and
-    docstring of the class's forward, and a ``__func__``.
+    The module's ``forward`` becomes a method of this object, which holds the module weakly: a model that is
+    dropped is freed at once. The method has the signature, name and docstring of the class's forward, and one
+    function for all modules of a class, for which torch.compile does not compile again.
 
     Attributes:
+        own_forward: the class's forward as its library defines it.
+        functions: those of ``PatchSpec.functions``, as their libraries define them.
         had_attribute: whether the module had a ``forward`` of its own before, the class's.
+        count: of the module's calls.
         kept: a value of ``Kept``.
     """
 
     __slots__ = (
-        *("__dict__", "__weakref__", "_function", "_module", "count", "functions", "had_attribute"),
-        *("injection", "kept", "name", "own_forward", "spec"),
+        *("__weakref__", "_module", "count", "functions", "had_attribute", "injection", "kept"),
+        *("name", "own_forward", "spec"),
     )
 
     def __init__(self, module: nn.Module, spec: PatchSpec, name: str, injection: Injection) -> None:
@@ -197,63 +205,54 @@ class StandIn:
         self.own_forward, self.functions = injection.resolve(spec)
         self.had_attribute = "forward" in vars(module)
         self.kept: Any = None
-        self._function: Any = None
         self.count = injection.report.count_of(name, type(module).__name__)
-        _describe(self, type(module).forward, is_bound=True)
+        _stand_ins[module] = self
 
     @property
     def module(self) -> nn.Module | None:
         return self._module()
 
     @property
-    def __func__(self) -> Callable:
-        """As a method's: a function of the module and its arguments; one as long as somebody holds it."""
-        made = self._function and self._function()
-        if made is not None:
-            return made
+    def method(self) -> MethodType:
+        """What the module's ``forward`` becomes."""
+        return MethodType(_function_of(type(self), self.own_forward), self)
 
-        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if module is self._module():
-                return self(*args, **kwargs)
-            return type(module).forward(module, *args, **kwargs)  # a copy's
-
-        _describe(forward, self.own_forward, is_bound=False)
-        _methods[forward] = self
-        self._function = weakref.ref(forward)
-        return forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the spec's forward, or the class's own where something unknown would be passed by."""
+        if not isinstance(self, StandIn):  # a wrapper of somebody's gives the module
+            found = _stand_ins.get(self)
+            own: Any = type(self).forward
+            return own(self, *args, **kwargs) if found is None else found.run(*args, **kwargs)
         module = self._module()
         if module is None:
             raise RuntimeError(
                 f"the forward of {self.name or 'a model'} was called after its module had been freed"
             )
-        injection, spec = self.injection, self.spec
-        if injection.is_over or (spec.left_to_compiler and torch.compiler.is_compiling()):
+        injection, spec, own = self.injection, self.spec, self.own_forward
+        if injection.is_over or own is None or type(module).forward is not own:
+            if not injection.is_over:
+                Call(self, None).fall_back(UNKNOWN_FORWARD)
             return type(module).forward(module, *args, **kwargs)
-        if torch.compiler.is_dynamo_compiling():
-            call, reason = Call(self, None), None
-        else:
-            call, reason = Call(self, injection.local.state), None
-            if (
-                any(GLOBAL_HOOKS)
-                or _modes_of_functions()
-                or _modes_of_operators()
-                or nn.Module.__call__ is not MODULE_CALL
-                or nn.Module._call_impl is not CALL_IMPL
-            ):
-                reason = interposed()
-        own = self.own_forward
-        if reason is None and (own is None or type(module).forward is not own):
-            reason = UNKNOWN_FORWARD
+        if spec.left_to_compiler and torch.compiler.is_compiling():
+            return own(module, *args, **kwargs)
+        is_traced, reason = torch.compiler.is_dynamo_compiling(), None
+        call = Call(self, None if is_traced else injection.local.state)
+        if not is_traced and (
+            any(GLOBAL_HOOKS)
+            or _modes_of_functions()
+            or _modes_of_operators()
+            or nn.Module.__call__ is not MODULE_CALL
+            or nn.Module._call_impl is not CALL_IMPL
+        ):
+            reason = interposed()
         for owner, name, function in self.functions:
             if function is None or getattr(owner, name, None) is not function:
                 reason = f"{name} was replaced"
         if reason is not None:
             call.fall_back(reason)
-            return type(module).forward(module, *args, **kwargs)
+            return own(module, *args, **kwargs)
         result = spec.forward(module, call, *args, **kwargs)
-        if call.is_counted:
+        if call.is_counted and not is_traced:
             self.count.on_kernels += 1
         return result
 
@@ -262,78 +261,79 @@ class StandIn:
 
     def __deepcopy__(self, memo: dict) -> StandIn:
         """That of the module's copy, where the module is being copied."""
-        module = self._module()
-        duplicate = memo.get(id(module))
-        if duplicate is None:
-            return self
-        return _copied(self, duplicate, memo)
+        module = memo.get(id(self._module()))
+        return self if module is None else self.copied(module, memo)
+
+    def copied(self, module: nn.Module, memo: dict) -> StandIn:
+        injection = copy.deepcopy(self.injection, memo)
+        duplicate = StandIn(module, self.spec, self.name, injection)
+        duplicate.had_attribute = self.had_attribute
+        return duplicate
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        if self.injection.is_over:  # somebody kept it and put it back
-            return getattr, (self._module(), "forward")
+        if self.injection.is_over:  # somebody kept its method and put it back
+            return _itself, (self._module(),)
         raise TypeError(
             f"{self.name or 'the model'} runs on injected kernels, which cannot be pickled: "
             "call eject_kernels first, or save the state_dict"
         )
 
 
-def _copied(stand_in: StandIn, module: nn.Module, memo: dict) -> StandIn:
-    injection = memo.get(id(stand_in.injection))
-    if injection is None:
-        injection = stand_in.injection.__deepcopy__(memo)
-    duplicate = type(stand_in).__new__(type(stand_in))
-    duplicate.__dict__.update(stand_in.__dict__)
-    for slot in StandIn.__slots__[2:]:
-        setattr(duplicate, slot, getattr(stand_in, slot))
-    duplicate._module = weakref.ref(module)
-    duplicate.injection = injection
-    duplicate.kept = duplicate._function = None
-    duplicate.count = injection.report.count_of(stand_in.name, stand_in.count.module)
-    return duplicate
+STAND_INS.add(StandIn)
 
 
-def _describe(callable_: Any, original: Any, is_bound: bool) -> None:
-    """Gives a callable the signature, name and docstring of a class's forward."""
-    functools.update_wrapper(callable_, original, updated=())
-    # Whoever follows it would come to the class's own forward.
-    del callable_.__wrapped__
-    signature = inspect.signature(original)
-    if is_bound:
-        parameters = list(signature.parameters.values())
-        signature = signature.replace(parameters=parameters[1:])
-    callable_.__signature__ = signature
+def _itself(module: nn.Module) -> nn.Module:
+    return module
 
 
-# What each function is of that was asked for as a stand-in's ``__func__``.
-_methods: weakref.WeakKeyDictionary[Callable, StandIn] = weakref.WeakKeyDictionary()
+# For wrappers that take a method's function and bind it to the module, as accelerate does.
+_stand_ins: weakref.WeakKeyDictionary[Any, StandIn] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _function_of(cls: type[StandIn], own_forward: Any) -> Callable:
+    """``cls.run`` with the signature, name and docstring of a class's forward."""
+    run: Any = cls.run
+    function: Any = FunctionType(run.__code__, run.__globals__, own_forward.__name__)
+    functools.update_wrapper(function, own_forward, updated=())
+    # What follows it would come to the class's own forward.
+    del function.__wrapped__
+    function.__signature__ = inspect.signature(own_forward)
+    return function
 
 
 def stand_in_of(forward: Any) -> StandIn | None:
-    """The stand-in that a forward found on a module is, if it is one."""
-    if isinstance(forward, MethodType):  # as accelerate leaves it when it unwraps a model
-        forward = _methods.get(forward.__func__)
-    return forward if isinstance(forward, StandIn) else None
+    """The stand-in whose method a forward found on a module is, if it is one."""
+    if not isinstance(forward, MethodType):
+        return None
+    owner = forward.__self__
+    if isinstance(owner, StandIn):
+        return owner
+    # As accelerate leaves it when it unwraps a model.
+    found = _stand_ins.get(owner) if isinstance(owner, nn.Module) else None
+    if found is None or forward.__func__ is not found.method.__func__:
+        return None
+    return found
 
 
-def are_bare(spec: PatchSpec, *modules: Any) -> bool:
-    """Whether a call of each module runs a stand-in of this kind and nothing around it."""
-    for module in modules:
-        state, cls = module.__dict__, type(module)
-        stand_in = state.get("forward")
-        if (
-            not isinstance(stand_in, StandIn)
-            or stand_in.spec is not spec
-            or stand_in._module() is not module
-            or cls.forward is not stand_in.own_forward
-            or cls.__call__ is not MODULE_CALL
-            or state["_forward_hooks"]
+def is_bare(spec: PatchSpec, module: Any) -> bool:
+    """Whether a call of the module runs a stand-in of this kind and nothing around it."""
+    state, cls = module.__dict__, type(module)
+    stand_in = getattr(state.get("forward"), "__self__", None)
+    return (
+        isinstance(stand_in, StandIn)
+        and stand_in.spec is spec
+        and stand_in._module() is module
+        and cls.forward is stand_in.own_forward
+        and cls.__call__ is MODULE_CALL
+        and not (
+            state["_forward_hooks"]
             or state["_forward_pre_hooks"]
             or state["_backward_hooks"]
             or state["_backward_pre_hooks"]
             or state.get("_compiled_call_impl") is not None
-        ):
-            return False
-    return True
+        )
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ def put_in(stand_in: StandIn) -> None:
     module: Any = stand_in.module
     slot = _class_forward_slot(module)
     assert slot is not None
-    setattr(*slot, stand_in)
+    setattr(*slot, stand_in.method)
     stand_in.injection.modules.append(weakref.ref(module))
 
 

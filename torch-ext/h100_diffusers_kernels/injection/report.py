@@ -205,7 +205,6 @@ class InjectionReport:
         report = replace(self, counts={}, graph_counts=[], logged=set(), parts=[])
         for count in self.counts.values():
             report.count_of(count.name, count.module).reported = count.reported
-        report.graph_counts = [GraphCount(count.module, report) for count in self.graph_counts]
         return report
 
     def add(self, other: InjectionReport) -> None:

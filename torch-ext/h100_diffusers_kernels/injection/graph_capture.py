@@ -1,0 +1,390 @@
+"""A call captured into a CUDA graph: its arguments, what it returned, and what it reads besides."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+
+from ..arguments import KERNEL_DEVICE_TYPE, PLAIN_TYPES
+from .checks import TRANSPARENT_MODES
+from .kept import capturing
+from .model_fingerprint import Addresses, CannotCapture
+
+# Of all captures and replays, in all threads: a capture is alone, and graphs share memory and libraries'
+# workspaces, so they run one after the other.
+lock = threading.RLock()
+# Values that cannot change. Equal ones are the same, floats apart.
+_CONSTANTS = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.memory_format)
+# Libraries choose kernels by the alignment of addresses, up to this many bytes.
+_ALIGNMENT = 256 if KERNEL_DEVICE_TYPE == "cuda" else 64
+
+
+class Arguments(NamedTuple):
+    """Of one call.
+
+    Attributes:
+        key: equal for calls that differ in tensors' values only.
+        tensors: each once, in order.
+        leaves: arguments within their containers; a tensor's is its index in ``tensors``, as ``_Index``.
+        spec: those containers.
+    """
+
+    key: Hashable
+    tensors: list[Tensor]
+    leaves: list[Any]
+    spec: Any
+
+    def with_tensors(self, tensors: list[Tensor]) -> tuple[tuple, dict]:
+        """Arguments and keyword arguments, with other tensors."""
+        leaves = [tensors[leaf] if type(leaf) is _Index else leaf for leaf in self.leaves]
+        args, kwargs = _pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+class _Index(int):
+    """Of a tensor."""
+
+
+def read_arguments(args: tuple, kwargs: dict) -> Arguments:
+    """The arguments of a call.
+
+    Raises:
+        CannotCapture: if a graph could not follow the values of one of them.
+    """
+    leaves, spec = _pytree.tree_flatten((args, kwargs))
+    tensors: list[Tensor] = []
+    indices: dict[int, _Index] = {}
+    forms: list[Hashable] = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            if id(leaf) not in indices:
+                indices[id(leaf)] = _Index(len(tensors))
+                tensors.append(leaf)
+                forms.append(_form(leaf))
+            leaves[i] = indices[id(leaf)]
+            forms.append(leaves[i])
+        elif type(leaf) is float:
+            forms.append(leaf.hex())  # tells 0.0 from -0.0, and NaN is equal to itself
+        elif type(leaf) in _CONSTANTS or isinstance(leaf, enum.Enum):
+            forms.append((type(leaf), leaf))
+        else:
+            raise CannotCapture(f"it was given a {type(leaf).__name__}, which may hold anything")
+    return Arguments((spec, *forms), tensors, leaves, spec)
+
+
+def _form(tensor: Tensor) -> Hashable:
+    if type(tensor) not in PLAIN_TYPES:
+        raise CannotCapture(f"it was given a {type(tensor).__name__}")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj():
+        raise CannotCapture("it was given a tensor that is not plain values in memory")
+    # PyTorch chooses between matrix products by whether a gradient may be asked for.
+    form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+    return (*form, None if tensor.is_meta else _alignment(tensor))
+
+
+def _alignment(tensor: Tensor) -> int:
+    """In bytes, up to those that matter. A single number has none: time steps are parts of one tensor."""
+    address = tensor.data_ptr()
+    if address == 0 or _extent(tensor) == 1:
+        return _ALIGNMENT
+    return min(address & -address, _ALIGNMENT)
+
+
+def _extent(tensor: Tensor) -> int:
+    """How many elements of memory a tensor spans."""
+    return tensor.numel() and 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """All that a tensor spans, in one dimension: copies of it may overlap, repeat and have gaps."""
+    return tensor.detach().as_strided((_extent(tensor),), (1,))
+
+
+def like(tensor: Tensor) -> Tensor:
+    """An uninitialized tensor of the same shape, strides, dtype, device and alignment."""
+    offset = _alignment(tensor) % _ALIGNMENT // tensor.element_size()
+    memory = torch.empty(_extent(tensor) + offset, dtype=tensor.dtype, device=tensor.device)
+    return memory.as_strided(tensor.shape, tensor.stride(), offset)
+
+
+class Capture:
+    """A call that can be run again with other values in its tensors.
+
+    Raises:
+        CannotCapture: if the call does what a graph cannot do again.
+        Exception: whatever the call raises.
+    """
+
+    def __init__(
+        self, graph: Any, call: Arguments, forward: Callable[..., Any], of_model: list[Tensor]
+    ) -> None:
+        """``of_model``: the model's tensors, whose memory is compared at each call."""
+        device = call.tensors[0].device
+        with torch.inference_mode(False), torch.no_grad():  # their versions tell of writes
+            inputs = [like(t).requires_grad_(t.requires_grad) for t in call.tensors]
+        self._graph = graph
+        self._inputs = inputs
+        self._copy_in(call.tensors)  # undefined values would be no indices
+        args, kwargs = call.with_tensors(inputs)
+        watched = [t for t in (*inputs, *of_model) if not t.is_inference()]
+        versions = [tensor._version for tensor in watched]
+        recorder = _Recorder(device, [*inputs, *of_model])
+
+        def run() -> Any:
+            with recorder:
+                return forward(*args, **kwargs)
+
+        with capturing(device):
+            result = graph.capture(run)
+        try:
+            if recorder.refusal is not None:  # raised in the call, which may have caught it
+                raise CannotCapture(recorder.refusal)
+            if [tensor._version for tensor in watched] != versions:
+                raise CannotCapture("it writes to its arguments, parameters or buffers")
+            self._leaves, self._spec = _pytree.tree_flatten(result)
+            for leaf in self._leaves:
+                is_tensor = type(leaf) is Tensor and leaf.layout is torch.strided
+                if not is_tensor and not isinstance(leaf, (type(None), bool, int, float, str)):
+                    raise CannotCapture(f"it returns a {type(leaf).__name__}")
+            self._results = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
+            self.externals = Addresses(list(recorder.externals.values()))
+        except BaseException:
+            self.reset()
+            raise
+
+    def replay(self, tensors: list[Tensor]) -> Any:
+        """What the call returns for other values of its tensors, in memory of the caller's own."""
+        return self._graph.replay(lambda: self._copy_in(tensors), self._copy_out)
+
+    def reset(self) -> None:
+        self._graph.reset()
+
+    def _copy_in(self, tensors: list[Tensor]) -> None:
+        for target, tensor in zip(self._inputs, tensors):
+            _memory(target).copy_(_memory(tensor))
+
+    def _copy_out(self) -> Any:
+        copies = {}
+        for key, tensor in self._results.items():
+            copies[key] = like(tensor)
+            _memory(copies[key]).copy_(_memory(tensor))
+        leaves = [copies[id(x)] if isinstance(x, Tensor) else x for x in self._leaves]
+        return _pytree.tree_unflatten(leaves, self._spec)
+
+
+class _Recorder(TorchFunctionMode):
+    """Finds the tensors that a call reads besides its own and the model's: they must stay where they are.
+
+    Attributes:
+        externals: these tensors, by id.
+        refusal: why the call cannot be captured.
+    """
+
+    def __init__(self, device: torch.device, known: list[Tensor]) -> None:
+        super().__init__()
+        self._device = device
+        self._known = {_storage(tensor) for tensor in known if tensor.device == device}
+        self._external: set[int] = set()
+        # Of what was made in the call. Weak references keep a number from becoming another storage's.
+        self._made: dict[int, StorageWeakRef] = {}
+        self.externals: dict[int, Tensor] = {}
+        self.refusal: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Within a function mode, functions of torch.nn.functional call themselves by their public names.
+        if not getattr(func, "__globals__", _TORCH)["__name__"].startswith("torch"):
+            self._refuse(f"{func.__name__} was replaced")
+        read = _tensors_in((args, kwargs))
+        for tensor in read:
+            storage = _storage(tensor)
+            if storage in self._known or storage in self._made:
+                continue
+            if tensor.device != self._device:
+                self._refuse(f"it reads a tensor on {tensor.device}")
+            self.externals[id(tensor)] = tensor
+            self._external.add(storage)
+        result = func(*args, **kwargs)
+        made = _tensors_in(result)
+        for tensor in made:
+            storage = _storage(tensor)
+            if not any(storage in seen for seen in (self._known, self._external, self._made)):
+                self._made[storage] = StorageWeakRef(tensor.untyped_storage())
+        # A copy would read the host's memory at each replay. A number is part of a launch.
+        if len({t.device for t in (*read, *made) if t.dim() or func is Tensor.copy_}) > 1:
+            self._refuse("it copies from one device to another")
+        return result
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        raise CannotCapture(reason)
+
+
+_TORCH = {"__name__": "torch"}
+TRANSPARENT_MODES.add(_Recorder)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a value, and those that others are made of."""
+    found = []
+    for leaf in _pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor) and hasattr(leaf, "__tensor_flatten__"):
+            found += _tensors_in([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            found.append(leaf)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# CUDA's part
+
+
+class Pool:
+    """The memory that the graphs of a pipeline share: one overwrites what another computed in between.
+
+    Attributes:
+        graphs: those that hold memory of it. Memory whose graphs are all gone is no pool any longer.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
+
+    def handle(self, device: torch.device) -> Any:
+        handles = (graph.handle for graph in self.graphs if graph.device == device)
+        return next(handles, None) or torch.cuda.graph_pool_handle()
+
+    def __deepcopy__(self, memo: dict) -> Pool:
+        return memo.setdefault(id(self), Pool())
+
+
+class _Device:
+    """What all graphs of one device share."""
+
+    _of: dict[torch.device, _Device] = {}
+
+    def __init__(self, device: torch.device) -> None:
+        # Libraries keep a workspace for each stream.
+        self.capture_stream = torch.cuda.Stream(device)
+        # A capture takes the default generator's state away from other threads, which may draw from it
+        # meanwhile: captures get this state instead, as nothing that is captured may draw.
+        self._default_generator = torch.cuda.default_generators[device.index]
+        self._generator = self._default_generator.clone_state()
+        self._keeps_generator = torch.cuda.CUDAGraph()  # what it needs on the device is made once
+        self._keeps_generator.register_generator_state(self._generator)
+        self._last: Any = None  # the stream of the last replay
+        self._done = torch.cuda.Event()
+
+    @classmethod
+    def of(cls, device: torch.device) -> _Device:
+        if device not in cls._of:
+            with torch.cuda.device(device):
+                cls._of[device] = cls(device)
+        return cls._of[device]
+
+    def begin(self, graph: torch.cuda.CUDAGraph, handle: Any) -> None:
+        """Begins a capture on the current stream."""
+        state = self._default_generator.graphsafe_get_state()
+        self._default_generator.graphsafe_set_state(self._generator)
+        try:
+            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+        finally:
+            self._default_generator.graphsafe_set_state(state)
+
+    @contextlib.contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Its work begins when that of the last one is done, on whatever stream that was."""
+        stream = torch.cuda.current_stream()
+        if self._last is not None and self._last != stream:
+            stream.wait_event(self._done)
+        try:
+            yield
+        finally:
+            self._done.record(stream)
+            self._last = stream
+
+
+class CudaGraph:
+    """What a function runs on a device, to be run again."""
+
+    def __init__(self, device: torch.device, pool: Pool) -> None:
+        self.device = device
+        self.handle: Any = None  # of its memory
+        self._shared = _Device.of(device)
+        self._pool = pool
+        self._graph: Any = None
+
+    @staticmethod
+    def is_capturing() -> bool:
+        """Whether the caller captures what runs now."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def capture(self, run: Callable[[], Any]) -> Any:
+        """``run()``, of which nothing is computed yet; the graph is none if it raises."""
+        graph = torch.cuda.CUDAGraph()
+        self.handle = self._pool.handle(self.device)
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            # What is cached outside of the pool could not be given back while the capture lasts.
+            torch.cuda.empty_cache()
+            with torch.cuda.stream(self._shared.capture_stream), _no_garbage_collection():
+                result = self._capture(graph, run)
+        self._graph = graph
+        self._pool.graphs.add(self)
+        return result
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Any]) -> Any:
+        self._shared.begin(graph, self.handle)
+        try:
+            result = run()
+            graph.capture_end()
+        except BaseException:
+            try:
+                graph.capture_end()
+            except Exception:  # it says that the capture has failed, and leaves this undone
+                torch._C._cuda_endAllocateToPool(self.device.index, self.handle)
+                torch._C._cuda_releasePool(self.device.index, self.handle)
+            graph.reset()
+            raise
+        return result
+
+    def replay(self, before: Callable[[], None], after: Callable[[], Any]) -> Any:
+        """What ``after()`` returns, of a replay after ``before()``, all on the current stream."""
+        with torch.cuda.device(self.device), self._shared.in_order():
+            before()
+            self._graph.replay()
+            return after()
+
+    def reset(self) -> None:
+        """Frees what belongs to the graph, when it has run."""
+        if self._graph is not None:
+            torch.cuda.synchronize(self.device)
+            self._graph.reset()
+            self._graph = None
+            self._pool.graphs.discard(self)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A graph that it finds cannot be freed during a capture: PyTorch ends the process."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
