@@ -7,6 +7,7 @@ editing the modulation may be one of two rows, chosen for each token of the imag
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -136,7 +137,8 @@ def _attention_forward(
     ropes = (None, None) if image_rotary_emb is None else image_rotary_emb
     streams = project(call, self, x, c, *ropes)
     joint_mask = bias = None
-    if mask is not None:
+    # Before diffusers 0.37 the mask had no effect.
+    if mask is not None and hasattr(sys.modules[_QWEN], "compute_text_seq_len_from_mask"):
         make = partial(_masks, image_length=x.shape[1], dtype=streams[0].query.dtype)
         joint_mask, bias = call.shared(f"mask {x.shape[1]} {x.dtype}", mask, make)
     c_out, out = attend_jointly(

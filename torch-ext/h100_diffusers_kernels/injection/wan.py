@@ -214,12 +214,13 @@ _ATTENTION = "hidden_states encoder_hidden_states attention_mask rotary_emb"
 _OPERATIONS = "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual"
 
 
-def _block(path: str, parameters: str, forward: Callable) -> BlockSpec:
+def _block(path: str, parameters: str, forward: Callable, *functions: str) -> BlockSpec:
     return BlockSpec(
         path,
         f"{_BLOCK} {parameters}",
         forward,
         _OPERATIONS,
+        functions=functions,
         norms=("norm1", "norm2", "norm3"),
         upcasts=True,
         inner=("attn1", "attn2", "ffn.net.0"),
@@ -284,6 +285,7 @@ FAMILIES = (
             f"{_SKYREELS}:SkyReelsV2TransformerBlock",
             f"{_TRANSFORMER_BLOCK} attention_mask",
             _masked_block_forward,
+            f"{_SKYREELS}:SkyReelsV2Attention.forward",  # since diffusers 0.36
         ),
         _attention(_SKYREELS, "SkyReelsV2", partial(_attention_forward, context_is_parallel=True)),
     ),
