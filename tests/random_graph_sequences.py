@@ -670,12 +670,12 @@ class GraphTwins(random_sequences.Twins):
         self._graphs_before = graphs.get(self.device.type)
         self.watch = Watch(self._graphs_before or EmulatedGraph)
         graphs[self.device.type] = self.watch.graphs
-        self._run_before = self._package.GraphedStandIn.__call__
-        self._package.GraphedStandIn.__call__ = self._counted(self._run_before)
+        self._run_before = self._package.GraphedStandIn.call
+        self._package.GraphedStandIn.call = self._counted(self._run_before)
         return super().__enter__()
 
     def __exit__(self, *error):
-        self._package.GraphedStandIn.__call__ = self._run_before
+        self._package.GraphedStandIn.call = self._run_before
         if self._graphs_before is None:
             del self._package.GRAPHS[self.device.type]
         else:

@@ -178,8 +178,6 @@ def test_changes_by_a_module_of_the_blocks(kernel, device, place, means, is_inje
     model, plain, _ = pair(kernel, device, change, is_injected_first=is_injected_first, **AFFINE)
     arguments = inputs(plain)
     for act in ACTS:
-        if place == "norm1" and act is write_temb:
-            continue  # the modulation is made before the norm is called
         for state in states:
             state.act = None
         unlike = run(plain, arguments)

@@ -37,16 +37,17 @@ End = tuple[Tensor, Tensor, Any]
 
 
 class Prologue(NamedTuple):
-    """The beginning of one stream.
+    """The beginning of one stream, by the kernels.
 
     Attributes:
-        norm: what its norm computes with; None where the module ``owner.name`` has to be called.
+        norm: what its norm computes with.
+        owner, name: the norm's module is ``owner.name``.
         modulations: scale and shift of each result of the norm.
         rows: all rows of the modulation, each (B, 1 or S, D).
         upcasts: whether the model's own code computes in float32; see ``norms.read_norm``.
     """
 
-    norm: Norm | None
+    norm: Norm
     owner: nn.Module
     name: str
     modulations: tuple[Modulation, ...]
@@ -64,31 +65,22 @@ class Prologue(NamedTuple):
         return h, (tuple(normalized), rows)
 
 
-def norm_prologue(
-    call: Call,
-    block: Any,
-    name: str,
-    ahead: Tensor | None,
-    rows_of: Callable[[], Rows],
-    upcasts: bool = False,
-) -> Prologue | None:
-    """The beginning of a stream with the norm ``block.name`` and rows of which the first two are shift and
-    scale; ``ahead`` as in ``Prologues``."""
-    norm: Any = read_norm(block._modules.get(name), None, upcasts)
-    if isinstance(norm, str):
-        if ahead is not None:
-            return None
-        call.fall_back(f"{name} {norm}")
-        norm = None
-    elif ahead is not None and norm[1][0] is not None and norm[1][0].device != ahead.device:
-        return None
-    rows = rows_of()
-    modulation = (rows[1], rows[0]) if rows else (None, None)
-    return Prologue(norm, block, name, (modulation,), rows, upcasts)
-
-
 class ModulePrologue(NamedTuple):
-    """That of an adaptive norm which is called as the module it is."""
+    """That of a norm that is called as the module it is, before the rows of its modulation are made."""
+
+    module: Any
+    rows_of: Callable[[], Rows]
+    upcasts: bool
+
+    def begin(self, x: Tensor) -> Begun:
+        n = self.module(x.float() if self.upcasts else x)
+        rows = self.rows_of()
+        n = n * (1 + rows[1]) + rows[0] if rows else n
+        return (n.to(x.dtype) if self.upcasts else n,), rows
+
+
+class AdaptiveModulePrologue(NamedTuple):
+    """That of an adaptive norm that is called as the module it is."""
 
     module: nn.Module
     temb: Tensor
@@ -106,10 +98,34 @@ class ModulePrologue(NamedTuple):
         return (normalized,), (None, None, *rows)
 
 
-# ``prologues(call, block, ahead, *conditions)``: how each stream of a block begins. The block before asks
-# with its hidden states as ``ahead``, else that is None. Then the answer is None where anything is not plain,
-# or on another device.
-Prologues = Callable[..., "Sequence[Any] | None"]
+# How each stream of a block begins: ``prologue(call, block, ahead, *conditions)``. The block before asks with
+# its hidden states as ``ahead``, else that is None. Then the answer is None where anything is not plain, or
+# on another device. Each is asked for when the one before has begun.
+Prologues = Sequence[Callable[..., Any]]
+
+
+def norm_prologue(
+    call: Call,
+    block: Any,
+    name: str,
+    ahead: Tensor | None,
+    rows_of: Callable[[], Rows],
+    upcasts: bool = False,
+) -> Any:
+    """The beginning of a stream with the norm ``block.name`` and rows of which the first two are shift and
+    scale, or no rows; ``ahead`` as in ``Prologues``."""
+    norm = read_norm(block._modules.get(name), None, upcasts)
+    if isinstance(norm, str):
+        if ahead is not None:
+            return None
+        call.fall_back(f"{name} {norm}")
+        return ModulePrologue(getattr(block, name), rows_of, upcasts)
+    weight = norm[1][0]
+    if ahead is not None and weight is not None and weight.device != ahead.device:
+        return None
+    rows = rows_of()
+    modulation = (rows[1], rows[0]) if rows else (None, None)
+    return Prologue(norm, block, name, (modulation,), rows, upcasts)
 
 
 def begin(
@@ -123,8 +139,10 @@ def begin(
     handed = take_over(call, block, (*hidden_states, *conditions))
     if handed is not None:
         return handed
-    made: Any = prologues(call, block, None, *conditions)
-    return [prologue.begin(x) for prologue, x in zip(made, hidden_states)]
+    return [
+        prologue(call, block, None, *conditions).begin(x)
+        for prologue, x in zip(prologues, hidden_states)
+    ]
 
 
 def take_over(call: Call, block: nn.Module, arguments: tuple[Any, ...]) -> Any:
@@ -160,8 +178,8 @@ def finish(
     elif state is not None and hands_over:
         successor = state.successor(block, call.stand_in.spec)
     if successor is not None:
-        made = prologues(call, successor, ends[0][0], *conditions)
-        if made is not None:
+        made = [prologue(call, successor, ends[0][0], *conditions) for prologue in prologues]
+        if None not in made:
             sums, begun = zip(*map(Prologue.after, made, ends))
             results = as_given(sums)
             state.hand_over(successor, (*results, *conditions), begun)
@@ -232,12 +250,13 @@ def _read_adaptive(module: Any) -> tuple[_Adaptive, Norm] | str:
 def adaptive_prologue(
     call: Call,
     block: Any,
-    name: str,
     ahead: Tensor | None,
     temb: Tensor,
+    *,
+    name: str,
     takes_emb: bool = True,
-) -> Prologue | ModulePrologue | None:
-    """The beginning of a stream with an adaptive norm and an embedding (B, D).
+) -> Any:
+    """The beginning of a stream with the adaptive norm ``block.name`` and an embedding (B, D).
 
     ``ahead`` as in ``Prologues``. ``takes_emb``: whether the model gives a module in its place the embedding
     as ``emb``.
@@ -248,7 +267,9 @@ def adaptive_prologue(
         if ahead is not None:
             return None
         call.fall_back(f"{name} {found}")
-        return ModulePrologue(module, temb, takes_emb)
+        if call.state is not None:
+            call.state.shared.clear()  # the module may write to what it was made of
+        return AdaptiveModulePrologue(module, temb, takes_emb)
     (_, count, places), norm = found
     modulation = _modulation(call, module._modules["linear"], temb, ahead)
     if modulation is None:
@@ -268,8 +289,10 @@ def _modulation(
     plain = plain_weight(layer)
     if ahead is not None and not _may_be_ahead(layer, plain, ahead):
         return None
+    if plain is None:  # it may write to what it is given
+        return layer(torch.nn.functional.silu(temb))
     activated = call.shared(name, temb, torch.nn.functional.silu)
-    return layer(activated) if plain is None else torch.nn.functional.linear(activated, *plain)
+    return torch.nn.functional.linear(activated, *plain)
 
 
 def _may_be_ahead(layer: Any, plain: Any, x: Tensor) -> bool:

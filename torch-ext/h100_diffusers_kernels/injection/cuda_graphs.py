@@ -80,9 +80,13 @@ class GraphedStandIn(StandIn):
         return self.injection.report.graph_counts[0]
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Replays or captures the call, or runs it as it is."""
+        """As ``StandIn.run``."""
         if not isinstance(self, GraphedStandIn):  # a wrapper of somebody's gives the module
             return StandIn.run(self, *args, **kwargs)
+        return self.call(*args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """One call: replayed, captured, or run as it is."""
         module = self._module()
         if torch.compiler.is_compiling() or is_capturing():
             return self._run(*args, **kwargs)

@@ -45,11 +45,10 @@ _CONTROLNET = "diffusers.models.controlnets.controlnet_flux"
 _OF_IP_ADAPTERS = {"ip_hidden_states", "ip_adapter_masks"}
 
 
-def _double_prologues(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
-    """Of image and text; rows are shift, scale and gate of attention, then of the feed-forward."""
-    image = adaptive_prologue(call, block, "norm1", ahead, temb)
-    text = adaptive_prologue(call, block, "norm1_context", ahead, temb)
-    return None if image is None or text is None else (image, text)
+# Of image and text; rows are shift, scale and gate of attention, then of the feed-forward.
+_DOUBLE = tuple(partial(adaptive_prologue, name=name) for name in ("norm1", "norm1_context"))
+# Rows are shift, scale and gate.
+_SINGLE = (partial(adaptive_prologue, name="norm"),)
 
 
 def _double_block_forward(
@@ -65,7 +64,7 @@ def _double_block_forward(
     if not kernels_take(x, c, temb):
         call.refuse(x, c, temb)
         return call.own_forward(self, x, c, temb, image_rotary_emb, joint_attention_kwargs)
-    begun, c_begun = begin(call, self, _double_prologues, (x, c), (temb,))
+    begun, c_begun = begin(call, self, _DOUBLE, (x, c), (temb,))
     # With an IP-Adapter the third result is to be added to the image's.
     attention_out, c_attention_out, *adapted = self._modules["attn"](
         hidden_states=begun[0][0],
@@ -78,16 +77,10 @@ def _double_block_forward(
         feed_forward_end(call, self, "norm2_context", "ff_context", c, c_attention_out, c_begun[1]),
     )
     hands_over = not adapted and x.dtype != torch.float16
-    x, c = finish(call, self, _double_prologues, ends, (temb,), hands_over=hands_over)
+    x, c = finish(call, self, _DOUBLE, ends, (temb,), hands_over=hands_over)
     for out in adapted:
         x = x + out
     return clipped(c), x
-
-
-def _single_prologues(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
-    """Rows are shift, scale and gate."""
-    prologue = adaptive_prologue(call, block, "norm", ahead, temb)
-    return None if prologue is None else (prologue,)
 
 
 def _single_block_forward(
@@ -109,8 +102,7 @@ def _single_block_forward(
         x, (begun,) = as_one(c, x), handed
     else:
         x = joined(call, c, x)
-        (prologue,) = _single_prologues(call, self, None, temb)
-        begun = prologue.begin(x)
+        begun = _SINGLE[0](call, self, None, temb).begin(x)
     (normalized,), (_, _, gate) = begun
     modules = self._modules
     activation = modules["act_mlp"]
@@ -127,7 +119,7 @@ def _single_block_forward(
     text, image = finish(
         call,
         self,
-        _single_prologues,
+        _SINGLE,
         (end,),
         (temb,),
         hands_over=x.dtype != torch.float16,

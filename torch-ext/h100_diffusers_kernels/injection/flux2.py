@@ -20,7 +20,7 @@ from .. import functional
 from ..conditions import kernels_take, may_write
 from ..differentiation import is_differentiated
 from .attention import AttentionSpec, attend, has_known_processor, norm_and_rotate, project_out
-from .blocks import BlockSpec, Prologue, begin, feed_forward_end, finish, norm_prologue
+from .blocks import BlockSpec, begin, feed_forward_end, finish, norm_prologue
 from .checks import KnownClass, is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .family import COMPUTED_ONCE, Family
@@ -36,26 +36,23 @@ _SWIGLU = KnownClass(f"{_FLUX2}:Flux2SwiGLU")
 
 
 def _prologue(
-    call: Call, block: Any, norm: str, ahead: Tensor | None, count: int, modulation: Tensor
-) -> Prologue | None:
-    """Of a modulation (B, N * D) or (B, 1 or S, N * D), with its N rows, each (B, 1 or S, D)."""
+    call: Call, block: Any, ahead: Tensor | None, *modulations: Tensor, name: str, count: int
+) -> Any:
+    """Of modulations (B, N * D) or (B, 1 or S, N * D) the text's is the last; N rows, each (B, 1 or S, D)."""
+    modulation = modulations[-1 if name.endswith("context") else 0]
 
     def rows_of(modulation: Tensor) -> tuple:
         by_token = modulation.unsqueeze(1) if modulation.dim() == 2 else modulation
         return by_token.chunk(count, dim=-1)
 
-    rows = partial(call.shared, f"{norm} rows", modulation, rows_of)
-    return norm_prologue(call, block, norm, ahead, rows)
+    rows = partial(call.shared, f"{name} rows", modulation, rows_of)
+    return norm_prologue(call, block, name, ahead, rows)
 
 
-def _double_prologues(
-    call: Call, block: Any, ahead: Tensor | None, image: Tensor, text: Tensor
-) -> Any:
-    """Of image and text; rows are shift, scale and gate of attention, then of the feed-forward."""
-    image_prologue = _prologue(call, block, "norm1", ahead, 6, image)
-    text_prologue = _prologue(call, block, "norm1_context", ahead, 6, text)
-    found = (image_prologue, text_prologue)
-    return None if None in found else found
+# Of image and text; rows are shift, scale and gate of attention, then of the feed-forward.
+_DOUBLE = tuple(partial(_prologue, name=name, count=6) for name in ("norm1", "norm1_context"))
+# Rows are shift, scale and gate.
+_SINGLE = (partial(_prologue, name="norm", count=3),)
 
 
 def _double_block_forward(
@@ -73,7 +70,7 @@ def _double_block_forward(
         call.refuse(x, c, *conditions)
         more = (image_rotary_emb, joint_attention_kwargs)
         return call.own_forward(self, x, c, *conditions, *more)
-    begun, c_begun = begin(call, self, _double_prologues, (x, c), conditions)
+    begun, c_begun = begin(call, self, _DOUBLE, (x, c), conditions)
     attention_out, c_attention_out = self._modules["attn"](
         hidden_states=begun[0][0],
         encoder_hidden_states=c_begun[0][0],
@@ -85,14 +82,8 @@ def _double_block_forward(
         feed_forward_end(call, self, "norm2_context", "ff_context", c, c_attention_out, c_begun[1]),
     )
     hands_over = c.dtype != torch.float16
-    x, c = finish(call, self, _double_prologues, ends, conditions, hands_over=hands_over)
+    x, c = finish(call, self, _DOUBLE, ends, conditions, hands_over=hands_over)
     return clipped(c), x
-
-
-def _single_prologues(call: Call, block: Any, ahead: Tensor | None, modulation: Tensor) -> Any:
-    """Rows are shift, scale and gate."""
-    prologue = _prologue(call, block, "norm", ahead, 3, modulation)
-    return None if prologue is None else (prologue,)
 
 
 def _single_block_forward(
@@ -114,7 +105,7 @@ def _single_block_forward(
     if c is not None:
         text_seq_len = c.shape[1]
         x = torch.cat([c, x], dim=1)
-    (begun,) = begin(call, self, _single_prologues, (x,), (temb_mod,))
+    (begun,) = begin(call, self, _SINGLE, (x,), (temb_mod,))
     (normalized,), (_, _, gate) = begun
     attention_out = self._modules["attn"](
         hidden_states=normalized,
@@ -124,7 +115,7 @@ def _single_block_forward(
     (x,) = finish(
         call,
         self,
-        _single_prologues,
+        _SINGLE,
         ((x, attention_out, gate),),
         (temb_mod,),
         hands_over=x.dtype != torch.float16,

@@ -37,13 +37,15 @@ from .rotary import CoordinateTables
 _LTX = "diffusers.models.transformers.transformer_ltx"
 
 
-def _prologues(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
+def _prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
     """Rows are shift, scale and gate of self-attention, then of the feed-forward, each (B, 1 or S, D)."""
     if ahead is not None and block.scale_shift_table.device != ahead.device:
         return None
     rows_of = partial(table_rows, block, "scale_shift_table", temb)
-    prologue = norm_prologue(call, block, "norm1", ahead, rows_of)
-    return None if prologue is None else (prologue,)
+    return norm_prologue(call, block, "norm1", ahead, rows_of)
+
+
+_PROLOGUES = (_prologue,)
 
 
 def _block_forward(
@@ -61,7 +63,7 @@ def _block_forward(
         arguments = (x, encoder_hidden_states, temb, image_rotary_emb)
         return call.own_forward(self, *arguments, encoder_attention_mask)
     modules = self._modules
-    (begun,) = begin(call, self, _prologues, (x,), (temb,))
+    (begun,) = begin(call, self, _PROLOGUES, (x,), (temb,))
     (normalized,), (_, _, gate_msa, shift_mlp, scale_mlp, gate_mlp) = begun
     attention_out = modules["attn1"](
         hidden_states=normalized, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
@@ -77,7 +79,7 @@ def _block_forward(
         call, self, "norm2", x, attention_out, None, (scale_mlp, shift_mlp)
     )
     end = (x, feed_forward(modules["ff"], normalized), gate_mlp)
-    (x,) = finish(call, self, _prologues, (end,), (temb,))
+    (x,) = finish(call, self, _PROLOGUES, (end,), (temb,))
     return x
 
 

@@ -38,30 +38,35 @@ _CONTROLNET = "diffusers.models.controlnets.controlnet_qwenimage"
 _BLOCK_CLASS = f"{_QWEN}:QwenImageTransformerBlock"
 
 
-def _prologues(
+def _image_prologue(
     call: Call, block: Any, ahead: Tensor | None, temb: Tensor, index: Tensor | None
 ) -> Any:
-    """Of image and text; rows are shift, scale and gate of attention, then of the feed-forward."""
-    modules = block._modules
-    image = linear_modulation(call, modules["img_mod"], temb, ahead)
-    # The second half is for tokens of the image alone.
-    text_temb = call.shared("first half", temb, _first_half) if block.zero_cond_t else temb
-    text_silu = "text silu" if block.zero_cond_t else "silu"
-    text = linear_modulation(call, modules["txt_mod"], text_temb, ahead, text_silu)
-    if image is None or text is None:
+    """Rows are shift, scale and gate of attention, then of the feed-forward."""
+    modulation = linear_modulation(call, block._modules["img_mod"], temb, ahead)
+    if modulation is None:
         return None
 
-    def rows_of_image() -> tuple:
-        rows = image.unsqueeze(1).chunk(6, dim=-1)
+    def rows_of() -> tuple:
+        rows = modulation.unsqueeze(1).chunk(6, dim=-1)
         return rows if index is None else tuple(_chosen(row, index) for row in rows)
 
-    def rows_of_text() -> tuple:
-        return text.unsqueeze(1).chunk(6, dim=-1)
+    return norm_prologue(call, block, "img_norm1", ahead, rows_of)
 
-    prologue = norm_prologue(call, block, "img_norm1", ahead, rows_of_image)
-    text_prologue = norm_prologue(call, block, "txt_norm1", ahead, rows_of_text)
-    found = (prologue, text_prologue)
-    return None if None in found else found
+
+def _text_prologue(
+    call: Call, block: Any, ahead: Tensor | None, temb: Tensor, index: Tensor | None
+) -> Any:
+    """The same; the embedding's second half is for tokens of the image alone."""
+    silu = "text silu" if block.zero_cond_t else "silu"
+    temb = call.shared("first half", temb, _first_half) if block.zero_cond_t else temb
+    modulation = linear_modulation(call, block._modules["txt_mod"], temb, ahead, silu)
+    if modulation is None:
+        return None
+    rows = modulation.unsqueeze(1).chunk(6, dim=-1)
+    return norm_prologue(call, block, "txt_norm1", ahead, lambda: rows)
+
+
+_PROLOGUES = (_image_prologue, _text_prologue)
 
 
 def _first_half(temb: Tensor) -> Tensor:
@@ -93,7 +98,7 @@ def _block_forward(
         more = (image_rotary_emb, joint_attention_kwargs, modulate_index)
         return call.own_forward(self, x, c, mask, temb, *more)
     conditions = (temb, modulate_index)
-    begun, c_begun = begin(call, self, _prologues, (x, c), conditions)
+    begun, c_begun = begin(call, self, _PROLOGUES, (x, c), conditions)
     attention_out, c_attention_out = self._modules["attn"](
         hidden_states=begun[0][0],
         encoder_hidden_states=c_begun[0][0],
@@ -106,7 +111,7 @@ def _block_forward(
         feed_forward_end(call, self, "txt_norm2", "txt_mlp", c, c_attention_out, c_begun[1]),
     )
     hands_over = x.dtype != torch.float16
-    x, c = finish(call, self, _prologues, ends, conditions, hands_over=hands_over)
+    x, c = finish(call, self, _PROLOGUES, ends, conditions, hands_over=hands_over)
     return clipped(c), clipped(x)
 
 

@@ -11,6 +11,7 @@ and the last block leaves out the text after its attention.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -34,15 +35,22 @@ _ATTENTIONS = "diffusers.models.attention_processor"
 _CHUNKED = "its feed-forward is chunked"
 
 
-def _prologues(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
-    """Of image and text; rows are shift, scale and gate of attention, of the feed-forward, and of the second
-    attention; of the last text scale and shift."""
+def _image_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
+    """Rows are shift, scale and gate of attention, of the feed-forward, and of the second attention."""
     if ahead is not None and block._chunk_size is not None:
         return None
+    return adaptive_prologue(call, block, ahead, temb, name="norm1")
+
+
+def _text_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
+    """The same; of the last block scale and shift."""
     takes_emb = not block.context_pre_only
-    image = adaptive_prologue(call, block, "norm1", ahead, temb)
-    text = adaptive_prologue(call, block, "norm1_context", ahead, temb, takes_emb)
-    return None if image is None or text is None else (image, text)
+    name = "norm1_context"
+    return adaptive_prologue(call, block, ahead, temb, name=name, takes_emb=takes_emb)
+
+
+_PROLOGUES = (_image_prologue, _text_prologue)
+_SINGLE = (partial(adaptive_prologue, name="norm1"),)
 
 
 def _block_forward(
@@ -59,7 +67,7 @@ def _block_forward(
     if self._chunk_size is not None or call.refuses(x, c, temb):
         return call.own_forward(self, x, c, temb, joint_attention_kwargs)
     modules, more = self._modules, joint_attention_kwargs or {}
-    begun, c_begun = begin(call, self, _prologues, (x, c), (temb,))
+    begun, c_begun = begin(call, self, _PROLOGUES, (x, c), (temb,))
     rows = begun[1][:6]
     attention_out, c_attention_out = modules["attn"](
         hidden_states=begun[0][0], encoder_hidden_states=c_begun[0][0], **more
@@ -74,13 +82,8 @@ def _block_forward(
     c_end = feed_forward_end(
         call, self, "norm2_context", "ff_context", c, c_attention_out, c_begun[1]
     )
-    x, c = finish(call, self, _prologues, (end, c_end), (temb,))
+    x, c = finish(call, self, _PROLOGUES, (end, c_end), (temb,))
     return c, x
-
-
-def _single_prologues(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
-    prologue = adaptive_prologue(call, block, "norm1", ahead, temb)
-    return None if prologue is None else (prologue,)
 
 
 def _single_block_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -> Tensor:
@@ -88,10 +91,10 @@ def _single_block_forward(self: Any, call: Call, hidden_states: Tensor, temb: Te
     if not kernels_take(x, temb):
         call.refuse(x, temb)
         return call.own_forward(self, x, temb)
-    (begun,) = begin(call, self, _single_prologues, (x,), (temb,))
+    (begun,) = begin(call, self, _SINGLE, (x,), (temb,))
     attention_out = self._modules["attn"](hidden_states=begun[0][0], encoder_hidden_states=None)
     end = feed_forward_end(call, self, "norm2", "ff", x, attention_out, begun[1])
-    (x,) = finish(call, self, _single_prologues, (end,), (temb,))
+    (x,) = finish(call, self, _SINGLE, (end,), (temb,))
     return x
 
 

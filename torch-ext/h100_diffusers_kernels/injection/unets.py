@@ -202,14 +202,16 @@ class _BasicBlockSpec(BlockSpec):
         return None if module._chunk_size is None else "its feed-forward is chunked"
 
 
-def _prologues(call: Call, block: Any, ahead: Tensor | None) -> Any:
+def _prologue(call: Call, block: Any, ahead: Tensor | None) -> Any:
     # What adds positions may give another dtype.
     if ahead is not None and (
         block.pos_embed is not None or call.stand_in.spec.why_not(block, call.injection) is not None
     ):
         return None
-    prologue = norm_prologue(call, block, "norm1", ahead, tuple)
-    return None if prologue is None else (prologue,)
+    return norm_prologue(call, block, "norm1", ahead, tuple)
+
+
+_PROLOGUES = (_prologue,)
 
 
 def _block_forward(
@@ -243,7 +245,7 @@ def _block_forward(
         return call.own_forward(self, hidden_states, *masks_and_text, *others)
     add_positions = self.pos_embed
     if add_positions is None:
-        (((normalized,), _),) = begin(call, self, _prologues, (x,), ())
+        (((normalized,), _),) = begin(call, self, _PROLOGUES, (x,), ())
     else:
         normalized = add_positions(normed(call, self, "norm1", x))
     attention_out = self.attn1(
@@ -264,7 +266,7 @@ def _block_forward(
         )
     x, normalized = residual_normed(call, self, "norm3", x, attention_out, None)
     end = (x, feed_forward(self.ff, normalized), None)
-    (x,) = finish(call, self, _prologues, (end,), (), hands_over=add_positions is None)
+    (x,) = finish(call, self, _PROLOGUES, (end,), (), hands_over=add_positions is None)
     return x
 
 

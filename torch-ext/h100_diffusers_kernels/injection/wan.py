@@ -13,7 +13,7 @@ VACE's control branch begin and end with a linear layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ _MODELS = "diffusers.models.transformers."
 _TEXT_TOKENS = 512
 
 
-def _prologues(
+def _prologue(
     call: Call,
     block: Any,
     ahead: Tensor | None,
@@ -45,10 +45,11 @@ def _prologues(
     """Rows are shift, scale and gate of self-attention, then of the feed-forward, each (B, 1 or S, D)."""
     if ahead is not None and block.scale_shift_table.device != ahead.device:
         return None
-    embedding = call.shared("embedding", temb, by_token)
-    rows_of = partial(table_rows, block, "scale_shift_table", embedding)
-    prologue = norm_prologue(call, block, "norm1", ahead, rows_of, upcasts=True)
-    return None if prologue is None else (prologue,)
+
+    def rows_of() -> Any:
+        return table_rows(block, "scale_shift_table", call.shared("embedding", temb, by_token))
+
+    return norm_prologue(call, block, "norm1", ahead, rows_of, upcasts=True)
 
 
 def _by_token(temb: Tensor) -> Tensor:
@@ -62,8 +63,8 @@ def _by_token_last(temb: Tensor) -> Tensor:
     return _by_token(temb if temb.dim() == 3 else temb.transpose(1, 2))
 
 
-_prologues_by_token = partial(_prologues, by_token=_by_token)
-_prologues_by_token_last = partial(_prologues, by_token=_by_token_last)
+_BY_TOKEN = (partial(_prologue, by_token=_by_token),)
+_BY_TOKEN_LAST = (partial(_prologue, by_token=_by_token_last),)
 
 
 def _block_forward(
@@ -74,7 +75,7 @@ def _block_forward(
     temb: Tensor,
     rotary_emb: Any,
     *attention_mask: Any,
-    prologues: Callable = _prologues_by_token,
+    prologues: Sequence[Callable] = _BY_TOKEN,
 ) -> Tensor:
     # Some models only transpose what their convolution gives.
     x, c = hidden_states.contiguous(), encoder_hidden_states
@@ -99,7 +100,7 @@ def _masked_block_forward(
 ) -> Tensor:
     """SkyReels-V2's, which also has another order of an embedding for each token."""
     arguments = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
-    return _block_forward(self, call, *arguments, prologues=_prologues_by_token_last)
+    return _block_forward(self, call, *arguments, prologues=_BY_TOKEN_LAST)
 
 
 def _to_the_end(
@@ -134,8 +135,7 @@ def _vace_block_forward(
     if self.proj_in is not None:
         control = self.proj_in(control) + hidden_states
     control = control.contiguous()
-    (prologue,) = _prologues_by_token(call, self, None, temb)
-    begun = prologue.begin(control)
+    begun = _BY_TOKEN[0](call, self, None, temb).begin(control)
     x = gated_residual(*_to_the_end(self, call, control, begun, c, None, rotary_emb), upcasts=True)
     return None if self.proj_out is None else self.proj_out(x), x
 
