@@ -109,6 +109,8 @@ class Record(TorchDispatchMode):
 def _refuse(func, args, kwargs):
     """As CUDA does while it captures: the host may not wait, and PyTorch may not draw random numbers."""
     is_mask = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _indices(func, args))
+    if func._schema.name.endswith("index_put_") and args[2].numel() == 1:
+        is_mask = False  # one value is written by a fill, which need not know how many there are
     if is_mask or torch.Tag.data_dependent_output in func.tags or func in _OF_UNKNOWN_SHAPE:
         raise RuntimeError("operation not permitted when stream is capturing")
     if torch.Tag.nondeterministic_seeded in func.tags:

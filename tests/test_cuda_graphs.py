@@ -785,7 +785,8 @@ class ValueReader(nn.Module):
         if self.how == "mask":
             out = out + out[out > 0].sum() * 0
         if self.how == "masked write":
-            out[out > 100] = 0
+            large = out > 100
+            out[large] = out[large] * 0
         if self.how == "keep":
             self.kept = [out]
         if self.how == "count":
