@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Apply known faults to a copy of the built package, one at a time, and check that the tests find each.
 
 The faults are in tools/seeded_faults.toml. The build and the checkout are not changed.
