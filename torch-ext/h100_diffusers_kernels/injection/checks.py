@@ -147,7 +147,7 @@ _known: list[Any] = []
 def look_up_libraries() -> None:
     """Looks up what is known of libraries, of those that have been loaded by now.
 
-    What was found before stays, as somebody may have replaced it since.
+    What was found before stays, as it may have been replaced since.
     """
     for known in _known:
         if not known.is_found:

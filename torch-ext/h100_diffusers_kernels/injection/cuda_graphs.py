@@ -81,7 +81,7 @@ class GraphedStandIn(StandIn):
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         """As ``StandIn.run``."""
-        if not isinstance(self, GraphedStandIn):  # a wrapper of somebody's gives the module
+        if not isinstance(self, GraphedStandIn):  # a wrapper bound this to the module
             return StandIn.run(self, *args, **kwargs)
         return self.call(*args, **kwargs)
 

@@ -165,7 +165,7 @@ def eject_kernels(pipe_or_model: Any) -> None:
             if injection is not None:
                 _undo(module, injection)
                 logger.info("eject_kernels: restored %s", join(name, module_name) or "the model")
-        take_out(component.modules())  # what somebody kept and put back, or copied alone
+        take_out(component.modules())  # stand-ins that were kept and put back, or copied alone
 
 
 def _undo(model: nn.Module, injection: Injection) -> None:

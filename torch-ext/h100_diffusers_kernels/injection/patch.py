@@ -158,7 +158,7 @@ class Call:
         """Whether the kernels do not take these tensors; the reason is noted."""
         if kernels_take(x, *others):
             return False
-        self.fall_back(why_not_taken(x, *others))
+        self.refuse(x, *others)
         return True
 
     def own_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -220,7 +220,7 @@ class StandIn:
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         """Runs the spec's forward, or the class's own where something unknown would be passed by."""
-        if not isinstance(self, StandIn):  # a wrapper of somebody's gives the module
+        if not isinstance(self, StandIn):  # a wrapper bound this to the module
             found = _stand_ins.get(self)
             own: Any = type(self).forward
             return own(self, *args, **kwargs) if found is None else found.run(*args, **kwargs)
@@ -272,7 +272,7 @@ class StandIn:
         return duplicate
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        if self.injection.is_over:  # somebody kept its method and put it back
+        if self.injection.is_over:  # its method was kept and put back
             return _itself, (self._module(),)
         raise TypeError(
             f"{self.name or 'the model'} runs on injected kernels, which cannot be pickled: "

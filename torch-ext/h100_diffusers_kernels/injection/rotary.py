@@ -15,7 +15,7 @@ from ..functional import CoordinateRope
 
 
 class CoordinateTables(Sequence):
-    """The pair (cos, sin) that a model hands to its blocks, made only where somebody reads it.
+    """The pair (cos, sin) that a model hands to its blocks, made only where code reads it.
 
     Each is (batch, S, dim), float32. Code that reads it may also change it: from then on it is the pair.
 
