@@ -29,6 +29,8 @@ _Module: Any = nn.Module
 MODULE_CALL, CALL_IMPL = _Module._wrapped_call_impl, _modules.Module._call_impl
 # Modes that change no result: torch.set_default_device, and those that only look on.
 TRANSPARENT_MODES: set[type] = {DeviceContext}
+# Where PyTorch has what it traces by: a trace is to have the kernels.
+_TRACERS = ("torch._subclasses", "torch._export", "torch._functorch", "torch.export", "torch.fx")
 # The classes of what this package puts in the place of forwards.
 STAND_INS: set[type] = set()
 
@@ -161,7 +163,7 @@ def is_plain(module: Any, known: KnownClass, *others: Any) -> bool:
     if (
         type(module) is not cls
         or cls.forward is not known.own_forward
-        or cls.__call__ is not MODULE_CALL
+        or cls.__call__ is not _Module.__call__
     ):
         return False
     for owner, name, function in known.functions:
@@ -211,7 +213,7 @@ def why_not_plain(module: Any, known: KnownClass) -> str:
     if known.cls is None or type(module) is not known.cls:
         return f"is a {class_name(module)}"
     reason = replaced_function(known.functions)
-    if known.cls.forward is not known.own_forward or known.cls.__call__ is not MODULE_CALL:
+    if known.cls.forward is not known.own_forward or known.cls.__call__ is not _Module.__call__:
         reason = f"{known.cls.__name__}'s forward or __call__ was replaced"
     if reason is not None:
         return f"is a {class_name(module)}, and {reason}"
@@ -222,12 +224,16 @@ def interposed() -> str | None:
     """What is around all calls of modules or functions now, for which the model's own code has to run."""
     if any(GLOBAL_HOOKS):
         return "hooks are registered for all modules"
-    if _Module.__call__ is not MODULE_CALL or _Module._call_impl is not CALL_IMPL:
-        return "torch.nn.Module.__call__ was replaced"
+    for function, own in ((_Module.__call__, MODULE_CALL), (_Module._call_impl, CALL_IMPL)):
+        # PyTorch's tracers replace it, too.
+        writer = getattr(function, "__globals__", {}).get("__name__", "")
+        if function is not own and not writer.startswith(_TRACERS):
+            return "torch.nn.Module.__call__ was replaced"
     modes = _get_current_function_mode_stack() + _get_current_dispatch_mode_stack()
     for mode in modes:
-        if type(mode) not in TRANSPARENT_MODES and not torch.compiler.is_compiling():
-            return f"it runs within a {type(mode).__name__}"
+        cls = type(mode)
+        if cls not in TRANSPARENT_MODES and not cls.__module__.startswith(_TRACERS):
+            return f"it runs within a {cls.__name__}"
     return None
 
 

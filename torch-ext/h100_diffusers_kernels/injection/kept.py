@@ -83,6 +83,10 @@ def _may_be_kept(x: Tensor, arguments: tuple) -> bool:
     return (
         # Arrays and tensors may have other values by then.
         all(argument is None or type(argument) in (int, float) for argument in _flat(arguments))
-        # What is captured by others has no values yet.
-        and (_capture.is_on or not (x.is_cuda and torch.cuda.is_current_stream_capturing()))
+        # Modes make tensors without values, or see what they are made from, and so do captures of others.
+        and (
+            _capture.is_on
+            or torch._C._len_torch_dispatch_stack() == 0
+            and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+        )
     )

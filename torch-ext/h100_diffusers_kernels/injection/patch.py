@@ -326,7 +326,7 @@ def is_bare(spec: PatchSpec, module: Any) -> bool:
         and stand_in.spec is spec
         and stand_in._module() is module
         and cls.forward is stand_in.own_forward
-        and cls.__call__ is MODULE_CALL
+        and cls.__call__ is nn.Module.__call__
         and not (
             state["_forward_hooks"]
             or state["_forward_pre_hooks"]
