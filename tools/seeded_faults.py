@@ -146,11 +146,11 @@ def main(names: tuple[str, ...], baseline: bool, output: Path | None) -> None:
         results.append(result)
         where = f"found by {result.failed}" if result.found else "NOT FOUND"
         click.echo(f"{fault.name}: {where} ({result.seconds} s)")
+        if output is not None:  # after each, for a run that is interrupted
+            content = [asdict(result) for result in results]
+            output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     found = sum(result.found for result in results)
     click.echo(f"{found} of {len(results)} faults found")
-    if output is not None:
-        content = [asdict(result) for result in results]
-        output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if found < len(results):
         raise SystemExit(1)
 
