@@ -309,8 +309,8 @@ def test_models_of_the_table_are_those_injected_in_full(kernel):
         r"^\| family \|.*?\n\n", PAGES["docs/injection.md"], re.DOTALL | re.MULTILINE
     )
     told = re.findall(r"`(\w+)`", table)
-    registry = sys.modules[f"{kernel.__name__}.injection.registry"]
-    assert sorted(told) == sorted(registry.known_models().split(", "))
+    families = sys.modules[f"{kernel.__name__}.injection.families"]
+    assert sorted(told) == sorted(families.known_models().split(", "))
 
 
 def test_readme_shows_every_operation(kernel):
