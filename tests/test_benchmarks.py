@@ -922,7 +922,7 @@ def test_two_builds_are_compared(device, tmp_path):
     """
     copy_build(tmp_path)
     for norms in tmp_path.glob("build/*/injection/norms.py"):
-        replace_in(norms, 'read["eps"]', '1 + read["eps"]')
+        replace_in(norms, "(weight, bias), eps\n", "(weight, bias), 1 + eps\n")
     for metadata in tmp_path.glob("build/*/metadata.json"):
         id_ = json.loads(metadata.read_text())["id"]
         replace_in(metadata, f'"{id_}"', f'"{id_}_other"')
