@@ -112,8 +112,7 @@ class KnownFunction:
         return self.found.function is not None
 
     def is_in_use(self) -> bool:
-        owner, name, function = self.found
-        return function is not None and getattr(owner, name, None) is function
+        return self.found.is_in_use()
 
 
 class KnownClass:

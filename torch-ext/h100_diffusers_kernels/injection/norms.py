@@ -106,15 +106,6 @@ def normed(call: Call, owner: Any, name: str, x: Tensor) -> Tensor:
     return _NORM[kind](x, *affine, eps)
 
 
-def modulated(
-    call: Call, owner: Any, name: str, x: Tensor, *modulations: Modulation, upcasts: bool = False
-) -> tuple[Tensor, ...]:
-    """``norm(x) * (1 + scale) + shift`` by each of one or two modulations; of one it may be the norm alone,
-    by (None, None)."""
-    norm = _norm_of(call, owner, name, x.shape[-1], upcasts)
-    return modulated_by(norm, owner, name, x, modulations, upcasts)
-
-
 def modulated_by(
     norm: Norm | None,
     owner: Any,
@@ -123,7 +114,8 @@ def modulated_by(
     modulations: tuple[Modulation, ...],
     upcasts: bool,
 ) -> tuple[Tensor, ...]:
-    """The same by a norm that has been read; by the module ``owner.name`` where it is None."""
+    """``norm(x) * (1 + scale) + shift`` by each of one or two modulations; of one it may be the norm alone,
+    by (None, None). By the module ``owner.name`` where the norm is None."""
     operands = modulations[0] if len(modulations) == 1 else (*modulations[0], *modulations[1])
     # Without an upcast, operands of another dtype would give a result of another one.
     alike = go_with if upcasts else of_one_form
