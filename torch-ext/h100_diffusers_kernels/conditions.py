@@ -39,7 +39,7 @@ def kernels_run_on(x: Tensor) -> bool:
 def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
     """Whether the kernels take ``x``, and each other tensor given along with it."""
     dtype, device = x.dtype, x.device
-    # As ``kernels_run_on`` and ``of_one_form``, without their calls: every part of every block asks this.
+    # As ``kernels_run_on`` and ``same_dtype_and_unit_stride``, without their calls: every part of every block asks this.
     if (
         dtype not in _DTYPES
         or device.type != KERNEL_DEVICE_TYPE
@@ -59,7 +59,7 @@ def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
     return True
 
 
-def of_one_form(x: Tensor, *others: Tensor | None) -> bool:
+def same_dtype_and_unit_stride(x: Tensor, *others: Tensor | None) -> bool:
     """Whether tensors that were computed from such as the kernels take are still alike.
 
     A layer in between may give another dtype, or a tensor of another kind. Where they are, the model's
@@ -78,7 +78,7 @@ def of_one_form(x: Tensor, *others: Tensor | None) -> bool:
     return x.stride(-1) == 1 or x.shape[-1] <= 1
 
 
-def go_with(x: Tensor, *others: Tensor | None) -> bool:
+def modulators_compatible(x: Tensor, *others: Tensor | None) -> bool:
     """Whether ``x``, of such as the kernels take, can be normalized and modulated with the others.
 
     They are weights, biases, scales, shifts and gates, each of x's dtype or float32.
@@ -91,7 +91,7 @@ def go_with(x: Tensor, *others: Tensor | None) -> bool:
             or (type(tensor) not in PLAIN_TYPES and not is_plain(tensor))
         ):
             return False
-    return of_one_form(x)
+    return same_dtype_and_unit_stride(x)
 
 
 def group_norm_takes(x: Tensor, *others: Tensor | None) -> bool:
@@ -177,7 +177,7 @@ def attention_takes(query: Tensor, key: Tensor, value: Tensor, heads: int | None
     return (
         query.dtype in ATTENTION_DTYPES
         and (of_token[1] if heads is None else of_token[0] / heads) in ATTENTION_HEAD_DIMS
-        and of_one_form(query, key, value)
+        and same_dtype_and_unit_stride(query, key, value)
         and key.shape == (batch, key.shape[1], *of_token)
         and key.shape == value.shape
         and not is_differentiated(query, key, value)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..arguments import ATTENTION_HEAD_DIMS, dtype_name
-from ..conditions import as_key_bias, attention_takes, of_one_form
+from ..conditions import as_key_bias, attention_takes, same_dtype_and_unit_stride
 from ..differentiation import is_differentiated
 from .checks import KnownFunction, class_name
 from .linears import dropped_out, linear_per_sample
@@ -240,7 +240,7 @@ def norm_options(
     """
     q_norm, k_norm = module._modules.get(names[0]), module._modules.get(names[1])
     if q_norm is None and k_norm is None:
-        return {"norm": "none"} if of_one_form(query, key) else NOT_TAKEN
+        return {"norm": "none"} if same_dtype_and_unit_stride(query, key) else NOT_TAKEN
     q, k = read_norm(q_norm, size), read_norm(k_norm, size)
     for name, norm in zip(names, (q, k)):
         if isinstance(norm, str):
@@ -248,7 +248,7 @@ def norm_options(
     if isinstance(q, str) or isinstance(k, str) or not q[0] == k[0] == RMS or q[2] != k[2]:
         return NOT_TAKEN
     (q_weight,), (k_weight,) = q[1], k[1]
-    if not of_one_form(query, key, q_weight, k_weight):
+    if not same_dtype_and_unit_stride(query, key, q_weight, k_weight):
         return NOT_TAKEN
     return {"q_weight": q_weight, "k_weight": k_weight, "norm": form, "eps": q[2]}
 
@@ -272,7 +272,7 @@ def norm_and_rotate(
     size = query.shape[2] // heads if per_head else query.shape[2]
     operand = None
     if query.shape == key.shape:
-        if rope is not None and of_one_form(query, key):
+        if rope is not None and same_dtype_and_unit_stride(query, key):
             operand = as_operand(rope, query, heads, per_head)
         if operand is not None or (rope is None and module._modules.get(names[0]) is not None):
             options = norm_options(call, module, names, query, key, size, form)
@@ -282,7 +282,7 @@ def norm_and_rotate(
     if per_head:
         query, key = (x.unflatten(2, (heads, -1)) for x in (query, key))
     query, key = (normed(call, module, name, x) for name, x in zip(names, (query, key)))
-    if rope is not None and operand is not None and of_one_form(query, key):
+    if rope is not None and operand is not None and same_dtype_and_unit_stride(query, key):
         query, key = functional.qk_norm_rope(query, key, norm="none", rope=operand, heads=heads)
     elif rope is not None:
         query, key = rotate(query, rope), rotate(key, rope)

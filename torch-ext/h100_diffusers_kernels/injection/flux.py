@@ -26,7 +26,7 @@ from .checks import is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .family import COMPUTED_ONCE, Family
 from .forward_state import model_spec
-from .joint_attention import as_one, attend_to_all, attend_with_tables, joined, project
+from .joint_attention import concat_view, attend_to_all, attend_with_tables, joined, project
 from .linears import (
     GELU,
     LINEAR_GELU,
@@ -99,7 +99,7 @@ def _single_block_forward(
     text_length = c.shape[1]
     handed = take_over(call, self, (c, x, temb))
     if handed is not None:
-        x, (begun,) = as_one(c, x), handed
+        x, (begun,) = concat_view(c, x), handed
     else:
         x = joined(call, c, x)
         begun = _SINGLE[0](call, self, None, temb).begin(x)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ..conditions import may_write, of_one_form
+from ..conditions import may_write, same_dtype_and_unit_stride
 from ..differentiation import is_differentiated
 from .attention import NOT_TAKEN, attend, norm_and_rotate, norm_options
 from .linears import linear, linears, may_be_written, write_linear
@@ -75,7 +75,7 @@ def _joined(
             return None
         operand = None
         if stream.rope is not None:
-            if of_one_form(query, key):
+            if same_dtype_and_unit_stride(query, key):
                 operand = as_operand(stream.rope, query, heads, True)
             if operand is None:
                 return None
@@ -98,14 +98,16 @@ def _joined(
         ):
             value = stream.value_tensor()
             streams[i] = Stream(stream.query, stream.key, value, stream.norms, stream.rope)
-            if value.shape != stream.query.shape or not of_one_form(stream.query, value):
+            if value.shape != stream.query.shape or not same_dtype_and_unit_stride(
+                stream.query, value
+            ):
                 return None
     for stream, (_, options) in zip(streams, how):
         made = stream.value if isinstance(stream.value, Tensor) else None
         weights = options.get("q_weight"), options.get("k_weight")
         if is_differentiated(stream.query, stream.key, made, *weights):
             return None
-    if not of_one_form(first, streams[1].query):
+    if not same_dtype_and_unit_stride(first, streams[1].query):
         return None
     first_length = first.shape[1]
     length = first_length + streams[1].query.shape[1]
@@ -208,11 +210,11 @@ def joined(call: Call, first: Tensor, second: Tensor) -> Tensor:
     joined.
     """
     if call.state is not None and _are_neighbours(first, second):
-        return as_one(first, second)
+        return concat_view(first, second)
     return torch.cat([first, second], dim=1)
 
 
-def as_one(first: Tensor, second: Tensor) -> Tensor:
+def concat_view(first: Tensor, second: Tensor) -> Tensor:
     shape = (first.shape[0], first.shape[1] + second.shape[1], first.shape[2])
     return first.as_strided(shape, first.stride())
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import functional
 from ..arguments import PLAIN_TYPES
 from ..arguments import is_plain as is_plain_tensor
-from ..conditions import kernels_take, may_write, of_one_form
+from ..conditions import kernels_take, may_write, same_dtype_and_unit_stride
 from ..differentiation import is_differentiated
 from .checks import KnownClass, is_plain
 from .patch import Call, PatchSpec
@@ -168,7 +168,7 @@ def linear_gelu(layer: Any, activation: Any, approximate: str, x: Tensor) -> Ten
             out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
             return out.view(*x.shape[:-1], out.shape[-1])
     x = linear(layer, x)
-    return functional.gelu(x, approximate) if of_one_form(x) else activation(x)
+    return functional.gelu(x, approximate) if same_dtype_and_unit_stride(x) else activation(x)
 
 
 def _gelu_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:

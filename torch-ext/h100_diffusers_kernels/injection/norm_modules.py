@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import functional
 from ..arguments import is_plain as is_plain_tensor
 from ..conditions import (
-    go_with,
+    modulators_compatible,
     group_norm_takes,
     has_memory_format,
     kernels_run_on,
@@ -109,7 +109,7 @@ def _why_not_taken(x: Tensor, upcasts: bool, *others: Tensor | None) -> str | No
     if kernels_take(x, *others):
         return None
     are_beside_x = all(other is None or other.device == x.device for other in others)
-    if upcasts and kernels_run_on(x) and go_with(x, *others) and are_beside_x:
+    if upcasts and kernels_run_on(x) and modulators_compatible(x, *others) and are_beside_x:
         return None
     return why_not_taken(x, *others)
 

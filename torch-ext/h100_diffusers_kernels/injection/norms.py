@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import functional
 from ..arguments import PLAIN_TYPES
 from ..arguments import is_plain as is_plain_tensor
-from ..conditions import go_with, of_one_form
+from ..conditions import modulators_compatible, same_dtype_and_unit_stride
 from .checks import KnownClass, class_name, is_plain, why_not_plain
 from .patch import Call
 
@@ -100,7 +100,7 @@ def normed(call: Call, owner: Any, name: str, x: Tensor) -> Tensor:
     if owner._modules.get(name) is None:
         return x
     norm = _norm_of(call, owner, name, x.shape[-1])
-    if norm is None or not of_one_form(x, *norm[1]):
+    if norm is None or not same_dtype_and_unit_stride(x, *norm[1]):
         return getattr(owner, name)(x)
     kind, affine, eps = norm
     return _NORM[kind](x, *affine, eps)
@@ -118,7 +118,7 @@ def modulated_by(
     by (None, None). By the module ``owner.name`` where the norm is None."""
     operands = modulations[0] if len(modulations) == 1 else (*modulations[0], *modulations[1])
     # Without an upcast, operands of another dtype would give a result of another one.
-    alike = go_with if upcasts else of_one_form
+    alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
     if norm is None or not alike(x, *norm[1], *operands):
         n = getattr(owner, name)(x.float() if upcasts else x)
         dtype = x.dtype if upcasts else None
@@ -165,9 +165,10 @@ def residual_modulated_by(
     if norm is not None and is_taken:
         affine = norm[1]
         is_taken = (
-            of_one_form(residual, x) and go_with(residual, gate, *affine, *operands)
+            same_dtype_and_unit_stride(residual, x)
+            and modulators_compatible(residual, gate, *affine, *operands)
             if upcasts
-            else of_one_form(residual, x, gate, *affine, *operands)
+            else same_dtype_and_unit_stride(residual, x, gate, *affine, *operands)
         )
     if norm is None or not is_taken:
         h = gated_residual(residual, x, gate, upcasts)
@@ -227,8 +228,8 @@ def gated_residual(
 
     ``upcasts``: whether the model's own code computes it in float32, and goes back to residual's dtype.
     """
-    alike = go_with if upcasts else of_one_form
-    if x.shape == residual.shape and of_one_form(residual, x) and alike(x, gate):
+    alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
+    if x.shape == residual.shape and same_dtype_and_unit_stride(residual, x) and alike(x, gate):
         return functional.gated_residual(residual, x, gate)
     if upcasts:
         x = x.float() if gate is None else x.float() * gate
