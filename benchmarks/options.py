@@ -12,6 +12,7 @@ import click
 import cosmos
 import flux
 import flux2
+import hunyuan_video
 import ltx
 import models
 import qwenimage
@@ -24,7 +25,7 @@ import wan_small
 
 PUBLISHED = (
     *(ltx, flux, flux2, sd3, qwenimage, wan, wan_small, cosmos, auraflow, allegro),
-    *(sdxl, sdxl_channels_last),
+    *(hunyuan_video, sdxl, sdxl_channels_last),
 )
 MODELS = {published.__name__: published for published in PUBLISHED}
 ALL = "all"

@@ -29,6 +29,7 @@ from diffusers import (
     Flux2Pipeline,
     FluxPipeline,
     FluxTransformer2DModel,
+    HunyuanVideoPipeline,
     QwenImagePipeline,
     StableDiffusion3Pipeline,
     StableDiffusionXLPipeline,
@@ -60,6 +61,7 @@ import cosmos  # noqa: E402
 import flux  # noqa: E402
 import flux2  # noqa: E402
 import history  # noqa: E402
+import hunyuan_video  # noqa: E402
 import kernel_times  # noqa: E402
 import ltx  # noqa: E402
 import models  # noqa: E402
@@ -304,6 +306,13 @@ WHOLE = [
     (cosmos, (1.9, 2.1), {}, (16, 128), 4080),
     (auraflow, (6.7, 6.95), {"num_mmdit_layers": 4, "num_single_dit_layers": 32}, (12, 256), 4096),
     (allegro, (2.7, 2.9), {"num_layers": 32}, (24, 96), 9200),
+    (
+        hunyuan_video,
+        (12.7, 12.9),
+        {"num_layers": 20, "num_single_layers": 40},
+        (24, 128),
+        32640,
+    ),
 ]
 
 
@@ -382,6 +391,7 @@ SCORES = {
     cosmos: (IMAGE, 2, 0.35, "attn1 attn2", ACROSS),
     auraflow: (IMAGE, 3, 0.05, "attn", f"{LINEAR} add_q_proj.weight add_k_proj.weight"),
     allegro: (VIDEO, 2, 0.1, "attn1 attn2", f"{LINEAR} to_q.bias to_k.bias"),
+    hunyuan_video: (VIDEO, 5, 0.15, "attn", f"{JOINT} {LINEAR} to_q.bias to_k.bias"),
     **dict.fromkeys((sdxl, sdxl_channels_last), (IMAGE, 11, 0.2, "attn1 attn2", LINEAR)),
 }
 
@@ -430,6 +440,8 @@ def test_blocks_are_compiled_and_nothing_else(tiny, published, monkeypatch):
     blocks = [block for stack in models.block_lists(model) for block in stack]
     if published in (sdxl, sdxl_channels_last):  # its stacks are of more than transformers
         blocks = [m for m in model.modules() if type(m).__name__ == "BasicTransformerBlock"]
+    if published is hunyuan_video:  # diffusers names the embedding of patches and text, too
+        blocks = [m for m in model.modules() if type(m).__name__ in model._repeated_blocks]
     assert [block for block, _ in compiled] == blocks and len(blocks) >= 2
     assert all(given["fullgraph"] and given["dynamic"] is False for _, given in compiled)
 
@@ -547,6 +559,11 @@ PIPELINES = {
     cosmos: (Cosmos2TextToImagePipeline, PLAIN_EULER, {}),
     auraflow: (AuraFlowPipeline, PLAIN_EULER, {}),
     allegro: (AllegroPipeline, EulerAncestralDiscreteScheduler, {"negative_prompt": None}),
+    hunyuan_video: (
+        HunyuanVideoPipeline,
+        PLAIN_EULER,
+        {"guidance_scale": hunyuan_video.GUIDANCE},
+    ),
 }
 
 
@@ -564,6 +581,8 @@ def passed_by_pipeline(published, transformer, benchmark):
     prompts = {"embeds": benchmark["encoder_hidden_states"]}
     if published is allegro:
         prompts = {"embeds": prompts["embeds"][:, 0]}
+        prompts["attention_mask"] = benchmark["encoder_attention_mask"]
+    elif published is hunyuan_video:
         prompts["attention_mask"] = benchmark["encoder_attention_mask"]
     elif published is auraflow:
         prompts["attention_mask"] = torch.ones(2, auraflow.TEXT_TOKENS)

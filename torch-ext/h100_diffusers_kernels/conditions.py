@@ -30,29 +30,32 @@ def kernels_run_on(x: Tensor) -> bool:
     """
     return (
         x.dtype in _DTYPES
-        and (x.is_cuda if _IS_CUDA else x.device.type == KERNEL_DEVICE_TYPE)
+        and (x.is_cuda if _IS_CUDA else x.is_cpu)
         and is_plain(x)
         and not torch.is_autocast_enabled(KERNEL_DEVICE_TYPE)
     )
 
 
+# Every part of every block asks the next three. So they are written out, without calls, and ask what is
+# quick first: ``is_contiguous`` takes a third of ``stride``, ``is_cuda`` a fifth of ``device.type``.
+
+
 def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
     """Whether the kernels take ``x``, and each other tensor given along with it."""
     dtype, device = x.dtype, x.device
-    # As ``kernels_run_on`` and ``same_dtype_and_unit_stride``, without their calls: every part of every block asks this.
     if (
         dtype not in _DTYPES
-        or device.type != KERNEL_DEVICE_TYPE
+        or not (x.is_cuda if _IS_CUDA else x.is_cpu)
         or (type(x) not in PLAIN_TYPES and not is_plain(x))
         or torch.is_autocast_enabled(KERNEL_DEVICE_TYPE)
-        or not (x.stride(-1) == 1 or x.shape[-1] <= 1)
+        or not (x.is_contiguous() or x.stride(-1) == 1 or x.shape[-1] <= 1)
     ):
         return False
     for tensor in others:
         if tensor is not None and (
-            tensor.dtype != dtype
-            or not (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
+            tensor.dtype is not dtype
             or tensor.device != device
+            or not (tensor.is_contiguous() or tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
             or (type(tensor) not in PLAIN_TYPES and not is_plain(tensor))
         ):
             return False
@@ -62,20 +65,19 @@ def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
 def same_dtype_and_unit_stride(x: Tensor, *others: Tensor | None) -> bool:
     """Whether tensors that were computed from such as the kernels take are still alike.
 
-    A layer in between may give another dtype, or a tensor of another kind. Where they are, the model's
-    own code asks of them, too.
+    A layer in between may give another dtype, or a tensor of another kind.
     """
     dtype = x.dtype
-    if dtype not in _DTYPES or type(x) not in PLAIN_TYPES and not is_plain(x):
+    if dtype not in _DTYPES or (type(x) not in PLAIN_TYPES and not is_plain(x)):
         return False
     for tensor in others:
         if tensor is not None and (
-            tensor.dtype != dtype
-            or not (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
+            tensor.dtype is not dtype
+            or not (tensor.is_contiguous() or tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
             or (type(tensor) not in PLAIN_TYPES and not is_plain(tensor))
         ):
             return False
-    return x.stride(-1) == 1 or x.shape[-1] <= 1
+    return x.is_contiguous() or x.stride(-1) == 1 or x.shape[-1] <= 1
 
 
 def modulators_compatible(x: Tensor, *others: Tensor | None) -> bool:
@@ -86,8 +88,8 @@ def modulators_compatible(x: Tensor, *others: Tensor | None) -> bool:
     dtype = x.dtype
     for tensor in others:
         if tensor is not None and (
-            (tensor.dtype != dtype and tensor.dtype != torch.float32)
-            or not (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
+            (tensor.dtype is not dtype and tensor.dtype is not torch.float32)
+            or not (tensor.is_contiguous() or tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
             or (type(tensor) not in PLAIN_TYPES and not is_plain(tensor))
         ):
             return False
@@ -173,13 +175,14 @@ def attention_takes(query: Tensor, key: Tensor, value: Tensor, heads: int | None
     Each is (B, S, H, d), or (B, S, H * d) with a number of heads. They were computed from tensors such as the
     kernels take.
     """
-    batch, _, *of_token = query.shape
+    of_query, of_key = query.shape, key.shape
     return (
         query.dtype in ATTENTION_DTYPES
-        and (of_token[1] if heads is None else of_token[0] / heads) in ATTENTION_HEAD_DIMS
+        and (of_query[3] if heads is None else of_query[2] / heads) in ATTENTION_HEAD_DIMS
         and same_dtype_and_unit_stride(query, key, value)
-        and key.shape == (batch, key.shape[1], *of_token)
-        and key.shape == value.shape
+        and of_query[::2] == of_key[::2]
+        and of_query[3:] == of_key[3:]
+        and of_key == value.shape
         and not is_differentiated(query, key, value)
     )
 

@@ -142,9 +142,10 @@ def is_native(processor: Any, dispatches: bool) -> bool:
 
 def _may_attend(call: Call, head_dim: int) -> bool:
     """Whether attention itself may run on the kernel; what is no choice of the user's is noted."""
-    if not call.injection.options["attention"]:
+    stand_in = call.stand_in
+    if not stand_in.injection.options["attention"]:
         return False
-    spec: Any = call.stand_in.spec
+    spec: Any = stand_in.spec
     reason = None
     if head_dim not in ATTENTION_HEAD_DIMS:
         reason = _why_no_head_dim(head_dim)

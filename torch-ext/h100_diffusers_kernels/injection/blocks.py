@@ -274,7 +274,7 @@ def adaptive_prologue(
     modulation = _modulation(call, module._modules["linear"], temb, ahead)
     if modulation is None:
         return None
-    rows = modulation.unsqueeze(1).chunk(count, dim=2)
+    rows = modulation.unsqueeze(1).chunk(count, 2)
     (scale, shift), *second = places
     modulations: tuple[Modulation, ...] = ((rows[scale], rows[shift]),)
     if second:
@@ -287,18 +287,18 @@ def _modulation(
 ) -> Tensor | None:
     """``layer(silu(temb))``; ``ahead`` as in ``Prologues``. Blocks share the SiLU under ``name``."""
     plain = plain_weight(layer)
-    if ahead is not None and not _may_be_ahead(layer, plain, ahead):
+    if plain is None:
+        if ahead is not None and not _may_be_ahead(layer, ahead):
+            return None
+        return layer(torch.nn.functional.silu(temb))  # it may write to what it is given
+    if ahead is not None and plain[0].device != ahead.device:
         return None
-    if plain is None:  # it may write to what it is given
-        return layer(torch.nn.functional.silu(temb))
     activated = call.shared(name, temb, torch.nn.functional.silu)
     return torch.nn.functional.linear(activated, *plain)
 
 
-def _may_be_ahead(layer: Any, plain: Any, x: Tensor) -> bool:
+def _may_be_ahead(layer: Any, x: Tensor) -> bool:
     """Whether a layer may be called before its block: without hooks, as offloading has, and where x is."""
-    if plain is not None:
-        return plain[0].device == x.device
     return all(
         has_own_forward(module)
         and not has_hooks(module)
@@ -319,15 +319,29 @@ def linear_modulation(
     return None if ahead is not None else module(temb)
 
 
-def table_rows(block: Any, name: str, temb: Tensor) -> Rows:
-    """The rows of a block's table, (N, D) or (1, N, D), plus those of a time embedding (B, 1 or S, N * D).
+def table_prologue(
+    call: Call,
+    block: Any,
+    ahead: Tensor | None,
+    temb: Tensor,
+    by_row: Callable[[Tensor], Tensor],
+    upcasts: bool = False,
+) -> Any:
+    """The beginning of a stream with the norm ``norm1`` and a modulation that is the block's table
+    ``scale_shift_table``, (N, D) or (1, N, D), plus a time embedding; ``ahead`` as in ``Prologues``.
 
-    Returns:
-        N rows, each (B, 1 or S, D), of the dtype of the sum.
+    ``by_row`` makes (B, 1 or S, N, D) of the embedding, which the blocks share. Rows are shift and scale, and
+    N - 2 more, each (B, 1 or S, D), of the dtype of the sum.
     """
-    table = getattr(block, name)
-    by_row = temb.reshape(temb.size(0), temb.size(1), table.shape[-2], -1)
-    return (table.view(1, 1, *table.shape[-2:]).to(temb.device) + by_row).unbind(dim=2)
+    table = block.scale_shift_table
+    if ahead is not None and table.device != ahead.device:
+        return None
+
+    def rows_of() -> Rows:
+        embedding = call.shared("embedding", temb, by_row)
+        return (table.to(embedding.device) + embedding).unbind(dim=2)
+
+    return norm_prologue(call, block, "norm1", ahead, rows_of, upcasts)
 
 
 # --------------------------------------------------------------------------------------------------

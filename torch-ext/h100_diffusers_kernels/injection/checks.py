@@ -168,16 +168,16 @@ def is_plain(module: Any, known: KnownClass, *others: Any) -> bool:
     for owner, name, function in known.functions:
         if getattr(owner, name, None) is not function:
             return False
-    for each in (module, *others):
+    for each in (module, *others) if others else (module,):
         state = each.__dict__
         if (
-            type(each) is not cls
-            or ("forward" in state and not has_own_forward(each))
-            or state["_forward_hooks"]
+            state["_forward_hooks"]
             or state["_forward_pre_hooks"]
             or state["_backward_hooks"]
             or state["_backward_pre_hooks"]
-            or state.get("_compiled_call_impl") is not None
+            or "_compiled_call_impl" in state
+            or ("forward" in state and not has_own_forward(each))
+            or type(each) is not cls
         ):
             return False
     return True

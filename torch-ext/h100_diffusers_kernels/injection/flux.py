@@ -26,7 +26,7 @@ from .checks import is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .family import COMPUTED_ONCE, Family
 from .forward_state import model_spec
-from .joint_attention import concat_view, attend_to_all, attend_with_tables, joined, project
+from .joint_attention import attend_to_all, attend_with_tables, concat_view, joined, project
 from .linears import (
     GELU,
     LINEAR_GELU,
@@ -132,7 +132,8 @@ def _split(text_length: int, results: Any) -> tuple[Tensor, Tensor]:
     """A block's result as that of the text and that of the image."""
     (x,) = results
     x = clipped(x) if x.dtype == torch.float16 else x
-    return x[:, :text_length], x[:, text_length:]
+    text, image = x.split_with_sizes((text_length, x.shape[1] - text_length), 1)
+    return text, image
 
 
 def _attention_forward(

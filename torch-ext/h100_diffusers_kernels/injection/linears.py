@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import functional
 from ..arguments import PLAIN_TYPES
 from ..arguments import is_plain as is_plain_tensor
-from ..conditions import kernels_take, may_write, same_dtype_and_unit_stride
+from ..conditions import may_write, same_dtype_and_unit_stride
 from ..differentiation import is_differentiated
 from .checks import KnownClass, is_plain
 from .patch import Call, PatchSpec
@@ -87,7 +87,7 @@ def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Tensor) -> T
     if (
         plain is not None
         and (call.state is not None or may_write())
-        and kernels_take(first, second, *plain)
+        and same_dtype_and_unit_stride(first, second, *plain)
         and not is_differentiated(first, second, *plain)
         and first.shape[:-1] == second.shape[:-1]
         and second.is_contiguous()
@@ -120,7 +120,7 @@ def may_be_written(layer: Any, x: Tensor) -> bool:
     return (
         plain is not None
         and may_write()
-        and kernels_take(x, *plain)
+        and same_dtype_and_unit_stride(x, *plain)
         and not is_differentiated(x, *plain)
     )
 
@@ -157,7 +157,7 @@ def linear_gelu(layer: Any, activation: Any, approximate: str, x: Tensor) -> Ten
         if (
             plain is not None
             and plain[1] is not None
-            and kernels_take(x, *plain)
+            and same_dtype_and_unit_stride(x, *plain)
             and x.numel() > 0
             and not is_differentiated(x, *plain)
             and not torch._C._are_functorch_transforms_active()  # it has no rule for torch.vmap

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..conditions import kernels_run_on, kernels_take, tracks_derivatives, why_not_taken
 from ..functional import CoordinateRope
 from .attention import AttentionSpec, attend, has_known_processor, norm_and_rotate, project_out
-from .blocks import BlockSpec, begin, finish, norm_prologue, table_rows
+from .blocks import BlockSpec, begin, finish, table_prologue
 from .checks import has_hooks, has_own_forward
 from .embeddings import TIMESTEPS
 from .family import Family
@@ -37,15 +37,12 @@ from .rotary import CoordinateTables
 _LTX = "diffusers.models.transformers.transformer_ltx"
 
 
-def _prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
-    """Rows are shift, scale and gate of self-attention, then of the feed-forward, each (B, 1 or S, D)."""
-    if ahead is not None and block.scale_shift_table.device != ahead.device:
-        return None
-    rows_of = partial(table_rows, block, "scale_shift_table", temb)
-    return norm_prologue(call, block, "norm1", ahead, rows_of)
+def _by_row(temb: Tensor) -> Tensor:
+    return temb.unflatten(2, (6, -1))
 
 
-_PROLOGUES = (_prologue,)
+# Rows are shift, scale and gate of self-attention, then of the feed-forward.
+_PROLOGUES = (partial(table_prologue, by_row=_by_row),)
 
 
 def _block_forward(

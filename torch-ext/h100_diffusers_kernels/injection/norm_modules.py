@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from .. import functional
 from ..arguments import is_plain as is_plain_tensor
 from ..conditions import (
-    modulators_compatible,
     group_norm_takes,
     has_memory_format,
     kernels_run_on,
     kernels_take,
+    modulators_compatible,
     why_not_taken,
 )
 from ..differentiation import is_differentiated

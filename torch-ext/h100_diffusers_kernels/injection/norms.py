@@ -60,8 +60,8 @@ def read_norm(
         return why_not_plain(module, known)
     attributes, parameters = module.__dict__, module._parameters
     # Sharding puts plain tensors in the place of parameters.
-    weight = parameters["weight"] if "weight" in parameters else attributes.get("weight")
-    bias = parameters["bias"] if "bias" in parameters else attributes.get("bias")
+    weight = parameters.get("weight", attributes.get("weight"))
+    bias = parameters.get("bias", attributes.get("bias"))
     for tensor in (weight, bias):
         if tensor is not None and type(tensor) not in PLAIN_TYPES and not is_plain_tensor(tensor):
             return "has a sharded or quantized weight"

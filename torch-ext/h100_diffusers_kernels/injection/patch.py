@@ -128,15 +128,17 @@ class Call:
         is_counted: whether the call is counted as one on the kernels: not if it falls back.
     """
 
-    __slots__ = ("_reasons", "injection", "is_bare", "is_counted", "stand_in", "state")
+    is_bare = False
+    is_counted = True
+    _reasons: tuple[str, ...] = ()
 
     def __init__(self, stand_in: StandIn, state: Any) -> None:
         self.stand_in = stand_in
-        self.injection = stand_in.injection
         self.state = state
-        self.is_bare = False
-        self.is_counted = True
-        self._reasons: tuple[str, ...] = ()
+
+    @property
+    def injection(self) -> Injection:
+        return self.stand_in.injection
 
     def fall_back(self, reason: str) -> None:
         """Notes that the model's own code computes the call, or a part of it.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import is_plain
-from ..conditions import kernels_take
+from ..conditions import same_dtype_and_unit_stride
 from ..differentiation import is_differentiated
 from ..functional import CoordinateRope
 
@@ -64,7 +64,7 @@ def as_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
         if rope.rope is not None:
             return rope.rope if rope.rope.coordinates.device == x.device else None
         rope = rope.tables()
-    batches, length, size = (1, x.shape[0]), x.shape[1], x.shape[2]
+    batch, length, size = x.shape
     head_dim = size // heads
     if isinstance(rope, Tensor):
         is_taken = (
@@ -86,17 +86,17 @@ def as_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
         return None
     shape = cos.shape
     if len(shape) == 4:
-        is_shaped = shape[0] in batches and shape[1:] == (length, 1, head_dim // 2)
+        is_shaped = shape[0] in (1, batch) and shape[1:] == (length, 1, head_dim // 2)
     elif per_head:
         is_shaped = shape == (length, head_dim)
     else:
-        is_shaped = shape[1:] == (length, size) and shape[0] in batches
+        is_shaped = shape[1:] == (length, size) and shape[0] in (1, batch)
     if (
         is_shaped
         and shape == sin.shape
         and cos.dtype in (torch.float32, x.dtype)
-        and cos.device == x.device
-        and kernels_take(cos, sin)
+        and cos.device == sin.device == x.device
+        and same_dtype_and_unit_stride(cos, sin)
     ):
         return cos, sin
     return None
@@ -106,6 +106,9 @@ def split_tables(rope: Any, first: int, second: int) -> tuple | None:
     """The tables (cos, sin) of two streams of tokens from those of both; None of any other rope."""
     if not isinstance(rope, (tuple, list)) or len(rope) != 2:
         return None
-    if any(not isinstance(t, Tensor) or t.dim() != 2 or len(t) != first + second for t in rope):
+    cos, sin = rope
+    if not (isinstance(cos, Tensor) and isinstance(sin, Tensor)):
         return None
-    return tuple(t[:first] for t in rope), tuple(t[first:] for t in rope)
+    if cos.shape != sin.shape or cos.dim() != 2 or cos.shape[0] != first + second:
+        return None
+    return tuple(zip(cos.split_with_sizes((first, second)), sin.split_with_sizes((first, second))))

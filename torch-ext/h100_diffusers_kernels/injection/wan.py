@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..conditions import kernels_take
 from .attention import AttentionSpec, attend, has_known_processor, norm_and_rotate, project_out
-from .blocks import BlockSpec, End, begin, finish, norm_prologue, table_rows
+from .blocks import BlockSpec, End, begin, finish, table_prologue
 from .embeddings import TIMESTEPS
 from .family import COMPUTED_ONCE, Family
 from .forward_state import model_spec
@@ -35,27 +35,9 @@ _MODELS = "diffusers.models.transformers."
 _TEXT_TOKENS = 512
 
 
-def _prologue(
-    call: Call,
-    block: Any,
-    ahead: Tensor | None,
-    temb: Tensor,
-    by_token: Callable[[Tensor], Tensor],
-) -> Any:
-    """Rows are shift, scale and gate of self-attention, then of the feed-forward, each (B, 1 or S, D)."""
-    if ahead is not None and block.scale_shift_table.device != ahead.device:
-        return None
-
-    def rows_of() -> Any:
-        return table_rows(block, "scale_shift_table", call.shared("embedding", temb, by_token))
-
-    return norm_prologue(call, block, "norm1", ahead, rows_of, upcasts=True)
-
-
 def _by_token(temb: Tensor) -> Tensor:
-    """An embedding (B, 6, D), or (B, S, 6, D), as (B, 1 or S, 6 * D) in float32."""
-    temb = temb.float()
-    return temb.flatten(1).unsqueeze(1) if temb.dim() == 3 else temb.flatten(2)
+    """An embedding (B, 6, D), or (B, S, 6, D), as (B, 1 or S, 6, D) in float32."""
+    return temb.float().unsqueeze(1) if temb.dim() == 3 else temb.float()
 
 
 def _by_token_last(temb: Tensor) -> Tensor:
@@ -63,8 +45,9 @@ def _by_token_last(temb: Tensor) -> Tensor:
     return _by_token(temb if temb.dim() == 3 else temb.transpose(1, 2))
 
 
-_BY_TOKEN = (partial(_prologue, by_token=_by_token),)
-_BY_TOKEN_LAST = (partial(_prologue, by_token=_by_token_last),)
+# Rows are shift, scale and gate of self-attention, then of the feed-forward.
+_BY_TOKEN = (partial(table_prologue, by_row=_by_token, upcasts=True),)
+_BY_TOKEN_LAST = (partial(table_prologue, by_row=_by_token_last, upcasts=True),)
 
 
 def _block_forward(
