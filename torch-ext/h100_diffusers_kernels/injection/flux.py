@@ -20,13 +20,21 @@ import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import AttentionSpec, has_known_processor, project_out
+from .attention import (
+    AttentionSpec,
+    attend_to_all,
+    attend_with_tables,
+    concat_view,
+    has_known_processor,
+    joined,
+    project,
+    project_out,
+)
 from .blocks import BlockSpec, adaptive_prologue, begin, feed_forward_end, finish, take_over
 from .checks import is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .family import COMPUTED_ONCE, Family
 from .forward_state import model_spec
-from .joint_attention import attend_to_all, attend_with_tables, concat_view, joined, project
 from .linears import (
     GELU,
     LINEAR_GELU,

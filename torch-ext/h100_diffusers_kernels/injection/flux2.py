@@ -19,13 +19,19 @@ from torch import Tensor, nn
 from .. import functional
 from ..conditions import kernels_take, may_write
 from ..differentiation import is_differentiated
-from .attention import AttentionSpec, attend, has_known_processor, norm_and_rotate, project_out
+from .attention import (
+    AttentionSpec,
+    attend,
+    attend_with_tables,
+    has_known_processor,
+    norm_and_rotate,
+    project_out,
+)
 from .blocks import BlockSpec, begin, feed_forward_end, finish, norm_prologue
 from .checks import KnownClass, is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .family import COMPUTED_ONCE, Family
 from .forward_state import model_spec
-from .joint_attention import attend_with_tables
 from .linears import SILU, linear, linear_per_sample
 from .norm_modules import OUTPUT_NORM
 from .norms import clipped

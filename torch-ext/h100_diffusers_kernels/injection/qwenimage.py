@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import AttentionSpec, has_known_processor, project_out
+from .attention import (
+    AttentionSpec,
+    attend_jointly,
+    has_known_processor,
+    project,
+    project_out,
+)
 from .blocks import (
     BlockSpec,
     begin,
@@ -27,7 +33,6 @@ from .blocks import (
 from .embeddings import TIMESTEPS
 from .family import COMPUTED_ONCE, Family
 from .forward_state import model_spec
-from .joint_attention import attend_jointly, project
 from .linears import LINEAR_GELU, linear_per_sample
 from .norm_modules import OUTPUT_NORM
 from .norms import clipped

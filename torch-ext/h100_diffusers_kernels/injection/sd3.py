@@ -17,12 +17,18 @@ from typing import Any
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import AttentionSpec, has_known_processor, project_out
+from .attention import (
+    AttentionSpec,
+    attend_jointly,
+    attend_to_all,
+    has_known_processor,
+    project,
+    project_out,
+)
 from .blocks import BlockSpec, adaptive_prologue, begin, feed_forward_end, finish
 from .embeddings import TIMESTEPS
 from .family import COMPUTED_ONCE, Family
 from .forward_state import model_spec
-from .joint_attention import attend_jointly, attend_to_all, project
 from .linears import LINEAR_GELU, linear_per_sample
 from .norm_modules import OUTPUT_NORM
 from .norms import gated_residual
