@@ -226,6 +226,15 @@ def _is_of_all_heads(mask: Tensor, key: Tensor) -> bool:
     return mask.dim() == 3 and mask.shape[0] == key.shape[0] and mask.shape[2] == key.shape[1]
 
 
+def query_key_value(module: Any, x: Tensor, context: Tensor | None) -> list[Tensor]:
+    """Query of x, and key and value of the context, or of x without one, by the layers of an attention."""
+    modules = module._modules
+    if context is None:
+        return linears(x, modules["to_q"], modules["to_k"], modules["to_v"])
+    query = linear(modules["to_q"], x)
+    return [query, *linears(context, modules["to_k"], modules["to_v"])]
+
+
 def norm_options(
     call: Call,
     module: Any,
@@ -276,7 +285,8 @@ def norm_and_rotate(
     per_head = form == "per_head"
     size = query.shape[2] // heads if per_head else query.shape[2]
     operand = None
-    if query.shape == key.shape:
+    # Without a rotation the lengths may differ.
+    if query.shape == key.shape or (rope is None and query.shape[::2] == key.shape[::2]):
         if rope is not None and same_dtype_and_unit_stride(query, key):
             operand = as_operand(rope, query, heads, per_head)
         if operand is not None or (rope is None and q_norm is not None):

@@ -22,14 +22,21 @@ from torch import Tensor
 
 from ..conditions import kernels_run_on, kernels_take, tracks_derivatives, why_not_taken
 from ..functional import CoordinateRope
-from .attention import AttentionSpec, attend, has_known_processor, norm_and_rotate, project_out
+from .attention import (
+    AttentionSpec,
+    attend,
+    has_known_processor,
+    norm_and_rotate,
+    project_out,
+    query_key_value,
+)
 from .blocks import BlockSpec, begin, finish, table_prologue
 from .checks import has_hooks, has_own_forward
 from .embeddings import TIMESTEPS
 from .family import Family
 from .forward_state import model_spec
 from .kept import Kept
-from .linears import LINEAR_GELU, feed_forward, linear
+from .linears import LINEAR_GELU, feed_forward
 from .norms import gated_residual, residual_modulated
 from .patch import Call, PatchSpec, stand_in_of
 from .rotary import CoordinateTables
@@ -92,13 +99,8 @@ def _attention_forward(
     x, c = hidden_states, encoder_hidden_states
     if kwargs or not has_known_processor(call, self) or call.refuses(x):
         return call.own_forward(self, x, c, attention_mask, image_rotary_emb, **kwargs)
-    context = x if c is None else c
-    heads, modules = self.heads, self._modules
-    query, key, value = (
-        linear(modules["to_q"], x),
-        linear(modules["to_k"], context),
-        linear(modules["to_v"], context),
-    )
+    heads = self.heads
+    query, key, value = query_key_value(self, x, c)
     names, rotate = ("norm_q", "norm_k"), call.stand_in.functions[1].function
     query, key = norm_and_rotate(
         call, self, names, query, key, image_rotary_emb, rotate, "across_heads", heads

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import AttentionSpec, attend, has_known_processor, norm_and_rotate, project_out
+from .attention import (
+    AttentionSpec,
+    attend,
+    has_known_processor,
+    norm_and_rotate,
+    project_out,
+    query_key_value,
+)
 from .blocks import BlockSpec, End, begin, finish, table_prologue
 from .embeddings import TIMESTEPS
 from .family import COMPUTED_ONCE, Family
@@ -159,15 +166,10 @@ def _attention_forward(
     return project_out(self, out)
 
 
-def _project(self: Any, call: Call, x: Tensor, c: Tensor | None) -> tuple[Tensor, ...]:
+def _project(self: Any, call: Call, x: Tensor, c: Tensor | None) -> Sequence[Tensor]:
     if self.fused_projections:
         return call.stand_in.functions[-1].function(self, x, c)
-    modules, context = self._modules, x if c is None else c
-    return (
-        linear(modules["to_q"], x),
-        linear(modules["to_k"], context),
-        linear(modules["to_v"], context),
-    )
+    return query_key_value(self, x, c)
 
 
 def _project_image(self: Any, of_image: Tensor) -> tuple[Tensor, ...]:
