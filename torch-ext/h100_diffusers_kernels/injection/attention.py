@@ -405,16 +405,16 @@ def _joined(
             return None
     if not same_dtype_and_unit_stride(first, streams[1].query):
         return None
-    lengths = (first.shape[1], streams[1].query.shape[1])
+    first_length = first.shape[1]
+    length = first_length + streams[1].query.shape[1]
     query, key, value = torch.empty(
-        (3, first.shape[0], sum(lengths), first.shape[2]), dtype=first.dtype, device=first.device
+        (3, first.shape[0], length, first.shape[2]), dtype=first.dtype, device=first.device
     ).unbind(0)
     places = (
-        query.split_with_sizes(lengths, 1),
-        key.split_with_sizes(lengths, 1),
-        value.split_with_sizes(lengths, 1),
+        (query[:, :first_length], key[:, :first_length], value[:, :first_length]),
+        (query[:, first_length:], key[:, first_length:], value[:, first_length:]),
     )
-    for stream, (operand, options), q_out, k_out, v_out in zip(streams, how, *places):
+    for stream, (operand, options), (q_out, k_out, v_out) in zip(streams, how, places):
         v: Any = stream.value
         out: tuple[Tensor, ...] = (q_out, k_out, v_out)
         if isinstance(v, tuple):
@@ -465,10 +465,9 @@ def attend_jointly(
     call: Call, module: Any, streams: list[Stream], *arguments: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """``attend_to_all`` of two streams: the results of each, (B, S1 or S2, H * d)."""
-    lengths = (streams[0].query.shape[1], streams[1].query.shape[1])
+    length = streams[0].query.shape[1]
     out = attend_to_all(call, module, streams, *arguments, **options)
-    first, second = out.split_with_sizes(lengths, 1)
-    return first, second
+    return out[:, :length], out[:, length:]
 
 
 def attend_with_tables(

@@ -140,8 +140,8 @@ def _split(text_length: int, results: Any) -> tuple[Tensor, Tensor]:
     """A block's result as that of the text and that of the image."""
     (x,) = results
     x = clipped(x) if x.dtype == torch.float16 else x
-    text, image = x.split_with_sizes((text_length, x.shape[1] - text_length), 1)
-    return text, image
+    # Views that may be written to, unlike those of `split`.
+    return x[:, :text_length], x[:, text_length:]
 
 
 def _attention_forward(

@@ -111,4 +111,4 @@ def split_tables(rope: Any, first: int, second: int) -> tuple | None:
         return None
     if cos.shape != sin.shape or cos.dim() != 2 or cos.shape[0] != first + second:
         return None
-    return tuple(zip(cos.split_with_sizes((first, second)), sin.split_with_sizes((first, second))))
+    return (cos[:first], sin[:first]), (cos[first:], sin[first:])
