@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .checks import class_name, find_class, look_up_libraries, replaced_function
-from .cuda_graphs import Pool, graphed_stand_in
+from .cuda_graphs import GraphedStandIn, Pool
 from .families import family_of, known_models
 from .family import Family
 from .in_part import spec_of, why_left_alone
@@ -219,7 +219,7 @@ def _plan(
         if can_patch(model):
             inner = next((s for s in stand_ins if s.module is model), None)
             stand_ins[:] = [s for s in stand_ins if s is not inner]
-            stand_ins.append(graphed_stand_in(model, inner, injection, pool))
+            stand_ins.append(GraphedStandIn(model, inner, injection, pool))
         else:
             report.leave("", model, f"no CUDA graphs: {_REPLACED}")
     return plan

@@ -34,7 +34,7 @@ class LeftAlone:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Calls:
     """How the calls of a replaced module were computed so far.
 
@@ -47,11 +47,11 @@ class Calls:
 
     name: str
     module: str
-    on_kernels: int
-    fell_back: dict[str, int]
+    on_kernels: int = 0
+    fell_back: dict[str, int] = field(default_factory=collections.Counter)
 
 
-@dataclass(frozen=True)
+@dataclass
 class GraphCalls:
     """How the calls of a model that may be captured into CUDA graphs ran so far.
 
@@ -65,19 +65,16 @@ class GraphCalls:
 
     name: str
     module: str
-    captured: int
-    replayed: int
-    uncaptured: dict[str, int]
+    captured: int = 0
+    replayed: int = 0
+    uncaptured: dict[str, int] = field(default_factory=collections.Counter)
 
 
-class CallCount:
-    """The calls of one replaced module. ``report`` is its model's."""
+class CallCount(Calls):
+    """The calls of one replaced module, of which a model's report takes account; the name is the model's."""
 
     def __init__(self, name: str, module: str, report: InjectionReport) -> None:
-        self.name = name
-        self.module = module
-        self.on_kernels = 0
-        self.fell_back: collections.Counter[str] = collections.Counter()
+        super().__init__(name, module)
         self.reported: set[str] = set()  # reasons that the report has given
         self._report = report
 
@@ -107,28 +104,6 @@ class CallCount:
         return True
 
 
-class GraphCount:
-    """The calls of one model that may be captured into CUDA graphs."""
-
-    def __init__(self, module: str, report: InjectionReport) -> None:
-        self.module = module
-        self.captured = 0
-        self.replayed = 0
-        self.uncaptured: collections.Counter[str] = collections.Counter()
-        self._report = report
-
-    @property
-    def name(self) -> str:
-        return self._report.model_name
-
-    def count_uncaptured(self, reason: str) -> None:
-        """Counts a call. The first for each reason is logged, unless the next one will be captured."""
-        self.uncaptured[reason] += 1
-        if self.uncaptured[reason] == 1 and reason != FIRST_CALL:
-            name = self.name or "the model"
-            logger.warning("%s (%s) runs without a CUDA graph: %s", name, self.module, reason)
-
-
 @dataclass
 class InjectionReport:
     """The result of :func:`inject_kernels`; ``str()`` gives one line for each kind of module, and the counts
@@ -153,7 +128,7 @@ class InjectionReport:
     levels: dict[str, str] = field(default_factory=dict)
     model_name: str = ""
     counts: dict[str, CallCount] = field(default_factory=dict, repr=False, compare=False)
-    graph_counts: list[GraphCount] = field(default_factory=list, repr=False, compare=False)
+    graph_calls: GraphCalls | None = field(default=None, repr=False, compare=False)
     logged: set[tuple[str, str]] = field(default_factory=set, repr=False, compare=False)
     parts: list[InjectionReport] = field(default_factory=list, repr=False, compare=False)
 
@@ -162,25 +137,18 @@ class InjectionReport:
         """The calls of each replaced module up to now. What torch.compile has compiled is not counted, and
         neither is what a CUDA graph replays."""
         return [
-            Calls(
-                join(part.model_name, count.name),
-                count.module,
-                count.on_kernels,
-                dict(count.fell_back),
-            )
+            Calls(join(part.model_name, c.name), c.module, c.on_kernels, dict(c.fell_back))
             for part in (self, *self.parts)
-            for count in part.counts.values()
+            for c in part.counts.values()
         ]
 
     @property
     def cuda_graphs(self) -> list[GraphCalls]:
         """The calls of each model that may be captured, up to now; none without ``cuda_graphs=True``."""
         return [
-            GraphCalls(
-                count.name, count.module, count.captured, count.replayed, dict(count.uncaptured)
-            )
+            replace(calls, name=part.model_name, uncaptured=dict(calls.uncaptured))
             for part in (self, *self.parts)
-            for count in part.graph_counts
+            if (calls := part.graph_calls) is not None
         ]
 
     @property
@@ -202,7 +170,7 @@ class InjectionReport:
 
     def fresh(self) -> InjectionReport:
         """The same of a model's copy, in which nothing is counted yet."""
-        report = replace(self, counts={}, graph_counts=[], logged=set(), parts=[])
+        report = replace(self, counts={}, graph_calls=None, logged=set(), parts=[])
         for count in self.counts.values():
             report.count_of(count.name, count.module).reported = count.reported
         return report
