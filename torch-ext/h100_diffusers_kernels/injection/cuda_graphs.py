@@ -18,7 +18,7 @@ from .graph_capture import Arguments, Capture, CudaGraph, Pool, lock, read_argum
 from .kept import is_capturing
 from .model_fingerprint import CannotCapture, Fingerprint
 from .patch import Injection, PatchSpec, StandIn
-from .report import FIRST_CALL, GraphCalls
+from .report import GraphCalls
 
 __all__ = ["GraphedStandIn", "Pool"]
 
@@ -26,6 +26,7 @@ logger = logging.getLogger("h100_diffusers_kernels")
 
 # What captures and replays on a type of device.
 GRAPHS: dict[str, Any] = {"cuda": CudaGraph}
+FIRST_CALL = "the first call of its kind"
 _CHANGES_OFTEN = "it changed at each of the last calls"
 _CHANGES_ITSELF = "its forward changes the model"
 _TOO_LITTLE_MEMORY = "there is not enough memory for a graph"
