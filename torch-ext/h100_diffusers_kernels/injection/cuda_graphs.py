@@ -27,6 +27,7 @@ logger = logging.getLogger("h100_diffusers_kernels")
 # What captures and replays on a type of device.
 GRAPHS: dict[str, Any] = {"cuda": CudaGraph}
 FIRST_CALL = "the first call of its kind"
+_MOVED = "parameters or buffers are elsewhere in memory"
 _CHANGES_OFTEN = "it changed at each of the last calls"
 _CHANGES_ITSELF = "its forward changes the model"
 _TOO_LITTLE_MEMORY = "there is not enough memory for a graph"
@@ -143,14 +144,13 @@ class GraphedStandIn(StandIn):
         fingerprint, capture = self._fingerprint, self._captures.get(key)
         if fingerprint is None:
             raise CannotCapture(self._refusal)
-        result = None
-        # The device computes while the model is compared. Only the memory must be known to be there.
-        if capture is not None and not (capture.externals.hold() and fingerprint.addresses.hold()):
+        has_moved = not fingerprint.addresses.hold()
+        if capture is not None and (has_moved or not capture.externals.hold()):
             self._captures.pop(key).reset()
             capture = None
-        if capture is not None:
-            result = capture.replay(call.tensors)
-        change = fingerprint.change(module)
+        # The device computes while the model is compared.
+        result = None if capture is None else capture.replay(call.tensors)
+        change = _MOVED if has_moved else fingerprint.change(module)
         if change is not None:
             self.forget()
             self._wait(_CHANGES_OFTEN if self._patience else FIRST_CALL)
@@ -182,7 +182,7 @@ class GraphedStandIn(StandIn):
             reason = "" if is_known else f"to capture it raises {type(error).__name__}: "
             self._seen[key] = reason + sentence
             raise CannotCapture(self._seen[key]) from None
-        if fingerprint.change(module) is not None:
+        if not fingerprint.addresses.hold() or fingerprint.change(module) is not None:
             # This call did what it does besides computing; a replay would not.
             capture.reset()
             self.forget()

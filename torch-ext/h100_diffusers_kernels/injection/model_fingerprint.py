@@ -85,10 +85,12 @@ class Fingerprint:
             raise CannotCapture("a tensor of it has no memory of its own") from None
 
     def change(self, model: nn.Module) -> str | None:
-        """What is not as it was, as a clause; None if nothing is."""
-        if not self.addresses.hold():
-            return "parameters or buffers are elsewhere in memory"
-        if _is_wrapped(model, True) or any(self._empty) or self._current_sizes() != self._sizes:
+        """What is not as it was besides addresses, as a clause; None if nothing is."""
+        if (
+            _is_wrapped(model, is_model=True)
+            or any(self._empty)
+            or self._current_sizes() != self._sizes
+        ):
             return "a module, a hook or an adapter was added or removed"
         try:
             if all(map(is_, self._current_values(model), self._values)):
@@ -105,33 +107,28 @@ class Fingerprint:
         return [*map(len, self._states), *map(len, self._views)]
 
     def _current_values(self, model: nn.Module) -> Iterator[Any]:
-        attributes = _attributes_of(model)
+        attributes = _attributes_of(model, is_model=True)
         named = [map(itemgetter(*names), each) for names, each in self._named.items()]
-        return chain(
-            (type(model), *attributes, *attributes.values()),
-            map(type, self._objects),
-            *map(chain.from_iterable, (self._views, *named)),
-        )
+        of_model = [type(model), *attributes, *attributes.values()]
+        classes = map(type, self._objects)
+        return chain.from_iterable(chain([of_model, classes], self._views, *named))
 
     def _add_module(self, module: nn.Module, is_model: bool) -> None:
-        state = vars(module)
+        state, attributes = vars(module), _attributes_of(module, is_model)
         for name in _PARTS if is_model else (*_PARTS, *_HOOKS):
             self._look_into(state[name], 1)
-        if is_model:
-            for value in _attributes_of(module).values():
-                self._look_into(value, _DEPTH)
-        else:
+        for value in attributes.values():
+            self._look_into(value, _DEPTH)
+        if not is_model:
             self._objects.append(module)
             self._states.append(state)
-            self._add_names(state, state.keys() - _NOT_COMPARED, _DEPTH)
+            self._add_names(state, attributes)
 
-    def _add_names(self, namespace: Any, names: Iterable[str], depth: int) -> None:
-        """Adds some values of a dictionary, and what they consist of."""
-        key = tuple(sorted(names))
+    def _add_names(self, namespace: Any, names: Iterable[str]) -> None:
+        """Adds the values of some names of a dictionary."""
+        key = tuple(names)
         if key:  # of a single name, itemgetter gives no tuple
             self._named.setdefault(key if len(key) > 1 else key * 2, []).append(namespace)
-        for name in key:
-            self._look_into(namespace[name], depth)
 
     def _look_into(self, value: Any, depth: int) -> None:
         if isinstance(value, _CONSTANTS) or id(value) in self._seen:
@@ -168,10 +165,12 @@ class Fingerprint:
         files = {sys.modules.get(base.__module__) for base in bases}
         for namespace in {*bases, *files, nn.functional} - {builtins, None}:
             values = vars(namespace)
-            self._add_names(values, [n for n, value in values.items() if callable(value)], 0)
+            self._add_names(values, [name for name in values if callable(values[name])])
         registry = getattr(sys.modules.get(_DISPATCH), _REGISTRY, None)
         if registry is not None:  # of attention backends
-            self._add_names(vars(registry), vars(registry), 1)
+            self._add_names(vars(registry), vars(registry))
+            for value in vars(registry).values():
+                self._look_into(value, 1)
 
 
 def _is_wrapped(module: nn.Module, is_model: bool) -> bool:
@@ -190,9 +189,9 @@ def _is_wrapped(module: nn.Module, is_model: bool) -> bool:
     )
 
 
-def _attributes_of(model: nn.Module) -> dict[str, Any]:
-    left_out = _NOT_COMPARED | _AROUND
-    return {name: value for name, value in vars(model).items() if name not in left_out}
+def _attributes_of(module: nn.Module, is_model: bool) -> dict[str, Any]:
+    left_out = _NOT_COMPARED | _AROUND if is_model else _NOT_COMPARED
+    return {name: value for name, value in vars(module).items() if name not in left_out}
 
 
 def _is_equal(a: Any, b: Any) -> bool:
