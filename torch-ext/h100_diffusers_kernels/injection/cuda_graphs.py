@@ -44,11 +44,6 @@ class GraphedStandIn(StandIn):
     model is compared with what it was; if it changed, its graphs are dropped and the call runs as it is.
     """
 
-    __slots__ = (
-        *("_calls", "_calls_to_wait", "_captures", "_fingerprint", "_has_spec", "_patience"),
-        *("_pool", "_refusal", "_seen"),
-    )
-
     def __init__(
         self, model: nn.Module, inner: StandIn | None, injection: Injection, pool: Pool
     ) -> None:
@@ -104,9 +99,8 @@ class GraphedStandIn(StandIn):
             self._count(reason)
         result = self._run(*args, **kwargs)
         if key is not None:
-            with (
-                lock
-            ):  # PyTorch's settings change in its first calls, such as the order of attentions
+            # PyTorch's settings change in its first calls, such as the order of attentions.
+            with lock:
                 self._look(module, (_settings(), call.key))
         return result
 
