@@ -341,9 +341,8 @@ class CudaGraph:
         """What ``after()`` returns, of a replay after ``before()``, all on the current stream."""
         with torch.cuda.device(self.device):
             stream, done = torch.cuda.current_stream(), _device(self.device).done
-            stream.wait_event(
-                done
-            )  # graphs share memory: one replay after the other, on whatever streams
+            # Graphs share memory: each waits for the last one, on whatever stream that was.
+            stream.wait_event(done)
             try:
                 before()
                 self._graph.replay()
