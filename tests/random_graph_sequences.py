@@ -695,7 +695,7 @@ class GraphTwins(random_sequences.Twins):
                 raise
             finally:
                 if is_counted and twins() is not None:
-                    twins()._count_run(graphed.graph_count)
+                    twins()._count_run(graphed.injection.report.graph_calls)
 
         return counted
 

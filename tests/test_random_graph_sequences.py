@@ -90,8 +90,8 @@ def test_graphs_that_outlive_the_kernels_are_found_out(kernel, device, monkeypat
 
 
 def test_calls_that_are_not_counted_are_found_out(kernel, device, monkeypatch):
-    count = module_of(kernel, "report").GraphCount
-    monkeypatch.setattr(count, "count_uncaptured", lambda self, reason: None)
+    stand_in = module_of(kernel, "cuda_graphs").GraphedStandIn
+    monkeypatch.setattr(stand_in, "_count", lambda self, reason: None)
     with GraphTwins("ltx", device=device) as twins:
         twins.inject()
         twins.forward(options="no mask", seed=0, times=3)

@@ -309,8 +309,8 @@ def test_models_of_the_table_are_those_injected_in_full(kernel):
         r"^\| family \|.*?\n\n", PAGES["docs/injection.md"], re.DOTALL | re.MULTILINE
     )
     told = re.findall(r"`(\w+)`", table)
-    families = sys.modules[f"{kernel.__name__}.injection.families"]
-    assert sorted(told) == sorted(families.known_models().split(", "))
+    inject = sys.modules[f"{kernel.__name__}.injection.inject"]
+    assert sorted(told) == sorted(inject.known_models().split(", "))
 
 
 def test_readme_shows_every_operation(kernel):

@@ -18,14 +18,16 @@ from .graph_capture import Arguments, Capture, CudaGraph, Pool, lock, read_argum
 from .kept import is_capturing
 from .model_fingerprint import CannotCapture, Fingerprint
 from .patch import Injection, PatchSpec, StandIn
-from .report import FIRST_CALL, GraphCount
+from .report import GraphCalls
 
-__all__ = ["Pool", "graphed_stand_in"]
+__all__ = ["GraphedStandIn", "Pool"]
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
 # What captures and replays on a type of device.
 GRAPHS: dict[str, Any] = {"cuda": CudaGraph}
+FIRST_CALL = "the first call of its kind"
+_MOVED = "parameters or buffers are elsewhere in memory"
 _CHANGES_OFTEN = "it changed at each of the last calls"
 _CHANGES_ITSELF = "its forward changes the model"
 _TOO_LITTLE_MEMORY = "there is not enough memory for a graph"
@@ -42,11 +44,6 @@ class GraphedStandIn(StandIn):
     model is compared with what it was; if it changed, its graphs are dropped and the call runs as it is.
     """
 
-    __slots__ = (
-        *("_calls_to_wait", "_captures", "_fingerprint", "_has_spec", "_patience", "_pool"),
-        *("_refusal", "_seen"),
-    )
-
     def __init__(
         self, model: nn.Module, inner: StandIn | None, injection: Injection, pool: Pool
     ) -> None:
@@ -62,22 +59,15 @@ class GraphedStandIn(StandIn):
             self.own_forward = cls.forward
             del injection.report.counts[self.name]
         self._has_spec = inner is not None
-        injection.report.graph_counts.append(GraphCount(cls.__name__, injection.report))
-        self._begin(pool)
-
-    def _begin(self, pool: Pool) -> None:
+        self._calls = injection.report.graph_calls = GraphCalls("", cls.__name__)
         self._pool = pool
         self._captures: collections.OrderedDict[Hashable, Capture] = collections.OrderedDict()
         # Why calls that ran as they are were not captured, by key.
         self._seen: collections.OrderedDict[Hashable, str] = collections.OrderedDict()
         self._fingerprint: Fingerprint | None = None
-        self._refusal = FIRST_CALL  # why the next call is not captured, without a fingerprint
-        self._calls_to_wait = 0
+        self._refusal = FIRST_CALL  # why there is no fingerprint
+        self._calls_to_wait = 0  # until there is one
         self._patience = 0
-
-    @property
-    def graph_count(self) -> GraphCount:
-        return self.injection.report.graph_counts[0]
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         """As ``StandIn.run``."""
@@ -93,27 +83,25 @@ class GraphedStandIn(StandIn):
         if module is None or self.injection.is_over:
             self.taken_out()  # a wrapper may hold this
             return self._run(*args, **kwargs)
-        try:
-            _refuse_modes()
-            call = read_arguments(args, kwargs)
-            device = _device_of(call)
-        except CannotCapture as refusal:
-            with lock:
-                self.graph_count.count_uncaptured(refusal.reason)
-            return self._run(*args, **kwargs)
-        key = (_settings(), call.key)
+        key: Any = None
         with lock:
             try:
-                return self._replay_or_capture(module, key, device, call)
+                _refuse_modes()
+                call = read_arguments(args, kwargs)
+                _refuse_device(call.tensors[0].device)
+                key = (_settings(), call.key)
+                return self._replay_or_capture(module, key, call)
             except CannotCapture as refusal:
-                reason = refusal.reason
+                reason = str(refusal)
             except torch.OutOfMemoryError:
                 self.forget()
                 reason = self._seen[key] = _TOO_LITTLE_MEMORY
-            self.graph_count.count_uncaptured(reason)
+            self._count(reason)
         result = self._run(*args, **kwargs)
-        with lock:  # PyTorch's settings change in its first calls, such as the order of attentions
-            self._look(module, (_settings(), call.key))
+        if key is not None:
+            # PyTorch's settings change in its first calls, such as the order of attentions.
+            with lock:
+                self._look(module, (_settings(), call.key))
         return result
 
     def forget(self) -> None:
@@ -128,60 +116,54 @@ class GraphedStandIn(StandIn):
         with lock:
             self.forget()
 
+    def copied(self, module: nn.Module, memo: dict) -> StandIn:
+        """That of the module's copy, without graphs."""
+        injection, pool = copy.deepcopy((self.injection, self._pool), memo)
+        duplicate = GraphedStandIn(module, self if self._has_spec else None, injection, pool)
+        duplicate.had_attribute = self.had_attribute
+        return duplicate
+
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         if self._has_spec or module is None:
             return StandIn.run(self, *args, **kwargs)
-        is_traced = torch.compiler.is_compiling()
-        forward = self.own_forward if is_traced else type(module).forward
-        return forward(module, *args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
 
-    def _replay_or_capture(
-        self, module: Any, key: Hashable, device: torch.device, call: Arguments
-    ) -> Any:
+    def _replay_or_capture(self, module: nn.Module, key: Hashable, call: Arguments) -> Any:
         """The call's result.
 
         Raises:
             CannotCapture: if the call is to run as it is.
         """
-        capture: Any = self._captures.get(key)
-        fingerprint: Any = self._fingerprint
-        replayed = None
-        # The device computes while the model is compared. Only the memory must be known to be there.
-        has_graph = capture is not None and fingerprint is not None
-        if has_graph and capture.externals.hold() and fingerprint.addresses.hold():
-            replayed = (capture.replay(call.tensors),)
-        self._compare(module)
-        if replayed is not None:
-            self._captures.move_to_end(key)
-            self._patience = 0
-            self.graph_count.replayed += 1
-            return replayed[0]
-        if capture is not None:
+        fingerprint, capture = self._fingerprint, self._captures.get(key)
+        if fingerprint is None:
+            raise CannotCapture(self._refusal)
+        has_moved = not fingerprint.addresses.hold()
+        if capture is not None and (has_moved or not capture.externals.hold()):
             self._captures.pop(key).reset()
-        reason = self._seen.get(key)
-        if reason != FIRST_CALL:
-            raise CannotCapture(reason or FIRST_CALL)
-        return self._capture(module, key, device, call)
-
-    def _compare(self, module: nn.Module) -> None:
-        if self._calls_to_wait > 0:
-            self._calls_to_wait -= 1
-            raise CannotCapture(self._refusal)
-        if self._fingerprint is None:
-            raise CannotCapture(self._refusal)
-        change = self._fingerprint.change(module)
+            capture = None
+        # The device computes while the model is compared.
+        result = None if capture is None else capture.replay(call.tensors)
+        change = _MOVED if has_moved else fingerprint.change(module)
         if change is not None:
             self.forget()
             self._wait(_CHANGES_OFTEN if self._patience else FIRST_CALL)
-            name = self.graph_count.name or "the model"
-            logger.info("%s: CUDA graphs are dropped: %s", name, change)
+            logger.info("%s: CUDA graphs are dropped: %s", self._name, change)
             raise CannotCapture(FIRST_CALL)
+        if capture is not None:
+            self._captures.move_to_end(key)
+            self._patience = 0
+            self._calls.replayed += 1
+            return result
+        reason = self._seen.get(key)
+        if reason != FIRST_CALL:
+            raise CannotCapture(reason or FIRST_CALL)
+        return self._capture(module, fingerprint, key, call)
 
     def _capture(
-        self, module: nn.Module, key: Hashable, device: torch.device, call: Arguments
+        self, module: nn.Module, fingerprint: Fingerprint, key: Hashable, call: Arguments
     ) -> Any:
-        fingerprint: Any = self._fingerprint
+        device = call.tensors[0].device
         try:
             graph = GRAPHS[device.type](device, self._pool)
             capture = Capture(graph, call, self._run, fingerprint.tensors)
@@ -190,18 +172,18 @@ class GraphedStandIn(StandIn):
             raise
         except Exception as error:
             sentence = str(error).partition("\n")[0]
-            reason = f"to capture it raises {type(error).__name__}: {sentence}"
-            self._seen[key] = error.reason if isinstance(error, CannotCapture) else reason
+            is_known = isinstance(error, CannotCapture)
+            reason = "" if is_known else f"to capture it raises {type(error).__name__}: "
+            self._seen[key] = reason + sentence
             raise CannotCapture(self._seen[key]) from None
-        if fingerprint.change(module) is not None:
+        if not fingerprint.addresses.hold() or fingerprint.change(module) is not None:
             # This call did what it does besides computing; a replay would not.
             capture.reset()
             self.forget()
-            self._patience = max(1, self._patience)
             self._wait(_CHANGES_ITSELF)
-            self.graph_count.count_uncaptured(_CHANGES_ITSELF)
+            self._count(_CHANGES_ITSELF)
             return result
-        self.graph_count.captured += 1
+        self._calls.captured += 1
         self._captures[key] = capture
         while len(self._captures) > self.injection.options["max_cuda_graphs"]:
             self._captures.popitem(last=False)[1].reset()
@@ -209,13 +191,14 @@ class GraphedStandIn(StandIn):
 
     def _look(self, module: nn.Module, key: Hashable) -> None:
         """After a call that ran as it is."""
-        if self._calls_to_wait > 0:
-            return
         if self._fingerprint is None:
+            if self._calls_to_wait > 0:
+                self._calls_to_wait -= 1
+                return
             try:
                 self._fingerprint = Fingerprint(module)
             except CannotCapture as refusal:
-                self._wait(refusal.reason)
+                self._wait(str(refusal))
                 return
         self._seen.setdefault(key, FIRST_CALL)
         while len(self._seen) > _REMEMBERED * self.injection.options["max_cuda_graphs"]:
@@ -227,29 +210,19 @@ class GraphedStandIn(StandIn):
         self._patience = min(max(1, 2 * self._patience), _MOST_CALLS_BETWEEN_LOOKS)
         self._refusal = reason
 
-    def copied(self, module: nn.Module, memo: dict) -> StandIn:
-        """That of the module's copy, without graphs."""
-        injection, pool = copy.deepcopy((self.injection, self._pool), memo)
-        inner = self if self._has_spec else None
-        duplicate = GraphedStandIn(module, inner, injection, pool)
-        duplicate.had_attribute = self.had_attribute
-        return duplicate
+    @property
+    def _name(self) -> str:
+        return self.injection.report.model_name or "the model"
 
+    def _count(self, reason: str) -> None:
+        """Counts a call that runs as it is. The first for each reason is logged, unless the next one will be
+        captured."""
+        self._calls.uncaptured[reason] += 1
+        if self._calls.uncaptured[reason] == 1 and reason != FIRST_CALL:
+            logger.warning(
+                "%s (%s) runs without a CUDA graph: %s", self._name, self._calls.module, reason
+            )
 
-def _device_of(call: Arguments) -> torch.device:
-    devices = {tensor.device for tensor in call.tensors}
-    if len(devices) != 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise CannotCapture(f"it was given tensors on {names or 'no device'}")
-    (device,) = devices
-    if device.type not in GRAPHS:
-        raise CannotCapture(f"there are no graphs of what runs on {device.type}")
-    if GRAPHS[device.type].is_capturing():
-        raise CannotCapture("its caller captures it")
-    return device
-
-
-graphed_stand_in = GraphedStandIn
 
 # --------------------------------------------------------------------------------------------------
 # What PyTorch is set to
@@ -267,6 +240,13 @@ def _refuse_modes() -> None:
     reason = interposed()
     if reason is not None:
         raise CannotCapture(reason)
+
+
+def _refuse_device(device: torch.device) -> None:
+    if device.type not in GRAPHS:
+        raise CannotCapture(f"there are no graphs of what runs on {device.type}")
+    if GRAPHS[device.type].is_capturing():
+        raise CannotCapture("its caller captures it")
 
 
 _GETTERS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import gc
 import threading
 import weakref
@@ -35,8 +36,8 @@ class Arguments(NamedTuple):
 
     Attributes:
         key: equal for calls that differ in tensors' values only.
-        tensors: each once, in order.
-        leaves: arguments within their containers; a tensor's is its index in ``tensors``, as ``_Index``.
+        tensors: each once, all on one device.
+        leaves: arguments within their containers.
         spec: those containers.
     """
 
@@ -47,13 +48,10 @@ class Arguments(NamedTuple):
 
     def with_tensors(self, tensors: list[Tensor]) -> tuple[tuple, dict]:
         """Arguments and keyword arguments, with other tensors."""
-        leaves = [tensors[leaf] if type(leaf) is _Index else leaf for leaf in self.leaves]
+        others = dict(zip(map(id, self.tensors), tensors))
+        leaves = [others.get(id(leaf), leaf) for leaf in self.leaves]
         args, kwargs = _pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
-
-
-class _Index(int):
-    """Of a tensor."""
 
 
 def read_arguments(args: tuple, kwargs: dict) -> Arguments:
@@ -63,34 +61,31 @@ def read_arguments(args: tuple, kwargs: dict) -> Arguments:
         CannotCapture: if a graph could not follow the values of one of them.
     """
     leaves, spec = _pytree.tree_flatten((args, kwargs))
-    tensors: list[Tensor] = []
-    indices: dict[int, _Index] = {}
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    numbers = {key: number for number, key in enumerate(tensors)}
     forms: list[Hashable] = []
-    for i, leaf in enumerate(leaves):
+    for leaf in leaves:
         if isinstance(leaf, Tensor):
-            if id(leaf) not in indices:
-                indices[id(leaf)] = _Index(len(tensors))
-                tensors.append(leaf)
-                forms.append(_form(leaf))
-            leaves[i] = indices[id(leaf)]
-            forms.append(leaves[i])
+            forms.append((numbers[id(leaf)], _form(leaf)))
         elif type(leaf) is float:
             forms.append(leaf.hex())  # tells 0.0 from -0.0, and NaN is equal to itself
         elif type(leaf) in _CONSTANTS or isinstance(leaf, enum.Enum):
             forms.append((type(leaf), leaf))
         else:
             raise CannotCapture(f"it was given a {type(leaf).__name__}, which may hold anything")
-    return Arguments((spec, *forms), tensors, leaves, spec)
+    devices = sorted({str(tensor.device) for tensor in tensors.values()})
+    if len(devices) != 1:
+        raise CannotCapture(f"it was given tensors on {', '.join(devices) or 'no device'}")
+    return Arguments((spec, *forms), list(tensors.values()), leaves, spec)
 
 
 def _form(tensor: Tensor) -> Hashable:
-    if type(tensor) not in PLAIN_TYPES:
-        raise CannotCapture(f"it was given a {type(tensor).__name__}")
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj():
-        raise CannotCapture("it was given a tensor that is not plain values in memory")
+    is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
+    if not is_plain or tensor.is_quantized or tensor.is_conj():
+        raise CannotCapture(f"it was given a {type(tensor).__name__} that is not plain values")
     # PyTorch chooses between matrix products by whether a gradient may be asked for.
     form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
-    return (*form, None if tensor.is_meta else _alignment(tensor))
+    return (*form, _alignment(tensor))
 
 
 def _alignment(tensor: Tensor) -> int:
@@ -131,15 +126,14 @@ class Capture:
     ) -> None:
         """``of_model``: the model's tensors, whose memory is compared at each call."""
         device = call.tensors[0].device
-        with torch.inference_mode(False), torch.no_grad():  # their versions tell of writes
-            inputs = [like(t).requires_grad_(t.requires_grad) for t in call.tensors]
         self._graph = graph
-        self._inputs = inputs
+        with torch.inference_mode(False), torch.no_grad():  # their versions tell of writes
+            self._inputs = [like(t).requires_grad_(t.requires_grad) for t in call.tensors]
         self._copy_in(call.tensors)  # undefined values would be no indices
-        args, kwargs = call.with_tensors(inputs)
-        watched = [t for t in (*inputs, *of_model) if not t.is_inference()]
-        versions = [tensor._version for tensor in watched]
-        recorder = _Recorder(device, [*inputs, *of_model])
+        args, kwargs = call.with_tensors(self._inputs)
+        known = [*self._inputs, *of_model]
+        versions = _versions(known)
+        recorder = _Recorder(device, known)
 
         def run() -> Any:
             with recorder:
@@ -147,21 +141,18 @@ class Capture:
 
         with capturing(device):
             result = graph.capture(run)
-        try:
-            if recorder.refusal is not None:  # raised in the call, which may have caught it
-                raise CannotCapture(recorder.refusal)
-            if [tensor._version for tensor in watched] != versions:
-                raise CannotCapture("it writes to its arguments, parameters or buffers")
-            self._leaves, self._spec = _pytree.tree_flatten(result)
-            for leaf in self._leaves:
-                is_tensor = type(leaf) is Tensor and leaf.layout is torch.strided
-                if not is_tensor and not isinstance(leaf, (type(None), bool, int, float, str)):
-                    raise CannotCapture(f"it returns a {type(leaf).__name__}")
-            self._results = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
-            self.externals = Addresses(list(recorder.externals.values()))
-        except BaseException:
+        self._leaves, self._spec = _pytree.tree_flatten(result)
+        self.externals = Addresses(list(recorder.externals.values()))
+        refusal = recorder.refusal  # raised in the call, which may have caught it
+        if _versions(known) != versions:
+            refusal = refusal or "it writes to its arguments, parameters or buffers"
+        for leaf in self._leaves:
+            is_tensor = type(leaf) is Tensor and leaf.layout is torch.strided
+            if not is_tensor and not isinstance(leaf, (type(None), bool, int, float, str)):
+                refusal = refusal or f"it returns a {type(leaf).__name__}"
+        if refusal is not None:
             self.reset()
-            raise
+            raise CannotCapture(refusal)
 
     def replay(self, tensors: list[Tensor]) -> Any:
         """What the call returns for other values of its tensors, in memory of the caller's own."""
@@ -175,12 +166,16 @@ class Capture:
             _memory(target).copy_(_memory(tensor))
 
     def _copy_out(self) -> Any:
-        copies = {}
-        for key, tensor in self._results.items():
-            copies[key] = like(tensor)
-            _memory(copies[key]).copy_(_memory(tensor))
-        leaves = [copies[id(x)] if isinstance(x, Tensor) else x for x in self._leaves]
+        copies = {id(leaf): like(leaf) for leaf in self._leaves if isinstance(leaf, Tensor)}
+        leaves = [copies.get(id(leaf), leaf) for leaf in self._leaves]
+        for copy, leaf in zip(leaves, self._leaves):
+            if copy is not leaf:
+                _memory(copy).copy_(_memory(leaf))
         return _pytree.tree_unflatten(leaves, self._spec)
+
+
+def _versions(tensors: list[Tensor]) -> list[int | None]:
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 class _Recorder(TorchFunctionMode):
@@ -195,7 +190,6 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self._device = device
         self._known = {_storage(tensor) for tensor in known if tensor.device == device}
-        self._external: set[int] = set()
         # Of what was made in the call. Weak references keep a number from becoming another storage's.
         self._made: dict[int, StorageWeakRef] = {}
         self.externals: dict[int, Tensor] = {}
@@ -207,20 +201,17 @@ class _Recorder(TorchFunctionMode):
         if not getattr(func, "__globals__", _TORCH)["__name__"].startswith("torch"):
             self._refuse(f"{func.__name__} was replaced")
         read = _tensors_in((args, kwargs))
+        storages = set(map(_storage, read))
         for tensor in read:
-            storage = _storage(tensor)
-            if storage in self._known or storage in self._made:
-                continue
-            if tensor.device != self._device:
-                self._refuse(f"it reads a tensor on {tensor.device}")
-            self.externals[id(tensor)] = tensor
-            self._external.add(storage)
+            if _storage(tensor) not in self._known and _storage(tensor) not in self._made:
+                if tensor.device != self._device:
+                    self._refuse(f"it reads a tensor on {tensor.device}")
+                self.externals[id(tensor)] = tensor
         result = func(*args, **kwargs)
         made = _tensors_in(result)
         for tensor in made:
-            storage = _storage(tensor)
-            if not any(storage in seen for seen in (self._known, self._external, self._made)):
-                self._made[storage] = StorageWeakRef(tensor.untyped_storage())
+            if _storage(tensor) not in storages:
+                self._made[_storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
         # A copy would read the host's memory at each replay. A number is part of a launch.
         if len({t.device for t in (*read, *made) if t.dim() or func is Tensor.copy_}) > 1:
             self._refuse("it copies from one device to another")
@@ -273,28 +264,22 @@ class Pool:
 
 
 class _Device:
-    """What all graphs of one device share."""
+    """What all graphs of one device share.
 
-    _of: dict[torch.device, _Device] = {}
+    Attributes:
+        stream: that of captures. Libraries keep a workspace for each stream.
+        done: when the last replay is.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        # Libraries keep a workspace for each stream.
-        self.capture_stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)
+        self.done = torch.cuda.Event()
         # A capture takes the default generator's state away from other threads, which may draw from it
         # meanwhile: captures get this state instead, as nothing that is captured may draw.
         self._default_generator = torch.cuda.default_generators[device.index]
         self._generator = self._default_generator.clone_state()
         self._keeps_generator = torch.cuda.CUDAGraph()  # what it needs on the device is made once
         self._keeps_generator.register_generator_state(self._generator)
-        self._last: Any = None  # the stream of the last replay
-        self._done = torch.cuda.Event()
-
-    @classmethod
-    def of(cls, device: torch.device) -> _Device:
-        if device not in cls._of:
-            with torch.cuda.device(device):
-                cls._of[device] = cls(device)
-        return cls._of[device]
 
     def begin(self, graph: torch.cuda.CUDAGraph, handle: Any) -> None:
         """Begins a capture on the current stream."""
@@ -305,17 +290,8 @@ class _Device:
         finally:
             self._default_generator.graphsafe_set_state(state)
 
-    @contextlib.contextmanager
-    def in_order(self) -> Iterator[None]:
-        """Its work begins when that of the last one is done, on whatever stream that was."""
-        stream = torch.cuda.current_stream()
-        if self._last is not None and self._last != stream:
-            stream.wait_event(self._done)
-        try:
-            yield
-        finally:
-            self._done.record(stream)
-            self._last = stream
+
+_device = functools.cache(_Device)
 
 
 class CudaGraph:
@@ -324,7 +300,6 @@ class CudaGraph:
     def __init__(self, device: torch.device, pool: Pool) -> None:
         self.device = device
         self.handle: Any = None  # of its memory
-        self._shared = _Device.of(device)
         self._pool = pool
         self._graph: Any = None
 
@@ -337,37 +312,43 @@ class CudaGraph:
         """``run()``, of which nothing is computed yet; the graph is none if it raises."""
         graph = torch.cuda.CUDAGraph()
         self.handle = self._pool.handle(self.device)
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), _no_garbage_collection():
+            shared = _device(self.device)
             torch.cuda.synchronize()
             # What is cached outside of the pool could not be given back while the capture lasts.
             torch.cuda.empty_cache()
-            with torch.cuda.stream(self._shared.capture_stream), _no_garbage_collection():
-                result = self._capture(graph, run)
+            with torch.cuda.stream(shared.stream):
+                shared.begin(graph, self.handle)
+                try:
+                    result = run()
+                    graph.capture_end()
+                except BaseException:
+                    self._end_failed(graph)
+                    raise
         self._graph = graph
         self._pool.graphs.add(self)
         return result
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Any]) -> Any:
-        self._shared.begin(graph, self.handle)
+    def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
-            result = run()
             graph.capture_end()
-        except BaseException:
-            try:
-                graph.capture_end()
-            except Exception:  # it says that the capture has failed, and leaves this undone
-                torch._C._cuda_endAllocateToPool(self.device.index, self.handle)
-                torch._C._cuda_releasePool(self.device.index, self.handle)
-            graph.reset()
-            raise
-        return result
+        except Exception:  # it says that the capture has failed, and leaves this undone
+            torch._C._cuda_endAllocateToPool(self.device.index, self.handle)
+            torch._C._cuda_releasePool(self.device.index, self.handle)
+        graph.reset()
 
     def replay(self, before: Callable[[], None], after: Callable[[], Any]) -> Any:
         """What ``after()`` returns, of a replay after ``before()``, all on the current stream."""
-        with torch.cuda.device(self.device), self._shared.in_order():
-            before()
-            self._graph.replay()
-            return after()
+        with torch.cuda.device(self.device):
+            stream, done = torch.cuda.current_stream(), _device(self.device).done
+            # Graphs share memory: each waits for the last one, on whatever stream that was.
+            stream.wait_event(done)
+            try:
+                before()
+                self._graph.replay()
+                return after()
+            finally:
+                done.record(stream)
 
     def reset(self) -> None:
         """Frees what belongs to the graph, when it has run."""

@@ -5,8 +5,9 @@ The comparison runs over some ten thousand values, so no Python code runs for ea
 
 from __future__ import annotations
 
+import builtins
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import is_, itemgetter
 from types import MethodType, ModuleType
@@ -15,16 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import has_own_forward
+from .checks import has_hooks, has_own_forward
 from .patch import stand_in_of
 
 
 class CannotCapture(Exception):
-    """A call, or the model, cannot be captured; ``reason`` is a clause."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A call, or the model, cannot be captured; the message is a clause."""
 
 
 # Levels of containers and objects that are looked into, from a module's attributes on.
@@ -35,9 +32,9 @@ _NO_CONTAINERS = (type, ModuleType, nn.Module, torch.Generator)
 _PARTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Attributes that are not compared: what every module has, and what forwards of PyTorch do not read.
-_NOT_COMPARED = frozenset(vars(nn.Module())) - {"training"} | {"in_features", "out_features"}
+_NOT_COMPARED = vars(nn.Module()).keys() - {"training"} | {"in_features", "out_features"}
 # Of the model itself: what is around its forward. These hold the model, so they must not be held here.
-_AROUND = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_h100_diffusers_kernels")
+_AROUND = {"forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_h100_diffusers_kernels"}
 _DISPATCH, _REGISTRY = "diffusers.models.attention_dispatch", "_AttentionBackendRegistry"
 
 
@@ -66,91 +63,78 @@ class Fingerprint:
     def __init__(self, model: nn.Module) -> None:
         self.tensors: list[Tensor] = []
         self._seen: set[int] = set()
-        self._objects: list[Any] = []
-        self._classes: list[type] = []
+        self._objects: list[Any] = []  # their classes are compared
+        self._states: list[dict] = []  # of modules
         self._empty: list[dict] = []
         self._views: list[Any] = []  # lists, tuples, and dictionaries' values
-        self._items: list[Any] = []
-        # By names: how these are read of a dictionary, the dictionaries, and the values that they had.
-        self._namespaces: dict[tuple, tuple[Callable, list[Any], list[Any]]] = {}
-        self._sized: list[Any] = []
-        self._model_attributes = _attributes_of(model, _AROUND)
-        self._model_class = type(model)
+        # Dictionaries of which the values of some names are compared, by these names.
+        self._named: dict[tuple[str, ...], list[Any]] = {}
         for name, module in model.named_modules():
-            self._add_module(name or "it", module, model)
-        self._add_code([type(model), *self._classes])
-        self._seen.clear()
-        self._sizes = list(map(len, self._sized))
+            is_model = module is model
+            if _is_wrapped(module, is_model):
+                reason = "has hooks or another forward than its class's, or is compiled"
+                raise CannotCapture(f"{name or 'it'} {reason}")
+            self._add_module(module, is_model)
+        self._add_functions({type(model), *map(type, self._objects)})
+        del self._seen
+        self._sizes = self._current_sizes()
+        self._values = list(self._current_values(model))
         try:
             self.addresses = Addresses(self.tensors)
         except RuntimeError:
             raise CannotCapture("a tensor of it has no memory of its own") from None
 
     def change(self, model: nn.Module) -> str | None:
-        """What is not as it was, as a clause; None if nothing is."""
-        if not self.addresses.hold():
-            return "parameters or buffers are elsewhere in memory"
+        """What is not as it was besides addresses, as a clause; None if nothing is."""
         if (
-            type(model) is not self._model_class
-            or _is_hooked(model)
+            _is_wrapped(model, is_model=True)
             or any(self._empty)
-            or list(map(len, self._sized)) != self._sizes
-            or not all(map(is_, map(type, self._objects), self._classes))
+            or self._current_sizes() != self._sizes
         ):
-            return "a module, a hook or an adapter was added, replaced or removed"
-        attributes = _attributes_of(model, _AROUND)
-        then = self._model_attributes
-        if attributes.keys() != then.keys() or not all(
-            map(_is_equal, attributes.values(), then.values())
-        ):
-            return "an attribute of the model is another"
-        if not _hold(lambda: chain.from_iterable(self._views), self._items):
-            return "a parameter, or an item of a dictionary or list, is another"
+            return "a module, a hook or an adapter was added or removed"
         try:
-            if all(map(_hold_names, self._namespaces.values())):
+            if all(map(is_, self._current_values(model), self._values)):
                 return None
-        except KeyError:
-            pass
-        return "an attribute or a function is another"
+            values = list(self._current_values(model))
+        except KeyError:  # a name is gone
+            values = []
+        if len(values) != len(self._values) or not all(map(_is_equal, values, self._values)):
+            return "a module, an attribute or a function is another"
+        self._values = values  # so that the next look is quick
+        return None
 
-    def _add_module(self, name: str, module: nn.Module, model: nn.Module) -> None:
-        state = vars(module)
-        is_model = module is model
-        is_wrapped = not (is_model or stand_in_of(state.get("forward")) or has_own_forward(module))
-        if is_wrapped or _is_hooked(module):
-            raise CannotCapture(
-                f"{name} has hooks of accelerate or diffusers, or a forward that was replaced"
-            )
-        if state.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules:
-            raise CannotCapture(f"{name} is compiled")
+    def _current_sizes(self) -> list[int]:
+        return [*map(len, self._states), *map(len, self._views)]
+
+    def _current_values(self, model: nn.Module) -> Iterator[Any]:
+        attributes = _attributes_of(model, is_model=True)
+        named = [map(itemgetter(*names), each) for names, each in self._named.items()]
+        of_model = [type(model), *attributes, *attributes.values()]
+        classes = map(type, self._objects)
+        return chain.from_iterable(chain([of_model, classes], self._views, *named))
+
+    def _add_module(self, module: nn.Module, is_model: bool) -> None:
+        state, attributes = vars(module), _attributes_of(module, is_model)
+        for name in _PARTS if is_model else (*_PARTS, *_HOOKS):
+            self._look_into(state[name], 1)
+        for value in attributes.values():
+            self._look_into(value, _DEPTH)
         if not is_model:
-            if any(state[hooks] for hooks in _HOOKS):
-                raise CannotCapture(f"{name} has hooks")
             self._objects.append(module)
-            self._classes.append(type(module))
-            self._empty += [state[hooks] for hooks in _HOOKS]
-            self._sized.append(state)
-            self._add_names(state, tuple(_attributes_of(module)), _DEPTH)
-        else:
-            for value in self._model_attributes.values():
-                self._look_into(value, _DEPTH)
-        for part in _PARTS:
-            self._look_into(state[part], 1)
+            self._states.append(state)
+            self._add_names(state, attributes)
 
-    def _add_names(self, namespace: Any, names: tuple, depth: int) -> None:
-        """Adds some values of a dictionary, and what they consist of."""
-        if not names:
-            return
-        _, namespaces, values = self._namespaces.setdefault(names, (itemgetter(*names), [], []))
-        namespaces.append(namespace)
-        values += [namespace[name] for name in names]
-        for name in names:
-            self._look_into(namespace[name], depth)
+    def _add_names(self, namespace: Any, names: Iterable[str]) -> None:
+        """Adds the values of some names of a dictionary."""
+        key = tuple(names)
+        if key:  # of a single name, itemgetter gives no tuple
+            self._named.setdefault(key if len(key) > 1 else key * 2, []).append(namespace)
 
     def _look_into(self, value: Any, depth: int) -> None:
         if isinstance(value, _CONSTANTS) or id(value) in self._seen:
             return
-        if type(value) in _PLAIN_TENSORS:
+        is_plain = type(value) in _PLAIN_TENSORS
+        if is_plain:
             self.tensors.append(value)
         elif isinstance(value, Tensor):  # quantized: the values are attributes of it
             depth = _DEPTH
@@ -159,67 +143,55 @@ class Fingerprint:
         self._seen.add(id(value))
         if isinstance(value, (dict, list, tuple)):
             self._add_items(value, depth - 1)
-        elif type(value) not in _PLAIN_TENSORS and not hasattr(value, "__code__"):
-            attributes = getattr(value, "__dict__", None)
+        elif not is_plain and not hasattr(value, "__code__"):
             self._objects.append(value)
-            self._classes.append(type(value))
+            attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict):
                 self._add_items(attributes, depth - 1)
 
     def _add_items(self, container: Any, depth: int) -> None:
-        view = container.values() if isinstance(container, dict) else container
-        if not view and isinstance(container, dict):
+        is_dict = isinstance(container, dict)
+        if is_dict and not container:
             self._empty.append(container)
             return
+        view = container.values() if is_dict else container
         self._views.append(view)
-        self._sized.append(view)
-        self._items += view
         for value in view:
             self._look_into(value, depth)
 
-    def _add_code(self, classes: Iterable[type]) -> None:
+    def _add_functions(self, classes: set[type]) -> None:
         """Adds the functions of classes, and those that the classes' files and PyTorch name."""
-        bases = dict.fromkeys(base for cls in classes for base in cls.__mro__ if base is not object)
-        files = dict.fromkeys(sys.modules.get(base.__module__) for base in bases)
-        for namespace in (*bases, *files, nn.functional):
-            if namespace is not None and namespace is not sys.modules["builtins"]:
-                functions = {n: v for n, v in vars(namespace).items() if callable(v)}
-                self._add_names(vars(namespace), tuple(functions), 0)
+        bases = {base for cls in classes for base in cls.__mro__}
+        files = {sys.modules.get(base.__module__) for base in bases}
+        for namespace in {*bases, *files, nn.functional} - {builtins, None}:
+            values = vars(namespace)
+            self._add_names(values, [name for name in values if callable(values[name])])
         registry = getattr(sys.modules.get(_DISPATCH), _REGISTRY, None)
         if registry is not None:  # of attention backends
-            self._add_names(vars(registry), tuple(vars(registry)), 1)
+            self._add_names(vars(registry), vars(registry))
+            for value in vars(registry).values():
+                self._look_into(value, 1)
 
 
-def _is_hooked(module: nn.Module) -> bool:
-    """Whether accelerate or diffusers have put hooks around its forward."""
+def _is_wrapped(module: nn.Module, is_model: bool) -> bool:
+    """Whether a call of the module may run more than its forward. Hooks of PyTorch around the model itself,
+    and wrappers of its forward, run at each replay, too."""
     state = vars(module)
-    return "_hf_hook" in state or bool(getattr(state.get("_diffusers_hook"), "hooks", None))
+    return (
+        "_hf_hook" in state
+        or bool(getattr(state.get("_diffusers_hook"), "hooks", None))
+        or state.get("_compiled_call_impl") is not None
+        or "_orig_mod" in module._modules
+        or not is_model
+        and (
+            has_hooks(module) or not (stand_in_of(state.get("forward")) or has_own_forward(module))
+        )
+    )
 
 
-def _attributes_of(module: nn.Module, left_out: tuple[str, ...] = ()) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if name not in _NOT_COMPARED and name not in left_out
-    }
-
-
-def _hold_names(group: tuple[Callable, list[Any], list[Any]]) -> bool:
-    read, namespaces, values = group
-    if len(values) == len(namespaces):  # of a single name, itemgetter gives no tuple
-        return _hold(lambda: map(read, namespaces), values)
-    return _hold(lambda: chain.from_iterable(map(read, namespaces)), values)
-
-
-def _hold(read: Callable[[], Iterator[Any]], then: list[Any]) -> bool:
-    """Whether the values are those of before. Equal ones take their place, so that the next look is quick."""
-    if all(map(is_, read(), then)):
-        return True
-    now = list(read())
-    if not all(map(_is_equal, now, then)):
-        return False
-    then[:] = now
-    return True
+def _attributes_of(module: nn.Module, is_model: bool) -> dict[str, Any]:
+    left_out = _NOT_COMPARED | _AROUND if is_model else _NOT_COMPARED
+    return {name: value for name, value in vars(module).items() if name not in left_out}
 
 
 def _is_equal(a: Any, b: Any) -> bool:

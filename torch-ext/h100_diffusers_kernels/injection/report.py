@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
@@ -13,11 +15,9 @@ logger = logging.getLogger("h100_diffusers_kernels")
 IN_FULL, IN_PART, NOT_AT_ALL = "in full", "in part", "not at all"
 # An environment variable that, set to anything but 0, makes a fall-back an error.
 STRICT = "H100_DIFFUSERS_KERNELS_STRICT"
-FIRST_CALL = "the first call of its kind"
 
 
-@dataclass(frozen=True)
-class Replaced:
+class Replaced(NamedTuple):
     """A module that runs on the kernels now."""
 
     name: str
@@ -25,8 +25,7 @@ class Replaced:
     replacement: str
 
 
-@dataclass(frozen=True)
-class LeftAlone:
+class LeftAlone(NamedTuple):
     """A module that was not changed, or a part of one, and why."""
 
     name: str
@@ -34,7 +33,7 @@ class LeftAlone:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Calls:
     """How the calls of a replaced module were computed so far.
 
@@ -47,11 +46,11 @@ class Calls:
 
     name: str
     module: str
-    on_kernels: int
-    fell_back: dict[str, int]
+    on_kernels: int = 0
+    fell_back: dict[str, int] = field(default_factory=collections.Counter)
 
 
-@dataclass(frozen=True)
+@dataclass
 class GraphCalls:
     """How the calls of a model that may be captured into CUDA graphs ran so far.
 
@@ -65,19 +64,16 @@ class GraphCalls:
 
     name: str
     module: str
-    captured: int
-    replayed: int
-    uncaptured: dict[str, int]
+    captured: int = 0
+    replayed: int = 0
+    uncaptured: dict[str, int] = field(default_factory=collections.Counter)
 
 
-class CallCount:
-    """The calls of one replaced module. ``report`` is its model's."""
+class CallCount(Calls):
+    """The calls of one replaced module, of which a model's report takes account; the name is the model's."""
 
     def __init__(self, name: str, module: str, report: InjectionReport) -> None:
-        self.name = name
-        self.module = module
-        self.on_kernels = 0
-        self.fell_back: collections.Counter[str] = collections.Counter()
+        super().__init__(name, module)
         self.reported: set[str] = set()  # reasons that the report has given
         self._report = report
 
@@ -107,28 +103,6 @@ class CallCount:
         return True
 
 
-class GraphCount:
-    """The calls of one model that may be captured into CUDA graphs."""
-
-    def __init__(self, module: str, report: InjectionReport) -> None:
-        self.module = module
-        self.captured = 0
-        self.replayed = 0
-        self.uncaptured: collections.Counter[str] = collections.Counter()
-        self._report = report
-
-    @property
-    def name(self) -> str:
-        return self._report.model_name
-
-    def count_uncaptured(self, reason: str) -> None:
-        """Counts a call. The first for each reason is logged, unless the next one will be captured."""
-        self.uncaptured[reason] += 1
-        if self.uncaptured[reason] == 1 and reason != FIRST_CALL:
-            name = self.name or "the model"
-            logger.warning("%s (%s) runs without a CUDA graph: %s", name, self.module, reason)
-
-
 @dataclass
 class InjectionReport:
     """The result of :func:`inject_kernels`; ``str()`` gives one line for each kind of module, and the counts
@@ -153,7 +127,7 @@ class InjectionReport:
     levels: dict[str, str] = field(default_factory=dict)
     model_name: str = ""
     counts: dict[str, CallCount] = field(default_factory=dict, repr=False, compare=False)
-    graph_counts: list[GraphCount] = field(default_factory=list, repr=False, compare=False)
+    graph_calls: GraphCalls | None = field(default=None, repr=False, compare=False)
     logged: set[tuple[str, str]] = field(default_factory=set, repr=False, compare=False)
     parts: list[InjectionReport] = field(default_factory=list, repr=False, compare=False)
 
@@ -162,25 +136,18 @@ class InjectionReport:
         """The calls of each replaced module up to now. What torch.compile has compiled is not counted, and
         neither is what a CUDA graph replays."""
         return [
-            Calls(
-                join(part.model_name, count.name),
-                count.module,
-                count.on_kernels,
-                dict(count.fell_back),
-            )
+            Calls(join(part.model_name, c.name), c.module, c.on_kernels, dict(c.fell_back))
             for part in (self, *self.parts)
-            for count in part.counts.values()
+            for c in part.counts.values()
         ]
 
     @property
     def cuda_graphs(self) -> list[GraphCalls]:
         """The calls of each model that may be captured, up to now; none without ``cuda_graphs=True``."""
         return [
-            GraphCalls(
-                count.name, count.module, count.captured, count.replayed, dict(count.uncaptured)
-            )
+            replace(calls, name=part.model_name, uncaptured=dict(calls.uncaptured))
             for part in (self, *self.parts)
-            for count in part.graph_counts
+            if (calls := part.graph_calls) is not None
         ]
 
     @property
@@ -202,7 +169,7 @@ class InjectionReport:
 
     def fresh(self) -> InjectionReport:
         """The same of a model's copy, in which nothing is counted yet."""
-        report = replace(self, counts={}, graph_counts=[], logged=set(), parts=[])
+        report = replace(self, counts={}, graph_calls=None, logged=set(), parts=[])
         for count in self.counts.values():
             report.count_of(count.name, count.module).reported = count.reported
         return report
@@ -210,8 +177,8 @@ class InjectionReport:
     def add(self, other: InjectionReport) -> None:
         """Adds the report on one model, whose names are relative to it."""
         prefix = other.model_name
-        self.replaced += [replace(e, name=join(prefix, e.name)) for e in other.replaced]
-        self.left_alone += [replace(e, name=join(prefix, e.name)) for e in other.left_alone]
+        self.replaced += [e._replace(name=join(prefix, e.name)) for e in other.replaced]
+        self.left_alone += [e._replace(name=join(prefix, e.name)) for e in other.left_alone]
         self.levels.update({join(prefix, name): level for name, level in other.levels.items()})
         self.parts.append(other)
 
@@ -219,49 +186,36 @@ class InjectionReport:
         already = " (before this call already)" if self.already_injected else ""
         lines = [f"{self.num_replaced} replaced{already}, {self.num_left_alone} left alone"]
         lines += [f"{name or 'the model'}: {level}" for name, level in self.levels.items()]
-        for title, entries in (
-            ("replaced", [(e.module, e.replacement, e.name) for e in self.replaced]),
-            ("left alone", [(e.module, e.reason, e.name) for e in self.left_alone]),
-        ):
-            lines += _table(title, entries)
-        return "\n".join(lines + self._count_lines())
-
-    def _count_lines(self) -> list[str]:
+        lines += _table("replaced", self.replaced) + _table("left alone", self.left_alone)
         on_kernels = sum(calls.on_kernels for calls in self.calls)
         fell_back: collections.Counter[tuple[str, str]] = collections.Counter()
         for calls in self.calls:
-            for reason, count in calls.fell_back.items():
-                fell_back[calls.module, reason] += count
-        lines = [f"calls on the kernels: {on_kernels}"] if on_kernels or fell_back else []
-        lines += [
-            f"calls on the model's own code: {count} x {module}: {reason}"
-            for (module, reason), count in fell_back.items()
-        ]
-        lines += [
-            f"CUDA graphs of {graphs.name or 'the model'}: {graphs.captured} captured, "
-            f"{graphs.replayed} replayed, {sum(graphs.uncaptured.values())} calls without"
-            for graphs in self.cuda_graphs
-        ]
-        return lines
+            fell_back.update({(calls.module, why): n for why, n in calls.fell_back.items()})
+        if on_kernels or fell_back:
+            lines.append(f"calls on the kernels: {on_kernels}")
+        for (module, reason), count in fell_back.items():
+            lines.append(f"calls on the model's own code: {count} x {module}: {reason}")
+        for graphs in self.cuda_graphs:
+            counts = f"{graphs.captured} captured, {graphs.replayed} replayed"
+            uncaptured = sum(graphs.uncaptured.values())
+            name = graphs.name or "the model"
+            lines.append(f"CUDA graphs of {name}: {counts}, {uncaptured} calls without")
+        return "\n".join(lines)
 
 
 def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
-def _table(title: str, entries: list[tuple[str, str, str]]) -> list[str]:
+def _table(title: str, entries: Sequence[tuple[str, str, str]]) -> list[str]:
     """One line for the modules of a class that share a text, with the first and the last name."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for module, text, name in entries:
+    for name, module, text in entries:
         groups.setdefault((module, text), []).append(name or "(the model)")
     rows = [
-        (f"{len(names)} x {module}", names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}")
-        + (text,)
+        (f"{len(names)} x {module}", " ... ".join(dict.fromkeys((names[0], names[-1]))), text)
         for (module, text), names in groups.items()
     ]
-    if not rows:
-        return []
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return [f"{title}:"] + [
-        f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows
-    ]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = [f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
+    return [f"{title}:", *lines] if rows else []
