@@ -285,8 +285,7 @@ def norm_and_rotate(
     per_head = form == "per_head"
     size = query.shape[2] // heads if per_head else query.shape[2]
     operand = None
-    # Without a rotation the lengths may differ.
-    if query.shape == key.shape or (rope is None and query.shape[::2] == key.shape[::2]):
+    if query.shape == key.shape:
         if rope is not None and same_dtype_and_unit_stride(query, key):
             operand = as_operand(rope, query, heads, per_head)
         if operand is not None or (rope is None and q_norm is not None):
