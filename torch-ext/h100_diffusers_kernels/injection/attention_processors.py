@@ -38,7 +38,7 @@ from ..conditions import (
 from ..differentiation import is_differentiated
 from .attention import DISPATCH, SDPA, attend, is_native, project_out
 from .checks import KnownFunction
-from .linears import linears
+from .linears import linear, linears
 from .norm_modules import left_to_class
 from .patch import Call, Injection, PatchSpec
 
@@ -50,7 +50,7 @@ _PREPARE = (
     KnownFunction(f"{_ATTENTION}.prepare_attention_mask"),
     KnownFunction("diffusers.models.attention:AttentionModuleMixin.prepare_attention_mask"),
 )
-# All that the standard processor knows to project; with other modules it does more.
+# With other modules the standard processor does more than projections and attention.
 _PROJECTIONS = frozenset(("to_q", "to_k", "to_v", "to_out"))
 _MISSING = object()
 
@@ -195,8 +195,8 @@ class _Processor:
     def __init__(self, processor: Any, function: Callable) -> None:
         self._processor = processor
         self._function = function
-        # Modules' forwards read its signature.
-        self.__call__ = processor.__call__  # type: ignore[method-assign]
+        # Modules' forwards read its signature, which the function has at hand.
+        self.__call__ = function  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(self._processor, *args, **kwargs)
@@ -208,10 +208,9 @@ class _Processor:
 class _Attention:
     """An attention module in its class's forward and in its processor's code, with another processor."""
 
-    def __init__(self, module: nn.Module, call: Call) -> None:
-        if (
-            not torch.compiler.is_dynamo_compiling()
-        ):  # found here, what the code reads costs no call
+    def __init__(self, module: nn.Module, call: Call, is_traced: bool = False) -> None:
+        if not is_traced:
+            # Found here, what the code reads costs no call of ``__getattr__``.
             self.__dict__.update(module.__dict__)
             self.__dict__.update(module._parameters)
             self.__dict__.update(module._modules)
@@ -330,7 +329,8 @@ def _make_copy(cls: type) -> _Copy | str:
         call.__code__, namespace, call.__name__, call.__defaults__, call.__closure__
     )
     copied.__kwdefaults__ = call.__kwdefaults__
-    parameters = frozenset(inspect.signature(call).parameters)
+    copied.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
+    parameters = frozenset(copied.__signature__.parameters)  # type: ignore[attr-defined]
     return _Copy(call, copied, parameters, library, tuple(seen.items()), _DISPATCH_NAME in others)
 
 
@@ -372,17 +372,18 @@ def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
         out = _standard(self, call, *args, **kwargs)
         if out is not None:
             return out
-    attention: Any = _Attention(self, call)
+    is_traced = torch.compiler.is_dynamo_compiling()
+    attention: Any = _Attention(self, call, is_traced)
     # This is all that ``Attention`` does, except for arguments that its processor does not take.
     is_direct = (
-        not torch.compiler.is_dynamo_compiling()
+        not is_traced
         and call.stand_in.own_forward is _ATTENTION_FORWARD.found.function
         and len(args) <= 1
-        and all(map(copy.parameters.__contains__, kwargs))
+        and kwargs.keys() <= copy.parameters
     )
     if not is_direct:
         attention.processor = _Processor(processor, copy.function)
-    if torch.compiler.is_dynamo_compiling():
+    if is_traced:
         return call.own_forward(attention, *args, **kwargs)
     outer, _thread.current = getattr(_thread, "current", None), attention
     try:
@@ -407,7 +408,7 @@ def _standard(
     processor. None where the processor does more than projections and attention."""
     x = hidden_states
     c = x if encoder_hidden_states is None else encoder_hidden_states
-    state = self.__dict__
+    state, modules = self.__dict__, self._modules
     factor = state.get("rescale_output_factor")
     if (
         attention_mask is not None
@@ -415,7 +416,7 @@ def _standard(
         or not x.dim() == c.dim() == 3
         or c.shape[0] != x.shape[0]
         or x.dtype not in ATTENTION_DTYPES
-        or not self._modules.keys() <= _PROJECTIONS
+        or modules.keys() != _PROJECTIONS
         or state.get("residual_connection")
         or type(factor) not in (float, int)
         or factor != 1
@@ -424,10 +425,8 @@ def _standard(
         or tracks_derivatives()
     ):
         return None
-    query, *others = (
-        linears(x, self.to_q, self.to_k, self.to_v) if c is x else linears(x, self.to_q)
-    )
-    key, value = others or linears(c, self.to_k, self.to_v)
+    query = linear(modules["to_q"], x)
+    key, value = linears(c, modules["to_k"], modules["to_v"])
     heads = self.heads
     if attention_takes(query, key, value, heads):
         out = functional.attention(query, key, value, heads=heads)

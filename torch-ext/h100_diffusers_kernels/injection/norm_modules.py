@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from .. import functional
@@ -22,7 +23,8 @@ from ..conditions import (
     why_not_taken,
 )
 from ..differentiation import is_differentiated
-from .checks import find_class
+from .checks import find_class, is_plain
+from .linears import SILU, linear
 from .norms import LAYER, RMS, Norm, modulated_by, read_norm
 from .patch import Call, Injection, PatchSpec
 
@@ -256,17 +258,26 @@ def _adaptive_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
 
 def _embedded(self: Any, given: dict[str, Any]) -> Tensor:
     """The rows of a modulation, side by side, (B, N * D), or of Cosmos also (B, S, N * D)."""
+    modules = self._modules
     if "embedded_timestep" in given:  # Cosmos
-        rows = self.linear_2(self.linear_1(self.activation(given["embedded_timestep"])))
+        activated = _activated(modules["activation"], given["embedded_timestep"])
+        rows = linear(modules["linear_2"], linear(modules["linear_1"], activated))
         return rows if given.get("temb") is None else rows + given["temb"]
     if "conditioning_embedding" in given:  # AdaLayerNormContinuous
-        return self.linear(self.silu(given["conditioning_embedding"]).to(given["x"].dtype))
-    emb = given["temb"] if "temb" in given else given.get("emb")
-    modules = self._modules
+        activated = _activated(modules["silu"], given["conditioning_embedding"])
+        return linear(modules["linear"], activated.to(given["x"].dtype))
+    emb: Any = given["temb"] if "temb" in given else given.get("emb")
     if modules.get("emb") is not None:  # AdaLayerNormZero
         labels = given.get("timestep"), given.get("class_labels")
-        emb = self.emb(*labels, hidden_dtype=given.get("hidden_dtype"))
-    return self.linear(self.silu(emb) if "silu" in modules else emb)
+        emb = modules["emb"](*labels, hidden_dtype=given.get("hidden_dtype"))
+    return linear(modules["linear"], _activated(modules["silu"], emb) if "silu" in modules else emb)
+
+
+def _activated(activation: Any, x: Tensor) -> Tensor:
+    """``activation(x)``; of a plain ``torch.nn.SiLU`` without the call of a module."""
+    if is_plain(activation, SILU) and not activation.inplace:
+        return torch.nn.functional.silu(x)
+    return activation(x)
 
 
 def _modulated(

@@ -76,16 +76,16 @@ def _resnet_forward(
         input_tensor, x = self.upsample(input_tensor), self.upsample(x)
     elif self.downsample is not None:
         input_tensor, x = self.downsample(input_tensor), self.downsample(x)
-    x, bias = _without_bias(self.conv1, x)
-    time = None
-    if self.time_emb_proj is not None:
-        time = temb if self.skip_time_act else self.nonlinearity(temb)
-        time = linear(self.time_emb_proj, time)
+    modules = self._modules
+    x, bias = _without_bias(modules["conv1"], x)
+    time, project = None, modules.get("time_emb_proj")
+    if project is not None:
+        time = linear(project, temb if self.skip_time_act else modules["nonlinearity"](temb))
     x = _second_norm(self, call, x, bias, time)
-    x = self.conv2(dropped_out(self.dropout, x))
-    if self.conv_shortcut is not None:
-        input_tensor = input_tensor.contiguous() if self.training else input_tensor
-        input_tensor = self.conv_shortcut(input_tensor)
+    x = modules["conv2"](dropped_out(modules["dropout"], x))
+    shortcut = modules.get("conv_shortcut")
+    if shortcut is not None:
+        input_tensor = shortcut(input_tensor.contiguous() if self.training else input_tensor)
     x = input_tensor + x
     factor = self.output_scale_factor
     return x if type(factor) in (float, int) and factor == 1 else x / factor
@@ -196,29 +196,29 @@ def _block_forward(
         masks_and_text = (attention_mask, encoder_hidden_states, encoder_attention_mask)
         others = (timestep, cross_attention_kwargs, class_labels, added_cond_kwargs)
         return call.own_forward(self, hidden_states, *masks_and_text, *others)
-    add_positions = self.pos_embed
+    modules, add_positions = self._modules, self.pos_embed
     if add_positions is None:
         (((normalized,), _),) = begin(call, self, _PROLOGUES, (x,), ())
     else:
         normalized = add_positions(normed(call, self, "norm1", x))
-    attention_out = self.attn1(
+    attention_out = modules["attn1"](
         normalized,
         encoder_hidden_states=encoder_hidden_states if self.only_cross_attention else None,
         attention_mask=attention_mask,
         **more,
     )
-    if self.attn2 is not None:
+    if modules.get("attn2") is not None:
         x, normalized = residual_normed(call, self, "norm2", x, attention_out, None)
         if add_positions is not None:
             normalized = add_positions(normalized)
-        attention_out = self.attn2(
+        attention_out = modules["attn2"](
             normalized,
             encoder_hidden_states=encoder_hidden_states,
             attention_mask=encoder_attention_mask,
             **more,
         )
     x, normalized = residual_normed(call, self, "norm3", x, attention_out, None)
-    end = (x, feed_forward(self.ff, normalized), None)
+    end = (x, feed_forward(modules["ff"], normalized), None)
     (x,) = finish(call, self, _PROLOGUES, (end,), (), hands_over=add_positions is None)
     return x
 
