@@ -13,6 +13,7 @@ traces; torch.compile finds them ready.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import sys
@@ -334,10 +335,11 @@ def _make_copy(cls: type) -> _Copy | str:
     return _Copy(call, copied, parameters, library, tuple(seen.items()), _DISPATCH_NAME in others)
 
 
-def _names(code: CodeType) -> set[str]:
+@functools.cache
+def _names(code: CodeType) -> frozenset[str]:
     """All names that a function, or a function in it, looks up."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+    return frozenset(code.co_names).union(*map(_names, inner))
 
 
 # --------------------------------------------------------------------------------------------------
