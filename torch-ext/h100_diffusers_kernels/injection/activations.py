@@ -1,7 +1,8 @@
-"""diffusers' linear layers with an activation that open its feed-forwards: ``GEGLU``, ``SwiGLU`` and
-``LinearActivation``. What follows the linear layer is one operation.
+"""diffusers' ``GEGLU`` and ``SwiGLU``, linear layers with an activation that open its feed-forwards. What
+follows the linear layer is one operation.
 
-``GELU`` is in ``linears.py``. ``ApproximateGELU`` is left alone: no operation computes it.
+``GELU`` is in ``linears.py``. ``ApproximateGELU`` is left alone: no operation computes it. So is
+``LinearActivation``: PyTorch's activation is one launch already.
 """
 
 from __future__ import annotations
@@ -29,54 +30,45 @@ def why_not_silu(activation: Any) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class ActivationSpec(ExactSpec):
-    """A class with a linear layer ``proj``, and an ``activation`` where it is a SiLU.
+    """A class with a linear layer ``proj``.
 
     ``operations`` is the name of the function that stands in for the activation.
     """
 
     def why_not(self, module: nn.Module, injection: Injection) -> str | None:
-        reason = super().why_not(module, injection)
-        if reason is not None:
-            return reason
-        if self.operations == "geglu":
-            return "gelu was replaced" if "gelu" in module.__dict__ else None
-        return why_not_silu(module._modules.get("activation"))
+        if self.operations == "swiglu":
+            return why_not_silu(module._modules.get("activation"))
+        return "gelu was replaced" if "gelu" in module.__dict__ else None
 
 
 def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Tensor:
-    if len(args) != 1 or kwargs:
-        return left_to_class(call, None, self, *args, **kwargs)
     spec = call.stand_in.spec
     reason = spec.why_not(self, call.injection)
-    if reason is not None:
-        return left_to_class(call, reason, self, *args)
-    x = linear(self.proj, *args)
+    if len(args) != 1 or kwargs or reason is not None:
+        return left_to_class(call, reason, self, *args, **kwargs)
+    x = linear(self._modules["proj"], *args)
     if is_differentiated(x):
         call.is_counted = False
     elif kernels_take(x):
         return getattr(functional, spec.operations)(x)
     else:
         call.fall_back(why_not_taken(x))
-    if spec.operations == "silu":
-        return self.activation(x)
     x, gate = x.chunk(2, dim=-1)
     return x * (self.gelu(gate) if spec.operations == "geglu" else self.activation(gate))
 
 
 _ACTIVATIONS = "diffusers.models.activations"
 _GELU = ("torch.nn.functional:gelu", f"{_ACTIVATIONS}:GEGLU.gelu")
-GATED_ACTIVATIONS = tuple(
+GATED_ACTIVATIONS = (
     ActivationSpec(
-        f"{_ACTIVATIONS}:{name}",
-        parameters,
+        f"{_ACTIVATIONS}:GEGLU",
+        "self hidden_states args kwargs",
         _forward,
-        operation,
-        functions=functions,
+        "geglu",
+        functions=_GELU,
         left_to_compiler=True,
-    )
-    for name, parameters, operation, functions in (
-        ("GEGLU", "self hidden_states args kwargs", "geglu", _GELU),
-        ("SwiGLU", "self hidden_states", "swiglu", ()),
-        ("LinearActivation", "self hidden_states", "silu", ()),
-    )
+    ),
+    ActivationSpec(
+        f"{_ACTIVATIONS}:SwiGLU", "self hidden_states", _forward, "swiglu", left_to_compiler=True
+    ),
 )

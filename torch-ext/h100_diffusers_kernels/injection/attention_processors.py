@@ -6,12 +6,15 @@ that name, and everything else where its module has it. No class, processor or m
 and no other thread sees the copy.
 
 The forward of the attention module is replaced, and not its processor: diffusers makes, compares and replaces
-processors by their class. The stand-in runs the forward of the module's class on a proxy of the module, of
-which only the processor differs. Copies are made where nothing traces; torch.compile finds them ready.
+processors by their class. The stand-in gives the copy a proxy of the module, by itself if the module is
+diffusers' ``Attention``, otherwise from the forward of the module's class. Copies are made where nothing
+traces; torch.compile finds them ready.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import sys
 import threading
@@ -26,23 +29,30 @@ from torch import Tensor, nn
 from .. import functional
 from ..arguments import ATTENTION_HEAD_DIMS, dtype_name
 from ..arguments import is_plain as is_plain_tensor
-from ..conditions import ATTENTION_DTYPES, kernels_take, tracks_derivatives, why_not_taken
+from ..conditions import (
+    ATTENTION_DTYPES,
+    attention_takes,
+    kernels_take,
+    tracks_derivatives,
+    why_not_taken,
+)
 from ..differentiation import is_differentiated
 from .attention import DISPATCH, SDPA, attend, is_native, project_out
 from .checks import KnownFunction
-from .linears import linear
+from .linears import linear, linears
 from .norm_modules import left_to_class
 from .patch import Call, Injection, PatchSpec
 
 _DISPATCH_NAME, _SDPA_NAME = "dispatch_attention_fn", "scaled_dot_product_attention"
 _ATTENTION = "diffusers.models.attention_processor:Attention"
 _STANDARD = KnownFunction("diffusers.models.attention_processor:AttnProcessor2_0.__call__")
+_ATTENTION_FORWARD = KnownFunction(f"{_ATTENTION}.forward")
 _PREPARE = (
     KnownFunction(f"{_ATTENTION}.prepare_attention_mask"),
     KnownFunction("diffusers.models.attention:AttentionModuleMixin.prepare_attention_mask"),
 )
-# What the standard processor would do besides projections and attention, or the module around it.
-_NONE_OF = ("spatial_norm", "group_norm", "norm_q", "norm_k", "norm_cross", "residual_connection")
+# With other modules the standard processor does more than projections and attention.
+_PROJECTIONS = frozenset(("to_q", "to_k", "to_v", "to_out"))
 _MISSING = object()
 
 
@@ -51,9 +61,9 @@ _MISSING = object()
 
 
 def dispatch_attention_fn(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -64,7 +74,7 @@ def dispatch_attention_fn(
 ) -> Any:
     """diffusers' function of that name: query, key and value are (B, S, H, d)."""
     options = (dropout_p, is_causal, scale, enable_gqa)
-    if not attention_kwargs and all(option is None for option in more.values()):
+    if not attention_kwargs and not any(more.values()):
         mask = attn_mask
         if isinstance(mask, Tensor) and mask.shape == (query.shape[0], key.shape[1]):
             mask = mask[:, None, None]  # of each sample's keys
@@ -76,9 +86,9 @@ def dispatch_attention_fn(
 
 
 def scaled_dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -86,10 +96,9 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Any:
     """PyTorch's function of that name: query, key and value are (B, H, S, d)."""
-    options = (dropout_p, is_causal, scale, enable_gqa)
-    if all(isinstance(x, Tensor) and x.dim() > 2 for x in (query, key, value)):
-        q, k, v = (x.transpose(-3, -2) for x in (query, key, value))
-        result = _attention(q, k, v, attn_mask, *options)
+    if query.dim() == key.dim() == value.dim() == 4:
+        tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        result = _attention(*tensors, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if result is not None:
             return result.transpose(1, 2)
     own = torch.nn.functional.scaled_dot_product_attention
@@ -106,62 +115,52 @@ class _Functional:
         return getattr(torch.nn.functional, name)
 
 
-def _attention(query: Any, key: Any, value: Any, mask: Any, *options: Any) -> Tensor | None:
-    """Attention of (B, S, H, d) on the kernel; None, counted, where the kernel does not compute it."""
-    is_compiling = torch.compiler.is_compiling()
-    current = None if is_compiling else _thread.current
-    key_bias, reason = _key_bias(query, key, value, mask, current, *options)
-    if current is not None:
-        if reason is None:
-            current._ran = True
-        elif reason:
-            current._call.fall_back(f"attention itself: {reason}")
-    if reason is not None:
-        return None
-    return functional.attention(query, key, value, scale=options[2], key_bias=key_bias)
-
-
-def _key_bias(
-    query: Any,
-    key: Any,
-    value: Any,
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     mask: Any,
-    current: _Attention | None,
     dropout_p: Any,
     is_causal: Any,
     scale: Any,
     enable_gqa: Any,
-) -> tuple[Tensor | None, str | None]:
-    """The mask as ``attention`` takes it, and why the kernel does not compute the call: None if it does, and
-    "" where that is no fall-back."""
-    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (query, key, value)):
-        return None, "its tensors are not of four dimensions"
+) -> Tensor | None:
+    """Attention of (B, S, H, d) on the kernel; None, counted, where the kernel does not compute it."""
+    is_traced = torch.compiler.is_dynamo_compiling()
+    current = None if is_traced else getattr(_thread, "current", None)
     if is_differentiated(query, key, value, mask if isinstance(mask, Tensor) else None):
-        return None, ""
+        return None
     batch, _, heads, head_dim = query.shape
     kv_heads = key.shape[2]
+    key_bias = reason = None
     if query.dtype not in ATTENTION_DTYPES:
-        return None, f"no kernel for {dtype_name(query.dtype)}"
-    if head_dim not in ATTENTION_HEAD_DIMS:
-        return None, f"its heads have {head_dim} elements"
-    if not kernels_take(query, key, value):
-        return None, why_not_taken(query, key, value)
-    if (
+        reason = f"no kernel for {dtype_name(query.dtype)}"
+    elif head_dim not in ATTENTION_HEAD_DIMS:
+        reason = f"its heads have {head_dim} elements"
+    elif not kernels_take(query, key, value):
+        reason = why_not_taken(query, key, value)
+    elif (
         key.shape != value.shape
         or key.shape != (batch, key.shape[1], kv_heads, head_dim)
         or not (kv_heads == heads or (enable_gqa and kv_heads > 0 and heads % kv_heads == 0))
     ):
-        return None, "its tensors have shapes that the kernel does not take"
-    if is_causal:
-        return None, "it is causal"
-    if dropout_p != 0.0:
-        return None, "it has a dropout"
-    if scale is not None and not (isinstance(scale, float) and 0.0 < scale < math.inf):
-        return None, f"its scale is {scale}"
-    if mask is None:
-        return None, None
-    key_bias = _bias_of_mask(mask, key, current)
-    return key_bias, None if key_bias is not None else "its mask differs between queries or heads"
+        reason = "its tensors have shapes that the kernel does not take"
+    elif is_causal:
+        reason = "it is causal"
+    elif dropout_p != 0.0:
+        reason = "it has a dropout"
+    elif scale is not None and not (isinstance(scale, float) and 0.0 < scale < math.inf):
+        reason = f"its scale is {scale}"
+    elif mask is not None:
+        key_bias = _bias_of_mask(mask, key, current)
+        reason = "its mask differs between queries or heads" if key_bias is None else None
+    if reason is not None:
+        if current is not None:
+            current._call.fall_back(f"attention itself: {reason}")
+        return None
+    if current is not None:
+        current._ran = True
+    return functional.attention(query, key, value, scale=scale, key_bias=key_bias)
 
 
 def _bias_of_mask(mask: Any, key: Tensor, current: _Attention | None) -> Tensor | None:
@@ -192,11 +191,16 @@ def _bias_of_mask(mask: Any, key: Tensor, current: _Attention | None) -> Tensor 
 
 
 class _Processor:
-    """A processor in its copied code, which is the ``__call__`` of a subclass."""
+    """A processor in its copied code, as the forward of a module's class finds it."""
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Any, function: Callable) -> None:
         self._processor = processor
-        self.__call__ = processor.__call__  # of which modules' forwards read the signature
+        self._function = function
+        # Modules' forwards read its signature, which the function has at hand.
+        self.__call__ = function  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._processor, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._processor, name)
@@ -205,12 +209,16 @@ class _Processor:
 class _Attention:
     """An attention module in its class's forward and in its processor's code, with another processor."""
 
-    def __init__(self, module: nn.Module, processor: _Processor, call: Call) -> None:
+    def __init__(self, module: nn.Module, call: Call, is_traced: bool = False) -> None:
+        if not is_traced:
+            # Found here, what the code reads costs no call of ``__getattr__``.
+            self.__dict__.update(module.__dict__)
+            self.__dict__.update(module._parameters)
+            self.__dict__.update(module._modules)
         self._module = module
-        self.processor = processor
         self._call = call
         self._ran = False
-        self._repeated: tuple[Tensor, int] | None = None
+        self._repeated: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -220,46 +228,30 @@ class _Attention:
         module: Any = self._module
         made = module.prepare_attention_mask(attention_mask, *args, **kwargs)
         own = getattr(type(module), "prepare_attention_mask", None)
-        self._repeated = None
-        if (
-            not torch.compiler.is_compiling()
+        is_repeated = (
+            not torch.compiler.is_dynamo_compiling()
             and not torch._C._are_functorch_transforms_active()  # it has no memory to be known by
             and any(own is known.found.function for known in _PREPARE)
             and isinstance(attention_mask, Tensor)
             and made.dim() == attention_mask.dim() == 3
-            and made.shape[1] == 1
-            and made.shape[0] == attention_mask.shape[0] * module.heads
-        ):
-            self._repeated = (made, _version(made))
+            and made.shape[:2] == (attention_mask.shape[0] * module.heads, 1)
+        )
+        self._repeated = made if is_repeated else None
         return made
 
     def has_repeated(self, mask: Tensor) -> bool:
         """Whether a mask (B, H, 1, Sk) is the one that the module repeated."""
-        if self._repeated is None:
-            return False
-        made, version = self._repeated
-        heads = made.shape[0] // mask.shape[0]
+        made = self._repeated
         return (
-            mask.data_ptr() == made.data_ptr()
-            and _version(made) == version
-            and mask.shape == (mask.shape[0], heads, *made.shape[1:])
+            made is not None
+            and mask.data_ptr() == made.data_ptr()
+            and mask.shape == (made.shape[0] // self.heads, self.heads, *made.shape[1:])
             and mask.is_contiguous()
-            and made.is_contiguous()
         )
 
 
-def _version(x: Tensor) -> int:
-    """Changes with each write; tensors of inference mode have none."""
-    return 0 if x.is_inference() else x._version
-
-
-class _Thread(threading.local):
-    """``current``: the attention whose processor's code this thread runs."""
-
-    current: _Attention | None = None
-
-
-_thread = _Thread()
+# ``current``: the attention whose processor's code this thread runs.
+_thread = threading.local()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -271,24 +263,19 @@ class _Copy(NamedTuple):
 
     Attributes:
         call: the ``__call__`` that was copied.
+        function: the copy.
+        parameters: the names of its parameters.
         library: the module whose names the code looks up.
         names: those names and their values at the time.
-        proxy: a class: ``proxy(processor)`` is called as the processor is.
         dispatches: whether the code calls diffusers' dispatch, or PyTorch's attention.
     """
 
     call: Callable
+    function: Callable
+    parameters: frozenset[str]
     library: Any
     names: tuple[tuple[str, Any], ...]
-    proxy: type[_Processor]
     dispatches: bool
-
-    def is_current(self, cls: type) -> bool:
-        """Whether what was copied is as it was."""
-        if cls.__call__ is not self.call:
-            return False
-        library = self.library
-        return all(getattr(library, name, _MISSING) is value for name, value in self.names)
 
 
 _copies: dict[type, _Copy] = {}
@@ -297,8 +284,13 @@ _copies: dict[type, _Copy] = {}
 def _copy_of(cls: type) -> _Copy | str:
     """The copy for a class of processors, or why there is none."""
     copy = _copies.get(cls)
-    if copy is not None and copy.is_current(cls):
-        return copy
+    if copy is not None and cls.__call__ is copy.call:
+        library = copy.library
+        for name, value in copy.names:
+            if getattr(library, name, _MISSING) is not value:
+                break
+        else:
+            return copy
     if torch.compiler.is_compiling():
         return "its processor has not been looked at yet, or was patched since"
     made = _make_copy(cls)
@@ -314,8 +306,8 @@ def _make_copy(cls: type) -> _Copy | str:
         (value.__module__ or "").partition(".")[0] == "diffusers" for value in (call, cls)
     ):
         return unknown
-    names = _names(call.__code__)
-    seen = {name: call.__globals__[name] for name in sorted(names) if name in call.__globals__}
+    found, names = call.__globals__, _names(call.__code__)
+    seen = {name: found[name] for name in sorted(names) if name in found}
     others: dict[str, Any] = {}
     if _DISPATCH_NAME in names:
         if seen.get(_DISPATCH_NAME) is not DISPATCH.found.function:
@@ -325,29 +317,29 @@ def _make_copy(cls: type) -> _Copy | str:
         if seen.get("F") is not torch.nn.functional or ("torch" in seen and "functional" in names):
             return unknown
         others["F"] = _Functional()
-    library = sys.modules.get(call.__globals__.get("__name__", ""))
+    library: Any = sys.modules.get(found.get("__name__", ""))
     if (
         not others
-        or library is None
-        or vars(library) is not call.__globals__
+        or getattr(library, "__dict__", None) is not found
         or "__class__" in call.__code__.co_freevars
     ):
         return unknown
-    # Without the module's name: torch.compile would look the others up in the module.
-    kept = ("__builtins__", "__package__")
-    namespace = {name: call.__globals__[name] for name in kept if name in call.__globals__}
-    namespace.update({**seen, **others})
-    defaults, closure = call.__defaults__, call.__closure__
-    copied = FunctionType(call.__code__, namespace, call.__name__, defaults, closure)
+    namespace = {**found, **others}
+    del namespace["__name__"]  # torch.compile would look the others up in that module
+    copied = FunctionType(
+        call.__code__, namespace, call.__name__, call.__defaults__, call.__closure__
+    )
     copied.__kwdefaults__ = call.__kwdefaults__
-    proxy = type(cls.__name__, (_Processor,), {"__call__": copied})
-    return _Copy(call, library, tuple(seen.items()), proxy, _DISPATCH_NAME in others)
+    copied.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
+    parameters = frozenset(copied.__signature__.parameters)  # type: ignore[attr-defined]
+    return _Copy(call, copied, parameters, library, tuple(seen.items()), _DISPATCH_NAME in others)
 
 
-def _names(code: CodeType) -> set[str]:
+@functools.cache
+def _names(code: CodeType) -> frozenset[str]:
     """All names that a function, or a function in it, looks up."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+    return frozenset(code.co_names).union(*map(_names, inner))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -375,17 +367,31 @@ def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
     copy = _copy_of(type(processor))
     if isinstance(copy, str):
         return left_to_class(call, copy, self, *args, **kwargs)
-    if not SDPA.is_in_use() or not is_native(processor, copy.dispatches):
+    is_own = torch.nn.functional.scaled_dot_product_attention is SDPA.found.function
+    if not is_own or not is_native(processor, copy.dispatches):
         return left_to_class(call, None, self, *args, **kwargs)
     if copy.call is _STANDARD.found.function:
         out = _standard(self, call, *args, **kwargs)
         if out is not None:
             return out
-    attention: Any = _Attention(self, copy.proxy(processor), call)
-    if torch.compiler.is_compiling():
+    is_traced = torch.compiler.is_dynamo_compiling()
+    attention: Any = _Attention(self, call, is_traced)
+    # This is all that ``Attention`` does, except for arguments that its processor does not take.
+    is_direct = (
+        not is_traced
+        and call.stand_in.own_forward is _ATTENTION_FORWARD.found.function
+        and len(args) <= 1
+        and kwargs.keys() <= copy.parameters
+    )
+    if not is_direct:
+        attention.processor = _Processor(processor, copy.function)
+    if is_traced:
         return call.own_forward(attention, *args, **kwargs)
-    outer, _thread.current = _thread.current, attention
+    outer, _thread.current = getattr(_thread, "current", None), attention
     try:
+        if is_direct:
+            optional = {"encoder_hidden_states": None, "attention_mask": None, **kwargs}
+            return copy.function(processor, attention, *args, **optional)
         return call.own_forward(attention, *args, **kwargs)
     finally:
         _thread.current = outer
@@ -395,38 +401,40 @@ def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
 def _standard(
     self: Any,
     call: Call,
-    hidden_states: Any = None,
-    encoder_hidden_states: Any = None,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
     attention_mask: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
     """``Attention`` with its standard processor, as UNets have it: layers and the kernel, without the
     processor. None where the processor does more than projections and attention."""
-    x, c = hidden_states, encoder_hidden_states
-    c = x if c is None else c
+    x = hidden_states
+    c = x if encoder_hidden_states is None else encoder_hidden_states
+    state, modules = self.__dict__, self._modules
+    factor = state.get("rescale_output_factor")
     if (
         attention_mask is not None
         or kwargs
-        or not (isinstance(x, Tensor) and isinstance(c, Tensor) and x.dim() == c.dim() == 3)
-        or len(c) != len(x)
+        or not x.dim() == c.dim() == 3
+        or c.shape[0] != x.shape[0]
         or x.dtype not in ATTENTION_DTYPES
+        or modules.keys() != _PROJECTIONS
+        or state.get("residual_connection")
+        or type(factor) not in (float, int)
+        or factor != 1
+        or state.get("inner_dim") != state.get("inner_kv_dim")
         or not kernels_take(x, c)
         or tracks_derivatives()
-        or any(getattr(self, name, None) for name in _NONE_OF)
     ):
         return None
-    state = self.__dict__
-    factor, inner, heads = (state.get(n) for n in ("rescale_output_factor", "inner_dim", "heads"))
-    if (
-        type(factor) not in (float, int)
-        or factor != 1
-        or inner != state.get("inner_kv_dim")
-        or inner % heads != 0
-        or inner // heads not in ATTENTION_HEAD_DIMS
-    ):
-        return None
-    query, key, value = linear(self.to_q, x), linear(self.to_k, c), linear(self.to_v, c)
-    return project_out(self, attend(call, self, query, key, value, None, heads=heads))
+    query = linear(modules["to_q"], x)
+    key, value = linears(c, modules["to_k"], modules["to_v"])
+    heads = self.heads
+    if attention_takes(query, key, value, heads):
+        out = functional.attention(query, key, value, heads=heads)
+    else:
+        out = attend(call, self, query, key, value, None, heads=heads)
+    return project_out(self, out)
 
 
 _specs: dict[str, ProcessorSpec] = {}

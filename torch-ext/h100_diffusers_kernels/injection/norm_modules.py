@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..arguments import is_plain as is_plain_tensor
 from ..conditions import (
     group_norm_takes,
     has_memory_format,
@@ -24,31 +23,18 @@ from ..conditions import (
     why_not_taken,
 )
 from ..differentiation import is_differentiated
-from .checks import KnownClass
-from .norms import LAYER, RMS, read_norm
+from .checks import find_class, is_plain
+from .linears import SILU, linear
+from .norms import LAYER, RMS, Norm, modulated_by, read_norm
 from .patch import Call, Injection, PatchSpec
 
 
 @dataclass(frozen=True, eq=False)
 class ExactSpec(PatchSpec):
-    """A class of modules, without its subclasses.
-
-    Attributes:
-        known: the class.
-    """
-
-    known: KnownClass = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "known", KnownClass(self.path))
+    """A class of modules, without its subclasses."""
 
     def matches(self, module: nn.Module) -> bool:
-        return type(module) is self.known.cls
-
-    def why_not(self, module: nn.Module, injection: Injection) -> str | None:
-        if self.matches(module):
-            return None
-        return f"it is a {type(module).__name__} now"  # parametrized, for example
+        return type(module) is find_class(self.path)
 
 
 def left_to_class(
@@ -64,6 +50,42 @@ def left_to_class(
     return call.own_forward(module, *args, **kwargs)
 
 
+# By the kind of norm, and the number of scales and shifts.
+_OPERATIONS: dict[tuple[str, int], Any] = {
+    (RMS, 0): functional.rms_norm,
+    (RMS, 2): functional.rms_norm_modulate,
+    (LAYER, 0): functional.layer_norm,
+    (LAYER, 2): functional.layer_norm_modulate,
+}
+
+
+def _normed(norm: Norm, x: Tensor, upcasts: bool, *rows: Tensor | None) -> Tensor | str | None:
+    """``norm(x)``, modulated by a scale and a shift if they are given.
+
+    ``upcasts``: whether they and the norm's parameters may be float32.
+
+    Returns:
+        The result; the reason for which the kernels do not compute it; or None where a derivative is asked
+        for.
+    """
+    kind, affine, eps = norm
+    if is_differentiated(x, *rows, *affine):
+        return None
+    if not kernels_take(x, *rows, *affine):
+        if x.stride(-1) != 1:
+            x = x.contiguous()  # as PyTorch's own layer norm does
+        others = (*rows, *affine)
+        is_taken = kernels_take(x, *others) or (
+            upcasts
+            and kernels_run_on(x)
+            and modulators_compatible(x, *others)
+            and all(other is None or other.device == x.device for other in others)
+        )
+        if not is_taken:
+            return why_not_taken(x, *others)
+    return _OPERATIONS[kind, len(rows)](x, *rows, *affine, eps)
+
+
 @dataclass(frozen=True, eq=False)
 class NormSpec(ExactSpec):
     """A class of norms of the last dimension.
@@ -75,63 +97,37 @@ class NormSpec(ExactSpec):
     keeps_dtype: bool = False
 
     def why_not(self, module: nn.Module, injection: Injection) -> str | None:
-        norm = read_norm(module, None, self.keeps_dtype, is_called=True)
+        norm = read_norm(module, is_called=True)
         return f"it {norm}" if isinstance(norm, str) else None
 
 
 def _norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Tensor:
-    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() == 0:
+    if len(args) != 1 or kwargs:
         return left_to_class(call, None, self, *args, **kwargs)
-    spec: Any = call.stand_in.spec
-    x = args[0]
-    norm = read_norm(self, x.shape[-1], spec.keeps_dtype, is_called=True)
-    if isinstance(norm, str):
-        return left_to_class(call, f"it {norm}", self, x)
-    kind, affine, eps = norm
-    if is_differentiated(x, *affine):
-        return left_to_class(call, None, self, x)
-    rows = _with_unit_stride(x)
-    reason = _why_not_taken(rows, spec.keeps_dtype, *affine)
-    if reason is not None:
-        return left_to_class(call, reason, self, x)
-    run: Any = functional.rms_norm if kind == RMS else functional.layer_norm
-    return run(rows, *affine, eps)
+    x, keeps_dtype = args[0], call.stand_in.spec.keeps_dtype  # type: ignore[attr-defined]
+    norm = read_norm(self, x.shape[-1] if x.dim() else 0, is_called=True)
+    out = f"it {norm}" if isinstance(norm, str) else _normed(norm, x, keeps_dtype)
+    return out if isinstance(out, Tensor) else left_to_class(call, out, self, x)
 
 
-def _with_unit_stride(x: Tensor) -> Tensor:
-    """x, copied if its last dimension has gaps, as PyTorch's own layer norm does."""
-    return x if not is_plain_tensor(x) or x.stride(-1) == 1 else x.contiguous()
-
-
-def _why_not_taken(x: Tensor, upcasts: bool, *others: Tensor | None) -> str | None:
-    """Why the kernels do not compute a norm of x with the others, its parameters and modulations; None if
-    they do. ``upcasts``: whether these may be float32."""
-    if kernels_take(x, *others):
-        return None
-    are_beside_x = all(other is None or other.device == x.device for other in others)
-    if upcasts and kernels_run_on(x) and modulators_compatible(x, *others) and are_beside_x:
-        return None
-    return why_not_taken(x, *others)
-
-
-_NORMALIZATION = "diffusers.models.normalization"
+_NORM = "diffusers.models.normalization:"
 _LAYER_NORM, _RMS_NORM = "torch.nn.functional:layer_norm", "torch.nn.functional:rms_norm"
 NORMS = tuple(
     NormSpec(
         path,
         parameters,
         _norm_forward,
-        "rms_norm" if kind == RMS else "layer_norm",
+        operation,
         functions=functions,
         left_to_compiler=True,
         keeps_dtype=keeps_dtype,
     )
-    for path, parameters, kind, functions, keeps_dtype in (
-        ("torch.nn:LayerNorm", "self input", LAYER, (_LAYER_NORM,), False),
-        ("torch.nn:RMSNorm", "self x", RMS, (_RMS_NORM,), True),
-        (f"{_NORMALIZATION}:FP32LayerNorm", "self inputs", LAYER, (_LAYER_NORM,), True),
-        (f"{_NORMALIZATION}:RMSNorm", "self hidden_states", RMS, (), False),
-        (f"{_NORMALIZATION}:MochiRMSNorm", "self hidden_states", RMS, (), True),
+    for path, parameters, operation, functions, keeps_dtype in (
+        ("torch.nn:LayerNorm", "self input", "layer_norm", (_LAYER_NORM,), False),
+        ("torch.nn:RMSNorm", "self x", "rms_norm", (_RMS_NORM,), True),
+        (f"{_NORM}FP32LayerNorm", "self inputs", "layer_norm", (_LAYER_NORM,), True),
+        (f"{_NORM}RMSNorm", "self hidden_states", "rms_norm", (), False),
+        (f"{_NORM}MochiRMSNorm", "self hidden_states", "rms_norm", (), True),
     )
 )
 
@@ -140,83 +136,45 @@ NORMS = tuple(
 # Group norm
 
 
-class GroupNorm(NamedTuple):
-    """What a group norm computes with."""
+def group_normed(
+    module: Any, x: Tensor, channel_bias: Tensor | None = None, activation: str = "none"
+) -> Tensor | str | None:
+    """A ``torch.nn.GroupNorm`` of x (B, C, ...) plus a bias (B, C).
 
-    num_groups: int
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-
-    def __call__(
-        self, x: Tensor, channel_bias: Tensor | None = None, activation: str = "none"
-    ) -> Tensor:
-        return functional.group_norm(
-            x, self.num_groups, self.weight, self.bias, self.eps, channel_bias, activation
-        )
-
-    def fits(self, x: Tensor) -> bool:
-        """Whether x (B, C, ...) has the norm's channels, and more than one value in a group."""
-        if x.dim() < 2 or x.shape[1] % self.num_groups or x.numel() == self.num_groups:
-            return False
-        affine = (self.weight, self.bias)
-        return all(tensor is None or tensor.shape == x.shape[1:2] for tensor in affine)
-
-    def why_not(self, x: Tensor) -> str | None:
-        """Why the kernel does not take x, or None."""
-        if group_norm_takes(x, self.weight, self.bias):
-            return None
-        return why_not_taken(x, self.weight, self.bias)
-
-
-def read_group_norm(module: Any) -> GroupNorm | str:
-    """What a ``torch.nn.GroupNorm`` computes with, or why the kernel does not compute it, as a clause."""
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    num_groups, eps = module.num_groups, module.eps
-    if not (is_plain_tensor(weight) and is_plain_tensor(bias)):
-        return "has a sharded or quantized weight"
-    if type(num_groups) is not int or num_groups < 1:
-        return f"has {num_groups} groups"
-    return (
-        GroupNorm(num_groups, weight, bias, eps)
-        if isinstance(eps, float)
-        else f"has an eps of {eps}"
-    )
-
-
-def in_memory_format(x: Tensor) -> Tensor:
-    """x, copied if the kernel does not take its memory format, as PyTorch's own group norm does."""
-    return x if not is_plain_tensor(x) or has_memory_format(x) else x.contiguous()
-
-
-@dataclass(frozen=True, eq=False)
-class GroupNormSpec(ExactSpec):
-    """``torch.nn.GroupNorm``."""
-
-    def why_not(self, module: nn.Module, injection: Injection) -> str | None:
-        norm = read_group_norm(module)
-        reason = f"it {norm}" if isinstance(norm, str) else None
-        return super().why_not(module, injection) or reason
+    Returns:
+        The result; the reason for which the kernel does not compute it; or None where the class's own forward
+        raises, or a derivative is asked for.
+    """
+    # Sharding puts plain tensors in the place of parameters.
+    is_sharded = "weight" not in module._parameters
+    parameters = module.__dict__ if is_sharded else module._parameters
+    weight, bias, groups = parameters.get("weight"), parameters.get("bias"), module.num_groups
+    if (
+        x.dim() < 2
+        or x.shape[1] % groups
+        or x.numel() == groups  # one value a group
+        or (weight is not None and weight.shape != x.shape[1:2])
+        or is_differentiated(x, weight, bias)
+    ):
+        return None
+    if not (x.is_contiguous() and kernels_take(x, weight, bias)):
+        if not has_memory_format(x):
+            x = x.contiguous()  # as PyTorch's own group norm does
+        if not group_norm_takes(x, weight, bias):
+            return why_not_taken(x, weight, bias)
+    return functional.group_norm(x, groups, weight, bias, module.eps, channel_bias, activation)
 
 
 def _group_norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Tensor:
-    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-        return left_to_class(call, None, self, *args, **kwargs)
-    (x,) = args
-    reason = call.stand_in.spec.why_not(self, call.injection)
-    if reason is not None:
-        return left_to_class(call, reason, self, x)
-    norm: Any = read_group_norm(self)
-    if is_differentiated(x, norm.weight, norm.bias) or not norm.fits(x):
-        return left_to_class(call, None, self, x)
-    pixels = in_memory_format(x)
-    reason = norm.why_not(pixels)
-    if reason is not None:
-        return left_to_class(call, reason, self, x)
-    return norm(pixels)
+    out: Any = None
+    if type(self) is not nn.GroupNorm:  # parametrized, for example
+        out = f"it is a {type(self).__name__} now"
+    elif len(args) == 1 and not kwargs:
+        out = group_normed(self, *args)
+    return out if isinstance(out, Tensor) else left_to_class(call, out, self, *args, **kwargs)
 
 
-GROUP_NORM = GroupNormSpec(
+GROUP_NORM = ExactSpec(
     "torch.nn:GroupNorm",
     "self input",
     _group_norm_forward,
@@ -227,22 +185,99 @@ GROUP_NORM = GroupNormSpec(
 
 
 # --------------------------------------------------------------------------------------------------
-# Norms with a modulation. Each function is the forward of its classes.
+# Norms with a modulation
+
+
+class _Modulated(NamedTuple):
+    """One of the results of an adaptive norm.
+
+    Attributes:
+        stream: the place of the hidden states among the arguments.
+        norm: the name of their norm.
+        scale, shift: the places of both among the rows; None for no shift.
+    """
+
+    stream: int
+    norm: str
+    scale: int
+    shift: int | None
 
 
 @dataclass(frozen=True, eq=False)
 class AdaptiveNormSpec(ExactSpec):
-    """A class of modules with a norm that they modulate.
+    """A class of modules with norms that they modulate by rows, which they make of an embedding.
 
     Attributes:
-        replaces: the names of its norms. They keep their own forwards: the module's stands in for them.
+        rows: how many there are.
+        results: what the forward returns: modulated norms, and other rows by their places.
+        has_tokens: whether the rows returned are (B, 1, D), not (B, D).
+        upcasts: whether the model computes in float32, and goes back to the hidden states' dtype at the end.
+        names: of the forward's arguments.
+        replaces: the names of the norms. They keep their own forwards: the module's stands in for them.
     """
 
-    replaces: tuple[str, ...] = ("norm",)
+    rows: int = 0
+    results: tuple[_Modulated | int, ...] = ()
+    has_tokens: bool = False
+    upcasts: bool = False
+    names: tuple[str, ...] = field(init=False)
+    replaces: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple((self.parameters or "").split()[1:]))
+        norms = dict.fromkeys(r.norm for r in self.results if isinstance(r, _Modulated))
+        object.__setattr__(self, "replaces", tuple(norms))
 
     def notes(self, module: nn.Module, injection: Injection) -> list[str]:
         found = [(name, read_norm(module._modules.get(name))) for name in self.replaces]
         return [f"{name} {reason}" for name, reason in found if isinstance(reason, str)]
+
+
+def _adaptive_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
+    spec: Any = call.stand_in.spec
+    given = dict(zip(spec.names, args), **kwargs)
+    if len(given) != len(args) + len(kwargs) or len({*spec.names, *kwargs}) > len(spec.names):
+        return left_to_class(call, None, self, *args, **kwargs)  # which raises
+    embedded = _embedded(self, given)
+    if spec.has_tokens and embedded.dim() == 2:
+        embedded = embedded[:, None]
+    rows = embedded.chunk(spec.rows, dim=-1)
+    results = []
+    for result in spec.results:
+        if type(result) is int:
+            results.append(rows[result])
+            continue
+        stream, norm, at_scale, at_shift = result
+        scale, shift = rows[at_scale], None if at_shift is None else rows[at_shift]
+        if not spec.has_tokens:
+            scale, shift = scale[:, None], None if shift is None else shift[:, None]
+        x = given[spec.names[stream]]
+        results.append(_modulated(call, self, norm, x, scale, shift, spec.upcasts))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _embedded(self: Any, given: dict[str, Any]) -> Tensor:
+    """The rows of a modulation, side by side, (B, N * D), or of Cosmos also (B, S, N * D)."""
+    modules = self._modules
+    if "embedded_timestep" in given:  # Cosmos
+        activated = _activated(modules["activation"], given["embedded_timestep"])
+        rows = linear(modules["linear_2"], linear(modules["linear_1"], activated))
+        return rows if given.get("temb") is None else rows + given["temb"]
+    if "conditioning_embedding" in given:  # AdaLayerNormContinuous
+        activated = _activated(modules["silu"], given["conditioning_embedding"])
+        return linear(modules["linear"], activated.to(given["x"].dtype))
+    emb: Any = given["temb"] if "temb" in given else given.get("emb")
+    if modules.get("emb") is not None:  # AdaLayerNormZero
+        labels = given.get("timestep"), given.get("class_labels")
+        emb = modules["emb"](*labels, hidden_dtype=given.get("hidden_dtype"))
+    return linear(modules["linear"], _activated(modules["silu"], emb) if "silu" in modules else emb)
+
+
+def _activated(activation: Any, x: Tensor) -> Tensor:
+    """``activation(x)``; of a plain ``torch.nn.SiLU`` without the call of a module."""
+    if is_plain(activation, SILU) and not activation.inplace:
+        return torch.nn.functional.silu(x)
+    return activation(x)
 
 
 def _modulated(
@@ -252,250 +287,82 @@ def _modulated(
     x: Tensor,
     scale: Tensor,
     shift: Tensor | None,
-    *second: Tensor,
-    upcasts: bool = False,
+    upcasts: bool,
 ) -> Any:
-    """``norm(x) * (1 + scale) + shift``, and the same with a second scale and shift, if there are any.
-
-    ``upcasts``: the model computes it in float32, and goes back to x's dtype at the end.
-    """
-    rows = (scale, shift, *second)
+    """``owner.name(x) * (1 + scale) + shift``, by the kernels or as the class does it."""
     norm = read_norm(owner._modules.get(name), x.shape[-1], upcasts)
+    out: Tensor | str | None
     if isinstance(norm, str):
-        call.fall_back(f"{name} {norm}")
-    elif is_differentiated(x, *rows, *norm[1]):
+        out = f"{name} {norm}"
+    elif (
+        scale.dim() == x.dim() == 3
+        and scale.shape[2] == x.shape[2]
+        and scale.shape[0] in (1, x.shape[0])
+        and scale.shape[1] in (1, x.shape[1])
+    ):
+        out = _normed(norm, x, upcasts, scale, shift)
+    else:
+        out = "its modulation has another shape than the kernels know"
+    if isinstance(out, Tensor):
+        return out
+    if out is None:
         call.is_counted = False
     else:
-        kind, affine, eps = norm
-        x_rows = _with_unit_stride(x)
-        reason = _why_not_taken(x_rows, upcasts, *rows, *affine)
-        if reason is None and not all(row is None or _broadcasts(row, x) for row in rows):
-            reason = "its modulation has another shape than the kernels know"
-        if reason is None:
-            return _OPERATIONS[kind, bool(second)](x_rows, *rows, *affine, eps)
-        call.fall_back(reason)
-    n = getattr(owner, name)(x.float() if upcasts else x)
-    results = []
-    pairs: Any = zip(rows[::2], rows[1::2])
-    for by, to in pairs:
-        result = n * (1 + (by.float() if upcasts else by))
-        result = result if to is None else result + to
-        results.append(result.to(x.dtype) if upcasts else result)
-    return tuple(results) if second else results[0]
+        call.fall_back(out)
+    if upcasts:
+        scale, shift = scale.float(), None if shift is None else shift.float()
+    return modulated_by(None, owner, name, x, ((scale, shift),), upcasts)[0]
 
 
-_OPERATIONS: dict[tuple[str, bool], Any] = {
-    (RMS, False): functional.rms_norm_modulate,
-    (RMS, True): functional.rms_norm_modulate_pair,
-    (LAYER, False): functional.layer_norm_modulate,
-    (LAYER, True): functional.layer_norm_modulate_pair,
-}
-
-
-def _broadcasts(row: Tensor, x: Tensor) -> bool:
-    """Whether a row has x's last dimension, and broadcasts to x's shape."""
-    return (
-        0 < row.dim() <= x.dim()
-        and row.shape[-1] == x.shape[-1]
-        and all(mine in (1, its) for mine, its in zip(row.shape[-2::-1], x.shape[-2::-1]))
-    )
-
-
-def _ada_layer_norm(
-    self: Any, call: Call, x: Tensor, timestep: Tensor | None = None, temb: Any = None
-) -> Tensor:
-    if self.emb is not None:
-        temb = self.emb(timestep)
-    temb = self.linear(self.silu(temb))
-    if self.chunk_dim == 1:
-        shift, scale = temb[:, None].chunk(2, dim=2)
-    else:
-        scale, shift = temb.chunk(2, dim=0)
-    return _modulated(call, self, "norm", x, scale, shift)
-
-
-def _zero(
-    self: Any,
-    call: Call,
-    x: Tensor,
-    timestep: Tensor | None = None,
-    class_labels: Tensor | None = None,
-    hidden_dtype: torch.dtype | None = None,
-    emb: Any = None,
-) -> tuple[Tensor, ...]:
-    if self.emb is not None:
-        emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
-    shift, scale, *rows = self.linear(self.silu(emb)).chunk(6, dim=1)
-    return _modulated(call, self, "norm", x, scale[:, None], shift[:, None]), *rows
-
-
-def _zero_single(self: Any, call: Call, x: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
-    shift, scale, gate = self.linear(self.silu(emb)).chunk(3, dim=1)
-    return _modulated(call, self, "norm", x, scale[:, None], shift[:, None]), gate
-
-
-def _zero_x(self: Any, call: Call, hidden_states: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
-    rows = self.linear(self.silu(emb)).chunk(9, dim=1)
-    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp, shift2, scale2, gate2 = rows
-    modulations = (row[:, None] for row in (scale, shift, scale2, shift2))
-    first, second = _modulated(call, self, "norm", hidden_states, *modulations)
-    return first, gate, shift_mlp, scale_mlp, gate_mlp, second, gate2
-
-
-def _continuous(self: Any, call: Call, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
-    emb = self.linear(self.silu(conditioning_embedding).to(x.dtype))
-    scale, shift = emb[:, None].chunk(2, dim=2)
-    return _modulated(call, self, "norm", x, scale, shift)
-
-
-def _continuous_without_silu(
-    self: Any, call: Call, x: Tensor, conditioning_embedding: Tensor
-) -> Tensor:
-    scale, shift = self.linear(conditioning_embedding.to(x.dtype))[:, None].chunk(2, dim=2)
-    return _modulated(call, self, "norm", x, scale, shift)
-
-
-def _scaled(self: Any, call: Call, x: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
-    scale, *rows = self.linear(self.silu(emb)).chunk(4, dim=1)
-    return _modulated(call, self, "norm", x, scale[:, None], None), *rows
-
-
-def _scaled_in_float32(
-    self: Any, call: Call, hidden_states: Tensor, emb: Tensor
-) -> tuple[Tensor, ...]:
-    scale, *rows = self.linear(self.silu(emb)).chunk(4, dim=1)
-    scale = scale[:, None]
-    return _modulated(call, self, "norm", hidden_states, scale, None, upcasts=True), *rows
-
-
-def _scaled_continuous(self: Any, call: Call, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
-    scale = self.linear_1(self.silu(conditioning_embedding).to(x.dtype))
-    x = _modulated(call, self, "norm", x, scale[:, None], None)
-    return x if self.linear_2 is None else self.linear_2(x)
-
-
-def _zero_of_two(
-    self: Any, call: Call, x: Tensor, context: Tensor, emb: Any = None
-) -> tuple[Tensor, ...]:
-    rows = self.linear(self.silu(emb)).chunk(12, dim=1)
-    shift, scale, *others, c_shift, c_scale, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = rows
-    x = _modulated(call, self, "norm_x", x, scale[:, None], shift[:, None])
-    context = _modulated(call, self, "norm_c", context, c_scale[:, None], c_shift[:, None])
-    return x, *others, context, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp
-
-
-def _zero_of_two_by_turns(
-    self: Any, call: Call, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor
-) -> tuple[Tensor, ...]:
-    """The rows of the two streams alternate."""
-    rows = self.linear(temb).chunk(12, dim=1)
-    (shift, scale, *others), (c_shift, c_scale, *c_others) = rows[::2], rows[1::2]
-    x, c = hidden_states, encoder_hidden_states
-    x = _modulated(call, self, "norm", x, scale[:, None], shift[:, None])
-    c = _modulated(call, self, "norm_context", c, c_scale[:, None], c_shift[:, None])
-    return x, *others, c, *c_others
-
-
-def _zero_of_both(
-    self: Any, call: Call, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor
-) -> tuple[Tensor, ...]:
-    """One norm for both streams."""
-    rows = self.linear(self.silu(temb))[:, None].chunk(6, dim=2)
-    shift, scale, gate, c_shift, c_scale, c_gate = rows
-    x = _modulated(call, self, "norm", hidden_states, scale, shift)
-    context = _modulated(call, self, "norm", encoder_hidden_states, c_scale, c_shift)
-    return x, context, gate, c_gate
-
-
-def _zero_of_both_flat(self: Any, call: Call, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    x, context, *gates = _zero_of_both(self, call, *args, **kwargs)
-    return x, context, *(gate.squeeze(1) for gate in gates)
-
-
-def _cosmos_rows(self: Any, embedded_timestep: Tensor, temb: Any, count: int) -> Any:
-    emb = self.linear_2(self.linear_1(self.activation(embedded_timestep)))
-    if temb is not None:
-        emb = emb + temb
-    return (emb[:, None] if emb.ndim == 2 else emb).chunk(count, dim=-1)
-
-
-def _cosmos(
-    self: Any, call: Call, hidden_states: Tensor, embedded_timestep: Tensor, temb: Any = None
-) -> Tensor:
-    temb = None if temb is None else temb[..., : 2 * self.embedding_dim]
-    shift, scale = _cosmos_rows(self, embedded_timestep, temb, 2)
-    return _modulated(call, self, "norm", hidden_states, scale, shift)
-
-
-def _cosmos_zero(
-    self: Any, call: Call, hidden_states: Tensor, embedded_timestep: Tensor, temb: Any = None
-) -> tuple[Tensor, Tensor]:
-    shift, scale, gate = _cosmos_rows(self, embedded_timestep, temb, 3)
-    return _modulated(call, self, "norm", hidden_states, scale, shift), gate
-
-
-def _table(
-    self: Any, call: Call, hidden_states: Tensor, temb: Tensor, scale_shift_table: Tensor
-) -> Tensor:
-    rows = scale_shift_table[None] + temb[:, None].to(scale_shift_table.device)
-    shift, scale = rows.chunk(2, dim=1)
-    return _modulated(call, self, "norm", hidden_states, scale, shift)
-
-
-def _table_of_frames(
-    self: Any, call: Call, hidden_states: Tensor, temb: Tensor, scale_shift_table: Tensor
-) -> Tensor:
-    rows = scale_shift_table[None, None] + temb[:, :, None].to(scale_shift_table.device)
-    shift, scale = rows.unbind(dim=2)
-    return _modulated(call, self, "norm", hidden_states, scale, shift)
-
-
-_TWO_STREAMS = "self hidden_states encoder_hidden_states temb"
-_COSMOS = "self hidden_states embedded_timestep temb"
+_TRANSFORMER = "diffusers.models.transformers.transformer_"
 _CONDITIONED = "self x conditioning_embedding"
-_TABLE = "self hidden_states temb scale_shift_table"
 _LABELED = "self x timestep class_labels hidden_dtype emb"
-_OF_TRANSFORMERS = "diffusers.models.transformers"
-_COGVIEW4 = f"{_OF_TRANSFORMERS}.transformer_cogview4:CogView4AdaLayerNorm"
-_GLM_IMAGE = f"{_OF_TRANSFORMERS}.transformer_glm_image:GlmImageAdaLayerNorm"
-_EASYANIMATE = f"{_OF_TRANSFORMERS}.transformer_easyanimate:EasyAnimateLayerNormZero"
-_COSMOS_NORM = f"{_OF_TRANSFORMERS}.transformer_cosmos:CosmosAdaLayerNorm"
-_MOCHI_NORM = f"{_OF_TRANSFORMERS}.transformer_mochi:MochiRMSNormZero"
-_COGVIEW3 = f"{_NORMALIZATION}:CogView3PlusAdaLayerNormZeroTextImage"
-_CLASSES: tuple[tuple, ...] = (
-    (f"{_NORMALIZATION}:AdaLayerNorm", "self x timestep temb", _ada_layer_norm),
-    (f"{_NORMALIZATION}:AdaLayerNormZero", _LABELED, _zero),
-    (f"{_NORMALIZATION}:AdaLayerNormZeroSingle", "self x emb", _zero_single),
-    (f"{_NORMALIZATION}:SD35AdaLayerNormZeroX", "self hidden_states emb", _zero_x),
-    (f"{_NORMALIZATION}:AdaLayerNormContinuous", _CONDITIONED, _continuous),
-    (f"{_NORMALIZATION}:LuminaRMSNormZero", "self x emb", _scaled),
-    (f"{_NORMALIZATION}:LuminaLayerNormContinuous", _CONDITIONED, _scaled_continuous),
-    (_MOCHI_NORM, "self hidden_states emb", _scaled_in_float32),
-    (_COGVIEW3, "self x context emb", _zero_of_two, ("norm_x", "norm_c")),
-    (f"{_NORMALIZATION}:CogVideoXLayerNormZero", _TWO_STREAMS, _zero_of_both),
-    (_EASYANIMATE, _TWO_STREAMS, _zero_of_both_flat),
-    (f"{_COGVIEW4}Zero", _TWO_STREAMS, _zero_of_two_by_turns, ("norm", "norm_context")),
-    (f"{_GLM_IMAGE}Zero", _TWO_STREAMS, _zero_of_two_by_turns, ("norm", "norm_context")),
-    (f"{_COGVIEW4}Continuous", _CONDITIONED, _continuous_without_silu),
-    (f"{_GLM_IMAGE}Continuous", _CONDITIONED, _continuous_without_silu),
-    (_COSMOS_NORM, _COSMOS, _cosmos),
-    (f"{_COSMOS_NORM}Zero", _COSMOS, _cosmos_zero),
-    (f"{_OF_TRANSFORMERS}.sana_transformer:SanaModulatedNorm", _TABLE, _table),
-    (f"{_OF_TRANSFORMERS}.transformer_sana_video:SanaModulatedNorm", _TABLE, _table_of_frames),
+_TWO_STREAMS = "self hidden_states encoder_hidden_states temb"
+_OF_TIMESTEP = "self hidden_states embedded_timestep temb"
+_COGVIEW3 = f"{_NORM}CogView3PlusAdaLayerNormZeroTextImage"
+_ZERO = _Modulated(0, "norm", scale=1, shift=0)
+_CONTINUOUS = _Modulated(0, "norm", scale=0, shift=1)
+_SCALED = _Modulated(0, "norm", scale=0, shift=None)
+_OF_BOTH = (_ZERO, _Modulated(1, "norm", scale=4, shift=3), 2, 5)
+_OF_TWO = (
+    *(_Modulated(0, "norm_x", scale=1, shift=0), 2, 3, 4, 5),
+    *(_Modulated(1, "norm_c", scale=7, shift=6), 8, 9, 10, 11),
+)
+_BY_TURNS = (
+    *(_Modulated(0, "norm", scale=2, shift=0), 4, 6, 8, 10),
+    *(_Modulated(1, "norm_context", scale=3, shift=1), 5, 7, 9, 11),
+)
+_TOKENS, _UPCASTS = {"has_tokens": True}, {"upcasts": True}
+# Without norms that only end a model: one call a forward is no gain. The first ends many families' models.
+_CLASSES: tuple[tuple[str, str, int, tuple, dict[str, Any]], ...] = (
+    (f"{_NORM}AdaLayerNormContinuous", _CONDITIONED, 2, (_CONTINUOUS,), _TOKENS),
+    (f"{_NORM}AdaLayerNormZero", _LABELED, 6, (_ZERO, 2, 3, 4, 5), {}),
+    (f"{_NORM}AdaLayerNormZeroSingle", "self x emb", 3, (_ZERO, 2), {}),
+    (f"{_NORM}LuminaRMSNormZero", "self x emb", 4, (_SCALED, 1, 2, 3), {}),
+    (f"{_NORM}CogVideoXLayerNormZero", _TWO_STREAMS, 6, _OF_BOTH, _TOKENS),
+    (_COGVIEW3, "self x context emb", 12, _OF_TWO, {}),
+    (f"{_TRANSFORMER}cogview4:CogView4AdaLayerNormZero", _TWO_STREAMS, 12, _BY_TURNS, {}),
+    (f"{_TRANSFORMER}glm_image:GlmImageAdaLayerNormZero", _TWO_STREAMS, 12, _BY_TURNS, {}),
+    (f"{_TRANSFORMER}easyanimate:EasyAnimateLayerNormZero", _TWO_STREAMS, 6, _OF_BOTH, {}),
+    (f"{_TRANSFORMER}cosmos:CosmosAdaLayerNormZero", _OF_TIMESTEP, 3, (_ZERO, 2), _TOKENS),
+    (
+        f"{_TRANSFORMER}mochi:MochiRMSNormZero",
+        "self hidden_states emb",
+        *(4, (_SCALED, 1, 2, 3), _UPCASTS),
+    ),
 )
 ADAPTIVE_NORMS = tuple(
     AdaptiveNormSpec(
         path,
         parameters,
-        forward,
+        _adaptive_forward,
         "norm and modulation in one pass",
         left_to_compiler=True,
-        **({"replaces": replaces[0]} if replaces else {}),
+        rows=rows,
+        results=results,
+        **options,
     )
-    for path, parameters, forward, *replaces in _CLASSES
-)
-_OUTPUT_NORM = next(
-    spec for spec in ADAPTIVE_NORMS if spec.path.endswith(":AdaLayerNormContinuous")
+    for path, parameters, rows, results, options in _CLASSES
 )
 # What the output of many models of families goes through, by its name.
-OUTPUT_NORM = {"norm_out": replace(_OUTPUT_NORM, left_to_compiler=False)}
+OUTPUT_NORM = {"norm_out": replace(ADAPTIVE_NORMS[0], left_to_compiler=False)}

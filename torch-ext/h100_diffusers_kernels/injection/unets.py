@@ -29,13 +29,7 @@ from .blocks import BlockSpec, begin, finish, norm_prologue
 from .checks import KnownClass, find_class, is_plain, why_not_plain
 from .forward_state import ModelSpec, forward_with_state
 from .linears import dropped_out, feed_forward, linear
-from .norm_modules import (
-    ExactSpec,
-    GroupNorm,
-    in_memory_format,
-    left_to_class,
-    read_group_norm,
-)
+from .norm_modules import ExactSpec, group_normed, left_to_class
 from .norms import normed, residual_normed
 from .patch import Call, Injection
 
@@ -47,69 +41,51 @@ _CONV = KnownClass("torch.nn:Conv2d", "torch.nn.functional:conv2d", "torch.nn:Co
 # Resnets
 
 
-def _read_norm(resnet: Any, name: str) -> GroupNorm | str:
-    """What a norm of a resnet computes with, or why the kernel does not compute it."""
-    module = resnet._modules.get(name)
-    plain = is_plain(module, _GROUP_NORM)
-    norm = read_group_norm(module) if plain else why_not_plain(module, _GROUP_NORM)
-    return f"{name} {norm}" if isinstance(norm, str) else norm
-
-
 @dataclass(frozen=True, eq=False)
 class _ResnetSpec(ExactSpec):
     def why_not(self, module: Any, injection: Injection) -> str | None:
-        reason = super().why_not(module, injection)
-        if reason is not None:
-            return reason
         way = module.time_embedding_norm
         if way == "scale_shift" or not (way == "default" or module.time_emb_proj is None):
             return f"its time embedding goes another way: {way}"
-        reason = why_not_silu(module.nonlinearity)
         for name in ("norm1", "norm2"):
-            norm = _read_norm(module, name)
-            if reason is None and isinstance(norm, str):
-                reason = norm
-        return reason
+            norm = module._modules.get(name)
+            if not is_plain(norm, _GROUP_NORM):
+                return f"{name} {why_not_plain(norm, _GROUP_NORM)}"
+        return why_not_silu(module.nonlinearity)
 
 
 def _resnet_forward(
     self: Any, call: Call, input_tensor: Tensor, temb: Any, *args: Any, **kwargs: Any
 ) -> Tensor:
-    reason = call.stand_in.spec.why_not(self, call.injection)
-    adds_time = self.time_embedding_norm == "default"
-    if reason is None and (args or kwargs):
-        reason = "it was given more than an input and a time embedding"
-    if reason is None and temb is not None and adds_time and self.time_emb_proj is None:
-        reason = "it has no projection for the time embedding that it was given"
-    if reason is not None:
-        return left_to_class(call, reason, self, input_tensor, temb, *args, **kwargs)
-    if tracks_derivatives() and is_differentiated(input_tensor, temb, *self.parameters()):
-        return left_to_class(call, None, self, input_tensor, temb)
-    norm: Any = _read_norm(self, "norm1")
-    if not norm.fits(input_tensor):
-        return left_to_class(call, None, self, input_tensor, temb)  # which raises
-    x = in_memory_format(input_tensor)
-    reason = norm.why_not(x)
-    if reason is None and x.dim() != 4:
-        reason = f"it was given a tensor of {x.dim()} dimensions"
-    if reason is not None:
-        return left_to_class(call, reason, self, input_tensor, temb)
-    x = norm(x, activation="silu")
+    x: Any = RESNET_BLOCK.why_not(self, call.injection)
+    if args or kwargs:
+        x = "it was given more than an input and a time embedding"
+    elif input_tensor.dim() != 4:
+        x = f"it was given a tensor of {input_tensor.dim()} dimensions"
+    elif temb is not None and self.time_embedding_norm == "default" and self.time_emb_proj is None:
+        x = "it has no projection for the time embedding that it was given"
+    elif x is None and not (
+        tracks_derivatives() and is_differentiated(input_tensor, temb, *self.parameters())
+    ):
+        x = group_normed(self._modules["norm1"], input_tensor, activation="silu")
+    if not isinstance(x, Tensor):
+        return left_to_class(call, x, self, input_tensor, temb, *args, **kwargs)
     if self.upsample is not None:
         if x.shape[0] >= 64:  # as the class does
             input_tensor, x = input_tensor.contiguous(), x.contiguous()
         input_tensor, x = self.upsample(input_tensor), self.upsample(x)
     elif self.downsample is not None:
         input_tensor, x = self.downsample(input_tensor), self.downsample(x)
-    x, bias = _without_bias(self.conv1, x)
-    time = None
-    if self.time_emb_proj is not None:
-        time = temb if self.skip_time_act else self.nonlinearity(temb)
-        time = linear(self.time_emb_proj, time)
-    x = self.conv2(dropped_out(self.dropout, _second_norm(self, call, x, bias, time)))
-    if self.conv_shortcut is not None:
-        input_tensor = input_tensor.contiguous() if self.training else input_tensor
-        input_tensor = self.conv_shortcut(input_tensor)
+    modules = self._modules
+    x, bias = _without_bias(modules["conv1"], x)
+    time, project = None, modules.get("time_emb_proj")
+    if project is not None:
+        time = linear(project, temb if self.skip_time_act else modules["nonlinearity"](temb))
+    x = _second_norm(self, call, x, bias, time)
+    x = modules["conv2"](dropped_out(modules["dropout"], x))
+    shortcut = modules.get("conv_shortcut")
+    if shortcut is not None:
+        input_tensor = shortcut(input_tensor.contiguous() if self.training else input_tensor)
     x = input_tensor + x
     factor = self.output_scale_factor
     return x if type(factor) in (float, int) and factor == 1 else x / factor
@@ -117,21 +93,17 @@ def _resnet_forward(
 
 def _without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """A convolution of x, and its bias (C,) if that is still to be added."""
+    weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
     if (
-        is_plain(conv, _CONV)
+        bias is not None
+        and is_plain(conv, _CONV)
         and "_conv_forward" not in conv.__dict__  # where users put other paddings
         and conv.padding_mode == "zeros"
+        and is_plain_tensor(bias)
+        and bias.dtype == x.dtype
     ):
-        weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
-        if (
-            bias is not None
-            and is_plain_tensor(weight)
-            and is_plain_tensor(bias)
-            and bias.dtype == x.dtype
-            and bias.device == x.device
-        ):
-            options = (conv.stride, conv.padding, conv.dilation, conv.groups)
-            return torch.nn.functional.conv2d(x, weight, None, *options), bias
+        options = (conv.stride, conv.padding, conv.dilation, conv.groups)
+        return torch.nn.functional.conv2d(x, weight, None, *options), bias
     return conv(x), None
 
 
@@ -139,33 +111,21 @@ def _second_norm(
     self: Any, call: Call, x: Tensor, bias: Tensor | None, time: Tensor | None
 ) -> Tensor:
     """SiLU of the norm of x, a bias (C,) and a time embedding (B, C)."""
-    x = in_memory_format(x)
-    norm = _read_norm(self, "norm2")
-    if isinstance(norm, str):
-        reason: Any = norm
-    elif not (x.dim() == 4 and norm.fits(x)):
-        reason = "its first convolution gives what its second norm does not take"
-    elif time is not None and not _goes_to_channels(time, x):
-        reason = "its time embedding has another form than the kernel knows"
-    else:
-        reason = norm.why_not(x)
-        if reason is None:
-            return norm(x, _channel_bias(x, bias, time), activation="silu")
-    call.fall_back(reason)
+    out: Any = "its time embedding has another form than the kernel knows"
+    if time is None or (
+        kernels_take(time)
+        and time.shape in ((1, x.shape[1]), x.shape[:2])
+        and time.dtype == x.dtype
+    ):
+        out = group_normed(
+            self._modules["norm2"], x, _channel_bias(x, bias, time), activation="silu"
+        )
+    if isinstance(out, Tensor):
+        return out
+    call.fall_back(out or "its first convolution gives what its second norm does not take")
     x = x if bias is None else x + bias[:, None, None]
     x = x if time is None else x + time[:, :, None, None]
     return self.nonlinearity(self.norm2(x))
-
-
-def _goes_to_channels(time: Tensor, x: Tensor) -> bool:
-    return (
-        kernels_take(time)
-        and time.dim() == 2
-        and time.shape[0] in (1, x.shape[0])
-        and time.shape[1] == x.shape[1]
-        and time.dtype == x.dtype
-        and time.device == x.device
-    )
 
 
 def _channel_bias(x: Tensor, bias: Tensor | None, time: Tensor | None) -> Tensor | None:
@@ -187,26 +147,19 @@ RESNET_BLOCK = _ResnetSpec(
 # --------------------------------------------------------------------------------------------------
 # Transformer blocks
 
-_PLAIN_NORMS = "layer_norm"
-
 
 @dataclass(frozen=True, eq=False)
 class _BasicBlockSpec(BlockSpec):
     def matches(self, module: nn.Module) -> bool:
-        is_known = type(module) is find_class(self.path)
-        return is_known and getattr(module, "norm_type", "") == _PLAIN_NORMS
+        return super().matches(module) and getattr(module, "norm_type", "") == "layer_norm"
 
     def why_not(self, module: Any, injection: Injection) -> str | None:
-        if module.norm_type != _PLAIN_NORMS:
-            return "its norms are of another kind now"
         return None if module._chunk_size is None else "its feed-forward is chunked"
 
 
 def _prologue(call: Call, block: Any, ahead: Tensor | None) -> Any:
     # What adds positions may give another dtype.
-    if ahead is not None and (
-        block.pos_embed is not None or call.stand_in.spec.why_not(block, call.injection) is not None
-    ):
+    if ahead is not None and (block.pos_embed is not None or block._chunk_size is not None):
         return None
     return norm_prologue(call, block, "norm1", ahead, tuple)
 
@@ -217,7 +170,7 @@ _PROLOGUES = (_prologue,)
 def _block_forward(
     self: Any,
     call: Call,
-    hidden_states: Any,
+    hidden_states: Tensor,
     attention_mask: Any = None,
     encoder_hidden_states: Any = None,
     encoder_attention_mask: Any = None,
@@ -226,59 +179,48 @@ def _block_forward(
     class_labels: Any = None,
     added_cond_kwargs: Any = None,
 ) -> Any:
-    x = hidden_states
     more = cross_attention_kwargs or {}
-    is_taken = not tracks_derivatives()
-    if not is_taken:
+    reason = call.stand_in.spec.why_not(self, call.injection)
+    if more.get("gligen") is not None:
+        reason = "it is guided by GLIGEN"
+    elif more.get("scale") is not None:
+        reason = "it was given a scale"  # the class warns of it
+    x = None
+    if tracks_derivatives():
         call.is_counted = False
+    elif reason is not None:
+        call.fall_back(reason)
     else:
-        reason = call.stand_in.spec.why_not(self, call.injection) or _why_not_given(x, more)
-        if reason is not None:
-            call.fall_back(reason)
-            is_taken = False
-        else:
-            x = x.contiguous()  # the channels of a convolution's result may lie apart
-            is_taken = not call.refuses(x)
-    if not is_taken:
+        x = hidden_states.contiguous()  # the channels of a convolution's result may lie apart
+    if x is None or call.refuses(x):
         masks_and_text = (attention_mask, encoder_hidden_states, encoder_attention_mask)
         others = (timestep, cross_attention_kwargs, class_labels, added_cond_kwargs)
         return call.own_forward(self, hidden_states, *masks_and_text, *others)
-    add_positions = self.pos_embed
+    modules, add_positions = self._modules, self.pos_embed
     if add_positions is None:
         (((normalized,), _),) = begin(call, self, _PROLOGUES, (x,), ())
     else:
         normalized = add_positions(normed(call, self, "norm1", x))
-    attention_out = self.attn1(
+    attention_out = modules["attn1"](
         normalized,
         encoder_hidden_states=encoder_hidden_states if self.only_cross_attention else None,
         attention_mask=attention_mask,
         **more,
     )
-    if self.attn2 is not None:
+    if modules.get("attn2") is not None:
         x, normalized = residual_normed(call, self, "norm2", x, attention_out, None)
         if add_positions is not None:
             normalized = add_positions(normalized)
-        attention_out = self.attn2(
+        attention_out = modules["attn2"](
             normalized,
             encoder_hidden_states=encoder_hidden_states,
             attention_mask=encoder_attention_mask,
             **more,
         )
     x, normalized = residual_normed(call, self, "norm3", x, attention_out, None)
-    end = (x, feed_forward(self.ff, normalized), None)
+    end = (x, feed_forward(modules["ff"], normalized), None)
     (x,) = finish(call, self, _PROLOGUES, (end,), (), hands_over=add_positions is None)
     return x
-
-
-def _why_not_given(x: Any, more: dict[str, Any]) -> str | None:
-    """Why the model's own code computes a call with these arguments."""
-    if not isinstance(x, Tensor) or x.dim() != 3:
-        return "its hidden states are not of three dimensions"
-    if more.get("gligen") is not None:
-        return "it is guided by GLIGEN"
-    if more.get("scale") is not None:
-        return "it was given a scale"  # the class warns of it
-    return None
 
 
 BASIC_BLOCK = _BasicBlockSpec(
@@ -302,8 +244,7 @@ _OUTPUT = "_get_output_for_continuous_inputs"
 @dataclass(frozen=True, eq=False)
 class _SpatialTransformerSpec(ModelSpec):
     def matches(self, module: nn.Module) -> bool:
-        is_known = type(module) is find_class(self.path)
-        return is_known and module.is_input_continuous is True
+        return type(module) is find_class(self.path) and module.is_input_continuous is True
 
 
 class _ChannelsLast:
@@ -333,24 +274,16 @@ class _ChannelsLast:
         return project(image_of(hidden_states)) + residual
 
 
-def _has_channels_last(image: object) -> bool:
-    return (
-        isinstance(image, Tensor)
-        and image.dim() == 4
-        and not image.is_contiguous()
-        and image.is_contiguous(memory_format=torch.channels_last)
-    )
-
-
 def _transformer_forward(
-    self: Any, call: Call, hidden_states: Any, *args: Any, **kwargs: Any
+    self: Any, call: Call, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    if not _has_channels_last(hidden_states):
+    module = self
+    if hidden_states.is_contiguous() or not hidden_states.is_contiguous(
+        memory_format=torch.channels_last
+    ):
         call.is_counted = False
-        module = self
     elif _OUTPUT in self.__dict__:
         call.fall_back(f"{_OUTPUT} was replaced")
-        module = self
     else:
         module = _ChannelsLast(self)
     return forward_with_state(module, call, hidden_states, *args, **kwargs)
