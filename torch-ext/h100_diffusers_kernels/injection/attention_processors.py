@@ -40,8 +40,7 @@ from ..differentiation import is_differentiated
 from .attention import DISPATCH, SDPA, attend, is_native, project_out
 from .checks import KnownFunction
 from .linears import linear, linears
-from .norm_modules import left_to_class
-from .patch import Call, Injection, PatchSpec
+from .patch import Call, Injection, PatchSpec, left_to_class
 
 _DISPATCH_NAME, _SDPA_NAME = "dispatch_attention_fn", "scaled_dot_product_attention"
 _ATTENTION = "diffusers.models.attention_processor:Attention"

@@ -33,8 +33,7 @@ from .attention import (
 from .blocks import BlockSpec, adaptive_prologue, begin, feed_forward_end, finish, take_over
 from .checks import is_plain
 from .embeddings import TIMESTEPS, axial_positions
-from .family import COMPUTED_ONCE, Family
-from .forward_state import model_spec
+from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import (
     GELU,
     LINEAR_GELU,

@@ -30,8 +30,7 @@ from .attention import (
 from .blocks import BlockSpec, begin, feed_forward_end, finish, norm_prologue
 from .checks import KnownClass, is_plain
 from .embeddings import TIMESTEPS, axial_positions
-from .family import COMPUTED_ONCE, Family
-from .forward_state import model_spec
+from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import SILU, linear, linear_per_sample
 from .norm_modules import OUTPUT_NORM
 from .norms import clipped

@@ -7,9 +7,11 @@ either of the two.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -93,3 +95,29 @@ def forward_with_state(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -
 def model_spec(path: str, *blocks: str) -> ModelSpec:
     operations = "its own forward, in which its blocks share values"
     return ModelSpec(path, None, forward_with_state, operations, blocks=blocks)
+
+
+# --------------------------------------------------------------------------------------------------
+# A family of models: the kinds of modules whose forwards are replaced in it
+
+COMPUTED_ONCE = "computed once a forward, by the model's own code"
+
+
+class Family(NamedTuple):
+    """Models whose blocks are alike.
+
+    Attributes:
+        name: as its users know it.
+        specs: the kinds of modules whose forwards are replaced, the models themselves among them.
+        left_alone: names of modules of the model that are not, and why.
+        outside: specs of modules of the model that are in none of its blocks, by name.
+    """
+
+    name: str
+    specs: tuple[PatchSpec, ...]
+    left_alone: dict[str, str]
+    outside: Mapping[str, PatchSpec] = MappingProxyType({})
+
+    @property
+    def models(self) -> tuple[ModelSpec, ...]:
+        return tuple(spec for spec in self.specs if isinstance(spec, ModelSpec))

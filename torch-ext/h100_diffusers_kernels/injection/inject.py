@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..arguments import ATTENTION_HEAD_DIMS
 from . import flux, flux2, ltx, qwenimage, sd3, wan
+from .attention import head_dim_of
+from .attention_processors import ProcessorSpec, attention_spec
 from .checks import class_name, find_class, look_up_libraries, replaced_function
 from .cuda_graphs import GraphedStandIn, Pool
-from .family import Family
-from .in_part import spec_of, why_left_alone
+from .forward_state import Family
+from .linears import GATED_ACTIVATIONS, LINEAR_GELU
+from .norm_modules import ADAPTIVE_NORMS, GROUP_NORM, NORMS
 from .patch import UNKNOWN_FORWARD, Injection, PatchSpec, StandIn, can_patch, put_in, take_out
 from .report import IN_FULL, IN_PART, NOT_AT_ALL, InjectionReport, Replaced, join
+from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
@@ -241,11 +247,11 @@ def _specs_of_family(model: nn.Module, family: Family) -> _Specs:
 def _specs_in_part(model: nn.Module, injection: Injection) -> _Specs:
     inner: set[int] = set()  # what the forward of the module around it stands in for, too
     for name, module in model.named_modules():
-        spec = spec_of(module)
+        spec = _spec_of(module)
         inner.update(id(getattr(module, child, None)) for child in getattr(spec, "replaces", ()))
         if spec is None or id(module) in inner:
             continue
-        reason = why_left_alone(module, spec, injection)
+        reason = _why_left_alone(module, spec, injection)
         if reason is None:
             yield name, module, spec
         else:
@@ -354,3 +360,31 @@ def family_of(module: nn.Module) -> Family | None:
 def known_models() -> str:
     models = (model for family in FAMILIES for model in family.models)
     return ", ".join(model.path.partition(":")[2] for model in models)
+
+
+# Models without a family: how such a model puts its modules together is unknown, so none is fused with what
+# comes before or after it. A module's stand-in computes the same from the same arguments.
+_IN_PART: tuple[PatchSpec, ...] = (
+    *(RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK),
+    *(*ADAPTIVE_NORMS, *NORMS, GROUP_NORM),
+    *(replace(LINEAR_GELU, left_to_compiler=True), *GATED_ACTIVATIONS),
+)
+
+
+def _spec_of(module: nn.Module) -> PatchSpec | None:
+    """The kind that a module is, or None."""
+    found = next((spec for spec in _IN_PART if spec.matches(module)), None)
+    return attention_spec(module) if found is None else found
+
+
+def _why_left_alone(module: Any, spec: PatchSpec, injection: Injection) -> str | None:
+    """Why a module is left alone, whatever it is called with."""
+    if not isinstance(spec, ProcessorSpec):
+        return None
+    if not injection.options["attention"]:
+        return "attention itself is the model's own: asked for by attention=False"
+    head_dim = head_dim_of(module)
+    if head_dim is not None and head_dim not in ATTENTION_HEAD_DIMS:
+        known = " and ".join(map(str, ATTENTION_HEAD_DIMS))
+        return f"its heads have {head_dim} elements, and the kernel's {known}"
+    return None

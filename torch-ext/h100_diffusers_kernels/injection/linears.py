@@ -6,6 +6,7 @@ the module itself is called.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from .. import functional
 from ..arguments import PLAIN_TYPES
 from ..arguments import is_plain as is_plain_tensor
-from ..conditions import may_write, same_dtype_and_unit_stride
+from ..conditions import kernels_take, may_write, same_dtype_and_unit_stride, why_not_taken
 from ..differentiation import is_differentiated
-from .checks import KnownClass, is_plain
-from .patch import Call, PatchSpec
+from .checks import KnownClass, is_plain, why_not_plain
+from .patch import Call, ExactSpec, Injection, PatchSpec, left_to_class
 
 LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
 DROPOUT = KnownClass("torch.nn:Dropout")
@@ -187,4 +188,68 @@ LINEAR_GELU = PatchSpec(
     _gelu_forward,
     "GELU as its matrix product's epilogue, else gelu",
     functions=(f"{_GELU_CLASS}.gelu", "torch.nn.functional:gelu"),
+)
+
+
+# --------------------------------------------------------------------------------------------------
+# diffusers' ``GEGLU`` and ``SwiGLU``: what follows the linear layer is one operation
+#
+# ``ApproximateGELU`` is left alone: no operation computes it. So is ``LinearActivation``: its activation
+# is one launch already.
+
+
+def why_not_silu(activation: Any) -> str | None:
+    """Why the kernels cannot stand in for an activation, or None."""
+    if not is_plain(activation, SILU):
+        return f"its activation {why_not_plain(activation, SILU)}"
+    return "its activation writes in place" if activation.inplace else None
+
+
+@dataclass(frozen=True, eq=False)
+class GatedActivationSpec(ExactSpec):
+    """A class with a linear layer ``proj``.
+
+    ``operations`` is the name of the function that stands in for the activation.
+    """
+
+    def why_not(self, module: nn.Module, injection: Injection) -> str | None:
+        if self.operations == "swiglu":
+            return why_not_silu(module._modules.get("activation"))
+        return "gelu was replaced" if "gelu" in module.__dict__ else None
+
+
+def _gated_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Tensor:
+    spec = call.stand_in.spec
+    reason = spec.why_not(self, call.injection)
+    if len(args) != 1 or kwargs or reason is not None:
+        return left_to_class(call, reason, self, *args, **kwargs)
+    x = linear(self._modules["proj"], *args)
+    if is_differentiated(x):
+        call.is_counted = False
+    elif kernels_take(x):
+        return getattr(functional, spec.operations)(x)
+    else:
+        call.fall_back(why_not_taken(x))
+    x, gate = x.chunk(2, dim=-1)
+    return x * (self.gelu(gate) if spec.operations == "geglu" else self.activation(gate))
+
+
+_ACTIVATIONS = "diffusers.models.activations"
+_GEGLU_FUNCTIONS = ("torch.nn.functional:gelu", f"{_ACTIVATIONS}:GEGLU.gelu")
+GATED_ACTIVATIONS = (
+    GatedActivationSpec(
+        f"{_ACTIVATIONS}:GEGLU",
+        "self hidden_states args kwargs",
+        _gated_forward,
+        "geglu",
+        functions=_GEGLU_FUNCTIONS,
+        left_to_compiler=True,
+    ),
+    GatedActivationSpec(
+        f"{_ACTIVATIONS}:SwiGLU",
+        "self hidden_states",
+        _gated_forward,
+        "swiglu",
+        left_to_compiler=True,
+    ),
 )

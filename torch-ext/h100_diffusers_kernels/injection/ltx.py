@@ -33,8 +33,7 @@ from .attention import (
 from .blocks import BlockSpec, begin, finish, table_prologue
 from .checks import has_hooks, has_own_forward
 from .embeddings import TIMESTEPS
-from .family import Family
-from .forward_state import model_spec
+from .forward_state import Family, model_spec
 from .kept import Kept
 from .linears import LINEAR_GELU, feed_forward
 from .norms import gated_residual, residual_modulated

@@ -23,32 +23,10 @@ from ..conditions import (
     why_not_taken,
 )
 from ..differentiation import is_differentiated
-from .checks import find_class, is_plain
+from .checks import is_plain
 from .linears import SILU, linear
 from .norms import LAYER, RMS, Norm, modulated_by, read_norm
-from .patch import Call, Injection, PatchSpec
-
-
-@dataclass(frozen=True, eq=False)
-class ExactSpec(PatchSpec):
-    """A class of modules, without its subclasses."""
-
-    def matches(self, module: nn.Module) -> bool:
-        return type(module) is find_class(self.path)
-
-
-def left_to_class(
-    call: Call, reason: str | None, module: nn.Module, *args: Any, **kwargs: Any
-) -> Any:
-    """The class's own forward for all of a call.
-
-    ``reason``: None where it is no fall-back, because a derivative is asked for or the forward raises.
-    """
-    if reason is not None:
-        call.fall_back(reason)
-    call.is_counted = False
-    return call.own_forward(module, *args, **kwargs)
-
+from .patch import Call, ExactSpec, Injection, left_to_class
 
 # By the kind of norm, and the number of scales and shifts.
 _OPERATIONS: dict[tuple[str, int], Any] = {

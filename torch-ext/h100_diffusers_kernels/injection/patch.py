@@ -76,6 +76,14 @@ class PatchSpec:
         return self.operations
 
 
+@dataclass(frozen=True, eq=False)
+class ExactSpec(PatchSpec):
+    """A class of modules, without its subclasses."""
+
+    def matches(self, module: nn.Module) -> bool:
+        return type(module) is find_class(self.path)
+
+
 class _Local(threading.local):
     state: Any = None
 
@@ -177,6 +185,19 @@ class Call:
         if made is None or made[0] is not x or made[1] != version:
             made = self.state.shared[name] = (x, version, make(x))
         return made[2]
+
+
+def left_to_class(
+    call: Call, reason: str | None, module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    """The class's own forward for all of a call.
+
+    ``reason``: None where it is no fall-back, because a derivative is asked for or the forward raises.
+    """
+    if reason is not None:
+        call.fall_back(reason)
+    call.is_counted = False
+    return call.own_forward(module, *args, **kwargs)
 
 
 class StandIn:

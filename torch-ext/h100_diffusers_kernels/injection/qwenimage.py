@@ -31,8 +31,7 @@ from .blocks import (
     norm_prologue,
 )
 from .embeddings import TIMESTEPS
-from .family import COMPUTED_ONCE, Family
-from .forward_state import model_spec
+from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU, linear_per_sample
 from .norm_modules import OUTPUT_NORM
 from .norms import clipped

@@ -27,8 +27,7 @@ from .attention import (
 )
 from .blocks import BlockSpec, adaptive_prologue, begin, feed_forward_end, finish
 from .embeddings import TIMESTEPS
-from .family import COMPUTED_ONCE, Family
-from .forward_state import model_spec
+from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU, linear_per_sample
 from .norm_modules import OUTPUT_NORM
 from .norms import gated_residual

@@ -24,14 +24,13 @@ from torch import Tensor, nn
 from ..arguments import is_plain as is_plain_tensor
 from ..conditions import kernels_take, tracks_derivatives
 from ..differentiation import is_differentiated
-from .activations import why_not_silu
 from .blocks import BlockSpec, begin, finish, norm_prologue
 from .checks import KnownClass, find_class, is_plain, why_not_plain
 from .forward_state import ModelSpec, forward_with_state
-from .linears import dropped_out, feed_forward, linear
-from .norm_modules import ExactSpec, group_normed, left_to_class
+from .linears import dropped_out, feed_forward, linear, why_not_silu
+from .norm_modules import group_normed
 from .norms import normed, residual_normed
-from .patch import Call, Injection
+from .patch import Call, ExactSpec, Injection, left_to_class
 
 _GROUP_NORM = KnownClass("torch.nn:GroupNorm", "torch.nn.functional:group_norm")
 _CONV = KnownClass("torch.nn:Conv2d", "torch.nn.functional:conv2d", "torch.nn:Conv2d._conv_forward")

@@ -31,8 +31,7 @@ from .attention import (
 )
 from .blocks import BlockSpec, End, begin, finish, table_prologue
 from .embeddings import TIMESTEPS
-from .family import COMPUTED_ONCE, Family
-from .forward_state import model_spec
+from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU, feed_forward, linear
 from .norms import gated_residual, normed, residual_modulated, residual_normed
 from .patch import Call, PatchSpec
