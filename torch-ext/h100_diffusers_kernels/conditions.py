@@ -100,22 +100,21 @@ def group_norm_takes(x: Tensor, *others: Tensor | None) -> bool:
     """Whether ``group_norm`` takes ``x`` (B, C, ...), and each vector given along with it."""
     if not (kernels_run_on(x) and has_memory_format(x)):
         return False
-    return all(
-        tensor is None
-        or (
-            tensor.dtype == x.dtype
-            and tensor.device == x.device
-            and _has_unit_stride(tensor)
-            and is_plain(tensor)
-        )
-        for tensor in others
-    )
+    for tensor in others:
+        if tensor is not None and (
+            tensor.dtype is not x.dtype
+            or tensor.device != x.device
+            or not _has_unit_stride(tensor)
+            or not is_plain(tensor)
+        ):
+            return False
+    return True
 
 
 def has_memory_format(x: Tensor) -> bool:
     """Whether the pixels of ``x`` (B, C, ...), or the channels of each, are side by side, and there are no
     gaps between pixels."""
-    if x.is_contiguous():
+    if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
         return True
     count = stride = 1
     for size, step in zip(reversed(x.shape[2:]), reversed(x.stride()[2:])):

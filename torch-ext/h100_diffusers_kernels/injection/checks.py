@@ -191,7 +191,7 @@ def has_own_forward(module: nn.Module) -> bool:
         return forward is None
     owner: Any = forward.__self__
     if type(owner) in STAND_INS:
-        return owner.module is module
+        return owner._module() is module
     return owner is module and forward.__func__ is type(module).forward
 
 
