@@ -1,6 +1,6 @@
 """One forward of published models: eager, compiled block by block, injected, in one run; by --modes also
 compiled as a whole, also with CUDA graphs (reduce-overhead), injected but for attention, injected with CUDA
-graphs, injected and compiled.
+graphs, injected and compiled in either way.
 
 The published sizes (most with fewer blocks), inputs as the pipelines pass them. All modes share one set
 of weights and take turns, first with random weights, then with such norms of query and key that the scores

@@ -29,7 +29,7 @@ REDUCE_OVERHEAD = "compiled-reduce-overhead"  # as a whole, replayed from CUDA g
 GRAPHS = "injected+graphs"  # the kernels, replayed from CUDA graphs
 MODES = (
     *("eager", "compiled", REGIONAL, REDUCE_OVERHEAD),
-    *("injected", NO_ATTENTION, GRAPHS, "injected+compiled"),
+    *("injected", NO_ATTENTION, GRAPHS, "injected+compiled", f"injected+{REGIONAL}"),
 )
 NEED_CUDA_GRAPHS = (REDUCE_OVERHEAD, GRAPHS)
 DEFAULT_MODES = ("eager", REGIONAL, "injected")
@@ -236,7 +236,7 @@ def compile_blocks(model: torch.nn.Module, **options: object) -> None:
 
 def compile_as(model: torch.nn.Module, mode: str) -> bool:
     """As the mode asks for; whether it does."""
-    if mode == REGIONAL:
+    if mode.endswith(REGIONAL):
         compile_blocks(model)
     elif mode == REDUCE_OVERHEAD:
         compile_whole(model, mode="reduce-overhead")
