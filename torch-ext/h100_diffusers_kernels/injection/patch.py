@@ -120,6 +120,7 @@ class Injection:
         duplicate = memo[id(self)] = Injection(self.report.model_name, self.options)
         duplicate.report = self.report.fresh()
         duplicate.is_over = self.is_over
+        duplicate._resolved = self._resolved  # forwards and functions may have been replaced since
         copies = (memo.get(id(reference())) for reference in self.modules)
         duplicate.modules = [weakref.ref(module) for module in copies if module is not None]
         return duplicate
