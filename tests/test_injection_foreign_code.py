@@ -309,14 +309,14 @@ def test_gradients_of_a_prepared_model(kernel, device, accelerator, is_injected_
     model, plain, arguments = prepared(FLUX, device)
     model, _ = injected_and_prepared(kernel, accelerator, model, is_injected_first)
     for candidate in (model, accelerator.prepare(plain)):
-        candidate(**arguments, return_dict=False)[0].square().sum().backward()
+        # A mean: the gradients of a sum overflow in float16.
+        candidate(**arguments, return_dict=False)[0].square().mean().backward()
     gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     assert len(gradients) > 50
     for name, gradient in gradients.items():
-        # Sums of gradients may overflow, and on a GPU they have no fixed order.
-        options = {"rtol": 0, "atol": 0} if device == "cpu" else {}
-        mine = model.get_parameter(name).grad
-        torch.testing.assert_close(mine, gradient, equal_nan=True, **options)
+        difference = (model.get_parameter(name).grad - gradient).norm()
+        # On a GPU sums of gradients have no fixed order.
+        assert difference <= (0 if device == "cpu" else 0.02) * gradient.norm(), name
 
 
 # ------------------------------------------------------------------------------------------------

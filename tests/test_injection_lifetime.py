@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlock
 from torch import nn
 
 from injected_pairs import assert_alike, distance
@@ -157,6 +158,23 @@ def test_a_copy_does_not_keep_the_original(kernel, device):
         references = weights_of(duplicate)
         del duplicate
         assert alive(references) == []
+
+
+def test_a_copy_made_while_a_forward_is_replaced(kernel, device, monkeypatch):
+    """The copy runs on the kernels again once the class has its own forward back, and can be ejected."""
+    model, plain = transformer(device), transformer(device)
+    kernel.inject_kernels(model)
+    arguments = inputs(model)
+    with monkeypatch.context() as replaced:
+        replaced.setattr(
+            LTXVideoTransformerBlock, "forward", lambda self, hidden_states, **_: hidden_states
+        )
+        duplicate = copy.deepcopy(model)
+        assert_alike(duplicate, plain, arguments)
+    assert_alike(duplicate, plain, arguments)
+    assert kernel_calls(run, duplicate, arguments) == calls_of(2)
+    kernel.eject_kernels(duplicate)
+    assert kernel_calls(run, duplicate, arguments) == {}
 
 
 def test_hidden_states_are_freed_after_a_forward(kernel, device):
