@@ -72,6 +72,7 @@ WITHOUT_FAMILY = {
     "cosmos": "Cosmos-Predict2 2B",
     "auraflow": "AuraFlow",
     "allegro": "Allegro",
+    "hunyuan_video": "HunyuanVideo",
     "sdxl": "Stable Diffusion XL",
     "sdxl_channels_last": "Stable Diffusion XL, channels last",
 }
