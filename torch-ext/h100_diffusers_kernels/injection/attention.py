@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from ..differentiation import is_differentiated
 from .checks import KnownFunction, class_name
 from .linears import dropped_out, linear, linear_per_sample, linears, may_be_written, write_linear
 from .norms import RMS, normed, read_norm
-from .patch import Call, Injection, PatchSpec
+from .patch import Call, Injection, PatchSpec, StandIn
 from .rotary import as_operand, split_tables
 
 _DISPATCH_MODULE = "diffusers.models.attention_dispatch"
@@ -48,6 +48,7 @@ class AttentionSpec(PatchSpec):
         library: the processor's module.
     """
 
+    is_conditional: ClassVar[bool] = True
     processor: str = ""
     processor_parameters: str = ""
     norms: tuple[str, ...] = ("norm_q", "norm_k")
@@ -63,11 +64,12 @@ class AttentionSpec(PatchSpec):
         object.__setattr__(self, "functions", (processor_call, *functions))
         object.__setattr__(self, "library", library)
 
-    def why_not(self, module: Any, injection: Injection) -> str | None:
-        processor_call = injection.resolve(self)[1][0].function
-        processor: Any = type(module.__dict__.get("processor"))
-        is_known = processor_call is not None and processor.__call__ is processor_call
-        return None if is_known else _why_other_processor(module)
+    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
+        processor = module.__dict__.get("processor")
+        cls: Any = type(processor)
+        if cls.__call__ is stand_in.functions[0].function:
+            return None
+        return f"its processor is a {class_name(processor)}, not the one known"
 
     def notes(self, module: Any, injection: Injection) -> list[str]:
         norms = ((name, module._modules.get(name)) for name in self.norms)
@@ -87,20 +89,6 @@ class AttentionSpec(PatchSpec):
     def describe(self, module: Any, injection: Injection) -> str:
         is_taken = SDPA.is_in_use() and self._why_own_attention(module, injection) is None
         return f"{self.operations}, attention" if is_taken else self.operations
-
-
-def _why_other_processor(module: Any) -> str:
-    processor = getattr(module, "processor", None)
-    return f"its processor is a {class_name(processor)}, not the one known"
-
-
-def has_known_processor(call: Call, module: Any) -> bool:
-    """Whether the module's processor is the one known; if not, that is noted."""
-    processor: Any = type(module.__dict__.get("processor"))
-    if processor.__call__ is call.stand_in.functions[0].function:
-        return True
-    call.fall_back(_why_other_processor(module))
-    return False
 
 
 def head_dim_of(module: Any) -> int | None:

@@ -40,7 +40,7 @@ from ..differentiation import is_differentiated
 from .attention import DISPATCH, SDPA, attend, is_native, project_out
 from .checks import KnownFunction
 from .linears import linear, linears
-from .patch import Call, Injection, PatchSpec, left_to_class
+from .patch import Call, PatchSpec, StandIn
 
 _DISPATCH_NAME, _SDPA_NAME = "dispatch_attention_fn", "scaled_dot_product_attention"
 _ATTENTION = "diffusers.models.attention_processor:Attention"
@@ -355,7 +355,7 @@ class ProcessorSpec(PatchSpec):
 
     dispatches: bool = False
 
-    def why_not(self, module: Any, injection: Injection) -> str | None:
+    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
         copy = _copy_of(type(module.processor))
         return copy if isinstance(copy, str) else None
 
@@ -365,10 +365,10 @@ def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
     processor = self.processor
     copy = _copy_of(type(processor))
     if isinstance(copy, str):
-        return left_to_class(call, copy, self, *args, **kwargs)
+        return call.decline(copy)
     is_own = torch.nn.functional.scaled_dot_product_attention is SDPA.found.function
     if not is_own or not is_native(processor, copy.dispatches):
-        return left_to_class(call, None, self, *args, **kwargs)
+        return NotImplemented
     if copy.call is _STANDARD.found.function:
         out = _standard(self, call, *args, **kwargs)
         if out is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
@@ -65,65 +65,25 @@ class Prologue(NamedTuple):
         return h, (tuple(normalized), rows)
 
 
-class ModulePrologue(NamedTuple):
-    """That of a norm that is called as the module it is, before the rows of its modulation are made."""
-
-    module: Any
-    rows_of: Callable[[], Rows]
-    upcasts: bool
-
-    def begin(self, x: Tensor) -> Begun:
-        n = self.module(x.float() if self.upcasts else x)
-        rows = self.rows_of()
-        n = n * (1 + rows[1]) + rows[0] if rows else n
-        return (n.to(x.dtype) if self.upcasts else n,), rows
-
-
-class AdaptiveModulePrologue(NamedTuple):
-    """That of an adaptive norm that is called as the module it is."""
-
-    module: nn.Module
-    temb: Tensor
-    takes_emb: bool
-
-    def begin(self, x: Tensor) -> Begun:
-        """Its results stand where they do among the rows that they are made of."""
-        if not self.takes_emb:
-            return (self.module(x, self.temb),), ()
-        normalized, *results = self.module(x, emb=self.temb)
-        rows = [r.unsqueeze(1) if r.dim() == 2 else r for r in results]
-        if len(rows) == 6:  # of SD35AdaLayerNormZeroX
-            *rows, second, last = rows
-            return (normalized, second), (None, None, *rows, None, None, last)
-        return (normalized,), (None, None, *rows)
-
-
-# How each stream of a block begins: ``prologue(call, block, ahead, *conditions)``. The block before asks with
-# its hidden states as ``ahead``, else that is None. Then the answer is None where anything is not plain, or
-# on another device. Each is asked for when the one before has begun.
-Prologues = Sequence[Callable[..., Any]]
+# How each stream of a block begins: ``prologue(call, block, ahead, *conditions)``, None where its norm is not
+# plain. The block before asks with its hidden states as ``ahead``, else that is None. Then the answer is None
+# also where a layer is not plain, or anything is on another device.
+Prologues = Sequence[Callable[..., Optional[Prologue]]]
 
 
 def norm_prologue(
-    call: Call,
-    block: Any,
-    name: str,
-    ahead: Tensor | None,
-    rows_of: Callable[[], Rows],
-    upcasts: bool = False,
-) -> Any:
+    call: Call, block: Any, name: str, ahead: Tensor | None, rows: Rows, upcasts: bool = False
+) -> Prologue | None:
     """The beginning of a stream with the norm ``block.name`` and rows of which the first two are shift and
     scale, or no rows; ``ahead`` as in ``Prologues``."""
     norm = read_norm(block._modules.get(name), None, upcasts)
     if isinstance(norm, str):
-        if ahead is not None:
-            return None
-        call.fall_back(f"{name} {norm}")
-        return ModulePrologue(getattr(block, name), rows_of, upcasts)
+        if ahead is None:
+            call.fall_back(f"{name} {norm}")
+        return None
     weight = norm[1][0]
     if ahead is not None and weight is not None and weight.device != ahead.device:
         return None
-    rows = rows_of()
     modulation = (rows[1], rows[0]) if rows else (None, None)
     return Prologue(norm, block, name, (modulation,), rows, upcasts)
 
@@ -134,15 +94,19 @@ def begin(
     prologues: Prologues,
     hidden_states: tuple[Tensor, ...],
     conditions: tuple[Any, ...],
-) -> Sequence[Begun]:
-    """What each stream of a block begins with; the block before may have computed it."""
+) -> Sequence[Begun] | None:
+    """What each stream of a block begins with; the block before may have computed it. None where a norm is
+    not plain."""
     handed = take_over(call, block, (*hidden_states, *conditions))
     if handed is not None:
         return handed
-    return [
-        prologue(call, block, None, *conditions).begin(x)
-        for prologue, x in zip(prologues, hidden_states)
-    ]
+    begun = []
+    for prologue, x in zip(prologues, hidden_states):
+        made = prologue(call, block, None, *conditions)
+        if made is None:
+            return None
+        begun.append(made.begin(x))
+    return begun
 
 
 def take_over(call: Call, block: nn.Module, arguments: tuple[Any, ...]) -> Any:
@@ -178,7 +142,7 @@ def finish(
     elif state is not None and hands_over:
         successor = state.successor(block, call.stand_in.spec)
     if successor is not None:
-        made = [prologue(call, successor, ends[0][0], *conditions) for prologue in prologues]
+        made: Any = [prologue(call, successor, ends[0][0], *conditions) for prologue in prologues]
         if None not in made:
             sums, begun = zip(*map(Prologue.after, made, ends))
             results = as_given(sums)
@@ -254,22 +218,17 @@ def adaptive_prologue(
     temb: Tensor,
     *,
     name: str,
-    takes_emb: bool = True,
-) -> Any:
+) -> Prologue | None:
     """The beginning of a stream with the adaptive norm ``block.name`` and an embedding (B, D).
 
-    ``ahead`` as in ``Prologues``. ``takes_emb``: whether the model gives a module in its place the embedding
-    as ``emb``.
+    ``ahead`` as in ``Prologues``.
     """
     module = block._modules[name]
     found = _read_adaptive(module)
     if isinstance(found, str):
-        if ahead is not None:
-            return None
-        call.fall_back(f"{name} {found}")
-        if call.state is not None:
-            call.state.shared.clear()  # the module may write to what it was made of
-        return AdaptiveModulePrologue(module, temb, takes_emb)
+        if ahead is None:
+            call.fall_back(f"{name} {found}")
+        return None
     (_, count, places), norm = found
     modulation = _modulation(call, module._modules["linear"], temb, ahead)
     if modulation is None:
@@ -326,7 +285,7 @@ def table_prologue(
     temb: Tensor,
     by_row: Callable[[Tensor], Tensor],
     upcasts: bool = False,
-) -> Any:
+) -> Prologue | None:
     """The beginning of a stream with the norm ``norm1`` and a modulation that is the block's table
     ``scale_shift_table``, (N, D) or (1, N, D), plus a time embedding; ``ahead`` as in ``Prologues``.
 
@@ -337,11 +296,9 @@ def table_prologue(
     if ahead is not None and table.device != ahead.device:
         return None
 
-    def rows_of() -> Rows:
-        embedding = call.shared("embedding", temb, by_row)
-        return (table.to(embedding.device) + embedding).unbind(dim=2)
-
-    return norm_prologue(call, block, "norm1", ahead, rows_of, upcasts)
+    embedding = call.shared("embedding", temb, by_row)
+    rows = (table.to(embedding.device) + embedding).unbind(dim=2)
+    return norm_prologue(call, block, "norm1", ahead, rows, upcasts)
 
 
 # --------------------------------------------------------------------------------------------------

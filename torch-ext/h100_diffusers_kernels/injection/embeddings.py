@@ -29,7 +29,7 @@ def _is_taken(x: Tensor) -> bool:
 def _timesteps_forward(self: Any, call: Call, timesteps: Tensor) -> Tensor:
     """Of (B,), float32 (B, channels): sines, then cosines, or the other way round."""
     if not _is_taken(timesteps) or timesteps.dim() != 1 or self.num_channels % 2 != 0:
-        return call.own_forward(self, timesteps)
+        return NotImplemented
     key = (self.num_channels, self.downscale_freq_shift)
     (frequencies,) = Kept.of(
         call, timesteps, key, lambda: _of_channels(*key, device=timesteps.device)
@@ -50,7 +50,7 @@ def _of_channels(channels: int, shift: float, device: torch.device) -> tuple[Ten
 def _axes_forward(self: Any, call: Call, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Of the positions (S, axes) cosines and sines, each float32 (S, the axes' dimensions)."""
     if not _is_taken(ids) or ids.dim() != 2 or ids.shape[1] != len(self.axes_dim):
-        return call.own_forward(self, ids)
+        return NotImplemented
     key = (self.theta, tuple(self.axes_dim))
     axes, frequencies = Kept.of(call, ids, key, lambda: _of_axes(*key, device=ids.device))
     # The product is in float64, as the frequencies are.

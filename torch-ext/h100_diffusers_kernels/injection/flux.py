@@ -25,7 +25,6 @@ from .attention import (
     attend_to_all,
     attend_with_tables,
     concat_view,
-    has_known_processor,
     joined,
     project,
     project_out,
@@ -69,9 +68,11 @@ def _double_block_forward(
 ) -> tuple[Tensor, Tensor]:
     x, c = hidden_states, encoder_hidden_states
     if not kernels_take(x, c, temb):
-        call.refuse(x, c, temb)
-        return call.own_forward(self, x, c, temb, image_rotary_emb, joint_attention_kwargs)
-    begun, c_begun = begin(call, self, _DOUBLE, (x, c), (temb,))
+        return call.refuse(x, c, temb)
+    streams = begin(call, self, _DOUBLE, (x, c), (temb,))
+    if streams is None:
+        return NotImplemented
+    begun, c_begun = streams
     # With an IP-Adapter the third result is to be added to the image's.
     attention_out, c_attention_out, *adapted = self._modules["attn"](
         hidden_states=begun[0][0],
@@ -101,15 +102,17 @@ def _single_block_forward(
 ) -> tuple[Tensor, Tensor]:
     x, c = hidden_states, encoder_hidden_states
     if not kernels_take(x, c, temb):
-        call.refuse(x, c, temb)
-        return call.own_forward(self, x, c, temb, image_rotary_emb, joint_attention_kwargs)
+        return call.refuse(x, c, temb)
     text_length = c.shape[1]
     handed = take_over(call, self, (c, x, temb))
     if handed is not None:
         x, (begun,) = concat_view(c, x), handed
     else:
+        prologue = _SINGLE[0](call, self, None, temb)
+        if prologue is None:
+            return NotImplemented
         x = joined(call, c, x)
-        begun = _SINGLE[0](call, self, None, temb).begin(x)
+        begun = prologue.begin(x)
     (normalized,), (_, _, gate) = begun
     modules = self._modules
     activation = modules["act_mlp"]
@@ -153,13 +156,10 @@ def _attention_forward(
     **kwargs,
 ) -> Tensor | tuple[Tensor, Tensor]:
     x, c = hidden_states, encoder_hidden_states
-    if (
-        not kwargs.keys() <= _OF_IP_ADAPTERS
-        or (c is not None) != (self.added_kv_proj_dim is not None)
-        or not has_known_processor(call, self)
-        or call.refuses(x, c)
-    ):
-        return call.own_forward(self, x, c, attention_mask, image_rotary_emb, **kwargs)
+    if not kwargs.keys() <= _OF_IP_ADAPTERS or (c is None) != (self.added_kv_proj_dim is None):
+        return NotImplemented
+    if not kernels_take(x, c):
+        return call.refuse(x, c)
     if c is None:
         streams = project(call, self, x, None, image_rotary_emb, None)
         rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)

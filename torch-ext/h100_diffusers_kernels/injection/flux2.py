@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import functional
 from ..conditions import kernels_take, may_write
@@ -23,7 +23,6 @@ from .attention import (
     AttentionSpec,
     attend,
     attend_with_tables,
-    has_known_processor,
     norm_and_rotate,
     project_out,
 )
@@ -34,7 +33,7 @@ from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import SILU, linear, linear_per_sample
 from .norm_modules import OUTPUT_NORM
 from .norms import clipped
-from .patch import Call, Injection, PatchSpec
+from .patch import Call, PatchSpec, StandIn
 
 _FLUX2 = "diffusers.models.transformers.transformer_flux2"
 _SWIGLU = KnownClass(f"{_FLUX2}:Flux2SwiGLU")
@@ -50,7 +49,7 @@ def _prologue(
         by_token = modulation.unsqueeze(1) if modulation.dim() == 2 else modulation
         return by_token.chunk(count, dim=-1)
 
-    rows = partial(call.shared, f"{name} rows", modulation, rows_of)
+    rows = call.shared(f"{name} rows", modulation, rows_of)
     return norm_prologue(call, block, name, ahead, rows)
 
 
@@ -72,10 +71,11 @@ def _double_block_forward(
 ) -> tuple[Tensor, Tensor]:
     x, c, conditions = hidden_states, encoder_hidden_states, (temb_mod_img, temb_mod_txt)
     if not kernels_take(x, c, *conditions):
-        call.refuse(x, c, *conditions)
-        more = (image_rotary_emb, joint_attention_kwargs)
-        return call.own_forward(self, x, c, *conditions, *more)
-    begun, c_begun = begin(call, self, _DOUBLE, (x, c), conditions)
+        return call.refuse(x, c, *conditions)
+    streams = begin(call, self, _DOUBLE, (x, c), conditions)
+    if streams is None:
+        return NotImplemented
+    begun, c_begun = streams
     attention_out, c_attention_out = self._modules["attn"](
         hidden_states=begun[0][0],
         encoder_hidden_states=c_begun[0][0],
@@ -104,14 +104,14 @@ def _single_block_forward(
 ) -> Any:
     x, c = hidden_states, encoder_hidden_states
     if not kernels_take(x, c, temb_mod):
-        call.refuse(x, c, temb_mod)
-        more = (joint_attention_kwargs, split_hidden_states, text_seq_len)
-        return call.own_forward(self, x, c, temb_mod, image_rotary_emb, *more)
+        return call.refuse(x, c, temb_mod)
     if c is not None:
         text_seq_len = c.shape[1]
         x = torch.cat([c, x], dim=1)
-    (begun,) = begin(call, self, _SINGLE, (x,), (temb_mod,))
-    (normalized,), (_, _, gate) = begun
+    streams = begin(call, self, _SINGLE, (x,), (temb_mod,))
+    if streams is None:
+        return NotImplemented
+    (((normalized,), (_, _, gate)),) = streams
     attention_out = self._modules["attn"](
         hidden_states=normalized,
         image_rotary_emb=image_rotary_emb,
@@ -139,14 +139,10 @@ def _attention_forward(
     **kwargs,
 ) -> Tensor | tuple[Tensor, Tensor]:
     x, c = hidden_states, encoder_hidden_states
-    if (
-        kwargs
-        or c is None
-        or self.added_kv_proj_dim is None
-        or not has_known_processor(call, self)
-        or call.refuses(x, c)
-    ):
-        return call.own_forward(self, x, c, attention_mask, image_rotary_emb, **kwargs)
+    if kwargs or c is None or self.added_kv_proj_dim is None:
+        return NotImplemented
+    if not kernels_take(x, c):
+        return call.refuse(x, c)
     out, c_out = attend_with_tables(call, self, x, c, image_rotary_emb, attention_mask)
     c_out = linear_per_sample(self._modules["to_add_out"], c_out)
     return project_out(self, out), c_out
@@ -160,9 +156,10 @@ def _parallel_attention_forward(
     image_rotary_emb: Any = None,
     **kwargs,
 ) -> Tensor:
-    if kwargs or not has_known_processor(call, self) or call.refuses(hidden_states):
-        arguments = (hidden_states, attention_mask, image_rotary_emb)
-        return call.own_forward(self, *arguments, **kwargs)
+    if kwargs:
+        return NotImplemented
+    if not kernels_take(hidden_states):
+        return call.refuse(hidden_states)
     packed = linear(self._modules["to_qkv_mlp_proj"], hidden_states)
     # In proportion, as tensor parallelism leaves a rank a part of each.
     size, mlp_size = 3 * self.inner_dim, self.mlp_hidden_dim * self.mlp_mult_factor
@@ -209,16 +206,17 @@ def _is_plain_swiglu(activation: Any) -> bool:
 
 
 class _SwigluSpec(PatchSpec):
-    def why_not(self, module: nn.Module, injection: Injection) -> str | None:
+    is_conditional = True
+
+    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
         return None if is_plain(module._modules.get("gate_fn"), SILU) else "SiLU was replaced"
 
 
 def _swiglu_forward(self: Any, call: Call, x: Tensor) -> Tensor:
-    reason = call.stand_in.spec.why_not(self, call.injection)
-    if reason is not None:
-        call.fall_back(reason)
-    if reason is not None or call.refuses(x) or x.shape[-1] % 2:
-        return call.own_forward(self, x)
+    if not kernels_take(x):
+        return call.refuse(x)
+    if x.shape[-1] % 2:
+        return NotImplemented
     return functional.swiglu(x, activated="first")
 
 

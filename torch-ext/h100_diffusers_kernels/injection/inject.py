@@ -270,7 +270,7 @@ def _stand_ins(
         return []
     # Its parts are asked for at each call: they may be others by then.
     stand_in = StandIn(module, spec, name, injection)
-    reason = replaced_function(stand_in.functions) or spec.why_not(module, injection)
+    reason = replaced_function(stand_in.functions) or spec.why_not(module, stand_in)
     if reason is None:
         operations = spec.describe(module, injection)
         report.replaced.append(Replaced(name, type(module).__name__, operations))

@@ -18,7 +18,7 @@ from ..arguments import is_plain as is_plain_tensor
 from ..conditions import kernels_take, may_write, same_dtype_and_unit_stride, why_not_taken
 from ..differentiation import is_differentiated
 from .checks import KnownClass, is_plain, why_not_plain
-from .patch import Call, ExactSpec, Injection, PatchSpec, left_to_class
+from .patch import Call, ExactSpec, PatchSpec, StandIn
 
 LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
 DROPOUT = KnownClass("torch.nn:Dropout")
@@ -174,10 +174,9 @@ def linear_gelu(layer: Any, activation: Any, approximate: str, x: Tensor) -> Ten
 
 def _gelu_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
     if "gelu" in self.__dict__:
-        call.fall_back("GELU was replaced")
-        return call.own_forward(self, hidden_states)
-    if call.refuses(hidden_states):
-        return call.own_forward(self, hidden_states)
+        return call.decline("gelu was replaced")
+    if not kernels_take(hidden_states):
+        return call.refuse(hidden_states)
     return linear_gelu(self._modules["proj"], self.gelu, self.approximate, hidden_states)
 
 
@@ -212,17 +211,18 @@ class GatedActivationSpec(ExactSpec):
     ``operations`` is the name of the function that stands in for the activation.
     """
 
-    def why_not(self, module: nn.Module, injection: Injection) -> str | None:
+    is_conditional = True
+
+    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
         if self.operations == "swiglu":
             return why_not_silu(module._modules.get("activation"))
         return "gelu was replaced" if "gelu" in module.__dict__ else None
 
 
 def _gated_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Tensor:
+    if len(args) != 1 or kwargs:
+        return NotImplemented
     spec = call.stand_in.spec
-    reason = spec.why_not(self, call.injection)
-    if len(args) != 1 or kwargs or reason is not None:
-        return left_to_class(call, reason, self, *args, **kwargs)
     x = linear(self._modules["proj"], *args)
     if is_differentiated(x):
         call.is_counted = False

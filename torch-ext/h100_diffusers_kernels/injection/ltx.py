@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..conditions import kernels_run_on, kernels_take, tracks_derivatives, why_not_taken
+from ..conditions import kernels_run_on, kernels_take, tracks_derivatives
 from ..functional import CoordinateRope
 from .attention import (
     AttentionSpec,
     attend,
-    has_known_processor,
     norm_and_rotate,
     project_out,
     query_key_value,
@@ -62,12 +61,12 @@ def _block_forward(
 ) -> Tensor:
     x = hidden_states
     if not kernels_take(x, temb):
-        call.refuse(x, temb)
-        arguments = (x, encoder_hidden_states, temb, image_rotary_emb)
-        return call.own_forward(self, *arguments, encoder_attention_mask)
+        return call.refuse(x, temb)
     modules = self._modules
-    (begun,) = begin(call, self, _PROLOGUES, (x,), (temb,))
-    (normalized,), (_, _, gate_msa, shift_mlp, scale_mlp, gate_mlp) = begun
+    streams = begin(call, self, _PROLOGUES, (x,), (temb,))
+    if streams is None:
+        return NotImplemented
+    (((normalized,), (_, _, gate_msa, shift_mlp, scale_mlp, gate_mlp)),) = streams
     attention_out = modules["attn1"](
         hidden_states=normalized, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
     )
@@ -96,8 +95,10 @@ def _attention_forward(
     **kwargs,
 ) -> Tensor:
     x, c = hidden_states, encoder_hidden_states
-    if kwargs or not has_known_processor(call, self) or call.refuses(x):
-        return call.own_forward(self, x, c, attention_mask, image_rotary_emb, **kwargs)
+    if kwargs:
+        return NotImplemented
+    if not kernels_take(x):
+        return call.refuse(x)
     heads = self.heads
     query, key, value = query_key_value(self, x, c)
     names, rotate = ("norm_q", "norm_k"), call.stand_in.functions[1].function
@@ -129,19 +130,14 @@ def _rope_forward(
     It makes the tables where others than the blocks work with them: hooks (context parallelism shards
     the tables by one), and autograd, for which each block would have to keep tables of its own.
     """
-    grid = (num_frames, height, width, rope_interpolation_scale)
-    reason = None if kernels_run_on(hidden_states) else why_not_taken(hidden_states)
     if "_prepare_video_coords" in self.__dict__:
-        reason = "_prepare_video_coords was replaced"
-    if reason is not None:
-        call.fall_back(reason)
-    if (
-        reason is not None
-        or tracks_derivatives()
-        or _is_wrapped(self)
-        or (video_coords is not None and video_coords.dtype == torch.float64)
-    ):
-        return call.own_forward(self, hidden_states, *grid, video_coords)
+        return call.decline("_prepare_video_coords was replaced")
+    if not kernels_run_on(hidden_states):
+        return call.refuse(hidden_states)
+    is_double = video_coords is not None and video_coords.dtype == torch.float64
+    if is_double or tracks_derivatives() or _is_wrapped(self):
+        return NotImplemented
+    grid = (num_frames, height, width, rope_interpolation_scale)
     if video_coords is None:
         bases = (self.base_num_frames, self.base_height, self.base_width, self.patch_size)
         key = (*grid, *bases, self.patch_size_t, self.theta, self.dim)

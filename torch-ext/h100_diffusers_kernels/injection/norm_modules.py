@@ -26,7 +26,7 @@ from ..differentiation import is_differentiated
 from .checks import is_plain
 from .linears import SILU, linear
 from .norms import LAYER, RMS, Norm, modulated_by, read_norm
-from .patch import Call, ExactSpec, Injection, left_to_class
+from .patch import Call, ExactSpec, Injection, StandIn
 
 # By the kind of norm, and the number of scales and shifts.
 _OPERATIONS: dict[tuple[str, int], Any] = {
@@ -74,18 +74,18 @@ class NormSpec(ExactSpec):
 
     keeps_dtype: bool = False
 
-    def why_not(self, module: nn.Module, injection: Injection) -> str | None:
+    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
         norm = read_norm(module, is_called=True)
         return f"it {norm}" if isinstance(norm, str) else None
 
 
 def _norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Tensor:
     if len(args) != 1 or kwargs:
-        return left_to_class(call, None, self, *args, **kwargs)
+        return NotImplemented
     x, keeps_dtype = args[0], call.stand_in.spec.keeps_dtype  # type: ignore[attr-defined]
     norm = read_norm(self, x.shape[-1] if x.dim() else 0, is_called=True)
     out = f"it {norm}" if isinstance(norm, str) else _normed(norm, x, keeps_dtype)
-    return out if isinstance(out, Tensor) else left_to_class(call, out, self, x)
+    return out if isinstance(out, Tensor) else call.decline(out)
 
 
 _NORM = "diffusers.models.normalization:"
@@ -149,7 +149,7 @@ def _group_norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) 
         out = f"it is a {type(self).__name__} now"
     elif len(args) == 1 and not kwargs:
         out = group_normed(self, *args)
-    return out if isinstance(out, Tensor) else left_to_class(call, out, self, *args, **kwargs)
+    return out if isinstance(out, Tensor) else call.decline(out)
 
 
 GROUP_NORM = ExactSpec(
@@ -215,7 +215,7 @@ def _adaptive_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
     spec: Any = call.stand_in.spec
     given = dict(zip(spec.names, args), **kwargs)
     if len(given) != len(args) + len(kwargs) or len({*spec.names, *kwargs}) > len(spec.names):
-        return left_to_class(call, None, self, *args, **kwargs)  # which raises
+        return NotImplemented  # the class's own raises
     embedded = _embedded(self, given)
     if spec.has_tokens and embedded.dim() == 2:
         embedded = embedded[:, None]

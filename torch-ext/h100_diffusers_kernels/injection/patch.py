@@ -16,12 +16,12 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, Callable, SupportsIndex
+from typing import Any, Callable, ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
-from ..conditions import kernels_take, why_not_taken
+from ..conditions import why_not_taken
 from .checks import (
     CALL_IMPL,
     GLOBAL_HOOKS,
@@ -46,12 +46,16 @@ class PatchSpec:
     Attributes:
         path: of its class, ``module:class``. Subclasses without a forward of their own belong to it.
         parameters: of the class's forward, in order; None where any will do.
-        forward: stands in for it: ``forward(module, call, *args, **kwargs)``, with a ``Call``.
+        forward: stands in for it: ``forward(module, call, *args, **kwargs)``, with a ``Call``. The
+            class's own runs where it returns NotImplemented.
         operations: what it runs on, for the report.
         functions: the paths of functions by which the class's forward computes what the kernels compute,
             some with their parameters. Where one of them was replaced, the class's own forward runs.
         left_to_compiler: whether the class's own forward is what torch.compile traces.
+        is_conditional: whether ``why_not`` is asked before each call; else ``forward`` finds out by itself.
     """
+
+    is_conditional: ClassVar[bool] = False
 
     path: str
     parameters: str | None
@@ -64,7 +68,7 @@ class PatchSpec:
         cls = find_class(self.path)
         return cls is not None and isinstance(module, cls)
 
-    def why_not(self, module: nn.Module, injection: Injection) -> str | None:
+    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
         """Why the module, as it is now, runs its class's own forward."""
         return None
 
@@ -161,16 +165,18 @@ class Call:
         if self.stand_in.count.fall_back(reason):
             self.is_counted = False
 
-    def refuse(self, x: Tensor, *others: Tensor | None) -> None:
-        """Notes why the kernels do not take these tensors."""
-        self.fall_back(why_not_taken(x, *others))
+    def decline(self, reason: str | None = None) -> Any:
+        """What a forward returns for the class's own to run in its place, with the reason noted.
 
-    def refuses(self, x: Tensor, *others: Tensor | None) -> bool:
-        """Whether the kernels do not take these tensors; the reason is noted."""
-        if kernels_take(x, *others):
-            return False
-        self.refuse(x, *others)
-        return True
+        ``reason``: None where it is no fall-back: a derivative is asked for, or the class's own raises.
+        """
+        if reason is not None:
+            self.fall_back(reason)
+        return NotImplemented
+
+    def refuse(self, x: Tensor, *others: Tensor | None) -> Any:
+        """``decline``, as the kernels do not take these tensors."""
+        return self.decline(why_not_taken(x, *others))
 
     def own_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The class's forward, which the call stands in for."""
@@ -186,19 +192,6 @@ class Call:
         if made is None or made[0] is not x or made[1] != version:
             made = self.state.shared[name] = (x, version, make(x))
         return made[2]
-
-
-def left_to_class(
-    call: Call, reason: str | None, module: nn.Module, *args: Any, **kwargs: Any
-) -> Any:
-    """The class's own forward for all of a call.
-
-    ``reason``: None where it is no fall-back, because a derivative is asked for or the forward raises.
-    """
-    if reason is not None:
-        call.fall_back(reason)
-    call.is_counted = False
-    return call.own_forward(module, *args, **kwargs)
 
 
 class StandIn:
@@ -273,10 +266,14 @@ class StandIn:
         for owner, name, function in self.functions:
             if function is None or getattr(owner, name, None) is not function:
                 reason = f"{name} was replaced"
+        if reason is None and spec.is_conditional:
+            reason = spec.why_not(module, self)
         if reason is not None:
             call.fall_back(reason)
             return own(module, *args, **kwargs)
         result = spec.forward(module, call, *args, **kwargs)
+        if result is NotImplemented:
+            return own(module, *args, **kwargs)
         if call.is_counted and not is_traced:
             self.count.on_kernels += 1
         return result

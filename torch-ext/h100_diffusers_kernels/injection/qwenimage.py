@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..conditions import kernels_take
 from .attention import (
     AttentionSpec,
     attend_jointly,
-    has_known_processor,
     project,
     project_out,
 )
@@ -35,7 +35,7 @@ from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU, linear_per_sample
 from .norm_modules import OUTPUT_NORM
 from .norms import clipped
-from .patch import Call, Injection
+from .patch import Call, StandIn
 
 _QWEN = "diffusers.models.transformers.transformer_qwenimage"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_qwenimage"
@@ -49,12 +49,10 @@ def _image_prologue(
     modulation = linear_modulation(call, block._modules["img_mod"], temb, ahead)
     if modulation is None:
         return None
-
-    def rows_of() -> tuple:
-        rows = modulation.unsqueeze(1).chunk(6, dim=-1)
-        return rows if index is None else tuple(_chosen(row, index) for row in rows)
-
-    return norm_prologue(call, block, "img_norm1", ahead, rows_of)
+    rows = modulation.unsqueeze(1).chunk(6, dim=-1)
+    if index is not None:
+        rows = tuple(_chosen(row, index) for row in rows)
+    return norm_prologue(call, block, "img_norm1", ahead, rows)
 
 
 def _text_prologue(
@@ -67,7 +65,7 @@ def _text_prologue(
     if modulation is None:
         return None
     rows = modulation.unsqueeze(1).chunk(6, dim=-1)
-    return norm_prologue(call, block, "txt_norm1", ahead, lambda: rows)
+    return norm_prologue(call, block, "txt_norm1", ahead, rows)
 
 
 _PROLOGUES = (_image_prologue, _text_prologue)
@@ -95,14 +93,13 @@ def _block_forward(
     modulate_index: Any = None,
 ) -> tuple[Tensor, Tensor]:
     x, c, mask = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
-    is_replaced = "_modulate" in self.__dict__
-    if is_replaced:
-        call.fall_back("_modulate was replaced")
-    if is_replaced or call.refuses(x, c, temb):
-        more = (image_rotary_emb, joint_attention_kwargs, modulate_index)
-        return call.own_forward(self, x, c, mask, temb, *more)
+    if not kernels_take(x, c, temb):
+        return call.refuse(x, c, temb)
     conditions = (temb, modulate_index)
-    begun, c_begun = begin(call, self, _PROLOGUES, (x, c), conditions)
+    streams = begin(call, self, _PROLOGUES, (x, c), conditions)
+    if streams is None:
+        return NotImplemented
+    begun, c_begun = streams
     attention_out, c_attention_out = self._modules["attn"](
         hidden_states=begun[0][0],
         encoder_hidden_states=c_begun[0][0],
@@ -130,19 +127,10 @@ def _attention_forward(
     **kwargs,
 ) -> Any:
     x, c, mask = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
-    if (
-        kwargs
-        or c is None
-        or attention_mask is not None
-        or not has_known_processor(call, self)
-        or call.refuses(x, c)
-    ):
-        more = {
-            "encoder_hidden_states_mask": mask,
-            "image_rotary_emb": image_rotary_emb,
-            **kwargs,
-        }
-        return call.own_forward(self, x, c, attention_mask, **more)
+    if kwargs or c is None or attention_mask is not None:
+        return NotImplemented
+    if not kernels_take(x, c):
+        return call.refuse(x, c)
     ropes = (None, None) if image_rotary_emb is None else image_rotary_emb
     streams = project(call, self, x, c, *ropes)
     joint_mask = bias = None
@@ -173,7 +161,9 @@ def _masks(mask: Tensor, image_length: int, dtype: torch.dtype) -> tuple[Tensor,
 
 @dataclass(frozen=True, eq=False)
 class _BlockSpec(BlockSpec):
-    def why_not(self, module: nn.Module, injection: Injection) -> str | None:
+    is_conditional = True
+
+    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
         return "_modulate was replaced" if "_modulate" in module.__dict__ else None
 
 

@@ -21,7 +21,6 @@ from .attention import (
     AttentionSpec,
     attend_jointly,
     attend_to_all,
-    has_known_processor,
     project,
     project_out,
 )
@@ -37,7 +36,6 @@ _SD3 = "diffusers.models.transformers.transformer_sd3"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_sd3"
 _BLOCKS = "diffusers.models.attention"
 _ATTENTIONS = "diffusers.models.attention_processor"
-_CHUNKED = "its feed-forward is chunked"
 
 
 def _image_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
@@ -47,14 +45,8 @@ def _image_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) 
     return adaptive_prologue(call, block, ahead, temb, name="norm1")
 
 
-def _text_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
-    """The same; of the last block scale and shift."""
-    takes_emb = not block.context_pre_only
-    name = "norm1_context"
-    return adaptive_prologue(call, block, ahead, temb, name=name, takes_emb=takes_emb)
-
-
-_PROLOGUES = (_image_prologue, _text_prologue)
+# The text's rows are the same; of the last block scale and shift.
+_PROLOGUES = (_image_prologue, partial(adaptive_prologue, name="norm1_context"))
 _SINGLE = (partial(adaptive_prologue, name="norm1"),)
 
 
@@ -68,11 +60,14 @@ def _block_forward(
 ) -> tuple[Tensor | None, Tensor]:
     x, c = hidden_states, encoder_hidden_states
     if self._chunk_size is not None:
-        call.fall_back(_CHUNKED)
-    if self._chunk_size is not None or call.refuses(x, c, temb):
-        return call.own_forward(self, x, c, temb, joint_attention_kwargs)
+        return call.decline("its feed-forward is chunked")
+    if not kernels_take(x, c, temb):
+        return call.refuse(x, c, temb)
     modules, more = self._modules, joint_attention_kwargs or {}
-    begun, c_begun = begin(call, self, _PROLOGUES, (x, c), (temb,))
+    streams = begin(call, self, _PROLOGUES, (x, c), (temb,))
+    if streams is None:
+        return NotImplemented
+    begun, c_begun = streams
     rows = begun[1][:6]
     attention_out, c_attention_out = modules["attn"](
         hidden_states=begun[0][0], encoder_hidden_states=c_begun[0][0], **more
@@ -94,9 +89,11 @@ def _block_forward(
 def _single_block_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -> Tensor:
     x = hidden_states
     if not kernels_take(x, temb):
-        call.refuse(x, temb)
-        return call.own_forward(self, x, temb)
-    (begun,) = begin(call, self, _SINGLE, (x,), (temb,))
+        return call.refuse(x, temb)
+    streams = begin(call, self, _SINGLE, (x,), (temb,))
+    if streams is None:
+        return NotImplemented
+    (begun,) = streams
     attention_out = self._modules["attn"](hidden_states=begun[0][0], encoder_hidden_states=None)
     end = feed_forward_end(call, self, "norm2", "ff", x, attention_out, begun[1])
     (x,) = finish(call, self, _SINGLE, (end,), (temb,))
@@ -112,8 +109,10 @@ def _attention_forward(
     **kwargs,
 ) -> Any:
     x, c = hidden_states, encoder_hidden_states
-    if kwargs or not has_known_processor(call, self) or call.refuses(x, c):
-        return call.own_forward(self, x, c, attention_mask, **kwargs)
+    if kwargs:
+        return NotImplemented
+    if not kernels_take(x, c):
+        return call.refuse(x, c)
     # Its processor does not look at a mask.
     streams = project(call, self, x, c, None, None)
     options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}

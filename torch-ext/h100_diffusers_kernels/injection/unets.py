@@ -30,7 +30,7 @@ from .forward_state import ModelSpec, forward_with_state
 from .linears import dropped_out, feed_forward, linear, why_not_silu
 from .norm_modules import group_normed
 from .norms import normed, residual_normed
-from .patch import Call, ExactSpec, Injection, left_to_class
+from .patch import Call, ExactSpec, StandIn
 
 _GROUP_NORM = KnownClass("torch.nn:GroupNorm", "torch.nn.functional:group_norm")
 _CONV = KnownClass("torch.nn:Conv2d", "torch.nn.functional:conv2d", "torch.nn:Conv2d._conv_forward")
@@ -42,7 +42,9 @@ _CONV = KnownClass("torch.nn:Conv2d", "torch.nn.functional:conv2d", "torch.nn:Co
 
 @dataclass(frozen=True, eq=False)
 class _ResnetSpec(ExactSpec):
-    def why_not(self, module: Any, injection: Injection) -> str | None:
+    is_conditional = True
+
+    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
         way = module.time_embedding_norm
         if way == "scale_shift" or not (way == "default" or module.time_emb_proj is None):
             return f"its time embedding goes another way: {way}"
@@ -56,19 +58,17 @@ class _ResnetSpec(ExactSpec):
 def _resnet_forward(
     self: Any, call: Call, input_tensor: Tensor, temb: Any, *args: Any, **kwargs: Any
 ) -> Tensor:
-    x: Any = RESNET_BLOCK.why_not(self, call.injection)
+    x: Any = None
     if args or kwargs:
         x = "it was given more than an input and a time embedding"
     elif input_tensor.dim() != 4:
         x = f"it was given a tensor of {input_tensor.dim()} dimensions"
     elif temb is not None and self.time_embedding_norm == "default" and self.time_emb_proj is None:
         x = "it has no projection for the time embedding that it was given"
-    elif x is None and not (
-        tracks_derivatives() and is_differentiated(input_tensor, temb, *self.parameters())
-    ):
+    elif not (tracks_derivatives() and is_differentiated(input_tensor, temb, *self.parameters())):
         x = group_normed(self._modules["norm1"], input_tensor, activation="silu")
     if not isinstance(x, Tensor):
-        return left_to_class(call, x, self, input_tensor, temb, *args, **kwargs)
+        return call.decline(x)
     if self.upsample is not None:
         if x.shape[0] >= 64:  # as the class does
             input_tensor, x = input_tensor.contiguous(), x.contiguous()
@@ -152,7 +152,9 @@ class _BasicBlockSpec(BlockSpec):
     def matches(self, module: nn.Module) -> bool:
         return super().matches(module) and getattr(module, "norm_type", "") == "layer_norm"
 
-    def why_not(self, module: Any, injection: Injection) -> str | None:
+    is_conditional = True
+
+    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
         return None if module._chunk_size is None else "its feed-forward is chunked"
 
 
@@ -160,7 +162,7 @@ def _prologue(call: Call, block: Any, ahead: Tensor | None) -> Any:
     # What adds positions may give another dtype.
     if ahead is not None and (block.pos_embed is not None or block._chunk_size is not None):
         return None
-    return norm_prologue(call, block, "norm1", ahead, tuple)
+    return norm_prologue(call, block, "norm1", ahead, ())
 
 
 _PROLOGUES = (_prologue,)
@@ -179,25 +181,21 @@ def _block_forward(
     added_cond_kwargs: Any = None,
 ) -> Any:
     more = cross_attention_kwargs or {}
-    reason = call.stand_in.spec.why_not(self, call.injection)
-    if more.get("gligen") is not None:
-        reason = "it is guided by GLIGEN"
-    elif more.get("scale") is not None:
-        reason = "it was given a scale"  # the class warns of it
-    x = None
     if tracks_derivatives():
-        call.is_counted = False
-    elif reason is not None:
-        call.fall_back(reason)
-    else:
-        x = hidden_states.contiguous()  # the channels of a convolution's result may lie apart
-    if x is None or call.refuses(x):
-        masks_and_text = (attention_mask, encoder_hidden_states, encoder_attention_mask)
-        others = (timestep, cross_attention_kwargs, class_labels, added_cond_kwargs)
-        return call.own_forward(self, hidden_states, *masks_and_text, *others)
+        return NotImplemented
+    if more.get("gligen") is not None:
+        return call.decline("it is guided by GLIGEN")
+    if more.get("scale") is not None:
+        return call.decline("it was given a scale")  # the class warns of it
+    x = hidden_states.contiguous()  # the channels of a convolution's result may lie apart
+    if not kernels_take(x):
+        return call.refuse(x)
     modules, add_positions = self._modules, self.pos_embed
     if add_positions is None:
-        (((normalized,), _),) = begin(call, self, _PROLOGUES, (x,), ())
+        streams = begin(call, self, _PROLOGUES, (x,), ())
+        if streams is None:
+            return NotImplemented
+        (((normalized,), _),) = streams
     else:
         normalized = add_positions(normed(call, self, "norm1", x))
     attention_out = modules["attn1"](

@@ -24,7 +24,6 @@ from ..conditions import kernels_take
 from .attention import (
     AttentionSpec,
     attend,
-    has_known_processor,
     norm_and_rotate,
     project_out,
     query_key_value,
@@ -69,11 +68,12 @@ def _block_forward(
     # Some models only transpose what their convolution gives.
     x, c = hidden_states.contiguous(), encoder_hidden_states
     if not kernels_take(x, c):
-        call.refuse(x, c)
-        return call.own_forward(self, hidden_states, c, temb, rotary_emb, *attention_mask)
+        return call.refuse(x, c)
     mask = attention_mask[0] if attention_mask else None
-    (begun,) = begin(call, self, prologues, (x,), (temb,))
-    end = _to_the_end(self, call, x, begun, c, mask, rotary_emb)
+    streams = begin(call, self, prologues, (x,), (temb,))
+    if streams is None:
+        return NotImplemented
+    end = _to_the_end(self, call, x, streams[0], c, mask, rotary_emb)
     (x,) = finish(call, self, prologues, (end,), (temb,), upcasts=True)
     return x
 
@@ -119,12 +119,14 @@ def _vace_block_forward(
 ) -> tuple[Tensor | None, Tensor]:
     c, control = encoder_hidden_states, control_hidden_states
     if not kernels_take(hidden_states.contiguous(), c, control):
-        call.refuse(hidden_states.contiguous(), c, control)
-        return call.own_forward(self, hidden_states, c, control, temb, rotary_emb)
+        return call.refuse(hidden_states.contiguous(), c, control)
+    prologue = _BY_TOKEN[0](call, self, None, temb)
+    if prologue is None:
+        return NotImplemented
     if self.proj_in is not None:
         control = self.proj_in(control) + hidden_states
     control = control.contiguous()
-    begun = _BY_TOKEN[0](call, self, None, temb).begin(control)
+    begun = prologue.begin(control)
     x = gated_residual(*_to_the_end(self, call, control, begun, c, None, rotary_emb), upcasts=True)
     return None if self.proj_out is None else self.proj_out(x), x
 
@@ -141,8 +143,10 @@ def _attention_forward(
     **kwargs,
 ) -> Tensor:
     x, c = hidden_states, encoder_hidden_states
-    if kwargs or not has_known_processor(call, self) or call.refuses(x, c):
-        return call.own_forward(self, x, c, attention_mask, rotary_emb, **kwargs)
+    if kwargs:
+        return NotImplemented
+    if not kernels_take(x, c):
+        return call.refuse(x, c)
     of_image = None
     if self.add_k_proj is not None and c is not None:
         length = c.shape[1] - _TEXT_TOKENS
