@@ -620,7 +620,8 @@ def _qk_norm_rope_apart(
 ):
     """With a rotation of the key's own, values or outputs."""
     writes = inplace or out is not None
-    rotations = (*_lowered_rope(rope, writes), *_lowered_rope(k_rope, writes))
+    of_key = (None,) * 4 if k_rope is None else _lowered_rope(k_rope, writes)
+    rotations = (*_lowered_rope(rope, writes), *of_key)
     if v is not None and out is None:
         fail("qk_norm_rope", "out must be given along with v, got None")
     outs = () if out is None else _outputs(inplace, v, out)

@@ -87,7 +87,8 @@ class AttentionSpec(PatchSpec):
         return _why_no_head_dim(head_dim_of(module))
 
     def describe(self, module: Any, injection: Injection) -> str:
-        is_taken = SDPA.is_in_use() and self._why_own_attention(module, injection) is None
+        is_own = torch.nn.functional.scaled_dot_product_attention is SDPA.function
+        is_taken = is_own and self._why_own_attention(module, injection) is None
         return f"{self.operations}, attention" if is_taken else self.operations
 
 
@@ -126,7 +127,7 @@ def is_native(processor: Any, dispatches: bool) -> bool:
     if registry is None:
         return False
     backend, function = registry.get_active_backend()
-    return backend == "native" and function is _NATIVE.found.function
+    return backend == "native" and function is _NATIVE.function
 
 
 def _may_attend(call: Call, head_dim: int) -> bool:
@@ -138,12 +139,12 @@ def _may_attend(call: Call, head_dim: int) -> bool:
     reason = None
     if head_dim not in ATTENTION_HEAD_DIMS:
         reason = _why_no_head_dim(head_dim)
-    elif torch.nn.functional.scaled_dot_product_attention is not SDPA.found.function:
+    elif torch.nn.functional.scaled_dot_product_attention is not SDPA.function:
         reason = f"{_OWN_ATTENTION}: scaled_dot_product_attention was replaced"
     elif spec.dispatches:
-        if _NATIVE.found.function is None:
+        if _NATIVE.function is None:
             reason = f"{_OWN_ATTENTION}: this diffusers does not tell its backend"
-        elif sys.modules[spec.library].dispatch_attention_fn is not DISPATCH.found.function:
+        elif sys.modules[spec.library].dispatch_attention_fn is not DISPATCH.function:
             reason = f"{_OWN_ATTENTION}: dispatch_attention_fn was replaced"
     if reason is not None:
         call.fall_back(reason)

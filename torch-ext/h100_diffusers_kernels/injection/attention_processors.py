@@ -80,8 +80,7 @@ def dispatch_attention_fn(
         result = _attention(query, key, value, mask, *options)
         if result is not None:
             return result
-    own: Any = DISPATCH.found.function
-    return own(query, key, value, attn_mask, *options, attention_kwargs, **more)
+    return DISPATCH.function(query, key, value, attn_mask, *options, attention_kwargs, **more)
 
 
 def scaled_dot_product_attention(
@@ -230,7 +229,7 @@ class _Attention:
         is_repeated = (
             not torch.compiler.is_dynamo_compiling()
             and not torch._C._are_functorch_transforms_active()  # it has no memory to be known by
-            and any(own is known.found.function for known in _PREPARE)
+            and any(own is known.function for known in _PREPARE)
             and isinstance(attention_mask, Tensor)
             and made.dim() == attention_mask.dim() == 3
             and made.shape[:2] == (attention_mask.shape[0] * module.heads, 1)
@@ -309,7 +308,7 @@ def _make_copy(cls: type) -> _Copy | str:
     seen = {name: found[name] for name in sorted(names) if name in found}
     others: dict[str, Any] = {}
     if _DISPATCH_NAME in names:
-        if seen.get(_DISPATCH_NAME) is not DISPATCH.found.function:
+        if seen.get(_DISPATCH_NAME) is not DISPATCH.function:
             return f"{_DISPATCH_NAME} was replaced"
         others[_DISPATCH_NAME] = dispatch_attention_fn
     if _SDPA_NAME in names:
@@ -366,10 +365,10 @@ def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
     copy = _copy_of(type(processor))
     if isinstance(copy, str):
         return call.decline(copy)
-    is_own = torch.nn.functional.scaled_dot_product_attention is SDPA.found.function
+    is_own = torch.nn.functional.scaled_dot_product_attention is SDPA.function
     if not is_own or not is_native(processor, copy.dispatches):
         return NotImplemented
-    if copy.call is _STANDARD.found.function:
+    if copy.call is _STANDARD.function:
         out = _standard(self, call, *args, **kwargs)
         if out is not None:
             return out
@@ -378,7 +377,7 @@ def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
     # This is all that ``Attention`` does, except for arguments that its processor does not take.
     is_direct = (
         not is_traced
-        and call.stand_in.own_forward is _ATTENTION_FORWARD.found.function
+        and call.stand_in.own_forward is _ATTENTION_FORWARD.function
         and len(args) <= 1
         and kwargs.keys() <= copy.parameters
     )

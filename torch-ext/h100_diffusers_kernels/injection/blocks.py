@@ -72,10 +72,19 @@ Prologues = Sequence[Callable[..., Optional[Prologue]]]
 
 
 def norm_prologue(
-    call: Call, block: Any, name: str, ahead: Tensor | None, rows: Rows, upcasts: bool = False
+    call: Call,
+    block: Any,
+    name: str,
+    ahead: Tensor | None,
+    rows_of: Callable[[], Optional[Rows]],
+    upcasts: bool = False,
 ) -> Prologue | None:
     """The beginning of a stream with the norm ``block.name`` and rows of which the first two are shift and
-    scale, or no rows; ``ahead`` as in ``Prologues``."""
+    scale, or no rows; ``ahead`` as in ``Prologues``.
+
+    ``rows_of`` is called only where the norm is plain: it may call layers, which the model's own code would
+    call again.
+    """
     norm = read_norm(block._modules.get(name), None, upcasts)
     if isinstance(norm, str):
         if ahead is None:
@@ -83,6 +92,9 @@ def norm_prologue(
         return None
     weight = norm[1][0]
     if ahead is not None and weight is not None and weight.device != ahead.device:
+        return None
+    rows = rows_of()
+    if rows is None:
         return None
     modulation = (rows[1], rows[0]) if rows else (None, None)
     return Prologue(norm, block, name, (modulation,), rows, upcasts)
@@ -145,10 +157,13 @@ def finish(
         made: Any = [prologue(call, successor, ends[0][0], *conditions) for prologue in prologues]
         if None not in made:
             sums, begun = zip(*map(Prologue.after, made, ends))
-            results = as_given(sums)
-            state.hand_over(successor, (*results, *conditions), begun)
-            return results
-    return as_given([gated_residual(*end, upcasts) for end in ends])
+            returned = as_given(sums)
+            state.hand_over(successor, (*returned, *conditions), begun)
+            return returned
+    results = []
+    for end in ends:  # a comprehension is a call of a function
+        results.append(gated_residual(*end, upcasts))
+    return as_given(results)
 
 
 def feed_forward_end(
@@ -228,6 +243,8 @@ def adaptive_prologue(
     if isinstance(found, str):
         if ahead is None:
             call.fall_back(f"{name} {found}")
+            if call.state is not None:
+                call.state.shared.clear()  # the module may write to what it was made of
         return None
     (_, count, places), norm = found
     modulation = _modulation(call, module._modules["linear"], temb, ahead)
@@ -296,9 +313,11 @@ def table_prologue(
     if ahead is not None and table.device != ahead.device:
         return None
 
-    embedding = call.shared("embedding", temb, by_row)
-    rows = (table.to(embedding.device) + embedding).unbind(dim=2)
-    return norm_prologue(call, block, "norm1", ahead, rows, upcasts)
+    def rows_of() -> Rows:
+        embedding = call.shared("embedding", temb, by_row)
+        return (table.to(embedding.device) + embedding).unbind(dim=2)
+
+    return norm_prologue(call, block, "norm1", ahead, rows_of, upcasts)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -42,10 +42,6 @@ class LibraryFunction(NamedTuple):
     name: str
     function: Any
 
-    def is_in_use(self) -> bool:
-        """Whether the library's own function is found under its name."""
-        return self.function is not None and vars(self.owner).get(self.name) is self.function
-
 
 def find_class(path: str) -> type | None:
     """The class ``module:name``, if its module is loaded."""
@@ -94,10 +90,10 @@ class KnownFunction:
     """A function of a library that is compared where it would be called.
 
     Attributes:
-        found: the function; its ``owner`` is None until its module is loaded.
+        function: it; None until its module is loaded.
     """
 
-    __slots__ = ("_path", "found")
+    __slots__ = ("_path", "function")
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -105,14 +101,11 @@ class KnownFunction:
         _known.append(self)
 
     def look_up(self) -> None:
-        self.found = library_function(self._path)
+        self.function: Any = library_function(self._path).function
 
     @property
     def is_found(self) -> bool:
-        return self.found.function is not None
-
-    def is_in_use(self) -> bool:
-        return self.found.is_in_use()
+        return self.function is not None
 
 
 class KnownClass:

@@ -49,7 +49,7 @@ def _prologue(
         by_token = modulation.unsqueeze(1) if modulation.dim() == 2 else modulation
         return by_token.chunk(count, dim=-1)
 
-    rows = call.shared(f"{name} rows", modulation, rows_of)
+    rows = partial(call.shared, f"{name} rows", modulation, rows_of)
     return norm_prologue(call, block, name, ahead, rows)
 
 

@@ -86,24 +86,18 @@ def read_norm(
     return kind, (weight,) if kind == RMS else (weight, bias), eps
 
 
-def _norm_of(call: Call, owner: Any, name: str, size: int, upcasts: bool = False) -> Norm | None:
-    """The norm ``owner.name``; None, noted, where the kernels do not know it."""
-    norm = read_norm(owner._modules.get(name), size, upcasts)
-    if isinstance(norm, str):
-        call.fall_back(f"{name} {norm}")
-        return None
-    return norm
-
-
 def normed(call: Call, owner: Any, name: str, x: Tensor) -> Tensor:
     """``owner.name(x)``; x where there is no such norm."""
-    if owner._modules.get(name) is None:
+    module = owner._modules.get(name)
+    if module is None:
         return x
-    norm = _norm_of(call, owner, name, x.shape[-1])
-    if norm is None or not same_dtype_and_unit_stride(x, *norm[1]):
-        return getattr(owner, name)(x)
-    kind, affine, eps = norm
-    return _NORM[kind](x, *affine, eps)
+    norm = read_norm(module, x.shape[-1])
+    if isinstance(norm, str):
+        call.fall_back(f"{name} {norm}")
+    elif same_dtype_and_unit_stride(x, *norm[1]):
+        kind, affine, eps = norm
+        return _NORM[kind](x, *affine, eps)
+    return module(x)
 
 
 def modulated_by(

@@ -46,13 +46,15 @@ def _image_prologue(
     call: Call, block: Any, ahead: Tensor | None, temb: Tensor, index: Tensor | None
 ) -> Any:
     """Rows are shift, scale and gate of attention, then of the feed-forward."""
-    modulation = linear_modulation(call, block._modules["img_mod"], temb, ahead)
-    if modulation is None:
-        return None
-    rows = modulation.unsqueeze(1).chunk(6, dim=-1)
-    if index is not None:
-        rows = tuple(_chosen(row, index) for row in rows)
-    return norm_prologue(call, block, "img_norm1", ahead, rows)
+
+    def rows_of() -> Any:
+        modulation = linear_modulation(call, block._modules["img_mod"], temb, ahead)
+        if modulation is None:
+            return None
+        rows = modulation.unsqueeze(1).chunk(6, dim=-1)
+        return rows if index is None else tuple(_chosen(row, index) for row in rows)
+
+    return norm_prologue(call, block, "img_norm1", ahead, rows_of)
 
 
 def _text_prologue(
@@ -61,11 +63,12 @@ def _text_prologue(
     """The same; the embedding's second half is for tokens of the image alone."""
     silu = "text silu" if block.zero_cond_t else "silu"
     temb = call.shared("first half", temb, _first_half) if block.zero_cond_t else temb
-    modulation = linear_modulation(call, block._modules["txt_mod"], temb, ahead, silu)
-    if modulation is None:
-        return None
-    rows = modulation.unsqueeze(1).chunk(6, dim=-1)
-    return norm_prologue(call, block, "txt_norm1", ahead, rows)
+
+    def rows_of() -> Any:
+        modulation = linear_modulation(call, block._modules["txt_mod"], temb, ahead, silu)
+        return None if modulation is None else modulation.unsqueeze(1).chunk(6, dim=-1)
+
+    return norm_prologue(call, block, "txt_norm1", ahead, rows_of)
 
 
 _PROLOGUES = (_image_prologue, _text_prologue)

@@ -162,7 +162,7 @@ def _prologue(call: Call, block: Any, ahead: Tensor | None) -> Any:
     # What adds positions may give another dtype.
     if ahead is not None and (block.pos_embed is not None or block._chunk_size is not None):
         return None
-    return norm_prologue(call, block, "norm1", ahead, ())
+    return norm_prologue(call, block, "norm1", ahead, tuple)
 
 
 _PROLOGUES = (_prologue,)
