@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..arguments import ATTENTION_HEAD_DIMS, dtype_name
-from ..conditions import as_key_bias, attention_takes, may_write, same_dtype_and_unit_stride
+from ..conditions import (
+    as_key_bias,
+    attention_takes,
+    kernels_take,
+    may_write,
+    same_dtype_and_unit_stride,
+)
 from ..differentiation import is_differentiated
 from .checks import KnownFunction, class_name
 from .linears import dropped_out, linear, linear_per_sample, linears, may_be_written, write_linear
@@ -40,7 +46,7 @@ class AttentionSpec(PatchSpec):
 
     Attributes:
         processor: the path of the processor's class.
-        processor_parameters: of its ``__call__``, in order.
+        processor_parameters: of its ``__call__`` after the module; "" where they are those of ``forward``.
         norms: the names of the norms of queries and keys, of which it may lack some.
         rotate: the function of the processor's module that rotates, or "" where the processor itself does.
         project: that which makes query, key and value where projections are fused, or "".
@@ -60,7 +66,9 @@ class AttentionSpec(PatchSpec):
     def __post_init__(self) -> None:
         library = self.processor.partition(":")[0]
         functions = [f"{library}:{name}" for name in (self.rotate, self.project) if name]
-        processor_call = f"{self.processor}.__call__", self.processor_parameters
+        of_forward = (self.forward_parameters() or "").removeprefix("self ").removesuffix(" kwargs")
+        parameters = f"self attn {self.processor_parameters or of_forward}"
+        processor_call = f"{self.processor}.__call__", parameters
         object.__setattr__(self, "functions", (processor_call, *functions))
         object.__setattr__(self, "library", library)
 
@@ -309,6 +317,8 @@ def project_out(module: Any, x: Tensor) -> Tensor:
 # The linear layers and norms of an attention over two streams, of the image and of the text.
 _IMAGE = ("to_q", "to_k", "to_v"), ("norm_q", "norm_k")
 _TEXT = ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k")
+# What an IP-Adapter gives to all attentions, for those that have it.
+_OF_IP_ADAPTERS = {"ip_hidden_states", "ip_adapter_masks"}
 
 
 class Stream(NamedTuple):
@@ -458,27 +468,38 @@ def attend_jointly(
     return out[:, :length], out[:, length:]
 
 
-def attend_with_tables(
-    call: Call, module: Any, image: Tensor, text: Tensor, rope: Any, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Attention over an image and the text before it, of which ``rope`` has the tables: the image's results
-    and the text's, each (B, S, H * d)."""
-    lengths = (text.shape[1], image.shape[1])
+def forward_with_tables(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    **kwargs,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The forward of an attention over an image, with or without a text before it, of both of which
+    ``image_rotary_emb`` has the tables (cos, sin)."""
+    x, c, rope = hidden_states, encoder_hidden_states, image_rotary_emb
+    if not kwargs.keys() <= _OF_IP_ADAPTERS or (c is None) != (self.added_kv_proj_dim is None):
+        return NotImplemented
+    if not kernels_take(x, c):
+        return call.refuse(x, c)
+    rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
+    if c is None:
+        streams = project(call, self, x, None, rope, None)
+        return attend_to_all(call, self, streams, rotate, attention_mask)
+    lengths = (c.shape[1], x.shape[1])
     ropes = None
     if rope is not None:
         split = partial(split_tables, first=lengths[0], second=lengths[1])
         ropes = call.shared(f"tables {lengths}", rope, split)
     text_rope, image_rope = ropes or (None, None)
-    streams = project(call, module, image, text, image_rope, text_rope)
+    streams = project(call, self, x, c, image_rope, text_rope)
+    rope_of_all = None if ropes else rope
     text_out, image_out = attend_jointly(
-        call,
-        module,
-        streams[::-1],
-        partial(call.stand_in.functions[1].function, sequence_dim=1),
-        mask,
-        rope_of_all=None if ropes else rope,
+        call, self, streams[::-1], rotate, attention_mask, rope_of_all=rope_of_all
     )
-    return image_out, text_out
+    return project_out(self, image_out), linear_per_sample(self._modules["to_add_out"], text_out)
 
 
 def joined(call: Call, first: Tensor, second: Tensor) -> Tensor:

@@ -447,4 +447,4 @@ def attention_spec(module: nn.Module) -> ProcessorSpec | None:
     if code is None or "processor" not in code.co_names or "__class__" in code.co_freevars:
         return None
     path = f"{owner.__module__}:{owner.__qualname__}"
-    return _specs.setdefault(path, ProcessorSpec(path, None, _forward, "attention"))
+    return _specs.setdefault(path, ProcessorSpec(path, _forward, "attention"))

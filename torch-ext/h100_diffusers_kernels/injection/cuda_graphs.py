@@ -53,7 +53,7 @@ class GraphedStandIn(StandIn):
             pool: the memory of the pipeline's graphs.
         """
         cls: Any = type(model)
-        spec = PatchSpec(f"{cls.__module__}:{cls.__qualname__}", None, cls.forward, "")
+        spec = PatchSpec(f"{cls.__module__}:{cls.__qualname__}", cls.forward, "")
         super().__init__(model, spec if inner is None else inner.spec, "", injection)
         if inner is None:  # it runs on no kernel itself
             self.own_forward = cls.forward

@@ -72,7 +72,6 @@ _KEPT = "frequencies are kept"
 _EMBEDDINGS = "diffusers.models.embeddings"
 TIMESTEPS = PatchSpec(
     f"{_EMBEDDINGS}:Timesteps",
-    "self timesteps",
     _timesteps_forward,
     _KEPT,
     functions=(f"{_EMBEDDINGS}:get_timestep_embedding",),
@@ -82,4 +81,4 @@ TIMESTEPS = PatchSpec(
 def axial_positions(path: str) -> PatchSpec:
     """A class that makes tables of positions on several axes, as FLUX.1's does."""
     function = f"{path.partition(':')[0]}:get_1d_rotary_pos_embed"
-    return PatchSpec(path, "self ids", _axes_forward, _KEPT, functions=(function,))
+    return PatchSpec(path, _axes_forward, _KEPT, functions=(function,))

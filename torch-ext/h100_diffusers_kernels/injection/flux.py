@@ -20,35 +20,18 @@ import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import (
-    AttentionSpec,
-    attend_to_all,
-    attend_with_tables,
-    concat_view,
-    joined,
-    project,
-    project_out,
-)
+from .attention import AttentionSpec, concat_view, forward_with_tables, joined
 from .blocks import BlockSpec, adaptive_prologue, begin, feed_forward_end, finish, take_over
 from .checks import is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import (
-    GELU,
-    LINEAR_GELU,
-    linear,
-    linear_gelu,
-    linear_of_concat,
-    linear_per_sample,
-)
+from .linears import GELU, LINEAR_GELU, linear, linear_gelu, linear_of_concat
 from .norm_modules import OUTPUT_NORM
 from .norms import clipped
 from .patch import Call
 
 _FLUX = "diffusers.models.transformers.transformer_flux"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_flux"
-# What an IP-Adapter gives to all attentions, for those that have it.
-_OF_IP_ADAPTERS = {"ip_hidden_states", "ip_adapter_masks"}
 
 
 # Of image and text; rows are shift, scale and gate of attention, then of the feed-forward.
@@ -146,37 +129,12 @@ def _split(text_length: int, results: Any) -> tuple[Tensor, Tensor]:
     return x[:, :text_length], x[:, text_length:]
 
 
-def _attention_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    image_rotary_emb: Any = None,
-    **kwargs,
-) -> Tensor | tuple[Tensor, Tensor]:
-    x, c = hidden_states, encoder_hidden_states
-    if not kwargs.keys() <= _OF_IP_ADAPTERS or (c is None) != (self.added_kv_proj_dim is None):
-        return NotImplemented
-    if not kernels_take(x, c):
-        return call.refuse(x, c)
-    if c is None:
-        streams = project(call, self, x, None, image_rotary_emb, None)
-        rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
-        return attend_to_all(call, self, streams, rotate, attention_mask)
-    out, c_out = attend_with_tables(call, self, x, c, image_rotary_emb, attention_mask)
-    return project_out(self, out), linear_per_sample(self._modules["to_add_out"], c_out)
-
-
-_BLOCK = "self hidden_states encoder_hidden_states temb image_rotary_emb joint_attention_kwargs"
-_ATTENTION = "hidden_states encoder_hidden_states attention_mask image_rotary_emb"
 _LISTS = ("transformer_blocks", "single_transformer_blocks")
 _SPECS = (
     model_spec(f"{_FLUX}:FluxTransformer2DModel", *_LISTS),
     model_spec(f"{_CONTROLNET}:FluxControlNetModel", *_LISTS),
     BlockSpec(
         f"{_FLUX}:FluxTransformerBlock",
-        _BLOCK,
         _double_block_forward,
         "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
         norms=("norm2", "norm2_context"),
@@ -185,7 +143,6 @@ _SPECS = (
     ),
     BlockSpec(
         f"{_FLUX}:FluxSingleTransformerBlock",
-        _BLOCK,
         _single_block_forward,
         "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual, "
         "GELU as its matrix product's epilogue, else gelu",
@@ -194,11 +151,9 @@ _SPECS = (
     ),
     AttentionSpec(
         f"{_FLUX}:FluxAttention",
-        f"self {_ATTENTION} kwargs",
-        _attention_forward,
+        forward_with_tables,
         "qk_norm_rope",
         processor=f"{_FLUX}:FluxAttnProcessor",
-        processor_parameters=f"self attn {_ATTENTION}",
         norms=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
         project="_get_qkv_projections",
     ),

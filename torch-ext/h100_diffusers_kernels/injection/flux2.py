@@ -19,18 +19,12 @@ from torch import Tensor
 from .. import functional
 from ..conditions import kernels_take, may_write
 from ..differentiation import is_differentiated
-from .attention import (
-    AttentionSpec,
-    attend,
-    attend_with_tables,
-    norm_and_rotate,
-    project_out,
-)
+from .attention import AttentionSpec, attend, forward_with_tables, norm_and_rotate
 from .blocks import BlockSpec, begin, feed_forward_end, finish, norm_prologue
 from .checks import KnownClass, is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import SILU, linear, linear_per_sample
+from .linears import SILU, linear
 from .norm_modules import OUTPUT_NORM
 from .norms import clipped
 from .patch import Call, PatchSpec, StandIn
@@ -129,25 +123,6 @@ def _single_block_forward(
     return (x[:, :text_seq_len], x[:, text_seq_len:]) if split_hidden_states else x
 
 
-def _attention_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    image_rotary_emb: Any = None,
-    **kwargs,
-) -> Tensor | tuple[Tensor, Tensor]:
-    x, c = hidden_states, encoder_hidden_states
-    if kwargs or c is None or self.added_kv_proj_dim is None:
-        return NotImplemented
-    if not kernels_take(x, c):
-        return call.refuse(x, c)
-    out, c_out = attend_with_tables(call, self, x, c, image_rotary_emb, attention_mask)
-    c_out = linear_per_sample(self._modules["to_add_out"], c_out)
-    return project_out(self, out), c_out
-
-
 def _parallel_attention_forward(
     self: Any,
     call: Call,
@@ -220,17 +195,12 @@ def _swiglu_forward(self: Any, call: Call, x: Tensor) -> Tensor:
     return functional.swiglu(x, activated="first")
 
 
-_BLOCK = "self hidden_states encoder_hidden_states"
-_MORE = "image_rotary_emb joint_attention_kwargs"
-_ATTENTION = "hidden_states encoder_hidden_states attention_mask image_rotary_emb"
-_PARALLEL = "hidden_states attention_mask image_rotary_emb"
 _SPECS = (
     model_spec(
         f"{_FLUX2}:Flux2Transformer2DModel", "transformer_blocks", "single_transformer_blocks"
     ),
     BlockSpec(
         f"{_FLUX2}:Flux2TransformerBlock",
-        f"{_BLOCK} temb_mod_img temb_mod_txt {_MORE}",
         _double_block_forward,
         "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
         norms=("norm1", "norm1_context", "norm2", "norm2_context"),
@@ -238,7 +208,6 @@ _SPECS = (
     ),
     BlockSpec(
         f"{_FLUX2}:Flux2SingleTransformerBlock",
-        f"{_BLOCK} temb_mod {_MORE} split_hidden_states text_seq_len",
         _single_block_forward,
         "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
         norms=("norm",),
@@ -246,25 +215,21 @@ _SPECS = (
     ),
     AttentionSpec(
         f"{_FLUX2}:Flux2Attention",
-        f"self {_ATTENTION} kwargs",
-        _attention_forward,
+        forward_with_tables,
         "qk_norm_rope",
         processor=f"{_FLUX2}:Flux2AttnProcessor",
-        processor_parameters=f"self attn {_ATTENTION}",
         norms=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
         project="_get_qkv_projections",
     ),
     AttentionSpec(
         f"{_FLUX2}:Flux2ParallelSelfAttention",
-        f"self {_PARALLEL} kwargs",
         _parallel_attention_forward,
         "qk_norm_rope, swiglu",
         processor=f"{_FLUX2}:Flux2ParallelSelfAttnProcessor",
-        processor_parameters=f"self attn {_PARALLEL}",
     ),
     axial_positions(f"{_FLUX2}:Flux2PosEmbed"),
     TIMESTEPS,
-    _SwigluSpec(f"{_FLUX2}:Flux2SwiGLU", "self x", _swiglu_forward, "swiglu"),
+    _SwigluSpec(f"{_FLUX2}:Flux2SwiGLU", _swiglu_forward, "swiglu"),
 )
 _ONCE = (
     *("time_guidance_embed", "double_stream_modulation_img"),

@@ -94,7 +94,7 @@ def forward_with_state(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -
 
 def model_spec(path: str, *blocks: str) -> ModelSpec:
     operations = "its own forward, in which its blocks share values"
-    return ModelSpec(path, None, forward_with_state, operations, blocks=blocks)
+    return ModelSpec(path, forward_with_state, operations, blocks=blocks)
 
 
 # --------------------------------------------------------------------------------------------------

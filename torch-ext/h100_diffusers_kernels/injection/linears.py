@@ -183,7 +183,6 @@ def _gelu_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
 _GELU_CLASS = "diffusers.models.activations:GELU"
 LINEAR_GELU = PatchSpec(
     _GELU_CLASS,
-    "self hidden_states",
     _gelu_forward,
     "GELU as its matrix product's epilogue, else gelu",
     functions=(f"{_GELU_CLASS}.gelu", "torch.nn.functional:gelu"),
@@ -239,17 +238,17 @@ _GEGLU_FUNCTIONS = ("torch.nn.functional:gelu", f"{_ACTIVATIONS}:GEGLU.gelu")
 GATED_ACTIVATIONS = (
     GatedActivationSpec(
         f"{_ACTIVATIONS}:GEGLU",
-        "self hidden_states args kwargs",
         _gated_forward,
         "geglu",
         functions=_GEGLU_FUNCTIONS,
         left_to_compiler=True,
+        parameters="self hidden_states args kwargs",
     ),
     GatedActivationSpec(
         f"{_ACTIVATIONS}:SwiGLU",
-        "self hidden_states",
         _gated_forward,
         "swiglu",
         left_to_compiler=True,
+        parameters="self hidden_states",
     ),
 )

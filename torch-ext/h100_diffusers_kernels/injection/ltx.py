@@ -185,20 +185,17 @@ def _coordinates(
     return CoordinateRope((points * 2 - 1).float().contiguous(), frequencies)
 
 
-_ATTENTION = "hidden_states encoder_hidden_states attention_mask image_rotary_emb"
 _ROPE = f"{_LTX}:LTXVideoRotaryPosEmbed"
 _SPECS = (
     model_spec(f"{_LTX}:LTXVideoTransformer3DModel", "transformer_blocks"),
     PatchSpec(
         _ROPE,
-        "self hidden_states num_frames height width rope_interpolation_scale video_coords",
         _rope_forward,
         "coordinates in place of tables",
         functions=(f"{_ROPE}._prepare_video_coords",),
     ),
     BlockSpec(
         f"{_LTX}:LTXVideoTransformerBlock",
-        "self hidden_states encoder_hidden_states temb image_rotary_emb encoder_attention_mask",
         _block_forward,
         "rms_norm_modulate, gated_residual, gated_residual_rms_norm_modulate",
         norms=("norm1", "norm2"),
@@ -206,11 +203,9 @@ _SPECS = (
     ),
     AttentionSpec(
         f"{_LTX}:LTXAttention",
-        f"self {_ATTENTION} kwargs",
         _attention_forward,
         "qk_norm_rope, rms_norm",
         processor=f"{_LTX}:LTXVideoAttnProcessor",
-        processor_parameters=f"self attn {_ATTENTION}",
     ),
     TIMESTEPS,
     LINEAR_GELU,

@@ -93,11 +93,11 @@ _LAYER_NORM, _RMS_NORM = "torch.nn.functional:layer_norm", "torch.nn.functional:
 NORMS = tuple(
     NormSpec(
         path,
-        parameters,
         _norm_forward,
         operation,
         functions=functions,
         left_to_compiler=True,
+        parameters=parameters,
         keeps_dtype=keeps_dtype,
     )
     for path, parameters, operation, functions, keeps_dtype in (
@@ -154,11 +154,11 @@ def _group_norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) 
 
 GROUP_NORM = ExactSpec(
     "torch.nn:GroupNorm",
-    "self input",
     _group_norm_forward,
     "group_norm",
     functions=("torch.nn.functional:group_norm",),
     left_to_compiler=True,
+    parameters="self input",
 )
 
 
@@ -332,10 +332,10 @@ _CLASSES: tuple[tuple[str, str, int, tuple, dict[str, Any]], ...] = (
 ADAPTIVE_NORMS = tuple(
     AdaptiveNormSpec(
         path,
-        parameters,
         _adaptive_forward,
         "norm and modulation in one pass",
         left_to_compiler=True,
+        parameters=parameters,
         rows=rows,
         results=results,
         **options,

@@ -45,24 +45,33 @@ class PatchSpec:
 
     Attributes:
         path: of its class, ``module:class``. Subclasses without a forward of their own belong to it.
-        parameters: of the class's forward, in order; None where any will do.
         forward: stands in for it: ``forward(module, call, *args, **kwargs)``, with a ``Call``. The
             class's own runs where it returns NotImplemented.
         operations: what it runs on, for the report.
         functions: the paths of functions by which the class's forward computes what the kernels compute,
             some with their parameters. Where one of them was replaced, the class's own forward runs.
         left_to_compiler: whether the class's own forward is what torch.compile traces.
+        parameters: of the class's forward, in order; None where they are those of ``forward`` that are not
+            keyword-only, or any if it begins with ``*args``.
         is_conditional: whether ``why_not`` is asked before each call; else ``forward`` finds out by itself.
     """
 
     is_conditional: ClassVar[bool] = False
 
     path: str
-    parameters: str | None
     forward: Callable
     operations: str
     functions: tuple[Any, ...] = ()
     left_to_compiler: bool = False
+    parameters: str | None = None
+
+    def forward_parameters(self) -> str | None:
+        """Of the class's forward, in order; None where any will do."""
+        if self.parameters is not None:
+            return self.parameters
+        given = inspect.signature(self.forward).parameters.values()
+        names = [p.name for p in given if p.kind is not p.KEYWORD_ONLY and p.name != "call"]
+        return None if "args" in names[:2] else " ".join(names)
 
     def matches(self, module: nn.Module) -> bool:
         cls = find_class(self.path)
@@ -114,7 +123,7 @@ class Injection:
     def resolve(self, spec: PatchSpec) -> tuple[Any, tuple[LibraryFunction, ...]]:
         """The class's forward and the functions of a spec as their libraries define them."""
         if spec not in self._resolved:
-            own = library_function(f"{spec.path}.forward", spec.parameters).function
+            own = library_function(f"{spec.path}.forward", spec.forward_parameters()).function
             functions = ((f,) if isinstance(f, str) else f for f in spec.functions)
             self._resolved[spec] = own, tuple(library_function(*f) for f in functions)
         return self._resolved[spec]

@@ -170,14 +170,12 @@ class _BlockSpec(BlockSpec):
         return "_modulate was replaced" if "_modulate" in module.__dict__ else None
 
 
-_BLOCK = "self hidden_states encoder_hidden_states encoder_hidden_states_mask temb image_rotary_emb"
 _PROCESSOR = "hidden_states encoder_hidden_states encoder_hidden_states_mask attention_mask"
 _SPECS = (
     model_spec(f"{_QWEN}:QwenImageTransformer2DModel", "transformer_blocks"),
     model_spec(f"{_CONTROLNET}:QwenImageControlNetModel", "transformer_blocks"),
     _BlockSpec(
         _BLOCK_CLASS,
-        f"{_BLOCK} joint_attention_kwargs modulate_index",
         _block_forward,
         "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
         functions=(f"{_BLOCK_CLASS}._modulate",),
@@ -186,11 +184,11 @@ _SPECS = (
     ),
     AttentionSpec(
         "diffusers.models.attention_processor:Attention",
-        "self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
         _attention_forward,
         "qk_norm_rope",
         processor=f"{_QWEN}:QwenDoubleStreamAttnProcessor2_0",
-        processor_parameters=f"self attn {_PROCESSOR} image_rotary_emb",
+        parameters="self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
+        processor_parameters=f"{_PROCESSOR} image_rotary_emb",
         norms=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
         rotate="apply_rotary_emb_qwen",
     ),

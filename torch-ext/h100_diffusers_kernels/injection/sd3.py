@@ -133,7 +133,6 @@ _SPECS = (
     model_spec(f"{_CONTROLNET}:SD3ControlNetModel", "transformer_blocks"),
     BlockSpec(
         f"{_BLOCKS}:JointTransformerBlock",
-        "self hidden_states encoder_hidden_states temb joint_attention_kwargs",
         _block_forward,
         "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
         norms=("norm2", "norm2_context"),
@@ -142,7 +141,6 @@ _SPECS = (
     ),
     BlockSpec(
         f"{_SD3}:SD3SingleTransformerBlock",
-        "self hidden_states temb",
         _single_block_forward,
         "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
         norms=("norm2",),
@@ -151,11 +149,11 @@ _SPECS = (
     ),
     AttentionSpec(
         f"{_ATTENTIONS}:Attention",
-        "self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
         _attention_forward,
         "qk_norm_rope",
         processor=f"{_ATTENTIONS}:JointAttnProcessor2_0",
-        processor_parameters="self attn hidden_states encoder_hidden_states attention_mask args kwargs",
+        parameters="self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
+        processor_parameters="hidden_states encoder_hidden_states attention_mask args kwargs",
         norms=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
         rotate="",
         dispatches=False,

@@ -136,7 +136,6 @@ def _channel_bias(x: Tensor, bias: Tensor | None, time: Tensor | None) -> Tensor
 
 RESNET_BLOCK = _ResnetSpec(
     "diffusers.models.resnet:ResnetBlock2D",
-    "self input_tensor temb args kwargs",
     _resnet_forward,
     "group_norm with the time embedding and SiLU",
     left_to_compiler=True,
@@ -222,8 +221,6 @@ def _block_forward(
 
 BASIC_BLOCK = _BasicBlockSpec(
     "diffusers.models.attention:BasicTransformerBlock",
-    "self hidden_states attention_mask encoder_hidden_states encoder_attention_mask timestep"
-    " cross_attention_kwargs class_labels added_cond_kwargs",
     _block_forward,
     "layer_norm, gated_residual_layer_norm_modulate, gated_residual",
     left_to_compiler=True,
@@ -288,8 +285,6 @@ def _transformer_forward(
 
 SPATIAL_TRANSFORMER = _SpatialTransformerSpec(
     _TRANSFORMER,
-    "self hidden_states encoder_hidden_states timestep added_cond_kwargs class_labels"
-    " cross_attention_kwargs attention_mask encoder_attention_mask return_dict",
     _transformer_forward,
     "channels last kept",
     functions=(
@@ -299,5 +294,7 @@ SPATIAL_TRANSFORMER = _SpatialTransformerSpec(
         ),
     ),
     left_to_compiler=True,
+    parameters="self hidden_states encoder_hidden_states timestep added_cond_kwargs class_labels"
+    " cross_attention_kwargs attention_mask encoder_attention_mask return_dict",
     blocks=("transformer_blocks",),
 )

@@ -62,14 +62,14 @@ def _block_forward(
     encoder_hidden_states: Tensor,
     temb: Tensor,
     rotary_emb: Any,
-    *attention_mask: Any,
+    *,
+    mask: Any = None,
     prologues: Sequence[Callable] = _BY_TOKEN,
 ) -> Tensor:
     # Some models only transpose what their convolution gives.
     x, c = hidden_states.contiguous(), encoder_hidden_states
     if not kernels_take(x, c):
         return call.refuse(x, c)
-    mask = attention_mask[0] if attention_mask else None
     streams = begin(call, self, prologues, (x,), (temb,))
     if streams is None:
         return NotImplemented
@@ -88,8 +88,9 @@ def _masked_block_forward(
     attention_mask: Any,
 ) -> Tensor:
     """SkyReels-V2's, which also has another order of an embedding for each token."""
-    arguments = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
-    return _block_forward(self, call, *arguments, prologues=_BY_TOKEN_LAST)
+    arguments = (hidden_states, encoder_hidden_states, temb, rotary_emb)
+    how: dict[str, Any] = {"mask": attention_mask, "prologues": _BY_TOKEN_LAST}
+    return _block_forward(self, call, *arguments, **how)
 
 
 def _to_the_end(
@@ -197,15 +198,12 @@ def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     return turned.to(x.dtype).flatten(2)
 
 
-_BLOCK = "self hidden_states encoder_hidden_states"
-_ATTENTION = "hidden_states encoder_hidden_states attention_mask rotary_emb"
 _OPERATIONS = "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual"
 
 
-def _block(path: str, parameters: str, forward: Callable, *functions: str) -> BlockSpec:
+def _block(path: str, forward: Callable, *functions: str) -> BlockSpec:
     return BlockSpec(
         path,
-        f"{_BLOCK} {parameters}",
         forward,
         _OPERATIONS,
         functions=functions,
@@ -220,11 +218,9 @@ def _attention(
 ) -> AttentionSpec:
     return AttentionSpec(
         f"{module}:{prefix}Attention",
-        f"self {_ATTENTION} kwargs",
         forward,
         "qk_norm_rope",
         processor=f"{module}:{prefix}AttnProcessor",
-        processor_parameters=f"self attn {_ATTENTION}",
         norms=("norm_q", "norm_k", "norm_added_k"),
         rotate="",
         project="_get_qkv_projections",
@@ -240,16 +236,14 @@ def _family(name: str, *specs: PatchSpec) -> Family:
 
 _WAN, _ANIMATE, _VACE = (f"{_MODELS}transformer_wan{name}" for name in ("", "_animate", "_vace"))
 _CHRONOEDIT, _SKYREELS = _MODELS + "transformer_chronoedit", _MODELS + "transformer_skyreels_v2"
-_TRANSFORMER_BLOCK = "temb rotary_emb"
 FAMILIES = (
     _family(
         "Wan",
         model_spec(f"{_WAN}:WanTransformer3DModel", "blocks"),
         model_spec(f"{_VACE}:WanVACETransformer3DModel", "vace_blocks", "blocks"),
-        _block(f"{_WAN}:WanTransformerBlock", _TRANSFORMER_BLOCK, _block_forward),
+        _block(f"{_WAN}:WanTransformerBlock", _block_forward),
         _block(
             f"{_VACE}:WanVACETransformerBlock",
-            f"control_hidden_states {_TRANSFORMER_BLOCK}",
             _vace_block_forward,
         ),
         _attention(_WAN),
@@ -257,13 +251,13 @@ FAMILIES = (
     _family(
         "Wan-Animate",
         model_spec(f"{_ANIMATE}:WanAnimateTransformer3DModel", "blocks"),
-        _block(f"{_ANIMATE}:WanTransformerBlock", _TRANSFORMER_BLOCK, _block_forward),
+        _block(f"{_ANIMATE}:WanTransformerBlock", _block_forward),
         _attention(_ANIMATE),
     ),
     _family(
         "ChronoEdit",
         model_spec(f"{_CHRONOEDIT}:ChronoEditTransformer3DModel", "blocks"),
-        _block(f"{_CHRONOEDIT}:WanTransformerBlock", _TRANSFORMER_BLOCK, _block_forward),
+        _block(f"{_CHRONOEDIT}:WanTransformerBlock", _block_forward),
         _attention(_CHRONOEDIT),
     ),
     _family(
@@ -271,7 +265,6 @@ FAMILIES = (
         model_spec(f"{_SKYREELS}:SkyReelsV2Transformer3DModel", "blocks"),
         _block(
             f"{_SKYREELS}:SkyReelsV2TransformerBlock",
-            f"{_TRANSFORMER_BLOCK} attention_mask",
             _masked_block_forward,
             f"{_SKYREELS}:SkyReelsV2Attention.forward",  # since diffusers 0.36
         ),
