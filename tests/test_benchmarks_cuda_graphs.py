@@ -486,7 +486,7 @@ def test_aims_of_graphs():
     assert (xl_eager.measured, xl_eager.verdict) == (1.875, "missed by 37.5%")
     assert (xl_reduced.measured, xl_reduced.verdict) == (1.25, "met")
     assert {row.verdict for row in (*last, flux_reduced)} == {"not measured"}
-    assert busy.of.startswith("1 of 12; the most: Stable Diffusion XL 1024×1024; 9 not measured")
+    assert busy.of.startswith("1 of 13; the most: Stable Diffusion XL 1024×1024; 10 not measured")
     assert busy.measured == pytest.approx(32 / 29) and capture.verdict == "met where measured"
     assert of_pipeline.verdict == "met"
 

@@ -91,9 +91,17 @@ def of_modes(name: str, entry: Mapping, times: str) -> Iterator[tuple[Label, Rat
 
 
 def of_sizes(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    """Of a model's modes, or of two builds of the package (benchmarks/compare_builds.py)."""
     for size, entry in result["sizes"].items():
-        for weights, of_weights in entry["weights"].items():
-            yield from of_modes(f"{size} {weights}", of_weights, "ms")
+        for weights, of_weights in entry.get("weights", entry).items():
+            name = f"{size} {weights}"
+            if "modes" in of_weights:
+                yield from of_modes(name, of_weights, "ms")
+                continue
+            before, after = of_weights["ms"]["before"], of_weights["ms"]["after"]
+            spread = combined(before["spread"], after["spread"])
+            ratio = Ratio(after["median"] / before["median"], spread, is_higher_better=False)
+            yield (name, "the build before"), ratio
 
 
 def of_graph_forwards(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
