@@ -58,15 +58,15 @@ class _ResnetSpec(ExactSpec):
 def _resnet_forward(
     self: Any, call: Call, input_tensor: Tensor, temb: Any, *args: Any, **kwargs: Any
 ) -> Tensor:
-    x: Any = None
     if args or kwargs:
-        x = "it was given more than an input and a time embedding"
-    elif input_tensor.dim() != 4:
-        x = f"it was given a tensor of {input_tensor.dim()} dimensions"
-    elif temb is not None and self.time_embedding_norm == "default" and self.time_emb_proj is None:
-        x = "it has no projection for the time embedding that it was given"
-    elif not (tracks_derivatives() and is_differentiated(input_tensor, temb, *self.parameters())):
-        x = group_normed(self._modules["norm1"], input_tensor, activation="silu")
+        return call.decline("it was given more than an input and a time embedding")
+    if input_tensor.dim() != 4:
+        return call.decline(f"it was given a tensor of {input_tensor.dim()} dimensions")
+    if temb is not None and self.time_embedding_norm == "default" and self.time_emb_proj is None:
+        return call.decline("it has no projection for the time embedding that it was given")
+    if tracks_derivatives() and is_differentiated(input_tensor, temb, *self.parameters()):
+        return NotImplemented
+    x: Any = group_normed(self._modules["norm1"], input_tensor, activation="silu")
     if not isinstance(x, Tensor):
         return call.decline(x)
     if self.upsample is not None:
@@ -148,10 +148,10 @@ RESNET_BLOCK = _ResnetSpec(
 
 @dataclass(frozen=True, eq=False)
 class _BasicBlockSpec(BlockSpec):
+    is_conditional = True
+
     def matches(self, module: nn.Module) -> bool:
         return super().matches(module) and getattr(module, "norm_type", "") == "layer_norm"
-
-    is_conditional = True
 
     def why_not(self, module: Any, stand_in: StandIn) -> str | None:
         return None if module._chunk_size is None else "its feed-forward is chunked"
