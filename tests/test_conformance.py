@@ -364,6 +364,33 @@ def test_hooks_on_every_kind_of_module(kernel, device, family, kind, is_injected
     assert not computing(family, model, arguments, expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "layer", "norm"),
+    [
+        ("flux", "norm1.linear", "norm1_context"),
+        ("qwenimage", "img_mod", "txt_norm1"),
+        ("sd3", "norm1.linear", "norm1_context"),
+    ],
+)
+def test_hooks_on_one_streams_modulation_and_the_other_streams_norm(
+    kernel, device, name, layer, norm
+):
+    """Neither runs twice, though the kernels cannot stand in for the norm."""
+    family = FAMILIES[name]
+    model, plain, arguments = prepared(family, device)
+    kernel.inject_kernels(model)
+    counts = []
+    for candidate in (model, plain):
+        for part in (layer, norm):
+            counted = Counted()
+            HOOKS["torch"](candidate.get_submodule(f"transformer_blocks.0.{part}"), counted)
+            counts.append(counted)
+    assert_alike(model, plain, arguments)
+    of_injected, of_plain = counts[:2], counts[2:]
+    assert [c.count for c in of_injected] == [c.count for c in of_plain]
+    assert all(c.count > 0 for c in of_plain)
+
+
 def scaled(value, factor=1.5):
     if isinstance(value, torch.Tensor):
         return value * factor

@@ -668,7 +668,7 @@ def test_functions_of_pytorch_that_are_replaced(kernel, device, monkeypatch, fun
     assert distance(run(plain, arguments), untouched) > 0.03
     calls = kernel_calls(run, model, arguments)
     missing = {
-        "layer_norm": {"layer_norm", "gated_residual_layer_norm_modulate", "gated_residual"},
+        "layer_norm": {"layer_norm", "gated_residual_layer_norm_modulate"},
         "gelu": {"geglu"},
         "scaled_dot_product_attention": {"attention"},
     }[function]

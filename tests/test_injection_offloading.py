@@ -83,8 +83,7 @@ def test_sequential_offloading_of_blocks_norms(kernel, device, is_injected_first
         kernel.inject_kernels(model)
     accelerate.cpu_offload(model, execution_device=torch.device(device))
     kernel.inject_kernels(model)
-    # The norms have hooks, so that the blocks run their own code around attentions and feed-forwards.
-    calls = {"gelu": 2, "qk_norm_coordinate_rope": 2}
+    calls = {"gelu": 2, "qk_norm_coordinate_rope": 2, "gated_residual": 6}
     assert computing(expected, model, arguments) == calls
 
 

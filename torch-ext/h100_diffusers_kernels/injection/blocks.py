@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,10 +65,43 @@ class Prologue(NamedTuple):
         return h, (tuple(normalized), rows)
 
 
-# How each stream of a block begins: ``prologue(call, block, ahead, *conditions)``, None where its norm is not
-# plain. The block before asks with its hidden states as ``ahead``, else that is None. Then the answer is None
-# also where a layer is not plain, or anything is on another device.
-Prologues = Sequence[Callable[..., Optional[Prologue]]]
+class ModulePrologue(NamedTuple):
+    """That of a norm that is called as the module it is, before the rows of its modulation are made."""
+
+    module: Any
+    rows_of: Callable[[], Rows]
+    upcasts: bool
+
+    def begin(self, x: Tensor) -> Begun:
+        n = self.module(x.float() if self.upcasts else x)
+        rows = self.rows_of()
+        n = n * (1 + rows[1]) + rows[0] if rows else n
+        return (n.to(x.dtype) if self.upcasts else n,), rows
+
+
+class AdaptiveModulePrologue(NamedTuple):
+    """That of an adaptive norm that is called as the module it is."""
+
+    module: nn.Module
+    temb: Tensor
+    takes_emb: bool
+
+    def begin(self, x: Tensor) -> Begun:
+        """Its results stand where they do among the rows that they are made of."""
+        if not self.takes_emb:
+            return (self.module(x, self.temb),), ()
+        normalized, *results = self.module(x, emb=self.temb)
+        rows = [r.unsqueeze(1) if r.dim() == 2 else r for r in results]
+        if len(rows) == 6:  # of SD35AdaLayerNormZeroX
+            *rows, second, last = rows
+            return (normalized, second), (None, None, *rows, None, None, last)
+        return (normalized,), (None, None, *rows)
+
+
+# How each stream of a block begins: ``prologue(call, block, ahead, *conditions)``. The block before asks with
+# its hidden states as ``ahead``, else that is None. Then the answer is None where anything is not plain, or
+# on another device. Each is asked for when the one before has begun.
+Prologues = Sequence[Callable[..., Any]]
 
 
 def norm_prologue(
@@ -76,26 +109,21 @@ def norm_prologue(
     block: Any,
     name: str,
     ahead: Tensor | None,
-    rows_of: Callable[[], Optional[Rows]],
+    rows_of: Callable[[], Rows],
     upcasts: bool = False,
-) -> Prologue | None:
+) -> Any:
     """The beginning of a stream with the norm ``block.name`` and rows of which the first two are shift and
-    scale, or no rows; ``ahead`` as in ``Prologues``.
-
-    ``rows_of`` is called only where the norm is plain: it may call layers, which the model's own code would
-    call again.
-    """
+    scale, or no rows; ``ahead`` as in ``Prologues``."""
     norm = read_norm(block._modules.get(name), None, upcasts)
     if isinstance(norm, str):
-        if ahead is None:
-            call.fall_back(f"{name} {norm}")
-        return None
+        if ahead is not None:
+            return None
+        call.fall_back(f"{name} {norm}")
+        return ModulePrologue(getattr(block, name), rows_of, upcasts)
     weight = norm[1][0]
     if ahead is not None and weight is not None and weight.device != ahead.device:
         return None
     rows = rows_of()
-    if rows is None:
-        return None
     modulation = (rows[1], rows[0]) if rows else (None, None)
     return Prologue(norm, block, name, (modulation,), rows, upcasts)
 
@@ -106,19 +134,15 @@ def begin(
     prologues: Prologues,
     hidden_states: tuple[Tensor, ...],
     conditions: tuple[Any, ...],
-) -> Sequence[Begun] | None:
-    """What each stream of a block begins with; the block before may have computed it. None where a norm is
-    not plain."""
+) -> Sequence[Begun]:
+    """What each stream of a block begins with; the block before may have computed it."""
     handed = take_over(call, block, (*hidden_states, *conditions))
     if handed is not None:
         return handed
-    begun = []
-    for prologue, x in zip(prologues, hidden_states):
-        made = prologue(call, block, None, *conditions)
-        if made is None:
-            return None
-        begun.append(made.begin(x))
-    return begun
+    return [
+        prologue(call, block, None, *conditions).begin(x)
+        for prologue, x in zip(prologues, hidden_states)
+    ]
 
 
 def take_over(call: Call, block: nn.Module, arguments: tuple[Any, ...]) -> Any:
@@ -154,16 +178,16 @@ def finish(
     elif state is not None and hands_over:
         successor = state.successor(block, call.stand_in.spec)
     if successor is not None:
-        made: Any = [prologue(call, successor, ends[0][0], *conditions) for prologue in prologues]
+        made = [prologue(call, successor, ends[0][0], *conditions) for prologue in prologues]
         if None not in made:
-            sums, begun = zip(*map(Prologue.after, made, ends))
-            returned = as_given(sums)
-            state.hand_over(successor, (*returned, *conditions), begun)
-            return returned
-    results = []
+            handed, begun = zip(*map(Prologue.after, made, ends))
+            results = as_given(handed)
+            state.hand_over(successor, (*results, *conditions), begun)
+            return results
+    sums = []
     for end in ends:  # a comprehension is a call of a function
-        results.append(gated_residual(*end, upcasts))
-    return as_given(results)
+        sums.append(gated_residual(*end, upcasts))
+    return as_given(sums)
 
 
 def feed_forward_end(
@@ -233,19 +257,22 @@ def adaptive_prologue(
     temb: Tensor,
     *,
     name: str,
-) -> Prologue | None:
+    takes_emb: bool = True,
+) -> Any:
     """The beginning of a stream with the adaptive norm ``block.name`` and an embedding (B, D).
 
-    ``ahead`` as in ``Prologues``.
+    ``ahead`` as in ``Prologues``. ``takes_emb``: whether the model gives a module in its place the embedding
+    as ``emb``.
     """
     module = block._modules[name]
     found = _read_adaptive(module)
     if isinstance(found, str):
-        if ahead is None:
-            call.fall_back(f"{name} {found}")
-            if call.state is not None:
-                call.state.shared.clear()  # the module may write to what it was made of
-        return None
+        if ahead is not None:
+            return None
+        call.fall_back(f"{name} {found}")
+        if call.state is not None:
+            call.state.shared.clear()  # the module may write to what it was made of
+        return AdaptiveModulePrologue(module, temb, takes_emb)
     (_, count, places), norm = found
     modulation = _modulation(call, module._modules["linear"], temb, ahead)
     if modulation is None:
@@ -302,7 +329,7 @@ def table_prologue(
     temb: Tensor,
     by_row: Callable[[Tensor], Tensor],
     upcasts: bool = False,
-) -> Prologue | None:
+) -> Any:
     """The beginning of a stream with the norm ``norm1`` and a modulation that is the block's table
     ``scale_shift_table``, (N, D) or (1, N, D), plus a time embedding; ``ahead`` as in ``Prologues``.
 

@@ -52,10 +52,7 @@ def _double_block_forward(
     x, c = hidden_states, encoder_hidden_states
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
-    streams = begin(call, self, _DOUBLE, (x, c), (temb,))
-    if streams is None:
-        return NotImplemented
-    begun, c_begun = streams
+    begun, c_begun = begin(call, self, _DOUBLE, (x, c), (temb,))
     # With an IP-Adapter the third result is to be added to the image's.
     attention_out, c_attention_out, *adapted = self._modules["attn"](
         hidden_states=begun[0][0],
@@ -91,11 +88,8 @@ def _single_block_forward(
     if handed is not None:
         x, (begun,) = concat_view(c, x), handed
     else:
-        prologue = _SINGLE[0](call, self, None, temb)
-        if prologue is None:
-            return NotImplemented
         x = joined(call, c, x)
-        begun = prologue.begin(x)
+        begun = _SINGLE[0](call, self, None, temb).begin(x)
     (normalized,), (_, _, gate) = begun
     modules = self._modules
     activation = modules["act_mlp"]

@@ -66,10 +66,7 @@ def _double_block_forward(
     x, c, conditions = hidden_states, encoder_hidden_states, (temb_mod_img, temb_mod_txt)
     if not kernels_take(x, c, *conditions):
         return call.refuse(x, c, *conditions)
-    streams = begin(call, self, _DOUBLE, (x, c), conditions)
-    if streams is None:
-        return NotImplemented
-    begun, c_begun = streams
+    begun, c_begun = begin(call, self, _DOUBLE, (x, c), conditions)
     attention_out, c_attention_out = self._modules["attn"](
         hidden_states=begun[0][0],
         encoder_hidden_states=c_begun[0][0],
@@ -102,10 +99,8 @@ def _single_block_forward(
     if c is not None:
         text_seq_len = c.shape[1]
         x = torch.cat([c, x], dim=1)
-    streams = begin(call, self, _SINGLE, (x,), (temb_mod,))
-    if streams is None:
-        return NotImplemented
-    (((normalized,), (_, _, gate)),) = streams
+    (begun,) = begin(call, self, _SINGLE, (x,), (temb_mod,))
+    (normalized,), (_, _, gate) = begun
     attention_out = self._modules["attn"](
         hidden_states=normalized,
         image_rotary_emb=image_rotary_emb,

@@ -63,10 +63,8 @@ def _block_forward(
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
     modules = self._modules
-    streams = begin(call, self, _PROLOGUES, (x,), (temb,))
-    if streams is None:
-        return NotImplemented
-    (((normalized,), (_, _, gate_msa, shift_mlp, scale_mlp, gate_mlp)),) = streams
+    (begun,) = begin(call, self, _PROLOGUES, (x,), (temb,))
+    (normalized,), (_, _, gate_msa, shift_mlp, scale_mlp, gate_mlp) = begun
     attention_out = modules["attn1"](
         hidden_states=normalized, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
     )

@@ -46,11 +46,11 @@ def _image_prologue(
     call: Call, block: Any, ahead: Tensor | None, temb: Tensor, index: Tensor | None
 ) -> Any:
     """Rows are shift, scale and gate of attention, then of the feed-forward."""
+    modulation = linear_modulation(call, block._modules["img_mod"], temb, ahead)
+    if modulation is None:
+        return None
 
-    def rows_of() -> Any:
-        modulation = linear_modulation(call, block._modules["img_mod"], temb, ahead)
-        if modulation is None:
-            return None
+    def rows_of() -> tuple:
         rows = modulation.unsqueeze(1).chunk(6, dim=-1)
         return rows if index is None else tuple(_chosen(row, index) for row in rows)
 
@@ -63,12 +63,11 @@ def _text_prologue(
     """The same; the embedding's second half is for tokens of the image alone."""
     silu = "text silu" if block.zero_cond_t else "silu"
     temb = call.shared("first half", temb, _first_half) if block.zero_cond_t else temb
-
-    def rows_of() -> Any:
-        modulation = linear_modulation(call, block._modules["txt_mod"], temb, ahead, silu)
-        return None if modulation is None else modulation.unsqueeze(1).chunk(6, dim=-1)
-
-    return norm_prologue(call, block, "txt_norm1", ahead, rows_of)
+    modulation = linear_modulation(call, block._modules["txt_mod"], temb, ahead, silu)
+    if modulation is None:
+        return None
+    rows = modulation.unsqueeze(1).chunk(6, dim=-1)
+    return norm_prologue(call, block, "txt_norm1", ahead, lambda: rows)
 
 
 _PROLOGUES = (_image_prologue, _text_prologue)
@@ -99,10 +98,7 @@ def _block_forward(
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
     conditions = (temb, modulate_index)
-    streams = begin(call, self, _PROLOGUES, (x, c), conditions)
-    if streams is None:
-        return NotImplemented
-    begun, c_begun = streams
+    begun, c_begun = begin(call, self, _PROLOGUES, (x, c), conditions)
     attention_out, c_attention_out = self._modules["attn"](
         hidden_states=begun[0][0],
         encoder_hidden_states=c_begun[0][0],

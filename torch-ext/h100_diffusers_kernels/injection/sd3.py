@@ -45,8 +45,14 @@ def _image_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) 
     return adaptive_prologue(call, block, ahead, temb, name="norm1")
 
 
-# The text's rows are the same; of the last block scale and shift.
-_PROLOGUES = (_image_prologue, partial(adaptive_prologue, name="norm1_context"))
+def _text_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
+    """The same; of the last block scale and shift."""
+    takes_emb = not block.context_pre_only
+    name = "norm1_context"
+    return adaptive_prologue(call, block, ahead, temb, name=name, takes_emb=takes_emb)
+
+
+_PROLOGUES = (_image_prologue, _text_prologue)
 _SINGLE = (partial(adaptive_prologue, name="norm1"),)
 
 
@@ -64,10 +70,7 @@ def _block_forward(
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
     modules, more = self._modules, joint_attention_kwargs or {}
-    streams = begin(call, self, _PROLOGUES, (x, c), (temb,))
-    if streams is None:
-        return NotImplemented
-    begun, c_begun = streams
+    begun, c_begun = begin(call, self, _PROLOGUES, (x, c), (temb,))
     rows = begun[1][:6]
     attention_out, c_attention_out = modules["attn"](
         hidden_states=begun[0][0], encoder_hidden_states=c_begun[0][0], **more
@@ -90,10 +93,7 @@ def _single_block_forward(self: Any, call: Call, hidden_states: Tensor, temb: Te
     x = hidden_states
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
-    streams = begin(call, self, _SINGLE, (x,), (temb,))
-    if streams is None:
-        return NotImplemented
-    (begun,) = streams
+    (begun,) = begin(call, self, _SINGLE, (x,), (temb,))
     attention_out = self._modules["attn"](hidden_states=begun[0][0], encoder_hidden_states=None)
     end = feed_forward_end(call, self, "norm2", "ff", x, attention_out, begun[1])
     (x,) = finish(call, self, _SINGLE, (end,), (temb,))

@@ -191,10 +191,7 @@ def _block_forward(
         return call.refuse(x)
     modules, add_positions = self._modules, self.pos_embed
     if add_positions is None:
-        streams = begin(call, self, _PROLOGUES, (x,), ())
-        if streams is None:
-            return NotImplemented
-        (((normalized,), _),) = streams
+        (((normalized,), _),) = begin(call, self, _PROLOGUES, (x,), ())
     else:
         normalized = add_positions(normed(call, self, "norm1", x))
     attention_out = modules["attn1"](

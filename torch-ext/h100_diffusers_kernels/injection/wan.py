@@ -70,10 +70,8 @@ def _block_forward(
     x, c = hidden_states.contiguous(), encoder_hidden_states
     if not kernels_take(x, c):
         return call.refuse(x, c)
-    streams = begin(call, self, prologues, (x,), (temb,))
-    if streams is None:
-        return NotImplemented
-    end = _to_the_end(self, call, x, streams[0], c, mask, rotary_emb)
+    (begun,) = begin(call, self, prologues, (x,), (temb,))
+    end = _to_the_end(self, call, x, begun, c, mask, rotary_emb)
     (x,) = finish(call, self, prologues, (end,), (temb,), upcasts=True)
     return x
 
@@ -121,13 +119,10 @@ def _vace_block_forward(
     c, control = encoder_hidden_states, control_hidden_states
     if not kernels_take(hidden_states.contiguous(), c, control):
         return call.refuse(hidden_states.contiguous(), c, control)
-    prologue = _BY_TOKEN[0](call, self, None, temb)
-    if prologue is None:
-        return NotImplemented
     if self.proj_in is not None:
         control = self.proj_in(control) + hidden_states
     control = control.contiguous()
-    begun = prologue.begin(control)
+    begun = _BY_TOKEN[0](call, self, None, temb).begin(control)
     x = gated_residual(*_to_the_end(self, call, control, begun, c, None, rotary_emb), upcasts=True)
     return None if self.proj_out is None else self.proj_out(x), x
 
