@@ -391,6 +391,29 @@ def test_hooks_on_one_streams_modulation_and_the_other_streams_norm(
     assert all(c.count > 0 for c in of_plain)
 
 
+class ModuleProcessor(torch.nn.Module):
+    """A processor that is a module, as those of IP-Adapters are."""
+
+    def __init__(self, processor):
+        super().__init__()
+        self.processor = processor
+
+    def forward(self, attn, *args, **kwargs):
+        return self.processor(attn, *args, **kwargs)
+
+
+def test_a_processor_that_is_a_module_is_named(kernel, device):
+    model, plain, arguments = prepared(FAMILIES["flux"], device)
+    for candidate in (model, plain):
+        attention = candidate.transformer_blocks[0].attn
+        processor = attention.__dict__.pop("processor")
+        attention.processor = ModuleProcessor(processor)
+    left_alone = kernel.inject_kernels(model).left_alone
+    (reason,) = (e.reason for e in left_alone if e.name == "transformer_blocks.0.attn")
+    assert reason.endswith("ModuleProcessor, not the one known")
+    assert_alike(model, plain, arguments)
+
+
 def scaled(value, factor=1.5):
     if isinstance(value, torch.Tensor):
         return value * factor

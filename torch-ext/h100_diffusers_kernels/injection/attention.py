@@ -73,10 +73,10 @@ class AttentionSpec(PatchSpec):
         object.__setattr__(self, "library", library)
 
     def why_not(self, module: Any, stand_in: StandIn) -> str | None:
-        processor = module.__dict__.get("processor")
-        cls: Any = type(processor)
+        cls: Any = type(module.__dict__.get("processor"))
         if cls.__call__ is stand_in.functions[0].function:
             return None
+        processor = getattr(module, "processor", None)  # a module itself, it is in no ``__dict__``
         return f"its processor is a {class_name(processor)}, not the one known"
 
     def notes(self, module: Any, injection: Injection) -> list[str]:
