@@ -2,7 +2,7 @@
 
 Times and errors are measured on each kind of inputs of benchmarks/attention_inputs.py; cross-attention, to
 so few keys that little can depend on them, on four of the kinds. At a shape all that is timed takes turns,
-each implementation on each kind of inputs, in an order drawn anew each round, each call with an L2 cache
+each implementation on each kind of inputs, in orders that are balanced, each call with an L2 cache
 that holds nothing of it. Query, key and value are contiguous (B, S, H, d), as three projections give them.
 Beside the times stand two ceilings of the same kind of GPU, as benchmarks/ceilings/run.py measured them:
 that of its tensor cores, and that of its special functions, which take one exponential a score; and a copy

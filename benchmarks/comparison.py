@@ -1,6 +1,6 @@
 """What the benchmarks of the operations share: one run beside everything that does the same.
 
-Each operation takes turns, in an order drawn anew each round, with the eager PyTorch expression that
+Each operation takes turns, in orders that are balanced, with the eager PyTorch expression that
 it replaces (tests/eager.py), the same expression under torch.compile, Liger and QuACK where they have
 it, a device copy of the same bytes and a large device copy. A rate counts the bytes that must move:
 each of the operation's inputs read once, each output written once; what a peer moves beyond that

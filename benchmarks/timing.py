@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import random
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -128,6 +128,21 @@ def repeated(function: Callable[[], object], calls: int) -> Callable[[], None]:
     return call
 
 
+def balanced_orders(names: Sequence[Name]) -> Iterator[Sequence[Name]]:
+    """Orders of `names` without end, in which each follows each other one equally often.
+
+    As many orders as there are names are balanced, of an odd number of names twice as many: the designs
+    of E. J. Williams, Experimental designs balanced for the estimation of residual effects of treatments,
+    Australian Journal of Scientific Research, 1949.
+    """
+    count = len(names)
+    zigzag = [(i + 1) // 2 * (-1) ** (i + 1) for i in range(count)]  # 0, 1, -1, 2, -2 ...
+    while True:
+        for step in (1, -1):
+            for shift in range(count):
+                yield [names[(i + shift) % count] for i in zigzag][::step]
+
+
 def interleave(
     functions: Mapping[Name, Callable[[], object]],
     rounds: int,
@@ -135,22 +150,19 @@ def interleave(
     measure: Callable[[Callable[[], object], torch.device], float] = milliseconds,
     pause_s: float = 0.0,
 ) -> dict[Name, list[float]]:
-    """Measure each function once a round, in an order that is drawn anew for each round.
+    """Measure each function once a round, in orders that are balanced.
 
     At its power limit a GPU clocks lower for a while after a function that draws much, and the next
-    one pays for it: in a fixed order that would always be the same one. A rest of `pause_s` before
+    one pays for it: no function may be that one more often than others. A rest of `pause_s` before
     each sample lets the clock recover.
     """
-    names = list(functions)
-    order = random.Random(0)
-    samples: dict[Name, list[float]] = {name: [] for name in names}
-    for _ in range(rounds):
-        order.shuffle(names)
-        for name in names:
+    samples: dict[Name, list[float]] = {name: [] for name in functions}
+    for order in itertools.islice(balanced_orders(list(functions)), rounds):
+        for name in order:
             synchronize(device)
             time.sleep(pause_s)
             samples[name].append(measure(functions[name], device))
-    return {name: samples[name] for name in functions}
+    return samples
 
 
 def summarize(samples: list[float]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from diffusers import (
 from diffusers.modular_pipelines import QwenImageAutoBlocks
 from diffusers.modular_pipelines.wan.modular_blocks_wan_vace import Wan22VaceCoreDenoiseStep
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -309,8 +310,10 @@ def test_gradients_of_a_prepared_model(kernel, device, accelerator, is_injected_
     model, plain, arguments = prepared(FLUX, device)
     model, _ = injected_and_prepared(kernel, accelerator, model, is_injected_first)
     for candidate in (model, accelerator.prepare(plain)):
-        # A mean: the gradients of a sum overflow in float16.
-        candidate(**arguments, return_dict=False)[0].square().mean().backward()
+        # By default the plain model's gradients, too, are NaN or wrong under Torch 2.11 on a Hopper GPU: its
+        # attention by cuDNN has such a defect (https://github.com/pytorch/pytorch/issues/196678).
+        with sdpa_kernel(SDPBackend.MATH):
+            candidate(**arguments, return_dict=False)[0].square().mean().backward()
     gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     assert len(gradients) > 50
     for name, gradient in gradients.items():
