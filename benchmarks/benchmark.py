@@ -128,7 +128,7 @@ class GroupNorm(Benchmark):
         size = 128 if self.device == "cuda" else 16
         channels = 10 * self.groups
         self.x = normal(self.device, 2, channels, size, size)
-        self.weight = normal(self.device, channels, std=0.02, mean=0.3)
+        self.weight = normal(self.device, channels, std=0.01, mean=0.15)
         self.bias = normal(self.device, channels, std=0.05)
         self.embedding = torch.zeros(2, channels, device=self.device, dtype=DTYPE)
         self.embedding[:, ::7] = 0.5

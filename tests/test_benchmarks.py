@@ -947,6 +947,10 @@ def replace_in(file, old, new):
     file.write_text(text.replace(old, new))
 
 
+@pytest.mark.skipif(
+    not inspect.signature(torch.library.Library.impl).parameters["allow_override"].default,
+    reason="this Torch lets a namespace have one build's Python, and a build's copy has no other",
+)
 @pytest.mark.slow
 def test_two_builds_are_compared(device, tmp_path):
     """The other build's norms have another eps: the outputs differ, and those of the same build do not.
@@ -1000,13 +1004,15 @@ def test_local_kernels_selects_another_build(monkeypatch):
     assert loaded == [f"{models.KERNEL_ID}=/another/checkout"]
 
 
-def test_pipeline(results):
+def test_pipeline(device, results):
     for entry in load(results, "pipeline")["videos"].values():
-        assert list(entry["modes"]) == ["eager", "injected"]
-        injected = entry["modes"]["injected"]
-        assert injected["seconds"]["samples"] == 1
-        psnr = injected["psnr_to_eager_db"]
-        assert psnr is None or psnr > 60  # None: the same video, bit for bit
+        modes = dict(entry["modes"])
+        assert list(modes) == ["eager", "injected"] + ["injected+graphs"] * (device == "cuda")
+        del modes["eager"]
+        for mode in modes.values():
+            assert mode["seconds"]["samples"] == 1
+            psnr = mode["psnr_to_eager_db"]
+            assert psnr is None or psnr > 60  # None: the same video, bit for bit
 
 
 def test_accuracy(results, kernel):
