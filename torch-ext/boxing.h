@@ -1,6 +1,6 @@
-// Tensors, strings and the call of an operation as Torch's stable ABI hands them over, for a call's host time
-// is as long as a small kernel's. Torch's own torch::stable::Tensor and TORCH_BOX cost an allocation a tensor
-// and a call into Torch for each size that is asked for, and never free a string argument (as of Torch 2.13).
+// Tensors and the call of an operation as Torch's stable ABI hands them over: the host time of a call is as
+// long as a small kernel. Torch's own torch::stable::Tensor and TORCH_BOX cost an allocation a tensor and a
+// call into Torch for each size that is read.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -11,7 +11,6 @@
 #include <memory>
 #include <optional>
 #include <span>
-#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -22,7 +21,6 @@ using torch::headeronly::ScalarType;
 
 struct DeleteHandle {
   void operator()(AtenTensorHandle tensor) const { aoti_torch_delete_tensor_object(tensor); }
-  void operator()(StringHandle string) const { torch_delete_string(string); }
 };
 
 // A reference to a tensor that counts; or null.
@@ -142,26 +140,10 @@ class Argument<OptionalTensor> {
   OwnedTensor tensor_;
 };
 
-template <>
-class Argument<std::string_view> {
- public:
-  explicit Argument(StableIValue value) : string_(torch::stable::detail::to<StringHandle>(value)) {}
-  std::string_view get() const {
-    size_t length = 0;
-    const char* data = nullptr;
-    TORCH_ERROR_CODE_CHECK(torch_string_length(string_.get(), &length));
-    TORCH_ERROR_CODE_CHECK(torch_string_c_str(string_.get(), &data));
-    return {data, length};
-  }
-
- private:
-  std::unique_ptr<std::remove_pointer_t<StringHandle>, DeleteHandle> string_;
-};
-
 inline StableIValue released(OwnedTensor& tensor) { return torch::stable::detail::from(tensor.release()); }
 
-// `Boxed<function, name>::call` is what Torch calls for a function of the operation's name, tensors, strings
-// and numbers that returns one new tensor, several or none.
+// `Boxed<function, name>::call` is what Torch calls for a function of the operation's name, tensors and
+// numbers that returns one new tensor, several or none.
 template <auto function, const auto& name>
 struct Boxed;
 

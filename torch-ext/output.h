@@ -1,4 +1,4 @@
-// What is asked of `out`, a tensor of the caller's that an operation writes in place of a new one.
+// Checks of `out`, a tensor of the caller that an operation writes.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace h100_diffusers_kernels {
 struct ReadTensor {
   const char* name;
   OptionalTensor tensor;
-  bool may_be_out = false;  // if its elements are out's, each at the same index
+  bool may_be_out = false;  // may be out itself, element for element
 };
 
 inline bool is_same_view(const Tensor& a, const Tensor& b) {
@@ -24,22 +24,27 @@ inline bool is_same_view(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-// Fails unless `out` is of this shape and of x's dtype and device, and no two of its elements are in one
-// place, nor one of them in what is read.
+// Fails unless a tensor has one element in each place. `where`: how the sentence says that it is written.
+inline void check_writable(const char* operation, const char* name, const Tensor& tensor, const char* where) {
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+    if (tensor.size(dim) > 1 && tensor.stride(dim) == 0)
+      fail(operation, name, " must not be expanded to be written", where, ", got stride 0 in dimension ",
+           dim);
+  if (overlaps_itself(tensor))
+    fail(operation, name, " must not overlap itself to be written", where, ", got shape ",
+         to_string(tensor.sizes()), " with strides ", to_string(tensor.strides()));
+}
+
+// Fails unless `out` has this shape and x's dtype and device, and shares no memory with what is read.
 inline void check_out(const ArgumentChecker& check, const Tensor& out, const Sizes& shape,
                       std::initializer_list<ReadTensor> read) {
-  const char* const operation = check.operation();
   check.same_shape("out", out, shape);
-  for (int64_t dim = 0; dim < out.dim(); ++dim)
-    if (out.size(dim) > 1 && out.stride(dim) == 0)
-      fail(operation, "out must not be expanded to be written, got stride 0 in dimension ", dim);
-  if (overlaps_itself(out))
-    fail(operation, "out must not overlap itself to be written, got shape ", to_string(out.sizes()),
-         " with strides ", to_string(out.strides()));
+  check_writable(check.operation(), "out", out, "");
   for (const auto& [name, tensor, may_be_out] : read) {
     if (!tensor.has_value() || (may_be_out && is_same_view(*tensor, out))) continue;
     if (overlap(*tensor, out))
-      fail(operation, name, " must not share memory with out, which is written, got overlapping elements");
+      fail(check.operation(), name,
+           " must not share memory with out, which is written, got overlapping elements");
   }
 }
 

@@ -1,6 +1,6 @@
 // Elements in common are solutions of an equation of strides in bounded integers. It is solved one stride at
 // a time, the largest first: what the smaller ones can add up to leaves few multiples of it to try, since
-// dimensions of real tensors lie within one another. overlap.py does the same for tensors without memory.
+// dimensions of real tensors lie within one another.
 
 #include "overlap.h"
 

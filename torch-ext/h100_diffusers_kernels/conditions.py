@@ -8,14 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .arguments import (
-    ATTENTION_HEAD_DIMS,
-    KERNEL_DEVICE_TYPE,
-    PLAIN_TYPES,
-    dtype_name,
-    is_plain,
-)
-from .differentiation import is_differentiated, is_in_dual_level
+from ._ops import add_op_namespace_prefix
+from .operators import PLAIN_TYPES, is_differentiated, is_plain
+
+# A build has kernels for one type of device; the namespace of its operators names it.
+KERNEL_DEVICE_TYPE = "cuda" if "_cuda_" in add_op_namespace_prefix("") else "cpu"
+ATTENTION_HEAD_DIMS = (64, 128)
 
 _IS_CUDA = KERNEL_DEVICE_TYPE == "cuda"
 
@@ -153,10 +151,12 @@ def _has_unit_stride(tensor: Tensor) -> bool:
 
 
 def tracks_derivatives() -> bool:
-    """Whether anything computed now may be differentiated, or is in a transform of ``torch.func``."""
-    return (
-        torch.is_grad_enabled() or is_in_dual_level() or torch._C._are_functorch_transforms_active()
-    )
+    """Whether derivatives may be taken of what is computed now."""
+    return torch.is_grad_enabled() or is_differentiated()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).replace("torch.", "")
 
 
 def may_write() -> bool:

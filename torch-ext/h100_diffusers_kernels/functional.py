@@ -1,87 +1,73 @@
-"""The operations: one documented function each, whose body is its formula.
+"""The operations: one documented function each.
 
-``T`` is bfloat16, float16 or float32. Arithmetic is float32, rounded once, at the output; attention may
-round its weights to 16 bits, too. Leading dimensions are rows; inputs may be strided in every dimension
-but the last and are not copied; results are new contiguous tensors, or ``out``, where an operation has it: a
-tensor of the result's shape and dtype, strided likewise, that is written and returned. It may share no memory
-with what is read, but where that is said. Where an input requires grad or
-carries a forward-mode tangent, the formula runs, which has no ``out``, and else the kernel of the same name
-(``declaration.operation``). A wrong argument raises ValueError, or TypeError for its type, in one sentence,
-before anything is launched or written; no memory for a result raises torch.OutOfMemoryError.
+``T`` is bfloat16, float16 or float32. Arithmetic is float32, rounded once, at the output; attention also
+rounds its softmax probabilities to 16 bits. Leading dimensions are rows. Inputs may be strided in every
+dimension except the last and are not copied. Results are new contiguous tensors, or ``out`` where an
+operation has it: a tensor of the result's shape and dtype, strided likewise, that is written and returned.
+``out`` shares no memory with an input unless the operation says so.
+
+Where an input requires grad, the kernel computes and backward differentiates the formula (``formulas.py``).
+With forward-mode derivatives and in transforms of ``torch.func`` the formula computes. In all of these
+nothing can be written to ``out`` or in place.
+
+A wrong argument raises ValueError, or TypeError for its type, in one sentence, before anything is launched
+or written. Failure to allocate a result raises torch.OutOfMemoryError.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple, Optional
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from . import batching, expressions
+from . import formulas
 from ._ops import add_op_namespace_prefix, ops
-from .arguments import (
-    LAYOUTS,
-    MAX_INTEGER,
-    NORMS,
-    as_heads,
-    as_number,
-    check_attention,
-    check_choice,
-    check_flag,
-    check_group_norm,
-    check_norm_rope,
-    check_output,
-    check_qk_norm_coordinate_rope,
-    check_qk_norm_rope,
-    check_qk_norm_two_ropes,
-    check_rope,
-    check_rope_3d,
-    check_tables_dim,
-    check_values,
+from .operators import (
+    choice,
+    count,
     fail,
-    has_dense_images,
-    is_channels_last,
+    kernel_call,
+    number,
+    refuse_type,
+    scale_number,
     shown,
+    writing_call,
 )
-from .declaration import (
-    DECLARATIONS,
-    ERRORS,
-    LIBRARY,
-    Activation,
-    Approximation,
-    Constant,
-    Count,
-    Declaration,
-    GatedRows,
-    Half,
-    KeyRope,
-    Layout,
-    Modulation,
-    NormScope,
-    NormVector,
-    Out,
-    Output,
-    Outputs,
-    Rope,
-    Rows,
-    Scale,
-    Tables,
-    Vector,
-    check_out,
-    checked,
-    operation,
-)
-from .differentiation import is_differentiated
+
+_LAYOUTS = {"interleaved": formulas.INTERLEAVED, "half": formulas.HALF}
+_NORM_SCOPES = {
+    "across_heads": formulas.ACROSS_HEADS,
+    "per_head": formulas.PER_HEAD,
+    "none": formulas.NO_NORM,
+}
+_APPROXIMATIONS = {"none": False, "tanh": True}
+_HALVES = {"second": False, "first": True}
+_ACTIVATIONS = {"none": False, "silu": True}
+
 
 # --------------------------------------------------------------------------------------------------
 # Norm, modulation, residual and gate
 
+_rms_norm, _layer_norm, _rms_norm_modulate, _layer_norm_modulate = (
+    kernel_call(operation, "norm", formulas.norm)
+    for operation in ("rms_norm", "layer_norm", "rms_norm_modulate", "layer_norm_modulate")
+)
+_gated_residual_rms_norm_modulate, _gated_residual_layer_norm_modulate = (
+    kernel_call(operation, "gated_residual_norm_modulate", formulas.gated_residual_norm_modulate)
+    for operation in ("gated_residual_rms_norm_modulate", "gated_residual_layer_norm_modulate")
+)
+_layer_norm_modulate_pair, _gated_residual, _gated_residual_layer_norm_modulate_pair = (
+    kernel_call(operation, operation, getattr(formulas, operation))
+    for operation in (
+        "layer_norm_modulate_pair",
+        "gated_residual",
+        "gated_residual_layer_norm_modulate_pair",
+    )
+)
 
-@operation("norm")
-def rms_norm(x: Rows, weight: Optional[NormVector] = None, eps: float = 1e-6) -> Tensor:
+
+def rms_norm(x: Tensor, weight: Optional[Tensor] = None, eps: float = 1e-6) -> Tensor:
     """Root mean square norm over the last dimension: ``x / sqrt(mean(x²) + eps) * weight``.
 
     Args:
@@ -91,21 +77,13 @@ def rms_norm(x: Rows, weight: Optional[NormVector] = None, eps: float = 1e-6) ->
 
     Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
     """
-    return expressions.rms_normalized(x.float(), weight, eps).to(x.dtype)
+    if type(eps) is not float:
+        eps = number("rms_norm", "eps", eps)
+    return _rms_norm(x, False, weight, None, None, None, eps)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("rms_norm"))
-@checked("rms_norm")
-def _rms_norm_fake(x, *_):
-    return x.new_empty(x.shape)
-
-
-@operation("norm")
 def layer_norm(
-    x: Rows,
-    weight: Optional[NormVector] = None,
-    bias: Optional[NormVector] = None,
-    eps: float = 1e-5,
+    x: Tensor, weight: Optional[Tensor] = None, bias: Optional[Tensor] = None, eps: float = 1e-5
 ) -> Tensor:
     """Layer norm over the last dimension, as ``torch.nn.functional.layer_norm``.
 
@@ -116,21 +94,16 @@ def layer_norm(
 
     Source: Ba et al., 2016, https://arxiv.org/abs/1607.06450.
     """
-    return expressions.layer_normalized(x.float(), weight, bias, eps).to(x.dtype)
+    if type(eps) is not float:
+        eps = number("layer_norm", "eps", eps)
+    return _layer_norm(x, True, weight, bias, None, None, eps)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("layer_norm"))
-@checked("layer_norm")
-def _layer_norm_fake(x, *_):
-    return x.new_empty(x.shape)
-
-
-@operation("norm")
 def rms_norm_modulate(
-    x: Rows,
-    scale: Modulation,
-    shift: Optional[Modulation] = None,
-    weight: Optional[NormVector] = None,
+    x: Tensor,
+    scale: Tensor,
+    shift: Optional[Tensor] = None,
+    weight: Optional[Tensor] = None,
     eps: float = 1e-6,
 ) -> Tensor:
     """Adaptive RMS norm: ``rms_norm(x, weight, eps) * (1 + scale) + shift``.
@@ -145,23 +118,19 @@ def rms_norm_modulate(
     Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748, with an RMS norm as in
     LTX-Video, https://arxiv.org/abs/2501.00103.
     """
-    n = expressions.rms_normalized(x.float(), weight, eps)
-    return expressions.modulated(n, scale, shift).to(x.dtype)
+    if scale is None:
+        refuse_type("rms_norm_modulate", "scale", "a tensor", scale)
+    if type(eps) is not float:
+        eps = number("rms_norm_modulate", "eps", eps)
+    return _rms_norm_modulate(x, False, weight, None, scale, shift, eps)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("rms_norm_modulate"))
-@checked("rms_norm_modulate")
-def _rms_norm_modulate_fake(x, *_):
-    return x.new_empty(x.shape)
-
-
-@operation("norm")
 def layer_norm_modulate(
-    x: Rows,
-    scale: Modulation,
-    shift: Optional[Modulation] = None,
-    weight: Optional[NormVector] = None,
-    bias: Optional[NormVector] = None,
+    x: Tensor,
+    scale: Tensor,
+    shift: Optional[Tensor] = None,
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
     eps: float = 1e-6,
 ) -> Tensor:
     """Adaptive layer norm: ``layer_norm(x, weight, bias, eps) * (1 + scale) + shift``.
@@ -174,63 +143,21 @@ def layer_norm_modulate(
 
     Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748.
     """
-    n = expressions.layer_normalized(x.float(), weight, bias, eps)
-    return expressions.modulated(n, scale, shift).to(x.dtype)
+    if scale is None:
+        refuse_type("layer_norm_modulate", "scale", "a tensor", scale)
+    if type(eps) is not float:
+        eps = number("layer_norm_modulate", "eps", eps)
+    return _layer_norm_modulate(x, True, weight, bias, scale, shift, eps)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("layer_norm_modulate"))
-@checked("layer_norm_modulate")
-def _layer_norm_modulate_fake(x, *_):
-    return x.new_empty(x.shape)
-
-
-@operation("norm")
-def rms_norm_modulate_pair(
-    x: Rows,
-    scale: Optional[Modulation],
-    shift: Optional[Modulation],
-    second_scale: Optional[Modulation],
-    second_shift: Optional[Modulation],
-    weight: Optional[NormVector] = None,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor]:
-    """Two modulations of one RMS norm ``n = rms_norm(x, weight, eps)``, with ``x`` read once:
-    ``n * (1 + scale) + shift`` and ``n * (1 + second_scale) + second_shift``.
-
-    Args:
-        x: ``(..., D)``, T.
-        scale, shift, second_scale, second_shift: T or float32, broadcast against ``x`` in all dimensions
-            but the last, or None for 0.
-        weight: ``(D,)``, T or float32, or None.
-
-    Returns:
-        The two, each ``(..., D)``, T.
-
-    Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748, with one norm for two
-    attentions as in LTX-2 (``transformer_ltx2.py`` of diffusers).
-    """
-    n = expressions.rms_normalized(x.float(), weight, eps)
-    return (
-        expressions.modulated(n, scale, shift).to(x.dtype),
-        expressions.modulated(n, second_scale, second_shift).to(x.dtype),
-    )
-
-
-@torch.library.register_fake(add_op_namespace_prefix("rms_norm_modulate_pair"))
-@checked("rms_norm_modulate_pair")
-def _rms_norm_modulate_pair_fake(x, *_):
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-@operation("norm")
 def layer_norm_modulate_pair(
-    x: Rows,
-    scale: Optional[Modulation],
-    shift: Optional[Modulation],
-    second_scale: Optional[Modulation],
-    second_shift: Optional[Modulation],
-    weight: Optional[NormVector] = None,
-    bias: Optional[NormVector] = None,
+    x: Tensor,
+    scale: Optional[Tensor],
+    shift: Optional[Tensor],
+    second_scale: Optional[Tensor],
+    second_shift: Optional[Tensor],
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """Two modulations of one layer norm ``n = layer_norm(x, weight, bias, eps)``, with ``x`` read once:
@@ -248,44 +175,28 @@ def layer_norm_modulate_pair(
     Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748, with one norm for two
     attentions as in Stable Diffusion 3.5 (``SD35AdaLayerNormZeroX`` of diffusers).
     """
-    n = expressions.layer_normalized(x.float(), weight, bias, eps)
-    return (
-        expressions.modulated(n, scale, shift).to(x.dtype),
-        expressions.modulated(n, second_scale, second_shift).to(x.dtype),
-    )
+    if type(eps) is not float:
+        eps = number("layer_norm_modulate_pair", "eps", eps)
+    return _layer_norm_modulate_pair(x, scale, shift, second_scale, second_shift, weight, bias, eps)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("layer_norm_modulate_pair"))
-@checked("layer_norm_modulate_pair")
-def _layer_norm_modulate_pair_fake(x, *_):
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-@operation("norm")
-def gated_residual(residual: Rows, x: Rows, gate: Optional[Modulation] = None) -> Tensor:
+def gated_residual(residual: Tensor, x: Tensor, gate: Optional[Tensor] = None) -> Tensor:
     """``residual + gate * x``, or ``residual + x`` without a gate.
 
     Args:
         residual, x: ``(..., D)``, T, of one shape.
         gate: T or float32, broadcasts against ``x`` in all dimensions but the last, or None.
     """
-    return expressions.gated(residual, x, gate).to(x.dtype)
+    return _gated_residual(residual, x, gate)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("gated_residual"))
-@checked("gated_residual")
-def _gated_residual_fake(residual, *_):
-    return residual.new_empty(residual.shape)
-
-
-@operation("norm")
 def gated_residual_rms_norm_modulate(
-    residual: Rows,
-    x: Rows,
-    gate: Optional[Modulation] = None,
-    scale: Optional[Modulation] = None,
-    shift: Optional[Modulation] = None,
-    weight: Optional[NormVector] = None,
+    residual: Tensor,
+    x: Tensor,
+    gate: Optional[Tensor] = None,
+    scale: Optional[Tensor] = None,
+    shift: Optional[Tensor] = None,
+    weight: Optional[Tensor] = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """The new residual ``h = residual + gate * x`` and ``rms_norm_modulate(h, scale, shift, weight)``.
@@ -301,26 +212,21 @@ def gated_residual_rms_norm_modulate(
     Returns:
         ``(h, modulated)``, each ``(..., D)``, T.
     """
-    h = expressions.gated(residual, x, gate)
-    n = expressions.rms_normalized(h, weight, eps)
-    return h.to(x.dtype), expressions.modulated(n, scale, shift).to(x.dtype)
+    if type(eps) is not float:
+        eps = number("gated_residual_rms_norm_modulate", "eps", eps)
+    return _gated_residual_rms_norm_modulate(
+        residual, x, False, gate, scale, shift, weight, None, eps
+    )
 
 
-@torch.library.register_fake(add_op_namespace_prefix("gated_residual_rms_norm_modulate"))
-@checked("gated_residual_rms_norm_modulate")
-def _gated_residual_rms_norm_modulate_fake(residual, *_):
-    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
-
-
-@operation("norm")
 def gated_residual_layer_norm_modulate(
-    residual: Rows,
-    x: Rows,
-    gate: Optional[Modulation] = None,
-    scale: Optional[Modulation] = None,
-    shift: Optional[Modulation] = None,
-    weight: Optional[NormVector] = None,
-    bias: Optional[NormVector] = None,
+    residual: Tensor,
+    x: Tensor,
+    gate: Optional[Tensor] = None,
+    scale: Optional[Tensor] = None,
+    shift: Optional[Tensor] = None,
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """The new residual ``h = residual + gate * x`` and ``layer_norm_modulate(h, scale, shift, ...)``.
@@ -336,70 +242,23 @@ def gated_residual_layer_norm_modulate(
     Returns:
         ``(h, modulated)``, each ``(..., D)``, T.
     """
-    h = expressions.gated(residual, x, gate)
-    n = expressions.layer_normalized(h, weight, bias, eps)
-    return h.to(x.dtype), expressions.modulated(n, scale, shift).to(x.dtype)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("gated_residual_layer_norm_modulate"))
-@checked("gated_residual_layer_norm_modulate")
-def _gated_residual_layer_norm_modulate_fake(residual, *_):
-    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
-
-
-@operation("norm")
-def gated_residual_rms_norm_modulate_pair(
-    residual: Rows,
-    x: Rows,
-    gate: Optional[Modulation],
-    scale: Optional[Modulation],
-    shift: Optional[Modulation],
-    second_scale: Optional[Modulation],
-    second_shift: Optional[Modulation],
-    weight: Optional[NormVector] = None,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The new residual ``h = residual + gate * x`` and two modulations of its RMS norm, as
-    ``rms_norm_modulate_pair(h, ...)``.
-
-    The norm is taken of the unrounded ``h``.
-
-    Args:
-        residual, x: ``(..., D)``, T, of one shape.
-        gate: T or float32, broadcasts against ``x`` in all dimensions but the last, or None for 1.
-        scale, shift, second_scale, second_shift: likewise, or None for 0.
-        weight: ``(D,)``, T or float32, or None.
-
-    Returns:
-        ``(h, modulated, second_modulated)``, each ``(..., D)``, T.
-    """
-    h = expressions.gated(residual, x, gate)
-    n = expressions.rms_normalized(h, weight, eps)
-    return (
-        h.to(x.dtype),
-        expressions.modulated(n, scale, shift).to(x.dtype),
-        expressions.modulated(n, second_scale, second_shift).to(x.dtype),
+    if type(eps) is not float:
+        eps = number("gated_residual_layer_norm_modulate", "eps", eps)
+    return _gated_residual_layer_norm_modulate(
+        residual, x, True, gate, scale, shift, weight, bias, eps
     )
 
 
-@torch.library.register_fake(add_op_namespace_prefix("gated_residual_rms_norm_modulate_pair"))
-@checked("gated_residual_rms_norm_modulate_pair")
-def _gated_residual_rms_norm_modulate_pair_fake(residual, *_):
-    shape = residual.shape
-    return residual.new_empty(shape), residual.new_empty(shape), residual.new_empty(shape)
-
-
-@operation("norm")
 def gated_residual_layer_norm_modulate_pair(
-    residual: Rows,
-    x: Rows,
-    gate: Optional[Modulation],
-    scale: Optional[Modulation],
-    shift: Optional[Modulation],
-    second_scale: Optional[Modulation],
-    second_shift: Optional[Modulation],
-    weight: Optional[NormVector] = None,
-    bias: Optional[NormVector] = None,
+    residual: Tensor,
+    x: Tensor,
+    gate: Optional[Tensor],
+    scale: Optional[Tensor],
+    shift: Optional[Tensor],
+    second_scale: Optional[Tensor],
+    second_shift: Optional[Tensor],
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The new residual ``h = residual + gate * x`` and two modulations of its layer norm, as
@@ -416,35 +275,52 @@ def gated_residual_layer_norm_modulate_pair(
     Returns:
         ``(h, modulated, second_modulated)``, each ``(..., D)``, T.
     """
-    h = expressions.gated(residual, x, gate)
-    n = expressions.layer_normalized(h, weight, bias, eps)
-    return (
-        h.to(x.dtype),
-        expressions.modulated(n, scale, shift).to(x.dtype),
-        expressions.modulated(n, second_scale, second_shift).to(x.dtype),
+    if type(eps) is not float:
+        eps = number("gated_residual_layer_norm_modulate_pair", "eps", eps)
+    return _gated_residual_layer_norm_modulate_pair(
+        residual, x, gate, scale, shift, second_scale, second_shift, weight, bias, eps
     )
 
 
+@torch.library.register_fake(add_op_namespace_prefix("norm"))
+def _norm_fake(x, *_):
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("layer_norm_modulate_pair"))
+def _layer_norm_modulate_pair_fake(x, *_):
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gated_residual"))
+def _gated_residual_fake(residual, *_):
+    return residual.new_empty(residual.shape)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gated_residual_norm_modulate"))
+def _gated_residual_norm_modulate_fake(residual, *_):
+    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+
+
 @torch.library.register_fake(add_op_namespace_prefix("gated_residual_layer_norm_modulate_pair"))
-@checked("gated_residual_layer_norm_modulate_pair")
 def _gated_residual_layer_norm_modulate_pair_fake(residual, *_):
-    shape = residual.shape
-    return residual.new_empty(shape), residual.new_empty(shape), residual.new_empty(shape)
+    return tuple(residual.new_empty(residual.shape) for _ in range(3))
 
 
 # --------------------------------------------------------------------------------------------------
 # Group norm
 
+_group_norm = kernel_call("group_norm", "group_norm", formulas.group_norm)
 
-@operation("group_norm", check=check_group_norm, is_readable=has_dense_images)
+
 def group_norm(
     x: Tensor,
-    num_groups: Count,
+    num_groups: int,
     weight: Optional[Tensor] = None,
     bias: Optional[Tensor] = None,
     eps: float = 1e-5,
     channel_bias: Optional[Tensor] = None,
-    activation: Activation = "none",
+    activation: str = "none",
 ) -> Tensor:
     """Group norm of ``x + channel_bias``, as ``torch.nn.functional.group_norm``, and an activation of it.
 
@@ -461,17 +337,18 @@ def group_norm(
 
     Source: Wu and He, 2018, https://arxiv.org/abs/1803.08494.
     """
-    n = expressions.group_normalized(x.float(), num_groups, weight, bias, eps, channel_bias)
-    n = (F.silu(n) if activation == "silu" else n).to(x.dtype)
-    if not torch._C._are_functorch_transforms_active() and is_channels_last("group_norm", x):
-        return n.movedim(1, -1).contiguous().movedim(-1, 1)  # PyTorch's own are not, on a GPU
-    return n
+    if type(num_groups) is not int or num_groups < 1:
+        num_groups = count("group_norm", "num_groups", num_groups)
+    if type(eps) is not float:
+        eps = number("group_norm", "eps", eps)
+    silu = choice("group_norm", "activation", activation, _ACTIVATIONS)
+    return _group_norm(x, num_groups, weight, bias, eps, channel_bias, silu)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("group_norm"))
-@checked("group_norm")
 def _group_norm_fake(x, *_):
-    if is_channels_last("group_norm", x):
+    # The result has x's memory format, as the kernel asks for it: channels dense, pixels not.
+    if x.dim() > 2 and not x.is_contiguous() and x.stride(1) == 1:
         batch, channels, *spatial = x.shape
         return x.new_empty(batch, *spatial, channels).movedim(-1, 1)
     return x.new_empty(x.shape)
@@ -505,11 +382,46 @@ class CoordinateRope(NamedTuple):
 
         ``dim`` is an even integer, at least ``2 * axes * F``; else TypeError or ValueError.
         """
-        check_tables_dim(dim, self.coordinates.shape[-1] * self.frequencies.shape[0])
-        angles = (self.coordinates.unsqueeze(-2) * self.frequencies.unsqueeze(-1)).flatten(2)
-        angles = torch.nn.functional.pad(angles, (dim // 2 - angles.shape[-1], 0))
+        pairs = self.coordinates.shape[-1] * self.frequencies.shape[0]
+        if isinstance(dim, bool) or not isinstance(dim, (int, torch.SymInt)):
+            refuse_type("CoordinateRope.tables", "dim", "an integer", dim)
+        if dim % 2 or dim < 2 * pairs:
+            fail("CoordinateRope.tables", f"dim must be even and at least {2 * pairs}, got {dim}")
+        angles = formulas.coordinate_angles(self.coordinates, self.frequencies, dim // 2)
         angles = angles.repeat_interleave(2, dim=-1)
         return angles.cos(), angles.sin()
+
+
+_ROPE = "None, a pair (cos, sin) of tensors, a complex tensor or a CoordinateRope"
+
+
+def _rotation(name: str, rope: Any, writes: bool) -> tuple:
+    """A rotation as operators take it: ``(first, second, is_coordinates)``."""
+    if rope is None:
+        return None, None, False
+    if isinstance(rope, Tensor) and rope.is_complex():
+        if writes and torch.compiler.is_compiling() and rope.dtype == torch.complex64:
+            # Inductor refuses an operator that writes if an argument is complex.
+            return torch.view_as_real(rope.resolve_conj()), None, False
+        return rope, None, False
+    if isinstance(rope, (tuple, list)) and len(rope) == 2:
+        first, second = rope
+        if isinstance(first, Tensor) and isinstance(second, Tensor):
+            return first, second, isinstance(rope, CoordinateRope)
+    refuse_type("qk_norm_rope", name, _ROPE, rope)
+
+
+def _qk_norm_two_ropes_kernel(q, k, *arguments):
+    q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
+    ops.qk_norm_rope_out.default(q, k, None, *arguments, q_out, k_out, None, False)
+    return q_out, k_out
+
+
+_qk_norm_rope = kernel_call("qk_norm_rope", "qk_norm_rope", formulas.qk_norm_rope)
+_qk_norm_two_ropes = kernel_call(
+    "qk_norm_rope", "qk_norm_rope_out", formulas.qk_norm_two_ropes, _qk_norm_two_ropes_kernel
+)
+_qk_norm_rope_out = writing_call("qk_norm_rope", "qk_norm_rope_out")
 
 
 def qk_norm_rope(
@@ -517,16 +429,16 @@ def qk_norm_rope(
     k: Tensor,
     q_weight: Optional[Tensor] = None,
     k_weight: Optional[Tensor] = None,
-    rope: Rope = None,
+    rope: Any = None,
     *,
     heads: int,
-    norm: NormScope = "across_heads",
-    layout: Layout = "interleaved",
+    norm: str = "across_heads",
+    layout: str = "interleaved",
     eps: float = 1e-6,
     inplace: bool = False,
-    k_rope: KeyRope = None,
+    k_rope: Any = None,
     v: Optional[Tensor] = None,
-    out: Optional[Outputs] = None,
+    out: Optional[tuple] = None,
 ) -> tuple[Any, ...]:
     """Query and key, normalized (RMS) and rotated.
 
@@ -566,388 +478,67 @@ def qk_norm_rope(
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864; query-key norm: Henry et al., 2020,
     https://arxiv.org/abs/2010.04245, with an RMS norm.
     """
-    # Four operators have one function: it is written out, and calls them as `operation` would.
-    try:
-        if type(heads) is not int or not 0 < heads <= MAX_INTEGER:
-            heads = as_heads("qk_norm_rope", heads)
-        if type(eps) is not float:
-            eps = as_number("qk_norm_rope", "eps", eps)
-        if inplace is not False and inplace is not True:
-            check_flag("qk_norm_rope", "inplace", inplace)
-        if norm not in NORMS or layout not in LAYOUTS:
-            check_choice("qk_norm_rope", "norm", norm, NORMS)
-            check_choice("qk_norm_rope", "layout", layout, LAYOUTS)
-        if isinstance(rope, CoordinateRope):
-            run = _qk_norm_coordinate_rope_ if inplace else _qk_norm_coordinate_rope
-            first, second = rope.coordinates, rope.frequencies
-        else:
-            run = _qk_norm_rope_ if inplace else _qk_norm_rope
-            if rope is None:
-                first, second = None, None
-            elif isinstance(rope, (tuple, list)):
-                first, second = rope
-                if first is None or second is None:
-                    raise TypeError
-            else:
-                first, second = _complex_table(rope, inplace), None
-        if not (k_rope is v is out is None):
-            return _qk_norm_rope_apart(
-                q, k, q_weight, k_weight, rope, heads, norm, layout, eps, inplace, k_rope, v, out
-            )
-        if (
-            torch.is_grad_enabled() or forward_ad._current_level >= 0 or _are_transforms_active()
-        ) and is_differentiated(q, k, q_weight, k_weight, first, second):
-            if inplace:
-                raise ValueError(
-                    "qk_norm_rope: inplace must be False where an input requires grad or carries "
-                    "a tangent, got True"
-                )
-            return _qk_norm_rope_formula(q, k, q_weight, k_weight, rope, heads, norm, layout, eps)
-        results = run(q, k, q_weight, k_weight, first, second, heads, norm, layout, eps)
-        if not inplace:
-            return results
-        # Autograd notices a backward that needs the values from before.
-        if not torch.compiler.is_dynamo_compiling():
-            torch.autograd.graph.increment_version((q, k))
-        return q, k
-    except ERRORS as error:
-        options = (heads, norm, layout, eps, inplace, k_rope, v, out)
-        return _QK_NORM_ROPE.explain(error, (q, k, q_weight, k_weight, rope, *options))
-
-
-def _qk_norm_rope_apart(
-    q, k, q_weight, k_weight, rope, heads, norm, layout, eps, inplace, k_rope, v, out
-):
-    """With a rotation of the key's own, values or outputs."""
+    if type(heads) is not int or heads < 1:
+        heads = count("qk_norm_rope", "heads", heads)
+    if type(eps) is not float:
+        eps = number("qk_norm_rope", "eps", eps)
+    norm_scope = choice("qk_norm_rope", "norm", norm, _NORM_SCOPES)
+    options = heads, norm_scope, choice("qk_norm_rope", "layout", layout, _LAYOUTS), eps
+    if inplace is False and k_rope is v is out is None:
+        rotation = _rotation("rope", rope, False)
+        return _qk_norm_rope(q, k, q_weight, k_weight, *rotation, *options)
+    if not isinstance(inplace, bool):
+        refuse_type("qk_norm_rope", "inplace", "True or False", inplace)
     writes = inplace or out is not None
-    of_key = (None,) * 4 if k_rope is None else _lowered_rope(k_rope, writes)
-    rotations = (*_lowered_rope(rope, writes), *of_key)
+    rotation = _rotation("rope", rope, writes)
+    k_rotation = _rotation("k_rope", k_rope, writes)
+    arguments = q_weight, k_weight, *rotation, *k_rotation, *options
     if v is not None and out is None:
         fail("qk_norm_rope", "out must be given along with v, got None")
-    outs = () if out is None else _outputs(inplace, v, out)
-    if is_differentiated(q, k, v, q_weight, k_weight, *rotations, *outs):
-        _refuse_derivatives("qk_norm_rope", inplace, out)
-        return _qk_norm_rope_formula(
-            q, k, q_weight, k_weight, rope, heads, norm, layout, eps, k_rope=k_rope
-        )
-    options = (heads, norm, layout, eps)
-    if outs:
-        _qk_norm_rope_out(q, k, v, q_weight, k_weight, *rotations, *outs, *options)
-        written = tuple(out)
-    elif inplace:
-        _qk_norm_two_ropes_(q, k, q_weight, k_weight, *rotations, *options)
-        written = (q, k)
+    if not writes:
+        return _qk_norm_two_ropes(q, k, *arguments)
+    if out is None:
+        outputs, refused = (q, k), ("inplace", "False", "True")
     else:
-        return _qk_norm_two_ropes(q, k, q_weight, k_weight, *rotations, *options)
-    if not torch.compiler.is_dynamo_compiling():
-        torch.autograd.graph.increment_version(written)
-    return written
+        outputs, refused = _outputs(inplace, v, out), ("out", "None", shown(out))
+    q_out, k_out, *v_out = outputs
+    _qk_norm_rope_out(
+        outputs, refused, q, k, v, *arguments, q_out, k_out, v_out[0] if v_out else None, inplace
+    )
+    return outputs
 
 
-def _complex_table(rope, writes):
-    if not isinstance(rope, Tensor) or not rope.is_complex():  # any tensor can be unpacked
-        raise TypeError
-    if writes and torch.compiler.is_compiling() and rope.dtype == torch.complex64:
-        # Inductor leaves an operator that writes as it finds it where an argument is complex, and then
-        # refuses it.
-        return torch.view_as_real(rope.resolve_conj())
-    return rope
-
-
-def _lowered_rope(rope, writes=False):
-    """A rotation as operators take it: cosine, sine, coordinates, frequencies."""
-    if rope is None:
-        return None, None, None, None
-    if isinstance(rope, CoordinateRope):
-        return None, None, *rope
-    if not isinstance(rope, (tuple, list)):
-        return _complex_table(rope, writes), None, None, None
-    cos, sin = rope
-    if cos is None or sin is None:
-        raise TypeError
-    return cos, sin, None, None
-
-
-def _outputs(inplace, v, out):
-    """``(q_out, k_out, v_out)``, the last one None without values."""
-    if not isinstance(out, (tuple, list)):
-        raise TypeError
+def _outputs(inplace: bool, v: Optional[Tensor], out: Any) -> tuple:
+    if not isinstance(out, (tuple, list)) or not all(isinstance(x, Tensor) for x in out):
+        accepted = "a tuple (q_out, k_out) or (q_out, k_out, v_out) of tensors or None"
+        refuse_type("qk_norm_rope", "out", accepted, out)
     if inplace:
         fail("qk_norm_rope", "inplace must be False along with out, got True")
-    count, given = (2, "without") if v is None else (3, "with")
-    if len(out) != count:
-        fail("qk_norm_rope", f"out must hold {count} tensors {given} v, got {len(out)}")
-    for tensor in out:  # any() of a generator takes twice as long
-        if tensor is None:
-            raise TypeError
-    return (*out, None) if v is None else tuple(out)
-
-
-def _refuse_derivatives(operation, inplace, out):
-    of_input = "where an input requires grad or carries a tangent"
-    if inplace:
-        fail(operation, f"inplace must be False {of_input}, got True")
-    if out is not None:
-        fail(operation, f"out must be None {of_input}, got {shown(out)}")
-
-
-_are_transforms_active = torch._C._are_functorch_transforms_active
-_QK_NORM_ROPE = Declaration("qk_norm_rope", qk_norm_rope)
-_QK_NORM_ROPE.function = qk_norm_rope
-DECLARATIONS["qk_norm_rope"] = _QK_NORM_ROPE
-# In place a node whose result is not used stays in its graph.
-torch.fx.has_side_effect(qk_norm_rope)
-
-# Looked up once: each look-up through torch.ops runs Python code, at every call.
-_qk_norm_rope = ops.qk_norm_rope.default
-_qk_norm_rope_ = ops.qk_norm_rope_.default
-_qk_norm_coordinate_rope = ops.qk_norm_coordinate_rope.default
-_qk_norm_coordinate_rope_ = ops.qk_norm_coordinate_rope_.default
-_qk_norm_two_ropes = ops.qk_norm_two_ropes.default
-_qk_norm_two_ropes_ = ops.qk_norm_two_ropes_.default
-_qk_norm_rope_out = ops.qk_norm_rope_out.default
-_norm_rope = ops.norm_rope.default
-_norm_rope_ = ops.norm_rope_.default
-_norm_rope_out = ops.norm_rope_out.default
-
-
-def _check_qk_norm_rope(
-    q, k, q_weight, k_weight, rope, heads, norm, layout, eps, inplace=False, k_rope=None, v=None, *_
-):
-    rotations = (*_lowered_rope(rope), *_lowered_rope(k_rope))
-    lowered: Any = (q, k, q_weight, k_weight, *rotations, heads, norm, layout)
-    check_qk_norm_two_ropes(*lowered)
-    if v is not None:
-        check_values("qk_norm_rope", q, k, v, heads, norm)
-
-
-_QK_NORM_ROPE.check_values = _check_qk_norm_rope
-
-
-def _by_head(rope, x, heads, head_dim, layout):
-    """Tables of a rotation of ``x``, each (1 or B, S, 1 or heads, d or d/2), or None."""
-    if rope is None:
-        return None, None
-    if isinstance(rope, CoordinateRope):
-        by_head = [table.unflatten(2, (heads, -1)) for table in rope.tables(x.shape[2:].numel())]
-        if layout == "half":
-            # The tables repeat an angle for neighbours; here the pair is half a head apart.
-            by_head = [table[..., ::2].repeat(1, 1, 1, 2) for table in by_head]
-        return tuple(by_head)
-    tables = (rope.real, rope.imag) if isinstance(rope, Tensor) else rope
-    return tuple(expressions.by_head(table, heads, head_dim) for table in tables)
-
-
-def _qk_norm_rope_formula(q, k, q_weight, k_weight, rope, heads, norm, layout, eps, k_rope=None):
-    _check_qk_norm_rope(q, k, q_weight, k_weight, rope, heads, norm, layout, eps, k_rope=k_rope)
-    head_dim = q.shape[2:].numel() // heads
-    tables = _by_head(rope, q, heads, head_dim, layout)
-    k_tables = tables
-    if k_rope is not None:
-        k_heads = k.shape[2:].numel() // head_dim if head_dim else 0
-        k_tables = _by_head(k_rope, k, k_heads, head_dim, layout)
-    how = {"head_dim": head_dim, "norm": norm, "layout": layout, "eps": eps}
-    return (
-        expressions.norm_rope(q, q_weight, *tables, **how),
-        expressions.norm_rope(k, k_weight, *k_tables, **how),
-    )
-
-
-def norm_rope(
-    x: Tensor,
-    weight: Optional[Tensor] = None,
-    rope: Rope = None,
-    *,
-    heads: int,
-    norm: NormScope = "across_heads",
-    layout: Layout = "interleaved",
-    eps: float = 1e-6,
-    inplace: bool = False,
-    out: Optional[Output] = None,
-) -> Tensor:
-    """One tensor of heads, normalized (RMS) and rotated, as :func:`qk_norm_rope` does two.
-
-    Args:
-        x: ``(B, S, heads * d)`` or ``(B, S, heads, d)``, T; strided in all but the last dimension.
-        weight: of the norm, float32 or T, or None; ``(heads * d,)`` across heads, ``(d,)`` per head.
-        rope: as of ``qk_norm_rope``.
-        heads, norm, layout, eps: as of ``qk_norm_rope``.
-        inplace: store into ``x``; not possible where an input requires grad or carries a tangent.
-        out: where to store: of x's shape, T, strided in all but the last dimension, such as a slice of a
-            joint buffer, without elements in common with what is read, or ``x`` itself; not possible
-            where an input requires grad or carries a tangent.
-
-    Returns:
-        ``x`` in the given shape, or ``out``.
-
-    Source: that of ``qk_norm_rope``.
-    """
-    try:
-        if type(heads) is not int or not 0 < heads <= MAX_INTEGER:
-            heads = as_heads("norm_rope", heads)
-        if type(eps) is not float:
-            eps = as_number("norm_rope", "eps", eps)
-        if inplace is not False and inplace is not True:
-            check_flag("norm_rope", "inplace", inplace)
-        if norm not in NORMS or layout not in LAYOUTS:
-            check_choice("norm_rope", "norm", norm, NORMS)
-            check_choice("norm_rope", "layout", layout, LAYOUTS)
-        rotation = _lowered_rope(rope, inplace or out is not None)
-        if inplace and out is not None:
-            fail("norm_rope", "inplace must be False along with out, got True")
-        if is_differentiated(x, weight, *rotation, out):
-            _refuse_derivatives("norm_rope", inplace, out)
-            return _norm_rope_formula(x, weight, rope, heads, norm, layout, eps)
-        options = (heads, norm, layout, eps)
-        if out is not None:
-            _norm_rope_out(x, weight, *rotation, out, *options)
-            written = out
-        elif inplace:
-            _norm_rope_(x, weight, *rotation, *options)
-            written = x
-        else:
-            return _norm_rope(x, weight, *rotation, *options)
-        if not torch.compiler.is_dynamo_compiling():
-            torch.autograd.graph.increment_version(written)
-        return written
-    except ERRORS as error:
-        values = (x, weight, rope, heads, norm, layout, eps, inplace, out)
-        return _NORM_ROPE.explain(error, values)
-
-
-_NORM_ROPE = Declaration("qk_norm_rope", norm_rope)
-_NORM_ROPE.function = norm_rope
-DECLARATIONS["norm_rope"] = _NORM_ROPE
-torch.fx.has_side_effect(norm_rope)
-
-
-def _check_norm_rope(x, weight, rope, heads, norm, layout, *_):
-    lowered: Any = (x, weight, *_lowered_rope(rope), heads, norm, layout)
-    check_norm_rope(*lowered)
-
-
-_NORM_ROPE.check_values = _check_norm_rope
-
-
-def _norm_rope_formula(x, weight, rope, heads, norm, layout, eps):
-    _check_norm_rope(x, weight, rope, heads, norm, layout)
-    head_dim = x.shape[2:].numel() // heads
-    tables = _by_head(rope, x, heads, head_dim, layout)
-    how = {"head_dim": head_dim, "norm": norm, "layout": layout, "eps": eps}
-    return expressions.norm_rope(x, weight, *tables, **how)
+    size, given = (2, "without") if v is None else (3, "with")
+    if len(out) != size:
+        fail("qk_norm_rope", f"out must hold {size} tensors {given} v, got {len(out)}")
+    return tuple(out)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("qk_norm_rope"))
-def _qk_norm_rope_fake(q, k, *arguments):
-    check_qk_norm_rope(q, k, *arguments[:-1])
+def _qk_norm_rope_fake(q, k, *_):
     return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("qk_norm_rope_"))
-def _qk_norm_rope_inplace_fake(q, k, *arguments):
-    check_qk_norm_rope(q, k, *arguments[:-1])
-    _check_in_place(_qk_norm_rope_, q, k, *arguments)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("qk_norm_coordinate_rope"))
-def _qk_norm_coordinate_rope_fake(q, k, *arguments):
-    check_qk_norm_coordinate_rope(q, k, *arguments[:-1])
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("qk_norm_coordinate_rope_"))
-def _qk_norm_coordinate_rope_inplace_fake(q, k, *arguments):
-    check_qk_norm_coordinate_rope(q, k, *arguments[:-1])
-    _check_in_place(_qk_norm_coordinate_rope_, q, k, *arguments)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("qk_norm_two_ropes"))
-def _qk_norm_two_ropes_fake(q, k, *arguments):
-    check_qk_norm_two_ropes(q, k, *arguments[:-1])
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("qk_norm_two_ropes_"))
-def _qk_norm_two_ropes_inplace_fake(q, k, *arguments):
-    check_qk_norm_two_ropes(q, k, *arguments[:-1])
-    _check_in_place(_qk_norm_two_ropes_, q, k, *arguments)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("qk_norm_rope_out"))
-def _qk_norm_rope_out_fake(q, k, v, *arguments):
-    *read, q_out, k_out, v_out, heads, norm, layout, _ = arguments
-    lowered: Any = (q, k, *read, heads, norm, layout)
-    check_qk_norm_two_ropes(*lowered)
-    if (v is None) != (v_out is None):
-        missing, given = ("v", "v_out") if v is None else ("v_out", "v")
-        fail("qk_norm_rope", f"{missing} must be given along with {given}, got None")
-    if v is not None:
-        check_values("qk_norm_rope", q, k, v, heads, norm)
-    for name, out, tensor in (("q", q_out, q), ("k", k_out, k), ("v", v_out, v)):
-        if out is not None:
-            check_output("qk_norm_rope", f"{name}_out", out, name, tensor, "q", q)
-    _check_in_place(_qk_norm_rope_out, q, k, v, *arguments)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("norm_rope"))
-def _norm_rope_fake(x, *arguments):
-    check_norm_rope(x, *arguments[:-1])
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("norm_rope_"))
-def _norm_rope_inplace_fake(x, *arguments):
-    check_norm_rope(x, *arguments[:-1])
-    _check_in_place(_norm_rope_, x, *arguments)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("norm_rope_out"))
-def _norm_rope_out_fake(x, *arguments):
-    *read, out, heads, norm, layout, _ = arguments
-    lowered: Any = (x, *read, heads, norm, layout)
-    check_norm_rope(*lowered)
-    check_output("norm_rope", "out", out, "x", x, "x", x)
-    _check_in_place(_norm_rope_out, x, *arguments)
-
-
-def _check_in_place(operator, *arguments):
-    batching.Writing(operator).check(arguments)
-
-
-def _refuse_negative_views(writing, *arguments):
-    """Called where a tensor has its sign in a bit beside its memory, in which no kernel could write."""
-    for name, tensor in writing.outputs(arguments).items():
-        if tensor is not None and tensor.is_neg():
-            fail(
-                writing.operation,
-                f"{name} must not be a negative view to be written{writing.where}, "
-                "got one with its negative bit set",
-            )
-    writing.operator(*(a.resolve_neg() if isinstance(a, Tensor) else a for a in arguments))
-
-
-for _operator in (
-    _qk_norm_rope_,
-    _qk_norm_coordinate_rope_,
-    _qk_norm_two_ropes_,
-    _qk_norm_rope_out,
-    _norm_rope_,
-    _norm_rope_out,
-):
-    _writing = batching.Writing(_operator)
-    LIBRARY.impl(_operator, functools.partial(_refuse_negative_views, _writing), "Negative")
-    torch.library.register_vmap(_operator, batching.in_place(_writing), lib=LIBRARY)
-for _operator in (_qk_norm_rope, _qk_norm_coordinate_rope, _qk_norm_two_ropes, _norm_rope):
-    torch.library.register_vmap(_operator, batching.by_sample(_operator), lib=LIBRARY)
+def _qk_norm_rope_out_fake(*_):
+    return None
 
 
 # --------------------------------------------------------------------------------------------------
 # Rotary embedding alone
 
+_rope = kernel_call("rope", "rope", formulas.rope)
+_rope_3d = kernel_call("rope_3d", "rope_3d", formulas.rope_3d)
 
-@operation("rope", check=check_rope)
+
 def rope(
-    x: Tensor, cos: Tensor, sin: Optional[Tensor] = None, layout: Layout = "interleaved"
+    x: Tensor, cos: Tensor, sin: Optional[Tensor] = None, layout: str = "interleaved"
 ) -> Tensor:
     """Rotary embedding: each pair ``(a, b)`` of a head becomes
     ``(a * cos_a - b * sin_a, b * cos_b + a * sin_b)``.
@@ -966,23 +557,15 @@ def rope(
 
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864.
     """
-    tables = (cos.real, cos.imag) if sin is None else (cos, sin)
-    head_dim = x.shape[3] if x.dim() == 4 else cos.shape[-1] * (2 if sin is None else 1)
-    heads = x.shape[2:].numel() // head_dim if head_dim else 0
-    cos, sin = (expressions.by_head(table, heads, head_dim) for table in tables)
-    n = x.float().reshape(*x.shape[:2], heads, head_dim)
-    return expressions.rotated(n, cos, sin, layout).reshape(x.shape).to(x.dtype)
+    return _rope(x, cos, sin, choice("rope", "layout", layout, _LAYOUTS))
 
 
-@torch.library.register_fake(add_op_namespace_prefix("rope"))
-@checked("rope")
-def _rope_fake(x, *_):
-    return x.new_empty(x.shape)
-
-
-@operation("rope", check=check_rope_3d)
 def rope_3d(
-    x: Tensor, frame: Tables, height: Tables, width: Tables, layout: Layout = "interleaved"
+    x: Tensor,
+    frame: tuple[Tensor, Tensor],
+    height: tuple[Tensor, Tensor],
+    width: tuple[Tensor, Tensor],
+    layout: str = "interleaved",
 ) -> Tensor:
     """Rotary embedding of the tokens of a (frame, height, width) grid, from one table an axis.
 
@@ -1001,12 +584,18 @@ def rope_3d(
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864, on the three axes of a video as in
     Wan, 2025, https://arxiv.org/abs/2503.20314.
     """
-    cos, sin = (expressions.of_tokens(*tables) for tables in zip(frame, height, width))
-    return expressions.rotated(x.float(), cos, sin, layout).to(x.dtype)
+    for name, tables in (("frame", frame), ("height", height), ("width", width)):
+        if not isinstance(tables, tuple) or len(tables) != 2:
+            refuse_type("rope_3d", name, "a pair (cos, sin) of tensors", tables)
+    return _rope_3d(x, *frame, *height, *width, choice("rope_3d", "layout", layout, _LAYOUTS))
+
+
+@torch.library.register_fake(add_op_namespace_prefix("rope"))
+def _rope_fake(x, *_):
+    return x.new_empty(x.shape)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rope_3d"))
-@checked("rope_3d")
 def _rope_3d_fake(x, *_):
     return x.new_empty(x.shape)
 
@@ -1014,14 +603,21 @@ def _rope_3d_fake(x, *_):
 # --------------------------------------------------------------------------------------------------
 # Activations
 
+_gelu, _silu, _geglu, _swiglu = (
+    kernel_call(operation, "activation", formulas.activation)
+    for operation in ("gelu", "silu", "geglu", "swiglu")
+)
+_gelu_out, _silu_out, _geglu_out, _swiglu_out = (
+    writing_call(operation, "activation_out") for operation in ("gelu", "silu", "geglu", "swiglu")
+)
 
-@operation("activation")
+
 def gelu(
-    x: Rows,
-    approximate: Approximation = "none",
-    bias: Optional[Vector] = None,
+    x: Tensor,
+    approximate: str = "none",
+    bias: Optional[Tensor] = None,
     *,
-    out: Optional[Out] = None,
+    out: Optional[Tensor] = None,
 ) -> Tensor:
     """Gaussian error linear unit of ``x + bias``, as ``torch.nn.functional.gelu``.
 
@@ -1034,22 +630,14 @@ def gelu(
 
     Source: Hendrycks and Gimpel, 2016, https://arxiv.org/abs/1606.08415.
     """
-    return F.gelu(expressions.biased(x, bias), approximate=approximate).to(x.dtype)
+    tanh = choice("gelu", "approximate", approximate, _APPROXIMATIONS)
+    if out is None:
+        return _gelu(x, bias, False, False, tanh, False)
+    _gelu_out((out,), ("out", "None", "a tensor"), x, bias, False, False, tanh, False, out)
+    return out
 
 
-@torch.library.register_fake(add_op_namespace_prefix("gelu"))
-@checked("gelu")
-def _gelu_fake(x, *_):
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("gelu_out"))
-def _gelu_out_fake(*values):
-    check_out("gelu", _gelu_fake(*values[:-1]), *values)
-
-
-@operation("activation")
-def silu(x: Rows, bias: Optional[Vector] = None, *, out: Optional[Out] = None) -> Tensor:
+def silu(x: Tensor, bias: Optional[Tensor] = None, *, out: Optional[Tensor] = None) -> Tensor:
     """Sigmoid linear unit, ``x * sigmoid(x)``, of ``x + bias``, as ``torch.nn.functional.silu``.
 
     Args:
@@ -1059,28 +647,19 @@ def silu(x: Rows, bias: Optional[Vector] = None, *, out: Optional[Out] = None) -
 
     Source: Elfwing et al., 2017, https://arxiv.org/abs/1702.03118.
     """
-    return F.silu(expressions.biased(x, bias)).to(x.dtype)
+    if out is None:
+        return _silu(x, bias, True, False, False, False)
+    _silu_out((out,), ("out", "None", "a tensor"), x, bias, True, False, False, False, out)
+    return out
 
 
-@torch.library.register_fake(add_op_namespace_prefix("silu"))
-@checked("silu")
-def _silu_fake(x, *_):
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("silu_out"))
-def _silu_out_fake(*values):
-    check_out("silu", _silu_fake(*values[:-1]), *values)
-
-
-@operation("activation")
 def geglu(
-    x: GatedRows,
-    approximate: Approximation = "none",
-    bias: Optional[Vector] = None,
+    x: Tensor,
+    approximate: str = "none",
+    bias: Optional[Tensor] = None,
     *,
-    activated: Half = "second",
-    out: Optional[Out] = None,
+    activated: str = "second",
+    out: Optional[Tensor] = None,
 ) -> Tensor:
     """GELU-gated linear unit of ``x + bias``: one half times ``gelu`` of the other.
 
@@ -1096,28 +675,20 @@ def geglu(
 
     Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
     """
-    value, gate = expressions.value_and_gate(x, bias, activated)
-    return (value * F.gelu(gate, approximate=approximate)).to(x.dtype)
+    tanh = choice("geglu", "approximate", approximate, _APPROXIMATIONS)
+    first = choice("geglu", "activated", activated, _HALVES)
+    if out is None:
+        return _geglu(x, bias, False, True, tanh, first)
+    _geglu_out((out,), ("out", "None", "a tensor"), x, bias, False, True, tanh, first, out)
+    return out
 
 
-@torch.library.register_fake(add_op_namespace_prefix("geglu"))
-@checked("geglu")
-def _geglu_fake(x, *_):
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-
-
-@torch.library.register_fake(add_op_namespace_prefix("geglu_out"))
-def _geglu_out_fake(*values):
-    check_out("geglu", _geglu_fake(*values[:-1]), *values)
-
-
-@operation("activation")
 def swiglu(
-    x: GatedRows,
-    bias: Optional[Vector] = None,
+    x: Tensor,
+    bias: Optional[Tensor] = None,
     *,
-    activated: Half = "second",
-    out: Optional[Out] = None,
+    activated: str = "second",
+    out: Optional[Tensor] = None,
 ) -> Tensor:
     """SiLU-gated linear unit of ``x + bias``: one half times ``silu`` of the other.
 
@@ -1133,82 +704,33 @@ def swiglu(
 
     Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
     """
-    value, gate = expressions.value_and_gate(x, bias, activated)
-    return (value * F.silu(gate)).to(x.dtype)
+    first = choice("swiglu", "activated", activated, _HALVES)
+    if out is None:
+        return _swiglu(x, bias, True, True, False, first)
+    _swiglu_out((out,), ("out", "None", "a tensor"), x, bias, True, True, False, first, out)
+    return out
 
 
-@torch.library.register_fake(add_op_namespace_prefix("swiglu"))
-@checked("swiglu")
-def _swiglu_fake(x, *_):
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+@torch.library.register_fake(add_op_namespace_prefix("activation"))
+def _activation_fake(x, bias, is_silu, is_gated, *_):
+    halves = [x.shape[-1] // 2] if is_gated and x.dim() else x.shape[-1:]
+    return x.new_empty([*x.shape[:-1], *halves])
 
 
-@torch.library.register_fake(add_op_namespace_prefix("swiglu_out"))
-def _swiglu_out_fake(*values):
-    check_out("swiglu", _swiglu_fake(*values[:-1]), *values)
-
-
-@operation("activation")
-def gated_gelu(
-    x: Rows,
-    gate: Rows,
-    approximate: Approximation = "none",
-    *,
-    out: Optional[Out] = None,
-) -> Tensor:
-    """``x * gelu(gate)``, where the two are tensors of their own.
-
-    Args:
-        x, gate: each ``(..., D)``, T, each strided by itself.
-        approximate: of the GELU, ``"none"`` or ``"tanh"``.
-        out: ``(..., D)``, T, or None; may be ``x`` or ``gate`` itself.
-
-    Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
-    """
-    return (x.float() * F.gelu(gate.float(), approximate=approximate)).to(x.dtype)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("gated_gelu"))
-@checked("gated_gelu")
-def _gated_gelu_fake(x, *_):
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("gated_gelu_out"))
-def _gated_gelu_out_fake(*values):
-    check_out("gated_gelu", _gated_gelu_fake(*values[:-1]), *values)
-
-
-@operation("activation")
-def gated_silu(x: Rows, gate: Rows, *, out: Optional[Out] = None) -> Tensor:
-    """``x * silu(gate)``, where the two are tensors of their own.
-
-    Args:
-        x, gate: each ``(..., D)``, T, each strided by itself.
-        out: ``(..., D)``, T, or None; may be ``x`` or ``gate`` itself.
-
-    Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
-    """
-    return (x.float() * F.silu(gate.float())).to(x.dtype)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("gated_silu"))
-@checked("gated_silu")
-def _gated_silu_fake(x, *_):
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("gated_silu_out"))
-def _gated_silu_out_fake(*values):
-    check_out("gated_silu", _gated_silu_fake(*values[:-1]), *values)
+@torch.library.register_fake(add_op_namespace_prefix("activation_out"))
+def _activation_out_fake(*_):
+    return None
 
 
 # --------------------------------------------------------------------------------------------------
-# Softmax
+# Softmax and attention
+
+_softmax = kernel_call("softmax", "softmax", formulas.softmax)
+_attention = kernel_call("attention", "attention", formulas.attention)
+_attention_out = writing_call("attention", "attention_out")
 
 
-@operation("softmax")
-def softmax(x: Rows) -> Tensor:
+def softmax(x: Tensor) -> Tensor:
     """Softmax over the last dimension, ``exp(x - max(x)) / sum(exp(x - max(x)))``.
 
     Args:
@@ -1216,30 +738,19 @@ def softmax(x: Rows) -> Tensor:
 
     Source: Milakov and Gimelshein, 2018 (online softmax), https://arxiv.org/abs/1805.02867.
     """
-    return torch.softmax(x.float(), dim=-1).to(x.dtype)
+    return _softmax(x)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("softmax"))
-@checked("softmax")
-def _softmax_fake(x):
-    return x.new_empty(x.shape)
-
-
-# --------------------------------------------------------------------------------------------------
-# Attention
-
-
-@operation("attention", check=check_attention)
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    scale: Optional[Scale] = None,
+    scale: Optional[float] = None,
     key_bias: Optional[Tensor] = None,
-    key_lengths: Optional[Constant] = None,
-    heads: Optional[Count] = None,
-    out: Optional[Out] = None,
+    key_lengths: Optional[Tensor] = None,
+    heads: Optional[int] = None,
+    out: Optional[Tensor] = None,
 ) -> Tensor:
     """Attention, not causal: ``softmax(scale * q kᵀ + key_bias) v`` of each batch entry and head.
 
@@ -1270,19 +781,27 @@ def attention(
     Source: Vaswani et al., 2017, https://arxiv.org/abs/1706.03762; in one pass over the keys as in
     Dao et al., 2022, https://arxiv.org/abs/2205.14135.
     """
-    if heads is None:
-        return expressions.attended(q, k, v, scale, key_bias, key_lengths)
-    head_dim = q.shape[2] // heads
-    q, k, v = (x.unflatten(2, (-1, head_dim)) for x in (q, k, v))
-    return expressions.attended(q, k, v, scale, key_bias, key_lengths).flatten(2)
+    if scale is not None:
+        scale = scale_number("attention", "scale", scale)
+    if heads is not None and (type(heads) is not int or heads < 1):
+        heads = count("attention", "heads", heads, "an integer or None")
+    if out is None:
+        return _attention(q, k, v, scale, key_bias, key_lengths, heads)
+    arguments = q, k, v, scale, key_bias, key_lengths, heads, out
+    _attention_out((out,), ("out", "None", "a tensor"), *arguments)
+    return out
+
+
+@torch.library.register_fake(add_op_namespace_prefix("softmax"))
+def _softmax_fake(x):
+    return x.new_empty(x.shape)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention"))
-@checked("attention")
 def _attention_fake(q, *_):
     return q.new_empty(q.shape)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_out"))
-def _attention_out_fake(*values):
-    check_out("attention", _attention_fake(*values[:-1]), *values)
+def _attention_out_fake(*_):
+    return None

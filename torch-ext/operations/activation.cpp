@@ -1,6 +1,5 @@
 // Activations.
 #include <optional>
-#include <string_view>
 
 #include "../output.h"
 #include "../torch_binding.h"
@@ -10,156 +9,92 @@ namespace {
 
 using ActivationLauncher = void (*)(const ActivationParams&, Stream);
 
-// One call of an activation: of x, of the two halves of x, or of x and a gate.
+struct Activation {
+  const char* name;
+  ActivationLauncher launcher;
+  bool is_gated;  // the last dimension of x has two halves
+};
+
+const Activation& activation_of(bool is_silu, bool is_gated) {
+  static constexpr Activation kActivations[] = {
+      {"gelu", gelu, false}, {"silu", silu, false}, {"geglu", geglu, true}, {"swiglu", swiglu, true}};
+  return kActivations[(is_gated ? 2 : 0) + (is_silu ? 1 : 0)];
+}
+
 class ActivationCall {
  public:
-  ActivationCall(const char* operation, const Tensor& x, bool is_packed)
-      : x_(x), check_(operation, "x", x), shape_(check_.shape()), is_packed_(is_packed) {
-    if (is_packed && check_.hidden() % 2 != 0)
-      fail(operation, "x must have an even last dimension, got ", check_.hidden());
-    if (is_packed) {
+  ActivationCall(const Activation& activation, const Tensor& x, const OptionalTensor& bias,
+                 bool tanh_approximation, bool first_is_activated)
+      : activation_(activation), x_(x), bias_(bias), check_(activation.name, "x", x), shape_(check_.shape()) {
+    if (activation.is_gated) {
+      if (check_.hidden() % 2 != 0)
+        fail(activation.name, "x must have an even last dimension, got ", check_.hidden());
       shape_.back() /= 2;
       gate_ = x;
-      gate_offset_ = shape_.back();
     }
     params_.hidden = shape_.back();
     params_.dtype = check_.dtype();
-  }
-
-  void set_gate(const Tensor& gate) {
-    check_.same_shape("gate", gate, check_.shape());
-    gate_ = gate;
-  }
-
-  void set_approximation(std::string_view name) {
-    if (name != "none" && name != "tanh")
-      fail(check_.operation(), "approximate must be 'none' or 'tanh', got '", name, "'");
-    params_.tanh_approximation = name == "tanh";
-  }
-
-  void set_bias(const OptionalTensor& bias) {
-    bias_ = bias;
+    params_.tanh_approximation = tanh_approximation;
     params_.bias = check_.vector("bias", bias, check_.hidden());
-    if (is_packed_) params_.gate_bias = advanced(params_.bias, params_.hidden);
+    if (!activation.is_gated) return;
+    gate_offset_ = params_.hidden;
+    if (params_.bias != nullptr)
+      params_.gate_bias = static_cast<const char*>(params_.bias) + params_.hidden * bytes_of(params_.dtype);
+    if (first_is_activated) {
+      std::swap(x_offset_, gate_offset_);
+      std::swap(params_.bias, params_.gate_bias);
+    }
   }
 
-  // Which half goes through the activation; called after set_bias.
-  void set_activated(std::string_view half) {
-    if (half != "first" && half != "second")
-      fail(check_.operation(), "activated must be 'first' or 'second', got '", half, "'");
-    if (half == "second") return;
-    std::swap(x_offset_, gate_offset_);
-    std::swap(params_.bias, params_.gate_bias);
-  }
-
-  OwnedTensor run(ActivationLauncher launcher) {
+  OwnedTensor run() {
     OwnedTensor out = check_.empty(shape_);
-    launch(launcher, Tensor(out));
+    launch(Tensor(out));
     return out;
   }
 
-  void run(ActivationLauncher launcher, const Tensor& out) {
-    if (is_packed_)
-      check_out(check_, out, shape_, {{"x", x_}, {"bias", bias_}});
-    else
-      check_out(check_, out, shape_, {{"x", x_, true}, {"gate", gate_, true}, {"bias", bias_}});
-    launch(launcher, out);
+  void run(const Tensor& out) {
+    const bool x_may_be_out = !activation_.is_gated;
+    check_out(check_, out, shape_, {{"x", x_, x_may_be_out}, {"bias", bias_}});
+    launch(out);
   }
 
  private:
-  const void* advanced(const void* data, int64_t elements) const {
-    return data == nullptr ? nullptr : static_cast<const char*>(data) + elements * bytes_of(params_.dtype);
-  }
-
-  void launch(ActivationLauncher launcher, const Tensor& out) {
+  void launch(const Tensor& out) {
     if (x_.numel() == 0) return;
     RowLaunch rows(shape_, RowBinding{params_.x, x_, x_offset_},
                    RowBinding{params_.gate, gate_, gate_offset_}, RowBinding{params_.out, out});
     const DeviceStream device(x_);
-    rows.run(params_.shape, [&] { launcher(params_, device.stream()); });
+    rows.run(params_.shape, [&] { activation_.launcher(params_, device.stream()); });
   }
 
+  const Activation& activation_;
   const Tensor& x_;
+  const OptionalTensor& bias_;
   const ArgumentChecker check_;
   Sizes shape_;  // of the result
-  bool is_packed_;
-  OptionalTensor gate_, bias_;
-  int64_t x_offset_ = 0, gate_offset_ = 0;  // where in a row they begin
+  OptionalTensor gate_;
+  int64_t x_offset_ = 0, gate_offset_ = 0;  // elements from the start of a row of x
   ActivationParams params_{};
 };
 
-// What each operation does with its arguments, up to the launch: with a new result, or with `out`, the last
-// one.
-
-template <ActivationLauncher launcher, typename... Out>
-auto call_gelu(const char* operation, const Tensor& x, std::string_view approximate,
-               const OptionalTensor& bias, const Out&... out) {
-  ActivationCall call(operation, x, false);
-  call.set_approximation(approximate);
-  call.set_bias(bias);
-  return call.run(launcher, out...);
+OwnedTensor call_activation(const char*, const Tensor& x, const OptionalTensor& bias, bool is_silu,
+                            bool is_gated, bool tanh_approximation, bool first_is_activated) {
+  return ActivationCall(activation_of(is_silu, is_gated), x, bias, tanh_approximation, first_is_activated)
+      .run();
 }
 
-template <ActivationLauncher launcher, typename... Out>
-auto call_silu(const char* operation, const Tensor& x, const OptionalTensor& bias, const Out&... out) {
-  ActivationCall call(operation, x, false);
-  call.set_bias(bias);
-  return call.run(launcher, out...);
-}
-
-template <ActivationLauncher launcher, typename... Out>
-auto call_geglu(const char* operation, const Tensor& x, std::string_view approximate,
-                const OptionalTensor& bias, std::string_view activated, const Out&... out) {
-  ActivationCall call(operation, x, true);
-  call.set_approximation(approximate);
-  call.set_bias(bias);
-  call.set_activated(activated);
-  return call.run(launcher, out...);
-}
-
-template <ActivationLauncher launcher, typename... Out>
-auto call_swiglu(const char* operation, const Tensor& x, const OptionalTensor& bias,
-                 std::string_view activated, const Out&... out) {
-  ActivationCall call(operation, x, true);
-  call.set_bias(bias);
-  call.set_activated(activated);
-  return call.run(launcher, out...);
-}
-
-template <ActivationLauncher launcher, typename... Out>
-auto call_gated_gelu(const char* operation, const Tensor& x, const Tensor& gate, std::string_view approximate,
-                     const Out&... out) {
-  ActivationCall call(operation, x, false);
-  call.set_gate(gate);
-  call.set_approximation(approximate);
-  return call.run(launcher, out...);
-}
-
-template <ActivationLauncher launcher, typename... Out>
-auto call_gated_silu(const char* operation, const Tensor& x, const Tensor& gate, const Out&... out) {
-  ActivationCall call(operation, x, false);
-  call.set_gate(gate);
-  return call.run(launcher, out...);
+void call_activation_out(const char*, const Tensor& x, const OptionalTensor& bias, bool is_silu,
+                         bool is_gated, bool tanh_approximation, bool first_is_activated, const Tensor& out) {
+  ActivationCall(activation_of(is_silu, is_gated), x, bias, tanh_approximation, first_is_activated).run(out);
 }
 
 constexpr Operation kOperations[] = {
-    operation<"gelu(Tensor x, str approximate, Tensor? bias) -> Tensor", call_gelu<gelu>>(),
-    operation<"gelu_out(Tensor x, str approximate, Tensor? bias, Tensor(a!) out) -> ()",
-              call_gelu<gelu, Tensor>>(),
-    operation<"silu(Tensor x, Tensor? bias) -> Tensor", call_silu<silu>>(),
-    operation<"silu_out(Tensor x, Tensor? bias, Tensor(a!) out) -> ()", call_silu<silu, Tensor>>(),
-    operation<"geglu(Tensor x, str approximate, Tensor? bias, str activated) -> Tensor", call_geglu<geglu>>(),
-    operation<"geglu_out(Tensor x, str approximate, Tensor? bias, str activated, Tensor(a!) out) -> ()",
-              call_geglu<geglu, Tensor>>(),
-    operation<"swiglu(Tensor x, Tensor? bias, str activated) -> Tensor", call_swiglu<swiglu>>(),
-    operation<"swiglu_out(Tensor x, Tensor? bias, str activated, Tensor(a!) out) -> ()",
-              call_swiglu<swiglu, Tensor>>(),
-    operation<"gated_gelu(Tensor x, Tensor gate, str approximate) -> Tensor", call_gated_gelu<gated_gelu>>(),
-    operation<"gated_gelu_out(Tensor x, Tensor gate, str approximate, Tensor(a!) out) -> ()",
-              call_gated_gelu<gated_gelu, Tensor>>(),
-    operation<"gated_silu(Tensor x, Tensor gate) -> Tensor", call_gated_silu<gated_silu>>(),
-    operation<"gated_silu_out(Tensor x, Tensor gate, Tensor(a!) out) -> ()",
-              call_gated_silu<gated_silu, Tensor>>(),
+    operation<"activation(Tensor x, Tensor? bias, bool is_silu, bool is_gated, bool tanh_approximation,"
+              " bool first_is_activated) -> Tensor",
+              call_activation>(),
+    operation<"activation_out(Tensor x, Tensor? bias, bool is_silu, bool is_gated, bool tanh_approximation,"
+              " bool first_is_activated, Tensor(a!) out) -> ()",
+              call_activation_out>(),
 };
 
 }  // namespace

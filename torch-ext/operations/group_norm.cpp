@@ -1,6 +1,4 @@
 // Group norm.
-#include <string_view>
-
 #include "../torch_binding.h"
 
 namespace h100_diffusers_kernels {
@@ -55,7 +53,7 @@ void set_strides(int64_t (&strides)[3], const Tensor& tensor, const Pixels& pixe
 
 OwnedTensor call_group_norm(const char* operation, const Tensor& x, int64_t num_groups,
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                            const OptionalTensor& channel_bias, std::string_view activation) {
+                            const OptionalTensor& channel_bias, bool silu) {
   const ArgumentChecker check(operation, "x", x, 2, true, ArgumentChecker::Strides::kAny);
   const Sizes& shape = check.shape();
   GroupNormParams params{};
@@ -79,9 +77,7 @@ OwnedTensor call_group_norm(const char* operation, const Tensor& x, int64_t num_
   vector("weight", weight, params.weight);
   vector("bias", bias, params.bias);
   if (channel_bias.has_value()) set_channel_bias(params, check, *channel_bias);
-  if (activation != "none" && activation != "silu")
-    fail(operation, "activation must be 'none' or 'silu', got '", activation, "'");
-  params.silu = activation == "silu";
+  params.silu = silu;
 
   OwnedTensor out = params.is_channels_last ? check.empty_channels_last(shape) : check.empty(shape);
   if (is_empty) return out;
@@ -102,7 +98,7 @@ OwnedTensor call_group_norm(const char* operation, const Tensor& x, int64_t num_
 
 constexpr Operation kOperations[] = {
     operation<"group_norm(Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps,"
-              " Tensor? channel_bias, str activation) -> Tensor",
+              " Tensor? channel_bias, bool silu) -> Tensor",
               call_group_norm>(),
 };
 

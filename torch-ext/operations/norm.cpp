@@ -6,19 +6,16 @@ namespace {
 
 using RowNormLauncher = void (*)(const RowNormParams&, Stream);
 
-// The operands of a row operation; those that an operation does not have stay empty.
+// The operands of a row operation, each absent or given.
 struct RowNormArguments {
   OptionalTensor residual = {}, gate = {}, scale = {}, shift = {}, second_scale = {}, second_shift = {},
                  weight = {}, bias = {};
   double eps = 0.0;
 };
 
-// The new residual, where the operation has one, and its outputs.
+// The new residual and the outputs, as far as the operation has them.
 struct RowNormResults {
   OwnedTensor residual, out, second_out;
-  TwoTensors residual_and_out() && { return {std::move(residual), std::move(out)}; }
-  TwoTensors outs() && { return {std::move(out), std::move(second_out)}; }
-  ThreeTensors all() && { return {std::move(residual), std::move(out), std::move(second_out)}; }
 };
 
 RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, const Tensor& x,
@@ -67,172 +64,92 @@ RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, con
   return results;
 }
 
-template <RowNormLauncher launcher>
-OwnedTensor of_rms_norm(const char* operation, const Tensor& x, const OptionalTensor& weight, double eps) {
-  return run_row_norm(operation, launcher, x, {.weight = weight, .eps = eps}).out;
+OwnedTensor call_norm(const char*, const Tensor& x, bool is_layer_norm, const OptionalTensor& weight,
+                      const OptionalTensor& bias, const OptionalTensor& scale, const OptionalTensor& shift,
+                      double eps) {
+  const RowNormArguments arguments{
+      .scale = scale, .shift = shift, .weight = weight, .bias = bias, .eps = eps};
+  if (scale || shift)
+    return is_layer_norm ? run_row_norm("layer_norm_modulate", layer_norm_modulate, x, arguments).out
+                         : run_row_norm("rms_norm_modulate", rms_norm_modulate, x, arguments).out;
+  return is_layer_norm ? run_row_norm("layer_norm", layer_norm, x, arguments).out
+                       : run_row_norm("rms_norm", rms_norm, x, arguments).out;
 }
 
-template <RowNormLauncher launcher>
-OwnedTensor of_layer_norm(const char* operation, const Tensor& x, const OptionalTensor& weight,
-                          const OptionalTensor& bias, double eps) {
-  return run_row_norm(operation, launcher, x, {.weight = weight, .bias = bias, .eps = eps}).out;
+TwoTensors call_layer_norm_modulate_pair(const char* operation, const Tensor& x, const OptionalTensor& scale,
+                                         const OptionalTensor& shift, const OptionalTensor& second_scale,
+                                         const OptionalTensor& second_shift, const OptionalTensor& weight,
+                                         const OptionalTensor& bias, double eps) {
+  RowNormResults results = run_row_norm(operation, layer_norm_modulate_pair, x,
+                                        {.scale = scale,
+                                         .shift = shift,
+                                         .second_scale = second_scale,
+                                         .second_shift = second_shift,
+                                         .weight = weight,
+                                         .bias = bias,
+                                         .eps = eps},
+                                        2);
+  return {std::move(results.out), std::move(results.second_out)};
 }
 
-template <RowNormLauncher launcher>
-OwnedTensor of_modulated_rms_norm(const char* operation, const Tensor& x, const Tensor& scale,
-                                  const OptionalTensor& shift, const OptionalTensor& weight, double eps) {
-  return run_row_norm(operation, launcher, x, {.scale = scale, .shift = shift, .weight = weight, .eps = eps})
-      .out;
+OwnedTensor call_gated_residual(const char* operation, const Tensor& residual, const Tensor& x,
+                                const OptionalTensor& gate) {
+  return run_row_norm(operation, gated_residual, x, {.residual = residual, .gate = gate}, 0).residual;
 }
 
-template <RowNormLauncher launcher>
-OwnedTensor of_modulated_layer_norm(const char* operation, const Tensor& x, const Tensor& scale,
-                                    const OptionalTensor& shift, const OptionalTensor& weight,
-                                    const OptionalTensor& bias, double eps) {
-  return run_row_norm(operation, launcher, x,
-                      {.scale = scale, .shift = shift, .weight = weight, .bias = bias, .eps = eps})
-      .out;
+TwoTensors call_gated_residual_norm_modulate(const char*, const Tensor& residual, const Tensor& x,
+                                             bool is_layer_norm, const OptionalTensor& gate,
+                                             const OptionalTensor& scale, const OptionalTensor& shift,
+                                             const OptionalTensor& weight, const OptionalTensor& bias,
+                                             double eps) {
+  RowNormResults results =
+      run_row_norm(is_layer_norm ? "gated_residual_layer_norm_modulate" : "gated_residual_rms_norm_modulate",
+                   is_layer_norm ? gated_residual_layer_norm_modulate : gated_residual_rms_norm_modulate, x,
+                   {.residual = residual,
+                    .gate = gate,
+                    .scale = scale,
+                    .shift = shift,
+                    .weight = weight,
+                    .bias = bias,
+                    .eps = eps});
+  return {std::move(results.residual), std::move(results.out)};
 }
 
-template <RowNormLauncher launcher>
-TwoTensors of_rms_norm_of_two_modulations(const char* operation, const Tensor& x, const OptionalTensor& scale,
-                                          const OptionalTensor& shift, const OptionalTensor& second_scale,
-                                          const OptionalTensor& second_shift, const OptionalTensor& weight,
-                                          double eps) {
-  return run_row_norm(operation, launcher, x,
-                      {.scale = scale,
-                       .shift = shift,
-                       .second_scale = second_scale,
-                       .second_shift = second_shift,
-                       .weight = weight,
-                       .eps = eps},
-                      2)
-      .outs();
-}
-
-template <RowNormLauncher launcher>
-TwoTensors of_layer_norm_of_two_modulations(const char* operation, const Tensor& x,
-                                            const OptionalTensor& scale, const OptionalTensor& shift,
-                                            const OptionalTensor& second_scale,
-                                            const OptionalTensor& second_shift, const OptionalTensor& weight,
-                                            const OptionalTensor& bias, double eps) {
-  return run_row_norm(operation, launcher, x,
-                      {.scale = scale,
-                       .shift = shift,
-                       .second_scale = second_scale,
-                       .second_shift = second_shift,
-                       .weight = weight,
-                       .bias = bias,
-                       .eps = eps},
-                      2)
-      .outs();
-}
-
-template <RowNormLauncher launcher>
-OwnedTensor of_residual(const char* operation, const Tensor& residual, const Tensor& x,
-                        const OptionalTensor& gate) {
-  return run_row_norm(operation, launcher, x, {.residual = residual, .gate = gate}, 0).residual;
-}
-
-template <RowNormLauncher launcher>
-TwoTensors of_residual_and_rms_norm(const char* operation, const Tensor& residual, const Tensor& x,
-                                    const OptionalTensor& gate, const OptionalTensor& scale,
-                                    const OptionalTensor& shift, const OptionalTensor& weight, double eps) {
-  return run_row_norm(operation, launcher, x,
-                      {.residual = residual,
-                       .gate = gate,
-                       .scale = scale,
-                       .shift = shift,
-                       .weight = weight,
-                       .eps = eps})
-      .residual_and_out();
-}
-
-template <RowNormLauncher launcher>
-TwoTensors of_residual_and_layer_norm(const char* operation, const Tensor& residual, const Tensor& x,
-                                      const OptionalTensor& gate, const OptionalTensor& scale,
-                                      const OptionalTensor& shift, const OptionalTensor& weight,
-                                      const OptionalTensor& bias, double eps) {
-  return run_row_norm(operation, launcher, x,
-                      {.residual = residual,
-                       .gate = gate,
-                       .scale = scale,
-                       .shift = shift,
-                       .weight = weight,
-                       .bias = bias,
-                       .eps = eps})
-      .residual_and_out();
-}
-
-template <RowNormLauncher launcher>
-ThreeTensors of_residual_and_rms_norm_of_two_modulations(
-    const char* operation, const Tensor& residual, const Tensor& x, const OptionalTensor& gate,
-    const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& second_scale,
-    const OptionalTensor& second_shift, const OptionalTensor& weight, double eps) {
-  return run_row_norm(operation, launcher, x,
-                      {.residual = residual,
-                       .gate = gate,
-                       .scale = scale,
-                       .shift = shift,
-                       .second_scale = second_scale,
-                       .second_shift = second_shift,
-                       .weight = weight,
-                       .eps = eps},
-                      2)
-      .all();
-}
-
-template <RowNormLauncher launcher>
-ThreeTensors of_residual_and_layer_norm_of_two_modulations(
+ThreeTensors call_gated_residual_layer_norm_modulate_pair(
     const char* operation, const Tensor& residual, const Tensor& x, const OptionalTensor& gate,
     const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& second_scale,
     const OptionalTensor& second_shift, const OptionalTensor& weight, const OptionalTensor& bias,
     double eps) {
-  return run_row_norm(operation, launcher, x,
-                      {.residual = residual,
-                       .gate = gate,
-                       .scale = scale,
-                       .shift = shift,
-                       .second_scale = second_scale,
-                       .second_shift = second_shift,
-                       .weight = weight,
-                       .bias = bias,
-                       .eps = eps},
-                      2)
-      .all();
+  RowNormResults results = run_row_norm(operation, gated_residual_layer_norm_modulate_pair, x,
+                                        {.residual = residual,
+                                         .gate = gate,
+                                         .scale = scale,
+                                         .shift = shift,
+                                         .second_scale = second_scale,
+                                         .second_shift = second_shift,
+                                         .weight = weight,
+                                         .bias = bias,
+                                         .eps = eps},
+                                        2);
+  return {std::move(results.residual), std::move(results.out), std::move(results.second_out)};
 }
 
+// `norm` serves rms_norm, layer_norm, rms_norm_modulate and layer_norm_modulate.
 constexpr Operation kOperations[] = {
-    operation<"rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor", of_rms_norm<rms_norm>>(),
-    operation<"layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor",
-              of_layer_norm<layer_norm>>(),
-    operation<"rms_norm_modulate(Tensor x, Tensor scale, Tensor? shift, Tensor? weight, float eps) -> Tensor",
-              of_modulated_rms_norm<rms_norm_modulate>>(),
-    operation<"layer_norm_modulate(Tensor x, Tensor scale, Tensor? shift, Tensor? weight, Tensor? bias,"
+    operation<"norm(Tensor x, bool is_layer_norm, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift,"
               " float eps) -> Tensor",
-              of_modulated_layer_norm<layer_norm_modulate>>(),
-    operation<"rms_norm_modulate_pair(Tensor x, Tensor? scale, Tensor? shift, Tensor? second_scale,"
-              " Tensor? second_shift, Tensor? weight, float eps) -> (Tensor, Tensor)",
-              of_rms_norm_of_two_modulations<rms_norm_modulate_pair>>(),
+              call_norm>(),
     operation<"layer_norm_modulate_pair(Tensor x, Tensor? scale, Tensor? shift, Tensor? second_scale,"
               " Tensor? second_shift, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
-              of_layer_norm_of_two_modulations<layer_norm_modulate_pair>>(),
-    operation<"gated_residual(Tensor residual, Tensor x, Tensor? gate) -> Tensor",
-              of_residual<gated_residual>>(),
-    operation<"gated_residual_rms_norm_modulate(Tensor residual, Tensor x, Tensor? gate, Tensor? scale,"
-              " Tensor? shift, Tensor? weight, float eps) -> (Tensor, Tensor)",
-              of_residual_and_rms_norm<gated_residual_rms_norm_modulate>>(),
-    operation<"gated_residual_layer_norm_modulate(Tensor residual, Tensor x, Tensor? gate, Tensor? scale,"
-              " Tensor? shift, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
-              of_residual_and_layer_norm<gated_residual_layer_norm_modulate>>(),
-    operation<"gated_residual_rms_norm_modulate_pair(Tensor residual, Tensor x, Tensor? gate, Tensor? scale,"
-              " Tensor? shift, Tensor? second_scale, Tensor? second_shift, Tensor? weight, float eps)"
-              " -> (Tensor, Tensor, Tensor)",
-              of_residual_and_rms_norm_of_two_modulations<gated_residual_rms_norm_modulate_pair>>(),
+              call_layer_norm_modulate_pair>(),
+    operation<"gated_residual(Tensor residual, Tensor x, Tensor? gate) -> Tensor", call_gated_residual>(),
+    operation<"gated_residual_norm_modulate(Tensor residual, Tensor x, bool is_layer_norm, Tensor? gate,"
+              " Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
+              call_gated_residual_norm_modulate>(),
     operation<"gated_residual_layer_norm_modulate_pair(Tensor residual, Tensor x, Tensor? gate,"
               " Tensor? scale, Tensor? shift, Tensor? second_scale, Tensor? second_shift, Tensor? weight,"
               " Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
-              of_residual_and_layer_norm_of_two_modulations<gated_residual_layer_norm_modulate_pair>>(),
+              call_gated_residual_layer_norm_modulate_pair>(),
 };
 
 }  // namespace

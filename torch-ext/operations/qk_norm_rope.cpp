@@ -1,12 +1,10 @@
-// Query and key: norm and rotary embedding. Every operator speaks as the public function: qk_norm_rope, or
-// norm_rope for one tensor.
+// Query and key: norm and rotary embedding.
 #include <algorithm>
-#include <initializer_list>
 #include <optional>
 #include <span>
 #include <utility>
 
-#include "../overlap.h"
+#include "../output.h"
 #include "../torch_binding.h"
 #include "heads.h"
 #include "rotary_tables.h"
@@ -14,7 +12,7 @@
 namespace h100_diffusers_kernels {
 namespace {
 
-// What gives a rotation: tables, coordinates or nothing.
+// A rotation: tables (cos, sin), one complex table, coordinates and frequencies, or none.
 struct Rotation {
   struct Names {
     TableNames tables = {};
@@ -22,15 +20,17 @@ struct Rotation {
     const char* frequencies = "frequencies";
   };
 
-  OptionalTensor cos = {}, sin = {}, coordinates = {}, frequencies = {};
+  OptionalTensor first, second;
+  bool is_coordinates;
   Names names = {};
 
-  bool is_given() const { return cos || sin || coordinates || frequencies; }
+  bool is_given() const { return first || second; }
+  const char* first_name() const { return is_coordinates ? names.coordinates : names.tables.cos; }
+  const char* second_name() const { return is_coordinates ? names.frequencies : names.tables.sin; }
 };
 
 constexpr Rotation::Names kKeyNames = {{"k_cos", "k_sin"}, "k_coordinates", "k_frequencies"};
 
-// One call, whichever way the rotation is given and the result is stored.
 class NormRope {
  public:
   struct Named {
@@ -38,21 +38,19 @@ class NormRope {
     OptionalTensor tensor;
   };
 
-  // One tensor.
-  NormRope(const Tensor& x, const OptionalTensor& weight, int64_t heads, std::string_view norm,
-           std::string_view layout, double eps)
-      : NormRope("norm_rope", "x", x, heads, norm, layout, eps) {
-    require_countable_heads(check_, {params_.batch, params_.seq, params_.q.heads, params_.head_dim});
-    if (params_.norm == NormScope::kAcrossHeads) require_countable_token("x", params_.q.heads);
-    params_.q_weight_is_float32 = set_weight(params_.q, "weight", weight);
-  }
-
-  // Query and key. The key is of the query's length where one rotation turns both.
+  // The key has the query's length if one rotation serves both. Without a rotation of its own it has the
+  // query's.
   NormRope(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight, const OptionalTensor& k_weight,
-           int64_t heads, std::string_view norm, std::string_view layout, double eps, bool turn_alike)
-      : NormRope("qk_norm_rope", "q", q, heads, norm, layout, eps) {
-    k_ = &k;
-    set_key(k, turn_alike);
+           const Rotation& rotation, const Rotation& k_rotation, int64_t heads, int64_t norm, int64_t layout,
+           double eps)
+      : q_(q), k_(k), q_weight_(q_weight), k_weight_(k_weight), rotation_(rotation), k_rotation_(k_rotation) {
+    params_.dtype = check_.dtype();
+    params_.eps = static_cast<float>(eps);
+    params_.norm = static_cast<NormScope>(norm);
+    params_.layout = static_cast<RopeLayout>(layout);
+    set_shape(heads);
+    set_heads(params_.q, q);
+    set_key(rotation.is_given() && !k_rotation.is_given());
     require_countable_heads(
         check_, {params_.batch, params_.seq, std::max(params_.q.heads, params_.k.heads), params_.head_dim});
     if (params_.norm == NormScope::kAcrossHeads) {
@@ -62,104 +60,64 @@ class NormRope {
     if (k_seq_ != params_.seq) require_countable("k", k, params_.k.heads);
     params_.q_weight_is_float32 = set_weight(params_.q, "q_weight", q_weight);
     params_.k_weight_is_float32 = set_weight(params_.k, "k_weight", k_weight);
-    is_apart_ = k_seq_ != params_.seq;
+    set_rotation(params_, {"q", params_.q.heads, !k_rotation.is_given()}, rotation);
+    if (!k_rotation.is_given()) return;
+    k_params_.batch = params_.batch;
+    k_params_.seq = k_seq_;
+    k_params_.head_dim = params_.head_dim;
+    set_rotation(k_params_, {"k", params_.k.heads, false}, k_rotation);
   }
 
-  // The key turns with the query unless it has a rotation of its own.
-  void rotate(const Rotation& rotation, const Rotation& of_key = {}) {
-    const bool turn_alike = k_ != nullptr && !of_key.is_given();
-    set_rotation(params_, {check_.x_name(), params_.q.heads, turn_alike}, rotation);
-    if (!of_key.is_given()) return;
-    is_apart_ = true;
-    QkvNormRopeParams& params = k_rotation_.emplace();
-    params.batch = params_.batch;
-    params.seq = k_seq_;
-    params.head_dim = params_.head_dim;
-    set_rotation(params, {"k", params_.k.heads, false}, of_key);
-  }
-
-  // They are copied beside the key.
+  // The values are copied beside the key.
   void set_values(const Tensor& v) {
     v_ = &v;
     check_.same_device("v", v);
     check_.same_dtype("v", v);
     const auto shape = v.sizes();
     if (!has_heads(check_, shape, k_seq_, params_.head_dim))
-      fail(operation_, "v must have the batch, seq and head_dim of k of shape ", to_string(k_->sizes()),
+      fail(operation_, "v must have the batch, seq and head_dim of k of shape ", to_string(k_.sizes()),
            " (head_dim ", params_.head_dim, "), got ", to_string(shape));
     check_.readable("v", v);
     set_heads(params_.v, v);
     require_countable("v", v, params_.v.heads);
   }
 
-  OwnedTensor run_one() {
-    OwnedTensor out = check_.empty(sizes_of(q_));
-    set_output(params_.q, Tensor(out));
-    launch();
-    return out;
-  }
-
   TwoTensors run() {
     OwnedTensor q_out = check_.empty(sizes_of(q_));
-    OwnedTensor k_out = check_.empty(sizes_of(*k_));
+    OwnedTensor k_out = check_.empty(sizes_of(k_));
     set_output(params_.q, Tensor(q_out));
     set_output(params_.k, Tensor(k_out));
     launch();
     return {std::move(q_out), std::move(k_out)};
   }
 
-  // read_only: the tensors that are read while the others are written.
-  void run_in_place(std::initializer_list<Named> read_only) {
-    const Named outputs[] = {{check_.x_name(), q_}, {"k", optional(k_)}};
-    check_written(outputs, " in place");
-    for (const Named& read : read_only) check_read(read, outputs, " in place");
-    set_output(params_.q, q_);
-    if (k_ != nullptr) set_output(params_.k, *k_);
-    launch();
-  }
-
-  // outputs: for the query, the key and the values, as far as these are given.
-  void run_out(std::initializer_list<Named> outputs, std::initializer_list<Named> read_only) {
-    const Named inputs[] = {{check_.x_name(), q_}, {"k", optional(k_)}, {"v", optional(v_)}};
+  // With `in_place` the outputs are q and k themselves, and sentences say so.
+  void run(const Tensor& q_out, const Tensor& k_out, const OptionalTensor& v_out, bool in_place) {
+    const Named inputs[] = {{"q", q_}, {"k", k_}, {"v", v_ == nullptr ? std::nullopt : OptionalTensor(*v_)}};
+    const Named outputs[] = {
+        {in_place ? "q" : "q_out", q_out}, {in_place ? "k" : "k_out", k_out}, {"v_out", v_out}};
     HeadsOperand* const operands[] = {&params_.q, &params_.k, &params_.v};
-    size_t i = 0;
-    for (const Named& output : outputs) {
-      if (output.tensor.has_value()) {
-        check_output(output, inputs[i]);
-        set_output(*operands[i], *output.tensor);
-      }
-      ++i;
+    for (size_t i = 0; i < 3; ++i) {
+      if (!outputs[i].tensor.has_value()) continue;
+      check_output(outputs[i], inputs[i]);
+      set_output(*operands[i], *outputs[i].tensor);
     }
-    const std::span<const Named> written(outputs.begin(), outputs.end());
-    check_written(written, "");
-    for (i = 0; i < outputs.size(); ++i) check_read(inputs[i], written, "", &written[i]);
-    for (const Named& read : read_only) check_read(read, written, "");
+    const char* const where = in_place ? " in place" : "";
+    for (const auto& [name, tensor] : outputs)
+      if (tensor.has_value()) check_writable(operation_, name, *tensor, where);
+    for (size_t i = 0; i < 3; ++i) check_read(outputs[i], std::span(outputs, i), where);
+    if (!in_place)
+      for (size_t i = 0; i < 3; ++i) check_read(inputs[i], outputs, where, &outputs[i]);
+    check_read({"q_weight", q_weight_}, outputs, where);
+    check_read({"k_weight", k_weight_}, outputs, where);
+    for (const Rotation* rotation : {&rotation_, &k_rotation_}) {
+      check_read({rotation->first_name(), rotation->first}, outputs, where);
+      check_read({rotation->second_name(), rotation->second}, outputs, where);
+    }
     launch();
   }
 
  private:
-  static OptionalTensor optional(const Tensor* tensor) {
-    return tensor == nullptr ? std::nullopt : OptionalTensor(*tensor);
-  }
-
-  NormRope(const char* operation, const char* x_name, const Tensor& q, int64_t heads, std::string_view norm,
-           std::string_view layout, double eps)
-      : operation_(operation), q_(q), check_(operation, x_name, q, 3) {
-    params_.dtype = check_.dtype();
-    params_.eps = static_cast<float>(eps);
-    params_.norm = parse_norm(norm);
-    params_.layout = parse_layout(check_, layout);
-    set_shape(heads);
-    set_heads(params_.q, q);
-  }
-
-  NormScope parse_norm(std::string_view name) const {
-    if (name == "across_heads") return NormScope::kAcrossHeads;
-    if (name == "per_head") return NormScope::kPerHead;
-    if (name == "none") return NormScope::kNone;
-    fail(operation_, "norm must be 'across_heads', 'per_head' or 'none', got '", name, "'");
-  }
-
   void set_shape(int64_t heads) {
     const Sizes& shape = check_.shape();
     if (shape.size() > 4)
@@ -177,16 +135,16 @@ class NormRope {
     set_heads_strides(operand.in_strides, tensor, params_.head_dim);
   }
 
-  void set_key(const Tensor& k, bool has_one_length) {
-    check_.same_device("k", k);
-    check_.same_dtype("k", k);
-    const auto shape = k.sizes();
+  void set_key(bool has_one_length) {
+    check_.same_device("k", k_);
+    check_.same_dtype("k", k_);
+    const auto shape = k_.sizes();
     k_seq_ = has_one_length || shape.size() < 2 ? params_.seq : shape[1];
     if (!has_heads(check_, shape, k_seq_, params_.head_dim))
       fail(operation_, "k must have the batch", has_one_length ? ", seq" : "", " and head_dim of q of shape ",
            to_string(check_.shape()), " (head_dim ", params_.head_dim, "), got ", to_string(shape));
-    check_.readable("k", k);
-    set_heads(params_.k, k);
+    check_.readable("k", k_);
+    set_heads(params_.k, k_);
   }
 
   void set_output(HeadsOperand& operand, const Tensor& tensor) const {
@@ -210,7 +168,7 @@ class NormRope {
     return tensor->dtype() != q_.dtype();
   }
 
-  // What a rotation turns.
+  // The tensor that a rotation turns.
   struct Rotated {
     const char* name;
     int64_t heads;
@@ -218,23 +176,16 @@ class NormRope {
   };
 
   void set_rotation(QkvNormRopeParams& params, const Rotated& rotated, const Rotation& rotation) const {
-    const auto& [cos, sin, coordinates, frequencies, names] = rotation;
-    if (coordinates || frequencies) {
-      if (cos || sin)
-        fail(operation_, cos ? names.tables.cos : names.tables.sin, " must be None along with ",
-             coordinates ? names.coordinates : names.frequencies, ", got a tensor");
-      if (!coordinates || !frequencies)
-        fail(operation_, coordinates ? names.frequencies : names.coordinates, " must be given along with ",
-             coordinates ? names.coordinates : names.frequencies, ", got None");
-      set_coordinates(params, rotated, *coordinates, *frequencies, names);
-    } else if (cos) {
-      require_even_head_dim(check_, params.head_dim);
-      TableChecker table_check(check_, {params.batch, params.seq, rotated.heads, params.head_dim});
-      params.tables = table_check.tables(*cos, sin, names.tables, true);
-      if (rotated.turns_key && table_check.per_head() != nullptr) require_equal_heads(table_check.per_head());
-    } else if (sin) {
-      fail(operation_, names.tables.cos, " must be given along with ", names.tables.sin, ", got None");
-    }
+    if (!rotation.is_given()) return;
+    const auto& [first, second, is_coordinates, names] = rotation;
+    if (!first || (is_coordinates && !second))
+      fail(operation_, first ? rotation.second_name() : rotation.first_name(), " must be given along with ",
+           first ? rotation.first_name() : rotation.second_name(), ", got None");
+    if (is_coordinates) return set_coordinates(params, rotated, *first, *second, names);
+    require_even_head_dim(check_, params.head_dim);
+    TableChecker table_check(check_, {params.batch, params.seq, rotated.heads, params.head_dim});
+    params.tables = table_check.tables(*first, second, names.tables, true);
+    if (rotated.turns_key && table_check.per_head() != nullptr) require_equal_heads(table_check.per_head());
   }
 
   void set_coordinates(QkvNormRopeParams& params, const Rotated& rotated, const Tensor& coordinates,
@@ -298,25 +249,7 @@ class NormRope {
     check_.readable(output.name, out);
   }
 
-  // where: " in place", or nothing.
-  void check_written(std::span<const Named> outputs, const char* where) const {
-    for (const auto& [name, tensor] : outputs)
-      if (tensor.has_value()) check_writable(name, *tensor, where);
-    for (size_t i = 0; i < outputs.size(); ++i) check_read(outputs[i], outputs.subspan(0, i), where);
-  }
-
-  void check_writable(const char* name, const Tensor& tensor, const char* where) const {
-    for (int64_t dim = 0; dim < tensor.dim(); ++dim)
-      if (tensor.size(dim) > 1 && tensor.stride(dim) == 0)
-        fail(operation_, name, " must not be expanded to be written", where, ", got stride 0 in dimension ",
-             dim);
-    if (overlaps_itself(tensor))
-      fail(operation_, name, " must not overlap itself to be written", where, ", got shape ",
-           to_string(tensor.sizes()), " with strides ",
-           to_string(Sizes(tensor.strides().begin(), tensor.strides().end())));
-  }
-
-  // What is read has no elements in common with what is written, but an input may be its own output.
+  // An input shares no memory with an output, except that it may be its own output.
   void check_read(const Named& read, std::span<const Named> outputs, const char* where,
                   const Named* own = nullptr) const {
     if (!read.tensor.has_value()) return;
@@ -328,32 +261,26 @@ class NormRope {
     }
   }
 
-  static bool is_same_view(const Tensor& a, const Tensor& b) {
-    bool same = a.const_data_ptr() == b.const_data_ptr();
-    for (int64_t dim = 0; dim < a.dim(); ++dim)
-      same = same && (a.size(dim) == 1 || a.stride(dim) == b.stride(dim));
-    return same;
-  }
-
   void launch() {
     const DeviceStream device(q_);
-    if (!is_apart_) return launch(params_, device.stream());
+    const bool has_own_launch = k_rotation_.is_given() || k_seq_ != params_.seq;
+    if (!has_own_launch) return launch(params_, device.stream());
     QkvNormRopeParams of_query = params_;
     of_query.k = of_query.v = {};
     launch(of_query, device.stream());
-    // The key is the one tensor that is normalized and rotated.
+    // In the second launch the key stands in the query's place.
     QkvNormRopeParams of_key = params_;
     of_key.seq = k_seq_;
     of_key.q = params_.k;
     of_key.q_weight_is_float32 = params_.k_weight_is_float32;
     of_key.k = {};
-    if (k_rotation_.has_value()) {
-      of_key.tables = k_rotation_->tables;
-      of_key.coordinates = k_rotation_->coordinates;
-      std::copy_n(k_rotation_->coordinate_strides, 2, of_key.coordinate_strides);
-      of_key.frequencies = k_rotation_->frequencies;
-      of_key.axes = k_rotation_->axes;
-      of_key.identity_pairs = k_rotation_->identity_pairs;
+    if (k_rotation_.is_given()) {
+      of_key.tables = k_params_.tables;
+      of_key.coordinates = k_params_.coordinates;
+      std::copy_n(k_params_.coordinate_strides, 2, of_key.coordinate_strides);
+      of_key.frequencies = k_params_.frequencies;
+      of_key.axes = k_params_.axes;
+      of_key.identity_pairs = k_params_.identity_pairs;
     }
     launch(of_key, device.stream());
   }
@@ -364,195 +291,53 @@ class NormRope {
     qk_norm_rope(params, stream);
   }
 
-  const char* operation_;  // the public function, whichever operator it is called through
-  const Tensor& q_;
-  const Tensor* k_ = nullptr;
+  static constexpr const char* operation_ = "qk_norm_rope";
+  const Tensor &q_, &k_;
   const Tensor* v_ = nullptr;
+  const OptionalTensor &q_weight_, &k_weight_;
+  const Rotation &rotation_, &k_rotation_;
   int64_t k_seq_ = 0;
-  bool is_apart_ = false;  // the key is launched by itself
-  const ArgumentChecker check_;
+  const ArgumentChecker check_{operation_, "q", q_, 3};
   QkvNormRopeParams params_{};
-  std::optional<QkvNormRopeParams> k_rotation_;  // its own, and nothing else of these
+  QkvNormRopeParams k_params_{};  // only the key's own rotation
 };
 
 TwoTensors call_qk_norm_rope(const char*, const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
-                             const OptionalTensor& k_weight, const OptionalTensor& cos,
-                             const OptionalTensor& sin, int64_t heads, std::string_view norm,
-                             std::string_view layout, double eps) {
-  NormRope call(q, k, q_weight, k_weight, heads, norm, layout, eps, cos || sin);
-  call.rotate({.cos = cos, .sin = sin});
-  return call.run();
-}
-
-void call_qk_norm_rope_(const char*, const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
-                        const OptionalTensor& k_weight, const OptionalTensor& cos, const OptionalTensor& sin,
-                        int64_t heads, std::string_view norm, std::string_view layout, double eps) {
-  NormRope call(q, k, q_weight, k_weight, heads, norm, layout, eps, cos || sin);
-  call.rotate({.cos = cos, .sin = sin});
-  call.run_in_place({{"q_weight", q_weight}, {"k_weight", k_weight}, {"cos", cos}, {"sin", sin}});
-}
-
-TwoTensors call_qk_norm_coordinate_rope(const char*, const Tensor& q, const Tensor& k,
-                                        const OptionalTensor& q_weight, const OptionalTensor& k_weight,
-                                        const Tensor& coordinates, const Tensor& frequencies, int64_t heads,
-                                        std::string_view norm, std::string_view layout, double eps) {
-  NormRope call(q, k, q_weight, k_weight, heads, norm, layout, eps, true);
-  call.rotate({.coordinates = coordinates, .frequencies = frequencies});
-  return call.run();
-}
-
-void call_qk_norm_coordinate_rope_(const char*, const Tensor& q, const Tensor& k,
-                                   const OptionalTensor& q_weight, const OptionalTensor& k_weight,
-                                   const Tensor& coordinates, const Tensor& frequencies, int64_t heads,
-                                   std::string_view norm, std::string_view layout, double eps) {
-  NormRope call(q, k, q_weight, k_weight, heads, norm, layout, eps, true);
-  call.rotate({.coordinates = coordinates, .frequencies = frequencies});
-  call.run_in_place({{"q_weight", q_weight},
-                     {"k_weight", k_weight},
-                     {"coordinates", coordinates},
-                     {"frequencies", frequencies}});
-}
-
-TwoTensors call_qk_norm_two_ropes(const char*, const Tensor& q, const Tensor& k,
-                                  const OptionalTensor& q_weight, const OptionalTensor& k_weight,
-                                  const OptionalTensor& cos, const OptionalTensor& sin,
-                                  const OptionalTensor& coordinates, const OptionalTensor& frequencies,
-                                  const OptionalTensor& k_cos, const OptionalTensor& k_sin,
-                                  const OptionalTensor& k_coordinates, const OptionalTensor& k_frequencies,
-                                  int64_t heads, std::string_view norm, std::string_view layout, double eps) {
-  const Rotation rotation{cos, sin, coordinates, frequencies};
-  const Rotation of_key{k_cos, k_sin, k_coordinates, k_frequencies, kKeyNames};
-  NormRope call(q, k, q_weight, k_weight, heads, norm, layout, eps,
-                rotation.is_given() && !of_key.is_given());
-  call.rotate(rotation, of_key);
-  return call.run();
-}
-
-void call_qk_norm_two_ropes_(const char*, const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
-                             const OptionalTensor& k_weight, const OptionalTensor& cos,
-                             const OptionalTensor& sin, const OptionalTensor& coordinates,
-                             const OptionalTensor& frequencies, const OptionalTensor& k_cos,
-                             const OptionalTensor& k_sin, const OptionalTensor& k_coordinates,
-                             const OptionalTensor& k_frequencies, int64_t heads, std::string_view norm,
-                             std::string_view layout, double eps) {
-  const Rotation rotation{cos, sin, coordinates, frequencies};
-  const Rotation of_key{k_cos, k_sin, k_coordinates, k_frequencies, kKeyNames};
-  NormRope call(q, k, q_weight, k_weight, heads, norm, layout, eps,
-                rotation.is_given() && !of_key.is_given());
-  call.rotate(rotation, of_key);
-  call.run_in_place({{"q_weight", q_weight},
-                     {"k_weight", k_weight},
-                     {"cos", cos},
-                     {"sin", sin},
-                     {"coordinates", coordinates},
-                     {"frequencies", frequencies},
-                     {"k_cos", k_cos},
-                     {"k_sin", k_sin},
-                     {"k_coordinates", k_coordinates},
-                     {"k_frequencies", k_frequencies}});
+                             const OptionalTensor& k_weight, const OptionalTensor& first,
+                             const OptionalTensor& second, bool is_coordinates, int64_t heads, int64_t norm,
+                             int64_t layout, double eps) {
+  const Rotation rotation{first, second, is_coordinates}, none{};
+  return NormRope(q, k, q_weight, k_weight, rotation, none, heads, norm, layout, eps).run();
 }
 
 void call_qk_norm_rope_out(const char*, const Tensor& q, const Tensor& k, const OptionalTensor& v,
                            const OptionalTensor& q_weight, const OptionalTensor& k_weight,
-                           const OptionalTensor& cos, const OptionalTensor& sin,
-                           const OptionalTensor& coordinates, const OptionalTensor& frequencies,
-                           const OptionalTensor& k_cos, const OptionalTensor& k_sin,
-                           const OptionalTensor& k_coordinates, const OptionalTensor& k_frequencies,
+                           const OptionalTensor& first, const OptionalTensor& second, bool is_coordinates,
+                           const OptionalTensor& k_first, const OptionalTensor& k_second,
+                           bool k_is_coordinates, int64_t heads, int64_t norm, int64_t layout, double eps,
                            const Tensor& q_out, const Tensor& k_out, const OptionalTensor& v_out,
-                           int64_t heads, std::string_view norm, std::string_view layout, double eps) {
-  const Rotation rotation{cos, sin, coordinates, frequencies};
-  const Rotation of_key{k_cos, k_sin, k_coordinates, k_frequencies, kKeyNames};
-  NormRope call(q, k, q_weight, k_weight, heads, norm, layout, eps,
-                rotation.is_given() && !of_key.is_given());
-  call.rotate(rotation, of_key);
+                           bool in_place) {
+  const Rotation rotation{first, second, is_coordinates};
+  const Rotation k_rotation{k_first, k_second, k_is_coordinates, kKeyNames};
+  NormRope call(q, k, q_weight, k_weight, rotation, k_rotation, heads, norm, layout, eps);
   if (v.has_value() != v_out.has_value())
     fail("qk_norm_rope", v ? "v_out" : "v", " must be given along with ", v ? "v" : "v_out", ", got None");
   if (v) call.set_values(*v);
-  call.run_out({{"q_out", q_out}, {"k_out", k_out}, {"v_out", v_out}}, {{"q_weight", q_weight},
-                                                                        {"k_weight", k_weight},
-                                                                        {"cos", cos},
-                                                                        {"sin", sin},
-                                                                        {"coordinates", coordinates},
-                                                                        {"frequencies", frequencies},
-                                                                        {"k_cos", k_cos},
-                                                                        {"k_sin", k_sin},
-                                                                        {"k_coordinates", k_coordinates},
-                                                                        {"k_frequencies", k_frequencies}});
+  call.run(q_out, k_out, v_out, in_place);
 }
 
-OwnedTensor call_norm_rope(const char*, const Tensor& x, const OptionalTensor& weight,
-                           const OptionalTensor& cos, const OptionalTensor& sin,
-                           const OptionalTensor& coordinates, const OptionalTensor& frequencies,
-                           int64_t heads, std::string_view norm, std::string_view layout, double eps) {
-  NormRope call(x, weight, heads, norm, layout, eps);
-  call.rotate({cos, sin, coordinates, frequencies});
-  return call.run_one();
-}
-
-void call_norm_rope_(const char*, const Tensor& x, const OptionalTensor& weight, const OptionalTensor& cos,
-                     const OptionalTensor& sin, const OptionalTensor& coordinates,
-                     const OptionalTensor& frequencies, int64_t heads, std::string_view norm,
-                     std::string_view layout, double eps) {
-  NormRope call(x, weight, heads, norm, layout, eps);
-  call.rotate({cos, sin, coordinates, frequencies});
-  call.run_in_place({{"weight", weight},
-                     {"cos", cos},
-                     {"sin", sin},
-                     {"coordinates", coordinates},
-                     {"frequencies", frequencies}});
-}
-
-void call_norm_rope_out(const char*, const Tensor& x, const OptionalTensor& weight, const OptionalTensor& cos,
-                        const OptionalTensor& sin, const OptionalTensor& coordinates,
-                        const OptionalTensor& frequencies, const Tensor& out, int64_t heads,
-                        std::string_view norm, std::string_view layout, double eps) {
-  NormRope call(x, weight, heads, norm, layout, eps);
-  call.rotate({cos, sin, coordinates, frequencies});
-  call.run_out({{"out", out}}, {{"weight", weight},
-                                {"cos", cos},
-                                {"sin", sin},
-                                {"coordinates", coordinates},
-                                {"frequencies", frequencies}});
-}
-
+// A rotation is `first` and `second`: cos and sin, a complex table and None, or, with `is_coordinates`,
+// coordinates and frequencies. `qk_norm_rope_out` also takes a rotation of the key and values to copy.
 constexpr Operation kOperations[] = {
-    operation<"qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos,"
-              " Tensor? sin, int heads, str norm, str layout, float eps) -> (Tensor, Tensor)",
+    operation<"qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? first,"
+              " Tensor? second, bool is_coordinates, int heads, int norm, int layout, float eps)"
+              " -> (Tensor, Tensor)",
               call_qk_norm_rope>(),
-    operation<"qk_norm_rope_(Tensor(a!) q, Tensor(b!) k, Tensor? q_weight, Tensor? k_weight, Tensor? cos,"
-              " Tensor? sin, int heads, str norm, str layout, float eps) -> ()",
-              call_qk_norm_rope_>(),
-    operation<"qk_norm_coordinate_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight,"
-              " Tensor coordinates, Tensor frequencies, int heads, str norm, str layout, float eps)"
-              " -> (Tensor, Tensor)",
-              call_qk_norm_coordinate_rope>(),
-    operation<"qk_norm_coordinate_rope_(Tensor(a!) q, Tensor(b!) k, Tensor? q_weight, Tensor? k_weight,"
-              " Tensor coordinates, Tensor frequencies, int heads, str norm, str layout, float eps) -> ()",
-              call_qk_norm_coordinate_rope_>(),
-    operation<"qk_norm_two_ropes(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos,"
-              " Tensor? sin, Tensor? coordinates, Tensor? frequencies, Tensor? k_cos, Tensor? k_sin,"
-              " Tensor? k_coordinates, Tensor? k_frequencies, int heads, str norm, str layout, float eps)"
-              " -> (Tensor, Tensor)",
-              call_qk_norm_two_ropes>(),
-    operation<"qk_norm_two_ropes_(Tensor(a!) q, Tensor(b!) k, Tensor? q_weight, Tensor? k_weight,"
-              " Tensor? cos, Tensor? sin, Tensor? coordinates, Tensor? frequencies, Tensor? k_cos,"
-              " Tensor? k_sin, Tensor? k_coordinates, Tensor? k_frequencies, int heads, str norm, str layout,"
-              " float eps) -> ()",
-              call_qk_norm_two_ropes_>(),
     operation<"qk_norm_rope_out(Tensor q, Tensor k, Tensor? v, Tensor? q_weight, Tensor? k_weight,"
-              " Tensor? cos, Tensor? sin, Tensor? coordinates, Tensor? frequencies, Tensor? k_cos,"
-              " Tensor? k_sin, Tensor? k_coordinates, Tensor? k_frequencies, Tensor(a!) q_out,"
-              " Tensor(b!) k_out, Tensor(c!)? v_out, int heads, str norm, str layout, float eps) -> ()",
+              " Tensor? first, Tensor? second, bool is_coordinates, Tensor? k_first, Tensor? k_second,"
+              " bool k_is_coordinates, int heads, int norm, int layout, float eps, Tensor(a!) q_out,"
+              " Tensor(b!) k_out, Tensor(c!)? v_out, bool in_place) -> ()",
               call_qk_norm_rope_out>(),
-    operation<"norm_rope(Tensor x, Tensor? weight, Tensor? cos, Tensor? sin, Tensor? coordinates,"
-              " Tensor? frequencies, int heads, str norm, str layout, float eps) -> Tensor",
-              call_norm_rope>(),
-    operation<"norm_rope_(Tensor(a!) x, Tensor? weight, Tensor? cos, Tensor? sin, Tensor? coordinates,"
-              " Tensor? frequencies, int heads, str norm, str layout, float eps) -> ()",
-              call_norm_rope_>(),
-    operation<"norm_rope_out(Tensor x, Tensor? weight, Tensor? cos, Tensor? sin, Tensor? coordinates,"
-              " Tensor? frequencies, Tensor(a!) out, int heads, str norm, str layout, float eps) -> ()",
-              call_norm_rope_out>(),
 };
 
 }  // namespace

@@ -44,15 +44,14 @@ HeadsShape heads_shape(const ArgumentChecker& check, const Tensor& cos) {
 }
 
 OwnedTensor call_rope(const char* operation, const Tensor& x, const Tensor& cos, const OptionalTensor& sin,
-                      std::string_view layout_name) {
+                      int64_t layout) {
   const ArgumentChecker check(operation, "x", x, 3);
-  const RopeLayout layout = parse_layout(check, layout_name);
   const HeadsShape shape = heads_shape(check, cos);
   require_even_head_dim(check, shape.head_dim);
   require_countable_heads(check, shape);
   RopeParams params{};
   params.tables = TableChecker(check, shape).tables(cos, sin);
-  OwnedTensor out = set_rotated(params, check, x, shape, layout);
+  OwnedTensor out = set_rotated(params, check, x, shape, static_cast<RopeLayout>(layout));
   if (x.numel() == 0) return out;
   const DeviceStream device(x);
   rope(params, device.stream());
@@ -96,9 +95,8 @@ RopeAxis rope_axis(const ArgumentChecker& check, const AxisTables& axis, const A
 
 OwnedTensor call_rope_3d(const char* operation, const Tensor& x, const Tensor& frame_cos,
                          const Tensor& frame_sin, const Tensor& height_cos, const Tensor& height_sin,
-                         const Tensor& width_cos, const Tensor& width_sin, std::string_view layout_name) {
+                         const Tensor& width_cos, const Tensor& width_sin, int64_t layout) {
   const ArgumentChecker check(operation, "x", x, 4);
-  const RopeLayout layout = parse_layout(check, layout_name);
   const Sizes& sizes = check.shape();
   if (sizes.size() != 4)
     fail(check.operation(), "x must have shape (batch, seq, heads, head_dim), got ", to_string(sizes));
@@ -122,7 +120,7 @@ OwnedTensor call_rope_3d(const char* operation, const Tensor& x, const Tensor& f
     fail(check.operation(), "x must have a seq of ", frame.size, " * ", height.size, " * ", width.size,
          " for the positions of frame, height and width, got ", shape.seq);
 
-  OwnedTensor out = set_rotated(params, check, x, shape, layout);
+  OwnedTensor out = set_rotated(params, check, x, shape, static_cast<RopeLayout>(layout));
   if (x.numel() == 0) return out;
   const DeviceStream device(x);
   rope_3d(params, device.stream());
@@ -130,9 +128,9 @@ OwnedTensor call_rope_3d(const char* operation, const Tensor& x, const Tensor& f
 }
 
 constexpr Operation kOperations[] = {
-    operation<"rope(Tensor x, Tensor cos, Tensor? sin, str layout) -> Tensor", call_rope>(),
+    operation<"rope(Tensor x, Tensor cos, Tensor? sin, int layout) -> Tensor", call_rope>(),
     operation<"rope_3d(Tensor x, Tensor frame_cos, Tensor frame_sin, Tensor height_cos, Tensor height_sin,"
-              " Tensor width_cos, Tensor width_sin, str layout) -> Tensor",
+              " Tensor width_cos, Tensor width_sin, int layout) -> Tensor",
               call_rope_3d>(),
 };
 

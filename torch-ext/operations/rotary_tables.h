@@ -1,18 +1,11 @@
-// What the rotary embeddings have in common: layouts, limits and the tables of cosine and sine.
+// Shared by the rotary embeddings: limits and the tables of cosine and sine.
 #pragma once
 
 #include <algorithm>
-#include <string_view>
 
 #include "../arguments.h"
 
 namespace h100_diffusers_kernels {
-
-inline RopeLayout parse_layout(const ArgumentChecker& check, std::string_view name) {
-  if (name == "interleaved") return RopeLayout::kInterleaved;
-  if (name == "half") return RopeLayout::kHalf;
-  fail(check.operation(), "layout must be 'interleaved' or 'half', got '", name, "'");
-}
 
 struct HeadsShape {
   int64_t batch, seq, heads, head_dim;

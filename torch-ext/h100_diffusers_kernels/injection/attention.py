@@ -17,15 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..arguments import ATTENTION_HEAD_DIMS, dtype_name
 from ..conditions import (
+    ATTENTION_HEAD_DIMS,
     as_key_bias,
     attention_takes,
+    dtype_name,
+    is_differentiated,
     kernels_take,
     may_write,
     same_dtype_and_unit_stride,
 )
-from ..differentiation import is_differentiated
 from .checks import KnownFunction, class_name
 from .linears import dropped_out, linear, linear_per_sample, linears, may_be_written, write_linear
 from .norms import RMS, normed, read_norm

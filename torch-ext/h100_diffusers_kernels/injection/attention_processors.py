@@ -27,16 +27,17 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..arguments import ATTENTION_HEAD_DIMS, dtype_name
-from ..arguments import is_plain as is_plain_tensor
 from ..conditions import (
     ATTENTION_DTYPES,
+    ATTENTION_HEAD_DIMS,
     attention_takes,
+    dtype_name,
+    is_differentiated,
     kernels_take,
     tracks_derivatives,
     why_not_taken,
 )
-from ..differentiation import is_differentiated
+from ..conditions import is_plain as is_plain_tensor
 from .attention import DISPATCH, SDPA, attend, is_native, project_out
 from .checks import KnownFunction
 from .linears import linear, linears

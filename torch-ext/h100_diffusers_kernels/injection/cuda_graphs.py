@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..arguments import KERNEL_DEVICE_TYPE
-from ..conditions import tracks_derivatives
+from ..conditions import KERNEL_DEVICE_TYPE, tracks_derivatives
 from .checks import interposed
 from .graph_capture import Arguments, Capture, CudaGraph, Pool, lock, read_arguments
 from .kept import is_capturing

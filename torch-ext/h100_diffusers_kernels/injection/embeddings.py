@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import KERNEL_DEVICE_TYPE, is_plain
-from ..conditions import tracks_derivatives
+from ..conditions import KERNEL_DEVICE_TYPE, is_plain, tracks_derivatives
 from .kept import Kept
 from .patch import Call, PatchSpec
 

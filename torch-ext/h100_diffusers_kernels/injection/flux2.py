@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ..conditions import kernels_take, may_write
-from ..differentiation import is_differentiated
+from ..conditions import is_differentiated, kernels_take, may_write
 from .attention import AttentionSpec, attend, forward_with_tables, norm_and_rotate
 from .blocks import BlockSpec, begin, feed_forward_end, finish, norm_prologue
 from .checks import KnownClass, is_plain

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from ..arguments import KERNEL_DEVICE_TYPE, PLAIN_TYPES
+from ..conditions import KERNEL_DEVICE_TYPE, PLAIN_TYPES
 from .checks import TRANSPARENT_MODES
 from .kept import capturing
 from .model_fingerprint import Addresses, CannotCapture

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..arguments import ATTENTION_HEAD_DIMS
+from ..conditions import ATTENTION_HEAD_DIMS
 from . import flux, flux2, ltx, qwenimage, sd3, wan
 from .attention import head_dim_of
 from .attention_processors import ProcessorSpec, attention_spec

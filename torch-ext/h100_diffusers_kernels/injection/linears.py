@@ -13,10 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..arguments import PLAIN_TYPES
-from ..arguments import is_plain as is_plain_tensor
-from ..conditions import kernels_take, may_write, same_dtype_and_unit_stride, why_not_taken
-from ..differentiation import is_differentiated
+from ..conditions import (
+    PLAIN_TYPES,
+    is_differentiated,
+    kernels_take,
+    may_write,
+    same_dtype_and_unit_stride,
+    why_not_taken,
+)
+from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownClass, is_plain, why_not_plain
 from .patch import Call, ExactSpec, PatchSpec, StandIn
 

@@ -17,12 +17,12 @@ from .. import functional
 from ..conditions import (
     group_norm_takes,
     has_memory_format,
+    is_differentiated,
     kernels_run_on,
     kernels_take,
     modulators_compatible,
     why_not_taken,
 )
-from ..differentiation import is_differentiated
 from .checks import is_plain
 from .linears import SILU, linear
 from .norms import LAYER, RMS, Norm, modulated_by, read_norm

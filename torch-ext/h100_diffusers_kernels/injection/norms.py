@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ..arguments import PLAIN_TYPES
-from ..arguments import is_plain as is_plain_tensor
-from ..conditions import modulators_compatible, same_dtype_and_unit_stride
+from ..conditions import PLAIN_TYPES, modulators_compatible, same_dtype_and_unit_stride
+from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownClass, class_name, is_plain, why_not_plain
 from .patch import Call
 
@@ -192,7 +191,6 @@ _MODULATE: dict[str, Any] = {
     LAYER: functional.layer_norm_modulate,
 }
 _MODULATE_PAIR: dict[str, Any] = {
-    RMS: functional.rms_norm_modulate_pair,
     LAYER: functional.layer_norm_modulate_pair,
 }
 _RESIDUAL_MODULATE: dict[str, Any] = {
@@ -200,7 +198,6 @@ _RESIDUAL_MODULATE: dict[str, Any] = {
     LAYER: functional.gated_residual_layer_norm_modulate,
 }
 _RESIDUAL_MODULATE_PAIR: dict[str, Any] = {
-    RMS: functional.gated_residual_rms_norm_modulate_pair,
     LAYER: functional.gated_residual_layer_norm_modulate_pair,
 }
 

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import is_plain
-from ..conditions import same_dtype_and_unit_stride
-from ..differentiation import is_differentiated
+from ..conditions import is_differentiated, is_plain, same_dtype_and_unit_stride
 from ..functional import CoordinateRope
 
 

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arguments import is_plain as is_plain_tensor
-from ..conditions import kernels_take, tracks_derivatives
-from ..differentiation import is_differentiated
+from ..conditions import is_differentiated, kernels_take, tracks_derivatives
+from ..conditions import is_plain as is_plain_tensor
 from .blocks import BlockSpec, begin, finish, norm_prologue
 from .checks import KnownClass, find_class, is_plain, why_not_plain
 from .forward_state import ModelSpec, forward_with_state

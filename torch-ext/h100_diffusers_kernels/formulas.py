@@ -1,0 +1,334 @@
+"""The operators' formulas as differentiable PyTorch expressions, with the operators' arguments.
+
+Gradients of the kernels are those of these expressions, and forward-mode derivatives and transforms of
+``torch.func`` run them. They compute in ``T``, each PyTorch function in float32 inside, or in float32 if an
+argument is.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+NO_NORM, ACROSS_HEADS, PER_HEAD = range(3)
+INTERLEAVED, HALF = range(2)
+
+
+def _promoted(*tensors: Optional[Tensor]) -> tuple:
+    """The tensors in one dtype: float32 if their dtypes differ."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+    if len(dtypes) == 1:
+        return tensors
+    return tuple(tensor if tensor is None else tensor.float() for tensor in tensors)
+
+
+# --------------------------------------------------------------------------------------------------
+# Norm, modulation, residual and gate
+
+
+def _normalized(
+    h: Tensor, is_layer_norm: bool, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
+) -> Tensor:
+    if is_layer_norm:
+        return F.layer_norm(h, h.shape[-1:], weight, bias, eps)
+    return F.rms_norm(h, h.shape[-1:], weight, eps)
+
+
+def _modulated(n: Tensor, scale: Optional[Tensor], shift: Optional[Tensor]) -> Tensor:
+    if scale is None:
+        return n if shift is None else n + shift
+    return n * (1 + scale) if shift is None else torch.addcmul(shift, n, 1 + scale)
+
+
+def norm(
+    x: Tensor,
+    is_layer_norm: bool,
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    scale: Optional[Tensor],
+    shift: Optional[Tensor],
+    eps: float,
+) -> Tensor:
+    dtype = x.dtype
+    x, weight, bias, scale, shift = _promoted(x, weight, bias, scale, shift)
+    return _modulated(_normalized(x, is_layer_norm, weight, bias, eps), scale, shift).to(dtype)
+
+
+def layer_norm_modulate_pair(
+    x: Tensor,
+    scale: Optional[Tensor],
+    shift: Optional[Tensor],
+    second_scale: Optional[Tensor],
+    second_shift: Optional[Tensor],
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    dtype = x.dtype
+    x, scale, shift, second_scale, second_shift, weight, bias = _promoted(
+        x, scale, shift, second_scale, second_shift, weight, bias
+    )
+    n = _normalized(x, True, weight, bias, eps)
+    return (
+        _modulated(n, scale, shift).to(dtype),
+        _modulated(n, second_scale, second_shift).to(dtype),
+    )
+
+
+def gated_residual(residual: Tensor, x: Tensor, gate: Optional[Tensor]) -> Tensor:
+    dtype = x.dtype
+    residual, x, gate = _promoted(residual, x, gate)
+    return (residual + x if gate is None else torch.addcmul(residual, gate, x)).to(dtype)
+
+
+def gated_residual_norm_modulate(
+    residual: Tensor,
+    x: Tensor,
+    is_layer_norm: bool,
+    gate: Optional[Tensor],
+    scale: Optional[Tensor],
+    shift: Optional[Tensor],
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    h = gated_residual(residual, x, gate)
+    return h, norm(h, is_layer_norm, weight, bias, scale, shift, eps)
+
+
+def gated_residual_layer_norm_modulate_pair(
+    residual: Tensor, x: Tensor, gate: Optional[Tensor], *modulation
+) -> tuple[Tensor, Tensor, Tensor]:
+    h = gated_residual(residual, x, gate)
+    return (h, *layer_norm_modulate_pair(h, *modulation))
+
+
+def group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    eps: float,
+    channel_bias: Optional[Tensor],
+    silu: bool,
+) -> Tensor:
+    dtype = x.dtype
+    x, weight, bias, channel_bias = _promoted(x, weight, bias, channel_bias)
+    if channel_bias is not None:
+        x = x + channel_bias.reshape(*channel_bias.shape, *[1] * (x.dim() - 2))
+    n = F.group_norm(x, num_groups, weight, bias, eps)
+    return (F.silu(n) if silu else n).to(dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# Norm and rotary embedding
+
+
+def coordinate_angles(coordinates: Tensor, frequencies: Tensor, pairs: int) -> Tensor:
+    """Angles (1 or B, S, pairs) of a token's pairs; the unrotated ones, in front, have the angle 0."""
+    angles = (coordinates.unsqueeze(-2) * frequencies.unsqueeze(-1)).flatten(2)
+    return F.pad(angles, (pairs - angles.shape[-1], 0))
+
+
+def _tables(
+    first: Optional[Tensor],
+    second: Optional[Tensor],
+    is_coordinates: bool,
+    heads: int,
+    head_dim: int,
+) -> Optional[tuple[Tensor, Tensor]]:
+    """``(cos, sin)``, each (1 or B, S, 1 or H, d or d/2), of a rotation as operators take it."""
+    if first is None:
+        return None
+    if is_coordinates:
+        angles = coordinate_angles(first, second, heads * head_dim // 2)
+        first, second = (
+            angles.cos().unflatten(2, (heads, -1)),
+            angles.sin().unflatten(2, (heads, -1)),
+        )
+    elif second is None:
+        # Operators that write take a complex table as its view of real numbers (..., 2).
+        first, second = (first.real, first.imag) if first.is_complex() else first.unbind(-1)
+
+    def by_head(table: Tensor) -> Tensor:
+        table = table[None] if table.dim() == 2 else table
+        if table.dim() == 4:
+            return table
+        is_of_head = table.shape[-1] in (head_dim, head_dim // 2)
+        return table.unsqueeze(2) if is_of_head else table.unflatten(2, (heads, head_dim))
+
+    return by_head(first), by_head(second)
+
+
+def _rotated(n: Tensor, cos: Tensor, sin: Tensor, layout: int) -> Tensor:
+    """``n`` (B, S, H, d), rotated in float32."""
+
+    def halves(x: Tensor) -> tuple:
+        return x.unflatten(3, (-1, 2)).unbind(-1) if layout == INTERLEAVED else x.chunk(2, dim=3)
+
+    cos, sin = cos.float(), sin.float()
+    is_per_pair = cos.shape[3] != n.shape[3]
+    (cos_a, cos_b), (sin_a, sin_b) = ((t, t) if is_per_pair else halves(t) for t in (cos, sin))
+    a, b = halves(n.float())
+    a, b = torch.addcmul(a * cos_a, b, sin_a, value=-1), torch.addcmul(b * cos_b, a, sin_b)
+    return torch.stack([a, b], -1).flatten(3) if layout == INTERLEAVED else torch.cat([a, b], 3)
+
+
+def _norm_rope(
+    x: Tensor,
+    weight: Optional[Tensor],
+    rotation: tuple,
+    head_dim: int,
+    norm_scope: int,
+    layout: int,
+    eps: float,
+) -> Tensor:
+    n, weight = _promoted(x.reshape(x.shape[0], x.shape[1], -1), weight)
+    heads = n.shape[2] // head_dim if head_dim else 0
+    if norm_scope == ACROSS_HEADS:
+        n = _normalized(n, False, weight, None, eps)
+    n = n.unflatten(2, (heads, head_dim))
+    if norm_scope == PER_HEAD:
+        n = _normalized(n, False, weight, None, eps)
+    tables = _tables(*rotation, heads, head_dim)
+    if tables is not None:
+        n = _rotated(n, *tables, layout)
+    return n.reshape(x.shape).to(x.dtype)
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Optional[Tensor],
+    k_weight: Optional[Tensor],
+    first: Optional[Tensor],
+    second: Optional[Tensor],
+    is_coordinates: bool,
+    heads: int,
+    norm_scope: int,
+    layout: int,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    rotation = first, second, is_coordinates
+    return qk_norm_two_ropes(
+        q, k, q_weight, k_weight, *rotation, *rotation, heads, norm_scope, layout, eps
+    )
+
+
+def qk_norm_two_ropes(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Optional[Tensor],
+    k_weight: Optional[Tensor],
+    first: Optional[Tensor],
+    second: Optional[Tensor],
+    is_coordinates: bool,
+    k_first: Optional[Tensor],
+    k_second: Optional[Tensor],
+    k_is_coordinates: bool,
+    heads: int,
+    norm_scope: int,
+    layout: int,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    how = q.shape[2:].numel() // heads, norm_scope, layout, eps
+    return (
+        _norm_rope(q, q_weight, (first, second, is_coordinates), *how),
+        _norm_rope(k, k_weight, (k_first, k_second, k_is_coordinates), *how),
+    )
+
+
+def rope(x: Tensor, cos: Tensor, sin: Optional[Tensor], layout: int) -> Tensor:
+    head_dim = x.shape[3] if x.dim() == 4 else cos.shape[-1] * (2 if sin is None else 1)
+    return _norm_rope(x, None, (cos, sin, False), head_dim, NO_NORM, layout, 0.0)
+
+
+def rope_3d(x: Tensor, *tables_and_layout) -> Tensor:
+    *tables, layout = tables_and_layout
+
+    def of_tokens(axes: list[Tensor]) -> Tensor:
+        """(1, S, 1, d/2) from a table (positions, pairs) of each axis."""
+        grid = [table.shape[0] for table in axes]
+        parts = []
+        for axis, table in enumerate(axes):
+            shape = [1, 1, 1, table.shape[1]]
+            shape[axis] = grid[axis]
+            parts.append(table.reshape(shape).expand(*grid, -1))
+        return torch.cat(parts, dim=-1).flatten(0, 2)[None, :, None]
+
+    return _rotated(x, of_tokens(tables[::2]), of_tokens(tables[1::2]), layout).to(x.dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# Activations, softmax, attention
+
+
+def activation(
+    x: Tensor,
+    bias: Optional[Tensor],
+    is_silu: bool,
+    is_gated: bool,
+    tanh_approximation: bool,
+    first_is_activated: bool,
+) -> Tensor:
+    def activated(h: Tensor) -> Tensor:
+        return (
+            F.silu(h)
+            if is_silu
+            else F.gelu(h, approximate="tanh" if tanh_approximation else "none")
+        )
+
+    h = x if bias is None else x + bias
+    if not is_gated:
+        return activated(h)
+    first, second = h.chunk(2, dim=-1)
+    return activated(first) * second if first_is_activated else first * activated(second)
+
+
+def softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, dim=-1)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: Optional[float],
+    key_bias: Optional[Tensor],
+    key_lengths: Optional[Tensor],
+    heads: Optional[int],
+) -> Tensor:
+    shape, dtype = q.shape, q.dtype
+    if heads is not None:
+        head_dim = shape[2] // heads
+        q, k, v = (tensor.unflatten(2, (-1, head_dim)) for tensor in (q, k, v))
+    q, k, v, key_bias = _promoted(q, k, v, key_bias)  # PyTorch's kernels take a mask of q's dtype
+    mask = has_keys = None
+    if key_bias is not None or key_lengths is not None:
+        mask = q.new_zeros(k.shape[:2]) if key_bias is None else key_bias
+        if key_lengths is not None:
+            is_padding = torch.arange(k.shape[1], device=k.device) >= key_lengths[:, None]
+            mask = mask.masked_fill(is_padding, -torch.inf)
+            k, v = (tensor.masked_fill(is_padding[:, :, None, None], 0) for tensor in (k, v))
+        # Some of PyTorch's kernels give NaN for a query without keys.
+        has_keys = (mask != -torch.inf).any(1)
+        mask = mask.masked_fill(~has_keys[:, None], 0)[:, None, None]
+    # PyTorch's fused kernels have no forward-mode derivative, and with a gradient of the mask not every
+    # length.
+    needs_math = forward_ad._current_level >= 0 or (mask is not None and mask.requires_grad)
+    with sdpa_kernel(SDPBackend.MATH) if needs_math else nullcontext():
+        out = F.scaled_dot_product_attention(
+            *(tensor.transpose(1, 2) for tensor in (q, k, v)),
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+        ).transpose(1, 2)
+    if has_keys is not None:
+        out = out.masked_fill(~has_keys[:, None, None, None], 0)
+    return out.to(dtype).reshape(shape)

@@ -1,0 +1,288 @@
+"""Calls of the registered operators: the kernels, their derivatives, and errors in one sentence.
+
+The operators' C++ checks values and shapes on every path. Types of arguments are checked here, after a call
+has failed, except for scalars, which Torch would convert silently.
+"""
+
+from __future__ import annotations
+
+import numbers
+import re
+from typing import Any, Callable, NoReturn, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from ._ops import ops
+
+PLAIN_TYPES = (Tensor, nn.Parameter)
+MAX_INTEGER = 2**63 - 1  # of a schema
+MIN_SCALE, MAX_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+_ERRORS = (AttributeError, IndexError, OverflowError, RuntimeError, TypeError, ValueError)
+_NO_MEMORY = re.compile(r"(\w+): no memory for (\d+) elements of (\d) bytes on (\S+)")
+_DIFFERENTIATED = (
+    "where an input requires grad, carries a tangent or is in a transform of torch.func"
+)
+_ACCEPTED = {
+    "Tensor": "a tensor",
+    "float": "a number",
+    "int": "an integer",
+    "bool": "True or False",
+}
+
+_are_transforms_active = torch._C._are_functorch_transforms_active
+_is_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+
+# --------------------------------------------------------------------------------------------------
+# Types of arguments
+
+
+def fail(operation: str, sentence: str) -> NoReturn:
+    raise ValueError(f"{operation}: {sentence}")
+
+
+def shown(value: object) -> str:
+    """A value in a sentence: short plain values as they are, of others the type."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str) and len(value) > 64:
+        return f"a string of {len(value)} characters"
+    is_plain_value = value is None or isinstance(value, (str, int, float))
+    return repr(value) if is_plain_value else type(value).__name__
+
+
+def refuse_type(operation: str, name: str, accepted: str, value: object) -> NoReturn:
+    raise TypeError(f"{operation}: {name} must be {accepted}, got {shown(value)}")
+
+
+def number(operation: str, name: str, value: Any, accepted: str = "a number") -> Any:
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        refuse_type(operation, name, accepted, value)
+    try:
+        return float(value)
+    except OverflowError:
+        fail(operation, f"{name} must be within float64, got {shown(value)}")
+
+
+def scale_number(operation: str, name: str, value: Any) -> float:
+    scale = number(operation, name, value, "a number or None")
+    if not MIN_SCALE <= scale <= MAX_SCALE:
+        fail(operation, f"{name} must be positive and finite in float32, got {scale}")
+    return scale
+
+
+def count(operation: str, name: str, value: Any, accepted: str = "an integer") -> Any:
+    if isinstance(value, torch.SymInt):
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        refuse_type(operation, name, accepted, value)
+    value = int(value)
+    if value < 1:
+        fail(operation, f"{name} must be at least 1, got {shown(value)}")
+    if value > MAX_INTEGER:
+        fail(operation, f"{name} must be at most {MAX_INTEGER}, got {shown(value)}")
+    return value
+
+
+def choice(operation: str, name: str, value: Any, choices: dict[str, int]) -> int:
+    """The operator's number for one of several strings."""
+    if not isinstance(value, str):
+        refuse_type(operation, name, "a string", value)
+    if value not in choices:
+        *others, last = map(repr, choices)
+        fail(operation, f"{name} must be {', '.join(others)} or {last}, got {shown(value)}")
+    return choices[value]
+
+
+def is_plain(tensor: Optional[Tensor]) -> bool:
+    """Whether a tensor is None, plain, or stands for a plain one while torch.compile traces."""
+    cls = type(tensor)
+    return tensor is None or cls in PLAIN_TYPES or cls.__module__.startswith("torch._subclasses.")
+
+
+def _check_layout(operation: str, name: str, tensor: Tensor) -> None:
+    if tensor.is_nested:
+        given = "a nested one"
+    elif tensor.layout is not torch.strided:
+        given = f"one of layout {str(tensor.layout).replace('torch.', '')}"
+    elif tensor.is_quantized:
+        given = f"a quantized one of {str(tensor.dtype).replace('torch.', '')}"
+    else:
+        return
+    fail(operation, f"{name} must be a strided tensor, got {given}")
+
+
+def _explain(operation: str, schema: Any, arguments: tuple, error: Exception) -> NoReturn:
+    """Raises a sentence for the error of a call, or the error itself. Called while it is handled."""
+    for argument, value in zip(schema.arguments, arguments):
+        kind = str(argument.type).replace("Optional[", "").rstrip("]?")
+        is_optional = kind != str(argument.type)
+        if (
+            kind == "Tensor"
+            and not isinstance(value, Tensor)
+            and not (is_optional and value is None)
+        ):
+            accepted = _ACCEPTED[kind] + (" or None" if is_optional else "")
+            refuse_type(operation, argument.name, accepted, value)
+    tensors = [(a.name, v) for a, v in zip(schema.arguments, arguments) if isinstance(v, Tensor)]
+    for name, tensor in tensors:
+        _check_layout(operation, name, tensor)
+    no_memory = _NO_MEMORY.match(str(error))
+    if no_memory:
+        _raise_out_of_memory(error, *no_memory.groups())
+    if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+        # What libraries' tensors say of an operator that they do not know.
+        for name, tensor in tensors:
+            if not is_plain(tensor):
+                refuse_type(operation, name, "a plain tensor", tensor)
+    raise error
+
+
+def _raise_out_of_memory(
+    error: Exception, name: str, elements: str, size: str, device: str
+) -> None:
+    """Torch's own error is lost at its C interface: allocating once more raises it."""
+    cause = error
+    try:
+        torch.empty(int(elements) * int(size), dtype=torch.uint8, device=device)
+    except RuntimeError as again:
+        cause = again
+    message = f"{name}: no memory for {int(elements) * int(size)} bytes on {device}"
+    raise torch.OutOfMemoryError(message) from cause
+
+
+# --------------------------------------------------------------------------------------------------
+# Derivatives
+
+
+class _Differentiable(torch.autograd.Function):
+    """The kernel forward, the derivatives of the formula backward."""
+
+    @staticmethod
+    def forward(ctx, kernel: Callable, formula: Callable, *arguments):
+        ctx.formula = formula
+        ctx.is_tensor = [isinstance(argument, Tensor) for argument in arguments]
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        ctx.save_for_backward(*tensors)
+        ctx.others = [None if is_tensor else a for is_tensor, a in zip(ctx.is_tensor, arguments)]
+        ctx.set_materialize_grads(False)
+        return kernel(*arguments)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        is_differentiated_again = torch.is_grad_enabled()
+        needed = ctx.needs_input_grad[2:]
+        saved = iter(ctx.saved_tensors)
+        arguments = [
+            next(saved) if is_tensor else a for is_tensor, a in zip(ctx.is_tensor, ctx.others)
+        ]
+        with torch.enable_grad():
+            for i, argument in enumerate(arguments):
+                if needed[i]:
+                    arguments[i] = (
+                        argument.view_as(argument)
+                        if is_differentiated_again
+                        else argument.detach().requires_grad_()
+                    )
+            results = ctx.formula(*arguments)
+            results = results if isinstance(results, tuple) else (results,)
+            given = [(r, g) for r, g in zip(results, gradients) if g is not None]
+            inputs = torch.autograd.grad(
+                [result for result, _ in given],
+                [argument for argument, is_needed in zip(arguments, needed) if is_needed],
+                [gradient for _, gradient in given],
+                create_graph=is_differentiated_again,
+                allow_unused=True,
+            )
+        of_inputs = iter(inputs)
+        return (None, None, *(next(of_inputs) if is_needed else None for is_needed in needed))
+
+
+def _requires_grad(arguments: tuple) -> bool:
+    for argument in arguments:  # noqa: SIM110 -- any() of a generator takes twice as long
+        if isinstance(argument, Tensor) and argument.requires_grad:
+            return True
+    return False
+
+
+def is_differentiated(*tensors: Optional[Tensor]) -> bool:
+    """Whether a derivative of any of the tensors may be taken: in grad mode one requires grad, or
+    forward-mode or a transform of ``torch.func`` is active."""
+    if forward_ad._current_level >= 0 or _are_transforms_active():
+        return True
+    return _is_grad_enabled() and _requires_grad(tensors)
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls
+
+
+def kernel_call(
+    operation: str, name: str, formula: Callable, forward: Optional[Callable] = None
+) -> Callable:
+    """The function that calls the operator ``name`` for the public function ``operation``.
+
+    Where an input requires grad, the kernel computes and backward differentiates the formula. With
+    forward-mode derivatives and in transforms of ``torch.func``, the formula computes.
+
+    Args:
+        forward: calls another operator with the arguments instead; ``name`` then only names arguments.
+    """
+    overload = getattr(ops, name).default
+    schema = overload._schema
+    kernel = forward or overload
+    # The overload's own __call__ is a Python frame around this, which Dynamo cannot trace.
+    untraced = forward or overload._op
+
+    # Dynamo cannot trace torch.autograd.grad, AOTAutograd can.
+    @torch.compiler.allow_in_graph
+    def differentiable(*arguments):
+        return _Differentiable.apply(kernel, formula, *arguments)
+
+    def call(*arguments):
+        try:
+            if _is_compiling():
+                if _is_grad_enabled() and _requires_grad(arguments):
+                    return differentiable(*arguments)
+                return kernel(*arguments)
+            if forward_ad._current_level >= 0 or _are_transforms_active():
+                if not _are_transforms_active():
+                    kernel(*arguments)  # its checks
+                return formula(*arguments)
+            if _is_grad_enabled() and _requires_grad(arguments):
+                return _Differentiable.apply(kernel, formula, *arguments)
+            return untraced(*arguments)
+        except _ERRORS as error:
+            _explain(operation, schema, arguments, error)
+
+    return call
+
+
+def writing_call(operation: str, name: str) -> Callable:
+    """The function ``call(written, refused, *arguments)`` that calls an operator which writes ``written``.
+
+    Derivatives are refused. ``refused``, for the sentence: the argument that asks for writing, what it must
+    be, and what it is.
+    """
+    overload = getattr(ops, name).default
+    schema = overload._schema
+
+    def call(written: tuple, refused: tuple[str, str, str], *arguments):
+        try:
+            if is_differentiated(*(a for a in arguments if isinstance(a, Tensor))):
+                argument, accepted, given = refused
+                fail(operation, f"{argument} must be {accepted} {_DIFFERENTIATED}, got {given}")
+            overload(*arguments)
+            # Autograd notices a backward that needs the values from before.
+            if not _is_compiling():
+                torch.autograd.graph.increment_version(written)
+        except _ERRORS as error:
+            _explain(operation, schema, arguments, error)
+
+    return call
