@@ -8,7 +8,7 @@ argument is.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -137,8 +137,8 @@ def coordinate_angles(coordinates: Tensor, frequencies: Tensor, pairs: int) -> T
 
 
 def _tables(
-    first: Optional[Tensor],
-    second: Optional[Tensor],
+    first: Any,
+    second: Any,
     is_coordinates: bool,
     heads: int,
     head_dim: int,
@@ -183,7 +183,7 @@ def _rotated(n: Tensor, cos: Tensor, sin: Tensor, layout: int) -> Tensor:
 def _norm_rope(
     x: Tensor,
     weight: Optional[Tensor],
-    rotation: tuple,
+    rotation: tuple[Any, Any, bool],
     head_dim: int,
     norm_scope: int,
     layout: int,
@@ -217,13 +217,14 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     rotation = first, second, is_coordinates
     return qk_norm_two_ropes(
-        q, k, q_weight, k_weight, *rotation, *rotation, heads, norm_scope, layout, eps
+        q, k, None, q_weight, k_weight, *rotation, *rotation, heads, norm_scope, layout, eps
     )
 
 
 def qk_norm_two_ropes(
     q: Tensor,
     k: Tensor,
+    v: None,
     q_weight: Optional[Tensor],
     k_weight: Optional[Tensor],
     first: Optional[Tensor],
@@ -324,7 +325,9 @@ def attention(
     needs_math = forward_ad._current_level >= 0 or (mask is not None and mask.requires_grad)
     with sdpa_kernel(SDPBackend.MATH) if needs_math else nullcontext():
         out = F.scaled_dot_product_attention(
-            *(tensor.transpose(1, 2) for tensor in (q, k, v)),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
             attn_mask=mask,
             scale=scale,
             enable_gqa=q.shape[2] != k.shape[2],

@@ -24,6 +24,7 @@ from torch import Tensor
 from . import formulas
 from ._ops import add_op_namespace_prefix, ops
 from .operators import (
+    MAX_INTEGER,
     choice,
     count,
     fail,
@@ -337,7 +338,7 @@ def group_norm(
 
     Source: Wu and He, 2018, https://arxiv.org/abs/1803.08494.
     """
-    if type(num_groups) is not int or num_groups < 1:
+    if type(num_groups) is not int or not 0 < num_groups <= MAX_INTEGER:
         num_groups = count("group_norm", "num_groups", num_groups)
     if type(eps) is not float:
         eps = number("group_norm", "eps", eps)
@@ -413,7 +414,7 @@ def _rotation(name: str, rope: Any, writes: bool) -> tuple:
 
 def _qk_norm_two_ropes_kernel(q, k, *arguments):
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
-    ops.qk_norm_rope_out.default(q, k, None, *arguments, q_out, k_out, None, False)
+    ops.qk_norm_rope_out.default(q, k, *arguments, q_out, k_out, None, False)
     return q_out, k_out
 
 
@@ -478,12 +479,16 @@ def qk_norm_rope(
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864; query-key norm: Henry et al., 2020,
     https://arxiv.org/abs/2010.04245, with an RMS norm.
     """
-    if type(heads) is not int or heads < 1:
+    if type(heads) is not int or not 0 < heads <= MAX_INTEGER:
         heads = count("qk_norm_rope", "heads", heads)
     if type(eps) is not float:
         eps = number("qk_norm_rope", "eps", eps)
-    norm_scope = choice("qk_norm_rope", "norm", norm, _NORM_SCOPES)
-    options = heads, norm_scope, choice("qk_norm_rope", "layout", layout, _LAYOUTS), eps
+    try:
+        options = heads, _NORM_SCOPES[norm], _LAYOUTS[layout], eps
+    except (KeyError, TypeError):
+        choice("qk_norm_rope", "norm", norm, _NORM_SCOPES)
+        choice("qk_norm_rope", "layout", layout, _LAYOUTS)
+        raise
     if inplace is False and k_rope is v is out is None:
         rotation = _rotation("rope", rope, False)
         return _qk_norm_rope(q, k, q_weight, k_weight, *rotation, *options)
@@ -496,15 +501,13 @@ def qk_norm_rope(
     if v is not None and out is None:
         fail("qk_norm_rope", "out must be given along with v, got None")
     if not writes:
-        return _qk_norm_two_ropes(q, k, *arguments)
+        return _qk_norm_two_ropes(q, k, v, *arguments)
     if out is None:
         outputs, refused = (q, k), ("inplace", "False", "True")
     else:
         outputs, refused = _outputs(inplace, v, out), ("out", "None", shown(out))
-    q_out, k_out, *v_out = outputs
-    _qk_norm_rope_out(
-        outputs, refused, q, k, v, *arguments, q_out, k_out, v_out[0] if v_out else None, inplace
-    )
+    q_out, k_out, v_out = (*outputs, None)[:3]
+    _qk_norm_rope_out(outputs, refused, q, k, v, *arguments, q_out, k_out, v_out, inplace)
     return outputs
 
 
@@ -783,7 +786,7 @@ def attention(
     """
     if scale is not None:
         scale = scale_number("attention", "scale", scale)
-    if heads is not None and (type(heads) is not int or heads < 1):
+    if heads is not None and (type(heads) is not int or not 0 < heads <= MAX_INTEGER):
         heads = count("attention", "heads", heads, "an integer or None")
     if out is None:
         return _attention(q, k, v, scale, key_bias, key_lengths, heads)

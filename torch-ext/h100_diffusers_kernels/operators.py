@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 import re
-from typing import Any, Callable, NoReturn, Optional
+from typing import Any, Callable, NamedTuple, NoReturn, Optional
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,6 @@ _NO_MEMORY = re.compile(r"(\w+): no memory for (\d+) elements of (\d) bytes on (
 _DIFFERENTIATED = (
     "where an input requires grad, carries a tangent or is in a transform of torch.func"
 )
-_ACCEPTED = {
-    "Tensor": "a tensor",
-    "float": "a number",
-    "int": "an integer",
-    "bool": "True or False",
-}
-
 _are_transforms_active = torch._C._are_functorch_transforms_active
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -90,8 +83,8 @@ def count(operation: str, name: str, value: Any, accepted: str = "an integer") -
     return value
 
 
-def choice(operation: str, name: str, value: Any, choices: dict[str, int]) -> int:
-    """The operator's number for one of several strings."""
+def choice(operation: str, name: str, value: Any, choices: dict[str, Any]) -> Any:
+    """The operator's value for one of several strings."""
     if not isinstance(value, str):
         refuse_type(operation, name, "a string", value)
     if value not in choices:
@@ -118,19 +111,36 @@ def _check_layout(operation: str, name: str, tensor: Tensor) -> None:
     fail(operation, f"{name} must be a strided tensor, got {given}")
 
 
-def _explain(operation: str, schema: Any, arguments: tuple, error: Exception) -> NoReturn:
+class _TensorParameter(NamedTuple):
+    position: int
+    name: str
+    accepted: str
+    is_written: bool
+
+
+def _tensor_parameters(overload: Any) -> list[_TensorParameter]:
+    accepted = {"Tensor": "a tensor", "Optional[Tensor]": "a tensor or None"}
+    return [
+        _TensorParameter(i, a.name, accepted[str(a.type)], a.alias_info is not None)
+        for i, a in enumerate(overload._schema.arguments)
+        if str(a.type) in accepted
+    ]
+
+
+def _check_types(operation: str, parameters: list[_TensorParameter], arguments: tuple) -> None:
+    for position, name, accepted, _ in parameters:
+        value = arguments[position]
+        if not isinstance(value, Tensor) and (value is not None or accepted == "a tensor"):
+            refuse_type(operation, name, accepted, value)
+
+
+def _explain(
+    operation: str, parameters: list[_TensorParameter], arguments: tuple, error: Exception
+) -> NoReturn:
     """Raises a sentence for the error of a call, or the error itself. Called while it is handled."""
-    for argument, value in zip(schema.arguments, arguments):
-        kind = str(argument.type).replace("Optional[", "").rstrip("]?")
-        is_optional = kind != str(argument.type)
-        if (
-            kind == "Tensor"
-            and not isinstance(value, Tensor)
-            and not (is_optional and value is None)
-        ):
-            accepted = _ACCEPTED[kind] + (" or None" if is_optional else "")
-            refuse_type(operation, argument.name, accepted, value)
-    tensors = [(a.name, v) for a, v in zip(schema.arguments, arguments) if isinstance(v, Tensor)]
+    _check_types(operation, parameters, arguments)
+    tensors = [(name, arguments[position]) for position, name, *_ in parameters]
+    tensors = [(name, tensor) for name, tensor in tensors if tensor is not None]
     for name, tensor in tensors:
         _check_layout(operation, name, tensor)
     no_memory = _NO_MEMORY.match(str(error))
@@ -211,12 +221,14 @@ def _requires_grad(arguments: tuple) -> bool:
     return False
 
 
-def is_differentiated(*tensors: Optional[Tensor]) -> bool:
-    """Whether a derivative of any of the tensors may be taken: in grad mode one requires grad, or
-    forward-mode or a transform of ``torch.func`` is active."""
-    if forward_ad._current_level >= 0 or _are_transforms_active():
-        return True
-    return _is_grad_enabled() and _requires_grad(tensors)
+def is_differentiated(*arguments: Any) -> bool:
+    """Whether a derivative of any tensor among the arguments may be taken: in grad mode one requires grad,
+    or forward-mode or a transform of ``torch.func`` is active."""
+    return (
+        forward_ad._current_level >= 0
+        or _are_transforms_active()
+        or (_is_grad_enabled() and _requires_grad(arguments))
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -232,10 +244,10 @@ def kernel_call(
     forward-mode derivatives and in transforms of ``torch.func``, the formula computes.
 
     Args:
-        forward: calls another operator with the arguments instead; ``name`` then only names arguments.
+        forward: computes instead by an operator ``name`` that writes; called without the written arguments.
     """
     overload = getattr(ops, name).default
-    schema = overload._schema
+    parameters = [p for p in _tensor_parameters(overload) if forward is None or not p.is_written]
     kernel = forward or overload
     # The overload's own __call__ is a Python frame around this, which Dynamo cannot trace.
     untraced = forward or overload._op
@@ -248,6 +260,7 @@ def kernel_call(
     def call(*arguments):
         try:
             if _is_compiling():
+                _check_types(operation, parameters, arguments)
                 if _is_grad_enabled() and _requires_grad(arguments):
                     return differentiable(*arguments)
                 return kernel(*arguments)
@@ -259,7 +272,7 @@ def kernel_call(
                 return _Differentiable.apply(kernel, formula, *arguments)
             return untraced(*arguments)
         except _ERRORS as error:
-            _explain(operation, schema, arguments, error)
+            _explain(operation, parameters, arguments, error)
 
     return call
 
@@ -271,18 +284,20 @@ def writing_call(operation: str, name: str) -> Callable:
     be, and what it is.
     """
     overload = getattr(ops, name).default
-    schema = overload._schema
+    parameters = _tensor_parameters(overload)
 
     def call(written: tuple, refused: tuple[str, str, str], *arguments):
         try:
-            if is_differentiated(*(a for a in arguments if isinstance(a, Tensor))):
+            if is_differentiated(*arguments):
                 argument, accepted, given = refused
                 fail(operation, f"{argument} must be {accepted} {_DIFFERENTIATED}, got {given}")
+            if _is_compiling():
+                _check_types(operation, parameters, arguments)
             overload(*arguments)
             # Autograd notices a backward that needs the values from before.
             if not _is_compiling():
                 torch.autograd.graph.increment_version(written)
         except _ERRORS as error:
-            _explain(operation, schema, arguments, error)
+            _explain(operation, parameters, arguments, error)
 
     return call
