@@ -1,8 +1,8 @@
 """Training with the kernels, beside eager training.
 
-LTX-Video's blocks in bfloat16, without checkpointing: the time of a forward and of a forward with backward, the
-peak memory that they add, and gradients against those of the float32 model. LoRA training of LTX-Video and
-FLUX.1 with few blocks: the loss of each step. Eager runs with other data and in float32 show the noise.
+LTX-Video's blocks in bfloat16, without checkpointing: the time of a forward and of a forward with backward,
+the peak memory that they add, and gradients against those of the float32 model. LoRA training of LTX-Video
+and FLUX.1 with few blocks: the loss of each step. Eager runs with other data and in float32 show the noise.
 
 Writes to benchmarks/results/training:
 
