@@ -16,6 +16,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ._ops import ops
+from .operators import is_differentiated
+
 NO_NORM, ACROSS_HEADS, PER_HEAD = range(3)
 INTERLEAVED, HALF = range(2)
 
@@ -180,26 +183,48 @@ def _rotated(n: Tensor, cos: Tensor, sin: Tensor, layout: int) -> Tensor:
     return torch.stack([a, b], -1).flatten(3) if layout == INTERLEAVED else torch.cat([a, b], 3)
 
 
-def _norm_rope(
-    x: Tensor,
-    weight: Optional[Tensor],
-    rotation: tuple[Any, Any, bool],
-    head_dim: int,
-    norm_scope: int,
-    layout: int,
-    eps: float,
+class _RotatedByKernel(torch.autograd.Function):
+    """Query and key (B, S, H, d), rotated by the kernel. A rotation is linear: its gradient is the transposed
+    rotation, again by the kernel."""
+
+    @staticmethod
+    def forward(ctx, q, k, first, second, is_coordinates, layout):
+        ctx.save_for_backward(first, second)
+        ctx.options = is_coordinates, layout
+        options = is_coordinates, q.shape[2], NO_NORM, layout, 0.0
+        return ops.qk_norm_rope.default(q, k, None, None, first, second, *options)
+
+    @staticmethod
+    def backward(ctx, q, k):
+        first, second = ctx.saved_tensors
+        is_coordinates, layout = ctx.options
+        head_dim = q.shape[3]
+        if second is None:
+            first = first.conj().resolve_conj()
+        elif is_coordinates or first.shape[-1] == head_dim // 2:
+            second = -second
+        else:  # the elements of a pair have sines of their own, which change places
+            shape = (-1, 2) if layout == INTERLEAVED else (-1, 2, head_dim // 2)
+            pairs = second.unflatten(-1, shape)
+            second = -pairs.flip(-1 if layout == INTERLEAVED else -2).reshape(second.shape)
+        inputs = q.contiguous(), k.contiguous(), first, second, is_coordinates, layout
+        return (*_RotatedByKernel.apply(*inputs), None, None, None, None)
+
+
+def _by_head(
+    x: Tensor, weight: Optional[Tensor], head_dim: int, norm_scope: int, eps: float
 ) -> Tensor:
-    n, weight = _promoted(x.reshape(x.shape[0], x.shape[1], -1), weight)
-    heads = n.shape[2] // head_dim if head_dim else 0
+    """``x`` as (B, S, H, d), normalized."""
+    x = x.reshape(x.shape[0], x.shape[1], -1)
     if norm_scope == ACROSS_HEADS:
-        n = _normalized(n, False, weight, None, eps)
-    n = n.unflatten(2, (heads, head_dim))
-    if norm_scope == PER_HEAD:
-        n = _normalized(n, False, weight, None, eps)
-    tables = _tables(*rotation, heads, head_dim)
-    if tables is not None:
-        n = _rotated(n, *tables, layout)
-    return n.reshape(x.shape).to(x.dtype)
+        x = _normalized(x, False, weight, None, eps)
+    x = x.unflatten(2, (x.shape[2] // head_dim if head_dim else 0, head_dim))
+    return _normalized(x, False, weight, None, eps) if norm_scope == PER_HEAD else x
+
+
+def _rotated_by(n: Tensor, rotation: tuple[Any, Any, bool], layout: int) -> Tensor:
+    tables = _tables(*rotation, n.shape[2], n.shape[3])
+    return n if tables is None else _rotated(n, *tables, layout)
 
 
 def qk_norm_rope(
@@ -238,16 +263,23 @@ def qk_norm_two_ropes(
     layout: int,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    how = q.shape[2:].numel() // heads, norm_scope, layout, eps
-    return (
-        _norm_rope(q, q_weight, (first, second, is_coordinates), *how),
-        _norm_rope(k, k_weight, (k_first, k_second, k_is_coordinates), *how),
-    )
+    dtype, shapes = q.dtype, (q.shape, k.shape)
+    head_dim = q.shape[2:].numel() // heads
+    q, k, q_weight, k_weight = _promoted(q, k, q_weight, k_weight)
+    q = _by_head(q, q_weight, head_dim, norm_scope, eps)
+    k = _by_head(k, k_weight, head_dim, norm_scope, eps)
+    rotation, k_rotation = (first, second, is_coordinates), (k_first, k_second, k_is_coordinates)
+    if first is not None and first is k_first and not is_differentiated(first, second):
+        q, k = _RotatedByKernel.apply(q, k, *rotation, layout)
+    else:
+        q, k = _rotated_by(q, rotation, layout), _rotated_by(k, k_rotation, layout)
+    return q.reshape(shapes[0]).to(dtype), k.reshape(shapes[1]).to(dtype)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Optional[Tensor], layout: int) -> Tensor:
     head_dim = x.shape[3] if x.dim() == 4 else cos.shape[-1] * (2 if sin is None else 1)
-    return _norm_rope(x, None, (cos, sin, False), head_dim, NO_NORM, layout, 0.0)
+    n = _by_head(x, None, head_dim, NO_NORM, 0.0)
+    return _rotated_by(n, (cos, sin, False), layout).reshape(x.shape).to(x.dtype)
 
 
 def rope_3d(x: Tensor, *tables_and_layout) -> Tensor:

@@ -177,41 +177,43 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, kernel: Callable, formula: Callable, *arguments):
         ctx.formula = formula
-        ctx.is_tensor = [isinstance(argument, Tensor) for argument in arguments]
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        ctx.save_for_backward(*tensors)
-        ctx.others = [None if is_tensor else a for is_tensor, a in zip(ctx.is_tensor, arguments)]
+        ctx.arguments = [None if isinstance(a, Tensor) else a for a in arguments]
+        ctx.positions = [i for i, a in enumerate(arguments) if isinstance(a, Tensor)]
+        ctx.save_for_backward(*[arguments[i] for i in ctx.positions])
         ctx.set_materialize_grads(False)
         return kernel(*arguments)
 
     @staticmethod
     def backward(ctx, *gradients):
-        is_differentiated_again = torch.is_grad_enabled()
-        needed = ctx.needs_input_grad[2:]
-        saved = iter(ctx.saved_tensors)
-        arguments = [
-            next(saved) if is_tensor else a for is_tensor, a in zip(ctx.is_tensor, ctx.others)
-        ]
+        needed = [i for i in ctx.positions if ctx.needs_input_grad[2 + i]]
+        creates_graph = torch.is_grad_enabled()
+        arguments = list(ctx.arguments)
+        for i, tensor in zip(ctx.positions, ctx.saved_tensors):
+            arguments[i] = tensor
         with torch.enable_grad():
-            for i, argument in enumerate(arguments):
-                if needed[i]:
-                    arguments[i] = (
-                        argument.view_as(argument)
-                        if is_differentiated_again
-                        else argument.detach().requires_grad_()
-                    )
+            for i in needed:
+                tensor = arguments[i]
+                arguments[i] = (
+                    tensor.view_as(tensor) if creates_graph else tensor.detach().requires_grad_()
+                )
             results = ctx.formula(*arguments)
             results = results if isinstance(results, tuple) else (results,)
             given = [(r, g) for r, g in zip(results, gradients) if g is not None]
             inputs = torch.autograd.grad(
                 [result for result, _ in given],
-                [argument for argument, is_needed in zip(arguments, needed) if is_needed],
+                [arguments[i] for i in needed],
                 [gradient for _, gradient in given],
-                create_graph=is_differentiated_again,
+                create_graph=creates_graph,
                 allow_unused=True,
             )
-        of_inputs = iter(inputs)
-        return (None, None, *(next(of_inputs) if is_needed else None for is_needed in needed))
+        found = [None] * (2 + len(arguments))
+        for i, gradient in zip(needed, inputs):
+            found[2 + i] = gradient
+        return tuple(found)
+
+
+# torch.autograd.Function.apply only adds what transforms of torch.func need.
+_differentiable = super(torch.autograd.Function, _Differentiable).apply
 
 
 def _requires_grad(arguments: tuple) -> bool:
@@ -269,7 +271,7 @@ def kernel_call(
                     kernel(*arguments)  # its checks
                 return formula(*arguments)
             if _is_grad_enabled() and _requires_grad(arguments):
-                return _Differentiable.apply(kernel, formula, *arguments)
+                return _differentiable(untraced, formula, *arguments)
             return untraced(*arguments)
         except _ERRORS as error:
             _explain(operation, parameters, arguments, error)
