@@ -4,8 +4,7 @@ They hold nothing: weights and settings are the instance's, and so are its state
 What an operation cannot express (mixed dtypes, float64, autocast, a norm over several dimensions,
 strided last dimensions, sharded or quantized parameters, another device) the class's own code
 computes, and so it does for subclasses that have a forward of their own and were not named. Results
-are at least as accurate as that code's, which rounds more often. Where a gradient is asked for, the
-operations' differentiable expressions run.
+are at least as accurate as that code's, which rounds more often. In training the kernels compute the forward.
 
     >>> kernels.replace_kernel_forward_from_hub(diffusers.models.normalization.RMSNorm, "RMSNorm")
     >>> layer = kernels.LayerRepository(
