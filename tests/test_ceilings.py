@@ -53,8 +53,8 @@ def test_measures_are_read(ceilings):
     ("lines", "message"),
     [
         ([], "memory printed no measure"),
-        ([json.dumps({**MEASURE, "program": "cache"})], "what is no measure"),
-        ([json.dumps({"program": "memory", "name": "copy"})], "what is no measure"),
+        ([json.dumps({**MEASURE, "program": "cache"})], "an invalid measure"),
+        ([json.dumps({"program": "memory", "name": "copy"})], "an invalid measure"),
     ],
 )
 def test_output_that_is_no_measure(ceilings, lines, message):

@@ -3,7 +3,7 @@
 Fails where registers spill to memory, where the compiler makes matrix products wait for each other
 (as it does, with a note only, when their registers are touched meanwhile), and where a kernel does
 not read and write global memory 16 bytes at a time. Kernels for data that is not aligned to 16 bytes
-say so: `Access::kScalar` is among their template arguments.
+have `scalar`, `ScalarLoader` or `Access::kScalar` in their names.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from tabulate import tabulate
 
 from builder.toolchain import PIP_CUDA_BINUTILS, ToolchainError, cuda_tool
 
+# c++filt prints Access::kScalar as (Access)1.
 SCALAR_ACCESS = re.compile(
-    r"Access\)1\b|\bAccess::kScalar\b"
-)  # as c++filt prints it, or as written
+    r"\bscalar_\w+_kernel\b|\bScalarLoader\b|Access\)1\b|\bAccess::kScalar\b"
+)
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 ENCODING = re.compile(r"/\* (0x[0-9a-f]{16}) \*/\s*$")  # half of an instruction
 

@@ -340,6 +340,7 @@ void RowLaunch::advance(size_t dim, int64_t steps) {
 #ifdef CUDA_KERNEL
 DeviceStream::DeviceStream(const Tensor& tensor) : guard_(tensor.device().index), stream_{} {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.device().index, &stream_.handle));
+  stream_.device = tensor.device().index;
 }
 #else
 DeviceStream::DeviceStream(const Tensor&) : stream_{} {

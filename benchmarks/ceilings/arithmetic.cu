@@ -1,5 +1,5 @@
-// Rate of arithmetic outside the tensor cores: fused multiply-add and exp2, in results a clock of one
-// multiprocessor and in results a second of all. A packed instruction has two results.
+// Throughput of arithmetic outside the tensor cores: fused multiply-add and exp2, in results per clock of one
+// multiprocessor and in results per second of all. A packed instruction has two results.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -11,15 +11,15 @@ namespace ceilings {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kChains = 8;  // independent, a thread
+constexpr int kChains = 8;  // independent chains of a thread
 constexpr int kStepsPerIteration = 8;
 constexpr int kIterations = 1024;
 constexpr int kRepetitions = 7;
-// More than half of what a multiprocessor has, so that it holds one block.
+// More than half of a multiprocessor's shared memory, so that it holds one block.
 constexpr int kSharedBytes = 120 * 1024;
 
-// An operation: packed values in 32 bits, one step on the device, and on the host the result of a step for
-// one value. Steps are chained: x = step(x).
+// An operation on 32 bits of packed values: one step on the device, and its result for one value on the host.
+// Steps are chained: x = step(x).
 struct FloatFma {
   static constexpr const char* kName = "FP32 FMA";
   static constexpr int kResults = 1, kTheory = 128;
@@ -77,8 +77,8 @@ struct BFloat162 {
   }
 };
 
-// Packed FMAs have two pipes, HFMA2 and HFMA2.MMA, which ptxas takes in turn. They square x: of a constant
-// factor with equal halves it would name one half (.H0_H0), as only HFMA2 can, and use one pipe.
+// Packed FMAs have two pipes, HFMA2 and HFMA2.MMA, which ptxas alternates. They square x: for a constant
+// factor with equal halves ptxas would select one half (.H0_H0), which only HFMA2 can, and use one pipe.
 struct HalfFma : Half2 {
   static constexpr const char* kName = "half2 FMA";
   static constexpr int kTheory = 256;
@@ -103,7 +103,7 @@ struct BFloat16Fma : BFloat162 {
   static double host_step(double x) { return __bfloat162float(__double2bfloat16(x * x - 0.5)); }
 };
 
-// The negation keeps the chain finite: it goes to the x that is 2^-x.
+// The negation keeps the chain finite: it converges to x = 2^-x.
 constexpr int kSpecialTheory = 16;
 constexpr const char* kSpecialFormula = "16 special functions";
 
@@ -161,9 +161,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (threadIdx.x == 0) cycles[blockIdx.x] = clock_cycles() - begin;
-  uint32_t* mine = out + int64_t{blockIdx.x} * kChains * kThreads;
+  uint32_t* block_out = out + int64_t{blockIdx.x} * kChains * kThreads;
 #pragma unroll
-  for (int i = 0; i < kChains; ++i) mine[i * kThreads + threadIdx.x] = x[i];
+  for (int i = 0; i < kChains; ++i) block_out[i * kThreads + threadIdx.x] = x[i];
 }
 
 template <class Operation>
@@ -193,7 +193,7 @@ void measure(const Device& device, const Report& report) {
     kernel<<<blocks, kThreads, kSharedBytes>>>(start.data(), iterations, out.data(), cycles.data());
     LAUNCH_CHECK();
   };
-  launch(1);  // few steps, before the chains meet
+  launch(1);  // few steps, before the chains converge
   verify<Operation>(values, out.to_host(), kStepsPerIteration);
 
   const double seconds = median_seconds(kRepetitions, [] {}, [&] { launch(kIterations); });

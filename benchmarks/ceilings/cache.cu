@@ -1,5 +1,5 @@
-// Caches and shared memory: rates of 16-byte reads from L2, L1 and shared memory, and the time of one load
-// that depends on the one before, for these and for device memory.
+// Caches and shared memory: bandwidth of 16-byte reads from L2, L1 and shared memory, and the latency of
+// dependent loads from these and from device memory.
 #include <numeric>
 #include <random>
 
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   __syncthreads();
   if (threadIdx.x == 0) cycles[blockIdx.x] = clock_cycles() - begin;
-  if (is_wanted(verify, sum)) atomicXor(checksum, sum);
+  if (needs_checksum(verify, sum)) atomicXor(checksum, sum);
 }
 
 constexpr int kSharedSteps = 4;  // kThreads words of 16 bytes each: 64 KiB
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kSharedSteps; ++i) {
       uint4 v;
-      // Volatile to ptxas too, which would read once and keep the words for all rounds.
+      // Volatile for ptxas too, which would otherwise read once and keep the words for all rounds.
       asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                    : "r"(address + i * kThreads * 16));
@@ -77,14 +77,14 @@ __device__ __forceinline__ uint64_t next_of(uint64_t address) {
   return next;
 }
 
-// One thread follows addresses: `warm` of them first, then `hops` in the time that is taken.
+// One thread follows a chain of addresses: `warm` untimed hops, then `hops` timed ones.
 template <Cache kCache>
 __global__ void chase_kernel(uint64_t address, int warm, int hops, ChaseResult* result) {
   for (int i = 0; i < warm; ++i) address = next_of<kCache>(address);
   const long long begin_ns = nanoseconds(), begin = clock_cycles();
 #pragma unroll 16
   for (int i = 0; i < hops; ++i) address = next_of<kCache>(address);
-  // The clock is read once the last address is known.
+  // Depends on the last address, so that the clock is read after its load.
   if (address == 0) return;
   const long long end = clock_cycles(), end_ns = nanoseconds();
   *result = {end - begin, end_ns - begin_ns, address};
@@ -114,7 +114,7 @@ __global__ void link_kernel(unsigned char* base, const uint32_t* order, int coun
       reinterpret_cast<uint64_t>(base + int64_t{order[next]} * kLineBytes);
 }
 
-// `count` of the numbers below `range`, in random order.
+// Returns `count` random distinct numbers below `range`.
 std::vector<uint32_t> random_order(int64_t range, int count) {
   std::mt19937 generator(1);
   std::vector<uint32_t> numbers(range);
@@ -181,7 +181,7 @@ class Measurement {
     const double seconds = median_seconds(
         kRepetitions, [] {},
         [&] {
-          // Twice what it uses, so that a multiprocessor holds one block.
+          // Twice the memory that it uses, so that a multiprocessor holds one block.
           shared_kernel<<<blocks, kThreads, 2 * kBytes>>>(kRounds, checksums.data(), cycles.data());
           LAUNCH_CHECK();
         });
@@ -201,7 +201,8 @@ class Measurement {
                 {128, "128 B a clock a multiprocessor"});
   }
 
-  // Lines of a region in random order. Warm: all have been visited before. Cold: L2 has been flushed.
+  // Latency of the lines of a region in random order. is_warm: all have been visited before; otherwise L2 is
+  // flushed.
   template <Cache kCache>
   void latency(const char* name, int64_t bytes, bool is_warm) {
     const int64_t lines = bytes / kLineBytes;
@@ -229,7 +230,7 @@ class Measurement {
   }
 
  private:
-  // `chase` must end where it began.
+  // `chase` must end where it started.
   template <class Chase>
   void report_latency(const char* name, int hops, uint64_t start, const Chase& chase) {
     Buffer<ChaseResult> result(1);

@@ -1,5 +1,5 @@
-// What the programs that measure the hardware share: error checks, the device's own figures, timing and
-// output. They need the CUDA runtime and nothing else.
+// Shared by the programs that measure hardware limits: error checks, device properties, timing and output.
+// They need only the CUDA runtime.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -31,16 +31,16 @@ namespace ceilings {
       ::ceilings::fail("%s:%d: %s: %s", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
   } while (false)
 
-// For after a launch, which returns nothing.
+// Checks the launch before it.
 #define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr int64_t kGiB = int64_t{1} << 30;
 
-// What the runtime says of the device that is current.
+// Properties of the current device.
 struct Device {
   int multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
-  double clock_hz = attribute(cudaDevAttrClockRate) * 1e3;  // the highest
+  double clock_hz = attribute(cudaDevAttrClockRate) * 1e3;  // maximum
   double memory_clock_hz = attribute(cudaDevAttrMemoryClockRate) * 1e3;
   int memory_bus_bits = attribute(cudaDevAttrGlobalMemoryBusWidth);
   int l2_bytes = attribute(cudaDevAttrL2CacheSize);
@@ -106,8 +106,8 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-// Median time of `body` by events; `prepare` comes before each call, outside of the time. The first call of
-// both is not counted.
+// Median time of `body`, measured with events. `prepare` runs before each call and is not timed. The first
+// call is a warm-up.
 template <class Prepare, class Body>
 double median_seconds(int repetitions, const Prepare& prepare, const Body& body,
                       cudaStream_t stream = nullptr) {
@@ -136,10 +136,10 @@ __device__ __forceinline__ long long nanoseconds() {
   return time;
 }
 
-// How a global load passes L1: through it, or past it to L2.
+// Whether a global load is cached in L1 or bypasses it.
 enum class Cache { kL1, kL2 };
 
-// Volatile, so that loads keep their order and are not merged.
+// Volatile, so that loads are not reordered or merged.
 template <Cache kCache>
 __device__ __forceinline__ uint4 load_16_bytes(const uint4* address) {
   uint4 v;
@@ -159,17 +159,19 @@ __device__ __forceinline__ uint32_t folded(uint32_t v) { return v; }
 __device__ __forceinline__ uint32_t folded(uint2 v) { return v.x ^ v.y; }
 __device__ __forceinline__ uint32_t folded(uint4 v) { return v.x ^ v.y ^ v.z ^ v.w; }
 
-// Asked before a checksum is added up. The compiler drops loads whose values nobody uses; the answer takes
-// the sum, also where nobody wants it.
-__device__ __forceinline__ bool is_wanted(bool verify, uint32_t sum) { return verify || sum == 0x9e3779b9u; }
+// Returns `verify`, and practically never anything else, but depends on the sum, so that the compiler does
+// not remove the loads.
+__device__ __forceinline__ bool needs_checksum(bool verify, uint32_t sum) {
+  return verify || sum == 0x9e3779b9u;
+}
 
 static __global__ void flush_kernel(uint4* words) {
   uint4* word = words + blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
-  if (const uint32_t sum = folded(load_16_bytes<Cache::kL2>(word)); is_wanted(false, sum)) word->x = sum;
+  if (const uint32_t sum = folded(load_16_bytes<Cache::kL2>(word)); needs_checksum(false, sum)) word->x = sum;
 }
 
-// Fills L2 with lines that nobody asks for. They are read, not written: lines that were written would have to
-// go to memory in the time of what is measured next.
+// Fills L2 with unrelated lines. They are read, not written: dirty lines would be written back during the
+// next measurement.
 class L2Flush {
  public:
   explicit L2Flush(const Device& device) : words_(kBytes / int64_t{sizeof(uint4)}) {
@@ -187,7 +189,7 @@ class L2Flush {
   Buffer<uint4> words_;
 };
 
-// A limit, and how it follows from the device's figures. Without a formula there is none to compare with.
+// A limit and its formula in terms of device properties. An empty formula means that there is no limit.
 struct Theory {
   double value = 0;
   std::string formula;
@@ -198,7 +200,7 @@ inline Theory dram_theory(const Device& device) {
           "2 x memory clock x bus width / 8"};
 }
 
-// Prints each measure on a line: as text, with --json as JSON.
+// Prints each measure on one line: as text, or as JSON with --json.
 class Report {
  public:
   Report(const char* program, int argc, char** argv) : program_(program) {
@@ -210,7 +212,7 @@ class Report {
 
   void add(const std::string& name, const char* unit, double measured, const Theory& theory = {}) const {
     const bool has_theory = !theory.formula.empty();
-    if (!(measured > 0)) fail("%s: measured %g %s, which cannot be", name.c_str(), measured, unit);
+    if (!(measured > 0)) fail("%s: measured %g %s, which is impossible", name.c_str(), measured, unit);
     if (json_) {
       std::printf("{\"program\": \"%s\", \"name\": \"%s\", \"unit\": \"%s\", \"measured\": %.6g, ", program_,
                   name.c_str(), unit, measured);

@@ -1,4 +1,4 @@
-// What a launch costs: empty kernels one after the other in a stream and in a graph, one between two events,
+// Cost of a launch: successive empty kernels in a stream and in a graph, one empty kernel between two events,
 // and chains of a small kernel with and without programmatic dependent launch.
 #include <chrono>
 
@@ -14,8 +14,8 @@ __global__ void empty_kernel() {}
 
 constexpr int kChainThreads = 256;
 
-// Adds 1 to each element: a link of a chain. The next kernel may start its blocks before this one has ended,
-// and waits for its results where it needs them.
+// One link of a chain: adds 1 to each element. With kIsDependent the next kernel may start before this one
+// ends, and waits for its results.
 template <bool kIsDependent>
 __global__ void __launch_bounds__(kChainThreads) increment_kernel(int* values) {
   if constexpr (kIsDependent) {
@@ -37,7 +37,7 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-// The launches of `body`, as one.
+// A graph of the launches of `body`.
 class Graph {
  public:
   template <class Body>
@@ -102,7 +102,7 @@ class Measurement {
     add("launch call on the host", host_seconds_per_launch(stream_) * 1e6);
   }
 
-  // The host is ahead: the device is busy while events and kernel are queued.
+  // The device is busy while events and kernel are queued, so that the host is ahead.
   void between_events(const Device& device) {
     const L2Flush flush(device);
     const auto busy = [&] { flush(); };
@@ -113,7 +113,7 @@ class Measurement {
                                                }) * 1e6);
   }
 
-  // `blocks` of 256 threads, each link after the one before.
+  // Chains of kernels with `blocks` blocks of 256 threads.
   void chains(const char* size, int blocks) {
     const std::string name = std::string("chain of ").append(size) + ", ";
     add(name + "stream", chain<false>(blocks, false));

@@ -1,6 +1,6 @@
-// Rate of global memory: reads, writes and copies by threads, 4 to 16 bytes at a time, and by the bulk copy
-// engine. The size is that of the buffer read or written; a copy reads one and writes one. L2 is cold and
-// clean at the start of each run. What a small run has written may still be in L2 at its end, as with any
+// Bandwidth of global memory: reads, writes and copies by threads, 4 to 16 bytes at a time, and by bulk
+// copies (TMA). The size is that of the buffer read or written; a copy reads one and writes one. L2 is cold
+// and clean at the start of each run. Writes of a small run may still be in L2 at its end, as with any
 // kernel.
 #include "common.cuh"
 
@@ -11,7 +11,7 @@ constexpr int kThreads = 256;
 constexpr int kRepetitions = 15;
 constexpr int64_t kSizes[] = {16 * kMiB, 32 * kMiB, 64 * kMiB, 128 * kMiB, 256 * kMiB, kGiB};
 
-// Word i of a buffer that was filled or written.
+// Expected word i of a buffer.
 __host__ __device__ constexpr uint32_t pattern(int64_t i) {
   return static_cast<uint32_t>(i) * 2654435761u + 12345u;
 }
@@ -31,7 +31,7 @@ __device__ __forceinline__ uint4 pattern_at(int64_t i) {
   return make_uint4(pattern(4 * i), pattern(4 * i + 1), pattern(4 * i + 2), pattern(4 * i + 3));
 }
 
-// Volatile, so that all loads of a thread come before what is done with their values.
+// Volatile, so that all loads of a thread are issued before their values are used.
 __device__ __forceinline__ void load(const uint32_t* address, uint32_t& v) {
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(address));
 }
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) read_kernel(const Word* in, bool ver
   uint32_t sum = 0;
 #pragma unroll
   for (int i = 0; i < kAccesses; ++i) sum ^= folded(words[i]);
-  if (is_wanted(verify, sum)) atomicXor(checksum, sum);
+  if (needs_checksum(verify, sum)) atomicXor(checksum, sum);
 }
 
 template <typename Word, int kAccesses>
@@ -73,13 +73,13 @@ __global__ void __launch_bounds__(kThreads) write_kernel(Word* out) {
   for (int i = 0; i < kAccesses; ++i) out[first + i * kThreads] = pattern_at<Word>(first + i * kThreads);
 }
 
-// The bulk copy engine. One warp a multiprocessor, of which one thread gives the orders, and a ring of
-// stages, enough for all loads that memory can have under way.
+// Bulk copies. Each multiprocessor has one warp, one thread of which issues the copies, and a ring of enough
+// stages for all loads that memory can have in flight.
 constexpr int kStages = 16;
 constexpr int kStageBytes = 8192;
 constexpr int kStageWords = kStageBytes / 4;
-// Stores that a stage may lag behind before it is loaded anew.
-constexpr int kStoresUnderWay = 6;
+// Stores that may be pending when a stage is loaded again.
+constexpr int kPendingStores = 6;
 
 struct Ring {
   alignas(128) uint32_t stages[kStages][kStageWords];
@@ -130,7 +130,7 @@ __device__ __forceinline__ void bulk_store(const Ring& ring, int stage, uint32_t
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until all but the last kPending stores have read their stage.
+// Waits until all but the newest kPending stores have read their stage.
 template <int kPending>
 __device__ __forceinline__ void wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
@@ -145,14 +145,14 @@ __global__ void __launch_bounds__(32, 1)
   extern __shared__ __align__(128) unsigned char shared[];
   Ring& ring = *reinterpret_cast<Ring*>(shared);
   init_barriers(ring);
-  const int64_t mine = (chunks - blockIdx.x + gridDim.x - 1) / gridDim.x;
+  const int64_t own_chunks = (chunks - blockIdx.x + gridDim.x - 1) / gridDim.x;
   const auto issue = [&](int64_t i) {
-    if (threadIdx.x == 0 && i < mine)
+    if (threadIdx.x == 0 && i < own_chunks)
       bulk_load(ring, i % kStages, in + (blockIdx.x + i * gridDim.x) * kStageWords);
   };
   for (int i = 0; i < kStages; ++i) issue(i);
   uint32_t sum = 0;
-  for (int64_t i = 0; i < mine; ++i) {
+  for (int64_t i = 0; i < own_chunks; ++i) {
     const int stage = i % kStages;
     wait_loaded(ring, stage, static_cast<int>(i / kStages));
     if (verify)
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(32, 1)
   if (verify) atomicXor(checksum, sum);
 }
 
-// Every chunk written is the same: words 0 to kStageWords of the pattern.
+// Writes words 0 to kStageWords of the pattern to every chunk.
 __global__ void __launch_bounds__(32, 1) bulk_write_kernel(uint32_t* out, int64_t chunks) {
   extern __shared__ __align__(128) unsigned char shared[];
   Ring& ring = *reinterpret_cast<Ring*>(shared);
@@ -185,16 +185,16 @@ __global__ void __launch_bounds__(32, 1) bulk_copy_kernel(const uint32_t* in, ui
   Ring& ring = *reinterpret_cast<Ring*>(shared);
   init_barriers(ring);
   if (threadIdx.x != 0) return;
-  const int64_t mine = (chunks - blockIdx.x + gridDim.x - 1) / gridDim.x;
+  const int64_t own_chunks = (chunks - blockIdx.x + gridDim.x - 1) / gridDim.x;
   const auto offset = [&](int64_t i) { return (blockIdx.x + i * gridDim.x) * kStageWords; };
-  for (int64_t i = 0; i < kStages && i < mine; ++i) bulk_load(ring, i, in + offset(i));
-  for (int64_t i = 0; i < mine; ++i) {
+  for (int64_t i = 0; i < kStages && i < own_chunks; ++i) bulk_load(ring, i, in + offset(i));
+  for (int64_t i = 0; i < own_chunks; ++i) {
     const int stage = i % kStages;
     wait_loaded(ring, stage, static_cast<int>(i / kStages));
     bulk_store(ring, stage, out + offset(i));
-    const int64_t next = i - kStoresUnderWay + kStages;
-    if (next >= kStages && next < mine) {
-      wait_stores_read<kStoresUnderWay>();
+    const int64_t next = i - kPendingStores + kStages;
+    if (next >= kStages && next < own_chunks) {
+      wait_stores_read<kPendingStores>();
       bulk_load(ring, next % kStages, in + offset(next));
     }
   }
@@ -206,7 +206,7 @@ __global__ void fill_kernel(uint32_t* out, int64_t words) {
     out[i] = pattern(i);
 }
 
-// Counts words that are not the pattern's, which repeats after `period` words.
+// Counts words that differ from the pattern, which repeats after `period` words.
 __global__ void mismatch_kernel(const uint32_t* words, int64_t count, int64_t period, uint32_t* mismatches) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += gridDim.x * blockDim.x)
     if (words[i] != pattern(i % period)) atomicAdd(mismatches, 1);
@@ -219,7 +219,8 @@ class Measurement {
     LAUNCH_CHECK();
   }
 
-  // `body(bytes)` moves `times` times as many bytes, and writes the pattern unless it only reads.
+  // Measures `body(bytes)`, which moves `times * bytes` bytes. If period > 0 it writes the pattern, which is
+  // verified.
   template <class Body>
   void rate(const char* name, int64_t bytes, int times, int64_t period, const Body& body) {
     if (period > 0) out_.fill(0);
@@ -235,7 +236,7 @@ class Measurement {
         std::string(" ").append(std::to_string(sizeof(Word))) + " B x " + std::to_string(kAccesses);
     const auto blocks = [](int64_t size) {
       constexpr int64_t kTile = kThreads * kAccesses * sizeof(Word);
-      if (size % kTile != 0) fail("%ld bytes are no multiple of %ld", size, kTile);
+      if (size % kTile != 0) fail("%ld bytes are not a multiple of %ld", size, kTile);
       return static_cast<unsigned>(size / kTile);
     };
     const Word* in = reinterpret_cast<const Word*>(in_.data());

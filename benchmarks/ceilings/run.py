@@ -1,6 +1,7 @@
-"""Compiles the programs that measure this GPU's own limits, checks their machine code, runs them.
+"""Compiles the programs that measure this GPU's limits, checks their machine code and runs them.
 
-Prints every measure beside what the device's figures promise. --compile-only needs no GPU.
+Prints every measure beside the limit that follows from the device's properties. --compile-only needs
+no GPU.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ FLAGS = (
 TIMEOUT_S = 120
 FIELDS = {"program", "name", "unit", "measured", "theoretical", "formula", "ratio"}
 
-# By program: part of a kernel's mangled name, and the instructions that it must hold. What is measured
-# is the instruction; a compiler that puts another in its place, or none, would go unseen.
+# By program: part of a kernel's mangled name, and the instructions that it must contain, which are what is
+# measured. Otherwise a compiler that replaces or removes them would go unnoticed.
 INSTRUCTIONS = {
     "memory": {
         "copy_kernelIjLi4": {"LDG.E": 4, "STG.E": 4},
@@ -88,7 +89,7 @@ def compile_program(nvcc: Nvcc, cxx: str, name: str, folder: Path) -> Path:
 
 
 def missing_instructions(name: str, kernels: dict[str, dict[str, int]]) -> list[str]:
-    """What the kernels of the program `name`, {mangled name: {opcode: count}}, lack."""
+    """Returns what the kernels of the program `name`, {mangled name: {opcode: count}}, lack."""
     missing = []
     for part, wanted in INSTRUCTIONS[name].items():
         matches = [opcodes for kernel, opcodes in kernels.items() if part in kernel]
@@ -103,13 +104,13 @@ def missing_instructions(name: str, kernels: dict[str, dict[str, int]]) -> list[
 
 
 def parse(name: str, lines: Iterable[str]) -> list[dict]:
-    """The measures that the program `name` printed with --json."""
+    """Returns the measures that the program `name` printed with --json."""
     measures = [json.loads(line) for line in lines if line.strip()]
     if not measures:
         raise click.ClickException(f"{name} printed no measure")
     for measure in measures:
         if set(measure) != FIELDS or measure["program"] != name:
-            raise click.ClickException(f"{name} printed what is no measure: {measure}")
+            raise click.ClickException(f"{name} printed an invalid measure: {measure}")
     return measures
 
 

@@ -1,6 +1,6 @@
-// Rate of the tensor cores: wgmma with both operands in shared memory, bfloat16 and FP8 (e4m3), accumulated
-// in float32. The operands are random; on zeros the tensor cores draw less power and so run faster. The first
-// launch, at the highest clock, and the last of many, at the power limit, are reported apart.
+// Throughput of the tensor cores: wgmma with both operands in shared memory, bfloat16 and FP8 (e4m3),
+// accumulated in float32. Operands are random, because zeros need less power and run faster. The first
+// launch, at the maximum clock, and the last of many, at the power limit, are reported separately.
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
@@ -14,15 +14,15 @@
 namespace ceilings {
 namespace {
 
-// A block holds kStages pairs of tiles, A of kRows and B of kColumns rows, each row 128 bytes of K. Shared
-// memory is swizzled as wgmma has it: of row r, 16-byte piece p is at p ^ (r % 8).
+// A block holds kStages pairs of tiles: kRows rows of A and kColumns rows of B, with 128 bytes of K each.
+// Shared memory has the 128-byte swizzle of wgmma: 16-byte piece p of row r is at p ^ (r % 8).
 constexpr int kWarpGroups = 2;
 constexpr int kRows = 64 * kWarpGroups, kColumns = 256;
 constexpr int kRowBytes = 128;
 constexpr int kStages = 4;
-constexpr int kInstructionBytes = 32;  // of K an instruction: 16 bfloat16 or 32 FP8
+constexpr int kInstructionBytes = 32;  // K of one instruction: 16 bfloat16 or 32 FP8
 constexpr int kThreads = 128 * kWarpGroups;
-constexpr int kAccumulators = 64 * kColumns / 128;  // a thread
+constexpr int kAccumulators = 64 * kColumns / 128;  // of a thread
 
 struct Stage {
   alignas(1024) unsigned char a[kRows * kRowBytes];
@@ -30,7 +30,7 @@ struct Stage {
 };
 constexpr int kSharedBytes = kStages * static_cast<int>(sizeof(Stage)) + 1024;
 
-// An operand whose K is contiguous, in groups of 8 rows of 128 bytes each, 128-byte swizzle.
+// Matrix descriptor of a tile with contiguous K: groups of 8 rows of 128 bytes, 128-byte swizzle.
 __device__ __forceinline__ uint64_t descriptor(const unsigned char* tile) {
   const uint64_t address = __cvta_generic_to_shared(tile);
   constexpr uint64_t kGroupBytes = 8 * kRowBytes, kSwizzle128 = 1;
@@ -84,12 +84,12 @@ struct Fp8 {
   }
 };
 
-// Takes the product of all stages `repetitions` times anew.
+// Computes the product of all stages `repetitions` times.
 template <class Type>
 __global__ void __launch_bounds__(kThreads, 1)
     product_kernel(const unsigned char* operands, int repetitions, float* out, long long* cycles) {
   extern __shared__ unsigned char unaligned[];
-  // Rounded by its address in shared memory: that is what the swizzle goes by.
+  // Aligned by its address in shared memory, on which the swizzle depends.
   const uint32_t offset = static_cast<uint32_t>(__cvta_generic_to_shared(unaligned));
   Stage* stages = reinterpret_cast<Stage*>(unaligned + ((offset + 1023) / 1024 * 1024 - offset));
   for (int stage = 0; stage < kStages; ++stage) {
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         Type::multiply(d, a + k / 16, b + k / 16, stage + k > 0);
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    // The products of this repetition are under way while the next ones are ordered.
+    // The products of this repetition are pending while the next ones are issued.
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// Keeps the clock up at little power.
+// Keeps the clock high at low power.
 __global__ void spin_kernel(long long duration_ns) {
   const long long end = nanoseconds() + duration_ns;
   while (nanoseconds() < end) {
@@ -206,7 +206,7 @@ class Product {
     const int repetitions =
         static_cast<int>(kTargetSeconds * theory.value * 1e12 / (flops(1) * device_.multiprocessors));
     CUDA_CHECK(cudaDeviceSynchronize());
-    std::this_thread::sleep_for(std::chrono::milliseconds(500));  // power and heat go down
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));  // power and temperature decrease
 
     std::vector<Event> events(kLaunches + 1);
     spin_kernel<<<1, 1>>>(200'000'000);
@@ -237,7 +237,7 @@ class Product {
   static constexpr int kStageDepth = kRowBytes / static_cast<int>(sizeof(Element));
   static constexpr int kDepth = kStages * kStageDepth;
 
-  // Of A's and then B's rows.
+  // row: of A, followed by the rows of B
   double element(int row, int k) const {
     const int stage = k / kStageDepth;
     return static_cast<float>(elements_[(stage * (kRows + kColumns) + row) * kStageDepth + k % kStageDepth]);

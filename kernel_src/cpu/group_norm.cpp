@@ -266,7 +266,7 @@ class GroupNormKernel {
 
 }  // namespace
 
-int64_t group_norm_workspace_bytes(const GroupNormParams&) { return 0; }
+int64_t group_norm_workspace_bytes(const GroupNormParams&, Stream) { return 0; }
 
 void group_norm(const GroupNormParams& params, Stream stream) {
   dispatch_dtype(params.dtype, [&]<typename T>(std::type_identity<T>) {

@@ -1,10 +1,10 @@
-// This is attention: which kernel takes which tensors.
+// attention: choice of the kernel.
 //
 // Names are FlashAttention's: S = Q K^T (scores), P = exp(S - m) (probabilities), O = P V (accumulators), m
 // (reference) and l (row sums). A tile is 64 queries of a warp group by 128 keys.
 //
-// This is the way of a block of the kernel for many keys (attention_stream.cuh) along the tiles j of keys,
-// with 64 columns. The letters are arrows from one side to the other, each a barrier:
+// Timeline of a block of the kernel for many keys (attention_stream.cuh) over the key tiles j, with 64
+// columns. Each letter is a barrier between loading and computing warps:
 //
 //   loading thread   Q K0   V0  K1  V1  K2  V2  K3  V3       K4                V4  K5 ...
 //                    a b    c   b   c                        ^d                ^e
@@ -12,28 +12,29 @@
 //   warp group 1        | S0 = Q K0 ------| P0 = softmax(S0) | O += P0 V0, S1 = Q K1 ---| P1 | O += ...
 //   warp group 2           | S0 = Q K0 ---------| P0 = softmax(S0) | O += P0 V0, S1 = Q K1 ---| P1 | ...
 //
-//   a  query_ring.full   The queries have been copied, and which tile they are is in shared memory.
-//   b  key_ring.full     The keys have been copied, and biases stored by the warp that loads them.
-//   c  value_ring.full   The values have been copied.
-//   d  key_ring.empty    Each computing warp arrives when its S is there; all its lanes, if they read biases.
-//   e  value_ring.empty  Each computing warp arrives when the products of P V are there: with the next S.
-//   f  query_ring.empty  Each computing warp arrives when the last S of the tile is there. With two stages
-//                        the queries of the tile after the next one come, with one those of the next.
-//   g  end_of_pass       Each computing warp arrives after the last tile of the lazy softmax, and the loader
-//                        reads off its list which tiles are to be computed again.
+//   a  query_ring.full   The queries have been copied, and the number of their tile is in shared memory.
+//   b  key_ring.full     The keys have been copied, and the biases have been stored by the warp that loads
+//   them. c  value_ring.full   The values have been copied. d  key_ring.empty    Each computing warp arrives
+//   when its S is complete (all lanes if they read biases). e  value_ring.empty  Each computing warp arrives
+//   when the next S is complete, and with it P V. f  query_ring.empty  Each computing warp arrives when the
+//   last S of the tile is complete. The queries of the
+//                        next tile but one are then loaded if there are two stages, of the next tile if there
+//                        is one.
+//   g  end_of_pass       Each computing warp arrives after the last tile of the lazy softmax. The loader then
+//   reads
+//                        the tiles to recompute from its list.
 //
-// Named barriers are for one warp group alone, when it has cleared rows of V. Between issuing products and
-// using them a group waits for itself (wait_for_products). While one group multiplies the others are at their
-// exponentials; they find these turns by themselves (NOTES, "To 1.10 of FA3 at
-// 2×2688: claimed tiles"). With 128 columns there are two
-// groups, two stages of keys and one of queries, and the lazy softmax issues the next S before O += P V, so
-// that the products of values go on during the next exponentials, and are waited for behind them. Few keys
-// stay in shared memory while the queries stream by (attention_resident.cuh), with the same rings.
+// Named barriers synchronize one warp group, after it has cleared rows of V. Each group waits for its own
+// products between issuing and using them (wgmma_wait_group). While one group multiplies, the others compute
+// exponentials; this alternation arises without synchronization (NOTES, "To 1.10 of FA3 at 2×2688: claimed
+// tiles"). With 128 columns there are two groups, two stages of keys and one of queries, and the lazy softmax
+// issues the next S before O += P V, so that P V overlaps the next exponentials. Few keys stay in shared
+// memory while queries stream through (attention_resident.cuh), with the same rings.
 //
-// The softmax is lazy (attention_lazy_softmax.cuh) for bfloat16 without biases where there are many queries
-// and keys: values are converted to float16 by a kernel of its own, blocks claim tiles one by one, and tiles
-// whose float16 results cannot be trusted are computed again, with the online softmax that takes everything
-// else (attention_softmax.cuh).
+// The softmax is lazy (attention_lazy_softmax.cuh) for bfloat16 without biases if there are many queries and
+// keys: a separate kernel converts the values to float16, blocks claim tiles one by one, and tiles with
+// inaccurate float16 results are recomputed with the online softmax (attention_softmax.cuh), which all other
+// cases use.
 #include <type_traits>
 
 #include "attention_output.cuh"
@@ -45,28 +46,19 @@ namespace {
 
 constexpr const char* kOperation = "attention";
 
-int count_multiprocessors() {
-  int device = 0, count = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  throw_on_error(kOperation, error);
-  return count;
-}
-
 bool is_mappable(const AttentionParams& args) {
   return is_mappable(q_of(args)) && is_mappable(k_of(args)) && is_mappable(v_of(args));
 }
 
-// Tells whether it pays to convert the values to float16 first, which it does where they are read for many
-// queries.
+// Returns whether to convert the values to float16 first, which pays off if many queries read them.
 bool has_half_values(const AttentionParams& args) {
-  constexpr int64_t kMinQueries = 1024, kMaxBatch = 65535;  // A grid has no more in its third dimension.
+  constexpr int64_t kMinQueries = 1024, kMaxBatch = 65535;  // limit of a grid's third dimension
   return args.dtype == DType::kBFloat16 && args.key_bias == nullptr &&
          args.key_length > kMaxResidentKeyTiles * kTileKeys && args.query_length >= kMinQueries &&
          args.batch <= kMaxBatch && is_mappable(args);
 }
 
-// The workspace is for float16 values, and behind them for an output that the copy engine does not take.
+// The workspace holds float16 values, followed by an output that TMA cannot write.
 int64_t half_value_bytes(const AttentionParams& args) {
   return has_half_values(args) ? Workspace(args).bytes() : 0;
 }
@@ -85,7 +77,7 @@ bool is_contiguous(const HeadsTensor& tensor) {
          is_stride(tensor.heads, tensor.strides[2], tensor.head_dim);
 }
 
-// Without keys every output is 0.
+// Without keys the output is 0.
 void clear_output(const AttentionParams& args, Stream stream) {
   if (!is_contiguous(out_of(args))) return write_output(kOperation, args, nullptr, stream);
   const auto bytes = static_cast<size_t>(element_count(args) * bytes_of(args.dtype));
@@ -115,14 +107,14 @@ template <typename T, int kHeadDim>
 void launch(AttentionKernelParams& params, Stream stream) {
   using Tile = AttentionTile<T, kHeadDim>;
   const AttentionParams& args = params.args;
-  const int multiprocessors = count_multiprocessors();
+  const int multiprocessors = multiprocessor_count(kOperation, stream.device);
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     if (has_half_values(args))
       return launch_stream_attention<Tile, KeyBias::kNone, Rescaling::kLazy, TensorLoader<Tile>>(
           kOperation, params, multiprocessors, stream);
   }
   if (!is_mappable(args))
-    launch_stream_attention<Tile, KeyBias::kAdded, Rescaling::kOnline, ElementLoader<Tile, Access::kScalar>>(
+    launch_stream_attention<Tile, KeyBias::kAdded, Rescaling::kOnline, ScalarLoader<Tile>>(
         kOperation, params, multiprocessors, stream);
   else if (args.key_bias != nullptr)
     launch_mapped<T, kHeadDim, KeyBias::kAdded>(params, multiprocessors, stream);

@@ -1,19 +1,19 @@
-// A warp's outputs go to its 16 rows in memory by way of shared memory and the copy engine.
+// Stores the outputs of a warp, 16 rows, through shared memory and TMA.
 #pragma once
 
 #include "attention_softmax.cuh"
 
 namespace h100_diffusers_kernels {
 
-constexpr int kStoreRows = kWarpGroupRows / kWarpGroupWarps;  // A warp stores so many.
+constexpr int kStoreRows = kWarpGroupRows / kWarpGroupWarps;  // rows of a warp
 
-// `tile` has 64 rows, this warp group's own; box_bytes lead from one box of it to the next; `place` is the
-// tile's.
+// tile: shared memory for the warp group's 64 rows, with boxes that are box_bytes apart
+// position: the position of the tile
 template <class Tile>
 __device__ __forceinline__ void store_rows(const WarpRole& role, const MappedTensor& out, uint32_t tile,
-                                           uint32_t box_bytes, const QueryTile& place,
+                                           uint32_t box_bytes, const QueryTile& position,
                                            const Outputs<Tile>& outputs) {
-  if (role.is_elected()) wait_for_store_reads();
+  if (role.is_elected()) tma_wait_group_read();
   __syncwarp();
   const int row = role.fragment_row();
 #pragma unroll
@@ -23,17 +23,18 @@ __device__ __forceinline__ void store_rows(const WarpRole& role, const MappedTen
     for (int i = 0; i < 4; ++i)
       fragment[i] = pack_pair<typename Tile::T>(outputs[8 * step + 2 * i], outputs[8 * step + 2 * i + 1]);
     constexpr int kSteps = kBoxColumns / 16;
-    store_fragment(tile + step / kSteps * box_bytes + swizzled_piece(row, step % kSteps * 2 + role.lane / 16),
-                   fragment);
+    stmatrix(tile + step / kSteps * box_bytes + swizzled_piece(row, step % kSteps * 2 + role.lane / 16),
+             fragment);
   }
-  fence_shared_stores();
+  fence_proxy_async();
   __syncwarp();
   if (role.is_elected()) {
 #pragma unroll
     for (int box = 0; box < Tile::kBoxes; ++box)
-      tensor_store(out.map, tile + box * box_bytes + Tile::box_bytes(role.warp * kStoreRows),
-                   out.box(box * kBoxColumns, place.head, place.row + role.warp * kStoreRows, place.batch));
-    commit_stores();
+      tma_store(
+          out.map, tile + box * box_bytes + Tile::box_bytes(role.warp * kStoreRows),
+          out.box(box * kBoxColumns, position.head, position.row + role.warp * kStoreRows, position.batch));
+    tma_commit_group();
   }
 }
 

@@ -1,16 +1,16 @@
-// This is the softmax of attention without maxima (NOTES, "Peaked scores: rescaling where float16 would
-// overflow"). Probabilities are float16, which has eight times the precision of bfloat16, so that the largest
-// of a row need not be a power of 2, and m need not follow the maximum.
+// Softmax of attention without row maxima (NOTES, "Peaked scores: rescaling where float16 would overflow").
+// Probabilities are float16, which has eight times the precision of bfloat16, so the largest one of a row
+// need not be a power of 2, and m need not follow the maximum.
 //
-// m comes from a row's first tile of keys, by which the largest probability is 2^reference_exponent. Scores
-// that come later may exceed those of the first tile by 16 - reference_exponent powers of 2, 9 to 12 nats of
-// thousands of keys: of most rows none does. Whether one does is told by the sums of the probabilities, which
-// are taken in float32 anyway, and which no score below m + 127 overflows: where a thread's sum of a tile is
-// beyond float16, its warp raises m of its 16 rows by powers of 2 to where l, with the tile, is
-// 2^reference_exponent again, and multiplies the tile's probabilities, l and O by what that leaves of them.
-// That happens one to four times on the way of 64 peaked rows along thousands of keys.
+// m is set by a row's first key tile so that its largest probability is 2^reference_exponent. Later scores
+// may exceed those of the first tile by 16 - reference_exponent powers of 2, 9 to 12 nats for thousands of
+// keys, which most rows never do. It is detected by the sums of the probabilities, which are computed in
+// float32 anyway and do not overflow for scores below m + 127: if a thread's sum of a tile exceeds float16,
+// its warp raises m of its 16 rows by powers of 2, so that l including the tile is 2^reference_exponent
+// again, and rescales the tile's probabilities, l and O. For 64 peaked rows and thousands of keys this
+// happens one to four times.
 //
-// Beyond 2^120 the row becomes NaN. Such tiles of queries are computed again by OnlineSoftmax.
+// Above 2^120 the row becomes NaN, and its query tile is recomputed with OnlineSoftmax.
 #pragma once
 
 #include <algorithm>
@@ -21,15 +21,15 @@
 
 namespace h100_diffusers_kernels {
 
-// The values, which are in float16, too, are multiplied by this (attention_values.cuh).
+// Factor of the float16 values (attention_values.cuh).
 constexpr float kHalfValueScale = 16;
 
-// Float16 has nothing between 0 and 2^-24, so that a probability is off by up to 2^-25. With `keys` of them,
-// all off in the same direction, a row whose probabilities have at least 2^exponent as their sum is off by
+// The smallest float16 above 0 is 2^-24, so a probability has an error of up to 2^-25. If the errors of all
+// `keys` probabilities have the same sign and the sum of a row is at least 2^exponent, its relative error is
 // 2^-12.5, a tenth of bfloat16's rounding of the output.
 inline int lazy_reference_exponent(int64_t keys) {
   constexpr double kHalfBits = 25, kRowBits = 12.5;
-  constexpr int kLargest = 8;  // That leaves as much to rise.
+  constexpr int kLargest = 8;  // leaves a factor of 2^8 before float16 overflows
   return std::min(static_cast<int>(std::ceil(std::log2(static_cast<double>(keys)) + kRowBits - kHalfBits)),
                   kLargest);
 }
@@ -46,15 +46,16 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
   __device__ __forceinline__ explicit LazySoftmax(const AttentionKernelParams& params)
       : Base(params.score_scale), exponent_(params.reference_exponent) {}
 
-  // Makes probabilities of the next tile's scores, and rescales O, of those before, if m rises.
-  __device__ __forceinline__ void take_tile(Scores<Tile>& scores, bool is_first,
-                                            Accumulators<Tile>& accumulators, Probabilities& probabilities) {
+  // Converts the scores of the next tile to probabilities, and rescales O if m rises.
+  __device__ __forceinline__ void process_tile(Scores<Tile>& scores, bool is_first,
+                                               Accumulators<Tile>& accumulators,
+                                               Probabilities& probabilities) {
     typename Base::PartialSums part;
     exponentiate_tile(scores, is_first, part);
-    // Rounding stands before the branch, so that it goes on between the exponentials.
+    // Rounding comes before the branch, so that it is interleaved with the exponentials.
     this->template round<Probability>(scores, probabilities);
     float sum[2];
-    Base::add_up(part, sum);
+    Base::reduce_partial_sums(part, sum);
     if (!are_within(sum)) {
       raise_reference(scores, sum, accumulators);
       this->template round<Probability>(scores, probabilities);
@@ -62,14 +63,15 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
     this->add_to_row_sums(sum);
   }
 
-  // The same in two steps, of which only the second touches O and the rounded probabilities.
-  __device__ __forceinline__ void begin_tile(Scores<Tile>& scores, bool is_first, float (&sum)[2]) {
+  // The same in two steps. Only the second accesses O and the rounded probabilities.
+  __device__ __forceinline__ void start_tile(Scores<Tile>& scores, bool is_first, float (&sum)[2]) {
     typename Base::PartialSums part;
     exponentiate_tile(scores, is_first, part);
-    Base::add_up(part, sum);
+    Base::reduce_partial_sums(part, sum);
   }
-  __device__ __forceinline__ void end_tile(Scores<Tile>& scores, float (&sum)[2],
-                                           Accumulators<Tile>& accumulators, Probabilities& probabilities) {
+  __device__ __forceinline__ void finish_tile(Scores<Tile>& scores, float (&sum)[2],
+                                              Accumulators<Tile>& accumulators,
+                                              Probabilities& probabilities) {
     if (!are_within(sum)) raise_reference(scores, sum, accumulators);
     this->template round<Probability>(scores, probabilities);
     this->add_to_row_sums(sum);
@@ -84,12 +86,12 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
     this->exponentiate(scores, part);
   }
 
-  // Tells whether float16 has the probabilities of all rows of the warp.
+  // Returns whether the probabilities of all rows of the warp are within float16.
   __device__ __forceinline__ static bool are_within(const float (&sum)[2]) {
     return __all_sync(~0u, sum[0] <= kLargestHalf && sum[1] <= kLargestHalf);  // NaN fails.
   }
 
-  // Raises m so that l of each row, with this tile's part, becomes 2^exponent_ to 2^(exponent_ + 1).
+  // Raises m so that l of each row, including this tile, is in [2^exponent_, 2^(exponent_ + 1)).
   __device__ __forceinline__ void raise_reference(Scores<Tile>& probabilities, float (&sum)[2],
                                                   Accumulators<Tile>& accumulators) {
     constexpr float kTooLarge = 0x1p120f;
@@ -108,7 +110,7 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
   }
 
   static constexpr int kMantissaBits = 23, kExponentBias = 127;
-  // x is a positive normal number, 0 or NaN.
+  // x: a positive normal number, 0 or NaN
   __device__ __forceinline__ static int exponent_of(float x) {
     return (__float_as_int(x) >> kMantissaBits) - kExponentBias;
   }

@@ -1,11 +1,11 @@
-// The end of the sequence, a sample's length, or a bias on each key keeps keys out of attention.
+// Masks of keys: the end of the sequence, the length of a sample, and a bias for each key.
 #pragma once
 
 #include "attention_tiles.cuh"
 
 namespace h100_diffusers_kernels {
 
-// The scores of keys from `count` on become -infinity, whatever they were.
+// Sets the scores of keys from `count` on to -infinity.
 template <int kScores>
 __device__ __forceinline__ void mask_scores(float (&scores)[kScores], int count, int lane) {
   const int own = count - lane % 4 * 2;
@@ -14,8 +14,8 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kScores], int count,
     if (i / 4 * 8 + i % 2 >= own) scores[i] = -INFINITY;
 }
 
-// Scores become score * scale + bias. The tile's biases are floats in shared memory, and powers of 2, as the
-// scores are then.
+// Sets scores to score * scale + bias. The biases of the tile are floats in shared memory. Like the resulting
+// scores they are logarithms to base 2.
 template <int kScores>
 __device__ __forceinline__ void add_bias(float (&scores)[kScores], float scale, uint32_t bias, int lane) {
 #pragma unroll
@@ -29,10 +29,10 @@ __device__ __forceinline__ void add_bias(float (&scores)[kScores], float scale, 
   }
 }
 
-// What is finite stays so, because where all scores are as low as can be their softmax is that of equals.
+// Finite biases stay finite, because the softmax of a row with equal lowest scores is uniform.
 constexpr float kLargestBias = 3.3e38f;
 
-// Writes the biases of a tile of keys. The caller is thread `thread` of `threads`.
+// Writes the biases of a key tile to shared memory, as thread `thread` of `threads`.
 template <typename T>
 __device__ __forceinline__ void store_bias(const AttentionParams& args, int batch, int key, uint32_t bias,
                                            int thread, int threads) {
@@ -50,8 +50,9 @@ __device__ __forceinline__ void store_bias(const AttentionParams& args, int batc
   }
 }
 
-// Values beyond a sample's length may be NaN, which a probability of 0 would not keep out, so the rows of a
-// tile from `count` on become 0. A whole warp group calls it; others may do the same at the same time.
+// Sets the rows of a value tile from `count` on to 0. Values beyond a sample's length may be NaN, which a
+// probability of 0 would not mask. All threads of a warp group call it; several groups may do so at the same
+// time.
 template <class Tile>
 __device__ __forceinline__ void clear_rows(const WarpRole& role, uint32_t tile, int count) {
   constexpr int kPieces = kBoxRowBytes / 16;
@@ -62,7 +63,7 @@ __device__ __forceinline__ void clear_rows(const WarpRole& role, uint32_t tile, 
       asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + static_cast<uint32_t>(piece * 16)),
                    "r"(0)
                    : "memory");
-  fence_shared_stores();
+  fence_proxy_async();
   role.sync_group();
 }
 

@@ -1,5 +1,5 @@
-// An output that the copy engine does not take, as one that is not aligned to 16 bytes, is computed in a
-// workspace and copied to its place element by element.
+// Outputs that TMA cannot write, such as those that are not aligned to 16 bytes, are computed in a workspace
+// and copied element by element.
 #pragma once
 
 #include "attention_tiles.cuh"
@@ -16,16 +16,14 @@ struct OutputKernelParams {
 };
 
 constexpr int kOutputThreads = 256;
-constexpr int kOutputRows = 8;  // A thread has one column of so many rows.
+constexpr int kOutputRows = 8;  // A thread copies one column of these rows.
 
-template <Access kAccess>
 __global__ void __launch_bounds__(kOutputThreads)
-    attention_output_kernel(const __grid_constant__ OutputKernelParams params) {
-  static_assert(kAccess == Access::kScalar);
+    scalar_attention_output_kernel(const __grid_constant__ OutputKernelParams params) {
   const int thread = static_cast<int>(threadIdx.x), step = kOutputThreads / params.head_dim;
   const int column = thread % params.head_dim;
   const int first = static_cast<int>(blockIdx.x) * step * kOutputRows + thread / params.head_dim;
-  wait_for_earlier_kernels();
+  griddepcontrol_wait();
 #pragma unroll
   for (int i = 0; i < kOutputRows; ++i) {
     const int row = first + i * step;
@@ -41,7 +39,7 @@ __global__ void __launch_bounds__(kOutputThreads)
   }
 }
 
-// `in` is a contiguous output, or null for zeros.
+// in: a contiguous output, or null for zeros.
 inline void write_output(const char* operation, const AttentionParams& args, const void* in, Stream stream) {
   OutputKernelParams params{static_cast<const uint16_t*>(in), args.out, {}, {}, 0, 0};
   params.heads.set(static_cast<uint32_t>(args.heads));
@@ -49,7 +47,7 @@ inline void write_output(const char* operation, const AttentionParams& args, con
   params.rows = static_cast<int>(args.batch * args.query_length * args.heads);
   params.head_dim = static_cast<int>(args.head_dim);
   const int64_t block_elements = kOutputThreads * kOutputRows;
-  launch_kernel(operation, attention_output_kernel<Access::kScalar>,
+  launch_kernel(operation, scalar_attention_output_kernel,
                 dim3(ceil_divide(int64_t{params.rows} * params.head_dim, block_elements)), kOutputThreads,
                 params, stream);
 }

@@ -1,7 +1,6 @@
-// Where there are few keys, as of the tokens of a text, all keys and values of a head stay in shared memory
-// while the queries of that head stream by, 64 at a time, each tile treated by one warp group. What takes
-// time is reading queries and writing the output (NOTES, "Few keys"). A block has consecutive tiles, so that
-// it meets few heads.
+// Attention to few keys, such as the tokens of a text. All keys and values of a head stay in shared memory
+// while its queries stream through in tiles of 64, one for each warp group. Time is spent on reading queries
+// and writing the output (NOTES, "Few keys"). A block has consecutive tiles, so that it loads few heads.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +14,7 @@ namespace h100_diffusers_kernels {
 
 constexpr int kMaxResidentKeyTiles = 2;
 
-// This is the shared memory of a block for heads with kKeyTiles tiles of keys.
+// Shared memory of a block, for heads with kKeyTiles key tiles.
 template <class Tile, int kKeyTiles>
 struct ResidentMemory {
   using HeadRing = Ring<Tile::kHeadDim == 64 ? 2 : 1>;
@@ -26,10 +25,9 @@ struct ResidentMemory {
   static constexpr uint32_t kOutBytes = Tile::kGroups * kQueryBytes;
   static constexpr uint32_t kHeadsBytes = HeadRing::kStages * (2 * kHeadBytes + kBiasBytes);
 
-  // Each warp group has the same stages all the time, as many as there is room for, so that nobody waits for
-  // a stage that another group has yet to read, which the parity of its barrier would not tell from a full
-  // one.
-  static constexpr uint32_t kBarriersBytes = 512;  // Barriers take no more.
+  // Each warp group always has the same stages, as many as fit. Otherwise a group could wait for a stage that
+  // another group has not read yet, and the parity of its barrier would make it look full.
+  static constexpr uint32_t kBarriersBytes = 512;  // upper bound
   static constexpr uint32_t kQueriesRoom =
       kMaxSharedBytes - kTileAlignment - kOutBytes - kHeadsBytes - Tile::kOnesBytes - kBarriersBytes;
   using QueryRing = Ring<std::min(kQueriesRoom / (Tile::kGroups * kQueryBytes), 4u) * Tile::kGroups>;
@@ -55,10 +53,10 @@ struct ResidentMemory {
   static_assert(QueryRing::kBytes + 2 * HeadRing::kBytes <= kBarriersBytes);
 };
 
-// A block has consecutive tiles, head by head; the first blocks have one more than the others. Which rows
-// a tile of a head has goes round the head, so that all blocks are at about the same token at a time, most of
-// them in another head: the heads of a token are neighbours in memory, and so its pages are read and written
-// while they are open (NOTES, "Few keys").
+// The tiles of a block: consecutive, head by head; the first blocks have one more. The rows of a head are
+// rotated by block, so that all blocks are at about the same token at a time, most of them in different
+// heads. The heads of a token are adjacent in memory, so its DRAM pages are read and written while they are
+// open (NOTES, "Few keys").
 class TileRange {
  public:
   __device__ __forceinline__ explicit TileRange(const AttentionKernelParams& params)
@@ -75,8 +73,8 @@ class TileRange {
   __device__ __forceinline__ int end_of_head() const { return min(end_, head_begin() + query_tiles_); }
   __device__ __forceinline__ void next_head() { tile_ = end_of_head(); }
 
-  // Returns the rows of a tile of this head, as a number of tiles: 0 is where the first block that begins in
-  // the head does so.
+  // Returns the first row of a tile of this head, in tiles. The first block that begins in the head starts at
+  // row 0.
   __device__ __forceinline__ int row_tile(int tile) const {
     const int end_of_longer = longer_blocks_ * (block_tiles_ + 1);
     const bool is_longer = head_begin() <= end_of_longer;
@@ -85,7 +83,7 @@ class TileRange {
     const int row_tile = (tile - block_begin) % query_tiles_;
     return row_tile < 0 ? row_tile + query_tiles_ : row_tile;
   }
-  // It is `tiles` further on in the same head.
+  // Advances by `tiles` in the same head.
   __device__ __forceinline__ int row_tile_after(int row_tile, int tiles) const {
     row_tile += tiles;
     return row_tile >= query_tiles_ ? row_tile - query_tiles_ : row_tile;
@@ -103,33 +101,33 @@ __device__ __forceinline__ void load_resident(const AttentionKernelParams& param
                                               const WarpRole& role, TileRange range) {
   using Memory = ResidentMemory<Tile, kKeyTiles>;
   const Loader loader(params, role);
-  RingPlace<typename Memory::HeadRing> head;
-  RingPlace<typename Memory::QueryRing> query;
+  RingState<typename Memory::HeadRing> head;
+  RingState<typename Memory::QueryRing> query;
 #pragma unroll 1
   for (; range.has_head(); range.next_head()) {
-    QueryTile place = params.place_of(range.tile(), kWarpGroupRows);
+    QueryTile position = params.tile_position(range.tile(), kWarpGroupRows);
     head.wait_empty(memory.key_ring);
 #pragma unroll
     for (int tile = 0; tile < kKeyTiles; ++tile) {
       const int key = tile * kTileKeys;
       loader.load_keys(memory.keys + head.stage * Memory::kHeadBytes + tile * Memory::kTileBytes,
                        memory.bias + head.stage * Memory::kBiasBytes + key * 4,
-                       memory.key_ring.full(head.stage), place, key);
+                       memory.key_ring.full(head.stage), position, key);
     }
     head.wait_empty(memory.value_ring);
 #pragma unroll
     for (int tile = 0; tile < kKeyTiles; ++tile)
       loader.load_values(memory.values + head.stage * Memory::kHeadBytes + tile * Memory::kTileBytes,
-                         memory.value_ring.full(head.stage), place, tile * kTileKeys);
+                         memory.value_ring.full(head.stage), position, tile * kTileKeys);
     head.advance();
     if constexpr (Loader::kArrivals > 0) {
       int row_tile = range.row_tile(range.tile());
 #pragma unroll 1
       for (int tile = range.tile(); tile < range.end_of_head(); ++tile) {
-        place.row = row_tile * kWarpGroupRows;
+        position.row = row_tile * kWarpGroupRows;
         query.wait_empty(memory.query_ring);
         loader.load_query(memory.queries + query.stage * Memory::kQueryBytes, kWarpGroupRows,
-                          memory.query_ring.full(query.stage), place);
+                          memory.query_ring.full(query.stage), position);
         query.advance();
         row_tile = range.row_tile_after(row_tile, 1);
       }
@@ -137,8 +135,8 @@ __device__ __forceinline__ void load_resident(const AttentionKernelParams& param
   }
 }
 
-// A warp group has every kGroups-th tile of the block. The scores of its next queries are computed while it
-// is at the end of a tile.
+// A warp group computes every kGroups-th tile of the block. The scores of its next tile are computed during
+// the end of a tile.
 template <class Tile, int kKeyTiles, KeyBias kBias>
 class ResidentCompute {
  public:
@@ -146,7 +144,7 @@ class ResidentCompute {
 
   __device__ __forceinline__ ResidentCompute(const AttentionKernelParams& params, const Memory& memory,
                                              const WarpRole& role)
-      : params_(params), memory_(memory), role_(role), query_(Operand::along_rows(memory.queries)) {
+      : params_(params), memory_(memory), role_(role), query_(MatrixDescriptor::along_rows(memory.queries)) {
     advance_query(role.group);
   }
 
@@ -154,53 +152,54 @@ class ResidentCompute {
     tile_ = range.tile() + role_.group;
     for (; range.has_head(); range.next_head()) {
       end_ = range.end_of_head();
-      QueryTile place = params_.place_of(range.tile(), kWarpGroupRows);
-      const int key_count = params_.key_count(place.batch);
+      QueryTile position = params_.tile_position(range.tile(), kWarpGroupRows);
+      const int key_count = params_.key_count(position.batch);
       int row_tile = range.row_tile(tile_);
       head_.wait_full(memory_.key_ring);
       issue_first_scores();
       head_.wait_full(memory_.value_ring);
 #pragma unroll 1
       while (tile_ < end_) {
-        place.row = row_tile * kWarpGroupRows;
+        position.row = row_tile * kWarpGroupRows;
         row_tile = range.row_tile_after(row_tile, Tile::kGroups);
         Outputs<Tile> outputs;
         compute_tile(key_count, outputs);
         store_rows<Tile>(role_, params_.out, memory_.out + role_.group * Memory::kQueryBytes, kBoxBytes,
-                         place, outputs);
+                         position, outputs);
       }
       if (kBias == KeyBias::kAdded || role_.is_elected()) memory_.key_ring.empty(head_.stage).arrive();
       if (role_.is_elected()) memory_.value_ring.empty(head_.stage).arrive();
       head_.advance();
     }
-    if (role_.is_elected()) wait_for_stores();
+    if (role_.is_elected()) tma_wait_group();
   }
 
  private:
   static constexpr int kBoxBytes = Tile::box_bytes(kWarpGroupRows);
 
-  // Issues those of the next tile, if there is one.
+  // Issues the first scores of the next tile. Returns false if there is none.
   __device__ __forceinline__ bool issue_first_scores() {
     if (tile_ >= end_) return false;
-    query_place_.wait_full(memory_.query_ring);
+    query_state_.wait_full(memory_.query_ring);
     issue_scores_for(0);
     return true;
   }
   __device__ __forceinline__ void issue_scores_for(int key) {
-    const Operand keys = Operand::along_rows(memory_.keys + head_.stage * Memory::kHeadBytes);
+    const MatrixDescriptor keys =
+        MatrixDescriptor::along_rows(memory_.keys + head_.stage * Memory::kHeadBytes);
     issue_scores<Tile>(query_, kBoxBytes, keys.plus(bytes_before(key)), scores_);
   }
   __device__ __forceinline__ static int bytes_before(int key) {
     return key / kTileKeys * static_cast<int>(Memory::kTileBytes);
   }
 
-  // Goes on from the first scores, which have been issued, and issues those of the next tile.
+  // Computes a tile whose first scores have been issued, and issues the first scores of the next tile.
   __device__ __forceinline__ void compute_tile(int key_count, Outputs<Tile>& outputs) {
     using Softmax = OnlineSoftmax<Tile, kBias>;
     const bool has_padding = key_count < params_.args.key_length;
     const uint32_t head_values = memory_.values + head_.stage * Memory::kHeadBytes;
     const uint32_t head_bias = memory_.bias + head_.stage * Memory::kBiasBytes;
-    // To tell the compiler is worth 3% with two tiles of keys; with 128 columns it then runs out of
+    // The compile-time end saves 3% with two key tiles. With 128 columns the compiler would run out of
     // registers.
     constexpr bool kKnowsEnd = Tile::kHeadDim == 64;
     Softmax softmax(params_);
@@ -210,16 +209,16 @@ class ResidentCompute {
 #pragma unroll 1
     for (;;) {
       const int count = key_count - key;
-      wait_for_products();
+      wgmma_wait_group();
       if constexpr (kBias == KeyBias::kAdded)
         add_bias(scores_, params_.score_scale, head_bias + key * 4, role_.lane);
-      if (count <= kTileKeys && role_.is_elected()) memory_.query_ring.empty(query_place_.stage).arrive();
+      if (count <= kTileKeys && role_.is_elected()) memory_.query_ring.empty(query_state_.stage).arrive();
       if (count < kTileKeys) {
         mask_scores(scores_, count, role_.lane);
         if (has_padding) clear_rows<Tile>(role_, head_values + bytes_before(key), count);
       }
-      softmax.take_tile(scores_, key == 0, accumulators, probabilities);
-      const Operand values = values_at<Tile>(head_values, memory_.ones);
+      softmax.process_tile(scores_, key == 0, accumulators, probabilities);
+      const MatrixDescriptor values = values_at<Tile>(head_values, memory_.ones);
       issue_outputs<Tile, Softmax>(probabilities, values_plus<Tile>(values, bytes_before(key)), key > 0,
                                    accumulators);
       key += kTileKeys;
@@ -229,23 +228,23 @@ class ResidentCompute {
     tile_ += Tile::kGroups;
     advance_query(Tile::kGroups);
     if (issue_first_scores())
-      wait_for_products<1>();
+      wgmma_wait_group<1>();
     else
-      wait_for_products();
+      wgmma_wait_group();
     softmax.normalize(accumulators, Softmax::kValueScale, outputs);
   }
 
   __device__ __forceinline__ void advance_query(int stages) {
-    query_ = query_.plus(query_place_.advance(stages) * static_cast<int>(Memory::kQueryBytes));
+    query_ = query_.plus(query_state_.advance(stages) * static_cast<int>(Memory::kQueryBytes));
   }
 
   const AttentionKernelParams& params_;
   const Memory& memory_;
   const WarpRole& role_;
-  int tile_, end_;  // The next tile is tile_, and the tiles of this head end at end_.
-  RingPlace<typename Memory::HeadRing> head_;
-  RingPlace<typename Memory::QueryRing> query_place_;
-  Operand query_;  // It is the one in query_place_.
+  int tile_, end_;  // next tile, end of the tiles of this head
+  RingState<typename Memory::HeadRing> head_;
+  RingState<typename Memory::QueryRing> query_state_;
+  MatrixDescriptor query_;  // the stage of query_state_
   Scores<Tile> scores_;
 };
 
@@ -264,19 +263,19 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     memory.value_ring.init(kKeyTiles, Tile::kComputeWarps);
   }
   fill_ones<Tile>(memory.ones);
-  fence_barrier_init();
+  fence_mbarrier_init();
   __syncthreads();
-  wait_for_earlier_kernels();
+  griddepcontrol_wait();
   TileRange range(params);
 
-  if (role.loads()) {
-    release_registers<Tile::kLoadRegisters>();
-    if (TensorLoader<Tile>::is_mine(role))
+  if (role.is_loader()) {
+    setmaxnreg_dec<Tile::kLoadRegisters>();
+    if (TensorLoader<Tile>::is_loader_thread(role))
       load_resident<Tile, kKeyTiles, TensorLoader<Tile>>(params, memory, role, range);
-    if (kHasBias && BiasLoader<Tile>::is_mine(role))
+    if (kHasBias && BiasLoader<Tile>::is_loader_thread(role))
       load_resident<Tile, kKeyTiles, BiasLoader<Tile>>(params, memory, role, range);
   } else {
-    take_registers<Tile::kComputeRegisters>();
+    setmaxnreg_inc<Tile::kComputeRegisters>();
     ResidentCompute<Tile, kKeyTiles, kBias>(params, memory, role).run(range);
   }
 }
@@ -286,9 +285,9 @@ void launch_resident_attention(const char* operation, AttentionKernelParams& par
                                Stream stream) {
   TensorLoader<Tile>::map(operation, params, kWarpGroupRows);
   params.set_tiles(kWarpGroupRows);
-  launch_kernel(operation, resident_attention_kernel<Tile, kKeyTiles, kBias>,
-                dim3(std::min(multiprocessors, params.tiles)), Tile::kThreads, params, stream,
-                ResidentMemory<Tile, kKeyTiles>::kBytes);
+  launch_kernel_with_shared_memory<resident_attention_kernel<Tile, kKeyTiles, kBias>>(
+      operation, dim3(std::min(multiprocessors, params.tiles)), Tile::kThreads, params, stream,
+      ResidentMemory<Tile, kKeyTiles>::kBytes);
 }
 
 }  // namespace h100_diffusers_kernels

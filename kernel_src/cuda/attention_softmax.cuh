@@ -1,16 +1,16 @@
-// The softmax of attention is taken tile by tile of keys (online softmax: Milakov and Gimelshein, 2018;
-// FlashAttention). With S = scale Q K^T in powers of 2,
+// Softmax of attention, one key tile at a time (online softmax: Milakov and Gimelshein, 2018;
+// FlashAttention). With S = scale Q K^T as logarithms to base 2,
 //
 //   P = 2^(S - m),  l += sum of a row of P,  O += P V,  and at the end out = O / l
 //
-// where m is what a row's probabilities are relative to: when it rises, l and O are rescaled. P is rounded to
-// 16 bits for the tensor cores. There are two ways to choose m:
+// where m is the reference of a row. When it rises, l and O are rescaled. P is rounded to 16 bits for the
+// tensor cores. There are two ways to choose m:
 //
-// OnlineSoftmax follows each row's maximum, so that its largest probability is a power of 2. The rounding of
-// any other would be most of the error of a row that depends on few keys. To find the maximum of a tile takes
-// a third of the time of its exponentials, which have to wait for it (NOTES, "What stands in whose way").
+// OnlineSoftmax uses the maximum of each row, so that its largest probability is a power of 2. Otherwise the
+// rounding of that probability would be most of the error of a row that depends on few keys. The maximum of a
+// tile takes a third of the time of its exponentials, which depend on it (NOTES, "What stands in whose way").
 //
-// LazySoftmax (attention_lazy_softmax.cuh) rescales only where float16 would not hold the probabilities.
+// LazySoftmax (attention_lazy_softmax.cuh) rescales only if float16 would overflow.
 #pragma once
 
 #include <cmath>
@@ -39,29 +39,29 @@ __device__ __forceinline__ float row_total(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// A thread has these parts of S, of P in pairs of 16 bits, of O with its column of row sums if there is one,
+// A thread's parts of S, of P (pairs of 16-bit values), of O (with its column of row sums if there is one)
 // and of the output.
 template <class Tile>
 using Scores = float[Tile::kScores];
-using Probabilities = uint32_t[kTileKeys / kProductDepth][4];
+using Probabilities = uint32_t[kTileKeys / kWgmmaDepth][4];
 template <class Tile>
 using Accumulators = float[Tile::kAccumulators];
 template <class Tile>
 using Outputs = float[Tile::kOutputs];
 
-// The values of a thread's two rows alternate in pairs.
+// Multiplies the values of a thread's two rows, which alternate in pairs.
 template <int kSize>
 __device__ __forceinline__ void scale_rows(float (&values)[kSize], const float (&factor)[2]) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) values[i] *= factor[i / 2 % 2];
 }
 
-// Both ways share this, by which a thread has two rows. Scores with a bias are powers of 2 already; without
-// one they are products of query and key, which the scale makes such.
+// Common part of both. A thread has two rows. Scores with a bias are already logarithms to base 2; without a
+// bias they are products of query and key, which the scale converts.
 template <class Tile, KeyBias kBias>
 class RowSoftmax {
  public:
-  // Divides O by the sums of the probabilities, times the scale of the values. A row without keys is 0.
+  // Divides O by the sums of the probabilities times the scale of the values. A row without keys is 0.
   __device__ __forceinline__ void normalize(const Accumulators<Tile>& accumulators, float value_scale,
                                             Outputs<Tile>& outputs) const {
     float inverse[2];
@@ -79,13 +79,13 @@ class RowSoftmax {
   }
 
  protected:
-  // It is below all that can be told from -infinity, which has the probability 0 then.
+  // A row maximum that makes the probability of -infinity 0.
   static constexpr float kLowestScore = -3.4e38f;
 
-  // The scale makes powers of 2 of the products.
+  // scale: converts products of query and key to logarithms to base 2
   __device__ __forceinline__ explicit RowSoftmax(float scale) : scale_(scale) {}
 
-  // Finds the maxima of this thread's scores, in powers of 2.
+  // Computes the maxima of this thread's scores, as logarithms to base 2.
   __device__ __forceinline__ void find_maxima(const Scores<Tile>& scores, float (&maximum)[2]) const {
     float part[2][2] = {{scores[0], scores[1]}, {scores[2], scores[3]}};
 #pragma unroll
@@ -97,13 +97,13 @@ class RowSoftmax {
       maximum[row] = maximum_of(part[row][0], part[row][1]) * (kBias == KeyBias::kAdded ? 1.0f : scale_);
   }
 
-  // By this m a row with this maximum has 2^exponent as its largest probability.
+  // Returns the m with which the largest probability of a row is 2^exponent.
   __device__ __forceinline__ static float reference_of(float maximum, float exponent) {
     const float reference = maximum_of(maximum, kLowestScore) - exponent;
     return reference == INFINITY ? NAN : reference;  // Infinity less infinity is NaN, too.
   }
 
-  // The scores of the first tile of keys set m.
+  // Sets m from the scores of the first key tile.
   __device__ __forceinline__ void set_reference(const Scores<Tile>& scores, float exponent) {
     float maximum[2];
     find_maxima(scores, maximum);
@@ -111,7 +111,7 @@ class RowSoftmax {
     for (int row = 0; row < 2; ++row) reference_[row] = reference_of(row_maximum(maximum[row]), exponent);
   }
 
-  // Scores become probabilities. Their sums are two chains of additions a row.
+  // Converts scores to probabilities. The sum of a row is two chains of additions.
   using PartialSums = float[2][2];
   __device__ __forceinline__ void exponentiate(Scores<Tile>& scores, PartialSums& part) const {
 #pragma unroll
@@ -122,7 +122,7 @@ class RowSoftmax {
       if constexpr (!Tile::kHasOnes) part[row][i % 2] = i < 4 ? scores[i] : part[row][i % 2] + scores[i];
     }
   }
-  __device__ __forceinline__ static void add_up(const PartialSums& part, float (&sum)[2]) {
+  __device__ __forceinline__ static void reduce_partial_sums(const PartialSums& part, float (&sum)[2]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) sum[row] = Tile::kHasOnes ? 0.0f : part[row][0] + part[row][1];
   }
@@ -140,8 +140,8 @@ class RowSoftmax {
   }
 
   float scale_;
-  float reference_[2];         // This is m.
-  float row_sum_[2] = {0, 0};  // This is the thread's part of l, where there is no column of ones.
+  float reference_[2];         // m
+  float row_sum_[2] = {0, 0};  // the thread's part of l, if there is no column of ones
 };
 
 template <class Tile, KeyBias kBias>
@@ -155,9 +155,10 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
   __device__ __forceinline__ explicit OnlineSoftmax(const AttentionKernelParams& params)
       : Base(params.score_scale) {}
 
-  // Makes probabilities of the scores of the next tile of keys, and rescales O, of those before, if m rises.
-  __device__ __forceinline__ void take_tile(Scores<Tile>& scores, bool is_first,
-                                            Accumulators<Tile>& accumulators, Probabilities& probabilities) {
+  // Converts the scores of the next key tile to probabilities, and rescales O if m rises.
+  __device__ __forceinline__ void process_tile(Scores<Tile>& scores, bool is_first,
+                                               Accumulators<Tile>& accumulators,
+                                               Probabilities& probabilities) {
     if (is_first)
       this->set_reference(scores, kExponent);
     else
@@ -165,7 +166,7 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
     typename Base::PartialSums part;
     float sum[2];
     this->exponentiate(scores, part);
-    Base::add_up(part, sum);
+    Base::reduce_partial_sums(part, sum);
     this->add_to_row_sums(sum);
     this->template round<Probability>(scores, probabilities);
   }
@@ -175,7 +176,7 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
                                                   Accumulators<Tile>& accumulators) {
     float maximum[2];
     this->find_maxima(scores, maximum);
-    const bool is_within =  // NaN is not.
+    const bool is_within =  // false for NaN
         maximum[0] <= this->reference_[0] + kExponent && maximum[1] <= this->reference_[1] + kExponent;
     if (__all_sync(~0u, is_within)) return;
     float factor[2];
@@ -190,7 +191,7 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
     scale_rows(accumulators, factor);
   }
 
-  // The largest probability is 2^kExponent, as large as the type has it.
+  // The largest probability is 2^kExponent, the largest power of 2 of float16.
   static constexpr float kExponent = std::is_same_v<Probability, __half> ? 15 : 0;
 };
 

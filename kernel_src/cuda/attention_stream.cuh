@@ -1,6 +1,6 @@
-// Tiles of any number of keys stream through rings of shared memory (attention_stream_load.cuh), and a block
-// computes tile after tile of queries. Blocks that run at the same time are at neighbouring tiles, most of
-// them of the same head, so that its keys and values come from L2.
+// Attention to any number of keys. Key tiles stream through rings in shared memory
+// (attention_stream_load.cuh), and a block computes one query tile after the other. Blocks that run at the
+// same time have adjacent tiles, most of them of the same head, so that keys and values are read from L2.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace h100_diffusers_kernels {
 
-// This is the side of the rings that computes.
+// The computing side of the key and value rings.
 template <class Tile, KeyBias kBias>
 class StreamedKeys {
  public:
@@ -24,14 +24,15 @@ class StreamedKeys {
   __device__ __forceinline__ StreamedKeys(const Memory& memory, const WarpRole& role)
       : memory_(memory),
         role_(role),
-        next_keys_(Operand::along_rows(memory.keys)),
-        next_values_(Operand::across_rows(memory.values, memory.values + Tile::box_bytes(kTileKeys))) {}
+        next_keys_(MatrixDescriptor::along_rows(memory.keys)),
+        next_values_(
+            MatrixDescriptor::across_rows(memory.values, memory.values + Tile::box_bytes(kTileKeys))) {}
 
   __device__ __forceinline__ void wait_keys() const {
-    if (!are_keys_there_) next_.wait_full(memory_.key_ring);
+    if (!keys_arrived_) next_.wait_full(memory_.key_ring);
   }
-  __device__ __forceinline__ Operand next_keys() const { return next_keys_; }
-  // It asks already whether the next copies have arrived, because the answer takes its time.
+  __device__ __forceinline__ MatrixDescriptor next_keys() const { return next_keys_; }
+  // Also tests whether the next copies have arrived, because the test has a latency.
   __device__ __forceinline__ void advance() {
     earlier_stage_ = current_.stage;
     current_ = next_;
@@ -40,8 +41,8 @@ class StreamedKeys {
     next_keys_ = next_keys_.plus(bytes);
     next_values_ = next_values_.plus(bytes);
     if constexpr (Memory::KeyRing::kStages > 2) {
-      are_values_there_ = current_.is_full(memory_.value_ring);
-      are_keys_there_ = next_.is_full(memory_.key_ring);
+      values_arrived_ = current_.is_full(memory_.value_ring);
+      keys_arrived_ = next_.is_full(memory_.key_ring);
     }
   }
   __device__ __forceinline__ uint32_t bias() const {
@@ -51,27 +52,27 @@ class StreamedKeys {
   __device__ __forceinline__ void release_keys() const {
     if (kBias == KeyBias::kAdded || role_.is_elected()) memory_.key_ring.empty(current_.stage).arrive();
   }
-  // The values of the tile before have been read, if there was one.
+  // The values of the previous tile have been read, if there was one.
   __device__ __forceinline__ void release_earlier_values(bool has_earlier) const {
     if (role_.is_elected() && has_earlier) memory_.value_ring.empty(earlier_stage_).arrive();
   }
   __device__ __forceinline__ void wait_values() const {
-    if (!are_values_there_) current_.wait_full(memory_.value_ring);
+    if (!values_arrived_) current_.wait_full(memory_.value_ring);
   }
-  __device__ __forceinline__ Operand values() const { return values_; }
+  __device__ __forceinline__ MatrixDescriptor values() const { return values_; }
   __device__ __forceinline__ void release_values() const {
     if (role_.is_elected()) memory_.value_ring.empty(current_.stage).arrive();
   }
 
  private:
-  using Place = RingPlace<typename Memory::KeyRing>;
+  using Place = RingState<typename Memory::KeyRing>;
 
   const Memory& memory_;
   const WarpRole& role_;
   Place next_, current_;
   int earlier_stage_ = 0;
-  Operand next_keys_, next_values_, values_{};
-  bool are_keys_there_ = false, are_values_there_ = false;
+  MatrixDescriptor next_keys_, next_values_, values_{};
+  bool keys_arrived_ = false, values_arrived_ = false;
 };
 
 template <class Tile, KeyBias kBias>
@@ -85,12 +86,12 @@ class StreamCompute {
         memory_(memory),
         role_(role),
         group_offset_(Tile::box_bytes(role.group * kWarpGroupRows)),
-        query_(Operand::along_rows(memory.query + group_offset_)),
+        query_(MatrixDescriptor::along_rows(memory.query + group_offset_)),
         keys_(memory, role) {}
 
   template <class Softmax>
   __device__ __forceinline__ void run() {
-    constexpr bool kHasRegistersAhead = Tile::kHeadDim == 128;
+    constexpr bool kIsPipelined = Tile::kHeadDim == 128;
     constexpr bool kIsLazy = std::is_same_v<Softmax, LazySoftmax<Tile>>;
     constexpr int kBoxBytes = Tile::box_bytes(Tile::kRows);
 #pragma unroll 1
@@ -98,28 +99,28 @@ class StreamCompute {
       const int tile = wait_for_tile();
       if (tile == Memory::kNoTile) break;
       Outputs<Tile> outputs;
-      if constexpr (kIsLazy && kHasRegistersAhead)
-        compute_tile_ahead<Softmax>(tile, outputs);
+      if constexpr (kIsLazy && kIsPipelined)
+        compute_tile_pipelined<Softmax>(tile, outputs);
       else
         compute_tile<Softmax>(tile, outputs);
       if constexpr (kIsLazy) {
         if (!has_accurate_rows<Tile>(outputs) && role_.is_elected()) memory_.tile_list.mark_inaccurate(index);
       }
-      QueryTile place = params_.place_of(tile, Tile::kRows);
-      place.row += role_.group * kWarpGroupRows;
-      store_rows<Tile>(role_, params_.out, memory_.out + group_offset_, kBoxBytes, place, outputs);
+      QueryTile position = params_.tile_position(tile, Tile::kRows);
+      position.row += role_.group * kWarpGroupRows;
+      store_rows<Tile>(role_, params_.out, memory_.out + group_offset_, kBoxBytes, position, outputs);
     }
     release_query();
     advance_query();
-    // What is stored anew comes after what was stored before.
-    if (role_.is_elected()) wait_for_stores();
+    // A recomputed tile must be stored after its first result.
+    if (role_.is_elected()) tma_wait_group();
   }
 
  private:
-  // There is at least one tile of keys, even if no key of it counts.
+  // There is at least one key tile, even if all its keys are masked.
   template <class Softmax>
   __device__ __forceinline__ void compute_tile(int tile, Outputs<Tile>& outputs) {
-    const int key_count = params_.key_count(params_.place_of(tile, Tile::kRows).batch);
+    const int key_count = params_.key_count(params_.tile_position(tile, Tile::kRows).batch);
     const bool has_padding = key_count < params_.args.key_length;
     int key = 0;
     Softmax softmax(params_);
@@ -132,12 +133,12 @@ class StreamCompute {
       const bool is_first = key == 0;
       const int count = key_count - key;
       issue_next_scores(scores);
-      wait_for_products();
+      wgmma_wait_group();
       if constexpr (kBias == KeyBias::kAdded) add_bias(scores, params_.score_scale, keys_.bias(), role_.lane);
       keys_.release_earlier_values(!is_first);
       keys_.release_keys();
       finish_scores(scores, count, has_padding);
-      softmax.take_tile(scores, is_first, accumulators, probabilities);
+      softmax.process_tile(scores, is_first, accumulators, probabilities);
       keys_.wait_values();
       issue_outputs<Tile, Softmax>(probabilities, keys_.values(), true, accumulators);
       key += kTileKeys;
@@ -145,12 +146,12 @@ class StreamCompute {
     finish_tile(softmax, accumulators, outputs);
   }
 
-  // Computes the same one step ahead: S = Q K^T of the next tile is issued before O += P V of this one, which
-  // goes on during the exponentials of the next. This takes registers for both, and pays where products take
-  // longer than exponentials (NOTES, "Peaked scores: rescaling where float16 would overflow").
+  // The same, pipelined: S = Q K^T of the next tile is issued before O += P V of this one, which overlaps the
+  // exponentials of the next. This needs registers for both, and pays off if products take longer than
+  // exponentials (NOTES, "Peaked scores: rescaling where float16 would overflow").
   template <class Softmax>
-  __device__ __forceinline__ void compute_tile_ahead(int tile, Outputs<Tile>& outputs) {
-    const int key_count = params_.key_count(params_.place_of(tile, Tile::kRows).batch);
+  __device__ __forceinline__ void compute_tile_pipelined(int tile, Outputs<Tile>& outputs) {
+    const int key_count = params_.key_count(params_.tile_position(tile, Tile::kRows).batch);
     const bool has_padding = key_count < params_.args.key_length;
     int key = 0;
     Softmax softmax(params_);
@@ -158,23 +159,23 @@ class StreamCompute {
     Accumulators<Tile> accumulators;
     clear(accumulators);
     issue_next_scores(scores);
-    wait_for_products();
+    wgmma_wait_group();
 #pragma unroll 1
     for (;;) {
       Probabilities probabilities;
       float sum[2];
       keys_.release_keys();
       finish_scores(scores, key_count - key, has_padding);
-      softmax.begin_tile(scores, key == 0, sum);
-      // The wait for the values keeps the wait for the products behind the exponentials.
-      compute_now(scores);
-      compute_now(sum);
+      softmax.start_tile(scores, key == 0, sum);
+      // Waiting for the values first keeps the wait for the products after the exponentials.
+      compiler_fence(scores);
+      compiler_fence(sum);
       keys_.wait_values();
-      wait_for_products();
-      compute_now(scores);
+      wgmma_wait_group();
+      compiler_fence(scores);
       keys_.release_earlier_values(key > 0);
-      softmax.end_tile(scores, sum, accumulators, probabilities);
-      const Operand values = keys_.values();
+      softmax.finish_tile(scores, sum, accumulators, probabilities);
+      const MatrixDescriptor values = keys_.values();
       key += kTileKeys;
       if (key >= key_count) {
         issue_outputs<Tile, Softmax>(probabilities, values, true, accumulators);
@@ -182,7 +183,7 @@ class StreamCompute {
       }
       issue_next_scores(scores);
       issue_outputs<Tile, Softmax>(probabilities, values, true, accumulators);
-      wait_for_products<1>();
+      wgmma_wait_group<1>();
     }
     finish_tile(softmax, accumulators, outputs);
   }
@@ -193,8 +194,8 @@ class StreamCompute {
     keys_.advance();
   }
 
-  // The scores of the next tile are there, of which `count` keys or all count; with the last tile the queries
-  // have been read.
+  // Masks the scores of a tile, of which the first `count` keys count. After the last tile releases the
+  // queries.
   __device__ __forceinline__ void finish_scores(Scores<Tile>& scores, int count, bool has_padding) const {
     if (count > kTileKeys) return;
     release_query();
@@ -209,7 +210,7 @@ class StreamCompute {
   template <class Softmax>
   __device__ __forceinline__ void finish_tile(const Softmax& softmax, const Accumulators<Tile>& accumulators,
                                               Outputs<Tile>& outputs) {
-    wait_for_products();
+    wgmma_wait_group();
     keys_.release_values();
     advance_query();
     softmax.normalize(accumulators, Softmax::kValueScale, outputs);
@@ -220,28 +221,28 @@ class StreamCompute {
     for (int i = 0; i < Tile::kAccumulators; ++i) accumulators[i] = 0;
   }
 
-  // Waits until the next queries are there, and returns which tile they are.
+  // Waits for the next queries and returns the number of their tile.
   __device__ __forceinline__ int wait_for_tile() const {
-    query_place_.wait_full(memory_.query_ring);
-    // The lane that says that queries have been read reads it. The maximum is the same in all lanes, which
-    // the compiler knows.
+    query_state_.wait_full(memory_.query_ring);
+    // Read by the lane that later releases the queries. The reduction makes the value uniform for the
+    // compiler.
     const int tile =
-        role_.is_elected() ? static_cast<int>(load_shared(memory_.tile_of(query_place_.stage))) : INT_MIN;
+        role_.is_elected() ? static_cast<int>(load_shared(memory_.tile_of(query_state_.stage))) : INT_MIN;
     return __reduce_max_sync(~0u, tile);
   }
   __device__ __forceinline__ void release_query() const {
-    if (role_.is_elected()) memory_.query_ring.empty(query_place_.stage).arrive();
+    if (role_.is_elected()) memory_.query_ring.empty(query_state_.stage).arrive();
   }
   __device__ __forceinline__ void advance_query() {
-    query_ = query_.plus(query_place_.advance() * static_cast<int>(Memory::kQueryBytes));
+    query_ = query_.plus(query_state_.advance() * static_cast<int>(Memory::kQueryBytes));
   }
 
   const AttentionKernelParams& params_;
   const Memory& memory_;
   const WarpRole& role_;
   uint32_t group_offset_;
-  Operand query_;  // The next tile has it in query_place_.
-  RingPlace<typename Memory::QueryRing> query_place_;
+  MatrixDescriptor query_;  // the stage of query_state_
+  RingState<typename Memory::QueryRing> query_state_;
   StreamedKeys<Tile, kBias> keys_;
 };
 
@@ -257,15 +258,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     memory.value_ring.init((Loaders::kArrivals + ...), Tile::kComputeWarps);
     memory.end_of_pass.init(Tile::kComputeWarps);
   }
-  fence_barrier_init();
+  fence_mbarrier_init();
   __syncthreads();
-  // With float16 values the kernel before this one is the conversion, which has waited for all that came
-  // earlier. Only its own result has to be waited for, and the loader does so before the first values.
-  if (kRescaling == Rescaling::kOnline) wait_for_earlier_kernels();
-  if (role.loads()) {
-    release_registers<Tile::kLoadRegisters>();
+  // With float16 values the previous kernel is the conversion, which has waited for all earlier kernels. The
+  // loader waits for its results before it loads the first values.
+  if (kRescaling == Rescaling::kOnline) griddepcontrol_wait();
+  if (role.is_loader()) {
+    setmaxnreg_dec<Tile::kLoadRegisters>();
     const auto load = [&]<class Loader>(std::type_identity<Loader>) {
-      if (!Loader::is_mine(role)) return;
+      if (!Loader::is_loader_thread(role)) return;
       StreamLoad<Tile, kBias, Loader> stream(params, memory, role);
       if constexpr (kRescaling == Rescaling::kLazy) {
         stream.template run<Pass::kClaimed>();
@@ -277,7 +278,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     };
     (load(std::type_identity<Loaders>{}), ...);
   } else {
-    take_registers<Tile::kComputeRegisters>();
+    setmaxnreg_inc<Tile::kComputeRegisters>();
     StreamCompute<Tile, kBias> stream(params, memory, role);
     if constexpr (kRescaling == Rescaling::kLazy) {
       stream.template run<LazySoftmax<Tile>>();
@@ -298,8 +299,8 @@ void launch_stream_attention(const char* operation, AttentionKernelParams& param
     params.reference_exponent = lazy_reference_exponent(params.args.key_length);
     blocks = std::max(blocks, static_cast<int>(ceil_divide(params.tiles, TileList::kCapacity)));
   }
-  launch_kernel(operation, stream_attention_kernel<Tile, kBias, kRescaling, Loaders...>, dim3(blocks),
-                Tile::kThreads, params, stream, StreamMemory<Tile, kBias>::kBytes);
+  launch_kernel_with_shared_memory<stream_attention_kernel<Tile, kBias, kRescaling, Loaders...>>(
+      operation, dim3(blocks), Tile::kThreads, params, stream, StreamMemory<Tile, kBias>::kBytes);
 }
 
 }  // namespace h100_diffusers_kernels

@@ -1,4 +1,4 @@
-// The shared memory of attention to many keys (attention_stream.cuh) is filled by these threads.
+// Shared memory of attention to many keys (attention_stream.cuh), and the threads that fill it.
 #pragma once
 
 #include "attention_loader.cuh"
@@ -7,11 +7,11 @@
 
 namespace h100_diffusers_kernels {
 
-// A block's shared memory is known by addresses.
+// Addresses in a block's shared memory.
 template <class Tile, KeyBias kBias>
 struct StreamMemory {
   using KeyRing = Ring<Tile::kHeadDim == 64 ? 4 : 2>;
-  // With two stages the next tile's queries are there when a warp group comes to it.
+  // With two stages the next tile's queries arrive before a warp group needs them.
   using QueryRing = Ring<Tile::kHeadDim == 64 ? 2 : 1>;
   static constexpr uint32_t kKeyBytes = Tile::bytes(kTileKeys), kQueryBytes = Tile::bytes(Tile::kRows);
   static constexpr uint32_t kBiasBytes = kBias == KeyBias::kAdded ? kTileKeys * 4 : 0;
@@ -20,7 +20,7 @@ struct StreamMemory {
   static constexpr int kNoTile = -1;
 
   uint32_t query, out, keys, values, bias;
-  uint32_t tiles;  // It says which tile the queries of a stage are, or kNoTile after the last of a pass.
+  uint32_t tiles;  // tile number of the queries of each stage, kNoTile after the last tile of a pass
   QueryRing query_ring;
   KeyRing key_ring, value_ring;
   Barrier end_of_pass;
@@ -49,7 +49,7 @@ struct StreamMemory {
                                      TileList::kBytes;
 };
 
-// This is the side of the rings that loads.
+// The loading side of the rings.
 template <class Tile, KeyBias kBias, class Loader>
 class StreamLoad {
  public:
@@ -63,63 +63,63 @@ class StreamLoad {
   __device__ __forceinline__ void run() {
     const auto load = [&](int tile) { load_tile<kPass>(tile); };
     if constexpr (kPass == Pass::kShare) {
-      for_each_own_tile(params_, load);
+      for_each_static_tile(params_, load);
     } else if constexpr (kPass == Pass::kClaimed) {
-      loader_.take_half_values(true);
+      loader_.use_half_values(true);
       memory_.tile_list.claim_each(params_, load);
     } else {
-      loader_.take_half_values(false);
+      loader_.use_half_values(false);
       memory_.tile_list.for_each_inaccurate(load);
     }
     if constexpr (Loader::kArrivals > 0) {
       begin_query(Memory::kNoTile);
-      memory_.query_ring.full(query_place_.stage).arrive();
-      query_place_.advance();
+      memory_.query_ring.full(query_state_.stage).arrive();
+      query_state_.advance();
     }
   }
 
  private:
   template <Pass kPass>
   __device__ __forceinline__ void load_tile(int tile) {
-    const QueryTile place = params_.place_of(tile, Tile::kRows);
-    const int key_count = params_.key_count(place.batch);
+    const QueryTile position = params_.tile_position(tile, Tile::kRows);
+    const int key_count = params_.key_count(position.batch);
     if constexpr (Loader::kArrivals > 0) {
       begin_query(tile);
-      loader_.load_query(memory_.query + query_place_.stage * Memory::kQueryBytes, Tile::kRows,
-                         memory_.query_ring.full(query_place_.stage), place);
-      query_place_.advance();
+      loader_.load_query(memory_.query + query_state_.stage * Memory::kQueryBytes, Tile::kRows,
+                         memory_.query_ring.full(query_state_.stage), position);
+      query_state_.advance();
     }
     int key = 0;
 #pragma unroll 1
     do {
-      const int stage = key_place_.stage;
-      key_place_.wait_empty(memory_.key_ring);
+      const int stage = key_state_.stage;
+      key_state_.wait_empty(memory_.key_ring);
       loader_.load_keys(memory_.keys + stage * Memory::kKeyBytes, memory_.bias + stage * Memory::kBiasBytes,
-                        memory_.key_ring.full(stage), place, key);
-      key_place_.wait_empty(memory_.value_ring);
+                        memory_.key_ring.full(stage), position, key);
+      key_state_.wait_empty(memory_.value_ring);
       if constexpr (kPass == Pass::kClaimed) wait_for_half_values();
-      loader_.load_values(memory_.values + stage * Memory::kKeyBytes, memory_.value_ring.full(stage), place,
-                          key);
-      key_place_.advance();
+      loader_.load_values(memory_.values + stage * Memory::kKeyBytes, memory_.value_ring.full(stage),
+                          position, key);
+      key_state_.advance();
       key += kTileKeys;
     } while (key < key_count);
   }
 
   __device__ __forceinline__ void wait_for_half_values() {
-    if (!has_half_values_) wait_for_earlier_kernels();
+    if (!has_half_values_) griddepcontrol_wait();
     has_half_values_ = true;
   }
 
   __device__ __forceinline__ void begin_query(int tile) const {
-    query_place_.wait_empty(memory_.query_ring);
-    if (loader_.is_first()) store_shared(memory_.tile_of(query_place_.stage), static_cast<uint32_t>(tile));
+    query_state_.wait_empty(memory_.query_ring);
+    if (loader_.is_first()) store_shared(memory_.tile_of(query_state_.stage), static_cast<uint32_t>(tile));
   }
 
   const AttentionKernelParams& params_;
   const Memory& memory_;
   Loader loader_;
-  RingPlace<typename Memory::QueryRing> query_place_;
-  RingPlace<typename Memory::KeyRing> key_place_;
+  RingState<typename Memory::QueryRing> query_state_;
+  RingState<typename Memory::KeyRing> key_state_;
   bool has_half_values_ = false;
 };
 

@@ -1,5 +1,5 @@
-// A tile of attention says how many queries and keys are treated at a time, who computes them, and where they
-// lie in shared memory.
+// Tiles of attention: numbers of queries and keys, the warps that compute them, and their layout in shared
+// memory.
 #pragma once
 
 #include "async_copy.cuh"
@@ -16,14 +16,14 @@ constexpr int kTileKeys = 128;
 constexpr float kLog2E = 1.44269504f;
 
 enum class KeyBias { kNone, kAdded };
-// The row sums of the probabilities are added up by the threads, or the tensor cores multiply them, with one
-// more column of the values, of ones, where the values have a box to themselves.
+// Row sums of the probabilities: added by the threads, or multiplied by the tensor cores with an additional
+// column of ones in the values, which then have one box.
 enum class RowSums { kAdded, kMultiplied };
 
-// kGroups warp groups compute, 64 queries each, and one loads. With 64 elements a head the exponentials take
-// about as long as the matrix products, so there are three groups, of which one multiplies while two are at
-// their exponentials (NOTES, "What stands in whose way"). With 128 O needs twice the registers, which leaves
-// room for two groups.
+// kGroups warp groups compute 64 queries each, and one loads. With a head dim of 64 the exponentials take
+// about as long as the matrix products, so there are three groups: one multiplies while two compute
+// exponentials (NOTES, "What stands in whose way"). With 128 O needs twice the registers, so there are two
+// groups.
 template <typename T_, int kHeadDim_, RowSums kRowSums = RowSums::kAdded>
 struct AttentionTile {
   using T = T_;
@@ -33,7 +33,7 @@ struct AttentionTile {
   static constexpr int kRows = kGroups * kWarpGroupRows;
   static constexpr int kThreads = (kGroups + 1) * kWarpGroupThreads;
   static constexpr int kComputeWarps = kGroups * kWarpGroupWarps;
-  // A thread of each warp says that keys have been read, or all do where all have read biases.
+  // Threads that arrive when keys have been read: one of each warp, or all if all have read biases.
   template <KeyBias kBias>
   static constexpr int kKeyReaders = kComputeWarps * (kBias == KeyBias::kAdded ? 32 : 1);
   static constexpr int kComputeRegisters = kHeadDim == 64 ? 160 : 232;
@@ -41,9 +41,9 @@ struct AttentionTile {
   static constexpr bool kHasOnes = kRowSums == RowSums::kMultiplied;
   static_assert(!kHasOnes || kBoxes == 1);
   static constexpr int kColumns = kHeadDim + (kHasOnes ? 8 : 0);
-  // The ones have as many rows as a product is deep.
-  static constexpr uint32_t kOnesBytes = kHasOnes ? kProductDepth * kBoxRowBytes : 0;
-  // These are the elements of a thread.
+  // As many rows of ones as the inner dimension of a product.
+  static constexpr uint32_t kOnesBytes = kHasOnes ? kWgmmaDepth * kBoxRowBytes : 0;
+  // Elements of a thread.
   static constexpr int kOutputs = kWarpGroupRows * kHeadDim / kWarpGroupThreads;
   static constexpr int kAccumulators = kWarpGroupRows * kColumns / kWarpGroupThreads;
   static constexpr int kScores = kWarpGroupRows * kTileKeys / kWarpGroupThreads;
@@ -54,8 +54,8 @@ struct AttentionTile {
 
 // The first warp group of a block loads, the others compute.
 struct WarpRole {
-  int group;               // It counts those that compute; the one that loads is -1.
-  int thread, warp, lane;  // They count within the group.
+  int group;               // of the computing groups; -1 for the loading group
+  int thread, warp, lane;  // in the group
 
   __device__ __forceinline__ WarpRole()
       : group(__shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpGroupThreads, 0) - 1),
@@ -63,42 +63,42 @@ struct WarpRole {
         warp(thread / 32),
         lane(thread % 32) {}
 
-  __device__ __forceinline__ bool loads() const { return group < 0; }
-  // One lane speaks for its warp.
+  __device__ __forceinline__ bool is_loader() const { return group < 0; }
+  // One lane of each warp.
   __device__ __forceinline__ bool is_elected() const { return lane == 0; }
-  // This lane addresses this row of the group's 64 where a warp writes its 16 rows as fragments.
+  // The row, of the group's 64, whose address this lane passes to stmatrix.
   __device__ __forceinline__ int fragment_row() const { return warp * 16 + lane % 16; }
-  // The threads of this group wait for each other, and for no one else.
-  __device__ __forceinline__ void sync_group() const { named_barrier_sync(1 + group, kWarpGroupThreads); }
+  // Synchronizes the threads of this group only.
+  __device__ __forceinline__ void sync_group() const { bar_sync(1 + group, kWarpGroupThreads); }
 };
 
-// This is the address of the block's `extern` shared memory, rounded up to where a swizzled tile can begin.
+// Address of the block's dynamic shared memory, rounded up to the alignment of a swizzled tile.
 constexpr uint32_t kTileAlignment = kSwizzleBytes;
 __device__ __forceinline__ uint32_t shared_tiles() {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   return (shared_address(shared_memory) + kTileAlignment - 1) & ~(kTileAlignment - 1);
 }
 
-// This is a tile of values, with its column of ones where the Tile has that: `ones` is where Tile::kOnesBytes
-// of them are.
+// Descriptor of a value tile, including its column of ones if the Tile has one. ones: address of
+// Tile::kOnesBytes.
 template <class Tile>
-__device__ __forceinline__ Operand values_at(uint32_t address, uint32_t ones) {
-  return Operand::across_rows(address, Tile::kHasOnes ? ones : address + Tile::box_bytes(kTileKeys));
+__device__ __forceinline__ MatrixDescriptor values_at(uint32_t address, uint32_t ones) {
+  return MatrixDescriptor::across_rows(address, Tile::kHasOnes ? ones : address + Tile::box_bytes(kTileKeys));
 }
-// `bytes` counts within a box.
+// bytes: offset in a box
 template <class Tile>
-__device__ __forceinline__ Operand values_plus(Operand values, int bytes) {
+__device__ __forceinline__ MatrixDescriptor values_plus(MatrixDescriptor values, int bytes) {
   return Tile::kHasOnes ? values.first_box_plus(bytes) : values.plus(bytes);
 }
 
-// All threads of the block call it, and a barrier follows.
+// All threads of the block call it, and a barrier must follow.
 template <class Tile>
 __device__ __forceinline__ void fill_ones(uint32_t address) {
   fill_shared(address, Tile::kOnesBytes, pack_pair<typename Tile::T>(1, 1));
-  fence_shared_stores();
+  fence_proxy_async();
 }
 
-// A tile of queries is 64 or more of them, of one head.
+// Position of a query tile: 64 or more queries of one head.
 struct QueryTile {
   int batch, head, row;
 };
@@ -107,17 +107,17 @@ inline int64_t query_tiles_of(const AttentionParams& args, int rows) {
   return args.batch * args.heads * ceil_divide(args.query_length, rows);
 }
 
-// The launcher hands this to the kernels.
+// Parameters of the kernels.
 struct AttentionKernelParams {
   MappedTensor q, k, v, out;
-  MappedTensor half_values;  // attention_values.cuh makes them.
-  int* claimed_tiles;  // Blocks have claimed so many, beyond the first of each (attention_schedule.cuh).
+  MappedTensor half_values;  // float16 values of attention_values.cuh
+  int* claimed_tiles;        // number of claims of all blocks (attention_schedule.cuh)
   AttentionParams args;
-  float score_scale;                     // It makes powers of 2 of the products of query and key.
-  int reference_exponent;                // It belongs to attention_lazy_softmax.cuh.
-  int tiles;                             // All heads together have so many tiles of queries.
-  FastDivisor query_tiles, query_heads;  // A head has so many tiles, a sample so many heads.
-  FastDivisor group_heads;               // A key head has so many query heads.
+  float score_scale;                     // converts products of query and key to logarithms to base 2
+  int reference_exponent;                // of attention_lazy_softmax.cuh
+  int tiles;                             // query tiles of all heads
+  FastDivisor query_tiles, query_heads;  // tiles of a head, heads of a sample
+  FastDivisor group_heads;               // query heads of a key head
 
   void set_tiles(int rows) {
     query_tiles.set(static_cast<uint32_t>(ceil_divide(args.query_length, rows)));
@@ -126,7 +126,7 @@ struct AttentionKernelParams {
     tiles = static_cast<int>(query_tiles_of(args, rows));
   }
 
-  __device__ __forceinline__ QueryTile place_of(int tile, int rows) const {
+  __device__ __forceinline__ QueryTile tile_position(int tile, int rows) const {
     const uint32_t head = query_tiles.divide(tile), batch = query_heads.divide(head);
     return {static_cast<int>(batch), static_cast<int>(head - batch * query_heads.divisor),
             (tile - static_cast<int>(head * query_tiles.divisor)) * rows};
@@ -136,14 +136,14 @@ struct AttentionKernelParams {
     return static_cast<int>(group_heads.divide(static_cast<uint32_t>(head)));
   }
 
-  // So many keys of the sample count.
+  // Returns the number of keys of the sample that are not masked.
   __device__ __forceinline__ int key_count(int batch) const {
     const int length = static_cast<int>(args.key_length);
     return args.key_lengths == nullptr ? length : min(max(args.key_lengths[batch], 0), length);
   }
 };
 
-// The copy engine is told of the tensors in this form.
+// The tensors in the form of tensor_copy.cuh.
 inline HeadsTensor q_of(const AttentionParams& p) {
   return {p.q.data, p.batch,    p.query_length,
           p.heads,  p.head_dim, {p.q.strides[0], p.q.strides[1], p.q.strides[2]}};

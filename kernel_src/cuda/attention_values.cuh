@@ -1,6 +1,6 @@
-// Values in float16 go with probabilities in float16 (attention_lazy_softmax.cuh). They are
-// multiplied by kHalfValueScale: then bfloat16 values from 2^-21 to 4096 are float16 exactly, smaller ones
-// are off by 2^-29 at most, and larger ones are infinite. Whether that was good enough is seen by the output.
+// float16 values, for the float16 probabilities of attention_lazy_softmax.cuh. They are multiplied by
+// kHalfValueScale, so that bfloat16 values from 2^-21 to 4096 convert exactly, smaller ones have an error of
+// at most 2^-29, and larger ones become infinite. The output shows whether that was accurate enough.
 #pragma once
 
 #include "attention_lazy_softmax.cuh"
@@ -9,12 +9,12 @@
 
 namespace h100_diffusers_kernels {
 
-// Tells whether the outputs of all rows of the warp are finite, and at their largest so far above what values
-// lost (2^13 times) that bfloat16's own rounding is all that shows.
+// Returns whether the outputs of all rows of the warp are finite, and the largest of each row is at least
+// 2^13 times the error of small values, which is then negligible beside bfloat16's rounding.
 template <class Tile>
 __device__ __forceinline__ bool has_accurate_rows(const Outputs<Tile>& outputs) {
   constexpr float kLeast = 0x1p-16f;
-  constexpr uint32_t kRowLanes = 0x11111111;  // This is the first of the four lanes of each row.
+  constexpr uint32_t kRowLanes = 0x11111111;  // the first of the four lanes of each row
   float largest[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < Tile::kOutputs; ++i)
@@ -32,22 +32,22 @@ __device__ __forceinline__ bool has_accurate_rows(const Outputs<Tile>& outputs) 
 
 struct ValueKernelParams {
   AttentionOperand values;
-  __half* out;  // It is (batch, key_length, key_heads, head_dim), contiguous.
+  __half* out;  // (batch, key_length, key_heads, head_dim), contiguous
   int key_length, key_heads;
-  int* claimed_tiles;  // It becomes 0, for the attention that follows.
+  int* claimed_tiles;  // set to 0 for the attention kernel
 };
 
 constexpr int kValueThreads = 256;
-constexpr int kValueTokens = 8;  // A block treats so many (NOTES, "To 1.10 of FA3 at 2×2688: claimed tiles").
+constexpr int kValueTokens = 8;  // tokens of a block (NOTES, "To 1.10 of FA3 at 2×2688: claimed tiles")
 
-// A thread has 8 columns of one head, of all tokens of its block.
+// A thread converts 8 columns of one head, for all tokens of its block.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kValueThreads)
     attention_value_kernel(const __grid_constant__ ValueKernelParams params) {
   using Values = Pack<__nv_bfloat16, 8>;
   constexpr int kPieces = kHeadDim / 8;
-  wait_for_earlier_kernels();
-  let_later_kernels_begin();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int piece = static_cast<int>(blockIdx.y * kValueThreads + threadIdx.x), head = piece / kPieces;
   const int batch = static_cast<int>(blockIdx.z), first = static_cast<int>(blockIdx.x) * kValueTokens;
   const int column = piece % kPieces * 8;
@@ -72,21 +72,21 @@ __global__ void __launch_bounds__(kValueThreads)
   }
 }
 
-// A launch has this in global memory for itself.
+// Global memory of a launch.
 struct Workspace {
   int64_t value_bytes;
 
   explicit Workspace(const AttentionParams& args)
       : value_bytes(args.batch * args.key_length * args.key_heads * args.head_dim * 2) {}
 
-  // They are a multiple of what the copy engine needs of what may follow.
+  // A multiple of the alignment that TMA needs for the output that may follow.
   int64_t bytes() const { return value_bytes + kVectorBytes; }
   int* claimed_tiles(void* begin) const {
     return reinterpret_cast<int*>(static_cast<char*>(begin) + value_bytes);
   }
 };
 
-// Fills the workspace as attention expects it; `params` knows its parts.
+// Converts the values into the workspace and sets its parts in params.
 template <class Tile>
 void prepare_workspace(const char* operation, AttentionKernelParams& params, Stream stream) {
   const AttentionParams& args = params.args;

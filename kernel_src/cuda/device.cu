@@ -1,4 +1,4 @@
-// What is asked of a GPU once.
+// Properties of the GPUs, queried once per device.
 #include <array>
 #include <atomic>
 
@@ -8,30 +8,44 @@
 namespace h100_diffusers_kernels {
 namespace {
 
-// As many as are asked for once only; a machine has no more.
-constexpr size_t kDevices = 64;
+// One value per device, 0 until it is known. Threads that query it at the same time store the same value.
+using DeviceValues = std::array<std::atomic<int>, kMaxDevices>;
 
-int ask_compute_capability(int device) {
-  int major = 0, minor = 0;
-  throw_on_error("compute_capability",
-                 cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  throw_on_error("compute_capability",
-                 cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  return 10 * major + minor;
+int attribute(const char* operation, cudaDeviceAttr attribute, int device) {
+  int value = 0;
+  throw_on_error(operation, cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+// Returns the device's value, which query() returns where it is not known. Devices from kMaxDevices on are
+// queried at each call.
+template <typename Query>
+int cached_value(DeviceValues& values, int device, const Query& query) {
+  const size_t index = static_cast<size_t>(device);
+  if (index >= kMaxDevices) return query();
+  int value = values[index].load(std::memory_order_relaxed);
+  if (value == 0) {
+    value = query();
+    values[index].store(value, std::memory_order_relaxed);
+  }
+  return value;
 }
 
 }  // namespace
 
 int compute_capability(int device) {
-  static std::array<std::atomic<int>, kDevices> known{};
-  const size_t index = static_cast<size_t>(device);
-  if (index >= kDevices) return ask_compute_capability(device);
-  int capability = known[index].load(std::memory_order_relaxed);
-  if (capability == 0) {
-    capability = ask_compute_capability(device);
-    known[index].store(capability, std::memory_order_relaxed);
-  }
-  return capability;
+  static DeviceValues values{};
+  return cached_value(values, device, [&] {
+    constexpr const char* kOperation = "compute_capability";
+    return 10 * attribute(kOperation, cudaDevAttrComputeCapabilityMajor, device) +
+           attribute(kOperation, cudaDevAttrComputeCapabilityMinor, device);
+  });
+}
+
+int multiprocessor_count(const char* operation, int device) {
+  static DeviceValues values{};
+  return cached_value(values, device,
+                      [&] { return attribute(operation, cudaDevAttrMultiProcessorCount, device); });
 }
 
 }  // namespace h100_diffusers_kernels

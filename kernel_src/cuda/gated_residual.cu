@@ -1,4 +1,4 @@
-// gated_residual, alone and followed by a norm with one modulation or two.
+// gated_residual, and gated_residual followed by a norm with one or two modulations.
 #include "row_norm.cuh"
 
 namespace h100_diffusers_kernels {
@@ -15,10 +15,6 @@ void gated_residual_rms_norm_modulate(const RowNormParams& params, Stream stream
 
 void gated_residual_layer_norm_modulate(const RowNormParams& params, Stream stream) {
   launch_modulated<GatedResidualInput, LayerNorm>("gated_residual_layer_norm_modulate", params, stream);
-}
-
-void gated_residual_rms_norm_modulate_pair(const RowNormParams& params, Stream stream) {
-  launch_general<GatedResidualInput, RmsNorm>("gated_residual_rms_norm_modulate_pair", params, stream);
 }
 
 void gated_residual_layer_norm_modulate_pair(const RowNormParams& params, Stream stream) {

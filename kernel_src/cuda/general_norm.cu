@@ -1,4 +1,4 @@
-// Norms and gated residuals with modulators of float32 beside rows of 16 bits, with absent ones, or with two
+// Norms and gated residuals with float32 modulators beside 16-bit rows, with absent modulators, or with two
 // modulations.
 #include "general_policies.cuh"
 #include "row_norm.cuh"
@@ -6,12 +6,12 @@
 namespace h100_diffusers_kernels {
 namespace {
 
-// A gate beside float32 rows can only be float32, too.
+// Beside float32 rows a gate is always float32, so it needs no general policy.
 template <typename T, class Input>
 using InputOf = std::conditional_t<std::is_same_v<Input, GatedResidualInput> && sizeof(T) == 2,
                                    GeneralGatedResidualInput, Input>;
 
-bool has_more_operands(const RowNormParams& args) {
+bool needs_extra_operands(const RowNormParams& args) {
   return args.second_out.data ||
          ((args.weight.data || args.bias.data) && (args.scale.data || args.shift.data));
 }
@@ -21,7 +21,7 @@ bool has_more_operands(const RowNormParams& args) {
 template <class Input, class Norm>
 void launch_general(const char* operation, const RowNormParams& args, Stream stream) {
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
-    if (has_more_operands(args))
+    if (needs_extra_operands(args))
       return launch_rows<T, InputOf<T, Input>, Norm, GeneralOutput<true>>(operation, args, stream);
     launch_rows<T, InputOf<T, Input>, Norm, GeneralOutput<false>>(operation, args, stream);
   });

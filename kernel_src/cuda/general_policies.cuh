@@ -1,6 +1,6 @@
-// These policies take what those of row_policies.cuh do not: modulators of float32 beside rows of 16 bits,
-// absent ones, and a second modulation of the same norm. Which of it a launch has, all its threads agree on,
-// and they branch on it: an instance for each combination would be a hundred times as many kernels.
+// Policies for float32 modulators beside 16-bit rows, for absent modulators, and for a second modulation of
+// the same norm. The kernels branch on these, uniformly for all threads of a launch: one instantiation for
+// each combination would be a hundred times as many kernels.
 #pragma once
 
 #include <type_traits>
@@ -11,8 +11,8 @@ namespace h100_diffusers_kernels {
 
 // A modulator that may be absent, or float32 beside rows of another dtype.
 struct GeneralOperand {
-  RowIndexer::Operand rows;  // with strides in bytes
-  int element_bytes;         // 0 if it is absent
+  RowIndexer::Operand rows;  // strides in bytes
+  int element_bytes;         // 0 if absent
 
   GeneralOperand(const Modulator& modulator, const RowNormParams& p)
       : rows(modulator, p.shape.ndim),
@@ -24,9 +24,9 @@ struct GeneralOperand {
   __device__ __forceinline__ bool is_given() const { return element_bytes != 0; }
 };
 
-// A row of it. A pack of the values for eight elements of 16 bits is one word of 16 bytes or, in float32,
-// two: a head and a rest. The heads of a row bring all of its cache lines, so it is enough to fetch them
-// ahead, and the rests, which would take as many registers again, are loaded when they are needed.
+// A row of a GeneralOperand. The values for a pack of eight 16-bit elements are one 16-byte word, or two in
+// float32: lower and upper. Loading the lower words brings all cache lines of a row, so only these are
+// prefetched. The upper words, which would need as many registers again, are loaded when they are used.
 template <typename T>
 class GeneralRow {
  public:
@@ -35,16 +35,16 @@ class GeneralRow {
 
   template <int kSize>
   struct Pack {
-    uint4 head, rest;
+    uint4 lower, upper;
   };
 
   __device__ __forceinline__ bool is_given() const { return operand_.is_given(); }
 
-  // An absent one is 0.
+  // Absent values are 0.
   template <int kSize>
   __device__ __forceinline__ void fetch(int64_t column, Pack<kSize>& pack) const {
-    pack.head = make_uint4(0, 0, 0, 0);
-    if (is_given()) pack.head = *reinterpret_cast<const uint4*>(address(column));
+    pack.lower = make_uint4(0, 0, 0, 0);
+    if (is_given()) pack.lower = *reinterpret_cast<const uint4*>(address(column));
   }
   __device__ __forceinline__ void fetch(int64_t column, Pack<1>& pack) const {
     float value = 0;
@@ -52,36 +52,37 @@ class GeneralRow {
       value = *reinterpret_cast<const float*>(address(column));
     else if (is_given())
       value = to_float(*reinterpret_cast<const T*>(address(column)));
-    pack.head.x = __float_as_uint(value);
+    pack.lower.x = __float_as_uint(value);
   }
   template <int kSize>
-  __device__ __forceinline__ void fetch_rest(int64_t column, Pack<kSize>& pack) const {
-    if (kSize > 1 && is_wide()) pack.rest = reinterpret_cast<const uint4*>(address(column))[1];
+  __device__ __forceinline__ void fetch_upper(int64_t column, Pack<kSize>& pack) const {
+    if (kSize > 1 && is_wide()) pack.upper = reinterpret_cast<const uint4*>(address(column))[1];
   }
 
   template <int kSize>
   __device__ __forceinline__ void values(const Pack<kSize>& pack, float (&values)[kSize]) const {
     if (kSize > kFloats && is_wide()) {
-      const uint32_t* words = &pack.head.x;
-      const uint32_t* rest = &pack.rest.x;
+      const uint32_t* words = &pack.lower.x;
+      const uint32_t* upper_words = &pack.upper.x;
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) values[i] = __uint_as_float(i < kFloats ? words[i] : rest[i - kFloats]);
+      for (int i = 0; i < kSize; ++i)
+        values[i] = __uint_as_float(i < kFloats ? words[i] : upper_words[i - kFloats]);
     } else {
       h100_diffusers_kernels::Pack<T, kSize> elements;
-      elements.words[0] = pack.head;
+      elements.words[0] = pack.lower;
       elements.to_floats(values);
     }
   }
   __device__ __forceinline__ void values(const Pack<1>& pack, float (&values)[1]) const {
-    values[0] = __uint_as_float(pack.head.x);
+    values[0] = __uint_as_float(pack.lower.x);
   }
 
-  // All of it at once.
+  // Loads a pack without prefetching.
   template <int kSize>
   __device__ __forceinline__ void load(int64_t column, float (&loaded)[kSize]) const {
     Pack<kSize> pack;
     fetch(column, pack);
-    fetch_rest(column, pack);
+    fetch_upper(column, pack);
     values(pack, loaded);
   }
 
@@ -89,7 +90,7 @@ class GeneralRow {
     return static_cast<const char*>(operand_.rows.data) + index_.offset(operand_.rows) +
            column * operand_.element_bytes;
   }
-  // Two words are a pack of it.
+  // Returns whether a pack is two words.
   __device__ __forceinline__ bool is_wide() const { return sizeof(T) == 2 && operand_.element_bytes == 4; }
 
  private:
@@ -98,7 +99,7 @@ class GeneralRow {
   RowIndexer::Index index_;
 };
 
-// A gate for rows of 16 bits.
+// A gate beside 16-bit rows.
 struct GeneralGate {
   static constexpr int kSlots = 2;
 
@@ -115,52 +116,52 @@ struct GeneralGate {
     template <int kSize>
     __device__ __forceinline__ void fetch(int64_t column, Pack<kSize>& pack) const {
       GeneralRow<T>::fetch(column, pack);
-      this->fetch_rest(column, pack);
+      this->fetch_upper(column, pack);
     }
     __device__ __forceinline__ void fetch_async(int64_t column, uint4* slots) const {
-      copy_async(slots, this->address(column));
-      if (this->is_wide()) copy_async(slots + kLongRowThreads, this->address(column) + kVectorBytes);
+      cp_async(slots, this->address(column));
+      if (this->is_wide()) cp_async(slots + kLongRowThreads, this->address(column) + kVectorBytes);
     }
     template <int kSize>
     __device__ __forceinline__ void read(const uint4* slots, Pack<kSize>& pack) const {
-      pack.head = slots[0];
-      if (this->is_wide()) pack.rest = slots[kLongRowThreads];
+      pack.lower = slots[0];
+      if (this->is_wide()) pack.upper = slots[kLongRowThreads];
     }
   };
 };
 
 struct GeneralGatedResidualInput : GatedInput<GeneralGate> {};
 
-// What an output may have beside scale and shift: weight and bias of the norm below them, and a second output
-// with a scale and a shift of its own.
-struct MoreOperands {
+// Weight and bias of the norm, applied before scale and shift, and a second output with its own scale and
+// shift.
+struct ExtraOperands {
   GeneralOperand weight, bias;
   RowIndexer::Operand second_out;
   GeneralOperand second_scale, second_shift;
 
-  explicit MoreOperands(const RowNormParams& p)
+  explicit ExtraOperands(const RowNormParams& p)
       : weight(p.weight, p),
         bias(p.bias, p),
         second_out(p.second_out, p.shape.ndim),
         second_scale(p.second_scale, p),
         second_shift(p.second_shift, p) {}
 };
-struct NoMoreOperands {
-  explicit NoMoreOperands(const RowNormParams&) {}
+struct NoExtraOperands {
+  explicit NoExtraOperands(const RowNormParams&) {}
 };
 
-// Stores n * (1 + scale) + shift, where n is the normalized value. An output without MoreOperands, which take
-// registers that it does well without, is one of scale and shift or one of weight and bias, which stand in
-// for them.
-template <bool kHasMore>
+// Stores n * (1 + scale) + shift, where n is the normalized value. Without ExtraOperands, which need
+// registers, the output has either scale and shift or weight and bias; the latter are passed in place of the
+// former.
+template <bool kHasExtra>
 struct GeneralOutput {
   struct Operands {
     RowIndexer::Operand out;
     GeneralOperand scale, shift;
     float factor;  // is added to scale
-    std::conditional_t<kHasMore, MoreOperands, NoMoreOperands> more;
+    std::conditional_t<kHasExtra, ExtraOperands, NoExtraOperands> extra;
 
-    explicit Operands(const RowNormParams& p) : Operands(p, kHasMore || p.scale.data || p.shift.data) {}
+    explicit Operands(const RowNormParams& p) : Operands(p, kHasExtra || p.scale.data || p.shift.data) {}
 
    private:
     Operands(const RowNormParams& p, bool is_modulated)
@@ -168,7 +169,7 @@ struct GeneralOutput {
           scale(is_modulated ? p.scale : p.weight, p),
           shift(is_modulated ? p.shift : p.bias, p),
           factor(is_modulated || p.weight.data == nullptr ? 1.0f : 0.0f),
-          more(p) {}
+          extra(p) {}
   };
 
   template <typename T>
@@ -191,30 +192,30 @@ struct GeneralOutput {
     template <int kSize>
     __device__ __forceinline__ void store(int64_t column, Pack<kSize>& pack, float (&n)[kSize]) const {
       float factors[kSize], terms[kSize];
-      if constexpr (kHasMore) {
-        const auto& more = operands.more;
-        if (more.weight.is_given()) {
-          GeneralRow<T>(more.weight, index).load(column, factors);
+      if constexpr (kHasExtra) {
+        const auto& extra = operands.extra;
+        if (extra.weight.is_given()) {
+          GeneralRow<T>(extra.weight, index).load(column, factors);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) n[i] *= factors[i];
         }
-        if (more.bias.is_given()) {
-          GeneralRow<T>(more.bias, index).load(column, terms);
+        if (extra.bias.is_given()) {
+          GeneralRow<T>(extra.bias, index).load(column, terms);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) n[i] += terms[i];
         }
       }
-      scale.fetch_rest(column, pack.scale);
-      shift.fetch_rest(column, pack.shift);
+      scale.fetch_upper(column, pack.scale);
+      shift.fetch_upper(column, pack.shift);
       scale.values(pack.scale, factors);
       shift.values(pack.shift, terms);
       store_modulated(operands.out, column, n, operands.factor, factors, terms);
-      if constexpr (kHasMore) {
-        const auto& more = operands.more;
-        if (more.second_out.data == nullptr) return;
-        GeneralRow<T>(more.second_scale, index).load(column, factors);
-        GeneralRow<T>(more.second_shift, index).load(column, terms);
-        store_modulated(more.second_out, column, n, 1.0f, factors, terms);
+      if constexpr (kHasExtra) {
+        const auto& extra = operands.extra;
+        if (extra.second_out.data == nullptr) return;
+        GeneralRow<T>(extra.second_scale, index).load(column, factors);
+        GeneralRow<T>(extra.second_shift, index).load(column, terms);
+        store_modulated(extra.second_out, column, n, 1.0f, factors, terms);
       }
     }
 

@@ -1,147 +1,28 @@
-// Group norm, with a bias of the channels before it and SiLU after it, in two kernels: the first adds up
-// values and squares of parts of the groups, the second adds the parts up and normalizes. What the first
-// reads the second mostly finds in the L2 cache.
+// Group norm with an optional channel bias before it and an optional SiLU after it, in two kernels: the first
+// computes sums of parts of the groups, the second combines them and normalizes. The second mostly reads x
+// from the L2 cache.
 //
-// A thread of the kernels for channels last has the same pack of channels in all of its pixels, so groups may
-// begin and end within a pack. Those of the other layout, or of no alignment, go through one group each.
-//
-// Sums are of double: a mean may be far from zero, and there are hundreds of thousands of values. Of 16 bits
-// a few differences from a thread's first value, and their squares, are added in float before: a conversion
-// to double takes as long as eight additions.
+// With channels last, a thread has the same pack of channels in all its pixels, so a group may start or end
+// within a pack. With the other layout, or without alignment, a block works on one group.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
-#include "fast_divisor.cuh"
+#include "group_statistics.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
 #include "params.h"
-#include "reduce.cuh"
 #include "sigmoid.cuh"
-#include "statistics.cuh"
 
 namespace h100_diffusers_kernels {
 namespace {
 
-constexpr int kThreads = 512;  // of a block, at most
-constexpr int kUnroll = 4;     // So many packs are on their way to a thread at a time.
-constexpr int kMultiprocessors = 132;
+constexpr const char* kOperation = "group_norm";
+constexpr int kThreads = 512;  // maximum of a block
+constexpr int kUnroll = 4;     // packs that a thread loads at a time
 
 template <typename T>
 constexpr int kVectorSize = kPackSize<T, Access::kVector>;
-
-// The sums of some values, and of their squares.
-struct alignas(16) Moments {
-  double sum;
-  double squares;
-
-  __device__ __forceinline__ void add(double value) {
-    sum += value;
-    squares = fma(value, value, squares);
-  }
-
-  // term(0) to term(kSize - 1).
-  template <int kSize, typename Term>
-  __device__ __forceinline__ void add_few(const Term& term) {
-    sum += tree_sum<kSize>(term);
-    squares += tree_sum<kSize>([&](int i) { return term(i) * term(i); });
-  }
-
-  __device__ __forceinline__ void add(const Moments& other) {
-    sum += other.sum;
-    squares += other.squares;
-  }
-
-  // As though each of the `count` values had been larger by so much.
-  __device__ __forceinline__ void shift(double by, double count) {
-    squares += by * (2.0 * sum + by * count);
-    sum += by * count;
-  }
-
-  __device__ __forceinline__ void add_up_warp() {
-    sum = warp_reduce<Sum, kWarpThreads>(sum);
-    squares = warp_reduce<Sum, kWarpThreads>(squares);
-  }
-};
-
-struct GroupNormKernelParams : GroupNormParams {
-  int32_t chunks;        // of pixels, or of the packs of a group
-  int64_t chunk_size;    // The last one may be smaller.
-  int64_t outer_stride;  // Of a group's rows: channels, or with channels last pixels. Elements of a row are
-  int64_t inner_stride;  // in packs.
-  int64_t outer_out_stride;
-  int64_t inner_out_stride;
-  int64_t group_packs;
-  int64_t per_group;     // channels
-  FastDivisor by_row;    // packs
-  FastDivisor by_group;  // channels
-  bool are_operands_aligned;
-
-  __device__ __forceinline__ Moments* partial(int64_t group) const {
-    return static_cast<Moments*>(workspace) + group * chunks;
-  }
-};
-
-template <typename T>
-__device__ __forceinline__ float value_of(const Modulator& operand, int64_t index, float otherwise) {
-  if (operand.data == nullptr) return otherwise;
-  if (operand.is_float32) return static_cast<const float*>(operand.data)[index];
-  return to_float(static_cast<const T*>(operand.data)[index]);
-}
-
-// A group's mean and the reciprocal of its deviation. All lanes of a warp call it and get them.
-struct GroupStatistics {
-  double mean, rstd;
-
-  __device__ __forceinline__ GroupStatistics(const GroupNormKernelParams& params, int64_t group) {
-    const Moments* partial = params.partial(group);
-    Moments moments{};
-    for (int chunk = threadIdx.x % kWarpThreads; chunk < params.chunks; chunk += kWarpThreads)
-      moments.add(partial[chunk]);
-    moments.add_up_warp();
-    const double count = static_cast<double>(params.per_group) * static_cast<double>(params.pixels);
-    mean = moments.sum / count;
-    // fmax would turn NaN into 0.
-    const double variance = moments.squares / count - mean * mean;
-    rstd = 1.0 / sqrt((variance < 0.0 ? 0.0 : variance) + params.eps);
-  }
-};
-
-// The same of neighbouring indices, each type in as few instructions as there can be: loads between branches
-// would wait for each other.
-template <typename T, int kSize>
-__device__ __forceinline__ void load_values(const Modulator& operand, int64_t index, bool is_aligned,
-                                            float otherwise, float (&values)[kSize]) {
-  if (operand.data != nullptr && is_aligned) {
-    if (operand.is_float32)
-      load_floats(static_cast<const float*>(operand.data) + index, values);
-    else
-      load_floats(static_cast<const T*>(operand.data) + index, values);
-  } else {
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) values[j] = value_of<T>(operand, index + j, otherwise);
-  }
-}
-
-// What a channel's values are normalized with: (x - pivot) * factor + offset, where offset is rounded once.
-struct alignas(16) Channel {
-  float pivot, factor, offset;
-
-  // `added` is the channel's bias before the norm.
-  __device__ __forceinline__ static Channel of(double group_mean, double rstd, float added, float weight,
-                                               float bias) {
-    const double mean = group_mean - added;
-    const float factor = static_cast<float>(rstd * weight);
-    // Far from zero x and the mean cancel each other, and do so exactly in a subtraction of their own. Near
-    // it that would round once more. What is infinite is left to the sign of the difference.
-    const bool is_infinite = isinf(factor);
-    const float pivot = fabs(mean) * rstd > 1.0 || is_infinite ? static_cast<float>(mean) : 0.0f;
-    const double offset = is_infinite ? bias : bias - (mean - pivot) * factor;
-    return {pivot, factor, static_cast<float>(offset)};
-  }
-
-  __device__ __forceinline__ float normalized(float x) const { return fmaf(x - pivot, factor, offset); }
-};
 
 template <typename T>
 __device__ __forceinline__ float activated(float x, bool silu) {
@@ -151,13 +32,13 @@ __device__ __forceinline__ float activated(float x, bool silu) {
 // ---------------------------------------------------------------------------------------------------------
 // Channels last
 
-// The packs of channels that a block's threads have, and the pixels: so many at a time.
+// A thread's pack of channels, and the pixels of its block: `rows` at a time.
 template <typename T>
-struct PixelPlace {
+struct PixelPosition {
   int packs, rows, column, row;
   int64_t sample, begin, end;
 
-  __device__ __forceinline__ explicit PixelPlace(const GroupNormKernelParams& params) {
+  __device__ __forceinline__ explicit PixelPosition(const GroupNormKernelParams& params) {
     packs = static_cast<int>(params.channels) / kVectorSize<T>;
     rows = blockDim.x / packs;
     column = threadIdx.x % packs;
@@ -168,40 +49,42 @@ struct PixelPlace {
   }
 };
 
-// The packs of a thread in kUnroll pixels from `first` on.
+// Loads the thread's pack of kUnroll pixels, starting at `first`.
 template <typename T>
-__device__ __forceinline__ void load_pixels(const GroupNormKernelParams& params, const PixelPlace<T>& place,
-                                            const T* in, int64_t first,
+__device__ __forceinline__ void load_pixels(const GroupNormKernelParams& params,
+                                            const PixelPosition<T>& position, const T* in, int64_t first,
                                             Pack<T, kVectorSize<T>> (&packs)[kUnroll]) {
 #pragma unroll
   for (int i = 0; i < kUnroll; ++i)
-    if (first + i * place.rows < place.end)
-      packs[i].load(in + (first + i * place.rows) * params.x_strides[2]);
+    if (first + i * position.rows < position.end)
+      packs[i].load(in + (first + i * position.rows) * params.x_strides[2]);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     group_moments_channels_last_kernel(const __grid_constant__ GroupNormKernelParams params) {
   constexpr int kSize = kVectorSize<T>;
-  const PixelPlace<T> place(params);
-  const T* in = static_cast<const T*>(params.x) + place.sample * params.x_strides[0] + place.column * kSize;
+  const PixelPosition<T> position(params);
+  const T* in =
+      static_cast<const T*>(params.x) + position.sample * params.x_strides[0] + position.column * kSize;
   Moments moments[kSize] = {};
-  float pivots[kSize] = {};  // of 16 bits
-  wait_for_earlier_kernels();
+  float pivots[kSize] = {};  // for 16-bit values
+  griddepcontrol_wait();
   if constexpr (!kHasExactStatistics<T>) {
-    if (place.begin + place.row < place.end)
-      load_floats(in + (place.begin + place.row) * params.x_strides[2], pivots);
+    if (position.begin + position.row < position.end)
+      load_floats(in + (position.begin + position.row) * params.x_strides[2], pivots);
   }
-  for (int64_t first = place.begin + place.row; first < place.end; first += kUnroll * place.rows) {
+  for (int64_t first = position.begin + position.row; first < position.end;
+       first += kUnroll * position.rows) {
     Pack<T, kSize> packs[kUnroll];
-    load_pixels(params, place, in, first, packs);
+    load_pixels(params, position, in, first, packs);
     float values[kUnroll][kSize];
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
-      const bool is_there = first + i * place.rows < place.end;
+      const bool is_valid = first + i * position.rows < position.end;
       packs[i].to_floats(values[i]);
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) values[i][j] = is_there ? values[i][j] - pivots[j] : 0.0f;
+      for (int j = 0; j < kSize; ++j) values[i][j] = is_valid ? values[i][j] - pivots[j] : 0.0f;
     }
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
@@ -213,18 +96,18 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
-  let_later_kernels_begin();
+  griddepcontrol_launch_dependents();
 
   extern __shared__ __align__(16) char shared[];
   Moments* of_threads = reinterpret_cast<Moments*>(shared);  // [row][channel]
-  const int64_t pixels = max(place.end - place.begin - place.row, int64_t{0});
-  const double count = static_cast<double>((pixels + place.rows - 1) / place.rows);
+  const int64_t pixels = max(position.end - position.begin - position.row, int64_t{0});
+  const double count = static_cast<double>((pixels + position.rows - 1) / position.rows);
 #pragma unroll
   for (int j = 0; j < kSize; ++j) {
-    const int64_t channel = place.column * kSize + j;
-    const int64_t at = place.sample * params.channel_bias.strides[0] + channel;
+    const int64_t channel = position.column * kSize + j;
+    const int64_t at = position.sample * params.channel_bias.strides[0] + channel;
     moments[j].shift(static_cast<double>(pivots[j]) + value_of<T>(params.channel_bias, at, 0.0f), count);
-    of_threads[place.row * params.channels + channel] = moments[j];
+    of_threads[position.row * params.channels + channel] = moments[j];
   }
   __syncthreads();
   const int warps = blockDim.x / kWarpThreads, warp = threadIdx.x / kWarpThreads;
@@ -232,13 +115,13 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t per_group = params.by_group.divisor;
   for (int64_t group = warp; group < params.groups; group += warps) {
     Moments total{};
-    for (uint32_t i = threadIdx.x % kWarpThreads; i < place.rows * per_group; i += kWarpThreads) {
+    for (uint32_t i = threadIdx.x % kWarpThreads; i < position.rows * per_group; i += kWarpThreads) {
       const uint32_t row = params.by_group.divide(i);
       total.add(of_threads[row * params.channels + group * per_group + (i - row * per_group)]);
     }
-    total.add_up_warp();
+    total.reduce_warp();
     if (threadIdx.x % kWarpThreads == 0)
-      params.partial(place.sample * params.groups + group)[blockIdx.x % params.chunks] = total;
+      params.partial(position.sample * params.groups + group)[blockIdx.x % params.chunks] = total;
   }
 }
 
@@ -246,28 +129,29 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads)
     group_norm_channels_last_kernel(const __grid_constant__ GroupNormKernelParams params) {
   constexpr int kSize = kVectorSize<T>;
-  const PixelPlace<T> place(params);
-  const T* in = static_cast<const T*>(params.x) + place.sample * params.x_strides[0] + place.column * kSize;
-  T* out = static_cast<T*>(params.out) + place.sample * params.out_strides[0] + place.column * kSize;
+  const PixelPosition<T> position(params);
+  const T* in =
+      static_cast<const T*>(params.x) + position.sample * params.x_strides[0] + position.column * kSize;
+  T* out = static_cast<T*>(params.out) + position.sample * params.out_strides[0] + position.column * kSize;
   extern __shared__ __align__(16) char shared[];
   double* means = reinterpret_cast<double*>(shared);
   double* rstds = means + params.groups;
-  wait_for_earlier_kernels();
-  // All that is read here is on its way before anything waits for it.
-  const int first_channel = place.column * kSize;
-  int64_t first = place.begin + place.row;
+  griddepcontrol_wait();
+  // All loads are issued before the first use of a loaded value.
+  const int first_channel = position.column * kSize;
+  int64_t first = position.begin + position.row;
   Pack<T, kSize> packs[kUnroll];
-  load_pixels(params, place, in, first, packs);
+  load_pixels(params, position, in, first, packs);
   float weights[kSize], biases[kSize], added[kSize];
-  const bool is_aligned = params.are_operands_aligned;
+  const bool is_aligned = params.operands_are_aligned;
   load_values<T>(params.weight, first_channel, is_aligned, 1.0f, weights);
   load_values<T>(params.bias, first_channel, is_aligned, 0.0f, biases);
-  load_values<T>(params.channel_bias, place.sample * params.channel_bias.strides[0] + first_channel,
+  load_values<T>(params.channel_bias, position.sample * params.channel_bias.strides[0] + first_channel,
                  is_aligned, 0.0f, added);
   const int warps = blockDim.x / kWarpThreads, warp = threadIdx.x / kWarpThreads;
   if (warp < warps) {
     for (int64_t group = warp; group < params.groups; group += warps) {
-      const GroupStatistics statistics(params, place.sample * params.groups + group);
+      const GroupStatistics statistics(params, position.sample * params.groups + group);
       if (threadIdx.x % kWarpThreads == 0) {
         means[group] = statistics.mean;
         rstds[group] = statistics.rstd;
@@ -286,11 +170,11 @@ __global__ void __launch_bounds__(kThreads)
       ++group;
     }
   }
-  for (; first < place.end; first += kUnroll * place.rows) {
+  for (; first < position.end; first += kUnroll * position.rows) {
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
-      const int64_t pixel = first + i * place.rows;
-      if (pixel >= place.end) break;
+      const int64_t pixel = first + i * position.rows;
+      if (pixel >= position.end) break;
       float values[kSize];
       packs[i].to_floats(values);
 #pragma unroll
@@ -299,19 +183,19 @@ __global__ void __launch_bounds__(kThreads)
       packs[i].from_floats(values);
       packs[i].store_whole(out + pixel * params.out_strides[2]);
     }
-    load_pixels(params, place, in, first + kUnroll * place.rows, packs);
+    load_pixels(params, position, in, first + kUnroll * position.rows, packs);
   }
 }
 
 // ---------------------------------------------------------------------------------------------------------
 // Group by group
 
-// A group's packs are numbered row by row.
-struct GroupPlace {
+// A block's group and its chunk of the group's packs, which are numbered row by row.
+struct GroupPosition {
   int64_t sample, first_channel;
   uint32_t begin, end;
 
-  __device__ __forceinline__ explicit GroupPlace(const GroupNormKernelParams& params) {
+  __device__ __forceinline__ explicit GroupPosition(const GroupNormKernelParams& params) {
     sample = blockIdx.x / params.groups;
     first_channel = blockIdx.x % params.groups * params.per_group;
     const int64_t first = blockIdx.y * params.chunk_size;
@@ -320,12 +204,12 @@ struct GroupPlace {
   }
 };
 
-// A pack by its number.
-struct PackPlace {
+// Row and column of a pack in its group.
+struct PackPosition {
   uint32_t outer, inner;
   uint32_t channel;  // of the group
 
-  __device__ __forceinline__ PackPlace(const GroupNormKernelParams& params, uint32_t number) {
+  __device__ __forceinline__ PackPosition(const GroupNormKernelParams& params, uint32_t number) {
     outer = params.by_row.divide(number);
     inner = number - outer * params.by_row.divisor;
     channel = params.is_channels_last ? inner : outer;
@@ -336,28 +220,29 @@ template <typename T, Access kAccess>
 __global__ void __launch_bounds__(kThreads)
     group_moments_kernel(const __grid_constant__ GroupNormKernelParams params) {
   constexpr int kSize = kPackSize<T, kAccess>;
-  const GroupPlace place(params);
-  const T* in = static_cast<const T*>(params.x) + place.sample * params.x_strides[0] +
-                place.first_channel * params.x_strides[1];
+  const GroupPosition position(params);
+  const T* in = static_cast<const T*>(params.x) + position.sample * params.x_strides[0] +
+                position.first_channel * params.x_strides[1];
   Moments moments{};
   float pivot = 0.0f;  // of packs
   uint32_t packs_seen = 0;
-  wait_for_earlier_kernels();
-  for (uint32_t first = place.begin + threadIdx.x; first < place.end; first += kUnroll * kThreads) {
+  griddepcontrol_wait();
+  for (uint32_t first = position.begin + threadIdx.x; first < position.end; first += kUnroll * kThreads) {
     Pack<T, kSize> packs[kUnroll];
     float added[kUnroll];
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       const uint32_t number = first + i * kThreads;
-      if (number >= place.end) break;
-      const PackPlace pack(params, number);
+      if (number >= position.end) break;
+      const PackPosition pack(params, number);
       packs[i].load(in + pack.outer * params.outer_stride + pack.inner * params.inner_stride);
-      const int64_t at = place.sample * params.channel_bias.strides[0] + place.first_channel + pack.channel;
+      const int64_t at =
+          position.sample * params.channel_bias.strides[0] + position.first_channel + pack.channel;
       added[i] = value_of<T>(params.channel_bias, at, 0.0f);
     }
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
-      if (first + i * kThreads >= place.end) break;
+      if (first + i * kThreads >= position.end) break;
       float values[kSize];
       packs[i].to_floats(values);
       if constexpr (kHasExactStatistics<T> || kSize == 1) {
@@ -369,50 +254,51 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
-  let_later_kernels_begin();
+  griddepcontrol_launch_dependents();
   moments.shift(pivot, static_cast<double>(packs_seen) * kSize);
 
   __shared__ Moments of_warps[kThreads / kWarpThreads];
   const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
-  moments.add_up_warp();
+  moments.reduce_warp();
   if (lane == 0) of_warps[warp] = moments;
   __syncthreads();
   if (warp > 0) return;
   Moments total{};
   if (lane < kThreads / kWarpThreads) total = of_warps[lane];
-  total.add_up_warp();
+  total.reduce_warp();
   if (lane == 0) params.partial(blockIdx.x)[blockIdx.y] = total;
 }
 
-// The channels of a group, where there are packs of a channel.
+// Channels of a group that fit in shared memory.
 constexpr int kSharedChannels = 2048;
+
 template <typename T, Access kAccess>
 __global__ void __launch_bounds__(kThreads)
     group_norm_kernel(const __grid_constant__ GroupNormKernelParams params) {
   constexpr int kSize = kPackSize<T, kAccess>;
-  const GroupPlace place(params);
-  const T* in = static_cast<const T*>(params.x) + place.sample * params.x_strides[0] +
-                place.first_channel * params.x_strides[1];
-  T* out = static_cast<T*>(params.out) + place.sample * params.out_strides[0] +
-           place.first_channel * params.out_strides[1];
-  wait_for_earlier_kernels();
-  uint32_t first = place.begin + threadIdx.x;
+  const GroupPosition position(params);
+  const T* in = static_cast<const T*>(params.x) + position.sample * params.x_strides[0] +
+                position.first_channel * params.x_strides[1];
+  T* out = static_cast<T*>(params.out) + position.sample * params.out_strides[0] +
+           position.first_channel * params.out_strides[1];
+  griddepcontrol_wait();
+  uint32_t first = position.begin + threadIdx.x;
   Pack<T, kSize> packs[kUnroll];
   const auto load_packs = [&](uint32_t first) {
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       const uint32_t number = first + i * kThreads;
-      if (number >= place.end) break;
-      const PackPlace pack(params, number);
+      if (number >= position.end) break;
+      const PackPosition pack(params, number);
       packs[i].load(in + pack.outer * params.outer_stride + pack.inner * params.inner_stride);
     }
   };
   load_packs(first);
   const GroupStatistics statistics(params, blockIdx.x);
   const auto channel_of = [&](int64_t channel) {
-    channel += place.first_channel;
+    channel += position.first_channel;
     const float added =
-        value_of<T>(params.channel_bias, place.sample * params.channel_bias.strides[0] + channel, 0.0f);
+        value_of<T>(params.channel_bias, position.sample * params.channel_bias.strides[0] + channel, 0.0f);
     return Channel::of(statistics.mean, statistics.rstd, added, value_of<T>(params.weight, channel, 1.0f),
                        value_of<T>(params.bias, channel, 0.0f));
   };
@@ -421,12 +307,12 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t i = threadIdx.x; i < params.per_group; i += kThreads) channels[i] = channel_of(i);
     __syncthreads();
   }
-  for (; first < place.end; first += kUnroll * kThreads) {
+  for (; first < position.end; first += kUnroll * kThreads) {
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       const uint32_t number = first + i * kThreads;
-      if (number >= place.end) break;
-      const PackPlace pack(params, number);
+      if (number >= position.end) break;
+      const PackPosition pack(params, number);
       const Channel channel = kAccess == Access::kVector ? channels[pack.channel] : channel_of(pack.channel);
       float values[kSize];
       packs[i].to_floats(values);
@@ -442,41 +328,43 @@ __global__ void __launch_bounds__(kThreads)
 // ---------------------------------------------------------------------------------------------------------
 // Launch
 
-enum class Way { kChannelsLast, kVectors, kElements };
+enum class KernelPath { kChannelsLast, kVectors, kElements };
 
-// Tells whether packs begin at aligned addresses in every sample and row.
+// Returns whether the rows of all samples are aligned to 16 bytes.
 bool is_aligned(const void* data, const int64_t (&strides)[3], int row_dim, int64_t element_bytes) {
   return is_16_byte_aligned(data) && strides[0] * element_bytes % kVectorBytes == 0 &&
          strides[row_dim] * element_bytes % kVectorBytes == 0;
 }
 
-Way way_of(const GroupNormParams& args) {
+KernelPath path_of(const GroupNormParams& args) {
   const int64_t element_bytes = bytes_of(args.dtype), size = kVectorBytes / element_bytes;
   const int row_dim = args.is_channels_last ? 2 : 1;
   const int64_t row = args.is_channels_last ? args.channels : args.pixels;
-  if (row % size != 0 || !is_aligned(args.x, args.x_strides, row_dim, element_bytes)) return Way::kElements;
+  if (row % size != 0 || !is_aligned(args.x, args.x_strides, row_dim, element_bytes))
+    return KernelPath::kElements;
   if (!args.is_channels_last)
-    return args.channels / args.groups <= kSharedChannels ? Way::kVectors : Way::kElements;
-  return args.channels / size <= kThreads ? Way::kChannelsLast : Way::kElements;
+    return args.channels / args.groups <= kSharedChannels ? KernelPath::kVectors : KernelPath::kElements;
+  return args.channels / size <= kThreads ? KernelPath::kChannelsLast : KernelPath::kElements;
 }
 
-// The chunks that a sample, or a group, is cut into, so that all multiprocessors have a part: of packs, or of
-// pixels. It is the same for the workspace and for the launch.
-GroupNormKernelParams kernel_params(const GroupNormParams& args, Way way) {
+// Splits samples into chunks of pixels, or groups into chunks of packs, so that every multiprocessor has
+// work.
+GroupNormKernelParams kernel_params(const GroupNormParams& args, KernelPath path, Stream stream) {
+  const int multiprocessors = multiprocessor_count(kOperation, stream.device);
   GroupNormKernelParams params{};
   static_cast<GroupNormParams&>(params) = args;
-  const int64_t size = way == Way::kElements ? 1 : kVectorBytes / bytes_of(args.dtype);
+  const int64_t size = path == KernelPath::kElements ? 1 : kVectorBytes / bytes_of(args.dtype);
   params.per_group = args.channels / args.groups;
-  int64_t items, parts, least;  // to be cut, into at most so many, of at least so many
-  if (way == Way::kChannelsLast) {
+  int64_t items, parts, least;  // to split, maximum number of chunks, minimum items of a chunk
+  if (path == KernelPath::kChannelsLast) {
     const int64_t rows = kThreads / (args.channels / size);
     items = args.pixels;
-    parts = ceil_divide(kMultiprocessors, args.batch);
+    parts = ceil_divide(multiprocessors, args.batch);
     least = kUnroll * rows;
   } else {
     params.group_packs = params.per_group * args.pixels / size;
     items = params.group_packs;
-    parts = ceil_divide(4 * kMultiprocessors, args.batch * args.groups);
+    parts = ceil_divide(4 * multiprocessors, args.batch * args.groups);
     least = kUnroll * kThreads;
   }
   params.chunk_size = std::max(ceil_divide(items, parts), std::min(items, least));
@@ -488,10 +376,10 @@ GroupNormKernelParams kernel_params(const GroupNormParams& args, Way way) {
   params.inner_out_stride = args.out_strides[inner] * size;
   params.by_row.set(static_cast<uint32_t>(args.is_channels_last ? params.per_group : args.pixels / size));
   params.by_group.set(static_cast<uint32_t>(params.per_group));
-  params.are_operands_aligned = true;
+  params.operands_are_aligned = true;
   for (const Modulator* operand : {&args.weight, &args.bias, &args.channel_bias}) {
     const int64_t element_bytes = operand->is_float32 ? 4 : bytes_of(args.dtype);
-    params.are_operands_aligned = params.are_operands_aligned && is_16_byte_aligned(operand->data) &&
+    params.operands_are_aligned = params.operands_are_aligned && is_16_byte_aligned(operand->data) &&
                                   operand->strides[0] * element_bytes % kVectorBytes == 0;
   }
   return params;
@@ -499,24 +387,24 @@ GroupNormKernelParams kernel_params(const GroupNormParams& args, Way way) {
 
 }  // namespace
 
-int64_t group_norm_workspace_bytes(const GroupNormParams& params) {
-  const int64_t chunks = kernel_params(params, way_of(params)).chunks;
+int64_t group_norm_workspace_bytes(const GroupNormParams& params, Stream stream) {
+  const int64_t chunks = kernel_params(params, path_of(params), stream).chunks;
   return params.batch * params.groups * chunks * static_cast<int64_t>(sizeof(Moments));
 }
 
 void group_norm(const GroupNormParams& args, Stream stream) {
-  constexpr const char* kOperation = "group_norm";
-  const Way way = way_of(args);
-  const GroupNormKernelParams params = kernel_params(args, way);
+  const KernelPath path = path_of(args);
+  const GroupNormKernelParams params = kernel_params(args, path, stream);
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
-    if (way == Way::kChannelsLast) {
+    if (path == KernelPath::kChannelsLast) {
       const int64_t packs = args.channels / kVectorSize<T>;
       const int threads = static_cast<int>(kThreads / packs * packs);
       const dim3 grid(static_cast<uint32_t>(args.batch * params.chunks));
-      launch_kernel(kOperation, group_moments_channels_last_kernel<T>, grid, threads, params, stream,
-                    threads * kVectorSize<T> * static_cast<int64_t>(sizeof(Moments)));
-      launch_kernel(kOperation, group_norm_channels_last_kernel<T>, grid, threads, params, stream,
-                    2 * args.groups * static_cast<int64_t>(sizeof(double)));
+      launch_kernel_with_shared_memory<group_moments_channels_last_kernel<T>>(
+          kOperation, grid, threads, params, stream,
+          threads * kVectorSize<T> * static_cast<int64_t>(sizeof(Moments)));
+      launch_kernel_with_shared_memory<group_norm_channels_last_kernel<T>>(
+          kOperation, grid, threads, params, stream, 2 * args.groups * static_cast<int64_t>(sizeof(double)));
       return;
     }
     const auto launch = [&](auto access) {
@@ -524,7 +412,7 @@ void group_norm(const GroupNormParams& args, Stream stream) {
       launch_kernel(kOperation, group_moments_kernel<T, access>, grid, kThreads, params, stream);
       launch_kernel(kOperation, group_norm_kernel<T, access>, grid, kThreads, params, stream);
     };
-    if (way == Way::kVectors) return launch(Constant<Access::kVector>{});
+    if (path == KernelPath::kVectors) return launch(Constant<Access::kVector>{});
     launch(Constant<Access::kScalar>{});
   });
 }

@@ -1,4 +1,4 @@
-// rms_norm_modulate and layer_norm_modulate (adaptive layer norm), once or twice of one norm.
+// rms_norm_modulate, layer_norm_modulate (adaptive layer norm) and layer_norm_modulate_pair.
 #include "row_norm.cuh"
 
 namespace h100_diffusers_kernels {
@@ -9,10 +9,6 @@ void rms_norm_modulate(const RowNormParams& params, Stream stream) {
 
 void layer_norm_modulate(const RowNormParams& params, Stream stream) {
   launch_modulated<PlainInput, LayerNorm>("layer_norm_modulate", params, stream);
-}
-
-void rms_norm_modulate_pair(const RowNormParams& params, Stream stream) {
-  launch_general<PlainInput, RmsNorm>("rms_norm_modulate_pair", params, stream);
 }
 
 void layer_norm_modulate_pair(const RowNormParams& params, Stream stream) {

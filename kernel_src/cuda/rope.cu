@@ -1,5 +1,5 @@
-// rope and rope_3d rotate one tensor. A thread treats the units (rope.cuh) at one place of two heads, for
-// which the tables are read once where the heads share them, or of one head where there are few units.
+// rope and rope_3d rotate one tensor. A thread rotates the units (rope.cuh) at the same position of two
+// heads, which read the tables once if they share them, or of one head if there are few units.
 #include <type_traits>
 
 #include "fast_divisor.cuh"
@@ -11,27 +11,35 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kHeadsPerThread = 2;
-// Up to so many units a thread treats one head: an H100 can hold about as many threads.
+// Up to this many units a thread rotates one head. It is about as many as an H100 holds threads.
 constexpr int64_t kFewUnits = 1 << 18;
 
-// Each axis has tables of its own: the pairs of a head are divided among the axes, and a token's place in the
-// grid says which row of each table turns them.
+// Units are numbered by batch, seq, slot and position in the head. Slot i has the heads i and i + head_slots.
+template <class Args>
+struct RopeKernelParams : Args {
+  uint32_t units;
+  FastDivisor units_per_head, head_slots, seq_divisor;
+  FastDivisor width, height;  // of the grid, for rope_3d
+};
+
+// Tables of each axis of a grid. The pairs of a head are split between the axes, and the token's position in
+// the grid selects the row of each table.
 template <typename Table>
 struct GridRope {
-  // That leaves 64 registers, which the compiler exceeds without need (NOTES, "Rotary embedding from
+  // Limits the registers to 64, which the compiler would exceed without need (NOTES, "Rotary embedding from
   // tables").
   static constexpr int kMinBlocks = 8;
 
   template <typename T, RopeLayout kLayout, int kSize>
   class Lookup {
    public:
-    template <class Params>
-    __device__ __forceinline__ void fetch(const Params& p, const UnitPlace& place) {
-      const uint32_t seq = static_cast<uint32_t>(place.seq);
+    __device__ __forceinline__ void fetch(const RopeKernelParams<Rope3dParams>& p,
+                                          const UnitPosition& position) {
+      const uint32_t seq = static_cast<uint32_t>(position.seq);
       const uint32_t line = p.width.divide(seq), frame = p.height.divide(line);
       const uint32_t rows[kRope3dAxes] = {frame, line - frame * p.height.divisor,
                                           seq - line * p.width.divisor};
-      // Each points to where the value of pair 0 of the head would be, were its axis the only one.
+      // Pointers that are offset so that the pair's index in the head can be added.
       const Table *cos[kRope3dAxes], *sin[kRope3dAxes];
       int end[kRope3dAxes], pairs = 0;
 #pragma unroll
@@ -43,7 +51,7 @@ struct GridRope {
       }
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
-        const int pair = Layout<kLayout>::template number_of<kSize>(place, j);
+        const int pair = Layout<kLayout>::template number_of<kSize>(position, j);
         const Table* pair_cos = pair < end[0] ? cos[0] : pair < end[1] ? cos[1] : cos[2];
         const Table* pair_sin = pair < end[0] ? sin[0] : pair < end[1] ? sin[1] : sin[2];
         cos_[j] = pair_cos[pair];
@@ -63,19 +71,17 @@ struct GridRope {
     Table cos_[kSize], sin_[kSize];
   };
 
-  // Tells whether all heads of a token turn alike.
-  template <class Params>
-  __device__ __forceinline__ static bool is_shared(const Params&) {
+  // Returns whether all heads of a token have the same rotation.
+  __device__ __forceinline__ static bool is_shared_by_heads(const RopeKernelParams<Rope3dParams>&) {
     return true;
   }
 };
 
 template <class Tables>
 struct TokenRope : Tables {
-  static constexpr int kMinBlocks = 0;  // It takes as many registers as the loads under way need.
+  static constexpr int kMinBlocks = 0;  // The loads in flight need the registers.
 
-  template <class Params>
-  __device__ __forceinline__ static bool is_shared(const Params& p) {
+  __device__ __forceinline__ static bool is_shared_by_heads(const RopeKernelParams<RopeParams>& p) {
     return p.tables.cos_strides[2] == 0 && p.tables.sin_strides[2] == 0;
   }
 };
@@ -83,15 +89,6 @@ template <typename Table>
 using PairRope = TokenRope<TableRope<Table, TableValues::kPerPair>>;
 template <typename Table>
 using ElementRope = TokenRope<TableRope<Table, TableValues::kPerElement>>;
-
-// Units are numbered by batch, seq, slot and place in the head; slot i stands for the heads i, i + head_slots
-// and so on.
-template <class Args>
-struct RopeKernelParams : Args {
-  uint32_t units;
-  FastDivisor units_per_head, head_slots, seq_divisor;
-  FastDivisor width, height;  // They are those of the grid, for rope_3d.
-};
 
 template <typename T, class Rope, RopeLayout kLayout, class Params>
 __global__ void __launch_bounds__(kThreads, Rope::kMinBlocks) rope_kernel(const __grid_constant__ Params p) {
@@ -101,78 +98,77 @@ __global__ void __launch_bounds__(kThreads, Rope::kMinBlocks) rope_kernel(const 
   const int within = unit - slot_unit * p.units_per_head.divisor;
   const uint32_t token = p.head_slots.divide(slot_unit);
   const uint32_t batch = p.seq_divisor.divide(token);
-  UnitPlace place;
-  place.batch = batch;
-  place.seq = token - batch * p.seq_divisor.divisor;
-  place.pair = within * kSize;
-  // The packs are half a head apart in both layouts, so that neighbouring threads read neighbouring packs
-  // (NOTES, "Rotary embedding from tables").
-  place.first = within * kSize;
-  place.second = place.first + static_cast<int>(p.head_dim) / 2;
+  UnitPosition position;
+  position.batch = batch;
+  position.seq = token - batch * p.seq_divisor.divisor;
+  position.pair = within * kSize;
+  // The packs are half a head apart in both layouts, so that adjacent threads read adjacent packs (NOTES,
+  // "Rotary embedding from tables").
+  position.first = within * kSize;
+  position.second = position.first + static_cast<int>(p.head_dim) / 2;
   const int slot = slot_unit - token * p.head_slots.divisor;
   const auto head_of = [&](int i) { return slot + i * static_cast<int>(p.head_slots.divisor); };
-  wait_for_earlier_kernels();
+  griddepcontrol_wait();
   if (unit >= p.units) return;
 
   Pack<T, kSize> first[kHeadsPerThread], second[kHeadsPerThread];
   const auto has_head = [&](int i) { return i == 0 || head_of(i) < p.x.heads; };
 #pragma unroll
   for (int i = 0; i < kHeadsPerThread; ++i) {
-    place.head = head_of(i);
+    position.head = head_of(i);
     if (has_head(i)) {
-      const T* head = static_cast<const T*>(p.x.in) + head_offset(p.x.in_strides, place);
-      first[i].load(head + place.first);
-      second[i].load(head + place.second);
+      const T* head = static_cast<const T*>(p.x.in) + head_offset(p.x.in_strides, position);
+      first[i].load(head + position.first);
+      second[i].load(head + position.second);
     }
   }
   typename Rope::template Lookup<T, kLayout, kSize> lookup;
-  place.head = head_of(0);
-  lookup.fetch(p, place);
+  position.head = head_of(0);
+  lookup.fetch(p, position);
   UnitRotation<kSize> rotation;
 #pragma unroll
   for (int i = 0; i < kHeadsPerThread; ++i) {
-    place.head = head_of(i);
+    position.head = head_of(i);
     if (!has_head(i)) continue;
-    if (i > 0 && !Rope::is_shared(p)) lookup.fetch(p, place);
-    if (i == 0 || !Rope::is_shared(p)) lookup.rotation(rotation);
+    if (i > 0 && !Rope::is_shared_by_heads(p)) lookup.fetch(p, position);
+    if (i == 0 || !Rope::is_shared_by_heads(p)) lookup.rotation(rotation);
     float a[kSize], b[kSize];
     first[i].to_floats(a);
     second[i].to_floats(b);
     rotate<kLayout>(a, b, rotation);
-    T* head = static_cast<T*>(p.x.out) + head_offset(p.x.out_strides, place);
-    store_floats(head + place.first, a);
-    store_floats(head + place.second, b);
+    T* head = static_cast<T*>(p.x.out) + head_offset(p.x.out_strides, position);
+    store_floats(head + position.first, a);
+    store_floats(head + position.second, b);
   }
 }
 
-// Heads of any size, alignment and number are treated one pair a thread.
-template <typename T, class Rope, RopeLayout kLayout, Access kAccess, class Params>
-__global__ void __launch_bounds__(kThreads) rope_pair_kernel(const __grid_constant__ Params p) {
-  static_assert(kAccess == Access::kScalar);
+// Heads of any size, alignment and number: each thread rotates one pair.
+template <typename T, class Rope, RopeLayout kLayout, class Params>
+__global__ void __launch_bounds__(kThreads) scalar_rope_kernel(const __grid_constant__ Params p) {
   const int half = static_cast<int>(p.head_dim) / 2;
   const int64_t pair = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   const int64_t head_number = pair / half;
   const int64_t token = head_number / p.x.heads;
-  UnitPlace place;
-  place.batch = token / p.seq;
-  place.seq = token - place.batch * p.seq;
-  place.head = static_cast<int>(head_number - token * p.x.heads);
-  place.pair = static_cast<int>(pair - head_number * half);
-  place.first = kLayout == RopeLayout::kHalf ? place.pair : 2 * place.pair;
-  place.second = kLayout == RopeLayout::kHalf ? place.pair + half : 2 * place.pair + 1;
-  wait_for_earlier_kernels();
-  if (place.batch >= p.batch) return;
-  // Two packs of one element each hold one pair, as in the half layout.
+  UnitPosition position;
+  position.batch = token / p.seq;
+  position.seq = token - position.batch * p.seq;
+  position.head = static_cast<int>(head_number - token * p.x.heads);
+  position.pair = static_cast<int>(pair - head_number * half);
+  position.first = kLayout == RopeLayout::kHalf ? position.pair : 2 * position.pair;
+  position.second = kLayout == RopeLayout::kHalf ? position.pair + half : 2 * position.pair + 1;
+  griddepcontrol_wait();
+  if (position.batch >= p.batch) return;
+  // A pair is two packs of one element, as in the half layout.
   typename Rope::template Lookup<T, RopeLayout::kHalf, 1> lookup;
-  lookup.fetch(p, place);
+  lookup.fetch(p, position);
   UnitRotation<1> rotation;
   lookup.rotation(rotation);
-  const T* in = static_cast<const T*>(p.x.in) + head_offset(p.x.in_strides, place);
-  T* out = static_cast<T*>(p.x.out) + head_offset(p.x.out_strides, place);
-  float a[1] = {to_float(in[place.first])}, b[1] = {to_float(in[place.second])};
+  const T* in = static_cast<const T*>(p.x.in) + head_offset(p.x.in_strides, position);
+  T* out = static_cast<T*>(p.x.out) + head_offset(p.x.out_strides, position);
+  float a[1] = {to_float(in[position.first])}, b[1] = {to_float(in[position.second])};
   rotate<RopeLayout::kHalf>(a, b, rotation);
-  out[place.first] = from_float<T>(a[0]);
-  out[place.second] = from_float<T>(b[0]);
+  out[position.first] = from_float<T>(a[0]);
+  out[position.second] = from_float<T>(b[0]);
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -189,8 +185,8 @@ void launch(const char* operation, const Args& args, bool has_vectors, Stream st
   const int64_t unit_size = 2 * kPackSize<T, Access::kVector>;
   const int64_t tokens = args.batch * args.seq;
   const int64_t head_units = args.head_dim / unit_size;
-  const bool are_few = tokens * args.x.heads * head_units <= kFewUnits;
-  const int64_t head_slots = are_few ? args.x.heads : ceil_divide(args.x.heads, kHeadsPerThread);
+  const bool has_few_units = tokens * args.x.heads * head_units <= kFewUnits;
+  const int64_t head_slots = has_few_units ? args.x.heads : ceil_divide(args.x.heads, kHeadsPerThread);
   const int64_t units = tokens * head_slots * head_units;
   if (has_vectors && args.head_dim % unit_size == 0 && units < kFastDivisionEnd) {
     params.units = static_cast<uint32_t>(units);
@@ -201,12 +197,12 @@ void launch(const char* operation, const Args& args, bool has_vectors, Stream st
                   kThreads, params, stream);
   } else {
     const int64_t pairs = tokens * args.x.heads * args.head_dim / 2;
-    launch_kernel(operation, rope_pair_kernel<T, Rope, kLayout, Access::kScalar, Params>,
-                  dim3(ceil_divide(pairs, kThreads)), kThreads, params, stream);
+    launch_kernel(operation, scalar_rope_kernel<T, Rope, kLayout, Params>, dim3(ceil_divide(pairs, kThreads)),
+                  kThreads, params, stream);
   }
 }
 
-// Launches with Rope<Table>, for the dtypes and the layout of the call.
+// Launches with Rope<Table>, for the call's dtypes and layout.
 template <template <typename> class Rope, class Args>
 void dispatch(const char* operation, const Args& args, bool table_is_float32, bool has_vectors,
               Stream stream) {

@@ -1,7 +1,7 @@
-// The rotary embedding treats units, which are two packs of a head that hold whole rotated pairs: any two
-// packs in the interleaved layout, packs half a head apart in the half layout. The policies say where the
-// cosines and sines of a unit's kSize pairs come from; a pair's first element is multiplied by cos_a and
-// sin_a, its second by cos_b and sin_b.
+// The rotary embedding of units: two packs of a head that hold complete rotated pairs, which are any two
+// packs in the interleaved layout and packs half a head apart in the half layout. Policies provide the
+// cosines and sines of a unit's kSize pairs. A pair's first element is multiplied by cos_a and sin_a, its
+// second by cos_b and sin_b.
 #pragma once
 
 #include "launch.cuh"
@@ -16,20 +16,20 @@ struct UnitRotation {
   float cos_a[kSize], sin_a[kSize], cos_b[kSize], sin_b[kSize];
 };
 
-// A unit is at this place: batch, seq, head, the offsets of its packs in the head (first, second), and, where
-// its pairs follow each other, the number of the first of them (pair).
-struct UnitPlace {
+// Position of a unit: batch, seq, head, the offsets of its packs in the head (first, second), and the number
+// of its first pair if its pairs are consecutive (pair).
+struct UnitPosition {
   int64_t batch, seq;
   int head, pair, first, second;
 };
 
-__device__ __forceinline__ int64_t head_offset(const int64_t (&strides)[3], const UnitPlace& place) {
-  return place.batch * strides[0] + place.seq * strides[1] + place.head * strides[2];
+__device__ __forceinline__ int64_t head_offset(const int64_t (&strides)[3], const UnitPosition& position) {
+  return position.batch * strides[0] + position.seq * strides[1] + position.head * strides[2];
 }
 
 template <RopeLayout kLayout>
 struct Layout {
-  // These are the elements of pair j of a unit whose packs are a and b.
+  // Return the elements of pair j of a unit with packs a and b.
   template <int kSize>
   __device__ __forceinline__ static float& first_of(float (&a)[kSize], float (&b)[kSize], int j) {
     if constexpr (kLayout == RopeLayout::kHalf) return a[j];
@@ -42,25 +42,25 @@ struct Layout {
   }
   // Returns the number of pair j in the head.
   template <int kSize>
-  __device__ __forceinline__ static int number_of(const UnitPlace& place, int j) {
-    if constexpr (kLayout == RopeLayout::kHalf) return place.pair + j;
-    return 2 * j < kSize ? place.first / 2 + j : place.second / 2 + j - kSize / 2;
+  __device__ __forceinline__ static int number_of(const UnitPosition& position, int j) {
+    if constexpr (kLayout == RopeLayout::kHalf) return position.pair + j;
+    return 2 * j < kSize ? position.first / 2 + j : position.second / 2 + j - kSize / 2;
   }
 };
 
-// The policies: a Lookup is that of one unit; `fetch` starts its loads, `rotation` uses them.
+// Policies. A Lookup belongs to one unit: `fetch` issues its loads, `rotation` uses the loaded values.
 struct NoRope {
   static constexpr bool kIsRope = false;
   static constexpr bool kIsComputed = false;
 
   template <typename T, RopeLayout kLayout, int kSize>
   struct Lookup {
-    __device__ __forceinline__ void fetch(const QkNormRopeParams&, const UnitPlace&) {}
+    __device__ __forceinline__ void fetch(const QkNormRopeParams&, const UnitPosition&) {}
     __device__ __forceinline__ void rotation(UnitRotation<kSize>&) const {}
   };
 };
 
-// Tables hold one value for each element, or one for both elements of a pair.
+// Tables have one value for each element, or one for each pair.
 enum class TableValues { kPerElement, kPerPair };
 
 template <typename Table, TableValues kValues>
@@ -72,10 +72,10 @@ struct TableRope {
   class Lookup {
    public:
     template <class Params>
-    __device__ __forceinline__ void fetch(const Params& params, const UnitPlace& place) {
+    __device__ __forceinline__ void fetch(const Params& params, const UnitPosition& position) {
       const RopeTables& p = params.tables;
-      fetch(cos_, p.cos, p.cos_strides, place);
-      fetch(sin_, p.sin, p.sin_strides, place);
+      fetch(cos_, p.cos, p.cos_strides, position);
+      fetch(sin_, p.sin, p.sin_strides, position);
     }
 
     __device__ __forceinline__ void rotation(UnitRotation<kSize>& rotation) const {
@@ -84,8 +84,8 @@ struct TableRope {
     }
 
    private:
-    // Values for both elements of a pair follow each other, over a unit, in the half layout; in the
-    // interleaved one each of its packs holds half of the pairs.
+    // With one value for each pair, a unit's values are consecutive in the half layout. In the interleaved
+    // layout each of its packs has half of the pairs.
     static constexpr bool kIsPerPair = kValues == TableValues::kPerPair;
     static constexpr bool kIsOnePack = kIsPerPair && kLayout == RopeLayout::kHalf;
     static constexpr int kPackValues = kIsPerPair && !kIsOnePack ? kSize / 2 : kSize;
@@ -94,17 +94,17 @@ struct TableRope {
     };
 
     __device__ __forceinline__ static void fetch(Values& values, const void* table,
-                                                 const int64_t (&strides)[3], const UnitPlace& place) {
-      const Table* row = static_cast<const Table*>(table) + head_offset(strides, place);
+                                                 const int64_t (&strides)[3], const UnitPosition& position) {
+      const Table* row = static_cast<const Table*>(table) + head_offset(strides, position);
       if constexpr (kIsOnePack) {
-        values.a.load(row + place.pair);
+        values.a.load(row + position.pair);
       } else {
-        values.a.load(row + (kIsPerPair ? place.first / 2 : place.first));
-        values.b.load(row + (kIsPerPair ? place.second / 2 : place.second));
+        values.a.load(row + (kIsPerPair ? position.first / 2 : position.first));
+        values.b.load(row + (kIsPerPair ? position.second / 2 : position.second));
       }
     }
 
-    // Spreads what was loaded into the values of each pair's first element, and of its second.
+    // Expands the loaded values to one for each pair's first element and one for its second.
     __device__ __forceinline__ static void spread(const Values& values, float (&first)[kSize],
                                                   float (&second)[kSize]) {
       float a[kPackValues], b[kPackValues];
@@ -125,7 +125,7 @@ struct TableRope {
   };
 };
 
-// A table of complex numbers cos + i sin holds both values of a pair next to each other.
+// A table of complex numbers cos + i sin.
 struct ComplexRope {
   static constexpr bool kIsRope = true;
   static constexpr bool kIsComputed = false;
@@ -134,13 +134,13 @@ struct ComplexRope {
   class Lookup {
    public:
     template <class Params>
-    __device__ __forceinline__ void fetch(const Params& params, const UnitPlace& place) {
+    __device__ __forceinline__ void fetch(const Params& params, const UnitPosition& position) {
       const RopeTables& p = params.tables;
-      const float* row = static_cast<const float*>(p.cos) + head_offset(p.cos_strides, place);
-      // Each pack holds half of the pairs, or of one pair one of its two values.
+      const float* row = static_cast<const float*>(p.cos) + head_offset(p.cos_strides, position);
+      // Each pack has half of the pairs, or for a single pair one of its two values.
       const bool is_half = kLayout == RopeLayout::kHalf;
-      a_.load(row + (is_half ? 2 * place.pair : place.first));
-      b_.load(row + (is_half ? 2 * place.pair + kSize : place.second));
+      a_.load(row + (is_half ? 2 * position.pair : position.first));
+      b_.load(row + (is_half ? 2 * position.pair + kSize : position.second));
     }
 
     __device__ __forceinline__ void rotation(UnitRotation<kSize>& rotation) const {
@@ -160,7 +160,7 @@ struct ComplexRope {
   };
 };
 
-// Angles are computed from coordinates. The unit's pairs have to follow each other.
+// Computes angles from coordinates. The unit's pairs must be consecutive.
 struct CoordinateRope {
   static constexpr bool kIsRope = true;
   static constexpr bool kIsComputed = true;
@@ -168,11 +168,11 @@ struct CoordinateRope {
   template <typename T, RopeLayout kLayout, int kSize>
   class Lookup {
    public:
-    __device__ __forceinline__ void fetch(const QkNormRopeParams& p, const UnitPlace& place) {
+    __device__ __forceinline__ void fetch(const QkNormRopeParams& p, const UnitPosition& position) {
       const float* coordinates =
-          p.coordinates + place.batch * p.coordinate_strides[0] + place.seq * p.coordinate_strides[1];
+          p.coordinates + position.batch * p.coordinate_strides[0] + position.seq * p.coordinate_strides[1];
       const int half = static_cast<int>(p.head_dim) / 2;
-      const int rotated = place.head * half + place.pair - p.identity_pairs;  // negative: left alone
+      const int rotated = position.head * half + position.pair - p.identity_pairs;  // negative: not rotated
       int frequency = rotated > 0 ? rotated / p.axes : 0;
       int axis = rotated > 0 ? rotated - frequency * p.axes : 0;
 #pragma unroll
@@ -202,7 +202,7 @@ struct CoordinateRope {
   };
 };
 
-// Rotates the pairs of a unit whose packs are a and b.
+// Rotates the pairs of a unit with packs a and b.
 template <RopeLayout kLayout, int kSize>
 __device__ __forceinline__ void rotate(float (&a)[kSize], float (&b)[kSize],
                                        const UnitRotation<kSize>& rotation) {

@@ -1,13 +1,13 @@
-// Norm, modulation, residual and gate are one kernel with three policies, chosen at compile time (see
-// row_policies.cuh). Each element is read once and written once: a short row is held in the registers of the
-// threads that share it, a long one in the shared memory of a block or of a cluster of blocks. Rows too long
-// for that, and data that 16-byte accesses cannot reach, take a loop that reads again.
+// Norm, modulation, residual and gate: one kernel with three compile-time policies (row_policies.cuh). Each
+// element is read and written once. A short row is held in registers, a long one in the shared memory of a
+// block or of a cluster of blocks. Longer rows, and rows that are not aligned to 16 bytes, are read again in
+// each step.
 //
-// Blocks are short: a row of 2048 16-bit elements is 128 threads with two packs each, gone after a
-// microsecond. What a block does before its loads are under way, and between their arrival and its stores, is
-// what keeps it from the rate of a plain copy. Hence rows are indexed by one multiplication and no division,
-// and weight, scale and shift are on their way while the row is being reduced (NOTES, "Row kernels: what a
-// block does before its loads" and "The order of loads").
+// Blocks are short: a row of 2048 16-bit elements has 128 threads with two packs each, which run for a
+// microsecond. The time before a block's loads are issued, and between their arrival and its stores, is what
+// it loses to a plain copy. So indexing a row takes one multiplication and no division, and weight, scale and
+// shift are loaded while the row is reduced (NOTES, "Row kernels: what a block does before its loads" and
+// "The order of loads").
 #pragma once
 
 #include <type_traits>
@@ -24,7 +24,7 @@
 
 namespace h100_diffusers_kernels {
 
-template <bool kHasMore>
+template <bool kHasExtra>
 struct GeneralOutput;
 
 template <class Input, class Output>
@@ -47,19 +47,19 @@ struct RowKernelParams {
 
 template <typename T>
 struct RowStatistics {
-  Statistic<T> mean;   // It is 0 unless the norm is centered.
-  Statistic<T> scale;  // It is 1 / sqrt(mean of the squares around the mean + eps).
+  Statistic<T> mean;   // 0 unless the norm is centered
+  Statistic<T> scale;  // 1 / sqrt(mean of the squares around the mean + eps)
 };
 
-// For 16-bit results mean and variance come from sums around a pivot (shifted data), in one step, with the
-// threads of a row waiting for each other once (NOTES, "Layer norm", which also has Chan's combination of the
-// warps' statistics, and two steps, as slower). The pivot is the mean of the row's first eight values. The
-// variance takes on (pivot - mean)^2 / variance times the rounding errors of the sums, which is about 1/8 for
-// most rows; where it is more than kMaxCancellation, the step is taken again around the mean that came out.
+// For 16-bit results mean and variance come from sums of differences from a pivot, so that the threads of a
+// row exchange sums once. Two exchanges, and Chan's combination of the warps' statistics, were slower (NOTES,
+// "Layer norm"). The pivot is the mean of the row's first eight values. It multiplies the rounding errors of
+// the sums by (pivot - mean)^2 / variance, about 1/8 for most rows. Above kMaxCancellation the sums are
+// computed again, with the resulting mean as the pivot.
 constexpr int kPivotValues = 8;
 constexpr float kMaxCancellation = 16.0f;
 template <typename T, class Norm>
-constexpr bool kHasPivot = Norm::kIsCentered && !kHasExactStatistics<T>;
+constexpr bool kUsesPivotFor = Norm::kIsCentered && !kHasExactStatistics<T>;
 
 template <int kSize, class InputRow, class InputPack>
 __device__ __forceinline__ float pivot_of(const InputRow& input, InputPack& first) {
@@ -70,22 +70,22 @@ __device__ __forceinline__ float pivot_of(const InputRow& input, InputPack& firs
   return tree_sum<kSize>([&](int j) { return h[j] * (1.0f / kPivotValues); });
 }
 
-// Sums are taken in Total where there is no pivot.
-template <class Norm, bool kIsAroundPivot, int kThreadsPerRow, int kClusterBlocks, typename Total>
+// Total: type of the sums without a pivot.
+template <class Norm, bool kUsesPivot, int kThreadsPerRow, int kClusterBlocks, typename Total>
 using StatisticsReduce =
-    std::conditional_t<kIsAroundPivot, GroupReduce<Sum, float, kThreadsPerRow, 2, 2, kClusterBlocks>,
+    std::conditional_t<kUsesPivot, GroupReduce<Sum, float, kThreadsPerRow, 2, 2, kClusterBlocks>,
                        GroupReduce<Sum, Total, kThreadsPerRow, 1, Norm::kIsCentered ? 2 : 1, kClusterBlocks>>;
 
-// Returns the statistics of a row that is shared by a group (see GroupReduce). for_each_pack(body) calls
-// body(h) for each of the thread's packs.
-template <typename T, class Norm, bool kIsAroundPivot, int kSize, int kThreadsPerRow, int kClusterBlocks = 1,
+// Returns the statistics of a row that a group of threads shares (see GroupReduce). for_each_pack(body) calls
+// body(h) for each pack of the thread.
+template <typename T, class Norm, bool kUsesPivot, int kSize, int kThreadsPerRow, int kClusterBlocks = 1,
           typename Total = RowSum<T>, class ForEachPack>
 __device__ __forceinline__ RowStatistics<T> row_statistics(const ForEachPack& for_each_pack, float pivot,
                                                            int64_t hidden, float eps) {
   const RowSum<T> count = static_cast<RowSum<T>>(hidden);
-  const StatisticsReduce<Norm, kIsAroundPivot, kThreadsPerRow, kClusterBlocks, Total> reduce;
+  const StatisticsReduce<Norm, kUsesPivot, kThreadsPerRow, kClusterBlocks, Total> reduce;
   RowStatistics<T> row;
-  if constexpr (kIsAroundPivot) {
+  if constexpr (kUsesPivot) {
     float offset, squares;
     const auto take_step = [&](int round) {
       float sums[2] = {0, 0};
@@ -100,7 +100,7 @@ __device__ __forceinline__ RowStatistics<T> row_statistics(const ForEachPack& fo
     take_step(0);
     bool is_inexact = offset * offset * count > kMaxCancellation * squares;
     if constexpr (kThreadsPerRow < kWarpThreads) is_inexact = __any_sync(0xffffffffu, is_inexact);
-    if (is_inexact) {  // All threads of a row agree.
+    if (is_inexact) {  // the same in all threads of a row
       pivot += offset;
       take_step(1);
     }
@@ -135,55 +135,54 @@ __device__ __forceinline__ void normalize(const RowStatistics<T>& row, float (&h
   }
 }
 
-// With 1 the compiler takes the registers that it wants. Left alone (0) it saves some in the hope of more
-// blocks at a time, which is right for 16 bits; for float32 it spills now and then.
+// Second argument of __launch_bounds__. With 0 the compiler limits registers for more resident blocks, which
+// is right for 16 bits; for float32 some kernels would spill. With 1 it does not.
 template <typename T>
 constexpr int kMinBlocks = sizeof(T) == 4 ? 1 : 0;
 
-// Short rows are held by kThreadsPerRow threads with up to kPacks packs each. Rows narrower than a block
-// share it.
-template <typename T, class Input, class Norm, class Output, int kThreadsPerRow, int kPacks>
+// Short rows: kThreadsPerRow threads hold up to kRowPacks packs each in registers. A block has several rows
+// if they are narrow.
+template <typename T, class Input, class Norm, class Output, int kThreadsPerRow>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
     row_norm_kernel(const __grid_constant__ RowKernelParams<Input, Output> params) {
-  constexpr int kSize = kPackSize<T, Access::kVector>;
-  constexpr bool kIsAroundPivot = kHasPivot<T, Norm>;
+  constexpr int kSize = kPackSize<T, Access::kVector>, kPacks = kRowPacks;
+  constexpr bool kUsesPivot = kUsesPivotFor<T, Norm>;
   using InputRow = typename Input::template Row<T>;
   using OutputRow = typename Output::template Row<T>;
-  const RowPlace<kThreadsPerRow> place;
+  const RowPosition<kThreadsPerRow> position;
   const int hidden = static_cast<int>(params.hidden);
-  const bool is_row = place.kRowsPerBlock == 1 || place.row < params.rows;
-  const auto index = params.indexer(is_row ? place.row : 0);
+  const bool is_row = position.kRowsPerBlock == 1 || position.row < params.rows;
+  const auto index = params.indexer(is_row ? position.row : 0);
   const InputRow input(params.input, index);
   const OutputRow output(params.output, index);
-  wait_for_earlier_kernels();
+  griddepcontrol_wait();
 
   typename InputRow::template Pack<kSize> in[kPacks], first;
   typename OutputRow::template Pack<kSize> factors[kPacks];
   bool is_column[kPacks];
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
-    is_column[i] = is_row && place.pack(i) * kSize < hidden;
-    if (is_column[i]) input.fetch(place.pack(i) * kSize, in[i]);
+    is_column[i] = is_row && position.pack(i) * kSize < hidden;
+    if (is_column[i]) input.fetch(position.pack(i) * kSize, in[i]);
   }
-  if constexpr (kIsAroundPivot) input.fetch(0, first);
+  if constexpr (kUsesPivot) input.fetch(0, first);
 #pragma unroll
   for (int i = 0; i < kPacks; ++i)
-    if (is_column[i]) output.fetch(place.pack(i) * kSize, factors[i]);
-  // This keeps these loads above. Otherwise the compiler moves the last one down, behind the reduction of
-  // what the others bring, to save registers; not so in a layer norm, which would pay with more registers
-  // (NOTES, "The order of loads").
+    if (is_column[i]) output.fetch(position.pack(i) * kSize, factors[i]);
+  // Keeps the compiler from moving the last load below the reduction to save registers. A layer norm keeps
+  // its order without it, and would need more registers with it (NOTES, "The order of loads").
   if constexpr (!Norm::kIsCentered) __syncwarp();
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
     if (is_column[i]) {
       input.finish(in[i]);
-      input.store(place.pack(i) * kSize, in[i]);
+      input.store(position.pack(i) * kSize, in[i]);
     }
   }
 
   if constexpr (Norm::kIsNorm) {
     float pivot = 0;
-    if constexpr (kIsAroundPivot) pivot = pivot_of<kSize>(input, first);
+    if constexpr (kUsesPivot) pivot = pivot_of<kSize>(input, first);
     const auto for_each_pack = [&](const auto& body) {
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
@@ -192,24 +191,24 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
         if (is_column[i]) body(h);
       }
     };
-    const auto row = row_statistics<T, Norm, kIsAroundPivot, kSize, kThreadsPerRow>(for_each_pack, pivot,
-                                                                                    hidden, params.eps);
+    const auto row =
+        row_statistics<T, Norm, kUsesPivot, kSize, kThreadsPerRow>(for_each_pack, pivot, hidden, params.eps);
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) in[i].forget_values();
+    for (int i = 0; i < kPacks; ++i) in[i].hide_from_compiler();
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       if (is_column[i]) {
         float n[kSize];
         in[i].values(n);
         normalize<Norm>(row, n);
-        output.store(place.pack(i) * kSize, factors[i], n);
+        output.store(position.pack(i) * kSize, factors[i], n);
       }
     }
   }
 }
 
-// Long rows are held by kClusterBlocks blocks in their shared memory. With five of them on a multiprocessor
-// an output of many operands would spill.
+// Long rows: kClusterBlocks blocks hold a row in shared memory. With five blocks on a multiprocessor an
+// output with extra operands would spill.
 template <typename T, class Input, class Output>
 constexpr int kMinLongRowBlocks =
     sizeof(T) == 2 && Input::kOperands == 1 ? (std::is_same_v<Output, GeneralOutput<true>> ? 3 : 5) : 1;
@@ -218,17 +217,17 @@ template <typename T, class Input, class Norm, class Output, int kClusterBlocks>
 __global__ void __launch_bounds__(kLongRowThreads, (kMinLongRowBlocks<T, Input, Output>))
     long_row_norm_kernel(const __grid_constant__ RowKernelParams<Input, Output> params) {
   constexpr int kSize = kPackSize<T, Access::kVector>;
-  constexpr bool kIsAroundPivot = kHasPivot<T, Norm>;
+  constexpr bool kUsesPivot = kUsesPivotFor<T, Norm>;
   using InputRow = typename Input::template Row<T>;
   using OutputRow = typename Output::template Row<T>;
   using InputPack = typename InputRow::template Pack<kSize>;
-  using Reduce = StatisticsReduce<Norm, kIsAroundPivot, kLongRowThreads, kClusterBlocks, RowSum<T>>;
+  using Reduce = StatisticsReduce<Norm, kUsesPivot, kLongRowThreads, kClusterBlocks, RowSum<T>>;
   if constexpr (Norm::kIsNorm) cluster_arrive<kClusterBlocks, Reduce>();
   const LongRow<kSize, Input::kOperands, kClusterBlocks> memory(params.hidden);
-  const auto index = params.indexer(memory.place.row);
+  const auto index = params.indexer(memory.position.row);
   const InputRow input(params.input, index);
   const OutputRow output(params.output, index);
-  wait_for_earlier_kernels();
+  griddepcontrol_wait();
 
   const auto read = [&](const uint4* slots, InputPack& pack, float (&h)[kSize]) {
     input.read(slots, pack);
@@ -237,13 +236,13 @@ __global__ void __launch_bounds__(kLongRowThreads, (kMinLongRowBlocks<T, Input, 
   };
   InputPack first;
   memory.fetch([&](int64_t column, uint4* slots) { input.fetch_async(column, slots); });
-  if constexpr (kIsAroundPivot) input.fetch(0, first);
-  wait_for_own_copies();
+  if constexpr (kUsesPivot) input.fetch(0, first);
+  cp_async_wait_all();
 
   RowStatistics<T> row;
   if constexpr (Norm::kIsNorm) {
     float pivot = 0;
-    if constexpr (kIsAroundPivot) pivot = pivot_of<kSize>(input, first);
+    if constexpr (kUsesPivot) pivot = pivot_of<kSize>(input, first);
     const auto for_each_pack = [&](const auto& body) {
       memory.for_each_pack([&](int, const uint4* slots) {
         InputPack pack;
@@ -253,7 +252,7 @@ __global__ void __launch_bounds__(kLongRowThreads, (kMinLongRowBlocks<T, Input, 
       });
     };
     cluster_wait<kClusterBlocks>();
-    row = row_statistics<T, Norm, kIsAroundPivot, kSize, kLongRowThreads, kClusterBlocks>(
+    row = row_statistics<T, Norm, kUsesPivot, kSize, kLongRowThreads, kClusterBlocks>(
         for_each_pack, pivot, params.hidden, params.eps);
   }
   memory.template for_each_pack<4>([&](int column, const uint4* slots) {
@@ -270,22 +269,21 @@ __global__ void __launch_bounds__(kLongRowThreads, (kMinLongRowBlocks<T, Input, 
   });
 }
 
-// Rows of any length and alignment are read an element at a time, and again for each step.
-template <typename T, class Input, class Norm, class Output, int kThreadsPerRow, Access kAccess>
+// Rows of any length and alignment: read one element at a time, and again in each step.
+template <typename T, class Input, class Norm, class Output, int kThreadsPerRow>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, 1)
-    any_row_norm_kernel(const __grid_constant__ RowKernelParams<Input, Output> params) {
-  static_assert(kAccess == Access::kScalar);
+    scalar_row_norm_kernel(const __grid_constant__ RowKernelParams<Input, Output> params) {
   constexpr int kSize = 1;
   using InputRow = typename Input::template Row<T>;
   using OutputRow = typename Output::template Row<T>;
   using InputPack = typename InputRow::template Pack<kSize>;
-  const RowPlace<kThreadsPerRow> place;
-  const bool is_row = place.kRowsPerBlock == 1 || place.row < params.rows;
+  const RowPosition<kThreadsPerRow> position;
+  const bool is_row = position.kRowsPerBlock == 1 || position.row < params.rows;
   const int64_t hidden = params.hidden;
-  const auto index = params.indexer(is_row ? place.row : 0);
+  const auto index = params.indexer(is_row ? position.row : 0);
   const InputRow input(params.input, index);
   const OutputRow output(params.output, index);
-  wait_for_earlier_kernels();
+  griddepcontrol_wait();
 
   const auto load = [&](int64_t column, InputPack& pack, float (&h)[kSize]) {
     input.fetch(column, pack);
@@ -294,7 +292,8 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, 1)
   };
   const auto for_each_column = [&](const auto& body) {
     if (!is_row) return;
-    for (int64_t column = int64_t{kSize} * place.thread; column < hidden; column += kSize * kThreadsPerRow) {
+    for (int64_t column = int64_t{kSize} * position.thread; column < hidden;
+         column += kSize * kThreadsPerRow) {
       InputPack pack;
       float h[kSize];
       load(column, pack, h);
@@ -307,8 +306,7 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, 1)
     const auto for_each_pack = [&](const auto& body) {
       for_each_column([&](int64_t, const InputPack&, const float (&h)[kSize]) { body(h); });
     };
-    // Sums are double, because a thread may add up thousands of elements one after the other (NOTES, "Long
-    // rows").
+    // Sums are double because a thread may add thousands of elements one by one (NOTES, "Long rows").
     row = row_statistics<T, Norm, false, kSize, kThreadsPerRow, 1, double>(for_each_pack, 0.0f, hidden,
                                                                            params.eps);
   }
@@ -337,41 +335,39 @@ inline bool has_vector_access(const RowNormParams& args, int element_bytes) {
   return vector;
 }
 
-// A layer norm takes more registers: too few of larger blocks would fit a multiprocessor (NOTES, "Long
-// rows").
+// A layer norm needs more registers, so that too few larger blocks would fit on a multiprocessor (NOTES,
+// "Long rows").
 template <class Norm>
 constexpr int kMaxShortRowThreads = Norm::kIsCentered ? 384 : 512;
 
-// bfloat16, the dtype of most models, keeps the configuration that each width had.
+// Without a norm bfloat16, the dtype of most models, keeps all configurations.
 template <typename T, class Norm>
-using ShortRowConfigs = std::conditional_t<Norm::kIsNorm || std::is_same_v<T, __nv_bfloat16>, NormRowConfigs,
-                                           ElementwiseRowConfigs>;
+using ShortRowThreads = std::conditional_t<Norm::kIsNorm || std::is_same_v<T, __nv_bfloat16>, NormRowThreads,
+                                           ElementwiseRowThreads>;
 
 template <typename T, class Input, class Norm, class Output>
 void launch_rows(const char* operation, const RowNormParams& args, Stream stream) {
   const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;
   const RowKernelParams<Input, Output> params(args);
-  const auto launch_short = [&](auto config) {
-    constexpr int kThreadsPerRow = config.kThreadsPerRow;
-    launch_kernel(operation, row_norm_kernel<T, Input, Norm, Output, kThreadsPerRow, config.kPacksPerThread>,
-                  RowPlace<kThreadsPerRow>::blocks(args.shape.rows), kBlockThreads<kThreadsPerRow>, params,
-                  stream);
+  const auto launch_short = [&](auto threads) {
+    launch_kernel(operation, row_norm_kernel<T, Input, Norm, Output, threads>,
+                  RowPosition<threads>::blocks(args.shape.rows), kBlockThreads<threads>, params, stream);
   };
   const auto launch_long = [&](auto blocks) {
-    launch_kernel<blocks>(operation, long_row_norm_kernel<T, Input, Norm, Output, blocks>,
-                          RowPlace<kLongRowThreads, blocks>::blocks(args.shape.rows), kLongRowThreads, params,
-                          stream, long_row_shared_bytes(packs, Input::kOperands, blocks));
+    launch_kernel_with_shared_memory<long_row_norm_kernel<T, Input, Norm, Output, blocks>, blocks>(
+        operation, RowPosition<kLongRowThreads, blocks>::blocks(args.shape.rows), kLongRowThreads, params,
+        stream, long_row_shared_bytes(packs, Input::kOperands, blocks));
   };
   if (has_vector_access(args, sizeof(T)) &&
-      (dispatch_row_config<kMaxShortRowThreads<Norm>>(ShortRowConfigs<T, Norm>{}, packs, launch_short) ||
+      (dispatch_row_threads<kMaxShortRowThreads<Norm>>(ShortRowThreads<T, Norm>{}, packs, launch_short) ||
        dispatch_long_row(packs, Input::kOperands, launch_long)))
     return;
-  const auto launch_any = [&](auto threads) {
-    launch_kernel(operation, any_row_norm_kernel<T, Input, Norm, Output, threads, Access::kScalar>,
-                  RowPlace<threads>::blocks(args.shape.rows), kBlockThreads<threads>, params, stream);
+  const auto launch_scalar = [&](auto threads) {
+    launch_kernel(operation, scalar_row_norm_kernel<T, Input, Norm, Output, threads>,
+                  RowPosition<threads>::blocks(args.shape.rows), kBlockThreads<threads>, params, stream);
   };
-  if (args.hidden <= kWarpRow) return launch_any(Constant<kWarpThreads>{});
-  launch_any(Constant<kAnyRowThreads>{});
+  if (args.hidden <= kWarpRow) return launch_scalar(Constant<kWarpThreads>{});
+  launch_scalar(Constant<kAnyRowThreads>{});
 }
 
 template <class Input, class Norm, class Output>
@@ -381,8 +377,8 @@ void launch_row_norm(const char* operation, const RowNormParams& args, Stream st
   });
 }
 
-// These are in general_norm.cu: of PlainInput or GatedResidualInput with GeneralOutput, and of a gated
-// residual alone whose gate is float32.
+// Defined in general_norm.cu: PlainInput or GatedResidualInput with GeneralOutput, and a gated residual
+// without a norm whose gate is float32.
 template <class Input, class Norm>
 void launch_general(const char* operation, const RowNormParams& args, Stream stream);
 void launch_general_gate(const char* operation, const RowNormParams& args, Stream stream);

@@ -1,12 +1,12 @@
-// A row kernel is made of three policies:
-//   input   A row's values are x, or residual + gate * x, which is stored once.
-//   norm    They are divided by their root mean square (RMS), or made a layer norm, or left as they are.
-//   output  What is stored is affine, or modulated, or nothing (the input policy's store was all).
-// Those here are of operands of one dtype, with all that modulates given; general_policies.cuh has the rest.
-// Inputs and outputs have Operands, the part of a kernel's parameters that they need; a Row, which knows
-// where the row is in them; and steps that a kernel calls for each pack of the row: `fetch` starts loads, the
-// others use what they brought. An input can be fetched by way of shared memory, too, where it takes
-// kOperands slots of 16 bytes, kLongRowThreads apart, for each pack.
+// The three policies of a row kernel:
+//   input   the values of a row: x, or residual + gate * x, which is also stored
+//   norm    RMS norm, layer norm or none
+//   output  affine, modulated, or none (only the input policy stores)
+// Here all operands have the dtype of the rows, and all modulators are given; general_policies.cuh has the
+// other cases. Inputs and outputs have Operands, their part of the kernel's parameters, and a Row, the row's
+// pointers, whose methods a kernel calls for each pack: `fetch` issues loads, the others use the loaded
+// values. An input can also be fetched through shared memory, where it needs kOperands slots of 16 bytes for
+// each pack, kLongRowThreads apart.
 #pragma once
 
 #include "async_copy.cuh"
@@ -36,13 +36,13 @@ struct PlainInput {
     __device__ __forceinline__ Row(const Operands& operands, const RowIndexer::Index& index)
         : x(row_of<const T>(operands.x, index)) {}
 
-    // The pack is held as it was loaded: in 16 bits that takes half the registers that the values would take.
+    // The pack is kept as it was loaded: in 16 bits it needs half the registers of its values.
     template <int kSize>
     struct Pack {
       h100_diffusers_kernels::Pack<T, kSize> x;
       __device__ __forceinline__ void values(float (&h)[kSize]) const { x.to_floats(h); }
-      // Otherwise the compiler keeps the values of the first conversion for the second.
-      __device__ __forceinline__ void forget_values() {
+      // Keeps the compiler from holding the converted values in registers between two uses.
+      __device__ __forceinline__ void hide_from_compiler() {
 #pragma unroll
         for (uint4& word : x.words) asm("" : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w));
       }
@@ -52,7 +52,7 @@ struct PlainInput {
       pack.x.load(x + column);
     }
     __device__ __forceinline__ void fetch_async(int64_t column, uint4* slots) const {
-      copy_async(slots, x + column);
+      cp_async(slots, x + column);
     }
     template <int kSize>
     __device__ __forceinline__ void read(const uint4* slots, Pack<kSize>& pack) const {
@@ -65,7 +65,7 @@ struct PlainInput {
   };
 };
 
-// A gate of the dtype of the rows.
+// A gate with the dtype of the rows.
 struct SameDtypeGate {
   static constexpr int kSlots = 1;
 
@@ -87,7 +87,7 @@ struct SameDtypeGate {
       pack.load(gate + column);
     }
     __device__ __forceinline__ void fetch_async(int64_t column, uint4* slots) const {
-      copy_async(slots, gate + column);
+      cp_async(slots, gate + column);
     }
     template <int kSize>
     __device__ __forceinline__ void read(const uint4* slots, Pack<kSize>& pack) const {
@@ -133,7 +133,7 @@ struct GatedInput {
       h100_diffusers_kernels::Pack<T, kSize> x, residual;
       typename GateRow::template Pack<kSize> gate;
       float h[kSize];
-      __device__ __forceinline__ void forget_values() {}
+      __device__ __forceinline__ void hide_from_compiler() {}
       __device__ __forceinline__ void values(float (&copy)[kSize]) const {
 #pragma unroll
         for (int i = 0; i < kSize; ++i) copy[i] = h[i];
@@ -146,8 +146,8 @@ struct GatedInput {
       if (gate.is_given()) gate.fetch(column, pack.gate);
     }
     __device__ __forceinline__ void fetch_async(int64_t column, uint4* slots) const {
-      copy_async(slots, residual + column);
-      copy_async(slots + kLongRowThreads, x + column);
+      cp_async(slots, residual + column);
+      cp_async(slots + kLongRowThreads, x + column);
       if (gate.is_given()) gate.fetch_async(column, slots + 2 * kLongRowThreads);
     }
     template <int kSize>
@@ -180,7 +180,7 @@ struct GatedInput {
 
 struct GatedResidualInput : GatedInput<SameDtypeGate> {};
 
-// A norm maps h to (h - mean) / sqrt(mean((h - mean)^2) + eps); the mean is 0 unless it is centered.
+// A norm is (h - mean) / sqrt(mean((h - mean)^2) + eps), with a mean of 0 unless it is centered.
 struct NoNorm {
   static constexpr bool kIsNorm = false;
   static constexpr bool kIsCentered = false;
@@ -249,8 +249,8 @@ struct AffineOutput {
   };
 };
 
-// A weight or a bias is rare here: it is told apart at run time, and not fetched ahead, which would cost
-// registers.
+// With kHasAffine weight and bias are each optional, checked at run time, and not prefetched, which would
+// cost registers.
 template <bool kHasAffine>
 struct ModulatedOutput {
   struct Operands {

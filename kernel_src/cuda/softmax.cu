@@ -1,11 +1,11 @@
-// softmax is taken over the last dimension. A short row is held in registers, a long one in the shared memory
-// of a block or of a cluster of blocks, and read once; one that is longer still is read in two sweeps, of
-// which the first takes maximum and sum together (online softmax: Milakov and Gimelshein, 2018), or in three
-// for float32.
+// softmax over the last dimension. A short row is held in registers, a long one in the shared memory of a
+// block or of a cluster of blocks; both are read once. Longer rows are read twice in 16 bits, with maximum
+// and sum computed in the same pass (online softmax: Milakov and Gimelshein, 2018), and three times in
+// float32.
 //
-// In 16 bits the warps that share a row take their own maximum and the sum around it, and these are combined:
-// they wait for each other once. For float32 results the few roundings of that combination would be the
-// largest error; there the maximum of the whole row comes first (NOTES, "Softmax").
+// In 16 bits each warp of a row computes its own maximum and the sum relative to it, and these are combined,
+// so that the warps synchronize once. For float32 results the roundings of that combination would be the
+// largest error, so the maximum of the whole row is computed first (NOTES, "Softmax").
 #include <type_traits>
 
 #include "fast_math.cuh"
@@ -28,8 +28,8 @@ __device__ __forceinline__ float exponential(float difference) {
   return fast_exp2(difference * 1.44269504f);
 }
 
-// Exponents are taken relative to the maximum, or to 0 where all is -infinity so far, so that such values
-// count as 0.
+// Returns the value that is subtracted from exponents: the maximum, or 0 if all values so far are -infinity,
+// so that their exponentials are 0.
 __device__ __forceinline__ float pivot_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
 // The softmax of a thread's value is exponential(value - pivot) * factor.
@@ -39,7 +39,7 @@ struct RowScale {
   Statistic<T> factor;
 };
 
-// Reduces over the kGroupThreads threads of each block of a cluster, all of which share a row.
+// Reduces over a row that is shared by kGroupThreads threads of each block of a cluster.
 template <typename T, int kGroupThreads, int kClusterBlocks = 1>
 struct SoftmaxReduce {
   static constexpr bool kCombinesWarps = !kHasExactStatistics<T> && kGroupThreads > kWarpThreads;
@@ -56,7 +56,7 @@ struct SoftmaxReduce {
     }
   }
 
-  // sum_around(pivot) adds up the exponentials of the thread's values, relative to the pivot.
+  // sum_around(pivot) returns the sum of exponential(value - pivot) of the thread's values.
   template <class SumAround>
   __device__ __forceinline__ RowScale<T> operator()(float thread_maximum, const SumAround& sum_around) const {
     if constexpr (kCombinesWarps) {
@@ -121,25 +121,25 @@ struct SoftmaxKernelParams {
         hidden(p.hidden) {}
 };
 
-// Short rows, and then their exponentials, are held by kThreadsPerRow threads with up to kPacks packs each.
-template <typename T, int kThreadsPerRow, int kPacks>
+// Short rows: kThreadsPerRow threads hold up to kRowPacks packs each in registers.
+template <typename T, int kThreadsPerRow>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
     softmax_kernel(const __grid_constant__ SoftmaxKernelParams params) {
-  constexpr int kSize = kPackSize<T, Access::kVector>;
-  const RowPlace<kThreadsPerRow> place;
+  constexpr int kSize = kPackSize<T, Access::kVector>, kPacks = kRowPacks;
+  const RowPosition<kThreadsPerRow> position;
   const int hidden = static_cast<int>(params.hidden);
-  const bool is_row = place.kRowsPerBlock == 1 || place.row < params.rows;
-  const auto index = params.indexer(is_row ? place.row : 0);
+  const bool is_row = position.kRowsPerBlock == 1 || position.row < params.rows;
+  const auto index = params.indexer(is_row ? position.row : 0);
   const T* x = static_cast<const T*>(params.x.data) + index.offset(params.x);
   T* out = static_cast<T*>(params.out.data) + index.offset(params.out);
-  wait_for_earlier_kernels();
+  griddepcontrol_wait();
 
   Pack<T, kSize> packs[kPacks];
   bool is_column[kPacks];
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
-    is_column[i] = is_row && place.pack(i) * kSize < hidden;
-    if (is_column[i]) packs[i].load(x + place.pack(i) * kSize);
+    is_column[i] = is_row && position.pack(i) * kSize < hidden;
+    if (is_column[i]) packs[i].load(x + position.pack(i) * kSize);
   }
   float values[kPacks][kSize];
   float maximum = -INFINITY;
@@ -160,12 +160,11 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
   });
 #pragma unroll
   for (int i = 0; i < kPacks; ++i)
-    if (is_column[i]) store_scaled(out + place.pack(i) * kSize, values[i], scale.factor);
+    if (is_column[i]) store_scaled(out + position.pack(i) * kSize, values[i], scale.factor);
 }
 
-// Long rows are held by kClusterBlocks blocks in their shared memory; each thread reads what it has copied
-// there itself. The exponentials are taken twice, for which there is time, and not kept, for which there is
-// no room (NOTES, "Long rows").
+// Long rows: kClusterBlocks blocks hold a row in shared memory. Exponentials are computed twice, because
+// there is time for that and no memory to store them (NOTES, "Long rows").
 template <typename T, int kThreads>
 constexpr int kMinLongRowBlocks = sizeof(T) == 2 ? 6 * kLongRowThreads / kThreads : 1;
 
@@ -176,10 +175,10 @@ __global__ void __launch_bounds__(kThreads, (kMinLongRowBlocks<T, kThreads>))
   const SoftmaxReduce<T, kThreads, kClusterBlocks> reduce;
   reduce.cluster_arrive();
   const LongRow<kSize, 1, kClusterBlocks, kThreads> memory(params.hidden);
-  const auto index = params.indexer(memory.place.row);
+  const auto index = params.indexer(memory.position.row);
   const T* x = static_cast<const T*>(params.x.data) + index.offset(params.x);
   T* out = static_cast<T*>(params.out.data) + index.offset(params.out);
-  wait_for_earlier_kernels();
+  griddepcontrol_wait();
 
   const auto for_each_pack = [&](const auto& body) {
     memory.for_each_pack([&](int column, const uint4* slot) {
@@ -188,8 +187,8 @@ __global__ void __launch_bounds__(kThreads, (kMinLongRowBlocks<T, kThreads>))
       body(column, values);
     });
   };
-  memory.fetch([&](int64_t column, uint4* slot) { copy_async(slot, x + column); });
-  wait_for_own_copies();
+  memory.fetch([&](int64_t column, uint4* slot) { cp_async(slot, x + column); });
+  cp_async_wait_all();
 
   float maximum = -INFINITY;
   for_each_pack([&](int, const float (&values)[kSize]) { maximum = maximum_of(values, maximum); });
@@ -207,28 +206,28 @@ __global__ void __launch_bounds__(kThreads, (kMinLongRowBlocks<T, kThreads>))
   });
 }
 
-// Rows of any length and, with kScalar, of any alignment are read again for each step.
+// Rows of any length, and with kScalar of any alignment: read again in each step.
 template <typename T, int kThreadsPerRow, Access kAccess>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
     any_row_softmax_kernel(const __grid_constant__ SoftmaxKernelParams params) {
   constexpr int kSize = kPackSize<T, kAccess>;
-  const RowPlace<kThreadsPerRow> place;
-  const bool is_row = place.kRowsPerBlock == 1 || place.row < params.rows;
-  const auto index = params.indexer(is_row ? place.row : 0);
+  const RowPosition<kThreadsPerRow> position;
+  const bool is_row = position.kRowsPerBlock == 1 || position.row < params.rows;
+  const auto index = params.indexer(is_row ? position.row : 0);
   const T* x = static_cast<const T*>(params.x.data) + index.offset(params.x);
   T* out = static_cast<T*>(params.out.data) + index.offset(params.out);
-  wait_for_earlier_kernels();
+  griddepcontrol_wait();
 
   const auto for_each_pack = [&](const auto& body) {
     if (!is_row) return;
-    for (int64_t column = int64_t{kSize} * place.thread; column < params.hidden;
+    for (int64_t column = int64_t{kSize} * position.thread; column < params.hidden;
          column += kSize * kThreadsPerRow) {
       float values[kSize];
       load_floats(x + column, values);
       body(column, values);
     }
   };
-  // online_sum is that of the exponentials so far, relative to the maximum so far.
+  // online_sum is the sum of the exponentials so far, relative to the maximum so far.
   float maximum = -INFINITY, online_sum = 0;
   const auto sum_so_far_around = [&](float pivot) { return online_sum * exponential<T>(maximum - pivot); };
   for_each_pack([&](int64_t, float (&values)[kSize]) {
@@ -272,23 +271,21 @@ void softmax(const SoftmaxParams& args, Stream stream) {
                              has_vector_rows(args.out, args.shape.ndim, sizeof(T));
     const SoftmaxKernelParams params(args);
     const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;
-    const auto launch_short = [&](auto config) {
-      constexpr int kThreadsPerRow = config.kThreadsPerRow;
-      launch_kernel(kOperation, softmax_kernel<T, kThreadsPerRow, config.kPacksPerThread>,
-                    RowPlace<kThreadsPerRow>::blocks(args.shape.rows), kBlockThreads<kThreadsPerRow>, params,
-                    stream);
+    const auto launch_short = [&](auto threads) {
+      launch_kernel(kOperation, softmax_kernel<T, threads>, RowPosition<threads>::blocks(args.shape.rows),
+                    kBlockThreads<threads>, params, stream);
     };
     const auto launch_long = [&](auto threads, auto blocks) {
-      launch_kernel<blocks>(kOperation, long_softmax_kernel<T, threads, blocks>,
-                            RowPlace<threads, blocks>::blocks(args.shape.rows), threads, params, stream,
-                            long_row_shared_bytes(packs, 1, blocks, threads));
+      launch_kernel_with_shared_memory<long_softmax_kernel<T, threads, blocks>, blocks>(
+          kOperation, RowPosition<threads, blocks>::blocks(args.shape.rows), threads, params, stream,
+          long_row_shared_bytes(packs, 1, blocks, threads));
     };
     if (has_vectors) {
-      // 5121 to 8192 values of 16 bits are 1% faster in shared memory, with eight packs a thread, than in
-      // registers with two (NOTES, "Long rows").
-      constexpr bool kIsShared = sizeof(T) == 2;
-      if (dispatch_row_config<kIsShared ? 320 : 512>(NormRowConfigs{}, packs, launch_short)) return;
-      if constexpr (kIsShared) {
+      // In 16 bits rows of 5121 to 8192 values are 1% faster in shared memory, with eight packs a thread,
+      // than in registers with two (NOTES, "Long rows").
+      constexpr bool kUsesSharedMemory = sizeof(T) == 2;
+      if (dispatch_row_threads<kUsesSharedMemory ? 320 : 512>(NormRowThreads{}, packs, launch_short)) return;
+      if constexpr (kUsesSharedMemory) {
         if (packs <= kLongRowPacks / 2) return launch_long(Constant<kLongRowThreads / 2>{}, Constant<1>{});
       }
       const auto launch_blocks = [&](auto blocks) { launch_long(Constant<kLongRowThreads>{}, blocks); };
@@ -296,7 +293,7 @@ void softmax(const SoftmaxParams& args, Stream stream) {
     }
     const auto launch_any = [&](auto threads, auto access) {
       launch_kernel(kOperation, any_row_softmax_kernel<T, threads, access>,
-                    RowPlace<threads>::blocks(args.shape.rows), kBlockThreads<threads>, params, stream);
+                    RowPosition<threads>::blocks(args.shape.rows), kBlockThreads<threads>, params, stream);
     };
     if (has_vectors) return launch_any(Constant<kAnyRowThreads>{}, Constant<Access::kVector>{});
     if (args.hidden <= kWarpRow) return launch_any(Constant<kWarpThreads>{}, Constant<Access::kScalar>{});

@@ -1,6 +1,6 @@
-// By these the warps of a block wait for each other and for copies: rings of barriers (mbarrier) stand
-// between the warps that fill shared memory and those that read it, and a warp group has a named barrier
-// (bar.sync). All of them are known by 32-bit addresses in shared memory, which are converted once.
+// Synchronization of the warps of a block: mbarriers in rings between the warps that fill shared memory and
+// the warps that read it, and named barriers (bar.sync) of warp groups. mbarriers are 32-bit addresses in
+// shared memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,19 +21,19 @@ struct Barrier {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(address) : "memory");
   }
 
-  // Arrives, and keeps the phase from ending before so many bytes have been copied, too.
-  __device__ __forceinline__ void arrive_and_expect(uint32_t bytes) const {
+  // Arrives, and adds `bytes` to the bytes that must be copied before the phase ends.
+  __device__ __forceinline__ void arrive_expect_tx(uint32_t bytes) const {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
   }
 
-  // Tells, without waiting, whether the phase of this parity has ended.
-  __device__ __forceinline__ bool has_ended(uint32_t parity) const {
+  // Returns whether the phase of this parity has ended, without waiting.
+  __device__ __forceinline__ bool test_wait(uint32_t parity) const {
     uint32_t result;
     asm volatile(
         "{\n"
-        ".reg .pred has_ended;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 has_ended, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, has_ended;\n"
+        ".reg .pred is_complete;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 is_complete, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, is_complete;\n"
         "}"
         : "=r"(result)
         : "r"(address), "r"(parity)
@@ -41,22 +41,22 @@ struct Barrier {
     return result != 0;
   }
 
-  // Waits until the phase of this parity has ended. Before the first phase, that of parity 1 counts as ended.
+  // Waits for the end of the phase of this parity. Initially the phase of parity 1 counts as ended.
   __device__ __forceinline__ void wait(uint32_t parity) const {
     asm volatile(
         "{\n"
-        ".reg .pred has_ended;\n"
+        ".reg .pred is_complete;\n"
         "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 has_ended, [%0], %1;\n"
-        "@!has_ended bra again;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 is_complete, [%0], %1;\n"
+        "@!is_complete bra again;\n"
         "}" ::"r"(address),
         "r"(parity)
         : "memory");
   }
 };
 
-// A ring has kStages pieces of shared memory that are filled, read and filled anew (a circular buffer). Each
-// side keeps its own RingPlace.
+// mbarriers of a ring buffer of kStages stages in shared memory. Writers and readers each have their own
+// RingState.
 template <int kStages_>
 struct Ring {
   static constexpr int kStages = kStages_;
@@ -77,12 +77,12 @@ struct Ring {
 };
 
 template <class RingType>
-struct RingPlace {
+struct RingState {
   int stage = 0;
   uint32_t parity = 0;
 
-  // Goes on by `stages`, which are at most kStages. Returns by how many stages the place has moved in memory,
-  // which is less than 0 where it begins anew.
+  // Advances by `stages`, at most kStages. Returns the difference of the stage index, which is negative if it
+  // wraps.
   __device__ __forceinline__ int advance(int stages = 1) {
     const bool wraps = stage + stages >= RingType::kStages;
     const int moved = wraps ? stages - RingType::kStages : stages;
@@ -91,7 +91,7 @@ struct RingPlace {
     return moved;
   }
   __device__ __forceinline__ bool is_full(const RingType& ring) const {
-    return ring.full(stage).has_ended(parity);
+    return ring.full(stage).test_wait(parity);
   }
   __device__ __forceinline__ void wait_full(const RingType& ring) const { ring.full(stage).wait(parity); }
   __device__ __forceinline__ void wait_empty(const RingType& ring) const {
@@ -99,19 +99,19 @@ struct RingPlace {
   }
 };
 
-// Makes initialized barriers known to the copy engine and to the cluster. A barrier of the threads follows.
-__device__ __forceinline__ void fence_barrier_init() {
+// Makes initialized mbarriers visible to TMA and to the cluster. A barrier of the threads must follow.
+__device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Makes this thread's stores to shared memory visible to the tensor cores and to the copy engine (the async
-// proxy). A barrier of the threads follows.
-__device__ __forceinline__ void fence_shared_stores() {
+// Makes this thread's stores to shared memory visible to wgmma and TMA (the async proxy). A barrier of the
+// threads must follow.
+__device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// `threads` threads wait for each other at a named barrier. Number 0 is that of __syncthreads.
-__device__ __forceinline__ void named_barrier_sync(int number, int threads) {
+// Synchronizes `threads` threads at a named barrier. Number 0 is the barrier of __syncthreads.
+__device__ __forceinline__ void bar_sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 

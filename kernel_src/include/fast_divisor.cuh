@@ -1,4 +1,4 @@
-// Kernels divide by numbers that the launcher knows without an instruction for division.
+// Division by a number that is known at launch, without a division instruction.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,8 +7,8 @@
 
 namespace h100_diffusers_kernels {
 
-// Divides 0 <= n < 2^31 by a divisor known at launch, by a multiplication, an addition and a shift (Granlund
-// and Montgomery, 1994, with ceil(log2(divisor)) as shift).
+// Divides 0 <= n < 2^31 by a multiplication, an addition and a shift (Granlund and Montgomery, 1994, with
+// ceil(log2(divisor)) as the shift).
 struct FastDivisor {
   uint32_t divisor;
   uint32_t multiplier;

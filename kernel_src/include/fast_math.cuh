@@ -1,4 +1,4 @@
-// The errors of these approximations do not show beside a rounding to 16 bits.
+// Approximations whose errors are negligible if the result is rounded to 16 bits.
 #pragma once
 
 namespace h100_diffusers_kernels {

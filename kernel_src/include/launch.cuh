@@ -1,11 +1,11 @@
-// Every launcher needs these on the host: dispatch by dtype, questions of alignment, the launch itself with
-// its check for errors.
+// Host code of the launchers: dispatch by dtype, alignment checks, kernel launch with error check.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -16,8 +16,8 @@
 
 namespace h100_diffusers_kernels {
 
-// Passes a value as an argument that is known when compiled: `body(Constant<Access::kVector>{})` calls a
-// generic lambda, which can use its parameter as a template argument. Types are passed as std::type_identity.
+// A compile-time constant as a function argument: after `body(Constant<Access::kVector>{})` a generic lambda
+// can use its parameter as a template argument. Types are passed as std::type_identity.
 template <auto kValue>
 using Constant = std::integral_constant<decltype(kValue), kValue>;
 
@@ -38,7 +38,7 @@ inline bool is_16_byte_aligned(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % kVectorBytes == 0;
 }
 
-// Tells whether rows of the operand can be read and written 16 bytes at a time. Those of an absent one can.
+// Returns whether rows of the operand can be read and written 16 bytes at a time. True if it is absent.
 inline bool has_vector_rows(const RowOperand& operand, int ndim, int element_bytes) {
   bool aligned = is_16_byte_aligned(operand.data);
   for (int dim = 0; dim < ndim; ++dim)
@@ -48,35 +48,58 @@ inline bool has_vector_rows(const RowOperand& operand, int ndim, int element_byt
 
 inline int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A kernel may begin while the one before it in its stream is ending (programmatic dependent launch): its
-// blocks come up and find their place in that time, and wait here until all that earlier kernels have written
-// is there to be read. Every thread calls it before its first access to global memory. That saves 1.2 us a
-// kernel in a stream (NOTES, "Dependent launch").
-__device__ __forceinline__ void wait_for_earlier_kernels() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
+// Programmatic dependent launch: the next kernel in a stream may start while this one ends. Its blocks
+// compute indices in that time and wait here until all writes of earlier kernels are visible. Every thread
+// calls it before its first access to global memory. It saves 1.2 us a kernel in a stream (NOTES, "Dependent
+// launch").
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// From here on the next kernel in the stream may begin, as far as there is room for its blocks. What it waits
-// for in wait_for_earlier_kernels is still the end of this one.
-__device__ __forceinline__ void let_later_kernels_begin() {
+// Lets the next kernel in the stream start if there is room for its blocks. Its griddepcontrol_wait still
+// waits for the end of this kernel.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// A block can have so much dynamic shared memory: all that there is, less what exchanges take.
+// Largest dynamic shared memory of a block: the multiprocessor's, minus the static memory of reductions.
 constexpr int64_t kMaxSharedBytes = 224 * 1024;
+
+// Properties are cached for devices with smaller numbers.
+constexpr int kMaxDevices = 64;
 
 inline void throw_on_error(const char* operation, cudaError_t error) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // A later check would find the error again otherwise.
+  cudaGetLastError();  // Otherwise a later check would report the same error.
   throw std::runtime_error(std::string(operation) + ": the CUDA launch failed: " + cudaGetErrorString(error));
 }
 
-// Launches a kernel that calls wait_for_earlier_kernels. kClusterBlocks blocks form a cluster, and the grid
-// is a multiple of that; shared_bytes is the size of the dynamic shared memory.
+// Returns the number of multiprocessors, which is queried once per device (device.cu).
+int multiprocessor_count(const char* operation, int device);
+
+// Lets blocks of the kernel have kMaxSharedBytes of dynamic shared memory, once per device. By default the
+// limit is 48 KiB, and L1 keeps much of the multiprocessor's memory.
+template <auto kKernel>
+void allow_dynamic_shared_memory(const char* operation, int device) {
+  static std::atomic<uint64_t> allowed_devices{0};  // One bit per device.
+  static_assert(kMaxDevices == 64);
+  const uint64_t device_bit = device < kMaxDevices ? uint64_t{1} << device : 0;
+  if (allowed_devices.load(std::memory_order_acquire) & device_bit) return;
+  // Other threads may set the same attributes to the same values at the same time.
+  throw_on_error(operation,
+                 cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes));
+  throw_on_error(operation, cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                                 cudaSharedmemCarveoutMaxShared));
+  allowed_devices.fetch_or(device_bit, std::memory_order_release);
+}
+
+// Launches a kernel that calls griddepcontrol_wait.
+//
+// Args:
+//   grid: a multiple of kClusterBlocks, the blocks of a cluster
+//   shared_bytes: dynamic shared memory of a block; allow_dynamic_shared_memory has been called if it is not
+//   0
 template <int kClusterBlocks = 1, typename Params>
 void launch_kernel(const char* operation, void (*kernel)(const Params), dim3 grid, int block,
                    const Params& params, Stream stream, int64_t shared_bytes = 0) {
-  const auto check = [&](cudaError_t error) { throw_on_error(operation, error); };
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -89,14 +112,15 @@ void launch_kernel(const char* operation, void (*kernel)(const Params), dim3 gri
   config.attrs = attributes;
   config.numAttrs = kClusterBlocks > 1 ? 2 : 1;
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  if (shared_bytes > 0) {
-    // Unasked a block gets no more than 48 KiB, and L1 takes much of what a multiprocessor has. What is asked
-    // for is the same in all launches of a kernel, because other threads may be launching it, too.
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes));
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                               cudaSharedmemCarveoutMaxShared));
-  }
-  check(cudaLaunchKernelEx(&config, kernel, params));
+  throw_on_error(operation, cudaLaunchKernelEx(&config, kernel, params));
+}
+
+// Launches a kernel that uses dynamic shared memory.
+template <auto kKernel, int kClusterBlocks = 1, typename Params>
+void launch_kernel_with_shared_memory(const char* operation, dim3 grid, int block, const Params& params,
+                                      Stream stream, int64_t shared_bytes) {
+  allow_dynamic_shared_memory<kKernel>(operation, stream.device);
+  launch_kernel<kClusterBlocks>(operation, kKernel, grid, block, params, stream, shared_bytes);
 }
 
 }  // namespace h100_diffusers_kernels

@@ -1,6 +1,6 @@
-// Rows that are too long for registers are held in shared memory. Every thread copies there what it will read
-// itself, so threads need not wait for each other's copies, and few registers are enough to have a
-// multiprocessor's shared memory full of bytes under way (NOTES, "Long rows").
+// Rows that are too long for registers, held in shared memory. Each thread copies what it reads itself, so
+// threads do not wait for each other's copies, and few registers suffice to fill a multiprocessor's shared
+// memory with loads in flight (NOTES, "Long rows").
 #pragma once
 
 #include <cstdint>
@@ -12,21 +12,20 @@
 
 namespace h100_diffusers_kernels {
 
-// One block holds a row of up to kLongRowPacks packs, a cluster of blocks a longer one. Six blocks with that
-// many packs fit a multiprocessor, whose registers would hold half of that.
+// One block holds a row of up to kLongRowPacks packs, a cluster of blocks a longer one. Six blocks of that
+// size fit on a multiprocessor; its registers would hold half as much.
 constexpr int kLongRowThreads = 256;
 constexpr int kLongRowPacks = 2048;
 constexpr int kMaxClusterBlocks = 8;
 
-// Returns the shared memory that each of the blocks needs for operands of which each takes 16 bytes a pack.
+// Returns the shared memory of each block, with 16 bytes for each pack of each operand.
 inline int64_t long_row_shared_bytes(int64_t packs, int operands, int cluster_blocks,
                                      int threads = kLongRowThreads) {
   const int64_t packs_a_round = int64_t{threads} * cluster_blocks;
   return (packs + packs_a_round - 1) / packs_a_round * threads * kVectorBytes * operands;
 }
 
-// Calls body with the number of blocks that hold a row, as a Constant. Returns false if it is too long for
-// them.
+// Calls body with the number of blocks that hold a row, as a Constant. Returns false if the row is too long.
 template <typename Body>
 bool dispatch_long_row(int64_t packs, int operands, const Body& body) {
   const auto try_blocks = [&](auto blocks) {
@@ -39,28 +38,28 @@ bool dispatch_long_row(int64_t packs, int operands, const Body& body) {
          try_blocks(Constant<kMaxClusterBlocks>{});
 }
 
-// This is a row of `hidden` elements, whose operands take 16 bytes each for a pack of kSize of them.
+// A row of `hidden` elements, in packs of kSize elements (16 bytes of each operand).
 template <int kSize, int kOperands, int kClusterBlocks, int kThreads = kLongRowThreads>
 struct LongRow {
-  RowPlace<kThreads, kClusterBlocks> place;
+  RowPosition<kThreads, kClusterBlocks> position;
   int hidden;
-  uint4* slots;  // They are this thread's; those of a pack's operands are kThreads apart.
+  uint4* slots;  // of this thread; the operands of a pack are kThreads slots apart
 
   __device__ __forceinline__ explicit LongRow(int64_t row_hidden) : hidden(static_cast<int>(row_hidden)) {
-    // This is aligned as memory is, because 128 bytes in two pieces take longer to copy (NOTES, "Long rows").
+    // Aligned like global memory: 128 bytes across two lines take longer to copy (NOTES, "Long rows").
     extern __shared__ __align__(128) uint4 row_memory[];
     slots = row_memory + threadIdx.x;
   }
 
-  // Starts all copies. fetch_pack(column, slots) starts those of a pack, by copy_async.
+  // Starts all copies. fetch_pack(column, slots) starts the copies of a pack with cp_async.
   template <class FetchPack>
   __device__ __forceinline__ void fetch(const FetchPack& fetch_pack) const {
-    // All packs of a turn are fetched in one piece, with addresses that differ by constants: that was up to
-    // 2% faster than a loop that counts them up.
+    // Unrolled, so that the addresses of an iteration differ by constants. That was up to 2% faster than a
+    // loop over packs.
     constexpr int kPacks = kLongRowPacks / kLongRowThreads;
 #pragma unroll 1
     for (int first = 0; first < hidden; first += kPacks * kStep) {
-      const int64_t own_first = first + place.thread * kSize;
+      const int64_t own_first = first + position.thread * kSize;
 #pragma unroll
       for (int i = 0; i < kPacks; ++i)
         if (own_first + i * kStep < hidden)
@@ -68,19 +67,19 @@ struct LongRow {
     }
   }
 
-  // Calls body(column, slots) for each of the thread's packs, and unrolls kUnroll of them.
+  // Calls body(column, slots) for each pack of the thread, unrolled by kUnroll.
   template <int kUnroll = 2, class Body>
   __device__ __forceinline__ void for_each_pack(const Body& body) const {
     const uint4* pack_slots = slots;
 #pragma unroll kUnroll
-    for (int column = place.thread * kSize; column < hidden; column += kStep) {
+    for (int column = position.thread * kSize; column < hidden; column += kStep) {
       body(column, pack_slots);
       pack_slots += kSlots;
     }
   }
 
  private:
-  static constexpr int kStep = RowPlace<kThreads, kClusterBlocks>::kThreads * kSize;
+  static constexpr int kStep = RowPosition<kThreads, kClusterBlocks>::kThreads * kSize;
   static constexpr int kSlots = kThreads * kOperands;
 };
 

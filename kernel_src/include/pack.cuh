@@ -1,5 +1,5 @@
-// A pack is the elements that one thread moves in one memory instruction. All kernels read and write packs,
-// and convert between T and float, through these.
+// A pack: the elements that one thread loads or stores in one memory instruction. All kernels use packs to
+// access memory and to convert between T and float.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,9 +10,9 @@
 
 namespace h100_diffusers_kernels {
 
-// A kernel reaches memory 16 bytes at a time or, for data that is misaligned or has an odd row length, an
-// element at a time. Kernels for the latter have that as a template argument, where
-// tools/kernel_resources.py reads it.
+// Memory access 16 bytes at a time, or one element at a time for data that is not aligned to 16 bytes.
+// tools/kernel_resources.py recognizes kernels for the latter by `Access::kScalar` or `scalar` in their
+// names.
 enum class Access { kVector = 0, kScalar = 1 };
 
 constexpr int kVectorBytes = 16;
@@ -39,7 +39,7 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// Two neighbouring elements are in one 32-bit register.
+// Two adjacent elements in one 32-bit register.
 template <typename T>
 __device__ __forceinline__ float2 unpack_pair(uint32_t bits);
 template <>
@@ -65,8 +65,7 @@ __device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float low, float hi
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// A Pack holds kSize elements of type T as they were loaded. kSize is 1, or fills 16-byte words or half of
-// one.
+// kSize elements of type T, as loaded. kSize is 1, or the pack is 8 bytes or a multiple of 16 bytes.
 template <typename T, int kSize>
 struct Pack {
   static constexpr int kBytes = kSize * static_cast<int>(sizeof(T));
@@ -85,9 +84,9 @@ struct Pack {
     for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(address)[i] = words[i];
   }
 
-  // This is sure to be one instruction a word. Of an assignment the compiler now and then makes four stores
-  // where a thread stores a single pack; where it stores several, assignments are 2 to 3% faster, because
-  // they can be predicated (NOTES, "Row kernels: what a block does before its loads").
+  // One instruction for each word. If a thread stores a single pack, the compiler sometimes splits an
+  // assignment into four stores. If it stores several, assignments are 2 to 3% faster, because they can be
+  // predicated (NOTES, "Row kernels: what a block does before its loads").
   __device__ __forceinline__ void store_whole(T* address) const {
     static_assert(std::is_same_v<Word, uint4>);
 #pragma unroll

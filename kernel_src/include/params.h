@@ -1,5 +1,5 @@
-// A launcher is told raw pointers, sizes, strides, and where to run. The CUDA and the CPU kernels share these
-// structures, which know no framework. Strides count elements, and the last dimension's stride is always 1.
+// Parameters of the launchers: raw pointers, sizes and strides. CUDA and CPU kernels share them, and they do
+// not depend on a framework. Strides count elements; the last dimension always has stride 1.
 #pragma once
 
 #include <cstdint>
@@ -12,24 +12,24 @@ constexpr int bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 #ifdef CPU_KERNEL
 // A ParallelFor calls body(context, begin, end) on sub-ranges of [begin, end) from several threads and waits
-// for them. It splits no range below `grain` items.
+// for them. Sub-ranges have at least `grain` items.
 using RangeBody = void (*)(void* context, int64_t begin, int64_t end);
 using ParallelFor = void (*)(int64_t begin, int64_t end, int64_t grain, RangeBody body, void* context);
 struct Stream {
   ParallelFor parallel_for;
 };
 #else
-// The handle is a cudaStream_t, untyped so that this header needs no CUDA.
 struct Stream {
-  void* handle;
+  void* handle;  // cudaStream_t, untyped so that this header does not need CUDA
+  int device;    // the stream's device, which is the current device during a launch
 };
 
-// Ten times the compute capability of a GPU: 90 for 9.0.
+// Returns ten times the compute capability of a GPU: 90 for 9.0.
 int compute_capability(int device);
 #endif
 
-// One launch takes so many leading dimensions, after those with a common stride pattern have been merged, and
-// so many rows. The binding makes several launches of more.
+// Limits of one launch: leading dimensions, after dimensions with a common stride pattern have been merged,
+// and rows. The binding splits larger operations into several launches.
 constexpr int kMaxRowDims = 2;
 constexpr int64_t kMaxRows = (int64_t{1} << 31) - 1;
 
@@ -41,22 +41,22 @@ struct RowShape {
 };
 
 // Element (r0, r1, ..., column) of an operand is at data + r0*strides[0] + r1*strides[1] + ... + column.
-// A stride of 0 broadcasts; data == nullptr means that the operand is absent.
+// A stride of 0 broadcasts. If data is null, the operand is absent.
 struct RowOperand {
   void* data;
   int64_t strides[kMaxRowDims];
 };
 
-// What rows are scaled, shifted or gated by may be float32 where they have 16 bits.
+// A scale, shift, gate, weight or bias. It may be float32 beside rows of a 16-bit dtype.
 struct Modulator : RowOperand {
-  bool is_float32;  // else the dtype of the rows
+  bool is_float32;  // otherwise it has the dtype of the rows
 };
 
-// A row operation is norm, modulation, residual and gate of rows of `hidden` elements:
+// Norm, modulation, residual and gate of rows of `hidden` elements:
 //   h          = residual ? residual + gate * x : x   (gate absent: 1); stored to residual_out, rounded
 //   n          = norm(h) * weight + bias              (each optional; h unrounded)
 //   out        = n * (1 + scale) + shift              (each optional)
-//   second_out = n * (1 + second_scale) + second_shift, where it is not null
+//   second_out = n * (1 + second_scale) + second_shift, if it is not null
 struct RowNormParams {
   RowShape shape;
   int64_t hidden;
@@ -76,7 +76,7 @@ struct RowNormParams {
   Modulator bias;    // (hidden,), with strides of 0
 };
 
-// Tells whether a modulator is float32 where the rows have 16 bits.
+// Returns whether a modulator is float32 beside rows of a 16-bit dtype.
 inline bool has_mixed_dtypes(const RowNormParams& p) {
   bool has_float32 = false;
   for (const Modulator* modulator :
@@ -89,20 +89,18 @@ void rms_norm(const RowNormParams& params, Stream stream);
 void layer_norm(const RowNormParams& params, Stream stream);
 void rms_norm_modulate(const RowNormParams& params, Stream stream);
 void layer_norm_modulate(const RowNormParams& params, Stream stream);
-void rms_norm_modulate_pair(const RowNormParams& params, Stream stream);
 void layer_norm_modulate_pair(const RowNormParams& params, Stream stream);
 void gated_residual(const RowNormParams& params, Stream stream);
 void gated_residual_rms_norm_modulate(const RowNormParams& params, Stream stream);
 void gated_residual_layer_norm_modulate(const RowNormParams& params, Stream stream);
-void gated_residual_rms_norm_modulate_pair(const RowNormParams& params, Stream stream);
 void gated_residual_layer_norm_modulate_pair(const RowNormParams& params, Stream stream);
 
-// A group norm is of channels, weight, bias and channel_bias are theirs:
+// Group norm over groups of channels. Mean and variance are those of one group of one sample:
 //   h   = x + channel_bias
-//   n   = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias   (mean and variance over a sample's group)
+//   n   = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias
 //   out = silu ? n * sigmoid(n) : n
-// weight, bias and channel_bias are each optional. The pixels are all spatial dimensions as one. Either
-// pixels or channels have a stride of 1, in x and in out alike.
+// weight, bias and channel_bias are each optional. All spatial dimensions are merged into `pixels`. Either
+// pixels or channels have stride 1, the same ones in x and in out.
 struct GroupNormParams {
   int64_t batch;
   int64_t channels;
@@ -113,21 +111,22 @@ struct GroupNormParams {
   const void* x;
   void* out;
   int64_t x_strides[3];    // batch, channel, pixel
-  int64_t out_strides[3];  // likewise; dense
-  bool is_channels_last;   // channels have the stride 1
+  int64_t out_strides[3];  // batch, channel, pixel; dense
+  bool is_channels_last;   // channels have stride 1
   Modulator weight;        // (channels,), with strides of 0
   Modulator bias;          // (channels,), with strides of 0
-  Modulator channel_bias;  // (batch, channels), strides[0] is that of the batch
+  Modulator channel_bias;  // (batch, channels); strides[0] is the stride of the batch
   bool silu;
-  void* workspace;
+  void* workspace;  // group_norm_workspace_bytes long
 };
 
-int64_t group_norm_workspace_bytes(const GroupNormParams& params);
+// Returns the workspace size of a launch on the stream.
+int64_t group_norm_workspace_bytes(const GroupNormParams& params, Stream stream);
 void group_norm(const GroupNormParams& params, Stream stream);
 
 enum class NormScope : int32_t { kNone, kAcrossHeads, kPerHead };
 
-// The elements (2i, 2i+1) of a head form a rotated pair, or the elements (i, i + head_dim/2).
+// Rotated pairs are the elements (2i, 2i+1) of a head (interleaved) or (i, i + head_dim/2) (half).
 enum class RopeLayout : int32_t { kInterleaved, kHalf };
 
 // Query or key is (batch, seq, heads, head_dim); the strides are those of the first three.
@@ -140,15 +139,15 @@ struct HeadsOperand {
   const void* weight;  // kAcrossHeads: (heads*head_dim,); kPerHead: (head_dim,); may be null
 };
 
-// A rotation's tables have strides of (batch, seq, head), which are 0 where they broadcast.
+// Tables of cosines and sines.
 struct RopeTables {
   const void* cos;
   const void* sin;
-  bool is_float32;   // else the dtype of the rotated tensor
-  bool is_per_pair;  // head_dim/2 values, each for both elements of its pair; else one for each element
-  bool is_complex;   // both are one table of float32 pairs (cos, sin), a value for each pair of elements; cos
-                     // points to its first element, sin to the second; strides count floats
-  int64_t cos_strides[3];
+  bool is_float32;   // otherwise they have the dtype of the rotated tensor
+  bool is_per_pair;  // one value for each pair (head_dim/2 values); otherwise one for each element
+  bool is_complex;  // one table of float32 pairs (cos, sin), one for each pair of elements: cos points to its
+                    // first float, sin to its second, and strides count floats
+  int64_t cos_strides[3];  // batch, seq, head; 0 broadcasts
   int64_t sin_strides[3];
 };
 
@@ -165,11 +164,12 @@ struct QkNormRopeParams {
   HeadsOperand q;
   HeadsOperand k;
 
-  RopeTables tables;  // They give the rotation if tables.cos is not null.
+  // The rotation comes from tables if tables.cos is not null, or from coordinates if they are not null.
+  RopeTables tables;
 
-  // Coordinates give the rotation if they are not null. Pair p of the heads*head_dim/2 pairs of a token
-  // (head-major) is left alone for p < identity_pairs; otherwise, with i = p - identity_pairs, its angle is
-  // frequencies[i / axes] * coordinates[batch, seq, i % axes], the product rounded to float32.
+  // The heads*head_dim/2 pairs of a token are numbered head by head. Pairs p < identity_pairs do not rotate.
+  // For the others, with i = p - identity_pairs, the angle is
+  // frequencies[i / axes] * coordinates[batch, seq, i % axes], rounded to float32.
   const float* coordinates;
   int64_t coordinate_strides[2];  // (batch, seq)
   const float* frequencies;
@@ -177,10 +177,10 @@ struct QkNormRopeParams {
   int32_t identity_pairs;
 };
 
-// The key is absent where k.in is null. The elements of v, which is absent where v.in is null, are copied.
+// k is absent if k.in is null, v if v.in is null. v is copied.
 struct QkvNormRopeParams : QkNormRopeParams {
   HeadsOperand v;            // weight unused
-  bool q_weight_is_float32;  // else dtype
+  bool q_weight_is_float32;  // otherwise it has the dtype
   bool k_weight_is_float32;
 };
 
@@ -199,12 +199,11 @@ struct RopeParams {
 
 void rope(const RopeParams& params, Stream stream);
 
-// The tables of one axis of a grid of tokens are (size, pairs), a value for each pair, with rows `stride`
-// apart.
+// Tables of one axis of a grid of tokens: (size, pairs), one value for each pair.
 struct RopeAxis {
   const void* cos;
   const void* sin;
-  int64_t cos_stride;
+  int64_t cos_stride;  // between rows
   int64_t sin_stride;
   int32_t size;
   int32_t pairs;
@@ -212,9 +211,9 @@ struct RopeAxis {
 
 constexpr int kRope3dAxes = 3;
 
-// Token s of the sequence stands at (s / (height*width), s / width % height, s % width) of the grid. The
-// pairs of a head are divided among the axes in order: the first axes[0].pairs turn by the frame's row of the
-// first tables, the next axes[1].pairs by the height's, the last axes[2].pairs by the width's.
+// Token s is at (s / (height*width), s / width % height, s % width) of the grid. The pairs of a head are
+// split between the axes in order: the first axes[0].pairs use the frame's row of the first tables, the next
+// axes[1].pairs the row of the height, the last axes[2].pairs the row of the width.
 struct Rope3dParams {
   int64_t batch;
   int64_t seq;
@@ -222,15 +221,15 @@ struct Rope3dParams {
   DType dtype;
   RopeLayout layout;
   HeadsOperand x;              // weight unused
-  bool table_is_float32;       // else dtype
+  bool table_is_float32;       // otherwise the tables have the dtype
   RopeAxis axes[kRope3dAxes];  // frame, height, width
 };
 
 void rope_3d(const Rope3dParams& params, Stream stream);
 
-// Each of a row's `hidden` outputs is activation(x + bias), or, if there is a gate,
-// (x + bias) * activation(gate + gate_bias). With biases the gate is in the same rows as x, and gate_bias as
-// far from bias as gate from x. `out` may be x or the gate, element for element.
+// out = activation(x + bias), or with a gate (x + bias) * activation(gate + gate_bias), for `hidden` elements
+// a row. x and gate are two halves of the same rows, in either order, and bias and gate_bias two halves of
+// one vector in the same order. Without a gate, `out` may be x.
 struct ActivationParams {
   RowShape shape;
   int64_t hidden;
@@ -240,15 +239,13 @@ struct ActivationParams {
   RowOperand gate;
   RowOperand out;
   const void* bias;       // (hidden,), may be null
-  const void* gate_bias;  // (hidden,), null where bias is
+  const void* gate_bias;  // (hidden,), null if bias is null
 };
 
 void gelu(const ActivationParams& params, Stream stream);
 void silu(const ActivationParams& params, Stream stream);
 void geglu(const ActivationParams& params, Stream stream);
 void swiglu(const ActivationParams& params, Stream stream);
-void gated_gelu(const ActivationParams& params, Stream stream);
-void gated_silu(const ActivationParams& params, Stream stream);
 
 // out = exp(x - max(x)) / sum(exp(x - max(x))) over each row of `hidden` elements.
 struct SoftmaxParams {
@@ -261,24 +258,23 @@ struct SoftmaxParams {
 
 void softmax(const SoftmaxParams& params, Stream stream);
 
-// A launch has at most so many queries of all heads and samples, and so many keys. Kernels count them in an
-// int, with tiles beyond the last, so this is half of what that holds.
+// Largest number of queries (of all heads and samples) and of keys in one launch. Kernels count them in an
+// int, beyond the last tile too, so this is half of an int's range.
 constexpr int64_t kMaxAttentionRows = int64_t{1} << 30;
 
-// Query, key or value is (batch, seq, heads, head_dim); the strides are those of the first three, 0 where
-// they broadcast.
+// Query, key or value, (batch, seq, heads, head_dim). The strides are those of the first three; 0 broadcasts.
 struct AttentionOperand {
   const void* data;
   int64_t strides[3];
 };
 
-// The output is of the query's shape. No two of its elements are in one place.
+// The output has the query's shape. Its elements do not overlap.
 struct AttentionOutput {
   void* data;
   int64_t strides[3];
 };
 
-// out = softmax(scale * q k^T + key_bias) v, over the keys before key_lengths[batch]. Query head h attends to
+// out = softmax(scale * q k^T + key_bias) v, over the first key_lengths[batch] keys. Query head h attends to
 // key head h / (heads / key_heads) (grouped-query attention).
 struct AttentionParams {
   int64_t batch;
@@ -292,13 +288,13 @@ struct AttentionParams {
   AttentionOperand q, k, v;
   AttentionOutput out;
   const void* key_bias;        // (batch, key_length), rows key_bias_stride apart; may be null
-  int64_t key_bias_stride;     // 0 where broadcast
-  bool key_bias_is_float32;    // else dtype
+  int64_t key_bias_stride;     // 0 broadcasts
+  bool key_bias_is_float32;    // otherwise it has the dtype
   const int32_t* key_lengths;  // (batch,), clamped to 0 ... key_length; may be null
-  void* workspace;             // of attention_workspace_bytes, at a multiple of 256 bytes
+  void* workspace;             // attention_workspace_bytes long, aligned to 256 bytes
 };
 
-// Returns how much memory the launch needs beside its operands; params.workspace points to as much.
+// Returns the workspace size of the launch.
 int64_t attention_workspace_bytes(const AttentionParams& params);
 void attention(const AttentionParams& params, Stream stream);
 

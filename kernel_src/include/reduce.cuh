@@ -1,6 +1,5 @@
-// The threads that share a row reduce over part of a warp, over a block, or over a cluster of blocks that
-// exchange their parts through distributed shared memory. The order of operations is fixed, so that every run
-// gives the same bits.
+// Reductions over part of a warp, a block, or a cluster of blocks that exchange partial results through
+// distributed shared memory. The order of operations is fixed, so every run gives the same bits.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -11,7 +10,7 @@ namespace h100_diffusers_kernels {
 
 constexpr int kWarpThreads = 32;
 
-// A block of so many threads holds several groups of up to a warp, or one that is larger.
+// Threads of a block: several groups of up to 32 threads, or one larger group.
 template <int kGroupThreads>
 constexpr int kBlockThreads = kGroupThreads > kWarpThreads ? kGroupThreads : 4 * kWarpThreads;
 
@@ -26,7 +25,7 @@ struct Sum {
   }
 };
 
-// It ignores NaN unless both are NaN.
+// Ignores NaN unless both values are NaN.
 struct Max {
   __device__ __forceinline__ static float combine(float a, float b) { return fmaxf(a, b); }
   template <typename Value>
@@ -44,20 +43,19 @@ __device__ __forceinline__ Value warp_reduce(Value value) {
   return value;
 }
 
-// Returns this block's number in its cluster.
+// Returns this block's rank in its cluster.
 template <int kClusterBlocks>
 __device__ __forceinline__ int cluster_rank() {
   if constexpr (kClusterBlocks == 1) return 0;
   return static_cast<int>(cooperative_groups::cluster_group::block_rank());
 }
 
-// The warps that share a row lay down their parts, kValues each, for all of them to read: in the shared
-// memory of their block, or of every block of their cluster.
+// Exchanges kValues partial results of each warp: every warp writes them to the shared memory of its block,
+// or of every block of its cluster, and all warps read them.
 //
-// kRounds exchanges can be made, each with its own `round`, from 0 up, and no barrier between them. In a
-// cluster a block waits for the bytes that it is to get, and for nothing else, because a barrier of the
-// cluster takes longer (NOTES, "Long rows"). A block may end before its neighbours do: nothing more is on its
-// way to it then.
+// Up to kRounds exchanges need no barrier between them; each has its own `round`, counted from 0. In a
+// cluster a block waits only for the bytes that it receives, because a barrier of the cluster takes longer
+// (NOTES, "Long rows"). A block may exit before the other blocks: it has received all its bytes by then.
 template <typename Value, int kGroupThreads, int kValues, int kRounds, int kClusterBlocks>
 struct Exchange {
   static constexpr int kWarps = kGroupThreads / kWarpThreads;
@@ -66,19 +64,19 @@ struct Exchange {
 
   struct Storage {
     Value parts[kRounds][kValues][kParts];
-    ByteBarrier arrived[kRounds];  // They are used in a cluster only.
+    TransactionBarrier arrived[kRounds];  // used only in a cluster
   };
   __device__ __forceinline__ static Storage& storage() {
     __shared__ Storage storage;
     return storage;
   }
 
-  // cluster_arrive calls it. A kernel makes one exchange of a type, because the storage is the type's.
+  // Called by cluster_arrive. A kernel uses each Exchange type once, because the type owns the storage.
   __device__ __forceinline__ static void prepare() {
-    for (ByteBarrier& barrier : storage().arrived) barrier.init();
+    for (TransactionBarrier& barrier : storage().arrived) barrier.init();
   }
 
-  // All threads call it, with values that are equal within a warp. Returns the parts, by [value][part].
+  // Returns the parts as [value][part]. All threads call it, with the same values in all lanes of a warp.
   __device__ __forceinline__ const Parts* operator()(const Value (&values)[kValues], int round) const {
     auto& parts = storage().parts[round];
     const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
@@ -88,13 +86,13 @@ struct Exchange {
         if (lane == 0) parts[i][warp] = values[i];
       __syncthreads();
     } else {
-      ByteBarrier& barrier = storage().arrived[round];
-      if (threadIdx.x == 0) barrier.expect(sizeof(parts));
+      TransactionBarrier& barrier = storage().arrived[round];
+      if (threadIdx.x == 0) barrier.expect_tx(sizeof(parts));
       const int part = cluster_rank<kClusterBlocks>() * kWarps + warp;
       if (lane < kClusterBlocks) {
 #pragma unroll
         for (int i = 0; i < kValues; ++i)
-          store_async(cluster_address(&parts[i][part], lane), values[i], cluster_address(&barrier, lane));
+          st_async(mapa(&parts[i][part], lane), values[i], mapa(&barrier, lane));
       }
       barrier.wait();
     }
@@ -120,14 +118,14 @@ struct Exchange {
   }
 };
 
-// By these the blocks of a cluster tell each other that they run and have prepared their exchanges, and wait
-// for that. Every thread calls both before its first exchange, with work of its own between them.
+// Synchronize the blocks of a cluster before their first exchange: all blocks run and have initialized their
+// barriers. Every thread calls both, with independent work in between.
 template <int kClusterBlocks, class... Exchanges>
 __device__ __forceinline__ void cluster_arrive() {
   if constexpr (kClusterBlocks > 1) {
     if (threadIdx.x == 0) {
       (Exchanges::prepare(), ...);
-      fence_barrier_init();
+      fence_mbarrier_init();
     }
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   }
@@ -137,15 +135,15 @@ __device__ __forceinline__ void cluster_wait() {
   if constexpr (kClusterBlocks > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Reduces kValues values over each group of kGroupThreads consecutive threads of a block, or, with
-// kClusterBlocks > 1, over all threads of a cluster of blocks of kGroupThreads threads; every thread gets the
-// result, and all threads must call it. Exchange says what a round is.
+// Reduces kValues values over each group of kGroupThreads consecutive threads of a block, or with
+// kClusterBlocks > 1 over a cluster of blocks of kGroupThreads threads. All threads call it and get the
+// result. For rounds see Exchange.
 template <class Operation, typename Value, int kGroupThreads, int kValues = 1, int kRounds = 1,
           int kClusterBlocks = 1>
 struct GroupReduce {
   using Warps = Exchange<Value, kGroupThreads, kValues, kRounds, kClusterBlocks>;
 
-  // cluster_arrive calls it.
+  // Called by cluster_arrive.
   __device__ __forceinline__ static void prepare() { Warps::prepare(); }
 
   __device__ __forceinline__ void operator()(Value (&values)[kValues], int round = 0) const {

@@ -1,4 +1,4 @@
-// Sine and cosine are taken of angles of any size, in radians, without local memory.
+// Sine and cosine of angles of any size, in radians, without local memory.
 #pragma once
 
 #include <cstdint>
@@ -6,15 +6,14 @@
 
 namespace h100_diffusers_kernels {
 
-// From this angle on the short reduction below may miss the nearest multiple by more than the polynomials
-// bear.
+// From this angle on the short reductions below may be off by more than the polynomials allow.
 constexpr float kLargeAngle = 131072.0f;  // 2^17
 
 // Returns angle - n * 2pi in [-pi, pi] for 2^17 <= |angle| < infinity, and NaN for infinity and NaN. The
-// angle is mantissa * 2^exponent, so only 64 bits of 1/(2pi), from the one of weight 2^-(exponent + 1) on,
-// decide the fraction of a turn (Payne and Hanek, 1983).
+// angle is mantissa * 2^exponent, so the fraction of a turn depends on only 64 bits of 1/(2pi), starting at
+// the bit of weight 2^-(exponent + 1) (Payne and Hanek, 1983).
 __device__ __noinline__ inline double reduce_large_angle(float angle) {
-  // These are 32 zeros, and then the fraction of 1/(2pi).
+  // 32 zeros, then the fraction of 1/(2pi).
   constexpr uint32_t kInverseTwoPi[8] = {0x00000000u, 0x28be60dbu, 0x9391054au, 0x7f09d5f4u,
                                          0x7d4d3770u, 0x36d8a566u, 0x4f10e410u, 0x7f9458eau};
   const uint32_t bits = __float_as_uint(angle);
@@ -25,7 +24,7 @@ __device__ __noinline__ inline double reduce_large_angle(float angle) {
   const int first_word = first_bit >> 5, shift = first_bit & 31;
   uint32_t w0 = 0, w1 = 0, w2 = 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {  // Compile-time indices keep the table out of memory.
+  for (int i = 0; i < 8; ++i) {  // compile-time indices keep the table out of local memory
     w0 = i == first_word ? kInverseTwoPi[i] : w0;
     w1 = i == first_word + 1 ? kInverseTwoPi[i] : w1;
     w2 = i == first_word + 2 ? kInverseTwoPi[i] : w2;
@@ -36,7 +35,7 @@ __device__ __noinline__ inline double reduce_large_angle(float angle) {
   return copysign(1.0, static_cast<double>(angle)) * static_cast<double>(fraction) * kTwoPiOver2To64;
 }
 
-// Returns angle - k * period for a period given as the sum of three floats. Each product is exact within its
+// Returns angle - k * period, where the period is the sum of three floats. Each product is exact within its
 // fused multiply-add (Cody and Waite, 1980).
 __device__ __forceinline__ float subtract_multiple(float angle, float k, float high, float middle,
                                                    float low) {
@@ -45,16 +44,14 @@ __device__ __forceinline__ float subtract_multiple(float angle, float k, float h
   return fmaf(-k, low, r);
 }
 
-// Returns the nearest integer for |x| < 2^22: adding 1.5 * 2^23 leaves no bits for a fraction. Rounding by an
-// instruction (FRND) would take time of the special function unit (NOTES, "Rotary embedding from
-// coordinates").
+// Returns the nearest integer for |x| < 2^22: adding 1.5 * 2^23 leaves no bits for a fraction. The rounding
+// instruction (FRND) would use the special function unit (NOTES, "Rotary embedding from coordinates").
 __device__ __forceinline__ float round_to_integer(float x) {
   constexpr float kMagic = 12582912.0f;
   return __fsub_rn(__fadd_rn(x, kMagic), kMagic);
 }
 
-// For results that are rounded to 16 bits the special function unit is good enough: its absolute error is
-// 2^-21.
+// For results that are rounded to 16 bits: the special function unit, with an absolute error of 2^-21.
 struct FastSincos {
   float r;  // the angle in [-pi, pi]
 
@@ -71,10 +68,10 @@ struct FastSincos {
   }
 };
 
-// This is exact to about one unit in the last place of a float. Polynomials on [-pi/4, pi/4] are those of
-// Cephes (Moshier).
+// Accurate to about one unit in the last place of a float, with the polynomials of Cephes (Moshier) on
+// [-pi/4, pi/4].
 struct ExactSincos {
-  float r;  // the angle less its quarter turns
+  float r;  // the angle minus its quarter turns
   int quarters;
 
   __device__ __forceinline__ void reduce(float angle) {
@@ -101,8 +98,9 @@ struct ExactSincos {
   }
 };
 
-// Computes sines and cosines for results of type T. Angles too large for the short reduction are rare, and
-// one test for all of them leaves the rest free of branches (NOTES, "Rotary embedding from coordinates").
+// Computes sines and cosines for results of type T. Angles that are too large for the short reduction are
+// rare; one test for all of them keeps the common path free of branches (NOTES, "Rotary embedding from
+// coordinates").
 template <typename T, int kCount>
 __device__ __forceinline__ void sincos_of(const float (&angles)[kCount], float (&sines)[kCount],
                                           float (&cosines)[kCount]) {

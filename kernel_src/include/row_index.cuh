@@ -1,5 +1,5 @@
-// A row's number leads to its place in each operand. A launch has fewer than 2^31 rows, because its blocks
-// are numbered so; the binding splits what is larger.
+// Offsets of a row in each operand, from the row's number. A launch has fewer than 2^31 rows, the limit of
+// the grid; the binding splits larger operations.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,10 @@
 
 namespace h100_diffusers_kernels {
 
-// It is small and free of branches: a kernel that treats one row a block is short, and what it does before
-// its first load, the fetching of its parameters included, is time in which memory idles (NOTES, "Row
-// kernels: what a block does before its loads").
+// Small and free of branches: blocks of one row are short, and memory idles until their first load, also
+// while parameters are fetched (NOTES, "Row kernels: what a block does before its loads").
 struct RowIndexer {
-  // It stands for a RowOperand. If that has one leading dimension, it is the inner one of two here.
+  // A RowOperand. A single leading dimension becomes the inner one of two.
   struct Operand {
     void* data;
     int64_t outer_stride, inner_stride;

@@ -1,4 +1,4 @@
-// The logistic function as a factor. Its fast form is for results that are rounded to 16 bits.
+// The logistic function as a factor. kFast is for results that are rounded to 16 bits.
 #pragma once
 
 namespace h100_diffusers_kernels {

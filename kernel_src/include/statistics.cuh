@@ -1,8 +1,8 @@
-// The statistics of a row are sums, mean, and the reciprocal of the root mean square.
+// Statistics of a row: sums, mean, and the reciprocal of the root mean square.
 //
-// An error in a statistic is common to the whole row and so does not average out. For results in 16 bits
-// float32 statistics are far more exact than needed. For float32 results they would be the largest error, so
-// there they are summed in double and applied as a sum of two floats (NOTES, "Accuracy of float32 results").
+// An error of a statistic affects the whole row and does not average out. For 16-bit results float32
+// statistics are far more accurate than needed. For float32 results they would be the largest error, so they
+// are summed in double and applied as a sum of two floats (NOTES, "Accuracy of float32 results").
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ constexpr bool kHasExactStatistics = sizeof(T) == 4;
 template <typename T>
 using RowSum = std::conditional_t<kHasExactStatistics<T>, double, float>;
 
-// Returns the sum of term(0) to term(kSize - 1), added up as a tree.
+// Returns the sum of term(0) to term(kSize - 1), added as a tree.
 template <int kSize, typename Term>
 __device__ __forceinline__ float tree_sum(const Term& term) {
   if constexpr (kSize == 1) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ float tree_sum(const Term& term) {
   }
 }
 
-// A Statistic is a value as the sum of two floats; the second is there for float32 results alone.
+// A value as the sum of two floats. The second is used only for float32 results.
 template <typename T>
 struct Statistic {
   float high = 0.0f;
@@ -52,7 +52,7 @@ struct Statistic {
   }
 };
 
-// The error of an approximate division does not show beside the rounding to 16 bits.
+// Approximate for 16-bit results, where the error is negligible beside their rounding.
 template <typename T>
 __device__ __forceinline__ RowSum<T> divide(RowSum<T> sum, RowSum<T> count) {
   if constexpr (kHasExactStatistics<T>) return sum / count;

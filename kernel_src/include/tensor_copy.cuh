@@ -1,6 +1,6 @@
-// The copy engine (tensor memory accelerator, TMA) copies boxes of a strided tensor to shared memory and
-// back. A box is kBoxColumns elements (128 bytes) by some rows; shared memory holds a row in 128 bytes with
-// the 16-byte pieces in the order that wgmma's 128-byte swizzle has: piece p of row r is at p ^ (r % 8).
+// TMA (tensor memory accelerator) copies of boxes of a strided tensor to shared memory and back. A box is a
+// number of rows of kBoxColumns elements (128 bytes). In shared memory the 16-byte pieces of a row have the
+// 128-byte swizzle of wgmma: piece p of row r is at p ^ (r % 8).
 #pragma once
 
 #include <cuda.h>
@@ -15,7 +15,7 @@
 
 namespace h100_diffusers_kernels {
 
-constexpr int kBoxColumns = 64;  // Elements have 16 bits.
+constexpr int kBoxColumns = 64;  // 16-bit elements
 constexpr int kBoxRowBytes = 128;
 constexpr int kSwizzleRows = 8;
 constexpr uint32_t kSwizzleBytes = kSwizzleRows * kBoxRowBytes;  // A tile begins at a multiple of it.
@@ -25,13 +25,13 @@ __device__ __forceinline__ uint32_t swizzled_piece(int row, int piece) {
   return static_cast<uint32_t>(row * kBoxRowBytes + (piece ^ row % kSwizzleRows) * 16);
 }
 
-// A box begins here in (batch, seq, heads, head_dim). The engine names dimensions from the inside out.
+// First element of a box in (batch, seq, heads, head_dim). TMA counts dimensions from the innermost.
 struct HeadsBox {
   int column, head, seq, batch;
 };
 
-__device__ __forceinline__ void tensor_load(uint32_t shared, const CUtensorMap& map, Barrier barrier,
-                                            const HeadsBox& box) {
+__device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap& map, Barrier barrier,
+                                         const HeadsBox& box) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
       "%6}], [%2];" ::"r"(shared),
@@ -39,33 +39,33 @@ __device__ __forceinline__ void tensor_load(uint32_t shared, const CUtensorMap& 
       : "memory");
 }
 
-// The engine leaves rows beyond the tensor out. The thread that has a box stored also commits it and waits.
-__device__ __forceinline__ void tensor_store(const CUtensorMap& map, uint32_t shared, const HeadsBox& box) {
+// Rows beyond the tensor are not stored. The same thread must commit the store and wait for it.
+__device__ __forceinline__ void tma_store(const CUtensorMap& map, uint32_t shared, const HeadsBox& box) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
       "r"(shared), "r"(box.column), "r"(box.head), "r"(box.seq), "r"(box.batch)
       : "memory");
 }
-__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until the engine has read shared memory, which may then be written anew.
-__device__ __forceinline__ void wait_for_store_reads() {
+__device__ __forceinline__ void tma_commit_group() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until the committed stores have read shared memory, so that it can be overwritten.
+__device__ __forceinline__ void tma_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-__device__ __forceinline__ void wait_for_stores() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
+__device__ __forceinline__ void tma_wait_group() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // ---------------------------------------------------------------------------------------------------------
 
-// A tensor is (batch, seq, heads, head_dim); the strides, in elements, are those of the first three.
+// A tensor (batch, seq, heads, head_dim). The strides are those of the first three dimensions, in elements.
 struct HeadsTensor {
   const void* data;
   int64_t batch, seq, heads, head_dim;
   int64_t strides[3];
 };
 
-// Tells whether the engine takes the tensor: it has to be aligned to 16 bytes in all but the last dimension.
-// The strides of heads and batch may be 0, that of the rows of a box may not.
+// Returns whether TMA can copy the tensor: all strides must be multiples of 16 bytes. The strides of heads
+// and batch may be 0, the stride of the rows of a box may not.
 inline bool is_mappable(const HeadsTensor& tensor) {
   constexpr int64_t kEnd = int64_t{1} << 39;
   const auto is_stride = [](int64_t size, int64_t stride) {
@@ -76,8 +76,7 @@ inline bool is_mappable(const HeadsTensor& tensor) {
          is_stride(tensor.heads, tensor.strides[2]);
 }
 
-// The map describes a tensor to the engine. Where a stride is 0 the map has one element, whichever is asked
-// for.
+// A tensor map. A dimension with a stride of 0 has one element in the map, and its step is 0.
 struct MappedTensor {
   CUtensorMap map;
   int head_step, batch_step;

@@ -88,7 +88,7 @@ OwnedTensor call_group_norm(const char* operation, const Tensor& x, int64_t num_
   set_strides(params.out_strides, result, {pixels.count, params.is_channels_last ? params.channels : 1});
   const DeviceStream device(x);
   OwnedTensor workspace;
-  if (const int64_t bytes = group_norm_workspace_bytes(params)) {
+  if (const int64_t bytes = group_norm_workspace_bytes(params, device.stream())) {
     workspace = check.empty({bytes / bytes_of(params.dtype)});
     params.workspace = Tensor(workspace).mutable_data_ptr();
   }
