@@ -89,12 +89,10 @@ void rms_norm(const RowNormParams& params, Stream stream);
 void layer_norm(const RowNormParams& params, Stream stream);
 void rms_norm_modulate(const RowNormParams& params, Stream stream);
 void layer_norm_modulate(const RowNormParams& params, Stream stream);
-void rms_norm_modulate_pair(const RowNormParams& params, Stream stream);
 void layer_norm_modulate_pair(const RowNormParams& params, Stream stream);
 void gated_residual(const RowNormParams& params, Stream stream);
 void gated_residual_rms_norm_modulate(const RowNormParams& params, Stream stream);
 void gated_residual_layer_norm_modulate(const RowNormParams& params, Stream stream);
-void gated_residual_rms_norm_modulate_pair(const RowNormParams& params, Stream stream);
 void gated_residual_layer_norm_modulate_pair(const RowNormParams& params, Stream stream);
 
 // A group norm is of channels, weight, bias and channel_bias are theirs:
@@ -247,8 +245,6 @@ void gelu(const ActivationParams& params, Stream stream);
 void silu(const ActivationParams& params, Stream stream);
 void geglu(const ActivationParams& params, Stream stream);
 void swiglu(const ActivationParams& params, Stream stream);
-void gated_gelu(const ActivationParams& params, Stream stream);
-void gated_silu(const ActivationParams& params, Stream stream);
 
 // out = exp(x - max(x)) / sum(exp(x - max(x))) over each row of `hidden` elements.
 struct SoftmaxParams {
