@@ -185,44 +185,6 @@ def _layer_norm_modulate_fake(x, *_):
 
 
 @operation("norm")
-def rms_norm_modulate_pair(
-    x: Rows,
-    scale: Optional[Modulation],
-    shift: Optional[Modulation],
-    second_scale: Optional[Modulation],
-    second_shift: Optional[Modulation],
-    weight: Optional[NormVector] = None,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor]:
-    """Two modulations of one RMS norm ``n = rms_norm(x, weight, eps)``, with ``x`` read once:
-    ``n * (1 + scale) + shift`` and ``n * (1 + second_scale) + second_shift``.
-
-    Args:
-        x: ``(..., D)``, T.
-        scale, shift, second_scale, second_shift: T or float32, broadcast against ``x`` in all dimensions
-            but the last, or None for 0.
-        weight: ``(D,)``, T or float32, or None.
-
-    Returns:
-        The two, each ``(..., D)``, T.
-
-    Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748, with one norm for two
-    attentions as in LTX-2 (``transformer_ltx2.py`` of diffusers).
-    """
-    n = expressions.rms_normalized(x.float(), weight, eps)
-    return (
-        expressions.modulated(n, scale, shift).to(x.dtype),
-        expressions.modulated(n, second_scale, second_shift).to(x.dtype),
-    )
-
-
-@torch.library.register_fake(add_op_namespace_prefix("rms_norm_modulate_pair"))
-@checked("rms_norm_modulate_pair")
-def _rms_norm_modulate_pair_fake(x, *_):
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-@operation("norm")
 def layer_norm_modulate_pair(
     x: Rows,
     scale: Optional[Modulation],
@@ -345,48 +307,6 @@ def gated_residual_layer_norm_modulate(
 @checked("gated_residual_layer_norm_modulate")
 def _gated_residual_layer_norm_modulate_fake(residual, *_):
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
-
-
-@operation("norm")
-def gated_residual_rms_norm_modulate_pair(
-    residual: Rows,
-    x: Rows,
-    gate: Optional[Modulation],
-    scale: Optional[Modulation],
-    shift: Optional[Modulation],
-    second_scale: Optional[Modulation],
-    second_shift: Optional[Modulation],
-    weight: Optional[NormVector] = None,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The new residual ``h = residual + gate * x`` and two modulations of its RMS norm, as
-    ``rms_norm_modulate_pair(h, ...)``.
-
-    The norm is taken of the unrounded ``h``.
-
-    Args:
-        residual, x: ``(..., D)``, T, of one shape.
-        gate: T or float32, broadcasts against ``x`` in all dimensions but the last, or None for 1.
-        scale, shift, second_scale, second_shift: likewise, or None for 0.
-        weight: ``(D,)``, T or float32, or None.
-
-    Returns:
-        ``(h, modulated, second_modulated)``, each ``(..., D)``, T.
-    """
-    h = expressions.gated(residual, x, gate)
-    n = expressions.rms_normalized(h, weight, eps)
-    return (
-        h.to(x.dtype),
-        expressions.modulated(n, scale, shift).to(x.dtype),
-        expressions.modulated(n, second_scale, second_shift).to(x.dtype),
-    )
-
-
-@torch.library.register_fake(add_op_namespace_prefix("gated_residual_rms_norm_modulate_pair"))
-@checked("gated_residual_rms_norm_modulate_pair")
-def _gated_residual_rms_norm_modulate_pair_fake(residual, *_):
-    shape = residual.shape
-    return residual.new_empty(shape), residual.new_empty(shape), residual.new_empty(shape)
 
 
 @operation("norm")
@@ -1146,61 +1066,6 @@ def _swiglu_fake(x, *_):
 @torch.library.register_fake(add_op_namespace_prefix("swiglu_out"))
 def _swiglu_out_fake(*values):
     check_out("swiglu", _swiglu_fake(*values[:-1]), *values)
-
-
-@operation("activation")
-def gated_gelu(
-    x: Rows,
-    gate: Rows,
-    approximate: Approximation = "none",
-    *,
-    out: Optional[Out] = None,
-) -> Tensor:
-    """``x * gelu(gate)``, where the two are tensors of their own.
-
-    Args:
-        x, gate: each ``(..., D)``, T, each strided by itself.
-        approximate: of the GELU, ``"none"`` or ``"tanh"``.
-        out: ``(..., D)``, T, or None; may be ``x`` or ``gate`` itself.
-
-    Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
-    """
-    return (x.float() * F.gelu(gate.float(), approximate=approximate)).to(x.dtype)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("gated_gelu"))
-@checked("gated_gelu")
-def _gated_gelu_fake(x, *_):
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("gated_gelu_out"))
-def _gated_gelu_out_fake(*values):
-    check_out("gated_gelu", _gated_gelu_fake(*values[:-1]), *values)
-
-
-@operation("activation")
-def gated_silu(x: Rows, gate: Rows, *, out: Optional[Out] = None) -> Tensor:
-    """``x * silu(gate)``, where the two are tensors of their own.
-
-    Args:
-        x, gate: each ``(..., D)``, T, each strided by itself.
-        out: ``(..., D)``, T, or None; may be ``x`` or ``gate`` itself.
-
-    Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
-    """
-    return (x.float() * F.silu(gate.float())).to(x.dtype)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("gated_silu"))
-@checked("gated_silu")
-def _gated_silu_fake(x, *_):
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("gated_silu_out"))
-def _gated_silu_out_fake(*values):
-    check_out("gated_silu", _gated_silu_fake(*values[:-1]), *values)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -126,22 +126,6 @@ auto call_swiglu(const char* operation, const Tensor& x, const OptionalTensor& b
   return call.run(launcher, out...);
 }
 
-template <ActivationLauncher launcher, typename... Out>
-auto call_gated_gelu(const char* operation, const Tensor& x, const Tensor& gate, std::string_view approximate,
-                     const Out&... out) {
-  ActivationCall call(operation, x, false);
-  call.set_gate(gate);
-  call.set_approximation(approximate);
-  return call.run(launcher, out...);
-}
-
-template <ActivationLauncher launcher, typename... Out>
-auto call_gated_silu(const char* operation, const Tensor& x, const Tensor& gate, const Out&... out) {
-  ActivationCall call(operation, x, false);
-  call.set_gate(gate);
-  return call.run(launcher, out...);
-}
-
 constexpr Operation kOperations[] = {
     operation<"gelu(Tensor x, str approximate, Tensor? bias) -> Tensor", call_gelu<gelu>>(),
     operation<"gelu_out(Tensor x, str approximate, Tensor? bias, Tensor(a!) out) -> ()",
@@ -154,12 +138,6 @@ constexpr Operation kOperations[] = {
     operation<"swiglu(Tensor x, Tensor? bias, str activated) -> Tensor", call_swiglu<swiglu>>(),
     operation<"swiglu_out(Tensor x, Tensor? bias, str activated, Tensor(a!) out) -> ()",
               call_swiglu<swiglu, Tensor>>(),
-    operation<"gated_gelu(Tensor x, Tensor gate, str approximate) -> Tensor", call_gated_gelu<gated_gelu>>(),
-    operation<"gated_gelu_out(Tensor x, Tensor gate, str approximate, Tensor(a!) out) -> ()",
-              call_gated_gelu<gated_gelu, Tensor>>(),
-    operation<"gated_silu(Tensor x, Tensor gate) -> Tensor", call_gated_silu<gated_silu>>(),
-    operation<"gated_silu_out(Tensor x, Tensor gate, Tensor(a!) out) -> ()",
-              call_gated_silu<gated_silu, Tensor>>(),
 };
 
 }  // namespace

@@ -95,22 +95,6 @@ OwnedTensor of_modulated_layer_norm(const char* operation, const Tensor& x, cons
 }
 
 template <RowNormLauncher launcher>
-TwoTensors of_rms_norm_of_two_modulations(const char* operation, const Tensor& x, const OptionalTensor& scale,
-                                          const OptionalTensor& shift, const OptionalTensor& second_scale,
-                                          const OptionalTensor& second_shift, const OptionalTensor& weight,
-                                          double eps) {
-  return run_row_norm(operation, launcher, x,
-                      {.scale = scale,
-                       .shift = shift,
-                       .second_scale = second_scale,
-                       .second_shift = second_shift,
-                       .weight = weight,
-                       .eps = eps},
-                      2)
-      .outs();
-}
-
-template <RowNormLauncher launcher>
 TwoTensors of_layer_norm_of_two_modulations(const char* operation, const Tensor& x,
                                             const OptionalTensor& scale, const OptionalTensor& shift,
                                             const OptionalTensor& second_scale,
@@ -165,24 +149,6 @@ TwoTensors of_residual_and_layer_norm(const char* operation, const Tensor& resid
 }
 
 template <RowNormLauncher launcher>
-ThreeTensors of_residual_and_rms_norm_of_two_modulations(
-    const char* operation, const Tensor& residual, const Tensor& x, const OptionalTensor& gate,
-    const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& second_scale,
-    const OptionalTensor& second_shift, const OptionalTensor& weight, double eps) {
-  return run_row_norm(operation, launcher, x,
-                      {.residual = residual,
-                       .gate = gate,
-                       .scale = scale,
-                       .shift = shift,
-                       .second_scale = second_scale,
-                       .second_shift = second_shift,
-                       .weight = weight,
-                       .eps = eps},
-                      2)
-      .all();
-}
-
-template <RowNormLauncher launcher>
 ThreeTensors of_residual_and_layer_norm_of_two_modulations(
     const char* operation, const Tensor& residual, const Tensor& x, const OptionalTensor& gate,
     const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& second_scale,
@@ -211,9 +177,6 @@ constexpr Operation kOperations[] = {
     operation<"layer_norm_modulate(Tensor x, Tensor scale, Tensor? shift, Tensor? weight, Tensor? bias,"
               " float eps) -> Tensor",
               of_modulated_layer_norm<layer_norm_modulate>>(),
-    operation<"rms_norm_modulate_pair(Tensor x, Tensor? scale, Tensor? shift, Tensor? second_scale,"
-              " Tensor? second_shift, Tensor? weight, float eps) -> (Tensor, Tensor)",
-              of_rms_norm_of_two_modulations<rms_norm_modulate_pair>>(),
     operation<"layer_norm_modulate_pair(Tensor x, Tensor? scale, Tensor? shift, Tensor? second_scale,"
               " Tensor? second_shift, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
               of_layer_norm_of_two_modulations<layer_norm_modulate_pair>>(),
@@ -225,10 +188,6 @@ constexpr Operation kOperations[] = {
     operation<"gated_residual_layer_norm_modulate(Tensor residual, Tensor x, Tensor? gate, Tensor? scale,"
               " Tensor? shift, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
               of_residual_and_layer_norm<gated_residual_layer_norm_modulate>>(),
-    operation<"gated_residual_rms_norm_modulate_pair(Tensor residual, Tensor x, Tensor? gate, Tensor? scale,"
-              " Tensor? shift, Tensor? second_scale, Tensor? second_shift, Tensor? weight, float eps)"
-              " -> (Tensor, Tensor, Tensor)",
-              of_residual_and_rms_norm_of_two_modulations<gated_residual_rms_norm_modulate_pair>>(),
     operation<"gated_residual_layer_norm_modulate_pair(Tensor residual, Tensor x, Tensor? gate,"
               " Tensor? scale, Tensor? shift, Tensor? second_scale, Tensor? second_shift, Tensor? weight,"
               " Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",

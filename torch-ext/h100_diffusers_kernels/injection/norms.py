@@ -192,7 +192,6 @@ _MODULATE: dict[str, Any] = {
     LAYER: functional.layer_norm_modulate,
 }
 _MODULATE_PAIR: dict[str, Any] = {
-    RMS: functional.rms_norm_modulate_pair,
     LAYER: functional.layer_norm_modulate_pair,
 }
 _RESIDUAL_MODULATE: dict[str, Any] = {
@@ -200,7 +199,6 @@ _RESIDUAL_MODULATE: dict[str, Any] = {
     LAYER: functional.gated_residual_layer_norm_modulate,
 }
 _RESIDUAL_MODULATE_PAIR: dict[str, Any] = {
-    RMS: functional.gated_residual_rms_norm_modulate_pair,
     LAYER: functional.gated_residual_layer_norm_modulate_pair,
 }
 
