@@ -26,7 +26,7 @@ float gelu_erf(float x) {
 // (1 + tanh(u)) / 2 is the logistic function of 2u.
 float gelu_tanh(float x) {
   constexpr float kScale = 1.59576912f;  // 2 * sqrt(2 / pi)
-  return x * logistic(kScale * x * (0.044715f * x * x + 1.0f));
+  return times_logistic(x, kScale * x * (0.044715f * x * x + 1.0f));
 }
 
 void load_with_bias(DType dtype, const void* in, int64_t offset, const void* bias, int64_t column,

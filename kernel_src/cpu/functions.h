@@ -32,12 +32,12 @@ inline float exp_nonpositive(float x) {
   return x == x ? (x < -87.0f ? 0.0f : result) : x;
 }
 
-// Returns 1 / (1 + e^-x).
-inline float logistic(float x) {
-  const float e = exp_nonpositive(-std::fabs(x));
-  return (x < 0 ? e : 1.0f) / (1.0f + e);
+// Returns x times the logistic function of y, 1 / (1 + e^-y).
+inline float times_logistic(float x, float y) {
+  const double e = exp_nonpositive(-std::fabs(y));
+  return static_cast<float>((y < 0 ? x * e : x) / (1.0 + e));  // rounded once
 }
 
-inline float silu(float x) { return x * logistic(x); }
+inline float silu(float x) { return times_logistic(x, x); }
 
 }  // namespace h100_diffusers_kernels
