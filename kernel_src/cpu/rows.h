@@ -9,15 +9,30 @@
 
 namespace h100_diffusers_kernels {
 
+// Calls body(begin, end), compiled for AVX2 and for any processor. What it calls is inlined and thereby compiled
+// likewise.
+template <typename Body>
+__attribute__((flatten)) void run_baseline(void* body, int64_t begin, int64_t end) {
+  (*static_cast<const Body*>(body))(begin, end);
+}
+
+#if defined(__x86_64__)
+template <typename Body>
+__attribute__((flatten, target("avx2,fma"))) void run_avx2(void* body, int64_t begin, int64_t end) {
+  (*static_cast<const Body*>(body))(begin, end);
+}
+#endif
+
 // Calls body(begin, end) for ranges of `items` items of `item_size` elements from several threads.
 template <typename Body>
 void parallel_for(Stream stream, int64_t items, int64_t item_size, Body body) {
   constexpr int64_t kElementsPerThread = 32768;  // Fewer are not worth a thread.
   if (items == 0 || item_size == 0) return;
   const int64_t grain = (kElementsPerThread + item_size - 1) / item_size;
-  const auto run = [](void* context, int64_t begin, int64_t end) {
-    (*static_cast<const Body*>(context))(begin, end);
-  };
+  RangeBody run = run_baseline<Body>;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) run = run_avx2<Body>;
+#endif
   stream.parallel_for(0, items, grain, run, &body);
 }
 
