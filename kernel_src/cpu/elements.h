@@ -1,0 +1,72 @@
+// Elements in memory are float32, float16 or bfloat16. Kernels convert blocks of them to float32, compute,
+// and convert the results. The blocks are small arrays of the kernel's own, so that the compiler knows that
+// they do not overlap and vectorizes the loops, even where the output is the input.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+
+#include "params.h"
+
+namespace h100_diffusers_kernels {
+
+constexpr int64_t kBlock = 512;
+
+// Integer arithmetic, since compilers vectorize it for every processor and _Float16 for few.
+inline float float16_to_float(uint16_t bits) {
+  const uint32_t sign = (bits & 0x8000u) << 16;
+  const uint32_t magnitude = (bits & 0x7fffu) << 13;
+  // The exponent bias differs by 112. The product also normalizes subnormal numbers.
+  const auto finite = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) * 0x1p112f);
+  return std::bit_cast<float>((magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : finite) | sign);
+}
+
+inline float bfloat16_to_float(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
+
+// Rounds to nearest even. NaN becomes a quiet NaN.
+inline uint16_t float_to_float16(float value) {
+  const auto bits = std::bit_cast<int32_t>(value);
+  const int32_t magnitude = bits & 0x7fffffff;
+  const int32_t normal = (magnitude - (112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  // Adding 0.5 leaves the subnormal number, rounded, in the lowest bits.
+  const int32_t subnormal = std::bit_cast<int32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000;
+  int32_t rounded = magnitude < (113 << 23) ? subnormal : normal;
+  rounded = magnitude >= (143 << 23) ? 0x7c00 : rounded;
+  rounded = magnitude > 0x7f800000 ? 0x7e00 : rounded;
+  return static_cast<uint16_t>(rounded | ((bits >> 16) & 0x8000));
+}
+
+inline uint16_t float_to_bfloat16(float value) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+  return static_cast<uint16_t>((is_nan ? 0x7fc00000 : rounded) >> 16);
+}
+
+// Loads elements data[offset] to data[offset + count - 1].
+inline void load(DType dtype, const void* data, int64_t offset, int64_t count, float* values) {
+  if (dtype == DType::kFloat32) {
+    std::copy_n(static_cast<const float*>(data) + offset, count, values);
+    return;
+  }
+  const uint16_t* bits = static_cast<const uint16_t*>(data) + offset;
+  if (dtype == DType::kFloat16)
+    for (int64_t i = 0; i < count; ++i) values[i] = float16_to_float(bits[i]);
+  else
+    for (int64_t i = 0; i < count; ++i) values[i] = bfloat16_to_float(bits[i]);
+}
+
+inline void store(DType dtype, void* data, int64_t offset, int64_t count, const float* values) {
+  if (dtype == DType::kFloat32) {
+    std::copy_n(values, count, static_cast<float*>(data) + offset);
+    return;
+  }
+  uint16_t* bits = static_cast<uint16_t*>(data) + offset;
+  if (dtype == DType::kFloat16)
+    for (int64_t i = 0; i < count; ++i) bits[i] = float_to_float16(values[i]);
+  else
+    for (int64_t i = 0; i < count; ++i) bits[i] = float_to_bfloat16(values[i]);
+}
+
+}  // namespace h100_diffusers_kernels
