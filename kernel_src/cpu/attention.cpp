@@ -16,8 +16,8 @@
 namespace h100_diffusers_kernels {
 namespace {
 
-constexpr int64_t kQueries = 32;
-constexpr int64_t kKeys = 32;
+constexpr int64_t kQueries = 64;
+constexpr int64_t kKeys = 64;
 constexpr int64_t kMaxHeadDim = 128;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
