@@ -569,6 +569,7 @@ def test_check_abi_fails(tmp_path, source, requirement):
 
 VECTOR = "void rows<float, (h100_diffusers_kernels::Access)0>(float*)"
 SCALAR = "void rows<float, (h100_diffusers_kernels::Access)1>(float*)"
+SCALAR_KERNEL = "void h100_diffusers_kernels::scalar_rope_kernel<float>(float*)"
 PRODUCTS, WAIT = ["HGMMA.64x128x16.F32.BF16"] * 4, "WARPGROUP.DEPBAR.LE"
 
 
@@ -589,6 +590,7 @@ PRODUCTS, WAIT = ["HGMMA.64x128x16.F32.BF16"] * 4, "WARPGROUP.DEPBAR.LE"
             ["matrix products wait for each other"],
         ),
         (SCALAR, 0, ["LDG.E.U16", "STG.E.U16"], []),
+        (SCALAR_KERNEL, 0, ["LDG.E.U16", "STG.E.U16"], []),
         (SCALAR, 4, ["LDG.E.U16", "STG.E.U16"], ["spills 4 bytes"]),
     ],
 )
