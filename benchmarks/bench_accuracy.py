@@ -18,18 +18,18 @@ import math
 import sys
 from types import ModuleType
 
-import attention_inputs
 import bench_attention
 import click
 import ltx
 import models
 import record
 import torch
-from distance import relative_distance
+from distance import finite_distance
 from options import DEVICE, DTYPE, SIZES, TINY
 from tabulate import tabulate
 
-sys.path.insert(0, str(models.CHECKOUT / "tests"))
+sys.path.insert(0, str(models.CHECKOUT / "reference"))
+import attention_inputs
 import eager
 import references
 
@@ -219,8 +219,8 @@ def measure_operations(
             )
             for index, reference in enumerate(exact):
                 errors = {
-                    "kernel": relative_distance(ours[index], reference),
-                    "eager": relative_distance(plain[index], reference),
+                    "kernel": finite_distance(ours[index], reference),
+                    "eager": finite_distance(plain[index], reference),
                 }
                 entries.append(
                     {
@@ -255,8 +255,8 @@ def measure_model(
     entries = []
     for (seed, timestep, arguments), reference in zip(draws, references_, strict=True):
         errors = {
-            "kernel": relative_distance(injected(**arguments)[0], reference),
-            "eager": relative_distance(model(**arguments)[0], reference),
+            "kernel": finite_distance(injected(**arguments)[0], reference),
+            "eager": finite_distance(model(**arguments)[0], reference),
         }
         entries.append({"seed": seed, "timestep": timestep, **errors, "ratio": ratio(**errors)})
     together = {
