@@ -15,8 +15,8 @@ torch.backends.cudnn.allow_tf32 = False
 
 REPO_ID = "org/h100-diffusers-kernels"
 CHECKOUT = Path(__file__).resolve().parents[1]
-# kernel-builder has tests/, the package and its sources, and nothing else of the repository. There it runs the
-# tests that need nothing else.
+# kernel-builder has tests/, the package and its sources, and nothing else of the repository. There only the
+# tests that need nothing else run.
 if not (CHECKOUT / "reference").is_dir():
     collect_ignore_glob = ["test_[!k]*.py"]
 

@@ -246,7 +246,10 @@ def new_file(path: str, content: bytes = b""):
 
 
 SOURCES = '"src/twice.cpp", "src/twice.h"'
-NO_STABLE_ABI = "build.toml has no version for cpu in [torch.stable-abi]: only builds of Torch's stable ABI can be made here"
+NO_STABLE_ABI = (
+    "build.toml has no version for cpu in [torch.stable-abi]: "
+    "only builds of Torch's stable ABI can be made here"
+)
 BAD_PACKAGES = {
     "unlisted source": (
         new_file("torch-ext/more.cpp"),
@@ -432,7 +435,7 @@ def test_builds_side_by_side_keep_to_their_own_symbols(tiny, tmp_path):
 def test_werror_fails_on_a_warning(built):
     source = built.root / "src/twice.cpp"
     source.write_text(source.read_text() + "static int unused() { return 1; }\n")
-    assert "built" in built.build()
+    assert built.compiled(built.build()) == ["src/twice.cpp"]
     assert "-Werror=unused-function" in built.build("--werror")
 
 
