@@ -192,20 +192,6 @@ def test_blocks_are_compiled_and_nothing_else(published, monkeypatch):
     assert all(given["fullgraph"] and given["dynamic"] is False for _, given in compiled)
 
 
-@pytest.mark.parametrize("mode", models.MODES)
-def test_modes_that_compile(mode, monkeypatch):
-    done = []
-    monkeypatch.setattr(models, "compile_whole", lambda model, mode="whole": done.append(mode))
-    monkeypatch.setattr(models, "compile_blocks", lambda model: done.append("blocks"))
-    expected = {
-        **dict.fromkeys(("compiled", "injected+compiled"), "whole"),
-        **dict.fromkeys(("compiled-regional", "injected+compiled-regional"), "blocks"),
-        "compiled-reduce-overhead": "reduce-overhead",
-    }
-    assert models.compile_as(None, mode) == (mode in expected)
-    assert done == ([expected[mode]] if mode in expected else [])
-
-
 @pytest.mark.parametrize("published", [ltx, wan, sdxl], ids=lambda p: p.__name__)
 def test_float32_model_is_near_and_exact(published):
     """It is near the model in bfloat16, and has the values of the model in float32."""
@@ -263,18 +249,7 @@ def passed_by_ltx_pipeline(transformer):
     )
 
 
-class NothingUnsafe:
-    """Cosmos' pipeline requires a safety checker."""
-
-    def to(self, *args):
-        return self
-
-    def check_text_safety(self, text):
-        return True
-
-
 EULER = functools.partial(FlowMatchEulerDiscreteScheduler, use_dynamic_shifting=True)
-PLAIN_EULER = FlowMatchEulerDiscreteScheduler
 FLOW = functools.partial(
     diffusers.UniPCMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True
 )
@@ -282,22 +257,10 @@ FLOW = functools.partial(
 PIPELINES = {
     flux: ("FluxPipeline", EULER, {"guidance_scale": flux.GUIDANCE}),
     flux2: ("Flux2Pipeline", EULER, {"guidance_scale": flux2.GUIDANCE}),
-    sd3: ("StableDiffusion3Pipeline", PLAIN_EULER, {}),
+    sd3: ("StableDiffusion3Pipeline", FlowMatchEulerDiscreteScheduler, {}),
     qwenimage: ("QwenImagePipeline", EULER, {}),
     sdxl: ("StableDiffusionXLPipeline", diffusers.EulerDiscreteScheduler, {}),
     wan: ("WanPipeline", FLOW, {}),
-    cosmos: ("Cosmos2TextToImagePipeline", PLAIN_EULER, {}),
-    auraflow: ("AuraFlowPipeline", PLAIN_EULER, {}),
-    allegro: (
-        "AllegroPipeline",
-        diffusers.EulerAncestralDiscreteScheduler,
-        {"negative_prompt": None},
-    ),
-    hunyuan_video: (
-        "HunyuanVideoPipeline",
-        PLAIN_EULER,
-        {"guidance_scale": hunyuan_video.GUIDANCE},
-    ),
 }
 
 
@@ -308,26 +271,16 @@ def passed_by_pipeline(published, transformer, benchmark):
     parameters = inspect.signature(cls.__init__).parameters.values()
     parts = {p.name: None for p in parameters if p.default is p.empty and p.name != "self"}
     denoiser = "unet" if published is sdxl else "transformer"
-    parts |= {denoiser: transformer, "scheduler": scheduler()}
-    if published is cosmos:
-        parts["safety_checker"] = NothingUnsafe()
-    pipe = cls(**parts)
+    pipe = cls(**{**parts, denoiser: transformer, "scheduler": scheduler()})
     pipe.set_progress_bar_config(disable=True)
-    prompts = {"embeds": benchmark["encoder_hidden_states"]}
-    if published is allegro:
-        prompts["embeds"] = prompts["embeds"][:, 0]
-    if published in (allegro, hunyuan_video):
-        prompts["attention_mask"] = benchmark["encoder_attention_mask"]
-    elif published is auraflow:
-        prompts["attention_mask"] = torch.ones(2, auraflow.TEXT_TOKENS)
-    given = {f"prompt_{name}": value[-1:] for name, value in prompts.items()}
-    pooled = benchmark.get("pooled_projections")
+    text, pooled = benchmark["encoder_hidden_states"], benchmark.get("pooled_projections")
     if published is sdxl:
         pooled = benchmark["added_cond_kwargs"]["text_embeds"]
+    given = {"prompt_embeds": text[-1:]}
     if pooled is not None:
         given["pooled_prompt_embeds"] = pooled[-1:]
-    if published in (sd3, sdxl, wan, cosmos, auraflow, allegro):
-        given |= {f"negative_prompt_{name}": value[:1] for name, value in prompts.items()}
+    if published in (sd3, sdxl, wan):
+        given["negative_prompt_embeds"] = text[:1]
         if pooled is not None:
             given["negative_pooled_prompt_embeds"] = pooled[:1]
     given |= dataclasses.asdict(published.TINY_SIZES[0])

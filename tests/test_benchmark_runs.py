@@ -1,9 +1,6 @@
 """A tiny run of each benchmark, and what is kept of it."""
 
-import inspect
 import json
-import os
-import shutil
 import sys
 
 import click
@@ -14,7 +11,6 @@ from click.testing import CliRunner
 
 from benchmark_results import FAMILIES, load
 from conftest import CHECKOUT
-from processes import run as run_program
 
 sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 
@@ -24,13 +20,10 @@ import bench_cuda_graphs
 import bench_host
 import bench_host_forward
 import bench_models
-import bench_norm
 import bench_pipeline
-import compare_builds
 import comparison
 import flux
 import history
-import ltx
 import models
 import options
 import record
@@ -267,15 +260,6 @@ def test_only_the_whole_benchmark_is_kept(modes, is_kept, monkeypatch):
     assert paths == (kept if is_kept else [None, None])
 
 
-def test_selection_is_not_kept_as_the_result(device, tmp_path, monkeypatch):
-    monkeypatch.setattr(history, "RESULTS", tmp_path)
-    arguments = ["--device", device, "--no-compile", "--rounds", "1", "--tiny"]
-    arguments += ["--operations", "rms_norm"]
-    result = CliRunner().invoke(bench_norm.main, arguments, catch_exceptions=False)
-    assert result.exit_code == 0 and not list(tmp_path.iterdir())
-    assert "Not the whole benchmark, with --compile, --operations, --tiny: it is" in result.output
-
-
 def test_result_is_kept_by_date_commit_and_card():
     environment = {
         "device": "NVIDIA H100 80GB HBM3",
@@ -329,62 +313,3 @@ def test_ceilings_of_attention_are_this_gpus(monkeypatch):
     ceilings, note = bench_attention.read_ceilings(None, CPU)
     assert set(ceilings) == {"wgmma", "exp2"} and 500 < ceilings["wgmma"] < 1100
     assert note["date"] == environment["date"], "the newest"
-
-
-# ------------------------------------------------------------------------------------------------
-# Two builds
-
-
-def test_local_kernels_selects_another_build(monkeypatch):
-    loaded, variable = [], f"{models.KERNEL_ID}=/another/checkout"
-    monkeypatch.setattr(
-        "kernels.get_kernel", lambda *a, **o: loaded.append(os.environ["LOCAL_KERNELS"])
-    )
-    monkeypatch.setenv("LOCAL_KERNELS", variable)
-    models.load_kernel()
-    assert loaded == [variable]
-
-
-def copy_build(checkout):
-    """The Python files of the build. Its extension, which registers its operators once, is the same file."""
-    shutil.copytree(CHECKOUT / "build", checkout / "build", ignore=shutil.ignore_patterns("*.so"))
-    for extension in CHECKOUT.glob("build/*/*.so"):
-        (checkout / extension.relative_to(CHECKOUT)).symlink_to(extension)
-
-
-def test_a_build_is_not_compared_with_one_of_its_own_name(device, tmp_path):
-    copy_build(tmp_path)
-    result = CliRunner().invoke(compare_builds.main, [str(tmp_path), "--device", device])
-    assert result.exit_code == 2 and "both builds are _h100_diffusers_kernels" in result.output
-
-
-def replace_in(file, old, new):
-    text = file.read_text()
-    assert old in text
-    file.write_text(text.replace(old, new))
-
-
-@pytest.mark.skipif(
-    not inspect.signature(torch.library.Library.impl).parameters["allow_override"].default,
-    reason="this Torch lets a namespace have one build's Python, and a build's copy has no other",
-)
-@pytest.mark.slow
-def test_two_builds_are_compared(device, tmp_path):
-    """The other build's norms have another eps: the outputs differ, and those of the same build do not."""
-    copy_build(tmp_path)
-    for norms in tmp_path.glob("build/*/injection/norms.py"):
-        replace_in(norms, "(weight, bias), eps\n", "(weight, bias), 1 + eps\n")
-    for metadata in tmp_path.glob("build/*/metadata.json"):
-        id_ = json.loads(metadata.read_text())["id"]
-        replace_in(metadata, f'"{id_}"', f'"{id_}_other"')
-    options = ["--device", device, "--tiny", "--rounds", "2", "--dtype", "float32", "--output"]
-    for before in (CHECKOUT, tmp_path):
-        output = tmp_path / "output.json"
-        command = [sys.executable, CHECKOUT / "benchmarks/compare_builds.py", before, *options]
-        process = run_program(*command, output, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        assert process.returncode == 0, process.stderr
-        sizes = json.loads(output.read_text())["sizes"].values()
-        assert len(sizes) == len(ltx.TINY_SIZES)
-        for entry in (entry for weights in sizes for entry in weights.values()):
-            assert (entry["distance"] > 1e-2) == (before != CHECKOUT)
-            assert list(entry["ms"]) == ["before", "before, again", "after"]

@@ -151,17 +151,6 @@ def test_what_has_no_results_is_not_measured(made_up, tmp_path):
         rendered(tmp_path, "summary_operations")
 
 
-def test_each_table_names_the_device_of_its_own_results(made_up, tmp_path):
-    for folder in made_up.iterdir():
-        result = load(made_up, folder.name)
-        device = "NVIDIA H200" if folder.name == "norm" else "NVIDIA H100 80GB HBM3"
-        result["environment"] = {**ENVIRONMENT, "device": device}
-        store(tmp_path, folder.name, result)
-    for name, devices in {"norm": "H200", "softmax": "H100", "targets": "H200 H100"}.items():
-        text = rendered(tmp_path, name)
-        assert [d for d in ("H200", "H100") if f"NVIDIA {d}" in text] == devices.split()
-
-
 def evaluated(made_up, change=lambda loaded: None):
     loaded = {name: load(made_up, name) for name in (*FAMILIES, "host")}
     change(loaded)
@@ -382,15 +371,6 @@ def test_table_and_plot_of_all_models(tmp_path):
         assert f">{speedup}×</text>" in drawn
 
 
-def test_table_of_one_model(tmp_path):
-    assert "python benchmarks/bench_models.py --model flux` does" in rendered(tmp_path, "flux")
-    store(tmp_path, "flux", made_up_forward(compiled=45.0))
-    rows = rows_of(tmp_path, "flux")
-    assert {row[0] for row in rows} == {"1024×1024, 8 + 512 tokens"}
-    assert rows[1][1:] == ["peaked", "torch.compile", "45.0 ms", "1.33×", ""]
-    assert rows[2][1:] == ["peaked", "injected", "40.0 ms", "1.50×", "1.12×"]
-
-
 def test_breakdown_and_injection(tmp_path):
     result = made_up_forward(size="49x512x768")
     (entry,) = result["sizes"].values()
@@ -531,22 +511,6 @@ def test_newest_of_each_forward_is_shown(tmp_path):
     assert gathered["graph_forwards"] == [new, made_up_graphs("sdxl", "1024x1024")]
     keep("d", result_of(old, date="2026-11-21 12:00:00 UTC", device="NVIDIA H100 80GB HBM3"))
     assert targets.gathered_forwards(tmp_path)["graph_forwards"] == [old], "an H100's come first"
-
-
-def test_newest_host_time_of_each_model_is_shown(tmp_path):
-    def entry(model, ms, **options):
-        return {"model": model, "context": "no_grad", "mode": "injected", "ms": ms, **options}
-
-    def keep(name, hour, *forwards):
-        environment = {"date": f"2026-11-23 {hour}:00:00 UTC", "device": "NVIDIA H200"}
-        path = tmp_path / "host_forward" / f"{name}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({"environment": environment, "forwards": forwards}))
-
-    hooked = entry("FLUX.1", 9, condition="a hook on every block")
-    keep("a", "10", entry("FLUX.1, 5 + 10 blocks", 1), entry("Allegro, 4 blocks", 2), hooked)
-    keep("b", "11", entry("FLUX.1", 3, condition="as published", weights="random"))
-    assert [f["ms"] for f in targets.gathered_hosts(tmp_path)["forwards"]] == [3, 2, 9]
 
 
 def test_pipelines_with_graphs_stand_beside_an_older_result(tmp_path):

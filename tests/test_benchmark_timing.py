@@ -17,13 +17,11 @@ sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 import bench_activation
 import bench_attention
 import bench_cuda_graphs
-import bench_cuda_graphs_memory
 import bench_gated_residual
 import bench_group_norm
 import bench_norm
 import bench_rope
 import comparison
-import cuda_graphs
 import kernel_times
 import ltx
 import models
@@ -184,27 +182,6 @@ def test_host_time_is_without_waiting_and_wall_time_with_it(monkeypatch, measure
     assert order == ["synchronize", "clock", "call", "call", *end]
 
 
-def test_compiled_functions_have_code_of_their_own():
-    """Dynamo keeps what it compiled with the code, and compiles only a few variants of one."""
-    seen = []
-
-    def backend(graph, inputs):
-        seen.append(tuple(inputs[0].shape))
-        return graph.forward
-
-    def function(x, *, factor=2):
-        return x * factor
-
-    compile_ = torch.compile
-    sizes = range(2, 2 + 2 * torch._dynamo.config.recompile_limit)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", lambda f, mode, **o: compile_(f, backend=backend, **o))
-        for size in sizes:
-            x = torch.ones(size)
-            assert torch.equal(comparison.compiled(function, "default")(x), 2 * x)
-    assert seen == [(size,) for size in sizes]
-
-
 # ------------------------------------------------------------------------------------------------
 # Rates
 
@@ -288,29 +265,6 @@ def test_rates_of_attention():
     assert result["of_bounds"]["exp2"] == pytest.approx(flops / 50e-6 / 1024e12)
     case = bench_attention.build(Workload("attention", shape), None, torch.device("meta"))
     assert comparison.moved_bytes(case, [case.arguments[0]]) == moved
-
-
-def test_errors_of_attention():
-    """Errors below the floor count as the floor. The slowest over the fastest is of typical inputs."""
-    assert bench_attention.error_ratio(0.0, 0.0) == 1.0
-    assert bench_attention.error_ratio(2.0**-13, 0.0) == 2.0
-    assert bench_attention.error_ratio(0.003, 0.002) == pytest.approx(1.5)
-    rates = {"std 1": 500.0, "std 3": 400.0, "sink": 450.0, "rising": 100.0, "constant": 900.0}
-    of_kinds = {k: {"cold": {"teraflops_per_second": {"ours": r}}} for k, r in rates.items()}
-    assert bench_attention.slowest_over_fastest(of_kinds) == 0.8
-
-
-def test_sample_of_attention(kernel, device):
-    """The part of the result that is compared with float64, and its reference, belong together."""
-    device = torch.device(device)
-    case = bench_attention.build(bench_attention.TINY_WORKLOADS[-1], kernel, device)
-    sample = bench_attention.Sample((2, 24, 16, 2, 64), device)
-    assert sample.heads == [0, 1] and sample.queries.tolist() == list(range(24))
-    whole = sample.exact(*case.arguments, **case.options)
-    sample.heads, sample.queries = [1], torch.tensor([0, 23], device=device)
-    torch.testing.assert_close(sample.exact(*case.arguments, **case.options), sample.of(whole))
-    large = bench_attention.Sample((1, 32760, 32760, 12, 128), CPU)
-    assert large.heads == [0, 6, 11] and len(set(large.queries.tolist())) == 256
 
 
 # ------------------------------------------------------------------------------------------------
@@ -412,24 +366,8 @@ def test_attention_beside_its_peers():
     assert "fa3" in plain["cold"]["over"]
 
 
-def test_wrong_attention_ends_the_run():
-    def wrong(q, k, v, key_bias=None):
-        return 1.1 * plain_attention(q, k, v, key_bias)
-
-    with pytest.raises(click.ClickException, match="std 1: the result is 0.1"):
-        measured_attention(types.SimpleNamespace(attention=wrong), {}, PLAIN, ("std 1",))
-
-
 # ------------------------------------------------------------------------------------------------
 # CUDA graphs
-
-
-def test_modes_without_cuda_graphs_on_a_cpu():
-    modes = ["eager", models.REDUCE_OVERHEAD, "injected", models.GRAPHS]
-    assert models.possible_modes(modes, torch.device("cuda")) == (modes, None)
-    possible, sentence = models.possible_modes(modes, CPU)
-    assert possible == ["eager", "injected"]
-    assert sentence.startswith("Not measured: compiled-reduce-overhead and injected+graphs, as ")
 
 
 @pytest.mark.parametrize(
@@ -504,34 +442,3 @@ def test_captured_forward_with_other_bits_is_not_timed(modes):
 def test_forward_that_is_not_replayed_is_not_timed_as_one():
     with pytest.raises(RuntimeError, match="0 of .* forwards were replayed .*'a hook'"):
         measured_graphs(Replaying(is_replayed=False))
-
-
-def test_bits_of_a_captured_forward():
-    plain = torch.tensor([1.0, -0.0, 3.0, float("nan")], dtype=torch.bfloat16)
-    cuda_graphs.check_bits(plain.clone(), plain)
-    for index, value in ((0, 1.0078125), (1, 0.0)):
-        other = plain.clone()
-        other[index] = value
-        with pytest.raises(RuntimeError, match="values of a captured forward are not those of"):
-            cuda_graphs.check_bits(other, plain)
-    for other in (plain[:3], plain.float()):
-        with pytest.raises(RuntimeError, match="a captured forward gave"):
-            cuda_graphs.check_bits(other, plain)
-
-
-def test_memory_that_the_limit_does_not_explain():
-    """20 bytes without graphs and 8 graphs of at most 15 bytes explain 140."""
-
-    def result(end, captured=500):
-        of_graphs = {"peak_first": 100, "peak": 120, "end": end}
-        without = {"peak_first": 18, "peak": 20, "end": 20}
-        explained = bench_cuda_graphs_memory.explained(without, 15, 8)
-        assert explained == 140
-        graphs = {"captured": captured, "replayed": 900, "uncaptured": {}}
-        return {"explained": explained, "graphs": graphs, "with": of_graphs, "without": without}
-
-    bench_cuda_graphs_memory.check(result(140), limit=8)
-    with pytest.raises(click.ClickException, match="are reserved at the end, where"):
-        bench_cuda_graphs_memory.check(result(141), limit=8)
-    with pytest.raises(click.ClickException, match="no graph was given up"):
-        bench_cuda_graphs_memory.check(result(140, captured=8), limit=8)

@@ -13,10 +13,9 @@ from click.testing import CliRunner
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 
 import build_variant
-from builder.package import Package, PackageError, Revision, tomllib, version
-from compare_machine_code import compare
+from builder.package import Revision, tomllib
 from conftest import CHECKOUT, REPO_ID
-from kernel_resources import Kernel, digest
+from kernel_resources import Kernel
 from processes import TOOLS, run, run_python
 
 BUILD_VARIANT = TOOLS / "build_variant.py"
@@ -373,14 +372,6 @@ def test_build_says_what_is_wrong_with_a_compiler(tiny, variables, options, mess
     assert tiny.failure(*options, variables=variables) == message
 
 
-@pytest.mark.parametrize(("limit", "value"), [("minver", "13.1"), ("maxver", "12.9")])
-def test_build_keeps_to_the_versions_of_cuda(tiny, limit, value):
-    tiny.edit("build.toml", "[torch]\n", f'[general.cuda]\n{limit} = "{value}"\n\n[torch]\n')
-    with pytest.raises(PackageError, match=rf"excludes CUDA 13.0: the {limit} .* is {value}"):
-        Package.read(tiny.root, "cpu").check_cuda((13, 0))
-    Package.read(tiny.root, "cpu").check_cuda(version(value))
-
-
 def test_build_that_finds_no_room_leaves_the_old_one(built):
     before = variant_files(built)
     (built.root / "torch-ext/tiny_kernel/large.py").write_text("#" * 2**20)
@@ -495,31 +486,6 @@ PRODUCTS, WAIT = ["HGMMA.64x128x16.F32.BF16"] * 4, "WARPGROUP.DEPBAR.LE"
 def test_kernel_resources_finds_faults(name, spills, opcodes, faults):
     kernel = Kernel(name, registers=32, stack=0, spills=spills, shared=0, opcodes=Counter(opcodes))
     assert kernel.faults() == faults
-
-
-LISTING = """
-        /*0000*/                   LDC R1, c[0x0][0x28] ;  /* 0x00000a00ff017b82 */
-                                                           /* 0x000fe20000000800 */
-        /*0010*/                   EXIT ;                  /* 0x000000000000794d */
-                                                           /* 0x000fea0003800000 */
-"""
-
-
-def test_compare_machine_code_tells_what_became_of_each_kernel():
-    def kernel(name, listing=LISTING, registers=32):
-        return Kernel(
-            name, registers, stack=0, spills=0, shared=0, code=digest(listing.splitlines())
-        )
-
-    other = LISTING.replace("4d */", "4e */")
-    before = [kernel("a"), kernel("b<true>"), kernel("c"), kernel("d", other), kernel("e")]
-    after = [kernel("a"), kernel("b<B::kOn>"), kernel("c", other), kernel("e", registers=40)]
-    after += [kernel("f", other, registers=40)]
-    result = compare(before, after)
-    assert (result.same, result.renamed) == (["a"], ["b<true> -> b<B::kOn>"])
-    assert (result.changed, result.added, result.gone) == (["c", "e"], ["f"], ["d"])
-    assert not result.is_same
-    assert compare(before, before).is_same
 
 
 def test_tests_are_collected_in_kernel_builders_set_of_files(tmp_path):

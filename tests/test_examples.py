@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
-import math
 import resource
 import sys
 
@@ -201,22 +200,6 @@ def test_wrong_option_gives_one_sentence(run, tmp_path, args, message):
     assert not list(tmp_path.iterdir())
 
 
-@NO_GPU
-@pytest.mark.usefixtures("no_work")
-def test_published_weights_need_a_gpu(run):
-    result = run("--model", "flux")
-    assert result.exit_code == 2 and result.output.splitlines()[-1] == (
-        "Error: There is no CUDA GPU; without one, --random-weights runs a small model."
-    )
-
-
-@pytest.mark.usefixtures("no_work")
-def test_video_larger_than_the_memory_is_refused(run_ltx):
-    result = run_ltx("--frames", 9993, "--height", 4096, "--width", 4096)
-    assert result.exit_code == 2
-    assert "9993 frames of 4096x4096 take 2011.9 GB, and the memory" in result.output
-
-
 # ------------------------------------------------------------------------------------------------
 # Failures
 
@@ -394,21 +377,3 @@ def test_published_pipeline_is_loaded(generate, model, device, monkeypatch, tmp_
         assert pipe.vae_scale_factor_temporal == 4
     else:
         assert pipe.vae_scale_factor * 2 == 16
-
-
-@every_model
-def test_published_models_are_as_large_as_they_are_called(generate, model):
-    billions, blocks = {
-        "flux": (12, {"num_layers": 19, "num_single_layers": 38}),
-        "flux2": (32, {"num_layers": 8, "num_single_layers": 48}),
-        "sd3": (8, {"num_layers": 38}),
-        "qwenimage": (20, {"num_layers": 60}),
-        "wan": (1.3, {"num_layers": 30}),
-    }[model]
-    name, config = generate.MODELS[model].transformer
-    with torch.device("meta"):
-        transformer = getattr(diffusers, name)(**{**config, **blocks})
-        vae, config = generate.MODELS[model].vae
-        getattr(diffusers, vae)(**config)
-    size = sum(math.prod(parameter.shape) for parameter in transformer.parameters())
-    assert size / 1e9 == pytest.approx(billions, rel=0.1)
