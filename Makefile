@@ -1,7 +1,8 @@
-# make example | test | build | cross | lint | format | clean
+# make example | test | test-all | build | cross | lint | format | clean
 #
 # PYTHON      interpreter of the environment (default python3)
 # VENV        the environment's folder; none: use PYTHON as it is and install nothing
+# WORKERS     processes that run the tests (default logical: one for each core)
 # BUILD_FLAGS, EXAMPLE_ARGS, PYTEST_ARGS   passed on to build_variant.py, generate.py and pytest
 
 PYTHON ?= python3
@@ -9,6 +10,7 @@ VENV ?= .venv
 BUILD_FLAGS ?=
 EXAMPLE_ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= logical
 
 NEWEST_CUDA := .build/toolchains/13.2
 VIDEO := outputs/ltx_video.mp4
@@ -31,20 +33,25 @@ needs = $(if $(STAMPS),$(addprefix $(STAMPS),$(1)))
 CXX_SOURCES = $(shell find kernel_src torch-ext benchmarks/ceilings -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \
   -o -name '*.h' ! -name registration.h)
 
-.PHONY: help example test build cross lint format clean
+.PHONY: help example test test-all build cross lint format clean
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
 example: build
 	$(RUN) examples/ltx_video/generate.py --output $(VIDEO) $(EXAMPLE_ARGS)
 
+PYTEST = $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
 test: build $(call needs,test)
-	$(RUN) -m pytest $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+# With the tests marked slow.
+test-all: build $(call needs,test)
+	$(PYTEST) $(PYTEST_ARGS)
 
 build: $(call needs,example $(if $(filter-out 0,$(HAS_GPU)),cuda-compiler))
 	$(RUN) tools/build_variant.py $(BUILD_FLAGS)
 
-# The CUDA builds and the programs of the ceilings, which need no GPU, and what can be told of them without one.
+# The CUDA builds, their checks and the ceilings' programs, all of which need no GPU.
 cross: $(call needs,test cuda-compiler cuda-binutils) $(NEWEST_CUDA)/.installed
 	$(RUN) tools/build_variant.py --backend cuda $(BUILD_FLAGS)
 	$(RUN) tools/build_variant.py --backend cuda --nvcc $(NEWEST_CUDA)/nvidia/cu13/bin/nvcc $(BUILD_FLAGS)
@@ -58,7 +65,8 @@ $(NEWEST_CUDA)/.installed: requirements/cuda-compiler-13.2.txt | $(call needs,ve
 	$(PIP) --no-deps --target $(@D) -r $<
 	@touch $@
 
-# The hooks of .pre-commit-config.yaml, which find their programs on PATH. mypy reads what the tests import, too.
+# Runs the hooks of .pre-commit-config.yaml, which find their programs on PATH. mypy also reads the packages
+# that the tests import.
 lint: $(call needs,lint test)
 	$(if $(BIN),PATH="$(abspath $(BIN)):$$PATH") pre-commit run --all-files --show-diff-on-failure
 
@@ -67,9 +75,9 @@ format: $(call needs,lint)
 	$(BIN)ruff format
 	$(BIN)clang-format -i $(CXX_SOURCES)
 
-# All that the other targets make, but for the environment.
+# Removes everything that the other targets make, except for the environment.
 clean:
-	rm -rf build .build outputs .pytest_cache .ruff_cache .mypy_cache .coverage .coverage.*
+	rm -rf build .build outputs .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 ifneq ($(STAMPS),)

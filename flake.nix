@@ -14,9 +14,6 @@
       pythonCheckInputs =
         pkgs: with pkgs; [
           diffusers
-          matplotlib
-          peft
-          torchao
         ];
     };
 }

@@ -26,9 +26,6 @@ VARIANTS = (
     ("geglu", "none"),
     ("swiglu", ""),
 )
-# Of two tensors: both contiguous, or one of them a part of wider rows.
-APART = "strides apart"
-PAIRED_VARIANTS = (("gated_gelu", "tanh"), ("gated_silu", ""), ("gated_silu", APART))
 OTHER_VARIANTS = (
     ("swiglu", FIRST),
     ("gelu", f"tanh, {BESIDE}"),
@@ -51,21 +48,18 @@ BESIDE_COLUMNS = 3072  # of attention's result, in FLUX
 def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
     words = workload.variant.split(", ")
     *rows, columns = workload.shape
-    arguments = [normal(device, *workload.shape)]
+    x = normal(device, *workload.shape)
     options: dict[str, object] = {}
-    if workload.operation in ("gelu", "geglu", "gated_gelu"):
+    if workload.operation in ("gelu", "geglu"):
         options["approximate"] = words[0]
     if BIAS in words:
         options["bias"] = normal(device, columns)
     if FIRST in words:
         options["activated"] = FIRST
-    if workload.operation.startswith("gated"):
-        gate = normal(device, *rows, columns * (2 if APART in words else 1))
-        arguments.append(gate[..., :columns])
     if BESIDE in words:
         width = columns // 2 if workload.operation == "swiglu" else columns
         options["out"] = normal(device, *rows, width + BESIDE_COLUMNS)[..., BESIDE_COLUMNS:]
-    return Case(tuple(arguments), options)
+    return Case((x,), options)
 
 
 def with_bias(shape: tuple[int, ...]) -> list[Workload]:
@@ -73,11 +67,6 @@ def with_bias(shape: tuple[int, ...]) -> list[Workload]:
         Workload(operation, shape, ", ".join(filter(None, [variant, BIAS])))
         for operation, variant in VARIANTS
     ]
-
-
-def of_two_tensors(shape: tuple[int, ...]) -> list[Workload]:
-    halves = (*shape[:-1], shape[-1] // 2)
-    return [Workload(operation, halves, variant) for operation, variant in PAIRED_VARIANTS]
 
 
 def others(shape: tuple[int, ...]) -> list[Workload]:
@@ -89,7 +78,6 @@ FAMILY = Family(
     [
         *(Workload(operation, shape, v) for operation, v in VARIANTS for shape in SHAPES),
         *with_bias(LTX_SHAPE),
-        *of_two_tensors(LTX_SHAPE),
         *others(FLUX_SHAPE),
         *(Workload("gelu", (2, 1024, hidden), "tanh") for hidden in HIDDEN_SIZES),
         *(Workload("geglu", (2, 1024, 2 * hidden), "none") for hidden in HIDDEN_SIZES),
@@ -97,7 +85,6 @@ FAMILY = Family(
     [
         *(Workload(operation, TINY_SHAPE, variant) for operation, variant in VARIANTS),
         *with_bias(TINY_SHAPE),
-        *of_two_tensors(TINY_SHAPE),
         *others(TINY_SHAPE),
     ],
     build,

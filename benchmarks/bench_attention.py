@@ -1,6 +1,6 @@
 """Attention as in LTX-Video, FLUX and Wan, beside cuDNN, Torch's flash attention and FlashAttention-3.
 
-Times and errors are measured on each kind of inputs of benchmarks/attention_inputs.py; cross-attention, to
+Times and errors are measured on each kind of inputs of reference/attention_inputs.py; cross-attention, to
 so few keys that little can depend on them, on four of the kinds. At a shape all that is timed takes turns,
 each implementation on each kind of inputs, in orders that are balanced, each call with an L2 cache
 that holds nothing of it. Query, key and value are contiguous (B, S, H, d), as three projections give them.
@@ -36,7 +36,6 @@ import peers
 import record
 import timing
 import torch
-from attention_inputs import DTYPE, EXTREMES, INPUTS, NORMAL
 from comparison import (
     WARM_UP_ROUNDS,
     Case,
@@ -48,13 +47,14 @@ from comparison import (
     moved_bytes,
     select,
 )
-from distance import relative_distance
+from distance import finite_distance
 from options import DEVICE
 from tabulate import tabulate
 from torch import Tensor
 
-sys.path.insert(0, str(models.CHECKOUT / "tests"))
+sys.path.insert(0, str(models.CHECKOUT / "reference"))
 import references
+from attention_inputs import DTYPE, EXTREMES, INPUTS, NORMAL
 
 # (batch, queries, keys, heads, head dim)
 SHAPES = (
@@ -205,7 +205,7 @@ class Calls:
         for name, call in list(self.by_name.items()):
             try:
                 (out,) = call.outputs(call.run())
-                error = relative_distance(sample.of(out), exact)
+                error = finite_distance(sample.of(out), exact)
             except Exception as error_:  # of someone else's code, which may raise anything
                 if name == "ours":
                     raise

@@ -56,23 +56,21 @@ def our_functions(kernel: ModuleType, device: torch.device) -> dict[str, Callabl
     workloads = [
         *(
             (bench_norm, Workload(operation, SHAPE))
-            for operation in (*bench_norm.AFFINE, *bench_norm.MODULATED, *bench_norm.PAIRS)
+            for operation in (*bench_norm.AFFINE, *bench_norm.MODULATED, bench_norm.PAIR)
         ),
         *(
             (bench_gated_residual, Workload(operation, SHAPE))
-            for operation in (*bench_gated_residual.OPERATIONS, *bench_gated_residual.PAIRS)
+            for operation in (*bench_gated_residual.OPERATIONS, bench_gated_residual.PAIR)
         ),
         (bench_rope, Workload("qk_norm_rope", SHAPE, bench_rope.COORDINATES)),
         (bench_rope, Workload("qk_norm_rope", HEADS_SHAPE, bench_rope.PER_HEAD)),
         (bench_rope, Workload("qk_norm_rope", HEADS_SHAPE, bench_rope.PER_HEAD + bench_rope.JOINT)),
-        (bench_rope, Workload("norm_rope", HEADS_SHAPE, bench_rope.PER_HEAD)),
         (bench_rope, Workload("rope", HEADS_SHAPE, "interleaved")),
         (bench_rope, Workload("rope_3d", HEADS_SHAPE, "interleaved")),
         *(
             (bench_activation, Workload(operation, SHAPE, variant))
             for operation, variant in (
                 *bench_activation.VARIANTS,
-                *bench_activation.PAIRED_VARIANTS[:2],
                 *bench_activation.OTHER_VARIANTS,
             )
             if variant != "none"

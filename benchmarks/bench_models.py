@@ -36,7 +36,7 @@ import models
 import record
 import timing
 import torch
-from distance import relative_distance
+from distance import finite_distance
 from options import DEVICE, DTYPE, PAUSE, SEVERAL_MODELS, SIZES, TINY, modes_on, modes_option
 from tabulate import tabulate
 
@@ -90,15 +90,15 @@ def distances(
     eager = model(**arguments)[0]
     outputs = {mode: forward()[0].clone() for mode, forward in forwards.items()}
     entries = {
-        mode: {"distance_from_eager": relative_distance(output, eager)}
+        mode: {"distance_from_eager": finite_distance(output, eager)}
         for mode, output in outputs.items()
     }
     if not settings.has_distance:
         return entries
     exact = models.float32_output(model, arguments, getattr(settings.published, "THOUSANDFOLD", ()))
-    eagers = relative_distance(eager, exact)
+    eagers = finite_distance(eager, exact)
     for mode, output in outputs.items():
-        distance = relative_distance(output, exact)
+        distance = finite_distance(output, exact)
         entries[mode]["distance_from_float32"] = distance
         entries[mode]["distance_over_eager"] = distance / eagers if eagers else None
     return entries

@@ -65,8 +65,7 @@ def build_across_heads(workload: Workload, kernel: ModuleType, device: torch.dev
     coordinates = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(1, seq, 3)
     frequencies = 10000.0 ** torch.linspace(0, 1, hidden // 6, device=device) * (math.pi / 2)
     rope = kernel.CoordinateRope(coordinates.expand(batch, -1, -1).contiguous(), frequencies)
-    is_of_one = workload.operation == "norm_rope"
-    arguments = (q, q_weight) if is_of_one else (q, k, q_weight, k_weight)
+    arguments = (q, k, q_weight, k_weight)
     read = (*arguments, rope.tables(hidden))
     options = {"heads": hidden // HEAD_DIM, "eps": EPS}
     if workload.variant == COORDINATES:
@@ -77,8 +76,7 @@ def build_across_heads(workload: Workload, kernel: ModuleType, device: torch.dev
 def build_per_head(workload: Workload, device: torch.device) -> Case:
     """FLUX; with a complex table Qwen-Image; into joint buffers the image stream, behind 512 of text."""
     batch, seq, heads, head_dim = workload.shape
-    is_of_one = workload.operation == "norm_rope"
-    tensors = [normal(device, *workload.shape) for _ in range(1 if is_of_one else 2)]
+    tensors = [normal(device, *workload.shape) for _ in range(2)]
     weights = [normal(device, head_dim, std=0.1, mean=1.0) for _ in tensors]
     angle = angles(device, seq, head_dim // 2)
     pairs = (angle.cos(), angle.sin())
@@ -105,7 +103,7 @@ def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
         return build_across_heads(workload, kernel, device)
     _, seq, heads, head_dim = workload.shape
     x = normal(device, *workload.shape)
-    if workload.operation in ("qk_norm_rope", "norm_rope"):
+    if workload.operation == "qk_norm_rope":
         return build_per_head(workload, device)
     layout = workload.variant.removesuffix(PAIR_TABLES).removesuffix(COMPLEX)
     if workload.operation == "rope":
@@ -149,9 +147,6 @@ FAMILY = Family(
         Workload("qk_norm_rope", (2, 8064, 2048), TABLES),
         Workload("qk_norm_rope", FLUX_SHAPE, PER_HEAD),
         *(Workload("qk_norm_rope", IMAGE_SHAPE, PER_HEAD + form) for form in ("", JOINT, COMPLEX)),
-        Workload("norm_rope", (2, 8064, 2048), COORDINATES),
-        Workload("norm_rope", (2, 8064, 2048), TABLES),
-        *(Workload("norm_rope", IMAGE_SHAPE, PER_HEAD + form) for form in ("", COMPLEX)),
         Workload("rope", FLUX_SHAPE, LAYOUTS[0] + COMPLEX),
         *(
             Workload("rope", shape, layout + form)
@@ -172,9 +167,6 @@ FAMILY = Family(
             Workload("qk_norm_rope", (1, 6, 2, 64), PER_HEAD + form)
             for form in ("", JOINT, COMPLEX)
         ),
-        Workload("norm_rope", (2, 6, 128), COORDINATES),
-        Workload("norm_rope", (2, 6, 128), TABLES),
-        *(Workload("norm_rope", (1, 6, 2, 64), PER_HEAD + form) for form in ("", COMPLEX)),
         Workload("rope", (2, 6, 2, 64), LAYOUTS[0] + COMPLEX),
         *(
             Workload(operation, (2, 6, 2, 64), layout)

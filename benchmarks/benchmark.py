@@ -97,16 +97,6 @@ class Norm(LtxBenchmark, Benchmark):
         n = F.layer_norm(self.x, (self.hidden,), eps=EPS)
         return n * (1 + self.scale) + self.shift
 
-    def benchmark_rms_norm_modulate_pair(self):
-        self.out, self.second = self.kernel.rms_norm_modulate_pair(
-            self.x, self.scale, self.shift, self.scale, None, eps=EPS
-        )
-
-    def verify_rms_norm_modulate_pair(self):
-        n = eager_rms_norm(self.x) * (1 + self.scale)
-        check("the second modulation", self.second, n)
-        return n + self.shift
-
     def benchmark_layer_norm_modulate_pair(self):
         self.out, self.second = self.kernel.layer_norm_modulate_pair(
             self.x, self.scale, self.shift, self.scale, None, eps=EPS
@@ -192,18 +182,6 @@ class GatedResidual(LtxBenchmark, Benchmark):
         check("the residual", self.h, h)
         n = F.layer_norm(h, (self.hidden,), eps=EPS)
         return n * (1 + self.scale) + self.shift
-
-    def benchmark_gated_residual_rms_norm_modulate_pair(self):
-        self.h, self.out, self.second = self.kernel.gated_residual_rms_norm_modulate_pair(
-            self.residual, self.x, self.gate, self.scale, self.shift, self.scale, None, eps=EPS
-        )
-
-    def verify_gated_residual_rms_norm_modulate_pair(self):
-        h = self.residual + self.x * self.gate
-        check("the residual", self.h, h)
-        n = eager_rms_norm(h) * (1 + self.scale)
-        check("the second modulation", self.second, n)
-        return n + self.shift
 
     def benchmark_gated_residual_layer_norm_modulate_pair(self):
         self.h, self.out, self.second = self.kernel.gated_residual_layer_norm_modulate_pair(
@@ -292,16 +270,6 @@ class Rope(LtxBenchmark, Benchmark):
         check("the key", self.out_k, k)
         return q
 
-    def benchmark_norm_rope(self):
-        weight, rope = self.q_weight[: self.head_dim], (self.cos, self.sin)
-        options = {"heads": self.heads, "norm": "per_head", "eps": EPS}
-        self.out = self.kernel.norm_rope(self.heads_q, weight, rope, **options)
-
-    def verify_norm_rope(self):
-        weight = self.q_weight[: self.head_dim]
-        n = F.rms_norm(self.heads_q, (self.head_dim,), weight, EPS)
-        return eager_rotate(n, self.cos[:, None], self.sin[:, None])
-
     def benchmark_rope(self):
         self.out = self.kernel.rope(self.heads_q, self.cos, self.sin)
 
@@ -353,16 +321,6 @@ class Activation(LtxBenchmark, Benchmark):
     def verify_swiglu(self):
         hidden, gate = self.x.chunk(2, dim=-1)
         return hidden * F.silu(gate)
-
-    def benchmark_gated_gelu(self):
-        self.out = self.kernel.gated_gelu(*self.x.chunk(2, dim=-1))
-
-    verify_gated_gelu = verify_geglu
-
-    def benchmark_gated_silu(self):
-        self.out = self.kernel.gated_silu(*self.x.chunk(2, dim=-1))
-
-    verify_gated_silu = verify_swiglu
 
 
 class Softmax(Benchmark):

@@ -23,7 +23,7 @@ import models
 import record
 import timing
 import torch
-from distance import relative_distance
+from distance import finite_distance
 from options import DEVICE, DTYPE, MODEL, PAUSE, SIZES, TINY
 from tabulate import tabulate
 
@@ -80,7 +80,7 @@ def main(before, model, sizes, device, dtype, tiny, rounds, pause_s, output) -> 
         weights = result["sizes"][str(size)] = {}
         for name in models.WEIGHTS:
             with models.weights(model, name):
-                distance = relative_distance(forwards["after"]()[0], forwards["before"]()[0])
+                distance = finite_distance(forwards["after"]()[0], forwards["before"]()[0])
                 timing.interleave(forwards, WARM_UP_ROUNDS, device)
                 samples = timing.interleave(forwards, rounds, device, pause_s=pause_s)
             weights[name] = {

@@ -28,7 +28,7 @@ import timing
 import torch
 from compare_builds import CONTROL, load_builds
 from comparison import outputs
-from distance import relative_distance
+from distance import finite_distance
 from options import DEVICE
 from tabulate import tabulate
 from torch import Tensor
@@ -197,7 +197,7 @@ def measure(
     functions = calls(workload, kernels, device)
     results = (outputs(functions[name]()) for name in ("after", "before"))
     distances = [
-        0.0 if torch.equal(after, before) else relative_distance(after, before)
+        0.0 if torch.equal(after, before) else finite_distance(after, before)
         for after, before in zip(*results, strict=True)
     ]
     timing.interleave(functions, WARM_UP_ROUNDS, device, stopwatch.cold)

@@ -1,7 +1,7 @@
 """What the benchmarks of the operations share: one run beside everything that does the same.
 
 Each operation takes turns, in orders that are balanced, with the eager PyTorch expression that
-it replaces (tests/eager.py), the same expression under torch.compile, Liger and QuACK where they have
+it replaces (reference/eager.py), the same expression under torch.compile, Liger and QuACK where they have
 it, a device copy of the same bytes and a large device copy. A rate counts the bytes that must move:
 each of the operation's inputs read once, each output written once; what a peer moves beyond that
 counts for nothing. Before anything is timed, results are compared with eager's: one of this package
@@ -34,12 +34,12 @@ import peers
 import record
 import timing
 import torch
-from distance import relative_distance
+from distance import finite_distance
 from options import DEVICE
 from tabulate import tabulate
 from torch import Tensor
 
-sys.path.insert(0, str(models.CHECKOUT / "tests"))
+sys.path.insert(0, str(models.CHECKOUT / "reference"))
 import eager
 
 DTYPE = torch.bfloat16
@@ -154,7 +154,7 @@ def explain(error: BaseException) -> str:
 
 
 def distance(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    return max(relative_distance(a, b) for a, b in zip(results, expected, strict=True))
+    return max(finite_distance(a, b) for a, b in zip(results, expected, strict=True))
 
 
 # --------------------------------------------------------------------------------------------------

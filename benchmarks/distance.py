@@ -1,17 +1,21 @@
-"""How far one result is from another."""
+"""How far one result of a benchmark is from another."""
 
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
+from accuracy import relative_distance
 
-def relative_distance(output: torch.Tensor, reference: torch.Tensor) -> float:
-    """L2 norm of the difference over that of the reference; raises where it is not finite."""
-    reference = reference.double()
-    distance = ((output.double() - reference).norm() / reference.norm()).item()
-    if not math.isfinite(distance):
+
+def finite_distance(output: torch.Tensor, reference: torch.Tensor) -> float:
+    """The relative L2 distance. Raises if it is not finite, or if the reference is zero."""
+    distance = relative_distance(output, reference)
+    if not math.isfinite(distance) or not reference.any():
         raise RuntimeError("an output is not finite, or its reference is not or is zero")
     return distance
 

@@ -14,6 +14,11 @@ RESULTS = Path(__file__).resolve().parent / "results"
 # Whose figures are shown, the first card that there are any of: the aims, and the figures published
 # elsewhere that they rest on, are an H100's. Where there is none of either, the newest result counts.
 SHOWN_CARDS = ("h100", "h200")
+# What earlier versions had. Results keep what was measured of it, and nothing shows it.
+REMOVED_OPERATIONS = (
+    *("norm_rope", "gated_gelu", "gated_silu"),
+    *("rms_norm_modulate_pair", "gated_residual_rms_norm_modulate_pair"),
+)
 
 
 def card(environment: Mapping) -> str:
@@ -41,7 +46,17 @@ def path(name: str, environment: Mapping, results: Path = RESULTS) -> Path:
 
 
 def load(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The result without its entries of REMOVED_OPERATIONS."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    for part in ("workloads", "operations", "calls", "kernels"):
+        if part in result:
+            result[part] = [e for e in result[part] if operation(e) not in REMOVED_OPERATIONS]
+    return result
+
+
+def operation(entry: Mapping) -> str:
+    """The operation that an entry of a result is of, without its variant and shape."""
+    return re.split(r"[, ]", entry.get("operation") or entry["workload"])[0]
 
 
 def kept(name: str, results: Path = RESULTS) -> list[dict]:

@@ -111,14 +111,6 @@ class Liger(Library):
             hidden, gate = gate, hidden
         return Call(lambda: self._swiglu(gate, hidden))
 
-    def gated_gelu(self, x: Tensor, gate: Tensor, approximate: str = "none") -> Call | None:
-        if approximate != "tanh" or not gate.is_contiguous():
-            return None
-        return Call(lambda: self._geglu(gate, x))
-
-    def gated_silu(self, x: Tensor, gate: Tensor) -> Call | None:
-        return Call(lambda: self._swiglu(gate, x)) if gate.is_contiguous() else None
-
     def softmax(self, x: Tensor) -> Call:
         return Call(lambda: self._softmax(x))
 

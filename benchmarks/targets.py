@@ -6,11 +6,14 @@ Nothing here is a result: each row is computed from the JSON of one run.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import history
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
 from attention_inputs import EXTREMES, NORMAL, TYPICAL
 
 FAMILIES = ("norm", "gated_residual", "rope", "activation", "softmax", "group_norm")

@@ -1,16 +1,20 @@
 """What every result must be: accurate, new or in place as asked, and the inputs untouched."""
 
-import contextlib
 import math
+import sys
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from threads import compute_as_other_threads, one_thread
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
 import eager
 import references
+from accuracy import ACCURACY_CONTRACT, relative_distance
 
-# Relative L2 error against float64, over that of the eager expression in the same dtype.
-ACCURACY_CONTRACT = 1.05
+__all__ = ["compute_as_other_threads", "one_thread"]
 # The ratio of L2 errors of fewer elements is noise, since a few large ones decide it; they get the
 # elementwise bound alone.
 CONTRACT_ELEMENTS = 32768
@@ -33,26 +37,6 @@ def poison_memory(*tensors):
     """
     noise = [torch.full_like(tensor, math.nan) for tensor in tensors for _ in range(8)]
     del noise
-
-
-@contextlib.contextmanager
-def one_thread():
-    """For small tensors: waking threads costs more than it gives, on a busy machine much more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def compute_as_other_threads():
-    """To be called first in a thread.
-
-    PyTorch gives a thread its number of OpenMP threads when one first asks for it. A matrix product does not
-    ask, and is split for as many as there are cores: other bits than of a later one.
-    """
-    torch.get_num_threads()
 
 
 def tensors_of(*values):
@@ -143,10 +127,6 @@ class MemorySnapshot:
             assert torch.equal(_bytes(storage), _bytes(copy)), "memory was changed"
 
 
-def _relative_l2(values, reference):
-    return ((values.double() - reference).norm() / reference.norm()).item()
-
-
 def assert_rounded_once(out, reference, slack=FLOAT32_ARITHMETIC):
     """Every element is the reference, up to float32 arithmetic and one rounding to its dtype."""
     half_ulp = 0.0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps / 2
@@ -160,7 +140,7 @@ def assert_contract(out, reference, eager_out):
     if not reference.any():
         assert not out.any()
         return
-    error, eager_error = _relative_l2(out, reference), _relative_l2(eager_out, reference)
+    error, eager_error = relative_distance(out, reference), relative_distance(eager_out, reference)
     limit = ACCURACY_CONTRACT * eager_error if eager_error else torch.finfo(torch.float32).eps
     assert error <= limit, (
         f"relative L2 error {error:.4g}, of the eager expression {eager_error:.4g}"

@@ -1,14 +1,13 @@
 """attention: softmax(scale * q kᵀ + key_bias) v, of every batch entry and head."""
 
 import math
-import sys
 
 import pytest
 import torch
 
+import attention_inputs
 import references
 from checks import MemorySnapshot, check, check_nonfinite, clone_storage, on_meta, poison_memory
-from conftest import CHECKOUT
 from inputs import (
     PACKED_FORMS,
     STRIDED_LAYOUTS,
@@ -17,10 +16,6 @@ from inputs import (
     every_16_bit_dtype,
     normal,
 )
-
-sys.path.insert(0, str(CHECKOUT / "benchmarks"))
-
-import attention_inputs
 
 every_head_dim = pytest.mark.parametrize("head_dim", [64, 128], ids=["d64", "d128"])
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="too slow on a CPU")

@@ -1,37 +1,29 @@
-"""The benchmarks' kinds of attention inputs: that their scores are what they say."""
-
-import sys
+"""The kinds of attention inputs have the scores that their names say."""
 
 import pytest
 import torch
 
-from conftest import CHECKOUT
-
-sys.path.insert(0, str(CHECKOUT / "benchmarks"))
-
 import attention_inputs
 
 CPU = torch.device("cpu")
-SHAPES = [(2, 192, 1024, 2, 64), (1, 192, 1024, 2, 128)]
-each_shape = pytest.mark.parametrize("shape", SHAPES, ids=["64", "128"])
+SHAPE = (1, 192, 1024, 2, 128)
 
 
 def scores(q, k):
     """In nats, (B, H, Sq, Sk)."""
     q, k = (t.double().transpose(1, 2) for t in (q, k))
-    return q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    return q @ k.mT / q.shape[-1] ** 0.5
 
 
-def made(kind, shape):
-    q, k, _ = attention_inputs.INPUTS[kind](shape, CPU)
+def made(kind):
+    q, k, _ = attention_inputs.INPUTS[kind](SHAPE, CPU)
     return scores(q, k)
 
 
-@each_shape
 @pytest.mark.parametrize("kind", attention_inputs.INPUTS)
-def test_shapes_dtypes_and_values(kind, shape):
-    batch, queries, keys, heads, head_dim = shape
-    q, k, v = attention_inputs.INPUTS[kind](shape, CPU)
+def test_shapes_dtypes_and_values(kind):
+    batch, queries, keys, heads, head_dim = SHAPE
+    q, k, v = attention_inputs.INPUTS[kind](SHAPE, CPU)
     assert q.shape == (batch, queries, heads, head_dim)
     assert k.shape == v.shape == (batch, keys, heads, head_dim)
     for t in (q, k, v):
@@ -42,23 +34,20 @@ def test_shapes_dtypes_and_values(kind, shape):
         assert v.float().mean().abs() < 0.02 and v.float().std() == pytest.approx(1, abs=0.02)
 
 
-@each_shape
 @pytest.mark.parametrize(
     ("kind", "std"), [("std 1", 1), ("std 3", 3), ("std 6", 6), ("large range", 30)]
 )
-def test_standard_deviation_of_the_scores(kind, std, shape):
-    of_rows = made(kind, shape).std(-1)
-    assert of_rows.square().mean().sqrt() == pytest.approx(std, rel=0.04)
+def test_standard_deviation_of_the_scores(kind, std):
+    assert made(kind).std(-1).square().mean().sqrt() == pytest.approx(std, rel=0.04)
 
 
-@each_shape
 @pytest.mark.parametrize("cosine", [0.5, 0.8])
-@pytest.mark.parametrize("weight", [1, 2, 4])
-def test_clusters(cosine, weight, shape):
-    """Cosines, and the norms that make scores of them."""
-    batch, queries, keys, _, head_dim = shape
-    kind, root = f"clusters {cosine}, {weight}", head_dim**0.5
-    q, k, _ = attention_inputs.INPUTS[kind]((batch, queries, keys, 16, head_dim), CPU)
+@pytest.mark.parametrize("weight", [1, 4])
+def test_clusters(cosine, weight):
+    """Cosines within a cluster and between clusters, and the norms that make scores of them."""
+    batch, queries, keys, _, head_dim = SHAPE
+    shape, root = (batch, queries, keys, 16, head_dim), head_dim**0.5
+    q, k, _ = attention_inputs.INPUTS[f"clusters {cosine}, {weight}"](shape, CPU)
     for t in (q, k):
         norms = t.double().norm(dim=-1)
         expected = torch.full_like(norms, (weight * head_dim) ** 0.5)
@@ -68,43 +57,26 @@ def test_clusters(cosine, weight, shape):
     assert is_same.double().mean() == pytest.approx(1 / attention_inputs.CLUSTERS, rel=0.3)
     assert cosines[is_same].mean() == pytest.approx(cosine, abs=0.03)
     assert cosines[~is_same].mean() == pytest.approx(0, abs=0.02)
-    assert cosines[~is_same].std() == pytest.approx(1 / root, rel=0.1)
 
 
-@each_shape
-def test_sink_takes_half_of_each_row(shape):
-    of_all, keys = made("sink", shape), shape[2]
-    of_sink = of_all.softmax(-1)[..., keys // 2]
+def test_sink_takes_half_of_each_row():
+    of_sink = made("sink").softmax(-1)[..., SHAPE[2] // 2]
     assert of_sink.mean() == pytest.approx(0.5, abs=0.02)
     assert of_sink.min() > 0.35 and of_sink.max() < 0.65
-    assert of_all[..., torch.arange(keys) != keys // 2].std() == pytest.approx(1, abs=0.03)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_rising_scores_rise_by_the_same_step_up_to_the_longest_keys(head_dim):
-    keys = 32760
-    q, k, _ = attention_inputs.INPUTS["rising"]((1, 3, keys, 1, head_dim), CPU)
+def test_rising_scores_rise_by_the_same_step_up_to_the_longest_keys():
+    q, k, _ = attention_inputs.INPUTS["rising"]((1, 3, 32760, 1, 64), CPU)
     assert (q[..., :2] == 1).all()
-    raised = k[0, :, 0, :2].double().sum(-1)
-    ends = [*range(attention_inputs.RISE_KEYS, keys, attention_inputs.RISE_KEYS), keys]
-    tiles = [tile.unique() for tile in raised.tensor_split(ends[:-1])]
-    assert all(len(tile) == 1 for tile in tiles) and raised[0] == 0
-    (step,) = torch.cat(tiles).diff().unique()  # one step for all: nothing was rounded
-    assert 20 <= step / head_dim**0.5 < 30
-    rest = scores(q[..., 2:], k[..., 2:]) * ((head_dim - 2) / head_dim) ** 0.5
-    assert rest.std() == pytest.approx(1, abs=0.15)
+    tiles = k[0, :, 0, :2].double().sum(-1).split(attention_inputs.RISE_KEYS)
+    raised = torch.cat([tile.unique() for tile in tiles])
+    assert len(raised) == len(tiles) and raised[0] == 0
+    (step,) = raised.diff().unique()  # one step for all: nothing was rounded
+    assert 20 <= step / 64**0.5 < 30
 
 
-@each_shape
-def test_scores_jump_once(shape):
-    of_all, middle = made("jump", shape), shape[2] // 2
+def test_scores_jump_once():
+    of_all, middle = made("jump"), SHAPE[2] // 2
     jump = of_all[..., middle:].mean() - of_all[..., :middle].mean()
     assert jump == pytest.approx(attention_inputs.JUMP, rel=4e-3)
-    for half in (of_all[..., :middle], of_all[..., middle:]):
-        assert half.std() == pytest.approx(1, abs=0.03)
-
-
-def test_kinds_are_typical_or_extreme():
-    kinds = [*attention_inputs.TYPICAL, *attention_inputs.EXTREMES]
-    assert sorted(kinds) == sorted(attention_inputs.INPUTS)
-    assert attention_inputs.NORMAL in attention_inputs.TYPICAL
+    assert of_all[..., :middle].std() == pytest.approx(1, abs=0.03)

@@ -1,44 +1,299 @@
-"""What the pages beside the README name is there, and what the issue forms ask for can be had."""
+"""The pages: each command, name, option and link in them exists, and their examples run."""
 
+import ast
 import fnmatch
+import importlib
+import importlib.util
+import inspect
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
+import click
 import pytest
+import torch
 import yaml
+from diffusers import LTXPipeline
 
+import render_docs
 from conftest import CHECKOUT
+from ltx_models import pipeline, prompts, snapshot
 from processes import run
 
-PAGES = ["CHANGELOG.md", "SECURITY.md", "docs/architecture.md", "docs/injection.md"]
-FORMS = sorted((CHECKOUT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"))
+
+def texts(*paths):
+    paths = [path for pattern in paths for path in sorted(CHECKOUT.glob(pattern))]
+    return {str(p.relative_to(CHECKOUT)): p.read_text(encoding="utf-8") for p in paths}
+
+
+PAGES = texts("README.md", "docs/*.md")
+OTHER_PAGES = ("CHANGELOG.md", "SECURITY.md", "docs/architecture.md", "docs/injection.md")
+LINKED = texts("*.md", "docs/*.md", "benchmarks/NOTES.md", "examples/**/README.md")
+every_page = pytest.mark.parametrize("page", PAGES)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# A number with one of these units is a measurement.
+UNIT = r"(?:×|%|[mµn]?s|GB|MB|[TG]B/s|TFLOP/s|times|of eager's)"
+MEASUREMENT = re.compile(rf"\b\d+(?:\.\d+)?\s?{UNIT}(?!\w)")
+
+
+def blocks(text, language):
+    return [code for name, code in FENCE.findall(text) if name == language]
+
+
+def table(page, header):
+    """The lines of a table that begins with this header cell."""
+    pattern = rf"^\| {header} \|.*?\n\n"
+    (found,) = re.findall(pattern, PAGES[page], re.DOTALL | re.MULTILINE)
+    return found.strip().splitlines()[2:]
+
+
+def test_readme_has_no_figure_of_its_own():
+    """Those of README are rendered from the results."""
+    text = PAGES["README.md"]
+    assert len(text.splitlines()) <= 200
+    for pattern in (render_docs.TABLE, render_docs.FIGURE, FENCE):
+        text = pattern.sub(" ", text)
+    assert MEASUREMENT.findall("1.67× 12 ms 0.45 s 3 TB/s 2.0 times 10 % 49 frames a 2 B model")
+    assert not MEASUREMENT.findall(text)
+
+
+# -- Commands ----------------------------------------------------------------------------------
+
+
+MAKEFILE = (CHECKOUT / "Makefile").read_text(encoding="utf-8")
+MAKE_TARGETS = set(re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[1].split())
+
+
+def click_command(script):
+    """The command line of a Python script."""
+    path = CHECKOUT / script
+    folder = str(path.parent)
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(path.stem).main
+    finally:
+        sys.path.remove(folder)
+
+
+def check_python(words):
+    """`python SCRIPT OPTIONS`: the script is there, and takes the options. `python -m MODULE`: so is that."""
+    if words[1] == "-m":
+        assert importlib.util.find_spec(words[2]), f"there is no module {words[2]}"
+        return
+    script = words[1]
+    assert (CHECKOUT / script).is_file(), f"there is no {script}"
+    known = {
+        option
+        for parameter in click_command(script).params
+        if isinstance(parameter, click.Option)
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }
+    asked = {word.split("=")[0] for word in words[2:] if word.startswith("-")}
+    assert asked <= known, f"{script} has no {asked - known}"
+
+
+def check_command(line):
+    """A command of these pages: that what it calls exists here, with the options that it is given."""
+    words = shlex.split(re.sub(r"\s#.*", "", line))
+    program = words[0]
+    if program == "make":
+        assert set(words[1:]) <= MAKE_TARGETS, line
+    elif program == "python":
+        check_python(words)
+    elif program == "pip":
+        assert words[1:3] == ["install", "-r"] and (CHECKOUT / words[3]).exists(), line
+    elif program == "nix":  # of kernel-builder, which makes the flake's packages
+        flake = (CHECKOUT / "flake.nix").read_text(encoding="utf-8")
+        assert words == ["nix", "run", ".#build-and-copy"] and "genKernelFlakeOutputs" in flake
+    elif program == "kernels":
+        assert words in (["kernels", "benchmark"], ["kernels", "benchmark", "."]), line
+        assert (CHECKOUT / "benchmarks" / "benchmark.py").exists()
+    else:
+        assert (CHECKOUT / program).exists(), f"unknown command: {line}"
+
+
+def commands(text):
+    """Of the shell's blocks, and of those in sentences and tables that name a program."""
+    for code in blocks(text, "sh"):
+        yield from (line for line in code.splitlines() if line.strip())
+    without_code = FENCE.sub("", text)
+    for span in re.findall(r"`([^`\n]+)`", without_code):
+        if re.match(r"(make|python|pip|nix|kernels) [\w./-]", span) and "CHECKOUT" not in span:
+            yield span
+
+
+@every_page
+def test_commands_exist(page):
+    for line in commands(PAGES[page]):
+        check_command(line)
+
+
+def test_ci_runs_the_two_commands_and_all_tests():
+    two = [line.split("#")[0].strip() for line in blocks(PAGES["README.md"], "sh")[0].splitlines()]
+    assert two == ["make example", "make test"]
+    ci = (CHECKOUT / ".ci" / "run").read_text(encoding="utf-8")
+    assert all(re.search(rf"^step {command}$", ci, re.MULTILINE) for command in two)
+    assert '-m "not slow"' in MAKEFILE and 'PYTEST_ARGS="-m slow" make test-all' in ci
+
+
+def test_steps_of_gpu_check_are_those_of_the_page():
+    cells = [line.split("|")[1] for line in table("docs/benchmarks.md", "step")]
+    told = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    process = run("bash", CHECKOUT / "tools" / "gpu_check.sh", "nothing")
+    assert process.returncode == 2
+    assert process.stderr.split("the steps are ")[1].split() == told
+
+
+# -- Code --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_ltx_video(monkeypatch, device, tmp_path):
+    """LTXPipeline with a small model in the place of the published weights, and the videos that it makes."""
+    pipe = pipeline(device, torch.bfloat16, heads=2, head_dim=64)
+    embeddings = prompts(device, torch.bfloat16)
+    order = [
+        f"{prefix}prompt_{part}"
+        for prefix in ("", "negative_")
+        for part in ("embeds", "attention_mask")
+    ]
+    monkeypatch.setattr(LTXPipeline, "from_pretrained", classmethod(lambda cls, *_, **__: pipe))
+    monkeypatch.setattr(LTXPipeline, "to", lambda self, place: self)
+    monkeypatch.setattr(
+        LTXPipeline, "encode_prompt", lambda self, *_, **__: tuple(embeddings[key] for key in order)
+    )
+    call = LTXPipeline.__call__
+    small = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 2}
+    monkeypatch.setattr(
+        LTXPipeline, "__call__", lambda self, prompt: call(self, prompt, output_type="pt", **small)
+    )
+    return pipe
+
+
+def card():
+    """As the Hub shows it, but for what kernel-builder fills in."""
+    text = (CHECKOUT / "CARD.md").read_text(encoding="utf-8")
+    return text.replace("{{ repo_id }}", "org/h100-diffusers-kernels").replace("{{version}}", "1")
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_the_first_example(kernel, small_ltx_video):
+    before = snapshot(small_ltx_video.transformer)
+    code = blocks(PAGES["README.md"], "python")[0]
+    begin, end = code.split("kernel.eject_kernels(pipe)")
+    namespace = {}
+    exec(begin, namespace)
+    assert namespace["report"].replaced and namespace["report"].calls
+    assert namespace["video"].shape[-1] and torch.isfinite(namespace["video"]).all()
+    exec(f"kernel.eject_kernels(pipe){end}", namespace)
+    assert snapshot(small_ltx_video.transformer) == before
+
+
+def test_the_cards_first_example_is_readmes():
+    first, cards = (
+        ast.dump(ast.parse(blocks(text, "python")[0])) for text in (PAGES["README.md"], card())
+    )
+    assert cards == first
+
+
+def test_the_cards_operations(kernel, device):
+    rows, heads = torch.randn(2, 24, 128, device=device), torch.randn(2, 24, 2, 64, device=device)
+    q, k, v = (t.bfloat16() for t in (heads, heads.flip(1), heads.flip(0)))
+    axes = [
+        tuple(torch.rand(positions, pairs, device=device) for _ in range(2))
+        for positions, pairs in ((2, 12), (3, 10), (4, 10))
+    ]
+    frame, height, width = axes
+    weight, bias = rows[0, :2]
+    lengths = torch.tensor([24, 7], device=device, dtype=torch.int32)
+    given = {"kernel": kernel, "x": rows, "q": q, "k": k, "v": v, "weight": weight, "bias": bias}
+    of_positions = {"frame": frame, "height": height, "width": width, "lengths": lengths}
+    namespace = {**given, **of_positions}
+    code = blocks(card(), "python")[1].replace("rope_3d(x", "rope_3d(q")
+    exec(code, namespace)
+    for name in ("normalized", "rotated", "activated", "attended"):
+        assert torch.isfinite(namespace[name]).all(), name
+
+
+def test_the_layers_example(kernel, monkeypatch):
+    monkeypatch.chdir(Path(kernel.__file__).parents[2])
+    (code,) = blocks(PAGES["docs/operations.md"], "python")
+    namespace = {}
+    try:
+        exec(code, namespace)
+    finally:
+        for cls in (cls for classes in namespace["CLASSES"].values() for cls in classes):
+            del cls.kernel_layer_name, cls.kernel_condition
+    assert torch.isfinite(namespace["y"]).all()
+    expected = namespace["FeedForward"].forward  # the classes themselves are as they were
+    assert expected.__qualname__ == "FeedForward.forward"
+
+
+# -- Names -------------------------------------------------------------------------------------
+
+
+def operations(kernel):
+    others = {"layers", "inject_kernels", "eject_kernels"}
+    return {name for name in kernel.__all__ if name.islower()} - others
+
+
+@every_page
+def test_names_of_the_api_exist(page, kernel):
+    for name in re.findall(r"\bkernel\.(\w+)", PAGES[page]):
+        assert name in kernel.__all__ or page != "README.md" and hasattr(kernel, name), name
+    for name in re.findall(r"`(\w*inject\w*)\(", PAGES[page]):
+        assert name in kernel.__all__, name
+
+
+def test_functions_of_the_table_exist_with_their_arguments(kernel):
+    """Each operation is in the table of functions; what stands in brackets are names of its parameters."""
+    told = set()
+    for line in table("docs/operations.md", "function"):
+        names = re.findall(r"`([\w.]+)\(([^)]*)\)`", line.split("|")[1])
+        assert names, line
+        for name, arguments in names:
+            name = re.sub(r"^\.\.\._", "gated_residual_", name)
+            told.add(name)
+            parameters = inspect.signature(getattr(kernel, name)).parameters
+            asked = {word.strip(" =") for word in arguments.split(",")} - {"..."}
+            assert asked <= set(parameters), f"{name} takes no {asked - set(parameters)}"
+    assert told == operations(kernel)
+
+
+def test_readme_shows_every_operation(kernel):
+    tables = render_docs.TABLE.finditer(PAGES["README.md"])
+    (shown,) = (match[0] for match in tables if match[2] == "summary_operations")
+    assert set(re.findall(r"`(\w+)`", shown)) == operations(kernel)
+
+
+def test_models_of_the_table_are_those_injected_in_full(kernel):
+    told = re.findall(r"`(\w+)`", "\n".join(table("docs/injection.md", "family")))
+    inject = sys.modules[f"{kernel.__name__}.injection.inject"]
+    assert sorted(told) == sorted(inject.known_models().split(", "))
 
 
 @pytest.fixture(scope="module")
-def files() -> list[str]:
+def files():
     """The project's own, by their paths in it."""
-    folders = ("benchmarks", "examples", "kernel_src", "tests", "tools", "torch-ext")
-    paths = [
-        *CHECKOUT.glob("*.*"),
-        *(path for name in folders for path in (CHECKOUT / name).rglob("*.*")),
-    ]
+    folders = ["benchmarks", "examples", "kernel_src", "reference", "tests", "tools", "torch-ext"]
+    paths = [*CHECKOUT.glob("*.*")]
+    paths += [path for name in folders for path in (CHECKOUT / name).rglob("*.*")]
     return [str(path.relative_to(CHECKOUT)) for path in paths]
 
 
 @pytest.fixture(scope="module")
-def words(files) -> set[str]:
+def words(files):
     """All words of the sources."""
     of_sources = re.compile(r"(?!tests/).*\.(cu|cuh|h|cpp|py|toml)")
     sources = [CHECKOUT / path for path in files if of_sources.fullmatch(path)]
     return set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources)))
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_pages_name_what_there_is(page, files, words):
-    text = re.sub(r"```.*?```", "", (CHECKOUT / page).read_text(), flags=re.DOTALL)
-    names = re.findall(r"`([^`\n]+)`", text)
+@pytest.mark.parametrize("page", OTHER_PAGES)
+def test_names_of_files_and_of_code_exist(page, files, words):
+    names = re.findall(r"`([^`\n]+)`", FENCE.sub("", LINKED[page]))
     assert names
     for name in names:
         if re.fullmatch(r"[\w/*.-]+(\.(py|cuh?|h|cpp|toml|md)|/)", name):
@@ -48,16 +303,9 @@ def test_pages_name_what_there_is(page, files, words):
             assert not unknown, f"{page} names {name}: {unknown} are nowhere in the sources"
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_between_pages_lead_somewhere(page):
-    page = CHECKOUT / page
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-        assert (page.parent / link).exists(), f"{page} links to {link}"
-
-
 def test_issue_forms_ask_for_what_can_be_had():
     commands = set()
-    for form in FORMS:
+    for form in (CHECKOUT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"):
         fields = {field["id"]: field for field in yaml.safe_load(form.read_text())["body"]}
         asked = {name: field["attributes"].get("description", "") for name, field in fields.items()}
         assert "str(report)" in asked["report"]
@@ -68,3 +316,25 @@ def test_issue_forms_ask_for_what_can_be_had():
     assert process.returncode == 0, process.stderr
     for name in ("Python", "CUDA", "torch", "diffusers", "kernels"):
         assert name in process.stdout
+
+
+# -- Links -------------------------------------------------------------------------------------
+
+
+def anchors(path):
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(
+        r"^#+ (.*)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.MULTILINE
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKED)
+def test_relative_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", LINKED[page])):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = (CHECKOUT / page).parent / name if name else CHECKOUT / page
+        assert path.exists(), f"{page} links to {target}"
+        assert not anchor or anchor in anchors(path), f"{page} links to {target}"

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import functools
 import io
-import pickle
 from pathlib import Path
 
 import click
@@ -20,7 +19,6 @@ import torch
 import torchao.quantization as quantization
 from diffusers import (
     FasterCacheConfig,
-    FirstBlockCacheConfig,
     FluxControlNetModel,
     QwenImageControlNetModel,
     SD3ControlNetModel,
@@ -39,7 +37,6 @@ from diffusers.models.transformers.transformer_flux2 import (
 )
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -52,6 +49,7 @@ from families import (
     FLUX,
     FLUX2,
     KERNEL_HEADS,
+    LTX,
     QWEN_IMAGE,
     SD3,
     WAN,
@@ -73,6 +71,7 @@ TESTS = Path(__file__).parent
 
 
 def test_page_is_current():
+    assert set(FAMILIES) <= render_support.SUBJECTS.keys()
     assert render_support.PAGE.read_text() == render_support.render(TABLE)
 
 
@@ -95,36 +94,9 @@ def test_named_tests_exist(request):
 
 @functools.cache
 def functions_of(file):
-    """The functions of a file of tests, and those that it has from others, with their files."""
-    functions = {}
-    for node in ast.parse((TESTS / file).read_text()).body:
-        if isinstance(node, ast.FunctionDef):
-            functions[node.name] = (file, node)
-        elif isinstance(node, ast.ImportFrom) and (TESTS / f"{node.module}.py").exists():
-            others = functions_of(f"{node.module}.py")
-            names = {alias.name for alias in node.names}
-            functions.update({name: others[name] for name in names & others.keys()})
-    return functions
-
-
-def raises_in(file, name, seen=()):
-    """Whether a function of the tests, or one of theirs that it calls, has a pytest.raises."""
-    file, function = functions_of(file)[name]
-    if "pytest.raises" in ast.unparse(function):
-        return True
-    called = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-    further = (called & functions_of(file).keys()) - {name, *seen}
-    return any(raises_in(file, other, (*seen, name)) for other in further)
-
-
-def test_rows_that_raise_name_a_test_of_it():
-    without = [
-        (row.feature, row.on)
-        for row in TABLE.rows
-        if row.behaviour.startswith("raises")
-        and not any(raises_in(*test.partition("[")[0].split("::")) for test in row.tests)
-    ]
-    assert without == []
+    """The names of the functions in a file of tests."""
+    body = ast.parse((TESTS / file).read_text()).body
+    return {node.name for node in body if isinstance(node, ast.FunctionDef)}
 
 
 ROW = 'section = "a"\nfeature = "f"\non = "layers"\nbehaviour = "kernels"\ntests = ["t"]\n'
@@ -135,19 +107,17 @@ ROW = 'section = "a"\nfeature = "f"\non = "layers"\nbehaviour = "kernels"\ntests
     [
         ('"layers"', '"unet"', "on must be one of operations, layers, .*, got 'unet'"),
         ('"kernels"', '"works"', "behaviour must be one of kernels, not tried, got 'works'"),
-        ('section = "a"', 'section = "b"', "section must be one of a, got 'b'"),
         ('tests = ["t"]', "", "must name a test, unless it is not tried or not built"),
-        ('"kernels"', '"not tried"', "must name a test, unless"),
         ("feature", "features", "its keys must be among section, feature, .*, got section, fe"),
         ("[[rows]]", f"[[rows]]\n{ROW}[[rows]]", "two rows on layers are of 'f'"),
     ],
 )
-def test_a_slip_of_the_pen_is_refused(tmp_path, old, new, message):
+def test_a_wrong_row_is_refused(tmp_path, old, new, message):
     text = f'[behaviours]\nkernels = ""\n"not tried" = ""\n[sections]\na = "A"\n[[rows]]\n{ROW}'
     path = tmp_path / "support.toml"
     path.write_text(text)
     assert len(render_support.load(path).rows) == 1
-    path.write_text(text.replace(old, new, 1) if old != '"kernels"' else text.replace(old, new))
+    path.write_text(text.replace(old, new) if old == '"kernels"' else text.replace(old, new, 1))
     with pytest.raises(click.ClickException, match=message):
         render_support.load(path)
 
@@ -343,9 +313,13 @@ def assert_same(out, expected, rounding):
 
 @every_family
 @pytest.mark.parametrize("feature", [*CHANGES, *RUNS])
-@either_order
-def test_behaviour(kernel, device, family, feature, is_injected_first):
-    """The values are the plain model's, and where they are computed is what the table says."""
+def test_behaviour(kernel, device, family, feature):
+    """The values are the plain model's, and where they are computed is what the table says.
+
+    The model is injected before the change in one half of the families, and after it in the other half.
+    """
+    position = [*FAMILIES].index(family.name) + [*CHANGES, *RUNS].index(feature)
+    is_injected_first = position % 2 == 0
     config = CONFIGS.get((feature, family.name))
     model, plain, arguments = prepared(family, device, config=config)
     untouched, unchanged = copy.deepcopy(plain), run(plain, arguments)
@@ -404,20 +378,18 @@ def traced(model, arguments):
     return graph.graph, lambda arguments: graph(arguments["hidden_states"])
 
 
-def exported(strict):
-    def trace(model, arguments):
-        options = {**arguments, "return_dict": False}
-        program = torch.export.export(model, (), options, strict=strict)
-        module = program.module()
-        return program.graph, lambda arguments: module(**{**options, **arguments})[0]
-
-    return trace
+def exported(model, arguments):
+    options = {**arguments, "return_dict": False}
+    program = torch.export.export(model, (), options, strict=False)
+    module = program.module()
+    return program.graph, lambda arguments: module(**{**options, **arguments})[0]
 
 
-TRACES = {"make_fx": traced, "export": exported(False), "export_strict": exported(True)}
+TRACES = {"make_fx": traced, "export": exported}
+some_families = pytest.mark.parametrize("family", [LTX, FLUX], ids=str)
 
 
-@every_family
+@some_families
 @pytest.mark.parametrize("trace", TRACES)
 @torch.no_grad()
 def test_traced(kernel, device, family, trace):
@@ -432,33 +404,7 @@ def test_traced(kernel, device, family, trace):
     assert_close(call(others), run(plain, others))
 
 
-@every_family
-def test_symbolic_trace_fails_as_without_kernels(kernel, device, family):
-    model, plain, arguments = prepared(family, device)
-    kernel.inject_kernels(model)
-    errors = []
-    for candidate in (plain, model):
-        with pytest.raises((RuntimeError, TypeError, torch.fx.proxy.TraceError)) as raised:
-            torch.fx.symbolic_trace(candidate)
-        errors.append((raised.type, str(raised.value)))
-    assert errors[0] == errors[1]
-    assert_close(run(model, arguments), run(plain, arguments))
-
-
-def test_fake_tensors_in_a_rotary_cache(kernel, device):
-    """Qwen-Image's own holds what was made last, with kernels or without."""
-    for is_injected in (False, True):
-        model, plain, arguments = prepared(QWEN_IMAGE, device)
-        if is_injected:
-            kernel.inject_kernels(model)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            run(model, arguments)
-        (shape,) = arguments["img_shapes"][0]
-        kept = model.pos_embed._compute_video_freqs(*shape, 0, arguments["hidden_states"].device)
-        assert isinstance(kept, FakeTensor)
-
-
-@every_family
+@some_families
 def test_dynamic_shapes(kernel, device, family):
     torch._dynamo.reset()
     model, plain, _ = prepared(family, device, config=family.one_block)
@@ -520,27 +466,6 @@ def test_negative_views(kernel, device):
     assert imaginary.is_neg()
     contiguous = imaginary.contiguous()
     assert torch.equal(kernel.silu(contiguous), kernel.silu(-(x + 1)))
-
-
-SPECIAL = {
-    "sparse": torch.Tensor.to_sparse,
-    "csr": torch.Tensor.to_sparse_csr,
-    "nested": lambda x: torch.nested.nested_tensor([x, x[:1]]),
-    "jagged": lambda x: torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged),
-    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
-    "mkldnn": torch.Tensor.to_mkldnn,
-}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", SPECIAL)
-def test_special_tensors_are_refused(kernel, device, kind):
-    if kind == "mkldnn" and device != "cpu":
-        pytest.skip("MKL-DNN tensors are on a CPU")
-    x = SPECIAL[kind](torch.randn(3, 8, device=device))
-    for function in (kernel.silu, kernel.rms_norm, kernel.softmax):
-        with pytest.raises(ValueError, match="x must be a strided tensor, got"):
-            function(x)
 
 
 def test_tensors_of_libraries_are_refused(kernel, device, mesh):
@@ -608,7 +533,7 @@ def test_exported_operations(kernel, device, tmp_path):
 
 @loads_compiled_packages
 @pytest.mark.slow
-@every_family
+@some_families
 @torch.no_grad()
 def test_models_compiled_ahead_of_time(kernel, device, family, tmp_path):
     model, plain, arguments = prepared(family, device, config=family.one_block)
@@ -621,21 +546,6 @@ def test_models_compiled_ahead_of_time(kernel, device, family, tmp_path):
     compiled = torch._inductor.aoti_load_package(package)
     others = {**arguments, "hidden_states": torch.randn_like(arguments["hidden_states"])}
     assert_close(compiled(**{**options, **others})[0], run(plain, others), 1e-4)
-
-
-@pytest.mark.filterwarnings("ignore")
-@torch.no_grad()
-def test_torchscript_of_an_operation(kernel, device):
-    x = torch.randn(3, 64, device=device)
-    script = torch.jit.trace(kernel.silu, (x,))
-    assert "_h100_diffusers_kernels" in str(script.graph)
-    assert torch.equal(script(x + 1), kernel.silu(x + 1))
-
-    def function(x):
-        return kernel.silu(x)
-
-    with pytest.raises((RuntimeError, torch.jit.frontend.NotSupportedError)):
-        torch.jit.script(function)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -653,18 +563,6 @@ def test_distributed_data_parallel(kernel, device, family):
     assert_close(run(model, arguments), run(plain, arguments))
     gradients = [in_training(family, candidate, arguments) for candidate in (model, plain)]
     assert_same(*gradients, 1e-5)
-
-
-@every_family
-def test_pickling(kernel, device, family):
-    model, plain, arguments = prepared(family, device)
-    kernel.inject_kernels(model)
-    for save in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
-        with pytest.raises(TypeError, match="cannot be pickled: call eject_kernels first"):
-            save(model)
-    kernel.eject_kernels(model)
-    loaded = pickle.loads(pickle.dumps(model))
-    assert torch.equal(run(loaded, arguments), run(plain, arguments))
 
 
 @every_family
@@ -688,33 +586,17 @@ def has_caches(family):
 
 
 with_caches = pytest.mark.parametrize("family", filter(has_caches, FAMILIES.values()), ids=str)
-without_caches = pytest.mark.parametrize(
+
+
+@pytest.mark.parametrize(
     "family", [family for family in FAMILIES.values() if not has_caches(family)], ids=str
 )
-
-
-@without_caches
 def test_no_caches(kernel, device, family):
     """diffusers has none for these models, with kernels or without."""
     model, plain, _ = prepared(family, device)
     kernel.inject_kernels(model)
     assert not hasattr(plain, "enable_cache") and not hasattr(model, "enable_cache")
     assert not family.caches
-
-
-def test_first_block_cache_of_flux2(kernel, device):
-    """diffusers takes the text's results for the image's, as with FLUX.2 it knows no order of results."""
-    model, plain, arguments = prepared(FLUX2, device)
-    kernel.inject_kernels(model)
-    messages = []
-    for candidate in (plain, model):
-        candidate.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-        with candidate.cache_context("cond"), pytest.raises(TypeError) as raised:
-            run(candidate, arguments)
-        messages.append(str(raised.value))
-        candidate.disable_cache()
-    assert messages[0] == messages[1]
-    assert_close(run(model, arguments), run(plain, arguments))
 
 
 @with_caches
@@ -1046,7 +928,3 @@ def test_a_controlnet_is_a_model_of_its_family(kernel, device, name):
     assert report.levels == {"transformer": "in full", "controlnet": "in full"}
     replaced = {entry.name for entry in report.replaced}
     assert "controlnet.transformer_blocks.0" in replaced
-
-
-def test_every_family_is_a_subject():
-    assert set(FAMILIES) <= render_support.SUBJECTS.keys()

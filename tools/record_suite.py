@@ -5,7 +5,7 @@ tested must be this checkout's build: of the same commit where Git knows it, wit
 in any case.
 
     python tools/record_suite.py -- --numprocesses 15 --dist worksteal
-    python tools/record_suite.py --leave-out tests/test_example.py --leave-out tests/test_cpu_speed.py
+    python tools/record_suite.py --leave-out tests/test_examples.py
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 import models
 import targets
 
-import checks
+import accuracy
 
 from .common import (
     ELSEWHERE,
@@ -211,7 +211,7 @@ FIGURES["flux_host_share"] = functools.partial(host_share, model="FLUX.1")
 @figure
 def accuracy_contract(results: Path) -> str:
     """What the tests hold the errors over eager's to."""
-    return f"{checks.ACCURACY_CONTRACT}"
+    return f"{accuracy.ACCURACY_CONTRACT}"
 
 
 @figure

@@ -1,0 +1,330 @@
+"""The models that the benchmarks time: that they are what their names say, and get what pipelines pass."""
+
+import dataclasses
+import functools
+import inspect
+import sys
+
+import diffusers
+import pytest
+import torch
+import torch._dynamo.testing
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from conftest import CHECKOUT
+
+sys.path.insert(0, str(CHECKOUT / "benchmarks"))
+
+import allegro
+import auraflow
+import bench_host_forward
+import cosmos
+import flux
+import flux2
+import hunyuan_video
+import ltx
+import models
+import options
+import qwenimage
+import sd3
+import sdxl
+import sdxl_channels_last
+import sizes
+import wan
+import wan_small
+from distance import finite_distance
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
+CPU = torch.device("cpu")
+every_model = pytest.mark.parametrize(
+    "published", [pytest.param(p, id=p.__name__) for p in options.PUBLISHED]
+)
+
+
+@functools.cache
+def tiny(published):
+    """The tiny model of a module, in float32."""
+    return published.transformer(CPU, torch.float32, tiny=True)
+
+
+# Billions of published parameters, what makes the model whole, heads and their size, and the tokens of each
+# published size.
+WHOLE = {
+    ltx: (1.92, {}, (32, 64), (2688, 8064)),
+    flux: (11.9, {"num_layers": 19, "num_single_layers": 38}, (24, 128), (4096,)),
+    flux2: (32.2, {"num_layers": 8, "num_single_layers": 48}, (48, 128), (4096,)),
+    sd3: (8.1, {"num_layers": 38}, (38, 64), (4096,)),
+    qwenimage: (20.4, {"num_layers": 60}, (24, 128), (4096,)),
+    wan: (14.3, {"num_layers": 40}, (40, 128), (32760,)),
+    wan_small: (1.4, {"num_layers": 30}, (12, 128), (32760,)),
+    cosmos: (2.0, {}, (16, 128), (4080,)),
+    auraflow: (6.8, {"num_mmdit_layers": 4, "num_single_dit_layers": 32}, (12, 256), (4096,)),
+    allegro: (2.8, {"num_layers": 32}, (24, 96), (9200,)),
+    hunyuan_video: (12.8, {"num_layers": 20, "num_single_layers": 40}, (24, 128), (32640,)),
+    **dict.fromkeys((sdxl, sdxl_channels_last), (2.57, {}, None, (4096,))),
+}
+
+
+@every_model
+def test_published_size(published):
+    billions, all_blocks, heads, tokens = WHOLE[published]
+    config = getattr(published, "TRANSFORMER", {})
+    with torch.device("meta"):
+        whole = type(tiny(published))(**{**config, **all_blocks})
+    assert sum(p.numel() for p in whole.parameters()) / 1e9 == pytest.approx(billions, rel=0.04)
+    if heads is None:  # Stable Diffusion XL's U-Net
+        attentions = [m for m in whole.modules() if type(m).__name__ == "Attention"]
+        of_kinds = {(a.heads, a.inner_dim // a.heads) for a in attentions}
+        assert len(attentions) == 140 and of_kinds == {(10, 64), (20, 64)}
+    else:
+        assert (whole.config.num_attention_heads, whole.config.attention_head_dim) == heads
+    assert tuple(size.tokens for size in published.SIZES)[: len(tokens)] == tokens
+    assert all(published.parse_size(str(size)) == size for size in published.SIZES)
+
+
+@pytest.mark.parametrize(
+    "published",
+    [pytest.param(p, id=p.__name__) for p in options.PUBLISHED if hasattr(p, "PUBLISHED_BLOCKS")],
+)
+def test_a_model_with_all_of_its_blocks(published):
+    """Repeated blocks are modules of their own with shared weights, and the name says how many there are."""
+    model = published.transformer(CPU, torch.bfloat16, True)
+    parameters = {id(p) for p in model.parameters()}
+    assert published.NAME.startswith(models.complete(model, published) + ", ")
+    assert {id(p) for p in model.parameters()} == parameters
+    for name, count in published.PUBLISHED_BLOCKS.items():
+        assert len(set(getattr(model, name))) == count
+
+
+@every_model
+def test_random_weights_are_as_diffusers_loads_them(published):
+    """In bfloat16, except for those that a model keeps in float32. The output is of the inputs' scale."""
+    model = published.transformer(CPU, torch.bfloat16, tiny=True)
+    kept = {name for name, w in model.named_parameters() if w.dtype == torch.float32}
+    parts = ("time_embedder.", "scale_shift_table", ".norm2.")
+    is_wan = published in (wan, wan_small)
+    assert kept == {
+        n for n, _ in model.named_parameters() if is_wan and any(part in n for part in parts)
+    }
+    arguments = published.inputs(model, device=CPU, dtype=torch.bfloat16, **published.SMALL)
+    with torch.no_grad():
+        output = model(**arguments)[0]
+    assert output.dtype == torch.bfloat16 and 0.3 < output.float().std() < 3
+
+
+IMAGE, VIDEO = sizes.ImageSize(256, 256), sizes.VideoSize(8, 192, 192)
+# A size with enough tokens for a standard deviation, how many of the model's attentions are the image's own,
+# and how close their scores come. Some vary less: what a large modulation adds to all keys alike is no part
+# of how they vary.
+SCORES = {
+    ltx: (ltx.VideoSize(17, 256, 256), 2, 0.05),
+    flux: (IMAGE, 4, 0.2),
+    flux2: (IMAGE, 4, 0.05),
+    sd3: (IMAGE, 3, 0.1),
+    qwenimage: (IMAGE, 2, 0.05),
+    wan: (VIDEO, 2, 0.1),
+    wan_small: (VIDEO, 2, 0.1),
+    cosmos: (IMAGE, 2, 0.35),
+    auraflow: (IMAGE, 3, 0.05),
+    allegro: (VIDEO, 2, 0.1),
+    hunyuan_video: (VIDEO, 5, 0.15),
+    **dict.fromkeys((sdxl, sdxl_channels_last), (IMAGE, 11, 0.2)),
+}
+
+
+@every_model
+@pytest.mark.parametrize("name", models.WEIGHTS)
+def test_weights_give_the_scores_their_standard_deviation(name, published, monkeypatch):
+    model, (size, count, tolerance) = tiny(published), SCORES[published]
+    stds, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query, key, value, attn_mask=None, **given):
+        if query.shape == key.shape:  # the image's own, with the text or without
+            scores = query @ key.mT / query.shape[-1] ** 0.5
+            stds.append(scores.std(-1).square().mean().sqrt())
+        return attend(query, key, value, attn_mask=attn_mask, **given)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    before = {key: weight.clone() for key, weight in model.state_dict().items()}
+    with torch.no_grad(), models.weights(model, name):
+        model(**published.inputs(model, size, CPU, torch.float32))
+    assert stds == [pytest.approx(models.WEIGHTS[name], rel=tolerance)] * count
+    for key, weight in model.state_dict().items():
+        assert torch.equal(weight, before[key]), "the weights are what they were"
+
+
+def test_weights_that_change_in_place_reach_what_was_built_before(kernel, device):
+    """The injected model and compiled code see the peaked weights, without another compilation."""
+    device = torch.device(device)
+    model = ltx.transformer(device, torch.bfloat16, tiny=True)
+    arguments = ltx.inputs(model, ltx.VideoSize(9, 64, 96), device, torch.bfloat16)
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled, injected = models.twin(model), models.twin(model)
+    kernel.inject_kernels(injected)
+    compiled.compile(backend=counter, fullgraph=True, dynamic=False)
+    outputs = []
+    with torch.no_grad():
+        for name in ("random", "peaked"):
+            with models.weights(model, name):
+                outputs.append((compiled(**arguments)[0], injected(**arguments)[0]))
+                assert torch.equal(outputs[-1][0], model(**arguments)[0])
+    assert counter.frame_count == 1
+    assert all(finite_distance(b, a) > 0.05 for a, b in zip(*outputs, strict=True))
+
+
+@every_model
+def test_blocks_are_compiled_and_nothing_else(published, monkeypatch):
+    """Each block of each stack, in one graph."""
+    compiled, compile_ = [], torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda self, **given: compiled.append((self, given)) or compile_(self, **given),
+    )
+    model = models.twin(tiny(published))
+    models.compile_blocks(model, backend=torch._dynamo.testing.CompileCounter())
+    blocks = [block for stack in models.block_lists(model) for block in stack]
+    if published in (sdxl, sdxl_channels_last):  # its stacks are of more than transformers
+        blocks = [m for m in model.modules() if type(m).__name__ == "BasicTransformerBlock"]
+    if published is hunyuan_video:  # diffusers also names the embedding of patches and text
+        blocks = [m for m in model.modules() if type(m).__name__ in model._repeated_blocks]
+    assert [block for block, _ in compiled] == blocks and len(blocks) >= 2
+    assert all(given["fullgraph"] and given["dynamic"] is False for _, given in compiled)
+
+
+@pytest.mark.parametrize("published", [ltx, wan, sdxl], ids=lambda p: p.__name__)
+def test_float32_model_is_near_and_exact(published):
+    """It is near the model in bfloat16, and has the values of the model in float32."""
+    for dtype in (torch.bfloat16, torch.float32):
+        model = published.transformer(CPU, dtype, tiny=True)
+        arguments = published.inputs(model, device=CPU, dtype=dtype, **published.SMALL)
+        before = {name: weight.clone() for name, weight in model.named_parameters()}
+        with torch.no_grad():
+            output = model(**arguments)[0]
+            exact = models.float32_output(model, arguments, getattr(published, "THOUSANDFOLD", ()))
+        distance = finite_distance(output, exact)
+        assert exact.dtype == torch.float32
+        assert 1e-3 < distance < 0.02 if dtype == torch.bfloat16 else distance == 0
+        for name, weight in model.named_parameters():
+            assert weight.dtype == before[name].dtype and torch.equal(weight, before[name])
+
+
+@pytest.mark.parametrize("published", [ltx, flux], ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    ("condition", "hooked"),
+    [
+        ("as published", []),
+        ("a hook on the first block", [0]),
+        ("a hook on the last block", [-1]),
+        ("a hook on every block", slice(None)),
+        ("LoRA adapters", []),
+    ],
+)
+def test_conditions_of_a_forward(published, condition, hooked):
+    model = models.twin(tiny(published))
+    bench_host_forward.CONDITIONS[condition](model)
+    blocks = [*model.transformer_blocks, *getattr(model, "single_transformer_blocks", [])]
+    expected = blocks[hooked] if isinstance(hooked, slice) else [blocks[i] for i in hooked]
+    assert [block for block in blocks if block._forward_hooks] == expected
+    adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name}
+    assert all(name.endswith(("to_q", "to_k", "to_v", "to_out.0")) for name in adapted)
+    assert bool(adapted) == (condition == "LoRA adapters")
+
+
+# ------------------------------------------------------------------------------------------------
+# Inputs
+
+
+def passed_by_ltx_pipeline(transformer):
+    size = ltx.TINY_SIZES[0]
+    ltx.pipeline(transformer, ltx.vae(CPU, torch.float32, tiny=True))(
+        **ltx.prompt(transformer, CPU, torch.float32),
+        num_frames=size.frames,
+        height=size.height,
+        width=size.width,
+        frame_rate=ltx.FRAME_RATE,
+        num_inference_steps=2,
+        guidance_scale=3.0,
+        output_type="latent",
+    )
+
+
+EULER = functools.partial(FlowMatchEulerDiscreteScheduler, use_dynamic_shifting=True)
+FLOW = functools.partial(
+    diffusers.UniPCMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True
+)
+# The pipeline, its scheduler, and arguments of its call.
+PIPELINES = {
+    flux: ("FluxPipeline", EULER, {"guidance_scale": flux.GUIDANCE}),
+    flux2: ("Flux2Pipeline", EULER, {"guidance_scale": flux2.GUIDANCE}),
+    sd3: ("StableDiffusion3Pipeline", FlowMatchEulerDiscreteScheduler, {}),
+    qwenimage: ("QwenImagePipeline", EULER, {}),
+    sdxl: ("StableDiffusionXLPipeline", diffusers.EulerDiscreteScheduler, {}),
+    wan: ("WanPipeline", FLOW, {}),
+}
+
+
+def passed_by_pipeline(published, transformer, benchmark):
+    """Run the pipeline with the benchmark's prompt."""
+    cls, scheduler, call = PIPELINES[published]
+    cls = getattr(diffusers, cls)
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    parts = {p.name: None for p in parameters if p.default is p.empty and p.name != "self"}
+    denoiser = "unet" if published is sdxl else "transformer"
+    pipe = cls(**{**parts, denoiser: transformer, "scheduler": scheduler()})
+    pipe.set_progress_bar_config(disable=True)
+    text, pooled = benchmark["encoder_hidden_states"], benchmark.get("pooled_projections")
+    if published is sdxl:
+        pooled = benchmark["added_cond_kwargs"]["text_embeds"]
+    given = {"prompt_embeds": text[-1:]}
+    if pooled is not None:
+        given["pooled_prompt_embeds"] = pooled[-1:]
+    if published in (sd3, sdxl, wan):
+        given["negative_prompt_embeds"] = text[:1]
+        if pooled is not None:
+            given["negative_pooled_prompt_embeds"] = pooled[:1]
+    given |= dataclasses.asdict(published.TINY_SIZES[0])
+    if "frames" in given:
+        given["num_frames"] = given.pop("frames")
+    pipe(**given, **call, num_inference_steps=2, output_type="latent")
+
+
+def alike(benchmark, passed, name, is_own):
+    """The same types, shapes and dtypes, and the same values if they are the benchmark's own."""
+    if isinstance(benchmark, torch.Tensor):
+        assert (benchmark.shape, benchmark.dtype) == (passed.shape, passed.dtype), name
+        assert not is_own or torch.equal(benchmark, passed), name
+    elif isinstance(benchmark, dict):
+        assert set(benchmark) == set(passed), name
+        for key, one in benchmark.items():
+            alike(one, passed[key], key, is_own)
+    elif isinstance(benchmark, tuple):
+        for one, other in zip(benchmark, passed, strict=True):
+            alike(one, other, name, is_own)
+    else:
+        assert benchmark == passed, name
+
+
+@pytest.mark.parametrize("published", [pytest.param(p, id=p.__name__) for p in (ltx, *PIPELINES)])
+def test_inputs_are_what_the_pipeline_passes(monkeypatch, published):
+    """In the first forward: names, shapes and dtypes, and all values except latents and timesteps."""
+    passed = {}
+
+    def forward(hidden_states=None, *positional, **others):
+        if not passed:
+            latents = "sample" if published is sdxl else "hidden_states"
+            passed.update(others, **{latents: hidden_states})
+            passed.update(zip(["timestep"], positional, strict=False))
+        return (hidden_states,)
+
+    twin = models.twin(tiny(published))
+    monkeypatch.setattr(twin, "forward", forward)
+    benchmark = published.inputs(tiny(published), published.TINY_SIZES[0], CPU, torch.float32)
+    if published is ltx:
+        passed_by_ltx_pipeline(twin)
+        assert passed.pop("attention_kwargs") is None
+    else:
+        passed_by_pipeline(published, twin, benchmark)
+    assert set(benchmark) == set(passed)
+    for name, value in benchmark.items():
+        alike(value, passed[name], name, name not in ("hidden_states", "sample", "timestep"))

@@ -1,0 +1,315 @@
+"""A tiny run of each benchmark, and what is kept of it."""
+
+import json
+import sys
+
+import click
+import kernels.cli.benchmark as kernels_benchmark
+import pytest
+import torch
+from click.testing import CliRunner
+
+from benchmark_results import FAMILIES, load
+from conftest import CHECKOUT
+
+sys.path.insert(0, str(CHECKOUT / "benchmarks"))
+
+import bench_accuracy
+import bench_attention
+import bench_cuda_graphs
+import bench_host
+import bench_host_forward
+import bench_models
+import bench_pipeline
+import comparison
+import flux
+import history
+import models
+import options
+import record
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
+CPU = torch.device("cpu")
+
+
+def run(benchmark, device, output, *args):
+    """The benchmark's output, after a tiny run that writes to a file or folder."""
+    tiny = () if benchmark is bench_host else ("--tiny",)
+    options = ["--device", device, *tiny, "--output", str(output), *args]
+    result = CliRunner().invoke(benchmark.main, options, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def result_of(device, tmp_path):
+    """The JSON of a tiny run."""
+
+    def run_one(benchmark, *args):
+        run(benchmark, device, tmp_path / "x" / "only.json", *args)
+        return load(tmp_path, "x")
+
+    return run_one
+
+
+def public_operations(kernel):
+    others = ("inject_kernels", "eject_kernels", "layers")
+    return {name for name in kernel.__all__ if name.islower() and name not in others}
+
+
+def test_models(result_of, device):
+    result = result_of(
+        bench_models, "--modes", f"injected,eager,{models.NO_ATTENTION}", "--rounds", "2"
+    )
+    assert result["environment"]["kernel_ids"], "the kernel's id is recorded"
+    assert [entry["tokens"] for entry in result["sizes"].values()] == [12, 18]
+    for entry in result["sizes"].values():
+        assert 0 < entry["injection"]["change_s"] < entry["injection"]["full_speed_s"]
+        assert list(entry["weights"]) == list(result["scores_std"]) == ["random", "peaked"]
+        for of_weights in entry["weights"].values():
+            eager, injected, no_attention = of_weights["modes"].values()
+            assert of_weights["speedups"]["injected"]["eager"] == pytest.approx(
+                eager["ms"]["median"] / injected["ms"]["median"]
+            )
+            assert (eager["distance_from_eager"], eager["distance_over_eager"]) == (0, 1)
+            distances = [mode["distance_from_eager"] for mode in (injected, no_attention)]
+            assert all(0 < distance < 0.05 for distance in distances)
+            assert distances[0] != distances[1], "attention is another one"
+            for mode in (injected, no_attention):
+                assert mode["distance_over_eager"] == pytest.approx(
+                    mode["distance_from_float32"] / eager["distance_from_float32"]
+                )
+            if device == "cuda":
+                assert injected["kernels"]["ours"]["launches"] > 0
+                assert eager["kernels"]["ours"]["launches"] == 0
+
+
+def test_all_models_in_one_run(device, tmp_path):
+    """Each to a file of its own, with its own name, sizes and text."""
+    arguments = ["--model", "all", "--modes", "eager", "--rounds", "1", "--no-distance"]
+    run(bench_models, device, tmp_path, *arguments)
+    written = {path.stem: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert set(written) == {published.RESULT for published in options.PUBLISHED}
+    for published in options.PUBLISHED:
+        result = written[published.RESULT]
+        assert result["model"] == published.TINY_NAME
+        assert list(result["sizes"]) == [str(size) for size in published.TINY_SIZES]
+        for entry in result["sizes"].values():
+            of_text = (entry["batch"], entry["text_tokens"])
+            assert of_text == (published.BATCH, published.TEXT_TOKENS)
+
+
+def test_host_time_of_a_forward(result_of, monkeypatch):
+    """Each mode and context has modules of its own, runs in its context, and is compared with its eager."""
+    seen = []
+
+    def count(module, args, kwargs):
+        seen.append((id(module), torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+
+    transformer = flux.transformer
+
+    def watched(*args):
+        model = transformer(*args)
+        model.register_forward_pre_hook(count, with_kwargs=True)
+        return model
+
+    monkeypatch.setattr(flux, "transformer", watched)
+    conditions = ["as published", "LoRA adapters"]
+    arguments = [word for condition in conditions for word in ("--condition", condition)]
+    forwards = result_of(
+        bench_host_forward, "--model", "flux", "--rounds", "1", "--weights", "peaked", *arguments
+    )["forwards"]
+    assert [(f["condition"], f["context"], f["mode"]) for f in forwards] == [
+        (condition, context, mode)
+        for condition in conditions
+        for context in ("no_grad", "inference_mode")
+        for mode in ("eager", "injected")
+    ]
+    for eager, injected in zip(forwards[::2], forwards[1::2], strict=True):
+        assert eager["over_eager"] == 1 and injected["weights"] == "peaked"
+        assert injected["over_eager"] == injected["ms"]["median"] / eager["ms"]["median"]
+        assert (injected["model"], injected["tokens"]) == ("tiny FLUX.1", 64)
+    contexts = {}
+    for module, inference, gradients in seen:
+        assert not gradients
+        contexts.setdefault(module, set()).add(inference)
+    assert all(len(of_module) == 1 for of_module in contexts.values())
+
+
+def test_pipeline(result_of, device):
+    for entry in result_of(bench_pipeline, "--rounds", "1", "--dtype", "float32")[
+        "videos"
+    ].values():
+        modes = dict(entry["modes"])
+        assert list(modes) == ["eager", "injected"] + ["injected+graphs"] * (device == "cuda")
+        del modes["eager"]
+        for mode in modes.values():
+            psnr = mode["psnr_to_eager_db"]
+            assert psnr is None or psnr > 60  # None: the same video, bit for bit
+
+
+def test_accuracy(result_of, kernel):
+    result = result_of(bench_accuracy)
+    measured = {entry["operation"].split(",")[0] for entry in result["operations"]}
+    assert measured == public_operations(kernel)
+    assert {entry["dtype"] for entry in result["operations"]} == {"bfloat16", "float16", "float32"}
+    for entry in result["operations"]:
+        assert 0 <= entry["kernel"] < 0.01, entry
+        assert entry["ratio"] == bench_accuracy.ratio(entry["kernel"], entry["eager"])
+    (model,) = result["models"]
+    assert len(model["draws"]) == 3
+    assert 0 < model["kernel"] < 0.1 and 0 < model["eager"] < 0.1
+
+
+def test_operations(kernel, device, tmp_path):
+    """Each operation is measured beside eager, and its ratio is that of the medians."""
+    measured = set()
+    for name, module in FAMILIES.items():
+        run(module, device, tmp_path / name / "only.json", "--rounds", "2", "--no-compile")
+        result = load(tmp_path, name)
+        assert len(result["workloads"]) == len(set(module.FAMILY.tiny))
+        assert len(module.FAMILY.workloads) == len(set(module.FAMILY.workloads))
+        for entry in result["workloads"]:
+            measured.add(entry["operation"])
+            assert entry["distance_from_eager"] < comparison.TOLERANCE
+            for cache in ("cold", "warm"):
+                times = entry[cache]["microseconds"]
+                assert {"ours", "eager", "copy", "large_copy"} <= set(times)
+                assert entry[cache]["over"]["eager"] == pytest.approx(
+                    times["eager"]["median"] / times["ours"]["median"]
+                )
+    assert measured == public_operations(kernel) - {"attention"}
+
+
+def test_chosen_attention_inputs(result_of):
+    arguments = ["--rounds", "1", "--inputs", "sink", "--inputs", "std 3"]
+    workloads = result_of(bench_attention, *arguments)["workloads"]
+    assert {entry["operation"] for entry in workloads} == {"attention"}
+    assert [list(entry["inputs"]) for entry in workloads[:2]] == [["std 3", "sink"], ["std 3"]]
+
+
+def test_host(result_of, kernel):
+    calls = result_of(bench_host, "--rounds", "1")["calls"]
+    assert {call["operation"].split(",")[0] for call in calls} >= public_operations(kernel)
+
+
+def test_cuda_graphs(result_of, device):
+    """On a GPU with graphs, and on a CPU without."""
+    modes = ["eager", "injected", models.GRAPHS]
+    arguments = ["--model", "ltx,sdxl", "--rounds", "1", "--modes", ",".join(modes)]
+    forwards = result_of(bench_cuda_graphs, *arguments)["graph_forwards"]
+    assert [(f["name"], f["input"], f["size"]) for f in forwards] == [
+        *[("models", "published", size) for size in ("9x64x96", "17x64x96")],
+        ("models", "small", "1x256x256"),
+        *[("sdxl", "published", "64x96"), ("sdxl", "small", "128x128")],
+    ]
+    for of_weights in (w for forward in forwards for w in forward["weights"].values()):
+        assert list(of_weights["modes"]) == (modes if device == "cuda" else modes[:2])
+        if device == "cuda":
+            graphs = of_weights["modes"][models.GRAPHS]
+            assert 0 < graphs["covered_ms"] < graphs["wall_ms"]["median"] * 1.05
+            assert graphs["launches"] > 1, "the kernels are counted, not the graph"
+
+
+# ------------------------------------------------------------------------------------------------
+# The Hub's benchmark
+
+
+def hub_benchmarks():
+    script = CHECKOUT / "benchmarks" / "benchmark.py"
+    return kernels_benchmark.discover_benchmark_classes(script, CHECKOUT)
+
+
+def test_hub_benchmark_covers_every_operation(kernel):
+    names = {n for cls in hub_benchmarks() for n in dir(cls) if n.startswith("benchmark_")}
+    for operation in public_operations(kernel):
+        assert any(name.startswith(f"benchmark_{operation}") for name in names), operation
+
+
+@pytest.mark.parametrize("cls", hub_benchmarks(), ids=lambda cls: cls.__name__)
+def test_hub_benchmark(cls):
+    """As `kernels benchmark` runs it: each result is verified."""
+    timings, _ = kernels_benchmark.run_benchmark_class(
+        cls, iterations=1, warmup=1, repo_id=str(CHECKOUT), is_local=True, revision="local"
+    )
+    assert timings and all(timing.verified for timing in timings.values())
+
+
+# ------------------------------------------------------------------------------------------------
+# What is kept
+
+
+@pytest.mark.parametrize(
+    ("modes", "is_kept"),
+    [
+        ("", True),
+        ("eager,compiled,compiled-regional,injected", True),
+        ("eager,injected", False),
+    ],
+)
+def test_only_the_whole_benchmark_is_kept(modes, is_kept, monkeypatch):
+    paths, real = [], record.destination
+    environment = {"device": "A CPU", "date": "2026-11-22 04:07:31 UTC", "kernel_ids": []}
+    monkeypatch.setattr(record, "destination", lambda *args: paths.append(real(*args)))
+    monkeypatch.setattr(record, "environment", lambda device: environment)
+    monkeypatch.setattr(bench_models, "measure_model", lambda *args: None)
+    monkeypatch.setattr(models, "load_kernel", lambda: (None, 0.0))
+    arguments = ["--device", "cpu", "--model", "sd3,wan", *(["--modes", modes] if modes else [])]
+    assert CliRunner().invoke(bench_models.main, arguments).exit_code == 0
+    kept = [history.RESULTS / n / "2026-11-22T040731-a-cpu.json" for n in ("sd3", "wan")]
+    assert paths == (kept if is_kept else [None, None])
+
+
+def test_result_is_kept_by_date_commit_and_card():
+    environment = {
+        "device": "NVIDIA H100 80GB HBM3",
+        "date": "2026-11-22 04:07:31 UTC",
+        "kernel_ids": ["_h100_diffusers_kernels_cuda_0123abc_dirty"],
+    }
+    with click.Context(click.Command("norm")):
+        path = record.destination(None, "norm", environment)
+    assert path == history.RESULTS / "norm" / "2026-11-22T040731-0123abc_dirty-h100.json"
+    without_build = {**environment, "kernel_ids": [], "commit": "89abcde", "device": "A CPU (R)"}
+    assert history.path("x", without_build).name == "2026-11-22T040731-89abcde-a-cpu-r.json"
+    for path in history.RESULTS.rglob("*.json"):
+        assert history.path(path.parent.name, history.load(path)["environment"]) == path
+
+
+def test_shown_is_the_newest_of_the_first_card(tmp_path):
+    def add(device, date):
+        environment = {"device": device, "date": f"{date} UTC"}
+        path = history.path("norm", environment, tmp_path)
+        record.write(path, {"environment": environment})
+        shown = history.shown("norm", tmp_path)["environment"]
+        return shown["device"], shown["date"]
+
+    assert history.shown("norm", tmp_path) is None
+    assert add("A CPU", "2026-01-09 00:00")[0] == "A CPU"
+    assert add("NVIDIA H200", "2026-01-02 10:00")[0] == "NVIDIA H200"
+    assert add("NVIDIA H100 PCIe", "2026-01-01 10:00")[0] == "NVIDIA H100 PCIe"
+    assert add("NVIDIA H200", "2026-01-03 10:00")[0] == "NVIDIA H100 PCIe"
+    newest = ("NVIDIA H100 80GB HBM3", "2026-01-01 10:00:30 UTC")
+    assert add(newest[0], "2026-01-01 10:00:30") == newest
+    assert add(newest[0], "2026-01-01 09:00") == newest
+    assert history.newest("norm", "NVIDIA B200", tmp_path) is None
+
+
+def test_removed_operations_are_not_shown(tmp_path, kernel):
+    assert not set(history.REMOVED_OPERATIONS) & public_operations(kernel)
+    path = tmp_path / "norm.json"
+    entries = [{"operation": "norm_rope, per head"}, {"operation": "qk_norm_rope"}]
+    path.write_text(
+        json.dumps({"operations": entries, "kernels": [{"workload": "gated_silu 2x3"}]})
+    )
+    assert history.load(path) == {"operations": entries[1:], "kernels": []}
+
+
+def test_ceilings_of_attention_are_this_gpus(monkeypatch):
+    path = max((history.RESULTS / "ceilings").glob("*-h100.json"))
+    ceilings, note = bench_attention.read_ceilings(path, CPU)
+    assert not ceilings and "they are those of NVIDIA H100" in note["left_out"]
+    environment = history.load(path)["environment"]
+    monkeypatch.setattr(bench_attention.record, "environment", lambda _: environment)
+    ceilings, note = bench_attention.read_ceilings(None, CPU)
+    assert set(ceilings) == {"wgmma", "exp2"} and 500 < ceilings["wgmma"] < 1100
+    assert note["date"] == environment["date"], "the newest"

@@ -1,0 +1,595 @@
+"""The tables, figures and plots made of results: from made-up results whose rows are known."""
+
+import json
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from benchmark_results import (
+    ENVIRONMENT,
+    FAMILIES,
+    load,
+    rendered,
+    rows_of,
+    store,
+    store_operations,
+)
+from conftest import CHECKOUT
+
+sys.path.insert(0, str(CHECKOUT / "benchmarks"))
+
+import bench_attention
+import bench_cuda_graphs
+import bench_pipeline
+import cosmos
+import flux2
+import history
+import models
+import options
+import profile_kernels as profiling
+import sd3
+import targets
+import timing
+import wan
+
+import render_docs
+import render_plots
+from documents.operations import attention_label
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made_up")
+    store_operations(folder)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------
+# The pages
+
+
+@pytest.mark.parametrize("path", render_docs.DOCUMENTS, ids=lambda path: path.name)
+def test_figures_agree_with_the_results(path):
+    text = path.read_text(encoding="utf-8")
+    assert render_docs.render(text) == text, "stale: run tools/render_docs.py"
+
+
+def test_plots_agree_with_the_results():
+    folder = CHECKOUT / "benchmarks" / "plots"
+    committed = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.svg")}
+    assert committed == render_plots.render(CHECKOUT / "benchmarks" / "results")
+
+
+def test_every_table_is_shown_once():
+    texts = [path.read_text(encoding="utf-8") for path in render_docs.DOCUMENTS]
+    shown = [name for text in texts for _, name, _ in render_docs.TABLE.findall(text)]
+    assert sorted(shown) == sorted(render_docs.TABLES)
+    inline = {name for text in texts for _, name, _ in render_docs.FIGURE.findall(text)}
+    assert inline <= set(render_docs.FIGURES)
+
+
+def test_check_finds_a_stale_table(made_up, tmp_path):
+    path, plots = tmp_path / "README.md", tmp_path / "plots"
+
+    def render(*options):
+        args = [*options, "--results", str(made_up), "--plots", str(plots), str(path)]
+        return CliRunner().invoke(render_docs.main, args)
+
+    path.write_text(rendered(made_up, "norm"), encoding="utf-8")
+    assert "bandwidth.svg is stale" in render("--check").output
+    assert render().exit_code == render("--check").exit_code == 0
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("µs |", "9 µs |", 1), encoding="utf-8")
+    stale = render("--check")
+    assert stale.exit_code == 1 and "is stale" in stale.output
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "there is no table nothing"),
+        ("models", "models is empty: benchmarks/bench_models.py"),
+        ("ceilings", "ceilings is empty: benchmarks/ceilings/run.py"),
+    ],
+)
+def test_table_that_cannot_be_rendered(tmp_path, name, message):
+    with pytest.raises(click.ClickException, match=message):
+        rendered(tmp_path, name)
+
+
+# ------------------------------------------------------------------------------------------------
+# Operations
+
+
+def test_operations(made_up):
+    (row,) = (row for row in rows_of(made_up, "norm") if row[:2] == ["rms_norm", "2×8064×2048"])
+    assert row == [
+        *("rms_norm", "2×8064×2048", "44.0 µs", "3.00 TB/s", "100%"),
+        *("3.00×", "2.40×*", "2.00×", "1.25×"),
+    ]
+    (row,) = (row for row in rows_of(made_up, "targets") if row[0].startswith("host time"))
+    assert row[2:] == ["at most 1.20×", "1.30×", "missed by 8.3%"]
+
+
+def test_peers_that_failed_or_are_broken(made_up, tmp_path):
+    """A broken one takes more than five times as long as eager. It is not drawn either."""
+    result = load(made_up, "norm")
+    first, second = (entry["cold"]["over"] for entry in result["workloads"][:2])
+    first["quack"], second["quack"] = 5.1 * first["eager"], 4.9 * second["eager"]
+    del first["liger"], first["compiled"]
+    result["workloads"][0]["failed"] = dict.fromkeys(("liger", "compiled default"), "it broke")
+    for name in FAMILIES:
+        store(tmp_path, name, result if name == "norm" else load(made_up, name))
+    rows = [row for row in rows_of(tmp_path, "norm") if "warm" not in row[1]]
+    assert rows[0][-4:] == ["3.00×", "failed", "failed", "broken†"] and rows[1][-1] == "14.70×"
+    assert "† more than 5 times slower than eager PyTorch" in rendered(tmp_path, "norm")
+    assert "†" not in rendered(made_up, "norm")
+    plots = (render_plots.render(folder)["bandwidth.svg"] for folder in (made_up, tmp_path))
+    whole, without = (plot.count("<use ") for plot in plots)
+    assert whole - without == 1
+
+
+def test_what_has_no_results_is_not_measured(made_up, tmp_path):
+    """The other rows are what they were."""
+    for name in (*FAMILIES, "host"):
+        if name != "group_norm":
+            result = load(made_up, name)
+            if name == "activation":
+                entries = result["workloads"]
+                result["workloads"] = [e for e in entries if e["operation"] != "silu"]
+            store(tmp_path, name, result)
+    assert "`python benchmarks/bench_group_norm.py` does" in rendered(tmp_path, "group_norm")
+    with_all, without = (rows_of(folder, "summary_operations") for folder in (made_up, tmp_path))
+    missing = {
+        f"`{name}`": [f"`{name}`", "", "not measured", *[""] * 4] for name in ("silu", "group_norm")
+    }
+    assert [missing.get(row[0], row) for row in with_all] == without
+    (tmp_path / "softmax" / "only.json").unlink()
+    with pytest.raises(click.ClickException, match="bench_softmax.py fills it"):
+        rendered(tmp_path, "summary_operations")
+
+
+def evaluated(made_up, change=lambda loaded: None):
+    loaded = {name: load(made_up, name) for name in (*FAMILIES, "host")}
+    change(loaded)
+    return targets.evaluate(loaded)
+
+
+def test_targets_that_are_met_and_missed(made_up):
+    *others, host = [row for row in evaluated(made_up) if row.measured is not None]
+    assert (host.of, host.verdict) == ("1 of 2; the most: softmax", "missed by 8.3%")
+    assert {row.verdict for row in others} == {"met"}
+
+    def slow(loaded):
+        entry = targets.find(loaded["norm"]["workloads"], "rms_norm", (32760, 5120))
+        entry["cold"]["over_best_peer"], entry["cold"]["of_large_copy"] = 0.9, 0.47
+
+    over_peer, of_copy = evaluated(made_up, slow)[:2]
+    assert over_peer.of.endswith("the least: rms_norm 32760×5120")
+    assert over_peer.verdict == "missed by 10.0%"
+    large = [e for n in FAMILIES for e in load(made_up, n)["workloads"] if e["bytes"] >= 64e6]
+    assert of_copy.of.startswith(f"{len(large) - 1} of {len(large)};")
+    assert of_copy.verdict == "missed by 50.0%"
+
+
+# ------------------------------------------------------------------------------------------------
+# Attention
+
+
+@pytest.fixture
+def made_up_attention():
+    """Results at the real sizes: FA3 takes 1.2 times as long and has the same error, cuDNN 1.5 times."""
+    entries = []
+    for workload in bench_attention.WORKLOADS:
+        is_masked, of_kinds = bool(workload.variant), {}
+        for kind in bench_attention.kinds_of(workload):
+            ours = bench_attention.flops(workload.shape) / 600e6
+            samples = {"ours": [ours], "cudnn": [1.5 * ours], "copy": [1.0]}
+            if not is_masked:
+                samples["fa3"] = [1.2 * ours]
+            ceilings = {"wgmma": 900.0, "exp2": 4.0}
+            of_kinds[kind] = {
+                "failed": {"flash": "it broke"},
+                "cold": bench_attention.rates(samples, workload.shape, 10**8, ceilings),
+                "errors": dict.fromkeys(set(samples) - {"copy"}, 0.002),
+                "error_over": dict.fromkeys(set(samples) - {"copy", "ours"}, 1.0),
+            }
+        entry = {"operation": "attention", "variant": workload.variant}
+        entry |= {"shape": list(workload.shape), "declined": ["fa3"] * is_masked}
+        slowest = bench_attention.slowest_over_fastest(of_kinds)
+        entries.append({**entry, "slowest_over_fastest": slowest, "inputs": of_kinds})
+    return {
+        "environment": ENVIRONMENT,
+        "peers": {"cudnn": "9", "flash": "2.11", "fa3": "0.0.3"},
+        "ceilings": {"date": "a day", "command": "a command"},
+        "workloads": entries,
+    }
+
+
+def test_attention(made_up_attention, tmp_path):
+    for name in ("attention", "attention_inputs", "attention_accuracy"):
+        unmeasured = "Not measured yet: `python benchmarks/bench_attention.py`"
+        assert unmeasured in rendered(tmp_path, name)
+    entries = {attention_label(e): e for e in made_up_attention["workloads"]}
+    of_kinds = entries["2×8064×8064×32×64"]["inputs"]
+    of_kinds["std 6"]["cold"]["over"].update(fa3=1.1, cudnn=2.0)
+    of_kinds["rising"]["cold"]["over"].update(fa3=0.9)
+    of_kinds["std 3"]["error_over"].update(fa3=1.04)
+    entries["2×8064×128×32×64, text mask"]["inputs"]["std 3"]["cold"]["over"].update(cudnn=1.4)
+    del of_kinds["constant"]["cold"]["over"]["fa3"]
+    of_kinds["constant"]["failed"]["fa3"] = "it is wrong"
+    store(tmp_path, "attention", made_up_attention)
+
+    rows = [row[1:] for row in rows_of(tmp_path, "attention") if row[0] == "2×8064×8064×32×64"]
+    assert [row[0] for row in rows] == [
+        *("std 1", "std 6, the worst", "rising", "jump", "large range")
+    ]
+    assert rows[0][1:] == [
+        *("1775.7 µs", "600 TFLOP/s", "1.50×", "failed", "1.20×"),
+        *("67% of 900", "59% of 1024", "0.06 TB/s", "1.0 µs"),
+    ]
+    assert [row[5] for row in rows[1:3]] == ["1.10×", "0.90×"]
+    rows = [row[1:] for row in rows_of(tmp_path, "attention") if row[0].endswith("text mask")]
+    assert [row[0] for row in rows] == ["std 1", "std 3, the worst", "large range"]
+    assert rows[1][3:6] == ["1.40×", "failed", "takes no mask"]
+
+    rows = {row[0]: row[1:] for row in rows_of(tmp_path, "attention_inputs")}
+    column = list(entries).index("2×8064×8064×32×64")
+    assert rows["std 6"][column] == "1.10× / 2.00×"
+    assert rows["constant"][column] == "failed / 1.50×"
+    assert rows["slowest over fastest"][column] == "1.00"
+
+    rows = rows_of(tmp_path, "attention_accuracy")
+    rows = [row[1:] for row in rows if row[0] == "2×8064×8064×32×64"]
+    assert rows[0] == ["std 1", "2.00e-03", "1.000", "failed", "1.000"]
+    assert rows[1] == ["std 3, the worst", "2.00e-03", "1.000", "failed", "1.040"]
+
+
+def row_of(rows, what):
+    (row,) = (row for row in rows if row.what == what)
+    return row
+
+
+def test_targets_of_attention(made_up_attention):
+    rows = targets.attention(made_up_attention)
+    assert all(row.verdict == "met" for row in rows)
+    assert row_of(rows, "over FA3, std 1").measured == pytest.approx(1.2)
+    assert row_of(rows, "over cuDNN, typical inputs").of.startswith("40 of 40;")
+    masked = row_of(rows, "over cuDNN, std 3").of
+    assert masked == "2 of 2; the least: attention 2×8064×128×32×64, std 3"
+    assert {row.verdict for row in targets.attention(None)} == {"not measured"}
+
+    small, large, *_ = made_up_attention["workloads"]
+    large["inputs"]["sink"]["cold"]["over"]["fa3"] = 0.972
+    large["inputs"]["large range"]["error_over"]["fa3"] = 1.26
+    large["slowest_over_fastest"] = 0.47
+    del small["inputs"]["rising"]["cold"]["over"]["fa3"]
+    rows = targets.attention(made_up_attention)
+    shape = "attention 2×8064×8064×32×64"
+    sink = row_of(rows, "over FA3, peaked inputs")
+    assert (sink.of, sink.verdict) == (f"8 of 9; the least: {shape}, sink", "missed by 10.0%")
+    error = row_of(rows, "error over FA3's, extreme inputs")
+    assert error.of == f"19 of 20; the most: {shape}, large range"
+    assert error.verdict == "missed by 20.0%"
+    dependence = row_of(rows, "slowest over fastest rate, typical inputs")
+    assert (dependence.of, dependence.measured) == (f"3 of 4; the least: {shape}", 0.47)
+    rising = row_of(rows, "over FA3, rising")
+    assert rising.of == f"3 of 4; the least: {shape}, rising; 1 not measured"
+    assert rising.verdict == "met where measured"
+
+
+# ------------------------------------------------------------------------------------------------
+# Models
+
+
+def made_up_forward(
+    injected=40.0, rest=2.0, distance=1.02, weights="peaked", size="1024x1024", **compiled
+):
+    """A model's result at one size: eager takes 60 ms, 20 of them outside products and attention."""
+    times = {"eager": 60.0, **compiled, "injected": injected}
+    rests = {"eager": 20.0, **dict.fromkeys(compiled, 4.0), "injected": rest}
+    modes = {
+        mode: {
+            "ms": {"median": ms},
+            "distance_over_eager": distance if mode == "injected" else 1.0,
+            "kernels": {
+                "classes": {"other": {"ms": rests[mode], "launches": 1}},
+                "total": {"ms": ms, "launches": 640},
+                "idle_ms": 1.25,
+            },
+        }
+        for mode, ms in times.items()
+    }
+    of_weights = {"modes": modes, "speedups": timing.speedups(times)}
+    entry = {"batch": 1, "tokens": 8, "text_tokens": 512, "weights": {weights: of_weights}}
+    return {"environment": ENVIRONMENT, "model": "a model", "sizes": {size: entry}}
+
+
+def test_forward_is_compared_with_the_faster_compiled_one():
+    (row,) = targets.forwards(made_up_forward(compiled=50.0, **{models.REGIONAL: 48.0}))
+    assert (row.size, row.eager, row.compiled, row.injected) == ("1024x1024", 60.0, 48.0, 40.0)
+    assert (row.over_eager, row.over_compiled) == (1.5, 1.2)
+    assert (row.rest_over_eager, row.rest_over_compiled) == (0.1, 0.5)
+    assert row.compiled_mode == models.REGIONAL and row.distance_over_eager == 1.02
+    (row,) = targets.forwards(made_up_forward(compiled=46.0, **{models.REGIONAL: 48.0}))
+    assert (row.compiled_mode, row.over_compiled) == ("compiled", 1.15)
+    (row,) = targets.forwards(made_up_forward())
+    assert row.compiled_mode is row.over_compiled is row.rest_over_compiled is None
+    (row,) = targets.forwards(made_up_forward(weights="random"))
+    assert row.eager is row.injected is row.over_eager is row.distance_over_eager is None
+
+
+def test_targets_of_the_models():
+    names = {published.RESULT: published.NAME for published in options.PUBLISHED}
+    assert set(targets.TITLES) == set(names)
+    assert all(names[name].startswith(title) for name, title in targets.TITLES.items())
+    assert {row.verdict for row in targets.model_forwards({})} == {"not measured"}
+
+    slow = made_up_forward(injected=50.0, rest=5.0, distance=1.1, **{models.REGIONAL: 52.0})
+    entry = {"mode": "injected", "over_eager": 0.3, "condition": "as published"}
+    host = [
+        {**entry, "model": flux2.NAME},
+        {**entry, "model": flux2.NAME, "over_eager": 0.5},
+        {**entry, "model": sd3.NAME, "over_eager": 0.7},
+        {**entry, "model": wan.NAME, "over_eager": 9.0, "condition": "LoRA adapters"},
+        {**entry, "model": wan.NAME, "over_eager": 1.0, "mode": "eager"},
+    ]
+    results = {"flux2": made_up_forward(**{models.REGIONAL: 48.0}), "sd3": slow, "cosmos": slow}
+    rows = targets.model_forwards({**results, "host_forward": {"forwards": host}})
+    verdicts = {(row.what, row.of): row.verdict for row in rows}
+    size = "1024×1024"
+    assert verdicts["injected over eager", f"FLUX.2 {size}"] == "met"
+    sd3_name = f"Stable Diffusion 3.5 Large {size}"
+    assert verdicts["injected over eager", sd3_name] == "missed by 29.4%"
+    assert verdicts["injected over torch.compile", sd3_name] == "missed by 7.1%"
+    assert cosmos.NAME.startswith("Cosmos-Predict2 2B")
+    assert verdicts["injected over eager, no family", f"Cosmos-Predict2 2B {size}"] == "met"
+    rest, over_compiled, distance, shares = rows[-4:]
+    assert rest.of == f"1 of 6; the most: {sd3_name}; 4 not measured" and rest.measured == 0.25
+    assert over_compiled.measured == 1.25 and distance.measured == 1.1
+    assert distance.of.startswith("1 of 12;") and distance.verdict == "missed by 4.8%"
+    assert shares.measured == 0.7 and shares.of.startswith("1 of 6; the most: Stable Diffusion")
+
+
+def test_table_and_plot_of_all_models(tmp_path):
+    assert {row[4] for row in rows_of(tmp_path, "all_models")} == {"not measured"}
+    store(tmp_path, "models", made_up_forward(50.0, size="9x64x96", compiled=52.0))
+    store(tmp_path, "sd3", made_up_forward(**{models.REGIONAL: 48.0}))
+    store(tmp_path, "cosmos", made_up_forward(injected=55.0))
+    names, rows = zip(*((row[0], row[1:]) for row in rows_of(tmp_path, "all_models")), strict=True)
+    assert names[:4] == ("a model, 9 frames 64×96", "FLUX.1", "FLUX.2", "a model, 1024×1024")
+    assert len(names) == len(targets.TITLES)
+    ratios = ["1.50×", "1.20×", "0.10×", "0.50×", "1.02×"]
+    assert rows[3] == ["60.0 ms", "48.0 ms blocks", "40.0 ms", *ratios]
+    assert rows[0][:2] == ["60.0 ms", "52.0 ms whole"]
+    assert rows[7] == ["60.0 ms", "", "55.0 ms", "1.09×", "", "0.10×", "", "1.02×"]
+    assert rows[1] == ["", "", "", "not measured", "", "", "", ""]
+    drawn = render_plots.render(tmp_path)["all_models.svg"]
+    for speedup in ("1.20", "1.15", "1.50", "1.25", "1.09"):
+        assert f">{speedup}×</text>" in drawn
+
+
+def test_breakdown_and_injection(tmp_path):
+    result = made_up_forward(size="49x512x768")
+    (entry,) = result["sizes"].values()
+    of_mode = entry["weights"]["peaked"]["modes"]["injected"]["kernels"]
+    for name, ms in (("gemm", 25.0), ("attention", 8.0), ("other", 4.25)):
+        of_mode["classes"][name] = {"ms": ms, "launches": 1}
+    del entry["weights"]["peaked"]["modes"]["eager"]
+    entry["injection"] = {"change_s": 0.0123, "full_speed_s": 0.456}
+    entry["injection"] |= {"allocated_growth_bytes": 50, "weights_bytes": 10000}
+    store(tmp_path, "models", result)
+    (row,) = rows_of(tmp_path, "breakdown")
+    assert row[1:] == ["peaked", "injected", "25.0 ms", "8.0 ms", "4.2 ms", "1.2 ms", "640"]
+    (row,) = rows_of(tmp_path, "injection")
+    assert row[1:] == ["12 ms", "0.46 s", "0.50%"]
+
+
+def test_host_time_of_a_forward(tmp_path):
+    entry = {"model": "FLUX.1", "batch": 1, "tokens": 64, "text_tokens": 64}
+    entry |= {"context": "inference_mode", "mode": "injected", "ms": {"median": 2.345}}
+    measured = {**entry, "condition": "a hook on every block", "weights": "peaked"}
+    measured |= {"over_eager": 0.456, "kernels": {"ms": 1.25, "launches": 300.0}}
+    result = {"environment": ENVIRONMENT, "processor": "a processor", "forwards": [measured, entry]}
+    store(tmp_path, "host_forward", result)
+    tokens, rest = "FLUX.1: 1×(64 + 64) tokens", ["torch.inference_mode", "injected", "2.35 ms"]
+    assert rows_of(tmp_path, "host_forward") == [
+        [tokens, "a hook on every block", "peaked", *rest, "0.46×", "1.25 ms", "300"],
+        [tokens, "as published", "random", *rest, "", "", ""],
+    ]
+
+
+# ------------------------------------------------------------------------------------------------
+# Hardware
+
+
+def test_ceilings(tmp_path):
+    def measure(program, name, unit, measured, theoretical=None):
+        limit = {"theoretical": theoretical, "formula": theoretical and "x"}
+        ratio = theoretical and measured / theoretical
+        measure = {"program": program, "name": name, "unit": unit, "measured": measured}
+        return {**measure, **limit, "ratio": ratio}
+
+    measures = [
+        measure("memory", "copy 4 B x 4, 512 MiB", "TB/s", 3.5, 4.0),
+        measure("memory", "copy 4 B x 4, 1 GiB", "TB/s", 3.0, 4.0),
+        measure("memory", "copy 16 B x 8, 1 GiB", "TB/s", 3.2, 4.0),
+        measure("cache", "L1 read rate", "TB/s", 60.0, 30.0),
+        measure("cache", "L1 read rate a multiprocessor", "B/clock", 120.0, 128.0),
+        measure("tensor_core", "wgmma", "TFLOP/s", 1010.0, 1000.0),
+        measure("launch", "chain of 1 block, graph", "us", 1.5),
+        measure("launch", "chain of a block a multiprocessor, graph", "us", 0.75),
+    ]
+    store(tmp_path, "ceilings", {"environment": ENVIRONMENT, "measures": measures})
+    assert rows_of(tmp_path, "ceilings") == [
+        ["memory", "copy 16 B x 8, 1 GiB", "3.20 TB/s", "4.00 TB/s", "80%"],
+        ["cache", "L1 read rate", "60.00 TB/s", "30.00 TB/s", "200%*"],
+        ["tensor core", "wgmma", "1010 TFLOP/s", "1000 TFLOP/s", "101%"],
+        ["launch", "chain of a block a multiprocessor, graph", "0.75 µs", "", ""],
+    ]
+    assert "* above the limit, which cannot be" in rendered(tmp_path, "ceilings")
+
+
+def test_profile(tmp_path):
+    profile = profiling.Profile(
+        workload="rms_norm 2x96x128",
+        kernel="void unnamed>::row_norm_kernel<float, 4>(Params)",
+        microseconds=1.0,
+        dram_percent=80.0,
+        occupancy_percent=75.5,
+        l2_hit_percent=50.0,
+        registers=40,
+        local_bytes=64,
+        dram_bytes_read=1,
+        dram_bytes_written=1,
+        occupancy_limits={},
+        stalls={"barrier": 1.5, "long_scoreboard": 31.25},
+    )
+    entry = {**vars(profile), "largest_stall": profile.largest_stall, "misses": profile.misses}
+    aims = {"dram_percent": profiling.DRAM_TARGET, "occupancy_percent": profiling.OCCUPANCY_TARGET}
+    store(tmp_path, "profile", {"environment": ENVIRONMENT, "targets": aims, "kernels": [entry]})
+    (row,) = rows_of(tmp_path, "profile")
+    assert row[:6] == ["rms_norm 2×96×128", "80.0%", "75.5%", "50.0%", "40", "64 B"]
+    assert row[6:] == ["long_scoreboard 31.2", "memory 80.0% ≤ 85%; 64 bytes of local memory"]
+
+
+# ------------------------------------------------------------------------------------------------
+# CUDA graphs
+
+
+def made_up_graphs(name="models", size="49x512x768", kind="published", graphs=30.0, **others):
+    """Eager takes 60 ms and 30 of the host, its kernels 29 ms; the capturing call two plain ones."""
+    walls = {"eager": 60.0, **others, "injected": 40.0, models.GRAPHS: graphs}
+    modes = {
+        mode: {
+            "wall_ms": {"median": wall, "spread": 0.01},
+            "host_ms": {"median": wall / 2},
+            "busy_ms": 29.0,
+            "covered_ms": 28.0,
+            "wall_over_busy": wall / 29.0,
+            "wall_over_covered": wall / 28.0,
+        }
+        for mode, wall in walls.items()
+    }
+    memory = {"allocated": 1 << 20, "reserved": 2 << 20, "peak_reserved": 3 << 20}
+    of_graphs = {"memory": {key: 2 * value for key, value in memory.items()}}
+    of_graphs |= {"first_call_ms": {"median": 50.0}, "capturing_call_ms": {"median": 80.0}}
+    of_weights = {"modes": modes, "speedups": timing.speedups(walls)}
+    of_weights["host_over_eager"] = {mode: wall / 60.0 for mode, wall in walls.items()}
+    entry = {"name": name, "model": f"the {name}", "input": kind, "size": size, "batch": 2}
+    return {
+        **entry,
+        "tokens": 64,
+        "text_tokens": 128,
+        "weights": {"peaked": of_weights},
+        "first_calls": {
+            "injected": {"memory": memory},
+            models.GRAPHS: {**of_graphs, "capturing_over_plain": 2.0},
+        },
+    }
+
+
+def result_of(*forwards, date="2026-11-23 10:00:00 UTC", device="NVIDIA H200"):
+    environment = {**ENVIRONMENT, "date": date, "device": device}
+    of = {"processor": "a processor", "graph_forwards": list(forwards)}
+    return {"environment": environment, **of}
+
+
+def test_newest_of_each_forward_is_shown(tmp_path):
+    def keep(name, result):
+        (tmp_path / "cuda_graphs").mkdir(exist_ok=True)
+        (tmp_path / "cuda_graphs" / f"{name}.json").write_text(json.dumps(result))
+
+    assert targets.gathered_forwards(tmp_path) is None
+    old, new = made_up_graphs(graphs=35.0), made_up_graphs(graphs=30.0)
+    keep("a", result_of(old, made_up_graphs("sdxl", "1024x1024")))
+    keep("b", result_of(new, date="2026-11-23 11:00:00 UTC"))
+    keep("c", result_of(old, date="2026-11-23 12:00:00 UTC", device="an Arm CPU"))
+    gathered = targets.gathered_forwards(tmp_path)
+    assert gathered["graph_forwards"] == [new, made_up_graphs("sdxl", "1024x1024")]
+    keep("d", result_of(old, date="2026-11-21 12:00:00 UTC", device="NVIDIA H100 80GB HBM3"))
+    assert targets.gathered_forwards(tmp_path)["graph_forwards"] == [old], "an H100's come first"
+
+
+def test_pipelines_with_graphs_stand_beside_an_older_result(tmp_path):
+    def keep(name, device, *modes):
+        seconds = dict.fromkeys(("eager", *modes), 4.0)
+        of = {mode: {"seconds": {"median": value}} for mode, value in seconds.items()}
+        video = {"modes": of, "speedups": timing.speedups(seconds)}
+        environment = {**ENVIRONMENT, "device": device}
+        (tmp_path / "pipeline").mkdir(exist_ok=True)
+        path = tmp_path / "pipeline" / f"{name}.json"
+        path.write_text(json.dumps({"environment": environment, "videos": {"9x64x96:3": video}}))
+
+    keep("a", "NVIDIA H100 80GB HBM3", "injected")
+    assert len(rows_of(tmp_path, "pipeline")) == 2
+    keep("b", "NVIDIA H200", models.GRAPHS)
+    assert (
+        list(history.shown("pipeline", tmp_path)["videos"]["9x64x96:3"]["modes"])[1] == "injected"
+    )
+    rows = rows_of(tmp_path, "pipeline")
+    assert [row[0].endswith("‡") for row in rows] == [False, False, True, True]
+    assert rows[-1] == ["9 frames 64×96, 3 steps‡", "injected with CUDA graphs", "4.00 s", "1.00×"]
+    assert "‡ on an NVIDIA H200" in rendered(tmp_path, "pipeline")
+
+
+def test_targets_of_graphs():
+    assert {row.verdict for row in targets.graphs(None, None)} == {"not measured"}
+    for name, size, *_ in targets.GRAPH_FORWARDS:
+        (published,) = (p for p in bench_cuda_graphs.PUBLISHED_SIZES if name == p.RESULT)
+        assert size in map(str, bench_cuda_graphs.PUBLISHED_SIZES[published])
+    assert targets.GRAPH_PIPELINE in bench_pipeline.DEFAULT_VIDEOS.split(",")
+
+    forwards = [
+        made_up_graphs(**{"compiled": 38.0, models.REGIONAL: 33.0}),
+        made_up_graphs("sdxl", "1024x1024", graphs=32.0, **{models.REDUCE_OVERHEAD: 40.0}),
+        made_up_graphs("flux", "128x128", "small", graphs=29.0),
+    ]
+    video = {"modes": {}, "speedups": {models.GRAPHS: {"eager": 2.0}}}
+    pipeline = {"videos": {"49x512x704:30": video}}
+    rows = targets.graphs({"graph_forwards": forwards}, pipeline)
+    eager, compiled, xl_eager, xl_reduced, *last, flux_reduced, busy, capture, of_pipeline = rows
+    assert (eager.measured, eager.verdict) == (2.0, "met")
+    assert (compiled.measured, compiled.verdict) == (1.1, "missed by 8.3%"), "over the faster one"
+    assert (xl_eager.measured, xl_eager.verdict) == (1.875, "missed by 37.5%")
+    assert (xl_reduced.measured, xl_reduced.verdict) == (1.25, "met")
+    assert {row.verdict for row in (*last, flux_reduced)} == {"not measured"}
+    assert busy.of.startswith("1 of 13; the most: Stable Diffusion XL 1024×1024; 10 not measured")
+    assert busy.measured == pytest.approx(32 / 29) and capture.verdict == "met where measured"
+    assert of_pipeline.verdict == "met"
+
+
+def test_tables_and_plot_of_graphs(tmp_path):
+    assert "`python benchmarks/bench_cuda_graphs.py` does" in rendered(tmp_path, "cuda_graphs")
+    forwards = [
+        made_up_graphs("flux", "128x128", "small"),
+        made_up_graphs(**{models.REGIONAL: 45.0, models.REDUCE_OVERHEAD: 42.0}),
+    ]
+    store(tmp_path, "cuda_graphs", result_of(*forwards))
+    rows = rows_of(tmp_path, "cuda_graphs")
+    title = "the models, 49 frames 512×768"
+    names = ("eager", "torch.compile, block by block", "torch.compile, reduce-overhead")
+    names += ("injected", "injected with CUDA graphs")
+    assert [row[:3] for row in rows] == [[title, "peaked", name] for name in names]
+    ratios = ["2.00×", "1.50×", "1.40×"]
+    times = ["29.00 ms", "1.03×", "1.07×", "15.00 ms", "0.50×"]
+    assert rows[-1][3:] == ["30.00 ms", *ratios, *times]
+    (row,) = rows_of(tmp_path, "cuda_graphs_small")
+    assert row == [
+        "the flux, 128×128: 2×(64 + 128)",
+        *("60.00 ms", "40.00 ms", "30.00 ms", "30.00 ms", "20.00 ms", "15.00 ms"),
+        *("29.00 ms", "1.03×", "1.07×"),
+    ]
+    memory = ["1 MiB", "2 MiB", "2 MiB", "4 MiB", "3 MiB", "6 MiB"]
+    first_calls = rows_of(tmp_path, "cuda_graphs_first_calls")
+    assert first_calls[0] == [title, "50.00 ms", "80.00 ms", "2.00×", *memory]
+    (row,) = rows_of(tmp_path, "summary_graphs")
+    walls = ["60.00 ms", "45.00 ms", "42.00 ms", "40.00 ms", "30.00 ms"]
+    assert row == [title, *walls, "2.00×", "1.40×"]
+    text = "<!-- figure: graphs_over_eager --><!-- end figure -->"
+    assert ">2.00<" in render_docs.render(text, tmp_path)
+    drawn = render_plots.render(tmp_path)["cuda_graphs.svg"]
+    for speedup in ("1.33", "1.43", "1.50", "2.00"):
+        assert f">{speedup}×</text>" in drawn

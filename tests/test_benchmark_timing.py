@@ -1,0 +1,444 @@
+"""What the benchmarks compute from their samples, and what they refuse to time."""
+
+import itertools
+import sys
+import types
+from collections import Counter
+
+import click
+import pytest
+import torch
+import torch._dynamo.testing
+
+from conftest import CHECKOUT
+
+sys.path.insert(0, str(CHECKOUT / "benchmarks"))
+
+import bench_activation
+import bench_attention
+import bench_cuda_graphs
+import bench_gated_residual
+import bench_group_norm
+import bench_norm
+import bench_rope
+import comparison
+import kernel_times
+import ltx
+import models
+import peers
+import timing
+from comparison import Workload
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
+CPU = torch.device("cpu")
+
+# ------------------------------------------------------------------------------------------------
+# Times
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_bias_TNT", "gemm"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_...>", "gemm"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "gemm"),
+        ("void gemv2T_kernel_val<int, int, __nv_bfloat16, float>", "gemm"),
+        ("triton_tem_fused_addmm_gelu_4", "gemm"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>>", "attention"),
+        ("triton_red_fused__scaled_dot_product_cudnn_attention_addmm_mul_3", "other"),
+        ("triton_poi_fused_addmm_gelu_view_7", "other"),
+        ("void h100_diffusers_kernels::row_norm_kernel<RmsNorm, Modulated>", "other"),
+        ("void h100_diffusers_kernels::attention_kernel<64, __nv_bfloat16>", "attention"),
+        ("triton_tem_fused_flex_attention_3", "attention"),
+        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "convolution"),
+        ("void cudnn::engines_precompiled::nchwToNhwcKernel<__nv_bfloat16, ...>", "convolution"),
+        ("triton_tem_fused_convolution_2", "convolution"),
+        ("triton_poi_fused_convolution_2", "other"),
+        ("void at::native::convert_to_bfloat16_kernel<float>", "other"),
+    ],
+)
+def test_kernel_class(name, expected):
+    assert kernel_times.classify(name) == expected
+
+
+def test_breakdown_adds_up_to_one_call():
+    def event(name, microseconds, category="kernel"):
+        return {"name": name, "cat": category, "dur": microseconds, "ts": 0}
+
+    events = [
+        *[event("nvjet_a", 1000), event("nvjet_b", 500), event("cudnn_sdpa", 2000)] * 2,
+        *[event("void h100_diffusers_kernels::norm", 300), event("elementwise", 100)] * 4,
+        event("Memset (Device)", 50, "gpu_memset"),
+        event("cudaLaunchKernel", 7000, "cuda_runtime"),
+        {"name": "process_name", "ph": "M"},
+    ]
+    result = kernel_times.breakdown(events, calls=2, top=1)
+    assert result["classes"] == {
+        "gemm": {"ms": 1.5, "launches": 2},
+        "attention": {"ms": 2, "launches": 1},
+        "convolution": {"ms": 0, "launches": 0},
+        "other": {"ms": pytest.approx(0.825), "launches": 4.5},
+    }
+    assert result["total"] == {"ms": pytest.approx(4.325), "launches": 7.5}
+    assert result["ours"] == {"ms": pytest.approx(0.6), "launches": 2}
+    (largest,) = result["largest_others"]
+    assert largest["ours"] and largest["ms"] == pytest.approx(0.6)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        kernel_times.breakdown([{"name": "aten::add", "cat": "cpu_op", "dur": 1}], calls=1)
+
+
+def test_idle_time_is_what_no_kernel_covers():
+    intervals = [(10.0, 14.0), (0.0, 5.0), (3.0, 4.0), (12.0, 13.0), (20.0, 21.0)]
+    assert kernel_times.idle(intervals) == pytest.approx(5.0 + 6.0)
+    assert kernel_times.covered(intervals) == pytest.approx(5.0 + 4.0 + 1.0)
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "abc", "abcdef"])
+def test_functions_take_turns_in_balanced_orders(names):
+    """Each follows each other equally often, and its samples are its own."""
+    orders = list(itertools.islice(timing.balanced_orders(names), 2 * len(names)))
+    follows = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert follows == dict.fromkeys(itertools.permutations(names, 2), 2)
+    assert Counter(order[0] for order in orders) == dict.fromkeys(names, 2)
+    calls = []
+    functions = {name: (lambda name=name: calls.append(name)) for name in names}
+
+    def measure(function, device):
+        function()
+        return len(calls)
+
+    samples = timing.interleave(functions, 20, CPU, measure)
+    for name, values in samples.items():
+        assert values == [i for i, call in enumerate(calls, 1) if call == name]
+        assert len(values) == 20
+
+
+@pytest.mark.parametrize("late_samples", [0, 2, 100])
+def test_sample_is_taken_again_where_the_host_was_late(monkeypatch, late_samples):
+    slept, samples = [], iter(range(1000))
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            pass
+
+        synchronize = record
+
+        def query(self):
+            return next(samples) < late_samples
+
+        def elapsed_time(self, end):
+            return 0.004
+
+    monkeypatch.setattr(timing.torch.cuda, "Event", Event)
+    monkeypatch.setattr(timing.torch.cuda, "_sleep", slept.append, raising=False)
+    if late_samples < 100:
+        assert timing.Stopwatch._sample(lambda: None, lambda: None) == 4
+        assert slept == [timing.HEAD_START_CYCLES << n for n in range(late_samples + 1)]
+    else:
+        with pytest.raises(RuntimeError, match="waits for the GPU"):
+            timing.Stopwatch._sample(lambda: None, lambda: None)
+
+
+def test_summary_and_speedups():
+    summary = timing.summarize([4.0, 1.0, 2.0, 3.0, 10.0])
+    assert summary == {"median": 3, "min": 1, "max": 10, "spread": 2 / 3, "samples": 5}
+    assert timing.speedups({"eager": 3.0, "injected": 2.0}) == {
+        "eager": {"injected": pytest.approx(2 / 3)},
+        "injected": {"eager": 1.5},
+    }
+
+
+def test_time_to_full_speed_counts_the_slow_forwards(monkeypatch):
+    clock = [0.0]
+    forwards = iter([3.0, 1.2, 1.04, 1.0, 1.0, 1.0, 1.0, 1.0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def advance(seconds):
+        clock[0] += seconds
+
+    result = timing.time_to_full_speed(lambda: advance(0.5), lambda: advance(next(forwards)), CPU)
+    assert (result["change_s"], result["first_forward_s"]) == (0.5, 3)
+    assert result["forwards_before"] == 2
+    assert result["full_speed_s"] == pytest.approx(0.5 + 3 + 1.2 + 1.04)
+
+
+@pytest.mark.parametrize(
+    ("measure", "result", "end"),
+    [
+        (timing.host_microseconds, 250_000, ["clock"]),
+        (timing.wall_milliseconds, 250, ["synchronize", "clock"]),
+    ],
+)
+def test_host_time_is_without_waiting_and_wall_time_with_it(monkeypatch, measure, result, end):
+    """The device is idle before the calls, and nothing waits for it between them."""
+    order, clock = [], iter([10.0, 10.5])
+    monkeypatch.setattr(timing, "synchronize", lambda device: order.append("synchronize"))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: order.append("clock") or next(clock))
+    assert measure(lambda: order.append("call"), CPU, calls=2) == result
+    assert order == ["synchronize", "clock", "call", "call", *end]
+
+
+# ------------------------------------------------------------------------------------------------
+# Rates
+
+
+@pytest.mark.parametrize(
+    ("module", "workload", "moved"),
+    [
+        (bench_norm, Workload("rms_norm", (2, 6, 128)), (2 * 6 * 128 * 2 + 128) * 2),
+        (
+            bench_group_norm,
+            Workload("group_norm", (2, 64, 6, 5), bench_group_norm.CHANNELS_LAST),
+            (2 * 2 * 64 * 30 + 2 * 64) * 2,
+        ),
+        (
+            bench_activation,
+            Workload("swiglu", (2, 6, 128), "first, beside"),
+            2 * 6 * (128 + 64) * 2,
+        ),
+        (
+            bench_gated_residual,
+            Workload("gated_residual_rms_norm_modulate", (2, 6, 128)),
+            (2 * 6 * 128 * 4 + 3 * 2 * 128) * 2,
+        ),
+        (  # weights, coordinates and frequencies are read once
+            bench_rope,
+            Workload("qk_norm_rope", (2, 6, 128), bench_rope.COORDINATES),
+            4 * 2 * 6 * 128 * 2 + 2 * 128 * 2 + (2 * 6 * 3 + 128 // 6) * 4,
+        ),
+        (  # of the buffers that it writes into, only the rows that it writes
+            bench_rope,
+            Workload("qk_norm_rope", (1, 6, 2, 64), bench_rope.PER_HEAD + bench_rope.JOINT),
+            6 * 6 * 128 * 2 + 2 * 64 * 2 + 2 * 6 * 64 * 4,
+        ),
+        (
+            bench_rope,
+            Workload("rope", (2, 6, 2, 64), f"half{bench_rope.PAIR_TABLES}"),
+            2 * 2 * 6 * 2 * 64 * 2 + 2 * 6 * 32 * 4,
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Workload) else "",
+)
+def test_bytes_are_those_that_must_move(kernel, device, module, workload, moved):
+    case = module.FAMILY.build(workload, kernel, torch.device(device))
+    results = getattr(kernel, workload.operation)(*case.arguments, **case.options)
+    assert comparison.moved_bytes(case, comparison.outputs(results)) == moved
+
+
+def test_rates_and_the_best_peer():
+    samples = {
+        "ours": [10.0, 10.0, 50.0],
+        "eager": [30.0],
+        "compiled default": [15.0],
+        "compiled max-autotune-no-cudagraphs": [12.0],
+        "liger": [20.0],
+        "copy": [8.0],
+        "large_copy": [400.0],
+    }
+    result = comparison.rates(samples, 20_000_000, 1_000_000_000)
+    assert result["compiled_mode"] == "max-autotune-no-cudagraphs"
+    assert result["over"] == {"eager": 3.0, "liger": 2.0, "compiled": 1.2}
+    assert (result["best_peer"], result["over_best_peer"]) == ("compiled", 1.2)
+    rates = result["terabytes_per_second"]
+    assert rates == {"ours": 2.0, "eager": pytest.approx(2 / 3), "liger": 1.0, "copy": 2.5} | {
+        "large_copy": 2.5,
+        "compiled": pytest.approx(20 / 12),
+    }
+    assert result["of_copy"] == result["of_large_copy"] == pytest.approx(0.8)
+
+
+def test_rates_of_attention():
+    shape = (2, 8064, 128, 32, 64)
+    samples = {"ours": [50.0, 50.0, 90.0], "cudnn": [75.0], "copy": [40.0]}
+    moved = 2 * 2 * 2 * (8064 + 128) * 32 * 64
+    result = bench_attention.rates(samples, shape, moved, {"wgmma": 900.0, "exp2": 4.0})
+    flops = 4 * 2 * 8064 * 128 * 32 * 64
+    assert result["teraflops_per_second"]["ours"] == pytest.approx(flops / 50e-6 / 1e12)
+    assert result["over"] == {"cudnn": 1.5}
+    assert result["terabytes_per_second"]["copy"] == pytest.approx(moved / 40e-6 / 1e12)
+    # 4e12 exponentials a second, one a score, of which each is 4 * 64 operations.
+    assert result["bounds_teraflops_per_second"]["exp2"] == pytest.approx(1024.0)
+    assert result["of_bounds"]["exp2"] == pytest.approx(flops / 50e-6 / 1024e12)
+    case = bench_attention.build(Workload("attention", shape), None, torch.device("meta"))
+    assert comparison.moved_bytes(case, [case.arguments[0]]) == moved
+
+
+# ------------------------------------------------------------------------------------------------
+# Wrong results
+
+
+def measured(kernel, libraries, device, module=bench_norm, what=("rms_norm", "")):
+    """One workload beside the peers in `libraries`."""
+    device, (operation, variant) = torch.device(device), what
+    workload = Workload(operation, (2, 6, 128), variant)
+    case = module.FAMILY.build(workload, kernel, device)
+    settings = comparison.Settings(device, 1, (), 1 << 10)
+    stopwatch, copy = timing.Stopwatch(device), comparison.copy_of(1 << 10, device)
+    return comparison.measure(workload, case, kernel, libraries, stopwatch, copy, settings)
+
+
+def test_wrong_result_ends_the_run(device):
+    wrong = types.SimpleNamespace(rms_norm=lambda x, weight: x)
+    with pytest.raises(click.ClickException, match=r"rms_norm 2x6x128: .* from eager's"):
+        measured(wrong, {}, device)
+    # What eager has written to the same place is not taken for the result.
+    wrong = types.SimpleNamespace(gelu=lambda x, approximate, out: out)
+    with pytest.raises(RuntimeError, match="an output is not finite"):
+        measured(wrong, {}, device, bench_activation, ("gelu", "tanh, beside"))
+
+
+def raises(*args):
+    raise RuntimeError("no such kernel\nand a trace")
+
+
+def test_peer_that_fails_is_recorded(kernel, device, capsys):
+    def peer(run):
+        return types.SimpleNamespace(rms_norm=lambda *args: peers.Call(lambda: run(*args)))
+
+    libraries = {
+        "good": peer(kernel.rms_norm),
+        "wrong": peer(lambda x, weight: x),
+        "broken": peer(raises),
+        "other": object(),
+        "declines": types.SimpleNamespace(rms_norm=lambda x, weight: None),
+    }
+    result = measured(kernel, libraries, device)
+    assert result["failed"]["broken"] == "RuntimeError: no such kernel"
+    assert "from eager's" in result["failed"]["wrong"] and len(result["failed"]) == 2
+    assert set(result["cold"]["over"]) == {"eager", "good"}
+    assert "rms_norm 2x6x128: broken failed" in capsys.readouterr().out
+
+
+def plain_attention(q, k, v, key_bias=None):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    mask = None if key_bias is None else key_bias[:, None, None]
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
+
+
+def attention_peer(function, takes_bias=True):
+    """A library with this attention."""
+
+    def attention(*args, key_bias=None):
+        if key_bias is None:
+            return peers.Call(lambda: function(*args))
+        return peers.Call(lambda: function(*args, key_bias)) if takes_bias else None
+
+    return types.SimpleNamespace(attention=attention)
+
+
+def measured_attention(kernel, libraries, workload, kinds, ceilings=None):
+    stopwatch = timing.Stopwatch(CPU)
+    settings = bench_attention.Settings(kernel, libraries, stopwatch, ceilings or {}, 1, CPU)
+    return bench_attention.measure(workload, kinds, settings)
+
+
+PLAIN, MASKED = bench_attention.TINY_WORKLOADS[1], bench_attention.TINY_WORKLOADS[-1]
+OURS = types.SimpleNamespace(attention=plain_attention)
+
+
+def test_attention_beside_its_peers():
+    """One that fails, one that takes no mask, and one that is wrong on some inputs alone."""
+
+    def no_large_scores(q, k, v, key_bias=None):
+        is_large = q.float().std() > 20
+        return plain_attention(q, k, torch.zeros_like(v) if is_large else v, key_bias)
+
+    libraries = {
+        "cudnn": attention_peer(no_large_scores),
+        "flash": attention_peer(raises),
+        "fa3": attention_peer(plain_attention, takes_bias=False),
+    }
+    kinds = ("std 1", "large range", "std 3")
+    ceilings = {"wgmma": 900.0, "exp2": 4.0}
+    entry = measured_attention(OURS, libraries, MASKED, kinds, ceilings)
+    assert entry["declined"] == ["fa3"] and list(entry["inputs"]) == list(kinds)
+    for kind, of_kind in entry["inputs"].items():
+        compared = [] if kind == "large range" else ["cudnn"]
+        assert of_kind["failed"]["flash"] == "RuntimeError: no such kernel"
+        assert ("cudnn" in of_kind["failed"]) == (kind == "large range")
+        assert list(of_kind["cold"]["over"]) == list(of_kind["error_over"]) == compared
+        assert of_kind["cold"]["bounds_teraflops_per_second"] == {"wgmma": 900.0, "exp2": 1024.0}
+    (plain,) = measured_attention(OURS, libraries, PLAIN, ("std 1",))["inputs"].values()
+    assert "fa3" in plain["cold"]["over"]
+
+
+# ------------------------------------------------------------------------------------------------
+# CUDA graphs
+
+
+@pytest.mark.parametrize(
+    ("mode", "given"),
+    [
+        ("injected", {"attention": True}),
+        (models.NO_ATTENTION, {"attention": False}),
+        (models.GRAPHS, {"attention": True, "cuda_graphs": True}),
+        ("injected+compiled", {"attention": True}),
+    ],
+)
+def test_injection_of_a_mode(mode, given):
+    kernel = types.SimpleNamespace(inject_kernels=lambda model, **options: (model, options))
+    assert models.inject(kernel, "a model", mode) == ("a model", given)
+
+
+class Replaying:
+    """Stands in for the kernels: counts calls as if they were replayed, and may change the output."""
+
+    def __init__(self, is_replayed=True, error=0.0):
+        self.is_replayed, self.error = is_replayed, error
+
+    def inject_kernels(self, model, attention, cuda_graphs=False):
+        entry = types.SimpleNamespace(captured=0, replayed=0, uncaptured={"first": 0, "a hook": 0})
+
+        def count(module, args, output):
+            if entry.uncaptured["first"] == 0:
+                entry.uncaptured["first"] = 1
+            elif not self.is_replayed:
+                entry.uncaptured["a hook"] += 1
+            elif entry.captured == 0:
+                entry.captured = 1
+            else:
+                entry.replayed += 1
+                return (output[0] + self.error,)
+            return output
+
+        if cuda_graphs:
+            model.register_forward_hook(count)
+        return types.SimpleNamespace(cuda_graphs=[entry] if cuda_graphs else [])
+
+
+def measured_graphs(kernel, modes=("eager", "injected", models.GRAPHS)):
+    model = ltx.transformer(CPU, torch.float32, tiny=True)
+    arguments = ltx.inputs(model, ltx.TINY_SIZES[0], CPU, torch.float32)
+    settings = bench_cuda_graphs.Settings(kernel, CPU, torch.float32, ("peaked",), 2, 1, True)
+    with torch.no_grad():
+        return bench_cuda_graphs.measure_forward(model, arguments, modes, ("peaked",), settings)
+
+
+def test_captured_forwards_are_timed():
+    result = measured_graphs(Replaying())
+    of_weights = result["weights"]["peaked"]
+    graphs, eager = of_weights["modes"][models.GRAPHS], of_weights["modes"]["eager"]
+    assert graphs["graphs"]["captured"] == 1
+    assert graphs["graphs"]["replayed"] >= 2 * (of_weights["calls"] + 1)
+    for ratio, time in (("speedups", "wall_ms"), ("host_over_eager", "host_ms")):
+        over = eager[time]["median"] / graphs[time]["median"]
+        shown = of_weights[ratio][models.GRAPHS]
+        assert (shown["eager"] if ratio == "speedups" else 1 / shown) == pytest.approx(over)
+    first = result["first_calls"][models.GRAPHS]
+    plain = sorted(result["first_calls"]["injected"]["calls_ms"][1:])[2]
+    assert first["capturing_over_plain"] == first["capturing_call_ms"]["median"] / plain
+
+
+@pytest.mark.parametrize("modes", [("eager", "injected", models.GRAPHS), (models.GRAPHS,)])
+def test_captured_forward_with_other_bits_is_not_timed(modes):
+    with pytest.raises(RuntimeError, match="values of a captured forward are not those of"):
+        measured_graphs(Replaying(error=1e-6), modes)
+
+
+def test_forward_that_is_not_replayed_is_not_timed_as_one():
+    with pytest.raises(RuntimeError, match="0 of .* forwards were replayed .*'a hook'"):
+        measured_graphs(Replaying(is_replayed=False))

@@ -1,0 +1,256 @@
+"""The quick tests that kernel-builder runs on each build, with tests/ and the package alone.
+
+Expected values are PyTorch's own, computed in float64.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytestmark = [pytest.mark.kernels_ci, pytest.mark.usefixtures("_one_thread")]
+
+BATCH, TOKENS, HEADS, HEAD_DIM = 2, 24, 2, 64
+HIDDEN = HEADS * HEAD_DIM
+GRID = (2, 3, 4)  # frames, rows and columns of the tokens
+NOT_OPERATIONS = {"inject_kernels", "eject_kernels", "layers"}
+
+
+def rms_norm(x, weight=None):
+    return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+
+
+def layer_norm(x, weight=None, bias=None, eps=1e-6):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def modulate(norm, *modulations):
+    """`modulations` are scales and shifts in turn."""
+    pairs = zip(modulations[::2], modulations[1::2], strict=True)
+    return [norm * (1 + scale) + shift for scale, shift in pairs]
+
+
+def after_residual(norm):
+    def results(residual, x, gate, *modulations):
+        h = residual + gate * x
+        return [h, *modulate(norm(h), *modulations)]
+
+    return results
+
+
+def rotate(x, cos, sin):
+    """Interleaved pairs of the last dimension, by tables with one value for each token and pair."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    rotated = pairs * torch.complex(cos, sin)[:, None]
+    return torch.view_as_real(rotated).flatten(-2)
+
+
+def norm_and_rotate(x, weight, cos, sin):
+    return rotate(rms_norm(x, weight).unflatten(-1, (HEADS, HEAD_DIM)), cos, sin).flatten(-2)
+
+
+def rotate_grid(x, *axes):
+    places = torch.meshgrid(*(torch.arange(size, device=x.device) for size in GRID), indexing="ij")
+    cos, sin = (
+        torch.cat(
+            [table[field][place.flatten()] for table, place in zip(axes, places, strict=True)], -1
+        )
+        for field in (0, 1)
+    )
+    return rotate(x, cos, sin)
+
+
+def attention(q, k, v):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+# Shapes of the arguments. Tables of a cosine and a sine are written as their shape in a tuple.
+ROWS, VECTOR, MODULATION = (BATCH, TOKENS, HIDDEN), (HIDDEN,), (BATCH, 1, HIDDEN)
+TOKEN_HEADS, IMAGE = (BATCH, TOKENS, HEADS, HEAD_DIM), (BATCH, 64, 6, 5)
+TABLES = ((TOKENS, HEAD_DIM // 2),)
+AXES = (((2, 12),), ((3, 10),), ((4, 10),))
+# Operation: its arguments' shapes, keyword arguments, and the same in PyTorch.
+CASES = {
+    "rms_norm": ((ROWS, VECTOR), {}, rms_norm),
+    "layer_norm": ((ROWS, VECTOR, VECTOR), {}, lambda *a: layer_norm(*a, eps=1e-5)),
+    "rms_norm_modulate": (
+        (ROWS, MODULATION, MODULATION),
+        {},
+        lambda x, *m: modulate(rms_norm(x), *m),
+    ),
+    "layer_norm_modulate": (
+        (ROWS, MODULATION, MODULATION),
+        {},
+        lambda x, *m: modulate(layer_norm(x), *m),
+    ),
+    "layer_norm_modulate_pair": (
+        (ROWS, *[MODULATION] * 4),
+        {},
+        lambda x, *m: modulate(layer_norm(x), *m),
+    ),
+    "gated_residual": ((ROWS, ROWS, MODULATION), {}, lambda residual, x, g: residual + g * x),
+    "gated_residual_rms_norm_modulate": (
+        (ROWS, ROWS, *[MODULATION] * 3),
+        {},
+        after_residual(rms_norm),
+    ),
+    "gated_residual_layer_norm_modulate": (
+        (ROWS, ROWS, *[MODULATION] * 3),
+        {},
+        after_residual(layer_norm),
+    ),
+    "gated_residual_layer_norm_modulate_pair": (
+        (ROWS, ROWS, *[MODULATION] * 5),
+        {},
+        after_residual(layer_norm),
+    ),
+    "group_norm": (
+        (IMAGE,),
+        {"num_groups": 8},
+        lambda x: F.group_norm(x, 8),
+    ),
+    "qk_norm_rope": (
+        (ROWS, ROWS, VECTOR, VECTOR, TABLES),
+        {"heads": HEADS},
+        lambda q, k, qw, kw, rope: [
+            norm_and_rotate(q, qw, *rope),
+            norm_and_rotate(k, kw, *rope),
+        ],
+    ),
+    "rope": ((TOKEN_HEADS, TABLES), {}, lambda x, rope: rotate(x, *rope)),
+    "rope_3d": ((TOKEN_HEADS, *AXES), {}, rotate_grid),
+    "gelu": ((ROWS,), {}, F.gelu),
+    "silu": ((ROWS,), {}, F.silu),
+    "geglu": ((ROWS,), {}, lambda x: x.chunk(2, -1)[0] * F.gelu(x.chunk(2, -1)[1])),
+    "swiglu": ((ROWS,), {}, lambda x: x.chunk(2, -1)[0] * F.silu(x.chunk(2, -1)[1])),
+    "softmax": ((ROWS,), {}, lambda x: x.softmax(-1)),
+    "attention": ((TOKEN_HEADS,) * 3, {}, attention),
+}
+every_operation = pytest.mark.parametrize("name", CASES)
+
+
+def normal(shape, dtype, device):
+    """A tensor, or a cosine and a sine in float32 for a shape in a tuple."""
+    if isinstance(shape[0], int):
+        return torch.randn(shape, dtype=dtype, device=device)
+    angle = torch.randn(shape[0], device=device)
+    return angle.cos(), angle.sin()
+
+
+def as_list(results):
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+class Case:
+    """An operation, its arguments, and the float64 arguments of the same expression in PyTorch."""
+
+    def __init__(self, kernel, name, dtype, device):
+        self.operation = getattr(kernel, name)
+        shapes, self.options, self.expression = CASES[name]
+        self.arguments = [normal(shape, dtype, device) for shape in shapes]
+        self.doubles = [
+            tuple(t.double() for t in one) if isinstance(one, tuple) else one.double()
+            for one in self.arguments
+        ]
+        if name == "rope":
+            self.arguments[1:] = self.arguments[1]
+
+    def run(self, *arguments):
+        return as_list(self.operation(*arguments, **self.options))
+
+    def expected(self):
+        return as_list(self.expression(*self.doubles))
+
+
+def test_every_operation_has_a_case(kernel):
+    operations = {name for name in kernel.__all__ if name.islower()}
+    assert operations - NOT_OPERATIONS == set(CASES)
+
+
+@every_operation
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_values(kernel, device, name, dtype):
+    if name == "attention" and dtype == torch.float32:
+        pytest.skip("attention takes 16 bits")
+    case = Case(kernel, name, dtype, device)
+    # One rounding at the output. Attention also rounds its softmax probabilities.
+    slack = torch.finfo(dtype).eps if name == "attention" else 4e-6
+    half_ulp = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    for out, reference in zip(case.run(*case.arguments), case.expected(), strict=True):
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), reference, rtol=half_ulp + slack, atol=slack)
+
+
+@every_operation
+def test_traced(kernel, device, name):
+    """Without a graph break, and the traced graph gives the same bits."""
+    torch._dynamo.reset()
+    case = Case(kernel, name, torch.bfloat16, device)
+    traced = torch.compile(case.run, backend="aot_eager", fullgraph=True)
+    results = traced(*case.arguments), case.run(*case.arguments)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@every_operation
+def test_gradient_of_the_first_argument(kernel, device, name):
+    dtype = torch.bfloat16 if name == "attention" else torch.float32
+    case = Case(kernel, name, dtype, device)
+    gradients = []
+    for arguments, run in (
+        (case.arguments, lambda: case.run(*case.arguments)),
+        (case.doubles, case.expected),
+    ):
+        arguments[0].requires_grad_()
+        loss = sum(
+            (out.double() * torch.arange(out.shape[-1], device=device)).sum() for out in run()
+        )
+        gradients.extend(torch.autograd.grad(loss, arguments[0]))
+    ours, reference = gradients
+    limit = 0.02 if name == "attention" else 1e-5
+    assert (ours.double() - reference).norm() < limit * reference.norm()
+
+
+def test_a_wrong_call_raises_one_sentence(kernel, device):
+    x = torch.randn(3, 64, device=device)
+    with pytest.raises(ValueError, match=r"^rms_norm: weight must .*\S$") as raised:
+        kernel.rms_norm(x, torch.randn(63, device=device))
+    assert "\n" not in str(raised.value)
+    with pytest.raises(TypeError, match=r"^rms_norm: x must be "):
+        kernel.rms_norm([1.0])
+
+
+def test_an_injected_model(kernel, device):
+    """It computes the plain model's values, and has its bits again when ejected."""
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    model = diffusers.LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=HEADS,
+        attention_head_dim=HEAD_DIM,
+        cross_attention_dim=HIDDEN,
+        num_layers=2,
+        caption_channels=32,
+    )
+    model = model.to(device, torch.bfloat16).eval()
+    arguments = {
+        "hidden_states": torch.randn(BATCH, TOKENS, 8),
+        "encoder_hidden_states": torch.randn(BATCH, 5, 32),
+        "timestep": torch.tensor([500.0, 20.0]),
+        "encoder_attention_mask": torch.ones(BATCH, 5),
+    }
+    arguments = {name: t.to(device, torch.bfloat16) for name, t in arguments.items()}
+    sizes = dict(zip(("num_frames", "height", "width"), GRID, strict=True))
+
+    def forward():
+        with torch.no_grad():
+            return model(**arguments, **sizes, return_dict=False)[0]
+
+    plain = forward()
+    report = kernel.inject_kernels(model)
+    injected = forward()
+    assert list(report.levels.values()) == ["in full"]
+    assert not torch.equal(injected, plain)
+    assert (injected - plain).norm() < 0.02 * plain.norm()
+    kernel.eject_kernels(model)
+    assert torch.equal(forward(), plain)
