@@ -122,6 +122,8 @@ def group_norm(
     x, weight, bias, channel_bias = _promoted(x, weight, bias, channel_bias)
     if channel_bias is not None:
         x = x + channel_bias.reshape(*channel_bias.shape, *[1] * (x.dim() - 2))
+    if torch._C._are_functorch_transforms_active():
+        x = x.contiguous()  # vmap has no other memory format
     n = F.group_norm(x, num_groups, weight, bias, eps)
     return (F.silu(n) if silu else n).to(dtype)
 
