@@ -482,15 +482,13 @@ def _with_pair_tables(arguments, heads, is_complex):
 
 
 def without_optional(name, arguments):
-    """The same call with nothing that may be left out."""
-    parameters = parameters_of(name)
-    left_out = optional_tensors(name)
+    """The same call with nothing that may be left out, but what says how its tensors are meant."""
+    parameters, left_out = parameters_of(name), optional_tensors(name)
+    kept = ("rope", "k_rope", "sin", "heads")
     return {
         key: None if key in left_out else value
         for key, value in arguments.items()
-        if key in left_out
-        or parameters[key].default is inspect.Parameter.empty
-        or key in ("rope", "sin")
+        if key in (*left_out, *kept) or parameters[key].default is inspect.Parameter.empty
     }
 
 
