@@ -35,9 +35,18 @@ def _promoted(*tensors: Optional[Tensor]) -> tuple:
 def _normalized(
     h: Tensor, is_layer_norm: bool, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> Tensor:
-    if is_layer_norm:
+    if not is_layer_norm:
+        return F.rms_norm(h, h.shape[-1:], weight, eps)
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias)  # which PyTorch's second derivative asks for
+    if forward_ad._current_level < 0:
         return F.layer_norm(h, h.shape[-1:], weight, bias, eps)
-    return F.rms_norm(h, h.shape[-1:], weight, eps)
+    # PyTorch's second derivative in forward mode is wrong.
+    x = h.float()
+    x = x - x.mean(-1, keepdim=True)
+    n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    n = n if weight is None else n * weight
+    return (n if bias is None else n + bias).to(h.dtype)
 
 
 def _modulated(n: Tensor, scale: Optional[Tensor], shift: Optional[Tensor]) -> Tensor:

@@ -192,7 +192,10 @@ class _Differentiable(torch.autograd.Function):
                     )
             results = ctx.formula(*arguments)
             results = results if isinstance(results, tuple) else (results,)
-            given = [(r, g) for r, g in zip(results, gradients) if g is not None]
+            # A result need not depend on what requires grad.
+            given = [
+                (r, g) for r, g in zip(results, gradients) if g is not None and r.requires_grad
+            ]
             inputs = torch.autograd.grad(
                 [result for result, _ in given],
                 [argument for argument, is_needed in zip(arguments, needed) if is_needed],
@@ -248,6 +251,8 @@ def kernel_call(
     def call(*arguments):
         try:
             if _is_compiling():
+                if forward_ad._current_level >= 0 or _are_transforms_active():
+                    return formula(*arguments)
                 if _is_grad_enabled() and _requires_grad(arguments):
                     return differentiable(*arguments)
                 return kernel(*arguments)
