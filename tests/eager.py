@@ -58,9 +58,12 @@ def layer_norm_modulate(x, scale, shift=None, weight=None, bias=None, eps=1e-6):
 def layer_norm_modulate_pair(
     x, scale, shift, second_scale, second_shift, weight=None, bias=None, eps=1e-6
 ):
+    """diffusers.models.normalization.SD35AdaLayerNormZeroX.forward: one norm for both"""
+    is_mixed = _is_mixed(x, scale, shift, second_scale, second_shift, weight, bias)
+    n = layer_norm(x.float() if is_mixed else x, weight, bias, eps)
     return (
-        layer_norm_modulate(x, scale, shift, weight, bias, eps),
-        layer_norm_modulate(x, second_scale, second_shift, weight, bias, eps),
+        _modulated(n, scale, shift).to(x.dtype),
+        _modulated(n, second_scale, second_shift).to(x.dtype),
     )
 
 

@@ -57,6 +57,12 @@ def in_double(tensor):
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
+def exactly(arguments):
+    """In float64, but for coordinates and frequencies, of which the product is one of float32."""
+    exact, rope = map_tensors(in_double, arguments), arguments.get("rope")
+    return {**exact, "rope": rope} if hasattr(rope, "frequencies") else exact
+
+
 def of_differentiable(function, arguments):
     """The call as a function of its differentiable tensors alone, also of those in pairs; and these."""
     leaves = [t for t in tensors_of(arguments) if is_differentiable(t)]
@@ -95,10 +101,7 @@ def check_gradients(kernel, name, arguments):
     operation = operation_of(name)
     dtype = next(tensors_of(arguments)).dtype
     reference = getattr(references, operation)
-    exact = map_tensors(in_double, arguments)
-    if hasattr(exact.get("rope"), "frequencies"):
-        # The product of coordinates and frequencies is one of float32.
-        exact["rope"] = arguments["rope"]
+    exact = exactly(arguments)
     tangents = [torch.randn_like(out) for out in as_tuple(reference(**exact))]
     tangents = [tangent.to(dtype) for tangent in tangents]
     expected = gradients(reference, exact, tangents)
@@ -172,9 +175,7 @@ def test_double_backward(kernel, device, name):
     function, arguments = small_call(kernel, device, name)
     dtype = widest_dtype(name)
     reference = getattr(references, operation_of(name))
-    exact = map_tensors(in_double, arguments)
-    if hasattr(exact.get("rope"), "frequencies"):
-        exact["rope"] = arguments["rope"]
+    exact = exactly(arguments)
     tangents = [torch.randn_like(out) for out in as_tuple(function(**arguments))]
     factors = [torch.randn_like(t) for t in tensors_of(arguments) if is_differentiable(t)]
     results = []
@@ -284,14 +285,12 @@ def test_jvp(kernel, device, name, dtype):
     call, leaves = of_differentiable(function, arguments)
     tangents = tuple(torch.randn_like(leaf) for leaf in leaves)
     outs, derivatives = jvp(call, tuple(leaves), tangents)
-    exact, _ = of_differentiable(getattr(references, operation_of(name)), arguments)
-    doubles = [tuple(map(in_double, tensors)) for tensors in (leaves, tangents)]
-    expected_outs, expected = jvp(exact, *doubles)
-    # Products of coordinates and frequencies are of float32, of which large ones have few digits.
-    loose = 50 if hasattr(arguments.get("rope"), "frequencies") else 1
+    exact, values = of_differentiable(getattr(references, operation_of(name)), exactly(arguments))
+    wide = [t.to(value.dtype) for t, value in zip(tangents, values, strict=True)]
+    expected_outs, expected = jvp(exact, tuple(values), tuple(wide))
     for out, reference in zip([*outs, *derivatives], [*expected_outs, *expected], strict=True):
         assert out.dtype == dtype
-        assert relative_error(out, reference) <= loose * TOLERANCES[dtype]
+        assert_derivative(out, reference, dtype)
 
 
 @every_call
