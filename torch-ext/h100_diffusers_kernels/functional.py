@@ -16,6 +16,7 @@ or written. Failure to allocate a result raises torch.OutOfMemoryError.
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from . import formulas
 from ._ops import add_op_namespace_prefix, ops
 from .operators import (
+    MAX_INTEGER,
     choice,
     count,
     fail,
@@ -337,7 +339,7 @@ def group_norm(
 
     Source: Wu and He, 2018, https://arxiv.org/abs/1803.08494.
     """
-    if type(num_groups) is not int or num_groups < 1:
+    if type(num_groups) is not int or not 0 < num_groups <= MAX_INTEGER:
         num_groups = count("group_norm", "num_groups", num_groups)
     if type(eps) is not float:
         eps = number("group_norm", "eps", eps)
@@ -383,7 +385,7 @@ class CoordinateRope(NamedTuple):
         ``dim`` is an even integer, at least ``2 * axes * F``; else TypeError or ValueError.
         """
         pairs = self.coordinates.shape[-1] * self.frequencies.shape[0]
-        if isinstance(dim, bool) or not isinstance(dim, (int, torch.SymInt)):
+        if isinstance(dim, bool) or not isinstance(dim, (numbers.Integral, torch.SymInt)):
             refuse_type("CoordinateRope.tables", "dim", "an integer", dim)
         if dim % 2 or dim < 2 * pairs:
             fail("CoordinateRope.tables", f"dim must be even and at least {2 * pairs}, got {dim}")
@@ -478,7 +480,7 @@ def qk_norm_rope(
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864; query-key norm: Henry et al., 2020,
     https://arxiv.org/abs/2010.04245, with an RMS norm.
     """
-    if type(heads) is not int or heads < 1:
+    if type(heads) is not int or not 0 < heads <= MAX_INTEGER:
         heads = count("qk_norm_rope", "heads", heads)
     if type(eps) is not float:
         eps = number("qk_norm_rope", "eps", eps)
@@ -783,7 +785,7 @@ def attention(
     """
     if scale is not None:
         scale = scale_number("attention", "scale", scale)
-    if heads is not None and (type(heads) is not int or heads < 1):
+    if heads is not None and (type(heads) is not int or not 0 < heads <= MAX_INTEGER):
         heads = count("attention", "heads", heads, "an integer or None")
     if out is None:
         return _attention(q, k, v, scale, key_bias, key_lengths, heads)

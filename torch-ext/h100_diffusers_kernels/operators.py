@@ -25,13 +25,6 @@ _NO_MEMORY = re.compile(r"(\w+): no memory for (\d+) elements of (\d) bytes on (
 _DIFFERENTIATED = (
     "where an input requires grad, carries a tangent or is in a transform of torch.func"
 )
-_ACCEPTED = {
-    "Tensor": "a tensor",
-    "float": "a number",
-    "int": "an integer",
-    "bool": "True or False",
-}
-
 _are_transforms_active = torch._C._are_functorch_transforms_active
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -118,19 +111,23 @@ def _check_layout(operation: str, name: str, tensor: Tensor) -> None:
     fail(operation, f"{name} must be a strided tensor, got {given}")
 
 
-def _explain(operation: str, schema: Any, arguments: tuple, error: Exception) -> NoReturn:
+def _parameters(schema: Any) -> list[tuple[str, bool, bool]]:
+    """Name, whether it is a tensor and whether it is optional, of each argument."""
+    kinds = [(argument.name, str(argument.type)) for argument in schema.arguments]
+    return [(name, "Tensor" in kind, kind.startswith("Optional")) for name, kind in kinds]
+
+
+def _check_types(operation: str, parameters: list, arguments: tuple) -> None:
+    for (name, is_tensor, is_optional), value in zip(parameters, arguments):
+        if is_tensor and not isinstance(value, Tensor) and not (is_optional and value is None):
+            accepted = "a tensor or None" if is_optional else "a tensor"
+            refuse_type(operation, name, accepted, value)
+
+
+def _explain(operation: str, parameters: list, arguments: tuple, error: Exception) -> NoReturn:
     """Raises a sentence for the error of a call, or the error itself. Called while it is handled."""
-    for argument, value in zip(schema.arguments, arguments):
-        kind = str(argument.type).replace("Optional[", "").rstrip("]?")
-        is_optional = kind != str(argument.type)
-        if (
-            kind == "Tensor"
-            and not isinstance(value, Tensor)
-            and not (is_optional and value is None)
-        ):
-            accepted = _ACCEPTED[kind] + (" or None" if is_optional else "")
-            refuse_type(operation, argument.name, accepted, value)
-    tensors = [(a.name, v) for a, v in zip(schema.arguments, arguments) if isinstance(v, Tensor)]
+    _check_types(operation, parameters, arguments)
+    tensors = [(p[0], v) for p, v in zip(parameters, arguments) if isinstance(v, Tensor)]
     for name, tensor in tensors:
         _check_layout(operation, name, tensor)
     no_memory = _NO_MEMORY.match(str(error))
@@ -235,10 +232,10 @@ def kernel_call(
     forward-mode derivatives and in transforms of ``torch.func``, the formula computes.
 
     Args:
-        forward: calls another operator with the arguments instead; ``name`` then only names arguments.
+        forward: calls the operator instead, which takes one more argument, ``v``.
     """
     overload = getattr(ops, name).default
-    schema = overload._schema
+    parameters = [p for p in _parameters(overload._schema) if not (forward and p[0] == "v")]
     kernel = forward or overload
     # The overload's own __call__ is a Python frame around this, which Dynamo cannot trace.
     untraced = forward or overload._op
@@ -251,6 +248,7 @@ def kernel_call(
     def call(*arguments):
         try:
             if _is_compiling():
+                _check_types(operation, parameters, arguments)
                 if forward_ad._current_level >= 0 or _are_transforms_active():
                     return formula(*arguments)
                 if _is_grad_enabled() and _requires_grad(arguments):
@@ -264,7 +262,7 @@ def kernel_call(
                 return _Differentiable.apply(kernel, formula, *arguments)
             return untraced(*arguments)
         except _ERRORS as error:
-            _explain(operation, schema, arguments, error)
+            _explain(operation, parameters, arguments, error)
 
     return call
 
@@ -276,18 +274,20 @@ def writing_call(operation: str, name: str) -> Callable:
     be, and what it is.
     """
     overload = getattr(ops, name).default
-    schema = overload._schema
+    parameters = _parameters(overload._schema)
 
     def call(written: tuple, refused: tuple[str, str, str], *arguments):
         try:
             if is_differentiated(*(a for a in arguments if isinstance(a, Tensor))):
                 argument, accepted, given = refused
                 fail(operation, f"{argument} must be {accepted} {_DIFFERENTIATED}, got {given}")
+            if _is_compiling():
+                _check_types(operation, parameters, arguments)
             overload(*arguments)
             # Autograd notices a backward that needs the values from before.
             if not _is_compiling():
                 torch.autograd.graph.increment_version(written)
         except _ERRORS as error:
-            _explain(operation, schema, arguments, error)
+            _explain(operation, parameters, arguments, error)
 
     return call
