@@ -55,19 +55,15 @@ def layer_norm_modulate(x, scale, shift=None, weight=None, bias=None, eps=1e-6):
     return _modulated(layer_norm(x, weight, bias, eps), scale, shift)
 
 
-def rms_norm_modulate_pair(x, scale, shift, second_scale, second_shift, weight=None, eps=1e-6):
-    return (
-        rms_norm_modulate(x, scale, shift, weight, eps),
-        rms_norm_modulate(x, second_scale, second_shift, weight, eps),
-    )
-
-
 def layer_norm_modulate_pair(
     x, scale, shift, second_scale, second_shift, weight=None, bias=None, eps=1e-6
 ):
+    """diffusers.models.normalization.SD35AdaLayerNormZeroX.forward: one norm for both"""
+    is_mixed = _is_mixed(x, scale, shift, second_scale, second_shift, weight, bias)
+    n = layer_norm(x.float() if is_mixed else x, weight, bias, eps)
     return (
-        layer_norm_modulate(x, scale, shift, weight, bias, eps),
-        layer_norm_modulate(x, second_scale, second_shift, weight, bias, eps),
+        _modulated(n, scale, shift).to(x.dtype),
+        _modulated(n, second_scale, second_shift).to(x.dtype),
     )
 
 
@@ -89,11 +85,6 @@ def gated_residual_layer_norm_modulate(
 ):
     h = gated_residual(residual, x, gate)
     return h, layer_norm_modulate(h, scale, shift, weight, bias, eps)
-
-
-def gated_residual_rms_norm_modulate_pair(residual, x, gate, *modulations, **options):
-    h = gated_residual(residual, x, gate)
-    return h, *rms_norm_modulate_pair(h, *modulations, **options)
 
 
 def gated_residual_layer_norm_modulate_pair(residual, x, gate, *modulations, **options):
@@ -178,8 +169,8 @@ def qk_norm_rope(
     k_heads = k[0, 0].numel() // head_dim
     how = {"norm": norm, "layout": layout, "eps": eps}
     results = (
-        norm_rope(q, q_weight, rope, heads=heads, **how),
-        norm_rope(k, k_weight, rope if k_rope is None else k_rope, heads=k_heads, **how),
+        _norm_rope(q, q_weight, rope, heads=heads, **how),
+        _norm_rope(k, k_weight, rope if k_rope is None else k_rope, heads=k_heads, **how),
     )
     return results if v is None else (*results, v)
 
@@ -190,7 +181,7 @@ def qk_norm_rope_joined(*arguments, v, out, **options):
     return tuple(target.copy_(result) for target, result in zip(out, results, strict=True))
 
 
-def norm_rope(
+def _norm_rope(
     x,
     weight=None,
     rope=None,
@@ -294,11 +285,3 @@ def swiglu(x, bias=None, *, activated="second", out=None):
     if activated == "first":  # as in diffusers' FLUX.2
         hidden, gate = gate, hidden
     return _written(hidden * F.silu(gate), out)
-
-
-def gated_gelu(x, gate, approximate="none"):
-    return x * F.gelu(gate, approximate=approximate)
-
-
-def gated_silu(x, gate):
-    return x * F.silu(gate)

@@ -63,11 +63,6 @@ def layer_norm_modulate(x, scale, shift=None, weight=None, bias=None, eps=1e-6):
     return _modulate(layer_norm(x, weight, bias, eps), scale, shift)
 
 
-def rms_norm_modulate_pair(x, scale, shift, second_scale, second_shift, weight=None, eps=1e-6):
-    n = rms_norm(x, weight, eps)
-    return _modulate(n, scale, shift), _modulate(n, second_scale, second_shift)
-
-
 def layer_norm_modulate_pair(
     x, scale, shift, second_scale, second_shift, weight=None, bias=None, eps=1e-6
 ):
@@ -92,13 +87,6 @@ def gated_residual_layer_norm_modulate(
 ):
     h = gated_residual(residual, x, gate)
     return h, layer_norm_modulate(h, scale, shift, weight, bias, eps)
-
-
-def gated_residual_rms_norm_modulate_pair(
-    residual, x, gate, scale, shift, second_scale, second_shift, weight=None, eps=1e-6
-):
-    h = gated_residual(residual, x, gate)
-    return h, *rms_norm_modulate_pair(h, scale, shift, second_scale, second_shift, weight, eps)
 
 
 def gated_residual_layer_norm_modulate_pair(
@@ -184,13 +172,13 @@ def qk_norm_rope(
     k_heads = k[0, 0].numel() // head_dim
     how = {"norm": norm, "layout": layout, "eps": eps}
     results = (
-        norm_rope(q, q_weight, rope, heads=heads, **how),
-        norm_rope(k, k_weight, rope if k_rope is None else k_rope, heads=k_heads, **how),
+        _norm_rope(q, q_weight, rope, heads=heads, **how),
+        _norm_rope(k, k_weight, rope if k_rope is None else k_rope, heads=k_heads, **how),
     )
     return results if v is None else (*results, *_double(v))
 
 
-def norm_rope(
+def _norm_rope(
     x,
     weight=None,
     rope=None,
@@ -318,11 +306,3 @@ def geglu(x, approximate="none", bias=None, *, activated="second"):
 def swiglu(x, bias=None, *, activated="second"):
     factor, gate = _halves(x, bias, activated)
     return factor * silu(gate)
-
-
-def gated_gelu(x, gate, approximate="none"):
-    return x.double() * gelu(gate, approximate)
-
-
-def gated_silu(x, gate):
-    return x.double() * silu(gate)

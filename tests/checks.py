@@ -101,6 +101,16 @@ def clone_storage(tensor):
     return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
+def bits(*results):
+    return [tensor.contiguous().view(torch.uint8) for tensor in tensors_of(*results)]
+
+
+def assert_same_bits(one, other):
+    one, other = bits(one), bits(other)
+    assert len(one) == len(other) > 0
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 def _bytes(storage):
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -128,8 +138,13 @@ class MemorySnapshot:
 
 
 def assert_rounded_once(out, reference, slack=FLOAT32_ARITHMETIC):
-    """Every element is the reference, up to float32 arithmetic and one rounding to its dtype."""
+    """Every element is the reference, up to one rounding to its dtype and `slack`: what arithmetic may leave
+    of values of order 1, or, as a tensor, of each element."""
     half_ulp = 0.0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps / 2
+    if isinstance(slack, torch.Tensor):
+        excess = (out.double() - reference).abs() - slack - half_ulp * reference.abs()
+        assert (excess <= 0).all(), f"an element is {excess.max():.3g} beyond its bound"
+        return
     torch.testing.assert_close(
         out.double(), reference, rtol=half_ulp + slack, atol=slack, equal_nan=True
     )

@@ -1,7 +1,11 @@
-"""The operations as the package declares them, and random tensors in the memory layouts that diffusion models
-hand to them."""
+"""A table of the operations, valid calls of each, and random tensors in the memory layouts that diffusion
+models hand to them."""
 
+import collections
+import inspect
+import itertools
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -23,9 +27,44 @@ def for_dtypes(*dtypes):
 every_dtype = for_dtypes(*DTYPES)
 every_16_bit_dtype = for_dtypes(torch.float16, torch.bfloat16)
 
-# Sizes of the normalized dimension: too few values for a ratio of errors, and the rest.
-SMALL_SIZES = [1, 2, 3, 7, 8, 63]
-SIZES = [64, 65, 128, 256, 1000, 1536, 2048, 3072, 4096, 5120, 8192, 40000, 70001]
+
+def pairwise(**axes):
+    """Parametrizes a test with few cases, in which each two values of different axes meet at least once."""
+    names, values = list(axes), [list(axis) for axis in axes.values()]
+    places = [[(i, a) for a in range(len(axis))] for i, axis in enumerate(values)]
+    missing = {
+        pair
+        for one, other in itertools.combinations(places, 2)
+        for pair in itertools.product(one, other)
+    }
+    uses = collections.Counter()
+    cases = []
+
+    def gain(place, case):
+        """How many new pairs a value brings, and how seldom it was used."""
+        return sum(tuple(sorted((place, one))) in missing for one in case), -uses[place]
+
+    for pair in sorted(missing):
+        if pair not in missing:
+            continue
+        case = list(pair)
+        for axis in places:
+            if not any(place in case for place in axis):
+                case.append(max(axis, key=lambda place: gain(place, case)))
+        case.sort()
+        uses.update(case)
+        missing -= set(itertools.combinations(case, 2))
+        chosen = [values[i][a] for i, a in case]
+        cases.append(pytest.param(*chosen, id="-".join(map(value_text, chosen))))
+    return pytest.mark.parametrize(names, cases)
+
+
+def value_text(value):
+    if isinstance(value, torch.dtype):
+        return dtype_text(value)
+    if isinstance(value, bool) or value is None:
+        return str(value)
+    return value.__name__ if callable(value) else str(value).replace(" ", "")
 
 
 # Storage that belongs to no element of a view holds NaN: reading beyond a row shows in the result.
@@ -62,8 +101,8 @@ def _transposed(values):
 
 
 def _expanded(values):
-    """Stride 0 in the first dimension. The values are those of its first index."""
-    return values[:1].contiguous().expand_as(values)
+    """Stride 0 in the first dimension, if it is not the last. The values are those of its first index."""
+    return values[:1].contiguous().expand_as(values) if values.dim() > 1 else values
 
 
 def _misaligned(values):
@@ -89,12 +128,6 @@ LAYOUTS = {
 }
 STRIDED_LAYOUTS = [name for name in LAYOUTS if name != "contiguous"]
 WRITABLE_LAYOUTS = [name for name in LAYOUTS if name != "expanded"]
-# Layouts of two operands: each strided with the other contiguous, and both alike.
-LAYOUT_PAIRS = [
-    pair
-    for name in STRIDED_LAYOUTS
-    for pair in ((name, "contiguous"), ("contiguous", name), (name, name))
-]
 
 
 def normal(*shape, dtype, device, layout="contiguous", mean=0.0, std=1.0):
@@ -183,14 +216,6 @@ def packed_query_and_key(form, shape, dtype, device):
 PACKED_FORMS = ["chunk", "unbind", "interleaved_heads", "heads_first"]
 
 
-def affine(name, hidden, dtype, device, layout="contiguous"):
-    """Weight, and bias where the operation has a layer norm, as keyword arguments."""
-    names = ["weight", "bias"] if "layer_norm" in name else ["weight"]
-    return {
-        key: normal(hidden, dtype=dtype, device=device, layout=layout, mean=0.5) for key in names
-    }
-
-
 # Which modulators and vectors of a call are float32 beside rows of 16 bits, by their place.
 MIXTURES = {
     "all": lambda index: True,
@@ -236,44 +261,117 @@ def modulation(form, count, x_shape, *, dtype, device):
     return list(table.unbind(-2))
 
 
-HEADS = 4
-DECLARATION = load_kernel().declaration
-DECLARATIONS = DECLARATION.DECLARATIONS
+# --------------------------------------------------------------------------------------------------
+# The operations
 
 
-def operations_of(*families):
-    return [name for name, declared in DECLARATIONS.items() if declared.family in families]
+@dataclass(frozen=True)
+class Operation:
+    """Names of arguments, by kind.
+
+    Attributes:
+        rows: (..., D), or (..., 2 * D) of a gated operation; the first leads.
+        modulations: broadcast against the rows, T or float32.
+        vectors: (D,), T, of a norm also float32.
+        strings: what may be given for each argument that is a string, the default first.
+        writes: the argument for the caller's tensors to write to.
+    """
+
+    rows: tuple = ()
+    modulations: tuple = ()
+    vectors: tuple = ()
+    strings: tuple = ()
+    writes: str = ""
 
 
-ROW_OPERATIONS = operations_of("norm")
-ACTIVATIONS = operations_of("activation")
-# qk_norm_rope in its three forms.
+PAIR_LAYOUTS = ("interleaved", "half")
+NORM_SCOPES = ("across_heads", "per_head", "none")
+_APPROXIMATE, _ACTIVATED = ("approximate", ("none", "tanh")), ("activated", ("second", "first"))
+_AFFINE, _MODULATION = ("weight", "bias"), ("scale", "shift")
+_PAIR = (*_MODULATION, "second_scale", "second_shift")
+_LAYOUT = ("layout", PAIR_LAYOUTS)
+TABLE = {
+    "rms_norm": Operation(("x",), (), ("weight",)),
+    "layer_norm": Operation(("x",), (), _AFFINE),
+    "rms_norm_modulate": Operation(("x",), _MODULATION, ("weight",)),
+    "layer_norm_modulate": Operation(("x",), _MODULATION, _AFFINE),
+    "layer_norm_modulate_pair": Operation(("x",), _PAIR, _AFFINE),
+    "gated_residual": Operation(("residual", "x"), ("gate",)),
+    "gated_residual_rms_norm_modulate": Operation(
+        ("residual", "x"), ("gate", *_MODULATION), ("weight",)
+    ),
+    "gated_residual_layer_norm_modulate": Operation(
+        ("residual", "x"), ("gate", *_MODULATION), _AFFINE
+    ),
+    "gated_residual_layer_norm_modulate_pair": Operation(
+        ("residual", "x"), ("gate", *_PAIR), _AFFINE
+    ),
+    "group_norm": Operation(strings=(("activation", ("none", "silu")),)),
+    "qk_norm_rope": Operation(strings=(("norm", NORM_SCOPES), _LAYOUT), writes="out"),
+    "rope": Operation(strings=(_LAYOUT,)),
+    "rope_3d": Operation(strings=(_LAYOUT,)),
+    "gelu": Operation(("x",), (), ("bias",), (_APPROXIMATE,), "out"),
+    "silu": Operation(("x",), (), ("bias",), (), "out"),
+    "geglu": Operation(("x",), (), ("bias",), (_APPROXIMATE, _ACTIVATED), "out"),
+    "swiglu": Operation(("x",), (), ("bias",), (_ACTIVATED,), "out"),
+    "softmax": Operation(("x",)),
+    "attention": Operation(writes="out"),
+}
+GATED = ("geglu", "swiglu")
+ACTIVATIONS = ("gelu", "silu", *GATED)
+ROW_NORMS = [name for name, o in TABLE.items() if o.rows and name not in (*ACTIVATIONS, "softmax")]
+ROW_OPERATIONS = [name for name, o in TABLE.items() if o.rows]
+# Those that write a single result to the caller's tensor.
+WITH_OUT = (*ACTIVATIONS, "attention")
+
+# Forms of calls beside those of the table, and the operation of each.
 QK_OPERATIONS = ["qk_norm_rope", "qk_norm_coordinate_rope", "qk_norm_two_ropes"]
-ROPE_OPERATIONS = operations_of("rope")
-# Those that may write to a tensor of the caller's, by operators of their own.
-WITH_OUT = [name for name, declared in DECLARATIONS.items() if declared.has_out]
-OUT_OPERATORS = [f"{name}_out" for name in WITH_OUT]
-OPERATIONS = [*DECLARATIONS, *QK_OPERATIONS[1:]]
-OPERATIONS_OF_16_BITS = operations_of("attention")
-# Calls of operations from tables of one value a pair, and from a complex one.
+ROPE_OPERATIONS = ["rope", "rope_3d"]
+OPERATIONS = [*TABLE, *QK_OPERATIONS[1:]]
+# From tables of one value a pair, and from a complex one.
 BY_PAIR, BY_COMPLEX = "_by_pair", "_by_complex"
-CALLS_BY_PAIR = [
-    name + by for name in ("rope", "qk_norm_rope", "norm_rope") for by in (BY_PAIR, BY_COMPLEX)
-]
-# Calls of row operations with every other tensor that may be float32, and without every other optional one.
+# With every other tensor that may be float32 in it, and without every other optional one.
 MIXED, SPARSE = "_mixed", "_sparse"
-CALLS_MIXED = [name + MIXED for name in ROW_OPERATIONS]
-CALLS_SPARSE = [name + SPARSE for name in ROW_OPERATIONS if "modulate" in name]
-# A call whose channels are last in memory.
 CHANNELS_LAST = "group_norm_channels_last"
-# A call of tensors whose heads follow each other, with their number.
+# Of tensors whose heads follow each other, with their number.
 HEADS_GIVEN = "attention_heads_given"
-CALLS = [*OPERATIONS, *CALLS_BY_PAIR, *CALLS_MIXED, *CALLS_SPARSE, CHANNELS_LAST, HEADS_GIVEN]
+CALLS = [
+    *OPERATIONS,
+    *(name + by for name in ("rope", "qk_norm_rope") for by in (BY_PAIR, BY_COMPLEX)),
+    *(name + MIXED for name in ROW_NORMS),
+    *(name + SPARSE for name in ROW_NORMS if "modulate" in name),
+    CHANNELS_LAST,
+    HEADS_GIVEN,
+]
+HEADS = 4
+
+
+def operation_of(call):
+    """The public name of a form of calls."""
+    if call.startswith("qk_norm"):
+        return "qk_norm_rope"
+    return max((name for name in TABLE if call.startswith(name)), key=len)
+
+
+def parameters_of(name):
+    return inspect.signature(getattr(load_kernel(), operation_of(name))).parameters
+
+
+def optional_tensors(name):
+    """Of an operation; but sin goes with cos, and what is written is no input."""
+    return [
+        key
+        for key, parameter in parameters_of(name).items()
+        if parameter.annotation == "Optional[Tensor]" and key not in ("sin", "out", "v")
+    ]
 
 
 def widest_dtype(name):
-    is_of_16_bits = name.removesuffix("_out") in (*OPERATIONS_OF_16_BITS, HEADS_GIVEN)
-    return torch.bfloat16 if is_of_16_bits else torch.float32
+    return torch.bfloat16 if name.startswith("attention") else torch.float32
+
+
+def dtypes_of(name, dtypes=DTYPES):
+    return [dtype for dtype in dtypes if dtype.itemsize <= widest_dtype(name).itemsize]
 
 
 def for_operations(names, dtypes):
@@ -281,8 +379,7 @@ def for_operations(names, dtypes):
     pairs = [
         pytest.param(name, dtype, id=f"{name}-{dtype_text(dtype)}")
         for name in names
-        for dtype in dtypes
-        if dtype.itemsize <= widest_dtype(name).itemsize
+        for dtype in dtypes_of(name, dtypes)
     ]
     return pytest.mark.parametrize(("name", "dtype"), pairs)
 
@@ -294,17 +391,20 @@ def smallest_factor(count):
 
 def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layout="contiguous"):
     """The public function and arguments of one valid call, all optional ones given."""
-    if name in CALLS_BY_PAIR:
-        options = {"dtype": dtype, "device": device, "shape": shape, "layout": layout}
-        plain = name.removesuffix(BY_PAIR).removesuffix(BY_COMPLEX)
-        function, arguments = sample(kernel, plain, heads=heads, **options)
-        return function, _with_pair_tables(arguments, heads, name.endswith(BY_COMPLEX))
-    for suffix, change in ((MIXED, _with_float32), (SPARSE, _without_every_other)):
+    for suffix in (BY_PAIR, BY_COMPLEX, MIXED, SPARSE):
         if name.endswith(suffix):
+            plain = name.removesuffix(suffix)
             options = {"dtype": dtype, "device": device, "shape": shape, "layout": layout}
-            name = name.removesuffix(suffix)
-            function, arguments = sample(kernel, name, heads=heads, **options)
-            return function, change(name, arguments)
+            function, arguments = sample(kernel, plain, heads=heads, **options)
+            if suffix == MIXED:
+                chosen = (*TABLE[plain].modulations, *TABLE[plain].vectors)[::2]
+                return function, {**arguments, **{key: arguments[key].float() for key in chosen}}
+            if suffix == SPARSE:
+                return function, {
+                    **arguments,
+                    **dict.fromkeys(optional_tensors(plain)[::2]),
+                }
+            return function, _with_pair_tables(arguments, heads, suffix == BY_COMPLEX)
 
     def tensor(*size, **options):
         return normal(*size, dtype=dtype, device=device, **options)
@@ -357,36 +457,16 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
             tables = rotary_tables(seq + 1, hidden // heads, dtype=torch.float32, device=device)
             arguments["k_rope"] = tables
         return kernel.qk_norm_rope, {**arguments, "heads": heads}
-    if name == "norm_rope":
-        arguments = {"x": tensor(*shape, layout=layout), "weight": tensor(hidden, mean=0.5)}
-        arguments["rope"] = rotary_tables(1, seq, hidden, dtype=torch.float32, device=device)
-        return kernel.norm_rope, {**arguments, "heads": heads}
-    return getattr(kernel, name), _row_arguments(DECLARATIONS[name], tensor, shape, layout)
-
-
-def _row_arguments(declared, tensor, shape, layout):
-    """Of an operation of rows: each argument as its kind says."""
-    batch, seq, hidden = shape
-    kinds = {name: parameter.kind for name, parameter in declared.parameters.items()}
-    columns = 2 * hidden if DECLARATION.GATED_ROWS in kinds.values() else hidden
-    modulations = [name for name, kind in kinds.items() if kind is DECLARATION.MODULATION]
-    arguments = {}
-    for name, kind in kinds.items():
-        if kind in (DECLARATION.ROWS, DECLARATION.GATED_ROWS):
-            arguments[name] = tensor(batch, seq, columns, layout=layout)
-        elif kind is DECLARATION.MODULATION:
-            is_of_tokens = len(modulations) > 1 and name == modulations[-1]
-            arguments[name] = tensor(batch, seq if is_of_tokens else 1, columns)
-        elif kind in (DECLARATION.VECTOR, DECLARATION.NORM_VECTOR):
-            arguments[name] = tensor(columns, mean=0.5 if declared.family == "norm" else 0.0)
-        elif kind.choices:
-            default = declared.parameters[name].default
-            arguments[name] = next(c for c in reversed(kind.choices) if c != default)
-        elif kind is DECLARATION.OUT:
-            continue
-        else:
-            assert kind is DECLARATION.NUMBER, f"no sample of {name} of {declared.name}"
-    return arguments
+    operation = TABLE[name]
+    columns = 2 * hidden if name in GATED else hidden
+    arguments = {key: tensor(batch, seq, columns, layout=layout) for key in operation.rows}
+    for i, key in enumerate(operation.modulations, 1):
+        is_of_tokens = 1 < i == len(operation.modulations)
+        arguments[key] = tensor(batch, seq if is_of_tokens else 1, columns)
+    mean = 0.0 if name in ACTIVATIONS else 0.5
+    arguments.update({key: tensor(columns, mean=mean) for key in operation.vectors})
+    arguments.update({key: choices[1] for key, choices in operation.strings})
+    return getattr(kernel, name), arguments
 
 
 def _with_pair_tables(arguments, heads, is_complex):
@@ -401,44 +481,34 @@ def _with_pair_tables(arguments, heads, is_complex):
     return {**arguments, "x": in_heads, **dict(zip(("cos", "sin"), tables, strict=True))}
 
 
-def optional_tensors(name):
-    """Of an operation; but sin goes with cos."""
-    declared = DECLARATIONS["qk_norm_rope" if name in QK_OPERATIONS else name]
-    return [
-        key
-        for key, parameter in declared.parameters.items()
-        if parameter.is_optional
-        and parameter.kind.is_tensor
-        and not (parameter.kind.is_output or parameter.kind.fields or key == "sin")
-    ]
-
-
-def _with_float32(name, arguments):
-    """The same call with float32 where half of what may be float32 beside x is."""
-    parameters = DECLARATIONS[name].parameters
-    kinds = (DECLARATION.MODULATION, DECLARATION.NORM_VECTOR)
-    chosen = [key for key, parameter in parameters.items() if parameter.kind in kinds][::2]
-    return {**arguments, **{key: arguments[key].float() for key in chosen}}
-
-
-def _without_every_other(name, arguments):
-    return {**arguments, **dict.fromkeys(optional_tensors(name)[::2])}
-
-
 def without_optional(name, arguments):
-    """The same call with nothing that may be left out."""
-    left_out = optional_tensors(name)
-    plain = {
-        key: None if key in left_out or isinstance(value, float) else value
+    """The same call with nothing that may be left out, but what says how its tensors are meant."""
+    parameters, left_out = parameters_of(name), optional_tensors(name)
+    kept = ("rope", "k_rope", "sin", "heads")
+    return {
+        key: None if key in left_out else value
         for key, value in arguments.items()
+        if key in (*left_out, *kept) or parameters[key].default is inspect.Parameter.empty
     }
-    plain.pop("approximate", None)
-    plain.pop("activated", None)
-    plain.pop("activation", None)
-    return plain
 
 
 def out_for(function, arguments, layout="odd_rows"):
-    """A tensor for the result of the call, which holds NaN."""
-    result = function(**arguments)
-    return LAYOUTS[layout](torch.full_like(result, math.nan))
+    """Tensors for the results of the call, which hold NaN."""
+    results = function(**arguments)
+    outs = [
+        LAYOUTS[layout](torch.full_like(result, math.nan))
+        for result in ([results] if isinstance(results, torch.Tensor) else results)
+    ]
+    return outs[0] if isinstance(results, torch.Tensor) else tuple(outs)
+
+
+def writing_call(kernel, name, *, out_layout="odd_rows", in_place=False, values=True, **options):
+    """A call that writes to tensors of the caller's: `out`, with values of qk_norm_rope, or in place."""
+    function, arguments = sample(kernel, name, **options)
+    if in_place:
+        return function, {**arguments, "inplace": True}
+    out = out_for(function, arguments, out_layout)
+    if isinstance(out, tuple) and values:
+        arguments["v"] = torch.randn_like(arguments["k"])
+        out = (*out, LAYOUTS[out_layout](torch.full_like(arguments["k"], math.nan)))
+    return function, {**arguments, "out": out}

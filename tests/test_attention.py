@@ -7,21 +7,21 @@ import torch
 
 import attention_inputs
 import references
-from checks import MemorySnapshot, check, check_nonfinite, clone_storage, on_meta, poison_memory
+from checks import MemorySnapshot, check, check_nonfinite, poison_memory
 from inputs import (
+    LAYOUTS,
     PACKED_FORMS,
     STRIDED_LAYOUTS,
     WRITABLE_LAYOUTS,
-    dtype_text,
     every_16_bit_dtype,
     normal,
+    pairwise,
 )
 
 every_head_dim = pytest.mark.parametrize("head_dim", [64, 128], ids=["d64", "d128"])
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="too slow on a CPU")
-for_both_bias_dtypes = pytest.mark.parametrize(
-    "bias_dtype", [None, torch.float32], ids=["same_dtype_bias", "float32_bias"]
-)
+HALVES, HEAD_DIMS = [torch.float16, torch.bfloat16], [64, 128]
+BIAS_DTYPES = [None, torch.float32]  # None: of the query's dtype
 
 # Around multiples of the sizes of tiles, and far from them.
 QUERY_LENGTHS = [1, 63, 64, 65, 191, 192, 193, 300]
@@ -31,7 +31,7 @@ INT32_MAX = 2**31 - 1
 # For many queries the CUDA kernel takes bfloat16 values, and their probabilities, in float16, and rescales
 # rows only where these would overflow.
 LAZY_QUERIES, LAZY_KEYS = 1024, 256
-few_and_many_queries = pytest.mark.parametrize("queries", [130, 1025])
+FEW_AND_MANY = [130, 1025]
 
 
 def query_key_value(
@@ -99,13 +99,9 @@ def check_attention(kernel, q, k, v, *, contract=True, written=None, **options):
     slack = of_probabilities * magnitudes + finfo.eps / 2 * finfo.smallest_normal
     of_float16 = float16_slack(*by_head, options)
     slack = slack + of_float16 if heads is None else slack + of_float16.flatten(2)
-    options_of_check = {**options, "slack": slack.max().item(), "contract": contract}
-    out = check(kernel, "attention", q, k, v, out=written, **options_of_check)
-    reference = references.attention(q, k, v, **options)
-    error = (out.double() - reference).abs()
-    excess = error - slack - finfo.eps / 2 * reference.abs()
-    assert excess.max() <= 0, f"an element is {excess.max():.3g} beyond its bound"
-    return out
+    return check(
+        kernel, "attention", q, k, v, out=written, slack=slack, contract=contract, **options
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -146,13 +142,14 @@ def place_for_output(place, shape, dtype, device):
 
 
 # Queries and keys for each of the kernels.
-@pytest.mark.parametrize(
-    ("queries", "keys"), [(70, 0), (70, 100), (200, 200), (200, 300), (1025, 300)], ids=str
+@pairwise(
+    size=[(70, 0), (70, 100), (200, 200), (200, 300), (1025, 300)],
+    place=[*PLACES, *WRITABLE_LAYOUTS],
+    head_dim=HEAD_DIMS,
+    dtype=HALVES,
 )
-@pytest.mark.parametrize("place", [*PLACES, *WRITABLE_LAYOUTS])
-@every_head_dim
-@every_16_bit_dtype
-def test_out(kernel, device, queries, keys, place, head_dim, dtype):
+def test_out(kernel, device, size, place, head_dim, dtype):
+    queries, keys = size
     q, k, v = query_key_value(2, queries, keys, 3, head_dim, dtype, device)
     out = place_for_output(place, q.shape, dtype, device)
     expected = kernel.attention(q, k, v)
@@ -167,9 +164,7 @@ def test_out(kernel, device, queries, keys, place, head_dim, dtype):
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("place", ["beside_others", "odd_rows"])
-@pytest.mark.parametrize("bias_dtype", [None, torch.float32])
-@every_16_bit_dtype
+@pairwise(place=["beside_others", "odd_rows"], bias_dtype=BIAS_DTYPES, dtype=HALVES)
 def test_out_with_everything_optional(kernel, device, place, bias_dtype, dtype):
     q, k, v = query_key_value(3, 70, 300, 4, 64, dtype, device, key_heads=2, layout="chunk")
     options = {"scale": 0.1, "key_lengths": key_lengths([300, 0, 17], device)}
@@ -194,36 +189,26 @@ def test_strides_of_dimensions_of_size_1_of_out_are_free(kernel, device, place, 
 # Sizes
 
 
-@pytest.mark.parametrize("keys", KEY_LENGTHS)
-@pytest.mark.parametrize("queries", QUERY_LENGTHS)
-@every_head_dim
-@every_16_bit_dtype
+@pairwise(queries=QUERY_LENGTHS, keys=KEY_LENGTHS, head_dim=HEAD_DIMS, dtype=HALVES)
 def test_lengths(kernel, device, queries, keys, head_dim, dtype):
     check_attention(kernel, *query_key_value(2, queries, keys, 2, head_dim, dtype, device))
 
 
-@pytest.mark.parametrize(
-    ("heads", "key_heads"), [(1, 1), (3, 3), (8, 2), (6, 1), (6, 3), (12, 4)], ids=str
+@pairwise(
+    heads=[(1, 1), (3, 3), (8, 2), (6, 1), (6, 3), (12, 4)],  # of queries and keys
+    batch=[1, 3, 17],
+    queries=[1, 2, 65, 130],
+    head_dim=HEAD_DIMS,
+    dtype=HALVES,
 )
-@every_head_dim
-@every_16_bit_dtype
-def test_heads(kernel, device, heads, key_heads, head_dim, dtype):
-    tensors = query_key_value(2, 130, 177, heads, head_dim, dtype, device, key_heads=key_heads)
-    check_attention(kernel, *tensors)
-
-
-@pytest.mark.parametrize("queries", [1, 2, 65])
-@pytest.mark.parametrize("batch", [1, 3, 17])
-@every_head_dim
-@every_16_bit_dtype
-def test_batches(kernel, device, batch, queries, head_dim, dtype):
-    check_attention(kernel, *query_key_value(batch, queries, 130, 3, head_dim, dtype, device))
+def test_heads_and_batches(kernel, device, heads, batch, queries, head_dim, dtype):
+    sizes = (batch, queries, 177, heads[0], head_dim)
+    check_attention(kernel, *query_key_value(*sizes, dtype, device, key_heads=heads[1]))
 
 
 @needs_cuda
-@pytest.mark.parametrize(
-    "shape",
-    [
+@pairwise(
+    shape=[
         (2, 1000, 1000, 32, 32, 64),
         (2, 1000, 1000, 16, 16, 128),
         (1, 4000, 4000, 12, 12, 64),
@@ -233,10 +218,9 @@ def test_batches(kernel, device, batch, queries, head_dim, dtype):
         (40, 130, 300, 12, 4, 64),
         (700, 3, 5, 6, 1, 64),
     ],
-    ids=str,
+    masked=["plain", "bias", "lengths", "both"],
+    dtype=HALVES,
 )
-@pytest.mark.parametrize("masked", ["plain", "bias", "lengths", "both"])
-@every_16_bit_dtype
 def test_many_tiles(kernel, device, shape, masked, dtype):
     """More blocks than there are multiprocessors, so that each has several."""
     batch, queries, keys, heads, key_heads, head_dim = shape
@@ -253,9 +237,7 @@ def test_many_tiles(kernel, device, shape, masked, dtype):
     check_attention(kernel, q, k, v, **options)
 
 
-@pytest.mark.parametrize("option", ["plain", "bias", "lengths"])
-@every_head_dim
-@every_16_bit_dtype
+@pairwise(option=["plain", "bias", "lengths"], head_dim=HEAD_DIMS, dtype=HALVES)
 def test_without_keys(kernel, device, option, head_dim, dtype):
     q, k, v = query_key_value(2, 70, 0, 3, head_dim, dtype, device)
     options = {
@@ -287,10 +269,7 @@ def test_no_query_heads_with_key_heads(kernel, device):
 # Memory
 
 
-@pytest.mark.parametrize("form", PACKED_FORMS)
-@pytest.mark.parametrize("keys", [1, 130])
-@every_head_dim
-@every_16_bit_dtype
+@pairwise(form=PACKED_FORMS, keys=[1, 130], head_dim=HEAD_DIMS, dtype=HALVES)
 def test_packed_projections(kernel, device, form, keys, head_dim, dtype):
     """q, k and v as views of one tensor."""
     size = {
@@ -311,10 +290,7 @@ def test_packed_projections(kernel, device, form, keys, head_dim, dtype):
     check_attention(kernel, *views)
 
 
-@pytest.mark.parametrize("which", ["q", "k", "v", "qkv"])
-@pytest.mark.parametrize("layout", STRIDED_LAYOUTS)
-@every_head_dim
-@every_16_bit_dtype
+@pairwise(layout=STRIDED_LAYOUTS, which=["q", "k", "v", "qkv"], head_dim=HEAD_DIMS, dtype=HALVES)
 def test_strided_views(kernel, device, layout, which, head_dim, dtype):
     """What belongs to no element of a view is NaN."""
     plain = query_key_value(2, 70, 130, 3, head_dim, dtype, device)
@@ -325,9 +301,7 @@ def test_strided_views(kernel, device, layout, which, head_dim, dtype):
     check_attention(kernel, *tensors)
 
 
-@pytest.mark.parametrize("layout", ["odd_rows", "misaligned"])
-@every_head_dim
-@every_16_bit_dtype
+@pairwise(layout=["odd_rows", "misaligned"], head_dim=HEAD_DIMS, dtype=HALVES)
 def test_tokens_that_are_not_aligned(kernel, device, layout, head_dim, dtype):
     """Heads follow each other without a gap, and tokens are an odd number of elements apart."""
     q, k, v = (
@@ -337,9 +311,7 @@ def test_tokens_that_are_not_aligned(kernel, device, layout, head_dim, dtype):
     check_attention(kernel, *(t.unflatten(2, (3, head_dim)) for t in (q, k, v)))
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "seq", "heads"])
-@pytest.mark.parametrize("which", ["q", "k", "v", "kv"])
-@every_16_bit_dtype
+@pairwise(dim=[0, 1, 2], which=["q", "k", "v", "kv"], dtype=HALVES)
 def test_expanded_dimensions(kernel, device, which, dim, dtype):
     tensors = query_key_value(3, 70, 130, 3, 64, dtype, device)
     tensors = [
@@ -374,10 +346,7 @@ def in_one(*tensors):
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("layout", ["contiguous", *STRIDED_LAYOUTS, "odd_rows", "misaligned"])
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
-@every_head_dim
-@every_16_bit_dtype
+@pairwise(layout=LAYOUTS, key_heads=[1, 2, 4], head_dim=HEAD_DIMS, dtype=HALVES)
 def test_heads_given(kernel, device, layout, key_heads, head_dim, dtype):
     heads = 4
     options = {"dtype": dtype, "device": device, "layout": layout}
@@ -389,9 +358,7 @@ def test_heads_given(kernel, device, layout, key_heads, head_dim, dtype):
     assert torch.equal(out, expected.flatten(2))
 
 
-@few_and_many_queries
-@every_head_dim
-@every_16_bit_dtype
+@pairwise(queries=FEW_AND_MANY, head_dim=HEAD_DIMS, dtype=HALVES)
 def test_heads_given_with_all_options(kernel, device, queries, head_dim, dtype):
     q, k, v = in_one(*query_key_value(2, queries, 300, 2, head_dim, dtype, device))
     options = {
@@ -423,14 +390,6 @@ def test_heads_given_of_empty_tensors(kernel, device, empty):
     assert out.shape == q.shape and not out.any()
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
-@every_16_bit_dtype
-def test_heads_given_compiled(kernel, device, dtype):
-    q, k, v = in_one(*query_key_value(2, 70, 130, 2, 64, dtype, device))
-    compiled = torch.compile(lambda *x: kernel.attention(*x, heads=2) * 2, fullgraph=True)
-    assert torch.equal(compiled(q, k, v), kernel.attention(q, k, v, heads=2) * 2)
-
-
 @every_16_bit_dtype
 def test_gradients_with_heads_given(kernel, device, dtype):
     tensors = [
@@ -451,9 +410,7 @@ def test_gradients_with_heads_given(kernel, device, dtype):
 # Scale
 
 
-@pytest.mark.parametrize("scale", [None, 1e-3, 0.05, 1, 1.7], ids=str)
-@every_head_dim
-@every_16_bit_dtype
+@pairwise(scale=[None, 1e-3, 0.05, 1, 1.7], head_dim=HEAD_DIMS, dtype=HALVES)
 def test_scale(kernel, device, scale, head_dim, dtype):
     tensors = query_key_value(2, 130, 177, 3, head_dim, dtype, device)
     check_attention(kernel, *tensors, scale=scale)
@@ -521,11 +478,7 @@ BIASES = {
 }
 
 
-@pytest.mark.parametrize("keys", [257, 300])
-@pytest.mark.parametrize("kind", BIASES)
-@for_both_bias_dtypes
-@every_head_dim
-@every_16_bit_dtype
+@pairwise(kind=BIASES, keys=[257, 300], bias_dtype=BIAS_DTYPES, head_dim=HEAD_DIMS, dtype=HALVES)
 def test_key_bias(kernel, device, kind, bias_dtype, keys, head_dim, dtype):
     q, k, v = query_key_value(3, 65, keys, 4, head_dim, dtype, device, key_heads=2)
     bias = normal(3, keys, dtype=bias_dtype or dtype, device=device, std=2.0)
@@ -538,21 +491,15 @@ def test_key_bias(kernel, device, kind, bias_dtype, keys, head_dim, dtype):
         assert out[b].any() != is_left_out
 
 
-@pytest.mark.parametrize("keys", [1, 7, 64, 129])
-@for_both_bias_dtypes
-@every_16_bit_dtype
-def test_few_biases(kernel, device, keys, bias_dtype, dtype):
-    q, k, v = query_key_value(2, 70, keys, 2, 64, dtype, device)
-    bias = normal(2, keys, dtype=bias_dtype or dtype, device=device, std=2.0)
-    check_attention(kernel, q, k, v, key_bias=bias)
-
-
-@pytest.mark.parametrize("layout", ["expanded", "misaligned", "odd_rows", "chunk", "unbind"])
-@for_both_bias_dtypes
-@every_16_bit_dtype
-def test_strided_biases(kernel, device, layout, bias_dtype, dtype):
-    q, k, v = query_key_value(3, 70, 177, 2, 64, dtype, device)
-    bias = normal(3, 177, dtype=bias_dtype or dtype, device=device, std=2.0, layout=layout)
+@pairwise(
+    layout=["contiguous", "expanded", "misaligned", "odd_rows", "chunk", "unbind"],
+    keys=[1, 7, 64, 129, 177],
+    bias_dtype=BIAS_DTYPES,
+    dtype=HALVES,
+)
+def test_layouts_of_biases(kernel, device, layout, keys, bias_dtype, dtype):
+    q, k, v = query_key_value(3, 70, keys, 2, 64, dtype, device)
+    bias = normal(3, keys, dtype=bias_dtype or dtype, device=device, std=2.0, layout=layout)
     check_attention(kernel, q, k, v, key_bias=bias)
 
 
@@ -562,10 +509,7 @@ def test_strided_biases(kernel, device, layout, bias_dtype, dtype):
 LENGTHS = [0, 1, 63, 64, 65, 100, 127, 128, 129, 256, 299, 300, 301, INT32_MAX, -1, -(2**31)]
 
 
-@pytest.mark.parametrize("padding", [math.nan, math.inf, 1e4], ids=str)
-@pytest.mark.parametrize("length", LENGTHS)
-@every_head_dim
-@every_16_bit_dtype
+@pairwise(length=LENGTHS, padding=[math.nan, math.inf, 1e4], head_dim=HEAD_DIMS, dtype=HALVES)
 def test_key_lengths(kernel, device, length, padding, head_dim, dtype):
     q, k, v = query_key_value(3, 65, 300, 2, head_dim, dtype, device)
     lengths = [300, length, 177]
@@ -574,18 +518,14 @@ def test_key_lengths(kernel, device, length, padding, head_dim, dtype):
     assert out[1].any() == (length > 0)
 
 
-@pytest.mark.parametrize("length", [0, 1, 129, 299, 300])
-@every_head_dim
-@every_16_bit_dtype
+@pairwise(length=[0, 1, 129, 299, 300], head_dim=HEAD_DIMS, dtype=HALVES)
 def test_key_lengths_of_many_queries(kernel, device, length, head_dim, dtype):
     q, k, v = query_key_value(2, 1025, 300, 4, head_dim, dtype, device, key_heads=2)
     pad_with(math.nan, [length, 200], k, v)
     check_attention(kernel, q, k, v, key_lengths=key_lengths([length, 200], device))
 
 
-@pytest.mark.parametrize("queries", [1, 130])
-@pytest.mark.parametrize("keys", [1, 64, 177])
-@every_16_bit_dtype
+@pairwise(queries=[1, 130], keys=[1, 64, 177], dtype=HALVES)
 def test_key_lengths_of_few_keys(kernel, device, queries, keys, dtype):
     lengths = [keys, 0, 1, keys - 1, keys // 2, keys + 1]
     q, k, v = query_key_value(len(lengths), queries, keys, 2, 64, dtype, device)
@@ -593,9 +533,7 @@ def test_key_lengths_of_few_keys(kernel, device, queries, keys, dtype):
     check_attention(kernel, q, k, v, key_lengths=key_lengths(lengths, device))
 
 
-@pytest.mark.parametrize("length", [1, 65, 200, 300])
-@every_head_dim
-@every_16_bit_dtype
+@pairwise(length=[1, 65, 200, 300], head_dim=HEAD_DIMS, dtype=HALVES)
 def test_key_lengths_are_those_of_shorter_tensors(kernel, device, length, head_dim, dtype):
     q, k, v = query_key_value(1, 65, 300, 2, head_dim, dtype, device)
     out = kernel.attention(q, k, v, key_lengths=key_lengths([length], device))
@@ -604,10 +542,12 @@ def test_key_lengths_are_those_of_shorter_tensors(kernel, device, length, head_d
     torch.testing.assert_close(out, shorter, rtol=0, atol=2 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("lengths", [(300, 100, 0), (64, 128, 257), (1, 300, 200)], ids=str)
-@for_both_bias_dtypes
-@every_head_dim
-@every_16_bit_dtype
+@pairwise(
+    lengths=[(300, 100, 0), (64, 128, 257), (1, 300, 200)],
+    bias_dtype=BIAS_DTYPES,
+    head_dim=HEAD_DIMS,
+    dtype=HALVES,
+)
 def test_bias_and_lengths(kernel, device, lengths, bias_dtype, head_dim, dtype):
     q, k, v = query_key_value(3, 130, 300, 4, head_dim, dtype, device, key_heads=2)
     bias = normal(3, 300, dtype=bias_dtype or dtype, device=device, std=2.0)
@@ -629,20 +569,19 @@ def test_bias_that_leaves_out_what_the_length_leaves(kernel, device):
 # Values
 
 
-@few_and_many_queries
-@pytest.mark.parametrize("std", [0.0, 1e-3, 5.0, 30.0])
-@every_head_dim
-@every_16_bit_dtype
+@pairwise(queries=FEW_AND_MANY, std=[0.0, 1e-3, 5.0, 30.0], head_dim=HEAD_DIMS, dtype=HALVES)
 def test_range_of_scores(kernel, device, queries, std, head_dim, dtype):
     q, k, v = query_key_value(2, queries, 300, 2, head_dim, dtype, device)
     check_attention(kernel, q * std, k, v)
 
 
-@few_and_many_queries
-@pytest.mark.parametrize("order", ["rising", "falling", "peak", "valley"])
-@pytest.mark.parametrize("steepness", [0.01, 0.1, 1.0])
-@every_head_dim
-@every_16_bit_dtype
+@pairwise(
+    queries=FEW_AND_MANY,
+    order=["rising", "falling", "peak", "valley"],
+    steepness=[0.01, 0.1, 1.0],
+    head_dim=HEAD_DIMS,
+    dtype=HALVES,
+)
 def test_order_of_scores(kernel, device, queries, order, steepness, head_dim, dtype):
     """A running maximum changes with every key, or never."""
     keys = 577
@@ -659,10 +598,7 @@ def test_order_of_scores(kernel, device, queries, order, steepness, head_dim, dt
     check_attention(kernel, q, k, v)
 
 
-@few_and_many_queries
-@pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 1000.0])
-@every_head_dim
-@every_16_bit_dtype
+@pairwise(queries=FEW_AND_MANY, value=[0.0, 1.0, -3.0, 1000.0], head_dim=HEAD_DIMS, dtype=HALVES)
 def test_constant_values(kernel, device, queries, value, head_dim, dtype):
     q, k, v = query_key_value(2, queries, 300, 2, head_dim, dtype, device)
     v.fill_(value)
@@ -672,9 +608,7 @@ def test_constant_values(kernel, device, queries, value, head_dim, dtype):
     check_attention(kernel, q, k, v)
 
 
-@pytest.mark.parametrize("factor", [1e-30, 1e-6, 1e-3, 1e3, 3e4, 1e30])
-@few_and_many_queries
-@every_head_dim
+@pairwise(factor=[1e-30, 1e-6, 1e-3, 1e3, 3e4, 1e30], queries=FEW_AND_MANY, head_dim=HEAD_DIMS)
 def test_range_of_values(kernel, device, queries, factor, head_dim):
     """All values, those of one head, or a few of them are far from 1."""
     dtype = torch.bfloat16
@@ -699,10 +633,7 @@ def test_values_beyond_float16(kernel, device, head_dim):
     check_attention(kernel, q, k, v)
 
 
-@pytest.mark.parametrize("gap", [3, 6, 9, 12, 13.2, 15])
-@few_and_many_queries
-@every_head_dim
-@every_16_bit_dtype
+@pairwise(gap=[3, 6, 9, 12, 13.2, 15], queries=FEW_AND_MANY, head_dim=HEAD_DIMS, dtype=HALVES)
 def test_one_key_above_all_others(kernel, device, queries, gap, head_dim, dtype):
     """Many small weights beside a large one, which comes first, in the middle or last."""
     keys = 2000
@@ -748,9 +679,8 @@ def rows_with_peaks(queries, keys, head_dim, highest, device):
     return [t.to(torch.bfloat16) for t in (q, k, v)]
 
 
-@pytest.mark.parametrize("highest", [10, 25, 60, 200, 1000])
-@pytest.mark.parametrize("keys", [300, 1500, 4000])
-@every_head_dim
+@pytest.mark.slow
+@pairwise(highest=[10, 25, 60, 200, 1000], keys=[300, 1500, 4000], head_dim=HEAD_DIMS)
 def test_rows_that_rise_at_different_tiles(kernel, device, keys, highest, head_dim):
     """Neighbouring rows are rescaled at different times, some beyond what float32 holds."""
     check_attention(kernel, *rows_with_peaks(1100, keys, head_dim, highest, device))
@@ -777,9 +707,8 @@ def test_rise_within_a_tile(kernel, device, half, head_dim):
     check_attention(kernel, q, k, v)
 
 
-@pytest.mark.parametrize("gap", [13.5, 14.5, 15.2, 16.5])
-@pytest.mark.parametrize("large", [0, 8063], ids=["first", "last"])
-@every_head_dim
+@pytest.mark.slow
+@pairwise(gap=[13.5, 14.5, 15.2, 16.5], large=[0, 8063], head_dim=HEAD_DIMS)
 def test_thousands_of_keys_far_below_one(kernel, device, large, gap, head_dim):
     """Their probabilities are around the least that float16 holds, and together up to 1% of the row."""
     keys = 8064
@@ -844,19 +773,14 @@ NONFINITE = [
 ]
 
 
-@pytest.mark.parametrize("change", NONFINITE, ids=lambda change: change.__name__)
-@few_and_many_queries
-@every_head_dim
-@every_16_bit_dtype
+@pairwise(change=NONFINITE, queries=FEW_AND_MANY, head_dim=HEAD_DIMS, dtype=HALVES)
 def test_nonfinite_values(kernel, device, queries, change, head_dim, dtype):
     q, k, v = query_key_value(2, queries, 300, 2, head_dim, dtype, device)
     change(q, k, v)
     check_nonfinite(kernel, "attention", q, k, v, slack=torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
-@for_both_bias_dtypes
-@every_16_bit_dtype
+@pairwise(value=[math.nan, math.inf], bias_dtype=BIAS_DTYPES, dtype=HALVES)
 def test_nonfinite_biases(kernel, device, value, bias_dtype, dtype):
     q, k, v = query_key_value(3, 70, 300, 2, 64, dtype, device)
     bias = normal(3, 300, dtype=bias_dtype or dtype, device=device)
@@ -882,8 +806,7 @@ def test_nan_of_any_bits(kernel, device, dtype):
 # Gradients
 
 
-@for_both_bias_dtypes
-@every_16_bit_dtype
+@pairwise(bias_dtype=BIAS_DTYPES, dtype=HALVES)
 def test_gradients_with_padding(kernel, device, bias_dtype, dtype):
     """Keys that are padding, a batch entry without keys and one whose keys all have a bias of -inf."""
     lengths = [5, 0, 7, 9]
@@ -1022,39 +945,6 @@ def test_batch_entries_do_not_meet(kernel, device, dtype):
         torch.testing.assert_close(out[one], alone, rtol=0, atol=2 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("options", ["plain", "bias", "lengths", "both"])
-def test_compile(kernel, device, options):
-    """With every choice of options, and views of a packed projection."""
-    packed = normal(2, 70, 3 * 128, dtype=torch.bfloat16, device=device)
-    bias = normal(2, 70, dtype=torch.float32, device=device)
-    given = {}
-    if options in ("bias", "both"):
-        given["key_bias"] = bias
-    if options in ("lengths", "both"):
-        given["key_lengths"] = key_lengths([70, 33], device)
-
-    def function(packed, given):
-        q, k, v = (t.unflatten(2, (2, 64)) for t in packed.chunk(3, -1))
-        return kernel.attention(q, k, v, **given).flatten(2) + 1
-
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True)
-    with torch.no_grad():
-        assert torch.equal(compiled(packed, given), function(packed, given))
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            other = clone_storage(packed)
-            assert torch.equal(compiled(other, given), function(packed, given))
-
-
-@pytest.mark.parametrize("dims", [(2, 5, 7, 3), (1, 1, 1, 1), (2, 5, 0, 3), (0, 5, 7, 3)], ids=str)
-def test_fake_results(kernel, device, dims):
-    """Contiguous, whatever the query's strides."""
-    tensors = query_key_value(*dims, 64, torch.bfloat16, device, layout="transposed")
-    fake = kernel.attention(*map(on_meta, tensors))
-    out = kernel.attention(*tensors)
-    assert (fake.shape, fake.dtype, fake.stride()) == (out.shape, out.dtype, out.stride())
-
-
 @pytest.mark.sanitize
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize(
@@ -1068,7 +958,7 @@ def test_fake_results(kernel, device, dims):
         ((1, 1025, 300, 2, 1), 64, "chunk", torch.bfloat16),
         ((1, 1025, 257, 1, 1), 128, "contiguous", torch.bfloat16),
     ],
-    ids=lambda value: dtype_text(value) if isinstance(value, torch.dtype) else str(value),
+    ids=str,
 )
 def test_smoke(kernel, device, shape, head_dim, layout, dtype):
     batch, queries, keys, heads, key_heads = shape

@@ -1,135 +1,329 @@
-"""Derivatives of the operations in the ways of asking for them that requires_grad does not show:
-forward mode, and the transforms of torch.func in one another and within a compiled function."""
+"""Derivatives: of the formula, after a forward on the kernels; by the formula alone in forward mode and in
+transforms of torch.func."""
 
 import functools
+import math
 
 import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
+import eager
 import references
-from checks import as_tuple, map_tensors, tensors_of
+from checks import (
+    ACCURACY_CONTRACT,
+    as_tuple,
+    assert_same_bits,
+    clone_storage,
+    map_tensors,
+    tensors_of,
+)
 from inputs import (
     CALLS,
-    HEADS_GIVEN,
+    DTYPES,
+    OPERATIONS,
     QK_OPERATIONS,
+    WITH_OUT,
     for_operations,
+    operation_of,
+    pairwise,
     sample,
     widest_dtype,
+    without_optional,
+    writing_call,
 )
-from test_contracts import assert_same_bits, differentiable
 
-every_operation = pytest.mark.parametrize("name", CALLS)
-TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+every_call = pytest.mark.parametrize("name", CALLS)
+SMALL = {"shape": (2, 5, 64), "heads": 2}
+# Relative L2 errors of derivatives.
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+DIFFERENTIATED = (
+    "where an input requires grad, carries a tangent or is in a transform of torch.func"
+)
 
 
 def small_call(kernel, device, name, dtype=None):
-    return sample(
-        kernel, name, dtype=dtype or widest_dtype(name), device=device, shape=(2, 5, 64), heads=2
-    )
+    return sample(kernel, name, dtype=dtype or widest_dtype(name), device=device, **SMALL)
+
+
+def is_differentiable(tensor):
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def in_double(tensor):
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def exactly(arguments):
+    """In float64, but for coordinates and frequencies, of which the product is one of float32."""
+    exact, rope = map_tensors(in_double, arguments), arguments.get("rope")
+    return {**exact, "rope": rope} if hasattr(rope, "frequencies") else exact
 
 
 def of_differentiable(function, arguments):
-    """The call as a function of its differentiable arguments alone, and these."""
-    leaves = differentiable(arguments)
+    """The call as a function of its differentiable tensors alone, also of those in pairs; and these."""
+    leaves = [t for t in tensors_of(arguments) if is_differentiable(t)]
 
     def call(*values):
-        return as_tuple(function(**{**arguments, **dict(zip(leaves, values, strict=True))}))
+        given = iter(values)
+        changed = map_tensors(lambda t: next(given) if is_differentiable(t) else t, arguments)
+        return as_tuple(function(**changed))
 
-    return call, tuple(leaves.values())
+    return call, leaves
+
+
+def gradients(function, arguments, tangents, **options):
+    call, leaves = of_differentiable(function, arguments)
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    outs = call(*leaves)
+    tangents = [t.to(out.dtype) for t, out in zip(tangents, outs, strict=True)]
+    return torch.autograd.grad(outs, leaves, tangents, **options)
+
+
+def relative_error(value, exact):
+    return ((value.to(exact.dtype) - exact).norm() / exact.norm()).item()
 
 
 def assert_derivative(out, expected, dtype, what=""):
-    error = (out.double() - expected).norm() / expected.norm()
+    error = relative_error(out, expected)
     assert error <= TOLERANCES[dtype], f"{what}: relative error {error:.3g}"
 
 
-@for_operations(CALLS, list(TOLERANCES))
+# --------------------------------------------------------------------------------------------------
+# Gradients
+
+
+def check_gradients(kernel, name, arguments):
+    """Against float64, beside those of the eager expression; of few elements the ratio has some noise."""
+    operation = operation_of(name)
+    dtype = next(tensors_of(arguments)).dtype
+    reference = getattr(references, operation)
+    exact = exactly(arguments)
+    tangents = [torch.randn_like(out) for out in as_tuple(reference(**exact))]
+    tangents = [tangent.to(dtype) for tangent in tangents]
+    expected = gradients(reference, exact, tangents)
+    theirs = gradients(getattr(eager, operation), arguments, tangents)
+    ours = gradients(getattr(kernel, operation), arguments, tangents)
+    leaves = [t for t in tensors_of(arguments) if is_differentiable(t)]
+    for i, (leaf, one, other, true) in enumerate(zip(leaves, ours, theirs, expected, strict=True)):
+        assert one.dtype == leaf.dtype and one.shape == leaf.shape
+        error, limit = relative_error(one, true), relative_error(other, true)
+        limit *= ACCURACY_CONTRACT * (1 + 3 / math.sqrt(one.numel()))
+        assert error <= TOLERANCES[dtype], f"gradient {i}: relative error {error:.3g}"
+        assert error <= limit or error < 1e-9, f"gradient {i}: error {error:.3g}, limit {limit:.3g}"
+
+
+@pairwise(name=CALLS, dtype=DTYPES)
+def test_gradients(kernel, device, name, dtype):
+    dtype = min(dtype, widest_dtype(name), key=lambda d: d.itemsize)
+    _, arguments = sample(kernel, name, dtype=dtype, device=device, shape=(2, 64, 512))
+    check_gradients(kernel, name, arguments)
+
+
+@pairwise(name=OPERATIONS, dtype=DTYPES)
+def test_gradients_with_nothing_optional(kernel, device, name, dtype):
+    dtype = min(dtype, widest_dtype(name), key=lambda d: d.itemsize)
+    _, arguments = sample(kernel, name, dtype=dtype, device=device, shape=(2, 64, 512))
+    check_gradients(kernel, name, without_optional(name, arguments))
+
+
+@pytest.mark.kernels_ci
+@pairwise(name=CALLS, dtype=DTYPES, layout=["contiguous", "chunk", "transposed", "expanded"])
+def test_the_forward_is_that_of_the_kernel(kernel, device, name, dtype, layout):
+    """Bit for bit, with gradients or without."""
+    dtype = min(dtype, widest_dtype(name), key=lambda d: d.itemsize)
+    function, arguments = sample(kernel, name, dtype=dtype, device=device, layout=layout, **SMALL)
+    expected = function(**arguments)
+    for leaf in tensors_of(arguments):
+        if is_differentiable(leaf):
+            leaf.requires_grad_()
+    outs = as_tuple(function(**arguments))
+    assert all(out.requires_grad for out in outs)
+    assert_same_bits([out.detach() for out in outs], expected)
+    assert [out.stride() for out in outs] == [out.stride() for out in as_tuple(expected)]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            outs = as_tuple(function(**arguments))
+        assert not any(out.requires_grad for out in outs)
+        assert_same_bits(outs, expected)
+
+
+@every_call
+def test_gradient_of_each_input_alone(kernel, device, name):
+    function, arguments = small_call(kernel, device, name)
+    call, leaves = of_differentiable(function, arguments)
+    whole = torch.autograd.grad(
+        sum(out.sum() for out in call(*(leaf.requires_grad_() for leaf in leaves))), leaves
+    )
+    leaves = [leaf.detach() for leaf in leaves]
+    for i, leaf in enumerate(leaves):
+        leaf.requires_grad_()
+        outs = call(*leaves)
+        loss = sum(out.sum() for out in outs if out.requires_grad)
+        (gradient,) = torch.autograd.grad(loss, [leaf])
+        torch.testing.assert_close(gradient, whole[i], rtol=0.02, atol=0.02)
+        leaf.requires_grad_(False)
+    assert not any(out.requires_grad for out in call(*leaves))
+
+
+@every_call
+def test_double_backward(kernel, device, name):
+    """Of a product of the gradient, against that of the float64 reference."""
+    function, arguments = small_call(kernel, device, name)
+    dtype = widest_dtype(name)
+    reference = getattr(references, operation_of(name))
+    exact = exactly(arguments)
+    tangents = [torch.randn_like(out) for out in as_tuple(function(**arguments))]
+    factors = [torch.randn_like(t) for t in tensors_of(arguments) if is_differentiable(t)]
+    results = []
+    for one, given in ((function, arguments), (reference, exact)):
+        call, leaves = of_differentiable(one, given)
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        outs = call(*leaves)
+        cotangents = [t.to(o.dtype).requires_grad_() for t, o in zip(tangents, outs, strict=True)]
+        first = torch.autograd.grad(outs, leaves, cotangents, create_graph=True)
+        product = sum((g * f.to(g.dtype)).sum().real for g, f in zip(first, factors, strict=True))
+        second = torch.autograd.grad(product, [*leaves, *cotangents], allow_unused=True)
+        results.append(second)
+    for i, (out, expected) in enumerate(zip(*results, strict=True)):
+        if out is None or expected is None:  # where the operation is linear
+            assert all(t is None or not t.any() for t in (out, expected)), i
+            continue
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
+        error = (out.to(expected.dtype) - expected).norm()
+        assert error <= tolerance * expected.norm() + 1e-6, f"{i}: {error:.3g}"
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_compiled_gradients(kernel, device, name):
+    function, arguments = small_call(kernel, device, name)
+    tangents = [torch.randn_like(out) for out in as_tuple(function(**arguments))]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda given: function(**given), fullgraph=True, backend="aot_eager")
+    ours = gradients(lambda **given: compiled(given), arguments, tangents)
+    for one, other in zip(ours, gradients(function, arguments, tangents), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@every_call
+def test_an_input_changed_before_backward_is_noticed(kernel, device, name):
+    function, arguments = small_call(kernel, device, name)
+    leader = next(tensors_of(arguments))
+    x = leader.clone().requires_grad_() * 1
+    outs = as_tuple(function(**{**arguments, next(iter(arguments)): x}))
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        sum(out.float().sum() for out in outs).backward()
+
+
+WRITING = [(name, False) for name in (*WITH_OUT, *QK_OPERATIONS)]
+WRITING += [(name, True) for name in QK_OPERATIONS]
+every_writing = pytest.mark.parametrize(("name", "in_place"), WRITING)
+
+
+def written_by(arguments):
+    return as_tuple(arguments["out"]) if "out" in arguments else (arguments["q"], arguments["k"])
+
+
+@every_writing
+def test_autograd_sees_what_is_written(kernel, device, name, in_place):
+    """A backward that needs the values from before is refused, as for PyTorch's own operators."""
+    options = {"dtype": widest_dtype(name), "device": device, **SMALL}
+    function, arguments = writing_call(kernel, name, in_place=in_place, **options)
+    outs = written_by(arguments)
+    versions = [out._version for out in outs]
+    losses = [(out * torch.ones_like(out, requires_grad=True)).sum() for out in outs]
+    function(**arguments)
+    assert [out._version for out in outs] == [version + 1 for version in versions]
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def refused_in(kind, function, arguments, key):
+    """Calls with a derivative taken of one argument, or within a transform."""
+    value = arguments[key]
+    if kind == "grad":
+        given = map_tensors(lambda t: t.detach().requires_grad_(t is value), arguments)
+        return function(**given)
+    if kind == "tangent":
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(value, torch.ones_like(value))
+            return function(**{**arguments, key: dual})
+    if kind == "vmap":
+        return vmap(lambda one: function(**{**arguments, key: one}))(value[None])
+    return grad(lambda one: function(**{**arguments, key: one})[0].sum())(value)
+
+
+@every_writing
+@pytest.mark.parametrize("kind", ["grad", "tangent", "vmap", "func"])
+def test_writing_is_refused_where_a_derivative_is_taken(kernel, device, name, in_place, kind):
+    options = {"dtype": widest_dtype(name), "device": device, **SMALL}
+    function, arguments = writing_call(kernel, name, in_place=in_place, **options)
+    argument, accepted, got = ("inplace", "False", "True") if in_place else ("out", "None", "")
+    text = f"^{operation_of(name)}: {argument} must be {accepted} {DIFFERENTIATED}, got .*{got}"
+    keys = [key for key, value in arguments.items() if isinstance(value, torch.Tensor)]
+    keys = [key for key in keys if arguments[key].is_floating_point()]
+    for key in keys if kind == "grad" else keys[:1]:
+        given = map_tensors(clone_storage, arguments)
+        before = [out.clone() for out in written_by(given)]
+        with pytest.raises(ValueError, match=text):
+            refused_in(kind, function, given, key)
+        assert_same_bits(written_by(given), before)
+
+
+# --------------------------------------------------------------------------------------------------
+# Forward mode
+
+
+@for_operations(CALLS, [torch.float32, torch.bfloat16])
 def test_jvp(kernel, device, name, dtype):
     function, arguments = small_call(kernel, device, name, dtype)
     call, leaves = of_differentiable(function, arguments)
     tangents = tuple(torch.randn_like(leaf) for leaf in leaves)
-    outs, derivatives = jvp(call, leaves, tangents)
-    exact, _ = of_differentiable(getattr(references, function.__name__), arguments)
-    in_double = [tuple(t.double() for t in tensors) for tensors in (leaves, tangents)]
-    expected_outs, expected = jvp(exact, *in_double)
-    for out, reference in zip(outs, expected_outs, strict=True):
-        assert_derivative(out, reference, dtype, "result")
-    for derivative, reference in zip(derivatives, expected, strict=True):
-        assert derivative.dtype == dtype
-        assert_derivative(derivative, reference, dtype, "derivative")
+    outs, derivatives = jvp(call, tuple(leaves), tangents)
+    exact, values = of_differentiable(getattr(references, operation_of(name)), exactly(arguments))
+    wide = [t.to(value.dtype) for t, value in zip(tangents, values, strict=True)]
+    expected_outs, expected = jvp(exact, tuple(values), tuple(wide))
+    for out, reference in zip([*outs, *derivatives], [*expected_outs, *expected], strict=True):
+        assert out.dtype == dtype
+        assert_derivative(out, reference, dtype)
 
 
-@every_operation
+@every_call
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 def test_tangent_of_each_input_alone(kernel, device, name, mode):
     function, arguments = small_call(kernel, device, name)
-    count = sum(t.is_floating_point() for t in tensors_of(arguments))
-    for index in range(count):
+    call, leaves = of_differentiable(function, arguments)
+    for i, leaf in enumerate(leaves):
         with mode(), forward_ad.dual_level():
-            given = iter(range(len(list(tensors_of(arguments)))))
-
-            def with_tangent(tensor, given=given, index=index):
-                is_chosen = tensor.is_floating_point() and next(given) == index
-                return (
-                    forward_ad.make_dual(tensor, torch.rand_like(tensor)) if is_chosen else tensor
-                )
-
-            outs = as_tuple(function(**map_tensors(with_tangent, arguments)))
+            dual = forward_ad.make_dual(leaf, torch.rand_like(leaf))
+            outs = call(*leaves[:i], dual, *leaves[i + 1 :])
             tangents = [forward_ad.unpack_dual(out).tangent for out in outs]
             assert any(tangent is not None and tangent.any() for tangent in tangents)
 
 
-@every_operation
-def test_no_tangent_takes_the_kernel(kernel, device, name):
-    function, arguments = small_call(kernel, device, name)
-    expected = function(**arguments)
-    other = torch.ones(3, device=device)
-    with forward_ad.dual_level():
-        forward_ad.make_dual(other, other)
-        assert_same_bits(function(**arguments), expected)
-        duals = map_tensors(
-            lambda t: forward_ad.make_dual(t, t) if t.is_floating_point() else t, arguments
-        )
-        with forward_ad._set_fwd_grad_enabled(False):
-            assert_same_bits(function(**duals), expected)
-
-
-@pytest.mark.parametrize("name", QK_OPERATIONS)
-def test_in_place_where_an_input_carries_a_tangent(kernel, device, name):
-    function, arguments = small_call(kernel, device, name)
-    before = arguments["q"].clone()
-    with forward_ad.dual_level():
-        k = forward_ad.make_dual(arguments["k"], torch.ones_like(arguments["k"]))
-        with pytest.raises(ValueError, match="qk_norm_rope: inplace must be False .* tangent, got"):
-            function(**{**arguments, "k": k}, inplace=True)
-    assert torch.equal(arguments["q"], before)
-
-
-@every_operation
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_jvp_compiled(kernel, device, name):
     function, arguments = small_call(kernel, device, name)
     call, leaves = of_differentiable(function, arguments)
     tangents = tuple(torch.randn_like(leaf) for leaf in leaves)
     torch._dynamo.reset()
-    # The graph is what is in question; the code that is made of it on a CPU is Torch's own, and slow to make.
-    backend = "inductor" if device == "cuda" else "aot_eager"
     compiled = torch.compile(
-        lambda *given: jvp(call, given, tangents), fullgraph=True, backend=backend
+        lambda *given: jvp(call, given, tangents), fullgraph=True, backend="aot_eager"
     )
-    outs, expected = compiled(*leaves), jvp(call, leaves, tangents)
+    outs, expected = compiled(*leaves), jvp(call, tuple(leaves), tangents)
     for out, reference in zip(tensors_of(outs), tensors_of(expected), strict=True):
         assert_derivative(out, reference.double(), widest_dtype(name))
 
 
 def one_row(kernel, name, device):
     """A function of one tensor, and that tensor, few enough elements for all second derivatives."""
-    if name in ("attention", HEADS_GIVEN):
+    if name == "attention":
         x = torch.randn(1, 2, 1, 64, device=device).bfloat16()
-        if name == HEADS_GIVEN:
-            x = x.flatten(2)
-            return lambda q: kernel.attention(q, x, x.sin(), heads=1), torch.randn_like(x)
         return lambda q: kernel.attention(q, x, x.sin()), torch.randn_like(x)
     function, arguments = sample(
         kernel, name, dtype=torch.float32, device=device, shape=(1, 1, 12), heads=1
@@ -138,11 +332,11 @@ def one_row(kernel, name, device):
     return lambda value: as_tuple(function(**{**arguments, key: value}))[0], arguments[key]
 
 
-@every_operation
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_jacobians_and_hessian(kernel, device, name):
     function, x = one_row(kernel, name, device)
     tolerances = {"rtol": 1e-4, "atol": 1e-5}
-    if name in ("attention", HEADS_GIVEN):
+    if name == "attention":
         tolerances = {"rtol": 0.02, "atol": 0.02}
     forward = jacfwd(function)(x)
     assert forward.any()
@@ -152,6 +346,54 @@ def test_jacobians_and_hessian(kernel, device, name):
         return function(value).float().square().sum()
 
     torch.testing.assert_close(hessian(loss)(x), jacrev(jacfwd(loss))(x), **tolerances)
+
+
+# --------------------------------------------------------------------------------------------------
+# Transforms of torch.func
+
+SAMPLES = 3
+
+
+def varied(tensor, dim):
+    """Samples along `dim`, each other than the others."""
+    if tensor.dtype == torch.int32:
+        return torch.stack([tensor - i for i in range(SAMPLES)], dim)
+    return torch.stack([tensor * (1 + i / 4) for i in range(SAMPLES)], dim)
+
+
+# Which tensors of a call have samples.
+BATCHED = {
+    "every": lambda i, count: True,
+    "first": lambda i, count: i == 0,
+    "last": lambda i, count: i == count - 1,
+    "all_but_first": lambda i, count: i > 0 or count == 1,
+    "even": lambda i, count: i % 2 == 0,
+}
+
+
+@pairwise(name=CALLS, batched=BATCHED, dim=[0, 1, -1])
+def test_vmap(kernel, device, name, batched, dim):
+    function, arguments = small_call(kernel, device, name)
+    tensors = list(tensors_of(arguments))
+
+    def call(*values):
+        given = iter(values)
+        return as_tuple(function(**map_tensors(lambda _: next(given), arguments)))
+
+    in_dims = [
+        (dim if dim >= 0 else tensor.dim()) if BATCHED[batched](i, len(tensors)) else None
+        for i, tensor in enumerate(tensors)
+    ]
+    several = [t if d is None else varied(t, d) for t, d in zip(tensors, in_dims, strict=True)]
+    outs = vmap(call, in_dims=tuple(in_dims))(*several)
+    for i in range(SAMPLES):
+        one = [
+            t if d is None else t.select(d, i).contiguous()
+            for t, d in zip(several, in_dims, strict=True)
+        ]
+        for out, expected in zip(outs, call(*one), strict=True):
+            tolerance = 0.02 if out.dtype == torch.bfloat16 else 2e-5
+            torch.testing.assert_close(out[i], expected, rtol=tolerance, atol=tolerance)
 
 
 SEEN_ONLY_INSIDE = {

@@ -7,19 +7,14 @@ import torch
 
 import references
 from checks import FLOAT32_ARITHMETIC, assert_rounded_once, check, check_nonfinite
-from inputs import (
-    LAYOUTS,
-    MIXTURES,
-    every_16_bit_dtype,
-    every_dtype,
-    mixed,
-    normal,
-)
+from inputs import DTYPES, LAYOUTS, MIXTURES, every_dtype, mixed, normal, pairwise
 
 every_memory = pytest.mark.parametrize(
     "is_last", [False, True], ids=["contiguous", "channels_last"]
 )
 every_activation = pytest.mark.parametrize("activation", ["none", "silu"])
+IS_LAST, SILU = [False, True], ["none", "silu"]
+OPTIONAL = ["weight", "bias", "channel_bias"]
 # (batch, channels, height, width) in SDXL's U-Net and its autoencoder.
 MODEL_SHAPES = [(2, 320, 128, 128), (2, 640, 64, 64), (2, 1280, 32, 32), (2, 2560, 32, 32)]
 MODEL_SHAPES += [(2, 1920, 64, 64), (2, 512, 64, 64), (1, 128, 256, 256)]
@@ -73,6 +68,7 @@ def check_group_norm(kernel, x, groups, is_last, **options):
     return check(kernel, "group_norm", x, groups, is_channels_last=is_last, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
 @every_memory
 @every_dtype
@@ -81,38 +77,34 @@ def test_shapes_of_models(kernel, device, shape, is_last, dtype):
     check_group_norm(kernel, x, 32, is_last, **everything(x), activation="silu")
 
 
-@pytest.mark.parametrize("pixels", PIXELS)
-@pytest.mark.parametrize(("channels", "groups"), GROUPS, ids=str)
-@every_memory
-@every_dtype
-def test_groups_and_pixels(kernel, device, channels, groups, pixels, is_last, dtype):
-    x = laid_out(spread((3, channels, pixels), groups, dtype, device), is_last)
-    check_group_norm(kernel, x, groups, is_last)
-    check_group_norm(kernel, x, groups, is_last, **everything(x), activation="silu")
+@pairwise(size=GROUPS, pixels=PIXELS, is_last=IS_LAST, dtype=DTYPES, activation=[None, *SILU])
+def test_groups_and_pixels(kernel, device, size, pixels, is_last, dtype, activation):
+    """With everything that may be left out, and an activation or none; or with nothing of it."""
+    channels, groups = size
+    batch = 1 if channels * pixels > 2**21 else 3
+    x = laid_out(spread((batch, channels, pixels), groups, dtype, device), is_last)
+    options = {**everything(x), "activation": activation} if activation else {}
+    check_group_norm(kernel, x, groups, is_last, **options)
 
 
-@pytest.mark.parametrize(
-    "shape", [(3, 24), (3, 24, 35), (3, 24, 5, 7), (2, 24, 3, 5, 7), (2, 24, 1, 7, 1, 5)], ids=str
+SHAPES = [(3, 24), (3, 24, 35), (3, 24, 5, 7), (2, 24, 3, 5, 7), (2, 24, 1, 7, 1, 5), (3, 24, 8, 8)]
+
+
+@pairwise(
+    shape=[*SHAPES, (3, 320, 16, 16)],
+    layout=MEMORY,
+    is_last=IS_LAST,
+    activation=SILU,
+    vectors=["contiguous", "misaligned"],
+    dtype=DTYPES,
 )
-@every_memory
-@every_activation
-@every_dtype
-def test_dimensions(kernel, device, shape, is_last, activation, dtype):
-    x = laid_out(spread(shape, 3, dtype, device), is_last)
-    out = check_group_norm(kernel, x, 3, is_last, **everything(x), activation=activation)
+def test_layouts(kernel, device, shape, layout, is_last, activation, vectors, dtype):
+    x = laid_out(spread(shape, 8, dtype, device), is_last, layout)
+    options = {**everything(x, layout=vectors), "activation": activation}
+    out = check_group_norm(kernel, x, 8, is_last, **options)
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     if is_last and len(shape) in formats:
-        assert x.is_contiguous(memory_format=formats[len(shape)])
         assert out.is_contiguous(memory_format=formats[len(shape)])
-
-
-@pytest.mark.parametrize("layout", MEMORY)
-@pytest.mark.parametrize("shape", [(3, 24, 5, 7), (3, 24, 8, 8), (3, 320, 16, 16)], ids=str)
-@every_memory
-@every_dtype
-def test_views(kernel, device, layout, shape, is_last, dtype):
-    x = laid_out(spread(shape, 8, dtype, device), is_last, layout)
-    check_group_norm(kernel, x, 8, is_last, **everything(x, layout="misaligned"))
 
 
 @every_memory
@@ -146,31 +138,29 @@ def test_strided_channel_bias(kernel, device, is_last, dtype):
         check_group_norm(kernel, x, 3, is_last, channel_bias=added)
 
 
-@pytest.mark.parametrize("given", ["weight", "bias", "channel_bias"])
-@every_memory
-@every_activation
-@every_dtype
-def test_each_optional_alone(kernel, device, given, is_last, activation, dtype):
-    x = laid_out(spread((2, 32, 5, 7), 4, dtype, device), is_last)
-    options = {given: everything(x)[given], "activation": activation}
-    check_group_norm(kernel, x, 4, is_last, **options)
-
-
-@pytest.mark.parametrize("given", ["weight", "bias", "channel_bias", *MIXTURES])
-@pytest.mark.parametrize("channels", [24, 30])
-@pytest.mark.parametrize("layout", ["contiguous", "misaligned"])
-@every_memory
-@every_16_bit_dtype
-def test_float32_beside_16_bits(kernel, device, given, channels, layout, is_last, dtype):
+@pairwise(
+    given=[*OPTIONAL, *MIXTURES],
+    channels=[24, 30],
+    layout=["contiguous", "misaligned"],
+    is_last=IS_LAST,
+    activation=SILU,
+    dtype=DTYPES,
+)
+def test_each_optional_alone_and_float32(
+    kernel, device, given, channels, layout, is_last, activation, dtype
+):
+    """One of them, or all, those of a mixture in float32 beside x of 16 bits."""
     x = laid_out(spread((3, channels, 20, 20), 6, dtype, device), is_last)
     options = everything(x, torch.float32, layout)
-    options = mixed(given, options, dtype) if given in MIXTURES else {given: options[given]}
-    check_group_norm(kernel, x, 6, is_last, **options, activation="silu")
+    if given in MIXTURES:
+        options = mixed(given, options, dtype)
+    else:
+        options = {given: options[given]}
+        check_group_norm(kernel, x, 6, is_last, **{given: options[given].to(dtype)})
+    check_group_norm(kernel, x, 6, is_last, **options, activation=activation)
 
 
-@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-6, 1e-3, 1.0])
-@every_memory
-@every_dtype
+@pairwise(eps=[0.0, 1e-12, 1e-6, 1e-3, 1.0], is_last=IS_LAST, dtype=DTYPES)
 def test_eps(kernel, device, eps, is_last, dtype):
     # Of many groups, as in float32 the error is that of their statistics.
     x = laid_out(normal(8, 256, 16, 16, dtype=dtype, device=device, std=0.02), is_last)
@@ -182,13 +172,10 @@ def test_default_eps(kernel, device):
     check_group_norm(kernel, x, 8, False)
 
 
-@pytest.mark.parametrize(
-    ("channels", "groups", "pixels"), [(320, 32, 4096), (64, 32, 64), (30, 3, 255)]
-)
-@every_memory
-@every_dtype
-def test_values_far_from_zero(kernel, device, channels, groups, pixels, is_last, dtype):
+@pairwise(size=[(320, 32, 4096), (64, 32, 64), (30, 3, 255)], is_last=IS_LAST, dtype=DTYPES)
+def test_values_far_from_zero(kernel, device, size, is_last, dtype):
     """A mean of squares less the square of the mean would have no digit left."""
+    channels, groups, pixels = size
     mean = 1000.0 if dtype == torch.float32 else 100.0
     x = normal(2, channels, pixels, dtype=dtype, device=device, mean=mean)
     x[:, ::2] -= 2 * x[:, ::2] * (torch.arange(2, device=device) % 2)[:, None, None]
@@ -198,9 +185,7 @@ def test_values_far_from_zero(kernel, device, channels, groups, pixels, is_last,
     check_group_norm(kernel, x, groups, is_last, **everything(x), slack=4e-7 * mean)
 
 
-@pytest.mark.parametrize("factor", [30.0, 1000.0])
-@every_memory
-@every_dtype
+@pairwise(factor=[30.0, 1000.0], is_last=IS_LAST, dtype=DTYPES)
 def test_channels_far_from_the_others(kernel, device, factor, is_last, dtype):
     """As trained models have them: a few channels have by far the largest values, or means."""
     x = normal(2, 320, 32, 32, dtype=torch.float32, device=device)
@@ -211,9 +196,7 @@ def test_channels_far_from_the_others(kernel, device, factor, is_last, dtype):
     check_group_norm(kernel, x, 32, is_last, **parameters(320, dtype, device), activation="silu")
 
 
-@pytest.mark.parametrize("pixels", [1, 7, 4096])
-@every_memory
-@every_dtype
+@pairwise(pixels=[1, 7, 4096], is_last=IS_LAST, dtype=DTYPES)
 def test_groups_of_one_value(kernel, device, pixels, is_last, dtype):
     values = torch.tensor([0.0, 1.0, -3.0, 0.1, 1000.1], device=device).to(dtype)
     x = laid_out(values[:, None, None].expand(5, 24, pixels), is_last)
@@ -221,11 +204,13 @@ def test_groups_of_one_value(kernel, device, pixels, is_last, dtype):
     assert_rounded_once(out, of_channels["bias"].double()[:, None].expand(5, 24, pixels))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
-@pytest.mark.parametrize("shape", [(4, 24, 5, 7), (4, 320, 16, 16)], ids=str)
-@every_memory
-@every_activation
-@every_dtype
+@pairwise(
+    value=[math.nan, math.inf, -math.inf],
+    shape=[(4, 24, 5, 7), (4, 320, 16, 16)],
+    is_last=IS_LAST,
+    activation=SILU,
+    dtype=DTYPES,
+)
 def test_nonfinite_values(kernel, device, value, shape, is_last, activation, dtype):
     """In the first, a middle and the last place of a group; the other groups are as they were."""
     x = normal(*shape, dtype=dtype, device=device)
@@ -236,10 +221,7 @@ def test_nonfinite_values(kernel, device, value, shape, is_last, activation, dty
     check_nonfinite(kernel, "group_norm", x, 8, **options)
 
 
-@pytest.mark.parametrize("given", ["weight", "bias", "channel_bias"])
-@every_memory
-@every_activation
-@every_dtype
+@pairwise(given=OPTIONAL, is_last=IS_LAST, activation=SILU, dtype=DTYPES)
 def test_nonfinite_parameters(kernel, device, given, is_last, activation, dtype):
     x = laid_out(normal(2, 24, 5, 7, dtype=dtype, device=device), is_last)
     options = everything(x)
@@ -274,11 +256,11 @@ def test_silu_of_large_values(kernel, device, dtype):
     check_group_norm(kernel, x, 2, False, **options, slack=slack)
 
 
-@pytest.mark.parametrize(
-    "shape", [(0, 32, 4, 4), (2, 0, 4, 4), (2, 32, 0, 4), (2, 32, 4, 0), (0, 32), (2, 0)], ids=str
+@pairwise(
+    shape=[(0, 32, 4, 4), (2, 0, 4, 4), (2, 32, 0, 4), (2, 32, 4, 0), (0, 32), (2, 0)],
+    is_last=IS_LAST,
+    dtype=DTYPES,
 )
-@every_memory
-@every_dtype
 def test_empty_tensors(kernel, device, shape, is_last, dtype):
     x = torch.empty(shape, dtype=dtype, device=device)
     if is_last and len(shape) == 4:
@@ -300,13 +282,13 @@ def test_vmap_of_images(kernel, device, dim, is_last):
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 3, 4), (2, 8, 12), (2, 8, 2, 3, 2)], ids=str)
-def test_the_formula_keeps_channels_last(kernel, device, shape):
+def test_gradients_keep_channels_last(kernel, device, shape):
     x = laid_out(spread(shape, 2, torch.float32, device), True)
     options = {**everything(x), "activation": "silu"}
-    expected = kernel.group_norm(x, 2, **options)
     out = kernel.group_norm(x.requires_grad_(), 2, **options)
-    assert out.requires_grad and out.stride() == expected.stride() == x.stride()
-    torch.testing.assert_close(out, expected)
+    assert out.requires_grad and out.stride() == x.stride()
+    (gradient,) = torch.autograd.grad(out.square().sum(), [x])
+    assert gradient.shape == x.shape
 
 
 @every_memory

@@ -1,4 +1,6 @@
-"""rms_norm and layer_norm."""
+"""Norms of rows, their modulation once or twice, and the gated residual before them: one kernel template."""
+
+import math
 
 import pytest
 import torch
@@ -6,84 +8,225 @@ import torch
 import eager
 from checks import FLOAT32_ARITHMETIC, check, check_nonfinite, poison_memory
 from inputs import (
+    DTYPES,
     LAYOUTS,
     MIXTURES,
-    SIZES,
-    SMALL_SIZES,
+    MODULATIONS,
+    ROW_NORMS,
     STRIDED_LAYOUTS,
-    affine,
+    TABLE,
     every_16_bit_dtype,
     every_dtype,
     mixed,
+    modulation,
     normal,
+    optional_tensors,
+    pairwise,
     rows_of,
     spread,
 )
 
-every_norm = pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+NORMS = [name for name in ROW_NORMS if "norm" in name]
+LAYER_NORMS = [name for name in NORMS if "layer_norm" in name]
+every_operation = pytest.mark.parametrize("name", ROW_NORMS)
+every_norm = pytest.mark.parametrize("name", NORMS)
+every_nonfinite = pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+
+# Rows of few values; then those that registers hold, that shared memory holds, and that several
+# multiprocessors hold, on and off multiples of a vector; and longer ones.
+SIZES = [
+    1,
+    2,
+    3,
+    7,
+    8,
+    63,
+    64,
+    65,
+    128,
+    256,
+    1000,
+    1536,
+    2048,
+    2432,
+    3072,
+    4096,
+    5120,
+    6144,
+    8192,
+    8200,
+]
+SIZES += [10240, 16384, 20480, 32768, 32776, 40000, 65528, 65536, 70001, 131080, 800_000, 1_000_000]
+SMALL, LONG = 63, 32776
+# Rows that registers hold, that shared memory holds, and that nothing holds or packs do not reach.
+GENERAL_SIZES = [7, 65, 256, 1536, 2432, 5120, 10240, 40000, 70001]
+
+# Which of what may be left out is given, by its place.
+GIVEN = {
+    "all": lambda index, last: True,
+    "none": lambda index, last: False,
+    "even": lambda index, last: index % 2 == 0,
+    "odd": lambda index, last: index % 2 == 1,
+    "first": lambda index, last: index == 0,
+    "last": lambda index, last: index == last,
+    "all_but_first": lambda index, last: index > 0,
+    "all_but_last": lambda index, last: index < last,
+}
 
 
-@every_norm
-@pytest.mark.parametrize("hidden", SMALL_SIZES)
-@every_dtype
-def test_small_sizes(kernel, device, name, hidden, dtype):
-    x = spread(5, 3, hidden, dtype=dtype, device=device)
-    check(kernel, name, x)
-    check(kernel, name, x, **affine(name, hidden, dtype, device))
+def row_call(name, shape, dtype, device, *, layout="contiguous", form="B1D", make=normal, **choice):
+    """The arguments of a call. `form`: of what modulates, one of MODULATIONS or, of full size, of LAYOUTS."""
+    operation = TABLE[name]
+    layouts = [layout] if isinstance(layout, str) else layout
+    arguments = {
+        key: make(*shape, dtype=dtype, device=device, layout=layouts[i % len(layouts)])
+        for i, key in enumerate(operation.rows)
+    }
+    extra = modulators(name, shape, dtype, device, form=form, **choice)
+    return {**arguments, **extra}
 
 
-@every_norm
-@pytest.mark.parametrize("hidden", SIZES)
-@pytest.mark.parametrize("is_affine", [False, True], ids=["plain", "affine"])
-@every_dtype
-def test_sizes(kernel, device, name, hidden, is_affine, dtype):
-    x = normal(rows_of(hidden, dtype), hidden, dtype=dtype, device=device)
-    check(kernel, name, x, **(affine(name, hidden, dtype, device) if is_affine else {}))
+def modulators(
+    name, shape, dtype, device, *, form="B1D", given="all", mixture=None, vectors="contiguous"
+):
+    """All but the rows."""
+    operation, hidden = TABLE[name], shape[-1]
+    wide = dtype if mixture is None else torch.float32
+    count = len(operation.modulations)
+    if form in LAYOUTS:
+        values = [normal(*shape, dtype=wide, device=device, layout=form) for _ in range(count)]
+    elif form in MODULATIONS:
+        values = modulation(form, count, shape, dtype=wide, device=device)
+    else:  # each of another form
+        forms = {"different": ("D", "B1D_table", "BSD"), "reversed": ("BSD_table", "D", "B1D")}[
+            form
+        ]
+        values = [
+            modulation(forms[i % 3], 1, shape, dtype=wide, device=device)[0] for i in range(count)
+        ]
+    arguments = dict(zip(operation.modulations, values, strict=True))
+    for key in operation.vectors:
+        arguments[key] = normal(hidden, dtype=wide, device=device, layout=vectors, mean=0.5)
+    if mixture is not None:
+        arguments = mixed(mixture, arguments, dtype)
+    optional = optional_tensors(name)
+    for index, key in enumerate(optional):
+        if not GIVEN[given](index, len(optional) - 1):
+            arguments[key] = None
+    return arguments
 
 
-# From one column to what takes several multiprocessors to hold, on and off multiples of a vector, and more.
-WIDTHS = [1, 2, 3, 7, 8, 63, 64, 1000, 1536, 5120, 6144, 8192, 8200, 16384, 20480, 32768]
-WIDTHS += [32776, 40000, 65528, 65536, 131080, 800_000, 1_000_000]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "rms_norm",
-        "layer_norm",
-        "layer_norm_modulate",
-        "gated_residual",
-        "gated_residual_rms_norm_modulate",
-    ],
-)
-@pytest.mark.parametrize("hidden", WIDTHS)
-@every_dtype
-def test_widths(kernel, device, name, hidden, dtype):
-    """Few rows, whose statistics are far apart."""
-    factors = torch.tensor([1.0, 0.25, 4.0], device=device)[:, None]
-    means = torch.tensor([0.0, 1.0, -2.0], device=device)[:, None]
-    x = spread(3, hidden, dtype=torch.float32, device=device) * factors + means
-    tensors = {"x": x.to(dtype)}
-    if name.startswith("gated"):
-        tensors["residual"] = spread(3, hidden, dtype=dtype, device=device)
-        tensors["gate"] = normal(hidden, dtype=dtype, device=device)
-    if name.endswith("modulate"):
-        tensors["scale"] = normal(3, hidden, dtype=dtype, device=device)
-        tensors["shift"] = normal(1, hidden, dtype=dtype, device=device)
-    if "norm" in name:
-        tensors |= affine(name, hidden, dtype, device)
-    contract = dtype != torch.float32  # of three rows' statistics the ratio of errors is noise
+def check_rows(kernel, name, arguments, **options):
     # Where values, scales and shifts are far from 0 and cancel, a few float32 roundings of theirs remain.
-    roundings = 2 if name.endswith("modulate") else 1
-    if "layer_norm" in name and hidden == 1_000_000:
-        roundings += 1  # of three million elements one shows those of a mean and a bias that cancel
-    slack = FLOAT32_ARITHMETIC * roundings
-    check(kernel, name, **tensors, slack=slack, contract=contract)
+    options.setdefault("slack", FLOAT32_ARITHMETIC * (2 if "modulate" in name else 1))
+    return check(kernel, name, **arguments, **options)
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "layer_norm_modulate"])
-@pytest.mark.parametrize("hidden", [64, 1536, 5120, 8192, 65536])
-@every_dtype
+@pairwise(
+    name=ROW_NORMS,
+    hidden=SIZES,
+    dtype=DTYPES,
+    given=["all", "none", "even", "odd"],
+    mixture=[None, *MIXTURES],
+)
+def test_sizes(kernel, device, name, hidden, dtype, given, mixture):
+    is_small, is_long = hidden <= SMALL, hidden > LONG
+    rows = 3 if is_small or is_long else rows_of(hidden, dtype) // 2
+    shape = (5 if is_small else 1 if is_long else 2, rows, hidden)
+    mixture = None if dtype == torch.float32 else mixture
+    make = spread if is_small or is_long else normal
+    arguments = row_call(name, shape, dtype, device, make=make, given=given, mixture=mixture)
+    if is_small and arguments.get("gate") is not None:
+        arguments["gate"].abs_()
+    if is_small and "residual" in arguments:
+        arguments["x"] = arguments["residual"].roll(1, 0)
+    contract = not (is_long and dtype == torch.float32)  # of few rows the ratio of errors is noise
+    # Of millions of elements one shows the roundings of a mean and a bias that cancel.
+    roundings = 2 + (hidden >= 800_000)
+    check_rows(kernel, name, arguments, contract=contract, slack=FLOAT32_ARITHMETIC * roundings)
+
+
+@pairwise(
+    name=ROW_NORMS,
+    layout=[
+        *((layout, layout) for layout in LAYOUTS),
+        *((layout, "contiguous") for layout in STRIDED_LAYOUTS),
+        *(("contiguous", layout) for layout in STRIDED_LAYOUTS),
+    ],
+    form=[*MODULATIONS, *STRIDED_LAYOUTS, "different", "reversed"],
+    hidden=[65, 520, 2048, 10240],
+    dtype=DTYPES,
+    mixture=[None, *MIXTURES],
+    vectors=["contiguous", "misaligned"],
+)
+def test_layouts(kernel, device, name, layout, form, hidden, dtype, mixture, vectors):
+    """Where rows of 16 bits are aligned to 16 bytes, those of float32 may not be, and the other way round."""
+    mixture = None if dtype == torch.float32 else mixture
+    options = {"layout": layout, "form": form, "mixture": mixture, "vectors": vectors}
+    check_rows(kernel, name, row_call(name, (3, 16, hidden), dtype, device, **options))
+
+
+@pairwise(name=ROW_NORMS, given=GIVEN, hidden=GENERAL_SIZES, dtype=DTYPES)
+def test_absent_operands(kernel, device, name, given, hidden, dtype):
+    shape = (2, rows_of(hidden, dtype) // 2, hidden)
+    check_rows(kernel, name, row_call(name, shape, dtype, device, given=given))
+
+
+# Shapes of rows and of what modulates.
+DIMENSIONS = [
+    ((4096,), (4096,)),
+    ((33, 256), (256,)),
+    ((33, 256), (1, 256)),
+    ((2, 3, 5, 256), (2, 1, 5, 256)),
+    ((2, 3, 5, 256), (3, 1, 256)),
+    ((2, 3, 2, 5, 256), (1, 3, 1, 5, 256)),
+    ((2, 3, 2, 2, 3, 64), (3, 1, 2, 1, 64)),
+    ((2, 3, 4, 5, 64), (2, 3, 4, 5, 64)),
+    ((2, 3, 2, 3, 2, 3, 64), (2, 3, 2, 3, 2, 3, 64)),
+]
+
+
+@pairwise(
+    name=ROW_NORMS,
+    shapes=DIMENSIONS,
+    layout=["contiguous", "transposed", ("contiguous", "transposed")],
+    dtype=DTYPES,
+    mixture=[None, "odd"],
+)
+def test_dimensions(kernel, device, name, shapes, layout, dtype, mixture):
+    """Leading dimensions that cannot be merged, too: what a launch cannot take is stepped through."""
+    shape, of_modulation = shapes
+    arguments = row_call(name, shape, dtype, device, layout=layout, form="contiguous")
+    for i, key in enumerate(TABLE[name].modulations):
+        wide = torch.float32 if mixture and i % 2 and dtype != torch.float32 else dtype
+        arguments[key] = normal(*of_modulation, dtype=wide, device=device)
+    check_rows(kernel, name, arguments)
+
+
+@every_norm
+def test_stride_of_a_single_column_is_free(kernel, device, name):
+    arguments = row_call(name, (7, 1), torch.bfloat16, device, form="contiguous")
+    for key in TABLE[name].rows:
+        arguments[key] = arguments[key].flatten().as_strided((7, 1), (1, 7))
+    check_rows(kernel, name, arguments)
+
+
+@pytest.mark.parametrize("name", [name for name in ROW_NORMS if "residual" in name])
+def test_same_tensor_as_residual_and_x(kernel, device, name):
+    arguments = row_call(name, (2, 64, 256), torch.bfloat16, device)
+    check_rows(kernel, name, {**arguments, "residual": arguments["x"]})
+
+
+@pairwise(name=NORMS, eps=[0.0, 1e-12, 1e-3, 1.0, None], dtype=DTYPES)
+def test_eps(kernel, device, name, eps, dtype):
+    arguments = row_call(name, (2, 64, 256), dtype, device)
+    for key in TABLE[name].rows:
+        arguments[key] *= 0.001 if eps is None else 0.02
+    # The default of float32 is told apart from others.
+    check_rows(kernel, name, arguments, **({} if eps is None else {"eps": eps}))
+
+
+@pairwise(name=LAYER_NORMS, hidden=[64, 1536, 5120, 8192, 65536], dtype=DTYPES)
 def test_outliers_in_front(kernel, device, name, hidden, dtype):
     """The first values of a row say nothing of the others: far from them, huge, or all there is."""
     x = normal(16, hidden, dtype=torch.float32, device=device)
@@ -91,103 +234,16 @@ def test_outliers_in_front(kernel, device, name, hidden, dtype):
     x[3] = 7
     x[4] = 0
     x[4, 0] = 1000
-    tensors = {"x": x.to(dtype)}
-    if name.endswith("modulate"):
-        tensors["scale"], tensors["shift"] = (
-            normal(hidden, dtype=dtype, device=device) for _ in range(2)
-        )
-    check(kernel, name, **tensors, contract=dtype != torch.float32)
+    arguments = row_call(name, (16, hidden), dtype, device, form="contiguous", given="all_but_last")
+    arguments["x"] = x.to(dtype)
+    if "residual" in arguments:
+        arguments["residual"] = torch.zeros_like(arguments["x"])
+        arguments["gate"] = torch.ones_like(arguments["gate"])
+    check_rows(kernel, name, arguments, contract=dtype != torch.float32)
 
 
-@every_norm
-@pytest.mark.parametrize(
-    "shape",
-    [(4096,), (33, 256), (3, 11, 256), (2, 3, 5, 256), (2, 3, 2, 5, 256), (2, 1, 3, 2, 3, 256)],
-    ids=str,
-)
-@every_dtype
-def test_dimensions(kernel, device, name, shape, dtype):
-    x = normal(*shape, dtype=dtype, device=device)
-    check(kernel, name, x, **affine(name, shape[-1], dtype, device))
-
-
-@every_norm
-@pytest.mark.parametrize("layout", STRIDED_LAYOUTS)
-@pytest.mark.parametrize("hidden", [65, 2048, 10240])
-@every_dtype
-def test_strided_views(kernel, device, name, layout, hidden, dtype):
-    x = normal(3, 32, hidden, dtype=dtype, device=device, layout=layout)
-    check(kernel, name, x, **affine(name, hidden, dtype, device))
-
-
-@every_norm
-@pytest.mark.parametrize("shape", [(2, 3, 4, 5, 64), (2, 3, 2, 3, 2, 3, 64)], ids=["5d", "7d"])
-@every_dtype
-def test_leading_dimensions_that_cannot_be_merged(kernel, device, name, shape, dtype):
-    x = normal(*shape, dtype=dtype, device=device, layout="transposed")
-    check(kernel, name, x, **affine(name, shape[-1], dtype, device))
-
-
-@every_norm
-@every_dtype
-def test_stride_of_a_single_column_is_free(kernel, device, name, dtype):
-    x = normal(7, dtype=dtype, device=device).as_strided((7, 1), (1, 7))
-    check(kernel, name, x, **affine(name, 1, dtype, device))
-
-
-@every_norm
-@pytest.mark.parametrize("hidden", [64, 2048])
-@every_dtype
-def test_misaligned_weight(kernel, device, name, hidden, dtype):
-    x = normal(rows_of(hidden, dtype), hidden, dtype=dtype, device=device)
-    check(kernel, name, x, **affine(name, hidden, dtype, device, layout="misaligned"))
-
-
-@every_norm
-@pytest.mark.parametrize("mixture", MIXTURES)
-@pytest.mark.parametrize("hidden", [7, 65, 1536, 5120, 10240, 40000])
-@every_16_bit_dtype
-def test_float32_weight_and_bias(kernel, device, name, mixture, hidden, dtype):
-    """As FP32LayerNorm has them in a model of 16 bits."""
-    x = normal(rows_of(hidden, dtype), hidden, dtype=dtype, device=device)
-    parameters = affine(name, hidden, torch.float32, device)
-    check(kernel, name, x, **mixed(mixture, parameters, dtype))
-
-
-@pytest.mark.parametrize("given", ["weight", "bias"])
-@pytest.mark.parametrize("layout", ["contiguous", "misaligned"])
-@every_16_bit_dtype
-def test_layer_norm_with_float32_weight_or_bias_alone(kernel, device, given, layout, dtype):
-    x = normal(128, 256, dtype=dtype, device=device)
-    vector = normal(256, dtype=torch.float32, device=device, layout=layout)
-    check(kernel, "layer_norm", x, **{given: vector})
-
-
-@pytest.mark.parametrize("given", ["weight", "bias"])
-@every_dtype
-def test_layer_norm_with_weight_or_bias_alone(kernel, device, given, dtype):
-    x = normal(128, 256, dtype=dtype, device=device)
-    check(kernel, "layer_norm", x, **{given: normal(256, dtype=dtype, device=device)})
-
-
-@every_norm
-@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-6, 1e-3, 1.0])
-@every_dtype
-def test_eps(kernel, device, name, eps, dtype):
-    x = normal(128, 256, dtype=dtype, device=device, std=0.02)
-    check(kernel, name, x, eps=eps)
-
-
-@every_norm
-def test_default_eps(kernel, device, name):
-    x = normal(128, 256, dtype=torch.float32, device=device, std=1e-3)
-    check(kernel, name, x)
-
-
-@pytest.mark.parametrize("mean", [10.0, 300.0])
-@pytest.mark.parametrize("hidden", [64, 2048, 40000])
-@every_dtype
-def test_layer_norm_of_values_far_from_zero(kernel, device, mean, hidden, dtype):
+@pairwise(mean=[10.0, 300.0], hidden=[64, 2048, 40000], dtype=DTYPES)
+def test_values_far_from_zero(kernel, device, mean, hidden, dtype):
     x = normal(rows_of(hidden, dtype), hidden, dtype=dtype, device=device, mean=mean)
     check(kernel, "layer_norm", x, slack=4e-7 * mean)
 
@@ -195,49 +251,74 @@ def test_layer_norm_of_values_far_from_zero(kernel, device, mean, hidden, dtype)
 @every_norm
 @every_dtype
 def test_rows_of_one_value(kernel, device, name, dtype):
-    x = torch.tensor([[0.0], [1.0], [-3.0]], dtype=dtype, device=device).expand(3, 512)
-    check(kernel, name, x.contiguous(), **affine(name, 512, dtype, device))
+    arguments = row_call(name, (3, 512), dtype, device, form="contiguous")
+    rows = torch.tensor([[0.0], [1.0], [-3.0]], dtype=dtype, device=device).expand(3, 512)
+    arguments.update({key: rows.contiguous() for key in TABLE[name].rows})
+    if "gate" in arguments:
+        arguments["gate"] = torch.full_like(rows, 2.0)
+    check_rows(kernel, name, arguments)
 
 
-@every_norm
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
-@pytest.mark.parametrize("hidden", [65, 2048, 10240])
-@every_dtype
-def test_nonfinite_values(kernel, device, name, value, hidden, dtype):
-    x = normal(6, hidden, dtype=dtype, device=device)
-    x[1, 0] = x[3, hidden // 2] = x[4, hidden - 1] = value
-    check_nonfinite(kernel, name, x, **affine(name, hidden, dtype, device))
+@pytest.mark.parametrize("name", [name for name in NORMS if name.startswith("gated")])
+@every_16_bit_dtype
+def test_norm_takes_the_residual_before_it_is_rounded(kernel, device, name, dtype):
+    """x only nudges the residual, and the output holds nothing but what the norm makes of that."""
+    residual = torch.full((64, 256), 64.0, dtype=dtype, device=device)
+    x = normal(64, 256, dtype=dtype, device=device, std=0.05)
+    scale, shift = torch.zeros(2, 256, dtype=dtype, device=device)
+    if "rms" in name:
+        shift -= 1
+    given = {"gate": None, "scale": scale, "shift": shift}
+    given |= {"second_scale": shift, "second_shift": scale} if name.endswith("pair") else {}
+    slack = 4e-4 if "layer" in name else 4e-6
+    check(kernel, name, residual, x, **given, slack=slack)
 
 
-@every_norm
+@every_nonfinite
+@pairwise(name=ROW_NORMS, hidden=[65, 256, 10240], dtype=DTYPES, mixture=[None, "all"])
+def test_nonfinite_values(kernel, device, name, value, hidden, dtype, mixture):
+    """In the first, a middle and the last place of a row, and in each operand."""
+    shape = (1, 12, hidden)
+    mixture = None if dtype == torch.float32 else mixture
+    arguments = row_call(name, shape, dtype, device, form="BSD", mixture=mixture)
+    x = arguments["x"]
+    x[0, 1, 0] = x[0, 3, hidden // 2] = x[0, 4, hidden - 1] = value
+    others = [key for key in arguments if key not in ("x", *TABLE[name].vectors)]
+    for row, key in enumerate(others, start=5):
+        arguments[key][0, row, 5 * row] = value
+    check_nonfinite(kernel, name, **arguments)
+
+
+@pytest.mark.parametrize("name", [name for name in NORMS if "residual" not in name])
 @every_dtype
 def test_nonfinite_weight(kernel, device, name, dtype):
-    x = normal(6, 256, dtype=dtype, device=device)
-    parameters = affine(name, 256, dtype, device)
-    parameters["weight"][3] = float("nan")
-    parameters["weight"][7] = float("inf")
-    check_nonfinite(kernel, name, x, **parameters)
+    arguments = row_call(name, (6, 256), dtype, device, form="contiguous")
+    arguments["weight"][3], arguments["weight"][7] = math.nan, math.inf
+    check_nonfinite(kernel, name, **arguments)
 
 
 @pytest.mark.sanitize
 @pytest.mark.kernels_ci
-@every_norm
+@every_operation
 @pytest.mark.parametrize(
-    ("shape", "layout", "dtype"),
+    ("shape", "layout", "form", "dtype", "mixture"),
     [
-        ((2, 3, 7), "odd_rows", torch.bfloat16),
-        ((3, 2048), "contiguous", torch.float32),
-        ((3, 1030), "misaligned", torch.float16),
-        ((2, 16384), "contiguous", torch.float16),
-        ((2, 40000), "contiguous", torch.bfloat16),
-        ((2, 65536), "contiguous", torch.float32),
-        ((2, 70001), "odd_rows", torch.float32),
+        ((2, 3, 7), "odd_rows", "BSD", torch.bfloat16, None),
+        ((2, 2, 2048), "contiguous", "B1D_table", torch.float32, None),
+        ((2, 2, 1030), "misaligned", "D", torch.float16, "even"),
+        ((2, 1, 16384), "contiguous", "B1D", torch.float16, "all"),
+        ((2, 1, 40000), "chunk", "B1D", torch.bfloat16, "odd"),
+        ((1, 2, 65536), "contiguous", "D", torch.float32, None),
+        ((1, 2, 70001), "odd_rows", "D", torch.float32, None),
     ],
     ids=str,
 )
-def test_smoke(kernel, device, name, shape, layout, dtype):
-    x = spread(*shape, dtype=dtype, device=device, layout=layout)
-    check(kernel, name, x, contract=False, **affine(name, shape[-1], dtype, device))
+def test_smoke(kernel, device, name, shape, layout, form, dtype, mixture):
+    options = {"layout": layout, "form": form, "mixture": mixture, "make": spread}
+    arguments = row_call(name, shape, dtype, device, **options)
+    if "gate" in arguments:
+        arguments["gate"].abs_()
+    check_rows(kernel, name, arguments, contract=False)
 
 
 def test_memory_of_an_eager_result_is_poisoned(device):

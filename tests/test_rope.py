@@ -1,5 +1,7 @@
 """rope and rope_3d: rotary embedding from tables, and from a grid with one small table an axis."""
 
+import math
+
 import pytest
 import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
@@ -7,29 +9,24 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 from checks import CONTRACT_ELEMENTS, assert_rounded_once, check, check_nonfinite
 from inputs import (
+    DTYPES,
     GRID_AXES,
     LAYOUTS,
     PACKED_FORMS,
+    PAIR_LAYOUTS,
     PAIR_TABLE_SHAPES,
-    STRIDED_LAYOUTS,
     TABLE_SHAPES,
-    every_16_bit_dtype,
     every_dtype,
-    for_dtypes,
     grid_tables,
     normal,
     packed_query_and_key,
+    pairwise,
     rotary_tables,
 )
 
-every_pair_layout = pytest.mark.parametrize("layout", ["interleaved", "half"])
-flat_or_in_heads = pytest.mark.parametrize("has_head_dim", [False, True], ids=["3d", "4d"])
-every_table_dtype = pytest.mark.parametrize(
-    "table_is_float32", [True, False], ids=["float32_table", "same_dtype_table"]
-)
-every_nonfinite = pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), float("-inf")], ids=str
-)
+every_pair_layout = pytest.mark.parametrize("layout", PAIR_LAYOUTS)
+NONFINITE = [math.nan, math.inf, -math.inf]
+ALL_TABLE_SHAPES = {**TABLE_SHAPES, **PAIR_TABLE_SHAPES}
 
 
 def rotated(shape, dtype, device, *, has_head_dim=True, layout="contiguous"):
@@ -39,63 +36,57 @@ def rotated(shape, dtype, device, *, has_head_dim=True, layout="contiguous"):
     return normal(*size, dtype=dtype, device=device, layout=layout)
 
 
+def wide(is_float32, dtype):
+    return torch.float32 if is_float32 else dtype
+
+
 # --------------------------------------------------------------------------------------------------
 # From tables
 
 
-@pytest.mark.parametrize("table_shape", PAIR_TABLE_SHAPES)
-@pytest.mark.parametrize("head_dim", [2, 6, 64, 128])
-@flat_or_in_heads
-@every_pair_layout
-@every_dtype
-def test_complex_tables(kernel, device, table_shape, head_dim, has_head_dim, layout, dtype):
-    """Of a row of three dimensions they tell the size of a head."""
-    shape = (2, 65, 4, head_dim)
-    x = rotated(shape, dtype, device, has_head_dim=has_head_dim)
-    size = PAIR_TABLE_SHAPES[table_shape](*shape)
-    table = torch.complex(*rotary_tables(*size, dtype=torch.float32, device=device))
-    check(kernel, "rope", x, table, layout=layout)
-
-
-@pytest.mark.parametrize("memory", ["misaligned", "odd_rows", "expanded", "conj"])
-@pytest.mark.parametrize("head_dim", [64, 6])
-@every_pair_layout
-def test_views_of_complex_tables(kernel, device, memory, head_dim, layout):
-    x = rotated((2, 65, 4, head_dim), torch.bfloat16, device)
-    size = (2, 65, 4, head_dim // 2)
-    table = torch.complex(*rotary_tables(*size, dtype=torch.float32, device=device))
-    table = table.conj() if memory == "conj" else LAYOUTS[memory](table)
-    check(kernel, "rope", x, table, layout=layout)
-
-
-@pytest.mark.parametrize("head_dim", [2, 6, 18, 40, 64, 72, 80, 128, 256])
-@flat_or_in_heads
-@every_pair_layout
-@every_dtype
-def test_head_dims(kernel, device, head_dim, has_head_dim, layout, dtype):
+@pairwise(
+    head_dim=[2, 6, 18, 40, 64, 72, 80, 128, 256],
+    table=["S_d", "S_p", "complex"],
+    has_head_dim=[False, True],
+    is_float32=[True, False],
+    layout=PAIR_LAYOUTS,
+    dtype=DTYPES,
+)
+def test_head_dims(kernel, device, head_dim, table, has_head_dim, is_float32, layout, dtype):
+    """Of rows of three dimensions, tables tell the size of a head."""
     seq = -(-CONTRACT_ELEMENTS // (2 * 4 * head_dim))
+    has_head_dim = has_head_dim or table == "S_p"
     x = rotated((2, seq, 4, head_dim), dtype, device, has_head_dim=has_head_dim)
-    cos, sin = rotary_tables(seq, head_dim, dtype=torch.float32, device=device)
-    check(kernel, "rope", x, cos, sin, layout=layout)
-
-
-@pytest.mark.parametrize("table_shape", TABLE_SHAPES)
-@flat_or_in_heads
-@every_table_dtype
-@every_pair_layout
-def test_table_shapes(kernel, device, table_shape, has_head_dim, table_is_float32, layout):
-    """A table as wide as a row of three dimensions makes the row one head."""
-    dtype = torch.bfloat16
-    shape = (2, 65, 4, 64)
-    x = rotated(shape, dtype, device, has_head_dim=has_head_dim)
-    table_dtype = torch.float32 if table_is_float32 else dtype
-    tables = rotary_tables(*TABLE_SHAPES[table_shape](*shape), dtype=table_dtype, device=device)
+    width = head_dim if table == "S_d" else head_dim // 2
+    is_float32 = is_float32 or table == "complex"
+    tables = rotary_tables(seq, width, dtype=wide(is_float32, dtype), device=device)
+    tables = (torch.complex(*tables),) if table == "complex" else tables
     check(kernel, "rope", x, *tables, layout=layout)
 
 
-@pytest.mark.parametrize("cos_shape", ["S_d", "B_S_Hd", "1_S_1_d"])
-@pytest.mark.parametrize("sin_shape", ["1_S_d", "B_S_1_d", "B_S_H_d"])
-@every_pair_layout
+@pairwise(
+    table=ALL_TABLE_SHAPES,
+    has_head_dim=[False, True],
+    is_float32=[True, False],
+    layout=PAIR_LAYOUTS,
+    shape=[(2, 65, 4, 64), (2, 65, 5, 18), (1, 1, 1, 2), (3, 5, 40, 256), (1, 9, 130, 64)],
+)
+def test_table_shapes(kernel, device, table, has_head_dim, is_float32, layout, shape):
+    """A table as wide as a row of three dimensions makes the row one head."""
+    dtype = torch.bfloat16
+    flat = rotated(shape, dtype, device, has_head_dim=False)
+    in_heads = flat.unflatten(2, shape[2:])
+    x = in_heads if has_head_dim or table in PAIR_TABLE_SHAPES else flat
+    size = ALL_TABLE_SHAPES[table](*shape)
+    tables = rotary_tables(*size, dtype=wide(is_float32, dtype), device=device)
+    check(kernel, "rope", x, *tables, layout=layout)
+    if table in PAIR_TABLE_SHAPES:
+        tables = rotary_tables(*size, dtype=torch.float32, device=device)
+        x = in_heads if has_head_dim else flat
+        check(kernel, "rope", x, torch.complex(*tables), layout=layout)
+
+
+@pairwise(cos_shape=TABLE_SHAPES, sin_shape=TABLE_SHAPES, layout=PAIR_LAYOUTS)
 def test_cos_and_sin_of_different_shapes(kernel, device, cos_shape, sin_shape, layout):
     shape = (2, 65, 4, 64)
     x = rotated(shape, torch.bfloat16, device)
@@ -106,63 +97,67 @@ def test_cos_and_sin_of_different_shapes(kernel, device, cos_shape, sin_shape, l
     check(kernel, "rope", x, cos, sin, layout=layout)
 
 
-@pytest.mark.parametrize("table_layout", ["chunk", "transposed", "misaligned", "odd_rows"])
-@every_table_dtype
-@every_pair_layout
-@every_dtype
-def test_strided_tables(kernel, device, table_layout, table_is_float32, layout, dtype):
+@pairwise(
+    memory=LAYOUTS,
+    width=[64, 32],
+    has_heads=[False, True],
+    is_float32=[True, False],
+    layout=PAIR_LAYOUTS,
+    dtype=DTYPES,
+)
+def test_strided_tables(kernel, device, memory, width, has_heads, is_float32, layout, dtype):
     x = rotated((2, 65, 4, 64), dtype, device)
-    table_dtype = torch.float32 if table_is_float32 else dtype
-    strided = normal(2, 65, 64, dtype=table_dtype, device=device, layout=table_layout)
-    other = normal(2, 65, 64, dtype=table_dtype, device=device)
+    size = (2, 65, 4, width) if has_heads else (2, 65, width)
+    options = {"dtype": wide(is_float32, dtype), "device": device}
+    strided, other = normal(*size, **options, layout=memory), normal(2, 65, width, **options)
     check(kernel, "rope", x, strided, other, layout=layout)
     check(kernel, "rope", x, other, strided, layout=layout)
 
 
-@flat_or_in_heads
+@pairwise(
+    memory=["misaligned", "odd_rows", "expanded", "conj"], head_dim=[64, 6], layout=PAIR_LAYOUTS
+)
+def test_views_of_complex_tables(kernel, device, memory, head_dim, layout):
+    x = rotated((2, 65, 4, head_dim), torch.bfloat16, device)
+    size = (2, 65, 4, head_dim // 2)
+    table = torch.complex(*rotary_tables(*size, dtype=torch.float32, device=device))
+    table = table.conj() if memory == "conj" else LAYOUTS[memory](table)
+    check(kernel, "rope", x, table, layout=layout)
+
+
 @every_dtype
-def test_expanded_tables(kernel, device, has_head_dim, dtype):
-    x = rotated((2, 65, 4, 64), dtype, device, has_head_dim=has_head_dim)
+def test_expanded_tables(kernel, device, dtype):
+    x = rotated((2, 65, 4, 64), dtype, device)
     cos, sin = (normal(65, 64, dtype=torch.float32, device=device) for _ in range(2))
-    check(kernel, "rope", x, cos.expand(2, 65, 64), sin.expand(2, 65, 64))
     cos, sin = (table[None, :, None].expand(2, 65, 4, 64) for table in (cos, sin))
     check(kernel, "rope", x, cos, sin)
     check(kernel, "rope", x, cos[:, :1].expand(2, 65, 4, 64), sin, layout="half")
 
 
-@pytest.mark.parametrize("memory", STRIDED_LAYOUTS)
-@flat_or_in_heads
-@pytest.mark.parametrize("head_dim", [64, 18])
-@every_pair_layout
-@every_dtype
-def test_strided_views(kernel, device, memory, has_head_dim, head_dim, layout, dtype):
+@pairwise(
+    memory=LAYOUTS,
+    has_head_dim=[False, True],
+    head_dim=[64, 18],
+    is_by_pair=[False, True],
+    layout=PAIR_LAYOUTS,
+    dtype=DTYPES,
+)
+def test_strided_views(kernel, device, memory, has_head_dim, head_dim, is_by_pair, layout, dtype):
     shape = (2, 65, 4, head_dim)
+    has_head_dim = has_head_dim or is_by_pair
     x = rotated(shape, dtype, device, has_head_dim=has_head_dim, layout=memory)
-    cos, sin = rotary_tables(65, head_dim, dtype=torch.float32, device=device)
+    width = head_dim // 2 if is_by_pair else head_dim
+    cos, sin = rotary_tables(65, width, dtype=torch.float32, device=device)
     check(kernel, "rope", x, cos, sin, layout=layout)
 
 
-@pytest.mark.parametrize("form", PACKED_FORMS)
-@every_pair_layout
-@every_dtype
+@pairwise(form=PACKED_FORMS, layout=PAIR_LAYOUTS, dtype=DTYPES)
 def test_packed_projection(kernel, device, form, layout, dtype):
-    cos, sin = rotary_tables(65, 64, dtype=torch.float32, device=device)
-    for x in packed_query_and_key(form, (2, 65, 4, 64), dtype, device):
-        check(kernel, "rope", x, cos, sin, layout=layout)
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 1, 1, 2), (1, 64, 24, 128), (2, 32, 32, 64), (1, 9, 130, 64), (3, 5, 40, 256)],
-    ids=str,
-)
-@every_pair_layout
-@every_dtype
-def test_model_sizes(kernel, device, shape, layout, dtype):
-    batch, seq, _, head_dim = shape
-    x = rotated(shape, dtype, device)
-    tables = rotary_tables(1, seq, 1, head_dim, dtype=torch.float32, device=device)
-    check(kernel, "rope", x, *tables, layout=layout)
+    tables = rotary_tables(60, 64, dtype=torch.float32, device=device)
+    axes = grid_tables((5, 3, 4), (12, 10, 10), dtype=torch.float32, device=device)
+    for x in packed_query_and_key(form, (2, 60, 4, 64), dtype, device):
+        check(kernel, "rope", x, *tables, layout=layout)
+        check(kernel, "rope_3d", x.view(2, 60, 4, 64), **axes, layout=layout)
 
 
 @every_pair_layout
@@ -180,116 +175,7 @@ def test_default_layout_is_interleaved(kernel, device):
     assert kernel.rope(x, cos, sin, "half").flatten().tolist() == [-3, -4, 1, 2]
 
 
-@every_nonfinite
-@every_pair_layout
-@every_dtype
-def test_nonfinite_values(kernel, device, value, layout, dtype):
-    x = rotated((2, 9, 4, 64), dtype, device)
-    x[0, 1, 3, 5] = x[1, 2, 0, 63] = x[1, 8, 3, 0] = value
-    cos, sin = rotary_tables(9, 64, dtype=torch.float32, device=device)
-    check_nonfinite(kernel, "rope", x, cos, sin, layout=layout)
-
-
-@every_nonfinite
-@every_pair_layout
-@pytest.mark.parametrize(("width", "column"), [(64, 60), (32, 30)], ids=["by_element", "by_pair"])
-def test_nonfinite_tables(kernel, device, value, layout, width, column):
-    x = rotated((2, 9, 4, 64), torch.bfloat16, device)
-    cos, sin = rotary_tables(9, width, dtype=torch.float32, device=device)
-    cos[2, 5] = sin[7, column] = value
-    check_nonfinite(kernel, "rope", x, cos, sin, layout=layout)
-
-
-@pytest.mark.sanitize
-@pytest.mark.kernels_ci
-@every_pair_layout
-@pytest.mark.parametrize(
-    ("shape", "memory", "table", "dtype"),
-    [
-        ((2, 3, 4, 64), "chunk", "S_d", torch.bfloat16),
-        ((1, 3, 3, 6), "odd_rows", "B_S_H_d", torch.bfloat16),
-        ((1, 2, 8, 128), "contiguous", "1_S_1_d", torch.float32),
-        ((2, 3, 2, 72), "misaligned", "B_S_Hd", torch.float16),
-        ((2, 3, 4, 64), "contiguous", "S_p", torch.bfloat16),
-        ((1, 3, 8, 128), "chunk", "B_S_H_p", torch.float32),
-        ((2, 3, 3, 6), "odd_rows", "1_S_H_p", torch.float16),
-    ],
-    ids=str,
-)
-@every_table_dtype
-def test_smoke(kernel, device, layout, shape, memory, table, dtype, table_is_float32):
-    x = rotated(shape, dtype, device, layout=memory)
-    table_dtype = torch.float32 if table_is_float32 else dtype
-    table_shape = {**TABLE_SHAPES, **PAIR_TABLE_SHAPES}[table](*shape)
-    tables = rotary_tables(*table_shape, dtype=table_dtype, device=device)
-    check(kernel, "rope", x, *tables, layout=layout, contract=False)
-
-
-# --------------------------------------------------------------------------------------------------
-# From tables of one value a pair
-
-
-@pytest.mark.parametrize("head_dim", [2, 6, 18, 40, 64, 72, 80, 128, 256])
-@every_table_dtype
-@every_pair_layout
-@every_dtype
-def test_head_dims_of_pair_tables(kernel, device, head_dim, table_is_float32, layout, dtype):
-    seq = -(-CONTRACT_ELEMENTS // (2 * 4 * head_dim))
-    x = rotated((2, seq, 4, head_dim), dtype, device)
-    table_dtype = torch.float32 if table_is_float32 else dtype
-    tables = rotary_tables(seq, head_dim // 2, dtype=table_dtype, device=device)
-    check(kernel, "rope", x, *tables, layout=layout)
-
-
-@pytest.mark.parametrize("cos_shape", PAIR_TABLE_SHAPES)
-@pytest.mark.parametrize("sin_shape", ["S_p", "B_S_1_p", "B_S_H_p"])
-@pytest.mark.parametrize("head_dim", [64, 18])
-@every_table_dtype
-@every_pair_layout
-def test_shapes_of_pair_tables(
-    kernel, device, cos_shape, sin_shape, head_dim, table_is_float32, layout
-):
-    dtype = torch.bfloat16
-    shape = (2, 65, 5, head_dim)  # an odd number of heads
-    x = rotated(shape, dtype, device)
-    cos, sin = (
-        normal(
-            *PAIR_TABLE_SHAPES[form](*shape),
-            dtype=torch.float32 if table_is_float32 else dtype,
-            device=device,
-        )
-        for form in (cos_shape, sin_shape)
-    )
-    check(kernel, "rope", x, cos, sin, layout=layout)
-
-
-@pytest.mark.parametrize(
-    "table_layout", ["chunk", "transposed", "expanded", "misaligned", "odd_rows"]
-)
-@every_table_dtype
-@every_pair_layout
-@every_dtype
-def test_strided_pair_tables(kernel, device, table_layout, table_is_float32, layout, dtype):
-    x = rotated((2, 65, 4, 64), dtype, device)
-    table_dtype = torch.float32 if table_is_float32 else dtype
-    strided = normal(2, 65, 4, 32, dtype=table_dtype, device=device, layout=table_layout)
-    other = normal(2, 65, 32, dtype=table_dtype, device=device)
-    check(kernel, "rope", x, strided, other, layout=layout)
-    check(kernel, "rope", x, other, strided, layout=layout)
-
-
-@pytest.mark.parametrize("memory", STRIDED_LAYOUTS)
-@every_pair_layout
-@every_dtype
-def test_strided_views_by_pair_tables(kernel, device, memory, layout, dtype):
-    x = rotated((2, 65, 4, 64), dtype, device, layout=memory)
-    tables = rotary_tables(65, 32, dtype=torch.float32, device=device)
-    check(kernel, "rope", x, *tables, layout=layout)
-
-
-@pytest.mark.parametrize("head_dim", [64, 18])
-@every_pair_layout
-@every_dtype
+@pairwise(head_dim=[64, 18], layout=PAIR_LAYOUTS, dtype=DTYPES)
 def test_pair_tables_agree_with_full_tables(kernel, device, head_dim, layout, dtype):
     x = rotated((2, 65, 4, head_dim), dtype, device)
     pairs = rotary_tables(65, head_dim // 2, dtype=torch.float32, device=device)
@@ -300,11 +186,39 @@ def test_pair_tables_agree_with_full_tables(kernel, device, head_dim, layout, dt
     assert torch.equal(kernel.rope(x, *pairs, layout), kernel.rope(x, *full, layout))
 
 
-def test_flat_rows_take_the_head_dim_of_their_tables(kernel, device):
-    x = rotated((2, 65, 4, 64), torch.float32, device)
-    tables = rotary_tables(65, 32, dtype=torch.float32, device=device)
-    flat = kernel.rope(x.flatten(2), *tables)
-    assert torch.equal(flat.view(2, 65, 8, 32), kernel.rope(x.view(2, 65, 8, 32), *tables))
+@pairwise(value=NONFINITE, width=[64, 32], layout=PAIR_LAYOUTS, dtype=DTYPES)
+def test_nonfinite_values(kernel, device, value, width, layout, dtype):
+    """In x, and in its tables."""
+    x = rotated((2, 9, 4, 64), dtype, device)
+    cos, sin = rotary_tables(9, width, dtype=torch.float32, device=device)
+    of_tables = cos.clone(), sin.clone()
+    of_tables[0][2, 5] = of_tables[1][7, width - 2] = value
+    check_nonfinite(kernel, "rope", x, *of_tables, layout=layout)
+    x[0, 1, 3, 5] = x[1, 2, 0, 63] = x[1, 8, 3, 0] = value
+    check_nonfinite(kernel, "rope", x, cos, sin, layout=layout)
+
+
+@pytest.mark.sanitize
+@pytest.mark.kernels_ci
+@every_pair_layout
+@pytest.mark.parametrize(
+    ("shape", "memory", "table", "dtype", "is_float32"),
+    [
+        ((2, 3, 4, 64), "chunk", "S_d", torch.bfloat16, True),
+        ((1, 3, 3, 6), "odd_rows", "B_S_H_d", torch.bfloat16, False),
+        ((1, 2, 8, 128), "contiguous", "1_S_1_d", torch.float32, True),
+        ((2, 3, 2, 72), "misaligned", "B_S_Hd", torch.float16, False),
+        ((2, 3, 4, 64), "contiguous", "S_p", torch.bfloat16, True),
+        ((1, 3, 8, 128), "chunk", "B_S_H_p", torch.float32, True),
+        ((2, 3, 3, 6), "odd_rows", "1_S_H_p", torch.float16, False),
+    ],
+    ids=str,
+)
+def test_smoke(kernel, device, layout, shape, memory, table, dtype, is_float32):
+    x = rotated(shape, dtype, device, layout=memory)
+    size = ALL_TABLE_SHAPES[table](*shape)
+    tables = rotary_tables(*size, dtype=wide(is_float32, dtype), device=device)
+    check(kernel, "rope", x, *tables, layout=layout, contract=False)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -328,7 +242,6 @@ GRIDS = {
     "2": ((9, 11, 31), 6, 2, (0, 0, 1)),
     "one_token": ((1, 1, 1), 3, 64, (12, 10, 10)),
 }
-every_grid = pytest.mark.parametrize("grid", GRIDS)
 
 
 def on_grid(name, dtype, device, *, batch=2, memory="contiguous", table_dtype=torch.float32):
@@ -339,53 +252,29 @@ def on_grid(name, dtype, device, *, batch=2, memory="contiguous", table_dtype=to
     return x, grid_tables(grid, pairs, dtype=table_dtype, device=device)
 
 
-@every_grid
-@every_pair_layout
-@every_table_dtype
-@every_dtype
-def test_grids(kernel, device, grid, layout, table_is_float32, dtype):
-    table_dtype = torch.float32 if table_is_float32 else dtype
-    x, tables = on_grid(grid, dtype, device, table_dtype=table_dtype)
+@pairwise(grid=GRIDS, memory=LAYOUTS, layout=PAIR_LAYOUTS, is_float32=[True, False], dtype=DTYPES)
+def test_grids(kernel, device, grid, memory, layout, is_float32, dtype):
+    table_dtype = wide(is_float32, dtype)
+    x, tables = on_grid(grid, dtype, device, memory=memory, table_dtype=table_dtype)
     check(kernel, "rope_3d", x, **tables, layout=layout)
 
 
-@pytest.mark.parametrize("memory", STRIDED_LAYOUTS)
-@pytest.mark.parametrize("grid", ["cogvideox", "18"])
-@every_pair_layout
-@every_dtype
-def test_strided_views_on_a_grid(kernel, device, memory, grid, layout, dtype):
-    x, tables = on_grid(grid, dtype, device, memory=memory)
-    check(kernel, "rope_3d", x, **tables, layout=layout)
-
-
-@pytest.mark.parametrize("form", PACKED_FORMS)
-@every_pair_layout
-@for_dtypes(torch.float32, torch.bfloat16)
-def test_packed_projection_on_a_grid(kernel, device, form, layout, dtype):
-    tables = grid_tables((5, 3, 4), (12, 10, 10), dtype=torch.float32, device=device)
-    for x in packed_query_and_key(form, (2, 60, 4, 64), dtype, device):
-        x = x.view(2, 60, 4, 64)
-        check(kernel, "rope_3d", x, **tables, layout=layout)
-
-
-@pytest.mark.parametrize("table_layout", ["chunk", "transposed", "misaligned", "odd_rows"])
-@pytest.mark.parametrize("axis", GRID_AXES)
-@every_pair_layout
-@every_16_bit_dtype
+@pairwise(
+    table_layout=["chunk", "transposed", "misaligned", "odd_rows", "expanded"],
+    axis=GRID_AXES,
+    layout=PAIR_LAYOUTS,
+    dtype=DTYPES,
+)
 def test_strided_tables_of_an_axis(kernel, device, table_layout, axis, layout, dtype):
     x, tables = on_grid("cogvideox", dtype, device)
-    size = tables[axis][0].shape
-    strided = normal(1, *size, dtype=torch.float32, device=device, layout=table_layout)[0]
     plain = tables[axis][0]
+    if table_layout == "expanded":
+        strided = plain[:1].expand_as(plain)
+    else:
+        size = (1, *plain.shape)
+        strided = normal(*size, dtype=torch.float32, device=device, layout=table_layout)[0]
     check(kernel, "rope_3d", x, **{**tables, axis: (strided, plain)}, layout=layout)
     check(kernel, "rope_3d", x, **{**tables, axis: (plain, strided)}, layout=layout)
-
-
-@pytest.mark.parametrize("axis", GRID_AXES)
-def test_expanded_tables_of_an_axis(kernel, device, axis):
-    x, tables = on_grid("cogvideox", torch.bfloat16, device)
-    row = tuple(table[:1].expand_as(table) for table in tables[axis])
-    check(kernel, "rope_3d", x, **{**tables, axis: row})
 
 
 def axis_tables(table, grid, dims):
@@ -425,9 +314,7 @@ def test_rotates_as_cogvideox_does(kernel, device):
     check_against_full_tables(kernel, cos, sin, grid, (16, 24, 24), device)
 
 
-@every_nonfinite
-@every_pair_layout
-@every_dtype
+@pairwise(value=NONFINITE, layout=PAIR_LAYOUTS, dtype=DTYPES)
 def test_nonfinite_values_on_a_grid(kernel, device, value, layout, dtype):
     x, tables = on_grid("cogvideox", dtype, device)
     x[0, 1, 3, 5] = x[1, 139, 0, 63] = x[1, 8, 3, 0] = value
@@ -439,17 +326,16 @@ def test_nonfinite_values_on_a_grid(kernel, device, value, layout, dtype):
 @pytest.mark.kernels_ci
 @every_pair_layout
 @pytest.mark.parametrize(
-    ("grid", "memory", "dtype"),
+    ("grid", "memory", "dtype", "is_float32"),
     [
-        ("wan_128", "chunk", torch.bfloat16),
-        ("18", "odd_rows", torch.float16),
-        ("image", "contiguous", torch.float32),
-        ("no_columns", "misaligned", torch.bfloat16),
+        ("wan_128", "chunk", torch.bfloat16, False),
+        ("18", "odd_rows", torch.float16, True),
+        ("image", "contiguous", torch.float32, True),
+        ("no_columns", "misaligned", torch.bfloat16, True),
     ],
     ids=str,
 )
-@every_table_dtype
-def test_smoke_on_a_grid(kernel, device, layout, grid, memory, dtype, table_is_float32):
-    table_dtype = torch.float32 if table_is_float32 else dtype
+def test_smoke_on_a_grid(kernel, device, layout, grid, memory, dtype, is_float32):
+    table_dtype = wide(is_float32, dtype)
     x, tables = on_grid(grid, dtype, device, batch=1, memory=memory, table_dtype=table_dtype)
     check(kernel, "rope_3d", x, **tables, layout=layout, contract=False)

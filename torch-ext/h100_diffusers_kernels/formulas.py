@@ -38,9 +38,18 @@ def _promoted(*tensors: Optional[Tensor]) -> tuple:
 def _normalized(
     h: Tensor, is_layer_norm: bool, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> Tensor:
-    if is_layer_norm:
+    if not is_layer_norm:
+        return F.rms_norm(h, h.shape[-1:], weight, eps)
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias)  # which PyTorch's second derivative asks for
+    if forward_ad._current_level < 0:
         return F.layer_norm(h, h.shape[-1:], weight, bias, eps)
-    return F.rms_norm(h, h.shape[-1:], weight, eps)
+    # PyTorch's second derivative in forward mode is wrong.
+    x = h.float()
+    x = x - x.mean(-1, keepdim=True)
+    n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    n = n if weight is None else n * weight
+    return (n if bias is None else n + bias).to(h.dtype)
 
 
 def _modulated(n: Tensor, scale: Optional[Tensor], shift: Optional[Tensor]) -> Tensor:
@@ -125,6 +134,8 @@ def group_norm(
     x, weight, bias, channel_bias = _promoted(x, weight, bias, channel_bias)
     if channel_bias is not None:
         x = x + channel_bias.reshape(*channel_bias.shape, *[1] * (x.dim() - 2))
+    if torch._C._are_functorch_transforms_active():
+        x = x.contiguous()  # vmap has no other memory format
     n = F.group_norm(x, num_groups, weight, bias, eps)
     return (F.silu(n) if silu else n).to(dtype)
 

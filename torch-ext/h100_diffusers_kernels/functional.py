@@ -16,6 +16,7 @@ or written. Failure to allocate a result raises torch.OutOfMemoryError.
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -384,7 +385,7 @@ class CoordinateRope(NamedTuple):
         ``dim`` is an even integer, at least ``2 * axes * F``; else TypeError or ValueError.
         """
         pairs = self.coordinates.shape[-1] * self.frequencies.shape[0]
-        if isinstance(dim, bool) or not isinstance(dim, (int, torch.SymInt)):
+        if isinstance(dim, bool) or not isinstance(dim, (numbers.Integral, torch.SymInt)):
             refuse_type("CoordinateRope.tables", "dim", "an integer", dim)
         if dim % 2 or dim < 2 * pairs:
             fail("CoordinateRope.tables", f"dim must be even and at least {2 * pairs}, got {dim}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 import re
-from typing import Any, Callable, NamedTuple, NoReturn, Optional
+from typing import Any, Callable, NoReturn, Optional
 
 import torch
 from torch import Tensor, nn
@@ -111,36 +111,23 @@ def _check_layout(operation: str, name: str, tensor: Tensor) -> None:
     fail(operation, f"{name} must be a strided tensor, got {given}")
 
 
-class _TensorParameter(NamedTuple):
-    position: int
-    name: str
-    accepted: str
-    is_written: bool
+def _parameters(schema: Any) -> list[tuple[str, bool, bool]]:
+    """Name, whether it is a tensor and whether it is optional, of each argument."""
+    kinds = [(argument.name, str(argument.type)) for argument in schema.arguments]
+    return [(name, "Tensor" in kind, kind.startswith("Optional")) for name, kind in kinds]
 
 
-def _tensor_parameters(overload: Any) -> list[_TensorParameter]:
-    accepted = {"Tensor": "a tensor", "Optional[Tensor]": "a tensor or None"}
-    return [
-        _TensorParameter(i, a.name, accepted[str(a.type)], a.alias_info is not None)
-        for i, a in enumerate(overload._schema.arguments)
-        if str(a.type) in accepted
-    ]
-
-
-def _check_types(operation: str, parameters: list[_TensorParameter], arguments: tuple) -> None:
-    for position, name, accepted, _ in parameters:
-        value = arguments[position]
-        if not isinstance(value, Tensor) and (value is not None or accepted == "a tensor"):
+def _check_types(operation: str, parameters: list, arguments: tuple) -> None:
+    for (name, is_tensor, is_optional), value in zip(parameters, arguments):
+        if is_tensor and not isinstance(value, Tensor) and not (is_optional and value is None):
+            accepted = "a tensor or None" if is_optional else "a tensor"
             refuse_type(operation, name, accepted, value)
 
 
-def _explain(
-    operation: str, parameters: list[_TensorParameter], arguments: tuple, error: Exception
-) -> NoReturn:
+def _explain(operation: str, parameters: list, arguments: tuple, error: Exception) -> NoReturn:
     """Raises a sentence for the error of a call, or the error itself. Called while it is handled."""
     _check_types(operation, parameters, arguments)
-    tensors = [(name, arguments[position]) for position, name, *_ in parameters]
-    tensors = [(name, tensor) for name, tensor in tensors if tensor is not None]
+    tensors = [(p[0], v) for p, v in zip(parameters, arguments) if isinstance(v, Tensor)]
     for name, tensor in tensors:
         _check_layout(operation, name, tensor)
     no_memory = _NO_MEMORY.match(str(error))
@@ -198,7 +185,10 @@ class _Differentiable(torch.autograd.Function):
                 )
             results = ctx.formula(*arguments)
             results = results if isinstance(results, tuple) else (results,)
-            given = [(r, g) for r, g in zip(results, gradients) if g is not None]
+            # A result need not depend on what requires grad.
+            given = [
+                (r, g) for r, g in zip(results, gradients) if g is not None and r.requires_grad
+            ]
             inputs = torch.autograd.grad(
                 [result for result, _ in given],
                 [arguments[i] for i in needed],
@@ -246,10 +236,10 @@ def kernel_call(
     forward-mode derivatives and in transforms of ``torch.func``, the formula computes.
 
     Args:
-        forward: computes instead by an operator ``name`` that writes; called without the written arguments.
+        forward: computes instead, by the operator ``name`` that writes; called without the written arguments.
     """
     overload = getattr(ops, name).default
-    parameters = [p for p in _tensor_parameters(overload) if forward is None or not p.is_written]
+    parameters = _parameters(overload._schema)
     kernel = forward or overload
     # The overload's own __call__ is a Python frame around this, which Dynamo cannot trace.
     untraced = forward or overload._op
@@ -263,6 +253,8 @@ def kernel_call(
         try:
             if _is_compiling():
                 _check_types(operation, parameters, arguments)
+                if forward_ad._current_level >= 0 or _are_transforms_active():
+                    return formula(*arguments)
                 if _is_grad_enabled() and _requires_grad(arguments):
                     return differentiable(*arguments)
                 return kernel(*arguments)
@@ -286,7 +278,7 @@ def writing_call(operation: str, name: str) -> Callable:
     be, and what it is.
     """
     overload = getattr(ops, name).default
-    parameters = _tensor_parameters(overload)
+    parameters = _parameters(overload._schema)
 
     def call(written: tuple, refused: tuple[str, str, str], *arguments):
         try:
