@@ -41,7 +41,7 @@ def pair(kernel, device, change=None, *, is_injected_first=True, attention=True,
 
 def distance(out, expected):
     """The relative L2 distance."""
-    out, expected = out.detach().double(), expected.detach().double()
+    out, expected = (x.detach().double().flatten() for x in (out, expected))
     return ((out - expected).norm() / expected.norm()).item()
 
 
