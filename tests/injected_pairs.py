@@ -34,9 +34,7 @@ def injected(kernel, plain, change=None, *, is_injected_first=True, **options):
 def pair(kernel, device, change=None, *, is_injected_first=True, attention=True, **options):
     """`injected` of an LTX-Video model; `options` are those of `ltx_models.transformer`."""
     plain = transformer(device, **options)
-    return injected(
-        kernel, plain, change, is_injected_first=is_injected_first, attention=attention
-    )
+    return injected(kernel, plain, change, is_injected_first=is_injected_first, attention=attention)
 
 
 def distance(out, expected):
