@@ -1,4 +1,4 @@
-"""Attention of injected LTX-Video models: where it runs on the package's kernel, and where it stays diffusers'."""
+"""Attention of injected LTX-Video models: where the kernel computes it, and where diffusers does."""
 
 import functools
 import itertools
@@ -100,7 +100,7 @@ OTHER_MASKS = {
 
 @pytest.mark.parametrize("case", OTHER_MASKS)
 def test_other_masks_keep_the_models_attention(kernel, device, case):
-    """But for a bias of all queries: the kernel adds it in float32, which PyTorch's attention does not take."""
+    """But for a bias of all queries: the kernel adds it in float32, which PyTorch's does not take."""
     model, plain, _ = pair(kernel, device, **BFLOAT16)
     mask = OTHER_MASKS[case].to(device)
     arguments = inputs(model, encoder_attention_mask=mask)
@@ -183,7 +183,8 @@ def test_attention_can_be_left_alone(kernel, device, attention):
     for name in ("attn1", "attn2"):
         assert replaced[f"transformer_blocks.0.{name}"] == operations
     before, other = ltx_models.snapshot(model), not attention
-    sentence = f"^inject_kernels.* injected with attention={attention}, got attention={other}: call eject_kernels first$"
+    given = f"injected with attention={attention}, got attention={other}"
+    sentence = f"^inject_kernels.* {given}: call eject_kernels first$"
     with pytest.raises(ValueError, match=sentence):
         kernel.inject_kernels(model, attention=other)
     with pytest.raises(TypeError):

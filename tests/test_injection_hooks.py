@@ -16,12 +16,10 @@ from ltx_models import (
     calls_of,
     computing,
     either_order,
-    kernel_calls,
     prepared,
     reference,
     run,
     snapshot,
-    transformer,
 )
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -233,33 +231,6 @@ PATHS = {
 WITHOUT_BLOCKS = {"qk_norm_coordinate_rope": 2, "rms_norm": 4, "gelu": 2}
 
 
-@pytest.mark.parametrize("target", PATHS)
-@either_order
-def test_another_forward_on_the_instance(kernel, device, target, is_injected_first):
-    """As guidance methods put it on a block: it is called, and stays when the kernels are ejected."""
-    model, arguments, expected = prepared(device)
-    module = model.get_submodule(PATHS[target])
-    if is_injected_first:
-        kernel.inject_kernels(model)
-    original, calls = type(module).forward.__get__(module), []
-
-    def forward(*args, **kwargs):
-        calls.append(1)
-        return original(*args, **kwargs)
-
-    module.forward = forward
-    report = kernel.inject_kernels(model)
-    if not is_injected_first:
-        assert "replaced by something else" in reasons_of(report)[PATHS[target]]
-    counts = computing(expected, model, arguments)
-    assert counts and (target != "model" or counts == calls_of(2, joined=0))
-    assert calls == [1]
-    kernel.eject_kernels(model)
-    assert module.forward is forward
-    assert computing(expected, model, arguments) == {}
-    assert calls == [1, 1]
-
-
 # What is left of the operator calls of a forward of two blocks.
 OF_CLASSES = {
     "block": WITHOUT_BLOCKS,
@@ -384,10 +355,3 @@ def test_who_reads_the_tables_gets_the_models(kernel, device, has_own_processor)
         block.register_forward_pre_hook(cast, with_kwargs=True)
 
     assert_alike(*pair(kernel, device, change)[:2])
-
-
-def test_other_models_are_not_touched(kernel, device):
-    other, arguments, expected = prepared(device)
-    kernel.inject_kernels(transformer(device))
-    assert kernel_calls(run, other, arguments) == {}
-    assert computing(expected, other, arguments) == {}

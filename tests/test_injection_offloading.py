@@ -1,26 +1,19 @@
-"""Offloading, casting, caching, context parallelism: before and after an injection."""
-
-import weakref
+"""Offloading and context parallelism, before and after an injection: what stays on the kernels."""
 
 import accelerate
 import pytest
 import torch
 from accelerate.hooks import remove_hook_from_module
-from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig, TaylorSeerCacheConfig
 from diffusers.hooks import apply_group_offloading, context_parallel
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 
-from injected_pairs import assert_alike, pair, reasons_of
+from injected_pairs import reasons_of
 from ltx_models import (
     calls_of,
     computing,
     either_order,
-    inputs,
-    kernel_calls,
     prepared,
-    run,
     snapshot,
-    transformer,
 )
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -98,81 +91,6 @@ def test_offloading(kernel, device, offload, config, calls, is_injected_first):
             kernel.eject_kernels(model)
         assert computing(expected, model, arguments) == {}
         assert snapshot(model) == before
-
-
-@either_order
-def test_layerwise_casting(kernel, device, is_injected_first):
-    """The weights of linear layers are stored in bfloat16 and cast for each call."""
-
-    def cast(model):
-        types = {"storage_dtype": torch.bfloat16, "compute_dtype": torch.float32}
-        model.enable_layerwise_casting(**types)
-
-    model, plain, _ = pair(kernel, device, cast, is_injected_first=is_injected_first)
-    assert model.transformer_blocks[0].ff.net[0].proj.weight.dtype == torch.bfloat16
-    arguments = inputs(transformer(device))
-    assert_alike(model, plain, arguments)
-    assert kernel_calls(run, model, arguments) == calls_of(2)
-
-
-# ------------------------------------------------------------------------------------------------
-# Caching
-
-
-class Denoising:
-    """Some steps from which a cache skips a part of the blocks."""
-
-    CONFIGS = {
-        "first_block": lambda self: FirstBlockCacheConfig(threshold=0.2),
-        "pyramid_attention_broadcast": lambda self: PyramidAttentionBroadcastConfig(
-            spatial_attention_block_skip_range=2, current_timestep_callback=lambda: self.timestep
-        ),
-        "taylorseer": lambda self: TaylorSeerCacheConfig(
-            cache_interval=2,
-            disable_cache_before_step=2,
-            taylor_factors_dtype=torch.float32,
-            cache_identifiers=[r"transformer_blocks\.\d+\.(attn1|ff)"],
-        ),
-    }
-
-    def __init__(self, model, cache):
-        self.model = model
-        self.timestep = None
-        model.enable_cache(self.CONFIGS[cache](weakref.proxy(self)))
-
-    def outputs(self, arguments, steps):
-        latents, outputs = arguments["hidden_states"], []
-        for step in range(steps):
-            self.timestep = 700 - 10 * step
-            changes = {
-                "hidden_states": latents,
-                "timestep": torch.full_like(arguments["timestep"], self.timestep),
-            }
-            with self.model.cache_context("cond"):
-                outputs.append(run(self.model, {**arguments, **changes}))
-            latents = latents - 0.01 * outputs[-1]
-        return outputs
-
-
-@pytest.mark.parametrize("cache", Denoising.CONFIGS)
-@either_order
-def test_caching(kernel, device, cache, is_injected_first):
-    steps = 6
-    model, plain = transformer(device, blocks=3), transformer(device, blocks=3)
-    arguments = inputs(model)
-    expected = Denoising(plain, cache).outputs(arguments, steps)
-    if is_injected_first:
-        kernel.inject_kernels(model)
-    denoising = Denoising(model, cache)
-    kernel.inject_kernels(model)
-    outputs = []
-    calls = kernel_calls(lambda: outputs.extend(denoising.outputs(arguments, steps)))
-    torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
-    assert 0 < calls["qk_norm_coordinate_rope"] < 3 * steps
-    model.disable_cache()
-    assert kernel_calls(run, model, arguments) == calls_of(3)
-    kernel.eject_kernels(model)
-    assert kernel_calls(run, model, arguments) == {}
 
 
 # ------------------------------------------------------------------------------------------------
