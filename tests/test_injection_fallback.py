@@ -337,17 +337,3 @@ def test_other_options_for_one_of_several_models(kernel, device, position):
     assert not report.already_injected
     names = {entry.name.split(".")[0] for entry in report.replaced}
     assert names == {"transformer_0", "transformer_1"}
-
-
-def test_one_attribute_of_the_model(kernel, device):
-    """And no other of any module, except forwards."""
-    model = transformer(device)
-    before = {name: set(vars(module)) for name, module in model.named_modules()}
-    kernel.inject_kernels(model)
-    run(model, inputs(model))
-    after = {name: set(vars(module)) for name, module in model.named_modules()}
-    more = {name: after[name] - before[name] - {"forward"} for name in before}
-    assert more.pop("") == {"_h100_diffusers_kernels"}
-    assert not any(more.values())
-    kernel.eject_kernels(model)
-    assert {name: set(vars(module)) for name, module in model.named_modules()} == before

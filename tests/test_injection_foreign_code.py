@@ -287,35 +287,33 @@ class Flops(FlopCounterMode):
         return {name: dict(counts) for name, counts in self.get_flop_counts().items()}
 
 
-def scaled(*names):
-    return functools.partial(Scaled, *names)
+MODES = {  # what each changes or watches, and models in which it does
+    "layer_norm": (functools.partial(Scaled, "layer_norm"), [*FAMILIES.values(), UNET]),
+    "rms_norm": (functools.partial(Scaled, "rms_norm"), [LTX]),
+    "gelu": (functools.partial(Scaled, "gelu"), [LTX, UNET]),
+    "silu": (functools.partial(Scaled, "silu"), [FLUX, UNET]),
+    "linear": (functools.partial(Scaled, "linear"), [LTX]),
+    "attention": (functools.partial(Scaled, "scaled_dot_product_attention"), [LTX]),
+    "group_norm": (functools.partial(Scaled, "group_norm"), [UNET]),
+    "dispatch": (ScaledLayerNorm, [FLUX, UNET]),
+    "flops": (Flops, [LTX, FLUX, UNET, PIXART]),
+    "skipped_scores": (AttentionScoreSkipFunctionMode, [LTX]),
+}
+MODES_AND_MODELS = [(name, family) for name, (_, families) in MODES.items() for family in families]
 
 
-MODES = [
-    *((family, scaled("layer_norm")) for family in FAMILIES.values()),
-    *((LTX, scaled(name)) for name in ("rms_norm", "gelu", "linear")),
-    (LTX, scaled("scaled_dot_product_attention")),
-    (FLUX, scaled("silu")),
-    (UNET, scaled("group_norm")),
-    (UNET, scaled("gelu")),
-    (UNET, scaled("silu")),
-    *((family, ScaledLayerNorm) for family in (FLUX, UNET)),
-    *((family, Flops) for family in (LTX, FLUX, UNET, PIXART)),
-    (LTX, AttentionScoreSkipFunctionMode),
-]
-
-
-@pytest.mark.parametrize(("family", "make_mode"), MODES)
-def test_modes_see_the_models_own_code(kernel, device, family, make_mode):
+@pytest.mark.parametrize(("mode", "family"), MODES_AND_MODELS, ids=str)
+def test_modes_see_the_models_own_code(kernel, device, family, mode):
     """Within a mode both compute the same bits, and calls of the injected model count as its own code."""
+    make_mode, _ = MODES[mode]
     config = {} if family in (UNET, PIXART) else KERNEL_HEADS
     model, plain, report, arguments = pair(kernel, family, device, torch.bfloat16, config)
     unlike = run(plain, arguments)
     results, counts = [], []
     for candidate in (model, plain):
-        with make_mode() as mode:
+        with make_mode() as entered:
             results.append(run(candidate, arguments))
-        counts.append(getattr(mode, "count", None))
+        counts.append(getattr(entered, "count", None))
     assert counts[0] == counts[1] != 0 and counts[1] != {}
     assert torch.equal(*results)
     is_changing = counts[1] and make_mode is not Flops

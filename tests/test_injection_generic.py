@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 import logging
 import threading
 
@@ -277,12 +278,8 @@ def test_modules_of_no_library(kernel, device):
 # Attention by itself
 
 
-def heads(batch=2, tokens=9, count=4, size=64, dtype=BFLOAT16, device="cpu"):
-    return torch.randn(batch, tokens, count, size, dtype=dtype, device=device)
-
-
 def scores_of(*shape):
-    return torch.randn(shape, dtype=torch.float32)
+    return torch.randn(shape, dtype=BFLOAT16)
 
 
 CALLS = {
@@ -313,45 +310,29 @@ OTHER_CALLS = {
 }
 
 
+def on_device(mask, device):
+    """With its strides, which tell what it is broadcast over."""
+    is_expanded = 0 in mask.stride()
+    return mask[:, :1, :1].to(device).expand(mask.shape) if is_expanded else mask.to(device)
+
+
 def attention_calls(kernel, device, options, is_direct):
     """(operators called, what the stand-in gives, what the function that it stands in for gives)."""
-    processors = kernel.injection.attention_processors
-    options = dict(options)
-    count = options.pop("kv", 4)
-    form = {
-        "dtype": options.pop("dtype", BFLOAT16),
-        "size": options.pop("size", 64),
-        "device": device,
-    }
-    tensors_ = [
-        heads(**form),
-        heads(tokens=11, count=count, **form),
-        heads(tokens=11, count=count, **form),
-    ]
-    if isinstance(options.get("attn_mask"), torch.Tensor):
-        strides = options["attn_mask"].stride()
-        mask = options["attn_mask"].to(device)
-        is_scores = mask.is_floating_point()
-        options["attn_mask"] = mask.to(form["dtype"]) if is_scores and 0 not in strides else mask
-        if is_scores and 0 in strides:
-            options["attn_mask"] = mask[:, :1, :1].to(form["dtype"]).expand(mask.shape)
+    defaults = {"kv": 4, "dtype": BFLOAT16, "size": 64}
+    count, dtype, size = ({**defaults, **options}[name] for name in defaults)
+    options = {name: value for name, value in options.items() if name not in defaults}
+    if "attn_mask" in options:
+        options["attn_mask"] = on_device(options["attn_mask"], device)
+    shapes = (2, 9, 4, size), (2, 11, count, size), (2, 11, count, size)
+    given = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+    name, own = "dispatch_attention_fn", attention_dispatch.dispatch_attention_fn
     if is_direct:
-        tensors_ = [x.transpose(1, 2) for x in tensors_]
+        given = [x.transpose(1, 2) for x in given]
         options.pop("attention_kwargs", None)
-        ours, own = processors.scaled_dot_product_attention, F.scaled_dot_product_attention
-    else:
-        ours, own = processors.dispatch_attention_fn, attention_dispatch.dispatch_attention_fn
-    outcomes = []
-    calls = {}
-    for function in (ours, own):
-        try:
-            with torch.no_grad():
-                if function is ours:
-                    calls = kernel_calls(lambda: ours(*tensors_, **options))
-                outcomes.append(function(*tensors_, **options))
-        except (RuntimeError, ValueError) as error:
-            outcomes.append(str(error))
-    return calls, *outcomes
+        name, own = "scaled_dot_product_attention", F.scaled_dot_product_attention
+    ours = functools.partial(getattr(kernel.injection.attention_processors, name), **options)
+    calls = kernel_calls(outcome, ours, *given)
+    return calls, outcome(ours, *given), outcome(functools.partial(own, **options), *given)
 
 
 @pytest.mark.parametrize("is_direct", [False, True], ids=["dispatch", "sdpa"])

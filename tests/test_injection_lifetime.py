@@ -12,7 +12,7 @@ import torch
 from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlock
 from torch import nn
 
-from injected_pairs import assert_alike, distance, pair
+from injected_pairs import assert_alike, pair
 from ltx_models import calls_of, inputs, kernel_calls, pipeline, run, snapshot, transformer
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -269,25 +269,34 @@ def state_of(model):
     return snapshot(model), {name: list(vars(module)) for name, module in model.named_modules()}
 
 
+class Holder:
+    """Of two models."""
+
+    def __init__(self, device):
+        self.one, self.other = transformer(device), transformer(device)
+
+
 COUNTS = [1, 2, 6, 10]
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [*COUNTS, 13, 20])
 def test_an_injection_that_fails_changes_nothing(kernel, device, monkeypatch, count):
-    """It is done as a whole, or not at all."""
-    model, plain = transformer(device), transformer(device)
-    arguments, before = inputs(model), state_of(model)
+    """It is done as a whole, to all models, or not at all."""
+    holder = Holder(device)
+    models, arguments = (holder.one, holder.other), inputs(holder.one)
+    before = [state_of(model) for model in models]
     with pytest.raises(Stop), stopping_at(monkeypatch, count):
-        kernel.inject_kernels(model)
-    assert state_of(model) == before
-    assert kernel_calls(run, model, arguments) == {}
-    kernel.eject_kernels(model)
-    assert state_of(model) == before
-    assert not kernel.inject_kernels(model).already_injected
-    assert kernel_calls(run, model, arguments) == calls_of(2)
-    assert_alike(model, plain, arguments)
-    kernel.eject_kernels(model)
-    assert state_of(model) == before
+        kernel.inject_kernels(holder)
+    assert [state_of(model) for model in models] == before
+    assert [kernel_calls(run, model, arguments) for model in models] == [{}, {}]
+    kernel.eject_kernels(holder)
+    assert [state_of(model) for model in models] == before
+    assert not kernel.inject_kernels(holder).already_injected
+    for model in models:
+        assert kernel_calls(run, model, arguments) == calls_of(2)
+        assert_alike(model, transformer(device), arguments)
+    kernel.eject_kernels(holder)
+    assert [state_of(model) for model in models] == before
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -303,33 +312,3 @@ def test_an_ejection_that_fails_can_be_repeated(kernel, device, monkeypatch, cou
     assert torch.equal(run(model, arguments), expected)
     assert not kernel.inject_kernels(model).already_injected
     assert kernel_calls(run, model, arguments) == calls_of(2)
-
-
-class Stubborn:
-    """Mixed into a module's class: it takes no other forward."""
-
-    def __setattr__(self, name, value):
-        if name == "forward":
-            raise Stop
-        super().__setattr__(name, value)
-
-
-@pytest.mark.parametrize("place", ["transformer_blocks.1", "rope"])
-@pytest.mark.parametrize("position", [0, 1], ids=["first", "last"])
-def test_one_of_several_models_takes_no_forward(kernel, device, position, place):
-    """Nothing is done to the others, whichever comes first."""
-
-    class Holder:
-        pass
-
-    holder = Holder()
-    holder.one, holder.other = models = transformer(device), transformer(device)
-    module = models[position].get_submodule(place)
-    module.__class__ = type(type(module).__name__, (Stubborn, type(module)), {})
-    before, arguments = [state_of(model) for model in models], inputs(holder.one)
-    expected = run(holder.one, arguments)
-    with pytest.raises(Stop):
-        kernel.inject_kernels(holder)
-    assert [state_of(model) for model in models] == before
-    assert [kernel_calls(run, model, arguments) for model in models] == [{}, {}]
-    assert distance(run(holder.one, arguments), expected) == 0

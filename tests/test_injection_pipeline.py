@@ -53,20 +53,6 @@ def test_pipelines(kernel, device, pipeline_class, guidance_scale):
         assert_close(result, expected)  # cuDNN may encode an image in another way each time
 
 
-def test_report_of_a_pipeline(kernel, device):
-    pipe = pipeline(device)
-    pipe.text_encoder = torch.nn.Linear(2, 2)
-    report = kernel.inject_kernels(pipe)
-    assert {entry.name.split(".")[0] for entry in report.replaced} == {"transformer"}
-    assert "transformer.transformer_blocks.1.attn2" in {entry.name for entry in report.replaced}
-    reasons = {entry.name: (entry.module, entry.reason) for entry in report.left_alone}
-    assert reasons["vae"] == ("AutoencoderKLLTXVideo", "it is no denoising model of diffusers")
-    assert reasons["text_encoder"][0] == "Linear"
-    assert "transformer.norm_out" in reasons
-    assert report.levels["transformer"] == "in full" and report.levels["vae"] == "not at all"
-    assert kernel.inject_kernels(pipe).already_injected
-
-
 def test_a_compiled_transformer_of_another_object(kernel, device):
     pipe = pipeline(device)
 

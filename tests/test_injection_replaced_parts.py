@@ -8,12 +8,9 @@ from torch import nn
 
 from families import FAMILIES
 from family import KERNEL_HEADS
-from foreign_modules import Wrap
 from injected_pairs import (
     assert_alike,
-    fallen_back,
     injected,
-    is_said,
     pair,
     reasons_of,
 )
@@ -54,11 +51,6 @@ def putting(path, make):
 # Norms
 
 
-class HalvedNorm(RMSNorm):
-    def forward(self, hidden_states):
-        return 0.5 * super().forward(hidden_states)
-
-
 def with_values(make, *names):
     def changed(norm):
         result = make(norm)
@@ -85,36 +77,12 @@ def norm_with_bias(norm):
     return RMSNorm(HIDDEN, eps=1e-6, bias=True)
 
 
-def subclassed(norm):
-    norm.__class__ = HalvedNorm
-    return norm
-
-
 def other_eps(norm):
     norm.eps = 0.5
     return norm
 
 
-def forward_on_the_instance(norm):
-    forward = norm.forward
-    norm.forward = lambda x: 0.5 * forward(x)
-    return norm
-
-
-def hooked(norm):
-    norm.register_forward_hook(lambda module, args, output: 0.5 * output)
-    return norm
-
-
-CALLED = {  # whose own code runs, and is said to
-    "identity": lambda norm: nn.Identity(),
-    "wrapper": Wrap,
-    "subclassed": subclassed,
-    "forward_on_the_instance": forward_on_the_instance,
-    "hooked": hooked,
-}
-NORMS = {
-    **CALLED,
+NORMS = {  # beside those of tests/test_conformance.py
     "layer_norm": with_values(layer_norm, "weight", "bias"),
     "layer_norm_without_weight": lambda norm: nn.LayerNorm(HIDDEN, elementwise_affine=False),
     "torch_norm": torch_norm,
@@ -126,25 +94,18 @@ NORMS = {
     "bias_alone_added": with_values(itself, "bias"),
     "other_eps": other_eps,
 }
-WITHOUT_EFFECT = {"wrapper", "torch_norm", "torch_norm_without_eps", "bias_alone_added"}
+WITHOUT_EFFECT = {"torch_norm", "torch_norm_without_eps", "bias_alone_added"}
 
 
 @pytest.mark.parametrize("kind", NORMS)
 # The first block's norm is the block's own, the second's is made where the first block ends.
 @pytest.mark.parametrize("place", ["0.norm1", "1.norm1", "1.norm2"])
-@either_order
-def test_norms_of_a_block(kernel, device, kind, place, is_injected_first):
+def test_norms_of_a_block(kernel, device, kind, place):
     change = putting(f"transformer_blocks.{place}", NORMS[kind])
-    model, plain, report = pair(
-        kernel, device, change, is_injected_first=is_injected_first, blocks=BLOCKS
-    )
+    model, plain, _ = pair(kernel, device, change, blocks=BLOCKS)
     arguments = inputs(plain)
     unlike = None if kind in WITHOUT_EFFECT else unchanged(device, arguments)
     assert_alike(model, plain, arguments, unlike=unlike)
-    if kind in CALLED:
-        assert is_said(report, kernel, device, blocks=BLOCKS)
-        if is_injected_first:
-            assert fallen_back(report).keys() == {f"transformer_blocks.{place[0]}"}
     # The other blocks are on the kernels as they were.
     calls = kernel_calls(run, model, arguments)
     assert calls.get("qk_norm_coordinate_rope", 0) + calls.get("qk_norm_rope", 0) >= 2
@@ -214,24 +175,12 @@ def test_a_layer_norm_where_the_model_computes_in_float32(kernel, device, place,
         assert_alike(model, plain, arguments)
 
 
-QK_NORMS = {
-    **{kind: make for kind, make in CALLED.items() if kind != "subclassed"},
-    "layer_norm": with_values(layer_norm, "weight", "bias"),
-    "diffusers_norm_with_bias": with_values(norm_with_bias, "weight", "bias"),
-    "without_eps": lambda norm: torch_norm(norm, eps=None),
-    "without_weight": torch_norm,
-    "other_eps": other_eps,
-}
-
-
-@pytest.mark.parametrize("kind", QK_NORMS)
-@pytest.mark.parametrize("place", ["attn1.norm_q", "attn1.norm_k", "attn2.norm_k"])
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("place", ["attn1.norm_q", "attn2.norm_k"])
 def test_norms_of_query_and_key(kernel, device, kind, place):
-    change = putting(f"transformer_blocks.1.{place}", QK_NORMS[kind])
+    change = putting(f"transformer_blocks.1.{place}", NORMS[kind])
     model, plain, _ = pair(kernel, device, change, blocks=BLOCKS)
-    arguments = inputs(plain)
-    unlike = None if kind == "wrapper" else unchanged(device, arguments)
-    assert_alike(model, plain, arguments, unlike=unlike, changed=1e-5)
+    assert_alike(model, plain)
 
 
 # ------------------------------------------------------------------------------------------------
