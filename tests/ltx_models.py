@@ -137,9 +137,17 @@ def computing(expected, model, arguments, slack=1e-5):
     return dict(calls.counts)
 
 
+def operation_of(operator, args=()):
+    """The name of the package's operation that a call of an operator computes, or None."""
+    namespace, _, name = str(operator).partition(".")
+    if namespace.startswith("_h100_diffusers_kernels"):
+        return name.partition(".")[0]
+    return "gelu" if "_addmm_activation" in name else None
+
+
 class KernelCalls(Observer):
-    """Counts the calls of the package's operators, and the matrix products with a GELU as epilogue,
-    which count as gelu too."""
+    """Counts the package's operations, and the matrix products with a GELU as epilogue, which count as gelu
+    too."""
 
     def __init__(self):
         super().__init__()
@@ -147,12 +155,10 @@ class KernelCalls(Observer):
         self.epilogues = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        namespace = func.namespace
-        if namespace.startswith("_h100_diffusers_kernels"):
-            self.counts[func._schema.name.split("::")[1]] += 1
-        elif func._schema.name == "aten::_addmm_activation":
-            self.counts["gelu"] += 1
-            self.epilogues += 1
+        operation = operation_of(func, args)
+        if operation is not None:
+            self.counts[operation] += 1
+            self.epilogues += func.namespace == "aten"
         return func(*args, **(kwargs or {}))
 
 

@@ -1,12 +1,13 @@
 """torch.compile and CUDA graphs of injected LTX-Video models."""
 
+from collections import Counter
+
 import pytest
 import torch
-from diffusers.models import attention_dispatch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from injected_pairs import BFLOAT16, assert_alike, assert_gradients_agree, distance, pair
-from ltx_models import calls_of, graph_replays, inputs, kernel_calls, run, transformer
+from ltx_models import calls_of, graph_replays, inputs, kernel_calls, operation_of, run
 
 pytestmark = pytest.mark.usefixtures("_one_thread", "_fresh_compiler")
 
@@ -15,15 +16,9 @@ SLACK = 1e-4
 
 
 def operators(graph_module):
-    """How often a graph calls each operator of the package."""
-    counts = {}
-    for node in graph_module.graph.nodes:
-        namespace, _, name = str(node.target).partition(".")
-        if namespace.startswith("_h100_diffusers_kernels"):
-            counts[name.split(".")[0]] = counts.get(name.split(".")[0], 0) + 1
-        elif "_addmm_activation" in str(node.target):
-            counts["gelu"] = counts.get("gelu", 0) + 1
-    return counts
+    """How often a graph calls each operation of the package."""
+    found = [operation_of(node.target, node.args) for node in graph_module.graph.nodes]
+    return dict(Counter(operation for operation in found if operation is not None))
 
 
 CASES = {
@@ -58,21 +53,21 @@ def test_inductor(kernel, device):
     assert_alike(torch.compile(model, fullgraph=True), plain, inputs(model))
 
 
-@pytest.mark.parametrize("config", [{}, BFLOAT16], ids=["float32", "attention"])
-def test_dynamic_shapes(kernel, device, config):
+@pytest.mark.slow
+def test_dynamic_shapes(kernel, device):
     """No more graphs than the model needs without kernels."""
-    model, plain, _ = pair(kernel, device, blocks=1, **config)
+    model, plain, _ = pair(kernel, device, blocks=1, **BFLOAT16)
     graphs = []
     for candidate in (model, plain):
         counter = CompileCounterWithBackend("eager")
         compiled = torch.compile(candidate, fullgraph=True, backend=counter, dynamic=True)
         for batch, grid in ((2, (2, 3, 4)), (3, (3, 4, 5))):
             arguments = inputs(model, batch=batch, grid=grid)
-            assert_alike(compiled, plain, arguments, times=1, slack=0.03)
+            assert_alike(compiled, plain, arguments, times=1)
         graphs.append(counter.graphs)
         torch._dynamo.reset()
     assert 0 < len(graphs[0]) <= len(graphs[1])
-    assert all(operators(graph).get("attention", 0) == (2 if config else 0) for graph in graphs[0])
+    assert all(operators(graph)["attention"] == 2 for graph in graphs[0])
 
 
 def test_repeated_blocks(kernel, device):
@@ -83,39 +78,6 @@ def test_repeated_blocks(kernel, device):
     assert_alike(model, plain, inputs(model), slack=SLACK)
     assert counter.frame_count == 1
     assert operators(counter.graphs[0]) == calls_of(1)
-
-
-@pytest.mark.parametrize("regional", [False, True], ids=["model", "blocks"])
-def test_injected_and_ejected_after_compilation(kernel, device, regional):
-    """What was compiled before is not run any more, and is again after the ejection."""
-    model, plain = transformer(device), transformer(device)
-    arguments = inputs(model)
-    counter = CompileCounterWithBackend("eager")
-    if regional:
-        model.compile_repeated_blocks(fullgraph=True, backend=counter)
-    else:
-        model.compile(fullgraph=True, backend=counter)
-    for act, graphs in ((None, 1), (kernel.inject_kernels, 2), (kernel.eject_kernels, 2)):
-        if act is not None:
-            act(model)
-        assert_alike(model, plain, arguments, times=1, slack=SLACK)
-        assert counter.frame_count == graphs
-    blocks = 1 if regional else 2
-    assert [operators(graph) for graph in counter.graphs] == [{}, calls_of(blocks, joined=0)]
-
-
-def test_backend_chosen_after_compilation(kernel, device):
-    model, plain, _ = pair(kernel, device, **BFLOAT16)
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    arguments = inputs(model)
-    assert_alike(compiled, plain, arguments, times=1)
-    with attention_dispatch.attention_backend("_native_math"):
-        assert_alike(compiled, plain, arguments, times=1)
-    assert_alike(compiled, plain, arguments, times=1)
-    if torch.__version__ < "2.12":
-        pytest.skip("Torch 2.11 does not compile anew when an attribute of a class has changed")
-    assert [operators(graph).get("attention", 0) for graph in counter.graphs] == [4, 0]
 
 
 @pytest.mark.parametrize("config", [{}, BFLOAT16], ids=["float32", "attention"])

@@ -126,17 +126,6 @@ def test_attributes_of_time_steps_change(kernel, device, attribute, value):
     assert out.shape != before.shape or not out.equal(before)
 
 
-def test_a_tensor_among_the_attributes(kernel, device):
-    """It may have another value in the next call."""
-    module, plain, _ = pair_of(kernel, device, "flux")
-    shift = torch.zeros((), device=device)
-    for candidate in (module, plain):
-        candidate.downscale_freq_shift = shift
-    before = assert_same(module, plain, steps(device))
-    shift.data.fill_(1)
-    assert not assert_same(module, plain, steps(device)).equal(before)
-
-
 @pytest.mark.parametrize("case", [*POSITIONS, "steps"])
 def test_forms_that_are_left_to_the_class(kernel, device, case):
     name, path = ("flux", None) if case == "steps" else (case, "pos_embed")

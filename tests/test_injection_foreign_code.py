@@ -335,21 +335,6 @@ def test_a_default_device_is_no_mode_that_changes_results(kernel, device, family
         assert kernel_calls(run, model, arguments) == calls != {}
 
 
-def test_a_mode_that_a_hook_enters_within_a_forward(kernel, device):
-    """From there on the model's own code runs, and after it the kernels again."""
-    mode = Scaled("layer_norm", "rms_norm", "gelu", "silu")
-
-    def enter_within(model):
-        stack = contextlib.ExitStack()
-        block, last = (FLUX.part(model, part) for part in ("next_block", "last_block"))
-        block.register_forward_pre_hook(lambda *_: stack.enter_context(mode) and None)
-        last.register_forward_hook(lambda *_: stack.close())
-
-    model, plain, _, arguments = pair(kernel, FLUX, device, change=enter_within)
-    assert_alike(model, plain, arguments)
-    assert mode.count and is_on_kernels(model, arguments)
-
-
 # ------------------------------------------------------------------------------------------------
 # Calls of modules that debuggers and profilers watch
 

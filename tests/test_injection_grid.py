@@ -58,23 +58,6 @@ def test_attributes_of_the_embedding_change(kernel, device, name):
     assert_alike(model, plain, arguments, unlike=unlike)
 
 
-def test_the_grid_is_written(kernel, device):
-    """A hook on the embedding that writes the tables, in one forward only."""
-    model, plain, _ = pair(kernel, device)
-    arguments = inputs(plain)
-
-    def write(module, args, output):
-        for table in output:
-            table.data.mul_(0.5)
-
-    assert_alike(model, plain, arguments)
-    handles = [candidate.rope.register_forward_hook(write) for candidate in (model, plain)]
-    assert_alike(model, plain, arguments)
-    for handle in handles:
-        handle.remove()
-    assert_alike(model, plain, arguments)
-
-
 # ------------------------------------------------------------------------------------------------
 # Modes in which tensors are none that could be kept
 

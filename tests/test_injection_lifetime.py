@@ -9,7 +9,6 @@ import weakref
 
 import pytest
 import torch
-from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlock
 from torch import nn
 
 from injected_pairs import assert_alike, pair
@@ -143,22 +142,6 @@ def test_hidden_states_are_freed_after_a_forward(kernel, device):
 # Copies
 
 
-def test_a_copy_made_while_a_forward_is_replaced(kernel, device, monkeypatch):
-    """The copy runs on the kernels again once the class has its own forward back, and can be ejected."""
-    model, plain, _ = pair(kernel, device)
-    arguments = inputs(model)
-    with monkeypatch.context() as replaced:
-        replaced.setattr(
-            LTXVideoTransformerBlock, "forward", lambda self, hidden_states, **_: hidden_states
-        )
-        duplicate = copy.deepcopy(model)
-        assert_alike(duplicate, plain, arguments)
-    assert_alike(duplicate, plain, arguments)
-    assert kernel_calls(run, duplicate, arguments) == calls_of(2)
-    kernel.eject_kernels(duplicate)
-    assert kernel_calls(run, duplicate, arguments) == {}
-
-
 def test_copies_of_a_copy(kernel, device):
     """Of many blocks, without one level of recursion more for each."""
     model, plain, _ = pair(kernel, device, blocks=200, heads=1, head_dim=8)
@@ -206,21 +189,6 @@ def test_a_hook_saves_what_a_module_gives(kernel, device, mode, place):
     assert len(sizes) == 3
     for size, expected in sizes:
         assert size <= expected + 4096
-
-
-def test_a_hook_saves_the_arguments_of_a_block(kernel, device):
-    """The rotary embedding among them: it is saved as the pair of tensors that it is."""
-    model, plain, _ = pair(kernel, device)
-    tables = {model: [], plain: []}
-    for candidate in (model, plain):
-
-        def hook(module, args, kwargs, tables=tables[candidate]):
-            tables.append(saved(tuple(kwargs["image_rotary_emb"]))[0])
-
-        candidate.transformer_blocks[0].register_forward_pre_hook(hook, with_kwargs=True)
-    assert_alike(model, plain)
-    for mine, theirs in zip(tables[model], tables[plain], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 def test_a_state_dict_is_what_it_was(kernel, device):
