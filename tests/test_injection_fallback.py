@@ -140,7 +140,7 @@ def counts(report):
 
 
 def test_counts_are_live(kernel, injected):
-    """Those of each replaced module, in the report of a second injection, too."""
+    """Those of each replaced module, also in the report of a second injection and in what is printed."""
     model, report, arguments = injected
     modules = dict(model.named_modules())
     assert sorted(e.name for e in report.calls) == sorted(e.name for e in report.replaced)
@@ -154,6 +154,12 @@ def test_counts_are_live(kernel, injected):
     run(model, arguments)
     assert counts(second) == counts(report)
     assert {entry.on_kernels for entry in second.calls} == {4}
+    with_hooked_norm(model, arguments)
+    assert f"calls on the kernels: {5 * len(report.calls) - 1}\n" in str(report)
+    assert str(report).endswith(
+        "calls on the model's own code: 1 x LTXVideoTransformerBlock: "
+        "norm1 has hooks or another forward than its class's"
+    )
 
 
 def test_counts_of_each_module_are_its_own(kernel, injected, capfd):

@@ -507,6 +507,15 @@ def test_processors_stay_diffusers_own(kernel, device):
     assert attentions(model, arguments) == UNET.attends
 
 
+def test_a_mask_that_a_module_repeats_for_its_heads(kernel, device):
+    """It is known by who made it: another one of its shape may differ between the heads."""
+    attention = PIXART.model(device, BFLOAT16).transformer_blocks[0].attn2
+    module = kernel.injection.attention_processors._Attention(attention, None)
+    mask = torch.zeros(2, 1, 6, device=device)
+    made = module.prepare_attention_mask(mask, 6, 2).view(2, 2, 1, 6)
+    assert module.has_repeated(made) and not module.has_repeated(made + 1)
+
+
 def test_fused_projections(kernel, device):
     model, plain, _, arguments = pair(
         UNET, kernel, device, lambda model: model.fuse_qkv_projections()
