@@ -3,7 +3,7 @@
 import torch
 
 import ltx_models
-from family import Family, seeded
+from family import Family
 
 
 def ltx_model(device, dtype=torch.float32, *, seed=0, blocks=2, heads=2, head_dim=16, **config):
@@ -12,40 +12,9 @@ def ltx_model(device, dtype=torch.float32, *, seed=0, blocks=2, heads=2, head_di
     )
 
 
-def ltx_inputs(
-    device,
-    dtype=torch.float32,
-    *,
-    seed=None,
-    batch=2,
-    tokens=1,
-    text_length=5,
-    mask="padded",
-    per_token=False,
-    **options,
-):
-    """``mask`` is "padded" (each sample has another number of text tokens), "full" or None."""
-    normal = seeded(seed, device)
-    frames, height, width = 2, 2 + tokens, 2
-    count = frames * height * width
-    encoder_attention_mask = None
-    if mask is not None:
-        lengths = torch.arange(batch) * 3 % text_length + 1
-        if mask == "full":
-            lengths[:] = text_length
-        encoder_attention_mask = (torch.arange(text_length) < lengths[:, None]).to(device).long()
-    timestep = normal(batch, count).sigmoid() if per_token else normal(batch).sigmoid()
-    return {
-        "hidden_states": normal(batch, count, ltx_models.CHANNELS).to(dtype),
-        "encoder_hidden_states": normal(batch, text_length, ltx_models.CAPTION_CHANNELS).to(dtype),
-        "timestep": timestep * 1000,
-        "encoder_attention_mask": encoder_attention_mask,
-        "num_frames": frames,
-        "height": height,
-        "width": width,
-        "rope_interpolation_scale": (0.32, 32.0, 32.0),
-        **options,
-    }
+def ltx_inputs(device, dtype=torch.float32, *, tokens=1, text_length=5, **options):
+    grid = (2, 2 + tokens, 2)
+    return ltx_models.make_inputs(device, dtype, grid=grid, text_length=text_length, **options)
 
 
 LTX = Family(

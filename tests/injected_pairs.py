@@ -1,58 +1,152 @@
 """An injected model beside the same model without kernels, both led through the same changes."""
 
+import collections
+import copy
+
 import torch
 
-from ltx_models import inputs, run, transformer
+from ltx_models import inputs, transformer
+from small_models import run
 
 # What attention's kernel takes, too.
 BFLOAT16 = {"dtype": torch.bfloat16, "heads": 2, "head_dim": 64}
 
-# The relative distance that the two may have, by what roundings of a model's dtype leave.
-SLACK = {torch.float32: 1e-5, torch.bfloat16: 0.03}
+# The relative distance that the roundings of a model's dtype leave between the two.
+SLACK = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.006, torch.float64: 0}
 
 
-def pair(kernel, device, change=None, *, is_injected_first=True, **options):
-    """(injected model, plain model, the injection's report); `change` is done to both.
+def injected(kernel, plain, change=None, *, is_injected_first=True, **options):
+    """(injected copy, the model or module itself, the injection's report).
 
-    `options` are those of `ltx_models.transformer`.
+    `change` is done to both; `options` are those of `inject_kernels`.
     """
-    model, plain = transformer(device, **options), transformer(device, **options)
+    model = copy.deepcopy(plain)
     if change is not None:
         change(plain)
         if not is_injected_first:
             change(model)
-    report = kernel.inject_kernels(model)
+    report = kernel.inject_kernels(model, **options)
     if change is not None and is_injected_first:
         change(model)
     return model, plain, report
 
 
+def pair(kernel, device, change=None, *, is_injected_first=True, attention=True, **options):
+    """`injected` of an LTX-Video model; `options` are those of `ltx_models.transformer`."""
+    plain = transformer(device, **options)
+    return injected(kernel, plain, change, is_injected_first=is_injected_first, attention=attention)
+
+
 def distance(out, expected):
     """The relative L2 distance."""
-    out, expected = out.detach().double(), expected.detach().double()
+    out, expected = (x.detach().double().flatten() for x in (out, expected))
     return ((out - expected).norm() / expected.norm()).item()
 
 
-def assert_alike(model, plain, arguments=None, *, unlike=None, forward=run, times=2):
-    """Both compute the same in each of some forwards, and not what the outputs `unlike` hold."""
+def assert_alike(
+    model, plain, arguments=None, *, unlike=None, forward=run, times=2, slack=None, changed=None
+):
+    """Both compute the same in each of some forwards, and not what the output `unlike` holds.
+
+    Args:
+        arguments: of `forward`; by default those of an LTX-Video model.
+        slack: the greatest distance, by default what the dtype's roundings leave.
+        changed: the least distance from `unlike`, by default three times `slack`.
+    """
     arguments = inputs(plain) if arguments is None else arguments
     for _ in range(times):
-        expected = forward(plain, arguments)
-        out = forward(model, arguments)
-        slack = SLACK[expected.dtype]
+        expected, out = forward(plain, arguments), forward(model, arguments)
+        assert (out.dtype, out.shape) == (expected.dtype, expected.shape)
+        slack = SLACK[expected.dtype] if slack is None else slack
         if unlike is not None:
-            assert distance(unlike, expected) > 3 * slack, "what was changed has no effect"
-        assert distance(out, expected) < slack
+            far = distance(unlike, expected) > (changed or 3 * slack)
+            assert far, "what was changed has no effect"
+        assert distance(out, expected) <= slack
+
+
+def assert_as_close_as_eager(model, plain, make_arguments, samples=8, forward=run):
+    """The distance from the float32 model is at most 1.05 times that of the eager model, `plain`.
+
+    `make_arguments(dtype, seed)` makes the same values in each dtype, which are those of the model's.
+    """
+    exact = copy.deepcopy(plain).float()
+    dtype = next(plain.parameters()).dtype
+    squares = torch.zeros(2, dtype=torch.float64)
+    for seed in range(samples):
+        arguments = make_arguments(dtype, seed)
+        expected = forward(exact, as_float32(arguments, dtype)).double()
+        for i, candidate in enumerate((model, plain)):
+            squares[i] += (forward(candidate, arguments) - expected).square().sum().cpu()
+    error, eager_error = squares.sqrt().tolist()
+    assert eager_error > 0
+    assert error <= 1.05 * eager_error, f"{error / eager_error:.3f} of the eager model's"
+
+
+def as_float32(arguments, dtype):
+    """The arguments with the tensors of a dtype in float32."""
+    if isinstance(arguments, torch.Tensor):
+        return arguments.float() if arguments.dtype == dtype else arguments
+    if isinstance(arguments, dict):
+        return {name: as_float32(value, dtype) for name, value in arguments.items()}
+    if isinstance(arguments, (list, tuple)):
+        return [as_float32(value, dtype) for value in arguments]
+    return arguments
+
+
+def assert_gradients_agree(model, plain, arguments, slack=1e-4):
+    """Of all parameters, and of the arguments that require one, whatever computes the forwards.
+
+    Arguments are given by name, or as a tuple.
+    """
+    gradients = []
+    for candidate in (model, plain):
+        candidate.zero_grad()
+        wanted = dict(candidate.named_parameters())
+        if isinstance(arguments, dict):
+            wanted |= {name: x for name, x in arguments.items() if requires_grad(x)}
+            result = candidate(**arguments, return_dict=False)[0]
+        else:
+            wanted |= {str(i): x for i, x in enumerate(arguments) if requires_grad(x)}
+            result = candidate(*arguments)
+        # Every element of the output counts differently.
+        weights = torch.linspace(-1, 1, result.numel(), device=result.device, dtype=result.dtype)
+        loss = (result.flatten() * weights).sum()
+        wanted = {name: x for name, x in wanted.items() if x.requires_grad}
+        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        gradients.append(dict(zip(wanted, found, strict=True)))
+    mine, expected = gradients
+    expected = {name: gradient for name, gradient in expected.items() if gradient is not None}
+    assert expected and {name for name in mine if mine[name] is not None} == expected.keys()
+    # Some are zero but for roundings, as those of biases of keys.
+    rounding = 0.01 * torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    for name, gradient in expected.items():
+        assert (mine[name] - gradient).norm() <= slack * (gradient.norm() + rounding), name
+
+
+def requires_grad(value):
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def fallen_back(report):
-    """The reasons of each module whose call the model's own code computed."""
-    return {entry.name: set(entry.fell_back) for entry in report.calls if entry.fell_back}
+    """The reasons of each module whose call the model's own code computed, and how often."""
+    return {entry.name: dict(entry.fell_back) for entry in report.calls if entry.fell_back}
+
+
+def on_kernels(report):
+    """How many calls of each class ran on the kernels."""
+    counts = collections.Counter()
+    for entry in report.calls:
+        counts[entry.module] += entry.on_kernels
+    return counts
+
+
+def reasons_of(report):
+    """Why each module is left alone, by its name."""
+    return {entry.name: entry.reason for entry in report.left_alone}
 
 
 def is_said(report, kernel, device, **options):
-    """Whether the report, or its live counts, tells of more than they do of an untouched model."""
+    """Whether the report, or its live counts, tells of more than they do of an untouched LTX-Video model."""
     untouched = kernel.inject_kernels(transformer(device, **options))
-    left_alone = {(entry.name, entry.reason) for entry in untouched.left_alone}
-    more = {(entry.name, entry.reason) for entry in report.left_alone} - left_alone
+    more = reasons_of(report).items() - reasons_of(untouched).items()
     return bool(more or fallen_back(report))

@@ -14,6 +14,7 @@ from diffusers import (
 )
 
 from checks import Observer
+from family import run, seeded
 
 CHANNELS = 8
 CAPTION_CHANNELS = 24
@@ -47,36 +48,46 @@ def transformer(device, dtype=torch.float32, *, blocks=2, heads=4, head_dim=16, 
     return model.to(device, dtype).eval()
 
 
-def inputs(
-    model, *, batch=2, grid=GRID, text_length=TEXT_LENGTH, per_token=False, mask="padded", **options
+def inputs(model, **options):
+    """Keyword arguments of one forward of a model, on its device and in its dtype."""
+    parameter = next(model.parameters())
+    return make_inputs(parameter.device, parameter.dtype, **options)
+
+
+def make_inputs(
+    device,
+    dtype=torch.float32,
+    *,
+    seed=None,
+    batch=2,
+    grid=GRID,
+    text_length=TEXT_LENGTH,
+    per_token=False,
+    mask="padded",
+    **options,
 ):
     """Keyword arguments of one forward; further options are passed on as they are.
 
     The mask is "padded" (each sample has another number of text tokens), "full" or None.
     """
-    parameter = next(model.parameters())
-    tensor = {"device": parameter.device, "dtype": torch.float32}
+    normal = seeded(seed, device)
     tokens = grid[0] * grid[1] * grid[2]
-    timestep = torch.rand(batch, tokens, **tensor) if per_token else torch.rand(batch, **tensor)
     encoder_attention_mask = None
     if mask is not None:
-        lengths = torch.tensor(
-            [text_length if mask == "full" else 2 + 3 * i for i in range(batch)], **tensor
-        )
-        positions = torch.arange(text_length, **tensor)
-        encoder_attention_mask = (positions < lengths[:, None]).to(torch.int64)
-    result = {
-        "hidden_states": torch.randn(batch, tokens, CHANNELS, **tensor),
-        "encoder_hidden_states": torch.randn(batch, text_length, CAPTION_CHANNELS, **tensor),
-        "timestep": timestep * 1000,
+        lengths = torch.arange(batch) * 3 % text_length + 2
+        if mask == "full":
+            lengths[:] = text_length
+        encoder_attention_mask = (torch.arange(text_length) < lengths[:, None]).to(device).long()
+    timestep = normal(batch, tokens) if per_token else normal(batch)
+    return {
+        "hidden_states": normal(batch, tokens, CHANNELS).to(dtype),
+        "encoder_hidden_states": normal(batch, text_length, CAPTION_CHANNELS).to(dtype),
+        "timestep": timestep.sigmoid() * 1000,
         "encoder_attention_mask": encoder_attention_mask,
-        "num_frames": grid[0],
-        "height": grid[1],
-        "width": grid[2],
+        **dict(zip(("num_frames", "height", "width"), grid, strict=True)),
         "rope_interpolation_scale": (0.32, 32.0, 32.0),
         **options,
     }
-    return cast(result, parameter.dtype)
 
 
 def cast(arguments, dtype):
@@ -85,28 +96,9 @@ def cast(arguments, dtype):
     return {**arguments, **{name: arguments[name].to(dtype) for name in names}}
 
 
-@torch.no_grad()
-def run(model, arguments):
-    return model(**arguments, return_dict=False)[0]
-
-
 def reference(model, arguments):
     """What a model without kernels computes in float64."""
     return run(copy.deepcopy(model).double(), cast(arguments, torch.float64))
-
-
-def assert_as_close_as_eager(model, plain, **options):
-    """The distance from the float32 model is at most 1.05 times the eager model's, `plain`."""
-    exact = copy.deepcopy(plain).float()
-    squares = torch.zeros(2, dtype=torch.float64)
-    for _ in range(2):
-        arguments = inputs(model, **options)
-        expected = run(exact, cast(arguments, torch.float32)).double()
-        for i, candidate in enumerate((model, plain)):
-            squares[i] += (run(candidate, arguments).double() - expected).square().sum().cpu()
-    error, eager_error = squares.sqrt().tolist()
-    assert eager_error > 0
-    assert error <= 1.05 * eager_error, f"{error / eager_error:.3f} of the eager model's"
 
 
 def graph_replays(model, arguments, further):
@@ -145,9 +137,17 @@ def computing(expected, model, arguments, slack=1e-5):
     return dict(calls.counts)
 
 
+def operation_of(operator, args=()):
+    """The name of the package's operation that a call of an operator computes, or None."""
+    namespace, _, name = str(operator).partition(".")
+    if namespace.startswith("_h100_diffusers_kernels"):
+        return name.partition(".")[0]
+    return "gelu" if "_addmm_activation" in name else None
+
+
 class KernelCalls(Observer):
-    """Counts the calls of the package's operators, and the matrix products with a GELU as epilogue,
-    which count as gelu too."""
+    """Counts the package's operations, and the matrix products with a GELU as epilogue, which count as gelu
+    too."""
 
     def __init__(self):
         super().__init__()
@@ -155,12 +155,10 @@ class KernelCalls(Observer):
         self.epilogues = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        namespace = func.namespace
-        if namespace.startswith("_h100_diffusers_kernels"):
-            self.counts[func._schema.name.split("::")[1]] += 1
-        elif func._schema.name == "aten::_addmm_activation":
-            self.counts["gelu"] += 1
-            self.epilogues += 1
+        operation = operation_of(func, args)
+        if operation is not None:
+            self.counts[operation] += 1
+            self.epilogues += func.namespace == "aten"
         return func(*args, **(kwargs or {}))
 
 

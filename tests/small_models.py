@@ -75,8 +75,11 @@ def tensors(result):
 
 @torch.no_grad()
 def run(model, arguments):
-    """All that a forward gives, as one row."""
-    result = model(**arguments, return_dict=False)
+    """All that a forward gives, as one row; arguments by name, or a module's in order."""
+    if isinstance(arguments, dict):
+        result = model(**{"return_dict": False, **arguments})
+    else:
+        result = model(*arguments)
     return torch.cat([tensor.flatten() for tensor in tensors(result)])
 
 
@@ -118,6 +121,14 @@ _SDXL = {
     "use_linear_projection": True,
 }
 _HEADS = {"num_attention_heads": 2, "attention_head_dim": 64}
+_IN_OUT = {"in_channels": 4, "out_channels": 4}
+_TWO_BLOCKS = {**_HEADS, **_IN_OUT, "num_layers": 2}
+
+
+def _denoising(x, **more):
+    """The arguments that most models have; ``more`` adds others, or gives one of them differently."""
+    text = {"encoder_hidden_states": normal(2, 6, 24), "timestep": TIME}
+    return {"hidden_states": x, **text, **more}
 
 
 def _unet_inputs(**more):
@@ -140,10 +151,7 @@ MODELS = [
         "cosmos",
         "CosmosTransformer3DModel",
         {
-            **_HEADS,
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_layers": 2,
+            **_TWO_BLOCKS,
             "mlp_ratio": 2,
             "text_embed_dim": 24,
             "adaln_lora_dim": 8,
@@ -151,12 +159,7 @@ MODELS = [
             "concat_padding_mask": False,
             "extra_pos_embed_type": None,
         },
-        lambda: {
-            "hidden_states": video(),
-            "timestep": torch.tensor([0.5, 0.2]),
-            "encoder_hidden_states": normal(2, 6, 24),
-            "fps": 30,
-        },
+        lambda: _denoising(video(), timestep=torch.tensor([0.5, 0.2]), fps=30),
         attends=4,
     ),
     SmallModel(
@@ -171,11 +174,7 @@ MODELS = [
             "caption_projection_dim": 128,
             "pos_embed_max_size": 64,
         },
-        lambda: {
-            "hidden_states": image(),
-            "encoder_hidden_states": normal(2, 6, 24),
-            "timestep": torch.tensor([0.5, 0.2]),
-        },
+        lambda: _denoising(image(), timestep=torch.tensor([0.5, 0.2])),
         attends=2,
     ),
     SmallModel(
@@ -190,60 +189,47 @@ MODELS = [
             "sample_frames": 2,
             "caption_channels": 24,
         },
-        lambda: {
-            "hidden_states": video(),
-            "encoder_hidden_states": normal(2, 1, 6, 24),
-            "timestep": TIME,
-            "attention_mask": torch.ones(2, 2, 8, 8),
-            "encoder_attention_mask": mask()[:, None].float(),
-            "image_rotary_emb": None,
-        },
+        lambda: _denoising(
+            video(),
+            encoder_hidden_states=normal(2, 1, 6, 24),
+            attention_mask=torch.ones(2, 2, 8, 8),
+            encoder_attention_mask=mask()[:, None].float(),
+            image_rotary_emb=None,
+        ),
         attends=4,
     ),
     SmallModel(
         "hunyuan_video",
         "HunyuanVideoTransformer3DModel",
         {
-            **_HEADS,
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_layers": 2,
+            **_TWO_BLOCKS,
             "num_single_layers": 1,
             "num_refiner_layers": 1,
             "text_embed_dim": 24,
             "pooled_projection_dim": 12,
             "rope_axes_dim": (16, 24, 24),
         },
-        lambda: {
-            "hidden_states": video(),
-            "timestep": TIME,
-            "encoder_hidden_states": normal(2, 6, 24),
-            "encoder_attention_mask": mask(),
-            "pooled_projections": normal(2, 12),
-            "guidance": torch.tensor([6.0, 4.0]),
-        },
+        lambda: _denoising(
+            video(),
+            encoder_attention_mask=mask(),
+            pooled_projections=normal(2, 12),
+            guidance=torch.tensor([6.0, 4.0]),
+        ),
         attends=3,
     ),
     SmallModel(
         "cogvideox",
         "CogVideoXTransformer3DModel",
         {
-            **_HEADS,
-            "in_channels": 4,
-            "out_channels": 4,
+            **_TWO_BLOCKS,
             "time_embed_dim": 16,
             "text_embed_dim": 24,
-            "num_layers": 2,
             "sample_width": 8,
             "sample_height": 8,
             "sample_frames": 5,
             "max_text_seq_length": 6,
         },
-        lambda: {
-            "hidden_states": normal(2, 2, 4, 8, 8),
-            "encoder_hidden_states": normal(2, 6, 24),
-            "timestep": TIME,
-        },
+        lambda: _denoising(normal(2, 2, 4, 8, 8)),
         attends=2,
     ),
     SmallModel(
@@ -257,13 +243,11 @@ MODELS = [
             "caption_channels": 24,
             "use_additional_conditions": False,
         },
-        lambda: {
-            "hidden_states": image(),
-            "encoder_hidden_states": normal(2, 6, 24),
-            "timestep": TIME,
-            "encoder_attention_mask": mask(),
-            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-        },
+        lambda: _denoising(
+            image(),
+            encoder_attention_mask=mask(),
+            added_cond_kwargs={"resolution": None, "aspect_ratio": None},
+        ),
         attends=4,
     ),
     SmallModel(
@@ -281,11 +265,7 @@ MODELS = [
             "caption_channels": 24,
             "sample_size": 8,
         },
-        lambda: {
-            "hidden_states": image(),
-            "encoder_hidden_states": normal(2, 6, 24),
-            "timestep": TIME,
-        },
+        lambda: _denoising(image()),
         attends=2,
     ),
     SmallModel(
@@ -304,12 +284,9 @@ MODELS = [
             "axes_lens": (64, 16, 16),
             "cap_feat_dim": 24,
         },
-        lambda: {
-            "hidden_states": image(),
-            "timestep": torch.tensor([0.5, 0.2]),
-            "encoder_hidden_states": normal(2, 6, 24),
-            "encoder_attention_mask": mask().bool(),
-        },
+        lambda: _denoising(
+            image(), timestep=torch.tensor([0.5, 0.2]), encoder_attention_mask=mask().bool()
+        ),
         attends=4,
     ),
     SmallModel(
@@ -345,43 +322,33 @@ MODELS = [
             "time_embed_dim": 16,
             "max_sequence_length": 6,
         },
-        lambda: {
-            "hidden_states": video(),
-            "encoder_hidden_states": normal(2, 6, 24),
-            "timestep": TIME,
-            "encoder_attention_mask": mask().bool(),
-        },
+        lambda: _denoising(video(), encoder_attention_mask=mask().bool()),
         attends=4,
     ),
     SmallModel(
         "ltx2",
         "LTX2VideoTransformer3DModel",
         {
-            **_HEADS,
-            "in_channels": 4,
-            "out_channels": 4,
+            **_TWO_BLOCKS,
             "cross_attention_dim": 128,
             "audio_in_channels": 4,
             "audio_out_channels": 4,
             "audio_num_attention_heads": 2,
             "audio_attention_head_dim": 64,
             "audio_cross_attention_dim": 128,
-            "num_layers": 2,
             "caption_channels": 24,
         },
-        lambda: {
-            "hidden_states": normal(2, 8, 4),
-            "audio_hidden_states": normal(2, 3, 4),
-            "encoder_hidden_states": normal(2, 6, 24),
-            "audio_encoder_hidden_states": normal(2, 6, 24),
-            "timestep": TIME,
-            "encoder_attention_mask": mask(),
-            "audio_encoder_attention_mask": mask(),
-            "num_frames": 2,
-            "height": 2,
-            "width": 2,
-            "audio_num_frames": 3,
-        },
+        lambda: _denoising(
+            normal(2, 8, 4),
+            audio_hidden_states=normal(2, 3, 4),
+            audio_encoder_hidden_states=normal(2, 6, 24),
+            encoder_attention_mask=mask(),
+            audio_encoder_attention_mask=mask(),
+            num_frames=2,
+            height=2,
+            width=2,
+            audio_num_frames=3,
+        ),
         attends=12,
     ),
     SmallModel(
@@ -423,71 +390,54 @@ MODELS = [
         "cogview3",
         "CogView3PlusTransformer2DModel",
         {
-            **_HEADS,
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_layers": 2,
+            **_TWO_BLOCKS,
             "text_embed_dim": 24,
             "time_embed_dim": 16,
             "condition_dim": 4,
             "pos_embed_max_size": 8,
             "sample_size": 8,
         },
-        lambda: {
-            "hidden_states": image(),
-            "encoder_hidden_states": normal(2, 6, 24),
-            "timestep": TIME,
-            "original_size": torch.tensor([[20, 20], [20, 30]]),
-            "target_size": torch.tensor([[20, 20], [20, 20]]),
-            "crop_coords": torch.tensor([[0, 0], [1, 1]]),
-        },
+        lambda: _denoising(
+            image(),
+            original_size=torch.tensor([[20, 20], [20, 30]]),
+            target_size=torch.tensor([[20, 20], [20, 20]]),
+            crop_coords=torch.tensor([[0, 0], [1, 1]]),
+        ),
         attends=2,
     ),
     SmallModel(
         "cogview4",
         "CogView4Transformer2DModel",
         {
-            **_HEADS,
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_layers": 2,
+            **_TWO_BLOCKS,
             "text_embed_dim": 24,
             "time_embed_dim": 16,
             "condition_dim": 4,
             "sample_size": 8,
             "rope_axes_dim": (32, 32),
         },
-        lambda: {
-            "hidden_states": image(),
-            "encoder_hidden_states": normal(2, 6, 24),
-            "timestep": TIME,
-            "original_size": torch.tensor([[20, 20], [20, 30]]),
-            "target_size": torch.tensor([[20, 20], [20, 20]]),
-            "crop_coords": torch.tensor([[0, 0], [1, 1]]),
-        },
+        lambda: _denoising(
+            image(),
+            original_size=torch.tensor([[20, 20], [20, 30]]),
+            target_size=torch.tensor([[20, 20], [20, 20]]),
+            crop_coords=torch.tensor([[0, 0], [1, 1]]),
+        ),
         attends=2,
     ),
     SmallModel(
         "easyanimate",
         "EasyAnimateTransformer3DModel",
         {
-            **_HEADS,
-            "in_channels": 4,
-            "out_channels": 4,
+            **_TWO_BLOCKS,
             "patch_size": 2,
             "sample_width": 8,
             "sample_height": 8,
-            "num_layers": 2,
             "mmdit_layers": 2,
             "time_embed_dim": 16,
             "text_embed_dim": 24,
             "add_noise_in_inpaint_model": False,
         },
-        lambda: {
-            "hidden_states": video(),
-            "timestep": TIME,
-            "encoder_hidden_states": normal(2, 6, 24),
-        },
+        lambda: _denoising(video()),
         attends=2,
     ),
     SmallModel(
@@ -515,11 +465,7 @@ MODELS = [
             "caption_channels": 24,
             "video_length": 2,
         },
-        lambda: {
-            "hidden_states": video(),
-            "timestep": TIME,
-            "encoder_hidden_states": normal(2, 6, 24),
-        },
+        lambda: _denoising(video()),
         attends=3,
     ),
     SmallModel(
@@ -536,12 +482,12 @@ MODELS = [
             "approximator_hidden_dim": 16,
             "approximator_layers": 1,
         },
-        lambda: {
-            "hidden_states": normal(2, 9, 8),
-            "encoder_hidden_states": normal(2, 5, 24),
-            "timestep": torch.tensor([0.5, 0.25]),
+        lambda: _denoising(
+            normal(2, 9, 8),
+            encoder_hidden_states=normal(2, 5, 24),
+            timestep=torch.tensor([0.5, 0.25]),
             **_flux_ids(),
-        },
+        ),
         attends=2,
         exact=("img_ids", "txt_ids"),
     ),
@@ -561,13 +507,11 @@ MODELS = [
             "global_states_input_dim": 12,
             "cross_attention_input_dim": 24,
         },
-        lambda: {
-            "hidden_states": normal(2, 4, 7),
-            "timestep": TIME,
-            "encoder_hidden_states": normal(2, 6, 24),
-            "global_hidden_states": normal(2, 1, 12),
-            "rotary_embedding": (torch.rand(8, 32), torch.rand(8, 32)),
-        },
+        lambda: _denoising(
+            normal(2, 4, 7),
+            global_hidden_states=normal(2, 1, 12),
+            rotary_embedding=(torch.rand(8, 32), torch.rand(8, 32)),
+        ),
         attends=4,
         exact=("rotary_embedding",),
     ),
@@ -582,11 +526,7 @@ MODELS = [
             "depth": 2,
             "axes_dim": [32, 32],
         },
-        lambda: {
-            "hidden_states": image(),
-            "timestep": torch.tensor([0.5, 0.2]),
-            "encoder_hidden_states": normal(2, 6, 24),
-        },
+        lambda: _denoising(image(), timestep=torch.tensor([0.5, 0.2])),
         attends=2,
     ),
     SmallModel(

@@ -1,4 +1,7 @@
-"""Sharded weights and activations: FSDP between two processes, DTensors on a mesh of one."""
+"""Sharded weights, activations and sequences.
+
+DTensors on a mesh of one; FSDP and context parallelism between two processes.
+"""
 
 import os
 import time
@@ -6,20 +9,27 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers.hooks.context_parallel import apply_context_parallel
+from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlock
 from kernels import get_kernel
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from injected_pairs import assert_alike, distance, pair
-from ltx_models import calls_of, either_order, inputs, kernel_calls, run, transformer
+from ltx_models import (
+    calls_of,
+    computing,
+    either_order,
+    inputs,
+    kernel_calls,
+    prepared,
+    run,
+    transformer,
+)
 
 AFFINE = {"blocks": 3, "norm_elementwise_affine": True}
 
@@ -28,28 +38,26 @@ AFFINE = {"blocks": 3, "norm_elementwise_affine": True}
 # DTensors, in this process alone
 
 
-def full(out):
-    return out.full_tensor() if isinstance(out, DTensor) else out
-
-
 def run_on_dtensors(model, arguments):
     """Activations are DTensors from the first layer on; what the model makes itself is replicated."""
     with implicit_replication():
-        return full(run(model, arguments))
+        out = run(model, arguments)
+        return out.full_tensor() if isinstance(out, DTensor) else out
 
 
 @either_order
 def test_weights_and_activations_are_dtensors(kernel, mesh, device, is_injected_first):
-    def change(model):
-        distribute_module(model, mesh)
-        arguments["hidden_states"] = distribute_tensor(hidden_states, mesh, [Replicate()])
-
     arguments = inputs(transformer(device, **AFFINE))
-    hidden_states = arguments["hidden_states"]
     expected = run(transformer(device, **AFFINE), arguments)
-    model, plain, _ = pair(kernel, device, change, is_injected_first=is_injected_first, **AFFINE)
+
+    def distribute(model):
+        distribute_module(model, mesh)
+
+    order = {"is_injected_first": is_injected_first}
+    model, _, _ = pair(kernel, device, distribute, **order, **AFFINE)
     assert isinstance(model.transformer_blocks[0].norm1.weight, DTensor)
-    assert distance(run_on_dtensors(plain, arguments), expected) < 1e-5
+    hidden_states = distribute_tensor(arguments["hidden_states"], mesh, [Replicate()])
+    arguments["hidden_states"] = hidden_states
     assert distance(run_on_dtensors(model, arguments), expected) < 1e-5
     assert "rms_norm_modulate" not in kernel_calls(run_on_dtensors, model, arguments)
 
@@ -59,45 +67,29 @@ def test_activations_alone_are_dtensors(kernel, mesh, device, config):
     """As the model's own norm takes them, with or without a weight."""
     model, plain, _ = pair(kernel, device, **config)
     arguments = inputs(plain)
-    x = arguments["hidden_states"]
-    expected = run(plain, arguments)
+    x, expected = arguments["hidden_states"], run(plain, arguments)
     arguments["hidden_states"] = distribute_tensor(x, mesh, [Replicate()])
-    assert distance(run_on_dtensors(plain, arguments), expected) < 1e-5
     assert distance(run_on_dtensors(model, arguments), expected) < 1e-5
     # Plain tensors are on the kernels again.
     arguments["hidden_states"] = x
     assert kernel_calls(run, model, arguments) == calls_of(2)
 
 
+@pytest.mark.parametrize("use_local_output", [True, False], ids=["tensors", "dtensors"])
 @either_order
-def test_tensor_parallel_feed_forward(kernel, mesh, device, is_injected_first):
-    plan = {"ff.net.0.proj": ColwiseParallel(), "ff.net.2": RowwiseParallel()}
+def test_tensor_parallel_feed_forward(kernel, mesh, device, use_local_output, is_injected_first):
+    """The activation itself is given a tensor or a DTensor."""
 
     def change(model):
         for block in model.transformer_blocks:
+            up = ColwiseParallel(use_local_output=use_local_output)
+            plan = {"ff.net.0.proj": up, "ff.net.2": RowwiseParallel()}
             parallelize_module(block, mesh, plan)
 
-    model, plain, _ = pair(kernel, device, change, is_injected_first=is_injected_first, **AFFINE)
+    order = {"is_injected_first": is_injected_first}
+    model, _, _ = pair(kernel, device, change, **order, **AFFINE)
     assert isinstance(model.transformer_blocks[0].ff.net[2].weight, DTensor)
-    assert_alike(model, plain)
-
-
-@either_order
-def test_tensor_parallel_feed_forward_with_dtensors_between(
-    kernel, mesh, device, is_injected_first
-):
-    """The activation itself is given a DTensor."""
-    plan = {
-        "ff.net.0.proj": ColwiseParallel(use_local_output=False),
-        "ff.net.2": RowwiseParallel(),
-    }
-
-    def change(model):
-        for block in model.transformer_blocks:
-            parallelize_module(block, mesh, plan)
-
-    model, plain, _ = pair(kernel, device, change, is_injected_first=is_injected_first, **AFFINE)
-    assert_alike(model, plain)
+    assert_alike(model, transformer(device, **AFFINE))
 
 
 @either_order
@@ -109,7 +101,8 @@ def test_fully_sharded_on_one_rank(kernel, mesh, device, is_injected_first):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
 
-    model, _, _ = pair(kernel, device, change, is_injected_first=is_injected_first, **AFFINE)
+    order = {"is_injected_first": is_injected_first}
+    model, _, _ = pair(kernel, device, change, **order, **AFFINE)
     assert type(model.transformer_blocks[0]) is not LTXVideoTransformerBlock
     assert_alike(model, transformer(device, **AFFINE), times=3)
 
@@ -120,61 +113,88 @@ def test_fully_sharded_on_one_rank(kernel, mesh, device, is_injected_first):
 RANKS = 2
 
 
-def shard_in_wrappers(model, uses_original_parameters):
-    return FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({LTXVideoTransformerBlock}),
-        use_orig_params=uses_original_parameters,
-        device_id=torch.device("cpu"),
-    )
+def shard_in_wrappers(use_original_parameters):
+    def shard(model):
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({LTXVideoTransformerBlock}),
+            use_orig_params=use_original_parameters,
+            device_id=torch.device("cpu"),
+        )
+
+    return shard
 
 
-def shard_in_place(model, _):
+def shard_in_place(model):
     mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
     for block in model.transformer_blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def run_rank(rank, repo_id, rendezvous):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
-    kernel = get_kernel(repo_id, version=1, trust_remote_code=True)
+def check_sharded_weights(kernel, rank):
+    """Each process has half of the weights, and all of a block's in its turn alone."""
     for config in ({}, {"norm_elementwise_affine": True}):
         torch.manual_seed(3)
         plain = transformer("cpu", blocks=3, **config)
         arguments = inputs(plain)
         expected = run(plain, arguments)
-        for shard, uses_original_parameters in (
-            (shard_in_wrappers, True),
-            (shard_in_wrappers, False),
-            (shard_in_place, None),
-        ):
+        for shard in (shard_in_wrappers(True), shard_in_wrappers(False), shard_in_place):
             for order in ("plain", "injected_first", "injected_after"):
                 model = transformer("cpu", blocks=3, **config)
                 if order == "injected_first":
                     kernel.inject_kernels(model)
-                sharded = shard(model, uses_original_parameters)
+                sharded = shard(model)
                 if order == "injected_after":
                     kernel.inject_kernels(model)
-                case = (config, shard.__name__, uses_original_parameters, order)
                 for _ in range(2):
-                    assert distance(run(sharded, arguments), expected) < 1e-5, case
+                    assert distance(run(sharded, arguments), expected) < 1e-5, (config, order)
+
+
+def check_sharded_sequence(kernel, rank):
+    """Each process computes the whole output from its part of the sequence."""
+    torch.manual_seed(3)
+    # The text is sharded too. Context parallelism takes no mask.
+    model, arguments, expected = prepared("cpu", mask=None, text_length=6)
+    kernel.inject_kernels(model)
+    assert computing(expected, model, arguments) == calls_of(2)
+    # What the model's method enable_parallelism does, which finds a device for each rank by itself.
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("ring", "ulysses"))
+    config = ParallelConfig(
+        context_parallel_config=ContextParallelConfig(ulysses_degree=RANKS, mesh=mesh)
+    )
+    config.setup(rank, RANKS, torch.device("cpu"), mesh=mesh)
+    model._parallel_config = config
+    for block in model.transformer_blocks:
+        for attention in (block.attn1, block.attn2):
+            attention.processor._parallel_config = config
+    apply_context_parallel(model, config.context_parallel_config, model._cp_plan)
+    with_tables = calls_of(2, qk_norm_coordinate_rope=0, qk_norm_rope=1)
+    assert computing(expected, model, arguments) == with_tables
+    kernel.eject_kernels(model)
+    assert computing(expected, model, arguments) == {}
+    assert "parallelism is on" in str(kernel.inject_kernels(model))
+    assert computing(expected, model, arguments) == {}
+
+
+def run_rank(rank, check, repo_id, rendezvous):
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    check(get_kernel(repo_id, version=1, trust_remote_code=True), rank)
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_sharded_weights(kernel, device, tmp_path):
-    """Each process has half of the weights, and all of a block's in its turn alone."""
+@pytest.mark.parametrize("check", [check_sharded_weights, check_sharded_sequence])
+def test_two_processes(kernel, device, tmp_path, check):
     if device != "cpu":
         pytest.skip("the ranks would need a GPU each")
     from conftest import REPO_ID
 
-    context = torch.multiprocessing.spawn(
-        run_rank, args=(REPO_ID, tmp_path / "rendezvous"), nprocs=RANKS, join=False
-    )
+    arguments = (check, REPO_ID, tmp_path / "rendezvous")
+    context = torch.multiprocessing.spawn(run_rank, args=arguments, nprocs=RANKS, join=False)
     deadline = time.monotonic() + 240
     while not context.join(timeout=5):
         if time.monotonic() > deadline:

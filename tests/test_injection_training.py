@@ -1,31 +1,29 @@
-"""What else is done to a model, around an injection: LoRA, quantization, autocast, training."""
+"""Linear layers that were changed, training and derivatives of injected LTX-Video models."""
 
 import copy
 
 import pytest
 import torch
 from peft import LoraConfig
-from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ltx_models
+from injected_pairs import assert_alike, assert_gradients_agree, distance, pair
 from ltx_models import (
+    KernelCalls,
     calls_of,
     computing,
     either_order,
     inputs,
     kernel_calls,
     prepared,
-    reference,
     run,
-    snapshot,
     transformer,
 )
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
-
-# ------------------------------------------------------------------------------------------------
-# LoRA
 
 LINEARS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
 
@@ -37,97 +35,8 @@ def add_lora(model, name="default", seed=1):
     model.add_adapter(config, adapter_name=name)
 
 
-@either_order
-def test_lora(kernel, device, is_injected_first):
-    """Loaded, scaled, switched off and on, fused, and removed."""
-    model, arguments, without = prepared(device)
-    before = snapshot(model)
-    if is_injected_first:
-        kernel.inject_kernels(model)
-    add_lora(model)
-    report = kernel.inject_kernels(model)
-    assert report.already_injected == is_injected_first
-    adapters = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
-    assert len(adapters) == 2 * (2 * 4 + 2)
-    plain = transformer(device)
-    add_lora(plain)
-    expected = reference(plain, arguments)
-    assert (expected - without).norm() > 0.1 * without.norm()
-    assert computing(expected, model, arguments) == calls_of(2)
-    for candidate in (model, plain):
-        candidate.set_adapters("default", weights=0.5)
-    assert computing(reference(plain, arguments), model, arguments) == calls_of(2)
-    model.disable_adapters()
-    assert computing(without, model, arguments) == calls_of(2)
-    model.enable_adapters()
-    model.fuse_lora()
-    assert computing(reference(plain, arguments), model, arguments, slack=1e-4) == calls_of(2)
-    model.unfuse_lora()
-    model.unload_lora()
-    assert computing(without, model, arguments, slack=1e-4) == calls_of(2)
-    kernel.eject_kernels(model)
-    assert snapshot(model) == {**before, "": snapshot(model)[""]}
-
-
-def test_two_adapters_around_the_injection(kernel, device):
-    model, arguments, _ = prepared(device)
-    plain = transformer(device)
-    add_lora(model, "first", seed=1)
-    kernel.inject_kernels(model)
-    add_lora(model, "second", seed=2)
-    for seed, name in enumerate(("first", "second"), start=1):
-        add_lora(plain, name, seed)
-    for candidate in (model, plain):
-        candidate.set_adapters(["first", "second"], weights=[0.7, 0.4])
-    assert computing(reference(plain, arguments), model, arguments) == calls_of(2)
-    for candidate in (model, plain):
-        candidate.delete_adapters("first")
-    assert computing(reference(plain, arguments), model, arguments) == calls_of(2)
-
-
-def test_only_the_adapters_are_trained(kernel, device):
-    model, plain = transformer(device), transformer(device)
-    arguments = inputs(model)
-    for candidate in (model, plain):
-        candidate.requires_grad_(False)
-        add_lora(candidate)
-    kernel.inject_kernels(model)
-    gradients, expected = gradients_of(model, arguments), gradients_of(plain, arguments)
-    assert expected and all("lora" in name for name in expected)
-    assert_gradients_agree(gradients, expected)
-
-
 # ------------------------------------------------------------------------------------------------
-# Quantized linear layers
-
-
-@either_order
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_int8_weights(kernel, device, dtype, is_injected_first):
-    """Weights stay as torchao made them, and its linear function multiplies by them."""
-    torchao = pytest.importorskip("torchao.quantization")
-    model = transformer(device, dtype)
-    plain = copy.deepcopy(model)
-    arguments = inputs(model)
-    exact = reference(plain, arguments)
-    if is_injected_first:
-        kernel.inject_kernels(model)
-    for candidate in (model, plain):
-        torchao.quantize_(candidate.transformer_blocks, torchao.Int8WeightOnlyConfig())
-    kernel.inject_kernels(model)
-    expected = run(plain, arguments)
-    assert 1e-4 < (expected.double() - exact).norm() / exact.norm() < 0.1
-    out = run(model, arguments)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
-    assert kernel_calls(run, model, arguments) == calls_of(2)
-    linears = [m for m in model.transformer_blocks.modules() if type(m) is torch.nn.Linear]
-    assert len(linears) == 2 * (2 * 4 + 2)
-    assert all(type(linear.weight).__module__.startswith("torchao") for linear in linears)
-
-
-# ------------------------------------------------------------------------------------------------
-# GELU as the epilogue of its matrix product
+# GELU as the epilogue of its matrix product, and linear layers that have none
 
 
 def activation(model):
@@ -136,7 +45,8 @@ def activation(model):
 
 def quantize(model):
     torchao = pytest.importorskip("torchao.quantization")
-    torchao.quantize_(activation(model), torchao.Int8WeightOnlyConfig())
+    torchao.quantize_(model.transformer_blocks, torchao.Int8WeightOnlyConfig())
+    assert type(activation(model).proj.weight).__module__.startswith("torchao")
 
 
 def subclass_linear(model):
@@ -158,6 +68,7 @@ def wrap_forward(model):
 
 # What makes of a plain linear layer one that has to be called.
 CHANGES = {
+    "plain": lambda model: None,
     "lora": add_lora,
     "int8": quantize,
     "subclass": subclass_linear,
@@ -168,23 +79,19 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("change", [None, *CHANGES])
+@pytest.mark.parametrize("change", CHANGES)
 @either_order
-def test_only_plain_linear_layers_have_an_epilogue(
-    kernel, device, dtype, change, is_injected_first
-):
+def test_only_plain_linear_layers_have_an_epilogue(kernel, device, change, is_injected_first):
     """And on CUDA alone, where it is the tanh approximation; on CPU it would be the exact GELU."""
-    model = transformer(device, dtype, blocks=1)
-    if is_injected_first:
-        kernel.inject_kernels(model)
-    if change is not None:
-        CHANGES[change](model)
-    kernel.inject_kernels(model)
-    with ltx_models.KernelCalls() as calls:
-        run(model, inputs(model))
-    assert calls.counts["gelu"] == 1
-    assert calls.epilogues == (1 if device == "cuda" and change is None else 0)
+    order = {"is_injected_first": is_injected_first}
+    model, plain, _ = pair(kernel, device, CHANGES[change], dtype=torch.bfloat16, **order)
+    arguments = inputs(transformer(device, torch.bfloat16))
+    with KernelCalls() as calls:
+        run(model, arguments)
+    assert dict(calls.counts) == calls_of(2)
+    plain_layers = {"plain": 2, "lora": 0, "int8": 0}.get(change, 1)
+    assert calls.epilogues == (plain_layers if device == "cuda" else 0)
+    assert_alike(model, plain, arguments)
 
 
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
@@ -192,63 +99,29 @@ def test_only_plain_linear_layers_have_an_epilogue(
 def test_accuracy_of_the_activation(kernel, device, dtype, approximate):
     """Its error against float64 is at most 1.05 times the eager one's."""
     name = "gelu-approximate" if approximate == "tanh" else "gelu"
-    model = transformer(device, dtype, blocks=1, head_dim=64, activation_fn=name)
-    module = activation(model)
-    exact = copy.deepcopy(module).double()
+    options = {"blocks": 1, "head_dim": 64, "activation_fn": name}
+    model, plain, _ = pair(kernel, device, dtype=dtype, **options)
     x = torch.randn(2, 512, 256, device=device, dtype=dtype) * 2
+    with torch.no_grad(), KernelCalls() as calls:
+        out = activation(model)(x)
     with torch.no_grad():
-        expected, eager = exact(x.double()), module(x)
-        kernel.inject_kernels(model)
-        with ltx_models.KernelCalls() as calls:
-            out = module(x)
+        eager = activation(plain)(x)
+        expected = activation(plain).double()(x.double())
     assert calls.counts["gelu"] == 1
     uses_epilogue = device == "cuda" and approximate == "tanh" and dtype != torch.float32
     assert calls.epilogues == uses_epilogue
-    error, eager_error = ((y.double() - expected).norm() for y in (out, eager))
-    assert 0 < error <= 1.05 * eager_error, f"{error / eager_error:.3f} of the eager error"
-
-
-def test_gradients_need_no_epilogue(kernel, device):
-    model = transformer(device, torch.bfloat16, blocks=1)
-    kernel.inject_kernels(model)
-    arguments = inputs(model)
-    with ltx_models.KernelCalls() as calls:
-        model(**arguments, return_dict=False)[0].sum().backward()
-    assert calls.epilogues == 0
-    assert activation(model).proj.weight.grad.abs().max() > 0
+    assert 0 < distance(out, expected) <= 1.05 * distance(eager, expected)
 
 
 # ------------------------------------------------------------------------------------------------
 # What the kernels do not take
 
 
-def test_autocast_runs_the_models_own_code(kernel, device):
-    model = transformer(device)
-    plain = copy.deepcopy(model)
-    arguments = inputs(model)
-    kernel.inject_kernels(model)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        assert kernel_calls(run, model, arguments) == {}
-        out, expected = run(model, arguments), run(plain, arguments)
-    assert (expected - run(plain, arguments)).abs().max() > 1e-3
-    assert torch.equal(out, expected)
-    assert kernel_calls(run, model, arguments) == calls_of(2)
-
-
-@pytest.mark.parametrize("options", [{}, {"grid": (1, 2, 3)}, {"mask": None}], ids=str)
-def test_float64_runs_the_models_own_code(kernel, device, options):
-    model = transformer(device, torch.float64)
-    arguments = inputs(model, **options)
-    expected = run(model, arguments)
-    kernel.inject_kernels(model)
-    assert kernel_calls(run, model, arguments) == {}
-    assert torch.equal(run(model, arguments), expected)
-
-
 def test_another_device_than_the_builds_runs_the_models_own_code(kernel):
     """On meta, shapes alone; the report does not depend on the device."""
     model = transformer("meta")
-    kernel.inject_kernels(model)
+    report = kernel.inject_kernels(model)
+    assert report.num_replaced == kernel.inject_kernels(transformer("cpu")).num_replaced
     arguments = {
         name: value.to("meta") if isinstance(value, torch.Tensor) else value
         for name, value in inputs(transformer("cpu")).items()
@@ -263,11 +136,8 @@ def test_cpu_model_with_a_cuda_build(kernel):
     model, arguments, expected = prepared("cpu")
     kernel.inject_kernels(model)
     assert computing(expected, model, arguments) == {}
-    assert computing(expected, model.cuda(), on_cuda(arguments)) == calls_of(2)
-
-
-def on_cuda(arguments):
-    return {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    arguments = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    assert computing(expected, model.cuda(), arguments) == calls_of(2)
 
 
 def test_fused_projections(kernel, device):
@@ -286,68 +156,131 @@ def test_fused_projections(kernel, device):
 # Gradients
 
 
-def gradients_of(model, arguments):
-    """Of each parameter, for a loss in which every element of the output counts differently."""
-    model.zero_grad()
-    out = model(**arguments, return_dict=False)[0]
-    weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype)
-    (out.flatten() * weights).sum().backward()
-    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+def checkpoint(model):
+    model.train()
+    model.enable_gradient_checkpointing()
 
 
-def assert_gradients_agree(gradients, expected):
-    assert gradients.keys() == expected.keys()
-    for name, value in expected.items():
-        assert value.abs().max() > 0, name
-        error = (gradients[name] - value).norm() / value.norm()
-        assert error < 1e-4, f"{name}: {error:.3g}"
-
-
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("per_token", [False, True], ids=["per_sample", "per_token"])
-def test_gradients(kernel, device, checkpointing, per_token):
-    model = transformer(device, norm_elementwise_affine=True).train()
-    exact = copy.deepcopy(model).double()
-    arguments = inputs(model, per_token=per_token)
-    kernel.inject_kernels(model)
-    if checkpointing:
-        model.enable_gradient_checkpointing()
-    expected = gradients_of(exact, ltx_models.cast(arguments, torch.float64))
-    assert len(expected) == len(list(model.parameters()))
-    assert_gradients_agree(gradients_of(model, arguments), expected)
-
-
-def test_gradient_of_the_input(kernel, device):
-    model, arguments, expected_out = prepared(device)
-    exact = copy.deepcopy(model).double()
-    kernel.inject_kernels(model)
-    gradients = []
-    for candidate, dtype in ((model, torch.float32), (exact, torch.float64)):
-        candidate.requires_grad_(False)
-        mine = ltx_models.cast(arguments, dtype)
-        x = mine["hidden_states"].clone().requires_grad_()
-        out = candidate(**{**mine, "hidden_states": x}, return_dict=False)[0]
-        torch.testing.assert_close(out.detach().double(), expected_out, rtol=1e-5, atol=1e-5)
-        out.square().sum().backward()
-        gradients.append(x.grad.double())
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
-
-
-def test_inference_with_gradients_enabled(kernel, device):
-    """Nothing requires a gradient: the kernels run, with the model's own rotary tables."""
-    model, arguments, expected = prepared(device)
+def train_adapters(model):
     model.requires_grad_(False)
-    kernel.inject_kernels(model)
-    outputs = []
-    calls = kernel_calls(lambda: outputs.append(model(**arguments, return_dict=False)[0]))
-    assert calls == calls_of(2, joined=0, qk_norm_coordinate_rope=0, qk_norm_rope=1)
-    torch.testing.assert_close(outputs[0].double(), expected, rtol=1e-5, atol=1e-5)
+    add_lora(model)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_modes_without_gradients(kernel, device, mode):
-    model, arguments, expected = prepared(device)
-    kernel.inject_kernels(model)
-    with mode():
-        out = model(**arguments, return_dict=False)[0]
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+TRAINING = {  # what is done to the model, and arguments of its forward
+    "plain": (lambda model: model.train(), {}),
+    "per_token": (lambda model: model.train(), {"per_token": True}),
+    "checkpointing": (checkpoint, {}),
+    "adapters": (train_adapters, {}),
+    "input": (lambda model: model.requires_grad_(False), {}),
+}
+
+
+@pytest.mark.parametrize("case", TRAINING)
+def test_gradients(kernel, device, case):
+    prepare, options = TRAINING[case]
+    model, plain, _ = pair(kernel, device, prepare, norm_elementwise_affine=True)
+    arguments = inputs(plain, **options)
+    arguments["hidden_states"].requires_grad_(case == "input")
+    assert_gradients_agree(model, plain, arguments)
+
+
+# ------------------------------------------------------------------------------------------------
+# Forward-mode derivatives, beside those of a plain model in float64
+
+
+def tangent_of(x):
+    return torch.linspace(-1, 1, x.numel(), device=x.device).to(x.dtype).view_as(x)
+
+
+def output(model, arguments, **changes):
+    return model(**{**arguments, **changes}, return_dict=False)[0]
+
+
+def by_an_input(name):
+    def derivative(model, arguments):
+        x = arguments[name]
+        forward = lambda x: output(model, arguments, **{name: x})  # noqa: E731
+        return torch.func.jvp(forward, (x,), (tangent_of(x),))
+
+    derivative.__name__ = name
+    return derivative
+
+
+def by_parameters(*names):
+    def derivative(model, arguments):
+        chosen = {
+            name: p.detach() for name, p in model.named_parameters() if not names or name in names
+        }
+        tangents = {name: tangent_of(p) for name, p in chosen.items()}
+
+        def forward(chosen):
+            kwargs = {**arguments, "return_dict": False}
+            return torch.func.functional_call(model, chosen, kwargs=kwargs)[0]
+
+        return torch.func.jvp(forward, (chosen,), (tangents,))
+
+    derivative.__name__ = "-".join(names) or "parameters"
+    return derivative
+
+
+def by_dual_tensors(model, arguments):
+    x = arguments["hidden_states"]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, tangent_of(x))
+        return tuple(forward_ad.unpack_dual(output(model, arguments, hidden_states=dual)))
+
+
+def by_dual_parameters(model, arguments):
+    """As forward_ad is used with modules: parameters replaced by dual tensors."""
+    model = copy.deepcopy(model)
+    with torch.no_grad(), forward_ad.dual_level():
+        for name, parameter in list(model.named_parameters()):
+            owner, _, attribute = name.rpartition(".")
+            module, dual = model.get_submodule(owner), parameter.detach()
+            delattr(module, attribute)
+            setattr(module, attribute, forward_ad.make_dual(dual, tangent_of(dual)))
+        return tuple(forward_ad.unpack_dual(output(model, arguments)))
+
+
+def of_a_gradient(model, arguments):
+    """Forward over reverse, as for products with a Hessian."""
+    x = arguments["hidden_states"]
+    loss = lambda x: output(model, arguments, hidden_states=x).square().sum()  # noqa: E731
+    return torch.func.jvp(torch.func.grad(loss), (x,), (tangent_of(x),))
+
+
+SECOND_BLOCK = "transformer_blocks.1"
+AFFINE = {"norm_elementwise_affine": True}
+DERIVATIVES = [
+    (by_an_input("hidden_states"), {}, {}),
+    (by_an_input("encoder_hidden_states"), {}, {}),
+    (by_parameters(), {}, {}),
+    (by_parameters(), AFFINE, {}),
+    (by_parameters(), {"activation_fn": "gelu"}, {}),
+    (by_parameters(), {"heads": 1, "head_dim": 64}, {}),
+    # What the first block leaves for the second one carries a tangent, too.
+    (by_parameters(f"{SECOND_BLOCK}.scale_shift_table"), AFFINE, {}),
+    (by_parameters(f"{SECOND_BLOCK}.norm1.weight"), AFFINE, {}),
+    (by_parameters(f"{SECOND_BLOCK}.attn1.norm_k.weight"), AFFINE, {}),
+    (by_dual_tensors, {}, {}),
+    (by_dual_tensors, AFFINE, {"per_token": True}),
+    (by_dual_tensors, {}, {"mask": None}),
+    (by_dual_parameters, AFFINE, {}),
+    (of_a_gradient, {}, {}),
+]
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize(("derivative", "config", "options"), DERIVATIVES)
+def test_tangents(kernel, device, derivative, config, options, grad):
+    """The right ones, and after them the kernels run again."""
+    model, plain, _ = pair(kernel, device, **config)
+    arguments = inputs(model, **options)
+    exact = plain.double(), ltx_models.cast(arguments, torch.float64)
+    # Of PyTorch's attentions only the one of single operations has forward-mode derivatives.
+    with sdpa_kernel(SDPBackend.MATH), grad():
+        results = [derivative(*given) for given in ((model, arguments), exact)]
+    for value, expected in zip(*results, strict=True):
+        assert value is not None and expected.norm() > 0
+        assert distance(value, expected) < 1e-4
+    assert kernel_calls(run, model, arguments) == calls_of(2)
