@@ -138,11 +138,27 @@ def computing(expected, model, arguments, slack=1e-5):
 
 
 def operation_of(operator, args=()):
-    """The name of the package's operation that a call of an operator computes, or None."""
+    """The name of the package's operation that a call of an operator computes, or None.
+
+    qk_norm_rope by coordinates counts as ``qk_norm_coordinate_rope``.
+    """
     namespace, _, name = str(operator).partition(".")
-    if namespace.startswith("_h100_diffusers_kernels"):
-        return name.partition(".")[0]
-    return "gelu" if "_addmm_activation" in name else None
+    if not namespace.startswith("_h100_diffusers_kernels"):
+        return "gelu" if "_addmm_activation" in name else None
+    name = name.partition(".")[0]
+    given = dict(zip([argument.name for argument in operator._schema.arguments], args))  # noqa: B905
+    norm = "layer_norm" if given.get("is_layer_norm") else "rms_norm"
+    if name == "norm":
+        is_modulated = given["scale"] is not None or given["shift"] is not None
+        return norm + "_modulate" * is_modulated
+    if name == "gated_residual_norm_modulate":
+        return f"gated_residual_{norm}_modulate"
+    if name.startswith("activation"):
+        glu, plain = ("swiglu", "silu") if given["is_silu"] else ("geglu", "gelu")
+        return name.replace("activation", glu if given["is_gated"] else plain)
+    if name == "qk_norm_rope" and given["is_coordinates"]:
+        return "qk_norm_coordinate_rope"
+    return name
 
 
 class KernelCalls(Observer):

@@ -1,7 +1,7 @@
 """Every wrong argument raises one sentence: the operation, the argument, what was given.
 
-A table of changes, each of which makes one valid call wrong. The sentence is the same without gradients, with an
-input that requires grad, in place, and when torch.compile has traced the call and it runs.
+A table of changes, each of which makes one valid call wrong. The sentence is the same without gradients, with
+an input that requires grad, in place, and when torch.compile has traced the call and it runs.
 """
 
 import math
