@@ -9,8 +9,8 @@
 
 namespace h100_diffusers_kernels {
 
-// Calls body(begin, end), compiled for AVX2 and for any processor. What it calls is inlined and thereby compiled
-// likewise.
+// Calls body(begin, end), compiled for AVX2 and for any processor. What it calls is inlined and thereby
+// compiled likewise.
 template <typename Body>
 __attribute__((flatten)) void run_baseline(void* body, int64_t begin, int64_t end) {
   (*static_cast<const Body*>(body))(begin, end);
