@@ -129,6 +129,12 @@ def _check_types(operation: str, parameters: list, arguments: tuple) -> None:
             refuse_type(operation, name, accepted, value)
 
 
+def required(*tensors: Optional[Tensor]) -> None:
+    """For fakes: Torch hands None over for any tensor, and tracing would not notice."""
+    if any(tensor is None for tensor in tensors):
+        raise TypeError("a tensor is None")
+
+
 def _explain(operation: str, parameters: list, arguments: tuple, error: Exception) -> NoReturn:
     """Raises a sentence for the error of a call, or the error itself. Called while it is handled."""
     _check_types(operation, parameters, arguments)
