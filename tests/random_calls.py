@@ -11,6 +11,7 @@ traced of it with fake tensors, and of every hundredth call what torch.compile m
 The exit status is 1 if there was a fault. Calls that are valid in spite of the change are counted apart.
 """
 
+import logging
 import math
 import multiprocessing
 import random
@@ -308,7 +309,9 @@ def fault(call):
     changes = [change for _, change in call.changes]
     if not any(change is other for change in changes for other in NOT_TRACED):
         others = {"traced": traced_outcome}
-        if call.seed % DYNAMO_EVERY == 0:
+        # Dynamo itself fails at integers that no float holds.
+        is_huge = any(type(v) is int and v.bit_length() > 1000 for v in call.arguments.values())
+        if call.seed % DYNAMO_EVERY == 0 and not is_huge:
             others["compiled"] = compiled_outcome
         for how, function in others.items():
             with torch.no_grad():
@@ -332,6 +335,7 @@ def check_seed(seed, device):
 
 def _quietly(seeds, device):
     torch.set_num_threads(1)
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     return [(seed, *check_seed(seed, device)) for seed in seeds]
 
 
