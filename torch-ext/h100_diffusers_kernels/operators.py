@@ -46,8 +46,12 @@ def shown(value: object) -> str:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, str) and len(value) > 64:
         return f"a string of {len(value)} characters"
-    is_plain_value = value is None or isinstance(value, (str, int, float))
-    return repr(value) if is_plain_value else type(value).__name__
+    if value is None or isinstance(value, (str, int, float)):
+        return repr(value)
+    is_plain_tensor = isinstance(value, Tensor) and is_plain(
+        value
+    )  # maybe one that tracing stands in for
+    return "Tensor" if is_plain_tensor else type(value).__name__
 
 
 def refuse_type(operation: str, name: str, accepted: str, value: object) -> NoReturn:
