@@ -2,7 +2,8 @@
 
 A valid call is drawn from a seed, and one to three things in it are made wrong. Where that raises, it must
 be ValueError or TypeError with one sentence that names the operation and an argument, and no memory may have
-changed; the same call with an input that requires grad, or of tensors without memory, must raise the same::
+changed. The same call with an input that requires grad must raise the same, and so must the graph that is
+traced of it with fake tensors, and of every hundredth call what torch.compile makes of it::
 
     python tests/random_calls.py --calls 50000 --device cuda --processes 14
     python tests/random_calls.py --first-seed 123 --calls 1
@@ -10,6 +11,7 @@ changed; the same call with an input that requires grad, or of tensors without m
 The exit status is 1 if there was a fault. Calls that are valid in spite of the change are counted apart.
 """
 
+import logging
 import math
 import multiprocessing
 import random
@@ -22,17 +24,19 @@ from functools import partial
 import click
 import numpy as np
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from checks import MemorySnapshot, map_tensors, on_meta, tensors_of
-from conftest import load_kernel
+from checks import MemorySnapshot, map_tensors, tensors_of
 from inputs import (
     CALLS,
-    DECLARATIONS,
     DTYPES,
     LAYOUTS,
+    TABLE,
     WITH_OUT,
     WRITABLE_LAYOUTS,
+    load_kernel,
     out_for,
+    parameters_of,
     sample,
     widest_dtype,
 )
@@ -108,7 +112,6 @@ def another_layout(tensor, rng):
             lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.quint8),
             lambda t: torch.nested.nested_tensor([t.flatten(), t.flatten()[:1]]),
             lambda t: torch.nested.nested_tensor([t.flatten(), t.flatten()], layout=torch.jagged),
-            torch._neg_view,
             lambda t: t.to(torch.complex64).conj(),
         ]
     )
@@ -119,7 +122,8 @@ def another_layout(tensor, rng):
 
 
 def another_device(tensor, rng):
-    return tensor.cpu() if tensor.is_cuda else tensor.to("meta")
+    # On a CPU the only other device is meta, which gets shapes alone.
+    return tensor.cpu() if tensor.is_cuda else tensor.double()
 
 
 def without_memory(tensor, rng):
@@ -136,7 +140,9 @@ CHANGES = [
     *(strided, longer, shorter, another_shape, flat, more_dimensions, transposed, expanded),
     *(another_dtype, another_layout, another_device, without_memory, no_tensor),
 ]
-NOT_FOR_META = (another_layout, another_device, without_memory)
+# Of these a fake tensor has no idea.
+NOT_TRACED = (another_layout, another_device, without_memory, more_dimensions)
+DYNAMO_EVERY = 100
 
 
 @dataclass
@@ -215,8 +221,9 @@ def random_call(seed, device):
         heads=2,
         layout=rng.choice(list(LAYOUTS)),
     )
-    for name, parameter in DECLARATIONS[function.__name__].parameters.items():
-        if not parameter.kind.is_tensor and name not in arguments and rng.random() < 0.5:
+    for name, parameter in parameters_of(function.__name__).items():
+        is_tensor = "Tensor" in parameter.annotation
+        if not is_tensor and name not in arguments and rng.random() < 0.5:
             arguments[name] = parameter.default
     if operation in WITH_OUT and rng.random() < 0.5:
         arguments["out"] = None
@@ -233,18 +240,42 @@ def random_call(seed, device):
 # What is asked of it
 
 
-def sentence(declared):
+def sentence(name):
     """One line: the operation, an argument, what is accepted and what was given; or of names, Python's."""
-    names = {n for p in declared.parameters.values() for n in (p.name, *p.lowered)}
-    names |= {"cos", "sin", "coordinates", "frequencies"} if "rope" in names else set()
+    names = set(parameters_of(name))
+    if name == "qk_norm_rope":
+        fields = {"cos", "sin", "coordinates", "frequencies"}
+        names |= fields | {f"k_{field}" for field in fields} | {"q_out", "k_out", "v_out"}
+    if name == "rope_3d":
+        names |= {
+            f"{axis}_{field}" for axis in ("frame", "height", "width") for field in ("cos", "sin")
+        }
     argument = "|".join(sorted(names))
     return re.compile(
-        rf"{declared.name}: (?:{argument})\b[^\n]+, got [^\n]+"
-        rf"|{declared.name}\(\) (?:missing|got an unexpected)[^\n]* argument[^\n]*'\w+'[^\n]*"
+        rf"{name}: (?:{argument})\b[^\n]+, got [^\n]+"
+        rf"|{name}\(\) (?:missing|got an unexpected)[^\n]* argument[^\n]*'\w+'[^\n]*"
     )
 
 
-PATTERNS = {name: sentence(declared) for name, declared in DECLARATIONS.items()}
+PATTERNS = {name: sentence(name) for name in TABLE}
+
+
+def traced_outcome(call):
+    """What the graph of a call that is traced with fake tensors raises when it runs."""
+
+    def function(*tensors):
+        given = iter(tensors)
+        return call.function(**map_tensors(lambda _: next(given), call.arguments))
+
+    tensors = list(tensors_of(call.arguments))
+    traced = Call(call.seed, lambda: make_fx(function, tracing_mode="fake")(*tensors)(*tensors), {})
+    return traced.outcome({})
+
+
+def compiled_outcome(call):
+    torch._dynamo.reset()
+    function = torch.compile(lambda given: call.function(**given), backend="eager")
+    return Call(call.seed, lambda: function(call.arguments), {}).outcome({})
 
 
 def _leader(arguments):
@@ -275,11 +306,18 @@ def fault(call):
         leader.requires_grad_(False)
         if other != outcome:
             return f"{message!r}, but where an input requires grad {other}"
-    is_for_meta = not any(change is other for _, change in call.changes for other in NOT_FOR_META)
-    if is_for_meta and call.arguments.get("inplace") is not True:
-        other = call.outcome(map_tensors(on_meta, call.arguments))
-        if other != outcome:
-            return f"{message!r}, but of tensors without memory {other}"
+    changes = [change for _, change in call.changes]
+    if not any(change is other for change in changes for other in NOT_TRACED):
+        others = {"traced": traced_outcome}
+        # Dynamo itself fails at integers that no float holds.
+        is_huge = any(type(v) is int and v.bit_length() > 1000 for v in call.arguments.values())
+        if call.seed % DYNAMO_EVERY == 0 and not is_huge:
+            others["compiled"] = compiled_outcome
+        for how, function in others.items():
+            with torch.no_grad():
+                other = function(call)
+            if other != outcome:
+                return f"{message!r}, but {how} {other}"
     return None
 
 
@@ -297,6 +335,7 @@ def check_seed(seed, device):
 
 def _quietly(seeds, device):
     torch.set_num_threads(1)
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     return [(seed, *check_seed(seed, device)) for seed in seeds]
 
 

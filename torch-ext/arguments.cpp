@@ -245,7 +245,7 @@ OwnedTensor ArgumentChecker::empty_strided(const Sizes& shape, const int64_t* st
   AtenTensorHandle handle = nullptr;
   const auto error = aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides,
                                               x_.dtype(), x_.device().type, x_.device().index, &handle);
-  // What Torch raised is lost at its C interface. The package reads this sentence (declaration.py), tries to
+  // What Torch raised is lost at its C interface. The package reads this sentence (operators.py), tries to
   // allocate as much and raises what Torch raises then.
   if (error != TORCH_SUCCESS)
     throw std::runtime_error(std::string(operation_) + ": no memory for " + std::to_string(elements) +

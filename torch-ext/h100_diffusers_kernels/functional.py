@@ -32,6 +32,7 @@ from .operators import (
     kernel_call,
     number,
     refuse_type,
+    required,
     scale_number,
     shown,
     writing_call,
@@ -295,17 +296,20 @@ def _layer_norm_modulate_pair_fake(x, *_):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("gated_residual"))
-def _gated_residual_fake(residual, *_):
+def _gated_residual_fake(residual, x, *_):
+    required(x)
     return residual.new_empty(residual.shape)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("gated_residual_norm_modulate"))
-def _gated_residual_norm_modulate_fake(residual, *_):
+def _gated_residual_norm_modulate_fake(residual, x, *_):
+    required(x)
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("gated_residual_layer_norm_modulate_pair"))
-def _gated_residual_layer_norm_modulate_pair_fake(residual, *_):
+def _gated_residual_layer_norm_modulate_pair_fake(residual, x, *_):
+    required(x)
     return tuple(residual.new_empty(residual.shape) for _ in range(3))
 
 
@@ -530,8 +534,8 @@ def _qk_norm_rope_fake(q, k, *_):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("qk_norm_rope_out"))
-def _qk_norm_rope_out_fake(*_):
-    return None
+def _qk_norm_rope_out_fake(q, k, *_):
+    required(q, k)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -595,12 +599,14 @@ def rope_3d(
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rope"))
-def _rope_fake(x, *_):
+def _rope_fake(x, cos, *_):
+    required(cos)
     return x.new_empty(x.shape)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rope_3d"))
-def _rope_3d_fake(x, *_):
+def _rope_3d_fake(x, *tables_and_layout):
+    required(*tables_and_layout[:-1])
     return x.new_empty(x.shape)
 
 
@@ -722,8 +728,8 @@ def _activation_fake(x, bias, is_silu, is_gated, *_):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("activation_out"))
-def _activation_out_fake(*_):
-    return None
+def _activation_out_fake(x, *_):
+    required(x)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -802,10 +808,11 @@ def _softmax_fake(x):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention"))
-def _attention_fake(q, *_):
+def _attention_fake(q, k, v, *_):
+    required(k, v)
     return q.new_empty(q.shape)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_out"))
-def _attention_out_fake(*_):
-    return None
+def _attention_out_fake(q, k, v, *_):
+    required(q, k, v)

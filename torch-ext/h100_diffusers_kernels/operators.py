@@ -25,6 +25,8 @@ _NO_MEMORY = re.compile(r"(\w+): no memory for (\d+) elements of (\d) bytes on (
 _DIFFERENTIATED = (
     "where an input requires grad, carries a tangent or is in a transform of torch.func"
 )
+_PUBLIC_NAMES = {"first": "rope", "second": "rope", "k_first": "k_rope", "k_second": "k_rope"}
+
 _are_transforms_active = torch._C._are_functorch_transforms_active
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -44,8 +46,12 @@ def shown(value: object) -> str:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, str) and len(value) > 64:
         return f"a string of {len(value)} characters"
-    is_plain_value = value is None or isinstance(value, (str, int, float))
-    return repr(value) if is_plain_value else type(value).__name__
+    if value is None or isinstance(value, (str, int, float)):
+        return repr(value)
+    is_plain_tensor = isinstance(value, Tensor) and is_plain(
+        value
+    )  # maybe one that tracing stands in for
+    return "Tensor" if is_plain_tensor else type(value).__name__
 
 
 def refuse_type(operation: str, name: str, accepted: str, value: object) -> NoReturn:
@@ -112,9 +118,12 @@ def _check_layout(operation: str, name: str, tensor: Tensor) -> None:
 
 
 def _parameters(schema: Any) -> list[tuple[str, bool, bool]]:
-    """Name, whether it is a tensor and whether it is optional, of each argument."""
-    kinds = [(argument.name, str(argument.type)) for argument in schema.arguments]
-    return [(name, "Tensor" in kind, kind.startswith("Optional")) for name, kind in kinds]
+    """Of each argument, the name of the public function's, whether it is a tensor and may be None."""
+    kinds = [(_PUBLIC_NAMES.get(a.name, a.name), str(a.type)) for a in schema.arguments]
+    return [
+        (name, "Tensor" in kind, kind.startswith("Optional") or name == "out")
+        for name, kind in kinds
+    ]
 
 
 def _check_types(operation: str, parameters: list, arguments: tuple) -> None:
@@ -122,6 +131,12 @@ def _check_types(operation: str, parameters: list, arguments: tuple) -> None:
         if is_tensor and not isinstance(value, Tensor) and not (is_optional and value is None):
             accepted = "a tensor or None" if is_optional else "a tensor"
             refuse_type(operation, name, accepted, value)
+
+
+def required(*tensors: Optional[Tensor]) -> None:
+    """For fakes: Torch hands None over for any tensor, and tracing would not notice."""
+    if any(tensor is None for tensor in tensors):
+        raise TypeError("a tensor is None")
 
 
 def _explain(operation: str, parameters: list, arguments: tuple, error: Exception) -> NoReturn:
@@ -282,11 +297,12 @@ def writing_call(operation: str, name: str) -> Callable:
 
     def call(written: tuple, refused: tuple[str, str, str], *arguments):
         try:
-            if is_differentiated(*arguments):
+            is_refused = is_differentiated(*arguments)
+            if is_refused or _is_compiling():
+                _check_types(operation, parameters, arguments)
+            if is_refused:
                 argument, accepted, given = refused
                 fail(operation, f"{argument} must be {accepted} {_DIFFERENTIATED}, got {given}")
-            if _is_compiling():
-                _check_types(operation, parameters, arguments)
             overload(*arguments)
             # Autograd notices a backward that needs the values from before.
             if not _is_compiling():
