@@ -28,7 +28,7 @@ from ..conditions import (
 from ..differentiation import is_differentiated
 from .checks import KnownFunction, class_name
 from .linears import dropped_out, linear, linear_per_sample, linears, may_be_written, write_linear
-from .norms import RMS, normed, read_norm
+from .norms import RMS, norm_notes, normed, read_norm
 from .patch import Call, Injection, PatchSpec, StandIn
 from .rotary import as_operand, split_tables
 
@@ -80,9 +80,7 @@ class AttentionSpec(PatchSpec):
         return f"its processor is a {class_name(processor)}, not the one known"
 
     def notes(self, module: Any, injection: Injection) -> list[str]:
-        norms = ((name, module._modules.get(name)) for name in self.norms)
-        found = [(name, read_norm(norm)) for name, norm in norms if norm is not None]
-        notes = [f"{name} {reason}" for name, reason in found if isinstance(reason, str)]
+        notes = norm_notes(module, self.norms)
         reason = self._why_own_attention(module, injection)
         return notes if reason is None else [*notes, reason]
 

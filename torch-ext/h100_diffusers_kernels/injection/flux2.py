@@ -20,7 +20,7 @@ from .. import functional
 from ..conditions import kernels_take, may_write
 from ..differentiation import is_differentiated
 from .attention import AttentionSpec, attend, forward_with_tables, norm_and_rotate
-from .blocks import BlockSpec, begin, feed_forward_end, finish, norm_prologue
+from .blocks import BlockSpec, begin, finish, norm_prologue, two_stream_block
 from .checks import KnownClass, is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
@@ -51,6 +51,7 @@ def _prologue(
 _DOUBLE = tuple(partial(_prologue, name=name, count=6) for name in ("norm1", "norm1_context"))
 # Rows are shift, scale and gate.
 _SINGLE = (partial(_prologue, name="norm", count=3),)
+_FEED_FORWARDS = (("norm2", "ff"), ("norm2_context", "ff_context"))
 
 
 def _double_block_forward(
@@ -66,20 +67,8 @@ def _double_block_forward(
     x, c, conditions = hidden_states, encoder_hidden_states, (temb_mod_img, temb_mod_txt)
     if not kernels_take(x, c, *conditions):
         return call.refuse(x, c, *conditions)
-    begun, c_begun = begin(call, self, _DOUBLE, (x, c), conditions)
-    attention_out, c_attention_out = self._modules["attn"](
-        hidden_states=begun[0][0],
-        encoder_hidden_states=c_begun[0][0],
-        image_rotary_emb=image_rotary_emb,
-        **(joint_attention_kwargs or {}),
-    )
-    ends = (
-        feed_forward_end(call, self, "norm2", "ff", x, attention_out, begun[1]),
-        feed_forward_end(call, self, "norm2_context", "ff_context", c, c_attention_out, c_begun[1]),
-    )
-    hands_over = c.dtype != torch.float16
-    x, c = finish(call, self, _DOUBLE, ends, conditions, hands_over=hands_over)
-    return clipped(c), x
+    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    return two_stream_block(call, self, _DOUBLE, _FEED_FORWARDS, (x, c), conditions, **more)
 
 
 def _single_block_forward(
@@ -106,14 +95,8 @@ def _single_block_forward(
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
     )
-    (x,) = finish(
-        call,
-        self,
-        _SINGLE,
-        ((x, attention_out, gate),),
-        (temb_mod,),
-        hands_over=x.dtype != torch.float16,
-    )
+    branches, hands_over = ((x, attention_out, gate),), x.dtype != torch.float16
+    (x,) = finish(call, self, _SINGLE, branches, (temb_mod,), hands_over=hands_over)
     x = clipped(x)
     return (x[:, :text_seq_len], x[:, text_seq_len:]) if split_hidden_states else x
 

@@ -22,20 +22,14 @@ from torch import Tensor
 
 from ..conditions import kernels_run_on, kernels_take, tracks_derivatives
 from ..functional import CoordinateRope
-from .attention import (
-    AttentionSpec,
-    attend,
-    norm_and_rotate,
-    project_out,
-    query_key_value,
-)
+from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
 from .blocks import BlockSpec, begin, finish, table_prologue
 from .checks import has_hooks, has_own_forward
 from .embeddings import TIMESTEPS
 from .forward_state import Family, model_spec
 from .kept import Kept
 from .linears import LINEAR_GELU, feed_forward
-from .norms import gated_residual, residual_modulated
+from .norms import gated_residual, residual_norm
 from .patch import Call, PatchSpec, stand_in_of
 from .rotary import CoordinateTables
 
@@ -75,11 +69,10 @@ def _block_forward(
         image_rotary_emb=None,
         attention_mask=encoder_attention_mask,
     )
-    x, normalized = residual_modulated(
-        call, self, "norm2", x, attention_out, None, (scale_mlp, shift_mlp)
-    )
-    end = (x, feed_forward(modules["ff"], normalized), gate_mlp)
-    (x,) = finish(call, self, _PROLOGUES, (end,), (temb,))
+    modulation = (scale_mlp, shift_mlp)
+    x, normalized = residual_norm(call, self, "norm2", x, attention_out, None, *modulation)
+    branch = (x, feed_forward(modules["ff"], normalized), gate_mlp)
+    (x,) = finish(call, self, _PROLOGUES, (branch,), (temb,))
     return x
 
 

@@ -25,16 +25,8 @@ from ..conditions import (
 from ..differentiation import is_differentiated
 from .checks import is_plain
 from .linears import SILU, linear
-from .norms import LAYER, RMS, Norm, modulated_by, read_norm
+from .norms import NORM_OPERATIONS, Norm, norm_modulate, norm_notes, read_norm
 from .patch import Call, ExactSpec, Injection, StandIn
-
-# By the kind of norm, and the number of scales and shifts.
-_OPERATIONS: dict[tuple[str, int], Any] = {
-    (RMS, 0): functional.rms_norm,
-    (RMS, 2): functional.rms_norm_modulate,
-    (LAYER, 0): functional.layer_norm,
-    (LAYER, 2): functional.layer_norm_modulate,
-}
 
 
 def _normed(norm: Norm, x: Tensor, upcasts: bool, *rows: Tensor | None) -> Tensor | str | None:
@@ -61,7 +53,7 @@ def _normed(norm: Norm, x: Tensor, upcasts: bool, *rows: Tensor | None) -> Tenso
         )
         if not is_taken:
             return why_not_taken(x, *others)
-    return _OPERATIONS[kind, len(rows)](x, *rows, *affine, eps)
+    return NORM_OPERATIONS[kind, len(rows)](x, *rows, *affine, eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,8 +199,7 @@ class AdaptiveNormSpec(ExactSpec):
         object.__setattr__(self, "replaces", tuple(norms))
 
     def notes(self, module: nn.Module, injection: Injection) -> list[str]:
-        found = [(name, read_norm(module._modules.get(name))) for name in self.replaces]
-        return [f"{name} {reason}" for name, reason in found if isinstance(reason, str)]
+        return norm_notes(module, self.replaces)
 
 
 def _adaptive_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -289,7 +280,7 @@ def _modulated(
         call.fall_back(out)
     if upcasts:
         scale, shift = scale.float(), None if shift is None else shift.float()
-    return modulated_by(None, owner, name, x, ((scale, shift),), upcasts)[0]
+    return norm_modulate(None, owner, name, x, (scale, shift), upcasts)[0]
 
 
 _TRANSFORMER = "diffusers.models.transformers.transformer_"

@@ -16,20 +16,8 @@ import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import (
-    AttentionSpec,
-    attend_jointly,
-    project,
-    project_out,
-)
-from .blocks import (
-    BlockSpec,
-    begin,
-    feed_forward_end,
-    finish,
-    linear_modulation,
-    norm_prologue,
-)
+from .attention import AttentionSpec, attend_jointly, project, project_out
+from .blocks import BlockSpec, linear_modulation, norm_prologue, two_stream_block
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU, linear_per_sample
@@ -71,6 +59,7 @@ def _text_prologue(
 
 
 _PROLOGUES = (_image_prologue, _text_prologue)
+_FEED_FORWARDS = (("img_norm2", "img_mlp"), ("txt_norm2", "txt_mlp"))
 
 
 def _first_half(temb: Tensor) -> Tensor:
@@ -97,22 +86,10 @@ def _block_forward(
     x, c, mask = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
-    conditions = (temb, modulate_index)
-    begun, c_begun = begin(call, self, _PROLOGUES, (x, c), conditions)
-    attention_out, c_attention_out = self._modules["attn"](
-        hidden_states=begun[0][0],
-        encoder_hidden_states=c_begun[0][0],
-        encoder_hidden_states_mask=mask,
-        image_rotary_emb=image_rotary_emb,
-        **(joint_attention_kwargs or {}),
-    )
-    ends = (
-        feed_forward_end(call, self, "img_norm2", "img_mlp", x, attention_out, begun[1]),
-        feed_forward_end(call, self, "txt_norm2", "txt_mlp", c, c_attention_out, c_begun[1]),
-    )
-    hands_over = x.dtype != torch.float16
-    x, c = finish(call, self, _PROLOGUES, ends, conditions, hands_over=hands_over)
-    return clipped(c), clipped(x)
+    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    arguments = (call, self, _PROLOGUES, _FEED_FORWARDS, (x, c), (temb, modulate_index))
+    c, x = two_stream_block(*arguments, encoder_hidden_states_mask=mask, **more)
+    return c, clipped(x)
 
 
 def _attention_forward(

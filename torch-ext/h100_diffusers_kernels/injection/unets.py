@@ -29,7 +29,7 @@ from .checks import KnownClass, find_class, is_plain, why_not_plain
 from .forward_state import ModelSpec, forward_with_state
 from .linears import dropped_out, feed_forward, linear, why_not_silu
 from .norm_modules import group_normed
-from .norms import normed, residual_normed
+from .norms import normed, residual_norm
 from .patch import Call, ExactSpec, StandIn
 
 _GROUP_NORM = KnownClass("torch.nn:GroupNorm", "torch.nn.functional:group_norm")
@@ -201,7 +201,7 @@ def _block_forward(
         **more,
     )
     if modules.get("attn2") is not None:
-        x, normalized = residual_normed(call, self, "norm2", x, attention_out, None)
+        x, normalized = residual_norm(call, self, "norm2", x, attention_out, None)
         if add_positions is not None:
             normalized = add_positions(normalized)
         attention_out = modules["attn2"](
@@ -210,9 +210,9 @@ def _block_forward(
             attention_mask=encoder_attention_mask,
             **more,
         )
-    x, normalized = residual_normed(call, self, "norm3", x, attention_out, None)
-    end = (x, feed_forward(modules["ff"], normalized), None)
-    (x,) = finish(call, self, _PROLOGUES, (end,), (), hands_over=add_positions is None)
+    x, normalized = residual_norm(call, self, "norm3", x, attention_out, None)
+    branch = (x, feed_forward(modules["ff"], normalized), None)
+    (x,) = finish(call, self, _PROLOGUES, (branch,), (), hands_over=add_positions is None)
     return x
 
 

@@ -21,18 +21,12 @@ import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import (
-    AttentionSpec,
-    attend,
-    norm_and_rotate,
-    project_out,
-    query_key_value,
-)
-from .blocks import BlockSpec, End, begin, finish, table_prologue
+from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
+from .blocks import BlockSpec, ResidualBranch, begin, finish, table_prologue
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU, feed_forward, linear
-from .norms import gated_residual, normed, residual_modulated, residual_normed
+from .norms import gated_residual, normed, residual_norm
 from .patch import Call, PatchSpec
 
 _MODELS = "diffusers.models.transformers."
@@ -71,8 +65,8 @@ def _block_forward(
     if not kernels_take(x, c):
         return call.refuse(x, c)
     (begun,) = begin(call, self, prologues, (x,), (temb,))
-    end = _to_the_end(self, call, x, begun, c, mask, rotary_emb)
-    (x,) = finish(call, self, prologues, (end,), (temb,), upcasts=True)
+    branch = _to_the_end(self, call, x, begun, c, mask, rotary_emb)
+    (x,) = finish(call, self, prologues, (branch,), (temb,), upcasts=True)
     return x
 
 
@@ -93,17 +87,15 @@ def _masked_block_forward(
 
 def _to_the_end(
     self: Any, call: Call, x: Tensor, begun: Any, c: Tensor, mask: Any, rotary_emb: Any
-) -> End:
+) -> ResidualBranch:
     """From the first norm to the last residual."""
     modules = self._modules
     (normalized,), (_, _, gate, shift_mlp, scale_mlp, gate_mlp) = begun
     attention_out = modules["attn1"](normalized, None, mask, rotary_emb)
-    x, normalized = residual_normed(call, self, "norm2", x, attention_out, gate, upcasts=True)
-    attention_out = modules["attn2"](normalized, c, None, None)
+    x, normalized = residual_norm(call, self, "norm2", x, attention_out, gate, upcasts=True)
+    out = modules["attn2"](normalized, c, None, None)
     mlp = (scale_mlp, shift_mlp)
-    x, normalized = residual_modulated(
-        call, self, "norm3", x, attention_out, None, mlp, upcasts=True
-    )
+    x, normalized = residual_norm(call, self, "norm3", x, out, None, *mlp, upcasts=True)
     return x, feed_forward(modules["ffn"], normalized), gate_mlp
 
 
@@ -122,7 +114,7 @@ def _vace_block_forward(
     if self.proj_in is not None:
         control = self.proj_in(control) + hidden_states
     control = control.contiguous()
-    begun = _BY_TOKEN[0](call, self, None, temb).begin(control)
+    begun = _BY_TOKEN[0](call, self, None, temb)(control)
     x = gated_residual(*_to_the_end(self, call, control, begun, c, None, rotary_emb), upcasts=True)
     return None if self.proj_out is None else self.proj_out(x), x
 
