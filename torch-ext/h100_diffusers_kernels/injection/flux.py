@@ -125,7 +125,6 @@ _SPECS = (
         forward_with_tables,
         "qk_norm_rope",
         processor=f"{_FLUX}:FluxAttnProcessor",
-        norms=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
         project="_get_qkv_projections",
     ),
     axial_positions(f"{_FLUX}:FluxPosEmbed"),

@@ -196,7 +196,6 @@ _SPECS = (
         forward_with_tables,
         "qk_norm_rope",
         processor=f"{_FLUX2}:Flux2AttnProcessor",
-        norms=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
         project="_get_qkv_projections",
     ),
     AttentionSpec(

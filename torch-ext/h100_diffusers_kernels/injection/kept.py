@@ -59,14 +59,14 @@ class Kept(NamedTuple):
             return make()
         stream = _capture.stream if _capture.is_on else _current_stream(x.device)
         key = (x.device, stream, *_flat(arguments))
-        kept: Any = call.stand_in.kept
+        kept: Any = call.stand_in.cached
         if kept is None or kept.key != key:
             # Tensors of inference mode could be in no gradient later, nor tell that they were written to.
             with torch.inference_mode(False), torch.no_grad():
                 kept = Kept(key, make())
             # What is made while a CUDA graph is captured has no values until the graph is replayed.
             if not _capture.is_on and all(type(tensor) is Tensor for tensor in kept.values):
-                call.stand_in.kept = kept
+                call.stand_in.cached = kept
         return kept.values
 
 

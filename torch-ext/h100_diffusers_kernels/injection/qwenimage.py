@@ -162,7 +162,6 @@ _SPECS = (
         processor=f"{_QWEN}:QwenDoubleStreamAttnProcessor2_0",
         parameters="self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
         processor_parameters=f"{_PROCESSOR} image_rotary_emb",
-        norms=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
         rotate="apply_rotary_emb_qwen",
     ),
     TIMESTEPS,

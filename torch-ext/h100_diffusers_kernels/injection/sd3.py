@@ -149,7 +149,6 @@ _SPECS = (
         processor=f"{_ATTENTIONS}:JointAttnProcessor2_0",
         parameters="self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
         processor_parameters="hidden_states encoder_hidden_states attention_mask args kwargs",
-        norms=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
         rotate="",
         dispatches=False,
     ),

@@ -208,7 +208,6 @@ def _attention(
         forward,
         "qk_norm_rope",
         processor=f"{module}:{prefix}AttnProcessor",
-        norms=("norm_q", "norm_k", "norm_added_k"),
         rotate="",
         project="_get_qkv_projections",
     )
