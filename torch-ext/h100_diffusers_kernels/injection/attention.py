@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from ..differentiation import is_differentiated
 from .checks import KnownFunction, class_name
 from .linears import dropped_out, linear, linear_per_sample, linears, may_be_written, write_linear
 from .norms import RMS, norm_notes, normed, read_norm
-from .patch import Call, Injection, PatchSpec, StandIn
+from .patch import Call, Injection, PatchSpec
 from .rotary import as_operand, split_tables
 
 _DISPATCH_MODULE = "diffusers.models.attention_dispatch"
@@ -51,7 +51,6 @@ class AttentionSpec(PatchSpec):
         library: the processor's module.
     """
 
-    is_conditional: ClassVar[bool] = True
     processor: str = ""
     processor_parameters: str = ""
     rotate: str = "apply_rotary_emb"
@@ -67,10 +66,12 @@ class AttentionSpec(PatchSpec):
         processor_call = f"{self.processor}.__call__", parameters
         object.__setattr__(self, "functions", (processor_call, *functions))
         object.__setattr__(self, "library", library)
+        object.__setattr__(self, "condition", self._why_not_known)
+        super().__post_init__()
 
-    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
+    def _why_not_known(self, module: Any) -> str | None:
         cls: Any = type(module.__dict__.get("processor"))
-        if cls.__call__ is stand_in.functions[0].function:
+        if cls.__call__ is self.known.functions[0].function:
             return None
         processor = getattr(module, "processor", None)  # a module itself, it is in no ``__dict__``
         return f"its processor is a {class_name(processor)}, not the one known"
@@ -180,7 +181,12 @@ def attend(
     is_free = is_native(processor, spec.dispatches)
     if is_free and _may_attend(call, query.shape[2] // heads):
         if attention_takes(query, key, value, heads):
-            if expand_mask is not None and mask is not None and mask.dim() == 3 and mask.dtype != torch.bool:
+            if (
+                expand_mask is not None
+                and mask is not None
+                and mask.dim() == 3
+                and mask.dtype != torch.bool
+            ):
                 name = f"key bias {key.shape} {key.dtype}"
                 key_bias = call.shared(name, mask, lambda m: key_bias_of(m.unsqueeze(1), key))
             if mask is None or key_bias is not None:
@@ -407,7 +413,7 @@ def _joined(
     for stream, (operand, options), out in zip(streams, how, outs):
         v: Any = stream.value
         if isinstance(v, tuple):
-            write_linear(*v, out[2])
+            write_linear(v[0], v[1], out[2])
             v, out = None, out[:2]
         functional.qk_norm_rope(
             stream.query, stream.key, rope=operand, heads=heads, v=v, out=out, **options

@@ -48,7 +48,7 @@ from .attention import (
     why_not_head_dim,
 )
 from .checks import KnownFunction
-from .patch import Call, Injection, PatchSpec, StandIn
+from .patch import Call, Injection, PatchSpec
 
 _DISPATCH_NAME, _SDPA_NAME = "dispatch_attention_fn", "scaled_dot_product_attention"
 _ATTENTION = "diffusers.models.attention_processor:Attention"
@@ -343,7 +343,7 @@ class ProcessorSpec(PatchSpec):
             return f"{OWN_ATTENTION}: asked for by attention=False"
         return why_not_head_dim(head_dim_of(module))
 
-    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
+    def why_not(self, module: Any) -> str | None:
         copy = _copy_of(type(module.processor))
         return copy if isinstance(copy, str) else None
 

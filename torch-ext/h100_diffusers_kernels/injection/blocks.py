@@ -148,14 +148,14 @@ def finish(
     if successor is not None:
         made = [make(call, successor, branches[0][0], *conditions) for make in makers]
         if None not in made:
-            sums, begun = zip(*map(Prologue.after, made, branches))
-            results = as_returned(sums)
+            handed, begun = zip(*map(Prologue.after, made, branches))
+            results = as_returned(handed)
             state.hand_over(successor, (*results, *conditions), begun)
             return results
-    results = []
-    for branch in branches:  # no comprehension: it is a function call before Python 3.12
-        results.append(gated_residual(*branch, upcasts))
-    return as_returned(results)
+    sums = []
+    for branch in branches:  # a comprehension would be a function call before Python 3.12
+        sums.append(gated_residual(*branch, upcasts))
+    return as_returned(sums)
 
 
 def feed_forwards(
@@ -373,6 +373,6 @@ class BlockSpec(PatchSpec):
 
     def notes(self, module: nn.Module, injection: Injection) -> list[str]:
         modules = module._modules
-        notes = norm_notes(module, self.norms, self.upcasts)
         adaptive = [(name, _read_adaptive(modules.get(name))) for name in self.adaptive_norms]
-        return notes + [f"{name} {found}" for name, found in adaptive if isinstance(found, str)]
+        notes = [f"{name} {found}" for name, found in adaptive if isinstance(found, str)]
+        return norm_notes(module, self.norms, self.upcasts) + notes

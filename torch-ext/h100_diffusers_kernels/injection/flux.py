@@ -1,12 +1,12 @@
 """FLUX.1: how its transformer, and its ControlNet, map to the operations.
 
-A double block does for image tokens x and text tokens c, each with a modulation of its own,
+A double block computes for image tokens x and text tokens c, each with its own modulation,
 
     n_x, n_c = layer_norm(x) * (1 + scale) + shift, layer_norm(c) * (1 + scale) + shift
     a_x, a_c = attention of both, joined, with an RMS norm of each head's query and key, and rotated
     x = x + gate * a_x;  x = x + gate_mlp * ff(layer_norm(x) * (1 + scale_mlp) + shift_mlp);  c likewise
 
-and a single block, of both joined,
+and a single block, for the concat of both,
 
     n = layer_norm(x) * (1 + scale) + shift;  x = x + gate * proj_out([attention(n), gelu(proj_mlp(n))])
 """

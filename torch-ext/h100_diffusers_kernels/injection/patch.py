@@ -14,9 +14,9 @@ import inspect
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType, MethodType
-from typing import Any, Callable, ClassVar, SupportsIndex
+from typing import Any, Callable, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,9 @@ from .checks import (
     GLOBAL_HOOKS,
     MODULE_CALL,
     STAND_INS,
-    LibraryFunction,
+    KnownClass,
     find_class,
     interposed,
-    library_function,
 )
 from .report import InjectionReport
 
@@ -53,10 +52,9 @@ class PatchSpec:
         left_to_compiler: whether torch.compile traces the class's own forward.
         parameters: of the class's forward, in order; None if they are those of ``forward`` that are not
             keyword-only, or any if it begins with ``*args``.
-        is_conditional: whether each call checks ``why_not`` first; otherwise ``forward`` does so itself.
+        condition: a check before each call: why the module, as it is now, runs its class's own forward.
+        known: the class, its forward and these functions as their libraries define them.
     """
-
-    is_conditional: ClassVar[bool] = False
 
     path: str
     forward: Callable
@@ -64,6 +62,12 @@ class PatchSpec:
     functions: tuple[Any, ...] = ()
     left_to_compiler: bool = False
     parameters: str | None = None
+    condition: Callable[[Any], str | None] | None = None
+    known: KnownClass = field(init=False)
+
+    def __post_init__(self) -> None:
+        known = KnownClass(self.path, *self.functions, parameters=self.forward_parameters())
+        object.__setattr__(self, "known", known)
 
     def forward_parameters(self) -> str | None:
         """Of the class's forward, in order; None if any are accepted."""
@@ -81,9 +85,9 @@ class PatchSpec:
         """Why the module gets no stand-in."""
         return None
 
-    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
+    def why_not(self, module: Any) -> str | None:
         """Why the module, as it is now, runs its class's own forward."""
-        return None
+        return None if self.condition is None else self.condition(module)
 
     def notes(self, module: nn.Module, injection: Injection) -> list[str]:
         """Why the module's own code, as it is now, computes parts of its calls."""
@@ -122,22 +126,12 @@ class Injection:
         self.is_over = False
         self.local = _Local()
         self.modules: list[weakref.ref] = []
-        self._resolved: dict[PatchSpec, tuple[Any, tuple[LibraryFunction, ...]]] = {}
-
-    def resolve(self, spec: PatchSpec) -> tuple[Any, tuple[LibraryFunction, ...]]:
-        """The class's forward and the functions of a spec as their libraries define them."""
-        if spec not in self._resolved:
-            own = library_function(f"{spec.path}.forward", spec.forward_parameters()).function
-            functions = ((f,) if isinstance(f, str) else f for f in spec.functions)
-            self._resolved[spec] = own, tuple(library_function(*f) for f in functions)
-        return self._resolved[spec]
 
     def __deepcopy__(self, memo: dict) -> Injection:
         """The injection of the model's copy."""
         duplicate = memo[id(self)] = Injection(self.report.model_name, self.options)
         duplicate.report = self.report.fresh()
         duplicate.is_over = self.is_over
-        duplicate._resolved = self._resolved  # forwards and functions may have been replaced since
         copies = (memo.get(id(reference())) for reference in self.modules)
         duplicate.modules = [weakref.ref(module) for module in copies if module is not None]
         return duplicate
@@ -211,8 +205,8 @@ class StandIn:
     """The replacement of one module's forward.
 
     The module's ``forward`` becomes a method of this object, which holds the module weakly, so that a dropped
-    model is freed at once. The method has the signature, name and docstring of the class's forward. Modules of
-    one class share a function, so that torch.compile does not compile again for each.
+    model is freed at once. The method has the signature, name and docstring of the class's forward. Modules
+    of one class share a function, so that torch.compile does not compile again for each.
 
     Attributes:
         own_forward: the class's forward as its library defines it.
@@ -232,7 +226,7 @@ class StandIn:
         self.spec = spec
         self.name = name
         self.injection = injection
-        self.own_forward, self.functions = injection.resolve(spec)
+        self.own_forward, self.functions = spec.known.own_forward, spec.known.functions
         self.had_attribute = "forward" in vars(module)
         self.cached: Any = None
         self.count = injection.report.count_of(name, type(module).__name__)
@@ -276,11 +270,12 @@ class StandIn:
             or nn.Module._call_impl is not CALL_IMPL
         ):
             reason = interposed()
-        for owner, name, function in self.functions:
-            if function is None or getattr(owner, name, None) is not function:
-                reason = f"{name} was replaced"
-        if reason is None and spec.is_conditional:
-            reason = spec.why_not(module, self)
+        for known in self.functions:
+            function = known.function
+            if function is None or getattr(known.owner, known.name, None) is not function:
+                reason = f"{known.name} was replaced"
+        if reason is None and spec.condition is not None:
+            reason = spec.condition(module)
         if reason is not None:
             call.fall_back(reason)
             return own(module, *args, **kwargs)

@@ -6,7 +6,7 @@ blocks of Stable Diffusion 3.5 attend twice to the image,
     n_x, n_2 = layer_norm(x) * (1 + scale) + shift, layer_norm(x) * (1 + scale_2) + shift_2
     x = x + gate * a_x;  x = x + gate_2 * attention(n_2)
 
-and the last block leaves out the text after its attention.
+and the last block drops the text after its attention.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _image_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) 
 
 
 def _text_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
-    """The same; of the last block scale and shift."""
+    """The same; scale and shift in the last block."""
     takes_emb = not block.context_pre_only
     name = "norm1_context"
     return adaptive_prologue(call, block, ahead, temb, name=name, takes_emb=takes_emb)
@@ -108,7 +108,7 @@ def _attention_forward(
         return NotImplemented
     if not kernels_take(x, c):
         return call.refuse(x, c)
-    # Its processor does not look at a mask.
+    # Its processor ignores the mask.
     streams = project(call, self, x, c, None, None)
     options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
     if c is None:
