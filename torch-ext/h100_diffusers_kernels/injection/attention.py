@@ -22,10 +22,17 @@ from ..arguments import is_plain as is_plain_tensor
 from ..conditions import attention_takes, kernels_take, may_write, same_dtype_and_unit_stride
 from ..differentiation import is_differentiated
 from .checks import KnownFunction, class_name
-from .linears import dropped_out, linear, linear_per_sample, linears, may_be_written, write_linear
-from .norms import RMS, norm_notes, normed, read_norm
+from .linears import (
+    can_write_linear,
+    linear,
+    linear_per_sample,
+    linears,
+    run_dropout,
+    write_linear,
+)
+from .norms import RMS, apply_norm, norm_notes, read_norm
 from .patch import Call, Injection, PatchSpec
-from .rotary import as_operand, split_tables
+from .rotary import rope_operand, split_tables
 
 _DISPATCH_MODULE = "diffusers.models.attention_dispatch"
 SDPA = KnownFunction("torch.nn.functional:scaled_dot_product_attention")
@@ -291,7 +298,7 @@ def norm_and_rotate(
     per_head, operand = form == "per_head", None
     if query.shape == key.shape:
         if rope is not None and same_dtype_and_unit_stride(query, key):
-            operand = as_operand(rope, query, heads, per_head)
+            operand = rope_operand(rope, query, heads, per_head)
         if operand is not None or (rope is None and module._modules.get(names[0]) is not None):
             options = _norm_options(call, module, names, query, key, heads, form)
             if options is not None:
@@ -299,7 +306,7 @@ def norm_and_rotate(
                 return q, k
     if per_head:
         query, key = (x.unflatten(2, (heads, -1)) for x in (query, key))
-    query, key = (normed(call, module, name, x) for name, x in zip(names, (query, key)))
+    query, key = (apply_norm(call, module, name, x) for name, x in zip(names, (query, key)))
     if rope is not None and operand is not None and same_dtype_and_unit_stride(query, key):
         query, key = functional.qk_norm_rope(query, key, norm="none", rope=operand, heads=heads)
     elif rope is not None:
@@ -314,7 +321,7 @@ def project_out(module: Any, x: Tensor) -> Tensor:
         return x
     if type(to_out) is nn.ModuleList:
         layer, dropout = to_out._modules.values()
-        return dropped_out(dropout, linear_per_sample(layer, x))
+        return run_dropout(dropout, linear_per_sample(layer, x))
     return linear_per_sample(to_out, x)
 
 
@@ -365,7 +372,7 @@ def project(
     return streams
 
 
-def _joined(
+def _joint_query_key_value(
     call: Call, module: Any, streams: list[Stream], heads: int
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Query, key and value of two streams, one after the other, by the kernel, which writes each stream to
@@ -379,7 +386,7 @@ def _joined(
         operand = None
         if stream.rope is not None:
             if same_dtype_and_unit_stride(query, key):
-                operand = as_operand(stream.rope, query, heads, True)
+                operand = rope_operand(stream.rope, query, heads, True)
             if operand is None:
                 return None
         options = _norm_options(call, module, stream.norms, query, key, heads, "per_head")
@@ -390,7 +397,7 @@ def _joined(
         value = stream.value
         if not (
             isinstance(value, tuple)
-            and may_be_written(*value)
+            and can_write_linear(*value)
             and value[0]._parameters["weight"].shape[0] == first.shape[2]
         ):
             value = stream.value_tensor()
@@ -440,7 +447,7 @@ def attend_to_all(
     heads = streams[0].query.shape[2] // head_dim
     joint: Any = None
     if len(streams) == 2 and (call.state is not None or may_write()):
-        joint = _joined(call, module, streams, heads)
+        joint = _joint_query_key_value(call, module, streams, heads)
     if joint is None:
         each = []
         for stream in streams:
@@ -498,10 +505,10 @@ def forward_with_tables(
     return project_out(self, image_out), linear_per_sample(self._modules["to_add_out"], text_out)
 
 
-def joined(call: Call, first: Tensor, second: Tensor) -> Tensor:
+def concat_streams(call: Call, first: Tensor, second: Tensor) -> Tensor:
     """Both (B, S1 or S2, D) as one (B, S1 + S2, D): a view if they are neighbours in one buffer, as the
     results of a block that has split its joint result."""
-    if call.state is not None and _are_neighbours(first, second):
+    if call.state is not None and _are_adjacent(first, second):
         return concat_view(first, second)
     return torch.cat([first, second], dim=1)
 
@@ -511,7 +518,7 @@ def concat_view(first: Tensor, second: Tensor) -> Tensor:
     return first.as_strided(shape, first.stride())
 
 
-def _are_neighbours(first: Tensor, second: Tensor) -> bool:
+def _are_adjacent(first: Tensor, second: Tensor) -> bool:
     return (
         type(first) is type(second) is Tensor
         and first.dtype == second.dtype

@@ -18,7 +18,7 @@ from .checks import KnownClass, class_name, has_hooks, has_own_forward, is_plain
 from .linears import SILU, feed_forward, plain_weight
 from .norms import (
     Norm,
-    clipped,
+    clip_to_float16,
     gated_residual,
     norm_modulate,
     norm_notes,
@@ -209,7 +209,7 @@ def two_stream_block(
     x, c = finish(call, block, makers, branches, conditions, hands_over=hands_over)
     for out in adapted:
         x = x + out
-    return clipped(c), x
+    return clip_to_float16(c), x
 
 
 # --------------------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ def why_not_plain(module: Any, known: KnownClass) -> str:
     return "has hooks or another forward than its class's"
 
 
-def interposed() -> str | None:
+def why_intercepted() -> str | None:
     """What intercepts all calls of modules or functions now, so that the model's own code has to run."""
     if any(GLOBAL_HOOKS):
         return "hooks are registered for all modules"

@@ -15,7 +15,7 @@ from torch import nn
 from ..arguments import KERNEL_DEVICE_TYPE
 from ..conditions import tracks_derivatives
 from .cache import is_capturing
-from .checks import interposed
+from .checks import why_intercepted
 from .graph_capture import Arguments, Capture, CudaGraph, Pool, lock, read_arguments
 from .model_fingerprint import CannotCapture, Fingerprint
 from .patch import Injection, PatchSpec, StandIn
@@ -243,7 +243,7 @@ def _refuse_modes() -> None:
         raise CannotCapture("it is traced")
     if torch.is_anomaly_enabled():
         raise CannotCapture("anomaly detection is on")
-    reason = interposed()
+    reason = why_intercepted()
     if reason is not None:
         raise CannotCapture(reason)
 

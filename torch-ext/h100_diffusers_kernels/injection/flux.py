@@ -3,7 +3,7 @@
 A double block computes for image tokens x and text tokens c, each with its own modulation,
 
     n_x, n_c = layer_norm(x) * (1 + scale) + shift, layer_norm(c) * (1 + scale) + shift
-    a_x, a_c = attention of both, joined, with an RMS norm of each head's query and key, and rotated
+    a_x, a_c = attention over the concat of both, with an RMS norm of each head's query and key, and rotated
     x = x + gate * a_x;  x = x + gate_mlp * ff(layer_norm(x) * (1 + scale_mlp) + shift_mlp);  c likewise
 
 and a single block, for the concat of both,
@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import AttentionSpec, concat_view, forward_with_tables, joined
+from .attention import AttentionSpec, concat_streams, concat_view, forward_with_tables
 from .blocks import BlockSpec, adaptive_prologue, finish, take_over, two_stream_block
 from .checks import is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import GELU, LINEAR_GELU, linear, linear_gelu, linear_of_concat
 from .norm_modules import OUTPUT_NORM
-from .norms import clipped
+from .norms import clip_to_float16
 from .patch import Call
 
 _FLUX = "diffusers.models.transformers.transformer_flux"
@@ -74,7 +74,7 @@ def _single_block_forward(
     if handed is not None:
         x, (begun,) = concat_view(c, x), handed
     else:
-        x = joined(call, c, x)
+        x = concat_streams(call, c, x)
         begun = _SINGLE[0](call, self, None, temb)(x)
     (normalized,), (_, _, gate) = begun
     modules = self._modules
@@ -92,7 +92,7 @@ def _single_block_forward(
     hands_over = x.dtype != torch.float16
 
     def as_returned(results: Any) -> tuple[Tensor, Tensor]:
-        x = clipped(results[0])
+        x = clip_to_float16(results[0])
         # Views that may be written to, unlike those of `split`.
         return x[:, :text_length], x[:, text_length:]
 

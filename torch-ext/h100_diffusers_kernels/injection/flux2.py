@@ -26,7 +26,7 @@ from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import SILU, linear
 from .norm_modules import OUTPUT_NORM
-from .norms import clipped
+from .norms import clip_to_float16
 from .patch import Call, PatchSpec
 
 _FLUX2 = "diffusers.models.transformers.transformer_flux2"
@@ -97,7 +97,7 @@ def _single_block_forward(
     )
     branches, hands_over = ((x, attention_out, gate),), x.dtype != torch.float16
     (x,) = finish(call, self, _SINGLE, branches, (temb_mod,), hands_over=hands_over)
-    x = clipped(x)
+    x = clip_to_float16(x)
     return (x[:, :text_seq_len], x[:, text_seq_len:]) if split_hidden_states else x
 
 

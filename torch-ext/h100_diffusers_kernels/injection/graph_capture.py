@@ -122,16 +122,16 @@ class Capture:
     """
 
     def __init__(
-        self, graph: Any, call: Arguments, forward: Callable[..., Any], of_model: list[Tensor]
+        self, graph: Any, call: Arguments, forward: Callable[..., Any], model_tensors: list[Tensor]
     ) -> None:
-        """``of_model``: the model's tensors, whose addresses are compared at each call."""
+        """``model_tensors``: the model's tensors, whose addresses are compared at each call."""
         device = call.tensors[0].device
         self._graph = graph
         with torch.inference_mode(False), torch.no_grad():  # their versions show writes
             self._inputs = [like(t).requires_grad_(t.requires_grad) for t in call.tensors]
         self._copy_in(call.tensors)  # uninitialized values may be invalid indices
         args, kwargs = call.with_tensors(self._inputs)
-        known = [*self._inputs, *of_model]
+        known = [*self._inputs, *model_tensors]
         versions = _versions(known)
         recorder = _Recorder(device, known)
 

@@ -113,7 +113,7 @@ def inject_kernels(
         report = kernel.inject_kernels(pipe)
         print(report)
     """
-    options = _checked(
+    options = _check_options(
         attention=attention, cuda_graphs=cuda_graphs, max_cuda_graphs=max_cuda_graphs
     )
     look_up_libraries()
@@ -289,7 +289,7 @@ def _report_stranger(
         report.leave(name, module, f"a {class_name(module)}, called as it is")
 
 
-def _checked(**options: Any) -> dict[str, Any]:
+def _check_options(**options: Any) -> dict[str, Any]:
     for name, value in options.items():
         cls, accepted = (int, "an int") if name == "max_cuda_graphs" else (bool, "True or False")
         if type(value) is not cls:

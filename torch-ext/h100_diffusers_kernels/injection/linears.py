@@ -69,7 +69,7 @@ def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
     return (weight, bias) if is_plain_bias else None
 
 
-def dropped_out(layer: Any, x: Tensor) -> Tensor:
+def run_dropout(layer: Any, x: Tensor) -> Tensor:
     """``layer(x)``; of a plain ``torch.nn.Dropout`` x itself, except in training."""
     if is_plain(layer, DROPOUT) and not layer.training:
         return x
@@ -89,9 +89,9 @@ def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Tensor) -> T
     ):
         weight, bias = plain
         sizes = (first.shape[-1], second.shape[-1])
-        of_first, of_second = weight.split_with_sizes(sizes, 1)
-        out = torch.nn.functional.linear(first, of_first, bias)
-        out.view(-1, out.shape[-1]).addmm_(second.view(-1, sizes[1]), of_second.t())
+        first_weight, second_weight = weight.split_with_sizes(sizes, 1)
+        out = torch.nn.functional.linear(first, first_weight, bias)
+        out.view(-1, out.shape[-1]).addmm_(second.view(-1, sizes[1]), second_weight.t())
         return out
     return layer(torch.cat([first, second], dim=-1))
 
@@ -100,14 +100,14 @@ def linear_per_sample(layer: Any, x: Tensor) -> Tensor:
     """``layer(x)``; x (B, S, D) may be a slice of each sample's tokens, which a plain layer does not copy."""
     if x.is_contiguous():
         return linear(layer, x)
-    if not may_be_written(layer, x):
+    if not can_write_linear(layer, x):
         return linear(layer, x.contiguous())
     out = x.new_empty(*x.shape[:2], layer._parameters["weight"].shape[0])
     write_linear(layer, x, out)
     return out
 
 
-def may_be_written(layer: Any, x: Tensor) -> bool:
+def can_write_linear(layer: Any, x: Tensor) -> bool:
     """Whether ``write_linear`` takes the layer and x (B, S, D). Each sample is a product of its own."""
     if (x.shape[0] != 1 and x.shape[1] < _MIN_ROWS_PER_SAMPLE) or x.stride(1) != x.shape[2]:
         return False
@@ -134,7 +134,7 @@ def feed_forward(module: Any, x: Tensor) -> Tensor:
         net = module._modules.get("net")
         if type(net) is nn.ModuleList and len(net._modules) == 3:
             activation, dropout, out = net._modules.values()
-            return linear(out, dropped_out(dropout, activation(x)))
+            return linear(out, run_dropout(dropout, activation(x)))
     elif is_plain(module, _FLUX2_FEED_FORWARD):
         layers = module._modules
         return linear(layers["linear_out"], layers["act_fn"](linear(layers["linear_in"], x)))

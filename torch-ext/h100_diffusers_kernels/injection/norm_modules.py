@@ -28,7 +28,7 @@ from .norms import NORM_OPERATIONS, Norm, norm_modulate, norm_notes, read_norm
 from .patch import Call, ExactSpec, Injection
 
 
-def _normed(norm: Norm, x: Tensor, upcasts: bool, *rows: Tensor | None) -> Tensor | str | None:
+def _apply_norm(norm: Norm, x: Tensor, upcasts: bool, *rows: Tensor | None) -> Tensor | str | None:
     """``norm(x)``, modulated by a scale and a shift if they are given.
 
     ``upcasts``: whether they and the norm's parameters may be float32.
@@ -74,7 +74,7 @@ def _norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Ten
         return NotImplemented
     x, keeps_dtype = args[0], call.stand_in.spec.keeps_dtype  # type: ignore[attr-defined]
     norm = read_norm(self, x.shape[-1] if x.dim() else 0, is_called=True)
-    out = f"it {norm}" if isinstance(norm, str) else _normed(norm, x, keeps_dtype)
+    out = f"it {norm}" if isinstance(norm, str) else _apply_norm(norm, x, keeps_dtype)
     return out if isinstance(out, Tensor) else call.decline(out)
 
 
@@ -96,7 +96,7 @@ NORMS = tuple(
 # Group norm
 
 
-def group_normed(
+def apply_group_norm(
     module: Any, x: Tensor, channel_bias: Tensor | None = None, activation: str = "none"
 ) -> Tensor | str | None:
     """A ``torch.nn.GroupNorm`` of x (B, C, ...) plus a bias (B, C).
@@ -130,7 +130,7 @@ def _group_norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) 
     if type(self) is not nn.GroupNorm:  # parametrized, for example
         out = f"it is a {type(self).__name__} now"
     elif len(args) == 1 and not kwargs:
-        out = group_normed(self, *args)
+        out = apply_group_norm(self, *args)
     return out if isinstance(out, Tensor) else call.decline(out)
 
 
@@ -250,7 +250,7 @@ def _modulated(
         and scale.shape[0] in (1, x.shape[0])
         and scale.shape[1] in (1, x.shape[1])
     ):
-        out = _normed(norm, x, upcasts, scale, shift)
+        out = _apply_norm(norm, x, upcasts, scale, shift)
     if isinstance(out, Tensor):
         return out
     if out is None:
@@ -266,17 +266,17 @@ _TRANSFORMER = "diffusers.models.transformers.transformer_"
 _CONDITIONED = "self x conditioning_embedding"
 _LABELED = "self x timestep class_labels hidden_dtype emb"
 _TWO_STREAMS = "self hidden_states encoder_hidden_states temb"
-_OF_TIMESTEP = "self hidden_states embedded_timestep temb"
+_TIMESTEP = "self hidden_states embedded_timestep temb"
 _EMBEDDED = "self hidden_states emb"
 _ZERO = _Modulated(0, "norm", scale=1, shift=0)
 _CONTINUOUS = _Modulated(0, "norm", scale=0, shift=1)
 _SCALED = _Modulated(0, "norm", scale=0, shift=None)
-_OF_BOTH = (_ZERO, _Modulated(1, "norm", scale=4, shift=3), 2, 5)
-_OF_TWO = (
+_SHARED_NORM = (_ZERO, _Modulated(1, "norm", scale=4, shift=3), 2, 5)
+_TWO_NORMS = (
     *(_Modulated(0, "norm_x", scale=1, shift=0), 2, 3, 4, 5),
     *(_Modulated(1, "norm_c", scale=7, shift=6), 8, 9, 10, 11),
 )
-_BY_TURNS = (
+_INTERLEAVED = (
     *(_Modulated(0, "norm", scale=2, shift=0), 4, 6, 8, 10),
     *(_Modulated(1, "norm_context", scale=3, shift=1), 5, 7, 9, 11),
 )
@@ -287,12 +287,12 @@ _CLASSES: tuple[tuple, ...] = (
     (f"{_NORM}AdaLayerNormZero", _LABELED, 6, (_ZERO, 2, 3, 4, 5)),
     (f"{_NORM}AdaLayerNormZeroSingle", "self x emb", 3, (_ZERO, 2)),
     (f"{_NORM}LuminaRMSNormZero", "self x emb", 4, (_SCALED, 1, 2, 3)),
-    (f"{_NORM}CogVideoXLayerNormZero", _TWO_STREAMS, 6, _OF_BOTH, *_TOKENS),
-    (f"{_NORM}CogView3PlusAdaLayerNormZeroTextImage", "self x context emb", 12, _OF_TWO),
-    (f"{_TRANSFORMER}cogview4:CogView4AdaLayerNormZero", _TWO_STREAMS, 12, _BY_TURNS),
-    (f"{_TRANSFORMER}glm_image:GlmImageAdaLayerNormZero", _TWO_STREAMS, 12, _BY_TURNS),
-    (f"{_TRANSFORMER}easyanimate:EasyAnimateLayerNormZero", _TWO_STREAMS, 6, _OF_BOTH),
-    (f"{_TRANSFORMER}cosmos:CosmosAdaLayerNormZero", _OF_TIMESTEP, 3, (_ZERO, 2), *_TOKENS),
+    (f"{_NORM}CogVideoXLayerNormZero", _TWO_STREAMS, 6, _SHARED_NORM, *_TOKENS),
+    (f"{_NORM}CogView3PlusAdaLayerNormZeroTextImage", "self x context emb", 12, _TWO_NORMS),
+    (f"{_TRANSFORMER}cogview4:CogView4AdaLayerNormZero", _TWO_STREAMS, 12, _INTERLEAVED),
+    (f"{_TRANSFORMER}glm_image:GlmImageAdaLayerNormZero", _TWO_STREAMS, 12, _INTERLEAVED),
+    (f"{_TRANSFORMER}easyanimate:EasyAnimateLayerNormZero", _TWO_STREAMS, 6, _SHARED_NORM),
+    (f"{_TRANSFORMER}cosmos:CosmosAdaLayerNormZero", _TIMESTEP, 3, (_ZERO, 2), *_TOKENS),
     (f"{_TRANSFORMER}mochi:MochiRMSNormZero", _EMBEDDED, 4, (_SCALED, 1, 2, 3), *_UPCASTS),
 )
 _ONE_PASS = "norm and modulation in one pass"

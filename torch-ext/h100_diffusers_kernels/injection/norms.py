@@ -98,7 +98,7 @@ def norm_notes(module: nn.Module, names: Sequence[str], upcasts: bool = False) -
     return [f"{name} {reason}" for name, reason in found if isinstance(reason, str)]
 
 
-def normed(call: Call, owner: Any, name: str, x: Tensor) -> Tensor:
+def apply_norm(call: Call, owner: Any, name: str, x: Tensor) -> Tensor:
     """``owner.name(x)``; x if there is no such norm."""
     module = owner._modules.get(name)
     if module is None:
@@ -191,6 +191,6 @@ def gated_residual(
     return residual + (x if gate is None else x * gate)
 
 
-def clipped(x: Tensor) -> Tensor:
+def clip_to_float16(x: Tensor) -> Tensor:
     """x within float16's range, as diffusers clips some results."""
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x

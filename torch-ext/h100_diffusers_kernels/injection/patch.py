@@ -29,7 +29,7 @@ from .checks import (
     STAND_INS,
     KnownClass,
     find_class,
-    interposed,
+    why_intercepted,
 )
 from .report import InjectionReport
 
@@ -269,7 +269,7 @@ class StandIn:
             or nn.Module.__call__ is not MODULE_CALL
             or nn.Module._call_impl is not CALL_IMPL
         ):
-            reason = interposed()
+            reason = why_intercepted()
         for known in self.functions:
             function = known.function
             if function is None or getattr(known.owner, known.name, None) is not function:

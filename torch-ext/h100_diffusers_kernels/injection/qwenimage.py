@@ -21,7 +21,7 @@ from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU, linear_per_sample
 from .norm_modules import OUTPUT_NORM
-from .norms import clipped
+from .norms import clip_to_float16
 from .patch import Call
 
 _QWEN = "diffusers.models.transformers.transformer_qwenimage"
@@ -87,7 +87,7 @@ def _block_forward(
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
     arguments = (call, self, _PROLOGUES, _FEED_FORWARDS, (x, c), (temb, modulate_index))
     c, x = two_stream_block(*arguments, encoder_hidden_states_mask=mask, **more)
-    return c, clipped(x)
+    return c, clip_to_float16(x)
 
 
 def _attention_forward(

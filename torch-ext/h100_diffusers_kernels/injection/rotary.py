@@ -53,7 +53,7 @@ class CoordinateTables(Sequence):
         return tuple, (self.tables(),)
 
 
-def as_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
+def rope_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
     """The ``rope`` argument of ``qk_norm_rope`` for ``x`` (B, S, H * d); None if it takes none like this.
 
     ``rope`` is a ``CoordinateTables``, or (cos, sin), each (1 or B, S, 1, d / 2). With ``per_head`` each may

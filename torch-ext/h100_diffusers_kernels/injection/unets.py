@@ -27,9 +27,9 @@ from ..differentiation import is_differentiated
 from .blocks import BlockSpec, begin, finish, norm_prologue
 from .checks import KnownClass, find_class, is_plain, why_not_plain
 from .forward_state import ModelSpec, forward_with_state
-from .linears import dropped_out, feed_forward, linear, why_not_silu
-from .norm_modules import group_normed
-from .norms import normed, residual_norm
+from .linears import feed_forward, linear, run_dropout, why_not_silu
+from .norm_modules import apply_group_norm
+from .norms import apply_norm, residual_norm
 from .patch import Call, ExactSpec
 
 _GROUP_NORM = KnownClass("torch.nn:GroupNorm", "torch.nn.functional:group_norm")
@@ -62,7 +62,7 @@ def _resnet_forward(
         return call.decline("it has no projection for the time embedding that it was given")
     if tracks_derivatives() and is_differentiated(input_tensor, temb, *self.parameters()):
         return NotImplemented
-    x: Any = group_normed(self._modules["norm1"], input_tensor, activation="silu")
+    x: Any = apply_group_norm(self._modules["norm1"], input_tensor, activation="silu")
     if not isinstance(x, Tensor):
         return call.decline(x)
     resample = self.downsample if self.upsample is None else self.upsample
@@ -76,7 +76,7 @@ def _resnet_forward(
     if project is not None:
         time = linear(project, temb if self.skip_time_act else modules["nonlinearity"](temb))
     x = _second_norm(self, call, x, bias, time)
-    x = modules["conv2"](dropped_out(modules["dropout"], x))
+    x = modules["conv2"](run_dropout(modules["dropout"], x))
     shortcut = modules.get("conv_shortcut")
     if shortcut is not None:
         input_tensor = shortcut(input_tensor.contiguous() if self.training else input_tensor)
@@ -111,7 +111,7 @@ def _second_norm(
         # The sum in float32: all pixels share its rounding, which would show more than one of each pixel.
         both = time if bias is None else bias if time is None else time.float() + bias
         both = both if both is None else both.expand(x.shape[:2])
-        out = group_normed(self._modules["norm2"], x, both, activation="silu")
+        out = apply_group_norm(self._modules["norm2"], x, both, activation="silu")
     if isinstance(out, Tensor):
         return out
     call.fall_back(out or "its first convolution gives what its second norm does not take")
@@ -179,7 +179,7 @@ def _block_forward(
     if add_positions is None:
         (((normalized,), _),) = begin(call, self, _PROLOGUES, (x,), ())
     else:
-        normalized = add_positions(normed(call, self, "norm1", x))
+        normalized = add_positions(apply_norm(call, self, "norm1", x))
     attention_out = modules["attn1"](
         normalized,
         encoder_hidden_states=encoder_hidden_states if self.only_cross_attention else None,

@@ -26,7 +26,7 @@ from .blocks import BlockSpec, ResidualBranch, begin, finish, table_prologue
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU, feed_forward, linear
-from .norms import gated_residual, normed, residual_norm
+from .norms import apply_norm, gated_residual, residual_norm
 from .patch import Call, PatchSpec
 
 _MODELS = "diffusers.models.transformers."
@@ -65,7 +65,7 @@ def _block_forward(
     if not kernels_take(x, c):
         return call.refuse(x, c)
     (begun,) = begin(call, self, prologues, (x,), (temb,))
-    branch = _to_the_end(self, call, x, begun, c, mask, rotary_emb)
+    branch = _after_first_norm(self, call, x, begun, c, mask, rotary_emb)
     (x,) = finish(call, self, prologues, (branch,), (temb,), upcasts=True)
     return x
 
@@ -85,7 +85,7 @@ def _masked_block_forward(
     return _block_forward(self, call, *arguments, **how)
 
 
-def _to_the_end(
+def _after_first_norm(
     self: Any, call: Call, x: Tensor, begun: Any, c: Tensor, mask: Any, rotary_emb: Any
 ) -> ResidualBranch:
     """From the first norm to the last residual."""
@@ -115,7 +115,9 @@ def _vace_block_forward(
         control = self.proj_in(control) + hidden_states
     control = control.contiguous()
     begun = _BY_TOKEN[0](call, self, None, temb)(control)
-    x = gated_residual(*_to_the_end(self, call, control, begun, c, None, rotary_emb), upcasts=True)
+    x = gated_residual(
+        *_after_first_norm(self, call, control, begun, c, None, rotary_emb), upcasts=True
+    )
     return None if self.proj_out is None else self.proj_out(x), x
 
 
@@ -155,7 +157,7 @@ def _attention_forward(
         else:
             key = linear(modules["add_k_proj"], image_tokens)
             value = linear(modules["add_v_proj"], image_tokens)
-        key = normed(call, self, "norm_added_k", key)
+        key = apply_norm(call, self, "norm_added_k", key)
         image_out = attend(call, self, query, key, value, None, **options)
         out = gated_residual(out, image_out, None)
     return project_out(self, out)
