@@ -22,14 +22,7 @@ from ..arguments import is_plain as is_plain_tensor
 from ..conditions import attention_takes, kernels_take, may_write, same_dtype_and_unit_stride
 from ..differentiation import is_differentiated
 from .checks import KnownFunction, class_name
-from .linears import (
-    can_write_linear,
-    linear,
-    linear_per_sample,
-    linears,
-    run_dropout,
-    write_linear,
-)
+from .linears import can_write_linear, linear, linear_per_sample, linears, run_dropout, write_linear
 from .norms import RMS, apply_norm, norm_notes, read_norm
 from .patch import Call, Injection, PatchSpec
 from .rotary import rope_operand, split_tables

@@ -84,7 +84,7 @@ def dispatch_attention_fn(
         mask = attn_mask
         if isinstance(mask, Tensor) and mask.shape == (query.shape[0], key.shape[1]):
             mask = mask[:, None, None]  # of each sample's keys
-        result = _attention(query, key, value, mask, *options)
+        result = _attention(query, key, value, mask, options)
         if result is not None:
             return result
     return DISPATCH.function(query, key, value, attn_mask, *options, attention_kwargs, **more)
@@ -101,14 +101,15 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Any:
     """PyTorch's function of that name: query, key and value are (B, H, S, d)."""
-    options = (attn_mask, dropout_p, is_causal)
+    options = (dropout_p, is_causal, scale, enable_gqa)
     if query.dim() == key.dim() == value.dim() == 4:
         tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        result = _attention(*tensors, *options, scale, enable_gqa)
+        result = _attention(*tensors, attn_mask, options)
         if result is not None:
             return result.transpose(1, 2)
-    own = torch.nn.functional.scaled_dot_product_attention
-    return own(query, key, value, *options, scale=scale, enable_gqa=enable_gqa)
+    own: Any = torch.nn.functional.scaled_dot_product_attention
+    arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+    return own(*arguments, scale=scale, enable_gqa=enable_gqa)
 
 
 class _Functional:
@@ -121,16 +122,10 @@ class _Functional:
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    dropout_p: Any,
-    is_causal: Any,
-    scale: Any,
-    enable_gqa: Any,
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, options: tuple[Any, Any, Any, Any]
 ) -> Tensor | None:
     """Attention of (B, S, H, d) on the kernel; None if it does not compute it, with the reason counted."""
+    dropout_p, is_causal, scale, enable_gqa = options
     is_traced = torch.compiler.is_dynamo_compiling()
     current = None if is_traced else getattr(_thread, "current", None)
     if is_differentiated(query, key, value, mask if isinstance(mask, Tensor) else None):

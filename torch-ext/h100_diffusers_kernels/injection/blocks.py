@@ -24,7 +24,6 @@ from .norms import (
     norm_notes,
     read_norm,
     residual_norm,
-    residual_norm_by,
 )
 from .patch import Call, Injection, PatchSpec, is_bare
 
@@ -65,7 +64,8 @@ class Prologue(NamedTuple):
     def after(self, branch: ResidualBranch) -> tuple[Tensor, PrologueResult]:
         """``h = residual + gate * x``, and the prologue's result for it."""
         norm, owner, name, modulation, rows, upcasts = self
-        h, *normalized = residual_norm_by(norm, owner, name, *branch, modulation, upcasts)
+        how: dict[str, Any] = {"upcasts": upcasts, "norm": norm}
+        h, *normalized = residual_norm(None, owner, name, *branch, *modulation, **how)
         return h, (tuple(normalized), rows)
 
 

@@ -106,9 +106,7 @@ class GraphedStandIn(StandIn):
 
     def forget(self) -> None:
         """Drops all graphs and the fingerprint."""
-        while (
-            self._captures
-        ):  # popped first, so that an interrupt leaves no graph here that was reset
+        while self._captures:  # popped first: an interrupt leaves no graph here that was reset
             self._captures.popitem()[1].reset()
         self._seen.clear()
         self._fingerprint = None

@@ -132,7 +132,7 @@ def norm_modulate(
 
 
 def residual_norm(
-    call: Call,
+    call: Call | None,
     owner: Any,
     name: str,
     residual: Tensor,
@@ -140,26 +140,16 @@ def residual_norm(
     gate: Tensor | None,
     *modulation: Tensor,
     upcasts: bool = False,
+    norm: Norm | None = None,
 ) -> tuple[Tensor, ...]:
-    """``h = residual + gate * x``, and its norm as in ``norm_modulate``."""
-    norm: Any = read_norm(owner._modules.get(name), residual.shape[-1], upcasts)
-    if isinstance(norm, str):
-        call.fall_back(f"{name} {norm}")
-        norm = None
-    return residual_norm_by(norm, owner, name, residual, x, gate, modulation, upcasts)
-
-
-def residual_norm_by(
-    norm: Norm | None,
-    owner: Any,
-    name: str,
-    residual: Tensor,
-    x: Tensor,
-    gate: Tensor | None,
-    modulation: tuple,
-    upcasts: bool,
-) -> tuple[Tensor, ...]:
-    """``residual_norm`` with a norm that has been read; the module computes it if the norm is None."""
+    """``h = residual + gate * x``, and its norm as in ``norm_modulate``. ``norm``: its parameters, if they
+    have been read."""
+    if norm is None:
+        found = read_norm(owner._modules.get(name), residual.shape[-1], upcasts)
+        if not isinstance(found, str):
+            norm = found
+        elif call is not None:
+            call.fall_back(f"{name} {found}")
     if norm is not None and x.shape == residual.shape:
         kind, affine, eps = norm
         if (

@@ -13,7 +13,7 @@ blocks of VACE's control branch begin and end with a linear layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..conditions import kernels_take
 from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
-from .blocks import BlockSpec, ResidualBranch, begin, finish, table_prologue
+from .blocks import BlockSpec, PrologueMakers, ResidualBranch, begin, finish, table_prologue
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU, feed_forward, linear
@@ -56,33 +56,18 @@ def _block_forward(
     encoder_hidden_states: Tensor,
     temb: Tensor,
     rotary_emb: Any,
+    attention_mask: Any = None,
     *,
-    mask: Any = None,
-    prologues: Sequence[Callable] = _BY_TOKEN,
+    makers: PrologueMakers = _BY_TOKEN,
 ) -> Tensor:
     # Some models transpose their convolution's result without a copy.
     x, c = hidden_states.contiguous(), encoder_hidden_states
     if not kernels_take(x, c):
         return call.refuse(x, c)
-    (begun,) = begin(call, self, prologues, (x,), (temb,))
-    branch = _after_first_norm(self, call, x, begun, c, mask, rotary_emb)
-    (x,) = finish(call, self, prologues, (branch,), (temb,), upcasts=True)
+    (begun,) = begin(call, self, makers, (x,), (temb,))
+    branch = _after_first_norm(self, call, x, begun, c, attention_mask, rotary_emb)
+    (x,) = finish(call, self, makers, (branch,), (temb,), upcasts=True)
     return x
-
-
-def _masked_block_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    rotary_emb: Any,
-    attention_mask: Any,
-) -> Tensor:
-    """SkyReels-V2's block, whose embedding of each token has another order of dimensions."""
-    arguments = (hidden_states, encoder_hidden_states, temb, rotary_emb)
-    how: dict[str, Any] = {"mask": attention_mask, "prologues": _BY_TOKEN_LAST}
-    return _block_forward(self, call, *arguments, **how)
 
 
 def _after_first_norm(
@@ -178,12 +163,18 @@ def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     return turned.to(x.dtype).flatten(2)
 
 
-def _block(path: str, forward: Callable, *functions: str) -> BlockSpec:
+_PARAMETERS = "self hidden_states encoder_hidden_states temb rotary_emb"
+
+
+def _block(
+    path: str, forward: Callable, parameters: str | None = _PARAMETERS, *functions: str
+) -> BlockSpec:
     return BlockSpec(
         path,
         forward,
         "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
         functions=functions,
+        parameters=parameters,
         norms=("norm1", "norm2", "norm3"),
         upcasts=True,
         inner=("attn1", "attn2", "ffn.net.0"),
@@ -224,7 +215,7 @@ FAMILIES = (
         model_spec(f"{_WAN}:WanTransformer3DModel", "blocks"),
         model_spec(f"{_VACE}:WanVACETransformer3DModel", "vace_blocks", "blocks"),
         _block(f"{_WAN}:WanTransformerBlock", _block_forward),
-        _block(f"{_VACE}:WanVACETransformerBlock", _vace_block_forward),
+        _block(f"{_VACE}:WanVACETransformerBlock", _vace_block_forward, None),
         _attention(_WAN),
     ),
     _copy("Wan-Animate", f"{_MODELS}transformer_wan_animate", "WanAnimateTransformer3DModel"),
@@ -234,7 +225,8 @@ FAMILIES = (
         model_spec(f"{_SKYREELS}:SkyReelsV2Transformer3DModel", "blocks"),
         _block(
             f"{_SKYREELS}:SkyReelsV2TransformerBlock",
-            _masked_block_forward,
+            partial(_block_forward, makers=_BY_TOKEN_LAST),
+            f"{_PARAMETERS} attention_mask",
             f"{_SKYREELS}:SkyReelsV2Attention.forward",  # since diffusers 0.36
         ),
         _attention(_SKYREELS, "SkyReelsV2", partial(_attention_forward, context_is_parallel=True)),
