@@ -7,7 +7,7 @@ PyTorch's derivatives. torch.compile traces the class's own forward, too: Induct
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -144,28 +144,15 @@ GROUP_NORM = ExactSpec(
 # Norms with a modulation
 
 
-class _Modulated(NamedTuple):
-    """One of the results of an adaptive norm.
-
-    Attributes:
-        stream: the place of the hidden states among the arguments.
-        norm: the name of their norm.
-        scale, shift: their places among the rows; None for no shift.
-    """
-
-    stream: int
-    norm: str
-    scale: int
-    shift: int | None
-
-
 @dataclass(frozen=True, eq=False)
 class AdaptiveNormSpec(ExactSpec):
     """A class of modules with norms, modulated by rows that they compute from an embedding.
 
     Attributes:
         rows: the number of rows.
-        results: the forward's results: modulated norms, and other rows by their places.
+        results: the forward's results: rows, by their places, and modulated norms, each by the place of the
+            hidden states among the arguments, the norm's name, and the places of scale and shift among the
+            rows (None for no shift).
         has_tokens: whether the returned rows are (B, 1, D), not (B, D).
         upcasts: whether the model computes in float32 and returns to the hidden states' dtype at the end.
         names: of the forward's arguments.
@@ -173,7 +160,7 @@ class AdaptiveNormSpec(ExactSpec):
     """
 
     rows: int = 0
-    results: tuple[_Modulated | int, ...] = ()
+    results: tuple[Any, ...] = ()
     has_tokens: bool = False
     upcasts: bool = False
     names: tuple[str, ...] = field(init=False)
@@ -181,7 +168,7 @@ class AdaptiveNormSpec(ExactSpec):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple((self.parameters or "").split()[1:]))
-        norms = dict.fromkeys(r.norm for r in self.results if isinstance(r, _Modulated))
+        norms = dict.fromkeys(r[1] for r in self.results if isinstance(r, tuple))
         object.__setattr__(self, "replaces", tuple(norms))
         super().__post_init__()
 
@@ -268,18 +255,13 @@ _LABELED = "self x timestep class_labels hidden_dtype emb"
 _TWO_STREAMS = "self hidden_states encoder_hidden_states temb"
 _TIMESTEP = "self hidden_states embedded_timestep temb"
 _EMBEDDED = "self hidden_states emb"
-_ZERO = _Modulated(0, "norm", scale=1, shift=0)
-_CONTINUOUS = _Modulated(0, "norm", scale=0, shift=1)
-_SCALED = _Modulated(0, "norm", scale=0, shift=None)
-_SHARED_NORM = (_ZERO, _Modulated(1, "norm", scale=4, shift=3), 2, 5)
-_TWO_NORMS = (
-    *(_Modulated(0, "norm_x", scale=1, shift=0), 2, 3, 4, 5),
-    *(_Modulated(1, "norm_c", scale=7, shift=6), 8, 9, 10, 11),
-)
-_INTERLEAVED = (
-    *(_Modulated(0, "norm", scale=2, shift=0), 4, 6, 8, 10),
-    *(_Modulated(1, "norm_context", scale=3, shift=1), 5, 7, 9, 11),
-)
+# Modulated norms, as in ``AdaptiveNormSpec.results``.
+_ZERO = (0, "norm", 1, 0)
+_CONTINUOUS = (0, "norm", 0, 1)
+_SCALED = (0, "norm", 0, None)
+_SHARED_NORM = (_ZERO, (1, "norm", 4, 3), 2, 5)
+_TWO_NORMS = ((0, "norm_x", 1, 0), 2, 3, 4, 5, (1, "norm_c", 7, 6), 8, 9, 10, 11)
+_INTERLEAVED = ((0, "norm", 2, 0), 4, 6, 8, 10, (1, "norm_context", 3, 1), 5, 7, 9, 11)
 _TOKENS, _UPCASTS = (True, False), (False, True)
 # Without norms that only end a model: one call a forward is no gain. The first ends many families' models.
 _CLASSES: tuple[tuple, ...] = (
