@@ -83,7 +83,7 @@ def forward_with_state(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -
     if torch.compiler.is_compiling() or tracks_derivatives():
         return call.own_forward(self, *args, **kwargs)
     spec: Any = call.stand_in.spec
-    local = call.injection.local
+    local = call.stand_in.injection.local
     outer, local.state = local.state, ForwardState(self, spec.blocks)
     try:
         return call.own_forward(self, *args, **kwargs)

@@ -133,19 +133,17 @@ def inject_kernels(
             "without one"
         )
     report.already_injected = all(plan.is_in_place or plan.found_nothing for plan in plans)
-    begun = []
     try:
         for plan in plans:
-            if not plan.is_in_place:
-                begun.append(plan)
             for stand_in in plan.stand_ins:
                 put_in(stand_in)
             if plan.stand_ins:
                 setattr(plan.model, _INJECTION, plan.injection)
             report.add(plan.injection.report)
     except BaseException:
-        for plan in begun:
-            _undo(plan.model, plan.injection)
+        for plan in plans:
+            if not plan.is_in_place:
+                _undo(plan.model, plan.injection)
         raise
     logger.info("inject_kernels(%s): %s", type(pipe_or_model).__name__, report)
     return report

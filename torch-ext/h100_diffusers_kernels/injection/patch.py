@@ -142,7 +142,6 @@ class Call:
 
     Attributes:
         stand_in: what was called.
-        injection: that of the model.
         state: what the blocks share in this forward of the model; None if they must not share.
         is_bare: whether a block that checked it found no hooks or wrappers around itself.
         is_counted: whether the call is counted as one on the kernels: not if it falls back.
@@ -155,10 +154,6 @@ class Call:
     def __init__(self, stand_in: StandIn, state: Any) -> None:
         self.stand_in = stand_in
         self.state = state
-
-    @property
-    def injection(self) -> Injection:
-        return self.stand_in.injection
 
     def fall_back(self, reason: str) -> None:
         """Counts that the model's own code computes the call, or a part of it.
