@@ -57,6 +57,8 @@ class KnownFunction:
     def __init__(self, path: str, parameters: str | None = None) -> None:
         self._path = path
         self._parameters = parameters
+        self.owner: Any = None
+        self.function: Any = None
         self.look_up()
         _known.append(self)
 
@@ -67,16 +69,11 @@ class KnownFunction:
         if class_name_:
             owner = getattr(owner, class_name_, None)
         function: Any = vars(owner).get(self.name) if owner is not None else None
-        if not _is_written_by(module_name.partition(".")[0], function, self.name) or (
-            self._parameters is not None
-            and " ".join(inspect.signature(function).parameters) != self._parameters
+        if _is_written_by(module_name.partition(".")[0], function, self.name) and (
+            self._parameters is None
+            or " ".join(inspect.signature(function).parameters) == self._parameters
         ):
-            function = None
-        self.owner, self.function = owner, function
-
-    @property
-    def is_found(self) -> bool:
-        return self.function is not None
+            self.owner, self.function = owner, function
 
 
 def _is_written_by(library: str, function: Any, name: str) -> bool:
@@ -111,6 +108,7 @@ class KnownClass:
 
     def __init__(self, path: str, *functions: Any, parameters: str | None = None) -> None:
         self._path = path
+        self.cls: Any = None
         self._own_forward = KnownFunction(f"{path}.forward", parameters)
         paths = ((f,) if isinstance(f, str) else f for f in functions)
         self.functions = tuple([KnownFunction(*path) for path in paths])
@@ -118,22 +116,14 @@ class KnownClass:
         _known.append(self)
 
     def look_up(self) -> None:
-        self.cls: Any = find_class(self._path)
+        self.cls = self.cls or find_class(self._path)
         self.own_forward: Any = self._own_forward.function
-
-    @property
-    def is_found(self) -> bool:
-        return self.own_forward is not None
 
 
 def look_up_libraries() -> None:
-    """Looks up what was not found before, of libraries that have been loaded since.
-
-    What was found stays, as it may have been replaced since.
-    """
+    """Looks up libraries that have been loaded since. What a user has replaced stays as it was found."""
     for known in _known:
-        if not known.is_found:
-            known.look_up()
+        known.look_up()
 
 
 def is_plain(module: Any, known: KnownClass, *others: Any) -> bool:
