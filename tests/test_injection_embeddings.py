@@ -30,7 +30,7 @@ def pair_of(kernel, device, name, path=None):
 
 
 def kept_of(module):
-    return module.forward.__self__.kept
+    return module.forward.__self__.cached
 
 
 def assert_same(module, plain, x):

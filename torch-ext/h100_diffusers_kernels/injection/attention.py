@@ -1,8 +1,8 @@
-"""Attention modules: query and key, attention itself, and where the model's own runs.
+"""Attention modules: query and key, attention itself, and the conditions for the model's own attention.
 
-The module's forward is replaced and its processor left alone: diffusers copies, compares and replaces
-processors, and sets backends and parallelism on them. Which one it is, is asked at each call. Query, key and
-value are (B, S, H * d), as linear layers give them.
+The module's forward is replaced, not its processor: diffusers copies, compares and replaces processors, and
+sets backends and parallelism on them. Each call checks which processor the module has. Query, key and value
+are (B, S, H * d), as linear layers return them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from .. import functional
 from ..conditions import (
     ATTENTION_HEAD_DIMS,
-    as_key_bias,
     attention_takes,
     dtype_name,
     is_differentiated,
@@ -27,18 +26,22 @@ from ..conditions import (
     may_write,
     same_dtype_and_unit_stride,
 )
+from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownFunction, class_name
-from .linears import dropped_out, linear, linear_per_sample, linears, may_be_written, write_linear
-from .norms import RMS, normed, read_norm
-from .patch import Call, Injection, PatchSpec, StandIn
-from .rotary import as_operand, split_tables
+from .linears import can_write_linear, linear, linear_per_sample, linears, run_dropout, write_linear
+from .norms import RMS, apply_norm, norm_notes, read_norm
+from .patch import Call, Injection, PatchSpec
+from .rotary import rope_operand, split_tables
 
 _DISPATCH_MODULE = "diffusers.models.attention_dispatch"
 SDPA = KnownFunction("torch.nn.functional:scaled_dot_product_attention")
 DISPATCH = KnownFunction(f"{_DISPATCH_MODULE}:dispatch_attention_fn")
 _NATIVE = KnownFunction(f"{_DISPATCH_MODULE}:_native_attention")
-_OWN_ATTENTION = "attention itself is the model's own"
-NOT_TAKEN = object()
+OWN_ATTENTION = "attention itself is the model's own"
+# Linear layers and norms of an attention over two streams, for the image and for the text.
+_IMAGE = ("to_q", "to_k", "to_v"), ("norm_q", "norm_k")
+_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k")
+_NORMS = (*_IMAGE[1], *_TEXT[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,18 +50,15 @@ class AttentionSpec(PatchSpec):
 
     Attributes:
         processor: the path of the processor's class.
-        processor_parameters: of its ``__call__`` after the module; "" where they are those of ``forward``.
-        norms: the names of the norms of queries and keys, of which it may lack some.
-        rotate: the function of the processor's module that rotates, or "" where the processor itself does.
-        project: that which makes query, key and value where projections are fused, or "".
-        dispatches: whether the processor leaves attention to diffusers' dispatch, or else calls PyTorch's.
+        processor_parameters: of its ``__call__`` after the module; "" if they are those of ``forward``.
+        rotate: the function of the processor's module that rotates; "" if the processor itself does.
+        project: the function that computes query, key and value if projections are fused, or "".
+        dispatches: whether the processor calls diffusers' dispatch; otherwise it calls PyTorch's attention.
         library: the processor's module.
     """
 
-    is_conditional: ClassVar[bool] = True
     processor: str = ""
     processor_parameters: str = ""
-    norms: tuple[str, ...] = ("norm_q", "norm_k")
     rotate: str = "apply_rotary_emb"
     project: str = ""
     dispatches: bool = True
@@ -72,28 +72,29 @@ class AttentionSpec(PatchSpec):
         processor_call = f"{self.processor}.__call__", parameters
         object.__setattr__(self, "functions", (processor_call, *functions))
         object.__setattr__(self, "library", library)
+        object.__setattr__(self, "condition", self._why_not_known)
+        super().__post_init__()
 
-    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
+    def _why_not_known(self, module: Any) -> str | None:
         cls: Any = type(module.__dict__.get("processor"))
-        if cls.__call__ is stand_in.functions[0].function:
+        if cls.__call__ is self.known.functions[0].function:
             return None
         processor = getattr(module, "processor", None)  # a module itself, it is in no ``__dict__``
         return f"its processor is a {class_name(processor)}, not the one known"
 
     def notes(self, module: Any, injection: Injection) -> list[str]:
-        norms = ((name, module._modules.get(name)) for name in self.norms)
-        found = [(name, read_norm(norm)) for name, norm in norms if norm is not None]
-        notes = [f"{name} {reason}" for name, reason in found if isinstance(reason, str)]
+        notes = norm_notes(module, _NORMS)
         reason = self._why_own_attention(module, injection)
         return notes if reason is None else [*notes, reason]
 
     def _why_own_attention(self, module: Any, injection: Injection) -> str | None:
         """Why attention itself is the model's own, as the module is now."""
         if not injection.options["attention"]:
-            return f"{_OWN_ATTENTION}: asked for by attention=False"
+            return f"{OWN_ATTENTION}: asked for by attention=False"
         if not is_native(module.processor, self.dispatches):
-            return f"{_OWN_ATTENTION}: a backend or parallelism is chosen for it"
-        return _why_no_head_dim(head_dim_of(module))
+            return f"{OWN_ATTENTION}: a backend or parallelism is chosen for it"
+        reason = why_not_head_dim(head_dim_of(module))
+        return None if reason is None else f"{OWN_ATTENTION}: {reason}"
 
     def describe(self, module: Any, injection: Injection) -> str:
         is_own = torch.nn.functional.scaled_dot_product_attention is SDPA.function
@@ -102,7 +103,7 @@ class AttentionSpec(PatchSpec):
 
 
 def head_dim_of(module: Any) -> int | None:
-    """The number of elements of a head, where the module says it."""
+    """The number of elements of a head, if the module has it as an attribute."""
     attributes = module.__dict__
     head_dim, heads, inner = (attributes.get(name) for name in ("head_dim", "heads", "inner_dim"))
     if isinstance(head_dim, int):
@@ -112,18 +113,18 @@ def head_dim_of(module: Any) -> int | None:
     return None
 
 
-def _why_no_head_dim(head_dim: int | None) -> str | None:
+def why_not_head_dim(head_dim: int | None) -> str | None:
+    """Why the kernel does not take heads of this size, as a clause."""
     if head_dim is None or head_dim in ATTENTION_HEAD_DIMS:
         return None
     known = " and ".join(map(str, ATTENTION_HEAD_DIMS))
-    heads = f"its heads have {head_dim} elements, and the kernel's {known}"
-    return f"{_OWN_ATTENTION}: {heads}"
+    return f"its heads have {head_dim} elements, and the kernel's {known}"
 
 
 def is_native(processor: Any, dispatches: bool) -> bool:
-    """Whether attention is left to PyTorch's own choice, as diffusers does it by default.
+    """Whether PyTorch chooses the attention backend, as by default in diffusers.
 
-    A backend may be chosen for the module, for all of them, or by parallelism.
+    A user may choose a backend for one module, for all of them, or through parallelism.
     """
     if not dispatches:
         return True
@@ -140,23 +141,23 @@ def is_native(processor: Any, dispatches: bool) -> bool:
 
 
 def _may_attend(call: Call, head_dim: int) -> bool:
-    """Whether attention itself may run on the kernel; what is no choice of the user's is noted."""
+    """Whether attention itself may run on the kernel. A reason that is no choice of the user's is counted."""
     stand_in = call.stand_in
     if not stand_in.injection.options["attention"]:
         return False
     spec: Any = stand_in.spec
     reason = None
     if head_dim not in ATTENTION_HEAD_DIMS:
-        reason = _why_no_head_dim(head_dim)
+        reason = why_not_head_dim(head_dim)
     elif torch.nn.functional.scaled_dot_product_attention is not SDPA.function:
-        reason = f"{_OWN_ATTENTION}: scaled_dot_product_attention was replaced"
+        reason = "scaled_dot_product_attention was replaced"
     elif spec.dispatches:
         if _NATIVE.function is None:
-            reason = f"{_OWN_ATTENTION}: this diffusers does not tell its backend"
+            reason = "this diffusers does not tell its backend"
         elif sys.modules[spec.library].dispatch_attention_fn is not DISPATCH.function:
-            reason = f"{_OWN_ATTENTION}: dispatch_attention_fn was replaced"
+            reason = "dispatch_attention_fn was replaced"
     if reason is not None:
-        call.fall_back(reason)
+        call.fall_back(f"{OWN_ATTENTION}: {reason}")
     return reason is None
 
 
@@ -174,30 +175,35 @@ def attend(
     out: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Attention of all heads, (B, S, H * d), of query's dtype.
+    """Attention of all heads, (B, S, H * d), in query's dtype.
 
-    ``mask`` is what the module was given. ``expand_mask``, if its processor makes of a mask (B, 1 or Sq, Sk)
-    one that is broadcast over the heads, does so. ``key_bias`` (B, Sk) says the same as a mask that the
-    dispatch takes as it is. ``out`` may be what is written and returned. ``options`` are what the processor
-    passes to diffusers' dispatch besides.
+    ``mask`` is the module's argument. ``expand_mask`` converts it as the processor does, if the processor
+    repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_bias`` (B, Sk) is equivalent to a mask that the
+    dispatch takes unchanged. The result may be written to ``out``. ``options`` are the processor's other
+    arguments of the dispatch.
     """
     spec: Any = call.stand_in.spec
     processor = module.processor
     is_free = is_native(processor, spec.dispatches)
     if is_free and _may_attend(call, query.shape[2] // heads):
         if attention_takes(query, key, value, heads):
-            if mask is not None and key_bias is None and expand_mask is not None:
-                key_bias = call.shared(f"key bias {key.shape} {key.dtype}", mask, _bias_of(key))
+            if (
+                expand_mask is not None
+                and mask is not None
+                and mask.dim() == 3
+                and mask.dtype != torch.bool
+            ):
+                name = f"key bias {key.shape} {key.dtype}"
+                key_bias = call.shared(name, mask, lambda m: key_bias_of(m.unsqueeze(1), key))
             if mask is None or key_bias is not None:
-                return functional.attention(
-                    query, key, value, key_bias=key_bias, heads=heads, out=out
-                )
+                how: Any = {"key_bias": key_bias, "heads": heads, "out": out}
+                return functional.attention(query, key, value, **how)
             call.fall_back("attention itself: its mask differs between queries or heads")
         elif not is_differentiated(query, key, value):
             call.fall_back(f"attention itself: no kernel for {dtype_name(query.dtype)}")
     if mask is not None and expand_mask is not None:
         # PyTorch's attention broadcasts over the heads by itself.
-        is_broadcast = is_free and spec.dispatches and _is_of_all_heads(mask, key)
+        is_broadcast = is_free and mask.dim() == 3 and mask.shape[::2] == key.shape[:2]
         mask = mask.unsqueeze(1) if is_broadcast else expand_mask(mask)
     dtype = query.dtype
     query, key, value = (x.unflatten(2, (heads, -1)) for x in (query, key, value))
@@ -216,12 +222,23 @@ def attend(
     return result.flatten(2, 3).to(dtype)
 
 
-def _bias_of(key: Tensor) -> Callable[[Tensor], Tensor | None]:
-    return lambda mask: as_key_bias(mask, key)
-
-
-def _is_of_all_heads(mask: Tensor, key: Tensor) -> bool:
-    return mask.dim() == 3 and mask.shape[0] == key.shape[0] and mask.shape[2] == key.shape[1]
+def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:
+    """The bias (B, Sk) equivalent to a mask that broadcasts to (B, H, Sq, Sk), of booleans or of values added
+    to the scores; None if it differs between heads or queries. Only its shape and strides are read."""
+    if not isinstance(mask, Tensor) or not is_plain_tensor(mask) or mask.device != key.device:
+        return None
+    if mask.dtype not in (torch.bool, torch.float32, key.dtype) or not 0 < mask.dim() <= 4:
+        return None
+    mask = mask[(None,) * (4 - mask.dim())]
+    batch, keys = key.shape[:2]
+    if mask.shape[0] not in (1, batch) or mask.shape[3] != keys or 0 in mask.shape:
+        return None
+    if any(mask.shape[i] != 1 and mask.stride(i) != 0 for i in (1, 2)) or is_differentiated(mask):
+        return None
+    mask = mask[:, 0, 0].expand(batch, keys)
+    if mask.dtype == torch.bool:
+        return mask.to(torch.float32).log_()  # 0 for True, -inf for False
+    return mask if keys == 1 or mask.stride(1) == 1 else mask.contiguous()
 
 
 def query_key_value(module: Any, x: Tensor, context: Tensor | None) -> list[Tensor]:
@@ -233,32 +250,30 @@ def query_key_value(module: Any, x: Tensor, context: Tensor | None) -> list[Tens
     return [query, *linears(context, modules["to_k"], modules["to_v"])]
 
 
-def norm_options(
+def _norm_options(
     call: Call,
     module: Any,
     names: tuple[str, str],
     query: Tensor,
     key: Tensor,
-    size: int,
+    heads: int,
     form: str,
-) -> Any:
-    """What ``qk_norm_rope`` takes for the norms of query and key, by their names; NOT_TAKEN where it does
-    not compute both in one launch.
-
-    ``size``: of what is normalized. ``form``: "per_head" or "across_heads".
-    """
+) -> dict[str, Any] | None:
+    """Arguments of ``qk_norm_rope`` for the norms of query and key, by their names; None if it does not
+    compute both in one launch. ``form``: "per_head" or "across_heads"."""
     q_norm, k_norm = module._modules.get(names[0]), module._modules.get(names[1])
     if q_norm is None and k_norm is None:
-        return {"norm": "none"} if same_dtype_and_unit_stride(query, key) else NOT_TAKEN
+        return {"norm": "none"} if same_dtype_and_unit_stride(query, key) else None
+    size = query.shape[2] // heads if form == "per_head" else query.shape[2]
     q, k = read_norm(q_norm, size), read_norm(k_norm, size)
     for name, norm in zip(names, (q, k)):
         if isinstance(norm, str):
             call.fall_back(f"{name} {norm}")
     if isinstance(q, str) or isinstance(k, str) or not q[0] == k[0] == RMS or q[2] != k[2]:
-        return NOT_TAKEN
+        return None
     (q_weight,), (k_weight,) = q[1], k[1]
     if not same_dtype_and_unit_stride(query, key, q_weight, k_weight):
-        return NOT_TAKEN
+        return None
     return {"q_weight": q_weight, "k_weight": k_weight, "norm": form, "eps": q[2]}
 
 
@@ -275,25 +290,22 @@ def norm_and_rotate(
 ) -> tuple[Tensor, Tensor]:
     """Query and key (B, S, H * d), normalized, and rotated by ``rope`` if there is one.
 
-    ``rotate`` is the model's own rotation, of (B, S, H, d) per head, else of (B, S, H * d).
+    ``rotate`` is the model's own rotation, of (B, S, H, d) per head, otherwise of (B, S, H * d).
     """
-    q_norm, k_norm = module._modules.get(names[0]), module._modules.get(names[1])
-    if rope is q_norm is k_norm is None:
+    if rope is module._modules.get(names[0]) is module._modules.get(names[1]) is None:
         return query, key
-    per_head = form == "per_head"
-    size = query.shape[2] // heads if per_head else query.shape[2]
-    operand = None
+    per_head, operand = form == "per_head", None
     if query.shape == key.shape:
         if rope is not None and same_dtype_and_unit_stride(query, key):
-            operand = as_operand(rope, query, heads, per_head)
-        if operand is not None or (rope is None and q_norm is not None):
-            options = norm_options(call, module, names, query, key, size, form)
-            if options is not NOT_TAKEN:
+            operand = rope_operand(rope, query, heads, per_head)
+        if operand is not None or (rope is None and module._modules.get(names[0]) is not None):
+            options = _norm_options(call, module, names, query, key, heads, form)
+            if options is not None:
                 q, k = functional.qk_norm_rope(query, key, rope=operand, heads=heads, **options)
                 return q, k
     if per_head:
         query, key = (x.unflatten(2, (heads, -1)) for x in (query, key))
-    query, key = (normed(call, module, name, x) for name, x in zip(names, (query, key)))
+    query, key = (apply_norm(call, module, name, x) for name, x in zip(names, (query, key)))
     if rope is not None and operand is not None and same_dtype_and_unit_stride(query, key):
         query, key = functional.qk_norm_rope(query, key, norm="none", rope=operand, heads=heads)
     elif rope is not None:
@@ -302,30 +314,27 @@ def norm_and_rotate(
 
 
 def project_out(module: Any, x: Tensor) -> Tensor:
-    """The output projection of an attention, and its dropout where it has one."""
+    """The output projection of an attention, and its dropout if it has one."""
     to_out = module._modules.get("to_out")
     if to_out is None:
         return x
     if type(to_out) is nn.ModuleList:
         layer, dropout = to_out._modules.values()
-        return dropped_out(dropout, linear_per_sample(layer, x))
+        return run_dropout(dropout, linear_per_sample(layer, x))
     return linear_per_sample(to_out, x)
 
 
 # --------------------------------------------------------------------------------------------------
 # Two streams of tokens side by side, such as text and image
 
-# The linear layers and norms of an attention over two streams, of the image and of the text.
-_IMAGE = ("to_q", "to_k", "to_v"), ("norm_q", "norm_k")
-_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k")
-# What an IP-Adapter gives to all attentions, for those that have it.
-_OF_IP_ADAPTERS = {"ip_hidden_states", "ip_adapter_masks"}
+# Arguments that models with an IP-Adapter pass to all attentions, also to those without one.
+_IP_ADAPTER_ARGUMENTS = {"ip_hidden_states", "ip_adapter_masks"}
 
 
 class Stream(NamedTuple):
     """Tokens of one kind: query, key and value, each (B, S, H * d); the names of query's and key's norms; and
-    the rotary embedding of both in the model's form, or None. The value may be yet to be computed: then
-    ``value`` is what it is computed from, and the layer that does."""
+    the rotary embedding of both in the model's form, or None. A value that is not computed yet is the pair of
+    its layer and the layer's input."""
 
     query: Tensor
     key: Tensor
@@ -340,7 +349,7 @@ class Stream(NamedTuple):
 def project(
     call: Call, module: Any, image: Tensor, text: Tensor | None, image_rope: Any, text_rope: Any
 ) -> list[Stream]:
-    """The stream of the image, and then of the text if there is any, by an attention's linear layers."""
+    """The stream of the image, and then of the text if there is one, by an attention's linear layers."""
     sources = [(image, image_rope, *_IMAGE)]
     if text is not None:
         sources.append((text, text_rope, *_TEXT))
@@ -362,7 +371,7 @@ def project(
     return streams
 
 
-def _joined(
+def _joint_query_key_value(
     call: Call, module: Any, streams: list[Stream], heads: int
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Query, key and value of two streams, one after the other, by the kernel, which writes each stream to
@@ -376,23 +385,22 @@ def _joined(
         operand = None
         if stream.rope is not None:
             if same_dtype_and_unit_stride(query, key):
-                operand = as_operand(stream.rope, query, heads, True)
+                operand = rope_operand(stream.rope, query, heads, True)
             if operand is None:
                 return None
-        size = query.shape[2] // heads
-        options = norm_options(call, module, stream.norms, query, key, size, "per_head")
-        if options is NOT_TAKEN:
+        options = _norm_options(call, module, stream.norms, query, key, heads, "per_head")
+        if options is None:
             return None
         how.append((operand, options))
     for i, stream in enumerate(streams):
         value = stream.value
         if not (
             isinstance(value, tuple)
-            and may_be_written(*value)
+            and can_write_linear(*value)
             and value[0]._parameters["weight"].shape[0] == first.shape[2]
         ):
             value = stream.value_tensor()
-            streams[i] = Stream(stream.query, stream.key, value, stream.norms, stream.rope)
+            streams[i] = stream._replace(value=value)
             if value.shape != stream.query.shape or not same_dtype_and_unit_stride(
                 stream.query, value
             ):
@@ -404,21 +412,15 @@ def _joined(
             return None
     if not same_dtype_and_unit_stride(first, streams[1].query):
         return None
-    first_length = first.shape[1]
-    length = first_length + streams[1].query.shape[1]
-    query, key, value = torch.empty(
-        (3, first.shape[0], length, first.shape[2]), dtype=first.dtype, device=first.device
-    ).unbind(0)
-    places = (
-        (query[:, :first_length], key[:, :first_length], value[:, :first_length]),
-        (query[:, first_length:], key[:, first_length:], value[:, first_length:]),
-    )
-    for stream, (operand, options), (q_out, k_out, v_out) in zip(streams, how, places):
+    length = first.shape[1]
+    joint = first.new_empty((3, first.shape[0], length + streams[1].query.shape[1], first.shape[2]))
+    query, key, value = joint.unbind(0)
+    outs = joint[:, :, :length].unbind(0), joint[:, :, length:].unbind(0)
+    for stream, (operand, options), out in zip(streams, how, outs):
         v: Any = stream.value
-        out: tuple[Tensor, ...] = (q_out, k_out, v_out)
         if isinstance(v, tuple):
-            write_linear(v[0], v[1], v_out)
-            v, out = None, (q_out, k_out)
+            write_linear(v[0], v[1], out[2])
+            v, out = None, out[:2]
         functional.qk_norm_rope(
             stream.query, stream.key, rope=operand, heads=heads, v=v, out=out, **options
         )
@@ -432,19 +434,19 @@ def attend_to_all(
     rotate: Callable[[Tensor, Any], Tensor],
     mask: Tensor | None = None,
     *,
-    rope_of_all: Any = None,
+    joint_rope: Any = None,
     **options: Any,
 ) -> Tensor:
-    """Attention over all tokens of some streams: their results, (B, S, H * d), one stream after the other.
+    """Attention over all tokens of the streams: their results, (B, S, H * d), concatenated.
 
-    ``rope_of_all``: the rotation of all tokens where that of each stream is not known. ``options`` are those
-    of ``attend``.
+    ``joint_rope``: the rotation of all tokens, if that of each stream is not known. ``options`` are those of
+    ``attend``.
     """
     head_dim = module.__dict__.get("head_dim") or module.inner_dim // module.heads
     heads = streams[0].query.shape[2] // head_dim
     joint: Any = None
     if len(streams) == 2 and (call.state is not None or may_write()):
-        joint = _joined(call, module, streams, heads)
+        joint = _joint_query_key_value(call, module, streams, heads)
     if joint is None:
         each = []
         for stream in streams:
@@ -453,9 +455,9 @@ def attend_to_all(
             each.append((*norm_and_rotate(call, module, norms, *how), stream.value_tensor()))
         joint = each[0] if len(each) == 1 else [torch.cat(x, dim=1) for x in zip(*each)]
     query, key, value = joint
-    if rope_of_all is not None:
+    if joint_rope is not None:
         query, key = (
-            rotate(x.unflatten(2, (heads, -1)), rope_of_all).flatten(2) for x in (query, key)
+            rotate(x.unflatten(2, (heads, -1)), joint_rope).flatten(2) for x in (query, key)
         )
     return attend(call, module, query, key, value, mask, heads=heads, **options)
 
@@ -478,10 +480,12 @@ def forward_with_tables(
     image_rotary_emb: Any = None,
     **kwargs,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The forward of an attention over an image, with or without a text before it, of both of which
-    ``image_rotary_emb`` has the tables (cos, sin)."""
+    """The forward of an attention over an image, with or without a text before it; ``image_rotary_emb`` has
+    the tables (cos, sin) of both."""
     x, c, rope = hidden_states, encoder_hidden_states, image_rotary_emb
-    if not kwargs.keys() <= _OF_IP_ADAPTERS or (c is None) != (self.added_kv_proj_dim is None):
+    if not kwargs.keys() <= _IP_ADAPTER_ARGUMENTS or (c is None) != (
+        self.added_kv_proj_dim is None
+    ):
         return NotImplemented
     if not kernels_take(x, c):
         return call.refuse(x, c)
@@ -489,27 +493,21 @@ def forward_with_tables(
     if c is None:
         streams = project(call, self, x, None, rope, None)
         return attend_to_all(call, self, streams, rotate, attention_mask)
-    lengths = (c.shape[1], x.shape[1])
     ropes = None
     if rope is not None:
-        split = partial(split_tables, first=lengths[0], second=lengths[1])
-        ropes = call.shared(f"tables {lengths}", rope, split)
+        split = partial(split_tables, first=c.shape[1], second=x.shape[1])
+        ropes = call.shared(f"tables {c.shape[1]} {x.shape[1]}", rope, split)
     text_rope, image_rope = ropes or (None, None)
-    streams = project(call, self, x, c, image_rope, text_rope)
-    rope_of_all = None if ropes else rope
-    text_out, image_out = attend_jointly(
-        call, self, streams[::-1], rotate, attention_mask, rope_of_all=rope_of_all
-    )
+    streams = project(call, self, x, c, image_rope, text_rope)[::-1]
+    how = {"mask": attention_mask, "joint_rope": None if ropes else rope}
+    text_out, image_out = attend_jointly(call, self, streams, rotate, **how)
     return project_out(self, image_out), linear_per_sample(self._modules["to_add_out"], text_out)
 
 
-def joined(call: Call, first: Tensor, second: Tensor) -> Tensor:
-    """Both (B, S1 or S2, D) as one (B, S1 + S2, D).
-
-    Without a copy where they are neighbours in one buffer, as a block leaves them that splits what it has
-    joined.
-    """
-    if call.state is not None and _are_neighbours(first, second):
+def concat_streams(call: Call, first: Tensor, second: Tensor) -> Tensor:
+    """Both (B, S1 or S2, D) as one (B, S1 + S2, D): a view if they are neighbours in one buffer, as the
+    results of a block that has split its joint result."""
+    if call.state is not None and _are_adjacent(first, second):
         return concat_view(first, second)
     return torch.cat([first, second], dim=1)
 
@@ -519,7 +517,7 @@ def concat_view(first: Tensor, second: Tensor) -> Tensor:
     return first.as_strided(shape, first.stride())
 
 
-def _are_neighbours(first: Tensor, second: Tensor) -> bool:
+def _are_adjacent(first: Tensor, second: Tensor) -> bool:
     return (
         type(first) is type(second) is Tensor
         and first.dtype == second.dtype

@@ -1,14 +1,13 @@
 """Attention of models in part: a processor's own code, with this package's attention in it.
 
-A processor calls diffusers' ``dispatch_attention_fn``, or PyTorch's ``scaled_dot_product_attention``, by a
-name of its module. What runs instead is a copy of its ``__call__`` that finds this package's function under
-that name, and everything else where its module has it. No class, processor or module of diffusers is changed,
-and no other thread sees the copy.
+A processor calls diffusers' ``dispatch_attention_fn`` or PyTorch's ``scaled_dot_product_attention`` by a
+global name of its module. A copy of its ``__call__`` runs instead, with globals in which that name is this
+package's function. No class, processor or module of diffusers is changed, and no other thread sees the copy.
 
-The forward of the attention module is replaced, and not its processor: diffusers makes, compares and replaces
-processors by their class. The stand-in gives the copy a proxy of the module, by itself if the module is
-diffusers' ``Attention``, otherwise from the forward of the module's class. Copies are made where nothing
-traces; torch.compile finds them ready.
+The forward of the attention module is replaced, not its processor: diffusers creates, compares and replaces
+processors by their class. The copy gets a proxy of the module: from the stand-in if the module is diffusers'
+``Attention``, otherwise from the forward of the module's class. Copies are made outside of torch.compile,
+which finds them ready.
 """
 
 from __future__ import annotations
@@ -37,11 +36,20 @@ from ..conditions import (
     tracks_derivatives,
     why_not_taken,
 )
-from ..conditions import is_plain as is_plain_tensor
-from .attention import DISPATCH, SDPA, attend, is_native, project_out
+from .attention import (
+    DISPATCH,
+    OWN_ATTENTION,
+    SDPA,
+    attend,
+    head_dim_of,
+    is_native,
+    key_bias_of,
+    project_out,
+    query_key_value,
+    why_not_head_dim,
+)
 from .checks import KnownFunction
-from .linears import linear, linears
-from .patch import Call, PatchSpec, StandIn
+from .patch import Call, Injection, PatchSpec
 
 _DISPATCH_NAME, _SDPA_NAME = "dispatch_attention_fn", "scaled_dot_product_attention"
 _ATTENTION = "diffusers.models.attention_processor:Attention"
@@ -53,11 +61,10 @@ _PREPARE = (
 )
 # With other modules the standard processor does more than projections and attention.
 _PROJECTIONS = frozenset(("to_q", "to_k", "to_v", "to_out"))
-_MISSING = object()
 
 
 # --------------------------------------------------------------------------------------------------
-# What stands in for the functions
+# Replacements of the functions
 
 
 def dispatch_attention_fn(
@@ -78,7 +85,7 @@ def dispatch_attention_fn(
         mask = attn_mask
         if isinstance(mask, Tensor) and mask.shape == (query.shape[0], key.shape[1]):
             mask = mask[:, None, None]  # of each sample's keys
-        result = _attention(query, key, value, mask, *options)
+        result = _attention(query, key, value, mask, options)
         if result is not None:
             return result
     return DISPATCH.function(query, key, value, attn_mask, *options, attention_kwargs, **more)
@@ -95,12 +102,13 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Any:
     """PyTorch's function of that name: query, key and value are (B, H, S, d)."""
+    options = (dropout_p, is_causal, scale, enable_gqa)
     if query.dim() == key.dim() == value.dim() == 4:
         tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        result = _attention(*tensors, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        result = _attention(*tensors, attn_mask, options)
         if result is not None:
             return result.transpose(1, 2)
-    own = torch.nn.functional.scaled_dot_product_attention
+    own: Any = torch.nn.functional.scaled_dot_product_attention
     arguments = (query, key, value, attn_mask, dropout_p, is_causal)
     return own(*arguments, scale=scale, enable_gqa=enable_gqa)
 
@@ -115,16 +123,10 @@ class _Functional:
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    dropout_p: Any,
-    is_causal: Any,
-    scale: Any,
-    enable_gqa: Any,
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, options: tuple[Any, Any, Any, Any]
 ) -> Tensor | None:
-    """Attention of (B, S, H, d) on the kernel; None, counted, where the kernel does not compute it."""
+    """Attention of (B, S, H, d) on the kernel; None if it does not compute it, with the reason counted."""
+    dropout_p, is_causal, scale, enable_gqa = options
     is_traced = torch.compiler.is_dynamo_compiling()
     current = None if is_traced else getattr(_thread, "current", None)
     if is_differentiated(query, key, value, mask if isinstance(mask, Tensor) else None):
@@ -151,7 +153,9 @@ def _attention(
     elif scale is not None and not (isinstance(scale, float) and 0.0 < scale < math.inf):
         reason = f"its scale is {scale}"
     elif mask is not None:
-        key_bias = _bias_of_mask(mask, key, current)
+        if current is not None and current.has_repeated(mask):
+            mask = mask[:, :1]
+        key_bias = key_bias_of(mask, key)
         reason = "its mask differs between queries or heads" if key_bias is None else None
     if reason is not None:
         if current is not None:
@@ -162,40 +166,17 @@ def _attention(
     return functional.attention(query, key, value, scale=scale, key_bias=key_bias)
 
 
-def _bias_of_mask(mask: Any, key: Tensor, current: _Attention | None) -> Tensor | None:
-    """(B, Sk), of a mask that is broadcast over heads and queries: booleans, or what is added to the scores.
-
-    Its shape and strides tell whether it is, or that the module repeated it; its values are not read.
-    """
-    if not isinstance(mask, Tensor) or not is_plain_tensor(mask) or mask.device != key.device:
-        return None
-    if mask.dtype not in (torch.bool, torch.float32, key.dtype) or not 0 < mask.dim() <= 4:
-        return None
-    mask = mask[(None,) * (4 - mask.dim())]
-    batch, keys = key.shape[:2]
-    if mask.shape[0] not in (1, batch) or mask.shape[3] != keys or 0 in mask.shape:
-        return None
-    if current is not None and current.has_repeated(mask):
-        mask = mask[:, :1]
-    if any(mask.shape[i] != 1 and mask.stride(i) != 0 for i in (1, 2)):
-        return None
-    mask = mask[:, 0, 0].expand(batch, keys)
-    if mask.dtype == torch.bool:
-        return mask.to(torch.float32).log_()  # 0 where it is set, otherwise -inf
-    return mask if keys == 1 or mask.stride(1) == 1 else mask.contiguous()
-
-
 # --------------------------------------------------------------------------------------------------
 # Proxies
 
 
 class _Processor:
-    """A processor in its copied code, as the forward of a module's class finds it."""
+    """A processor with its copied code, for the forward of a module's class."""
 
     def __init__(self, processor: Any, function: Callable) -> None:
         self._processor = processor
         self._function = function
-        # Modules' forwards read its signature, which the function has at hand.
+        # Modules' forwards read its signature, which the function has cached.
         self.__call__ = function  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -206,11 +187,11 @@ class _Processor:
 
 
 class _Attention:
-    """An attention module in its class's forward and in its processor's code, with another processor."""
+    """An attention module with another processor, for its class's forward and its processor's code."""
 
     def __init__(self, module: nn.Module, call: Call, is_traced: bool = False) -> None:
         if not is_traced:
-            # Found here, what the code reads costs no call of ``__getattr__``.
+            # Attributes copied here cost no call of ``__getattr__``.
             self.__dict__.update(module.__dict__)
             self.__dict__.update(module._parameters)
             self.__dict__.update(module._modules)
@@ -223,13 +204,13 @@ class _Attention:
         return getattr(self._module, name)
 
     def prepare_attention_mask(self, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        """The module's, which repeats each sample's mask for its heads; the result is remembered."""
+        """The module's method, which repeats each sample's mask for its heads. The result is remembered."""
         module: Any = self._module
         made = module.prepare_attention_mask(attention_mask, *args, **kwargs)
         own = getattr(type(module), "prepare_attention_mask", None)
         is_repeated = (
             not torch.compiler.is_dynamo_compiling()
-            and not torch._C._are_functorch_transforms_active()  # it has no memory to be known by
+            and not torch._C._are_functorch_transforms_active()  # no memory to recognize it by
             and any(own is known.function for known in _PREPARE)
             and isinstance(attention_mask, Tensor)
             and made.dim() == attention_mask.dim() == 3
@@ -238,13 +219,14 @@ class _Attention:
         self._repeated = made if is_repeated else None
         return made
 
-    def has_repeated(self, mask: Tensor) -> bool:
+    def has_repeated(self, mask: Any) -> bool:
         """Whether a mask (B, H, 1, Sk) is the one that the module repeated."""
         made = self._repeated
         return (
             made is not None
-            and mask.data_ptr() == made.data_ptr()
+            and isinstance(mask, Tensor)
             and mask.shape == (made.shape[0] // self.heads, self.heads, *made.shape[1:])
+            and mask.data_ptr() == made.data_ptr()
             and mask.is_contiguous()
         )
 
@@ -264,9 +246,9 @@ class _Copy(NamedTuple):
         call: the ``__call__`` that was copied.
         function: the copy.
         parameters: the names of its parameters.
-        library: the module whose names the code looks up.
-        names: those names and their values at the time.
-        dispatches: whether the code calls diffusers' dispatch, or PyTorch's attention.
+        library: the module whose globals the code reads.
+        names: the names of these globals, and their values at the time.
+        dispatches: whether the code calls diffusers' dispatch; otherwise it calls PyTorch's attention.
     """
 
     call: Callable
@@ -286,7 +268,7 @@ def _copy_of(cls: type) -> _Copy | str:
     if copy is not None and cls.__call__ is copy.call:
         library = copy.library
         for name, value in copy.names:
-            if getattr(library, name, _MISSING) is not value:
+            if getattr(library, name, None) is not value:
                 break
         else:
             return copy
@@ -317,26 +299,23 @@ def _make_copy(cls: type) -> _Copy | str:
             return unknown
         others["F"] = _Functional()
     library: Any = sys.modules.get(found.get("__name__", ""))
-    if (
-        not others
-        or getattr(library, "__dict__", None) is not found
-        or "__class__" in call.__code__.co_freevars
-    ):
+    is_its_module = getattr(library, "__dict__", None) is found
+    if not others or not is_its_module or "__class__" in call.__code__.co_freevars:
         return unknown
     namespace = {**found, **others}
     del namespace["__name__"]  # torch.compile would look the others up in that module
-    copied = FunctionType(
+    copied: Any = FunctionType(
         call.__code__, namespace, call.__name__, call.__defaults__, call.__closure__
     )
     copied.__kwdefaults__ = call.__kwdefaults__
-    copied.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
-    parameters = frozenset(copied.__signature__.parameters)  # type: ignore[attr-defined]
+    copied.__signature__ = inspect.signature(call)
+    parameters = frozenset(copied.__signature__.parameters)
     return _Copy(call, copied, parameters, library, tuple(seen.items()), _DISPATCH_NAME in others)
 
 
 @functools.cache
 def _names(code: CodeType) -> frozenset[str]:
-    """All names that a function, or a function in it, looks up."""
+    """All global names that a function, or a function in it, reads."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(code.co_names).union(*map(_names, inner))
 
@@ -350,12 +329,17 @@ class ProcessorSpec(PatchSpec):
     """A class of modules whose forward calls their processor.
 
     Attributes:
-        dispatches: False, as ``attention.attend`` is to call PyTorch's attention.
+        dispatches: False: ``attention.attend`` calls PyTorch's attention.
     """
 
     dispatches: bool = False
 
-    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
+    def why_left_alone(self, module: Any, injection: Injection) -> str | None:
+        if not injection.options["attention"]:
+            return f"{OWN_ATTENTION}: asked for by attention=False"
+        return why_not_head_dim(head_dim_of(module))
+
+    def why_not(self, module: Any) -> str | None:
         copy = _copy_of(type(module.processor))
         return copy if isinstance(copy, str) else None
 
@@ -375,7 +359,7 @@ def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
             return out
     is_traced = torch.compiler.is_dynamo_compiling()
     attention: Any = _Attention(self, call, is_traced)
-    # This is all that ``Attention`` does, except for arguments that its processor does not take.
+    # ``Attention`` does no more than this, except with arguments that its processor does not take.
     is_direct = (
         not is_traced
         and call.stand_in.own_forward is _ATTENTION_FORWARD.function
@@ -405,19 +389,18 @@ def _standard(
     attention_mask: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """``Attention`` with its standard processor, as UNets have it: layers and the kernel, without the
-    processor. None where the processor does more than projections and attention."""
-    x = hidden_states
-    c = x if encoder_hidden_states is None else encoder_hidden_states
-    state, modules = self.__dict__, self._modules
+    """``Attention`` with its standard processor, as in UNets: its layers and the kernel, without the
+    processor. None if the processor does more than projections and attention."""
+    x, c = hidden_states, encoder_hidden_states
+    state = self.__dict__
     factor = state.get("rescale_output_factor")
     if (
         attention_mask is not None
         or kwargs
-        or not x.dim() == c.dim() == 3
-        or c.shape[0] != x.shape[0]
+        or x.dim() != 3
+        or (c is not None and (c.dim() != 3 or c.shape[0] != x.shape[0]))
         or x.dtype not in ATTENTION_DTYPES
-        or modules.keys() != _PROJECTIONS
+        or self._modules.keys() != _PROJECTIONS
         or state.get("residual_connection")
         or type(factor) not in (float, int)
         or factor != 1
@@ -426,13 +409,11 @@ def _standard(
         or tracks_derivatives()
     ):
         return None
-    query = linear(modules["to_q"], x)
-    key, value = linears(c, modules["to_k"], modules["to_v"])
-    heads = self.heads
-    if attention_takes(query, key, value, heads):
-        out = functional.attention(query, key, value, heads=heads)
+    query, key, value = query_key_value(self, x, c)
+    if attention_takes(query, key, value, self.heads):
+        out = functional.attention(query, key, value, heads=self.heads)
     else:
-        out = attend(call, self, query, key, value, None, heads=heads)
+        out = attend(call, self, query, key, value, None, heads=self.heads)
     return project_out(self, out)
 
 

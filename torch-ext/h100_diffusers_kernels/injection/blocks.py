@@ -1,8 +1,8 @@
-"""Transformer blocks: how each stream of tokens begins, and what the end of a block computes for the next.
+"""Transformer blocks: each stream of tokens starts with a prologue and ends with a residual branch.
 
-A stream begins with a norm and its modulation, which is a table plus a time embedding, or a linear layer of
-the embedding: diffusers' adaptive layer norms are modules with both the layer and the norm. It ends with a
-residual sum. The sum and the beginning of the same stream in the next block are one pass over memory.
+The prologue is a norm and its modulation. The modulation is a table plus a time embedding, or a linear layer
+of the embedding; diffusers' adaptive layer norms hold both layer and norm. The residual sum at the end of a
+stream and the prologue of the same stream in the next block are one pass over memory.
 """
 
 from __future__ import annotations
@@ -17,32 +17,35 @@ from torch import Tensor, nn
 from .checks import KnownClass, class_name, has_hooks, has_own_forward, is_plain, why_not_plain
 from .linears import SILU, feed_forward, plain_weight
 from .norms import (
-    Modulation,
     Norm,
+    clip_to_float16,
     gated_residual,
-    modulated_by,
+    norm_modulate,
+    norm_notes,
     read_norm,
-    residual_modulated,
-    residual_modulated_by,
+    residual_norm,
 )
 from .patch import Call, Injection, PatchSpec, is_bare
 
 Rows = Sequence[Any]
-
-
-# What a stream begins with: the norm, modulated in one way or in two, and the modulation's rows.
-Begun = tuple[tuple[Tensor, ...], Rows]
-# The end of one: ``residual + gate * x`` is the block's result.
-End = tuple[Tensor, Tensor, Any]
+# The results of a prologue's norm, one for each modulation, and the rows of the modulation.
+PrologueResult = tuple[tuple[Tensor, ...], Rows]
+# The end of a stream: residual, x and gate of ``residual + gate * x``, the block's result.
+ResidualBranch = tuple[Tensor, Tensor, Any]
+# Makes the prologue of a stream: ``(call, block, ahead, *conditions)``. For its own prologue a block passes
+# None as ``ahead`` and calls the result with its hidden states. For the prologue of the next block it passes
+# its hidden states. The answer is then a Prologue, or None if something is not plain or on another device.
+# A block makes the prologue of its second stream after it has called the first.
+PrologueMakers = Sequence[Callable[..., Any]]
 
 
 class Prologue(NamedTuple):
-    """The beginning of one stream, by the kernels.
+    """The prologue of one stream on the kernels.
 
     Attributes:
-        norm: what its norm computes with.
+        norm: the parameters of its norm.
         owner, name: the norm's module is ``owner.name``.
-        modulations: scale and shift of each result of the norm.
+        modulation: scale and shift of each result of the norm, one after the other.
         rows: all rows of the modulation, each (B, 1 or S, D).
         upcasts: whether the model's own code computes in float32; see ``norms.read_norm``.
     """
@@ -50,58 +53,20 @@ class Prologue(NamedTuple):
     norm: Norm
     owner: nn.Module
     name: str
-    modulations: tuple[Modulation, ...]
-    rows: Rows = ()
+    modulation: tuple[Tensor, ...]
+    rows: Rows
     upcasts: bool = False
 
-    def begin(self, x: Tensor) -> Begun:
-        norm, owner, name, modulations, rows, upcasts = self
-        return modulated_by(norm, owner, name, x, modulations, upcasts), rows
+    def __call__(self, x: Tensor) -> PrologueResult:
+        norm, owner, name, modulation, rows, upcasts = self
+        return norm_modulate(norm, owner, name, x, modulation, upcasts), rows
 
-    def after(self, end: End) -> tuple[Tensor, Begun]:
-        """``h = residual + gate * x``, and what the stream begins with of that."""
-        norm, owner, name, modulations, rows, upcasts = self
-        h, *normalized = residual_modulated_by(norm, owner, name, *end, modulations, upcasts)
+    def after(self, branch: ResidualBranch) -> tuple[Tensor, PrologueResult]:
+        """``h = residual + gate * x``, and the prologue's result for it."""
+        norm, owner, name, modulation, rows, upcasts = self
+        how: dict[str, Any] = {"upcasts": upcasts, "norm": norm}
+        h, *normalized = residual_norm(None, owner, name, *branch, *modulation, **how)
         return h, (tuple(normalized), rows)
-
-
-class ModulePrologue(NamedTuple):
-    """That of a norm that is called as the module it is, before the rows of its modulation are made."""
-
-    module: Any
-    rows_of: Callable[[], Rows]
-    upcasts: bool
-
-    def begin(self, x: Tensor) -> Begun:
-        n = self.module(x.float() if self.upcasts else x)
-        rows = self.rows_of()
-        n = n * (1 + rows[1]) + rows[0] if rows else n
-        return (n.to(x.dtype) if self.upcasts else n,), rows
-
-
-class AdaptiveModulePrologue(NamedTuple):
-    """That of an adaptive norm that is called as the module it is."""
-
-    module: nn.Module
-    temb: Tensor
-    takes_emb: bool
-
-    def begin(self, x: Tensor) -> Begun:
-        """Its results stand where they do among the rows that they are made of."""
-        if not self.takes_emb:
-            return (self.module(x, self.temb),), ()
-        normalized, *results = self.module(x, emb=self.temb)
-        rows = [r.unsqueeze(1) if r.dim() == 2 else r for r in results]
-        if len(rows) == 6:  # of SD35AdaLayerNormZeroX
-            *rows, second, last = rows
-            return (normalized, second), (None, None, *rows, None, None, last)
-        return (normalized,), (None, None, *rows)
-
-
-# How each stream of a block begins: ``prologue(call, block, ahead, *conditions)``. The block before asks with
-# its hidden states as ``ahead``, else that is None. Then the answer is None where anything is not plain, or
-# on another device. Each is asked for when the one before has begun.
-Prologues = Sequence[Callable[..., Any]]
 
 
 def norm_prologue(
@@ -112,37 +77,40 @@ def norm_prologue(
     rows_of: Callable[[], Rows],
     upcasts: bool = False,
 ) -> Any:
-    """The beginning of a stream with the norm ``block.name`` and rows of which the first two are shift and
-    scale, or no rows; ``ahead`` as in ``Prologues``."""
+    """The prologue with the norm ``block.name`` and rows of which the first two are shift and scale, or no
+    rows; ``ahead`` as in ``PrologueMakers``."""
     norm = read_norm(block._modules.get(name), None, upcasts)
     if isinstance(norm, str):
         if ahead is not None:
             return None
         call.fall_back(f"{name} {norm}")
-        return ModulePrologue(getattr(block, name), rows_of, upcasts)
+
+        def run_module(x: Tensor) -> PrologueResult:
+            n = getattr(block, name)(x.float() if upcasts else x)
+            rows = rows_of()  # only now: the module may write to what they are made from
+            n = n * (1 + rows[1]) + rows[0] if rows else n
+            return (n.to(x.dtype) if upcasts else n,), rows
+
+        return run_module
     weight = norm[1][0]
     if ahead is not None and weight is not None and weight.device != ahead.device:
         return None
     rows = rows_of()
-    modulation = (rows[1], rows[0]) if rows else (None, None)
-    return Prologue(norm, block, name, (modulation,), rows, upcasts)
+    return Prologue(norm, block, name, (rows[1], rows[0]) if rows else (), rows, upcasts)
 
 
 def begin(
     call: Call,
     block: nn.Module,
-    prologues: Prologues,
+    makers: PrologueMakers,
     hidden_states: tuple[Tensor, ...],
     conditions: tuple[Any, ...],
-) -> Sequence[Begun]:
-    """What each stream of a block begins with; the block before may have computed it."""
+) -> Sequence[PrologueResult]:
+    """The prologue of each stream; the block before may have computed it."""
     handed = take_over(call, block, (*hidden_states, *conditions))
     if handed is not None:
         return handed
-    return [
-        prologue(call, block, None, *conditions).begin(x)
-        for prologue, x in zip(prologues, hidden_states)
-    ]
+    return [make(call, block, None, *conditions)(x) for make, x in zip(makers, hidden_states)]
 
 
 def take_over(call: Call, block: nn.Module, arguments: tuple[Any, ...]) -> Any:
@@ -152,102 +120,131 @@ def take_over(call: Call, block: nn.Module, arguments: tuple[Any, ...]) -> Any:
         return None
     call.is_bare = is_bare(call.stand_in.spec, block)
     if not call.is_bare:
-        state.shared.clear()  # hooks may have written to what it was made of
+        state.shared.clear()  # hooks may have written to what it was made from
     return state.take_over(block, arguments)
 
 
 def finish(
     call: Call,
     block: nn.Module,
-    prologues: Prologues,
-    ends: Sequence[End],
+    makers: PrologueMakers,
+    branches: Sequence[ResidualBranch],
     conditions: tuple[Any, ...],
     *,
     upcasts: bool = False,
     hands_over: bool = True,
-    as_given: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = tuple,
+    as_returned: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = tuple,
 ) -> tuple[Tensor, ...]:
-    """A block's results, each in one pass with the beginning of its stream in the next block.
+    """A block's results, each in one pass with the prologue of its stream in the next block.
 
-    That is left for the next block where nothing can come between the two and both are of one kind.
-    ``as_given`` makes of the results what the block returns and the next one is given as hidden states.
+    The prologues are handed over if nothing can come between the two blocks and both are of one kind.
+    ``as_returned`` converts the results to what the block returns and the next one takes as hidden states.
     """
     state, successor = call.state, None
     if state is not None and not call.is_bare:
-        state.shared.clear()  # hooks may write to what it was made of
+        state.shared.clear()  # hooks may write to what it was made from
     elif state is not None and hands_over:
         successor = state.successor(block, call.stand_in.spec)
     if successor is not None:
-        made = [prologue(call, successor, ends[0][0], *conditions) for prologue in prologues]
+        made = [make(call, successor, branches[0][0], *conditions) for make in makers]
         if None not in made:
-            handed, begun = zip(*map(Prologue.after, made, ends))
-            results = as_given(handed)
+            handed, begun = zip(*map(Prologue.after, made, branches))
+            results = as_returned(handed)
             state.hand_over(successor, (*results, *conditions), begun)
             return results
     sums = []
-    for end in ends:  # a comprehension is a call of a function
-        sums.append(gated_residual(*end, upcasts))
-    return as_given(sums)
+    for branch in branches:  # a comprehension would be a function call before Python 3.12
+        sums.append(gated_residual(*branch, upcasts))
+    return as_returned(sums)
 
 
-def feed_forward_end(
-    call: Call, block: Any, norm: str, ff: str, x: Tensor, attention_out: Tensor, rows: Rows
-) -> End:
-    """From a stream's attention to its end: ``x + gate * attention_out``, whose modulated norm goes through
-    the feed-forward.
+def feed_forwards(
+    call: Call,
+    block: Any,
+    names: Sequence[tuple[str, str]],
+    hidden_states: Sequence[Tensor],
+    attention_outs: Sequence[Tensor],
+    rows: Sequence[Rows],
+) -> list[ResidualBranch]:
+    """From the attention to the end of each stream: ``x + gate * attention_out``, whose modulated norm goes
+    through the feed-forward.
 
-    The rows are shift, scale and gate of attention, of which only the gate is left to use, and those of the
-    feed-forward.
+    ``names``: the attributes of norm and feed-forward. Rows are shift, scale and gate of attention, of which
+    only the gate is still needed, and those of the feed-forward.
     """
-    _, _, gate, shift, scale, gate_of_feed_forward = rows
-    x, normalized = residual_modulated(call, block, norm, x, attention_out, gate, (scale, shift))
-    return x, feed_forward(block._modules[ff], normalized), gate_of_feed_forward
+    branches = []
+    for (norm, ff), x, attention_out, (_, _, gate, shift, scale, gate_of_feed_forward) in zip(
+        names, hidden_states, attention_outs, rows
+    ):
+        x, n = residual_norm(call, block, norm, x, attention_out, gate, scale, shift)
+        branches.append((x, feed_forward(block._modules[ff], n), gate_of_feed_forward))
+    return branches
+
+
+def two_stream_block(
+    call: Call,
+    block: Any,
+    makers: PrologueMakers,
+    names: Sequence[tuple[str, str]],
+    hidden_states: tuple[Tensor, Tensor],
+    conditions: tuple[Any, ...],
+    **attention_arguments: Any,
+) -> tuple[Tensor, Tensor]:
+    """A block of image and text with one attention of both, and a feed-forward each; the text's result comes
+    first.
+
+    ``names`` as in ``feed_forwards``. With an IP-Adapter the attention has a third result, which is added to
+    the image.
+    """
+    begun = begin(call, block, makers, hidden_states, conditions)
+    normalized, rows = zip(*begun)
+    attention_out, c_attention_out, *adapted = block._modules["attn"](
+        hidden_states=normalized[0][0],
+        encoder_hidden_states=normalized[1][0],
+        **attention_arguments,
+    )
+    attention_outs = (attention_out, c_attention_out)
+    branches = feed_forwards(call, block, names, hidden_states, attention_outs, rows)
+    hands_over = not adapted and hidden_states[0].dtype != torch.float16
+    x, c = finish(call, block, makers, branches, conditions, hands_over=hands_over)
+    for out in adapted:
+        x = x + out
+    return clip_to_float16(c), x
 
 
 # --------------------------------------------------------------------------------------------------
 # Modulation
 
-
-class _Adaptive(NamedTuple):
-    """An adaptive layer norm.
-
-    Attributes:
-        rows: how many its linear layer makes.
-        modulations: the places of scale and shift among them, for each result of the norm.
-    """
-
-    known: KnownClass
-    rows: int
-    modulations: tuple[tuple[int, int], ...]
-
-
+# Adaptive layer norms: the number of rows that their linear layer makes, and the places of scale and shift
+# among them for each result of the norm.
 _PATH = "diffusers.models.normalization:"
 _ADAPTIVE = (
-    _Adaptive(KnownClass(_PATH + "AdaLayerNormZero"), 6, ((1, 0),)),
-    _Adaptive(KnownClass(_PATH + "AdaLayerNormZeroSingle"), 3, ((1, 0),)),
-    _Adaptive(KnownClass(_PATH + "AdaLayerNormContinuous"), 2, ((0, 1),)),
-    _Adaptive(KnownClass(_PATH + "SD35AdaLayerNormZeroX"), 9, ((1, 0), (7, 6))),
+    (KnownClass(_PATH + "AdaLayerNormZero"), 6, (1, 0)),
+    (KnownClass(_PATH + "AdaLayerNormZeroSingle"), 3, (1, 0)),
+    (KnownClass(_PATH + "AdaLayerNormContinuous"), 2, (0, 1)),
+    (KnownClass(_PATH + "SD35AdaLayerNormZeroX"), 9, (1, 0, 7, 6)),
 )
 _SEQUENTIAL = KnownClass("torch.nn:Sequential")
 
 
-def _read_adaptive(module: Any) -> tuple[_Adaptive, Norm] | str:
-    """What is known of an adaptive norm, or why the kernels cannot stand in for the module, as a clause."""
+def _read_adaptive(module: Any) -> tuple[int, tuple[int, ...], Norm] | str:
+    """Number of rows, places and norm of an adaptive norm, or why the kernels cannot replace the module, as a
+    clause."""
     cls = type(module)
-    for adaptive in _ADAPTIVE:
-        if cls is adaptive.known.cls:
+    for known, count, places in _ADAPTIVE:  # noqa: B007
+        if cls is known.cls:
             break
     else:
         return f"is a {class_name(module)}"
-    if not is_plain(module, adaptive.known):
-        return why_not_plain(module, adaptive.known)
+    if not is_plain(module, known):
+        return why_not_plain(module, known)
     modules = module._modules
     if module.__dict__.get("emb", modules.get("emb")) is not None:
         return "makes its time embedding by itself"
     if not is_plain(modules.get("silu"), SILU):
         return "has another activation than SiLU"
     norm = read_norm(modules.get("norm"))
-    return f"has a norm that {norm}" if isinstance(norm, str) else (adaptive, norm)
+    return f"has a norm that {norm}" if isinstance(norm, str) else (count, places, norm)
 
 
 def adaptive_prologue(
@@ -259,10 +256,9 @@ def adaptive_prologue(
     name: str,
     takes_emb: bool = True,
 ) -> Any:
-    """The beginning of a stream with the adaptive norm ``block.name`` and an embedding (B, D).
+    """The prologue with the adaptive norm ``block.name`` and an embedding (B, D).
 
-    ``ahead`` as in ``Prologues``. ``takes_emb``: whether the model gives a module in its place the embedding
-    as ``emb``.
+    ``ahead`` as in ``PrologueMakers``. ``takes_emb``: whether the model passes the embedding as ``emb``.
     """
     module = block._modules[name]
     found = _read_adaptive(module)
@@ -271,37 +267,45 @@ def adaptive_prologue(
             return None
         call.fall_back(f"{name} {found}")
         if call.state is not None:
-            call.state.shared.clear()  # the module may write to what it was made of
-        return AdaptiveModulePrologue(module, temb, takes_emb)
-    (_, count, places), norm = found
+            call.state.shared.clear()  # the module may write to what it was made from
+
+        def run_module(x: Tensor) -> PrologueResult:
+            """Its results take the places of the rows that they are made from."""
+            if not takes_emb:
+                return (module(x, temb),), ()
+            normalized, *results = module(x, emb=temb)
+            rows = [r.unsqueeze(1) if r.dim() == 2 else r for r in results]
+            if len(rows) == 6:  # of SD35AdaLayerNormZeroX
+                *rows, second, last = rows
+                return (normalized, second), (None, None, *rows, None, None, last)
+            return (normalized,), (None, None, *rows)
+
+        return run_module
+    count, places, norm = found
     modulation = _modulation(call, module._modules["linear"], temb, ahead)
     if modulation is None:
         return None
     rows = modulation.unsqueeze(1).chunk(count, 2)
-    (scale, shift), *second = places
-    modulations: tuple[Modulation, ...] = ((rows[scale], rows[shift]),)
-    if second:
-        modulations = (*modulations, (rows[second[0][0]], rows[second[0][1]]))
-    return Prologue(norm, module, "norm", modulations, rows)
+    return Prologue(norm, module, "norm", tuple([rows[place] for place in places]), rows)
 
 
 def _modulation(
     call: Call, layer: Any, temb: Tensor, ahead: Tensor | None, name: str = "silu"
 ) -> Tensor | None:
-    """``layer(silu(temb))``; ``ahead`` as in ``Prologues``. Blocks share the SiLU under ``name``."""
+    """``layer(silu(temb))``; ``ahead`` as in ``PrologueMakers``. Blocks share the SiLU under ``name``."""
     plain = plain_weight(layer)
     if plain is None:
-        if ahead is not None and not _may_be_ahead(layer, ahead):
+        if ahead is not None and not _may_run_ahead(layer, ahead):
             return None
-        return layer(torch.nn.functional.silu(temb))  # it may write to what it is given
+        return layer(torch.nn.functional.silu(temb))  # not shared: the layer may write to it
     if ahead is not None and plain[0].device != ahead.device:
         return None
     activated = call.shared(name, temb, torch.nn.functional.silu)
     return torch.nn.functional.linear(activated, *plain)
 
 
-def _may_be_ahead(layer: Any, x: Tensor) -> bool:
-    """Whether a layer may be called before its block: without hooks, as offloading has, and where x is."""
+def _may_run_ahead(layer: Any, x: Tensor) -> bool:
+    """Whether a layer may run before its block: it has no hooks, as offloading adds, and is on x's device."""
     return all(
         has_own_forward(module)
         and not has_hooks(module)
@@ -313,8 +317,8 @@ def _may_be_ahead(layer: Any, x: Tensor) -> bool:
 def linear_modulation(
     call: Call, module: Any, temb: Tensor, ahead: Tensor | None, name: str = "silu"
 ) -> Tensor | None:
-    """What a ``torch.nn.Sequential(SiLU, Linear)`` makes of a time embedding; ``ahead`` as in ``Prologues``.
-    Blocks share the SiLU under ``name``."""
+    """The result of a ``torch.nn.Sequential(SiLU, Linear)`` for a time embedding; ``ahead`` as in
+    ``PrologueMakers``. Blocks share the SiLU under ``name``."""
     if is_plain(module, _SEQUENTIAL) and len(module._modules) == 2:
         activation, layer = module._modules.values()
         if is_plain(activation, SILU):
@@ -330,11 +334,11 @@ def table_prologue(
     by_row: Callable[[Tensor], Tensor],
     upcasts: bool = False,
 ) -> Any:
-    """The beginning of a stream with the norm ``norm1`` and a modulation that is the block's table
-    ``scale_shift_table``, (N, D) or (1, N, D), plus a time embedding; ``ahead`` as in ``Prologues``.
+    """The prologue with the norm ``norm1`` and a modulation that is the block's table ``scale_shift_table``,
+    (N, D) or (1, N, D), plus a time embedding; ``ahead`` as in ``PrologueMakers``.
 
-    ``by_row`` makes (B, 1 or S, N, D) of the embedding, which the blocks share. Rows are shift and scale, and
-    N - 2 more, each (B, 1 or S, D), of the dtype of the sum.
+    ``by_row`` converts the embedding to (B, 1 or S, N, D), which the blocks share. Rows are shift, scale and
+    N - 2 more, each (B, 1 or S, D), in the dtype of the sum.
     """
     table = block.scale_shift_table
     if ahead is not None and table.device != ahead.device:
@@ -348,7 +352,7 @@ def table_prologue(
 
 
 # --------------------------------------------------------------------------------------------------
-# What is reported
+# The report
 
 
 @dataclass(frozen=True, eq=False)
@@ -356,10 +360,10 @@ class BlockSpec(PatchSpec):
     """A transformer block.
 
     Attributes:
-        norms: the names of its norms, of which it may lack some.
-        adaptive_norms: the names of those that make their modulation themselves.
+        norms: the names of its norms; a block may lack some.
+        adaptive_norms: the names of norms that compute their modulation themselves.
         upcasts: whether the model's own code computes norms and residuals in float32.
-        inner: where modules are expected that have a stand-in of their own.
+        inner: paths of modules that have a stand-in of their own.
     """
 
     norms: tuple[str, ...] = ()
@@ -368,10 +372,7 @@ class BlockSpec(PatchSpec):
     inner: tuple[str, ...] = ()
 
     def notes(self, module: nn.Module, injection: Injection) -> list[str]:
-        found: list[tuple[str, Any]] = []
-        for name in self.norms:
-            norm = module._modules.get(name)
-            if norm is not None:
-                found.append((name, read_norm(norm, upcasts=self.upcasts)))
-        found += [(name, _read_adaptive(module._modules.get(name))) for name in self.adaptive_norms]
-        return [f"{name} {reason}" for name, reason in found if isinstance(reason, str)]
+        modules = module._modules
+        adaptive = [(name, _read_adaptive(modules.get(name))) for name in self.adaptive_norms]
+        notes = [f"{name} {found}" for name, found in adaptive if isinstance(found, str)]
+        return norm_notes(module, self.norms, self.upcasts) + notes

@@ -1,7 +1,7 @@
-"""Guards: whether a module or a function is exactly what its library defines, asked where it would be used.
+"""Guards: whether a module or a function is exactly what its library defines, checked where it is used.
 
-Nothing here remembers an answer. Classes and functions are looked up once, as their libraries define them;
-whether a module, or a name of a library, still is that one is compared at each use.
+No answer is remembered. Classes and functions are looked up once, as their libraries define them; each use
+compares whether a module, or a name of a library, still is that one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,20 +27,13 @@ GLOBAL_HOOKS = (
 _Module: Any = nn.Module
 # How modules are called, unless a debugger or profiler has patched it.
 MODULE_CALL, CALL_IMPL = _Module._wrapped_call_impl, _modules.Module._call_impl
-# Modes that change no result: torch.set_default_device, and those that only look on.
+# Modes that change no result: torch.set_default_device, and modes that only observe.
 TRANSPARENT_MODES: set[type] = {DeviceContext}
-# Where PyTorch has what it traces by: a trace is to have the kernels.
+# The modules of PyTorch's tracers: the kernels run under them.
 _TRACERS = ("torch._subclasses", "torch._export", "torch._functorch", "torch.export", "torch.fx")
-# The classes of what this package puts in the place of forwards.
+# The classes of this package's replacements of forwards.
 STAND_INS: set[type] = set()
-
-
-class LibraryFunction(NamedTuple):
-    """A function of a module or a class; ``function`` is None if it is missing or was replaced."""
-
-    owner: Any
-    name: str
-    function: Any
+_known: list[Any] = []
 
 
 def find_class(path: str) -> type | None:
@@ -49,23 +42,38 @@ def find_class(path: str) -> type | None:
     return getattr(sys.modules.get(module), name, None)
 
 
-def library_function(path: str, parameters: str | None = None) -> LibraryFunction:
-    """``module:function`` or ``module:class.function``.
+class KnownFunction:
+    """A function ``module:name`` or ``module:class.name`` as its library defines it.
 
-    ``parameters`` are the names that it must take, in order: another version of the library with other ones
-    may compute something else.
+    Attributes:
+        owner: its module or class.
+        name: its name there.
+        function: the function; None if it is not loaded, or if another version of the library has other
+            ``parameters`` (names in order, any if None) and so may compute something else.
     """
-    module_name, _, qualified_name = path.partition(":")
-    class_name_, _, name = qualified_name.rpartition(".")
-    owner = sys.modules.get(module_name)
-    if class_name_:
-        owner = getattr(owner, class_name_, None)
-    function: Any = vars(owner).get(name) if owner is not None else None
-    if not _is_written_by(module_name.partition(".")[0], function, name) or (
-        parameters is not None and " ".join(inspect.signature(function).parameters) != parameters
-    ):
-        function = None
-    return LibraryFunction(owner, name, function)
+
+    __slots__ = ("_parameters", "_path", "function", "name", "owner")
+
+    def __init__(self, path: str, parameters: str | None = None) -> None:
+        self._path = path
+        self._parameters = parameters
+        self.owner: Any = None
+        self.function: Any = None
+        self.look_up()
+        _known.append(self)
+
+    def look_up(self) -> None:
+        module_name, _, qualified_name = self._path.partition(":")
+        class_name_, _, self.name = qualified_name.rpartition(".")
+        owner: Any = sys.modules.get(module_name)
+        if class_name_:
+            owner = getattr(owner, class_name_, None)
+        function: Any = vars(owner).get(self.name) if owner is not None else None
+        if _is_written_by(module_name.partition(".")[0], function, self.name) and (
+            self._parameters is None
+            or " ".join(inspect.signature(function).parameters) == self._parameters
+        ):
+            self.owner, self.function = owner, function
 
 
 def _is_written_by(library: str, function: Any, name: str) -> bool:
@@ -78,78 +86,48 @@ def _is_written_by(library: str, function: Any, name: str) -> bool:
     return module_globals["__name__"].partition(".")[0] == library
 
 
-def replaced_function(functions: tuple[LibraryFunction, ...]) -> str | None:
-    """Why the kernels cannot stand in for these functions: one of them is not the library's any more."""
-    for owner, name, function in functions:
-        if function is None or getattr(owner, name, None) is not function:
-            return f"{name} was replaced"
+def replaced_function(functions: tuple[KnownFunction, ...]) -> str | None:
+    """Why the kernels cannot replace these functions: one of them is not the library's any more."""
+    for known in functions:
+        if known.function is None or getattr(known.owner, known.name, None) is not known.function:
+            return f"{known.name} was replaced"
     return None
 
 
-class KnownFunction:
-    """A function of a library that is compared where it would be called.
-
-    Attributes:
-        function: it; None until its module is loaded.
-    """
-
-    __slots__ = ("_path", "function")
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self.look_up()
-        _known.append(self)
-
-    def look_up(self) -> None:
-        self.function: Any = library_function(self._path).function
-
-    @property
-    def is_found(self) -> bool:
-        return self.function is not None
-
-
 class KnownClass:
-    """A class, without its subclasses, whose arithmetic the kernels know.
+    """A class, without its subclasses, whose forward the kernels know.
 
     Attributes:
         cls: the class; None until its module is loaded.
         own_forward: its forward as the library defines it.
-        functions: what that forward calls by names that users replace.
+        functions: the functions that it calls by names that users replace; each given by its path, or by
+            path and parameters.
     """
 
-    __slots__ = ("_function_paths", "_path", "cls", "functions", "own_forward")
+    __slots__ = ("_own_forward", "_path", "cls", "functions", "own_forward")
 
-    def __init__(self, path: str, *function_paths: str) -> None:
+    def __init__(self, path: str, *functions: Any, parameters: str | None = None) -> None:
         self._path = path
-        self._function_paths = function_paths
+        self.cls: Any = None
+        self._own_forward = KnownFunction(f"{path}.forward", parameters)
+        paths = ((f,) if isinstance(f, str) else f for f in functions)
+        self.functions = tuple([KnownFunction(*path) for path in paths])
         self.look_up()
         _known.append(self)
 
     def look_up(self) -> None:
-        self.cls: Any = find_class(self._path)
-        self.own_forward: Any = library_function(f"{self._path}.forward").function
-        self.functions = tuple(map(library_function, self._function_paths))
-
-    @property
-    def is_found(self) -> bool:
-        return self.own_forward is not None and all(f.function for f in self.functions)
-
-
-_known: list[Any] = []
+        self.cls = self.cls or find_class(self._path)
+        self.own_forward: Any = self._own_forward.function
 
 
 def look_up_libraries() -> None:
-    """Looks up what is known of libraries, of those that have been loaded by now.
-
-    What was found before stays, as it may have been replaced since.
-    """
+    """Looks up libraries that have been loaded since. What a user has replaced stays as it was found."""
     for known in _known:
-        if not known.is_found:
-            known.look_up()
+        known.look_up()
 
 
 def is_plain(module: Any, known: KnownClass, *others: Any) -> bool:
-    """Whether a call of the module, and of each other one, runs nothing but what its library says: it is of
+    """Whether a call of the module, and of each other one, runs only what its library defines: it is of
     exactly this class, without hooks or another forward, and no function that it calls was replaced."""
     cls = known.cls
     if (
@@ -158,8 +136,8 @@ def is_plain(module: Any, known: KnownClass, *others: Any) -> bool:
         or cls.__call__ is not _Module.__call__
     ):
         return False
-    for owner, name, function in known.functions:
-        if getattr(owner, name, None) is not function:
+    for function in known.functions:
+        if getattr(function.owner, function.name, None) is not function.function:
             return False
     for each in (module, *others) if others else (module,):
         state = each.__dict__
@@ -177,8 +155,8 @@ def is_plain(module: Any, known: KnownClass, *others: Any) -> bool:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether the forward found on the instance is its class's, as hooks leave it that were removed, or a
-    stand-in for it, which computes the same."""
+    """Whether the instance has no forward of its own besides its class's, which removed hooks leave there, or
+    a stand-in for it, which computes the same."""
     forward = module.__dict__.get("forward")
     if type(forward) is not MethodType:
         return forward is None
@@ -189,7 +167,7 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks of its own, or a compiled call, are around the module's forward."""
+    """Whether the module has hooks of its own, or a compiled call."""
     state = module.__dict__
     return bool(
         state["_forward_hooks"]
@@ -201,7 +179,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def why_not_plain(module: Any, known: KnownClass) -> str:
-    """The reason for which ``is_plain`` is false, as a clause."""
+    """Why ``is_plain`` is false, as a clause."""
     if known.cls is None or type(module) is not known.cls:
         return f"is a {class_name(module)}"
     reason = replaced_function(known.functions)
@@ -212,8 +190,8 @@ def why_not_plain(module: Any, known: KnownClass) -> str:
     return "has hooks or another forward than its class's"
 
 
-def interposed() -> str | None:
-    """What is around all calls of modules or functions now, for which the model's own code has to run."""
+def why_intercepted() -> str | None:
+    """What intercepts all calls of modules or functions now, so that the model's own code has to run."""
     if any(GLOBAL_HOOKS):
         return "hooks are registered for all modules"
     for function, own in ((_Module.__call__, MODULE_CALL), (_Module._call_impl, CALL_IMPL)):
@@ -221,8 +199,7 @@ def interposed() -> str | None:
         writer = getattr(function, "__globals__", {}).get("__name__", "")
         if function is not own and not writer.startswith(_TRACERS):
             return "torch.nn.Module.__call__ was replaced"
-    modes = _get_current_function_mode_stack() + _get_current_dispatch_mode_stack()
-    for mode in modes:
+    for mode in _get_current_function_mode_stack() + _get_current_dispatch_mode_stack():
         cls = type(mode)
         if cls not in TRANSPARENT_MODES and not cls.__module__.startswith(_TRACERS):
             return f"it runs within a {cls.__name__}"

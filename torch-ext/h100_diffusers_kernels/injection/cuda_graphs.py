@@ -1,9 +1,10 @@
-"""Models' forwards captured into CUDA graphs, and replayed while the model and PyTorch are as they were."""
+"""CUDA graphs of models' forwards, replayed as long as the model and PyTorch's settings are unchanged."""
 
 from __future__ import annotations
 
 import collections
 import copy
+import functools
 import logging
 from collections.abc import Hashable
 from typing import Any
@@ -12,9 +13,9 @@ import torch
 from torch import nn
 
 from ..conditions import KERNEL_DEVICE_TYPE, tracks_derivatives
-from .checks import interposed
+from .cache import is_capturing
+from .checks import why_intercepted
 from .graph_capture import Arguments, Capture, CudaGraph, Pool, lock, read_arguments
-from .kept import is_capturing
 from .model_fingerprint import CannotCapture, Fingerprint
 from .patch import Injection, PatchSpec, StandIn
 from .report import GraphCalls
@@ -23,24 +24,24 @@ __all__ = ["GraphedStandIn", "Pool"]
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
-# What captures and replays on a type of device.
+# The class that captures and replays, by device type.
 GRAPHS: dict[str, Any] = {"cuda": CudaGraph}
 FIRST_CALL = "the first call of its kind"
 _MOVED = "parameters or buffers are elsewhere in memory"
 _CHANGES_OFTEN = "it changed at each of the last calls"
 _CHANGES_ITSELF = "its forward changes the model"
 _TOO_LITTLE_MEMORY = "there is not enough memory for a graph"
-# Keys of calls that are remembered, for each graph that may be kept.
+# The number of remembered keys of calls, for each graph that may be kept.
 _REMEMBERED = 16
-# Calls without a look at a model that was refused or changed again, with exponential backoff.
-_MOST_CALLS_BETWEEN_LOOKS = 64
+# The limit of the exponential backoff, in calls, for models that were refused or changed again.
+_MAX_BACKOFF = 64
 
 
 class GraphedStandIn(StandIn):
-    """A stand-in whose calls are captured at the second of a kind, and replayed from then on.
+    """A stand-in that captures the second call of a kind and replays the graph from then on.
 
-    Calls are of one kind if they differ in tensors' values only. Before a replay's result is returned, the
-    model is compared with what it was; if it changed, its graphs are dropped and the call runs as it is.
+    Calls of a kind differ in tensor values only. Each replay compares the model with what was captured; if it
+    changed, its graphs are dropped, the result is discarded and the call runs without a graph.
     """
 
     def __init__(
@@ -48,12 +49,11 @@ class GraphedStandIn(StandIn):
     ) -> None:
         """
         Args:
-            inner: the stand-in for the forward without graphs; None where the class's own runs.
+            inner: the stand-in for the forward without graphs; None if the class's own runs.
             pool: the memory of the pipeline's graphs.
         """
         cls: Any = type(model)
-        spec = PatchSpec(f"{cls.__module__}:{cls.__qualname__}", cls.forward, "")
-        super().__init__(model, spec if inner is None else inner.spec, "", injection)
+        super().__init__(model, _spec_of(cls) if inner is None else inner.spec, "", injection)
         if inner is None:  # it runs on no kernel itself
             self.own_forward = cls.forward
             del injection.report.counts[self.name]
@@ -61,12 +61,12 @@ class GraphedStandIn(StandIn):
         self._calls = injection.report.graph_calls = GraphCalls("", cls.__name__)
         self._pool = pool
         self._captures: collections.OrderedDict[Hashable, Capture] = collections.OrderedDict()
-        # Why calls that ran as they are were not captured, by key.
+        # Why calls were not captured, by key.
         self._seen: collections.OrderedDict[Hashable, str] = collections.OrderedDict()
         self._fingerprint: Fingerprint | None = None
         self._refusal = FIRST_CALL  # why there is no fingerprint
         self._calls_to_wait = 0  # until there is one
-        self._patience = 0
+        self._backoff = 0
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         """As ``StandIn.run``."""
@@ -75,12 +75,12 @@ class GraphedStandIn(StandIn):
         return self.call(*args, **kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """One call: replayed, captured, or run as it is."""
+        """One call: replayed, captured, or run without a graph."""
         module = self._module()
         if torch.compiler.is_compiling() or is_capturing():
             return self._run(*args, **kwargs)
         if module is None or self.injection.is_over:
-            self.taken_out()  # a wrapper may hold this
+            self.taken_out()  # a wrapper may still hold this
             return self._run(*args, **kwargs)
         key: Any = None
         with lock:
@@ -98,14 +98,14 @@ class GraphedStandIn(StandIn):
             self._count(reason)
         result = self._run(*args, **kwargs)
         if key is not None:
-            # PyTorch's settings change in its first calls, such as the order of attentions.
+            # PyTorch's first calls change its settings, such as the order of attentions.
             with lock:
                 self._look(module, (_settings(), call.key))
         return result
 
     def forget(self) -> None:
-        """Drops all graphs, and what is known of the model."""
-        while self._captures:  # an interrupt leaves no graph here that was reset
+        """Drops all graphs and the fingerprint."""
+        while self._captures:  # popped first: an interrupt leaves no graph here that was reset
             self._captures.popitem()[1].reset()
         self._seen.clear()
         self._fingerprint = None
@@ -116,7 +116,7 @@ class GraphedStandIn(StandIn):
             self.forget()
 
     def copied(self, module: nn.Module, memo: dict) -> StandIn:
-        """That of the module's copy, without graphs."""
+        """The stand-in of the module's copy, without graphs."""
         injection, pool = copy.deepcopy((self.injection, self._pool), memo)
         duplicate = GraphedStandIn(module, self if self._has_spec else None, injection, pool)
         duplicate.had_attribute = self.had_attribute
@@ -132,7 +132,7 @@ class GraphedStandIn(StandIn):
         """The call's result.
 
         Raises:
-            CannotCapture: if the call is to run as it is.
+            CannotCapture: if the call has to run without a graph.
         """
         fingerprint, capture = self._fingerprint, self._captures.get(key)
         if fingerprint is None:
@@ -141,17 +141,17 @@ class GraphedStandIn(StandIn):
         if capture is not None and (has_moved or not capture.externals.hold()):
             self._captures.pop(key).reset()
             capture = None
-        # The device computes while the model is compared.
+        # The model is compared while the device computes.
         result = None if capture is None else capture.replay(call.tensors)
         change = _MOVED if has_moved else fingerprint.change(module)
         if change is not None:
             self.forget()
-            self._wait(_CHANGES_OFTEN if self._patience else FIRST_CALL)
+            self._wait(_CHANGES_OFTEN if self._backoff else FIRST_CALL)
             logger.info("%s: CUDA graphs are dropped: %s", self._name, change)
             raise CannotCapture(FIRST_CALL)
         if capture is not None:
             self._captures.move_to_end(key)
-            self._patience = 0
+            self._backoff = 0
             self._calls.replayed += 1
             return result
         reason = self._seen.get(key)
@@ -176,7 +176,7 @@ class GraphedStandIn(StandIn):
             self._seen[key] = reason + sentence
             raise CannotCapture(self._seen[key]) from None
         if not fingerprint.addresses.hold() or fingerprint.change(module) is not None:
-            # This call did what it does besides computing; a replay would not.
+            # A replay would not change the model.
             capture.reset()
             self.forget()
             self._wait(_CHANGES_ITSELF)
@@ -189,7 +189,7 @@ class GraphedStandIn(StandIn):
         return result
 
     def _look(self, module: nn.Module, key: Hashable) -> None:
-        """After a call that ran as it is."""
+        """Takes the fingerprint, and remembers the key, after a call without a graph."""
         if self._fingerprint is None:
             if self._calls_to_wait > 0:
                 self._calls_to_wait -= 1
@@ -204,9 +204,9 @@ class GraphedStandIn(StandIn):
             self._seen.popitem(last=False)
 
     def _wait(self, reason: str) -> None:
-        """A fingerprint takes the host time of some blocks: not at each call of a model that changes."""
-        self._calls_to_wait = self._patience
-        self._patience = min(max(1, 2 * self._patience), _MOST_CALLS_BETWEEN_LOOKS)
+        """Delays the next fingerprint with exponential backoff: it takes the host time of some blocks."""
+        self._calls_to_wait = self._backoff
+        self._backoff = min(max(1, 2 * self._backoff), _MAX_BACKOFF)
         self._refusal = reason
 
     @property
@@ -214,8 +214,7 @@ class GraphedStandIn(StandIn):
         return self.injection.report.model_name or "the model"
 
     def _count(self, reason: str) -> None:
-        """Counts a call that runs as it is. The first for each reason is logged, unless the next one will be
-        captured."""
+        """Counts a call without a graph. The first for each reason is logged, except for first calls."""
         self._calls.uncaptured[reason] += 1
         if self._calls.uncaptured[reason] == 1 and reason != FIRST_CALL:
             logger.warning(
@@ -223,8 +222,13 @@ class GraphedStandIn(StandIn):
             )
 
 
+@functools.cache
+def _spec_of(cls: Any) -> PatchSpec:
+    return PatchSpec(f"{cls.__module__}:{cls.__qualname__}", cls.forward, "")
+
+
 # --------------------------------------------------------------------------------------------------
-# What PyTorch is set to
+# PyTorch's modes and settings
 
 
 def _refuse_modes() -> None:
@@ -236,7 +240,7 @@ def _refuse_modes() -> None:
         raise CannotCapture("it is traced")
     if torch.is_anomaly_enabled():
         raise CannotCapture("anomaly detection is on")
-    reason = interposed()
+    reason = why_intercepted()
     if reason is not None:
         raise CannotCapture(reason)
 
@@ -265,16 +269,16 @@ _getters = (
     *(torch.is_inference_mode_enabled, torch.get_default_dtype),
     *(getattr(torch._C, name) for name in _GETTERS if hasattr(torch._C, name)),
 )
-# Whether float32 products may use TF32. The public names raise where they are set to contradict each other.
+# Whether float32 products may use TF32. The public names raise if their values contradict each other.
 _PRECISIONS = [("generic", "all"), *(("cuda", op) for op in ("all", "matmul", "conv", "rnn"))]
 
 
 def _settings() -> Hashable:
-    """Equal for calls of which PyTorch chooses kernels alike."""
+    """A part of the key: equal if PyTorch chooses the same kernels."""
     values = [get() for get in _getters]
     has_modes = torch._C._len_torch_function_stack()
     return (
         torch.get_default_device() if has_modes else None,
         *[tuple(value) if isinstance(value, list) else value for value in values],
-        *[torch._C._get_fp32_precision_getter(*of) for of in _PRECISIONS],
+        *[torch._C._get_fp32_precision_getter(*names) for names in _PRECISIONS],
     )

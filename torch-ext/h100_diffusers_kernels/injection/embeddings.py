@@ -1,6 +1,5 @@
-"""Embeddings of time steps and of positions, whose frequencies diffusers makes anew in every forward.
-
-The results have the same bits: what is kept is what the model's own operations made, on the same device.
+"""Embeddings of time steps and positions. diffusers computes their frequencies in every forward. Here they
+are cached, computed by diffusers' own operations on the same device, so that results have the same bits.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..conditions import KERNEL_DEVICE_TYPE, is_plain, tracks_derivatives
-from .kept import Kept
+from .cache import cached
 from .patch import Call, PatchSpec
 
 
@@ -26,13 +25,11 @@ def _is_taken(x: Tensor) -> bool:
 
 
 def _timesteps_forward(self: Any, call: Call, timesteps: Tensor) -> Tensor:
-    """Of (B,), float32 (B, channels): sines, then cosines, or the other way round."""
+    """(B,) to float32 (B, channels): sines, then cosines, or the other way round."""
     if not _is_taken(timesteps) or timesteps.dim() != 1 or self.num_channels % 2 != 0:
         return NotImplemented
     key = (self.num_channels, self.downscale_freq_shift)
-    (frequencies,) = Kept.of(
-        call, timesteps, key, lambda: _of_channels(*key, device=timesteps.device)
-    )
+    (frequencies,) = cached(call, timesteps, key, lambda: _channels(*key, timesteps.device))
     angles = timesteps[:, None].float() * frequencies
     if self.scale != 1:
         angles = self.scale * angles
@@ -40,25 +37,25 @@ def _timesteps_forward(self: Any, call: Call, timesteps: Tensor) -> Tensor:
     return torch.cat(pair, dim=-1)
 
 
-def _of_channels(channels: int, shift: float, device: torch.device) -> tuple[Tensor]:
+def _channels(channels: int, shift: float, device: torch.device) -> tuple[Tensor]:
     count = channels // 2
     exponents = torch.arange(count, dtype=torch.float32, device=device)
     return (torch.exp(-math.log(10000) * exponents / (count - shift)),)
 
 
 def _axes_forward(self: Any, call: Call, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the positions (S, axes) cosines and sines, each float32 (S, the axes' dimensions)."""
+    """Positions (S, axes) to cosines and sines, each float32 (S, sum of the axes' dimensions)."""
     if not _is_taken(ids) or ids.dim() != 2 or ids.shape[1] != len(self.axes_dim):
         return NotImplemented
     key = (self.theta, tuple(self.axes_dim))
-    axes, frequencies = Kept.of(call, ids, key, lambda: _of_axes(*key, device=ids.device))
+    axes, frequencies = cached(call, ids, key, lambda: _axes(*key, ids.device))
     # The product is in float64, as the frequencies are.
     angles = ids.float().index_select(1, axes) * frequencies
     return angles.cos().float(), angles.sin().float()
 
 
-def _of_axes(theta: float, dims: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each element of the tables, the axis and the frequency."""
+def _axes(theta: float, dims: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The axis and the frequency of each element of the tables."""
     axes, frequencies = [], []
     for axis, dim in enumerate(dims):
         exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
@@ -67,17 +64,17 @@ def _of_axes(theta: float, dims: tuple[int, ...], device: torch.device) -> tuple
     return torch.cat(axes), torch.cat(frequencies)
 
 
-_KEPT = "frequencies are kept"
+_CACHED = "frequencies are cached"
 _EMBEDDINGS = "diffusers.models.embeddings"
 TIMESTEPS = PatchSpec(
     f"{_EMBEDDINGS}:Timesteps",
     _timesteps_forward,
-    _KEPT,
+    _CACHED,
     functions=(f"{_EMBEDDINGS}:get_timestep_embedding",),
 )
 
 
 def axial_positions(path: str) -> PatchSpec:
-    """A class that makes tables of positions on several axes, as FLUX.1's does."""
+    """A class that computes tables of positions on several axes, like FLUX.1's."""
     function = f"{path.partition(':')[0]}:get_1d_rotary_pos_embed"
-    return PatchSpec(path, _axes_forward, _KEPT, functions=(function,))
+    return PatchSpec(path, _axes_forward, _CACHED, functions=(function,))

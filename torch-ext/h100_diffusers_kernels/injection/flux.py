@@ -1,12 +1,12 @@
 """FLUX.1: how its transformer, and its ControlNet, map to the operations.
 
-A double block does for image tokens x and text tokens c, each with a modulation of its own,
+A double block computes for image tokens x and text tokens c, each with its own modulation,
 
     n_x, n_c = layer_norm(x) * (1 + scale) + shift, layer_norm(c) * (1 + scale) + shift
-    a_x, a_c = attention of both, joined, with an RMS norm of each head's query and key, and rotated
+    a_x, a_c = attention over the concat of both, with an RMS norm of each head's query and key, and rotated
     x = x + gate * a_x;  x = x + gate_mlp * ff(layer_norm(x) * (1 + scale_mlp) + shift_mlp);  c likewise
 
-and a single block, of both joined,
+and a single block, for the concat of both,
 
     n = layer_norm(x) * (1 + scale) + shift;  x = x + gate * proj_out([attention(n), gelu(proj_mlp(n))])
 """
@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import AttentionSpec, concat_view, forward_with_tables, joined
-from .blocks import BlockSpec, adaptive_prologue, begin, feed_forward_end, finish, take_over
+from .attention import AttentionSpec, concat_streams, concat_view, forward_with_tables
+from .blocks import BlockSpec, adaptive_prologue, finish, take_over, two_stream_block
 from .checks import is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import GELU, LINEAR_GELU, linear, linear_gelu, linear_of_concat
 from .norm_modules import OUTPUT_NORM
-from .norms import clipped
+from .norms import clip_to_float16
 from .patch import Call
 
 _FLUX = "diffusers.models.transformers.transformer_flux"
@@ -38,6 +38,7 @@ _CONTROLNET = "diffusers.models.controlnets.controlnet_flux"
 _DOUBLE = tuple(partial(adaptive_prologue, name=name) for name in ("norm1", "norm1_context"))
 # Rows are shift, scale and gate.
 _SINGLE = (partial(adaptive_prologue, name="norm"),)
+_FEED_FORWARDS = (("norm2", "ff"), ("norm2_context", "ff_context"))
 
 
 def _double_block_forward(
@@ -52,23 +53,8 @@ def _double_block_forward(
     x, c = hidden_states, encoder_hidden_states
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
-    begun, c_begun = begin(call, self, _DOUBLE, (x, c), (temb,))
-    # With an IP-Adapter the third result is to be added to the image's.
-    attention_out, c_attention_out, *adapted = self._modules["attn"](
-        hidden_states=begun[0][0],
-        encoder_hidden_states=c_begun[0][0],
-        image_rotary_emb=image_rotary_emb,
-        **(joint_attention_kwargs or {}),
-    )
-    ends = (
-        feed_forward_end(call, self, "norm2", "ff", x, attention_out, begun[1]),
-        feed_forward_end(call, self, "norm2_context", "ff_context", c, c_attention_out, c_begun[1]),
-    )
-    hands_over = not adapted and x.dtype != torch.float16
-    x, c = finish(call, self, _DOUBLE, ends, (temb,), hands_over=hands_over)
-    for out in adapted:
-        x = x + out
-    return clipped(c), x
+    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    return two_stream_block(call, self, _DOUBLE, _FEED_FORWARDS, (x, c), (temb,), **more)
 
 
 def _single_block_forward(
@@ -88,8 +74,8 @@ def _single_block_forward(
     if handed is not None:
         x, (begun,) = concat_view(c, x), handed
     else:
-        x = joined(call, c, x)
-        begun = _SINGLE[0](call, self, None, temb).begin(x)
+        x = concat_streams(call, c, x)
+        begun = _SINGLE[0](call, self, None, temb)(x)
     (normalized,), (_, _, gate) = begun
     modules = self._modules
     activation = modules["act_mlp"]
@@ -102,25 +88,16 @@ def _single_block_forward(
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
     )
-    end = (x, linear_of_concat(call, modules["proj_out"], attention_out, mlp_out), gate)
-    text, image = finish(
-        call,
-        self,
-        _SINGLE,
-        (end,),
-        (temb,),
-        hands_over=x.dtype != torch.float16,
-        as_given=partial(_split, text_length),
-    )
-    return text, image
+    branch = (x, linear_of_concat(call, modules["proj_out"], attention_out, mlp_out), gate)
+    hands_over = x.dtype != torch.float16
 
+    def as_returned(results: Any) -> tuple[Tensor, Tensor]:
+        x = clip_to_float16(results[0])
+        # Views that may be written to, unlike those of `split`.
+        return x[:, :text_length], x[:, text_length:]
 
-def _split(text_length: int, results: Any) -> tuple[Tensor, Tensor]:
-    """A block's result as that of the text and that of the image."""
-    (x,) = results
-    x = clipped(x) if x.dtype == torch.float16 else x
-    # Views that may be written to, unlike those of `split`.
-    return x[:, :text_length], x[:, text_length:]
+    how: dict[str, Any] = {"hands_over": hands_over, "as_returned": as_returned}
+    return finish(call, self, _SINGLE, (branch,), (temb,), **how)  # type: ignore[return-value]
 
 
 _LISTS = ("transformer_blocks", "single_transformer_blocks")
@@ -148,7 +125,6 @@ _SPECS = (
         forward_with_tables,
         "qk_norm_rope",
         processor=f"{_FLUX}:FluxAttnProcessor",
-        norms=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
         project="_get_qkv_projections",
     ),
     axial_positions(f"{_FLUX}:FluxPosEmbed"),

@@ -1,8 +1,8 @@
 """FLUX.2: how its transformer maps to the operations.
 
-Its blocks are those of FLUX.1 with three differences: the model makes one modulation for all blocks of a
-kind; a feed-forward is silu(first half) * second half; and in a single block one matrix product makes query,
-key, value and the feed-forward's input, and one takes its results side by side,
+Its blocks are those of FLUX.1 with three differences: all blocks of a kind share one modulation, which the
+model computes; a feed-forward is silu(first half) * second half; and in a single block one matrix product
+gives query, key, value and the feed-forward's input, and one takes the concat of its results,
 
     n = layer_norm(x) * (1 + scale) + shift;  q, k, v, m = to_qkv_mlp_proj(n)
     x = x + gate * to_out([attention(q, k, v), silu(m_1) * m_2])
@@ -19,14 +19,14 @@ from torch import Tensor
 from .. import functional
 from ..conditions import is_differentiated, kernels_take, may_write
 from .attention import AttentionSpec, attend, forward_with_tables, norm_and_rotate
-from .blocks import BlockSpec, begin, feed_forward_end, finish, norm_prologue
+from .blocks import BlockSpec, begin, finish, norm_prologue, two_stream_block
 from .checks import KnownClass, is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import SILU, linear
 from .norm_modules import OUTPUT_NORM
-from .norms import clipped
-from .patch import Call, PatchSpec, StandIn
+from .norms import clip_to_float16
+from .patch import Call, PatchSpec
 
 _FLUX2 = "diffusers.models.transformers.transformer_flux2"
 _SWIGLU = KnownClass(f"{_FLUX2}:Flux2SwiGLU")
@@ -35,7 +35,7 @@ _SWIGLU = KnownClass(f"{_FLUX2}:Flux2SwiGLU")
 def _prologue(
     call: Call, block: Any, ahead: Tensor | None, *modulations: Tensor, name: str, count: int
 ) -> Any:
-    """Of modulations (B, N * D) or (B, 1 or S, N * D) the text's is the last; N rows, each (B, 1 or S, D)."""
+    """N rows, each (B, 1 or S, D), of a modulation (B, N * D) or (B, 1 or S, N * D); the last is text's."""
     modulation = modulations[-1 if name.endswith("context") else 0]
 
     def rows_of(modulation: Tensor) -> tuple:
@@ -50,6 +50,7 @@ def _prologue(
 _DOUBLE = tuple(partial(_prologue, name=name, count=6) for name in ("norm1", "norm1_context"))
 # Rows are shift, scale and gate.
 _SINGLE = (partial(_prologue, name="norm", count=3),)
+_FEED_FORWARDS = (("norm2", "ff"), ("norm2_context", "ff_context"))
 
 
 def _double_block_forward(
@@ -65,20 +66,8 @@ def _double_block_forward(
     x, c, conditions = hidden_states, encoder_hidden_states, (temb_mod_img, temb_mod_txt)
     if not kernels_take(x, c, *conditions):
         return call.refuse(x, c, *conditions)
-    begun, c_begun = begin(call, self, _DOUBLE, (x, c), conditions)
-    attention_out, c_attention_out = self._modules["attn"](
-        hidden_states=begun[0][0],
-        encoder_hidden_states=c_begun[0][0],
-        image_rotary_emb=image_rotary_emb,
-        **(joint_attention_kwargs or {}),
-    )
-    ends = (
-        feed_forward_end(call, self, "norm2", "ff", x, attention_out, begun[1]),
-        feed_forward_end(call, self, "norm2_context", "ff_context", c, c_attention_out, c_begun[1]),
-    )
-    hands_over = c.dtype != torch.float16
-    x, c = finish(call, self, _DOUBLE, ends, conditions, hands_over=hands_over)
-    return clipped(c), x
+    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    return two_stream_block(call, self, _DOUBLE, _FEED_FORWARDS, (x, c), conditions, **more)
 
 
 def _single_block_forward(
@@ -105,15 +94,9 @@ def _single_block_forward(
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
     )
-    (x,) = finish(
-        call,
-        self,
-        _SINGLE,
-        ((x, attention_out, gate),),
-        (temb_mod,),
-        hands_over=x.dtype != torch.float16,
-    )
-    x = clipped(x)
+    branches, hands_over = ((x, attention_out, gate),), x.dtype != torch.float16
+    (x,) = finish(call, self, _SINGLE, branches, (temb_mod,), hands_over=hands_over)
+    x = clip_to_float16(x)
     return (x[:, :text_seq_len], x[:, text_seq_len:]) if split_hidden_states else x
 
 
@@ -130,33 +113,25 @@ def _parallel_attention_forward(
     if not kernels_take(hidden_states):
         return call.refuse(hidden_states)
     packed = linear(self._modules["to_qkv_mlp_proj"], hidden_states)
-    # In proportion, as tensor parallelism leaves a rank a part of each.
+    # In proportion, because tensor parallelism leaves each rank a part of both.
     size, mlp_size = 3 * self.inner_dim, self.mlp_hidden_dim * self.mlp_mult_factor
     size = packed.shape[-1] * size // (size + mlp_size)
     qkv, mlp = packed.split_with_sizes([size, packed.shape[-1] - size], dim=-1)
     query, key, value = qkv.chunk(3, dim=-1)
     heads = query.shape[2] // self.head_dim
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
-    query, key = norm_and_rotate(
-        call,
-        self,
-        ("norm_q", "norm_k"),
-        query,
-        key,
-        image_rotary_emb,
-        rotate,
-        "per_head",
-        heads,
-    )
+    how = (image_rotary_emb, rotate, "per_head", heads)
+    query, key = norm_and_rotate(call, self, ("norm_q", "norm_k"), query, key, *how)
     activation = self._modules["mlp_act_fn"]
     if (
         may_write()
-        and _is_plain_swiglu(activation)
+        and is_plain(activation, _SWIGLU)
+        and is_plain(activation._modules.get("gate_fn"), SILU)
         and mlp.shape[-1] % 2 == 0
         and kernels_take(mlp, query)
         and not is_differentiated(mlp, query)
     ):
-        # Both results are written to their place side by side.
+        # Both results are written into one buffer.
         size = query.shape[2]
         both = mlp.new_empty(*mlp.shape[:2], size + mlp.shape[-1] // 2)
         place = both[..., :size]
@@ -170,23 +145,14 @@ def _parallel_attention_forward(
     return linear(self._modules["to_out"], both)
 
 
-def _is_plain_swiglu(activation: Any) -> bool:
-    return is_plain(activation, _SWIGLU) and is_plain(activation._modules.get("gate_fn"), SILU)
-
-
-class _SwigluSpec(PatchSpec):
-    is_conditional = True
-
-    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
-        return None if is_plain(module._modules.get("gate_fn"), SILU) else "SiLU was replaced"
+def _why_not_swiglu(module: Any) -> str | None:
+    return None if is_plain(module._modules.get("gate_fn"), SILU) else "SiLU was replaced"
 
 
 def _swiglu_forward(self: Any, call: Call, x: Tensor) -> Tensor:
     if not kernels_take(x):
         return call.refuse(x)
-    if x.shape[-1] % 2:
-        return NotImplemented
-    return functional.swiglu(x, activated="first")
+    return NotImplemented if x.shape[-1] % 2 else functional.swiglu(x, activated="first")
 
 
 _SPECS = (
@@ -212,7 +178,6 @@ _SPECS = (
         forward_with_tables,
         "qk_norm_rope",
         processor=f"{_FLUX2}:Flux2AttnProcessor",
-        norms=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
         project="_get_qkv_projections",
     ),
     AttentionSpec(
@@ -223,7 +188,7 @@ _SPECS = (
     ),
     axial_positions(f"{_FLUX2}:Flux2PosEmbed"),
     TIMESTEPS,
-    _SwigluSpec(f"{_FLUX2}:Flux2SwiGLU", _swiglu_forward, "swiglu"),
+    PatchSpec(f"{_FLUX2}:Flux2SwiGLU", _swiglu_forward, "swiglu", condition=_why_not_swiglu),
 )
 _ONCE = (
     *("time_guidance_embed", "double_stream_modulation_img"),

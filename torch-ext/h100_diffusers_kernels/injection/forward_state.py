@@ -1,8 +1,7 @@
-"""One forward of a model: what its blocks share, and what one computes for the next, while it lasts.
+"""One forward of a model: the values that its blocks share, and those that a block computes for the next.
 
-Between the end of a block and the beginning of the next, code of others may run: hooks, wrappers, a list of
-the user's own. So a block hands over only inside of the model's own forward, and where nothing is around
-either of the two.
+Between two blocks a user's code may run: hooks, wrappers, a list class of their own. So a block hands values
+over only inside of the model's own forward, and if neither block has hooks or wrappers.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class ForwardState:
     ``block_lists`` are the names of its lists of blocks.
 
     Attributes:
-        shared: of ``Call.shared``.
+        shared: the values of ``Call.shared``.
     """
 
     def __init__(self, model: nn.Module, block_lists: tuple[str, ...]) -> None:
@@ -38,7 +37,7 @@ class ForwardState:
         self.shared: dict[str, tuple[Any, int, Any]] = {}
 
     def successor(self, block: nn.Module, spec: PatchSpec) -> nn.Module | None:
-        """The block after ``block``, if it is of this kind and nothing is around it."""
+        """The block after ``block``, if it is of this kind and has no hooks or wrappers."""
         if not self._may_hand_over:
             return None
         if self._successors is None:
@@ -52,17 +51,17 @@ class ForwardState:
         return successor if successor is not None and is_bare(spec, successor) else None
 
     def hand_over(self, block: nn.Module, arguments: tuple[Any, ...], values: Any) -> None:
-        """Leave values for a block, which were computed from these arguments of its next call."""
+        """Stores values for a block, computed from these arguments of its next call."""
         self._handed = (block, arguments, values)
 
     def take_over(self, block: nn.Module, arguments: tuple[Any, ...]) -> Any:
-        """What was left for a block that is called with these very arguments, or None."""
+        """The values stored for a block if it is called with these very arguments, otherwise None."""
         handed, self._handed = self._handed, None
         if handed is None:
             return None
         its_block, its_arguments, values = handed
         if its_block is not block or not all(map(is_, arguments, its_arguments)):
-            # Something comes between blocks, such as a ControlNet's residuals: it would be in vain again.
+            # Code between blocks changes the arguments, such as a ControlNet: it would be in vain again.
             self._may_hand_over = False
             return None
         return values
@@ -70,10 +69,10 @@ class ForwardState:
 
 @dataclass(frozen=True, eq=False)
 class ModelSpec(PatchSpec):
-    """A model, or a part of one that calls a list of blocks: its own forward, which they share a state in.
+    """A model, or a part of one, whose own forward calls lists of blocks that share a state.
 
     Attributes:
-        blocks: the names of its lists of blocks, in the order of their calls.
+        blocks: the names of the lists, in the order of their calls.
     """
 
     blocks: tuple[str, ...] = ()
@@ -84,7 +83,7 @@ def forward_with_state(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -
     if torch.compiler.is_compiling() or tracks_derivatives():
         return call.own_forward(self, *args, **kwargs)
     spec: Any = call.stand_in.spec
-    local = call.injection.local
+    local = call.stand_in.injection.local
     outer, local.state = local.state, ForwardState(self, spec.blocks)
     try:
         return call.own_forward(self, *args, **kwargs)
@@ -97,20 +96,17 @@ def model_spec(path: str, *blocks: str) -> ModelSpec:
     return ModelSpec(path, forward_with_state, operations, blocks=blocks)
 
 
-# --------------------------------------------------------------------------------------------------
-# A family of models: the kinds of modules whose forwards are replaced in it
-
 COMPUTED_ONCE = "computed once a forward, by the model's own code"
 
 
 class Family(NamedTuple):
-    """Models whose blocks are alike.
+    """Models with the same kinds of blocks.
 
     Attributes:
         name: as its users know it.
-        specs: the kinds of modules whose forwards are replaced, the models themselves among them.
-        left_alone: names of modules of the model that are not, and why.
-        outside: specs of modules of the model that are in none of its blocks, by name.
+        specs: the kinds of modules whose forwards are replaced, including the models.
+        left_alone: names of modules of the model that are left alone, and why.
+        outside: specs of modules outside of the blocks, by name.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A call captured into a CUDA graph: its arguments, what it returned, and what it reads besides."""
+"""A call captured into a CUDA graph: its arguments, its results, and other tensors that it reads."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from ..conditions import KERNEL_DEVICE_TYPE, PLAIN_TYPES
+from .cache import capturing
 from .checks import TRANSPARENT_MODES
-from .kept import capturing
 from .model_fingerprint import Addresses, CannotCapture
 
-# Of all captures and replays, in all threads: a capture is alone, and graphs share memory and libraries'
-# workspaces, so they run one after the other.
+# Of all captures and replays, in all threads: nothing may run beside a capture, and graphs share memory and
+# libraries' workspaces.
 lock = threading.RLock()
-# Values that cannot change. Equal ones are the same, floats apart.
+# Types of immutable values that are the same if they are equal. Floats are not.
 _CONSTANTS = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.memory_format)
 # Libraries choose kernels by the alignment of addresses, up to this many bytes.
 _ALIGNMENT = 256 if KERNEL_DEVICE_TYPE == "cuda" else 64
 
 
 class Arguments(NamedTuple):
-    """Of one call.
+    """The arguments of one call.
 
     Attributes:
-        key: equal for calls that differ in tensors' values only.
+        key: equal for calls that differ in tensor values only.
         tensors: each once, all on one device.
-        leaves: arguments within their containers.
-        spec: those containers.
+        leaves: the arguments, without their containers.
+        spec: the containers.
     """
 
     key: Hashable
@@ -58,7 +58,7 @@ def read_arguments(args: tuple, kwargs: dict) -> Arguments:
     """The arguments of a call.
 
     Raises:
-        CannotCapture: if a graph could not follow the values of one of them.
+        CannotCapture: if one of them may hold values that a graph could not follow.
     """
     leaves, spec = _pytree.tree_flatten((args, kwargs))
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
@@ -89,7 +89,7 @@ def _form(tensor: Tensor) -> Hashable:
 
 
 def _alignment(tensor: Tensor) -> int:
-    """In bytes, up to those that matter. A single number has none: time steps are parts of one tensor."""
+    """In bytes, up to the largest that matters. Single numbers get that: time steps are parts of a tensor."""
     address = tensor.data_ptr()
     if address == 0 or _extent(tensor) == 1:
         return _ALIGNMENT
@@ -97,12 +97,12 @@ def _alignment(tensor: Tensor) -> int:
 
 
 def _extent(tensor: Tensor) -> int:
-    """How many elements of memory a tensor spans."""
+    """The number of elements that a tensor spans in memory."""
     return tensor.numel() and 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """All that a tensor spans, in one dimension: copies of it may overlap, repeat and have gaps."""
+    """All that a tensor spans, in one dimension, so that overlaps and gaps can be copied."""
     return tensor.detach().as_strided((_extent(tensor),), (1,))
 
 
@@ -114,24 +114,24 @@ def like(tensor: Tensor) -> Tensor:
 
 
 class Capture:
-    """A call that can be run again with other values in its tensors.
+    """A call that can be replayed with other values in its tensors.
 
     Raises:
-        CannotCapture: if the call does what a graph cannot do again.
+        CannotCapture: if the call does something that a graph cannot repeat.
         Exception: whatever the call raises.
     """
 
     def __init__(
-        self, graph: Any, call: Arguments, forward: Callable[..., Any], of_model: list[Tensor]
+        self, graph: Any, call: Arguments, forward: Callable[..., Any], model_tensors: list[Tensor]
     ) -> None:
-        """``of_model``: the model's tensors, whose memory is compared at each call."""
+        """``model_tensors``: the model's tensors, whose addresses are compared at each call."""
         device = call.tensors[0].device
         self._graph = graph
-        with torch.inference_mode(False), torch.no_grad():  # their versions tell of writes
+        with torch.inference_mode(False), torch.no_grad():  # their versions show writes
             self._inputs = [like(t).requires_grad_(t.requires_grad) for t in call.tensors]
-        self._copy_in(call.tensors)  # undefined values would be no indices
+        self._copy_in(call.tensors)  # uninitialized values may be invalid indices
         args, kwargs = call.with_tensors(self._inputs)
-        known = [*self._inputs, *of_model]
+        known = [*self._inputs, *model_tensors]
         versions = _versions(known)
         recorder = _Recorder(device, known)
 
@@ -155,7 +155,7 @@ class Capture:
             raise CannotCapture(refusal)
 
     def replay(self, tensors: list[Tensor]) -> Any:
-        """What the call returns for other values of its tensors, in memory of the caller's own."""
+        """The call's results for other values of its tensors, in the caller's own memory."""
         return self._graph.replay(lambda: self._copy_in(tensors), self._copy_out)
 
     def reset(self) -> None:
@@ -179,7 +179,7 @@ def _versions(tensors: list[Tensor]) -> list[int | None]:
 
 
 class _Recorder(TorchFunctionMode):
-    """Finds the tensors that a call reads besides its own and the model's: they must stay where they are.
+    """Finds the tensors that a call reads besides its arguments and the model's: they must not move.
 
     Attributes:
         externals: these tensors, by id.
@@ -190,7 +190,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self._device = device
         self._known = {_storage(tensor) for tensor in known if tensor.device == device}
-        # Of what was made in the call. Weak references keep a number from becoming another storage's.
+        # Storages made in the call. A weak reference keeps the id from being used again.
         self._made: dict[int, StorageWeakRef] = {}
         self.externals: dict[int, Tensor] = {}
         self.refusal: str | None = None
@@ -212,7 +212,7 @@ class _Recorder(TorchFunctionMode):
         for tensor in made:
             if _storage(tensor) not in storages:
                 self._made[_storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
-        # A copy would read the host's memory at each replay. A number is part of a launch.
+        # A copy would read the host's memory at each replay. A number is an argument of a launch.
         if len({t.device for t in (*read, *made) if t.dim() or func is Tensor.copy_}) > 1:
             self._refuse("it copies from one device to another")
         return result
@@ -231,7 +231,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a value, and those that others are made of."""
+    """The tensors in a value; a subclass's inner tensors."""
     found = []
     for leaf in _pytree.tree_leaves(value):
         if isinstance(leaf, Tensor) and hasattr(leaf, "__tensor_flatten__"):
@@ -242,14 +242,14 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 # --------------------------------------------------------------------------------------------------
-# CUDA's part
+# CUDA
 
 
 class Pool:
-    """The memory that the graphs of a pipeline share: one overwrites what another computed in between.
+    """The memory that all graphs of a pipeline share, each overwriting another's intermediate results.
 
     Attributes:
-        graphs: those that hold memory of it. Memory whose graphs are all gone is no pool any longer.
+        graphs: those that hold memory of it. Without any, the memory is freed.
     """
 
     def __init__(self) -> None:
@@ -264,21 +264,17 @@ class Pool:
 
 
 class _Device:
-    """What all graphs of one device share.
-
-    Attributes:
-        stream: that of captures. Libraries keep a workspace for each stream.
-        done: when the last replay is.
-    """
+    """The stream of all captures on a device, as libraries keep a workspace for each stream, and the event at
+    the end of the last replay, ``done``."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
         self.done = torch.cuda.Event()
-        # A capture takes the default generator's state away from other threads, which may draw from it
-        # meanwhile: captures get this state instead, as nothing that is captured may draw.
+        # A capture locks the default generator's state, from which other threads may draw. It gets this state
+        # instead: nothing that is captured may draw.
         self._default_generator = torch.cuda.default_generators[device.index]
         self._generator = self._default_generator.clone_state()
-        self._keeps_generator = torch.cuda.CUDAGraph()  # what it needs on the device is made once
+        self._keeps_generator = torch.cuda.CUDAGraph()  # its memory on the device is allocated once
         self._keeps_generator.register_generator_state(self._generator)
 
     def begin(self, graph: torch.cuda.CUDAGraph, handle: Any) -> None:
@@ -295,7 +291,7 @@ _device = functools.cache(_Device)
 
 
 class CudaGraph:
-    """What a function runs on a device, to be run again."""
+    """A function's launches on a device, captured for replays."""
 
     def __init__(self, device: torch.device, pool: Pool) -> None:
         self.device = device
@@ -309,13 +305,13 @@ class CudaGraph:
         return torch.cuda.is_current_stream_capturing()
 
     def capture(self, run: Callable[[], Any]) -> Any:
-        """``run()``, of which nothing is computed yet; the graph is none if it raises."""
+        """``run()``, of which nothing is computed yet. If it raises, there is no graph."""
         graph = torch.cuda.CUDAGraph()
         self.handle = self._pool.handle(self.device)
         with torch.cuda.device(self.device), _no_garbage_collection():
             shared = _device(self.device)
             torch.cuda.synchronize()
-            # What is cached outside of the pool could not be given back while the capture lasts.
+            # Memory cached outside of the pool cannot be released during a capture.
             torch.cuda.empty_cache()
             with torch.cuda.stream(shared.stream):
                 shared.begin(graph, self.handle)
@@ -332,16 +328,16 @@ class CudaGraph:
     def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
             graph.capture_end()
-        except Exception:  # it says that the capture has failed, and leaves this undone
+        except Exception:  # the capture has failed; PyTorch does not do this then
             torch._C._cuda_endAllocateToPool(self.device.index, self.handle)
             torch._C._cuda_releasePool(self.device.index, self.handle)
         graph.reset()
 
     def replay(self, before: Callable[[], None], after: Callable[[], Any]) -> Any:
-        """What ``after()`` returns, of a replay after ``before()``, all on the current stream."""
+        """Runs ``before()``, a replay and ``after()`` on the current stream; returns ``after``'s result."""
         with torch.cuda.device(self.device):
             stream, done = torch.cuda.current_stream(), _device(self.device).done
-            # Graphs share memory: each waits for the last one, on whatever stream that was.
+            # Graphs share memory: each waits for the last one, on any stream.
             stream.wait_event(done)
             try:
                 before()
@@ -351,7 +347,7 @@ class CudaGraph:
                 done.record(stream)
 
     def reset(self) -> None:
-        """Frees what belongs to the graph, when it has run."""
+        """Frees the graph's resources after its last replay."""
         if self._graph is not None:
             torch.cuda.synchronize(self.device)
             self._graph.reset()
@@ -361,7 +357,7 @@ class CudaGraph:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A graph that it finds cannot be freed during a capture: PyTorch ends the process."""
+    """Garbage collection could free another graph, for which PyTorch aborts the process during a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..conditions import ATTENTION_HEAD_DIMS
 from . import flux, flux2, ltx, qwenimage, sd3, wan
-from .attention import head_dim_of
-from .attention_processors import ProcessorSpec, attention_spec
+from .attention_processors import attention_spec
 from .checks import class_name, find_class, look_up_libraries, replaced_function
 from .cuda_graphs import GraphedStandIn, Pool
 from .forward_state import Family
@@ -28,10 +26,10 @@ FAMILIES: tuple[Family, ...] = tuple(
     family for module in (ltx, flux, flux2, qwenimage, sd3, wan) for family in module.FAMILIES
 )
 # The attribute of an injected model that holds its Injection. It is on the instance, so that a deep copy of
-# the model takes a copy of it along.
+# the model copies it, too.
 _INJECTION = "_h100_diffusers_kernels"
 _MODEL = "diffusers.models.modeling_utils:ModelMixin"
-# Where diffusers has models that are no denoisers: they run once a picture, not once a step.
+# Modules of diffusers with models that are no denoisers: they run once a picture, not once a step.
 _NO_DENOISERS = (
     *("diffusers.models.autoencoders.", "diffusers.models.condition_embedders."),
     "diffusers.pipelines.",
@@ -41,7 +39,7 @@ _NO_MODULE = "it has no module that there is a kernel for"
 
 
 class _Plan(NamedTuple):
-    """What is to be done to a model; nothing where it is done already."""
+    """What to do to a model; nothing if it is done already."""
 
     model: nn.Module
     injection: Injection
@@ -65,22 +63,22 @@ def inject_kernels(
 ) -> InjectionReport:
     """Makes a diffusers model, or each denoising model of a pipeline, run on this package's kernels.
 
-    A model whose class is known as a whole runs on them in full; every other one in part: its norms,
-    activations and attentions, each by itself. The report's ``levels`` say which. Autoencoders, text
-    encoders and the other parts of a pipeline are left as they are, unless one is given by itself.
+    A model of a known class runs on them in full; any other in part: its norms, activations and attentions,
+    one by one. The report's ``levels`` say which. Autoencoders, text encoders and the other parts of a
+    pipeline are left alone, unless one is passed by itself.
 
-    Works in place and on the instances only: classes, weights, processors, ``state_dict`` and configuration
-    stay as they are. Hooks, offloading, LoRA, quantized linear layers and ``torch.compile`` keep working,
-    whether they come before or after. Each part is checked at each call: modules, functions and classes
-    that a user puts in its place run. A second call with the same options changes nothing and reports what
-    is in place. :func:`eject_kernels` undoes the injection. Call it before pickling a whole model;
-    ``copy.deepcopy``, ``state_dict`` and ``save_pretrained`` work without.
+    Works in place and on instances only: classes, weights, processors, ``state_dict`` and configuration stay
+    as they are. Hooks, offloading, LoRA, quantized linear layers and ``torch.compile`` keep working, whether
+    added before or after. Each part is checked at each call: if a user replaces a module, function or class,
+    the replacement runs. A second call with the same options changes nothing and reports what is in place.
+    :func:`eject_kernels` undoes the injection. Call it before pickling a whole model; ``copy.deepcopy``,
+    ``state_dict`` and ``save_pretrained`` work without.
 
-    The model's own code computes calls that the kernels do not cover: under autocast, with mixed dtypes,
-    within a function or dispatch mode, on a device without kernels. This is logged once for each class of
-    modules and reason, and counted in the report's ``calls``. It raises RuntimeError where the environment
+    Calls that the kernels do not cover fall back to the model's own code: under autocast, with mixed dtypes,
+    within a function or dispatch mode, on a device without kernels. A fall-back is logged once for each class
+    of modules and reason, and counted in the report's ``calls``. It raises RuntimeError if the environment
     variable ``H100_DIFFUSERS_KERNELS_STRICT`` is set to 1. Attention is the model's own, without being
-    counted, in training, under context parallelism, and where an attention backend has been chosen by
+    counted, in training, under context parallelism, and if an attention backend has been chosen by
     ``model.set_attention_backend``, ``attention_backend`` or ``DIFFUSERS_ATTN_BACKEND``, before or after
     the injection. (For the last two, "native" is indistinguishable from no choice.)
 
@@ -89,16 +87,16 @@ def inject_kernels(
             with a diffusers model among its components.
         attention: whether attention itself runs on this package's kernel, too. False leaves it to
             diffusers and replaces what comes before and after it.
-        cuda_graphs: whether each model's forward is captured into a CUDA graph at its second call of a kind
-            and replayed from then on, where no gradients are asked for. Calls are of one kind if everything
-            but tensors' values matches: shapes, dtypes, other arguments and PyTorch's settings. The result
+        cuda_graphs: whether each model's forward is captured into a CUDA graph at the second call of a kind
+            and replayed from then on, if no gradients are asked for. Calls share a graph if everything
+            except tensor values matches: shapes, dtypes, other arguments and PyTorch's settings. The result
             is the caller's own, with the same bits. Each replay compares the model with what was captured:
             if weights moved, or adapters, hooks, processors or functions changed, the graphs are dropped.
-            A call that cannot be captured runs as it is, and the report's ``cuda_graphs`` count the reason.
-            The memory that a forward works in is held once more, for all graphs of the pipeline. Not for a
-            model of which another thread draws random numbers from CUDA's default generator: PyTorch
-            refuses that while a graph is captured.
-        max_cuda_graphs: how many graphs are kept of a model; the one used least recently goes first.
+            A call that cannot be captured runs without a graph, and the report's ``cuda_graphs`` count the
+            reason. All graphs of the pipeline share one more copy of a forward's working memory. Not for a
+            model if another thread draws random numbers from CUDA's default generator: PyTorch refuses that
+            while a graph is captured.
+        max_cuda_graphs: the number of graphs kept for a model; the least recently used is evicted.
 
     Returns:
         The report: each module replaced, and each left alone with the reason. It is also logged,
@@ -115,7 +113,7 @@ def inject_kernels(
         report = kernel.inject_kernels(pipe)
         print(report)
     """
-    options = _checked(
+    options = _check_options(
         attention=attention, cuda_graphs=cuda_graphs, max_cuda_graphs=max_cuda_graphs
     )
     look_up_libraries()
@@ -135,19 +133,17 @@ def inject_kernels(
             "without one"
         )
     report.already_injected = all(plan.is_in_place or plan.found_nothing for plan in plans)
-    begun = []
     try:
         for plan in plans:
-            if not plan.is_in_place:
-                begun.append(plan)
             for stand_in in plan.stand_ins:
                 put_in(stand_in)
             if plan.stand_ins:
                 setattr(plan.model, _INJECTION, plan.injection)
             report.add(plan.injection.report)
     except BaseException:
-        for plan in begun:
-            _undo(plan.model, plan.injection)
+        for plan in plans:
+            if not plan.is_in_place:
+                _undo(plan.model, plan.injection)
         raise
     logger.info("inject_kernels(%s): %s", type(pipe_or_model).__name__, report)
     return report
@@ -156,8 +152,8 @@ def inject_kernels(
 def eject_kernels(pipe_or_model: Any) -> None:
     """Undoes :func:`inject_kernels`: each module gets back the forward that it had.
 
-    A module whose forward was replaced by something else after the injection keeps that. Where nothing
-    was injected, nothing happens.
+    A module whose forward was replaced by something else after the injection keeps that. Without an
+    injection, nothing happens.
 
     Args:
         pipe_or_model: as for :func:`inject_kernels`.
@@ -171,7 +167,9 @@ def eject_kernels(pipe_or_model: Any) -> None:
             if injection is not None:
                 _undo(module, injection)
                 logger.info("eject_kernels: restored %s", join(name, module_name) or "the model")
-        take_out(component.modules())  # stand-ins that were kept and put back, or copied alone
+        take_out(
+            component.modules()
+        )  # stand-ins that a wrapper put back, or that were copied alone
 
 
 def _undo(model: nn.Module, injection: Injection) -> None:
@@ -184,7 +182,7 @@ def _undo(model: nn.Module, injection: Injection) -> None:
 def _plan(
     name: str, model: nn.Module, family: Family | None, options: dict[str, Any], pool: Pool
 ) -> _Plan:
-    """What is in place, if its options are the same, or what is to be done."""
+    """What is in place if its options are the same, otherwise what to do."""
     injection = vars(model).get(_INJECTION)
     if injection is not None:
         changed = [key for key, value in options.items() if injection.options[key] != value]
@@ -207,21 +205,19 @@ def _plan(
         report.leave("", model, "parallelism is on: each rank holds a part of the tokens only")
         report.levels[""] = NOT_AT_ALL
         return plan
+    specs = _specs_in_part(model) if family is None else _specs_of_family(model, family)
+    for module_name, module, spec in specs:
+        stand_ins += _stand_ins(module_name, module, spec, injection)
+        for path in () if family is None else getattr(spec, "inner", ()):
+            _report_stranger(report, module_name, module, path, family)
     if family is not None:
-        for module_name, module, spec in _specs_of_family(model, family):
-            stand_ins += _stand_ins(module_name, module, spec, injection)
-            for path in getattr(spec, "inner", ()):
-                _report_stranger(report, module_name, module, path, family)
         for child, reason in family.left_alone.items():
             if isinstance(getattr(model, child, None), nn.Module):
                 report.leave(child, getattr(model, child), reason)
-        report.levels[""] = IN_FULL
-    else:
-        for module_name, module, spec in _specs_in_part(model, injection):
-            stand_ins += _stand_ins(module_name, module, spec, injection)
-        if not report.replaced and not report.left_alone:
-            report.leave("", model, _NO_MODULE)
-        report.levels[""] = IN_PART if report.replaced else NOT_AT_ALL
+    elif not report.replaced and not report.left_alone:
+        report.leave("", model, _NO_MODULE)
+    in_part = IN_PART if report.replaced else NOT_AT_ALL
+    report.levels[""] = in_part if family is None else IN_FULL
     if options["cuda_graphs"] and not plan.found_nothing:
         if not can_patch(model):
             report.leave("", model, f"no CUDA graphs: {_REPLACED}")
@@ -244,33 +240,31 @@ def _specs_of_family(model: nn.Module, family: Family) -> _Specs:
             yield name, module, spec
 
 
-def _specs_in_part(model: nn.Module, injection: Injection) -> _Specs:
-    inner: set[int] = set()  # what the forward of the module around it stands in for, too
+def _specs_in_part(model: nn.Module) -> _Specs:
+    inner: set[int] = set()  # modules that the stand-in of the module around them replaces, too
     for name, module in model.named_modules():
-        spec = _spec_of(module)
+        spec = next((spec for spec in _IN_PART if spec.matches(module)), attention_spec(module))
         inner.update(id(getattr(module, child, None)) for child in getattr(spec, "replaces", ()))
-        if spec is None or id(module) in inner:
-            continue
-        reason = _why_left_alone(module, spec, injection)
-        if reason is None:
+        if spec is not None and id(module) not in inner:
             yield name, module, spec
-        else:
-            injection.report.leave(name, module, reason)
 
 
 def _stand_ins(
     name: str, module: nn.Module, spec: PatchSpec, injection: Injection
 ) -> list[StandIn]:
-    """A module's stand-in, with what the report says of it; none where there can be none."""
-    report = injection.report
-    own, _ = injection.resolve(spec)
-    is_known = own is not None and type(module).forward is own
-    if not is_known or not can_patch(module):
-        report.leave(name, module, UNKNOWN_FORWARD if can_patch(module) else _REPLACED)
+    """A module's stand-in, if there can be one; the report says what it replaces."""
+    report, own = injection.report, spec.known.own_forward
+    reason = spec.why_left_alone(module, injection)
+    if reason is None and not can_patch(module):
+        reason = _REPLACED
+    if reason is None and (own is None or type(module).forward is not own):
+        reason = UNKNOWN_FORWARD
+    if reason is not None:
+        report.leave(name, module, reason)
         return []
-    # Its parts are asked for at each call: they may be others by then.
+    # Its parts are checked at each call: they may be others by then.
     stand_in = StandIn(module, spec, name, injection)
-    reason = replaced_function(stand_in.functions) or spec.why_not(module, stand_in)
+    reason = replaced_function(stand_in.functions) or spec.why_not(module)
     if reason is None:
         operations = spec.describe(module, injection)
         report.replaced.append(Replaced(name, type(module).__name__, operations))
@@ -281,19 +275,19 @@ def _stand_ins(
 
 
 def _report_stranger(
-    report: InjectionReport, name: str, block: nn.Module, path: str, family: Family
+    report: InjectionReport, name: str, block: nn.Module, path: str, family: Any
 ) -> None:
-    """Where a part is expected in a block and something else is found, the report names it."""
+    """Reports a part of a block that is not what the family expects there."""
     module: Any = block
     for child in path.split("."):
         if child not in module._modules:
-            break  # what is there instead is built in another way
+            break  # what is there has another structure
         module, name = module._modules[child], f"{name}.{child}"
     if module is not None and not any(spec.matches(module) for spec in family.specs):
         report.leave(name, module, f"a {class_name(module)}, called as it is")
 
 
-def _checked(**options: Any) -> dict[str, Any]:
+def _check_options(**options: Any) -> dict[str, Any]:
     for name, value in options.items():
         cls, accepted = (int, "an int") if name == "max_cuda_graphs" else (bool, "True or False")
         if type(value) is not cls:
@@ -307,7 +301,7 @@ def _checked(**options: Any) -> dict[str, Any]:
 
 
 def _components(caller: str, pipe_or_model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The modules to look into, by name; a model is its own only component, without a name."""
+    """The modules of a pipeline, by name; a model is its own only component, without a name."""
     if isinstance(pipe_or_model, nn.Module):
         yield "", pipe_or_model
         return
@@ -329,8 +323,8 @@ def _models_in(
 ) -> Iterator[tuple[str, nn.Module, Family | None]]:
     """Models inside of a module, through wrappers such as torch.compile's, each with its family or None.
 
-    Without a family it is, in a pipeline, a denoiser of diffusers; alone, a model of diffusers, or whatever
-    it is.
+    A model without a family is a denoiser of diffusers if it is in a pipeline; alone, any model of diffusers
+    or any module.
     """
     modules = list(component.named_modules())
     known = [(n, m, family) for n, m in modules if (family := family_of(m)) is not None]
@@ -362,29 +356,10 @@ def known_models() -> str:
     return ", ".join(model.path.partition(":")[2] for model in models)
 
 
-# Models without a family: how such a model puts its modules together is unknown, so none is fused with what
-# comes before or after it. A module's stand-in computes the same from the same arguments.
+# Models without a family: how they connect their modules is unknown, so no module is fused with what comes
+# before or after it. A module's stand-in computes the same from the same arguments.
 _IN_PART: tuple[PatchSpec, ...] = (
     *(RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK),
     *(*ADAPTIVE_NORMS, *NORMS, GROUP_NORM),
     *(replace(LINEAR_GELU, left_to_compiler=True), *GATED_ACTIVATIONS),
 )
-
-
-def _spec_of(module: nn.Module) -> PatchSpec | None:
-    """The kind that a module is, or None."""
-    found = next((spec for spec in _IN_PART if spec.matches(module)), None)
-    return attention_spec(module) if found is None else found
-
-
-def _why_left_alone(module: Any, spec: PatchSpec, injection: Injection) -> str | None:
-    """Why a module is left alone, whatever it is called with."""
-    if not isinstance(spec, ProcessorSpec):
-        return None
-    if not injection.options["attention"]:
-        return "attention itself is the model's own: asked for by attention=False"
-    head_dim = head_dim_of(module)
-    if head_dim is not None and head_dim not in ATTENTION_HEAD_DIMS:
-        known = " and ".join(map(str, ATTENTION_HEAD_DIMS))
-        return f"its heads have {head_dim} elements, and the kernel's {known}"
-    return None

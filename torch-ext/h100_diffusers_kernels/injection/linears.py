@@ -1,12 +1,10 @@
-"""Linear layers and feed-forwards: called as the modules they are, except where they are plain.
+"""Linear layers and feed-forwards: computed without a module call if they are plain.
 
-LoRA and quantization put another layer or another kind of weight in the place of one, offloading a hook. Then
-the module itself is called.
+LoRA and quantization replace the layer or its weight, and offloading adds hooks: then the module is called.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from ..conditions import (
 )
 from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownClass, is_plain, why_not_plain
-from .patch import Call, ExactSpec, PatchSpec, StandIn
+from .patch import Call, ExactSpec, PatchSpec
 
 LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
 DROPOUT = KnownClass("torch.nn:Dropout")
@@ -34,8 +32,8 @@ _FLUX2_FEED_FORWARD = KnownClass("diffusers.models.transformers.transformer_flux
 
 # In float32 the epilogue's approximation of tanh would show.
 _EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
-# A product of fewer rows has more to gain from others beside it than from being written in its place.
-_ROWS_OF_ITS_OWN = 1024
+# With fewer rows, one product of all samples is faster than a product each, written in place.
+_MIN_ROWS_PER_SAMPLE = 1024
 
 
 def linear(layer: Any, x: Tensor) -> Tensor:
@@ -76,7 +74,7 @@ def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
     return (weight, bias) if is_plain_bias else None
 
 
-def dropped_out(layer: Any, x: Tensor) -> Tensor:
+def run_dropout(layer: Any, x: Tensor) -> Tensor:
     """``layer(x)``; of a plain ``torch.nn.Dropout`` x itself, except in training."""
     if is_plain(layer, DROPOUT) and not layer.training:
         return x
@@ -84,11 +82,7 @@ def dropped_out(layer: Any, x: Tensor) -> Tensor:
 
 
 def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Tensor) -> Tensor:
-    """``layer`` of both, side by side in the last dimension.
-
-    A plain layer takes them one after the other, the second's product added to the first's, so that nothing
-    is copied to stand side by side.
-    """
+    """``layer(torch.cat([first, second], dim=-1))``; of a plain layer two products, without the concat."""
     plain = plain_weight(layer)
     if (
         plain is not None
@@ -100,27 +94,27 @@ def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Tensor) -> T
     ):
         weight, bias = plain
         sizes = (first.shape[-1], second.shape[-1])
-        of_first, of_second = weight.split_with_sizes(sizes, 1)
-        out = torch.nn.functional.linear(first, of_first, bias)
-        out.view(-1, out.shape[-1]).addmm_(second.view(-1, sizes[1]), of_second.t())
+        first_weight, second_weight = weight.split_with_sizes(sizes, 1)
+        out = torch.nn.functional.linear(first, first_weight, bias)
+        out.view(-1, out.shape[-1]).addmm_(second.view(-1, sizes[1]), second_weight.t())
         return out
     return layer(torch.cat([first, second], dim=-1))
 
 
 def linear_per_sample(layer: Any, x: Tensor) -> Tensor:
-    """``layer`` of x (B, S, D), a part of the tokens of each sample: a plain layer needs no copy of them."""
+    """``layer(x)``; x (B, S, D) may be a slice of each sample's tokens, which a plain layer does not copy."""
     if x.is_contiguous():
         return linear(layer, x)
-    if not may_be_written(layer, x):
+    if not can_write_linear(layer, x):
         return linear(layer, x.contiguous())
     out = x.new_empty(*x.shape[:2], layer._parameters["weight"].shape[0])
     write_linear(layer, x, out)
     return out
 
 
-def may_be_written(layer: Any, x: Tensor) -> bool:
-    """Whether ``write_linear`` takes the layer and x (B, S, D): each sample has a product of its own."""
-    if (x.shape[0] != 1 and x.shape[1] < _ROWS_OF_ITS_OWN) or x.stride(1) != x.shape[2]:
+def can_write_linear(layer: Any, x: Tensor) -> bool:
+    """Whether ``write_linear`` takes the layer and x (B, S, D). Each sample is a product of its own."""
+    if (x.shape[0] != 1 and x.shape[1] < _MIN_ROWS_PER_SAMPLE) or x.stride(1) != x.shape[2]:
         return False
     plain = plain_weight(layer)
     return (
@@ -132,7 +126,7 @@ def may_be_written(layer: Any, x: Tensor) -> bool:
 
 
 def write_linear(layer: Any, x: Tensor, out: Tensor) -> None:
-    """``layer(x)`` of x (B, S, D) to ``out`` (B, S, D'), each sample's without gaps."""
+    """Writes ``layer(x)`` of x (B, S, D) to ``out`` (B, S, D'), in which each sample is contiguous."""
     product: Any = torch.nn.functional.linear
     weight, bias = layer._parameters["weight"], layer._parameters["bias"]
     for sample, place in zip(x.unbind(0), out.unbind(0)):
@@ -140,12 +134,12 @@ def write_linear(layer: Any, x: Tensor, out: Tensor) -> None:
 
 
 def feed_forward(module: Any, x: Tensor) -> Tensor:
-    """A feed-forward of diffusers or of FLUX.2: of a plain one its layers, one after the other."""
+    """A feed-forward of diffusers or of FLUX.2; its layers without a module call if it is plain."""
     if is_plain(module, _FEED_FORWARD):
         net = module._modules.get("net")
         if type(net) is nn.ModuleList and len(net._modules) == 3:
             activation, dropout, out = net._modules.values()
-            return linear(out, dropped_out(dropout, activation(x)))
+            return linear(out, run_dropout(dropout, activation(x)))
     elif is_plain(module, _FLUX2_FEED_FORWARD):
         layers = module._modules
         return linear(layers["linear_out"], layers["act_fn"](linear(layers["linear_in"], x)))
@@ -157,7 +151,7 @@ def feed_forward(module: Any, x: Tensor) -> Tensor:
 
 
 def linear_gelu(layer: Any, activation: Any, approximate: str, x: Tensor) -> Tensor:
-    """``activation(layer(x))``, where the activation is a GELU of this form."""
+    """``activation(layer(x))`` if the activation is a GELU with this approximation."""
     if approximate == "tanh" and x.is_cuda and x.dtype in _EPILOGUE_DTYPES:
         plain = plain_weight(layer)
         if (
@@ -195,32 +189,25 @@ LINEAR_GELU = PatchSpec(
 
 
 # --------------------------------------------------------------------------------------------------
-# diffusers' ``GEGLU`` and ``SwiGLU``: what follows the linear layer is one operation
+# diffusers' ``GEGLU`` and ``SwiGLU``: one operation after the linear layer
 #
-# ``ApproximateGELU`` is left alone: no operation computes it. So is ``LinearActivation``: its activation
-# is one launch already.
+# ``ApproximateGELU`` is left alone because no operation computes it, ``LinearActivation`` because its
+# activation is one launch already.
 
 
 def why_not_silu(activation: Any) -> str | None:
-    """Why the kernels cannot stand in for an activation, or None."""
+    """Why the kernels cannot replace an activation, or None."""
     if not is_plain(activation, SILU):
         return f"its activation {why_not_plain(activation, SILU)}"
     return "its activation writes in place" if activation.inplace else None
 
 
-@dataclass(frozen=True, eq=False)
-class GatedActivationSpec(ExactSpec):
-    """A class with a linear layer ``proj``.
+def _why_not_geglu(module: Any) -> str | None:
+    return "gelu was replaced" if "gelu" in module.__dict__ else None
 
-    ``operations`` is the name of the function that stands in for the activation.
-    """
 
-    is_conditional = True
-
-    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
-        if self.operations == "swiglu":
-            return why_not_silu(module._modules.get("activation"))
-        return "gelu was replaced" if "gelu" in module.__dict__ else None
+def _why_not_swiglu(module: Any) -> str | None:
+    return why_not_silu(module._modules.get("activation"))
 
 
 def _gated_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Tensor:
@@ -239,21 +226,22 @@ def _gated_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Tensor:
 
 
 _ACTIVATIONS = "diffusers.models.activations"
-_GEGLU_FUNCTIONS = ("torch.nn.functional:gelu", f"{_ACTIVATIONS}:GEGLU.gelu")
 GATED_ACTIVATIONS = (
-    GatedActivationSpec(
+    ExactSpec(
         f"{_ACTIVATIONS}:GEGLU",
         _gated_forward,
         "geglu",
-        functions=_GEGLU_FUNCTIONS,
+        functions=("torch.nn.functional:gelu", f"{_ACTIVATIONS}:GEGLU.gelu"),
         left_to_compiler=True,
         parameters="self hidden_states args kwargs",
+        condition=_why_not_geglu,
     ),
-    GatedActivationSpec(
+    ExactSpec(
         f"{_ACTIVATIONS}:SwiGLU",
         _gated_forward,
         "swiglu",
         left_to_compiler=True,
         parameters="self hidden_states",
+        condition=_why_not_swiglu,
     ),
 )

@@ -7,8 +7,8 @@ A block is
     x = x + gate_mlp * ff(rms_norm(x) * (1 + scale_mlp) + shift_mlp)
 
 with an RMS norm of query and key over all heads, a rotary embedding of both in attn1, and a GELU in ff.
-The last line of a block and the first norm of the next are one pass over memory. The rotary embedding
-hands on each token's coordinates in place of cosine and sine tables of the hidden states' size.
+The last line of a block and the first norm of the next are one pass over memory. The rotary embedding passes
+on each token's coordinates instead of cosine and sine tables of the hidden states' size.
 """
 
 from __future__ import annotations
@@ -22,32 +22,22 @@ from torch import Tensor
 
 from ..conditions import kernels_run_on, kernels_take, tracks_derivatives
 from ..functional import CoordinateRope
-from .attention import (
-    AttentionSpec,
-    attend,
-    norm_and_rotate,
-    project_out,
-    query_key_value,
-)
+from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
 from .blocks import BlockSpec, begin, finish, table_prologue
+from .cache import cached
 from .checks import has_hooks, has_own_forward
 from .embeddings import TIMESTEPS
 from .forward_state import Family, model_spec
-from .kept import Kept
 from .linears import LINEAR_GELU, feed_forward
-from .norms import gated_residual, residual_modulated
+from .norms import gated_residual, residual_norm
 from .patch import Call, PatchSpec, stand_in_of
 from .rotary import CoordinateTables
 
 _LTX = "diffusers.models.transformers.transformer_ltx"
 
 
-def _by_row(temb: Tensor) -> Tensor:
-    return temb.unflatten(2, (6, -1))
-
-
 # Rows are shift, scale and gate of self-attention, then of the feed-forward.
-_PROLOGUES = (partial(table_prologue, by_row=_by_row),)
+_PROLOGUES = (partial(table_prologue, by_row=lambda temb: temb.unflatten(2, (6, -1))),)
 
 
 def _block_forward(
@@ -75,11 +65,10 @@ def _block_forward(
         image_rotary_emb=None,
         attention_mask=encoder_attention_mask,
     )
-    x, normalized = residual_modulated(
-        call, self, "norm2", x, attention_out, None, (scale_mlp, shift_mlp)
-    )
-    end = (x, feed_forward(modules["ff"], normalized), gate_mlp)
-    (x,) = finish(call, self, _PROLOGUES, (end,), (temb,))
+    modulation = (scale_mlp, shift_mlp)
+    x, normalized = residual_norm(call, self, "norm2", x, attention_out, None, *modulation)
+    branch = (x, feed_forward(modules["ff"], normalized), gate_mlp)
+    (x,) = finish(call, self, _PROLOGUES, (branch,), (temb,))
     return x
 
 
@@ -97,18 +86,15 @@ def _attention_forward(
         return NotImplemented
     if not kernels_take(x):
         return call.refuse(x)
-    heads = self.heads
     query, key, value = query_key_value(self, x, c)
-    names, rotate = ("norm_q", "norm_k"), call.stand_in.functions[1].function
-    query, key = norm_and_rotate(
-        call, self, names, query, key, image_rotary_emb, rotate, "across_heads", heads
-    )
+    how = (image_rotary_emb, call.stand_in.functions[1].function, "across_heads", self.heads)
+    query, key = norm_and_rotate(call, self, ("norm_q", "norm_k"), query, key, *how)
 
     def expand_mask(mask: Tensor) -> Tensor:
         mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])
-        return mask.view(key.shape[0], heads, -1, mask.shape[-1])
+        return mask.view(key.shape[0], self.heads, -1, mask.shape[-1])
 
-    options: dict[str, Any] = {"heads": heads, "dropout_p": 0.0, "is_causal": False}
+    options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
     out = attend(call, self, query, key, value, attention_mask, expand_mask, **options)
     return project_out(self, out)
 
@@ -123,10 +109,10 @@ def _rope_forward(
     rope_interpolation_scale: Any = None,
     video_coords: Tensor | None = None,
 ) -> Any:
-    """Up to the point where it needs the memory of a table.
+    """The coordinates instead of the tables.
 
-    It makes the tables where others than the blocks work with them: hooks (context parallelism shards
-    the tables by one), and autograd, for which each block would have to keep tables of its own.
+    The class's own forward computes tables if other code than the blocks uses them: hooks (one of context
+    parallelism shards the tables), and autograd, for which each block would have to keep its own.
     """
     if "_prepare_video_coords" in self.__dict__:
         return call.decline("_prepare_video_coords was replaced")
@@ -139,19 +125,17 @@ def _rope_forward(
     if video_coords is None:
         bases = (self.base_num_frames, self.base_height, self.base_width, self.patch_size)
         key = (*grid, *bases, self.patch_size_t, self.theta, self.dim)
-        rope = Kept.of(
-            call, hidden_states, key, lambda: _coordinates(self, hidden_states, grid, None)
-        )
+        rope = cached(call, hidden_states, key, lambda: _coordinates(self, hidden_states, grid))
     else:
         rope = _coordinates(self, hidden_states, grid, video_coords)
     return CoordinateTables(rope, hidden_states.size(0), self.dim)
 
 
 def _is_wrapped(module: Any) -> bool:
-    """Whether anything is around the forward of a module that is being called.
+    """Whether a module that is being called has hooks or wrappers around its forward.
 
-    While torch.compile traces, what hooks leave on a module is asked for: not every version of it
-    sees through a forward that is found on an instance.
+    Under torch.compile, the attributes that hooks leave on a module tell: not every version of it can trace a
+    look at a forward on the instance.
     """
     if torch.compiler.is_compiling():
         return hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")
@@ -160,20 +144,18 @@ def _is_wrapped(module: Any) -> bool:
 
 
 def _coordinates(
-    self: Any, hidden_states: Tensor, grid: tuple, video_coords: Tensor | None
+    self: Any, hidden_states: Tensor, grid: tuple, video_coords: Tensor | None = None
 ) -> CoordinateRope:
     """The model's own operations in its own order, so that each angle has the same bits."""
     *shape, scale = grid
     device = hidden_states.device
     if video_coords is None:
         # One grid serves the whole batch, unless the scale differs between samples.
-        differs = any(
-            isinstance(s, Tensor) and s.numel() != 1 for s in (() if scale is None else scale)
-        )
+        scales = () if scale is None else scale
+        differs = any(isinstance(s, Tensor) and s.numel() != 1 for s in scales)
+        options = {"rope_interpolation_scale": scale, "device": device}
         batch = hidden_states.size(0) if differs else 1
-        points = self._prepare_video_coords(
-            batch, *shape, rope_interpolation_scale=scale, device=device
-        )
+        points = self._prepare_video_coords(batch, *shape, **options)
     else:
         bases = (self.base_num_frames, self.base_height, self.base_width)
         points = torch.stack([video_coords[:, i] / base for i, base in enumerate(bases)], dim=-1)
@@ -183,15 +165,11 @@ def _coordinates(
     return CoordinateRope((points * 2 - 1).float().contiguous(), frequencies)
 
 
+_COORDINATES = "coordinates in place of tables"
 _ROPE = f"{_LTX}:LTXVideoRotaryPosEmbed"
 _SPECS = (
     model_spec(f"{_LTX}:LTXVideoTransformer3DModel", "transformer_blocks"),
-    PatchSpec(
-        _ROPE,
-        _rope_forward,
-        "coordinates in place of tables",
-        functions=(f"{_ROPE}._prepare_video_coords",),
-    ),
+    PatchSpec(_ROPE, _rope_forward, _COORDINATES, (f"{_ROPE}._prepare_video_coords",)),
     BlockSpec(
         f"{_LTX}:LTXVideoTransformerBlock",
         _block_forward,

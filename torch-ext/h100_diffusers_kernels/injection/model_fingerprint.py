@@ -1,6 +1,6 @@
-"""What a model's forward depends on besides its arguments, compared before a CUDA graph's result is used.
+"""Everything that a model's forward depends on besides its arguments, compared at each replay of a graph.
 
-The comparison runs over some ten thousand values, so no Python code runs for each of them.
+The comparison covers some ten thousand values, so no Python code runs for each of them.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ class CannotCapture(Exception):
     """A call, or the model, cannot be captured; the message is a clause."""
 
 
-# Levels of containers and objects that are looked into, from a module's attributes on.
+# The levels of containers and objects that are compared, below a module's attributes.
 _DEPTH = 2
 _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _CONSTANTS = (type(None), int, float, str, complex, torch.dtype, torch.device, MethodType)
 _NO_CONTAINERS = (type, ModuleType, nn.Module, torch.Generator)
 _PARTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Attributes that are not compared: what every module has, and what forwards of PyTorch do not read.
+# Attributes that are not compared: those of every module, and those that PyTorch's forwards do not read.
 _NOT_COMPARED = vars(nn.Module()).keys() - {"training"} | {"in_features", "out_features"}
-# Of the model itself: what is around its forward. These hold the model, so they must not be held here.
+# Attributes of the model itself that wrap its forward. They hold the model, so they must not be held here.
 _AROUND = {"forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_h100_diffusers_kernels"}
 _DISPATCH, _REGISTRY = "diffusers.models.attention_dispatch", "_AttentionBackendRegistry"
 
 
 class Addresses:
-    """Where tensors are in memory."""
+    """The addresses of tensors."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
@@ -53,11 +53,11 @@ class Fingerprint:
     """A model as it is now: modules, attributes, weights' addresses, functions and classes.
 
     Attributes:
-        tensors: the parameters, buffers and other tensors that were found.
-        addresses: those of these tensors.
+        tensors: the parameters, buffers and other tensors found.
+        addresses: their addresses.
 
     Raises:
-        CannotCapture: if the model has a part whose calls may do more than compute.
+        CannotCapture: if a module's call may do more than compute.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,7 +67,7 @@ class Fingerprint:
         self._states: list[dict] = []  # of modules
         self._empty: list[dict] = []
         self._views: list[Any] = []  # lists, tuples, and dictionaries' values
-        # Dictionaries of which the values of some names are compared, by these names.
+        # Dictionaries in which the values of some names are compared, by these names.
         self._named: dict[tuple[str, ...], list[Any]] = {}
         for name, module in model.named_modules():
             is_model = module is model
@@ -85,7 +85,7 @@ class Fingerprint:
             raise CannotCapture("a tensor of it has no memory of its own") from None
 
     def change(self, model: nn.Module) -> str | None:
-        """What is not as it was besides addresses, as a clause; None if nothing is."""
+        """What has changed besides addresses, as a clause, or None."""
         if (
             _is_wrapped(model, is_model=True)
             or any(self._empty)
@@ -100,7 +100,7 @@ class Fingerprint:
             values = []
         if len(values) != len(self._values) or not all(map(_is_equal, values, self._values)):
             return "a module, an attribute or a function is another"
-        self._values = values  # so that the next look is quick
+        self._values = values  # so that the next comparison is fast
         return None
 
     def _current_sizes(self) -> list[int]:
@@ -160,7 +160,7 @@ class Fingerprint:
             self._look_into(value, depth)
 
     def _add_functions(self, classes: set[type]) -> None:
-        """Adds the functions of classes, and those that the classes' files and PyTorch name."""
+        """Adds the functions of classes, of the classes' files and of ``torch.nn.functional``."""
         bases = {base for cls in classes for base in cls.__mro__}
         files = {sys.modules.get(base.__module__) for base in bases}
         for namespace in {*bases, *files, nn.functional} - {builtins, None}:
@@ -174,8 +174,8 @@ class Fingerprint:
 
 
 def _is_wrapped(module: nn.Module, is_model: bool) -> bool:
-    """Whether a call of the module may run more than its forward. Hooks of PyTorch around the model itself,
-    and wrappers of its forward, run at each replay, too."""
+    """Whether a call of the module may run more than its forward. PyTorch's hooks on the model itself, and
+    wrappers of its forward, run at each replay, too."""
     state = vars(module)
     return (
         "_hf_hook" in state

@@ -1,14 +1,13 @@
-"""Norms whose own forward is replaced, each by one operation, wherever in a model they stand.
+"""Norms whose own forward is replaced by one operation, anywhere in a model.
 
-What a norm computes with is read at each call. Where a derivative is asked for, the class's own forward runs,
-with PyTorch's derivatives. torch.compile traces the class's own forward, too: Inductor fuses it with its
-neighbors.
+Their parameters are read at each call. If a derivative is asked for, the class's own forward runs, with
+PyTorch's derivatives. torch.compile traces the class's own forward, too: Inductor fuses it with neighbors.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,34 +24,25 @@ from ..conditions import (
 )
 from .checks import is_plain
 from .linears import SILU, linear
-from .norms import LAYER, RMS, Norm, modulated_by, read_norm
-from .patch import Call, ExactSpec, Injection, StandIn
-
-# By the kind of norm, and the number of scales and shifts.
-_OPERATIONS: dict[tuple[str, int], Any] = {
-    (RMS, 0): functional.rms_norm,
-    (RMS, 2): functional.rms_norm_modulate,
-    (LAYER, 0): functional.layer_norm,
-    (LAYER, 2): functional.layer_norm_modulate,
-}
+from .norms import NORM_OPERATIONS, Norm, norm_modulate, norm_notes, read_norm
+from .patch import Call, ExactSpec, Injection
 
 
-def _normed(norm: Norm, x: Tensor, upcasts: bool, *rows: Tensor | None) -> Tensor | str | None:
+def _apply_norm(norm: Norm, x: Tensor, upcasts: bool, *rows: Tensor | None) -> Tensor | str | None:
     """``norm(x)``, modulated by a scale and a shift if they are given.
 
     ``upcasts``: whether they and the norm's parameters may be float32.
 
     Returns:
-        The result; the reason for which the kernels do not compute it; or None where a derivative is asked
-        for.
+        The result; why the kernels do not compute it; or None if a derivative is asked for.
     """
     kind, affine, eps = norm
-    if is_differentiated(x, *rows, *affine):
+    others = (*rows, *affine)
+    if is_differentiated(x, *others):
         return None
-    if not kernels_take(x, *rows, *affine):
+    if not kernels_take(x, *others):
         if x.stride(-1) != 1:
             x = x.contiguous()  # as PyTorch's own layer norm does
-        others = (*rows, *affine)
         is_taken = kernels_take(x, *others) or (
             upcasts
             and kernels_run_on(x)
@@ -61,7 +51,7 @@ def _normed(norm: Norm, x: Tensor, upcasts: bool, *rows: Tensor | None) -> Tenso
         )
         if not is_taken:
             return why_not_taken(x, *others)
-    return _OPERATIONS[kind, len(rows)](x, *rows, *affine, eps)
+    return NORM_OPERATIONS[kind, len(rows)](x, *rows, *affine, eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +64,7 @@ class NormSpec(ExactSpec):
 
     keeps_dtype: bool = False
 
-    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
+    def why_not(self, module: Any) -> str | None:
         norm = read_norm(module, is_called=True)
         return f"it {norm}" if isinstance(norm, str) else None
 
@@ -84,26 +74,18 @@ def _norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Ten
         return NotImplemented
     x, keeps_dtype = args[0], call.stand_in.spec.keeps_dtype  # type: ignore[attr-defined]
     norm = read_norm(self, x.shape[-1] if x.dim() else 0, is_called=True)
-    out = f"it {norm}" if isinstance(norm, str) else _normed(norm, x, keeps_dtype)
+    out = f"it {norm}" if isinstance(norm, str) else _apply_norm(norm, x, keeps_dtype)
     return out if isinstance(out, Tensor) else call.decline(out)
 
 
 _NORM = "diffusers.models.normalization:"
-_LAYER_NORM, _RMS_NORM = "torch.nn.functional:layer_norm", "torch.nn.functional:rms_norm"
+_LAYER_NORM, _RMS_NORM = ("torch.nn.functional:layer_norm",), ("torch.nn.functional:rms_norm",)
 NORMS = tuple(
-    NormSpec(
-        path,
-        _norm_forward,
-        operation,
-        functions=functions,
-        left_to_compiler=True,
-        parameters=parameters,
-        keeps_dtype=keeps_dtype,
-    )
+    NormSpec(path, _norm_forward, operation, functions, True, parameters, None, keeps_dtype)
     for path, parameters, operation, functions, keeps_dtype in (
-        ("torch.nn:LayerNorm", "self input", "layer_norm", (_LAYER_NORM,), False),
-        ("torch.nn:RMSNorm", "self x", "rms_norm", (_RMS_NORM,), True),
-        (f"{_NORM}FP32LayerNorm", "self inputs", "layer_norm", (_LAYER_NORM,), True),
+        ("torch.nn:LayerNorm", "self input", "layer_norm", _LAYER_NORM, False),
+        ("torch.nn:RMSNorm", "self x", "rms_norm", _RMS_NORM, True),
+        (f"{_NORM}FP32LayerNorm", "self inputs", "layer_norm", _LAYER_NORM, True),
         (f"{_NORM}RMSNorm", "self hidden_states", "rms_norm", (), False),
         (f"{_NORM}MochiRMSNorm", "self hidden_states", "rms_norm", (), True),
     )
@@ -114,16 +96,16 @@ NORMS = tuple(
 # Group norm
 
 
-def group_normed(
+def apply_group_norm(
     module: Any, x: Tensor, channel_bias: Tensor | None = None, activation: str = "none"
 ) -> Tensor | str | None:
     """A ``torch.nn.GroupNorm`` of x (B, C, ...) plus a bias (B, C).
 
     Returns:
-        The result; the reason for which the kernel does not compute it; or None where the class's own forward
-        raises, or a derivative is asked for.
+        The result; why the kernel does not compute it; or None if the class's own forward raises, or a
+        derivative is asked for.
     """
-    # Sharding puts plain tensors in the place of parameters.
+    # Sharding replaces parameters by plain tensors.
     is_sharded = "weight" not in module._parameters
     parameters = module.__dict__ if is_sharded else module._parameters
     weight, bias, groups = parameters.get("weight"), parameters.get("bias"), module.num_groups
@@ -148,17 +130,13 @@ def _group_norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) 
     if type(self) is not nn.GroupNorm:  # parametrized, for example
         out = f"it is a {type(self).__name__} now"
     elif len(args) == 1 and not kwargs:
-        out = group_normed(self, *args)
+        out = apply_group_norm(self, *args)
     return out if isinstance(out, Tensor) else call.decline(out)
 
 
+_FUNCTIONS = ("torch.nn.functional:group_norm",)
 GROUP_NORM = ExactSpec(
-    "torch.nn:GroupNorm",
-    _group_norm_forward,
-    "group_norm",
-    functions=("torch.nn.functional:group_norm",),
-    left_to_compiler=True,
-    parameters="self input",
+    "torch.nn:GroupNorm", _group_norm_forward, "group_norm", _FUNCTIONS, True, "self input"
 )
 
 
@@ -166,36 +144,23 @@ GROUP_NORM = ExactSpec(
 # Norms with a modulation
 
 
-class _Modulated(NamedTuple):
-    """One of the results of an adaptive norm.
-
-    Attributes:
-        stream: the place of the hidden states among the arguments.
-        norm: the name of their norm.
-        scale, shift: the places of both among the rows; None for no shift.
-    """
-
-    stream: int
-    norm: str
-    scale: int
-    shift: int | None
-
-
 @dataclass(frozen=True, eq=False)
 class AdaptiveNormSpec(ExactSpec):
-    """A class of modules with norms that they modulate by rows, which they make of an embedding.
+    """A class of modules with norms, modulated by rows that they compute from an embedding.
 
     Attributes:
-        rows: how many there are.
-        results: what the forward returns: modulated norms, and other rows by their places.
-        has_tokens: whether the rows returned are (B, 1, D), not (B, D).
-        upcasts: whether the model computes in float32, and goes back to the hidden states' dtype at the end.
+        rows: the number of rows.
+        results: the forward's results: rows, by their places, and modulated norms, each by the place of the
+            hidden states among the arguments, the norm's name, and the places of scale and shift among the
+            rows (None for no shift).
+        has_tokens: whether the returned rows are (B, 1, D), not (B, D).
+        upcasts: whether the model computes in float32 and returns to the hidden states' dtype at the end.
         names: of the forward's arguments.
-        replaces: the names of the norms. They keep their own forwards: the module's stands in for them.
+        replaces: the names of the norms. They get no stand-ins: the module's replaces them.
     """
 
     rows: int = 0
-    results: tuple[_Modulated | int, ...] = ()
+    results: tuple[Any, ...] = ()
     has_tokens: bool = False
     upcasts: bool = False
     names: tuple[str, ...] = field(init=False)
@@ -203,12 +168,12 @@ class AdaptiveNormSpec(ExactSpec):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple((self.parameters or "").split()[1:]))
-        norms = dict.fromkeys(r.norm for r in self.results if isinstance(r, _Modulated))
+        norms = dict.fromkeys(r[1] for r in self.results if isinstance(r, tuple))
         object.__setattr__(self, "replaces", tuple(norms))
+        super().__post_init__()
 
     def notes(self, module: nn.Module, injection: Injection) -> list[str]:
-        found = [(name, read_norm(module._modules.get(name))) for name in self.replaces]
-        return [f"{name} {reason}" for name, reason in found if isinstance(reason, str)]
+        return norm_notes(module, self.replaces)
 
 
 def _adaptive_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +200,7 @@ def _adaptive_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
 
 
 def _embedded(self: Any, given: dict[str, Any]) -> Tensor:
-    """The rows of a modulation, side by side, (B, N * D), or of Cosmos also (B, S, N * D)."""
+    """All rows of a modulation, concatenated: (B, N * D), with Cosmos also (B, S, N * D)."""
     modules = self._modules
     if "embedded_timestep" in given:  # Cosmos
         activated = _activated(modules["activation"], given["embedded_timestep"])
@@ -252,24 +217,18 @@ def _embedded(self: Any, given: dict[str, Any]) -> Tensor:
 
 
 def _activated(activation: Any, x: Tensor) -> Tensor:
-    """``activation(x)``; of a plain ``torch.nn.SiLU`` without the call of a module."""
+    """``activation(x)``; without a module call if it is a plain ``torch.nn.SiLU``."""
     if is_plain(activation, SILU) and not activation.inplace:
         return torch.nn.functional.silu(x)
     return activation(x)
 
 
 def _modulated(
-    call: Call,
-    owner: Any,
-    name: str,
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor | None,
-    upcasts: bool,
+    call: Call, owner: Any, name: str, x: Any, scale: Any, shift: Any, upcasts: bool
 ) -> Any:
-    """``owner.name(x) * (1 + scale) + shift``, by the kernels or as the class does it."""
+    """``owner.name(x) * (1 + scale) + shift``, on the kernels or as the class computes it."""
     norm = read_norm(owner._modules.get(name), x.shape[-1], upcasts)
-    out: Tensor | str | None
+    out: Any = "its modulation has another shape than the kernels know"
     if isinstance(norm, str):
         out = f"{name} {norm}"
     elif (
@@ -278,9 +237,7 @@ def _modulated(
         and scale.shape[0] in (1, x.shape[0])
         and scale.shape[1] in (1, x.shape[1])
     ):
-        out = _normed(norm, x, upcasts, scale, shift)
-    else:
-        out = "its modulation has another shape than the kernels know"
+        out = _apply_norm(norm, x, upcasts, scale, shift)
     if isinstance(out, Tensor):
         return out
     if out is None:
@@ -289,58 +246,41 @@ def _modulated(
         call.fall_back(out)
     if upcasts:
         scale, shift = scale.float(), None if shift is None else shift.float()
-    return modulated_by(None, owner, name, x, ((scale, shift),), upcasts)[0]
+    return norm_modulate(None, owner, name, x, (scale, shift), upcasts)[0]
 
 
 _TRANSFORMER = "diffusers.models.transformers.transformer_"
 _CONDITIONED = "self x conditioning_embedding"
 _LABELED = "self x timestep class_labels hidden_dtype emb"
 _TWO_STREAMS = "self hidden_states encoder_hidden_states temb"
-_OF_TIMESTEP = "self hidden_states embedded_timestep temb"
-_COGVIEW3 = f"{_NORM}CogView3PlusAdaLayerNormZeroTextImage"
-_ZERO = _Modulated(0, "norm", scale=1, shift=0)
-_CONTINUOUS = _Modulated(0, "norm", scale=0, shift=1)
-_SCALED = _Modulated(0, "norm", scale=0, shift=None)
-_OF_BOTH = (_ZERO, _Modulated(1, "norm", scale=4, shift=3), 2, 5)
-_OF_TWO = (
-    *(_Modulated(0, "norm_x", scale=1, shift=0), 2, 3, 4, 5),
-    *(_Modulated(1, "norm_c", scale=7, shift=6), 8, 9, 10, 11),
-)
-_BY_TURNS = (
-    *(_Modulated(0, "norm", scale=2, shift=0), 4, 6, 8, 10),
-    *(_Modulated(1, "norm_context", scale=3, shift=1), 5, 7, 9, 11),
-)
-_TOKENS, _UPCASTS = {"has_tokens": True}, {"upcasts": True}
+_TIMESTEP = "self hidden_states embedded_timestep temb"
+_EMBEDDED = "self hidden_states emb"
+# Modulated norms, as in ``AdaptiveNormSpec.results``.
+_ZERO = (0, "norm", 1, 0)
+_CONTINUOUS = (0, "norm", 0, 1)
+_SCALED = (0, "norm", 0, None)
+_SHARED_NORM = (_ZERO, (1, "norm", 4, 3), 2, 5)
+_TWO_NORMS = ((0, "norm_x", 1, 0), 2, 3, 4, 5, (1, "norm_c", 7, 6), 8, 9, 10, 11)
+_INTERLEAVED = ((0, "norm", 2, 0), 4, 6, 8, 10, (1, "norm_context", 3, 1), 5, 7, 9, 11)
+_TOKENS, _UPCASTS = (True, False), (False, True)
 # Without norms that only end a model: one call a forward is no gain. The first ends many families' models.
-_CLASSES: tuple[tuple[str, str, int, tuple, dict[str, Any]], ...] = (
-    (f"{_NORM}AdaLayerNormContinuous", _CONDITIONED, 2, (_CONTINUOUS,), _TOKENS),
-    (f"{_NORM}AdaLayerNormZero", _LABELED, 6, (_ZERO, 2, 3, 4, 5), {}),
-    (f"{_NORM}AdaLayerNormZeroSingle", "self x emb", 3, (_ZERO, 2), {}),
-    (f"{_NORM}LuminaRMSNormZero", "self x emb", 4, (_SCALED, 1, 2, 3), {}),
-    (f"{_NORM}CogVideoXLayerNormZero", _TWO_STREAMS, 6, _OF_BOTH, _TOKENS),
-    (_COGVIEW3, "self x context emb", 12, _OF_TWO, {}),
-    (f"{_TRANSFORMER}cogview4:CogView4AdaLayerNormZero", _TWO_STREAMS, 12, _BY_TURNS, {}),
-    (f"{_TRANSFORMER}glm_image:GlmImageAdaLayerNormZero", _TWO_STREAMS, 12, _BY_TURNS, {}),
-    (f"{_TRANSFORMER}easyanimate:EasyAnimateLayerNormZero", _TWO_STREAMS, 6, _OF_BOTH, {}),
-    (f"{_TRANSFORMER}cosmos:CosmosAdaLayerNormZero", _OF_TIMESTEP, 3, (_ZERO, 2), _TOKENS),
-    (
-        f"{_TRANSFORMER}mochi:MochiRMSNormZero",
-        "self hidden_states emb",
-        *(4, (_SCALED, 1, 2, 3), _UPCASTS),
-    ),
+_CLASSES: tuple[tuple, ...] = (
+    (f"{_NORM}AdaLayerNormContinuous", _CONDITIONED, 2, (_CONTINUOUS,), *_TOKENS),
+    (f"{_NORM}AdaLayerNormZero", _LABELED, 6, (_ZERO, 2, 3, 4, 5)),
+    (f"{_NORM}AdaLayerNormZeroSingle", "self x emb", 3, (_ZERO, 2)),
+    (f"{_NORM}LuminaRMSNormZero", "self x emb", 4, (_SCALED, 1, 2, 3)),
+    (f"{_NORM}CogVideoXLayerNormZero", _TWO_STREAMS, 6, _SHARED_NORM, *_TOKENS),
+    (f"{_NORM}CogView3PlusAdaLayerNormZeroTextImage", "self x context emb", 12, _TWO_NORMS),
+    (f"{_TRANSFORMER}cogview4:CogView4AdaLayerNormZero", _TWO_STREAMS, 12, _INTERLEAVED),
+    (f"{_TRANSFORMER}glm_image:GlmImageAdaLayerNormZero", _TWO_STREAMS, 12, _INTERLEAVED),
+    (f"{_TRANSFORMER}easyanimate:EasyAnimateLayerNormZero", _TWO_STREAMS, 6, _SHARED_NORM),
+    (f"{_TRANSFORMER}cosmos:CosmosAdaLayerNormZero", _TIMESTEP, 3, (_ZERO, 2), *_TOKENS),
+    (f"{_TRANSFORMER}mochi:MochiRMSNormZero", _EMBEDDED, 4, (_SCALED, 1, 2, 3), *_UPCASTS),
 )
+_ONE_PASS = "norm and modulation in one pass"
 ADAPTIVE_NORMS = tuple(
-    AdaptiveNormSpec(
-        path,
-        _adaptive_forward,
-        "norm and modulation in one pass",
-        left_to_compiler=True,
-        parameters=parameters,
-        rows=rows,
-        results=results,
-        **options,
-    )
-    for path, parameters, rows, results, options in _CLASSES
+    AdaptiveNormSpec(path, _adaptive_forward, _ONE_PASS, (), True, parameters, None, *arguments)
+    for path, parameters, *arguments in _CLASSES
 )
-# What the output of many models of families goes through, by its name.
+# The norm before the output of many families' models, by its name.
 OUTPUT_NORM = {"norm_out": replace(ADAPTIVE_NORMS[0], left_to_compiler=False)}

@@ -1,15 +1,16 @@
-"""Norms, plain and modulated, after a residual or not: by the kernels where they know the module.
+"""Norms, plain and modulated, with or without a residual before them: on the kernels if the module is known.
 
-A norm is named by the module that owns it and its attribute's name. What it computes with is read at each
-use. Where the kernels do not know it, its own module is called in the model's expression.
+A norm is named by its owner and its attribute's name. Its parameters are read at each use. If the kernels do
+not know the module, the module itself is called within the model's expression.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import functional
 from ..conditions import PLAIN_TYPES, modulators_compatible, same_dtype_and_unit_stride
@@ -18,39 +19,45 @@ from .checks import KnownClass, class_name, is_plain, why_not_plain
 from .patch import Call
 
 RMS, LAYER = "rms", "layer"
-_LAYER_NORM = "torch.nn.functional:layer_norm"
-LAYER_NORM = KnownClass("torch.nn:LayerNorm", _LAYER_NORM)
-FP32_LAYER_NORM = KnownClass("diffusers.models.normalization:FP32LayerNorm", _LAYER_NORM)
-RMS_NORM = KnownClass("torch.nn:RMSNorm", "torch.nn.functional:rms_norm")
-DIFFUSERS_RMS_NORM = KnownClass("diffusers.models.normalization:RMSNorm")
-MOCHI_RMS_NORM = KnownClass("diffusers.models.normalization:MochiRMSNorm")
-KINDS = (
+_DIFFUSERS = "diffusers.models.normalization:"
+LAYER_NORM = KnownClass("torch.nn:LayerNorm", "torch.nn.functional:layer_norm")
+NORM_KINDS = (
     (LAYER_NORM, LAYER),
-    (FP32_LAYER_NORM, LAYER),
-    (RMS_NORM, RMS),
-    (DIFFUSERS_RMS_NORM, RMS),
-    (MOCHI_RMS_NORM, RMS),
+    (KnownClass(f"{_DIFFUSERS}FP32LayerNorm", "torch.nn.functional:layer_norm"), LAYER),
+    (KnownClass("torch.nn:RMSNorm", "torch.nn.functional:rms_norm"), RMS),
+    (KnownClass(f"{_DIFFUSERS}RMSNorm"), RMS),
+    (KnownClass(f"{_DIFFUSERS}MochiRMSNorm"), RMS),
 )
+# The operation for each kind of norm and number of scales and shifts.
+NORM_OPERATIONS: dict[tuple[str, int], Any] = {
+    (RMS, 0): functional.rms_norm,
+    (RMS, 2): functional.rms_norm_modulate,
+    (LAYER, 0): functional.layer_norm,
+    (LAYER, 2): functional.layer_norm_modulate,
+    (LAYER, 4): functional.layer_norm_modulate_pair,
+}
+_RESIDUAL_OPERATIONS: dict[tuple[str, int], Any] = {
+    (RMS, 2): functional.gated_residual_rms_norm_modulate,
+    (LAYER, 2): functional.gated_residual_layer_norm_modulate,
+    (LAYER, 4): functional.gated_residual_layer_norm_modulate_pair,
+}
 
-Modulation = tuple[Optional[Tensor], Optional[Tensor]]  # scale and shift
-
-
-# What a norm of the last dimension computes with: RMS or LAYER, its parameters (weight, or weight and bias),
-# each (D,) or None, and epsilon.
+# Parameters of a norm of the last dimension: RMS or LAYER, its weight or its weight and bias, each (D,) or
+# None, and epsilon.
 Norm = tuple[str, tuple[Optional[Tensor], ...], float]
 
 
 def read_norm(
     module: Any, size: int | None = None, upcasts: bool = False, is_called: bool = False
 ) -> Norm | str:
-    """What the kernels need of a norm, or why they cannot stand in for the module, as a clause.
+    """The parameters of a norm, or why the kernels cannot replace the module, as a clause.
 
-    ``size``: of the last dimension of what it is given. ``upcasts``: whether the model computes the norm in
-    float32, with all that follows up to the next linear layer, and goes back to the hidden states' dtype.
-    ``is_called``: whether the module itself is being called, so that nothing around it is passed by.
+    ``size``: the input's last dimension. ``upcasts``: whether the model computes in float32 from the norm up
+    to the next linear layer and then returns to the hidden states' dtype. ``is_called``: whether this is a
+    call of the module itself, so that its hooks have run.
     """
     cls = type(module)
-    for known, kind in KINDS:  # noqa: B007
+    for known, kind in NORM_KINDS:  # noqa: B007
         if cls is known.cls:
             break
     else:
@@ -58,7 +65,7 @@ def read_norm(
     if not is_called and not is_plain(module, known):
         return why_not_plain(module, known)
     attributes, parameters = module.__dict__, module._parameters
-    # Sharding puts plain tensors in the place of parameters.
+    # Sharding replaces parameters by plain tensors.
     weight = parameters.get("weight", attributes.get("weight"))
     bias = parameters.get("bias", attributes.get("bias"))
     for tensor in (weight, bias):
@@ -79,14 +86,19 @@ def read_norm(
     if upcasts and known is LAYER_NORM:
         for tensor in (weight, bias):
             if tensor is not None and tensor.dtype != torch.float32:
-                return (
-                    "has a weight that PyTorch does not take beside the float32 it is called with"
-                )
+                return "has a weight that PyTorch does not take with a float32 input"
     return kind, (weight,) if kind == RMS else (weight, bias), eps
 
 
-def normed(call: Call, owner: Any, name: str, x: Tensor) -> Tensor:
-    """``owner.name(x)``; x where there is no such norm."""
+def norm_notes(module: nn.Module, names: Sequence[str], upcasts: bool = False) -> list[str]:
+    """Why the kernels cannot replace some of the norms that a module has under these names."""
+    norms = [(name, module._modules.get(name)) for name in names]
+    found = [(name, read_norm(norm, upcasts=upcasts)) for name, norm in norms if norm is not None]
+    return [f"{name} {reason}" for name, reason in found if isinstance(reason, str)]
+
+
+def apply_norm(call: Call, owner: Any, name: str, x: Tensor) -> Tensor:
+    """``owner.name(x)``; x if there is no such norm."""
     module = owner._modules.get(name)
     if module is None:
         return x
@@ -95,129 +107,69 @@ def normed(call: Call, owner: Any, name: str, x: Tensor) -> Tensor:
         call.fall_back(f"{name} {norm}")
     elif same_dtype_and_unit_stride(x, *norm[1]):
         kind, affine, eps = norm
-        return _NORM[kind](x, *affine, eps)
+        return NORM_OPERATIONS[kind, 0](x, *affine, eps)
     return module(x)
 
 
-def modulated_by(
-    norm: Norm | None,
-    owner: Any,
-    name: str,
-    x: Tensor,
-    modulations: tuple[Modulation, ...],
-    upcasts: bool,
+def norm_modulate(
+    norm: Norm | None, owner: Any, name: str, x: Tensor, modulation: tuple, upcasts: bool
 ) -> tuple[Tensor, ...]:
-    """``norm(x) * (1 + scale) + shift`` by each of one or two modulations; of one it may be the norm alone,
-    by (None, None). By the module ``owner.name`` where the norm is None."""
-    operands = modulations[0] if len(modulations) == 1 else (*modulations[0], *modulations[1])
-    # Without an upcast, operands of another dtype would give a result of another one.
+    """``norm(x) * (1 + scale) + shift`` for each scale and shift of the modulation; the norm alone if it is
+    empty. The module ``owner.name`` computes it if the norm is None."""
+    # Without an upcast, operands of another dtype would change the result's.
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
-    if norm is None or not alike(x, *norm[1], *operands):
+    if norm is None or not alike(x, *norm[1], *modulation):
         n = getattr(owner, name)(x.float() if upcasts else x)
-        dtype = x.dtype if upcasts else None
-        return tuple(_modulated(n, *modulation, dtype) for modulation in modulations)
+        results = [n] if not modulation else []
+        for scale, shift in zip(modulation[::2], modulation[1::2]):
+            result = n * (1 + scale)
+            results.append(result if shift is None else result + shift)
+        return tuple([result.to(x.dtype) for result in results] if upcasts else results)
     kind, affine, eps = norm
-    if operands[0] is None:
-        return (_NORM[kind](x, *affine, eps),)
-    if len(modulations) == 2:
-        return _MODULATE_PAIR[kind](x, *operands, *affine, eps)
-    return (_MODULATE[kind](x, *operands, *affine, eps),)
+    out = NORM_OPERATIONS[kind, len(modulation)](x, *modulation, *affine, eps)
+    return (out,) if len(modulation) < 4 else out
 
 
-def residual_modulated(
-    call: Call,
+def residual_norm(
+    call: Call | None,
     owner: Any,
     name: str,
     residual: Tensor,
     x: Tensor,
     gate: Tensor | None,
-    *modulations: Modulation,
+    *modulation: Tensor,
     upcasts: bool = False,
+    norm: Norm | None = None,
 ) -> tuple[Tensor, ...]:
-    """``h = residual + gate * x``, and ``norm(h) * (1 + scale) + shift`` by one or two modulations."""
-    norm: Any = read_norm(owner._modules.get(name), residual.shape[-1], upcasts)
-    if isinstance(norm, str):
-        call.fall_back(f"{name} {norm}")
-        norm = None
-    return residual_modulated_by(norm, owner, name, residual, x, gate, modulations, upcasts)
-
-
-def residual_modulated_by(
-    norm: Norm | None,
-    owner: Any,
-    name: str,
-    residual: Tensor,
-    x: Tensor,
-    gate: Tensor | None,
-    modulations: tuple[Modulation, ...],
-    upcasts: bool,
-) -> tuple[Tensor, ...]:
-    """The same by a norm that has been read; by the module ``owner.name`` where it is None."""
-    operands = modulations[0] if len(modulations) == 1 else (*modulations[0], *modulations[1])
-    is_taken = norm is not None and x.shape == residual.shape
-    if norm is not None and is_taken:
-        affine = norm[1]
-        is_taken = (
+    """``h = residual + gate * x``, and its norm as in ``norm_modulate``. ``norm``: its parameters, if they
+    have been read."""
+    if norm is None:
+        found = read_norm(owner._modules.get(name), residual.shape[-1], upcasts)
+        if not isinstance(found, str):
+            norm = found
+        elif call is not None:
+            call.fall_back(f"{name} {found}")
+    if norm is not None and x.shape == residual.shape:
+        kind, affine, eps = norm
+        if (
             same_dtype_and_unit_stride(residual, x)
-            and modulators_compatible(residual, gate, *affine, *operands)
+            and modulators_compatible(residual, gate, *affine, *modulation)
             if upcasts
-            else same_dtype_and_unit_stride(residual, x, gate, *affine, *operands)
-        )
-    if norm is None or not is_taken:
-        h = gated_residual(residual, x, gate, upcasts)
-        return (h, *modulated_by(norm, owner, name, h, modulations, upcasts))
-    kind, affine, eps = norm
-    runs = _RESIDUAL_MODULATE if len(modulations) == 1 else _RESIDUAL_MODULATE_PAIR
-    return runs[kind](residual, x, gate, *operands, *affine, eps)
-
-
-def residual_normed(
-    call: Call,
-    owner: Any,
-    name: str,
-    residual: Tensor,
-    x: Tensor,
-    gate: Tensor | None,
-    upcasts: bool = False,
-) -> tuple[Tensor, ...]:
-    """``h = residual + gate * x`` and ``norm(h)``."""
-    modulation = (None, None)
-    return residual_modulated(call, owner, name, residual, x, gate, modulation, upcasts=upcasts)
-
-
-_NORM: dict[str, Any] = {RMS: functional.rms_norm, LAYER: functional.layer_norm}
-_MODULATE: dict[str, Any] = {
-    RMS: functional.rms_norm_modulate,
-    LAYER: functional.layer_norm_modulate,
-}
-_MODULATE_PAIR: dict[str, Any] = {
-    LAYER: functional.layer_norm_modulate_pair,
-}
-_RESIDUAL_MODULATE: dict[str, Any] = {
-    RMS: functional.gated_residual_rms_norm_modulate,
-    LAYER: functional.gated_residual_layer_norm_modulate,
-}
-_RESIDUAL_MODULATE_PAIR: dict[str, Any] = {
-    LAYER: functional.gated_residual_layer_norm_modulate_pair,
-}
-
-
-def _modulated(
-    n: Tensor, scale: Tensor | None, shift: Tensor | None, dtype: torch.dtype | None
-) -> Tensor:
-    if scale is not None:
-        n = n * (1 + scale)
-    if shift is not None:
-        n = n + shift
-    return n if dtype is None else n.to(dtype)
+            else same_dtype_and_unit_stride(residual, x, gate, *affine, *modulation)
+        ):
+            operands = modulation or (None, None)
+            operation = _RESIDUAL_OPERATIONS[kind, len(operands)]
+            return operation(residual, x, gate, *operands, *affine, eps)
+    h = gated_residual(residual, x, gate, upcasts)
+    return (h, *norm_modulate(norm, owner, name, h, modulation, upcasts))
 
 
 def gated_residual(
     residual: Tensor, x: Tensor, gate: Tensor | None, upcasts: bool = False
 ) -> Tensor:
-    """``residual + gate * x``, also where a layer gives another dtype than the one it was given.
+    """``residual + gate * x``, also if a layer returned another dtype than it was given.
 
-    ``upcasts``: whether the model's own code computes it in float32, and goes back to residual's dtype.
+    ``upcasts``: whether the model computes it in float32 and returns to the residual's dtype.
     """
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
     if x.shape == residual.shape and same_dtype_and_unit_stride(residual, x) and alike(x, gate):
@@ -228,6 +180,6 @@ def gated_residual(
     return residual + (x if gate is None else x * gate)
 
 
-def clipped(x: Tensor) -> Tensor:
-    """As diffusers keeps some results in float16 within the dtype's range."""
+def clip_to_float16(x: Tensor) -> Tensor:
+    """x within float16's range, as diffusers clips some results."""
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x

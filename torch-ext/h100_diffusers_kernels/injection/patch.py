@@ -1,9 +1,9 @@
-"""The replacement of a module's forward: on the instance, inside of every hook, and reversible.
+"""The replacement of a module's forward: on the instance, inside of all hooks, and reversible.
 
-Hooks for offloading and caching are put around a module's forward by storing it away and assigning a wrapper
-in its place: accelerate stores it as ``module._old_forward``, diffusers in the function references of
-``module._diffusers_hook``. A stand-in goes to where the innermost forward is stored. So it runs inside of
-every hook, whether the hook comes before or after it, and stays when the hook is removed.
+Hooks for offloading and caching wrap a module's forward and store the original: accelerate as
+``module._old_forward``, diffusers in the function references of ``module._diffusers_hook``. A stand-in
+replaces the innermost stored forward. So it runs inside of every hook, whether the hook came before or after
+it, and stays when the hook is removed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import inspect
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType, MethodType
-from typing import Any, Callable, ClassVar, SupportsIndex
+from typing import Any, Callable, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +27,14 @@ from .checks import (
     GLOBAL_HOOKS,
     MODULE_CALL,
     STAND_INS,
-    LibraryFunction,
+    KnownClass,
     find_class,
-    interposed,
-    library_function,
+    why_intercepted,
 )
 from .report import InjectionReport
 
-_modes_of_functions = torch._C._len_torch_function_stack
-_modes_of_operators = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 UNKNOWN_FORWARD = "its class's forward is not the one known from diffusers"
 
 
@@ -44,19 +43,18 @@ class PatchSpec:
     """A kind of module whose forward is replaced.
 
     Attributes:
-        path: of its class, ``module:class``. Subclasses without a forward of their own belong to it.
-        forward: stands in for it: ``forward(module, call, *args, **kwargs)``, with a ``Call``. The
-            class's own runs where it returns NotImplemented.
+        path: of its class, ``module:class``. Subclasses without a forward of their own are included.
+        forward: the replacement: ``forward(module, call, *args, **kwargs)``, with a ``Call``. If it returns
+            NotImplemented, the class's own forward runs.
         operations: what it runs on, for the report.
         functions: the paths of functions by which the class's forward computes what the kernels compute,
-            some with their parameters. Where one of them was replaced, the class's own forward runs.
-        left_to_compiler: whether the class's own forward is what torch.compile traces.
-        parameters: of the class's forward, in order; None where they are those of ``forward`` that are not
+            some with their parameters. If one of them was replaced, the class's own forward runs.
+        left_to_compiler: whether torch.compile traces the class's own forward.
+        parameters: of the class's forward, in order; None if they are those of ``forward`` that are not
             keyword-only, or any if it begins with ``*args``.
-        is_conditional: whether ``why_not`` is asked before each call; else ``forward`` finds out by itself.
+        condition: a check before each call: why the module, as it is now, runs its class's own forward.
+        known: the class, its forward and these functions as their libraries define them.
     """
-
-    is_conditional: ClassVar[bool] = False
 
     path: str
     forward: Callable
@@ -64,9 +62,15 @@ class PatchSpec:
     functions: tuple[Any, ...] = ()
     left_to_compiler: bool = False
     parameters: str | None = None
+    condition: Callable[[Any], str | None] | None = None
+    known: KnownClass = field(init=False)
+
+    def __post_init__(self) -> None:
+        known = KnownClass(self.path, *self.functions, parameters=self.forward_parameters())
+        object.__setattr__(self, "known", known)
 
     def forward_parameters(self) -> str | None:
-        """Of the class's forward, in order; None where any will do."""
+        """Of the class's forward, in order; None if any are accepted."""
         if self.parameters is not None:
             return self.parameters
         given = inspect.signature(self.forward).parameters.values()
@@ -77,9 +81,13 @@ class PatchSpec:
         cls = find_class(self.path)
         return cls is not None and isinstance(module, cls)
 
-    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
-        """Why the module, as it is now, runs its class's own forward."""
+    def why_left_alone(self, module: Any, injection: Injection) -> str | None:
+        """Why the module gets no stand-in."""
         return None
+
+    def why_not(self, module: Any) -> str | None:
+        """Why the module, as it is now, runs its class's own forward."""
+        return None if self.condition is None else self.condition(module)
 
     def notes(self, module: nn.Module, injection: Injection) -> list[str]:
         """Why the module's own code, as it is now, computes parts of its calls."""
@@ -107,8 +115,8 @@ class Injection:
     Attributes:
         options: those of ``inject_kernels``.
         report: what is replaced, and what is not. Names are the model's.
-        is_over: whether the kernels were ejected; wrappers of the user's may still hold stand-ins.
-        local: ``local.state`` is the ``ForwardState`` of the model's forward that this thread is in, or None.
+        is_over: whether the kernels were ejected; a user's wrappers may still hold stand-ins.
+        local: ``local.state`` is the ``ForwardState`` of this thread's current forward of the model, or None.
         modules: those whose forwards were replaced.
     """
 
@@ -118,22 +126,12 @@ class Injection:
         self.is_over = False
         self.local = _Local()
         self.modules: list[weakref.ref] = []
-        self._resolved: dict[PatchSpec, tuple[Any, tuple[LibraryFunction, ...]]] = {}
-
-    def resolve(self, spec: PatchSpec) -> tuple[Any, tuple[LibraryFunction, ...]]:
-        """The class's forward and the functions of a spec as their libraries define them."""
-        if spec not in self._resolved:
-            own = library_function(f"{spec.path}.forward", spec.forward_parameters()).function
-            functions = ((f,) if isinstance(f, str) else f for f in spec.functions)
-            self._resolved[spec] = own, tuple(library_function(*f) for f in functions)
-        return self._resolved[spec]
 
     def __deepcopy__(self, memo: dict) -> Injection:
-        """That of the model's copy."""
+        """The injection of the model's copy."""
         duplicate = memo[id(self)] = Injection(self.report.model_name, self.options)
         duplicate.report = self.report.fresh()
         duplicate.is_over = self.is_over
-        duplicate._resolved = self._resolved  # forwards and functions may have been replaced since
         copies = (memo.get(id(reference())) for reference in self.modules)
         duplicate.modules = [weakref.ref(module) for module in copies if module is not None]
         return duplicate
@@ -144,9 +142,8 @@ class Call:
 
     Attributes:
         stand_in: what was called.
-        injection: that of the model.
-        state: what the blocks share in this forward of the model; None where they must not.
-        is_bare: whether nothing is around the module, of a block that has looked.
+        state: what the blocks share in this forward of the model; None if they must not share.
+        is_bare: whether a block that checked it found no hooks or wrappers around itself.
         is_counted: whether the call is counted as one on the kernels: not if it falls back.
     """
 
@@ -158,15 +155,11 @@ class Call:
         self.stand_in = stand_in
         self.state = state
 
-    @property
-    def injection(self) -> Injection:
-        return self.stand_in.injection
-
     def fall_back(self, reason: str) -> None:
-        """Notes that the model's own code computes the call, or a part of it.
+        """Counts that the model's own code computes the call, or a part of it.
 
         Raises:
-            RuntimeError: if the environment says that nothing may fall back.
+            RuntimeError: if the environment forbids a fall-back.
         """
         if torch.compiler.is_dynamo_compiling() or reason in self._reasons:
             return
@@ -174,28 +167,28 @@ class Call:
         if self.stand_in.count.fall_back(reason):
             self.is_counted = False
 
-    def decline(self, reason: str | None = None) -> Any:
-        """What a forward returns for the class's own to run in its place, with the reason noted.
+    def decline(self, reason: str | None) -> Any:
+        """Counts the reason, and returns what makes the class's own forward run.
 
-        ``reason``: None where it is no fall-back: a derivative is asked for, or the class's own raises.
+        ``reason``: None if it is no fall-back: a derivative is asked for, or the class's own forward raises.
         """
         if reason is not None:
             self.fall_back(reason)
         return NotImplemented
 
     def refuse(self, x: Tensor, *others: Tensor | None) -> Any:
-        """``decline``, as the kernels do not take these tensors."""
+        """``decline``, because the kernels do not take these tensors."""
         return self.decline(why_not_taken(x, *others))
 
     def own_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The class's forward, which the call stands in for."""
+        """The class's own forward."""
         return self.stand_in.own_forward(module, *args, **kwargs)
 
     def shared(self, name: str, x: Any, make: Callable[[Any], Any]) -> Any:
-        """``make(x)``, made once in a forward of the model for all blocks that ask with the same ``x``."""
+        """``make(x)``, computed once in a forward of the model for all blocks that pass the same ``x``."""
         if self.state is None:
             return make(x)
-        # A tensor's version tells that it was written to; inference tensors do not tell.
+        # A tensor's version shows that it was written to; inference tensors have none.
         version = x._version if isinstance(x, Tensor) and not x.is_inference() else 0
         made = self.state.shared.get(name)
         if made is None or made[0] is not x or made[1] != version:
@@ -204,22 +197,22 @@ class Call:
 
 
 class StandIn:
-    """What stands in for one module's forward.
+    """The replacement of one module's forward.
 
-    The module's ``forward`` becomes a method of this object, which holds the module weakly: a model that is
-    dropped is freed at once. The method has the signature, name and docstring of the class's forward, and one
-    function for all modules of a class, for which torch.compile does not compile again.
+    The module's ``forward`` becomes a method of this object, which holds the module weakly, so that a dropped
+    model is freed at once. The method has the signature, name and docstring of the class's forward. Modules
+    of one class share a function, so that torch.compile does not compile again for each.
 
     Attributes:
         own_forward: the class's forward as its library defines it.
         functions: those of ``PatchSpec.functions``, as their libraries define them.
         had_attribute: whether the module had a ``forward`` of its own before, the class's.
         count: of the module's calls.
-        kept: a value of ``Kept``.
+        cached: the entry of ``cache.cached``, or None.
     """
 
     __slots__ = (
-        *("__weakref__", "_module", "count", "functions", "had_attribute", "injection", "kept"),
+        *("__weakref__", "_module", "cached", "count", "functions", "had_attribute", "injection"),
         *("name", "own_forward", "spec"),
     )
 
@@ -228,9 +221,9 @@ class StandIn:
         self.spec = spec
         self.name = name
         self.injection = injection
-        self.own_forward, self.functions = injection.resolve(spec)
+        self.own_forward, self.functions = spec.known.own_forward, spec.known.functions
         self.had_attribute = "forward" in vars(module)
-        self.kept: Any = None
+        self.cached: Any = None
         self.count = injection.report.count_of(name, type(module).__name__)
         _stand_ins[module] = self
 
@@ -240,12 +233,12 @@ class StandIn:
 
     @property
     def method(self) -> MethodType:
-        """What the module's ``forward`` becomes."""
+        """The module's new ``forward``."""
         cls: Any = type(self)
         return MethodType(_function_of(cls, self.own_forward), self)
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs the spec's forward, or the class's own where something unknown would be passed by."""
+        """Runs the spec's forward, or the class's own if it would bypass code that it does not know."""
         if not isinstance(self, StandIn):  # a wrapper bound this to the module
             found = _stand_ins.get(self)
             own: Any = type(self).forward
@@ -266,17 +259,18 @@ class StandIn:
         call = Call(self, None if is_traced else injection.local.state)
         if not is_traced and (
             any(GLOBAL_HOOKS)
-            or _modes_of_functions()
-            or _modes_of_operators()
+            or _function_modes()
+            or _dispatch_modes()
             or nn.Module.__call__ is not MODULE_CALL
             or nn.Module._call_impl is not CALL_IMPL
         ):
-            reason = interposed()
-        for owner, name, function in self.functions:
-            if function is None or getattr(owner, name, None) is not function:
-                reason = f"{name} was replaced"
-        if reason is None and spec.is_conditional:
-            reason = spec.why_not(module, self)
+            reason = why_intercepted()
+        for known in self.functions:
+            function = known.function
+            if function is None or getattr(known.owner, known.name, None) is not function:
+                reason = f"{known.name} was replaced"
+        if reason is None and spec.condition is not None:
+            reason = spec.condition(module)
         if reason is not None:
             call.fall_back(reason)
             return own(module, *args, **kwargs)
@@ -288,10 +282,10 @@ class StandIn:
         return result
 
     def taken_out(self) -> None:
-        """After the class's forward has taken its place again."""
+        """Called when the class's forward is in its place again."""
 
     def __deepcopy__(self, memo: dict) -> StandIn:
-        """That of the module's copy, where the module is being copied."""
+        """The stand-in of the module's copy, if the module is being copied."""
         module = memo.get(id(self._module()))
         return self if module is None else self.copied(module, memo)
 
@@ -302,7 +296,7 @@ class StandIn:
         return duplicate
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        if self.injection.is_over:  # its method was kept and put back
+        if self.injection.is_over:  # a wrapper kept its method and put it back
             return _itself, (self._module(),)
         raise TypeError(
             f"{self.name or 'the model'} runs on injected kernels, which cannot be pickled: "
@@ -327,28 +321,27 @@ def _function_of(cls: Any, own_forward: Any) -> Callable:
     run: Any = cls.run
     function: Any = FunctionType(run.__code__, run.__globals__, own_forward.__name__)
     functools.update_wrapper(function, own_forward, updated=())
-    # What follows it would come to the class's own forward.
+    # Code that follows it would reach the class's own forward.
     del function.__wrapped__
     function.__signature__ = inspect.signature(own_forward)
     return function
 
 
 def stand_in_of(forward: Any) -> StandIn | None:
-    """The stand-in whose method a forward found on a module is, if it is one."""
+    """The stand-in of which a module's forward is the method, or None."""
     if not isinstance(forward, MethodType):
         return None
     owner = forward.__self__
     if isinstance(owner, StandIn):
         return owner
-    # As accelerate leaves it when it unwraps a model.
+    # accelerate binds the method's function to the module when it unwraps a model.
     found = _stand_ins.get(owner) if isinstance(owner, nn.Module) else None
-    if found is None or forward.__func__ is not found.method.__func__:
-        return None
-    return found
+    is_its = found is not None and forward.__func__ is found.method.__func__
+    return found if is_its else None
 
 
 def is_bare(spec: PatchSpec, module: Any) -> bool:
-    """Whether a call of the module runs a stand-in of this kind and nothing around it."""
+    """Whether a call of the module runs a stand-in of this kind, without hooks or wrappers."""
     state, cls = module.__dict__, type(module)
     stand_in = getattr(state.get("forward"), "__self__", None)
     return (
@@ -368,11 +361,11 @@ def is_bare(spec: PatchSpec, module: Any) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where a module's innermost forward is kept
+# The place of a module's innermost forward
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:
-    """The attributes that may hold the module's forward: their holder, their name and their value."""
+    """Holder, name and value of each attribute that may hold the module's forward."""
     attributes = vars(module)
     yield module, "forward", module.forward
     if "_old_forward" in attributes:
@@ -384,22 +377,16 @@ def _slots(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _class_forward_slot(module: nn.Module) -> tuple[Any, str] | None:
-    """The holder and the name of the class's forward; None if something unknown has taken its place.
-
-    Wrappers are no bound methods, so it is the innermost one in use.
-    """
+    """Holder and name of the class's forward, the innermost one; None if something unknown replaced it."""
     for holder, name, value in _slots(module):
-        if (
-            isinstance(value, MethodType)
-            and value.__self__ is module
-            and value.__func__ is type(module).forward
-        ):
+        is_bound = isinstance(value, MethodType) and value.__self__ is module
+        if is_bound and value.__func__ is type(module).forward:
             return holder, name
     return None
 
 
 def can_patch(module: nn.Module) -> bool:
-    """Whether the class's forward is where a stand-in can take its place."""
+    """Whether a stand-in can replace the class's forward."""
     return _class_forward_slot(module) is not None
 
 
@@ -412,7 +399,7 @@ def put_in(stand_in: StandIn) -> None:
 
 
 def take_out(modules: Iterable[nn.Module]) -> None:
-    """Gives each module its class's forward back, wherever a stand-in is kept in its place."""
+    """Restores each module's class's forward wherever a stand-in is stored."""
     for module in modules:
         for holder, name, value in list(_slots(module)):
             stand_in = stand_in_of(value)

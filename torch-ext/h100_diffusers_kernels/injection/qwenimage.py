@@ -1,14 +1,13 @@
 """Qwen-Image: how its transformer, and its ControlNet, map to the operations.
 
-Its blocks are the double blocks of FLUX.1 with three differences: each stream has a linear layer that makes
-its modulation; the rotary embedding is a complex table of each stream; and the text has a mask. In image
-editing the modulation may be one of two rows, chosen for each token of the image.
+Its blocks are the double blocks of FLUX.1 with three differences: each stream has a linear layer for its
+modulation; the rotary embedding is a complex table for each stream; and the text has a mask. In image editing
+each token of the image may select one of two modulations.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,26 +15,14 @@ import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import (
-    AttentionSpec,
-    attend_jointly,
-    project,
-    project_out,
-)
-from .blocks import (
-    BlockSpec,
-    begin,
-    feed_forward_end,
-    finish,
-    linear_modulation,
-    norm_prologue,
-)
+from .attention import AttentionSpec, attend_jointly, project, project_out
+from .blocks import BlockSpec, linear_modulation, norm_prologue, two_stream_block
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU, linear_per_sample
 from .norm_modules import OUTPUT_NORM
-from .norms import clipped
-from .patch import Call, StandIn
+from .norms import clip_to_float16
+from .patch import Call
 
 _QWEN = "diffusers.models.transformers.transformer_qwenimage"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_qwenimage"
@@ -52,7 +39,12 @@ def _image_prologue(
 
     def rows_of() -> tuple:
         rows = modulation.unsqueeze(1).chunk(6, dim=-1)
-        return rows if index is None else tuple(_chosen(row, index) for row in rows)
+        if index is None:
+            return rows
+        # Rows (2 * B, 1, D) to (B, S, D), by each token's index (B, S) of 0 or 1.
+        pairs = [row.chunk(2, dim=0) for row in rows]
+        first_is_chosen = index.unsqueeze(-1) == 0
+        return tuple([torch.where(first_is_chosen, first, second) for first, second in pairs])
 
     return norm_prologue(call, block, "img_norm1", ahead, rows_of)
 
@@ -60,9 +52,13 @@ def _image_prologue(
 def _text_prologue(
     call: Call, block: Any, ahead: Tensor | None, temb: Tensor, index: Tensor | None
 ) -> Any:
-    """The same; the embedding's second half is for tokens of the image alone."""
+    """The same; the embedding's second half is only for image tokens."""
     silu = "text silu" if block.zero_cond_t else "silu"
-    temb = call.shared("first half", temb, _first_half) if block.zero_cond_t else temb
+    temb = (
+        call.shared("first half", temb, lambda temb: temb.chunk(2, dim=0)[0])
+        if block.zero_cond_t
+        else temb
+    )
     modulation = linear_modulation(call, block._modules["txt_mod"], temb, ahead, silu)
     if modulation is None:
         return None
@@ -71,16 +67,7 @@ def _text_prologue(
 
 
 _PROLOGUES = (_image_prologue, _text_prologue)
-
-
-def _first_half(temb: Tensor) -> Tensor:
-    return temb.chunk(2, dim=0)[0]
-
-
-def _chosen(rows: Tensor, index: Tensor) -> Tensor:
-    """Of rows (2 * B, 1, D), for each token by its index (B, S) of 0 or 1: (B, S, D)."""
-    first, second = rows.chunk(2, dim=0)
-    return torch.where(index.unsqueeze(-1) == 0, first, second)
+_FEED_FORWARDS = (("img_norm2", "img_mlp"), ("txt_norm2", "txt_mlp"))
 
 
 def _block_forward(
@@ -97,22 +84,10 @@ def _block_forward(
     x, c, mask = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
-    conditions = (temb, modulate_index)
-    begun, c_begun = begin(call, self, _PROLOGUES, (x, c), conditions)
-    attention_out, c_attention_out = self._modules["attn"](
-        hidden_states=begun[0][0],
-        encoder_hidden_states=c_begun[0][0],
-        encoder_hidden_states_mask=mask,
-        image_rotary_emb=image_rotary_emb,
-        **(joint_attention_kwargs or {}),
-    )
-    ends = (
-        feed_forward_end(call, self, "img_norm2", "img_mlp", x, attention_out, begun[1]),
-        feed_forward_end(call, self, "txt_norm2", "txt_mlp", c, c_attention_out, c_begun[1]),
-    )
-    hands_over = x.dtype != torch.float16
-    x, c = finish(call, self, _PROLOGUES, ends, conditions, hands_over=hands_over)
-    return clipped(c), clipped(x)
+    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    arguments = (call, self, _PROLOGUES, _FEED_FORWARDS, (x, c), (temb, modulate_index))
+    c, x = two_stream_block(*arguments, encoder_hidden_states_mask=mask, **more)
+    return c, clip_to_float16(x)
 
 
 def _attention_forward(
@@ -137,44 +112,34 @@ def _attention_forward(
     if mask is not None and hasattr(sys.modules[_QWEN], "compute_text_seq_len_from_mask"):
         make = partial(_masks, image_length=x.shape[1], dtype=streams[0].query.dtype)
         joint_mask, bias = call.shared(f"mask {x.shape[1]} {x.dtype}", mask, make)
-    c_out, out = attend_jointly(
-        call,
-        self,
-        streams[::-1],
-        partial(call.stand_in.functions[1].function, use_real=False),
-        joint_mask,
-        key_bias=bias,
-        dropout_p=0.0,
-        is_causal=False,
-    )
+    rotate = partial(call.stand_in.functions[1].function, use_real=False)
+    options: dict[str, Any] = {"key_bias": bias, "dropout_p": 0.0, "is_causal": False}
+    c_out, out = attend_jointly(call, self, streams[::-1], rotate, joint_mask, **options)
     return project_out(self, out), linear_per_sample(self._modules["to_add_out"], c_out)
 
 
 def _masks(mask: Tensor, image_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of the text's mask (B, T), which is not 0 for tokens: that of all keys (B, 1, 1, T + S), and a bias
-    (B, T + S) that says the same."""
+    """The mask of all keys (B, 1, 1, T + S), and an equivalent bias (B, T + S), from the text's mask (B, T),
+    which is 0 for padding."""
     joint = torch.cat([mask, mask.new_ones(mask.shape[0], image_length)], dim=1)
     bias = torch.zeros(joint.shape, dtype=dtype, device=mask.device)
     return joint[:, None, None], bias.masked_fill_(joint == 0, -torch.inf)
 
 
-@dataclass(frozen=True, eq=False)
-class _BlockSpec(BlockSpec):
-    is_conditional = True
-
-    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
-        return "_modulate was replaced" if "_modulate" in module.__dict__ else None
+def _why_not_block(module: Any) -> str | None:
+    return "_modulate was replaced" if "_modulate" in module.__dict__ else None
 
 
 _PROCESSOR = "hidden_states encoder_hidden_states encoder_hidden_states_mask attention_mask"
 _SPECS = (
     model_spec(f"{_QWEN}:QwenImageTransformer2DModel", "transformer_blocks"),
     model_spec(f"{_CONTROLNET}:QwenImageControlNetModel", "transformer_blocks"),
-    _BlockSpec(
+    BlockSpec(
         _BLOCK_CLASS,
         _block_forward,
         "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
         functions=(f"{_BLOCK_CLASS}._modulate",),
+        condition=_why_not_block,
         norms=("img_norm1", "img_norm2", "txt_norm1", "txt_norm2"),
         inner=("attn", "img_mlp.net.0", "txt_mlp.net.0"),
     ),
@@ -185,7 +150,6 @@ _SPECS = (
         processor=f"{_QWEN}:QwenDoubleStreamAttnProcessor2_0",
         parameters="self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
         processor_parameters=f"{_PROCESSOR} image_rotary_emb",
-        norms=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
         rotate="apply_rotary_emb_qwen",
     ),
     TIMESTEPS,

@@ -1,4 +1,4 @@
-"""What an injection did, module by module, and how the calls of each replaced module ran since."""
+"""What an injection did to each module, and how the calls of each replaced module have run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger("h100_diffusers_kernels")
 
 # How much of a model runs on the kernels.
 IN_FULL, IN_PART, NOT_AT_ALL = "in full", "in part", "not at all"
-# An environment variable that, set to anything but 0, makes a fall-back an error.
+# Environment variable: any value except 0 makes a fall-back an error.
 STRICT = "H100_DIFFUSERS_KERNELS_STRICT"
 
 
@@ -26,7 +26,7 @@ class Replaced(NamedTuple):
 
 
 class LeftAlone(NamedTuple):
-    """A module that was not changed, or a part of one, and why."""
+    """A module or a part of one that was not changed, and why."""
 
     name: str
     module: str
@@ -35,13 +35,13 @@ class LeftAlone(NamedTuple):
 
 @dataclass
 class Calls:
-    """How the calls of a replaced module were computed so far.
+    """How the calls of a replaced module have run.
 
     Attributes:
         name: the module's qualified name.
         module: its class.
-        on_kernels: how many ran on the kernels, in all that the report promised.
-        fell_back: how many the model's own code computed, as a whole or in part, by reason.
+        on_kernels: the number of calls that ran on the kernels, in all that the report promised.
+        fell_back: the number of calls that the model's own code computed, in full or in part, by reason.
     """
 
     name: str
@@ -52,14 +52,14 @@ class Calls:
 
 @dataclass
 class GraphCalls:
-    """How the calls of a model that may be captured into CUDA graphs ran so far.
+    """How the calls of a model with CUDA graphs have run.
 
     Attributes:
         name: the model's name in the pipeline.
         module: its class.
-        captured: how many graphs were captured, each in the call that it is of.
-        replayed: how many other calls were replays of them.
-        uncaptured: how many calls ran as they are, by reason.
+        captured: the number of graphs captured, each during a call.
+        replayed: the number of other calls that were replays.
+        uncaptured: the number of calls that ran without a graph, by reason.
     """
 
     name: str
@@ -70,24 +70,22 @@ class GraphCalls:
 
 
 class CallCount(Calls):
-    """The calls of one replaced module, of which a model's report takes account; the name is the model's."""
+    """The calls of one replaced module of a model's report; the name is relative to the model."""
 
     def __init__(self, name: str, module: str, report: InjectionReport) -> None:
         super().__init__(name, module)
-        self.reported: set[str] = set()  # reasons that the report has given
+        self.reported: set[str] = set()  # reasons that are in the report
         self._report = report
 
     def fall_back(self, reason: str) -> bool:
-        """Counts a call that the model's own code computes, as a whole or in part.
-
-        The first for each reason and class of modules is logged. Where the report gave the reason, it is no
-        fall-back.
+        """Counts a call that the model's own code computes, in full or in part, unless the report gave this
+        reason. The first for each reason and class of modules is logged.
 
         Returns:
-            Whether it is one.
+            Whether it was counted.
 
         Raises:
-            RuntimeError: if the environment says that there must be none.
+            RuntimeError: if the environment forbids a fall-back.
         """
         if reason in self.reported:
             return False
@@ -109,16 +107,16 @@ class InjectionReport:
     of calls up to now.
 
     Attributes:
-        replaced: each module replaced: its qualified name, its class, what it is replaced by.
-        left_alone: each module looked at and not changed, or not as a whole: its qualified name, its
-            class, why.
+        replaced: each module replaced: its qualified name, its class, its replacement.
+        left_alone: each module considered and not changed, or not as a whole: its qualified name, its class,
+            why.
         already_injected: whether everything was in place before the call, which changed nothing.
-        levels: how much of each model runs on the kernels, by its name in the pipeline ("" where it was
-            given by itself): "in full" (its class is known as a whole), "in part" (its norms, activations
-            and attentions, each by itself) or "not at all" (``left_alone`` says why).
-        calls: how each replaced module's calls were computed up to now (a property).
-        cuda_graphs: how the calls of each model that may be captured ran up to now (a property).
-        model_name: the model's name in the pipeline, of a report on one model.
+        levels: how much of each model runs on the kernels, by its name in the pipeline ("" if it was passed
+            by itself): "in full" (its class is known as a whole), "in part" (its norms, activations and
+            attentions, one by one) or "not at all" (``left_alone`` says why).
+        calls: how each replaced module's calls have run (a property).
+        cuda_graphs: how the calls of each model with graphs have run (a property).
+        model_name: the model's name in the pipeline, in a report on one model.
     """
 
     replaced: list[Replaced] = field(default_factory=list)
@@ -133,8 +131,7 @@ class InjectionReport:
 
     @property
     def calls(self) -> list[Calls]:
-        """The calls of each replaced module up to now. What torch.compile has compiled is not counted, and
-        neither is what a CUDA graph replays."""
+        """The calls of each replaced module, without those in compiled code and in replays of CUDA graphs."""
         return [
             Calls(join(part.model_name, c.name), c.module, c.on_kernels, dict(c.fell_back))
             for part in (self, *self.parts)
@@ -143,7 +140,7 @@ class InjectionReport:
 
     @property
     def cuda_graphs(self) -> list[GraphCalls]:
-        """The calls of each model that may be captured, up to now; none without ``cuda_graphs=True``."""
+        """The calls of each model with graphs; none without ``cuda_graphs=True``."""
         return [
             replace(calls, name=part.model_name, uncaptured=dict(calls.uncaptured))
             for part in (self, *self.parts)
@@ -168,7 +165,7 @@ class InjectionReport:
         return self.counts[name]
 
     def fresh(self) -> InjectionReport:
-        """The same of a model's copy, in which nothing is counted yet."""
+        """The report of a model's copy, in which nothing is counted yet."""
         report = replace(self, counts={}, graph_calls=None, logged=set(), parts=[])
         for count in self.counts.values():
             report.count_of(count.name, count.module).reported = count.reported
@@ -187,9 +184,10 @@ class InjectionReport:
         lines = [f"{self.num_replaced} replaced{already}, {self.num_left_alone} left alone"]
         lines += [f"{name or 'the model'}: {level}" for name, level in self.levels.items()]
         lines += _table("replaced", self.replaced) + _table("left alone", self.left_alone)
-        on_kernels = sum(calls.on_kernels for calls in self.calls)
+        all_calls = self.calls
+        on_kernels = sum(calls.on_kernels for calls in all_calls)
         fell_back: collections.Counter[tuple[str, str]] = collections.Counter()
-        for calls in self.calls:
+        for calls in all_calls:
             fell_back.update({(calls.module, why): n for why, n in calls.fell_back.items()})
         if on_kernels or fell_back:
             lines.append(f"calls on the kernels: {on_kernels}")
@@ -208,7 +206,7 @@ def join(prefix: str, name: str) -> str:
 
 
 def _table(title: str, entries: Sequence[tuple[str, str, str]]) -> list[str]:
-    """One line for the modules of a class that share a text, with the first and the last name."""
+    """One line for all modules with the same class and text, with the first and the last name."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, module, text in entries:
         groups.setdefault((module, text), []).append(name or "(the model)")

@@ -1,4 +1,4 @@
-"""Rotary embeddings as models hand them to their attentions, and as the kernel takes them."""
+"""Rotary embeddings: the models' forms, and the arguments of the kernel."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..functional import CoordinateRope
 
 
 class CoordinateTables(Sequence):
-    """The pair (cos, sin) that a model hands to its blocks, made only where code reads it.
+    """The pair (cos, sin) that a model passes to its blocks, computed only if code reads it.
 
-    Each is (batch, S, dim), float32. Code that reads it may also change it: from then on it is the pair.
+    Each is (batch, S, dim), float32. Code that reads the pair may also change it, so it is used from then on.
 
     Attributes:
-        rope: the coordinates, or None once the pair has been made.
+        rope: the coordinates, or None once the pair has been computed.
     """
 
     def __init__(self, rope: CoordinateRope, batch: int, dim: int) -> None:
@@ -51,12 +51,12 @@ class CoordinateTables(Sequence):
         return tuple, (self.tables(),)
 
 
-def as_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
-    """What ``qk_norm_rope`` takes as the rotary embedding of ``x`` (B, S, H * d); None if it does not.
+def rope_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
+    """The ``rope`` argument of ``qk_norm_rope`` for ``x`` (B, S, H * d); None if it takes none like this.
 
-    ``rope`` is a ``CoordinateTables``; or (cos, sin), each (1 or B, S, 1, d / 2), or (S, d) with
-    ``per_head``, the same for each head, or else (1 or B, S, H * d). With ``per_head`` it may also be a
-    complex table (S, d / 2).
+    ``rope`` is a ``CoordinateTables``, or (cos, sin), each (1 or B, S, 1, d / 2). With ``per_head`` each may
+    also be (S, d), the same for each head, or ``rope`` a complex table (S, d / 2). Without, each may be
+    (1 or B, S, H * d).
     """
     if type(rope) is CoordinateTables:
         if rope.rope is not None:
@@ -72,7 +72,7 @@ def as_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
             and rope.device == x.device
             and rope.stride(1) == 1
             and is_plain(rope)
-            # What torch.compile traces cannot be asked for it.
+            # torch.compile cannot trace the question.
             and (torch.compiler.is_compiling() or not (rope.is_conj() or rope.is_neg()))
             and not is_differentiated(rope)
         )
@@ -101,7 +101,7 @@ def as_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
 
 
 def split_tables(rope: Any, first: int, second: int) -> tuple | None:
-    """The tables (cos, sin) of two streams of tokens from those of both; None of any other rope."""
+    """The tables (cos, sin) of two streams from those of all tokens; None for any other rope."""
     if not isinstance(rope, (tuple, list)) or len(rope) != 2:
         return None
     cos, sin = rope

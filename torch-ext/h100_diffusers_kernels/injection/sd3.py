@@ -6,7 +6,7 @@ blocks of Stable Diffusion 3.5 attend twice to the image,
     n_x, n_2 = layer_norm(x) * (1 + scale) + shift, layer_norm(x) * (1 + scale_2) + shift_2
     x = x + gate * a_x;  x = x + gate_2 * attention(n_2)
 
-and the last block leaves out the text after its attention.
+and the last block drops the text after its attention.
 """
 
 from __future__ import annotations
@@ -17,14 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import (
-    AttentionSpec,
-    attend_jointly,
-    attend_to_all,
-    project,
-    project_out,
-)
-from .blocks import BlockSpec, adaptive_prologue, begin, feed_forward_end, finish
+from .attention import AttentionSpec, attend_jointly, attend_to_all, project, project_out
+from .blocks import BlockSpec, adaptive_prologue, begin, feed_forwards, finish
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU, linear_per_sample
@@ -46,7 +40,7 @@ def _image_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) 
 
 
 def _text_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
-    """The same; of the last block scale and shift."""
+    """The same; scale and shift in the last block."""
     takes_emb = not block.context_pre_only
     name = "norm1_context"
     return adaptive_prologue(call, block, ahead, temb, name=name, takes_emb=takes_emb)
@@ -54,6 +48,7 @@ def _text_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -
 
 _PROLOGUES = (_image_prologue, _text_prologue)
 _SINGLE = (partial(adaptive_prologue, name="norm1"),)
+_FEED_FORWARDS = (("norm2", "ff"), ("norm2_context", "ff_context"))
 
 
 def _block_forward(
@@ -79,13 +74,12 @@ def _block_forward(
         x = gated_residual(x, attention_out, rows[2])
         attention_out = modules["attn2"](hidden_states=begun[0][1], **more)
         rows = (*rows[:2], begun[1][8], *rows[3:])
-    end = feed_forward_end(call, self, "norm2", "ff", x, attention_out, rows)
+    names = _FEED_FORWARDS[:1] if self.context_pre_only else _FEED_FORWARDS
+    attention_outs = (attention_out, c_attention_out)
+    branches = feed_forwards(call, self, names, (x, c), attention_outs, (rows, c_begun[1]))
     if self.context_pre_only:
-        return None, gated_residual(*end)
-    c_end = feed_forward_end(
-        call, self, "norm2_context", "ff_context", c, c_attention_out, c_begun[1]
-    )
-    x, c = finish(call, self, _PROLOGUES, (end, c_end), (temb,))
+        return None, gated_residual(*branches[0])
+    x, c = finish(call, self, _PROLOGUES, branches, (temb,))
     return c, x
 
 
@@ -95,8 +89,9 @@ def _single_block_forward(self: Any, call: Call, hidden_states: Tensor, temb: Te
         return call.refuse(x, temb)
     (begun,) = begin(call, self, _SINGLE, (x,), (temb,))
     attention_out = self._modules["attn"](hidden_states=begun[0][0], encoder_hidden_states=None)
-    end = feed_forward_end(call, self, "norm2", "ff", x, attention_out, begun[1])
-    (x,) = finish(call, self, _SINGLE, (end,), (temb,))
+    names = _FEED_FORWARDS[:1]
+    branches = feed_forwards(call, self, names, (x,), (attention_out,), (begun[1],))
+    (x,) = finish(call, self, _SINGLE, branches, (temb,))
     return x
 
 
@@ -113,7 +108,7 @@ def _attention_forward(
         return NotImplemented
     if not kernels_take(x, c):
         return call.refuse(x, c)
-    # Its processor does not look at a mask.
+    # Its processor ignores the mask.
     streams = project(call, self, x, c, None, None)
     options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
     if c is None:
@@ -154,7 +149,6 @@ _SPECS = (
         processor=f"{_ATTENTIONS}:JointAttnProcessor2_0",
         parameters="self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
         processor_parameters="hidden_states encoder_hidden_states attention_mask args kwargs",
-        norms=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
         rotate="",
         dispatches=False,
     ),

@@ -3,14 +3,14 @@
 ``ResnetBlock2D``: each norm with the SiLU after it is one pass; the second one also adds the first
 convolution's bias and the time embedding.
 
-``BasicTransformerBlock``, where each sum is one pass with the norm after it, also that of the next block:
+``BasicTransformerBlock``: each sum is one pass with the norm after it, also that of the next block:
 
     x = x + attn1(layer_norm(x))
     x = x + attn2(layer_norm(x), text)
     x = x + ff(layer_norm(x))
 
-``Transformer2DModel`` keeps channels last. The class copies its tokens to an image with channels first; the
-sum with its input takes over that format, and the next convolution copies it back.
+``Transformer2DModel``: channels stay last. The class copies its tokens to an image with channels first; the
+sum with its input has that format, too, and the next convolution copies it back.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ..conditions import is_plain as is_plain_tensor
 from .blocks import BlockSpec, begin, finish, norm_prologue
 from .checks import KnownClass, find_class, is_plain, why_not_plain
 from .forward_state import ModelSpec, forward_with_state
-from .linears import dropped_out, feed_forward, linear, why_not_silu
-from .norm_modules import group_normed
-from .norms import normed, residual_normed
-from .patch import Call, ExactSpec, StandIn
+from .linears import feed_forward, linear, run_dropout, why_not_silu
+from .norm_modules import apply_group_norm
+from .norms import apply_norm, residual_norm
+from .patch import Call, ExactSpec
 
 _GROUP_NORM = KnownClass("torch.nn:GroupNorm", "torch.nn.functional:group_norm")
 _CONV = KnownClass("torch.nn:Conv2d", "torch.nn.functional:conv2d", "torch.nn:Conv2d._conv_forward")
@@ -39,19 +39,15 @@ _CONV = KnownClass("torch.nn:Conv2d", "torch.nn.functional:conv2d", "torch.nn:Co
 # Resnets
 
 
-@dataclass(frozen=True, eq=False)
-class _ResnetSpec(ExactSpec):
-    is_conditional = True
-
-    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
-        way = module.time_embedding_norm
-        if way == "scale_shift" or not (way == "default" or module.time_emb_proj is None):
-            return f"its time embedding goes another way: {way}"
-        for name in ("norm1", "norm2"):
-            norm = module._modules.get(name)
-            if not is_plain(norm, _GROUP_NORM):
-                return f"{name} {why_not_plain(norm, _GROUP_NORM)}"
-        return why_not_silu(module.nonlinearity)
+def _why_not_resnet(module: Any) -> str | None:
+    way = module.time_embedding_norm
+    if way == "scale_shift" or not (way == "default" or module.time_emb_proj is None):
+        return f"its time embedding goes another way: {way}"
+    for name in ("norm1", "norm2"):
+        norm = module._modules.get(name)
+        if not is_plain(norm, _GROUP_NORM):
+            return f"{name} {why_not_plain(norm, _GROUP_NORM)}"
+    return why_not_silu(module.nonlinearity)
 
 
 def _resnet_forward(
@@ -65,22 +61,21 @@ def _resnet_forward(
         return call.decline("it has no projection for the time embedding that it was given")
     if tracks_derivatives() and is_differentiated(input_tensor, temb, *self.parameters()):
         return NotImplemented
-    x: Any = group_normed(self._modules["norm1"], input_tensor, activation="silu")
+    x: Any = apply_group_norm(self._modules["norm1"], input_tensor, activation="silu")
     if not isinstance(x, Tensor):
         return call.decline(x)
-    if self.upsample is not None:
-        if x.shape[0] >= 64:  # as the class does
+    resample = self.downsample if self.upsample is None else self.upsample
+    if resample is not None:
+        if self.upsample is not None and x.shape[0] >= 64:  # as the class does
             input_tensor, x = input_tensor.contiguous(), x.contiguous()
-        input_tensor, x = self.upsample(input_tensor), self.upsample(x)
-    elif self.downsample is not None:
-        input_tensor, x = self.downsample(input_tensor), self.downsample(x)
+        input_tensor, x = resample(input_tensor), resample(x)
     modules = self._modules
     x, bias = _without_bias(modules["conv1"], x)
     time, project = None, modules.get("time_emb_proj")
     if project is not None:
         time = linear(project, temb if self.skip_time_act else modules["nonlinearity"](temb))
     x = _second_norm(self, call, x, bias, time)
-    x = modules["conv2"](dropped_out(modules["dropout"], x))
+    x = modules["conv2"](run_dropout(modules["dropout"], x))
     shortcut = modules.get("conv_shortcut")
     if shortcut is not None:
         input_tensor = shortcut(input_tensor.contiguous() if self.training else input_tensor)
@@ -90,12 +85,12 @@ def _resnet_forward(
 
 
 def _without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A convolution of x, and its bias (C,) if that is still to be added."""
+    """A convolution of x, and its bias (C,) if that is not added yet."""
     weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
     if (
         bias is not None
         and is_plain(conv, _CONV)
-        and "_conv_forward" not in conv.__dict__  # where users put other paddings
+        and "_conv_forward" not in conv.__dict__  # users replace it for other paddings
         and conv.padding_mode == "zeros"
         and is_plain_tensor(bias)
         and bias.dtype == x.dtype
@@ -108,16 +103,14 @@ def _without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 def _second_norm(
     self: Any, call: Call, x: Tensor, bias: Tensor | None, time: Tensor | None
 ) -> Tensor:
-    """SiLU of the norm of x, a bias (C,) and a time embedding (B, C)."""
+    """SiLU of the norm of x plus a bias (C,) and a time embedding (B, C)."""
     out: Any = "its time embedding has another form than the kernel knows"
-    if time is None or (
-        kernels_take(time)
-        and time.shape in ((1, x.shape[1]), x.shape[:2])
-        and time.dtype == x.dtype
-    ):
-        out = group_normed(
-            self._modules["norm2"], x, _channel_bias(x, bias, time), activation="silu"
-        )
+    shapes = (1, x.shape[1]), x.shape[:2]
+    if time is None or (kernels_take(time) and time.shape in shapes and time.dtype == x.dtype):
+        # The sum in float32: all pixels share its rounding, which would show more than one of each pixel.
+        both = time if bias is None else bias if time is None else time.float() + bias
+        both = both if both is None else both.expand(x.shape[:2])
+        out = apply_group_norm(self._modules["norm2"], x, both, activation="silu")
     if isinstance(out, Tensor):
         return out
     call.fall_back(out or "its first convolution gives what its second norm does not take")
@@ -126,18 +119,12 @@ def _second_norm(
     return self.nonlinearity(self.norm2(x))
 
 
-def _channel_bias(x: Tensor, bias: Tensor | None, time: Tensor | None) -> Tensor | None:
-    """The sum of both, (B, C), in float32: all pixels share its rounding, so that it would show more than
-    roundings of each pixel do."""
-    total = time if bias is None else bias if time is None else time.float() + bias
-    return total if total is None else total.expand(x.shape[:2])
-
-
-RESNET_BLOCK = _ResnetSpec(
+RESNET_BLOCK = ExactSpec(
     "diffusers.models.resnet:ResnetBlock2D",
     _resnet_forward,
     "group_norm with the time embedding and SiLU",
     left_to_compiler=True,
+    condition=_why_not_resnet,
 )
 
 
@@ -147,17 +134,16 @@ RESNET_BLOCK = _ResnetSpec(
 
 @dataclass(frozen=True, eq=False)
 class _BasicBlockSpec(BlockSpec):
-    is_conditional = True
-
     def matches(self, module: nn.Module) -> bool:
         return super().matches(module) and getattr(module, "norm_type", "") == "layer_norm"
 
-    def why_not(self, module: Any, stand_in: StandIn) -> str | None:
-        return None if module._chunk_size is None else "its feed-forward is chunked"
+
+def _why_not_block(module: Any) -> str | None:
+    return None if module._chunk_size is None else "its feed-forward is chunked"
 
 
 def _prologue(call: Call, block: Any, ahead: Tensor | None) -> Any:
-    # What adds positions may give another dtype.
+    # Adding positions may change the dtype.
     if ahead is not None and (block.pos_embed is not None or block._chunk_size is not None):
         return None
     return norm_prologue(call, block, "norm1", ahead, tuple)
@@ -185,14 +171,14 @@ def _block_forward(
         return call.decline("it is guided by GLIGEN")
     if more.get("scale") is not None:
         return call.decline("it was given a scale")  # the class warns of it
-    x = hidden_states.contiguous()  # the channels of a convolution's result may lie apart
+    x = hidden_states.contiguous()  # a convolution's result may have strided channels
     if not kernels_take(x):
         return call.refuse(x)
     modules, add_positions = self._modules, self.pos_embed
     if add_positions is None:
         (((normalized,), _),) = begin(call, self, _PROLOGUES, (x,), ())
     else:
-        normalized = add_positions(normed(call, self, "norm1", x))
+        normalized = add_positions(apply_norm(call, self, "norm1", x))
     attention_out = modules["attn1"](
         normalized,
         encoder_hidden_states=encoder_hidden_states if self.only_cross_attention else None,
@@ -200,7 +186,7 @@ def _block_forward(
         **more,
     )
     if modules.get("attn2") is not None:
-        x, normalized = residual_normed(call, self, "norm2", x, attention_out, None)
+        x, normalized = residual_norm(call, self, "norm2", x, attention_out, None)
         if add_positions is not None:
             normalized = add_positions(normalized)
         attention_out = modules["attn2"](
@@ -209,9 +195,9 @@ def _block_forward(
             attention_mask=encoder_attention_mask,
             **more,
         )
-    x, normalized = residual_normed(call, self, "norm3", x, attention_out, None)
-    end = (x, feed_forward(modules["ff"], normalized), None)
-    (x,) = finish(call, self, _PROLOGUES, (end,), (), hands_over=add_positions is None)
+    x, normalized = residual_norm(call, self, "norm3", x, attention_out, None)
+    branch = (x, feed_forward(modules["ff"], normalized), None)
+    (x,) = finish(call, self, _PROLOGUES, (branch,), (), hands_over=add_positions is None)
     return x
 
 
@@ -220,6 +206,7 @@ BASIC_BLOCK = _BasicBlockSpec(
     _block_forward,
     "layer_norm, gated_residual_layer_norm_modulate, gated_residual",
     left_to_compiler=True,
+    condition=_why_not_block,
     norms=("norm1", "norm2", "norm3"),
 )
 
@@ -229,6 +216,7 @@ BASIC_BLOCK = _BasicBlockSpec(
 
 _TRANSFORMER = "diffusers.models.transformers.transformer_2d:Transformer2DModel"
 _OUTPUT = "_get_output_for_continuous_inputs"
+_OUTPUT_PARAMETERS = "self hidden_states residual batch_size height width inner_dim"
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,7 +226,7 @@ class _SpatialTransformerSpec(ModelSpec):
 
 
 class _ChannelsLast:
-    """A transformer in its class's forward, where it makes an image with channels last of its tokens."""
+    """A transformer for its class's forward that converts its tokens to an image with channels last."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -247,18 +235,13 @@ class _ChannelsLast:
         return getattr(self._module, name)
 
     def _get_output_for_continuous_inputs(
-        self,
-        hidden_states: Tensor,
-        residual: Tensor,
-        batch_size: int,
-        height: int,
-        width: int,
-        inner_dim: int,
+        self, hidden_states, residual, batch_size, height, width, inner_dim
     ) -> Tensor:
+        project: Any = self._module.proj_out
+
         def image_of(tokens: Tensor) -> Tensor:
             return tokens.reshape(batch_size, height, width, inner_dim).permute(0, 3, 1, 2)
 
-        project: Any = self._module.proj_out
         if self._module.use_linear_projection:
             return image_of(project(hidden_states)) + residual
         return project(image_of(hidden_states)) + residual
@@ -283,12 +266,7 @@ SPATIAL_TRANSFORMER = _SpatialTransformerSpec(
     _TRANSFORMER,
     _transformer_forward,
     "channels last kept",
-    functions=(
-        (
-            f"{_TRANSFORMER}.{_OUTPUT}",
-            "self hidden_states residual batch_size height width inner_dim",
-        ),
-    ),
+    functions=((f"{_TRANSFORMER}.{_OUTPUT}", _OUTPUT_PARAMETERS),),
     left_to_compiler=True,
     parameters="self hidden_states encoder_hidden_states timestep added_cond_kwargs class_labels"
     " cross_attention_kwargs attention_mask encoder_attention_mask return_dict",

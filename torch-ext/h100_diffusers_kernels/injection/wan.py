@@ -1,19 +1,19 @@
-"""Wan 2.1 and 2.2, and the models that have copies of its block: how they map to the operations.
+"""Wan 2.1 and 2.2, and models with copies of its block: how they map to the operations.
 
-A block computes in float32 between its linear layers, with hidden states of the model's dtype in between,
+A block computes in float32 between its linear layers, with hidden states in the model's dtype,
 
     n = layer_norm(x) * (1 + scale) + shift;  x = x + gate * attn1(n)
     x = x + attn2(layer_norm(x, weight, bias), text)
     n = layer_norm(x) * (1 + scale_mlp) + shift_mlp;  x = x + gate_mlp * ffn(n)
 
 with a modulation in float32, an RMS norm of query and key over all heads, and a rotary embedding of both in
-attn1. With an image as context attn2 attends to image and text apart, and adds the results up. The blocks of
-VACE's control branch begin and end with a linear layer.
+attn1. If the context holds an image, attn2 attends to image and text separately and adds the results. The
+blocks of VACE's control branch begin and end with a linear layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,32 +21,26 @@ import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import (
-    AttentionSpec,
-    attend,
-    norm_and_rotate,
-    project_out,
-    query_key_value,
-)
-from .blocks import BlockSpec, End, begin, finish, table_prologue
+from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
+from .blocks import BlockSpec, PrologueMakers, ResidualBranch, begin, finish, table_prologue
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU, feed_forward, linear
-from .norms import gated_residual, normed, residual_modulated, residual_normed
+from .norms import apply_norm, gated_residual, residual_norm
 from .patch import Call, PatchSpec
 
 _MODELS = "diffusers.models.transformers."
-# Of the text encoder: what comes before them in a context is an image's.
+# The text encoder's tokens; an image's come before them in a context.
 _TEXT_TOKENS = 512
 
 
 def _by_token(temb: Tensor) -> Tensor:
-    """An embedding (B, 6, D), or (B, S, 6, D), as (B, 1 or S, 6, D) in float32."""
+    """(B, 6, D) or (B, S, 6, D) to (B, 1 or S, 6, D) in float32."""
     return temb.float().unsqueeze(1) if temb.dim() == 3 else temb.float()
 
 
 def _by_token_last(temb: Tensor) -> Tensor:
-    """The same of an embedding whose form for tokens is (B, 6, S, D)."""
+    """(B, 6, D) or (B, 6, S, D) to (B, 1 or S, 6, D) in float32."""
     return _by_token(temb if temb.dim() == 3 else temb.transpose(1, 2))
 
 
@@ -62,48 +56,31 @@ def _block_forward(
     encoder_hidden_states: Tensor,
     temb: Tensor,
     rotary_emb: Any,
+    attention_mask: Any = None,
     *,
-    mask: Any = None,
-    prologues: Sequence[Callable] = _BY_TOKEN,
+    makers: PrologueMakers = _BY_TOKEN,
 ) -> Tensor:
-    # Some models only transpose what their convolution gives.
+    # Some models transpose their convolution's result without a copy.
     x, c = hidden_states.contiguous(), encoder_hidden_states
     if not kernels_take(x, c):
         return call.refuse(x, c)
-    (begun,) = begin(call, self, prologues, (x,), (temb,))
-    end = _to_the_end(self, call, x, begun, c, mask, rotary_emb)
-    (x,) = finish(call, self, prologues, (end,), (temb,), upcasts=True)
+    (begun,) = begin(call, self, makers, (x,), (temb,))
+    branch = _after_first_norm(self, call, x, begun, c, attention_mask, rotary_emb)
+    (x,) = finish(call, self, makers, (branch,), (temb,), upcasts=True)
     return x
 
 
-def _masked_block_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    rotary_emb: Any,
-    attention_mask: Any,
-) -> Tensor:
-    """SkyReels-V2's, which also has another order of an embedding for each token."""
-    arguments = (hidden_states, encoder_hidden_states, temb, rotary_emb)
-    how: dict[str, Any] = {"mask": attention_mask, "prologues": _BY_TOKEN_LAST}
-    return _block_forward(self, call, *arguments, **how)
-
-
-def _to_the_end(
+def _after_first_norm(
     self: Any, call: Call, x: Tensor, begun: Any, c: Tensor, mask: Any, rotary_emb: Any
-) -> End:
+) -> ResidualBranch:
     """From the first norm to the last residual."""
     modules = self._modules
     (normalized,), (_, _, gate, shift_mlp, scale_mlp, gate_mlp) = begun
     attention_out = modules["attn1"](normalized, None, mask, rotary_emb)
-    x, normalized = residual_normed(call, self, "norm2", x, attention_out, gate, upcasts=True)
-    attention_out = modules["attn2"](normalized, c, None, None)
+    x, normalized = residual_norm(call, self, "norm2", x, attention_out, gate, upcasts=True)
+    out = modules["attn2"](normalized, c, None, None)
     mlp = (scale_mlp, shift_mlp)
-    x, normalized = residual_modulated(
-        call, self, "norm3", x, attention_out, None, mlp, upcasts=True
-    )
+    x, normalized = residual_norm(call, self, "norm3", x, out, None, *mlp, upcasts=True)
     return x, feed_forward(modules["ffn"], normalized), gate_mlp
 
 
@@ -122,8 +99,10 @@ def _vace_block_forward(
     if self.proj_in is not None:
         control = self.proj_in(control) + hidden_states
     control = control.contiguous()
-    begun = _BY_TOKEN[0](call, self, None, temb).begin(control)
-    x = gated_residual(*_to_the_end(self, call, control, begun, c, None, rotary_emb), upcasts=True)
+    begun = _BY_TOKEN[0](call, self, None, temb)(control)
+    x = gated_residual(
+        *_after_first_norm(self, call, control, begun, c, None, rotary_emb), upcasts=True
+    )
     return None if self.proj_out is None else self.proj_out(x), x
 
 
@@ -143,49 +122,40 @@ def _attention_forward(
         return NotImplemented
     if not kernels_take(x, c):
         return call.refuse(x, c)
-    of_image = None
+    image_tokens = None
     if self.add_k_proj is not None and c is not None:
         length = c.shape[1] - _TEXT_TOKENS
-        of_image, c = c[:, :length], c[:, length:]
-    query, key, value = _project(self, call, x, c)
-    heads = self.heads
+        image_tokens, c = c[:, :length], c[:, length:]
+    is_fused, modules = self.fused_projections, self._modules
+    project = call.stand_in.functions[-1].function if is_fused else query_key_value
+    query, key, value = project(self, x, c)
     tables = None if rotary_emb is None else call.shared("tables", rotary_emb, _pair_tables)
-    query, key = norm_and_rotate(
-        call, self, ("norm_q", "norm_k"), query, key, tables, _rotated, "across_heads", heads
-    )
-    options: dict[str, Any] = {"heads": heads, "dropout_p": 0.0, "is_causal": False}
+    how = (tables, _rotated, "across_heads", self.heads)
+    query, key = norm_and_rotate(call, self, ("norm_q", "norm_k"), query, key, *how)
+    options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
     if encoder_hidden_states is not None and not context_is_parallel:
         options["parallel_config"] = None  # each rank has all of the text
     out = attend(call, self, query, key, value, attention_mask, **options)
-    if of_image is not None:
-        key, value = _project_image(self, of_image)
-        key = normed(call, self, "norm_added_k", key)
+    if image_tokens is not None:
+        if is_fused:
+            key, value = self.to_added_kv(image_tokens).chunk(2, dim=-1)
+        else:
+            key = linear(modules["add_k_proj"], image_tokens)
+            value = linear(modules["add_v_proj"], image_tokens)
+        key = apply_norm(call, self, "norm_added_k", key)
         image_out = attend(call, self, query, key, value, None, **options)
         out = gated_residual(out, image_out, None)
     return project_out(self, out)
 
 
-def _project(self: Any, call: Call, x: Tensor, c: Tensor | None) -> Sequence[Tensor]:
-    if self.fused_projections:
-        return call.stand_in.functions[-1].function(self, x, c)
-    return query_key_value(self, x, c)
-
-
-def _project_image(self: Any, of_image: Tensor) -> tuple[Tensor, ...]:
-    if self.fused_projections:
-        return self.to_added_kv(of_image).chunk(2, dim=-1)
-    modules = self._modules
-    return linear(modules["add_k_proj"], of_image), linear(modules["add_v_proj"], of_image)
-
-
 def _pair_tables(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Of tables (1, S, 1, d) with a value for each element those that the model reads, one for each pair."""
+    """Tables (1, S, 1, d) of each element to tables (1, S, 1, d / 2) of each pair, which the model reads."""
     cos, sin = rope
     return cos[..., 0::2].contiguous(), sin[..., 1::2].contiguous()
 
 
 def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """As the model's processor rotates x (B, S, H * d) by a value for each pair."""
+    """x (B, S, H * d) rotated by the tables of pairs, as in the model's processor."""
     cos, sin = tables
     pairs = x.unflatten(2, (-1, cos.shape[-1], 2))
     first, second = pairs.unbind(-1)
@@ -193,15 +163,18 @@ def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     return turned.to(x.dtype).flatten(2)
 
 
-_OPERATIONS = "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual"
+_PARAMETERS = "self hidden_states encoder_hidden_states temb rotary_emb"
 
 
-def _block(path: str, forward: Callable, *functions: str) -> BlockSpec:
+def _block(
+    path: str, forward: Callable, parameters: str | None = _PARAMETERS, *functions: str
+) -> BlockSpec:
     return BlockSpec(
         path,
         forward,
-        _OPERATIONS,
+        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
         functions=functions,
+        parameters=parameters,
         norms=("norm1", "norm2", "norm3"),
         upcasts=True,
         inner=("attn1", "attn2", "ffn.net.0"),
@@ -216,7 +189,6 @@ def _attention(
         forward,
         "qk_norm_rope",
         processor=f"{module}:{prefix}AttnProcessor",
-        norms=("norm_q", "norm_k", "norm_added_k"),
         rotate="",
         project="_get_qkv_projections",
     )
@@ -229,38 +201,32 @@ def _family(name: str, *specs: PatchSpec) -> Family:
     return Family(name, (*specs, TIMESTEPS, LINEAR_GELU), dict.fromkeys(_ONCE, COMPUTED_ONCE))
 
 
-_WAN, _ANIMATE, _VACE = (f"{_MODELS}transformer_wan{name}" for name in ("", "_animate", "_vace"))
-_CHRONOEDIT, _SKYREELS = _MODELS + "transformer_chronoedit", _MODELS + "transformer_skyreels_v2"
+def _copy(name: str, module: str, model: str) -> Family:
+    """A model whose file has copies of Wan's block and attention."""
+    block = _block(f"{module}:WanTransformerBlock", _block_forward)
+    return _family(name, model_spec(f"{module}:{model}", "blocks"), block, _attention(module))
+
+
+_WAN, _VACE = f"{_MODELS}transformer_wan", f"{_MODELS}transformer_wan_vace"
+_SKYREELS = f"{_MODELS}transformer_skyreels_v2"
 FAMILIES = (
     _family(
         "Wan",
         model_spec(f"{_WAN}:WanTransformer3DModel", "blocks"),
         model_spec(f"{_VACE}:WanVACETransformer3DModel", "vace_blocks", "blocks"),
         _block(f"{_WAN}:WanTransformerBlock", _block_forward),
-        _block(
-            f"{_VACE}:WanVACETransformerBlock",
-            _vace_block_forward,
-        ),
+        _block(f"{_VACE}:WanVACETransformerBlock", _vace_block_forward, None),
         _attention(_WAN),
     ),
-    _family(
-        "Wan-Animate",
-        model_spec(f"{_ANIMATE}:WanAnimateTransformer3DModel", "blocks"),
-        _block(f"{_ANIMATE}:WanTransformerBlock", _block_forward),
-        _attention(_ANIMATE),
-    ),
-    _family(
-        "ChronoEdit",
-        model_spec(f"{_CHRONOEDIT}:ChronoEditTransformer3DModel", "blocks"),
-        _block(f"{_CHRONOEDIT}:WanTransformerBlock", _block_forward),
-        _attention(_CHRONOEDIT),
-    ),
+    _copy("Wan-Animate", f"{_MODELS}transformer_wan_animate", "WanAnimateTransformer3DModel"),
+    _copy("ChronoEdit", f"{_MODELS}transformer_chronoedit", "ChronoEditTransformer3DModel"),
     _family(
         "SkyReels-V2",
         model_spec(f"{_SKYREELS}:SkyReelsV2Transformer3DModel", "blocks"),
         _block(
             f"{_SKYREELS}:SkyReelsV2TransformerBlock",
-            _masked_block_forward,
+            partial(_block_forward, makers=_BY_TOKEN_LAST),
+            f"{_PARAMETERS} attention_mask",
             f"{_SKYREELS}:SkyReelsV2Attention.forward",  # since diffusers 0.36
         ),
         _attention(_SKYREELS, "SkyReelsV2", partial(_attention_forward, context_is_parallel=True)),

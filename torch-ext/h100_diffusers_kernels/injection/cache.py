@@ -1,0 +1,75 @@
+"""Tensors cached from call to call, as a denoising loop needs the same ones at each step. The cache key is
+the arguments that they were computed from."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .patch import Call
+
+Values = TypeVar("Values", bound=tuple)
+
+
+class _Capture(threading.local):
+    """Whether this package captures this thread's calls into a CUDA graph, and the caller's stream."""
+
+    stream: Any = None
+    is_on = False
+
+
+_capture = _Capture()
+
+
+@contextlib.contextmanager
+def capturing(device: torch.device) -> Iterator[None]:
+    """Marks this thread's calls as being captured, for callers on the current stream."""
+    before = _capture.is_on, _capture.stream
+    _capture.is_on, _capture.stream = True, _current_stream(device)
+    try:
+        yield
+    finally:
+        _capture.is_on, _capture.stream = before
+
+
+def is_capturing() -> bool:
+    return _capture.is_on
+
+
+def _current_stream(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
+def cached(call: Call, x: Tensor, arguments: tuple, make: Callable[[], Values]) -> Values:
+    """``make()``, on x's device, or its last result in this module if the arguments were equal."""
+    flat: list[Any] = []
+    for argument in arguments:
+        is_list = isinstance(argument, (tuple, list))
+        flat += (len(argument), *argument) if is_list else (argument,)
+    if (
+        torch.compiler.is_compiling()
+        # Arrays and tensors may have other values in the next call.
+        or not all(argument is None or type(argument) in (int, float) for argument in flat)
+        # Modes create tensors without values or observe how they are made; so do captures of a user's.
+        or not _capture.is_on
+        and (
+            torch._C._len_torch_dispatch_stack() > 0
+            or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+        )
+    ):
+        return make()
+    key = (x.device, _capture.stream if _capture.is_on else _current_stream(x.device), *flat)
+    entry = call.stand_in.cached
+    if entry is None or entry[0] != key:
+        # Tensors of inference mode could be in no gradient later, and have no version.
+        with torch.inference_mode(False), torch.no_grad():
+            entry = key, make()
+        # What is made while a CUDA graph is captured has no values until the graph is replayed.
+        if not _capture.is_on and all(type(tensor) is Tensor for tensor in entry[1]):
+            call.stand_in.cached = entry
+    return entry[1]
