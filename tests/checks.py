@@ -143,8 +143,23 @@ class MemorySnapshot:
             assert torch.equal(_bytes(storage), _bytes(copy)), "memory was changed"
 
 
-def _relative_l2(values, reference):
-    return ((values.double() - reference).norm() / reference.norm()).item()
+def relative_distance(values, reference):
+    """The norm of the difference over the reference's norm, or the difference's norm if that is 0."""
+    reference = reference.detach().double()
+    distance = (values.detach().double() - reference).norm()
+    norm = reference.norm()
+    return (distance / norm if norm else distance).item()
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def have_same_bits(a, b):
+    """Whether two tensors of one dtype are equal, NaN and the sign of zero included."""
+    if not a.is_floating_point() or a.element_size() not in _INTEGERS:
+        return torch.equal(a, b)
+    kind = _INTEGERS[a.element_size()]
+    return torch.equal(a.detach().contiguous().view(kind), b.detach().contiguous().view(kind))
 
 
 def assert_rounded_once(out, reference, slack=FLOAT32_ARITHMETIC):
@@ -160,7 +175,7 @@ def assert_contract(out, reference, eager_out):
     if not reference.any():
         assert not out.any()
         return
-    error, eager_error = _relative_l2(out, reference), _relative_l2(eager_out, reference)
+    error, eager_error = relative_distance(out, reference), relative_distance(eager_out, reference)
     limit = ACCURACY_CONTRACT * eager_error if eager_error else torch.finfo(torch.float32).eps
     assert error <= limit, (
         f"relative L2 error {error:.4g}, of the eager expression {eager_error:.4g}"
