@@ -293,5 +293,4 @@ GRAPH_MODES = {
     **dict.fromkeys((*_QUIET, *_LOUD), 1),
     "make_fx": 0.05,
     "make_fx before dispatch": 0.05,
-    "traced": 0.3,
 }

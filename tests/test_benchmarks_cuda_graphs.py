@@ -19,12 +19,8 @@ import bench_host_forward  # noqa: E402
 import bench_models  # noqa: E402
 import bench_pipeline  # noqa: E402
 import cuda_graphs  # noqa: E402
-import flux  # noqa: E402
-import history  # noqa: E402
 import ltx  # noqa: E402
 import models  # noqa: E402
-import options  # noqa: E402
-import sdxl  # noqa: E402
 import targets  # noqa: E402
 import timing  # noqa: E402
 
@@ -59,11 +55,6 @@ def test_mode_says_that_a_cpu_has_no_graphs(module):
         arguments += ["--tiny", "--modes", models.GRAPHS]
     run = CliRunner().invoke(module.main, arguments)
     assert run.exit_code == 2 and run.output.splitlines()[-1] == f"Error: {LEFT_OUT}"
-
-
-def test_pipeline_has_graphs_by_default():
-    (modes,) = (p for p in bench_pipeline.main.params if p.name == "modes")
-    assert models.check_modes(modes.default.split(",")) == ["eager", "injected", models.GRAPHS]
 
 
 @pytest.mark.parametrize(
@@ -235,50 +226,6 @@ def test_tiny_run(device, tmp_path):
     assert "tiny Stable Diffusion XL" in rendered(tmp_path, "cuda_graphs")
 
 
-def test_sizes_that_are_measured():
-    sizes = {p.__name__: [str(s) for s in of] for p, of in benchmark.PUBLISHED_SIZES.items()}
-    assert sizes == {
-        "ltx": ["9x512x768", "49x512x768", "161x512x768"],
-        "flux": ["512x512", "1024x1024"],
-        "sdxl": ["1024x1024"],
-        "sdxl_channels_last": ["1024x1024"],
-        "wan_small": ["81x480x832"],
-    }
-    assert benchmark.is_whole(options.PUBLISHED, None)
-    assert benchmark.is_whole([ltx], [ltx.VideoSize(49, 512, 768)])
-    assert not benchmark.is_whole([ltx], [ltx.VideoSize(17, 512, 768)])
-    assert not benchmark.is_whole([sdxl], [flux.ImageSize(512, 512)])
-
-
-def test_other_models_than_the_one_that_fails(tmp_path, monkeypatch):
-    def measure_model(published, *args):
-        if published is flux:
-            raise RuntimeError("no such model")
-        yield {"name": published.RESULT}
-
-    monkeypatch.setattr(benchmark, "measure_model", measure_model)
-    monkeypatch.setattr(benchmark, "show", lambda entry: None)
-    output = tmp_path / "cuda_graphs" / "only.json"
-    arguments = ["--device", "cpu", "--modes", "eager", "--output", str(output), "--model"]
-    run = CliRunner().invoke(benchmark.main, [*arguments, "ltx,flux,sdxl"])
-    assert run.exit_code == 1 and "not measured: flux" in run.output
-    forwards = load(tmp_path, "cuda_graphs")["graph_forwards"]
-    assert forwards == [{"name": "models"}, {"name": "sdxl"}]
-    run = CliRunner().invoke(benchmark.main, [*arguments, "flux"])
-    assert isinstance(run.exception, RuntimeError)
-
-
-def test_calls_of_many_shapes():
-    assert len(of_memory.SHAPES) >= 40
-    assert all(ltx.parse_size(str(shape)) == shape for shape in of_memory.SHAPES)
-    drawn = of_memory.sequence(2000)
-    assert len(drawn) == 2000 and drawn == of_memory.sequence(2000)
-    for part in (drawn[: of_memory.FIRST + 20], drawn[1000:1400]):
-        assert set(part) == set(of_memory.SHAPES), "all shapes come again and again"
-    runs = sum(a != b for a, b in zip(drawn, drawn[1:], strict=False)) + 1
-    assert 3.5 < 2000 / runs < 4.6
-
-
 def memory_samples(*reserved):
     """Of every 100th call."""
     peaks = [max(reserved[: i + 1]) for i in range(len(reserved))]
@@ -325,22 +272,6 @@ def test_memory_that_the_limit_does_not_explain():
         of_memory.check(memory_result(end=141), limit=8)
     with pytest.raises(click.ClickException, match="no graph was given up"):
         of_memory.check(memory_result(captured=8), limit=8)
-
-
-def test_table_of_memory(tmp_path):
-    name = "cuda_graphs_memory"
-    assert "`python benchmarks/bench_cuda_graphs_memory.py` does" in rendered(tmp_path, name)
-    result = memory_result()
-    for key in ("with", "without"):
-        result[key] |= {n: result[key][n] << 20 for n in ("peak_first", "peak", "end")}
-    store(tmp_path, name, {**result, "largest_graph": 15 << 20, "explained": 140 << 20})
-    assert rows_of(tmp_path, name) == [
-        ["injected", "18 MiB", "20 MiB", "20 MiB"],
-        ["injected with CUDA graphs", "100 MiB", "120 MiB", "120 MiB"],
-    ]
-    text = rendered(tmp_path, name)
-    assert "45 shapes, at most 8 graphs: 500 were captured" in text
-    assert "takes 15 MiB; 140 MiB are explained" in text
 
 
 def made_up_forward(
@@ -416,28 +347,6 @@ def test_newest_of_each_forward_is_shown(tmp_path):
     assert targets.gathered_forwards(tmp_path)["graph_forwards"] == [old], "an H100's come first"
 
 
-def test_newest_host_time_of_each_model_is_shown(tmp_path):
-    def entry(model, ms, **options):
-        return {"model": model, "context": "no_grad", "mode": "injected", "ms": ms, **options}
-
-    def keep(name, hour, *forwards):
-        environment = {"date": f"2026-11-23 {hour}:00:00 UTC", "device": "NVIDIA H200"}
-        path = tmp_path / "host_forward" / f"{name}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({"environment": environment, "forwards": forwards}))
-
-    assert targets.gathered_hosts(tmp_path) is None
-    hooked = entry("FLUX.1", 9, condition="a hook on every block")
-    peaked = entry("FLUX.1", 8, weights="peaked")
-    keep("a", "10", entry("FLUX.1, 5 + 10 blocks", 1), entry("Allegro, 4 blocks", 2), hooked)
-    keep("b", "11", entry("FLUX.1", 3, condition="as published", weights="random"), peaked)
-    gathered = targets.gathered_hosts(tmp_path)
-    assert [f["ms"] for f in gathered["forwards"]] == [3, 2, 9, 8]
-    assert len(gathered["runs"]) == 2
-    keep("c", "12", entry("FLUX.1", 4), entry("FLUX.1", 5, mode="eager"))
-    assert [f["ms"] for f in targets.gathered_hosts(tmp_path)["forwards"]] == [4, 2, 9, 8, 5]
-
-
 def test_results_are_compared():
     rows = compare_results.read(result_of(made_up_forward(**{models.REDUCE_OVERHEAD: 42.0})))
     name = "the models 49x512x768 peaked, injected+graphs"
@@ -447,19 +356,6 @@ def test_results_are_compared():
     assert all(ratio.spread > 0 for ratio in rows.values())
     rows = compare_results.read(memory_result(end=70))
     assert [ratio.value for ratio in rows.values()] == [100 / 140, 100 / 140, 70 / 140]
-
-
-def test_shown_is_one_that_counts(tmp_path):
-    for name, videos in (("a", {models.GRAPHS: 1}), ("b", {"eager": 1})):
-        result = {**result_of(date=f"2026-11-2{len(videos)} 0{name} UTC"), "videos": {}}
-        result["environment"]["date"] = f"2026-11-2{'ab'.index(name)} 10:00:00 UTC"
-        result["videos"] = {"v": {"modes": videos}}
-        (tmp_path / "pipeline").mkdir(exist_ok=True)
-        (tmp_path / "pipeline" / f"{name}.json").write_text(json.dumps(result))
-    assert history.shown("pipeline", tmp_path)["videos"]["v"]["modes"] == {"eager": 1}
-    shown = history.shown("pipeline", tmp_path, targets.has_graphs)
-    assert shown["videos"]["v"]["modes"] == {models.GRAPHS: 1}
-    assert history.shown("pipeline", tmp_path, lambda result: False) is None
 
 
 def test_aims_of_graphs():
@@ -533,21 +429,3 @@ def test_tables_and_plot(tmp_path):
     drawn = render_plots.render(tmp_path)["cuda_graphs.svg"]
     for speedup in ("1.33", "1.43", "1.50", "2.00"):
         assert f">{speedup}×</text>" in drawn
-
-
-def test_pipelines_with_graphs_stand_beside_an_older_result(tmp_path):
-    def result(device, *modes):
-        seconds = dict.fromkeys(("eager", *modes), 4.0)
-        of = {mode: {"seconds": {"median": value}} for mode, value in seconds.items()}
-        video = {"modes": of, "speedups": timing.speedups(seconds)}
-        return {"environment": {**ENVIRONMENT, "device": device}, "videos": {"9x64x96:3": video}}
-
-    folder = tmp_path / "pipeline"
-    folder.mkdir()
-    (folder / "a.json").write_text(json.dumps(result("NVIDIA H100 80GB HBM3", "injected")))
-    assert len(rows_of(tmp_path, "pipeline")) == 2
-    (folder / "b.json").write_text(json.dumps(result("NVIDIA H200", models.GRAPHS)))
-    rows = rows_of(tmp_path, "pipeline")
-    assert [row[0].endswith("‡") for row in rows] == [False, False, True, True]
-    assert rows[-1][1:] == ["injected with CUDA graphs", "4.00 s", "1.00×"]
-    assert "‡ on an NVIDIA H200" in rendered(tmp_path, "pipeline")

@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import changes
+import ltx_models
 from changes import HOOKS, WAYS, Counted, weighted_sum
 from checks import relative_distance
 from families import (
@@ -91,6 +92,79 @@ def test_accuracy_contract(kernel, device, family, attention, dtype):
     assert ("attention" in kernel_calls(run, model, arguments)) == attention
     assert_as_close_as_eager(family, model, plain, batch=3, tokens=20, text_length=20)
     assert torch.equal(run(model, arguments), run(model, arguments))
+
+
+# In each, the last layer of a block's feed-forward of the text.
+DOWN_OF_TEXT = {"flux": "ff_context.net.2", "qwenimage": "txt_mlp.net.2"}
+
+
+def test_a_block_that_sd3_skips(kernel, device):
+    """The block after it gets the same tensors, and must not use what was computed for the skipped one."""
+    family = FAMILIES["sd3"]
+    model, plain, arguments = prepared(family, device)
+    kernel.inject_kernels(model)
+    without = run(plain, arguments)
+    arguments["skip_layers"] = [1]
+    expected = family.reference(plain, arguments)
+    assert relative_distance(expected, without) > 0.01
+    assert_close(run(model, arguments), expected)
+
+
+def test_two_modulations_of_qwenimage(kernel, device):
+    """In image editing, tokens of the reference image have the modulation of time step 0."""
+    family = FAMILIES["qwenimage"]
+    config = {"zero_cond_t": True}
+    model, plain, arguments = prepared(family, device, config=config, images=2)
+    kernel.inject_kernels(model)
+    assert_close(run(model, arguments), family.reference(plain, arguments))
+
+
+@pytest.mark.parametrize("name", DOWN_OF_TEXT)
+def test_float16_is_clipped_to_its_range(kernel, device, name):
+    """Text beyond the range after the first block does not become infinite, as in diffusers."""
+    family = FAMILIES[name]
+    model, plain, arguments = prepared(family, device, torch.float16)
+    for candidate in (model, plain):
+        layer = family.part(candidate, "block").get_submodule(DOWN_OF_TEXT[name])
+        torch.nn.init.constant_(layer.bias, 60000.0)
+    kernel.inject_kernels(model)
+    texts = []
+    following = family.part(plain, "next_block")
+    following.register_forward_pre_hook(
+        lambda module, args, kwargs: texts.append(kwargs["encoder_hidden_states"]),
+        with_kwargs=True,
+    )
+    expected = run(plain, arguments)
+    assert texts[0].abs().max() == 65504
+    assert expected.isfinite().all()
+    assert relative_distance(run(model, arguments), expected) < 0.03
+
+
+def test_the_modulation_of_wan_stays_float32(kernel, device):
+    """Only the result is rounded: nearly all bits of the attention's input are the eager model's."""
+    family = FAMILIES["wan"]
+    model, plain, arguments = prepared(family, device, torch.bfloat16, batch=1, tokens=4)
+    kernel.inject_kernels(model)
+    inputs = []
+    for candidate in (model, plain):
+        family.part(candidate, "attention").register_forward_pre_hook(
+            lambda module, args, kwargs: inputs.append([*args, *kwargs.values()][0]),
+            with_kwargs=True,
+        )
+        run(candidate, arguments)
+    mine, expected = inputs
+    assert mine.dtype == expected.dtype == torch.bfloat16
+    assert (mine != expected).float().mean() < 0.02
+
+
+def test_coordinates_of_another_grid(kernel, device):
+    """Of as many tokens. Nothing is kept within a mode, such as the one that counts the kernels' calls."""
+    model, plain, _ = prepared(FAMILIES["ltx"], device)
+    kernel.inject_kernels(model)
+    arguments = ltx_models.inputs(plain, grid=(2, 3, 4))
+    for grid in ((2, 3, 4), (4, 2, 3), (2, 4, 3), (2, 3, 4)):
+        arguments.update(zip(("num_frames", "height", "width"), grid, strict=True))
+        assert_close(run(model, arguments), run(plain, arguments), 1e-4)
 
 
 # ------------------------------------------------------------------------------------------------
