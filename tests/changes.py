@@ -155,7 +155,7 @@ def other_norm(old, kind):
     return new
 
 
-OTHER_NORMS = ("identity", "eps", "layer norm", "bias", "without eps")
+OTHER_NORMS = ("eps", "layer norm", "bias", "without eps", "identity")
 
 
 def replace_part(model, path, kind, another=None):

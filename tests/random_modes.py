@@ -257,6 +257,7 @@ _QUIET = {
     "matmul precision": set_to(
         torch.set_float32_matmul_precision, torch.get_float32_matmul_precision, "high"
     ),
+    "cudnn": without_grad(lambda: torch.backends.cudnn.flags(enabled=False)),
     "math attention": without_grad(lambda: sdpa_kernel(SDPBackend.MATH)),
     "attention_backend": without_grad(lambda: attention_dispatch.attention_backend("_native_math")),
     "other stream": without_grad(other_stream),

@@ -28,13 +28,13 @@ import random
 import re
 import statistics
 import tempfile
-import threading
 import time
 import traceback
 import warnings
 import weakref
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing.pool import ThreadPool
 from typing import Any, NamedTuple
 
 import accelerate
@@ -1396,39 +1396,21 @@ class Task(NamedTuple):
         return result
 
 
-def serve(connection):
-    """Run the tasks that come over a connection."""
-    prepare_process()
-    while True:
-        connection.send(connection.recv().run())
-
-
-def run_in_process(task, of_thread=threading.local()):  # noqa: B008
-    """Run a task in the process of this thread, which may die of it."""
-    if getattr(of_thread, "process", None) is None:
-        context = multiprocessing.get_context("spawn")
-        of_thread.connection, other = context.Pipe()
-        of_thread.process = context.Process(target=serve, args=(other,), daemon=True)
-        of_thread.process.start()
-        other.close()
-    try:
-        of_thread.connection.send(task)
-        return of_thread.connection.recv()
-    except (EOFError, BrokenPipeError):
-        process, of_thread.process = of_thread.process, None
-        process.join()
-        failure = f"the process died, exit status {process.exitcode}"
-        return Result(task.seed, Sequence({"family": task.family}, []), failure=failure)
-
-
 def results_of(tasks, processes):
-    """(task, result) of all tasks, as they come."""
+    """(task, result) of all tasks, as they come. A process that dies ends the program with an error."""
     if processes == 1:
         prepare_process()
         yield from ((task, task.run()) for task in tasks)
         return
-    with ThreadPool(processes) as pool:
-        yield from pool.imap_unordered(lambda task: (task, run_in_process(task)), tasks)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, prepare_process) as pool:
+        futures = {pool.submit(Task.run, task): task for task in tasks}
+        for future in as_completed(futures):
+            try:
+                yield futures[future], future.result()
+            except BrokenProcessPool as error:
+                running = [futures[one].seed for one in futures if not one.done()]
+                raise click.ClickException(f"a process died; {len(running)} are left") from error
 
 
 @click.command(help=__doc__.split("\n\n")[0])

@@ -13,7 +13,7 @@ import random_sequences
 from conftest import CHECKOUT
 from families import FAMILIES
 from graphs import module_of
-from random_inputs import GOOD_FORMS
+from random_inputs import GOOD_FORMS, QUIET_FORMS
 from random_modes import GRAPH_MODES
 from random_sequences import Difference, Refused, Result, Sequence, Step, Twins
 
@@ -195,25 +195,38 @@ def test_faults_of_graphs_are_found(kernel, device, monkeypatch, owner, name, re
 # Modes, forms, and what is restored
 
 
+# Modes in which a graph of a call within no_grad may be replayed.
+MODES_OF_ONE_GRAPH = ("no_grad", "default device", "other stream", "thread", "threads")
+
+
 @pytest.mark.parametrize("mode", GRAPH_MODES)
-def test_modes_end_with_their_call(device, mode):
-    """And each is one in which a model can be called."""
+def test_modes_have_graphs_of_their_own_or_none(device, mode):
+    """And each is one in which a model can be called, and ends with the call."""
     with Twins("ltx", graphs=True, device=device, blocks=1) as twins:
         twins.inject(graphs=True)
+        twins.forward(times=4)
+        counts = twins.watch.check()
+        assert counts["captured"] == 1 and counts["replayed"] > 0
         before = torch.get_default_dtype(), torch.is_grad_enabled()
-        twins.forward(options="no mask", mode=mode, times=2)
+        twins.forward(mode=mode, times=2)
         assert (torch.get_default_dtype(), torch.is_grad_enabled()) == before
         assert twins.counts["calls that raise"] == 0
-        twins.forward(options="no mask", times=3)
+        assert (twins.watch.check()["replayed"] > 0) == (mode in MODES_OF_ONE_GRAPH)
+        twins.forward(times=2)
+        assert twins.watch.check()["replayed"] == 2
 
 
 @pytest.mark.parametrize("form", GOOD_FORMS)
-def test_forms_are_arguments_that_a_model_takes(device, form):
+def test_forms_are_captured(device, form):
+    """Except a tensor of a subclass. The graphs of calls in another form are not replayed for them."""
     with Twins("ltx", graphs=True, device=device, blocks=1) as twins:
         twins.inject(graphs=True)
+        twins.forward(options="no mask", times=3)
+        twins.watch.check()
         twins.forward(options="no mask", form=form, times=3)
-        assert twins.forwards == 3
+        assert twins.forwards == 6
         assert twins.counts["calls that raise"] == 0
+        assert (twins.watch.check()["replayed"] > 0) == (form in QUIET_FORMS)
 
 
 @pytest.mark.parametrize(
