@@ -625,25 +625,28 @@ def test_attention_backends(kernel, device, family):
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize(
-    ("family", "regional"),
+    ("kind", "family"),
     [
-        *((family, True) for family in FAMILIES.values()),
-        *(pytest.param(FAMILIES[name], False, marks=pytest.mark.slow) for name in ("ltx", "flux")),
+        *(("blocks", family) for family in FAMILIES.values()),
+        *(
+            pytest.param("model", FAMILIES[name], marks=pytest.mark.slow)
+            for name in ("ltx", "flux")
+        ),
     ],
-    ids=lambda value: str(value) if not isinstance(value, bool) else "blocks" if value else "model",
+    ids=str,
 )
-def test_compiled(kernel, device, family, regional):
+def test_compiled(kernel, device, kind, family):
     """In one graph (for each class of blocks), that holds the operators, compiled once."""
     model, plain, _ = prepared(family, device, config=family.one_block)
     kernel.inject_kernels(model)
     counter = CompileCounterWithBackend("eager")
-    if regional:
+    if kind == "blocks":
         changes.compile_blocks(family, model, fullgraph=True, backend=counter)
     else:
         model.compile(fullgraph=True, backend=counter)
     for seed in range(2):
         assert_alike(model, plain, family.inputs(device, seed=seed))
-    assert counter.frame_count == (len(family.block_lists) if regional else 1)
+    assert counter.frame_count == (len(family.block_lists) if kind == "blocks" else 1)
     for graph in counter.graphs:
         targets = [str(node.target) for node in graph.graph.nodes]
         assert any(target.startswith("_h100_diffusers_kernels") for target in targets)
