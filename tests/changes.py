@@ -236,7 +236,7 @@ def quantize(module):
     quantization.quantize_(
         module,
         quantization.Int8WeightOnlyConfig(),
-        filter_fn=lambda m, _: type(m) is nn.Linear,
+        filter_fn=lambda m, _: type(m) is nn.Linear and type(m.weight.data) is torch.Tensor,
     )
 
 

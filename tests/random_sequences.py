@@ -989,7 +989,10 @@ class Twins:
         )
         self.layerwise = self.keeps_forwards = True
 
-    @action(1, 0.3, has_original_weights, module=part("linear", "output", "up"))
+    @action(
+        *(1, 0.3, lambda twins: is_resident(twins) and not twins.layerwise),
+        module=part("linear", "output", "up"),
+    )
     def quantize(self, *, module):
         self.apply_to_part(module, changes.quantize)
         self.quantized = True

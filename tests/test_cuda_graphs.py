@@ -429,9 +429,7 @@ def test_hooks_of_all_modules(pair):
     finally:
         handle.remove()
     assert len(seen) > 20
-    replayed = pair.calls.replayed
-    pair.call()
-    assert pair.calls.replayed == replayed + 1
+    assert pair.captured() == 1
 
 
 # ------------------------------------------------------------------------------------------------
@@ -739,23 +737,26 @@ def test_settings_that_the_first_call_makes(pair):
 # Interrupts, threads, copies, memory
 
 
-def interrupt(kernel, monkeypatch, at):
-    """Ctrl-C at an operation of the next capture."""
+def before_operations(kernel, patches, act):
+    """Call `act` with the number of each operation that a capture records, before it runs."""
     recorder = module_of(kernel, "graph_capture")._Recorder
-    record, count = recorder.__torch_function__, iter(range(10**9))
+    record, count = recorder.__torch_function__, itertools.count()
 
-    def interrupted(self, func, types, args=(), kwargs=None):
-        if next(count) == at:
-            raise KeyboardInterrupt
+    def recorded(self, func, types, args=(), kwargs=None):
+        act(next(count))
         return record(self, func, types, args, kwargs)
 
-    monkeypatch.setattr(recorder, "__torch_function__", interrupted)
+    patches.setattr(recorder, "__torch_function__", recorded)
 
 
 @pytest.mark.parametrize("at", (0, 17, 60))
 def test_ctrl_c_in_a_capture(pair, graphs, monkeypatch, at):  # noqa: F811
+    def interrupt(i):
+        if i == at:
+            raise KeyboardInterrupt
+
     pair.call()
-    interrupt(graphs, monkeypatch, at)
+    before_operations(graphs, monkeypatch, interrupt)
     with pytest.raises(KeyboardInterrupt), torch.inference_mode():
         pair.model(**pair.inputs(), return_dict=False)
     pair.captured()
@@ -1009,19 +1010,14 @@ def test_a_capture_of_the_users_own_holds_the_model(graphs):  # noqa: F811
 def test_what_breaks_a_capture_of_cuda(graphs, monkeypatch, how):  # noqa: F811
     """The host waits within a capture, where no operation tells of it."""
     pair = Pair(graphs, LTX, "cuda", torch.bfloat16)
-    recorder = module_of(graphs, "graph_capture")._Recorder
-    record = recorder.__torch_function__
-    count = iter(range(10**9))
 
-    def breaking(self, func, types, args=(), kwargs=None):
-        if next(count) == 30:
-            if how == "synchronize":
-                torch.cuda.synchronize()
-            else:
-                torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
-        return record(self, func, types, args, kwargs)
+    def disturb(i):
+        if i == 30 and how == "synchronize":
+            torch.cuda.synchronize()
+        elif i == 30:
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
 
-    monkeypatch.setattr(recorder, "__torch_function__", breaking)
+    before_operations(graphs, monkeypatch, disturb)
     for _ in range(3):
         pair.call()
     assert pair.calls.captured == 0
@@ -1033,8 +1029,6 @@ def test_what_breaks_a_capture_of_cuda(graphs, monkeypatch, how):  # noqa: F811
 @needs_cuda
 def test_other_threads_draw_random_numbers_meanwhile(graphs, monkeypatch):  # noqa: F811
     pair = Pair(graphs, LTX, "cuda", torch.bfloat16)
-    recorder = module_of(graphs, "graph_capture")._Recorder
-    record = recorder.__torch_function__
     drawn, failed = [], []
 
     def draw():
@@ -1043,16 +1037,15 @@ def test_other_threads_draw_random_numbers_meanwhile(graphs, monkeypatch):  # no
         except Exception as error:
             failed.append(error)
 
-    def drawing(self, func, types, args=(), kwargs=None):
+    def draw_in_a_thread(i):
         thread = threading.Thread(target=draw)
         thread.start()
         thread.join()
-        return record(self, func, types, args, kwargs)
 
     pair.call()
     torch.cuda.manual_seed(3)
     with monkeypatch.context() as patches:
-        patches.setattr(recorder, "__torch_function__", drawing)
+        before_operations(graphs, patches, draw_in_a_thread)
         pair.call()
     assert not failed
     torch.cuda.manual_seed(3)
