@@ -137,6 +137,25 @@ class MemorySnapshot:
             assert torch.equal(_bytes(storage), _bytes(copy)), "memory was changed"
 
 
+def relative_distance(values, reference):
+    """The norm of the difference over the reference's norm, or the difference's norm if that is 0."""
+    reference = reference.detach().double()
+    distance = (values.detach().double() - reference).norm()
+    norm = reference.norm()
+    return (distance / norm if norm else distance).item()
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def have_same_bits(a, b):
+    """Whether two tensors of one dtype are equal, NaN and the sign of zero included."""
+    if not a.is_floating_point() or a.element_size() not in _INTEGERS:
+        return torch.equal(a, b)
+    kind = _INTEGERS[a.element_size()]
+    return torch.equal(a.detach().contiguous().view(kind), b.detach().contiguous().view(kind))
+
+
 def assert_rounded_once(out, reference, slack=FLOAT32_ARITHMETIC):
     """Every element is the reference, up to one rounding to its dtype and `slack`: what arithmetic may leave
     of values of order 1, or, as a tensor, of each element."""

@@ -1,107 +1,77 @@
-"""Random sequences of what users do to a model, with kernels and without, and the first difference.
+"""Random sequences of what users do to a model, and the first difference between two models.
 
-Every step is done alike to a model that the kernels are put into and taken out of, and to a plain model of
-the same weights; what the two compute is compared after each forward. What raises on the plain model must
-raise the same on the other. A sequence is drawn from a seed, so that it can be repeated::
+Each action is applied to a tested model and to a plain one with the same weights. Their results are compared
+after each forward. What raises on the plain model must raise the same on the tested one. There are two kinds:
+
+- The tested model is injected at random times, the plain one never. Results differ by rounding alone.
+- With `--graphs`, both are injected, and the tested one runs on CUDA graphs (emulated on a CPU). Results have
+  the same bits.
+
+A sequence is drawn from a seed, so that it can be repeated::
 
     python tests/random_sequences.py --family ltx --seed 123 --shrink
-    python tests/random_sequences.py --family all --device cuda --sequences 5000 --processes 14
+    python tests/random_sequences.py --graphs --device cuda --sequences 5000 --processes 14
 
-A failure is printed as a script of its own. The exit status is 1 if there was any. With
-RANDOM_SEQUENCES_WITHOUT_KERNELS=1 in the environment both models are plain: then there must be none.
+A failure is printed as a script. The exit status is 1 if there is one.
 """
 
-import argparse
 import collections
 import contextlib
 import copy
 import functools
 import gc
 import importlib
-import itertools
+import inspect
 import logging
 import multiprocessing
-import multiprocessing.connection
-import os
 import random
 import re
 import statistics
-import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
 import weakref
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import accelerate
+import click
 import torch
 import torch.nn.functional as F
 from accelerate.hooks import add_hook_to_module, remove_hook_from_module
-from diffusers import (
-    FirstBlockCacheConfig,
-    MagCacheConfig,
-    PyramidAttentionBroadcastConfig,
-    TaylorSeerCacheConfig,
-)
-from diffusers.hooks import HookRegistry, ModelHook, apply_group_offloading
-from diffusers.hooks import group_offloading as group_offloading_hooks
-from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
+from diffusers.hooks import HookRegistry, ModelHook, group_offloading
 from diffusers.models import attention_dispatch
 from diffusers.models.activations import GELU
 from diffusers.models.normalization import RMSNorm
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as global_hooks
+from torch.utils import _pytree
 
-from families import KERNEL_HEADS, TINY_HEADS
+import changes
+import conftest
+from changes import WAYS, change_values, changing, is_floating
+from checks import have_same_bits, relative_distance
+from emulated_graphs import EmulatedGraph
+from families import FAMILIES, KERNEL_HEADS, TINY_HEADS
 from families_in_part import Families
-from foreign_modules import ForeignBlock, HalvedLinear, Wrap
+from graphs import module_of, use_emulated_graphs
+from random_inputs import FORMS, QUIET_FORMS
+from random_modes import GRAPH_MODES, MODES, QUIET_MODES, Call, Interrupt
 
-REPO_ID = "org/h100-diffusers-kernels"
-CHECKOUT = Path(__file__).resolve().parents[1]
+MODELS = Families()
 
-
-class NoKernels:
-    """In place of the package: every difference that is found then is the harness's own."""
-
-    def inject_kernels(self, model, *, attention=True):
-        already_injected = "_attention" in vars(model)
-        if vars(model).setdefault("_attention", attention) != attention:
-            raise ValueError
-        return argparse.Namespace(already_injected=already_injected)
-
-    def eject_kernels(self, model):
-        vars(model).pop("_attention", None)
-
-
-@functools.cache
-def load_kernel():
-    if os.environ.get("RANDOM_SEQUENCES_WITHOUT_KERNELS"):
-        return NoKernels()
-    os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={CHECKOUT}")
-    from kernels import get_kernel
-
-    return get_kernel(REPO_ID, version=1, trust_remote_code=True)
-
-
-# --------------------------------------------------------------------------------------------------
-# What is compared, and how far apart two results may be
+# float32: both models do the same arithmetic in another order. 1e-4 of the output's norm is some hundred
+# times the difference that this causes, and a hundredth of what one wrong token causes.
 #
-# float32: the two models do the same arithmetic in another order; 1e-4 of the output's norm is some hundred
-# times what that leaves, and a hundredth of what one wrong token does.
-#
-# 16 bits: rounding errors of the two are independent, so that only their sizes can be compared: the
-# injected model's distance from a float32 model (to which everything is done as well) with the plain one's.
-# The accuracy contract's 1.05 holds for the geometric mean of the two's ratio over all forwards. In one
-# forward, of a few hundred elements, the ratio of two independent errors varies: where both were right it was
-# between 0.61 and 1.51 for the output in 400 forwards of FLUX.1 with adapters and, fewer elements making up
-# most of it, between 0.46 and 1.98 for the gradient in 160. A quarter of the dtype's epsilon is for where the
-# plain model's error is small by chance. One wrong block is 10 to 100 times the plain model's error.
-
+# 16 bits: the rounding errors of both are independent, and so only their sizes can be compared: the distances
+# from a float32 model, to which each action is applied, too. The accuracy contract's 1.05 holds for the
+# geometric mean of their ratio over all forwards. The ratio of one forward varies: where both models were
+# right it was between 0.61 and 1.51 for the output in 400 forwards of FLUX.1, and between 0.46 and 1.98 for
+# the gradient in 160. A quarter of the dtype's epsilon covers plain models whose error is small by chance.
+# One wrong block is 10 to 100 times the error.
 FLOAT32_LIMIT = 1e-4
 FLOAT32_GRADIENT_LIMIT = 1e-3
 ROUNDED_LIMIT = 1.75
@@ -110,47 +80,76 @@ MEAN_ROUNDED_LIMIT = 1.05
 UNKNOWN_ROUNDING_LIMIT = 4
 FORWARDS_OF_MEAN = 300  # the mean of fewer varies by more than a hundredth
 
-OUTPUT = "the output"
+MOST_KEPT_OUTPUTS = 4
+CONTROL_ARGUMENTS = ("controlnet_block_samples", "block_controlnet_hidden_states")
 
 
 class Difference(AssertionError):
-    """The injected model does something else than the plain one."""
+    """The tested model does not do what the plain one does."""
 
 
 class Refused(Exception):
-    """The step raised on the plain model, and the same on the injected one."""
+    """The action raised on the plain model, and the same on the tested one."""
 
 
-def relative(a, b):
-    norm = b.norm().item()
-    return (a - b).norm().item() / norm if norm else a.norm().item()
+class Boom(Exception):
+    """Raised by a hook in the middle of a forward."""
 
 
-def compare(mine, plain, exact, what, eps, is_differentiated):
-    """The ratio of the two's distances from the float32 model's, where there is one and both differ."""
-    if mine.dtype != plain.dtype or mine.shape != plain.shape:
+ERRORS = {
+    "KeyboardInterrupt": KeyboardInterrupt,
+    "Boom": Boom,
+    "OutOfMemoryError": torch.OutOfMemoryError,
+}
+
+
+def describe(error):
+    if error is None:
+        return "no error"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def attempt(act, model):
+    """(result, error) of a call with a model.
+
+    A function of its own: an error keeps the frames that it passed, and these hold one model alone.
+    """
+    try:
+        return act(model), None
+    except Exception as error:
+        return None, error
+
+
+# --------------------------------------------------------------------------------------------------
+# Comparison
+
+
+def compare_rounded(what, tested, plain, float32, eps, is_gradient):
+    """Compare two results that differ by rounding.
+
+    Returns the ratio of their distances from the float32 model's result, where that is known.
+    """
+    if tested.dtype != plain.dtype or tested.shape != plain.shape:
         raise Difference(
-            f"{what} is {mine.dtype} {tuple(mine.shape)}, the plain model's "
+            f"{what} is {tested.dtype} {tuple(tested.shape)}, the plain model's "
             f"{plain.dtype} {tuple(plain.shape)}"
         )
-    is_rounded = exact is not None
-    mine, plain = mine.detach().double().cpu(), plain.detach().double().cpu()
-    if not torch.isfinite(plain).all():
-        if not is_rounded and not torch.equal(torch.isfinite(mine), torch.isfinite(plain)):
+    if not plain.isfinite().all():
+        if float32 is None and not torch.equal(tested.isfinite(), plain.isfinite()):
             raise Difference(f"{what} is finite at other places than the plain model's")
         return None
-    if not torch.isfinite(mine).all():
+    if not tested.isfinite().all():
         raise Difference(f"{what} is not finite, the plain model's is")
-    if not is_rounded:
-        error = relative(mine, plain)
-        # Of 16 bits only where the float32 model could not compute what the plain one did.
-        limit = FLOAT32_GRADIENT_LIMIT if is_differentiated else FLOAT32_LIMIT
+    if float32 is None:
+        error = relative_distance(tested, plain)
+        # 16 bits without a float32 model: that one could not compute what the plain one did.
+        limit = FLOAT32_GRADIENT_LIMIT if is_gradient else FLOAT32_LIMIT
         if error > max(limit, UNKNOWN_ROUNDING_LIMIT * eps):
             raise Difference(f"{what} is {error:.3g} of its norm from the plain model's")
         return None
-    exact = exact.detach().double().cpu()
-    error, allowed = relative(mine, exact), relative(plain, exact)
-    limit = ROUNDED_LIMIT if what == OUTPUT else ROUNDED_GRADIENT_LIMIT
+    error, allowed = relative_distance(tested, float32), relative_distance(plain, float32)
+    limit = ROUNDED_GRADIENT_LIMIT if is_gradient else ROUNDED_LIMIT
     if error > limit * allowed + eps / 4:
         raise Difference(
             f"{what} is {error:.3g} of its norm from the float32 model's, the plain one {allowed:.3g}"
@@ -158,109 +157,95 @@ def compare(mine, plain, exact, what, eps, is_differentiated):
     return error / allowed if min(error, allowed) > eps / 4 else None
 
 
-# --------------------------------------------------------------------------------------------------
-# What is put into models
-
-
-class AccelerateHook(accelerate.hooks.ModelHook):
-    def post_forward(self, module, output):
-        return changed(output, "replace")
-
-
-class DiffusersHook(ModelHook):
-    def post_forward(self, module, output):
-        return changed(output, "replace")
-
-
-class Boom(Exception):
-    """What a hook raises in the middle of a forward."""
-
-
-def changed(value, how):
-    """A module's result, or its arguments, with the first tensor in it changed."""
-    if isinstance(value, dict):
-        key = next(key for key, item in value.items() if _is_values(item))
-        return {**value, key: changed(value[key], how)}
-    if not isinstance(value, torch.Tensor):
-        first, *rest = value
-        return (changed(first, how), *rest)
-    if how == "replace":
-        return value * 1.5
-    if how == "in place":
-        return value.mul_(1.5)
-    if how == "view":
-        value[..., 1:].add_(0.5)
-    elif how == "data":
-        value.data[..., ::2] += 0.5
-    elif how == "detached":
-        value.detach()[..., ::2].mul_(-1)
-    return value
-
-
-def _is_values(item):
-    return isinstance(item, torch.Tensor) and item.is_floating_point()
-
-
-HOWS = ("replace", "in place", "view", "data", "detached")
-
-
-def make_hook(kind, how):
-    if kind == "post":
-        return lambda module, args, output: changed(output, how)
-    if kind == "pre":
-        return lambda module, args: changed(args, how) if args and _is_values(args[0]) else None
-
-    def change_keyword(module, args, kwargs):
-        if any(map(_is_values, kwargs.values())):
-            return args, changed(kwargs, how)
-
-    def change_last_keyword(module, args, kwargs):
-        names = [name for name, item in kwargs.items() if _is_values(item)]
-        if names:
-            return args, {**kwargs, names[-1]: changed(kwargs[names[-1]], how)}
-
-    def change_parameter(module, args):
-        name, parameter = next(module.named_parameters(), (None, None))
-        if parameter is None:  # a norm without a weight
-            return
-        owner, _, attribute = name.rpartition(".")
-        if how == "replace":
-            owner = module.get_submodule(owner)
-            setattr(owner, attribute, nn.Parameter(parameter.detach() * -1))
-        else:
-            parameter.data.mul_(-1)
-
+def properties(tensor):
+    """What a caller can see of a tensor besides its values."""
     return {
-        "keyword": change_keyword,
-        "last keyword": change_last_keyword,
-        "parameter": change_parameter,
-    }[kind]
+        "type": type(tensor).__name__,
+        "dtype": tensor.dtype,
+        "device": tensor.device,
+        "shape": tuple(tensor.shape),
+        "strides": tensor.stride(),
+        "requires_grad": tensor.requires_grad,
+        "is_inference": tensor.is_inference(),
+    }
+
+
+def compare_bits(what, tested, plain, slack=0):
+    """Compare two trees of results that must be equal in everything."""
+    tested, tested_spec = _pytree.tree_flatten(tested)
+    plain, plain_spec = _pytree.tree_flatten(plain)
+    if tested_spec != plain_spec:
+        raise Difference(f"{what} is {tested_spec}, not {plain_spec}")
+    for a, b in zip(tested, plain, strict=True):
+        if not isinstance(b, torch.Tensor):
+            if type(a) is not type(b) or a != b:
+                raise Difference(f"{what} has {a!r}, not {b!r}")
+            continue
+        of_a, of_b = properties(a), properties(b)
+        for name, value in of_b.items():
+            if of_a[name] != value:
+                raise Difference(f"{what} has {name} {of_a[name]}, not {value}")
+        if not b.is_meta and not have_same_bits(a, b):
+            error = relative_distance(a, b)
+            if not error <= slack:
+                raise Difference(f"{what} has other bits: {error:.2g} of its norm")
 
 
 # --------------------------------------------------------------------------------------------------
-# Steps
+# Actions: methods of Twins, and the steps that call them
 
 
-class Kind(NamedTuple):
-    weight: float
-    draw: Any  # (rng, twins) -> keyword arguments
-    allowed: Any  # twins -> whether the step makes sense now
+class Action(NamedTuple):
+    weights: tuple  # how often it is drawn, without and with graphs
+    allowed: Any  # twins -> whether the action makes sense now
+    arguments: dict  # of each keyword, a list of values or a function of (rng, twins)
+
+    def draw(self, rng, twins):
+        return {
+            name: rng.choice(values) if isinstance(values, list) else values(rng, twins)
+            for name, values in self.arguments.items()
+        }
 
 
-KINDS: dict[str, Kind] = {}
+ACTIONS: dict[str, Action] = {}
 
 
-def step(weight, draw=lambda rng, twins: {}, allowed=lambda twins: True, kinds=KINDS):
-    """A method of Twins that is drawn with a weight. Where it is not allowed, it does nothing."""
+def always(twins):
+    return True
+
+
+def is_not_compiled(twins):
+    return not twins.compiled
+
+
+def is_resident(twins):
+    return not (twins.compiled or twins.offloading)
+
+
+def has_original_weights(twins):
+    """Whether weights are where and as the model was made."""
+    return is_resident(twins) and not (twins.layerwise or twins.quantized)
+
+
+def can_differentiate_forwards(twins):
+    """Torch crashes on changing weights and on `data` inside function transforms."""
+    return twins.dtype == torch.float32 and has_original_weights(twins) and not twins.uses_data
+
+
+def action(weight, with_graphs, allowed=always, **arguments):
+    """Register a method of Twins. Where it is not allowed, a call does nothing.
+
+    What prevents a capture is drawn less often with graphs, and its end more often. See Action for the rest.
+    """
 
     def register(method):
         @functools.wraps(method)
-        def guarded(self, **arguments):
-            if allowed(self) and self.has(arguments.get("module", "")):
+        def guarded(self, **given):
+            if allowed(self) and self.has(given.get("module", "")):
                 self.steps += 1
-                return method(self, **arguments)
+                return method(self, **given)
 
-        kinds[method.__name__] = Kind(weight, draw, allowed)
+        ACTIONS[method.__name__] = Action((weight, with_graphs), allowed, arguments)
         return guarded
 
     return register
@@ -271,7 +256,7 @@ class Step:
     """A call of a method of Twins."""
 
     name: str
-    arguments: dict
+    arguments: dict = field(default_factory=dict)
 
     def apply(self, twins):
         getattr(twins, self.name)(**self.arguments)
@@ -281,462 +266,665 @@ class Step:
         return f"twins.{self.name}({arguments})"
 
 
-def draw_module(rng, twins, *kinds):
-    """The path of one of the family's parts, or of a random module of the blocks."""
-    parts = twins.family.parts
-    paths = [path for kind, path in parts.items() if not kinds or kind.startswith(kinds)]
-    return rng.choice([path for path in paths if twins.has(path)] or [""])
+# --------------------------------------------------------------------------------------------------
+# Arguments of actions
+
+
+def part(*kinds):
+    """Draws the path of one of the family's parts, or "" for the model."""
+
+    def draw(rng, twins):
+        parts = twins.family.parts.items()
+        paths = [path for kind, path in parts if not kinds or kind.startswith(kinds)]
+        return rng.choice([path for path in paths if twins.has(path)] or [""])
+
+    return draw
+
+
+def number(limit):
+    return lambda rng, twins: rng.randrange(limit)
+
+
+def chance(probability):
+    return lambda rng, twins: rng.random() < probability
 
 
 def draw_forward(rng, twins):
-    modes = ["no_grad"]
-    if not twins.compiled:  # what has to be compiled anew takes seconds
-        modes += ["no_grad"] * 7 + ["inference_mode"] * 3 + ["grad_enabled", "score_skip"]
-        if twins.cache_name is None:
-            modes += ["backward"] * (2 if twins.offload is None else 0)
-            modes += ["autocast", "thread"]
-            if can_differentiate_forwards(twins):
-                modes.append("jvp")
+    options = list(twins.family.options)
     has_one_shape = twins.cache_name is not None or twins.compiled
-    options = None if has_one_shape else rng.choice(list(twins.family.options))
-    return {
-        "mode": rng.choice(modes),
-        "options": options or next(iter(twins.family.options)),
-        "seed": rng.randrange(1000),
-    }
+    if not twins.graphs:
+        modes = ["no_grad"]
+        if not twins.compiled:  # a recompilation takes seconds
+            modes += ["no_grad"] * 7 + ["inference_mode"] * 3 + ["grad", "score_skip"]
+            if twins.cache_name is None:
+                modes += ["backward"] * (2 if twins.offloading is None else 0)
+                modes += ["autocast", "thread"]
+                modes += ["jvp"] if can_differentiate_forwards(twins) else []
+        options = options[0] if has_one_shape else rng.choice(options)
+        return {"mode": rng.choice(modes), "options": options, "seed": rng.randrange(1000)}
+    # With graphs mostly the sequence's usual call, so that calls repeat.
+    if twins.usual_call is None:
+        twins.usual_call = {
+            "options": rng.choice(options),
+            "mode": rng.choice(QUIET_MODES if rng.random() < 0.4 else QUIET_MODES[:2]),
+            "form": rng.choice(QUIET_FORMS) if rng.random() < 0.4 else "as they are",
+            "seed": rng.randrange(1000),
+        }
+    call = {**twins.usual_call, "times": rng.randint(1, 4)}
+    if not has_one_shape and rng.random() < 0.5:
+        other = {
+            "options": options,
+            "mode": rng.choices(list(GRAPH_MODES), list(GRAPH_MODES.values())),
+            "form": list(FORMS),
+            "seed": range(1000),
+            "scale": [0.5, 0.7, 1.0],
+            "samples": [1, 2],
+        }
+        name = rng.choices(list(other), [2, 2, 2, 1, 1, 1])[0]
+        call[name] = rng.choice(other[name])
+    if twins.injected is not None and rng.random() < 0.15:
+        call["interrupt"] = (rng.choice(sorted(ERRORS)), rng.randrange(60))
+    return call
 
 
-def is_loose(twins):
-    """Whether weights are where they were made and as they were made."""
-    return not (twins.offload or twins.layerwise or twins.quantized or twins.compiled)
+def make_hook(twins, kind, way):
+    def change_result(module, args, output):
+        return change_values(output, way)
+
+    def boom(module, *args):
+        raise Boom
+
+    def change_arguments(module, args):
+        return change_values(args, way) if args and is_floating(args[0]) else None
+
+    def change_keyword(module, args, kwargs):
+        names = [name for name, item in kwargs.items() if is_floating(item)]
+        if names:
+            name = names[0 if kind == "keyword" else -1]
+            return args, {**kwargs, name: change_values(kwargs[name], way)}
+
+    def change_parameter(module, args):
+        name, parameter = next(module.named_parameters(), (None, None))
+        if parameter is None:  # a norm without a weight
+            return
+        owner, _, attribute = name.rpartition(".")
+        if way == "replace":
+            new = nn.Parameter(parameter.detach() * -1)
+            setattr(module.get_submodule(owner), attribute, new)
+        else:
+            parameter.data.mul_(-1)
+
+    hooks = {"post": change_result, "pre": change_arguments, "parameter": change_parameter}
+    hook = boom if way == "raise" else hooks.get(kind, change_keyword)
+
+    def counted(*args):
+        twins.seen["a hook"] += 1
+        return hook(*args)
+
+    return counted
 
 
-def can_differentiate_forwards(twins):
-    """Torch dies of weights that change, and of ``data``, inside of a function transform."""
-    return twins.dtype == torch.float32 and is_loose(twins) and not twins.uses_data
-
-
-def draw_hook(rng, twins):
-    kind = rng.choice(["post", "post", "post", "pre", "keyword", "last keyword", "parameter"])
-    kinds = ("block", "next_block", "single_block", "norm") if kind == "parameter" else ()
-    return {
-        "module": draw_module(rng, twins, *kinds),
-        "kind": kind,
-        "how": rng.choice(HOWS),
-    }
-
-
-REPLACEMENTS = {
-    "block": ["foreign", "another", "wrap"],
-    "next_block": ["foreign", "another", "wrap"],
-    "single_block": ["foreign", "another", "wrap"],
-    "last_block": ["foreign", "another"],
-    "attention": ["another", "wrap"],
-    "cross_attention": ["another", "wrap"],
-    "single_attention": ["another", "wrap"],
-    "norm": ["layer_norm", "identity", "eps", "bias", "wrap", "another"],
-    "norm2": ["layer_norm", "identity", "eps", "bias", "wrap"],
-    "inner_norm": ["layer_norm", "identity", "eps", "wrap"],
-    "single_norm": ["wrap", "another"],
-    "qk_norm": ["layer_norm", "identity", "eps", "wrap", "another"],
-    "added_norm": ["layer_norm", "identity", "eps", "wrap"],
-    "linear": ["halved", "wrap", "another"],
-    "output": ["halved", "wrap"],
-    "feed_forward": ["wrap", "another"],
-    "feed_forward_of_text": ["wrap", "another"],
-    "activation": ["wrap", "another"],
-    "up": ["halved", "wrap"],
-    "gelu": ["wrap", "identity"],
-    "rope": ["wrap"],
-    "modulation": ["wrap"],
+LIBRARY_HOOKS = {
+    library: type(
+        "ChangingHook",
+        (cls,),
+        {"post_forward": lambda self, module, output: change_values(output)},
+    )
+    for library, cls in (("accelerate", accelerate.hooks.ModelHook), ("diffusers", ModelHook))
 }
-# AdaLayerNorms return more than their input's norm.
+
+MAY_BE_REPLACED = {
+    ("block", "next_block", "single_block", "last_block"): ["foreign", "another", "wrap"],
+    ("norm", "norm2", "inner_norm", "qk_norm", "added_norm"): [*changes.OTHER_NORMS, "wrap"],
+    ("linear", "output", "up"): ["halved", "wrap", "another"],
+    ("attention", "cross_attention", "single_attention", "single_norm"): ["another", "wrap"],
+    ("feed_forward", "feed_forward_of_text", "activation"): ["another", "wrap"],
+    ("gelu", "rope", "modulation"): ["wrap"],
+}
+REPLACEMENTS = {part: ways for parts, ways in MAY_BE_REPLACED.items() for part in parts}
+# Adaptive layer norms return more than a norm.
 ADAPTIVE = ("AdaLayerNormZero", "AdaLayerNormZeroSingle")
 
 
 def draw_replacement(rng, twins):
-    parts = [part for part in REPLACEMENTS if twins.has(twins.family.parts.get(part, "?"))]
-    part = rng.choice(parts)
-    path = twins.family.parts[part]
-    choices = REPLACEMENTS[part]
-    if type(twins.plain.get_submodule(path)).__name__ in ADAPTIVE:
-        choices = ["wrap", "another"]
-    return {"module": path, "by": rng.choice(choices)}
+    kinds = [kind for kind in REPLACEMENTS if twins.has(twins.family.parts.get(kind, "?"))]
+    path = twins.family.parts[kind := rng.choice(kinds)]
+    is_adaptive = type(twins.plain.get_submodule(path)).__name__ in ADAPTIVE
+    choices = ["wrap", "another"] if is_adaptive else REPLACEMENTS[kind]
+    return {"module": path, "kind": rng.choice(choices)}
 
 
-# What a user may patch, by name: (where it stands, attribute).
 def patchable(twins):
+    """What a user may patch, by name: (owner, attribute)."""
     module = importlib.import_module(twins.family.module)
-    blocks = {type(b) for b in twins.family.blocks(twins.plain)}
-    classes = {cls for cls in blocks if cls.__module__ == twins.family.module}
-    classes |= {
+    known = (GELU, RMSNorm, nn.RMSNorm, nn.LayerNorm, nn.GELU)
+    classes = {
         type(m)
         for m in twins.plain.modules()
         if type(m).__module__ == twins.family.module
-        or type(m) in (GELU, RMSNorm, nn.RMSNorm, nn.LayerNorm, nn.GELU)
+        or type(m) in known
         or type(m).__name__ in ADAPTIVE
     }
-    result = {f"{cls.__name__}.forward": (cls, "forward") for cls in classes}
-    result[f"{twins.family.processor}.__call__"] = (
-        getattr(module, twins.family.processor),
-        "__call__",
-    )
-    for name in twins.family.functions:
-        result[name] = (module, name)
-    for name in ("rms_norm", "layer_norm", "scaled_dot_product_attention", "gelu"):
-        result[f"F.{name}"] = (F, name)
-    return result
+    processor = changes.processor_class(twins.family)
+    functions = ("rms_norm", "layer_norm", "scaled_dot_product_attention", "gelu")
+    return {
+        **{f"{cls.__name__}.forward": (cls, "forward") for cls in classes},
+        f"{processor.__name__}.__call__": (processor, "__call__"),
+        **{name: (module, name) for name in twins.family.functions},
+        **{f"F.{name}": (F, name) for name in functions},
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Graphs that can be counted and interrupted
+
+
+class Watch:
+    """Counts the graphs of a class that are alive, and the calls that reach a forward with graphs."""
+
+    def __init__(self, graphs):
+        captured = self.captured = weakref.WeakSet()
+        self.interrupt = None
+        self.calls = collections.Counter()  # since the last check, by the report's counts
+        self.reports = {}
+        self.checked = collections.defaultdict(collections.Counter)
+        watch = self
+
+        class WatchedGraph(graphs):
+            def capture(self, run):
+                interrupt, watch.interrupt = watch.interrupt, None
+                with contextlib.nullcontext() if interrupt is None else Interrupt(*interrupt):
+                    result = super().capture(run)
+                captured.add(self)
+                return result
+
+            def reset(self):
+                super().reset()
+                captured.discard(self)
+
+        self.graphs = WatchedGraph
+
+    def counting(self, call):
+        """`GraphedStandIn.call`, counted."""
+
+        def counted(graphed, *args, **kwargs):
+            is_counted = not (torch.compiler.is_compiling() or graphed.injection.is_over)
+            try:
+                return call(graphed, *args, **kwargs)
+            except KeyboardInterrupt:
+                is_counted = False
+                raise
+            finally:
+                if is_counted:
+                    report = graphed.injection.report.graph_calls
+                    self.reports[id(report)] = report
+                    self.calls[id(report)] += 1
+
+        return counted
+
+    def check(self):
+        """Compare the report's counts with the calls. Returns the counts since the last check."""
+        total = collections.Counter()
+        for key, report in self.reports.items():
+            now = collections.Counter(captured=report.captured, replayed=report.replayed)
+            for reason, count in report.uncaptured.items():
+                now[general(reason)] += count
+            counts = now - self.checked[key]
+            if counts.total() != self.calls[key]:
+                raise Difference(f"{self.calls[key]} calls, of which {counts.total()} are counted")
+            total.update(counts)
+            self.checked[key] = now  # copies may call what they were made of
+        self.calls.clear()
+        return total
+
+
+def general(reason):
+    """A reason without the names in it."""
+    reason = re.sub(r"^\S+(?= (has hooks|runs code of))", "a part", reason)
+    return re.sub(r" of diffusers: .*| by \w+$", " of diffusers", reason)
+
+
+# --------------------------------------------------------------------------------------------------
+# The models
 
 
 class Twins:
-    """An injected model and a plain one, and a float32 one beside those of 16 bits.
+    """A tested model, a plain one, and a float32 one where these have 16 bits.
 
     Args:
         family: its name.
+        graphs: whether CUDA graphs are tested rather than the kernels.
         dtype: "float32", "bfloat16" or "float16".
         seed: of the weights.
         config: of the model.
 
     Raises:
-        Difference: by a step, when the injected model does not do what the plain one does.
-        Refused: by a step that raised the same on both.
-
-    Attributes:
-        families: the models that there are, by name.
-        kinds: the steps that are drawn, by name.
-        counts: what is to be known of all sequences together.
+        Difference: by an action, when the tested model does not do what the plain one does.
+        Refused: by an action that raised the same on both.
     """
 
-    families = Families()
-    kinds = KINDS
-
-    def __init__(self, family, *, dtype="float32", device="cpu", seed=0, **config):
-        self.kernel = load_kernel()
-        self.family = self.families[family]
+    def __init__(self, family, *, graphs=False, dtype="float32", device="cpu", seed=0, **config):
+        self.kernel = conftest.load_kernel()
+        self.family = MODELS[family]
+        self.graphs = graphs
         self.device = torch.device(device)
         self.dtype = getattr(torch, dtype)
         is_rounded = self.dtype != torch.float32
         self.config = {**(KERNEL_HEADS if is_rounded else TINY_HEADS), **config}
-        self.plain, self.mine = (
-            self.family.model(self.device, self.dtype, seed=seed, **self.config) for _ in range(2)
-        )
-        self.exact = copy.deepcopy(self.plain).float() if is_rounded else None
-        self.injected = None  # the options of the injection
-        self.offload = None
-        self.layerwise = self.quantized = self.compiled = self.restructured = False
-        self.adapters = []
-        self.cache_name = None
-        self.timestep = 900
-        self.hooks = []  # (module, dictionary of hooks, id)
-        self.global_hooks = []
-        self.patches = {}
-        self.kept = []
-        self.seen = None
-        self.steps = self.forwards = 0
-        self.ratios = []  # of two errors, with what they are of
-        self.uses_data = self.changes_weights = False
-        # Whether a library or a wrapper keeps the forward that it found: for a plain model that is the
-        # function that its class had then, which another, patched in later, does not change.
-        self.keeps_forwards = False
-        self.shares_forwards = (
-            False  # a copy runs forwards of the original, as they are kept in closures
-        )
         self.seed = seed
+        self.models = {"plain": self._model(seed)}
+        if is_rounded and not graphs:
+            self.models["float32"] = copy.deepcopy(self.plain).float()
+        self.models["tested"] = self._model(seed)
+        # Emulated graphs give convolutions other memory, and these then sum in another order.
+        is_exact = family in FAMILIES or self.device.type == "cuda"
+        self.slack = 0 if is_exact else 100 * torch.finfo(self.dtype).eps
+        self.injected = None  # the options of the injection
+        self.offloading = self.cache_name = self.usual_call = None
+        self.seen = collections.Counter()  # what hooks saw of the current call
+        self.layerwise = self.quantized = self.compiled = self.restructured = False
+        self.uses_data = self.changes_weights = False
+        # A library or a wrapper keeps the forward that it found: in a plain model that is the class's
+        # function of that time, which a later patch of the class does not change.
+        self.keeps_forwards = False
+        self.shares_forwards = False  # a copy runs forwards of the original, kept in closures
+        self.adapters, self.hooks, self.global_hooks, self.patches = [], [], [], {}
+        self.copied = []  # models that were copied
+        self.outputs = []  # of earlier calls with graphs, and their values
+        self.timestep = 900
+        self.steps = self.forwards = 0
+        self.ratios = []  # of two errors, each with the name of the result
         self.counts = collections.Counter()
 
+    def _model(self, seed):
+        return self.family.model(self.device, self.dtype, seed=seed, **self.config)
+
+    def _dtype_of(self, model):
+        return torch.float32 if model is self.models.get("float32") else self.dtype
+
+    @property
+    def plain(self):
+        return self.models["plain"]
+
+    @property
+    def tested(self):
+        return self.models["tested"]
+
+    @property
+    def first_options(self):
+        return next(iter(self.family.options))
+
     @staticmethod
-    def draw_model(rng, family, device):
+    def draw_model(rng, family, device, graphs):
         """The arguments of a Twins."""
         dtype = rng.choices(["float32", "bfloat16", "float16"], [6, 3, 1])[0]
         model = {"family": family, "dtype": dtype, "device": device, "seed": rng.randrange(3)}
-        if rng.random() < 0.3:
+        if graphs:
+            model.update(graphs=True, **(MODELS[family].one_block if rng.random() < 0.6 else {}))
+        elif rng.random() < 0.3:
             model["blocks"] = 3
         if family == "ltx" and rng.random() < 0.25:
             model["norm_elementwise_affine"] = True
         return model
 
     def draw_steps(self, rng):
-        """The steps of a sequence, each drawn when those before are done."""
-        # The kernels come in early in most sequences: much is to happen around them.
-        first = rng.randrange(4)
-        for i in range(rng.randint(6, 14)):
-            yield (
-                Step("inject", KINDS["inject"].draw(rng, self))
-                if i == first
-                else self.draw_step(rng)
-            )
-            if rng.random() < 0.5:
-                yield Step("forward", draw_forward(rng, self))
+        """The steps of a sequence. Each is drawn when the steps before it are done."""
+        count = rng.randint(4, 9) if self.graphs else rng.randint(6, 14)
+        # Injection comes early, since the other actions are to find an injected model.
+        first = 0 if self.graphs else rng.randrange(4)
+        for i in range(count):
+            yield self._draw_step(rng, "inject" if i == first else None)
+            if rng.random() < (0.7 if self.graphs else 0.5):
+                yield self._draw_step(rng, "forward")
             if self.compiled and i > first:
                 break
-        yield Step("free" if rng.random() < 0.25 and not self.compiled else "finish", {})
+        yield Step("free" if rng.random() < 0.25 and not self.compiled else "finish")
 
-    def draw_step(self, rng):
-        kinds = {name: kind for name, kind in self.kinds.items() if kind.allowed(self)}
-        weights = [kind.weight for kind in kinds.values()]
-        if self.injected is not None:
-            weights[list(kinds).index("inject")] = 0.5
-        name = rng.choices(list(kinds), weights)[0]
-        return Step(name, kinds[name].draw(rng, self))
+    def _draw_step(self, rng, name=None):
+        if name is None:
+            actions = {name: one for name, one in ACTIONS.items() if one.allowed(self)}
+            weights = {name: one.weights[self.graphs] for name, one in actions.items()}
+            if self.injected is not None:
+                weights["inject"] = 0.5
+            name = rng.choices(list(weights), list(weights.values()))[0]
+        draw = {"forward": draw_forward, "replace": draw_replacement}.get(name, ACTIONS[name].draw)
+        return Step(name, draw(rng, self))
 
-    # Global state is given back, whatever happens
+    # Global state is restored in any case
 
     def __enter__(self):
+        self._exit = contextlib.ExitStack()
+        restore = self._exit.callback
         registry = attention_dispatch._AttentionBackendRegistry
-        self._backend = registry._active_backend
-        self._folder = None
-        self._had_gc = gc.isenabled()
-        gc.disable()
+        restore(setattr, registry, "_active_backend", registry._active_backend)
+        if gc.isenabled():
+            gc.disable()
+            restore(gc.enable)
+        if self.graphs:
+            package = module_of(self.kernel, "cuda_graphs")
+            use_emulated_graphs(self.kernel, Interrupt)
+            restore(setattr, package, "GRAPHS", package.GRAPHS)
+            restore(setattr, package.GraphedStandIn, "call", package.GraphedStandIn.call)
+            self.watch = Watch(package.GRAPHS.get(self.device.type, EmulatedGraph))
+            package.GRAPHS = {**package.GRAPHS, self.device.type: self.watch.graphs}
+            package.GraphedStandIn.call = self.watch.counting(package.GraphedStandIn.call)
         return self
 
     def __exit__(self, *_):
-        attention_dispatch._AttentionBackendRegistry._active_backend = self._backend
         for name in list(self.patches):
             self._unpatch(name)
         for handle in self.global_hooks:
             handle.remove()
-        if self._folder is not None:
-            self._folder.cleanup()
         if self.compiled:
             torch._dynamo.reset()
-        self.plain = self.mine = self.exact = None
-        self.kept.clear()
-        if self._had_gc:
-            gc.enable()
+        for kept in (self.models, self.copied, self.outputs):
+            kept.clear()
+        self._exit.close()
         gc.collect()
 
     def has(self, path):
-        """Whether a path leads to a module. (Steps before may have put it elsewhere.)"""
+        """Whether a path leads to a module. An earlier action may have moved it."""
         try:
             self.plain.get_submodule(path)
         except AttributeError:
             return False
         return True
 
-    @property
-    def models(self):
-        return [m for m in (self.plain, self.exact, self.mine) if m is not None]
-
-    def alike(self, act):
-        """Calls ``act`` with each model; returns what it gives for the plain, the float32, the injected."""
-        outcomes, errors = {}, {}
-        for name in ("plain", "exact", "mine"):
-            outcomes[name], errors[name] = attempt(act, getattr(self, name))
-        plain, mine = errors["plain"], errors["mine"]
-        if type(plain) is not type(mine):
-            if mine is not None:
-                raise Difference(f"{describe(mine)}; the plain model: {describe(plain)}") from mine
-            raise Difference(f"no error; the plain model: {describe(plain)}") from plain
+    def apply(self, act):
+        """Call `act` with each model and return the results by the models' names."""
+        outcomes = {name: attempt(act, model) for name, model in self.models.items()}
+        errors = {name: error for name, (_, error) in outcomes.items()}
+        tested, plain = errors["tested"], errors["plain"]
+        of = describe if self.graphs else type
+        if of(tested) != of(plain):
+            message = f"{describe(tested)}; the plain model: {describe(plain)}"
+            raise Difference(message) from tested or plain
         if plain is not None:
             raise Refused(describe(plain)) from plain
-        if errors["exact"] is not None:
-            self.exact = None
-        return outcomes["plain"], outcomes["exact"], outcomes["mine"]
+        if errors.get("float32") is not None:
+            del self.models["float32"], outcomes["float32"]
+        return {name: result for name, (result, _) in outcomes.items()}
 
-    # ----------------------------------------------------------------------------------------------
-    # The kernels
+    def apply_to_part(self, module, act):
+        return self.apply(lambda model: act(model.get_submodule(module)))
 
-    @step(8, lambda rng, twins: {"attention": rng.random() < 0.85})
-    def inject(self, *, attention=True):
-        """Puts them in; once more, with the options of before, if they are."""
-        if self.injected is not None:
-            attention = self.injected["attention"]
-        report = self.kernel.inject_kernels(self.mine, attention=attention)
-        if report.already_injected != (self.injected is not None):
-            raise Difference(f"already_injected is {report.already_injected}")
-        self.injected = {"attention": attention}
+    @property
+    def _injectable(self):
+        return [self.plain, self.tested] if self.graphs else [self.tested]
 
-    @step(0.5, allowed=lambda twins: twins.injected is not None)
-    def inject_otherwise(self):
-        """Other options than those in place are an error, and change nothing."""
+    @action(
+        *(8, 15),
+        attention=chance(0.85),
+        limit=[1, 2, 3, 4],
+        graphs=lambda rng, twins: twins.graphs and rng.random() < 0.95,
+    )
+    def inject(self, *, attention=True, limit=8, graphs=False):
+        """Inject. If the model is injected, inject again with the same options, which changes nothing."""
+        attention, limit, graphs = self.injected or (attention, limit, graphs)
+        for model in self._injectable:
+            options = {"cuda_graphs": True, "max_cuda_graphs": limit}
+            options = options if graphs and model is self.tested else {}
+            report = self.kernel.inject_kernels(model, attention=attention, **options)
+            if report.already_injected != (self.injected is not None):
+                raise Difference(f"already_injected is {report.already_injected}")
+        self.injected = attention, limit, graphs
+
+    @action(0.5, 0.5, lambda twins: twins.injected is not None)
+    def inject_with_other_options(self):
+        """An error, which changes nothing."""
         try:
-            self.kernel.inject_kernels(self.mine, attention=not self.injected["attention"])
+            self.kernel.inject_kernels(self.tested, attention=not self.injected[0])
         except ValueError:
             return
         raise Difference("a second injection with other options raised no ValueError")
 
-    @step(3, allowed=lambda twins: not twins.compiled)
+    @action(3, 2, is_not_compiled)
     def eject(self):
-        self.kernel.eject_kernels(self.mine)
+        for model in self._injectable:
+            self.kernel.eject_kernels(model)
         self.injected = None
+        if self.graphs:
+            self.counts.update(self.watch.check())
+            if not self.copied:
+                if self.watch.captured:
+                    gc.collect()
+                if self.watch.captured:
+                    raise Difference(f"{len(self.watch.captured)} graphs are alive")
 
     # ----------------------------------------------------------------------------------------------
     # Forwards
 
-    @step(14, draw_forward)
-    def forward(self, *, mode="no_grad", options, seed):
+    @action(14, 8)
+    def forward(
+        self,
+        *,
+        options=None,
+        seed=0,
+        mode="no_grad",
+        form="as they are",
+        times=1,
+        scale=None,
+        samples=0,
+        interrupt=None,
+    ):
+        """Calls, each with other values in the same tensors.
+
+        Args:
+            options: the name of the inputs' options, the family's first by default.
+            form: how the arguments are given.
+            scale: of adapters, given with the call.
+            samples: how many tensors of a control network are given.
+            interrupt: an error, and the operation of a capture that raises it.
+        """
         if mode == "jvp" and not can_differentiate_forwards(self):
             return
-        options = self.family.options[options]
+        if mode == "other weights" and self.offloading == "disk":
+            mode = "no_grad"  # weights on a disk have no values
+        calls = {}
+        try:
+            for name, model in self.models.items():
+                args, kwargs = self._arguments(options, seed, form, scale, samples)
+                if name == "float32":
+                    kwargs = self.family.cast(kwargs, torch.float32)
+                calls[id(model)] = Call(model, args, kwargs, "cond" if self.cache_name else None)
+        except Exception as error:  # these arguments have no such form
+            self.counts[f"form: {form}: {describe(error)}"] += 1
+            return
+        for _ in range(times):
+            self.timestep = 100 + (self.timestep - 107) % 700
+            self._call(calls, mode, interrupt)
+            for call in calls.values() if times > 1 else ():
+                change_inputs(call, form)
+
+    def _arguments(self, options=None, seed=0, form="as they are", scale=None, samples=0):
+        options = self.family.options[options or self.first_options]
         arguments = self.family.inputs(self.device, self.dtype, seed=seed, **options)
-        inputs = {
-            "plain": arguments,
-            "mine": copy.deepcopy(arguments),
-            "exact": self.family.cast(arguments, torch.float32),
-        }
-        self.timestep = 100 + (self.timestep - 107) % 700
-        names = {id(getattr(self, name)): name for name in inputs}
-        counts = {}
+        args, kwargs = FORMS[form](arguments)
+        kwargs.setdefault("return_dict", False)
+
+        def find(is_wanted):
+            names = inspect.signature(type(self.plain).forward).parameters
+            return next(filter(is_wanted, names), None)
+
+        if scale is not None and (name := find(lambda n: n.endswith("attention_kwargs"))):
+            kwargs[name] = {"scale": scale}
+        if samples and (name := find(lambda n: n.startswith(CONTROL_ARGUMENTS))):
+            width = self.config["heads"] * self.config["head_dim"]
+            one = torch.linspace(-1, 1, width, device=self.device, dtype=self.dtype)
+            kwargs[name] = [one * (i + 1) for i in range(samples)]
+        return args, kwargs
+
+    def _call(self, calls, mode, interrupt):
+        seen, random_states = {}, {}
+
+        def run_once(model):
+            torch.manual_seed(7)
+            self.seen = collections.Counter()
+            return MODES[mode](self, calls[id(model)])
 
         def run(model):
-            self.seen = collections.Counter() if self.seen is not None else None
-            arguments = inputs[names[id(model)]]
-            if self.cache_name is None:
-                result = MODES[mode](self, model, arguments)
-            else:
-                with model.cache_context("cond"):
-                    result = MODES[mode](self, model, arguments)
-            counts[names[id(model)]] = self.seen
-            return result
+            is_tested = model is self.tested
+            if is_tested and interrupt is not None:
+                self.watch.interrupt = ERRORS[interrupt[0]], interrupt[1]
+            try:
+                return run_once(model)
+            except KeyboardInterrupt:
+                self.counts["interrupted captures"] += 1
+                return run_once(model)
+            finally:
+                if self.graphs:
+                    self.watch.interrupt = None
+                seen[is_tested], random_states[is_tested] = self.seen, torch.get_rng_state()
 
         self.forwards += 1
-        is_differentiated = mode in ("backward", "jvp")
+        is_gradient = mode in ("backward", "jvp")
+        results = None
         try:
-            plain, exact, mine = self.alike(run)
+            results = self.apply(run)
         except Refused:
-            return
+            self.counts["calls that raise"] += 1
+            if not self.graphs:
+                return
         except Difference as difference:
-            # In-place changes and tensors of inference mode may break one of two equivalent graphs.
-            # But hooks and caches have seen more of one than of the other: that is the end.
-            if mode in ("backward", "jvp", "grad_enabled") and "no error; " in str(difference):
+            # In-place changes and tensors of inference mode may break one of two equivalent autograd
+            # graphs. Hooks and caches then saw more of one than of the other: the sequence ends.
+            if (
+                not self.graphs
+                and (is_gradient or mode == "grad")
+                and "no error" in str(difference)
+            ):
                 raise Refused(str(difference)) from None
             raise
-        if counts["plain"] != counts["mine"]:
-            missing = counts["plain"] - counts["mine"]
-            more = counts["mine"] - counts["plain"]
-            raise Difference(f"a global hook misses {dict(missing)}, and sees besides {dict(more)}")
-        exact = [None] * len(plain) if exact is None else exact
-        for what, a, b, c in zip(mine, mine.values(), plain.values(), exact_of(exact), strict=True):
+        if seen[False] != seen[True]:
+            missing, more = seen[False] - seen[True], seen[True] - seen[False]
+            raise Difference(f"hooks miss {dict(missing)}, and see besides {dict(more)}")
+        if not torch.equal(random_states[False], random_states[True]):
+            raise Difference("the next random numbers differ")
+        if self.graphs:
+            tested, plain = calls[id(self.tested)], calls[id(self.plain)]
+            compare_bits("an argument", tested[1:3], plain[1:3])
+        if results is not None:
+            self._compare(results, is_gradient)
+        self._check_outputs()
+        if self.graphs and results is not None:
+            for leaf in _pytree.tree_leaves(results["tested"]):
+                # A tensor with a gradient would keep parameters alive.
+                if isinstance(leaf, torch.Tensor) and not (leaf.is_meta or leaf.requires_grad):
+                    self.outputs.append((leaf, leaf.detach().clone()))
+            del self.outputs[:-MOST_KEPT_OUTPUTS]
+
+    def _compare(self, results, is_gradient):
+        if self.graphs:
+            compare_bits("the output", results["tested"], results["plain"], self.slack)
+            return
+        leaves = {name: _pytree.tree_leaves(result) for name, result in results.items()}
+        float32 = leaves.get("float32", [None] * len(leaves["plain"]))
+        for i, tensors in enumerate(zip(leaves["tested"], leaves["plain"], float32, strict=True)):
+            what = "the output" if i == 0 else "the derivative"
             if self.has_equal_bits:
-                if not torch.equal(a.nan_to_num(), b.nan_to_num()):
-                    error = relative(a.double(), b.double())
+                tested, plain = (tensor.nan_to_num() for tensor in tensors[:2])
+                if not torch.equal(tested, plain):
+                    error = relative_distance(tested, plain)
                     raise Difference(f"{what} has other bits, without kernels ({error:.2g})")
-            else:
-                eps = torch.finfo(self.dtype).eps
-                ratio = compare(a, b, c, what, eps, is_differentiated)
-                if ratio is not None and self.injected is not None:
-                    self.ratios.append((what, ratio))
+                continue
+            ratio = compare_rounded(what, *tensors, torch.finfo(self.dtype).eps, is_gradient)
+            if ratio is not None and self.injected is not None:
+                self.ratios.append((what, ratio))
 
     @property
     def has_equal_bits(self):
-        """Whether the models run the same code on the same values. (Caches keep what kernels made.)"""
-        return not (
-            self.injected
-            or self.cache_name
-            or self.compiled
-            or self.shares_forwards
-            or self.device.type != "cpu"
-        )
+        """Whether the models run the same code on the same values. Caches keep results of kernels."""
+        is_another = self.cache_name or self.compiled or self.shares_forwards
+        return not (self.injected or is_another or self.device.type != "cpu")
 
-    @step(
-        2,
-        lambda rng, twins: {
-            "module": draw_module(rng, twins),
-            "kind": rng.choice(["pre", "post"]),
-            "seed": rng.randrange(1000),
-        },
-        lambda twins: not twins.compiled and twins.cache_name is None,
-    )
-    def interrupted_forward(self, *, module, kind, seed):
-        """An exception in the middle of a forward."""
+    def _check_outputs(self):
+        for output, values in self.outputs:
+            if not have_same_bits(output, values):
+                raise Difference("an output of an earlier call has changed")
 
-        def boom(module, *args):
-            raise Boom
-
-        handles = []
-        for model in self.models:
-            part = model.get_submodule(module)
-            add = part.register_forward_hook if kind == "post" else part.register_forward_pre_hook
-            handles.append(add(boom))
-        arguments = self.family.inputs(self.device, self.dtype, seed=seed)
-        float32 = self.family.cast(arguments, torch.float32)
-        with contextlib.suppress(Refused), torch.no_grad():
-            self.alike(
-                lambda model: model(**(float32 if model is self.exact else arguments)) and None
-            )
-        for handle in handles:
-            handle.remove()
+    @action(0, 1, lambda twins: twins.outputs)
+    def overwrite_outputs(self):
+        """Callers own the results."""
+        for output, _ in self.outputs:
+            with torch.inference_mode():
+                output.fill_(float("nan"))
+        self.outputs.clear()
 
     # ----------------------------------------------------------------------------------------------
     # Hooks
 
-    @step(6, draw_hook, lambda twins: not twins.compiled and len(twins.hooks) < 4)
-    def hook(self, *, module, kind, how):
-        hook = make_hook(kind, how)
+    @action(
+        *(6, 2.5, lambda twins: not twins.compiled and len(twins.hooks) < 4),
+        module=part(),
+        kind=["post", "post", "post", "pre", "keyword", "last keyword", "parameter"],
+        way=list(WAYS),
+    )
+    def hook(self, *, module, kind, way):
         if kind == "parameter":
-            if self.offload == "disk":
+            if self.offloading == "disk":
                 return  # memory without values
             self.changes_weights = True
-        self.uses_data |= kind == "parameter" or how in ("data", "detached")
+        self.uses_data |= kind == "parameter" or way in ("data", "detached")
+        hook = make_hook(self, kind, way)
 
-        def add(model):
-            part = model.get_submodule(module)
+        def add(part):
             if kind == "post":
-                handle = part.register_forward_hook(hook)
-            else:
-                has_kwargs = kind.endswith("keyword")
-                handle = part.register_forward_pre_hook(hook, with_kwargs=has_kwargs)
-            return handle
+                return part.register_forward_hook(hook)
+            return part.register_forward_pre_hook(hook, with_kwargs=kind.endswith("keyword"))
 
-        plain, exact, mine = self.alike(add)
-        self.hooks.append([handle for handle in (plain, exact, mine) if handle is not None])
+        self.hooks.append(self.apply_to_part(module, add))
 
-    @step(2, lambda rng, twins: {"index": rng.randrange(4)}, lambda twins: twins.hooks)
-    def unhook(self, *, index):
-        for handle in self.hooks.pop(index % len(self.hooks)):
+    @action(
+        *(2, 1, lambda t: not (t.compiled or t.cache_name) and len(t.hooks) < 4),
+        module=part(),
+        kind=["pre", "post"],
+    )
+    def interrupted_forward(self, *, module, kind):
+        """A hook raises in the middle of a forward."""
+        self.hook(module=module, kind=kind, way="raise")
+        self.forward()
+        self.unhook(index=-1)
+
+    @action(2, 6, lambda twins: twins.hooks, index=number(4))
+    def unhook(self, *, index=0):
+        for handle in self.hooks.pop(index % len(self.hooks)).values():
             handle.remove()
 
-    @step(
-        1,
-        lambda rng, twins: {
-            "kind": rng.choice(["count", "change"]),
-            "cls": rng.choice(["RMSNorm", "GELU", "LayerNorm", "Linear", "Dropout"]),
-        },
-        lambda twins: not twins.compiled and not twins.global_hooks,
+    @action(
+        *(1, 0.3, lambda twins: not twins.compiled and not twins.global_hooks),
+        cls=[None] * 5 + ["RMSNorm", "GELU", "LayerNorm", "Linear", "Dropout"],
     )
-    def global_hook(self, *, kind, cls):
-        """One that counts the modules called by class, or changes what those of a class return."""
+    def global_hook(self, *, cls):
+        """Changes what the modules of a class return, or counts the calls of modules by class."""
 
         def count(module, args, output):
-            if self.seen is not None:
-                self.seen[type(module).__name__] += 1
+            self.seen[type(module).__name__] += 1
 
         def change(module, args, output):
             if type(module).__name__ == cls:
-                return changed(output, "replace")
+                return change_values(output)
 
-        if kind == "count":
-            self.seen = collections.Counter()
-        self.global_hooks.append(
-            global_hooks.register_module_forward_hook(count if kind == "count" else change)
-        )
+        hook = count if cls is None else change
+        self.global_hooks.append(global_hooks.register_module_forward_hook(hook))
 
-    @step(0.7, allowed=lambda twins: twins.global_hooks)
+    @action(0.7, 4, lambda twins: twins.global_hooks)
     def remove_global_hook(self):
         self.global_hooks.pop().remove()
-        self.seen = None
 
-    @step(
-        2,
-        lambda rng, twins: {
-            "module": draw_module(rng, twins),
-            "library": rng.choice(["accelerate", "diffusers"]),
-        },
-        lambda twins: not twins.compiled and twins.offload is None,
-    )
+    @action(2, 1, is_resident, module=part(), library=list(LIBRARY_HOOKS))
     def library_hook(self, *, module, library):
-        def add(model):
-            part = model.get_submodule(module)
+        def add(part):
+            hook = LIBRARY_HOOKS[library]()
             if library == "accelerate":
-                add_hook_to_module(part, AccelerateHook())
+                add_hook_to_module(part, hook)
             else:
                 registry = HookRegistry.check_if_exists_or_initialize(part)
-                registry.register_hook(DiffusersHook(), "random")
+                registry.register_hook(hook, "random")
 
-        self.alike(add)
+        self.apply_to_part(module, add)
         self.keeps_forwards = True
 
-    @step(1, allowed=lambda twins: not twins.compiled and twins.offload is None)
+    @action(1, 2, is_resident)
     def remove_library_hooks(self):
         def remove(model):
             for part in model.modules():
@@ -744,371 +932,264 @@ class Twins:
                     part._diffusers_hook.remove_hook("random", recurse=False)
             remove_hook_from_module(model, recurse=True)
 
-        self.alike(remove)
+        self.apply(remove)
 
     # ----------------------------------------------------------------------------------------------
-    # Where weights are, and what they are
+    # Weights
 
-    @step(
-        2,
-        lambda rng, twins: {"kind": rng.choice(["sequential", "model"])},
-        lambda twins: is_loose(twins),
+    @action(
+        *(4, 1, has_original_weights),
+        kind=["sequential", "model", "leaf_level", "block_level"] * 2
+        + ["leaf_level disk", "block_level disk", "leaf_level stream", "block_level stream"],
     )
-    def accelerate_offload(self, *, kind):
-        def offload(model):
-            if kind == "sequential":
-                accelerate.cpu_offload(model, execution_device=self.device)
-            else:
-                accelerate.cpu_offload_with_hook(model, execution_device=self.device)
-
-        self.alike(offload)
-        self.offload = "accelerate"
-        self.keeps_forwards = True
-
-    @step(1, allowed=lambda twins: twins.offload == "accelerate")
-    def accelerate_onload(self):
-        def onload(model):
-            remove_hook_from_module(model, recurse=True)
-            model.to(self.device)
-
-        self.alike(onload)
-        self.offload = None
-
-    @step(
-        2,
-        lambda rng, twins: {
-            "offload_type": rng.choice(["leaf_level", "block_level"]),
-            "to_disk": rng.random() < 0.25,
-            "use_stream": twins.device.type == "cuda" and rng.random() < 0.6,
-        },
-        lambda twins: is_loose(twins),
-    )
-    def group_offload(self, *, offload_type, to_disk=False, use_stream=False):
-        to_disk = to_disk and not self.changes_weights
-        if to_disk and self._folder is None:
-            self._folder = tempfile.TemporaryDirectory()
-
-        def offload(model):
-            folder = tempfile.mkdtemp(dir=self._folder.name) if to_disk else None
-            apply_group_offloading(
-                model,
-                onload_device=self.device,
-                offload_device=torch.device("cpu"),
-                offload_type=offload_type,
-                num_blocks_per_group=1 if offload_type == "block_level" else None,
-                use_stream=use_stream,
-                offload_to_disk_path=folder,
+    def offload(self, *, kind):
+        target = kind.partition(" ")[2]
+        if (target == "disk" and self.changes_weights) or (target == "stream" and self.is_on_cpu):
+            return
+        folder = (
+            self._exit.enter_context(tempfile.TemporaryDirectory()) if target == "disk" else None
+        )
+        self.apply(
+            lambda model: changes.offload(
+                model, kind, self.device, folder and tempfile.mkdtemp(dir=folder)
             )
-
-        self.alike(offload)
-        self.offload = "disk" if to_disk else "group"
+        )
+        self.offloading = "disk" if folder else "group" if "level" in kind else "accelerate"
         self.keeps_forwards = True
 
-    @step(1, allowed=lambda twins: twins.offload == "group")
-    def group_onload(self):
+    @property
+    def is_on_cpu(self):
+        return self.device.type == "cpu"
+
+    @action(1, 5, lambda twins: twins.offloading in ("accelerate", "group"))
+    def onload(self):
         def onload(model):
-            registry = HookRegistry.check_if_exists_or_initialize(model)
-            for name in (
-                group_offloading_hooks._GROUP_OFFLOADING,
-                group_offloading_hooks._LAYER_EXECUTION_TRACKER,
-                group_offloading_hooks._LAZY_PREFETCH_GROUP_OFFLOADING,
-            ):
-                registry.remove_hook(name, recurse=True)
+            if self.offloading == "accelerate":
+                remove_hook_from_module(model, recurse=True)
+            else:
+                registry = HookRegistry.check_if_exists_or_initialize(model)
+                for name in (
+                    group_offloading._GROUP_OFFLOADING,
+                    group_offloading._LAYER_EXECUTION_TRACKER,
+                    group_offloading._LAZY_PREFETCH_GROUP_OFFLOADING,
+                ):
+                    registry.remove_hook(name, recurse=True)
             model.to(self.device)
 
-        self.alike(onload)
-        self.offload = None
+        self.apply(onload)
+        self.offloading = None
 
-    @step(1, allowed=lambda twins: is_loose(twins) and not twins.adapters)
+    @action(1, 0.5, lambda twins: has_original_weights(twins) and not twins.adapters)
     def layerwise_casting(self):
         storage = torch.bfloat16 if self.dtype == torch.float32 else torch.float8_e4m3fn
+        self.apply(
+            lambda model: model.enable_layerwise_casting(
+                storage_dtype=storage, compute_dtype=self._dtype_of(model)
+            )
+        )
+        self.layerwise = self.keeps_forwards = True
 
-        def cast(model):
-            dtype = torch.float32 if model is self.exact else self.dtype
-            model.enable_layerwise_casting(storage_dtype=storage, compute_dtype=dtype)
-
-        self.alike(cast)
-        self.layerwise = True
-        self.keeps_forwards = True
-
-    @step(
-        1,
-        lambda rng, twins: {"module": draw_module(rng, twins, "linear", "output", "up")},
-        lambda twins: is_loose(twins),
+    @action(
+        *(1, 0.3, lambda twins: is_resident(twins) and not twins.layerwise),
+        module=part("linear", "output", "up"),
     )
     def quantize(self, *, module):
-        """The weight becomes a tensor of torchao's."""
-        quantization = importlib.import_module("torchao.quantization")
-
-        def quantize(model):
-            linear = model.get_submodule(module)
-            linears = [m for m in linear.modules() if type(m) is nn.Linear]
-            quantization.quantize_(
-                linear,
-                quantization.Int8WeightOnlyConfig(),
-                filter_fn=lambda m, _: any(m is linear for linear in linears),
-            )
-
-        self.alike(quantize)
+        self.apply_to_part(module, changes.quantize)
         self.quantized = True
 
-    @step(
-        1,
-        lambda rng, twins: {"dtype": rng.choice(["float32", "bfloat16", "float16"])},
-        lambda twins: is_loose(twins),
-    )
+    @action(1, 1, has_original_weights, dtype=["float32", "bfloat16", "float16"])
     def to_and_back(self, *, dtype):
-        """Of all weights, which are rounded on the way."""
+        """All weights are rounded on the way."""
+        self.apply(lambda model: model.to(getattr(torch, dtype)).to(self._dtype_of(model)) and None)
 
-        def cast(model):
-            own = torch.float32 if model is self.exact else self.dtype
-            model.to(getattr(torch, dtype)).to(own)
-
-        self.alike(cast)
-
-    @step(
-        1,
-        lambda rng, twins: {"seed": rng.randrange(3)},
-        lambda twins: is_loose(twins) and not twins.adapters and not twins.restructured,
+    @action(
+        *(1, 1, lambda t: has_original_weights(t) and not (t.adapters or t.restructured)),
+        seed=number(3),
     )
     def load_weights(self, *, seed):
-        other = self.family.model(self.device, self.dtype, seed=seed, **self.config)
-        self.alike(lambda model: model.load_state_dict(other.state_dict()) and None)
+        state = self._model(seed).state_dict()
+        self.apply(lambda model: model.load_state_dict(state) and None)
 
-    @step(
-        1,
-        lambda rng, twins: {"keep": rng.random() < 0.8},
-        lambda twins: not twins.compiled and twins.offload is None,
+    @action(
+        *(0, 6, has_original_weights),
+        module=part(),
+        how=list(changes.WEIGHT_CHANGES),
+        index=number(8),
+        is_buffer=chance(0.15),
     )
+    def change_weight(self, *, module, how, index=0, is_buffer=False):
+        self.changes_weights = True
+
+        def change(model):
+            part = model if is_buffer else model.get_submodule(module)
+            changes.change_weight(part, how, index, is_buffer)
+
+        with torch.no_grad():
+            self.apply(change)
+
+    @action(
+        *(0, 6, has_original_weights),
+        module=lambda rng, twins: rng.choice([part()(rng, twins), ""]),
+        # Nothing is captured after some of them, which are drawn less often.
+        how=[*changes.ATTRIBUTE_CHANGES] + [*changes.CAPTURED_ATTRIBUTE_CHANGES] * 3,
+        value=[0.0, 0.5, 2.0],
+    )
+    def change_attribute(self, *, module, how, value=2.0):
+        self.restructured |= how == "class"
+        self.keeps_forwards |= how in ("call", "function")
+        change = changes.ATTRIBUTE_CHANGES[how]
+        self.apply_to_part(module, lambda part: change(part, value) and None)
+
+    @action(
+        *(0, 1.5, lambda t: has_original_weights(t) and not (t.adapters or t.cache_name)),
+        action=["fuse_qkv_projections", "unfuse_qkv_projections"],
+    )
+    def change_projections(self, *, action):
+        with contextlib.suppress(Refused):
+            self.apply(lambda model: getattr(model, action)() and None)
+            self.restructured = True
+
+    @action(1, 1, is_resident, keep=chance(0.8))
     def deepcopy(self, *, keep=True):
-        """Goes on with copies. The models copied may be gone then."""
-        before = self.models
+        """Continue with copies. The originals may be gone then."""
+        before = list(self.models.values())
         self.shares_forwards |= self.keeps_forwards
-        self.plain, self.exact, self.mine = self.alike(copy.deepcopy)
+        self.models = self.apply(copy.deepcopy)
         for handles in self.hooks:
-            for handle, model in zip(handles, self.models, strict=False):
-                handle.hooks_dict_ref = find_hooks(model, handle)
-        # What found a forward before, and was copied with it, runs the original's: a bound method holds
-        # its module, what stands in for one does not.
+            for name, handle in handles.items():
+                if name in self.models:
+                    handle.hooks_dict_ref = find_hooks(self.models[name], handle)
+        # Code that found a forward and was copied with it runs the original's: a bound method holds its
+        # module, the function that stands in for one does not.
         if keep or self.shares_forwards:
-            self.kept.append(before)
+            self.copied.append(before)
+
+    @action(
+        *(0, 1, lambda twins: not twins.compiled and twins.cache_name is None),
+        is_in_graph_mode=[True, False],
+    )
+    def call_shallow_copies(self, *, is_in_graph_mode):
+        """Shallow copies may have attributes of their own."""
+        _, kwargs = self._arguments(seed=1)
+
+        def call(model):
+            duplicate = copy.copy(model)
+            torch.manual_seed(0)  # for dropouts
+            with torch.no_grad() if is_in_graph_mode else torch.enable_grad():
+                return [duplicate(**copy.deepcopy(kwargs))[0].detach() for _ in range(3)]
+
+        with contextlib.suppress(Refused):
+            results = self.apply(call)
+            what = "a shallow copy's output"
+            compare_bits(what, results["tested"], results["plain"], self.slack)
 
     # ----------------------------------------------------------------------------------------------
-    # Adapters
+    # Adapters, caches, compilation
 
-    @step(
-        2,
-        lambda rng, twins: {"seed": rng.randrange(100)},
-        lambda twins: (
-            not twins.compiled
-            and not twins.layerwise
-            and twins.offload is None
-            and not twins.quantized
-            and len(twins.adapters) < 2
-        ),
+    @action(
+        *(2, 2, lambda twins: has_original_weights(twins) and len(twins.adapters) < 2),
+        seed=number(100),
     )
-    def add_lora(self, *, seed):
-        from peft import LoraConfig
-
+    def add_lora(self, *, seed=1):
         name = f"adapter{seed}"
-        if name in self.adapters:
-            return
+        if name not in self.adapters:
+            self.apply(lambda model: changes.add_lora(self.family, model, name, seed))
+            self.adapters.append(name)
 
-        def add(model):
-            torch.manual_seed(seed)
-            config = LoraConfig(
-                r=2,
-                lora_alpha=4,
-                init_lora_weights=False,
-                target_modules=self.family.lora_targets,
-            )
-            model.add_adapter(config, adapter_name=name)
-
-        self.alike(add)
-        self.adapters.append(name)
-
-    @step(
-        2,
-        lambda rng, twins: {
-            "action": rng.choice(["scale", "disable", "enable", "delete", "fuse", "unfuse"])
-        },
-        lambda twins: twins.adapters and twins.offload is None and not twins.compiled,
+    @action(
+        *(2, 2, lambda twins: twins.adapters and is_resident(twins)),
+        action=["scale", "disable", "enable", "delete", "fuse", "unfuse"],
     )
     def change_lora(self, *, action):
-        name = self.adapters[-1]
-        actions = {
-            "scale": lambda model: model.set_adapters(name, weights=0.5),
-            "disable": lambda model: model.disable_adapters(),
-            "enable": lambda model: model.enable_adapters(),
-            "delete": lambda model: model.delete_adapters(name),
-            "fuse": lambda model: model.fuse_lora(),
-            "unfuse": lambda model: model.unfuse_lora(),
-        }
-        self.alike(lambda model: actions[action](model) and None)
+        self.apply(lambda model: changes.change_lora(model, action, self.adapters[-1]))
         if action == "delete":
             self.adapters.pop()
 
-    # ----------------------------------------------------------------------------------------------
-    # Caches
-
-    @step(
-        1.5,
-        lambda rng, twins: {"name": rng.choice(twins.family.caches)},
-        lambda twins: not twins.compiled and twins.cache_name is None and bool(twins.family.caches),
+    @action(
+        *(1.5, 1, lambda t: not t.compiled and not t.cache_name and bool(t.family.caches)),
+        name=lambda rng, twins: rng.choice(twins.family.caches),
     )
     def enable_cache(self, *, name):
         twins = weakref.ref(self)
-        config = {
-            # One that skips whatever the values are: rounding must not decide.
-            "first_block": lambda: FirstBlockCacheConfig(threshold=1e9),
-            "pyramid": lambda: PyramidAttentionBroadcastConfig(
-                spatial_attention_block_skip_range=2,
-                current_timestep_callback=lambda: twins().timestep,
-            ),
-            "taylorseer": lambda: TaylorSeerCacheConfig(
-                cache_interval=2,
-                disable_cache_before_step=1,
-                taylor_factors_dtype=torch.float32,
-                cache_identifiers=[r"transformer_blocks\.\d+\.(attn1?|ff)$"],
-            ),
-            "mag": lambda: MagCacheConfig(
-                threshold=10.0, num_inference_steps=8, mag_ratios=torch.ones(8)
-            ),
-        }[name]
-        self.alike(lambda model: model.enable_cache(config()))
+        self.apply(
+            lambda model: model.enable_cache(changes.cache_config(name, lambda: twins().timestep))
+        )
         self.cache_name = name
         self.keeps_forwards = True
 
-    @step(1, allowed=lambda twins: twins.cache_name is not None and not twins.compiled)
+    @action(1, 4, lambda twins: twins.cache_name and not twins.compiled)
     def disable_cache(self):
-        self.alike(lambda model: model.disable_cache())
+        self.apply(lambda model: model.disable_cache())
         self.cache_name = None
 
-    # ----------------------------------------------------------------------------------------------
-    # torch.compile
-
-    @step(
-        0.05,
-        lambda rng, twins: {"regional": rng.random() < 0.5},
-        lambda twins: (
-            is_loose(twins)
-            and not (twins.hooks or twins.global_hooks or twins.patches or twins.restructured)
-            and twins.cache_name is None
+    @action(
+        *(0.05, 0.01),
+        lambda t: (
+            has_original_weights(t)
+            and not (t.hooks or t.global_hooks or t.patches or t.restructured or t.cache_name)
         ),
+        regional=[True, False],
     )
     def compile(self, *, regional):
         def compile(model):
             if regional:
-                model.compile_repeated_blocks(backend="eager")
+                changes.compile_blocks(self.family, model, backend="eager")
             else:
                 model.compile(backend="eager")
 
-        self.alike(compile)
+        self.apply(compile)
         self.compiled = True
 
     # ----------------------------------------------------------------------------------------------
-    # Other parts
+    # Parts and code of the user's own
 
-    @step(6, draw_replacement, lambda twins: not twins.compiled and twins.offload is None)
-    def replace(self, *, module, by):
+    @action(6, 3, is_resident)
+    def replace(self, *, module, kind):
         self.restructured = True
-        parent_path, _, name = module.rpartition(".")
 
         def replace(model):
-            old = model.get_submodule(module)
-            dtype = torch.float32 if model is self.exact else self.dtype
-            new = replacement(old, by, lambda: self._another(module, dtype))
-            if new is not old:
-                new = new.to(self.device, dtype) if by != "wrap" and by != "foreign" else new
-                setattr(model.get_submodule(parent_path), name, new.eval())
+            dtype = self._dtype_of(model)
+            another = self._model(self.seed + 7).to(dtype) if kind == "another" else None
+            changes.replace_part(model, module, kind, another)
+            if kind not in ("wrap", "foreign"):
+                model.get_submodule(module).to(self.device, dtype)
 
-        self.alike(replace)
+        self.apply(replace)
 
-    def _another(self, module, dtype):
-        """The same part of a model with other weights."""
-        other = self.family.model(self.device, self.dtype, seed=self.seed + 7, **self.config)
-        return other.to(dtype).get_submodule(module)
-
-    @step(
-        2,
-        lambda rng, twins: {
-            "module": draw_module(rng, twins, "attention", "cross_attention", "single_attention"),
-            "kind": rng.choice(["subclass", "fresh", "function"]),
-        },
-        lambda twins: not twins.compiled,
+    @action(
+        *(2, 1, is_not_compiled),
+        module=part("attention", "cross_attention", "single_attention"),
+        kind=["subclass", "fresh", "function"],
     )
     def set_processor(self, *, module, kind):
-        base = getattr(importlib.import_module(self.family.module), self.family.processor)
+        make = changes.processors(self.family)[kind]
 
-        class Processor(base):
-            def __call__(self, *args, **kwargs):
-                return changed(super().__call__(*args, **kwargs), "replace")
-
-        class Other:
-            """Not one of diffusers'."""
-
-            def __call__(
-                self,
-                attn,
-                hidden_states,
-                encoder_hidden_states=None,
-                attention_mask=None,
-                image_rotary_emb=None,
-            ):
-                return base()(
-                    attn,
-                    hidden_states,
-                    encoder_hidden_states,
-                    attention_mask,
-                    image_rotary_emb,
-                )
-
-        make = {"subclass": Processor, "fresh": base, "function": Other}[kind]
-
-        def set_processor(model):
-            attention = model.get_submodule(module)
+        def set_processor(attention):
             if hasattr(attention, "set_processor"):
                 attention.set_processor(make())
 
-        self.alike(set_processor)
+        self.apply_to_part(module, set_processor)
 
-    @step(
-        2,
-        lambda rng, twins: {"module": draw_module(rng, twins)},
-        lambda twins: not twins.compiled and twins.offload is None,
-    )
+    @action(2, 0.7, is_resident, module=part())
     def wrap_forward(self, *, module):
-        def wrap(model):
-            part = model.get_submodule(module)
-            forward = part.forward
-            part.forward = lambda *args, **kwargs: changed(forward(*args, **kwargs), "replace")
-
-        self.alike(wrap)
+        self.apply_to_part(module, changes.wrap_forward)
         self.keeps_forwards = True
 
-    @step(
-        3,
-        lambda rng, twins: {"name": rng.choice(sorted(patchable(twins)))},
-        lambda twins: not twins.compiled,
+    @action(
+        *(3, 1.5, is_not_compiled),
+        name=lambda rng, twins: rng.choice(sorted(patchable(twins))),
     )
     def patch(self, *, name):
-        """What it returns is changed."""
-        if name in self.patches or name not in patchable(self):
-            return
-        if self.keeps_forwards and name.endswith(".forward"):
-            return
-        owner, attribute = patchable(self)[name]
-        original = vars(owner)[attribute]
-        self.patches[name] = (owner, attribute, original)
+        """Changes the result of a function or method."""
+        known = patchable(self)
+        is_kept = self.keeps_forwards and name.endswith(".forward")
+        if name in known and name not in self.patches and not is_kept:
+            owner, attribute = known[name]
+            original = vars(owner)[attribute]
+            self.patches[name] = (owner, attribute, original)
+            setattr(owner, attribute, changing(original))
 
-        def patched(*args, **kwargs):
-            return changed(original(*args, **kwargs), "replace")
-
-        if name.endswith((".forward", ".__call__")):
-            functools.update_wrapper(patched, original)
-        setattr(owner, attribute, patched)
-
-    @step(2, allowed=lambda twins: twins.patches)
+    @action(2, 5, lambda twins: twins.patches)
     def unpatch(self):
         name = next(iter(self.patches))
         if not (self.keeps_forwards and name.endswith(".forward")):
@@ -1117,22 +1198,14 @@ class Twins:
     def _unpatch(self, name):
         setattr(*self.patches.pop(name))
 
-    # ----------------------------------------------------------------------------------------------
-    # Attention backends
-
-    @step(
-        1,
-        lambda rng, twins: {"name": rng.choice(["native", "_native_math"])},
-        lambda twins: not twins.compiled,
-    )
+    @action(2, 2, is_not_compiled, name=[None, None, "native", "_native_math"])
     def set_attention_backend(self, *, name):
-        self.alike(lambda model: model.set_attention_backend(name))
+        if name is None:
+            self.apply(lambda model: model.reset_attention_backend())
+        else:
+            self.apply(lambda model: model.set_attention_backend(name))
 
-    @step(1, allowed=lambda twins: not twins.compiled)
-    def reset_attention_backend(self):
-        self.alike(lambda model: model.reset_attention_backend())
-
-    @step(1)
+    @action(1, 1)
     def collect(self):
         gc.collect()
 
@@ -1140,200 +1213,64 @@ class Twins:
     # The end
 
     def finish(self):
-        """Without kernels the injected model is the plain one, to the last attribute."""
+        """Ejected, the tested model is the plain one, to the last attribute. No graph is left."""
+        if not self.shares_forwards:  # else copies run forwards of the originals
+            self.copied.clear()
         self.eject()
         if self.compiled:
             return
-        self.forward(options=next(iter(self.family.options)), seed=0)
-        modules = dict(self.mine.named_modules())
+        self.forward()
+        modules = dict(self.tested.named_modules())
         for name, module in self.plain.named_modules():
-            mine, plain = attributes(modules[name]), attributes(module)
-            if mine != plain:
-                raise Difference(f"{name or 'the model'} is left with {sorted(mine ^ plain)}")
-        if not self.quantized and self.offload is None:
-            state = self.mine.state_dict()
+            tested, plain = attributes(modules[name]), attributes(module)
+            if tested != plain:
+                raise Difference(f"{name or 'the model'} is left with {sorted(tested ^ plain)}")
+        if not self.quantized and self.offloading is None:
+            state = self.tested.state_dict()
             for name, tensor in self.plain.state_dict().items():
                 if not torch.equal(state[name].float().nan_to_num(), tensor.float().nan_to_num()):
                     raise Difference(f"{name} has other values")
 
     def free(self):
-        """The injected model's memory is given back when the plain one's is: without the collector."""
-        self.kept.clear()
+        """The tested model's memory is freed when the plain one's is, without the collector."""
+        if self.graphs:
+            self.counts.update(self.watch.check())
+        self.copied.clear()
         self.hooks.clear()
-        references = [weakref.ref(next(m.parameters())) for m in (self.plain, self.mine)]
-        self.plain = self.mine = None
-        plain, mine = (reference() is None for reference in references)
-        if plain and not mine:
-            raise Difference(
-                "the injected model outlives its last reference, the plain one does not"
-            )
+        gc.collect()  # models that were copied, which frames of errors may hold
+        weights = {name: weakref.ref(next(m.parameters())) for name, m in self.models.items()}
+        self.models.clear()
+        tested, plain = weights["tested"]() is not None, weights["plain"]() is not None
+        if tested and not plain:
+            raise Difference("the tested model outlives its last reference, the plain one does not")
+        # A wrapper around a forward, which a copy of the model has, too, keeps graphs alive.
+        if self.graphs and not plain and self.watch.captured and not self.shares_forwards:
+            raise Difference("graphs outlive their model")
+        self._check_outputs()
 
 
-def attempt(act, model):
-    """(what it gives, what it raises) for a model, if there is one.
-
-    An error keeps the frames that it came through: that of this call holds the one model alone.
-    """
-    try:
-        return None if model is None else act(model), None
-    except Exception as error:
-        return None, error
+def change_inputs(call, form):
+    with torch.inference_mode(form == "of inference mode"), torch.no_grad():
+        for tensor in _pytree.tree_leaves((call.args, call.kwargs)):
+            if is_floating(tensor) and not tensor.is_meta and form != "overlapping":
+                (tensor[:1] if tensor.dim() else tensor).mul_(0.75)
 
 
 def attributes(module):
-    """Of an instance; a forward that is the class's own counts as none, libraries leave it there."""
+    """Of an instance. A forward that is the class's own does not count: libraries leave it there."""
     names = set(vars(module))
     if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
         names.remove("forward")
     return names
 
 
-def exact_of(exact):
-    return exact.values() if isinstance(exact, dict) else exact
-
-
-def describe(error):
-    if error is None:
-        return "no error"
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
-
-
 def find_hooks(model, handle):
-    """A reference to the dictionary of a copy in which a hook stands that was added to the original."""
+    """A reference to the dictionary of a copied module that holds the hook of a handle."""
     for module in model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             if handle.id in hooks:
                 return weakref.ref(hooks)
     return lambda: None
-
-
-def replacement(old, by, another):
-    if by == "wrap":
-        return Wrap(old)
-    if by == "foreign":
-        return ForeignBlock(old)
-    if by == "another":
-        return another()
-    if by == "identity":
-        return nn.Identity()
-    if by == "halved":
-        if type(old) is nn.Linear:
-            old.__class__ = HalvedLinear
-        return old
-    if by == "eps":
-        if hasattr(old, "eps"):
-            old.eps = 0.3
-        return old
-    width = normalized_width(old)
-    if width is None:
-        return old
-    torch.manual_seed(5)
-    if by == "bias":
-        new = RMSNorm(width, eps=1e-6, bias=True)
-        nn.init.normal_(new.bias)
-    else:
-        new = nn.LayerNorm(width)
-    nn.init.uniform_(new.weight, 0.5, 1.5)
-    return new
-
-
-def normalized_width(norm):
-    shape = getattr(norm, "normalized_shape", None) or getattr(norm, "dim", None)
-    return tuple(shape)[-1] if shape is not None else None
-
-
-def outputs(out):
-    return {OUTPUT: out}
-
-
-def run_no_grad(twins, model, arguments):
-    with torch.no_grad():
-        return outputs(model(**arguments, return_dict=False)[0])
-
-
-def run_inference_mode(twins, model, arguments):
-    with torch.inference_mode():
-        return outputs(model(**arguments, return_dict=False)[0])
-
-
-def run_grad_enabled(twins, model, arguments):
-    return outputs(model(**arguments, return_dict=False)[0].detach())
-
-
-def run_autocast(twins, model, arguments):
-    if model is twins.exact:
-        return run_no_grad(twins, model, arguments)
-    with torch.autocast(twins.device.type, dtype=torch.bfloat16):
-        return run_no_grad(twins, model, arguments)
-
-
-def run_score_skip(twins, model, arguments):
-    with AttentionScoreSkipFunctionMode():
-        return run_no_grad(twins, model, arguments)
-
-
-def run_thread(twins, model, arguments):
-    result = []
-
-    def target():
-        try:
-            result.append(run_no_grad(twins, model, arguments))
-        except Exception as error:
-            result.append(error)
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join()
-    if isinstance(result[0], Exception):
-        raise result[0]
-    return result[0]
-
-
-def run_backward(twins, model, arguments):
-    # On CUDA the gradients of PyTorch's fused attentions were not finite, or out of bounds, for some
-    # lengths, without kernels too.
-    with sdpa_kernel(SDPBackend.MATH):
-        return gradient_of(twins, model, arguments)
-
-
-def gradient_of(twins, model, arguments):
-    out = model(**arguments, return_dict=False)[0]
-    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype)
-    loss = (out.flatten() * weights).sum()
-    if not loss.requires_grad:
-        return outputs(out)
-    gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    # In one, as some may be nothing but rounding errors of large terms that cancel.
-    flat = [g.detach().flatten().float() for g in gradients if g is not None]
-    return {**outputs(out.detach()), "the gradient": torch.cat(flat)}
-
-
-def run_jvp(twins, model, arguments):
-    names = twins.family.inexact
-
-    def function(*tensors):
-        return model(**{**arguments, **dict(zip(names, tensors, strict=True))}, return_dict=False)[
-            0
-        ]
-
-    primals = tuple(arguments[name] for name in names)
-    with sdpa_kernel(SDPBackend.MATH):
-        out, tangent = torch.func.jvp(function, primals, tuple(p.flip(0) for p in primals))
-    return {**outputs(out.detach()), "the tangent": tangent.detach()}
-
-
-MODES = {
-    "no_grad": run_no_grad,
-    "inference_mode": run_inference_mode,
-    "grad_enabled": run_grad_enabled,
-    "autocast": run_autocast,
-    "score_skip": run_score_skip,
-    "thread": run_thread,
-    "backward": run_backward,
-    "jvp": run_jvp,
-}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1342,35 +1279,34 @@ MODES = {
 
 @dataclass
 class Sequence:
-    """A model and what is done to it."""
+    """The arguments of a Twins, and the steps that are applied to it."""
 
     model: dict
     steps: list
-    twins: type = Twins
 
     def script(self):
         arguments = dict(self.model)
         family = arguments.pop("family")
         keywords = "".join(f", {name}={value!r}" for name, value in arguments.items())
-        lines = [
-            "import sys",
-            'sys.path.insert(0, "tests")',
-            "from random_sequences import quiet",
-            f"from {self.twins.__module__} import {self.twins.__name__}",
-            "",
-            "quiet()",
-            f"with {self.twins.__name__}({family!r}{keywords}) as twins:",
-            *(f"    {step.code()}" for step in self.steps),
-        ]
-        return "\n".join(lines)
+        return "\n".join(
+            [
+                "import sys",
+                'sys.path.insert(0, "tests")',
+                "from random_sequences import Twins, prepare_process",
+                "",
+                "prepare_process()",
+                f"with Twins({family!r}{keywords}) as twins:",
+                *(f"    {step.code()}" for step in self.steps),
+            ]
+        )
 
 
 @dataclass
 class Result:
     seed: Any
     sequence: Sequence
-    steps: int
-    forwards: int
+    steps: int = 0
+    forwards: int = 0
     failure: str | None = None
     traceback: str | None = None
     refused: str | None = None
@@ -1382,26 +1318,25 @@ class Result:
         return f"seed {self.seed}: {self.failure}\n\n{self.sequence.script()}\n"
 
 
-def random_sequence(family, seed, device="cpu", twins=Twins):
-    """Draws a sequence, does it, and returns a Result."""
+def random_sequence(family, seed, device="cpu", graphs=False):
+    """Draw and apply a sequence. Returns a Result."""
     rng = random.Random(f"{family}-{seed}")
-    sequence = Sequence(twins.draw_model(rng, family, device), [], twins)
+    sequence = Sequence(Twins.draw_model(rng, family, device, graphs), [])
     return execute(seed, sequence, lambda twins: twins.draw_steps(rng))
 
 
 def execute(seed, sequence, steps):
-    result = Result(seed, sequence, 0, 0)
-    with sequence.twins(**sequence.model) as twins:
+    result = Result(seed, sequence)
+    with Twins(**sequence.model) as twins:
         try:
-            for one in steps(twins):
-                if not sequence.steps or sequence.steps[-1] is not one:
-                    sequence.steps.append(one)
-                one.apply(twins)
+            for step in steps(twins):
+                sequence.steps.append(step)
+                step.apply(twins)
         except Refused as refused:
-            result.refused = f"{one.name}: {refused}"
+            result.refused = f"{step.name}: {refused}"
         except Exception as error:
-            # Steps raise on both models through `alike`: what comes here is an injection's, or a bug here.
-            result.failure = f"{one.name}: {describe(error)}"
+            # Actions raise in `apply`. Another error is one of the package or of this program.
+            result.failure = f"{step.name}: {describe(error)}"
             result.traceback = traceback.format_exc()
         result.steps, result.forwards, result.ratios = twins.steps, twins.forwards, twins.ratios
         result.counts = twins.counts
@@ -1410,192 +1345,122 @@ def execute(seed, sequence, steps):
 
 def repeat(sequence, steps):
     """The result of a sequence's model with the given steps."""
-    shorter = Sequence(sequence.model, [], sequence.twins)
-    return execute(None, shorter, lambda twins: iter(steps))
+    return execute(None, Sequence(sequence.model, []), lambda twins: iter(steps))
 
 
 def shrink(result):
-    """The result of the shortest sequence found that fails alike: steps are left out while it does."""
-    kind = result.failure.partition(":")[2].split()[:2]
+    """Leave out steps while the failure stays the same. Returns the result of the shortest sequence."""
+
+    def kind(result):
+        return (result.failure or "").partition(":")[2].split()[:2]
+
     best = result
-    changed_something = True
-    while changed_something:
-        changed_something = False
-        for i in reversed(range(len(best.sequence.steps))):
-            steps = best.sequence.steps[:i] + best.sequence.steps[i + 1 :]
-            shorter = repeat(best.sequence, steps)
-            if shorter.failure and shorter.failure.partition(":")[2].split()[:2] == kind:
-                shorter.seed = result.seed
-                best, changed_something = shorter, True
-                break
+    index = len(best.sequence.steps)
+    while index > 0:
+        index -= 1
+        steps = best.sequence.steps
+        shorter = repeat(best.sequence, steps[:index] + steps[index + 1 :])
+        if shorter.failure and kind(shorter) == kind(result):
+            shorter.seed = result.seed
+            best, index = shorter, len(shorter.sequence.steps)
     return best
 
 
-def kind_of(result):
-    """Failures alike: what differs, without numbers, and the steps that matter once others are left out."""
-    text = re.sub(r"[0-9][0-9.e+-]*", "#", result.failure)[:70]
-    plain = ("inject", "forward", "finish")
-    steps = [
-        " ".join([step.name, *(v for v in step.arguments.values() if isinstance(v, str))])
-        for step in result.sequence.steps
-        if step.name not in plain
-    ]
-    modes = {step.arguments["mode"] for step in result.sequence.steps if "mode" in step.arguments}
-    if len(steps) <= 3:
-        text += " | " + ", ".join([*steps, *sorted(modes - {"no_grad"})])
-    return text
+# --------------------------------------------------------------------------------------------------
+# The program
 
 
-def quiet():
-    """No warnings of deprecated or experimental features, one thread, no TF32, nothing old to collect."""
+def prepare_process():
+    """Silence warnings, use one thread, no TF32, and leave little to the garbage collector."""
     logging.getLogger().setLevel(logging.ERROR)
     for name in ("diffusers", "accelerate", "peft", "torchao", "h100_diffusers_kernels"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    # Of convolutions in TensorFloat-32 two that differ by a bit are as far apart as 16 bits are.
     torch.backends.cudnn.allow_tf32 = False
-    load_kernel()
+    conftest.load_kernel()
     gc.collect()
     gc.freeze()
 
 
-def work(family, seed, device, shrinks, twins):
-    result = random_sequence(family, seed, device, twins)
-    if result.failure and shrinks:
-        result = shrink(result)
-    if not result.failure:
-        result.sequence = None
-    return result
+class Task(NamedTuple):
+    family: str
+    seed: int
+    device: str
+    graphs: bool
+    shrinks: bool
 
-
-def serve(connection):
-    """A process that does what it is asked to over a connection."""
-    quiet()
-    for task in iter(connection.recv, None):
-        connection.send(work(*task))
-
-
-class Worker:
-    """A process with one task at a time, which may die of it."""
-
-    def __init__(self, context):
-        self.connection, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(other,), daemon=True)
-        self.process.start()
-        other.close()
-        self.task = None
-
-    def give(self, task):
-        self.task = task
-        self.connection.send(task)
-
-    def result(self):
-        try:
-            return self.connection.recv()
-        except EOFError:
-            self.process.join()
-            family, seed, *_ = self.task
-            failure = f"the process died, exit status {self.process.exitcode}"
-            return Result(seed, Sequence({"family": family}, []), 0, 0, failure)
-
-    def end(self):
-        with contextlib.suppress(BrokenPipeError):
-            self.connection.send(None)
+    def run(self):
+        result = random_sequence(self.family, self.seed, self.device, self.graphs)
+        if not result.failure:
+            result.sequence = None
+        elif self.shrinks:
+            result = shrink(result)
+        return result
 
 
 def results_of(tasks, processes):
-    """(task, result), as they come."""
+    """(task, result) of all tasks, as they come. A process that dies ends the program with an error."""
     if processes == 1:
-        quiet()
-        yield from ((task, work(*task)) for task in tasks)
+        prepare_process()
+        yield from ((task, task.run()) for task in tasks)
         return
     context = multiprocessing.get_context("spawn")
-    tasks, workers = iter(tasks), {}
-
-    def start(worker=None):
-        task = next(tasks, None)
-        if task is None:
-            if worker is not None:
-                worker.end()
-            return
-        if worker is None or not worker.process.is_alive():
-            worker = Worker(context)
-        worker.give(task)
-        workers[worker.connection] = worker
-
-    for _ in range(processes):
-        start()
-    while workers:
-        for connection in multiprocessing.connection.wait(list(workers)):
-            worker = workers.pop(connection)
-            yield worker.task, worker.result()
-            start(worker)
+    with ProcessPoolExecutor(processes, context, prepare_process) as pool:
+        futures = {pool.submit(Task.run, task): task for task in tasks}
+        for future in as_completed(futures):
+            try:
+                yield futures[future], future.result()
+            except BrokenProcessPool as error:
+                running = [futures[one].seed for one in futures if not one.done()]
+                raise click.ClickException(f"a process died; {len(running)} are left") from error
 
 
-def main(argv=None, twins=Twins, description=__doc__):
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--family", default="all", choices=["all", *twins.families])
-    parser.add_argument("--seed", type=int, help="one sequence, with its script")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--sequences", type=int, default=100)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--shrink", action="store_true", help="leave out steps that do not matter")
-    parser.add_argument("--seconds", type=float, help="begin no sequence after that time")
-    parser.add_argument("--verbose", action="store_true", help="also what the plain model refused")
-    options = parser.parse_args(argv)
-
-    families = list(twins.families) if options.family == "all" else [options.family]
-    seeds = range(options.first_seed, options.first_seed + options.sequences)
-    if options.seed is not None:
-        seeds = [options.seed]
-    tasks = (
-        (family, s, options.device, options.shrink, twins) for s in seeds for family in families
-    )
+@click.command(help=__doc__.split("\n\n")[0])
+@click.option("--family", default="all", type=click.Choice(["all", *MODELS]))
+@click.option("--graphs", is_flag=True, help="Compare models with CUDA graphs and without.")
+@click.option("--seed", type=int, help="One sequence, with its traceback.")
+@click.option("--device", default="cpu")
+@click.option("--sequences", default=100, help="Of each family.")
+@click.option("--first-seed", default=0)
+@click.option("--processes", default=1)
+@click.option("--shrink", "shrinks", is_flag=True, help="Leave out steps that do not matter.")
+def main(family, graphs, seed, device, sequences, first_seed, processes, shrinks):
+    families = list(MODELS) if family == "all" else [family]
+    seeds = range(first_seed, first_seed + sequences) if seed is None else [seed]
+    tasks = [Task(name, s, device, graphs, shrinks) for s in seeds for name in families]
     began = time.monotonic()
-    if options.seconds is not None:
-        tasks = itertools.takewhile(lambda _: time.monotonic() - began <= options.seconds, tasks)
-    totals, counts, kinds = (
-        collections.Counter(),
-        collections.Counter(),
-        collections.defaultdict(list),
-    )
+    totals, counts = collections.Counter(), collections.Counter()
     ratios = collections.defaultdict(list)
-    for (family, *_), result in results_of(tasks, options.processes):
+    for task, result in results_of(tasks, processes):
         totals.update(sequences=1, steps=result.steps, forwards=result.forwards)
         totals["refused"] += result.refused is not None
         counts.update(result.counts)
         for what, ratio in result.ratios:
-            ratios[family, what].append(ratio)
+            ratios[task.family, what].append(ratio)
         if result.failure:
             totals["failures"] += 1
-            print(f"--- {family} {result.message}", flush=True)
-            if options.seed is not None:
-                print(result.traceback)
-            kinds[family, kind_of(result)].append(result.seed)
-        if result.refused and options.verbose:
-            print(f"{family} {result.seed} refused: {result.refused}")
-    for (family, failure), failed in sorted(kinds.items(), key=lambda item: -len(item[1])):
-        print(f"{len(failed):5} {family}: {failure} (seeds {failed[:6]})")
-    for (family, what), values in ratios.items():
+            click.echo(f"--- {task.family} {result.message}")
+            if seed is not None:
+                click.echo(result.traceback)
+    for (name, what), values in ratios.items():
         mean = statistics.geometric_mean(values)
-        print(
-            f"{family}: in 16 bits {what}'s error is {mean:.3f} of the plain model's ({len(values)})"
+        click.echo(
+            f"{name}: {what}'s 16-bit error is {mean:.3f} of the plain model's ({len(values)})"
         )
         totals["failures"] += len(values) >= FORWARDS_OF_MEAN and mean > MEAN_ROUNDED_LIMIT
     for what, count in counts.most_common():
-        print(f"{count:7} {what}")
-    seconds = time.monotonic() - began
-    print(
+        click.echo(f"{count:7} {what}")
+    click.echo(
         f"{totals['sequences']} sequences, {totals['steps']} steps, {totals['forwards']} forwards, "
         f"{totals['refused']} ended by the plain model's own error, {totals['failures']} failures "
-        f"in {seconds:.0f} s"
+        f"in {time.monotonic() - began:.0f} s"
     )
-    return 1 if totals["failures"] else 0
+    if totals["failures"]:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    import random_sequences  # by the name that scripts and other processes know its classes by
+    import random_sequences  # scripts and other processes know the classes by this name
 
-    sys.exit(random_sequences.main())
+    random_sequences.main()

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers.models.activations import GEGLU, GELU, SwiGLU
-from diffusers.models.attention import FeedForward
-from diffusers.models.attention_processor import Attention
 from diffusers.models.normalization import FP32LayerNorm, RMSNorm
 from kernels import (
     LocalLayerRepository,
@@ -20,8 +18,9 @@ from kernels import (
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from checks import assert_contract
-from inputs import every_16_bit_dtype, every_dtype, for_dtypes, normal
+from changes import weighted_sum
+from checks import assert_contract, relative_distance
+from inputs import for_dtypes, normal
 from ltx_models import KernelCalls
 
 # The classes that each layer is documented to fit.
@@ -128,7 +127,7 @@ def exact(module, x):
 
 @pytest.mark.kernels_ci
 @every_instance
-@every_dtype
+@for_dtypes(torch.float32, torch.bfloat16)
 @torch.no_grad()
 def test_each_class(kernelized, device, name, dtype):
     module = instance(name, dtype, device)
@@ -147,6 +146,7 @@ def test_each_class(kernelized, device, name, dtype):
 @pytest.mark.parametrize("layer", CLASSES)
 def test_layers_are_pure(kernel, layer):
     """Nothing but forward and what kernels allows: kernelize takes the function and nothing else."""
+    assert kernel.layers.__all__ == sorted(CLASSES)
     cls = getattr(kernel.layers, layer)
     own = {name for name in vars(cls) if not name.startswith("__")}
     assert own == {"forward", "has_backward", "can_torch_compile"}
@@ -156,10 +156,6 @@ def test_layers_are_pure(kernel, layer):
         assert f"{fitted.__module__}.{fitted.__qualname__}" in cls.__doc__.replace(
             "torch.nn.", "torch.nn.modules.normalization."
         )
-
-
-def test_layers_are_listed(kernel):
-    assert kernel.layers.__all__ == sorted(CLASSES)
 
 
 @every_instance
@@ -192,32 +188,21 @@ def assert_own_result(kernelized, module, x, operators=0):
     assert torch.equal(out, expected)
 
 
-@every_16_bit_dtype
+@pytest.mark.parametrize(
+    ("name", "of_weight", "of_x", "of_result"),
+    [
+        ("rms_norm", torch.float32, torch.bfloat16, torch.float32),
+        ("rms_norm", torch.bfloat16, torch.float32, torch.bfloat16),
+        ("rms_norm_with_bias", torch.float16, torch.float32, torch.float16),
+        ("fp32_layer_norm", torch.float32, torch.bfloat16, torch.bfloat16),
+    ],
+)
 @torch.no_grad()
-def test_rms_norm_with_a_float32_weight(kernelized, device, dtype):
-    """diffusers' result is float32 then; the operation would have to round the weight."""
-    module = instance("rms_norm", torch.float32, device)
-    x = normal(3, 5, HIDDEN, dtype=dtype, device=device)
-    assert module(x).dtype == torch.float32
-    assert_own_result(kernelized, module, x)
-
-
-@pytest.mark.parametrize("name", ["rms_norm", "rms_norm_with_bias"])
-@every_16_bit_dtype
-@torch.no_grad()
-def test_rms_norm_of_float32_with_a_16_bit_weight(kernelized, device, name, dtype):
-    module = instance(name, dtype, device)
-    x = normal(3, 5, HIDDEN, dtype=torch.float32, device=device)
-    assert module(x).dtype == dtype
-    assert_own_result(kernelized, module, x)
-
-
-@every_16_bit_dtype
-@torch.no_grad()
-def test_fp32_layer_norm_with_float32_parameters(kernelized, device, dtype):
-    module = instance("fp32_layer_norm", torch.float32, device)
-    x = normal(3, 5, HIDDEN, dtype=dtype, device=device)
-    assert module(x).dtype == dtype
+def test_norms_of_mixed_dtypes(kernelized, device, name, of_weight, of_x, of_result):
+    """The operation would have to round the weight."""
+    module = instance(name, of_weight, device)
+    x = normal(3, 5, HIDDEN, dtype=of_x, device=device)
+    assert module(x).dtype == of_result
     assert_own_result(kernelized, module, x)
 
 
@@ -328,110 +313,55 @@ def test_linear_layers_are_called(kernelized, device):
 # --------------------------------------------------------------------------------------------------
 # A model
 
-FEED_FORWARDS = ["gelu", "gelu-approximate", "geglu", "swiglu"]
 
-
-class Block(nn.Module):
-    def __init__(self, activation):
-        super().__init__()
-        self.norm1 = nn.LayerNorm(HIDDEN)
-        self.attn = Attention(
-            HIDDEN, heads=4, dim_head=HIDDEN // 4, qk_norm="rms_norm", out_bias=False
-        )
-        self.norm2 = FP32LayerNorm(HIDDEN, elementwise_affine=False)
-        self.ff = FeedForward(HIDDEN, activation_fn=activation)
-
-    def forward(self, x):
-        x = x + self.attn(self.norm1(x))
-        return x + self.ff(self.norm2(x))
-
-
-class Transformer(nn.Module):
-    """Attention and feed-forwards of diffusers, and each kind of norm."""
+class Model(nn.Module):
+    """One instance of each kind."""
 
     def __init__(self):
         super().__init__()
-        self.norm_in = RMSNorm(HIDDEN, eps=1e-6)
-        self.blocks = nn.ModuleList(Block(activation) for activation in FEED_FORWARDS)
-        self.norm_out = FP32LayerNorm(HIDDEN, elementwise_affine=False)
+        self.parts = nn.ModuleDict({name: make() for name, (make, _) in INSTANCES.items()})
 
     def forward(self, x):
-        x = self.norm_in(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.norm_out(x)
+        return torch.cat([part(x) for part in self.parts.values()], -1)
 
 
-# A block has two layer norms and the norms of query and key.
-CALLS = {
-    "rms_norm": 1 + 2 * len(FEED_FORWARDS),
-    "layer_norm": 1 + 2 * len(FEED_FORWARDS),
-    "gelu": 2,
-    "geglu": 1,
-    "swiglu": 1,
-}
+CALLS = Counter(operator for _, operator in INSTANCES.values())
 
 
-def transformer(dtype, device):
+def model_and_input(device):
     torch.manual_seed(0)
-    return with_values(Transformer(), dtype, device)
-
-
-def inputs(dtype, device):
-    return normal(2, 256, HIDDEN, dtype=dtype, device=device)
-
-
-def relative_error(out, expected):
-    return ((out.double() - expected).norm() / expected.norm()).item()
-
-
-@for_dtypes(torch.float32, torch.bfloat16)
-@torch.no_grad()
-def test_model(kernelized, device, dtype):
-    model = transformer(dtype, device)
-    x = inputs(dtype, device)
-    expected = copy.deepcopy(model).double()(x.double())
-    eager_out = model(x)
-    keys = list(model.state_dict())
-    kernelized(model)
-    calls, out = calls_and_result(model, x)
-    assert calls == CALLS
-    assert list(model.state_dict()) == keys
-    if dtype == torch.float32:
-        # The reference is one of float32 where diffusers' norms compute in it whatever they are given.
-        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
-    else:
-        assert relative_error(out, expected) <= 1.05 * relative_error(eager_out, expected)
+    model = with_values(Model(), torch.float32, device)
+    return model, copy.deepcopy(model), normal(2, 9, HIDDEN, dtype=torch.float32, device=device)
 
 
 @torch.no_grad()
 def test_every_module_is_replaced_on_the_instance(kernel, kernelized, device):
-    model, other = (transformer(torch.float32, device) for _ in range(2))
+    model, plain, x = model_and_input(device)
     kernelized(model)
-    fitted = tuple(cls for classes in CLASSES.values() for cls in classes)
-    replaced = Counter()
-    for module in model.modules():
-        if isinstance(module, fitted):
-            layer = type(module).kernel_layer_name
-            assert module.forward.__func__.__qualname__ == f"{layer}.forward"
-            assert module.forward.__func__.__module__ == kernel.layers.__name__
-            replaced[layer] += 1
-    assert replaced == {"RMSNorm": 9, "LayerNorm": 9, "GELU": 2, "GEGLU": 1, "SwiGLU": 1}
-    assert calls_and_result(other, inputs(torch.float32, device))[0] == {}
+    for module in model.parts.values():
+        layer = type(module).kernel_layer_name
+        assert module.forward.__func__.__qualname__ == f"{layer}.forward"
+        assert module.forward.__func__.__module__ == kernel.layers.__name__
+    calls, out = calls_and_result(model, x)
+    assert calls == CALLS
+    assert list(model.state_dict()) == list(plain.state_dict())
+    calls, expected = calls_and_result(plain, x)
+    assert calls == {}
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", [Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE], ids=str)
 def test_gradients(kernelized, device, mode):
-    model = transformer(torch.float32, device)
-    plain = copy.deepcopy(model)
+    model, plain, x = model_and_input(device)
     kernelized(model, mode)
-    x = inputs(torch.float32, device)
-    tangent = torch.randn_like(x)
-    for one in (model, plain):
-        (one.train()(x) * tangent).sum().backward()
-    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert one.grad.isfinite().all() and one.grad.any(), name
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-3, msg=name)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    for one, its in zip((model, plain), inputs, strict=True):
+        weighted_sum(one.train()(its)).backward()
+    expected = {"x": inputs[1].grad, **{name: p.grad for name, p in plain.named_parameters()}}
+    gradients = {"x": inputs[0].grad, **{name: p.grad for name, p in model.named_parameters()}}
+    for name, value in expected.items():
+        assert value.any()
+        assert relative_distance(gradients[name], value) < 1e-4, name
 
 
 def operators(graph_module):
@@ -440,34 +370,16 @@ def operators(graph_module):
     return Counter(t[1] for t in targets if t[0].startswith("_h100_diffusers_kernels"))
 
 
+@pytest.mark.usefixtures("_fresh_compiler")
 @torch.no_grad()
 def test_compile(kernelized, device):
     """One graph that holds the operators, compiled once."""
-    model = transformer(torch.float32, device)
-    plain = copy.deepcopy(model)
+    model, plain, x = model_and_input(device)
     kernelized(model, Mode.INFERENCE | Mode.TORCH_COMPILE)
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for _ in range(2):
-        x = inputs(torch.float32, device)
-        torch.testing.assert_close(compiled(x), plain(x), rtol=1e-4, atol=1e-4)
+    for values in (x, x * 0.5):
+        torch.testing.assert_close(compiled(values), plain(values), rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
     (graph,) = counter.graphs
     assert operators(graph) == CALLS
-
-
-@every_instance
-@torch.no_grad()
-def test_compile_each_class(kernelized, device, name):
-    module = instance(name, torch.bfloat16, device)
-    kernelized(module, Mode.INFERENCE | Mode.TORCH_COMPILE)
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(module, fullgraph=True, backend=counter)
-    for _ in range(2):
-        x = normal(2, 9, HIDDEN, dtype=torch.bfloat16, device=device)
-        assert torch.equal(compiled(x), module(x))
-    assert counter.frame_count == 1
-    (graph,) = counter.graphs
-    assert operators(graph) == {INSTANCES[name][1]: 1}

@@ -5,7 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import jinja2
 import pytest
@@ -115,7 +115,13 @@ def test_python_source_is_for_3_9_and_imports_only_torch(path):
 
 
 def test_public_names(kernel):
-    names = sorted({*kernel.declaration.DECLARATIONS, *OTHER_NAMES})
+    operations = {
+        name
+        for name, value in vars(kernel.functional).items()
+        if isinstance(value, FunctionType) and value.__module__ == kernel.functional.__name__
+        if not name.startswith("_")
+    }
+    names = sorted(operations | OTHER_NAMES)
     assert literal_all() == kernel.__all__ == names
     public = {
         name
@@ -153,16 +159,9 @@ def test_variant_holds_the_package_and_nothing_else(variant, extension):
 
 
 LOADERS = {
-    "get_kernel": (
-        "from kernels import get_kernel\n"
-        f"k = get_kernel({REPO_ID!r}, version=1, trust_remote_code=True)"
-    ),
     "get_local_kernel": (
         "from pathlib import Path; from kernels import get_local_kernel\n"
         "k = get_local_kernel(Path({variant!r}).parent)"
-    ),
-    "compatibility folder": (
-        f"import sys; sys.path.insert(0, {{variant!r}})\nimport {MODULE} as k"
     ),
     "compatibility folder after get_kernel": (
         "import sys; from kernels import get_kernel\n"

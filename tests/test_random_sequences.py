@@ -1,4 +1,4 @@
-"""A part of the random sequences, and what makes their failures of use: scripts, and fewer steps."""
+"""Some random sequences of each kind, what would make them fail, and what a failure tells."""
 
 import re
 import subprocess
@@ -6,32 +6,61 @@ import sys
 
 import pytest
 import torch
+from click.testing import CliRunner
+from torch.utils import _pytree
 
 import random_sequences
 from conftest import CHECKOUT
 from families import FAMILIES
+from graphs import module_of
+from random_inputs import GOOD_FORMS, QUIET_FORMS
+from random_modes import GRAPH_MODES
+from random_sequences import Difference, Refused, Result, Sequence, Step, Twins
 
-pytestmark = pytest.mark.usefixtures("_one_thread", "_quiet")
+pytestmark = [
+    pytest.mark.usefixtures("_one_thread", "_quiet"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
-SEQUENCES = 60
-GROUPS = 6
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("group", range(GROUPS))
-@pytest.mark.parametrize("family", [*FAMILIES, "unet"])
-def test_injected_models_are_as_plain_ones(family, device, group):
-    for seed in range(group, SEQUENCES, GROUPS):
-        result = random_sequences.random_sequence(family, seed, device)
-        if result.failure:
-            shorter = random_sequences.shrink(result)
-            pytest.fail(f"{shorter.message}\n{shorter.traceback}", pytrace=False)
+kinds = pytest.mark.parametrize("graphs", [False, True], ids=["kernels", "graphs"])
 
 
-def test_a_seed_gives_a_sequence(device):
-    first, second = (random_sequences.random_sequence("ltx", 3, device) for _ in range(2))
+def check(families, seeds, device, graphs):
+    counts = {}
+    for family in families:
+        for seed in seeds:
+            result = random_sequences.random_sequence(family, seed, device, graphs)
+            if result.failure:
+                shorter = random_sequences.shrink(result)
+                pytest.fail(f"{shorter.message}\n{shorter.traceback}", pytrace=False)
+            counts[family] = counts.get(family, 0) + result.counts["replayed"]
+    return counts
+
+
+@kinds
+@pytest.mark.parametrize("family", [*FAMILIES, "unet", "pixart"])
+def test_models_do_what_plain_ones_do(family, device, graphs):
+    replayed = check([family], range(3), device, graphs)
+    assert (replayed[family] > 0) == graphs
+
+
+@pytest.mark.slow
+@kinds
+@pytest.mark.parametrize("family", [*FAMILIES, "unet", "pixart"])
+def test_more_sequences(family, device, graphs):
+    check([family], range(3, 12), device, graphs)
+
+
+@kinds
+def test_a_seed_gives_a_sequence(device, graphs):
+    first, second = (random_sequences.random_sequence("ltx", 3, device, graphs) for _ in range(2))
     assert first.sequence == second.sequence
+    assert first.counts == second.counts
     assert first.forwards > 0
+
+
+# ------------------------------------------------------------------------------------------------
+# Faults are found
 
 
 class Forgetful:
@@ -50,30 +79,23 @@ class Forgetful:
         vars(model).pop("forward", None)
 
 
-def failing_sequence():
-    steps = [
-        random_sequences.Step(name, arguments)
-        for name, arguments in [
-            ("collect", {}),
-            ("hook", {"module": "transformer_blocks.0", "kind": "post", "how": "view"}),
-            ("inject", {"attention": True}),
-            ("forward", {"mode": "no_grad", "options": "padded text", "seed": 1}),
-            ("set_attention_backend", {"name": "native"}),
-            ("hook", {"module": "transformer_blocks.1", "kind": "post", "how": "data"}),
-            ("forward", {"mode": "inference_mode", "options": "padded text", "seed": 2}),
-            ("finish", {}),
-        ]
-    ]
-    model = {"family": "ltx", "dtype": "float32", "device": "cpu", "seed": 0}
-    return random_sequences.repeat(random_sequences.Sequence(model, []), steps)
-
-
 @pytest.fixture(scope="module")
 def failed():
     """(a failure, the shortest sequence found that fails alike)."""
+    steps = [
+        Step("collect"),
+        Step("hook", {"module": "transformer_blocks.0", "kind": "post", "way": "view"}),
+        Step("inject"),
+        Step("forward", {"options": "padded text", "seed": 1}),
+        Step("set_attention_backend", {"name": "native"}),
+        Step("hook", {"module": "transformer_blocks.1", "kind": "post", "way": "data"}),
+        Step("forward", {"mode": "inference_mode", "options": "padded text", "seed": 2}),
+        Step("finish"),
+    ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(random_sequences, "load_kernel", Forgetful)
-        result = failing_sequence()
+        patch.setattr(random_sequences.conftest, "load_kernel", Forgetful)
+        sequence = Sequence({"family": "ltx", "dtype": "float32", "device": "cpu", "seed": 0}, [])
+        result = random_sequences.repeat(sequence, steps)
         return result, random_sequences.shrink(result)
 
 
@@ -84,13 +106,14 @@ def test_a_failure_is_shrunk_to_the_steps_that_matter(failed):
     assert names == ["hook", "inject", "hook", "forward"]
 
 
+@pytest.mark.slow
 def test_a_failures_script_repeats_it(failed, tmp_path):
     """As it stands in the message, from the checkout's folder."""
     script = failed[1].sequence.script()
     (tmp_path / "broken.py").write_text(
         "import sys; sys.path[:0] = ['tests']\n"
         "import random_sequences, test_random_sequences\n"
-        "random_sequences.load_kernel = test_random_sequences.Forgetful\n" + script
+        "random_sequences.conftest.load_kernel = test_random_sequences.Forgetful\n" + script
     )
     run = subprocess.run(
         [sys.executable, tmp_path / "broken.py"], cwd=CHECKOUT, capture_output=True, text=True
@@ -102,53 +125,128 @@ def test_a_failures_script_repeats_it(failed, tmp_path):
 @pytest.mark.parametrize(
     ("ratio", "count", "status"), [(1.04, 300, 0), (1.06, 300, 1), (1.06, 299, 0)]
 )
-def test_the_mean_of_errors_is_held_to_the_contract(monkeypatch, capsys, ratio, count, status):
+def test_the_mean_of_errors_is_held_to_the_contract(monkeypatch, ratio, count, status):
     ratios = [("the output", ratio)] * count
 
     def results_of(tasks, processes):
         for task in tasks:
-            model = random_sequences.Sequence({"family": "ltx"}, [])
-            yield task, random_sequences.Result(0, model, 1, count, ratios=ratios)
+            yield task, Result(0, Sequence({"family": "ltx"}, []), forwards=count, ratios=ratios)
 
     monkeypatch.setattr(random_sequences, "results_of", results_of)
-    assert random_sequences.main(["--family", "ltx", "--sequences", "1"]) == status
-    assert f"the output's error is {ratio:.3f}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["patch", "set_attention_backend", "global_hook"])
-def test_global_state_is_given_back(name):
-    from diffusers.models import attention_dispatch
-    from torch.nn.modules import module as global_hooks
-
-    functional, registry = torch.nn.functional, attention_dispatch._AttentionBackendRegistry
-    arguments = {
-        "patch": {"name": "F.gelu"},
-        "set_attention_backend": {"name": "_native_math"},
-        "global_hook": {"kind": "change", "cls": "Linear"},
-    }
-    before = (functional.gelu, registry._active_backend, len(global_hooks._global_forward_hooks))
-    with pytest.raises(ZeroDivisionError), random_sequences.Twins("ltx") as twins:
-        getattr(twins, name)(**arguments[name])
-        changed = (functional.gelu, registry._active_backend)
-        assert (*changed, len(global_hooks._global_forward_hooks)) != before
-        raise ZeroDivisionError
-    after = (functional.gelu, registry._active_backend, len(global_hooks._global_forward_hooks))
-    assert after == before
+    run = CliRunner().invoke(
+        random_sequences.main, ["--family", "ltx", "--sequences", "1"], catch_exceptions=False
+    )
+    assert run.exit_code == status
+    assert f"the output's 16-bit error is {ratio:.3f}" in run.output
 
 
 def test_both_raise_the_same_or_it_is_a_difference():
     def raises(twins, error):
         def act(model):
-            if model is twins.mine:
-                raise error
-            raise ValueError
+            raise error if model is twins.tested else ValueError
 
         return act
 
-    with random_sequences.Twins("ltx") as twins:
-        with pytest.raises(random_sequences.Refused):
-            twins.alike(raises(twins, ValueError))
-        with pytest.raises(random_sequences.Difference, match="KeyError.*plain model: ValueError"):
-            twins.alike(raises(twins, KeyError))
-        with pytest.raises(random_sequences.Difference, match="no error"):
-            twins.alike(lambda model: 1 // (model is twins.mine))
+    with Twins("ltx") as twins:
+        with pytest.raises(Refused):
+            twins.apply(raises(twins, ValueError))
+        with pytest.raises(Difference, match="KeyError.*plain model: ValueError"):
+            twins.apply(raises(twins, KeyError))
+        with pytest.raises(Difference, match="no error"):
+            twins.apply(lambda model: 1 // (model is twins.tested))
+
+
+def test_stale_graphs_are_found(kernel, device, monkeypatch):
+    fingerprint = module_of(kernel, "model_fingerprint").Fingerprint
+    monkeypatch.setattr(fingerprint, "change", lambda self, model: None)
+    results = (random_sequences.random_sequence("ltx", s, device, True) for s in range(60))
+    assert any("other bits" in (result.failure or "") for result in results)
+
+
+def own_results(capture):
+    """Not copied out of the graph's memory."""
+    return _pytree.tree_unflatten(capture._leaves, capture._spec)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "replacement", "message"),
+    [
+        ("graph_capture.Capture", "_copy_out", own_results, "an output of an earlier call has"),
+        ("cuda_graphs.GraphedStandIn", "taken_out", lambda self: None, "1 graphs are alive"),
+        (
+            *("cuda_graphs.GraphedStandIn", "_count", lambda self, reason: None),
+            "4 calls, of which 3 are counted",
+        ),
+    ],
+    ids=["results in the graph's memory", "graphs that outlive the kernels", "uncounted calls"],
+)
+def test_faults_of_graphs_are_found(kernel, device, monkeypatch, owner, name, replacement, message):
+    module, _, cls = owner.partition(".")
+    monkeypatch.setattr(getattr(module_of(kernel, module), cls), name, replacement)
+    with Twins("ltx", graphs=True, device=device) as twins:
+        twins.inject(graphs=True)
+        with pytest.raises(Difference, match=message):
+            twins.forward(options="no mask", times=4)
+            graphs = [*twins.watch.captured]  # noqa: F841
+            twins.eject()
+
+
+# ------------------------------------------------------------------------------------------------
+# Modes, forms, and what is restored
+
+
+# Modes in which a graph of a call within no_grad may be replayed.
+MODES_OF_ONE_GRAPH = ("no_grad", "other stream", "thread", "threads")
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+def test_modes_have_graphs_of_their_own_or_none(device, mode):
+    """And each is one in which a model can be called, and ends with the call."""
+    with Twins("ltx", graphs=True, device=device, blocks=1) as twins:
+        twins.inject(graphs=True)
+        twins.forward(times=4)
+        counts = twins.watch.check()
+        assert counts["captured"] == 1 and counts["replayed"] > 0
+        before = torch.get_default_dtype(), torch.is_grad_enabled()
+        twins.forward(mode=mode, times=2)
+        assert (torch.get_default_dtype(), torch.is_grad_enabled()) == before
+        assert twins.counts["calls that raise"] == 0
+        assert (twins.watch.check()["replayed"] > 0) == (mode in MODES_OF_ONE_GRAPH)
+        twins.forward(times=3)
+
+
+@pytest.mark.parametrize("form", GOOD_FORMS)
+def test_forms_are_captured(device, form):
+    """Except a tensor of a subclass. The graphs of calls in another form are not replayed for them."""
+    with Twins("ltx", graphs=True, device=device, blocks=1) as twins:
+        twins.inject(graphs=True)
+        twins.forward(options="no mask", times=3)
+        twins.watch.check()
+        twins.forward(options="no mask", form=form, times=3)
+        assert twins.forwards == 6
+        assert twins.counts["calls that raise"] == 0
+        assert (twins.watch.check()["replayed"] > 0) == (form in QUIET_FORMS)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("patch", {"name": "F.gelu"}),
+        ("set_attention_backend", {"name": "_native_math"}),
+        ("global_hook", {"cls": "Linear"}),
+    ],
+)
+def test_global_state_is_restored(name, arguments):
+    def state():
+        return (
+            torch.nn.functional.gelu,
+            random_sequences.attention_dispatch._AttentionBackendRegistry._active_backend,
+            len(random_sequences.global_hooks._global_forward_hooks),
+        )
+
+    before = state()
+    with pytest.raises(ZeroDivisionError), Twins("ltx") as twins:
+        getattr(twins, name)(**arguments)
+        assert state() != before
+        raise ZeroDivisionError
+    assert state() == before

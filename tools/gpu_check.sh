@@ -92,10 +92,10 @@ step_graphs() {
 # Random sequences of what users do to an injected model, and to one with CUDA graphs; $SEQUENCES of each family and
 # kind, from $FIRST_SEED on.
 step_sequences() {
-  local status=0 name
-  for name in random_sequences random_graph_sequences; do
-    echo "--- $name"
-    "$PYTHON" "tests/$name.py" --family all --device cuda \
+  local status=0 kind
+  for kind in "" --graphs; do
+    echo "--- random sequences $kind"
+    "$PYTHON" tests/random_sequences.py $kind --device cuda \
       --sequences "$SEQUENCES" --first-seed "$FIRST_SEED" --processes 14 || status=1
   done
   return "$status"

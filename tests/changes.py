@@ -1,0 +1,470 @@
+"""Changes that users make to models. Tests apply each to an injected model and to a plain one."""
+
+import copy
+import functools
+import importlib
+import types
+
+import accelerate
+import torch
+import torch.nn.functional as F
+from accelerate.hooks import add_hook_to_module
+from diffusers import (
+    FirstBlockCacheConfig,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    TaylorSeerCacheConfig,
+)
+from diffusers.hooks import HookRegistry, ModelHook, apply_group_offloading
+from diffusers.models.normalization import RMSNorm
+from torch import nn
+
+from foreign_modules import ForeignBlock, HalvedLinear, Wrap
+from random_inputs import offset
+
+# --------------------------------------------------------------------------------------------------
+# Values
+
+WAYS = ("replace", "in place", "view", "data", "detached")
+
+
+def is_floating(value):
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def change_values(value, way="replace"):
+    """A module's result, or its arguments, with the first floating-point tensor changed."""
+    if not isinstance(value, torch.Tensor):
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        key = next((key for key in keys if is_floating(value[key])), None)
+        if key is None:
+            return value
+        new = change_values(value[key], way)
+        if isinstance(value, dict):
+            return {**value, key: new}
+        return (*value[:key], new, *value[key + 1 :])
+    if way == "replace":
+        return value * 1.5
+    if way == "in place":
+        return value.mul_(1.5)
+    if way == "view":
+        value[..., 1:].add_(0.5)
+    elif way == "data":
+        value.data[..., ::2] += 0.5
+    elif way == "detached":
+        value.detach()[..., ::2].mul_(-1)
+    return value
+
+
+def changing(function):
+    """A function that changes the result of another one."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return change_values(function(*args, **kwargs))
+
+    return wrapper
+
+
+# --------------------------------------------------------------------------------------------------
+# Hooks
+
+
+class Counted(accelerate.hooks.ModelHook):
+    """Counts the calls of its module, as a hook of any library."""
+
+    def __init__(self):
+        self.count = 0
+
+    def pre_forward(self, module, *args, **kwargs):
+        self.count += 1
+        return args, kwargs
+
+
+class DiffusersHook(ModelHook):
+    def __init__(self, counted):
+        super().__init__()
+        self.pre_forward = counted.pre_forward
+
+
+class DiffusersForward(ModelHook):
+    """Calls the forward that it replaces, as caches do."""
+
+    def __init__(self, counted):
+        super().__init__()
+        self.counted = counted
+
+    def new_forward(self, module, *args, **kwargs):
+        self.counted.count += 1
+        return self.fn_ref.original_forward(*args, **kwargs)
+
+
+def _add_torch_hooks(module, counted):
+    module.register_forward_pre_hook(
+        lambda module, args, kwargs: counted.pre_forward(module) and None, with_kwargs=True
+    )
+    module.register_forward_hook(lambda module, args, output: None)
+
+
+def _add_accelerate_chain(module, counted):
+    add_hook_to_module(module, Counted())
+    add_hook_to_module(module, counted, append=True)
+
+
+def _add_diffusers_hooks(module, counted):
+    registry = HookRegistry.check_if_exists_or_initialize(module)
+    registry.register_hook(DiffusersHook(Counted()), "inner")
+    registry.register_hook(DiffusersForward(counted), "around")
+
+
+def _add_diffusers_around_accelerate(module, counted):
+    add_hook_to_module(module, Counted())
+    _add_diffusers_hooks(module, counted)
+
+
+HOOKS = {
+    "torch": _add_torch_hooks,
+    "accelerate chain": _add_accelerate_chain,
+    "diffusers": _add_diffusers_hooks,
+    "diffusers around accelerate": _add_diffusers_around_accelerate,
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Parts
+
+
+def other_norm(old, kind):
+    """Another norm of the same width."""
+    if kind == "identity":
+        return nn.Identity()
+    if kind == "eps":
+        new = copy.deepcopy(old)
+        new.eps = 0.3
+        return new
+    shape = getattr(old, "normalized_shape", None) or getattr(old, "dim", None)
+    if shape is None:
+        return old
+    width = tuple(shape)[-1]
+    if kind == "without eps":
+        return nn.RMSNorm(width, eps=None, elementwise_affine=False)
+    torch.manual_seed(5)
+    new = nn.LayerNorm(width) if kind == "layer norm" else RMSNorm(width, eps=1e-6, bias=True)
+    nn.init.uniform_(new.weight, 0.5, 1.5)
+    nn.init.normal_(new.bias)
+    return new
+
+
+OTHER_NORMS = ("eps", "layer norm", "bias", "without eps", "identity")
+
+
+def replace_part(model, path, kind, another=None):
+    """Put a module of the user's own in the place of a part.
+
+    Args:
+        kind: "wrap", "foreign", "another", "halved" or one of OTHER_NORMS.
+        another: a model with other weights, whose part is put there.
+    """
+    parent, _, name = path.rpartition(".")
+    old = model.get_submodule(path)
+    if kind == "halved":
+        if type(old) is nn.Linear:
+            old.__class__ = HalvedLinear
+        return
+    new = {
+        "wrap": lambda: Wrap(old),
+        "foreign": lambda: ForeignBlock(old),
+        "another": lambda: another.get_submodule(path),
+    }.get(kind, lambda: other_norm(old, kind))()
+    setattr(model.get_submodule(parent), name, new.eval())
+
+
+def processor_class(family):
+    return getattr(importlib.import_module(family.module), family.processor)
+
+
+def processors(family):
+    """Attention processors by kind: a subclass that changes the result, the class, and another class."""
+    base = processor_class(family)
+
+    class Other:
+        def __call__(
+            self,
+            attn,
+            hidden_states,
+            encoder_hidden_states=None,
+            attention_mask=None,
+            image_rotary_emb=None,
+        ):
+            inputs = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+            return base()(attn, *inputs)
+
+    subclass = type("Changing", (base,), {"__call__": changing(base.__call__)})
+    return {"subclass": subclass, "fresh": base, "function": Other}
+
+
+def wrap_forward(module):
+    """Set a forward on the instance, as guidance methods do."""
+    module.forward = changing(module.forward)
+
+
+def add_lora(family, model, name="default", seed=1):
+    from peft import LoraConfig
+
+    torch.manual_seed(seed)
+    config = LoraConfig(
+        r=2, lora_alpha=4, init_lora_weights=False, target_modules=family.lora_targets
+    )
+    model.add_adapter(config, adapter_name=name)
+
+
+def change_lora(model, action, name):
+    """Scale, disable, enable, delete, fuse or unfuse an adapter."""
+    {
+        "scale": lambda: model.set_adapters(name, weights=0.5),
+        "disable": model.disable_adapters,
+        "enable": model.enable_adapters,
+        "delete": lambda: model.delete_adapters(name),
+        "fuse": model.fuse_lora,
+        "unfuse": model.unfuse_lora,
+    }[action]()
+
+
+def quantize(module):
+    """Int8 weights of torchao in all plain linear layers."""
+    quantization = importlib.import_module("torchao.quantization")
+    quantization.quantize_(
+        module,
+        quantization.Int8WeightOnlyConfig(),
+        filter_fn=lambda m, _: type(m) is nn.Linear and type(m.weight.data) is torch.Tensor,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights and attributes, each of which may make a captured graph stale
+
+
+def _values(part, name):
+    return part._parameters.get(name, part._buffers.get(name))
+
+
+def _set_data(make):
+    def change(part, name, *_):
+        values = _values(part, name)
+        values.data = make(values.data)
+
+    return change
+
+
+def _replace(part, name, *_):
+    new = _values(part, name).detach() * 0.9
+    setattr(part, name, nn.Parameter(new) if name in part._parameters else new)
+
+
+def _swap_data(part, name, other, other_name):
+    a, b = _values(part, name), _values(other, other_name)
+    a.data, b.data = b.data, a.data
+
+
+def _swap_parameters(part, name, other, other_name):
+    a, b = _values(part, name), _values(other, other_name)
+    setattr(part, name, b)
+    setattr(other, other_name, a)
+
+
+def _swap_tensors(part, name, other, other_name):
+    if (part, name) != (other, other_name):
+        torch.utils.swap_tensors(_values(part, name), _values(other, other_name))
+
+
+# Functions of a module and the name of its weight, and of another module with a weight of the same shape.
+WEIGHT_CHANGES = {
+    "mul_": lambda part, name, *_: _values(part, name).mul_(0.9),
+    "data.mul_": lambda part, name, *_: _values(part, name).data.mul_(0.9),
+    "nan": lambda part, name, *_: _values(part, name).view(-1)[:1].fill_(float("nan")),
+    "data =": _set_data(lambda data: data * 0.9),
+    "data = clone": _set_data(torch.clone),
+    "offset data": _set_data(offset),
+    "transposed data": _set_data(lambda data: data.t().clone().t() if data.dim() == 2 else data),
+    "new parameter": _replace,
+    "swap data": _swap_data,
+    "swap parameters": _swap_parameters,
+    "swap_tensors": _swap_tensors,
+    "set_": lambda part, name, *_: _values(part, name).data.set_(_values(part, name) * 0.9),
+}
+
+
+def change_weight(part, how, index=0, is_buffer=False):
+    """Change one of the weights or buffers of a part."""
+    found = [
+        (module, name)
+        for module in part.modules()
+        for name, value in (module._buffers if is_buffer else module._parameters).items()
+        if is_floating(value)
+    ]
+    if not found:
+        return
+    chosen = found[index % len(found)]
+    values = _values(*chosen)
+    alike = [
+        one
+        for one in found
+        if (_values(*one).shape, _values(*one).dtype) == (values.shape, values.dtype)
+    ]
+    alike.remove(chosen)
+    WEIGHT_CHANGES[how](*chosen, *(alike[0] if alike else chosen))
+
+
+def _set_dropout(part, value):
+    for module in part.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = value / 4
+
+
+def _append_to_list(part, value):
+    part.notes = [*getattr(part, "notes", []), value]
+    part.notes.append(part.notes)
+
+
+def _set_on_processor(part, value):
+    if (processor := getattr(part, "processor", None)) is not None:
+        device = next(part.parameters()).device
+        processor.note = {"value": [value, torch.ones(2, device=device)]}
+
+
+def _append_on_processor(part, value):
+    note = getattr(getattr(part, "processor", None), "note", None)
+    if note is not None:
+        note["value"].append(value)
+
+
+def _switch_checkpointing(part, value):
+    if hasattr(part, "gradient_checkpointing"):
+        part.gradient_checkpointing = not part.gradient_checkpointing
+
+
+def _set_config(part, value):
+    if hasattr(part, "register_to_config"):
+        part.register_to_config(note=value)
+
+
+def _set_function(part, value):
+    """Set an activation by a name that the class knows."""
+    for name in ("act", "activation", "nonlinearity", "gelu"):
+        if isinstance(getattr(part, name, None), types.FunctionType):
+            setattr(part, name, functools.wraps(F.gelu)(lambda x: x * value))
+
+
+def change_class(part, value=2.0):
+    """As FSDP and parametrizations do."""
+    cls = type(part)
+    # The forward that accelerate leaves on the instance would hide the new class's in a plain model alone.
+    if getattr(part.__dict__.get("forward"), "__func__", None) is cls.forward:
+        del part.forward
+
+    def forward(self, *args, **kwargs):
+        result = super(new, self).forward(*args, **kwargs)
+        return change_values(result) if value else result
+
+    new = type(f"Changed{cls.__name__}", (cls,), {"forward": forward})
+    part.__class__ = new
+
+
+def _change_call(part, value):
+    """nn.Module finds `_call_impl` on the instance."""
+    call = type(part)._call_impl
+
+    def _call_impl(*args, **kwargs):
+        result = call(part, *args, **kwargs)
+        return change_values(result) if value else result
+
+    part._call_impl = _call_impl
+
+
+# Functions of a part and a number.
+CAPTURED_ATTRIBUTE_CHANGES = {
+    "train": lambda part, value: part.train(),
+    "eval": lambda part, value: part.eval(),
+    "dropout": _set_dropout,
+    "note": lambda part, value: setattr(part, "note", value),
+    "list": _append_to_list,
+    "processor note": _set_on_processor,
+    "processor value": _append_on_processor,
+    "checkpointing": _switch_checkpointing,
+    "config": _set_config,
+}
+ATTRIBUTE_CHANGES = {
+    **CAPTURED_ATTRIBUTE_CHANGES,
+    "function": _set_function,
+    "class": change_class,
+    "call": _change_call,
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Offloading, caches and compilation
+
+
+def offload(model, kind, device, folder=None):
+    """Offload by accelerate ("sequential", "model") or diffusers ("block_level", "leaf_level").
+
+    Diffusers' kinds may end with " stream" or " disk"; the latter writes to `folder`.
+    """
+    device = torch.device(device)
+    if kind == "sequential":
+        accelerate.cpu_offload(model, execution_device=device)
+    elif kind == "model":
+        accelerate.cpu_offload_with_hook(model, execution_device=device)
+    else:
+        level, _, target = kind.partition(" ")
+        apply_group_offloading(
+            model,
+            onload_device=device,
+            offload_device=torch.device("cpu"),
+            offload_type=level,
+            num_blocks_per_group=1 if level == "block_level" else None,
+            use_stream=target == "stream",
+            offload_to_disk_path=str(folder) if target == "disk" else None,
+        )
+
+
+def cache_config(name, timestep):
+    """A cache's configuration. What it skips depends on no value, so that rounding does not decide.
+
+    Args:
+        timestep: returns the current time step.
+    """
+    return {
+        "first_block": lambda: FirstBlockCacheConfig(threshold=1e9),
+        "pyramid": lambda: PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=2, current_timestep_callback=timestep
+        ),
+        "taylorseer": lambda: TaylorSeerCacheConfig(
+            cache_interval=2,
+            disable_cache_before_step=1,
+            taylor_factors_dtype=torch.float32,
+            cache_identifiers=[r"(transformer_)?blocks\.\d+\.(attn1?|ffn?|img_mlp)$"],
+        ),
+        "mag": lambda: MagCacheConfig(
+            threshold=10.0, num_inference_steps=8, mag_ratios=torch.ones(8)
+        ),
+    }[name]()
+
+
+def compile_blocks(family, model, **options):
+    """Compile as diffusers does, or block by block if the model does not list its blocks."""
+    if getattr(model, "_repeated_blocks", None):
+        model.compile_repeated_blocks(**options)
+        return
+    for block in family.blocks(model):
+        block.compile(**options)
+
+
+# --------------------------------------------------------------------------------------------------
+# Derivatives
+
+
+def weighted_sum(out):
+    """A loss in which each element of the output counts differently."""
+    weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype)
+    return (out.flatten() * weights).sum()
