@@ -107,7 +107,7 @@ def synchronize(copy: Path) -> None:
 
 def build(copy: Path) -> None:
     """RuntimeError if the copy cannot be built."""
-    command = [sys.executable, copy / "tools" / "build_variant.py"]
+    command = [sys.executable, str(copy / "tools" / "build_variant.py")]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"the build failed:\n{done.stdout}{done.stderr}")
