@@ -95,8 +95,8 @@ def synchronize(copy: Path) -> None:
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
     files = {file for file in done.stdout.split("\0") if (CHECKOUT / file).is_file()}
     for path in [path for path in copy.rglob("*") if path.is_file()]:
-        file = path.relative_to(copy)
-        if file.parts[0] not in ("build", ".build") and file.as_posix() not in files:
+        inside = path.relative_to(copy)
+        if inside.parts[0] not in ("build", ".build") and inside.as_posix() not in files:
             path.unlink()
     for file in files:
         target = copy / file
