@@ -137,14 +137,6 @@ class MemorySnapshot:
             assert torch.equal(_bytes(storage), _bytes(copy)), "memory was changed"
 
 
-def relative_distance(values, reference):
-    """The norm of the difference over the reference's norm, or the difference's norm if that is 0."""
-    reference = reference.detach().double()
-    distance = (values.detach().double() - reference).norm()
-    norm = reference.norm()
-    return (distance / norm if norm else distance).item()
-
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

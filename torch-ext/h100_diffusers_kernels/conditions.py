@@ -184,21 +184,3 @@ def attention_takes(query: Tensor, key: Tensor, value: Tensor, heads: int | None
         and of_key == value.shape
         and not is_differentiated(query, key, value)
     )
-
-
-def as_key_bias(mask: Tensor, key: Tensor) -> Tensor | None:
-    """The bias (B, Sk) that ``attention`` takes, of a ``mask`` (B, 1, Sk) that is added to the scores of
-    all queries and heads; None of any other mask."""
-    if (
-        mask.dim() != 3
-        or mask.shape[0] != key.shape[0]
-        or mask.shape[1] != 1
-        or mask.shape[2] != key.shape[1]
-        or mask.dtype not in (key.dtype, torch.float32)
-        or mask.device != key.device
-        or not _has_unit_stride(mask)
-        or not is_plain(mask)
-        or is_differentiated(mask)
-    ):
-        return None
-    return mask.squeeze(1)
