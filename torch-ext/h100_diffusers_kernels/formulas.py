@@ -38,15 +38,16 @@ def _promoted(*tensors: Optional[Tensor]) -> tuple:
 def _normalized(
     h: Tensor, is_layer_norm: bool, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> Tensor:
-    if not is_layer_norm:
-        return F.rms_norm(h, h.shape[-1:], weight, eps)
     if weight is None and bias is not None:
-        weight = torch.ones_like(bias)  # which PyTorch's second derivative asks for
+        weight = torch.ones_like(bias)  # PyTorch's second derivative of layer_norm needs a weight
     if forward_ad._current_level < 0:
-        return F.layer_norm(h, h.shape[-1:], weight, bias, eps)
-    # PyTorch's second derivative in forward mode is wrong.
+        if is_layer_norm:
+            return F.layer_norm(h, h.shape[-1:], weight, bias, eps)
+        return F.rms_norm(h, h.shape[-1:], weight, eps)
+    # PyTorch's forward-mode derivatives are wrong: the second one of layer_norm, the dtype of rms_norm's.
     x = h.float()
-    x = x - x.mean(-1, keepdim=True)
+    if is_layer_norm:
+        x = x - x.mean(-1, keepdim=True)
     n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     n = n if weight is None else n * weight
     return (n if bias is None else n + bias).to(h.dtype)
@@ -365,7 +366,7 @@ def attention(
         mask = mask.masked_fill(~has_keys[:, None], 0)[:, None, None]
     # PyTorch's fused kernels have no forward-mode derivative, and with a gradient of the mask not every
     # length.
-    needs_math = forward_ad._current_level >= 0 or (mask is not None and mask.requires_grad)
+    needs_math = is_differentiated(mask) or torch._C._are_functorch_transforms_active()
     with sdpa_kernel(SDPBackend.MATH) if needs_math else nullcontext():
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
