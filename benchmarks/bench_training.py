@@ -27,6 +27,7 @@ from diffusers import FluxTransformer2DModel, LTXVideoTransformer3DModel
 from options import DEVICE, TINY
 from peft import LoraConfig
 from tabulate import tabulate
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DTYPE = torch.bfloat16
 BLOCKS = 4  # of LTX-Video's 28
@@ -43,6 +44,8 @@ SMALL_MODELS = {
         {"num_layers": 1, "num_single_layers": 2, "guidance_embeds": True},
     ),
 }
+# Without cuDNN's, which gives NaN for FLUX.1's short sequences.
+ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Mode, dtype and seed of the data of each run.
 RUNS = {
     "eager": ("eager", DTYPE, 0),
@@ -154,8 +157,9 @@ def losses(
         target = models.normal(device, DTYPE, 1000 * seed + step + 500)(*shape)
         if dtype == torch.float32:
             arguments = models.upcast(arguments)
-        loss = (model(**arguments)[0].float() - target.float()).square().mean()
-        loss.backward()
+        with sdpa_kernel(ATTENTION_BACKENDS):
+            loss = (model(**arguments)[0].float() - target.float()).square().mean()
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         curve.append(loss.item())
@@ -209,6 +213,8 @@ def main(device, tiny, rounds, steps, output) -> None:
     output = record.destination(output, "training", result["environment"])
     result["blocks"] = measure_blocks(kernel, device, tiny, rounds)
     models.free(device)
+    if output is not None:
+        record.write(output, {**result, "lora": []})
     result["lora"] = measure_lora(kernel, device, tiny, steps)
     show(result)
     if output is not None:

@@ -241,7 +241,11 @@ def attention(q, k, v, *, scale=None, key_bias=None, key_lengths=None, heads=Non
         q, k, v = split_heads(heads, q, k, v)
         options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths}
         return attention(q, k, v, **options).flatten(2)
-    mask = None if key_bias is None else key_bias.to(q.dtype)[:, None, None]
+    mask = (
+        None
+        if key_bias is None
+        else key_bias.to(q.dtype, copy=True, memory_format=torch.contiguous_format)[:, None, None]
+    )
     if key_lengths is not None:
         padding = torch.arange(k.shape[1], device=k.device) >= key_lengths[:, None]
         k, v = (t.masked_fill(padding[:, :, None, None], 0) for t in (k, v))

@@ -3,6 +3,7 @@
 #include "arguments.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <numeric>
 #include <utility>
 
@@ -12,12 +13,16 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
 
 namespace h100_diffusers_kernels {
 
+std::string part(double number) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%g", number);
+  return text;
+}
+
 std::string to_string(std::span<const int64_t> sizes) {
-  std::ostringstream text;
-  text << "(";
-  for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
-  text << (sizes.size() == 1 ? ",)" : ")");
-  return text.str();
+  std::string text = "(";
+  for (size_t i = 0; i < sizes.size(); ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
+  return text + (sizes.size() == 1 ? ",)" : ")");
 }
 
 std::string dtype_name(ScalarType dtype) {
@@ -196,10 +201,10 @@ void ArgumentChecker::countable(const char* name, const char* what, std::initial
   bool overflows = false;
   for (const int64_t size : sizes) overflows |= __builtin_mul_overflow(count, size, &count);
   if ((!overflows && count <= limit) || x_.numel() == 0) return;
-  std::ostringstream factors;
+  std::string factors;
   const char* separator = "";
-  for (const int64_t size : sizes) factors << std::exchange(separator, " * ") << size;
-  fail(operation_, name, " must have a ", what, " of at most ", limit, ", got ", factors.str());
+  for (const int64_t size : sizes) factors += std::exchange(separator, " * ") + std::to_string(size);
+  fail(operation_, name, " must have a ", what, " of at most ", limit, ", got ", factors);
 }
 
 void ArgumentChecker::broadcastable(const char* name, const Tensor& tensor) const {

@@ -6,13 +6,14 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <concepts>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
 #include <span>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "boxing.h"
 #include "params.h"
@@ -54,12 +55,18 @@ class Sizes {
   int64_t values_[kCapacity];
 };
 
+// Parts of a sentence. Streams of the C++ library would need it to be initialized in each build that links
+// it.
+inline std::string part(std::string_view text) { return std::string(text); }
+inline std::string part(char letter) { return std::string(1, letter); }
+inline std::string part(std::integral auto number) { return std::to_string(number); }
+std::string part(double number);
+
 template <typename... Parts>
 [[noreturn]] void fail(const char* operation, const Parts&... parts) {
-  std::ostringstream sentence;
-  sentence << operation << ": ";
-  ((sentence << parts), ...);
-  throw std::invalid_argument(sentence.str());  // a ValueError in Python
+  std::string sentence = std::string(operation) + ": ";
+  ((sentence += part(parts)), ...);
+  throw std::invalid_argument(sentence);  // a ValueError in Python
 }
 
 std::string to_string(std::span<const int64_t> sizes);
