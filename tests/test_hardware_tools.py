@@ -44,8 +44,8 @@ def test_measures_are_read(ceilings):
     assert ceilings.parse("memory", lines) == [MEASURE, WITHOUT_THEORY]
     for wrong, message in (
         ([], "memory printed no measure"),
-        ([json.dumps({**MEASURE, "program": "cache"})], "what is no measure"),
-        ([json.dumps({"program": "memory", "name": "copy"})], "what is no measure"),
+        ([json.dumps({**MEASURE, "program": "cache"})], "an invalid measure"),
+        ([json.dumps({"program": "memory", "name": "copy"})], "an invalid measure"),
     ):
         with pytest.raises(click.ClickException, match=message):
             ceilings.parse("memory", wrong)

@@ -55,7 +55,6 @@ def test_more_sequences(family, device, graphs):
 def test_a_seed_gives_a_sequence(device, graphs):
     first, second = (random_sequences.random_sequence("ltx", 3, device, graphs) for _ in range(2))
     assert first.sequence == second.sequence
-    assert first.counts == second.counts
     assert first.forwards > 0
 
 

@@ -366,7 +366,7 @@ def test_vmap_of_a_model(kernel, device, family):
     # Of PyTorch's attentions not all take a mask in a transform.
     with sdpa_kernel(SDPBackend.MATH):
         outs = []
-        assert kernel_calls(lambda: outs.append(torch.vmap(forward)(samples)))
+        outs.append(torch.vmap(forward)(samples))
     assert_close(outs[0], expected)
 
 
