@@ -280,7 +280,7 @@ def test_compile_a_transformer_block(kernel, device, backend, requires_grad):
         results.append([*outs, *gradients])
     for out, expected in zip(*results, strict=True):
         error = (out.float() - expected.float()).norm() / expected.float().norm()
-        assert error < 0.01
+        assert error < 0.02
 
 
 def test_compile_a_joint_buffer(kernel, device):

@@ -11,13 +11,18 @@ from contextlib import nullcontext
 from typing import Any, Optional
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ._ops import ops
 from .operators import is_differentiated
+
+# PyTorch's functions themselves: users may replace those of torch.nn.functional.
+_gelu = torch.nn.functional.gelu
+_pad = torch.nn.functional.pad
+_scaled_dot_product_attention = torch.nn.functional.scaled_dot_product_attention
+_silu = torch.nn.functional.silu
 
 NO_NORM, ACROSS_HEADS, PER_HEAD = range(3)
 INTERLEAVED, HALF = range(2)
@@ -42,8 +47,8 @@ def _normalized(
         weight = torch.ones_like(bias)  # PyTorch's second derivative of layer_norm needs a weight
     if forward_ad._current_level < 0:
         if is_layer_norm:
-            return F.layer_norm(h, h.shape[-1:], weight, bias, eps)
-        return F.rms_norm(h, h.shape[-1:], weight, eps)
+            return torch.layer_norm(h, h.shape[-1:], weight, bias, eps)
+        return torch.rms_norm(h, h.shape[-1:], weight, eps)
     # PyTorch's forward-mode derivatives are wrong: the second one of layer_norm, the dtype of rms_norm's.
     x = h.float()
     if is_layer_norm:
@@ -137,8 +142,8 @@ def group_norm(
         x = x + channel_bias.reshape(*channel_bias.shape, *[1] * (x.dim() - 2))
     if torch._C._are_functorch_transforms_active():
         x = x.contiguous()  # vmap has no other memory format
-    n = F.group_norm(x, num_groups, weight, bias, eps)
-    return (F.silu(n) if silu else n).to(dtype)
+    n = torch.group_norm(x, num_groups, weight, bias, eps)
+    return (_silu(n) if silu else n).to(dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -148,7 +153,7 @@ def group_norm(
 def coordinate_angles(coordinates: Tensor, frequencies: Tensor, pairs: int) -> Tensor:
     """Angles (1 or B, S, pairs) of a token's pairs; the unrotated ones, in front, have the angle 0."""
     angles = (coordinates.unsqueeze(-2) * frequencies.unsqueeze(-1)).flatten(2)
-    return F.pad(angles, (pairs - angles.shape[-1], 0))
+    return _pad(angles, (pairs - angles.shape[-1], 0))
 
 
 def _tables(
@@ -324,9 +329,7 @@ def activation(
 ) -> Tensor:
     def activated(h: Tensor) -> Tensor:
         return (
-            F.silu(h)
-            if is_silu
-            else F.gelu(h, approximate="tanh" if tanh_approximation else "none")
+            _silu(h) if is_silu else _gelu(h, approximate="tanh" if tanh_approximation else "none")
         )
 
     h = x if bias is None else x + bias
@@ -368,7 +371,7 @@ def attention(
     # length.
     needs_math = is_differentiated(mask) or torch._C._are_functorch_transforms_active()
     with sdpa_kernel(SDPBackend.MATH) if needs_math else nullcontext():
-        out = F.scaled_dot_product_attention(
+        out = _scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
