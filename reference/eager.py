@@ -181,18 +181,7 @@ def qk_norm_rope_joined(*arguments, v, out, **options):
     return tuple(target.copy_(result) for target, result in zip(out, results, strict=True))
 
 
-def _norm_rope(
-    x,
-    weight=None,
-    rope=None,
-    *,
-    heads,
-    norm="across_heads",
-    layout="interleaved",
-    eps=1e-6,
-    inplace=False,
-    out=None,
-):
+def _norm_rope(x, weight, rope, *, heads, norm, layout, eps):
     of_one_dtype = weight is None or weight.dtype == x.dtype
     normalized = rms_norm if of_one_dtype else _diffusers_rms_norm
     head_dim = x[0, 0].numel() // heads

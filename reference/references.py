@@ -178,18 +178,7 @@ def qk_norm_rope(
     return results if v is None else (*results, *_double(v))
 
 
-def _norm_rope(
-    x,
-    weight=None,
-    rope=None,
-    *,
-    heads,
-    norm="across_heads",
-    layout="interleaved",
-    eps=1e-6,
-    inplace=False,
-    out=None,
-):
+def _norm_rope(x, weight, rope, *, heads, norm, layout, eps):
     (n,) = _double(x)
     if norm == "across_heads":
         n = rms_norm(n.reshape(*n.shape[:2], -1), weight, eps)

@@ -280,7 +280,8 @@ def test_compile_a_transformer_block(kernel, device, backend, requires_grad):
         results.append([*outs, *gradients])
     for out, expected in zip(*results, strict=True):
         error = (out.float() - expected.float()).norm() / expected.float().norm()
-        assert error < 0.02
+        # Inductor rounds less often than the formulas that it differentiates.
+        assert error < (0.02 if backend == "inductor" and requires_grad else 0.01)
 
 
 def test_compile_a_joint_buffer(kernel, device):

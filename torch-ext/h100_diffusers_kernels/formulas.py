@@ -367,10 +367,9 @@ def attention(
         # Some of PyTorch's kernels give NaN for a query without keys.
         has_keys = (mask != -torch.inf).any(1)
         mask = mask.masked_fill(~has_keys[:, None], 0)[:, None, None]
-    # PyTorch's fused kernels have no forward-mode derivative, and with a gradient of the mask not every
-    # length.
-    needs_math = is_differentiated(mask) or torch._C._are_functorch_transforms_active()
-    with sdpa_kernel(SDPBackend.MATH) if needs_math else nullcontext():
+    # PyTorch's fused kernels have no forward-mode derivative or vmap, and with a gradient of the mask they do
+    # not take every length.
+    with sdpa_kernel(SDPBackend.MATH) if is_differentiated(mask) else nullcontext():
         out = _scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),

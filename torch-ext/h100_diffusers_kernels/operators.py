@@ -48,9 +48,8 @@ def shown(value: object) -> str:
         return f"a string of {len(value)} characters"
     if value is None or isinstance(value, (str, int, float)):
         return repr(value)
-    is_plain_tensor = isinstance(value, Tensor) and is_plain(
-        value
-    )  # maybe one that tracing stands in for
+    # Tracing has tensors of classes of its own.
+    is_plain_tensor = isinstance(value, Tensor) and is_plain(value)
     return "Tensor" if is_plain_tensor else type(value).__name__
 
 
