@@ -27,8 +27,9 @@ NVCC_FLAGS = [
 # What is shown of a compilation here.
 CXX_REPORTS = ["-Wall", "-Wextra"]
 NVCC_REPORTS = ["-Xcompiler=-Wall", "-Xptxas=-v"]
-# libtorch.so is needed though nothing is taken from it: it brings in libtorch_cuda.so.
-LINK_FLAGS = ["-shared", "-Wl,--no-as-needed"]
+# libtorch.so is needed though nothing is taken from it: it brings in libtorch_cuda.so. A C++ library that is
+# linked statically stays private: with half of its symbols taken from Torch's copy, streams crash.
+LINK_FLAGS = ["-shared", "-Wl,--no-as-needed", "-Wl,--exclude-libs,ALL"]
 TORCH_LIBRARIES = ["-ltorch", "-ltorch_cpu", "-lc10"]
 
 REGISTRATION_H = """\
