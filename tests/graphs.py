@@ -57,7 +57,9 @@ class Pair:
         arguments = self.inputs(**options) if arguments is None else arguments
         out = self.model(**arguments, return_dict=False)[0]
         expected = self.plain(**arguments, return_dict=False)[0]
-        assert torch.equal(out, expected), f"{(out - expected).abs().max()}, {self.calls}"
+        torch.testing.assert_close(
+            out, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{text}\n{self.calls}"
+        )
         return out
 
     def captured(self, **options):

@@ -144,7 +144,7 @@ def operation_of(operator, args=()):
     """
     namespace, _, name = str(operator).partition(".")
     if not namespace.startswith("_h100_diffusers_kernels"):
-        return "gelu" if "_addmm_activation" in name else None
+        return "gelu" if "_addmm_activation" in str(operator) else None
     name = name.partition(".")[0]
     given = dict(zip([argument.name for argument in operator._schema.arguments], args))  # noqa: B905
     norm = "layer_norm" if given.get("is_layer_norm") else "rms_norm"
