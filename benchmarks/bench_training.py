@@ -1,8 +1,9 @@
 """Training with the kernels, beside eager training.
 
 LTX-Video's blocks in bfloat16, without checkpointing: the time of a forward and of a forward with backward,
-the peak memory that they add, and gradients against those of the float32 model. LoRA training of LTX-Video
-and FLUX.1 with few blocks: the loss of each step. Eager runs with other data and in float32 show the noise.
+also of the GPU's kernels alone, the peak memory that they add, and gradients against those of the float32
+model. LoRA training of LTX-Video and FLUX.1 with few blocks: the loss of each step. Eager runs with other
+data and in float32 show the noise.
 
 Writes to benchmarks/results/training:
 
@@ -18,6 +19,7 @@ from types import ModuleType
 
 import click
 import flux
+import kernel_times
 import ltx
 import models
 import record
@@ -33,6 +35,7 @@ DTYPE = torch.bfloat16
 BLOCKS = 4  # of LTX-Video's 28
 MODES = ("eager", "injected")
 WARM_UP_ROUNDS = 3
+PROFILED_CALLS = 3
 LEARNING_RATE = 1e-3
 LORA = LoraConfig(r=8, target_modules=["to_q", "to_k", "to_v", "to_out.0"])
 LORA_SIZES = {ltx: ltx.VideoSize(9, 256, 256), flux: flux.parse_size("256x256")}
@@ -102,6 +105,11 @@ def measure_blocks(kernel: ModuleType, device: torch.device, tiny: bool, rounds:
     samples = timing.interleave(functions, rounds, device)
     for (mode, what), values in samples.items():
         entries[mode][what] = timing.summarize(values)
+    if device.type == "cuda":
+        for (mode, what), function in functions.items():
+            events = kernel_times.trace(function, PROFILED_CALLS)
+            breakdown = kernel_times.breakdown(events, PROFILED_CALLS)
+            entries[mode][f"{what}, GPU time"] = breakdown["total"]["ms"]
     eager, injected = (entries[mode] for mode in MODES)
     ratios = {
         f"eager over injected, {what}": eager[what]["median"] / injected[what]["median"]
@@ -109,6 +117,8 @@ def measure_blocks(kernel: ModuleType, device: torch.device, tiny: bool, rounds:
     }
     ratios["gradient error over eager's"] = injected["gradient_error"] / eager["gradient_error"]
     if device.type == "cuda":
+        for what in ("forward, GPU time", "forward and backward, GPU time"):
+            ratios[f"eager over injected, {what}"] = eager[what] / injected[what]
         ratios["peak memory over eager's"] = injected["peak_bytes"] / eager["peak_bytes"]
     return {
         "model": ltx.TINY_NAME if tiny else f"LTX-Video 2B, {BLOCKS} of 28 blocks",
