@@ -89,7 +89,8 @@ def _is_written_by(library: str, function: Any, name: str) -> bool:
 def replaced_function(functions: tuple[KnownFunction, ...]) -> str | None:
     """Why the kernels cannot replace these functions: one of them is not the library's any more."""
     for known in functions:
-        if known.function is None or getattr(known.owner, known.name, None) is not known.function:
+        function = known.function
+        if function is None or getattr(known.owner, known.name, None) is not function:
             return f"{known.name} was replaced"
     return None
 
@@ -140,16 +141,9 @@ def is_plain(module: Any, known: KnownClass, *others: Any) -> bool:
         if getattr(function.owner, function.name, None) is not function.function:
             return False
     for each in (module, *others) if others else (module,):
-        state = each.__dict__
-        if (
-            state["_forward_hooks"]
-            or state["_forward_pre_hooks"]
-            or state["_backward_hooks"]
-            or state["_backward_pre_hooks"]
-            or "_compiled_call_impl" in state
-            or ("forward" in state and not has_own_forward(each))
-            or type(each) is not cls
-        ):
+        if type(each) is not cls or has_hooks(each):
+            return False
+        if "forward" in each.__dict__ and not has_own_forward(each):
             return False
     return True
 

@@ -29,6 +29,8 @@ from .checks import (
     STAND_INS,
     KnownClass,
     find_class,
+    has_hooks,
+    replaced_function,
     why_intercepted,
 )
 from .report import InjectionReport
@@ -265,10 +267,7 @@ class StandIn:
             or nn.Module._call_impl is not CALL_IMPL
         ):
             reason = why_intercepted()
-        for known in self.functions:
-            function = known.function
-            if function is None or getattr(known.owner, known.name, None) is not function:
-                reason = f"{known.name} was replaced"
+        reason = reason or replaced_function(self.functions)
         if reason is None and spec.condition is not None:
             reason = spec.condition(module)
         if reason is not None:
@@ -342,21 +341,15 @@ def stand_in_of(forward: Any) -> StandIn | None:
 
 def is_bare(spec: PatchSpec, module: Any) -> bool:
     """Whether a call of the module runs a stand-in of this kind, without hooks or wrappers."""
-    state, cls = module.__dict__, type(module)
-    stand_in = getattr(state.get("forward"), "__self__", None)
+    cls = type(module)
+    stand_in = getattr(module.__dict__.get("forward"), "__self__", None)
     return (
         isinstance(stand_in, StandIn)
         and stand_in.spec is spec
         and stand_in._module() is module
         and cls.forward is stand_in.own_forward
         and cls.__call__ is nn.Module.__call__
-        and not (
-            state["_forward_hooks"]
-            or state["_forward_pre_hooks"]
-            or state["_backward_hooks"]
-            or state["_backward_pre_hooks"]
-            or state.get("_compiled_call_impl") is not None
-        )
+        and not has_hooks(module)
     )
 
 
