@@ -302,7 +302,7 @@ def observed(kernel, model, forward, whole):
     calls, report = kernel_calls(forward), kernel.inject_kernels(model)
     fell_back = any(entry.fell_back for entry in report.calls)
     if not calls:
-        return "own code" if fell_back else "expression"
+        return "own code" if fell_back else "formula"
     return "in part" if fell_back or (calls, report.left_alone) != whole else "kernels"
 
 
