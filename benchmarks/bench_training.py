@@ -1,30 +1,37 @@
 """Training with the kernels, beside eager training.
 
-LTX-Video's blocks in bfloat16, without checkpointing: the time of a forward and of a forward with backward,
-also of the GPU's kernels alone, the peak memory that they add, and gradients against those of the float32
-model. LoRA training of LTX-Video and FLUX.1 with few blocks: the loss of each step. Eager runs with other
-data and in float32 show the noise.
+Small models of each family in bfloat16: the error of all gradients against the float32 model's, over that of
+eager training. LTX-Video's blocks, without checkpointing: the time of a forward and of a forward with
+backward, also of the GPU's kernels alone, the peak memory that they add, and the gradients' error. LoRA
+training of LTX-Video and FLUX.1 with few blocks: the loss of each step. Eager runs with other data and in
+float32 show the noise.
 
 Writes to benchmarks/results/training:
 
     python benchmarks/bench_training.py
-    python benchmarks/bench_training.py --device cpu --tiny --rounds 2 --steps 3 --output /tmp/training.json
+    python benchmarks/bench_training.py --device cpu --tiny --rounds 2 --steps 3 --samples 2 --output out.json
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import math
+import statistics
 from types import ModuleType
 
 import click
 import flux
+import flux2
 import kernel_times
 import ltx
 import models
+import qwenimage
 import record
+import sd3
 import timing
 import torch
+import wan
 from diffusers import FluxTransformer2DModel, LTXVideoTransformer3DModel
 from options import DEVICE, TINY
 from peft import LoraConfig
@@ -47,6 +54,7 @@ SMALL_MODELS = {
         {"num_layers": 1, "num_single_layers": 2, "guidance_embeds": True},
     ),
 }
+FAMILIES = (ltx, flux, flux2, qwenimage, sd3, wan)
 # Without cuDNN's, which gives NaN for FLUX.1's short sequences.
 ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Mode, dtype and seed of the data of each run.
@@ -72,6 +80,32 @@ def relative_error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor
     """Of all gradients as one vector."""
     difference = sum((found[n].double() - g.double()).square().sum() for n, g in exact.items())
     return (difference / sum(g.double().square().sum() for g in exact.values())).sqrt().item()
+
+
+def measure_gradients(
+    kernel: ModuleType, published: ModuleType, device: torch.device, samples: int
+) -> dict:
+    """Gradients of a small model against the float32 model's: error over that of eager training, as the
+    geometric mean over samples, and the standard error of its logarithm."""
+    model = published.transformer(device, DTYPE, True)
+    exact, injected = copy.deepcopy(model).float(), copy.deepcopy(model)
+    kernel.inject_kernels(injected)
+    logarithms = []
+    for seed in range(samples):
+        how = {"size": published.TINY_SIZES[0], "device": device, "dtype": DTYPE, "seed": seed}
+        arguments = published.inputs(model, **how)
+        expected = gradients(exact, models.upcast(arguments))
+        mine, eager = (
+            relative_error(gradients(candidate, arguments), expected)
+            for candidate in (injected, model)
+        )
+        logarithms.append(math.log(mine / eager))
+    return {
+        "model": published.TINY_NAME,
+        "samples": samples,
+        "error_over_eager": math.exp(statistics.fmean(logarithms)),
+        "standard_error": statistics.stdev(logarithms) / math.sqrt(samples),
+    }
 
 
 def peak_bytes(function, device: torch.device) -> int | None:
@@ -205,6 +239,8 @@ def show(result: dict) -> None:
     blocks = result["blocks"]
     click.echo(f"{blocks['model']}, {blocks['tokens']} tokens")
     click.echo(tabulate(blocks["ratios"].items(), floatfmt=".3f"))
+    click.echo("Gradients' error over eager's")
+    click.echo(tabulate(result["gradients"], "keys", floatfmt=".3f"))
     for entry in result["lora"]:
         click.echo(f"{entry['model']}: largest relative deviation of a step's loss from eager's")
         click.echo(tabulate(entry["largest_deviation_from_eager"].items(), floatfmt=".2e"))
@@ -215,16 +251,18 @@ def show(result: dict) -> None:
 @TINY
 @click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option("--samples", type=click.IntRange(min=2), default=40, show_default=True)
 @record.output_option("training")
-def main(device, tiny, rounds, steps, output) -> None:
-    """Time training of LTX-Video's blocks, and compare loss curves of LoRA training."""
+def main(device, tiny, rounds, steps, samples, output) -> None:
+    """Time training of LTX-Video's blocks, and compare gradients and loss curves of LoRA training."""
     kernel, _ = models.load_kernel()
     result = {"environment": record.environment(device), "dtype": record.dtype_name(DTYPE)}
     output = record.destination(output, "training", result["environment"])
     result["blocks"] = measure_blocks(kernel, device, tiny, rounds)
     models.free(device)
     if output is not None:
-        record.write(output, {**result, "lora": []})
+        record.write(output, {**result, "lora": [], "gradients": []})
+    result["gradients"] = [measure_gradients(kernel, f, device, samples) for f in FAMILIES]
     result["lora"] = measure_lora(kernel, device, tiny, steps)
     show(result)
     if output is not None:
