@@ -38,8 +38,8 @@ PASSED, FAILED = 0, 1  # pytest's exit codes
 
 @dataclass(frozen=True)
 class Replacement:
-    """A change of one file. `old` occurs in it exactly once. `file` is relative to the package or, if it begins
-    with kernel_src/, torch-ext/ or tools/, to the checkout."""
+    """A change of one file. `old` occurs in it exactly once. `file` is relative to the package, or to the
+    checkout if it begins with kernel_src/, torch-ext/ or tools/."""
 
     file: str
     old: str
