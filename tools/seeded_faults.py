@@ -54,7 +54,7 @@ class Replacement:
     def apply(self, checkout: Path) -> None:
         """Change the file; ValueError if the replacement does not apply."""
         path = checkout / self.path
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        text = path.read_text(encoding="utf-8")
         if (count := text.count(self.old)) != 1:
             raise ValueError(f"{self.file} holds {self.old!r} {count} times")
         path.write_text(text.replace(self.old, self.new), encoding="utf-8")
