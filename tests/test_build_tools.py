@@ -453,7 +453,12 @@ def test_check_abi_fails(tmp_path, source, requirement):
     link = ("-L", tmp_path, "-Wl,--as-needed", "-lother")
     extension = variant / "f.abi3.so"
     assert run(*shared, tmp_path / "f.cpp", "-o", extension, *link).returncode == 0
-    process = run(sys.executable, TOOLS / "check_abi.py", variant)
+    (tmp_path / "fit.cpp").touch()
+    (tmp_path / "fit").mkdir()
+    fit = tmp_path / "fit" / "f.abi3.so"
+    assert run(*shared, tmp_path / "fit.cpp", "-o", fit).returncode == 0
+    assert run(sys.executable, TOOLS / "check_abi.py", fit.parent).returncode == 0
+    process = run(sys.executable, TOOLS / "check_abi.py", variant, fit.parent)
     assert process.returncode == 1
     assert re.search(rf"FAILED: .*{re.escape(requirement)}", process.stdout)
 

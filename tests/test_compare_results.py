@@ -82,6 +82,20 @@ def test_a_change_beyond_the_limit_is_found():
     assert change.relative == pytest.approx(-0.05) and change.is_better is False
 
 
+def test_less_of_an_error_is_better():
+    entry = {"operation": "softmax", "output": 0, "dtype": "float16"}
+    larger, smaller = (
+        {
+            "environment": environment(commit, minute),
+            "operations": [{**entry, "ratio": ratio}],
+            "models": [],
+        }
+        for commit, minute, ratio in (("aaaaaaa", 0, 1.2), ("bbbbbbb", 1, 1.1))
+    )
+    (change,) = compared(larger, smaller).values()
+    assert change.values == [1.2, 1.1] and change.is_better
+
+
 def test_spread_of_samples_and_of_runs_is_noise():
     """Spreads of 3% and 4% together are 5%. Two runs of a build at 2.0 and 2.2 have a median of 2.1."""
     before, after = made_up(spread=0.03), made_up("bbbbbbb", 1, over=2.09, spread=0.04)

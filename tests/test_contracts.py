@@ -368,6 +368,12 @@ def test_meta_and_fake_tensors(kernel, device, name, layout):
             )
 
 
+def test_meta_key_of_another_shape(kernel):
+    q, k = (torch.empty(2, *size, 64, device="meta") for size in ((5, 4), (7, 2)))
+    outs = kernel.qk_norm_rope(q, k, heads=4, norm="per_head")
+    assert [out.shape for out in outs] == [q.shape, k.shape]
+
+
 @every_writing
 def test_meta_and_fake_tensors_that_are_written(kernel, device, name, in_place):
     options = {"dtype": torch.float16, "device": device, **SMALL}

@@ -226,6 +226,14 @@ def test_norm_with_parameters_of_two_dimensions(kernelized, device, cls):
     assert_own_result(kernelized, module, x)
 
 
+@pytest.mark.parametrize("cls", [nn.RMSNorm, nn.LayerNorm, FP32LayerNorm])
+@torch.no_grad()
+def test_norm_over_two_dimensions_without_parameters(kernelized, device, cls):
+    module = cls((5, HIDDEN), eps=1e-6, elementwise_affine=False)
+    x = normal(3, 5, HIDDEN, dtype=torch.float32, device=device)
+    assert_own_result(kernelized, module, x)
+
+
 @pytest.mark.parametrize("name", ["layer_norm_without_weight", "torch_rms_norm_without_weight"])
 def test_norm_of_another_size_is_refused(kernelized, device, name):
     """Without parameters nothing but the module knows its size."""

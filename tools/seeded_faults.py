@@ -1,6 +1,6 @@
-"""Apply known faults to a copy of the built package, one at a time, and check that the tests find each.
+"""Apply known faults to a copy of the checkout, one at a time, and check that the tests find each.
 
-The faults are in tools/seeded_faults.toml. The build and the checkout are not changed.
+The faults are in tools/seeded_faults.toml. Each is built and tested on the CPU. The checkout is not changed.
 
     python tools/seeded_faults.py                       # all faults
     python tools/seeded_faults.py mask_dropped          # one
@@ -31,22 +31,30 @@ else:
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SOURCE = CHECKOUT / "tools" / "seeded_faults.toml"
+PACKAGE = "torch-ext/h100_diffusers_kernels/"
 REPO_ID = "org/h100-diffusers-kernels"
 PASSED, FAILED = 0, 1  # pytest's exit codes
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """A change of one file. `file` is relative to the package; `old` occurs in it exactly once."""
+    """A change of one file. `old` occurs in it exactly once. `file` is relative to the package, or to the
+    checkout if it begins with kernel_src/, torch-ext/ or tools/."""
 
     file: str
     old: str
     new: str
 
-    def apply(self, package: Path) -> None:
+    @property
+    def path(self) -> str:
+        """The file, relative to the checkout."""
+        is_of_checkout = self.file.startswith(("kernel_src/", "torch-ext/", "tools/"))
+        return self.file if is_of_checkout else PACKAGE + self.file
+
+    def apply(self, checkout: Path) -> None:
         """Change the file; ValueError if the replacement does not apply."""
-        path = package / self.file
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        path = checkout / self.path
+        text = path.read_text(encoding="utf-8")
         if (count := text.count(self.old)) != 1:
             raise ValueError(f"{self.file} holds {self.old!r} {count} times")
         path.write_text(text.replace(self.old, self.new), encoding="utf-8")
@@ -81,31 +89,54 @@ def read_faults(path: Path = SOURCE) -> list[Fault]:
 
 
 @contextmanager
-def copied(build: Path, fault: Fault | None) -> Iterator[Path]:
-    """A temporary copy of the build with the fault in each of its variants."""
+def copied_checkout() -> Iterator[Path]:
+    """A temporary copy, without what Git ignores. It keeps its objects from one build to the next."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "build"
-        shutil.copytree(build, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        for replacement in () if fault is None else fault.replacements:
-            for package in copy.iterdir():
-                replacement.apply(package)
+        for file in filter(None, listed.stdout.split("\0")):
+            if (CHECKOUT / file).is_file():
+                target = Path(folder) / file
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(CHECKOUT / file, target)
         yield Path(folder)
 
 
-def run_tests(tests: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run pytest with the package in `folder`."""
-    environment = {**os.environ, "LOCAL_KERNELS": f"{REPO_ID}={folder}"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", *tests]
-    return subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True)
+@contextmanager
+def applied(fault: Fault, checkout: Path) -> Iterator[None]:
+    paths = {checkout / replacement.path for replacement in fault.replacements}
+    contents = {path: path.read_bytes() for path in paths}
+    try:
+        for replacement in fault.replacements:
+            replacement.apply(checkout)
+        yield
+    finally:
+        for path, content in contents.items():
+            path.write_bytes(content)
 
 
-def seek(fault: Fault, build: Path) -> Result:
+def run(checkout: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in the copy, with its build and without a GPU."""
+    own = {"LOCAL_KERNELS": f"{REPO_ID}={checkout}", "CUDA_VISIBLE_DEVICES": ""}
+    command = (sys.executable, *command)
+    return subprocess.run(
+        command, cwd=checkout, env={**os.environ, **own}, capture_output=True, text=True
+    )
+
+
+def run_tests(tests: Sequence[str], checkout: Path) -> subprocess.CompletedProcess[str]:
+    """Build the copy and run pytest; RuntimeError if it cannot be built."""
+    done = run(checkout, "tools/build_variant.py", "--backend", "cpu")
+    if done.returncode != 0:
+        raise RuntimeError(f"the build failed:\n{done.stdout}{done.stderr}")
+    return run(checkout, "-m", "pytest", "-x", "-q", "--tb=short", *tests)
+
+
+def seek(fault: Fault, checkout: Path) -> Result:
     """Run the fault's tests; RuntimeError if pytest neither passes nor fails in a test."""
-    if not fault.tests:
-        return Result(fault.name, False, None, 0.0)
     begin = time.perf_counter()
-    with copied(build, fault) as folder:
-        done = run_tests(fault.tests, folder)
+    with applied(fault, checkout):
+        done = run_tests(fault.tests, checkout)
     seconds = round(time.perf_counter() - begin, 1)
     if done.returncode == PASSED:
         return Result(fault.name, False, None, seconds)
@@ -116,10 +147,10 @@ def seek(fault: Fault, build: Path) -> Result:
     return Result(fault.name, True, failure[1], seconds)
 
 
-def check_baseline(faults: Sequence[Fault], build: Path) -> None:
-    """Run all tests of the faults on the build as it is."""
-    with copied(build, None) as folder:
-        done = run_tests(list({test: None for fault in faults for test in fault.tests}), folder)
+def check_baseline(faults: Sequence[Fault], checkout: Path) -> None:
+    """Run all tests of the faults on the copy as it is."""
+    tests = list({test: None for fault in faults for test in fault.tests})
+    done = run_tests(tests, checkout)
     if done.returncode != PASSED:
         raise click.ClickException(f"the tests fail without a fault:\n{done.stdout}{done.stderr}")
     click.echo(done.stdout.splitlines()[-1])
@@ -134,21 +165,21 @@ def main(names: tuple[str, ...], baseline: bool, output: Path | None) -> None:
     if unknown := set(names) - {fault.name for fault in faults}:
         raise click.ClickException(f"there is no fault {', '.join(sorted(unknown))}")
     faults = [fault for fault in faults if not names or fault.name in names]
-    build = CHECKOUT / "build"
-    if baseline:
-        return check_baseline(faults, build)
     results = []
-    for fault in faults:
-        try:
-            result = seek(fault, build)
-        except (ValueError, RuntimeError) as error:
-            raise click.ClickException(f"{fault.name}: {error}") from error
-        results.append(result)
-        where = f"found by {result.failed}" if result.found else "NOT FOUND"
-        click.echo(f"{fault.name}: {where} ({result.seconds} s)")
-        if output is not None:  # after each, for a run that is interrupted
-            content = [asdict(result) for result in results]
-            output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with copied_checkout() as checkout:
+        if baseline:
+            return check_baseline(faults, checkout)
+        for fault in faults:
+            try:
+                result = seek(fault, checkout)
+            except (OSError, ValueError, RuntimeError) as error:
+                raise click.ClickException(f"{fault.name}: {error}") from error
+            results.append(result)
+            where = f"found by {result.failed}" if result.found else "NOT FOUND"
+            click.echo(f"{fault.name}: {where} ({result.seconds} s)")
+            if output is not None:  # after each, for a run that is interrupted
+                content = [asdict(result) for result in results]
+                output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     found = sum(result.found for result in results)
     click.echo(f"{found} of {len(results)} faults found")
     if found < len(results):
