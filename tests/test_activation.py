@@ -172,7 +172,6 @@ def test_nonfinite_values(kernel, device, activation, value, dtype, is_in_bias):
 
 
 @pytest.mark.sanitize
-@pytest.mark.kernels_ci
 @every_activation
 @pytest.mark.parametrize(
     ("shape", "layout", "dtype", "bias"),

@@ -946,7 +946,6 @@ def test_batch_entries_do_not_meet(kernel, device, dtype):
 
 
 @pytest.mark.sanitize
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize(
     ("shape", "head_dim", "layout", "dtype"),
     [

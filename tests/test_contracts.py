@@ -107,7 +107,6 @@ def operators_called(kernel, function, arguments):
     return calls
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("has_optional", [True, False], ids=["everything", "nothing_optional"])
 @pairwise(
     name=[*CALLS, *WRITING], layout=["contiguous", "chunk"], dtype=[torch.float32, torch.bfloat16]

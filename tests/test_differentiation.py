@@ -130,7 +130,6 @@ def test_gradients_with_nothing_optional(kernel, device, name, dtype):
     check_gradients(kernel, name, without_optional(name, arguments))
 
 
-@pytest.mark.kernels_ci
 @pairwise(name=CALLS, dtype=DTYPES, layout=["contiguous", "chunk", "transposed", "expanded"])
 def test_the_forward_is_that_of_the_kernel(kernel, device, name, dtype, layout):
     """Bit for bit, with gradients or without."""

@@ -885,7 +885,6 @@ WORDING = {
 }
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("what", WORDING)
 def test_wording(kernel, device, what):
     operation, change, message = WORDING[what]

@@ -308,7 +308,6 @@ def test_compile_with_any_size(kernel, device, is_last):
 
 
 @pytest.mark.sanitize
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize(
     ("shape", "groups", "layout", "dtype"),
     [

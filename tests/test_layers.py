@@ -125,7 +125,6 @@ def exact(module, x):
 # Each class
 
 
-@pytest.mark.kernels_ci
 @every_instance
 @for_dtypes(torch.float32, torch.bfloat16)
 @torch.no_grad()

@@ -298,7 +298,6 @@ def test_nonfinite_weight(kernel, device, name, dtype):
 
 
 @pytest.mark.sanitize
-@pytest.mark.kernels_ci
 @every_operation
 @pytest.mark.parametrize(
     ("shape", "layout", "form", "dtype", "mixture"),

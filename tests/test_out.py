@@ -44,7 +44,6 @@ def without_out(arguments):
 
 
 @pytest.mark.sanitize
-@pytest.mark.kernels_ci
 @pairwise(name=WITH_OUT, dtype=DTYPES, layout=WRITABLE_LAYOUTS)
 def test_values(kernel, device, name, dtype, layout):
     """The bits of the new result, and nothing beside them."""

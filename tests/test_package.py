@@ -137,7 +137,6 @@ def test_public_names(kernel):
 # -- The built variant -------------------------------------------------------------------------
 
 
-@pytest.mark.kernels_ci
 def test_metadata(variant, extension, device):
     metadata = Metadata.read_from_file(variant / "metadata.json")
     assert metadata.name.python_name == MODULE

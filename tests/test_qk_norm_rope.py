@@ -436,7 +436,6 @@ def test_values_keep_their_bits(kernel, device):
 
 
 @pytest.mark.sanitize
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("norm", NORMALIZING)
 @every_pair_layout
 @pytest.mark.parametrize(
@@ -459,7 +458,6 @@ def test_smoke(kernel, device, norm, layout, shape, memory, form, inplace, dtype
 
 
 @pytest.mark.sanitize
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("norm", NORMALIZING)
 @pytest.mark.parametrize(
     ("shape", "memory", "form", "weight_dtype"),

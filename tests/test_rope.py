@@ -199,7 +199,6 @@ def test_nonfinite_values(kernel, device, value, width, layout, dtype):
 
 
 @pytest.mark.sanitize
-@pytest.mark.kernels_ci
 @every_pair_layout
 @pytest.mark.parametrize(
     ("shape", "memory", "table", "dtype", "is_float32"),
@@ -323,7 +322,6 @@ def test_nonfinite_values_on_a_grid(kernel, device, value, layout, dtype):
 
 
 @pytest.mark.sanitize
-@pytest.mark.kernels_ci
 @every_pair_layout
 @pytest.mark.parametrize(
     ("grid", "memory", "dtype", "is_float32"),

@@ -161,7 +161,6 @@ def test_nonfinite_values(kernel, device, value, hidden, dtype):
 
 
 @pytest.mark.sanitize
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize(
     ("shape", "layout", "dtype"),
     [
