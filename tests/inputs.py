@@ -199,18 +199,18 @@ def coordinates_and_frequencies(batch, seq, axes, count, device, largest_angle=1
     return coordinates, torch.tensor(largest_angle, device=device) ** exponents
 
 
-def packed_query_and_key(form, shape, dtype, device):
-    """q and k as views of one packed projection."""
+def packed_projection(form, shape, dtype, device):
+    """Query, key and value as views of one tensor."""
     batch, seq, heads, head_dim = shape
     if form == "chunk":
-        return normal(batch, seq, 3 * heads * head_dim, dtype=dtype, device=device).chunk(3, -1)[:2]
+        return normal(batch, seq, 3 * heads * head_dim, dtype=dtype, device=device).chunk(3, -1)
     if form == "unbind":
-        return normal(batch, seq, 3, heads, head_dim, dtype=dtype, device=device).unbind(2)[:2]
+        return normal(batch, seq, 3, heads, head_dim, dtype=dtype, device=device).unbind(2)
     if form == "interleaved_heads":
-        return normal(batch, seq, heads, 3 * head_dim, dtype=dtype, device=device).chunk(3, -1)[:2]
+        return normal(batch, seq, heads, 3 * head_dim, dtype=dtype, device=device).chunk(3, -1)
     assert form == "heads_first"
     packed = normal(3, batch, heads, seq, head_dim, dtype=dtype, device=device)
-    return packed.transpose(2, 3).unbind(0)[:2]
+    return packed.transpose(2, 3).unbind(0)
 
 
 PACKED_FORMS = ["chunk", "unbind", "interleaved_heads", "heads_first"]

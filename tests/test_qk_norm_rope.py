@@ -21,7 +21,7 @@ from inputs import (
     coordinates_and_frequencies,
     every_dtype,
     normal,
-    packed_query_and_key,
+    packed_projection,
     pairwise,
     rotary_tables,
 )
@@ -204,7 +204,7 @@ def test_strided_views(
     kernel, device, memory, shape, has_head_dim, form, inplace, norm, layout, dtype
 ):
     if memory in PACKED_FORMS:
-        q, k = packed_query_and_key(memory, shape, dtype, device)
+        q, k, _ = packed_projection(memory, shape, dtype, device)
     else:
         q, k = query_and_key(shape, dtype, device, has_head_dim=has_head_dim, layout=memory)
     options = {"heads": shape[2], "norm": norm, "layout": layout, "contract": False}

@@ -19,7 +19,7 @@ from inputs import (
     every_dtype,
     grid_tables,
     normal,
-    packed_query_and_key,
+    packed_projection,
     pairwise,
     rotary_tables,
 )
@@ -155,7 +155,7 @@ def test_strided_views(kernel, device, memory, has_head_dim, head_dim, is_by_pai
 def test_packed_projection(kernel, device, form, layout, dtype):
     tables = rotary_tables(60, 64, dtype=torch.float32, device=device)
     axes = grid_tables((5, 3, 4), (12, 10, 10), dtype=torch.float32, device=device)
-    for x in packed_query_and_key(form, (2, 60, 4, 64), dtype, device):
+    for x in packed_projection(form, (2, 60, 4, 64), dtype, device):
         check(kernel, "rope", x, *tables, layout=layout)
         check(kernel, "rope_3d", x.view(2, 60, 4, 64), **axes, layout=layout)
 
