@@ -89,6 +89,16 @@ def map_tensors(function, value):
     return value
 
 
+def of_tensors(function, arguments, which=lambda tensor: True):
+    """The call as a function of the tensors among its arguments, those in tuples too; and these."""
+
+    def call(*tensors):
+        given = iter(tensors)
+        return function(**map_tensors(lambda t: next(given) if which(t) else t, arguments))
+
+    return call, list(filter(which, tensors_of(arguments)))
+
+
 def on_meta(tensor):
     """Without values, with the same strides."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

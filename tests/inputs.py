@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from checks import CONTRACT_ELEMENTS
+from checks import CONTRACT_ELEMENTS, as_tuple
 from conftest import load_kernel
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -172,13 +172,9 @@ TABLE_SHAPES = {
 
 # The same of tables with one value a pair.
 PAIR_TABLE_SHAPES = {
-    "S_p": lambda batch, seq, heads, dim: (seq, dim // 2),
-    "1_S_p": lambda batch, seq, heads, dim: (1, seq, dim // 2),
-    "B_S_p": lambda batch, seq, heads, dim: (batch, seq, dim // 2),
-    "1_S_1_p": lambda batch, seq, heads, dim: (1, seq, 1, dim // 2),
-    "B_S_1_p": lambda batch, seq, heads, dim: (batch, seq, 1, dim // 2),
-    "1_S_H_p": lambda batch, seq, heads, dim: (1, seq, heads, dim // 2),
-    "B_S_H_p": lambda batch, seq, heads, dim: (batch, seq, heads, dim // 2),
+    name.replace("d", "p"): lambda *shape, table=table: (*table(*shape)[:-1], shape[-1] // 2)
+    for name, table in TABLE_SHAPES.items()
+    if not name.endswith("Hd")
 }
 
 GRID_AXES = ("frame", "height", "width")
@@ -370,18 +366,9 @@ def widest_dtype(name):
     return torch.bfloat16 if name.startswith("attention") else torch.float32
 
 
-def dtypes_of(name, dtypes=DTYPES):
-    return [dtype for dtype in dtypes if dtype.itemsize <= widest_dtype(name).itemsize]
-
-
-def for_operations(names, dtypes):
-    """Each operation with each of the dtypes that it accepts."""
-    pairs = [
-        pytest.param(name, dtype, id=f"{name}-{dtype_text(dtype)}")
-        for name in names
-        for dtype in dtypes_of(name, dtypes)
-    ]
-    return pytest.mark.parametrize(("name", "dtype"), pairs)
+def narrowed(dtype, name):
+    """The dtype, or that of 16 bits where a call takes no other."""
+    return min(dtype, widest_dtype(name), key=lambda d: d.itemsize)
 
 
 def smallest_factor(count):
@@ -512,3 +499,25 @@ def writing_call(kernel, name, *, out_layout="odd_rows", in_place=False, values=
         arguments["v"] = torch.randn_like(arguments["k"])
         out = (*out, LAYOUTS[out_layout](torch.full_like(arguments["k"], math.nan)))
     return function, {**arguments, "out": out}
+
+
+# Calls that write to tensors of the caller's: operation, and whether in place.
+WRITING = [(name, False) for name in (*WITH_OUT, *QK_OPERATIONS)]
+WRITING += [(name, True) for name in (*QK_OPERATIONS, f"qk_norm_rope{BY_COMPLEX}")]
+every_writing = pytest.mark.parametrize(("name", "in_place"), WRITING)
+
+
+def written_by(arguments):
+    """The tensors that such a call writes to."""
+    return as_tuple(arguments["out"]) if "out" in arguments else (arguments["q"], arguments["k"])
+
+
+# All calls, those that give new tensors with None.
+ALL_CALLS = [*((name, None) for name in CALLS), *WRITING]
+every_kind_of_call = pytest.mark.parametrize(("name", "in_place"), ALL_CALLS)
+
+
+def any_call(kernel, name, in_place, *, values=True, **options):
+    if in_place is None:
+        return sample(kernel, name, **options)
+    return writing_call(kernel, name, in_place=in_place, values=values, **options)

@@ -5,7 +5,6 @@ import sys
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from benchmark_results import (
     ENVIRONMENT,
@@ -60,43 +59,6 @@ def test_plots_agree_with_the_results():
     folder = CHECKOUT / "benchmarks" / "plots"
     committed = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.svg")}
     assert committed == render_plots.render(CHECKOUT / "benchmarks" / "results")
-
-
-def test_every_table_is_shown_once():
-    texts = [path.read_text(encoding="utf-8") for path in render_docs.DOCUMENTS]
-    shown = [name for text in texts for _, name, _ in render_docs.TABLE.findall(text)]
-    assert sorted(shown) == sorted(render_docs.TABLES)
-    inline = {name for text in texts for _, name, _ in render_docs.FIGURE.findall(text)}
-    assert inline <= set(render_docs.FIGURES)
-
-
-def test_check_finds_a_stale_table(made_up, tmp_path):
-    path, plots = tmp_path / "README.md", tmp_path / "plots"
-
-    def render(*options):
-        args = [*options, "--results", str(made_up), "--plots", str(plots), str(path)]
-        return CliRunner().invoke(render_docs.main, args)
-
-    path.write_text(rendered(made_up, "norm"), encoding="utf-8")
-    assert "bandwidth.svg is stale" in render("--check").output
-    assert render().exit_code == render("--check").exit_code == 0
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace("µs |", "9 µs |", 1), encoding="utf-8")
-    stale = render("--check")
-    assert stale.exit_code == 1 and "is stale" in stale.output
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nothing", "there is no table nothing"),
-        ("models", "models is empty: benchmarks/bench_models.py"),
-        ("ceilings", "ceilings is empty: benchmarks/ceilings/run.py"),
-    ],
-)
-def test_table_that_cannot_be_rendered(tmp_path, name, message):
-    with pytest.raises(click.ClickException, match=message):
-        rendered(tmp_path, name)
 
 
 # ------------------------------------------------------------------------------------------------

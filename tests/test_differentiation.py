@@ -17,21 +17,22 @@ from checks import (
     assert_same_bits,
     clone_storage,
     map_tensors,
+    of_tensors,
     tensors_of,
 )
 from inputs import (
     CALLS,
     DTYPES,
     OPERATIONS,
-    QK_OPERATIONS,
-    WITH_OUT,
-    for_operations,
+    every_writing,
+    narrowed,
     operation_of,
     pairwise,
     sample,
     widest_dtype,
     without_optional,
     writing_call,
+    written_by,
 )
 
 every_call = pytest.mark.parametrize("name", CALLS)
@@ -64,15 +65,8 @@ def exactly(arguments):
 
 
 def of_differentiable(function, arguments):
-    """The call as a function of its differentiable tensors alone, also of those in pairs; and these."""
-    leaves = [t for t in tensors_of(arguments) if is_differentiable(t)]
-
-    def call(*values):
-        given = iter(values)
-        changed = map_tensors(lambda t: next(given) if is_differentiable(t) else t, arguments)
-        return as_tuple(function(**changed))
-
-    return call, leaves
+    call, leaves = of_tensors(function, arguments, is_differentiable)
+    return lambda *values: as_tuple(call(*values)), leaves
 
 
 def gradients(function, arguments, tangents, **options):
@@ -118,14 +112,14 @@ def check_gradients(kernel, name, arguments):
 
 @pairwise(name=CALLS, dtype=DTYPES)
 def test_gradients(kernel, device, name, dtype):
-    dtype = min(dtype, widest_dtype(name), key=lambda d: d.itemsize)
+    dtype = narrowed(dtype, name)
     _, arguments = sample(kernel, name, dtype=dtype, device=device, shape=(2, 64, 512))
     check_gradients(kernel, name, arguments)
 
 
 @pairwise(name=OPERATIONS, dtype=DTYPES)
 def test_gradients_with_nothing_optional(kernel, device, name, dtype):
-    dtype = min(dtype, widest_dtype(name), key=lambda d: d.itemsize)
+    dtype = narrowed(dtype, name)
     _, arguments = sample(kernel, name, dtype=dtype, device=device, shape=(2, 64, 512))
     check_gradients(kernel, name, without_optional(name, arguments))
 
@@ -133,7 +127,7 @@ def test_gradients_with_nothing_optional(kernel, device, name, dtype):
 @pairwise(name=CALLS, dtype=DTYPES, layout=["contiguous", "chunk", "transposed", "expanded"])
 def test_the_forward_is_that_of_the_kernel(kernel, device, name, dtype, layout):
     """Bit for bit, with gradients or without."""
-    dtype = min(dtype, widest_dtype(name), key=lambda d: d.itemsize)
+    dtype = narrowed(dtype, name)
     function, arguments = sample(kernel, name, dtype=dtype, device=device, layout=layout, **SMALL)
     expected = function(**arguments)
     for leaf in tensors_of(arguments):
@@ -218,15 +212,6 @@ def test_an_input_changed_before_backward_is_noticed(kernel, device, name):
         sum(out.float().sum() for out in outs).backward()
 
 
-WRITING = [(name, False) for name in (*WITH_OUT, *QK_OPERATIONS)]
-WRITING += [(name, True) for name in QK_OPERATIONS]
-every_writing = pytest.mark.parametrize(("name", "in_place"), WRITING)
-
-
-def written_by(arguments):
-    return as_tuple(arguments["out"]) if "out" in arguments else (arguments["q"], arguments["k"])
-
-
 @every_writing
 def test_autograd_sees_what_is_written(kernel, device, name, in_place):
     """A backward that needs the values from before is refused, as for PyTorch's own operators."""
@@ -280,8 +265,10 @@ def test_writing_is_refused_where_a_derivative_is_taken(kernel, device, name, in
 # Forward mode
 
 
-@for_operations(CALLS, [torch.float32, torch.bfloat16])
+@every_call
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_jvp(kernel, device, name, dtype):
+    dtype = narrowed(dtype, name)
     function, arguments = small_call(kernel, device, name, dtype)
     call, leaves = of_differentiable(function, arguments)
     tangents = tuple(torch.randn_like(leaf) for leaf in leaves)
@@ -375,12 +362,7 @@ BATCHED = {
 @pairwise(name=CALLS, batched=BATCHED, dim=[0, 1, -1])
 def test_vmap(kernel, device, name, batched, dim):
     function, arguments = small_call(kernel, device, name)
-    tensors = list(tensors_of(arguments))
-
-    def call(*values):
-        given = iter(values)
-        return as_tuple(function(**map_tensors(lambda _: next(given), arguments)))
-
+    call, tensors = of_tensors(function, arguments)
     in_dims = [
         (dim if dim >= 0 else tensor.dim()) if BATCHED[batched](i, len(tensors)) else None
         for i, tensor in enumerate(tensors)
@@ -392,7 +374,7 @@ def test_vmap(kernel, device, name, batched, dim):
             t if d is None else t.select(d, i).contiguous()
             for t, d in zip(several, in_dims, strict=True)
         ]
-        for out, expected in zip(outs, call(*one), strict=True):
+        for out, expected in zip(as_tuple(outs), as_tuple(call(*one)), strict=True):
             tolerance = 0.02 if out.dtype == torch.bfloat16 else 2e-5
             torch.testing.assert_close(out[i], expected, rtol=tolerance, atol=tolerance)
 

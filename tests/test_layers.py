@@ -333,22 +333,6 @@ def model_and_input(device):
     return model, copy.deepcopy(model), normal(2, 9, HIDDEN, dtype=torch.float32, device=device)
 
 
-@torch.no_grad()
-def test_every_module_is_replaced_on_the_instance(kernel, kernelized, device):
-    model, plain, x = model_and_input(device)
-    kernelized(model)
-    for module in model.parts.values():
-        layer = type(module).kernel_layer_name
-        assert module.forward.__func__.__qualname__ == f"{layer}.forward"
-        assert module.forward.__func__.__module__ == kernel.layers.__name__
-    calls, out = calls_and_result(model, x)
-    assert calls == CALLS
-    assert list(model.state_dict()) == list(plain.state_dict())
-    calls, expected = calls_and_result(plain, x)
-    assert calls == {}
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("mode", [Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE], ids=str)
 def test_gradients(kernelized, device, mode):
     model, plain, x = model_and_input(device)

@@ -58,8 +58,6 @@ SIZES = [
 ]
 SIZES += [10240, 16384, 20480, 32768, 32776, 40000, 65528, 65536, 70001, 131080, 800_000, 1_000_000]
 SMALL, LONG = 63, 32776
-# Rows that registers hold, that shared memory holds, and that nothing holds or packs do not reach.
-GENERAL_SIZES = [7, 65, 256, 1536, 2432, 5120, 10240, 40000, 70001]
 
 # Which of what may be left out is given, by its place.
 GIVEN = {
@@ -126,7 +124,7 @@ def check_rows(kernel, name, arguments, **options):
     name=ROW_NORMS,
     hidden=SIZES,
     dtype=DTYPES,
-    given=["all", "none", "even", "odd"],
+    given=GIVEN,
     mixture=[None, *MIXTURES],
 )
 def test_sizes(kernel, device, name, hidden, dtype, given, mixture):
@@ -164,12 +162,6 @@ def test_layouts(kernel, device, name, layout, form, hidden, dtype, mixture, vec
     mixture = None if dtype == torch.float32 else mixture
     options = {"layout": layout, "form": form, "mixture": mixture, "vectors": vectors}
     check_rows(kernel, name, row_call(name, (3, 16, hidden), dtype, device, **options))
-
-
-@pairwise(name=ROW_NORMS, given=GIVEN, hidden=GENERAL_SIZES, dtype=DTYPES)
-def test_absent_operands(kernel, device, name, given, hidden, dtype):
-    shape = (2, rows_of(hidden, dtype) // 2, hidden)
-    check_rows(kernel, name, row_call(name, shape, dtype, device, given=given))
 
 
 # Shapes of rows and of what modulates.

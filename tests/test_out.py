@@ -16,6 +16,7 @@ from inputs import (
     WITH_OUT,
     WRITABLE_LAYOUTS,
     coordinates_and_frequencies,
+    narrowed,
     normal,
     pairwise,
     rotary_tables,
@@ -60,7 +61,7 @@ def without_out(arguments):
 @pairwise(name=WITH_OUT, dtype=DTYPES, layout=WRITABLE_LAYOUTS)
 def test_values(kernel, device, name, dtype, layout):
     """The bits of the new result, and nothing beside them."""
-    dtype = min(dtype, widest_dtype(name), key=lambda d: d.itemsize)
+    dtype = narrowed(dtype, name)
     function, arguments = call_with_out(kernel, device, name, dtype, layout)
     out = arguments["out"]
     memory = MemorySnapshot(tensors_of(arguments))

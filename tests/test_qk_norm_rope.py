@@ -292,18 +292,6 @@ def test_coordinate_tables(kernel, device, size, batch):
     assert torch.equal(cos, eager.coordinate_tables(*rope, dim)[0])
 
 
-@every_pair_layout
-def test_coordinates_agree_with_their_tables(kernel, device, layout):
-    q, k = query_and_key((2, 65, 4, 64), torch.float32, device)
-    rope = rotation(kernel, "coordinates", (2, 65, 4, 64), device)
-    cos, sin = (table.unflatten(-1, (4, 64)) for table in rope.tables(256))
-    if layout == "half":
-        cos, sin = (torch.cat([table[..., ::2]] * 2, dim=-1) for table in (cos, sin))
-    from_coordinates = kernel.qk_norm_rope(q, k, rope=rope, heads=4, layout=layout)
-    from_tables = kernel.qk_norm_rope(q, k, rope=(cos, sin), heads=4, layout=layout)
-    torch.testing.assert_close(from_coordinates, from_tables, rtol=2e-6, atol=2e-6)
-
-
 @pairwise(
     value=NONFINITE,
     where=["q", "coordinates"],

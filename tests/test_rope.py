@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 from checks import CONTRACT_ELEMENTS, assert_rounded_once, check, check_nonfinite
@@ -160,30 +159,11 @@ def test_packed_projection(kernel, device, form, layout, dtype):
         check(kernel, "rope_3d", x.view(2, 60, 4, 64), **axes, layout=layout)
 
 
-@every_pair_layout
-@every_dtype
-def test_angle_of_zero_changes_nothing(kernel, device, layout, dtype):
-    x = rotated((2, 65, 4, 64), dtype, device)
-    cos, sin = torch.ones(65, 64, device=device), torch.zeros(65, 64, device=device)
-    assert torch.equal(kernel.rope(x, cos, sin, layout), x)
-
-
 def test_default_layout_is_interleaved(kernel, device):
     x = torch.tensor([1.0, 2.0, 3.0, 4.0], device=device).view(1, 1, 1, 4)
     cos, sin = torch.zeros(1, 4, device=device), torch.ones(1, 4, device=device)
     assert kernel.rope(x, cos, sin).flatten().tolist() == [-2, 1, -4, 3]
     assert kernel.rope(x, cos, sin, "half").flatten().tolist() == [-3, -4, 1, 2]
-
-
-@pairwise(head_dim=[64, 18], layout=PAIR_LAYOUTS, dtype=DTYPES)
-def test_pair_tables_agree_with_full_tables(kernel, device, head_dim, layout, dtype):
-    x = rotated((2, 65, 4, head_dim), dtype, device)
-    pairs = rotary_tables(65, head_dim // 2, dtype=torch.float32, device=device)
-    if layout == "interleaved":
-        full = [table.repeat_interleave(2, dim=-1) for table in pairs]
-    else:
-        full = [torch.cat([table, table], dim=-1) for table in pairs]
-    assert torch.equal(kernel.rope(x, *pairs, layout), kernel.rope(x, *full, layout))
 
 
 @pairwise(value=NONFINITE, width=[64, 32], layout=PAIR_LAYOUTS, dtype=DTYPES)
@@ -303,14 +283,6 @@ def test_rotates_as_wan_does(kernel, device, head_dim):
     side = 2 * (head_dim // 6)
     dims = (head_dim - 2 * side, side, side)
     check_against_full_tables(kernel, cos, sin, grid, dims, device)
-
-
-def test_rotates_as_cogvideox_does(kernel, device):
-    frames, rows, columns = grid = (3, 4, 6)
-    cos, sin = get_3d_rotary_pos_embed(
-        64, ((0, 0), (rows, columns)), grid_size=(rows, columns), temporal_size=frames
-    )
-    check_against_full_tables(kernel, cos, sin, grid, (16, 24, 24), device)
 
 
 @pairwise(value=NONFINITE, layout=PAIR_LAYOUTS, dtype=DTYPES)
