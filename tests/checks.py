@@ -99,6 +99,21 @@ def of_tensors(function, arguments, which=lambda tensor: True):
     return call, list(filter(which, tensors_of(arguments)))
 
 
+def outcome(function, arguments):
+    """The type and the text of what a call raises, or that it returns."""
+    try:
+        function(**arguments)
+    except Exception as error:
+        return type(error), str(error)
+    return "returned", ""
+
+
+def compiled_outcome(function, arguments):
+    """The same of a call that Dynamo has traced."""
+    torch._dynamo.reset()
+    return outcome(torch.compile(lambda **given: function(**given), backend="eager"), arguments)
+
+
 def on_meta(tensor):
     """Without values, with the same strides."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

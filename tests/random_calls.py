@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from checks import MemorySnapshot, map_tensors, tensors_of
+from checks import MemorySnapshot, compiled_outcome, of_tensors, outcome, tensors_of
 from inputs import (
     CALLS,
     DTYPES,
@@ -35,10 +35,10 @@ from inputs import (
     WITH_OUT,
     WRITABLE_LAYOUTS,
     load_kernel,
+    narrowed,
     out_for,
     parameters_of,
     sample,
-    widest_dtype,
 )
 
 OTHER_DTYPES = [
@@ -158,14 +158,6 @@ class Call:
     def name(self):
         return self.function.__name__
 
-    def outcome(self, arguments):
-        """What the call raises, as a type and a text, or "returned"."""
-        try:
-            self.function(**arguments)
-        except Exception as error:
-            return type(error), str(error)
-        return "returned", ""
-
 
 def _is_plain(tensor):
     is_strided = tensor.layout is torch.strided and not tensor.is_nested
@@ -211,11 +203,10 @@ def random_call(seed, device):
     torch.manual_seed(seed)
     kernel = load_kernel()
     operation = rng.choice(CALLS)
-    dtypes = [d for d in DTYPES if d.itemsize <= widest_dtype(operation).itemsize]
     function, arguments = sample(
         kernel,
         operation,
-        dtype=rng.choice(dtypes),
+        dtype=narrowed(rng.choice(DTYPES), operation),
         device=device,
         shape=(2, 3, 64),
         heads=2,
@@ -260,22 +251,10 @@ def sentence(name):
 PATTERNS = {name: sentence(name) for name in TABLE}
 
 
-def traced_outcome(call):
+def traced_outcome(function, arguments):
     """What the graph of a call that is traced with fake tensors raises when it runs."""
-
-    def function(*tensors):
-        given = iter(tensors)
-        return call.function(**map_tensors(lambda _: next(given), call.arguments))
-
-    tensors = list(tensors_of(call.arguments))
-    traced = Call(call.seed, lambda: make_fx(function, tracing_mode="fake")(*tensors)(*tensors), {})
-    return traced.outcome({})
-
-
-def compiled_outcome(call):
-    torch._dynamo.reset()
-    function = torch.compile(lambda given: call.function(**given), backend="eager")
-    return Call(call.seed, lambda: function(call.arguments), {}).outcome({})
+    call, tensors = of_tensors(function, arguments)
+    return outcome(lambda: make_fx(call, tracing_mode="fake")(*tensors)(*tensors), {})
 
 
 def _leader(arguments):
@@ -290,7 +269,7 @@ def fault(call):
     """What is wrong with what the call raises, or None; "valid" where it raises nothing."""
     with torch.no_grad():
         memory = MemorySnapshot([t for t in tensors_of(call.arguments) if _is_plain(t)])
-        kind, message = outcome = call.outcome(call.arguments)
+        kind, message = expected = outcome(call.function, call.arguments)
         if kind == "returned":
             return "valid"
         memory.assert_unchanged()
@@ -302,9 +281,9 @@ def fault(call):
     writes = call.arguments.get("inplace") is True or call.arguments.get("out") is not None
     if leader is not None and not writes:
         leader.requires_grad_()
-        other = call.outcome(call.arguments)
+        other = outcome(call.function, call.arguments)
         leader.requires_grad_(False)
-        if other != outcome:
+        if other != expected:
             return f"{message!r}, but where an input requires grad {other}"
     changes = [change for _, change in call.changes]
     if not any(change is other for change in changes for other in NOT_TRACED):
@@ -313,10 +292,10 @@ def fault(call):
         is_huge = any(type(v) is int and v.bit_length() > 1000 for v in call.arguments.values())
         if call.seed % DYNAMO_EVERY == 0 and not is_huge:
             others["compiled"] = compiled_outcome
-        for how, function in others.items():
+        for how, of_path in others.items():
             with torch.no_grad():
-                other = function(call)
-            if other != outcome:
+                other = of_path(call.function, call.arguments)
+            if other != expected:
                 return f"{message!r}, but {how} {other}"
     return None
 

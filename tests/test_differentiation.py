@@ -110,18 +110,12 @@ def check_gradients(kernel, name, arguments):
         assert error <= limit or error < 1e-9, f"gradient {i}: error {error:.3g}, limit {limit:.3g}"
 
 
+@pytest.mark.parametrize("has_optional", [True, False], ids=["everything", "nothing_optional"])
 @pairwise(name=CALLS, dtype=DTYPES)
-def test_gradients(kernel, device, name, dtype):
-    dtype = narrowed(dtype, name)
-    _, arguments = sample(kernel, name, dtype=dtype, device=device, shape=(2, 64, 512))
-    check_gradients(kernel, name, arguments)
-
-
-@pairwise(name=OPERATIONS, dtype=DTYPES)
-def test_gradients_with_nothing_optional(kernel, device, name, dtype):
-    dtype = narrowed(dtype, name)
-    _, arguments = sample(kernel, name, dtype=dtype, device=device, shape=(2, 64, 512))
-    check_gradients(kernel, name, without_optional(name, arguments))
+def test_gradients(kernel, device, name, dtype, has_optional):
+    options = {"dtype": narrowed(dtype, name), "device": device, "shape": (2, 64, 512)}
+    _, arguments = sample(kernel, name, **options)
+    check_gradients(kernel, name, arguments if has_optional else without_optional(name, arguments))
 
 
 @pairwise(name=CALLS, dtype=DTYPES, layout=["contiguous", "chunk", "transposed", "expanded"])
