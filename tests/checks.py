@@ -198,15 +198,6 @@ def assert_contract(out, reference, eager_out):
     )
 
 
-def assert_accurate(out, reference, eager_out, slack=FLOAT32_ARITHMETIC, contract=True):
-    assert out.shape == reference.shape
-    assert out.dtype == eager_out.dtype
-    assert out.device == eager_out.device
-    assert_rounded_once(out, reference, slack)
-    if contract and out.numel() >= CONTRACT_ELEMENTS:
-        assert_contract(out, reference, eager_out)
-
-
 def as_tuple(result):
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
 
@@ -253,7 +244,11 @@ def check(
     memory.assert_unchanged()
     with one_thread():
         for out, reference, eager_out in zip(outs, expected, eager_outs, strict=True):
-            assert_accurate(out, reference, eager_out, slack, contract)
+            assert out.shape == reference.shape
+            assert (out.dtype, out.device) == (eager_out.dtype, eager_out.device)
+            assert_rounded_once(out, reference, slack)
+            if contract and out.numel() >= CONTRACT_ELEMENTS:
+                assert_contract(out, reference, eager_out)
     return result
 
 

@@ -109,50 +109,22 @@ def check_attention(kernel, q, k, v, *, contract=True, written=None, **options):
 # Written to a tensor of the caller's
 
 
-# Of (B, S, H, d): a part of the tokens' rows, and orders of the dimensions in memory.
-def _beside_others(shape):
-    batch, seq, heads, head_dim = shape
-    return (batch, seq, heads * head_dim + 256), lambda t: t[..., 128:-128].unflatten(
-        -1, (heads, head_dim)
-    )
-
-
-def _heads_first(shape):
-    batch, seq, heads, head_dim = shape
-    return (batch, heads, seq, head_dim), lambda t: t.transpose(1, 2)
-
-
-def _tokens_first(shape):
-    batch, seq, heads, head_dim = shape
-    return (seq, batch, heads, head_dim), lambda t: t.transpose(0, 1)
-
-
-PLACES = {
-    "beside_others": _beside_others,
-    "heads_first": _heads_first,
-    "tokens_first": _tokens_first,
-}
-
-
-def place_for_output(place, shape, dtype, device):
+def memory_for_output(layout, shape, dtype, device):
     """A view that holds NaN, in a buffer that does."""
-    if place in PLACES:
-        size, view = PLACES[place](shape)
-        return view(torch.full(size, math.nan, dtype=dtype, device=device))
-    return normal(*shape, dtype=dtype, device=device, layout=place).fill_(math.nan)
+    return normal(*shape, dtype=dtype, device=device, layout=layout).fill_(math.nan)
 
 
 # Queries and keys for each of the kernels.
 @pairwise(
     size=[(70, 0), (70, 100), (200, 200), (200, 300), (1025, 300)],
-    place=[*PLACES, *WRITABLE_LAYOUTS],
+    layout=WRITABLE_LAYOUTS,
     head_dim=HEAD_DIMS,
     dtype=HALVES,
 )
-def test_out(kernel, device, size, place, head_dim, dtype):
+def test_out(kernel, device, size, layout, head_dim, dtype):
     queries, keys = size
     q, k, v = query_key_value(2, queries, keys, 3, head_dim, dtype, device)
-    out = place_for_output(place, q.shape, dtype, device)
+    out = memory_for_output(layout, q.shape, dtype, device)
     expected = kernel.attention(q, k, v)
     if keys == 0:
         memory = MemorySnapshot([out])
@@ -165,11 +137,11 @@ def test_out(kernel, device, size, place, head_dim, dtype):
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("place", ["contiguous", "odd_rows"])
+@pytest.mark.parametrize("layout", ["contiguous", "odd_rows"])
 @pytest.mark.parametrize("shape", [(1, 70, 3), (2, 1, 3), (2, 70, 1), (1, 1, 1)], ids=str)
-def test_strides_of_dimensions_of_size_1_of_out_are_free(kernel, device, place, shape):
+def test_strides_of_dimensions_of_size_1_of_out_are_free(kernel, device, layout, shape):
     q = normal(*shape, 64, dtype=torch.bfloat16, device=device)
-    out = place_for_output(place, q.shape, torch.bfloat16, device)
+    out = memory_for_output(layout, q.shape, torch.bfloat16, device)
     strides = [
         7 if size == 1 else stride for size, stride in zip(q.shape, out.stride(), strict=True)
     ]

@@ -318,9 +318,6 @@ class Model(nn.Module):
         return torch.cat([part(x) for part in self.parts.values()], -1)
 
 
-CALLS = Counter(operator for _, operator in INSTANCES.values())
-
-
 def model_and_input(device):
     torch.manual_seed(0)
     model = with_values(Model(), torch.float32, device)
