@@ -31,7 +31,7 @@ def arithmetic_slack(name, dtype):
 
 
 def poison_memory(*tensors):
-    """Fills free memory of the size of the tensors with NaN, so that what is never written shows.
+    """Fills free memory of the size of the tensors with NaN, so that elements that are never written show.
 
     In memory that held the right result before, like that of the eager expression, it would not.
     """
@@ -40,7 +40,7 @@ def poison_memory(*tensors):
 
 
 def tensors_of(*values):
-    """All tensors among arguments, those inside of tuples included."""
+    """All tensors among the arguments, including those in tuples."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -141,7 +141,7 @@ def _bytes(storage):
 
 
 class MemorySnapshot:
-    """The whole storage of some tensors, elements that no view shows included."""
+    """Copies of the whole storages of tensors."""
 
     def __init__(self, tensors):
         self._copies = {}

@@ -354,7 +354,7 @@ def parameters_of(name):
 
 
 def optional_tensors(name):
-    """Of an operation; but sin goes with cos, and what is written is no input."""
+    """The optional input tensors of an operation, except sin, which goes with cos."""
     return [
         key
         for key, parameter in parameters_of(name).items()
@@ -469,7 +469,7 @@ def _with_pair_tables(arguments, heads, is_complex):
 
 
 def without_optional(name, arguments):
-    """The same call with nothing that may be left out, but what says how its tensors are meant."""
+    """The same call without optional arguments, except those that say how its tensors are read."""
     parameters, left_out = parameters_of(name), optional_tensors(name)
     kept = ("rope", "k_rope", "sin", "heads")
     return {

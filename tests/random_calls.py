@@ -46,7 +46,7 @@ OTHER_DTYPES = [
     *(torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128),
     *(torch.float8_e4m3fn, torch.float8_e5m2),
 ]
-# Of these values some are right for some arguments.
+# Some of these are valid for some arguments.
 VALUES = [
     *(None, True, False, 0, 1, -1, 2, 3, 64, 2.5, 1e-6, -0.0, 1e300, 1e-50, 1j),
     *(math.nan, math.inf, -math.inf, 2**31, 2**63, -(2**63) - 1, 10**400),
@@ -57,7 +57,7 @@ VALUES = [
 
 
 # --------------------------------------------------------------------------------------------------
-# What is made wrong
+# Mistakes
 
 
 def strided(tensor, rng):
@@ -140,14 +140,14 @@ CHANGES = [
     *(strided, longer, shorter, another_shape, flat, more_dimensions, transposed, expanded),
     *(another_dtype, another_layout, another_device, without_memory, no_tensor),
 ]
-# Of these a fake tensor has no idea.
+# A fake tensor shows none of these changes.
 NOT_TRACED = (another_layout, another_device, without_memory, more_dimensions)
 DYNAMO_EVERY = 100
 
 
 @dataclass
 class Call:
-    """A call, and what was made wrong in it."""
+    """A call and its mistakes."""
 
     seed: int
     function: object
@@ -228,7 +228,7 @@ def random_call(seed, device):
 
 
 # --------------------------------------------------------------------------------------------------
-# What is asked of it
+# Checks
 
 
 def sentence(name):

@@ -122,35 +122,12 @@ def test_which_half_is_the_factor(kernel, device, activation):
     assert out[0, 0] > 0 and out[0, 1] == 0
 
 
-@pairwise(
-    activation=VARIANTS, layout=WRITABLE_LAYOUTS, hidden=[1, 65, 2048], dtype=DTYPES, bias=BIASES
-)
-def test_out(kernel, device, activation, layout, hidden, dtype, bias):
-    name, options, inputs = resolve(activation)
-    x = normal(3, 32, inputs * hidden, dtype=dtype, device=device)
-    out = normal(3, 32, hidden, dtype=dtype, device=device, layout=layout)
-    check(kernel, name, x, **with_bias(options, bias, x), out=out)
-
-
 @pairwise(activation=PLAIN, layout=WRITABLE_LAYOUTS, hidden=[65, 2048], dtype=DTYPES, bias=BIASES)
 def test_in_place(kernel, device, activation, layout, hidden, dtype, bias):
     """`out` may be x itself."""
     name, options, _ = resolve(activation)
     x = normal(3, 32, hidden, dtype=dtype, device=device, layout=layout)
     check(kernel, name, x, **with_bias(options, bias, x), out=x)
-
-
-def test_beside_attention_in_one_buffer(kernel, device):
-    """As in a single block of FLUX: attention and feed-forward, which one projection takes together."""
-    dtype, heads, head_dim = torch.bfloat16, 2, 64
-    buffer = normal(2, 9, 128 + 512, dtype=dtype, device=device)
-    q, k, v = (normal(2, 9, heads, head_dim, dtype=dtype, device=device) for _ in range(3))
-    x = normal(2, 9, 512, dtype=dtype, device=device)
-    attended, activated = buffer.split((128, 512), dim=-1)
-    kernel.attention(q, k, v, out=attended.unflatten(-1, (heads, head_dim)))
-    kernel.gelu(x, "tanh", out=activated)
-    expected = [kernel.attention(q, k, v).flatten(2), kernel.gelu(x, "tanh")]
-    assert torch.equal(buffer, torch.cat(expected, dim=-1))
 
 
 @pairwise(

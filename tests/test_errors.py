@@ -202,7 +202,7 @@ def wrong_dtypes(operations, argument, *dtypes):
 
 
 def of_any_tensor(name, argument):
-    """What is wrong of each tensor but the first."""
+    """Mistakes of every tensor except the first."""
     device = replace(argument, other_device)
     mistake(name, argument, "device", "", device, is_device=True)
     mistake(name, argument, "stride", "stride 2", replace(argument, every_second))
@@ -467,7 +467,7 @@ mistake("attention", "key_lengths", "expanded", "stride 0", expanded)
 
 
 def in_one(*changes, heads=HEADS):
-    """The heads of a token follow each other, and there are so many; what else is wrong comes after that."""
+    """The call with its number of heads, and q, k and v flattened; further changes come after that."""
     packed = [replace(key, lambda t: t.flatten(2)) for key in ALL]
     return all_of(*packed, replace("heads", lambda _: heads), *changes)
 
@@ -1000,7 +1000,7 @@ def test_largest_sizes(kernel, device, limit):
 
 @pytest.mark.parametrize("name", ["rope", "qk_norm_rope"])
 def test_tokens_that_are_treated_head_by_head_have_any_size(kernel, device, name):
-    """What spans no more than a head may be of more than 2**31 elements a token."""
+    """If nothing spans more than a head, a token may have more than 2**31 elements."""
     heads = 2**25 + 1
     changes = {key: rows(1, 1, heads) for key in {"rope": ("x",)}.get(name, ("q", "k"))}
     if name == "qk_norm_rope":

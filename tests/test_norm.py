@@ -59,7 +59,7 @@ SIZES = [
 SIZES += [10240, 16384, 20480, 32768, 32776, 40000, 65528, 65536, 70001, 131080, 800_000, 1_000_000]
 SMALL, LONG = 63, 32776
 
-# Which of what may be left out is given, by its place.
+# Which optional arguments are given, by their place.
 GIVEN = {
     "all": lambda index, last: True,
     "none": lambda index, last: False,
@@ -73,7 +73,7 @@ GIVEN = {
 
 
 def row_call(name, shape, dtype, device, *, layout="contiguous", form="B1D", make=normal, **choice):
-    """The arguments of a call. `form`: of what modulates, one of MODULATIONS or, of full size, of LAYOUTS."""
+    """The arguments of a call. `form`: how modulators broadcast, or their layout at full size."""
     operation = TABLE[name]
     layouts = [layout] if isinstance(layout, str) else layout
     arguments = {
@@ -87,7 +87,7 @@ def row_call(name, shape, dtype, device, *, layout="contiguous", form="B1D", mak
 def modulators(
     name, shape, dtype, device, *, form="B1D", given="all", mixture=None, vectors="contiguous"
 ):
-    """All but the rows."""
+    """All arguments except the rows."""
     operation, hidden = TABLE[name], shape[-1]
     wide = dtype if mixture is None else torch.float32
     count = len(operation.modulations)
@@ -214,7 +214,7 @@ def test_eps(kernel, device, name, eps, dtype):
     arguments = row_call(name, (2, 64, 256), dtype, device)
     for key in TABLE[name].rows:
         arguments[key] *= 0.001 if eps is None else 0.02
-    # The default of float32 is told apart from others.
+    # The small values tell the default from others.
     check_rows(kernel, name, arguments, **({} if eps is None else {"eps": eps}))
 
 

@@ -38,14 +38,13 @@ every_output = pytest.mark.parametrize(
     ("name", "output"),
     [*((name, "out") for name in WITH_OUT), *(("qk_norm_rope", output) for output in OUT_FIELDS)],
 )
-SHAPE = (2, 5, 128)
 # Operations whose x may be out itself.
 IN_PLACE = ("gelu", "silu")
 
 
-def call_with_out(kernel, device, name, dtype=None, layout="odd_rows"):
-    dtype = dtype or widest_dtype(name)
-    options = {"dtype": dtype, "device": device, "shape": SHAPE, "heads": 2}
+def call_with_out(kernel, device, name, dtype=None, layout="odd_rows", hidden=128):
+    options = {"dtype": dtype or widest_dtype(name), "device": device, "heads": 2}
+    options["shape"] = (2, 5, hidden)
     return writing_call(kernel, name, out_layout=layout, **options)
 
 
@@ -58,11 +57,11 @@ def without_out(arguments):
 
 
 @pytest.mark.sanitize
-@pairwise(name=WITH_OUT, dtype=DTYPES, layout=WRITABLE_LAYOUTS)
-def test_values(kernel, device, name, dtype, layout):
+@pairwise(name=WITH_OUT, dtype=DTYPES, layout=WRITABLE_LAYOUTS, hidden=[1, 65, 128, 2048])
+def test_values(kernel, device, name, dtype, layout, hidden):
     """The bits of the new result, and nothing beside them."""
     dtype = narrowed(dtype, name)
-    function, arguments = call_with_out(kernel, device, name, dtype, layout)
+    function, arguments = call_with_out(kernel, device, name, dtype, layout, hidden)
     out = arguments["out"]
     memory = MemorySnapshot(tensors_of(arguments))
     version = out._version
