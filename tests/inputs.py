@@ -195,6 +195,13 @@ def coordinates_and_frequencies(batch, seq, axes, count, device, largest_angle=1
     return coordinates, torch.tensor(largest_angle, device=device) ** exponents
 
 
+def heads_of(shape, dtype, device, *, has_head_dim=True, layout="contiguous"):
+    """A tensor of (batch, seq, heads, head_dim), the last two flattened unless `has_head_dim`."""
+    batch, seq, heads, head_dim = shape
+    size = shape if has_head_dim else (batch, seq, heads * head_dim)
+    return normal(*size, dtype=dtype, device=device, layout=layout)
+
+
 def packed_projection(form, shape, dtype, device):
     """Query, key and value as views of one tensor."""
     batch, seq, heads, head_dim = shape

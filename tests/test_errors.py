@@ -18,10 +18,8 @@ import torch
 
 from checks import (
     MemorySnapshot,
-    as_tuple,
     compiled_outcome,
     map_tensors,
-    on_meta,
     outcome,
     tensors_of,
 )
@@ -836,27 +834,17 @@ class Limit:
     operation: str
     sentence: str  # with {} for the size
     changes: Callable  # size -> changes of a call of one token with one head of 64 elements
-    largest: int  # that is accepted
-    refused: int  # the next one
+    refused: int  # the least size
 
     def __str__(self):
         return f"{self.operation}-{self.sentence.replace(' ', '_')}"
 
-    def call(self, kernel, device, size):
-        is_traced = device == "meta"
-        function, arguments = valid_call(
-            kernel, self.operation, "cpu" if is_traced else device, shape=(1, 1, 64), heads=1
-        )
+    def assert_refused(self, kernel, device, **options):
+        function, arguments = valid_call(kernel, self.operation, device, shape=(1, 1, 64), heads=1)
         optional = ("q_weight", "k_weight", "weight", "key_bias", "key_lengths")
         arguments = {key: value for key, value in arguments.items() if key not in optional}
-        if is_traced:
-            arguments = map_tensors(on_meta, arguments)
-        for argument, change in self.changes(size).items():
+        for argument, change in self.changes(self.refused).items():
             replace(argument, change)(arguments)
-        return function, arguments
-
-    def assert_refused(self, kernel, device, **options):
-        function, arguments = self.call(kernel, device, self.refused)
         text = re.escape(self.sentence.format(self.refused))
         pattern = re.compile(rf"{operation_of(self.operation)}: {text}")
         assert_refused(function, {**arguments, **options}, pattern)
@@ -867,13 +855,8 @@ def rows(*sizes):
     return lambda tensor: tensor.flatten().expand(*sizes, -1)
 
 
-def long_row(size):
-    """One head of so many elements, none of which is written."""
-    return lambda t: virtual_memory(size, torch.float16, t.device).reshape(1, 1, 1, size)
-
-
-def table(size):
-    return lambda t: virtual_memory(size, torch.float16, t.device).reshape(1, size)
+def unwritten(*sizes):
+    return lambda t: virtual_memory(math.prod(sizes), torch.float16, t.device).reshape(sizes)
 
 
 def rows_of_table(size):
@@ -887,9 +870,9 @@ def value(constant):
 LIMITS = []
 
 
-def limit(operations, sentence, changes, largest=2**31 - 1, refused=2**31):
+def limit(operations, sentence, changes, refused=2**31):
     for operation in [operations] if isinstance(operations, str) else operations:
-        LIMITS.append(Limit(operation, sentence, changes, largest, refused))
+        LIMITS.append(Limit(operation, sentence, changes, refused))
 
 
 HEADS_OF_TOKENS = "must have a batch * seq * heads of at most 2147483647, got"
@@ -914,99 +897,74 @@ limit(
     QK_OPERATIONS[:2],
     f"q {ELEMENTS_OF_TOKEN}",
     lambda n: {"q": rows(1, 1, n), "k": rows(1, 1, n), "heads": value(n)},
-    largest=2**25 - 1,
     refused=2**25,
 )
 limit(
     "qk_norm_rope",
     f"k {ELEMENTS_OF_TOKEN}",
     lambda n: {"q": rows(1, 1, 1), "k": rows(1, 1, n)},
-    largest=2**25 - 1,
     refused=2**25,
 )
 
-HEAD_DIMS = {"largest": 2**31 - 2, "refused": 2**31}
 ELEMENTS_OF_HEAD = "must have a head_dim of at most 2147483647, got {}"
 limit(
     "rope",
     f"x {ELEMENTS_OF_HEAD}",
-    lambda n: {"x": long_row(n), "cos": table(n), "sin": table(n)},
-    **HEAD_DIMS,
+    lambda n: {"x": unwritten(1, 1, 1, n), "cos": unwritten(1, n), "sin": unwritten(1, n)},
 )
 limit(
     "rope_3d",
     f"x {ELEMENTS_OF_HEAD}",
     lambda n: {
-        "x": long_row(n),
-        **{f"frame_{key}": table(n // 2) for key in ("cos", "sin")},
-        **{f"{axis}_{key}": table(0) for axis in GRID_AXES[1:] for key in ("cos", "sin")},
+        "x": unwritten(1, 1, 1, n),
+        **{f"frame_{key}": unwritten(1, n // 2) for key in ("cos", "sin")},
+        **{f"{axis}_{key}": unwritten(1, 0) for axis in GRID_AXES[1:] for key in ("cos", "sin")},
     },
-    **HEAD_DIMS,
 )
 limit(
     "qk_norm_rope",
     f"q {ELEMENTS_OF_HEAD}",
-    lambda n: {"q": long_row(n), "k": long_row(n), "cos": table(n), "sin": table(n)},
-    **HEAD_DIMS,
+    lambda n: {
+        "q": unwritten(1, 1, 1, n),
+        "k": unwritten(1, 1, 1, n),
+        "cos": unwritten(1, n),
+        "sin": unwritten(1, n),
+    },
 )
 limit(
     "qk_norm_coordinate_rope",
     f"q {ELEMENTS_OF_HEAD}",
-    lambda n: {"q": long_row(n), "k": long_row(n)},
-    **HEAD_DIMS,
+    lambda n: {"q": unwritten(1, 1, 1, n), "k": unwritten(1, 1, 1, n)},
 )
 
 QUERIES = "q must have a batch * seq * heads of at most 1073741824, got"
-ATTENTION_ROWS = {"largest": 2**30, "refused": 2**30 + 1}
 limit(
     "attention",
     f"{QUERIES} {{}} * 1 * 1",
     lambda n: {key: rows(n, 1, 1) for key in ("q", "k", "v")},
-    **ATTENTION_ROWS,
+    refused=2**30 + 1,
 )
 limit(
     "attention",
     f"{QUERIES} 1 * {{}} * 1",
     lambda n: {"q": rows(1, n, 1)},
-    **ATTENTION_ROWS,
+    refused=2**30 + 1,
 )
 limit(
     "attention",
     "k must have a seq of at most 1073741824, got {}",
     lambda n: {key: rows(1, n, 1) for key in ("k", "v")},
-    **ATTENTION_ROWS,
+    refused=2**30 + 1,
 )
 
-every_limit = pytest.mark.parametrize("limit", LIMITS, ids=str)
 
-
-@every_limit
+@pytest.mark.parametrize("limit", LIMITS, ids=str)
 def test_sizes_that_cannot_be_counted(kernel, device, limit):
     with torch.no_grad():
         if limit.operation != "qk_norm_two_ropes":  # its results are allocated before it is checked
             limit.assert_refused(kernel, device)
         if limit.operation in QK_OPERATIONS:
             limit.assert_refused(kernel, device, inplace=True)
-
-
-@every_limit
-def test_largest_sizes(kernel, device, limit):
-    function, arguments = limit.call(kernel, "meta", limit.largest)
-    inputs = list(tensors_of(arguments))
-    outs = as_tuple(function(**arguments))
-    for out, tensor in zip(outs, inputs, strict=False):
-        assert out.shape == tensor.shape
-
-
-@pytest.mark.parametrize("name", ["rope", "qk_norm_rope"])
-def test_tokens_that_are_treated_head_by_head_have_any_size(kernel, device, name):
-    """If nothing spans more than a head, a token may have more than 2**31 elements."""
-    heads = 2**25 + 1
-    changes = {key: rows(1, 1, heads) for key in {"rope": ("x",)}.get(name, ("q", "k"))}
-    if name == "qk_norm_rope":
-        changes.update(norm=value("per_head"), heads=value(heads))
-    call = Limit(name, "", lambda _: changes, heads, heads)
-    test_largest_sizes(kernel, device, call)
 
 
 @pytest.mark.parametrize("name", ["rope", "attention"])

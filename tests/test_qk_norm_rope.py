@@ -20,6 +20,7 @@ from inputs import (
     WRITABLE_LAYOUTS,
     coordinates_and_frequencies,
     every_dtype,
+    heads_of,
     normal,
     packed_projection,
     pairwise,
@@ -37,16 +38,10 @@ ROTATIONS = ["none", "coordinates", "S_d", "B_S_Hd", "1_S_p", "1_S_H_p", "comple
 SHAPES = [(2, 65, 1, 64), (2, 65, 3, 128), (2, 65, 4, 64), (2, 5, 40, 128), (2, 9, 3, 6)]
 
 
-def heads_of(shape, dtype, device, *, has_head_dim=False, layout="contiguous"):
-    """A tensor of (batch, seq, heads, head_dim), the last two flattened unless `has_head_dim`."""
-    batch, seq, heads, head_dim = shape
-    size = shape if has_head_dim else (batch, seq, heads * head_dim)
-    return normal(*size, dtype=dtype, device=device, layout=layout)
-
-
-def query_and_key(shape, dtype, device, *, k_heads=None, **options):
+def query_and_key(shape, dtype, device, *, k_heads=None, has_head_dim=False, **options):
     batch, seq, heads, head_dim = shape
     k_shape = (batch, seq, heads if k_heads is None else k_heads, head_dim)
+    options["has_head_dim"] = has_head_dim
     return [heads_of(size, dtype, device, **options) for size in (shape, k_shape)]
 
 
@@ -330,7 +325,7 @@ def test_rotation_of_the_key(
 ):
     """Without a rotation of the key there is none of the query, since their lengths differ."""
     shape, k_shape = (2, 33, 4, 64), (2, k_seq, k_heads, 64)
-    q, k = heads_of(shape, dtype, device), heads_of(k_shape, dtype, device)
+    q, k = (heads_of(size, dtype, device, has_head_dim=False) for size in (shape, k_shape))
     rope = None if k_form == "none" else rotation(kernel, form, shape, device)
     k_rope = rotation(kernel, k_form, k_shape, device)
     parameters = weights(norm, shape, dtype, device, k_heads=k_heads)
