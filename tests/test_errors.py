@@ -934,7 +934,7 @@ limit(
 limit(
     "qk_norm_coordinate_rope",
     f"q {ELEMENTS_OF_HEAD}",
-    lambda n: {"q": unwritten(1, 1, 1, n), "k": unwritten(1, 1, 1, n)},
+    lambda n: dict.fromkeys(("q", "k"), unwritten(1, 1, 1, n)),
 )
 
 QUERIES = "q must have a batch * seq * heads of at most 1073741824, got"
