@@ -259,28 +259,6 @@ def test_compile_a_transformer_block(kernel, device, backend, requires_grad):
         assert error < (0.02 if backend == "inductor" and requires_grad else 0.01)
 
 
-def test_compile_a_joint_buffer(kernel, device):
-    """Two streams write to the slices of one buffer, which is made within."""
-    image, text = (normal(2, n, 4, 64, dtype=torch.bfloat16, device=device) for n in (5, 3))
-    rope = torch.complex(*rotary_tables(8, 32, dtype=torch.float32, device=device))
-    options = {"heads": 4, "norm": "per_head"}
-
-    def joined(image, text, rope):
-        q, k, v = (image.new_empty(2, 8, 4, 64) for _ in range(3))
-        for x, begin, end in ((text, 0, 3), (image, 3, 8)):
-            out = tuple(buffer[:, begin:end] for buffer in (q, k, v))
-            kernel.qk_norm_rope(x, x, rope=rope[begin:end], **options, v=x, out=out)
-        return q, k, v
-
-    both = torch.cat([text, image], 1)
-    q, k = kernel.qk_norm_rope(both, both, rope=rope, **options)
-    torch._dynamo.reset()
-    with torch.no_grad():
-        assert_same_bits(joined(image, text, rope), (q, k, both))
-        compiled = torch.compile(joined, fullgraph=True, backend="aot_eager")
-        assert_same_bits(compiled(image, text, rope), (q, k, both))
-
-
 def counted_call(kernel, name, x):
     """A call of which a length is that of x, (1, S, 2, 64)."""
     table = x[0, :, 0].float()
@@ -451,25 +429,17 @@ def test_runs_on_the_device_of_its_tensors(kernel, name):
 # Sizes
 
 
-@pairwise(name=CALLS, shape=[(0, 16, 256), (2, 0, 256), (0, 0, 256)], dtype=DTYPES)
-def test_empty_tensors(kernel, device, name, shape, dtype):
-    dtype = narrowed(dtype, name)
-    function, arguments = sample(kernel, name, dtype=dtype, device=device, shape=shape)
+@pairwise(call=ALL_CALLS, shape=[(0, 16, 256), (2, 0, 256), (0, 0, 256)], dtype=DTYPES)
+def test_empty_tensors(kernel, device, call, shape, dtype):
+    name, in_place = call
+    options = {"dtype": narrowed(dtype, name), "device": device, "shape": shape}
+    function, arguments = any_call(kernel, name, in_place, **options)
     outs = as_tuple(function(**arguments))
-    assert outs and all(out.dtype == dtype for out in outs)
-    *others, last = (out.flatten(2).shape for out in outs)
-    assert all(other == shape for other in others)
-    longer = (shape[0], shape[1] + 1, shape[2])
-    assert last == (longer if name == "qk_norm_two_ropes" else shape)
-
-
-@pytest.mark.parametrize("shape", [(0, 16, 128), (2, 0, 128)], ids=str)
-@every_writing
-def test_empty_tensors_that_are_written(kernel, device, name, in_place, shape):
-    options = {"dtype": torch.bfloat16, "device": device, "shape": shape, "heads": 2}
-    function, arguments = writing_call(kernel, name, in_place=in_place, **options)
-    for result, out in zip(as_tuple(function(**arguments)), written_by(arguments), strict=True):
-        assert result is out
+    assert all(out.dtype == options["dtype"] for out in outs)
+    of_key = (shape[0], shape[1] + (name == "qk_norm_two_ropes"), shape[2])
+    assert [out.flatten(2).shape for out in outs] == [shape, *[of_key] * (len(outs) - 1)]
+    if in_place is not None:
+        assert all(out is one for out, one in zip(outs, written_by(arguments), strict=True))
 
 
 @pytest.mark.parametrize("name", ROW_OPERATIONS)
