@@ -3,7 +3,6 @@
 import json
 import sys
 
-import click
 import pytest
 
 from benchmark_results import (
@@ -91,26 +90,6 @@ def test_peers_that_failed_or_are_broken(made_up, tmp_path):
     plots = (render_plots.render(folder)["bandwidth.svg"] for folder in (made_up, tmp_path))
     whole, without = (plot.count("<use ") for plot in plots)
     assert whole - without == 1
-
-
-def test_what_has_no_results_is_not_measured(made_up, tmp_path):
-    """The other rows are what they were."""
-    for name in (*FAMILIES, "host"):
-        if name != "group_norm":
-            result = load(made_up, name)
-            if name == "activation":
-                entries = result["workloads"]
-                result["workloads"] = [e for e in entries if e["operation"] != "silu"]
-            store(tmp_path, name, result)
-    assert "`python benchmarks/bench_group_norm.py` does" in rendered(tmp_path, "group_norm")
-    with_all, without = (rows_of(folder, "summary_operations") for folder in (made_up, tmp_path))
-    missing = {
-        f"`{name}`": [f"`{name}`", "", "not measured", *[""] * 4] for name in ("silu", "group_norm")
-    }
-    assert [missing.get(row[0], row) for row in with_all] == without
-    (tmp_path / "softmax" / "only.json").unlink()
-    with pytest.raises(click.ClickException, match="bench_softmax.py fills it"):
-        rendered(tmp_path, "summary_operations")
 
 
 def evaluated(made_up, change=lambda loaded: None):

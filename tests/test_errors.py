@@ -372,17 +372,9 @@ of_rows += [(BATCH, SEQ, 2, HEAD_DIM), (BATCH, HEADS, SEQ, HEAD_DIM), (1, 1, SEQ
 wrong_shapes("rope", "cos", *of_rows, (SEQ, 48), (SEQ, 2 * HIDDEN), (SEQ, 0), (), of=both)
 of_sine = [(HEAD_DIM,), (SEQ + 1, HEAD_DIM), (SEQ, HEAD_DIM // 2), (SEQ, 2 * HEAD_DIM)]
 wrong_shapes("rope", "sin", (), *of_sine)
-# x of four dimensions has a d of its own.
-of_heads = [
-    (SEQ, HEAD_DIM // 4),
-    (SEQ, HIDDEN // 2),
-    (SEQ, 2 * HEAD_DIM),
-    (BATCH, SEQ, HIDDEN // 2),
-]
-of_heads += [(BATCH, SEQ, HEADS, HEAD_DIM // 4), (BATCH, SEQ, HEADS, 2 * HEAD_DIM)]
-wrong_shapes("rope", "cos", *of_heads, of=both, along=in_heads, what="4d_")
-pairs, got = (SEQ, HEAD_DIM // 2), shape_text(SEQ, HEAD_DIM)
-wrong_shapes("rope", "sin", pairs, of=("cos",), along=in_heads, got=got, what="4d_cos_")
+# x of four dimensions has a d of its own; of what else tables may be, see qk_norm_rope.
+for size in ((SEQ, HEAD_DIM // 4), (BATCH, SEQ, HEADS, 2 * HEAD_DIM)):
+    wrong_shapes("rope", "cos", size, of=both, along=in_heads, what="4d_")
 
 
 def odd_heads(arguments):
