@@ -1,4 +1,4 @@
-"""What every result must be: accurate, new or in place as asked, and the inputs untouched."""
+"""Checks of results: accurate, new or in place as asked, with unchanged inputs."""
 
 import math
 import sys
@@ -18,12 +18,12 @@ __all__ = ["compute_as_other_threads", "one_thread"]
 # The ratio of L2 errors of fewer elements is noise, since a few large ones decide it; they get the
 # elementwise bound alone.
 CONTRACT_ELEMENTS = 32768
-# What float32 arithmetic may leave before the one rounding at the output, for values of order 1.
+# The error of float32 arithmetic before the one rounding at the output, for values of order 1.
 FLOAT32_ARITHMETIC = 4e-6
 
 
 def arithmetic_slack(name, dtype):
-    """What an operation's arithmetic may leave before the rounding at the output.
+    """The error that an operation's arithmetic may have before its output is rounded.
 
     Attention's weights are rounded to its dtype, too, before they meet values of order 1.
     """
@@ -120,7 +120,7 @@ def on_meta(tensor):
 
 
 def clone_storage(tensor):
-    """A copy with the same strides, and of the elements outside of the view, too."""
+    """A copy of the whole storage, with the same strides."""
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     storage = tensor.untyped_storage().clone()
     return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -235,7 +235,7 @@ def mixed(mixture, tensors, dtype):
 
 
 def rows_of(hidden, dtype):
-    """Rows for a meaningful ratio of errors: in float32 each row's statistics have one, too."""
+    """Enough rows for a meaningful ratio of errors: in float32 each row's statistics are rounded, too."""
     return max(64 if dtype == torch.float32 else 8, 2 * math.ceil(CONTRACT_ELEMENTS / hidden / 2))
 
 

@@ -1,27 +1,17 @@
 """Random wrong calls of the operations: each must raise one sentence, the same on every path.
 
-A valid call is drawn from a seed, and one to three things in it are made wrong. Where that raises, it must
-be ValueError or TypeError with one sentence that names the operation and an argument, and no memory may have
-changed. The same call with an input that requires grad must raise the same, and so must the graph that is
-traced of it with fake tensors, and of every hundredth call what torch.compile makes of it::
-
-    python tests/random_calls.py --calls 50000 --device cuda --processes 14
-    python tests/random_calls.py --first-seed 123 --calls 1
-
-The exit status is 1 if there was a fault. Calls that are valid in spite of the change are counted apart.
+A seed gives a valid call, and one to three changes of it. If that raises, it must be ValueError or TypeError,
+in one sentence that names the operation and an argument, and no memory may have changed. The same call must
+raise the same with an input that requires grad, in the graph that is traced with fake tensors, and, for every
+hundredth call, under torch.compile.
 """
 
-import logging
 import math
-import multiprocessing
 import random
 import re
 import warnings
-from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 
-import click
 import numpy as np
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -252,7 +242,7 @@ PATTERNS = {name: sentence(name) for name in TABLE}
 
 
 def traced_outcome(function, arguments):
-    """What the graph of a call that is traced with fake tensors raises when it runs."""
+    """What a call raises when its graph, traced with fake tensors, runs."""
     call, tensors = of_tensors(function, arguments)
     return outcome(lambda: make_fx(call, tracing_mode="fake")(*tensors)(*tensors), {})
 
@@ -266,7 +256,7 @@ def _leader(arguments):
 
 
 def fault(call):
-    """What is wrong with what the call raises, or None; "valid" where it raises nothing."""
+    """What is wrong, None if the call is refused as it should be, or "valid" if it raises nothing."""
     with torch.no_grad():
         memory = MemorySnapshot([t for t in tensors_of(call.arguments) if _is_plain(t)])
         kind, message = expected = outcome(call.function, call.arguments)
@@ -310,37 +300,3 @@ def check_seed(seed, device):
         except AssertionError as error:
             found = str(error)
     return found or "refused", f"{call.name}: {call.changes}"
-
-
-def _quietly(seeds, device):
-    torch.set_num_threads(1)
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    return [(seed, *check_seed(seed, device)) for seed in seeds]
-
-
-@click.command(help=__doc__.split("\n")[0])
-@click.option("--calls", default=1000, show_default=True, help="Wrong calls to be refused.")
-@click.option("--first-seed", default=0, show_default=True)
-@click.option("--device", default="cpu", show_default=True)
-@click.option("--processes", default=1, show_default=True)
-def main(calls, first_seed, device, processes):
-    counts, part = Counter(), 50
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        ranges = (range(first, first + part) for first in range(first_seed, 2**62, part))
-        run = partial(_quietly, device=device)
-        while counts["refused"] < calls and not counts["fault"] > 20:
-            batch = [next(ranges) for _ in range(processes)]
-            for seed, found, what in (r for rs in pool.map(run, batch) for r in rs):
-                is_fault = found not in ("valid", "refused")
-                counts["fault" if is_fault else found] += 1
-                if is_fault:
-                    click.echo(f"seed {seed}: {what}\n    {found[:600]}")
-    click.echo(
-        f"{counts['refused']} wrong calls refused in one sentence, {counts['fault']} were not; "
-        f"{counts['valid']} were valid"
-    )
-    raise SystemExit(counts["fault"] > 0)
-
-
-if __name__ == "__main__":
-    main()

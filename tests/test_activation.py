@@ -69,7 +69,7 @@ SHAPES = [
 
 @pairwise(activation=VARIANTS, shape=SHAPES, layout=LAYOUTS, dtype=DTYPES, bias=BIASES)
 def test_layouts(kernel, device, activation, shape, layout, dtype, bias):
-    """Leading dimensions that cannot be merged, too."""
+    """Some leading dimensions cannot be merged."""
     name, options, _ = resolve(activation)
     x = normal(*shape, dtype=dtype, device=device, layout=layout)
     check(kernel, name, x, **with_bias(options, bias, x))

@@ -66,7 +66,7 @@ def largest_score(q, k, scale, key_bias):
 
 
 def float16_slack(q, k, v, options):
-    """What the least distance of float16 numbers leaves of probabilities in it, at most.
+    """The largest error of probabilities in float16, from its spacing near zero.
 
     Keys far below a row's largest are off by up to 2^-12.5 of the row together, as if all of them had
     the same weight.

@@ -1,4 +1,4 @@
-"""What the benchmarks compute from their samples, and what they refuse to time."""
+"""Figures that the benchmarks compute from samples, and results that they refuse to time."""
 
 import itertools
 import sys

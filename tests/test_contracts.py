@@ -1,4 +1,4 @@
-"""What every operation keeps whatever it computes: Torch's own checks of an operator, compilation,
+"""Contracts of every operation: Torch's own checks of an operator, compilation,
 tracing, streams, graphs, determinism, memory, empty tensors, and sizes past 2**31 elements."""
 
 import gc
@@ -136,7 +136,7 @@ def to_double(tensor):
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("is_refused", [False, True], ids=["returns", "raises"])
 def test_calls_keep_no_memory(kernel, device, name, is_refused):
-    """What the dispatcher hands over, a call frees: tensors, optional ones and strings."""
+    """A call frees all arguments that the dispatcher passes: tensors, optional ones and strings."""
     function, arguments = sample(kernel, name, dtype=widest_dtype(name), device=device, **SMALL)
     if is_refused:
         arguments = map_tensors(to_double, arguments)
@@ -193,7 +193,7 @@ def test_compile_without_graph_break_or_recompilation(kernel, device, name, layo
 @every_writing
 @every_memory
 def test_compile_what_writes(kernel, device, name, in_place, layout, backend):
-    """What is written stays in its place in the graph: functions around it see it, or do not yet."""
+    """Writes keep their order in the graph: code before a call sees old values, code after it new ones."""
     options = {"dtype": torch.bfloat16, "device": device, "layout": layout, **SMALL}
     function, _ = writing_call(kernel, name, in_place=in_place, **options)
 

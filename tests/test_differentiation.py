@@ -59,7 +59,7 @@ def in_double(tensor):
 
 
 def exactly(arguments):
-    """In float64, but for coordinates and frequencies, of which the product is one of float32."""
+    """In float64, except coordinates and frequencies: their product is computed in float32."""
     exact, rope = map_tensors(in_double, arguments), arguments.get("rope")
     return {**exact, "rope": rope} if hasattr(rope, "frequencies") else exact
 

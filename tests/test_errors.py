@@ -700,7 +700,7 @@ def test_no_memory(kernel, device, operation):
     assert re.search("out of memory|can't allocate memory", str(cause))
 
 
-# A CUDA runtime that says of each GPU that it is of compute capability 8.6.
+# A CUDA runtime that reports compute capability 8.6 for every GPU.
 OTHER_CAPABILITY = """
 #define _GNU_SOURCE
 #include <dlfcn.h>

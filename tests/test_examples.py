@@ -46,7 +46,7 @@ def generate():
 
 @pytest.fixture(scope="module")
 def common(ltx):
-    """What the examples share, as the scripts have imported it."""
+    """The module that the example scripts import."""
     return sys.modules[ltx.load_kernel.__module__]
 
 

@@ -231,7 +231,7 @@ def test_nonfinite_parameters(kernel, device, given, is_last, activation, dtype)
 @every_memory
 @every_dtype
 def test_infinite_weight(kernel, device, is_last, dtype):
-    """As the formula has it. PyTorch multiplies the mean by it, too, and makes NaN of some channels."""
+    """As in the formula. PyTorch also multiplies the mean by the weight, which gives NaN in some channels."""
     x = laid_out(normal(2, 24, 5, 7, dtype=dtype, device=device), is_last)
     weight = parameters(24, dtype, device)["weight"]
     weight[3], weight[9] = math.inf, -math.inf

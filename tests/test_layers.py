@@ -110,7 +110,7 @@ def calls_and_result(module, *args, **kwargs):
 
 
 def exact(module, x):
-    """What a module computes in float64, norms of diffusers (in float32 inside) included."""
+    """The module's result in float64, also for norms of diffusers that compute in float32."""
     module, x = copy.deepcopy(module).double(), x.double()
     if not isinstance(module, (RMSNorm, FP32LayerNorm)):
         return module(x)
@@ -144,7 +144,7 @@ def test_each_class(kernelized, device, name, dtype):
 
 @pytest.mark.parametrize("layer", CLASSES)
 def test_layers_are_pure(kernel, layer):
-    """Nothing but forward and what kernels allows: kernelize takes the function and nothing else."""
+    """A layer has only forward and the attributes that kernels allows: kernelize takes only the function."""
     assert kernel.layers.__all__ == sorted(CLASSES)
     cls = getattr(kernel.layers, layer)
     own = {name for name in vars(cls) if not name.startswith("__")}
@@ -175,7 +175,7 @@ def test_strided_and_empty_inputs(kernelized, device, name):
 
 
 # --------------------------------------------------------------------------------------------------
-# What an operation cannot express: the class's own result, bit for bit
+# Calls that no operation can express give the class's own result, bit for bit
 
 
 def assert_own_result(kernelized, module, x):
@@ -266,7 +266,7 @@ class Renamed(nn.LayerNorm):
 )
 @torch.no_grad()
 def test_subclasses_with_another_forward(kernelized, device, make):
-    """kernelize binds the layer to them, too, since they inherit the layer's name."""
+    """kernelize also binds the layer to subclasses, which inherit the layer's name."""
     module = with_values(make(), torch.float32, device)
     assert_own_result(kernelized, module, torch.randn(3, 5, HIDDEN, device=device))
 

@@ -186,7 +186,7 @@ DIMENSIONS = [
     mixture=[None, "odd"],
 )
 def test_dimensions(kernel, device, name, shapes, layout, dtype, mixture):
-    """Leading dimensions that cannot be merged, too: what a launch cannot take is stepped through."""
+    """Leading dimensions that cannot be merged, in one launch or in several."""
     shape, of_modulation = shapes
     arguments = row_call(name, shape, dtype, device, layout=layout, form="contiguous")
     for i, key in enumerate(TABLE[name].modulations):

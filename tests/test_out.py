@@ -72,7 +72,7 @@ def test_values(kernel, device, name, dtype, layout, hidden):
     assert out._version == version + 1
 
 
-# What is made of an output, and what the sentence says that it got.
+# How an output is changed, and the sentence's text after "got".
 MISTAKES = {
     "float64": (torch.Tensor.double, "float64"),
     "int64": (torch.Tensor.long, "int64"),
@@ -282,7 +282,7 @@ def test_outputs_over_what_is_read(kernel, device, name, index):
 
 
 # --------------------------------------------------------------------------------------------------
-# What is refused, compared with the sets of addresses themselves
+# Random views: refused exactly if sets of addresses intersect
 
 
 def addresses(tensor):

@@ -174,7 +174,7 @@ def small_ltx_video(monkeypatch, device, tmp_path):
 
 
 def card():
-    """As the Hub shows it, but for what kernel-builder fills in."""
+    """As the Hub shows it, with the values that kernel-builder fills in."""
     text = (CHECKOUT / "CARD.md").read_text(encoding="utf-8")
     return text.replace("{{ repo_id }}", "org/h100-diffusers-kernels").replace("{{version}}", "1")
 

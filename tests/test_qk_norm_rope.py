@@ -86,7 +86,7 @@ def check_call(kernel, q, k, *, heads, norm, layout="interleaved", **options):
     dtype=DTYPES,
 )
 def test_head_dims(kernel, device, head_dim, form, norm, layout, has_head_dim, k_heads, dtype):
-    """With another number of key heads, too, where the heads share what turns them."""
+    """Also with another number of key heads, if all heads share their tables."""
     k_heads = 4 if form == "coordinates" else k_heads
     shape = (2, math.ceil(CONTRACT_ELEMENTS / (2 * 4 * head_dim)), 4, head_dim)
     q, k = query_and_key(shape, dtype, device, k_heads=k_heads, has_head_dim=has_head_dim)
