@@ -114,11 +114,6 @@ def compiled_outcome(function, arguments):
     return outcome(torch.compile(lambda **given: function(**given), backend="eager"), arguments)
 
 
-def on_meta(tensor):
-    """Without values, with the same strides."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
 def clone_storage(tensor):
     """A copy of the whole storage, with the same strides."""
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -29,10 +29,6 @@ VARIANTS |= {
 PLAIN = [activation for activation, (name, _) in VARIANTS.items() if name not in GATED]
 every_activation = pytest.mark.parametrize("activation", VARIANTS)
 every_plain = pytest.mark.parametrize("activation", PLAIN)
-every_gated = pytest.mark.parametrize(
-    "activation", [name for name in VARIANTS if name not in PLAIN]
-)
-
 SIZES = [1, 2, 3, 5, 7, 8, 63, 64, 65, 128, 256, 1000, 1367, 2048, 6826, 8192, 40000, 70001]
 BIASES = [None, "contiguous", "misaligned"]
 
@@ -110,16 +106,6 @@ def test_float32_values_of_every_magnitude(kernel, device, activation):
     magnitudes = (10**exponents).to(torch.float32)
     x = torch.cat([magnitudes, -magnitudes, torch.linspace(-20, 20, 50001, device=device)])
     check(kernel, name, x, contract=False, **options)
-
-
-@every_gated
-def test_which_half_is_the_factor(kernel, device, activation):
-    """The second half goes through the activation, as in diffusers, or the first where that is asked for."""
-    name, options, _ = resolve(activation)
-    factor, gate = torch.tensor([[3.0, -5.0], [2.0, 0.0]], device=device)
-    halves = [gate, factor] if options.get("activated") == "first" else [factor, gate]
-    out = check(kernel, name, torch.cat(halves)[None], **options)
-    assert out[0, 0] > 0 and out[0, 1] == 0
 
 
 @pairwise(activation=PLAIN, layout=WRITABLE_LAYOUTS, hidden=[65, 2048], dtype=DTYPES, bias=BIASES)

@@ -203,12 +203,6 @@ def test_stride_of_a_single_column_is_free(kernel, device, name):
     check_rows(kernel, name, arguments)
 
 
-@pytest.mark.parametrize("name", [name for name in ROW_NORMS if "residual" in name])
-def test_same_tensor_as_residual_and_x(kernel, device, name):
-    arguments = row_call(name, (2, 64, 256), torch.bfloat16, device)
-    check_rows(kernel, name, {**arguments, "residual": arguments["x"]})
-
-
 @pairwise(name=NORMS, eps=[0.0, 1e-12, 1e-3, 1.0, None], dtype=DTYPES)
 def test_eps(kernel, device, name, eps, dtype):
     arguments = row_call(name, (2, 64, 256), dtype, device)

@@ -222,13 +222,6 @@ def test_model_sizes(kernel, device, shape, norm, form, inplace, dtype):
     check_call(kernel, q, k, **parameters, rope=rope, heads=shape[2], norm=norm, inplace=inplace)
 
 
-@every_norm
-def test_same_tensor_as_query_and_key(kernel, device, norm):
-    q, _ = query_and_key((2, 65, 4, 64), torch.bfloat16, device)
-    rope = rotary_tables(65, 64, dtype=torch.float32, device=device)
-    check_call(kernel, q, q, rope=rope, heads=4, norm=norm)
-
-
 @pairwise(eps=[0.0, 1e-3, 1.0], norm=NORMALIZING, dtype=DTYPES)
 def test_eps(kernel, device, eps, norm, dtype):
     q, k = (normal(2, 64, 256, dtype=dtype, device=device, std=0.02) for _ in range(2))
