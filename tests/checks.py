@@ -1,4 +1,4 @@
-"""What every result must be: accurate, new or in place as asked, and the inputs untouched."""
+"""Checks of results: accurate, new or in place as asked, with unchanged inputs."""
 
 import math
 import sys
@@ -18,12 +18,12 @@ __all__ = ["compute_as_other_threads", "one_thread"]
 # The ratio of L2 errors of fewer elements is noise, since a few large ones decide it; they get the
 # elementwise bound alone.
 CONTRACT_ELEMENTS = 32768
-# What float32 arithmetic may leave before the one rounding at the output, for values of order 1.
+# The error of float32 arithmetic before the one rounding at the output, for values of order 1.
 FLOAT32_ARITHMETIC = 4e-6
 
 
 def arithmetic_slack(name, dtype):
-    """What an operation's arithmetic may leave before the rounding at the output.
+    """The error that an operation's arithmetic may have before its output is rounded.
 
     Attention's weights are rounded to its dtype, too, before they meet values of order 1.
     """
@@ -31,7 +31,7 @@ def arithmetic_slack(name, dtype):
 
 
 def poison_memory(*tensors):
-    """Fills free memory of the size of the tensors with NaN, so that what is never written shows.
+    """Fills free memory of the size of the tensors with NaN, so that elements that are never written show.
 
     In memory that held the right result before, like that of the eager expression, it would not.
     """
@@ -40,7 +40,7 @@ def poison_memory(*tensors):
 
 
 def tensors_of(*values):
-    """All tensors among arguments, those inside of tuples included."""
+    """All tensors among the arguments, including those in tuples."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -89,13 +89,33 @@ def map_tensors(function, value):
     return value
 
 
-def on_meta(tensor):
-    """Without values, with the same strides."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def of_tensors(function, arguments, which=lambda tensor: True):
+    """The call as a function of the tensors among its arguments, those in tuples too; and these."""
+
+    def call(*tensors):
+        given = iter(tensors)
+        return function(**map_tensors(lambda t: next(given) if which(t) else t, arguments))
+
+    return call, list(filter(which, tensors_of(arguments)))
+
+
+def outcome(function, arguments):
+    """The type and the text of what a call raises, or that it returns."""
+    try:
+        function(**arguments)
+    except Exception as error:
+        return type(error), str(error)
+    return "returned", ""
+
+
+def compiled_outcome(function, arguments):
+    """The same of a call that Dynamo has traced."""
+    torch._dynamo.reset()
+    return outcome(torch.compile(lambda **given: function(**given), backend="eager"), arguments)
 
 
 def clone_storage(tensor):
-    """A copy with the same strides, and of the elements outside of the view, too."""
+    """A copy of the whole storage, with the same strides."""
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     storage = tensor.untyped_storage().clone()
     return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -116,7 +136,7 @@ def _bytes(storage):
 
 
 class MemorySnapshot:
-    """The whole storage of some tensors, elements that no view shows included."""
+    """Copies of the whole storages of tensors."""
 
     def __init__(self, tensors):
         self._copies = {}
@@ -173,15 +193,6 @@ def assert_contract(out, reference, eager_out):
     )
 
 
-def assert_accurate(out, reference, eager_out, slack=FLOAT32_ARITHMETIC, contract=True):
-    assert out.shape == reference.shape
-    assert out.dtype == eager_out.dtype
-    assert out.device == eager_out.device
-    assert_rounded_once(out, reference, slack)
-    if contract and out.numel() >= CONTRACT_ELEMENTS:
-        assert_contract(out, reference, eager_out)
-
-
 def as_tuple(result):
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
 
@@ -228,7 +239,11 @@ def check(
     memory.assert_unchanged()
     with one_thread():
         for out, reference, eager_out in zip(outs, expected, eager_outs, strict=True):
-            assert_accurate(out, reference, eager_out, slack, contract)
+            assert out.shape == reference.shape
+            assert (out.dtype, out.device) == (eager_out.dtype, eager_out.device)
+            assert_rounded_once(out, reference, slack)
+            if contract and out.numel() >= CONTRACT_ELEMENTS:
+                assert_contract(out, reference, eager_out)
     return result
 
 

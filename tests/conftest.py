@@ -10,7 +10,7 @@ import torch
 
 from threads import one_thread
 
-# Values are compared with those of float64: convolutions, too, are to be computed in float32.
+# Values are compared with float64: convolutions must compute in float32.
 torch.backends.cudnn.allow_tf32 = False
 
 REPO_ID = "org/h100-diffusers-kernels"

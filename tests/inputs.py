@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from checks import CONTRACT_ELEMENTS
+from checks import CONTRACT_ELEMENTS, as_tuple
 from conftest import load_kernel
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -172,13 +172,9 @@ TABLE_SHAPES = {
 
 # The same of tables with one value a pair.
 PAIR_TABLE_SHAPES = {
-    "S_p": lambda batch, seq, heads, dim: (seq, dim // 2),
-    "1_S_p": lambda batch, seq, heads, dim: (1, seq, dim // 2),
-    "B_S_p": lambda batch, seq, heads, dim: (batch, seq, dim // 2),
-    "1_S_1_p": lambda batch, seq, heads, dim: (1, seq, 1, dim // 2),
-    "B_S_1_p": lambda batch, seq, heads, dim: (batch, seq, 1, dim // 2),
-    "1_S_H_p": lambda batch, seq, heads, dim: (1, seq, heads, dim // 2),
-    "B_S_H_p": lambda batch, seq, heads, dim: (batch, seq, heads, dim // 2),
+    name.replace("d", "p"): lambda *shape, table=table: (*table(*shape)[:-1], shape[-1] // 2)
+    for name, table in TABLE_SHAPES.items()
+    if not name.endswith("Hd")
 }
 
 GRID_AXES = ("frame", "height", "width")
@@ -199,18 +195,25 @@ def coordinates_and_frequencies(batch, seq, axes, count, device, largest_angle=1
     return coordinates, torch.tensor(largest_angle, device=device) ** exponents
 
 
-def packed_query_and_key(form, shape, dtype, device):
-    """q and k as views of one packed projection."""
+def heads_of(shape, dtype, device, *, has_head_dim=True, layout="contiguous"):
+    """A tensor of (batch, seq, heads, head_dim), the last two flattened unless `has_head_dim`."""
+    batch, seq, heads, head_dim = shape
+    size = shape if has_head_dim else (batch, seq, heads * head_dim)
+    return normal(*size, dtype=dtype, device=device, layout=layout)
+
+
+def packed_projection(form, shape, dtype, device):
+    """Query, key and value as views of one tensor."""
     batch, seq, heads, head_dim = shape
     if form == "chunk":
-        return normal(batch, seq, 3 * heads * head_dim, dtype=dtype, device=device).chunk(3, -1)[:2]
+        return normal(batch, seq, 3 * heads * head_dim, dtype=dtype, device=device).chunk(3, -1)
     if form == "unbind":
-        return normal(batch, seq, 3, heads, head_dim, dtype=dtype, device=device).unbind(2)[:2]
+        return normal(batch, seq, 3, heads, head_dim, dtype=dtype, device=device).unbind(2)
     if form == "interleaved_heads":
-        return normal(batch, seq, heads, 3 * head_dim, dtype=dtype, device=device).chunk(3, -1)[:2]
+        return normal(batch, seq, heads, 3 * head_dim, dtype=dtype, device=device).chunk(3, -1)
     assert form == "heads_first"
     packed = normal(3, batch, heads, seq, head_dim, dtype=dtype, device=device)
-    return packed.transpose(2, 3).unbind(0)[:2]
+    return packed.transpose(2, 3).unbind(0)
 
 
 PACKED_FORMS = ["chunk", "unbind", "interleaved_heads", "heads_first"]
@@ -232,7 +235,7 @@ def mixed(mixture, tensors, dtype):
 
 
 def rows_of(hidden, dtype):
-    """Rows for a meaningful ratio of errors: in float32 each row's statistics have one, too."""
+    """Enough rows for a meaningful ratio of errors: in float32 each row's statistics are rounded, too."""
     return max(64 if dtype == torch.float32 else 8, 2 * math.ceil(CONTRACT_ELEMENTS / hidden / 2))
 
 
@@ -358,7 +361,7 @@ def parameters_of(name):
 
 
 def optional_tensors(name):
-    """Of an operation; but sin goes with cos, and what is written is no input."""
+    """The optional input tensors of an operation, except sin, which goes with cos."""
     return [
         key
         for key, parameter in parameters_of(name).items()
@@ -370,18 +373,9 @@ def widest_dtype(name):
     return torch.bfloat16 if name.startswith("attention") else torch.float32
 
 
-def dtypes_of(name, dtypes=DTYPES):
-    return [dtype for dtype in dtypes if dtype.itemsize <= widest_dtype(name).itemsize]
-
-
-def for_operations(names, dtypes):
-    """Each operation with each of the dtypes that it accepts."""
-    pairs = [
-        pytest.param(name, dtype, id=f"{name}-{dtype_text(dtype)}")
-        for name in names
-        for dtype in dtypes_of(name, dtypes)
-    ]
-    return pytest.mark.parametrize(("name", "dtype"), pairs)
+def narrowed(dtype, name):
+    """The dtype, or that of 16 bits where a call takes no other."""
+    return min(dtype, widest_dtype(name), key=lambda d: d.itemsize)
 
 
 def smallest_factor(count):
@@ -482,7 +476,7 @@ def _with_pair_tables(arguments, heads, is_complex):
 
 
 def without_optional(name, arguments):
-    """The same call with nothing that may be left out, but what says how its tensors are meant."""
+    """The same call without optional arguments, except those that say how its tensors are read."""
     parameters, left_out = parameters_of(name), optional_tensors(name)
     kept = ("rope", "k_rope", "sin", "heads")
     return {
@@ -512,3 +506,25 @@ def writing_call(kernel, name, *, out_layout="odd_rows", in_place=False, values=
         arguments["v"] = torch.randn_like(arguments["k"])
         out = (*out, LAYOUTS[out_layout](torch.full_like(arguments["k"], math.nan)))
     return function, {**arguments, "out": out}
+
+
+# Calls that write to tensors of the caller's: operation, and whether in place.
+WRITING = [(name, False) for name in (*WITH_OUT, *QK_OPERATIONS)]
+WRITING += [(name, True) for name in (*QK_OPERATIONS, f"qk_norm_rope{BY_COMPLEX}")]
+every_writing = pytest.mark.parametrize(("name", "in_place"), WRITING)
+
+
+def written_by(arguments):
+    """The tensors that such a call writes to."""
+    return as_tuple(arguments["out"]) if "out" in arguments else (arguments["q"], arguments["k"])
+
+
+# All calls, those that give new tensors with None.
+ALL_CALLS = [*((name, None) for name in CALLS), *WRITING]
+every_kind_of_call = pytest.mark.parametrize(("name", "in_place"), ALL_CALLS)
+
+
+def any_call(kernel, name, in_place, *, values=True, **options):
+    if in_place is None:
+        return sample(kernel, name, **options)
+    return writing_call(kernel, name, in_place=in_place, values=values, **options)

@@ -1,32 +1,22 @@
 """Random wrong calls of the operations: each must raise one sentence, the same on every path.
 
-A valid call is drawn from a seed, and one to three things in it are made wrong. Where that raises, it must
-be ValueError or TypeError with one sentence that names the operation and an argument, and no memory may have
-changed. The same call with an input that requires grad must raise the same, and so must the graph that is
-traced of it with fake tensors, and of every hundredth call what torch.compile makes of it::
-
-    python tests/random_calls.py --calls 50000 --device cuda --processes 14
-    python tests/random_calls.py --first-seed 123 --calls 1
-
-The exit status is 1 if there was a fault. Calls that are valid in spite of the change are counted apart.
+A seed gives a valid call, and one to three changes of it. If that raises, it must be ValueError or TypeError,
+in one sentence that names the operation and an argument, and no memory may have changed. The same call must
+raise the same with an input that requires grad, in the graph that is traced with fake tensors, and, for every
+hundredth call, under torch.compile.
 """
 
-import logging
 import math
-import multiprocessing
 import random
 import re
 import warnings
-from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 
-import click
 import numpy as np
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from checks import MemorySnapshot, map_tensors, tensors_of
+from checks import MemorySnapshot, compiled_outcome, of_tensors, outcome, tensors_of
 from inputs import (
     CALLS,
     DTYPES,
@@ -35,10 +25,10 @@ from inputs import (
     WITH_OUT,
     WRITABLE_LAYOUTS,
     load_kernel,
+    narrowed,
     out_for,
     parameters_of,
     sample,
-    widest_dtype,
 )
 
 OTHER_DTYPES = [
@@ -46,7 +36,7 @@ OTHER_DTYPES = [
     *(torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128),
     *(torch.float8_e4m3fn, torch.float8_e5m2),
 ]
-# Of these values some are right for some arguments.
+# Some of these are valid for some arguments.
 VALUES = [
     *(None, True, False, 0, 1, -1, 2, 3, 64, 2.5, 1e-6, -0.0, 1e300, 1e-50, 1j),
     *(math.nan, math.inf, -math.inf, 2**31, 2**63, -(2**63) - 1, 10**400),
@@ -57,7 +47,7 @@ VALUES = [
 
 
 # --------------------------------------------------------------------------------------------------
-# What is made wrong
+# Mistakes
 
 
 def strided(tensor, rng):
@@ -140,14 +130,14 @@ CHANGES = [
     *(strided, longer, shorter, another_shape, flat, more_dimensions, transposed, expanded),
     *(another_dtype, another_layout, another_device, without_memory, no_tensor),
 ]
-# Of these a fake tensor has no idea.
+# A fake tensor shows none of these changes.
 NOT_TRACED = (another_layout, another_device, without_memory, more_dimensions)
 DYNAMO_EVERY = 100
 
 
 @dataclass
 class Call:
-    """A call, and what was made wrong in it."""
+    """A call and its mistakes."""
 
     seed: int
     function: object
@@ -157,14 +147,6 @@ class Call:
     @property
     def name(self):
         return self.function.__name__
-
-    def outcome(self, arguments):
-        """What the call raises, as a type and a text, or "returned"."""
-        try:
-            self.function(**arguments)
-        except Exception as error:
-            return type(error), str(error)
-        return "returned", ""
 
 
 def _is_plain(tensor):
@@ -211,11 +193,10 @@ def random_call(seed, device):
     torch.manual_seed(seed)
     kernel = load_kernel()
     operation = rng.choice(CALLS)
-    dtypes = [d for d in DTYPES if d.itemsize <= widest_dtype(operation).itemsize]
     function, arguments = sample(
         kernel,
         operation,
-        dtype=rng.choice(dtypes),
+        dtype=narrowed(rng.choice(DTYPES), operation),
         device=device,
         shape=(2, 3, 64),
         heads=2,
@@ -237,7 +218,7 @@ def random_call(seed, device):
 
 
 # --------------------------------------------------------------------------------------------------
-# What is asked of it
+# Checks
 
 
 def sentence(name):
@@ -260,22 +241,10 @@ def sentence(name):
 PATTERNS = {name: sentence(name) for name in TABLE}
 
 
-def traced_outcome(call):
-    """What the graph of a call that is traced with fake tensors raises when it runs."""
-
-    def function(*tensors):
-        given = iter(tensors)
-        return call.function(**map_tensors(lambda _: next(given), call.arguments))
-
-    tensors = list(tensors_of(call.arguments))
-    traced = Call(call.seed, lambda: make_fx(function, tracing_mode="fake")(*tensors)(*tensors), {})
-    return traced.outcome({})
-
-
-def compiled_outcome(call):
-    torch._dynamo.reset()
-    function = torch.compile(lambda given: call.function(**given), backend="eager")
-    return Call(call.seed, lambda: function(call.arguments), {}).outcome({})
+def traced_outcome(function, arguments):
+    """What a call raises when its graph, traced with fake tensors, runs."""
+    call, tensors = of_tensors(function, arguments)
+    return outcome(lambda: make_fx(call, tracing_mode="fake")(*tensors)(*tensors), {})
 
 
 def _leader(arguments):
@@ -287,10 +256,10 @@ def _leader(arguments):
 
 
 def fault(call):
-    """What is wrong with what the call raises, or None; "valid" where it raises nothing."""
+    """What is wrong, None if the call is refused as it should be, or "valid" if it raises nothing."""
     with torch.no_grad():
         memory = MemorySnapshot([t for t in tensors_of(call.arguments) if _is_plain(t)])
-        kind, message = outcome = call.outcome(call.arguments)
+        kind, message = expected = outcome(call.function, call.arguments)
         if kind == "returned":
             return "valid"
         memory.assert_unchanged()
@@ -302,9 +271,9 @@ def fault(call):
     writes = call.arguments.get("inplace") is True or call.arguments.get("out") is not None
     if leader is not None and not writes:
         leader.requires_grad_()
-        other = call.outcome(call.arguments)
+        other = outcome(call.function, call.arguments)
         leader.requires_grad_(False)
-        if other != outcome:
+        if other != expected:
             return f"{message!r}, but where an input requires grad {other}"
     changes = [change for _, change in call.changes]
     if not any(change is other for change in changes for other in NOT_TRACED):
@@ -313,10 +282,10 @@ def fault(call):
         is_huge = any(type(v) is int and v.bit_length() > 1000 for v in call.arguments.values())
         if call.seed % DYNAMO_EVERY == 0 and not is_huge:
             others["compiled"] = compiled_outcome
-        for how, function in others.items():
+        for how, of_path in others.items():
             with torch.no_grad():
-                other = function(call)
-            if other != outcome:
+                other = of_path(call.function, call.arguments)
+            if other != expected:
                 return f"{message!r}, but {how} {other}"
     return None
 
@@ -331,37 +300,3 @@ def check_seed(seed, device):
         except AssertionError as error:
             found = str(error)
     return found or "refused", f"{call.name}: {call.changes}"
-
-
-def _quietly(seeds, device):
-    torch.set_num_threads(1)
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    return [(seed, *check_seed(seed, device)) for seed in seeds]
-
-
-@click.command(help=__doc__.split("\n")[0])
-@click.option("--calls", default=1000, show_default=True, help="Wrong calls to be refused.")
-@click.option("--first-seed", default=0, show_default=True)
-@click.option("--device", default="cpu", show_default=True)
-@click.option("--processes", default=1, show_default=True)
-def main(calls, first_seed, device, processes):
-    counts, part = Counter(), 50
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        ranges = (range(first, first + part) for first in range(first_seed, 2**62, part))
-        run = partial(_quietly, device=device)
-        while counts["refused"] < calls and not counts["fault"] > 20:
-            batch = [next(ranges) for _ in range(processes)]
-            for seed, found, what in (r for rs in pool.map(run, batch) for r in rs):
-                is_fault = found not in ("valid", "refused")
-                counts["fault" if is_fault else found] += 1
-                if is_fault:
-                    click.echo(f"seed {seed}: {what}\n    {found[:600]}")
-    click.echo(
-        f"{counts['refused']} wrong calls refused in one sentence, {counts['fault']} were not; "
-        f"{counts['valid']} were valid"
-    )
-    raise SystemExit(counts["fault"] > 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -29,10 +29,6 @@ VARIANTS |= {
 PLAIN = [activation for activation, (name, _) in VARIANTS.items() if name not in GATED]
 every_activation = pytest.mark.parametrize("activation", VARIANTS)
 every_plain = pytest.mark.parametrize("activation", PLAIN)
-every_gated = pytest.mark.parametrize(
-    "activation", [name for name in VARIANTS if name not in PLAIN]
-)
-
 SIZES = [1, 2, 3, 5, 7, 8, 63, 64, 65, 128, 256, 1000, 1367, 2048, 6826, 8192, 40000, 70001]
 BIASES = [None, "contiguous", "misaligned"]
 
@@ -69,7 +65,7 @@ SHAPES = [
 
 @pairwise(activation=VARIANTS, shape=SHAPES, layout=LAYOUTS, dtype=DTYPES, bias=BIASES)
 def test_layouts(kernel, device, activation, shape, layout, dtype, bias):
-    """Leading dimensions that cannot be merged, too."""
+    """Some leading dimensions cannot be merged."""
     name, options, _ = resolve(activation)
     x = normal(*shape, dtype=dtype, device=device, layout=layout)
     check(kernel, name, x, **with_bias(options, bias, x))
@@ -112,45 +108,12 @@ def test_float32_values_of_every_magnitude(kernel, device, activation):
     check(kernel, name, x, contract=False, **options)
 
 
-@every_gated
-def test_which_half_is_the_factor(kernel, device, activation):
-    """The second half goes through the activation, as in diffusers, or the first where that is asked for."""
-    name, options, _ = resolve(activation)
-    factor, gate = torch.tensor([[3.0, -5.0], [2.0, 0.0]], device=device)
-    halves = [gate, factor] if options.get("activated") == "first" else [factor, gate]
-    out = check(kernel, name, torch.cat(halves)[None], **options)
-    assert out[0, 0] > 0 and out[0, 1] == 0
-
-
-@pairwise(
-    activation=VARIANTS, layout=WRITABLE_LAYOUTS, hidden=[1, 65, 2048], dtype=DTYPES, bias=BIASES
-)
-def test_out(kernel, device, activation, layout, hidden, dtype, bias):
-    name, options, inputs = resolve(activation)
-    x = normal(3, 32, inputs * hidden, dtype=dtype, device=device)
-    out = normal(3, 32, hidden, dtype=dtype, device=device, layout=layout)
-    check(kernel, name, x, **with_bias(options, bias, x), out=out)
-
-
 @pairwise(activation=PLAIN, layout=WRITABLE_LAYOUTS, hidden=[65, 2048], dtype=DTYPES, bias=BIASES)
 def test_in_place(kernel, device, activation, layout, hidden, dtype, bias):
     """`out` may be x itself."""
     name, options, _ = resolve(activation)
     x = normal(3, 32, hidden, dtype=dtype, device=device, layout=layout)
     check(kernel, name, x, **with_bias(options, bias, x), out=x)
-
-
-def test_beside_attention_in_one_buffer(kernel, device):
-    """As in a single block of FLUX: attention and feed-forward, which one projection takes together."""
-    dtype, heads, head_dim = torch.bfloat16, 2, 64
-    buffer = normal(2, 9, 128 + 512, dtype=dtype, device=device)
-    q, k, v = (normal(2, 9, heads, head_dim, dtype=dtype, device=device) for _ in range(3))
-    x = normal(2, 9, 512, dtype=dtype, device=device)
-    attended, activated = buffer.split((128, 512), dim=-1)
-    kernel.attention(q, k, v, out=attended.unflatten(-1, (heads, head_dim)))
-    kernel.gelu(x, "tanh", out=activated)
-    expected = [kernel.attention(q, k, v).flatten(2), kernel.gelu(x, "tanh")]
-    assert torch.equal(buffer, torch.cat(expected, dim=-1))
 
 
 @pairwise(
@@ -172,7 +135,6 @@ def test_nonfinite_values(kernel, device, activation, value, dtype, is_in_bias):
 
 
 @pytest.mark.sanitize
-@pytest.mark.kernels_ci
 @every_activation
 @pytest.mark.parametrize(
     ("shape", "layout", "dtype", "bias"),

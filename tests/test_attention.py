@@ -15,6 +15,7 @@ from inputs import (
     WRITABLE_LAYOUTS,
     every_16_bit_dtype,
     normal,
+    packed_projection,
     pairwise,
 )
 
@@ -65,7 +66,7 @@ def largest_score(q, k, scale, key_bias):
 
 
 def float16_slack(q, k, v, options):
-    """What the least distance of float16 numbers leaves of probabilities in it, at most.
+    """The largest error of probabilities in float16, from its spacing near zero.
 
     Keys far below a row's largest are off by up to 2^-12.5 of the row together, as if all of them had
     the same weight.
@@ -108,50 +109,22 @@ def check_attention(kernel, q, k, v, *, contract=True, written=None, **options):
 # Written to a tensor of the caller's
 
 
-# Of (B, S, H, d): a part of the tokens' rows, and orders of the dimensions in memory.
-def _beside_others(shape):
-    batch, seq, heads, head_dim = shape
-    return (batch, seq, heads * head_dim + 256), lambda t: t[..., 128:-128].unflatten(
-        -1, (heads, head_dim)
-    )
-
-
-def _heads_first(shape):
-    batch, seq, heads, head_dim = shape
-    return (batch, heads, seq, head_dim), lambda t: t.transpose(1, 2)
-
-
-def _tokens_first(shape):
-    batch, seq, heads, head_dim = shape
-    return (seq, batch, heads, head_dim), lambda t: t.transpose(0, 1)
-
-
-PLACES = {
-    "beside_others": _beside_others,
-    "heads_first": _heads_first,
-    "tokens_first": _tokens_first,
-}
-
-
-def place_for_output(place, shape, dtype, device):
+def memory_for_output(layout, shape, dtype, device):
     """A view that holds NaN, in a buffer that does."""
-    if place in PLACES:
-        size, view = PLACES[place](shape)
-        return view(torch.full(size, math.nan, dtype=dtype, device=device))
-    return normal(*shape, dtype=dtype, device=device, layout=place).fill_(math.nan)
+    return normal(*shape, dtype=dtype, device=device, layout=layout).fill_(math.nan)
 
 
 # Queries and keys for each of the kernels.
 @pairwise(
     size=[(70, 0), (70, 100), (200, 200), (200, 300), (1025, 300)],
-    place=[*PLACES, *WRITABLE_LAYOUTS],
+    layout=WRITABLE_LAYOUTS,
     head_dim=HEAD_DIMS,
     dtype=HALVES,
 )
-def test_out(kernel, device, size, place, head_dim, dtype):
+def test_out(kernel, device, size, layout, head_dim, dtype):
     queries, keys = size
     q, k, v = query_key_value(2, queries, keys, 3, head_dim, dtype, device)
-    out = place_for_output(place, q.shape, dtype, device)
+    out = memory_for_output(layout, q.shape, dtype, device)
     expected = kernel.attention(q, k, v)
     if keys == 0:
         memory = MemorySnapshot([out])
@@ -164,20 +137,11 @@ def test_out(kernel, device, size, place, head_dim, dtype):
     assert torch.equal(out, expected)
 
 
-@pairwise(place=["beside_others", "odd_rows"], bias_dtype=BIAS_DTYPES, dtype=HALVES)
-def test_out_with_everything_optional(kernel, device, place, bias_dtype, dtype):
-    q, k, v = query_key_value(3, 70, 300, 4, 64, dtype, device, key_heads=2, layout="chunk")
-    options = {"scale": 0.1, "key_lengths": key_lengths([300, 0, 17], device)}
-    options["key_bias"] = normal(3, 300, dtype=bias_dtype or dtype, device=device)
-    out = place_for_output(place, q.shape, dtype, device)
-    check_attention(kernel, q, k, v, written=out, **options)
-
-
-@pytest.mark.parametrize("place", ["contiguous", "odd_rows"])
+@pytest.mark.parametrize("layout", ["contiguous", "odd_rows"])
 @pytest.mark.parametrize("shape", [(1, 70, 3), (2, 1, 3), (2, 70, 1), (1, 1, 1)], ids=str)
-def test_strides_of_dimensions_of_size_1_of_out_are_free(kernel, device, place, shape):
+def test_strides_of_dimensions_of_size_1_of_out_are_free(kernel, device, layout, shape):
     q = normal(*shape, 64, dtype=torch.bfloat16, device=device)
-    out = place_for_output(place, q.shape, torch.bfloat16, device)
+    out = memory_for_output(layout, q.shape, torch.bfloat16, device)
     strides = [
         7 if size == 1 else stride for size, stride in zip(q.shape, out.stride(), strict=True)
     ]
@@ -272,20 +236,10 @@ def test_no_query_heads_with_key_heads(kernel, device):
 @pairwise(form=PACKED_FORMS, keys=[1, 130], head_dim=HEAD_DIMS, dtype=HALVES)
 def test_packed_projections(kernel, device, form, keys, head_dim, dtype):
     """q, k and v as views of one tensor."""
-    size = {
-        "chunk": (2, keys, 3 * 3 * head_dim),
-        "unbind": (2, keys, 3, 3, head_dim),
-        "interleaved_heads": (2, keys, 3, 3 * head_dim),
-        "heads_first": (3, 2, 3, keys, head_dim),
-    }[form]
-    packed = normal(*size, dtype=dtype, device=device)
-    if form == "heads_first":
-        views = packed.transpose(2, 3).unbind(0)
-    elif form == "unbind":
-        views = packed.unbind(2)
-    else:
-        views = packed.chunk(3, -1)
-    views = [view if view.dim() == 4 else view.unflatten(2, (3, head_dim)) for view in views]
+    views = [
+        view if view.dim() == 4 else view.unflatten(2, (3, head_dim))
+        for view in packed_projection(form, (2, keys, 3, head_dim), dtype, device)
+    ]
     assert len({view.untyped_storage().data_ptr() for view in views}) == 1
     check_attention(kernel, *views)
 
@@ -299,16 +253,6 @@ def test_strided_views(kernel, device, layout, which, head_dim, dtype):
         view if name in which else one for name, one, view in zip("qkv", plain, views, strict=True)
     ]
     check_attention(kernel, *tensors)
-
-
-@pairwise(layout=["odd_rows", "misaligned"], head_dim=HEAD_DIMS, dtype=HALVES)
-def test_tokens_that_are_not_aligned(kernel, device, layout, head_dim, dtype):
-    """Heads follow each other without a gap, and tokens are an odd number of elements apart."""
-    q, k, v = (
-        normal(2, seq, 3 * head_dim, dtype=dtype, device=device, layout=layout)
-        for seq in (70, 130, 130)
-    )
-    check_attention(kernel, *(t.unflatten(2, (3, head_dim)) for t in (q, k, v)))
 
 
 @pairwise(dim=[0, 1, 2], which=["q", "k", "v", "kv"], dtype=HALVES)
@@ -329,12 +273,6 @@ def test_strides_of_dimensions_of_size_1_are_free(kernel, device, dtype):
     ]
     bias = normal(1, dtype=dtype, device=device).as_strided((1, 1), (INT32_MAX, 5))
     check_attention(kernel, *tensors, key_bias=bias)
-
-
-@every_16_bit_dtype
-def test_one_tensor_as_query_key_and_value(kernel, device, dtype):
-    x = normal(2, 130, 3, 64, dtype=dtype, device=device)
-    check_attention(kernel, x, x, x)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -375,37 +313,6 @@ def test_heads_given_with_all_options(kernel, device, queries, head_dim, dtype):
     assert buffer[..., : q.shape[2]].isnan().all() and buffer[..., 2 * q.shape[2] :].isnan().all()
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-def test_heads_given_may_be_one(kernel, device, heads):
-    """A row of 128 elements is one head of 128, or two of 64."""
-    q, k, v = (normal(2, 70, 128, dtype=torch.bfloat16, device=device) for _ in range(3))
-    check_attention(kernel, q, k, v, heads=heads)
-
-
-@pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
-def test_heads_given_of_empty_tensors(kernel, device, empty):
-    batch, queries, keys = (0 if empty == name else 3 for name in ("batch", "queries", "keys"))
-    q, k, v = in_one(*query_key_value(batch, queries, keys, 2, 64, torch.bfloat16, device))
-    out = kernel.attention(q, k, v, heads=2)
-    assert out.shape == q.shape and not out.any()
-
-
-@every_16_bit_dtype
-def test_gradients_with_heads_given(kernel, device, dtype):
-    tensors = [
-        t.detach() for t in in_one(*query_key_value(2, 6, 9, 4, 64, dtype, device, key_heads=2))
-    ]
-    given = [t.clone().requires_grad_() for t in tensors]
-    by_head = [t.clone().requires_grad_() for t in references.split_heads(4, *tensors)]
-    out, expected = kernel.attention(*given, heads=4), kernel.attention(*by_head)
-    assert torch.equal(out, expected.flatten(2))
-    tangent = torch.randn_like(out)
-    actual = torch.autograd.grad(out, given, tangent)
-    gradients = torch.autograd.grad(expected, by_head, tangent.unflatten(2, (4, 64)))
-    for one, other in zip(actual, gradients, strict=True):
-        assert torch.equal(one, other.flatten(2))
-
-
 # --------------------------------------------------------------------------------------------------
 # Scale
 
@@ -416,65 +323,29 @@ def test_scale(kernel, device, scale, head_dim, dtype):
     check_attention(kernel, *tensors, scale=scale)
 
 
-@every_head_dim
-def test_scale_by_default(kernel, device, head_dim):
-    tensors = query_key_value(2, 130, 177, 3, head_dim, torch.bfloat16, device)
-    given = kernel.attention(*tensors, scale=1 / math.sqrt(head_dim))
-    assert torch.equal(kernel.attention(*tensors), given)
-
-
 # --------------------------------------------------------------------------------------------------
 # Bias
 
 
-def set_minus_infinity(part):
+def masked(*index):
     def change(bias):
-        bias[..., part] = -math.inf
+        bias[index] = -math.inf
 
     return change
 
 
-def every_third(bias):
-    bias[:, ::3] = -math.inf
-
-
-def one_key_left(bias):
-    bias.fill_(-math.inf)
-    bias[:, bias.shape[1] // 2] = 1.0
-
-
-def whole_entry(bias):
-    bias[1] = -math.inf
-
-
-def all_entries(bias):
-    bias.fill_(-math.inf)
-
-
-def large(bias):
-    bias += 3000.0
-
-
-def large_negative(bias):
-    bias -= 10000.0  # as masks of finite values have it
-
-
-def steps(bias):
-    bias[:, ::2] += 300.0
-
-
 BIASES = {
     "random": lambda bias: None,
-    "minus_infinity_at_the_end": set_minus_infinity(slice(210, None)),
-    "minus_infinity_in_the_first_200": set_minus_infinity(slice(0, 200)),
-    "minus_infinity_in_a_tile": set_minus_infinity(slice(64, 256)),
-    "every_third": every_third,
-    "one_key_left": one_key_left,
-    "whole_entry": whole_entry,
-    "all_entries": all_entries,
-    "large": large,
-    "large_negative": large_negative,
-    "steps": steps,
+    "minus_infinity_at_the_end": masked(..., slice(210, None)),
+    "minus_infinity_in_the_first_200": masked(..., slice(0, 200)),
+    "minus_infinity_in_a_tile": masked(..., slice(64, 256)),
+    "every_third": masked(..., slice(None, None, 3)),
+    "one_key_left": lambda bias: bias.fill_(-math.inf)[:, bias.shape[1] // 2].fill_(1.0),
+    "whole_entry": masked(1),
+    "all_entries": masked(...),
+    "large": lambda bias: bias.add_(3000.0),
+    "large_negative": lambda bias: bias.sub_(10000.0),  # as masks of finite values have it
+    "steps": lambda bias: bias[:, ::2].add_(300.0),
 }
 
 
@@ -533,17 +404,8 @@ def test_key_lengths_of_few_keys(kernel, device, queries, keys, dtype):
     check_attention(kernel, q, k, v, key_lengths=key_lengths(lengths, device))
 
 
-@pairwise(length=[1, 65, 200, 300], head_dim=HEAD_DIMS, dtype=HALVES)
-def test_key_lengths_are_those_of_shorter_tensors(kernel, device, length, head_dim, dtype):
-    q, k, v = query_key_value(1, 65, 300, 2, head_dim, dtype, device)
-    out = kernel.attention(q, k, v, key_lengths=key_lengths([length], device))
-    check_attention(kernel, q, k[:, :length], v[:, :length])
-    shorter = kernel.attention(q, k[:, :length], v[:, :length])
-    torch.testing.assert_close(out, shorter, rtol=0, atol=2 * torch.finfo(dtype).eps)
-
-
 @pairwise(
-    lengths=[(300, 100, 0), (64, 128, 257), (1, 300, 200)],
+    lengths=[(300, 70, 0), (64, 128, 257), (1, 300, 200)],
     bias_dtype=BIAS_DTYPES,
     head_dim=HEAD_DIMS,
     dtype=HALVES,
@@ -551,18 +413,9 @@ def test_key_lengths_are_those_of_shorter_tensors(kernel, device, length, head_d
 def test_bias_and_lengths(kernel, device, lengths, bias_dtype, head_dim, dtype):
     q, k, v = query_key_value(3, 130, 300, 4, head_dim, dtype, device, key_heads=2)
     bias = normal(3, 300, dtype=bias_dtype or dtype, device=device, std=2.0)
-    bias[1, :70] = -math.inf
+    bias[1, :70] = -math.inf  # all keys, where the length is 70
     pad_with(math.nan, lengths, k, v, bias)
     check_attention(kernel, q, k, v, key_bias=bias, key_lengths=key_lengths(lengths, device))
-
-
-def test_bias_that_leaves_out_what_the_length_leaves(kernel, device):
-    q, k, v = query_key_value(2, 65, 300, 2, 64, torch.bfloat16, device)
-    bias = normal(2, 300, dtype=torch.bfloat16, device=device)
-    bias[1, :100] = -math.inf
-    lengths = key_lengths([300, 100], device)
-    out = check_attention(kernel, q, k, v, key_bias=bias, key_lengths=lengths)
-    assert out[0].any() and not out[1].any()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -720,63 +573,31 @@ def test_thousands_of_keys_far_below_one(kernel, device, large, gap, head_dim):
     check_attention(kernel, q, k, v * 0.1 + 1)
 
 
-def nan_in_a_key(q, k, v):
-    k[0, 100, 1, 5] = math.nan
-
-
-def nan_in_the_last_key(q, k, v):
-    k[0, -1, 1, 63] = math.nan
-
-
-def nan_in_a_query(q, k, v):
-    q[1, 69, 0, 0] = math.nan
-
-
-def infinity_in_a_query(q, k, v):
-    q[1, 3, 0, 0] = math.inf
-
-
-def infinity_in_a_key(q, k, v):
-    k[0, 100, 1, 5] = math.inf
-
-
-def score_of_minus_infinity(q, k, v):
-    q[:] = q.abs()
-    k[0, 100, 1, 5] = -math.inf
-    v[1, 3] = math.nan
-
-
-def nan_in_a_value(q, k, v):
-    v[0, 100, 1, 5] = math.nan
-
-
-def infinity_in_a_value(q, k, v):
-    v[0, 100, 1, 5] = math.inf
-    v[1, 0, 0, 7] = -math.inf
-
-
-def both_infinities_in_values(q, k, v):
-    v[0, 100, 1, 5] = math.inf
-    v[0, 0, 1, 5] = -math.inf
-
-
-NONFINITE = [
-    nan_in_a_key,
-    nan_in_the_last_key,
-    nan_in_a_query,
-    infinity_in_a_query,
-    infinity_in_a_key,
-    score_of_minus_infinity,
-    nan_in_a_value,
-    infinity_in_a_value,
-    both_infinities_in_values,
-]
+# Tensor, index and value of what is set.
+NONFINITE = {
+    "nan_in_a_key": [("k", (0, 100, 1, 5), math.nan)],
+    "nan_in_the_last_key": [("k", (0, -1, 1, 63), math.nan)],
+    "nan_in_a_query": [("q", (1, 69, 0, 0), math.nan)],
+    "infinity_in_a_query": [("q", (1, 3, 0, 0), math.inf)],
+    "infinity_in_a_key": [("k", (0, 100, 1, 5), math.inf)],
+    # Of queries that are positive; the value of another key is NaN.
+    "score_of_minus_infinity": [("k", (0, 100, 1, 5), -math.inf), ("v", (1, 3), math.nan)],
+    "nan_in_a_value": [("v", (0, 100, 1, 5), math.nan)],
+    "infinity_in_a_value": [("v", (0, 100, 1, 5), math.inf), ("v", (1, 0, 0, 7), -math.inf)],
+    "both_infinities_in_values": [
+        ("v", (0, 100, 1, 5), math.inf),
+        ("v", (0, 0, 1, 5), -math.inf),
+    ],
+}
 
 
 @pairwise(change=NONFINITE, queries=FEW_AND_MANY, head_dim=HEAD_DIMS, dtype=HALVES)
 def test_nonfinite_values(kernel, device, queries, change, head_dim, dtype):
     q, k, v = query_key_value(2, queries, 300, 2, head_dim, dtype, device)
-    change(q, k, v)
+    if change == "score_of_minus_infinity":
+        q.abs_()
+    for name, index, value in NONFINITE[change]:
+        {"q": q, "k": k, "v": v}[name][index] = value
     check_nonfinite(kernel, "attention", q, k, v, slack=torch.finfo(dtype).eps)
 
 
@@ -850,21 +671,6 @@ def test_gradients_without_keys(kernel, device, leaf):
 # Contracts
 
 
-@every_head_dim
-@every_16_bit_dtype
-def test_two_runs_give_the_same_bits(kernel, device, head_dim, dtype):
-    q, k, v = query_key_value(2, 300, 1000, 6, head_dim, dtype, device, key_heads=2)
-    options = {
-        "key_bias": normal(2, 1000, dtype=torch.float32, device=device),
-        "key_lengths": key_lengths([1000, 777], device),
-    }
-    first = kernel.attention(q, k, v, **options)
-    for _ in range(5):
-        noise = torch.rand_like(first)
-        assert torch.equal(kernel.attention(q, k, v, **options), first)
-        del noise
-
-
 @needs_cuda
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
 @pytest.mark.parametrize(
@@ -920,33 +726,7 @@ def test_tensors_written_right_before_and_after(kernel, device, head_dim):
     assert not differ
 
 
-@needs_cuda
-def test_more_tiles_of_queries_than_the_lists_of_all_blocks_hold(kernel, device):
-    batch, queries, keys = 65535, 1024, 257
-    q, k, v = query_key_value(1, queries, keys, 1, 64, torch.bfloat16, device)
-    out = kernel.attention(*(t.expand(batch, -1, -1, -1) for t in (q, k, v)))
-    check_attention(kernel, q, k, v)
-    alone = kernel.attention(q, k, v)
-    assert all(torch.equal(part, alone.expand_as(part)) for part in out.split(8192))
-
-
-@every_16_bit_dtype
-def test_batch_entries_do_not_meet(kernel, device, dtype):
-    """An entry's result is the same alone and among others."""
-    q, k, v = query_key_value(3, 130, 300, 4, 64, dtype, device, key_heads=2)
-    lengths = key_lengths([300, 100, 0], device)
-    bias = normal(3, 300, dtype=dtype, device=device)
-    out = kernel.attention(q, k, v, key_bias=bias, key_lengths=lengths)
-    for b in range(3):
-        one = slice(b, b + 1)
-        alone = kernel.attention(
-            q[one], k[one], v[one], key_bias=bias[one], key_lengths=lengths[one]
-        )
-        torch.testing.assert_close(out[one], alone, rtol=0, atol=2 * torch.finfo(dtype).eps)
-
-
 @pytest.mark.sanitize
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize(
     ("shape", "head_dim", "layout", "dtype"),
     [

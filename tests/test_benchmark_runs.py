@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from benchmark_results import FAMILIES, load
 from conftest import CHECKOUT
+from inputs import TABLE
 
 sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 
@@ -50,11 +51,6 @@ def result_of(device, tmp_path):
         return load(tmp_path, "x")
 
     return run_one
-
-
-def public_operations(kernel):
-    others = ("inject_kernels", "eject_kernels", "layers")
-    return {name for name in kernel.__all__ if name.islower() and name not in others}
 
 
 def test_models(result_of, device):
@@ -148,10 +144,10 @@ def test_pipeline(result_of, device):
             assert psnr is None or psnr > 60  # None: the same video, bit for bit
 
 
-def test_accuracy(result_of, kernel):
+def test_accuracy(result_of):
     result = result_of(bench_accuracy)
     measured = {entry["operation"].split(",")[0] for entry in result["operations"]}
-    assert measured == public_operations(kernel)
+    assert measured == set(TABLE)
     assert {entry["dtype"] for entry in result["operations"]} == {"bfloat16", "float16", "float32"}
     for entry in result["operations"]:
         assert 0 <= entry["kernel"] < 0.01, entry
@@ -161,7 +157,7 @@ def test_accuracy(result_of, kernel):
     assert 0 < model["kernel"] < 0.1 and 0 < model["eager"] < 0.1
 
 
-def test_operations(kernel, device, tmp_path):
+def test_operations(device, tmp_path):
     """Each operation is measured beside eager, and its ratio is that of the medians."""
     measured = set()
     for name, module in FAMILIES.items():
@@ -178,7 +174,7 @@ def test_operations(kernel, device, tmp_path):
                 assert entry[cache]["over"]["eager"] == pytest.approx(
                     times["eager"]["median"] / times["ours"]["median"]
                 )
-    assert measured == public_operations(kernel) - {"attention"}
+    assert measured == set(TABLE) - {"attention"}
 
 
 def test_chosen_attention_inputs(result_of):
@@ -188,9 +184,9 @@ def test_chosen_attention_inputs(result_of):
     assert [list(entry["inputs"]) for entry in workloads[:2]] == [["std 3", "sink"], ["std 3"]]
 
 
-def test_host(result_of, kernel):
+def test_host(result_of):
     calls = result_of(bench_host, "--rounds", "1")["calls"]
-    assert {call["operation"].split(",")[0] for call in calls} >= public_operations(kernel)
+    assert {call["operation"].split(",")[0] for call in calls} >= set(TABLE)
 
 
 def test_cuda_graphs(result_of, device):
@@ -220,9 +216,9 @@ def hub_benchmarks():
     return kernels_benchmark.discover_benchmark_classes(script, CHECKOUT)
 
 
-def test_hub_benchmark_covers_every_operation(kernel):
+def test_hub_benchmark_covers_every_operation():
     names = {n for cls in hub_benchmarks() for n in dir(cls) if n.startswith("benchmark_")}
-    for operation in public_operations(kernel):
+    for operation in TABLE:
         assert any(name.startswith(f"benchmark_{operation}") for name in names), operation
 
 
@@ -292,16 +288,6 @@ def test_shown_is_the_newest_of_the_first_card(tmp_path):
     assert add(newest[0], "2026-01-01 10:00:30") == newest
     assert add(newest[0], "2026-01-01 09:00") == newest
     assert history.newest("norm", "NVIDIA B200", tmp_path) is None
-
-
-def test_removed_operations_are_not_shown(tmp_path, kernel):
-    assert not set(history.REMOVED_OPERATIONS) & public_operations(kernel)
-    path = tmp_path / "norm.json"
-    entries = [{"operation": "norm_rope, per head"}, {"operation": "qk_norm_rope"}]
-    path.write_text(
-        json.dumps({"operations": entries, "kernels": [{"workload": "gated_silu 2x3"}]})
-    )
-    assert history.load(path) == {"operations": entries[1:], "kernels": []}
 
 
 def test_ceilings_of_attention_are_this_gpus(monkeypatch):

@@ -3,9 +3,7 @@
 import json
 import sys
 
-import click
 import pytest
-from click.testing import CliRunner
 
 from benchmark_results import (
     ENVIRONMENT,
@@ -62,43 +60,6 @@ def test_plots_agree_with_the_results():
     assert committed == render_plots.render(CHECKOUT / "benchmarks" / "results")
 
 
-def test_every_table_is_shown_once():
-    texts = [path.read_text(encoding="utf-8") for path in render_docs.DOCUMENTS]
-    shown = [name for text in texts for _, name, _ in render_docs.TABLE.findall(text)]
-    assert sorted(shown) == sorted(render_docs.TABLES)
-    inline = {name for text in texts for _, name, _ in render_docs.FIGURE.findall(text)}
-    assert inline <= set(render_docs.FIGURES)
-
-
-def test_check_finds_a_stale_table(made_up, tmp_path):
-    path, plots = tmp_path / "README.md", tmp_path / "plots"
-
-    def render(*options):
-        args = [*options, "--results", str(made_up), "--plots", str(plots), str(path)]
-        return CliRunner().invoke(render_docs.main, args)
-
-    path.write_text(rendered(made_up, "norm"), encoding="utf-8")
-    assert "bandwidth.svg is stale" in render("--check").output
-    assert render().exit_code == render("--check").exit_code == 0
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace("µs |", "9 µs |", 1), encoding="utf-8")
-    stale = render("--check")
-    assert stale.exit_code == 1 and "is stale" in stale.output
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nothing", "there is no table nothing"),
-        ("models", "models is empty: benchmarks/bench_models.py"),
-        ("ceilings", "ceilings is empty: benchmarks/ceilings/run.py"),
-    ],
-)
-def test_table_that_cannot_be_rendered(tmp_path, name, message):
-    with pytest.raises(click.ClickException, match=message):
-        rendered(tmp_path, name)
-
-
 # ------------------------------------------------------------------------------------------------
 # Operations
 
@@ -129,26 +90,6 @@ def test_peers_that_failed_or_are_broken(made_up, tmp_path):
     plots = (render_plots.render(folder)["bandwidth.svg"] for folder in (made_up, tmp_path))
     whole, without = (plot.count("<use ") for plot in plots)
     assert whole - without == 1
-
-
-def test_what_has_no_results_is_not_measured(made_up, tmp_path):
-    """The other rows are what they were."""
-    for name in (*FAMILIES, "host"):
-        if name != "group_norm":
-            result = load(made_up, name)
-            if name == "activation":
-                entries = result["workloads"]
-                result["workloads"] = [e for e in entries if e["operation"] != "silu"]
-            store(tmp_path, name, result)
-    assert "`python benchmarks/bench_group_norm.py` does" in rendered(tmp_path, "group_norm")
-    with_all, without = (rows_of(folder, "summary_operations") for folder in (made_up, tmp_path))
-    missing = {
-        f"`{name}`": [f"`{name}`", "", "not measured", *[""] * 4] for name in ("silu", "group_norm")
-    }
-    assert [missing.get(row[0], row) for row in with_all] == without
-    (tmp_path / "softmax" / "only.json").unlink()
-    with pytest.raises(click.ClickException, match="bench_softmax.py fills it"):
-        rendered(tmp_path, "summary_operations")
 
 
 def evaluated(made_up, change=lambda loaded: None):

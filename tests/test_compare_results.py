@@ -64,14 +64,6 @@ def test_kept_results_are_read(name):
     assert not compared(result, later, limit=0.0)
 
 
-def test_known_change_of_kept_results():
-    """benchmarks/NOTES.md: long rows of softmax went from 0.87 of QuACK's speed to the same speed."""
-    rows = compared(*history.kept("softmax"))
-    long_rows = rows["softmax 1024x65536, cold", "quack"]
-    assert long_rows.is_better and 0.13 < long_rows.relative < 0.16
-    assert ("softmax 8192x8192, cold", "quack") not in rows
-
-
 def test_a_change_beyond_the_limit_is_found():
     change = compared(made_up(), made_up("bbbbbbb", 1, over=2.05))[COLD]
     assert change.values == [2.0, 2.05] and change.relative == pytest.approx(0.025)
@@ -113,15 +105,11 @@ def test_command(tmp_path):
     changed = [made_up(), made_up("bbbbbbb", 1, over=1.5, warm=3.3)]
     result = invoke(tmp_path, *changed)
     assert result.exit_code == 0 and "2 of 4 figures changed" in result.output
-    *_, first, second = result.output.splitlines()
-    assert first.split() == [*COLD[0].split(), "eager", "2.000", "1.500", "-25.0%", "2.0%", "worse"]
-    assert second.split()[-5:] == ["3.000", "3.300", "+10.0%", "2.0%", "better"]
     assert invoke(tmp_path, *changed, options=["--fail"]).exit_code == 1
     assert invoke(tmp_path, *changed, options=["--fail", "--limit", "0.4"]).exit_code == 0
     del changed[1]["workloads"][0]["warm"]
     assert "not in both" in invoke(tmp_path, *changed).output
     for results, message in (
-        ([made_up(), {"environment": {}}], "1.json: it is no result of a benchmark with ratios"),
         ([made_up(), {**made_up(), "dtype": "float16"}], "different benchmarks, models or dtypes"),
         ([made_up(), {**made_up(), "workloads": []}], "no figure in common"),
     ):

@@ -1,4 +1,4 @@
-"""What every operation keeps whatever it computes: Torch's own checks of an operator, compilation,
+"""Contracts of every operation: Torch's own checks of an operator, compilation,
 tracing, streams, graphs, determinism, memory, empty tensors, and sizes past 2**31 elements."""
 
 import gc
@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import references
@@ -23,11 +22,11 @@ from checks import (
     assert_same_bits,
     clone_storage,
     map_tensors,
-    on_meta,
+    of_tensors,
     tensors_of,
 )
 from inputs import (
-    BY_COMPLEX,
+    ALL_CALLS,
     CALLS,
     DTYPES,
     OPERATIONS,
@@ -35,11 +34,13 @@ from inputs import (
     ROPE_OPERATIONS,
     ROW_OPERATIONS,
     TABLE,
-    WITH_OUT,
+    any_call,
+    every_kind_of_call,
+    every_writing,
     grid_tables,
+    narrowed,
     normal,
     operation_of,
-    out_for,
     pairwise,
     rotary_tables,
     sample,
@@ -47,33 +48,13 @@ from inputs import (
     widest_dtype,
     without_optional,
     writing_call,
+    written_by,
 )
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 every_call = pytest.mark.parametrize("name", CALLS)
 every_memory = pytest.mark.parametrize("layout", ["contiguous", "chunk"])
 SMALL = {"shape": (2, 5, 64), "heads": 2}
-# Calls that write to tensors of the caller's: operation, and whether in place.
-WRITING = [(name, False) for name in (*WITH_OUT, *QK_OPERATIONS)]
-WRITING += [(name, True) for name in (*QK_OPERATIONS, f"qk_norm_rope{BY_COMPLEX}")]
-every_writing = pytest.mark.parametrize(("name", "in_place"), WRITING)
-
-
-def written_by(arguments):
-    if arguments.get("inplace"):
-        return arguments["q"], arguments["k"]
-    return as_tuple(arguments["out"])
-
-
-def call_of_tensors(function, arguments):
-    """The call as a function of all its tensors, and these."""
-
-    def call(*tensors):
-        given = iter(tensors)
-        return function(**map_tensors(lambda _: next(given), arguments))
-
-    return call, list(tensors_of(arguments))
-
 
 # --------------------------------------------------------------------------------------------------
 # The operator itself
@@ -107,24 +88,19 @@ def operators_called(kernel, function, arguments):
     return calls
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("has_optional", [True, False], ids=["everything", "nothing_optional"])
 @pairwise(
-    name=[*CALLS, *WRITING], layout=["contiguous", "chunk"], dtype=[torch.float32, torch.bfloat16]
+    call=ALL_CALLS,
+    layout=["contiguous", "chunk", "transposed"],
+    dtype=[torch.float32, torch.bfloat16],
 )
-def test_opcheck(kernel, device, name, layout, dtype, has_optional):
+def test_opcheck(kernel, device, call, layout, dtype, has_optional):
     """Of each operator that a call runs, with the arguments that it gets."""
-    in_place = None
-    if isinstance(name, tuple):
-        name, in_place = name
-    dtype = min(dtype, widest_dtype(name), key=lambda d: d.itemsize)
-    options = {"dtype": dtype, "device": device, "layout": layout, "shape": (2, 3, 32)}
-    if in_place is None:
-        function, arguments = sample(kernel, name, **options)
-    else:
-        function, arguments = writing_call(
-            kernel, name, in_place=in_place, values=has_optional, **options
-        )
+    name, in_place = call
+    options = {"device": device, "layout": layout, "shape": (2, 3, 32)}
+    function, arguments = any_call(
+        kernel, name, in_place, values=has_optional, dtype=narrowed(dtype, name), **options
+    )
     if not has_optional:
         kept = {key: arguments[key] for key in ("out", "inplace") if key in arguments}
         arguments = {**without_optional(name, arguments), **kept}
@@ -135,8 +111,7 @@ def test_opcheck(kernel, device, name, layout, dtype, has_optional):
 
 def test_every_registered_operator_is_tested_and_they_are_few(kernel):
     options = {"dtype": torch.bfloat16, "device": "cuda" if torch.cuda.is_available() else "cpu"}
-    calls = [sample(kernel, name, **options) for name in CALLS]
-    calls += [writing_call(kernel, name, in_place=is_in, **options) for name, is_in in WRITING]
+    calls = [any_call(kernel, *call, **options) for call in ALL_CALLS]
     called = {op for call in calls for op, _ in operators_called(kernel, *call)}
     operators = set(registered(kernel).values())
     assert called == operators
@@ -161,7 +136,7 @@ def to_double(tensor):
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("is_refused", [False, True], ids=["returns", "raises"])
 def test_calls_keep_no_memory(kernel, device, name, is_refused):
-    """What the dispatcher hands over, a call frees: tensors, optional ones and strings."""
+    """A call frees all arguments that the dispatcher passes: tensors, optional ones and strings."""
     function, arguments = sample(kernel, name, dtype=widest_dtype(name), device=device, **SMALL)
     if is_refused:
         arguments = map_tensors(to_double, arguments)
@@ -218,7 +193,7 @@ def test_compile_without_graph_break_or_recompilation(kernel, device, name, layo
 @every_writing
 @every_memory
 def test_compile_what_writes(kernel, device, name, in_place, layout, backend):
-    """What is written stays in its place in the graph: functions around it see it, or do not yet."""
+    """Writes keep their order in the graph: code before a call sees old values, code after it new ones."""
     options = {"dtype": torch.bfloat16, "device": device, "layout": layout, **SMALL}
     function, _ = writing_call(kernel, name, in_place=in_place, **options)
 
@@ -284,28 +259,6 @@ def test_compile_a_transformer_block(kernel, device, backend, requires_grad):
         assert error < (0.02 if backend == "inductor" and requires_grad else 0.01)
 
 
-def test_compile_a_joint_buffer(kernel, device):
-    """Two streams write to the slices of one buffer, which is made within."""
-    image, text = (normal(2, n, 4, 64, dtype=torch.bfloat16, device=device) for n in (5, 3))
-    rope = torch.complex(*rotary_tables(8, 32, dtype=torch.float32, device=device))
-    options = {"heads": 4, "norm": "per_head"}
-
-    def joined(image, text, rope):
-        q, k, v = (image.new_empty(2, 8, 4, 64) for _ in range(3))
-        for x, begin, end in ((text, 0, 3), (image, 3, 8)):
-            out = tuple(buffer[:, begin:end] for buffer in (q, k, v))
-            kernel.qk_norm_rope(x, x, rope=rope[begin:end], **options, v=x, out=out)
-        return q, k, v
-
-    both = torch.cat([text, image], 1)
-    q, k = kernel.qk_norm_rope(both, both, rope=rope, **options)
-    torch._dynamo.reset()
-    with torch.no_grad():
-        assert_same_bits(joined(image, text, rope), (q, k, both))
-        compiled = torch.compile(joined, fullgraph=True, backend="aot_eager")
-        assert_same_bits(compiled(image, text, rope), (q, k, both))
-
-
 def counted_call(kernel, name, x):
     """A call of which a length is that of x, (1, S, 2, 64)."""
     table = x[0, :, 0].float()
@@ -349,51 +302,18 @@ def test_compile_with_a_length_that_is_known_when_it_runs(kernel, device, name):
             assert_same_bits(compiled(x, count), function(x, count))
 
 
-@pairwise(name=CALLS, layout=["contiguous", "chunk", "transposed"])
-def test_meta_and_fake_tensors(kernel, device, name, layout):
-    """Fake results have the shape, dtype and strides of real ones."""
-    options = {"dtype": torch.float16, "layout": layout, **SMALL}
-    function, arguments = sample(kernel, name, device=device, **options)
-    outs = as_tuple(function(**arguments))
-    metas = as_tuple(function(**map_tensors(on_meta, arguments)))
-    with FakeTensorMode() as mode:
-        fakes = as_tuple(function(**map_tensors(mode.from_tensor, arguments)))
-    for out, meta, fake in zip(outs, metas, fakes, strict=True):
-        assert meta.is_meta and fake.device == out.device
-        for other in (meta, fake):
-            assert (other.shape, other.dtype, other.stride()) == (
-                out.shape,
-                out.dtype,
-                out.stride(),
-            )
-
-
 def test_meta_key_of_another_shape(kernel):
     q, k = (torch.empty(2, *size, 64, device="meta") for size in ((5, 4), (7, 2)))
     outs = kernel.qk_norm_rope(q, k, heads=4, norm="per_head")
     assert [out.shape for out in outs] == [q.shape, k.shape]
 
 
-@every_writing
-def test_meta_and_fake_tensors_that_are_written(kernel, device, name, in_place):
-    options = {"dtype": torch.float16, "device": device, **SMALL}
-    function, arguments = writing_call(kernel, name, in_place=in_place, **options)
-    with FakeTensorMode() as mode:
-        fakes = map_tensors(mode.from_tensor, arguments)
-        for given in (map_tensors(on_meta, arguments), fakes):
-            for result, out in zip(as_tuple(function(**given)), written_by(given), strict=True):
-                assert result is out
-
-
-@pairwise(name=[*CALLS, *WRITING], mode=["real", "fake", "symbolic"])
-def test_make_fx(kernel, device, name, mode):
-    name, in_place = name if isinstance(name, tuple) else (name, None)
+@pairwise(call=ALL_CALLS, mode=["real", "fake", "symbolic"])
+def test_make_fx(kernel, device, call, mode):
+    name, in_place = call
     options = {"dtype": widest_dtype(name), "device": device, **SMALL}
-    if in_place is None:
-        function, arguments = sample(kernel, name, **options)
-    else:
-        function, arguments = writing_call(kernel, name, in_place=in_place, **options)
-    call, tensors = call_of_tensors(function, arguments)
+    function, arguments = any_call(kernel, name, in_place, **options)
+    call, tensors = of_tensors(function, arguments)
     copies = [clone_storage(tensor) for tensor in tensors]
     graph = make_fx(call, tracing_mode=mode)(*copies)
     copies = [clone_storage(tensor) for tensor in tensors]
@@ -409,13 +329,12 @@ def test_make_fx(kernel, device, name, mode):
 OF_LONG_ROWS = ["layer_norm_modulate", "gated_residual_rms_norm_modulate", "rms_norm", "softmax"]
 LONG_ROWS = (2, 16, 65536)
 SIZES = [(name, (2, 64, 2048)) for name in CALLS] + [(name, LONG_ROWS) for name in OF_LONG_ROWS]
-every_size = pytest.mark.parametrize(("name", "shape"), SIZES)
 
 
 @pairwise(size=SIZES, dtype=DTYPES)
 def test_two_runs_give_the_same_bits(kernel, device, size, dtype):
     name, shape = size
-    dtype = min(dtype, widest_dtype(name), key=lambda d: d.itemsize)
+    dtype = narrowed(dtype, name)
     function, arguments = sample(kernel, name, dtype=dtype, device=device, shape=shape)
     first = function(**arguments)
     for _ in range(3):
@@ -454,24 +373,11 @@ def test_threads_with_rows_of_different_lengths(kernel, device):
                 assert_same_bits(out, first)
 
 
-def stored_call(kernel, device, name, is_written, **size):
-    """A call that gives new tensors, or that writes to `out`."""
-    options = {"dtype": torch.bfloat16, "device": device, **size}
-    function, arguments = sample(kernel, name, **options)
-    if is_written:
-        arguments["out"] = out_for(function, arguments)
-    return function, arguments
-
-
-STORED = [(name, False) for name in CALLS] + [(name, True) for name in (*WITH_OUT, *QK_OPERATIONS)]
-every_stored = pytest.mark.parametrize(("name", "is_written"), STORED)
-
-
 @needs_cuda
-@every_stored
-def test_runs_on_the_current_stream(kernel, device, name, is_written):
-    function, arguments = stored_call(kernel, device, name, is_written)
-    expected = map_tensors(torch.clone, as_tuple(function(**arguments)))
+@every_kind_of_call
+def test_runs_on_the_current_stream(kernel, device, name, in_place):
+    function, arguments = any_call(kernel, name, in_place, dtype=torch.bfloat16, device=device)
+    expected = function(**map_tensors(torch.clone, arguments))
     late = map_tensors(
         lambda t: torch.full_like(t, 0 if t.dtype == torch.int32 else math.nan), arguments
     )
@@ -486,15 +392,16 @@ def test_runs_on_the_current_stream(kernel, device, name, is_written):
     assert_same_bits(result, expected)
 
 
-def check_graph(kernel, device, name, is_written, **size):
-    function, static = stored_call(kernel, device, name, is_written, **size)
+def check_graph(kernel, device, name, in_place, **size):
+    options = {"dtype": torch.bfloat16, "device": device, **size}
+    function, static = any_call(kernel, name, in_place, **options)
     function(**static)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = function(**static)
     for _ in range(2):
-        _, fresh = stored_call(kernel, device, name, is_written, **size)
+        _, fresh = any_call(kernel, name, in_place, **options)
         for target, source in zip(tensors_of(static), tensors_of(fresh), strict=True):
             target.copy_(source)
         graph.replay()
@@ -502,31 +409,15 @@ def check_graph(kernel, device, name, is_written, **size):
 
 
 @needs_cuda
-@every_stored
-def test_cuda_graph(kernel, device, name, is_written):
-    check_graph(kernel, device, name, is_written)
+@every_kind_of_call
+def test_cuda_graph(kernel, device, name, in_place):
+    check_graph(kernel, device, name, in_place)
 
 
 @needs_cuda
 @pytest.mark.parametrize("name", OF_LONG_ROWS)
 def test_cuda_graph_of_long_rows(kernel, device, name):
-    check_graph(kernel, device, name, False, shape=LONG_ROWS)
-
-
-@needs_cuda
-@pytest.mark.parametrize("name", QK_OPERATIONS)
-def test_cuda_graph_in_place(kernel, device, name):
-    function, static = sample(kernel, name, dtype=torch.bfloat16, device=device, layout="chunk")
-    q, k = static["q"].clone(), static["k"].clone()
-    function(**static)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function(**static, inplace=True)
-    static["q"].copy_(q)
-    static["k"].copy_(k)
-    graph.replay()
-    assert_same_bits((static["q"], static["k"]), function(**{**static, "q": q, "k": k}))
+    check_graph(kernel, device, name, None, shape=LONG_ROWS)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -544,25 +435,17 @@ def test_runs_on_the_device_of_its_tensors(kernel, name):
 # Sizes
 
 
-@pairwise(name=CALLS, shape=[(0, 16, 256), (2, 0, 256), (0, 0, 256)], dtype=DTYPES)
-def test_empty_tensors(kernel, device, name, shape, dtype):
-    dtype = min(dtype, widest_dtype(name), key=lambda d: d.itemsize)
-    function, arguments = sample(kernel, name, dtype=dtype, device=device, shape=shape)
+@pairwise(call=ALL_CALLS, shape=[(0, 16, 256), (2, 0, 256), (0, 0, 256)], dtype=DTYPES)
+def test_empty_tensors(kernel, device, call, shape, dtype):
+    name, in_place = call
+    options = {"dtype": narrowed(dtype, name), "device": device, "shape": shape}
+    function, arguments = any_call(kernel, name, in_place, **options)
     outs = as_tuple(function(**arguments))
-    assert outs and all(out.dtype == dtype for out in outs)
-    *others, last = (out.flatten(2).shape for out in outs)
-    assert all(other == shape for other in others)
-    longer = (shape[0], shape[1] + 1, shape[2])
-    assert last == (longer if name == "qk_norm_two_ropes" else shape)
-
-
-@pytest.mark.parametrize("shape", [(0, 16, 128), (2, 0, 128)], ids=str)
-@every_writing
-def test_empty_tensors_that_are_written(kernel, device, name, in_place, shape):
-    options = {"dtype": torch.bfloat16, "device": device, "shape": shape, "heads": 2}
-    function, arguments = writing_call(kernel, name, in_place=in_place, **options)
-    for result, out in zip(as_tuple(function(**arguments)), written_by(arguments), strict=True):
-        assert result is out
+    assert all(out.dtype == options["dtype"] for out in outs)
+    of_key = (shape[0], shape[1] + (name == "qk_norm_two_ropes"), shape[2])
+    assert [out.flatten(2).shape for out in outs] == [shape, *[of_key] * (len(outs) - 1)]
+    if in_place is not None:
+        assert all(out is one for out, one in zip(outs, written_by(arguments), strict=True))
 
 
 @pytest.mark.parametrize("name", ROW_OPERATIONS)

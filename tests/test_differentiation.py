@@ -17,21 +17,22 @@ from checks import (
     assert_same_bits,
     clone_storage,
     map_tensors,
+    of_tensors,
     tensors_of,
 )
 from inputs import (
     CALLS,
     DTYPES,
     OPERATIONS,
-    QK_OPERATIONS,
-    WITH_OUT,
-    for_operations,
+    every_writing,
+    narrowed,
     operation_of,
     pairwise,
     sample,
     widest_dtype,
     without_optional,
     writing_call,
+    written_by,
 )
 
 every_call = pytest.mark.parametrize("name", CALLS)
@@ -58,21 +59,14 @@ def in_double(tensor):
 
 
 def exactly(arguments):
-    """In float64, but for coordinates and frequencies, of which the product is one of float32."""
+    """In float64, except coordinates and frequencies: their product is computed in float32."""
     exact, rope = map_tensors(in_double, arguments), arguments.get("rope")
     return {**exact, "rope": rope} if hasattr(rope, "frequencies") else exact
 
 
 def of_differentiable(function, arguments):
-    """The call as a function of its differentiable tensors alone, also of those in pairs; and these."""
-    leaves = [t for t in tensors_of(arguments) if is_differentiable(t)]
-
-    def call(*values):
-        given = iter(values)
-        changed = map_tensors(lambda t: next(given) if is_differentiable(t) else t, arguments)
-        return as_tuple(function(**changed))
-
-    return call, leaves
+    call, leaves = of_tensors(function, arguments, is_differentiable)
+    return lambda *values: as_tuple(call(*values)), leaves
 
 
 def gradients(function, arguments, tangents, **options):
@@ -116,25 +110,18 @@ def check_gradients(kernel, name, arguments):
         assert error <= limit or error < 1e-9, f"gradient {i}: error {error:.3g}, limit {limit:.3g}"
 
 
+@pytest.mark.parametrize("has_optional", [True, False], ids=["everything", "nothing_optional"])
 @pairwise(name=CALLS, dtype=DTYPES)
-def test_gradients(kernel, device, name, dtype):
-    dtype = min(dtype, widest_dtype(name), key=lambda d: d.itemsize)
-    _, arguments = sample(kernel, name, dtype=dtype, device=device, shape=(2, 64, 512))
-    check_gradients(kernel, name, arguments)
+def test_gradients(kernel, device, name, dtype, has_optional):
+    options = {"dtype": narrowed(dtype, name), "device": device, "shape": (2, 64, 512)}
+    _, arguments = sample(kernel, name, **options)
+    check_gradients(kernel, name, arguments if has_optional else without_optional(name, arguments))
 
 
-@pairwise(name=OPERATIONS, dtype=DTYPES)
-def test_gradients_with_nothing_optional(kernel, device, name, dtype):
-    dtype = min(dtype, widest_dtype(name), key=lambda d: d.itemsize)
-    _, arguments = sample(kernel, name, dtype=dtype, device=device, shape=(2, 64, 512))
-    check_gradients(kernel, name, without_optional(name, arguments))
-
-
-@pytest.mark.kernels_ci
 @pairwise(name=CALLS, dtype=DTYPES, layout=["contiguous", "chunk", "transposed", "expanded"])
 def test_the_forward_is_that_of_the_kernel(kernel, device, name, dtype, layout):
     """Bit for bit, with gradients or without."""
-    dtype = min(dtype, widest_dtype(name), key=lambda d: d.itemsize)
+    dtype = narrowed(dtype, name)
     function, arguments = sample(kernel, name, dtype=dtype, device=device, layout=layout, **SMALL)
     expected = function(**arguments)
     for leaf in tensors_of(arguments):
@@ -219,15 +206,6 @@ def test_an_input_changed_before_backward_is_noticed(kernel, device, name):
         sum(out.float().sum() for out in outs).backward()
 
 
-WRITING = [(name, False) for name in (*WITH_OUT, *QK_OPERATIONS)]
-WRITING += [(name, True) for name in QK_OPERATIONS]
-every_writing = pytest.mark.parametrize(("name", "in_place"), WRITING)
-
-
-def written_by(arguments):
-    return as_tuple(arguments["out"]) if "out" in arguments else (arguments["q"], arguments["k"])
-
-
 @every_writing
 def test_autograd_sees_what_is_written(kernel, device, name, in_place):
     """A backward that needs the values from before is refused, as for PyTorch's own operators."""
@@ -243,19 +221,20 @@ def test_autograd_sees_what_is_written(kernel, device, name, in_place):
             loss.backward()
 
 
-def refused_in(kind, function, arguments, key):
-    """Calls with a derivative taken of one argument, or within a transform."""
-    value = arguments[key]
+def refused_in(kind, function, arguments, value):
+    """Calls with a derivative taken of one tensor, or within a transform."""
+
+    def call(one):
+        return function(**map_tensors(lambda t: one if t is value else t, arguments))
+
     if kind == "grad":
-        given = map_tensors(lambda t: t.detach().requires_grad_(t is value), arguments)
-        return function(**given)
+        return call(value.detach().requires_grad_())
     if kind == "tangent":
         with forward_ad.dual_level():
-            dual = forward_ad.make_dual(value, torch.ones_like(value))
-            return function(**{**arguments, key: dual})
+            return call(forward_ad.make_dual(value, torch.ones_like(value)))
     if kind == "vmap":
-        return vmap(lambda one: function(**{**arguments, key: one}))(value[None])
-    return grad(lambda one: function(**{**arguments, key: one})[0].sum())(value)
+        return vmap(call)(value[None])
+    return grad(lambda one: call(one)[0].sum())(value)
 
 
 @every_writing
@@ -265,13 +244,14 @@ def test_writing_is_refused_where_a_derivative_is_taken(kernel, device, name, in
     function, arguments = writing_call(kernel, name, in_place=in_place, **options)
     argument, accepted, got = ("inplace", "False", "True") if in_place else ("out", "None", "")
     text = f"^{operation_of(name)}: {argument} must be {accepted} {DIFFERENTIATED}, got .*{got}"
-    keys = [key for key, value in arguments.items() if isinstance(value, torch.Tensor)]
-    keys = [key for key in keys if arguments[key].is_floating_point()]
-    for key in keys if kind == "grad" else keys[:1]:
+    for i in range(len(list(tensors_of(arguments))) if kind == "grad" else 1):
         given = map_tensors(clone_storage, arguments)
+        value = list(tensors_of(given))[i]
+        if not is_differentiable(value):
+            continue
         before = [out.clone() for out in written_by(given)]
         with pytest.raises(ValueError, match=text):
-            refused_in(kind, function, given, key)
+            refused_in(kind, function, given, value)
         assert_same_bits(written_by(given), before)
 
 
@@ -279,8 +259,10 @@ def test_writing_is_refused_where_a_derivative_is_taken(kernel, device, name, in
 # Forward mode
 
 
-@for_operations(CALLS, [torch.float32, torch.bfloat16])
+@every_call
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_jvp(kernel, device, name, dtype):
+    dtype = narrowed(dtype, name)
     function, arguments = small_call(kernel, device, name, dtype)
     call, leaves = of_differentiable(function, arguments)
     tangents = tuple(torch.randn_like(leaf) for leaf in leaves)
@@ -374,12 +356,7 @@ BATCHED = {
 @pairwise(name=CALLS, batched=BATCHED, dim=[0, 1, -1])
 def test_vmap(kernel, device, name, batched, dim):
     function, arguments = small_call(kernel, device, name)
-    tensors = list(tensors_of(arguments))
-
-    def call(*values):
-        given = iter(values)
-        return as_tuple(function(**map_tensors(lambda _: next(given), arguments)))
-
+    call, tensors = of_tensors(function, arguments)
     in_dims = [
         (dim if dim >= 0 else tensor.dim()) if BATCHED[batched](i, len(tensors)) else None
         for i, tensor in enumerate(tensors)
@@ -391,7 +368,7 @@ def test_vmap(kernel, device, name, batched, dim):
             t if d is None else t.select(d, i).contiguous()
             for t, d in zip(several, in_dims, strict=True)
         ]
-        for out, expected in zip(outs, call(*one), strict=True):
+        for out, expected in zip(as_tuple(outs), as_tuple(call(*one)), strict=True):
             tolerance = 0.02 if out.dtype == torch.bfloat16 else 2e-5
             torch.testing.assert_close(out[i], expected, rtol=tolerance, atol=tolerance)
 

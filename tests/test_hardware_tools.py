@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import re
 import sys
 from importlib import util
 
@@ -11,6 +10,7 @@ import click
 import pytest
 
 from conftest import CHECKOUT
+from inputs import TABLE
 
 sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 
@@ -42,13 +42,8 @@ WITHOUT_THEORY = {**MEASURE, "theoretical": None, "formula": None, "ratio": None
 def test_measures_are_read(ceilings):
     lines = [json.dumps(MEASURE), "", json.dumps(WITHOUT_THEORY)]
     assert ceilings.parse("memory", lines) == [MEASURE, WITHOUT_THEORY]
-    for wrong, message in (
-        ([], "memory printed no measure"),
-        ([json.dumps({**MEASURE, "program": "cache"})], "an invalid measure"),
-        ([json.dumps({"program": "memory", "name": "copy"})], "an invalid measure"),
-    ):
-        with pytest.raises(click.ClickException, match=message):
-            ceilings.parse("memory", wrong)
+    with pytest.raises(click.ClickException, match="an invalid measure"):
+        ceilings.parse("memory", [json.dumps({**MEASURE, "program": "cache"})])
     _, _, first, second = ceilings.table([MEASURE, WITHOUT_THEORY]).splitlines()
     assert "2.50" in first and "3.35" in first and "74.6%" in first
     assert "2.50" in second and "%" not in second
@@ -112,10 +107,9 @@ UNITS = {
 }
 
 
-def ncu_output(*kernels, units=UNITS, without=()):
+def ncu_output(*kernels, units=UNITS):
     """What ncu writes of kernels (workload, changed values): its own lines, names, units, rows."""
     columns = ["ID", "Process ID", "Process Name", RANGES, "Kernel Name", "Context", *VALUES]
-    columns = [name for name in columns if name not in without]
     text = io.StringIO()
     writer = csv.writer(text, quoting=csv.QUOTE_ALL)
     writer.writerow(columns)
@@ -152,15 +146,8 @@ def test_counters_are_read():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("==ERROR== ERR_NVGPUCTRPERM\n", "profiled no kernel.*(?s:.*)ERR_NVGPUCTRPERM"),
         (ncu_output((ROPE, {})), f"no kernel of {NORM}"),
-        (ncu_output((NORM, {profiling.L2_HITS: "n/a"})), f"'n/a' as {profiling.L2_HITS}"),
-        (ncu_output((NORM, {RANGES: ""})), "names no workload"),
         (ncu_output((NORM, {}), units={**UNITS, profiling.DURATION: "us"}), "in 'us', not in 'ns'"),
-        (
-            ncu_output((NORM, {}), without=[profiling.DRAM]),
-            f"no column {re.escape(profiling.DRAM)}",
-        ),
     ],
 )
 def test_a_wrong_profile_is_refused(text, message):
@@ -168,8 +155,6 @@ def test_a_wrong_profile_is_refused(text, message):
         profiling.parse(text, [NORM])
 
 
-def test_every_operation_is_profiled(kernel):
+def test_every_operation_is_profiled():
     """The ones left out differ from a profiled one in the norm alone."""
-    others = {"inject_kernels", "eject_kernels", "layers"}
-    public = {name for name in kernel.__all__ if name.islower()} - others
-    assert public - set(profiling.OPERATIONS) == {"gated_residual_layer_norm_modulate"}
+    assert set(TABLE) - set(profiling.OPERATIONS) == {"gated_residual_layer_norm_modulate"}

@@ -191,25 +191,6 @@ def test_traced(kernel, device, name):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@every_operation
-def test_gradient_of_the_first_argument(kernel, device, name):
-    dtype = torch.bfloat16 if name == "attention" else torch.float32
-    case = Case(kernel, name, dtype, device)
-    gradients = []
-    for arguments, run in (
-        (case.arguments, lambda: case.run(*case.arguments)),
-        (case.doubles, case.expected),
-    ):
-        arguments[0].requires_grad_()
-        loss = sum(
-            (out.double() * torch.arange(out.shape[-1], device=device)).sum() for out in run()
-        )
-        gradients.extend(torch.autograd.grad(loss, arguments[0]))
-    ours, reference = gradients
-    limit = 0.02 if name == "attention" else 1e-5
-    assert (ours.double() - reference).norm() < limit * reference.norm()
-
-
 def test_a_wrong_call_raises_one_sentence(kernel, device):
     x = torch.randn(3, 64, device=device)
     with pytest.raises(ValueError, match=r"^rms_norm: weight must .*\S$") as raised:

@@ -1,9 +1,10 @@
-"""`out`: a tensor of the caller's that is written in place of a new result.
+"""Results in the caller's memory, `out` or in place: what is written, and what is refused before that.
 
-Refused before anything is written: what is not of the result's shape, dtype and device, and what shares
-elements with itself or with what is read. Where a derivative is taken: test_differentiation.py.
+Refused is what is not of the result's shape, dtype and device, and what shares elements with itself or with
+what is read. Where a derivative is taken: test_differentiation.py.
 """
 
+import contextlib
 import random
 
 import pytest
@@ -14,25 +15,37 @@ from inputs import (
     DTYPES,
     WITH_OUT,
     WRITABLE_LAYOUTS,
-    out_for,
+    coordinates_and_frequencies,
+    narrowed,
+    normal,
     pairwise,
-    sample,
+    rotary_tables,
     widest_dtype,
+    writing_call,
 )
-from test_errors import assert_refused, every_second, longer, sentence
-from test_overlap import addresses, random_view
+from test_errors import (
+    OUT_FIELDS,
+    assert_refused,
+    every_second,
+    longer,
+    refused_unchanged,
+    replace,
+    sentence,
+)
 
 every_operation = pytest.mark.parametrize("name", WITH_OUT)
-SHAPE = (2, 5, 128)
+every_output = pytest.mark.parametrize(
+    ("name", "output"),
+    [*((name, "out") for name in WITH_OUT), *(("qk_norm_rope", output) for output in OUT_FIELDS)],
+)
 # Operations whose x may be out itself.
 IN_PLACE = ("gelu", "silu")
 
 
-def call_with_out(kernel, device, name, dtype=None, layout="odd_rows", **options):
-    dtype = dtype or widest_dtype(name)
-    options = {"dtype": dtype, "device": device, "shape": SHAPE, "heads": 2, **options}
-    function, arguments = sample(kernel, name, **options)
-    return function, {**arguments, "out": out_for(function, arguments, layout)}
+def call_with_out(kernel, device, name, dtype=None, layout="odd_rows", hidden=128):
+    options = {"dtype": dtype or widest_dtype(name), "device": device, "heads": 2}
+    options["shape"] = (2, 5, hidden)
+    return writing_call(kernel, name, out_layout=layout, **options)
 
 
 def without_out(arguments):
@@ -40,16 +53,15 @@ def without_out(arguments):
 
 
 # --------------------------------------------------------------------------------------------------
-# What is written
+# One result
 
 
 @pytest.mark.sanitize
-@pytest.mark.kernels_ci
-@pairwise(name=WITH_OUT, dtype=DTYPES, layout=WRITABLE_LAYOUTS)
-def test_values(kernel, device, name, dtype, layout):
+@pairwise(name=WITH_OUT, dtype=DTYPES, layout=WRITABLE_LAYOUTS, hidden=[1, 65, 128, 2048])
+def test_values(kernel, device, name, dtype, layout, hidden):
     """The bits of the new result, and nothing beside them."""
-    dtype = min(dtype, widest_dtype(name), key=lambda d: d.itemsize)
-    function, arguments = call_with_out(kernel, device, name, dtype, layout)
+    dtype = narrowed(dtype, name)
+    function, arguments = call_with_out(kernel, device, name, dtype, layout, hidden)
     out = arguments["out"]
     memory = MemorySnapshot(tensors_of(arguments))
     version = out._version
@@ -60,26 +72,10 @@ def test_values(kernel, device, name, dtype, layout):
     assert out._version == version + 1
 
 
-@every_operation
-def test_none_is_a_new_result(kernel, device, name):
-    function, arguments = call_with_out(kernel, device, name)
-    result = function(**{**arguments, "out": None})
-    assert result.is_contiguous()
-    assert_same_bits(result, function(**without_out(arguments)))
-
-
-# --------------------------------------------------------------------------------------------------
-# What is refused
-
-
-def other_dtype(tensor):
-    return tensor.to(torch.float64)
-
-
-# What is made of `out`, and what the sentence says that it got.
+# How an output is changed, and the sentence's text after "got".
 MISTAKES = {
-    "float64": (other_dtype, "float64"),
-    "int64": (lambda t: torch.zeros_like(t, dtype=torch.int64), "int64"),
+    "float64": (torch.Tensor.double, "float64"),
+    "int64": (torch.Tensor.long, "int64"),
     "stride": (every_second, "stride 2"),
     "longer": (longer, "129)"),
     "fewer_dims": (lambda t: t[0], ""),
@@ -92,21 +88,14 @@ MISTAKES = {
 OTHER_TYPES = [3, 2.5, "x", True, (), [1.0], object()]
 
 
-def refused(function, arguments, pattern):
-    memory = MemorySnapshot(tensors_of(arguments))
-    message = assert_refused(function, arguments, pattern)
-    memory.assert_unchanged()
-    return message
-
-
-@every_operation
+@every_output
 @pytest.mark.parametrize("what", MISTAKES)
-def test_mistakes(kernel, device, name, what):
+def test_mistakes(kernel, device, name, output, what):
     change, got = MISTAKES[what]
     function, arguments = call_with_out(kernel, device, name, layout="contiguous")
-    arguments["out"] = change(arguments["out"])
+    replace(output, change)(arguments)
     got = got if name != "attention" else got.replace("129", "65")
-    refused(function, arguments, sentence(name, "out", got))
+    refused_unchanged(function, arguments, sentence(name, output, got))
 
 
 @every_operation
@@ -119,20 +108,22 @@ def test_other_types(kernel, device, name, value, requires_grad):
         function(**{**arguments, "out": value})
 
 
-@every_operation
-def test_another_device(kernel, device, name):
+@every_output
+def test_another_device(kernel, device, name, output):
     if device == "cpu":
         pytest.skip("on a CPU the only other device is meta, which gets shapes alone")
     function, arguments = call_with_out(kernel, device, name)
-    arguments["out"] = arguments["out"].cpu()
-    assert_refused(function, arguments, sentence(name, "out", "cpu"))
+    replace(output, torch.Tensor.cpu)(arguments)
+    assert_refused(function, arguments, sentence(name, output, "cpu"))
 
 
-@every_operation
-def test_freed_memory(kernel, device, name):
+@every_output
+def test_freed_memory(kernel, device, name, output):
     function, arguments = call_with_out(kernel, device, name, layout="contiguous")
-    arguments["out"].untyped_storage().resize_(2)
-    assert_refused(function, arguments, sentence(name, "out", "one of 2 bytes"))
+    outs = arguments["out"]
+    out = outs if output == "out" else outs[OUT_FIELDS[output]]
+    out.untyped_storage().resize_(2)
+    assert_refused(function, arguments, sentence(name, output, "one of 2 bytes"))
 
 
 @every_operation
@@ -141,18 +132,7 @@ def test_other_mistakes_come_first(kernel, device, name):
     leader = next(iter(arguments))
     arguments[leader] = arguments[leader].double()
     arguments["out"] = arguments["out"].double()
-    refused(function, arguments, sentence(name, leader, "float64"))
-
-
-@every_operation
-def test_overlap_within_out(kernel, device, name):
-    function, arguments = call_with_out(kernel, device, name, layout="contiguous")
-    out = arguments["out"]
-    strides = [*out.stride()]
-    strides[0] = strides[1]
-    memory = torch.zeros(out.numel(), dtype=out.dtype, device=device)
-    arguments["out"] = memory.as_strided(out.shape, strides)
-    refused(function, arguments, sentence(name, "out", f"strides {tuple(strides)}"))
+    refused_unchanged(function, arguments, sentence(name, leader, "float64"))
 
 
 @every_operation
@@ -169,7 +149,7 @@ def test_what_is_read_lies_in_out(kernel, device, name):
         moved = buffer[first:].view(value.shape).copy_(value)
         beginning = buffer.view(torch.uint8)[: out.numel() * out.element_size()]
         given = {**arguments, key: moved, "out": beginning.view(out.dtype).view(out.shape)}
-        refused(function, given, sentence(name, key, "overlapping elements"))
+        refused_unchanged(function, given, sentence(name, key, "overlapping elements"))
 
 
 @every_operation
@@ -183,7 +163,7 @@ def test_an_argument_is_out(kernel, device, name):
         same = value.view(value.shape)
         given = {**arguments, key: value, "out": same}
         if name not in IN_PLACE:
-            refused(function, given, sentence(name, key, "overlapping elements"))
+            refused_unchanged(function, given, sentence(name, key, "overlapping elements"))
         else:
             given = {**given, key: value.clone()}
             expected = function(**without_out(given))
@@ -191,8 +171,176 @@ def test_an_argument_is_out(kernel, device, name):
             assert_same_bits(given[key], expected)
 
 
-def test_random_views_against_their_addresses(kernel, device):
-    """What is refused, compared with the sets of addresses themselves."""
+# --------------------------------------------------------------------------------------------------
+# Query and key in place
+
+SHARED = "overlapping elements"
+
+
+def test_query_and_key_that_overlap(kernel, device):
+    b = torch.randn(2, 6, 16, device=device)
+    pattern = sentence("qk_norm_rope", "k", SHARED)
+    for q, k in ((b[:, :5], b[:, 1:]), (b[:, 1:], b[:, :5]), (b[..., :8], b[..., 6:14]), (b, b)):
+        arguments = {"q": q, "k": k, "heads": 2, "inplace": True}
+        refused_unchanged(kernel.qk_norm_rope, arguments, pattern)
+
+
+@pytest.mark.parametrize(
+    "argument", ["q_weight", "k_weight", "cos", "sin", "coordinates", "frequencies"]
+)
+@pytest.mark.parametrize("written", ["q", "k"])
+def test_what_is_read_lies_in_what_is_written(kernel, device, argument, written):
+    q, k = (torch.randn(2, 4, 16, device=device) for _ in range(2))
+    arguments = {"q": q, "k": k, "heads": 2, "inplace": True}
+    arguments.update({key: torch.ones(16, device=device) for key in ("q_weight", "k_weight")})
+    cos, sin = rotary_tables(4, 16, dtype=torch.float32, device=device)
+    target = arguments[written]
+    inside = {
+        "q_weight": target[1, 3],
+        "k_weight": target[0, 0],
+        "cos": target[0],
+        "sin": target[1],
+        "coordinates": target[:1, :, 4:7],
+        "frequencies": target[1, 2, :2],
+    }[argument]
+    if argument.endswith("weight"):
+        arguments[argument] = inside
+    elif argument in ("cos", "sin"):
+        arguments["rope"] = (inside, sin) if argument == "cos" else (cos, inside)
+    else:
+        rope = kernel.CoordinateRope(*coordinates_and_frequencies(1, 4, 3, 2, device))
+        arguments["rope"] = rope._replace(**{argument: inside})
+    pattern = sentence("qk_norm_rope", argument, SHARED)
+    message = refused_unchanged(kernel.qk_norm_rope, arguments, pattern)
+    assert f"memory with {written}," in message
+
+
+# --------------------------------------------------------------------------------------------------
+# Outputs of query, key and values
+
+
+def of_outputs(device, **changes):
+    q, k, v = (torch.randn(2, 5, 2, 8, device=device) for _ in range(3))
+    joint = [torch.zeros(2, 9, 2, 8, device=device) for _ in range(3)]
+    weights = {key: torch.ones(8, device=device) for key in ("q_weight", "k_weight")}
+    rope = rotary_tables(5, 8, dtype=torch.float32, device=device)
+    options = {"v": v, "rope": rope, "heads": 2, "norm": "per_head", **weights}
+    return {"q": q, "k": k, "out": tuple(b[:, 4:] for b in joint), **options, **changes}
+
+
+def output_refused(kernel, arguments, name, written):
+    pattern = sentence("qk_norm_rope", name, SHARED)
+    message = refused_unchanged(kernel.qk_norm_rope, arguments, pattern)
+    assert f"memory with {written}, which is written, got" in message
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (0, 2), (1, 2)])
+def test_outputs_that_overlap(kernel, device, first, second):
+    arguments = of_outputs(device)
+    outs, buffer = list(arguments["out"]), torch.zeros(2, 12, 2, 8, device=device)
+    outs[first], outs[second] = buffer[:, 1:6], buffer[:, 5:10]
+    names = ("q_out", "k_out", "v_out")
+    arguments["out"] = tuple(outs)
+    output_refused(kernel, arguments, names[second], names[first])
+    outs[second] = buffer[:, 6:11]
+    arguments["out"] = tuple(outs)
+    assert len(kernel.qk_norm_rope(**arguments)) == 3
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_outputs_that_overlap_inputs(kernel, device, name, index, is_whole):
+    """An input itself may be its own output, and no other; a part of it may not."""
+    arguments = of_outputs(device)
+    outs, buffer = list(arguments["out"]), torch.randn(2, 6, 2, 8, device=device)
+    arguments[name] = buffer[:, :5]
+    outs[index] = buffer[:, :5] if is_whole else buffer[:, 1:]
+    arguments["out"] = tuple(outs)
+    if is_whole and "qkv"[index] == name:
+        expected = outs[index].clone()
+        result = kernel.qk_norm_rope(**arguments)[index]
+        assert torch.equal(result, expected) == (name == "v")
+    else:
+        written = ("q_out", "k_out", "v_out")[index]
+        output_refused(kernel, arguments, name, written)
+
+
+@pytest.mark.parametrize("name", ["q_weight", "k_weight", "cos", "sin", "k_cos", "k_sin"])
+@pytest.mark.parametrize("index", range(3))
+def test_outputs_over_what_is_read(kernel, device, name, index):
+    arguments = of_outputs(device)
+    out = arguments["out"][index]
+    inside = out[0, 1, 1] if name.endswith("weight") else out[1, :, 0]
+    if name.endswith("weight"):
+        arguments[name] = inside
+    else:
+        of_key = "k_" if name.startswith("k_") else ""
+        cos, sin = arguments["rope"]
+        arguments[f"{of_key}rope"] = (inside, sin) if name.endswith("cos") else (cos, inside)
+    output_refused(kernel, arguments, name, ("q_out", "k_out", "v_out")[index])
+
+
+# --------------------------------------------------------------------------------------------------
+# Random views: refused exactly if sets of addresses intersect
+
+
+def addresses(tensor):
+    """Of all bytes of its elements, for each element."""
+    starts = torch.tensor([0])
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        starts = (starts[:, None] + torch.arange(size) * stride).flatten()
+    bytes_ = tensor.element_size()
+    starts = (starts + tensor.storage_offset()) * bytes_
+    return (starts[:, None] + torch.arange(bytes_)).flatten().tolist()
+
+
+def random_view(buffer, generator, rows):
+    """(2, rows, 1, 2) with any strides of the first two dimensions, most of them small."""
+    batch_stride, row_stride = (generator.choice(range(30)) for _ in range(2))
+    reach = batch_stride + (rows - 1) * row_stride + 2
+    offset = generator.randrange(min(buffer.numel() - reach, 40))
+    return buffer.as_strided((2, rows, 1, 2), (batch_stride, row_stride, 2, 1), offset)
+
+
+def query_and_key(kernel, generator, device, dtype):
+    """Both in one buffer, with tables."""
+    rows = generator.choice([1, 2, 3, 5])
+    buffer = torch.randn(400, device=device).to(dtype)
+    q, k = (random_view(buffer, generator, rows) for _ in range(2))
+    cos = buffer.as_strided((rows, 2), (generator.randrange(2, 9), 1), 100)
+    return {"q": q, "k": k, "rope": (cos, torch.ones_like(cos))}, (q, k), cos
+
+
+def query_and_coordinates(kernel, generator, device, dtype):
+    """Float32 coordinates in the memory of what is written, byte for byte."""
+    rows = generator.choice([1, 2, 3])
+    buffer = normal(200, dtype=torch.float32, device=device)
+    q = random_view(buffer.view(dtype), generator, rows)
+    coordinates = buffer.as_strided(
+        (1, rows, 1), (1, generator.randrange(1, 40), 1), generator.randrange(0, 60)
+    )
+    rope = kernel.CoordinateRope(coordinates, torch.ones(1, device=device))
+    return {"q": q, "k": torch.randn_like(q.contiguous()), "rope": rope}, (q,), coordinates
+
+
+@pytest.mark.parametrize("draw", [query_and_key, query_and_coordinates])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_random_views_in_place(kernel, device, draw, dtype):
+    generator = random.Random(20)
+    counts = {False: 0, True: 0}
+    for _ in range(1000):
+        arguments, written, read = draw(kernel, generator, device, dtype)
+        own = [address for tensor in written for address in addresses(tensor)]
+        shares = len(set(own)) < len(own) or bool(set(own) & set(addresses(read)))
+        counts[shares] += 1
+        refusal = pytest.raises(ValueError, match="qk_norm_rope: .* in place, got")
+        with refusal if shares else contextlib.nullcontext():
+            kernel.qk_norm_rope(**arguments, heads=1, inplace=True)
+    assert min(counts.values()) > 100, counts
+
+
+def test_random_views_as_out(kernel, device):
     generator = random.Random(22)
     counts = {False: 0, True: 0}
     for _ in range(1000):

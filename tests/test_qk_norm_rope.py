@@ -20,8 +20,9 @@ from inputs import (
     WRITABLE_LAYOUTS,
     coordinates_and_frequencies,
     every_dtype,
+    heads_of,
     normal,
-    packed_query_and_key,
+    packed_projection,
     pairwise,
     rotary_tables,
 )
@@ -37,16 +38,10 @@ ROTATIONS = ["none", "coordinates", "S_d", "B_S_Hd", "1_S_p", "1_S_H_p", "comple
 SHAPES = [(2, 65, 1, 64), (2, 65, 3, 128), (2, 65, 4, 64), (2, 5, 40, 128), (2, 9, 3, 6)]
 
 
-def heads_of(shape, dtype, device, *, has_head_dim=False, layout="contiguous"):
-    """A tensor of (batch, seq, heads, head_dim), the last two flattened unless `has_head_dim`."""
-    batch, seq, heads, head_dim = shape
-    size = shape if has_head_dim else (batch, seq, heads * head_dim)
-    return normal(*size, dtype=dtype, device=device, layout=layout)
-
-
-def query_and_key(shape, dtype, device, *, k_heads=None, **options):
+def query_and_key(shape, dtype, device, *, k_heads=None, has_head_dim=False, **options):
     batch, seq, heads, head_dim = shape
     k_shape = (batch, seq, heads if k_heads is None else k_heads, head_dim)
+    options["has_head_dim"] = has_head_dim
     return [heads_of(size, dtype, device, **options) for size in (shape, k_shape)]
 
 
@@ -91,7 +86,7 @@ def check_call(kernel, q, k, *, heads, norm, layout="interleaved", **options):
     dtype=DTYPES,
 )
 def test_head_dims(kernel, device, head_dim, form, norm, layout, has_head_dim, k_heads, dtype):
-    """With another number of key heads, too, where the heads share what turns them."""
+    """Also with another number of key heads, if all heads share their tables."""
     k_heads = 4 if form == "coordinates" else k_heads
     shape = (2, math.ceil(CONTRACT_ELEMENTS / (2 * 4 * head_dim)), 4, head_dim)
     q, k = query_and_key(shape, dtype, device, k_heads=k_heads, has_head_dim=has_head_dim)
@@ -204,7 +199,7 @@ def test_strided_views(
     kernel, device, memory, shape, has_head_dim, form, inplace, norm, layout, dtype
 ):
     if memory in PACKED_FORMS:
-        q, k = packed_query_and_key(memory, shape, dtype, device)
+        q, k, _ = packed_projection(memory, shape, dtype, device)
     else:
         q, k = query_and_key(shape, dtype, device, has_head_dim=has_head_dim, layout=memory)
     options = {"heads": shape[2], "norm": norm, "layout": layout, "contract": False}
@@ -225,13 +220,6 @@ def test_model_sizes(kernel, device, shape, norm, form, inplace, dtype):
     rope = rotation(kernel, form, shape, device)
     parameters = weights(norm, shape, dtype, device)
     check_call(kernel, q, k, **parameters, rope=rope, heads=shape[2], norm=norm, inplace=inplace)
-
-
-@every_norm
-def test_same_tensor_as_query_and_key(kernel, device, norm):
-    q, _ = query_and_key((2, 65, 4, 64), torch.bfloat16, device)
-    rope = rotary_tables(65, 64, dtype=torch.float32, device=device)
-    check_call(kernel, q, q, rope=rope, heads=4, norm=norm)
 
 
 @pairwise(eps=[0.0, 1e-3, 1.0], norm=NORMALIZING, dtype=DTYPES)
@@ -292,18 +280,6 @@ def test_coordinate_tables(kernel, device, size, batch):
     assert torch.equal(cos, eager.coordinate_tables(*rope, dim)[0])
 
 
-@every_pair_layout
-def test_coordinates_agree_with_their_tables(kernel, device, layout):
-    q, k = query_and_key((2, 65, 4, 64), torch.float32, device)
-    rope = rotation(kernel, "coordinates", (2, 65, 4, 64), device)
-    cos, sin = (table.unflatten(-1, (4, 64)) for table in rope.tables(256))
-    if layout == "half":
-        cos, sin = (torch.cat([table[..., ::2]] * 2, dim=-1) for table in (cos, sin))
-    from_coordinates = kernel.qk_norm_rope(q, k, rope=rope, heads=4, layout=layout)
-    from_tables = kernel.qk_norm_rope(q, k, rope=(cos, sin), heads=4, layout=layout)
-    torch.testing.assert_close(from_coordinates, from_tables, rtol=2e-6, atol=2e-6)
-
-
 @pairwise(
     value=NONFINITE,
     where=["q", "coordinates"],
@@ -342,7 +318,7 @@ def test_rotation_of_the_key(
 ):
     """Without a rotation of the key there is none of the query, since their lengths differ."""
     shape, k_shape = (2, 33, 4, 64), (2, k_seq, k_heads, 64)
-    q, k = heads_of(shape, dtype, device), heads_of(k_shape, dtype, device)
+    q, k = (heads_of(size, dtype, device, has_head_dim=False) for size in (shape, k_shape))
     rope = None if k_form == "none" else rotation(kernel, form, shape, device)
     k_rope = rotation(kernel, k_form, k_shape, device)
     parameters = weights(norm, shape, dtype, device, k_heads=k_heads)
@@ -436,7 +412,6 @@ def test_values_keep_their_bits(kernel, device):
 
 
 @pytest.mark.sanitize
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("norm", NORMALIZING)
 @every_pair_layout
 @pytest.mark.parametrize(
@@ -459,7 +434,6 @@ def test_smoke(kernel, device, norm, layout, shape, memory, form, inplace, dtype
 
 
 @pytest.mark.sanitize
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("norm", NORMALIZING)
 @pytest.mark.parametrize(
     ("shape", "memory", "form", "weight_dtype"),

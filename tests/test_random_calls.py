@@ -1,4 +1,4 @@
-"""A part of the random wrong calls, and that faults are found."""
+"""Random wrong calls, and faults that their checks must find."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 import random_calls
 from random_calls import Call, check_seed, fault
 
-CALLS = 900
+CALLS = 900  # more find more: each seed is another call
 GROUPS = 3
 
 
@@ -26,7 +26,7 @@ def test_every_operation_is_called_wrongly(device):
 
 
 def silu(message, *, kind=ValueError, with_gradients=None, writes=False):
-    """A function that refuses what it is given as it is told."""
+    """A function that refuses every call in the way given."""
 
     def refuse(x, **rest):
         if writes:

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 from checks import CONTRACT_ELEMENTS, assert_rounded_once, check, check_nonfinite
@@ -18,8 +17,9 @@ from inputs import (
     TABLE_SHAPES,
     every_dtype,
     grid_tables,
+    heads_of,
     normal,
-    packed_query_and_key,
+    packed_projection,
     pairwise,
     rotary_tables,
 )
@@ -27,13 +27,6 @@ from inputs import (
 every_pair_layout = pytest.mark.parametrize("layout", PAIR_LAYOUTS)
 NONFINITE = [math.nan, math.inf, -math.inf]
 ALL_TABLE_SHAPES = {**TABLE_SHAPES, **PAIR_TABLE_SHAPES}
-
-
-def rotated(shape, dtype, device, *, has_head_dim=True, layout="contiguous"):
-    """x of (batch, seq, heads, head_dim), the last two flattened unless `has_head_dim`."""
-    batch, seq, heads, head_dim = shape
-    size = shape if has_head_dim else (batch, seq, heads * head_dim)
-    return normal(*size, dtype=dtype, device=device, layout=layout)
 
 
 def wide(is_float32, dtype):
@@ -56,7 +49,7 @@ def test_head_dims(kernel, device, head_dim, table, has_head_dim, is_float32, la
     """Of rows of three dimensions, tables tell the size of a head."""
     seq = -(-CONTRACT_ELEMENTS // (2 * 4 * head_dim))
     has_head_dim = has_head_dim or table == "S_p"
-    x = rotated((2, seq, 4, head_dim), dtype, device, has_head_dim=has_head_dim)
+    x = heads_of((2, seq, 4, head_dim), dtype, device, has_head_dim=has_head_dim)
     width = head_dim if table == "S_d" else head_dim // 2
     is_float32 = is_float32 or table == "complex"
     tables = rotary_tables(seq, width, dtype=wide(is_float32, dtype), device=device)
@@ -74,7 +67,7 @@ def test_head_dims(kernel, device, head_dim, table, has_head_dim, is_float32, la
 def test_table_shapes(kernel, device, table, has_head_dim, is_float32, layout, shape):
     """A table as wide as a row of three dimensions makes the row one head."""
     dtype = torch.bfloat16
-    flat = rotated(shape, dtype, device, has_head_dim=False)
+    flat = heads_of(shape, dtype, device, has_head_dim=False)
     in_heads = flat.unflatten(2, shape[2:])
     x = in_heads if has_head_dim or table in PAIR_TABLE_SHAPES else flat
     size = ALL_TABLE_SHAPES[table](*shape)
@@ -89,7 +82,7 @@ def test_table_shapes(kernel, device, table, has_head_dim, is_float32, layout, s
 @pairwise(cos_shape=TABLE_SHAPES, sin_shape=TABLE_SHAPES, layout=PAIR_LAYOUTS)
 def test_cos_and_sin_of_different_shapes(kernel, device, cos_shape, sin_shape, layout):
     shape = (2, 65, 4, 64)
-    x = rotated(shape, torch.bfloat16, device)
+    x = heads_of(shape, torch.bfloat16, device)
     cos, sin = (
         normal(*TABLE_SHAPES[form](*shape), dtype=torch.float32, device=device)
         for form in (cos_shape, sin_shape)
@@ -106,7 +99,7 @@ def test_cos_and_sin_of_different_shapes(kernel, device, cos_shape, sin_shape, l
     dtype=DTYPES,
 )
 def test_strided_tables(kernel, device, memory, width, has_heads, is_float32, layout, dtype):
-    x = rotated((2, 65, 4, 64), dtype, device)
+    x = heads_of((2, 65, 4, 64), dtype, device)
     size = (2, 65, 4, width) if has_heads else (2, 65, width)
     options = {"dtype": wide(is_float32, dtype), "device": device}
     strided, other = normal(*size, **options, layout=memory), normal(2, 65, width, **options)
@@ -118,7 +111,7 @@ def test_strided_tables(kernel, device, memory, width, has_heads, is_float32, la
     memory=["misaligned", "odd_rows", "expanded", "conj"], head_dim=[64, 6], layout=PAIR_LAYOUTS
 )
 def test_views_of_complex_tables(kernel, device, memory, head_dim, layout):
-    x = rotated((2, 65, 4, head_dim), torch.bfloat16, device)
+    x = heads_of((2, 65, 4, head_dim), torch.bfloat16, device)
     size = (2, 65, 4, head_dim // 2)
     table = torch.complex(*rotary_tables(*size, dtype=torch.float32, device=device))
     table = table.conj() if memory == "conj" else LAYOUTS[memory](table)
@@ -127,7 +120,7 @@ def test_views_of_complex_tables(kernel, device, memory, head_dim, layout):
 
 @every_dtype
 def test_expanded_tables(kernel, device, dtype):
-    x = rotated((2, 65, 4, 64), dtype, device)
+    x = heads_of((2, 65, 4, 64), dtype, device)
     cos, sin = (normal(65, 64, dtype=torch.float32, device=device) for _ in range(2))
     cos, sin = (table[None, :, None].expand(2, 65, 4, 64) for table in (cos, sin))
     check(kernel, "rope", x, cos, sin)
@@ -145,7 +138,7 @@ def test_expanded_tables(kernel, device, dtype):
 def test_strided_views(kernel, device, memory, has_head_dim, head_dim, is_by_pair, layout, dtype):
     shape = (2, 65, 4, head_dim)
     has_head_dim = has_head_dim or is_by_pair
-    x = rotated(shape, dtype, device, has_head_dim=has_head_dim, layout=memory)
+    x = heads_of(shape, dtype, device, has_head_dim=has_head_dim, layout=memory)
     width = head_dim // 2 if is_by_pair else head_dim
     cos, sin = rotary_tables(65, width, dtype=torch.float32, device=device)
     check(kernel, "rope", x, cos, sin, layout=layout)
@@ -155,17 +148,9 @@ def test_strided_views(kernel, device, memory, has_head_dim, head_dim, is_by_pai
 def test_packed_projection(kernel, device, form, layout, dtype):
     tables = rotary_tables(60, 64, dtype=torch.float32, device=device)
     axes = grid_tables((5, 3, 4), (12, 10, 10), dtype=torch.float32, device=device)
-    for x in packed_query_and_key(form, (2, 60, 4, 64), dtype, device):
+    for x in packed_projection(form, (2, 60, 4, 64), dtype, device):
         check(kernel, "rope", x, *tables, layout=layout)
         check(kernel, "rope_3d", x.view(2, 60, 4, 64), **axes, layout=layout)
-
-
-@every_pair_layout
-@every_dtype
-def test_angle_of_zero_changes_nothing(kernel, device, layout, dtype):
-    x = rotated((2, 65, 4, 64), dtype, device)
-    cos, sin = torch.ones(65, 64, device=device), torch.zeros(65, 64, device=device)
-    assert torch.equal(kernel.rope(x, cos, sin, layout), x)
 
 
 def test_default_layout_is_interleaved(kernel, device):
@@ -175,21 +160,10 @@ def test_default_layout_is_interleaved(kernel, device):
     assert kernel.rope(x, cos, sin, "half").flatten().tolist() == [-3, -4, 1, 2]
 
 
-@pairwise(head_dim=[64, 18], layout=PAIR_LAYOUTS, dtype=DTYPES)
-def test_pair_tables_agree_with_full_tables(kernel, device, head_dim, layout, dtype):
-    x = rotated((2, 65, 4, head_dim), dtype, device)
-    pairs = rotary_tables(65, head_dim // 2, dtype=torch.float32, device=device)
-    if layout == "interleaved":
-        full = [table.repeat_interleave(2, dim=-1) for table in pairs]
-    else:
-        full = [torch.cat([table, table], dim=-1) for table in pairs]
-    assert torch.equal(kernel.rope(x, *pairs, layout), kernel.rope(x, *full, layout))
-
-
 @pairwise(value=NONFINITE, width=[64, 32], layout=PAIR_LAYOUTS, dtype=DTYPES)
 def test_nonfinite_values(kernel, device, value, width, layout, dtype):
     """In x, and in its tables."""
-    x = rotated((2, 9, 4, 64), dtype, device)
+    x = heads_of((2, 9, 4, 64), dtype, device)
     cos, sin = rotary_tables(9, width, dtype=torch.float32, device=device)
     of_tables = cos.clone(), sin.clone()
     of_tables[0][2, 5] = of_tables[1][7, width - 2] = value
@@ -199,7 +173,6 @@ def test_nonfinite_values(kernel, device, value, width, layout, dtype):
 
 
 @pytest.mark.sanitize
-@pytest.mark.kernels_ci
 @every_pair_layout
 @pytest.mark.parametrize(
     ("shape", "memory", "table", "dtype", "is_float32"),
@@ -215,7 +188,7 @@ def test_nonfinite_values(kernel, device, value, width, layout, dtype):
     ids=str,
 )
 def test_smoke(kernel, device, layout, shape, memory, table, dtype, is_float32):
-    x = rotated(shape, dtype, device, layout=memory)
+    x = heads_of(shape, dtype, device, layout=memory)
     size = ALL_TABLE_SHAPES[table](*shape)
     tables = rotary_tables(*size, dtype=wide(is_float32, dtype), device=device)
     check(kernel, "rope", x, *tables, layout=layout, contract=False)
@@ -248,7 +221,7 @@ def on_grid(name, dtype, device, *, batch=2, memory="contiguous", table_dtype=to
     """x and the axes' tables."""
     grid, heads, head_dim, pairs = GRIDS[name]
     shape = (batch, grid[0] * grid[1] * grid[2], heads, head_dim)
-    x = rotated(shape, dtype, device, layout=memory)
+    x = heads_of(shape, dtype, device, layout=memory)
     return x, grid_tables(grid, pairs, dtype=table_dtype, device=device)
 
 
@@ -288,7 +261,7 @@ def axis_tables(table, grid, dims):
 def check_against_full_tables(kernel, cos, sin, grid, dims, device):
     cos, sin = cos.to(device), sin.to(device)
     axes = zip(axis_tables(cos, grid, dims), axis_tables(sin, grid, dims), strict=True)
-    x = rotated((2, cos.shape[0], 3, cos.shape[1]), torch.float32, device)
+    x = heads_of((2, cos.shape[0], 3, cos.shape[1]), torch.float32, device)
     turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2).double()
     expected = x.double() * cos[:, None].double() + turned * sin[:, None].double()
     assert_rounded_once(kernel.rope_3d(x, *axes), expected)
@@ -306,14 +279,6 @@ def test_rotates_as_wan_does(kernel, device, head_dim):
     check_against_full_tables(kernel, cos, sin, grid, dims, device)
 
 
-def test_rotates_as_cogvideox_does(kernel, device):
-    frames, rows, columns = grid = (3, 4, 6)
-    cos, sin = get_3d_rotary_pos_embed(
-        64, ((0, 0), (rows, columns)), grid_size=(rows, columns), temporal_size=frames
-    )
-    check_against_full_tables(kernel, cos, sin, grid, (16, 24, 24), device)
-
-
 @pairwise(value=NONFINITE, layout=PAIR_LAYOUTS, dtype=DTYPES)
 def test_nonfinite_values_on_a_grid(kernel, device, value, layout, dtype):
     x, tables = on_grid("cogvideox", dtype, device)
@@ -323,7 +288,6 @@ def test_nonfinite_values_on_a_grid(kernel, device, value, layout, dtype):
 
 
 @pytest.mark.sanitize
-@pytest.mark.kernels_ci
 @every_pair_layout
 @pytest.mark.parametrize(
     ("grid", "memory", "dtype", "is_float32"),
