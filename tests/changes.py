@@ -8,8 +8,9 @@ import types
 import accelerate
 import torch
 import torch.nn.functional as F
-from accelerate.hooks import add_hook_to_module
+from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from diffusers import (
+    FasterCacheConfig,
     FirstBlockCacheConfig,
     MagCacheConfig,
     PyramidAttentionBroadcastConfig,
@@ -100,15 +101,16 @@ class DiffusersForward(ModelHook):
 
 
 def _add_torch_hooks(module, counted):
-    module.register_forward_pre_hook(
+    handle = module.register_forward_pre_hook(
         lambda module, args, kwargs: counted.pre_forward(module) and None, with_kwargs=True
     )
-    module.register_forward_hook(lambda module, args, output: None)
+    counted.remove = handle.remove
 
 
 def _add_accelerate_chain(module, counted):
     add_hook_to_module(module, Counted())
     add_hook_to_module(module, counted, append=True)
+    counted.remove = lambda: remove_hook_from_module(module)
 
 
 def _add_diffusers_hooks(module, counted):
@@ -116,17 +118,31 @@ def _add_diffusers_hooks(module, counted):
     registry.register_hook(DiffusersHook(Counted()), "inner")
     registry.register_hook(DiffusersForward(counted), "around")
 
+    def remove():
+        for name in ("around", "inner"):
+            registry.remove_hook(name, recurse=False)
 
-def _add_diffusers_around_accelerate(module, counted):
-    add_hook_to_module(module, Counted())
-    _add_diffusers_hooks(module, counted)
+    counted.remove = remove
 
 
+def _nested(add_inner, add_outer):
+    def add(module, counted):
+        inner = Counted()
+        add_inner(module, inner)
+        add_outer(module, counted)
+        remove_outer = counted.remove
+        counted.remove = lambda: (remove_outer(), inner.remove())
+
+    return add
+
+
+# Each adds hooks to a module, and gives the counting one a function that removes them.
 HOOKS = {
     "torch": _add_torch_hooks,
     "accelerate chain": _add_accelerate_chain,
     "diffusers": _add_diffusers_hooks,
-    "diffusers around accelerate": _add_diffusers_around_accelerate,
+    "diffusers around accelerate": _nested(_add_accelerate_chain, _add_diffusers_hooks),
+    "accelerate around diffusers": _nested(_add_diffusers_hooks, _add_accelerate_chain),
 }
 
 
@@ -148,6 +164,13 @@ def other_norm(old, kind):
     width = tuple(shape)[-1]
     if kind == "without eps":
         return nn.RMSNorm(width, eps=None, elementwise_affine=False)
+    if kind == "layer norm without weight":
+        return nn.LayerNorm(width, elementwise_affine=False)
+    if kind in ADDED_TO_NORMS:
+        new = copy.deepcopy(old)
+        for name in ADDED_TO_NORMS[kind]:
+            setattr(new, name, nn.Parameter(torch.linspace(0.5, 1.5, width)))
+        return new
     torch.manual_seed(5)
     new = nn.LayerNorm(width) if kind == "layer norm" else RMSNorm(width, eps=1e-6, bias=True)
     nn.init.uniform_(new.weight, 0.5, 1.5)
@@ -155,7 +178,15 @@ def other_norm(old, kind):
     return new
 
 
-OTHER_NORMS = ("eps", "layer norm", "bias", "without eps", "identity")
+ADDED_TO_NORMS = {
+    "weight added": ["weight"],
+    "bias added": ["weight", "bias"],
+    "bias alone added": ["bias"],  # which diffusers' RMSNorm does not use
+}
+OTHER_NORMS = (
+    *("eps", "layer norm", "layer norm without weight", "bias", "without eps", "identity"),
+    *ADDED_TO_NORMS,
+)
 
 
 def replace_part(model, path, kind, another=None):
@@ -184,23 +215,21 @@ def processor_class(family):
 
 
 def processors(family):
-    """Attention processors by kind: a subclass that changes the result, the class, and another class."""
+    """Attention processors by kind: the class, and others that change its result: a subclass, another class,
+    and a module, as those of IP-Adapters are."""
     base = processor_class(family)
 
     class Other:
-        def __call__(
-            self,
-            attn,
-            hidden_states,
-            encoder_hidden_states=None,
-            attention_mask=None,
-            image_rotary_emb=None,
-        ):
-            inputs = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-            return base()(attn, *inputs)
+        @functools.wraps(base.__call__)
+        def __call__(self, *args, **kwargs):
+            return change_values(base()(*args, **kwargs))
+
+    class Module(nn.Module):
+        def forward(self, *args, **kwargs):
+            return change_values(base()(*args, **kwargs))
 
     subclass = type("Changing", (base,), {"__call__": changing(base.__call__)})
-    return {"subclass": subclass, "fresh": base, "function": Other}
+    return {"subclass": subclass, "other": Other, "module": Module, "fresh": base}
 
 
 def wrap_forward(module):
@@ -444,6 +473,14 @@ def cache_config(name, timestep):
             disable_cache_before_step=1,
             taylor_factors_dtype=torch.float32,
             cache_identifiers=[r"(transformer_)?blocks\.\d+\.(attn1?|ffn?|img_mlp)$"],
+        ),
+        "faster": lambda: FasterCacheConfig(
+            spatial_attention_block_skip_range=2,
+            spatial_attention_timestep_skip_range=(-1, 681),
+            current_timestep_callback=timestep,
+            attention_weight_callback=lambda module: 0.3,
+            tensor_format="BCHW",
+            is_guidance_distilled=True,
         ),
         "mag": lambda: MagCacheConfig(
             threshold=10.0, num_inference_steps=8, mag_ratios=torch.ones(8)

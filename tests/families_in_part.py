@@ -44,17 +44,22 @@ def family_of(name):
         example = model("cpu")
     lists = [path for path, part in example.named_modules() if isinstance(part, nn.ModuleList)]
     blocks = [path for path in lists if "." not in path]
-    parts = {"block": f"{blocks[-1]}.0"}
+    parts = {}
     for path, part in example.get_submodule(blocks[-1]).named_modules(prefix=blocks[-1]):
         kinds = {
+            "block": "TransformerBlock" in type(part).__name__,
+            "resnet": type(part).__name__ == "ResnetBlock2D",
             "attention": hasattr(part, "processor"),
             "norm": "Norm" in type(part).__name__,
+            "inner_norm": path.endswith("norm1.norm"),
+            "qk_norm": path.endswith("norm_q"),
             "linear": type(part) is nn.Linear,
             "activation": path.endswith(("ff.net.0", "ff_context.net.0", "nonlinearity")),
         }
         for kind, is_one in kinds.items():
             if is_one:
                 parts.setdefault(kind, path)
+    parts.setdefault("block", f"{blocks[-1]}.0")
     processor = type(example.get_submodule(parts["attention"]).processor)
     return Family(
         name=small.name,

@@ -111,7 +111,7 @@ FLUX = Family(
         *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj"),
         *("to_add_out", "ff.net.0.proj", "ff.net.2", "proj_mlp", "proj_out", "norm1.linear"),
     ],
-    caches=("first_block", "pyramid", "taylorseer", "mag"),
+    caches=("first_block", "pyramid", "taylorseer", "mag", "faster"),
     module="diffusers.models.transformers.transformer_flux",
     processor="FluxAttnProcessor",
     block_lists=("transformer_blocks", "single_transformer_blocks"),

@@ -98,7 +98,7 @@ QWEN_IMAGE = Family(
         *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj"),
         *("to_add_out", "img_mlp.net.0.proj", "img_mlp.net.2", "img_mod.1"),
     ],
-    caches=("first_block", "pyramid", "taylorseer", "mag"),
+    caches=("first_block", "pyramid", "taylorseer", "mag", "faster"),
     module="diffusers.models.transformers.transformer_qwenimage",
     functions=("apply_rotary_emb_qwen", "dispatch_attention_fn"),
     processor="QwenDoubleStreamAttnProcessor2_0",

@@ -112,7 +112,7 @@ WAN = Family(
         "modulation": "condition_embedder.time_proj",
     },
     lora_targets=["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"],
-    caches=("first_block", "pyramid", "taylorseer", "mag"),
+    caches=("first_block", "pyramid", "taylorseer", "mag", "faster"),
     module="diffusers.models.transformers.transformer_wan",
     functions=("dispatch_attention_fn",),
     processor="WanAttnProcessor",

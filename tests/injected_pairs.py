@@ -143,10 +143,3 @@ def on_kernels(report):
 def reasons_of(report):
     """Why each module is left alone, by its name."""
     return {entry.name: entry.reason for entry in report.left_alone}
-
-
-def is_said(report, kernel, device, **options):
-    """Whether the report, or its live counts, tells of more than they do of an untouched LTX-Video model."""
-    untouched = kernel.inject_kernels(transformer(device, **options))
-    more = reasons_of(report).items() - reasons_of(untouched).items()
-    return bool(more or fallen_back(report))

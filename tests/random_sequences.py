@@ -368,14 +368,17 @@ MAY_BE_REPLACED = {
     ("gelu", "rope", "modulation"): ["wrap"],
 }
 REPLACEMENTS = {part: ways for parts, ways in MAY_BE_REPLACED.items() for part in parts}
-# Adaptive layer norms return more than a norm.
-ADAPTIVE = ("AdaLayerNormZero", "AdaLayerNormZeroSingle")
+
+
+def is_adaptive_norm(module):
+    """Which returns more than a norm."""
+    return "AdaLayerNorm" in type(module).__name__
 
 
 def draw_replacement(rng, twins):
     kinds = [kind for kind in REPLACEMENTS if twins.has(twins.family.parts.get(kind, "?"))]
     path = twins.family.parts[kind := rng.choice(kinds)]
-    is_adaptive = type(twins.plain.get_submodule(path)).__name__ in ADAPTIVE
+    is_adaptive = is_adaptive_norm(twins.plain.get_submodule(path))
     choices = ["wrap", "another"] if is_adaptive else REPLACEMENTS[kind]
     return {"module": path, "kind": rng.choice(choices)}
 
@@ -383,18 +386,22 @@ def draw_replacement(rng, twins):
 def patchable(twins):
     """What a user may patch, by name: (owner, attribute)."""
     module = importlib.import_module(twins.family.module)
-    known = (GELU, RMSNorm, nn.RMSNorm, nn.LayerNorm, nn.GELU)
+    known = (GELU, RMSNorm, nn.RMSNorm, nn.LayerNorm, nn.GELU, nn.Dropout)
     classes = {
         type(m)
         for m in twins.plain.modules()
-        if type(m).__module__ == twins.family.module
-        or type(m) in known
-        or type(m).__name__ in ADAPTIVE
+        if type(m).__module__ == twins.family.module or type(m) in known or is_adaptive_norm(m)
     }
     processor = changes.processor_class(twins.family)
-    functions = ("rms_norm", "layer_norm", "scaled_dot_product_attention", "gelu")
+    functions = ("rms_norm", "layer_norm", "scaled_dot_product_attention", "gelu", "linear")
+    methods = ("forward", "gelu", "_prepare_video_coords")
     return {
-        **{f"{cls.__name__}.forward": (cls, "forward") for cls in classes},
+        **{
+            f"{c.__name__}.{name}": (c, name)
+            for c in classes
+            for name in methods
+            if name in vars(c)
+        },
         f"{processor.__name__}.__call__": (processor, "__call__"),
         **{name: (module, name) for name in twins.family.functions},
         **{f"F.{name}": (F, name) for name in functions},
@@ -967,10 +974,14 @@ class Twins:
     @action(
         *(1, 1, lambda t: has_original_weights(t) and not (t.adapters or t.restructured)),
         seed=number(3),
+        assign=[False, True],
     )
-    def load_weights(self, *, seed):
-        state = self._model(seed).state_dict()
-        self.apply(lambda model: model.load_state_dict(state) and None)
+    def load_weights(self, *, seed, assign=False):
+        def load(model):
+            state = self._model(seed).to(self._dtype_of(model)).state_dict()
+            model.load_state_dict(state, assign=assign)
+
+        self.apply(load)
 
     @action(
         *(0, 6, has_original_weights),
@@ -1075,7 +1086,7 @@ class Twins:
     @action(
         *(2, 1),
         module=part("attention", "cross_attention", "single_attention"),
-        kind=["subclass", "fresh", "function"],
+        kind=["subclass", "other", "module", "fresh"],
     )
     def set_processor(self, *, module, kind):
         make = changes.processors(self.family)[kind]

@@ -7,32 +7,17 @@ counter counts writes through ``.data``.
 import copy
 
 import pytest
-import torch
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
 from foreign_modules import Wrap
 from injected_pairs import assert_alike, pair
-from ltx_models import calls_of, computing, either_order, inputs, reference, run, transformer
+from ltx_models import calls_of, computing, inputs, reference, run
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
 BLOCKS = 3
 AFFINE = {"blocks": BLOCKS, "norm_elementwise_affine": True}
-
-
-@torch.inference_mode()
-def run_in_inference_mode(model, arguments):
-    arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-    return model(**arguments, return_dict=False)[0].clone()
-
-
-every_mode = pytest.mark.parametrize("forward", [run, run_in_inference_mode])
-
-
-def unchanged(device, arguments, **config):
-    """What a model computes to which nothing was done."""
-    return run(transformer(device, **{"blocks": BLOCKS, **config}), arguments)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -266,44 +251,6 @@ def test_a_hook_changes_and_calls_an_earlier_block(kernel, device):
     assert_alike(model, plain, times=3)
 
 
-# ------------------------------------------------------------------------------------------------
-# Hidden states that are written without a trace
-
-
-def write_data(x):
-    x.data[..., ::2] += 1
-
-
-@every_mode
-@either_order
-def test_a_hook_writes_a_blocks_output(kernel, device, forward, is_injected_first):
-    def change(model):
-        for block in model.transformer_blocks:
-            block.register_forward_hook(lambda module, args, output: write_data(output))
-
-    order = {"is_injected_first": is_injected_first}
-    model, plain, _ = pair(kernel, device, change, **order, blocks=BLOCKS)
-    arguments = inputs(plain)
-    unlike = unchanged(device, arguments)
-    assert_alike(model, plain, arguments, unlike=unlike, forward=forward)
-
-
-@pytest.mark.parametrize("place", ["norm1", "attn1", "norm2", "attn2", "ff", "ff.net.0"])
-def test_a_hook_writes_the_input_of_a_part(kernel, device, place):
-    """Which may be the hidden states of the whole block."""
-
-    def hook(module, args, kwargs):
-        write_data(args[0] if args else kwargs["hidden_states"])
-
-    def change(model):
-        for block in model.transformer_blocks:
-            block.get_submodule(place).register_forward_pre_hook(hook, with_kwargs=True)
-
-    model, plain, _ = pair(kernel, device, change, blocks=BLOCKS)
-    arguments = inputs(plain)
-    assert_alike(model, plain, arguments, unlike=unchanged(device, arguments))
-
-
 def test_a_block_that_occurs_twice(kernel, device):
     def change(model):
         blocks = list(model.transformer_blocks)
@@ -318,42 +265,6 @@ def test_a_block_that_occurs_twice(kernel, device):
 
 # ------------------------------------------------------------------------------------------------
 # Weights that are there in their module's own turn alone
-
-
-class Gathered:
-    """Gives a module's own parameters memory and values for the time of its call."""
-
-    def __init__(self, parameters):
-        self.values = [(parameter, parameter.detach().clone()) for parameter in parameters]
-        self.free()
-
-    def gather(self, *_):
-        for parameter, value in self.values:
-            parameter.untyped_storage().resize_(value.untyped_storage().nbytes())
-            parameter.data.copy_(value)
-
-    def free(self, *_):
-        for parameter, _value in self.values:
-            parameter.untyped_storage().resize_(0)
-
-
-def gather_in_turn(module, parameters):
-    gathered = Gathered(parameters)
-    module.register_forward_pre_hook(gathered.gather)
-    module.register_forward_hook(gathered.free, always_call=True)
-
-
-@pytest.mark.parametrize("is_whole_block", [True, False], ids=["blocks", "leaves"])
-@every_mode
-def test_parameters_without_memory_between_their_turns(kernel, device, is_whole_block, forward):
-    """As FSDP shards them: with the right sizes, and nothing behind them."""
-    model, plain, _ = pair(kernel, device, **AFFINE)
-    for block in model.transformer_blocks:
-        for module in [block] if is_whole_block else list(block.modules()):
-            parameters = list(module.parameters(recurse=is_whole_block))
-            if parameters:
-                gather_in_turn(module, parameters)
-    assert_alike(model, plain, forward=forward)
 
 
 def test_weights_that_are_swapped_in(kernel, device):

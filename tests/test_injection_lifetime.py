@@ -40,12 +40,6 @@ def weights_of(model):
     return {name: weakref.ref(p) for name, p in model.named_parameters()}
 
 
-def after_forwards(kernel, model, arguments):
-    run(model, arguments)
-    with torch.inference_mode():
-        model(**arguments)
-
-
 def after_gradients(kernel, model, arguments):
     model(**arguments, return_dict=False)[0].square().sum().backward()
 
@@ -67,12 +61,6 @@ def ejected(kernel, model, arguments):
     kernel.eject_kernels(model)
 
 
-def injected_again(kernel, model, arguments):
-    kernel.eject_kernels(model)
-    kernel.inject_kernels(model)
-    run(model, arguments)
-
-
 def without_a_block(kernel, model, arguments):
     """Its neighbours keep nothing of it."""
     run(model, arguments)
@@ -83,12 +71,10 @@ def without_a_block(kernel, model, arguments):
 
 
 USES = [
-    after_forwards,
     after_gradients,
     after_a_fall_back,
     after_an_error,
     ejected,
-    injected_again,
     without_a_block,
 ]
 
@@ -139,27 +125,6 @@ def test_hidden_states_are_freed_after_a_forward(kernel, device):
 
 
 # ------------------------------------------------------------------------------------------------
-# Copies
-
-
-def test_copies_of_a_copy(kernel, device):
-    """Of many blocks, without one level of recursion more for each."""
-    model, plain, _ = pair(kernel, device, blocks=200, heads=1, head_dim=8)
-    arguments = inputs(model)
-    calls, untouched = kernel_calls(run, model, arguments), run(model, arguments)
-    duplicate = copy.deepcopy(copy.deepcopy(model))
-    with torch.no_grad():
-        for candidate in (duplicate, plain):
-            candidate.transformer_blocks[1].scale_shift_table.mul_(2)
-            candidate.transformer_blocks[0].attn1.norm_q.weight.mul_(2)
-    assert_alike(duplicate, plain, arguments, unlike=untouched, slack=1e-4)
-    assert torch.equal(run(model, arguments), untouched)
-    kernel.eject_kernels(duplicate)
-    assert kernel_calls(run, duplicate, arguments) == {}
-    assert kernel_calls(run, model, arguments) == calls
-
-
-# ------------------------------------------------------------------------------------------------
 # What hooks save
 
 
@@ -189,14 +154,6 @@ def test_a_hook_saves_what_a_module_gives(kernel, device, mode, place):
     assert len(sizes) == 3
     for size, expected in sizes:
         assert size <= expected + 4096
-
-
-def test_a_state_dict_is_what_it_was(kernel, device):
-    model, plain, _ = pair(kernel, device)
-    run(model, inputs(model))
-    loaded, size = saved(model.state_dict())
-    assert loaded.keys() == plain.state_dict().keys()
-    assert size == saved(plain.state_dict())[1]
 
 
 # ------------------------------------------------------------------------------------------------
