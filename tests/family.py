@@ -11,6 +11,19 @@ KERNEL_HEADS = {"heads": 2, "head_dim": 64}
 TINY_HEADS = {"heads": 2, "head_dim": 16}
 
 
+# Variants of the inputs of models with a stream of text beside the image's.
+TWO_STREAM_OPTIONS = {
+    "two samples": {},
+    "batch of 1": {"batch": 1},
+    "more tokens": {"batch": 3, "tokens": 5, "text_length": 9},
+    "one token of text": {"text_length": 1},
+}
+# The linear layers of their attention.
+JOINT_LORA = [
+    *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+]
+
+
 @dataclass(frozen=True)
 class Family:
     """A kind of model that is injected. The tests' only knowledge of it is here.

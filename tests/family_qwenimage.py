@@ -3,7 +3,7 @@
 import torch
 from diffusers import QwenImageTransformer2DModel
 
-from family import Family, make_all_matter, seeded
+from family import JOINT_LORA, TWO_STREAM_OPTIONS, Family, make_all_matter, seeded
 
 CHANNELS = 8
 TEXT_CHANNELS = 24
@@ -68,12 +68,9 @@ QWEN_IMAGE = Family(
     inputs=qwenimage_inputs,
     inexact=("hidden_states", "encoder_hidden_states"),
     options={
-        "two samples": {},
-        "batch of 1": {"batch": 1},
+        **TWO_STREAM_OPTIONS,
         "padded text": {"mask": "padded"},
         "holes in the text": {"mask": "holes", "text_length": 9},
-        "more tokens": {"batch": 3, "tokens": 5, "text_length": 9},
-        "one token of text": {"text_length": 1},
         "two images": {"images": 2},
     },
     parts={
@@ -94,10 +91,7 @@ QWEN_IMAGE = Family(
         "modulation": "transformer_blocks.0.img_mod",
         "modulation_of_next": "transformer_blocks.1.txt_mod.1",
     },
-    lora_targets=[
-        *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj"),
-        *("to_add_out", "img_mlp.net.0.proj", "img_mlp.net.2", "img_mod.1"),
-    ],
+    lora_targets=[*JOINT_LORA, "img_mlp.net.0.proj", "img_mlp.net.2", "img_mod.1"],
     caches=("first_block", "pyramid", "taylorseer", "mag", "faster"),
     module="diffusers.models.transformers.transformer_qwenimage",
     functions=("apply_rotary_emb_qwen", "dispatch_attention_fn"),

@@ -3,7 +3,7 @@
 import torch
 from diffusers import SD3Transformer2DModel
 
-from family import Family, make_all_matter, seeded
+from family import JOINT_LORA, TWO_STREAM_OPTIONS, Family, make_all_matter, seeded
 
 CHANNELS = 4
 TEXT_CHANNELS = 24
@@ -56,12 +56,7 @@ SD3 = Family(
     model=sd3_model,
     inputs=sd3_inputs,
     inexact=("hidden_states", "encoder_hidden_states", "pooled_projections"),
-    options={
-        "two samples": {},
-        "batch of 1": {"batch": 1},
-        "more tokens": {"batch": 3, "tokens": 5, "text_length": 9},
-        "one token of text": {"text_length": 1},
-    },
+    options=TWO_STREAM_OPTIONS,
     parts={
         "block": "transformer_blocks.0",
         "next_block": "transformer_blocks.1",
@@ -84,10 +79,7 @@ SD3 = Family(
         "rope": "pos_embed",
         "modulation": "transformer_blocks.0.norm1.linear",
     },
-    lora_targets=[
-        *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj"),
-        *("to_add_out", "ff.net.0.proj", "ff.net.2", "norm1.linear"),
-    ],
+    lora_targets=[*JOINT_LORA, "ff.net.0.proj", "ff.net.2", "norm1.linear"],
     caches=(),
     module="diffusers.models.attention_processor",
     functions=(),

@@ -7,15 +7,12 @@ import contextlib
 import copy
 import functools
 import gc
-import inspect
 import itertools
 import logging
-import pickle
 import threading
 import weakref
 from types import SimpleNamespace
 
-import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,22 +94,6 @@ def test_outputs_are_the_callers_own(pair):
         outs = [pair.model(**pair.inputs()) for _ in range(3)]
     assert {type(out).__name__ for out in outs} == {"Transformer2DModelOutput"}
     assert outs[2].sample is outs[2][0]
-
-
-def test_the_signature_is_the_models(pair):
-    """Modular pipelines give a model the arguments that its signature names."""
-    expected = list(inspect.signature(type(pair.model).forward).parameters)[1:]
-    assert list(inspect.signature(pair.model.forward).parameters) == expected
-    assert pair.model.forward.__name__ == "forward"
-
-
-def test_a_model_prepared_by_accelerate(graphs):  # noqa: F811
-    accelerator = accelerate.Accelerator(mixed_precision="bf16")
-    pair = Pair(graphs, FLUX, str(accelerator.device.type))
-    pair.both(accelerator.prepare)
-    for _ in range(3):
-        pair.call()
-    assert any("autocast" in reason for reason in pair.calls.uncaptured)
 
 
 def test_models_with_graphs_are_no_modules_of_the_report(graphs, device):  # noqa: F811
@@ -836,12 +817,6 @@ def test_a_copy_has_graphs_of_its_own(pair, graphs):  # noqa: F811
     (calls,) = graphs.inject_kernels(duplicate, cuda_graphs=True).cuda_graphs
     assert (calls.captured, calls.replayed) == (1, 2)
     assert not torch.equal(outs[0], pair.call(arguments))
-
-
-def test_the_state_dict_and_no_pickle(pair):
-    assert list(pair.model.state_dict()) == list(pair.plain.state_dict())
-    with pytest.raises(TypeError, match="eject_kernels"):
-        pickle.dumps(pair.model.forward)
 
 
 def test_eject_gives_the_model_back(pair, graphs):  # noqa: F811

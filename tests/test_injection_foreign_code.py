@@ -14,12 +14,9 @@ import torch
 from accelerate.state import AcceleratorState
 from diffusers import (
     FlowMatchEulerDiscreteScheduler,
-    UniPCMultistepScheduler,
-    WanVACETransformer3DModel,
 )
 from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
 from diffusers.modular_pipelines import QwenImageAutoBlocks
-from diffusers.modular_pipelines.wan.modular_blocks_wan_vace import Wan22VaceCoreDenoiseStep
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -108,63 +105,6 @@ def test_modular_pipeline_of_qwen_image(kernel, device):
     assert torch.equal(qwenimage_latents(pipe, device), expected)
 
 
-def vace_model(device, seed):
-    torch.manual_seed(seed)
-    model = WanVACETransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
-        in_channels=16,
-        out_channels=16,
-        text_dim=24,
-        freq_dim=16,
-        ffn_dim=64,
-        num_layers=2,
-        vace_layers=[0, 1],
-        vace_in_channels=6,
-        rope_max_seq_len=32,
-    )
-    return model.to(device).eval()
-
-
-def vace_latents(pipe, device, strength=1.0):
-    torch.manual_seed(0)
-    control = {
-        "control_hidden_states": torch.randn(1, 6, 2, 4, 4, device=device),
-        "control_hidden_states_scale": torch.full((2,), strength, device=device),
-    }
-    return pipe(
-        prompt_embeds=torch.randn(1, 5, 24, device=device),
-        negative_prompt_embeds=torch.randn(1, 5, 24, device=device),
-        denoiser_input_fields=control,
-        height=32,
-        width=32,
-        num_frames=5,
-        num_inference_steps=4,
-        generator=torch.Generator().manual_seed(0),
-        output="latents",
-    )
-
-
-def test_modular_pipeline_of_wan_vace(kernel, device):
-    """Both of its models are given the control states."""
-    pipe = Wan22VaceCoreDenoiseStep().init_pipeline()
-    pipe.update_components(
-        transformer=vace_model(device, 0),
-        transformer_2=vace_model(device, 1),
-        scheduler=UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-        ),
-    )
-    pipe.set_progress_bar_config(disable=True)
-    expected, weaker = vace_latents(pipe, device), vace_latents(pipe, device, 0.2)
-    assert (expected - weaker).abs().max() > 1e-2
-    for model in (pipe.transformer, pipe.transformer_2):
-        kernel.inject_kernels(model)
-    assert kernel_calls(vace_latents, pipe, device)
-    assert distance(vace_latents(pipe, device), expected) < 1e-4
-    assert distance(vace_latents(pipe, device, 0.2), weaker) < 1e-4
-
-
 # ------------------------------------------------------------------------------------------------
 # accelerate
 
@@ -213,23 +153,6 @@ def test_a_model_that_accelerate_has_prepared(
     kernel.eject_kernels(model)
     assert torch.equal(run(model, arguments), single)
     assert torch.equal(run(pickle.loads(pickle.dumps(model)), arguments), single)
-
-
-@pytest.mark.parametrize("is_ejected_first", [True, False], ids=["ejected_first", "ejected_after"])
-def test_a_model_that_is_unwrapped(kernel, device, accelerator, is_ejected_first):
-    model, _, _, arguments = pair(kernel, FLUX, device)
-    expected = run(FLUX.model(device), arguments)
-    model = accelerator.prepare(model)
-    if is_ejected_first:
-        kernel.eject_kernels(model)
-    model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-    assert is_on_kernels(model, arguments) != is_ejected_first
-    assert distance(run(model, arguments), expected) < 1e-5
-    kernel.eject_kernels(model)
-    assert torch.equal(run(model, arguments), expected)
-    assert torch.equal(run(pickle.loads(pickle.dumps(model)), arguments), expected)
-    kernel.inject_kernels(model)
-    assert is_on_kernels(model, arguments)
 
 
 @either_order
