@@ -350,21 +350,10 @@ def _set_dropout(part, value):
             module.p = value / 4
 
 
-def _append_to_list(part, value):
-    part.notes = [*getattr(part, "notes", []), value]
-    part.notes.append(part.notes)
-
-
 def _set_on_processor(part, value):
     if (processor := getattr(part, "processor", None)) is not None:
         device = next(part.parameters()).device
         processor.note = {"value": [value, torch.ones(2, device=device)]}
-
-
-def _append_on_processor(part, value):
-    note = getattr(getattr(part, "processor", None), "note", None)
-    if note is not None:
-        note["value"].append(value)
 
 
 def _switch_checkpointing(part, value):
@@ -399,26 +388,13 @@ def change_class(part, value=2.0):
     part.__class__ = new
 
 
-def _change_call(part, value):
-    """nn.Module finds `_call_impl` on the instance."""
-    call = type(part)._call_impl
-
-    def _call_impl(*args, **kwargs):
-        result = call(part, *args, **kwargs)
-        return change_values(result) if value else result
-
-    part._call_impl = _call_impl
-
-
 # Functions of a part and a number.
 CAPTURED_ATTRIBUTE_CHANGES = {
     "train": lambda part, value: part.train(),
     "eval": lambda part, value: part.eval(),
     "dropout": _set_dropout,
     "note": lambda part, value: setattr(part, "note", value),
-    "list": _append_to_list,
     "processor note": _set_on_processor,
-    "processor value": _append_on_processor,
     "checkpointing": _switch_checkpointing,
     "config": _set_config,
 }
@@ -426,7 +402,6 @@ ATTRIBUTE_CHANGES = {
     **CAPTURED_ATTRIBUTE_CHANGES,
     "function": _set_function,
     "class": change_class,
-    "call": _change_call,
 }
 
 

@@ -10,7 +10,6 @@ from family import (  # noqa: F401
     KERNEL_HEADS,
     TINY_HEADS,
     Family,
-    assert_as_close_as_eager,
     assert_close,
     prepared,
     run,

@@ -105,21 +105,6 @@ def assert_close(out, expected, slack=1e-5):
     )
 
 
-def assert_as_close_as_eager(family, model, plain, *, samples=3, limit=1.05, **options):
-    """The distance from the float32 model is at most 1.05 times that of the eager model, ``plain``."""
-    exact = copy.deepcopy(plain).float()
-    device, dtype = next(plain.parameters()).device, plain.dtype
-    squares = torch.zeros(2, dtype=torch.float64)
-    for seed in range(samples):
-        arguments = family.inputs(device, dtype, seed=seed, **options)
-        expected = run(exact, family.cast(arguments, torch.float32)).double()
-        for i, candidate in enumerate((model, plain)):
-            squares[i] += (run(candidate, arguments).double() - expected).square().sum().cpu()
-    error, eager_error = squares.sqrt().tolist()
-    assert eager_error > 0
-    assert error <= limit * eager_error, f"{error / eager_error:.3f} of the eager model's"
-
-
 def seeded(seed, device):
     """A generator on the CPU, so that all devices get the same values."""
     generator = torch.Generator()

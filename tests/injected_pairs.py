@@ -5,6 +5,7 @@ import copy
 
 import torch
 
+from changes import weighted_sum
 from ltx_models import inputs, transformer
 from small_models import run
 
@@ -64,13 +65,32 @@ def assert_alike(
         assert distance(out, expected) <= slack
 
 
-def assert_as_close_as_eager(model, plain, make_arguments, samples=8, forward=run):
+def outcome(module, *args, **kwargs):
+    """What a call without gradients gives, or the first line of its error."""
+    try:
+        with torch.no_grad():
+            return module(*args, **kwargs)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def assert_same_outcome(model, plain, *args, slack=1e-5, **kwargs):
+    """Both give the same, or raise the same. Returns the plain one's outcome."""
+    out, expected = outcome(model, *args, **kwargs), outcome(plain, *args, **kwargs)
+    if isinstance(expected, str):
+        assert out == expected
+    else:
+        torch.testing.assert_close(out, expected, rtol=slack, atol=slack)
+    return expected
+
+
+def assert_as_close_as_eager(model, plain, make_arguments, samples=8, forward=run, dtype=None):
     """The distance from the float32 model is at most 1.05 times that of the eager model, `plain`.
 
-    `make_arguments(dtype, seed)` makes the same values in each dtype, which are those of the model's.
+    `make_arguments(dtype, seed)` makes the same values in each dtype, by default the first parameter's.
     """
     exact = copy.deepcopy(plain).float()
-    dtype = next(plain.parameters()).dtype
+    dtype = next(plain.parameters()).dtype if dtype is None else dtype
     squares = torch.zeros(2, dtype=torch.float64)
     for seed in range(samples):
         arguments = make_arguments(dtype, seed)
@@ -108,11 +128,8 @@ def assert_gradients_agree(model, plain, arguments, slack=1e-4):
         else:
             wanted |= {str(i): x for i, x in enumerate(arguments) if requires_grad(x)}
             result = candidate(*arguments)
-        # Every element of the output counts differently.
-        weights = torch.linspace(-1, 1, result.numel(), device=result.device, dtype=result.dtype)
-        loss = (result.flatten() * weights).sum()
         wanted = {name: x for name, x in wanted.items() if x.requires_grad}
-        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        found = torch.autograd.grad(weighted_sum(result), list(wanted.values()), allow_unused=True)
         gradients.append(dict(zip(wanted, found, strict=True)))
     mine, expected = gradients
     expected = {name: gradient for name, gradient in expected.items() if gradient is not None}

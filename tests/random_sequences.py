@@ -45,6 +45,7 @@ from diffusers.hooks import HookRegistry, ModelHook, group_offloading
 from diffusers.models import attention_dispatch
 from diffusers.models.activations import GELU
 from diffusers.models.normalization import RMSNorm
+from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.utils import _pytree
@@ -386,14 +387,20 @@ def draw_replacement(rng, twins):
 def patchable(twins):
     """What a user may patch, by name: (owner, attribute)."""
     module = importlib.import_module(twins.family.module)
-    known = (GELU, RMSNorm, nn.RMSNorm, nn.LayerNorm, nn.GELU, nn.Dropout)
+    known = (
+        *(GELU, RMSNorm, nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, nn.GELU, nn.SiLU, nn.Dropout),
+        *(nn.Linear, nn.Conv2d, ResnetBlock2D),
+    )
     classes = {
         type(m)
         for m in twins.plain.modules()
         if type(m).__module__ == twins.family.module or type(m) in known or is_adaptive_norm(m)
     }
     processor = changes.processor_class(twins.family)
-    functions = ("rms_norm", "layer_norm", "scaled_dot_product_attention", "gelu", "linear")
+    functions = (
+        *("rms_norm", "layer_norm", "group_norm", "scaled_dot_product_attention"),
+        *("gelu", "silu", "linear", "conv2d"),
+    )
     methods = ("forward", "gelu", "_prepare_video_coords")
     return {
         **{
@@ -1009,7 +1016,7 @@ class Twins:
     )
     def change_attribute(self, *, module, how, value=2.0):
         self.restructured |= how == "class"
-        self.keeps_forwards |= how in ("call", "function")
+        self.keeps_forwards |= how == "function"
         change = changes.ATTRIBUTE_CHANGES[how]
         self.apply_to_part(module, lambda part: change(part, value) and None)
 

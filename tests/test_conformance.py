@@ -1,5 +1,6 @@
 """What an injected model of any family does: the same as without kernels, whatever is done to it."""
 
+import functools
 import inspect
 import itertools
 import threading
@@ -15,19 +16,19 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import changes
 import ltx_models
-from changes import HOOKS, WAYS, Counted, weighted_sum
+from changes import HOOKS, WAYS, Counted
 from checks import relative_distance
 from families import (
     FAMILIES,
     KERNEL_HEADS,
-    assert_as_close_as_eager,
     assert_close,
     every_family,
     prepared,
     run,
 )
 from families_in_part import family_of
-from ltx_models import graph_replays, kernel_calls, snapshot
+from injected_pairs import assert_as_close_as_eager, assert_gradients_agree
+from ltx_models import computing, graph_replays, kernel_calls, snapshot
 from random_sequences import MODELS, REPLACEMENTS, Step, Twins, is_adaptive_norm, patchable
 
 pytestmark = [pytest.mark.usefixtures("_one_thread", "_default_backend")]
@@ -57,14 +58,6 @@ def on(*names):
     return pytest.mark.parametrize("family", [MODELS[name] for name in names], ids=str)
 
 
-def computing(family, model, arguments, expected, slack=1e-5):
-    """Runs a float32 model, checks its output, and returns how often it called each operator."""
-    outputs = []
-    calls = kernel_calls(lambda: outputs.append(run(model, arguments)))
-    assert_close(outputs[0], expected, slack)
-    return calls
-
-
 def assert_alike(model, plain, arguments, slack=1e-4):
     """Both in float32, where no float64 model can be made of the plain one."""
     assert_close(run(model, arguments), run(plain, arguments), slack)
@@ -79,7 +72,7 @@ def assert_alike(model, plain, arguments, slack=1e-4):
 def test_values(kernel, device, family, case):
     model, plain, arguments = prepared(family, device, **family.options[case])
     kernel.inject_kernels(model)
-    assert computing(family, model, arguments, family.reference(plain, arguments))
+    assert computing(family.reference(plain, arguments), model, arguments)
     assert not kernel_calls(run, plain, arguments)
 
 
@@ -93,7 +86,11 @@ def test_accuracy_contract(kernel, device, family, attention, dtype):
     model, plain, arguments = prepared(family, device, dtype, config=KERNEL_HEADS)
     kernel.inject_kernels(model, attention=attention)
     assert ("attention" in kernel_calls(run, model, arguments)) == attention
-    assert_as_close_as_eager(family, model, plain, batch=3, tokens=20, text_length=20)
+    sizes = {"batch": 3, "tokens": 20, "text_length": 20}
+    make = functools.partial(family.inputs, device, **sizes)
+    assert_as_close_as_eager(
+        model, plain, lambda dtype, seed: make(dtype, seed=seed), samples=3, dtype=dtype
+    )
     assert torch.equal(run(model, arguments), run(model, arguments))
 
 
@@ -281,6 +278,9 @@ def patched_steps(family):
     functions = (*family.functions, *PATCHED_FUNCTIONS, f"{family.processor}.__call__")
     if family.name == "ltx":
         functions += ("LTXVideoRotaryPosEmbed._prepare_video_coords", "GELU.gelu")
+    if family.name == "unet":
+        functions += ("F.group_norm", "F.silu", "F.conv2d")
+        functions += tuple(f"{name}.forward" for name in ("GroupNorm", "SiLU", "Linear", "Conv2d"))
     for name in functions:
         yield from (step("patch", name=name), FORWARD, step("unpatch"), FORWARD)
 
@@ -446,7 +446,7 @@ def test_subclasses_and_wrapped_models_are_known(kernel, device, family):
     model, plain, arguments = prepared(family, device)
     model.__class__ = type("MyTransformer", (type(model),), {})
     kernel.inject_kernels(torch.nn.Sequential(torch.compile(model, backend="eager")))
-    assert computing(family, model, arguments, family.reference(plain, arguments))
+    assert computing(family.reference(plain, arguments), model, arguments)
 
 
 @pytest.mark.kernels_ci
@@ -677,24 +677,6 @@ def test_cuda_graph(kernel, device, family):
 # Derivatives
 
 
-def assert_same_gradients(family, model, plain, arguments):
-    exact = family.cast(arguments, torch.float64)
-    exact["hidden_states"] = exact["hidden_states"].detach()
-    exact["hidden_states"].requires_grad_(arguments["hidden_states"].requires_grad)
-    expected = gradients_of(plain.double(), exact)
-    gradients = gradients_of(model, arguments)
-    assert gradients.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (gradients[name] - value).norm() <= 1e-4 * value.norm(), name
-    return expected
-
-
-def gradients_of(model, arguments):
-    weighted_sum(model(**arguments, return_dict=False)[0]).backward()
-    named = {**dict(model.named_parameters()), "input": arguments["hidden_states"]}
-    return {name: x.grad.double() for name, x in named.items() if x.grad is not None}
-
-
 @every_family
 @pytest.mark.parametrize("case", ["plain", "checkpointing", "input"])
 def test_gradients(kernel, device, family, case):
@@ -708,8 +690,7 @@ def test_gradients(kernel, device, family, case):
         model.requires_grad_(False)
         plain.requires_grad_(False)
         arguments["hidden_states"].requires_grad_()
-    expected = assert_same_gradients(family, model, plain, arguments)
-    assert ("input" in expected) == (case == "input")
+    assert_gradients_agree(model, plain, arguments)
 
 
 @on("ltx", "flux")
@@ -719,8 +700,7 @@ def test_gradients_of_the_adapters_alone(kernel, device, family):
     for candidate in (model, plain):
         candidate.requires_grad_(False)
         changes.add_lora(family, candidate)
-    expected = assert_same_gradients(family, model, plain, arguments)
-    assert all("lora" in name for name in expected)
+    assert_gradients_agree(model, plain, arguments)
 
 
 @every_family
@@ -775,7 +755,7 @@ def test_autocast_runs_the_models_own_code(kernel, device, family):
     with torch.autocast(device, dtype=torch.bfloat16):
         assert not kernel_calls(run, model, arguments)
         assert torch.equal(run(model, arguments), run(plain, arguments))
-    assert computing(family, model, arguments, family.reference(plain, arguments))
+    assert computing(family.reference(plain, arguments), model, arguments)
 
 
 @on("ltx", "flux")
@@ -786,7 +766,7 @@ def test_float64_runs_the_models_own_code(kernel, device, family):
     assert not kernel_calls(run, model, arguments)
     assert torch.equal(run(model, arguments), run(plain, arguments))
     model, plain, arguments = model.float(), plain.float(), family.inputs(device)
-    assert computing(family, model, arguments, family.reference(plain, arguments))
+    assert computing(family.reference(plain, arguments), model, arguments)
 
 
 @every_family

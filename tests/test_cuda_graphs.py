@@ -107,30 +107,6 @@ def test_models_with_graphs_are_no_modules_of_the_report(graphs, device):  # noq
     assert {calls.name for calls in report.calls} == names
 
 
-class DeepReader(nn.Module):
-    def __init__(self, linear):
-        super().__init__()
-        self.linear = linear
-        self.options = SimpleNamespace(nested={"a": {"b": SimpleNamespace(factor=2.0)}})
-
-    def forward(self, x):
-        return self.linear(x) * self.options.nested["a"]["b"].factor
-
-
-def test_graphs_are_dropped_by_hand(pair, graphs):  # noqa: F811
-    """After a change deep inside of an object of the user's own, which is not noticed."""
-
-    def change(model):
-        model.proj_in.options.nested["a"]["b"].factor = 3.0
-
-    pair.both(replace_proj_in(DeepReader))
-    pair.captured()
-    pair.both(change)
-    graphs.eject_kernels(pair.model)
-    pair.report = graphs.inject_kernels(pair.model, cuda_graphs=True)
-    pair.captured()
-
-
 def test_a_cpu_has_no_graphs(kernel):
     model = LTX.model("cpu")
     report = kernel.inject_kernels(model, cuda_graphs=True)
@@ -820,13 +796,16 @@ def test_a_copy_has_graphs_of_its_own(pair, graphs):  # noqa: F811
 
 
 def test_eject_gives_the_model_back(pair, graphs):  # noqa: F811
+    """A wrapper of the user's may still hold the forward, and keeps no graph alive."""
     pair.captured()
     forward = pair.model.forward
+    (capture,) = map(weakref.ref, forward.__self__._captures.values())
     graphs.eject_kernels(pair.model)
     graphs.eject_kernels(pair.plain)
     assert "forward" not in vars(pair.model)
     pair.call()
-    with torch.inference_mode():  # a wrapper of somebody's may still hold it
+    assert capture() is None
+    with torch.inference_mode():
         arguments = pair.inputs()
         out = forward(**arguments, return_dict=False)[0]
         assert torch.equal(out, pair.plain(**arguments, return_dict=False)[0])
@@ -847,17 +826,6 @@ def test_a_refused_capture_holds_no_model(pair):
         gc.enable()
 
 
-def test_ejecting_drops_graphs_that_somebody_has_wrapped(pair, graphs):  # noqa: F811
-    pair.captured()
-    forward = pair.model.forward
-    (capture,) = map(weakref.ref, forward.__self__._captures.values())
-    pair.model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
-    graphs.eject_kernels(pair.model)
-    graphs.eject_kernels(pair.plain)
-    pair.call()
-    assert capture() is None
-
-
 @pytest.mark.parametrize("name", ["pixart", "ltx"])
 def test_a_forward_whose_module_is_gone(graphs, device, name):  # noqa: F811
     small = small_models.BY_NAME.get(name)
@@ -874,13 +842,11 @@ def test_a_forward_whose_module_is_gone(graphs, device, name):  # noqa: F811
 def test_weights_that_leave_are_not_kept(pair):
     """Where a model is moved, or layers replaced, a graph must not hold the memory of the old ones."""
     pair.captured()
-    storages = [weakref.ref(p.untyped_storage()) for p in pair.model.parameters()]
     memory = [p.data_ptr() for p in pair.model.parameters()]
     pair.both(lambda model: model.to(torch.float64).to(torch.float32))
     state = pair.model.forward.__self__
     held = {t.data_ptr() for c in state._captures.values() for t in c.externals._tensors}
     assert not held.intersection(memory)
-    del storages
     pair.captured()
 
 

@@ -297,29 +297,14 @@ def test_a_change_in_the_middle_of_a_forward(kernel, device, where, heads):
     assert_alike(model, plain, arguments, unlike=before, times=1)
 
 
-def halved_attention(own=F.scaled_dot_product_attention):
-    return lambda *args, **kwargs: 0.5 * own(*args, **kwargs)
-
-
-@pytest.mark.parametrize("owner", [F, attention_processor], ids=["PyTorch's", "diffusers'"])
-def test_another_attention_of_the_users(kernel, device, monkeypatch, owner):
+def test_an_attention_of_diffusers_that_is_replaced(kernel, device, monkeypatch):
+    """By another one in the namespace of its processors."""
     model, plain, _ = pair(kernel, device)
     arguments = arguments_of(device)
-    before, halved = run(model, arguments), halved_attention()
-    if owner is F:
-        monkeypatch.setattr(F, "scaled_dot_product_attention", halved)
-    else:
-        functions = {**vars(F), "scaled_dot_product_attention": halved}
-        monkeypatch.setattr(attention_processor, "F", SimpleNamespace(**functions))
-    assert_alike(model, plain, arguments, unlike=before, changed=CHANGED)
-
-
-def test_a_patched_class(kernel, device, monkeypatch):
-    model, plain, _ = pair(kernel, device)
-    arguments = arguments_of(device)
-    before, own = run(model, arguments), AttnProcessor2_0.__call__
-    halved = lambda self, *args, **kwargs: own(self, *args, **kwargs) * 0.5  # noqa: E731
-    monkeypatch.setattr(AttnProcessor2_0, "__call__", halved)
+    before = run(model, arguments)
+    halved = lambda *args, **kwargs: 0.5 * F.scaled_dot_product_attention(*args, **kwargs)  # noqa: E731
+    functions = {**vars(F), "scaled_dot_product_attention": halved}
+    monkeypatch.setattr(attention_processor, "F", SimpleNamespace(**functions))
     assert_alike(model, plain, arguments, unlike=before, changed=CHANGED)
 
 

@@ -2,31 +2,28 @@
 
 import copy
 
-import accelerate
 import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.hooks import remove_hook_from_submodules
 from diffusers.models.resnet import ResnetBlock2D
-from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrize
 
 from checks import operators_of, tensors_of
 from foreign_modules import Wrap
-from graphs import Pair, graphs  # noqa: F401
 from injected_pairs import (
     assert_alike,
     assert_as_close_as_eager,
     assert_gradients_agree,
+    assert_same_outcome,
     distance,
     injected,
     on_kernels,
+    outcome,
     reasons_of,
 )
-from ltx_models import either_order, kernel_calls, operation_of
+from ltx_models import either_order, kernel_calls
 from small_models import BY_NAME
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -158,23 +155,6 @@ def test_a_norm_of_other_layouts(kernel, device, name):
     assert fell_back(report, "0") == {}
 
 
-def outcome(module, *args):
-    try:
-        with torch.no_grad():
-            return module(*args)
-    except (RuntimeError, ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def assert_same_outcome(model, plain, *args, slack=1e-5):
-    mine, expected = outcome(model, *args), outcome(plain, *args)
-    if isinstance(expected, str):
-        assert mine == expected
-    else:
-        torch.testing.assert_close(mine, expected, rtol=slack, atol=slack)
-    return expected
-
-
 @pytest.mark.parametrize("name", NORMS)
 def test_what_a_norm_refuses_is_refused_as_by_the_class(kernel, device, name):
     model, plain, _ = norm_pair(kernel, device, NORMS[name])
@@ -221,12 +201,6 @@ def test_derivatives_of_a_norm(kernel, device):
     model, plain, report = norm_pair(kernel, device)
     assert_gradients_agree(model, plain, (picture(device).requires_grad_(),))
     assert fell_back(report, "0") == {}
-    x = torch.stack([picture(device, seed=seed) for seed in range(3)])
-    with torch.no_grad():
-        expected = torch.stack([plain(sample) for sample in x])
-        for dim in range(2):
-            out = torch.vmap(model, in_dims=dim)(x.movedim(0, dim))
-            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -395,37 +369,6 @@ def test_hooks(kernel, device, path, is_injected_first):
     assert count(report) == before + 1
 
 
-@pytest.mark.parametrize("target", ["conv1", "time_emb_proj", "conv2", "conv_shortcut"])
-def test_lora(kernel, device, target):
-    def adapt(block):
-        torch.manual_seed(4)
-        config = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=[target])
-        inject_adapter_in_model(config, block)
-
-    block, plain, report, arguments = resnet_pair(kernel, device, adapt, out_channels=24)
-    assert kernel_calls(run, block, arguments) == {"group_norm": 2}
-    untouched = run(resnet(device, out_channels=24), arguments)
-    assert_alike(block, plain, arguments, unlike=untouched, changed=0.01)
-    assert fell_back(report) == {}
-
-
-@either_order
-def test_offloading(kernel, device, is_injected_first):
-    """Each layer's weights come for its call alone: the norms run on the kernel one by one."""
-    plain = resnet(device, out_channels=24)
-    block, arguments = copy.deepcopy(plain), arguments_of(plain)
-    if is_injected_first:
-        kernel.inject_kernels(block)
-    accelerate.cpu_offload(block, execution_device=torch.device(device), offload_buffers=False)
-    kernel.inject_kernels(block)
-    assert kernel_calls(run, block, arguments) == {"group_norm": 2}
-    assert_alike(block, plain, arguments)
-    assert block.norm1.weight.is_meta
-    remove_hook_from_submodules(block)
-    kernel.eject_kernels(block)
-    assert torch.equal(run(block.to(device), arguments), run(plain, arguments))
-
-
 class HalvedNorm(nn.GroupNorm):
     def forward(self, x):
         return 0.5 * super().forward(x)
@@ -499,26 +442,6 @@ def test_channels_last_after_injection(kernel, device):
     assert (count(report), fell_back(report)) == (1, {})
 
 
-PATCHES = {
-    **{name: (F, name) for name in ("conv2d", "group_norm", "silu", "linear")},
-    **{
-        cls.__name__: (cls, "forward")
-        for cls in (nn.Conv2d, nn.GroupNorm, nn.SiLU, nn.Linear, ResnetBlock2D)
-    },
-}
-
-
-@pytest.mark.parametrize("case", PATCHES)
-def test_patched_functions_and_classes(kernel, device, monkeypatch, case):
-    owner, name = PATCHES[case]
-    block, plain, _, arguments = resnet_pair(kernel, device)
-    untouched, own = run(block, arguments), getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *args, **kwargs: 0.5 * own(*args, **kwargs))
-    assert_alike(block, plain, arguments, unlike=untouched, changed=0.01)
-    monkeypatch.undo()
-    assert distance(run(block, arguments), untouched) == 0
-
-
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_a_convolution_of_another_dtype_is_refused_as_by_the_class(kernel, device, name):
     def change(block):
@@ -529,7 +452,7 @@ def test_a_convolution_of_another_dtype_is_refused_as_by_the_class(kernel, devic
 
 
 # --------------------------------------------------------------------------------------------------
-# Training, compilation, graphs
+# Training
 
 
 def test_dropout_in_training_without_gradients(kernel, device):
@@ -577,60 +500,6 @@ def test_derivatives_by_transforms(kernel, device):
         assert expected.any()
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4 * expected.abs().max())
     assert fell_back(report) == {}
-
-
-@pytest.mark.usefixtures("_fresh_compiler")
-def test_compiled(kernel, device):
-    block, plain, _, _ = resnet_pair(kernel, device)
-    counter = CompileCounterWithBackend("eager")
-    block.compile(fullgraph=True, backend=counter)
-    for seed in range(2):
-        assert_alike(block, plain, arguments_of(plain, seed=seed), times=1)
-    assert counter.frame_count == 1
-    nodes = [node for graph in counter.graphs for node in graph.graph.nodes]
-    # Inductor fuses them with what follows.
-    assert not any(operation_of(node.target, node.args) for node in nodes)
-
-
-class _Unet:
-    """A small UNet with channels last, as pairs with and without graphs take it."""
-
-    small = BY_NAME["unet_of_sdxl"]
-
-    def model(self, device, dtype, **config):
-        return self.small.model(device, dtype, **config).to(memory_format=LAST)
-
-    def inputs(self, device, dtype, seed=0):
-        return self.small.arguments(device, dtype, seed)
-
-
-def test_cuda_graphs(graphs, device):  # noqa: F811
-    """The same bits with and without, and a changed part is seen before the next replay."""
-    pair = Pair(graphs, _Unet(), device, BFLOAT16)
-    pair.captured()
-
-    def halve(model):
-        with torch.no_grad():
-            model.mid_block.resnets[0].conv1.bias.mul_(0.5)
-
-    def replace_weight(model):
-        norm = model.mid_block.resnets[0].norm2
-        norm.weight = nn.Parameter(norm.weight.detach() * 2)
-
-    def replace_norm(model):
-        resnet = model.mid_block.resnets[1]
-        resnet.norm1 = HalvedNorm(8, resnet.in_channels).to(device, BFLOAT16)
-
-    def write_projection(model):
-        model.down_blocks[-1].attentions[0].proj_out.weight.data.mul_(2)
-
-    for change in (halve, replace_weight, write_projection, replace_norm):
-        arguments = pair.inputs()
-        before = pair.call(arguments)
-        pair.both(change)
-        assert not torch.equal(pair.call(arguments), before)
-        if change is not replace_norm:
-            pair.captured()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Whole pipelines with an injected transformer."""
 
-import logging
-
 import pytest
 import torch
 from diffusers import LTXConditionPipeline, LTXImageToVideoPipeline, LTXPipeline
@@ -53,38 +51,11 @@ def test_pipelines(kernel, device, pipeline_class, guidance_scale):
         assert_close(result, expected)  # cuDNN may encode an image in another way each time
 
 
-def test_a_compiled_transformer_of_another_object(kernel, device):
-    pipe = pipeline(device)
-
-    class Holder:
-        denoiser = None
-
-    holder = Holder()
-    holder.denoiser = torch.compile(pipe.transformer, backend="eager")
-    report = kernel.inject_kernels(holder)
-    assert "denoiser._orig_mod.rope" in {entry.name for entry in report.replaced}
-    assert kernel_calls(latents, pipe, device)
-    kernel.eject_kernels(holder)
-    assert kernel_calls(latents, pipe, device) == {}
-
-
 def test_pipeline_with_nothing_known(kernel, device):
     pipe = pipeline(device)
     pipe.transformer = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="got a LTXPipeline without one"):
         kernel.inject_kernels(pipe)
-
-
-def test_components_shared_with_another_pipeline(kernel, device):
-    pipe = pipeline(device)
-    other = LTXImageToVideoPipeline.from_pipe(pipe)
-    other.set_progress_bar_config(disable=True)
-    expected = latents(other, device)
-    kernel.inject_kernels(pipe)
-    results = []
-    calls = kernel_calls(lambda: results.append(latents(other, device)))
-    assert calls == calls_of(2 * STEPS, joined=STEPS)
-    assert_close(results[0], expected)
 
 
 @pytest.mark.parametrize("is_injected_first", [True, False])
@@ -117,15 +88,3 @@ def test_offloading_of_a_pipeline(kernel, kind, is_injected_first):
     assert_close(latents(pipe, "cuda").cpu(), expected)
     if kind != "group":
         pipe.remove_all_hooks()
-
-
-def test_saved_pipeline(kernel, device, tmp_path, caplog):
-    pipe = pipeline(device)
-    kernel.inject_kernels(pipe)
-    expected = latents(pipe, device)
-    with caplog.at_level(logging.ERROR):
-        pipe.save_pretrained(tmp_path)
-    loaded = LTXPipeline.from_pretrained(tmp_path, text_encoder=None, tokenizer=None).to(device)
-    loaded.set_progress_bar_config(disable=True)
-    assert kernel_calls(latents, loaded, device) == {}
-    assert_close(latents(loaded, device), expected)

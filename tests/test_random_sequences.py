@@ -9,7 +9,7 @@ from families import FAMILIES
 from graphs import module_of
 from random_inputs import GOOD_FORMS, QUIET_FORMS
 from random_modes import GRAPH_MODES
-from random_sequences import Difference, Refused, Sequence, Step, Twins
+from random_sequences import Difference, Refused, Twins
 
 pytestmark = [
     pytest.mark.usefixtures("_one_thread", "_quiet"),
@@ -55,49 +55,6 @@ def test_a_seed_gives_a_sequence(device, graphs):
 
 # ------------------------------------------------------------------------------------------------
 # Faults are found
-
-
-class Forgetful:
-    """Kernels that are wrong once a model has two hooks."""
-
-    def inject_kernels(self, model, *, attention=True):
-        def forward(*args, **kwargs):
-            out = type(model).forward(model, *args, **kwargs)
-            hooks = sum(len(module._forward_hooks) for module in model.modules())
-            return (out[0] * 2, *out[1:]) if hooks >= 2 else out
-
-        model.forward = forward
-        return type("Report", (), {"already_injected": False})
-
-    def eject_kernels(self, model):
-        vars(model).pop("forward", None)
-
-
-@pytest.fixture(scope="module")
-def failed():
-    """(a failure, the shortest sequence found that fails alike)."""
-    steps = [
-        Step("eject"),
-        Step("hook", {"module": "transformer_blocks.0", "kind": "post", "way": "view"}),
-        Step("inject"),
-        Step("forward", {"options": "padded text", "seed": 1}),
-        Step("set_attention_backend", {"name": "native"}),
-        Step("hook", {"module": "transformer_blocks.1", "kind": "post", "way": "data"}),
-        Step("forward", {"mode": "inference_mode", "options": "padded text", "seed": 2}),
-        Step("finish"),
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(random_sequences.conftest, "load_kernel", Forgetful)
-        sequence = Sequence({"family": "ltx", "dtype": "float32", "device": "cpu", "seed": 0}, [])
-        result = random_sequences.repeat(sequence, steps)
-        return result, random_sequences.shrink(result)
-
-
-def test_a_failure_is_shrunk_to_the_steps_that_matter(failed):
-    result, shorter = failed
-    assert "forward: Difference: the output is 1 of its norm" in result.failure
-    names = [step.name for step in shorter.sequence.steps]
-    assert names == ["hook", "inject", "hook", "forward"]
 
 
 def test_both_raise_the_same_or_it_is_a_difference():
@@ -152,7 +109,7 @@ def test_faults_of_graphs_are_found(kernel, device, monkeypatch, owner, name, re
 
 
 # ------------------------------------------------------------------------------------------------
-# Modes, forms, and what is restored
+# Modes and forms
 
 
 # Modes in which a graph of a call within no_grad may be replayed.
@@ -186,27 +143,3 @@ def test_forms_are_captured(device, form):
         assert twins.forwards == 6
         assert twins.counts["calls that raise"] == 0
         assert (twins.watch.check()["replayed"] > 0) == (form in QUIET_FORMS)
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("patch", {"name": "F.gelu"}),
-        ("set_attention_backend", {"name": "_native_math"}),
-        ("global_hook", {"cls": "Linear"}),
-    ],
-)
-def test_global_state_is_restored(name, arguments):
-    def state():
-        return (
-            torch.nn.functional.gelu,
-            random_sequences.attention_dispatch._AttentionBackendRegistry._active_backend,
-            len(random_sequences.global_hooks._global_forward_hooks),
-        )
-
-    before = state()
-    with pytest.raises(ZeroDivisionError), Twins("ltx") as twins:
-        getattr(twins, name)(**arguments)
-        assert state() != before
-        raise ZeroDivisionError
-    assert state() == before
