@@ -6,6 +6,7 @@ import copy
 import torch
 
 from changes import weighted_sum
+from checks import relative_distance
 from ltx_models import inputs, transformer
 from small_models import run
 
@@ -38,12 +39,6 @@ def pair(kernel, device, change=None, *, is_injected_first=True, attention=True,
     return injected(kernel, plain, change, is_injected_first=is_injected_first, attention=attention)
 
 
-def distance(out, expected):
-    """The relative L2 distance."""
-    out, expected = (x.detach().double().flatten() for x in (out, expected))
-    return ((out - expected).norm() / expected.norm()).item()
-
-
 def assert_alike(
     model, plain, arguments=None, *, unlike=None, forward=run, times=2, slack=None, changed=None
 ):
@@ -60,9 +55,9 @@ def assert_alike(
         assert (out.dtype, out.shape) == (expected.dtype, expected.shape)
         slack = SLACK[expected.dtype] if slack is None else slack
         if unlike is not None:
-            far = distance(unlike, expected) > (changed or 3 * slack)
+            far = relative_distance(unlike, expected) > (changed or 3 * slack)
             assert far, "what was changed has no effect"
-        assert distance(out, expected) <= slack
+        assert relative_distance(out, expected) <= slack
 
 
 def outcome(module, *args, **kwargs):

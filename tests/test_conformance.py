@@ -583,7 +583,7 @@ def test_scores_are_skipped_by_a_hook(kernel, device, family):
     assert_alike(model, plain, arguments)
 
 
-@every_family
+@on(*FAMILIES, "hunyuan_video")
 def test_attention_backends(kernel, device, family):
     """The kernel computes no attention where another backend is chosen, whatever chooses it."""
     model, _, arguments = prepared(family, device, torch.bfloat16, config=KERNEL_HEADS)

@@ -10,11 +10,11 @@ from diffusers.models.transformers import transformer_ltx
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 
 import ltx_models
+from checks import relative_distance
 from injected_pairs import (
     BFLOAT16,
     assert_alike,
     assert_gradients_agree,
-    distance,
     pair,
     reasons_of,
 )
@@ -106,7 +106,7 @@ def test_other_masks_keep_the_models_attention(kernel, device, case):
     exact = ltx_models.cast(arguments, torch.float32)
     if mask.is_floating_point():
         exact["encoder_attention_mask"] = arguments["encoder_attention_mask"].float()
-    assert distance(run(model, arguments), run(plain.float(), exact)) < 0.05
+    assert relative_distance(run(model, arguments), run(plain.float(), exact)) < 0.05
 
 
 @pytest.mark.parametrize("head_dim", [16, 96])
@@ -199,11 +199,11 @@ def test_masks_of_other_backends(kernel, device, masks):
     arguments = inputs(model)
     expected = run(plain, arguments)
     masks.clear()
-    assert distance(run(model, arguments), expected) < 1e-5
+    assert relative_distance(run(model, arguments), expected) < 1e-5
     assert masks == [None, (2, 1, 1, TEXT_LENGTH)] * 2
     masks.clear()
     with attention_dispatch.attention_backend("_native_math"):
-        assert distance(run(model, arguments), expected) < 1e-5
+        assert relative_distance(run(model, arguments), expected) < 1e-5
     assert [mask for mask in masks if mask != (2, 1, 1, TEXT_LENGTH)][:1] == [None]
     assert (2, 4, 1, TEXT_LENGTH) in masks
 

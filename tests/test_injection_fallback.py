@@ -11,8 +11,9 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from checks import relative_distance
 from foreign_modules import Wrap
-from injected_pairs import BFLOAT16, assert_alike, distance, fallen_back, pair
+from injected_pairs import BFLOAT16, assert_alike, fallen_back, pair
 from ltx_models import calls_of, inputs, kernel_calls, pipeline, run, snapshot, transformer
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -189,7 +190,7 @@ def test_fall_backs_are_counted(kernel, device, fall_back, caplog):
     assert before == 1
     assert set(after.values()) == {2}
     assert all(isinstance(reason, str) and reason for reason in after)
-    assert distance(out, fall_back(plain, arguments)) < 0.03
+    assert relative_distance(out, fall_back(plain, arguments)) < 0.03
     first = {}
     for calls in report.calls:
         for reason in calls.fell_back:

@@ -23,15 +23,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from checks import relative_distance
 from families import FAMILIES, FLUX, KERNEL_HEADS, LTX, QWEN_IMAGE, SD3, every_family
 from families_in_part import family_of
-from injected_pairs import assert_alike, assert_gradients_agree, distance, fallen_back, injected
+from injected_pairs import assert_alike, assert_gradients_agree, fallen_back, injected
 from ltx_models import either_order, kernel_calls, snapshot
 from small_models import MODELS, run
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
-UNET, PIXART = family_of("unet"), family_of("pixart")
+UNET, PIXART, COSMOS = map(family_of, ("unet", "pixart", "cosmos"))
 # One whose blocks hand over, one of joint attention, one injected in part.
 some_models = pytest.mark.parametrize("family", [LTX, FLUX, UNET], ids=str)
 
@@ -100,7 +101,7 @@ def test_modular_pipeline_of_qwen_image(kernel, device):
     expected = qwenimage_latents(pipe, device)
     kernel.inject_kernels(pipe.transformer)
     assert kernel_calls(qwenimage_latents, pipe, device)
-    assert distance(qwenimage_latents(pipe, device), expected) < 1e-4
+    assert relative_distance(qwenimage_latents(pipe, device), expected) < 1e-4
     kernel.eject_kernels(pipe.transformer)
     assert torch.equal(qwenimage_latents(pipe, device), expected)
 
@@ -149,7 +150,7 @@ def test_a_model_that_accelerate_has_prepared(
     kernel.inject_kernels(model)
     model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     assert is_on_kernels(model, arguments)
-    assert distance(run(model, arguments), single) < 1e-5
+    assert relative_distance(run(model, arguments), single) < 1e-5
     kernel.eject_kernels(model)
     assert torch.equal(run(model, arguments), single)
     assert torch.equal(run(pickle.loads(pickle.dumps(model)), arguments), single)
@@ -220,7 +221,7 @@ MODES = {  # what each changes or watches, and models in which it does
     "group_norm": (functools.partial(Scaled, "group_norm"), [UNET]),
     "dispatch": (ScaledLayerNorm, [FLUX, UNET]),
     "flops": (Flops, [LTX, FLUX, UNET, PIXART]),
-    "skipped_scores": (AttentionScoreSkipFunctionMode, [LTX]),
+    "skipped_scores": (AttentionScoreSkipFunctionMode, [LTX, COSMOS]),
 }
 MODES_AND_MODELS = [(name, family) for name, (_, families) in MODES.items() for family in families]
 
@@ -229,7 +230,7 @@ MODES_AND_MODELS = [(name, family) for name, (_, families) in MODES.items() for 
 def test_modes_see_the_models_own_code(kernel, device, family, mode):
     """Within a mode both compute the same bits, and calls of the injected model count as its own code."""
     make_mode, _ = MODES[mode]
-    config = {} if family in (UNET, PIXART) else KERNEL_HEADS
+    config = {} if family in (UNET, PIXART, COSMOS) else KERNEL_HEADS
     model, plain, report, arguments = pair(kernel, family, device, torch.bfloat16, config)
     unlike = run(plain, arguments)
     results, counts = [], []
@@ -309,7 +310,7 @@ def test_a_patched_call_of_a_class(kernel, device, family):
     assert nn.Linear in classes
     for cls in sorted(classes, key=lambda cls: cls.__qualname__):
         with counted_calls(cls, "__call__", model) as counts:
-            assert distance(run(model, arguments), expected) < 1e-5
+            assert relative_distance(run(model, arguments), expected) < 1e-5
         with counted_calls(cls, "__call__", plain) as plain_counts:
             run(plain, arguments)
         assert counts == plain_counts, cls
@@ -335,7 +336,7 @@ def test_a_forward_that_was_kept_and_put_back_after_the_ejection(kernel, device,
             pickle.dumps(picklable)
     kept = module.forward
     module.forward = lambda *args, **kwargs: kept(*args, **kwargs)
-    assert distance(run(model, arguments), expected) < 1e-5
+    assert relative_distance(run(model, arguments), expected) < 1e-5
     kernel.eject_kernels(model)
     assert torch.equal(run(model, arguments), expected)
     module.forward = kept
@@ -345,7 +346,7 @@ def test_a_forward_that_was_kept_and_put_back_after_the_ejection(kernel, device,
     kernel.eject_kernels(model)
     assert snapshot(model) == before
     assert path in {entry.name for entry in kernel.inject_kernels(model).replaced}
-    assert distance(run(model, arguments), expected) < 1e-5
+    assert relative_distance(run(model, arguments), expected) < 1e-5
 
 
 # ------------------------------------------------------------------------------------------------

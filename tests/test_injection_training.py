@@ -8,7 +8,8 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ltx_models
-from injected_pairs import distance, pair
+from checks import relative_distance
+from injected_pairs import pair
 from ltx_models import (
     KernelCalls,
     calls_of,
@@ -44,7 +45,7 @@ def test_accuracy_of_the_activation(kernel, device, dtype, approximate):
     assert calls.counts["gelu"] == 1
     uses_epilogue = device == "cuda" and approximate == "tanh" and dtype != torch.float32
     assert calls.epilogues == uses_epilogue
-    assert 0 < distance(out, expected) <= 1.05 * distance(eager, expected)
+    assert 0 < relative_distance(out, expected) <= 1.05 * relative_distance(eager, expected)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -151,5 +152,5 @@ def test_tangents(kernel, device, derivative, config, options, grad):
         results = [derivative(*given) for given in ((model, arguments), exact)]
     for value, expected in zip(*results, strict=True):
         assert value is not None and expected.norm() > 0
-        assert distance(value, expected) < 1e-4
+        assert relative_distance(value, expected) < 1e-4
     assert kernel_calls(run, model, arguments) == calls_of(2)
