@@ -96,7 +96,7 @@ class DiffusersForward(ModelHook):
         self.counted = counted
 
     def new_forward(self, module, *args, **kwargs):
-        self.counted.count += 1
+        self.counted.pre_forward(module)
         return self.fn_ref.original_forward(*args, **kwargs)
 
 

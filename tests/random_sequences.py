@@ -9,7 +9,7 @@ after each forward. What raises on the plain model must raise the same on the te
 
 A sequence is drawn from a seed, so that it can be repeated::
 
-    python tests/random_sequences.py --family ltx --seed 123 --shrink
+    python tests/random_sequences.py --family ltx --seed 123
     python tests/random_sequences.py --graphs --device cuda --sequences 5000 --processes 14
 
 A failure is printed as the code that repeats it. The exit status is 1 if there is one.
@@ -1255,29 +1255,6 @@ def execute(seed, sequence, steps):
     return result
 
 
-def repeat(sequence, steps):
-    """The result of a sequence's model with the given steps."""
-    return execute(None, Sequence(sequence.model, []), lambda twins: iter(steps))
-
-
-def shrink(result):
-    """Leave out steps while the failure stays the same. Returns the result of the shortest sequence."""
-
-    def kind(result):
-        return (result.failure or "").partition(":")[2].split()[:2]
-
-    best = result
-    index = len(best.sequence.steps)
-    while index > 0:
-        index -= 1
-        steps = best.sequence.steps
-        shorter = repeat(best.sequence, steps[:index] + steps[index + 1 :])
-        if shorter.failure and kind(shorter) == kind(result):
-            shorter.seed = result.seed
-            best, index = shorter, len(shorter.sequence.steps)
-    return best
-
-
 # --------------------------------------------------------------------------------------------------
 # The program
 
@@ -1300,14 +1277,11 @@ class Task(NamedTuple):
     seed: int
     device: str
     graphs: bool
-    shrinks: bool
 
     def run(self):
         result = random_sequence(self.family, self.seed, self.device, self.graphs)
         if not result.failure:
             result.sequence = None
-        elif self.shrinks:
-            result = shrink(result)
         return result
 
 
@@ -1336,11 +1310,10 @@ def results_of(tasks, processes):
 @click.option("--sequences", default=100, help="Of each family.")
 @click.option("--first-seed", default=0)
 @click.option("--processes", default=1)
-@click.option("--shrink", "shrinks", is_flag=True, help="Leave out steps that do not matter.")
-def main(family, graphs, seed, device, sequences, first_seed, processes, shrinks):
+def main(family, graphs, seed, device, sequences, first_seed, processes):
     families = list(MODELS) if family == "all" else [family]
     seeds = range(first_seed, first_seed + sequences) if seed is None else [seed]
-    tasks = [Task(name, s, device, graphs, shrinks) for s in seeds for name in families]
+    tasks = [Task(name, s, device, graphs) for s in seeds for name in families]
     began = time.monotonic()
     totals, counts = collections.Counter(), collections.Counter()
     for task, result in results_of(tasks, processes):

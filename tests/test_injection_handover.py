@@ -7,9 +7,9 @@ counter counts writes through ``.data``.
 import copy
 
 import pytest
-from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
+from changes import HOOKS, Counted
 from foreign_modules import Wrap
 from injected_pairs import assert_alike, pair
 from ltx_models import calls_of, computing, inputs, reference, run
@@ -103,55 +103,27 @@ class Model:
         return self.norms[(i + 1) % len(self.blocks)][0]
 
 
-def write_temb(state, i):
-    state.temb.data.mul_(0.8)
-
-
-def write_table_of_the_next(state, i):
-    state.next_block(i).scale_shift_table.data.mul_(1.2)
-
-
-def write_own_table(state, i):
-    state.blocks[i].scale_shift_table.data.mul_(1.2)
-
-
-def replace_table_of_the_next(state, i):
-    block = state.next_block(i)
-    block.scale_shift_table = nn.Parameter(block.scale_shift_table.detach() + 0.3)
-
-
-def replace_own_table(state, i):
+def set_new(module, name):
     """As block swapping does it."""
-    replace_table_of_the_next(state, i - 1)
+    setattr(module, name, nn.Parameter(getattr(module, name).detach() * 1.2))
 
 
-def write_norm_of_the_next(state, i):
-    state.next_norm(i).weight.data.mul_(1.2)
+def increase_eps(norm):
+    norm.eps += 0.5
 
 
-def replace_norm_of_the_next(state, i):
-    norm = state.next_norm(i)
-    norm.weight = nn.Parameter(norm.weight.detach() * 1.2)
-
-
-def change_eps_of_the_next(state, i):
-    state.next_norm(i).eps += 0.5
-
-
-def write_own_second_norm(state, i):
-    state.norms[i][1].weight.data.mul_(1.2)
-
-
-ACTS = [
-    write_temb,
-    write_table_of_the_next,
-    write_own_table,
-    replace_table_of_the_next,
-    write_norm_of_the_next,
-    replace_norm_of_the_next,
-    change_eps_of_the_next,
-    write_own_second_norm,
-]
+TABLE = "scale_shift_table"
+ACTS = {  # what is changed, of the block after the i-th or of its own
+    "temb": lambda state, i: state.temb.data.mul_(0.8),
+    "table of the next": lambda state, i: state.next_block(i).scale_shift_table.data.mul_(1.2),
+    "own table": lambda state, i: state.blocks[i].scale_shift_table.data.mul_(1.2),
+    "new table of the next": lambda state, i: set_new(state.next_block(i), TABLE),
+    "norm of the next": lambda state, i: state.next_norm(i).weight.data.mul_(1.2),
+    "new norm weight of the next": lambda state, i: set_new(state.next_norm(i), "weight"),
+    "eps of the next": lambda state, i: increase_eps(state.next_norm(i)),
+    "own second norm": lambda state, i: state.norms[i][1].weight.data.mul_(1.2),
+}
+NEW_OWN_TABLE = {"new own table": lambda state, i: set_new(state.blocks[i], TABLE)}
 
 
 # By what it is changed: (module, what it is a part of, its name there, what to do)
@@ -161,27 +133,23 @@ def by_forward_hook(module, parent, name, act):
     module.register_forward_hook(lambda *args: act())
 
 
-def by_forward_pre_hook(module, parent, name, act):
-    module.register_forward_pre_hook(lambda *args: act())
+class Acting(Counted):
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+    def pre_forward(self, *args, **kwargs):
+        self.act()
+        return super().pre_forward(*args, **kwargs)
 
 
-def by_diffusers_hook(module, parent, name, act):
-    class Acting(ModelHook):
-        def pre_forward(self, module, *args, **kwargs):
-            act()
-            return args, kwargs
-
-    HookRegistry.check_if_exists_or_initialize(module).register_hook(Acting(), "acting")
+def by_hook(kind):
+    return lambda module, parent, name, act: HOOKS[kind](module, Acting(act))
 
 
 def by_forward_on_the_instance(module, parent, name, act):
     original = module.forward
-
-    def forward(*args, **kwargs):
-        act()
-        return original(*args, **kwargs)
-
-    module.forward = forward
+    module.forward = lambda *args, **kwargs: (act(), original(*args, **kwargs))[1]
 
 
 def by_module_around(module, parent, name, act):
@@ -198,20 +166,19 @@ def by_subclass(module, parent, name, act):
     module.__class__ = type("Acting", (type(module),), {"forward": forward})
 
 
-MEANS = [
-    by_forward_hook,
-    by_forward_pre_hook,
-    by_diffusers_hook,
-    by_forward_on_the_instance,
-    by_module_around,
-    by_subclass,
-]
+MEANS = {
+    "forward hook": by_forward_hook,
+    **{kind: by_hook(kind) for kind in ("torch", "diffusers", "accelerate chain")},
+    "forward on the instance": by_forward_on_the_instance,
+    "module around": by_module_around,
+    "subclass": by_subclass,
+}
 PLACES = ["norm1", "attn1", "attn1.norm_q", "attn1.to_q", "norm2", "attn2", "ff", "ff.net.2"]
 
 
 @pytest.mark.parametrize(
     ("means", "place"),
-    [(means, "") for means in MEANS] + [(by_forward_hook, place) for place in PLACES],
+    [(means, "") for means in MEANS] + [("forward hook", place) for place in PLACES],
 )
 def test_changes_by_a_module_of_the_blocks(kernel, device, means, place):
     states = []
@@ -223,11 +190,11 @@ def test_changes_by_a_module_of_the_blocks(kernel, device, means, place):
             path = f"transformer_blocks.{i}" + (f".{place}" if place else "")
             parent, _, name = path.rpartition(".")
             module = model.get_submodule(path)
-            means(module, model.get_submodule(parent), name, lambda i=i: state.do(i))
+            MEANS[means](module, model.get_submodule(parent), name, lambda i=i: state.do(i))
 
     model, plain, _ = pair(kernel, device, change, **AFFINE)
     arguments = inputs(plain)
-    for act in ACTS if place else [*ACTS, replace_own_table]:
+    for act in (ACTS if place else {**ACTS, **NEW_OWN_TABLE}).values():
         for state in states:
             state.act = None
         unlike = run(plain, arguments)

@@ -25,8 +25,7 @@ def check(families, seeds, device, graphs):
         for seed in seeds:
             result = random_sequences.random_sequence(family, seed, device, graphs)
             if result.failure:
-                shorter = random_sequences.shrink(result)
-                pytest.fail(f"{shorter.message}\n{shorter.traceback}", pytrace=False)
+                pytest.fail(f"{result.message}\n{result.traceback}", pytrace=False)
             counts[family] = counts.get(family, 0) + result.counts["replayed"]
     return counts
 
