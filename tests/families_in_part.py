@@ -48,7 +48,13 @@ def family_of(name):
     for path, part in example.get_submodule(blocks[-1]).named_modules(prefix=blocks[-1]):
         kinds = {
             "block": "TransformerBlock" in type(part).__name__,
+            "next_block": path.endswith("transformer_blocks.1"),
             "resnet": type(part).__name__ == "ResnetBlock2D",
+            "resnet_norm": path.endswith("resnets.0.norm2"),
+            "nonlinearity": path.endswith("resnets.0.nonlinearity"),
+            "convolution": path.endswith("resnets.0.conv1"),
+            "shortcut": path.endswith("resnets.0.conv_shortcut"),
+            "time": path.endswith("resnets.0.time_emb_proj"),
             "attention": hasattr(part, "processor"),
             "norm": "Norm" in type(part).__name__,
             "inner_norm": path.endswith("norm1.norm"),

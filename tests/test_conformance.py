@@ -41,7 +41,7 @@ def _default_backend(monkeypatch):
     monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
 
 
-IN_PART = ("unet", "cosmos")
+IN_PART = ("unet_of_sdxl", "cosmos")
 
 
 def of_families(cases, *in_part):
@@ -278,7 +278,7 @@ def patched_steps(family):
     functions = (*family.functions, *PATCHED_FUNCTIONS, f"{family.processor}.__call__")
     if family.name == "ltx":
         functions += ("LTXVideoRotaryPosEmbed._prepare_video_coords", "GELU.gelu")
-    if family.name == "unet":
+    if family.name == "unet_of_sdxl":
         functions += ("F.group_norm", "F.silu", "F.conv2d")
         functions += tuple(f"{name}.forward" for name in ("GroupNorm", "SiLU", "Linear", "Conv2d"))
     for name in functions:
@@ -391,7 +391,7 @@ def test_actions_before_the_injection(device, case):
 
 
 @every_family
-def test_memory_is_given_back_without_the_collector(device, family):
+def test_memory_is_freed_without_garbage_collection(device, family):
     with Twins(family.name, device=device) as twins:
         twins.inject()
         twins.forward()

@@ -146,14 +146,6 @@ def test_models_in_part(graphs, device, small):  # noqa: F811
 # Signatures
 
 
-def test_shapes_batches_and_options_have_graphs_of_their_own(pair):
-    variants = [{}, {"batch": 1}, {"tokens": 3}, {"mask": None}]
-    for _ in range(3):
-        for options in variants:
-            pair.call(**options)
-    assert (pair.calls.captured, pair.calls.replayed) == (4, 4)
-
-
 def test_the_graph_used_least_recently_goes_first(graphs, device):  # noqa: F811
     pair = Pair(graphs, LTX, device, max_cuda_graphs=2)
     state = pair.model.forward.__self__
@@ -483,7 +475,7 @@ class ValueReader(nn.Module):
         ("write to a buffer", "writes"),
     ],
 )
-def test_what_a_graph_cannot_do_again_runs_as_it_is(pair, how, reason):
+def test_code_that_no_graph_can_repeat_runs_without_graphs(pair, how, reason):
     pair.both(replace_proj_in(functools.partial(ValueReader, how=how)))
     for _ in range(6):
         pair.call()
@@ -540,7 +532,7 @@ def events(graphs, monkeypatch, device):  # noqa: F811
 
 
 @pytest.mark.parametrize("family", [LTX, FLUX], ids=str)
-def test_the_device_computes_while_the_model_is_looked_at(graphs, device, family, events):  # noqa: F811
+def test_a_replay_starts_before_the_model_is_checked(graphs, device, family, events):  # noqa: F811
     for mode in (torch.no_grad, torch.inference_mode):
         pair = Pair(graphs, family, device)
         arguments = pair.inputs()
@@ -552,7 +544,7 @@ def test_the_device_computes_while_the_model_is_looked_at(graphs, device, family
         assert events == ["replay", "look True"]
 
 
-def test_a_replay_that_began_for_nothing_is_seen_by_nobody(pair, events):
+def test_a_stale_replay_is_discarded(pair, events):
     pair.captured()
     pair.both(set_eps)
     events.clear()
@@ -561,7 +553,7 @@ def test_a_replay_that_began_for_nothing_is_seen_by_nobody(pair, events):
     assert pair.calls.replayed == 1
 
 
-def test_no_replay_begins_without_the_memory_that_it_reads(pair, events):
+def test_no_replay_starts_when_its_memory_is_gone(pair, events):
     pair.captured()
     events.clear()
     weight = pair.model.proj_in.weight
@@ -593,7 +585,7 @@ class TableReader(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["whole", "T", "data", "parts"])
-def test_memory_that_no_module_holds(pair, events, monkeypatch, how):
+def test_tensors_outside_of_modules(pair, events, monkeypatch, how):
     values = torch.randn(2, pair.model.proj_in.out_features, device=pair.device)
     values = {"parts": values.unbind(), "T": values[:1].T}.get(how, values[0])
     monkeypatch.setattr(TableReader, "how", how)
@@ -781,7 +773,7 @@ def test_a_forward_whose_module_is_gone(graphs, device, name):  # noqa: F811
         forward(**arguments)
 
 
-def test_weights_that_leave_are_not_kept(pair):
+def test_graphs_hold_no_replaced_weights(pair):
     """Where a model is moved, or layers replaced, a graph must not hold the memory of the old ones."""
     pair.captured()
     memory = [p.data_ptr() for p in pair.model.parameters()]
@@ -833,7 +825,7 @@ def test_compiled_models_run_without_graphs(pair):
     assert pair.calls.captured == 1
 
 
-def test_changes_at_each_call_are_looked_at_less_and_less(pair, graphs, monkeypatch):  # noqa: F811
+def test_changes_at_each_call_are_checked_with_a_backoff(pair, graphs, monkeypatch):  # noqa: F811
     pair.captured()
     walks = []
     fingerprint = module_of(graphs, "cuda_graphs").Fingerprint

@@ -226,7 +226,7 @@ class Changed:
         return result * strength
 
 
-def test_attention_kwargs_that_nobody_expects(kernel, device, caplog):
+def test_unexpected_attention_kwargs(kernel, device, caplog):
     """diffusers' warning and the processors' own parameters stay, and a processor called by itself computes
     what it did."""
     model, plain, _ = pair(kernel, device, **BFLOAT16)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from changes import Wrap
 from checks import relative_distance
-from foreign_modules import Wrap
 from injected_pairs import BFLOAT16, assert_alike, fallen_back, pair
 from ltx_models import calls_of, inputs, kernel_calls, pipeline, run, snapshot, transformer
 
@@ -287,7 +287,7 @@ CHOICES = [strict_attention_false, strict_backend, strict_gradients, strict_tang
 
 
 @pytest.mark.parametrize("choose", CHOICES, ids=lambda choose: choose.__name__)
-def test_what_a_user_chose_is_no_fall_back(kernel, injected, monkeypatch, caplog, choose):
+def test_choices_of_the_user_are_no_fall_backs(kernel, injected, monkeypatch, caplog, choose):
     monkeypatch.setenv(STRICT, "1")
     model, report, arguments = injected
     with caplog.at_level(logging.WARNING, logger=LOGGER):

@@ -251,7 +251,7 @@ def test_modes_see_the_models_own_code(kernel, device, family, mode):
 
 
 @some_models
-def test_a_default_device_is_no_mode_that_changes_results(kernel, device, family):
+def test_a_default_device_changes_nothing(kernel, device, family):
     model, _, _, arguments = pair(kernel, family, device)
     expected, calls = run(model, arguments), kernel_calls(run, model, arguments)
     with torch.device(device):
@@ -323,7 +323,7 @@ def test_a_patched_call_of_a_class(kernel, device, family):
 
 @pytest.mark.parametrize("part", ["", "block", "attention", "activation"])
 @pytest.mark.parametrize("family", [LTX, FLUX], ids=str)
-def test_a_forward_that_was_kept_and_put_back_after_the_ejection(kernel, device, family, part):
+def test_a_forward_that_is_restored_after_ejection(kernel, device, family, part):
     """As DeepCache does. An injected model is not pickled."""
     model = family.model(device)
     plain, before, arguments = copy.deepcopy(model), snapshot(model), family.inputs(device)
@@ -378,7 +378,7 @@ NO_MODELS = [None, "LTX", 3, [nn.Linear(2, 2)], {"model": nn.Linear(2, 2)}, nn.L
 
 @pytest.mark.parametrize("function", ["inject_kernels", "eject_kernels"])
 @pytest.mark.parametrize("value", NO_MODELS, ids=lambda value: type(value).__name__)
-def test_what_is_no_model_and_no_pipeline(kernel, function, value):
+def test_wrong_types_raise(kernel, function, value):
     with pytest.raises(TypeError) as raised:
         getattr(kernel, function)(value)
     message = str(raised.value)

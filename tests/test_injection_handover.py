@@ -9,8 +9,7 @@ import copy
 import pytest
 from torch import nn
 
-from changes import HOOKS, Counted
-from foreign_modules import Wrap
+from changes import HOOKS, Counted, Wrap
 from injected_pairs import assert_alike, pair
 from ltx_models import calls_of, computing, inputs, reference, run
 

@@ -56,35 +56,3 @@ def test_pipeline_with_nothing_known(kernel, device):
     pipe.transformer = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="got a LTXPipeline without one"):
         kernel.inject_kernels(pipe)
-
-
-@pytest.mark.parametrize("is_injected_first", [True, False])
-@pytest.mark.parametrize("kind", ["model", "sequential", "group"])
-def test_offloading_of_a_pipeline(kernel, kind, is_injected_first):
-    if not torch.cuda.is_available():
-        pytest.skip("diffusers offloads from an accelerator only")
-    expected = latents(pipeline("cuda"), "cuda").cpu()
-    pipe = pipeline("cpu")
-    if is_injected_first:
-        kernel.inject_kernels(pipe)
-    if kind == "model":
-        pipe.enable_model_cpu_offload()
-    elif kind == "sequential":
-        pipe.enable_sequential_cpu_offload()
-    else:
-        pipe.enable_group_offload(
-            onload_device=torch.device("cuda"), offload_type="leaf_level", use_stream=True
-        )
-    kernel.inject_kernels(pipe)
-    results = []
-    calls = kernel_calls(lambda: results.append(latents(pipe, "cuda").cpu()))
-    # Where the next block's weights come ahead of its turn, its beginning is made ahead too.
-    joined = 2 * STEPS - calls["rms_norm_modulate"]
-    assert joined in {"model": [STEPS], "sequential": [0], "group": range(STEPS + 1)}[kind]
-    changes = {} if kind == "model" else {"rms_norm": 0}
-    assert calls == calls_of(2 * STEPS, joined=joined, **changes)
-    assert_close(results[0], expected)
-    kernel.eject_kernels(pipe)
-    assert_close(latents(pipe, "cuda").cpu(), expected)
-    if kind != "group":
-        pipe.remove_all_hooks()
