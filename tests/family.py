@@ -18,7 +18,16 @@ TWO_STREAM_OPTIONS = {
     "more tokens": {"batch": 3, "tokens": 5, "text_length": 9},
     "one token of text": {"text_length": 1},
 }
-# The linear layers of their attention.
+# The paths of their parts, as far as these are alike, and the linear layers of their attention.
+JOINT_PARTS = {
+    "block": "transformer_blocks.0",
+    "next_block": "transformer_blocks.1",
+    "attention": "transformer_blocks.0.attn",
+    "qk_norm": "transformer_blocks.0.attn.norm_q",
+    "added_norm": "transformer_blocks.0.attn.norm_added_k",
+    "linear": "transformer_blocks.0.attn.add_k_proj",
+    "rope": "pos_embed",
+}
 JOINT_LORA = [
     *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 ]

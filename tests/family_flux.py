@@ -3,7 +3,15 @@
 import torch
 from diffusers import Flux2Transformer2DModel, FluxTransformer2DModel
 
-from family import JOINT_LORA, TWO_STREAM_OPTIONS, Family, make_all_matter, powers_of_two, seeded
+from family import (
+    JOINT_LORA,
+    JOINT_PARTS,
+    TWO_STREAM_OPTIONS,
+    Family,
+    make_all_matter,
+    powers_of_two,
+    seeded,
+)
 
 CHANNELS = 8
 TEXT_CHANNELS = 24
@@ -26,7 +34,6 @@ def flux_model(
     single_blocks=2,
     heads=2,
     head_dim=16,
-    guidance_embeds=True,
     **config,
 ):
     torch.manual_seed(seed)
@@ -43,7 +50,7 @@ def flux_model(
         attention_head_dim=head_dim,
         num_attention_heads=heads,
         pooled_projection_dim=POOLED_CHANNELS,
-        guidance_embeds=guidance_embeds,
+        guidance_embeds=True,
         axes_dims_rope=(head_dim - 2 * axis, axis, axis),
         **config,
     )
@@ -88,7 +95,6 @@ def flux2_inputs(
     batch=2,
     tokens=1,
     text_length=5,
-    has_guidance=True,
     axes=4,
     **options,
 ):
@@ -104,7 +110,7 @@ def flux2_inputs(
         "hidden_states": normal(batch, height * width, CHANNELS).to(dtype),
         "encoder_hidden_states": normal(batch, text_length, TEXT_CHANNELS).to(dtype),
         "timestep": powers_of_two(normal, batch, 1 / 8).to(dtype),
-        "guidance": powers_of_two(normal, batch, 1 / 2) if has_guidance else None,
+        "guidance": powers_of_two(normal, batch, 1 / 2),
         "img_ids": img_ids.flatten(0, 1).to(device),
         "txt_ids": txt_ids.to(device),
         **options,
@@ -119,19 +125,13 @@ def flux_inputs(device, dtype=torch.float32, *, seed=None, batch=2, **options):
 
 # Paths that both have in common.
 PARTS = {
-    "block": "transformer_blocks.0",
-    "next_block": "transformer_blocks.1",
+    **JOINT_PARTS,
     "single_block": "single_transformer_blocks.0",
     "last_block": "single_transformer_blocks.1",
-    "attention": "transformer_blocks.0.attn",
     "single_attention": "single_transformer_blocks.0.attn",
     "norm": "transformer_blocks.1.norm1",
     "norm2": "transformer_blocks.0.norm2",
     "single_norm": "single_transformer_blocks.1.norm",
-    "qk_norm": "transformer_blocks.0.attn.norm_q",
-    "added_norm": "transformer_blocks.0.attn.norm_added_k",
-    "linear": "transformer_blocks.0.attn.add_k_proj",
-    "rope": "pos_embed",
 }
 BLOCKS = {
     "block_lists": ("transformer_blocks", "single_transformer_blocks"),
@@ -180,5 +180,6 @@ FLUX2 = Family(
     caches=("pyramid", "taylorseer", "mag"),
     module="diffusers.models.transformers.transformer_flux2",
     processor="Flux2AttnProcessor",
+    condition="temb_mod_img",
     **BLOCKS,
 )

@@ -3,7 +3,7 @@
 import torch
 from diffusers import QwenImageTransformer2DModel
 
-from family import JOINT_LORA, TWO_STREAM_OPTIONS, Family, make_all_matter, seeded
+from family import JOINT_LORA, JOINT_PARTS, TWO_STREAM_OPTIONS, Family, make_all_matter, seeded
 
 CHANNELS = 8
 TEXT_CHANNELS = 24
@@ -74,20 +74,14 @@ QWEN_IMAGE = Family(
         "two images": {"images": 2},
     },
     parts={
-        "block": "transformer_blocks.0",
-        "next_block": "transformer_blocks.1",
-        "attention": "transformer_blocks.0.attn",
+        **JOINT_PARTS,
         "norm": "transformer_blocks.1.img_norm1",
         "norm2": "transformer_blocks.0.txt_norm2",
-        "qk_norm": "transformer_blocks.0.attn.norm_q",
-        "added_norm": "transformer_blocks.0.attn.norm_added_k",
-        "linear": "transformer_blocks.0.attn.add_k_proj",
         "output": "transformer_blocks.0.attn.to_out.0",
         "feed_forward": "transformer_blocks.0.img_mlp",
         "feed_forward_of_text": "transformer_blocks.0.txt_mlp",
         "activation": "transformer_blocks.0.txt_mlp.net.0",
         "up": "transformer_blocks.0.img_mlp.net.0.proj",
-        "rope": "pos_embed",
         "modulation": "transformer_blocks.0.img_mod",
         "modulation_of_next": "transformer_blocks.1.txt_mod.1",
     },

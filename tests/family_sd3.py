@@ -3,7 +3,7 @@
 import torch
 from diffusers import SD3Transformer2DModel
 
-from family import JOINT_LORA, TWO_STREAM_OPTIONS, Family, make_all_matter, seeded
+from family import JOINT_LORA, JOINT_PARTS, TWO_STREAM_OPTIONS, Family, make_all_matter, seeded
 
 CHANNELS = 4
 TEXT_CHANNELS = 24
@@ -58,25 +58,19 @@ SD3 = Family(
     inexact=("hidden_states", "encoder_hidden_states", "pooled_projections"),
     options=TWO_STREAM_OPTIONS,
     parts={
-        "block": "transformer_blocks.0",
-        "next_block": "transformer_blocks.1",
+        **JOINT_PARTS,
         "last_block": "transformer_blocks.2",
-        "attention": "transformer_blocks.0.attn",
         "second_attention": "transformer_blocks.0.attn2",
         "norm": "transformer_blocks.1.norm1",
         "inner_norm": "transformer_blocks.1.norm1_context.norm",
         "dual_norm": "transformer_blocks.0.norm1",
         "last_norm": "transformer_blocks.2.norm1_context",
         "norm2": "transformer_blocks.0.norm2",
-        "qk_norm": "transformer_blocks.0.attn.norm_q",
-        "added_norm": "transformer_blocks.0.attn.norm_added_k",
-        "linear": "transformer_blocks.0.attn.add_k_proj",
         "output": "transformer_blocks.0.attn2.to_out.0",
         "feed_forward": "transformer_blocks.0.ff",
         "feed_forward_of_text": "transformer_blocks.0.ff_context",
         "activation": "transformer_blocks.0.ff_context.net.0",
         "up": "transformer_blocks.0.ff.net.0.proj",
-        "rope": "pos_embed",
         "modulation": "transformer_blocks.0.norm1.linear",
     },
     lora_targets=[*JOINT_LORA, "ff.net.0.proj", "ff.net.2", "norm1.linear"],

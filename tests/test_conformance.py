@@ -1,9 +1,11 @@
 """What an injected model of any family does: the same as without kernels, whatever is done to it."""
 
 import functools
+import gc
 import inspect
 import itertools
 import threading
+import weakref
 
 import accelerate
 import pytest
@@ -390,11 +392,27 @@ def test_actions_before_the_injection(device, case):
         apply(twins, steps, is_injected_first=False)
 
 
+def uses(family):
+    yield from (FORWARD, step("forward", mode="backward"))
+    yield step("interrupted_forward", module=family.parts["next_block"], kind="pre")
+    yield from (step("hook", module=family.parts["norm"], kind="post", way="replace"), FORWARD)
+
+
 @every_family
-def test_memory_is_freed_without_garbage_collection(device, family):
+@pytest.mark.parametrize("is_ejected", [False, True], ids=["injected", "ejected"])
+def test_memory_is_freed_without_garbage_collection(device, family, is_ejected):
+    """A copy keeps nothing of its original, and a deleted model nothing of itself."""
     with Twins(family.name, device=device) as twins:
         twins.inject()
+        for one in uses(family):
+            one.apply(twins)
+        gc.collect()  # frames that the error passed
+        weights = weakref.ref(next(twins.tested.parameters()))
+        twins.deepcopy(keep=False)
+        assert weights() is None
         twins.forward()
+        if is_ejected:
+            twins.eject()
         twins.free()
 
 

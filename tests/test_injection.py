@@ -111,9 +111,6 @@ def test_report_names_each_module(kernel, device, capfd, caplog):
     embeddings = {"rope", "time_embed.emb.time_proj"}
     assert {entry.name for entry in report.replaced} == expected | embeddings | {""}
     assert report.num_replaced == 11
-    classes = dict(model.named_modules())
-    for entry in report.replaced + report.left_alone:
-        assert entry.module == type(classes[entry.name]).__name__
     left = reasons_of(report)
     assert set(left) == {"proj_in", "time_embed", "caption_projection", "norm_out", "proj_out"}
     assert all(left.values())

@@ -90,6 +90,8 @@ def test_16_bits(kernel, device, small, dtype):
     assert report.levels == {"": "in part"} and "the model: in part" in str(report)
     calls = kernel_calls(run, model, arguments)
     assert calls.get("attention", 0) == small.attends
+    group_norms = [module for module in plain.modules() if type(module) is nn.GroupNorm]
+    assert calls.get("group_norm", 0) == len(group_norms)
     counted = {name: n * NORMS_OF_A_CALL.get(name, 1) for name, n in on_kernels(report).items()}
     norms = sum(n for name, n in counted.items() if "Norm" in name or name in NORMS_OF_A_CALL)
     assert norms == sum(n for name, n in calls.items() if "norm" in name)

@@ -18,12 +18,10 @@ from injected_pairs import (
     assert_gradients_agree,
     assert_same_outcome,
     injected,
-    on_kernels,
     outcome,
     reasons_of,
 )
 from ltx_models import kernel_calls
-from small_models import BY_NAME
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -467,29 +465,6 @@ def test_derivatives_by_transforms(kernel, device):
 
 # --------------------------------------------------------------------------------------------------
 # In models
-
-
-@pytest.mark.parametrize(
-    ("name", "memory_format"),
-    [("unet", FIRST), ("unet_of_sdxl", LAST), ("controlnet", LAST), ("svd", FIRST)],
-    ids=str,
-)
-def test_models(kernel, device, name, memory_format):
-    """All group norms run on the kernel, each resnet's as part of it."""
-    plain = BY_NAME[name].model(device, BFLOAT16)
-    if memory_format is LAST:
-        plain = plain.to(memory_format=memory_format)
-    model, plain, report = injected(kernel, plain)
-    arguments = BY_NAME[name].arguments(device, BFLOAT16)
-    norms = [module for module in plain.modules() if type(module) is nn.GroupNorm]
-    resnets = [module for module in plain.modules() if type(module) is ResnetBlock2D]
-    assert norms and resnets
-    with torch.no_grad():
-        assert kernel_calls(lambda: model(**arguments))["group_norm"] == len(norms)
-    counted = on_kernels(report)
-    assert counted["ResnetBlock2D"] == len(resnets)
-    assert counted["GroupNorm"] == len(norms) - 2 * len(resnets)
-    assert_alike(model, plain, arguments, slack=0.04)
 
 
 def test_an_autoencoder(kernel, device):
