@@ -3,13 +3,15 @@
 import copy
 import functools
 import importlib
+import inspect
 import types
 
 import accelerate
 import torch
 import torch.nn.functional as F
-from accelerate.hooks import add_hook_to_module
+from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from diffusers import (
+    FasterCacheConfig,
     FirstBlockCacheConfig,
     MagCacheConfig,
     PyramidAttentionBroadcastConfig,
@@ -19,7 +21,6 @@ from diffusers.hooks import HookRegistry, ModelHook, apply_group_offloading
 from diffusers.models.normalization import RMSNorm
 from torch import nn
 
-from foreign_modules import ForeignBlock, HalvedLinear, Wrap
 from random_inputs import offset
 
 # --------------------------------------------------------------------------------------------------
@@ -95,20 +96,21 @@ class DiffusersForward(ModelHook):
         self.counted = counted
 
     def new_forward(self, module, *args, **kwargs):
-        self.counted.count += 1
+        self.counted.pre_forward(module)
         return self.fn_ref.original_forward(*args, **kwargs)
 
 
 def _add_torch_hooks(module, counted):
-    module.register_forward_pre_hook(
+    handle = module.register_forward_pre_hook(
         lambda module, args, kwargs: counted.pre_forward(module) and None, with_kwargs=True
     )
-    module.register_forward_hook(lambda module, args, output: None)
+    counted.remove = handle.remove
 
 
 def _add_accelerate_chain(module, counted):
     add_hook_to_module(module, Counted())
     add_hook_to_module(module, counted, append=True)
+    counted.remove = lambda: remove_hook_from_module(module)
 
 
 def _add_diffusers_hooks(module, counted):
@@ -116,22 +118,69 @@ def _add_diffusers_hooks(module, counted):
     registry.register_hook(DiffusersHook(Counted()), "inner")
     registry.register_hook(DiffusersForward(counted), "around")
 
+    def remove():
+        for name in ("around", "inner"):
+            registry.remove_hook(name, recurse=False)
 
-def _add_diffusers_around_accelerate(module, counted):
-    add_hook_to_module(module, Counted())
-    _add_diffusers_hooks(module, counted)
+    counted.remove = remove
 
 
+def _nested(add_inner, add_outer):
+    def add(module, counted):
+        inner = Counted()
+        add_inner(module, inner)
+        add_outer(module, counted)
+        remove_outer = counted.remove
+        counted.remove = lambda: (remove_outer(), inner.remove())
+
+    return add
+
+
+# Each adds hooks to a module, and gives the counting one a function that removes them.
 HOOKS = {
     "torch": _add_torch_hooks,
     "accelerate chain": _add_accelerate_chain,
     "diffusers": _add_diffusers_hooks,
-    "diffusers around accelerate": _add_diffusers_around_accelerate,
+    "diffusers around accelerate": _nested(_add_accelerate_chain, _add_diffusers_hooks),
+    "accelerate around diffusers": _nested(_add_diffusers_hooks, _add_accelerate_chain),
 }
 
 
 # --------------------------------------------------------------------------------------------------
 # Parts
+
+
+class Wrap(nn.Module):
+    """Around a module, with nothing of its attributes; `act` is called after it."""
+
+    def __init__(self, module, act=None):
+        super().__init__()
+        self.wrapped = module
+        self.act = act
+
+    def forward(self, *args, **kwargs):
+        result = self.wrapped(*args, **kwargs)
+        if self.act is not None:
+            self.act()
+        return result
+
+
+class ForeignBlock(Wrap):
+    """A block of the user's own, which reads the rotary embedding that it is given, if there is one."""
+
+    def forward(self, *args, **kwargs):
+        parameters = list(inspect.signature(type(self.wrapped).forward).parameters)
+        given = {**dict(zip(parameters[1:], args, strict=False)), **kwargs}
+        for name in ("image_rotary_emb", "rotary_emb"):
+            if name in given:
+                first, second = given[name]
+                given[name] = (first * 0.5, second)
+        return self.wrapped(**given)
+
+
+class HalvedLinear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 0.5
 
 
 def other_norm(old, kind):
@@ -148,6 +197,13 @@ def other_norm(old, kind):
     width = tuple(shape)[-1]
     if kind == "without eps":
         return nn.RMSNorm(width, eps=None, elementwise_affine=False)
+    if kind == "layer norm without weight":
+        return nn.LayerNorm(width, elementwise_affine=False)
+    if kind in ADDED_TO_NORMS:
+        new = copy.deepcopy(old)
+        for name in ADDED_TO_NORMS[kind]:
+            setattr(new, name, nn.Parameter(torch.linspace(0.5, 1.5, width)))
+        return new
     torch.manual_seed(5)
     new = nn.LayerNorm(width) if kind == "layer norm" else RMSNorm(width, eps=1e-6, bias=True)
     nn.init.uniform_(new.weight, 0.5, 1.5)
@@ -155,7 +211,15 @@ def other_norm(old, kind):
     return new
 
 
-OTHER_NORMS = ("eps", "layer norm", "bias", "without eps", "identity")
+ADDED_TO_NORMS = {
+    "weight added": ["weight"],
+    "bias added": ["weight", "bias"],
+    "bias alone added": ["bias"],  # which diffusers' RMSNorm does not use
+}
+OTHER_NORMS = (
+    *("eps", "layer norm", "layer norm without weight", "bias", "without eps", "identity"),
+    *ADDED_TO_NORMS,
+)
 
 
 def replace_part(model, path, kind, another=None):
@@ -184,23 +248,21 @@ def processor_class(family):
 
 
 def processors(family):
-    """Attention processors by kind: a subclass that changes the result, the class, and another class."""
+    """Attention processors by kind: the class, and others that change its result: a subclass, another class,
+    and a module, as those of IP-Adapters are."""
     base = processor_class(family)
 
     class Other:
-        def __call__(
-            self,
-            attn,
-            hidden_states,
-            encoder_hidden_states=None,
-            attention_mask=None,
-            image_rotary_emb=None,
-        ):
-            inputs = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-            return base()(attn, *inputs)
+        @functools.wraps(base.__call__)
+        def __call__(self, *args, **kwargs):
+            return change_values(base()(*args, **kwargs))
+
+    class Module(nn.Module):
+        def forward(self, *args, **kwargs):
+            return change_values(base()(*args, **kwargs))
 
     subclass = type("Changing", (base,), {"__call__": changing(base.__call__)})
-    return {"subclass": subclass, "fresh": base, "function": Other}
+    return {"subclass": subclass, "other": Other, "module": Module, "fresh": base}
 
 
 def wrap_forward(module):
@@ -321,21 +383,10 @@ def _set_dropout(part, value):
             module.p = value / 4
 
 
-def _append_to_list(part, value):
-    part.notes = [*getattr(part, "notes", []), value]
-    part.notes.append(part.notes)
-
-
 def _set_on_processor(part, value):
     if (processor := getattr(part, "processor", None)) is not None:
         device = next(part.parameters()).device
         processor.note = {"value": [value, torch.ones(2, device=device)]}
-
-
-def _append_on_processor(part, value):
-    note = getattr(getattr(part, "processor", None), "note", None)
-    if note is not None:
-        note["value"].append(value)
 
 
 def _switch_checkpointing(part, value):
@@ -370,26 +421,13 @@ def change_class(part, value=2.0):
     part.__class__ = new
 
 
-def _change_call(part, value):
-    """nn.Module finds `_call_impl` on the instance."""
-    call = type(part)._call_impl
-
-    def _call_impl(*args, **kwargs):
-        result = call(part, *args, **kwargs)
-        return change_values(result) if value else result
-
-    part._call_impl = _call_impl
-
-
 # Functions of a part and a number.
 CAPTURED_ATTRIBUTE_CHANGES = {
     "train": lambda part, value: part.train(),
     "eval": lambda part, value: part.eval(),
     "dropout": _set_dropout,
     "note": lambda part, value: setattr(part, "note", value),
-    "list": _append_to_list,
     "processor note": _set_on_processor,
-    "processor value": _append_on_processor,
     "checkpointing": _switch_checkpointing,
     "config": _set_config,
 }
@@ -397,7 +435,6 @@ ATTRIBUTE_CHANGES = {
     **CAPTURED_ATTRIBUTE_CHANGES,
     "function": _set_function,
     "class": change_class,
-    "call": _change_call,
 }
 
 
@@ -444,6 +481,14 @@ def cache_config(name, timestep):
             disable_cache_before_step=1,
             taylor_factors_dtype=torch.float32,
             cache_identifiers=[r"(transformer_)?blocks\.\d+\.(attn1?|ffn?|img_mlp)$"],
+        ),
+        "faster": lambda: FasterCacheConfig(
+            spatial_attention_block_skip_range=2,
+            spatial_attention_timestep_skip_range=(-1, 681),
+            current_timestep_callback=timestep,
+            attention_weight_callback=lambda module: 0.3,
+            tensor_format="BCHW",
+            is_guidance_distilled=True,
         ),
         "mag": lambda: MagCacheConfig(
             threshold=10.0, num_inference_steps=8, mag_ratios=torch.ones(8)

@@ -10,13 +10,11 @@ from family import (  # noqa: F401
     KERNEL_HEADS,
     TINY_HEADS,
     Family,
-    assert_as_close_as_eager,
     assert_close,
     prepared,
     run,
 )
-from family_flux import FLUX
-from family_flux2 import FLUX2
+from family_flux import FLUX, FLUX2
 from family_ltx import LTX
 from family_qwenimage import QWEN_IMAGE
 from family_sd3 import SD3

@@ -44,17 +44,28 @@ def family_of(name):
         example = model("cpu")
     lists = [path for path, part in example.named_modules() if isinstance(part, nn.ModuleList)]
     blocks = [path for path in lists if "." not in path]
-    parts = {"block": f"{blocks[-1]}.0"}
+    parts = {}
     for path, part in example.get_submodule(blocks[-1]).named_modules(prefix=blocks[-1]):
         kinds = {
+            "block": "TransformerBlock" in type(part).__name__,
+            "next_block": path.endswith("transformer_blocks.1"),
+            "resnet": type(part).__name__ == "ResnetBlock2D",
+            "resnet_norm": path.endswith("resnets.0.norm2"),
+            "nonlinearity": path.endswith("resnets.0.nonlinearity"),
+            "convolution": path.endswith("resnets.0.conv1"),
+            "shortcut": path.endswith("resnets.0.conv_shortcut"),
+            "time": path.endswith("resnets.0.time_emb_proj"),
             "attention": hasattr(part, "processor"),
             "norm": "Norm" in type(part).__name__,
+            "inner_norm": path.endswith("norm1.norm"),
+            "qk_norm": path.endswith("norm_q"),
             "linear": type(part) is nn.Linear,
             "activation": path.endswith(("ff.net.0", "ff_context.net.0", "nonlinearity")),
         }
         for kind, is_one in kinds.items():
             if is_one:
                 parts.setdefault(kind, path)
+    parts.setdefault("block", f"{blocks[-1]}.0")
     processor = type(example.get_submodule(parts["attention"]).processor)
     return Family(
         name=small.name,
@@ -63,7 +74,15 @@ def family_of(name):
         inexact=tuple(name for name, value in inputs("cpu").items() if is_inexact(name, value)),
         options={"two samples": {}},
         parts=parts,
-        lora_targets=["to_q", "to_k", "to_out.0"],
+        lora_targets=[
+            "to_q",
+            "to_k",
+            "to_out.0",
+            "conv1",
+            "conv2",
+            "time_emb_proj",
+            "conv_shortcut",
+        ],
         caches=(),
         module=processor.__module__,
         processor=processor.__name__,

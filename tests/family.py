@@ -11,6 +11,28 @@ KERNEL_HEADS = {"heads": 2, "head_dim": 64}
 TINY_HEADS = {"heads": 2, "head_dim": 16}
 
 
+# Variants of the inputs of models with a stream of text beside the image's.
+TWO_STREAM_OPTIONS = {
+    "two samples": {},
+    "batch of 1": {"batch": 1},
+    "more tokens": {"batch": 3, "tokens": 5, "text_length": 9},
+    "one token of text": {"text_length": 1},
+}
+# The paths of their parts, as far as these are alike, and the linear layers of their attention.
+JOINT_PARTS = {
+    "block": "transformer_blocks.0",
+    "next_block": "transformer_blocks.1",
+    "attention": "transformer_blocks.0.attn",
+    "qk_norm": "transformer_blocks.0.attn.norm_q",
+    "added_norm": "transformer_blocks.0.attn.norm_added_k",
+    "linear": "transformer_blocks.0.attn.add_k_proj",
+    "rope": "pos_embed",
+}
+JOINT_LORA = [
+    *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+]
+
+
 @dataclass(frozen=True)
 class Family:
     """A kind of model that is injected. The tests' only knowledge of it is here.
@@ -90,21 +112,6 @@ def assert_close(out, expected, slack=1e-5):
     torch.testing.assert_close(
         out.double(), expected, rtol=slack, atol=slack * scale, check_device=False
     )
-
-
-def assert_as_close_as_eager(family, model, plain, *, samples=3, limit=1.05, **options):
-    """The distance from the float32 model is at most 1.05 times that of the eager model, ``plain``."""
-    exact = copy.deepcopy(plain).float()
-    device, dtype = next(plain.parameters()).device, plain.dtype
-    squares = torch.zeros(2, dtype=torch.float64)
-    for seed in range(samples):
-        arguments = family.inputs(device, dtype, seed=seed, **options)
-        expected = run(exact, family.cast(arguments, torch.float32)).double()
-        for i, candidate in enumerate((model, plain)):
-            squares[i] += (run(candidate, arguments).double() - expected).square().sum().cpu()
-    error, eager_error = squares.sqrt().tolist()
-    assert eager_error > 0
-    assert error <= limit * eager_error, f"{error / eager_error:.3f} of the eager model's"
 
 
 def seeded(seed, device):

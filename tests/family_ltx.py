@@ -47,7 +47,7 @@ LTX = Family(
         "modulation": "time_embed",
     },
     lora_targets=["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"],
-    caches=("first_block", "pyramid", "taylorseer", "mag"),
+    caches=("first_block", "pyramid", "taylorseer", "mag", "faster"),
     module="diffusers.models.transformers.transformer_ltx",
     processor="LTXVideoAttnProcessor",
 )

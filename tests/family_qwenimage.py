@@ -3,7 +3,7 @@
 import torch
 from diffusers import QwenImageTransformer2DModel
 
-from family import Family, make_all_matter, seeded
+from family import JOINT_LORA, JOINT_PARTS, TWO_STREAM_OPTIONS, Family, make_all_matter, seeded
 
 CHANNELS = 8
 TEXT_CHANNELS = 24
@@ -68,37 +68,25 @@ QWEN_IMAGE = Family(
     inputs=qwenimage_inputs,
     inexact=("hidden_states", "encoder_hidden_states"),
     options={
-        "two samples": {},
-        "batch of 1": {"batch": 1},
+        **TWO_STREAM_OPTIONS,
         "padded text": {"mask": "padded"},
         "holes in the text": {"mask": "holes", "text_length": 9},
-        "more tokens": {"batch": 3, "tokens": 5, "text_length": 9},
-        "one token of text": {"text_length": 1},
         "two images": {"images": 2},
     },
     parts={
-        "block": "transformer_blocks.0",
-        "next_block": "transformer_blocks.1",
-        "attention": "transformer_blocks.0.attn",
+        **JOINT_PARTS,
         "norm": "transformer_blocks.1.img_norm1",
         "norm2": "transformer_blocks.0.txt_norm2",
-        "qk_norm": "transformer_blocks.0.attn.norm_q",
-        "added_norm": "transformer_blocks.0.attn.norm_added_k",
-        "linear": "transformer_blocks.0.attn.add_k_proj",
         "output": "transformer_blocks.0.attn.to_out.0",
         "feed_forward": "transformer_blocks.0.img_mlp",
         "feed_forward_of_text": "transformer_blocks.0.txt_mlp",
         "activation": "transformer_blocks.0.txt_mlp.net.0",
         "up": "transformer_blocks.0.img_mlp.net.0.proj",
-        "rope": "pos_embed",
         "modulation": "transformer_blocks.0.img_mod",
         "modulation_of_next": "transformer_blocks.1.txt_mod.1",
     },
-    lora_targets=[
-        *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj"),
-        *("to_add_out", "img_mlp.net.0.proj", "img_mlp.net.2", "img_mod.1"),
-    ],
-    caches=("first_block", "pyramid", "taylorseer", "mag"),
+    lora_targets=[*JOINT_LORA, "img_mlp.net.0.proj", "img_mlp.net.2", "img_mod.1"],
+    caches=("first_block", "pyramid", "taylorseer", "mag", "faster"),
     module="diffusers.models.transformers.transformer_qwenimage",
     functions=("apply_rotary_emb_qwen", "dispatch_attention_fn"),
     processor="QwenDoubleStreamAttnProcessor2_0",

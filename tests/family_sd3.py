@@ -3,7 +3,7 @@
 import torch
 from diffusers import SD3Transformer2DModel
 
-from family import Family, make_all_matter, seeded
+from family import JOINT_LORA, JOINT_PARTS, TWO_STREAM_OPTIONS, Family, make_all_matter, seeded
 
 CHANNELS = 4
 TEXT_CHANNELS = 24
@@ -56,38 +56,24 @@ SD3 = Family(
     model=sd3_model,
     inputs=sd3_inputs,
     inexact=("hidden_states", "encoder_hidden_states", "pooled_projections"),
-    options={
-        "two samples": {},
-        "batch of 1": {"batch": 1},
-        "more tokens": {"batch": 3, "tokens": 5, "text_length": 9},
-        "one token of text": {"text_length": 1},
-    },
+    options=TWO_STREAM_OPTIONS,
     parts={
-        "block": "transformer_blocks.0",
-        "next_block": "transformer_blocks.1",
+        **JOINT_PARTS,
         "last_block": "transformer_blocks.2",
-        "attention": "transformer_blocks.0.attn",
         "second_attention": "transformer_blocks.0.attn2",
         "norm": "transformer_blocks.1.norm1",
         "inner_norm": "transformer_blocks.1.norm1_context.norm",
         "dual_norm": "transformer_blocks.0.norm1",
         "last_norm": "transformer_blocks.2.norm1_context",
         "norm2": "transformer_blocks.0.norm2",
-        "qk_norm": "transformer_blocks.0.attn.norm_q",
-        "added_norm": "transformer_blocks.0.attn.norm_added_k",
-        "linear": "transformer_blocks.0.attn.add_k_proj",
         "output": "transformer_blocks.0.attn2.to_out.0",
         "feed_forward": "transformer_blocks.0.ff",
         "feed_forward_of_text": "transformer_blocks.0.ff_context",
         "activation": "transformer_blocks.0.ff_context.net.0",
         "up": "transformer_blocks.0.ff.net.0.proj",
-        "rope": "pos_embed",
         "modulation": "transformer_blocks.0.norm1.linear",
     },
-    lora_targets=[
-        *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj"),
-        *("to_add_out", "ff.net.0.proj", "ff.net.2", "norm1.linear"),
-    ],
+    lora_targets=[*JOINT_LORA, "ff.net.0.proj", "ff.net.2", "norm1.linear"],
     caches=(),
     module="diffusers.models.attention_processor",
     functions=(),

@@ -9,21 +9,9 @@ CHANNELS = 4
 TEXT_CHANNELS = 24
 
 
-def wan_model(
-    device,
-    dtype=torch.float32,
-    *,
-    seed=0,
-    blocks=2,
-    heads=2,
-    head_dim=16,
-    keeps_float32=True,
-    **config,
-):
-    """Norm weights are not 1, and the modulation is not small.
-
-    ``keeps_float32``: whether the modules that the published model keeps in float32 are.
-    """
+def wan_model(device, dtype=torch.float32, *, seed=0, blocks=2, heads=2, head_dim=16, **config):
+    """Norm weights are not 1, and the modulation is not small. What the published model keeps in float32 is
+    in float32."""
     torch.manual_seed(seed)
     model = WanTransformer3DModel(
         in_channels=CHANNELS,
@@ -35,7 +23,7 @@ def wan_model(
         freq_dim=16,
         ffn_dim=3 * heads * head_dim,
         rope_max_seq_len=32,
-        cross_attn_norm=config.pop("cross_attn_norm", True),
+        cross_attn_norm=True,
         **config,
     )
     for name, module in model.named_modules():
@@ -48,10 +36,9 @@ def wan_model(
             torch.nn.init.normal_(module.weight, std=2 * module.in_features**-0.5)
     kept = {name: p.detach().clone() for name, p in model.named_parameters() if _is_kept(name)}
     model.to(device, dtype).eval()
-    if keeps_float32 and dtype in (torch.bfloat16, torch.float16):
-        for name, parameter in model.named_parameters():
-            if name in kept:
-                parameter.data = kept[name].to(device)
+    if dtype != torch.float64:
+        for name, values in kept.items():
+            model.get_parameter(name).data = values.to(device)
     return model
 
 
@@ -112,7 +99,7 @@ WAN = Family(
         "modulation": "condition_embedder.time_proj",
     },
     lora_targets=["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"],
-    caches=("first_block", "pyramid", "taylorseer", "mag"),
+    caches=("first_block", "pyramid", "taylorseer", "mag", "faster"),
     module="diffusers.models.transformers.transformer_wan",
     functions=("dispatch_attention_fn",),
     processor="WanAttnProcessor",

@@ -5,6 +5,8 @@ import copy
 
 import torch
 
+from changes import weighted_sum
+from checks import relative_distance
 from ltx_models import inputs, transformer
 from small_models import run
 
@@ -37,12 +39,6 @@ def pair(kernel, device, change=None, *, is_injected_first=True, attention=True,
     return injected(kernel, plain, change, is_injected_first=is_injected_first, attention=attention)
 
 
-def distance(out, expected):
-    """The relative L2 distance."""
-    out, expected = (x.detach().double().flatten() for x in (out, expected))
-    return ((out - expected).norm() / expected.norm()).item()
-
-
 def assert_alike(
     model, plain, arguments=None, *, unlike=None, forward=run, times=2, slack=None, changed=None
 ):
@@ -59,18 +55,37 @@ def assert_alike(
         assert (out.dtype, out.shape) == (expected.dtype, expected.shape)
         slack = SLACK[expected.dtype] if slack is None else slack
         if unlike is not None:
-            far = distance(unlike, expected) > (changed or 3 * slack)
-            assert far, "what was changed has no effect"
-        assert distance(out, expected) <= slack
+            effect = relative_distance(unlike.flatten(), expected.flatten())
+            assert effect > (changed or 3 * slack), "what was changed has no effect"
+        assert relative_distance(out, expected) <= slack
 
 
-def assert_as_close_as_eager(model, plain, make_arguments, samples=8, forward=run):
+def outcome(module, *args, **kwargs):
+    """What a call without gradients gives, or the first line of its error."""
+    try:
+        with torch.no_grad():
+            return module(*args, **kwargs)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def assert_same_outcome(model, plain, *args, slack=1e-5, **kwargs):
+    """Both give the same, or raise the same. Returns the plain one's outcome."""
+    out, expected = outcome(model, *args, **kwargs), outcome(plain, *args, **kwargs)
+    if isinstance(expected, str):
+        assert out == expected
+    else:
+        torch.testing.assert_close(out, expected, rtol=slack, atol=slack)
+    return expected
+
+
+def assert_as_close_as_eager(model, plain, make_arguments, samples=8, forward=run, dtype=None):
     """The distance from the float32 model is at most 1.05 times that of the eager model, `plain`.
 
-    `make_arguments(dtype, seed)` makes the same values in each dtype, which are those of the model's.
+    `make_arguments(dtype, seed)` makes the same values in each dtype, by default the first parameter's.
     """
     exact = copy.deepcopy(plain).float()
-    dtype = next(plain.parameters()).dtype
+    dtype = next(plain.parameters()).dtype if dtype is None else dtype
     squares = torch.zeros(2, dtype=torch.float64)
     for seed in range(samples):
         arguments = make_arguments(dtype, seed)
@@ -108,11 +123,8 @@ def assert_gradients_agree(model, plain, arguments, slack=1e-4):
         else:
             wanted |= {str(i): x for i, x in enumerate(arguments) if requires_grad(x)}
             result = candidate(*arguments)
-        # Every element of the output counts differently.
-        weights = torch.linspace(-1, 1, result.numel(), device=result.device, dtype=result.dtype)
-        loss = (result.flatten() * weights).sum()
         wanted = {name: x for name, x in wanted.items() if x.requires_grad}
-        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        found = torch.autograd.grad(weighted_sum(result), list(wanted.values()), allow_unused=True)
         gradients.append(dict(zip(wanted, found, strict=True)))
     mine, expected = gradients
     expected = {name: gradient for name, gradient in expected.items() if gradient is not None}
@@ -143,10 +155,3 @@ def on_kernels(report):
 def reasons_of(report):
     """Why each module is left alone, by its name."""
     return {entry.name: entry.reason for entry in report.left_alone}
-
-
-def is_said(report, kernel, device, **options):
-    """Whether the report, or its live counts, tells of more than they do of an untouched LTX-Video model."""
-    untouched = kernel.inject_kernels(transformer(device, **options))
-    more = reasons_of(report).items() - reasons_of(untouched).items()
-    return bool(more or fallen_back(report))

@@ -122,6 +122,11 @@ _SDXL = {
 }
 _HEADS = {"num_attention_heads": 2, "attention_head_dim": 64}
 _IN_OUT = {"in_channels": 4, "out_channels": 4}
+_SIZES = {
+    "original_size": torch.tensor([[20, 20], [20, 30]]),
+    "target_size": torch.tensor([[20, 20], [20, 20]]),
+    "crop_coords": torch.tensor([[0, 0], [1, 1]]),
+}
 _TWO_BLOCKS = {**_HEADS, **_IN_OUT, "num_layers": 2}
 
 
@@ -397,12 +402,7 @@ MODELS = [
             "pos_embed_max_size": 8,
             "sample_size": 8,
         },
-        lambda: _denoising(
-            image(),
-            original_size=torch.tensor([[20, 20], [20, 30]]),
-            target_size=torch.tensor([[20, 20], [20, 20]]),
-            crop_coords=torch.tensor([[0, 0], [1, 1]]),
-        ),
+        lambda: _denoising(image(), **_SIZES),
         attends=2,
     ),
     SmallModel(
@@ -416,12 +416,7 @@ MODELS = [
             "sample_size": 8,
             "rope_axes_dim": (32, 32),
         },
-        lambda: _denoising(
-            image(),
-            original_size=torch.tensor([[20, 20], [20, 30]]),
-            target_size=torch.tensor([[20, 20], [20, 20]]),
-            crop_coords=torch.tensor([[0, 0], [1, 1]]),
-        ),
+        lambda: _denoising(image(), **_SIZES),
         attends=2,
     ),
     SmallModel(
@@ -439,34 +434,6 @@ MODELS = [
         },
         lambda: _denoising(video()),
         attends=2,
-    ),
-    SmallModel(
-        "dit",
-        "DiTTransformer2DModel",
-        {**_HEADS, "in_channels": 4, "num_layers": 2, "sample_size": 8, "num_embeds_ada_norm": 10},
-        lambda: {"hidden_states": image(), "timestep": TIME, "class_labels": torch.tensor([1, 4])},
-        attends=2,
-    ),
-    SmallModel(
-        "latte",
-        "LatteTransformer3DModel",
-        {
-            **_HEADS,
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_layers": 1,
-            "sample_size": 8,
-            "patch_size": 2,
-            "cross_attention_dim": 128,
-            "attention_bias": True,
-            "activation_fn": "geglu",
-            "norm_type": "ada_norm_single",
-            "norm_elementwise_affine": False,
-            "caption_channels": 24,
-            "video_length": 2,
-        },
-        lambda: _denoising(video()),
-        attends=3,
     ),
     SmallModel(
         "chroma",

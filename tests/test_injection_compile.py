@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from injected_pairs import BFLOAT16, assert_alike, assert_gradients_agree, distance, pair
-from ltx_models import calls_of, graph_replays, inputs, kernel_calls, operation_of, run
+from injected_pairs import BFLOAT16, assert_alike, assert_gradients_agree, pair
+from ltx_models import calls_of, inputs, kernel_calls, operation_of, run
 
 pytestmark = pytest.mark.usefixtures("_one_thread", "_fresh_compiler")
 
@@ -53,49 +53,11 @@ def test_inductor(kernel, device):
     assert_alike(torch.compile(model, fullgraph=True), plain, inputs(model))
 
 
-@pytest.mark.slow
-def test_dynamic_shapes(kernel, device):
-    """No more graphs than the model needs without kernels."""
-    model, plain, _ = pair(kernel, device, blocks=1, **BFLOAT16)
-    graphs = []
-    for candidate in (model, plain):
-        counter = CompileCounterWithBackend("eager")
-        compiled = torch.compile(candidate, fullgraph=True, backend=counter, dynamic=True)
-        for batch, grid in ((2, (2, 3, 4)), (3, (3, 4, 5))):
-            arguments = inputs(model, batch=batch, grid=grid)
-            assert_alike(compiled, plain, arguments, times=1)
-        graphs.append(counter.graphs)
-        torch._dynamo.reset()
-    assert 0 < len(graphs[0]) <= len(graphs[1])
-    assert all(operators(graph)["attention"] == 2 for graph in graphs[0])
-
-
-def test_repeated_blocks(kernel, device):
-    """diffusers' regional compilation: one graph for all blocks."""
-    model, plain, _ = pair(kernel, device, blocks=3)
-    counter = CompileCounterWithBackend("eager")
-    model.compile_repeated_blocks(fullgraph=True, backend=counter)
-    assert_alike(model, plain, inputs(model), slack=SLACK)
-    assert counter.frame_count == 1
-    assert operators(counter.graphs[0]) == calls_of(1)
-
-
 @pytest.mark.parametrize("config", [{}, BFLOAT16], ids=["float32", "attention"])
 def test_gradients_of_a_compiled_model(kernel, device, config):
     model, plain, _ = pair(kernel, device, blocks=1, **config)
     model.compile(fullgraph=True, backend="aot_eager")
     assert_gradients_agree(model, plain, inputs(model), 0.1 if config else 1e-3)
-
-
-@pytest.mark.parametrize("config", [{}, BFLOAT16], ids=["float32", "attention"])
-def test_cuda_graph(kernel, config):
-    if not torch.cuda.is_available():
-        pytest.skip("CUDA graphs need CUDA")
-    model, plain, _ = pair(kernel, "cuda", **config)
-    arguments = inputs(model)
-    for out in graph_replays(model, arguments, (inputs(model) for _ in range(2))):
-        assert torch.equal(out, run(model, arguments))
-        assert distance(out, run(plain, arguments)) < (0.03 if config else 1e-5)
 
 
 @pytest.mark.parametrize("mask", ["padded", None])

@@ -14,27 +14,25 @@ import torch
 from accelerate.state import AcceleratorState
 from diffusers import (
     FlowMatchEulerDiscreteScheduler,
-    UniPCMultistepScheduler,
-    WanVACETransformer3DModel,
 )
 from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
 from diffusers.modular_pipelines import QwenImageAutoBlocks
-from diffusers.modular_pipelines.wan.modular_blocks_wan_vace import Wan22VaceCoreDenoiseStep
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from checks import relative_distance
 from families import FAMILIES, FLUX, KERNEL_HEADS, LTX, QWEN_IMAGE, SD3, every_family
 from families_in_part import family_of
-from injected_pairs import assert_alike, assert_gradients_agree, distance, fallen_back, injected
+from injected_pairs import assert_alike, assert_gradients_agree, fallen_back, injected
 from ltx_models import either_order, kernel_calls, snapshot
 from small_models import MODELS, run
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
-UNET, PIXART = family_of("unet"), family_of("pixart")
+UNET, PIXART, COSMOS = map(family_of, ("unet", "pixart", "cosmos"))
 # One whose blocks hand over, one of joint attention, one injected in part.
 some_models = pytest.mark.parametrize("family", [LTX, FLUX, UNET], ids=str)
 
@@ -103,66 +101,9 @@ def test_modular_pipeline_of_qwen_image(kernel, device):
     expected = qwenimage_latents(pipe, device)
     kernel.inject_kernels(pipe.transformer)
     assert kernel_calls(qwenimage_latents, pipe, device)
-    assert distance(qwenimage_latents(pipe, device), expected) < 1e-4
+    assert relative_distance(qwenimage_latents(pipe, device), expected) < 1e-4
     kernel.eject_kernels(pipe.transformer)
     assert torch.equal(qwenimage_latents(pipe, device), expected)
-
-
-def vace_model(device, seed):
-    torch.manual_seed(seed)
-    model = WanVACETransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
-        in_channels=16,
-        out_channels=16,
-        text_dim=24,
-        freq_dim=16,
-        ffn_dim=64,
-        num_layers=2,
-        vace_layers=[0, 1],
-        vace_in_channels=6,
-        rope_max_seq_len=32,
-    )
-    return model.to(device).eval()
-
-
-def vace_latents(pipe, device, strength=1.0):
-    torch.manual_seed(0)
-    control = {
-        "control_hidden_states": torch.randn(1, 6, 2, 4, 4, device=device),
-        "control_hidden_states_scale": torch.full((2,), strength, device=device),
-    }
-    return pipe(
-        prompt_embeds=torch.randn(1, 5, 24, device=device),
-        negative_prompt_embeds=torch.randn(1, 5, 24, device=device),
-        denoiser_input_fields=control,
-        height=32,
-        width=32,
-        num_frames=5,
-        num_inference_steps=4,
-        generator=torch.Generator().manual_seed(0),
-        output="latents",
-    )
-
-
-def test_modular_pipeline_of_wan_vace(kernel, device):
-    """Both of its models are given the control states."""
-    pipe = Wan22VaceCoreDenoiseStep().init_pipeline()
-    pipe.update_components(
-        transformer=vace_model(device, 0),
-        transformer_2=vace_model(device, 1),
-        scheduler=UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-        ),
-    )
-    pipe.set_progress_bar_config(disable=True)
-    expected, weaker = vace_latents(pipe, device), vace_latents(pipe, device, 0.2)
-    assert (expected - weaker).abs().max() > 1e-2
-    for model in (pipe.transformer, pipe.transformer_2):
-        kernel.inject_kernels(model)
-    assert kernel_calls(vace_latents, pipe, device)
-    assert distance(vace_latents(pipe, device), expected) < 1e-4
-    assert distance(vace_latents(pipe, device, 0.2), weaker) < 1e-4
 
 
 # ------------------------------------------------------------------------------------------------
@@ -209,27 +150,10 @@ def test_a_model_that_accelerate_has_prepared(
     kernel.inject_kernels(model)
     model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     assert is_on_kernels(model, arguments)
-    assert distance(run(model, arguments), single) < 1e-5
+    assert relative_distance(run(model, arguments), single) < 1e-5
     kernel.eject_kernels(model)
     assert torch.equal(run(model, arguments), single)
     assert torch.equal(run(pickle.loads(pickle.dumps(model)), arguments), single)
-
-
-@pytest.mark.parametrize("is_ejected_first", [True, False], ids=["ejected_first", "ejected_after"])
-def test_a_model_that_is_unwrapped(kernel, device, accelerator, is_ejected_first):
-    model, _, _, arguments = pair(kernel, FLUX, device)
-    expected = run(FLUX.model(device), arguments)
-    model = accelerator.prepare(model)
-    if is_ejected_first:
-        kernel.eject_kernels(model)
-    model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-    assert is_on_kernels(model, arguments) != is_ejected_first
-    assert distance(run(model, arguments), expected) < 1e-5
-    kernel.eject_kernels(model)
-    assert torch.equal(run(model, arguments), expected)
-    assert torch.equal(run(pickle.loads(pickle.dumps(model)), arguments), expected)
-    kernel.inject_kernels(model)
-    assert is_on_kernels(model, arguments)
 
 
 @either_order
@@ -297,7 +221,7 @@ MODES = {  # what each changes or watches, and models in which it does
     "group_norm": (functools.partial(Scaled, "group_norm"), [UNET]),
     "dispatch": (ScaledLayerNorm, [FLUX, UNET]),
     "flops": (Flops, [LTX, FLUX, UNET, PIXART]),
-    "skipped_scores": (AttentionScoreSkipFunctionMode, [LTX]),
+    "skipped_scores": (AttentionScoreSkipFunctionMode, [LTX, COSMOS]),
 }
 MODES_AND_MODELS = [(name, family) for name, (_, families) in MODES.items() for family in families]
 
@@ -306,7 +230,7 @@ MODES_AND_MODELS = [(name, family) for name, (_, families) in MODES.items() for 
 def test_modes_see_the_models_own_code(kernel, device, family, mode):
     """Within a mode both compute the same bits, and calls of the injected model count as its own code."""
     make_mode, _ = MODES[mode]
-    config = {} if family in (UNET, PIXART) else KERNEL_HEADS
+    config = {} if family in (UNET, PIXART, COSMOS) else KERNEL_HEADS
     model, plain, report, arguments = pair(kernel, family, device, torch.bfloat16, config)
     unlike = run(plain, arguments)
     results, counts = [], []
@@ -327,7 +251,7 @@ def test_modes_see_the_models_own_code(kernel, device, family, mode):
 
 
 @some_models
-def test_a_default_device_is_no_mode_that_changes_results(kernel, device, family):
+def test_a_default_device_changes_nothing(kernel, device, family):
     model, _, _, arguments = pair(kernel, family, device)
     expected, calls = run(model, arguments), kernel_calls(run, model, arguments)
     with torch.device(device):
@@ -386,7 +310,7 @@ def test_a_patched_call_of_a_class(kernel, device, family):
     assert nn.Linear in classes
     for cls in sorted(classes, key=lambda cls: cls.__qualname__):
         with counted_calls(cls, "__call__", model) as counts:
-            assert distance(run(model, arguments), expected) < 1e-5
+            assert relative_distance(run(model, arguments), expected) < 1e-5
         with counted_calls(cls, "__call__", plain) as plain_counts:
             run(plain, arguments)
         assert counts == plain_counts, cls
@@ -399,7 +323,7 @@ def test_a_patched_call_of_a_class(kernel, device, family):
 
 @pytest.mark.parametrize("part", ["", "block", "attention", "activation"])
 @pytest.mark.parametrize("family", [LTX, FLUX], ids=str)
-def test_a_forward_that_was_kept_and_put_back_after_the_ejection(kernel, device, family, part):
+def test_a_forward_that_is_restored_after_ejection(kernel, device, family, part):
     """As DeepCache does. An injected model is not pickled."""
     model = family.model(device)
     plain, before, arguments = copy.deepcopy(model), snapshot(model), family.inputs(device)
@@ -412,7 +336,7 @@ def test_a_forward_that_was_kept_and_put_back_after_the_ejection(kernel, device,
             pickle.dumps(picklable)
     kept = module.forward
     module.forward = lambda *args, **kwargs: kept(*args, **kwargs)
-    assert distance(run(model, arguments), expected) < 1e-5
+    assert relative_distance(run(model, arguments), expected) < 1e-5
     kernel.eject_kernels(model)
     assert torch.equal(run(model, arguments), expected)
     module.forward = kept
@@ -422,7 +346,7 @@ def test_a_forward_that_was_kept_and_put_back_after_the_ejection(kernel, device,
     kernel.eject_kernels(model)
     assert snapshot(model) == before
     assert path in {entry.name for entry in kernel.inject_kernels(model).replaced}
-    assert distance(run(model, arguments), expected) < 1e-5
+    assert relative_distance(run(model, arguments), expected) < 1e-5
 
 
 # ------------------------------------------------------------------------------------------------
@@ -454,7 +378,7 @@ NO_MODELS = [None, "LTX", 3, [nn.Linear(2, 2)], {"model": nn.Linear(2, 2)}, nn.L
 
 @pytest.mark.parametrize("function", ["inject_kernels", "eject_kernels"])
 @pytest.mark.parametrize("value", NO_MODELS, ids=lambda value: type(value).__name__)
-def test_what_is_no_model_and_no_pipeline(kernel, function, value):
+def test_wrong_types_raise(kernel, function, value):
     with pytest.raises(TypeError) as raised:
         getattr(kernel, function)(value)
     message = str(raised.value)

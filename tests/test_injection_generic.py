@@ -4,39 +4,34 @@ import collections
 import copy
 import functools
 import logging
-import threading
 
-import accelerate
 import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.hooks import remove_hook_from_submodules
-from diffusers import FirstBlockCacheConfig, UNet2DConditionModel
+from diffusers import FirstBlockCacheConfig
 from diffusers.hooks import LayerSkipConfig, apply_layer_skip
-from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
 from diffusers.models import attention_dispatch, normalization
 from diffusers.models.attention_processor import (
-    AttnProcessor,
     AttnProcessor2_0,
     IPAdapterAttnProcessor2_0,
 )
 from diffusers.models.transformers import transformer_cosmos
-from peft import LoraConfig
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrize
 
 import ltx_models
-from checks import tensors_of
+from checks import relative_distance, tensors_of
 from injected_pairs import (
     assert_alike,
     assert_as_close_as_eager,
     assert_gradients_agree,
-    distance,
+    assert_same_outcome,
     fallen_back,
     injected,
     on_kernels,
+    outcome,
     reasons_of,
 )
 from ltx_models import either_order, kernel_calls, operation_of
@@ -95,6 +90,8 @@ def test_16_bits(kernel, device, small, dtype):
     assert report.levels == {"": "in part"} and "the model: in part" in str(report)
     calls = kernel_calls(run, model, arguments)
     assert calls.get("attention", 0) == small.attends
+    group_norms = [module for module in plain.modules() if type(module) is nn.GroupNorm]
+    assert calls.get("group_norm", 0) == len(group_norms)
     counted = {name: n * NORMS_OF_A_CALL.get(name, 1) for name, n in on_kernels(report).items()}
     norms = sum(n for name, n in counted.items() if "Norm" in name or name in NORMS_OF_A_CALL)
     assert norms == sum(n for name, n in calls.items() if "norm" in name)
@@ -156,24 +153,6 @@ def module_pair(kernel, device, *modules, dtype=BFLOAT16):
     return injected(kernel, plain)
 
 
-def outcome(module, *args):
-    """What a call gives, or its error."""
-    try:
-        with torch.no_grad():
-            return module(*args)
-    except (RuntimeError, ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def assert_same_outcome(model, plain, *args, slack=0.02):
-    out, expected = outcome(model, *args), outcome(plain, *args)
-    if isinstance(expected, str):
-        assert out == expected
-    else:
-        torch.testing.assert_close(out, expected, rtol=slack, atol=slack)
-    return expected
-
-
 @pytest.mark.parametrize("x_dtype", [BFLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize("name", NORMS)
@@ -181,7 +160,7 @@ def test_each_norm_gives_its_own_dtype(kernel, device, name, dtype, x_dtype):
     """Or refuses it, and other sizes, as its class does."""
     model, plain, report = module_pair(kernel, device, NORMS[name](), dtype=dtype)
     x = torch.randn(3, 5, 24, device=device).to(x_dtype)
-    expected = assert_same_outcome(model, plain, x)
+    expected = assert_same_outcome(model, plain, x, slack=0.02)
     (calls,) = report.calls
     if not isinstance(expected, str):
         assert calls.on_kernels + sum(calls.fell_back.values()) == 1
@@ -192,8 +171,8 @@ def test_each_norm_gives_its_own_dtype(kernel, device, name, dtype, x_dtype):
         # Of a picture's rows, as patches come out of a convolution.
         columns = torch.randn(2, 24, 7, device=device, dtype=dtype).transpose(1, 2)
         assert sum(kernel_calls(outcome, model, columns).values()) == 1
-        assert_same_outcome(model, plain, columns)
-    assert_same_outcome(model, plain, x[..., :23])
+        assert_same_outcome(model, plain, columns, slack=0.02)
+    assert_same_outcome(model, plain, x[..., :23], slack=0.02)
     assert outcome(model[0], x, x).startswith("TypeError")
 
 
@@ -254,7 +233,7 @@ def test_each_activation(kernel, device, name):
     with torch.no_grad():
         assert kernel_calls(model, x) == {name: 1}
         exact = copy.deepcopy(plain).float()(x.float())
-        assert distance(model(x), exact) <= 1.05 * distance(plain(x), exact)
+        assert relative_distance(model(x), exact) <= 1.05 * relative_distance(plain(x), exact)
     assert [calls.on_kernels for calls in report.calls] == [2]
 
 
@@ -373,43 +352,6 @@ def test_dropout_is_passed_on(kernel, device):
 # Attention in models
 
 
-@pytest.mark.parametrize(
-    "small, name",
-    # Cosmos' processors know no backend of their own: that of all models is changed.
-    [(COSMOS, "_native_math"), (HUNYUAN, "_native_math"), (HUNYUAN, "native")],
-    ids=str,
-)
-def test_attention_backend_of_the_model(kernel, device, small, name):
-    model, plain, report, arguments = pair(small, kernel, device)
-    assert attentions(model, arguments) > 0
-    for candidate in (model, plain):
-        candidate.set_attention_backend(name)
-    counts = on_kernels(report)
-    assert attentions(model, arguments) == 0
-    assert on_kernels(report)["Attention"] == counts["Attention"]
-    assert_alike(model, plain, arguments, slack=0.04)
-    model.reset_attention_backend()
-    registry = attention_dispatch._AttentionBackendRegistry
-    registry.set_active_backend(attention_dispatch.AttentionBackendName.NATIVE)
-    assert attentions(model, arguments) > 0
-
-
-@pytest.mark.parametrize(
-    "context",
-    [
-        lambda: attention_dispatch.attention_backend("_native_math"),
-        AttentionScoreSkipFunctionMode,
-    ],
-    ids=["backend", "skipped_scores"],
-)
-def test_attention_by_context_manager(kernel, device, context):
-    model, plain, _, arguments = pair(COSMOS, kernel, device)
-    with context():
-        assert kernel_calls(run, model, arguments).get("attention", 0) == 0
-        assert_alike(model, plain, arguments)
-    assert attentions(model, arguments) > 0
-
-
 @pytest.mark.parametrize("what", ["skip_attention", "skip_attention_scores", "skip_ff"])
 def test_layer_skip(kernel, device, what):
     """Which looks processors up by their exact class."""
@@ -463,34 +405,9 @@ def test_ip_adapter(kernel, device, is_injected_first):
     assert classes == {AttnProcessor2_0: 4, IPAdapterAttnProcessor2_0: 4}
     # Each of the four cross-attentions attends to the text, and to the image.
     assert kernel_calls(run, model, arguments)["attention"] == 12
-    assert distance(run(model, arguments), run(plain, arguments)) < 0.03
+    assert relative_distance(run(model, arguments), run(plain, arguments)) < 0.03
     kernel.eject_kernels(model)
     assert torch.equal(run(model, arguments), run(plain, arguments))
-
-
-class OwnProcessor(AttnProcessor2_0):
-    def __call__(self, *args, **kwargs):
-        return 0.5 * super().__call__(*args, **kwargs)
-
-
-class OtherProcessor:
-    def __call__(self, attn, hidden_states, **_):
-        return attn.to_out[0](attn.to_q(hidden_states))
-
-
-@pytest.mark.parametrize("cls", [OwnProcessor, OtherProcessor, AttnProcessor])
-@either_order
-def test_a_processor_of_the_users_own(kernel, device, cls, is_injected_first):
-    def change(model):
-        model.get_submodule(MID_ATTENTION).set_processor(cls())
-
-    model, plain, report, arguments = pair(
-        UNET, kernel, device, change, is_injected_first=is_injected_first
-    )
-    assert attentions(model, arguments) == UNET.attends - 1
-    assert_alike(model, plain, arguments)
-    said = {**fallen_back(report), **reasons_of(report)}
-    assert "whose attention is its own" in str(said[MID_ATTENTION])
 
 
 def test_processors_stay_diffusers_own(kernel, device):
@@ -558,25 +475,6 @@ def test_functions_that_are_replaced(kernel, device, monkeypatch, function):
     assert kernel_calls(run, model, arguments) == calls
 
 
-@pytest.mark.parametrize(
-    "cls", [normalization.RMSNorm, transformer_cosmos.CosmosAdaLayerNormZero, nn.LayerNorm]
-)
-def test_patched_classes(kernel, device, monkeypatch, cls):
-    model, plain, _, arguments = pair(COSMOS, kernel, device)
-    own, counts = cls.forward, []
-
-    def counted(self, *args, **kwargs):
-        counts[-1] += 1
-        return own(self, *args, **kwargs)
-
-    monkeypatch.setattr(cls, "forward", counted)
-    for candidate in (model, plain):
-        counts.append(0)
-        run(candidate, arguments)
-    assert counts[0] == counts[1] > 0
-    assert_alike(model, plain, arguments)
-
-
 # --------------------------------------------------------------------------------------------------
 # torch.compile
 
@@ -618,74 +516,6 @@ def test_compiled_blocks(kernel, device):
 # Hooks, adapters, offloading, training
 
 
-def scale_output(module, args, output):
-    return [0.5 * x for x in output] if isinstance(output, (tuple, list)) else 0.5 * output
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["norm1", "norm1.norm", "norm1.linear_1", "attn1", "attn1.to_k", "attn1.norm_q", "ff.net.0"],
-)
-def test_hooks_that_change_what_is_computed(kernel, device, path):
-    handles = []
-
-    def hook(model):
-        module = model.transformer_blocks[0].get_submodule(path)
-        handles.append(module.register_forward_hook(scale_output))
-
-    model, plain, _, arguments = pair(COSMOS, kernel, device, hook)
-    untouched = run(COSMOS.model(device, BFLOAT16), arguments)
-    assert_alike(model, plain, arguments, slack=0.04)
-    assert not torch.equal(run(plain, arguments), untouched)
-    for handle in handles:
-        handle.remove()
-    assert distance(run(model, arguments), untouched) < 0.03
-
-
-@some_models
-def test_global_hooks_see_the_same_modules(kernel, device, small):
-    model, plain, _, arguments = pair(small, kernel, device, dtype=FLOAT32)
-    seen = []
-    for candidate in (model, plain):
-        names = {module: name for name, module in candidate.named_modules()}
-        calls = []
-        handle = nn.modules.module.register_module_forward_hook(
-            lambda module, *_, calls=calls, names=names: calls.append(names.get(module))
-        )
-        try:
-            run(candidate, arguments)
-        finally:
-            handle.remove()
-        # GELU is one module with the linear layer in it, and the same in the families.
-        seen.append([n for n in calls if not n or not n.endswith("ff.net.0.proj")])
-    assert seen[0] == seen[1]
-
-
-@some_models
-def test_offloading(kernel, device, small):
-    """Each layer's weights come for its call alone."""
-    model, plain, _, arguments = pair(small, kernel, device)
-    accelerate.cpu_offload(model, execution_device=torch.device(device), offload_buffers=False)
-    assert attentions(model, arguments) > 0
-    assert_alike(model, plain, arguments)
-    remove_hook_from_submodules(model)
-    kernel.eject_kernels(model)
-
-
-@some_models
-def test_lora(kernel, device, small):
-    def add(model):
-        torch.manual_seed(1)
-        targets = ["to_q", "to_v", "net.0.proj"]
-        config = LoraConfig(r=4, lora_alpha=32, init_lora_weights=False, target_modules=targets)
-        model.add_adapter(config)
-
-    model, plain, _, arguments = pair(small, kernel, device, add)
-    assert attentions(model, arguments) > 0
-    untouched = run(small.model(device, BFLOAT16), arguments)
-    assert_alike(model, plain, arguments, unlike=untouched, slack=0.04, changed=0.05)
-
-
 def test_first_block_cache(kernel, device):
     model, plain, _, arguments = pair(HUNYUAN, kernel, device)
     results = []
@@ -694,7 +524,7 @@ def test_first_block_cache(kernel, device):
         with candidate.cache_context("test"):
             results.append([run(candidate, arguments) for _ in range(3)])
     for out, expected in zip(*results, strict=True):
-        assert distance(out, expected) < 0.05
+        assert relative_distance(out, expected) < 0.05
 
 
 @pytest.mark.parametrize("small", [PIXART, UNET], ids=str)
@@ -712,8 +542,9 @@ def test_vmap(kernel, device, small):
         mapped(plain)
     except RuntimeError:
         pytest.skip("PyTorch's own attention has no rule for it on this device")
+    assert kernel_calls(mapped, model) == {}
     for mine, x in zip(mapped(model), samples, strict=True):
-        assert distance(mine, run(plain, {**arguments, key: x})) < 0.03
+        assert relative_distance(mine.flatten(), run(plain, {**arguments, key: x})) < 0.03
 
 
 @pytest.mark.parametrize(
@@ -732,16 +563,6 @@ def test_gradients(kernel, device, small, checkpointing):
     assert fallen_back(report) == {}
 
 
-@some_models
-def test_autocast_runs_the_models_own_code(kernel, device, small):
-    model, plain, report, arguments = pair(small, kernel, device, dtype=FLOAT32)
-    with torch.autocast(device, dtype=BFLOAT16):
-        assert kernel_calls(run, model, arguments) == {}
-        # Kernels of PyTorch's are chosen by strides, too.
-        assert_alike(model, plain, arguments, slack=0.01)
-    assert any("autocast is on" in reasons for reasons in fallen_back(report).values())
-
-
 def test_strict(kernel, device, monkeypatch):
     model, _, _, arguments = pair(HUNYUAN, kernel, device)
     monkeypatch.setenv("H100_DIFFUSERS_KERNELS_STRICT", "1")
@@ -751,60 +572,6 @@ def test_strict(kernel, device, monkeypatch):
 
 # --------------------------------------------------------------------------------------------------
 # Copies, saving, threads, pipelines
-
-
-@some_models
-def test_copies(kernel, device, small):
-    model, plain, report, arguments = pair(small, kernel, device)
-    duplicate = copy.deepcopy(model)
-    expected = run(model, arguments)
-    counts = on_kernels(report)
-    assert torch.equal(run(duplicate, arguments), expected)
-    assert on_kernels(report) == counts
-    again = kernel.inject_kernels(duplicate)
-    assert again.already_injected and again.levels == {"": "in part"}
-    kernel.eject_kernels(model)
-    assert torch.equal(run(duplicate, arguments), expected)
-    kernel.eject_kernels(duplicate)
-    assert torch.equal(run(duplicate, arguments), run(plain, arguments))
-
-
-def test_saved_and_loaded(kernel, device, tmp_path):
-    model, plain, _, arguments = pair(UNET, kernel, device)
-    model.save_pretrained(tmp_path)
-    loaded = UNet2DConditionModel.from_pretrained(tmp_path, torch_dtype=BFLOAT16).to(device)
-    assert kernel_calls(run, loaded, arguments) == {}
-    assert torch.equal(run(loaded, arguments), run(plain, arguments))
-    model.load_state_dict(plain.state_dict())
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        torch.save(model, tmp_path / "model.pt")
-
-
-def test_threads(kernel, device):
-    """Two models at once, of which one has chosen another backend, count and compute by themselves."""
-    arguments = HUNYUAN.arguments(device, BFLOAT16)
-    models = [HUNYUAN.model(device, BFLOAT16, seed) for seed in range(2)]
-    models[1].set_attention_backend("_native_math")
-    attention_dispatch._AttentionBackendRegistry.set_active_backend(
-        attention_dispatch.AttentionBackendName.NATIVE
-    )
-    reports = [kernel.inject_kernels(model) for model in models]
-    expected = [run(model, arguments) for model in models]
-    results = {}
-
-    def work(i):
-        with torch.inference_mode():
-            results[i] = [run(models[i], arguments) for _ in range(4)]
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i in range(2):
-        assert len(results[i]) == 4
-        assert all(distance(result, expected[i]) < 0.03 for result in results[i])
-    assert [on_kernels(report)["Attention"] for report in reports] == [5 * HUNYUAN.attends, 0]
 
 
 def test_pipeline(kernel, device, caplog):

@@ -2,32 +2,26 @@
 
 import copy
 
-import accelerate
 import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.hooks import remove_hook_from_submodules
 from diffusers.models.resnet import ResnetBlock2D
-from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrize
 
-from checks import operators_of, tensors_of
-from foreign_modules import Wrap
-from graphs import Pair, graphs  # noqa: F401
+from changes import Wrap
+from checks import operators_of, relative_distance, tensors_of
 from injected_pairs import (
     assert_alike,
     assert_as_close_as_eager,
     assert_gradients_agree,
-    distance,
+    assert_same_outcome,
     injected,
-    on_kernels,
+    outcome,
     reasons_of,
 )
-from ltx_models import either_order, kernel_calls, operation_of
-from small_models import BY_NAME
+from ltx_models import kernel_calls
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -125,7 +119,7 @@ def test_a_norm(kernel, device, name, memory_format, dtype):
     with torch.no_grad():
         assert kernel_calls(model, x) == {"group_norm": 1}
         out, exact = model(x), copy.deepcopy(plain).float()(x.float())
-        assert distance(out, exact) <= max(1.05 * distance(plain(x), exact), 1e-6)
+        assert relative_distance(out, exact) <= max(1.05 * relative_distance(plain(x), exact), 1e-6)
     assert out.dtype == dtype and out.is_contiguous(memory_format=memory_format)
     assert count(report, "0") == 2
     kernel.eject_kernels(model)
@@ -158,25 +152,8 @@ def test_a_norm_of_other_layouts(kernel, device, name):
     assert fell_back(report, "0") == {}
 
 
-def outcome(module, *args):
-    try:
-        with torch.no_grad():
-            return module(*args)
-    except (RuntimeError, ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def assert_same_outcome(model, plain, *args, slack=1e-5):
-    mine, expected = outcome(model, *args), outcome(plain, *args)
-    if isinstance(expected, str):
-        assert mine == expected
-    else:
-        torch.testing.assert_close(mine, expected, rtol=slack, atol=slack)
-    return expected
-
-
 @pytest.mark.parametrize("name", NORMS)
-def test_what_a_norm_refuses_is_refused_as_by_the_class(kernel, device, name):
+def test_a_norm_raises_what_its_class_raises(kernel, device, name):
     model, plain, _ = norm_pair(kernel, device, NORMS[name])
     for shape in ((2, 12, 3), (2, 15, 3), (CHANNELS,), (1, CHANNELS), (1, CHANNELS, 1, 1)):
         assert_same_outcome(model, plain, torch.randn(shape, device=device))
@@ -221,12 +198,6 @@ def test_derivatives_of_a_norm(kernel, device):
     model, plain, report = norm_pair(kernel, device)
     assert_gradients_agree(model, plain, (picture(device).requires_grad_(),))
     assert fell_back(report, "0") == {}
-    x = torch.stack([picture(device, seed=seed) for seed in range(3)])
-    with torch.no_grad():
-        expected = torch.stack([plain(sample) for sample in x])
-        for dim in range(2):
-            out = torch.vmap(model, in_dims=dim)(x.movedim(0, dim))
-            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -275,7 +246,7 @@ def test_a_resnet(kernel, device, name, memory_format, dtype):
 
 
 @formats
-def test_what_is_smooth_and_far_from_zero_is_as_accurate(kernel, device, memory_format):
+def test_accuracy_far_from_zero(kernel, device, memory_format):
     """A time embedding and a bias much larger than the picture, and a filter that adds up their errors."""
 
     def enlarge(block):
@@ -357,75 +328,6 @@ def test_arguments_that_the_kernels_do_not_take(kernel, device):
 # What is put around or in the place of its parts
 
 
-def doubled(module, args, output):
-    return 2 * output
-
-
-HOOKED = {  # whether the block's own code runs then
-    "": False,
-    "norm1": True,
-    "norm2": True,
-    "nonlinearity": True,
-    "conv1": False,
-    "conv2": False,
-    "conv_shortcut": False,
-    "time_emb_proj": False,
-    "dropout": False,
-    "upsample": False,
-}
-
-
-@pytest.mark.parametrize("path", HOOKED)
-@either_order
-def test_hooks(kernel, device, path, is_injected_first):
-    handles, config = [], {"out_channels": 24, "up": True}
-
-    def hook(block):
-        handles.append(block.get_submodule(path).register_forward_hook(doubled))
-
-    block, plain, report, arguments = resnet_pair(kernel, device, hook, is_injected_first, **config)
-    untouched = run(resnet(device, **config), arguments)
-    assert_alike(block, plain, arguments, unlike=None if path == "dropout" else untouched)
-    said = [*fell_back(report), *reasons_of(report).values()]
-    assert any("hooks" in reason for reason in said) == HOOKED[path]
-    for handle in handles:
-        handle.remove()
-    before = count(report)
-    assert distance(run(block, arguments), untouched) < 3e-6
-    assert count(report) == before + 1
-
-
-@pytest.mark.parametrize("target", ["conv1", "time_emb_proj", "conv2", "conv_shortcut"])
-def test_lora(kernel, device, target):
-    def adapt(block):
-        torch.manual_seed(4)
-        config = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=[target])
-        inject_adapter_in_model(config, block)
-
-    block, plain, report, arguments = resnet_pair(kernel, device, adapt, out_channels=24)
-    assert kernel_calls(run, block, arguments) == {"group_norm": 2}
-    untouched = run(resnet(device, out_channels=24), arguments)
-    assert_alike(block, plain, arguments, unlike=untouched, changed=0.01)
-    assert fell_back(report) == {}
-
-
-@either_order
-def test_offloading(kernel, device, is_injected_first):
-    """Each layer's weights come for its call alone: the norms run on the kernel one by one."""
-    plain = resnet(device, out_channels=24)
-    block, arguments = copy.deepcopy(plain), arguments_of(plain)
-    if is_injected_first:
-        kernel.inject_kernels(block)
-    accelerate.cpu_offload(block, execution_device=torch.device(device), offload_buffers=False)
-    kernel.inject_kernels(block)
-    assert kernel_calls(run, block, arguments) == {"group_norm": 2}
-    assert_alike(block, plain, arguments)
-    assert block.norm1.weight.is_meta
-    remove_hook_from_submodules(block)
-    kernel.eject_kernels(block)
-    assert torch.equal(run(block.to(device), arguments), run(plain, arguments))
-
-
 class HalvedNorm(nn.GroupNorm):
     def forward(self, x):
         return 0.5 * super().forward(x)
@@ -485,42 +387,24 @@ def test_changes_after_the_injection(kernel, device, case):
     for candidate in (block, plain):
         change(candidate)
     expected, out = (run(c, [x.clone() for x in arguments]) for c in (plain, block))
-    assert distance(out, expected) < 3e-6
+    assert relative_distance(out, expected) < 3e-6
     assert fell_back(report) == ({} if reason is None else {reason: 1})
     if case not in ("conv1", "activation in place", "stride"):
-        assert distance(expected, untouched) > 0.003
+        assert relative_distance(expected, untouched) > 0.003
 
 
 def test_channels_last_after_injection(kernel, device):
     block, plain, report, (x, temb) = resnet_pair(kernel, device, out_channels=24)
     block.to(memory_format=LAST)
     out = run(block, (x.contiguous(memory_format=LAST), temb))
-    assert distance(out, run(plain, (x, temb))) < 3e-6 and out.is_contiguous(memory_format=LAST)
+    assert relative_distance(out, run(plain, (x, temb))) < 3e-6 and out.is_contiguous(
+        memory_format=LAST
+    )
     assert (count(report), fell_back(report)) == (1, {})
 
 
-PATCHES = {
-    **{name: (F, name) for name in ("conv2d", "group_norm", "silu", "linear")},
-    **{
-        cls.__name__: (cls, "forward")
-        for cls in (nn.Conv2d, nn.GroupNorm, nn.SiLU, nn.Linear, ResnetBlock2D)
-    },
-}
-
-
-@pytest.mark.parametrize("case", PATCHES)
-def test_patched_functions_and_classes(kernel, device, monkeypatch, case):
-    owner, name = PATCHES[case]
-    block, plain, _, arguments = resnet_pair(kernel, device)
-    untouched, own = run(block, arguments), getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *args, **kwargs: 0.5 * own(*args, **kwargs))
-    assert_alike(block, plain, arguments, unlike=untouched, changed=0.01)
-    monkeypatch.undo()
-    assert distance(run(block, arguments), untouched) == 0
-
-
 @pytest.mark.parametrize("name", ["weight", "bias"])
-def test_a_convolution_of_another_dtype_is_refused_as_by_the_class(kernel, device, name):
+def test_a_convolution_of_another_dtype_raises_what_its_class_raises(kernel, device, name):
     def change(block):
         setattr(block.conv1, name, nn.Parameter(getattr(block.conv1, name).float()))
 
@@ -529,7 +413,7 @@ def test_a_convolution_of_another_dtype_is_refused_as_by_the_class(kernel, devic
 
 
 # --------------------------------------------------------------------------------------------------
-# Training, compilation, graphs
+# Training
 
 
 def test_dropout_in_training_without_gradients(kernel, device):
@@ -540,7 +424,7 @@ def test_dropout_in_training_without_gradients(kernel, device):
         candidate.train()
         torch.manual_seed(6)
         outs.append(run(candidate, arguments))
-    assert distance(*outs) < 3e-6 and distance(outs[1], untouched) > 0.1
+    assert relative_distance(*outs) < 3e-6 and relative_distance(outs[1], untouched) > 0.1
     assert count(report) == 2
 
 
@@ -579,85 +463,8 @@ def test_derivatives_by_transforms(kernel, device):
     assert fell_back(report) == {}
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
-def test_compiled(kernel, device):
-    block, plain, _, _ = resnet_pair(kernel, device)
-    counter = CompileCounterWithBackend("eager")
-    block.compile(fullgraph=True, backend=counter)
-    for seed in range(2):
-        assert_alike(block, plain, arguments_of(plain, seed=seed), times=1)
-    assert counter.frame_count == 1
-    nodes = [node for graph in counter.graphs for node in graph.graph.nodes]
-    # Inductor fuses them with what follows.
-    assert not any(operation_of(node.target, node.args) for node in nodes)
-
-
-class _Unet:
-    """A small UNet with channels last, as pairs with and without graphs take it."""
-
-    small = BY_NAME["unet_of_sdxl"]
-
-    def model(self, device, dtype, **config):
-        return self.small.model(device, dtype, **config).to(memory_format=LAST)
-
-    def inputs(self, device, dtype, seed=0):
-        return self.small.arguments(device, dtype, seed)
-
-
-def test_cuda_graphs(graphs, device):  # noqa: F811
-    """The same bits with and without, and a changed part is seen before the next replay."""
-    pair = Pair(graphs, _Unet(), device, BFLOAT16)
-    pair.captured()
-
-    def halve(model):
-        with torch.no_grad():
-            model.mid_block.resnets[0].conv1.bias.mul_(0.5)
-
-    def replace_weight(model):
-        norm = model.mid_block.resnets[0].norm2
-        norm.weight = nn.Parameter(norm.weight.detach() * 2)
-
-    def replace_norm(model):
-        resnet = model.mid_block.resnets[1]
-        resnet.norm1 = HalvedNorm(8, resnet.in_channels).to(device, BFLOAT16)
-
-    def write_projection(model):
-        model.down_blocks[-1].attentions[0].proj_out.weight.data.mul_(2)
-
-    for change in (halve, replace_weight, write_projection, replace_norm):
-        arguments = pair.inputs()
-        before = pair.call(arguments)
-        pair.both(change)
-        assert not torch.equal(pair.call(arguments), before)
-        if change is not replace_norm:
-            pair.captured()
-
-
 # --------------------------------------------------------------------------------------------------
 # In models
-
-
-@pytest.mark.parametrize(
-    ("name", "memory_format"),
-    [("unet", FIRST), ("unet_of_sdxl", LAST), ("controlnet", LAST), ("svd", FIRST)],
-    ids=str,
-)
-def test_models(kernel, device, name, memory_format):
-    """All group norms run on the kernel, each resnet's as part of it."""
-    plain = BY_NAME[name].model(device, BFLOAT16)
-    if memory_format is LAST:
-        plain = plain.to(memory_format=memory_format)
-    model, plain, report = injected(kernel, plain)
-    arguments = BY_NAME[name].arguments(device, BFLOAT16)
-    norms = [module for module in plain.modules() if type(module) is nn.GroupNorm]
-    resnets = [module for module in plain.modules() if type(module) is ResnetBlock2D]
-    assert norms and resnets
-    with torch.no_grad():
-        assert kernel_calls(lambda: model(**arguments))["group_norm"] == len(norms)
-    counted = on_kernels(report)
-    assert counted["ResnetBlock2D"] == len(resnets)
-    assert counted["GroupNorm"] == len(norms) - 2 * len(resnets)
-    assert_alike(model, plain, arguments, slack=0.04)
 
 
 def test_an_autoencoder(kernel, device):

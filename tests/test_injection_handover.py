@@ -7,32 +7,16 @@ counter counts writes through ``.data``.
 import copy
 
 import pytest
-import torch
-from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
-from foreign_modules import Wrap
+from changes import HOOKS, Counted, Wrap
 from injected_pairs import assert_alike, pair
-from ltx_models import calls_of, computing, either_order, inputs, reference, run, transformer
+from ltx_models import calls_of, computing, inputs, reference, run
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
 BLOCKS = 3
 AFFINE = {"blocks": BLOCKS, "norm_elementwise_affine": True}
-
-
-@torch.inference_mode()
-def run_in_inference_mode(model, arguments):
-    arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-    return model(**arguments, return_dict=False)[0].clone()
-
-
-every_mode = pytest.mark.parametrize("forward", [run, run_in_inference_mode])
-
-
-def unchanged(device, arguments, **config):
-    """What a model computes to which nothing was done."""
-    return run(transformer(device, **{"blocks": BLOCKS, **config}), arguments)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -118,55 +102,27 @@ class Model:
         return self.norms[(i + 1) % len(self.blocks)][0]
 
 
-def write_temb(state, i):
-    state.temb.data.mul_(0.8)
-
-
-def write_table_of_the_next(state, i):
-    state.next_block(i).scale_shift_table.data.mul_(1.2)
-
-
-def write_own_table(state, i):
-    state.blocks[i].scale_shift_table.data.mul_(1.2)
-
-
-def replace_table_of_the_next(state, i):
-    block = state.next_block(i)
-    block.scale_shift_table = nn.Parameter(block.scale_shift_table.detach() + 0.3)
-
-
-def replace_own_table(state, i):
+def set_new(module, name):
     """As block swapping does it."""
-    replace_table_of_the_next(state, i - 1)
+    setattr(module, name, nn.Parameter(getattr(module, name).detach() * 1.2))
 
 
-def write_norm_of_the_next(state, i):
-    state.next_norm(i).weight.data.mul_(1.2)
+def increase_eps(norm):
+    norm.eps += 0.5
 
 
-def replace_norm_of_the_next(state, i):
-    norm = state.next_norm(i)
-    norm.weight = nn.Parameter(norm.weight.detach() * 1.2)
-
-
-def change_eps_of_the_next(state, i):
-    state.next_norm(i).eps += 0.5
-
-
-def write_own_second_norm(state, i):
-    state.norms[i][1].weight.data.mul_(1.2)
-
-
-ACTS = [
-    write_temb,
-    write_table_of_the_next,
-    write_own_table,
-    replace_table_of_the_next,
-    write_norm_of_the_next,
-    replace_norm_of_the_next,
-    change_eps_of_the_next,
-    write_own_second_norm,
-]
+TABLE = "scale_shift_table"
+ACTS = {  # what is changed, of the block after the i-th or of its own
+    "temb": lambda state, i: state.temb.data.mul_(0.8),
+    "table of the next": lambda state, i: state.next_block(i).scale_shift_table.data.mul_(1.2),
+    "own table": lambda state, i: state.blocks[i].scale_shift_table.data.mul_(1.2),
+    "new table of the next": lambda state, i: set_new(state.next_block(i), TABLE),
+    "norm of the next": lambda state, i: state.next_norm(i).weight.data.mul_(1.2),
+    "new norm weight of the next": lambda state, i: set_new(state.next_norm(i), "weight"),
+    "eps of the next": lambda state, i: increase_eps(state.next_norm(i)),
+    "own second norm": lambda state, i: state.norms[i][1].weight.data.mul_(1.2),
+}
+NEW_OWN_TABLE = {"new own table": lambda state, i: set_new(state.blocks[i], TABLE)}
 
 
 # By what it is changed: (module, what it is a part of, its name there, what to do)
@@ -176,27 +132,23 @@ def by_forward_hook(module, parent, name, act):
     module.register_forward_hook(lambda *args: act())
 
 
-def by_forward_pre_hook(module, parent, name, act):
-    module.register_forward_pre_hook(lambda *args: act())
+class Acting(Counted):
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+    def pre_forward(self, *args, **kwargs):
+        self.act()
+        return super().pre_forward(*args, **kwargs)
 
 
-def by_diffusers_hook(module, parent, name, act):
-    class Acting(ModelHook):
-        def pre_forward(self, module, *args, **kwargs):
-            act()
-            return args, kwargs
-
-    HookRegistry.check_if_exists_or_initialize(module).register_hook(Acting(), "acting")
+def by_hook(kind):
+    return lambda module, parent, name, act: HOOKS[kind](module, Acting(act))
 
 
 def by_forward_on_the_instance(module, parent, name, act):
     original = module.forward
-
-    def forward(*args, **kwargs):
-        act()
-        return original(*args, **kwargs)
-
-    module.forward = forward
+    module.forward = lambda *args, **kwargs: (act(), original(*args, **kwargs))[1]
 
 
 def by_module_around(module, parent, name, act):
@@ -213,20 +165,19 @@ def by_subclass(module, parent, name, act):
     module.__class__ = type("Acting", (type(module),), {"forward": forward})
 
 
-MEANS = [
-    by_forward_hook,
-    by_forward_pre_hook,
-    by_diffusers_hook,
-    by_forward_on_the_instance,
-    by_module_around,
-    by_subclass,
-]
+MEANS = {
+    "forward hook": by_forward_hook,
+    **{kind: by_hook(kind) for kind in ("torch", "diffusers", "accelerate chain")},
+    "forward on the instance": by_forward_on_the_instance,
+    "module around": by_module_around,
+    "subclass": by_subclass,
+}
 PLACES = ["norm1", "attn1", "attn1.norm_q", "attn1.to_q", "norm2", "attn2", "ff", "ff.net.2"]
 
 
 @pytest.mark.parametrize(
     ("means", "place"),
-    [(means, "") for means in MEANS] + [(by_forward_hook, place) for place in PLACES],
+    [(means, "") for means in MEANS] + [("forward hook", place) for place in PLACES],
 )
 def test_changes_by_a_module_of_the_blocks(kernel, device, means, place):
     states = []
@@ -238,11 +189,11 @@ def test_changes_by_a_module_of_the_blocks(kernel, device, means, place):
             path = f"transformer_blocks.{i}" + (f".{place}" if place else "")
             parent, _, name = path.rpartition(".")
             module = model.get_submodule(path)
-            means(module, model.get_submodule(parent), name, lambda i=i: state.do(i))
+            MEANS[means](module, model.get_submodule(parent), name, lambda i=i: state.do(i))
 
     model, plain, _ = pair(kernel, device, change, **AFFINE)
     arguments = inputs(plain)
-    for act in ACTS if place else [*ACTS, replace_own_table]:
+    for act in (ACTS if place else {**ACTS, **NEW_OWN_TABLE}).values():
         for state in states:
             state.act = None
         unlike = run(plain, arguments)
@@ -266,44 +217,6 @@ def test_a_hook_changes_and_calls_an_earlier_block(kernel, device):
     assert_alike(model, plain, times=3)
 
 
-# ------------------------------------------------------------------------------------------------
-# Hidden states that are written without a trace
-
-
-def write_data(x):
-    x.data[..., ::2] += 1
-
-
-@every_mode
-@either_order
-def test_a_hook_writes_a_blocks_output(kernel, device, forward, is_injected_first):
-    def change(model):
-        for block in model.transformer_blocks:
-            block.register_forward_hook(lambda module, args, output: write_data(output))
-
-    order = {"is_injected_first": is_injected_first}
-    model, plain, _ = pair(kernel, device, change, **order, blocks=BLOCKS)
-    arguments = inputs(plain)
-    unlike = unchanged(device, arguments)
-    assert_alike(model, plain, arguments, unlike=unlike, forward=forward)
-
-
-@pytest.mark.parametrize("place", ["norm1", "attn1", "norm2", "attn2", "ff", "ff.net.0"])
-def test_a_hook_writes_the_input_of_a_part(kernel, device, place):
-    """Which may be the hidden states of the whole block."""
-
-    def hook(module, args, kwargs):
-        write_data(args[0] if args else kwargs["hidden_states"])
-
-    def change(model):
-        for block in model.transformer_blocks:
-            block.get_submodule(place).register_forward_pre_hook(hook, with_kwargs=True)
-
-    model, plain, _ = pair(kernel, device, change, blocks=BLOCKS)
-    arguments = inputs(plain)
-    assert_alike(model, plain, arguments, unlike=unchanged(device, arguments))
-
-
 def test_a_block_that_occurs_twice(kernel, device):
     def change(model):
         blocks = list(model.transformer_blocks)
@@ -318,42 +231,6 @@ def test_a_block_that_occurs_twice(kernel, device):
 
 # ------------------------------------------------------------------------------------------------
 # Weights that are there in their module's own turn alone
-
-
-class Gathered:
-    """Gives a module's own parameters memory and values for the time of its call."""
-
-    def __init__(self, parameters):
-        self.values = [(parameter, parameter.detach().clone()) for parameter in parameters]
-        self.free()
-
-    def gather(self, *_):
-        for parameter, value in self.values:
-            parameter.untyped_storage().resize_(value.untyped_storage().nbytes())
-            parameter.data.copy_(value)
-
-    def free(self, *_):
-        for parameter, _value in self.values:
-            parameter.untyped_storage().resize_(0)
-
-
-def gather_in_turn(module, parameters):
-    gathered = Gathered(parameters)
-    module.register_forward_pre_hook(gathered.gather)
-    module.register_forward_hook(gathered.free, always_call=True)
-
-
-@pytest.mark.parametrize("is_whole_block", [True, False], ids=["blocks", "leaves"])
-@every_mode
-def test_parameters_without_memory_between_their_turns(kernel, device, is_whole_block, forward):
-    """As FSDP shards them: with the right sizes, and nothing behind them."""
-    model, plain, _ = pair(kernel, device, **AFFINE)
-    for block in model.transformer_blocks:
-        for module in [block] if is_whole_block else list(block.modules()):
-            parameters = list(module.parameters(recurse=is_whole_block))
-            if parameters:
-                gather_in_turn(module, parameters)
-    assert_alike(model, plain, forward=forward)
 
 
 def test_weights_that_are_swapped_in(kernel, device):

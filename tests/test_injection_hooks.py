@@ -2,22 +2,16 @@
 
 import itertools
 
-import accelerate
 import pytest
 import torch
-from accelerate.hooks import add_hook_to_module, remove_hook_from_module
-from diffusers.hooks import HookRegistry, ModelHook
-from diffusers.models.activations import GEGLU
-from diffusers.models.normalization import RMSNorm
-from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 
-from injected_pairs import assert_alike, pair, reasons_of
+from changes import HOOKS, Counted
+from injected_pairs import reasons_of
 from ltx_models import (
     calls_of,
     computing,
     either_order,
     prepared,
-    reference,
     snapshot,
 )
 
@@ -26,113 +20,7 @@ pytestmark = pytest.mark.usefixtures("_one_thread")
 ONE_BLOCK = {"blocks": 1}
 
 
-# ------------------------------------------------------------------------------------------------
-# The kinds of hooks: each adds one that counts its calls, some among others that do not
-
-
-class Counted:
-    """How often the hooks that were given this ran."""
-
-    def __init__(self):
-        self.count = 0
-
-
-class AccelerateHook(accelerate.hooks.ModelHook):
-    def __init__(self, counted):
-        self.counted = counted
-
-    def pre_forward(self, module, *args, **kwargs):
-        self.counted.count += 1
-        return args, kwargs
-
-
-class DiffusersHook(ModelHook):
-    def __init__(self, counted):
-        super().__init__()
-        self.counted = counted
-
-    def pre_forward(self, module, *args, **kwargs):
-        self.counted.count += 1
-        return args, kwargs
-
-
-class DiffusersForwardHook(ModelHook):
-    """As caches are: it calls the forward that it replaces, or does not."""
-
-    def __init__(self, counted):
-        super().__init__()
-        self.counted = counted
-
-    def new_forward(self, module, *args, **kwargs):
-        self.counted.count += 1
-        return self.fn_ref.original_forward(*args, **kwargs)
-
-
-class AccelerateChain:
-    @staticmethod
-    def add(module, counted):
-        add_hook_to_module(module, AccelerateHook(Counted()))
-        add_hook_to_module(module, AccelerateHook(counted), append=True)
-
-    @staticmethod
-    def remove(module):
-        remove_hook_from_module(module)
-
-
-class DiffusersChain:
-    hooks = {"inner": DiffusersHook, "counted": DiffusersForwardHook, "outer": DiffusersHook}
-
-    @classmethod
-    def add(cls, module, counted):
-        registry = HookRegistry.check_if_exists_or_initialize(module)
-        for name, hook in cls.hooks.items():
-            registry.register_hook(hook(counted if name == "counted" else Counted()), name)
-
-    @classmethod
-    def remove(cls, module):
-        for name in reversed(cls.hooks):
-            module._diffusers_hook.remove_hook(name, recurse=False)
-
-
-def nested(outer, inner):
-    class Nested:
-        @staticmethod
-        def add(module, counted):
-            inner.add(module, Counted())
-            outer.add(module, counted)
-
-        @staticmethod
-        def remove(module):
-            outer.remove(module)
-            inner.remove(module)
-
-    Nested.__name__ = f"{outer.__name__}Around{inner.__name__}"
-    return Nested
-
-
-class Torch:
-    handles = {}
-
-    @classmethod
-    def add(cls, module, counted):
-        def count(module, args, kwargs):
-            counted.count += 1
-
-        cls.handles[module] = module.register_forward_pre_hook(count, with_kwargs=True)
-
-    @classmethod
-    def remove(cls, module):
-        cls.handles.pop(module).remove()
-
-
-KINDS = [
-    AccelerateChain,
-    DiffusersChain,
-    nested(DiffusersChain, AccelerateChain),
-    nested(AccelerateChain, DiffusersChain),
-    Torch,
-]
-every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+every_kind = pytest.mark.parametrize("kind", HOOKS)
 # Hooks are added before they are removed, kernels injected before they are ejected.
 ORDERS = [
     order
@@ -141,16 +29,24 @@ ORDERS = [
 ]
 
 
+def hooked(kind, modules):
+    """Adds hooks, which count their calls."""
+    counts = [Counted() for _ in modules]
+    for module, counted in zip(modules, counts, strict=True):
+        HOOKS[kind](module, counted)
+    return counts
+
+
 @every_kind
 def test_hooks_in_every_order(kernel, device, kind):
     model, arguments, expected = prepared(device, model_config=ONE_BLOCK)
     before = snapshot(model)
     block = model.transformer_blocks[0]
     targets = [block, block.attn1, block.attn2, block.ff, block.ff.net[0]]
-    counted = Counted()
+    counts = []
     steps = {
-        "add": lambda: [kind.add(module, counted) for module in targets],
-        "remove": lambda: [kind.remove(module) for module in targets],
+        "add": lambda: counts.extend(hooked(kind, targets)),
+        "remove": lambda: [counted.remove() for counted in counts],
         "inject": lambda: kernel.inject_kernels(model),
         "eject": lambda: kernel.eject_kernels(model),
     }
@@ -160,10 +56,14 @@ def test_hooks_in_every_order(kernel, device, kind):
             steps[step]()
             is_hooked = step == "add" or (is_hooked and step != "remove")
             is_injected = step == "inject" or (is_injected and step != "eject")
-            counted.count = 0
+            before_call = [counted.count for counted in counts]
             calls = computing(expected, model, arguments)
             assert calls == (calls_of(1) if is_injected else {})
-            assert counted.count == (len(targets) if is_hooked else 0)
+            now = [
+                counted.count - count for counted, count in zip(counts, before_call, strict=True)
+            ]
+            assert now == [int(is_hooked)] * len(counts)
+        counts.clear()
         assert snapshot(model) == before
 
 
@@ -193,27 +93,24 @@ HOOKED = {
 }
 
 
-@pytest.mark.parametrize("hooked", HOOKED, ids=lambda hooked: hooked.__name__)
+@pytest.mark.parametrize("find", HOOKED, ids=lambda find: find.__name__)
 @every_kind
 @either_order
-def test_hooks_on_parts(kernel, device, hooked, kind, is_injected_first):
+def test_hooks_on_parts(kernel, device, find, kind, is_injected_first):
     """Hooked parts are called: a norm by its class's code, a rotary embedding for its tables."""
     model, arguments, expected = prepared(device, model_config=ONE_BLOCK)
-    counted = Counted()
     if is_injected_first:
         kernel.inject_kernels(model)
-    parts = hooked(model)
-    for part in parts:
-        kind.add(part, counted)
+    counts = hooked(kind, find(model))
     reasons = reasons_of(kernel.inject_kernels(model))
-    if hooked is norm_of_a_block and not is_injected_first:
+    if find is norm_of_a_block and not is_injected_first:
         assert "norm1 has hooks" in reasons["transformer_blocks.0"]
-    calls = {**calls_of(1), **HOOKED[hooked]}
+    calls = {**calls_of(1), **HOOKED[find]}
     calls = {name: count for name, count in calls.items() if count}
     assert computing(expected, model, arguments) == calls
-    assert counted.count == len(parts)
-    for part in parts:
-        kind.remove(part)
+    assert all(counted.count == 1 for counted in counts)
+    for counted in counts:
+        counted.remove()
     assert computing(expected, model, arguments) == calls_of(1)
 
 
@@ -280,57 +177,3 @@ def test_a_subclass_with_a_forward_of_its_own_is_left_alone(kernel, device):
     reasons = reasons_of(kernel.inject_kernels(model))
     assert "not the one known" in reasons["transformer_blocks.1"]
     assert computing(expected, model, arguments) == {**calls_of(1), **WITHOUT_BLOCKS}
-
-
-@pytest.mark.kernels_ci
-def test_nothing_is_replaced_by_its_name(kernel, device):
-    """diffusers' RMSNorm is not torch's, with a weight or without, and a GEGLU is no GELU."""
-    model, arguments, _ = prepared(device, model_config={"blocks": 5})
-    blocks, hidden = model.transformer_blocks, 64
-    blocks[0].norm1 = torch.nn.RMSNorm(hidden, eps=1e-6, elementwise_affine=False)
-    blocks[1].norm2 = RMSNorm(hidden, eps=1e-6, bias=True)
-    torch.nn.init.normal_(blocks[1].norm2.bias)
-    blocks[2].attn1.norm_q = RMSNorm(hidden, eps=1e-5)
-    blocks[3].ff.net[0] = GEGLU(hidden, 4 * hidden)
-    blocks[4].attn2.norm_k = torch.nn.LayerNorm(hidden)
-    expected = reference(model.to(device), arguments)
-    reasons = reasons_of(kernel.inject_kernels(model))
-    assert reasons["transformer_blocks.1"] == "norm2 has a bias"
-    assert "GEGLU" in reasons["transformer_blocks.3.ff.net.0"]
-    # Every other norm is a kernel, too.
-    assert computing(expected, model, arguments) == {
-        "rms_norm_modulate": 1,
-        "qk_norm_coordinate_rope": 5,
-        "rms_norm": 9,
-        "layer_norm": 1,
-        "gated_residual": 7,
-        "gated_residual_rms_norm_modulate": 8,
-        "gelu": 4,
-    }
-
-
-def test_norms_of_unequal_eps(kernel, device):
-    model, arguments, _ = prepared(device)
-    for block in model.transformer_blocks:
-        block.attn1.norm_k.eps = 0.1
-        block.attn2.norm_q.eps = None
-    expected = reference(model, arguments)
-    kernel.inject_kernels(model)
-    assert computing(expected, model, arguments) == calls_of(2, rms_norm=3)
-
-
-@pytest.mark.parametrize("has_own_processor", [True, False])
-def test_who_reads_the_tables_gets_the_models(kernel, device, has_own_processor):
-    """As mixed precision does that casts a module's inputs."""
-
-    def cast(module, args, kwargs):
-        rope = tuple(table.bfloat16() for table in kwargs["image_rotary_emb"])
-        return args, {**kwargs, "image_rotary_emb": rope}
-
-    def change(model):
-        block = model.transformer_blocks[0]
-        if not has_own_processor:
-            block.attn1.set_processor(LTXVideoAttnProcessor())
-        block.register_forward_pre_hook(cast, with_kwargs=True)
-
-    assert_alike(*pair(kernel, device, change)[:2])

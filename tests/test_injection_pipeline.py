@@ -1,7 +1,5 @@
 """Whole pipelines with an injected transformer."""
 
-import logging
-
 import pytest
 import torch
 from diffusers import LTXConditionPipeline, LTXImageToVideoPipeline, LTXPipeline
@@ -53,79 +51,8 @@ def test_pipelines(kernel, device, pipeline_class, guidance_scale):
         assert_close(result, expected)  # cuDNN may encode an image in another way each time
 
 
-def test_a_compiled_transformer_of_another_object(kernel, device):
-    pipe = pipeline(device)
-
-    class Holder:
-        denoiser = None
-
-    holder = Holder()
-    holder.denoiser = torch.compile(pipe.transformer, backend="eager")
-    report = kernel.inject_kernels(holder)
-    assert "denoiser._orig_mod.rope" in {entry.name for entry in report.replaced}
-    assert kernel_calls(latents, pipe, device)
-    kernel.eject_kernels(holder)
-    assert kernel_calls(latents, pipe, device) == {}
-
-
 def test_pipeline_with_nothing_known(kernel, device):
     pipe = pipeline(device)
     pipe.transformer = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="got a LTXPipeline without one"):
         kernel.inject_kernels(pipe)
-
-
-def test_components_shared_with_another_pipeline(kernel, device):
-    pipe = pipeline(device)
-    other = LTXImageToVideoPipeline.from_pipe(pipe)
-    other.set_progress_bar_config(disable=True)
-    expected = latents(other, device)
-    kernel.inject_kernels(pipe)
-    results = []
-    calls = kernel_calls(lambda: results.append(latents(other, device)))
-    assert calls == calls_of(2 * STEPS, joined=STEPS)
-    assert_close(results[0], expected)
-
-
-@pytest.mark.parametrize("is_injected_first", [True, False])
-@pytest.mark.parametrize("kind", ["model", "sequential", "group"])
-def test_offloading_of_a_pipeline(kernel, kind, is_injected_first):
-    if not torch.cuda.is_available():
-        pytest.skip("diffusers offloads from an accelerator only")
-    expected = latents(pipeline("cuda"), "cuda").cpu()
-    pipe = pipeline("cpu")
-    if is_injected_first:
-        kernel.inject_kernels(pipe)
-    if kind == "model":
-        pipe.enable_model_cpu_offload()
-    elif kind == "sequential":
-        pipe.enable_sequential_cpu_offload()
-    else:
-        pipe.enable_group_offload(
-            onload_device=torch.device("cuda"), offload_type="leaf_level", use_stream=True
-        )
-    kernel.inject_kernels(pipe)
-    results = []
-    calls = kernel_calls(lambda: results.append(latents(pipe, "cuda").cpu()))
-    # Where the next block's weights come ahead of its turn, its beginning is made ahead too.
-    joined = 2 * STEPS - calls["rms_norm_modulate"]
-    assert joined in {"model": [STEPS], "sequential": [0], "group": range(STEPS + 1)}[kind]
-    changes = {} if kind == "model" else {"rms_norm": 0}
-    assert calls == calls_of(2 * STEPS, joined=joined, **changes)
-    assert_close(results[0], expected)
-    kernel.eject_kernels(pipe)
-    assert_close(latents(pipe, "cuda").cpu(), expected)
-    if kind != "group":
-        pipe.remove_all_hooks()
-
-
-def test_saved_pipeline(kernel, device, tmp_path, caplog):
-    pipe = pipeline(device)
-    kernel.inject_kernels(pipe)
-    expected = latents(pipe, device)
-    with caplog.at_level(logging.ERROR):
-        pipe.save_pretrained(tmp_path)
-    loaded = LTXPipeline.from_pretrained(tmp_path, text_encoder=None, tokenizer=None).to(device)
-    loaded.set_progress_bar_config(disable=True)
-    assert kernel_calls(latents, loaded, device) == {}
-    assert_close(latents(loaded, device), expected)

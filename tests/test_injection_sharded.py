@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module, dist
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from injected_pairs import assert_alike, distance, pair
+from checks import relative_distance
+from injected_pairs import assert_alike, pair
 from ltx_models import (
     calls_of,
     computing,
@@ -58,7 +59,7 @@ def test_weights_and_activations_are_dtensors(kernel, mesh, device, is_injected_
     assert isinstance(model.transformer_blocks[0].norm1.weight, DTensor)
     hidden_states = distribute_tensor(arguments["hidden_states"], mesh, [Replicate()])
     arguments["hidden_states"] = hidden_states
-    assert distance(run_on_dtensors(model, arguments), expected) < 1e-5
+    assert relative_distance(run_on_dtensors(model, arguments), expected) < 1e-5
     assert "rms_norm_modulate" not in kernel_calls(run_on_dtensors, model, arguments)
 
 
@@ -69,7 +70,7 @@ def test_activations_alone_are_dtensors(kernel, mesh, device, config):
     arguments = inputs(plain)
     x, expected = arguments["hidden_states"], run(plain, arguments)
     arguments["hidden_states"] = distribute_tensor(x, mesh, [Replicate()])
-    assert distance(run_on_dtensors(model, arguments), expected) < 1e-5
+    assert relative_distance(run_on_dtensors(model, arguments), expected) < 1e-5
     # Plain tensors are on the kernels again.
     arguments["hidden_states"] = x
     assert kernel_calls(run, model, arguments) == calls_of(2)
@@ -148,7 +149,10 @@ def check_sharded_weights(kernel, rank):
                 if order == "injected_after":
                     kernel.inject_kernels(model)
                 for _ in range(2):
-                    assert distance(run(sharded, arguments), expected) < 1e-5, (config, order)
+                    assert relative_distance(run(sharded, arguments), expected) < 1e-5, (
+                        config,
+                        order,
+                    )
 
 
 def check_sharded_sequence(kernel, rank):

@@ -4,17 +4,16 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ltx_models
-from injected_pairs import assert_alike, assert_gradients_agree, distance, pair
+from checks import relative_distance
+from injected_pairs import pair
 from ltx_models import (
     KernelCalls,
     calls_of,
     computing,
-    either_order,
     inputs,
     kernel_calls,
     prepared,
@@ -25,73 +24,8 @@ from ltx_models import (
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
 
-LINEARS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
-
-
-def add_lora(model, name="default", seed=1):
-    """Adapters of all linear layers of the blocks, with a visible effect."""
-    torch.manual_seed(seed)
-    config = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=LINEARS)
-    model.add_adapter(config, adapter_name=name)
-
-
 # ------------------------------------------------------------------------------------------------
-# GELU as the epilogue of its matrix product, and linear layers that have none
-
-
-def activation(model):
-    return model.transformer_blocks[0].ff.net[0]
-
-
-def quantize(model):
-    torchao = pytest.importorskip("torchao.quantization")
-    torchao.quantize_(model.transformer_blocks, torchao.Int8WeightOnlyConfig())
-    assert type(activation(model).proj.weight).__module__.startswith("torchao")
-
-
-def subclass_linear(model):
-    activation(model).proj.__class__ = type("MyLinear", (torch.nn.Linear,), {})
-
-
-def parametrize_linear(model):
-    torch.nn.utils.parametrizations.weight_norm(activation(model).proj)
-
-
-def remove_bias(model):
-    activation(model).proj.bias = None
-
-
-def wrap_forward(model):
-    forward = activation(model).proj.forward
-    activation(model).proj.forward = lambda x: forward(x)
-
-
-# What makes of a plain linear layer one that has to be called.
-CHANGES = {
-    "plain": lambda model: None,
-    "lora": add_lora,
-    "int8": quantize,
-    "subclass": subclass_linear,
-    "parametrization": parametrize_linear,
-    "no_bias": remove_bias,
-    "hook": lambda model: activation(model).proj.register_forward_hook(lambda *args: None),
-    "forward": wrap_forward,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@either_order
-def test_only_plain_linear_layers_have_an_epilogue(kernel, device, change, is_injected_first):
-    """And on CUDA alone, where it is the tanh approximation; on CPU it would be the exact GELU."""
-    order = {"is_injected_first": is_injected_first}
-    model, plain, _ = pair(kernel, device, CHANGES[change], dtype=torch.bfloat16, **order)
-    arguments = inputs(transformer(device, torch.bfloat16))
-    with KernelCalls() as calls:
-        run(model, arguments)
-    assert dict(calls.counts) == calls_of(2)
-    plain_layers = {"plain": 2, "lora": 0, "int8": 0}.get(change, 1)
-    assert calls.epilogues == (plain_layers if device == "cuda" else 0)
-    assert_alike(model, plain, arguments)
+# GELU as the epilogue of its matrix product, on CUDA alone, where it is the tanh approximation
 
 
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
@@ -103,14 +37,15 @@ def test_accuracy_of_the_activation(kernel, device, dtype, approximate):
     model, plain, _ = pair(kernel, device, dtype=dtype, **options)
     x = torch.randn(2, 512, 256, device=device, dtype=dtype) * 2
     with torch.no_grad(), KernelCalls() as calls:
-        out = activation(model)(x)
+        out = model.transformer_blocks[0].ff.net[0](x)
     with torch.no_grad():
-        eager = activation(plain)(x)
-        expected = activation(plain).double()(x.double())
+        activation = plain.transformer_blocks[0].ff.net[0]
+        eager = activation(x)
+        expected = activation.double()(x.double())
     assert calls.counts["gelu"] == 1
     uses_epilogue = device == "cuda" and approximate == "tanh" and dtype != torch.float32
     assert calls.epilogues == uses_epilogue
-    assert 0 < distance(out, expected) <= 1.05 * distance(eager, expected)
+    assert 0 < relative_distance(out, expected) <= 1.05 * relative_distance(eager, expected)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -140,50 +75,6 @@ def test_cpu_model_with_a_cuda_build(kernel):
     assert computing(expected, model.cuda(), arguments) == calls_of(2)
 
 
-def test_fused_projections(kernel, device):
-    """They add weights that LTX-Video's attention does not use, with kernels or without."""
-    model, arguments, expected = prepared(device)
-    kernel.inject_kernels(model)
-    for block in model.transformer_blocks:
-        block.attn1.fuse_projections()
-    assert hasattr(model.transformer_blocks[0].attn1, "to_qkv")
-    assert computing(expected, model, arguments) == calls_of(2)
-    model.unfuse_qkv_projections()
-    assert computing(expected, model, arguments) == calls_of(2)
-
-
-# ------------------------------------------------------------------------------------------------
-# Gradients
-
-
-def checkpoint(model):
-    model.train()
-    model.enable_gradient_checkpointing()
-
-
-def train_adapters(model):
-    model.requires_grad_(False)
-    add_lora(model)
-
-
-TRAINING = {  # what is done to the model, and arguments of its forward
-    "plain": (lambda model: model.train(), {}),
-    "per_token": (lambda model: model.train(), {"per_token": True}),
-    "checkpointing": (checkpoint, {}),
-    "adapters": (train_adapters, {}),
-    "input": (lambda model: model.requires_grad_(False), {}),
-}
-
-
-@pytest.mark.parametrize("case", TRAINING)
-def test_gradients(kernel, device, case):
-    prepare, options = TRAINING[case]
-    model, plain, _ = pair(kernel, device, prepare, norm_elementwise_affine=True)
-    arguments = inputs(plain, **options)
-    arguments["hidden_states"].requires_grad_(case == "input")
-    assert_gradients_agree(model, plain, arguments)
-
-
 # ------------------------------------------------------------------------------------------------
 # Forward-mode derivatives, beside those of a plain model in float64
 
@@ -196,21 +87,9 @@ def output(model, arguments, **changes):
     return model(**{**arguments, **changes}, return_dict=False)[0]
 
 
-def by_an_input(name):
-    def derivative(model, arguments):
-        x = arguments[name]
-        forward = lambda x: output(model, arguments, **{name: x})  # noqa: E731
-        return torch.func.jvp(forward, (x,), (tangent_of(x),))
-
-    derivative.__name__ = name
-    return derivative
-
-
 def by_parameters(*names):
     def derivative(model, arguments):
-        chosen = {
-            name: p.detach() for name, p in model.named_parameters() if not names or name in names
-        }
+        chosen = {name: p.detach() for name, p in model.named_parameters() if name in names}
         tangents = {name: tangent_of(p) for name, p in chosen.items()}
 
         def forward(chosen):
@@ -219,7 +98,6 @@ def by_parameters(*names):
 
         return torch.func.jvp(forward, (chosen,), (tangents,))
 
-    derivative.__name__ = "-".join(names) or "parameters"
     return derivative
 
 
@@ -252,19 +130,11 @@ def of_a_gradient(model, arguments):
 SECOND_BLOCK = "transformer_blocks.1"
 AFFINE = {"norm_elementwise_affine": True}
 DERIVATIVES = [
-    (by_an_input("hidden_states"), {}, {}),
-    (by_an_input("encoder_hidden_states"), {}, {}),
-    (by_parameters(), {}, {}),
-    (by_parameters(), AFFINE, {}),
-    (by_parameters(), {"activation_fn": "gelu"}, {}),
-    (by_parameters(), {"heads": 1, "head_dim": 64}, {}),
     # What the first block leaves for the second one carries a tangent, too.
     (by_parameters(f"{SECOND_BLOCK}.scale_shift_table"), AFFINE, {}),
     (by_parameters(f"{SECOND_BLOCK}.norm1.weight"), AFFINE, {}),
     (by_parameters(f"{SECOND_BLOCK}.attn1.norm_k.weight"), AFFINE, {}),
-    (by_dual_tensors, {}, {}),
     (by_dual_tensors, AFFINE, {"per_token": True}),
-    (by_dual_tensors, {}, {"mask": None}),
     (by_dual_parameters, AFFINE, {}),
     (of_a_gradient, {}, {}),
 ]
@@ -282,5 +152,5 @@ def test_tangents(kernel, device, derivative, config, options, grad):
         results = [derivative(*given) for given in ((model, arguments), exact)]
     for value, expected in zip(*results, strict=True):
         assert value is not None and expected.norm() > 0
-        assert distance(value, expected) < 1e-4
+        assert relative_distance(value, expected) < 1e-4
     assert kernel_calls(run, model, arguments) == calls_of(2)
