@@ -235,11 +235,12 @@ MIXTURES = ("all", "even", "odd")
 
 
 def mixed(mixture, tensors, dtype):
-    """Float32 tensors, in a list or by name, with those that are not of the mixture in `dtype`."""
-    if isinstance(tensors, dict):
-        return dict(zip(tensors, mixed(mixture, list(tensors.values()), dtype), strict=True))
+    """Float32 tensors by name; those that are not of the mixture are converted to `dtype`."""
     is_float32 = CHOICES[mixture]
-    return [t if is_float32(i, len(tensors)) else t.to(dtype) for i, t in enumerate(tensors)]
+    return {
+        name: tensor if is_float32(i, len(tensors)) else tensor.to(dtype)
+        for i, (name, tensor) in enumerate(tensors.items())
+    }
 
 
 def rows_of(hidden, dtype):
@@ -275,14 +276,12 @@ class Operation:
         modulations: broadcast against the rows, T or float32.
         vectors: (D,), T, of a norm also float32.
         strings: what may be given for each argument that is a string, the default first.
-        writes: the argument for the caller's tensors to write to.
     """
 
     rows: tuple = ()
     modulations: tuple = ()
     vectors: tuple = ()
     strings: tuple = ()
-    writes: str = ""
 
 
 PAIR_LAYOUTS = ("interleaved", "half")
@@ -308,15 +307,15 @@ TABLE = {
         ("residual", "x"), ("gate", *_PAIR), _AFFINE
     ),
     "group_norm": Operation(strings=(("activation", ("none", "silu")),)),
-    "qk_norm_rope": Operation(strings=(("norm", NORM_SCOPES), _LAYOUT), writes="out"),
+    "qk_norm_rope": Operation(strings=(("norm", NORM_SCOPES), _LAYOUT)),
     "rope": Operation(strings=(_LAYOUT,)),
     "rope_3d": Operation(strings=(_LAYOUT,)),
-    "gelu": Operation(("x",), (), ("bias",), (_APPROXIMATE,), "out"),
-    "silu": Operation(("x",), (), ("bias",), (), "out"),
-    "geglu": Operation(("x",), (), ("bias",), (_APPROXIMATE, _ACTIVATED), "out"),
-    "swiglu": Operation(("x",), (), ("bias",), (_ACTIVATED,), "out"),
+    "gelu": Operation(("x",), (), ("bias",), (_APPROXIMATE,)),
+    "silu": Operation(("x",), (), ("bias",), ()),
+    "geglu": Operation(("x",), (), ("bias",), (_APPROXIMATE, _ACTIVATED)),
+    "swiglu": Operation(("x",), (), ("bias",), (_ACTIVATED,)),
     "softmax": Operation(("x",)),
-    "attention": Operation(writes="out"),
+    "attention": Operation(),
 }
 GATED = ("geglu", "swiglu")
 ACTIVATIONS = ("gelu", "silu", *GATED)

@@ -26,6 +26,7 @@ from inputs import (
     DTYPES,
     OPERATIONS,
     every_writing,
+    for_dtypes,
     narrowed,
     operation_of,
     pairwise,
@@ -260,8 +261,8 @@ def test_writing_is_refused_where_a_derivative_is_taken(kernel, device, name, in
 # Forward mode
 
 
+@for_dtypes(torch.float32, torch.bfloat16)
 @every_call
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_jvp(kernel, device, name, dtype):
     dtype = narrowed(dtype, name)
     function, arguments = small_call(kernel, device, name, dtype)
