@@ -219,19 +219,28 @@ def packed_projection(form, shape, dtype, device):
 PACKED_FORMS = ["chunk", "unbind", "interleaved_heads", "heads_first"]
 
 
-# Which modulators and vectors of a call are float32 beside rows of 16 bits, by their place.
-MIXTURES = {
-    "all": lambda index: True,
-    "even": lambda index: index % 2 == 0,
-    "odd": lambda index: index % 2 == 1,
+# Which of several are chosen, by their place.
+CHOICES = {
+    "all": lambda i, count: True,
+    "none": lambda i, count: False,
+    "even": lambda i, count: i % 2 == 0,
+    "odd": lambda i, count: i % 2 == 1,
+    "first": lambda i, count: i == 0,
+    "last": lambda i, count: i == count - 1,
+    "all_but_first": lambda i, count: i > 0 or count == 1,
+    "all_but_last": lambda i, count: i < count - 1,
 }
+# Of the modulators and vectors of a call, those that are float32 beside rows of 16 bits.
+MIXTURES = ("all", "even", "odd")
 
 
 def mixed(mixture, tensors, dtype):
-    """Float32 tensors, in a list or by name, with those that are not of the mixture in `dtype`."""
-    if isinstance(tensors, dict):
-        return dict(zip(tensors, mixed(mixture, list(tensors.values()), dtype), strict=True))
-    return [t if MIXTURES[mixture](i) else t.to(dtype) for i, t in enumerate(tensors)]
+    """Float32 tensors by name; those that are not of the mixture are converted to `dtype`."""
+    is_float32 = CHOICES[mixture]
+    return {
+        name: tensor if is_float32(i, len(tensors)) else tensor.to(dtype)
+        for i, (name, tensor) in enumerate(tensors.items())
+    }
 
 
 def rows_of(hidden, dtype):
@@ -239,26 +248,16 @@ def rows_of(hidden, dtype):
     return max(64 if dtype == torch.float32 else 8, 2 * math.ceil(CONTRACT_ELEMENTS / hidden / 2))
 
 
-# Forms in which scale, shift and gate broadcast against (B, S, D): their shape, and whether they
-# are views of one table (..., count, D), as `unbind` leaves them.
-MODULATIONS = {
-    "D": ("D", False),
-    "SD": ("SD", False),
-    "B1D": ("B1D", False),
-    "1SD": ("1SD", False),
-    "BSD": ("BSD", False),
-    "D_table": ("D", True),
-    "B1D_table": ("B1D", True),
-    "BSD_table": ("BSD", True),
-}
+# Shapes in which scale, shift and gate broadcast against (B, S, D); of a table, they are views of
+# (..., count, D), as `unbind` leaves them.
+MODULATIONS = ("D", "SD", "B1D", "1SD", "BSD", "D_table", "B1D_table", "BSD_table")
 
 
 def modulation(form, count, x_shape, *, dtype, device):
     """`count` tensors that modulate an x of three dimensions."""
-    letters, is_table = MODULATIONS[form]
     sizes = dict(zip("BSD", x_shape, strict=True), **{"1": 1})
-    shape = [sizes[letter] for letter in letters]
-    if not is_table:
+    shape = [sizes[letter] for letter in form.removesuffix("_table")]
+    if not form.endswith("_table"):
         return [normal(*shape, dtype=dtype, device=device) for _ in range(count)]
     table = normal(*shape[:-1], count, shape[-1], dtype=dtype, device=device)
     return list(table.unbind(-2))
@@ -277,14 +276,12 @@ class Operation:
         modulations: broadcast against the rows, T or float32.
         vectors: (D,), T, of a norm also float32.
         strings: what may be given for each argument that is a string, the default first.
-        writes: the argument for the caller's tensors to write to.
     """
 
     rows: tuple = ()
     modulations: tuple = ()
     vectors: tuple = ()
     strings: tuple = ()
-    writes: str = ""
 
 
 PAIR_LAYOUTS = ("interleaved", "half")
@@ -310,15 +307,15 @@ TABLE = {
         ("residual", "x"), ("gate", *_PAIR), _AFFINE
     ),
     "group_norm": Operation(strings=(("activation", ("none", "silu")),)),
-    "qk_norm_rope": Operation(strings=(("norm", NORM_SCOPES), _LAYOUT), writes="out"),
+    "qk_norm_rope": Operation(strings=(("norm", NORM_SCOPES), _LAYOUT)),
     "rope": Operation(strings=(_LAYOUT,)),
     "rope_3d": Operation(strings=(_LAYOUT,)),
-    "gelu": Operation(("x",), (), ("bias",), (_APPROXIMATE,), "out"),
-    "silu": Operation(("x",), (), ("bias",), (), "out"),
-    "geglu": Operation(("x",), (), ("bias",), (_APPROXIMATE, _ACTIVATED), "out"),
-    "swiglu": Operation(("x",), (), ("bias",), (_ACTIVATED,), "out"),
+    "gelu": Operation(("x",), (), ("bias",), (_APPROXIMATE,)),
+    "silu": Operation(("x",), (), ("bias",), ()),
+    "geglu": Operation(("x",), (), ("bias",), (_APPROXIMATE, _ACTIVATED)),
+    "swiglu": Operation(("x",), (), ("bias",), (_ACTIVATED,)),
     "softmax": Operation(("x",)),
-    "attention": Operation(writes="out"),
+    "attention": Operation(),
 }
 GATED = ("geglu", "swiglu")
 ACTIVATIONS = ("gelu", "silu", *GATED)

@@ -22,9 +22,11 @@ from checks import (
 )
 from inputs import (
     CALLS,
+    CHOICES,
     DTYPES,
     OPERATIONS,
     every_writing,
+    for_dtypes,
     narrowed,
     operation_of,
     pairwise,
@@ -259,8 +261,8 @@ def test_writing_is_refused_where_a_derivative_is_taken(kernel, device, name, in
 # Forward mode
 
 
+@for_dtypes(torch.float32, torch.bfloat16)
 @every_call
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_jvp(kernel, device, name, dtype):
     dtype = narrowed(dtype, name)
     function, arguments = small_call(kernel, device, name, dtype)
@@ -343,14 +345,8 @@ def varied(tensor, dim):
     return torch.stack([tensor * (1 + i / 4) for i in range(SAMPLES)], dim)
 
 
-# Which tensors of a call have samples.
-BATCHED = {
-    "every": lambda i, count: True,
-    "first": lambda i, count: i == 0,
-    "last": lambda i, count: i == count - 1,
-    "all_but_first": lambda i, count: i > 0 or count == 1,
-    "even": lambda i, count: i % 2 == 0,
-}
+# Choices of the tensors that have samples.
+BATCHED = ("all", "first", "last", "all_but_first", "even")
 
 
 @pairwise(name=CALLS, batched=BATCHED, dim=[0, 1, -1])
@@ -358,7 +354,7 @@ def test_vmap(kernel, device, name, batched, dim):
     function, arguments = small_call(kernel, device, name)
     call, tensors = of_tensors(function, arguments)
     in_dims = [
-        (dim if dim >= 0 else tensor.dim()) if BATCHED[batched](i, len(tensors)) else None
+        (dim if dim >= 0 else tensor.dim()) if CHOICES[batched](i, len(tensors)) else None
         for i, tensor in enumerate(tensors)
     ]
     several = [t if d is None else varied(t, d) for t, d in zip(tensors, in_dims, strict=True)]

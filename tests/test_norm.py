@@ -8,6 +8,7 @@ import torch
 import eager
 from checks import FLOAT32_ARITHMETIC, check, check_nonfinite, poison_memory
 from inputs import (
+    CHOICES,
     DTYPES,
     LAYOUTS,
     MIXTURES,
@@ -59,18 +60,6 @@ SIZES = [
 SIZES += [10240, 16384, 20480, 32768, 32776, 40000, 65528, 65536, 70001, 131080, 800_000, 1_000_000]
 SMALL, LONG = 63, 32776
 
-# Which optional arguments are given, by their place.
-GIVEN = {
-    "all": lambda index, last: True,
-    "none": lambda index, last: False,
-    "even": lambda index, last: index % 2 == 0,
-    "odd": lambda index, last: index % 2 == 1,
-    "first": lambda index, last: index == 0,
-    "last": lambda index, last: index == last,
-    "all_but_first": lambda index, last: index > 0,
-    "all_but_last": lambda index, last: index < last,
-}
-
 
 def row_call(name, shape, dtype, device, *, layout="contiguous", form="B1D", make=normal, **choice):
     """The arguments of a call. `form`: how modulators broadcast, or their layout at full size."""
@@ -109,7 +98,7 @@ def modulators(
         arguments = mixed(mixture, arguments, dtype)
     optional = optional_tensors(name)
     for index, key in enumerate(optional):
-        if not GIVEN[given](index, len(optional) - 1):
+        if not CHOICES[given](index, len(optional)):
             arguments[key] = None
     return arguments
 
@@ -124,7 +113,7 @@ def check_rows(kernel, name, arguments, **options):
     name=ROW_NORMS,
     hidden=SIZES,
     dtype=DTYPES,
-    given=GIVEN,
+    given=CHOICES,
     mixture=[None, *MIXTURES],
 )
 def test_sizes(kernel, device, name, hidden, dtype, given, mixture):
