@@ -11,13 +11,7 @@ from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 
 import ltx_models
 from checks import relative_distance
-from injected_pairs import (
-    BFLOAT16,
-    assert_alike,
-    assert_gradients_agree,
-    pair,
-    reasons_of,
-)
+from injected_pairs import BFLOAT16, assert_alike, assert_gradients_agree, pair, reasons_of
 from ltx_models import KernelCalls, calls_of, inputs, kernel_calls, run, transformer
 
 pytestmark = pytest.mark.usefixtures("_one_thread")

@@ -16,11 +16,7 @@ import diffusers
 import pytest
 import torch
 import torchao.quantization as quantization
-from diffusers import (
-    FluxControlNetModel,
-    QwenImageControlNetModel,
-    SD3ControlNetModel,
-)
+from diffusers import FluxControlNetModel, QwenImageControlNetModel, SD3ControlNetModel
 from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 from diffusers.hooks.smoothed_energy_guidance_utils import (
     SmoothedEnergyGuidanceConfig,
