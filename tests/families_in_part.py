@@ -13,7 +13,7 @@ IN_PART = ("pixart", "unet", "auraflow", "hunyuan_video", "lumina2", "chroma")
 
 
 class Families(collections.abc.Mapping):
-    """All models by name; those that are injected in part are looked at when they are asked for."""
+    """All models by name. Those that are injected in part are made on demand."""
 
     def __getitem__(self, name):
         return FAMILIES[name] if name in FAMILIES else family_of(name)

@@ -16,7 +16,7 @@ def module_of(kernel, name):
 
 @pytest.fixture
 def graphs(kernel, monkeypatch):
-    """The package with graphs on a CPU, too."""
+    """The package with emulated graphs on a CPU."""
     use_emulated_graphs(kernel)
     monkeypatch.setitem(module_of(kernel, "cuda_graphs").GRAPHS, "cpu", EmulatedGraph)
     return kernel

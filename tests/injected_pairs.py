@@ -10,7 +10,7 @@ from checks import relative_distance
 from ltx_models import inputs, transformer
 from small_models import run
 
-# What attention's kernel takes, too.
+# A size that attention's kernel accepts.
 BFLOAT16 = {"dtype": torch.bfloat16, "heads": 2, "head_dim": 64}
 
 # The relative distance that the roundings of a model's dtype leave between the two.
@@ -129,7 +129,7 @@ def assert_gradients_agree(model, plain, arguments, slack=1e-4):
     mine, expected = gradients
     expected = {name: gradient for name, gradient in expected.items() if gradient is not None}
     assert expected and {name for name in mine if mine[name] is not None} == expected.keys()
-    # Some are zero but for roundings, as those of biases of keys.
+    # Some are zero except for rounding, such as those of key biases.
     rounding = 0.01 * torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for name, gradient in expected.items():
         assert (mine[name] - gradient).norm() <= slack * (gradient.norm() + rounding), name

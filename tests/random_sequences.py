@@ -1168,7 +1168,7 @@ class Twins:
         tested, plain = weights["tested"]() is not None, weights["plain"]() is not None
         if tested and not plain:
             raise Difference("the tested model outlives its last reference, the plain one does not")
-        # A wrapper around a forward, which a copy of the model has, too, keeps graphs alive.
+        # A wrapper around a forward, shared with a copy of the model, keeps graphs alive.
         if self.graphs and not plain and self.watch.captured and not self.shares_forwards:
             raise Difference("graphs outlive their model")
         self._check_outputs()

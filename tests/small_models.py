@@ -1,6 +1,6 @@
-"""Small models of diffusers that no family knows, with random weights, and inputs of one forward of each.
+"""Small models of diffusers that belong to no family, with random weights, and inputs of one forward of each.
 
-Their heads have 64 elements, which attention's kernel takes, but where a name says another number.
+Their heads have 64 elements, which attention's kernel accepts, unless the name gives another number.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ class SmallModel:
     """A model's class by its name, its configuration, and its inputs.
 
     Attributes:
-        inputs: the arguments of a forward by name; tensors of floating point have the model's dtype, but
-            those of ``exact`` are float32 at all times.
+        inputs: the arguments of a forward by name; floating-point tensors have the model's dtype, except
+            those of ``exact``, which are always float32.
         attends: how many attentions a forward computes on the kernel in 16 bits.
     """
 

@@ -20,14 +20,7 @@ import changes
 import ltx_models
 from changes import HOOKS, WAYS, Counted
 from checks import relative_distance
-from families import (
-    FAMILIES,
-    KERNEL_HEADS,
-    assert_close,
-    every_family,
-    prepared,
-    run,
-)
+from families import FAMILIES, KERNEL_HEADS, assert_close, every_family, prepared, run
 from families_in_part import family_of
 from injected_pairs import assert_as_close_as_eager, assert_gradients_agree
 from ltx_models import computing, graph_replays, kernel_calls, snapshot
@@ -696,28 +689,21 @@ def test_cuda_graph(kernel, device, family):
 
 
 @every_family
-@pytest.mark.parametrize("case", ["plain", "checkpointing", "input"])
+@pytest.mark.parametrize("case", ["plain", "checkpointing", "input", "adapters"])
 def test_gradients(kernel, device, family, case):
-    """Of the parameters, or of the input of a model whose parameters are frozen."""
+    """Of the parameters, or of the input or the adapters of a model whose parameters are frozen."""
     model, plain, arguments = prepared(family, device)
     model.train()
     kernel.inject_kernels(model)
     if case == "checkpointing":
         model.enable_gradient_checkpointing()
-    if case == "input":
+    if case in ("input", "adapters"):
         model.requires_grad_(False)
         plain.requires_grad_(False)
-        arguments["hidden_states"].requires_grad_()
-    assert_gradients_agree(model, plain, arguments)
-
-
-@on("ltx", "flux")
-def test_gradients_of_the_adapters_alone(kernel, device, family):
-    model, plain, arguments = prepared(family, device)
-    kernel.inject_kernels(model)
-    for candidate in (model, plain):
-        candidate.requires_grad_(False)
-        changes.add_lora(family, candidate)
+    if case == "adapters":
+        changes.add_lora(family, model)
+        changes.add_lora(family, plain)
+    arguments["hidden_states"].requires_grad_(case == "input")
     assert_gradients_agree(model, plain, arguments)
 
 
@@ -764,27 +750,6 @@ def test_modes(kernel, device, family, mode):
         for _ in range(2):
             assert_close(model(**arguments, return_dict=False)[0].clone(), expected)
         assert kernel_calls(lambda: model(**arguments))
-
-
-@on("ltx", "flux")
-def test_autocast_runs_the_models_own_code(kernel, device, family):
-    model, plain, arguments = prepared(family, device)
-    kernel.inject_kernels(model)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        assert not kernel_calls(run, model, arguments)
-        assert torch.equal(run(model, arguments), run(plain, arguments))
-    assert computing(family.reference(plain, arguments), model, arguments)
-
-
-@on("ltx", "flux")
-def test_float64_runs_the_models_own_code(kernel, device, family):
-    """And float32 the kernels again."""
-    model, plain, arguments = prepared(family, device, torch.float64)
-    kernel.inject_kernels(model)
-    assert not kernel_calls(run, model, arguments)
-    assert torch.equal(run(model, arguments), run(plain, arguments))
-    model, plain, arguments = model.float(), plain.float(), family.inputs(device)
-    assert computing(family.reference(plain, arguments), model, arguments)
 
 
 @every_family

@@ -62,7 +62,7 @@ def test_replays_have_the_same_bits(graphs, device, family, dtype):  # noqa: F81
     pair = Pair(graphs, family, device, dtype)
     outs = [pair.call() for _ in range(5)]
     assert pair.calls.captured == 1
-    assert pair.calls.replayed >= 2  # 3, but for what is imported in the first call of a process
+    assert pair.calls.replayed >= 2  # 3, unless the first call of a process imports something
     assert pair.calls.uncaptured.keys() == {FIRST}
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(outs, 2))
 
@@ -508,7 +508,7 @@ def test_writing_to_an_argument(pair):
 
 
 # ------------------------------------------------------------------------------------------------
-# Replays that begin before the model is looked at
+# Replays that start before the model is checked
 
 
 @pytest.fixture
@@ -568,7 +568,7 @@ def test_no_replay_starts_when_its_memory_is_gone(pair, events):
 class TableReader(nn.Module):
     """Adds a table that belongs to no module."""
 
-    table = SimpleNamespace(values=None)  # which is looked at no further
+    table = SimpleNamespace(values=None)  # whose attributes are not checked
     how = "whole"
 
     def __init__(self, linear):

@@ -33,8 +33,6 @@ def video_coordinates(dtype=torch.float32):
 
 # Options of a model, and arguments of a forward.
 CASES = {
-    "one sample": ({}, {"batch": 1}),
-    "full mask": ({}, {"mask": "full"}),
     "no mask": ({}, {"mask": None}),
     "a timestep for each token": ({}, {"per_token": True}),
     "one token": ({}, {"grid": (1, 1, 1)}),

@@ -11,13 +11,7 @@ from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 
 import ltx_models
 from checks import relative_distance
-from injected_pairs import (
-    BFLOAT16,
-    assert_alike,
-    assert_gradients_agree,
-    pair,
-    reasons_of,
-)
+from injected_pairs import BFLOAT16, assert_alike, assert_gradients_agree, pair, reasons_of
 from ltx_models import KernelCalls, calls_of, inputs, kernel_calls, run, transformer
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -93,7 +87,7 @@ OTHER_MASKS = {
 
 @pytest.mark.parametrize("case", OTHER_MASKS)
 def test_other_masks_keep_the_models_attention(kernel, device, case):
-    """But for a bias of all queries: the kernel adds it in float32, which PyTorch's does not take."""
+    """Except a bias shared by all queries: the kernel adds it in float32, which PyTorch does not accept."""
     model, plain, _ = pair(kernel, device, **BFLOAT16)
     mask = OTHER_MASKS[case].to(device)
     arguments = inputs(model, encoder_attention_mask=mask)
@@ -120,7 +114,7 @@ def test_other_head_sizes_keep_the_models_attention(kernel, device, head_dim):
 
 
 def test_float32_keeps_the_models_attention(kernel, device):
-    """Which is told at each call, as the dtype may change."""
+    """The dtype is checked on every call, as it may change."""
     model, plain, _ = pair(kernel, device, **HEADS)
     arguments = inputs(model)
     assert kernel_calls(run, model, arguments) == calls_of(2)

@@ -61,7 +61,7 @@ def pair(kernel, device, change=None, dtype=HALF, **config):
     return injected(kernel, transformer(device, dtype, **config), change, **options)
 
 
-# One pass for each sum and the norm after it, but for the first norm and the last sum.
+# Each sum is fused with the norm after it. The first norm and the last sum are alone.
 OPERATIONS = {
     "layer_norm": 1,
     "gated_residual_layer_norm_modulate": 3 * BLOCKS - 1,

@@ -177,7 +177,7 @@ def test_gradients(kernel, device):
 
 
 def test_kept_values_serve_all_modes(kernel, device):
-    """Those of inference mode are used outside of it, too."""
+    """Values cached in inference mode are used outside of it."""
     module, plain, _ = pair_of(kernel, device, "flux", "pos_embed")
     ids = positions(device)
     with torch.inference_mode():

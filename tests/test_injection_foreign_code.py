@@ -12,9 +12,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from diffusers import (
-    FlowMatchEulerDiscreteScheduler,
-)
+from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
 from diffusers.modular_pipelines import QwenImageAutoBlocks
 from torch import nn

@@ -143,7 +143,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_norm_of_other_layouts(kernel, device, name):
-    """None is a fall-back: where the kernel does not take it, PyTorch copies it, too."""
+    """None is a fall-back: what the kernel does not take is copied, as PyTorch does."""
     model, plain, report = norm_pair(kernel, device)
     x = LAYOUTS[name](picture(device))
     with torch.no_grad():
@@ -278,7 +278,7 @@ def test_what_a_resnet_runs(kernel, device):
 
 @pytest.mark.parametrize("reason", LEFT_ALONE)
 def test_other_resnets_are_left_alone(kernel, device, reason):
-    """But for their norms."""
+    """Only their norms run on the kernel."""
     block, plain, report, arguments = resnet_pair(kernel, device, **LEFT_ALONE[reason])
     assert reasons_of(report) == {"": reason}
     assert [entry.name for entry in report.replaced] == ["norm1", "norm2"]

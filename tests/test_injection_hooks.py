@@ -3,24 +3,13 @@
 import itertools
 
 import pytest
-import torch
 
 from changes import HOOKS, Counted
 from injected_pairs import reasons_of
-from ltx_models import (
-    calls_of,
-    computing,
-    either_order,
-    prepared,
-    snapshot,
-)
+from ltx_models import calls_of, computing, prepared, snapshot
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
-ONE_BLOCK = {"blocks": 1}
-
-
-every_kind = pytest.mark.parametrize("kind", HOOKS)
 # Hooks are added before they are removed, kernels injected before they are ejected.
 ORDERS = [
     order
@@ -29,23 +18,15 @@ ORDERS = [
 ]
 
 
-def hooked(kind, modules):
-    """Adds hooks, which count their calls."""
-    counts = [Counted() for _ in modules]
-    for module, counted in zip(modules, counts, strict=True):
-        HOOKS[kind](module, counted)
-    return counts
-
-
-@every_kind
+@pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_in_every_order(kernel, device, kind):
-    model, arguments, expected = prepared(device, model_config=ONE_BLOCK)
+    model, arguments, expected = prepared(device, model_config={"blocks": 1})
     before = snapshot(model)
     block = model.transformer_blocks[0]
     targets = [block, block.attn1, block.attn2, block.ff, block.ff.net[0]]
-    counts = []
+    counts = [Counted() for _ in targets]
     steps = {
-        "add": lambda: counts.extend(hooked(kind, targets)),
+        "add": lambda: [HOOKS[kind](*both) for both in zip(targets, counts, strict=True)],
         "remove": lambda: [counted.remove() for counted in counts],
         "inject": lambda: kernel.inject_kernels(model),
         "eject": lambda: kernel.eject_kernels(model),
@@ -56,62 +37,12 @@ def test_hooks_in_every_order(kernel, device, kind):
             steps[step]()
             is_hooked = step == "add" or (is_hooked and step != "remove")
             is_injected = step == "inject" or (is_injected and step != "eject")
-            before_call = [counted.count for counted in counts]
+            for counted in counts:
+                counted.count = 0
             calls = computing(expected, model, arguments)
             assert calls == (calls_of(1) if is_injected else {})
-            now = [
-                counted.count - count for counted, count in zip(counts, before_call, strict=True)
-            ]
-            assert now == [int(is_hooked)] * len(counts)
-        counts.clear()
+            assert all(counted.count == is_hooked for counted in counts)
         assert snapshot(model) == before
-
-
-def norm_of_a_block(model):
-    return [model.transformer_blocks[0].norm1]
-
-
-def norms_of_query_and_key(model):
-    block = model.transformer_blocks[0]
-    return [block.attn1.norm_q, block.attn2.norm_k]
-
-
-def linear_layers(model):
-    return [m for m in model.transformer_blocks.modules() if type(m) is torch.nn.Linear]
-
-
-def rotary_embedding(model):
-    return [model.rope]
-
-
-# What is hooked, and what that changes of the operator calls of a forward of one block.
-HOOKED = {
-    norm_of_a_block: {"rms_norm_modulate": None},
-    norms_of_query_and_key: {},
-    linear_layers: {},
-    rotary_embedding: {"qk_norm_coordinate_rope": None, "qk_norm_rope": 1},
-}
-
-
-@pytest.mark.parametrize("find", HOOKED, ids=lambda find: find.__name__)
-@every_kind
-@either_order
-def test_hooks_on_parts(kernel, device, find, kind, is_injected_first):
-    """Hooked parts are called: a norm by its class's code, a rotary embedding for its tables."""
-    model, arguments, expected = prepared(device, model_config=ONE_BLOCK)
-    if is_injected_first:
-        kernel.inject_kernels(model)
-    counts = hooked(kind, find(model))
-    reasons = reasons_of(kernel.inject_kernels(model))
-    if find is norm_of_a_block and not is_injected_first:
-        assert "norm1 has hooks" in reasons["transformer_blocks.0"]
-    calls = {**calls_of(1), **HOOKED[find]}
-    calls = {name: count for name, count in calls.items() if count}
-    assert computing(expected, model, arguments) == calls
-    assert all(counted.count == 1 for counted in counts)
-    for counted in counts:
-        counted.remove()
-    assert computing(expected, model, arguments) == calls_of(1)
 
 
 # ------------------------------------------------------------------------------------------------

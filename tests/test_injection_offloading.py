@@ -7,13 +7,7 @@ from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelC
 
 from changes import offload
 from injected_pairs import reasons_of
-from ltx_models import (
-    calls_of,
-    computing,
-    either_order,
-    prepared,
-    snapshot,
-)
+from ltx_models import calls_of, computing, either_order, prepared, snapshot
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 

@@ -7,13 +7,7 @@ from torch import nn
 
 from families import FAMILIES
 from family import KERNEL_HEADS
-from injected_pairs import (
-    assert_alike,
-    assert_same_outcome,
-    injected,
-    pair,
-    reasons_of,
-)
+from injected_pairs import assert_alike, assert_same_outcome, injected, pair, reasons_of
 from ltx_models import either_order, inputs, kernel_calls, run, transformer
 
 pytestmark = pytest.mark.usefixtures("_one_thread")

@@ -16,11 +16,7 @@ import diffusers
 import pytest
 import torch
 import torchao.quantization as quantization
-from diffusers import (
-    FluxControlNetModel,
-    QwenImageControlNetModel,
-    SD3ControlNetModel,
-)
+from diffusers import FluxControlNetModel, QwenImageControlNetModel, SD3ControlNetModel
 from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 from diffusers.hooks.smoothed_energy_guidance_utils import (
     SmoothedEnergyGuidanceConfig,
@@ -470,7 +466,7 @@ class Norms(nn.Module):
         return self.kernel.silu(self.kernel.rms_norm(x, weight)) * 2
 
 
-# Of a model without this package, too.
+# A model without this package crashes as well.
 loads_compiled_packages = pytest.mark.skipif(
     torch.cuda.is_available() and torch.__version__.startswith("2.11."),
     reason="PyTorch's own loader of models compiled ahead of time crashes there",
@@ -555,7 +551,7 @@ def test_no_caches(kernel, device, family):
 @every_family
 @either_order
 def test_smoothed_energy_guidance(kernel, device, family, is_injected_first):
-    """With kernels it fails where it does without, and else it computes the same."""
+    """With kernels it fails where it fails without, and computes the same otherwise."""
     model, plain, arguments = prepared(family, device)
     unchanged = run(plain, arguments)
     if is_injected_first:
@@ -582,7 +578,7 @@ def test_smoothed_energy_guidance(kernel, device, family, is_injected_first):
 
 @either_order
 def test_ip_adapter(kernel, device, is_injected_first):
-    """Its processors attend to the image's tokens, and the rest of their blocks goes on on the kernels."""
+    """Its processors attend to the image's tokens. The rest of their blocks runs on the kernels."""
     model, plain, arguments = prepared(FLUX, device, config=KERNEL_HEADS)
     without = run(plain, arguments)
     if is_injected_first:
