@@ -346,10 +346,10 @@ def is_bare(spec: PatchSpec, module: Any) -> bool:
     return (
         isinstance(stand_in, StandIn)
         and stand_in.spec is spec
+        and not has_hooks(module)
         and stand_in._module() is module
         and cls.forward is stand_in.own_forward
         and cls.__call__ is nn.Module.__call__
-        and not has_hooks(module)
     )
 
 
