@@ -94,11 +94,12 @@ def measure_gradients(
     for seed in range(samples):
         how = {"size": published.TINY_SIZES[0], "device": device, "dtype": DTYPE, "seed": seed}
         arguments = published.inputs(model, **how)
-        expected = gradients(exact, models.upcast(arguments))
-        mine, eager = (
-            relative_error(gradients(candidate, arguments), expected)
-            for candidate in (injected, model)
-        )
+        with sdpa_kernel(ATTENTION_BACKENDS):
+            expected = gradients(exact, models.upcast(arguments))
+            mine, eager = (
+                relative_error(gradients(candidate, arguments), expected)
+                for candidate in (injected, model)
+            )
         logarithms.append(math.log(mine / eager))
     return {
         "model": published.TINY_NAME,
