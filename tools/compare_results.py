@@ -174,6 +174,15 @@ def of_counters(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
         yield (name, "registers"), Ratio(kernel["registers"], is_higher_better=False)
 
 
+def of_training(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    blocks = result["blocks"]
+    for name, ratio in blocks["ratios"].items():
+        yield (blocks["model"], name), Ratio(ratio, is_higher_better="eager over" in name)
+    for entry in result["gradients"]:
+        what = "gradients' error over eager's"
+        yield (entry["model"], what), Ratio(entry["error_over_eager"], is_higher_better=False)
+
+
 # By what holds the figures in a result: how they are read.
 READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "workloads": of_workloads,
@@ -186,6 +195,7 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "operations": of_errors,
     "measures": of_measures,
     "kernels": of_counters,
+    "blocks": of_training,
 }
 
 
