@@ -9,7 +9,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from references import split_heads
+from references import of_query_and_key, split_heads
 
 
 def _is_mixed(x, *others):
@@ -149,38 +149,6 @@ def _by_element(table, head_dim, layout):
     return table.unflatten(-1, (-1, head_dim)) if table.dim() == 3 else table
 
 
-def qk_norm_rope(
-    q,
-    k,
-    q_weight=None,
-    k_weight=None,
-    rope=None,
-    *,
-    heads,
-    norm="across_heads",
-    layout="interleaved",
-    eps=1e-6,
-    inplace=False,
-    k_rope=None,
-    v=None,
-    out=None,
-):
-    head_dim = q[0, 0].numel() // heads
-    k_heads = k[0, 0].numel() // head_dim
-    how = {"norm": norm, "layout": layout, "eps": eps}
-    results = (
-        _norm_rope(q, q_weight, rope, heads=heads, **how),
-        _norm_rope(k, k_weight, rope if k_rope is None else k_rope, heads=k_heads, **how),
-    )
-    return results if v is None else (*results, v)
-
-
-def qk_norm_rope_joined(*arguments, v, out, **options):
-    """The same and the values, copied to the slices of joint buffers, as torch.cat copies them."""
-    results = qk_norm_rope(*arguments, v=v, **options)
-    return tuple(target.copy_(result) for target, result in zip(out, results, strict=True))
-
-
 def _norm_rope(x, weight, rope, *, heads, norm, layout, eps):
     of_one_dtype = weight is None or weight.dtype == x.dtype
     normalized = rms_norm if of_one_dtype else _diffusers_rms_norm
@@ -194,6 +162,15 @@ def _norm_rope(x, weight, rope, *, heads, norm, layout, eps):
     if rope is not None:
         n = apply_rotary_emb(n, *_tables(rope, n.shape[2], head_dim, layout), layout)
     return n.reshape(x.shape).to(x.dtype)
+
+
+qk_norm_rope = of_query_and_key(_norm_rope)
+
+
+def qk_norm_rope_joined(*arguments, v, out, **options):
+    """The same and the values, copied to the slices of joint buffers, as torch.cat copies them."""
+    results = qk_norm_rope(*arguments, v=v, **options)
+    return tuple(target.copy_(result) for target, result in zip(out, results, strict=True))
 
 
 def rope(x, cos, sin=None, layout="interleaved"):

@@ -152,30 +152,35 @@ def _rotate(n, rope, layout):
     return _join(rotated_first, rotated_second, layout)
 
 
-def qk_norm_rope(
-    q,
-    k,
-    q_weight=None,
-    k_weight=None,
-    rope=None,
-    *,
-    heads,
-    norm="across_heads",
-    layout="interleaved",
-    eps=1e-6,
-    inplace=False,
-    k_rope=None,
-    v=None,
-    out=None,
-):
-    head_dim = q[0, 0].numel() // heads
-    k_heads = k[0, 0].numel() // head_dim
-    how = {"norm": norm, "layout": layout, "eps": eps}
-    results = (
-        _norm_rope(q, q_weight, rope, heads=heads, **how),
-        _norm_rope(k, k_weight, rope if k_rope is None else k_rope, heads=k_heads, **how),
-    )
-    return results if v is None else (*results, *_double(v))
+def of_query_and_key(norm_rope, converted=lambda v: v):
+    """qk_norm_rope by a function of query or key, and of what becomes of the values."""
+
+    def qk_norm_rope(
+        q,
+        k,
+        q_weight=None,
+        k_weight=None,
+        rope=None,
+        *,
+        heads,
+        norm="across_heads",
+        layout="interleaved",
+        eps=1e-6,
+        inplace=False,
+        k_rope=None,
+        v=None,
+        out=None,
+    ):
+        head_dim = q[0, 0].numel() // heads
+        k_heads = k[0, 0].numel() // head_dim
+        how = {"norm": norm, "layout": layout, "eps": eps}
+        results = (
+            norm_rope(q, q_weight, rope, heads=heads, **how),
+            norm_rope(k, k_weight, rope if k_rope is None else k_rope, heads=k_heads, **how),
+        )
+        return results if v is None else (*results, converted(v))
+
+    return qk_norm_rope
 
 
 def _norm_rope(x, weight, rope, *, heads, norm, layout, eps):
@@ -188,6 +193,9 @@ def _norm_rope(x, weight, rope, *, heads, norm, layout, eps):
     if rope is not None:
         n = _rotate(n, rope, layout)
     return n.reshape(x.shape)
+
+
+qk_norm_rope = of_query_and_key(_norm_rope, torch.Tensor.double)
 
 
 def rope(x, cos, sin=None, layout="interleaved"):

@@ -18,14 +18,10 @@ TEXT_CHANNELS = 24
 POOLED_CHANNELS = 12
 
 
-def _model(cls, device, dtype, modulations, embedding, **config):
-    """Norm weights are not 1, and the modulations differ from token stream to stream and are not small."""
-    model = cls(in_channels=CHANNELS, joint_attention_dim=TEXT_CHANNELS, **config)
-    make_all_matter(model, modulations, embedding)
-    return model.to(device, dtype).eval()
-
-
-def flux_model(
+def _model(
+    cls,
+    modulations,
+    embedding,
     device,
     dtype=torch.float32,
     *,
@@ -33,57 +29,53 @@ def flux_model(
     blocks=2,
     single_blocks=2,
     heads=2,
-    head_dim=16,
+    head_dim,
     **config,
 ):
+    """Norm weights are not 1, and the modulations differ from token stream to stream and are not small."""
     torch.manual_seed(seed)
-    # Each of the three axes has an even number of a head's elements.
-    axis = head_dim // 3 // 2 * 2
-    return _model(
-        FluxTransformer2DModel,
-        device,
-        dtype,
-        ("norm.linear", "norm1.linear", "norm1_context.linear", "norm_out.linear"),
-        "time_text_embed",
+    model = cls(
+        in_channels=CHANNELS,
+        joint_attention_dim=TEXT_CHANNELS,
         num_layers=blocks,
         num_single_layers=single_blocks,
         attention_head_dim=head_dim,
         num_attention_heads=heads,
+        **config,
+    )
+    make_all_matter(model, modulations, embedding)
+    return model.to(device, dtype).eval()
+
+
+def flux_model(*device_and_dtype, head_dim=16, **options):
+    # Each of the three axes has an even number of a head's elements.
+    axis = head_dim // 3 // 2 * 2
+    return _model(
+        FluxTransformer2DModel,
+        ("norm.linear", "norm1.linear", "norm1_context.linear", "norm_out.linear"),
+        "time_text_embed",
+        *device_and_dtype,
+        head_dim=head_dim,
         pooled_projection_dim=POOLED_CHANNELS,
         guidance_embeds=True,
         axes_dims_rope=(head_dim - 2 * axis, axis, axis),
-        **config,
+        **options,
     )
 
 
-def flux2_model(
-    device,
-    dtype=torch.float32,
-    *,
-    seed=0,
-    blocks=2,
-    single_blocks=2,
-    heads=2,
-    head_dim=16,
-    **config,
-):
-    torch.manual_seed(seed)
+def flux2_model(*device_and_dtype, head_dim=16, **options):
     return _model(
         Flux2Transformer2DModel,
-        device,
-        dtype,
         (
             *("modulation_img.linear", "modulation_txt.linear", "norm_out.linear"),
             "single_stream_modulation.linear",
         ),
         "time_guidance_embed",
-        num_layers=blocks,
-        num_single_layers=single_blocks,
-        attention_head_dim=head_dim,
-        num_attention_heads=heads,
+        *device_and_dtype,
+        head_dim=head_dim,
         timestep_guidance_channels=16,
         axes_dims_rope=(head_dim // 4,) * 4,
-        **config,
+        **options,
     )
 
 

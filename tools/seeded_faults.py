@@ -9,7 +9,6 @@ The faults are in tools/seeded_faults.toml. Each is built and tested on the CPU.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -68,16 +67,6 @@ class Fault:
     behaviour: str
     tests: tuple[str, ...]
     replacements: tuple[Replacement, ...]
-
-
-@dataclass(frozen=True)
-class Result:
-    """`failed` is the test that found the fault. The first failure ends a run."""
-
-    name: str
-    found: bool
-    failed: str | None
-    seconds: float
 
 
 def read_faults(path: Path = SOURCE) -> list[Fault]:
@@ -132,19 +121,17 @@ def run_tests(tests: Sequence[str], checkout: Path) -> subprocess.CompletedProce
     return run(checkout, "-m", "pytest", "-x", "-q", "--tb=short", *tests)
 
 
-def seek(fault: Fault, checkout: Path) -> Result:
-    """Run the fault's tests; RuntimeError if pytest neither passes nor fails in a test."""
-    begin = time.perf_counter()
+def seek(fault: Fault, checkout: Path) -> str | None:
+    """The first test that finds the fault; RuntimeError if pytest neither passes nor fails in a test."""
     with applied(fault, checkout):
         done = run_tests(fault.tests, checkout)
-    seconds = round(time.perf_counter() - begin, 1)
     if done.returncode == PASSED:
-        return Result(fault.name, False, None, seconds)
+        return None
     # An error outside of a test, such as a failed import of the package, finds nothing.
     failure = re.search(r"^FAILED (.+?)(?: - |$)", done.stdout, re.MULTILINE)
     if done.returncode != FAILED or failure is None:
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return Result(fault.name, True, failure[1], seconds)
+    return failure[1]
 
 
 def check_baseline(faults: Sequence[Fault], checkout: Path) -> None:
@@ -159,30 +146,26 @@ def check_baseline(faults: Sequence[Fault], checkout: Path) -> None:
 @click.command(help=__doc__.split("\n\n")[0])
 @click.argument("names", nargs=-1)
 @click.option("--baseline", is_flag=True, help="Run all listed tests without a fault instead.")
-@click.option("--json", "output", type=click.Path(path_type=Path), help="Write the results here.")
-def main(names: tuple[str, ...], baseline: bool, output: Path | None) -> None:
+def main(names: tuple[str, ...], baseline: bool) -> None:
     faults = read_faults()
     if unknown := set(names) - {fault.name for fault in faults}:
         raise click.ClickException(f"there is no fault {', '.join(sorted(unknown))}")
     faults = [fault for fault in faults if not names or fault.name in names]
-    results = []
+    found = 0
     with copied_checkout() as checkout:
         if baseline:
             return check_baseline(faults, checkout)
         for fault in faults:
+            begin = time.perf_counter()
             try:
-                result = seek(fault, checkout)
+                test = seek(fault, checkout)
             except (OSError, ValueError, RuntimeError) as error:
                 raise click.ClickException(f"{fault.name}: {error}") from error
-            results.append(result)
-            where = f"found by {result.failed}" if result.found else "NOT FOUND"
-            click.echo(f"{fault.name}: {where} ({result.seconds} s)")
-            if output is not None:  # after each, for a run that is interrupted
-                content = [asdict(result) for result in results]
-                output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    found = sum(result.found for result in results)
-    click.echo(f"{found} of {len(results)} faults found")
-    if found < len(results):
+            found += test is not None
+            where = "NOT FOUND" if test is None else f"found by {test}"
+            click.echo(f"{fault.name}: {where} ({time.perf_counter() - begin:.1f} s)")
+    click.echo(f"{found} of {len(faults)} faults found")
+    if found < len(faults):
         raise SystemExit(1)
 
 
