@@ -1,14 +1,19 @@
 """Injected LTX-Video models: every input that takes another path, the angles' bits, the report."""
 
 import copy
+import re
 
 import pytest
 import torch
+from diffusers.models import attention_dispatch
+from diffusers.models.attention_processor import Attention
 from torch import nn
 
 import ltx_models
+from families import FAMILIES
 from injected_pairs import pair, reasons_of
-from ltx_models import calls_of, computing, inputs, reference, run, transformer
+from ltx_models import calls_of, computing, inputs, kernel_calls, reference, run, transformer
+from small_models import BY_NAME
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -98,7 +103,7 @@ def test_angles_have_the_models_bits(kernel, device, case):
 
 def test_report_names_each_module(kernel, device, capfd, caplog):
     """It is logged and not printed."""
-    model = transformer(device, blocks=2, heads=1, head_dim=64)
+    model = transformer(device, torch.bfloat16, blocks=2, heads=1, head_dim=64)
     capfd.readouterr()
     with caplog.at_level("INFO", logger="h100_diffusers_kernels"):
         report = kernel.inject_kernels(model)
@@ -119,6 +124,122 @@ def test_report_names_each_module(kernel, device, capfd, caplog):
     messages = [r.getMessage() for r in caplog.records if r.name == "h100_diffusers_kernels"]
     assert len(messages) == 2 and text in messages[0]
     assert capfd.readouterr() == ("", "")
+
+
+OWN = "attention itself is the model's own: "
+CHOSEN = "a backend or parallelism is chosen for it"
+OWN_ATTENTIONS = {  # change, options of the family's model and of inject_kernels, reason
+    "chosen": (
+        lambda model: model.set_attention_backend("native"),
+        {},
+        {},
+        CHOSEN,
+    ),
+    "heads": (
+        None,
+        {"head_dim": 32},
+        {},
+        "its heads have 32 elements, and the kernel's 64 and 128",
+    ),
+    "float32": (None, {"dtype": torch.float32}, {}, "no kernel for float32"),
+    "attention=False": (None, {}, {"attention": False}, "asked for by attention=False"),
+}
+
+
+@pytest.fixture
+def _no_backend_stays():
+    """`set_attention_backend` sets that of the process, too."""
+    registry = attention_dispatch._AttentionBackendRegistry
+    before = registry._active_backend
+    yield
+    registry._active_backend = before
+
+
+@pytest.mark.usefixtures("_no_backend_stays")
+@pytest.mark.parametrize("case", OWN_ATTENTIONS)
+def test_the_report_tells_of_attention_that_is_not_replaced(kernel, device, case):
+    """At its first line on the model, and in no entry of what is replaced; its calls are as promised."""
+    change, config, options, reason = OWN_ATTENTIONS[case]
+    family = FAMILIES["flux"]
+    config = {"dtype": torch.bfloat16, "head_dim": 64, **config}
+    model = family.model(device, heads=2, **config)
+    if change is not None:
+        change(model)
+    report = kernel.inject_kernels(model, **options)
+    text = str(report)
+    assert f"\nthe model: in full; {OWN}{reason}\n" in text
+    assert all("attention" not in entry.replacement for entry in report.replaced)
+    if config["head_dim"] == 64:  # of the small model's positions
+        calls = kernel_calls(run, model, family.inputs(device, config["dtype"]))
+        assert calls["qk_norm_rope"] > 0 and "attention" not in calls
+        assert not any(calls.fell_back or calls.own_attention for calls in report.calls)
+
+
+def choose_backend(model, arguments):
+    model.set_attention_backend("native")
+    run(model, arguments)
+
+
+def ask_for_a_gradient(model, arguments):
+    with torch.enable_grad():
+        model(**arguments, return_dict=False)
+
+
+@pytest.mark.usefixtures("_no_backend_stays")
+@pytest.mark.parametrize(
+    ("family", "choose", "reason"),
+    [
+        ("flux", choose_backend, CHOSEN),
+        ("hunyuan_video", choose_backend, CHOSEN),
+        ("flux", ask_for_a_gradient, "a derivative is asked for"),
+        ("cosmos", ask_for_a_gradient, "a derivative is asked for"),
+    ],
+)
+def test_attention_that_is_chosen_later_is_counted(kernel, device, family, choose, reason):
+    """In the calls and in what is printed, and not as a call on the kernels."""
+    if family == "flux":
+        model = FAMILIES["flux"].model(device, torch.bfloat16, heads=2, head_dim=64)
+        arguments = FAMILIES["flux"].inputs(device, torch.bfloat16)
+    else:
+        model = BY_NAME[family].model(device, torch.bfloat16)
+        arguments = BY_NAME[family].arguments(device, torch.bfloat16)
+    report = kernel.inject_kernels(model)
+    run(model, arguments)
+    before = {calls.name: calls.on_kernels for calls in report.calls}
+    choose(model, arguments)
+    attentions = [calls for calls in report.calls if calls.module.endswith("Attention")]
+    attentions = [calls for calls in attentions if not calls.fell_back]
+    assert len(attentions) >= 2
+    for calls in attentions:
+        assert calls.own_attention == {OWN + reason: before[calls.name]}
+        assert calls.on_kernels == before[calls.name]
+    total = sum(sum(calls.own_attention.values()) for calls in attentions)
+    module = attentions[0].module
+    assert f"calls with the model's own attention: {total} x {module}: {OWN}{reason}" in str(report)
+
+
+def test_names_in_the_report(kernel, device):
+    """Each name is there, with a star for indices, in lines of at most 100 characters."""
+    report = kernel.inject_kernels(FAMILIES["flux"].model(device, torch.bfloat16))
+    lines = str(report).splitlines()
+    assert max(map(len, lines[2:])) <= 100
+    assert (
+        "  4 x FluxAttention: transformer_blocks.*.attn, single_transformer_blocks.*.attn" in lines
+    )
+    shown = set(re.findall(r"[\w.*]+", str(report)))
+    for entry in report.replaced + report.left_alone:
+        name = re.sub(r"(?<![^.])\d+(?![^.])", "*", entry.name)
+        assert name in shown or entry.name == ""
+
+
+@pytest.mark.parametrize(
+    ("cuda_graphs", "level"), [(False, "not at all"), (True, "only in CUDA graphs")]
+)
+def test_a_model_without_replaced_modules(kernel, device, cuda_graphs, level):
+    model = nn.Sequential(Attention(query_dim=80, heads=2, dim_head=40)).to(device)
+    report = kernel.inject_kernels(model, cuda_graphs=cuda_graphs)
+    assert report.levels == {"": level} and f"\nthe model: {level}\n" in str(report)
+    assert report.replaced == []
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(2, 2), lambda: nn.Sequential()])

@@ -113,8 +113,10 @@ def test_float32(kernel, device, small):
     model, plain, report, arguments = pair(small, kernel, device, dtype=FLOAT32)
     assert attentions(model, arguments) == 0
     assert_alike(model, plain, arguments, times=1, slack=3e-6)
-    reasons = {reason for found in fallen_back(report).values() for reason in found}
-    assert reasons <= {"attention itself: no kernel for float32"}
+    reason = "attention itself is the model's own: no kernel for float32"
+    attended = [entry.name for entry in report.left_alone if entry.reason == reason]
+    assert attended or not small.attends
+    assert fallen_back(report) == {}
 
 
 def test_the_report_names_what_is_left_alone(kernel, device):

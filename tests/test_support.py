@@ -755,7 +755,7 @@ def test_frames_with_noise_of_their_own(kernel, device, dtype):
     if dtype == torch.bfloat16:
         assert calls["attention"] == 2  # of the text
         fallen = {entry.name: entry.fell_back for entry in report.calls if entry.fell_back}
-        reason = "attention itself: its mask differs between queries or heads"
+        reason = "attention itself is the model's own: its mask differs between queries or heads"
         assert fallen == {f"blocks.{i}.attn1": {reason: 2} for i in range(2)}
 
 

@@ -31,13 +31,16 @@ from .checks import KnownFunction, class_name
 from .linears import can_write_linear, linear, linear_per_sample, linears, run_dropout, write_linear
 from .norms import RMS, apply_norm, norm_notes, read_norm
 from .patch import Call, Injection, PatchSpec
+from .report import OWN_ATTENTION
 from .rotary import rope_operand, split_tables
 
 _DISPATCH_MODULE = "diffusers.models.attention_dispatch"
 SDPA = KnownFunction("torch.nn.functional:scaled_dot_product_attention")
 DISPATCH = KnownFunction(f"{_DISPATCH_MODULE}:dispatch_attention_fn")
 _NATIVE = KnownFunction(f"{_DISPATCH_MODULE}:_native_attention")
-OWN_ATTENTION = "attention itself is the model's own"
+CHOSEN = f"{OWN_ATTENTION}: a backend or parallelism is chosen for it"
+GRADIENT = f"{OWN_ATTENTION}: a derivative is asked for"
+NOT_WANTED = f"{OWN_ATTENTION}: asked for by attention=False"
 # Linear layers and norms of an attention over two streams, for the image and for the text.
 _IMAGE = ("to_q", "to_k", "to_v"), ("norm_q", "norm_k")
 _TEXT = ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k")
@@ -90,10 +93,10 @@ class AttentionSpec(PatchSpec):
     def _why_own_attention(self, module: Any, injection: Injection) -> str | None:
         """Why attention itself is the model's own, as the module is now."""
         if not injection.options["attention"]:
-            return f"{OWN_ATTENTION}: asked for by attention=False"
+            return NOT_WANTED
         if not is_native(module.processor, self.dispatches):
-            return f"{OWN_ATTENTION}: a backend or parallelism is chosen for it"
-        reason = why_not_head_dim(head_dim_of(module))
+            return CHOSEN
+        reason = why_not_head_dim(head_dim_of(module)) or why_not_dtype(weight_dtype(module))
         return None if reason is None else f"{OWN_ATTENTION}: {reason}"
 
     def describe(self, module: Any, injection: Injection) -> str:
@@ -119,6 +122,18 @@ def why_not_head_dim(head_dim: int | None) -> str | None:
         return None
     known = " and ".join(map(str, ATTENTION_HEAD_DIMS))
     return f"its heads have {head_dim} elements, and the kernel's {known}"
+
+
+def weight_dtype(module: nn.Module) -> torch.dtype | None:
+    """That of an attention's first linear layer."""
+    weights = (getattr(child, "weight", None) for child in module.children())
+    return next((w.dtype for w in weights if isinstance(w, Tensor) and w.dim() == 2), None)
+
+
+def why_not_dtype(dtype: torch.dtype | None) -> str | None:
+    """Why the kernel does not take tensors of this dtype, as a clause."""
+    is_wide = dtype in (torch.float32, torch.float64)  # other dtypes are those of quantized weights
+    return f"no kernel for {dtype_name(dtype)}" if dtype is not None and is_wide else None
 
 
 def is_native(processor: Any, dispatches: bool) -> bool:
@@ -198,9 +213,13 @@ def attend(
             if mask is None or key_bias is not None:
                 how: Any = {"key_bias": key_bias, "heads": heads, "out": out}
                 return functional.attention(query, key, value, **how)
-            call.fall_back("attention itself: its mask differs between queries or heads")
-        elif not is_differentiated(query, key, value):
-            call.fall_back(f"attention itself: no kernel for {dtype_name(query.dtype)}")
+            call.fall_back(f"{OWN_ATTENTION}: its mask differs between queries or heads")
+        elif is_differentiated(query, key, value):
+            call.leave_attention(GRADIENT)
+        else:
+            call.fall_back(f"{OWN_ATTENTION}: no kernel for {dtype_name(query.dtype)}")
+    elif not is_free:
+        call.leave_attention(CHOSEN)
     if mask is not None and expand_mask is not None:
         # PyTorch's attention broadcasts over the heads by itself.
         is_broadcast = is_free and mask.dim() == 3 and mask.shape[::2] == key.shape[:2]

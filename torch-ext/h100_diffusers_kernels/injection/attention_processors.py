@@ -37,8 +37,10 @@ from ..conditions import (
     why_not_taken,
 )
 from .attention import (
+    CHOSEN,
     DISPATCH,
-    OWN_ATTENTION,
+    GRADIENT,
+    NOT_WANTED,
     SDPA,
     attend,
     head_dim_of,
@@ -46,10 +48,13 @@ from .attention import (
     key_bias_of,
     project_out,
     query_key_value,
+    weight_dtype,
+    why_not_dtype,
     why_not_head_dim,
 )
 from .checks import KnownFunction
 from .patch import Call, Injection, PatchSpec
+from .report import OWN_ATTENTION
 
 _DISPATCH_NAME, _SDPA_NAME = "dispatch_attention_fn", "scaled_dot_product_attention"
 _ATTENTION = "diffusers.models.attention_processor:Attention"
@@ -130,6 +135,8 @@ def _attention(
     is_traced = torch.compiler.is_dynamo_compiling()
     current = None if is_traced else getattr(_thread, "current", None)
     if is_differentiated(query, key, value, mask if isinstance(mask, Tensor) else None):
+        if current is not None:
+            current._call.leave_attention(GRADIENT)
         return None
     batch, _, heads, head_dim = query.shape
     kv_heads = key.shape[2]
@@ -159,7 +166,7 @@ def _attention(
         reason = "its mask differs between queries or heads" if key_bias is None else None
     if reason is not None:
         if current is not None:
-            current._call.fall_back(f"attention itself: {reason}")
+            current._call.fall_back(f"{OWN_ATTENTION}: {reason}")
         return None
     if current is not None:
         current._ran = True
@@ -336,12 +343,17 @@ class ProcessorSpec(PatchSpec):
 
     def why_left_alone(self, module: Any, injection: Injection) -> str | None:
         if not injection.options["attention"]:
-            return f"{OWN_ATTENTION}: asked for by attention=False"
+            return NOT_WANTED
         return why_not_head_dim(head_dim_of(module))
 
     def why_not(self, module: Any) -> str | None:
         copy = _copy_of(type(module.processor))
-        return copy if isinstance(copy, str) else None
+        if isinstance(copy, str):
+            return copy
+        if not is_native(module.processor, copy.dispatches):
+            return CHOSEN
+        reason = why_not_dtype(weight_dtype(module))
+        return None if reason is None else f"{OWN_ATTENTION}: {reason}"
 
 
 def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -350,8 +362,10 @@ def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
     copy = _copy_of(type(processor))
     if isinstance(copy, str):
         return call.decline(copy)
-    is_own = torch.nn.functional.scaled_dot_product_attention is SDPA.function
-    if not is_own or not is_native(processor, copy.dispatches):
+    if torch.nn.functional.scaled_dot_product_attention is not SDPA.function:
+        return call.decline("scaled_dot_product_attention was replaced")
+    if not is_native(processor, copy.dispatches):
+        call.leave_attention(CHOSEN)
         return NotImplemented
     if copy.call is _STANDARD.function:
         out = _standard(self, call, *args, **kwargs)

@@ -64,7 +64,7 @@ def _axes(theta: float, dims: tuple[int, ...], device: torch.device) -> tuple[Te
     return torch.cat(axes), torch.cat(frequencies)
 
 
-_CACHED = "frequencies are cached"
+_CACHED = "caches its frequencies"
 _EMBEDDINGS = "diffusers.models.embeddings"
 TIMESTEPS = PatchSpec(
     f"{_EMBEDDINGS}:Timesteps",

@@ -92,11 +92,11 @@ def forward_with_state(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -
 
 
 def model_spec(path: str, *blocks: str) -> ModelSpec:
-    operations = "its own forward, in which its blocks share values"
+    operations = "wrapped: its blocks share values within one forward"
     return ModelSpec(path, forward_with_state, operations, blocks=blocks)
 
 
-COMPUTED_ONCE = "computed once a forward, by the model's own code"
+COMPUTED_ONCE = "runs once a forward, on the model's own code"
 
 
 class Family(NamedTuple):

@@ -17,7 +17,7 @@ from .forward_state import Family
 from .linears import GATED_ACTIVATIONS, LINEAR_GELU
 from .norm_modules import ADAPTIVE_NORMS, GROUP_NORM, NORMS
 from .patch import UNKNOWN_FORWARD, Injection, PatchSpec, StandIn, can_patch, put_in, take_out
-from .report import IN_FULL, IN_PART, NOT_AT_ALL, InjectionReport, Replaced, join
+from .report import IN_FULL, IN_PART, NOT_AT_ALL, ONLY_GRAPHS, InjectionReport, Replaced, join
 from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 
 logger = logging.getLogger("h100_diffusers_kernels")
@@ -77,10 +77,10 @@ def inject_kernels(
     Calls that the kernels do not cover fall back to the model's own code: under autocast, with mixed dtypes,
     within a function or dispatch mode, on a device without kernels. A fall-back is logged once for each class
     of modules and reason, and counted in the report's ``calls``. It raises RuntimeError if the environment
-    variable ``H100_DIFFUSERS_KERNELS_STRICT`` is set to 1. Attention is the model's own, without being
-    counted, in training, under context parallelism, and if an attention backend has been chosen by
-    ``model.set_attention_backend``, ``attention_backend`` or ``DIFFUSERS_ATTN_BACKEND``, before or after
-    the injection. (For the last two, "native" is indistinguishable from no choice.)
+    variable ``H100_DIFFUSERS_KERNELS_STRICT`` is set to 1. Attention is the model's own in training, under
+    context parallelism, and if an attention backend has been chosen by ``model.set_attention_backend``,
+    ``attention_backend`` or ``DIFFUSERS_ATTN_BACKEND``, before or after the injection. (For the last two,
+    "native" is indistinguishable from no choice.) That is no fall-back: ``calls`` count it by itself.
 
     Args:
         pipe_or_model: a ``torch.nn.Module`` (a compiled or otherwise wrapped one included), or a pipeline
@@ -226,6 +226,8 @@ def _plan(
         if inner is not None:
             stand_ins.remove(inner)
         stand_ins.append(GraphedStandIn(model, inner, injection, pool))
+        if report.levels[""] == NOT_AT_ALL:
+            report.levels[""] = ONLY_GRAPHS
     return plan
 
 

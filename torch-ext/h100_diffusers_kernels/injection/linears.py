@@ -183,7 +183,7 @@ _GELU_CLASS = "diffusers.models.activations:GELU"
 LINEAR_GELU = PatchSpec(
     _GELU_CLASS,
     _gelu_forward,
-    "GELU as its matrix product's epilogue, else gelu",
+    "GELU in the matrix product's epilogue, or gelu",
     functions=(f"{_GELU_CLASS}.gelu", "torch.nn.functional:gelu"),
 )
 

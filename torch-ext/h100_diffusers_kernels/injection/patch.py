@@ -169,6 +169,13 @@ class Call:
         if self.stand_in.count.fall_back(reason):
             self.is_counted = False
 
+    def leave_attention(self, reason: str) -> None:
+        """Counts that the model's own code computes only attention, as the user chose; no fall-back."""
+        count = self.stand_in.count
+        if not torch.compiler.is_dynamo_compiling() and reason not in count.reported:
+            count.own_attention[reason] += 1
+            self.is_counted = False
+
     def decline(self, reason: str | None) -> Any:
         """Counts the reason, and returns what makes the class's own forward run.
 

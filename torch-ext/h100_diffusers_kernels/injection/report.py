@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import logging
 import os
-from collections.abc import Sequence
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -13,6 +15,10 @@ logger = logging.getLogger("h100_diffusers_kernels")
 
 # How much of a model runs on the kernels.
 IN_FULL, IN_PART, NOT_AT_ALL = "in full", "in part", "not at all"
+ONLY_GRAPHS = "only in CUDA graphs"
+# How a reason begins if it concerns only attention.
+OWN_ATTENTION = "attention itself is the model's own"
+_WIDTH = 100  # of the text, in characters
 # Environment variable: any value except 0 makes a fall-back an error.
 STRICT = "H100_DIFFUSERS_KERNELS_STRICT"
 
@@ -42,12 +48,15 @@ class Calls:
         module: its class.
         on_kernels: the number of calls that ran on the kernels, in all that the report promised.
         fell_back: the number of calls that the model's own code computed, in full or in part, by reason.
+        own_attention: the number of calls in which only attention was computed by the model's own code,
+            because the user chose a backend or asks for a gradient, by reason. They are not fall-backs.
     """
 
     name: str
     module: str
     on_kernels: int = 0
     fell_back: dict[str, int] = field(default_factory=collections.Counter)
+    own_attention: dict[str, int] = field(default_factory=collections.Counter)
 
 
 @dataclass
@@ -79,7 +88,7 @@ class CallCount(Calls):
 
     def fall_back(self, reason: str) -> bool:
         """Counts a call that the model's own code computes, in full or in part, unless the report gave this
-        reason. The first for each reason and class of modules is logged.
+        reason. The first one for each reason and class of modules is logged.
 
         Returns:
             Whether it was counted.
@@ -103,8 +112,8 @@ class CallCount(Calls):
 
 @dataclass
 class InjectionReport:
-    """The result of :func:`inject_kernels`; ``str()`` gives one line for each kind of module, and the counts
-    of calls up to now.
+    """The result of :func:`inject_kernels`. ``str()`` gives an entry for each kind of module, and the counts
+    of calls up to now. In its names ``*`` stands for the indices of blocks.
 
     Attributes:
         replaced: each module replaced: its qualified name, its class, its replacement.
@@ -113,7 +122,8 @@ class InjectionReport:
         already_injected: whether everything was in place before the call, which changed nothing.
         levels: how much of each model runs on the kernels, by its name in the pipeline ("" if it was passed
             by itself): "in full" (its class is known as a whole), "in part" (its norms, activations and
-            attentions, one by one) or "not at all" (``left_alone`` says why).
+            attentions, one by one), "only in CUDA graphs" (no kernels, and its forward is captured) or "not
+            at all" (``left_alone`` says why).
         calls: how each replaced module's calls have run (a property).
         cuda_graphs: how the calls of each model with graphs have run (a property).
         model_name: the model's name in the pipeline, in a report on one model.
@@ -133,7 +143,10 @@ class InjectionReport:
     def calls(self) -> list[Calls]:
         """The calls of each replaced module, without those in compiled code and in replays of CUDA graphs."""
         return [
-            Calls(join(part.model_name, c.name), c.module, c.on_kernels, dict(c.fell_back))
+            Calls(
+                *(join(part.model_name, c.name), c.module, c.on_kernels),
+                *(dict(c.fell_back), dict(c.own_attention)),
+            )
             for part in (self, *self.parts)
             for c in part.counts.values()
         ]
@@ -182,17 +195,16 @@ class InjectionReport:
     def __str__(self) -> str:
         already = " (before this call already)" if self.already_injected else ""
         lines = [f"{self.num_replaced} replaced{already}, {self.num_left_alone} left alone"]
-        lines += [f"{name or 'the model'}: {level}" for name, level in self.levels.items()]
-        lines += _table("replaced", self.replaced) + _table("left alone", self.left_alone)
-        all_calls = self.calls
-        on_kernels = sum(calls.on_kernels for calls in all_calls)
-        fell_back: collections.Counter[tuple[str, str]] = collections.Counter()
-        for calls in all_calls:
-            fell_back.update({(calls.module, why): n for why, n in calls.fell_back.items()})
-        if on_kernels or fell_back:
+        lines += [self._level(name) for name in self.levels]
+        lines += _entries("replaced", self.replaced) + _entries("left alone", self.left_alone)
+        calls = self.calls
+        on_kernels = sum(c.on_kernels for c in calls)
+        fell_back = _totals((c.module, c.fell_back) for c in calls)
+        own_attention = _totals((c.module, c.own_attention) for c in calls)
+        if on_kernels or fell_back or own_attention:
             lines.append(f"calls on the kernels: {on_kernels}")
-        for (module, reason), count in fell_back.items():
-            lines.append(f"calls on the model's own code: {count} x {module}: {reason}")
+        lines += [f"calls on the model's own code: {total}" for total in fell_back]
+        lines += [f"calls with the model's own attention: {total}" for total in own_attention]
         for graphs in self.cuda_graphs:
             counts = f"{graphs.captured} captured, {graphs.replayed} replayed"
             uncaptured = sum(graphs.uncaptured.values())
@@ -200,20 +212,38 @@ class InjectionReport:
             lines.append(f"CUDA graphs of {name}: {counts}, {uncaptured} calls without")
         return "\n".join(lines)
 
+    def _level(self, name: str) -> str:
+        """A line on one model: how much of it runs on the kernels."""
+        own = (
+            entry.reason
+            for entry in self.left_alone
+            if entry.reason.startswith(OWN_ATTENTION) and entry.name.startswith(name and f"{name}.")
+        )
+        exceptions = "".join(f"; {reason}" for reason in dict.fromkeys(own))
+        return f"{name or 'the model'}: {self.levels[name]}{exceptions}"
+
 
 def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
-def _table(title: str, entries: Sequence[tuple[str, str, str]]) -> list[str]:
-    """One line for all modules with the same class and text, with the first and the last name."""
+def _totals(counts: Iterable[tuple[str, Mapping[str, int]]]) -> list[str]:
+    """The sum for each class and reason, as text."""
+    totals: collections.Counter[tuple[str, str]] = collections.Counter()
+    for module, by_reason in counts:
+        totals.update({(module, reason): count for reason, count in by_reason.items()})
+    return [f"{count} x {module}: {reason}" for (module, reason), count in totals.items()]
+
+
+def _entries(title: str, entries: Sequence[tuple[str, str, str]]) -> list[str]:
+    """The modules of each class with the same text: their number, their names, the text."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, module, text in entries:
         groups.setdefault((module, text), []).append(name or "(the model)")
-    rows = [
-        (f"{len(names)} x {module}", " ... ".join(dict.fromkeys((names[0], names[-1]))), text)
-        for (module, text), names in groups.items()
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = [f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
-    return [f"{title}:", *lines] if rows else []
+    lines = [f"{title}:"] if groups else []
+    for (module, text), names in groups.items():
+        alike = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names)
+        head = f"  {len(names)} x {module}: {', '.join(alike)}"
+        lines += textwrap.wrap(head, _WIDTH, subsequent_indent=" " * 6, break_on_hyphens=False)
+        lines += textwrap.wrap(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return lines
