@@ -218,9 +218,17 @@ def test_the_cards_operations(kernel, device):
         assert torch.isfinite(namespace[name]).all(), name
 
 
+@pytest.mark.usefixtures("kernel")  # sets LOCAL_KERNELS
+def test_the_operations_example():
+    namespace = {}
+    exec(blocks(PAGES["docs/operations.md"], "python")[0], namespace)
+    for name in ("normalized", "residual", "attended"):
+        assert torch.isfinite(namespace[name]).all(), name
+
+
 def test_the_layers_example(kernel, monkeypatch):
     monkeypatch.chdir(Path(kernel.__file__).parents[2])
-    (code,) = blocks(PAGES["docs/operations.md"], "python")
+    code = blocks(PAGES["docs/operations.md"], "python")[1]
     namespace = {}
     try:
         exec(code, namespace)

@@ -1,7 +1,7 @@
-"""docs/support.md is what docs/support.toml says, and that is what happens.
+"""The pages of support are current, and what docs/support.toml says is true.
 
-What is not shown by the tests of a part of the package is shown here. ``test_behaviour`` does to a model of
-each family what a row with an id is about, and holds what it sees to that row.
+Features that no other file tests are tested here. ``test_behaviour`` applies each feature with an id to a model of
+each family and compares what happens with the table.
 """
 
 import ast
@@ -61,23 +61,24 @@ TESTS = Path(__file__).parent
 
 
 # ------------------------------------------------------------------------------------------------
-# The page
+# The pages
 
 
-def test_page_is_current():
-    assert set(FAMILIES) <= render_support.SUBJECTS.keys()
-    assert render_support.PAGE.read_text() == render_support.render(TABLE)
+def test_pages_are_current():
+    assert set(FAMILIES) == set(render_support.FAMILIES)
+    for path, text in render_support.render(TABLE).items():
+        assert path.read_text() == text
 
 
 def test_named_tests_exist(request):
-    """By the beginning of a node id, so that a row may name one case, or all of a function. Cases are known
-    of the files that were collected as a whole."""
+    """A name is the beginning of a node id: one case, or all cases of a function. Cases are known only in files
+    that were collected as a whole."""
     option = request.config.option
     collected = collections.defaultdict(list)
     for item in () if option.keyword or option.markexpr else request.session.items:
         name = item.nodeid.rpartition("/")[2]
         collected[name.partition("::")[0]].append(name)
-    for test in {test for row in TABLE.rows for test in row.tests}:
+    for test in {test for feature in TABLE.features for test in feature.tests}:
         file, _, name = test.partition("::")
         assert (TESTS / file).exists(), test
         if name:
@@ -94,7 +95,7 @@ def functions_of(file):
 
 
 # ------------------------------------------------------------------------------------------------
-# Rows with an id: what is done to a model, or how it is run
+# Features with an id: what is done to a model, or how it is run
 
 
 def with_adapter(config):
@@ -273,15 +274,9 @@ RUNS = {
 }
 
 
-def behaviour_of(feature, family):
-    """What the table says of a feature without an id."""
-    found = {row.on: row.behaviour for row in TABLE.rows if row.feature == feature}
-    return found.get(family.name, found["models"])
-
-
 def observed(kernel, model, forward, whole):
-    """The behaviour of an injected model, in the words of the table. `whole` is what a model to which nothing
-    was done has: how often it calls operators, and what its report leaves alone."""
+    """The behaviour of an injected model, in the words of the table. `whole` belongs to an unchanged model: how
+    often it calls each operator, and what its report leaves alone."""
     calls, report = kernel_calls(forward), kernel.inject_kernels(model)
     fell_back = any(entry.fell_back for entry in report.calls)
     if not calls:
@@ -297,7 +292,7 @@ def assert_same(out, expected, rounding):
 @every_family
 @pytest.mark.parametrize("feature", [*CHANGES, *RUNS])
 def test_behaviour(kernel, device, family, feature):
-    """The values are the plain model's, and where they are computed is what the table says.
+    """The values are the plain model's, and the table says where they are computed.
 
     The model is injected before the change in one half of the families, and after it in the other half.
     """
@@ -325,9 +320,9 @@ def test_behaviour(kernel, device, family, feature):
     assert behaviour == TABLE.behaviour(feature, family.name)
 
 
-def test_every_row_with_an_id_is_tried():
+def test_every_feature_with_an_id_is_tried():
     tried = {*CHANGES, *RUNS, "make_fx", "export"}
-    assert {row.id for row in TABLE.rows if row.id is not None} == tried
+    assert {feature.id for feature in TABLE.features if feature.id is not None} == tried
 
 
 # ------------------------------------------------------------------------------------------------
@@ -397,7 +392,7 @@ def test_torchscript_of_a_model(kernel, device, family):
     model, plain, arguments = prepared(family, device)
     kernel.inject_kernels(model)
     x = arguments["hidden_states"]
-    behaviour = behaviour_of("`torch.jit.trace`", family)
+    behaviour = TABLE.behaviour("`torch.jit.trace`", family.name)
     if behaviour == "raises":
         with pytest.raises(TypeError, match="qk_norm_rope: heads must be an integer, got Tensor"):
             torch.jit.trace(Sample(model, arguments), (x,), check_trace=False)
@@ -534,7 +529,7 @@ def test_distributed_data_parallel(kernel, device, family):
 
 
 def has_caches(family):
-    return behaviour_of("FasterCache", family) != "as without"
+    return TABLE.behaviour("FasterCache", family.name) != "same"
 
 
 @pytest.mark.parametrize(
@@ -557,7 +552,7 @@ def test_smoothed_energy_guidance(kernel, device, family, is_injected_first):
     if is_injected_first:
         kernel.inject_kernels(model)
     config = SmoothedEnergyGuidanceConfig(indices=[0], fqn=family.block_lists[0])
-    fails = behaviour_of("smoothed energy guidance", family) == "as without"
+    fails = TABLE.behaviour("smoothed energy guidance", family.name) == "same"
     outputs = []
     for candidate in (plain, model):
         with pytest.raises(AttributeError) if fails else contextlib.nullcontext():

@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
-"""Write docs/support.md, what works with what, from docs/support.toml.
+"""Write docs/support.md, what works with what, and docs/support_tests.md, the tests that show it.
+
+Both are made from docs/support.toml.
 
 python tools/render_support.py            # write
-python tools/render_support.py --check    # exit with 1 if it is not what the TOML says
+python tools/render_support.py --check    # exit with 1 if a page differs from what the TOML says
 """
 
 from __future__ import annotations
 
+import collections
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from tabulate import tabulate
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,43 +24,58 @@ else:
 CHECKOUT = Path(__file__).resolve().parents[1]
 SOURCE = CHECKOUT / "docs" / "support.toml"
 PAGE = CHECKOUT / "docs" / "support.md"
-TESTS = "../tests"  # as seen from the page
+TESTS_PAGE = CHECKOUT / "docs" / "support_tests.md"
+TESTS = "../tests"  # relative to the pages
 
-# What a row may be about, and its name on the page. A family goes by its name in tests/families.py.
-SUBJECTS = {
+# A column of the page each.
+COLUMNS = {
     "operations": "operations",
     "layers": "layers",
-    "models": "injected models",
-    "ltx": "injected LTX-Video",
-    "flux": "injected FLUX.1",
-    "flux2": "injected FLUX.2",
-    "qwenimage": "injected Qwen-Image",
-    "sd3": "injected Stable Diffusion 3",
-    "wan": "injected Wan",
-    "others": "other models, injected in part",
+    "models": "models in full",
+    "others": "models in part",
 }
-UNTRIED = ("not tried", "not built")
+# Families by their names in tests/families.py. They stand in the column of the models in full.
+FAMILIES = {
+    "ltx": "LTX-Video",
+    "flux": "FLUX.1",
+    "flux2": "FLUX.2",
+    "qwenimage": "Qwen-Image",
+    "sd3": "SD3",
+    "wan": "Wan",
+}
+SUBJECTS = (*COLUMNS, *FAMILIES)
+UNTRIED = {"not tried", "not built"}
 
 HEAD = """\
 # What works with what
 
-The operations, the layers for `kernels.kernelize`, and the models into which
-`inject_kernels` has put the kernels: what runs on the kernels, what falls back, what raises, and the test
-that shows it. A row on injected models holds for every family, unless a row of the same feature names one.
-Rows on other models hold for those of diffusers that have no family.
+The columns: operations; layers for `kernels.kernelize`; models that `inject_kernels` replaces in full; all other
+models of diffusers, which it replaces in part ([list](injection.md)). An empty cell means that the feature does not
+apply or was not tried there. A word after a family's name holds for that family, a word before it for all others.
+The tests of each feature are in [support_tests.md](support_tests.md).
+
+Written by `tools/render_support.py` from `support.toml`.
+"""
+TESTS_HEAD = """\
+# Tests of each feature
+
+The tests that show what [support.md](support.md) says, by feature.
 
 Written by `tools/render_support.py` from `support.toml`.
 """
 
 
 @dataclass(frozen=True)
-class Row:
-    """What happens where a feature meets a subject; the fields are explained in docs/support.toml."""
+class Feature:
+    """What a user does or has, and what happens then. The fields are explained in docs/support.toml.
+
+    Attributes:
+        on: the behaviour by subject.
+    """
 
     section: str
     feature: str
-    on: str
-    behaviour: str
+    on: dict[str, str]
     note: str = ""
     id: str | None = None
     tests: tuple[str, ...] = ()
@@ -70,88 +87,114 @@ class Table:
 
     behaviours: dict[str, str]
     sections: dict[str, str]
-    rows: tuple[Row, ...]
+    features: tuple[Feature, ...]
 
-    def behaviour(self, feature_id: str, family: str) -> str:
-        """What happens where an injected model of a family meets the feature of an id."""
-        found = {row.on: row.behaviour for row in self.rows if row.id == feature_id}
-        for subject in (family, "models"):
-            if subject in found:
-                return found[subject]
-        raise KeyError(f"no row on {family} has the id {feature_id!r}")
+    def behaviour(self, name: str, family: str) -> str:
+        """The behaviour of an injected model of a family with a feature, given by its id or its text."""
+        found = [feature for feature in self.features if name in (feature.id, feature.feature)]
+        if len(found) != 1:
+            raise KeyError(f"{len(found)} features are called {name!r}")
+        on = found[0].on
+        return on[family] if family in on else on["models"]
 
 
 def load(path: Path = SOURCE) -> Table:
-    """The table, after a look at what a slip of the pen would leave out of it."""
+    """The table, checked for keys and values that the pages would leave out."""
     data = tomllib.loads(path.read_text(encoding="utf-8"))
-    rows = tuple(_row(number, fields, data) for number, fields in enumerate(data["rows"], 1))
-    seen = set()
-    for row in rows:
-        for key in {(row.feature, row.on), (row.id or row.feature, row.on)}:
-            if key in seen:
-                raise click.ClickException(f"{path.name}: two rows on {key[1]} are of {key[0]!r}.")
-        seen.update({(row.feature, row.on), (row.id or row.feature, row.on)})
-    return Table(data["behaviours"], data["sections"], rows)
+    features = tuple(_feature(fields, data) for fields in data["features"])
+    names = collections.Counter((feature.section, feature.feature) for feature in features)
+    for (section, name), count in names.items():
+        if count > 1:
+            raise click.ClickException(f"{path.name}: {section} has {count} features {name!r}.")
+    return Table(data["behaviours"], data["sections"], features)
 
 
-def _row(number: int, fields: dict, data: dict) -> Row:
+def _feature(fields: dict, data: dict) -> Feature:
+    on = {key: value for key, value in fields.items() if key in SUBJECTS}
+    others = {key: value for key, value in fields.items() if key not in SUBJECTS}
+
     def refuse(what: str) -> None:
-        feature = fields.get("feature", "no feature")
-        raise click.ClickException(f"support.toml: row {number} ({feature}): {what}.")
+        raise click.ClickException(f"support.toml: {fields.get('feature', fields)}: {what}.")
 
-    known = Row.__dataclass_fields__
-    unknown, missing = fields.keys() - known.keys(), {"section", "feature", "on", "behaviour"}
-    if unknown or not missing <= fields.keys():
-        refuse(f"its keys must be among {', '.join(known)}, got {', '.join(fields)}")
-    for key, allowed in (
-        ("section", data["sections"]),
-        ("on", SUBJECTS),
-        ("behaviour", data["behaviours"]),
-    ):
-        if fields[key] not in allowed:
-            refuse(f"{key} must be one of {', '.join(allowed)}, got {fields[key]!r}")
-    row = Row(**{**fields, "tests": tuple(fields.get("tests", ()))})
-    if bool(row.tests) == (row.behaviour in UNTRIED):
-        refuse("it must name a test, unless it is not tried or not built")
-    return row
+    known = {"section", "feature", "note", "id", "tests"}
+    if not {"section", "feature"} <= others.keys() <= known:
+        refuse(f"its keys must be among {', '.join((*known, *SUBJECTS))}, got {', '.join(fields)}")
+    if others["section"] not in data["sections"]:
+        refuse(f"section must be one of {', '.join(data['sections'])}, got {others['section']!r}")
+    if not on or not set(on.values()) <= data["behaviours"].keys():
+        refuse(f"behaviours must be among {', '.join(data['behaviours'])}, got {on}")
+    feature = Feature(on=on, **{**others, "tests": tuple(others.get("tests", ()))})
+    if bool(feature.tests) == (set(on.values()) <= UNTRIED):
+        refuse("it must name a test, unless it was not tried or not built")
+    return feature
 
 
-def _link(test: str) -> str:
-    file, _, name = test.partition("::")
-    return f"[`{name.partition('[')[0] or file}`]({TESTS}/{file})"
+def _cell(feature: Feature, column: str) -> str:
+    word = feature.on.get(column, "")
+    if column != "models":
+        return word
+    families: dict[str, list[str]] = {}
+    for family, name in FAMILIES.items():
+        if family in feature.on:
+            families.setdefault(feature.on[family], []).append(name)
+    named = "; ".join(f"{', '.join(names)}: {word}" for word, names in families.items())
+    return f"{word}; {named}" if word and named else word or named
 
 
-def render(table: Table) -> str:
+def _table(features: list[Feature]) -> str:
+    """The features of a section, without columns that would be empty."""
+    columns = ["feature", *COLUMNS.values(), "note"]
+    rows = [
+        [feature.feature, *(_cell(feature, column) for column in COLUMNS), feature.note]
+        for feature in features
+    ]
+    used = [any(row[i] for row in rows) for i in range(len(columns))]
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(
+        f"| {' | '.join(cell for cell, is_used in zip(line, used, strict=True) if is_used)} |"
+        for line in lines
+    )
+
+
+def _links(tests: tuple[str, ...]) -> str:
+    """The tests by file, without their cases. A file without names stands for all of its tests."""
+    files: dict[str, dict[str, None]] = {}
+    for test in tests:
+        file, _, case = test.partition("::")
+        names = files.setdefault(file, {})
+        if case:
+            names[f"`{case.partition('[')[0]}`"] = None
+    return "; ".join(
+        f"[{file}]({TESTS}/{file}) {', '.join(names)}".strip() for file, names in files.items()
+    )
+
+
+def render(table: Table) -> dict[Path, str]:
+    """Both pages."""
     legend = "\n".join(f"- **{name}**: {text}" for name, text in table.behaviours.items())
-    parts = [HEAD, legend]
+    page, tests = [HEAD, legend], [TESTS_HEAD]
     for section, title in table.sections.items():
-        lines = [
-            [
-                row.feature,
-                SUBJECTS[row.on],
-                f"**{row.behaviour}**" + (f"; {row.note}" if row.note else ""),
-                ", ".join(dict.fromkeys(map(_link, row.tests))),
-            ]
-            for row in table.rows
-            if row.section == section
-        ]
-        headers = ("feature", "of", "what happens", "test")
-        parts.append(f"## {title}")
-        parts.append(tabulate(lines, headers, tablefmt="github", disable_numparse=True))
-    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+        features = [feature for feature in table.features if feature.section == section]
+        page += [f"## {title}", _table(features)]
+        lines = [f"- {f.feature}: {_links(f.tests)}" for f in features if f.tests]
+        tests += [f"## {title}", "\n".join(lines)]
+    return {
+        path: "\n\n".join(part.strip("\n") for part in parts) + "\n"
+        for path, parts in ((PAGE, page), (TESTS_PAGE, tests))
+    }
 
 
 @click.command(help=__doc__.split("\n\n")[0])
 @click.option("--check", is_flag=True, help="Compare, and write nothing.")
 def main(check: bool) -> None:
-    page = render(load())
-    is_current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page
-    if check:
-        if not is_current:
-            raise click.ClickException(f"{PAGE.name} is stale: run tools/render_support.py.")
-    elif not is_current:
-        PAGE.write_text(page, encoding="utf-8")
-        click.echo(f"Wrote {PAGE}")
+    for path, text in render(load()).items():
+        is_current = path.exists() and path.read_text(encoding="utf-8") == text
+        if check:
+            if not is_current:
+                raise click.ClickException(f"{path.name} is stale: run tools/render_support.py.")
+        elif not is_current:
+            path.write_text(text, encoding="utf-8")
+            click.echo(f"Wrote {path}")
 
 
 if __name__ == "__main__":
