@@ -32,7 +32,7 @@ from documents.common import FIGURES, TABLES
 RESULTS = CHECKOUT / "benchmarks" / "results"
 PLOTS = CHECKOUT / "benchmarks" / "plots"
 DOCUMENTS = tuple(
-    CHECKOUT / name for name in ("README.md", "docs/benchmarks.md", "benchmarks/NOTES.md")
+    CHECKOUT / name for name in ("README.md", "docs/benchmarks.md", "benchmarks/notes/aims.md")
 )
 TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 FIGURE = re.compile(r"(<!-- figure: (\S+) -->).*?(<!-- end figure -->)", re.DOTALL)
@@ -60,7 +60,7 @@ def render(text: str, results: Path = RESULTS) -> str:
 def main(check: bool, results: Path, plots: Path, files: tuple[Path, ...]) -> None:
     """Write the plots, and the measured figures of FILES, from benchmarks/results.
 
-    FILES are README.md, docs/benchmarks.md and benchmarks/NOTES.md if none are given.
+    FILES are README.md, docs/benchmarks.md and benchmarks/notes/aims.md if none are given.
     """
     wanted = {
         path: render(path.read_text(encoding="utf-8"), results) for path in files or DOCUMENTS

@@ -1,5 +1,5 @@
 // gelu, silu, geglu and swiglu. Each thread computes one pack of the result; more were never faster, and
-// slower below 64 MB (NOTES, "Activations").
+// slower below 64 MB (notes/activations_and_softmax.md, "Activations").
 #include <cfloat>
 #include <type_traits>
 
@@ -29,8 +29,8 @@ struct GeluErf {
     if constexpr (!kFast) return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
     // GELU is max(x, 0) - |x| * tail, where tail is the normal distribution's beyond a = |x|, approximated by
     // 2^(a * polynomial(a) - 1). The polynomial is a fit of log2(erfc(a / sqrt(2))) / a; the relative error
-    // of the tail is 2e-6 for a < 1 and 1e-5 for a = 4. With erff arithmetic takes longer than memory (NOTES,
-    // "Activations").
+    // of the tail is 2e-6 for a < 1 and 1e-5 for a = 4. With erff arithmetic takes longer than memory
+    // (notes/activations_and_softmax.md, "Activations").
     const float a = fabsf(x);
     float slope = -2.69856475e-08f;
     for (const float coefficient : {-8.29682847e-07f, 4.87766993e-05f, -0.000853764534f, 0.00827150792f,

@@ -26,8 +26,8 @@
 //
 // Named barriers synchronize one warp group, after it has cleared rows of V. Each group waits for its own
 // products between issuing and using them (wgmma_wait_group). While one group multiplies, the others compute
-// exponentials; this alternation arises without synchronization (NOTES, "To 1.10 of FA3 at 2×2688: claimed
-// tiles"). With 128 columns there are two groups, two stages of keys and one of queries, and the lazy softmax
+// exponentials; this alternation arises without synchronization (notes/attention.md, "Claimed tiles"). With
+// 128 columns there are two groups, two stages of keys and one of queries, and the lazy softmax
 // issues the next S before O += P V, so that P V overlaps the next exponentials. Few keys stay in shared
 // memory while queries stream through (attention_resident.cuh), with the same rings.
 //

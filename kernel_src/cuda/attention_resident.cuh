@@ -1,6 +1,7 @@
 // Attention to few keys, such as the tokens of a text. All keys and values of a head stay in shared memory
 // while its queries stream through in tiles of 64, one for each warp group. Time is spent on reading queries
-// and writing the output (NOTES, "Few keys"). A block has consecutive tiles, so that it loads few heads.
+// and writing the output (notes/attention.md, "Few keys"). A block has consecutive tiles, so that it loads
+// few heads.
 #pragma once
 
 #include <algorithm>
@@ -56,7 +57,7 @@ struct ResidentMemory {
 // The tiles of a block: consecutive, head by head; the first blocks have one more. The rows of a head are
 // rotated by block, so that all blocks are at about the same token at a time, most of them in different
 // heads. The heads of a token are adjacent in memory, so its DRAM pages are read and written while they are
-// open (NOTES, "Few keys").
+// open (notes/attention.md, "Few keys").
 class TileRange {
  public:
   __device__ __forceinline__ explicit TileRange(const AttentionKernelParams& params)

@@ -14,8 +14,8 @@ enum class Rescaling { kOnline, kLazy };
 enum class Pass { kShare, kClaimed, kInaccurate };
 
 // The tiles that a block has claimed, in order, in shared memory. Multiprocessors differ in speed by several
-// percent, so the loading thread claims each tile when it is about to load it (NOTES, "To 1.10 of FA3 at
-// 2×2688: claimed tiles").
+// percent, so the loading thread claims each tile when it is about to load it (notes/attention.md, "Claimed
+// tiles").
 struct TileList {
   static constexpr int kCapacity = 2048;
   static constexpr uint32_t kBytes = (kCapacity + 1) * 4;

@@ -8,7 +8,8 @@
 //
 // OnlineSoftmax uses the maximum of each row, so that its largest probability is a power of 2. Otherwise the
 // rounding of that probability would be most of the error of a row that depends on few keys. The maximum of a
-// tile takes a third of the time of its exponentials, which depend on it (NOTES, "What stands in whose way").
+// tile takes a third of the time of its exponentials, which depend on it (notes/attention.md, "Instruction
+// throughput beside wgmma").
 //
 // LazySoftmax (attention_lazy_softmax.cuh) rescales only if float16 would overflow.
 #pragma once

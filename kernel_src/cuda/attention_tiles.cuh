@@ -22,8 +22,8 @@ enum class RowSums { kAdded, kMultiplied };
 
 // kGroups warp groups compute 64 queries each, and one loads. With a head dim of 64 the exponentials take
 // about as long as the matrix products, so there are three groups: one multiplies while two compute
-// exponentials (NOTES, "What stands in whose way"). With 128 O needs twice the registers, so there are two
-// groups.
+// exponentials (notes/attention.md, "Instruction throughput beside wgmma"). With 128 O needs twice the
+// registers, so there are two groups.
 template <typename T_, int kHeadDim_, RowSums kRowSums = RowSums::kAdded>
 struct AttentionTile {
   using T = T_;

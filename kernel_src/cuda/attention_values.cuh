@@ -38,7 +38,7 @@ struct ValueKernelParams {
 };
 
 constexpr int kValueThreads = 256;
-constexpr int kValueTokens = 8;  // tokens of a block (NOTES, "To 1.10 of FA3 at 2×2688: claimed tiles")
+constexpr int kValueTokens = 8;  // tokens of a block (notes/attention.md, "Claimed tiles")
 
 // A thread converts 8 columns of one head, for all tokens of its block.
 template <int kHeadDim>

@@ -63,11 +63,12 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
     qk_norm_rope_kernel(const __grid_constant__ QkKernelParams<typename Operands::Params> p) {
   constexpr int kSize = kPackSize<T, Access::kVector>, kUnits = kUnitsPerThread<kGroupThreads>;
   constexpr int kGroups = kBlockThreads<kGroupThreads> / kGroupThreads;
-  // A unit's packs are half a head apart, so that adjacent threads read adjacent packs (NOTES, "Rotary
-  // embedding from tables"). In the interleaved layout computed rotations need consecutive pairs instead.
+  // A unit's packs are half a head apart, so that adjacent threads read adjacent packs
+  // (notes/rotary_embedding.md, "From tables"). In the interleaved layout computed rotations need consecutive
+  // pairs instead.
   constexpr bool kIsSplit = kLayout == RopeLayout::kHalf || !Rope::kIsComputed;
-  // The rotation is computed, or its loads are issued, before the norm is reduced (NOTES, "Rotary embedding
-  // from tables" and "from coordinates").
+  // The rotation is computed, or its loads are issued, before the norm is reduced
+  // (notes/rotary_embedding.md).
   constexpr bool kPrefetchesRotation = Rope::kIsComputed || kUnits == 1;
   // Values are loaded along with a key. Larger groups have no registers for them.
   constexpr bool kPrefetchesValues = Operands::kIsGeneral && Operands::kHasKey;

@@ -6,8 +6,8 @@
 // Blocks are short: a row of 2048 16-bit elements has 128 threads with two packs each, which run for a
 // microsecond. The time before a block's loads are issued, and between their arrival and its stores, is what
 // it loses to a plain copy. So indexing a row takes one multiplication and no division, and weight, scale and
-// shift are loaded while the row is reduced (NOTES, "Row kernels: what a block does before its loads" and
-// "The order of loads").
+// shift are loaded while the row is reduced (notes/row_kernels.md, "Work before the loads" and "Order of
+// loads").
 #pragma once
 
 #include <type_traits>
@@ -52,10 +52,10 @@ struct RowStatistics {
 };
 
 // For 16-bit results mean and variance come from sums of differences from a pivot, so that the threads of a
-// row exchange sums once. Two exchanges, and Chan's combination of the warps' statistics, were slower (NOTES,
-// "Layer norm"). The pivot is the mean of the row's first eight values. It multiplies the rounding errors of
-// the sums by (pivot - mean)^2 / variance, about 1/8 for most rows. Above kMaxCancellation the sums are
-// computed again, with the resulting mean as the pivot.
+// row exchange sums once. Two exchanges, and Chan's combination of the warps' statistics, were slower
+// (notes/row_kernels.md, "Layer norm"). The pivot is the mean of the row's first eight values. It multiplies
+// the rounding errors of the sums by (pivot - mean)^2 / variance, about 1/8 for most rows. Above
+// kMaxCancellation the sums are computed again, with the resulting mean as the pivot.
 constexpr int kPivotValues = 8;
 constexpr float kMaxCancellation = 16.0f;
 template <typename T, class Norm>
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
   for (int i = 0; i < kPacks; ++i)
     if (is_column[i]) output.fetch(position.pack(i) * kSize, factors[i]);
   // Keeps the compiler from moving the last load below the reduction to save registers. A layer norm keeps
-  // its order without it, and would need more registers with it (NOTES, "The order of loads").
+  // its order without it, and would need more registers with it (notes/row_kernels.md, "Order of loads").
   if constexpr (!Norm::kIsCentered) __syncwarp();
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
@@ -306,7 +306,8 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, 1)
     const auto for_each_pack = [&](const auto& body) {
       for_each_column([&](int64_t, const InputPack&, const float (&h)[kSize]) { body(h); });
     };
-    // Sums are double because a thread may add thousands of elements one by one (NOTES, "Long rows").
+    // Sums are double because a thread may add thousands of elements one by one (notes/row_kernels.md, "Long
+    // rows").
     row = row_statistics<T, Norm, false, kSize, kThreadsPerRow, 1, double>(for_each_pack, 0.0f, hidden,
                                                                            params.eps);
   }
@@ -335,8 +336,8 @@ inline bool has_vector_access(const RowNormParams& args, int element_bytes) {
   return vector;
 }
 
-// A layer norm needs more registers, so that too few larger blocks would fit on a multiprocessor (NOTES,
-// "Long rows").
+// A layer norm needs more registers, so that too few larger blocks would fit on a multiprocessor
+// (notes/row_kernels.md, "Long rows").
 template <class Norm>
 constexpr int kMaxShortRowThreads = Norm::kIsCentered ? 384 : 512;
 

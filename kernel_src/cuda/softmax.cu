@@ -5,7 +5,8 @@
 //
 // In 16 bits each warp of a row computes its own maximum and the sum relative to it, and these are combined,
 // so that the warps synchronize once. For float32 results the roundings of that combination would be the
-// largest error, so the maximum of the whole row is computed first (NOTES, "Softmax").
+// largest error, so the maximum of the whole row is computed first (notes/activations_and_softmax.md,
+// "Softmax").
 #include <type_traits>
 
 #include "fast_math.cuh"
@@ -164,7 +165,7 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
 }
 
 // Long rows: kClusterBlocks blocks hold a row in shared memory. Exponentials are computed twice, because
-// there is time for that and no memory to store them (NOTES, "Long rows").
+// there is time for that and no memory to store them (notes/row_kernels.md, "Long rows").
 template <typename T, int kThreads>
 constexpr int kMinLongRowBlocks = sizeof(T) == 2 ? 6 * kLongRowThreads / kThreads : 1;
 
@@ -282,7 +283,7 @@ void softmax(const SoftmaxParams& args, Stream stream) {
     };
     if (has_vectors) {
       // In 16 bits rows of 5121 to 8192 values are 1% faster in shared memory, with eight packs a thread,
-      // than in registers with two (NOTES, "Long rows").
+      // than in registers with two (notes/row_kernels.md, "Long rows").
       constexpr bool kUsesSharedMemory = sizeof(T) == 2;
       if (dispatch_row_threads<kUsesSharedMemory ? 320 : 512>(NormRowThreads{}, packs, launch_short)) return;
       if constexpr (kUsesSharedMemory) {

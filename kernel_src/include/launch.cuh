@@ -50,8 +50,8 @@ inline int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Programmatic dependent launch: the next kernel in a stream may start while this one ends. Its blocks
 // compute indices in that time and wait here until all writes of earlier kernels are visible. Every thread
-// calls it before its first access to global memory. It saves 1.2 us a kernel in a stream (NOTES, "Dependent
-// launch").
+// calls it before its first access to global memory. It saves 1.2 us a kernel in a stream
+// (notes/launch_and_host_time.md, "Dependent launch").
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Lets the next kernel in the stream start if there is room for its blocks. Its griddepcontrol_wait still

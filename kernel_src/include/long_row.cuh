@@ -1,6 +1,6 @@
 // Rows that are too long for registers, held in shared memory. Each thread copies what it reads itself, so
 // threads do not wait for each other's copies, and few registers suffice to fill a multiprocessor's shared
-// memory with loads in flight (NOTES, "Long rows").
+// memory with loads in flight (notes/row_kernels.md, "Long rows").
 #pragma once
 
 #include <cstdint>
@@ -46,7 +46,8 @@ struct LongRow {
   uint4* slots;  // of this thread; the operands of a pack are kThreads slots apart
 
   __device__ __forceinline__ explicit LongRow(int64_t row_hidden) : hidden(static_cast<int>(row_hidden)) {
-    // Aligned like global memory: 128 bytes across two lines take longer to copy (NOTES, "Long rows").
+    // Aligned like global memory: 128 bytes across two lines take longer to copy (notes/row_kernels.md, "Long
+    // rows").
     extern __shared__ __align__(128) uint4 row_memory[];
     slots = row_memory + threadIdx.x;
   }

@@ -86,7 +86,7 @@ struct Pack {
 
   // One instruction for each word. If a thread stores a single pack, the compiler sometimes splits an
   // assignment into four stores. If it stores several, assignments are 2 to 3% faster, because they can be
-  // predicated (NOTES, "Row kernels: what a block does before its loads").
+  // predicated (notes/row_kernels.md, "Work before the loads").
   __device__ __forceinline__ void store_whole(T* address) const {
     static_assert(std::is_same_v<Word, uint4>);
 #pragma unroll

@@ -55,7 +55,8 @@ __device__ __forceinline__ int cluster_rank() {
 //
 // Up to kRounds exchanges need no barrier between them; each has its own `round`, counted from 0. In a
 // cluster a block waits only for the bytes that it receives, because a barrier of the cluster takes longer
-// (NOTES, "Long rows"). A block may exit before the other blocks: it has received all its bytes by then.
+// (notes/row_kernels.md, "Long rows"). A block may exit before the other blocks: it has received all its
+// bytes by then.
 template <typename Value, int kGroupThreads, int kValues, int kRounds, int kClusterBlocks>
 struct Exchange {
   static constexpr int kWarps = kGroupThreads / kWarpThreads;

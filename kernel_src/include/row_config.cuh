@@ -10,8 +10,8 @@
 namespace h100_diffusers_kernels {
 
 // Packs per thread of a short row, which is held in registers. Two were the fastest of one, two, four and
-// eight at 256 packs: enough loads are in flight, and blocks are short enough to fill the last wave (NOTES,
-// "Row kernels: how many threads share a row").
+// eight at 256 packs: enough loads are in flight, and blocks are short enough to fill the last wave
+// (notes/row_kernels.md, "Threads per row").
 constexpr int kRowPacks = 2;
 
 // Available numbers of threads per row, in ascending order.
@@ -21,7 +21,7 @@ struct RowThreads {};
 // The values between powers of two fit the widths of SD3 (1536), FLUX.1 (3072), Wan (1536, 5120) and FLUX.2
 // (6144) in 16 bits.
 using NormRowThreads = RowThreads<4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512>;
-// Without a reduction fewer values measure the same (NOTES, "Fewer launch configurations").
+// Without a reduction fewer values measure the same (notes/binary_size.md, "Fewer launch configurations").
 using ElementwiseRowThreads = RowThreads<8, 32, 128, 256, 384, 512>;
 
 // Calls body with the smallest number of threads, as a Constant, whose registers hold rows of `packs` packs.

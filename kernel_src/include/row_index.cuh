@@ -10,7 +10,7 @@
 namespace h100_diffusers_kernels {
 
 // Small and free of branches: blocks of one row are short, and memory idles until their first load, also
-// while parameters are fetched (NOTES, "Row kernels: what a block does before its loads").
+// while parameters are fetched (notes/row_kernels.md, "Work before the loads").
 struct RowIndexer {
   // A RowOperand. A single leading dimension becomes the inner one of two.
   struct Operand {

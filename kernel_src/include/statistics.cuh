@@ -2,7 +2,7 @@
 //
 // An error of a statistic affects the whole row and does not average out. For 16-bit results float32
 // statistics are far more accurate than needed. For float32 results they would be the largest error, so they
-// are summed in double and applied as a sum of two floats (NOTES, "Accuracy of float32 results").
+// are summed in double and applied as a sum of two floats (notes/accuracy.md, "float32 results").
 #pragma once
 
 #include <cstdint>

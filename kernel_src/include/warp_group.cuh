@@ -169,8 +169,8 @@ __device__ __forceinline__ void wgmma_wait_group() {
 }
 
 // Keeps the compiler from moving the computation of the values, and their uses, across this point. Without it
-// the compiler moves waits to the front, and rounds into registers that a wgmma still reads (NOTES, "Peaked
-// scores: rescaling where float16 would overflow").
+// the compiler moves waits to the front, and rounds into registers that a wgmma still reads
+// (notes/peaked_scores.md, "128 columns: S before P V").
 template <int kSize>
 __device__ __forceinline__ void compiler_fence(float (&values)[kSize]) {
 #pragma unroll
