@@ -288,6 +288,8 @@ def test_shown_is_the_newest_of_the_first_card(tmp_path):
     newest = ("NVIDIA H200", "2026-01-01 10:00:30 UTC")
     assert add(newest[0], "2026-01-01 10:00:30") == newest
     assert add(newest[0], "2026-01-01 09:00") == newest
+    of_h100 = history.shown("norm", tmp_path, cards=("h100", "h200"))["environment"]
+    assert (of_h100["device"], of_h100["date"]) == ("NVIDIA H100 PCIe", "2026-01-03 10:00 UTC")
     assert history.newest("norm", "NVIDIA B200", tmp_path) is None
 
 

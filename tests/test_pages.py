@@ -31,7 +31,7 @@ def texts(*paths):
 
 PAGES = texts("README.md", "docs/**/*.md")
 OTHER_PAGES = ("CHANGELOG.md", "SECURITY.md", "docs/architecture.md", "docs/injection.md")
-LINKED = texts("*.md", "docs/**/*.md", "benchmarks/NOTES.md", "examples/**/README.md")
+LINKED = texts("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/README.md")
 BENCHMARKS = [page for page in PAGES if page.startswith("docs/benchmarks")]
 every_page = pytest.mark.parametrize("page", PAGES)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -137,7 +137,7 @@ def _bars(rows: Sequence[tuple[str, dict[str, float]]], modes: Sequence[str], wh
     """Horizontal bars, a group a row: speedups over eager by mode. A row without any is a heading."""
     height = 0.8 / max(1, len(modes))
     figure = Figure(
-        figsize=(WIDTH, 0.9 + 0.17 * len(rows) * max(2, len(modes))), layout="constrained"
+        figsize=(WIDTH, 0.9 + 0.15 * len(rows) * max(2, len(modes))), layout="constrained"
     )
     axes = figure.subplots()
     for index, mode in enumerate(modes):
