@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# Whose figures are shown, the first card that there are any of: the aims, and the figures published
-# elsewhere that they rest on, are an H100's. Where there is none of either, the newest result counts.
-SHOWN_CARDS = ("h100", "h200")
+# Whose results are shown: those of the first card that has any, or the newest of any other card.
+SHOWN_CARDS = ("h200", "h100")
 # What earlier versions had. Results keep what was measured of it, and nothing shows it.
 REMOVED_OPERATIONS = (
     *("norm_rope", "gated_gelu", "gated_silu"),
@@ -72,12 +71,15 @@ def newest(name: str, device: str, results: Path = RESULTS) -> dict | None:
 
 
 def shown(
-    name: str, results: Path = RESULTS, counts: Callable[[dict], bool] = lambda result: True
+    name: str,
+    results: Path = RESULTS,
+    counts: Callable[[dict], bool] = lambda result: True,
+    cards: Sequence[str] = SHOWN_CARDS,
 ) -> dict | None:
-    """The result that the documents show: the newest that counts, of the first of SHOWN_CARDS with one."""
+    """The result that the documents show: the newest that counts, of the first of `cards` that has one."""
     counted = [result for result in kept(name, results) if counts(result)]
     of_card = {card(result["environment"]): result for result in counted}
-    for wanted in SHOWN_CARDS:
+    for wanted in cards:
         if wanted in of_card:
             return of_card[wanted]
     return counted[-1] if counted else None

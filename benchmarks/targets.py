@@ -57,9 +57,9 @@ ATTENTION = (
 )
 SLOWEST_OVER_FASTEST = 0.94
 ATTENTION_ERROR_OVER_FA3 = 1.05
-# Of the injected LTX-Video 2B: size, weights; over which mode, how many times as fast.
+# Of the injected LTX-Video 2B: size, weights; how many times as fast as eager and as torch.compile.
 MODEL_SIZE, MODEL_WEIGHTS = "161x512x768", "peaked"
-MODELS = (("eager", 1.65), ("compiled", 1.16))
+OVER_EAGER, OVER_COMPILED = 1.65, 1.16
 # Of the other injected models, with these weights too: the result's name, what the model is called, and how
 # many times as fast as eager and as torch.compile.
 FORWARDS = {
@@ -70,7 +70,7 @@ FORWARDS = {
     "wan": ("Wan 2.1 14B", 1.27, 1.09),
     "wan_small": ("Wan 2.1 1.3B", 1.35, 1.10),
 }
-# Models of which injection knows no blocks.
+# Models that injection replaces in part: it knows no family of them.
 WITHOUT_FAMILY = {
     "cosmos": "Cosmos-Predict2 2B",
     "auraflow": "AuraFlow",
@@ -88,6 +88,8 @@ TITLES = {
     **{name: title for name, (title, _, _) in FORWARDS.items()},
     **WITHOUT_FAMILY,
 }
+IN_FULL = ("models", *FORWARDS)  # models that injection replaces in full
+MODEL_CARD = "NVIDIA H200"  # on which the table of all models is measured
 COMPILED = ("compiled", "compiled-regional")  # of a whole model, and of its blocks
 # Forwards that are replayed from CUDA graphs, with MODEL_WEIGHTS: the result's name and size; over what, how
 # many times as fast.
@@ -279,13 +281,12 @@ def attention(result: Mapping | None) -> list[Target]:
 
 def models(result: Mapping | None) -> list[Target]:
     """The injected LTX-Video's forward over other modes."""
-    size = {} if result is None else result["sizes"].get(MODEL_SIZE, {})
-    injected = (
-        size.get("weights", {}).get(MODEL_WEIGHTS, {}).get("speedups", {}).get("injected", {})
-    )
-    names = {"eager": "over eager", "compiled": "over torch.compile"}
+    forward = next((f for f in forwards(result) if f.size == MODEL_SIZE), None)
     of = f"injected LTX-Video 2B, {MODEL_SIZE.replace('x', '×')}, {MODEL_WEIGHTS} weights"
-    return [Target(names[mode], of, aim, injected.get(mode), "×") for mode, aim in MODELS]
+    return [
+        Target("over eager", of, OVER_EAGER, forward and forward.over_eager, "×"),
+        Target("over torch.compile", of, OVER_COMPILED, forward and forward.over_compiled, "×"),
+    ]
 
 
 @dataclass(frozen=True)
@@ -305,6 +306,7 @@ class Forward:
     rest_over_eager: float | None
     rest_over_compiled: float | None
     distance_over_eager: float | None
+    graphs_over_injected: float | None
 
 
 def faster_compiled(modes: Mapping[str, Mapping]) -> str | None:
@@ -343,9 +345,28 @@ def forwards(result: Mapping | None, weights: str = MODEL_WEIGHTS) -> list[Forwa
                 rest_over_eager=over(rest("injected"), rest("eager")),
                 rest_over_compiled=over(rest("injected"), rest(compiled)),
                 distance_over_eager=modes.get("injected", {}).get("distance_over_eager"),
+                graphs_over_injected=over(injected, ms(GRAPHS)),
             )
         )
     return rows
+
+
+def of_one_build(results: Path) -> dict[str, dict]:
+    """The newest result of each model on MODEL_CARD, all of one build, by TITLES' names.
+
+    The build is the one that measured the most models; of several of these it is the newest.
+    """
+    of_builds: dict[str | None, dict[str, dict]] = {}
+    for name in TITLES:
+        for result in history.kept(name, results):
+            environment = result["environment"]
+            if environment["device"] == MODEL_CARD:
+                of_builds.setdefault(history.commit(environment), {})[name] = result
+
+    def rank(measured: Mapping[str, Mapping]) -> tuple[int, str]:
+        return len(measured), max(r["environment"]["date"] for r in measured.values())
+
+    return max(of_builds.values(), key=rank, default={})
 
 
 def model_forwards(results: Mapping[str, Mapping]) -> list[Target]:

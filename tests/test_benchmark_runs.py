@@ -282,12 +282,14 @@ def test_shown_is_the_newest_of_the_first_card(tmp_path):
 
     assert history.shown("norm", tmp_path) is None
     assert add("A CPU", "2026-01-09 00:00")[0] == "A CPU"
-    assert add("NVIDIA H200", "2026-01-02 10:00")[0] == "NVIDIA H200"
-    assert add("NVIDIA H100 PCIe", "2026-01-01 10:00")[0] == "NVIDIA H100 PCIe"
-    assert add("NVIDIA H200", "2026-01-03 10:00")[0] == "NVIDIA H100 PCIe"
-    newest = ("NVIDIA H100 80GB HBM3", "2026-01-01 10:00:30 UTC")
+    assert add("NVIDIA H100 PCIe", "2026-01-02 10:00")[0] == "NVIDIA H100 PCIe"
+    assert add("NVIDIA H200", "2026-01-01 10:00")[0] == "NVIDIA H200"
+    assert add("NVIDIA H100 PCIe", "2026-01-03 10:00")[0] == "NVIDIA H200"
+    newest = ("NVIDIA H200", "2026-01-01 10:00:30 UTC")
     assert add(newest[0], "2026-01-01 10:00:30") == newest
     assert add(newest[0], "2026-01-01 09:00") == newest
+    of_h100 = history.shown("norm", tmp_path, cards=("h100", "h200"))["environment"]
+    assert (of_h100["device"], of_h100["date"]) == ("NVIDIA H100 PCIe", "2026-01-03 10:00 UTC")
     assert history.newest("norm", "NVIDIA B200", tmp_path) is None
 
 

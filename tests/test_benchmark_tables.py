@@ -1,9 +1,11 @@
 """The tables, figures and plots made of results: from made-up results whose rows are known."""
 
 import json
+import re
 import sys
 
 import pytest
+from click.testing import CliRunner
 
 from benchmark_results import (
     ENVIRONMENT,
@@ -32,9 +34,13 @@ import targets
 import timing
 import wan
 
+import compare_results
 import render_docs
 import render_plots
+from documents.common import TABLES
 from documents.operations import attention_label
+
+TABLE = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)<!-- end table -->", re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +54,106 @@ def made_up(tmp_path_factory):
 # The pages
 
 
-@pytest.mark.parametrize("path", render_docs.DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", render_docs.DOCUMENTS, ids=lambda p: str(p.relative_to(CHECKOUT)))
 def test_figures_agree_with_the_results(path):
     text = path.read_text(encoding="utf-8")
     assert render_docs.render(text) == text, "stale: run tools/render_docs.py"
+    for _, name, table in (match.groups() for match in TABLE.finditer(text)):
+        assert "NVIDIA H" in table or "yet: `" in table, f"{name} does not name its card"
+        assert table.split("\n")[1].count("|") <= 8 + 1, f"{name} is too wide"
+
+
+def test_cards_template_is_filled(tmp_path):
+    assert CHECKOUT / "CARD.md" in render_docs.DOCUMENTS
+    text = "{{ repo_id }}: <!-- figure: accuracy_contract --><!-- end figure --> {% if layers %}"
+    filled = (
+        "{{ repo_id }}: <!-- figure: accuracy_contract -->1.05<!-- end figure --> {% if layers %}"
+    )
+    assert render_docs.render(text, tmp_path) == filled
+
+
+def test_show_prints_one_table(made_up):
+    arguments = ["--results", str(made_up), "--show", "all_norm"]
+    shown = CliRunner().invoke(render_docs.main, arguments)
+    assert shown.exit_code == 0 and "2×1024×2048 (warm)" in shown.output
+    assert "2×1024×2048 (warm)" not in rendered(made_up, "norm")
+
+
+# ------------------------------------------------------------------------------------------------
+# Plots
+
+
+def luminance(color):
+    """Of #rrggbb, as WCAG 2 defines it."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(weight * p for weight, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
 
 
 def test_plots_agree_with_the_results():
     folder = CHECKOUT / "benchmarks" / "plots"
     committed = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.svg")}
     assert committed == render_plots.render(CHECKOUT / "benchmarks" / "results")
+
+
+def check_is_visible(plot):
+    """On white and on GitHub's dark pages; text, axes and grid in one color."""
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    used = set(re.findall(r"#[0-9a-f]{6}\b", plot))
+    texts = re.findall(r"<text ([^>]*)>", plot)
+    assert texts and all(f"fill: {render_plots.INK}" in text for text in texts)
+    assert "opacity" not in plot
+    for page in ("#ffffff", "#0d1117"):
+        assert contrast(render_plots.INK, page) >= 4
+        assert all(contrast(color, page) >= 3 for color in used), used
+    background = re.search(r'<g id="patch_1">.*?</g>', plot, re.DOTALL)[0]
+    assert "fill: none" in background, "no background"
+
+
+def test_plots_are_visible_on_white_and_on_black():
+    paths = sorted((CHECKOUT / "benchmarks" / "plots").glob("*.svg"))
+    assert len(paths) >= 3
+    for path in paths:
+        check_is_visible(path.read_text(encoding="utf-8"))
+
+
+def test_plot_of_a_block(tmp_path):
+    assert "block.svg" not in render_plots.render(tmp_path)
+
+    def kernels(*spans):
+        classes = ("matrix_products", "attention", "ours", "others")
+        keys = ("name", "class", "start_us", "end_us")
+        return [
+            dict(zip(keys, ("a kernel", name, *span), strict=True))
+            for name, span in zip(classes, spans, strict=False)
+        ]
+
+    modes = {
+        "eager": kernels((0.0, 400.0), (410.0, 600.0), (600.0, 605.0), (620.0, 1234.0)),
+        "compiled-regional": kernels((0.0, 380.0), (390.0, 700.0)),
+        "injected": kernels((0.0, 410.0), (412.0, 567.0)),
+    }
+    result = {"environment": {**ENVIRONMENT, "device": "NVIDIA H200"}, "model": "a model"}
+    result |= {"size": "161x512x768", "weights": "peaked", "modes": modes}
+    store(tmp_path, "block_timeline", result)
+    plot = render_plots.render(tmp_path)["block.svg"]
+    check_is_visible(plot)
+    for text in ("eager", "torch.compile", "injected", "1234 µs", "700 µs", "567 µs", "attention"):
+        assert f">{text}</text>" in plot
+    assert "a model, 161 frames 512×768, H200" in plot
+    by_label = dict(compare_results.of_timeline(result))
+    assert by_label["one block, injected", "eager"].value == pytest.approx(1234 / 567)
+
+    # The matrix products of each mode are drawn to scale.
+    bars = re.findall(r'<g id="PolyCollection_[123]">.*? d="([^"]*)"', plot, re.DOTALL)
+    edges = [[float(x) for x in re.findall(r"[ML] ([\d.]+)", bar)] for bar in bars]
+    widths = [max(x) - min(x) for x in edges]
+    assert widths == pytest.approx([widths[0] * us / 400 for us in (400, 380, 410)], rel=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -68,7 +164,7 @@ def test_operations(made_up):
     (row,) = (row for row in rows_of(made_up, "norm") if row[:2] == ["rms_norm", "2×8064×2048"])
     assert row == [
         *("rms_norm", "2×8064×2048", "44.0 µs", "3.00 TB/s", "100%"),
-        *("3.00×", "2.40×*", "2.00×", "1.25×"),
+        *("3.00×", "2.40×*", "1.25× QuACK"),
     ]
     (row,) = (row for row in rows_of(made_up, "targets") if row[0].startswith("host time"))
     assert row[2:] == ["at most 1.20×", "1.30×", "missed by 8.3%"]
@@ -83,8 +179,8 @@ def test_peers_that_failed_or_are_broken(made_up, tmp_path):
     result["workloads"][0]["failed"] = dict.fromkeys(("liger", "compiled default"), "it broke")
     for name in FAMILIES:
         store(tmp_path, name, result if name == "norm" else load(made_up, name))
-    rows = [row for row in rows_of(tmp_path, "norm") if "warm" not in row[1]]
-    assert rows[0][-4:] == ["3.00×", "failed", "failed", "broken†"] and rows[1][-1] == "14.70×"
+    rows = [row for row in rows_of(tmp_path, "all_norm") if "warm" not in row[1]]
+    assert rows[0][-3:] == ["3.00×", "failed", "QuACK broken†"] and rows[1][-1] == "2.00× Liger"
     assert "† more than 5 times slower than eager PyTorch" in rendered(tmp_path, "norm")
     assert "†" not in rendered(made_up, "norm")
     plots = (render_plots.render(folder)["bandwidth.svg"] for folder in (made_up, tmp_path))
@@ -168,18 +264,22 @@ def test_attention(made_up_attention, tmp_path):
         *("std 1", "std 6, the worst", "rising", "jump", "large range")
     ]
     assert rows[0][1:] == [
-        *("1775.7 µs", "600 TFLOP/s", "1.50×", "failed", "1.20×"),
-        *("67% of 900", "59% of 1024", "0.06 TB/s", "1.0 µs"),
+        *("1775.7 µs", "600 TFLOP/s", "1.50×", "failed", "1.20×", "67%"),
     ]
     assert [row[5] for row in rows[1:3]] == ["1.10×", "0.90×"]
     rows = [row[1:] for row in rows_of(tmp_path, "attention") if row[0].endswith("text mask")]
     assert [row[0] for row in rows] == ["std 1", "std 3, the worst", "large range"]
     assert rows[1][3:6] == ["1.40×", "failed", "takes no mask"]
 
+    sizes = {row[0] for row in rows_of(tmp_path, "attention")}
+    assert len(sizes) == 4 and {row[0] for row in rows_of(tmp_path, "all_attention")} == set(
+        entries
+    )
+
     rows = {row[0]: row[1:] for row in rows_of(tmp_path, "attention_inputs")}
-    column = list(entries).index("2×8064×8064×32×64")
-    assert rows["std 6"][column] == "1.10× / 2.00×"
-    assert rows["constant"][column] == "failed / 1.50×"
+    column = [name for name, e in entries.items() if not e["declined"]].index("2×8064×8064×32×64")
+    assert rows["std 6"][column] == "1.10×"
+    assert rows["constant"][column] == "failed"
     assert rows["slowest over fastest"][column] == "1.00"
 
     rows = rows_of(tmp_path, "attention_accuracy")
@@ -294,22 +394,79 @@ def test_targets_of_the_models():
     assert shares.measured == 0.7 and shares.of.startswith("1 of 6; the most: Stable Diffusion")
 
 
+def keep_model(folder, name, result, commit="aaaaaaa", minute=0, device="NVIDIA H200"):
+    """As a result of that build."""
+    ids = [f"_h100_diffusers_kernels_cuda_{commit}"]
+    environment = {**ENVIRONMENT, "device": device, "kernel_ids": ids}
+    environment["date"] = f"2026-11-22 10:{minute:02}:00 UTC"
+    (folder / name).mkdir(exist_ok=True)
+    path = folder / name / f"{minute:02}-{commit}.json"
+    path.write_text(json.dumps({**result, "environment": environment}))
+
+
 def test_table_and_plot_of_all_models(tmp_path):
-    assert {row[4] for row in rows_of(tmp_path, "all_models")} == {"not measured"}
-    store(tmp_path, "models", made_up_forward(50.0, size="9x64x96", compiled=52.0))
-    store(tmp_path, "sd3", made_up_forward(**{models.REGIONAL: 48.0}))
-    store(tmp_path, "cosmos", made_up_forward(injected=55.0))
-    names, rows = zip(*((row[0], row[1:]) for row in rows_of(tmp_path, "all_models")), strict=True)
-    assert names[:4] == ("a model, 9 frames 64×96", "FLUX.1", "FLUX.2", "a model, 1024×1024")
-    assert len(names) == len(targets.TITLES)
-    ratios = ["1.50×", "1.20×", "0.10×", "0.50×", "1.02×"]
-    assert rows[3] == ["60.0 ms", "48.0 ms blocks", "40.0 ms", *ratios]
-    assert rows[0][:2] == ["60.0 ms", "52.0 ms whole"]
-    assert rows[7] == ["60.0 ms", "", "55.0 ms", "1.09×", "", "0.10×", "", "1.02×"]
-    assert rows[1] == ["", "", "", "not measured", "", "", "", ""]
-    drawn = render_plots.render(tmp_path)["all_models.svg"]
-    for speedup in ("1.20", "1.15", "1.50", "1.25", "1.09"):
-        assert f">{speedup}×</text>" in drawn
+    assert "models.svg" not in render_plots.render(tmp_path)
+    keep_model(tmp_path, "models", made_up_forward(50.0, size="9x64x96", compiled=52.0))
+    keep_model(tmp_path, "sd3", made_up_forward(**{models.REGIONAL: 48.0}))
+    keep_model(tmp_path, "cosmos", made_up_forward(injected=55.0, size="64x96"))
+    table = rows_of(tmp_path, "summary_models")
+    names = [row[0] for row in table]
+    full, part = names.index("**Replaced in full**"), names.index("**Replaced in part**")
+    assert full == 0 and part == len(targets.IN_FULL) + 1
+    assert len(names) == len(targets.TITLES) + 2
+    rows = {row[0]: row[1:] for row in table}
+    size = "a model, 9 frames 64×96"
+    assert rows[size] == ["60.0 ms", "52.0 ms", "50.0 ms", "1.20×", "1.04×"]
+    assert names.index(size) < names.index("a model, 1024×1024") < part < names.index("Allegro")
+    assert rows["a model, 64×96"] == ["60.0 ms", "", "55.0 ms", "1.09×", ""]
+    assert rows["Allegro"] == rows["FLUX.1"] == ["not measured", "", "", "", ""]
+    details = {row[0]: row[1:] for row in rows_of(tmp_path, "models_in_detail")}
+    assert details["a model, 1024×1024"] == ["", "", "0.10×", "0.50×", "1.02×", ""]
+    drawn = render_plots.render(tmp_path)["models.svg"]
+    for text in ("LTX-Video 2B, 9 frames 64×96", "1.20×", "1.15×", "1.50×", "1.25×", "1.09×"):
+        assert f">{text}</text>" in drawn
+
+
+def test_all_models_are_of_one_card_and_build(tmp_path):
+    forward = made_up_forward(**{models.REGIONAL: 48.0})
+    faster = made_up_forward(20.0, **{models.REGIONAL: 22.0})
+    for minute, name in enumerate(("models", "flux", "cosmos")):
+        keep_model(tmp_path, name, forward, "aaaaaaa", minute)
+    keep_model(tmp_path, "flux", faster, "bbbbbbb", 10)
+    keep_model(tmp_path, "sd3", faster, "bbbbbbb", 11)
+    keep_model(tmp_path, "wan", faster, "aaaaaaa", 12, device="NVIDIA H100 80GB HBM3")
+    keep_model(tmp_path, "models", made_up_forward(30.0), "aaaaaaa", 13)
+    assert set(targets.of_one_build(tmp_path)) == {"models", "flux", "cosmos"}
+    cells = [row for row in rows_of(tmp_path, "summary_models") if row[3]]
+    assert [row[3] for row in cells] == ["30.0 ms", "40.0 ms", "40.0 ms"], "the newest of the build"
+    text = "<!-- figure: {} --><!-- end figure -->"
+
+    def figure(name):
+        return render_docs.render(text.format(name), tmp_path).split(">")[1].split("<")[0]
+
+    assert (figure("families_over_eager"), figure("families_over_compiled")) == (
+        "1.50 to 2.00",
+        "1.20",
+    )
+    assert (figure("in_part_over_eager"), figure("ltx_over_eager")) == ("1.50", "2.00")
+    keep_model(tmp_path, "qwenimage", faster, "bbbbbbb", 14)
+    assert set(targets.of_one_build(tmp_path)) == {"flux", "sd3", "qwenimage"}, "as many, but newer"
+    assert figure("families_over_eager") == "3.00" and figure("ltx_over_eager") == "not measured"
+
+
+def test_committed_rows_of_all_models_are_of_one_card_and_build():
+    measured = targets.of_one_build(history.RESULTS)
+    builds = {
+        (result["environment"]["device"], history.commit(result["environment"]))
+        for result in measured.values()
+    }
+    ((device, commit),) = builds
+    table = TABLES["summary_models"](history.RESULTS)
+    assert device == "NVIDIA H200" and f"build {commit};" in table
+    forwards = [f for result in measured.values() for f in targets.forwards(result)]
+    shown = [row for row in rows_of(history.RESULTS, "summary_models") if row[1].endswith(" ms")]
+    assert len(shown) == len(forwards) >= len(measured)
+    assert all(row[5] for row in shown), "each row is beside torch.compile"
 
 
 def test_breakdown_and_injection(tmp_path):
@@ -321,9 +478,9 @@ def test_breakdown_and_injection(tmp_path):
     del entry["weights"]["peaked"]["modes"]["eager"]
     entry["injection"] = {"change_s": 0.0123, "full_speed_s": 0.456}
     entry["injection"] |= {"allocated_growth_bytes": 50, "weights_bytes": 10000}
-    store(tmp_path, "models", result)
+    keep_model(tmp_path, "models", result)
     (row,) = rows_of(tmp_path, "breakdown")
-    assert row[1:] == ["peaked", "injected", "25.0 ms", "8.0 ms", "4.2 ms", "1.2 ms", "640"]
+    assert row[1:] == ["injected", "25.0 ms", "8.0 ms", "4.2 ms", "1.2 ms", "640"]
     (row,) = rows_of(tmp_path, "injection")
     assert row[1:] == ["12 ms", "0.46 s", "0.50%"]
 
@@ -331,15 +488,40 @@ def test_breakdown_and_injection(tmp_path):
 def test_host_time_of_a_forward(tmp_path):
     entry = {"model": "FLUX.1", "batch": 1, "tokens": 64, "text_tokens": 64}
     entry |= {"context": "inference_mode", "mode": "injected", "ms": {"median": 2.345}}
-    measured = {**entry, "condition": "a hook on every block", "weights": "peaked"}
-    measured |= {"over_eager": 0.456, "kernels": {"ms": 1.25, "launches": 300.0}}
-    result = {"environment": ENVIRONMENT, "processor": "a processor", "forwards": [measured, entry]}
+    hooked = {**entry, "condition": "a hook on every block", "over_eager": 0.456}
+    hooked |= {"kernels": {"ms": 1.25, "launches": 300.0}}
+    eager = {**hooked, "mode": "eager", "ms": {"median": 5.0}}
+    forwards = [eager, hooked, entry, {**entry, "context": "no_grad", "ms": {"median": 9.0}}]
+    result = {"environment": ENVIRONMENT, "processor": "a processor", "forwards": forwards}
     store(tmp_path, "host_forward", result)
-    tokens, rest = "FLUX.1: 1×(64 + 64) tokens", ["torch.inference_mode", "injected", "2.35 ms"]
     assert rows_of(tmp_path, "host_forward") == [
-        [tokens, "a hook on every block", "peaked", *rest, "0.46×", "1.25 ms", "300"],
-        [tokens, "as published", "random", *rest, "", "", ""],
+        ["FLUX.1", "a hook on every block", "5.00 ms", "2.35 ms", "0.46×", "1.25 ms", "300"],
+        ["FLUX.1", "as published", "", "2.35 ms", "", "", ""],
     ]
+
+
+def test_training(tmp_path):
+    parts = ("forward", "forward and backward")
+    eager = {part: {"median": 12.0} for part in parts} | {
+        f"{part}, GPU time": 9.0 for part in parts
+    }
+    eager |= {"peak_bytes": 3 << 20, "gradient_error": 0.006}
+    injected = {**eager, "forward": {"median": 8.0}, "peak_bytes": 2 << 20}
+    blocks = {
+        "model": "a model",
+        "size": "9x64x96",
+        "modes": {"eager": eager, "injected": injected},
+    }
+    gradients = {"model": "tiny", "samples": 4, "error_over_eager": 0.958, "standard_error": 0.0093}
+    lora = {"model": "a model", "largest_deviation_from_eager": {"injected": 0.00078}}
+    result = {"blocks": blocks, "gradients": [gradients], "lora": [lora]}
+    assert "`python benchmarks/bench_training.py` does" in rendered(tmp_path, "training")
+    store(tmp_path, "training", {"environment": ENVIRONMENT, **result})
+    rows = {row[0]: row[1:] for row in rows_of(tmp_path, "training")}
+    assert rows["forward"] == ["12.0 ms", "8.0 ms", "1.50×"]
+    assert rows["peak memory"] == ["3 MiB", "2 MiB", "1.50×"]
+    assert rows_of(tmp_path, "training_gradients") == [["tiny", "0.9580", "0.0093", "4"]]
+    assert rows_of(tmp_path, "training_lora") == [["a model", "0.00078"]]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -451,10 +633,10 @@ def test_newest_of_each_forward_is_shown(tmp_path):
     gathered = targets.gathered_forwards(tmp_path)
     assert gathered["graph_forwards"] == [new, made_up_graphs("sdxl", "1024x1024")]
     keep("d", result_of(old, date="2026-11-21 12:00:00 UTC", device="NVIDIA H100 80GB HBM3"))
-    assert targets.gathered_forwards(tmp_path)["graph_forwards"] == [old], "an H100's come first"
+    assert targets.gathered_forwards(tmp_path)["graph_forwards"][0] == new, "an H200's come first"
 
 
-def test_pipelines_with_graphs_stand_beside_an_older_result(tmp_path):
+def test_pipelines_of_each_card(tmp_path):
     def keep(name, device, *modes):
         seconds = dict.fromkeys(("eager", *modes), 4.0)
         of = {mode: {"seconds": {"median": value}} for mode, value in seconds.items()}
@@ -465,15 +647,11 @@ def test_pipelines_with_graphs_stand_beside_an_older_result(tmp_path):
         path.write_text(json.dumps({"environment": environment, "videos": {"9x64x96:3": video}}))
 
     keep("a", "NVIDIA H100 80GB HBM3", "injected")
-    assert len(rows_of(tmp_path, "pipeline")) == 2
     keep("b", "NVIDIA H200", models.GRAPHS)
-    assert (
-        list(history.shown("pipeline", tmp_path)["videos"]["9x64x96:3"]["modes"])[1] == "injected"
-    )
     rows = rows_of(tmp_path, "pipeline")
-    assert [row[0].endswith("‡") for row in rows] == [False, False, True, True]
-    assert rows[-1] == ["9 frames 64×96, 3 steps‡", "injected with CUDA graphs", "4.00 s", "1.00×"]
-    assert "‡ on an NVIDIA H200" in rendered(tmp_path, "pipeline")
+    assert [row[1] for row in rows] == ["H100", "H100", "H200", "H200"]
+    name = "9 frames 64×96, 3 steps"
+    assert rows[-1] == [name, "H200", "injected with CUDA graphs", "4.00 s", "1.00×"]
 
 
 def test_targets_of_graphs():
@@ -509,28 +687,21 @@ def test_tables_and_plot_of_graphs(tmp_path):
         made_up_graphs(**{models.REGIONAL: 45.0, models.REDUCE_OVERHEAD: 42.0}),
     ]
     store(tmp_path, "cuda_graphs", result_of(*forwards))
-    rows = rows_of(tmp_path, "cuda_graphs")
     title = "the models, 49 frames 512×768"
-    names = ("eager", "torch.compile, block by block", "torch.compile, reduce-overhead")
-    names += ("injected", "injected with CUDA graphs")
-    assert [row[:3] for row in rows] == [[title, "peaked", name] for name in names]
-    ratios = ["2.00×", "1.50×", "1.40×"]
-    times = ["29.00 ms", "1.03×", "1.07×", "15.00 ms", "0.50×"]
-    assert rows[-1][3:] == ["30.00 ms", *ratios, *times]
-    (row,) = rows_of(tmp_path, "cuda_graphs_small")
-    assert row == [
-        "the flux, 128×128: 2×(64 + 128)",
-        *("60.00 ms", "40.00 ms", "30.00 ms", "30.00 ms", "20.00 ms", "15.00 ms"),
-        *("29.00 ms", "1.03×", "1.07×"),
-    ]
-    memory = ["1 MiB", "2 MiB", "2 MiB", "4 MiB", "3 MiB", "6 MiB"]
-    first_calls = rows_of(tmp_path, "cuda_graphs_first_calls")
-    assert first_calls[0] == [title, "50.00 ms", "80.00 ms", "2.00×", *memory]
-    (row,) = rows_of(tmp_path, "summary_graphs")
+    (row,) = rows_of(tmp_path, "cuda_graphs")
     walls = ["60.00 ms", "45.00 ms", "42.00 ms", "40.00 ms", "30.00 ms"]
-    assert row == [title, *walls, "2.00×", "1.40×"]
+    assert row == [title, *walls, "2.00×", "1.33×"]
+    (row,) = rows_of(tmp_path, "cuda_graphs_small")
+    assert row == ["the flux, 128×128", "60.00 ms", "40.00 ms", "30.00 ms", "2.00×", "1.33×"]
+    assert rows_of(tmp_path, "cuda_graphs_host")[0] == [
+        title,
+        *("30.00 ms", "20.00 ms", "15.00 ms", "30.00 ms", "29.00 ms", "1.03×"),
+    ]
+    first_calls = rows_of(tmp_path, "cuda_graphs_first_calls")
+    assert first_calls[0] == [title, "50.00 ms", "80.00 ms", "2.00×", "2 MiB", "4 MiB"]
     text = "<!-- figure: graphs_over_eager --><!-- end figure -->"
     assert ">2.00<" in render_docs.render(text, tmp_path)
+    assert ">1.33<" in render_docs.render(text.replace("over_eager", "over_injected"), tmp_path)
     drawn = render_plots.render(tmp_path)["cuda_graphs.svg"]
     for speedup in ("1.33", "1.43", "1.50", "2.00"):
         assert f">{speedup}×</text>" in drawn

@@ -29,9 +29,10 @@ def texts(*paths):
     return {str(p.relative_to(CHECKOUT)): p.read_text(encoding="utf-8") for p in paths}
 
 
-PAGES = texts("README.md", "docs/*.md")
+PAGES = texts("README.md", "docs/**/*.md")
 OTHER_PAGES = ("CHANGELOG.md", "SECURITY.md", "docs/architecture.md", "docs/injection.md")
-LINKED = texts("*.md", "docs/*.md", "benchmarks/**/*.md", "examples/**/README.md")
+LINKED = texts("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/README.md")
+BENCHMARKS = [page for page in PAGES if page.startswith("docs/benchmarks")]
 every_page = pytest.mark.parametrize("page", PAGES)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # A number with one of these units is a measurement.
@@ -50,14 +51,21 @@ def table(page, header):
     return found.strip().splitlines()[2:]
 
 
-def test_readme_has_no_figure_of_its_own():
-    """Those of README are rendered from the results."""
-    text = PAGES["README.md"]
-    assert len(text.splitlines()) <= 200
+@pytest.mark.parametrize("page", ["README.md", "CARD.md", *BENCHMARKS])
+def test_prose_has_no_figure_of_its_own(page):
+    """All are rendered from the results."""
+    text = LINKED[page]
     for pattern in (render_docs.TABLE, render_docs.FIGURE, FENCE):
         text = pattern.sub(" ", text)
     assert MEASUREMENT.findall("1.67× 12 ms 0.45 s 3 TB/s 2.0 times 10 % 49 frames a 2 B model")
     assert not MEASUREMENT.findall(text)
+
+
+def test_pages_are_short():
+    assert len(PAGES["README.md"].splitlines()) <= 200
+    assert len(PAGES["docs/benchmarks.md"].splitlines()) <= 60
+    for page in BENCHMARKS:
+        assert len(PAGES[page].encode()) <= 30_000, page
 
 
 # -- Commands ----------------------------------------------------------------------------------
@@ -140,7 +148,7 @@ def test_ci_runs_the_two_commands_and_all_tests():
 
 
 def test_steps_of_gpu_check_are_those_of_the_page():
-    cells = [line.split("|")[1] for line in table("docs/benchmarks.md", "step")]
+    cells = [line.split("|")[1] for line in table("docs/benchmarks/how_to_measure.md", "step")]
     told = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
     process = run("bash", CHECKOUT / "tools" / "gpu_check.sh", "nothing")
     assert process.returncode == 2
@@ -266,8 +274,8 @@ def test_functions_of_the_table_exist_with_their_arguments(kernel):
     assert told == set(TABLE)
 
 
-def test_readme_shows_every_operation():
-    tables = render_docs.TABLE.finditer(PAGES["README.md"])
+def test_every_operation_is_measured():
+    tables = render_docs.TABLE.finditer(PAGES["docs/benchmarks/operations.md"])
     (shown,) = (match[0] for match in tables if match[2] == "summary_operations")
     assert set(re.findall(r"`(\w+)`", shown)) == set(TABLE)
 

@@ -183,6 +183,14 @@ def of_training(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
         yield (entry["model"], what), Ratio(entry["error_over_eager"], is_higher_better=False)
 
 
+def of_timeline(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    """Of one block's kernels: the time from the first one's start to the last one's end."""
+    ends = {mode: max(k["end_us"] for k in kernels) for mode, kernels in result["modes"].items()}
+    for mode, end in ends.items():
+        if mode != "eager":
+            yield (f"one block, {mode}", "eager"), Ratio(ends["eager"] / end)
+
+
 # By what holds the figures in a result: how they are read.
 READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "workloads": of_workloads,
@@ -196,6 +204,7 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "measures": of_measures,
     "kernels": of_counters,
     "blocks": of_training,
+    "modes": of_timeline,
 }
 
 

@@ -4,15 +4,16 @@
 A table stands between two lines, and a figure within a sentence between two marks; each is replaced
 as a whole:
 
-    <!-- table: models -->
+    <!-- table: summary_models -->
     <!-- end table -->
 
     It is <!-- figure: ltx_over_eager --><!-- end figure --> times as fast.
 
 A plot is written to benchmarks/plots where the results that it draws are there.
 
-    python tools/render_docs.py            # write
-    python tools/render_docs.py --check    # exit with 1 if one is not what the JSON says
+    python tools/render_docs.py                   # write
+    python tools/render_docs.py --check           # exit with 1 if one is not what the JSON says
+    python tools/render_docs.py --show all_norm   # print one table, with all shapes
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ from documents.common import FIGURES, TABLES
 
 RESULTS = CHECKOUT / "benchmarks" / "results"
 PLOTS = CHECKOUT / "benchmarks" / "plots"
+# CARD.md is a template of Jinja's, which leaves these marks as they are.
 DOCUMENTS = tuple(
-    CHECKOUT / name for name in ("README.md", "docs/benchmarks.md", "benchmarks/notes/aims.md")
+    path
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/NOTES.md", "benchmarks/notes/*.md")
+    for path in sorted(CHECKOUT.glob(pattern))
 )
 TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 FIGURE = re.compile(r"(<!-- figure: (\S+) -->).*?(<!-- end figure -->)", re.DOTALL)
@@ -56,12 +60,15 @@ def render(text: str, results: Path = RESULTS) -> str:
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 if one is stale.")
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS)
 @click.option("--plots", type=click.Path(file_okay=False, path_type=Path), default=PLOTS)
+@click.option("--show", type=click.Choice(list(TABLES)), help="Only print this table.")
 @click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def main(check: bool, results: Path, plots: Path, files: tuple[Path, ...]) -> None:
-    """Write the plots, and the measured figures of FILES, from benchmarks/results.
-
-    FILES are README.md, docs/benchmarks.md and benchmarks/notes/aims.md if none are given.
-    """
+def main(
+    check: bool, results: Path, plots: Path, show: str | None, files: tuple[Path, ...]
+) -> None:
+    """Write the plots, and the measured figures of FILES (all pages if none are given)."""
+    if show is not None:
+        click.echo(TABLES[show](results))
+        return
     wanted = {
         path: render(path.read_text(encoding="utf-8"), results) for path in files or DOCUMENTS
     }

@@ -1,25 +1,27 @@
 """The plots of benchmarks/plots, from the JSON in benchmarks/results.
 
-The same JSON gives the same files, byte for byte. tools/render_docs.py writes them.
+The same JSON gives the same files, byte for byte. tools/render_docs.py writes them. They have no background,
+and colors that can be seen on white and on GitHub's dark pages.
 """
 
 from __future__ import annotations
 
-import functools
 import io
 import statistics
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import history
-import targets
+from documents.common import card, size_name
 
+# Found where documents/__init__.py looks.
+import history  # isort: skip
+import targets  # isort: skip
+
+INK = "#797979"  # of text, axes and grid: as far from white as from GitHub's #0d1117
 FAMILIES = {
     "norm": "norms",
     "gated_residual": "gated residuals",
@@ -29,7 +31,7 @@ FAMILIES = {
 }
 # What is drawn, from the back to the front: name, color, marker, size.
 SERIES = {
-    "eager": ("eager", "#9aa0a6", "s", 14),
+    "eager": ("eager", "#8b949e", "s", 14),
     "compiled": ("torch.compile", "#e8710a", "^", 16),
     "liger": ("Liger", "#188038", "v", 16),
     "quack": ("QuACK", "#a142f4", "D", 12),
@@ -37,39 +39,62 @@ SERIES = {
 }
 MODES = {
     "compiled": ("torch.compile", "#e8710a"),
-    "compiled-regional": ("torch.compile, block by block", "#fbbc04"),
-    "compiled-reduce-overhead": ("torch.compile, reduce-overhead", "#b06000"),
+    "compiled-regional": ("torch.compile, block by block", "#c98500"),
+    "compiled-reduce-overhead": ("torch.compile, reduce-overhead", "#d1548c"),
     "injected": ("injected", "#1a73e8"),
-    "injected+graphs": ("injected with CUDA graphs", "#0b8043"),
-    "injected-no-attention": ("injected with attention=False", "#8ab4f8"),
-    "injected+compiled": ("injected and torch.compile", "#174ea6"),
+    "injected+graphs": ("injected with CUDA graphs", "#188038"),
+}
+TIMELINES = {
+    "eager": "eager",
+    "compiled-regional": "torch.compile",
+    "injected": "injected",
+}
+KERNEL_CLASSES = {
+    "matrix_products": ("matrix products", "#6e7781"),
+    "attention": ("attention", "#a142f4"),
+    "ours": ("this package's row kernels", "#1a73e8"),
+    "others": ("everything else", "#e8710a"),
 }
 MEGABYTE = 1e6
+WIDTH = 25 / 3  # inches: 800 pixels
 STYLE = {
-    "axes.grid": True,
     "axes.axisbelow": True,
+    "axes.edgecolor": INK,
+    "axes.grid": True,
+    "axes.labelcolor": INK,
     "axes.spines.right": False,
     "axes.spines.top": False,
+    "axes.titlecolor": INK,
     "font.size": 9,
-    "grid.color": "#e0e0e0",
+    "grid.color": INK,
+    "grid.linewidth": 0.2,
+    "legend.frameon": False,
+    "savefig.transparent": True,
     "svg.fonttype": "none",
     "svg.hashsalt": "h100-diffusers-kernels",
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
 }
 
 
 def _svg(figure: Figure) -> str:
     buffer = io.StringIO()
-    metadata = {"Date": None, "Creator": None}
-    figure.savefig(buffer, format="svg", metadata=metadata, facecolor="white")
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
 
 
-def bandwidth(results: dict[str, dict]) -> str:
+def bandwidth(results: Path) -> Figure | None:
     """Rate against bytes moved, one panel a family, with the large copy's rate as a line."""
+    loaded = {family: history.shown(family, results) for family in FAMILIES}
+    if not all(loaded.values()):
+        return None
     figure = Figure(figsize=(11, 6), layout="constrained")
     panels = figure.subplots(2, 3, sharey=True)
     for axes, (family, title) in zip(panels.flat, FAMILIES.items(), strict=False):
-        entries = results[family]["workloads"]
+        result = loaded[family]
+        assert result is not None
+        entries = result["workloads"]
         sizes = [entry["bytes"] / MEGABYTE for entry in entries]
         for name, (label, color, marker, size) in SERIES.items():
             points = [
@@ -80,10 +105,10 @@ def bandwidth(results: dict[str, dict]) -> str:
             ]
             if points:
                 x, y = zip(*points, strict=True)
-                axes.scatter(x, y, s=size, c=color, marker=marker, label=label, alpha=0.85)
+                axes.scatter(x, y, s=size, c=color, marker=marker, label=label)
         copy = statistics.median(e["cold"]["terabytes_per_second"]["large_copy"] for e in entries)
-        axes.axhline(copy, color="#202124", linewidth=0.9, linestyle="--", label="copy of 1 GiB")
-        axes.set_title(title)
+        axes.axhline(copy, color=INK, linewidth=0.9, linestyle="--", label="copy of 1 GiB")
+        axes.set_title(f"{title}, {card(result)}")
         axes.set_xscale("log")
         ticks = [t for t in (1, 2, 5, 10, 30, 100, 300, 1000, 3000) if _is_within(t, sizes)]
         axes.xaxis.set_major_locator(FixedLocator(ticks))
@@ -100,153 +125,137 @@ def bandwidth(results: dict[str, dict]) -> str:
         for axes in panels.flat[:-1]
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    legend.legend(handles.values(), handles.keys(), loc="center", frameon=False)
-    return _svg(figure)
+    legend.legend(handles.values(), handles.keys(), loc="center")
+    return figure
 
 
 def _is_within(value: float, values: list[float]) -> bool:
     return min(values) / 2 <= value <= max(values) * 2
 
 
-def _lowest_speedups(by_weights: dict[str, dict]) -> dict[str, float]:
-    """Each mode's speedup over eager with the weights with which it is the lowest."""
-    lowest: dict[str, float] = {}
-    for entry in by_weights.values():
-        for mode, over in entry["speedups"].items():
-            if "eager" in over:
-                lowest[mode] = min(over["eager"], lowest.get(mode, over["eager"]))
-    return lowest
-
-
-def models(results: dict[str, dict]) -> str:
-    """Speedup of a model's forward over eager, a group of bars an input: the lowest of all weights."""
-    sizes = results["models"]["sizes"]
-    lowest = {size: _lowest_speedups(entry["weights"]) for size, entry in sizes.items()}
-    weights = list(dict.fromkeys(name for entry in sizes.values() for name in entry["weights"]))
-    figure = Figure(figsize=(7.5, 3.2), layout="constrained")
+def _bars(rows: Sequence[tuple[str, dict[str, float]]], modes: Sequence[str], what: str) -> Figure:
+    """Horizontal bars, a group a row: speedups over eager by mode. A row without any is a heading."""
+    height = 0.8 / max(1, len(modes))
+    figure = Figure(
+        figsize=(WIDTH, 0.9 + 0.15 * len(rows) * max(2, len(modes))), layout="constrained"
+    )
     axes = figure.subplots()
-    modes = [mode for mode in MODES if any(mode in speedups for speedups in lowest.values())]
-    height = 0.8 / len(modes)
     for index, mode in enumerate(modes):
         label, color = MODES[mode]
-        shown = [
+        points = [
             (row + (index - (len(modes) - 1) / 2) * height, speedups[mode])
-            for row, speedups in enumerate(lowest.values())
+            for row, (_, speedups) in enumerate(rows)
             if mode in speedups
         ]
-        bars = axes.barh(
-            [row for row, _ in shown],
-            [value for _, value in shown],
-            height,
-            color=color,
-            label=label,
-        )
-        axes.bar_label(bars, fmt="%.2f×", padding=3)
-    axes.axvline(1, color="#202124", linewidth=0.9, linestyle="--")
-    names = []
-    for size, entry in sizes.items():
-        frames, rows, columns = size.split("x")
-        tokens = f"{entry['batch']}×{entry['tokens']} tokens"
-        names.append(f"LTX-Video 2B\n{frames} frames {rows}×{columns}\n{tokens}")
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.grid(False, axis="y")
-    axes.margins(x=0.12)
-    least = " (the least of: " + ", ".join(weights) + " weights)" if len(weights) > 1 else ""
-    axes.set_xlabel("one transformer forward: times as fast as eager" + least)
-    figure.legend(loc="outside lower center", ncols=len(modes), frameon=False)
-    return _svg(figure)
-
-
-def all_models(results: dict[str, dict]) -> str:
-    """Speedup of each model's forward over eager, torch.compile's and the injected one's."""
-    shown = [
-        (f"{results[name]['model']}\n{forward.size.replace('x', '×')}", forward)
-        for name in targets.TITLES
-        if name in results
-        for forward in targets.forwards(results[name])
-        if forward.over_eager is not None
-    ]
-    figure = Figure(figsize=(7.5, 1.2 + 0.5 * len(shown)), layout="constrained")
-    axes = figure.subplots()
-    height = 0.4
-    series = {
-        "compiled": lambda forward: forward.compiled and forward.eager / forward.compiled,
-        "injected": lambda forward: forward.over_eager,
-    }
-    for index, (mode, value) in enumerate(series.items()):
-        label, color = MODES[mode]
-        points = [
-            (row + (index - 0.5) * height, speedup)
-            for row, (_, forward) in enumerate(shown)
-            if (speedup := value(forward)) is not None
-        ]
         if points:
-            places, speedups = zip(*points, strict=True)
-            bars = axes.barh(places, speedups, height, color=color, label=label)
-            axes.bar_label(bars, fmt="%.2f×", padding=3)
-    axes.axvline(1, color="#202124", linewidth=0.9, linestyle="--")
-    axes.set_yticks(range(len(shown)), [name for name, _ in shown])
-    axes.invert_yaxis()
+            places, values = zip(*points, strict=True)
+            bars = axes.barh(places, values, height, color=color, label=label)
+            axes.bar_label(bars, fmt="%.2f×", padding=3, fontsize=8)
+    axes.axvline(1, color=INK, linewidth=0.9, linestyle="--")
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    for text, (_, speedups) in zip(axes.get_yticklabels(), rows, strict=True):
+        text.set_fontweight("normal" if speedups else "bold")
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(False, axis="y")
-    axes.margins(x=0.12)
-    axes.set_xlabel(
-        f"one transformer forward, {targets.MODEL_WEIGHTS} weights: times as fast as eager"
-    )
-    figure.legend(loc="outside lower center", ncols=len(series), frameon=False)
-    return _svg(figure)
+    axes.margins(x=0.1)
+    axes.set_xlabel(f"times as fast as eager: {what}, {targets.MODEL_WEIGHTS} weights")
+    figure.legend(loc="outside lower center", ncols=2)
+    return figure
 
 
-def cuda_graphs(results: dict[str, dict]) -> str:
+def models(results: Path) -> Figure | None:
+    """Speedup over eager of torch.compile and of the injected model: the table of all models."""
+    measured = targets.of_one_build(results)
+    if not measured:
+        return None
+    rows: list[tuple[str, dict[str, float]]] = []
+    for heading, names in (
+        ("replaced in full", targets.IN_FULL),
+        ("replaced in part", tuple(targets.WITHOUT_FAMILY)),
+    ):
+        group = []
+        for name in names:
+            for forward in targets.forwards(measured.get(name)):
+                if forward.eager and forward.over_eager:
+                    speedups = {"injected": forward.over_eager}
+                    if forward.compiled:
+                        speedups["compiled"] = forward.eager / forward.compiled
+                    group.append((f"{targets.TITLES[name]}, {size_name(forward.size)}", speedups))
+        rows += [(heading, {}), *group] if group else []
+    return _bars(rows, ("compiled", "injected"), f"one forward on an {targets.MODEL_CARD}")
+
+
+def cuda_graphs(results: Path) -> Figure | None:
     """Speedup over eager of forwards back to back, a group of bars a forward of a published size."""
-    forwards = [f for f in results["cuda_graphs"]["graph_forwards"] if f["input"] == "published"]
-    shown = [(f, targets.of_weights(f)["speedups"]) for f in forwards]
-    modes = [mode for mode in MODES if any("eager" in of.get(mode, {}) for _, of in shown)]
-    figure = Figure(figsize=(7.5, 1.2 + 0.8 * len(shown)), layout="constrained")
+    gathered = targets.gathered_forwards(results)
+    if gathered is None:
+        return None
+    forwards = [f for f in gathered["graph_forwards"] if f["input"] == "published"]
+    rows = [
+        (
+            f"{targets.TITLES[forward['name']]}, {size_name(forward['size'])}",
+            {
+                mode: over["eager"]
+                for mode, over in targets.of_weights(forward)["speedups"].items()
+                if mode in MODES and "eager" in over
+            },
+        )
+        for forward in forwards
+    ]
+    modes = [mode for mode in MODES if any(mode in speedups for _, speedups in rows)]
+    device = gathered["runs"][0]["environment"]["device"]
+    return _bars(rows, modes, f"forwards back to back on an {device}")
+
+
+def block(results: Path) -> Figure | None:
+    """The kernels of one block on the GPU, to scale, one line a mode."""
+    result = history.shown("block_timeline", results)
+    if result is None:
+        return None
+    modes = [mode for mode in TIMELINES if mode in result["modes"]]
+    figure = Figure(figsize=(WIDTH, 0.9 + 0.42 * len(modes)), layout="constrained")
     axes = figure.subplots()
-    height = 0.8 / max(1, len(modes))
-    for index, mode in enumerate(modes):
-        name, color = MODES[mode]
-        points = [
-            (row + (index - (len(modes) - 1) / 2) * height, of[mode]["eager"])
-            for row, (_, of) in enumerate(shown)
-            if "eager" in of.get(mode, {})
-        ]
-        places, speedups = zip(*points, strict=True)
-        bars = axes.barh(places, speedups, height, color=color, label=name)
-        axes.bar_label(bars, fmt="%.2f×", padding=3)
-    axes.axvline(1, color="#202124", linewidth=0.9, linestyle="--")
-    names = [f"{f['model']}\n{f['size'].replace('x', '×')}" for f in forwards]
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
+    for name, (label, color) in KERNEL_CLASSES.items():
+        for row, mode in enumerate(modes):
+            spans = [
+                (kernel["start_us"], kernel["end_us"] - kernel["start_us"])
+                for kernel in result["modes"][mode]
+                if kernel["class"] == name
+            ]
+            axes.broken_barh(
+                spans,
+                (row - 0.32, 0.64),
+                color=color,
+                linewidth=0,
+                label=label if row == 0 else None,
+            )
+    for row, mode in enumerate(modes):
+        end = max(kernel["end_us"] for kernel in result["modes"][mode])
+        axes.annotate(f"{end:.0f} µs", (end, row), (4, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(modes)), [TIMELINES[mode] for mode in modes])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(modes) - 0.5, -0.5)
     axes.grid(False, axis="y")
-    axes.margins(x=0.12)
-    axes.set_xlabel(
-        f"forwards back to back, {targets.MODEL_WEIGHTS} weights: times as fast as eager"
-    )
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    return _svg(figure)
+    axes.set_xlim(left=0)
+    axes.margins(x=0.08)
+    where = f"{result['model']}, {size_name(result['size'])}, {card(result)}"
+    axes.set_xlabel(f"µs on the GPU, one block of {where}")
+    figure.legend(loc="outside lower center", ncols=len(KERNEL_CLASSES))
+    return figure
 
 
-# Each plot, the results that it needs, and those that it draws where they are there.
-PLOTS: dict[str, tuple[Callable[[dict[str, dict]], str], tuple[str, ...], tuple[str, ...]]] = {
-    "bandwidth": (bandwidth, tuple(FAMILIES), ()),
-    "models": (models, ("models",), ()),
-    "all_models": (all_models, ("models",), tuple(targets.TITLES)),
-    "cuda_graphs": (cuda_graphs, ("cuda_graphs",), ()),
+# None where its results are not there.
+PLOTS: dict[str, Callable[[Path], Figure | None]] = {
+    "bandwidth": bandwidth,
+    "models": models,
+    "cuda_graphs": cuda_graphs,
+    "block": block,
 }
 
 
 def render(results: Path) -> dict[str, str]:
     """File name -> SVG, of the plots whose results are all there."""
-    plots = {}
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
-        for name, (draw, needed, wanted) in PLOTS.items():
-            loaded = {
-                need: targets.GATHERED.get(need, functools.partial(history.shown, need))(results)
-                for need in (*needed, *wanted)
-            }
-            measured = {need: result for need, result in loaded.items() if result is not None}
-            if measured.keys() >= set(needed):
-                plots[f"{name}.svg"] = draw(measured)
-    return plots
+        figures = {name: draw(results) for name, draw in PLOTS.items()}
+        return {f"{name}.svg": _svg(figure) for name, figure in figures.items() if figure}

@@ -1,8 +1,8 @@
-"""What the tables have in common: how results are found, and figures written."""
+"""What the tables share: how results are found, and how figures are written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -20,17 +20,15 @@ MODE_NAMES = {
     "injected+graphs": "injected with CUDA graphs",
     "injected+compiled": "injected and torch.compile",
 }
+NOT_MEASURED = "not measured"
+MOST_COMMANDS = 2  # that stand under a table in full
 
-
-# What writes a result, where it is not benchmarks/bench_<name>.py.
+# The script that writes a result, if it is not benchmarks/bench_<name>.py.
 SCRIPTS = {
     "ceilings": "ceilings/run.py",
     **{name: f"bench_models.py --model {name}" for name in targets.TITLES if name != "models"},
     "profile": "profile_kernels.py",
 }
-
-
-ELSEWHERE = "‡"  # the mark of what was measured on another card than the rest of a table
 
 # Renders one table, or one figure, from the results folder.
 TABLES: dict[str, Callable[[Path], str]] = {}
@@ -47,50 +45,25 @@ def figure(function: Callable[[Path], str]) -> Callable[[Path], str]:
     return function
 
 
-def script(name: str) -> str:
-    """What writes the results of that name."""
-    return SCRIPTS.get(name, f"bench_{name}.py")
-
-
-def load(results: Path, name: str) -> dict:
-    result = history.shown(name, results)
+def load(results: Path, name: str, cards: Sequence[str] = history.SHOWN_CARDS) -> dict:
+    result = history.shown(name, results, cards=cards)
     if result is None:
-        raise click.ClickException(
-            f"{results / name} is empty: benchmarks/{script(name)} fills it."
-        )
+        script = SCRIPTS.get(name, f"bench_{name}.py")
+        raise click.ClickException(f"{results / name} is empty: benchmarks/{script} fills it.")
     return result
-
-
-def load_workloads(results: Path, name: str) -> tuple[list[tuple[dict, str]], list[dict]]:
-    """Workloads, each with a mark, and the results that they are of.
-
-    Those of the result that is shown have none. What that one does not measure is of the newest of another
-    card, marked ELSEWHERE.
-    """
-    shown = load(results, name)
-    workloads = [(entry, "") for entry in shown["workloads"]]
-    known = {workload_key(entry) for entry, _ in workloads}
-    device = shown["environment"]["device"]
-    for result in reversed(history.kept(name, results)):
-        if result["environment"]["device"] != device:
-            more = [e for e in result["workloads"] if workload_key(e) not in known]
-            workloads += [(entry, ELSEWHERE) for entry in more]
-            return workloads, [shown, result] if more else [shown]
-    return workloads, [shown]
-
-
-def workload_key(entry: dict) -> tuple:
-    return (entry["operation"], entry["variant"], *entry["shape"])
-
-
-def elsewhere(rows: list[list[str]], loaded: list[dict]) -> str:
-    """What ELSEWHERE means, if a row is marked so."""
-    devices = sorted({result["environment"]["device"] for result in loaded[1:]})
-    return footnote(rows, f"on an {' or '.join(devices)}, whose memory is faster.", ELSEWHERE)
 
 
 def is_measured(results: Path, name: str) -> bool:
     return history.shown(name, results) is not None
+
+
+def unmeasured(name: str) -> str:
+    script = SCRIPTS.get(name, f"bench_{name}.py")
+    return f"Not measured yet: `python benchmarks/{script}` does."
+
+
+def card(result: dict) -> str:
+    return history.card(result["environment"]).upper()
 
 
 def markdown(rows: list[list[str]], headers: list[str]) -> str:
@@ -99,14 +72,25 @@ def markdown(rows: list[list[str]], headers: list[str]) -> str:
 
 
 def setup(*results: dict) -> str:
-    """Where, with what and by which commands the figures of a table were measured."""
-    runs: dict[str, list[str]] = {}
-    for environment in (result["environment"] for result in results):
-        parts = [environment["device"]]
-        parts += [f"{name} {environment[name]}" for name in ("torch", "diffusers", "kernels")]
-        run = f"{environment['date']}: `{environment['command']}`"
-        runs.setdefault(", ".join(parts), []).append(run)
-    return "\n\n" + "; ".join(f"{where}, {', '.join(run)}" for where, run in runs.items())
+    """Card, versions, builds, days and commands of the figures of a table."""
+    of_place: dict[str, list[dict]] = {}
+    for result in results:
+        environment = result["environment"]
+        versions = [f"{name} {environment[name]}" for name in ("torch", "diffusers", "kernels")]
+        of_place.setdefault(", ".join([environment["device"], *versions]), []).append(environment)
+    lines = []
+    for place, environments in of_place.items():
+        builds = dict.fromkeys(filter(None, map(history.commit, environments)))
+        days = sorted({environment["date"].split()[0] for environment in environments})
+        commands = list(dict.fromkeys(environment["command"] for environment in environments))
+        if len(commands) > MOST_COMMANDS:
+            commands = list(dict.fromkeys(" ".join(line.split()[:2]) for line in commands))
+        parts = [place]
+        parts += [f"build{'s' * (len(builds) > 1)} {', '.join(builds)}"] if builds else []
+        parts += [" to ".join(dict.fromkeys((days[0], days[-1])))]
+        parts += [", ".join(f"`{line}`" for line in commands)]
+        lines.append("; ".join(parts))
+    return "\n\n" + ".\n".join(lines) if lines else ""
 
 
 def footnote(rows: list[list[str]], text: str, mark: str = "*") -> str:
@@ -120,24 +104,21 @@ def times(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}×"
 
 
-def video_name(key: str) -> str:
-    """161x512x768 or 161x512x768:50 in words."""
-    size, _, steps = key.partition(":")
-    frames, height, width = size.split("x")
-    return f"{frames} frames {height}×{width}" + (f", {steps} steps" if steps else "")
+def milliseconds(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:.{digits}f} ms"
 
 
-def image_name(key: str) -> str:
-    return key.replace("x", "×")
-
-
-SIZE_NAMES: dict[str, Callable[[str], str]] = {"models": video_name, "flux": image_name}
+def span(values: Sequence[float | None], digits: int = 2) -> str:
+    """The least and the most of what was measured, or one of them where they are the same."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return NOT_MEASURED
+    return " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in (min(known), max(known))))
 
 
 def size_name(key: str) -> str:
-    """Of an image, or of a video."""
-    return image_name(key) if key.count("x") == 1 else video_name(key)
-
-
-def unmeasured(name: str) -> str:
-    return f"Not measured yet: `python benchmarks/{script(name)}` does."
+    """The size of an image or of a video in words: 1024x1024, 161x512x768 or 161x512x768:50."""
+    size, _, steps = key.partition(":")
+    *frames, height, width = size.split("x")
+    of_video = f"{frames[0]} frames " if frames else ""
+    return f"{of_video}{height}×{width}" + (f", {steps} steps" if steps else "")

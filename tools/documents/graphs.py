@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import click
 import targets
 
 from .common import (
@@ -14,8 +13,10 @@ from .common import (
     is_measured,
     load,
     markdown,
+    milliseconds,
     setup,
     size_name,
+    span,
     table,
     times,
     unmeasured,
@@ -25,20 +26,15 @@ NAME, MEMORY = "cuda_graphs", "cuda_graphs_memory"
 MIB = 2**20
 
 
-def of_input(gathered: dict, kind: str) -> list[dict]:
-    return [forward for forward in gathered["graph_forwards"] if forward["input"] == kind]
-
-
 def label(forward: dict) -> str:
     return f"{forward['model']}, {size_name(forward['size'])}"
 
 
-def milliseconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f} ms"
-
-
-def median(measured: dict, key: str) -> float | None:
-    return measured[key]["median"] if key in measured else None
+def medians(measured: dict, modes: Sequence[str], key: str) -> list[str]:
+    """A figure of each mode, or nothing where it was not measured."""
+    return [
+        milliseconds(measured[mode][key]["median"], 2) if mode in measured else "" for mode in modes
+    ]
 
 
 def mebibytes(memory: dict, key: str) -> str:
@@ -50,68 +46,66 @@ def where(gathered: dict) -> str:
     return f"{setup(*gathered['runs'])}, on {' and '.join(processors)}"
 
 
-def over(of_weights: dict, mode: str, others: Sequence[str]) -> list[str]:
-    return [times(of_weights["speedups"][mode].get(other)) for other in others]
-
-
-@table
-def cuda_graphs(results: Path) -> str:
-    """One forward at a published size in each mode, amid others back to back, and the host's time for it."""
+def forwards_in_modes(results: Path, kind: str, modes: Sequence[str]) -> str:
+    """Forwards on this kind of input, back to back, with peaked weights."""
     gathered = targets.gathered_forwards(results)
     if gathered is None:
         return unmeasured(NAME)
-    others = ("eager", "compiled-regional", targets.REDUCE_OVERHEAD)
     rows = [
         [
             label(forward),
-            weights,
-            MODE_NAMES[mode],
-            milliseconds(median(measured, "wall_ms")),
-            *over(of_weights, mode, others),
-            milliseconds(measured.get("busy_ms")),
-            *(times(measured.get(key)) for key in ("wall_over_busy", "wall_over_covered")),
-            milliseconds(median(measured, "host_ms")),
-            times(of_weights["host_over_eager"].get(mode)),
+            *medians(targets.of_weights(forward)["modes"], modes, "wall_ms"),
+            *(times(targets.over_mode(forward, other)) for other in ("eager", "injected")),
         ]
-        for forward in of_input(gathered, "published")
-        for weights, of_weights in forward["weights"].items()
-        for mode, measured in of_weights["modes"].items()
+        for forward in gathered["graph_forwards"]
+        if forward["input"] == kind
     ]
-    headers = ["one forward", "weights", "mode", "time", "against eager", "block by block"]
-    headers += ["reduce-overhead", "its kernels", "time over its kernels'"]
-    headers += ["over the time with a kernel", "host time", "of eager's"]
+    names = {**MODE_NAMES, "compiled-regional": "torch.compile by blocks"}
+    names |= {targets.REDUCE_OVERHEAD: "reduce-overhead", targets.GRAPHS: "with CUDA graphs"}
+    headers = ["one forward", *(names[mode] for mode in modes), "over eager", "over injected"]
     return markdown(rows, headers) + where(gathered)
 
 
 @table
+def cuda_graphs(results: Path) -> str:
+    """Forwards of published sizes with CUDA graphs beside the other modes."""
+    modes = ("eager", "compiled-regional", targets.REDUCE_OVERHEAD, "injected", targets.GRAPHS)
+    return forwards_in_modes(results, "published", modes)
+
+
+@table
 def cuda_graphs_small(results: Path) -> str:
-    """Forwards of few tokens, where the host decides; one row a model."""
+    """Forwards of few tokens, which the host limits without graphs."""
+    return forwards_in_modes(results, "small", ("eager", "injected", targets.GRAPHS))
+
+
+@table
+def cuda_graphs_host(results: Path) -> str:
+    """The host's time of each forward, and a replayed forward's time beside its kernels'."""
     gathered = targets.gathered_forwards(results)
     if gathered is None:
         return unmeasured(NAME)
-    modes = ("eager", "injected", targets.GRAPHS)
     rows = []
-    for forward in of_input(gathered, "small"):
+    for forward in gathered["graph_forwards"]:
         measured = targets.of_weights(forward)["modes"]
         graphs = measured.get(targets.GRAPHS, {})
         rows.append(
             [
-                f"{label(forward)}: {forward['batch']}×({forward['tokens']} + {forward['text_tokens']})",
-                *(milliseconds(median(measured.get(mode, {}), "wall_ms")) for mode in modes),
-                *(milliseconds(median(measured.get(mode, {}), "host_ms")) for mode in modes),
-                milliseconds(graphs.get("busy_ms")),
-                *(times(graphs.get(key)) for key in ("wall_over_busy", "wall_over_covered")),
+                label(forward),
+                *medians(measured, ("eager", "injected", targets.GRAPHS), "host_ms"),
+                *medians(measured, (targets.GRAPHS,), "wall_ms"),
+                milliseconds(graphs.get("busy_ms"), 2),
+                times(graphs.get("wall_over_busy")),
             ]
         )
-    headers = ["one forward, tokens", "eager", "injected", "with graphs"]
-    headers += ["host time: eager", "injected", "with graphs", "its kernels"]
-    headers += ["time over its kernels'", "over the time with a kernel"]
+    headers = ["one forward", "host time: eager", "injected", "with CUDA graphs"]
+    headers += ["time with CUDA graphs", "its kernels' time", "ratio of the two"]
     return markdown(rows, headers) + where(gathered)
 
 
 @table
 def cuda_graphs_first_calls(results: Path) -> str:
-    """What capturing takes, in time and in memory."""
+    """The time and the memory that capturing takes."""
     gathered = targets.gathered_forwards(results)
     if gathered is None:
         return unmeasured(NAME)
@@ -125,20 +119,15 @@ def cuda_graphs_first_calls(results: Path) -> str:
             [
                 label(forward),
                 *(
-                    milliseconds(median(graphs, key))
+                    milliseconds(graphs[key]["median"] if key in graphs else None, 2)
                     for key in ("first_call_ms", "capturing_call_ms")
                 ),
                 times(graphs.get("capturing_over_plain")),
-                *(
-                    mebibytes(of["memory"], key)
-                    for key in ("allocated", "reserved", "peak_reserved")
-                    for of in (plain, graphs)
-                ),
+                *(mebibytes(of["memory"], "reserved") for of in (plain, graphs)),
             ]
         )
     headers = ["one forward", "first call", "capturing call", "over a plain one"]
-    for name in ("allocated", "reserved", "most reserved"):
-        headers += [f"{name}: injected", "with graphs"]
+    headers += ["memory: injected", "with CUDA graphs"]
     return markdown(rows, headers) + where(gathered)
 
 
@@ -165,50 +154,24 @@ def cuda_graphs_memory(results: Path) -> str:
     return markdown(rows, headers) + text + setup(result)
 
 
-@table
-def summary_graphs(results: Path) -> str:
-    """The forwards of published sizes with CUDA graphs beside the other modes, with peaked weights."""
-    gathered = targets.gathered_forwards(results)
-    if gathered is None:
-        return unmeasured(NAME)
-    modes = ("eager", "compiled-regional", targets.REDUCE_OVERHEAD, "injected", targets.GRAPHS)
-    rows = []
-    for forward in of_input(gathered, "published"):
-        measured = targets.of_weights(forward)["modes"]
-        ratios = [targets.over_mode(forward, other) for other in ("eager", targets.REDUCE_OVERHEAD)]
-        rows.append(
-            [
-                label(forward),
-                *(milliseconds(median(measured.get(mode, {}), "wall_ms")) for mode in modes),
-                *(times(ratio) for ratio in ratios),
-            ]
-        )
-    headers = ["one forward", "eager", "torch.compile by blocks", "reduce-overhead", "injected"]
-    headers += ["with CUDA graphs", "against eager", "against reduce-overhead"]
-    return markdown(rows, headers) + where(gathered)
-
-
-def span(results: Path, values: Sequence[float | None]) -> str:
-    """The least and the most of the figures that there are."""
-    known = [value for value in values if value is not None]
-    if not known:
-        raise click.ClickException(
-            f"{results / NAME} has no such figure: benchmarks/bench_{NAME}.py measures it."
-        )
-    return " to ".join(dict.fromkeys(f"{value:.2f}" for value in (min(known), max(known))))
+def forwards(results: Path, kind: str) -> list[dict]:
+    gathered = targets.gathered_forwards(results) or {"graph_forwards": []}
+    return [forward for forward in gathered["graph_forwards"] if forward["input"] == kind]
 
 
 @figure
 def graphs_over_eager(results: Path) -> str:
-    """How many times as fast as eager forwards of published sizes are with graphs."""
-    gathered = targets.gathered_forwards(results) or {"graph_forwards": []}
-    published = of_input(gathered, "published")
-    return span(results, [targets.over_mode(forward, "eager") for forward in published])
+    """How many times as fast as eager forwards of published sizes are with graphs: injection and graphs."""
+    return span([targets.over_mode(f, "eager") for f in forwards(results, "published")])
 
 
 @figure
-def graphs_wall_over_busy(results: Path) -> str:
-    """The time of a forward with graphs over that of its kernels, of all models and sizes."""
-    gathered = targets.gathered_forwards(results) or {"graph_forwards": []}
-    modes = [targets.of_weights(forward)["modes"] for forward in gathered["graph_forwards"]]
-    return span(results, [of.get(targets.GRAPHS, {}).get("wall_over_busy") for of in modes])
+def graphs_over_injected(results: Path) -> str:
+    """How many times as fast forwards of published sizes are with graphs as injected without them."""
+    return span([targets.over_mode(f, "injected") for f in forwards(results, "published")])
+
+
+@figure
+def small_graphs_over_injected(results: Path) -> str:
+    """The same of forwards of few tokens."""
+    return span([targets.over_mode(f, "injected") for f in forwards(results, "small")])

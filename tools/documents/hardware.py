@@ -120,10 +120,7 @@ def suite(results: Path) -> str:
     rows = [
         [
             result["environment"]["device"],
-            result["environment"]["capability"],
-            result["environment"]["driver"],
             result["environment"]["torch"],
-            result["environment"]["cuda"],
             result["build"],
             result["environment"]["date"],
             *(str(result["counts"][key]) for key in ("passed", "skipped", "failed")),
@@ -131,6 +128,5 @@ def suite(results: Path) -> str:
         ]
         for result in of_card.values()
     ]
-    headers = ["GPU", "compute capability", "driver", "torch", "CUDA", "build", "date"]
-    headers += ["passed", "skipped", "failed", "left out"]
+    headers = ["GPU", "torch", "build", "date", "passed", "skipped", "failed", "left out"]
     return markdown(rows, headers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +11,12 @@ import history
 import targets as targets_
 
 from .common import (
+    NOT_MEASURED,
     TABLES,
-    elsewhere,
+    card,
     footnote,
     is_measured,
     load,
-    load_workloads,
     markdown,
     setup,
     table,
@@ -23,59 +24,158 @@ from .common import (
     unmeasured,
 )
 
-PEERS = ("eager", "compiled", "liger", "quack")
+LIBRARIES = {"liger": "Liger", "quack": "QuACK"}
 ATTENTION_PEERS = {"cudnn": "cuDNN", "flash": "Torch flash", "fa3": "FA3"}
 SLOW_INPUTS = ("rising", "jump", "large range")  # of attention
 TUNED_MODE = "max-autotune-no-cudagraphs"
-
-BROKEN = (
-    f"more than {targets_.BROKEN_OVER_EAGER} times slower than eager PyTorch: the library does not run there "
-    "as it is meant to, and is not compared."
+LTX_ROWS = [2, 8064]  # batch and tokens of LTX-Video at 161 frames, the shape shown of an operation
+# The shapes of attention that its tables show: LTX-Video, FLUX.1, Wan, and LTX-Video's text.
+ATTENTION_SHAPES = (
+    *targets_.LTX_161,
+    *targets_.FLUX,
+    *targets_.WAN,
+    ((2, 8064, 128, 32, 64), "text mask"),
 )
+# An H100's: that is what the published times among the aims were measured on.
+AIMS_CARDS = ("h100", "h200")
+
+
+def main_workload(entries: list[dict]) -> dict:
+    """Of one operation's workloads the first at LTX-Video's 161 frames, otherwise the largest."""
+    of_ltx = [entry for entry in entries if entry["shape"][:2] == LTX_ROWS]
+    return of_ltx[0] if of_ltx else max(entries, key=lambda entry: entry["bytes"])
+
+
+def representative(entries: list[dict]) -> list[dict]:
+    """Of each operation the main workload of each variant, and the smallest one."""
+    shown: list[dict] = []
+    for name in dict.fromkeys(entry["operation"] for entry in entries):
+        of_name = [entry for entry in entries if entry["operation"] == name]
+        variants = dict.fromkeys(entry["variant"] for entry in of_name)
+        chosen = [min(of_name, key=lambda entry: entry["bytes"])]
+        chosen += [main_workload([e for e in of_name if e["variant"] == v]) for v in variants]
+        shown += [entry for entry in of_name if entry in chosen]
+    return shown
+
+
+def operations_of(family: str) -> list[str]:
+    """Those that a family's benchmark measures."""
+    workloads = importlib.import_module(f"bench_{family}").FAMILY.workloads
+    return list(dict.fromkeys(workload.operation for workload in workloads))
 
 
 def over_peer(entry: dict, measured: dict, peer: str) -> str:
-    """Times as fast as a peer, or that it failed or is broken; nothing where it has no such operation."""
-    if targets_.is_broken(measured, peer):
-        return "broken†"
+    """Times as fast as a peer, or that it failed; nothing where it has no such operation."""
     if peer in measured["over"]:
         is_tuned = peer == "compiled" and measured["compiled_mode"] == TUNED_MODE
         return times(measured["over"][peer]) + "*" * is_tuned
     return "failed" if any(name.split()[0] == peer for name in entry["failed"]) else ""
 
 
-def operations(results: Path, family: str) -> str:
+def best_library(entry: dict, measured: dict, names: dict[str, str]) -> str:
+    """Times as fast as the fastest of the libraries that run this as they are meant to."""
+    over = {
+        name: value
+        for name, value in measured["over"].items()
+        if name in names and not targets_.is_broken(measured, name)
+    }
+    if over:
+        best = min(over, key=lambda name: over[name])
+        return f"{times(over[best])} {names[best]}"
+    broken = [name for name in names if targets_.is_broken(measured, name)]
+    return f"{names[broken[0]]} broken†" if broken else ""
+
+
+def operations(results: Path, family: str, is_whole: bool) -> str:
     """Each operation's time and rate, beside the large copy's rate and the peers' times."""
-    if family in targets_.MEASURED_LATER and not is_measured(results, family):
+    if not is_measured(results, family):
         return unmeasured(family)
-    workloads, loaded = load_workloads(results, family)
-    rows = []
-    for entry, mark in workloads:
-        for cache in ("cold", "warm"):
-            if cache not in entry:
-                continue
-            measured = entry[cache]
-            rows.append(
-                [
-                    ", ".join(filter(None, [entry["operation"], entry["variant"]])) + mark,
-                    "×".join(map(str, entry["shape"])) + (" (warm)" if cache == "warm" else ""),
-                    f"{measured['microseconds']['ours']['median']:.1f} µs",
-                    f"{measured['terabytes_per_second']['ours']:.2f} TB/s",
-                    f"{measured['of_large_copy']:.0%}",
-                    *(over_peer(entry, measured, name) for name in PEERS),
-                ]
-            )
-    headers = ["operation", "shape", "time", "rate", "of a large copy's", "against eager"]
-    headers += ["torch.compile", "Liger", "QuACK"]
+    result = load(results, family)
+    entries = result["workloads"] if is_whole else representative(result["workloads"])
+    rows = [
+        [
+            ", ".join(filter(None, [entry["operation"], entry["variant"]])),
+            "×".join(map(str, entry["shape"])) + (" (warm)" if cache == "warm" else ""),
+            f"{entry[cache]['microseconds']['ours']['median']:.1f} µs",
+            f"{entry[cache]['terabytes_per_second']['ours']:.2f} TB/s",
+            f"{entry[cache]['of_large_copy']:.0%}",
+            *(over_peer(entry, entry[cache], name) for name in ("eager", "compiled")),
+            best_library(entry, entry[cache], LIBRARIES),
+        ]
+        for entry in entries
+        for cache in (("cold", "warm") if is_whole else ("cold",))
+        if cache in entry
+    ]
+    headers = ["operation", "shape", "time", "rate", "of a large copy's rate"]
+    headers += ["over eager", "over torch.compile", "over the best library"]
     note = footnote(rows, f"in mode {TUNED_MODE}, the faster one here.")
-    note += footnote(rows, BROKEN, "†")
-    note += elsewhere(rows, loaded)
-    versions = "; ".join(f"{name} {what}" for name, what in loaded[0]["peers"].items())
-    return markdown(rows, headers) + note + setup(*loaded) + f". {versions}"
+    note += footnote(
+        rows, f"more than {targets_.BROKEN_OVER_EAGER} times slower than eager PyTorch.", "†"
+    )
+    versions = ", ".join(f"{name} {v.split(':')[0]}" for name, v in result["peers"].items())
+    return markdown(rows, headers) + note + setup(result) + f". Libraries: {versions}"
 
 
 for name in targets_.FAMILIES:
-    TABLES[name] = functools.partial(operations, family=name)
+    TABLES[name] = functools.partial(operations, family=name, is_whole=False)
+    TABLES[f"all_{name}"] = functools.partial(operations, family=name, is_whole=True)
+
+
+@table
+def summary_operations(results: Path) -> str:
+    """Each operation beside PyTorch and the best library, at one shape; attention on its worst inputs."""
+    rows: list[list[str]] = []
+    loaded = []
+    for family in targets_.FAMILIES:
+        result: dict = {"workloads": []}
+        if is_measured(results, family):
+            result = load(results, family)
+            loaded.append(result)
+        for name in operations_of(family):
+            entries = [e for e in result["workloads"] if e["operation"] == name]
+            if not entries:
+                rows.append([f"`{name}`", "", "", NOT_MEASURED])
+                continue
+            entry = main_workload(entries)
+            measured = entry["cold"]
+            rows.append(
+                [
+                    f"`{name}`",
+                    "×".join(map(str, entry["shape"])),
+                    card(result),
+                    f"{measured['microseconds']['ours']['median']:.1f} µs",
+                    f"{measured['terabytes_per_second']['ours']:.2f} TB/s",
+                    *(times(measured["over"].get(peer)) for peer in ("eager", "compiled")),
+                    best_library(entry, measured, LIBRARIES),
+                ]
+            )
+    if is_measured(results, "attention"):
+        result = load(results, "attention")
+        loaded.append(result)
+        entry = main_workload([e for e in result["workloads"] if not e["variant"]])
+        speeds = {
+            kind: of_kind["cold"]["over"].get("fa3") or of_kind["cold"]["over"]["cudnn"]
+            for kind, of_kind in entry["inputs"].items()
+        }
+        typical = [kind for kind in speeds if kind not in targets_.EXTREMES]
+        for note, kinds in (("the worst typical", typical), ("the worst", list(speeds))):
+            kind = min(kinds, key=lambda name: speeds[name])
+            measured = entry["inputs"][kind]["cold"]
+            rows.append(
+                [
+                    f"`attention`, {kind}, {note}",
+                    "×".join(map(str, entry["shape"])),
+                    card(result),
+                    f"{measured['microseconds']['ours']['median']:.1f} µs",
+                    f"{measured['teraflops_per_second']['ours']:.0f} TFLOP/s",
+                    times(measured["over"].get("cudnn")),
+                    "",
+                    best_library(entry, measured, {"fa3": ATTENTION_PEERS["fa3"]}),
+                ]
+            )
+    headers = ["operation", "shape", "card", "time", "rate"]
+    headers += ["over PyTorch", "over torch.compile", "over the best library"]
+    return markdown(rows, headers) + setup(*loaded)
 
 
 def attention_cell(entry: dict, kind: str, peer: str, value: float | None, digits: int) -> str:
@@ -107,9 +207,18 @@ def worst_inputs(entry: dict, ratios: Callable[[dict], dict], choose: Callable) 
     return None
 
 
-def shown_inputs(entry: dict, worst: str | None, extremes: tuple[str, ...]) -> dict[str, str]:
+def attention_workloads(result: dict, is_whole: bool) -> list[dict]:
+    """All workloads, or those that the tables show."""
+    return [
+        entry
+        for entry in result["workloads"]
+        if is_whole or (tuple(entry["shape"]), entry["variant"]) in ATTENTION_SHAPES
+    ]
+
+
+def shown_inputs(entry: dict, worst: str | None, others: tuple[str, ...]) -> dict[str, str]:
     """Kinds of inputs that a table shows of a shape, and how each is called there."""
-    shown = dict.fromkeys([targets_.NORMAL, *filter(None, [worst]), *extremes])
+    shown = dict.fromkeys([targets_.NORMAL, *filter(None, [worst]), *others])
     return {
         kind: f"{kind}, the worst" if kind == worst else kind
         for kind in shown
@@ -117,41 +226,35 @@ def shown_inputs(entry: dict, worst: str | None, extremes: tuple[str, ...]) -> d
     }
 
 
-@table
-def attention(results: Path) -> str:
-    """Attention's rate beside its peers' times, the ceilings, and a copy of its bytes."""
+def attention(results: Path, is_whole: bool) -> str:
+    """Attention's rate, beside its peers' times and the tensor cores' ceiling."""
     if not is_measured(results, "attention"):
         return unmeasured("attention")
     result = load(results, "attention")
     rows = []
-    for entry in result["workloads"]:
+    for entry in attention_workloads(result, is_whole):
         worst = worst_inputs(entry, lambda of_kind: of_kind["cold"]["over"], min)
-        for kind, title in shown_inputs(entry, worst, SLOW_INPUTS).items():
+        kinds = tuple(entry["inputs"]) if is_whole else SLOW_INPUTS
+        for kind, title in shown_inputs(entry, worst, kinds).items():
             measured = entry["inputs"][kind]["cold"]
-            ours, copy = (measured["microseconds"][name]["median"] for name in ("ours", "copy"))
             rows.append(
                 [
                     attention_label(entry),
                     title,
-                    f"{ours:.1f} µs",
+                    f"{measured['microseconds']['ours']['median']:.1f} µs",
                     f"{measured['teraflops_per_second']['ours']:.0f} TFLOP/s",
                     *(
                         attention_cell(entry, kind, peer, measured["over"].get(peer), 2)
                         for peer in ATTENTION_PEERS
                     ),
-                    *(
-                        f"{measured['of_bounds'][bound]:.0%} of {allowed:.0f}"
-                        if (allowed := measured["bounds_teraflops_per_second"].get(bound))
-                        else ""
-                        for bound in ("wgmma", "exp2")
-                    ),
-                    f"{measured['terabytes_per_second']['ours']:.2f} TB/s",
-                    f"{copy:.1f} µs",
+                    f"{measured['of_bounds']['wgmma']:.0%}"
+                    if "wgmma" in measured["of_bounds"]
+                    else "",
                 ]
             )
     headers = ["(B, Sq, Sk, H, d)", "inputs", "time", "rate"]
-    headers += [f"against {name}" for name in ATTENTION_PEERS.values()]
-    headers += ["of wgmma's ceiling", "of exp2's", "bytes moved", "a copy of them"]
+    headers += [f"over {name}" for name in ATTENTION_PEERS.values()]
+    headers += ["of wgmma's ceiling"]
     versions = "; ".join(
         f"{ATTENTION_PEERS[name]} {what}" for name, what in result["peers"].items()
     )
@@ -159,31 +262,33 @@ def attention(results: Path) -> str:
     if "left_out" in ceilings:
         note = f"no ceilings: {ceilings['left_out']}"
     else:
-        note = f"ceilings of {ceilings['date']}: `{ceilings['command']}`"
+        note = f"ceilings of {ceilings['date']}"
     return markdown(rows, headers) + setup(result) + f". {versions}; {note}"
+
+
+TABLES["attention"] = functools.partial(attention, is_whole=False)
+TABLES["all_attention"] = functools.partial(attention, is_whole=True)
 
 
 @table
 def attention_inputs(results: Path) -> str:
-    """Attention's time beside FA3's and cuDNN's on each kind of inputs, and how far its rate varies."""
+    """Attention's time beside FA3's on each kind of inputs, and how far its rate varies."""
     if not is_measured(results, "attention"):
         return unmeasured("attention")
     result = load(results, "attention")
-    entries = result["workloads"]
+    entries = [entry for entry in result["workloads"] if "fa3" not in entry["declined"]]
     kinds = dict.fromkeys(kind for entry in entries for kind in entry["inputs"])
 
     def cell(entry: dict, kind: str) -> str:
         if kind not in entry["inputs"]:
             return ""
-        over = entry["inputs"][kind]["cold"]["over"]
-        return " / ".join(
-            attention_cell(entry, kind, peer, over.get(peer), 2) for peer in ("fa3", "cudnn")
-        )
+        over = entry["inputs"][kind]["cold"]["over"].get("fa3")
+        return attention_cell(entry, kind, "fa3", over, 2)
 
     rows = [[kind, *(cell(entry, kind) for entry in entries)] for kind in kinds]
     spans = (entry["slowest_over_fastest"] for entry in entries)
     rows.append(["slowest over fastest", *("" if s is None else f"{s:.2f}" for s in spans)])
-    headers = ["against FA3 / cuDNN", *(attention_label(entry) for entry in entries)]
+    headers = ["over FA3", *(attention_label(entry) for entry in entries)]
     return markdown(rows, headers) + setup(result)
 
 
@@ -194,7 +299,7 @@ def attention_accuracy(results: Path) -> str:
         return unmeasured("attention")
     result = load(results, "attention")
     rows = []
-    for entry in result["workloads"]:
+    for entry in attention_workloads(result, is_whole=False):
         worst = worst_inputs(entry, lambda of_kind: of_kind["error_over"], max)
         for kind, title in shown_inputs(entry, worst, targets_.EXTREMES).items():
             measured = entry["inputs"][kind]
@@ -217,9 +322,10 @@ def attention_accuracy(results: Path) -> str:
 @table
 def targets(results: Path) -> str:
     """What the operations should reach, and whether they do."""
-    later = [name for name in targets_.MEASURED_LATER if is_measured(results, name)]
+    later = [name for name in ("attention", "group_norm") if is_measured(results, name)]
     first = [name for name in targets_.FAMILIES if name not in targets_.MEASURED_LATER]
-    loaded = {name: load(results, name) for name in (*first, "host", *later)}
+    loaded = {name: load(results, name, AIMS_CARDS) for name in (*first, "host", *later)}
+    loaded |= targets_.of_one_build(results)
     pipeline = history.shown("pipeline", results, targets_.has_graphs)
     loaded |= {"pipeline": pipeline} if pipeline else {}
     gathered = {

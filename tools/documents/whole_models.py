@@ -1,173 +1,111 @@
-"""Forwards and pipelines of whole models, and the host's time."""
+"""Forwards and pipelines of whole models, training, and the host's time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import history
 import targets
 
 from .common import (
-    ELSEWHERE,
     MODE_NAMES,
-    elsewhere,
-    image_name,
+    card,
     is_measured,
     load,
     markdown,
+    milliseconds,
     setup,
     size_name,
     table,
     times,
     unmeasured,
-    video_name,
 )
+from .readme import rows_of_models
 
-
-def forwards(result: dict, label: Callable[[str, dict], str]) -> str:
-    """One forward in each mode and with all weights, its size called what `label` makes of it."""
-    rows = [
-        [
-            label(size, entry),
-            weights,
-            MODE_NAMES[mode],
-            f"{measured['ms']['median']:.1f} ms",
-            times(of_weights["speedups"][mode].get("eager")),
-            times(of_weights["speedups"][mode].get(targets.faster_compiled(of_weights["modes"]))),
-        ]
-        for size, entry in result["sizes"].items()
-        for weights, of_weights in entry["weights"].items()
-        for mode, measured in of_weights["modes"].items()
-    ]
-    headers = ["input", "weights", "mode", "forward", "against eager", "against torch.compile"]
-    return markdown(rows, headers) + setup(result)
-
-
-def ms_of_classes(kernels: dict, *classes: str) -> float:
-    """Older results count convolutions as something else."""
-    return sum(kernels["classes"][name]["ms"] for name in classes if name in kernels["classes"])
+CLASSES = {
+    "matrix products": ("gemm",),
+    "attention": ("attention",),
+    "everything else": ("other", "convolution"),
+}
 
 
 @table
-def models(results: Path) -> str:
-    """One forward of LTX-Video's transformer in each mode."""
+def models_in_detail(results: Path) -> str:
+    """Random weights, the GPU's other time, the distance from float32, and CUDA graphs, of each model."""
 
-    def label(size: str, entry: dict) -> str:
-        return f"{video_name(size)}, {entry['batch']}×{entry['tokens']} tokens"
+    def cells(result: dict, forward: targets.Forward) -> list[str]:
+        of_random = {f.size: f for f in targets.forwards(result, "random")}[forward.size]
+        ratios = [of_random.over_eager, of_random.over_compiled]
+        ratios += [forward.rest_over_eager, forward.rest_over_compiled]
+        ratios += [forward.distance_over_eager, forward.graphs_over_injected]
+        return [times(ratio) for ratio in ratios]
 
-    return forwards(load(results, "models"), label)
-
-
-@table
-def flux(results: Path) -> str:
-    """One forward of FLUX.1's transformer in each mode."""
-    if not is_measured(results, "flux"):
-        return unmeasured("flux")
-
-    def label(size: str, entry: dict) -> str:
-        return f"{image_name(size)}, {entry['tokens']} + {entry['text_tokens']} tokens"
-
-    return forwards(load(results, "flux"), label)
-
-
-def milliseconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f} ms"
-
-
-def compiled_cell(forward: targets.Forward) -> str:
-    """The time, and what was compiled."""
-    what = {"compiled": "whole", "compiled-regional": "blocks", None: ""}[forward.compiled_mode]
-    return " ".join(filter(None, [milliseconds(forward.compiled), what]))
-
-
-@table
-def all_models(results: Path) -> str:
-    """One injected forward of each model beside eager and torch.compile, with peaked weights."""
-    rows, loaded = [], []
-    for name, title in targets.TITLES.items():
-        if not is_measured(results, name):
-            rows.append([title, *[""] * 3, "not measured", *[""] * 4])
-            continue
-        result = load(results, name)
-        loaded.append(result)
-        rows += [
-            [
-                f"{result['model']}, {size_name(forward.size)}",
-                milliseconds(forward.eager),
-                compiled_cell(forward),
-                milliseconds(forward.injected),
-                *(times(value) for value in (forward.over_eager, forward.over_compiled)),
-                *(times(value) for value in (forward.rest_over_eager, forward.rest_over_compiled)),
-                times(forward.distance_over_eager),
-            ]
-            for forward in targets.forwards(result)
-        ]
-    headers = ["one forward", "eager", "torch.compile", "injected", "over eager"]
-    headers += ["over torch.compile", "rest over eager's", "rest over torch.compile's"]
-    headers += ["distance over eager's"]
-    return markdown(rows, headers) + (setup(*loaded) if loaded else "")
+    headers = ["model and input", "random weights: over eager", "over torch.compile"]
+    headers += ["other GPU time: of eager's", "of torch.compile's"]
+    headers += ["distance from float32: of eager's", "CUDA graphs over injected"]
+    measured = targets.of_one_build(results).values()
+    return markdown(rows_of_models(results, cells), headers) + setup(*measured)
 
 
 @table
 def breakdown(results: Path) -> str:
-    """The forward's GPU time by kernel class."""
+    """The GPU time of LTX-Video's forward by kernel class."""
     result = load(results, "models")
     rows = []
     for size, entry in result["sizes"].items():
-        for weights, of_weights in entry["weights"].items():
-            for mode, measured in of_weights["modes"].items():
-                kernels = measured["kernels"]
-                rows.append(
-                    [video_name(size), weights, MODE_NAMES[mode]]
-                    + [
-                        f"{ms_of_classes(kernels, *keys):.1f} ms"
-                        for keys in (("gemm",), ("attention",), ("other", "convolution"))
-                    ]
-                    + [f"{kernels['idle_ms']:.1f} ms", f"{kernels['total']['launches']:.0f}"]
-                )
-    classes = ["matrix products", "attention", "everything else", "between kernels"]
-    headers = ["input", "weights", "mode", *classes, "launches"]
+        for mode, measured in entry["weights"][targets.MODEL_WEIGHTS]["modes"].items():
+            kernels = measured["kernels"]
+            # Older results count convolutions as something else.
+            rows.append(
+                [size_name(size), MODE_NAMES[mode]]
+                + [
+                    milliseconds(sum(kernels["classes"].get(key, {"ms": 0})["ms"] for key in keys))
+                    for keys in CLASSES.values()
+                ]
+                + [milliseconds(kernels["idle_ms"]), f"{kernels['total']['launches']:.0f}"]
+            )
+    headers = ["input", "mode", *CLASSES, "between kernels", "launches"]
     return markdown(rows, headers) + setup(result)
 
 
 @table
 def injection(results: Path) -> str:
-    """What injecting the kernels takes."""
-    result = load(results, "models")
-    rows = [
-        [
-            video_name(size),
-            f"{took['change_s'] * 1e3:.0f} ms",
-            f"{took['full_speed_s']:.2f} s",
-            f"{took['allocated_growth_bytes'] / took['weights_bytes']:.2%}",
-        ]
-        for size, took in ((size, entry["injection"]) for size, entry in result["sizes"].items())
-    ]
-    headers = ["input", "inject_kernels", "full speed after", "memory growth"]
-    return markdown(rows, headers) + setup(result)
+    """The time and the memory that injecting the kernels takes, by model."""
+    measured = targets.of_one_build(results)
+    rows = []
+    for result in measured.values():
+        for size, entry in result["sizes"].items():
+            took = entry["injection"]
+            rows.append(
+                [
+                    f"{result['model']}, {size_name(size)}",
+                    f"{took['change_s'] * 1e3:.0f} ms",
+                    f"{took['full_speed_s']:.2f} s",
+                    f"{took['allocated_growth_bytes'] / took['weights_bytes']:.2%}",
+                ]
+            )
+    headers = ["model and input", "inject_kernels", "full speed after", "memory growth"]
+    return markdown(rows, headers) + setup(*measured.values())
 
 
 @table
 def pipeline(results: Path) -> str:
-    """The whole pipeline but the text encoder."""
-    loaded = [load(results, "pipeline")]
-    if not targets.has_graphs(loaded[0]):
-        with_graphs = history.shown("pipeline", results, targets.has_graphs)
-        loaded += [with_graphs] if with_graphs else []
+    """The whole pipeline without the text encoder, on each card."""
+    of_card = {card(result): result for result in history.kept("pipeline", results)}
     rows = [
         [
-            video_name(video) + mark,
+            size_name(video),
+            card_,
             MODE_NAMES[mode],
             f"{measured['seconds']['median']:.2f} s",
             times(entry["speedups"][mode].get("eager")),
         ]
-        for result, mark in zip(loaded, ("", ELSEWHERE), strict=False)
+        for card_, result in of_card.items()
         for video, entry in result["videos"].items()
         for mode, measured in entry["modes"].items()
     ]
-    note = elsewhere(rows, loaded)
-    return markdown(rows, ["video", "mode", "time", "against eager"]) + note + setup(*loaded)
+    headers = ["video", "card", "mode", "time", "over eager"]
+    return markdown(rows, headers) + setup(*of_card.values())
 
 
 @table
@@ -188,28 +126,32 @@ def host(results: Path) -> str:
 
 @table
 def host_forward(results: Path) -> str:
-    """The host's time for a whole forward."""
+    """The host's time for a whole forward, eager and injected, under torch.inference_mode."""
     gathered = targets.gathered_hosts(results)
     if gathered is None:
         return unmeasured("host_forward")
-    rows = []
+    pairs: dict[tuple[str, str], dict[str, dict]] = {}
     for entry in gathered["forwards"]:
-        kernels = entry.get("kernels")
+        if entry["context"] == "inference_mode":
+            key = (entry["model"], entry.get("condition", "as published"))
+            pairs.setdefault(key, {})[entry["mode"]] = entry
+    rows = []
+    for (model, condition), modes in pairs.items():
+        injected = modes["injected"]
+        kernels = injected.get("kernels")
         rows.append(
             [
-                f"{entry['model']}: {entry['batch']}×({entry['tokens']} + {entry['text_tokens']}) tokens",
-                entry.get("condition", "as published"),
-                entry.get("weights", "random"),
-                f"torch.{entry['context']}",
-                MODE_NAMES[entry["mode"]],
-                f"{entry['ms']['median']:.2f} ms",
-                times(entry.get("over_eager")),
-                f"{kernels['ms']:.2f} ms" if kernels else "",
+                model,
+                condition,
+                milliseconds(modes["eager"]["ms"]["median"], 2) if "eager" in modes else "",
+                milliseconds(injected["ms"]["median"], 2),
+                times(injected.get("over_eager")),
+                milliseconds(kernels and kernels["ms"], 2),
                 f"{kernels['launches']:.0f}" if kernels else "",
             ]
         )
-    headers = ["model", "condition", "weights", "under", "mode"]
-    headers += ["host time", "of eager's", "GPU's time", "launches"]
+    headers = ["model", "condition", "host time: eager", "injected", "of eager's"]
+    headers += ["GPU time, injected", "launches, injected"]
     processors = sorted({run["processor"] for run in gathered["runs"]})
     return markdown(rows, headers) + setup(*gathered["runs"]) + f", on {', '.join(processors)}"
 
@@ -220,7 +162,7 @@ def accuracy_models(results: Path) -> str:
     result = load(results, "accuracy")
     rows = [
         [
-            f"{video_name(entry['size'])}, {entry['dtype']}",
+            f"{size_name(entry['size'])}, {entry['dtype']}",
             f"{entry['kernel']:.5f}",
             f"{entry['eager']:.5f}",
             f"{entry['ratio']:.3f}",
@@ -228,3 +170,69 @@ def accuracy_models(results: Path) -> str:
         for entry in result["models"]
     ]
     return markdown(rows, ["distance from float32", "injected", "eager", "ratio"]) + setup(result)
+
+
+@table
+def training(results: Path) -> str:
+    """A training step of LTX-Video's blocks, eager and injected."""
+    if not is_measured(results, "training"):
+        return unmeasured("training")
+    result = load(results, "training")
+    blocks = result["blocks"]
+    eager, injected = (blocks["modes"][mode] for mode in ("eager", "injected"))
+    rows = []
+    for part in ("forward", "forward and backward"):
+        one, other = (mode[part]["median"] for mode in (eager, injected))
+        rows.append([part, *(milliseconds(value) for value in (one, other)), times(one / other)])
+        one, other = (mode[f"{part}, GPU time"] for mode in (eager, injected))
+        what = f"{part}, GPU time"
+        rows.append([what, *(milliseconds(value) for value in (one, other)), times(one / other)])
+    memory = [mode["peak_bytes"] / 2**20 for mode in (eager, injected)]
+    rows.append(
+        ["peak memory", *(f"{value:.0f} MiB" for value in memory), times(memory[0] / memory[1])]
+    )
+    errors = [mode["gradient_error"] for mode in (eager, injected)]
+    rows.append(
+        ["gradients' error", *(f"{value:.5f}" for value in errors), times(errors[0] / errors[1])]
+    )
+    headers = [
+        f"{blocks['model']}, {size_name(blocks['size'])}",
+        *("eager", "injected", "eager over injected"),
+    ]
+    return markdown(rows, headers) + setup(result)
+
+
+@table
+def training_gradients(results: Path) -> str:
+    """The error of all gradients of small models, over eager training's."""
+    if not is_measured(results, "training"):
+        return unmeasured("training")
+    result = load(results, "training")
+    rows = [
+        [
+            entry["model"],
+            f"{entry['error_over_eager']:.4f}",
+            f"{entry['standard_error']:.4f}",
+            str(entry["samples"]),
+        ]
+        for entry in result["gradients"]
+    ]
+    headers = ["model", "error of eager's", "standard error", "samples"]
+    return markdown(rows, headers) + setup(result)
+
+
+@table
+def training_lora(results: Path) -> str:
+    """How far the loss of LoRA training is from eager's at most, beside what other data and float32 do."""
+    if not is_measured(results, "training"):
+        return unmeasured("training")
+    result = load(results, "training")
+    kinds = list(result["lora"][0]["largest_deviation_from_eager"])
+    rows = [
+        [
+            entry["model"],
+            *(f"{entry['largest_deviation_from_eager'][kind]:.5f}" for kind in kinds),
+        ]
+        for entry in result["lora"]
+    ]
+    return markdown(rows, ["largest deviation from eager's loss", *kinds]) + setup(result)
