@@ -105,6 +105,20 @@ def full_speed_after(results: Path) -> str:
 
 
 @figure
+def families_graphs_over_injected(results: Path) -> str:
+    """The forwards with CUDA graphs over those without, of the table of all models, those in full."""
+    measured = targets.of_one_build(results)
+    ratios = []
+    for result in (measured[name] for name in targets.IN_FULL if name in measured):
+        for size in result["sizes"].values():
+            modes = size["weights"]["peaked"]["modes"]
+            if models.GRAPHS in modes:
+                times_ms = [modes[mode]["ms"]["median"] for mode in ("injected", models.GRAPHS)]
+                ratios.append(times_ms[0] / times_ms[1])
+    return span(ratios) if ratios else NOT_MEASURED
+
+
+@figure
 def pipeline_over_eager(results: Path) -> str:
     videos = load(results, "pipeline")["videos"].values()
     return span([entry["speedups"]["injected"]["eager"] for entry in videos])
