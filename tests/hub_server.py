@@ -1,6 +1,6 @@
 """A server on 127.0.0.1 that speaks the Hub's HTTP API for kernel repositories.
 
-It has what huggingface_hub and `kernels` call to publish and to load a kernel: repositories, branches, commits,
+It has what huggingface_hub and `kernels` call to publish and load a kernel: repositories, branches, commits,
 Git LFS, file trees and downloads. There are no users, no permissions and no Xet. All state is in memory.
 """
 
