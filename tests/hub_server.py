@@ -160,7 +160,7 @@ class Handler(BaseHTTPRequestHandler):
     # -- Repositories and branches -------------------------------------------------------------
 
     @route("POST", "/api/repos/create")
-    def create_repository(self) -> dict:
+    def create_repository(self) -> dict | None:
         asked = json.loads(self.body())
         if asked.get("type") != "kernel":
             raise Failure(400, "BadRequest", "This server has kernel repositories only")

@@ -153,7 +153,8 @@ def publish(root: Path, only: str | None, allow_local_toolchain: bool, dry_run: 
     try:
         upload(repo_id, branch, files, card)
     except (httpx2.HTTPError, OSError, RuntimeError, ValueError) as error:
-        reason = " ".join(f"{error} {error.__cause__ or ''}".split())
+        reasons = dict.fromkeys(str(e) for e in (error, error.__cause__) if e)
+        reason = " ".join(" ".join(reasons).split())
         raise ClickException(f"publishing {repo_id} {branch} failed: {reason}") from error
     click.echo(f"{repo_id}: {len(listed)} files of commit {commit} are published and compared")
 
