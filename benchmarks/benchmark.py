@@ -1,6 +1,9 @@
 """What `kernels benchmark` runs: each operation at a model's shape, verified against eager PyTorch.
 
-    kernels benchmark org/h100-diffusers-kernels --version 1
+    kernels benchmark FOLDER
+
+FOLDER is a checkout with a build, or a downloaded snapshot: kernels 0.17 takes no repository of a publisher
+that the Hub does not trust.
 
 It needs nothing of the other files here: it may be all of this folder that is published. It times
 calls with the host's part and tensors that may stay in the cache; the other benchmarks do neither.
