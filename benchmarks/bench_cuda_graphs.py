@@ -134,7 +134,7 @@ def start(
 
     def forward() -> torch.Tensor:
         with torch.inference_mode():
-            return instance(**arguments)[0]
+            return models.output_of(instance(**arguments))
 
     with memory(device) as grown:
         calls_ms = [timing.wall_milliseconds(forward, device) for _ in range(FIRST_CALLS)]
@@ -285,7 +285,7 @@ def measure_model(
             "size": str(size),
             "batch": published.BATCH,
             "tokens": size.tokens,
-            "text_tokens": arguments["encoder_hidden_states"].shape[-2],
+            "text_tokens": given.get("text_tokens", published.TEXT_TOKENS),
             **measure_forward(model, arguments, chosen, weights, settings),
         }
         models.free(device)

@@ -114,7 +114,7 @@ def measure_model(
             "model": name,
             "batch": published.BATCH,
             "tokens": published.SMALL["size"].tokens,
-            "text_tokens": arguments["encoder_hidden_states"].shape[-2],
+            "text_tokens": published.SMALL.get("text_tokens", published.TEXT_TOKENS),
             "condition": condition,
             "weights": weights,
             "context": context,

@@ -87,8 +87,8 @@ def distances(
 
     The last one is None where eager is the float32 model itself.
     """
-    eager = model(**arguments)[0]
-    outputs = {mode: forward()[0].clone() for mode, forward in forwards.items()}
+    eager = models.output_of(model(**arguments))
+    outputs = {mode: models.output_of(forward()).clone() for mode, forward in forwards.items()}
     entries = {
         mode: {"distance_from_eager": finite_distance(output, eager)}
         for mode, output in outputs.items()
@@ -146,7 +146,7 @@ def measure_size(
     }
 
     model(**arguments)  # makes the libraries load, whatever mode is first
-    forwards, reports = {}, {}
+    forwards, graphs = {}, None
     for mode in settings.modes:
         instance = models.twin(model)
         forward = forwards[mode] = functools.partial(instance, **arguments)
@@ -154,7 +154,14 @@ def measure_size(
             forward()
             result["injection"] = inject(instance, kernel, forward, device)
         elif mode.startswith("injected"):
-            reports[mode] = models.inject(kernel, instance, mode)
+            report = models.inject(kernel, instance, mode)
+            if mode == models.GRAPHS:
+                reasons = cuda_graphs.why_not_captured(report, forward)
+                if reasons is not None:
+                    click.echo(f"{size} {mode}: not measured, as no forward is captured: {reasons}")
+                    del forwards[mode]
+                    continue
+                graphs = report
         if models.compile_as(instance, mode):
             begin = time.perf_counter()
             forward()
@@ -166,9 +173,9 @@ def measure_size(
     for name in models.WEIGHTS:
         with models.weights(model, name):
             result["weights"][name] = measure_weights(model, forwards, arguments, settings)
-    if models.GRAPHS in reports:
+    if graphs is not None:
         forwards_each = settings.rounds * settings.calls * len(models.WEIGHTS)
-        cuda_graphs.check_replayed(reports[models.GRAPHS], forwards_each)
+        cuda_graphs.check_replayed(graphs, forwards_each)
     return result
 
 

@@ -80,7 +80,8 @@ def main(before, model, sizes, device, dtype, tiny, rounds, pause_s, output) -> 
         weights = result["sizes"][str(size)] = {}
         for name in models.WEIGHTS:
             with models.weights(model, name):
-                distance = finite_distance(forwards["after"]()[0], forwards["before"]()[0])
+                one, other = (models.output_of(forwards[name]()) for name in ("after", "before"))
+                distance = finite_distance(one, other)
                 timing.interleave(forwards, WARM_UP_ROUNDS, device)
                 samples = timing.interleave(forwards, rounds, device, pause_s=pause_s)
             weights[name] = {

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+FIRST_CALLS = 3  # the second one captures if the first one changed none of PyTorch's settings
 
 
 def counts(report: Any) -> dict[str, Any]:
@@ -18,6 +21,14 @@ def counts(report: Any) -> dict[str, Any]:
         "replayed": sum(entry.replayed for entry in report.cuda_graphs),
         "uncaptured": dict(uncaptured),
     }
+
+
+def why_not_captured(report: Any, forward: Callable[[], object]) -> str | None:
+    """The reasons why none of the first calls was captured; None if one was."""
+    for _ in range(FIRST_CALLS):
+        forward()
+    now = counts(report)
+    return None if now["captured"] else "; ".join(now["uncaptured"])
 
 
 def check_replayed(report: Any, calls: int, before: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -35,7 +35,8 @@ NEED_CUDA_GRAPHS = (REDUCE_OVERHEAD, GRAPHS)
 DEFAULT_MODES = ("eager", REGIONAL, "injected")
 # Standard deviation, or about that, of the scores of the image's own attention, in nats.
 WEIGHTS = {"random": 1.0, "peaked": 3.0}
-QUERY_AND_KEY_NORMS = tuple(f"norm_{name}.weight" for name in ("q", "k", "added_q", "added_k"))
+QUERY_AND_KEY_NORMS = tuple(f"norm_{name}" for name in ("q", "k", "added_q", "added_k"))
+ADDS_ONE = "Krea2RMSNorm"  # the norm that multiplies by 1 + weight
 QUERY_AND_KEY_PROJECTIONS = ("to_q", "to_k", "add_q_proj", "add_k_proj")
 
 
@@ -69,12 +70,14 @@ def randomize(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     In the dtypes in which diffusers loads a model: what it keeps in float32 is so.
     """
     kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    about_zero = {id(m.weight) for m in module.modules() if type(m).__name__ == ADDS_ONE}
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if name.endswith("weight") and weight.ndim > 1:
                 weight.normal_(std=weight[0].numel() ** -0.5)
             elif name.endswith("weight"):
-                weight.normal_(mean=1.0, std=0.1)  # of a norm, where trained ones are not 1
+                # Of a norm, where trained ones are not 1.
+                weight.normal_(mean=0.0 if id(weight) in about_zero else 1.0, std=0.1)
             if not kept.intersection(name.split(".")):
                 weight.data = weight.data.to(dtype)
         saved = module.state_dict(keep_vars=True)
@@ -124,10 +127,10 @@ def complete(model: torch.nn.Module, published: ModuleType) -> str:
     """
     counts = getattr(published, "PUBLISHED_BLOCKS", {})
     for name, count in counts.items():
-        *blocks, last = getattr(model, name)
+        *blocks, last = model.get_submodule(name)
         sources = blocks or [last]
         more = [twin(sources[i % len(sources)]) for i in range(count - len(blocks) - 1)]
-        setattr(model, name, torch.nn.ModuleList([*blocks, *more, last]))
+        model.set_submodule(name, torch.nn.ModuleList([*blocks, *more, last]))
     return published.NAME.partition(", ")[0] if counts else published.NAME
 
 
@@ -139,18 +142,16 @@ def weights(model: torch.nn.Module, name: str) -> Iterator[None]:
     it is those of the projections. Where a norm has no weight, a head whose query and key keep only one of
     s² dimensions has scores s times as large: the norm makes these s times as large.
     """
-    norms = [
-        weight for key, weight in model.named_parameters() if key.endswith(QUERY_AND_KEY_NORMS)
-    ]
+    norms = list(_norms(model))
     projections = list(_projections(model))
-    changed = [*norms, *(weight for weight, _, _ in projections)]
+    changed = [weight for weight, *_ in (*norms, *projections)]
     random = [weight.detach().clone() for weight in changed]
     std = WEIGHTS[name]
     factor = std**0.5  # of the query's weights and of the key's
     try:
         with torch.no_grad():
-            for weight in norms:
-                weight.mul_(factor)
+            for weight, added in norms:
+                weight.add_(added).mul_(factor).sub_(added)
             for weight, heads, is_normed in projections:
                 if is_normed:
                     by_head = weight.unflatten(0, (heads, -1))
@@ -162,6 +163,13 @@ def weights(model: torch.nn.Module, name: str) -> Iterator[None]:
         with torch.no_grad():
             for weight, before in zip(changed, random, strict=True):
                 weight.copy_(before)
+
+
+def _norms(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, float]]:
+    """Weights of query's and key's norms, each with what the norm adds to it."""
+    for name, norm in model.named_modules():
+        if name.endswith(QUERY_AND_KEY_NORMS) and getattr(norm, "weight", None) is not None:
+            yield norm.weight, 1.0 if type(norm).__name__ == ADDS_ONE else 0.0
 
 
 def _projections(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, int, bool]]:
@@ -192,15 +200,23 @@ def float32_output(
     for name in thousandfold:
         given[name] = (given[name].to(dtype) * 1000).float() / 1000
     wide = copy.deepcopy(model).float()
-    return wide(**upcast(given))[0]
+    return output_of(wide(**upcast(given)))
+
+
+def output_of(result: Sequence[Any]) -> torch.Tensor:
+    """What a forward denoised: the first result, and the first one of a list of images."""
+    first = result[0]
+    return first[0] if isinstance(first, list) else first
 
 
 def upcast(arguments: Mapping[str, object]) -> dict[str, object]:
-    """The arguments, what is a tensor of floats in float32, also within a dict of them."""
+    """The arguments, what is a tensor of floats in float32, also within a dict or a list of them."""
 
     def wide(value: object) -> object:
         if isinstance(value, dict):
             return upcast(value)
+        if isinstance(value, list):
+            return [wide(one) for one in value]
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.float() if is_float else value
 

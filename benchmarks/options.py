@@ -9,11 +9,16 @@ from typing import Any
 import allegro
 import auraflow
 import click
+import cogvideox
 import cosmos
 import flux
 import flux2
+import flux3
 import hunyuan_video
+import hunyuan_video15
+import krea2
 import ltx
+import ltx2
 import models
 import qwenimage
 import sd3
@@ -22,10 +27,12 @@ import sdxl_channels_last
 import torch
 import wan
 import wan_small
+import z_image
 
 PUBLISHED = (
     *(ltx, flux, flux2, sd3, qwenimage, wan, wan_small, cosmos, auraflow, allegro),
-    *(hunyuan_video, sdxl, sdxl_channels_last),
+    *(hunyuan_video, hunyuan_video15, ltx2, z_image, flux3, krea2, cogvideox),
+    *(sdxl, sdxl_channels_last),
 )
 MODELS = {published.__name__: published for published in PUBLISHED}
 ALL = "all"

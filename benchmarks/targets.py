@@ -76,6 +76,12 @@ WITHOUT_FAMILY = {
     "auraflow": "AuraFlow",
     "allegro": "Allegro",
     "hunyuan_video": "HunyuanVideo",
+    "hunyuan_video15": "HunyuanVideo 1.5",
+    "ltx2": "LTX-2",
+    "z_image": "Z-Image",
+    "flux3": "FLUX.3",
+    "krea2": "Krea 2",
+    "cogvideox": "CogVideoX-5b",
     "sdxl": "Stable Diffusion XL",
     "sdxl_channels_last": "Stable Diffusion XL, channels last",
 }

@@ -4,25 +4,34 @@ import dataclasses
 import functools
 import inspect
 import sys
+import types
 
 import diffusers
 import pytest
 import torch
 import torch._dynamo.testing
 from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.modular_pipelines.flux3 import before_denoise
 
 from conftest import CHECKOUT
+from graphs import graphs  # noqa: F401
 
 sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 
 import allegro
 import auraflow
 import bench_host_forward
+import bench_models
+import cogvideox
 import cosmos
 import flux
 import flux2
+import flux3
 import hunyuan_video
+import hunyuan_video15
+import krea2
 import ltx
+import ltx2
 import models
 import options
 import qwenimage
@@ -32,6 +41,7 @@ import sdxl_channels_last
 import sizes
 import wan
 import wan_small
+import z_image
 from distance import finite_distance
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -61,6 +71,12 @@ WHOLE = {
     auraflow: (6.8, {"num_mmdit_layers": 4, "num_single_dit_layers": 32}, (12, 256), (4096,)),
     allegro: (2.8, {"num_layers": 32}, (24, 96), (9200,)),
     hunyuan_video: (12.8, {"num_layers": 20, "num_single_layers": 40}, (24, 128), (32640,)),
+    hunyuan_video15: (8.3, {"num_layers": 54}, (16, 128), (25440,)),
+    ltx2: (18.9, {"num_layers": 48}, (32, 128), (6144,)),
+    z_image: (6.15, {"n_layers": 30}, (30, 128), (4096,)),
+    flux3: (5.5, {"num_layers": 5, "num_single_layers": 28}, (24, 128), (4096,)),
+    krea2: (12.8, {"num_layers": 28}, (48, 128), (4096,)),
+    cogvideox: (5.57, {"num_layers": 42}, (48, 64), (17550,)),
     **dict.fromkeys((sdxl, sdxl_channels_last), (2.57, {}, None, (4096,))),
 }
 
@@ -76,6 +92,8 @@ def test_published_size(published):
         attentions = [m for m in whole.modules() if type(m).__name__ == "Attention"]
         of_kinds = {(a.heads, a.inner_dim // a.heads) for a in attentions}
         assert len(attentions) == 140 and of_kinds == {(10, 64), (20, 64)}
+    elif published is z_image:
+        assert (whole.config.n_heads, whole.config.dim // whole.config.n_heads) == heads
     else:
         assert (whole.config.num_attention_heads, whole.config.attention_head_dim) == heads
     assert tuple(size.tokens for size in published.SIZES)[: len(tokens)] == tokens
@@ -93,7 +111,7 @@ def test_a_model_with_all_of_its_blocks(published):
     assert published.NAME.startswith(models.complete(model, published) + ", ")
     assert {id(p) for p in model.parameters()} == parameters
     for name, count in published.PUBLISHED_BLOCKS.items():
-        assert len(set(getattr(model, name))) == count
+        assert len(set(model.get_submodule(name))) == count
 
 
 @every_model
@@ -101,14 +119,13 @@ def test_random_weights_are_as_diffusers_loads_them(published):
     """In bfloat16, except for those that a model keeps in float32. The output is of the inputs' scale."""
     model = published.transformer(CPU, torch.bfloat16, tiny=True)
     kept = {name for name, w in model.named_parameters() if w.dtype == torch.float32}
-    parts = ("time_embedder.", "scale_shift_table", ".norm2.")
-    is_wan = published in (wan, wan_small)
-    assert kept == {
-        n for n, _ in model.named_parameters() if is_wan and any(part in n for part in parts)
-    }
+    wans = ("time_embedder.", "scale_shift_table", ".norm2.")
+    parts = {wan: wans, wan_small: wans, flux3: (".norm_q.", ".norm_k."), krea2: ("norm",)}
+    kept_parts = parts.get(published, ())
+    assert kept == {n for n, _ in model.named_parameters() if any(p in n for p in kept_parts)}
     arguments = published.inputs(model, device=CPU, dtype=torch.bfloat16, **published.SMALL)
     with torch.no_grad():
-        output = model(**arguments)[0]
+        output = models.output_of(model(**arguments))
     assert output.dtype == torch.bfloat16 and 0.3 < output.float().std() < 3
 
 
@@ -128,6 +145,12 @@ SCORES = {
     auraflow: (IMAGE, 3, 0.05),
     allegro: (VIDEO, 2, 0.1),
     hunyuan_video: (VIDEO, 5, 0.15),
+    hunyuan_video15: (VIDEO, 3, 0.15),
+    ltx2: (ltx.VideoSize(17, 256, 256), 4, 0.2),
+    z_image: (IMAGE, 4, 0.1),
+    flux3: (IMAGE, 6, 0.1),
+    krea2: (IMAGE, 4, 0.1),
+    cogvideox: (VIDEO, 2, 0.1),
     **dict.fromkeys((sdxl, sdxl_channels_last), (IMAGE, 11, 0.2)),
 }
 
@@ -141,6 +164,9 @@ def test_weights_give_the_scores_their_standard_deviation(name, published, monke
     def spy(query, key, value, attn_mask=None, **given):
         if query.shape == key.shape:  # the image's own, with the text or without
             scores = query @ key.mT / query.shape[-1] ** 0.5
+            if attn_mask is not None and attn_mask.dtype == torch.bool:  # padding has no score
+                is_seen = attn_mask[0, 0].any(0)
+                scores = scores[..., is_seen, :][..., is_seen]
             stds.append(scores.std(-1).square().mean().sqrt())
         return attend(query, key, value, attn_mask=attn_mask, **given)
 
@@ -186,7 +212,8 @@ def test_blocks_are_compiled_and_nothing_else(published, monkeypatch):
     blocks = [block for stack in models.block_lists(model) for block in stack]
     if published in (sdxl, sdxl_channels_last):  # its stacks are of more than transformers
         blocks = [m for m in model.modules() if type(m).__name__ == "BasicTransformerBlock"]
-    if published is hunyuan_video:  # diffusers also names the embedding of patches and text
+    # diffusers also names the embedding of patches and text; FLUX.3 has a dict of stacks.
+    if published in (hunyuan_video, hunyuan_video15, flux3):
         blocks = [m for m in model.modules() if type(m).__name__ in model._repeated_blocks]
     assert [block for block, _ in compiled] == blocks and len(blocks) >= 2
     assert all(given["fullgraph"] and given["dynamic"] is False for _, given in compiled)
@@ -261,6 +288,39 @@ PIPELINES = {
     qwenimage: ("QwenImagePipeline", EULER, {}),
     sdxl: ("StableDiffusionXLPipeline", diffusers.EulerDiscreteScheduler, {}),
     wan: ("WanPipeline", FLOW, {}),
+    cogvideox: ("CogVideoXPipeline", diffusers.CogVideoXDDIMScheduler, {}),
+    hunyuan_video15: ("HunyuanVideo15Pipeline", FlowMatchEulerDiscreteScheduler, {}),
+    krea2: ("Krea2Pipeline", EULER, {"guidance_scale": 0.0}),
+    ltx2: (
+        "LTX2Pipeline",
+        EULER,
+        {"stg_scale": 0.0, "modality_scale": 1.0, "frame_rate": ltx2.FRAME_RATE},
+    ),
+    z_image: ("ZImagePipeline", EULER, {"guidance_scale": 0.0}),
+}
+
+
+class Connectors:
+    """LTX-2's, except that they leave the embeddings as they are."""
+
+    def __call__(self, embeds, mask, padding_side):
+        return embeds, embeds, torch.ones_like(mask)
+
+
+class Autoencoder:
+    """What the pipeline of HunyuanVideo 1.5 asks of it."""
+
+    config = types.SimpleNamespace(latent_channels=4)
+    temporal_compression_ratio, spatial_compression_ratio = 4, 16
+
+
+# Parts that a pipeline needs beside the transformer and the scheduler.
+PARTS = {
+    hunyuan_video15: {
+        "guider": diffusers.ClassifierFreeGuidance(enabled=False),
+        "vae": Autoencoder(),
+    },
+    ltx2: {"connectors": Connectors()},
 }
 
 
@@ -270,16 +330,25 @@ def passed_by_pipeline(published, transformer, benchmark):
     cls = getattr(diffusers, cls)
     parameters = inspect.signature(cls.__init__).parameters.values()
     parts = {p.name: None for p in parameters if p.default is p.empty and p.name != "self"}
+    parts |= PARTS.get(published, {})
     denoiser = "unet" if published is sdxl else "transformer"
     pipe = cls(**{**parts, denoiser: transformer, "scheduler": scheduler()})
     pipe.set_progress_bar_config(disable=True)
-    text, pooled = benchmark["encoder_hidden_states"], benchmark.get("pooled_projections")
+    text, pooled = benchmark.get("encoder_hidden_states"), benchmark.get("pooled_projections")
     if published is sdxl:
         pooled = benchmark["added_cond_kwargs"]["text_embeds"]
-    given = {"prompt_embeds": text[-1:]}
+    given = {"prompt_embeds": benchmark["cap_feats"] if published is z_image else text[-1:]}
     if pooled is not None:
         given["pooled_prompt_embeds"] = pooled[-1:]
-    if published in (sd3, sdxl, wan):
+    if published in (krea2, hunyuan_video15):
+        given["prompt_embeds_mask"] = benchmark["encoder_attention_mask"]
+    if published is hunyuan_video15:
+        given["prompt_embeds_2"] = benchmark["encoder_hidden_states_2"]
+        given["prompt_embeds_mask_2"] = benchmark["encoder_attention_mask_2"]
+    if published is ltx2:
+        for name in ("prompt_attention_mask", "negative_prompt_attention_mask"):
+            given[name] = benchmark["encoder_attention_mask"][:1]
+    if published in (sd3, sdxl, wan, cogvideox, ltx2):
         given["negative_prompt_embeds"] = text[:1]
         if pooled is not None:
             given["negative_pooled_prompt_embeds"] = pooled[:1]
@@ -298,11 +367,21 @@ def alike(benchmark, passed, name, is_own):
         assert set(benchmark) == set(passed), name
         for key, one in benchmark.items():
             alike(one, passed[key], key, is_own)
-    elif isinstance(benchmark, tuple):
+    elif isinstance(benchmark, (tuple, list)):
         for one, other in zip(benchmark, passed, strict=True):
             alike(one, other, name, is_own)
     else:
         assert benchmark == passed, name
+
+
+class FirstForwardError(Exception):
+    """It ends the pipeline."""
+
+
+# LTX-2's connectors make the audio's text.
+MADE_BY_THE_PIPELINE = {"hidden_states", "audio_hidden_states", "sample", "x"} | {
+    *("timestep", "sigma", "t", "audio_encoder_hidden_states")
+}
 
 
 @pytest.mark.parametrize("published", [pytest.param(p, id=p.__name__) for p in (ltx, *PIPELINES)])
@@ -310,21 +389,62 @@ def test_inputs_are_what_the_pipeline_passes(monkeypatch, published):
     """In the first forward: names, shapes and dtypes, and all values except latents and timesteps."""
     passed = {}
 
-    def forward(hidden_states=None, *positional, **others):
-        if not passed:
-            latents = "sample" if published is sdxl else "hidden_states"
-            passed.update(others, **{latents: hidden_states})
-            passed.update(zip(["timestep"], positional, strict=False))
-        return (hidden_states,)
+    def forward(*positional, **others):
+        passed.update(signature.bind(*positional, **others).arguments)
+        raise FirstForwardError
 
     twin = models.twin(tiny(published))
+    signature = inspect.signature(twin.forward)
     monkeypatch.setattr(twin, "forward", forward)
     benchmark = published.inputs(tiny(published), published.TINY_SIZES[0], CPU, torch.float32)
+    with pytest.raises(FirstForwardError):
+        if published is ltx:
+            passed_by_ltx_pipeline(twin)
+        else:
+            passed_by_pipeline(published, twin, benchmark)
     if published is ltx:
-        passed_by_ltx_pipeline(twin)
         assert passed.pop("attention_kwargs") is None
-    else:
-        passed_by_pipeline(published, twin, benchmark)
     assert set(benchmark) == set(passed)
     for name, value in benchmark.items():
-        alike(value, passed[name], name, name not in ("hidden_states", "sample", "timestep"))
+        alike(value, passed[name], name, name not in MADE_BY_THE_PIPELINE)
+
+
+def test_positions_of_flux3_are_those_of_diffusers_modular_pipeline():
+    benchmark = flux3.inputs(tiny(flux3), flux3.TINY_SIZES[0], CPU, torch.float32)
+    rows_and_columns = flux3.TINY_SIZES[0].latent
+    scale = before_denoise.Flux3PrepareLatentsStep().image_rope_scale
+    expected = before_denoise._prepare_image_ids(*rows_and_columns, scale)
+    assert torch.equal(benchmark["img_ids"], expected)
+    text = benchmark["encoder_hidden_states"]
+    expected = before_denoise.Flux3TextRoPEInputsStep._prepare_text_ids(text)
+    assert torch.equal(benchmark["txt_ids"], expected)
+
+
+# ------------------------------------------------------------------------------------------------
+# CUDA graphs
+
+
+@pytest.mark.parametrize(
+    ("published", "is_captured"), [(ltx, True), (hunyuan_video15, False)], ids=["ltx", "hunyuan"]
+)
+def test_a_forward_that_is_not_captured_has_no_figures(
+    graphs,  # noqa: F811
+    published,
+    is_captured,
+    capsys,
+    monkeypatch,
+):
+    """HunyuanVideo 1.5 indexes by a mask. The other modes are measured, and a sentence says why."""
+    if published is hunyuan_video15:  # few tokens
+        for name in ("GLYPH_TOKENS", "IMAGE_TOKENS"):
+            monkeypatch.setattr(published, name, 8)
+        monkeypatch.setattr(published, "inputs", functools.partial(published.inputs, text_tokens=8))
+    modes = ["injected", models.GRAPHS]
+    settings = bench_models.Settings(published, CPU, torch.float32, modes, 1, 1, 0.0, 1, False)
+    with torch.no_grad():
+        size = published.TINY_SIZES[0]
+        result = bench_models.measure_size(tiny(published), graphs, size, settings)
+    for of_weights in result["weights"].values():
+        assert list(of_weights["modes"]) == (modes if is_captured else modes[:1])
+    sentence = f"{size} {models.GRAPHS}: not measured, as no forward is captured: "
+    assert (sentence in capsys.readouterr().out) == (not is_captured)

@@ -390,7 +390,7 @@ def test_targets_of_the_models():
     rest, over_compiled, distance, shares = rows[-4:]
     assert rest.of == f"1 of 6; the most: {sd3_name}; 4 not measured" and rest.measured == 0.25
     assert over_compiled.measured == 1.25 and distance.measured == 1.1
-    assert distance.of.startswith("1 of 12;") and distance.verdict == "missed by 4.8%"
+    assert distance.of.startswith("1 of 18;") and distance.verdict == "missed by 4.8%"
     assert shares.measured == 0.7 and shares.of.startswith("1 of 6; the most: Stable Diffusion")
 
 
@@ -675,7 +675,7 @@ def test_targets_of_graphs():
     assert (xl_eager.measured, xl_eager.verdict) == (1.875, "missed by 37.5%")
     assert (xl_reduced.measured, xl_reduced.verdict) == (1.25, "met")
     assert {row.verdict for row in (*last, flux_reduced)} == {"not measured"}
-    assert busy.of.startswith("1 of 13; the most: Stable Diffusion XL 1024×1024; 10 not measured")
+    assert busy.of.startswith("1 of 19; the most: Stable Diffusion XL 1024×1024; 16 not measured")
     assert busy.measured == pytest.approx(32 / 29) and capture.verdict == "met where measured"
     assert of_pipeline.verdict == "met"
 
