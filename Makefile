@@ -50,6 +50,9 @@ test: build $(call needs,test)
 test-all: build $(call needs,test)
 	$(PYTEST) $(PYTEST_ARGS)
 
+# Most of what these two install is never imported, and need not be compiled to bytecode.
+test-versions kernels-ci: export PIP_NO_COMPILE := 1
+
 # The models of each family with older versions of diffusers. An environment is a folder of packages in front of
 # the main environment's.
 test-versions: build $(call needs,test) $(OLDER_DIFFUSERS:%=.build/%/.installed)
