@@ -1,4 +1,4 @@
-# make example | test | test-all | build | cross | lint | format | clean
+# make example | test | test-all | test-versions | kernels-ci | build | cross | lint | format | clean
 #
 # PYTHON      interpreter of the environment (default python3)
 # VENV        the environment's folder; none: use PYTHON as it is and install nothing
@@ -13,6 +13,8 @@ PYTEST_ARGS ?=
 WORKERS ?= logical
 
 NEWEST_CUDA := .build/toolchains/13.2
+OLDER_DIFFUSERS := $(patsubst requirements/%.txt,%,$(wildcard requirements/diffusers-*.txt))
+KERNELS_CI := .build/kernels-ci
 VIDEO := outputs/ltx_video.mp4
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 
@@ -33,7 +35,7 @@ needs = $(if $(STAMPS),$(addprefix $(STAMPS),$(1)))
 CXX_SOURCES = $(shell find kernel_src torch-ext benchmarks/ceilings -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \
   -o -name '*.h' ! -name registration.h)
 
-.PHONY: help example test test-all build cross lint format clean
+.PHONY: help example test test-all test-versions kernels-ci build cross lint format clean
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -47,6 +49,35 @@ test: build $(call needs,test)
 # With the tests marked slow.
 test-all: build $(call needs,test)
 	$(PYTEST) $(PYTEST_ARGS)
+
+# Most of what these two install is never imported, and need not be compiled to bytecode.
+test-versions kernels-ci: export PIP_NO_COMPILE := 1
+
+# The models of each family with older versions of diffusers. An environment is a folder of packages in front of
+# the main environment's.
+test-versions: build $(call needs,test) $(OLDER_DIFFUSERS:%=.build/%/.installed)
+	for name in $(OLDER_DIFFUSERS); do \
+	  export PYTHONPATH=$(CURDIR)/.build/$$name; \
+	  $(RUN) -c "import diffusers; assert '$$name.' in 'diffusers-' + diffusers.__version__" || exit; \
+	  $(RUN) -m pytest tests/test_diffusers_versions.py $(PYTEST_ARGS) || exit; \
+	done
+
+.build/diffusers-%/.installed: requirements/diffusers-%.txt | $(call needs,venv)
+	rm -rf $(@D)
+	$(PIP) --no-deps --target $(@D) -r $<
+	@touch $@
+
+# The tests that kernel-builder runs on each build, with its files and packages and no others.
+kernels-ci: build $(KERNELS_CI)/.installed
+	$(RUN) tools/kernel_builder_tests.py $(KERNELS_CI)/bin/python
+
+$(KERNELS_CI)/.installed: flake.nix tools/kernel_builder_tests.py requirements/torch.txt requirements/example.txt \
+  requirements/test.txt | $(call needs,example)
+	rm -rf $(@D)
+	$(MAKE) VENV=$(@D) $(@D)/.stamp-torch
+	$(RUN) tools/kernel_builder_tests.py --requirements > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --disable-pip-version-check -qq -r $(@D)/requirements.txt -c requirements/example.txt
+	@touch $@
 
 build: $(call needs,example $(if $(filter-out 0,$(HAS_GPU)),cuda-compiler))
 	$(RUN) tools/build_variant.py $(BUILD_FLAGS)

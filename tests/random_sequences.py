@@ -50,6 +50,7 @@ from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.utils import _pytree
 
+import adapters
 import changes
 import conftest
 from changes import WAYS, change_values, changing, is_floating
@@ -970,7 +971,7 @@ class Twins:
         module=part("linear", "output", "up"),
     )
     def quantize(self, *, module):
-        self.apply_to_part(module, changes.quantize)
+        self.apply_to_part(module, adapters.quantize)
         self.quantized = True
 
     @action(1, 1, has_original_weights, dtype=["float32", "bfloat16", "float16"])
@@ -1045,7 +1046,7 @@ class Twins:
     def add_lora(self, *, seed=1):
         name = f"adapter{seed}"
         if name not in self.adapters:
-            self.apply(lambda model: changes.add_lora(self.family, model, name, seed))
+            self.apply(lambda model: adapters.add_lora(self.family, model, name, seed))
             self.adapters.append(name)
 
     @action(

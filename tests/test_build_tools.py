@@ -13,7 +13,7 @@ from kernels._rust import Digest, DigestAlgorithm, Metadata
 
 import build_variant
 from builder.package import Revision, tomllib
-from conftest import CHECKOUT, REPO_ID
+from conftest import CHECKOUT
 from kernel_resources import Kernel
 from processes import TOOLS, run, run_python
 
@@ -381,20 +381,3 @@ PRODUCTS, WAIT = ["HGMMA.64x128x16.F32.BF16"] * 4, "WARPGROUP.DEPBAR.LE"
 def test_kernel_resources_finds_faults(name, spills, opcodes, faults):
     kernel = Kernel(name, registers=32, stack=0, spills=spills, shared=0, opcodes=Counter(opcodes))
     assert kernel.faults() == faults
-
-
-def test_tests_are_collected_in_kernel_builders_set_of_files(tmp_path):
-    """Its builds have build.toml, the sources, and the Python files of torch-ext/ and tests/."""
-    shutil.copy(CHECKOUT / "build.toml", tmp_path)
-    for folder in ("torch-ext", "tests"):
-        for path in (CHECKOUT / folder).rglob("*.py"):
-            copy = tmp_path / path.relative_to(CHECKOUT)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, copy)
-    environment = {**os.environ, "LOCAL_KERNELS": f"{REPO_ID}={CHECKOUT}"}
-    pytest_ = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
-    collected = run(*pytest_, "--collect-only", cwd=tmp_path, env=environment)
-    assert collected.returncode == 0, collected.stdout
-    subset = ("-m", "kernels_ci", "-k", "rms_norm or softmax or injected")
-    process = run(*pytest_, *subset, cwd=tmp_path, env=environment)
-    assert process.returncode == 0 and " passed" in process.stdout, process.stdout

@@ -16,6 +16,7 @@ from diffusers.hooks.layer_skip import AttentionProcessorSkipHook
 from diffusers.models import attention_dispatch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import adapters
 import changes
 import ltx_models
 from changes import HOOKS, WAYS, Counted
@@ -701,8 +702,8 @@ def test_gradients(kernel, device, family, case):
         model.requires_grad_(False)
         plain.requires_grad_(False)
     if case == "adapters":
-        changes.add_lora(family, model)
-        changes.add_lora(family, plain)
+        adapters.add_lora(family, model)
+        adapters.add_lora(family, plain)
     arguments["hidden_states"].requires_grad_(case == "input")
     assert_gradients_agree(model, plain, arguments)
 

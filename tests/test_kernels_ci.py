@@ -3,6 +3,7 @@
 Expected values are PyTorch's own, computed in float64.
 """
 
+import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -202,7 +203,6 @@ def test_a_wrong_call_raises_one_sentence(kernel, device):
 
 def test_an_injected_model(kernel, device):
     """It computes the plain model's values, and has its bits again when ejected."""
-    diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(0)
     model = diffusers.LTXVideoTransformer3DModel(
         in_channels=8,

@@ -12,11 +12,9 @@ import functools
 import io
 from pathlib import Path
 
-import diffusers
 import pytest
 import torch
 import torchao.quantization as quantization
-from diffusers import FluxControlNetModel, QwenImageControlNetModel, SD3ControlNetModel
 from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 from diffusers.hooks.smoothed_energy_guidance_utils import (
     SmoothedEnergyGuidanceConfig,
@@ -52,6 +50,7 @@ from families import (
     prepared,
     run,
 )
+from family_relatives import CONTROLNETS, COPIES_OF_WAN, copy_of_wan, inputs_of_copy
 from ltx_models import either_order, kernel_calls
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -674,56 +673,12 @@ def test_an_image_as_context(kernel, device, dtype):
         assert calls["attention"] == 3 * len(model.blocks)
 
 
-# Models with copies of Wan's block: what theirs take besides, and a forward's arguments of their own.
-RELATIVES = {
-    "WanVACETransformer3DModel": (
-        {"vace_layers": [0], "vace_in_channels": 8},
-        {"control_hidden_states": (1, 8, 2, 4, 6), "control_hidden_states_scale": (1,)},
-    ),
-    "WanAnimateTransformer3DModel": (
-        {
-            "in_channels": 12,
-            "latent_channels": 4,
-            "image_dim": 4,
-            "motion_encoder_channel_sizes": {"4": 16, "8": 16, "16": 16},
-            "motion_encoder_size": 16,
-            "motion_style_dim": 8,
-            "motion_dim": 4,
-            "motion_encoder_dim": 16,
-            "face_encoder_hidden_dim": 16,
-            "face_encoder_num_heads": 2,
-            "inject_face_latents_blocks": 2,
-        },
-        {
-            "hidden_states": (1, 12, 4, 8, 8),
-            "encoder_hidden_states_image": (1, 6, 4),
-            "pose_hidden_states": (1, 4, 3, 8, 8),
-            "face_pixel_values": (1, 3, 9, 16, 16),
-        },
-    ),
-    "ChronoEditTransformer3DModel": ({}, {}),
-    "SkyReelsV2Transformer3DModel": ({}, {}),
-}
-
-
-def relative(name, **config):
-    """A small model whose blocks are copies of Wan's."""
-    torch.manual_seed(0)
-    channels = {"in_channels": 4, "out_channels": 4}
-    sizes = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16, "ffn_dim": 96}
-    options = {"text_dim": 24, "freq_dim": 16, "rope_max_seq_len": 32}
-    return getattr(diffusers, name)(**{**channels, **sizes, **options, **config})
-
-
-@pytest.mark.parametrize("name", RELATIVES)
+@pytest.mark.parametrize("name", COPIES_OF_WAN)
 def test_models_with_wans_block(kernel, device, name):
-    config, shapes = RELATIVES[name]
-    plain = relative(name, **config).to(device).eval()
+    plain = copy_of_wan(name).to(device)
     model = copy.deepcopy(plain)
     assert list(kernel.inject_kernels(model).levels.values()) == ["in full"]
-    shapes = {"hidden_states": (1, 4, 2, 4, 6), "encoder_hidden_states": (1, 5, 24), **shapes}
-    arguments = {key: torch.randn(shape, device=device) for key, shape in shapes.items()}
-    arguments["timestep"] = torch.tensor([500], device=device)
+    arguments = inputs_of_copy(name, device)
     assert_close(run(model, arguments), run(plain, arguments))
     calls = kernel_calls(run, model, arguments)
     assert calls["qk_norm_rope"] >= 2 and calls["gated_residual_layer_norm_modulate"] >= 5
@@ -733,8 +688,8 @@ def test_models_with_wans_block(kernel, device, name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_frames_with_noise_of_their_own(kernel, device, dtype):
     """SkyReels-V2 has a timestep for each frame, and frames that see those before them alone."""
-    plain = relative("SkyReelsV2Transformer3DModel", num_frame_per_block=2, attention_head_dim=64)
-    plain = plain.to(device, dtype).eval()
+    config = {"num_frame_per_block": 2, "attention_head_dim": 64}
+    plain = copy_of_wan("SkyReelsV2Transformer3DModel", **config).to(device, dtype)
     model = copy.deepcopy(plain)
     report = kernel.inject_kernels(model)
     arguments = {
@@ -789,19 +744,6 @@ def test_residuals_of_a_controlnet(kernel, device):
     for name in ("qk_norm_rope", "qk_norm_rope_out", "gelu"):
         assert calls[name] == whole[name]
     assert not any(entry.fell_back for entry in kernel.inject_kernels(model).calls)
-
-
-CONTROLNETS = {
-    "flux": lambda model: FluxControlNetModel.from_transformer(
-        model, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2
-    ),
-    "qwenimage": lambda model: QwenImageControlNetModel.from_transformer(
-        model, num_layers=1, attention_head_dim=16, num_attention_heads=2
-    ),
-    "sd3": lambda model: SD3ControlNetModel.from_config(
-        {**model.config, "num_layers": 1, "extra_conditioning_channels": 0}
-    ),
-}
 
 
 @pytest.mark.parametrize("name", CONTROLNETS)

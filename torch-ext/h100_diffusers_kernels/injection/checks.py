@@ -200,5 +200,13 @@ def why_intercepted() -> str | None:
     return None
 
 
+def why_unsupported() -> str | None:
+    """Why no model is injected: the diffusers that is loaded is too old."""
+    version = getattr(sys.modules.get("diffusers"), "__version__", None)
+    if version is None or tuple(map(int, version.split(".")[:2])) >= (0, 36):
+        return None
+    return f"diffusers {version} is loaded, and 0.36 or later is needed"
+
+
 def class_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -11,7 +11,7 @@ from torch import nn
 
 from . import flux, flux2, ltx, qwenimage, sd3, wan
 from .attention_processors import attention_spec
-from .checks import class_name, find_class, look_up_libraries, replaced_function
+from .checks import class_name, find_class, look_up_libraries, replaced_function, why_unsupported
 from .cuda_graphs import GraphedStandIn, Pool
 from .forward_state import Family
 from .linears import GATED_ACTIVATIONS, LINEAR_GELU
@@ -201,8 +201,11 @@ def _plan(
     report = injection.report
     stand_ins: list[StandIn] = []
     plan = _Plan(model, injection, stand_ins)
+    reason = why_unsupported()
     if getattr(model, "_parallel_config", None) is not None:
-        report.leave("", model, "parallelism is on: each rank holds a part of the tokens only")
+        reason = "parallelism is on: each rank holds a part of the tokens only"
+    if reason is not None:
+        report.leave("", model, reason)
         report.levels[""] = NOT_AT_ALL
         return plan
     specs = _specs_in_part(model) if family is None else _specs_of_family(model, family)

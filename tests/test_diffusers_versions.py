@@ -1,0 +1,127 @@
+"""What holds with every supported version of diffusers: values, ejection, LoRA and quantized layers.
+
+`make test` runs this file with the newest version, `make test-versions` with the oldest and one between.
+"""
+
+import copy
+import sys
+
+import diffusers
+import pytest
+import torch
+
+import adapters
+from checks import relative_distance
+from families import FAMILIES, KERNEL_HEADS, assert_close, every_family
+from family_relatives import CONTROLNETS, COPIES_OF_WAN, copy_of_wan, inputs_of_copy
+from small_models import run
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
+VERSION = tuple(map(int, diffusers.__version__.split(".")[:2]))
+TRANSPOSED = "it was given tensors whose last dimension has gaps"
+# Classes whose blocks get transposed tokens, which only attention's kernel takes.
+RUN_OWN_CODE = {"SD3ControlNetModel"} | ({"SD3Transformer2DModel"} if VERSION < (0, 40) else set())
+
+
+def family_model(name, device, option, dtype=torch.float32, **config):
+    """(a model without kernels, arguments of a forward)"""
+    family = FAMILIES[name]
+    arguments = family.inputs(device, dtype, **family.options[option])
+    if name == "qwenimage" and VERSION < (0, 37):  # the model needs it
+        batch, text_length, _ = arguments["encoder_hidden_states"].shape
+        arguments["txt_seq_lens"] = [text_length] * batch
+    return family.model(device, dtype, **config), arguments
+
+
+def controlnet(name, device):
+    plain, arguments = family_model(name, device, "two samples")
+    model = CONTROLNETS[name](plain).to(device).eval()
+    for parameter in model.parameters():
+        if not parameter.any():  # all results are 0 otherwise
+            torch.nn.init.normal_(parameter, std=0.1)
+    condition = torch.randn_like(arguments["hidden_states"])
+    return model, {**arguments, "controlnet_cond": condition}
+
+
+def wans_copy(name, device):
+    return copy_of_wan(name).to(device), inputs_of_copy(name, device)
+
+
+def small_model(name, device, dtype=torch.float32, **config):
+    return family_model(name, device, next(iter(FAMILIES[name].options)), dtype, **config)
+
+
+MODELS = [
+    *((family_model, name, option) for name in FAMILIES for option in FAMILIES[name].options),
+    *((controlnet, name) for name in CONTROLNETS),
+    *((wans_copy, name) for name in COPIES_OF_WAN),
+]
+
+
+def assert_on_kernels(report, model):
+    """Each call, as far as the version of diffusers allows."""
+    assert report.levels == {"": "in full"}
+    assert any(calls.on_kernels for calls in report.calls)
+    expected = {TRANSPOSED} if type(model).__name__ in RUN_OWN_CODE else set()
+    assert {reason for calls in report.calls for reason in calls.fell_back} == expected
+
+
+def test_every_known_model_is_tried(kernel, device):
+    tried = {type(make(name, device, *rest)[0]).__name__ for make, name, *rest in MODELS}
+    inject = sys.modules[kernel.inject_kernels.__module__]
+    assert tried == set(inject.known_models().split(", "))
+
+
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: "-".join((case[0].__name__, *case[1:])))
+def test_values_and_ejection(kernel, device, case):
+    make, name, *option = case
+    plain, arguments = make(name, device, *option)
+    model, expected = copy.deepcopy(plain), run(plain, arguments)
+    report = kernel.inject_kernels(model)
+    out = run(model, arguments)
+    assert_close(out, expected)
+    assert not torch.equal(out, expected)
+    assert_on_kernels(report, model)
+    kernel.eject_kernels(model)
+    assert torch.equal(run(model, arguments), expected)
+
+
+@every_family
+def test_attention(kernel, device, family):
+    """In 16 bits attention runs on the kernels, too."""
+    plain, arguments = small_model(family.name, device, torch.bfloat16, **KERNEL_HEADS)
+    model = copy.deepcopy(plain)
+    report = kernel.inject_kernels(model)
+    assert relative_distance(run(model, arguments), run(plain, arguments)) < 0.02
+    assert_on_kernels(report, model)
+
+
+@every_family
+@pytest.mark.parametrize("library", ["peft", "torchao"])
+def test_changed_layers(kernel, device, family, library):
+    """A LoRA, or int8 weights, put in after the injection."""
+    plain, arguments = small_model(family.name, device)
+    model, without = copy.deepcopy(plain), run(plain, arguments)
+    kernel.inject_kernels(model)
+    for each in (model, plain):
+        if library == "peft":
+            adapters.add_lora(family, each)
+        else:
+            adapters.quantize(each)
+    expected = run(plain, arguments)
+    assert relative_distance(expected, without) > 1e-3
+    assert_close(run(model, arguments), expected)
+    kernel.eject_kernels(model)
+    assert torch.equal(run(model, arguments), expected)
+
+
+def test_an_older_version_is_refused(kernel, device, monkeypatch):
+    plain, arguments = small_model("ltx", device)
+    monkeypatch.setattr(diffusers, "__version__", "0.35.2")
+    model = copy.deepcopy(plain)
+    report = kernel.inject_kernels(model)
+    reason = "diffusers 0.35.2 is loaded, and 0.36 or later is needed"
+    assert report.levels == {"": "not at all"} and not report.replaced
+    assert report.left_alone == [("", "LTXVideoTransformer3DModel", reason)]
+    assert torch.equal(run(model, arguments), run(plain, arguments))
