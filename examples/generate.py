@@ -99,7 +99,11 @@ def check_output(output: Path, formats: tuple[str, ...]) -> None:
         with tempfile.TemporaryFile(dir=output.parent):
             pass
     except OSError as error:
-        raise click.UsageError(f"--output {name} cannot be written: {reason_of(error)}.") from None
+        is_file = isinstance(error, (FileExistsError, NotADirectoryError))
+        reason = (
+            f"{click.format_filename(output.parent)} is no folder" if is_file else reason_of(error)
+        )
+        raise click.UsageError(f"--output {name} cannot be written: {reason}.") from None
 
 
 def write(frames: np.ndarray, output: Path, fps: int) -> None:
