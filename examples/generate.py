@@ -51,9 +51,10 @@ def check_options(model: Model, options: dict, device: str) -> None:
         if given.issuperset(pair):
             first, second = (f"--{option.replace('_', '-')}" for option in pair)
             raise click.UsageError(f"{first} and {second} exclude each other.")
-    for option in {"num_frames", "fps"} & given if not model.is_video else ():
-        option = option.removeprefix("num_")
-        raise click.UsageError(f"--{option} is for videos, and {name} makes an image.")
+    for option in ("num_frames", "fps"):
+        if option in given and not model.is_video:
+            option = option.removeprefix("num_")
+            raise click.UsageError(f"--{option} is for videos, and {name} makes an image.")
     if options["negative_prompt"] is not None and "negative_prompt" not in model.call:
         raise click.UsageError(f"{name} takes no --negative-prompt.")
     frames = options["num_frames"]
@@ -61,13 +62,15 @@ def check_options(model: Model, options: dict, device: str) -> None:
         raise click.UsageError(
             f"--frames must be a multiple of {model.frames_step} plus 1, got {frames}."
         )
-    for side in {"height", "width"} & given:
-        if options[side] % model.side_step != 0:
+    for side in ("height", "width"):
+        if side in given and options[side] % model.side_step != 0:
             raise click.UsageError(
                 f"--{side} must be a multiple of {model.side_step}, got {options[side]}."
             )
-    for option in {"offload", "cuda_graphs"} & given if device == "cpu" else ():
-        raise click.UsageError(f"--{option.replace('_', '-')} needs a CUDA GPU, and there is none.")
+    for option in ("offload", "cuda_graphs"):
+        if option in given and device == "cpu":
+            option = option.replace("_", "-")
+            raise click.UsageError(f"--{option} needs a CUDA GPU, and there is none.")
 
 
 def read_prompts(options: dict) -> list[str]:
@@ -101,7 +104,9 @@ def check_output(output: Path, formats: tuple[str, ...]) -> None:
     except OSError as error:
         is_file = isinstance(error, (FileExistsError, NotADirectoryError))
         reason = (
-            f"{click.format_filename(output.parent)} is no folder" if is_file else reason_of(error)
+            f"{click.format_filename(output.parent)} is not a folder"
+            if is_file
+            else reason_of(error)
         )
         raise click.UsageError(f"--output {name} cannot be written: {reason}.") from None
 
@@ -190,7 +195,7 @@ def run_side(
                 step_ms = seconds["a step (median)"] * 1e3
                 click.echo(f"{name}: {seconds['total']:.2f} s, {step_ms:.1f} ms a step")
             yield frames
-    except (MemoryError, ValueError) as error:
+    except (MemoryError, FloatingPointError) as error:
         reason = "not enough memory: " if isinstance(error, MemoryError) else ""
         raise click.ClickException(f"{side}: {reason}{reason_of(error)}.") from error
 

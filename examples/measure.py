@@ -49,8 +49,8 @@ def call(pipe, arguments: dict, name: str, seed: int, annotate: bool = False) ->
 
     An image is one frame. The progress bar is named `name`. The times are seconds by PARTS; text
     encoding includes the latents. `annotate` puts each part in a range of torch.profiler, and waits
-    for the GPU between parts. Raises MemoryError without enough memory, and ValueError for a result
-    that is not finite.
+    for the GPU between parts. Raises MemoryError without enough memory, and FloatingPointError for
+    a result that is not finite.
     """
     cuda = torch.cuda.is_available()
     marks: list = []
@@ -82,7 +82,7 @@ def call(pipe, arguments: dict, name: str, seed: int, annotate: bool = False) ->
         finally:
             del pipe.progress_bar
     if not np.isfinite(result).all():
-        raise ValueError("the result has values that are not finite")
+        raise FloatingPointError("the result has values that are not finite")
 
     if cuda:
         torch.cuda.synchronize()
@@ -112,7 +112,7 @@ def trace(pipe, arguments: dict, name: str, seed: int, path: Path) -> dict[str, 
     They are times of GPU kernels or, without a GPU, of CPU operators without those they call.
     """
     cuda = torch.cuda.is_available()
-    with profile() as profiler:
+    with profile(acc_events=True) as profiler:
         call(pipe, arguments | {"num_inference_steps": PROFILED_STEPS}, name, seed, annotate=True)
     profiler.export_chrome_trace(str(path))
 

@@ -227,7 +227,7 @@ def test_compiled_result_is_equal_to_eagers(run, _fresh_compiler):
         (["ltx", "--output", "a.png"], "--output must end in .mp4, .gif, .webp, got a.png."),
         (
             ["flux", "--output", "/dev/null/image.png"],
-            "--output /dev/null/image.png cannot be written: /dev/null is no folder.",
+            "--output /dev/null/image.png cannot be written: /dev/null is not a folder.",
         ),
         (["flux", "--prompts-file", "/dev/null"], "--prompts-file /dev/null has no prompt."),
         pytest.param(
