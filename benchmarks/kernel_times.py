@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -11,39 +11,11 @@ from pathlib import Path
 
 import torch
 
-PACKAGE = "h100_diffusers_kernels"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
+
+from kernel_classes import CLASSES, PACKAGE, classify
+
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace's events
-CLASSES = {
-    "gemm": "matrix products",
-    "attention": "attention",
-    "convolution": "convolutions",
-    "other": "everything else",
-}
-
-# The names of Inductor's pointwise and reduction kernels list the operators fused into them, and so
-# may say addmm or attention; only its templates (triton_tem) are matrix products or attention.
-_INDUCTOR_LOOP = re.compile(r"^triton_(poi|red|per|for|split_scan)_")
-_ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
-# Of a library also the changes of layout around it. cuDNN's attention is an "fprop" too.
-_CONVOLUTION = re.compile(
-    r"conv(?!ert)|fprop|dgrad|wgrad|implicit_gemm|winograd|im2col|vol2col|nchwTo|nhwcTo|ncdhwTo|ndhwcTo",
-    re.IGNORECASE,
-)
-_MATRIX_TEMPLATE = re.compile(
-    r"^triton_(tem|mm).*mm"
-)  # which may be fused with what follows a convolution
-_GEMM = re.compile(r"nvjet|gemm|gemv|cutlass|cublas|splitk|triton_tem|triton_mm", re.IGNORECASE)
-
-
-def classify(name: str) -> str:
-    """Key of CLASSES for a kernel, by the names that cuBLAS, cuDNN, ATen and Triton give theirs."""
-    if _INDUCTOR_LOOP.match(name):
-        return "other"
-    if _ATTENTION.search(name):
-        return "attention"
-    if _CONVOLUTION.search(name) and not _MATRIX_TEMPLATE.match(name):
-        return "convolution"
-    return "gemm" if _GEMM.search(name) else "other"
 
 
 def trace(forward: Callable[[], object], calls: int) -> list[dict]:

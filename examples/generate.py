@@ -1,318 +1,341 @@
 """Text to image or video with the models that h100-diffusers-kernels serves in full.
 
-    python examples/generate.py --model flux --prompt "A red fox in the snow" --output fox.png
-    python examples/generate.py --model wan --random-weights --compare
-
-LTX-Video has an example of its own, in ltx_video.
+python examples/generate.py --model flux --prompt "A red fox in the snow" --output fox.png
+python examples/generate.py --model ltx --compare
 """
 
 from __future__ import annotations
 
-import inspect
-import math
+import os
 import sys
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
-import diffusers
+import numpy as np
 import torch
-from diffusers.utils import export_to_video, numpy_to_pil
+from diffusers.utils import export_to_video
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from common import (
-    MAX_SEED,
-    PROMPT,
-    call_pipeline,
-    check_ffmpeg,
-    check_kernel_options,
-    check_memory,
-    check_output,
-    check_text,
-    kernel_options,
-    load_kernel,
-    made_up,
-    psnr,
-    randomize,
-    reason_of,
-)
+from measure import call, class_table, psnr, time_table, trace
+from pipelines import MODELS, SIZE, Model, call_arguments, load_kernel, load_pipeline
 
-MAX_SIDE, MAX_FRAMES = 2048, 1025
-FPS = 16  # Wan's
-
-# Arguments of the pipelines; and what is generated without a GPU, where the options leave it open.
-SIZE = ("num_inference_steps", "height", "width", "num_frames")
-SMALL_SIZE = (4, 128, 192, 9)
+PROMPT = "A red fox trots through fresh snow at dawn, its breath steaming in the cold air."
+MAX_SEED = 2**64 - 1  # torch.Generator takes no larger one
+MAX_SIDE, MAX_FRAMES = 4096, 1025
+IMAGE_FORMATS = (".png", ".jpg", ".jpeg", ".webp")
+VIDEO_FORMATS = (".mp4", ".gif", ".webp")
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model on the Hub, and what a pipeline like it with random weights is made of.
-
-    Attributes:
-        size: steps, height, width and, of a video, frames, as on the model's card.
-        guidance: the card's other arguments of the pipeline.
-        transformer, vae: the class, and its published configuration where diffusers has another
-            default; but transformers have fewer blocks, so that they are made in seconds.
-        text_tokens: the length of made-up prompt embeddings.
-    """
-
-    hub_id: str
-    pipeline: str
-    size: tuple[int, ...]
-    guidance: dict[str, float | str]
-    transformer: tuple[str, dict]
-    vae: tuple[str, dict]
-    text_tokens: int = 512
-
-    @property
-    def is_video(self) -> bool:
-        return len(self.size) == len(SIZE)
+def reason_of(error: Exception) -> str:
+    """An exception's message as a part of a sentence."""
+    message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return (message.strip().splitlines() or [type(error).__name__])[0].rstrip(" :.")
 
 
-IMAGE_VAE = {
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "block_out_channels": (128, 256, 512, 512),
-    "layers_per_block": 2,
-    "latent_channels": 16,
-}
-# Stable Diffusion 3.5 Large but for its blocks.
-SD3_TRANSFORMER = {
-    "num_layers": 8,
-    "num_attention_heads": 38,
-    "caption_projection_dim": 38 * 64,
-    "pos_embed_max_size": 192,
-    "qk_norm": "rms_norm",
-}
-# What a model for a CPU changes, where its class has it.
-SMALL = {
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "num_attention_heads": 2,
-    "caption_projection_dim": 2 * 64,
-    "ffn_dim": 512,
-    "joint_attention_dim": 64,
-    "pooled_projection_dim": 32,
-    "text_dim": 64,
-    "block_out_channels": (32, 32, 32, 32),
-    "layers_per_block": 1,
-    "base_dim": 16,
-    "num_res_blocks": 1,
-}
-
-MODELS = {
-    "flux": Model(
-        hub_id="black-forest-labs/FLUX.1-dev",
-        pipeline="FluxPipeline",
-        size=(50, 1024, 1024),
-        guidance={"guidance_scale": 3.5},
-        transformer=(
-            "FluxTransformer2DModel",
-            {"num_layers": 5, "num_single_layers": 10, "guidance_embeds": True},
-        ),
-        vae=("AutoencoderKL", {**IMAGE_VAE, "scaling_factor": 0.3611, "shift_factor": 0.1159}),
-    ),
-    "flux2": Model(
-        hub_id="black-forest-labs/FLUX.2-dev",
-        pipeline="Flux2Pipeline",
-        size=(50, 1024, 1024),
-        guidance={"guidance_scale": 4.0},
-        transformer=("Flux2Transformer2DModel", {"num_layers": 2, "num_single_layers": 6}),
-        vae=("AutoencoderKLFlux2", {}),
-    ),
-    "sd3": Model(
-        hub_id="stabilityai/stable-diffusion-3.5-large",
-        pipeline="StableDiffusion3Pipeline",
-        size=(28, 1024, 1024),
-        guidance={"guidance_scale": 3.5, "negative_prompt": ""},
-        transformer=("SD3Transformer2DModel", SD3_TRANSFORMER),
-        vae=("AutoencoderKL", {**IMAGE_VAE, "scaling_factor": 1.5305, "shift_factor": 0.0609}),
-        text_tokens=333,
-    ),
-    "qwenimage": Model(
-        hub_id="Qwen/Qwen-Image",
-        pipeline="QwenImagePipeline",
-        size=(50, 1328, 1328),
-        guidance={"true_cfg_scale": 4.0, "negative_prompt": " "},
-        transformer=("QwenImageTransformer2DModel", {"num_layers": 6}),
-        vae=("AutoencoderKLQwenImage", {}),
-        text_tokens=128,
-    ),
-    "wan": Model(
-        hub_id="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-        pipeline="WanPipeline",
-        size=(50, 480, 832, 81),
-        guidance={"guidance_scale": 5.0, "negative_prompt": ""},
-        transformer=(
-            "WanTransformer3DModel",
-            {"num_layers": 10, "num_attention_heads": 12, "ffn_dim": 8960},
-        ),
-        vae=("AutoencoderKLWan", {}),
-    ),
-}
+def check_options(model: Model, options: dict, device: str) -> None:
+    """Raise click.UsageError, one sentence, for what the single options cannot check."""
+    name, given = options["model"], {key for key, value in options.items() if value}
+    for pair in (
+        ("no_kernels", "compare"),
+        ("no_kernels", "kernel"),
+        ("no_kernels", "cuda_graphs"),
+        ("compile", "cuda_graphs"),
+        ("offload", "cuda_graphs"),
+        ("prompt", "prompts_file"),
+    ):
+        if given.issuperset(pair):
+            first, second = (f"--{option.replace('_', '-')}" for option in pair)
+            raise click.UsageError(f"{first} and {second} exclude each other.")
+    for option in ("num_frames", "fps"):
+        if option in given and not model.is_video:
+            option = option.removeprefix("num_")
+            raise click.UsageError(f"--{option} is for videos, and {name} makes an image.")
+    if options["negative_prompt"] is not None and "negative_prompt" not in model.call:
+        raise click.UsageError(f"{name} takes no --negative-prompt.")
+    frames = options["num_frames"]
+    if frames is not None and frames % model.frames_step != 1:
+        raise click.UsageError(
+            f"--frames must be a multiple of {model.frames_step} plus 1, got {frames}."
+        )
+    for side in ("height", "width"):
+        if side in given and options[side] % model.side_step != 0:
+            raise click.UsageError(
+                f"--{side} must be a multiple of {model.side_step}, got {options[side]}."
+            )
+    for option in ("offload", "cuda_graphs"):
+        if option in given and device == "cpu":
+            option = option.replace("_", "-")
+            raise click.UsageError(f"--{option} needs a CUDA GPU, and there is none.")
 
 
-def parameters(function) -> dict[str, inspect.Parameter]:
-    """What a function takes, or a class when it is made, by name."""
-    return dict(inspect.signature(function).parameters)
+def read_prompts(options: dict) -> list[str]:
+    """One prompt, or those of the file; click.UsageError if it has none."""
+    if options["prompts_file"] is None:
+        return [PROMPT if options["prompt"] is None else options["prompt"]]
+    file = click.format_filename(options["prompts_file"])
+    try:
+        lines = options["prompts_file"].read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(
+            f"--prompts-file {file} cannot be read: {reason_of(error)}."
+        ) from None
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise click.UsageError(f"--prompts-file {file} has no prompt.")
+    return prompts
 
 
-def random_pipeline(model: Model, small: bool, device: str, seed: int):
-    """A pipeline without text encoders, its weights random: few blocks, or a small model."""
-    cls = getattr(diffusers, model.pipeline)
-    # What has no default: text encoders, tokenizers, and the parts made here.
-    parts = {name: None for name, p in parameters(cls).items() if p.default is p.empty}
-    parts["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
-    torch.manual_seed(seed)
-    for part in ("transformer", "vae"):
-        name, config = getattr(model, part)
-        module = getattr(diffusers, name)
-        if small:
-            config = config | {key: SMALL[key] for key in SMALL.keys() & parameters(module)}
-        with torch.device(device):
-            parts[part] = randomize(module(**config), torch.bfloat16)
-    return cls(**parts)
+def check_output(output: Path, formats: tuple[str, ...]) -> None:
+    """Raise click.UsageError, one sentence, if the output cannot be written."""
+    name = click.format_filename(output)
+    if output.suffix.lower() not in formats:
+        raise click.UsageError(f"--output must end in {', '.join(formats)}, got {name}.")
+    if output.suffix.lower() == ".mp4" and find_spec("imageio_ffmpeg") is None:
+        raise click.UsageError("Writing MP4 needs imageio and imageio-ffmpeg from pip.")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+    except OSError as error:
+        is_file = isinstance(error, (FileExistsError, NotADirectoryError))
+        reason = (
+            f"{click.format_filename(output.parent)} is not a folder"
+            if is_file
+            else reason_of(error)
+        )
+        raise click.UsageError(f"--output {name} cannot be written: {reason}.") from None
 
 
-def made_up_prompts(pipe, prompts: dict[str, str], tokens: int, device: str) -> dict:
-    """Arguments that stand for the prompts: random, but a function of the text."""
-    config = pipe.transformer.config
-    arguments = {}
-    width = config.text_dim if "text_dim" in config else config.joint_attention_dim
-    for name, text in prompts.items():
-        prefix = name.removesuffix("prompt")
-        arguments[f"{name}_embeds"] = made_up(text, 1, tokens, width).bfloat16()
-        arguments[f"{name}_embeds_mask"] = torch.ones(1, tokens, dtype=torch.bool)
-        pooled = made_up(text, 1, config.get("pooled_projection_dim", 0)).bfloat16()
-        arguments[f"{prefix}pooled_prompt_embeds"] = pooled
-    taken = arguments.keys() & parameters(pipe.__call__)
-    return {name: arguments[name].to(device) for name in taken}
+def write(frames: np.ndarray, output: Path, fps: int) -> None:
+    """Write an image or a video; if that fails, leave what was there and raise click.ClickException."""
+    first, *others = (Image.fromarray(frame) for frame in frames)
+    suffix = output.suffix.lower()
+    try:
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=".output-") as folder:
+            file = Path(folder, f"output{suffix}")
+            if suffix == ".mp4":
+                from imageio_ffmpeg import count_frames_and_secs
+
+                export_to_video([first, *others], str(file), fps=fps)
+                written, _ = count_frames_and_secs(str(file))
+                if written != len(frames):
+                    raise OSError(f"ffmpeg wrote {written} of {len(frames)} frames")
+            elif others:
+                first.save(file, save_all=True, append_images=others, duration=1000 / fps, loop=0)
+            else:
+                first.save(file, quality=95)
+            os.replace(file, output)
+    except (OSError, RuntimeError) as error:
+        raise click.ClickException(
+            f"{click.format_filename(output)} could not be written: {reason_of(error)}."
+        ) from error
+    click.echo(f"Wrote {click.format_filename(output)}")
 
 
-def build_pipeline(model: Model, options: dict, device: str) -> tuple:
-    """The pipeline on its device, and the arguments of its call but the size."""
-    arguments = {"prompt": options["prompt"], **model.guidance}
-    if options["random_weights"]:
-        click.echo(f"Running {options['model']} with random weights: what comes out is noise.")
-        pipe = random_pipeline(model, device == "cpu", device, options["seed"])
-        prompts = {name: arguments.pop(name) for name in list(arguments) if "prompt" in name}
-        arguments.update(made_up_prompts(pipe, prompts, model.text_tokens, device))
-    else:
-        try:
-            pipe = diffusers.DiffusionPipeline.from_pretrained(model.hub_id, dtype=torch.bfloat16)
-        except OSError as error:
-            raise click.ClickException(
-                f"{model.hub_id} could not be loaded ({reason_of(error)}); "
-                "--random-weights needs no download."
-            ) from error
+def build_pipeline(model: Model, options: dict, device: str, prompts: list[str]) -> tuple:
+    """The pipeline on its device, and the arguments of its call for each prompt."""
+    dtype = getattr(torch, options["dtype"] or ("float32" if device == "cpu" else "bfloat16"))
+    random_weights, seed = options["random_weights"], options["seed"]
+    try:
+        pipe, small = load_pipeline(model, device, dtype, random_weights, seed)
+    except OSError as error:
+        raise click.ClickException(
+            f"{model.hub_id} could not be loaded ({reason_of(error)}); "
+            "--random-weights needs no download."
+        ) from error
+    if small or random_weights:
+        size = f"a small {options['model']}" if small else options["model"]
+        reason = f": {small}" if small else ""
+        click.echo(f"Running {size} with random weights, and the result is noise{reason}.")
+    changes = {name: options[name] for name in SIZE}
+    changes |= {model.guidance: options["guidance"], "negative_prompt": options["negative_prompt"]}
+    if options["model"] == "ltx":
+        changes["frame_rate"] = options["fps"]
+    changes = {name: value for name, value in changes.items() if value is not None}
+    arguments = [call_arguments(model, pipe, bool(small), prompt, **changes) for prompt in prompts]
     if options["offload"] == "model":
         pipe.enable_model_cpu_offload()
+    elif options["offload"] == "sequential":
+        pipe.enable_sequential_cpu_offload()
     else:
         pipe.to(device)
     return pipe, arguments
 
 
-def check_options(model: Model, options: dict, device: str) -> None:
-    """Raise click.UsageError, one sentence, for what the single options cannot check."""
-    frames = options["num_frames"]
-    if frames is not None and not model.is_video:
-        raise click.UsageError(f"--frames is for videos, and {options['model']} makes an image.")
-    if frames is not None and frames % 4 != 1:
-        raise click.UsageError(f"--frames must be a multiple of 4 plus 1, got {frames}.")
-    for side in ("height", "width"):
-        if options[side] is not None and options[side] % 16 != 0:
-            raise click.UsageError(f"--{side} must be a multiple of 16, got {options[side]}.")
-    check_text("--prompt", options["prompt"])
-    check_kernel_options(options)
-    if device == "cpu" and options["offload"] != "none":
-        raise click.UsageError("--offload needs a CUDA GPU, and there is none.")
-    if device == "cpu" and not options["random_weights"]:
-        raise click.UsageError(
-            "There is no CUDA GPU; without one, --random-weights runs a small model."
-        )
-    if model.is_video:
-        check_ffmpeg()
+def compile_transformer(transformer: torch.nn.Module) -> None:
+    """Compile the repeated blocks, or all of a transformer without a list of them."""
+    torch.compiler.reset()
+    if getattr(transformer, "_repeated_blocks", None):
+        transformer.compile_repeated_blocks()
+    else:
+        transformer.compile()
+
+
+def run_side(
+    side: str, pipe, calls: list[dict], options: dict, times: list
+) -> Iterator[np.ndarray]:
+    """Run all calls; yield the frames of each, and append the times of each run."""
+    seed, repeat = options["seed"], options["repeat"]
+    try:
+        if options["compare"] or options["profile"] or repeat > 1:
+            # First uses of libraries, compilation and captures belong to no time.
+            call(pipe, calls[0] | {"num_inference_steps": 2}, f"{side}, warm-up", seed)
+        for number, arguments in enumerate(calls, 1):
+            for run in range(1, repeat + 1):
+                name = side
+                name += f", prompt {number}" if len(calls) > 1 else ""
+                name += f", run {run}" if repeat > 1 else ""
+                frames, seconds = call(pipe, arguments, name, seed)
+                times.append(seconds)
+                step_ms = seconds["a step (median)"] * 1e3
+                click.echo(f"{name}: {seconds['total']:.2f} s, {step_ms:.1f} ms a step")
+            yield frames
+    except (MemoryError, FloatingPointError) as error:
+        reason = "not enough memory: " if isinstance(error, MemoryError) else ""
+        raise click.ClickException(f"{side}: {reason}{reason_of(error)}.") from error
 
 
 @click.command()
 @click.option("--model", type=click.Choice(list(MODELS)), required=True)
-@click.option("--prompt", default=PROMPT, help="What the image or video shows.")
+@click.option("--prompt", help="What the image or video shows.")
+@click.option(
+    "--prompts-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A text file, one prompt a line: one numbered output each.",
+)
+@click.option("--negative-prompt", help="What it should not show: ltx, wan, sd3, qwenimage.")
+@click.option(
+    "--guidance", type=click.FloatRange(0, 100), help="Scale of guidance; 1 switches it off."
+)
+@click.option(
+    "--steps", "num_inference_steps", type=click.IntRange(2, 1000), help="Denoising steps."
+)
+@click.option("--height", type=click.IntRange(32, MAX_SIDE), help="A multiple of 16, for ltx 32.")
+@click.option("--width", type=click.IntRange(32, MAX_SIDE), help="A multiple of 16, for ltx 32.")
 @click.option(
     "--frames",
     "num_frames",
-    type=click.IntRange(1, MAX_FRAMES),
-    help="Of a video: a multiple of 4 plus 1.",
+    type=click.IntRange(5, MAX_FRAMES),
+    help="Of a video: a multiple of 4 plus 1, for ltx of 8 plus 1.",
 )
-@click.option("--height", type=click.IntRange(16, MAX_SIDE), help="A multiple of 16.")
-@click.option("--width", type=click.IntRange(16, MAX_SIDE), help="A multiple of 16.")
-@click.option("--steps", "num_inference_steps", type=click.IntRange(2), help="Denoising steps.")
+@click.option("--fps", type=click.IntRange(1, 240), help="Of a video: 16, for ltx 25.")
 @click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True)
 @click.option(
+    "--repeat",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Runs of each prompt; the table has their medians.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    help="bfloat16, or without a GPU float32, which CPUs convolve faster.",
+)
+@click.option(
     "--offload",
-    type=click.Choice(["none", "model"]),
+    type=click.Choice(["none", "model", "sequential"]),
     default="none",
     show_default=True,
+    callback=lambda context, option, value: None if value == "none" else value,
     help="Keep what is not running in host memory.",
 )
-@kernel_options
+@click.option("--compile", is_flag=True, help="torch.compile the transformer's blocks.")
+@click.option("--cuda-graphs", is_flag=True, help="Replay forwards from CUDA graphs.")
+@click.option(
+    "--compare",
+    is_flag=True,
+    help="Also run without the kernels: times, PSNR, both results side by side in a second file.",
+)
+@click.option("--no-kernels", is_flag=True, help="Leave the pipeline as diffusers builds it.")
+@click.option("--kernel", help="Hub id or local path of the kernels, if not this checkout's build.")
 @click.option(
     "--random-weights",
     is_flag=True,
-    help="Random weights, made-up prompt embeddings, no download: few blocks of the published "
-    "widths, or without a GPU a small model.",
+    help="No download: the published widths, few blocks (ltx: all), made-up prompt embeddings.",
+)
+@click.option(
+    "--profile",
+    is_flag=True,
+    help="Write a trace of three steps for ui.perfetto.dev, and print the time by kernel class.",
 )
 @click.option(
     "--output",
-    type=click.Path(dir_okay=False, readable=False, writable=True, path_type=Path),
-    help="outputs/<model>.png, or .mp4 of a video.",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="An image (PNG, JPEG, WebP) or a video (MP4, GIF, WebP); outputs/<model>.png or .mp4.",
 )
 def main(**options) -> None:
     """Generate an image or a video, the transformer running on h100-diffusers-kernels.
 
-    Sizes and steps that are not given are those of the model's card, or small ones without a GPU.
+    Sizes and steps default to those of the model's card. Without a GPU, or where neither the Hub nor
+    the cache has the weights, a small model with random weights runs instead.
     """
     model = MODELS[options["model"]]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     check_options(model, options, device)
-    defaults = model.size if device == "cuda" else SMALL_SIZE[: len(model.size)]
-    size = {name: options[name] or default for name, default in zip(SIZE, defaults, strict=False)}
-    grid = (size.get("num_frames", 1), size["height"], size["width"])
-    check_memory(*grid)
-    suffix = ".mp4" if model.is_video else ".png"
-    output = options["output"] or Path("outputs", options["model"] + suffix)
-    output = check_output(output, suffix, math.prod(grid))
-    # Before the pipeline: kernels that cannot be loaded should cost no download.
-    kernels = None if options["no_kernels"] else load_kernel(options["kernel"])
-    pipe, arguments = build_pipeline(model, options, device)
-    arguments.update(size)
+    prompts = read_prompts(options)
+    output = options["output"] or Path(
+        "outputs", options["model"] + (".mp4" if model.is_video else ".png")
+    )
+    check_output(output, VIDEO_FORMATS if model.is_video else IMAGE_FORMATS)
+    outputs = [output]
+    if options["prompts_file"]:
+        digits = len(str(len(prompts)))
+        outputs = [
+            output.with_stem(f"{output.stem}-{number:0{digits}}")
+            for number in range(1, len(prompts) + 1)
+        ]
 
-    results, seconds = {}, {}
-    for mode in ("eager", "kernels"):
-        if not options["compare"] and (mode == "eager") != (kernels is None):
+    kernels = None
+    if not options["no_kernels"]:  # before the pipeline, which may be a long download
+        try:
+            kernels = load_kernel(options["kernel"])
+        except Exception as error:  # of the Hub, the file system or the loader: it ends the script
+            raise click.ClickException(
+                f"The kernels could not be loaded ({type(error).__name__}: {reason_of(error)}); build "
+                "them with make build, name others with --kernel, or pass --no-kernels."
+            ) from error
+    pipe, calls = build_pipeline(model, options, device, prompts)
+
+    fps = options["fps"] or model.fps
+    eager, times, classes = [], {}, {}
+    for side in ("eager", "injected"):
+        if not options["compare"] and (side == "eager") != (kernels is None):
             continue
-        if mode == "kernels":
-            click.echo(kernels.inject_kernels(pipe))
-        if options["compare"]:
-            # First uses of libraries belong to neither side of the comparison.
-            warm_up = {**arguments, "num_inference_steps": 2}
-            call_pipeline(pipe, warm_up, f"{mode}, warm-up", options["seed"])
-        results[mode], seconds[mode] = call_pipeline(pipe, arguments, mode, options["seed"])
-        click.echo(f"{mode}: {seconds[mode]:.2f} s")
+        first_of_two = options["compare"] and side == "eager"
+        trace_file = output.with_suffix(f".{side}.trace.json" if first_of_two else ".trace.json")
+        if side == "injected":
+            click.echo(kernels.inject_kernels(pipe, cuda_graphs=options["cuda_graphs"]))
+        if options["compile"]:
+            compile_transformer(pipe.transformer)
+            side += ", compiled"
+        times[side] = []
+        for path, frames in zip(
+            outputs, run_side(side, pipe, calls, options, times[side]), strict=True
+        ):
+            if first_of_two:
+                eager.append(frames)
+                continue
+            write(frames, path, fps)
+            if options["compare"]:
+                reference = eager.pop(0)
+                both = np.concatenate([reference, frames], axis=2)
+                write(both, path.with_stem(f"{path.stem}-compare"), fps)
+                click.echo(f"PSNR of injected against eager: {psnr(reference, frames):.1f} dB")
+        if options["profile"]:
+            name = f"{side}, profile"
+            classes[side] = trace(pipe, calls[0], name, options["seed"], trace_file)
+            click.echo(f"Wrote {click.format_filename(trace_file)}")
 
-    if options["compare"]:
-        click.echo(
-            f"kernels against eager: {seconds['eager'] / seconds['kernels']:.2f} times as fast, "
-            f"PSNR {psnr(results['eager'], results['kernels']):.1f} dB"
-        )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    _, result = results.popitem()
-    if model.is_video:
-        export_to_video(list(result), str(output), fps=FPS)
-    else:
-        numpy_to_pil(result)[0].save(output)
-    click.echo(f"Wrote {click.format_filename(output)}")
+    click.echo(f"\n{time_table(times)}")
+    if options["profile"]:
+        kind = "GPU time by kernel" if device == "cuda" else "CPU time by operator"
+        click.echo(f"\n{kind} class\n\n{class_table(classes)}")
 
 
 if __name__ == "__main__":
