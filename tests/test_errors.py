@@ -692,7 +692,7 @@ def test_no_memory(kernel, device, operation):
     columns = HIDDEN
     for argument in TABLE[operation].modulations:
         arguments[argument] = arguments[argument][:1]
-    text = rf"{operation}: no memory for {2**42 * SEQ * columns * 4} bytes on {device}.*"
+    text = rf"{operation}: cannot allocate {2**42 * SEQ * columns * 4} bytes on {device}.*"
     with torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match=text) as raised:
         function(**arguments)
     cause = raised.value.__cause__
