@@ -437,7 +437,7 @@ def test_second_injection(kernel, device, family, attention, capfd):
     assert (first.already_injected, second.already_injected) == (False, True)
     assert (second.replaced, second.left_alone) == (first.replaced, first.left_alone)
     assert "before this call" in str(second) and "before this call" not in str(first)
-    is_left = "asked for by attention=False"
+    is_left = "requested by attention=False"
     assert any(is_left in entry.reason for entry in first.left_alone) != attention
     given = f"injected with attention={attention}, got attention={not attention}"
     with pytest.raises(ValueError, match=f"^inject_kernels.* {given}: call eject_kernels first$"):

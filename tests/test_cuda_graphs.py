@@ -463,13 +463,13 @@ class ValueReader(nn.Module):
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("item", "to capture it raises"),
-        ("nonzero", "to capture it raises"),
-        ("mask", "to capture it raises"),
-        ("masked write", "to capture it raises"),
-        ("random", "to capture it raises"),
-        ("dropout", "to capture it raises"),
-        pytest.param("to host", "to capture it raises", marks=needs_cuda),
+        ("item", "its capture raised"),
+        ("nonzero", "its capture raised"),
+        ("mask", "its capture raised"),
+        ("masked write", "its capture raised"),
+        ("random", "its capture raised"),
+        ("dropout", "its capture raised"),
+        pytest.param("to host", "its capture raised", marks=needs_cuda),
         ("keep", "changes"),
         ("count", "changes"),
         ("write to a buffer", "writes"),
@@ -749,7 +749,7 @@ def test_a_refused_capture_holds_no_model(pair):
     pair.both(replace_proj_in(functools.partial(ValueReader, how="item")))
     for _ in range(3):
         pair.call()
-    assert any("to capture it raises" in reason for reason in pair.calls.uncaptured)
+    assert any("its capture raised" in reason for reason in pair.calls.uncaptured)
     gc.collect()
     gc.disable()
     try:

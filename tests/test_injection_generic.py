@@ -122,7 +122,7 @@ def test_the_report_names_what_is_left_alone(kernel, device):
     reason = "its heads have 40 elements, and the kernel's 64 and 128"
     assert reasons_of(report)[MID_ATTENTION] == reason
     model, _, report, arguments = pair(UNET, kernel, device, attention=False)
-    reason = "attention itself is the model's own: asked for by attention=False"
+    reason = "attention itself is the model's own: requested by attention=False"
     assert set(reasons_of(report).values()) == {reason}
     assert attentions(model, arguments) == 0
     with pytest.raises(ValueError, match="call eject_kernels first"):

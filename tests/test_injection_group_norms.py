@@ -218,7 +218,7 @@ RESNETS = {
     "a shortcut without a bias": {"out_channels": 24, "conv_shortcut_bias": False},
 }
 LEFT_ALONE = {
-    "its time embedding goes another way: scale_shift": {"time_embedding_norm": "scale_shift"},
+    "its time embedding is not added: scale_shift": {"time_embedding_norm": "scale_shift"},
     "its activation is a torch.nn.modules.activation.Mish": {"non_linearity": "mish"},
     "its activation is a torch.nn.modules.activation.GELU": {"non_linearity": "gelu"},
 }
@@ -292,7 +292,7 @@ def test_time_embeddings_of_other_forms(kernel, device):
     assert_alike(block, plain, (x, temb[:1]), times=1)  # one for all samples
     assert fell_back(report) == {}
     assert_alike(block, plain, (x[:1], temb), times=1)  # one picture, and several times
-    reason = "its time embedding has another form than the kernel knows"
+    reason = "the kernel does not support its time embedding's form"
     assert (count(report), fell_back(report)) == (1, {reason: 1})
     for wrong in (None, temb[None], temb[:, :-1]):
         assert isinstance(assert_same_outcome(block, plain, x, wrong), str)

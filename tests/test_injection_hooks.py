@@ -75,7 +75,7 @@ def test_another_forward_of_a_class_is_left_alone(kernel, device, monkeypatch, t
     original = cls.forward
     monkeypatch.setattr(cls, "forward", lambda self, *a, **k: original(self, *a, **k))
     reasons = reasons_of(kernel.inject_kernels(model))
-    assert "not the one known" in reasons[PATHS[target]]
+    assert "not the known one" in reasons[PATHS[target]]
     assert computing(expected, model, arguments) == OF_CLASSES[target]
 
 
@@ -106,5 +106,5 @@ def test_a_subclass_with_a_forward_of_its_own_is_left_alone(kernel, device):
 
     block.__class__ = type("MyBlock", (type(block),), {"forward": forward})
     reasons = reasons_of(kernel.inject_kernels(model))
-    assert "not the one known" in reasons["transformer_blocks.1"]
+    assert "not the known one" in reasons["transformer_blocks.1"]
     assert computing(expected, model, arguments) == {**calls_of(1), **WITHOUT_BLOCKS}

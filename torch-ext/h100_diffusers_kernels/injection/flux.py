@@ -116,7 +116,7 @@ _SPECS = (
         f"{_FLUX}:FluxSingleTransformerBlock",
         _single_block_forward,
         "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual, "
-        "GELU as its matrix product's epilogue, else gelu",
+        "GELU as its matmul's epilogue, otherwise gelu",
         adaptive_norms=("norm",),
         inner=("attn",),
     ),
