@@ -111,7 +111,7 @@ def test_command(tmp_path):
     assert "not in both" in invoke(tmp_path, *changed).output
     for results, message in (
         ([made_up(), {**made_up(), "dtype": "float16"}], "different benchmarks, models or dtypes"),
-        ([made_up(), {**made_up(), "workloads": []}], "no figure in common"),
+        ([made_up(), {**made_up(), "workloads": []}], "no common figure"),
     ):
         result = invoke(tmp_path, *results)
         assert result.exit_code == 2 and message in result.output
