@@ -1,6 +1,6 @@
-"""Results, kept by date, commit and card: benchmarks/results/<benchmark>/<date>-<commit>-<card>.json.
+"""Results, stored by date, commit and card: benchmarks/results/<benchmark>/<date>-<commit>-<card>.json.
 
-None is overwritten. What the documents show of a benchmark is one of them, chosen by `shown`.
+No result is overwritten. The documents show one result per benchmark, chosen by `shown`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# Whose figures are shown, the first card that there are any of: the aims, and the figures published
-# elsewhere that they rest on, are an H100's. Where there is none of either, the newest result counts.
+# Cards whose figures are shown, by preference: the aims, and the published figures behind them, are an
+# H100's. Without results of these cards, the newest result is shown.
 SHOWN_CARDS = ("h100", "h200")
-# What earlier versions had. Results keep what was measured of it, and nothing shows it.
+# Operations of earlier versions. Results keep their figures, but nothing shows them.
 REMOVED_OPERATIONS = (
     *("norm_rope", "gated_gelu", "gated_silu"),
     *("rms_norm_modulate_pair", "gated_residual_rms_norm_modulate_pair"),
@@ -22,15 +22,15 @@ REMOVED_OPERATIONS = (
 
 
 def card(environment: Mapping) -> str:
-    """A short name of what the figures were measured on: "h100" of "NVIDIA H100 80GB HBM3"."""
+    """A short name of the card: "h100" for "NVIDIA H100 80GB HBM3"."""
     device = environment["device"]
     model = re.search(r"\b[A-Z]+\d+\b", device) if device.startswith("NVIDIA") else None
     return (model[0] if model else re.sub(r"\W+", "-", device).strip("-")).lower()
 
 
 def commit(environment: Mapping) -> str | None:
-    """Of the build that was measured, with "_dirty" where the sources differed from it; where none
-    was loaded, of the checkout. None if neither was recorded."""
+    """The commit of the measured build, with "_dirty" if the sources differed; without a build, the
+    checkout's. None if neither was recorded."""
     for kernel_id in environment.get("kernel_ids", ()):
         if match := re.search(r"_(?:cuda|cpu)_(\w+)$", kernel_id):
             return match[1]
@@ -38,7 +38,7 @@ def commit(environment: Mapping) -> str | None:
 
 
 def path(name: str, environment: Mapping, results: Path = RESULTS) -> Path:
-    """Where the result of a benchmark that ran in this environment is kept."""
+    """The path of a benchmark's result from this environment."""
     date, time, _ = environment["date"].split()
     moment = f"{date}T{time.replace(':', '')}"
     stem = "-".join(filter(None, [moment, commit(environment), card(environment)]))
@@ -55,18 +55,18 @@ def load(path: Path) -> dict:
 
 
 def operation(entry: Mapping) -> str:
-    """The operation that an entry of a result is of, without its variant and shape."""
+    """The operation of a result's entry, without its variant and shape."""
     return re.split(r"[, ]", entry.get("operation") or entry["workload"])[0]
 
 
 def kept(name: str, results: Path = RESULTS) -> list[dict]:
-    """All results of a benchmark, the oldest first, by the time that they say themselves."""
+    """All results of a benchmark, oldest first, by their recorded time."""
     loaded = [load(path) for path in sorted((results / name).glob("*.json"))]
     return sorted(loaded, key=lambda result: result["environment"]["date"])
 
 
 def newest(name: str, device: str, results: Path = RESULTS) -> dict | None:
-    """The newest result of a benchmark on the device of this name."""
+    """The newest result of a benchmark on the device with this name."""
     ours = [r for r in kept(name, results) if r["environment"]["device"] == device]
     return ours[-1] if ours else None
 
@@ -74,7 +74,7 @@ def newest(name: str, device: str, results: Path = RESULTS) -> dict | None:
 def shown(
     name: str, results: Path = RESULTS, counts: Callable[[dict], bool] = lambda result: True
 ) -> dict | None:
-    """The result that the documents show: the newest that counts, of the first of SHOWN_CARDS with one."""
+    """The result that the documents show: the newest valid one of the first of SHOWN_CARDS with any."""
     counted = [result for result in kept(name, results) if counts(result)]
     of_card = {card(result["environment"]): result for result in counted}
     for wanted in SHOWN_CARDS:
@@ -86,9 +86,9 @@ def shown(
 def gathered(
     name: str, parts: str, key: Callable[[dict], Hashable], results: Path = RESULTS
 ) -> dict | None:
-    """Of a benchmark that may run a part at a time: the newest of each part, on the card that is shown.
+    """For a benchmark that may run in parts: the newest entry of each part, on the shown card.
 
-    `parts` is where a result lists them; so does the answer, and under "runs" the results that they are of.
+    `parts` is the key of a result's list of parts. The answer has the same key, and the results under "runs".
     """
     newest_ = shown(name, results)
     if newest_ is None:

@@ -19,23 +19,23 @@ CLASSES = {
     "other": "everything else",
 }
 
-# The names of Inductor's pointwise and reduction kernels list the operators fused into them, and so
-# may say addmm or attention; only its templates (triton_tem) are matrix products or attention.
+# The names of Inductor's pointwise and reduction kernels list the fused operators and may contain addmm or
+# attention; only its templates (triton_tem) are matrix products or attention.
 _INDUCTOR_LOOP = re.compile(r"^triton_(poi|red|per|for|split_scan)_")
 _ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
-# Of a library also the changes of layout around it. cuDNN's attention is an "fprop" too.
+# Includes a library's layout changes around it. cuDNN's attention is also an "fprop".
 _CONVOLUTION = re.compile(
     r"conv(?!ert)|fprop|dgrad|wgrad|implicit_gemm|winograd|im2col|vol2col|nchwTo|nhwcTo|ncdhwTo|ndhwcTo",
     re.IGNORECASE,
 )
 _MATRIX_TEMPLATE = re.compile(
     r"^triton_(tem|mm).*mm"
-)  # which may be fused with what follows a convolution
+)  # may be fused with operators after a convolution
 _GEMM = re.compile(r"nvjet|gemm|gemv|cutlass|cublas|splitk|triton_tem|triton_mm", re.IGNORECASE)
 
 
 def classify(name: str) -> str:
-    """Key of CLASSES for a kernel, by the names that cuBLAS, cuDNN, ATen and Triton give theirs."""
+    """Key of CLASSES for a kernel, by the naming of cuBLAS, cuDNN, ATen and Triton."""
     if _INDUCTOR_LOOP.match(name):
         return "other"
     if _ATTENTION.search(name):
@@ -46,10 +46,10 @@ def classify(name: str) -> str:
 
 
 def trace(forward: Callable[[], object], calls: int) -> list[dict]:
-    """Events of the Chrome trace that torch.profiler writes of `calls` calls."""
+    """Events of torch.profiler's Chrome trace of `calls` calls."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities):
-        forward()  # starting the profiler disturbs the first call under it
+        forward()  # the profiler's start disturbs the first call
         torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(calls):
@@ -62,7 +62,7 @@ def trace(forward: Callable[[], object], calls: int) -> list[dict]:
 
 
 def idle(intervals: Iterable[tuple[float, float]]) -> float:
-    """Time between the first start and the last end that no interval covers."""
+    """Time between the first start and the last end without any interval."""
     gaps, end = 0.0, None
     for start, stop in sorted(intervals):
         if end is not None:
@@ -72,20 +72,18 @@ def idle(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Time that at least one interval covers."""
+    """Time with at least one interval."""
     intervals = list(intervals)
     first, last = min(start for start, _ in intervals), max(stop for _, stop in intervals)
     return last - first - idle(intervals)
 
 
 def breakdown(events: Iterable[dict], calls: int, top: int = 15) -> dict[str, object]:
-    """Time (ms) and launches a call: by class, of this package's kernels, of the largest others,
-    and the time between kernels, and that in which there is one.
+    """Time (ms) and launches per call: by class, of this package's kernels, and of the largest others; the
+    time between kernels; and the time with at least one running kernel.
 
-    Of kernels that overlap, as one that comes up while the one before is ending, the times add up to more
-    than that.
-
-    Copies and fills that the GPU does count as kernels of the class "other".
+    The sum of kernel times exceeds the latter if kernels overlap, for example with programmatic dependent
+    launch. Copies and fills by the GPU count as kernels of the class "other".
     """
     times: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
@@ -96,7 +94,7 @@ def breakdown(events: Iterable[dict], calls: int, top: int = 15) -> dict[str, ob
             counts[event["name"]] += 1
             intervals.append((event["ts"], event["ts"] + event["dur"]))
     if not times:
-        raise RuntimeError("the trace holds no kernel: was the forward run on the GPU?")
+        raise RuntimeError("the trace has no kernel: did the forward run on the GPU?")
 
     kernels = [
         {
@@ -121,7 +119,7 @@ def breakdown(events: Iterable[dict], calls: int, top: int = 15) -> dict[str, ob
             key: total([kernel for kernel in kernels if kernel["class"] == key]) for key in CLASSES
         },
         "ours": total([kernel for kernel in kernels if kernel["ours"]]),
-        # Names in full: two instantiations of a template differ in their arguments alone.
+        # Full names: two instantiations of a template differ only in their arguments.
         "largest_others": others[:top],
         "all_ours": [kernel for kernel in kernels if kernel["ours"]],
         "products_and_attention": [k for k in kernels if k["class"] != "other"][:top],

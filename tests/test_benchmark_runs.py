@@ -294,7 +294,7 @@ def test_shown_is_the_newest_of_the_first_card(tmp_path):
 def test_ceilings_of_attention_are_this_gpus(monkeypatch):
     path = max((history.RESULTS / "ceilings").glob("*-h100.json"))
     ceilings, note = bench_attention.read_ceilings(path, CPU)
-    assert not ceilings and "they are those of NVIDIA H100" in note["left_out"]
+    assert not ceilings and "they were measured on NVIDIA H100" in note["left_out"]
     environment = history.load(path)["environment"]
     monkeypatch.setattr(bench_attention.record, "environment", lambda _: environment)
     ceilings, note = bench_attention.read_ceilings(None, CPU)

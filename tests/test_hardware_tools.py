@@ -66,7 +66,7 @@ def test_missing_instructions_are_named(ceilings):
         opcode, count = next(iter(opcodes.items()))
         kernels[f"_Z{part}E"][opcode] -= 1
         (fault,) = ceilings.missing_instructions(program, kernels)
-        assert fault == f"{program}: {part} has {count - 1} {opcode}, at least {count} are wanted"
+        assert fault == f"{program}: {part} has {count - 1} {opcode}, expected at least {count}"
         del kernels[f"_Z{part}E"]
         (fault,) = ceilings.missing_instructions(program, kernels)
         assert fault == f"{program}: 0 kernels have {part} in their names"
