@@ -1,4 +1,4 @@
-"""compare_results.py on kept results and on made-up ones, and compare_operations.py on small tensors."""
+"""compare_results.py on stored and made-up results, and compare_operations.py on small tensors."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ def made_up(commit="aaaaaaa", minute=0, *, over=2.0, warm=3.0, spread=0.0):
 
 
 def compared(*results, limit=LIMIT):
-    """Label -> change, of what changed."""
+    """{label: change} of the changed figures."""
     builds = compare_results.builds(results)
     return {change.label: change for change in compare_results.changes(builds, limit)}
 

@@ -1,4 +1,4 @@
-"""Hooks and other forwards on the modules of an injected model, coming and going in any order."""
+"""Hooks and other forwards on modules of an injected model, added and removed in any order."""
 
 import itertools
 
@@ -46,7 +46,7 @@ def test_hooks_in_every_order(kernel, device, kind):
 
 
 # ------------------------------------------------------------------------------------------------
-# Other modules and other forwards than the known ones
+# Unknown modules and forwards
 
 PATHS = {
     "block": "transformer_blocks.0",
@@ -58,7 +58,7 @@ PATHS = {
 WITHOUT_BLOCKS = {"qk_norm_coordinate_rope": 2, "rms_norm": 4, "gelu": 2}
 
 
-# What is left of the operator calls of a forward of two blocks.
+# Remaining operator calls of a forward with two blocks.
 OF_CLASSES = {
     "block": WITHOUT_BLOCKS,
     "attention": calls_of(2, qk_norm_coordinate_rope=0, rms_norm=0),
@@ -81,7 +81,7 @@ def test_another_forward_of_a_class_is_left_alone(kernel, device, monkeypatch, t
 
 @pytest.mark.parametrize("more", ["", ", audio=None"], ids=["same", "another"])
 def test_parameters_of_a_forward(kernel, device, monkeypatch, more):
-    """A version of diffusers with another parameter may compute something else."""
+    """A version of diffusers with another parameter may compute something different."""
     model, arguments, expected = prepared(device)
     block_class = type(model.transformer_blocks[0])
     parameters = "self, hidden_states, encoder_hidden_states, temb, image_rotary_emb"

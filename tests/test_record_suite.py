@@ -1,4 +1,4 @@
-"""The record of a run of the tests: what it counts, of which build, and the table made of it."""
+"""The record of a test run: its counts, its build and its table."""
 
 import json
 import shutil
