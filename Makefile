@@ -1,7 +1,7 @@
 # make example | test | test-all | test-versions | kernels-ci | build | cross | lint | format | clean
 #
 # PYTHON      interpreter of the environment (default python3)
-# VENV        the environment's folder; none: use PYTHON as it is and install nothing
+# VENV        the environment's folder; none: use PYTHON and install nothing
 # WORKERS     processes that run the tests (default logical: one for each core)
 # BUILD_FLAGS, EXAMPLE_ARGS, PYTEST_ARGS   passed on to build_variant.py, generate.py and pytest
 
@@ -29,7 +29,7 @@ else
 endif
 PIP := $(RUN) -m pip install --disable-pip-version-check -qq
 
-# What of the environment a target needs: nothing with VENV=none.
+# The parts of the environment that targets need. Empty with VENV=none.
 needs = $(if $(STAMPS),$(addprefix $(STAMPS),$(1)))
 
 CXX_SOURCES = $(shell find kernel_src torch-ext benchmarks/ceilings -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \
@@ -82,7 +82,7 @@ $(KERNELS_CI)/.installed: flake.nix tools/kernel_builder_tests.py requirements/t
 build: $(call needs,example $(if $(filter-out 0,$(HAS_GPU)),cuda-compiler))
 	$(RUN) tools/build_variant.py $(BUILD_FLAGS)
 
-# The CUDA builds, their checks and the ceilings' programs, all of which need no GPU.
+# The CUDA builds, their checks and the programs of benchmarks/ceilings. None of them needs a GPU.
 cross: $(call needs,test cuda-compiler cuda-binutils) $(NEWEST_CUDA)/.installed
 	$(RUN) tools/build_variant.py --backend cuda $(BUILD_FLAGS)
 	$(RUN) tools/build_variant.py --backend cuda --nvcc $(NEWEST_CUDA)/nvidia/cu13/bin/nvcc $(BUILD_FLAGS)
@@ -90,7 +90,7 @@ cross: $(call needs,test cuda-compiler cuda-binutils) $(NEWEST_CUDA)/.installed
 	$(RUN) tools/kernel_resources.py .build/cu[0-9]*
 	$(RUN) benchmarks/ceilings/run.py --compile-only
 
-# kernel-builder builds with CUDA 13.0, which is that of pip's Torch, and with this one.
+# kernel-builder uses CUDA 13.0, like pip's Torch, and this version.
 $(NEWEST_CUDA)/.installed: requirements/cuda-compiler-13.2.txt | $(call needs,venv)
 	rm -rf $(@D)
 	$(PIP) --no-deps --target $(@D) -r $<
@@ -106,7 +106,7 @@ format: $(call needs,lint)
 	$(BIN)ruff format
 	$(BIN)clang-format -i $(CXX_SOURCES)
 
-# Removes everything that the other targets make, except for the environment.
+# Removes the output of all other targets except the environment.
 clean:
 	rm -rf build .build outputs .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
@@ -116,7 +116,7 @@ $(STAMPS)venv:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# Without a GPU Torch's CPU build, from where pip looks anyway or else from Torch's own index.
+# Without a GPU, Torch's CPU build from pip's configured index, otherwise from Torch's own.
 $(STAMPS)torch: requirements/torch.txt | $(STAMPS)venv
 ifeq ($(HAS_GPU),0)
 	torch=$$(grep '^torch' $<)+cpu; $(PIP) "$$torch" 2>/dev/null \

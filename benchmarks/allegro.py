@@ -1,4 +1,4 @@
-"""Allegro for 40 frames at 360p, at its published sizes but for 4 of 32 blocks, with random weights."""
+"""Allegro for 40 frames at 360p, at its published sizes with 4 of 32 blocks, with random weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def transformer(
 def rotation(
     model: AllegroTransformer3DModel, size: VideoSize, device: torch.device
 ) -> tuple[tuple[object, ...], tuple[torch.Tensor, ...]]:
-    """Tables of the three axes, and each token's position along them, (1, tokens), as the pipeline's."""
+    """Tables of the three axes, and each token's position along them, (1, tokens), as in the pipeline."""
     config = model.config
     frames, *rows_and_columns = size.latent
     *tables, _, _, _ = get_3d_rotary_pos_embed_allegro(
@@ -68,7 +68,7 @@ def inputs(
 ) -> dict[str, object]:
     """Arguments of a forward as AllegroPipeline passes them with guidance: batch 2, negative first.
 
-    The texts are padded: the mask (2, text tokens) has one of 16 and one of 100 tokens, if there are as many.
+    The texts are padded: the mask (2, text tokens) has 16 and 100 tokens, or fewer if the text is shorter.
     """
     normal, config = models.normal(device, dtype, seed), model.config
     latents = normal(1, config.in_channels, *size.unpacked)

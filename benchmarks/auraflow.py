@@ -1,6 +1,6 @@
-"""AuraFlow v0.3 at its published sizes but for the number of blocks, with random weights.
+"""AuraFlow v0.3 at its published sizes with fewer blocks, with random weights.
 
-1 of 4 joint and 8 of 32 single blocks: the two kinds as in the whole model, one to eight.
+1 of 4 joint and 8 of 32 single blocks: the ratio of the whole model.
 """
 
 from __future__ import annotations

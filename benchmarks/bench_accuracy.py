@@ -1,9 +1,8 @@
-"""Accuracy beside eager PyTorch's: of each operation, and of the injected LTX-Video 2B.
+"""Accuracy compared with eager PyTorch: each operation, and the injected LTX-Video 2B.
 
-Operations, at LTX-Video's shapes: relative L2 distance of the kernel's output and of the eager
-expression's, in the same dtype and on the same inputs, from the float64 formula (expressions and
-formulas are those of the test suite). Model: distance of the injected and of the eager model's
-output from that of the float32 model with the same weights.
+Operations, at LTX-Video's shapes: relative L2 distance from the float64 formula, for the kernel and for
+the eager expression in the same dtype on the same inputs (expressions and formulas: reference/). Model:
+distance of the injected and the eager model's output from the float32 model's, with the same weights.
 
 Writes to benchmarks/results/accuracy:
 
@@ -44,7 +43,7 @@ SHAPE, TINY_SHAPE = (2, 2688, 32, 64), (2, 12, 2, 64)
 def cases(
     kernel: ModuleType, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> dict[str, tuple[str, list, dict]]:
-    """Label of each case -> operation, positional and keyword arguments, drawn anew."""
+    """{label of each case: (operation, positional and keyword arguments)}, with new random inputs."""
     batch, seq, heads, head_dim = shape
     hidden = heads * head_dim
 
@@ -173,7 +172,7 @@ def cases(
 
 
 def ratio(kernel: float, eager: float) -> float:
-    """Kernel's error over eager's; 1 where both are exact."""
+    """The kernel's error over eager's; 1 if both are exact."""
     if eager == 0:
         return 1.0 if kernel == 0 else math.inf
     return kernel / eager
@@ -186,7 +185,7 @@ def outputs(result: object) -> list[torch.Tensor]:
 def measure_operations(
     kernel: ModuleType, shape: tuple[int, int, int, int], device: torch.device
 ) -> list[dict[str, object]]:
-    """One entry a dtype, case and output."""
+    """One entry per dtype, case and output."""
     entries = []
     for dtype in DTYPES:
         torch.manual_seed(0)
@@ -219,7 +218,7 @@ def measure_model(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, object]:
-    """Distances from the float32 model, one draw of inputs at a time."""
+    """Distances from the float32 model, one set of inputs at a time."""
     draws = [
         (seed, timestep, ltx.inputs(model, size, device, dtype, seed, timestep))
         for seed, timestep in DRAWS
@@ -260,9 +259,9 @@ def measure_model(
 @record.output_option("accuracy")
 @torch.no_grad()
 def main(sizes, device, dtype, tiny, output) -> None:
-    """Measure the accuracy of each operation and of the injected LTX-Video 2B beside eager's.
+    """Measure the accuracy of each operation and of the injected LTX-Video 2B, compared with eager.
 
-    --dtype and --sizes are the model's; the operations are measured in all three dtypes.
+    --dtype and --sizes apply to the model. The operations are measured in all three dtypes.
     """
     torch.set_float32_matmul_precision("highest")
     kernel, _ = models.load_kernel()

@@ -1,7 +1,7 @@
 """Activations at the feed-forward sizes of LTX-Video, SD3, FLUX and Wan 14B.
 
-A shape is that of the first tensor, which for geglu and swiglu is twice as wide as the output. Liger's gated
-ones take two contiguous tensors. A result that is written "beside" another goes to the end of each row of a
+Shapes are those of the first tensor, which for geglu and swiglu is twice as wide as the output. Liger's gated
+activations take two contiguous tensors. A result written "beside" another goes to the end of each row of a
 wider tensor, as in the single blocks of FLUX.
 
 Writes to benchmarks/results/activation:
@@ -39,7 +39,7 @@ SHAPES = (
     FLUX_SHAPE,
     (32760, 13824),  # Wan 14B
 )
-# Those of what is published on GELU and GEGLU kernels for these models: outputs 2048, 4096, 8192 wide.
+# Shapes in published figures of GELU and GEGLU kernels for these models: outputs 2048, 4096, 8192 wide.
 HIDDEN_SIZES = (2048, 4096, 8192)
 TINY_SHAPE = (2, 6, 128)
 BESIDE_COLUMNS = 3072  # of attention's result, in FLUX
@@ -89,7 +89,7 @@ FAMILY = Family(
     ],
     build,
 )
-main = command(FAMILY, "Time the activations beside their peers.")
+main = command(FAMILY, "Time the activations and their peers.")
 
 if __name__ == "__main__":
     main()

@@ -1,16 +1,17 @@
-"""Attention as in LTX-Video, FLUX and Wan, beside cuDNN, Torch's flash attention and FlashAttention-3.
+"""Attention as in LTX-Video, FLUX and Wan, compared with cuDNN, Torch's flash attention and FlashAttention-3.
 
-Times and errors are measured on each kind of inputs of reference/attention_inputs.py; cross-attention, to
-so few keys that little can depend on them, on four of the kinds. At a shape all that is timed takes turns,
-each implementation on each kind of inputs, in orders that are balanced, each call with an L2 cache
-that holds nothing of it. Query, key and value are contiguous (B, S, H, d), as three projections give them.
-Beside the times stand two ceilings of the same kind of GPU, as benchmarks/ceilings/run.py measured them:
-that of its tensor cores, and that of its special functions, which take one exponential a score; and a copy
-of the bytes of query, key, value and output.
+Times and errors are measured on each kind of inputs in reference/attention_inputs.py. Cross-attention uses
+four of the kinds, because its few keys make little difference. At each shape, all implementations and kinds
+of inputs take turns in balanced orders, and each call starts with a cold L2 cache. Query, key and value are
+contiguous (B, S, H, d), as three projections return them.
 
-Errors are relative L2 distances from float64, over a sample that is the same in each run: all of the
-batch, the first, the middle and the last head, and queries spread evenly from the first to the last. A
-peer that fails on a kind of inputs, or is wrong, is left out there.
+Two ceilings of the same kind of GPU, measured by benchmarks/ceilings/run.py, are shown for comparison: tensor
+cores, and special functions with one exponential per score. So is a copy of the bytes of query, key, value
+and output.
+
+Errors are relative L2 distances from float64, over the same sample in each run: the whole batch, the first,
+middle and last head, and queries spread evenly from the first to the last. A peer that fails or is wrong on
+a kind of inputs is left out there.
 
 Writes to benchmarks/results/attention:
 
@@ -80,10 +81,10 @@ TEXT_TOKENS = (20, 90)  # of 128, in the negative prompt and in the prompt
 CROSS_ATTENTION_INPUTS = (NORMAL, "std 3", "large range", "constant")
 SAMPLED_QUERIES = 256
 TOLERANCE = 0.01  # relative L2 distance from float64: three roundings to bfloat16
-# Far below one rounding to bfloat16: smaller errors count as this one, so that none is divided by zero.
+# Far below one rounding to bfloat16. Smaller errors count as this one, to avoid division by zero.
 ERROR_FLOOR = 2.0**-14
 
-# Of the measures of benchmarks/ceilings: program and name.
+# Measures of benchmarks/ceilings: program and name.
 CEILINGS = {
     "wgmma": ("tensor_core", "wgmma bf16, first 2 ms"),  # the highest rate, before the clock drops
     "exp2": ("arithmetic", "exp2 f32"),
@@ -91,7 +92,7 @@ CEILINGS = {
 
 
 # --------------------------------------------------------------------------------------------------
-# Inputs, and what they give
+# Inputs and results
 
 
 def text_bias(batch: int, keys: int, device: torch.device) -> Tensor:
@@ -103,7 +104,7 @@ def text_bias(batch: int, keys: int, device: torch.device) -> Tensor:
 
 
 def make(workload: Workload, kind: str, device: torch.device) -> Case:
-    """Arguments with values of a kind of INPUTS, the same in each run."""
+    """Arguments with values of a kind in INPUTS, the same in each run."""
     torch.manual_seed(0)
     arguments = INPUTS[kind](workload.shape, device)
     batch, _, keys, *_ = workload.shape
@@ -116,7 +117,7 @@ def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
 
 
 def kinds_of(workload: Workload, chosen: Sequence[str] = ()) -> list[str]:
-    """The kinds of INPUTS that a workload is measured on, those of them that are chosen."""
+    """The chosen kinds of INPUTS that apply to a workload."""
     _, queries, keys, *_ = workload.shape
     kinds = INPUTS if queries == keys else CROSS_ATTENTION_INPUTS
     return [kind for kind in kinds if not chosen or kind in chosen]
@@ -126,13 +127,13 @@ FAMILY = Family("attention", WORKLOADS, TINY_WORKLOADS, build)
 
 
 def flops(shape: Sequence[int]) -> int:
-    """Of both matrix products: two for each multiplication with its addition."""
+    """FLOP of both matrix products: two per multiply-add."""
     batch, queries, keys, heads, head_dim = shape
     return 4 * batch * queries * keys * heads * head_dim
 
 
 class Sample:
-    """The part of an output that is compared with float64."""
+    """The sample of an output that is compared with float64."""
 
     def __init__(self, shape: Sequence[int], device: torch.device) -> None:
         _, queries, _, heads, _ = shape
@@ -146,7 +147,7 @@ class Sample:
         return output[:, self.queries][:, :, self.heads]
 
     def exact(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor:
-        """The same of the result in float64."""
+        """The same sample of the result in float64."""
         key, value = (t[:, :, self.heads] for t in (k, v))
         return references.attention(self.of(q), key, value, key_bias=key_bias)
 
@@ -157,7 +158,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Settings:
-    """What all workloads have in common."""
+    """Settings shared by all workloads."""
 
     kernel: ModuleType
     libraries: Mapping[str, object]
@@ -169,7 +170,7 @@ class Settings:
 
 @dataclass
 class Calls:
-    """How each implementation is called on one kind of inputs, ours first, and why one is not."""
+    """The calls of all implementations on one kind of inputs, ours first, and reasons for missing ones."""
 
     where: str
     case: Case
@@ -191,7 +192,7 @@ class Calls:
         return calls
 
     def fail(self, name: str, why: str) -> None:
-        """Leave an implementation out from now on; ours ends the run."""
+        """Leave out a failed implementation. If ours fails, the run ends."""
         if name == "ours":
             raise click.ClickException(f"{self.where}: {why}")
         del self.by_name[name]
@@ -199,14 +200,14 @@ class Calls:
         click.echo(f"{self.where}: {name} failed: {why}")
 
     def errors(self, sample: Sample) -> dict[str, float]:
-        """Of each implementation; what fails or is wrong has none."""
+        """The error of each implementation that neither fails nor is wrong."""
         exact = sample.exact(*self.case.arguments, **self.case.options)
         errors = {}
         for name, call in list(self.by_name.items()):
             try:
                 (out,) = call.outputs(call.run())
                 error = finite_distance(sample.of(out), exact)
-            except Exception as error_:  # of someone else's code, which may raise anything
+            except Exception as error_:  # third-party code may raise anything
                 if name == "ours":
                     raise
                 self.fail(name, explain(error_))
@@ -223,7 +224,7 @@ def error_ratio(ours: float, theirs: float) -> float:
 
 
 def bounds(shape: Sequence[int], ceilings: Mapping[str, float]) -> dict[str, float]:
-    """TFLOP/s that each ceiling alone would allow: wgmma's own rate, and one exponential a score."""
+    """TFLOP/s that each ceiling alone would allow: wgmma's own rate, and one exponential per score."""
     if not ceilings:
         return {}
     batch, queries, keys, heads, _ = shape
@@ -255,7 +256,7 @@ def rates(
 
 
 def slowest_over_fastest(of_kinds: Mapping[str, Mapping]) -> float | None:
-    """Our lowest rate over our highest one, extreme inputs apart; None of fewer than two kinds."""
+    """Our lowest rate over our highest, without extreme inputs; None for fewer than two kinds."""
     ours = [
         of_kind["cold"]["teraflops_per_second"]["ours"]
         for kind, of_kind in of_kinds.items()
@@ -265,7 +266,7 @@ def slowest_over_fastest(of_kinds: Mapping[str, Mapping]) -> float | None:
 
 
 def measure(workload: Workload, kinds: Sequence[str], settings: Settings) -> dict[str, object]:
-    """Compare the errors, then the times, of all that do one workload, on each kind of inputs."""
+    """Compare errors, then times, of all implementations of a workload on each kind of inputs."""
     device, cold = settings.device, settings.stopwatch.cold
     sample = Sample(workload.shape, device)
     calls = {kind: Calls.prepare(workload, kind, settings) for kind in kinds}
@@ -316,16 +317,14 @@ def measure(workload: Workload, kinds: Sequence[str], settings: Settings) -> dic
 def read_ceilings(
     path: Path | None, device: torch.device
 ) -> tuple[dict[str, float], dict[str, object]]:
-    """The measures of CEILINGS by name, if they are this kind of GPU's, and what to record of them."""
+    """The measures of CEILINGS by name, if they are of this kind of GPU, and a note for the record."""
     here = record.environment(device)["device"]
     result = history.newest("ceilings", here) if path is None else history.load(path)
     if result is None:
-        return {}, {
-            "left_out": f"there are none of {here}: benchmarks/ceilings/run.py measures them"
-        }
+        return {}, {"left_out": f"there are none for {here}: run benchmarks/ceilings/run.py"}
     measured_on = result["environment"]["device"]
     if measured_on != here:
-        return {}, {"left_out": f"they are those of {measured_on}, not of {here}"}
+        return {}, {"left_out": f"they were measured on {measured_on}, not on {here}"}
     measures = {(m["program"], m["name"]): m for m in result["measures"]}
     if absent := [name for key, name in CEILINGS.values() if (key, name) not in measures]:
         return {}, {"left_out": f"the result has no {', '.join(absent)}"}
@@ -339,7 +338,7 @@ def read_ceilings(
 
 
 def show(entries: Sequence[dict]) -> None:
-    """Print the figures, then how much the rate depends on the values."""
+    """Print the figures, then the rates' dependence on the values."""
     names = ["ours", *peers.ATTENTION_LIBRARIES]
     rows, ranges = [], []
     for entry in entries:
@@ -369,23 +368,23 @@ def show(entries: Sequence[dict]) -> None:
     click.echo(tabulate(ranges, ["", "slowest over fastest"], floatfmt=".3f"))
 
 
-@click.command(help="Time attention beside its peers, and measure its error beside theirs.")
+@click.command(help="Measure times and errors of attention and its peers.")
 @DEVICE
-@click.option("--tiny", is_flag=True, help="Tiny shapes: to try the benchmark itself.")
-@click.option("--shapes", type=Names(), help="Comma-separated, as 2x8064x128x32x64, if not all.")
+@click.option("--tiny", is_flag=True, help="Tiny shapes, to try the benchmark.")
+@click.option("--shapes", type=Names(), help="Comma-separated: 2x8064x128x32x64,... Default: all.")
 @click.option(
     "--inputs",
     "chosen",
     multiple=True,
     type=click.Choice(list(INPUTS)),
-    help="A kind of inputs, if not all; may be given several times.",
+    help="A kind of inputs; may be given several times. Default: all.",
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=25, show_default=True)
 @click.option(
     "--ceilings",
     "ceilings_path",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="What benchmarks/ceilings/run.py wrote, if not the newest of this GPU's that is kept.",
+    help="Result of benchmarks/ceilings/run.py. Default: the newest stored one of this GPU.",
 )
 @record.output_option("attention")
 @torch.no_grad()
@@ -393,7 +392,7 @@ def main(device, tiny, shapes, chosen, rounds, ceilings_path, output) -> None:
     workloads = select(FAMILY.tiny if tiny else FAMILY.workloads, None, shapes)
     kinds = {workload: kinds_of(workload, chosen) for workload in workloads}
     if not any(kinds.values()):
-        raise click.UsageError(f"none of these shapes is measured on {', '.join(chosen)}")
+        raise click.UsageError(f"the inputs {', '.join(chosen)} apply to none of these shapes")
     kernel, _ = models.load_kernel()
     libraries, notes = peers.load(device, peers.ATTENTION_LIBRARIES)
     for name, note in notes.items():

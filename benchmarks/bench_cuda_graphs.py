@@ -1,11 +1,12 @@
-"""One forward of published models replayed from CUDA graphs, beside eager, compiled and injected without.
+"""One forward of published models replayed from CUDA graphs, compared with eager, compiled and injected.
 
-All under torch.inference_mode, over one set of weights, in turns. Of each mode: the host's time (from the
-call to its return, on an idle GPU), the time of a forward amid others back to back as a denoising loop
-calls it, the GPU's time for its kernels, its first calls, of which the second one captures, and the memory
-that it took. At the published sizes, and of every model at few tokens, where the host decides. A forward
-that is replayed must have the bits of one that is not, and every timed call must have been replayed: else
-it fails. Each run is of all models, or of some; the tables show the newest figures of each. Writes to
+All modes run under torch.inference_mode, share one set of weights and take turns. Measured per mode: CPU time
+(from call to return, on an idle GPU), the time of a forward among others back to back as in a denoising loop,
+the GPU time of its kernels, its first calls (the second one captures) and its memory. Sizes are the published
+ones and, for every model, one with few tokens, where launches dominate.
+
+The benchmark fails if a replayed forward differs in a bit from a plain one, or if a timed call was not
+replayed. Runs may be of some models; the tables show the newest figures of each. Writes to
 benchmarks/results/cuda_graphs:
 
     python benchmarks/bench_cuda_graphs.py
@@ -13,8 +14,8 @@ benchmarks/results/cuda_graphs:
     python benchmarks/bench_cuda_graphs.py --model flux2,sd3,qwenimage,wan,cosmos,auraflow,allegro
     python benchmarks/bench_cuda_graphs.py --device cpu --tiny --output /tmp/cuda_graphs.json
 
-On a CPU, which has no CUDA graphs, the modes that need them are left out. bench_cuda_graphs_memory.py is of
-what graphs of many shapes hold.
+On a CPU the modes with CUDA graphs are left out. bench_cuda_graphs_memory.py measures the memory of graphs of
+many shapes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from tabulate import tabulate
 DEFAULT_MODES = ("eager", models.REGIONAL, models.REDUCE_OVERHEAD, "injected", models.GRAPHS)
 SMALL_MODES = ("eager", "injected", models.GRAPHS)  # nothing is compiled for few tokens
 DEFAULT_WEIGHTS = ("peaked", "random")
-# Of these models forwards of published sizes are measured, of all the small one.
+# Models measured at published sizes. All models are measured at the small size.
 PUBLISHED_SIZES = {
     ltx: tuple(ltx.VideoSize(frames, 512, 768) for frames in (9, 49, 161)),
     flux: (flux.ImageSize(512, 512), flux.ImageSize(1024, 1024)),
@@ -58,7 +59,7 @@ PUBLISHED_SIZES = {
     wan_small: wan_small.SIZES,
 }
 FIRST_CALLS = 6
-CAPTURES = 3  # models of which the capturing call is timed
+CAPTURES = 3  # models whose capturing call is timed
 WARM_UP_ROUNDS = 2
 SAMPLE_MS, MOST_CALLS, LEAST_CALLS = 300.0, 20, 2  # of calls back to back
 
@@ -67,7 +68,7 @@ Forward = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """What all forwards have in common."""
+    """Settings shared by all forwards."""
 
     kernel: ModuleType | None
     device: torch.device
@@ -80,7 +81,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model in one mode: its forward, the report of its injection, and how its first calls went."""
+    """A model in one mode: its forward, its injection report, and measurements of its first calls."""
 
     forward: Forward
     report: Any
@@ -91,9 +92,9 @@ class Subject:
 
 @contextlib.contextmanager
 def memory(device: torch.device) -> Iterator[dict[str, int]]:
-    """Yields a dict that holds, once the block has ended, by how many bytes the GPU's memory has grown.
+    """Yields a dict, filled at the end of the block with the growth of GPU memory in bytes.
 
-    Allocated and reserved, at the end and at the most within. It stays empty on a CPU.
+    Allocated and reserved memory, at the end and at the peak. Empty on a CPU.
     """
     grown: dict[str, int] = {}
     if device.type != "cuda":
@@ -116,14 +117,14 @@ def memory(device: torch.device) -> Iterator[dict[str, int]]:
 
 
 def graphs_skipped() -> int:
-    """How many compiled graphs were not put into CUDA graphs so far, though the mode asks for it."""
+    """Number of compiled graphs so far that were not put into CUDA graphs, although the mode requests it."""
     return torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
 
 
 def start(
     mode: str, model: torch.nn.Module, arguments: Mapping[str, object], settings: Settings
 ) -> Subject:
-    """The model in the given mode, over the weights of `model`, after its first calls, one by one."""
+    """The model in the given mode, with the weights of `model`, after its first calls, one by one."""
     device = settings.device
     skipped = graphs_skipped()
     instance = models.twin(model)
@@ -144,11 +145,11 @@ def start(
 def capturing(
     model: torch.nn.Module, arguments: Mapping[str, object], settings: Settings, last: Subject
 ) -> dict[str, dict[str, float]]:
-    """The first call, which runs as it is, and the second one, which captures; of several models."""
+    """Times of the first call, which runs without a graph, and the second, which captures; several models."""
     calls_ms = [last.calls_ms]
     for _ in range(CAPTURES - 1):
         calls_ms.append(start(models.GRAPHS, model, arguments, settings).calls_ms)
-        gc.collect()  # its graphs are not to be beside the next one's
+        gc.collect()  # frees its graphs before the next model's are captured
     return {
         "first_call_ms": timing.summarize([calls[0] for calls in calls_ms]),
         "capturing_call_ms": timing.summarize([calls[1] for calls in calls_ms]),
@@ -161,7 +162,8 @@ def first_calls(
     arguments: Mapping[str, object],
     settings: Settings,
 ) -> dict[str, dict[str, Any]]:
-    """Each mode's first calls and memory; of graphs what the capturing call takes, also over a plain one."""
+    """Each mode's first calls and memory. With graphs also the capturing call's time, and its ratio to a
+    plain one."""
     entries: dict[str, dict[str, Any]] = {
         mode: {"calls_ms": subject.calls_ms, "memory": subject.memory}
         for mode, subject in subjects.items()
@@ -178,7 +180,7 @@ def first_calls(
 
 
 def gpu_times(forward: Forward, wall_ms: float, calls: int) -> dict[str, Any]:
-    """The time of the kernels and that in which there is one, and the forward's own time over them."""
+    """Kernel time, the time with at least one running kernel, and the forward's time over both."""
     kernels = kernel_times.breakdown(kernel_times.trace(forward, calls), calls)
     busy, covered = kernels["total"]["ms"], kernels["covered_ms"]
     return {
@@ -193,7 +195,7 @@ def gpu_times(forward: Forward, wall_ms: float, calls: int) -> dict[str, Any]:
 def measure_weights(
     subjects: Mapping[str, Subject], plain: Forward | None, settings: Settings
 ) -> dict[str, Any]:
-    """All modes with the weights as they are; `plain` is what the bits of a replayed forward must be."""
+    """All modes with the current weights. `plain` is the expected output of replays, bit for bit."""
     device = settings.device
     if plain is not None:
         cuda_graphs.check_bits(subjects[models.GRAPHS].forward(), plain())
@@ -217,7 +219,7 @@ def measure_weights(
         }
         if device.type == "cuda":
             wall_ms = entry["wall_ms"]["median"]
-            # As many as were timed: at the clocks that the GPU keeps up under load.
+            # As many calls as were timed, so that the GPU has the same sustained clocks.
             traced = calls if mode == models.GRAPHS else settings.profiled_calls
             entry.update(gpu_times(forward, wall_ms, traced))
     if counts is not None:
@@ -242,8 +244,8 @@ def measure_forward(
     weights: Sequence[str],
     settings: Settings,
 ) -> dict[str, Any]:
-    """All modes of one forward, with all weights."""
-    model(**arguments)  # makes the libraries load, whatever mode is first
+    """All modes of one forward with all weights."""
+    model(**arguments)  # loads the libraries before the first mode
     subjects = {}
     for mode in modes:
         subjects[mode] = start(mode, model, arguments, settings)
@@ -262,7 +264,7 @@ def measure_forward(
 def measure_model(
     published: ModuleType, sizes: Sequence[Any] | None, modes: Sequence[str], settings: Settings
 ) -> Iterator[dict[str, Any]]:
-    """One entry a forward: those of the published sizes, then the small one, but where sizes are given."""
+    """One entry per forward: the published sizes, then the small one, or the given sizes only."""
     device, dtype = settings.device, settings.dtype
     model = published.transformer(device, dtype, settings.tiny)
     small = {} if sizes else published.SMALL
@@ -317,7 +319,7 @@ def show(entry: Mapping[str, Any]) -> None:
 
 
 def is_whole(published: Sequence[ModuleType], sizes: Sequence[Any] | None) -> bool:
-    """Whether all sizes that are given are among the model's own."""
+    """Whether all given sizes are sizes of the model."""
     return not sizes or set(sizes) <= set(PUBLISHED_SIZES.get(published[0], ()))
 
 
@@ -328,7 +330,7 @@ def is_whole(published: Sequence[ModuleType], sizes: Sequence[Any] | None) -> bo
     default=ALL,
     show_default=True,
     is_eager=True,  # --sizes are this model's
-    help=f"Comma-separated, of {', '.join(MODELS)}; or {ALL}.",
+    help=f"Comma-separated: {', '.join(MODELS)}; or {ALL}.",
 )
 @SIZES
 @modes_option(DEFAULT_MODES)
@@ -338,7 +340,7 @@ def is_whole(published: Sequence[ModuleType], sizes: Sequence[Any] | None) -> bo
     multiple=True,
     default=DEFAULT_WEIGHTS,
     show_default=True,
-    help="May be given twice; small forwards have the first of them.",
+    help="May be given twice; small forwards use the first.",
 )
 @DEVICE
 @DTYPE
@@ -348,7 +350,7 @@ def is_whole(published: Sequence[ModuleType], sizes: Sequence[Any] | None) -> bo
 @record.output_option("cuda_graphs")
 @torch.no_grad()
 def main(model, sizes, modes, weights, device, dtype, tiny, rounds, profiled_calls, output) -> None:
-    """Time forwards that are replayed from CUDA graphs, beside others."""
+    """Time forwards that are replayed from CUDA graphs, compared with other modes."""
     modes = modes_on(device, modes)
     injected = any(mode.startswith("injected") for mode in modes)
     kernel, _ = models.load_kernel() if injected else (None, None)
@@ -374,7 +376,7 @@ def main(model, sizes, modes, weights, device, dtype, tiny, rounds, profiled_cal
         except Exception:
             if len(model) == 1:
                 raise
-            failed.append(published.__name__)  # the others are measured all the same
+            failed.append(published.__name__)  # the other models are still measured
             click.echo(traceback.format_exc(), err=True)
         models.free(device)
     if output is not None:

@@ -1,10 +1,9 @@
-"""The GPU memory that CUDA graphs of many shapes hold, of which only some are kept at a time.
+"""GPU memory of CUDA graphs of many shapes, more than the cache holds.
 
-An injected LTX-Video of few blocks is called 2,000 times with 45 shapes, in runs of 2 to 6 calls of one
-shape, so that graphs are captured, replayed and given up all the time. Reserved memory must end no higher
-than the limit on graphs explains: what the same calls reserve without graphs, and as many times as graphs
-are kept what a graph of the largest shape takes. Else it fails. Writes to
-benchmarks/results/cuda_graphs_memory, on a GPU:
+An injected LTX-Video with few blocks is called 2,000 times with 45 shapes, in runs of 2 to 6 calls per shape,
+so that graphs are constantly captured, replayed and evicted. The benchmark fails if the memory reserved at
+the end exceeds what the same calls reserve without graphs, plus the limit on graphs times the memory of the
+largest graph. Writes to benchmarks/results/cuda_graphs_memory, on a GPU:
 
     python benchmarks/bench_cuda_graphs_memory.py
     python benchmarks/bench_cuda_graphs_memory.py --calls 500 --limit 4 --output /tmp/memory.json
@@ -42,7 +41,7 @@ Forward = Callable[[ltx.VideoSize], object]
 
 
 def sequence(calls: int, shapes: Sequence[ltx.VideoSize] = SHAPES) -> list[ltx.VideoSize]:
-    """Shapes of that many calls: all of them in an order that is drawn, then all in another, and so on."""
+    """The shapes of that many calls: random permutations of all shapes, one after the other."""
     draw, drawn = random.Random(0), []
     while len(drawn) < calls:
         for shape in draw.sample(shapes, len(shapes)):
@@ -51,7 +50,7 @@ def sequence(calls: int, shapes: Sequence[ltx.VideoSize] = SHAPES) -> list[ltx.V
 
 
 def reserved(device: torch.device) -> int:
-    """Bytes, without what the allocator only keeps for later."""
+    """Bytes, without memory cached by the allocator."""
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -61,7 +60,7 @@ def reserved(device: torch.device) -> int:
 def follow(
     forward: Forward, shapes: Sequence[ltx.VideoSize], measure: Callable[[], Mapping[str, int]]
 ) -> list[dict[str, int]]:
-    """Call after call, with a sample after each SAMPLED of them and after the last."""
+    """Runs the calls, and samples memory every SAMPLED calls and after the last."""
     samples = []
     for call, shape in enumerate(shapes, 1):
         forward(shape)
@@ -71,7 +70,7 @@ def follow(
 
 
 def summarize(samples: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Of reserved memory in bytes: the peak of the first calls and of all, and the end."""
+    """Reserved memory in bytes: the peak over the first calls, the peak over all, and the end."""
     return {
         "peak_first": max(s["peak_reserved"] for s in samples if s["calls"] <= FIRST),
         "peak": max(sample["peak_reserved"] for sample in samples),
@@ -80,14 +79,14 @@ def summarize(samples: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def explained(without: Mapping[str, int], graph: int, limit: int) -> int:
-    """The most that is to be reserved at the end: the peak without graphs, and `limit` largest graphs."""
+    """The limit on memory reserved at the end: the peak without graphs, plus `limit` largest graphs."""
     return without["peak"] + limit * graph
 
 
 def measure(
     kernel: ModuleType, device: torch.device, dtype: torch.dtype, calls: int, limit: int
 ) -> dict[str, Any]:
-    """The same calls without and with graphs, and what one graph of the largest shape takes."""
+    """The same calls without and with graphs, and the memory of one graph of the largest shape."""
     config = {"num_layers": BLOCKS}
     model = models.build(ltx.LTXVideoTransformer3DModel, config, device, dtype, 0)
     arguments = {shape: ltx.inputs(model, shape, device, dtype) for shape in SHAPES}
@@ -120,7 +119,7 @@ def measure(
         return follow(forward, drawn, grown), report
 
     largest = max(SHAPES, key=lambda shape: shape.tokens)
-    run(sequence(len(SHAPES)))  # what libraries reserve once is in no figure
+    run(sequence(len(SHAPES)))  # excludes one-time allocations of libraries
     (*_, plain), _ = run([largest] * 4)
     (*_, captured), report = run([largest] * 4, cuda_graphs=True)
     cuda_graphs.check_replayed(report, 1)
@@ -137,13 +136,13 @@ def measure(
 
 
 def check(result: Mapping[str, Any], limit: int) -> None:
-    """ClickException where graphs hold more than is explained, or where none was given up."""
+    """Raises ClickException if graphs hold more than the limit explains, or if none was evicted."""
     if result["graphs"]["captured"] <= limit:
-        raise click.ClickException("no graph was given up: more calls or a lower limit are needed")
+        raise click.ClickException("no graph was evicted: use more calls or a lower limit")
     held, explained_ = result["with"]["end"], result["explained"]
     if held > explained_:
         raise click.ClickException(
-            f"{held / MIB:.0f} MiB are reserved at the end, where {explained_ / MIB:.0f} are explained"
+            f"{held / MIB:.0f} MiB are reserved at the end, but only {explained_ / MIB:.0f} are explained"
         )
 
 
@@ -167,14 +166,14 @@ def show(result: Mapping[str, Any]) -> None:
     type=click.IntRange(min=1),
     default=8,
     show_default=True,
-    help="Graphs that are kept at a time.",
+    help="Maximum number of cached graphs.",
 )
 @DEVICE
 @DTYPE
 @record.output_option("cuda_graphs_memory")
 @torch.no_grad()
 def main(calls, limit, device, dtype, output) -> None:
-    """Follow the memory of CUDA graphs over calls of many shapes."""
+    """Measure the memory of CUDA graphs over calls of many shapes."""
     modes_on(device, [models.GRAPHS])
     kernel, _ = models.load_kernel()
     result = {

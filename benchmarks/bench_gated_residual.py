@@ -1,4 +1,4 @@
-"""Gated residuals, alone and with the norm that follows, at the models' hidden sizes.
+"""Gated residuals, alone and with the following norm, at the models' hidden sizes.
 
 Writes to benchmarks/results/gated_residual:
 
@@ -20,7 +20,7 @@ OPERATIONS = (
     "gated_residual_layer_norm_modulate",
 )
 PAIR = "gated_residual_layer_norm_modulate_pair"
-# Wan's norm before cross-attention: what is in front of it ends in a gate, and it has weight and bias.
+# Wan's norm before cross-attention has weight and bias, and follows a gated residual.
 AFFINE = "float32 gate, weight and bias"
 WAN = (
     ("gated_residual", FLOAT32),
@@ -62,7 +62,7 @@ FAMILY = Family(
     ],
     build,
 )
-main = command(FAMILY, "Time the gated residuals beside their peers.")
+main = command(FAMILY, "Time the gated residuals and their peers.")
 
 if __name__ == "__main__":
     main()

@@ -1,7 +1,7 @@
-"""Group norms with SiLU, as the U-Net and the autoencoder of Stable Diffusion XL have them at 1024x1024.
+"""Group norms with SiLU as in the U-Net and the autoencoder of Stable Diffusion XL at 1024x1024.
 
-Channels have means and deviations of their own, and a few are far from the others, as in trained models;
-of the variant "N(0, 1)" all are alike. Writes to benchmarks/results/group_norm:
+Channels have different means and deviations, with a few outliers, as in trained models. In the variant
+"N(0, 1)" all are alike. Writes to benchmarks/results/group_norm:
 
     python benchmarks/bench_group_norm.py
     python benchmarks/bench_group_norm.py --device cpu --tiny --no-compile --output /tmp/group_norm.json
@@ -32,11 +32,11 @@ EMBEDDING = "SiLU, embedding"  # a projected time embedding is added before
 LAST = ", channels last"
 CHANNELS_LAST = SILU + LAST
 NORMAL = "SiLU, N(0, 1)"
-OUTLIERS = (20.0, 50)  # how many times as large a channel is, and that it is one of so many
+OUTLIERS = (20.0, 50)  # factor of an outlier channel, and one outlier per this many channels
 
 
 def image(device: torch.device, *shape: int) -> Tensor:
-    """As a trained model's: channels of unlike means and deviations, some of them outliers."""
+    """Values as in a trained model: channels with different means and deviations, some of them outliers."""
     channels = (1, shape[1], *[1] * (len(shape) - 2))
     factor, every = OUTLIERS
     scales = normal(device, *channels, std=0.5, dtype=torch.float32).exp()
@@ -82,7 +82,7 @@ FAMILY = Family(
     workloads(TINY_SHAPES, TINY_SHAPES[1:]),
     build,
 )
-main = command(FAMILY, "Time group norms with SiLU beside their peers.")
+main = command(FAMILY, "Time group norms with SiLU and their peers.")
 
 if __name__ == "__main__":
     main()

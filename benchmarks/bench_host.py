@@ -1,7 +1,7 @@
-"""The host's time for one call of each operation, beside PyTorch's own on the same input.
+"""CPU time of one call of each operation, compared with PyTorch's own functions on the same input.
 
-Calls on a small input are made back to back without waiting for the GPU, in batches short enough
-that its queue never fills. On a CPU the operation's work is in the figure.
+Calls on a small input run back to back without waiting for the GPU, in batches that never fill its
+queue. On a CPU the figure includes the operation's work.
 
 Writes to benchmarks/results/host:
 
@@ -41,7 +41,7 @@ YARDSTICK = "torch rms_norm"
 
 
 def torch_functions(device: torch.device) -> dict[str, Callable[[], object]]:
-    """PyTorch's own functions, each one launch."""
+    """PyTorch's own functions, with one launch each."""
     x = comparison.normal(device, *SHAPE)
     weight, bias = (comparison.normal(device, SHAPE[-1]) for _ in range(2))
     return {
@@ -52,7 +52,7 @@ def torch_functions(device: torch.device) -> dict[str, Callable[[], object]]:
 
 
 def our_functions(kernel: ModuleType, device: torch.device) -> dict[str, Callable[[], object]]:
-    """Every operation, in the form that the models use."""
+    """Every operation, with the models' kinds of arguments."""
     workloads = [
         *(
             (bench_norm, Workload(operation, SHAPE))
@@ -97,12 +97,12 @@ def our_functions(kernel: ModuleType, device: torch.device) -> dict[str, Callabl
     type=click.IntRange(min=1),
     default=20,
     show_default=True,
-    help=f"Batches of {BATCH_CALLS} calls of each function.",
+    help=f"Number of batches of {BATCH_CALLS} calls per function.",
 )
 @record.output_option("host")
 @torch.no_grad()
 def main(device, rounds, output) -> None:
-    """Time the host's part of a call of each operation."""
+    """Measure the CPU time of a call of each operation."""
     kernel, _ = models.load_kernel()
     torch.manual_seed(0)
     functions = {**torch_functions(device), **our_functions(kernel, device)}

@@ -1,11 +1,11 @@
-"""The host's time for one whole forward of published models, eager and injected; by --modes others.
+"""CPU time of one whole forward of published models, eager and injected, or in other modes (--modes).
 
-From the call to its return, on an idle GPU that is not waited for, under torch.no_grad and under
-torch.inference_mode. Each model has all of its blocks, those that other benchmarks leave out over the weights
-of those that they have. There are so few tokens that the GPU keeps up, and its queue never fills: its own
-time for the kernels and their number stand beside. All take turns, each on modules of its own over one set
-of weights. On a CPU the operations' work is in the figure. Of what users do to a model, hooks on blocks and
-adapters that are not merged cost the host most (--condition): both modes have the same done to them.
+Measured from call to return on an idle GPU, without waiting for it, under torch.no_grad and under
+torch.inference_mode. Models have all blocks; those that other benchmarks leave out share weights with the
+others. There are so few tokens that the GPU keeps up and its queue never fills; GPU time and number of
+kernels are also recorded. Modes take turns, each with its own modules over one set of weights. On a CPU the
+figure includes the operations' work. --condition applies hooks on blocks or unmerged adapters, the changes
+by users that cost the most CPU time, in all modes.
 
 Writes to benchmarks/results/host_forward:
 
@@ -42,7 +42,7 @@ LORA_RANK = 8
 
 
 def add_hooks(*indices: int) -> Callable[[torch.nn.Module], None]:
-    """What puts a forward hook on the blocks of these indices, without any on all of them."""
+    """A function that puts forward hooks on the blocks with these indices; on all blocks without indices."""
 
     def add(model: torch.nn.Module) -> None:
         blocks = [block for stack in models.block_lists(model) for block in stack]
@@ -57,7 +57,7 @@ def add_adapters(model: torch.nn.Module) -> None:
     model.add_adapter(LoraConfig(r=LORA_RANK, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
 
 
-# What was done to the model before the injection, by what the results call it.
+# Changes of the model before injection, by their names in results.
 PUBLISHED = "as published"
 CONDITIONS: dict[str, Callable[[torch.nn.Module], None]] = {
     PUBLISHED: lambda model: None,
@@ -87,14 +87,14 @@ def measure_model(
     condition: str = PUBLISHED,
     weights: str = DEFAULT_WEIGHTS,
 ) -> list[dict[str, object]]:
-    """One entry a context and mode."""
+    """One entry per context and mode."""
     model = published.transformer(device, dtype, tiny)
     name = published.TINY_NAME if tiny else models.complete(model, published)
     arguments = published.inputs(model, device=device, dtype=dtype, **published.SMALL)
     forwards, reports = {}, []
     for context, enter in CONTEXTS.items():
         for mode in modes:
-            instance = models.twin(model)  # what one context leaves in it is not found in the other
+            instance = models.twin(model)  # contexts do not share state
             CONDITIONS[condition](instance)
             if mode.startswith("injected"):
                 report = models.inject(kernel, instance, mode)
@@ -165,7 +165,7 @@ def show(entries: list[dict]) -> None:
     type=Models(),
     default=ALL,
     show_default=True,
-    help=f"Comma-separated, of {', '.join(MODELS)}; or {ALL}.",
+    help=f"Comma-separated: {', '.join(MODELS)}; or {ALL}.",
 )
 @click.option(
     "--condition",
@@ -174,7 +174,7 @@ def show(entries: list[dict]) -> None:
     multiple=True,
     default=[PUBLISHED],
     show_default=True,
-    help="What was done to the models; may be given several times.",
+    help="Change of the models; may be given several times.",
 )
 @click.option(
     "--weights",
@@ -192,7 +192,7 @@ def show(entries: list[dict]) -> None:
 @record.output_option("host_forward")
 @torch.no_grad()
 def main(chosen, conditions, weights, modes, device, dtype, tiny, rounds, output) -> None:
-    """Time the host's part of one forward of each model in each mode."""
+    """Measure the CPU time of one forward of each model in each mode."""
     modes = modes_on(device, modes)
     injected = any(mode.startswith("injected") for mode in modes)
     kernel, _ = models.load_kernel() if injected else (None, None)
@@ -217,7 +217,7 @@ def main(chosen, conditions, weights, modes, device, dtype, tiny, rounds, output
         except Exception:
             if len(chosen) == 1:
                 raise
-            failed.append(published.__name__)  # the others are measured all the same
+            failed.append(published.__name__)  # the other models are still measured
             click.echo(traceback.format_exc(), err=True)
         models.free(device)
     show(result["forwards"])

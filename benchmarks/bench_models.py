@@ -1,12 +1,13 @@
-"""One forward of published models: eager, compiled block by block, injected, in one run; by --modes also
-compiled as a whole, also with CUDA graphs (reduce-overhead), injected but for attention, injected with CUDA
-graphs, injected and compiled in either way.
+"""One forward of published models: eager, compiled block by block, and injected.
 
-The published sizes (most with fewer blocks), inputs as the pipelines pass them. All modes share one set
-of weights and take turns, first with random weights, then with such norms of query and key that the scores
-are as peaked as trained models have them (models.WEIGHTS). The weights change in place: nothing is compiled
-or injected again. Beside the times stand the host's, the GPU's by kernel class, and each mode's distance from
-the model in float32. Writes to benchmarks/results/<the model's name>, of LTX-Video to models:
+--modes selects more: compiled as a whole, compiled with CUDA graphs (reduce-overhead), injected without
+attention, injected with CUDA graphs, injected and compiled by blocks or as a whole.
+
+Sizes are the published ones (most with fewer blocks), inputs are those of the pipelines. All modes share one
+set of weights and take turns, first with random weights, then with query and key norms that give scores as
+peaked as in trained models (models.WEIGHTS). The weights change in place, without another compilation or
+injection. Also recorded: CPU time, GPU time by kernel class, and each mode's distance from the float32 model.
+Writes to benchmarks/results/<the model's name>, or models for LTX-Video:
 
     python benchmarks/bench_models.py
     python benchmarks/bench_models.py --model all
@@ -41,13 +42,13 @@ from options import DEVICE, DTYPE, PAUSE, SEVERAL_MODELS, SIZES, TINY, modes_on,
 from tabulate import tabulate
 
 WARM_UP_ROUNDS = 2
-COMPARED = ("eager", "compiled", models.REGIONAL)  # which speedups are shown over
-HOST_ROUNDS = 5  # at most: a sample takes as long as one of the time
+COMPARED = ("eager", "compiled", models.REGIONAL)  # baselines of speedups
+HOST_ROUNDS = 5  # maximum, because a sample takes as long as one of the time
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all sizes have in common."""
+    """Settings shared by all sizes."""
 
     published: ModuleType
     device: torch.device
@@ -63,7 +64,7 @@ class Settings:
 def inject(
     model: torch.nn.Module, kernel: ModuleType, forward: Callable[[], object], device: torch.device
 ) -> dict[str, object]:
-    """Inject the kernels and report the time to full speed and the memory that it took."""
+    """Inject the kernels; return the time to full speed and the growth of memory."""
     counted = device.type == "cuda"
     timing.synchronize(device)
     before = torch.cuda.memory_allocated(device) if counted else None
@@ -83,9 +84,9 @@ def distances(
     arguments: Mapping[str, object],
     settings: Settings,
 ) -> dict[str, dict[str, Any]]:
-    """Each mode's distance from eager, from the float32 model, and how much further than eager that is.
+    """Each mode's distance from eager, its distance from the float32 model, and the latter over eager's.
 
-    The last one is None where eager is the float32 model itself.
+    The ratio is None if eager is the float32 model itself.
     """
     eager = models.output_of(model(**arguments))
     outputs = {mode: models.output_of(forward()).clone() for mode, forward in forwards.items()}
@@ -110,7 +111,7 @@ def measure_weights(
     arguments: Mapping[str, object],
     settings: Settings,
 ) -> dict[str, object]:
-    """All modes at one size with the weights as they are."""
+    """All modes at one size with the current weights."""
     device = settings.device
     modes = distances(model, forwards, arguments, settings)
     consecutive = {mode: timing.repeated(f, settings.calls) for mode, f in forwards.items()}
@@ -145,7 +146,7 @@ def measure_size(
         "compiled_in_s": {},
     }
 
-    model(**arguments)  # makes the libraries load, whatever mode is first
+    model(**arguments)  # loads the libraries before the first mode
     forwards, graphs = {}, None
     for mode in settings.modes:
         instance = models.twin(model)
@@ -212,7 +213,7 @@ def show_times(title: str, result: dict) -> None:
 
 
 def show_size(size: str, result: dict) -> None:
-    """Print the times with all weights, and what injection took."""
+    """Print the times with all weights, and the cost of injection."""
     for name, of_weights in result["weights"].items():
         show_times(f"{size}, {result['batch']}x{result['tokens']} tokens, {name}", of_weights)
     if "injection" in result:
@@ -232,7 +233,7 @@ def measure_model(
     head: dict[str, Any],
     path: Path | None,
 ) -> None:
-    """All sizes of one model, written to `path` one by one; `head` is what the result begins with."""
+    """Measure all sizes of one model, and write each to `path`; `head` has the result's first entries."""
     published, device = settings.published, settings.device
     model = published.transformer(device, settings.dtype, tiny)
     result = {**head, "model": models.name_of(published, tiny), "sizes": {}}
@@ -254,7 +255,7 @@ def measure_model(
 def destination(
     output: Path | None, published: ModuleType, several: bool, modes: list[str], environment: dict
 ) -> Path | None:
-    """Where a model's result goes; more modes than the default ones do not keep it from being kept."""
+    """The path of a model's result. Modes beyond the default ones do not prevent its storage."""
     if output is not None and several:
         return output / f"{published.RESULT}.json"
     neutral = ("modes",) if set(models.DEFAULT_MODES) <= set(modes) else ()
@@ -274,7 +275,7 @@ def destination(
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Forwards of a timed sample, one after the other.",
+    help="Number of forwards back to back per timed sample.",
 )
 @PAUSE
 @click.option("--profiled-calls", type=click.IntRange(min=1), default=3, show_default=True)
@@ -282,7 +283,7 @@ def destination(
     "--distance/--no-distance",
     "has_distance",
     default=True,
-    help="Whether the model is also run in float32, which takes twice its memory besides.",
+    help="Whether to also run the model in float32, which needs additional memory of twice its size.",
 )
 @record.output_option("<the model's name>", takes_folder=True)
 @torch.no_grad()
@@ -326,7 +327,7 @@ def main(
         except Exception:
             if not several:
                 raise
-            # The other models' time on a GPU is not to be lost with this one's.
+            # The other models are still measured.
             failed.append(published.__name__)
             click.echo(traceback.format_exc(), err=True)
         models.free(device)

@@ -20,7 +20,7 @@ MODEL_SHAPES = (
     (4608, 3072),  # FLUX
     (32760, 5120),  # Wan 14B
 )
-# With the smaller ones of what is published on RMSNorm kernels for these models.
+# Includes the smaller shapes in published figures of RMSNorm kernels for these models.
 SHAPES = ((1, 1024, 2048), (2, 1024, 2048), *MODEL_SHAPES, (4, 4096, 3072))
 TINY_SHAPES = ((2, 6, 128), (5, 96))
 WAN_SHAPES = ((1, 32760, 1536), (1, 32760, 5120))  # 1.3B and 14B, as modulated by (1, 1, D)
@@ -61,7 +61,7 @@ FAMILY = Family(
     ],
     build,
 )
-main = command(FAMILY, "Time the norms beside their peers.")
+main = command(FAMILY, "Time the norms and their peers.")
 
 if __name__ == "__main__":
     main()

@@ -1,8 +1,8 @@
-"""The whole LTX-Video pipeline but the text encoder: denoising loop and VAE decoding.
+"""The whole LTX-Video pipeline without the text encoder: denoising loop and VAE decoding.
 
-Random weights at the published sizes, made-up prompt embeddings, guidance 3 (so batch 2), frames
-decoded and left on the GPU. All modes share one set of weights and take turns: eager, injected, and injected
-with CUDA graphs, of which a CPU has none. Writes to benchmarks/results/pipeline:
+Random weights at the published sizes, made-up prompt embeddings, guidance 3 (so batch 2), decoded frames stay
+on the GPU. All modes share one set of weights and take turns: eager, injected and, on a GPU, injected with
+CUDA graphs. Writes to benchmarks/results/pipeline:
 
     python benchmarks/bench_pipeline.py
     python benchmarks/bench_pipeline.py --modes eager,compiled,injected --videos 49x512x704:30
@@ -38,7 +38,7 @@ TINY_VIDEOS = "9x64x96:3,17x64x96:2"
 
 @dataclass(frozen=True)
 class Video:
-    """A video and the number of denoising steps it takes."""
+    """A video and its number of denoising steps."""
 
     size: ltx.VideoSize
     steps: int
@@ -75,7 +75,7 @@ def seconds(run, device: torch.device) -> float:
 def build(
     mode: str, model: torch.nn.Module, vae: torch.nn.Module, kernel: ModuleType | None
 ) -> tuple[ltx.LTXPipeline, Any]:
-    """A pipeline in the given mode, over the weights of `model`, and the report of the injection."""
+    """A pipeline in the given mode, with the weights of `model`, and the report of the injection."""
     pipe = ltx.pipeline(models.twin(model), vae)
     report = models.inject(kernel, pipe, mode) if mode.startswith("injected") else None
     models.compile_as(pipe.transformer, mode)
@@ -128,7 +128,7 @@ def measure_video(
         )
     for mode, result in results.items():
         if not torch.isfinite(frames[mode]).all():
-            raise RuntimeError(f"{mode}: the video has values that are not finite")
+            raise RuntimeError(f"{mode}: the video has non-finite values")
         result["seconds"] = timing.summarize(samples[mode])
         if mode == models.GRAPHS:
             calls = rounds * video.steps
@@ -178,7 +178,7 @@ def show(video: str, result: dict) -> None:
 @record.output_option("pipeline")
 @torch.no_grad()
 def main(videos, modes, device, dtype, tiny, rounds, output) -> None:
-    """Time the whole LTX-Video pipeline, text encoder apart, in each mode."""
+    """Time the whole LTX-Video pipeline, without the text encoder, in each mode."""
     modes = modes_on(device, modes)
     injected = any(mode.startswith("injected") for mode in modes)
     kernel, _ = models.load_kernel() if injected else (None, None)

@@ -1,13 +1,12 @@
-"""Rotary embeddings: of query and key with their norm, from tables, and from the three axes' tables.
+"""Rotary embeddings: query and key with their norm, one tensor from tables, one from three axes' tables.
 
 A workload's bytes are those of this package's arguments. LTX-Video's query and key are rotated from
-coordinates, so there they are the bytes of query and key (and 12 a token): the float32 tables
-(B, S, D) that the peers read, as diffusers makes them, are not counted. Likewise rope_3d counts no
-table of S rows, though eager reads one of each, cosine and sine, as the models keep them. rope has
-both kinds of tables: of one value an element, as in diffusers, and of one value a pair, which are the
-only ones that QuACK takes. Of a complex table the peers read its parts, as two tables. Into joint buffers
-the values are copied, too, as in a model that attends to two streams at once; the peers copy there what
-they have computed, as torch.cat does.
+coordinates, so only query and key count (and 12 bytes per token), not the float32 tables (B, S, D) of
+diffusers that the peers read. Likewise rope_3d counts no table of S rows, although eager reads one for cosine
+and one for sine. rope has both kinds of tables: one value per element, as in diffusers, and one per pair, the
+only kind that QuACK takes. Of a complex table the peers read the two parts as separate tables. With joint
+buffers the values are also copied, as in a model that attends to two streams at once. There the peers copy
+their results, as torch.cat does.
 
 Writes to benchmarks/results/rope:
 
@@ -27,7 +26,7 @@ from torch import Tensor
 COORDINATES, TABLES, PER_HEAD = "coordinates", "tables (B, S, D)", "per head"
 JOINT, COMPLEX = ", joint buffers", ", complex table"  # after the variant
 LAYOUTS = ("interleaved", "half")
-PAIR_TABLES = ", pair tables"  # after the layout: one value a pair
+PAIR_TABLES = ", pair tables"  # after the layout: one value per pair
 HEAD_DIM = 64  # of LTX-Video
 # (frame, height, width) of a sequence length
 GRIDS = {
@@ -48,7 +47,7 @@ def angles(device: torch.device, positions: int, pairs: int) -> Tensor:
 
 
 def tables(angle: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """Float32 cosine and sine with each angle where the layout has the two of its pair."""
+    """Float32 cosine and sine, with each angle at both elements of its pair in the layout."""
     if layout == "interleaved":
         angle = angle.repeat_interleave(2, dim=-1)
     else:
@@ -74,7 +73,7 @@ def build_across_heads(workload: Workload, kernel: ModuleType, device: torch.dev
 
 
 def build_per_head(workload: Workload, device: torch.device) -> Case:
-    """FLUX; with a complex table Qwen-Image; into joint buffers the image stream, behind 512 of text."""
+    """FLUX; Qwen-Image with a complex table; with joint buffers the image stream, after 512 text tokens."""
     batch, seq, heads, head_dim = workload.shape
     tensors = [normal(device, *workload.shape) for _ in range(2)]
     weights = [normal(device, head_dim, std=0.1, mean=1.0) for _ in tensors]
@@ -115,7 +114,7 @@ def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
         is_per_pair = workload.variant.endswith(PAIR_TABLES)
         cos, sin = (angle.cos(), angle.sin()) if is_per_pair else tables(angle, layout)
         return Case((x, cos, sin), {"layout": layout})
-    # As Wan divides a head's pairs among height, width and, with what is left, the frame.
+    # As in Wan: height and width get a third of a head's pairs each, the frame gets the rest.
     pairs = head_dim // 2
     share = pairs // 3
     grid = GRIDS[seq]
@@ -177,7 +176,7 @@ FAMILY = Family(
     ],
     build,
 )
-main = command(FAMILY, "Time the rotary embeddings beside their peers.")
+main = command(FAMILY, "Time the rotary embeddings and their peers.")
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""Softmax over rows from 128 to 65536 long.
+"""Softmax over rows of 128 to 65536 elements.
 
 Writes to benchmarks/results/softmax:
 
@@ -33,7 +33,7 @@ FAMILY = Family(
     [Workload("softmax", shape) for shape in TINY_SHAPES],
     build,
 )
-main = command(FAMILY, "Time the softmax beside its peers.")
+main = command(FAMILY, "Time the softmax and its peers.")
 
 if __name__ == "__main__":
     main()

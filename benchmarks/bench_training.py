@@ -1,10 +1,9 @@
-"""Training with the kernels, beside eager training.
+"""Training with the kernels, compared with eager training.
 
-Small models of each family in bfloat16: the error of all gradients against the float32 model's, over that of
-eager training. LTX-Video's blocks, without checkpointing: the time of a forward and of a forward with
-backward, also of the GPU's kernels alone, the peak memory that they add, and the gradients' error. LoRA
-training of LTX-Video and FLUX.1 with few blocks: the loss of each step. Eager runs with other data and in
-float32 show the noise.
+Small models of each family in bfloat16: the error of all gradients against the float32 model's, over eager's.
+LTX-Video's blocks without checkpointing: the time of a forward and of forward and backward, also as GPU time,
+their peak memory and the gradients' error. LoRA training of LTX-Video and FLUX.1 with few blocks: the loss of
+each step. Eager runs with other data and in float32 show the noise.
 
 Writes to benchmarks/results/training:
 
@@ -55,9 +54,9 @@ SMALL_MODELS = {
     ),
 }
 FAMILIES = (ltx, flux, flux2, qwenimage, sd3, wan)
-# Without cuDNN's, which gives NaN for FLUX.1's short sequences.
+# Without cuDNN's, which returns NaN for FLUX.1's short sequences.
 ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# Mode, dtype and seed of the data of each run.
+# Mode, dtype and data seed of each run.
 RUNS = {
     "eager": ("eager", DTYPE, 0),
     "injected": ("injected", DTYPE, 0),
@@ -77,7 +76,7 @@ def gradients(model: torch.nn.Module, arguments: dict[str, object]) -> dict[str,
 
 
 def relative_error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
-    """Of all gradients as one vector."""
+    """Relative error of all gradients as one vector."""
     difference = sum((found[n].double() - g.double()).square().sum() for n, g in exact.items())
     return (difference / sum(g.double().square().sum() for g in exact.values())).sqrt().item()
 
@@ -85,8 +84,8 @@ def relative_error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor
 def measure_gradients(
     kernel: ModuleType, published: ModuleType, device: torch.device, samples: int
 ) -> dict:
-    """Gradients of a small model against the float32 model's: error over that of eager training, as the
-    geometric mean over samples, and the standard error of its logarithm."""
+    """Error of a small model's gradients, against the float32 model's, over that of eager training: geometric
+    mean over samples, and the standard error of its logarithm."""
     model = published.transformer(device, DTYPE, True)
     exact, injected = copy.deepcopy(model).float(), copy.deepcopy(model)
     kernel.inject_kernels(injected)
@@ -110,7 +109,7 @@ def measure_gradients(
 
 
 def peak_bytes(function, device: torch.device) -> int | None:
-    """What a call adds to the allocated memory at most."""
+    """The peak memory that a call allocates."""
     if device.type != "cuda":
         return None
     before = torch.cuda.memory_allocated(device)
@@ -172,7 +171,7 @@ def losses(
     tiny: bool,
     steps: int,
 ) -> list[float]:
-    """Losses of LoRA training towards random velocities, of one timestep a step."""
+    """Losses of LoRA training towards random velocities, with one timestep per step."""
     mode, dtype, seed = run
     if tiny:
         model, size = published.transformer(device, DTYPE, True), published.TINY_SIZES[0]

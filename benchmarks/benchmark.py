@@ -1,15 +1,15 @@
-"""What `kernels benchmark` runs: each operation at a model's shape, verified against eager PyTorch.
+"""Script of `kernels benchmark`: each operation at a model's shape, verified against eager PyTorch.
 
     kernels benchmark FOLDER
 
 FOLDER is a checkout with a build, or a downloaded snapshot: kernels 0.17 takes no repository of a publisher
 that the Hub does not trust.
 
-It needs nothing of the other files here: it may be all of this folder that is published. It times
-calls with the host's part and tensors that may stay in the cache; the other benchmarks do neither.
+It does not depend on other files here, because it may be published alone. Its times include CPU time,
+and tensors may stay in the cache, unlike in the other benchmarks.
 
-The runner's verification allows an absolute difference of 0.01. So values are kept below 2 or so,
-where bfloat16 is finer than that.
+The runner's verification allows an absolute difference of 0.01. So values stay below about 2, where
+bfloat16 is finer than that.
 """
 
 import math
@@ -41,9 +41,9 @@ def eager_rotate(x, cos, sin):
 
 
 def check(name, output, expected):
-    """For outputs beyond the one that the runner compares."""
+    """Verifies outputs beyond the one that the runner compares."""
     if not torch.allclose(output, expected, atol=1e-2):
-        raise RuntimeError(f"{name} is not what eager PyTorch computes")
+        raise RuntimeError(f"{name} differs from eager PyTorch's")
 
 
 class LtxBenchmark:
@@ -112,7 +112,7 @@ class Norm(LtxBenchmark, Benchmark):
 
 
 class GroupNorm(Benchmark):
-    """SDXL's first ResNet block at 1024x1024 with guidance: an image that a time embedding is added to."""
+    """SDXL's first ResNet block at 1024x1024 with guidance: an image, and a time embedding to add."""
 
     seed = 0
     groups = 32
@@ -327,7 +327,7 @@ class Activation(LtxBenchmark, Benchmark):
 
 
 class Softmax(Benchmark):
-    """Scores of a cross-attention; spread wide, so that a row's largest are not all tiny."""
+    """Scores of a cross-attention, with a wide range, so that probabilities are not all tiny."""
 
     seed = 0
 

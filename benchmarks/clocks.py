@@ -15,10 +15,10 @@ PERIOD_S = 0.05
 
 @contextmanager
 def watch(device: torch.device) -> Iterator[dict[str, float]]:
-    """Yields a dict that holds, once the block has ended, the medians over the block and the share
-    of samples in which heat held the clock down. It stays empty on a CPU.
+    """Yields a dict, filled at the end of the block with medians over the block and the share of
+    samples with thermal throttling. It stays empty on a CPU.
 
-    A figure measured while heat holds the clock down says more of the machine than of the code.
+    Figures measured under thermal throttling depend on the machine more than on the code.
     """
     summary: dict[str, float] = {}
     if device.type != "cuda":
@@ -64,8 +64,10 @@ def watch(device: torch.device) -> Iterator[dict[str, float]]:
 
 
 def show(summary: dict[str, float]) -> None:
-    """Print what `watch` saw."""
+    """Print the dict of `watch`."""
     if summary:
         click.echo(f"{summary['sm_mhz']:.0f} MHz, {summary['watts']:.0f} W")
         if summary["thermal_slowdown"]:
-            click.echo("HEAT HELD THE CLOCK DOWN: these figures are the machine's, not the code's")
+            click.echo(
+                "THERMAL THROTTLING: these figures depend on the machine, not only on the code"
+            )

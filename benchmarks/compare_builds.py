@@ -1,13 +1,13 @@
 """Single forwards of a model injected by two builds, another checkout's and this one's, in one process.
 
-They take turns on modules of their own over one set of weights, and the other build runs on two such modules:
-what differs between those is noise. Two processes differ by more than most changes do.
+The builds take turns, each with its own modules over one set of weights. The other build has two copies;
+their difference is the noise. Two processes would differ by more than most changes do.
 
     git worktree add ../before <commit> && (cd ../before && python tools/build_variant.py --backend cuda)
     python benchmarks/compare_builds.py ../before
     python benchmarks/compare_builds.py ../before --sizes 49x512x768 --pause-s 0.03
 
-After a rest the GPU clocks higher, and a host may be slower than in mid-work.
+After a pause the GPU clocks higher, and the CPU may be slower.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ CONTROL = "before, again"
 
 
 def load_builds(before: Path) -> dict[str, ModuleType]:
-    """The build of the checkout `before`, once more as its own control, and this checkout's."""
+    """The build of the checkout `before`, a second copy of it as control, and this checkout's build."""
     shared = ids(before) & ids(models.CHECKOUT)
     if shared and before.resolve() != models.CHECKOUT:
-        # Python would take modules of one for the other's.
-        raise click.UsageError(f"both builds are {min(shared)}: commit, and build again")
+        # Python would mix up their modules.
+        raise click.UsageError(f"both builds are {min(shared)}: commit and rebuild")
     try:
         one, other = map(models.load_local_kernel, (before, models.CHECKOUT))
     except FileNotFoundError as error:
@@ -54,11 +54,11 @@ def load_builds(before: Path) -> dict[str, ModuleType]:
 @click.option("--rounds", type=click.IntRange(min=1), default=100, show_default=True)
 @PAUSE
 @click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), help="JSON file, if any."
+    "--output", type=click.Path(dir_okay=False, path_type=Path), help="JSON file to write."
 )
 @torch.no_grad()
 def main(before, model, sizes, device, dtype, tiny, rounds, pause_s, output) -> None:
-    """Time single forwards injected by the build in the checkout BEFORE and by this one's."""
+    """Time single forwards injected by the build of the checkout BEFORE and by this checkout's build."""
     published = model
     kernels = load_builds(before)
     model = published.transformer(device, dtype, tiny)
@@ -95,7 +95,7 @@ def main(before, model, sizes, device, dtype, tiny, rounds, pause_s, output) -> 
 
 
 def ids(checkout: Path) -> set[str]:
-    """Of the builds in a checkout."""
+    """The kernels of a checkout's build."""
     return {json.loads(f.read_text())["id"] for f in checkout.glob("build/*/metadata.json")}
 
 

@@ -1,8 +1,7 @@
 """Single operations of two builds, another checkout's and this one's, in one process.
 
-They take turns, each call from an L2 cache that holds nothing of it, and the other build has two turns: what
-differs between those is noise. The grid has what launch configurations depend on: dtype, width, alignment,
-and which operands there are.
+The builds take turns, each call with a cold L2 cache. The other build has two turns, whose difference is the
+noise. The grid covers everything that launch configurations depend on: dtype, width, alignment and operands.
 
     git worktree add ../before <commit> && (cd ../before && python tools/build_variant.py --backend cuda)
     python benchmarks/compare_operations.py ../before --output out.json
@@ -35,14 +34,14 @@ from torch import Tensor
 
 DTYPES = ("bfloat16", "float16", "float32")
 WARM_UP_ROUNDS = 2
-BYTES = 16 << 20  # of an operation's first tensor; long rows have LONG_ROW_FACTOR times as many
+BYTES = 16 << 20  # elements of the first tensor; LONG_ROW_FACTOR times as many for long rows
 LONG_ROW, LONG_ROW_FACTOR = 16384, 4
-# Widths of models, others at which launch configurations change, and some that 16-byte accesses do not reach.
+# Widths of models, widths where launch configurations change, and some that 16-byte accesses cannot handle.
 MODEL_WIDTHS = (64, 128, 1152, 1536, 1920, 2048, 2432, 3072, 4096, 5120, 6144)
 OTHER_WIDTHS = (32, 256, 512, 768, 1024, 2560, 8192, 16384, 32768, 65536)
 ODD_WIDTHS = (1, 7, 100, 1000, 1001, 20001)
 RARE_WIDTHS = (64, 256, 1024, *MODEL_WIDTHS[3:], 8192, 16384, 65536)
-# Operands beside the first: W weight, B bias, M scale and shift, G residual and gate.
+# Operands after the first: W weight, B bias, M scale and shift, G residual and gate.
 COMMON = {
     "rms_norm": ("", "W"),
     "layer_norm": ("", "WB"),
@@ -60,7 +59,7 @@ RARE = {
     "gated_residual_rms_norm_modulate": ("GMW",),
     "gated_residual_layer_norm_modulate": ("GMWB",),
 }
-# (heads, head dim) of query and key normalized across the heads, and of heads normalized one by one.
+# (heads, head dim) of query and key with a norm across heads, and with a norm per head.
 ACROSS_HEADS = (
     (8, 64),
     (12, 64),
@@ -126,7 +125,7 @@ def rope_workloads(dtype: str, size: int) -> Iterator[Workload]:
 def random(
     device: torch.device, dtype: torch.dtype, *shape: int, is_misaligned: bool = False
 ) -> Tensor:
-    """Values of N(0, 1) in memory that begins at a multiple of 16 bytes, or one element after one."""
+    """Values of N(0, 1) in memory aligned to 16 bytes, or one element after such an address."""
     values = torch.randn(math.prod(shape) + is_misaligned, dtype=dtype, device=device)
     return values[int(is_misaligned) :].view(shape)
 
@@ -174,7 +173,7 @@ def rope_arguments(
 def calls(
     workload: Workload, kernels: dict[str, ModuleType], device: torch.device
 ) -> dict[str, Callable[[], object]]:
-    """A call of each build, on the same tensors."""
+    """A call of each build on the same tensors."""
     functions = {}
     for name, kernel in kernels.items():
         torch.manual_seed(0)
@@ -256,17 +255,17 @@ def show(entries: list[dict], threshold: float) -> None:
 @click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True)
 @click.option("--bytes", "size", type=click.IntRange(min=1), default=BYTES, show_default=True)
 @click.option("--threshold", type=click.FloatRange(min=0), default=0.03, show_default=True)
-@click.option("--list", "only_list", is_flag=True, help="Show the workloads' names, and end.")
+@click.option("--list", "only_list", is_flag=True, help="Show the workloads' names and exit.")
 @click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), help="JSON file, if any."
+    "--output", type=click.Path(dir_okay=False, path_type=Path), help="JSON file to write."
 )
 @torch.no_grad()
 def main(before, device, only, rounds, size, threshold, only_list, output) -> None:
-    """Time single operations of the build in the checkout BEFORE and of this one's."""
+    """Time single operations of the build of the checkout BEFORE and of this checkout's build."""
     try:
         pattern = re.compile(only)
     except re.error as error:
-        raise click.UsageError(f"--only is no regular expression: {error}") from None
+        raise click.UsageError(f"--only is not a regular expression: {error}") from None
     workloads = [
         workload
         for dtype in DTYPES
@@ -275,7 +274,7 @@ def main(before, device, only, rounds, size, threshold, only_list, output) -> No
         if pattern.search(str(workload))
     ]
     if not workloads:
-        raise click.UsageError(f"--only {only} names no workload: see --list")
+        raise click.UsageError(f"--only {only} matches no workload: see --list")
     if only_list:
         return click.echo("\n".join(map(str, workloads)))
     kernels = load_builds(before)

@@ -1,15 +1,14 @@
-"""What the benchmarks of the operations share: one run beside everything that does the same.
+"""Shared by the operations' benchmarks: compares each operation with its peers in one run.
 
-Each operation takes turns, in orders that are balanced, with the eager PyTorch expression that
-it replaces (reference/eager.py), the same expression under torch.compile, Liger and QuACK where they have
-it, a device copy of the same bytes and a large device copy. A rate counts the bytes that must move:
-each of the operation's inputs read once, each output written once; what a peer moves beyond that
-counts for nothing. Before anything is timed, results are compared with eager's: one of this package
-that is wrong ends the run, one of a peer is recorded in place of its time.
+Peers are the eager PyTorch expression that the operation replaces (reference/eager.py), the same expression
+under torch.compile, Liger and QuACK if they have the operation, a device copy of the same bytes and a large
+device copy. All take turns in balanced orders. Rates count the necessary bytes: each input of the operation
+read once, each output written once. Additional traffic of a peer does not count. Results are compared with
+eager's before anything is timed. A wrong result of this package ends the run; a peer's is recorded instead of
+its time.
 
-Compiling takes longer than all the rest, so processes do it ahead, several at a time, and leave the
-code in Inductor's and Triton's caches. The choice among the variants that they compiled is not
-cached: it is made in the run itself, where nothing else uses the GPU.
+Compilation takes longer than the rest, so several processes do it in advance and leave the code in
+Inductor's and Triton's caches. Autotuning is not cached: it happens in the run itself, on an idle GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ import eager
 
 DTYPE = torch.bfloat16
 LARGE_COPY_BYTES = 1 << 30
-WARM_BYTES = 17_000_000  # what rms_norm moves at 2x1024x2048; a third of the L2 cache
+WARM_BYTES = 17_000_000  # rms_norm's bytes at 2x1024x2048; a third of the L2 cache
 TOLERANCE = 0.01  # relative L2 distance from eager, which rounds intermediate results to bfloat16
 WARM_UP_ROUNDS = 2
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
@@ -54,7 +53,7 @@ COPIES = ("copy", "large_copy")
 
 @dataclass(frozen=True)
 class Workload:
-    """An operation at a shape, that of its first tensor; `variant` says what else sets it apart."""
+    """An operation at a shape (of its first tensor); `variant` names other distinctions."""
 
     operation: str
     shape: tuple[int, ...]
@@ -70,8 +69,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of a workload. The eager expression is `eager_operation` of `eager_arguments`, where
-    it is given its inputs in another form; `options` are for both."""
+    """Arguments of a workload. The eager expression has its own name and arguments (`eager_operation`,
+    `eager_arguments`) if it takes its inputs in another form; `options` are for both."""
 
     arguments: tuple
     options: dict[str, object] = field(default_factory=dict)
@@ -81,7 +80,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Family:
-    """What one benchmark file measures. `build` makes a workload's case on a device."""
+    """The workloads of one benchmark file. `build` makes a workload's case on a device."""
 
     name: str
     workloads: Sequence[Workload]
@@ -113,13 +112,13 @@ def tensors(value: object) -> Iterator[Tensor]:
 
 
 def moved_bytes(case: Case, results: Sequence[Tensor]) -> int:
-    """Bytes of every input, once, and of every output."""
+    """Total bytes of inputs and outputs."""
     inputs = {id(t): t for t in tensors((case.arguments, {**case.options, "out": None}))}
     return sum(t.numel() * t.element_size() for t in (*inputs.values(), *results))
 
 
 def clear_out(case: Case) -> None:
-    """What one call has written shall not pass for another's result."""
+    """Overwrites `out` tensors, so that one call's result cannot pass for another's."""
     for tensor in tensors(case.options.get("out")):
         tensor.fill_(math.nan)
 
@@ -132,10 +131,10 @@ def eager_call(workload: Workload, case: Case) -> tuple[Callable, tuple, dict]:
 
 
 def compiled(function: Callable, mode: str) -> Callable:
-    """The function under torch.compile, with code of its own.
+    """The function under torch.compile, with its own code object.
 
-    Compiled code is kept with the function's code, for all shapes and modes together, and past a few
-    of them more would not be compiled.
+    Torch stores compiled code per code object, for all shapes and modes together, and stops compiling
+    after a few of them.
     """
     own = types.FunctionType(
         function.__code__.replace(),
@@ -158,7 +157,7 @@ def distance(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# Compiling ahead
+# Compilation in advance
 
 
 def _family(name: str) -> Family:
@@ -167,10 +166,10 @@ def _family(name: str) -> Family:
 
 @torch.no_grad()
 def _compile_one(family: str, workload: Workload, mode: str, device: torch.device) -> None:
-    """In a process of its own: fill the caches with a workload's compiled code."""
+    """Fill the caches with a workload's compiled code. Runs in a separate process."""
     import torch._inductor.config as inductor_config
 
-    inductor_config.autotune_local_cache = False  # chosen beside other processes: not worth keeping
+    inductor_config.autotune_local_cache = False  # other processes disturb autotuning
     inductor_config.compile_threads = 1
     torch._dynamo.reset()
     case = _family(family).build(workload, models.load_kernel()[0], device)
@@ -185,7 +184,7 @@ def _compile_one(family: str, workload: Workload, mode: str, device: torch.devic
 def compile_ahead(
     family: Family, workloads: Sequence[Workload], settings: Settings, processes: int
 ) -> None:
-    """Fill the caches in several processes. What fails there the run itself compiles, and records."""
+    """Fill the caches in several processes. The run itself repeats failed compilations and records them."""
     tasks = [(workload, mode) for workload in workloads for mode in settings.compile_modes]
     processes = min(processes, len(tasks))
     if processes == 0:
@@ -202,10 +201,10 @@ def compile_ahead(
             try:
                 future.result()
             except BrokenProcessPool:
-                click.echo("A process that compiled ahead died; the rest is compiled as it comes.")
+                click.echo("A compilation process died; the rest is compiled during the run.")
                 return
             except Exception as error:
-                click.echo(f"Not compiled ahead: {futures[future]}: {explain(error)}")
+                click.echo(f"Not compiled in advance: {futures[future]}: {explain(error)}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -215,7 +214,7 @@ def compile_ahead(
 def peer_calls(
     workload: Workload, case: Case, libraries: dict[str, object], settings: Settings
 ) -> dict[str, Callable[[], peers.Call | None]]:
-    """For each peer but eager, what prepares its call; a peer that fails fails in there."""
+    """For each peer except eager, a function that prepares its call, and raises if the peer fails."""
 
     def compile_(mode: str) -> peers.Call:
         function, arguments, options = eager_call(workload, case)
@@ -273,7 +272,7 @@ def measure(
     large_copy: Callable[[], object],
     settings: Settings,
 ) -> dict[str, object]:
-    """Compare the results, then the times, of all that do one workload."""
+    """Compare the results, then the times, of all implementations of a workload."""
     device = settings.device
     function, arguments, options = eager_call(workload, case)
     functions: dict[str, Callable[[], object]] = {
@@ -304,7 +303,7 @@ def measure(
                 raise ArithmeticError(f"the result is {found_by_peer:.3g} from eager's")
             stopwatch.cold(call.run, device)
             functions[name] = call.run
-        except Exception as error:  # of someone else's code, which may raise anything
+        except Exception as error:  # third-party code may raise anything
             failed[name] = explain(error)
             click.echo(f"{workload}: {name} failed: {failed[name]}")
     del expected
@@ -374,14 +373,14 @@ class Names(click.ParamType):
 def select(
     workloads: Sequence[Workload], operations: Sequence[str] | None, shapes: Sequence[str] | None
 ) -> list[Workload]:
-    """The workloads of the operations and the shapes; an error names one that there is not."""
+    """The workloads of the given operations and shapes. Raises for an unknown one."""
     for kind, asked, known in (
         ("operation", operations, {w.operation: None for w in workloads}),
         ("shape", shapes, {w.size: None for w in workloads}),
     ):
         for name in asked or ():
             if name not in known:
-                raise click.UsageError(f"no {kind} {name!r} here: there are {', '.join(known)}")
+                raise click.UsageError(f"unknown {kind} {name!r}: there are {', '.join(known)}")
     return [
         w
         for w in workloads
@@ -398,9 +397,9 @@ def command(family: Family, help_: str) -> click.Command:
 
     @click.command(help=help_)
     @DEVICE
-    @click.option("--tiny", is_flag=True, help="Tiny shapes: to try the benchmark itself.")
-    @click.option("--operations", type=Names(), help="Comma-separated, if not all.")
-    @click.option("--shapes", type=Names(), help="Comma-separated, as 2x1024x2048, if not all.")
+    @click.option("--tiny", is_flag=True, help="Tiny shapes, to try the benchmark.")
+    @click.option("--operations", type=Names(), help="Comma-separated. Default: all.")
+    @click.option("--shapes", type=Names(), help="Comma-separated: 2x1024x2048,... Default: all.")
     @click.option("--rounds", type=click.IntRange(min=1), default=25, show_default=True)
     @click.option("--compile/--no-compile", "is_compiled", default=True, show_default=True)
     @click.option(
@@ -413,7 +412,7 @@ def command(family: Family, help_: str) -> click.Command:
     @click.option(
         "--compile-processes",
         type=click.IntRange(min=0),
-        help="Processes that compile ahead; if not given, one a core for a GPU, at most "
+        help="Compilation processes. Default: one per core for a GPU, at most "
         f"{MAX_COMPILE_PROCESSES}, and none for a CPU.",
     )
     @record.output_option(family.name)
@@ -483,6 +482,6 @@ def normal(
 def modulation(
     device: torch.device, shape: Sequence[int], count: int, dtype=DTYPE
 ) -> tuple[Tensor, ...]:
-    """Scale, shift, gate: views of the (..., 6, D) table that a block computes a batch entry."""
+    """Scale, shift, gate: views of the (..., 6, D) table that a block computes per batch entry."""
     rows = [*shape[:-2], 1] if len(shape) > 2 else [1]
     return normal(device, *rows, 6, shape[-1], std=0.5, dtype=dtype).unbind(-2)[:count]

@@ -1,6 +1,6 @@
 """Cosmos-Predict2 2B Text2Image at its published sizes, all 28 blocks, with random weights.
 
-But for the channel of the padding mask, which diffusers needs torchvision for.
+It has no padding mask channel, which needs torchvision in diffusers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sizes import ImageSize, parse_image_size
 
 NAME, TINY_NAME = "Cosmos-Predict2 2B", "tiny Cosmos-Predict2"
 RESULT = "cosmos"
-BATCH = 1  # guidance is a forward of its own
+BATCH = 1  # guidance takes a separate forward
 TEXT_TOKENS = 512
 SIZES, TINY_SIZES = (ImageSize(768, 1360),), (ImageSize(64, 96),)
 SMALL = {"size": ImageSize(128, 128), "text_tokens": 64}

@@ -1,4 +1,4 @@
-"""What holds for a forward that is replayed from a CUDA graph, and the counts that tell."""
+"""Checks of forwards that are replayed from CUDA graphs: counts, and bitwise equality."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FIRST_CALLS = 3  # the second one captures if the first one changed none of PyTo
 
 
 def counts(report: Any) -> dict[str, Any]:
-    """Calls of the injected models that were captured, replayed, and neither, the last ones by reason."""
+    """Numbers of captured and replayed calls of the injected models, and of other calls by reason."""
     uncaptured: Counter[str] = Counter()
     for entry in report.cuda_graphs:
         uncaptured.update(entry.uncaptured)
@@ -32,9 +32,9 @@ def why_not_captured(report: Any, forward: Callable[[], object]) -> str | None:
 
 
 def check_replayed(report: Any, calls: int, before: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The counts; RuntimeError where fewer than `calls` were replayed since `before`.
+    """The counts; RuntimeError if fewer than `calls` were replayed since `before`.
 
-    A time of what was not replayed would be that of another mode.
+    The time of a call without replay would be another mode's.
     """
     now = counts(report)
     replayed = now["replayed"] - (before["replayed"] if before else 0)
@@ -46,7 +46,7 @@ def check_replayed(report: Any, calls: int, before: dict[str, Any] | None = None
 
 
 def check_bits(captured: torch.Tensor, plain: torch.Tensor) -> None:
-    """RuntimeError where the output of a captured forward differs in a bit from that of a plain one."""
+    """Raises RuntimeError if the outputs of a captured and a plain forward differ in a bit."""
     if (captured.shape, captured.dtype) != (plain.shape, plain.dtype):
         raise RuntimeError(
             f"a captured forward gave {tuple(captured.shape)} {captured.dtype}, "
@@ -56,5 +56,5 @@ def check_bits(captured: torch.Tensor, plain: torch.Tensor) -> None:
     if not torch.equal(one, other):
         count = int((captured != plain).sum())
         raise RuntimeError(
-            f"{count} of {plain.numel()} values of a captured forward are not those of a plain one"
+            f"{count} of {plain.numel()} values of a captured forward differ from a plain one's"
         )

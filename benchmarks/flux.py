@@ -1,6 +1,6 @@
-"""FLUX.1 at its published sizes but for the number of blocks, with random weights.
+"""FLUX.1 at its published sizes with fewer blocks, with random weights.
 
-5 of 19 double and 10 of 38 single blocks: the two kinds as in the whole model, one to two.
+5 of 19 double and 10 of 38 single blocks: the ratio of the whole model.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ TEXT_TOKENS = 512
 GUIDANCE = 3.5
 SIZES, TINY_SIZES = (ImageSize(1024, 1024),), (ImageSize(64, 96),)
 SMALL = {"size": ImageSize(128, 128), "text_tokens": 64}
-# What the model multiplies by 1000 in its own dtype.
+# The model multiplies it by 1000 in its own dtype.
 THOUSANDFOLD = ("timestep", "guidance")
 
-# diffusers' default sizes are the published ones, but for guidance_embeds (of FLUX.1-dev).
+# diffusers' default sizes are the published ones, except guidance_embeds (FLUX.1-dev).
 TRANSFORMER = {"num_layers": 5, "num_single_layers": 10, "guidance_embeds": True}
 PUBLISHED_BLOCKS = {"transformer_blocks": 19, "single_transformer_blocks": 38}
 TINY_TRANSFORMER = {

@@ -1,4 +1,4 @@
-"""FLUX.2-dev at its published sizes but for the number of blocks, with random weights.
+"""FLUX.2-dev at its published sizes with fewer blocks, with random weights.
 
 2 of 8 double and 6 of 48 single blocks.
 """
@@ -17,7 +17,7 @@ TEXT_TOKENS = 512
 GUIDANCE = 4.0
 SIZES, TINY_SIZES = (ImageSize(1024, 1024),), (ImageSize(64, 96),)
 SMALL = {"size": ImageSize(128, 128), "text_tokens": 64}
-# What the model multiplies by 1000 in its own dtype.
+# The model multiplies it by 1000 in its own dtype.
 THOUSANDFOLD = ("timestep", "guidance")
 
 # diffusers' default sizes are the published ones.
@@ -42,7 +42,7 @@ def transformer(
 
 
 def ids(device: torch.device, *lengths: int) -> torch.Tensor:
-    """Positions along frames, rows, columns and text: (1, product of lengths, 4), of integers."""
+    """Integer positions along frames, rows, columns and text: (1, product of lengths, 4)."""
     axes = [torch.arange(length, device=device) for length in lengths]
     return torch.cartesian_prod(*axes)[None]
 

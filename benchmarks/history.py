@@ -1,6 +1,6 @@
-"""Results, kept by date, commit and card: benchmarks/results/<benchmark>/<date>-<commit>-<card>.json.
+"""Results, stored by date, commit and card: benchmarks/results/<benchmark>/<date>-<commit>-<card>.json.
 
-None is overwritten. What the documents show of a benchmark is one of them, chosen by `shown`.
+No result is overwritten. The documents show one result per benchmark, chosen by `shown`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ REMOVED_OPERATIONS = (
 
 
 def card(environment: Mapping) -> str:
-    """A short name of what the figures were measured on: "h100" of "NVIDIA H100 80GB HBM3"."""
+    """A short name of the card: "h100" for "NVIDIA H100 80GB HBM3"."""
     device = environment["device"]
     model = re.search(r"\b[A-Z]+\d+\b", device) if device.startswith("NVIDIA") else None
     return (model[0] if model else re.sub(r"\W+", "-", device).strip("-")).lower()
 
 
 def commit(environment: Mapping) -> str | None:
-    """Of the build that was measured, with "_dirty" where the sources differed from it; where none
-    was loaded, of the checkout. None if neither was recorded."""
+    """The commit of the measured build, with "_dirty" if the sources differed; without a build, the
+    checkout's. None if neither was recorded."""
     for kernel_id in environment.get("kernel_ids", ()):
         if match := re.search(r"_(?:cuda|cpu)_(\w+)$", kernel_id):
             return match[1]
@@ -37,7 +37,7 @@ def commit(environment: Mapping) -> str | None:
 
 
 def path(name: str, environment: Mapping, results: Path = RESULTS) -> Path:
-    """Where the result of a benchmark that ran in this environment is kept."""
+    """The path of a benchmark's result from this environment."""
     date, time, _ = environment["date"].split()
     moment = f"{date}T{time.replace(':', '')}"
     stem = "-".join(filter(None, [moment, commit(environment), card(environment)]))
@@ -54,18 +54,18 @@ def load(path: Path) -> dict:
 
 
 def operation(entry: Mapping) -> str:
-    """The operation that an entry of a result is of, without its variant and shape."""
+    """The operation of a result's entry, without its variant and shape."""
     return re.split(r"[, ]", entry.get("operation") or entry["workload"])[0]
 
 
 def kept(name: str, results: Path = RESULTS) -> list[dict]:
-    """All results of a benchmark, the oldest first, by the time that they say themselves."""
+    """All results of a benchmark, oldest first, by their recorded time."""
     loaded = [load(path) for path in sorted((results / name).glob("*.json"))]
     return sorted(loaded, key=lambda result: result["environment"]["date"])
 
 
 def newest(name: str, device: str, results: Path = RESULTS) -> dict | None:
-    """The newest result of a benchmark on the device of this name."""
+    """The newest result of a benchmark on the device with this name."""
     ours = [r for r in kept(name, results) if r["environment"]["device"] == device]
     return ours[-1] if ours else None
 
@@ -88,9 +88,9 @@ def shown(
 def gathered(
     name: str, parts: str, key: Callable[[dict], Hashable], results: Path = RESULTS
 ) -> dict | None:
-    """Of a benchmark that may run a part at a time: the newest of each part, on the card that is shown.
+    """For a benchmark that may run in parts: the newest entry of each part, on the shown card.
 
-    `parts` is where a result lists them; so does the answer, and under "runs" the results that they are of.
+    `parts` is the key of a result's list of parts. The answer has the same key, and the results under "runs".
     """
     newest_ = shown(name, results)
     if newest_ is None:

@@ -1,4 +1,4 @@
-"""HunyuanVideo at its published sizes except for 2 of 20 double and 4 of 40 single blocks; random weights."""
+"""HunyuanVideo at its published sizes with 2 of 20 double and 4 of 40 single blocks; random weights."""
 
 from __future__ import annotations
 

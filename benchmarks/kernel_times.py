@@ -19,10 +19,10 @@ ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace's event
 
 
 def trace(forward: Callable[[], object], calls: int) -> list[dict]:
-    """Events of the Chrome trace that torch.profiler writes of `calls` calls."""
+    """Events of torch.profiler's Chrome trace of `calls` calls."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities):
-        forward()  # starting the profiler disturbs the first call under it
+        forward()  # the profiler's start disturbs the first call
         torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(calls):
@@ -35,7 +35,7 @@ def trace(forward: Callable[[], object], calls: int) -> list[dict]:
 
 
 def idle(intervals: Iterable[tuple[float, float]]) -> float:
-    """Time between the first start and the last end that no interval covers."""
+    """Time between the first start and the last end without any interval."""
     gaps, end = 0.0, None
     for start, stop in sorted(intervals):
         if end is not None:
@@ -45,20 +45,18 @@ def idle(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Time that at least one interval covers."""
+    """Time with at least one interval."""
     intervals = list(intervals)
     first, last = min(start for start, _ in intervals), max(stop for _, stop in intervals)
     return last - first - idle(intervals)
 
 
 def breakdown(events: Iterable[dict], calls: int, top: int = 15) -> dict[str, object]:
-    """Time (ms) and launches a call: by class, of this package's kernels, of the largest others,
-    and the time between kernels, and that in which there is one.
+    """Time (ms) and launches per call: by class, of this package's kernels, and of the largest others; the
+    time between kernels; and the time with at least one running kernel.
 
-    Of kernels that overlap, as one that comes up while the one before is ending, the times add up to more
-    than that.
-
-    Copies and fills that the GPU does count as kernels of the class "other".
+    The sum of kernel times exceeds the latter if kernels overlap, for example with programmatic dependent
+    launch. Copies and fills by the GPU count as kernels of the class "other".
     """
     times: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
@@ -69,7 +67,7 @@ def breakdown(events: Iterable[dict], calls: int, top: int = 15) -> dict[str, ob
             counts[event["name"]] += 1
             intervals.append((event["ts"], event["ts"] + event["dur"]))
     if not times:
-        raise RuntimeError("the trace holds no kernel: was the forward run on the GPU?")
+        raise RuntimeError("the trace has no kernel: did the forward run on the GPU?")
 
     kernels = [
         {
@@ -94,7 +92,7 @@ def breakdown(events: Iterable[dict], calls: int, top: int = 15) -> dict[str, ob
             key: total([kernel for kernel in kernels if kernel["class"] == key]) for key in CLASSES
         },
         "ours": total([kernel for kernel in kernels if kernel["ours"]]),
-        # Names in full: two instantiations of a template differ in their arguments alone.
+        # Full names: two instantiations of a template differ only in their arguments.
         "largest_others": others[:top],
         "all_ours": [kernel for kernel in kernels if kernel["ours"]],
         "products_and_attention": [k for k in kernels if k["class"] != "other"][:top],

@@ -38,7 +38,7 @@ TINY_VAE = {
     "layers_per_block": (1, 1, 1, 1, 1),
     "decoder_layers_per_block": (1, 1, 1, 1, 1),
 }
-# The scheduler that the published pipeline is configured with.
+# The published pipeline's scheduler.
 SCHEDULER = {
     "use_dynamic_shifting": True,
     "base_shift": 0.95,
@@ -73,14 +73,14 @@ class VideoSize:
         return f"{self.frames}x{self.height}x{self.width}"
 
 
-# Few tokens, as bench_host_forward.py wants them.
+# Few tokens, for bench_host_forward.py.
 SMALL = {"size": VideoSize(1, 256, 256)}
 SIZES = (VideoSize(49, 512, 768), VideoSize(161, 512, 768))
 TINY_SIZES = (VideoSize(9, 64, 96), VideoSize(17, 64, 96))
 
 
 def parse_size(text: str) -> VideoSize:
-    """From FRAMESxHEIGHTxWIDTH; ValueError where it is none, or none that the model takes."""
+    """Parses FRAMESxHEIGHTxWIDTH; ValueError if it is malformed or the model does not support the size."""
     try:
         size = VideoSize(*(int(number) for number in text.split("x")))
     except (TypeError, ValueError):

@@ -1,9 +1,9 @@
-"""The operations of other libraries, where they have the same ones: Liger and QuACK; for attention
-cuDNN and flash attention through Torch, and FlashAttention-3.
+"""The same operations in other libraries: Liger and QuACK; for attention cuDNN and flash attention
+through Torch, and FlashAttention-3.
 
-Each method is named after an operation of this package and takes its arguments. It prepares them as
-the library wants them, which is not timed, and returns the call that is. None: the library has no
-such operation.
+Each method has the name and arguments of an operation in this package. It converts the arguments to
+the library's form, which is not timed, and returns the timed call, or None if the library lacks the
+operation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 @dataclass(frozen=True)
 class Call:
-    """What is timed, and how its result is told as the operation's outputs."""
+    """The timed call, and the conversion of its result to the operation's outputs."""
 
     run: Callable[[], object]
     outputs: Callable[[object], list[Tensor]] = lambda result: [result]
@@ -36,8 +36,8 @@ class Library:
 class Liger(Library):
     """liger_kernel: https://github.com/linkedin/Liger-Kernel.
 
-    Its rotary embedding is left out: it writes over its input, half of whose traffic then stays in
-    the L2 cache, and is not the same operation.
+    Its rotary embedding is left out because it is a different operation: it overwrites its input, so
+    half of the traffic stays in the L2 cache.
     """
 
     distribution = "liger-kernel"
@@ -81,7 +81,7 @@ class Liger(Library):
         channel_bias: Tensor | None = None,
         activation: str = "none",
     ) -> Call | None:
-        """The norm alone, of contiguous tensors."""
+        """Only the norm, of contiguous tensors."""
         if channel_bias is not None or activation != "none" or not x.is_contiguous():
             return None
         channels = x.shape[1]
@@ -90,7 +90,7 @@ class Liger(Library):
     def geglu(
         self, x: Tensor, approximate: str = "none", bias: Tensor | None = None
     ) -> Call | None:
-        """On two contiguous tensors, which a product that gives both halves in one does not make."""
+        """On two contiguous tensors, unlike the joint result of one product for both halves."""
         if approximate != "tanh" or bias is not None:
             return None
         hidden, gate = (t.contiguous() for t in x.chunk(2, dim=-1))
@@ -132,7 +132,7 @@ class Quack(Library):
         return Call(lambda: self._rms_norm(x, weight, eps=eps))
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Call:
-        """With its parameters in float32, which it asks for."""
+        """With float32 parameters, which it requires."""
         rows, weight, bias = x.flatten(0, -2), weight.float(), bias.float()
         return Call(
             lambda: self._layer_norm(rows, weight, bias, eps),
@@ -142,7 +142,7 @@ class Quack(Library):
     def rope(
         self, x: Tensor, cos: Tensor, sin: Tensor | None = None, layout: str = "interleaved"
     ) -> Call | None:
-        """From real tables of one value a pair alone."""
+        """Only from real tables with one value per pair."""
         if sin is None or 2 * cos.shape[-1] != x.shape[-1]:
             return None
         is_interleaved = layout == "interleaved"
@@ -162,7 +162,7 @@ class TorchAttention(Library):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None
     ) -> Call | None:
-        """A bias of the keys is given as diffusers gives it, (B, 1, 1, Sk)."""
+        """The key bias has diffusers' shape, (B, 1, 1, Sk)."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         mask = None if key_bias is None else key_bias[:, None, None]
 
@@ -221,7 +221,7 @@ ATTENTION_LIBRARIES = {
 def load(
     device: torch.device, known: Mapping[str, type[Library]] = LIBRARIES
 ) -> tuple[dict[str, object], dict[str, str]]:
-    """The libraries that this machine can run, and of each its version or why it is left out."""
+    """The libraries that this machine can run, and each library's version or the reason to leave it out."""
     libraries, notes = {}, {}
     for name, library in known.items():
         try:
@@ -230,6 +230,6 @@ def load(
             loaded = library()
             notes[name] = loaded.version()
             libraries[name] = loaded
-        except Exception as error:  # a library that does not load is left out, whatever it raises
+        except Exception as error:  # any error while loading leaves the library out
             notes[name] = f"left out: {type(error).__name__}: {error}"
     return libraries, notes

@@ -1,8 +1,8 @@
-"""Profiles each kernel at its main shape with Nsight Compute, beside what is aimed at.
+"""Profiles each kernel at its main shape with Nsight Compute, and compares counters with targets.
 
 The script runs itself under `ncu`, which replays each kernel of this package with flushed caches and reads
-the GPU's counters. What L2 still holds at a kernel's end is not in the share of memory's peak: of a small
-output that is a good part.
+the GPU's counters. DRAM throughput excludes writes that are still in L2 at a kernel's end, which matters for
+small outputs.
 
     python benchmarks/profile_kernels.py
 """
@@ -82,22 +82,22 @@ METRICS = (
     *LOCAL_SECTORS,
     *LIMITS.values(),
 )
-# The section counts, an instruction issued, the warps that wait for each reason.
+# The section counts the waiting warps per issued instruction, by reason.
 STALL_SECTION = "WarpStateStats"
 STALL = re.compile(
     r"smsp__average_warps_issue_stalled_(\w+)(?<!_not_issued)_per_issue_active\.ratio"
 )
 SECTOR_BYTES = 32
 
-DRAM_TARGET, OCCUPANCY_TARGET = 85.0, 50.0  # percent, to be passed
+DRAM_TARGET, OCCUPANCY_TARGET = 85.0, 50.0  # percent, lower limits
 
-# How a kernel's row names the workload: a range that the run pushes, in a column of its own.
+# The column with the workload's name, from an NVTX range that the run pushes.
 RANGE_COLUMN = "Push/Pop_Range"
 RANGE = re.compile(r"workload<(.+?)>")
 
 
 class ProfileError(RuntimeError):
-    """The profiler is missing, failed, or did not give what was asked for."""
+    """The profiler is missing, failed, or did not report a requested counter."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Profile:
     dram_bytes_read: int
     dram_bytes_written: int
     occupancy_limits: dict[str, int]  # blocks a multiprocessor
-    stalls: dict[str, float]  # warps that wait, an instruction issued
+    stalls: dict[str, float]  # waiting warps per issued instruction
 
     @property
     def largest_stall(self) -> str:
@@ -123,7 +123,7 @@ class Profile:
 
     @property
     def misses(self) -> list[str]:
-        """What falls short of its target."""
+        """The counters that miss their targets."""
         misses = []
         if self.workload.split()[0] not in NOT_BOUND_BY_MEMORY:
             if self.dram_percent <= DRAM_TARGET:
@@ -138,11 +138,11 @@ class Profile:
 def _number(row: dict[str, str], name: str) -> float:
     kernel = row.get("Kernel Name")
     if row.get(name) is None:
-        raise ProfileError(f"ncu's output has no column {name}: this ncu or GPU may not know it")
+        raise ProfileError(f"ncu's output has no column {name}: this ncu or GPU may not support it")
     try:
         return float(row[name].replace(",", ""))
     except ValueError:
-        raise ProfileError(f"ncu gives {row[name]!r} as {name} of {kernel}, no number") from None
+        raise ProfileError(f"ncu reports {row[name]!r} for {name} of {kernel}, no number") from None
 
 
 def _check_units(units: dict[str, str]) -> None:
@@ -153,7 +153,7 @@ def _check_units(units: dict[str, str]) -> None:
     }
     for name, names in accepted.items():
         if name in units and units[name] not in names:
-            raise ProfileError(f"ncu gives {name} in {units[name]!r}, not in {names[0]!r}")
+            raise ProfileError(f"ncu reports {name} in {units[name]!r}, not in {names[0]!r}")
 
 
 def _profile(row: dict[str, str]) -> Profile:
@@ -162,12 +162,12 @@ def _profile(row: dict[str, str]) -> Profile:
         raise ProfileError(f"ncu's output has no column {RANGE_COLUMN}: was it run with --nvtx?")
     workload = RANGE.search(ranges)
     if workload is None:
-        raise ProfileError(f"ncu names no workload beside {row['Kernel Name']}: {ranges!r}")
+        raise ProfileError(f"ncu reports no workload for {row['Kernel Name']}: {ranges!r}")
     numbers = {name: _number(row, name) for name in METRICS}
     stalls = {match[1]: _number(row, name) for name in row if (match := STALL.fullmatch(name))}
     stalls.pop("selected", None)  # the warp that issues
     if not stalls:
-        raise ProfileError(f"ncu's output has no stall reasons, of the section {STALL_SECTION}")
+        raise ProfileError(f"ncu's output has no stall reasons (section {STALL_SECTION})")
     return Profile(
         workload=workload[1],
         kernel=row["Kernel Name"],
@@ -185,10 +185,10 @@ def _profile(row: dict[str, str]) -> Profile:
 
 
 def parse(text: str, expected: Iterable[str]) -> list[Profile]:
-    """Reads what `ncu --csv --page raw` wrote: names, units, a row for each kernel.
+    """Reads the output of `ncu --csv --page raw`: names, units, a row for each kernel.
 
     Raises:
-        ProfileError: something asked for is missing; so is a kernel of any of the `expected` workloads.
+        ProfileError: a requested counter, or a kernel of one of the `expected` workloads, is missing.
     """
     lines = [line for line in text.splitlines() if not line.startswith("==")]
     begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
@@ -199,7 +199,7 @@ def parse(text: str, expected: Iterable[str]) -> list[Profile]:
     profiles = [_profile(row) for row in rows]
     seen = {profile.workload for profile in profiles}
     if absent := [name for name in expected if name not in seen]:
-        raise ProfileError(f"ncu saw no kernel of {', '.join(absent)}")
+        raise ProfileError(f"ncu profiled no kernel of {', '.join(absent)}")
     return profiles
 
 
@@ -215,7 +215,7 @@ def find_ncu() -> str:
 
 
 def command(ncu: str, log: Path, names: Sequence[str]) -> list[str]:
-    """How this script is run under ncu. The clocks are left alone, as in the benchmarks."""
+    """The command that runs this script under ncu. Clocks are not locked, as in the benchmarks."""
     return [
         *(ncu, "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)),
         *("--nvtx", "--cache-control", "all", "--clock-control", "none"),
@@ -227,7 +227,7 @@ def command(ncu: str, log: Path, names: Sequence[str]) -> list[str]:
 
 
 def call_each(chosen: Iterable[tuple[Family, Workload]]) -> None:
-    """One call of each workload, in a range that names it."""
+    """One call of each workload, in an NVTX range with its name."""
     device = torch.device("cuda")
     kernel, _ = models.load_kernel()
     for family, workload in chosen:

@@ -1,4 +1,4 @@
-"""Qwen-Image at its published sizes but for 6 of 60 blocks, with random weights."""
+"""Qwen-Image at its published sizes with 6 of 60 blocks, with random weights."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sizes import ImageSize, parse_image_size
 
 NAME, TINY_NAME = "Qwen-Image, 6 blocks", "tiny Qwen-Image"
 RESULT = "qwenimage"
-BATCH = 1  # guidance is a forward of its own
-TEXT_TOKENS = 128  # of a prompt of some length: there is no padding, and no mask
+BATCH = 1  # guidance takes a separate forward
+TEXT_TOKENS = 128  # of the prompt, without padding and mask
 SIZES, TINY_SIZES = (ImageSize(1024, 1024),), (ImageSize(64, 96),)
 SMALL = {"size": ImageSize(128, 128), "text_tokens": 64}
 

@@ -1,4 +1,4 @@
-"""What a benchmark writes down: where and with what it ran, and its figures, as JSON."""
+"""Records of benchmarks as JSON: machine, versions, command and figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from click.core import ParameterSource
 
 
 def processor_name() -> str:
-    """The CPU's model name, from Linux's /proc/cpuinfo; `platform` may know only the ISA."""
+    """The CPU's model name, from /proc/cpuinfo, because `platform` may return only the ISA."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
@@ -64,7 +64,7 @@ def environment(device: torch.device) -> dict[str, object]:
 
 
 def _without_output(arguments: Sequence[str]) -> Iterator[str]:
-    """A command but for the file that its result goes to, which is a place on one machine."""
+    """A command without the path of its result, which is specific to a machine."""
     following = iter(arguments)
     for argument in following:
         if argument == "--output":
@@ -78,7 +78,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def output_option(name: str, takes_folder: bool = False) -> Callable:
-    """Where the result of the benchmark of this name goes; of several of them a folder."""
+    """The option --output of the benchmark with this name; a folder if there are several results."""
     of_several = " Of several models a folder, for a file each." if takes_folder else ""
     return click.option(
         "--output",
@@ -88,7 +88,7 @@ def output_option(name: str, takes_folder: bool = False) -> Callable:
     )
 
 
-# Options that leave what is measured as it is.
+# Options that do not change what is measured.
 NEUTRAL_OPTIONS = {
     *("device", "model", "output", "rounds", "ceilings_path"),
     *("compile_processes", "profiled_calls", "under_ncu"),
@@ -101,10 +101,10 @@ def destination(
     environment: dict[str, object],
     neutral: Collection[str] = (),
 ) -> Path | None:
-    """Where the result of the command that runs goes: where --output says, or else to those that are kept.
+    """The path of the running command's result: --output, otherwise among the stored results.
 
-    The latter is for the benchmark as its defaults have it. With options of another kind than
-    NEUTRAL_OPTIONS and `neutral` it is None, and a line says so.
+    Only complete benchmarks are stored. With options other than NEUTRAL_OPTIONS and `neutral` it prints a
+    note and returns None.
     """
     if output is not None:
         return output
@@ -116,7 +116,7 @@ def destination(
     ]
     if others := [p.opts[0] for p in given if p.name not in NEUTRAL_OPTIONS.union(neutral)]:
         options = ", ".join(sorted(others))
-        click.echo(f"Not the whole benchmark, with {options}: it is only written with --output.")
+        click.echo(f"Incomplete benchmark, with {options}: it is only written with --output.")
         return None
     return history.path(name, environment, history.RESULTS)
 

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3.5 Large at its published sizes but for 8 of 38 blocks, with random weights."""
+"""Stable Diffusion 3.5 Large at its published sizes with 8 of 38 blocks, with random weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRANSFORMER = {
 PUBLISHED_BLOCKS = {"transformer_blocks": 38}
 TINY_TRANSFORMER = {
     **TRANSFORMER,
-    "num_layers": 3,  # the last one has no text behind it
+    "num_layers": 3,  # the last block drops the text
     "num_attention_heads": 2,
     "caption_projection_dim": 128,
     "joint_attention_dim": 64,

@@ -1,7 +1,7 @@
 """Stable Diffusion XL's UNet at its published size, with random weights.
 
-Injection knows its modules one by one: norms, attentions and feed-forward activations of its transformers run
-on the kernels, and group norms, those of its resnet blocks with SiLU and time embedding; convolutions do not.
+Injection replaces its modules one by one: norms, attentions and feed-forward activations of its transformers,
+and group norms, those of resnet blocks with SiLU and time embedding. Convolutions stay PyTorch's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NAME, TINY_NAME = "Stable Diffusion XL", "tiny Stable Diffusion XL"
 RESULT = "sdxl"
 BATCH = 2  # with guidance
 TEXT_TOKENS = 77
-# Of the widest attentions there are as many tokens as the sizes say: one of 16x16 pixels.
+# The widest attentions have one token per 16x16 pixels, as the sizes assume.
 SIZES, TINY_SIZES = (ImageSize(1024, 1024),), (ImageSize(64, 96),)
 SMALL = {"size": ImageSize(128, 128)}
 
@@ -25,7 +25,7 @@ TRANSFORMER = {
     "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
     "block_out_channels": (320, 640, 1280),
     "transformer_layers_per_block": (1, 2, 10),
-    "attention_head_dim": (5, 10, 20),  # numbers of heads, whatever the name says
+    "attention_head_dim": (5, 10, 20),  # numbers of heads, despite the name
     "cross_attention_dim": 2048,
     "use_linear_projection": True,
     "addition_embed_type": "text_time",

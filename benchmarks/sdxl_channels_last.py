@@ -1,6 +1,6 @@
-"""Stable Diffusion XL's UNet put into torch.channels_last, as its users may do.
+"""Stable Diffusion XL's UNet in torch.channels_last.
 
-Its convolutions need no copies in cuDNN's own layout then; its weights are where the user has put them.
+Convolutions then need no copies to cuDNN's layout. The weights stay in the user's memory format.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Sizes of images and of videos in pixels, and how many tokens a transformer makes of them.
+"""Sizes of images and videos in pixels, and their numbers of transformer tokens.
 
-Of the models whose autoencoder and patches make one token of 16x16 pixels, in videos of 4 frames.
+For models whose autoencoder and patches map 16x16 pixels, and in videos 4 frames, to one token.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-TOKEN_PIXELS = 16  # 8 of the autoencoder by 2 of a patch
+TOKEN_PIXELS = 16  # 8 of the autoencoder times 2 of a patch
 TOKEN_FRAMES = 4
-PATCH = 2  # latent pixels of a token, of height and of width
+PATCH = 2  # height and width of a token in latent pixels
 
 
 @dataclass(frozen=True)
 class ImageSize:
-    """Size of an image in pixels, and of its tokens."""
+    """Size of an image in pixels and tokens."""
 
     height: int
     width: int
@@ -27,7 +27,7 @@ class ImageSize:
 
     @property
     def unpacked(self) -> tuple[int, int]:
-        """Rows and columns of the latent before it is cut into patches."""
+        """Rows and columns of the latent before patching."""
         rows, columns = self.latent
         return rows * PATCH, columns * PATCH
 
@@ -41,7 +41,7 @@ class ImageSize:
 
 @dataclass(frozen=True)
 class VideoSize:
-    """Size of a video in pixels, and of its tokens."""
+    """Size of a video in pixels and tokens."""
 
     frames: int
     height: int
@@ -50,12 +50,12 @@ class VideoSize:
     @property
     def latent(self) -> tuple[int, int, int]:
         """Frames, rows and columns of tokens."""
-        frames = -(-self.frames // TOKEN_FRAMES)  # the first one may stand alone
+        frames = -(-self.frames // TOKEN_FRAMES)  # the first frame may be alone
         return frames, self.height // TOKEN_PIXELS, self.width // TOKEN_PIXELS
 
     @property
     def unpacked(self) -> tuple[int, int, int]:
-        """Frames, rows and columns of the latent before it is cut into patches."""
+        """Frames, rows and columns of the latent before patching."""
         frames, rows, columns = self.latent
         return frames, rows * PATCH, columns * PATCH
 
@@ -80,10 +80,10 @@ def _numbers(text: str, form: str) -> list[int]:
 
 
 def parse_image_size(text: str) -> ImageSize:
-    """From HEIGHTxWIDTH; ValueError where it is none, or none that the models take."""
+    """Parses HEIGHTxWIDTH; ValueError if it is malformed or the models do not support the size."""
     return ImageSize(*_numbers(text, "HEIGHTxWIDTH"))
 
 
 def parse_video_size(text: str) -> VideoSize:
-    """From FRAMESxHEIGHTxWIDTH; ValueError where it is none, or none that the models take."""
+    """Parses FRAMESxHEIGHTxWIDTH; ValueError if it is malformed or the models do not support the size."""
     return VideoSize(*_numbers(text, "FRAMESxHEIGHTxWIDTH"))

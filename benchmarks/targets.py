@@ -1,6 +1,6 @@
-"""What the operations should reach, and what the results say they do.
+"""Targets of the operations, and the measured figures beside them.
 
-Nothing here is a result: each row is computed from the JSON of one run.
+Each figure is computed from the JSON of one run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SOFTMAX_OVER_QUACK = 1.00
 QUACK_SOFTMAX_RATE = 2.84  # TB/s of QuACK 0.6.5 at 8192x8192 on an H100, measured earlier
 ROPE_3D_MICROSECONDS = 5.0
 HOST_OVER_TORCH = 1.2
-# Times of kernels published for these shapes on an H100, in microseconds, and how much faster to be.
+# Published kernel times for these shapes on an H100, in microseconds, and the aimed speedup.
 PUBLISHED = (
     ("rms_norm", "", (1, 1024, 2048), 19.0),
     ("rms_norm", "", (2, 1024, 2048), 24.0),
@@ -44,7 +44,7 @@ WAN = (((1, 32760, 32760, 12, 128), ""),)
 SELF_ATTENTION = LTX_49 + LTX_161 + FLUX + WAN
 CROSS_ATTENTION = tuple(((2, 8064, 128, 32, 64), variant) for variant in ("", "text mask"))
 PEAKED = tuple(kind for kind in TYPICAL if kind != NORMAL)
-# Over which peer, at which shapes, on which kinds of inputs, how many times as fast.
+# Peer, shapes, kinds of inputs, and the aimed speedup.
 ATTENTION = (
     ("over FA3, std 1", "fa3", LTX_161, (NORMAL,), 1.10),
     ("over FA3, peaked inputs", "fa3", LTX_161, PEAKED, 1.08),
@@ -112,20 +112,20 @@ GRAPH_FORWARDS = (
 GRAPH_WALL_OVER_BUSY = 1.03
 CAPTURING_OVER_PLAIN = 3.0
 GRAPH_PIPELINE, GRAPH_PIPELINE_OVER_EAGER = "49x512x704:30", 1.95
-# Whose rows stand without a figure until there is one.
+# Their rows are shown even without a figure.
 MEASURED_LATER = ("attention", "group_norm", *TITLES)
-# Of what a ceiling can be: a clock may be a little above its nominal rate.
+# Tolerance of ceilings: a clock may be slightly above its nominal rate.
 HIGHEST_CEILING_RATIO = 1.1
 
-# A peer this many times slower than eager PyTorch runs in another way than it is meant to.
+# A peer this many times slower than eager PyTorch does not run as intended.
 BROKEN_OVER_EAGER = 5
 
-Figures = Sequence[tuple[str, float | None]]  # by name; None where it was not measured
+Figures = Sequence[tuple[str, float | None]]  # by name; None if not measured
 
 
 @dataclass(frozen=True)
 class Target:
-    """One row: what is asked, of which operation, and what was measured, if it was."""
+    """One row: an aim, its operation, and the measured figures, if any."""
 
     what: str
     of: str
@@ -137,7 +137,7 @@ class Target:
 
     @property
     def missed_by(self) -> float:
-        """By how much of the aim it is missed; 0 where it is met or was not measured."""
+        """The relative distance to a missed aim; 0 if it is met or was not measured."""
         if self.measured is None:
             return 0.0
         short = self.measured - self.aim if self.is_upper_bound else self.aim - self.measured
@@ -153,7 +153,7 @@ class Target:
 
 
 def is_broken(measured: Mapping, peer: str) -> bool:
-    """Whether a peer took so long that its time says nothing of it. Attention's are not beside eager."""
+    """Whether a peer is so slow that its time is meaningless. Attention's peers have no eager time."""
     over = measured["over"]
     return {peer, "eager"} <= set(over) and over[peer] > BROKEN_OVER_EAGER * over["eager"]
 
@@ -170,7 +170,7 @@ def furthest(
     unit: str,
     is_upper_bound: bool = False,
 ) -> Target:
-    """The row of the figure that is furthest behind, by name; of several it says how many meet the aim."""
+    """The row of the figure that is furthest behind, by name. For several it shows how many meet the aim."""
     measured = [(name, value) for name, value in figures if value is not None]
     if not measured:
         first, *more = [name for name, _ in figures]
@@ -192,7 +192,7 @@ def worst(
 ) -> Target:
     """The row of the entry that is furthest behind."""
     if not entries:
-        raise ValueError(f"the results have nothing to compare for: {what}")
+        raise ValueError(f"the results have no figures for: {what}")
     return furthest(what, [(label(entry), value(entry)) for entry in entries], aim, unit)
 
 
@@ -221,7 +221,7 @@ def over_compiled(entries: Sequence[Mapping], aim: float, operation, shape, vari
 
 
 def softmax(entries: Sequence[Mapping]) -> Target:
-    """Over QuACK in this run, or else over the rate that it had in another."""
+    """Speedup over QuACK in this run, otherwise over its rate in another run."""
     entry = find(entries, "softmax", (8192, 8192))
     if "quack" in entry["cold"]["over"]:
         over = entry["cold"]["over"]["quack"]
@@ -232,9 +232,9 @@ def softmax(entries: Sequence[Mapping]) -> Target:
 
 
 def attention(result: Mapping | None) -> list[Target]:
-    """Rates over the peers', our slowest over our fastest, errors over FA3's: each the furthest behind.
+    """Rates over the peers', our slowest over our fastest, errors over FA3's: the worst of each.
 
-    Rows without a figure where there are no results yet, or where the peer was not there.
+    Rows have no figure without results or without the peer.
     """
     entries = [] if result is None else result["workloads"]
     by_shape = {(tuple(entry["shape"]), entry["variant"]): entry for entry in entries}
@@ -251,7 +251,7 @@ def attention(result: Mapping | None) -> list[Target]:
         return figures
 
     def errors(kinds: Sequence[str]) -> Figures:
-        """Of all that was measured, but where FA3 has no such attention."""
+        """Figures of all measured workloads that FA3 supports."""
         figures = [
             (f"{label(entry)}, {kind}", of_kind["error_over"].get("fa3"))
             for entry in entries
@@ -297,9 +297,9 @@ def models(result: Mapping | None) -> list[Target]:
 
 @dataclass(frozen=True)
 class Forward:
-    """An injected forward at one size beside eager and torch.compile, in milliseconds and ratios.
+    """An injected forward at one size compared with eager and torch.compile, in milliseconds and ratios.
 
-    None is what was not measured. Compiled is the faster one of COMPILED that was.
+    Unmeasured values are None. `compiled` is the fastest measured mode of COMPILED.
     """
 
     size: str
@@ -316,13 +316,13 @@ class Forward:
 
 
 def faster_compiled(modes: Mapping[str, Mapping]) -> str | None:
-    """Of the modes that were measured."""
+    """The forward from the measured modes."""
     measured = [mode for mode in COMPILED if mode in modes]
     return min(measured, key=lambda mode: modes[mode]["ms"]["median"], default=None)
 
 
 def forwards(result: Mapping | None, weights: str = MODEL_WEIGHTS) -> list[Forward]:
-    """Of each size that was measured with these weights."""
+    """The forwards of all sizes measured with these weights."""
     rows = []
     for size, entry in (result or {"sizes": {}})["sizes"].items():
         modes = entry["weights"].get(weights, {}).get("modes", {})
@@ -376,14 +376,13 @@ def of_one_build(results: Path) -> dict[str, dict]:
 
 
 def model_forwards(results: Mapping[str, Mapping]) -> list[Target]:
-    """The other models' forwards over eager and over torch.compile, one row each; then what is asked of all.
-
-    That is the rest of the GPU's time, the host's time and the distance from float32: the furthest behind.
+    """The other models' forwards over eager and over torch.compile, one row each, then aims for all models:
+    the rest of the GPU time, the CPU time and the distance from float32, each at its worst.
     """
     measured = {name: forwards(results.get(name)) for name in (*FORWARDS, *WITHOUT_FAMILY)}
 
     def figures(names: Sequence[str], value: Callable[[Forward], float | None]) -> Figures:
-        """A figure for each size, or one that is missing."""
+        """A figure for each size, or a missing one."""
         return [
             (
                 TITLES[name]
@@ -445,12 +444,12 @@ def model_forwards(results: Mapping[str, Mapping]) -> list[Target]:
 
 
 def most_of_host(result: Mapping | None, name: str) -> float | None:
-    """The most of ``host_shares``, of a model by its name."""
+    """The maximum of ``host_shares`` for each model."""
     return max(host_shares(result, TITLES[name]) if result else [], default=None)
 
 
 def host_shares(result: Mapping, title: str) -> list[float]:
-    """What the host's time of the injected model is of eager's, as published."""
+    """The injected model's CPU time over eager's, as published."""
     return [
         entry["over_eager"]
         for entry in result["forwards"]
@@ -462,10 +461,10 @@ def host_shares(result: Mapping, title: str) -> list[float]:
 
 
 def gathered_hosts(results: Path) -> dict | None:
-    """The newest figures of the host's time of each model in each way, and the runs that they are of."""
+    """The newest CPU times of each model under each condition, and their runs."""
 
     def key(entry: dict) -> tuple:
-        model = re.sub(r", [\d +]+ blocks", "", entry["model"])  # once there were fewer blocks
+        model = re.sub(r", [\d +]+ blocks", "", entry["model"])  # older results have fewer blocks
         options = (entry.get("condition", "as published"), entry.get("weights", "random"))
         return (model, *options, entry["context"], entry["mode"])
 
@@ -473,10 +472,10 @@ def gathered_hosts(results: Path) -> dict | None:
 
 
 def gathered_forwards(results: Path) -> dict | None:
-    """The newest figures of each forward with CUDA graphs, and the runs that they are of.
+    """The newest figures of each forward with CUDA graphs, and their runs.
 
-    Runs may be of some modes only: then the newest of each choice of modes, but where another run has those
-    and more.
+    Runs may have only some modes. Then it returns the newest of each set of modes that no other run's set
+    contains.
     """
     gathered = history.gathered(
         "cuda_graphs",
@@ -500,12 +499,12 @@ def gathered_forwards(results: Path) -> dict | None:
     return gathered
 
 
-# Results that are put together of the runs of their parts.
+# Results that are combined from runs of their parts.
 GATHERED = {"cuda_graphs": gathered_forwards, "host_forward": gathered_hosts}
 
 
 def modes_of(forward: Mapping) -> set[str]:
-    """All that a forward with CUDA graphs was measured in."""
+    """All measured modes of a forward with CUDA graphs."""
     return {mode for weights in forward["weights"].values() for mode in weights["modes"]}
 
 
@@ -515,13 +514,13 @@ def has_more_modes(other: Mapping, forward: Mapping) -> bool:
 
 
 def of_weights(forward: Mapping | None, weights: str = MODEL_WEIGHTS) -> Mapping:
-    """What was measured of a forward with CUDA graphs with these weights, or with the ones that it has."""
+    """The measurements of a forward with CUDA graphs with these weights, or with its only ones."""
     by_weights = (forward or {"weights": {}})["weights"]
     return by_weights.get(weights) or next(iter(by_weights.values()), {"modes": {}, "speedups": {}})
 
 
 def over_mode(forward: Mapping | None, other: str, mode: str = GRAPHS) -> float | None:
-    """How many times as fast as another mode, back to back; "compiled" is the faster of COMPILED."""
+    """Speedup over another mode, back to back; "compiled" is the fastest of COMPILED."""
     measured = of_weights(forward)
     over = measured["speedups"].get(mode, {})
     if other == "compiled":
@@ -534,11 +533,11 @@ def graph_label(forward: Mapping) -> str:
 
 
 def graphs(result: Mapping | None, pipeline: Mapping | None) -> list[Target]:
-    """Of the forwards that are replayed from CUDA graphs, and of the pipeline of such forwards."""
+    """Rows of forwards replayed from CUDA graphs, and of the pipeline of such forwards."""
     measured = list((result or {"graph_forwards": []})["graph_forwards"])
 
     def best_over(name: str, size: str, other: str) -> float | None:
-        """Of the run that has the other mode."""
+        """The speedup in the run that has the other mode."""
         over = [over_mode(f, other) for f in measured if (f["name"], f["size"]) == (name, size)]
         return next((times for times in over if times is not None), None)
 
@@ -555,7 +554,7 @@ def graphs(result: Mapping | None, pipeline: Mapping | None) -> list[Target]:
     ]
 
     def figures(value: Callable[[Mapping], float | None]) -> Figures:
-        """Of each forward, and one that is missing of each model that has none."""
+        """A figure for each forward, and a missing one for each model without forwards."""
         known = {f["name"] for f in measured}
         missing = [title for name, title in TITLES.items() if name not in known]
         return [(graph_label(f), value(f)) for f in measured] + [(title, None) for title in missing]
@@ -593,13 +592,13 @@ def graphs(result: Mapping | None, pipeline: Mapping | None) -> list[Target]:
 
 
 def has_graphs(pipeline: Mapping) -> bool:
-    """Whether a result of the pipeline has the mode with CUDA graphs."""
+    """Whether a pipeline result has the mode with CUDA graphs."""
     return any(GRAPHS in video["modes"] for video in pipeline["videos"].values())
 
 
 def evaluate(results: Mapping[str, Mapping]) -> list[Target]:
-    """All rows, from the results by name: those of the families and of the host, and those of
-    MEASURED_LATER, of the forwards with CUDA graphs and of the pipeline with them where there are any."""
+    """All rows, from the results by name: families and CPU times, and, if there are any, MEASURED_LATER,
+    forwards with CUDA graphs and the pipeline with them."""
     measured = [name for name in FAMILIES if name not in MEASURED_LATER or name in results]
     entries = [entry for name in measured for entry in results[name]["workloads"]]
     large = [e for e in entries if e["bytes"] >= LARGE_BYTES]

@@ -1,4 +1,4 @@
-"""Timing of functions that take turns, so that a drift of the clocks falls on all of them alike."""
+"""Timing of functions that take turns, so that clock drift affects all of them equally."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def milliseconds(function: Callable[[], object], device: torch.device) -> float:
-    """Time of one call that begins on an idle device: by CUDA events, on a CPU by the clock."""
+    """Time of one call that starts on an idle device, by CUDA events; on a CPU by the wall clock."""
     synchronize(device)
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -41,9 +41,9 @@ def milliseconds(function: Callable[[], object], device: torch.device) -> float:
 def host_microseconds(
     function: Callable[[], object], device: torch.device, calls: int = 1
 ) -> float:
-    """The host's time for a call: mean over `calls` that begin on an idle device and do not wait for it.
+    """CPU time of a call: mean over `calls` that start on an idle device and do not wait for it.
 
-    On a CPU the work is in the figure.
+    On a CPU it includes the work.
     """
     synchronize(device)
     begin = time.perf_counter()
@@ -55,9 +55,9 @@ def host_microseconds(
 def wall_milliseconds(
     function: Callable[[], object], device: torch.device, calls: int = 1
 ) -> float:
-    """Mean time of `calls` calls back to back, from an idle device to an idle device, by the clock.
+    """Mean wall time of `calls` calls back to back, from an idle device to an idle device.
 
-    Nothing waits between them: so it is that a denoising loop calls a model.
+    Nothing waits between them, as in a denoising loop.
     """
     synchronize(device)
     begin = time.perf_counter()
@@ -68,11 +68,10 @@ def wall_milliseconds(
 
 
 class Stopwatch:
-    """Microseconds of one call, from a cold cache or amid calls of its kind; on a CPU by the clock.
+    """Microseconds of one call, with a cold cache or among calls of its kind; on a CPU by the wall clock.
 
-    On a GPU the host gets a head start, so that what it takes to launch is in no sample: the GPU
-    spins until all is enqueued. A sample for which that was too short is taken again with twice as
-    much.
+    Samples exclude launch times: the GPU spins until everything is enqueued. If the spin was too short,
+    the sample is repeated with twice the spin.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -81,9 +80,9 @@ class Stopwatch:
             self._sum = torch.empty((), dtype=torch.float32, device=device)
 
     def cold(self, function: Callable[[], object], device: torch.device) -> float:
-        """One call with an L2 cache that holds nothing of it, and nothing that must be written back.
+        """One call with an L2 cache that has none of its data and no dirty lines.
 
-        The cache is filled by reading: what was written would have to leave it during the call.
+        The cache is filled by reads: dirty lines would be written back during the call.
         """
         if device.type != "cuda":
             return milliseconds(function, device) * 1e3
@@ -129,10 +128,10 @@ def repeated(function: Callable[[], object], calls: int) -> Callable[[], None]:
 
 
 def balanced_orders(names: Sequence[Name]) -> Iterator[Sequence[Name]]:
-    """Orders of `names` without end, in which each follows each other one equally often.
+    """Endless orders of `names`, in which each name follows each other one equally often.
 
-    As many orders as there are names are balanced, of an odd number of names twice as many: the designs
-    of E. J. Williams, Experimental designs balanced for the estimation of residual effects of treatments,
+    A balanced set has as many orders as names, or twice as many for an odd number: the designs of
+    E. J. Williams, Experimental designs balanced for the estimation of residual effects of treatments,
     Australian Journal of Scientific Research, 1949.
     """
     count = len(names)
@@ -150,11 +149,11 @@ def interleave(
     measure: Callable[[Callable[[], object], torch.device], float] = milliseconds,
     pause_s: float = 0.0,
 ) -> dict[Name, list[float]]:
-    """Measure each function once a round, in orders that are balanced.
+    """Measure each function once per round, in balanced orders.
 
-    At its power limit a GPU clocks lower for a while after a function that draws much, and the next
-    one pays for it: no function may be that one more often than others. A rest of `pause_s` before
-    each sample lets the clock recover.
+    At its power limit a GPU clocks lower for a while after a function with high power, which slows down
+    the next one. Balanced orders spread this evenly. A pause of `pause_s` before each sample lets the
+    clock recover.
     """
     samples: dict[Name, list[float]] = {name: [] for name in functions}
     for order in itertools.islice(balanced_orders(list(functions)), rounds):
@@ -182,7 +181,7 @@ def summarize(samples: list[float]) -> dict[str, float]:
 
 
 def speedups(times: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """For each name, how many times as fast as each other one it is."""
+    """For each name, its speedup over each other one."""
     return {
         name: {other: theirs / own for other, theirs in times.items() if other != name}
         for name, own in times.items()
@@ -196,10 +195,10 @@ def time_to_full_speed(
     forwards: int = 8,
     tolerance: float = 0.05,
 ) -> dict[str, float]:
-    """How long after calling `change` the first forward at full speed has ended.
+    """Time from the call of `change` to the end of the first forward at full speed.
 
-    Full speed is the median of the later half of `forwards` synchronized calls, and a call is at
-    full speed within `tolerance` of it.
+    Full speed is the median of the later half of `forwards` synchronized calls. A call is at full speed
+    if it is within `tolerance` of it.
     """
     synchronize(device)
     begin = time.perf_counter()

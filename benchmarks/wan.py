@@ -1,6 +1,6 @@
-"""Wan 2.1 14B at its published sizes but for 3 of 40 blocks, with random weights.
+"""Wan 2.1 14B at its published sizes with 3 of 40 blocks, with random weights.
 
-wan_small.py is the model of 1.3B.
+wan_small.py is the 1.3B model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sizes import VideoSize, parse_video_size
 
 NAME, TINY_NAME = "Wan 2.1 14B, 3 blocks", "tiny Wan 2.1"
 RESULT = "wan"
-BATCH = 1  # guidance is a forward of its own
+BATCH = 1  # guidance takes a separate forward
 TEXT_TOKENS = 512
 SIZES, TINY_SIZES = (VideoSize(81, 480, 832),), (VideoSize(5, 64, 96),)
 SMALL = {"size": VideoSize(1, 128, 128), "text_tokens": 64}

@@ -1,4 +1,4 @@
-"""Wan 2.1 1.3B at its published sizes but for 6 of 30 blocks, with random weights."""
+"""Wan 2.1 1.3B at its published sizes with 6 of 30 blocks, with random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a result is from its reference, and how far it may be."""
+"""The distance of a result from its reference, and its limits."""
 
 import torch
 

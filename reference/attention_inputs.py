@@ -1,9 +1,8 @@
-"""Query, key and value as attention meets them, from random to trained models.
+"""Inputs of attention, from random ones to those of trained models.
 
 On N(0, 1) inputs each query attends to thousands of keys about equally. Trained models' scores are
 peaked: a few keys have most of a row's weight, tokens resemble each other, one key is a sink that
-many rows attend to. How large the scores are is given in nats: as they stand in the softmax's
-exponent, after the scale of 1 / sqrt(head_dim).
+many rows attend to. Scores are given in nats, after the scale of 1 / sqrt(head_dim).
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from torch import Tensor
 
 DTYPE = torch.bfloat16
 CLUSTERS = 64
-RISE = 20.0  # nats from a tile of keys to the next; float16 ends at exp(11.1)
+RISE = 20.0  # nats from one key tile to the next; float16 overflows at exp(11.1)
 RISE_KEYS = 128
-JUMP = 100.0  # nats; float32 ends at exp(88.7)
+JUMP = 100.0  # nats; float32 overflows at exp(88.7)
 CONSTANT = 0.7
 
 Shape = Sequence[int]  # (batch, queries, keys, heads, head_dim)
@@ -27,7 +26,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 def sizes(shape: Shape) -> list[tuple[int, int, int, int]]:
-    """Of query, key and value: (batch, tokens, heads, head_dim)."""
+    """Shapes of query, key and value: (batch, tokens, heads, head_dim)."""
     batch, queries, keys, heads, head_dim = shape
     return [(batch, tokens, heads, head_dim) for tokens in (queries, keys, keys)]
 
@@ -42,16 +41,16 @@ def in_16_bits(*tensors: Tensor) -> Inputs:
 
 
 def random_scores(shape: Shape, device: torch.device, std: float) -> Inputs:
-    """Scores that are normal, with a standard deviation in nats."""
+    """Normally distributed scores with a standard deviation in nats."""
     q, k, v = normal(shape, device)
     return in_16_bits(q * std, k, v)
 
 
 def clustered_tokens(shape: Shape, device: torch.device, cosine: float, weight: float) -> Inputs:
-    """Tokens in clusters, query and key as after an RMS norm of each head.
+    """Tokens in clusters. Query and key have unit RMS per head, times norm weights.
 
-    cosine: of two tokens of a cluster; those of different clusters have one of 0, about.
-    weight: the product of query's and key's norm weights; equal tokens would have a score of
+    cosine: cosine similarity of two tokens in a cluster. Between clusters it is about 0.
+    weight: the product of query's and key's norm weights. Equal tokens would have a score of
     weight * sqrt(head_dim) nats.
     """
     q, k, v = normal(shape, device)
@@ -70,7 +69,7 @@ def clustered_tokens(shape: Shape, device: torch.device, cosine: float, weight: 
 
 
 def attention_sink(shape: Shape, device: torch.device) -> Inputs:
-    """Normal scores of 1 nat, and one key in the middle that takes about half of each row."""
+    """Normal scores of 1 nat, and one key in the middle with about half of each row's weight."""
     *_, keys, _, head_dim = shape
     q, k, v = normal(shape, device)
     q[..., 0] = 1.0
@@ -84,7 +83,7 @@ def attention_sink(shape: Shape, device: torch.device) -> Inputs:
 def rising_scores(shape: Shape, device: torch.device) -> Inputs:
     """Normal scores of 1 nat, raised by at least RISE nats every RISE_KEYS keys, for all queries.
 
-    What they are raised by stands in two columns as multiples of a step, which 16 bits hold exactly.
+    Two columns hold the rise as multiples of a step, which 16 bits represent exactly.
     """
     *_, keys, _, head_dim = shape
     q, k, v = normal(shape, device)
@@ -111,7 +110,7 @@ def constant(shape: Shape, device: torch.device) -> Inputs:
     return in_16_bits(*(torch.full(size, CONSTANT, device=device) for size in sizes(shape)))
 
 
-# Value is N(0, 1) in all but the last.
+# Value is N(0, 1) in all kinds except the last.
 INPUTS: dict[str, Callable[[Shape, torch.device], Inputs]] = {
     **{f"std {std}": functools.partial(random_scores, std=std) for std in (1, 3, 6)},
     **{

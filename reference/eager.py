@@ -1,7 +1,7 @@
-"""The eager PyTorch expressions that the operations replace, as diffusers and its users write them.
+"""The eager PyTorch expressions that the operations replace, as in diffusers and in users' code.
 
-Each function has the name and the signature of the operation it stands for. They set the accuracy
-that an operation must reach, how NaN and infinity propagate, and the time to beat on the CPU.
+Each function has the name and signature of its operation. It defines the accuracy that the operation
+must reach, the propagation of NaN and infinity, and the time to beat on the CPU.
 """
 
 import math
@@ -13,7 +13,7 @@ from references import of_query_and_key, split_heads
 
 
 def _is_mixed(x, *others):
-    """Whether float32 meets rows of 16 bits: models then compute in float32, as diffusers' Wan does."""
+    """Whether 16-bit rows have float32 operands: models then compute in float32, as diffusers' Wan."""
     return any(tensor is not None and tensor.dtype != x.dtype for tensor in others)
 
 
@@ -139,7 +139,7 @@ def _tables(rope, heads, head_dim, layout):
 
 
 def _by_element(table, head_dim, layout):
-    """One of them; one value a pair is repeated as in flash_attn.layers.rotary.apply_rotary_emb_torch."""
+    """One table; values per pair are repeated as in flash_attn.layers.rotary.apply_rotary_emb_torch."""
     if table.shape[-1] == head_dim // 2:
         if layout == "interleaved":
             table = table.repeat_interleave(2, dim=-1)
@@ -168,7 +168,7 @@ qk_norm_rope = of_query_and_key(_norm_rope)
 
 
 def qk_norm_rope_joined(*arguments, v, out, **options):
-    """The same and the values, copied to the slices of joint buffers, as torch.cat copies them."""
+    """qk_norm_rope, whose results and v are copied to slices of joint buffers, as torch.cat does."""
     results = qk_norm_rope(*arguments, v=v, **options)
     return tuple(target.copy_(result) for target, result in zip(out, results, strict=True))
 
@@ -217,11 +217,11 @@ def attention(q, k, v, *, scale=None, key_bias=None, key_lengths=None, heads=Non
         k, v = (t.masked_fill(padding[:, :, None, None], 0) for t in (k, v))
         mask = q.new_zeros(padding.shape)[:, None, None] if mask is None else mask
         mask = mask.masked_fill(padding[:, None, None], -math.inf)
-    # Aligned: of misaligned tensors PyTorch's own kernels have made NaN.
+    # Aligned, because PyTorch's own kernels have returned NaN for misaligned tensors.
     q, k, v = (t.clone(memory_format=torch.contiguous_format).transpose(1, 2) for t in (q, k, v))
     is_grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=is_grouped)
-    if mask is not None:  # PyTorch's kernels have not always had zeros for a query without keys
+    if mask is not None:  # some PyTorch versions do not return 0 for a query without keys
         out = out.masked_fill((mask == -math.inf).all(-1, keepdim=True), 0)
     return out.transpose(1, 2)
 
@@ -231,7 +231,7 @@ def _biased(x, bias):
 
 
 def _written(result, out):
-    """As where results go side by side: each is copied to its place."""
+    """Copies each result to its slice, as a concat does."""
     return result if out is None else out.copy_(result)
 
 

@@ -1,8 +1,8 @@
 """Float64 references of the operations, written from their formulas.
 
-Each function has the name and the signature of the operation it stands for, takes tensors of any
-dtype and returns float64. Nothing here calls the kernel package or a fused PyTorch operator: a
-mistake cannot cancel out.
+Each function has the name and signature of its operation, takes tensors of any dtype and returns
+float64. Nothing here calls the kernel package or a fused PyTorch operator, so that they cannot share
+an error.
 """
 
 import math
@@ -98,7 +98,7 @@ def gated_residual_layer_norm_modulate_pair(
 
 
 def coordinate_tables(coordinates, frequencies, pairs):
-    """Cosine and sine, (1|B, S, pairs), of the float32 product angle; identity pairs in front."""
+    """Cosine and sine, (1|B, S, pairs), of the float32 product angle. Identity pairs come first."""
     axes = coordinates.shape[-1]
     identity = pairs - axes * frequencies.numel()
     batch, seq = coordinates.shape[:2]
@@ -112,7 +112,7 @@ def coordinate_tables(coordinates, frequencies, pairs):
 
 
 def _pair_entries(table, head_dim, layout):
-    """The table's entries (1|B, S, 1|heads, head_dim / 2) at the first and second of each pair."""
+    """The table's values (1|B, S, 1|heads, head_dim / 2) for the first and second element of each pair."""
     (table,) = _double(table)
     if table.dim() == 2:
         table = table[None]
@@ -153,7 +153,7 @@ def _rotate(n, rope, layout):
 
 
 def of_query_and_key(norm_rope, converted=lambda v: v):
-    """qk_norm_rope by a function of query or key, and of what becomes of the values."""
+    """qk_norm_rope by one function for query and key, and one for the values."""
 
     def qk_norm_rope(
         q,
@@ -228,7 +228,7 @@ def softmax(x):
 
 
 def split_heads(heads, *tensors):
-    """(B, S, H, d) of tensors (B, S, H * d), the first of which has so many heads."""
+    """Tensors (B, S, H * d) as (B, S, H, d). `heads` is the first tensor's number of heads."""
     head_dim = tensors[0].shape[2] // heads
     return [t.unflatten(2, (-1, head_dim)) for t in tensors]
 
@@ -289,7 +289,7 @@ def silu(x, bias=None):
 
 
 def _halves(x, bias, activated):
-    """The factor and what goes through the activation."""
+    """The factor, and the input of the activation."""
     x, hidden = _biased(x, bias), x.shape[-1] // 2
     first, second = x[..., :hidden], x[..., hidden:]
     return {"first": (second, first), "second": (first, second)}[activated]

@@ -1,4 +1,4 @@
-"""Results of benchmarks in a folder of a test's own, and the tables made of them."""
+"""Results of benchmarks in a test's folder, and the tables made from them."""
 
 import json
 import math
@@ -31,14 +31,14 @@ ENVIRONMENT = dict.fromkeys(("device", "torch", "diffusers", "kernels", "date", 
 
 
 def store(results, name, result):
-    """As the one result of a benchmark."""
+    """Writes the only result of a benchmark."""
     folder = results / name
     folder.mkdir(exist_ok=True)
     (folder / "only.json").write_text(json.dumps(result))
 
 
 def load(results, name):
-    """The one result of a benchmark."""
+    """Reads the only result of a benchmark."""
     (result,) = history.kept(name, results)
     return result
 

@@ -1,4 +1,4 @@
-"""Changes that users make to models. Tests apply each to an injected model and to a plain one."""
+"""Users' changes of models. Tests apply each to an injected and to a plain model."""
 
 import copy
 import functools
@@ -58,7 +58,7 @@ def change_values(value, way="replace"):
 
 
 def changing(function):
-    """A function that changes the result of another one."""
+    """A function that changes the result of another function."""
 
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
@@ -72,7 +72,7 @@ def changing(function):
 
 
 class Counted(accelerate.hooks.ModelHook):
-    """Counts the calls of its module, as a hook of any library."""
+    """Counts the calls of its module, as a library's hook does."""
 
     def __init__(self):
         self.count = 0
@@ -89,7 +89,7 @@ class DiffusersHook(ModelHook):
 
 
 class DiffusersForward(ModelHook):
-    """Calls the forward that it replaces, as caches do."""
+    """Calls the replaced forward, as caches do."""
 
     def __init__(self, counted):
         super().__init__()
@@ -136,7 +136,7 @@ def _nested(add_inner, add_outer):
     return add
 
 
-# Each adds hooks to a module, and gives the counting one a function that removes them.
+# Each adds hooks to a module, and gives the counting hook a function that removes them.
 HOOKS = {
     "torch": _add_torch_hooks,
     "accelerate chain": _add_accelerate_chain,
@@ -151,7 +151,7 @@ HOOKS = {
 
 
 class Wrap(nn.Module):
-    """Around a module, with nothing of its attributes; `act` is called after it."""
+    """A wrapper around a module, without its attributes, that calls `act` after it."""
 
     def __init__(self, module, act=None):
         super().__init__()
@@ -166,7 +166,7 @@ class Wrap(nn.Module):
 
 
 class ForeignBlock(Wrap):
-    """A block of the user's own, which reads the rotary embedding that it is given, if there is one."""
+    """A user's block, which reads the given rotary embedding, if any."""
 
     def forward(self, *args, **kwargs):
         parameters = list(inspect.signature(type(self.wrapped).forward).parameters)
@@ -223,11 +223,11 @@ OTHER_NORMS = (
 
 
 def replace_part(model, path, kind, another=None):
-    """Put a module of the user's own in the place of a part.
+    """Replace a part with a user's module.
 
     Args:
         kind: "wrap", "foreign", "another", "halved" or one of OTHER_NORMS.
-        another: a model with other weights, whose part is put there.
+        another: a model with other weights, for a replacement by its part.
     """
     parent, _, name = path.rpartition(".")
     old = model.get_submodule(path)
@@ -248,8 +248,8 @@ def processor_class(family):
 
 
 def processors(family):
-    """Attention processors by kind: the class, and others that change its result: a subclass, another class,
-    and a module, as those of IP-Adapters are."""
+    """Attention processors by kind: the class, and three that change its result: a subclass, another class,
+    and a module like IP-Adapters'."""
     base = processor_class(family)
 
     class Other:
@@ -319,7 +319,7 @@ def _swap_tensors(part, name, other, other_name):
         torch.utils.swap_tensors(_values(part, name), _values(other, other_name))
 
 
-# Functions of a module and the name of its weight, and of another module with a weight of the same shape.
+# Functions of a module, the name of its weight, and another module with a weight of the same shape.
 WEIGHT_CHANGES = {
     "mul_": lambda part, name, *_: _values(part, name).mul_(0.9),
     "data.mul_": lambda part, name, *_: _values(part, name).data.mul_(0.9),
@@ -380,7 +380,7 @@ def _set_config(part, value):
 
 
 def _set_function(part, value):
-    """Set an activation by a name that the class knows."""
+    """Set an activation by its name in the class."""
     for name in ("act", "activation", "nonlinearity", "gelu"):
         if isinstance(getattr(part, name, None), types.FunctionType):
             setattr(part, name, functools.wraps(F.gelu)(lambda x: x * value))
@@ -389,7 +389,7 @@ def _set_function(part, value):
 def change_class(part, value=2.0):
     """As FSDP and parametrizations do."""
     cls = type(part)
-    # The forward that accelerate leaves on the instance would hide the new class's in a plain model alone.
+    # accelerate's forward on the instance would hide the new class's, but only in a plain model.
     if getattr(part.__dict__.get("forward"), "__func__", None) is cls.forward:
         del part.forward
 
@@ -446,7 +446,7 @@ def offload(model, kind, device, folder=None):
 
 
 def cache_config(name, timestep):
-    """A cache's configuration. What it skips depends on no value, so that rounding does not decide.
+    """A cache's configuration. Skips do not depend on values, so that rounding has no influence.
 
     Args:
         timestep: returns the current time step.
@@ -477,7 +477,7 @@ def cache_config(name, timestep):
 
 
 def compile_blocks(family, model, **options):
-    """Compile as diffusers does, or block by block if the model does not list its blocks."""
+    """Compile as diffusers does, or block by block for models without a list of blocks."""
     if getattr(model, "_repeated_blocks", None):
         model.compile_repeated_blocks(**options)
         return
@@ -490,6 +490,6 @@ def compile_blocks(family, model, **options):
 
 
 def weighted_sum(out):
-    """A loss in which each element of the output counts differently."""
+    """A loss with a different weight for each element of the output."""
     weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype)
     return (out.flatten() * weights).sum()

@@ -1,4 +1,4 @@
-"""Checks of results: accurate, new or in place as asked, with unchanged inputs."""
+"""Checks of results: accuracy, new memory or in place as requested, unchanged inputs."""
 
 import math
 import sys
@@ -15,8 +15,8 @@ import references
 from accuracy import ACCURACY_CONTRACT, relative_distance
 
 __all__ = ["compute_as_other_threads", "one_thread"]
-# The ratio of L2 errors of fewer elements is noise, since a few large ones decide it; they get the
-# elementwise bound alone.
+# With fewer elements the ratio of L2 errors is noise, because a few large errors dominate. They are only
+# checked against the elementwise bound.
 CONTRACT_ELEMENTS = 32768
 # The error of float32 arithmetic before the one rounding at the output, for values of order 1.
 FLOAT32_ARITHMETIC = 4e-6
@@ -25,15 +25,15 @@ FLOAT32_ARITHMETIC = 4e-6
 def arithmetic_slack(name, dtype):
     """The error that an operation's arithmetic may have before its output is rounded.
 
-    Attention's weights are rounded to its dtype, too, before they meet values of order 1.
+    Attention also rounds its softmax probabilities to its dtype, before the product with values of order 1.
     """
     return torch.finfo(dtype).eps if name.startswith("attention") else FLOAT32_ARITHMETIC
 
 
 def poison_memory(*tensors):
-    """Fills free memory of the size of the tensors with NaN, so that elements that are never written show.
+    """Fills free memory of the tensors' sizes with NaN, to reveal elements that are never written.
 
-    In memory that held the right result before, like that of the eager expression, it would not.
+    Otherwise that memory may hold the right result, for example of the eager expression.
     """
     noise = [torch.full_like(tensor, math.nan) for tensor in tensors for _ in range(8)]
     del noise
@@ -51,7 +51,7 @@ def tensors_of(*values):
 
 
 class Observer(TorchDispatchMode):
-    """A mode that looks on: injected models run on the kernels within it, which they leave for others."""
+    """A mode that only observes. Injected models run on the kernels within it, unlike within other modes."""
 
     def __enter__(self):
         from conftest import load_kernel
@@ -61,7 +61,7 @@ class Observer(TorchDispatchMode):
 
 
 def operators_of(function, *args):
-    """The names of the operators, PyTorch's and the package's, that a call without gradients runs."""
+    """The names of PyTorch's and the package's operators that a call without gradients runs."""
 
     class Names(Observer):
         def __init__(self):
@@ -78,7 +78,7 @@ def operators_of(function, *args):
 
 
 def map_tensors(function, value):
-    """The same arguments with every tensor among them replaced by what `function` makes of it."""
+    """The same arguments with `function` applied to every tensor."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -90,7 +90,7 @@ def map_tensors(function, value):
 
 
 def of_tensors(function, arguments, which=lambda tensor: True):
-    """The call as a function of the tensors among its arguments, those in tuples too; and these."""
+    """The call as a function of its tensor arguments, including those in tuples; and these tensors."""
 
     def call(*tensors):
         given = iter(tensors)
@@ -100,7 +100,7 @@ def of_tensors(function, arguments, which=lambda tensor: True):
 
 
 def outcome(function, arguments):
-    """The type and the text of what a call raises, or that it returns."""
+    """The type and text of a call's error, or the fact that it returns."""
     try:
         function(**arguments)
     except Exception as error:
@@ -109,7 +109,7 @@ def outcome(function, arguments):
 
 
 def compiled_outcome(function, arguments):
-    """The same of a call that Dynamo has traced."""
+    """The same for a call traced by Dynamo."""
     torch._dynamo.reset()
     return outcome(torch.compile(lambda **given: function(**given), backend="eager"), arguments)
 
@@ -146,7 +146,7 @@ class MemorySnapshot:
                 self._copies[storage.data_ptr()] = (storage, storage.clone())
 
     def allow(self, tensor):
-        """Accept what the tensor's elements are now."""
+        """Accept the tensor's current values."""
         _, copy = self._copies[tensor.untyped_storage().data_ptr()]
         view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         view.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -161,7 +161,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def have_same_bits(a, b):
-    """Whether two tensors of one dtype are equal, NaN and the sign of zero included."""
+    """Whether two tensors of the same dtype are equal, including NaN and the sign of zero."""
     if not a.is_floating_point() or a.element_size() not in _INTEGERS:
         return torch.equal(a, b)
     kind = _INTEGERS[a.element_size()]
@@ -169,8 +169,8 @@ def have_same_bits(a, b):
 
 
 def assert_rounded_once(out, reference, slack=FLOAT32_ARITHMETIC):
-    """Every element is the reference, up to one rounding to its dtype and `slack`: what arithmetic may leave
-    of values of order 1, or, as a tensor, of each element."""
+    """Every element is the reference up to one rounding to its dtype and `slack`, the arithmetic's error for
+    values of order 1, or a tensor with each element's error."""
     half_ulp = 0.0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps / 2
     if isinstance(slack, torch.Tensor):
         excess = (out.double() - reference).abs() - slack - half_ulp * reference.abs()
@@ -206,10 +206,10 @@ def check(
     is_channels_last=False,
     **kwargs,
 ):
-    """Run an operation and hold it to its contracts; its reference and eager expression by name.
+    """Run an operation and check its contracts. Reference and eager expression are found by name.
 
-    `contract=False` leaves out the comparison of errors, for inputs of too few rows. The result is to be
-    contiguous, or to have its channels last.
+    `contract=False` omits the comparison of errors, for inputs with too few rows. The result must be
+    contiguous or channels last.
     """
     given_out = kwargs.pop("out", None)
     with one_thread():
@@ -254,22 +254,22 @@ def assert_same_nonfinite(out, expected):
 
 
 def check_nonfinite(kernel, name, *args, slack=FLOAT32_ARITHMETIC, **kwargs):
-    """NaN and the infinities are where the eager expression has them, and the rest is accurate.
+    """NaN and infinities are at the same places as in the eager expression, and the rest is accurate.
 
-    The expression is evaluated in float64 on the CPU: PyTorch's float32 erf makes NaN of infinity on
-    some processors, for some positions in a tensor, and its fused RMS norm on a GPU makes NaN of a
-    whole row that holds an infinity, where the formula has zeros.
+    The expression is evaluated in float64 on the CPU, because PyTorch has bugs: on some processors its
+    float32 erf returns NaN for infinity at some positions in a tensor, and its fused RMS norm on a GPU
+    returns NaN for a whole row with an infinity, where the formula has zeros.
     """
     rope = kwargs.get("rope")
     outs = as_tuple(getattr(kernel, name)(*args, **kwargs))
     expected = as_tuple(getattr(references, name)(*args, **kwargs))
     args, kwargs = map_tensors(lambda tensor: tensor.double().cpu(), (args, kwargs))
     if hasattr(rope, "frequencies"):
-        # The product of coordinates and frequencies is one of float32.
+        # The product of coordinates and frequencies is computed in float32.
         kwargs["rope"] = type(rope)(*(tensor.cpu() for tensor in rope))
     eager_outs = as_tuple(getattr(eager, name)(*args, **kwargs))
     for out, reference, eager_out in zip(outs, expected, eager_outs, strict=True):
-        assert not eager_out.isfinite().all(), "the case holds nothing to propagate"
+        assert not eager_out.isfinite().all(), "the case has no NaN or infinity"
         assert_same_nonfinite(out.cpu(), eager_out)
         finite = out.isfinite()
         assert_rounded_once(out[finite], reference[finite], slack)

@@ -1,4 +1,4 @@
-"""Fixtures of all tests. They load the kernel as its users do, and run on what the machine has."""
+"""Fixtures of all tests. They load the kernel as users do, on this machine's device."""
 
 import functools
 import gc
@@ -15,15 +15,14 @@ torch.backends.cudnn.allow_tf32 = False
 
 REPO_ID = "org/h100-diffusers-kernels"
 CHECKOUT = Path(__file__).resolve().parents[1]
-# kernel-builder has tests/, the package and its sources, and nothing else of the repository. There only the
-# tests that need nothing else run.
+# kernel-builder has only tests/, the package and its sources. There tests that need more are not collected.
 if not (CHECKOUT / "reference").is_dir():
     collect_ignore_glob = ["test_[!k]*.py"]
 
 
 @functools.cache
 def load_kernel():
-    """The kernel package: this checkout's build, or the one that LOCAL_KERNELS names."""
+    """The kernel package: this checkout's build, or the one in LOCAL_KERNELS."""
     os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={CHECKOUT}")
     from kernels import get_kernel
 
@@ -47,7 +46,7 @@ def _seed():
 
 @pytest.fixture
 def mesh(device):
-    """A device mesh of this process alone."""
+    """A device mesh with only this process."""
     from torch import distributed
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -75,23 +74,22 @@ def _fresh_compiler():
 
 @pytest.fixture
 def _quiet(kernel, caplog):
-    """What libraries have to say of a thousand models would hide the message."""
+    """Silences libraries, whose messages about a thousand models would hide the failure."""
     for name in ("diffusers", "accelerate", "peft", "h100_diffusers_kernels"):
         caplog.set_level("CRITICAL", logger=name)
 
 
 def pytest_configure():
-    """Workers of pytest-xdist share the cores: threads that wait for each other's core take most of the time
-    otherwise. What several threads compute has tests of its own, which set their number."""
+    """Limits threads, because workers of pytest-xdist share the cores. Tests of several threads set their own
+    number."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     if workers > 1:
         threads = max(1, torch.get_num_threads() // workers)
         torch.set_num_threads(threads)
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that tests start
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # for processes that tests start
 
 
 def pytest_collection_finish():
-    """What was imported and collected stays to the end, and many tests call the garbage collector, which
-    would look through all of it."""
+    """Excludes imported modules and collected tests from garbage collection, which many tests call."""
     gc.collect()
     gc.freeze()

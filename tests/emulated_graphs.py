@@ -1,8 +1,8 @@
-"""CUDA graphs, emulated on a CPU: what a call runs is recorded operation by operation and run again.
+"""CUDA graphs, emulated on a CPU: records a call's operations and repeats them.
 
-Like a graph, it knows addresses and no objects: an operation reads and writes the memory that it had when it
-was recorded, whatever has become of the tensors since; and what is made in between has memory of the graph's
-own. Nothing of Python runs in a replay, and nothing is computed in a capture.
+Like a graph, it records addresses, not objects. A replayed operation reads and writes the memory of the
+capture, even if the tensors have changed since. Intermediate results have memory of the graph. A replay runs
+no Python code of the model, and a capture computes nothing.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_in
 
 
 class EmulatedGraph:
-    """As the package's ``CudaGraph``."""
+    """Stands in for the package's ``CudaGraph``."""
 
     alive = 0  # graphs that were captured and not reset
 
@@ -69,7 +69,7 @@ class Record(TorchDispatchMode):
     def __init__(self, operations):
         super().__init__()
         self._operations = operations
-        self._made = {}  # the graph's own memory for what was made in the call
+        self._made = {}  # the graph's memory for tensors made in the call
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -77,7 +77,7 @@ class Record(TorchDispatchMode):
             self._made[_storage(args[0])] = args[0].untyped_storage().clone()
             return func(*args)
         if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-            with self:  # which operations it is made of depends on more than its operands
+            with self:  # its decomposition depends on more than its operands
                 return func.decompose(*args, **kwargs)
         _refuse(func, args, kwargs)
         operands = tree_map_only(Tensor, self.at_address, (args, kwargs))
@@ -96,7 +96,7 @@ class Record(TorchDispatchMode):
         return result
 
     def at_address(self, tensor):
-        """Another tensor of the same memory, which follows no assignment to ``data``."""
+        """Another tensor with the same memory, unaffected by assignments to ``data``."""
         if hasattr(tensor, "__tensor_flatten__"):
             return tensor
         storage = self._made.get(_storage(tensor), tensor.untyped_storage())
@@ -107,10 +107,10 @@ class Record(TorchDispatchMode):
 
 
 def _refuse(func, args, kwargs):
-    """As CUDA does while it captures: the host may not wait, and PyTorch may not draw random numbers."""
+    """Refuses the same as a capture by CUDA: waits of the host, and PyTorch's random numbers."""
     is_mask = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _indices(func, args))
     if func._schema.name.endswith("index_put_") and args[2].numel() == 1:
-        is_mask = False  # one value is written by a fill, which need not know how many there are
+        is_mask = False  # a fill writes one value to any number of elements
     if is_mask or torch.Tag.data_dependent_output in func.tags or func in _OF_UNKNOWN_SHAPE:
         raise RuntimeError("operation not permitted when stream is capturing")
     if torch.Tag.nondeterministic_seeded in func.tags:
@@ -121,7 +121,7 @@ def _refuse(func, args, kwargs):
 
 
 def _indices(func, args):
-    """The tensors by which an operation indexes: a mask's size is known to the device alone."""
+    """The tensors by which an operation indexes. Only the device knows the number of a mask's elements."""
     if func.overloadpacket.__name__ in _INDEXING:
         yield from _tensors_of(args[1])
 

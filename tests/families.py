@@ -1,7 +1,6 @@
-"""The families that are injected in full, for the tests that hold for each of them.
+"""The fully injected families, for tests of all families.
 
-What is known of one alone (which operators a forward calls, its coordinates, its masks) is tested in files of
-its own.
+Properties of one family (operators of a forward, coordinates, masks) are tested in separate files.
 """
 
 import pytest

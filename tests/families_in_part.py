@@ -1,4 +1,4 @@
-"""Models that are injected in part, with what random sequences need to know of a family."""
+"""Partially injected models, described as families for the random sequences."""
 
 import collections.abc
 import functools
@@ -13,7 +13,7 @@ IN_PART = ("pixart", "unet", "auraflow", "hunyuan_video", "lumina2", "chroma")
 
 
 class Families(collections.abc.Mapping):
-    """All models by name. Those that are injected in part are made on demand."""
+    """All models by name. Partially injected ones are made on demand."""
 
     def __getitem__(self, name):
         return FAMILIES[name] if name in FAMILIES else family_of(name)
@@ -31,7 +31,7 @@ def is_inexact(name, value):
 
 @functools.cache
 def family_of(name):
-    """What the sequences need to know of a model, as a family; its configuration is not drawn."""
+    """A model described as a family. Its configuration is not drawn."""
     small = BY_NAME[name]
 
     def model(device, dtype=torch.float32, *, seed=0, **_):

@@ -1,4 +1,4 @@
-"""What the tests of injection need of a model family: a small model, inputs, names of its parts."""
+"""A model family for the tests of injection: a small model, inputs, names of its parts."""
 
 import copy
 from collections.abc import Callable
@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 
 import torch
 
-# A head size that attention's kernel takes, and one for models that are to be as small as can be.
+# A head size that attention's kernel accepts, and one for the smallest models.
 KERNEL_HEADS = {"heads": 2, "head_dim": 64}
 TINY_HEADS = {"heads": 2, "head_dim": 16}
 
 
-# Variants of the inputs of models with a stream of text beside the image's.
+# Variants of the inputs of models with an image and a text stream.
 TWO_STREAM_OPTIONS = {
     "two samples": {},
     "batch of 1": {"batch": 1},
     "more tokens": {"batch": 3, "tokens": 5, "text_length": 9},
     "one token of text": {"text_length": 1},
 }
-# The paths of their parts, as far as these are alike, and the linear layers of their attention.
+# Common paths of their parts, and the linear layers of their attention.
 JOINT_PARTS = {
     "block": "transformer_blocks.0",
     "next_block": "transformer_blocks.1",
@@ -35,26 +35,26 @@ JOINT_LORA = [
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model that is injected. The tests' only knowledge of it is here.
+    """A family of injected models. All of the tests' knowledge about it is here.
 
     Attributes:
-        name: of the family, as in the names of its tests.
+        name: the family's name in the tests.
         model: ``model(device, dtype=torch.float32, *, seed=0, heads, head_dim, **config)`` makes a model of
             two blocks of each kind with random weights, in which every parameter matters.
         inputs: ``inputs(device, dtype=torch.float32, *, seed=None, batch=2, tokens=1, text_length=5,
             **options)`` makes the keyword arguments of one forward; ``tokens`` scales their number.
-        inexact: the arguments that have the model's dtype.
-        options: variants of the inputs by name, each keyword arguments for ``inputs``.
-        parts: a module of each kind, by its path: block, next_block, attention, norm, qk_norm, linear,
-            activation, feed_forward, up (its linear layer), output, rope, modulation, and more of its own.
+        inexact: names of the arguments with the model's dtype.
+        options: variants of the inputs by name: keyword arguments for ``inputs``.
+        parts: the path of one module of each kind: block, next_block, attention, norm, qk_norm, linear,
+            activation, feed_forward, up (its linear layer), output, rope, modulation, and others.
         lora_targets: linear layers of the blocks, for peft.
         caches: the names of diffusers' caches that the family supports.
-        module: where diffusers defines it.
+        module: the module of diffusers that defines it.
         processor: the class of its attention processors, in that module.
-        block_lists: the paths of its lists of blocks, in the order in which they run.
-        condition: the argument of its blocks that their modulation is made of.
-        functions: those of its module that attention is made of.
-        has_backends: whether its attention is the one that is chosen in diffusers, or always PyTorch's.
+        block_lists: the paths of its lists of blocks, in execution order.
+        condition: the blocks' argument that gives their modulation.
+        functions: the functions of its module that attention uses.
+        has_backends: whether diffusers' choice of attention backend applies; otherwise it is PyTorch's.
         one_block: a configuration with one block of each kind.
     """
 
@@ -79,14 +79,14 @@ class Family:
         return {**arguments, **{name: arguments[name].to(dtype) for name in self.inexact}}
 
     def blocks(self, model):
-        """All blocks, in the order in which they run."""
+        """All blocks in execution order."""
         return [block for path in self.block_lists for block in model.get_submodule(path)]
 
     def part(self, model, kind):
         return model.get_submodule(self.parts[kind])
 
     def reference(self, model, arguments):
-        """What a model without kernels computes in float64."""
+        """The result of a model without kernels in float64."""
         return run(copy.deepcopy(model).double(), self.cast(arguments, torch.float64))
 
     def __str__(self):
@@ -99,13 +99,13 @@ def run(model, arguments):
 
 
 def prepared(family, device, dtype=torch.float32, *, config=None, **options):
-    """(model, the same without kernels, arguments); the options are for the inputs."""
+    """(model, the same model without kernels, arguments); the options are for the inputs."""
     model = family.model(device, dtype, **(config or {}))
     return model, copy.deepcopy(model), family.inputs(device, dtype, **options)
 
 
 def assert_close(out, expected, slack=1e-5):
-    """Values of a float32 model against those computed in float64."""
+    """Compares a float32 model's values with float64."""
     assert torch.isfinite(expected).all()
     expected = expected.double()
     scale = expected.abs().max().item()
@@ -128,16 +128,16 @@ def seeded(seed, device):
 
 
 def powers_of_two(normal, batch, first):
-    """For what a model multiplies by 1000 in its own dtype: of these the product is exact in each."""
+    """Values whose product with 1000, which a model computes in its dtype, is exact in all dtypes."""
     return first * 2.0 ** (4 * normal(batch).sigmoid()).floor()
 
 
 def make_all_matter(model, modulations, embedding):
-    """Norm weights that are not 1, and modulations that are not small and depend on all of their inputs.
+    """Sets norm weights different from 1, and large modulations that depend on all inputs.
 
     Args:
-        modulations: endings of the names of the linear layers that make them.
-        embedding: the beginning of the names of those that embed timestep, guidance and text.
+        modulations: name suffixes of the linear layers for modulations.
+        embedding: name prefix of the layers that embed timestep, guidance and text.
     """
     init = torch.nn.init
     for name, module in model.named_modules():

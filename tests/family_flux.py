@@ -1,4 +1,4 @@
-"""Small FLUX.1 and FLUX.2 models for the tests that hold for every family."""
+"""Small FLUX.1 and FLUX.2 models for the tests of all families."""
 
 import torch
 from diffusers import Flux2Transformer2DModel, FluxTransformer2DModel
@@ -32,7 +32,7 @@ def _model(
     head_dim,
     **config,
 ):
-    """Norm weights are not 1, and the modulations differ from token stream to stream and are not small."""
+    """Norm weights differ from 1. Modulations are large and differ between token streams."""
     torch.manual_seed(seed)
     model = cls(
         in_channels=CHANNELS,
@@ -48,7 +48,7 @@ def _model(
 
 
 def flux_model(*device_and_dtype, head_dim=16, **options):
-    # Each of the three axes has an even number of a head's elements.
+    # Each of the three axes gets an even number of a head's elements.
     axis = head_dim // 3 // 2 * 2
     return _model(
         FluxTransformer2DModel,
@@ -115,7 +115,7 @@ def flux_inputs(device, dtype=torch.float32, *, seed=None, batch=2, **options):
     return {**inputs, "pooled_projections": pooled}
 
 
-# Paths that both have in common.
+# Paths in both models.
 PARTS = {
     **JOINT_PARTS,
     "single_block": "single_transformer_blocks.0",

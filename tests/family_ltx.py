@@ -1,4 +1,4 @@
-"""Small LTX-Video models for the tests that hold for every family."""
+"""Small LTX-Video models for the tests of all families."""
 
 import torch
 

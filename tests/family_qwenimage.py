@@ -1,4 +1,4 @@
-"""Small Qwen-Image models for the tests that hold for every family."""
+"""Small Qwen-Image models for the tests of all families."""
 
 import torch
 from diffusers import QwenImageTransformer2DModel
@@ -12,7 +12,7 @@ TEXT_CHANNELS = 24
 def qwenimage_model(
     device, dtype=torch.float32, *, seed=0, blocks=2, heads=2, head_dim=16, **config
 ):
-    """Norm weights are not 1, and the modulations differ from token stream to stream and are not small."""
+    """Norm weights differ from 1. Modulations are large and differ between token streams."""
     torch.manual_seed(seed)
     axis = head_dim // 3 // 2 * 2
     model = QwenImageTransformer2DModel(
@@ -41,7 +41,7 @@ def qwenimage_inputs(
     images=1,
     **options,
 ):
-    """``mask`` is "padded" (each sample has another number of text tokens), "holes" or None."""
+    """``mask`` is "padded" (a different number of text tokens per sample), "holes" or None."""
     normal = seeded(seed, device)
     height, width = 3 + tokens, 3
     encoder_hidden_states_mask = None

@@ -1,4 +1,4 @@
-"""Small Stable Diffusion 3.5 models for the tests that hold for every family."""
+"""Small Stable Diffusion 3.5 models for the tests of all families."""
 
 import torch
 from diffusers import SD3Transformer2DModel
@@ -11,9 +11,9 @@ POOLED_CHANNELS = 12
 
 
 def sd3_model(device, dtype=torch.float32, *, seed=0, blocks=3, heads=2, head_dim=16, **config):
-    """The first block attends twice to the image, the last one leaves out the text.
+    """The first block attends twice to the image, the last one drops the text.
 
-    Norm weights are not 1, and the modulations differ from token stream to stream and are not small.
+    Norm weights differ from 1. Modulations are large and differ between token streams.
     """
     torch.manual_seed(seed)
     model = SD3Transformer2DModel(

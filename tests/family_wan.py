@@ -1,4 +1,4 @@
-"""Small Wan models for the tests that hold for every family."""
+"""Small Wan models for the tests of all families."""
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -10,8 +10,8 @@ TEXT_CHANNELS = 24
 
 
 def wan_model(device, dtype=torch.float32, *, seed=0, blocks=2, heads=2, head_dim=16, **config):
-    """Norm weights are not 1, and the modulation is not small. What the published model keeps in float32 is
-    in float32."""
+    """Norm weights differ from 1, and the modulation is large. The published model's float32 parameters are
+    float32."""
     torch.manual_seed(seed)
     model = WanTransformer3DModel(
         in_channels=CHANNELS,

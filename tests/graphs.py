@@ -1,4 +1,4 @@
-"""What the tests of CUDA graphs share: graphs on a CPU, and pairs of models with and without."""
+"""Shared by the tests of CUDA graphs: graphs on a CPU, and pairs of models with and without graphs."""
 
 import copy
 import sys
@@ -23,12 +23,12 @@ def graphs(kernel, monkeypatch):
 
 
 def use_emulated_graphs(kernel, *modes):
-    """Their capture is a dispatch mode, within which the kernels are to run all the same."""
+    """The emulated capture is a dispatch mode, in which the kernels must still run."""
     module_of(kernel, "checks").TRANSPARENT_MODES.update((Record, *modes))
 
 
 class Pair:
-    """A model with graphs, and the same injected without; ``change`` is done to both."""
+    """A model with graphs, and the same model injected without graphs. ``change`` is applied to both."""
 
     def __init__(self, kernel, family, device, dtype=torch.float32, config=None, **options):
         self.family, self.device, self.dtype = family, device, dtype
@@ -53,7 +53,7 @@ class Pair:
 
     @torch.inference_mode()
     def call(self, arguments=None, **options):
-        """The output with graphs, which is held to the bits of the one without."""
+        """The output with graphs, after a bitwise comparison with the one without."""
         arguments = self.inputs(**options) if arguments is None else arguments
         out = self.model(**arguments, return_dict=False)[0]
         expected = self.plain(**arguments, return_dict=False)[0]
@@ -63,7 +63,7 @@ class Pair:
         return out
 
     def captured(self, **options):
-        """Calls until one is a replay; returns how many it took."""
+        """Calls until the first replay; returns the number of calls."""
         replayed = self.calls.replayed
         for calls in range(1, 9):
             self.call(**options)

@@ -1,4 +1,4 @@
-"""An injected model beside the same model without kernels, both led through the same changes."""
+"""Pairs of an injected model and the same model without kernels, with the same changes."""
 
 import collections
 import copy
@@ -13,14 +13,14 @@ from small_models import run
 # A size that attention's kernel accepts.
 BFLOAT16 = {"dtype": torch.bfloat16, "heads": 2, "head_dim": 64}
 
-# The relative distance that the roundings of a model's dtype leave between the two.
+# The relative distance between the two because of roundings in a model's dtype.
 SLACK = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.006, torch.float64: 0}
 
 
 def injected(kernel, plain, change=None, *, is_injected_first=True, **options):
     """(injected copy, the model or module itself, the injection's report).
 
-    `change` is done to both; `options` are those of `inject_kernels`.
+    `change` is applied to both; `options` are those of `inject_kernels`.
     """
     model = copy.deepcopy(plain)
     if change is not None:
@@ -42,12 +42,12 @@ def pair(kernel, device, change=None, *, is_injected_first=True, attention=True,
 def assert_alike(
     model, plain, arguments=None, *, unlike=None, forward=run, times=2, slack=None, changed=None
 ):
-    """Both compute the same in each of some forwards, and not what the output `unlike` holds.
+    """Both compute the same in each of several forwards, and differ from the output `unlike`.
 
     Args:
-        arguments: of `forward`; by default those of an LTX-Video model.
-        slack: the greatest distance, by default what the dtype's roundings leave.
-        changed: the least distance from `unlike`, by default three times `slack`.
+        arguments: arguments of `forward`; by default those of an LTX-Video model.
+        slack: the maximum distance; by default the effect of the dtype's roundings.
+        changed: the minimum distance from `unlike`; by default three times `slack`.
     """
     arguments = inputs(plain) if arguments is None else arguments
     for _ in range(times):
@@ -56,12 +56,12 @@ def assert_alike(
         slack = SLACK[expected.dtype] if slack is None else slack
         if unlike is not None:
             effect = relative_distance(unlike.flatten(), expected.flatten())
-            assert effect > (changed or 3 * slack), "what was changed has no effect"
+            assert effect > (changed or 3 * slack), "the change has no effect"
         assert relative_distance(out, expected) <= slack
 
 
 def outcome(module, *args, **kwargs):
-    """What a call without gradients gives, or the first line of its error."""
+    """The result of a call without gradients, or the first line of its error."""
     try:
         with torch.no_grad():
             return module(*args, **kwargs)
@@ -70,7 +70,7 @@ def outcome(module, *args, **kwargs):
 
 
 def assert_same_outcome(model, plain, *args, slack=1e-5, **kwargs):
-    """Both give the same, or raise the same. Returns the plain one's outcome."""
+    """Both return the same or raise the same. Returns the plain model's outcome."""
     out, expected = outcome(model, *args, **kwargs), outcome(plain, *args, **kwargs)
     if isinstance(expected, str):
         assert out == expected
@@ -98,7 +98,7 @@ def assert_as_close_as_eager(model, plain, make_arguments, samples=8, forward=ru
 
 
 def as_float32(arguments, dtype):
-    """The arguments with the tensors of a dtype in float32."""
+    """The arguments with all tensors of a dtype converted to float32."""
     if isinstance(arguments, torch.Tensor):
         return arguments.float() if arguments.dtype == dtype else arguments
     if isinstance(arguments, dict):
@@ -109,9 +109,9 @@ def as_float32(arguments, dtype):
 
 
 def assert_gradients_agree(model, plain, arguments, slack=1e-4):
-    """Of all parameters, and of the arguments that require one, whatever computes the forwards.
+    """Gradients of all parameters, and of the arguments that require one.
 
-    Arguments are given by name, or as a tuple.
+    Arguments are given by name or as a tuple.
     """
     gradients = []
     for candidate in (model, plain):
@@ -129,7 +129,7 @@ def assert_gradients_agree(model, plain, arguments, slack=1e-4):
     mine, expected = gradients
     expected = {name: gradient for name, gradient in expected.items() if gradient is not None}
     assert expected and {name for name in mine if mine[name] is not None} == expected.keys()
-    # Some are zero except for rounding, such as those of key biases.
+    # Some, such as those of key biases, are zero except for rounding errors.
     rounding = 0.01 * torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for name, gradient in expected.items():
         assert (mine[name] - gradient).norm() <= slack * (gradient.norm() + rounding), name
@@ -140,12 +140,12 @@ def requires_grad(value):
 
 
 def fallen_back(report):
-    """The reasons of each module whose call the model's own code computed, and how often."""
+    """The fallbacks of each module: reasons and counts."""
     return {entry.name: dict(entry.fell_back) for entry in report.calls if entry.fell_back}
 
 
 def on_kernels(report):
-    """How many calls of each class ran on the kernels."""
+    """The number of calls on the kernels by class."""
     counts = collections.Counter()
     for entry in report.calls:
         counts[entry.module] += entry.on_kernels
@@ -153,5 +153,5 @@ def on_kernels(report):
 
 
 def reasons_of(report):
-    """Why each module is left alone, by its name."""
+    """The reason for each module that is left alone, by its name."""
     return {entry.name: entry.reason for entry in report.left_alone}

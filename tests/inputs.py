@@ -1,5 +1,5 @@
-"""A table of the operations, valid calls of each, and random tensors in the memory layouts that diffusion
-models hand to them."""
+"""A table of the operations, valid calls of each, and random tensors in the memory layouts of diffusion
+models."""
 
 import collections
 import inspect
@@ -29,7 +29,7 @@ every_16_bit_dtype = for_dtypes(torch.float16, torch.bfloat16)
 
 
 def pairwise(**axes):
-    """Parametrizes a test with few cases, in which each two values of different axes meet at least once."""
+    """Parametrizes a test with few cases that cover each pair of values of different axes."""
     names, values = list(axes), [list(axis) for axis in axes.values()]
     places = [[(i, a) for a in range(len(axis))] for i, axis in enumerate(values)]
     missing = {
@@ -41,7 +41,7 @@ def pairwise(**axes):
     cases = []
 
     def gain(place, case):
-        """How many new pairs a value brings, and how seldom it was used."""
+        """The number of new pairs with a value, and its rarity so far."""
         return sum(tuple(sorted((place, one))) in missing for one in case), -uses[place]
 
     for pair in sorted(missing):
@@ -67,7 +67,7 @@ def value_text(value):
     return value.__name__ if callable(value) else str(value).replace(" ", "")
 
 
-# Storage that belongs to no element of a view holds NaN: reading beyond a row shows in the result.
+# Storage outside a view's elements holds NaN, so that reads beyond a row affect the result.
 def _buffer(shape, like):
     return torch.full(shape, math.nan, dtype=like.dtype, device=like.device)
 
@@ -101,7 +101,7 @@ def _transposed(values):
 
 
 def _expanded(values):
-    """Stride 0 in the first dimension, if it is not the last. The values are those of its first index."""
+    """Stride 0 in the first dimension, unless it is the last. The values are those of the first index."""
     return values[:1].contiguous().expand_as(values) if values.dim() > 1 else values
 
 
@@ -112,7 +112,7 @@ def _misaligned(values):
 
 
 def _odd_rows(values):
-    """Rows an odd number of elements apart, so that each has another alignment."""
+    """Rows an odd number of elements apart, so that their alignments differ."""
     buffer = _buffer((*values.shape[:-1], values.shape[-1] // 2 * 2 + 3), values)
     return _filled(buffer[..., 1 : 1 + values.shape[-1]], values)
 
@@ -136,7 +136,7 @@ def normal(*shape, dtype, device, layout="contiguous", mean=0.0, std=1.0):
 
 
 def virtual_memory(elements, dtype, device):
-    """Memory of which only the pages that are written will be backed."""
+    """Virtual memory: only written pages are backed."""
     try:
         return torch.empty(elements, dtype=dtype, device=device)
     except (RuntimeError, torch.OutOfMemoryError) as error:
@@ -144,7 +144,7 @@ def virtual_memory(elements, dtype, device):
 
 
 def spread(*shape, dtype, device, layout="contiguous"):
-    """Values well apart in each row, so that a layer norm of a few of them is well-conditioned."""
+    """Values with a spread in each row, so that a layer norm of few values is well-conditioned."""
     values = torch.randn(shape, dtype=torch.float32, device=device) * 0.1
     values += torch.linspace(-1, 1, shape[-1], device=device)
     return LAYOUTS[layout](values.to(dtype))
@@ -156,7 +156,7 @@ def rotary_tables(*shape, dtype, device):
     return angles[0].cos().to(dtype), angles[1].sin().to(dtype)
 
 
-# Shapes in which cos and sin of a rotation are accepted.
+# Accepted shapes of a rotation's cos and sin.
 TABLE_SHAPES = {
     "S_d": lambda batch, seq, heads, dim: (seq, dim),
     "S_Hd": lambda batch, seq, heads, dim: (seq, heads * dim),
@@ -170,7 +170,7 @@ TABLE_SHAPES = {
     "B_S_H_d": lambda batch, seq, heads, dim: (batch, seq, heads, dim),
 }
 
-# The same of tables with one value a pair.
+# The same for tables with one value per pair.
 PAIR_TABLE_SHAPES = {
     name.replace("d", "p"): lambda *shape, table=table: (*table(*shape)[:-1], shape[-1] // 2)
     for name, table in TABLE_SHAPES.items()
@@ -219,7 +219,7 @@ def packed_projection(form, shape, dtype, device):
 PACKED_FORMS = ["chunk", "unbind", "interleaved_heads", "heads_first"]
 
 
-# Which of several are chosen, by their place.
+# Selections of several items, by index.
 CHOICES = {
     "all": lambda i, count: True,
     "none": lambda i, count: False,
@@ -230,12 +230,12 @@ CHOICES = {
     "all_but_first": lambda i, count: i > 0 or count == 1,
     "all_but_last": lambda i, count: i < count - 1,
 }
-# Of the modulators and vectors of a call, those that are float32 beside rows of 16 bits.
+# The modulators and vectors of a call that are float32 while rows are 16-bit.
 MIXTURES = ("all", "even", "odd")
 
 
 def mixed(mixture, tensors, dtype):
-    """Float32 tensors by name; those that are not of the mixture are converted to `dtype`."""
+    """Float32 tensors by name. Those outside the mixture are converted to `dtype`."""
     is_float32 = CHOICES[mixture]
     return {
         name: tensor if is_float32(i, len(tensors)) else tensor.to(dtype)
@@ -244,17 +244,17 @@ def mixed(mixture, tensors, dtype):
 
 
 def rows_of(hidden, dtype):
-    """Enough rows for a meaningful ratio of errors: in float32 each row's statistics are rounded, too."""
+    """Enough rows for a meaningful ratio of errors: in float32 each row's statistics are also rounded."""
     return max(64 if dtype == torch.float32 else 8, 2 * math.ceil(CONTRACT_ELEMENTS / hidden / 2))
 
 
-# Shapes in which scale, shift and gate broadcast against (B, S, D); of a table, they are views of
-# (..., count, D), as `unbind` leaves them.
+# Shapes of scale, shift and gate that broadcast against (B, S, D). From a table they are views of
+# (..., count, D), as returned by `unbind`.
 MODULATIONS = ("D", "SD", "B1D", "1SD", "BSD", "D_table", "B1D_table", "BSD_table")
 
 
 def modulation(form, count, x_shape, *, dtype, device):
-    """`count` tensors that modulate an x of three dimensions."""
+    """`count` tensors that modulate a 3-D x."""
     sizes = dict(zip("BSD", x_shape, strict=True), **{"1": 1})
     shape = [sizes[letter] for letter in form.removesuffix("_table")]
     if not form.endswith("_table"):
@@ -272,10 +272,10 @@ class Operation:
     """Names of arguments, by kind.
 
     Attributes:
-        rows: (..., D), or (..., 2 * D) of a gated operation; the first leads.
+        rows: (..., D), or (..., 2 * D) for a gated operation. The first sets shape, dtype and device.
         modulations: broadcast against the rows, T or float32.
-        vectors: (D,), T, of a norm also float32.
-        strings: what may be given for each argument that is a string, the default first.
+        vectors: (D,), T, for a norm also float32.
+        strings: accepted values of each string argument, the default first.
     """
 
     rows: tuple = ()
@@ -321,19 +321,19 @@ GATED = ("geglu", "swiglu")
 ACTIVATIONS = ("gelu", "silu", *GATED)
 ROW_NORMS = [name for name, o in TABLE.items() if o.rows and name not in (*ACTIVATIONS, "softmax")]
 ROW_OPERATIONS = [name for name, o in TABLE.items() if o.rows]
-# Those that write a single result to the caller's tensor.
+# Operations that write a single result to the caller's tensor.
 WITH_OUT = (*ACTIVATIONS, "attention")
 
-# Forms of calls beside those of the table, and the operation of each.
+# Other forms of calls, and the operation of each.
 QK_OPERATIONS = ["qk_norm_rope", "qk_norm_coordinate_rope", "qk_norm_two_ropes"]
 ROPE_OPERATIONS = ["rope", "rope_3d"]
 OPERATIONS = [*TABLE, *QK_OPERATIONS[1:]]
-# From tables of one value a pair, and from a complex one.
+# From tables with one value per pair, and from a complex table.
 BY_PAIR, BY_COMPLEX = "_by_pair", "_by_complex"
-# With every other tensor that may be float32 in it, and without every other optional one.
+# With every second tensor that may be float32 in float32, and without every second optional one.
 MIXED, SPARSE = "_mixed", "_sparse"
 CHANNELS_LAST = "group_norm_channels_last"
-# Of tensors whose heads follow each other, with their number.
+# With tensors (B, S, H * d) and the number of heads.
 HEADS_GIVEN = "attention_heads_given"
 CALLS = [
     *OPERATIONS,
@@ -358,7 +358,7 @@ def parameters_of(name):
 
 
 def optional_tensors(name):
-    """The optional input tensors of an operation, except sin, which goes with cos."""
+    """The optional input tensors of an operation, except sin, which belongs to cos."""
     return [
         key
         for key, parameter in parameters_of(name).items()
@@ -371,17 +371,17 @@ def widest_dtype(name):
 
 
 def narrowed(dtype, name):
-    """The dtype, or that of 16 bits where a call takes no other."""
+    """The dtype, or a 16-bit one if a call accepts no other."""
     return min(dtype, widest_dtype(name), key=lambda d: d.itemsize)
 
 
 def smallest_factor(count):
-    """Other than 1, if there is one. A bias of channels that are a group each would change nothing."""
+    """A divisor other than 1 if possible: with one channel per group a channel bias would change nothing."""
     return next((n for n in range(2, count + 1) if count % n == 0), 1)
 
 
 def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layout="contiguous"):
-    """The public function and arguments of one valid call, all optional ones given."""
+    """The public function and arguments of one valid call with all optional arguments."""
     for suffix in (BY_PAIR, BY_COMPLEX, MIXED, SPARSE):
         if name.endswith(suffix):
             plain = name.removesuffix(suffix)
@@ -461,7 +461,7 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
 
 
 def _with_pair_tables(arguments, heads, is_complex):
-    """The same call with other tables, of one value a pair, or with both in a complex one."""
+    """The same call with tables of one value per pair, or with a complex table."""
     x = arguments.get("x", arguments.get("q"))
     in_heads = x if x.dim() == 4 else x.unflatten(2, (heads, -1))
     shape = PAIR_TABLE_SHAPES["1_S_H_p"](*in_heads.shape)
@@ -473,7 +473,7 @@ def _with_pair_tables(arguments, heads, is_complex):
 
 
 def without_optional(name, arguments):
-    """The same call without optional arguments, except those that say how its tensors are read."""
+    """The same call without optional arguments, except those that affect the meaning of its tensors."""
     parameters, left_out = parameters_of(name), optional_tensors(name)
     kept = ("rope", "k_rope", "sin", "heads")
     return {
@@ -494,7 +494,7 @@ def out_for(function, arguments, layout="odd_rows"):
 
 
 def writing_call(kernel, name, *, out_layout="odd_rows", in_place=False, values=True, **options):
-    """A call that writes to tensors of the caller's: `out`, with values of qk_norm_rope, or in place."""
+    """A call that writes to the caller's tensors: `out`, for qk_norm_rope with values, or in place."""
     function, arguments = sample(kernel, name, **options)
     if in_place:
         return function, {**arguments, "inplace": True}
@@ -505,7 +505,7 @@ def writing_call(kernel, name, *, out_layout="odd_rows", in_place=False, values=
     return function, {**arguments, "out": out}
 
 
-# Calls that write to tensors of the caller's: operation, and whether in place.
+# Calls that write to the caller's tensors: operation, and whether in place.
 WRITING = [(name, False) for name in (*WITH_OUT, *QK_OPERATIONS)]
 WRITING += [(name, True) for name in (*QK_OPERATIONS, f"qk_norm_rope{BY_COMPLEX}")]
 every_writing = pytest.mark.parametrize(("name", "in_place"), WRITING)
@@ -516,7 +516,7 @@ def written_by(arguments):
     return as_tuple(arguments["out"]) if "out" in arguments else (arguments["q"], arguments["k"])
 
 
-# All calls, those that give new tensors with None.
+# All calls; None for those that return new tensors.
 ALL_CALLS = [*((name, None) for name in CALLS), *WRITING]
 every_kind_of_call = pytest.mark.parametrize(("name", "in_place"), ALL_CALLS)
 

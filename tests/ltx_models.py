@@ -1,4 +1,4 @@
-"""Small LTX-Video models and pipelines with random weights, inputs, and what they compute."""
+"""Small LTX-Video models and pipelines with random weights, their inputs and results."""
 
 import copy
 import re
@@ -27,7 +27,7 @@ either_order = pytest.mark.parametrize(
 
 
 def transformer(device, dtype=torch.float32, *, blocks=2, heads=4, head_dim=16, seed=0, **config):
-    """A model in which every parameter matters: no norm weight is 1, no modulation is small."""
+    """A model in which every parameter matters: norm weights differ from 1, modulations are large."""
     torch.manual_seed(seed)
     hidden = heads * head_dim
     model = LTXVideoTransformer3DModel(
@@ -66,9 +66,9 @@ def make_inputs(
     mask="padded",
     **options,
 ):
-    """Keyword arguments of one forward; further options are passed on as they are.
+    """Keyword arguments of one forward, including further options.
 
-    The mask is "padded" (each sample has another number of text tokens), "full" or None.
+    The mask is "padded" (a different number of text tokens per sample), "full" or None.
     """
     normal = seeded(seed, device)
     tokens = grid[0] * grid[1] * grid[2]
@@ -97,13 +97,12 @@ def cast(arguments, dtype):
 
 
 def reference(model, arguments):
-    """What a model without kernels computes in float64."""
+    """The result of a model without kernels in float64."""
     return run(copy.deepcopy(model).double(), cast(arguments, torch.float64))
 
 
 def graph_replays(model, arguments, further):
-    """Captures a forward in a CUDA graph and yields what it computes from each of further inputs, which
-    `arguments` hold then."""
+    """Captures a forward in a CUDA graph, copies other inputs to `arguments` and yields each result."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -121,15 +120,15 @@ def graph_replays(model, arguments, further):
 
 
 def prepared(device, *, model_config=None, **options):
-    """A float32 model, inputs for it, and what it is to compute from them."""
+    """A float32 model, inputs for it, and the expected result."""
     model = transformer(device, **(model_config or {}))
     arguments = inputs(model, **options)
     return model, arguments, reference(model, arguments)
 
 
 def computing(expected, model, arguments, slack=1e-5):
-    """Runs a float32 model, checks what it computes against `expected` (from `reference`), and
-    returns how often it called each operator of the package."""
+    """Runs a float32 model, compares the result with `expected` (from `reference`), and returns the
+    number of calls by operator of the package."""
     with KernelCalls() as calls:
         out = run(model, arguments)
     assert out.dtype == torch.float32
@@ -138,7 +137,7 @@ def computing(expected, model, arguments, slack=1e-5):
 
 
 def operation_of(operator, args=()):
-    """The name of the package's operation that a call of an operator computes, or None.
+    """The name of the package's operation for a call of an operator, or None.
 
     qk_norm_rope by coordinates counts as ``qk_norm_coordinate_rope``.
     """
@@ -162,8 +161,7 @@ def operation_of(operator, args=()):
 
 
 class KernelCalls(Observer):
-    """Counts the package's operations, and the matrix products with a GELU as epilogue, which count as gelu
-    too."""
+    """Counts the package's operations. Matmuls with a GELU epilogue also count as gelu."""
 
     def __init__(self):
         super().__init__()
@@ -179,17 +177,17 @@ class KernelCalls(Observer):
 
 
 def kernel_calls(function, *args):
-    """How often a call of a function calls each operator of the package, by name."""
+    """The number of calls by operator of the package in a call of a function."""
     with KernelCalls() as calls:
         function(*args)
     return dict(calls.counts)
 
 
 def calls_of(blocks, *, joined=None, **changes):
-    """The operator calls of a forward in which `blocks` blocks are on the kernels as a whole.
+    """The operator calls of a forward with `blocks` blocks entirely on the kernels.
 
     At `joined` places, by default all, the end of a block and the beginning of the next are one
-    operation. A keyword gives another number of calls a block.
+    operation. A keyword overrides the number of calls per block.
     """
     joined = blocks - 1 if joined is None else joined
     one_block = {
@@ -206,9 +204,9 @@ def calls_of(blocks, *, joined=None, **changes):
 
 
 def snapshot(model):
-    """Everything that an injection may touch: attributes, forwards, processors, parameters.
+    """Everything that an injection may change: attributes, forwards, processors, parameters.
 
-    A forward on the instance that is the class's own counts as none: accelerate leaves it there.
+    The class's own forward on the instance is ignored, because accelerate leaves it there.
     """
     state = {}
     for name, module in model.named_modules():
@@ -221,7 +219,7 @@ def snapshot(model):
 
 
 def pipeline(device, dtype=torch.float32, pipeline_class=LTXPipeline, **config):
-    """A pipeline without text encoder: prompts are given as embeddings."""
+    """A pipeline without text encoder, which takes embeddings as prompts."""
     model = transformer(device, dtype, **config)
     vae = AutoencoderKLLTXVideo(
         latent_channels=CHANNELS,
@@ -250,7 +248,7 @@ def pipeline(device, dtype=torch.float32, pipeline_class=LTXPipeline, **config):
 
 
 def prompts(device, dtype=torch.float32):
-    """Embeddings and masks of a prompt and a negative prompt, as a pipeline takes them."""
+    """Embeddings and masks of a prompt and a negative prompt, as arguments of a pipeline."""
     result = {}
     for prefix, length in (("", 5), ("negative_", 3)):
         embeds = torch.randn(1, TEXT_LENGTH, CAPTION_CHANNELS, device=device)

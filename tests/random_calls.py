@@ -1,8 +1,8 @@
 """Random wrong calls of the operations: each must raise one sentence, the same on every path.
 
-A seed gives a valid call, and one to three changes of it. If that raises, it must be ValueError or TypeError,
-in one sentence that names the operation and an argument, and no memory may have changed. The same call must
-raise the same with an input that requires grad, in the graph that is traced with fake tensors, and, for every
+A seed gives a valid call with one to three changes. If it raises, the error must be a ValueError or
+TypeError, in one sentence that names the operation and an argument, and memory must be unchanged. The same
+call must raise the same with an input that requires grad, in a graph traced with fake tensors, and, for every
 hundredth call, under torch.compile.
 """
 
@@ -36,7 +36,7 @@ OTHER_DTYPES = [
     *(torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128),
     *(torch.float8_e4m3fn, torch.float8_e5m2),
 ]
-# Some of these are valid for some arguments.
+# Some of these values are valid for some arguments.
 VALUES = [
     *(None, True, False, 0, 1, -1, 2, 3, 64, 2.5, 1e-6, -0.0, 1e300, 1e-50, 1j),
     *(math.nan, math.inf, -math.inf, 2**31, 2**63, -(2**63) - 1, 10**400),
@@ -107,12 +107,12 @@ def another_layout(tensor, rng):
     )
     try:
         return make(tensor)
-    except (IndexError, RuntimeError):  # not every tensor has every layout
+    except (IndexError, RuntimeError):  # not every layout exists for every tensor
         return tensor.double()
 
 
 def another_device(tensor, rng):
-    # On a CPU the only other device is meta, which gets shapes alone.
+    # On a CPU the only other device is meta, which has only shapes.
     return tensor.cpu() if tensor.is_cuda else tensor.double()
 
 
@@ -161,7 +161,7 @@ def _change(call, rng):
     name = rng.choice(list(call.arguments))
     value = call.arguments[name]
     if not all(map(_is_plain, tensors_of(value))):
-        return  # nothing more can be made of it
+        return  # no further change applies
     if isinstance(value, torch.Tensor):
         change = rng.choice(CHANGES)
         call.arguments[name] = change(value, rng)
@@ -179,7 +179,7 @@ def _change(call, rng):
 
 
 def _change_names(call, rng):
-    """Another argument is given, or one is not."""
+    """Adds an argument, or omits one."""
     if rng.random() < 0.5:
         call.arguments[rng.choice(("foo", "y", "weights", "dim", "out"))] = rng.choice(VALUES[:20])
         call.changes.append(("names", "one more"))
@@ -222,7 +222,7 @@ def random_call(seed, device):
 
 
 def sentence(name):
-    """One line: the operation, an argument, what is accepted and what was given; or of names, Python's."""
+    """One line with the operation, an argument, accepted and given values; or Python's error for names."""
     names = set(parameters_of(name))
     if name == "qk_norm_rope":
         fields = {"cos", "sin", "coordinates", "frequencies"}
@@ -242,7 +242,7 @@ PATTERNS = {name: sentence(name) for name in TABLE}
 
 
 def traced_outcome(function, arguments):
-    """What a call raises when its graph, traced with fake tensors, runs."""
+    """The outcome of running a call's graph, traced with fake tensors."""
     call, tensors = of_tensors(function, arguments)
     return outcome(lambda: make_fx(call, tracing_mode="fake")(*tensors)(*tensors), {})
 
@@ -256,7 +256,7 @@ def _leader(arguments):
 
 
 def fault(call):
-    """What is wrong, None if the call is refused as it should be, or "valid" if it raises nothing."""
+    """The fault; None if the call is refused correctly, or "valid" if it raises nothing."""
     with torch.no_grad():
         memory = MemorySnapshot([t for t in tensors_of(call.arguments) if _is_plain(t)])
         kind, message = expected = outcome(call.function, call.arguments)
@@ -274,11 +274,11 @@ def fault(call):
         other = outcome(call.function, call.arguments)
         leader.requires_grad_(False)
         if other != expected:
-            return f"{message!r}, but where an input requires grad {other}"
+            return f"{message!r}, but if an input requires grad {other}"
     changes = [change for _, change in call.changes]
     if not any(change is other for change in changes for other in NOT_TRACED):
         others = {"traced": traced_outcome}
-        # Dynamo itself fails at integers that no float holds.
+        # Dynamo itself fails for integers beyond float64.
         is_huge = any(type(v) is int and v.bit_length() > 1000 for v in call.arguments.values())
         if call.seed % DYNAMO_EVERY == 0 and not is_huge:
             others["compiled"] = compiled_outcome
@@ -291,7 +291,7 @@ def fault(call):
 
 
 def check_seed(seed, device):
-    """("valid", "refused" or what is wrong, the changes)."""
+    """("valid", "refused" or the fault, the changes)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         call = random_call(seed, device)

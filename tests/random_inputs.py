@@ -1,6 +1,6 @@
 """Forms of a forward's arguments for the random sequences.
 
-A form is a function of keyword arguments that returns (args, kwargs): the same values given in another way.
+A form is a function of keyword arguments that returns (args, kwargs) with the same values in another form.
 """
 
 import torch
@@ -104,7 +104,7 @@ def without_last_tensor(arguments):
     return (), {name: value for name, value in arguments.items() if name != last}
 
 
-# Forms that models accept.
+# Forms accepted by models.
 GOOD_FORMS = {
     "as they are": lambda arguments: ((), arguments),
     "a model output": lambda arguments: ((), {**arguments, "return_dict": True}),
@@ -121,9 +121,9 @@ GOOD_FORMS = {
     "long timestep": _with_timestep(lambda timestep: (timestep * 1000).long()),
     "reversed keywords": lambda arguments: ((), dict(reversed(arguments.items()))),
 }
-# Forms whose calls are captured.
+# Forms for which calls are captured.
 QUIET_FORMS = [form for form in GOOD_FORMS if form != "subclass"]
-# Forms that some models refuse.
+# Forms refused by some models.
 FORMS = {
     **GOOD_FORMS,
     "overlapping": _with_first(overlapping),

@@ -1,4 +1,4 @@
-"""Modes in which the random sequences call a model: contexts around the call, and transforms of it.
+"""Modes of calls in the random sequences: contexts around a call, and transforms of it.
 
 A mode is a function of the sequence's Twins and a Call that returns the call's result.
 """
@@ -40,7 +40,7 @@ class Call(NamedTuple):
 
 
 class Interrupt(TorchDispatchMode):
-    """Raises an error at one of the operations."""
+    """Raises an error at one operation."""
 
     def __init__(self, error, operation):
         super().__init__()
@@ -80,7 +80,7 @@ class ScalingDispatchMode(TorchDispatchMode):
 
 @contextlib.contextmanager
 def setting(write, value, before, **options):
-    """Set something for a while."""
+    """Set a value temporarily."""
     write(value, **options)
     try:
         yield
@@ -101,7 +101,7 @@ def other_stream():
 
 
 def in_context(*contexts, run=Call.__call__):
-    """Run a call within contexts, made by functions of the call. The first decides on gradients."""
+    """Run a call within contexts, made by functions of the call. The first sets the gradient mode."""
 
     def mode(twins, call):
         with contextlib.ExitStack() as stack:
@@ -149,12 +149,12 @@ def in_threads(functions):
 
 
 def in_thread(twins, call):
-    """Of another thread, which has modes of its own."""
+    """Calls in another thread, which has its own modes."""
     return in_threads([functools.partial(without_grad(), twins, call)])[0]
 
 
 def in_three_threads(twins, call):
-    """At the same time, if no call changes what another one reads."""
+    """Concurrent calls, if no call changes another's inputs."""
     state = (
         *(twins.hooks, twins.global_hooks, twins.adapters, twins.cache_name, twins.keeps_forwards),
         *(twins.offloading, twins.layerwise),
@@ -203,7 +203,7 @@ def symbolically_traced(call, **options):
 
 
 def differentiated(twins, call):
-    # On CUDA some gradients of PyTorch's fused attentions are not finite, without kernels too.
+    # On CUDA some gradients of PyTorch's fused attentions are not finite, even without the kernels.
     with sdpa_kernel(SDPBackend.MATH):
         out = call()[0]
         loss = weighted_sum(out)
@@ -211,7 +211,7 @@ def differentiated(twins, call):
             return out
         parameters = [p for p in call.model.parameters() if p.requires_grad]
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    # As one tensor: some may be only rounding errors of large terms that cancel.
+    # Compared as one tensor: some may be only rounding errors of large terms that cancel.
     flat = [g.detach().flatten().float() for g in gradients if g is not None]
     return out.detach(), torch.cat(flat)
 
@@ -289,7 +289,7 @@ _KERNELS = {
 }
 QUIET_MODES = list(_QUIET)
 MODES = {**_QUIET, **_LOUD, **_KERNELS}
-# How often a mode is drawn with graphs. Some are slow.
+# Weights of the modes with graphs. Some are slow.
 GRAPH_MODES = {
     **dict.fromkeys((*_QUIET, *_LOUD), 1),
     "make_fx": 0.05,

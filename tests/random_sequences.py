@@ -1,18 +1,18 @@
-"""Random sequences of what users do to a model, and the first difference between two models.
+"""Random sequences of user actions on a model, until the first difference between two models.
 
 Each action is applied to a tested model and to a plain one with the same weights. Their results are compared
-after each forward. What raises on the plain model must raise the same on the tested one. There are two kinds:
+after each forward. If the plain model raises, the tested one must raise the same. There are two kinds:
 
-- The tested model is injected at random times, the plain one never. Results differ by rounding alone.
-- With `--graphs`, both are injected, and the tested one runs on CUDA graphs (emulated on a CPU). Results have
-  the same bits.
+- The tested model is injected at random times, the plain one never. Results differ only by rounding.
+- With `--graphs`, both are injected, and the tested one runs on CUDA graphs (emulated on a CPU). Results are
+  bitwise equal.
 
-A sequence is drawn from a seed, so that it can be repeated::
+A seed determines a sequence::
 
     python tests/random_sequences.py --family ltx --seed 123
     python tests/random_sequences.py --graphs --device cuda --sequences 5000 --processes 14
 
-A failure is printed as the code that repeats it. The exit status is 1 if there is one.
+A failure is printed as code that repeats it. The exit status is then 1.
 """
 
 import collections
@@ -67,11 +67,11 @@ MODELS = Families()
 # float32: both models do the same arithmetic in another order. 1e-4 of the output's norm is some hundred
 # times the difference that this causes, and a hundredth of what one wrong token causes.
 #
-# 16 bits: the rounding errors of both are independent, and so only their sizes can be compared: the distances
-# from a float32 model, to which each action is applied, too. Their ratio in one forward varies: where both
-# models were right it was between 0.61 and 1.51 for the output in 400 forwards of FLUX.1, between 0.46 and
-# 1.98 for the gradient in 160. A quarter of the dtype's epsilon covers plain models whose error is small by
-# chance. One wrong block is 10 to 100 times the error.
+# 16 bits: the rounding errors of both are independent, so only their sizes can be compared: the distances
+# from a float32 model, to which each action is also applied. Their ratio varies between forwards: for correct
+# models it was between 0.61 and 1.51 for the output in 400 forwards of FLUX.1, and between 0.46 and 1.98 for
+# the gradient in 160. A quarter of the dtype's epsilon covers plain models whose error is small by chance.
+# One wrong block is 10 to 100 times the error.
 FLOAT32_LIMIT = 1e-4
 FLOAT32_GRADIENT_LIMIT = 1e-3
 ROUNDED_LIMIT = 1.75
@@ -83,11 +83,11 @@ CONTROL_ARGUMENTS = ("controlnet_block_samples", "block_controlnet_hidden_states
 
 
 class Difference(AssertionError):
-    """The tested model does not do what the plain one does."""
+    """The tested model differs from the plain one."""
 
 
 class Refused(Exception):
-    """The action raised on the plain model, and the same on the tested one."""
+    """The action raised the same on both models."""
 
 
 class Boom(Exception):
@@ -111,7 +111,7 @@ def describe(error):
 def attempt(act, model):
     """(result, error) of a call with a model.
 
-    A function of its own: an error keeps the frames that it passed, and these hold one model alone.
+    This is a separate function, because an error keeps its frames, and these must hold only one model.
     """
     try:
         return act(model), None
@@ -124,7 +124,7 @@ def attempt(act, model):
 
 
 def compare_rounded(what, tested, plain, float32, eps, is_gradient):
-    """Compare two results that differ by rounding, by the float32 model's where that is known."""
+    """Compare two results that differ by rounding, with the float32 model's if there is one."""
     if tested.dtype != plain.dtype or tested.shape != plain.shape:
         raise Difference(
             f"{what} is {tested.dtype} {tuple(tested.shape)}, the plain model's "
@@ -132,13 +132,13 @@ def compare_rounded(what, tested, plain, float32, eps, is_gradient):
         )
     if not plain.isfinite().all():
         if float32 is None and not torch.equal(tested.isfinite(), plain.isfinite()):
-            raise Difference(f"{what} is finite at other places than the plain model's")
+            raise Difference(f"{what} and the plain model's are finite at different places")
         return
     if not tested.isfinite().all():
         raise Difference(f"{what} is not finite, the plain model's is")
     if float32 is None:
         error = relative_distance(tested, plain)
-        # 16 bits without a float32 model: that one could not compute what the plain one did.
+        # 16 bits without a float32 model, which could not repeat the plain model's action.
         limit = FLOAT32_GRADIENT_LIMIT if is_gradient else FLOAT32_LIMIT
         if error > max(limit, UNKNOWN_ROUNDING_LIMIT * eps):
             raise Difference(f"{what} is {error:.3g} of its norm from the plain model's")
@@ -152,7 +152,7 @@ def compare_rounded(what, tested, plain, float32, eps, is_gradient):
 
 
 def properties(tensor):
-    """What a caller can see of a tensor besides its values."""
+    """A tensor's visible properties except its values."""
     return {
         "type": type(tensor).__name__,
         "dtype": tensor.dtype,
@@ -190,9 +190,9 @@ def compare_bits(what, tested, plain, slack=0):
 
 
 class Action(NamedTuple):
-    weights: tuple  # how often it is drawn, without and with graphs
+    weights: tuple  # weights without and with graphs
     allowed: Any  # twins -> whether the action makes sense now
-    arguments: dict  # of each keyword, a list of values or a function of (rng, twins)
+    arguments: dict  # for each keyword, a list of values or a function of (rng, twins)
 
     def draw(self, rng, twins):
         return {
@@ -213,7 +213,7 @@ def is_resident(twins):
 
 
 def has_original_weights(twins):
-    """Whether weights are where and as the model was made."""
+    """Whether weights still have the model's original device and dtype."""
     return is_resident(twins) and not (twins.layerwise or twins.quantized)
 
 
@@ -223,9 +223,10 @@ def can_differentiate_forwards(twins):
 
 
 def action(weight, with_graphs, allowed=always, **arguments):
-    """Register a method of Twins. Where it is not allowed, a call does nothing.
+    """Register a method of Twins. A call does nothing if the action is not allowed.
 
-    What prevents a capture is drawn less often with graphs, and its end more often. See Action for the rest.
+    Actions that prevent captures have lower weights with graphs, and those that end them higher ones. See
+    Action for the rest.
     """
 
     def register(method):
@@ -373,7 +374,7 @@ REPLACEMENTS = {part: ways for parts, ways in MAY_BE_REPLACED.items() for part i
 
 
 def is_adaptive_norm(module):
-    """Which returns more than a norm."""
+    """A modulated norm, which returns more than a norm."""
     return "AdaLayerNorm" in type(module).__name__
 
 
@@ -386,7 +387,7 @@ def draw_replacement(rng, twins):
 
 
 def patchable(twins):
-    """What a user may patch, by name: (owner, attribute)."""
+    """Functions that a user may patch, by name: (owner, attribute)."""
     module = importlib.import_module(twins.family.module)
     known = (
         *(GELU, RMSNorm, nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, nn.GELU, nn.SiLU, nn.Dropout),
@@ -474,13 +475,13 @@ class Watch:
             if counts.total() != self.calls[key]:
                 raise Difference(f"{self.calls[key]} calls, of which {counts.total()} are counted")
             total.update(counts)
-            self.checked[key] = now  # copies may call what they were made of
+            self.checked[key] = now  # copies may call their originals
         self.calls.clear()
         return total
 
 
 def general(reason):
-    """A reason without the names in it."""
+    """A reason without names."""
     reason = re.sub(r"^\S+(?= (has hooks|runs code of))", "a part", reason)
     return re.sub(r" of diffusers: .*| by \w+$", " of diffusers", reason)
 
@@ -490,17 +491,17 @@ def general(reason):
 
 
 class Twins:
-    """A tested model, a plain one, and a float32 one where these have 16 bits.
+    """A tested model, a plain one and, if they are 16-bit, a float32 one.
 
     Args:
-        family: its name.
-        graphs: whether CUDA graphs are tested rather than the kernels.
+        family: the family's name.
+        graphs: whether CUDA graphs are tested instead of the kernels.
         dtype: "float32", "bfloat16" or "float16".
-        seed: of the weights.
-        config: of the model.
+        seed: the weights' seed.
+        config: the model's configuration.
 
     Raises:
-        Difference: by an action, when the tested model does not do what the plain one does.
+        Difference: by an action, if the tested model differs from the plain one.
         Refused: by an action that raised the same on both.
     """
 
@@ -517,12 +518,12 @@ class Twins:
         if is_rounded and not graphs:
             self.models["float32"] = copy.deepcopy(self.plain).float()
         self.models["tested"] = self._model(seed)
-        # Emulated graphs give convolutions other memory, and these then sum in another order.
+        # With emulated graphs convolutions have other memory, and then sum in another order.
         is_exact = family in FAMILIES or self.device.type == "cuda"
         self.slack = 0 if is_exact else 100 * torch.finfo(self.dtype).eps
         self.injected = None  # the options of the injection
         self.offloading = self.cache_name = self.usual_call = None
-        self.seen = collections.Counter()  # what hooks saw of the current call
+        self.seen = collections.Counter()  # the hooks' observations of the current call
         self.layerwise = self.quantized = self.restructured = False
         self.uses_data = self.changes_weights = False
         # A library or a wrapper keeps the forward that it found: in a plain model that is the class's
@@ -570,7 +571,7 @@ class Twins:
     def draw_steps(self, rng):
         """The steps of a sequence. Each is drawn when the steps before it are done."""
         count = rng.randint(4, 9) if self.graphs else rng.randint(6, 14)
-        # Injection comes early, since the other actions are to find an injected model.
+        # Injection comes early, so that most actions run on an injected model.
         first = 0 if self.graphs else rng.randrange(4)
         for i in range(count):
             yield self._draw_step(rng, "inject" if i == first else None)
@@ -619,7 +620,7 @@ class Twins:
         gc.collect()
 
     def has(self, path):
-        """Whether a path leads to a module. An earlier action may have moved it."""
+        """Whether there is a module at a path. An earlier action may have moved it."""
         try:
             self.plain.get_submodule(path)
         except AttributeError:
@@ -655,7 +656,7 @@ class Twins:
         graphs=lambda rng, twins: twins.graphs and rng.random() < 0.95,
     )
     def inject(self, *, attention=True, limit=8, graphs=False):
-        """Inject. If the model is injected, inject again with the same options, which changes nothing."""
+        """Inject. A second injection with the same options changes nothing."""
         attention, limit, graphs = self.injected or (attention, limit, graphs)
         for model in self._injectable:
             options = {"cuda_graphs": True, "max_cuda_graphs": limit}
@@ -694,13 +695,13 @@ class Twins:
         samples=0,
         interrupt=None,
     ):
-        """Calls, each with other values in the same tensors.
+        """Calls with new values in the same tensors.
 
         Args:
-            options: the name of the inputs' options, the family's first by default.
-            form: how the arguments are given.
-            scale: of adapters, given with the call.
-            samples: how many tensors of a control network are given.
+            options: the name of the inputs' options, by default the family's first.
+            form: the form of the arguments.
+            scale: the adapters' scale, as an argument of the call.
+            samples: the number of a control network's tensors.
             interrupt: an error, and the operation of a capture that raises it.
         """
         if mode == "jvp" and not can_differentiate_forwards(self):
@@ -714,7 +715,7 @@ class Twins:
                 if name == "float32":
                     kwargs = self.family.cast(kwargs, torch.float32)
                 calls[id(model)] = Call(model, args, kwargs, "cond" if self.cache_name else None)
-        except Exception as error:  # these arguments have no such form
+        except Exception as error:  # the form does not apply to these arguments
             self.counts[f"form: {form}: {describe(error)}"] += 1
             return
         for _ in range(times):
@@ -773,8 +774,8 @@ class Twins:
             if not self.graphs:
                 return
         except Difference as difference:
-            # In-place changes and tensors of inference mode may break one of two equivalent autograd
-            # graphs. Hooks and caches then saw more of one than of the other: the sequence ends.
+            # In-place changes and inference tensors may break one of two equivalent autograd graphs. Then
+            # hooks and caches have observed different parts of the two, and the sequence ends.
             if (
                 not self.graphs
                 and (is_gradient or mode == "grad")
@@ -784,7 +785,7 @@ class Twins:
             raise
         if seen[False] != seen[True]:
             missing, more = seen[False] - seen[True], seen[True] - seen[False]
-            raise Difference(f"hooks miss {dict(missing)}, and see besides {dict(more)}")
+            raise Difference(f"hooks miss {dict(missing)}, and additionally see {dict(more)}")
         if not torch.equal(random_states[False], random_states[True]):
             raise Difference("the next random numbers differ")
         if self.graphs:
@@ -872,7 +873,7 @@ class Twins:
         cls=[None] * 5 + ["RMSNorm", "GELU", "LayerNorm", "Linear", "Dropout"],
     )
     def global_hook(self, *, cls):
-        """Changes what the modules of a class return, or counts the calls of modules by class."""
+        """Changes the results of a class's modules, or counts the calls of modules by class."""
 
         def count(module, args, output):
             self.seen[type(module).__name__] += 1
@@ -976,7 +977,7 @@ class Twins:
 
     @action(1, 1, has_original_weights, dtype=["float32", "bfloat16", "float16"])
     def to_and_back(self, *, dtype):
-        """All weights are rounded on the way."""
+        """Converts all weights to another dtype and back, which rounds them."""
         self.apply(lambda model: model.to(getattr(torch, dtype)).to(self._dtype_of(model)) and None)
 
     @action(
@@ -1023,7 +1024,7 @@ class Twins:
 
     @action(1, 1, is_resident, keep=chance(0.8))
     def deepcopy(self, *, keep=True):
-        """Continue with copies. The originals may be gone then."""
+        """Continue with copies. The originals may be deleted."""
         before = list(self.models.values())
         self.shares_forwards |= self.keeps_forwards
         self.models = self.apply(copy.deepcopy)
@@ -1076,7 +1077,7 @@ class Twins:
         self.cache_name = None
 
     # ----------------------------------------------------------------------------------------------
-    # Parts and code of the user's own
+    # Users' modules and code
 
     @action(6, 3, is_resident)
     def replace(self, *, module, kind):
@@ -1141,8 +1142,8 @@ class Twins:
     # The end
 
     def finish(self):
-        """Ejected, the tested model is the plain one, to the last attribute. No graph is left."""
-        if not self.shares_forwards:  # else copies run forwards of the originals
+        """After ejection the tested model has the plain one's attributes, and no graph is left."""
+        if not self.shares_forwards:  # otherwise copies run forwards of the originals
             self.copied.clear()
         self.eject()
         self.forward()
@@ -1158,7 +1159,7 @@ class Twins:
                     raise Difference(f"{name} has other values")
 
     def free(self):
-        """The tested model's memory is freed when the plain one's is, without the collector."""
+        """The tested model's memory is freed with the last reference, without garbage collection."""
         if self.graphs:
             self.counts.update(self.watch.check())
         self.copied.clear()
@@ -1183,7 +1184,7 @@ def change_inputs(call, form):
 
 
 def attributes(module):
-    """Of an instance. A forward that is the class's own does not count: libraries leave it there."""
+    """An instance's attributes, without the class's own forward, which libraries leave there."""
     names = set(vars(module))
     if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
         names.remove("forward")
@@ -1205,7 +1206,7 @@ def find_hooks(model, handle):
 
 @dataclass
 class Sequence:
-    """The arguments of a Twins, and the steps that are applied to it."""
+    """The arguments of a Twins, and the steps applied to it."""
 
     model: dict
     steps: list
@@ -1249,7 +1250,7 @@ def execute(seed, sequence, steps):
         except Refused as refused:
             result.refused = f"{step.name}: {refused}"
         except Exception as error:
-            # Actions raise in `apply`. Another error is one of the package or of this program.
+            # Actions raise in `apply`. Other errors are faults of the package or of this program.
             result.failure = f"{step.name}: {describe(error)}"
             result.traceback = traceback.format_exc()
         result.steps, result.forwards, result.counts = twins.steps, twins.forwards, twins.counts
@@ -1261,7 +1262,7 @@ def execute(seed, sequence, steps):
 
 
 def prepare_process():
-    """Silence warnings, use one thread, no TF32, and leave little to the garbage collector."""
+    """Silence warnings, use one thread and no TF32, and reduce garbage collection."""
     logging.getLogger().setLevel(logging.ERROR)
     for name in ("diffusers", "accelerate", "peft", "torchao", "h100_diffusers_kernels"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -1287,7 +1288,7 @@ class Task(NamedTuple):
 
 
 def results_of(tasks, processes):
-    """(task, result) of all tasks, as they come. A process that dies ends the program with an error."""
+    """(task, result) of all tasks in order of completion. A dead process ends the program with an error."""
     if processes == 1:
         prepare_process()
         yield from ((task, task.run()) for task in tasks)
@@ -1306,9 +1307,9 @@ def results_of(tasks, processes):
 @click.command(help=__doc__.split("\n\n")[0])
 @click.option("--family", default="all", type=click.Choice(["all", *MODELS]))
 @click.option("--graphs", is_flag=True, help="Compare models with CUDA graphs and without.")
-@click.option("--seed", type=int, help="One sequence, with its traceback.")
+@click.option("--seed", type=int, help="Seed of a single sequence, run with its traceback.")
 @click.option("--device", default="cpu")
-@click.option("--sequences", default=100, help="Of each family.")
+@click.option("--sequences", default=100, help="Number of sequences per family.")
 @click.option("--first-seed", default=0)
 @click.option("--processes", default=1)
 def main(family, graphs, seed, device, sequences, first_seed, processes):

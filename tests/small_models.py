@@ -1,6 +1,6 @@
-"""Small models of diffusers that belong to no family, with random weights, and inputs of one forward of each.
+"""Small diffusers models without a family, with random weights, and inputs of one forward of each.
 
-Their heads have 64 elements, which attention's kernel accepts, unless the name gives another number.
+Their heads have 64 elements, which attention's kernel accepts, unless the name has another number.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class SmallModel:
     Attributes:
         inputs: the arguments of a forward by name; floating-point tensors have the model's dtype, except
             those of ``exact``, which are always float32.
-        attends: how many attentions a forward computes on the kernel in 16 bits.
+        attends: the number of attentions that a forward computes on the kernel in 16 bits.
     """
 
     name: str
@@ -35,7 +35,7 @@ class SmallModel:
         return self.name
 
     def model(self, device, dtype=torch.float32, seed=0, **changes):
-        """With norms whose weights are not 1, and no weight of 0."""
+        """The model with norm weights different from 1, and without zero parameters."""
         torch.manual_seed(seed)
         model = getattr(diffusers, self.cls)(**{**self.config, **changes})
         for name, parameter in model.named_parameters():
@@ -75,7 +75,7 @@ def tensors(result):
 
 @torch.no_grad()
 def run(model, arguments):
-    """All that a forward gives, as one row; arguments by name, or a module's in order."""
+    """All results of a forward as one row; arguments by name, or in order for a module."""
     if isinstance(arguments, dict):
         result = model(**{"return_dict": False, **arguments})
     else:
@@ -88,7 +88,7 @@ def normal(*shape):
 
 
 def mask(length=6, batch=2):
-    """Each sample has another number of tokens, which are padded to ``length``."""
+    """Samples with different numbers of tokens, padded to ``length``."""
     return (torch.arange(length) < torch.tensor([[length], [length // 2]][:batch])).long()
 
 
@@ -131,7 +131,7 @@ _TWO_BLOCKS = {**_HEADS, **_IN_OUT, "num_layers": 2}
 
 
 def _denoising(x, **more):
-    """The arguments that most models have; ``more`` adds others, or gives one of them differently."""
+    """The arguments of most models; ``more`` adds or overrides arguments."""
     text = {"encoder_hidden_states": normal(2, 6, 24), "timestep": TIME}
     return {"hidden_states": x, **text, **more}
 

@@ -19,7 +19,7 @@ from inputs import (
     pairwise,
 )
 
-# Operation and keyword arguments, by name: with each choice of an operation's strings.
+# Operation and keyword arguments by name, for each value of an operation's string arguments.
 VARIANTS = {name: (name, {}) for name in ACTIVATIONS}
 VARIANTS |= {
     f"{name}_{choice}": (name, {key: choice})
@@ -34,7 +34,7 @@ BIASES = [None, "contiguous", "misaligned"]
 
 
 def resolve(activation):
-    """The operation's name, its keyword arguments, and how many inputs make one output."""
+    """The operation's name, its keyword arguments, and the number of inputs per output."""
     name, options = VARIANTS[activation]
     return name, options, 2 if name in GATED else 1
 

@@ -1,4 +1,4 @@
-"""attention: softmax(scale * q kᵀ + key_bias) v, of every batch entry and head."""
+"""attention: softmax(scale * q kᵀ + key_bias) v for every batch entry and head."""
 
 import math
 
@@ -24,7 +24,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="too slow 
 HALVES, HEAD_DIMS = [torch.float16, torch.bfloat16], [64, 128]
 BIAS_DTYPES = [None, torch.float32]  # None: of the query's dtype
 
-# Around multiples of the sizes of tiles, and far from them.
+# Around multiples of tile sizes, and far from them.
 QUERY_LENGTHS = [1, 63, 64, 65, 191, 192, 193, 300]
 KEY_LENGTHS = [1, 7, 64, 127, 128, 129, 176, 177, 255, 256, 257, 300, 1000]
 INT32_MAX = 2**31 - 1
@@ -51,7 +51,7 @@ def key_lengths(values, device):
 
 
 def pad_with(value, lengths, *tensors):
-    """Puts the value into the keys at and after each length."""
+    """Writes the value to the keys from each length on."""
     for b, length in enumerate(lengths):
         for tensor in tensors:
             tensor[b, min(max(length, 0), tensor.shape[1]) :] = value
@@ -106,11 +106,11 @@ def check_attention(kernel, q, k, v, *, contract=True, written=None, **options):
 
 
 # --------------------------------------------------------------------------------------------------
-# Written to a tensor of the caller's
+# Results in the caller's tensor
 
 
 def memory_for_output(layout, shape, dtype, device):
-    """A view that holds NaN, in a buffer that does."""
+    """A view filled with NaN, in a buffer filled with NaN."""
     return normal(*shape, dtype=dtype, device=device, layout=layout).fill_(math.nan)
 
 
@@ -186,7 +186,7 @@ def test_heads_and_batches(kernel, device, heads, batch, queries, head_dim, dtyp
     dtype=HALVES,
 )
 def test_many_tiles(kernel, device, shape, masked, dtype):
-    """More blocks than there are multiprocessors, so that each has several."""
+    """More blocks than multiprocessors, so that each multiprocessor gets several."""
     batch, queries, keys, heads, key_heads, head_dim = shape
     q, k, v = query_key_value(
         batch, queries, keys, heads, head_dim, dtype, device, key_heads=key_heads
@@ -246,7 +246,7 @@ def test_packed_projections(kernel, device, form, keys, head_dim, dtype):
 
 @pairwise(layout=STRIDED_LAYOUTS, which=["q", "k", "v", "qkv"], head_dim=HEAD_DIMS, dtype=HALVES)
 def test_strided_views(kernel, device, layout, which, head_dim, dtype):
-    """What belongs to no element of a view is NaN."""
+    """Memory outside a view's elements is NaN."""
     plain = query_key_value(2, 70, 130, 3, head_dim, dtype, device)
     views = query_key_value(2, 70, 130, 3, head_dim, dtype, device, layout=layout)
     tensors = [
@@ -276,7 +276,7 @@ def test_strides_of_dimensions_of_size_1_are_free(kernel, device, dtype):
 
 
 # --------------------------------------------------------------------------------------------------
-# Heads that follow each other, as linear layers give them
+# Tensors (B, S, H * d), as returned by linear layers
 
 
 def in_one(*tensors):
@@ -354,7 +354,7 @@ def test_key_bias(kernel, device, kind, bias_dtype, keys, head_dim, dtype):
     q, k, v = query_key_value(3, 65, keys, 4, head_dim, dtype, device, key_heads=2)
     bias = normal(3, keys, dtype=bias_dtype or dtype, device=device, std=2.0)
     BIASES[kind](bias)
-    # What float32 leaves of a score beside a large bias is all of the error, here and there.
+    # A large bias leaves few bits of a score in float32, which dominates the error of some elements.
     contract = not kind.startswith("large")
     out = check_attention(kernel, q, k, v, key_bias=bias, contract=contract)
     for b in range(3):
@@ -436,7 +436,7 @@ def test_range_of_scores(kernel, device, queries, std, head_dim, dtype):
     dtype=HALVES,
 )
 def test_order_of_scores(kernel, device, queries, order, steepness, head_dim, dtype):
-    """A running maximum changes with every key, or never."""
+    """A running maximum that changes with every key, or never."""
     keys = 577
     q, k, v = query_key_value(2, queries, keys, 2, head_dim, dtype, device)
     q = 1 + q * 0.01
@@ -476,7 +476,7 @@ def test_range_of_values(kernel, device, queries, factor, head_dim):
 @pytest.mark.sanitize
 @every_head_dim
 def test_values_beyond_float16(kernel, device, head_dim):
-    """Of many queries, heads whose values or averages are tiny or huge, or cancel each other."""
+    """Many queries, and heads whose values or averages are tiny or huge, or cancel each other."""
     q, k, v = query_key_value(1, 1025, 300, 3, head_dim, torch.bfloat16, device)
     v[:, :, 0] *= 1e-6
     v[:, :, 1] *= 1e4
@@ -501,7 +501,7 @@ def test_one_key_above_all_others(kernel, device, queries, gap, head_dim, dtype)
 
 @every_head_dim
 def test_large_float16_values(kernel, device, head_dim):
-    """Averages of the largest values are no larger, whatever is added up on the way."""
+    """Averages of float16's largest value do not overflow."""
     largest = torch.finfo(torch.float16).max
     q, k, v = query_key_value(2, 65, 300, 2, head_dim, torch.float16, device)
     v.fill_(largest)
@@ -519,7 +519,7 @@ def test_scores_as_models_have_them(kernel, device, kind, head_dim):
 
 
 def rows_with_peaks(queries, keys, head_dim, highest, device):
-    """Each row has a key in each tile of 128 keys, at a height in nats of its own."""
+    """Each row has a peak of random height (in nats) in each tile of 128 keys."""
     tiles = -(-keys // 128)
     q = torch.zeros(1, queries, 1, head_dim, device=device)
     k = torch.randn(1, keys, 1, head_dim, device=device) * 0.1
@@ -535,7 +535,7 @@ def rows_with_peaks(queries, keys, head_dim, highest, device):
 @pytest.mark.slow
 @pairwise(highest=[10, 25, 60, 200, 1000], keys=[300, 1500, 4000], head_dim=HEAD_DIMS)
 def test_rows_that_rise_at_different_tiles(kernel, device, keys, highest, head_dim):
-    """Neighbouring rows are rescaled at different times, some beyond what float32 holds."""
+    """Neighbouring rows are rescaled at different times, some beyond float32's range."""
     check_attention(kernel, *rows_with_peaks(1100, keys, head_dim, highest, device))
 
 
@@ -549,7 +549,7 @@ def test_rescaled_rows(kernel, device, head_dim):
 @pytest.mark.parametrize("half", [0, 1])
 @every_head_dim
 def test_rise_within_a_tile(kernel, device, half, head_dim):
-    """Only keys in one half of a tile are above all that came before, by 12 to 80 nats."""
+    """Only keys in one half of a tile exceed all earlier ones, by 12 to 80 nats."""
     keys = 1024
     q, k, v = query_key_value(1, 1025, keys, 1, head_dim, torch.bfloat16, device)
     score = torch.zeros(keys, device=device)
@@ -563,7 +563,7 @@ def test_rise_within_a_tile(kernel, device, half, head_dim):
 @pytest.mark.slow
 @pairwise(gap=[13.5, 14.5, 15.2, 16.5], large=[0, 8063], head_dim=HEAD_DIMS)
 def test_thousands_of_keys_far_below_one(kernel, device, large, gap, head_dim):
-    """Their probabilities are around the least that float16 holds, and together up to 1% of the row."""
+    """Probabilities around float16's smallest number, with a sum of up to 1% of the row."""
     keys = 8064
     q, k, v = query_key_value(1, 1025, keys, 1, head_dim, torch.bfloat16, device)
     score = torch.zeros(keys, device=device)
@@ -573,14 +573,14 @@ def test_thousands_of_keys_far_below_one(kernel, device, large, gap, head_dim):
     check_attention(kernel, q, k, v * 0.1 + 1)
 
 
-# Tensor, index and value of what is set.
+# Tensor, index and value to set.
 NONFINITE = {
     "nan_in_a_key": [("k", (0, 100, 1, 5), math.nan)],
     "nan_in_the_last_key": [("k", (0, -1, 1, 63), math.nan)],
     "nan_in_a_query": [("q", (1, 69, 0, 0), math.nan)],
     "infinity_in_a_query": [("q", (1, 3, 0, 0), math.inf)],
     "infinity_in_a_key": [("k", (0, 100, 1, 5), math.inf)],
-    # Of queries that are positive; the value of another key is NaN.
+    # For positive queries; another key's value is NaN.
     "score_of_minus_infinity": [("k", (0, 100, 1, 5), -math.inf), ("v", (1, 3), math.nan)],
     "nan_in_a_value": [("v", (0, 100, 1, 5), math.nan)],
     "infinity_in_a_value": [("v", (0, 100, 1, 5), math.inf), ("v", (1, 0, 0, 7), -math.inf)],
@@ -613,7 +613,7 @@ def test_nonfinite_biases(kernel, device, value, bias_dtype, dtype):
 
 @every_16_bit_dtype
 def test_nan_of_any_bits(kernel, device, dtype):
-    """The lowest bits of a float32 NaN mean nothing."""
+    """The lowest bits of a float32 NaN have no meaning."""
     q, k, v = query_key_value(3, 70, 300, 2, 64, dtype, device)
     bias = normal(3, 300, dtype=torch.float32, device=device)
     bits = bias.view(torch.int32)
@@ -629,7 +629,7 @@ def test_nan_of_any_bits(kernel, device, dtype):
 
 @pairwise(bias_dtype=BIAS_DTYPES, dtype=HALVES)
 def test_gradients_with_padding(kernel, device, bias_dtype, dtype):
-    """Keys that are padding, a batch entry without keys and one whose keys all have a bias of -inf."""
+    """Padding keys, a batch entry without keys, and one whose keys all have a bias of -inf."""
     lengths = [5, 0, 7, 9]
     q, k, v = query_key_value(4, 6, 9, 4, 64, dtype, device, key_heads=2)
     bias = normal(4, 9, dtype=bias_dtype or dtype, device=device)
@@ -689,7 +689,7 @@ def test_gradients_without_keys(kernel, device, leaf):
     ],
 )
 def test_thousands_of_launches_give_the_same_bits(kernel, device, shape, std, launches, bias):
-    """Now and then a copy takes far longer than those after it. Some rows of peaked scores are rescaled."""
+    """Occasionally a copy takes far longer than the next ones. Some rows of peaked scores are rescaled."""
     batch, queries, keys, heads, head_dim = shape
     q, k, v = query_key_value(batch, queries, keys, heads, head_dim, torch.bfloat16, device)
     q *= std
@@ -706,7 +706,7 @@ def test_thousands_of_launches_give_the_same_bits(kernel, device, shape, std, la
 @needs_cuda
 @every_head_dim
 def test_tensors_written_right_before_and_after(kernel, device, head_dim):
-    """Copies of a launch neither overtake the kernels before it nor are overtaken by those after it."""
+    """Copies of a launch stay in order with earlier and later kernels."""
     shape = (2, 2688, 2688, 8, head_dim)
     drawn = [query_key_value(*shape, torch.bfloat16, device) for _ in range(3)]
     expected = [kernel.attention(*tensors) for tensors in drawn]
@@ -718,7 +718,7 @@ def test_tensors_written_right_before_and_after(kernel, device, head_dim):
         for target, source in zip((q, k, v), drawn[index % 3], strict=True):
             target.copy_(source)
         out = kernel.attention(q, k, v)
-        # Kernels of this package begin while the one before them is ending.
+        # With programmatic dependent launch a kernel starts while the previous one ends.
         for target in (q, k, v):
             kernel.gated_residual(target, kernel.rms_norm(target, norm_weight))
             target.fill_(math.nan)

@@ -1,4 +1,4 @@
-"""The kinds of attention inputs have the scores that their names say."""
+"""The kinds of attention inputs have the scores in their names."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ SHAPE = (1, 192, 1024, 2, 128)
 
 
 def scores(q, k):
-    """In nats, (B, H, Sq, Sk)."""
+    """Scores in nats, (B, H, Sq, Sk)."""
     q, k = (t.double().transpose(1, 2) for t in (q, k))
     return q @ k.mT / q.shape[-1] ** 0.5
 
@@ -30,7 +30,7 @@ def test_standard_deviation_of_the_scores(kind, std):
 @pytest.mark.parametrize("cosine", [0.5, 0.8])
 @pytest.mark.parametrize("weight", [1, 4])
 def test_clusters(cosine, weight):
-    """Cosines within a cluster and between clusters, and the norms that make scores of them."""
+    """Cosines within and between clusters, and the norms that scale them to scores."""
     batch, queries, keys, _, head_dim = SHAPE
     shape, root = (batch, queries, keys, 16, head_dim), head_dim**0.5
     q, k, _ = attention_inputs.INPUTS[f"clusters {cosine}, {weight}"](shape, CPU)

@@ -1,4 +1,4 @@
-"""The models that the benchmarks time: that they are what their names say, and get what pipelines pass."""
+"""The benchmarks' models have the published sizes and get the pipelines' arguments."""
 
 import dataclasses
 import functools
@@ -57,8 +57,8 @@ def tiny(published):
     return published.transformer(CPU, torch.float32, tiny=True)
 
 
-# Billions of published parameters, what makes the model whole, heads and their size, and the tokens of each
-# published size.
+# Billions of published parameters, the configuration of the whole model, heads and their size, and the tokens
+# of each published size.
 WHOLE = {
     ltx: (1.92, {}, (32, 64), (2688, 8064)),
     flux: (11.9, {"num_layers": 19, "num_single_layers": 38}, (24, 128), (4096,)),
@@ -105,7 +105,7 @@ def test_published_size(published):
     [pytest.param(p, id=p.__name__) for p in options.PUBLISHED if hasattr(p, "PUBLISHED_BLOCKS")],
 )
 def test_a_model_with_all_of_its_blocks(published):
-    """Repeated blocks are modules of their own with shared weights, and the name says how many there are."""
+    """Repeated blocks are separate modules with shared weights, and the name has their number."""
     model = published.transformer(CPU, torch.bfloat16, True)
     parameters = {id(p) for p in model.parameters()}
     assert published.NAME.startswith(models.complete(model, published) + ", ")
@@ -116,7 +116,7 @@ def test_a_model_with_all_of_its_blocks(published):
 
 @every_model
 def test_random_weights_are_as_diffusers_loads_them(published):
-    """In bfloat16, except for those that a model keeps in float32. The output is of the inputs' scale."""
+    """bfloat16, except for the model's float32 parameters. The output has the inputs' scale."""
     model = published.transformer(CPU, torch.bfloat16, tiny=True)
     kept = {name for name, w in model.named_parameters() if w.dtype == torch.float32}
     wans = ("time_embedder.", "scale_shift_table", ".norm2.")
@@ -130,9 +130,8 @@ def test_random_weights_are_as_diffusers_loads_them(published):
 
 
 IMAGE, VIDEO = sizes.ImageSize(256, 256), sizes.VideoSize(8, 192, 192)
-# A size with enough tokens for a standard deviation, how many of the model's attentions are the image's own,
-# and how close their scores come. Some vary less: what a large modulation adds to all keys alike is no part
-# of how they vary.
+# A size with enough tokens for a standard deviation, the number of self-attentions of the image, and the
+# tolerance of their scores. Some vary less, because a large modulation adds the same to all keys.
 SCORES = {
     ltx: (ltx.VideoSize(17, 256, 256), 2, 0.05),
     flux: (IMAGE, 4, 0.2),
@@ -162,7 +161,7 @@ def test_weights_give_the_scores_their_standard_deviation(name, published, monke
     stds, attend = [], torch.nn.functional.scaled_dot_product_attention
 
     def spy(query, key, value, attn_mask=None, **given):
-        if query.shape == key.shape:  # the image's own, with the text or without
+        if query.shape == key.shape:  # self-attention of the image, with or without the text
             scores = query @ key.mT / query.shape[-1] ** 0.5
             if attn_mask is not None and attn_mask.dtype == torch.bool:  # padding has no score
                 is_seen = attn_mask[0, 0].any(0)
@@ -210,7 +209,7 @@ def test_blocks_are_compiled_and_nothing_else(published, monkeypatch):
     model = models.twin(tiny(published))
     models.compile_blocks(model, backend=torch._dynamo.testing.CompileCounter())
     blocks = [block for stack in models.block_lists(model) for block in stack]
-    if published in (sdxl, sdxl_channels_last):  # its stacks are of more than transformers
+    if published in (sdxl, sdxl_channels_last):  # its stacks contain more than transformers
         blocks = [m for m in model.modules() if type(m).__name__ == "BasicTransformerBlock"]
     # diffusers also names the embedding of patches and text; FLUX.3 has a dict of stacks.
     if published in (hunyuan_video, hunyuan_video15, flux3):
@@ -221,7 +220,7 @@ def test_blocks_are_compiled_and_nothing_else(published, monkeypatch):
 
 @pytest.mark.parametrize("published", [ltx, wan, sdxl], ids=lambda p: p.__name__)
 def test_float32_model_is_near_and_exact(published):
-    """It is near the model in bfloat16, and has the values of the model in float32."""
+    """It is close to the bfloat16 model, and has the float32 model's values."""
     for dtype in (torch.bfloat16, torch.float32):
         model = published.transformer(CPU, dtype, tiny=True)
         arguments = published.inputs(model, device=CPU, dtype=dtype, **published.SMALL)
@@ -359,7 +358,7 @@ def passed_by_pipeline(published, transformer, benchmark):
 
 
 def alike(benchmark, passed, name, is_own):
-    """The same types, shapes and dtypes, and the same values if they are the benchmark's own."""
+    """The same types, shapes and dtypes, and the same values if the benchmark gave them."""
     if isinstance(benchmark, torch.Tensor):
         assert (benchmark.shape, benchmark.dtype) == (passed.shape, passed.dtype), name
         assert not is_own or torch.equal(benchmark, passed), name
@@ -386,7 +385,7 @@ MADE_BY_THE_PIPELINE = {"hidden_states", "audio_hidden_states", "sample", "x"} |
 
 @pytest.mark.parametrize("published", [pytest.param(p, id=p.__name__) for p in (ltx, *PIPELINES)])
 def test_inputs_are_what_the_pipeline_passes(monkeypatch, published):
-    """In the first forward: names, shapes and dtypes, and all values except latents and timesteps."""
+    """Arguments of the first forward: names, shapes and dtypes, and values except latents and timesteps."""
     passed = {}
 
     def forward(*positional, **others):

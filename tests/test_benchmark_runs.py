@@ -1,4 +1,4 @@
-"""A tiny run of each benchmark, and what is kept of it."""
+"""A tiny run of each benchmark, and its stored result."""
 
 import json
 import sys
@@ -81,7 +81,7 @@ def test_models(result_of, device):
 
 
 def test_all_models_in_one_run(device, tmp_path):
-    """Each to a file of its own, with its own name, sizes and text."""
+    """Each model has its own file, with its name, sizes and text."""
     arguments = ["--model", "all", "--modes", "eager", "--rounds", "1", "--no-distance"]
     run(bench_models, device, tmp_path, *arguments)
     written = {path.stem: json.loads(path.read_text()) for path in tmp_path.iterdir()}
@@ -96,11 +96,11 @@ def test_all_models_in_one_run(device, tmp_path):
 
 
 def test_host_time_of_a_forward(result_of, monkeypatch):
-    """Each mode and context has modules of its own, runs in its context, and is compared with its eager."""
+    """Each mode and context has its own modules, runs in its context, and is compared with eager there."""
     seen = []
 
     def count(module, args, kwargs):
-        # The module itself: the id of one that is gone may be given to another.
+        # The module itself, because ids of deleted modules may be reused.
         seen.append((module, torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
 
     transformer = flux.transformer
@@ -159,7 +159,7 @@ def test_accuracy(result_of):
 
 
 def test_operations(device, tmp_path):
-    """Each operation is measured beside eager, and its ratio is that of the medians."""
+    """Each operation is compared with eager, and its ratio is that of the medians."""
     measured = set()
     for name, module in FAMILIES.items():
         run(module, device, tmp_path / name / "only.json", "--rounds", "2", "--no-compile")
@@ -191,7 +191,7 @@ def test_host(result_of):
 
 
 def test_cuda_graphs(result_of, device):
-    """On a GPU with graphs, and on a CPU without."""
+    """With graphs on a GPU, without on a CPU."""
     modes = ["eager", "injected", models.GRAPHS]
     arguments = ["--model", "ltx,sdxl", "--rounds", "1", "--modes", ",".join(modes)]
     forwards = result_of(bench_cuda_graphs, *arguments)["graph_forwards"]
@@ -225,7 +225,7 @@ def test_hub_benchmark_covers_every_operation():
 
 @pytest.mark.parametrize("cls", hub_benchmarks(), ids=lambda cls: cls.__name__)
 def test_hub_benchmark(cls):
-    """As `kernels benchmark` runs it: each result is verified."""
+    """Runs it like `kernels benchmark`, with verification of each result."""
     timings, _ = kernels_benchmark.run_benchmark_class(
         cls, iterations=1, warmup=1, repo_id=str(CHECKOUT), is_local=True, revision="local"
     )
@@ -233,7 +233,7 @@ def test_hub_benchmark(cls):
 
 
 # ------------------------------------------------------------------------------------------------
-# What is kept
+# Stored results
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_shown_is_the_newest_of_the_first_card(tmp_path):
 def test_ceilings_of_attention_are_this_gpus(monkeypatch):
     path = max((history.RESULTS / "ceilings").glob("*-h100.json"))
     ceilings, note = bench_attention.read_ceilings(path, CPU)
-    assert not ceilings and "they are those of NVIDIA H100" in note["left_out"]
+    assert not ceilings and "they were measured on NVIDIA H100" in note["left_out"]
     environment = history.load(path)["environment"]
     monkeypatch.setattr(bench_attention.record, "environment", lambda _: environment)
     ceilings, note = bench_attention.read_ceilings(None, CPU)

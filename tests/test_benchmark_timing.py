@@ -92,7 +92,7 @@ def test_idle_time_is_what_no_kernel_covers():
 
 @pytest.mark.parametrize("names", ["a", "ab", "abc", "abcdef"])
 def test_functions_take_turns_in_balanced_orders(names):
-    """Each follows each other equally often, and its samples are its own."""
+    """Each function follows each other equally often, and gets its own samples."""
     orders = list(itertools.islice(timing.balanced_orders(names), 2 * len(names)))
     follows = Counter(pair for order in orders for pair in itertools.pairwise(order))
     assert follows == dict.fromkeys(itertools.permutations(names, 2), 2)
@@ -205,7 +205,7 @@ def test_host_time_is_without_waiting_and_wall_time_with_it(monkeypatch, measure
             Workload("qk_norm_rope", (2, 6, 128), bench_rope.COORDINATES),
             4 * 2 * 6 * 128 * 2 + 2 * 128 * 2 + (2 * 6 * 3 + 128 // 6) * 4,
         ),
-        (  # of the buffers that it writes into, only the rows that it writes
+        (  # only the written rows of the buffers
             bench_rope,
             Workload("qk_norm_rope", (1, 6, 2, 64), bench_rope.PER_HEAD + bench_rope.JOINT),
             6 * 6 * 128 * 2 + 2 * 64 * 2 + 2 * 6 * 64 * 4,
@@ -255,7 +255,7 @@ def test_rates_of_attention():
     assert result["teraflops_per_second"]["ours"] == pytest.approx(flops / 50e-6 / 1e12)
     assert result["over"] == {"cudnn": 1.5}
     assert result["terabytes_per_second"]["copy"] == pytest.approx(moved / 40e-6 / 1e12)
-    # 4e12 exponentials a second, one a score, of which each is 4 * 64 operations.
+    # 4e12 exponentials per second, one per score, and 4 * 64 operations per score.
     assert result["bounds_teraflops_per_second"]["exp2"] == pytest.approx(1024.0)
     assert result["of_bounds"]["exp2"] == pytest.approx(flops / 50e-6 / 1024e12)
     case = bench_attention.build(Workload("attention", shape), None, torch.device("meta"))
@@ -267,7 +267,7 @@ def test_rates_of_attention():
 
 
 def measured(kernel, libraries, device, module=bench_norm, what=("rms_norm", "")):
-    """One workload beside the peers in `libraries`."""
+    """One workload, compared with the peers in `libraries`."""
     device, (operation, variant) = torch.device(device), what
     workload = Workload(operation, (2, 6, 128), variant)
     case = module.FAMILY.build(workload, kernel, device)
@@ -280,9 +280,9 @@ def test_wrong_result_ends_the_run(device):
     wrong = types.SimpleNamespace(rms_norm=lambda x, weight: x)
     with pytest.raises(click.ClickException, match=r"rms_norm 2x6x128: .* from eager's"):
         measured(wrong, {}, device)
-    # What eager has written to the same place is not taken for the result.
+    # Eager's result in the same memory is not taken for this one.
     wrong = types.SimpleNamespace(gelu=lambda x, approximate, out: out)
-    with pytest.raises(RuntimeError, match="an output is not finite"):
+    with pytest.raises(RuntimeError, match="an output or its reference is not finite"):
         measured(wrong, {}, device, bench_activation, ("gelu", "tanh, beside"))
 
 
@@ -336,7 +336,7 @@ OURS = types.SimpleNamespace(attention=plain_attention)
 
 
 def test_attention_beside_its_peers():
-    """One that fails, one that takes no mask, and one that is wrong on some inputs alone."""
+    """A peer that fails, one that takes no mask, and one that is wrong only on some inputs."""
 
     def no_large_scores(q, k, v, key_bias=None):
         is_large = q.float().std() > 20
@@ -416,7 +416,7 @@ def test_captured_forwards_are_timed():
 
 @pytest.mark.parametrize("modes", [("eager", "injected", models.GRAPHS), (models.GRAPHS,)])
 def test_captured_forward_with_other_bits_is_not_timed(modes):
-    with pytest.raises(RuntimeError, match="values of a captured forward are not those of"):
+    with pytest.raises(RuntimeError, match="values of a captured forward differ from"):
         measured_graphs(Replaying(error=1e-6), modes)
 
 

@@ -1,4 +1,4 @@
-"""The tools that build a variant and check it, on a package that compiles in seconds."""
+"""The tools for building and checking a variant, on a package that compiles in seconds."""
 
 import os
 import re
@@ -96,7 +96,7 @@ inline long calls() {
 
 
 class TinyPackage:
-    """A package of one operation, which builds in seconds."""
+    """A package with one operation, which builds in seconds."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -114,7 +114,7 @@ class TinyPackage:
         return process.stdout + process.stderr if process.returncode else process.stdout
 
     def failure(self) -> str:
-        """Returns the one sentence with which the build fails."""
+        """Returns the one-sentence error of the build."""
         arguments = ["--root", str(self.root), "--backend", "cpu"]
         result = CliRunner().invoke(build_variant.main, arguments)
         assert isinstance(result.exception, SystemExit) and result.exit_code == 1, result.exception
@@ -173,7 +173,7 @@ def built_once(tmp_path_factory):
 
 @pytest.fixture
 def built(built_once, tmp_path):
-    """A package that has been built, and is not compiled again where its C++ stays as it is."""
+    """A built package, which is not compiled again while its C++ is unchanged."""
     shutil.copytree(built_once.root, tmp_path, dirs_exist_ok=True)
     return TinyPackage(tmp_path)
 
@@ -237,7 +237,7 @@ def toml(old: str, new: str):
 
 
 SOURCES = '"src/twice.cpp", "src/twice.h"'
-# What kernel-builder would build otherwise, or not at all.
+# Packages that kernel-builder would build differently or not at all.
 BAD_PACKAGES = {
     "unlisted header": (
         lambda tiny: (tiny.root / "src/more.cuh").write_text(""),

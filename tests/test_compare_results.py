@@ -1,4 +1,4 @@
-"""compare_results.py on kept results and on made-up ones, and compare_operations.py on small tensors."""
+"""compare_results.py on stored and made-up results, and compare_operations.py on small tensors."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ def made_up(commit="aaaaaaa", minute=0, *, over=2.0, warm=3.0, spread=0.0):
 
 
 def compared(*results, limit=LIMIT):
-    """Label -> change, of what changed."""
+    """{label: change} of the changed figures."""
     builds = compare_results.builds(results)
     return {change.label: change for change in compare_results.changes(builds, limit)}
 
@@ -111,7 +111,7 @@ def test_command(tmp_path):
     assert "not in both" in invoke(tmp_path, *changed).output
     for results, message in (
         ([made_up(), {**made_up(), "dtype": "float16"}], "different benchmarks, models or dtypes"),
-        ([made_up(), {**made_up(), "workloads": []}], "no figure in common"),
+        ([made_up(), {**made_up(), "workloads": []}], "no common figure"),
     ):
         result = invoke(tmp_path, *results)
         assert result.exit_code == 2 and message in result.output

@@ -1,4 +1,4 @@
-"""What an injected model of any family does: the same as without kernels, whatever is done to it."""
+"""Injected models of all families behave like models without kernels, after all actions of users."""
 
 import functools
 import gc
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.usefixtures("_one_thread", "_default_backend")]
 
 @pytest.fixture
 def _default_backend(monkeypatch):
-    """diffusers' choice for all models, which model.set_attention_backend changes too."""
+    """diffusers' choice for all models, which model.set_attention_backend also changes."""
     registry = attention_dispatch._AttentionBackendRegistry
     monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
 
@@ -41,7 +41,7 @@ IN_PART = ("unet_of_sdxl", "cosmos")
 
 
 def of_families(cases, *in_part):
-    """Parameters (family, case) for each of the cases of each family, and of models in part."""
+    """Parameters (family, case) for all cases of each family and of partially injected models."""
     families = [*FAMILIES.values(), *map(family_of, in_part)]
     pairs = [(family, case) for family in families for case in cases(family)]
     return pytest.mark.parametrize(
@@ -50,12 +50,12 @@ def of_families(cases, *in_part):
 
 
 def on(*names):
-    """Families, or models in part, that stand for all, where the code is shared."""
+    """Families, or partially injected models, that represent all users of shared code."""
     return pytest.mark.parametrize("family", [MODELS[name] for name in names], ids=str)
 
 
 def assert_alike(model, plain, arguments, slack=1e-4):
-    """Both in float32, where no float64 model can be made of the plain one."""
+    """Compares both in float32, for models without a float64 version."""
     assert_close(run(model, arguments), run(plain, arguments), slack)
 
 
@@ -95,7 +95,7 @@ DOWN_OF_TEXT = {"flux": "ff_context.net.2", "qwenimage": "txt_mlp.net.2"}
 
 
 def test_a_block_that_sd3_skips(kernel, device):
-    """The block after it gets the same tensors, and must not use what was computed for the skipped one."""
+    """The next block gets the same tensors, and must not use values computed for the skipped one."""
     family = FAMILIES["sd3"]
     model, plain, arguments = prepared(family, device)
     kernel.inject_kernels(model)
@@ -107,7 +107,7 @@ def test_a_block_that_sd3_skips(kernel, device):
 
 
 def test_two_modulations_of_qwenimage(kernel, device):
-    """In image editing, tokens of the reference image have the modulation of time step 0."""
+    """In image editing, tokens of the reference image get the modulation of time step 0."""
     family = FAMILIES["qwenimage"]
     config = {"zero_cond_t": True}
     model, plain, arguments = prepared(family, device, config=config, images=2)
@@ -154,7 +154,7 @@ def test_the_modulation_of_wan_stays_float32(kernel, device):
 
 
 def test_coordinates_of_another_grid(kernel, device):
-    """Of as many tokens. Nothing is kept within a mode, such as the one that counts the kernels' calls."""
+    """Grids with the same number of tokens. Nothing is cached within a mode, such as the kernel counter."""
     model, plain, _ = prepared(FAMILIES["ltx"], device)
     kernel.inject_kernels(model)
     arguments = ltx_models.inputs(plain, grid=(2, 3, 4))
@@ -190,7 +190,7 @@ def apply(twins, steps, *, is_injected_first=True):
 
 
 def part_steps(family, twins, kind):
-    """All that users do to one part, each undone again where that is possible."""
+    """All actions of users on one part, each undone if possible."""
     path = family.parts[kind]
     part = twins.plain.get_submodule(path)
     name = f"{type(part).__name__}.forward"
@@ -310,7 +310,7 @@ def copy_steps(family):
 
 
 def modulation_steps(family):
-    """Hooks on the second block that change the argument which its modulation is made of."""
+    """Hooks on the second block that change the argument of its modulation."""
     name = family.condition
     path = family.parts["next_block"]
     block = family.part(family.model("cpu"), "next_block")
@@ -341,7 +341,7 @@ def training_steps(family):
 
 EVERY = tuple(FAMILIES)
 ALL = (*EVERY, *IN_PART)
-# Of each case: the steps, the families where the code that it reaches differs, and the dtypes.
+# For each case: the steps, the families whose code differs, and the dtypes.
 ACTIONS = {
     "lora": (lora_steps, ALL, ["float32"]),
     "caches": (cache_steps, EVERY, ["float32"]),
@@ -395,7 +395,7 @@ def uses(family):
 @every_family
 @pytest.mark.parametrize("is_ejected", [False, True], ids=["injected", "ejected"])
 def test_memory_is_freed_without_garbage_collection(device, family, is_ejected):
-    """A copy keeps nothing of its original, and a deleted model nothing of itself."""
+    """A copy does not keep its original alive, and a deleted model is freed."""
     with Twins(family.name, device=device) as twins:
         twins.inject()
         for one in uses(family):
@@ -429,7 +429,7 @@ def test_report_names_modules(kernel, device, family):
 @on("flux", "wan")
 @pytest.mark.parametrize("attention", [True, False])
 def test_second_injection(kernel, device, family, attention, capfd):
-    """With the same options it changes nothing, with others it is an error. Nothing is printed."""
+    """With the same options it changes nothing, with others it raises. Nothing is printed."""
     model, _, arguments = prepared(family, device, torch.bfloat16, config=KERNEL_HEADS)
     capfd.readouterr()
     first = kernel.inject_kernels(model, attention=attention)
@@ -438,7 +438,7 @@ def test_second_injection(kernel, device, family, attention, capfd):
     assert (first.already_injected, second.already_injected) == (False, True)
     assert (second.replaced, second.left_alone) == (first.replaced, first.left_alone)
     assert "before this call" in str(second) and "before this call" not in str(first)
-    is_left = "asked for by attention=False"
+    is_left = "requested by attention=False"
     assert any(is_left in entry.reason for entry in first.left_alone) != attention
     given = f"injected with attention={attention}, got attention={not attention}"
     with pytest.raises(ValueError, match=f"^inject_kernels.* {given}: call eject_kernels first$"):
@@ -465,7 +465,7 @@ def test_subclasses_and_wrapped_models_are_known(kernel, device, family):
 @every_family
 @pytest.mark.parametrize("had_hooks", [False, True], ids=["fresh", "had_hooks"])
 def test_eject_gives_back_the_model(kernel, device, family, had_hooks):
-    """Weights, configuration, classes and processors are the same all the time."""
+    """Weights, configuration, classes and processors never change."""
     model, _, arguments = prepared(family, device)
     if had_hooks:
         for block in family.blocks(model):
@@ -518,7 +518,7 @@ def test_saved_and_loaded(kernel, device, family, tmp_path):
 @every_family
 @pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_on_every_kind_of_module(kernel, device, family, kind):
-    """Each runs as often as on a plain model, and so does each linear layer."""
+    """Hooks and linear layers run as often as in a plain model."""
     model, plain, arguments = prepared(family, device)
     kernel.inject_kernels(model)
     counts = {}
@@ -536,7 +536,7 @@ def test_hooks_on_every_kind_of_module(kernel, device, family, kind):
 
 @every_family
 def test_hooks_that_change_a_blocks_own_weights(kernel, device, family):
-    """As block swapping does, before the block's turn."""
+    """Moves a block before its turn, as block swapping does."""
 
     def swap(block, args):
         for name, parameter in list(block.named_parameters(recurse=False)):
@@ -562,19 +562,19 @@ class Bfloat16Linear(torch.nn.Linear):
 
 @every_family
 def test_linear_layers_of_another_class(kernel, device, family):
-    """One that returns another dtype: what comes after meets mixed dtypes."""
+    """The class returns another dtype, so that later operations get mixed dtypes."""
     model, plain, arguments = prepared(family, device)
     kernel.inject_kernels(model)
     for candidate in (model, plain):
         family.part(candidate, "output").__class__ = Bfloat16Linear
     assert kernel_calls(run, model, arguments)
-    # A value between two of bfloat16 may be rounded to the one or the other.
+    # A value between two bfloat16 numbers may be rounded to either.
     assert_alike(model, plain, arguments, slack=2e-2)
 
 
 @on("ltx", "wan")
 def test_a_skipped_block(kernel, device, family):
-    """By diffusers' hook, which mixes up the two streams of the other families."""
+    """Skipped by diffusers' hook, which swaps the two streams of other families."""
     model, plain, arguments = prepared(family, device)
     unlike = run(plain, arguments)
     kernel.inject_kernels(model)
@@ -597,7 +597,7 @@ def test_scores_are_skipped_by_a_hook(kernel, device, family):
 
 @on(*FAMILIES, "hunyuan_video")
 def test_attention_backends(kernel, device, family):
-    """The kernel computes no attention where another backend is chosen, whatever chooses it."""
+    """The kernel computes no attention if another backend is chosen, in any way."""
     model, _, arguments = prepared(family, device, torch.bfloat16, config=KERNEL_HEADS)
     kernel.inject_kernels(model)
 
@@ -635,7 +635,7 @@ def test_attention_backends(kernel, device, family):
     ids=str,
 )
 def test_compiled(kernel, device, kind, family):
-    """In one graph (for each class of blocks), that holds the operators, compiled once."""
+    """One graph per class of blocks with the operators in it, compiled once."""
     model, plain, _ = prepared(family, device, config=family.one_block)
     kernel.inject_kernels(model)
     counter = CompileCounterWithBackend("eager")
@@ -692,7 +692,7 @@ def test_cuda_graph(kernel, device, family):
 @every_family
 @pytest.mark.parametrize("case", ["plain", "checkpointing", "input", "adapters"])
 def test_gradients(kernel, device, family, case):
-    """Of the parameters, or of the input or the adapters of a model whose parameters are frozen."""
+    """Gradients of the parameters, or of the input or adapters of a model with frozen parameters."""
     model, plain, arguments = prepared(family, device)
     model.train()
     kernel.inject_kernels(model)
@@ -710,7 +710,7 @@ def test_gradients(kernel, device, family, case):
 
 @every_family
 def test_forward_mode_derivatives(kernel, device, family):
-    """By inputs and parameters at once."""
+    """Derivatives with respect to inputs and parameters together."""
     model, plain, arguments = prepared(family, device)
     kernel.inject_kernels(model)
     torch.manual_seed(8)
@@ -742,7 +742,7 @@ def test_forward_mode_derivatives(kernel, device, family):
 @on("flux")
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "enable_grad"])
 def test_modes(kernel, device, family, mode):
-    """With frozen weights the kernels run in each."""
+    """With frozen weights the kernels run in each mode."""
     model, plain, arguments = prepared(family, device)
     expected = family.reference(plain, arguments)
     model.requires_grad_(False)
@@ -755,7 +755,7 @@ def test_modes(kernel, device, family, mode):
 
 @every_family
 def test_mixed_dtypes(kernel, device, family):
-    """Blocks of 16 bits in a model of 32, and the reverse, with casts around them."""
+    """16-bit blocks in a float32 model, and the reverse, with casts around them."""
 
     def cast_to(dtype):
         def cast(value):
@@ -786,7 +786,7 @@ def test_mixed_dtypes(kernel, device, family):
 
 @on("ltx", "flux", "unet")
 def test_threads(kernel, device, family):
-    """Six at once on one model, each with inputs of its own."""
+    """Six concurrent threads with one model and different inputs."""
     model, plain, _ = prepared(family, device)
     kernel.inject_kernels(model)
     options = list(family.options.values())

@@ -72,7 +72,7 @@ def registered(kernel):
 
 
 def operators_called(kernel, function, arguments):
-    """(operator, its arguments) of those of the package that a call runs."""
+    """(operator, its arguments) for all operators of the package that a call runs."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     calls = []
@@ -95,7 +95,7 @@ def operators_called(kernel, function, arguments):
     dtype=[torch.float32, torch.bfloat16],
 )
 def test_opcheck(kernel, device, call, layout, dtype, has_optional):
-    """Of each operator that a call runs, with the arguments that it gets."""
+    """Torch's checks of each operator that a call runs, with its arguments."""
     name, in_place = call
     options = {"device": device, "layout": layout, "shape": (2, 3, 32)}
     function, arguments = any_call(
@@ -153,8 +153,8 @@ def test_calls_keep_no_memory(kernel, device, name, is_refused):
         return resident_bytes() - before >= calls * smallest_allocation
 
     with torch.no_grad():
-        keeps_memory(5_000)  # fills what is kept once
-        # What grows for another reason does not grow with the number of calls.
+        keeps_memory(5_000)  # fills caches
+        # Growth for other reasons does not depend on the number of calls.
         assert not (keeps_memory(5_000) and keeps_memory(40_000))
 
 
@@ -163,7 +163,7 @@ def test_calls_keep_no_memory(kernel, device, name, is_refused):
 
 
 def check_compiled(call, make_arguments, backend="eager"):
-    """One graph, that of the first call for the second, and the bits of the plain call."""
+    """One graph, which the second call reuses, with the plain call's bits."""
     torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, backend=backend)
     for attempt in range(2):
@@ -213,7 +213,7 @@ def test_compile_what_writes(kernel, device, name, in_place, layout, backend):
 
 
 def transformer_block(kernel, device):
-    """The operations among each other and among PyTorch's own, which may be fused and reordered."""
+    """The operations mixed with PyTorch's own, which may be fused and reordered."""
     tensors = {
         key: normal(2, 5, 64, dtype=torch.bfloat16, device=device)
         for key in ("hidden", "gate", "scale", "shift")
@@ -260,7 +260,7 @@ def test_compile_a_transformer_block(kernel, device, backend, requires_grad):
 
 
 def counted_call(kernel, name, x):
-    """A call of which a length is that of x, (1, S, 2, 64)."""
+    """A call with a sequence length from x, (1, S, 2, 64)."""
     table = x[0, :, 0].float()
     one = x[:1, :1]
     if name == "attention_queries":
@@ -363,7 +363,7 @@ def test_number_of_threads_does_not_matter(kernel, device, name):
 
 
 def test_threads_with_rows_of_different_lengths(kernel, device):
-    """What one thread asks of the device for its rows leaves another's as they are."""
+    """Launches of one thread do not affect another's, although both set kernel attributes."""
     rows = [torch.randn(4, length, device=device) for length in (2**14, 2**17, 2**18, 2**19)]
     expected = [kernel.softmax(x) for x in rows]
     with ThreadPoolExecutor(len(rows)) as threads:
@@ -464,7 +464,7 @@ FAR = 2**31  # elements
 
 
 def far_apart(shape, dtype, device, memory, offset=0):
-    """A view (rows, ..., columns), the rows FAR / 2 elements apart: the third begins at 2**31."""
+    """A view (rows, ..., columns) with rows FAR / 2 elements apart, so that the third begins at 2**31."""
     rows, *rest = shape
     strides = torch.empty(rest, device="meta").stride()
     view = memory.as_strided(shape, (FAR // 2, *strides), offset)
@@ -480,7 +480,7 @@ FAR_CALLS += [(name, dim, True) for name in QK_OPERATIONS for dim in FAR_DIMS]
 
 @pytest.mark.parametrize(("name", "far_dim", "inplace"), FAR_CALLS)
 def test_offsets_past_2_31(kernel, device, name, far_dim, inplace):
-    """Elements so far apart that 32 bits cannot count those between them."""
+    """Elements with distances beyond 32 bits."""
     dtype = torch.bfloat16
     memory = virtual_memory(FAR + 2**20, dtype, device)
     shape = (3, 3, 192) if name in OF_HEADS else (3, 1, 256)
@@ -506,7 +506,7 @@ def test_offsets_past_2_31(kernel, device, name, far_dim, inplace):
 
 @pytest.fixture
 def _gpu_memory(tmp_path_factory):
-    """32 GB of it, for one test at a time of all processes of this run."""
+    """32 GB of memory, for one test at a time among all processes of this run."""
     with FileLock(tmp_path_factory.getbasetemp().parent / "gpu_memory.lock"):
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
@@ -517,7 +517,7 @@ def _gpu_memory(tmp_path_factory):
         torch.cuda.empty_cache()
 
 
-# Operation, keyword arguments that are not of full size, tensors of full size, shape of these.
+# Operation, number of full-size tensors, their shape.
 HUGE = {
     "gelu": ("gelu", 1, (2**20 + 3, 2048)),
     "gelu_1d": ("gelu", 1, (FAR + 12345,)),
@@ -558,7 +558,7 @@ def test_more_than_2_31_elements(kernel, device, case):
 @pytest.mark.usefixtures("_gpu_memory")
 @pytest.mark.parametrize("is_last", [False, True], ids=["contiguous", "channels_last"])
 def test_images_of_more_than_2_31_elements(kernel, device, is_last):
-    """In many images, and in one of which each period has the statistics of the whole."""
+    """Many images, and one image in which each period has the statistics of the whole."""
     pixels, channels, period = 512, 32, 4096
     shape = (FAR // (pixels * channels) + 3, channels, pixels)
     x = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
@@ -641,7 +641,7 @@ def test_attention_of_more_than_2_31_elements(kernel, device, far):
     )
     assert max(q.numel(), k.numel()) > FAR
     if far == "keys":
-        k[:, -2:] = 4 * q[:, :1]  # so that the last ones, too, have a weight
+        k[:, -2:] = 4 * q[:, :1]  # so that the last ones also have weight
     out = kernel.attention(q, k, v)
     slack = arithmetic_slack("attention", dtype)
     for head in (0, heads // 2, heads - 1):
@@ -656,7 +656,7 @@ def test_attention_of_more_than_2_31_elements(kernel, device, far):
 @pytest.mark.usefixtures("_gpu_memory")
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_attention_of_more_tiles_than_a_block_a_multiprocessor_can_list(kernel, device, head_dim):
-    """Blocks claim tiles of queries into lists of 2048: more blocks are needed than multiprocessors."""
+    """Blocks claim query tiles in lists of 2048, so more blocks than multiprocessors are needed."""
     dtype, listed, tile_queries = torch.bfloat16, 2048, {64: 192, 128: 128}[head_dim]
     tiles = 8
     length = tiles * tile_queries

@@ -1,4 +1,4 @@
-"""Forwards captured into CUDA graphs: the same bits as without, whatever happens in between.
+"""Forwards captured into CUDA graphs: the same bits as without graphs, after all changes between calls.
 
 On a CPU the graphs are emulated (emulated_graphs.py); what only CUDA has is tested where there is a GPU.
 """
@@ -30,9 +30,9 @@ from random_sequences import Twins
 pytestmark = pytest.mark.usefixtures("_one_thread")
 LTX, FLUX = FAMILIES["ltx"], FAMILIES["flux"]
 FIRST = "the first call of its kind"
-# Models in part whose own code picks tokens by a mask.
+# Partially injected models whose own code selects tokens by a mask.
 UNCAPTURED = ("mochi",)
-# Which make tables on the CPU in each forward, are given tensors there, or read how many tokens there are.
+# Models that make tables on the CPU in each forward, get tensors there, or read the number of tokens.
 UNCAPTURED_ON_CUDA = ("lumina2", "ltx2", "cogview4", "easyanimate", "chroma", "stable_audio")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -73,7 +73,7 @@ def test_every_variant_of_inputs(graphs, device, family):  # noqa: F811
     for _ in range(3):
         for options in family.options.values():
             pair.call(**options)
-    # On CUDA, a mask of Qwen-Image's makes diffusers copy a number from the host.
+    # On CUDA, Qwen-Image's mask makes diffusers copy a number from the host.
     uncaptured = ("padded text", "holes in the text") if family.name == "qwenimage" else ()
     captured = len(family.options) - (len(uncaptured) if device == "cuda" else 0)
     assert captured - 1 <= pair.calls.captured <= captured  # two of them may be alike
@@ -95,7 +95,7 @@ def test_outputs_are_the_callers_own(pair):
 
 
 def test_models_with_graphs_are_no_modules_of_the_report(graphs, device):  # noqa: F811
-    """A model in part runs on no kernel itself; its copy neither."""
+    """The model itself, and its copy, have no calls in the report, because they do not run on a kernel."""
     model = LTX.model(device)
     names = {calls.name for calls in graphs.inject_kernels(copy.deepcopy(model)).calls}
     report = graphs.inject_kernels(model, cuda_graphs=True)
@@ -131,7 +131,7 @@ def test_models_in_part(graphs, device, small):  # noqa: F811
             for mine, its in zip(out, expected, strict=True):
                 if device == "cuda":
                     assert torch.equal(mine, its)
-                else:  # an emulated graph gives convolutions other memory, and they their sums another order
+                else:  # with an emulated graph convolutions have other memory, and sum in another order
                     torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
     (calls,) = report.cuda_graphs
     if small.name in UNCAPTURED or (device == "cuda" and small.name in UNCAPTURED_ON_CUDA):
@@ -139,7 +139,7 @@ def test_models_in_part(graphs, device, small):  # noqa: F811
         assert calls.uncaptured.keys() - {FIRST}
     else:
         assert calls.captured == 1
-        assert calls.replayed >= 1  # something is imported late
+        assert calls.replayed >= 1  # a late import
 
 
 # ------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_no_more_graphs_than_allowed_are_alive(graphs, device):  # noqa: F811
 
 
 def test_time_steps_that_are_parts_of_one_tensor(pair):
-    """As pipelines give them: each is aligned in another way."""
+    """Slices as in pipelines, with different alignments."""
     steps = torch.linspace(1000, 1, 12, device=pair.device)
     for step in steps:
         pair.call({**pair.inputs(), "timestep": step.expand(2)})
@@ -259,7 +259,7 @@ def offload(kind):
     return lambda twins: twins.offload(kind=kind)
 
 
-# What each change leads to: the graph is replayed, another one is captured, or no call is captured.
+# The effect of each change: the graph is replayed, another one is captured, or no call is captured.
 SAME, ANEW, UNKNOWN = "same", "anew", "unknown"
 CHANGES = {
     **{f"weight {how}": (change_weight(how), ANEW) for how in WEIGHT_CHANGES},
@@ -331,7 +331,7 @@ def test_hooks_around_the_model_run_at_each_replay(pair):
 
 @pytest.mark.parametrize("is_global", [False, True], ids=["linear layer", "all modules"])
 def test_hooks_run_at_each_call_and_graphs_come_back_without_them(device, is_global):
-    """Which the twins compare, by what the hooks saw."""
+    """The twins compare what the hooks saw."""
     with captured_twins(device) as twins:
         if is_global:
             twins.global_hook(cls=None)
@@ -420,11 +420,11 @@ def test_a_backend_of_a_context(device):
 
 
 # ------------------------------------------------------------------------------------------------
-# What cannot be captured
+# Calls that cannot be captured
 
 
 class ValueReader(nn.Module):
-    """In the place of a linear layer of a library's: ``how`` is what a graph cannot do again."""
+    """Replaces a linear layer like a library's; ``how`` names an action that a graph cannot repeat."""
 
     def __init__(self, linear, how):
         super().__init__()
@@ -463,13 +463,13 @@ class ValueReader(nn.Module):
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("item", "to capture it raises"),
-        ("nonzero", "to capture it raises"),
-        ("mask", "to capture it raises"),
-        ("masked write", "to capture it raises"),
-        ("random", "to capture it raises"),
-        ("dropout", "to capture it raises"),
-        pytest.param("to host", "to capture it raises", marks=needs_cuda),
+        ("item", "its capture raised"),
+        ("nonzero", "its capture raised"),
+        ("mask", "its capture raised"),
+        ("masked write", "its capture raised"),
+        ("random", "its capture raised"),
+        ("dropout", "its capture raised"),
+        pytest.param("to host", "its capture raised", marks=needs_cuda),
         ("keep", "changes"),
         ("count", "changes"),
         ("write to a buffer", "writes"),
@@ -513,7 +513,7 @@ def test_writing_to_an_argument(pair):
 
 @pytest.fixture
 def events(graphs, monkeypatch, device):  # noqa: F811
-    """What replays and looks did, in the order in which they did it."""
+    """The order of replays and checks."""
     events = []
 
     def note(owner, name, event):
@@ -548,7 +548,7 @@ def test_a_stale_replay_is_discarded(pair, events):
     pair.captured()
     pair.both(set_eps)
     events.clear()
-    pair.call()  # with the bits of the model as it is now
+    pair.call()  # with the changed model's bits
     assert events == ["replay", "look False"]
     assert pair.calls.replayed == 1
 
@@ -566,7 +566,7 @@ def test_no_replay_starts_when_its_memory_is_gone(pair, events):
 
 
 class TableReader(nn.Module):
-    """Adds a table that belongs to no module."""
+    """Adds a table outside the model's modules."""
 
     table = SimpleNamespace(values=None)  # whose attributes are not checked
     how = "whole"
@@ -595,7 +595,7 @@ def test_tensors_outside_of_modules(pair, events, monkeypatch, how):
     tensor = values[1] if how == "parts" else values
     tensor.data = tensor.data * 2
     events.clear()
-    pair.call()  # with the bits of the table as it is now
+    pair.call()  # with the changed table's bits
     if how == "whole":
         assert pair.calls.captured == 2
         assert events[0] == "look True"
@@ -603,7 +603,7 @@ def test_tensors_outside_of_modules(pair, events, monkeypatch, how):
 
 
 class Setting(nn.Module):
-    """PyTorch is set otherwise from its first call on, as by its first attention on a GPU."""
+    """The first call changes PyTorch's settings, as the first attention on a GPU does."""
 
     def __init__(self, linear):
         super().__init__()
@@ -730,7 +730,7 @@ def test_a_copy_has_graphs_of_its_own(pair, graphs):  # noqa: F811
 
 
 def test_eject_gives_the_model_back(pair, graphs):  # noqa: F811
-    """A wrapper of the user's may still hold the forward, and keeps no graph alive."""
+    """A user's wrapper may still hold the forward, but keeps no graph alive."""
     pair.captured()
     forward = pair.model.forward
     (capture,) = map(weakref.ref, forward.__self__._captures.values())
@@ -749,7 +749,7 @@ def test_a_refused_capture_holds_no_model(pair):
     pair.both(replace_proj_in(functools.partial(ValueReader, how="item")))
     for _ in range(3):
         pair.call()
-    assert any("to capture it raises" in reason for reason in pair.calls.uncaptured)
+    assert any("its capture raised" in reason for reason in pair.calls.uncaptured)
     gc.collect()
     gc.disable()
     try:
@@ -774,7 +774,7 @@ def test_a_forward_whose_module_is_gone(graphs, device, name):  # noqa: F811
 
 
 def test_graphs_hold_no_replaced_weights(pair):
-    """Where a model is moved, or layers replaced, a graph must not hold the memory of the old ones."""
+    """After a model is moved, or layers are replaced, graphs must not hold the old memory."""
     pair.captured()
     memory = [p.data_ptr() for p in pair.model.parameters()]
     pair.both(lambda model: model.to(torch.float64).to(torch.float32))
@@ -810,7 +810,7 @@ def test_reasons_are_logged_once(pair, caplog):
 
 
 def test_compiled_models_run_without_graphs(pair):
-    """Compiled blocks as they are, a compiled model in one graph of Dynamo's."""
+    """Compiled blocks unchanged, a compiled model in one Dynamo graph."""
     pair.captured()
     pair.model.transformer_blocks[0].compile(backend="eager")
     pair.call()
@@ -844,7 +844,7 @@ def test_changes_at_each_call_are_checked_with_a_backoff(pair, graphs, monkeypat
 
 
 # ------------------------------------------------------------------------------------------------
-# What only CUDA has
+# Only on CUDA
 
 
 @needs_cuda
@@ -883,7 +883,7 @@ def test_a_capture_of_the_users_own_holds_the_model(graphs):  # noqa: F811
 @needs_cuda
 @pytest.mark.parametrize("how", ("synchronize", "allocate"))
 def test_what_breaks_a_capture_of_cuda(graphs, monkeypatch, how):  # noqa: F811
-    """The host waits within a capture, where no operation tells of it."""
+    """The host waits during a capture, without an operation that shows it."""
     pair = Pair(graphs, LTX, "cuda", torch.bfloat16)
 
     def disturb(i):

@@ -1,4 +1,4 @@
-"""Derivatives: of the formula, after a forward on the kernels; by the formula alone in forward mode and in
+"""Derivatives: the formula's backward after a forward on the kernels; only the formula in forward mode and in
 transforms of torch.func."""
 
 import functools
@@ -41,9 +41,7 @@ every_call = pytest.mark.parametrize("name", CALLS)
 SMALL = {"shape": (2, 5, 64), "heads": 2}
 # Relative L2 errors of derivatives.
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-DIFFERENTIATED = (
-    "where an input requires grad, carries a tangent or is in a transform of torch.func"
-)
+DIFFERENTIATED = "if an input requires grad, carries a tangent or is in a transform of torch.func"
 
 
 def small_call(kernel, device, name, dtype=None):
@@ -93,7 +91,7 @@ def assert_derivative(out, expected, dtype, what=""):
 
 
 def check_gradients(kernel, name, arguments):
-    """Against float64, beside those of the eager expression; of few elements the ratio has some noise."""
+    """Against float64, compared with the eager expression's; with few elements the ratio is noisy."""
     operation = operation_of(name)
     dtype = next(tensors_of(arguments)).dtype
     reference = getattr(references, operation)
@@ -122,7 +120,7 @@ def test_gradients(kernel, device, name, dtype, has_optional):
 
 @pairwise(name=CALLS, dtype=DTYPES, layout=["contiguous", "chunk", "transposed", "expanded"])
 def test_the_forward_is_that_of_the_kernel(kernel, device, name, dtype, layout):
-    """Bit for bit, with gradients or without."""
+    """Bitwise equality with and without gradients."""
     dtype = narrowed(dtype, name)
     function, arguments = sample(kernel, name, dtype=dtype, device=device, layout=layout, **SMALL)
     expected = function(**arguments)
@@ -160,7 +158,7 @@ def test_gradient_of_each_input_alone(kernel, device, name):
 
 @every_call
 def test_double_backward(kernel, device, name):
-    """Of a product of the gradient, against that of the float64 reference."""
+    """Second derivatives, by a product with the gradient, against the float64 reference's."""
     function, arguments = small_call(kernel, device, name)
     dtype = widest_dtype(name)
     reference = getattr(references, operation_of(name))
@@ -210,7 +208,7 @@ def test_an_input_changed_before_backward_is_noticed(kernel, device, name):
 
 @every_writing
 def test_autograd_sees_what_is_written(kernel, device, name, in_place):
-    """A backward that needs the values from before is refused, as for PyTorch's own operators."""
+    """A backward that needs overwritten values is refused, as for PyTorch's own operators."""
     options = {"dtype": widest_dtype(name), "device": device, **SMALL}
     function, arguments = writing_call(kernel, name, in_place=in_place, **options)
     outs = written_by(arguments)
@@ -224,7 +222,7 @@ def test_autograd_sees_what_is_written(kernel, device, name, in_place):
 
 
 def refused_in(kind, function, arguments, value):
-    """Calls with a derivative taken of one tensor, or within a transform."""
+    """Calls with a derivative with respect to one tensor, or within a transform."""
 
     def call(one):
         return function(**map_tensors(lambda t: one if t is value else t, arguments))
@@ -305,7 +303,7 @@ def test_jvp_compiled(kernel, device, name):
 
 
 def one_row(kernel, name, device):
-    """A function of one tensor, and that tensor, few enough elements for all second derivatives."""
+    """A function of one tensor, and that tensor, small enough for all second derivatives."""
     if name == "attention":
         x = torch.randn(1, 2, 1, 64, device=device).bfloat16()
         return lambda q: kernel.attention(q, x, x.sin()), torch.randn_like(x)
@@ -339,7 +337,7 @@ SAMPLES = 3
 
 
 def varied(tensor, dim):
-    """Samples along `dim`, each other than the others."""
+    """Different samples along `dim`."""
     if tensor.dtype == torch.int32:
         return torch.stack([tensor - i for i in range(SAMPLES)], dim)
     return torch.stack([tensor * (1 + i / 4) for i in range(SAMPLES)], dim)
@@ -370,7 +368,7 @@ def test_vmap(kernel, device, name, batched, dim):
 
 
 SEEN_ONLY_INSIDE = {
-    # Each hides from the operation, in another way, that w's derivative is being taken.
+    # Each hides w's derivative from the operation in a different way.
     "vmap": lambda f, w: vmap(f)(w),
     "vmap_of_a_result": lambda f, w: vmap(lambda row: f(row * 2))(w),
     "inner_grad": lambda f, w: grad(lambda v: (f(w * 1.0) * v).sum())(torch.ones_like(w)),

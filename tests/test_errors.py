@@ -1,4 +1,4 @@
-"""Every wrong argument raises one sentence: the operation, the argument, what was given.
+"""Every wrong argument raises one sentence with the operation, the argument and the given value.
 
 A table of changes, each of which makes one valid call wrong. The sentence is the same without gradients,
 with an input that requires grad, in place, and when torch.compile has traced the call and it runs.
@@ -71,7 +71,7 @@ def mistake(operations, argument, what, got, change, **options):
 
 
 # --------------------------------------------------------------------------------------------------
-# Changes. Tensors of a rope or of an axis are named as themselves: cos, sin, coordinates, frequencies,
+# Changes. Tensors of a rope or an axis have their own names: cos, sin, coordinates, frequencies,
 # frame_cos and so on.
 
 ROPE_FIELDS = {"cos": 0, "sin": 1, "coordinates": 0, "frequencies": 1}
@@ -141,7 +141,7 @@ def as_list(tensor):
 
 
 def other_device(tensor):
-    """Another device than the one that the tests run on."""
+    """A device other than the tests' device."""
     return tensor.cpu() if tensor.is_cuda else tensor.to("meta")
 
 
@@ -154,7 +154,7 @@ def shape_text(*shape):
 
 
 def tensors_by_name(operation):
-    """The arguments of an operation that are tensors, by the names that sentences give them."""
+    """The tensor arguments of an operation, by their names in error texts."""
     if operation in QK_OPERATIONS:
         of_coordinates = ("coordinates", "frequencies")
         fields = {
@@ -185,7 +185,7 @@ def wrong_values(operations, argument, *values, got=None):
 
 
 def wrong_shapes(operations, argument, *sizes, of=None, along=None, got=None, what=""):
-    """`of`: the arguments that get the shape, if not the named one alone. `along`: another change before."""
+    """`of`: arguments that get the shape, if not only the named one. `along`: another change before it."""
     for size in sizes:
         changes = [replace(key, of_shape(*size)) for key in of or (argument,)]
         change = all_of(*([along] if along else []), *changes)
@@ -215,7 +215,7 @@ def of_any_tensor(name, argument):
 
 
 for name, (leader, *followers) in ARGUMENTS.items():
-    # The tensor whose dtype, device and shape the others follow.
+    # The tensor that sets dtype, device and shape of the others.
     wrong_dtypes(name, leader, torch.int64, torch.float64, torch.bool, torch.float8_e4m3fn)
     strides = shape_text(2 * SEQ * HIDDEN, 2 * HIDDEN, 2) if name == "group_norm" else "stride 2"
     mistake(name, leader, "stride", strides, replace(leader, every_second))
@@ -327,7 +327,7 @@ SIZES_OF_TABLES = [
 ]
 for argument in ("cos", "sin"):
     wrong_shapes("qk_norm_rope", argument, *SIZES_OF_TABLES)
-# One table of a value a pair and one of a value an element: the sentence is about the second.
+# One table with one value per pair and one with one value per element: the error names the second.
 for size in ((SEQ, HEAD_DIM // 2), (BATCH, SEQ, HEADS, HEAD_DIM // 2)):
     wrong_shapes("qk_norm_rope", "sin", size)
     got = shape_text(1, SEQ, HIDDEN)
@@ -372,7 +372,7 @@ of_rows += [(BATCH, SEQ, 2, HEAD_DIM), (BATCH, HEADS, SEQ, HEAD_DIM), (1, 1, SEQ
 wrong_shapes("rope", "cos", *of_rows, (SEQ, 48), (SEQ, 2 * HIDDEN), (SEQ, 0), (), of=both)
 of_sine = [(HEAD_DIM,), (SEQ + 1, HEAD_DIM), (SEQ, HEAD_DIM // 2), (SEQ, 2 * HEAD_DIM)]
 wrong_shapes("rope", "sin", (), *of_sine)
-# x of four dimensions has a d of its own; of what else tables may be, see qk_norm_rope.
+# A 4-D x determines d. For other errors of tables see qk_norm_rope.
 for size in ((SEQ, HEAD_DIM // 4), (BATCH, SEQ, HEADS, 2 * HEAD_DIM)):
     wrong_shapes("rope", "cos", size, of=both, along=in_heads, what="4d_")
 
@@ -496,7 +496,7 @@ def valid_call(kernel, operation, device, shape=SHAPE, heads=HEADS):
 
 
 def sentence(operation, argument, got):
-    """In one line: operation, argument, what is accepted, what was given."""
+    """One line: operation, argument, accepted values, given value."""
     return re.compile(rf"{operation}: {argument}\b[^\n]+, got [^\n]*{re.escape(got)}[^\n]*")
 
 
@@ -516,7 +516,7 @@ def refused_unchanged(function, arguments, pattern):
 
 
 def wrong_call(kernel, case, device):
-    """The function and its arguments, one of which is wrong, and what the sentence must match."""
+    """The function, its arguments with a wrong one, and the pattern of the error."""
     if case.is_device and device == "cpu":
         pytest.skip("on a CPU the only other device is meta, which gets shapes alone")
     function, arguments = valid_call(kernel, case.operation, device)
@@ -541,7 +541,7 @@ def test_mistakes(kernel, device, case):
             tensor.requires_grad_(False)
 
 
-# Each ninth is enough for a quick run.
+# Every ninth case is enough for a quick run.
 TRACED = [
     pytest.param(case, marks=[pytest.mark.slow] if i % 9 else [], id=str(case))
     for i, case in enumerate(MISTAKES)
@@ -596,7 +596,7 @@ def test_every_path_takes_the_same_scalars(kernel, device, argument, operation):
             expected = outcome(function, arguments)
         leader.requires_grad_()
         if value is True and argument == "inplace":
-            continue  # of what requires grad it is refused
+            continue  # refused for inputs that require grad
         assert outcome(function, arguments) == expected, repr(value)
         kind, message = expected
         assert kind in ("returned", ValueError, TypeError), f"{value!r}: {expected}"
@@ -616,7 +616,7 @@ def test_every_path_takes_the_same_scalars(kernel, device, argument, operation):
 @pytest.mark.parametrize("operation", ARGUMENTS)
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_tensors_without_their_memory(kernel, device, operation, requires_grad):
-    """A storage may have been freed, as sharded training does, or made smaller."""
+    """A storage may have been freed, as in sharded training, or shrunk."""
     function, arguments = valid_call(kernel, operation, device)
     for argument in ARGUMENTS[operation]:
         for bytes_left in (0, 2):
@@ -685,14 +685,14 @@ def test_tensors_that_are_not_strided(kernel, device, operation, layout, require
 
 @pytest.mark.parametrize("operation", [*ROW_NORMS, "gelu", "silu", "softmax"])
 def test_no_memory(kernel, device, operation):
-    """It stays the error that Torch raises, or on a CPU would be, with that one as its cause."""
+    """The error is Torch's or, on a CPU, the same type with Torch's as its cause."""
     function, arguments = valid_call(kernel, operation, device)
     for argument in TABLE[operation].rows:
         arguments[argument] = arguments[argument][:1].expand(2**42, SEQ, -1)
     columns = HIDDEN
     for argument in TABLE[operation].modulations:
         arguments[argument] = arguments[argument][:1]
-    text = rf"{operation}: no memory for {2**42 * SEQ * columns * 4} bytes on {device}.*"
+    text = rf"{operation}: cannot allocate {2**42 * SEQ * columns * 4} bytes on {device}.*"
     with torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match=text) as raised:
         function(**arguments)
     cause = raised.value.__cause__
@@ -737,7 +737,7 @@ def test_a_gpu_of_another_compute_capability(kernel, device, tmp_path, operation
     assert f"ValueError: {operation}: {text}" in process.stderr
 
 
-# Whole sentences, each for a kind of check: the operation, what to change, the sentence after its name.
+# Whole sentences, one for each kind of check: the operation, the change, the sentence after its name.
 WORDING = {
     "shape": (
         "rms_norm",
@@ -809,7 +809,7 @@ def test_outputs_and_in_place(kernel, device):
 
 
 def test_every_argument_is_in_the_table(kernel):
-    """A new argument must come with its mistakes."""
+    """A new argument needs its mistakes in the table."""
     tested = {(case.operation, case.argument) for case in MISTAKES}
     for operation in ARGUMENTS:
         for argument in parameters_of(operation):
@@ -818,7 +818,7 @@ def test_every_argument_is_in_the_table(kernel):
 
 
 # --------------------------------------------------------------------------------------------------
-# Sizes that launches and kernels hold in 32 bits
+# Sizes that launches and kernels store in 32 bits
 
 
 @dataclass(frozen=True)
@@ -843,7 +843,7 @@ class Limit:
 
 
 def rows(*sizes):
-    """These leading dimensions, of one row in memory."""
+    """These leading dimensions, expanded from one row in memory."""
     return lambda tensor: tensor.flatten().expand(*sizes, -1)
 
 

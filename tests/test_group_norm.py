@@ -1,4 +1,4 @@
-"""group_norm, with a bias of the channels before it and SiLU after it."""
+"""group_norm, with an optional channel bias before it and SiLU after it."""
 
 import math
 
@@ -18,7 +18,7 @@ OPTIONAL = ["weight", "bias", "channel_bias"]
 # (batch, channels, height, width) in SDXL's U-Net and its autoencoder.
 MODEL_SHAPES = [(2, 320, 128, 128), (2, 640, 64, 64), (2, 1280, 32, 32), (2, 2560, 32, 32)]
 MODEL_SHAPES += [(2, 1920, 64, 64), (2, 512, 64, 64), (1, 128, 256, 256)]
-# Channels and groups: 10, 4, 10, 40, 60 and 80 channels a group, one group, a channel a group, odd ones.
+# Channels and groups: 10, 4, 10, 40, 60, 80 channels per group, one group, one channel per group, odd ones.
 GROUPS = [(30, 3), (32, 8), (320, 32), (1280, 32), (1920, 32), (2560, 32), (64, 1), (64, 64)]
 GROUPS += [(5, 5), (7, 1), (6, 2), (21, 7), (2000, 2)]
 PIXELS = [1, 7, 64, 255, 4096]
@@ -27,7 +27,7 @@ MEMORY = [*LAYOUTS, "chunk of the batch", "odd_rows of the batch"]
 
 
 def laid_out(values, is_last, layout="contiguous"):
-    """The values (B, C, ...) with pixels or channels dense, in rows of them that lie as the layout says."""
+    """The values (B, C, ...) with dense pixels or channels, and rows of them in the given layout."""
     rows = values.flatten(2) if values.dim() > 2 else values[:, :, None]
     rows = rows.mT if is_last else rows
     if layout.endswith(" of the batch"):
@@ -40,7 +40,7 @@ def laid_out(values, is_last, layout="contiguous"):
 
 
 def spread(shape, groups, dtype, device):
-    """Values well apart in each group, so that the norm of a few of them is well-conditioned."""
+    """Values with a spread in each group, so that the norm of few values is well-conditioned."""
     values = torch.randn(shape[0], groups, math.prod(shape[1:]) // groups, device=device) * 0.1
     values += torch.linspace(-1, 1, values.shape[-1], device=device)
     # Neither a channel nor a pixel has the smallest or the largest ones.
@@ -79,7 +79,7 @@ def test_shapes_of_models(kernel, device, shape, is_last, dtype):
 
 @pairwise(size=GROUPS, pixels=PIXELS, is_last=IS_LAST, dtype=DTYPES, activation=[None, *SILU])
 def test_groups_and_pixels(kernel, device, size, pixels, is_last, dtype, activation):
-    """With everything that may be left out, and an activation or none; or with nothing of it."""
+    """With all optional arguments and each activation, and with no optional argument."""
     channels, groups = size
     batch = 1 if channels * pixels > 2**21 else 3
     x = laid_out(spread((batch, channels, pixels), groups, dtype, device), is_last)
@@ -110,7 +110,7 @@ def test_layouts(kernel, device, shape, layout, is_last, activation, vectors, dt
 @every_memory
 @every_dtype
 def test_channels_of_a_wider_tensor(kernel, device, is_last, dtype):
-    """As one part of what a skip connection has concatenated."""
+    """A slice of a skip connection's concatenated result."""
     wide = laid_out(spread((2, 96, 6, 6), 1, dtype, device), is_last)
     for part in (wide[:, 32:64], wide[:, 1:33], wide[:, 63:], wide[1:, :32]):
         check_group_norm(kernel, part, 4 if part.shape[1] == 32 else 11, is_last)
@@ -131,7 +131,7 @@ def test_expanded_channels(kernel, device, is_last, dtype):
 @every_memory
 @every_dtype
 def test_strided_channel_bias(kernel, device, is_last, dtype):
-    """A part of a projected time embedding, and one that all of a batch share."""
+    """A slice of a projected time embedding, and one shared by the batch."""
     x = laid_out(spread((3, 24, 5, 7), 3, dtype, device), is_last)
     embedding = normal(3, 72, dtype=dtype, device=device, std=0.3)
     for added in (embedding[:, 24:48], embedding[:, 1:25], embedding[:1, :24].expand(3, 24)):
@@ -149,7 +149,7 @@ def test_strided_channel_bias(kernel, device, is_last, dtype):
 def test_each_optional_alone_and_float32(
     kernel, device, given, channels, layout, is_last, activation, dtype
 ):
-    """One of them, or all, those of a mixture in float32 beside x of 16 bits."""
+    """One of them or all; those in the mixture are float32 while x is 16-bit."""
     x = laid_out(spread((3, channels, 20, 20), 6, dtype, device), is_last)
     options = everything(x, torch.float32, layout)
     if given in MIXTURES:
@@ -170,7 +170,7 @@ def test_eps(kernel, device, eps, is_last, dtype):
 
 @pairwise(size=[(320, 32, 4096), (64, 32, 64), (30, 3, 255)], is_last=IS_LAST, dtype=DTYPES)
 def test_values_far_from_zero(kernel, device, size, is_last, dtype):
-    """A mean of squares less the square of the mean would have no digit left."""
+    """The mean of squares minus the squared mean would have no correct digit."""
     channels, groups, pixels = size
     mean = 1000.0 if dtype == torch.float32 else 100.0
     x = normal(2, channels, pixels, dtype=dtype, device=device, mean=mean)
@@ -183,7 +183,7 @@ def test_values_far_from_zero(kernel, device, size, is_last, dtype):
 
 @pairwise(factor=[30.0, 1000.0], is_last=IS_LAST, dtype=DTYPES)
 def test_channels_far_from_the_others(kernel, device, factor, is_last, dtype):
-    """As trained models have them: a few channels have by far the largest values, or means."""
+    """As in trained models, a few channels have by far the largest values or means."""
     x = normal(2, 320, 32, 32, dtype=torch.float32, device=device)
     x[:, 3] *= factor
     x[:, 97] += factor
@@ -231,7 +231,7 @@ def test_nonfinite_parameters(kernel, device, given, is_last, activation, dtype)
 @every_memory
 @every_dtype
 def test_infinite_weight(kernel, device, is_last, dtype):
-    """As in the formula. PyTorch also multiplies the mean by the weight, which gives NaN in some channels."""
+    """As in the formula. PyTorch also multiplies the mean by the weight, which makes some channels NaN."""
     x = laid_out(normal(2, 24, 5, 7, dtype=dtype, device=device), is_last)
     weight = parameters(24, dtype, device)["weight"]
     weight[3], weight[9] = math.inf, -math.inf
@@ -268,7 +268,7 @@ def test_empty_tensors(kernel, device, shape, is_last, dtype):
 @pytest.mark.parametrize("dim", range(5))
 @every_memory
 def test_vmap_of_images(kernel, device, dim, is_last):
-    """What vmap has put among an image's dimensions is no layout that the caller has chosen."""
+    """The caller has not chosen the layout with vmap's dimension among an image's."""
     x = laid_out(spread((2, 8, 3, 4), 2, torch.float32, device), is_last)
     several = torch.stack([x, x * 2, x + 1], dim)
     options = everything(x)
@@ -318,7 +318,7 @@ def test_smoke(kernel, device, shape, groups, layout, dtype, is_last, activation
 
 
 def test_layouts_are_what_they_are_called(device):
-    """All tests of views rest on this, and on the layouts' own test."""
+    """All tests of views depend on this, and on the test of layouts."""
     values = normal(2, 24, 5, 7, dtype=torch.bfloat16, device=device)
     assert laid_out(values, False).stride() == (840, 35, 7, 1)
     assert laid_out(values, True).stride() == (840, 1, 168, 24)

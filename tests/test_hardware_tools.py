@@ -1,4 +1,4 @@
-"""Ceilings and profiles of a GPU: what is read from the programs' output, and what is refused."""
+"""Ceilings and profiles of a GPU: reading and refusing the programs' output."""
 
 import csv
 import io
@@ -57,7 +57,7 @@ def test_a_measure_above_its_limit_fails(ceilings):
 
 
 def test_missing_instructions_are_named(ceilings):
-    """Each program has instructions to check: the compiler must not have removed what is measured."""
+    """Each program has instructions to check, because the compiler might remove the measured ones."""
     assert {path.stem for path in CEILINGS.glob("*.cu")} == set(ceilings.INSTRUCTIONS)
     for program, wanted in ceilings.INSTRUCTIONS.items():
         kernels = {f"_Z{part}E": dict(opcodes) for part, opcodes in wanted.items()}
@@ -66,7 +66,7 @@ def test_missing_instructions_are_named(ceilings):
         opcode, count = next(iter(opcodes.items()))
         kernels[f"_Z{part}E"][opcode] -= 1
         (fault,) = ceilings.missing_instructions(program, kernels)
-        assert fault == f"{program}: {part} has {count - 1} {opcode}, at least {count} are wanted"
+        assert fault == f"{program}: {part} has {count - 1} {opcode}, expected at least {count}"
         del kernels[f"_Z{part}E"]
         (fault,) = ceilings.missing_instructions(program, kernels)
         assert fault == f"{program}: 0 kernels have {part} in their names"
@@ -108,7 +108,7 @@ UNITS = {
 
 
 def ncu_output(*kernels, units=UNITS):
-    """What ncu writes of kernels (workload, changed values): its own lines, names, units, rows."""
+    """ncu's output for kernels (workload, changed values): its own lines, names, units, rows."""
     columns = ["ID", "Process ID", "Process Name", RANGES, "Kernel Name", "Context", *VALUES]
     text = io.StringIO()
     writer = csv.writer(text, quoting=csv.QUOTE_ALL)
@@ -156,5 +156,5 @@ def test_a_wrong_profile_is_refused(text, message):
 
 
 def test_every_operation_is_profiled():
-    """The ones left out differ from a profiled one in the norm alone."""
+    """The ones left out differ from a profiled one only in the norm."""
     assert set(TABLE) - set(profiling.OPERATIONS) == {"gated_residual_layer_norm_modulate"}

@@ -1,4 +1,4 @@
-"""Injected LTX-Video models: every input that takes another path, the angles' bits, the report."""
+"""Injected LTX-Video models: every input with its own code path, the angles' bits, the report."""
 
 import copy
 import re
@@ -31,7 +31,7 @@ def per_sample_scales():
 
 
 def video_coordinates(dtype=torch.float32):
-    """As the condition pipeline makes them: seconds and pixels, other ones for each sample."""
+    """Coordinates as in the condition pipeline: seconds and pixels, different for each sample."""
     scale = torch.tensor([5.0, 500.0, 700.0]).view(1, 3, 1)
     return (torch.rand(2, 3, TOKENS) * scale).to(dtype)
 
@@ -55,7 +55,7 @@ CASES = {
     "scales of each sample": ({}, {"rope_interpolation_scale": per_sample_scales()}),
     "coordinates": ({}, {"video_coords": video_coordinates()}),
     "coordinates in bfloat16": ({}, {"video_coords": video_coordinates(torch.bfloat16)}),
-    # Their angles are float64, which only the model's own rotation computes with.
+    # Their angles are float64, which only the model's own rotation supports.
     "coordinates in float64": ({}, {"video_coords": video_coordinates(torch.float64)}),
     "norms with weights": ({"norm_elementwise_affine": True}, {}),
     "another eps": ({"norm_eps": 1e-3}, {}),
@@ -83,7 +83,7 @@ def test_values(kernel, device, case):
 
 @pytest.mark.parametrize("case", ["video", "coordinates"])
 def test_angles_have_the_models_bits(kernel, device, case):
-    """At the published width, whose angles of thousands of radians forgive no other rounding."""
+    """At the published width, whose angles of thousands of radians reveal any different rounding."""
     model, plain, _ = pair(kernel, device, blocks=1, heads=32, head_dim=64)
     options = {"video_coords": video_coordinates().to(device)} if case == "coordinates" else {}
     arguments = inputs(model, **options)
@@ -142,7 +142,7 @@ OWN_ATTENTIONS = {  # change, options of the family's model and of inject_kernel
         "its heads have 32 elements, and the kernel's 64 and 128",
     ),
     "float32": (None, {"dtype": torch.float32}, {}, "no kernel for float32"),
-    "attention=False": (None, {}, {"attention": False}, "asked for by attention=False"),
+    "attention=False": (None, {}, {"attention": False}, "requested by attention=False"),
 }
 
 
@@ -191,8 +191,8 @@ def ask_for_a_gradient(model, arguments):
     [
         ("flux", choose_backend, CHOSEN),
         ("hunyuan_video", choose_backend, CHOSEN),
-        ("flux", ask_for_a_gradient, "a derivative is asked for"),
-        ("cosmos", ask_for_a_gradient, "a derivative is asked for"),
+        ("flux", ask_for_a_gradient, "a derivative is requested"),
+        ("cosmos", ask_for_a_gradient, "a derivative is requested"),
     ],
 )
 def test_attention_that_is_chosen_later_is_counted(kernel, device, family, choose, reason):

@@ -1,4 +1,4 @@
-"""Attention of injected LTX-Video models: where the kernel computes it, and where diffusers does."""
+"""Attention of injected LTX-Video models: when the kernel computes it, and when diffusers does."""
 
 import functools
 import itertools
@@ -23,13 +23,13 @@ BOTH = {"attention": 2}  # a block: self-attention and cross-attention
 
 @pytest.fixture(autouse=True)
 def _default_backend(monkeypatch):
-    """diffusers' choice for all models, which model.set_attention_backend changes too."""
+    """diffusers' choice for all models, which model.set_attention_backend also changes."""
     registry = attention_dispatch._AttentionBackendRegistry
     monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
 
 
 class Biases(KernelCalls):
-    """Also the shape and dtype of the bias of each call of attention."""
+    """Also records shape and dtype of the bias in each call of attention."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +114,7 @@ def test_other_head_sizes_keep_the_models_attention(kernel, device, head_dim):
 
 
 def test_float32_keeps_the_models_attention(kernel, device):
-    """The dtype is checked on every call, as it may change."""
+    """The dtype is checked on every call, because it may change."""
     model, plain, _ = pair(kernel, device, **HEADS)
     arguments = inputs(model)
     assert kernel_calls(run, model, arguments) == calls_of(2)
@@ -126,7 +126,7 @@ def test_float32_keeps_the_models_attention(kernel, device):
 
 
 def test_gradients_of_16_bits(kernel, device):
-    """The model's own in value, whatever computes the forward; attention is on the kernel without them."""
+    """Gradients have the plain model's values. Without gradients attention is on the kernel."""
     model, plain, _ = pair(kernel, device, **BFLOAT16)
     arguments = inputs(model)
     assert_gradients_agree(model, plain, arguments, 0.1)
@@ -152,11 +152,11 @@ def test_parallelism_keeps_the_models_attention(kernel, device, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------
-# What the user chose
+# The user's choices
 
 
 def test_backend_of_one_module(kernel, device):
-    """It is asked at each call, and belongs to that module's processor alone."""
+    """The choice is read at each call, and belongs only to that module's processor."""
     model, plain, _ = pair(kernel, device, **BFLOAT16)
     native = attention_dispatch.AttentionBackendName.NATIVE
     arguments = inputs(model)
@@ -203,7 +203,7 @@ def test_masks_of_other_backends(kernel, device, masks):
 
 
 class Changed:
-    """Not of diffusers, with another parameter."""
+    """A foreign function with another parameter."""
 
     def __call__(
         self,
@@ -221,8 +221,8 @@ class Changed:
 
 
 def test_unexpected_attention_kwargs(kernel, device, caplog):
-    """diffusers' warning and the processors' own parameters stay, and a processor called by itself computes
-    what it did."""
+    """diffusers' warning and the processors' own parameters stay, and a direct call of a processor computes
+    the same."""
     model, plain, _ = pair(kernel, device, **BFLOAT16)
     x = torch.randn(2, 6, 128, device=device, dtype=torch.bfloat16)
     messages, results = [], []

@@ -28,7 +28,7 @@ BFLOAT16, HALF, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 BLOCK, MODEL = "BasicTransformerBlock", "Transformer2DModel"
 BLOCKS = 3
 FIRST, LAST = torch.contiguous_format, torch.channels_last
-# The least relative distance that a change makes.
+# The minimum relative distance because of a change.
 CHANGED = 0.03
 
 
@@ -187,7 +187,7 @@ def test_arguments_that_are_for_the_processors(kernel, device):
 
 
 # --------------------------------------------------------------------------------------------------
-# What users change
+# Users' changes
 
 
 class Halving(AttnProcessor2_0):
@@ -238,7 +238,7 @@ def test_changes(kernel, device, change):
 
 
 class Meddling(AttnProcessor2_0):
-    """Changes something while it is called."""
+    """A module that changes something during its call."""
 
     def __init__(self, change):
         super().__init__()
@@ -252,7 +252,7 @@ class Meddling(AttnProcessor2_0):
 @pytest.mark.parametrize("heads", [(2, 64), (3, 40)], ids=["kernel", "no kernel"])
 @pytest.mark.parametrize("where", ["attn2", "attn1.to_q", "norm3", "ff.net.2", "processor"])
 def test_a_change_in_the_middle_of_a_forward(kernel, device, where, heads):
-    """By code of the user's that runs in the first block, of all that the next ones work with."""
+    """User code in the first block changes anything that the next blocks use."""
     sizes = {"num_attention_heads": heads[0], "attention_head_dim": heads[1]}
     model, plain, _ = pair(kernel, device, **sizes)
     arguments = arguments_of(device)
@@ -274,7 +274,7 @@ def test_a_change_in_the_middle_of_a_forward(kernel, device, where, heads):
 
 
 def test_an_attention_of_diffusers_that_is_replaced(kernel, device, monkeypatch):
-    """By another one in the namespace of its processors."""
+    """By a different function in the namespace of its processors."""
     model, plain, _ = pair(kernel, device)
     arguments = arguments_of(device)
     before = run(model, arguments)

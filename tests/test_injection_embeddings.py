@@ -1,4 +1,4 @@
-"""Embeddings of positions and of time steps have the bits of diffusers' own, whatever is kept."""
+"""Embeddings of positions and time steps are bitwise equal to diffusers', with all uses of the cache."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ every_position = pytest.mark.parametrize("name", POSITIONS)
 
 
 def pair_of(kernel, device, name, path=None):
-    """A module of an injected model, by default the embedding of its time steps, the same of a plain one,
+    """A module of an injected model, by default its time step embedding, the same module of a plain model,
     and the injection's report."""
     model, plain, report = injected(kernel, FAMILIES[name].model(device))
     path = path or TIMESTEPS[name]
@@ -34,7 +34,7 @@ def kept_of(module):
 
 
 def assert_same(module, plain, x):
-    """Of one tensor twice, and of another of the same form in between."""
+    """Embeddings of one tensor twice, and of another with the same form in between."""
     with torch.no_grad():
         for given in (x, x.flip(0), x):
             expected = plain(given)
@@ -45,7 +45,7 @@ def assert_same(module, plain, x):
 
 
 def positions(device, dtype=torch.float32, axes=3, tokens=37):
-    """Of text, which has none, and of a picture; some are negative or large."""
+    """Positions of text (all 0) and of an image; some are negative or large."""
     ids = torch.zeros(tokens, axes, device=device)
     ids[5:] = torch.arange((tokens - 5) * axes, device=device).view(-1, axes) * 3 - 40
     return ids.to(dtype)
@@ -208,7 +208,7 @@ def test_nothing_of_a_trace_is_kept(kernel, device):
 
 
 def test_streams_and_graphs(kernel, device):
-    """Of another stream nothing is taken, as it may not be there yet; a graph has values of its own."""
+    """Another stream's values are not used, because they may not be ready; a graph has its own values."""
     if device != "cuda":
         pytest.skip("there are streams on a GPU alone")
     module, plain, _ = pair_of(kernel, device, "flux", "pos_embed")

@@ -1,4 +1,4 @@
-"""Where a replaced module's call is the model's own code: logged once, counted, and an error if asked for."""
+"""Fallbacks of replaced modules to the model's own code: logged once, counted, and errors on request."""
 
 import logging
 
@@ -32,13 +32,13 @@ def _not_strict(monkeypatch):
 
 @pytest.fixture
 def injected(kernel, device):
-    """(model with kernels, its report, arguments); attention is on its kernel, too."""
+    """(model with kernels, its report, arguments); attention is also on its kernel."""
     model = transformer(device, **BFLOAT16)
     return model, kernel.inject_kernels(model), inputs(model)
 
 
 # ------------------------------------------------------------------------------------------------
-# What makes a call fall back
+# Causes of fallbacks
 
 
 def in_autocast(model, arguments):
@@ -117,7 +117,7 @@ def counts(report):
 
 
 def test_counts_are_live(kernel, injected):
-    """Those of each replaced module, also in the report of a second injection and in what is printed."""
+    """Counts of each replaced module, also in the report of a second injection and in its text."""
     model, report, arguments = injected
     modules = dict(model.named_modules())
     assert sorted(e.name for e in report.calls) == sorted(e.name for e in report.replaced)
@@ -166,7 +166,7 @@ def test_compiled_code_counts_nothing(injected):
 
 
 def test_counts_of_a_pipeline(kernel, device):
-    """Modules are known by what they were called when kernels were injected: in a wrapper by its name."""
+    """Modules keep their paths from the injection, including a wrapper's attribute."""
     pipe = pipeline(device)
     blocks = pipe.transformer.transformer_blocks
     blocks[1] = Wrap(blocks[1])
@@ -302,7 +302,7 @@ def test_choices_of_the_user_are_no_fall_backs(kernel, injected, monkeypatch, ca
 
 @pytest.mark.parametrize("position", [0, 1], ids=["first", "last"])
 def test_other_options_for_one_of_several_models(kernel, device, position):
-    """Nothing is done to the others, whichever comes first."""
+    """The other models are unchanged, in any order."""
 
     class Pipeline:
         def __init__(self, models):

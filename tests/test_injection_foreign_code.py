@@ -31,7 +31,7 @@ from small_models import MODELS, run
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
 UNET, PIXART, COSMOS = map(family_of, ("unet", "pixart", "cosmos"))
-# One whose blocks hand over, one of joint attention, one injected in part.
+# One whose blocks pass on values, one with joint attention, one partially injected.
 some_models = pytest.mark.parametrize("family", [LTX, FLUX, UNET], ids=str)
 
 
@@ -50,8 +50,8 @@ def is_on_kernels(model, arguments):
 
 
 def described(model):
-    """What Python says of each module's forward, and of the function of a method: accelerate and others take
-    that and bind it again."""
+    """Python's description of each module's forward, and of a method's function, which accelerate and others
+    bind again."""
     return {
         name: (
             inspect.signature(module.forward),
@@ -91,7 +91,7 @@ def qwenimage_latents(pipe, device):
 
 
 def test_modular_pipeline_of_qwen_image(kernel, device):
-    """It gives the model the arguments that the signature of its forward names, such as ``img_shapes``."""
+    """It passes the model the arguments in its forward's signature, such as ``img_shapes``."""
     pipe = QwenImageAutoBlocks().sub_blocks["denoise"].init_pipeline()
     scheduler = FlowMatchEulerDiscreteScheduler()
     pipe.update_components(transformer=QWEN_IMAGE.model(device), scheduler=scheduler)
@@ -121,7 +121,7 @@ def accelerator(device):
 def test_a_model_that_accelerate_has_prepared(
     kernel, device, accelerator, family, is_injected_first, cuda_graphs
 ):
-    """It runs under autocast, by its own code, to the bit; unwrapped it is on the kernels again."""
+    """Under autocast it runs its own code, bitwise equal; unwrapped it is on the kernels again."""
     model, plain, report, arguments = pair(
         kernel,
         family,
@@ -159,7 +159,7 @@ def test_gradients_of_a_prepared_model(kernel, device, accelerator, is_injected_
     model, plain, _, arguments = pair(
         kernel, FLUX, device, change=accelerator.prepare, is_injected_first=is_injected_first
     )
-    # By default the plain model's gradients, too, are NaN or wrong under Torch 2.11 on a Hopper GPU: its
+    # By default the plain model's gradients are also NaN or wrong under Torch 2.11 on a Hopper GPU: its
     # attention by cuDNN has such a defect (https://github.com/pytorch/pytorch/issues/196678).
     with sdpa_kernel(SDPBackend.MATH):
         assert_gradients_agree(model, plain, arguments, 0.02)
@@ -170,7 +170,7 @@ def test_gradients_of_a_prepared_model(kernel, device, accelerator, is_injected_
 
 
 class Scaled(TorchFunctionMode):
-    """Functions of PyTorch with these names give 1.2 times what they do."""
+    """PyTorch's functions with these names return 1.2 times their results."""
 
     def __init__(self, *names):
         super().__init__()
@@ -199,7 +199,7 @@ class ScaledLayerNorm(TorchDispatchMode):
 
 
 class Flops(FlopCounterMode):
-    """Whose count is what it counted of each module."""
+    """A mode that counts FLOP by module."""
 
     def __init__(self):
         super().__init__(display=False)
@@ -209,7 +209,7 @@ class Flops(FlopCounterMode):
         return {name: dict(counts) for name, counts in self.get_flop_counts().items()}
 
 
-MODES = {  # what each changes or watches, and models in which it does
+MODES = {  # the target of each, and models that use it
     "layer_norm": (functools.partial(Scaled, "layer_norm"), [*FAMILIES.values(), UNET]),
     "rms_norm": (functools.partial(Scaled, "rms_norm"), [LTX]),
     "gelu": (functools.partial(Scaled, "gelu"), [LTX, UNET]),
@@ -263,7 +263,7 @@ def test_a_default_device_changes_nothing(kernel, device, family):
 
 @contextlib.contextmanager
 def counted_calls(cls, attribute, model):
-    """How often each module of a model is called by ``cls.attribute``, which is patched."""
+    """The number of calls of each module by the patched ``cls.attribute``."""
     names = {module: name for name, module in model.named_modules()}
     counts = Counter()
     own = getattr(cls, attribute)
@@ -300,7 +300,7 @@ def test_a_patched_call_of_all_modules(kernel, device, family, attribute):
 
 @pytest.mark.parametrize("family", [LTX, FLUX, SD3, UNET, PIXART], ids=str)
 def test_a_patched_call_of_a_class(kernel, device, family):
-    """Whichever class has a patched ``__call__``, its modules are called as often as in the plain model."""
+    """Modules of any class with a patched ``__call__`` are called as often as in the plain model."""
     model, plain, _, arguments = pair(kernel, family, device)
     expected, calls = run(plain, arguments), kernel_calls(run, model, arguments)
     classes = {cls for module in plain.modules() for cls in type(module).__mro__}
@@ -322,7 +322,7 @@ def test_a_patched_call_of_a_class(kernel, device, family):
 @pytest.mark.parametrize("part", ["", "block", "attention", "activation"])
 @pytest.mark.parametrize("family", [LTX, FLUX], ids=str)
 def test_a_forward_that_is_restored_after_ejection(kernel, device, family, part):
-    """As DeepCache does. An injected model is not pickled."""
+    """Keeps forwards like DeepCache. An injected model is not pickled."""
     model = family.model(device)
     plain, before, arguments = copy.deepcopy(model), snapshot(model), family.inputs(device)
     kernel.inject_kernels(model)
@@ -348,7 +348,7 @@ def test_a_forward_that_is_restored_after_ejection(kernel, device, family, part)
 
 
 # ------------------------------------------------------------------------------------------------
-# What is given by mistake, or missing
+# Wrong and missing arguments
 
 
 @pytest.mark.parametrize("is_half", [False, True], ids=["float32", "bfloat16"])

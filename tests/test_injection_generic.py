@@ -1,4 +1,4 @@
-"""Models that no family knows, injected in part: norms, activations and attentions, each by itself."""
+"""Models without a family, injected in part: norms, activations and attentions one by one."""
 
 import collections
 import copy
@@ -58,7 +58,7 @@ MID_ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn1"
 
 @pytest.fixture
 def _default_backend(monkeypatch):
-    """diffusers' choice for all models, which model.set_attention_backend changes too."""
+    """diffusers' choice for all models, which model.set_attention_backend also changes."""
     registry = attention_dispatch._AttentionBackendRegistry
     monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
 
@@ -70,7 +70,7 @@ def pair(small, kernel, device, change=None, dtype=BFLOAT16, **options):
 
 
 def attentions(model, arguments):
-    """How many calls of attention ran on the kernel, in a forward in which others did."""
+    """The number of attention calls on the kernel, in a forward with other operations on kernels."""
     calls = kernel_calls(run, model, arguments)
     assert calls
     return calls.get("attention", 0)
@@ -109,7 +109,7 @@ def test_16_bits(kernel, device, small, dtype):
 
 @pytest.mark.parametrize("small", MODELS, ids=str)
 def test_float32(kernel, device, small):
-    """Attention is the model's own, and everything is computed as accurately as it can be."""
+    """Attention is the model's own, and accuracy is the best possible."""
     model, plain, report, arguments = pair(small, kernel, device, dtype=FLOAT32)
     assert attentions(model, arguments) == 0
     assert_alike(model, plain, arguments, times=1, slack=3e-6)
@@ -124,7 +124,7 @@ def test_the_report_names_what_is_left_alone(kernel, device):
     reason = "its heads have 40 elements, and the kernel's 64 and 128"
     assert reasons_of(report)[MID_ATTENTION] == reason
     model, _, report, arguments = pair(UNET, kernel, device, attention=False)
-    reason = "attention itself is the model's own: asked for by attention=False"
+    reason = "attention itself is the model's own: requested by attention=False"
     assert set(reasons_of(report).values()) == {reason}
     assert attentions(model, arguments) == 0
     with pytest.raises(ValueError, match="call eject_kernels first"):
@@ -147,7 +147,7 @@ NORMS = {
 
 
 def module_pair(kernel, device, *modules, dtype=BFLOAT16):
-    """(injected, plain, report) of a module of the user's own that holds some."""
+    """(injected, plain, report) of a user's module with such submodules."""
     torch.manual_seed(0)
     plain = nn.Sequential(*modules).to(device, dtype)
     for parameter in plain.parameters():
@@ -159,7 +159,7 @@ def module_pair(kernel, device, *modules, dtype=BFLOAT16):
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize("name", NORMS)
 def test_each_norm_gives_its_own_dtype(kernel, device, name, dtype, x_dtype):
-    """Or refuses it, and other sizes, as its class does."""
+    """Computes it, or refuses it like its class, and refuses other sizes."""
     model, plain, report = module_pair(kernel, device, NORMS[name](), dtype=dtype)
     x = torch.randn(3, 5, 24, device=device).to(x_dtype)
     expected = assert_same_outcome(model, plain, x, slack=0.02)
@@ -292,13 +292,13 @@ OTHER_CALLS = {
 
 
 def on_device(mask, device):
-    """With its strides, which tell what it is broadcast over."""
+    """A mask with its strides, which show its broadcast dimensions."""
     is_expanded = 0 in mask.stride()
     return mask[:, :1, :1].to(device).expand(mask.shape) if is_expanded else mask.to(device)
 
 
 def attention_calls(kernel, device, options, is_direct):
-    """(operators called, what the stand-in gives, what the function that it stands in for gives)."""
+    """(called operators, the stand-in's result, the original function's result)."""
     defaults = {"kv": 4, "dtype": BFLOAT16, "size": 64}
     count, dtype, size = ({**defaults, **options}[name] for name in defaults)
     options = {name: value for name, value in options.items() if name not in defaults}
@@ -319,7 +319,7 @@ def attention_calls(kernel, device, options, is_direct):
 @pytest.mark.parametrize("is_direct", [False, True], ids=["dispatch", "sdpa"])
 @pytest.mark.parametrize("case", [*CALLS, *OTHER_CALLS])
 def test_attention_calls(kernel, device, case, is_direct):
-    """Every argument is honoured, by the kernel or by the function that it stands in for."""
+    """The kernel or the original function handles every argument."""
     options = {**CALLS, **OTHER_CALLS}[case]
     if is_direct and ("backend" in options or case == "booleans of two dimensions"):
         pytest.skip("PyTorch's function knows no such argument")
@@ -333,7 +333,7 @@ def test_attention_calls(kernel, device, case, is_direct):
 
 
 def test_a_sample_without_keys_gives_zeros(kernel, device):
-    """What PyTorch gives for it is not the same on every device."""
+    """Compared with zeros, because PyTorch's result differs between devices."""
     mask = torch.tensor([[True] * 11, [False] * 11])[:, None, None]
     calls, out, _ = attention_calls(kernel, device, {"attn_mask": mask}, True)
     assert calls == {"attention": 1}
@@ -341,7 +341,7 @@ def test_a_sample_without_keys_gives_zeros(kernel, device):
 
 
 def test_dropout_is_passed_on(kernel, device):
-    """What PyTorch's kernels leave out of it differs from device to device, that they do does not."""
+    """Dropped elements differ between devices, so the test only checks that there is dropout."""
     torch.manual_seed(0)
     calls, out, _ = attention_calls(kernel, device, {"dropout_p": 0.5}, True)
     torch.manual_seed(0)  # the same tensors
@@ -356,7 +356,7 @@ def test_dropout_is_passed_on(kernel, device):
 
 @pytest.mark.parametrize("what", ["skip_attention", "skip_attention_scores", "skip_ff"])
 def test_layer_skip(kernel, device, what):
-    """Which looks processors up by their exact class."""
+    """It looks up processors by their exact class."""
     skips = {"skip_attention": False, "skip_attention_scores": False, "skip_ff": False, what: True}
 
     def skip(model):
@@ -390,7 +390,7 @@ def ip_adapter(unet, tokens=4, size=16):
 
 @either_order
 def test_ip_adapter(kernel, device, is_injected_first):
-    """It makes processors by the classes of those that it finds, and replaces all of them."""
+    """It creates processors by the classes of the existing ones, and replaces all of them."""
     plain = UNET.model(device, BFLOAT16)
     model, arguments = copy.deepcopy(plain), UNET.arguments(device, BFLOAT16)
     arguments["added_cond_kwargs"] = {
@@ -419,7 +419,7 @@ def test_processors_stay_diffusers_own(kernel, device):
     assert {type(processor) for processor in before.values()} == {AttnProcessor2_0}
     for candidate in (model, plain):
         candidate.set_default_attn_processor()
-    # The default one computes attention without a function for it: nothing of the package's is in it.
+    # The default processor computes attention inline, so nothing of it is replaced.
     assert attentions(model, arguments) == 0
     assert_alike(model, plain, arguments)
     model.set_attn_processor({name: type(p)() for name, p in before.items()})
@@ -427,7 +427,7 @@ def test_processors_stay_diffusers_own(kernel, device):
 
 
 def test_a_mask_that_a_module_repeats_for_its_heads(kernel, device):
-    """It is known by who made it: another one of its shape may differ between the heads."""
+    """It is recognized by its origin: another mask of its shape may differ between heads."""
     attention = PIXART.model(device, BFLOAT16).transformer_blocks[0].attn2
     module = kernel.injection.attention_processors._Attention(attention, None)
     mask = torch.zeros(2, 1, 6, device=device)
@@ -446,7 +446,7 @@ def test_fused_projections(kernel, device):
 
 
 # --------------------------------------------------------------------------------------------------
-# What is replaced in libraries
+# Replaced functions of libraries
 
 UNET_OPERATIONS = {
     *("group_norm", "layer_norm", "gated_residual_layer_norm_modulate", "gated_residual"),
@@ -482,7 +482,7 @@ def test_functions_that_are_replaced(kernel, device, monkeypatch, function):
 
 
 def operations(counter):
-    """Of the package, in all graphs that were compiled."""
+    """The package's operators in all compiled graphs."""
     nodes = [node for graph in counter.graphs for node in graph.graph.nodes]
     return [name for node in nodes if (name := operation_of(node.target, node.args)) is not None]
 
@@ -490,7 +490,7 @@ def operations(counter):
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("small", [COSMOS, pytest.param(UNET, marks=pytest.mark.slow)], ids=str)
 def test_compiled(kernel, device, small):
-    """In one graph, compiled once, which holds attention; Inductor is left the rest."""
+    """One graph, compiled once, with attention in it; the rest is left to Inductor."""
     model, plain, _, _ = pair(small, kernel, device)
     counter = CompileCounterWithBackend("eager")
     model.compile(fullgraph=True, backend=counter)
@@ -504,7 +504,7 @@ def test_compiled(kernel, device, small):
 @pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_blocks(kernel, device):
-    """Those of a class are compiled once."""
+    """Modules of a class are compiled once."""
     model, plain, _, arguments = pair(HUNYUAN, kernel, device)
     counters = [CompileCounterWithBackend("eager") for _ in range(2)]
     for candidate, counter in zip((model, plain), counters, strict=True):
@@ -553,7 +553,7 @@ def test_vmap(kernel, device, small):
     ("small", "checkpointing"), [(COSMOS, False), (COSMOS, True), (UNET, False)], ids=str
 )
 def test_gradients(kernel, device, small, checkpointing):
-    """Nothing is counted as a fall-back."""
+    """Nothing is counted as a fallback."""
 
     def prepare(model):
         model.train()
@@ -577,7 +577,7 @@ def test_strict(kernel, device, monkeypatch):
 
 
 def test_pipeline(kernel, device, caplog):
-    """Its denoisers, each to its level, and nothing else of it."""
+    """Only its denoisers, each to its level."""
 
     class Pipeline:
         components = {

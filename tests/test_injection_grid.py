@@ -1,4 +1,4 @@
-"""The rotary embedding's grid that is kept from call to call is never a wrong one."""
+"""The cached grid of the rotary embedding is never stale."""
 
 import copy
 
@@ -38,7 +38,7 @@ def test_scales_are_changed_in_place(kernel, device, case):
 
 @pytest.mark.parametrize("name", ["num_frames", "height", "width"])
 def test_sizes_that_are_equal_and_not_the_same(kernel, device, name):
-    """Equal keys of other types: 2.0 is 2."""
+    """Equal keys of different types: 2.0 and 2."""
     model, plain, _ = pair(kernel, device)
     arguments = inputs(plain)
     for cls in (int, float, np.int64):
@@ -59,7 +59,7 @@ def test_attributes_of_the_embedding_change(kernel, device, name):
 
 
 # ------------------------------------------------------------------------------------------------
-# Modes in which tensors are none that could be kept
+# Modes whose tensors cannot be cached
 
 
 def forward_of(model, arguments):
@@ -98,7 +98,7 @@ def in_inference_mode(model, arguments):
 
 def in_vmap(model, arguments):
     x = arguments["hidden_states"]
-    # Of PyTorch's attentions not all take a mask in a transform.
+    # Not all of PyTorch's attentions accept a mask in a transform.
     with sdpa_kernel(SDPBackend.MATH):
         torch.func.vmap(forward_of(model, arguments))(torch.stack([x, x]))
 
@@ -129,7 +129,7 @@ TRACES = [
 @pytest.mark.parametrize("trace", TRACES)
 @pytest.mark.parametrize("is_warm", [True, False], ids=["warm", "cold"])
 def test_nothing_of_a_trace_is_kept(kernel, device, trace, is_warm):
-    """The model runs as before, whether its grid was made before the trace or by it."""
+    """The model runs as before, whether its grid was made before or during the trace."""
     model, plain, _ = pair(kernel, device)
     arguments = inputs(plain)
     if is_warm:

@@ -52,7 +52,7 @@ def picture(device, dtype=FLOAT32, memory_format=FIRST, channels=CHANNELS, seed=
 
 
 def arguments_of(block, memory_format=FIRST, seed=1):
-    """A picture, and a time embedding if the block has a projection of it."""
+    """An image, and a time embedding if the block has a projection for it."""
     weight = block.norm1.weight
     x = picture(weight.device, weight.dtype, memory_format, block.in_channels, seed)
     has_time = block.time_emb_proj is not None
@@ -143,7 +143,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_norm_of_other_layouts(kernel, device, name):
-    """None is a fall-back: what the kernel does not take is copied, as PyTorch does."""
+    """No fallbacks: tensors that the kernel does not take are copied, as PyTorch does."""
     model, plain, report = norm_pair(kernel, device)
     x = LAYOUTS[name](picture(device))
     with torch.no_grad():
@@ -218,7 +218,7 @@ RESNETS = {
     "a shortcut without a bias": {"out_channels": 24, "conv_shortcut_bias": False},
 }
 LEFT_ALONE = {
-    "its time embedding goes another way: scale_shift": {"time_embedding_norm": "scale_shift"},
+    "its time embedding is not added: scale_shift": {"time_embedding_norm": "scale_shift"},
     "its activation is a torch.nn.modules.activation.Mish": {"non_linearity": "mish"},
     "its activation is a torch.nn.modules.activation.GELU": {"non_linearity": "gelu"},
 }
@@ -247,7 +247,7 @@ def test_a_resnet(kernel, device, name, memory_format, dtype):
 
 @formats
 def test_accuracy_far_from_zero(kernel, device, memory_format):
-    """A time embedding and a bias much larger than the picture, and a filter that adds up their errors."""
+    """A time embedding and a bias much larger than the image, and a filter that adds up their errors."""
 
     def enlarge(block):
         block.time_emb_proj.weight.data *= 30
@@ -292,7 +292,7 @@ def test_time_embeddings_of_other_forms(kernel, device):
     assert_alike(block, plain, (x, temb[:1]), times=1)  # one for all samples
     assert fell_back(report) == {}
     assert_alike(block, plain, (x[:1], temb), times=1)  # one picture, and several times
-    reason = "its time embedding has another form than the kernel knows"
+    reason = "the kernel does not support its time embedding's form"
     assert (count(report), fell_back(report)) == (1, {reason: 1})
     for wrong in (None, temb[None], temb[:, :-1]):
         assert isinstance(assert_same_outcome(block, plain, x, wrong), str)
@@ -304,7 +304,7 @@ def test_arguments_that_the_kernels_do_not_take(kernel, device):
     assert_alike(block, plain, (x, temb), times=1)
     reasons = {"it has no projection for the time embedding that it was given": 1}
     assert fell_back(report) == reasons
-    # The class takes a picture without a batch, its rows as channels, where there are as many.
+    # The class takes an image without a batch dimension, with its rows as channels, if their number fits.
     assert_alike(block, plain, (torch.randn(CHANNELS, CHANNELS, 5, device=device), None), times=1)
     reasons["it was given a tensor of 3 dimensions"] = 1
     assert fell_back(report) == reasons
@@ -325,7 +325,7 @@ def test_arguments_that_the_kernels_do_not_take(kernel, device):
 
 
 # --------------------------------------------------------------------------------------------------
-# What is put around or in the place of its parts
+# Wrappers and replacements of its parts
 
 
 class HalvedNorm(nn.GroupNorm):
@@ -333,7 +333,7 @@ class HalvedNorm(nn.GroupNorm):
         return 0.5 * super().forward(x)
 
 
-CHANGES = {  # the path of what is changed, what it becomes, and why the block's own code runs then
+CHANGES = {  # the path of the change, the new value, and why the block's own code then runs
     "norm1": ("norm1", lambda old: HalvedNorm(4, CHANNELS), f"norm1 is a {__name__}.HalvedNorm"),
     "norm2": ("norm2", lambda old: HalvedNorm(4, CHANNELS), f"norm2 is a {__name__}.HalvedNorm"),
     "identity": (
@@ -441,7 +441,7 @@ def test_gradients(kernel, device, what):
 
 
 def test_derivatives_by_transforms(kernel, device):
-    """Of weights that are given for a call, backward and forward, and a mapped picture."""
+    """Backward and forward mode for weights given in a call, and vmap over images."""
     block, plain, report, (x, temb) = resnet_pair(kernel, device, out_channels=24)
     weights = {name: p.detach() for name, p in plain.named_parameters()}
     tangents = {name: torch.randn_like(p) for name, p in weights.items()}
@@ -468,7 +468,7 @@ def test_derivatives_by_transforms(kernel, device):
 
 
 def test_an_autoencoder(kernel, device):
-    """Given by itself it is what the user wants."""
+    """An autoencoder is injected if it is given directly."""
     vae = diffusers.AutoencoderKL(
         block_out_channels=(32, 64),
         norm_num_groups=8,

@@ -1,4 +1,4 @@
-"""A block touches nothing of another block before its turn, and nothing stale is ever used.
+"""A block does not touch the next block before its turn, and stale values are never used.
 
 What changes weights, time embedding or hidden states between two blocks may leave no trace: no version
 counter counts writes through ``.data``.
@@ -20,7 +20,7 @@ AFFINE = {"blocks": BLOCKS, "norm_elementwise_affine": True}
 
 
 # ------------------------------------------------------------------------------------------------
-# How often the end of a block and the beginning of the next are one operation
+# Number of fused operations across two blocks
 
 
 def replace_temb(module, args, kwargs):
@@ -37,7 +37,7 @@ def replace_temb(module, args, kwargs):
     ids=["scaled_in_place", "replaced", "written_through_a_view"],
 )
 def test_a_hook_changes_what_is_handed_on(kernel, device, hook):
-    """Block 0 leaves nothing to block 1."""
+    """Block 0 passes nothing on to block 1."""
     model, plain, _ = pair(
         kernel,
         device,
@@ -50,7 +50,7 @@ def test_a_hook_changes_what_is_handed_on(kernel, device, hook):
 
 
 def test_a_block_is_given_another_time_embedding(kernel, device):
-    """Nothing is left to block 1, nor by it."""
+    """Nothing is passed on to block 1, nor by it."""
 
     def change(model):
         block = model.transformer_blocks[1]
@@ -75,11 +75,11 @@ def test_a_block_is_left_out_and_a_copy_hands_on_to_its_own(kernel, device):
 
 
 # ------------------------------------------------------------------------------------------------
-# What is changed between two blocks
+# Changes between two blocks
 
 
 class Model:
-    """A model's blocks and norms, which wrappers may hide later, and its forward's time embedding."""
+    """A model's blocks and norms, which wrappers may later hide, and its forward's time embedding."""
 
     def __init__(self, model):
         self.blocks = list(model.transformer_blocks)
@@ -103,7 +103,7 @@ class Model:
 
 
 def set_new(module, name):
-    """As block swapping does it."""
+    """Like block swapping."""
     setattr(module, name, nn.Parameter(getattr(module, name).detach() * 1.2))
 
 
@@ -112,7 +112,7 @@ def increase_eps(norm):
 
 
 TABLE = "scale_shift_table"
-ACTS = {  # what is changed, of the block after the i-th or of its own
+ACTS = {  # the change, of the block after the i-th or of the i-th itself
     "temb": lambda state, i: state.temb.data.mul_(0.8),
     "table of the next": lambda state, i: state.next_block(i).scale_shift_table.data.mul_(1.2),
     "own table": lambda state, i: state.blocks[i].scale_shift_table.data.mul_(1.2),
@@ -125,7 +125,7 @@ ACTS = {  # what is changed, of the block after the i-th or of its own
 NEW_OWN_TABLE = {"new own table": lambda state, i: set_new(state.blocks[i], TABLE)}
 
 
-# By what it is changed: (module, what it is a part of, its name there, what to do)
+# The origin of a change: (module, its parent, its name there, the action)
 
 
 def by_forward_hook(module, parent, name, act):
@@ -230,11 +230,11 @@ def test_a_block_that_occurs_twice(kernel, device):
 
 
 # ------------------------------------------------------------------------------------------------
-# Weights that are there in their module's own turn alone
+# Weights that exist only during their module's turn
 
 
 def test_weights_that_are_swapped_in(kernel, device):
-    """One set of memory that holds the weights of the block in turn, and garbage else."""
+    """Shared memory with the weights of the running block, and garbage otherwise."""
     model, plain, _ = pair(kernel, device, **AFFINE)
     for block in model.transformer_blocks:
         values = {name: p.detach().clone() for name, p in block.named_parameters()}

@@ -1,4 +1,4 @@
-"""Hooks and other forwards on the modules of an injected model, coming and going in any order."""
+"""Hooks and other forwards on modules of an injected model, added and removed in any order."""
 
 import itertools
 
@@ -46,7 +46,7 @@ def test_hooks_in_every_order(kernel, device, kind):
 
 
 # ------------------------------------------------------------------------------------------------
-# Other modules and other forwards than the known ones
+# Unknown modules and forwards
 
 PATHS = {
     "block": "transformer_blocks.0",
@@ -58,7 +58,7 @@ PATHS = {
 WITHOUT_BLOCKS = {"qk_norm_coordinate_rope": 2, "rms_norm": 4, "gelu": 2}
 
 
-# What is left of the operator calls of a forward of two blocks.
+# Remaining operator calls of a forward with two blocks.
 OF_CLASSES = {
     "block": WITHOUT_BLOCKS,
     "attention": calls_of(2, qk_norm_coordinate_rope=0, rms_norm=0),
@@ -75,13 +75,13 @@ def test_another_forward_of_a_class_is_left_alone(kernel, device, monkeypatch, t
     original = cls.forward
     monkeypatch.setattr(cls, "forward", lambda self, *a, **k: original(self, *a, **k))
     reasons = reasons_of(kernel.inject_kernels(model))
-    assert "not the one known" in reasons[PATHS[target]]
+    assert "not the known one" in reasons[PATHS[target]]
     assert computing(expected, model, arguments) == OF_CLASSES[target]
 
 
 @pytest.mark.parametrize("more", ["", ", audio=None"], ids=["same", "another"])
 def test_parameters_of_a_forward(kernel, device, monkeypatch, more):
-    """A version of diffusers with another parameter may compute something else."""
+    """A version of diffusers with another parameter may compute something different."""
     model, arguments, expected = prepared(device)
     block_class = type(model.transformer_blocks[0])
     parameters = "self, hidden_states, encoder_hidden_states, temb, image_rotary_emb"
@@ -106,5 +106,5 @@ def test_a_subclass_with_a_forward_of_its_own_is_left_alone(kernel, device):
 
     block.__class__ = type("MyBlock", (type(block),), {"forward": forward})
     reasons = reasons_of(kernel.inject_kernels(model))
-    assert "not the one known" in reasons["transformer_blocks.1"]
+    assert "not the known one" in reasons["transformer_blocks.1"]
     assert computing(expected, model, arguments) == {**calls_of(1), **WITHOUT_BLOCKS}

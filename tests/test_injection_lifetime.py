@@ -1,4 +1,4 @@
-"""What an injection keeps alive, what is copied and saved with it, and injections that fail half way."""
+"""Lifetime of an injection: memory that it keeps alive, copies, saving, and interrupted injections."""
 
 import contextlib
 import copy
@@ -37,7 +37,7 @@ def alive(references):
 
 
 def test_a_removed_block_frees_its_weights(kernel, device):
-    """Its neighbours keep nothing of it."""
+    """Its neighbours do not keep it alive."""
     with without_garbage_collection():
         model, _, _ = pair(kernel, device)
         run(model, inputs(model))
@@ -49,7 +49,7 @@ def test_a_removed_block_frees_its_weights(kernel, device):
 
 
 def test_hidden_states_are_freed_after_a_forward(kernel, device):
-    """Nothing that one forward made between the blocks stays for the next."""
+    """Values passed between blocks in one forward do not stay for the next."""
     with without_garbage_collection():
         model, _, _ = pair(kernel, device, blocks=3)
         references = {}
@@ -63,7 +63,7 @@ def test_hidden_states_are_freed_after_a_forward(kernel, device):
 
 
 # ------------------------------------------------------------------------------------------------
-# What hooks save
+# Tensors saved by hooks
 
 
 def saved(value):
@@ -95,7 +95,7 @@ def test_a_hook_saves_what_a_module_gives(kernel, device, mode, place):
 
 
 # ------------------------------------------------------------------------------------------------
-# Injections and ejections that stop half way
+# Interrupted injections and ejections
 
 
 class Stop(Exception):
@@ -104,8 +104,8 @@ class Stop(Exception):
 
 @contextlib.contextmanager
 def stopping_at(monkeypatch, count):
-    """The count-th time that any module is given, or loses, an attribute named forward or one of this
-    package's raises."""
+    """Raises when, for the count-th time, a module's attribute named forward or one of this package's is set
+    or deleted."""
     counter = itertools.count(1)
 
     def stop_at_count(name):
@@ -144,7 +144,7 @@ COUNTS = [1, 2, 6, 10]
 
 @pytest.mark.parametrize("count", [*COUNTS, 13, 20])
 def test_an_injection_that_fails_changes_nothing(kernel, device, monkeypatch, count):
-    """It is done as a whole, to all models, or not at all."""
+    """It is complete, for all models, or not done at all."""
     holder = Holder(device)
     models, arguments = (holder.one, holder.other), inputs(holder.one)
     before = [state_of(model) for model in models]

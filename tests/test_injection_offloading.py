@@ -1,4 +1,4 @@
-"""Offloading and context parallelism, before and after an injection: what stays on the kernels."""
+"""Offloading and context parallelism, before and after an injection: calls that stay on the kernels."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from ltx_models import calls_of, computing, either_order, prepared, snapshot
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
 
-# By the kind of offloading and the model's options. Norms with weights are leaves: their own code runs. The
-# next block's weights are elsewhere until its turn.
+# By the kind of offloading and the model's options. Norms with weights are leaves, so their own code runs.
+# The next block's weights are elsewhere until its turn.
 AFFINE = {"norm_elementwise_affine": True}
 WITHOUT_NORMS = {"gelu": 2, "qk_norm_coordinate_rope": 2, "gated_residual": 6}
 OFFLOADING = [
@@ -59,7 +59,7 @@ def test_context_parallelism_is_declined(kernel, device):
 
 
 def test_context_parallelism_after_the_injection(kernel, device, monkeypatch):
-    """Its hooks find the tables that they shard, and processors that take its settings."""
+    """Its hooks find the tables to shard, and processors that accept its settings."""
     model, arguments, expected = prepared(device)
     names = ("num_frames", "height", "width", "rope_interpolation_scale")
     with torch.no_grad():

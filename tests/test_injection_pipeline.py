@@ -13,7 +13,7 @@ SIZE = {"height": 64, "width": 96, "num_frames": 17, "num_inference_steps": STEP
 
 
 def latents(pipe, device, seed=0, **options):
-    """What a pipeline makes of made-up prompts, before it is decoded."""
+    """A pipeline's latents for made-up prompts."""
     torch.manual_seed(seed)
     if isinstance(pipe, (LTXImageToVideoPipeline, LTXConditionPipeline)):
         options["image"] = torch.rand(1, 3, SIZE["height"], SIZE["width"])
@@ -48,7 +48,7 @@ def test_pipelines(kernel, device, pipeline_class, guidance_scale):
     if device == "cpu":
         assert torch.equal(result, expected)
     else:
-        assert_close(result, expected)  # cuDNN may encode an image in another way each time
+        assert_close(result, expected)  # cuDNN may encode an image with different bits each time
 
 
 def test_pipeline_with_nothing_known(kernel, device):

@@ -1,4 +1,4 @@
-"""Parts of a model that are the user's own, put there before or after the injection."""
+"""Users' own modules in a model, added before or after injection."""
 
 import pytest
 import torch
@@ -22,12 +22,12 @@ def seeded(make):
 
 
 def unchanged(device, arguments, **config):
-    """What a model computes to which nothing was done."""
+    """The result of an unchanged model."""
     return run(transformer(device, blocks=BLOCKS, **config), arguments)
 
 
 def putting(path, make):
-    """A change of a model: what ``make`` makes of the module at a path takes its place."""
+    """A change of a model: ``make(module)`` replaces the module at a path."""
 
     def change(model):
         parent, _, name = path.rpartition(".")
@@ -108,7 +108,7 @@ class Gated(nn.Module):
 
 
 class OwnAttention(nn.Module):
-    """Attention that reads the tables of the rotary embedding, and has no processor."""
+    """Attention without a processor that reads the tables of the rotary embedding."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +126,7 @@ class OwnAttention(nn.Module):
 
 
 class EndingInTanh(nn.ModuleList):
-    """Gives one module more than it holds."""
+    """Iterates over one more module than it contains."""
 
     def __iter__(self):
         yield from super().__iter__()
@@ -232,7 +232,7 @@ class OwnBlock(nn.Module):
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("options", [{}, {"batch": 1}, {"video_coords": True}], ids=str)
 def test_a_block_and_a_hook_read_the_tables(kernel, device, read, options):
-    """They have the bits of the model's own."""
+    """They are bitwise equal to the model's own."""
     tables = {}
 
     def change(model):
@@ -261,7 +261,7 @@ def give_others(block, args, kwargs):
 
 
 def write(block, args, kwargs):
-    """In place: what the blocks after it are given is changed, too."""
+    """In place, so the next blocks get changed values."""
     cos, sin = kwargs["image_rotary_emb"]
     cos.mul_(0.5)
     sin.data.mul_(0.5)
@@ -269,7 +269,7 @@ def write(block, args, kwargs):
 
 @pytest.mark.parametrize("hook", [give_others, write])
 def test_a_hook_changes_the_tables(kernel, device, hook):
-    """In that forward alone."""
+    """Only in that forward."""
     handles = []
 
     def change(model):
@@ -294,7 +294,7 @@ def plain_block(device):
 
 @pytest.mark.parametrize("is_injected", [True, False], ids=["injected", "plain"])
 def test_the_block_of_another_injected_model(kernel, device, is_injected):
-    """In a model that is injected itself, or is not."""
+    """In a model that is itself injected or not."""
     model, plain = transformer(device, blocks=BLOCKS), transformer(device, blocks=BLOCKS)
     if is_injected:
         kernel.inject_kernels(model)

@@ -36,11 +36,11 @@ AFFINE = {"blocks": 3, "norm_elementwise_affine": True}
 
 
 # ------------------------------------------------------------------------------------------------
-# DTensors, in this process alone
+# DTensors in one process
 
 
 def run_on_dtensors(model, arguments):
-    """Activations are DTensors from the first layer on; what the model makes itself is replicated."""
+    """Activations are DTensors from the first layer on; tensors made by the model are replicated."""
     with implicit_replication():
         out = run(model, arguments)
         return out.full_tensor() if isinstance(out, DTensor) else out
@@ -65,7 +65,7 @@ def test_weights_and_activations_are_dtensors(kernel, mesh, device, is_injected_
 
 @pytest.mark.parametrize("config", [{}, {"norm_elementwise_affine": True}], ids=["plain", "affine"])
 def test_activations_alone_are_dtensors(kernel, mesh, device, config):
-    """As the model's own norm takes them, with or without a weight."""
+    """DTensors that the model's own norm accepts, with or without a weight."""
     model, plain, _ = pair(kernel, device, **config)
     arguments = inputs(plain)
     x, expected = arguments["hidden_states"], run(plain, arguments)
@@ -79,7 +79,7 @@ def test_activations_alone_are_dtensors(kernel, mesh, device, config):
 @pytest.mark.parametrize("use_local_output", [True, False], ids=["tensors", "dtensors"])
 @either_order
 def test_tensor_parallel_feed_forward(kernel, mesh, device, use_local_output, is_injected_first):
-    """The activation itself is given a tensor or a DTensor."""
+    """The activation itself gets a tensor or a DTensor."""
 
     def change(model):
         for block in model.transformer_blocks:
@@ -95,7 +95,7 @@ def test_tensor_parallel_feed_forward(kernel, mesh, device, use_local_output, is
 
 @either_order
 def test_fully_sharded_on_one_rank(kernel, mesh, device, is_injected_first):
-    """Between a block's turns its parameters are DTensors, and its class is another."""
+    """Between a block's turns its parameters are DTensors, and its class is different."""
 
     def change(model):
         for block in model.transformer_blocks:
@@ -134,7 +134,7 @@ def shard_in_place(model):
 
 
 def check_sharded_weights(kernel, rank):
-    """Each process has half of the weights, and all of a block's in its turn alone."""
+    """Each process has half of the weights, and a block's complete weights only in its turn."""
     for config in ({}, {"norm_elementwise_affine": True}):
         torch.manual_seed(3)
         plain = transformer("cpu", blocks=3, **config)
@@ -162,7 +162,7 @@ def check_sharded_sequence(kernel, rank):
     model, arguments, expected = prepared("cpu", mask=None, text_length=6)
     kernel.inject_kernels(model)
     assert computing(expected, model, arguments) == calls_of(2)
-    # What the model's method enable_parallelism does, which finds a device for each rank by itself.
+    # Like the model's enable_parallelism, which would choose a device for each rank itself.
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("ring", "ulysses"))
     config = ParallelConfig(
         context_parallel_config=ContextParallelConfig(ulysses_degree=RANKS, mesh=mesh)

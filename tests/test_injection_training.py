@@ -1,4 +1,4 @@
-"""Linear layers that were changed, training and derivatives of injected LTX-Video models."""
+"""Changed linear layers, training and derivatives of injected LTX-Video models."""
 
 import copy
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("_one_thread")
 
 
 # ------------------------------------------------------------------------------------------------
-# GELU as the epilogue of its matrix product, on CUDA alone, where it is the tanh approximation
+# GELU as its matmul's epilogue, only on CUDA, where it is the tanh approximation
 
 
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
@@ -49,11 +49,11 @@ def test_accuracy_of_the_activation(kernel, device, dtype, approximate):
 
 
 # ------------------------------------------------------------------------------------------------
-# What the kernels do not take
+# Calls that the kernels do not take
 
 
 def test_another_device_than_the_builds_runs_the_models_own_code(kernel):
-    """On meta, shapes alone; the report does not depend on the device."""
+    """On meta, which has only shapes; the report does not depend on the device."""
     model = transformer("meta")
     report = kernel.inject_kernels(model)
     assert report.num_replaced == kernel.inject_kernels(transformer("cpu")).num_replaced
@@ -76,7 +76,7 @@ def test_cpu_model_with_a_cuda_build(kernel):
 
 
 # ------------------------------------------------------------------------------------------------
-# Forward-mode derivatives, beside those of a plain model in float64
+# Forward-mode derivatives, compared with a plain model's in float64
 
 
 def tangent_of(x):
@@ -130,7 +130,7 @@ def of_a_gradient(model, arguments):
 SECOND_BLOCK = "transformer_blocks.1"
 AFFINE = {"norm_elementwise_affine": True}
 DERIVATIVES = [
-    # What the first block leaves for the second one carries a tangent, too.
+    # Values passed from the first to the second block also carry a tangent.
     (by_parameters(f"{SECOND_BLOCK}.scale_shift_table"), AFFINE, {}),
     (by_parameters(f"{SECOND_BLOCK}.norm1.weight"), AFFINE, {}),
     (by_parameters(f"{SECOND_BLOCK}.attn1.norm_k.weight"), AFFINE, {}),
@@ -147,7 +147,7 @@ def test_tangents(kernel, device, derivative, config, options, grad):
     model, plain, _ = pair(kernel, device, **config)
     arguments = inputs(model, **options)
     exact = plain.double(), ltx_models.cast(arguments, torch.float64)
-    # Of PyTorch's attentions only the one of single operations has forward-mode derivatives.
+    # Only PyTorch's math attention has forward-mode derivatives.
     with sdpa_kernel(SDPBackend.MATH), grad():
         results = [derivative(*given) for given in ((model, arguments), exact)]
     for value, expected in zip(*results, strict=True):

@@ -1,4 +1,4 @@
-"""The quick tests that kernel-builder runs on each build, with tests/ and the package alone.
+"""The quick tests that kernel-builder runs on each build, with only tests/ and the package.
 
 Expected values are PyTorch's own, computed in float64.
 """
@@ -65,7 +65,7 @@ def attention(q, k, v):
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-# Shapes of the arguments. Tables of a cosine and a sine are written as their shape in a tuple.
+# Shapes of the arguments. A pair (cos, sin) is written as its shape in a tuple.
 ROWS, VECTOR, MODULATION = (BATCH, TOKENS, HIDDEN), (HIDDEN,), (BATCH, 1, HIDDEN)
 TOKEN_HEADS, IMAGE = (BATCH, TOKENS, HEADS, HEAD_DIM), (BATCH, 64, 6, 5)
 TABLES = ((TOKENS, HEAD_DIM // 2),)
@@ -184,7 +184,7 @@ def test_values(kernel, device, name, dtype):
 
 @every_operation
 def test_traced(kernel, device, name):
-    """Without a graph break, and the traced graph gives the same bits."""
+    """Compiles without a graph break, and the traced graph is bitwise equal."""
     torch._dynamo.reset()
     case = Case(kernel, name, torch.bfloat16, device)
     traced = torch.compile(case.run, backend="aot_eager", fullgraph=True)

@@ -23,7 +23,7 @@ from checks import assert_contract, relative_distance
 from inputs import for_dtypes, normal
 from ltx_models import KernelCalls
 
-# The classes that each layer is documented to fit.
+# The classes that each layer fits, as documented.
 CLASSES = {
     "RMSNorm": (RMSNorm, nn.RMSNorm),
     "LayerNorm": (nn.LayerNorm, FP32LayerNorm),
@@ -67,7 +67,7 @@ every_instance = pytest.mark.parametrize("name", INSTANCES)
 
 @pytest.fixture
 def named_classes():
-    """The classes with their layers' names, as a user gives them, taken back afterwards."""
+    """The classes with their layers' names, registered as by a user, and restored afterwards."""
     for layer, classes in CLASSES.items():
         for cls in classes:
             replace_kernel_forward_from_hub(cls, layer)
@@ -90,7 +90,7 @@ def kernelized(kernel, device, named_classes):
 
 
 def with_values(model, dtype, device):
-    """Parameters of which each matters: no norm weight is 1, no bias 0."""
+    """Sets parameters so that each matters: no norm weight is 1, no bias 0."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.5)
@@ -175,7 +175,7 @@ def test_strided_and_empty_inputs(kernelized, device, name):
 
 
 # --------------------------------------------------------------------------------------------------
-# Calls that no operation can express give the class's own result, bit for bit
+# Calls that operations do not support return the class's own result, bit for bit
 
 
 def assert_own_result(kernelized, module, x):
@@ -217,7 +217,7 @@ def test_torch_rms_norm_without_eps(kernelized, device, affine):
 @pytest.mark.parametrize("cls", [nn.RMSNorm, nn.LayerNorm, FP32LayerNorm, RMSNorm])
 @torch.no_grad()
 def test_norm_with_parameters_of_two_dimensions(kernelized, device, cls):
-    """PyTorch's classes normalize over both dimensions, diffusers' RMSNorm over the last alone."""
+    """PyTorch's classes normalize over both dimensions, diffusers' RMSNorm only over the last."""
     module = with_values(cls((5, HIDDEN), eps=1e-6), torch.float32, device)
     assert module.weight.shape == (5, HIDDEN)
     nn.init.normal_(module.weight)
@@ -235,7 +235,7 @@ def test_norm_over_two_dimensions_without_parameters(kernelized, device, cls):
 
 @pytest.mark.parametrize("name", ["layer_norm_without_weight", "torch_rms_norm_without_weight"])
 def test_norm_of_another_size_is_refused(kernelized, device, name):
-    """Without parameters nothing but the module knows its size."""
+    """Without parameters only the module knows its size."""
     module = kernelized(instance(name, torch.float32, device))
     with pytest.raises(RuntimeError, match="normalized_shape"):
         module(torch.ones(3, HIDDEN + 1, device=device))
@@ -245,7 +245,7 @@ def test_norm_of_another_size_is_refused(kernelized, device, name):
 @pytest.mark.parametrize("is_autocast", [False, True], ids=["float64", "autocast"])
 @torch.no_grad()
 def test_float64_and_autocast(kernelized, device, name, is_autocast):
-    """Autocast decides on dtypes by operator, and knows PyTorch's alone."""
+    """Autocast chooses dtypes by operator, and only knows PyTorch's."""
     dtype = torch.float32 if is_autocast else torch.float64
     module = instance(name, dtype, device)
     x = normal(3, 5, HIDDEN, dtype=dtype, device=device)
@@ -254,7 +254,7 @@ def test_float64_and_autocast(kernelized, device, name, is_autocast):
 
 
 class Shifted(nn.LayerNorm):
-    """As some models have them: a weight around zero."""
+    """A weight around zero, as in some models."""
 
     def forward(self, input):
         return nn.functional.layer_norm(input, self.normalized_shape, 1 + self.weight, self.bias)
@@ -300,7 +300,7 @@ def test_deprecated_scale_of_geglu(kernelized, device):
 
 @torch.no_grad()
 def test_linear_layers_are_called(kernelized, device):
-    """With all that LoRA, quantization or offloading put there."""
+    """Including everything that LoRA, quantization or offloading added."""
     for name in ("gelu", "geglu", "swiglu"):
         module = kernelized(instance(name, torch.float32, device))
         x = torch.randn(3, 5, HIDDEN, device=device)

@@ -1,4 +1,4 @@
-"""Norms of rows, their modulation once or twice, and the gated residual before them: one kernel template."""
+"""Row norms with up to two modulations and an optional gated residual before: one kernel template."""
 
 import math
 
@@ -33,8 +33,8 @@ every_operation = pytest.mark.parametrize("name", ROW_NORMS)
 every_norm = pytest.mark.parametrize("name", NORMS)
 every_nonfinite = pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 
-# Rows of few values; then those that registers hold, that shared memory holds, and that several
-# multiprocessors hold, on and off multiples of a vector; and longer ones.
+# Rows of few values, rows that fit in registers, in shared memory and in several multiprocessors, with and
+# without multiples of a vector, and longer ones.
 SIZES = [
     1,
     2,
@@ -62,7 +62,7 @@ SMALL, LONG = 63, 32776
 
 
 def row_call(name, shape, dtype, device, *, layout="contiguous", form="B1D", make=normal, **choice):
-    """The arguments of a call. `form`: how modulators broadcast, or their layout at full size."""
+    """The arguments of a call. `form`: the modulators' broadcast shape, or their layout at full size."""
     operation = TABLE[name]
     layouts = [layout] if isinstance(layout, str) else layout
     arguments = {
@@ -104,7 +104,7 @@ def modulators(
 
 
 def check_rows(kernel, name, arguments, **options):
-    # Where values, scales and shifts are far from 0 and cancel, a few float32 roundings of theirs remain.
+    # Values, scales and shifts far from 0 may cancel, which leaves several of their float32 rounding errors.
     options.setdefault("slack", FLOAT32_ARITHMETIC * (2 if "modulate" in name else 1))
     return check(kernel, name, **arguments, **options)
 
@@ -128,7 +128,7 @@ def test_sizes(kernel, device, name, hidden, dtype, given, mixture):
     if is_small and "residual" in arguments:
         arguments["x"] = arguments["residual"].roll(1, 0)
     contract = not (is_long and dtype == torch.float32)  # of few rows the ratio of errors is noise
-    # Of millions of elements one shows the roundings of a mean and a bias that cancel.
+    # Among millions of elements, one shows the rounding errors of a mean and a bias that cancel.
     roundings = 2 + (hidden >= 800_000)
     check_rows(kernel, name, arguments, contract=contract, slack=FLOAT32_ARITHMETIC * roundings)
 
@@ -147,13 +147,13 @@ def test_sizes(kernel, device, name, hidden, dtype, given, mixture):
     vectors=["contiguous", "misaligned"],
 )
 def test_layouts(kernel, device, name, layout, form, hidden, dtype, mixture, vectors):
-    """Where rows of 16 bits are aligned to 16 bytes, those of float32 may not be, and the other way round."""
+    """16-bit rows may be aligned to 16 bytes when float32 operands are not, and vice versa."""
     mixture = None if dtype == torch.float32 else mixture
     options = {"layout": layout, "form": form, "mixture": mixture, "vectors": vectors}
     check_rows(kernel, name, row_call(name, (3, 16, hidden), dtype, device, **options))
 
 
-# Shapes of rows and of what modulates.
+# Shapes of rows and modulators.
 DIMENSIONS = [
     ((4096,), (4096,)),
     ((33, 256), (256,)),
@@ -197,13 +197,13 @@ def test_eps(kernel, device, name, eps, dtype):
     arguments = row_call(name, (2, 64, 256), dtype, device)
     for key in TABLE[name].rows:
         arguments[key] *= 0.001 if eps is None else 0.02
-    # The small values tell the default from others.
+    # Small values reveal the default eps.
     check_rows(kernel, name, arguments, **({} if eps is None else {"eps": eps}))
 
 
 @pairwise(name=LAYER_NORMS, hidden=[64, 1536, 5120, 8192, 65536], dtype=DTYPES)
 def test_outliers_in_front(kernel, device, name, hidden, dtype):
-    """The first values of a row say nothing of the others: far from them, huge, or all there is."""
+    """The first values of a row are bad pivots: far from the others, huge, or the only ones."""
     x = normal(16, hidden, dtype=torch.float32, device=device)
     x[:, :8] += torch.linspace(-100, 100, 16, device=device)[:, None]
     x[3] = 7
@@ -237,7 +237,7 @@ def test_rows_of_one_value(kernel, device, name, dtype):
 @pytest.mark.parametrize("name", [name for name in NORMS if name.startswith("gated")])
 @every_16_bit_dtype
 def test_norm_takes_the_residual_before_it_is_rounded(kernel, device, name, dtype):
-    """x only nudges the residual, and the output holds nothing but what the norm makes of that."""
+    """x is tiny beside the residual, but determines the norm's output."""
     residual = torch.full((64, 256), 64.0, dtype=dtype, device=device)
     x = normal(64, 256, dtype=dtype, device=device, std=0.05)
     scale, shift = torch.zeros(2, 256, dtype=dtype, device=device)
@@ -296,7 +296,7 @@ def test_smoke(kernel, device, name, shape, layout, form, dtype, mixture):
 
 
 def test_memory_of_an_eager_result_is_poisoned(device):
-    """All tests of values rest on this."""
+    """All tests of values depend on this."""
     for _ in range(20):
         right = eager.rms_norm(normal(64, 65, dtype=torch.bfloat16, device=device))
         poison_memory(right)
@@ -304,7 +304,7 @@ def test_memory_of_an_eager_result_is_poisoned(device):
 
 
 def test_layouts_are_what_they_are_called(device):
-    """All tests of strided views rest on this."""
+    """All tests of strided views depend on this."""
     views = {
         name: normal(3, 4, 64, dtype=torch.bfloat16, device=device, layout=name) for name in LAYOUTS
     }

@@ -1,4 +1,4 @@
-"""Results in the caller's memory, `out` or in place: what is written, and what is refused before that.
+"""Results in the caller's memory, `out` or in place: written elements, and refused calls.
 
 Refused is what is not of the result's shape, dtype and device, and what shares elements with itself or with
 what is read. Where a derivative is taken: test_differentiation.py.
@@ -59,7 +59,7 @@ def without_out(arguments):
 @pytest.mark.sanitize
 @pairwise(name=WITH_OUT, dtype=DTYPES, layout=WRITABLE_LAYOUTS, hidden=[1, 65, 128, 2048])
 def test_values(kernel, device, name, dtype, layout, hidden):
-    """The bits of the new result, and nothing beside them."""
+    """The same bits as a new result, and no other write."""
     dtype = narrowed(dtype, name)
     function, arguments = call_with_out(kernel, device, name, dtype, layout, hidden)
     out = arguments["out"]
@@ -137,7 +137,7 @@ def test_other_mistakes_come_first(kernel, device, name):
 
 @every_operation
 def test_what_is_read_lies_in_out(kernel, device, name):
-    """Of each argument in turn one element, the first, is the last one of out."""
+    """The first element of each argument in turn is the last one of out."""
     function, arguments = call_with_out(kernel, device, name, layout="contiguous")
     out = arguments["out"]
     for key, value in without_out(arguments).items():
@@ -154,12 +154,12 @@ def test_what_is_read_lies_in_out(kernel, device, name):
 
 @every_operation
 def test_an_argument_is_out(kernel, device, name):
-    """Refused, but where each element of the result depends on that one alone."""
+    """Refused, except for operations whose elements only depend on the same element."""
     function, arguments = call_with_out(kernel, device, name, layout="contiguous")
     for key, value in without_out(arguments).items():
         if not isinstance(value, torch.Tensor) or value.shape != arguments["out"].shape:
             continue
-        # An expanded bias, or a view of its own of the same elements, is as good as the tensor itself.
+        # An expanded bias, or another view of the same elements, is equivalent to the tensor itself.
         same = value.view(value.shape)
         given = {**arguments, key: value, "out": same}
         if name not in IN_PLACE:
@@ -251,7 +251,7 @@ def test_outputs_that_overlap(kernel, device, first, second):
 @pytest.mark.parametrize("index", range(3))
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_outputs_that_overlap_inputs(kernel, device, name, index, is_whole):
-    """An input itself may be its own output, and no other; a part of it may not."""
+    """An input may be its own output, but not another's. A slice of it may not."""
     arguments = of_outputs(device)
     outs, buffer = list(arguments["out"]), torch.randn(2, 6, 2, 8, device=device)
     arguments[name] = buffer[:, :5]
@@ -286,7 +286,7 @@ def test_outputs_over_what_is_read(kernel, device, name, index):
 
 
 def addresses(tensor):
-    """Of all bytes of its elements, for each element."""
+    """Addresses of all bytes of each element."""
     starts = torch.tensor([0])
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         starts = (starts[:, None] + torch.arange(size) * stride).flatten()
@@ -313,7 +313,7 @@ def query_and_key(kernel, generator, device, dtype):
 
 
 def query_and_coordinates(kernel, generator, device, dtype):
-    """Float32 coordinates in the memory of what is written, byte for byte."""
+    """Float32 coordinates in the written memory, byte for byte."""
     rows = generator.choice([1, 2, 3])
     buffer = normal(200, dtype=torch.float32, device=device)
     q = random_view(buffer.view(dtype), generator, rows)

@@ -1,4 +1,4 @@
-"""The package as the Hub and its loader see it."""
+"""The package from the view of the Hub and its loader."""
 
 import ast
 import json
@@ -18,12 +18,12 @@ from processes import TOOLS, run, run_python
 MODULE = "h100_diffusers_kernels"
 SOURCES = CHECKOUT / "torch-ext" / MODULE
 
-# All that is public beside the operations. An addition to either makes a new version in build.toml.
+# The public names besides the operations. An addition to either needs a new version in build.toml.
 OTHER_NAMES = {"CoordinateRope", "InjectionReport", "eject_kernels", "inject_kernels", "layers"}
 
 
 def literal_all() -> list:
-    """`__all__` as kernel-builder reads it: without running the module."""
+    """`__all__`, read without running the module, as by kernel-builder."""
     for statement in ast.parse((SOURCES / "__init__.py").read_text()).body:
         if isinstance(statement, ast.Assign) and statement.targets[0].id == "__all__":
             assert isinstance(statement.value, ast.List)

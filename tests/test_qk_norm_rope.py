@@ -32,9 +32,9 @@ every_pair_layout = pytest.mark.parametrize("layout", PAIR_LAYOUTS)
 NORMALIZING = NORM_SCOPES[:2]
 NONFINITE = [math.nan, math.inf, -math.inf]
 EVERY_TABLE = {**TABLE_SHAPES, **PAIR_TABLE_SHAPES}
-# What turns a tensor: nothing, coordinates, or tables of a form, of which complex ones hold cosine and sine.
+# Rotations: none, coordinates, or tables in several forms. Complex tables hold cosine and sine.
 ROTATIONS = ["none", "coordinates", "S_d", "B_S_Hd", "1_S_p", "1_S_H_p", "complex_S_p"]
-# One head, an odd number and an even one of them, a wide token, heads that are no whole units.
+# One head, an odd and an even number of heads, a wide token, heads that are not whole units.
 SHAPES = [(2, 65, 1, 64), (2, 65, 3, 128), (2, 65, 4, 64), (2, 5, 40, 128), (2, 9, 3, 6)]
 
 
@@ -171,7 +171,7 @@ GIVEN_WEIGHTS = [(), ("q_weight",), ("k_weight",), ("q_weight", "k_weight")]
     dtype=DTYPES,
 )
 def test_weights(kernel, device, form, shape, given, in_float32, memory, norm, dtype):
-    """One of them or none, of the dtype of the query or float32."""
+    """One weight or none, in the query's dtype or float32."""
     q, k = query_and_key(shape, dtype, device)
     parameters = weights(norm, shape, torch.float32, device, layout=memory)
     parameters = {
@@ -257,7 +257,7 @@ def test_coordinates(kernel, device, size, batch, memory, inplace, norm, layout,
     dtype=DTYPES,
 )
 def test_large_angles(kernel, device, largest_angle, norm, dtype):
-    """The published LTX-Video sizes: 32 heads of 64, 341 frequencies an axis, one identity pair."""
+    """The published LTX-Video sizes: 32 heads of 64, 341 frequencies per axis, one identity pair."""
     shape = (1, 64, 32, 64)
     q, k = query_and_key(shape, dtype, device)
     rope = coordinates_and_frequencies(1, 64, 3, 341, device, largest_angle)
@@ -300,7 +300,7 @@ def test_nonfinite_values(kernel, device, value, where, norm, layout, dtype):
 
 
 # --------------------------------------------------------------------------------------------------
-# A key of its own length and rotation
+# A key with its own length and rotation
 
 
 @pairwise(
@@ -316,7 +316,7 @@ def test_nonfinite_values(kernel, device, value, where, norm, layout, dtype):
 def test_rotation_of_the_key(
     kernel, device, form, k_form, k_heads, k_seq, inplace, norm, layout, dtype
 ):
-    """Without a rotation of the key there is none of the query, since their lengths differ."""
+    """Without a key rotation the query has none, because their lengths differ."""
     shape, k_shape = (2, 33, 4, 64), (2, k_seq, k_heads, 64)
     q, k = (heads_of(size, dtype, device, has_head_dim=False) for size in (shape, k_shape))
     rope = None if k_form == "none" else rotation(kernel, form, shape, device)
@@ -341,7 +341,7 @@ def test_one_of_query_and_key_is_empty(kernel, device, length):
 
 
 def joint_slices(tensors, memory):
-    """Where each is to be stored: a part of a longer buffer, filled with NaN."""
+    """Outputs: slices of longer buffers, filled with NaN."""
     outs = []
     for x in tensors:
         if memory == "joint":
@@ -400,7 +400,7 @@ def test_outputs_that_are_inputs(kernel, device, norm):
 
 
 def test_values_keep_their_bits(kernel, device):
-    """NaN with any payload, too."""
+    """Including NaN with any payload."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device)
     v = bits.view(torch.bfloat16).reshape(1, 64, 4, 256)
     for seq, head_dim in ((64, 256), (8192, 2)):

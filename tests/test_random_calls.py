@@ -1,4 +1,4 @@
-"""Random wrong calls, and faults that their checks must find."""
+"""Random wrong calls, and faults that the checks of them must find."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_every_operation_is_called_wrongly(device):
 
 
 def silu(message, *, kind=ValueError, with_gradients=None, writes=False):
-    """A function that refuses every call in the way given."""
+    """A function that refuses every call with the given error."""
 
     def refuse(x, **rest):
         if writes:
@@ -47,7 +47,7 @@ FAULTS = {
     "no value": (silu("silu: x must be float32"), "not one sentence"),
     "too long": (silu(GOOD + "!" * 1200), "not one sentence"),
     "another kind": (silu(GOOD, kind=RuntimeError), "RuntimeError"),
-    "another path": (silu(GOOD, with_gradients=GOOD + "!"), "where an input requires grad"),
+    "another path": (silu(GOOD, with_gradients=GOOD + "!"), "if an input requires grad"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Some random sequences of each kind, what would make them fail, and what a failure tells."""
+"""Some random sequences of each kind, faults that they must find, and their failure reports."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_more_sequences(family, device, graphs):
 
 @kinds
 def test_a_seed_gives_a_sequence(device, graphs):
-    """One without threads at the same time, whose calls are counted as they come."""
+    """A sequence without concurrent threads, so that calls are counted in order."""
     first, second = (random_sequences.random_sequence("ltx", 4, device, graphs) for _ in range(2))
     assert (first.sequence, first.counts) == (second.sequence, second.counts)
     assert first.forwards == second.forwards > 0
@@ -80,7 +80,7 @@ def test_stale_graphs_are_found(kernel, device, monkeypatch):
 
 
 def own_results(capture):
-    """Not copied out of the graph's memory."""
+    """Results that are not copied out of the graph's memory."""
     return _pytree.tree_unflatten(capture._leaves, capture._spec)
 
 
@@ -117,7 +117,7 @@ MODES_OF_ONE_GRAPH = ("no_grad", "other stream", "thread", "threads")
 
 @pytest.mark.parametrize("mode", GRAPH_MODES)
 def test_modes_have_graphs_of_their_own_or_none(device, mode):
-    """And each is one in which a model can be called, and ends with the call."""
+    """Each mode allows calls of a model, and ends with the call."""
     with Twins("ltx", graphs=True, device=device, blocks=1) as twins:
         twins.inject(graphs=True)
         twins.forward(times=4)
@@ -133,7 +133,7 @@ def test_modes_have_graphs_of_their_own_or_none(device, mode):
 
 @pytest.mark.parametrize("form", GOOD_FORMS)
 def test_forms_are_captured(device, form):
-    """Except a tensor of a subclass. The graphs of calls in another form are not replayed for them."""
+    """Except tensors of a subclass. Graphs of calls in another form are not replayed for them."""
     with Twins("ltx", graphs=True, device=device, blocks=1) as twins:
         twins.inject(graphs=True)
         twins.forward(options="no mask", times=3)

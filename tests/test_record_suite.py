@@ -1,4 +1,4 @@
-"""The record of a run of the tests: what it counts, of which build, and the table made of it."""
+"""The record of a test run: its counts, its build and its table."""
 
 import json
 import shutil
@@ -67,8 +67,8 @@ def test_counts_and_what_was_left_out(monkeypatch, tmp_path):
         ("0123abc", None, None),  # a copy without Git
         ("0123abc", "4567def", "the build is of 0123abc, the checkout is at 4567def"),
         ("0123abc", "0123abc_dirty", "the checkout is at 0123abc_dirty"),
-        ("local", None, "does not say its commit"),
-        (None, "0123abc", "does not say its commit"),
+        ("local", None, "has no commit"),
+        (None, "0123abc", "has no commit"),
     ],
 )
 def test_a_build_of_another_commit_or_of_other_sources_is_refused(tmp_path, build, commit, message):

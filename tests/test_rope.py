@@ -1,4 +1,4 @@
-"""rope and rope_3d: rotary embedding from tables, and from a grid with one small table an axis."""
+"""rope and rope_3d: rotary embedding from tables, and from a grid with one small table per axis."""
 
 import math
 
@@ -46,7 +46,7 @@ def wide(is_float32, dtype):
     dtype=DTYPES,
 )
 def test_head_dims(kernel, device, head_dim, table, has_head_dim, is_float32, layout, dtype):
-    """Of rows of three dimensions, tables tell the size of a head."""
+    """For a 3-D x, tables determine the head size."""
     seq = -(-CONTRACT_ELEMENTS // (2 * 4 * head_dim))
     has_head_dim = has_head_dim or table == "S_p"
     x = heads_of((2, seq, 4, head_dim), dtype, device, has_head_dim=has_head_dim)
@@ -65,7 +65,7 @@ def test_head_dims(kernel, device, head_dim, table, has_head_dim, is_float32, la
     shape=[(2, 65, 4, 64), (2, 65, 5, 18), (1, 1, 1, 2), (3, 5, 40, 256), (1, 9, 130, 64)],
 )
 def test_table_shapes(kernel, device, table, has_head_dim, is_float32, layout, shape):
-    """A table as wide as a row of three dimensions makes the row one head."""
+    """A table as wide as a row of a 3-D x makes the row one head."""
     dtype = torch.bfloat16
     flat = heads_of(shape, dtype, device, has_head_dim=False)
     in_heads = flat.unflatten(2, shape[2:])
@@ -251,7 +251,7 @@ def test_strided_tables_of_an_axis(kernel, device, table_layout, axis, layout, d
 
 
 def axis_tables(table, grid, dims):
-    """The tables (size, pairs) of the axes, out of one (S, d) that holds every value twice."""
+    """The tables (size, pairs) of the axes, from one (S, d) with every value twice."""
     frames, rows, columns = grid
     table = table[:, ::2].contiguous().view(frames, rows, columns, -1)
     frame, height, width = table.split([dim // 2 for dim in dims], dim=-1)

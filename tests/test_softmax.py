@@ -9,8 +9,8 @@ import references
 from checks import CONTRACT_ELEMENTS, FLOAT32_ARITHMETIC, check, check_nonfinite
 from inputs import DTYPES, LAYOUTS, every_dtype, normal, pairwise
 
-# From what a few threads hold to what several multiprocessors do. The last are rows that these do not hold,
-# and one that is no multiple of a vector.
+# From rows that fit in a few threads to rows that need several multiprocessors. The last ones do not fit in
+# these, and one is not a multiple of a vector.
 SIZES = [
     1,
     2,
@@ -54,7 +54,7 @@ def check_softmax(kernel, x, contract=True):
 
 
 def rows_of(hidden, dtype):
-    """Rows, and whether they are enough for a ratio of errors: each has one of its own sum."""
+    """Rows, and whether they are enough for a ratio of errors: each has the rounding error of its sum."""
     if dtype == torch.float32 and hidden > 8200:
         return 3, False
     minimum = 64 if dtype == torch.float32 else 3
@@ -78,12 +78,12 @@ def far_above(x):
 
 
 def wide(x):
-    """All but a few values of a row underflow."""
+    """Most values of a row underflow."""
     x *= 100
 
 
 def ascending(x):
-    """A running maximum changes with every value, or never."""
+    """A running maximum that changes with every value, or never."""
     x[:] = torch.linspace(-12, 12, x.shape[-1], device=x.device)
 
 
@@ -143,7 +143,7 @@ MASKS = {
 
 @pairwise(mask=MASKS, hidden=[8, 65, 2048, 300_001], dtype=DTYPES)
 def test_masks(kernel, device, mask, hidden, dtype):
-    """Where a mask has put minus infinity the result is zero, wherever a row's values begin."""
+    """Masked values (minus infinity) give zero, wherever a row's other values start."""
     x = normal(3, hidden, dtype=dtype, device=device)
     hidden_part = MASKS[mask](hidden)
     x[1:, hidden_part] = -math.inf
@@ -153,7 +153,7 @@ def test_masks(kernel, device, mask, hidden, dtype):
 
 @pairwise(value=[math.nan, math.inf, -math.inf], hidden=[1, 65, 2048, 70001], dtype=DTYPES)
 def test_nonfinite_values(kernel, device, value, hidden, dtype):
-    """A row that is minus infinity altogether is NaN, as in PyTorch."""
+    """A row of only minus infinity is NaN, as in PyTorch."""
     x = normal(6, hidden, dtype=dtype, device=device)
     x[0] = -math.inf
     x[1, 0] = x[3, hidden // 2] = x[4, hidden - 1] = value

@@ -1,7 +1,7 @@
 """Builds this checkout without Nix, into build/<variant>/.
 
-Sources, flags, architectures and names are those of build.toml. The build is incremental; objects
-are kept in .build/, in the folder cpu or that of the CUDA version (cu130).
+Sources, flags, architectures and names come from build.toml. The build is incremental: objects stay
+in .build/cpu or in a folder named by the CUDA version (.build/cu130).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check_torch(package: Package) -> None:
 
 @contextmanager
 def only_build(folder: Path) -> Iterator[None]:
-    """Makes a second build of the same folder wait: both would write the same objects."""
+    """Makes a concurrent build of the same folder wait, because both would write the same objects."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -105,7 +105,7 @@ def build(
 @click.option(
     "--backend",
     type=click.Choice(["cuda", "cpu"]),
-    help="Default: cuda where Torch sees a GPU, else cpu.",
+    help="Default: cuda if Torch sees a GPU, otherwise cpu.",
 )
 @click.option(
     "--root",
@@ -117,11 +117,11 @@ def build(
     "--nvcc",
     "compiler",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The CUDA compiler. Default: the first one found whose kernels the installed Torch loads.",
+    help="The CUDA compiler. Default: the first one found that fits the installed Torch.",
 )
-@click.option("--jobs", "-j", type=click.IntRange(min=1), help="Compilations at a time.")
-@click.option("--werror", is_flag=True, help="Compiler warnings are errors.")
-@click.option("--verbose", "-v", is_flag=True, help="Show each command.")
+@click.option("--jobs", "-j", type=click.IntRange(min=1), help="Number of parallel compilations.")
+@click.option("--werror", is_flag=True, help="Treat compiler warnings as errors.")
+@click.option("--verbose", "-v", is_flag=True, help="Show all commands.")
 def main(
     backend: str | None,
     root: Path,

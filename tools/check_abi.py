@@ -1,10 +1,11 @@
-"""Checks that an extension loads wherever its variant's name promises it does.
+"""Checks that an extension loads on every platform that its variant's name promises.
 
-Fails on Python symbols outside the limited API of Python 3.9, on libraries beyond Torch's and the
-C++ runtime, on Torch symbols outside its stable ABI, and on symbols of the extension's own that
-others see: of builds loaded side by side all could get those of the first. Symbols newer than
-manylinux_2_28 fail too, unless it is only that the compiler's C library is newer: then the binary
-runs here, and is not fit to be published.
+Fails on Python symbols outside the limited API of Python 3.9, on libraries other than Torch's and the
+C++ runtime, on Torch symbols outside its stable ABI, on symbols newer than manylinux_2_28, and on
+exported symbols of the extension itself, which another build in the same process could bind to.
+
+If only the compiler's C library is newer than manylinux_2_28, it passes with a note: the binary runs
+on this machine but must not be published.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ ALLOWED_LIBRARIES = re.compile(
     r"|lib(c|m|dl|rt|pthread)\.so\.\d+|ld-linux-[\w-]+\.so\.\d+"  # the C library's
     r"|libstdc\+\+\.so\.6|libgcc_s\.so\.1"
 )
-# What an extension may show: its entry, the linker's marks, and instances of the C++ library's templates.
+# Symbols that an extension may export: its entry, linker marks, instances of the C++ library's templates.
 EXPORTED_SYMBOLS = re.compile(
     r"PyInit_\w+|_init|_fini|__bss_start|_edata|_end"
     r"|_Z(GV|T[ISTV]|Z)*N?K?[RO]?(S[abdiost]|9__gnu_cxx|5torch|3c10|2at).*"  # R, O: of & and &&
 )
-# Versioned by the C and C++ runtime that the compiler was installed with.
+# Versioned by the compiler's C and C++ runtime.
 TOOLCHAIN_VERSIONS = {"GLIBC", "GLIBCXX", "CXXABI", "GCC"}
 
 
 def needed_libraries(elf: ELFFile) -> list[str]:
     sections = (section for section in elf.iter_sections() if isinstance(section, DynamicSection))
-    # A tag has the attribute that its type is named after.
+    # A tag's type names its attribute.
     tags: Iterator[Any] = (tag for section in sections for tag in section.iter_tags("DT_NEEDED"))
     return [tag.needed for tag in tags]
 
@@ -58,7 +59,7 @@ def undefined_symbols(elf: ELFFile) -> list[str]:
 
 
 def exported_symbols(elf: ELFFile) -> list[str]:
-    """Returns the symbols, as written in C++, that other libraries can be bound to."""
+    """Returns the exported symbols, as written in C++."""
     return demangled(
         symbol.name
         for symbol in dynamic_symbols(elf)
@@ -82,7 +83,7 @@ def torch_cxx_symbols(names: list[str]) -> list[str]:
 
 
 def check(extension: Path) -> tuple[list[tuple[str, str]], bool]:
-    """Returns (rows of the report, whether the extension is fit for use)."""
+    """Returns (rows of the report, whether the extension passes)."""
     binary = ObjectFile(extension)
     with open(extension, "rb") as file:
         elf = ELFFile(file)
@@ -98,9 +99,9 @@ def check(extension: Path) -> tuple[list[tuple[str, str]], bool]:
 
     failures = {
         f"limited API of Python {PYTHON_ABI}": [symbol.name for symbol in python],
-        "libraries of Torch and the C++ runtime only": libraries,
-        "stable ABI of Torch only": torch_symbols,
-        "symbols of its own are hidden": exported,
+        "only libraries of Torch and the C++ runtime": libraries,
+        "only Torch's stable ABI": torch_symbols,
+        "own symbols are hidden": exported,
         MANYLINUX: [f"{symbol.name} ({symbol.dep} {symbol.version})" for symbol in others],
     }
     rows = [
@@ -134,8 +135,8 @@ def main(variants: tuple[Path, ...]) -> None:
     click.echo(tabulate(report, headers=("variant", "requirement", "result")))
     if any("not met" in row[-1] for row in report):
         click.echo(
-            f"\n{MANYLINUX} is not met because this machine's C library is newer. The build runs "
-            "here; what is published has to come from kernel-builder's own toolchain."
+            f"\n{MANYLINUX} is not met because this machine's C library is newer. The build runs here; "
+            "for publication, build with kernel-builder's own toolchain."
         )
     if not fit:
         raise SystemExit(1)

@@ -1,8 +1,8 @@
-"""Compares the machine code of each CUDA kernel of two builds: .build/cuda of two checkouts.
+"""Compares the machine code of all CUDA kernels in two builds: .build/cuda of two checkouts.
 
-Kernels of one name are compared. The others are matched by their code: a kernel whose template
-arguments are written differently is "renamed" where the code is the same. Line numbers do not count.
-Fails where a kernel changed, or is in one build alone.
+Kernels are matched by name. The rest are matched by code: if only the spelling of template arguments
+differs, a kernel is "renamed". Line numbers are ignored. Fails if a kernel changed or exists in one
+build only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def compare(before: list[Kernel], after: list[Kernel]) -> Comparison:
     new = {short_name(kernel.name): code_of(kernel) for kernel in after}
     for name in sorted(old.keys() & new.keys()):
         (result.same if old[name] == new[name] else result.changed).append(name)
-    # Each kernel that is left stands for one of the other build at most.
+    # Each remaining kernel matches at most one kernel of the other build.
     by_code = defaultdict(list)
     for name in sorted(new.keys() - old.keys()):
         by_code[new[name]].append(name)

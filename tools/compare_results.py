@@ -1,11 +1,11 @@
-"""What changed between results of one benchmark, beyond what two runs of the same thing differ by.
+"""Compares results of one benchmark: changes beyond the noise between runs.
 
-Results of one build on one card are runs of the same thing: their median counts. The oldest build's figures
-are held against the newest's, and a ratio to a peer changed if it did so by more than the largest of
+Results of one build on one card are repeated runs, represented by their median. The oldest build is compared
+with the newest. A ratio to a peer counts as changed if its change exceeds all of
 
-- the spread of the samples behind it, of both builds and of the peer;
-- how far runs of one build are apart, where several were given;
-- --limit, for all that lies between runs and in no spread.
+- the spread of its samples, in both builds and of the peer;
+- the range between runs of one build, if several are given;
+- --limit, for noise between runs that no spread contains.
 
     python tools/compare_results.py benchmarks/results/norm/*.json
     python tools/compare_results.py BEFORE.json AFTER.json --fail
@@ -28,17 +28,15 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 import history  # noqa: E402
 
-Label = tuple[str, ...]  # the row, then what it is a ratio to
+Label = tuple[str, ...]  # the row, then the ratio's denominator
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A figure that two runs have in common whatever the clocks were."""
+    """A figure that does not depend on the clocks, so that runs can be compared."""
 
     value: float
-    spread: float = (
-        0.0  # quartile spread of the samples behind it, relative; 0 where there are none
-    )
+    spread: float = 0.0  # relative quartile spread of its samples; 0 if there are none
     is_higher_better: bool = True
 
 
@@ -46,7 +44,7 @@ Rows = dict[Label, Ratio]
 
 
 def combined(*spreads: float) -> float:
-    """Of a quotient of figures with these relative spreads."""
+    """Relative spread of a quotient of figures with these relative spreads."""
     return math.hypot(*spreads)
 
 
@@ -56,7 +54,7 @@ def shape_name(entry: Mapping) -> str:
 
 
 def rates(name: str, measured: Mapping) -> Iterator[tuple[Label, Ratio]]:
-    """Of implementations that took turns: ours over each of the others'."""
+    """Ratios of implementations that took turns: ours over each other."""
     times = measured["microseconds"]
     for peer, over in measured["over"].items():
         timed = f"compiled {measured['compiled_mode']}" if peer == "compiled" else peer
@@ -68,7 +66,7 @@ def rates(name: str, measured: Mapping) -> Iterator[tuple[Label, Ratio]]:
 
 
 def of_workloads(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
-    """The families', and attention's on each kind of inputs."""
+    """Figures of the families, and of attention on each kind of inputs."""
     for entry in result["workloads"]:
         name = shape_name(entry)
         for cache in ("cold", "warm"):
@@ -82,7 +80,7 @@ def of_workloads(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
 
 
 def of_modes(name: str, entry: Mapping, times: str) -> Iterator[tuple[Label, Ratio]]:
-    """Of a model's modes that took turns: each over eager and over torch.compile."""
+    """Ratios of a model's modes that took turns: each over eager and over torch.compile."""
     for mode, over in entry["speedups"].items():
         for other in ("eager", "compiled", "compiled-regional", "compiled-reduce-overhead"):
             if other in over:
@@ -91,7 +89,7 @@ def of_modes(name: str, entry: Mapping, times: str) -> Iterator[tuple[Label, Rat
 
 
 def of_sizes(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
-    """Of a model's modes, or of two builds of the package (benchmarks/compare_builds.py)."""
+    """Figures of a model's modes, or of two builds of the package (benchmarks/compare_builds.py)."""
     for size, entry in result["sizes"].items():
         for weights, of_weights in entry.get("weights", entry).items():
             name = f"{size} {weights}"
@@ -209,10 +207,10 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
 
 
 def kind(result: Mapping) -> str:
-    """Which of READERS a result is for; ValueError if for none."""
+    """The key of READERS for a result; ValueError if there is none."""
     found = [key for key in READERS if key in result]
     if not found or "environment" not in result:
-        raise ValueError("it is no result of a benchmark with ratios")
+        raise ValueError("it is not a benchmark result with ratios")
     return found[0]
 
 
@@ -222,13 +220,13 @@ def read(result: Mapping) -> Rows:
 
 @dataclass(frozen=True)
 class Build:
-    """Results of one build on one card, in the order of their time."""
+    """Results of one build on one card, ordered by time."""
 
     name: str
     results: Sequence[Mapping]
 
     def rows(self) -> dict[Label, tuple[Ratio, float]]:
-        """Each figure's median over the runs, and how far they are apart, relative to it."""
+        """Each figure's median over the runs, and the runs' range relative to it."""
         runs = [read(result) for result in self.results]
         rows = {}
         for label in dict.fromkeys(label for run in runs for label in run):
@@ -242,7 +240,7 @@ class Build:
 
 
 def builds(results: Sequence[Mapping]) -> list[Build]:
-    """The results by commit and card, the oldest first; each on its own if all are of one."""
+    """The results grouped by commit and card, oldest first; one group per result if there is only one."""
     in_time = sorted(results, key=lambda result: result["environment"]["date"])
     groups: dict[str, list[Mapping]] = {}
     for result in in_time:
@@ -257,10 +255,10 @@ def builds(results: Sequence[Mapping]) -> list[Build]:
 
 @dataclass(frozen=True)
 class Change:
-    """A figure that is not what it was: by how much, and how much could be noise."""
+    """A changed figure: the change, and the noise."""
 
     label: Label
-    values: Sequence[float | None]  # one a build, None where it was not measured
+    values: Sequence[float | None]  # one per build, None if not measured
     noise: float | None = None
     is_better: bool | None = None
 
@@ -271,7 +269,7 @@ class Change:
 
 
 def changes(compared: Sequence[Build], limit: float) -> list[Change]:
-    """What the newest build changed beyond the noise, or measures no more or for the first time."""
+    """The newest build's changes beyond the noise, and figures that only one of the builds has."""
     of_builds = [build.rows() for build in compared]
     first, last = of_builds[0], of_builds[-1]
     found = []
@@ -297,7 +295,7 @@ def percent(value: float | None) -> str:
 
 
 def table(compared: Sequence[Build], found: Sequence[Change]) -> str:
-    """The changes, the largest first; then what only one of the builds has."""
+    """The changes, largest first, then figures that only one of the builds has."""
     ordered = sorted(found, key=lambda change: -abs(change.relative or 0.0))
     verdicts = {True: "better", False: "worse", None: "not in both"}
     rows = [
@@ -318,7 +316,7 @@ def load(path: Path) -> dict:
     try:
         result = history.load(path)
         kind(result)
-    except ValueError as error:  # which JSON's are, too
+    except ValueError as error:  # which includes JSON errors
         raise click.UsageError(f"{path}: {error}") from None
     return result
 
@@ -329,7 +327,7 @@ def load(path: Path) -> dict:
     type=click.FloatRange(min=0),
     default=0.02,
     show_default=True,
-    help="Smaller changes are noise whatever the spreads are.",
+    help="Minimum change to report.",
 )
 @click.option("--fail", is_flag=True, help="Exit with 1 if anything changed.")
 @click.argument(
@@ -341,17 +339,17 @@ def load(path: Path) -> dict:
 )
 def main(paths: Sequence[Path], limit: float, fail: bool) -> None:
     if len(set(paths)) < 2:
-        raise click.UsageError("two results or more are compared, got one")
+        raise click.UsageError("at least two results are needed, got one")
     results = [load(path) for path in dict.fromkeys(paths)]
     what = {(kind(result), result.get("model"), result.get("dtype")) for result in results}
     if len(what) > 1:
-        raise click.UsageError("these are results of different benchmarks, models or dtypes")
+        raise click.UsageError("the results are of different benchmarks, models or dtypes")
     compared = builds(results)
     for build in compared:
         dates = ", ".join(result["environment"]["date"] for result in build.results)
         click.echo(f"{build.name}: {dates}")
     if not set(compared[0].rows()) & set(compared[-1].rows()):
-        raise click.UsageError("these results have no figure in common")
+        raise click.UsageError("the results have no common figure")
     found = changes(compared, limit)
     count = len(set(compared[0].rows()) | set(compared[-1].rows()))
     click.echo(f"{len(found)} of {count} figures changed beyond the noise")

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# What only a GPU can show. Usage: tools/gpu_check.sh [build] [test] [sanitize] [ceilings] [operations] [profile]
-# [accuracy] [models] [pipeline] [host_forward] [graphs] [sequences]
+# Checks and benchmarks that need a GPU. Usage: tools/gpu_check.sh [build] [test] [sanitize] [ceilings]
+# [operations] [profile] [accuracy] [models] [pipeline] [host_forward] [graphs] [sequences]
 #
-# Without arguments all steps run, in this order; a step that fails does not keep the next from
-# running, unless it is the build. Logs go to $OUT (default build/gpu_check), and so do copies of the JSON that a
-# step adds to benchmarks/results: the benchmarks' figures, and of the step test how the suite went on this GPU.
-# PYTHON (default python3) needs Torch for CUDA and requirements/test.txt. PROCESSES (default one a core, at
-# most 15) is how many test at a time, LEFT_OUT the files of tests that are neither run nor collected for the
-# sanitizers. SEQUENCES (default 2500) and FIRST_SEED (default 0) are of the step sequences. MODELS (default
-# all, or ltx,flux,...) and MODEL_OPTIONS (such as "--rounds 5 --profiled-calls 1") are of the steps models and
-# graphs.
+# Without arguments all steps run, in this order. After a failed step the next one runs, except after a failed
+# build. Logs go to $OUT (default build/gpu_check), with copies of the JSON that a step adds to
+# benchmarks/results: the benchmarks' figures and, for the step test, the record of the suite.
+#
+# PYTHON        interpreter (default python3) with Torch for CUDA and requirements/test.txt
+# PROCESSES     number of test processes (default one per core, at most 15)
+# LEFT_OUT      test files to leave out of the steps test and sanitize
+# SEQUENCES, FIRST_SEED   for the step sequences (default 2500 and 0)
+# MODELS, MODEL_OPTIONS   for the steps models and graphs (default all models; "ltx,flux", "--rounds 5")
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -38,8 +39,8 @@ step_test() {
     --dist worksteal
 }
 
-# Only this package's kernels are instrumented. Each tensor gets an allocation of its own: in Torch's
-# pool an access out of bounds would hit a neighbour and go unseen.
+# Only this package's kernels are instrumented. Each tensor gets its own allocation: in Torch's pool an
+# access out of bounds would hit a neighbour undetected.
 step_sanitize() {
   local status=0 tool file arguments=()
   for file in $LEFT_OUT; do
@@ -60,7 +61,7 @@ step_sanitize() {
 
 step_ceilings() { "$PYTHON" benchmarks/ceilings/run.py; }
 
-# Beside Liger, QuACK and FlashAttention-3 where requirements/benchmark.txt is installed.
+# Compared with Liger, QuACK and FlashAttention-3 if requirements/benchmark.txt is installed.
 step_operations() {
   local status=0 name
   for name in norm group_norm gated_residual rope activation softmax attention host; do
@@ -72,7 +73,7 @@ step_operations() {
 
 step_profile() { "$PYTHON" benchmarks/profile_kernels.py; }
 step_accuracy() { "$PYTHON" benchmarks/bench_accuracy.py; }
-# A benchmark of the models that are chosen.
+# Runs a benchmark of the chosen models.
 of_models() {
   local options
   read -ra options <<<"$MODEL_OPTIONS"
@@ -89,7 +90,7 @@ step_graphs() {
   return "$status"
 }
 
-# Random sequences of what users do to an injected model, and to one with CUDA graphs; $SEQUENCES of each family and
+# Random sequences of user actions on an injected model, with and without CUDA graphs: $SEQUENCES per family and
 # kind, from $FIRST_SEED on.
 step_sequences() {
   local status=0 kind
@@ -128,7 +129,7 @@ failed=()
 for step in "$@"; do
   run_step "$step" && continue
   failed+=("$step")
-  [ "$step" != build ] || break # nothing else can be believed then
+  [ "$step" != build ] || break # later steps would test an old build
 done
 if [ ${#failed[@]} -gt 0 ]; then
   echo "failed: ${failed[*]}"

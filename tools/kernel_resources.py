@@ -1,9 +1,9 @@
-"""Shows what each CUDA kernel uses, read from the compiled code in folders of .build/.
+"""Shows the resources of each CUDA kernel, read from the compiled code in folders of .build/.
 
-Fails where registers spill to memory, where the compiler makes matrix products wait for each other
-(as it does, with a note only, when their registers are touched meanwhile), and where a kernel does
-not read and write global memory 16 bytes at a time. Kernels for data that is not aligned to 16 bytes
-have `scalar`, `ScalarLoader` or `Access::kScalar` in their names.
+Fails if registers spill to memory, if the compiler serializes matrix products (it only prints a note
+when code accesses their registers too early), and if a kernel does not read and write global memory
+16 bytes at a time. Kernels for data that is not aligned to 16 bytes have `scalar`, `ScalarLoader` or
+`Access::kScalar` in their names and are exempt.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Kernel:
 
     @property
     def has_serial_products(self) -> bool:
-        """Whether nearly each product of a warp group (wgmma) is waited for by itself."""
+        """Whether there is a separate wait for nearly each product of a warp group (wgmma)."""
         products, waits = self.count("HGMMA"), self.count("WARPGROUP", width="DEPBAR")
         return products > 0 and products < 2 * waits
 
@@ -107,17 +107,19 @@ def short_name(name: str) -> str:
 def _found(pattern: str, report: str) -> re.Match[str]:
     match = re.search(pattern, report)
     if match is None:
-        raise ToolchainError(f"ptxas reports in another form: no '{pattern}' in '{report.strip()}'")
+        raise ToolchainError(
+            f"unknown format of the ptxas report: no '{pattern}' in '{report.strip()}'"
+        )
     return match
 
 
 def ptxas_reports(folder: Path) -> dict[str, Kernel]:
-    """Returns {mangled name: resources} from what ptxas said in each compilation."""
+    """Returns {mangled name: resources} from the ptxas report of each compilation."""
     kernels = {}
     for log in folder.rglob("*.ptxas"):
         for entry in re.split(r"Compiling entry function '", log.read_text())[1:]:
             name = entry[: entry.index("'")]
-            # Functions that are called, not inlined, are reported before or after: not this kernel.
+            # Functions that are not inlined are reported before or after the kernel.
             own = entry[entry.index(f"Function properties for {name}\n") :]
             frame, stores, loads = _found(
                 r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", own
@@ -135,7 +137,7 @@ def ptxas_reports(folder: Path) -> dict[str, Kernel]:
 
 
 def disassembly(extension: Path) -> dict[str, list[str]]:
-    """Returns {mangled name: lines of cuobjdump's listing} of the kernels that the extension holds."""
+    """Returns {mangled name: lines of cuobjdump's listing} of the extension's kernels."""
     cuobjdump = cuda_tool("cuobjdump", PIP_CUDA_BINUTILS)
     nvdisasm = cuda_tool("nvdisasm", PIP_CUDA_BINUTILS)  # called by cuobjdump
     environment = {**os.environ, "PATH": f"{nvdisasm.parent}{os.pathsep}{os.environ['PATH']}"}
@@ -158,12 +160,12 @@ def count_opcodes(lines: list[str]) -> Counter[str]:
 
 
 def machine_code(extension: Path) -> dict[str, Counter[str]]:
-    """Returns {mangled name: {opcode: count}} of the kernels that the extension, or a program, holds."""
+    """Returns {mangled name: {opcode: count}} of the kernels in an extension or program."""
     return {name: count_opcodes(lines) for name, lines in disassembly(extension).items()}
 
 
 def digest(lines: list[str]) -> str:
-    """Returns what is the same for two kernels if and only if their instructions are."""
+    """Returns a digest that is equal for kernels with the same instructions."""
     halves = [match[1] for match in map(ENCODING.search, lines) if match]
     return hashlib.sha256("".join(halves).encode()).hexdigest()
 
@@ -176,7 +178,7 @@ def read_kernels(folder: Path) -> list[Kernel]:
     kernels = []
     for name, lines in disassembly(extensions[0]).items():
         if name not in reports:
-            raise ToolchainError(f"no report of ptxas for {name} in {folder}: build it anew")
+            raise ToolchainError(f"no ptxas report for {name} in {folder}: rebuild it")
         kernel = reports[name]
         kernel.opcodes = count_opcodes(lines)
         kernel.code = digest(lines)

@@ -14,7 +14,7 @@ mutated statement. If no test does, they execute the enclosing block. The first 
 error kills the mutant, and so does the limit of 45 s. Control runs on the unchanged package come first and
 remove unstable tests.
 
-The package is read from build/: run `make build` first. Requirements, which may go to a folder of their own:
+The package is read from build/: run `make build` first. To install the requirements into a separate folder:
 pip install --target FOLDER --no-deps cosmic-ray==8.7.0 parso==0.8.7 stevedore==5.10.0 attrs==26.1.0
 
     PYTHONPATH=FOLDER python tools/mutation_score.py --seed 1 --output score.json
@@ -85,7 +85,7 @@ def read_map(path: Path, folder: Path, count: int, seed: int) -> dict[str, Any]:
         plugin = LineMap(folder, count, seed, made)
         Fork(lambda: pytest.main(plugin.options, plugins=[plugin])).wait(MAP_LIMIT + 120)
         if not made.exists():
-            raise click.ClickException("no line map: run pytest on tests to see why")
+            raise click.ClickException("the line map failed: run pytest on tests to see why")
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps({"digest": digest, **json.loads(made.read_text())}))
     return json.loads(path.read_text())
@@ -106,8 +106,8 @@ def score(mutants: list[dict[str, Any]]) -> dict[str, str]:
 @click.command(help=__doc__.split("\n\n")[0])
 @click.option("--count", default=300, show_default=True, help="Number of mutants.")
 @click.option("--seed", default=1, show_default=True)
-@click.option("--tests", "test_count", default=2500, show_default=True, help="Tests of the map.")
-@click.option("--controls", default=10, show_default=True, help="Runs on the unchanged package.")
+@click.option("--tests", "test_count", default=2500, show_default=True, help="Tests in the map.")
+@click.option("--controls", default=10, show_default=True, help="Runs of the unchanged package.")
 @click.option(
     "--map",
     "map_file",

@@ -1,8 +1,7 @@
-"""Runs the test suite and keeps a record of how it went: commit, GPU, versions, date and counts.
+"""Runs the test suite and records commit, GPU, versions, date and counts of outcomes.
 
-The record goes to benchmarks/results/suite/<date>-<commit>-<card>.json, of a run with failures too. What is
-tested must be this checkout's build: of the same commit where Git knows it, with the same Python sources
-in any case.
+The record goes to benchmarks/results/suite/<date>-<commit>-<card>.json, even if tests fail. The tested build
+must be this checkout's: it has the same Python sources and, if Git knows the commit, the same commit.
 
     python tools/record_suite.py -- --numprocesses 15 --dist worksteal
     python tools/record_suite.py --leave-out tests/test_examples.py
@@ -32,36 +31,35 @@ import record  # noqa: E402
 from builder.package import Package, Revision  # noqa: E402
 
 OUTCOMES = ("passed", "skipped", "failed")
-TESTS_RAN = (0, 1)  # pytest's exit status where all passed, and where some failed
+TESTS_RAN = (0, 1)  # pytest's exit status if all tests passed, and if some failed
 
 
 def check_build(variant: Path, build: str | None, checkout: Path, commit: str | None) -> str:
-    """What the build was found to agree with; ValueError if it is not this checkout's.
+    """The checks that the build passed; ValueError if it is not this checkout's.
 
-    `build` is the commit that the build says it is of; `commit` the checkout's, None where Git does not
-    know it.
+    `build` is the commit stored in the build; `commit` is the checkout's, or None if Git does not know it.
     """
     if build in (None, "local"):
-        raise ValueError(f"the build in {variant} does not say its commit: build it where Git is")
+        raise ValueError(f"the build in {variant} has no commit: rebuild it in a Git checkout")
     if commit is not None and commit != build:
-        raise ValueError(f"the build is of {build}, the checkout is at {commit}: build it again")
+        raise ValueError(f"the build is of {build}, the checkout is at {commit}: rebuild it")
     package = Package.read(checkout, "cpu")  # all backends have the same Python files
     for name, source in package.python_files().items():
         built = variant / name
         if not built.exists() or built.read_bytes() != source.read_bytes():
-            raise ValueError(f"{name} of the build is not the checkout's: build it again")
+            raise ValueError(f"{name} of the build is not the checkout's: rebuild it")
     return "Python sources" if commit is None else "commit and Python sources"
 
 
 def outcome(case: ElementTree.Element) -> str:
-    """Of a test in a JUnit report; one whose set-up or tear-down failed has failed."""
+    """The outcome of a test in a JUnit report. A failed setup or teardown counts as a failure."""
     if case.find("failure") is not None or case.find("error") is not None:
         return "failed"
     return "passed" if case.find("skipped") is None else "skipped"
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """How many tests had each outcome, which failed, and why others were skipped, of a JUnit report."""
+    """From a JUnit report: the number of tests by outcome, the failed tests, and reasons for skips."""
     by_outcome: dict[str, list[ElementTree.Element]] = {name: [] for name in OUTCOMES}
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         by_outcome[outcome(case)].append(case)
@@ -75,7 +73,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def run_tests(arguments: Sequence[str], left_out: Sequence[str]) -> dict[str, object]:
-    """What the tests' report says, and how long they took."""
+    """Summary of the tests' report, and their time."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
@@ -94,7 +92,7 @@ def run_tests(arguments: Sequence[str], left_out: Sequence[str]) -> dict[str, ob
     "left_out",
     multiple=True,
     type=click.Path(exists=True),
-    help="A file of tests that is not run; may be given several times.",
+    help="A test file to leave out; may be given several times.",
 )
 @record.output_option("suite")
 @click.argument("pytest_arguments", nargs=-1)
@@ -119,7 +117,7 @@ def main(left_out: tuple[str, ...], output: Path | None, pytest_arguments: tuple
         **run_tests(pytest_arguments, left_out),
     }
     path = record.destination(output, "suite", environment, ("left_out", "pytest_arguments"))
-    assert path is not None  # a suite's record is kept whatever was left out of it
+    assert path is not None  # a suite's record is kept even if files were left out
     record.write(path, result)
     counts = ", ".join(f"{count} {name}" for name, count in result["counts"].items())
     click.echo(f"{counts} on {environment['device']}, {build}\nWrote {path}")

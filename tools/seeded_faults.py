@@ -37,7 +37,7 @@ PASSED, FAILED = 0, 1  # pytest's exit codes
 
 @dataclass(frozen=True)
 class Replacement:
-    """A change of one file. `old` occurs in it exactly once. `file` is relative to the package, or to the
+    """A change of one file, in which `old` occurs exactly once. `file` is relative to the package, or to the
     checkout if it begins with kernel_src/, torch-ext/ or tools/."""
 
     file: str
@@ -55,13 +55,13 @@ class Replacement:
         path = checkout / self.path
         text = path.read_text(encoding="utf-8")
         if (count := text.count(self.old)) != 1:
-            raise ValueError(f"{self.file} holds {self.old!r} {count} times")
+            raise ValueError(f"{self.file} has {count} occurrences of {self.old!r} instead of one")
         path.write_text(text.replace(self.old, self.new), encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A wrong behaviour, how to cause it, and the tests (pytest node ids) that find it."""
+    """A wrong behaviour, the replacements that cause it, and the tests (pytest node ids) that find it."""
 
     name: str
     behaviour: str
@@ -79,7 +79,7 @@ def read_faults(path: Path = SOURCE) -> list[Fault]:
 
 @contextmanager
 def copied_checkout() -> Iterator[Path]:
-    """A temporary copy, without what Git ignores. It keeps its objects from one build to the next."""
+    """A temporary copy without ignored files. Its builds are incremental."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -127,7 +127,7 @@ def seek(fault: Fault, checkout: Path) -> str | None:
         done = run_tests(fault.tests, checkout)
     if done.returncode == PASSED:
         return None
-    # An error outside of a test, such as a failed import of the package, finds nothing.
+    # Errors outside tests, such as a failed import of the package, do not count.
     failure = re.search(r"^FAILED (.+?)(?: - |$)", done.stdout, re.MULTILINE)
     if done.returncode != FAILED or failure is None:
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -135,7 +135,7 @@ def seek(fault: Fault, checkout: Path) -> str | None:
 
 
 def check_baseline(faults: Sequence[Fault], checkout: Path) -> None:
-    """Run all tests of the faults on the copy as it is."""
+    """Run all tests of the faults on the unchanged copy."""
     tests = list({test: None for fault in faults for test in fault.tests})
     done = run_tests(tests, checkout)
     if done.returncode != PASSED:

@@ -75,7 +75,7 @@ Sizes sizes_of(const Tensor& tensor) {
 
 namespace {
 
-// Of a tensor whose dimensions are too many to be held, none: the checker refuses it.
+// Empty for tensors with more than kCapacity dimensions, which the checker then refuses.
 Sizes leading_shape(const Tensor& tensor) {
   return tensor.sizes().size() > Sizes::kCapacity ? Sizes{} : sizes_of(tensor);
 }
@@ -250,10 +250,10 @@ OwnedTensor ArgumentChecker::empty_strided(const Sizes& shape, const int64_t* st
   AtenTensorHandle handle = nullptr;
   const auto error = aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides,
                                               x_.dtype(), x_.device().type, x_.device().index, &handle);
-  // What Torch raised is lost at its C interface. The package reads this sentence (operators.py), tries to
-  // allocate as much and raises what Torch raises then.
+  // Torch's own error is lost at its C interface. operators.py recognizes this text and repeats the
+  // allocation in Python, which raises it.
   if (error != TORCH_SUCCESS)
-    throw std::runtime_error(std::string(operation_) + ": no memory for " + std::to_string(elements) +
+    throw std::runtime_error(std::string(operation_) + ": cannot allocate " + std::to_string(elements) +
                              " elements of " + std::to_string(bytes_of(dtype_)) + " bytes on " +
                              device_name(x_));
   return OwnedTensor(handle);
@@ -305,7 +305,7 @@ void RowLaunch::merge() {
   }
 }
 
-// The kMaxRowDims largest dimensions in front, in the order that they had; then the others.
+// Moves the kMaxRowDims largest dimensions to the front. Both parts keep their order.
 void RowLaunch::sort() {
   const size_t dims = leading_.size();
   if (dims <= kMaxRowDims) return;

@@ -1,5 +1,5 @@
-// What the operations need of Torch's C++ (stable ABI only): argument checks that answer in one sentence,
-// the merging of leading dimensions, output allocation and the stream to run on.
+// The operations' helpers on Torch's stable ABI: argument checks with one-sentence errors, merging of leading
+// dimensions, output allocation and the stream to run on.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -20,8 +20,8 @@
 
 namespace h100_diffusers_kernels {
 
-// The sizes or strides of a tensor, kept without an allocation: a call's host time is as long as a small
-// kernel's.
+// The sizes or strides of a tensor without a heap allocation: the CPU time of a call matters beside a small
+// kernel.
 class Sizes {
  public:
   static constexpr size_t kCapacity = 64;
@@ -29,7 +29,7 @@ class Sizes {
   Sizes(std::initializer_list<int64_t> values) : Sizes(values.begin(), values.end()) {}
   template <typename Iterator>
   Sizes(Iterator first, Iterator last) : size_(static_cast<size_t>(last - first)) {
-    if (size_ > kCapacity) throw std::logic_error("the dimensions of a tensor were not checked");
+    if (size_ > kCapacity) throw std::logic_error("a tensor's number of dimensions was not checked");
     std::copy(first, last, values_);
   }
   Sizes(const Sizes& other) : Sizes(other.begin(), other.end()) {}
@@ -55,8 +55,7 @@ class Sizes {
   int64_t values_[kCapacity];
 };
 
-// Parts of a sentence. Streams of the C++ library would need it to be initialized in each build that links
-// it.
+// Parts of an error text. No iostreams: they need an initialized C++ library in each build that links it.
 inline std::string part(std::string_view text) { return std::string(text); }
 inline std::string part(char letter) { return std::string(1, letter); }
 inline std::string part(std::integral auto number) { return std::to_string(number); }
@@ -86,30 +85,30 @@ class ArgumentChecker {
 
   // Same dtype, device and unit last stride as x; shape exactly `shape`.
   void same_shape(const char* name, const Tensor& tensor, const Sizes& shape) const;
-  // As same_shape, and contiguous by having one dimension: a weight or a bias. With `accepts_float32` it may
-  // be float32 whatever x is.
+  // As same_shape, for a one-dimensional and therefore contiguous weight or bias. With `accepts_float32` it
+  // may be float32 for any dtype of x.
   const void* vector(const char* name, const OptionalTensor& tensor, int64_t length,
                      bool accepts_float32 = false) const;
-  // `what`, the product of the sizes, is at most `limit`. Of an empty x nothing is counted.
+  // `what`, the product of the sizes, is at most `limit`. Not checked for an empty x.
   void countable(const char* name, const char* what, std::initializer_list<int64_t> sizes,
                  int64_t limit = kMaxRows) const;
-  // Broadcasts right-aligned against x in all dimensions but the last; float32 or of x's dtype.
+  // Broadcasts right-aligned against x in all dimensions except the last; float32 or of x's dtype.
   void broadcastable(const char* name, const Tensor& tensor) const;
 
   void same_device(const char* name, const Tensor& tensor) const;
   void same_dtype(const char* name, const Tensor& tensor) const;
   void same_dtype_as(const char* name, const Tensor& tensor, const char* other_name,
                      const Tensor& other) const;
-  // Stride 1 in the last dimension, and a storage that has all elements.
+  // Stride 1 in the last dimension, and a storage that holds all elements.
   void readable(const char* name, const Tensor& tensor) const;
-  // The latter alone.
+  // Only the storage check.
   void stored(const char* name, const Tensor& tensor) const;
   void float32(const char* name, const Tensor& tensor) const;
   void float32_or_same_dtype(const char* name, const Tensor& tensor) const;
 
   // A new contiguous tensor of x's dtype and device.
   OwnedTensor empty(const Sizes& shape) const;
-  // The same with the channels, dimension 1, last in memory.
+  // The same with dense channels (dimension 1).
   OwnedTensor empty_channels_last(const Sizes& shape) const;
 
   DType dtype() const { return dtype_; }
@@ -130,7 +129,7 @@ class ArgumentChecker {
   DType dtype_;
 };
 
-// A row operand and the tensor, optional or not, that it is made of, from an element of each row on.
+// A row operand and the (optional) tensor behind it; `offset` is its first element in each row.
 template <typename T>
 struct RowBinding {
   RowOperand& operand;
@@ -138,14 +137,13 @@ struct RowBinding {
   int64_t offset = 0;
 };
 
-// Collects the row operands of one launch, merges the leading dimensions that all of them step through in
-// the same way, and calls `launch` with the result: once, or once for each part that a launch can hold, where
-// more than kMaxRowDims dimensions or kMaxRows rows are left. Launches keep the largest dimensions, so that
-// they are few.
+// Collects the row operands of one launch, merges leading dimensions that are contiguous in all of them, and
+// calls `launch`. If more than kMaxRowDims dimensions or kMaxRows rows remain, it splits the rows over
+// several launches, each with the largest dimensions, so that they are few.
 class RowLaunch {
  public:
-  // shape: of the operand with the most dimensions, its last one included. The leading dimensions of the
-  // bindings' tensors broadcast right-aligned against it.
+  // shape: full shape of the operand with the most dimensions. The leading dimensions of the bindings'
+  // tensors broadcast right-aligned against it.
   template <typename... Tensors>
   explicit RowLaunch(const Sizes& shape, const RowBinding<Tensors>&... bindings)
       : leading_(shape.begin(), shape.end() - 1) {
@@ -177,7 +175,7 @@ class RowLaunch {
   void write(size_t dims, RowShape& shape) const;
   void advance(size_t dim, int64_t steps);
 
-  // The first `dims` of the leading dimensions make the launch; the others have been stepped into.
+  // Launches over the first `dims` leading dimensions. The operands already point at one index of the others.
   template <typename Launch>
   void run_dims(size_t dims, RowShape& shape, const Launch& launch) {
     if (dims > kMaxRowDims) {
@@ -208,7 +206,7 @@ class RowLaunch {
   size_t operand_count_ = 0;
 };
 
-// Makes the tensor's device current for its lifetime and holds the stream that Torch is using on it.
+// Makes the tensor's device current for its lifetime, and holds Torch's current stream on it.
 class DeviceStream {
  public:
   explicit DeviceStream(const Tensor& tensor);

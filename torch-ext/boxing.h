@@ -1,6 +1,5 @@
-// Tensors and the call of an operation as Torch's stable ABI hands them over: the host time of a call is as
-// long as a small kernel. Torch's own torch::stable::Tensor and TORCH_BOX cost an allocation a tensor and a
-// call into Torch for each size that is read.
+// Tensors and boxed calls on Torch's stable ABI, with little CPU time per call. Torch's own
+// torch::stable::Tensor and TORCH_BOX cost an allocation per tensor and a call into Torch for each size read.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -23,16 +22,16 @@ struct DeleteHandle {
   void operator()(AtenTensorHandle tensor) const { aoti_torch_delete_tensor_object(tensor); }
 };
 
-// A reference to a tensor that counts; or null.
+// An owning reference to a tensor, or null.
 using OwnedTensor = std::unique_ptr<std::remove_pointer_t<AtenTensorHandle>, DeleteHandle>;
 
-// Numbered as Torch numbers them.
+// Torch's device type and index.
 struct Device {
   int32_t type, index;
   bool operator==(const Device&) const = default;
 };
 
-// A tensor that something else owns, and what the checks ask of it, read once.
+// A tensor owned elsewhere, with its metadata read once.
 class Tensor {
  public:
   explicit Tensor(const OwnedTensor& tensor) : handle_(tensor.get()) {
@@ -61,20 +60,19 @@ class Tensor {
   Device device() const { return device_; }
   int32_t dtype() const { return dtype_; }  // in Torch's numbering
   ScalarType scalar_type() const {
-    // The dtypes of nearly all tensors first: Torch's conversion asks for the number of each in turn.
+    // Common dtypes first: Torch's conversion compares all of them in turn.
     if (dtype_ == aoti_torch_dtype_bfloat16()) return ScalarType::BFloat16;
     if (dtype_ == aoti_torch_dtype_float32()) return ScalarType::Float;
     return torch::stable::detail::to<ScalarType>(torch::stable::detail::from(dtype_));
   }
 
-  // Of the dtypes that operations take.
+  // For the dtypes that operations take.
   int64_t element_bytes() const {
     if (dtype_ == aoti_torch_dtype_complex64()) return 8;
     return dtype_ == aoti_torch_dtype_float32() || dtype_ == aoti_torch_dtype_int32() ? 4 : 2;
   }
 
-  // What its storage has, and where in it the first element is. A storage may have been freed or made
-  // smaller.
+  // The storage's size, and the first element's index in it. Storages can be freed or resized.
   int64_t storage_bytes() const {
     int64_t bytes = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle_, &bytes));
@@ -108,7 +106,7 @@ using OptionalTensor = std::optional<Tensor>;
 using TwoTensors = std::pair<OwnedTensor, OwnedTensor>;
 using ThreeTensors = std::tuple<OwnedTensor, OwnedTensor, OwnedTensor>;
 
-// One argument of a call: takes over what lies on the stack, so that it is freed however the call ends.
+// One argument of a call. It takes ownership from the stack, so that the value is freed in any case.
 template <typename T>
 class Argument {
  public:
@@ -142,8 +140,8 @@ class Argument<OptionalTensor> {
 
 inline StableIValue released(OwnedTensor& tensor) { return torch::stable::detail::from(tensor.release()); }
 
-// `Boxed<function, name>::call` is what Torch calls for a function of the operation's name, tensors and
-// numbers that returns one new tensor, several or none.
+// `Boxed<function, name>::call` is the boxed form of a function of the operation's name, tensors and numbers
+// that returns one new tensor, several or none.
 template <auto function, const auto& name>
 struct Boxed;
 
@@ -159,7 +157,7 @@ template <typename Result, typename... Parameters, Result (*function)(const char
 struct Boxed<function, name> {
   static void call(StableIValue* stack, uint64_t argument_count, uint64_t result_count) {
     STD_TORCH_CHECK(argument_count == sizeof...(Parameters) && result_count == kResults<Result>,
-                    "the schema and its function differ");
+                    "the schema does not match its function");
     call(stack, std::index_sequence_for<Parameters...>{});
   }
 

@@ -1,5 +1,5 @@
-// An operation as its family lists it: the schema, which holds its name, and the function that checks a call
-// and launches it.
+// An entry in a family's list of operations: the schema, which includes the name, and the function that
+// checks and launches a call.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ constexpr auto kOperationName = [] {
   return name;
 }();
 
-// An operator that writes to `out` speaks as the public function, whose name is without the ending.
+// The name in error texts: the public function's, without the "_out" of an operator that writes to `out`.
 template <Schema schema>
 constexpr auto kPublicName = [] {
   auto name = kOperationName<schema>;
@@ -40,7 +40,7 @@ constexpr auto kPublicName = [] {
   return name;
 }();
 
-// `function` takes the public name, for its sentences, and then the arguments of the schema.
+// `function` takes the public name, for error texts, then the arguments of the schema.
 template <Schema schema, auto function>
 constexpr Operation operation() {
   return {schema.text, kOperationName<schema>.data(), Boxed<function, kPublicName<schema>>::call};

@@ -1,4 +1,4 @@
-// Checks of `out`, a tensor of the caller that an operation writes.
+// Checks of `out`, a tensor given by the caller for the result.
 #pragma once
 
 #include <algorithm>
@@ -10,11 +10,11 @@
 
 namespace h100_diffusers_kernels {
 
-// A tensor that is read while `out` is written.
+// An input that the operation reads while it writes `out`.
 struct ReadTensor {
   const char* name;
   OptionalTensor tensor;
-  bool may_be_out = false;  // may be out itself, element for element
+  bool may_be_out = false;  // if it is the same view as out
 };
 
 inline bool is_same_view(const Tensor& a, const Tensor& b) {
@@ -24,7 +24,7 @@ inline bool is_same_view(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-// Fails unless a tensor has one element in each place. `where`: how the sentence says that it is written.
+// Fails if elements of the tensor share memory. `where`: end of the error's "to be written" clause.
 inline void check_writable(const char* operation, const char* name, const Tensor& tensor, const char* where) {
   for (int64_t dim = 0; dim < tensor.dim(); ++dim)
     if (tensor.size(dim) > 1 && tensor.stride(dim) == 0)
@@ -35,7 +35,7 @@ inline void check_writable(const char* operation, const char* name, const Tensor
          to_string(tensor.sizes()), " with strides ", to_string(tensor.strides()));
 }
 
-// Fails unless `out` has this shape and x's dtype and device, and shares no memory with what is read.
+// Fails unless `out` has this shape and x's dtype and device, and shares no memory with the inputs.
 inline void check_out(const ArgumentChecker& check, const Tensor& out, const Sizes& shape,
                       std::initializer_list<ReadTensor> read) {
   check.same_shape("out", out, shape);

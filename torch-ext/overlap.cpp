@@ -1,6 +1,6 @@
-// Elements in common are solutions of an equation of strides in bounded integers. It is solved one stride at
-// a time, the largest first: what the smaller ones can add up to leaves few multiples of it to try, since
-// dimensions of real tensors lie within one another.
+// Tensors overlap if a linear equation with strides as coefficients has a solution in bounded integers. It is
+// solved one stride at a time, the largest first. The sum of the smaller strides' terms is bounded, so only
+// few multiples of the largest remain to try, because dimensions of real tensors are nested.
 
 #include "overlap.h"
 
@@ -14,12 +14,12 @@ namespace {
 constexpr size_t kMaxTerms = 16;
 constexpr int kMaxSteps = 1 << 14;
 
-// A multiple of `step`, from 0 to `count` times.
+// The multiples of `step` from 0 to `count`.
 struct Term {
   int64_t step, count;
 };
 
-// Terms from the largest step to the smallest, and what those from each on add up to.
+// Terms in descending order of step; reach[i] is the largest sum of terms i and later.
 struct Terms {
   Term terms[kMaxTerms];
   int64_t reach[kMaxTerms + 1];
@@ -50,7 +50,7 @@ struct Terms {
 int64_t floor_divide(int64_t a, int64_t b) { return a / b - (a % b < 0); }
 int64_t ceil_divide(int64_t a, int64_t b) { return a / b + (a % b > 0); }
 
-// Whether the terms from `first` on can add up to `sum`. True, too, after kMaxSteps.
+// Whether the terms from `first` on can add up to `sum`. Also true if the search exceeds kMaxSteps.
 bool can_add_up(const Terms& terms, size_t first, int64_t sum, int& steps) {
   if (sum < 0 || sum > terms.reach[first]) return false;
   if (first == terms.size) return true;
@@ -62,13 +62,13 @@ bool can_add_up(const Terms& terms, size_t first, int64_t sum, int& steps) {
   return false;
 }
 
-// Whether `sum` and multiples of the terms from `first` on, of either sign, cancel out; not all of them 0.
+// Whether `sum` plus multiples of the terms from `first` on, of either sign and not all 0, can be 0.
 bool can_cancel(const Terms& terms, size_t first, int64_t sum, bool has_multiple, int& steps) {
   if (std::abs(sum) > terms.reach[first]) return false;
   if (first == terms.size) return has_multiple;
   const auto [step, count] = terms.terms[first];
   const int64_t rest = terms.reach[first + 1];
-  // The first multiple that is not 0 may be taken as positive.
+  // By symmetry the first nonzero multiple is taken as positive.
   const int64_t least = std::max(has_multiple ? -count : 0, ceil_divide(-sum - rest, step));
   const int64_t most = std::min(count, floor_divide(rest - sum, step));
   for (int64_t i = least; i <= most; ++i)
@@ -77,7 +77,7 @@ bool can_cancel(const Terms& terms, size_t first, int64_t sum, bool has_multiple
   return false;
 }
 
-// Adds the tensor's dimensions in bytes, and returns how far its last byte is from its first.
+// Adds the tensor's dimensions in bytes, and returns the distance from its first to its last byte.
 int64_t add_bytes(Terms& terms, const Tensor& tensor) {
   const int64_t bytes = tensor.element_bytes();
   int64_t extent = bytes - 1;
@@ -91,7 +91,7 @@ int64_t add_bytes(Terms& terms, const Tensor& tensor) {
   return extent;
 }
 
-// With the contiguous dimensions of the inside as one run of bytes, so that sums reach every byte at the end.
+// Merges the innermost terms into one run of bytes as long as they are contiguous.
 void merge_bytes(Terms& terms) {
   while (terms.size > 1) {
     Term &bytes = terms.terms[terms.size - 1], &next = terms.terms[terms.size - 2];
@@ -109,7 +109,7 @@ bool overlaps_itself(const Tensor& tensor) {
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
     if (tensor.size(dim) == 1) continue;
     if (tensor.stride(dim) == 0) return true;
-    // Two dimensions of one stride overlap.
+    // Two dimensions with the same stride overlap.
     for (size_t i = 0; i < terms.size; ++i)
       if (terms.terms[i].step == tensor.stride(dim)) return true;
     terms.add(tensor.stride(dim), tensor.size(dim) - 1);
@@ -132,7 +132,7 @@ bool overlap(const Tensor& a, const Tensor& b) {
   const int64_t a_extent = add_bytes(terms, a), b_extent = add_bytes(terms, b);
   if (a_begin > b_begin + b_extent || b_begin > a_begin + a_extent) return false;
   if (terms.is_full) return true;
-  // An offset within a equals one within b, which counts from the end of b.
+  // Equation: an offset in a, plus an offset counted back from the end of b, equals the distance of the two.
   merge_bytes(terms);
   terms.add_up();
   int steps = 0;

@@ -1,4 +1,4 @@
-// The registration of all operations with Torch.
+// Registers all operations with Torch.
 
 #include "torch_binding.h"
 
@@ -28,8 +28,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   h100_diffusers_kernels::for_each_operation([&](const auto& operation) { ops.def(operation.schema); });
 }
 
-// Registered for both device types, whichever this build has kernels for: a tensor on the other one gets a
-// sentence that says so.
+// Registered for both device types, so that tensors on a device without kernels in this build get a clear
+// error.
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) { h100_diffusers_kernels::implement(ops); }
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) { h100_diffusers_kernels::implement(ops); }
 

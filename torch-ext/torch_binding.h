@@ -1,4 +1,4 @@
-// The families of operations: each file of operations/ is one, and lists its operations.
+// The families of operations. Each file in operations/ is a family and lists its operations.
 #pragma once
 
 #include <span>

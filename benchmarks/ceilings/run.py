@@ -1,7 +1,7 @@
 """Compiles the programs that measure this GPU's limits, checks their machine code and runs them.
 
-Prints every measure beside the limit that follows from the device's properties. --compile-only needs
-no GPU.
+Prints every measure with the theoretical limit from the device's properties. --compile-only needs no
+GPU.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ FLAGS = (
 TIMEOUT_S = 120
 FIELDS = {"program", "name", "unit", "measured", "theoretical", "formula", "ratio"}
 
-# By program: part of a kernel's mangled name, and the instructions that it must contain, which are what is
-# measured. Otherwise a compiler that replaces or removes them would go unnoticed.
+# By program: part of a kernel's mangled name, and its measured instructions, which a compiler might replace
+# or remove.
 INSTRUCTIONS = {
     "memory": {
         "copy_kernelIjLi4": {"LDG.E": 4, "STG.E": 4},
@@ -89,7 +89,7 @@ def compile_program(nvcc: Nvcc, cxx: str, name: str, folder: Path) -> Path:
 
 
 def missing_instructions(name: str, kernels: dict[str, dict[str, int]]) -> list[str]:
-    """Returns what the kernels of the program `name`, {mangled name: {opcode: count}}, lack."""
+    """Returns the missing instructions of the program's kernels, {mangled name: {opcode: count}}."""
     missing = []
     for part, wanted in INSTRUCTIONS[name].items():
         matches = [opcodes for kernel, opcodes in kernels.items() if part in kernel]
@@ -99,7 +99,7 @@ def missing_instructions(name: str, kernels: dict[str, dict[str, int]]) -> list[
         for opcode, count in wanted.items():
             if matches[0].get(opcode, 0) < count:
                 found = matches[0].get(opcode, 0)
-                missing.append(f"{name}: {part} has {found} {opcode}, at least {count} are wanted")
+                missing.append(f"{name}: {part} has {found} {opcode}, expected at least {count}")
     return missing
 
 
@@ -147,7 +147,7 @@ def table(measures: Iterable[dict]) -> str:
 
 
 @click.command(help=__doc__)
-@click.option("--compile-only", is_flag=True, help="Compile and check the machine code.")
+@click.option("--compile-only", is_flag=True, help="Only compile and check the machine code.")
 @click.option("--only", "names", multiple=True, type=click.Choice(list(INSTRUCTIONS)))
 @record.output_option("ceilings")
 def main(compile_only: bool, names: tuple[str, ...], output: Path | None) -> None:
@@ -167,7 +167,7 @@ def main(compile_only: bool, names: tuple[str, ...], output: Path | None) -> Non
         raise click.ClickException(str(error)) from error
     if missing:
         raise click.ClickException("\n".join(missing))
-    click.echo(f"compiled, with the instructions that are to be measured: {', '.join(names)}")
+    click.echo(f"compiled, with the measured instructions: {', '.join(names)}")
     if compile_only:
         return
 

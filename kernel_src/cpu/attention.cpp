@@ -21,7 +21,7 @@ constexpr int64_t kKeys = 64;
 constexpr int64_t kMaxHeadDim = 128;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// What one thread works on. Queries that a block lacks are computed as zeros.
+// Working memory of one thread. Missing queries of a block are computed as zeros.
 struct Scratch {
   float query[kMaxHeadDim][kQueries];
   float key[kKeys][kMaxHeadDim];

@@ -18,7 +18,7 @@ struct Token {
   int64_t batch, seq;
   const HeadScratch& scratch;
 
-  // Computes the factors by which the norm multiplies the heads.
+  // Computes the norm's factor for each head.
   void compute_rstd(const HeadsOperand& operand, float* rstd) const {
     if (p.norm == NormScope::kNone) {
       std::fill_n(rstd, operand.heads, 1.0f);

@@ -9,8 +9,8 @@
 namespace h100_diffusers_kernels {
 namespace {
 
-// load_tables(batch, seq, head, scratch) loads cosines and sines. Those of the first head are those of all
-// unless the heads differ.
+// load_tables(batch, seq, head, scratch) loads cosines and sines. All heads use the first head's, unless the
+// tables differ between heads.
 template <typename Params, typename LoadTables>
 void launch(const Params& p, bool heads_differ, Stream stream, const LoadTables& load_tables) {
   const HeadsOperand& x = p.x;

@@ -1,4 +1,4 @@
-// Work is split among threads, rows among blocks, and the values of a row are summed.
+// Splits work among threads and rows into blocks, and sums the values of a row.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace h100_diffusers_kernels {
 
-// Calls body(begin, end), compiled for AVX2 and for any processor. What it calls is inlined and thereby
-// compiled likewise.
+// Calls body(begin, end), compiled for AVX2 and for any processor. Its callees are inlined, so that they are
+// compiled for both.
 template <typename Body>
 __attribute__((flatten)) void run_baseline(void* body, int64_t begin, int64_t end) {
   (*static_cast<const Body*>(body))(begin, end);
@@ -26,7 +26,7 @@ __attribute__((flatten, target("avx2,fma"))) void run_avx2(void* body, int64_t b
 // Calls body(begin, end) for ranges of `items` items of `item_size` elements from several threads.
 template <typename Body>
 void parallel_for(Stream stream, int64_t items, int64_t item_size, Body body) {
-  constexpr int64_t kElementsPerThread = 32768;  // Fewer are not worth a thread.
+  constexpr int64_t kElementsPerThread = 32768;  // With fewer a thread does not pay off.
   if (items == 0 || item_size == 0) return;
   const int64_t grain = (kElementsPerThread + item_size - 1) / item_size;
   RangeBody run = run_baseline<Body>;
@@ -65,8 +65,8 @@ inline int64_t row_offset(const RowShape& shape, const RowOperand& operand, int6
   return offset;
 }
 
-// Compilers vectorize sums only where they are told that they may change the order of the terms. The order is
-// the same in every call.
+// Compilers vectorize a sum only if a directive allows them to reorder its terms. The order is the same in
+// every call.
 
 inline double sum(const float* values, int64_t count) {
   double total = 0;

@@ -12,17 +12,21 @@
 //   warp group 1        | S0 = Q K0 ------| P0 = softmax(S0) | O += P0 V0, S1 = Q K1 ---| P1 | O += ...
 //   warp group 2           | S0 = Q K0 ---------| P0 = softmax(S0) | O += P0 V0, S1 = Q K1 ---| P1 | ...
 //
-//   a  query_ring.full   The queries have been copied, and the number of their tile is in shared memory.
-//   b  key_ring.full     The keys have been copied, and the biases have been stored by the warp that loads
-//   them. c  value_ring.full   The values have been copied. d  key_ring.empty    Each computing warp arrives
-//   when its S is complete (all lanes if they read biases). e  value_ring.empty  Each computing warp arrives
-//   when the next S is complete, and with it P V. f  query_ring.empty  Each computing warp arrives when the
-//   last S of the tile is complete. The queries of the
-//                        next tile but one are then loaded if there are two stages, of the next tile if there
-//                        is one.
-//   g  end_of_pass       Each computing warp arrives after the last tile of the lazy softmax. The loader then
-//   reads
-//                        the tiles to recompute from its list.
+//   a  query_ring.full: the queries have been copied, and the number of their tile is in shared memory.
+//
+//   b  key_ring.full: the keys have been copied, and a loading warp has stored the biases.
+//
+//   c  value_ring.full: the values have been copied.
+//
+//   d  key_ring.empty: each computing warp arrives when its S is complete (all lanes if they read biases).
+//
+//   e  value_ring.empty: each computing warp arrives when the next S, and with it P V, is complete.
+//
+//   f  query_ring.empty: each computing warp arrives when the last S of the tile is complete. The loader then
+//   loads the queries of a later tile: the second next with two query stages, the next with one.
+//
+//   g  end_of_pass: each computing warp arrives after the last tile of the lazy softmax. The loader then
+//   reads the tiles to recompute from its list.
 //
 // Named barriers synchronize one warp group, after it has cleared rows of V. Each group waits for its own
 // products between issuing and using them (wgmma_wait_group). While one group multiplies, the others compute

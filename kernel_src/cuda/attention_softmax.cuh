@@ -101,7 +101,7 @@ class RowSoftmax {
   // Returns the m with which the largest probability of a row is 2^exponent.
   __device__ __forceinline__ static float reference_of(float maximum, float exponent) {
     const float reference = maximum_of(maximum, kLowestScore) - exponent;
-    return reference == INFINITY ? NAN : reference;  // Infinity less infinity is NaN, too.
+    return reference == INFINITY ? NAN : reference;  // Infinity minus infinity is also NaN.
   }
 
   // Sets m from the scores of the first key tile.

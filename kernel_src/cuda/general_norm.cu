@@ -1,4 +1,4 @@
-// Norms and gated residuals with float32 modulators beside 16-bit rows, with absent modulators, or with two
+// Norms and gated residuals with float32 modulators with 16-bit rows, with absent modulators, or with two
 // modulations.
 #include "general_policies.cuh"
 #include "row_norm.cuh"

@@ -1,4 +1,4 @@
-// Policies for float32 modulators beside 16-bit rows, for absent modulators, and for a second modulation of
+// Policies for float32 modulators with 16-bit rows, for absent modulators, and for a second modulation of
 // the same norm. The kernels branch on these, uniformly for all threads of a launch: one instantiation for
 // each combination would be a hundred times as many kernels.
 #pragma once
@@ -9,7 +9,7 @@
 
 namespace h100_diffusers_kernels {
 
-// A modulator that may be absent, or float32 beside rows of another dtype.
+// A modulator that may be absent, or float32 with rows of another dtype.
 struct GeneralOperand {
   RowIndexer::Operand rows;  // strides in bytes
   int element_bytes;         // 0 if absent
@@ -99,7 +99,7 @@ class GeneralRow {
   RowIndexer::Index index_;
 };
 
-// A gate beside 16-bit rows.
+// A gate for 16-bit rows.
 struct GeneralGate {
   static constexpr int kSlots = 2;
 

@@ -33,7 +33,7 @@ struct PlainOperands {
   static constexpr bool kIsGeneral = false;
 };
 
-// Query, key if kHasKey_, and values if they are given, with weights that may be float32 beside 16-bit rows.
+// Query, key if kHasKey_, and values if they are given, with weights that may be float32 with 16-bit rows.
 template <bool kHasKey_>
 struct GeneralOperands {
   using Params = QkvNormRopeParams;

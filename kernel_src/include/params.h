@@ -47,7 +47,7 @@ struct RowOperand {
   int64_t strides[kMaxRowDims];
 };
 
-// A scale, shift, gate, weight or bias. It may be float32 beside rows of a 16-bit dtype.
+// A scale, shift, gate, weight or bias. It may be float32 with rows of a 16-bit dtype.
 struct Modulator : RowOperand {
   bool is_float32;  // otherwise it has the dtype of the rows
 };
@@ -76,7 +76,7 @@ struct RowNormParams {
   Modulator bias;    // (hidden,), with strides of 0
 };
 
-// Returns whether a modulator is float32 beside rows of a 16-bit dtype.
+// Returns whether a modulator is float32 with rows of a 16-bit dtype.
 inline bool has_mixed_dtypes(const RowNormParams& p) {
   bool has_float32 = false;
   for (const Modulator* modulator :

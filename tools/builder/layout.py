@@ -14,7 +14,7 @@ from kernels._rust import Digest, DigestAlgorithm
 from builder.package import Package, Revision
 
 OPS_PY = '''\
-"""The operators of this build, in a namespace of their own: builds can be loaded side by side."""
+"""The operators of this build. Each build has its own namespace, so that several can be loaded."""
 
 import torch
 
@@ -24,7 +24,7 @@ ops = torch.ops.{id}
 
 
 def add_op_namespace_prefix(op_name: str) -> str:
-    """Returns the name under which Torch knows the operator `op_name` of this build."""
+    """Returns the qualified name of this build's operator `op_name`."""
     return f"{id}::{{op_name}}"
 '''
 
@@ -61,7 +61,7 @@ __all__ = _package.__all__
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Names the path in errors that do not: those of writes that find no room, and of shutil."""
+    """Adds the path to errors without one: those of shutil, and of writes to a full disk."""
     try:
         yield
     except OSError as error:
@@ -82,7 +82,7 @@ def remove(path: Path) -> None:
 
 
 def write_if_changed(path: Path, content: bytes) -> bool:
-    """Replaces the file in one step: a process that has the old one open keeps it."""
+    """Replaces the file atomically. Processes that have the old one open keep it."""
     if path.is_file() and path.read_bytes() == content:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def write_if_changed(path: Path, content: bytes) -> bool:
 
 
 def metadata(package: Package, extension_id: str, revision: Revision, variant: Path) -> bytes:
-    """Returns metadata.json for the files that are in the variant's folder."""
+    """Returns metadata.json for the files in the variant's folder."""
     general = package.general
     content = {"name": general["name"], "id": extension_id, "version": general["version"]}
     content.update({k: general[k] for k in ("license", "upstream", "source") if k in general})
@@ -106,7 +106,7 @@ def metadata(package: Package, extension_id: str, revision: Revision, variant: P
         content["backend"]["archs"] = package.capabilities
     digest = Digest.hash_variant(DigestAlgorithm.SHA256, variant)
     content["digest"] = {"algorithm": "sha256", "files": dict(sorted(digest.files.items()))}
-    # It was not kernel-builder that made this build, and the provenance says so.
+    # The provenance states that kernel-builder did not make this build.
     content["provenance"] = {"kernel-builder": {"version": "tools/build_variant.py"}}
     if revision.commit is not None:
         content["provenance"]["kernel"] = {"commit": revision.commit, "dirty": revision.dirty}
@@ -116,10 +116,10 @@ def metadata(package: Package, extension_id: str, revision: Revision, variant: P
 def lay_out(
     package: Package, extension_id: str, revision: Revision, extension: Path, variant: Path
 ) -> bool:
-    """Makes the folder `variant` hold this build and nothing else; returns whether it changed.
+    """Installs this build as the folder `variant`; returns whether the folder changed.
 
-    The folder is made beside the extension and put in its place when it is whole: a build that is
-    interrupted, or finds no more room, leaves the old one.
+    The new folder is assembled beside the extension and moved when complete, so that an interrupted
+    build, or a full disk, leaves the old one.
     """
     names = {"id": extension_id, "module": package.module}
     files = {path: file.read_bytes() for path, file in package.python_files().items()}
@@ -154,7 +154,7 @@ def lay_out(
 
 
 def holds(variant: Path, files: dict[str, bytes]) -> bool:
-    """Whether the folder has these files, and no others but what Python compiles them to."""
+    """Whether the folder has exactly these files, apart from Python's bytecode."""
     present = {path for path in variant.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     return present == {variant / path for path in files} and all(
         (variant / path).read_bytes() == content for path, content in files.items()

@@ -1,4 +1,4 @@
-"""Finds the compilers: what PATH and the environment name first, then what pip has installed."""
+"""Finds the compilers: first those in the environment and on PATH, then those installed by pip."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PIP_CUDA_BINUTILS = "pip install -r requirements/cuda-binutils.txt"
 
 
 class ToolchainError(RuntimeError):
-    """A tool that the build needs is missing or does not fit. The message says what to install."""
+    """A tool is missing or has the wrong version. The message says what to install."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Nvcc:
 
 
 def cuda_tools(name: str) -> Iterator[Path]:
-    """Yields each `name` of the CUDA toolkits on this machine, the preferred one first."""
+    """Yields each `name` in the CUDA toolkits on this machine, the preferred one first."""
     folders = [Path(os.environ[v]) / "bin" for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
     folders += [Path(folder) for folder in os.get_exec_path()]
     folders.append(Path("/usr/local/cuda/bin"))
@@ -54,10 +54,10 @@ def cuda_tool(name: str, how_to_install: str) -> Path:
 
 
 def inspect_nvcc(path: Path) -> Nvcc:
-    """Returns what the nvcc says of itself. Raises ToolchainError where it does not answer."""
+    """Returns the nvcc with its version and toolkit. Raises ToolchainError if it does not report them."""
     try:
         release = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
-        # nvcc on PATH may be a wrapper script, so it is asked where its toolkit is.
+        # nvcc on PATH may be a wrapper script, so it reports the location of its toolkit.
         dry_run: list[str | Path] = [path, "--dryrun", "-x", "cu", "-c", os.devnull]
         plan = subprocess.run(dry_run, capture_output=True, text=True).stderr
     except OSError as error:
@@ -65,9 +65,7 @@ def inspect_nvcc(path: Path) -> Nvcc:
     version = re.search(r"release (\d+)\.(\d+)", release)
     top = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)
     if version is None or top is None:
-        raise ToolchainError(
-            f"{path} does not answer as nvcc does, which names its release and toolkit"
-        )
+        raise ToolchainError(f"{path} does not report release and toolkit as nvcc does")
     return Nvcc(path, Path(top[1].strip()).resolve(), (int(version[1]), int(version[2])))
 
 
@@ -76,11 +74,10 @@ def find_nvcc(torch_cuda: str | None) -> Nvcc:
 
     Args:
         torch_cuda: CUDA version of the installed Torch ("13.0"), or None for a Torch without CUDA.
-            Torch loads kernels of its own CUDA major version and of no newer minor version.
+            Torch loads kernels of the same CUDA major version and the same or an older minor version.
 
     Raises:
-        ToolchainError: no nvcc, none where CUDA_HOME or CUDA_PATH says, or none whose kernels
-            this Torch loads.
+        ToolchainError: no nvcc, none in CUDA_HOME or CUDA_PATH, or none that fits this Torch.
     """
     for name in ("CUDA_HOME", "CUDA_PATH"):
         folder = os.environ.get(name)
@@ -95,7 +92,7 @@ def find_nvcc(torch_cuda: str | None) -> Nvcc:
     if rejected:
         raise ToolchainError(
             f"Torch for CUDA {torch_cuda} does not load kernels of nvcc {', '.join(rejected)}: set "
-            "CUDA_HOME to a toolkit of the same major and no newer minor version"
+            "CUDA_HOME to a toolkit of the same major and the same or an older minor version"
         )
     raise ToolchainError(
         "no nvcc in CUDA_HOME, on PATH or in site-packages: install the CUDA toolkit, or run "
@@ -109,14 +106,14 @@ def _loads(torch_cuda: str, nvcc: Nvcc) -> bool:
 
 
 def find_cxx() -> str:
-    """Returns the C++ compiler: CXX, else g++, else clang++."""
+    """Returns the C++ compiler: CXX, otherwise g++, otherwise clang++."""
     named = os.environ.get("CXX")
     for name in [named] if named else ["g++", "clang++"]:
         if path := shutil.which(name):
             break
     else:
         if named:
-            raise ToolchainError(f"CXX is {named!r}, and there is no such program")
+            raise ToolchainError(f"CXX is {named!r}, which does not exist")
         raise ToolchainError("no C++ compiler: install g++ (11 or later), or set CXX")
     command = [path, "-std=gnu++20", "-x", "c++", "-E", "-dM", os.devnull]
     try:
@@ -136,7 +133,7 @@ def takes_flag(cxx: str, flag: str) -> bool:
 
 
 def main() -> None:
-    """Prints where the CUDA tools named on the command line are; fails where one is missing."""
+    """Prints the paths of the CUDA tools named on the command line; fails if one is missing."""
     import torch
 
     try:

@@ -1,6 +1,7 @@
-"""What tensors the kernels take: asked by layers and injected models at each call, without reading values.
+"""Checks of tensors against the kernels' requirements. They read no values.
 
-LoRA, quantization, offloading, autocast or another device may come at any time.
+Layers and injected models check at each call: LoRA, quantization, offloading, autocast or a move to another
+device can happen between two calls.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 from ._ops import add_op_namespace_prefix
 from .operators import PLAIN_TYPES, is_differentiated, is_plain
 
-# A build has kernels for one type of device; the namespace of its operators names it.
+# A build has kernels for one device type, which its operator namespace names.
 KERNEL_DEVICE_TYPE = "cuda" if "_cuda_" in add_op_namespace_prefix("") else "cpu"
 ATTENTION_HEAD_DIMS = (64, 128)
 
@@ -22,9 +23,9 @@ ATTENTION_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def kernels_run_on(x: Tensor) -> bool:
-    """Whether the kernels take tensors of ``x``'s kind, dtype and device.
+    """Whether the kernels take tensors of ``x``'s class, dtype and device.
 
-    False under autocast, which decides on a dtype operation by operation.
+    False under autocast, which chooses a dtype for each operation.
     """
     return (
         x.dtype in _DTYPES
@@ -34,12 +35,12 @@ def kernels_run_on(x: Tensor) -> bool:
     )
 
 
-# Every part of every block asks the next three. So they are written out, without calls, and ask what is
-# quick first: ``is_contiguous`` takes a third of ``stride``, ``is_cuda`` a fifth of ``device.type``.
+# Every operation of every block calls the next three functions. So they are inlined and run cheap checks
+# first: ``is_contiguous`` takes a third of ``stride``'s time, ``is_cuda`` a fifth of ``device.type``'s.
 
 
 def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels take ``x``, and each other tensor given along with it."""
+    """Whether the kernels take ``x`` together with the other tensors."""
     dtype, device = x.dtype, x.device
     if (
         dtype not in _DTYPES
@@ -61,9 +62,9 @@ def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def same_dtype_and_unit_stride(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether tensors that were computed from such as the kernels take are still alike.
+    """``kernels_take`` without the device check, for results computed from accepted tensors.
 
-    A layer in between may give another dtype, or a tensor of another kind.
+    A layer in between may return another dtype or tensor class.
     """
     dtype = x.dtype
     if dtype not in _DTYPES or (type(x) not in PLAIN_TYPES and not is_plain(x)):
@@ -79,9 +80,9 @@ def same_dtype_and_unit_stride(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def modulators_compatible(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether ``x``, of such as the kernels take, can be normalized and modulated with the others.
+    """Whether the others can normalize and modulate ``x``, a result computed from accepted tensors.
 
-    They are weights, biases, scales, shifts and gates, each of x's dtype or float32.
+    The others are weights, biases, scales, shifts and gates, each of x's dtype or float32.
     """
     dtype = x.dtype
     for tensor in others:
@@ -95,7 +96,7 @@ def modulators_compatible(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def group_norm_takes(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether ``group_norm`` takes ``x`` (B, C, ...), and each vector given along with it."""
+    """Whether ``group_norm`` takes ``x`` (B, C, ...) together with the other vectors."""
     if not (kernels_run_on(x) and has_memory_format(x)):
         return False
     for tensor in others:
@@ -110,8 +111,7 @@ def group_norm_takes(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def has_memory_format(x: Tensor) -> bool:
-    """Whether the pixels of ``x`` (B, C, ...), or the channels of each, are side by side, and there are no
-    gaps between pixels."""
+    """Whether ``x`` (B, C, ...) has dense pixels or dense channels, and no gaps between its pixels."""
     if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
         return True
     count = stride = 1
@@ -127,7 +127,7 @@ def has_memory_format(x: Tensor) -> bool:
 
 
 def why_not_taken(x: Tensor, *others: Tensor | None) -> str:
-    """The reason for which ``kernels_take`` is false, as a clause."""
+    """Why ``kernels_take`` is false, as a clause."""
     for tensor in (x, *others):
         if not is_plain(tensor):
             return f"it was given a {type(tensor).__name__}"
@@ -151,7 +151,7 @@ def _has_unit_stride(tensor: Tensor) -> bool:
 
 
 def tracks_derivatives() -> bool:
-    """Whether derivatives may be taken of what is computed now."""
+    """Whether operations called now may be differentiated."""
     return torch.is_grad_enabled() or is_differentiated()
 
 
@@ -160,19 +160,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def may_write() -> bool:
-    """Whether results may be written to parts of a buffer.
+    """Whether results may be written to slices of a buffer.
 
-    Not while torch.compile traces, which fuses concatenations; nor in a transform of ``torch.func``, in which
-    the buffer would have to be batched.
+    False while torch.compile traces, which fuses concatenations, and in transforms of ``torch.func``, which
+    would need a batched buffer.
     """
     return not (torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active())
 
 
 def attention_takes(query: Tensor, key: Tensor, value: Tensor, heads: int | None = None) -> bool:
-    """Whether ``attention`` computes with them, and no derivative is asked for.
+    """Whether ``attention`` takes them, and no derivative is requested.
 
-    Each is (B, S, H, d), or (B, S, H * d) with a number of heads. They were computed from tensors such as the
-    kernels take.
+    Each is (B, S, H, d), or (B, S, H * d) if ``heads`` is given, computed from accepted tensors.
     """
     of_query, of_key = query.shape, key.shape
     return (

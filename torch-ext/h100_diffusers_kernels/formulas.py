@@ -1,8 +1,8 @@
 """The operators' formulas as differentiable PyTorch expressions, with the operators' arguments.
 
-Gradients of the kernels are those of these expressions, and forward-mode derivatives and transforms of
-``torch.func`` run them. They compute in ``T``, each PyTorch function in float32 inside, or in float32 if an
-argument is.
+The kernels' backward differentiates these expressions. Forward-mode derivatives and transforms of
+``torch.func`` run them. They compute in ``T``, with float32 inside each PyTorch function, or in float32 if
+any argument is float32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ._ops import ops
 from .operators import is_differentiated
 
-# PyTorch's functions themselves: users may replace those of torch.nn.functional.
+# Not from torch.nn.functional, whose functions users may replace.
 _gelu = torch.nn.functional.gelu
 _pad = torch.nn.functional.pad
 _scaled_dot_product_attention = torch.nn.functional.scaled_dot_product_attention
@@ -29,7 +29,7 @@ INTERLEAVED, HALF = range(2)
 
 
 def _promoted(*tensors: Optional[Tensor]) -> tuple:
-    """The tensors in one dtype: float32 if their dtypes differ."""
+    """The tensors in a common dtype: float32 if their dtypes differ."""
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     if len(dtypes) == 1:
         return tensors
@@ -49,7 +49,7 @@ def _normalized(
         if is_layer_norm:
             return torch.layer_norm(h, h.shape[-1:], weight, bias, eps)
         return torch.rms_norm(h, h.shape[-1:], weight, eps)
-    # PyTorch's forward-mode derivatives are wrong: the second one of layer_norm, the dtype of rms_norm's.
+    # PyTorch's forward mode has bugs: layer_norm's second derivative is wrong, and so is rms_norm's dtype.
     x = h.float()
     if is_layer_norm:
         x = x - x.mean(-1, keepdim=True)
@@ -151,7 +151,7 @@ def group_norm(
 
 
 def coordinate_angles(coordinates: Tensor, frequencies: Tensor, pairs: int) -> Tensor:
-    """Angles (1 or B, S, pairs) of a token's pairs; the unrotated ones, in front, have the angle 0."""
+    """Angles (1 or B, S, pairs) of a token's pairs. The unrotated pairs come first, with angle 0."""
     angles = (coordinates.unsqueeze(-2) * frequencies.unsqueeze(-1)).flatten(2)
     return _pad(angles, (pairs - angles.shape[-1], 0))
 
@@ -163,7 +163,7 @@ def _tables(
     heads: int,
     head_dim: int,
 ) -> Optional[tuple[Tensor, Tensor]]:
-    """``(cos, sin)``, each (1 or B, S, 1 or H, d or d/2), of a rotation as operators take it."""
+    """``(cos, sin)``, each (1 or B, S, 1 or H, d or d/2), from an operator's rotation arguments."""
     if first is None:
         return None
     if is_coordinates:
@@ -173,7 +173,7 @@ def _tables(
             angles.sin().unflatten(2, (heads, -1)),
         )
     elif second is None:
-        # Operators that write take a complex table as its view of real numbers (..., 2).
+        # Operators that write take a complex table as a real view (..., 2).
         first, second = (first.real, first.imag) if first.is_complex() else first.unbind(-1)
 
     def by_head(table: Tensor) -> Tensor:
@@ -201,8 +201,8 @@ def _rotated(n: Tensor, cos: Tensor, sin: Tensor, layout: int) -> Tensor:
 
 
 class _RotatedByKernel(torch.autograd.Function):
-    """Query and key (B, S, H, d), rotated by the kernel. A rotation is linear: its gradient is the transposed
-    rotation, again by the kernel."""
+    """Query and key (B, S, H, d), rotated by the kernel. A rotation is linear, so its gradient is the
+    transposed rotation, which the kernel also computes."""
 
     @staticmethod
     def forward(ctx, q, k, first, second, is_coordinates, layout):
@@ -220,7 +220,7 @@ class _RotatedByKernel(torch.autograd.Function):
             first = first.conj().resolve_conj()
         elif is_coordinates or first.shape[-1] == head_dim // 2:
             second = -second
-        else:  # the elements of a pair have sines of their own, which change places
+        else:  # the two elements of a pair have different sines, which are swapped
             shape = (-1, 2) if layout == INTERLEAVED else (-1, 2, head_dim // 2)
             pairs = second.unflatten(-1, shape)
             second = -pairs.flip(-1 if layout == INTERLEAVED else -2).reshape(second.shape)
@@ -367,8 +367,8 @@ def attention(
         # Some of PyTorch's kernels give NaN for a query without keys.
         has_keys = (mask != -torch.inf).any(1)
         mask = mask.masked_fill(~has_keys[:, None], 0)[:, None, None]
-    # PyTorch's fused kernels have no forward-mode derivative or vmap, and with a gradient of the mask they do
-    # not take every length.
+    # PyTorch's fused kernels support neither forward mode nor vmap, and with a gradient of the mask they do
+    # not accept every length.
     with sdpa_kernel(SDPBackend.MATH) if is_differentiated(mask) else nullcontext():
         out = _scaled_dot_product_attention(
             q.transpose(1, 2),

@@ -2,16 +2,18 @@
 
 ``T`` is bfloat16, float16 or float32. Arithmetic is float32, rounded once, at the output; attention also
 rounds its softmax probabilities to 16 bits. Leading dimensions are rows. Inputs may be strided in every
-dimension except the last and are not copied. Results are new contiguous tensors, or ``out`` where an
-operation has it: a tensor of the result's shape and dtype, strided likewise, that is written and returned.
-``out`` shares no memory with an input unless the operation says so.
+dimension except the last and are not copied.
 
-Where an input requires grad, the kernel computes and backward differentiates the formula (``formulas.py``).
-With forward-mode derivatives and in transforms of ``torch.func`` the formula computes. In all of these
-nothing can be written to ``out`` or in place.
+Results are new contiguous tensors. Some operations take ``out``, a tensor of the result's shape and dtype,
+strided in any dimension except the last; they write and return it. ``out`` must not share memory with an
+input unless the operation allows it.
 
-A wrong argument raises ValueError, or TypeError for its type, in one sentence, before anything is launched
-or written. Failure to allocate a result raises torch.OutOfMemoryError.
+If an input requires grad, forward runs the kernel and backward differentiates the formula (``formulas.py``).
+Forward-mode derivatives and transforms of ``torch.func`` run the formula. In these cases ``out`` and
+in-place writes are refused.
+
+A wrong argument raises ValueError, or TypeError if its type is wrong, in one sentence, before any launch or
+write. Failure to allocate a result raises torch.OutOfMemoryError.
 """
 
 from __future__ import annotations
@@ -113,7 +115,7 @@ def rms_norm_modulate(
 
     Args:
         x: ``(..., D)``, T.
-        scale: T or float32, broadcasts against ``x`` in all dimensions but the last, such as ``(D,)``,
+        scale: T or float32, broadcasts against ``x`` in all dimensions except the last, such as ``(D,)``,
             ``(B, 1, D)`` or ``(B, S, D)``.
         shift: likewise, or None for 0.
         weight: ``(D,)``, T or float32, or None.
@@ -140,7 +142,7 @@ def layer_norm_modulate(
 
     Args:
         x: ``(..., D)``, T.
-        scale: T or float32, broadcasts against ``x`` in all dimensions but the last.
+        scale: T or float32, broadcasts against ``x`` in all dimensions except the last.
         shift: likewise, or None for 0.
         weight, bias: ``(D,)``, T or float32, or None.
 
@@ -169,11 +171,11 @@ def layer_norm_modulate_pair(
     Args:
         x: ``(..., D)``, T.
         scale, shift, second_scale, second_shift: T or float32, broadcast against ``x`` in all dimensions
-            but the last, or None for 0.
+            except the last, or None for 0.
         weight, bias: ``(D,)``, T or float32, or None.
 
     Returns:
-        The two, each ``(..., D)``, T.
+        Both results, each ``(..., D)``, T.
 
     Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748, with one norm for two
     attentions as in Stable Diffusion 3.5 (``SD35AdaLayerNormZeroX`` of diffusers).
@@ -187,8 +189,8 @@ def gated_residual(residual: Tensor, x: Tensor, gate: Optional[Tensor] = None) -
     """``residual + gate * x``, or ``residual + x`` without a gate.
 
     Args:
-        residual, x: ``(..., D)``, T, of one shape.
-        gate: T or float32, broadcasts against ``x`` in all dimensions but the last, or None.
+        residual, x: ``(..., D)``, T, of the same shape.
+        gate: T or float32, broadcasts against ``x`` in all dimensions except the last, or None.
     """
     return _gated_residual(residual, x, gate)
 
@@ -204,12 +206,12 @@ def gated_residual_rms_norm_modulate(
 ) -> tuple[Tensor, Tensor]:
     """The new residual ``h = residual + gate * x`` and ``rms_norm_modulate(h, scale, shift, weight)``.
 
-    The norm is taken of the unrounded ``h``.
+    The norm reads the unrounded ``h``.
 
     Args:
-        residual, x: ``(..., D)``, T, of one shape.
-        gate: T or float32, broadcasts against ``x`` in all dimensions but the last, or None for 1.
-        scale, shift: likewise, or None for 0; with neither it is ``rms_norm(h, weight)``.
+        residual, x: ``(..., D)``, T, of the same shape.
+        gate: T or float32, broadcasts against ``x`` in all dimensions except the last, or None for 1.
+        scale, shift: likewise, or None for 0. Without both, the second result is ``rms_norm(h, weight)``.
         weight: ``(D,)``, T or float32, or None.
 
     Returns:
@@ -234,12 +236,13 @@ def gated_residual_layer_norm_modulate(
 ) -> tuple[Tensor, Tensor]:
     """The new residual ``h = residual + gate * x`` and ``layer_norm_modulate(h, scale, shift, ...)``.
 
-    The norm is taken of the unrounded ``h``.
+    The norm reads the unrounded ``h``.
 
     Args:
-        residual, x: ``(..., D)``, T, of one shape.
-        gate: T or float32, broadcasts against ``x`` in all dimensions but the last, or None for 1.
-        scale, shift: likewise, or None for 0; with neither it is ``layer_norm(h, weight, bias)``.
+        residual, x: ``(..., D)``, T, of the same shape.
+        gate: T or float32, broadcasts against ``x`` in all dimensions except the last, or None for 1.
+        scale, shift: likewise, or None for 0. Without both, the second result is
+            ``layer_norm(h, weight, bias)``.
         weight, bias: ``(D,)``, T or float32, or None.
 
     Returns:
@@ -267,11 +270,11 @@ def gated_residual_layer_norm_modulate_pair(
     """The new residual ``h = residual + gate * x`` and two modulations of its layer norm, as
     ``layer_norm_modulate_pair(h, ...)``.
 
-    The norm is taken of the unrounded ``h``.
+    The norm reads the unrounded ``h``.
 
     Args:
-        residual, x: ``(..., D)``, T, of one shape.
-        gate: T or float32, broadcasts against ``x`` in all dimensions but the last, or None for 1.
+        residual, x: ``(..., D)``, T, of the same shape.
+        gate: T or float32, broadcasts against ``x`` in all dimensions except the last, or None for 1.
         scale, shift, second_scale, second_shift: likewise, or None for 0.
         weight, bias: ``(D,)``, T or float32, or None.
 
@@ -328,18 +331,18 @@ def group_norm(
     channel_bias: Optional[Tensor] = None,
     activation: str = "none",
 ) -> Tensor:
-    """Group norm of ``x + channel_bias``, as ``torch.nn.functional.group_norm``, and an activation of it.
+    """Group norm of ``x + channel_bias``, as ``torch.nn.functional.group_norm``, then an activation.
 
     Args:
-        x: ``(B, C, ...)``, T: any number of spatial dimensions, without gaps between them. Either pixels are
-            dense and channels apart, as in a contiguous tensor, or channels are dense, as with
-            ``torch.channels_last``; the result is likewise.
-        num_groups: into how many groups the channels are divided, each with a mean and a (biased) variance.
+        x: ``(B, C, ...)``, T, with any number of spatial dimensions and no gaps between them. Either pixels
+            are dense, as in a contiguous tensor, or channels are, as with ``torch.channels_last``. The
+            result has the same memory format.
+        num_groups: number of groups of channels, each with its own mean and (biased) variance.
         weight, bias: ``(C,)``, T or float32, or None, independently of each other.
         eps: added to the variance.
-        channel_bias: ``(B, C)``, T or float32, or None: what is added to all pixels before the norm, such as
-            a convolution's bias, a projected time embedding, or the sum of both.
-        activation: ``"none"``, or ``"silu"``, ``n * sigmoid(n)``.
+        channel_bias: ``(B, C)``, T or float32, or None. It is added to all pixels before the norm, for
+            example a convolution's bias, a projected time embedding, or their sum.
+        activation: ``"none"``, or ``"silu"`` for ``n * sigmoid(n)``.
 
     Source: Wu and He, 2018, https://arxiv.org/abs/1803.08494.
     """
@@ -353,7 +356,7 @@ def group_norm(
 
 @torch.library.register_fake(add_op_namespace_prefix("group_norm"))
 def _group_norm_fake(x, *_):
-    # The result has x's memory format, as the kernel asks for it: channels dense, pixels not.
+    # Like the kernel's result: channels last if x has dense channels and its pixels are not dense.
     if x.dim() > 2 and not x.is_contiguous() and x.stride(1) == 1:
         batch, channels, *spatial = x.shape
         return x.new_empty(batch, *spatial, channels).movedim(-1, 1)
@@ -365,11 +368,11 @@ def _group_norm_fake(x, *_):
 
 
 class CoordinateRope(NamedTuple):
-    """A rotary embedding given by each token's coordinates, with nothing of size S·D to read.
+    """A rotary embedding computed from each token's coordinates, without tables of size S·D.
 
-    Pair ``p`` of a token's ``heads * d / 2`` pairs (head-major) is left alone for ``p < pad`` with
-    ``pad = heads * d / 2 - axes * F``; otherwise, with ``i = p - pad``, its angle is
-    ``frequencies[i // axes] * coordinates[b, s, i % axes]``, rounded to float32.
+    A token has ``heads * d / 2`` pairs (head-major). The first ``pad = heads * d / 2 - axes * F`` are not
+    rotated. The angle of pair ``pad + i`` is ``frequencies[i // axes] * coordinates[b, s, i % axes]``,
+    rounded to float32.
 
     Attributes:
         coordinates: ``(1 or B, S, axes)``, float32.
@@ -384,9 +387,9 @@ class CoordinateRope(NamedTuple):
 
     def tables(self, dim: int) -> tuple[Tensor, Tensor]:
         """``(cos, sin)``, each ``(1 or B, S, dim)``, float32, for a row of ``dim = heads * d`` elements
-        in the interleaved layout: every angle twice, the unrotated pairs in front.
+        in the interleaved layout: every angle twice, the unrotated pairs first.
 
-        ``dim`` is an even integer, at least ``2 * axes * F``; else TypeError or ValueError.
+        Raises TypeError or ValueError unless ``dim`` is an even integer of at least ``2 * axes * F``.
         """
         pairs = self.coordinates.shape[-1] * self.frequencies.shape[0]
         if isinstance(dim, bool) or not isinstance(dim, (numbers.Integral, torch.SymInt)):
@@ -402,7 +405,7 @@ _ROPE = "None, a pair (cos, sin) of tensors, a complex tensor or a CoordinateRop
 
 
 def _rotation(name: str, rope: Any, writes: bool) -> tuple:
-    """A rotation as operators take it: ``(first, second, is_coordinates)``."""
+    """The operators' arguments for a rotation: ``(first, second, is_coordinates)``."""
     if rope is None:
         return None, None, False
     if isinstance(rope, Tensor) and rope.is_complex():
@@ -452,31 +455,33 @@ def qk_norm_rope(
     ``(a * cos_a - b * sin_a, b * cos_b + a * sin_b)``.
 
     Args:
-        q: ``(B, S, heads * d)`` or ``(B, S, heads, d)``, T; strided in all but the last dimension.
-        k: likewise, with the same B and d; its number of heads may differ, and its S where ``rope`` is
+        q: ``(B, S, heads * d)`` or ``(B, S, heads, d)``, T; strided in any dimension except the last.
+        k: likewise, with the same B and d. Its number of heads may differ. Its S may differ if ``rope`` is
             None or ``k_rope`` is given.
-        q_weight, k_weight: of the norm, float32 or T, or None; ``(heads * d,)`` across heads, ``(d,)``
+        q_weight, k_weight: norm weights, float32 or T, or None; ``(heads * d,)`` across heads, ``(d,)``
             per head.
-        rope: None, for no rotation; or ``(cos, sin)``, each ``(S, d)``, ``(S, heads * d)``,
-            ``(1 or B, S, d)``, ``(1 or B, S, heads * d)`` or ``(1 or B, S, 1 or heads, d)``; or, with
-            one value for both elements of a pair, each ``(S, d/2)``, ``(1 or B, S, d/2)`` or
-            ``(1 or B, S, 1 or heads, d/2)``; float32 or T; or one complex64 tensor of these last
-            shapes, ``cos + i sin``; or a :class:`CoordinateRope`.
+        rope: one of
+
+            - None: no rotation;
+            - ``(cos, sin)``, float32 or T, one value per element: each ``(S, d)``, ``(S, heads * d)``,
+              ``(1 or B, S, d)``, ``(1 or B, S, heads * d)`` or ``(1 or B, S, 1 or heads, d)``;
+            - ``(cos, sin)``, float32 or T, one value per pair: each ``(S, d/2)``, ``(1 or B, S, d/2)`` or
+              ``(1 or B, S, 1 or heads, d/2)``;
+            - ``cos + i sin``, complex64, one value per pair, in the same shapes;
+            - a :class:`CoordinateRope`.
         heads: number of heads of ``q``.
-        norm: ``"across_heads"`` (the mean is taken over all heads of a token), ``"per_head"`` or
-            ``"none"``.
-        layout: which elements of a head form a pair: ``"interleaved"``, (2i, 2i+1), or ``"half"``,
+        norm: ``"across_heads"`` (mean over all heads of a token), ``"per_head"`` or ``"none"``.
+        layout: the elements of a pair in a head: ``"interleaved"``, (2i, 2i+1), or ``"half"``,
             (i, i + d/2).
-        inplace: store into ``q`` and ``k``; not possible where an input requires grad or
-            carries a tangent.
-        k_rope: what the key is rotated by, of its own S and number of heads, in the forms of ``rope``;
-            None, for ``rope``.
-        v: values ``(B, S, any * d)`` or ``(B, S, any, d)``, T, of the key's S, to be copied to the last
-            of ``out``.
-        out: where to store, ``(q_out, k_out)`` or, with ``v``, ``(q_out, k_out, v_out)``: of the shapes of
-            q, k and v, T, strided in all but the last dimension, such as slices of a joint buffer. They
-            have no elements in common with each other or with what is read, but each may be its own
-            input. Not possible where an input requires grad or carries a tangent.
+        inplace: write the results to ``q`` and ``k``.
+        k_rope: the key's rotation, for the key's S and number of heads, in the forms of ``rope``; None to
+            use ``rope``.
+        v: values ``(B, S, any * d)`` or ``(B, S, any, d)``, T, with the key's S, copied to ``v_out``.
+        out: ``(q_out, k_out)`` or, with ``v``, ``(q_out, k_out, v_out)``, with the shapes of q, k and v, T,
+            strided in any dimension except the last, for example slices of a joint buffer. They must not
+            overlap each other or an input, but each may be its own input.
+
+    ``inplace`` and ``out`` are refused if an input requires grad or carries a tangent.
 
     Returns:
         ``(q, k)`` in the given shapes, or ``out`` as a tuple.
@@ -553,14 +558,16 @@ def rope(
 
     Args:
         x: ``(B, S, H, d)``, or ``(B, S, H * d)`` with the tables' last dimension as ``d``, T.
-        cos, sin: each ``(S, d)``, ``(1 or B, S, d)`` or ``(1 or B, S, 1 or H, d)``, and for an x of
-            four dimensions also ``(S, H * d)`` or ``(1 or B, S, H * d)``, or, both with one value for
-            the two elements of a pair, ``(S, d/2)``, ``(1 or B, S, d/2)`` or
-            ``(1 or B, S, 1 or H, d/2)``; float32 or T, both alike. With an x of three dimensions
-            such tables would mean heads half as long: view it as ``(B, S, H, d)`` first. Or ``cos`` is
-            one complex64 tensor of these last shapes, ``cos + i sin``, and ``sin`` None; its last
-            dimension is the ``d/2`` of an x of three dimensions.
-        layout: which elements of a head form a pair: ``"interleaved"``, (2i, 2i+1), or ``"half"``,
+        cos, sin: one of
+
+            - one value per element, float32 or T: each ``(S, d)``, ``(1 or B, S, d)`` or
+              ``(1 or B, S, 1 or H, d)``; for a 4-D ``x`` also ``(S, H * d)`` or ``(1 or B, S, H * d)``;
+            - one value per pair, float32 or T, for a 4-D ``x``: each ``(S, d/2)``, ``(1 or B, S, d/2)`` or
+              ``(1 or B, S, 1 or H, d/2)``; view a 3-D ``x`` as ``(B, S, H, d)`` first, because the tables'
+              last dimension would be read as ``d``;
+            - ``cos + i sin``, complex64, one value per pair, in the same shapes, and None for ``sin``; for
+              a 3-D ``x`` its last dimension is ``d/2``.
+        layout: the elements of a pair in a head: ``"interleaved"``, (2i, 2i+1), or ``"half"``,
             (i, i + d/2).
 
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864.
@@ -575,18 +582,17 @@ def rope_3d(
     width: tuple[Tensor, Tensor],
     layout: str = "interleaved",
 ) -> Tensor:
-    """Rotary embedding of the tokens of a (frame, height, width) grid, from one table an axis.
+    """Rotary embedding of the tokens of a (frame, height, width) grid, from one table per axis.
 
-    The pairs of a head are divided among the axes: the first turn by the frame's angles, the next by
-    the height's, the last by the width's. A pair ``(a, b)`` becomes
-    ``(a * cos - b * sin, b * cos + a * sin)``.
+    The pairs of a head are divided among the axes: frame angles rotate the first pairs, height angles the
+    next and width angles the last. A pair ``(a, b)`` becomes ``(a * cos - b * sin, b * cos + a * sin)``.
 
     Args:
         x: ``(B, S, H, d)``, T, with ``S = frames * heights * widths`` in row-major order.
-        frame, height, width: each a pair ``(cos, sin)``, both ``(positions, pairs)`` with one value
-            for a pair of elements; the pairs of the axes add up to ``d / 2``, and an axis may have
-            none. Float32 or T, all alike.
-        layout: which elements of a head form a pair: ``"interleaved"``, (2i, 2i+1), or ``"half"``,
+        frame, height, width: each ``(cos, sin)``, both ``(positions, pairs)``, one value per pair of
+            elements. The pairs of the axes add up to ``d / 2``, and an axis may have none. Float32 or T,
+            all of the same dtype.
+        layout: the elements of a pair in a head: ``"interleaved"``, (2i, 2i+1), or ``"half"``,
             (i, i + d/2).
 
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864, on the three axes of a video as in
@@ -675,7 +681,7 @@ def geglu(
 
     Args:
         x: ``(..., 2 * D)``, T.
-        approximate: of the GELU, ``"none"`` or ``"tanh"``.
+        approximate: the GELU's approximation, ``"none"`` or ``"tanh"``.
         bias: ``(2 * D,)``, T, or None.
         activated: the half that goes through the GELU, ``"second"`` as in diffusers' GEGLU, or ``"first"``.
         out: ``(..., D)``, T, or None.
@@ -765,28 +771,28 @@ def attention(
     """Attention, not causal: ``softmax(scale * q kᵀ + key_bias) v`` of each batch entry and head.
 
     Args:
-        q: ``(B, Sq, H, d)``, bfloat16 or float16, d = 64 or 128; strided in all but the last
-            dimension, such as a view of a packed projection.
+        q: ``(B, Sq, H, d)``, bfloat16 or float16, d = 64 or 128; strided in any dimension except the last,
+            such as a view of a packed projection.
         k, v: ``(B, Sk, Hk, d)``, likewise, of q's dtype. H is a multiple of Hk, and query head ``h``
-            meets key head ``h // (H // Hk)`` (grouped-query attention).
+            attends to key head ``h // (H // Hk)`` (grouped-query attention).
         scale: positive and finite; None for ``1 / sqrt(d)``.
         key_bias: ``(B, Sk)``, float32 or of q's dtype, or None; added to the scores of every head and
-            query. A bias of -inf leaves a key out; a query whose keys all have it gives zeros.
-        key_lengths: ``(B,)``, int32, contiguous, or None; the keys at and after ``key_lengths[b]`` are
-            skipped, and whatever is in them has no influence. Read on the device, and taken as 0
-            where negative and as Sk where larger. A batch entry without keys gives zeros.
-        heads: H, where q is ``(B, Sq, H * d)`` and k and v are ``(B, Sk, Hk * d)``, as linear layers give
-            them; or None.
-        out: of q's shape and dtype, or None. On CUDA one that is not aligned to 16 bytes in all
-            but the last dimension takes temporary memory of its size.
+            query. -inf masks a key. A query whose keys are all masked gives zeros.
+        key_lengths: ``(B,)``, int32, contiguous, or None. Keys from ``key_lengths[b]`` on are skipped;
+            their contents, even NaN, have no effect. Lengths are read on the device and clamped to
+            ``0 ... Sk``. A batch entry without keys gives zeros.
+        heads: H, if q is ``(B, Sq, H * d)`` and k and v are ``(B, Sk, Hk * d)``, as linear layers return
+            them; otherwise None.
+        out: of q's shape and dtype, or None. On CUDA an ``out`` whose heads are not all aligned to 16 bytes
+            needs temporary memory of its size.
 
     Returns:
         A tensor of q's shape, contiguous, or ``out``.
 
-    On CUDA the weights are rounded to 16 bits for the tensor cores: to float16, with eight times the
-    precision of bfloat16, also where the inputs are bfloat16, from 1024 queries and 257 keys on and
-    without a bias. That takes temporary memory of v's size, for v in float16; queries for which
-    float16 lacks the range are computed once more, in bfloat16.
+    On CUDA the softmax probabilities are rounded to 16 bits for the tensor cores. bfloat16 inputs with at
+    least 1024 queries, at least 257 keys and no bias use float16, which has eight times the precision of
+    bfloat16. This needs temporary memory of v's size, for v in float16. Queries that exceed float16's range
+    are recomputed in bfloat16.
 
     Source: Vaswani et al., 2017, https://arxiv.org/abs/1706.03762; in one pass over the keys as in
     Dao et al., 2022, https://arxiv.org/abs/2205.14135.

@@ -1,10 +1,10 @@
 """Layers for ``kernels.kernelize``, which binds their ``forward`` to instances of the classes they fit.
 
-They hold nothing: weights and settings are the instance's, and so are its state_dict and its hooks.
-What an operation cannot express (mixed dtypes, float64, autocast, a norm over several dimensions,
-strided last dimensions, sharded or quantized parameters, another device) the class's own code
-computes, and so it does for subclasses that have a forward of their own and were not named. Results
-are at least as accurate as that code's, which rounds more often. In training the kernels compute the forward.
+Layers have no state: weights, settings, state_dict and hooks stay those of the instance. The class's own
+forward runs for inputs that the operation does not support (mixed dtypes, float64, autocast, a norm over
+several dimensions, strided last dimensions, sharded or quantized parameters, another device), and for
+subclasses with their own forward that were not registered. Results are at least as accurate as the class's,
+which rounds more often. In training the kernels compute the forward.
 
     >>> kernels.replace_kernel_forward_from_hub(diffusers.models.normalization.RMSNorm, "RMSNorm")
     >>> layer = kernels.LayerRepository(
@@ -27,9 +27,9 @@ __all__ = ["GEGLU", "GELU", "LayerNorm", "RMSNorm", "SwiGLU"]
 
 
 def _is_designated(cls: type) -> bool:
-    """Whether the forward of an instance's class is the one that the layer was chosen to replace.
+    """Whether the layer was registered for the class that defines the instance's forward.
 
-    ``kernelize`` reaches the subclasses of a class, too, and theirs may compute something else.
+    ``kernelize`` also binds subclasses, whose own forward may compute something different.
     """
     if not hasattr(cls, "kernel_layer_name"):
         return True
@@ -42,14 +42,14 @@ def _is_designated(cls: type) -> bool:
 
 
 def _kernels_normalize(x: Tensor, *parameters: Optional[Tensor]) -> bool:
-    """Whether a norm over x's last dimension, with its parameters, is one that the kernels know."""
+    """Whether the kernels support a norm over x's last dimension with these parameters."""
     return kernels_take(x, *parameters) and all(
         is_plain(p) and (p is None or p.shape == x.shape[-1:]) for p in parameters
     )
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm, as the operation ``rms_norm``, and a bias if there is one.
+    """Root mean square norm by the operation ``rms_norm``, plus the bias if the instance has one.
 
     Fits ``diffusers.models.normalization.RMSNorm``, with or without weight and bias, and
     ``torch.nn.RMSNorm``.
@@ -63,7 +63,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = self.weight
-        # Torch's class alone says what it normalizes over; diffusers' is always the last dimension.
+        # diffusers' class has no normalized_shape: it always normalizes the last dimension.
         normalized = tuple(getattr(self, "normalized_shape", hidden_states.shape[-1:]))
         bias = None if weight is None else getattr(self, "bias", None)
         if (
@@ -78,10 +78,10 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Layer norm, as the operation ``layer_norm``.
+    """Layer norm by the operation ``layer_norm``.
 
     Fits ``torch.nn.LayerNorm`` (``diffusers.models.normalization.LayerNorm`` is the same class) and
-    ``diffusers.models.normalization.FP32LayerNorm``, whose float32 arithmetic is the operation's.
+    ``diffusers.models.normalization.FP32LayerNorm``, which computes in float32 like the operation.
     """
 
     normalized_shape: tuple[int, ...]
@@ -103,9 +103,9 @@ class LayerNorm(nn.Module):
 
 
 class GELU(nn.Module):
-    """A linear layer, then GELU, as the operation ``gelu``.
+    """A linear layer, then the operation ``gelu``.
 
-    Fits ``diffusers.models.activations.GELU``, which is not ``torch.nn.GELU``: it has a ``proj``.
+    Fits ``diffusers.models.activations.GELU``, which unlike ``torch.nn.GELU`` has a ``proj``.
     """
 
     proj: nn.Module
@@ -125,7 +125,7 @@ class GELU(nn.Module):
 
 
 class GEGLU(nn.Module):
-    """A linear layer, then its first half times GELU of its second, as the operation ``geglu``.
+    """A linear layer, then the operation ``geglu``: the first half times GELU of the second.
 
     Fits ``diffusers.models.activations.GEGLU``.
     """
@@ -138,7 +138,7 @@ class GEGLU(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         if args or kwargs or not _is_designated(type(self)):
-            # Further arguments are deprecated, and diffusers' code says so.
+            # Further arguments are deprecated: diffusers' code warns.
             return type(self).forward(self, hidden_states, *args, **kwargs)
         hidden_states = self.proj(hidden_states)
         if not kernels_take(hidden_states):
@@ -148,7 +148,7 @@ class GEGLU(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """A linear layer, then its first half times SiLU of its second, as the operation ``swiglu``.
+    """A linear layer, then the operation ``swiglu``: the first half times SiLU of the second.
 
     Fits ``diffusers.models.activations.SwiGLU``.
     """

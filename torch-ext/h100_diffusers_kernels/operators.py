@@ -1,7 +1,7 @@
-"""Calls of the registered operators: the kernels, their derivatives, and errors in one sentence.
+"""Calls of the registered operators: kernels, derivatives and one-sentence errors.
 
-The operators' C++ checks values and shapes on every path. Types of arguments are checked here, after a call
-has failed, except for scalars, which Torch would convert silently.
+The operators' C++ checks values and shapes on every path. Python checks argument types after a call has
+failed, except for scalars, which Torch would convert silently.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ MAX_INTEGER = 2**63 - 1  # of a schema
 MIN_SCALE, MAX_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 _ERRORS = (AttributeError, IndexError, OverflowError, RuntimeError, TypeError, ValueError)
-_NO_MEMORY = re.compile(r"(\w+): no memory for (\d+) elements of (\d) bytes on (\S+)")
-_DIFFERENTIATED = (
-    "where an input requires grad, carries a tangent or is in a transform of torch.func"
-)
+_NO_MEMORY = re.compile(r"(\w+): cannot allocate (\d+) elements of (\d) bytes on (\S+)")
+_DIFFERENTIATED = "if an input requires grad, carries a tangent or is in a transform of torch.func"
 _PUBLIC_NAMES = {"first": "rope", "second": "rope", "k_first": "k_rope", "k_second": "k_rope"}
 
 _are_transforms_active = torch._C._are_functorch_transforms_active
@@ -41,14 +39,14 @@ def fail(operation: str, sentence: str) -> NoReturn:
 
 
 def shown(value: object) -> str:
-    """A value in a sentence: short plain values as they are, of others the type."""
+    """A value as text for an error: short plain values by ``repr``, others by their type."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, str) and len(value) > 64:
         return f"a string of {len(value)} characters"
     if value is None or isinstance(value, (str, int, float)):
         return repr(value)
-    # Tracing has tensors of classes of its own.
+    # Tracing uses its own tensor classes.
     is_plain_tensor = isinstance(value, Tensor) and is_plain(value)
     return "Tensor" if is_plain_tensor else type(value).__name__
 
@@ -89,7 +87,7 @@ def count(operation: str, name: str, value: Any, accepted: str = "an integer") -
 
 
 def choice(operation: str, name: str, value: Any, choices: dict[str, Any]) -> Any:
-    """The operator's value for one of several strings."""
+    """The operator's value for a string option."""
     if not isinstance(value, str):
         refuse_type(operation, name, "a string", value)
     if value not in choices:
@@ -117,7 +115,7 @@ def _check_layout(operation: str, name: str, tensor: Tensor) -> None:
 
 
 def _parameters(schema: Any) -> list[tuple[str, bool, bool]]:
-    """Of each argument, the name of the public function's, whether it is a tensor and may be None."""
+    """For each argument: its name in the public function, whether it is a tensor, whether it may be None."""
     kinds = [(_PUBLIC_NAMES.get(a.name, a.name), str(a.type)) for a in schema.arguments]
     return [
         (name, "Tensor" in kind, kind.startswith("Optional") or name == "out")
@@ -133,13 +131,13 @@ def _check_types(operation: str, parameters: list, arguments: tuple) -> None:
 
 
 def required(*tensors: Optional[Tensor]) -> None:
-    """For fakes: Torch hands None over for any tensor, and tracing would not notice."""
+    """Raises if a tensor is None, for fakes: Torch passes None for any tensor, and tracing would not fail."""
     if any(tensor is None for tensor in tensors):
         raise TypeError("a tensor is None")
 
 
 def _explain(operation: str, parameters: list, arguments: tuple, error: Exception) -> NoReturn:
-    """Raises a sentence for the error of a call, or the error itself. Called while it is handled."""
+    """Raises a one-sentence error for a failed call, or the original error. Called while it is handled."""
     _check_types(operation, parameters, arguments)
     tensors = [(p[0], v) for p, v in zip(parameters, arguments) if isinstance(v, Tensor)]
     for name, tensor in tensors:
@@ -148,7 +146,7 @@ def _explain(operation: str, parameters: list, arguments: tuple, error: Exceptio
     if no_memory:
         _raise_out_of_memory(error, *no_memory.groups())
     if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-        # What libraries' tensors say of an operator that they do not know.
+        # Raised by other libraries' tensor classes for unknown operators.
         for name, tensor in tensors:
             if not is_plain(tensor):
                 refuse_type(operation, name, "a plain tensor", tensor)
@@ -158,13 +156,13 @@ def _explain(operation: str, parameters: list, arguments: tuple, error: Exceptio
 def _raise_out_of_memory(
     error: Exception, name: str, elements: str, size: str, device: str
 ) -> None:
-    """Torch's own error is lost at its C interface: allocating once more raises it."""
+    """Allocates again to raise Torch's own error, which its C interface loses."""
     cause = error
     try:
         torch.empty(int(elements) * int(size), dtype=torch.uint8, device=device)
     except RuntimeError as again:
         cause = again
-    message = f"{name}: no memory for {int(elements) * int(size)} bytes on {device}"
+    message = f"{name}: cannot allocate {int(elements) * int(size)} bytes on {device}"
     raise torch.OutOfMemoryError(message) from cause
 
 
@@ -173,7 +171,7 @@ def _raise_out_of_memory(
 
 
 class _Differentiable(torch.autograd.Function):
-    """The kernel forward, the derivatives of the formula backward."""
+    """Forward runs the kernel, backward differentiates the formula."""
 
     @staticmethod
     def forward(ctx, kernel: Callable, formula: Callable, *arguments):
@@ -199,7 +197,7 @@ class _Differentiable(torch.autograd.Function):
                 )
             results = ctx.formula(*arguments)
             results = results if isinstance(results, tuple) else (results,)
-            # A result need not depend on what requires grad.
+            # A result need not depend on an input that requires grad.
             given = [
                 (r, g) for r, g in zip(results, gradients) if g is not None and r.requires_grad
             ]
@@ -216,7 +214,7 @@ class _Differentiable(torch.autograd.Function):
         return tuple(found)
 
 
-# torch.autograd.Function.apply only adds what transforms of torch.func need.
+# torch.autograd.Function.apply only adds support for transforms of torch.func.
 _differentiable = super(torch.autograd.Function, _Differentiable).apply
 
 
@@ -228,8 +226,8 @@ def _requires_grad(arguments: tuple) -> bool:
 
 
 def is_differentiated(*arguments: Any) -> bool:
-    """Whether a derivative of any tensor among the arguments may be taken: in grad mode one requires grad,
-    or forward-mode or a transform of ``torch.func`` is active."""
+    """Whether a tensor argument may be differentiated: grad mode is on and one requires grad, or forward mode
+    or a transform of ``torch.func`` is active."""
     return (
         forward_ad._current_level >= 0
         or _are_transforms_active()
@@ -250,7 +248,7 @@ def kernel_call(
     forward-mode derivatives and in transforms of ``torch.func``, the formula computes.
 
     Args:
-        forward: computes instead, by the operator ``name`` that writes; called without the written arguments.
+        forward: replaces the call if the operator ``name`` writes; it takes no written arguments.
     """
     overload = getattr(ops, name).default
     parameters = _parameters(overload._schema)
@@ -286,10 +284,10 @@ def kernel_call(
 
 
 def writing_call(operation: str, name: str) -> Callable:
-    """The function ``call(written, refused, *arguments)`` that calls an operator which writes ``written``.
+    """The function ``call(written, refused, *arguments)``, which calls an operator that writes ``written``.
 
-    Derivatives are refused. ``refused``, for the sentence: the argument that asks for writing, what it must
-    be, and what it is.
+    It raises if an input may be differentiated. ``refused`` describes the error: the argument that requests
+    writing, its accepted value and the given value.
     """
     overload = getattr(ops, name).default
     parameters = _parameters(overload._schema)
@@ -303,7 +301,7 @@ def writing_call(operation: str, name: str) -> Callable:
                 argument, accepted, given = refused
                 fail(operation, f"{argument} must be {accepted} {_DIFFERENTIATED}, got {given}")
             overload(*arguments)
-            # Autograd notices a backward that needs the values from before.
+            # Autograd then detects a backward that needs the overwritten values.
             if not _is_compiling():
                 torch.autograd.graph.increment_version(written)
         except _ERRORS as error:

@@ -12,7 +12,7 @@ using ActivationLauncher = void (*)(const ActivationParams&, Stream);
 struct Activation {
   const char* name;
   ActivationLauncher launcher;
-  bool is_gated;  // the last dimension of x has two halves
+  bool is_gated;  // x and gate are halves of the last dimension
 };
 
 const Activation& activation_of(bool is_silu, bool is_gated) {
@@ -71,7 +71,7 @@ class ActivationCall {
   const Tensor& x_;
   const OptionalTensor& bias_;
   const ArgumentChecker check_;
-  Sizes shape_;  // of the result
+  Sizes shape_;  // result
   OptionalTensor gate_;
   int64_t x_offset_ = 0, gate_offset_ = 0;  // elements from the start of a row of x
   ActivationParams params_{};

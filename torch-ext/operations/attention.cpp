@@ -16,13 +16,13 @@ void set_operand(AttentionOperand& operand, const Tensor& tensor, int64_t head_d
   set_heads_strides(operand.strides, tensor, head_dim);
 }
 
-// What the shapes of query, key and value say, with a number of heads or without.
+// Checks the shapes of query, key and value, and sets sizes and numbers of heads.
 void set_shape(AttentionParams& params, const ArgumentChecker& check, const Tensor& k, const Tensor& v,
                std::optional<int64_t> heads) {
   const Sizes& shape = check.shape();
   if (heads.has_value()) {
     if (shape.size() != 3)
-      fail(check.operation(), "q must have shape (batch, seq, heads*head_dim) where heads is given, got ",
+      fail(check.operation(), "q must have shape (batch, seq, heads*head_dim) if heads is given, got ",
            to_string(shape));
   } else if (shape.size() != 4) {
     fail(check.operation(), "q must have shape (batch, seq, heads, head_dim), got ", to_string(shape));
@@ -37,7 +37,7 @@ void set_shape(AttentionParams& params, const ArgumentChecker& check, const Tens
   check.same_dtype("k", k);
   if (!has_heads(check, k.sizes(), k.dim() > 1 ? k.size(1) : 0, params.head_dim))
     fail(check.operation(), "k must have the batch and head_dim of q of shape ", to_string(shape),
-         heads.has_value() ? " in heads of " + std::to_string(params.head_dim) : "", ", got ",
+         heads.has_value() ? " (head_dim " + std::to_string(params.head_dim) + ")" : "", ", got ",
          to_string(k.sizes()));
   params.key_length = k.size(1);
   params.key_heads = heads_of(k, params.head_dim);
@@ -81,7 +81,7 @@ void set_key_lengths(AttentionParams& params, const ArgumentChecker& check, cons
   params.key_lengths = static_cast<const int32_t*>(key_lengths.const_data_ptr());
 }
 
-// Everything that is known of a call but its output.
+// All parameters of a call except its output.
 AttentionParams attention_params(const ArgumentChecker& check, const Tensor& q, const Tensor& k,
                                  const Tensor& v, std::optional<double> scale, const OptionalTensor& key_bias,
                                  const OptionalTensor& key_lengths, std::optional<int64_t> heads) {

@@ -4,7 +4,7 @@
 namespace h100_diffusers_kernels {
 namespace {
 
-// The spatial dimensions of a tensor (batch, channels, ...) as one.
+// The spatial dimensions of a tensor (batch, channels, ...), merged into one.
 struct Pixels {
   int64_t count = 1;
   int64_t stride = 1;

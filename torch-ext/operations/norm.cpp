@@ -6,14 +6,14 @@ namespace {
 
 using RowNormLauncher = void (*)(const RowNormParams&, Stream);
 
-// The operands of a row operation, each absent or given.
+// The optional operands of a row operation.
 struct RowNormArguments {
   OptionalTensor residual = {}, gate = {}, scale = {}, shift = {}, second_scale = {}, second_shift = {},
                  weight = {}, bias = {};
   double eps = 0.0;
 };
 
-// The new residual and the outputs, as far as the operation has them.
+// The new residual and the outputs. Null if the operation does not have them.
 struct RowNormResults {
   OwnedTensor residual, out, second_out;
 };

@@ -38,8 +38,7 @@ class NormRope {
     OptionalTensor tensor;
   };
 
-  // The key has the query's length if one rotation serves both. Without a rotation of its own it has the
-  // query's.
+  // Without a rotation of its own the key uses the query's, and must then have the query's length.
   NormRope(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight, const OptionalTensor& k_weight,
            const Rotation& rotation, const Rotation& k_rotation, int64_t heads, int64_t norm, int64_t layout,
            double eps)
@@ -68,7 +67,7 @@ class NormRope {
     set_rotation(k_params_, {"k", params_.k.heads, false}, k_rotation);
   }
 
-  // The values are copied beside the key.
+  // Sets the values, which the key's launch copies.
   void set_values(const Tensor& v) {
     v_ = &v;
     check_.same_device("v", v);
@@ -91,7 +90,7 @@ class NormRope {
     return {std::move(q_out), std::move(k_out)};
   }
 
-  // With `in_place` the outputs are q and k themselves, and sentences say so.
+  // in_place: the outputs are q and k themselves, which error texts mention.
   void run(const Tensor& q_out, const Tensor& k_out, const OptionalTensor& v_out, bool in_place) {
     const Named inputs[] = {{"q", q_}, {"k", k_}, {"v", v_ == nullptr ? std::nullopt : OptionalTensor(*v_)}};
     const Named outputs[] = {
@@ -152,7 +151,7 @@ class NormRope {
     set_heads_strides(operand.out_strides, tensor, params_.head_dim);
   }
 
-  // Returns whether the weight is of float32 beside rows of 16 bits.
+  // Returns whether the weight is float32 and the rows are 16-bit.
   bool set_weight(HeadsOperand& operand, const char* name, const OptionalTensor& tensor) const {
     if (!tensor.has_value()) return false;
     if (params_.norm == NormScope::kNone)
@@ -168,11 +167,11 @@ class NormRope {
     return tensor->dtype() != q_.dtype();
   }
 
-  // The tensor that a rotation turns.
+  // The tensor that a rotation applies to.
   struct Rotated {
     const char* name;
     int64_t heads;
-    bool turns_key;  // too
+    bool turns_key;  // whether it also rotates the key
   };
 
   void set_rotation(QkvNormRopeParams& params, const Rotated& rotated, const Rotation& rotation) const {
@@ -226,12 +225,12 @@ class NormRope {
            params_.q.heads, " and ", params_.k.heads);
   }
 
-  // Kernels number the elements of a token where a norm or a rotation spans its heads.
+  // Kernels index the elements of a token with an int if a norm or a rotation spans its heads.
   void require_countable_token(const char* name, int64_t heads) const {
     check_.countable(name, "heads * head_dim", {heads, params_.head_dim});
   }
 
-  // Of the key and the values, whose length the query does not have.
+  // For the key and the values, whose length may differ from the query's.
   void require_countable(const char* name, const Tensor& tensor, int64_t heads) const {
     const ArgumentChecker check(operation_, name, tensor);
     require_countable_heads(check, {params_.batch, k_seq_, heads, params_.head_dim});
@@ -249,7 +248,7 @@ class NormRope {
     check_.readable(output.name, out);
   }
 
-  // An input shares no memory with an output, except that it may be its own output.
+  // Fails if an input overlaps an output. It may be identical to its own output.
   void check_read(const Named& read, std::span<const Named> outputs, const char* where,
                   const Named* own = nullptr) const {
     if (!read.tensor.has_value()) return;
@@ -268,7 +267,7 @@ class NormRope {
     QkvNormRopeParams of_query = params_;
     of_query.k = of_query.v = {};
     launch(of_query, device.stream());
-    // In the second launch the key stands in the query's place.
+    // The second launch has the key as its query.
     QkvNormRopeParams of_key = params_;
     of_key.seq = k_seq_;
     of_key.q = params_.k;
@@ -326,8 +325,8 @@ void call_qk_norm_rope_out(const char*, const Tensor& q, const Tensor& k, const 
   call.run(q_out, k_out, v_out, in_place);
 }
 
-// A rotation is `first` and `second`: cos and sin, a complex table and None, or, with `is_coordinates`,
-// coordinates and frequencies. `qk_norm_rope_out` also takes a rotation of the key and values to copy.
+// `first` and `second` are a rotation: cos and sin, a complex table and None, or, with `is_coordinates`,
+// coordinates and frequencies. `qk_norm_rope_out` also takes the key's own rotation, and values to copy.
 constexpr Operation kOperations[] = {
     operation<"qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? first,"
               " Tensor? second, bool is_coordinates, int heads, int norm, int layout, float eps)"

@@ -8,7 +8,7 @@
 namespace h100_diffusers_kernels {
 namespace {
 
-// Fills what RopeParams and Rope3dParams have in common and returns the output.
+// Sets the common fields of RopeParams and Rope3dParams, and returns the output.
 template <typename Params>
 OwnedTensor set_rotated(Params& params, const ArgumentChecker& check, const Tensor& x,
                         const HeadsShape& shape, RopeLayout layout) {
@@ -27,7 +27,8 @@ OwnedTensor set_rotated(Params& params, const ArgumentChecker& check, const Tens
   return out;
 }
 
-// Heads of x as x shows them, or else as the table does: its last dimension is the head's, or has its pairs.
+// The shape of x. A 3-D x takes its head dim from the table's last dimension, which holds elements or, if
+// complex, pairs.
 HeadsShape heads_shape(const ArgumentChecker& check, const Tensor& cos) {
   const Sizes& shape = check.shape();
   if (shape.size() > 4)

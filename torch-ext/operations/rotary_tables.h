@@ -11,7 +11,7 @@ struct HeadsShape {
   int64_t batch, seq, heads, head_dim;
 };
 
-// Launches number the heads of all tokens, kernels the elements of a head.
+// Launches index the heads of all tokens, kernels the elements of a head.
 inline void require_countable_heads(const ArgumentChecker& check, const HeadsShape& shape) {
   check.countable(check.x_name(), "batch * seq * heads", {shape.batch, shape.seq, shape.heads});
   check.countable(check.x_name(), "head_dim", {shape.head_dim});
@@ -29,14 +29,14 @@ struct TableNames {
   const char* sin = "sin";
 };
 
-// Tables of (S, n), (1|B, S, n) or (1|B, S, 1|H, n), where n is d, with one value for each element, or d/2,
-// with one for each pair; and of (S, H*d) or (1|B, S, H*d). Complex ones are of d/2.
+// Checks tables (S, n), (1|B, S, n) or (1|B, S, 1|H, n), where n is d (one value per element) or d/2 (one per
+// pair; always if complex), and tables (S, H*d) or (1|B, S, H*d).
 class TableChecker {
  public:
   TableChecker(const ArgumentChecker& check, const HeadsShape& shape) : check_(check), shape_(shape) {}
 
-  // Returns the tables, and their strides of (batch, seq, head). A complex cos holds both, or where
-  // `accepts_view` its view as real numbers (..., 2).
+  // Returns the tables with their strides of (batch, seq, head). A complex cos holds both, and so does its
+  // real view (..., 2) if `accepts_view`.
   RopeTables tables(const Tensor& cos, const OptionalTensor& sin, const TableNames& names = {},
                     bool accepts_view = false) {
     if (is_complex(cos) || !sin.has_value()) return complex_table(cos, sin, names, accepts_view);
@@ -57,7 +57,7 @@ class TableChecker {
   const char* per_head() const { return per_head_; }
 
  private:
-  // Of a tensor that `table` accepts.
+  // For a tensor that `table` has accepted.
   bool is_per_pair(const Tensor& tensor) const {
     return tensor.size(tensor.dim() - 1) == shape_.head_dim / 2;
   }
@@ -72,7 +72,7 @@ class TableChecker {
       fail(check_.operation(), names.sin, " must be given along with a ", names.cos, " of ",
            dtype_name(cos.scalar_type()), ", got None");
     if (sin.has_value())
-      fail(check_.operation(), names.sin, " must be None where ", names.cos, " is complex, got a tensor of ",
+      fail(check_.operation(), names.sin, " must be None if ", names.cos, " is complex, got a tensor of ",
            dtype_name(sin->scalar_type()));
     check_.same_device(names.cos, cos);
     RopeTables tables{};
@@ -84,7 +84,7 @@ class TableChecker {
     return tables;
   }
 
-  // A view of complex numbers has a dimension more.
+  // A real view of a complex table has one more dimension.
   const void* table(const char* name, const Tensor& tensor, int64_t (&strides)[3], bool is_view = false) {
     check_.same_device(name, tensor);
     const bool of_pairs = is_complex(tensor) || is_view;

@@ -1,4 +1,4 @@
-"""Puts the operations into models that exist already: in place, on the instance, reversibly."""
+"""Replaces modules of existing models by the operations: in place, per instance, reversibly."""
 
 from .inject import eject_kernels, inject_kernels
 from .report import InjectionReport

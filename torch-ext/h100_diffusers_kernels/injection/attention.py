@@ -1,4 +1,4 @@
-"""Attention modules: query and key, attention itself, and the conditions for the model's own attention.
+"""Attention modules: query and key, attention itself, and the conditions for running the model's own.
 
 The module's forward is replaced, not its processor: diffusers copies, compares and replaces processors, and
 sets backends and parallelism on them. Each call checks which processor the module has. Query, key and value
@@ -39,8 +39,8 @@ SDPA = KnownFunction("torch.nn.functional:scaled_dot_product_attention")
 DISPATCH = KnownFunction(f"{_DISPATCH_MODULE}:dispatch_attention_fn")
 _NATIVE = KnownFunction(f"{_DISPATCH_MODULE}:_native_attention")
 CHOSEN = f"{OWN_ATTENTION}: a backend or parallelism is chosen for it"
-GRADIENT = f"{OWN_ATTENTION}: a derivative is asked for"
-NOT_WANTED = f"{OWN_ATTENTION}: asked for by attention=False"
+GRADIENT = f"{OWN_ATTENTION}: a derivative is requested"
+NOT_WANTED = f"{OWN_ATTENTION}: requested by attention=False"
 # Linear layers and norms of an attention over two streams, for the image and for the text.
 _IMAGE = ("to_q", "to_k", "to_v"), ("norm_q", "norm_k")
 _TEXT = ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k")
@@ -53,8 +53,8 @@ class AttentionSpec(PatchSpec):
 
     Attributes:
         processor: the path of the processor's class.
-        processor_parameters: of its ``__call__`` after the module; "" if they are those of ``forward``.
-        rotate: the function of the processor's module that rotates; "" if the processor itself does.
+        processor_parameters: those of its ``__call__`` after the module; "" if they are ``forward``'s.
+        rotate: the rotating function in the processor's module; "" if the processor rotates inline.
         project: the function that computes query, key and value if projections are fused, or "".
         dispatches: whether the processor calls diffusers' dispatch; otherwise it calls PyTorch's attention.
         library: the processor's module.
@@ -82,8 +82,8 @@ class AttentionSpec(PatchSpec):
         cls: Any = type(module.__dict__.get("processor"))
         if cls.__call__ is self.known.functions[0].function:
             return None
-        processor = getattr(module, "processor", None)  # a module itself, it is in no ``__dict__``
-        return f"its processor is a {class_name(processor)}, not the one known"
+        processor = getattr(module, "processor", None)  # not in ``__dict__`` if it is a module
+        return f"its processor is a {class_name(processor)}, which is not the supported one"
 
     def notes(self, module: Any, injection: Injection) -> list[str]:
         notes = norm_notes(module, _NORMS)
@@ -91,7 +91,7 @@ class AttentionSpec(PatchSpec):
         return notes if reason is None else [*notes, reason]
 
     def _why_own_attention(self, module: Any, injection: Injection) -> str | None:
-        """Why attention itself is the model's own, as the module is now."""
+        """Why the module currently runs its own attention."""
         if not injection.options["attention"]:
             return NOT_WANTED
         if not is_native(module.processor, self.dispatches):
@@ -106,7 +106,7 @@ class AttentionSpec(PatchSpec):
 
 
 def head_dim_of(module: Any) -> int | None:
-    """The number of elements of a head, if the module has it as an attribute."""
+    """The head dim, if the module has it as an attribute."""
     attributes = module.__dict__
     head_dim, heads, inner = (attributes.get(name) for name in ("head_dim", "heads", "inner_dim"))
     if isinstance(head_dim, int):
@@ -156,7 +156,7 @@ def is_native(processor: Any, dispatches: bool) -> bool:
 
 
 def _may_attend(call: Call, head_dim: int) -> bool:
-    """Whether attention itself may run on the kernel. A reason that is no choice of the user's is counted."""
+    """Whether attention itself may run on the kernel. Counts the reason if not, except for user choices."""
     stand_in = call.stand_in
     if not stand_in.injection.options["attention"]:
         return False
@@ -168,7 +168,7 @@ def _may_attend(call: Call, head_dim: int) -> bool:
         reason = "scaled_dot_product_attention was replaced"
     elif spec.dispatches:
         if _NATIVE.function is None:
-            reason = "this diffusers does not tell its backend"
+            reason = "this diffusers version does not expose its backend"
         elif sys.modules[spec.library].dispatch_attention_fn is not DISPATCH.function:
             reason = "dispatch_attention_fn was replaced"
     if reason is not None:
@@ -193,9 +193,9 @@ def attend(
     """Attention of all heads, (B, S, H * d), in query's dtype.
 
     ``mask`` is the module's argument. ``expand_mask`` converts it as the processor does, if the processor
-    repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_bias`` (B, Sk) is equivalent to a mask that the
+    repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_bias`` (B, Sk) is an equivalent of a mask that the
     dispatch takes unchanged. The result may be written to ``out``. ``options`` are the processor's other
-    arguments of the dispatch.
+    arguments to the dispatch.
     """
     spec: Any = call.stand_in.spec
     processor = module.processor
@@ -261,7 +261,7 @@ def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:
 
 
 def query_key_value(module: Any, x: Tensor, context: Tensor | None) -> list[Tensor]:
-    """Query of x, and key and value of the context, or of x without one, by the layers of an attention."""
+    """Query of x, and key and value of the context (default: x), by the attention's linear layers."""
     modules = module._modules
     if context is None:
         return linears(x, modules["to_q"], modules["to_k"], modules["to_v"])
@@ -278,8 +278,8 @@ def _norm_options(
     heads: int,
     form: str,
 ) -> dict[str, Any] | None:
-    """Arguments of ``qk_norm_rope`` for the norms of query and key, by their names; None if it does not
-    compute both in one launch. ``form``: "per_head" or "across_heads"."""
+    """Arguments of ``qk_norm_rope`` for the query and key norms with these names; None if one launch cannot
+    compute both. ``form``: "per_head" or "across_heads"."""
     q_norm, k_norm = module._modules.get(names[0]), module._modules.get(names[1])
     if q_norm is None and k_norm is None:
         return {"norm": "none"} if same_dtype_and_unit_stride(query, key) else None
@@ -307,9 +307,9 @@ def norm_and_rotate(
     form: str,
     heads: int,
 ) -> tuple[Tensor, Tensor]:
-    """Query and key (B, S, H * d), normalized, and rotated by ``rope`` if there is one.
+    """Query and key (B, S, H * d), normalized, and rotated by ``rope`` if given.
 
-    ``rotate`` is the model's own rotation, of (B, S, H, d) per head, otherwise of (B, S, H * d).
+    ``rotate`` is the model's own rotation. It takes (B, S, H, d) if per head, otherwise (B, S, H * d).
     """
     if rope is module._modules.get(names[0]) is module._modules.get(names[1]) is None:
         return query, key
@@ -333,7 +333,7 @@ def norm_and_rotate(
 
 
 def project_out(module: Any, x: Tensor) -> Tensor:
-    """The output projection of an attention, and its dropout if it has one."""
+    """The attention's output projection, and its dropout if it has one."""
     to_out = module._modules.get("to_out")
     if to_out is None:
         return x
@@ -344,15 +344,15 @@ def project_out(module: Any, x: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# Two streams of tokens side by side, such as text and image
+# Two token streams, such as text and image
 
-# Arguments that models with an IP-Adapter pass to all attentions, also to those without one.
+# Arguments that models with an IP-Adapter pass to all attentions, including those without one.
 _IP_ADAPTER_ARGUMENTS = {"ip_hidden_states", "ip_adapter_masks"}
 
 
 class Stream(NamedTuple):
-    """Tokens of one kind: query, key and value, each (B, S, H * d); the names of query's and key's norms; and
-    the rotary embedding of both in the model's form, or None. A value that is not computed yet is the pair of
+    """One token stream: query, key and value, each (B, S, H * d); the names of the query and key norms; and
+    the rotary embedding of both in the model's form, or None. A value that is not computed yet is a pair of
     its layer and the layer's input."""
 
     query: Tensor
@@ -368,7 +368,7 @@ class Stream(NamedTuple):
 def project(
     call: Call, module: Any, image: Tensor, text: Tensor | None, image_rope: Any, text_rope: Any
 ) -> list[Stream]:
-    """The stream of the image, and then of the text if there is one, by an attention's linear layers."""
+    """The image stream, then the text stream if there is text, by the attention's linear layers."""
     sources = [(image, image_rope, *_IMAGE)]
     if text is not None:
         sources.append((text, text_rope, *_TEXT))
@@ -393,8 +393,8 @@ def project(
 def _joint_query_key_value(
     call: Call, module: Any, streams: list[Stream], heads: int
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Query, key and value of two streams, one after the other, by the kernel, which writes each stream to
-    its place; None where it does not take one. Values that are computed here are put into ``streams``."""
+    """Query, key and value of two streams, concatenated: the kernel writes each stream to its slice. None if
+    the kernel does not take one of them. Values computed here are stored in ``streams``."""
     first = streams[0].query
     how = []
     for stream in streams:
@@ -458,8 +458,7 @@ def attend_to_all(
 ) -> Tensor:
     """Attention over all tokens of the streams: their results, (B, S, H * d), concatenated.
 
-    ``joint_rope``: the rotation of all tokens, if that of each stream is not known. ``options`` are those of
-    ``attend``.
+    ``joint_rope``: the rotation of all tokens, if it cannot be split by stream. ``options``: see ``attend``.
     """
     head_dim = module.__dict__.get("head_dim") or module.inner_dim // module.heads
     heads = streams[0].query.shape[2] // head_dim
@@ -484,7 +483,7 @@ def attend_to_all(
 def attend_jointly(
     call: Call, module: Any, streams: list[Stream], *arguments: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """``attend_to_all`` of two streams: the results of each, (B, S1 or S2, H * d)."""
+    """``attend_to_all`` of two streams, split into the result of each, (B, S1 or S2, H * d)."""
     length = streams[0].query.shape[1]
     out = attend_to_all(call, module, streams, *arguments, **options)
     return out[:, :length], out[:, length:]
@@ -499,8 +498,8 @@ def forward_with_tables(
     image_rotary_emb: Any = None,
     **kwargs,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The forward of an attention over an image, with or without a text before it; ``image_rotary_emb`` has
-    the tables (cos, sin) of both."""
+    """The forward of an attention over an image, optionally with text before it. ``image_rotary_emb`` has the
+    tables (cos, sin) of both."""
     x, c, rope = hidden_states, encoder_hidden_states, image_rotary_emb
     if not kwargs.keys() <= _IP_ADAPTER_ARGUMENTS or (c is None) != (
         self.added_kv_proj_dim is None
@@ -524,8 +523,8 @@ def forward_with_tables(
 
 
 def concat_streams(call: Call, first: Tensor, second: Tensor) -> Tensor:
-    """Both (B, S1 or S2, D) as one (B, S1 + S2, D): a view if they are neighbours in one buffer, as the
-    results of a block that has split its joint result."""
+    """Both (B, S1 or S2, D) as one (B, S1 + S2, D): a view if they are adjacent in one buffer, such as the
+    slices of the previous block's joint result."""
     if call.state is not None and _are_adjacent(first, second):
         return concat_view(first, second)
     return torch.cat([first, second], dim=1)

@@ -1,13 +1,12 @@
-"""Attention of models in part: a processor's own code, with this package's attention in it.
+"""Attention of partially injected models: a processor's own code calls this package's attention.
 
 A processor calls diffusers' ``dispatch_attention_fn`` or PyTorch's ``scaled_dot_product_attention`` by a
-global name of its module. A copy of its ``__call__`` runs instead, with globals in which that name is this
+global name of its module. A copy of its ``__call__`` runs instead, with globals that bind this name to this
 package's function. No class, processor or module of diffusers is changed, and no other thread sees the copy.
 
-The forward of the attention module is replaced, not its processor: diffusers creates, compares and replaces
-processors by their class. The copy gets a proxy of the module: from the stand-in if the module is diffusers'
-``Attention``, otherwise from the forward of the module's class. Copies are made outside of torch.compile,
-which finds them ready.
+The forward of the attention module is replaced, not its processor, because diffusers creates, compares and
+replaces processors by their class. The copy gets a proxy of the module. diffusers' ``Attention`` gets it from
+the stand-in, other modules from their class's forward. Copies are made before torch.compile traces.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ _PREPARE = (
     KnownFunction(f"{_ATTENTION}.prepare_attention_mask"),
     KnownFunction("diffusers.models.attention:AttentionModuleMixin.prepare_attention_mask"),
 )
-# With other modules the standard processor does more than projections and attention.
+# If there are other modules, the standard processor does more than projections and attention.
 _PROJECTIONS = frozenset(("to_q", "to_k", "to_v", "to_out"))
 
 
@@ -84,12 +83,12 @@ def dispatch_attention_fn(
     attention_kwargs: Any = None,
     **more: Any,
 ) -> Any:
-    """diffusers' function of that name: query, key and value are (B, S, H, d)."""
+    """Replaces diffusers' function of this name: query, key and value are (B, S, H, d)."""
     options = (dropout_p, is_causal, scale, enable_gqa)
     if not attention_kwargs and not any(more.values()):
         mask = attn_mask
         if isinstance(mask, Tensor) and mask.shape == (query.shape[0], key.shape[1]):
-            mask = mask[:, None, None]  # of each sample's keys
+            mask = mask[:, None, None]  # one row of keys per sample
         result = _attention(query, key, value, mask, options)
         if result is not None:
             return result
@@ -106,7 +105,7 @@ def scaled_dot_product_attention(
     scale: Any = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """PyTorch's function of that name: query, key and value are (B, H, S, d)."""
+    """Replaces PyTorch's function of this name: query, key and value are (B, H, S, d)."""
     options = (dropout_p, is_causal, scale, enable_gqa)
     if query.dim() == key.dim() == value.dim() == 4:
         tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -119,7 +118,7 @@ def scaled_dot_product_attention(
 
 
 class _Functional:
-    """``torch.nn.functional`` with another attention."""
+    """``torch.nn.functional`` with this package's attention."""
 
     scaled_dot_product_attention = staticmethod(scaled_dot_product_attention)
 
@@ -130,7 +129,7 @@ class _Functional:
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, options: tuple[Any, Any, Any, Any]
 ) -> Tensor | None:
-    """Attention of (B, S, H, d) on the kernel; None if it does not compute it, with the reason counted."""
+    """Attention of (B, S, H, d) on the kernel. If it cannot run, counts the reason and returns None."""
     dropout_p, is_causal, scale, enable_gqa = options
     is_traced = torch.compiler.is_dynamo_compiling()
     current = None if is_traced else getattr(_thread, "current", None)
@@ -152,11 +151,11 @@ def _attention(
         or key.shape != (batch, key.shape[1], kv_heads, head_dim)
         or not (kv_heads == heads or (enable_gqa and kv_heads > 0 and heads % kv_heads == 0))
     ):
-        reason = "its tensors have shapes that the kernel does not take"
+        reason = "the kernel does not support its shapes"
     elif is_causal:
         reason = "it is causal"
     elif dropout_p != 0.0:
-        reason = "it has a dropout"
+        reason = "it has dropout"
     elif scale is not None and not (isinstance(scale, float) and 0.0 < scale < math.inf):
         reason = f"its scale is {scale}"
     elif mask is not None:
@@ -178,7 +177,7 @@ def _attention(
 
 
 class _Processor:
-    """A processor with its copied code, for the forward of a module's class."""
+    """Proxy of a processor with its copied code, for the forward of the module's class."""
 
     def __init__(self, processor: Any, function: Callable) -> None:
         self._processor = processor
@@ -194,11 +193,11 @@ class _Processor:
 
 
 class _Attention:
-    """An attention module with another processor, for its class's forward and its processor's code."""
+    """Proxy of an attention module with another processor, for its class's forward and its processor."""
 
     def __init__(self, module: nn.Module, call: Call, is_traced: bool = False) -> None:
         if not is_traced:
-            # Attributes copied here cost no call of ``__getattr__``.
+            # Attributes copied here avoid calls of ``__getattr__``.
             self.__dict__.update(module.__dict__)
             self.__dict__.update(module._parameters)
             self.__dict__.update(module._modules)
@@ -211,13 +210,13 @@ class _Attention:
         return getattr(self._module, name)
 
     def prepare_attention_mask(self, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        """The module's method, which repeats each sample's mask for its heads. The result is remembered."""
+        """The module's method, which repeats each sample's mask for its heads. Stores the result."""
         module: Any = self._module
         made = module.prepare_attention_mask(attention_mask, *args, **kwargs)
         own = getattr(type(module), "prepare_attention_mask", None)
         is_repeated = (
             not torch.compiler.is_dynamo_compiling()
-            and not torch._C._are_functorch_transforms_active()  # no memory to recognize it by
+            and not torch._C._are_functorch_transforms_active()  # no address to recognize it by
             and any(own is known.function for known in _PREPARE)
             and isinstance(attention_mask, Tensor)
             and made.dim() == attention_mask.dim() == 3
@@ -227,7 +226,7 @@ class _Attention:
         return made
 
     def has_repeated(self, mask: Any) -> bool:
-        """Whether a mask (B, H, 1, Sk) is the one that the module repeated."""
+        """Whether ``prepare_attention_mask`` made this mask (B, H, 1, Sk)."""
         made = self._repeated
         return (
             made is not None
@@ -238,7 +237,7 @@ class _Attention:
         )
 
 
-# ``current``: the attention whose processor's code this thread runs.
+# ``current``: the proxy of the attention that this thread runs.
 _thread = threading.local()
 
 
@@ -247,14 +246,14 @@ _thread = threading.local()
 
 
 class _Copy(NamedTuple):
-    """The code of a class of processors, with this package's attention.
+    """The copied code of a processor class, with this package's attention.
 
     Attributes:
         call: the ``__call__`` that was copied.
         function: the copy.
         parameters: the names of its parameters.
         library: the module whose globals the code reads.
-        names: the names of these globals, and their values at the time.
+        names: these globals, by name, with their values when copied.
         dispatches: whether the code calls diffusers' dispatch; otherwise it calls PyTorch's attention.
     """
 
@@ -270,7 +269,7 @@ _copies: dict[type, _Copy] = {}
 
 
 def _copy_of(cls: type) -> _Copy | str:
-    """The copy for a class of processors, or why there is none."""
+    """The copy for a processor class, or why there is none."""
     copy = _copies.get(cls)
     if copy is not None and cls.__call__ is copy.call:
         library = copy.library
@@ -280,7 +279,7 @@ def _copy_of(cls: type) -> _Copy | str:
         else:
             return copy
     if torch.compiler.is_compiling():
-        return "its processor has not been looked at yet, or was patched since"
+        return "its processor is new or was patched"
     made = _make_copy(cls)
     if isinstance(made, _Copy):
         _copies[cls] = made
@@ -289,7 +288,7 @@ def _copy_of(cls: type) -> _Copy | str:
 
 def _make_copy(cls: type) -> _Copy | str:
     call: Any = getattr(cls, "__call__", None)  # noqa: B004 - it is copied
-    unknown = f"its processor is a {cls.__module__}.{cls.__qualname__}, whose attention is its own"
+    unknown = f"its processor is a {cls.__module__}.{cls.__qualname__}, which has its own attention"
     if type(call) is not FunctionType or not all(
         (value.__module__ or "").partition(".")[0] == "diffusers" for value in (call, cls)
     ):
@@ -310,7 +309,7 @@ def _make_copy(cls: type) -> _Copy | str:
     if not others or not is_its_module or "__class__" in call.__code__.co_freevars:
         return unknown
     namespace = {**found, **others}
-    del namespace["__name__"]  # torch.compile would look the others up in that module
+    del namespace["__name__"]  # torch.compile would look up the others in that module
     copied: Any = FunctionType(
         call.__code__, namespace, call.__name__, call.__defaults__, call.__closure__
     )
@@ -322,7 +321,7 @@ def _make_copy(cls: type) -> _Copy | str:
 
 @functools.cache
 def _names(code: CodeType) -> frozenset[str]:
-    """All global names that a function, or a function in it, reads."""
+    """All global names that a function, or a function nested in it, reads."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(code.co_names).union(*map(_names, inner))
 
@@ -357,7 +356,7 @@ class ProcessorSpec(PatchSpec):
 
 
 def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the module's class, with another attention in its processor's code."""
+    """The forward of the module's class, with the processor's copied code."""
     processor = self.processor
     copy = _copy_of(type(processor))
     if isinstance(copy, str):
@@ -373,7 +372,7 @@ def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
             return out
     is_traced = torch.compiler.is_dynamo_compiling()
     attention: Any = _Attention(self, call, is_traced)
-    # ``Attention`` does no more than this, except with arguments that its processor does not take.
+    # ``Attention`` does no more than this, unless it has arguments that its processor does not take.
     is_direct = (
         not is_traced
         and call.stand_in.own_forward is _ATTENTION_FORWARD.function

@@ -1,7 +1,7 @@
 """Transformer blocks: each stream of tokens starts with a prologue and ends with a residual branch.
 
 The prologue is a norm and its modulation. The modulation is a table plus a time embedding, or a linear layer
-of the embedding; diffusers' adaptive layer norms hold both layer and norm. The residual sum at the end of a
+of the embedding; diffusers' adaptive layer norms contain layer and norm. The residual sum at the end of a
 stream and the prologue of the same stream in the next block are one pass over memory.
 """
 
@@ -45,7 +45,7 @@ class Prologue(NamedTuple):
     Attributes:
         norm: the parameters of its norm.
         owner, name: the norm's module is ``owner.name``.
-        modulation: scale and shift of each result of the norm, one after the other.
+        modulation: scale and shift of each result of the norm, in order.
         rows: all rows of the modulation, each (B, 1 or S, D).
         upcasts: whether the model's own code computes in float32; see ``norms.read_norm``.
     """
@@ -106,7 +106,7 @@ def begin(
     hidden_states: tuple[Tensor, ...],
     conditions: tuple[Any, ...],
 ) -> Sequence[PrologueResult]:
-    """The prologue of each stream; the block before may have computed it."""
+    """The prologue of each stream. The previous block may have computed it."""
     handed = take_over(call, block, (*hidden_states, *conditions))
     if handed is not None:
         return handed
@@ -114,7 +114,7 @@ def begin(
 
 
 def take_over(call: Call, block: nn.Module, arguments: tuple[Any, ...]) -> Any:
-    """What the block before computed for a call with these very arguments, or None."""
+    """The values that the previous block computed for a call with the same argument objects, or None."""
     state = call.state
     if state is None:
         return None
@@ -137,8 +137,8 @@ def finish(
 ) -> tuple[Tensor, ...]:
     """A block's results, each in one pass with the prologue of its stream in the next block.
 
-    The prologues are handed over if nothing can come between the two blocks and both are of one kind.
-    ``as_returned`` converts the results to what the block returns and the next one takes as hidden states.
+    The prologues are passed on if both blocks are of the same kind and no code can run between them.
+    ``as_returned`` converts the results to the block's return values, the next block's hidden states.
     """
     state, successor = call.state, None
     if state is not None and not call.is_bare:
@@ -166,11 +166,11 @@ def feed_forwards(
     attention_outs: Sequence[Tensor],
     rows: Sequence[Rows],
 ) -> list[ResidualBranch]:
-    """From the attention to the end of each stream: ``x + gate * attention_out``, whose modulated norm goes
-    through the feed-forward.
+    """From the attention to the end of each stream: ``x + gate * attention_out``, its modulated norm and the
+    feed-forward.
 
-    ``names``: the attributes of norm and feed-forward. Rows are shift, scale and gate of attention, of which
-    only the gate is still needed, and those of the feed-forward.
+    ``names``: the attributes of norm and feed-forward. Rows are shift, scale and gate of attention (only the
+    gate is still used), then of the feed-forward.
     """
     branches = []
     for (norm, ff), x, attention_out, (_, _, gate, shift, scale, gate_of_feed_forward) in zip(
@@ -190,8 +190,7 @@ def two_stream_block(
     conditions: tuple[Any, ...],
     **attention_arguments: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A block of image and text with one attention of both, and a feed-forward each; the text's result comes
-    first.
+    """A block of image and text with a joint attention and separate feed-forwards. Returns the text first.
 
     ``names`` as in ``feed_forwards``. With an IP-Adapter the attention has a third result, which is added to
     the image.
@@ -215,8 +214,8 @@ def two_stream_block(
 # --------------------------------------------------------------------------------------------------
 # Modulation
 
-# Adaptive layer norms: the number of rows that their linear layer makes, and the places of scale and shift
-# among them for each result of the norm.
+# Adaptive layer norms: the number of rows of their linear layer's result, and the row indices of scale and
+# shift for each result of the norm.
 _PATH = "diffusers.models.normalization:"
 _ADAPTIVE = (
     (KnownClass(_PATH + "AdaLayerNormZero"), 6, (1, 0)),
@@ -228,8 +227,8 @@ _SEQUENTIAL = KnownClass("torch.nn:Sequential")
 
 
 def _read_adaptive(module: Any) -> tuple[int, tuple[int, ...], Norm] | str:
-    """Number of rows, places and norm of an adaptive norm, or why the kernels cannot replace the module, as a
-    clause."""
+    """Number of rows, row indices and norm of an adaptive norm, or why the kernels cannot replace the module,
+    as a clause."""
     cls = type(module)
     for known, count, places in _ADAPTIVE:  # noqa: B007
         if cls is known.cls:
@@ -240,9 +239,9 @@ def _read_adaptive(module: Any) -> tuple[int, tuple[int, ...], Norm] | str:
         return why_not_plain(module, known)
     modules = module._modules
     if module.__dict__.get("emb", modules.get("emb")) is not None:
-        return "makes its time embedding by itself"
+        return "computes its time embedding itself"
     if not is_plain(modules.get("silu"), SILU):
-        return "has another activation than SiLU"
+        return "has an activation other than SiLU"
     norm = read_norm(modules.get("norm"))
     return f"has a norm that {norm}" if isinstance(norm, str) else (count, places, norm)
 
@@ -270,7 +269,7 @@ def adaptive_prologue(
             call.state.shared.clear()  # the module may write to what it was made from
 
         def run_module(x: Tensor) -> PrologueResult:
-            """Its results take the places of the rows that they are made from."""
+            """Replaces the rows of scale and shift by the norm's results."""
             if not takes_emb:
                 return (module(x, temb),), ()
             normalized, *results = module(x, emb=temb)
@@ -305,7 +304,7 @@ def _modulation(
 
 
 def _may_run_ahead(layer: Any, x: Tensor) -> bool:
-    """Whether a layer may run before its block: it has no hooks, as offloading adds, and is on x's device."""
+    """Whether a layer may run before its block: it has no hooks (as for offloading) and is on x's device."""
     return all(
         has_own_forward(module)
         and not has_hooks(module)
@@ -363,7 +362,7 @@ class BlockSpec(PatchSpec):
         norms: the names of its norms; a block may lack some.
         adaptive_norms: the names of norms that compute their modulation themselves.
         upcasts: whether the model's own code computes norms and residuals in float32.
-        inner: paths of modules that have a stand-in of their own.
+        inner: paths of modules with their own stand-in.
     """
 
     norms: tuple[str, ...] = ()

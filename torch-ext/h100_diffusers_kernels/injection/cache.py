@@ -1,5 +1,5 @@
-"""Tensors cached from call to call, as a denoising loop needs the same ones at each step. The cache key is
-the arguments that they were computed from."""
+"""Tensors cached between calls: a denoising loop needs the same ones at each step. Their cache key is the
+arguments that they were computed from."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def _current_stream(device: torch.device) -> Any:
 
 
 def cached(call: Call, x: Tensor, arguments: tuple, make: Callable[[], Values]) -> Values:
-    """``make()``, on x's device, or its last result in this module if the arguments were equal."""
+    """``make()`` on x's device, or its cached result in this module if the arguments are equal."""
     flat: list[Any] = []
     for argument in arguments:
         is_list = isinstance(argument, (tuple, list))
         flat += (len(argument), *argument) if is_list else (argument,)
     if (
         torch.compiler.is_compiling()
-        # Arrays and tensors may have other values in the next call.
+        # Arrays and tensors may change their values before the next call.
         or not all(argument is None or type(argument) in (int, float) for argument in flat)
-        # Modes create tensors without values or observe how they are made; so do captures of a user's.
+        # Modes, and a user's captures, create tensors without values or observe their creation.
         or not _capture.is_on
         and (
             torch._C._len_torch_dispatch_stack() > 0
@@ -66,10 +66,10 @@ def cached(call: Call, x: Tensor, arguments: tuple, make: Callable[[], Values]) 
     key = (x.device, _capture.stream if _capture.is_on else _current_stream(x.device), *flat)
     entry = call.stand_in.cached
     if entry is None or entry[0] != key:
-        # Tensors of inference mode could be in no gradient later, and have no version.
+        # Inference tensors cannot be used by autograd later, and have no version.
         with torch.inference_mode(False), torch.no_grad():
             entry = key, make()
-        # What is made while a CUDA graph is captured has no values until the graph is replayed.
+        # Tensors made during a capture have no values until the graph is replayed.
         if not _capture.is_on and all(type(tensor) is Tensor for tensor in entry[1]):
             call.stand_in.cached = entry
     return entry[1]

@@ -1,7 +1,7 @@
 """Guards: whether a module or a function is exactly what its library defines, checked where it is used.
 
-No answer is remembered. Classes and functions are looked up once, as their libraries define them; each use
-compares whether a module, or a name of a library, still is that one.
+Results are not cached. Classes and functions are looked up once, as their libraries define them; each check
+compares a module, or a name of a library, with them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ GLOBAL_HOOKS = (
     _modules._global_backward_pre_hooks,
 )
 _Module: Any = nn.Module
-# How modules are called, unless a debugger or profiler has patched it.
+# PyTorch's own call of a module, which a debugger or profiler may have patched.
 MODULE_CALL, CALL_IMPL = _Module._wrapped_call_impl, _modules.Module._call_impl
-# Modes that change no result: torch.set_default_device, and modes that only observe.
+# Modes that do not change results: torch.set_default_device, and modes that only observe.
 TRANSPARENT_MODES: set[type] = {DeviceContext}
-# The modules of PyTorch's tracers: the kernels run under them.
+# Modules of PyTorch's tracers, under which the kernels run.
 _TRACERS = ("torch._subclasses", "torch._export", "torch._functorch", "torch.export", "torch.fx")
 # The classes of this package's replacements of forwards.
 STAND_INS: set[type] = set()
@@ -48,8 +48,8 @@ class KnownFunction:
     Attributes:
         owner: its module or class.
         name: its name there.
-        function: the function; None if it is not loaded, or if another version of the library has other
-            ``parameters`` (names in order, any if None) and so may compute something else.
+        function: the function; None if it is not loaded or its parameters are not ``parameters`` (names in
+            order; None for any): another version of the library may compute something different.
     """
 
     __slots__ = ("_parameters", "_path", "function", "name", "owner")
@@ -87,7 +87,7 @@ def _is_written_by(library: str, function: Any, name: str) -> bool:
 
 
 def replaced_function(functions: tuple[KnownFunction, ...]) -> str | None:
-    """Why the kernels cannot replace these functions: one of them is not the library's any more."""
+    """Why the kernels cannot replace these functions: one of them is no longer the library's."""
     for known in functions:
         function = known.function
         if function is None or getattr(known.owner, known.name, None) is not function:
@@ -101,7 +101,7 @@ class KnownClass:
     Attributes:
         cls: the class; None until its module is loaded.
         own_forward: its forward as the library defines it.
-        functions: the functions that it calls by names that users replace; each given by its path, or by
+        functions: functions that it calls by names that users may replace; each given as its path, or as
             path and parameters.
     """
 
@@ -122,14 +122,14 @@ class KnownClass:
 
 
 def look_up_libraries() -> None:
-    """Looks up libraries that have been loaded since. What a user has replaced stays as it was found."""
+    """Looks up libraries that were loaded later. Earlier results stay, even if users replaced a function."""
     for known in _known:
         known.look_up()
 
 
 def is_plain(module: Any, known: KnownClass, *others: Any) -> bool:
-    """Whether a call of the module, and of each other one, runs only what its library defines: it is of
-    exactly this class, without hooks or another forward, and no function that it calls was replaced."""
+    """Whether a call of each module runs only its library's code: it has exactly this class, no hooks, no
+    forward of its own, and no function that it calls was replaced."""
     cls = known.cls
     if (
         type(module) is not cls
@@ -149,8 +149,8 @@ def is_plain(module: Any, known: KnownClass, *others: Any) -> bool:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether the instance has no forward of its own besides its class's, which removed hooks leave there, or
-    a stand-in for it, which computes the same."""
+    """Whether the instance has no own forward. Its class's forward, which removed hooks leave there, and a
+    stand-in, which computes the same, do not count."""
     forward = module.__dict__.get("forward")
     if type(forward) is not MethodType:
         return forward is None
@@ -161,7 +161,7 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether the module has hooks of its own, or a compiled call."""
+    """Whether the module has hooks or a compiled call."""
     state = module.__dict__
     return bool(
         state["_forward_hooks"]
@@ -185,11 +185,11 @@ def why_not_plain(module: Any, known: KnownClass) -> str:
 
 
 def why_intercepted() -> str | None:
-    """What intercepts all calls of modules or functions now, so that the model's own code has to run."""
+    """Why the model's own code has to run: something intercepts all calls of modules or functions."""
     if any(GLOBAL_HOOKS):
         return "hooks are registered for all modules"
     for function, own in ((_Module.__call__, MODULE_CALL), (_Module._call_impl, CALL_IMPL)):
-        # PyTorch's tracers replace it, too.
+        # PyTorch's tracers also replace it.
         writer = getattr(function, "__globals__", {}).get("__name__", "")
         if function is not own and not writer.startswith(_TRACERS):
             return "torch.nn.Module.__call__ was replaced"

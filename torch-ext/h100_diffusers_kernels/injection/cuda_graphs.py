@@ -27,7 +27,7 @@ logger = logging.getLogger("h100_diffusers_kernels")
 # The class that captures and replays, by device type.
 GRAPHS: dict[str, Any] = {"cuda": CudaGraph}
 FIRST_CALL = "the first call of its kind"
-_MOVED = "parameters or buffers are elsewhere in memory"
+_MOVED = "parameters or buffers moved in memory"
 _CHANGES_OFTEN = "it changed at each of the last calls"
 _CHANGES_ITSELF = "its forward changes the model"
 _TOO_LITTLE_MEMORY = "there is not enough memory for a graph"
@@ -40,8 +40,8 @@ _MAX_BACKOFF = 64
 class GraphedStandIn(StandIn):
     """A stand-in that captures the second call of a kind and replays the graph from then on.
 
-    Calls of a kind differ in tensor values only. Each replay compares the model with what was captured; if it
-    changed, its graphs are dropped, the result is discarded and the call runs without a graph.
+    Calls of a kind differ only in tensor values. Each replay compares the model with its fingerprint. If the
+    model changed, its graphs are dropped, the result is discarded and the call runs without a graph.
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class GraphedStandIn(StandIn):
         """
         cls: Any = type(model)
         super().__init__(model, _spec_of(cls) if inner is None else inner.spec, "", injection)
-        if inner is None:  # it runs on no kernel itself
+        if inner is None:  # it does not run on a kernel
             self.own_forward = cls.forward
             del injection.report.counts[self.name]
         self._has_spec = inner is not None
         self._calls = injection.report.graph_calls = GraphCalls("", cls.__name__)
         self._pool = pool
         self._captures: collections.OrderedDict[Hashable, Capture] = collections.OrderedDict()
-        # Why calls were not captured, by key.
+        # Reasons why calls were not captured, by key.
         self._seen: collections.OrderedDict[Hashable, str] = collections.OrderedDict()
         self._fingerprint: Fingerprint | None = None
-        self._refusal = FIRST_CALL  # why there is no fingerprint
-        self._calls_to_wait = 0  # until there is one
+        self._refusal = FIRST_CALL  # reason for a missing fingerprint
+        self._calls_to_wait = 0  # until the first fingerprint
         self._backoff = 0
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ class GraphedStandIn(StandIn):
 
     def forget(self) -> None:
         """Drops all graphs and the fingerprint."""
-        while self._captures:  # popped first: an interrupt leaves no graph here that was reset
+        while self._captures:  # popped first, so that an interrupt leaves no reset graph here
             self._captures.popitem()[1].reset()
         self._seen.clear()
         self._fingerprint = None
@@ -172,7 +172,7 @@ class GraphedStandIn(StandIn):
         except Exception as error:
             sentence = str(error).partition("\n")[0]
             is_known = isinstance(error, CannotCapture)
-            reason = "" if is_known else f"to capture it raises {type(error).__name__}: "
+            reason = "" if is_known else f"its capture raised {type(error).__name__}: "
             self._seen[key] = reason + sentence
             raise CannotCapture(self._seen[key]) from None
         if not fingerprint.addresses.hold() or fingerprint.change(module) is not None:
@@ -189,7 +189,7 @@ class GraphedStandIn(StandIn):
         return result
 
     def _look(self, module: nn.Module, key: Hashable) -> None:
-        """Takes the fingerprint, and remembers the key, after a call without a graph."""
+        """Takes the fingerprint and stores the key, after a call without a graph."""
         if self._fingerprint is None:
             if self._calls_to_wait > 0:
                 self._calls_to_wait -= 1
@@ -204,7 +204,7 @@ class GraphedStandIn(StandIn):
             self._seen.popitem(last=False)
 
     def _wait(self, reason: str) -> None:
-        """Delays the next fingerprint with exponential backoff: it takes the host time of some blocks."""
+        """Delays the next fingerprint with exponential backoff: it takes the CPU time of several blocks."""
         self._calls_to_wait = self._backoff
         self._backoff = min(max(1, 2 * self._backoff), _MAX_BACKOFF)
         self._refusal = reason
@@ -233,11 +233,11 @@ def _spec_of(cls: Any) -> PatchSpec:
 
 def _refuse_modes() -> None:
     if tracks_derivatives():
-        raise CannotCapture("gradients may be asked for: call it under torch.inference_mode")
+        raise CannotCapture("derivatives may be requested: call it under torch.inference_mode")
     if torch.is_autocast_enabled(KERNEL_DEVICE_TYPE):
         raise CannotCapture("autocast is on")
     if torch.jit.is_tracing():
-        raise CannotCapture("it is traced")
+        raise CannotCapture("it is being traced")
     if torch.is_anomaly_enabled():
         raise CannotCapture("anomaly detection is on")
     reason = why_intercepted()
@@ -247,9 +247,9 @@ def _refuse_modes() -> None:
 
 def _refuse_device(device: torch.device) -> None:
     if device.type not in GRAPHS:
-        raise CannotCapture(f"there are no graphs of what runs on {device.type}")
+        raise CannotCapture(f"CUDA graphs do not run on {device.type}")
     if GRAPHS[device.type].is_capturing():
-        raise CannotCapture("its caller captures it")
+        raise CannotCapture("its caller is capturing a CUDA graph")
 
 
 _GETTERS = (
@@ -269,12 +269,12 @@ _getters = (
     *(torch.is_inference_mode_enabled, torch.get_default_dtype),
     *(getattr(torch._C, name) for name in _GETTERS if hasattr(torch._C, name)),
 )
-# Whether float32 products may use TF32. The public names raise if their values contradict each other.
+# Whether float32 matmuls may use TF32. The public names raise if their values contradict each other.
 _PRECISIONS = [("generic", "all"), *(("cuda", op) for op in ("all", "matmul", "conv", "rnn"))]
 
 
 def _settings() -> Hashable:
-    """A part of the key: equal if PyTorch chooses the same kernels."""
+    """Part of the key: PyTorch's settings that affect its choice of kernels."""
     values = [get() for get in _getters]
     has_modes = torch._C._len_torch_function_stack()
     return (

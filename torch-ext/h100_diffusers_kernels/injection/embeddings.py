@@ -1,5 +1,5 @@
-"""Embeddings of time steps and positions. diffusers computes their frequencies in every forward. Here they
-are cached, computed by diffusers' own operations on the same device, so that results have the same bits.
+"""Embeddings of time steps and positions. diffusers computes their frequencies in every forward; here they
+are cached. diffusers' own operations compute them on the same device, so results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _is_taken(x: Tensor) -> bool:
 
 
 def _timesteps_forward(self: Any, call: Call, timesteps: Tensor) -> Tensor:
-    """(B,) to float32 (B, channels): sines, then cosines, or the other way round."""
+    """(B,) to float32 (B, channels): sines, then cosines, or the reverse."""
     if not _is_taken(timesteps) or timesteps.dim() != 1 or self.num_channels % 2 != 0:
         return NotImplemented
     key = (self.num_channels, self.downscale_freq_shift)

@@ -1,7 +1,7 @@
-"""One forward of a model: the values that its blocks share, and those that a block computes for the next.
+"""State of one forward of a model: values shared by its blocks, and values that a block passes to the next.
 
-Between two blocks a user's code may run: hooks, wrappers, a list class of their own. So a block hands values
-over only inside of the model's own forward, and if neither block has hooks or wrappers.
+Users' code may run between two blocks: hooks, wrappers, a custom list class. So a block passes values on only
+inside the model's own forward, and only if neither block has hooks or wrappers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .patch import Call, PatchSpec, is_bare
 
 
 class ForwardState:
-    """A model's forward in progress, in which no derivative is asked for.
+    """A model's forward in progress, without derivatives.
 
     ``block_lists`` are the names of its lists of blocks.
 
@@ -55,13 +55,13 @@ class ForwardState:
         self._handed = (block, arguments, values)
 
     def take_over(self, block: nn.Module, arguments: tuple[Any, ...]) -> Any:
-        """The values stored for a block if it is called with these very arguments, otherwise None."""
+        """The values stored for a block if it is called with the same argument objects, otherwise None."""
         handed, self._handed = self._handed, None
         if handed is None:
             return None
         its_block, its_arguments, values = handed
         if its_block is not block or not all(map(is_, arguments, its_arguments)):
-            # Code between blocks changes the arguments, such as a ControlNet: it would be in vain again.
+            # Code between blocks, such as a ControlNet, changes the arguments: later values would be unused.
             self._may_hand_over = False
             return None
         return values
@@ -69,7 +69,7 @@ class ForwardState:
 
 @dataclass(frozen=True, eq=False)
 class ModelSpec(PatchSpec):
-    """A model, or a part of one, whose own forward calls lists of blocks that share a state.
+    """A model, or a part of it, whose own forward calls lists of blocks that share state.
 
     Attributes:
         blocks: the names of the lists, in the order of their calls.
@@ -96,14 +96,14 @@ def model_spec(path: str, *blocks: str) -> ModelSpec:
     return ModelSpec(path, forward_with_state, operations, blocks=blocks)
 
 
-COMPUTED_ONCE = "runs once a forward, on the model's own code"
+COMPUTED_ONCE = "runs once per forward, on the model's own code"
 
 
 class Family(NamedTuple):
     """Models with the same kinds of blocks.
 
     Attributes:
-        name: as its users know it.
+        name: the public name.
         specs: the kinds of modules whose forwards are replaced, including the models.
         left_alone: names of modules of the model that are left alone, and why.
         outside: specs of modules outside of the blocks, by name.

@@ -22,10 +22,10 @@ from .cache import capturing
 from .checks import TRANSPARENT_MODES
 from .model_fingerprint import Addresses, CannotCapture
 
-# Of all captures and replays, in all threads: nothing may run beside a capture, and graphs share memory and
-# libraries' workspaces.
+# Serializes captures and replays of all threads: nothing may run during a capture, and graphs share memory
+# and libraries' workspaces.
 lock = threading.RLock()
-# Types of immutable values that are the same if they are equal. Floats are not.
+# Types of immutable values that are interchangeable if equal. Floats are not.
 _CONSTANTS = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.memory_format)
 # Libraries choose kernels by the alignment of addresses, up to this many bytes.
 _ALIGNMENT = 256 if KERNEL_DEVICE_TYPE == "cuda" else 64
@@ -36,7 +36,7 @@ class Arguments(NamedTuple):
 
     Attributes:
         key: equal for calls that differ in tensor values only.
-        tensors: each once, all on one device.
+        tensors: without duplicates, all on one device.
         leaves: the arguments, without their containers.
         spec: the containers.
     """
@@ -58,7 +58,7 @@ def read_arguments(args: tuple, kwargs: dict) -> Arguments:
     """The arguments of a call.
 
     Raises:
-        CannotCapture: if one of them may hold values that a graph could not follow.
+        CannotCapture: if one of them may hold values that a graph cannot update.
     """
     leaves, spec = _pytree.tree_flatten((args, kwargs))
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
@@ -72,7 +72,7 @@ def read_arguments(args: tuple, kwargs: dict) -> Arguments:
         elif type(leaf) in _CONSTANTS or isinstance(leaf, enum.Enum):
             forms.append((type(leaf), leaf))
         else:
-            raise CannotCapture(f"it was given a {type(leaf).__name__}, which may hold anything")
+            raise CannotCapture(f"it was given a {type(leaf).__name__}, which graphs cannot update")
     devices = sorted({str(tensor.device) for tensor in tensors.values()})
     if len(devices) != 1:
         raise CannotCapture(f"it was given tensors on {', '.join(devices) or 'no device'}")
@@ -82,14 +82,14 @@ def read_arguments(args: tuple, kwargs: dict) -> Arguments:
 def _form(tensor: Tensor) -> Hashable:
     is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
     if not is_plain or tensor.is_quantized or tensor.is_conj():
-        raise CannotCapture(f"it was given a {type(tensor).__name__} that is not plain values")
-    # PyTorch chooses between matrix products by whether a gradient may be asked for.
+        raise CannotCapture(f"it was given a {type(tensor).__name__} without plain values")
+    # PyTorch's choice of matmul depends on requires_grad.
     form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
     return (*form, _alignment(tensor))
 
 
 def _alignment(tensor: Tensor) -> int:
-    """In bytes, up to the largest that matters. Single numbers get that: time steps are parts of a tensor."""
+    """Alignment in bytes, at most the relevant maximum. Scalars count as aligned: time steps are slices."""
     address = tensor.data_ptr()
     if address == 0 or _extent(tensor) == 1:
         return _ALIGNMENT
@@ -97,12 +97,12 @@ def _alignment(tensor: Tensor) -> int:
 
 
 def _extent(tensor: Tensor) -> int:
-    """The number of elements that a tensor spans in memory."""
+    """The number of elements in a tensor's memory span."""
     return tensor.numel() and 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """All that a tensor spans, in one dimension, so that overlaps and gaps can be copied."""
+    """A tensor's memory span as one dimension, so that a copy includes overlaps and gaps."""
     return tensor.detach().as_strided((_extent(tensor),), (1,))
 
 
@@ -114,11 +114,11 @@ def like(tensor: Tensor) -> Tensor:
 
 
 class Capture:
-    """A call that can be replayed with other values in its tensors.
+    """A captured call that can be replayed with other tensor values.
 
     Raises:
-        CannotCapture: if the call does something that a graph cannot repeat.
-        Exception: whatever the call raises.
+        CannotCapture: if a graph cannot repeat the call.
+        Exception: any error of the call itself.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Capture:
         """``model_tensors``: the model's tensors, whose addresses are compared at each call."""
         device = call.tensors[0].device
         self._graph = graph
-        with torch.inference_mode(False), torch.no_grad():  # their versions show writes
+        with torch.inference_mode(False), torch.no_grad():  # their versions reveal writes
             self._inputs = [like(t).requires_grad_(t.requires_grad) for t in call.tensors]
         self._copy_in(call.tensors)  # uninitialized values may be invalid indices
         args, kwargs = call.with_tensors(self._inputs)
@@ -155,7 +155,7 @@ class Capture:
             raise CannotCapture(refusal)
 
     def replay(self, tensors: list[Tensor]) -> Any:
-        """The call's results for other values of its tensors, in the caller's own memory."""
+        """The call's results for other tensor values, in new memory."""
         return self._graph.replay(lambda: self._copy_in(tensors), self._copy_out)
 
     def reset(self) -> None:
@@ -179,25 +179,25 @@ def _versions(tensors: list[Tensor]) -> list[int | None]:
 
 
 class _Recorder(TorchFunctionMode):
-    """Finds the tensors that a call reads besides its arguments and the model's: they must not move.
+    """Finds the tensors that a call reads besides its arguments and the model's. They must not move.
 
     Attributes:
         externals: these tensors, by id.
-        refusal: why the call cannot be captured.
+        refusal: why the call cannot be captured, or None.
     """
 
     def __init__(self, device: torch.device, known: list[Tensor]) -> None:
         super().__init__()
         self._device = device
         self._known = {_storage(tensor) for tensor in known if tensor.device == device}
-        # Storages made in the call. A weak reference keeps the id from being used again.
+        # Storages made in the call. A weak reference prevents reuse of the id.
         self._made: dict[int, StorageWeakRef] = {}
         self.externals: dict[int, Tensor] = {}
         self.refusal: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Within a function mode, functions of torch.nn.functional call themselves by their public names.
+        # In a function mode, functions of torch.nn.functional call themselves by their public names.
         if not getattr(func, "__globals__", _TORCH)["__name__"].startswith("torch"):
             self._refuse(f"{func.__name__} was replaced")
         read = _tensors_in((args, kwargs))
@@ -212,7 +212,7 @@ class _Recorder(TorchFunctionMode):
         for tensor in made:
             if _storage(tensor) not in storages:
                 self._made[_storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
-        # A copy would read the host's memory at each replay. A number is an argument of a launch.
+        # A copy would read the host's memory at each replay. Scalars are launch arguments.
         if len({t.device for t in (*read, *made) if t.dim() or func is Tensor.copy_}) > 1:
             self._refuse("it copies from one device to another")
         return result
@@ -246,10 +246,10 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 class Pool:
-    """The memory that all graphs of a pipeline share, each overwriting another's intermediate results.
+    """The memory pool of a pipeline's graphs, which overwrite each other's intermediate results.
 
     Attributes:
-        graphs: those that hold memory of it. Without any, the memory is freed.
+        graphs: those that use the pool. It is freed with the last one.
     """
 
     def __init__(self) -> None:
@@ -264,14 +264,14 @@ class Pool:
 
 
 class _Device:
-    """The stream of all captures on a device, as libraries keep a workspace for each stream, and the event at
-    the end of the last replay, ``done``."""
+    """A device's stream for all captures, because libraries keep a workspace per stream, and ``done``, the
+    event at the end of the last replay."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
         self.done = torch.cuda.Event()
-        # A capture locks the default generator's state, from which other threads may draw. It gets this state
-        # instead: nothing that is captured may draw.
+        # A capture locks the default generator's state, which other threads may use. It gets this state
+        # instead, because captured code must not draw random numbers.
         self._default_generator = torch.cuda.default_generators[device.index]
         self._generator = self._default_generator.clone_state()
         self._keeps_generator = torch.cuda.CUDAGraph()  # its memory on the device is allocated once
@@ -295,17 +295,17 @@ class CudaGraph:
 
     def __init__(self, device: torch.device, pool: Pool) -> None:
         self.device = device
-        self.handle: Any = None  # of its memory
+        self.handle: Any = None  # of the pool
         self._pool = pool
         self._graph: Any = None
 
     @staticmethod
     def is_capturing() -> bool:
-        """Whether the caller captures what runs now."""
+        """Whether the caller is capturing a graph."""
         return torch.cuda.is_current_stream_capturing()
 
     def capture(self, run: Callable[[], Any]) -> Any:
-        """``run()``, of which nothing is computed yet. If it raises, there is no graph."""
+        """Captures ``run()``, which computes nothing yet. If it raises, no graph remains."""
         graph = torch.cuda.CUDAGraph()
         self.handle = self._pool.handle(self.device)
         with torch.cuda.device(self.device), _no_garbage_collection():
@@ -357,7 +357,7 @@ class CudaGraph:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Garbage collection could free another graph, for which PyTorch aborts the process during a capture."""
+    """Pauses garbage collection: if it frees another graph during a capture, PyTorch aborts the process."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

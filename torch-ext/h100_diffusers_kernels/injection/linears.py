@@ -1,6 +1,6 @@
-"""Linear layers and feed-forwards: computed without a module call if they are plain.
+"""Linear layers and feed-forwards, computed without a module call if they are plain.
 
-LoRA and quantization replace the layer or its weight, and offloading adds hooks: then the module is called.
+LoRA and quantization replace the layer or its weight, offloading adds hooks. Then the module is called.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ GELU = KnownClass("torch.nn:GELU", "torch.nn.functional:gelu")
 _FEED_FORWARD = KnownClass("diffusers.models.attention:FeedForward")
 _FLUX2_FEED_FORWARD = KnownClass("diffusers.models.transformers.transformer_flux2:Flux2FeedForward")
 
-# In float32 the epilogue's approximation of tanh would show.
+# In float32 the epilogue's tanh approximation would be visible.
 _EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
-# With fewer rows, one product of all samples is faster than a product each, written in place.
+# With fewer rows, one product of all samples is faster than one product per sample, written in place.
 _MIN_ROWS_PER_SAMPLE = 1024
 
 
 def linear(layer: Any, x: Tensor) -> Tensor:
-    """``layer(x)``; of a plain ``torch.nn.Linear`` without the call of a module."""
+    """``layer(x)``, without a module call if it is a plain ``torch.nn.Linear``."""
     if is_plain(layer, LINEAR):
         parameters = layer._parameters
         if "weight" in parameters and "bias" in parameters:  # sharding moves them
@@ -75,14 +75,14 @@ def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
 
 
 def run_dropout(layer: Any, x: Tensor) -> Tensor:
-    """``layer(x)``; of a plain ``torch.nn.Dropout`` x itself, except in training."""
+    """``layer(x)``, which is x itself for a plain ``torch.nn.Dropout`` outside training."""
     if is_plain(layer, DROPOUT) and not layer.training:
         return x
     return layer(x)
 
 
 def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Tensor) -> Tensor:
-    """``layer(torch.cat([first, second], dim=-1))``; of a plain layer two products, without the concat."""
+    """``layer(torch.cat([first, second], dim=-1))``, by two products without the concat if it is plain."""
     plain = plain_weight(layer)
     if (
         plain is not None
@@ -102,7 +102,7 @@ def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Tensor) -> T
 
 
 def linear_per_sample(layer: Any, x: Tensor) -> Tensor:
-    """``layer(x)``; x (B, S, D) may be a slice of each sample's tokens, which a plain layer does not copy."""
+    """``layer(x)``. If x (B, S, D) is a slice of each sample's tokens, a plain layer does not copy it."""
     if x.is_contiguous():
         return linear(layer, x)
     if not can_write_linear(layer, x):
@@ -113,7 +113,7 @@ def linear_per_sample(layer: Any, x: Tensor) -> Tensor:
 
 
 def can_write_linear(layer: Any, x: Tensor) -> bool:
-    """Whether ``write_linear`` takes the layer and x (B, S, D). Each sample is a product of its own."""
+    """Whether ``write_linear`` takes the layer and x (B, S, D). It computes one product per sample."""
     if (x.shape[0] != 1 and x.shape[1] < _MIN_ROWS_PER_SAMPLE) or x.stride(1) != x.shape[2]:
         return False
     plain = plain_weight(layer)
@@ -134,7 +134,7 @@ def write_linear(layer: Any, x: Tensor, out: Tensor) -> None:
 
 
 def feed_forward(module: Any, x: Tensor) -> Tensor:
-    """A feed-forward of diffusers or of FLUX.2; its layers without a module call if it is plain."""
+    """A feed-forward of diffusers or FLUX.2, without module calls of its layers if it is plain."""
     if is_plain(module, _FEED_FORWARD):
         net = module._modules.get("net")
         if type(net) is nn.ModuleList and len(net._modules) == 3:
@@ -151,7 +151,7 @@ def feed_forward(module: Any, x: Tensor) -> Tensor:
 
 
 def linear_gelu(layer: Any, activation: Any, approximate: str, x: Tensor) -> Tensor:
-    """``activation(layer(x))`` if the activation is a GELU with this approximation."""
+    """``activation(layer(x))`` for a GELU with this approximation."""
     if approximate == "tanh" and x.is_cuda and x.dtype in _EPILOGUE_DTYPES:
         plain = plain_weight(layer)
         if (
@@ -162,7 +162,7 @@ def linear_gelu(layer: Any, activation: Any, approximate: str, x: Tensor) -> Ten
             and not is_differentiated(x, *plain)
             and not torch._C._are_functorch_transforms_active()  # it has no rule for torch.vmap
         ):
-            # On CUDA the epilogue is the tanh approximation. (On CPU the function's GELU is exact.)
+            # On CUDA the epilogue computes the tanh approximation. (On CPU the function's GELU is exact.)
             weight, bias = plain[0], plain[1]
             rows = x.reshape(-1, x.shape[-1])
             out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
@@ -191,8 +191,8 @@ LINEAR_GELU = PatchSpec(
 # --------------------------------------------------------------------------------------------------
 # diffusers' ``GEGLU`` and ``SwiGLU``: one operation after the linear layer
 #
-# ``ApproximateGELU`` is left alone because no operation computes it, ``LinearActivation`` because its
-# activation is one launch already.
+# ``ApproximateGELU`` stays because no operation computes it, ``LinearActivation`` because its activation is
+# already one launch.
 
 
 def why_not_silu(activation: Any) -> str | None:

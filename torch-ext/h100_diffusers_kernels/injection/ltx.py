@@ -7,8 +7,8 @@ A block is
     x = x + gate_mlp * ff(rms_norm(x) * (1 + scale_mlp) + shift_mlp)
 
 with an RMS norm of query and key over all heads, a rotary embedding of both in attn1, and a GELU in ff.
-The last line of a block and the first norm of the next are one pass over memory. The rotary embedding passes
-on each token's coordinates instead of cosine and sine tables of the hidden states' size.
+The last line of a block and the first norm of the next are one pass over memory. The rotary embedding returns
+each token's coordinates instead of cosine and sine tables of the hidden states' size.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def _rope_forward(
 ) -> Any:
     """The coordinates instead of the tables.
 
-    The class's own forward computes tables if other code than the blocks uses them: hooks (one of context
-    parallelism shards the tables), and autograd, for which each block would have to keep its own.
+    The class's own forward computes tables for other code than the blocks: hooks (context parallelism shards
+    the tables), and autograd, for which each block would have to save its own.
     """
     if "_prepare_video_coords" in self.__dict__:
         return call.decline("_prepare_video_coords was replaced")
@@ -134,8 +134,8 @@ def _rope_forward(
 def _is_wrapped(module: Any) -> bool:
     """Whether a module that is being called has hooks or wrappers around its forward.
 
-    Under torch.compile, the attributes that hooks leave on a module tell: not every version of it can trace a
-    look at a forward on the instance.
+    Under torch.compile it checks the attributes that hooks leave on a module, because not every version can
+    trace a read of the instance's forward.
     """
     if torch.compiler.is_compiling():
         return hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")
@@ -150,7 +150,7 @@ def _coordinates(
     *shape, scale = grid
     device = hidden_states.device
     if video_coords is None:
-        # One grid serves the whole batch, unless the scale differs between samples.
+        # One grid for the whole batch, unless the scale differs between samples.
         scales = () if scale is None else scale
         differs = any(isinstance(s, Tensor) and s.numel() != 1 for s in scales)
         options = {"rope_interpolation_scale": scale, "device": device}
@@ -186,7 +186,7 @@ _SPECS = (
     TIMESTEPS,
     LINEAR_GELU,
 )
-_PRODUCTS = "matrix products, called as they are"
+_PRODUCTS = "matmuls, which stay PyTorch's"
 _LEFT_ALONE = {
     **dict.fromkeys(("proj_in", "time_embed", "caption_projection", "proj_out"), _PRODUCTS),
     "norm_out": "its modulation is part of the model's forward",

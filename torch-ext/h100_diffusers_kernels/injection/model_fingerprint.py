@@ -1,4 +1,4 @@
-"""Everything that a model's forward depends on besides its arguments, compared at each replay of a graph.
+"""The fingerprint of a model: all dependencies of its forward except arguments, compared at each replay.
 
 The comparison covers some ten thousand values, so no Python code runs for each of them.
 """
@@ -33,7 +33,7 @@ _PARTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Attributes that are not compared: those of every module, and those that PyTorch's forwards do not read.
 _NOT_COMPARED = vars(nn.Module()).keys() - {"training"} | {"in_features", "out_features"}
-# Attributes of the model itself that wrap its forward. They hold the model, so they must not be held here.
+# Attributes of the model itself that wrap its forward. They are not stored, because they reference the model.
 _AROUND = {"forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_h100_diffusers_kernels"}
 _DISPATCH, _REGISTRY = "diffusers.models.attention_dispatch", "_AttentionBackendRegistry"
 
@@ -50,7 +50,7 @@ class Addresses:
 
 
 class Fingerprint:
-    """A model as it is now: modules, attributes, weights' addresses, functions and classes.
+    """A snapshot of a model: modules, attributes, weights' addresses, functions and classes.
 
     Attributes:
         tensors: the parameters, buffers and other tensors found.
@@ -82,10 +82,10 @@ class Fingerprint:
         try:
             self.addresses = Addresses(self.tensors)
         except RuntimeError:
-            raise CannotCapture("a tensor of it has no memory of its own") from None
+            raise CannotCapture("one of its tensors has no storage") from None
 
     def change(self, model: nn.Module) -> str | None:
-        """What has changed besides addresses, as a clause, or None."""
+        """The first change found, except addresses, as a clause, or None."""
         if (
             _is_wrapped(model, is_model=True)
             or any(self._empty)
@@ -96,10 +96,10 @@ class Fingerprint:
             if all(map(is_, self._current_values(model), self._values)):
                 return None
             values = list(self._current_values(model))
-        except KeyError:  # a name is gone
+        except KeyError:  # a name was removed
             values = []
         if len(values) != len(self._values) or not all(map(_is_equal, values, self._values)):
-            return "a module, an attribute or a function is another"
+            return "a module, an attribute or a function was replaced"
         self._values = values  # so that the next comparison is fast
         return None
 
@@ -127,7 +127,7 @@ class Fingerprint:
     def _add_names(self, namespace: Any, names: Iterable[str]) -> None:
         """Adds the values of some names of a dictionary."""
         key = tuple(names)
-        if key:  # of a single name, itemgetter gives no tuple
+        if key:  # for a single name itemgetter returns no tuple
             self._named.setdefault(key if len(key) > 1 else key * 2, []).append(namespace)
 
     def _look_into(self, value: Any, depth: int) -> None:
@@ -136,7 +136,7 @@ class Fingerprint:
         is_plain = type(value) in _PLAIN_TENSORS
         if is_plain:
             self.tensors.append(value)
-        elif isinstance(value, Tensor):  # quantized: the values are attributes of it
+        elif isinstance(value, Tensor):  # quantized: its values are attributes
             depth = _DEPTH
         elif depth == 0 or isinstance(value, _NO_CONTAINERS) or stand_in_of(value) is not None:
             return
@@ -175,7 +175,7 @@ class Fingerprint:
 
 def _is_wrapped(module: nn.Module, is_model: bool) -> bool:
     """Whether a call of the module may run more than its forward. PyTorch's hooks on the model itself, and
-    wrappers of its forward, run at each replay, too."""
+    wrappers of its forward, also run at each replay."""
     state = vars(module)
     return (
         "_hf_hook" in state

@@ -1,7 +1,7 @@
-"""Norms whose own forward is replaced by one operation, anywhere in a model.
+"""Norms anywhere in a model, replaced by one operation each.
 
-Their parameters are read at each call. If a derivative is asked for, the class's own forward runs, with
-PyTorch's derivatives. torch.compile traces the class's own forward, too: Inductor fuses it with neighbors.
+Their parameters are read at each call. If a derivative is requested, the class's own forward runs, with
+PyTorch's derivatives. It also runs under torch.compile, where Inductor fuses it with neighbors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _apply_norm(norm: Norm, x: Tensor, upcasts: bool, *rows: Tensor | None) -> T
     ``upcasts``: whether they and the norm's parameters may be float32.
 
     Returns:
-        The result; why the kernels do not compute it; or None if a derivative is asked for.
+        The result; the reason why the kernels cannot compute it; or None if a derivative is requested.
     """
     kind, affine, eps = norm
     others = (*rows, *affine)
@@ -56,7 +56,7 @@ def _apply_norm(norm: Norm, x: Tensor, upcasts: bool, *rows: Tensor | None) -> T
 
 @dataclass(frozen=True, eq=False)
 class NormSpec(ExactSpec):
-    """A class of norms of the last dimension.
+    """A norm class that normalizes the last dimension.
 
     Attributes:
         keeps_dtype: whether the result has the input's dtype even if the weight is float32.
@@ -102,17 +102,17 @@ def apply_group_norm(
     """A ``torch.nn.GroupNorm`` of x (B, C, ...) plus a bias (B, C).
 
     Returns:
-        The result; why the kernel does not compute it; or None if the class's own forward raises, or a
-        derivative is asked for.
+        The result; the reason why the kernel cannot compute it; or None if the class's own forward raises or
+        a derivative is requested.
     """
-    # Sharding replaces parameters by plain tensors.
+    # Sharding replaces parameters with plain tensors.
     is_sharded = "weight" not in module._parameters
     parameters = module.__dict__ if is_sharded else module._parameters
     weight, bias, groups = parameters.get("weight"), parameters.get("bias"), module.num_groups
     if (
         x.dim() < 2
         or x.shape[1] % groups
-        or x.numel() == groups  # one value a group
+        or x.numel() == groups  # one value per group
         or (weight is not None and weight.shape != x.shape[1:2])
         or is_differentiated(x, weight, bias)
     ):
@@ -146,17 +146,17 @@ GROUP_NORM = ExactSpec(
 
 @dataclass(frozen=True, eq=False)
 class AdaptiveNormSpec(ExactSpec):
-    """A class of modules with norms, modulated by rows that they compute from an embedding.
+    """A module class with norms, modulated by rows that it computes from an embedding.
 
     Attributes:
         rows: the number of rows.
-        results: the forward's results: rows, by their places, and modulated norms, each by the place of the
-            hidden states among the arguments, the norm's name, and the places of scale and shift among the
-            rows (None for no shift).
+        results: the forward's results. A row is given as its index. A modulated norm is given as the argument
+            index of the hidden states, the norm's name, and the row indices of scale and shift (None for no
+            shift).
         has_tokens: whether the returned rows are (B, 1, D), not (B, D).
         upcasts: whether the model computes in float32 and returns to the hidden states' dtype at the end.
-        names: of the forward's arguments.
-        replaces: the names of the norms. They get no stand-ins: the module's replaces them.
+        names: names of the forward's arguments.
+        replaces: names of the norms. They get no stand-ins, because the module's stand-in replaces them.
     """
 
     rows: int = 0
@@ -180,7 +180,7 @@ def _adaptive_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
     spec: Any = call.stand_in.spec
     given = dict(zip(spec.names, args), **kwargs)
     if len(given) != len(args) + len(kwargs) or len({*spec.names, *kwargs}) > len(spec.names):
-        return NotImplemented  # the class's own raises
+        return NotImplemented  # the class's own forward raises
     embedded = _embedded(self, given)
     if spec.has_tokens and embedded.dim() == 2:
         embedded = embedded[:, None]
@@ -217,7 +217,7 @@ def _embedded(self: Any, given: dict[str, Any]) -> Tensor:
 
 
 def _activated(activation: Any, x: Tensor) -> Tensor:
-    """``activation(x)``; without a module call if it is a plain ``torch.nn.SiLU``."""
+    """``activation(x)``, without a module call if it is a plain ``torch.nn.SiLU``."""
     if is_plain(activation, SILU) and not activation.inplace:
         return torch.nn.functional.silu(x)
     return activation(x)
@@ -228,7 +228,7 @@ def _modulated(
 ) -> Any:
     """``owner.name(x) * (1 + scale) + shift``, on the kernels or as the class computes it."""
     norm = read_norm(owner._modules.get(name), x.shape[-1], upcasts)
-    out: Any = "its modulation has another shape than the kernels know"
+    out: Any = "the kernels do not support its modulation's shape"
     if isinstance(norm, str):
         out = f"{name} {norm}"
     elif (
@@ -263,7 +263,7 @@ _SHARED_NORM = (_ZERO, (1, "norm", 4, 3), 2, 5)
 _TWO_NORMS = ((0, "norm_x", 1, 0), 2, 3, 4, 5, (1, "norm_c", 7, 6), 8, 9, 10, 11)
 _INTERLEAVED = ((0, "norm", 2, 0), 4, 6, 8, 10, (1, "norm_context", 3, 1), 5, 7, 9, 11)
 _TOKENS, _UPCASTS = (True, False), (False, True)
-# Without norms that only end a model: one call a forward is no gain. The first ends many families' models.
+# Norms that only end a model are omitted: one call per forward is no gain. The first ends many models.
 _CLASSES: tuple[tuple, ...] = (
     (f"{_NORM}AdaLayerNormContinuous", _CONDITIONED, 2, (_CONTINUOUS,), *_TOKENS),
     (f"{_NORM}AdaLayerNormZero", _LABELED, 6, (_ZERO, 2, 3, 4, 5)),

@@ -1,7 +1,7 @@
-"""Norms, plain and modulated, with or without a residual before them: on the kernels if the module is known.
+"""Norms, plain and modulated, with or without a residual before them, on the kernels if they know the module.
 
-A norm is named by its owner and its attribute's name. Its parameters are read at each use. If the kernels do
-not know the module, the module itself is called within the model's expression.
+A norm is given as its owner and attribute name. Its parameters are read at each use. If the kernels do not
+know the module, the model's expression runs and calls the module.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _RESIDUAL_OPERATIONS: dict[tuple[str, int], Any] = {
     (LAYER, 4): functional.gated_residual_layer_norm_modulate_pair,
 }
 
-# Parameters of a norm of the last dimension: RMS or LAYER, its weight or its weight and bias, each (D,) or
+# Parameters of a norm over the last dimension: RMS or LAYER, the weight or the weight and bias, each (D,) or
 # None, and epsilon.
 Norm = tuple[str, tuple[Optional[Tensor], ...], float]
 
@@ -65,7 +65,7 @@ def read_norm(
     if not is_called and not is_plain(module, known):
         return why_not_plain(module, known)
     attributes, parameters = module.__dict__, module._parameters
-    # Sharding replaces parameters by plain tensors.
+    # Sharding replaces parameters with plain tensors.
     weight = parameters.get("weight", attributes.get("weight"))
     bias = parameters.get("bias", attributes.get("bias"))
     for tensor in (weight, bias):
@@ -82,16 +82,16 @@ def read_norm(
     if shape is not None and len(shape) != 1:
         return "normalizes over several dimensions"
     if size is not None and shape is not None and shape[0] != size:
-        return f"normalizes {shape[0]} elements, and was given {size}"
+        return f"normalizes {shape[0]} elements, but was given {size}"
     if upcasts and known is LAYER_NORM:
         for tensor in (weight, bias):
             if tensor is not None and tensor.dtype != torch.float32:
-                return "has a weight that PyTorch does not take with a float32 input"
+                return "has a weight dtype that PyTorch does not accept with a float32 input"
     return kind, (weight,) if kind == RMS else (weight, bias), eps
 
 
 def norm_notes(module: nn.Module, names: Sequence[str], upcasts: bool = False) -> list[str]:
-    """Why the kernels cannot replace some of the norms that a module has under these names."""
+    """Why the kernels cannot replace some of a module's norms with these names."""
     norms = [(name, module._modules.get(name)) for name in names]
     found = [(name, read_norm(norm, upcasts=upcasts)) for name, norm in norms if norm is not None]
     return [f"{name} {reason}" for name, reason in found if isinstance(reason, str)]
@@ -114,8 +114,8 @@ def apply_norm(call: Call, owner: Any, name: str, x: Tensor) -> Tensor:
 def norm_modulate(
     norm: Norm | None, owner: Any, name: str, x: Tensor, modulation: tuple, upcasts: bool
 ) -> tuple[Tensor, ...]:
-    """``norm(x) * (1 + scale) + shift`` for each scale and shift of the modulation; the norm alone if it is
-    empty. The module ``owner.name`` computes it if the norm is None."""
+    """``norm(x) * (1 + scale) + shift`` for each scale and shift in the modulation, or just the norm if it is
+    empty. If the norm is None, the module ``owner.name`` computes it."""
     # Without an upcast, operands of another dtype would change the result's.
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
     if norm is None or not alike(x, *norm[1], *modulation):
@@ -167,7 +167,7 @@ def residual_norm(
 def gated_residual(
     residual: Tensor, x: Tensor, gate: Tensor | None, upcasts: bool = False
 ) -> Tensor:
-    """``residual + gate * x``, also if a layer returned another dtype than it was given.
+    """``residual + gate * x``, even if a layer returned another dtype than its input's.
 
     ``upcasts``: whether the model computes it in float32 and returns to the residual's dtype.
     """
@@ -181,5 +181,5 @@ def gated_residual(
 
 
 def clip_to_float16(x: Tensor) -> Tensor:
-    """x within float16's range, as diffusers clips some results."""
+    """x clipped to float16's range, as diffusers does for some results."""
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x

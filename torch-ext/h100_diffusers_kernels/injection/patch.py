@@ -1,9 +1,9 @@
-"""The replacement of a module's forward: on the instance, inside of all hooks, and reversible.
+"""Replaces a module's forward: on the instance, inside all hooks, reversibly.
 
 Hooks for offloading and caching wrap a module's forward and store the original: accelerate as
 ``module._old_forward``, diffusers in the function references of ``module._diffusers_hook``. A stand-in
-replaces the innermost stored forward. So it runs inside of every hook, whether the hook came before or after
-it, and stays when the hook is removed.
+replaces the innermost stored forward. So it runs inside every hook, whether added before or after it, and
+stays when the hook is removed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .report import InjectionReport
 
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-UNKNOWN_FORWARD = "its class's forward is not the one known from diffusers"
+UNKNOWN_FORWARD = "its class's forward is not the known one of diffusers"
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,16 +45,16 @@ class PatchSpec:
     """A kind of module whose forward is replaced.
 
     Attributes:
-        path: of its class, ``module:class``. Subclasses without a forward of their own are included.
+        path: its class, ``module:class``. Subclasses without their own forward are included.
         forward: the replacement: ``forward(module, call, *args, **kwargs)``, with a ``Call``. If it returns
             NotImplemented, the class's own forward runs.
-        operations: what it runs on, for the report.
-        functions: the paths of functions by which the class's forward computes what the kernels compute,
-            some with their parameters. If one of them was replaced, the class's own forward runs.
+        operations: the operations that it runs, for the report.
+        functions: functions that the class's forward calls and the kernels replace, given as paths, some with
+            their parameters. If one of them was replaced, the class's own forward runs.
         left_to_compiler: whether torch.compile traces the class's own forward.
-        parameters: of the class's forward, in order; None if they are those of ``forward`` that are not
+        parameters: those of the class's forward, in order; None if they are ``forward``'s that are not
             keyword-only, or any if it begins with ``*args``.
-        condition: a check before each call: why the module, as it is now, runs its class's own forward.
+        condition: checked before each call; returns why the module currently runs its class's own forward.
         known: the class, its forward and these functions as their libraries define them.
     """
 
@@ -72,7 +72,7 @@ class PatchSpec:
         object.__setattr__(self, "known", known)
 
     def forward_parameters(self) -> str | None:
-        """Of the class's forward, in order; None if any are accepted."""
+        """Parameters of the class's forward, in order; None if any are accepted."""
         if self.parameters is not None:
             return self.parameters
         given = inspect.signature(self.forward).parameters.values()
@@ -88,11 +88,11 @@ class PatchSpec:
         return None
 
     def why_not(self, module: Any) -> str | None:
-        """Why the module, as it is now, runs its class's own forward."""
+        """Why the module currently runs its class's own forward."""
         return None if self.condition is None else self.condition(module)
 
     def notes(self, module: nn.Module, injection: Injection) -> list[str]:
-        """Why the module's own code, as it is now, computes parts of its calls."""
+        """Why the module's own code currently computes parts of its calls."""
         return []
 
     def describe(self, module: nn.Module, injection: Injection) -> str:
@@ -101,7 +101,7 @@ class PatchSpec:
 
 @dataclass(frozen=True, eq=False)
 class ExactSpec(PatchSpec):
-    """A class of modules, without its subclasses."""
+    """A module class without its subclasses."""
 
     def matches(self, module: nn.Module) -> bool:
         return type(module) is find_class(self.path)
@@ -112,14 +112,14 @@ class _Local(threading.local):
 
 
 class Injection:
-    """What was done to one model, and what its stand-ins share.
+    """The injection of one model: shared state of its stand-ins.
 
     Attributes:
-        options: those of ``inject_kernels``.
-        report: what is replaced, and what is not. Names are the model's.
-        is_over: whether the kernels were ejected; a user's wrappers may still hold stand-ins.
+        options: the options of ``inject_kernels``.
+        report: replaced modules, and modules left alone, by their names in the model.
+        is_over: whether the kernels were ejected. Users' wrappers may still hold stand-ins.
         local: ``local.state`` is the ``ForwardState`` of this thread's current forward of the model, or None.
-        modules: those whose forwards were replaced.
+        modules: the modules whose forwards were replaced.
     """
 
     def __init__(self, model_name: str, options: dict[str, Any]) -> None:
@@ -143,10 +143,10 @@ class Call:
     """One call of a module whose forward is replaced.
 
     Attributes:
-        stand_in: what was called.
-        state: what the blocks share in this forward of the model; None if they must not share.
-        is_bare: whether a block that checked it found no hooks or wrappers around itself.
-        is_counted: whether the call is counted as one on the kernels: not if it falls back.
+        stand_in: the stand-in that was called.
+        state: the blocks' shared state in this forward of the model; None if they must not share.
+        is_bare: whether a block has checked that it has no hooks or wrappers.
+        is_counted: whether the call counts as one on the kernels: False if it falls back.
     """
 
     is_bare = False
@@ -158,10 +158,10 @@ class Call:
         self.state = state
 
     def fall_back(self, reason: str) -> None:
-        """Counts that the model's own code computes the call, or a part of it.
+        """Counts a fallback: the model's own code computes the call, or a part of it.
 
         Raises:
-            RuntimeError: if the environment forbids a fall-back.
+            RuntimeError: if the environment forbids fallbacks.
         """
         if torch.compiler.is_dynamo_compiling() or reason in self._reasons:
             return
@@ -177,16 +177,16 @@ class Call:
             self.is_counted = False
 
     def decline(self, reason: str | None) -> Any:
-        """Counts the reason, and returns what makes the class's own forward run.
+        """Counts the reason, and returns NotImplemented to run the class's own forward.
 
-        ``reason``: None if it is no fall-back: a derivative is asked for, or the class's own forward raises.
+        ``reason``: None if it is no fallback: a derivative is requested, or the class's own forward raises.
         """
         if reason is not None:
             self.fall_back(reason)
         return NotImplemented
 
     def refuse(self, x: Tensor, *others: Tensor | None) -> Any:
-        """``decline``, because the kernels do not take these tensors."""
+        """``decline`` with the reason why the kernels do not take these tensors."""
         return self.decline(why_not_taken(x, *others))
 
     def own_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -194,10 +194,10 @@ class Call:
         return self.stand_in.own_forward(module, *args, **kwargs)
 
     def shared(self, name: str, x: Any, make: Callable[[Any], Any]) -> Any:
-        """``make(x)``, computed once in a forward of the model for all blocks that pass the same ``x``."""
+        """``make(x)``, computed once per forward of the model for all blocks that pass the same ``x``."""
         if self.state is None:
             return make(x)
-        # A tensor's version shows that it was written to; inference tensors have none.
+        # A tensor's version changes with each write; inference tensors have none.
         version = x._version if isinstance(x, Tensor) and not x.is_inference() else 0
         made = self.state.shared.get(name)
         if made is None or made[0] is not x or made[1] != version:
@@ -208,15 +208,15 @@ class Call:
 class StandIn:
     """The replacement of one module's forward.
 
-    The module's ``forward`` becomes a method of this object, which holds the module weakly, so that a dropped
-    model is freed at once. The method has the signature, name and docstring of the class's forward. Modules
-    of one class share a function, so that torch.compile does not compile again for each.
+    The module's ``forward`` becomes a method of this object, which references the module weakly, so that a
+    dropped model is freed at once. The method has the signature, name and docstring of the class's forward.
+    Modules of a class share its function, so that torch.compile does not recompile for each.
 
     Attributes:
         own_forward: the class's forward as its library defines it.
-        functions: those of ``PatchSpec.functions``, as their libraries define them.
-        had_attribute: whether the module had a ``forward`` of its own before, the class's.
-        count: of the module's calls.
+        functions: the functions of ``PatchSpec.functions``, as their libraries define them.
+        had_attribute: whether the class's forward was stored on the module before.
+        count: the module's calls.
         cached: the entry of ``cache.cached``, or None.
     """
 
@@ -247,7 +247,7 @@ class StandIn:
         return MethodType(_function_of(cls, self.own_forward), self)
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs the spec's forward, or the class's own if it would bypass code that it does not know."""
+        """Runs the spec's forward, or the class's own if the spec's would bypass unknown code."""
         if not isinstance(self, StandIn):  # a wrapper bound this to the module
             found = _stand_ins.get(self)
             own: Any = type(self).forward
@@ -288,7 +288,7 @@ class StandIn:
         return result
 
     def taken_out(self) -> None:
-        """Called when the class's forward is in its place again."""
+        """Called after the class's forward has been restored."""
 
     def __deepcopy__(self, memo: dict) -> StandIn:
         """The stand-in of the module's copy, if the module is being copied."""
@@ -302,7 +302,7 @@ class StandIn:
         return duplicate
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        if self.injection.is_over:  # a wrapper kept its method and put it back
+        if self.injection.is_over:  # a wrapper kept its method and restored it
             return _itself, (self._module(),)
         raise TypeError(
             f"{self.name or 'the model'} runs on injected kernels, which cannot be pickled: "
@@ -327,14 +327,14 @@ def _function_of(cls: Any, own_forward: Any) -> Callable:
     run: Any = cls.run
     function: Any = FunctionType(run.__code__, run.__globals__, own_forward.__name__)
     functools.update_wrapper(function, own_forward, updated=())
-    # Code that follows it would reach the class's own forward.
+    # Code that follows __wrapped__ would reach the class's own forward.
     del function.__wrapped__
     function.__signature__ = inspect.signature(own_forward)
     return function
 
 
 def stand_in_of(forward: Any) -> StandIn | None:
-    """The stand-in of which a module's forward is the method, or None."""
+    """The stand-in whose method is the module's forward, or None."""
     if not isinstance(forward, MethodType):
         return None
     owner = forward.__self__
@@ -347,7 +347,7 @@ def stand_in_of(forward: Any) -> StandIn | None:
 
 
 def is_bare(spec: PatchSpec, module: Any) -> bool:
-    """Whether a call of the module runs a stand-in of this kind, without hooks or wrappers."""
+    """Whether a call of the module runs a stand-in of this kind without hooks or wrappers."""
     cls = type(module)
     stand_in = getattr(module.__dict__.get("forward"), "__self__", None)
     return (
@@ -371,13 +371,13 @@ def _slots(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:
     if "_old_forward" in attributes:
         yield module, "_old_forward", attributes["_old_forward"]
     for reference in getattr(attributes.get("_diffusers_hook"), "_fn_refs", ()):
-        # A hook with a forward of its own keeps the one it replaces as `original_forward`.
+        # A hook with its own forward keeps the replaced one as `original_forward`.
         for name in ("forward", "original_forward"):
             yield reference, name, getattr(reference, name, None)
 
 
 def _class_forward_slot(module: nn.Module) -> tuple[Any, str] | None:
-    """Holder and name of the class's forward, the innermost one; None if something unknown replaced it."""
+    """Holder and name of the innermost forward, the class's; None if unknown code replaced it."""
     for holder, name, value in _slots(module):
         is_bound = isinstance(value, MethodType) and value.__self__ is module
         if is_bound and value.__func__ is type(module).forward:
@@ -399,7 +399,7 @@ def put_in(stand_in: StandIn) -> None:
 
 
 def take_out(modules: Iterable[nn.Module]) -> None:
-    """Restores each module's class's forward wherever a stand-in is stored."""
+    """Replaces each module's stand-in by its class's forward, wherever it is stored."""
     for module in modules:
         for holder, name, value in list(_slots(module)):
             stand_in = stand_in_of(value)

@@ -2,7 +2,7 @@
 
 Its blocks are the double blocks of FLUX.1 with three differences: each stream has a linear layer for its
 modulation; the rotary embedding is a complex table for each stream; and the text has a mask. In image editing
-each token of the image may select one of two modulations.
+each image token may select one of two modulations.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _image_prologue(
 def _text_prologue(
     call: Call, block: Any, ahead: Tensor | None, temb: Tensor, index: Tensor | None
 ) -> Any:
-    """The same; the embedding's second half is only for image tokens."""
+    """The same rows. The embedding's second half is only for image tokens."""
     silu = "text silu" if block.zero_cond_t else "silu"
     temb = (
         call.shared("first half", temb, lambda temb: temb.chunk(2, dim=0)[0])
@@ -120,7 +120,7 @@ def _attention_forward(
 
 def _masks(mask: Tensor, image_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The mask of all keys (B, 1, 1, T + S), and an equivalent bias (B, T + S), from the text's mask (B, T),
-    which is 0 for padding."""
+    which is 0 at padding."""
     joint = torch.cat([mask, mask.new_ones(mask.shape[0], image_length)], dim=1)
     bias = torch.zeros(joint.shape, dtype=dtype, device=mask.device)
     return joint[:, None, None], bias.masked_fill_(joint == 0, -torch.inf)

@@ -1,4 +1,4 @@
-"""Rotary embeddings: the models' forms, and the arguments of the kernel."""
+"""Rotary embeddings: conversion from the models' forms to the kernel's arguments."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..functional import CoordinateRope
 
 
 class CoordinateTables(Sequence):
-    """The pair (cos, sin) that a model passes to its blocks, computed only if code reads it.
+    """The pair (cos, sin) that a model passes to its blocks, computed lazily.
 
-    Each is (batch, S, dim), float32. Code that reads the pair may also change it, so it is used from then on.
+    Each is (batch, S, dim), float32. Code that reads the pair may change it, so it is used from then on.
 
     Attributes:
         rope: the coordinates, or None once the pair has been computed.
@@ -31,7 +31,7 @@ class CoordinateTables(Sequence):
         if self._tables is None:
             rope: Any = self.rope
             cos, sin = rope.tables(self._dim)
-            # Written to, an expanded table would be written for all samples.
+            # A write to an expanded table would change all samples.
             if cos.shape[0] != self._batch:
                 cos, sin = (t.expand(self._batch, -1, -1).contiguous() for t in (cos, sin))
             self._tables, self.rope = (cos, sin), None
@@ -47,12 +47,12 @@ class CoordinateTables(Sequence):
         return iter(self.tables())
 
     def __reduce__(self) -> tuple:
-        """Copied and saved as the pair."""
+        """Copies and pickles the pair."""
         return tuple, (self.tables(),)
 
 
 def rope_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
-    """The ``rope`` argument of ``qk_norm_rope`` for ``x`` (B, S, H * d); None if it takes none like this.
+    """The ``rope`` argument of ``qk_norm_rope`` for ``x`` (B, S, H * d); None if it does not take this one.
 
     ``rope`` is a ``CoordinateTables``, or (cos, sin), each (1 or B, S, 1, d / 2). With ``per_head`` each may
     also be (S, d), the same for each head, or ``rope`` a complex table (S, d / 2). Without, each may be
@@ -72,7 +72,7 @@ def rope_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
             and rope.device == x.device
             and rope.stride(1) == 1
             and is_plain(rope)
-            # torch.compile cannot trace the question.
+            # torch.compile cannot trace this check.
             and (torch.compiler.is_compiling() or not (rope.is_conj() or rope.is_neg()))
             and not is_differentiated(rope)
         )
@@ -101,7 +101,7 @@ def rope_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
 
 
 def split_tables(rope: Any, first: int, second: int) -> tuple | None:
-    """The tables (cos, sin) of two streams from those of all tokens; None for any other rope."""
+    """The tables (cos, sin) of two streams, split from those of all tokens; None for any other rope."""
     if not isinstance(rope, (tuple, list)) or len(rope) != 2:
         return None
     cos, sin = rope

@@ -1,7 +1,7 @@
 """Stable Diffusion 3 and 3.5: how their transformer, and its ControlNet, map to the operations.
 
-A block is a double block of FLUX.1 without a rotary embedding, and with the image before the text. Some
-blocks of Stable Diffusion 3.5 attend twice to the image,
+A block is a double block of FLUX.1 without a rotary embedding, with the image before the text. Some blocks of
+Stable Diffusion 3.5 attend twice to the image,
 
     n_x, n_2 = layer_norm(x) * (1 + scale) + shift, layer_norm(x) * (1 + scale_2) + shift_2
     x = x + gate * a_x;  x = x + gate_2 * attention(n_2)
@@ -40,7 +40,7 @@ def _image_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) 
 
 
 def _text_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
-    """The same; scale and shift in the last block."""
+    """The same rows; only scale and shift in the last block."""
     takes_emb = not block.context_pre_only
     name = "norm1_context"
     return adaptive_prologue(call, block, ahead, temb, name=name, takes_emb=takes_emb)

@@ -1,16 +1,16 @@
-"""The blocks of UNets: resnets, transformers with plain layer norms, and the transformer around those.
+"""The blocks of UNets: resnets, transformer blocks with plain layer norms, and the transformers around them.
 
-``ResnetBlock2D``: each norm with the SiLU after it is one pass; the second one also adds the first
-convolution's bias and the time embedding.
+``ResnetBlock2D``: each norm is one pass with the SiLU after it. The second also adds the first convolution's
+bias and the time embedding.
 
-``BasicTransformerBlock``: each sum is one pass with the norm after it, also that of the next block:
+``BasicTransformerBlock``: each sum is one pass with the norm after it, including the next block's first norm:
 
     x = x + attn1(layer_norm(x))
     x = x + attn2(layer_norm(x), text)
     x = x + ff(layer_norm(x))
 
-``Transformer2DModel``: channels stay last. The class copies its tokens to an image with channels first; the
-sum with its input has that format, too, and the next convolution copies it back.
+``Transformer2DModel``: channels stay last. The class's own code copies its tokens to an image with channels
+first, and the next convolution copies the sum with its input back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CONV = KnownClass("torch.nn:Conv2d", "torch.nn.functional:conv2d", "torch.nn:Co
 def _why_not_resnet(module: Any) -> str | None:
     way = module.time_embedding_norm
     if way == "scale_shift" or not (way == "default" or module.time_emb_proj is None):
-        return f"its time embedding goes another way: {way}"
+        return f"its time embedding is not added: {way}"
     for name in ("norm1", "norm2"):
         norm = module._modules.get(name)
         if not is_plain(norm, _GROUP_NORM):
@@ -85,12 +85,12 @@ def _resnet_forward(
 
 
 def _without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A convolution of x, and its bias (C,) if that is not added yet."""
+    """A convolution of x, and its bias (C,) if it has not been added."""
     weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
     if (
         bias is not None
         and is_plain(conv, _CONV)
-        and "_conv_forward" not in conv.__dict__  # users replace it for other paddings
+        and "_conv_forward" not in conv.__dict__  # users replace it for other padding modes
         and conv.padding_mode == "zeros"
         and is_plain_tensor(bias)
         and bias.dtype == x.dtype
@@ -104,16 +104,16 @@ def _second_norm(
     self: Any, call: Call, x: Tensor, bias: Tensor | None, time: Tensor | None
 ) -> Tensor:
     """SiLU of the norm of x plus a bias (C,) and a time embedding (B, C)."""
-    out: Any = "its time embedding has another form than the kernel knows"
+    out: Any = "the kernel does not support its time embedding's form"
     shapes = (1, x.shape[1]), x.shape[:2]
     if time is None or (kernels_take(time) and time.shape in shapes and time.dtype == x.dtype):
-        # The sum in float32: all pixels share its rounding, which would show more than one of each pixel.
+        # Summed in float32: all pixels share this rounding error, so it would not average out.
         both = time if bias is None else bias if time is None else time.float() + bias
         both = both if both is None else both.expand(x.shape[:2])
         out = apply_group_norm(self._modules["norm2"], x, both, activation="silu")
     if isinstance(out, Tensor):
         return out
-    call.fall_back(out or "its first convolution gives what its second norm does not take")
+    call.fall_back(out or "the kernel does not support its first convolution's result")
     x = x if bias is None else x + bias[:, None, None]
     x = x if time is None else x + time[:, :, None, None]
     return self.nonlinearity(self.norm2(x))
@@ -170,7 +170,7 @@ def _block_forward(
     if more.get("gligen") is not None:
         return call.decline("it is guided by GLIGEN")
     if more.get("scale") is not None:
-        return call.decline("it was given a scale")  # the class warns of it
+        return call.decline("it was given a scale")  # the class warns
     x = hidden_states.contiguous()  # a convolution's result may have strided channels
     if not kernels_take(x):
         return call.refuse(x)
@@ -212,7 +212,7 @@ BASIC_BLOCK = _BasicBlockSpec(
 
 
 # --------------------------------------------------------------------------------------------------
-# The transformer around them
+# Transformers
 
 _TRANSFORMER = "diffusers.models.transformers.transformer_2d:Transformer2DModel"
 _OUTPUT = "_get_output_for_continuous_inputs"
@@ -226,7 +226,7 @@ class _SpatialTransformerSpec(ModelSpec):
 
 
 class _ChannelsLast:
-    """A transformer for its class's forward that converts its tokens to an image with channels last."""
+    """Proxy of a transformer for its class's forward. It converts tokens to an image with channels last."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2, and models with copies of its block: how they map to the operations.
+"""Wan 2.1 and 2.2, and models with copies of their block: how they map to the operations.
 
 A block computes in float32 between its linear layers, with hidden states in the model's dtype,
 
@@ -30,7 +30,7 @@ from .norms import apply_norm, gated_residual, residual_norm
 from .patch import Call, PatchSpec
 
 _MODELS = "diffusers.models.transformers."
-# The text encoder's tokens; an image's come before them in a context.
+# Number of the text encoder's tokens. In a context, image tokens come first.
 _TEXT_TOKENS = 512
 
 
@@ -149,13 +149,13 @@ def _attention_forward(
 
 
 def _pair_tables(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Tables (1, S, 1, d) of each element to tables (1, S, 1, d / 2) of each pair, which the model reads."""
+    """Tables (1, S, 1, d) per element to tables (1, S, 1, d / 2) per pair, which the model reads."""
     cos, sin = rope
     return cos[..., 0::2].contiguous(), sin[..., 1::2].contiguous()
 
 
 def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """x (B, S, H * d) rotated by the tables of pairs, as in the model's processor."""
+    """x (B, S, H * d) rotated by tables per pair, as in the model's processor."""
     cos, sin = tables
     pairs = x.unflatten(2, (-1, cos.shape[-1], 2))
     first, second = pairs.unbind(-1)
