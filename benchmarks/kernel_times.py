@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 PACKAGE = "h100_diffusers_kernels"
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace's events
 CLASSES = {
     "gemm": "matrix products",
     "attention": "attention",
@@ -91,7 +92,7 @@ def breakdown(events: Iterable[dict], calls: int, top: int = 15) -> dict[str, ob
     counts: dict[str, int] = defaultdict(int)
     intervals = []
     for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+        if event.get("cat") in ON_GPU:
             times[event["name"]] += event["dur"] / 1e3
             counts[event["name"]] += 1
             intervals.append((event["ts"], event["ts"] + event["dur"]))

@@ -183,6 +183,15 @@ def of_training(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
         yield (entry["model"], what), Ratio(entry["error_over_eager"], is_higher_better=False)
 
 
+def of_timeline(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    """Of one block's kernels: from the first one's start to the last one's end."""
+    ends = {mode: max(k["end_us"] for k in kernels) for mode, kernels in result["modes"].items()}
+    for mode, end in ends.items():
+        if mode != "eager":
+            label = (f"a block of {result['model']} {result['size']}, {mode}", "eager")
+            yield label, Ratio(ends["eager"] / end)
+
+
 # By what holds the figures in a result: how they are read.
 READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "workloads": of_workloads,
@@ -196,6 +205,7 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "measures": of_measures,
     "kernels": of_counters,
     "blocks": of_training,
+    "modes": of_timeline,
 }
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What only a GPU can show. Usage: tools/gpu_check.sh [build] [test] [sanitize] [ceilings] [operations] [profile]
-# [accuracy] [models] [pipeline] [host_forward] [graphs] [sequences]
+# [accuracy] [models] [block_timeline] [pipeline] [host_forward] [graphs] [sequences]
 #
 # Without arguments all steps run, in this order; a step that fails does not keep the next from
 # running, unless it is the build. Logs go to $OUT (default build/gpu_check), and so do copies of the JSON that a
@@ -20,8 +20,8 @@ SEQUENCES=${SEQUENCES:-2500}
 FIRST_SEED=${FIRST_SEED:-0}
 MODELS=${MODELS:-all}
 MODEL_OPTIONS=${MODEL_OPTIONS:-}
-STEPS=(build test sanitize ceilings operations profile accuracy models pipeline host_forward graphs
-  sequences)
+STEPS=(build test sanitize ceilings operations profile accuracy models block_timeline pipeline
+  host_forward graphs sequences)
 
 step_build() {
   "$PYTHON" tools/build_variant.py --backend cuda &&
@@ -79,6 +79,7 @@ of_models() {
   "$PYTHON" "benchmarks/bench_$1.py" --model "$MODELS" ${options[@]+"${options[@]}"}
 }
 step_models() { of_models models; }
+step_block_timeline() { "$PYTHON" benchmarks/bench_block_timeline.py; }
 step_pipeline() { "$PYTHON" benchmarks/bench_pipeline.py; }
 step_host_forward() { "$PYTHON" benchmarks/bench_host_forward.py; }
 
