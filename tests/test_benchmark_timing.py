@@ -9,6 +9,7 @@ import click
 import pytest
 import torch
 import torch._dynamo.testing
+from click.testing import CliRunner
 
 from conftest import CHECKOUT
 
@@ -16,6 +17,7 @@ sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 
 import bench_activation
 import bench_attention
+import bench_block_timeline
 import bench_cuda_graphs
 import bench_gated_residual
 import bench_group_norm
@@ -82,6 +84,65 @@ def test_breakdown_adds_up_to_one_call():
     assert largest["ours"] and largest["ms"] == pytest.approx(0.6)
     with pytest.raises(RuntimeError, match="no kernel"):
         kernel_times.breakdown([{"name": "aten::add", "cat": "cpu_op", "dur": 1}], calls=1)
+
+
+BLOCK = [
+    ("elementwise", "others"),
+    ("nvjet_q", "matrix_products"),
+    ("void h100_diffusers_kernels::attention", "attention"),
+    ("nvjet_o", "matrix_products"),
+    ("void h100_diffusers_kernels::gated_residual", "ours"),
+    ("elementwise", "others"),
+    ("elementwise", "others"),
+    ("elementwise", "others"),
+    ("Memcpy DtoD", "others"),
+]
+
+
+def forward_events(blocks, skipped=0):
+    """Kernels of 10 µs, with a gap of 1 µs before each of the third block; events of the host among them."""
+    names = ["embed", *["cos"] * 7, *[name for name, _ in BLOCK] * blocks][: -skipped or None]
+    events, time = [], 1000.0
+    for i, name in enumerate([*names, "layer_norm", "nvjet_out"]):
+        time += 1.0 if 8 + 2 * len(BLOCK) < i < 8 + 3 * len(BLOCK) else 0.0
+        category = "gpu_memcpy" if "Memcpy" in name else "kernel"
+        events.append({"name": name, "cat": category, "ts": time, "dur": 10.0})
+        events.append({"name": "cudaLaunchKernel", "cat": "cuda_runtime", "ts": time, "dur": 1.0})
+        time += 10.0
+    return events
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_kernels_of_a_block_in_the_middle(skipped):
+    """Also where the last block lacks its last kernel. The trace need not be in the order of time."""
+    events = forward_events(5 if skipped else 4, skipped)
+    block = bench_block_timeline.middle_block(events[::-1])
+    assert [(kernel["name"], kernel["class"]) for kernel in block] == BLOCK
+    assert [kernel["start_us"] for kernel in block] == [11.0 * i for i in range(len(BLOCK))]
+    assert [kernel["end_us"] for kernel in block] == [11.0 * i + 10 for i in range(len(BLOCK))]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("n" + "qaof" * 3 + "qaor", (1, 4, 3)),  # a kernel ends a block and begins the next one
+        ("xyz" + "aab" * 4 + "y", (3, 3, 4)),
+        ("cccc" + "qaoqaf" * 2, (4, 6, 2)),
+        ("abc", (0, 0, 0)),
+    ],
+)
+def test_names_that_repeat(names, expected):
+    assert bench_block_timeline.repeated(names) == expected
+
+
+def test_a_trace_without_repeated_blocks_has_no_timeline():
+    with pytest.raises(RuntimeError, match="of 28 kernels none repeat"):
+        bench_block_timeline.middle_block(forward_events(2))
+
+
+def test_a_timeline_needs_a_gpu():
+    result = CliRunner().invoke(bench_block_timeline.main, ["--device", "cpu"])
+    assert result.exit_code == 2 and "a timeline of GPU kernels needs a GPU" in result.output
 
 
 def test_idle_time_is_what_no_kernel_covers():

@@ -54,6 +54,16 @@ def invoke(tmp_path, *results, options=()):
     return CliRunner().invoke(compare_results.main, [*map(str, paths), *options])
 
 
+def test_a_block_is_compared_from_its_first_kernel_to_its_last_one():
+    def kernels(*ends):
+        return [{"name": "a", "class": "ours", "start_us": end - 1, "end_us": end} for end in ends]
+
+    modes = {"eager": kernels(4.0, 30.0, 29.0), "injected": kernels(20.0)}
+    result = {"environment": environment("a"), "model": "LTX", "size": "9x64x96", "modes": modes}
+    rows = compare_results.read(result)
+    assert rows == {("a block of LTX 9x64x96, injected", "eager"): compare_results.Ratio(1.5)}
+
+
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_kept_results_are_read(name):
     for result in history.kept(name):

@@ -182,11 +182,12 @@ def of_training(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
 
 
 def of_timeline(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
-    """Of one block's kernels: the time from the first one's start to the last one's end."""
+    """Of one block's kernels: from the first one's start to the last one's end."""
     ends = {mode: max(k["end_us"] for k in kernels) for mode, kernels in result["modes"].items()}
     for mode, end in ends.items():
         if mode != "eager":
-            yield (f"one block, {mode}", "eager"), Ratio(ends["eager"] / end)
+            label = (f"a block of {result['model']} {result['size']}, {mode}", "eager")
+            yield label, Ratio(ends["eager"] / end)
 
 
 # By what holds the figures in a result: how they are read.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks and benchmarks that need a GPU. Usage: tools/gpu_check.sh [build] [test] [sanitize] [ceilings]
-# [operations] [profile] [accuracy] [models] [pipeline] [host_forward] [graphs] [sequences]
+# [operations] [profile] [accuracy] [models] [block_timeline] [pipeline] [host_forward] [graphs] [sequences]
 #
 # Without arguments all steps run, in this order. After a failed step the next one runs, except after a failed
 # build. Logs go to $OUT (default build/gpu_check), with copies of the JSON that a step adds to
@@ -21,8 +21,8 @@ SEQUENCES=${SEQUENCES:-2500}
 FIRST_SEED=${FIRST_SEED:-0}
 MODELS=${MODELS:-all}
 MODEL_OPTIONS=${MODEL_OPTIONS:-}
-STEPS=(build test sanitize ceilings operations profile accuracy models pipeline host_forward graphs
-  sequences)
+STEPS=(build test sanitize ceilings operations profile accuracy models block_timeline pipeline
+  host_forward graphs sequences)
 
 step_build() {
   "$PYTHON" tools/build_variant.py --backend cuda &&
@@ -80,6 +80,7 @@ of_models() {
   "$PYTHON" "benchmarks/bench_$1.py" --model "$MODELS" ${options[@]+"${options[@]}"}
 }
 step_models() { of_models models; }
+step_block_timeline() { "$PYTHON" benchmarks/bench_block_timeline.py; }
 step_pipeline() { "$PYTHON" benchmarks/bench_pipeline.py; }
 step_host_forward() { "$PYTHON" benchmarks/bench_host_forward.py; }
 
