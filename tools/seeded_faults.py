@@ -38,7 +38,7 @@ PASSED, FAILED = 0, 1  # pytest's exit codes
 @dataclass(frozen=True)
 class Replacement:
     """A change of one file, in which `old` occurs exactly once. `file` is relative to the package, or to the
-    checkout if it begins with kernel_src/, torch-ext/ or tools/."""
+    checkout if it begins with benchmarks/, kernel_src/, torch-ext/ or tools/."""
 
     file: str
     old: str
@@ -47,7 +47,7 @@ class Replacement:
     @property
     def path(self) -> str:
         """The file, relative to the checkout."""
-        is_of_checkout = self.file.startswith(("kernel_src/", "torch-ext/", "tools/"))
+        is_of_checkout = self.file.startswith(("benchmarks/", "kernel_src/", "torch-ext/", "tools/"))
         return self.file if is_of_checkout else PACKAGE + self.file
 
     def apply(self, checkout: Path) -> None:
