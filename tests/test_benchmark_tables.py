@@ -147,7 +147,9 @@ def test_plot_of_a_block(tmp_path):
         assert f">{text}</text>" in plot
     assert "a model, 161 frames 512×768, H200" in plot
     by_label = dict(compare_results.of_timeline(result))
-    assert by_label["a block of a model 161x512x768, injected", "eager"].value == pytest.approx(1234 / 567)
+    assert by_label["a block of a model 161x512x768, injected", "eager"].value == pytest.approx(
+        1234 / 567
+    )
 
     # The matrix products of each mode are drawn to scale.
     bars = re.findall(r'<g id="PolyCollection_[123]">.*? d="([^"]*)"', plot, re.DOTALL)

@@ -47,7 +47,9 @@ class Replacement:
     @property
     def path(self) -> str:
         """The file, relative to the checkout."""
-        is_of_checkout = self.file.startswith(("benchmarks/", "kernel_src/", "torch-ext/", "tools/"))
+        is_of_checkout = self.file.startswith(
+            ("benchmarks/", "kernel_src/", "torch-ext/", "tools/")
+        )
         return self.file if is_of_checkout else PACKAGE + self.file
 
     def apply(self, checkout: Path) -> None:
