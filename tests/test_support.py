@@ -1,7 +1,7 @@
 """The pages of support are current, and what docs/support.toml says is true.
 
-Features that no other file tests are tested here. ``test_behaviour`` applies each feature with an id to a model of
-each family and compares what happens with the table.
+Features that no other file tests are tested here. ``test_behaviour`` applies each feature with an id to a
+model of each family and compares what happens with the table.
 """
 
 import ast
@@ -70,8 +70,8 @@ def test_pages_are_current():
 
 
 def test_named_tests_exist(request):
-    """A name is the beginning of a node id: one case, or all cases of a function. Cases are known only in files
-    that were collected as a whole."""
+    """A name is the beginning of a node id: one case, or all cases of a function. Cases are known only in
+    files that were collected as a whole."""
     option = request.config.option
     collected = collections.defaultdict(list)
     for item in () if option.keyword or option.markexpr else request.session.items:
@@ -274,8 +274,8 @@ RUNS = {
 
 
 def observed(kernel, model, forward, whole):
-    """The behaviour of an injected model, in the words of the table. `whole` belongs to an unchanged model: how
-    often it calls each operator, and what its report leaves alone."""
+    """The behaviour of an injected model, in the words of the table. `whole` belongs to an unchanged model:
+    how often it calls each operator, and what its report leaves alone."""
     calls, report = kernel_calls(forward), kernel.inject_kernels(model)
     fell_back = any(entry.fell_back for entry in report.calls)
     if not calls:

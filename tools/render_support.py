@@ -49,10 +49,10 @@ UNTRIED = {"not tried", "not built"}
 HEAD = """\
 # What works with what
 
-The columns: operations; layers for `kernels.kernelize`; models that `inject_kernels` replaces in full; all other
-models of diffusers, which it replaces in part ([list](injection.md)). An empty cell means that the feature does not
-apply or was not tried there. A word after a family's name holds for that family, a word before it for all others.
-The tests of each feature are in [support_tests.md](support_tests.md).
+The columns: operations; layers for `kernels.kernelize`; models that `inject_kernels` replaces in full; all
+other models of diffusers, which it replaces in part ([list](injection.md)). An empty cell means that the
+feature does not apply or was not tried there. A word after a family's name holds for that family, a word
+before it for all others. The tests of each feature are in [support_tests.md](support_tests.md).
 
 Written by `tools/render_support.py` from `support.toml`.
 """
