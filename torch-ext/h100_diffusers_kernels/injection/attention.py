@@ -228,10 +228,7 @@ def attend(
     query, key, value = (x.unflatten(2, (heads, -1)) for x in (query, key, value))
     if spec.dispatches:
         shared = {"backend": getattr(processor, "_attention_backend", None)}
-        if hasattr(processor, "_parallel_config"):
-            shared["parallel_config"] = processor._parallel_config
-        else:  # before diffusers 0.36
-            options.pop("parallel_config", None)
+        shared["parallel_config"] = processor._parallel_config
         dispatch = sys.modules[spec.library].dispatch_attention_fn
         result = dispatch(query, key, value, attn_mask=mask, **{**shared, **options})
     else:
