@@ -27,7 +27,8 @@ else
   BIN := $(VENV)/bin/
   STAMPS := $(VENV)/.stamp-
 endif
-PIP := $(RUN) -m pip install --disable-pip-version-check -qq
+# Python compiles what it imports. pip would compile all of Torch.
+PIP := $(RUN) -m pip install --disable-pip-version-check --no-compile -qq
 
 # The parts of the environment that targets need. Empty with VENV=none.
 needs = $(if $(STAMPS),$(addprefix $(STAMPS),$(1)))
@@ -49,9 +50,6 @@ test: build $(call needs,test)
 # With the tests marked slow.
 test-all: build $(call needs,test)
 	$(PYTEST) $(PYTEST_ARGS)
-
-# Most of what these two install is never imported, and need not be compiled to bytecode.
-test-versions kernels-ci: export PIP_NO_COMPILE := 1
 
 # The models of each family with older versions of diffusers. An environment is a folder of packages in front of
 # the main environment's.
