@@ -27,7 +27,8 @@ else
   BIN := $(VENV)/bin/
   STAMPS := $(VENV)/.stamp-
 endif
-# Python compiles what it imports. pip would compile all of Torch.
+# Python compiles what it imports, once. pip would compile all of Torch.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(RUN) -m pip install --disable-pip-version-check --no-compile -qq
 
 # The parts of the environment that targets need. Empty with VENV=none.
