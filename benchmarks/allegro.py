@@ -24,14 +24,7 @@ TINY_TRANSFORMER = {
     "caption_channels": 64,
 }
 parse_size = parse_video_size
-
-
-def transformer(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> AllegroTransformer3DModel:
-    """Allegro's transformer, its random weights made on the device."""
-    config = TINY_TRANSFORMER if tiny else TRANSFORMER
-    return models.build(AllegroTransformer3DModel, config, device, dtype, seed)
+transformer = models.builder(AllegroTransformer3DModel, TRANSFORMER, TINY_TRANSFORMER)
 
 
 def rotation(

@@ -29,14 +29,7 @@ TINY_TRANSFORMER = {
     "caption_projection_dim": 128,
 }
 parse_size = parse_image_size
-
-
-def transformer(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> AuraFlowTransformer2DModel:
-    """AuraFlow's transformer, its random weights made on the device."""
-    config = TINY_TRANSFORMER if tiny else TRANSFORMER
-    return models.build(AuraFlowTransformer2DModel, config, device, dtype, seed)
+transformer = models.builder(AuraFlowTransformer2DModel, TRANSFORMER, TINY_TRANSFORMER)
 
 
 def inputs(

@@ -32,14 +32,7 @@ TINY_TRANSFORMER = {
     "time_embed_dim": 64,
 }
 parse_size = parse_video_size
-
-
-def transformer(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> CogVideoXTransformer3DModel:
-    """CogVideoX's transformer, its random weights made on the device."""
-    config = TINY_TRANSFORMER if tiny else TRANSFORMER
-    return models.build(CogVideoXTransformer3DModel, config, device, dtype, seed)
+transformer = models.builder(CogVideoXTransformer3DModel, TRANSFORMER, TINY_TRANSFORMER)
 
 
 def rotation(

@@ -31,14 +31,7 @@ TINY_TRANSFORMER = {
     "adaln_lora_dim": 32,
 }
 parse_size = parse_image_size
-
-
-def transformer(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> CosmosTransformer3DModel:
-    """Cosmos' transformer, its random weights made on the device."""
-    config = TINY_TRANSFORMER if tiny else TRANSFORMER
-    return models.build(CosmosTransformer3DModel, config, device, dtype, seed)
+transformer = models.builder(CosmosTransformer3DModel, TRANSFORMER, TINY_TRANSFORMER)
 
 
 def inputs(

@@ -33,14 +33,7 @@ TINY_TRANSFORMER = {
     "pooled_projection_dim": 32,
 }
 parse_size = parse_image_size
-
-
-def transformer(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> FluxTransformer2DModel:
-    """FLUX.1's transformer, its random weights made on the device."""
-    config = TINY_TRANSFORMER if tiny else TRANSFORMER
-    return models.build(FluxTransformer2DModel, config, device, dtype, seed)
+transformer = models.builder(FluxTransformer2DModel, TRANSFORMER, TINY_TRANSFORMER)
 
 
 def prompt(

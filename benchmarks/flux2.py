@@ -31,14 +31,7 @@ TINY_TRANSFORMER = {
     "joint_attention_dim": 64,
 }
 parse_size = parse_image_size
-
-
-def transformer(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> Flux2Transformer2DModel:
-    """FLUX.2's transformer, its random weights made on the device."""
-    config = TINY_TRANSFORMER if tiny else TRANSFORMER
-    return models.build(Flux2Transformer2DModel, config, device, dtype, seed)
+transformer = models.builder(Flux2Transformer2DModel, TRANSFORMER, TINY_TRANSFORMER)
 
 
 def ids(device: torch.device, *lengths: int) -> torch.Tensor:

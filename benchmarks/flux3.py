@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import flux2
 import models
 import torch
 from diffusers import Flux3Transformer2DModel
@@ -36,20 +37,12 @@ TINY_TRANSFORMER = {
     "joint_attention_dim": 64,
 }
 parse_size = parse_image_size
-
-
-def transformer(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> Flux3Transformer2DModel:
-    """FLUX.3's transformer, its random weights made on the device."""
-    config = TINY_TRANSFORMER if tiny else TRANSFORMER
-    return models.build(Flux3Transformer2DModel, config, device, dtype, seed)
+transformer = models.builder(Flux3Transformer2DModel, TRANSFORMER, TINY_TRANSFORMER)
 
 
 def ids(device: torch.device, *lengths: int) -> torch.Tensor:
     """Positions along frames, rows, columns and text: (product of lengths, 4), float32."""
-    axes = [torch.arange(length, device=device) for length in lengths]
-    return torch.cartesian_prod(*axes).float()
+    return flux2.ids(device, *lengths)[0].float()
 
 
 def inputs(

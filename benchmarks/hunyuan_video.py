@@ -29,14 +29,7 @@ TINY_TRANSFORMER = {
     "pooled_projection_dim": 32,
 }
 parse_size = parse_video_size
-
-
-def transformer(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> HunyuanVideoTransformer3DModel:
-    """HunyuanVideo's transformer, its random weights made on the device."""
-    config = TINY_TRANSFORMER if tiny else TRANSFORMER
-    return models.build(HunyuanVideoTransformer3DModel, config, device, dtype, seed)
+transformer = models.builder(HunyuanVideoTransformer3DModel, TRANSFORMER, TINY_TRANSFORMER)
 
 
 def inputs(

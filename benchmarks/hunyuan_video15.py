@@ -30,14 +30,7 @@ TINY_TRANSFORMER = {
     "image_embed_dim": 32,
 }
 parse_size = parse_video_size
-
-
-def transformer(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> HunyuanVideo15Transformer3DModel:
-    """HunyuanVideo 1.5's transformer, its random weights made on the device."""
-    config = TINY_TRANSFORMER if tiny else TRANSFORMER
-    return models.build(HunyuanVideo15Transformer3DModel, config, device, dtype, seed)
+transformer = models.builder(HunyuanVideo15Transformer3DModel, TRANSFORMER, TINY_TRANSFORMER)
 
 
 def inputs(

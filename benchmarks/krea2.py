@@ -33,14 +33,7 @@ TINY_TRANSFORMER = {
     "num_refiner_text_blocks": 1,
 }
 parse_size = parse_image_size
-
-
-def transformer(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> Krea2Transformer2DModel:
-    """Krea 2's transformer, its random weights made on the device."""
-    config = TINY_TRANSFORMER if tiny else TRANSFORMER
-    return models.build(Krea2Transformer2DModel, config, device, dtype, seed)
+transformer = models.builder(Krea2Transformer2DModel, TRANSFORMER, TINY_TRANSFORMER)
 
 
 def inputs(

@@ -92,20 +92,8 @@ def parse_size(text: str) -> VideoSize:
     return size
 
 
-def transformer(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> LTXVideoTransformer3DModel:
-    """LTX-Video's transformer, its random weights made on the device."""
-    config = TINY_TRANSFORMER if tiny else {}
-    return models.build(LTXVideoTransformer3DModel, config, device, dtype, seed)
-
-
-def vae(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> AutoencoderKLLTXVideo:
-    """LTX-Video's autoencoder, its random weights made on the device."""
-    config = TINY_VAE if tiny else {}
-    return models.build(AutoencoderKLLTXVideo, config, device, dtype, seed)
+transformer = models.builder(LTXVideoTransformer3DModel, {}, TINY_TRANSFORMER)
+vae = models.builder(AutoencoderKLLTXVideo, {}, TINY_VAE)
 
 
 def pipeline(transformer: LTXVideoTransformer3DModel, vae: AutoencoderKLLTXVideo) -> LTXPipeline:

@@ -33,14 +33,7 @@ TINY_TRANSFORMER = {
     "caption_channels": 64,
 }
 parse_size = ltx.parse_size
-
-
-def transformer(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> LTX2VideoTransformer3DModel:
-    """LTX-2's transformer, its random weights made on the device."""
-    config = TINY_TRANSFORMER if tiny else TRANSFORMER
-    return models.build(LTX2VideoTransformer3DModel, config, device, dtype, seed)
+transformer = models.builder(LTX2VideoTransformer3DModel, TRANSFORMER, TINY_TRANSFORMER)
 
 
 def inputs(

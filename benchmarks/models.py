@@ -97,6 +97,20 @@ def build(
     return randomize(model, dtype)
 
 
+def builder(
+    cls: type, config: Mapping[str, object], tiny_config: Mapping[str, object]
+) -> Callable[..., Any]:
+    """A published model's `transformer`, or another of its models: `build`, with the tiny configuration if
+    asked for."""
+
+    def build_published(
+        device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
+    ) -> Any:
+        return build(cls, tiny_config if tiny else config, device, dtype, seed)
+
+    return build_published
+
+
 def normal(device: torch.device, dtype: torch.dtype, seed: int) -> Callable[..., torch.Tensor]:
     """What draws normal tensors of the shapes that it is given, in float32, and rounds them."""
     generator = torch.Generator(device).manual_seed(seed)

@@ -25,14 +25,7 @@ TINY_TRANSFORMER = {
     "joint_attention_dim": 64,
 }
 parse_size = parse_image_size
-
-
-def transformer(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> QwenImageTransformer2DModel:
-    """Qwen-Image's transformer, its random weights made on the device."""
-    config = TINY_TRANSFORMER if tiny else TRANSFORMER
-    return models.build(QwenImageTransformer2DModel, config, device, dtype, seed)
+transformer = models.builder(QwenImageTransformer2DModel, TRANSFORMER, TINY_TRANSFORMER)
 
 
 def inputs(

@@ -34,14 +34,7 @@ TINY_TRANSFORMER = {
     "sample_size": 16,
 }
 parse_size = parse_image_size
-
-
-def transformer(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> SD3Transformer2DModel:
-    """Stable Diffusion 3.5's transformer, its random weights made on the device."""
-    config = TINY_TRANSFORMER if tiny else TRANSFORMER
-    return models.build(SD3Transformer2DModel, config, device, dtype, seed)
+transformer = models.builder(SD3Transformer2DModel, TRANSFORMER, TINY_TRANSFORMER)
 
 
 def inputs(

@@ -45,14 +45,7 @@ TINY_TRANSFORMER = {
 }
 TIME_IDS = 6  # original size, corner, target size
 parse_size = parse_image_size
-
-
-def transformer(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> UNet2DConditionModel:
-    """Stable Diffusion XL's UNet, its random weights made on the device."""
-    config = TINY_TRANSFORMER if tiny else TRANSFORMER
-    return models.build(UNet2DConditionModel, config, device, dtype, seed)
+transformer = models.builder(UNet2DConditionModel, TRANSFORMER, TINY_TRANSFORMER)
 
 
 def inputs(

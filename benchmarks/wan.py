@@ -29,14 +29,7 @@ TINY_TRANSFORMER = {
     "ffn_dim": 512,
 }
 parse_size = parse_video_size
-
-
-def transformer(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> WanTransformer3DModel:
-    """Wan's transformer, its random weights made on the device."""
-    config = TINY_TRANSFORMER if tiny else TRANSFORMER
-    return models.build(WanTransformer3DModel, config, device, dtype, seed)
+transformer = models.builder(WanTransformer3DModel, TRANSFORMER, TINY_TRANSFORMER)
 
 
 def inputs(

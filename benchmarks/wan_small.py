@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import models
-import torch
 from diffusers import WanTransformer3DModel
 from wan import (  # noqa: F401
     BATCH,
@@ -20,11 +19,4 @@ NAME, TINY_NAME = "Wan 2.1 1.3B, 6 blocks", "tiny Wan 2.1 1.3B"
 RESULT = "wan_small"
 TRANSFORMER = {"num_layers": 6, "num_attention_heads": 12, "ffn_dim": 8960}
 PUBLISHED_BLOCKS = {"blocks": 30}
-
-
-def transformer(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> WanTransformer3DModel:
-    """Wan's transformer, its random weights made on the device."""
-    config = TINY_TRANSFORMER if tiny else TRANSFORMER
-    return models.build(WanTransformer3DModel, config, device, dtype, seed)
+transformer = models.builder(WanTransformer3DModel, TRANSFORMER, TINY_TRANSFORMER)

@@ -27,14 +27,7 @@ TINY_TRANSFORMER = {
     "cap_feat_dim": 64,
 }
 parse_size = parse_image_size
-
-
-def transformer(
-    device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-) -> ZImageTransformer2DModel:
-    """Z-Image's transformer, its random weights made on the device."""
-    config = TINY_TRANSFORMER if tiny else TRANSFORMER
-    return models.build(ZImageTransformer2DModel, config, device, dtype, seed)
+transformer = models.builder(ZImageTransformer2DModel, TRANSFORMER, TINY_TRANSFORMER)
 
 
 def inputs(
