@@ -81,7 +81,6 @@ for label, names in {
     "families": targets.IN_FULL,
     "in_part": tuple(targets.WITHOUT_FAMILY),
     "ltx": ("models",),
-    "flux": ("flux",),
 }.items():
     for other in ("eager", "compiled"):
         FIGURES[f"{label}_over_{other}"] = functools.partial(
@@ -107,31 +106,13 @@ def full_speed_after(results: Path) -> str:
 @figure
 def families_graphs_over_injected(results: Path) -> str:
     """The forwards with CUDA graphs over those without, of the table of all models, those in full."""
-    measured = targets.of_one_build(results)
-    ratios = []
-    for result in (measured[name] for name in targets.IN_FULL if name in measured):
-        for size in result["sizes"].values():
-            modes = size["weights"]["peaked"]["modes"]
-            if models.GRAPHS in modes:
-                times_ms = [modes[mode]["ms"]["median"] for mode in ("injected", models.GRAPHS)]
-                ratios.append(times_ms[0] / times_ms[1])
-    return span(ratios) if ratios else NOT_MEASURED
+    return span([f.graphs_over_injected for f in forwards_of(results, targets.IN_FULL)])
 
 
 @figure
 def pipeline_over_eager(results: Path) -> str:
     videos = load(results, "pipeline")["videos"].values()
     return span([entry["speedups"]["injected"]["eager"] for entry in videos])
-
-
-def host_share(results: Path, model: str) -> str:
-    """The host's time of the injected forward, of eager's; as published."""
-    gathered = targets.gathered_hosts(results) or load(results, "host_forward")
-    return span(targets.host_shares(gathered, model))
-
-
-FIGURES["ltx_host_share"] = functools.partial(host_share, model="LTX-Video")
-FIGURES["flux_host_share"] = functools.partial(host_share, model="FLUX.1")
 
 
 @figure
