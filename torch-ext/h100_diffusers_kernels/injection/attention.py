@@ -96,7 +96,7 @@ class AttentionSpec(PatchSpec):
             return NOT_WANTED
         if not is_native(module.processor, self.dispatches):
             return CHOSEN
-        reason = why_not_head_dim(head_dim_of(module)) or why_not_dtype(weight_dtype(module))
+        reason = why_not_head_dim(head_dim_of(module)) or why_not_dtype(module)
         return None if reason is None else f"{OWN_ATTENTION}: {reason}"
 
     def describe(self, module: Any, injection: Injection) -> str:
@@ -124,16 +124,12 @@ def why_not_head_dim(head_dim: int | None) -> str | None:
     return f"its heads have {head_dim} elements, and the kernel's {known}"
 
 
-def weight_dtype(module: nn.Module) -> torch.dtype | None:
-    """That of an attention's first linear layer."""
+def why_not_dtype(module: nn.Module) -> str | None:
+    """Why the kernel does not take what the attention's first linear layer computes, as a clause."""
     weights = (getattr(child, "weight", None) for child in module.children())
-    return next((w.dtype for w in weights if isinstance(w, Tensor) and w.dim() == 2), None)
-
-
-def why_not_dtype(dtype: torch.dtype | None) -> str | None:
-    """Why the kernel does not take tensors of this dtype, as a clause."""
-    is_wide = dtype in (torch.float32, torch.float64)  # other dtypes are those of quantized weights
-    return f"no kernel for {dtype_name(dtype)}" if dtype is not None and is_wide else None
+    dtype = next((w.dtype for w in weights if isinstance(w, Tensor) and w.dim() == 2), None)
+    # Other dtypes are those of quantized weights.
+    return f"no kernel for {dtype_name(dtype)}" if dtype in (torch.float32, torch.float64) else None
 
 
 def is_native(processor: Any, dispatches: bool) -> bool:
@@ -227,10 +223,10 @@ def attend(
     dtype = query.dtype
     query, key, value = (x.unflatten(2, (heads, -1)) for x in (query, key, value))
     if spec.dispatches:
-        shared = {"backend": getattr(processor, "_attention_backend", None)}
-        shared["parallel_config"] = processor._parallel_config
+        backend = getattr(processor, "_attention_backend", None)
+        chosen: Any = {"backend": backend, "parallel_config": processor._parallel_config}
         dispatch = sys.modules[spec.library].dispatch_attention_fn
-        result = dispatch(query, key, value, attn_mask=mask, **{**shared, **options})
+        result = dispatch(query, key, value, attn_mask=mask, **{**chosen, **options})
     else:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         sdpa = torch.nn.functional.scaled_dot_product_attention

@@ -47,7 +47,6 @@ from .attention import (
     key_bias_of,
     project_out,
     query_key_value,
-    weight_dtype,
     why_not_dtype,
     why_not_head_dim,
 )
@@ -351,7 +350,7 @@ class ProcessorSpec(PatchSpec):
             return copy
         if not is_native(module.processor, copy.dispatches):
             return CHOSEN
-        reason = why_not_dtype(weight_dtype(module))
+        reason = why_not_dtype(module)
         return None if reason is None else f"{OWN_ATTENTION}: {reason}"
 
 
