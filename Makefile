@@ -29,7 +29,8 @@ else
 endif
 # Python compiles what it imports, once. pip would compile all of Torch.
 unexport PYTHONDONTWRITEBYTECODE
-PIP := $(RUN) -m pip install --disable-pip-version-check --no-compile -qq
+PIP_INSTALL := -m pip install --disable-pip-version-check --no-compile -qq
+PIP := $(RUN) $(PIP_INSTALL)
 
 # The parts of the environment that targets need. Empty with VENV=none.
 needs = $(if $(STAMPS),$(addprefix $(STAMPS),$(1)))
@@ -75,7 +76,7 @@ $(KERNELS_CI)/.installed: flake.nix tools/kernel_builder_tests.py requirements/t
 	rm -rf $(@D)
 	$(MAKE) VENV=$(@D) $(@D)/.stamp-torch
 	$(RUN) tools/kernel_builder_tests.py --requirements > $(@D)/requirements.txt
-	$(@D)/bin/python -m pip install --disable-pip-version-check -qq -r $(@D)/requirements.txt -c requirements/example.txt
+	$(@D)/bin/python $(PIP_INSTALL) -r $(@D)/requirements.txt -c requirements/example.txt
 	@touch $@
 
 build: $(call needs,example $(if $(filter-out 0,$(HAS_GPU)),cuda-compiler))

@@ -18,6 +18,8 @@ import yaml
 from diffusers import LTXPipeline
 
 import render_docs
+from builder.card import render_card
+from builder.package import read_toml
 from conftest import CHECKOUT
 from inputs import TABLE
 from ltx_models import pipeline, prompts, snapshot
@@ -183,8 +185,7 @@ def small_ltx_video(monkeypatch, device, tmp_path):
 
 def card():
     """As the Hub shows it, with the values that kernel-builder fills in."""
-    text = (CHECKOUT / "CARD.md").read_text(encoding="utf-8")
-    return text.replace("{{ repo_id }}", "org/h100-diffusers-kernels").replace("{{version}}", "1")
+    return render_card(CHECKOUT, read_toml(CHECKOUT)["general"])
 
 
 @pytest.mark.usefixtures("_one_thread")
