@@ -218,6 +218,18 @@ def test_attention_that_is_chosen_later_is_counted(kernel, device, family, choos
     assert f"calls with the model's own attention: {total} x {module}: {OWN}{reason}" in str(report)
 
 
+@pytest.mark.usefixtures("_no_backend_stays")
+@pytest.mark.parametrize("choose", [choose_backend, ask_for_a_gradient])
+def test_a_choice_after_attention_was_left_to_the_model_is_not_counted(kernel, device, choose):
+    """The report has said that attention is the model's own: the calls are as promised."""
+    family = FAMILIES["flux"]
+    model = family.model(device, torch.bfloat16, heads=2, head_dim=64)
+    report = kernel.inject_kernels(model, attention=False)
+    choose(model, family.inputs(device, torch.bfloat16))
+    attentions = [calls for calls in report.calls if calls.module == "FluxAttention"]
+    assert [(calls.on_kernels, calls.own_attention) for calls in attentions] == [(1, {})] * 4
+
+
 def test_names_in_the_report(kernel, device):
     """Each name is there, with a star for indices, in lines of at most 100 characters."""
     report = kernel.inject_kernels(FAMILIES["flux"].model(device, torch.bfloat16))

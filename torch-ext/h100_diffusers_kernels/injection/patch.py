@@ -33,7 +33,7 @@ from .checks import (
     replaced_function,
     why_intercepted,
 )
-from .report import InjectionReport
+from .report import OWN_ATTENTION, InjectionReport
 
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -170,9 +170,11 @@ class Call:
             self.is_counted = False
 
     def leave_attention(self, reason: str) -> None:
-        """Counts that the model's own code computes only attention, as the user chose; no fall-back."""
+        """Counts that the model's own code computes only attention, as the user chose, unless the report said
+        so, for any reason. It is no fall-back."""
         count = self.stand_in.count
-        if not torch.compiler.is_dynamo_compiling() and reason not in count.reported:
+        is_reported = any(known.startswith(OWN_ATTENTION) for known in count.reported)
+        if not torch.compiler.is_dynamo_compiling() and not is_reported:
             count.own_attention[reason] += 1
             self.is_counted = False
 
