@@ -10,7 +10,8 @@
 // again, and rescales the tile's probabilities, l and O. For 64 peaked rows and thousands of keys this
 // happens one to four times.
 //
-// Above 2^120 the row becomes NaN, and its query tile is recomputed with OnlineSoftmax.
+// From 2^120 on the sum may have overflowed, and the scores have been overwritten. The warp then computes
+// them again (attention_recompute.cuh), and raises m to the maximum as OnlineSoftmax does.
 #pragma once
 
 #include <algorithm>
@@ -46,10 +47,12 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
   __device__ __forceinline__ explicit LazySoftmax(const AttentionKernelParams& params)
       : Base(params.score_scale), exponent_(params.reference_exponent) {}
 
-  // Converts the scores of the next tile to probabilities, and rescales O if m rises.
+  // Converts the scores of the next tile to probabilities, and rescales O if m rises. recompute(scores)
+  // computes the scores again.
+  template <class Recompute>
   __device__ __forceinline__ void process_tile(Scores<Tile>& scores, bool is_first,
-                                               Accumulators<Tile>& accumulators,
-                                               Probabilities& probabilities) {
+                                               Accumulators<Tile>& accumulators, Probabilities& probabilities,
+                                               const Recompute& recompute) {
     typename Base::PartialSums part;
     exponentiate_tile(scores, is_first, part);
     // Rounding comes before the branch, so that it is interleaved with the exponentials.
@@ -57,7 +60,7 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
     float sum[2];
     Base::reduce_partial_sums(part, sum);
     if (!are_within(sum)) {
-      raise_reference(scores, sum, accumulators);
+      raise_reference(scores, sum, accumulators, recompute);
       this->template round<Probability>(scores, probabilities);
     }
     this->add_to_row_sums(sum);
@@ -69,10 +72,11 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
     exponentiate_tile(scores, is_first, part);
     Base::reduce_partial_sums(part, sum);
   }
+  template <class Recompute>
   __device__ __forceinline__ void finish_tile(Scores<Tile>& scores, float (&sum)[2],
-                                              Accumulators<Tile>& accumulators,
-                                              Probabilities& probabilities) {
-    if (!are_within(sum)) raise_reference(scores, sum, accumulators);
+                                              Accumulators<Tile>& accumulators, Probabilities& probabilities,
+                                              const Recompute& recompute) {
+    if (!are_within(sum)) raise_reference(scores, sum, accumulators, recompute);
     this->template round<Probability>(scores, probabilities);
     this->add_to_row_sums(sum);
   }
@@ -91,16 +95,34 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
     return __all_sync(~0u, sum[0] <= kLargestHalf && sum[1] <= kLargestHalf);  // NaN fails.
   }
 
-  // Raises m so that l of each row, including this tile, is in [2^exponent_, 2^(exponent_ + 1)).
-  __device__ __forceinline__ void raise_reference(Scores<Tile>& probabilities, float (&sum)[2],
-                                                  Accumulators<Tile>& accumulators) {
+  template <class Recompute>
+  __device__ __forceinline__ void raise_reference(Scores<Tile>& scores, float (&sum)[2],
+                                                  Accumulators<Tile>& accumulators,
+                                                  const Recompute& recompute) {
     constexpr float kTooLarge = 0x1p120f;
+    const float total[2] = {row_total(this->row_sum_[0] + sum[0]), row_total(this->row_sum_[1] + sum[1])};
+    if (__all_sync(~0u, total[0] < kTooLarge && total[1] < kTooLarge)) {
+      raise_by_powers_of_2(scores, sum, total, accumulators);
+    } else {
+      recompute(scores);
+      float maximum[2];
+      this->find_maxima(scores, maximum);
+      this->raise_reference_to(maximum, static_cast<float>(exponent_), accumulators);
+      typename Base::PartialSums part;
+      this->exponentiate(scores, part);
+      Base::reduce_partial_sums(part, sum);
+    }
+  }
+
+  // Raises m so that l of each row, including this tile, is in [2^exponent_, 2^(exponent_ + 1)).
+  __device__ __forceinline__ void raise_by_powers_of_2(Scores<Tile>& probabilities, float (&sum)[2],
+                                                       const float (&total)[2],
+                                                       Accumulators<Tile>& accumulators) {
     float factor[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float total = row_total(this->row_sum_[row] + sum[row]);
-      const int rise = max(exponent_of(total) - exponent_, 0);
-      factor[row] = total < kTooLarge ? power_of_2(-rise) : NAN;
+      const int rise = max(exponent_of(total[row]) - exponent_, 0);
+      factor[row] = power_of_2(-rise);
       this->reference_[row] += static_cast<float>(rise);
       this->row_sum_[row] *= factor[row];
       sum[row] *= factor[row];
@@ -110,7 +132,7 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
   }
 
   static constexpr int kMantissaBits = 23, kExponentBias = 127;
-  // x: a positive normal number, 0 or NaN
+  // x: a positive normal number or 0
   __device__ __forceinline__ static int exponent_of(float x) {
     return (__float_as_int(x) >> kMantissaBits) - kExponentBias;
   }

@@ -128,6 +128,20 @@ class RowSoftmax {
     for (int row = 0; row < 2; ++row) sum[row] = Tile::kHasOnes ? 0.0f : part[row][0] + part[row][1];
   }
 
+  // Raises m so that 2^(maximum - m) is at most 2^exponent in each row, given this thread's maxima.
+  __device__ __forceinline__ void raise_reference_to(const float (&maximum)[2], float exponent,
+                                                     Accumulators<Tile>& accumulators) {
+    float factor[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float reference = maximum_of(reference_of(row_maximum(maximum[row]), exponent), reference_[row]);
+      factor[row] = fast_exp2(reference_[row] - reference);
+      reference_[row] = reference;
+      row_sum_[row] *= factor[row];
+    }
+    scale_rows(accumulators, factor);
+  }
+
   template <typename Probability>
   __device__ __forceinline__ static void round(const Scores<Tile>& scores, Probabilities& probabilities) {
 #pragma unroll
@@ -157,9 +171,10 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
       : Base(params.score_scale) {}
 
   // Converts the scores of the next key tile to probabilities, and rescales O if m rises.
+  template <class... Unused>
   __device__ __forceinline__ void process_tile(Scores<Tile>& scores, bool is_first,
-                                               Accumulators<Tile>& accumulators,
-                                               Probabilities& probabilities) {
+                                               Accumulators<Tile>& accumulators, Probabilities& probabilities,
+                                               const Unused&...) {
     if (is_first)
       this->set_reference(scores, kExponent);
     else
@@ -179,17 +194,7 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
     this->find_maxima(scores, maximum);
     const bool is_within =  // false for NaN
         maximum[0] <= this->reference_[0] + kExponent && maximum[1] <= this->reference_[1] + kExponent;
-    if (__all_sync(~0u, is_within)) return;
-    float factor[2];
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const float reference =
-          maximum_of(Base::reference_of(row_maximum(maximum[row]), kExponent), this->reference_[row]);
-      factor[row] = fast_exp2(this->reference_[row] - reference);
-      this->reference_[row] = reference;
-      this->row_sum_[row] *= factor[row];
-    }
-    scale_rows(accumulators, factor);
+    if (!__all_sync(~0u, is_within)) this->raise_reference_to(maximum, kExponent, accumulators);
   }
 
   // The largest probability is 2^kExponent, the largest power of 2 of float16.
