@@ -54,6 +54,7 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
                                                Accumulators<Tile>& accumulators, Probabilities& probabilities,
                                                const Recompute& recompute) {
     typename Base::PartialSums part;
+    if (follows_maximum_) follow_maximum(scores, accumulators);
     exponentiate_tile(scores, is_first, part);
     // Rounding comes before the branch, so that it is interleaved with the exponentials.
     this->template round<Probability>(scores, probabilities);
@@ -64,6 +65,13 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
       this->template round<Probability>(scores, probabilities);
     }
     this->add_to_row_sums(sum);
+  }
+
+  // Whether m follows the maximum, as in OnlineSoftmax, from the first overflow on.
+  __device__ __forceinline__ bool follows_maximum() const { return follows_maximum_; }
+  __device__ __forceinline__ void follow_maximum(const Scores<Tile>& scores,
+                                                 Accumulators<Tile>& accumulators) {
+    Base::follow_maximum(scores, static_cast<float>(exponent_), accumulators);
   }
 
   // The same in two steps. Only the second accesses O and the rounded probabilities.
@@ -101,13 +109,12 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
                                                   const Recompute& recompute) {
     constexpr float kTooLarge = 0x1p120f;
     const float total[2] = {row_total(this->row_sum_[0] + sum[0]), row_total(this->row_sum_[1] + sum[1])};
-    if (__all_sync(~0u, total[0] < kTooLarge && total[1] < kTooLarge)) {
+    if (follows_maximum_ || __all_sync(~0u, total[0] < kTooLarge && total[1] < kTooLarge)) {
       raise_by_powers_of_2(scores, sum, total, accumulators);
     } else {
       recompute(scores);
-      float maximum[2];
-      this->find_maxima(scores, maximum);
-      this->raise_reference_to(maximum, static_cast<float>(exponent_), accumulators);
+      follows_maximum_ = true;
+      follow_maximum(scores, accumulators);
       typename Base::PartialSums part;
       this->exponentiate(scores, part);
       Base::reduce_partial_sums(part, sum);
@@ -132,7 +139,7 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
   }
 
   static constexpr int kMantissaBits = 23, kExponentBias = 127;
-  // x: a positive normal number or 0
+  // x: a positive normal number, 0 or NaN
   __device__ __forceinline__ static int exponent_of(float x) {
     return (__float_as_int(x) >> kMantissaBits) - kExponentBias;
   }
@@ -141,6 +148,7 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
   }
 
   int exponent_;
+  bool follows_maximum_ = false;
 };
 
 }  // namespace h100_diffusers_kernels

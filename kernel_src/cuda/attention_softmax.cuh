@@ -128,9 +128,14 @@ class RowSoftmax {
     for (int row = 0; row < 2; ++row) sum[row] = Tile::kHasOnes ? 0.0f : part[row][0] + part[row][1];
   }
 
-  // Raises m so that 2^(maximum - m) is at most 2^exponent in each row, given this thread's maxima.
-  __device__ __forceinline__ void raise_reference_to(const float (&maximum)[2], float exponent,
-                                                     Accumulators<Tile>& accumulators) {
+  // Raises m where a score exceeds m + exponent, to its row's maximum - exponent, and rescales l and O.
+  __device__ __forceinline__ void follow_maximum(const Scores<Tile>& scores, float exponent,
+                                                 Accumulators<Tile>& accumulators) {
+    float maximum[2];
+    find_maxima(scores, maximum);
+    const bool is_within =  // false for NaN
+        maximum[0] <= reference_[0] + exponent && maximum[1] <= reference_[1] + exponent;
+    if (__all_sync(~0u, is_within)) return;
     float factor[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -178,7 +183,7 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
     if (is_first)
       this->set_reference(scores, kExponent);
     else
-      raise_reference(scores, accumulators);
+      this->follow_maximum(scores, kExponent, accumulators);
     typename Base::PartialSums part;
     float sum[2];
     this->exponentiate(scores, part);
@@ -188,15 +193,6 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
   }
 
  private:
-  __device__ __forceinline__ void raise_reference(const Scores<Tile>& scores,
-                                                  Accumulators<Tile>& accumulators) {
-    float maximum[2];
-    this->find_maxima(scores, maximum);
-    const bool is_within =  // false for NaN
-        maximum[0] <= this->reference_[0] + kExponent && maximum[1] <= this->reference_[1] + kExponent;
-    if (!__all_sync(~0u, is_within)) this->raise_reference_to(maximum, kExponent, accumulators);
-  }
-
   // The largest probability is 2^kExponent, the largest power of 2 of float16.
   static constexpr float kExponent = std::is_same_v<Probability, __half> ? 15 : 0;
 };

@@ -166,6 +166,10 @@ class StreamCompute {
       float sum[2];
       keys_.release_keys();
       finish_scores(scores, key_count - key, has_padding);
+      if (softmax.follows_maximum()) {
+        wgmma_wait_group();
+        softmax.follow_maximum(scores, accumulators);
+      }
       softmax.start_tile(scores, key == 0, sum);
       // Waiting for the values first keeps the wait for the products after the exponentials.
       compiler_fence(scores);
