@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import functional
 from ..conditions import is_differentiated, kernels_take, may_write
 from .attention import AttentionSpec, attend, forward_with_tables, norm_and_rotate
-from .blocks import BlockSpec, begin, finish, norm_prologue, two_stream_block
+from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue, two_stream_block
 from .checks import KnownClass, is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
@@ -94,7 +94,8 @@ def _single_block_forward(
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
     )
-    branches, hands_over = ((x, attention_out, gate),), x.dtype != torch.float16
+    branches = (ResidualBranch(x, attention_out, gate),)
+    hands_over = x.dtype != torch.float16
     (x,) = finish(call, self, _SINGLE, branches, (temb_mod,), hands_over=hands_over)
     x = clip_to_float16(x)
     return (x[:, :text_seq_len], x[:, text_seq_len:]) if split_hidden_states else x

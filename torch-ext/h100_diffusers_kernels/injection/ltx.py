@@ -23,7 +23,7 @@ from torch import Tensor
 from ..conditions import kernels_run_on, kernels_take, tracks_derivatives
 from ..functional import CoordinateRope
 from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
-from .blocks import BlockSpec, begin, finish, table_prologue
+from .blocks import BlockSpec, ResidualBranch, begin, finish, table_prologue
 from .cache import cached
 from .checks import has_hooks, has_own_forward
 from .embeddings import TIMESTEPS
@@ -67,7 +67,7 @@ def _block_forward(
     )
     modulation = (scale_mlp, shift_mlp)
     x, normalized = residual_norm(call, self, "norm2", x, attention_out, None, *modulation)
-    branch = (x, feed_forward(modules["ff"], normalized), gate_mlp)
+    branch = ResidualBranch(x, feed_forward(modules["ff"], normalized), gate_mlp)
     (x,) = finish(call, self, _PROLOGUES, (branch,), (temb,))
     return x
 

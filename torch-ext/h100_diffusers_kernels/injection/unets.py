@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..conditions import is_differentiated, kernels_take, tracks_derivatives
 from ..conditions import is_plain as is_plain_tensor
-from .blocks import BlockSpec, begin, finish, norm_prologue
+from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue
 from .checks import KnownClass, find_class, is_plain, why_not_plain
 from .forward_state import ModelSpec, forward_with_state
 from .linears import feed_forward, linear, run_dropout, why_not_silu
@@ -196,7 +196,7 @@ def _block_forward(
             **more,
         )
     x, normalized = residual_norm(call, self, "norm3", x, attention_out, None)
-    branch = (x, feed_forward(modules["ff"], normalized), None)
+    branch = ResidualBranch(x, feed_forward(modules["ff"], normalized))
     (x,) = finish(call, self, _PROLOGUES, (branch,), (), hands_over=add_positions is None)
     return x
 
