@@ -21,15 +21,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..conditions import is_differentiated, kernels_take, tracks_derivatives
+from .. import functional
+from ..conditions import (
+    is_differentiated,
+    kernels_take,
+    same_dtype_and_unit_stride,
+    tracks_derivatives,
+)
 from ..conditions import is_plain as is_plain_tensor
+from .attention_processors import run_bare_attention
 from .blocks import BlockSpec, begin, finish, norm_prologue
-from .checks import KnownClass, find_class, is_plain, why_not_plain
+from .checks import KnownClass, find_class, is_plain, replaced_function, why_not_plain
 from .forward_state import ModelSpec, forward_with_state
-from .linears import feed_forward, linear, run_dropout, why_not_silu
+from .linears import (
+    DROPOUT,
+    FEED_FORWARD,
+    GEGLU,
+    feed_forward,
+    linear,
+    plain_weights,
+    run_dropout,
+    why_not_silu,
+)
 from .norm_modules import apply_group_norm
 from .norms import apply_norm, residual_norm
-from .patch import Call, ExactSpec
+from .patch import Call, ExactSpec, is_bare
 
 _GROUP_NORM = KnownClass("torch.nn:GroupNorm", "torch.nn.functional:group_norm")
 _CONV = KnownClass("torch.nn:Conv2d", "torch.nn.functional:conv2d", "torch.nn:Conv2d._conv_forward")
@@ -179,26 +195,49 @@ def _block_forward(
         (((normalized,), _),) = begin(call, self, _PROLOGUES, (x,), ())
     else:
         normalized = add_positions(apply_norm(call, self, "norm1", x))
-    attention_out = modules["attn1"](
-        normalized,
-        encoder_hidden_states=encoder_hidden_states if self.only_cross_attention else None,
-        attention_mask=attention_mask,
-        **more,
-    )
+    c = encoder_hidden_states if self.only_cross_attention else None
+    attention_out = _attention(modules["attn1"], normalized, c, attention_mask, more)
     if modules.get("attn2") is not None:
         x, normalized = residual_norm(call, self, "norm2", x, attention_out, None)
         if add_positions is not None:
             normalized = add_positions(normalized)
-        attention_out = modules["attn2"](
-            normalized,
-            encoder_hidden_states=encoder_hidden_states,
-            attention_mask=encoder_attention_mask,
-            **more,
-        )
+        c = encoder_hidden_states
+        attention_out = _attention(modules["attn2"], normalized, c, encoder_attention_mask, more)
     x, normalized = residual_norm(call, self, "norm3", x, attention_out, None)
-    branch = (x, feed_forward(modules["ff"], normalized), None)
+    branch = (x, _feed_forward(modules["ff"], normalized), None)
     (x,) = finish(call, self, _PROLOGUES, (branch,), (), hands_over=add_positions is None)
     return x
+
+
+def _attention(module: Any, x: Tensor, c: Any, mask: Any, more: dict[str, Any]) -> Tensor:
+    """An attention module's result, without a module call if it is plain."""
+    if mask is None and not more and same_dtype_and_unit_stride(x):
+        out = run_bare_attention(module, x, c)
+        if out is not None:
+            return out
+    return module(x, encoder_hidden_states=c, attention_mask=mask, **more)
+
+
+def _feed_forward(module: Any, x: Tensor) -> Tensor:
+    """``module(x)``; a plain GEGLU and its linear layers without module calls."""
+    net = module._modules.get("net")
+    if (
+        is_plain(module, FEED_FORWARD)
+        and type(net) is nn.ModuleList
+        and len(net._modules) == 3
+        and same_dtype_and_unit_stride(x)
+    ):
+        geglu, dropout, out = net._modules.values()
+        if is_bare(GEGLU, geglu) and is_plain(dropout, DROPOUT) and not dropout.training:
+            stand_in = geglu.__dict__["forward"].__self__
+            layers = plain_weights(x.dtype, geglu._modules["proj"], out)
+            if layers is not None and not (
+                "gelu" in geglu.__dict__ or replaced_function(stand_in.functions)
+            ):
+                stand_in.count.on_kernels += 1
+                product = torch.nn.functional.linear
+                return product(functional.geglu(product(x, *layers[0])), *layers[1])
+    return feed_forward(module, x)
 
 
 BASIC_BLOCK = _BasicBlockSpec(
