@@ -143,7 +143,7 @@ def _attention(
     if query.dtype not in ATTENTION_DTYPES:
         reason = f"no kernel for {dtype_name(query.dtype)}"
     elif head_dim not in ATTENTION_HEAD_DIMS:
-        reason = f"its heads have {head_dim} elements"
+        reason = why_not_head_dim(head_dim)
     elif not kernels_take(query, key, value):
         reason = why_not_taken(query, key, value)
     elif (
@@ -341,9 +341,7 @@ class ProcessorSpec(PatchSpec):
     dispatches: bool = False
 
     def why_left_alone(self, module: Any, injection: Injection) -> str | None:
-        if not injection.options["attention"]:
-            return NOT_WANTED
-        return why_not_head_dim(head_dim_of(module))
+        return None if injection.options["attention"] else NOT_WANTED
 
     def why_not(self, module: Any) -> str | None:
         copy = _copy_of(type(module.processor))
@@ -351,7 +349,7 @@ class ProcessorSpec(PatchSpec):
             return copy
         if not is_native(module.processor, copy.dispatches):
             return CHOSEN
-        reason = why_not_dtype(module)
+        reason = why_not_head_dim(head_dim_of(module)) or why_not_dtype(module)
         return None if reason is None else f"{OWN_ATTENTION}: {reason}"
 
 
@@ -441,8 +439,7 @@ def _run_standard(module: Any, call: Call, x: Tensor, c: Tensor | None) -> Tenso
     state, modules = module.__dict__, module._modules
     factor, heads, dtype = state.get("rescale_output_factor"), state["heads"], x.dtype
     if (
-        dtype not in ATTENTION_DTYPES
-        or modules.keys() != _PROJECTIONS
+        modules.keys() != _PROJECTIONS
         or state.get("residual_connection")
         or type(factor) not in (float, int)
         or factor != 1
@@ -459,11 +456,16 @@ def _run_standard(module: Any, call: Call, x: Tensor, c: Tensor | None) -> Tenso
         to_q, to_k, to_v, to_out = layers
         query, key, value = linear(x, *to_q), linear(source, *to_k), linear(source, *to_v)
         width = query.shape[2]
-        is_taken = width / heads in ATTENTION_HEAD_DIMS and width == key.shape[2] == value.shape[2]
+        is_taken = (
+            width / heads in ATTENTION_HEAD_DIMS
+            and dtype in ATTENTION_DTYPES
+            and width == key.shape[2] == value.shape[2]
+        )
     if is_taken:
         out = functional.attention(query, key, value, heads=heads)
     else:
         out = attend(call, module, query, key, value, None, heads=heads)
+        call.is_counted = False
     return project_out(module, out) if layers is None else linear(out, *to_out)
 
 

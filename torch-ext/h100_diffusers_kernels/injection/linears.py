@@ -5,6 +5,7 @@ LoRA and quantization replace the layer or its weight, offloading adds hooks. Th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -205,6 +206,8 @@ LINEAR_GELU = PatchSpec(
     "GELU in the matrix product's epilogue, or gelu",
     functions=(f"{_GELU_CLASS}.gelu", "torch.nn.functional:gelu"),
 )
+# In modules that are left to torch.compile.
+UNFUSED_GELU = replace(LINEAR_GELU, left_to_compiler=True)
 
 
 # --------------------------------------------------------------------------------------------------
