@@ -5,6 +5,7 @@ LoRA and quantization replace the layer or its weight, offloading adds hooks. Th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
 DROPOUT = KnownClass("torch.nn:Dropout")
 SILU = KnownClass("torch.nn:SiLU", "torch.nn.functional:silu")
 GELU = KnownClass("torch.nn:GELU", "torch.nn.functional:gelu")
-_FEED_FORWARD = KnownClass("diffusers.models.attention:FeedForward")
-_FLUX2_FEED_FORWARD = KnownClass("diffusers.models.transformers.transformer_flux2:Flux2FeedForward")
+FEED_FORWARD = KnownClass("diffusers.models.attention:FeedForward")
+_FLUX2FEED_FORWARD = KnownClass("diffusers.models.transformers.transformer_flux2:Flux2FeedForward")
 
 # In float32 the epilogue's tanh approximation would be visible.
 _EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
@@ -72,6 +73,25 @@ def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
         return None
     is_plain_bias = bias is None or type(bias) in PLAIN_TYPES or is_plain_tensor(bias)
     return (weight, bias) if is_plain_bias else None
+
+
+def plain_weights(dtype: torch.dtype, *layers: Any) -> list[tuple[Tensor, Tensor | None]] | None:
+    """Weight and bias of each layer, if all are plain ``torch.nn.Linear`` with plain values and weights of
+    this dtype. Then their results for plain inputs are plain and contiguous."""
+    if not is_plain(layers[0], LINEAR, *layers[1:]):
+        return None
+    found = []
+    for layer in layers:
+        parameters = layer._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if (
+            type(weight) not in PLAIN_TYPES
+            or weight.dtype is not dtype
+            or (bias is not None and type(bias) not in PLAIN_TYPES)
+        ):
+            return None
+        found.append((weight, bias))
+    return found
 
 
 def run_dropout(layer: Any, x: Tensor) -> Tensor:
@@ -135,7 +155,7 @@ def write_linear(layer: Any, x: Tensor, out: Tensor) -> None:
 
 def feed_forward(module: Any, x: Tensor) -> Tensor:
     """A feed-forward of diffusers or FLUX.2, without module calls of its layers if it is plain."""
-    if is_plain(module, _FEED_FORWARD):
+    if is_plain(module, FEED_FORWARD):
         net = module._modules.get("net")
         if type(net) is nn.ModuleList and len(net._modules) == 3:
             activation, dropout, out = net._modules.values()
@@ -186,6 +206,8 @@ LINEAR_GELU = PatchSpec(
     "GELU in the matrix product's epilogue, or gelu",
     functions=(f"{_GELU_CLASS}.gelu", "torch.nn.functional:gelu"),
 )
+# In modules that are left to torch.compile.
+UNFUSED_GELU = replace(LINEAR_GELU, left_to_compiler=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -226,16 +248,17 @@ def _gated_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Tensor:
 
 
 _ACTIVATIONS = "diffusers.models.activations"
+GEGLU = ExactSpec(
+    f"{_ACTIVATIONS}:GEGLU",
+    _gated_forward,
+    "geglu",
+    functions=("torch.nn.functional:gelu", f"{_ACTIVATIONS}:GEGLU.gelu"),
+    left_to_compiler=True,
+    parameters="self hidden_states args kwargs",
+    condition=_why_not_geglu,
+)
 GATED_ACTIVATIONS = (
-    ExactSpec(
-        f"{_ACTIVATIONS}:GEGLU",
-        _gated_forward,
-        "geglu",
-        functions=("torch.nn.functional:gelu", f"{_ACTIVATIONS}:GEGLU.gelu"),
-        left_to_compiler=True,
-        parameters="self hidden_states args kwargs",
-        condition=_why_not_geglu,
-    ),
+    GEGLU,
     ExactSpec(
         f"{_ACTIVATIONS}:SwiGLU",
         _gated_forward,
