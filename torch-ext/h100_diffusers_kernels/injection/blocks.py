@@ -30,8 +30,22 @@ from .patch import Call, Injection, PatchSpec, is_bare
 Rows = Sequence[Any]
 # The results of a prologue's norm, one for each modulation, and the rows of the modulation.
 PrologueResult = tuple[tuple[Tensor, ...], Rows]
-# The end of a stream: residual, x and gate of ``residual + gate * x``, the block's result.
-ResidualBranch = tuple[Tensor, Tensor, Any]
+
+
+class ResidualBranch(NamedTuple):
+    """The end of a stream: ``residual + gate * (x + addend)``, the block's result."""
+
+    residual: Tensor
+    x: Tensor
+    gate: Tensor | None = None
+    addend: Tensor | None = None
+
+
+def _operands(branch: Any) -> tuple[Tensor, Tensor, Any]:
+    addend = branch[3] if len(branch) > 3 else None
+    return branch[0], branch[1] if addend is None else branch[1] + addend, branch[2]
+
+
 # Makes the prologue of a stream: ``(call, block, ahead, *conditions)``. For its own prologue a block passes
 # None as ``ahead`` and calls the result with its hidden states. For the prologue of the next block it passes
 # its hidden states. The answer is then a Prologue, or None if something is not plain or on another device.
@@ -61,11 +75,11 @@ class Prologue(NamedTuple):
         norm, owner, name, modulation, rows, upcasts = self
         return norm_modulate(norm, owner, name, x, modulation, upcasts), rows
 
-    def after(self, branch: ResidualBranch) -> tuple[Tensor, PrologueResult]:
+    def after(self, branch: tuple) -> tuple[Tensor, PrologueResult]:
         """``h = residual + gate * x``, and the prologue's result for it."""
         norm, owner, name, modulation, rows, upcasts = self
         how: dict[str, Any] = {"upcasts": upcasts, "norm": norm}
-        h, *normalized = residual_norm(None, owner, name, *branch, *modulation, **how)
+        h, *normalized = residual_norm(None, owner, name, *_operands(branch), *modulation, **how)
         return h, (tuple(normalized), rows)
 
 
@@ -128,7 +142,7 @@ def finish(
     call: Call,
     block: nn.Module,
     makers: PrologueMakers,
-    branches: Sequence[ResidualBranch],
+    branches: Sequence[tuple],
     conditions: tuple[Any, ...],
     *,
     upcasts: bool = False,
@@ -154,7 +168,7 @@ def finish(
             return results
     sums = []
     for branch in branches:  # a comprehension would be a function call before Python 3.12
-        sums.append(gated_residual(*branch, upcasts))
+        sums.append(gated_residual(*_operands(branch), upcasts))
     return as_returned(sums)
 
 
@@ -165,7 +179,7 @@ def feed_forwards(
     hidden_states: Sequence[Tensor],
     attention_outs: Sequence[Tensor],
     rows: Sequence[Rows],
-) -> list[ResidualBranch]:
+) -> list[tuple]:
     """From the attention to the end of each stream: ``x + gate * attention_out``, its modulated norm and the
     feed-forward.
 
@@ -281,20 +295,20 @@ def adaptive_prologue(
 
         return run_module
     count, places, norm = found
-    modulation = _modulation(call, module._modules["linear"], temb, ahead)
+    modulation = linear_of_silu(call, module._modules["linear"], temb, ahead)
     if modulation is None:
         return None
     rows = modulation.unsqueeze(1).chunk(count, 2)
     return Prologue(norm, module, "norm", tuple([rows[place] for place in places]), rows)
 
 
-def _modulation(
+def linear_of_silu(
     call: Call, layer: Any, temb: Tensor, ahead: Tensor | None, name: str = "silu"
 ) -> Tensor | None:
     """``layer(silu(temb))``; ``ahead`` as in ``PrologueMakers``. Blocks share the SiLU under ``name``."""
     plain = plain_weight(layer)
     if plain is None:
-        if ahead is not None and not _may_run_ahead(layer, ahead):
+        if ahead is not None and not may_run_ahead(layer, ahead):
             return None
         return layer(torch.nn.functional.silu(temb))  # not shared: the layer may write to it
     if ahead is not None and plain[0].device != ahead.device:
@@ -303,7 +317,7 @@ def _modulation(
     return torch.nn.functional.linear(activated, *plain)
 
 
-def _may_run_ahead(layer: Any, x: Tensor) -> bool:
+def may_run_ahead(layer: Any, x: Tensor) -> bool:
     """Whether a layer may run before its block: it has no hooks (as for offloading) and is on x's device."""
     return all(
         has_own_forward(module)
@@ -321,7 +335,7 @@ def linear_modulation(
     if is_plain(module, _SEQUENTIAL) and len(module._modules) == 2:
         activation, layer = module._modules.values()
         if is_plain(activation, SILU):
-            return _modulation(call, layer, temb, ahead, name)
+            return linear_of_silu(call, layer, temb, ahead, name)
     return None if ahead is not None else module(temb)
 
 

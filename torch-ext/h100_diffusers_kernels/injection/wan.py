@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..conditions import kernels_take
 from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
-from .blocks import BlockSpec, PrologueMakers, ResidualBranch, begin, finish, table_prologue
+from .blocks import BlockSpec, PrologueMakers, begin, finish, table_prologue
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU, feed_forward, linear
@@ -72,7 +72,7 @@ def _block_forward(
 
 def _after_first_norm(
     self: Any, call: Call, x: Tensor, begun: Any, c: Tensor, mask: Any, rotary_emb: Any
-) -> ResidualBranch:
+) -> tuple[Tensor, Tensor, Any]:
     """From the first norm to the last residual."""
     modules = self._modules
     (normalized,), (_, _, gate, shift_mlp, scale_mlp, gate_mlp) = begun
