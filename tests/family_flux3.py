@@ -1,7 +1,7 @@
 """Small FLUX.3 models for the tests of all families."""
 
+import diffusers
 import torch
-from diffusers import Flux3Transformer2DModel
 
 from family import TWO_STREAM_OPTIONS, Family, make_all_matter, powers_of_two, seeded
 
@@ -23,7 +23,7 @@ def flux3_model(
     """Norm weights differ from 1. Modulations are large and differ between token streams. The query and key
     norms of a published model are float32."""
     torch.manual_seed(seed)
-    model = Flux3Transformer2DModel(
+    model = diffusers.Flux3Transformer2DModel(
         in_channels=CHANNELS,
         cond_in_channels=CHANNELS,
         joint_attention_dim=TEXT_CHANNELS,

@@ -1,16 +1,13 @@
 """Configurations and arguments that only FLUX.3 or Cosmos has."""
 
 import copy
-import types
 
 import pytest
 import torch
-from diffusers import CosmosControlNetModel
-from diffusers.models.controlnets import controlnet_cosmos
 
 from families import FAMILIES, KERNEL_HEADS, assert_close, prepared, run
-from family import make_all_matter, seeded
-from family_cosmos import CHANNELS, TEXT_CHANNELS
+from family import seeded
+from family_relatives import controlnet_of_cosmos
 from injected_pairs import assert_as_close_as_eager, fallen_back, on_kernels
 from ltx_models import kernel_calls
 
@@ -123,46 +120,13 @@ def test_modulations_have_one_row(kernel, device):
 # ------------------------------------------------------------------------------------------------
 # Cosmos' ControlNet
 
-RESIZE = types.SimpleNamespace(
-    functional=types.SimpleNamespace(
-        resize=lambda x, size, interpolation: x[..., :1, :1].expand(*x.shape[:-2], *size)
-    ),
-    InterpolationMode=types.SimpleNamespace(NEAREST=None),
-)
-
 
 @pytest.mark.parametrize("positions", [None, "learnable"])
-def test_controlnet_of_cosmos(kernel, device, monkeypatch, positions):
-    """diffusers needs torchvision to resize a mask."""
-    monkeypatch.setattr(controlnet_cosmos, "transforms", RESIZE, raising=False)
-    torch.manual_seed(0)
-    plain = CosmosControlNetModel(
-        n_controlnet_blocks=3,
-        in_channels=2 * CHANNELS + 2,
-        latent_channels=CHANNELS + 2,
-        model_channels=32,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        mlp_ratio=2,
-        text_embed_dim=TEXT_CHANNELS,
-        adaln_lora_dim=8,
-        max_size=(4, 24, 24),
-        extra_pos_embed_type=positions,
-    )
-    make_all_matter(plain, ("linear_1", "linear_2"), "time_embed")
-    plain.to(device).eval()
+def test_controlnet_of_cosmos(kernel, device, positions):
+    plain, arguments = controlnet_of_cosmos(device, extra_pos_embed_type=positions)
     model = copy.deepcopy(plain)
     report = kernel.inject_kernels(model)
     assert report.levels == {"": "in full"}
-    normal = seeded(1, device)
-    arguments = {
-        "controls_latents": normal(2, 2 * CHANNELS, 2, 4, 6),
-        "latents": normal(2, CHANNELS, 2, 4, 6),
-        "timestep": normal(2).sigmoid(),
-        "encoder_hidden_states": normal(2, 5, TEXT_CHANNELS),
-        "condition_mask": torch.ones(2, 1, 2, 4, 6, device=device),
-        "padding_mask": torch.zeros(1, 1, 4, 6, device=device),
-    }
     for mine, expected in zip(run(model, arguments), run(plain, arguments), strict=True):
         assert expected.norm() > 0
         assert_close(mine, expected)

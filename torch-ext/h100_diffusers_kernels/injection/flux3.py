@@ -6,8 +6,7 @@ A block has one norm, and its attention and feed-forward read the same input,
 
 Mode blocks do so for each kind of tokens alone: image, reference images and text. Single blocks concatenate n
 of text and n of all images, and each has its own modulation. The query and key norms are float32, up to the
-rotary embedding's result. A modulation has the same values for all tokens of a kind: the model expands the
-time embedding, and its linear layer computes one row instead of S.
+rotary embedding's result. Where the model expands a time embedding to all tokens, one row is computed.
 """
 
 from __future__ import annotations
