@@ -418,7 +418,10 @@ def run_bare_attention(module: Any, x: Tensor, c: Tensor | None) -> Tensor | Non
     """``module(x, c)`` without a module call, or None if a call could run code other than
     ``_run_standard``. x and c are (B, S, D) without derivatives, and the kernels take x."""
     processor: Any = module.__dict__.get("processor")
-    if not is_bare(STANDARD_ATTENTION, module) or type(processor).__call__ is not _STANDARD.function:
+    if (
+        not is_bare(STANDARD_ATTENTION, module)
+        or type(processor).__call__ is not _STANDARD.function
+    ):
         return None
     if (
         isinstance(_copy_of(type(processor)), str)

@@ -301,20 +301,20 @@ def adaptive_prologue(
 
         return run_module
     count, places, norm = found
-    modulation = _modulation(call, module._modules["linear"], temb, ahead)
+    modulation = linear_of_silu(call, module._modules["linear"], temb, ahead)
     if modulation is None:
         return None
     rows = modulation.unsqueeze(1).chunk(count, 2)
     return Prologue(norm, module, "norm", tuple([rows[place] for place in places]), rows)
 
 
-def _modulation(
+def linear_of_silu(
     call: Call, layer: Any, temb: Tensor, ahead: Tensor | None, name: str = "silu"
 ) -> Tensor | None:
     """``layer(silu(temb))``; ``ahead`` as in ``PrologueMakers``. Blocks share the SiLU under ``name``."""
     plain = plain_weight(layer)
     if plain is None:
-        if ahead is not None and not _may_run_ahead(layer, ahead):
+        if ahead is not None and not may_run_ahead(layer, ahead):
             return None
         return layer(torch.nn.functional.silu(temb))  # not shared: the layer may write to it
     if ahead is not None and plain[0].device != ahead.device:
@@ -323,7 +323,7 @@ def _modulation(
     return torch.nn.functional.linear(activated, *plain)
 
 
-def _may_run_ahead(layer: Any, x: Tensor) -> bool:
+def may_run_ahead(layer: Any, x: Tensor) -> bool:
     """Whether a layer may run before its block: it has no hooks (as for offloading) and is on x's device."""
     return all(
         has_own_forward(module)
@@ -341,7 +341,7 @@ def linear_modulation(
     if is_plain(module, _SEQUENTIAL) and len(module._modules) == 2:
         activation, layer = module._modules.values()
         if is_plain(activation, SILU):
-            return _modulation(call, layer, temb, ahead, name)
+            return linear_of_silu(call, layer, temb, ahead, name)
     return None if ahead is not None else module(temb)
 
 

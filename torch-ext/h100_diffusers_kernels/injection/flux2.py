@@ -23,10 +23,10 @@ from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue, two
 from .checks import KnownClass, is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import SILU, linear
+from .linears import SILU, linear, swiglu_spec
 from .norm_modules import OUTPUT_NORM
 from .norms import clip_to_float16
-from .patch import Call, PatchSpec
+from .patch import Call
 
 _FLUX2 = "diffusers.models.transformers.transformer_flux2"
 _SWIGLU = KnownClass(f"{_FLUX2}:Flux2SwiGLU")
@@ -146,16 +146,6 @@ def _parallel_attention_forward(
     return linear(self._modules["to_out"], both)
 
 
-def _why_not_swiglu(module: Any) -> str | None:
-    return None if is_plain(module._modules.get("gate_fn"), SILU) else "SiLU was replaced"
-
-
-def _swiglu_forward(self: Any, call: Call, x: Tensor) -> Tensor:
-    if not kernels_take(x):
-        return call.refuse(x)
-    return NotImplemented if x.shape[-1] % 2 else functional.swiglu(x, activated="first")
-
-
 _SPECS = (
     model_spec(
         f"{_FLUX2}:Flux2Transformer2DModel", "transformer_blocks", "single_transformer_blocks"
@@ -189,7 +179,7 @@ _SPECS = (
     ),
     axial_positions(f"{_FLUX2}:Flux2PosEmbed"),
     TIMESTEPS,
-    PatchSpec(f"{_FLUX2}:Flux2SwiGLU", _swiglu_forward, "swiglu", condition=_why_not_swiglu),
+    swiglu_spec(f"{_FLUX2}:Flux2SwiGLU"),
 )
 _ONCE = (
     *("time_guidance_embed", "double_stream_modulation_img"),
