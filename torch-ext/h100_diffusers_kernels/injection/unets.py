@@ -30,7 +30,7 @@ from ..conditions import (
 )
 from ..conditions import is_plain as is_plain_tensor
 from .attention_processors import STANDARD_ATTENTION, run_bare_attention
-from .blocks import BlockSpec, begin, finish, norm_prologue
+from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue
 from .checks import KnownClass, find_class, is_plain, replaced_function, why_not_plain
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, forward_with_state, model_spec
