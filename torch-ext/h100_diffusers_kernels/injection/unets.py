@@ -9,8 +9,8 @@ bias and the time embedding.
     x = x + attn2(layer_norm(x), text)
     x = x + ff(layer_norm(x))
 
-``Transformer2DModel``: channels stay last. The class's own code copies its tokens to an image with channels
-first, and the next convolution copies the sum with its input back.
+``Transformer2DModel``: its tokens are added to its input in one pass, in the input's memory format. The
+class's own code copies them to an image with channels first before.
 """
 
 from __future__ import annotations
@@ -21,15 +21,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..conditions import is_differentiated, kernels_take, tracks_derivatives
+from .. import functional
+from ..conditions import (
+    is_differentiated,
+    kernels_take,
+    same_dtype_and_unit_stride,
+    tracks_derivatives,
+)
 from ..conditions import is_plain as is_plain_tensor
-from .blocks import BlockSpec, begin, finish, norm_prologue
-from .checks import KnownClass, find_class, is_plain, why_not_plain
-from .forward_state import ModelSpec, forward_with_state
-from .linears import feed_forward, linear, run_dropout, why_not_silu
-from .norm_modules import apply_group_norm
+from .attention_processors import STANDARD_ATTENTION, run_bare_attention
+from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue
+from .checks import KnownClass, find_class, is_plain, replaced_function, why_not_plain
+from .embeddings import TIMESTEPS
+from .forward_state import COMPUTED_ONCE, Family, forward_with_state, model_spec
+from .linears import (
+    DROPOUT,
+    FEED_FORWARD,
+    GATED_ACTIVATIONS,
+    GEGLU,
+    UNFUSED_GELU,
+    feed_forward,
+    linear,
+    plain_weights,
+    run_dropout,
+    why_not_silu,
+)
+from .norm_modules import GROUP_NORM, apply_group_norm
 from .norms import apply_norm, residual_norm
-from .patch import Call, ExactSpec
+from .patch import Call, ExactSpec, PatchSpec, is_bare
 
 _GROUP_NORM = KnownClass("torch.nn:GroupNorm", "torch.nn.functional:group_norm")
 _CONV = KnownClass("torch.nn:Conv2d", "torch.nn.functional:conv2d", "torch.nn:Conv2d._conv_forward")
@@ -73,7 +92,7 @@ def _resnet_forward(
     x, bias = _without_bias(modules["conv1"], x)
     time, project = None, modules.get("time_emb_proj")
     if project is not None:
-        time = linear(project, temb if self.skip_time_act else modules["nonlinearity"](temb))
+        time = _project_time(self, call, project, temb)
     x = _second_norm(self, call, x, bias, time)
     x = modules["conv2"](run_dropout(modules["dropout"], x))
     shortcut = modules.get("conv_shortcut")
@@ -82,6 +101,17 @@ def _resnet_forward(
     x = input_tensor + x
     factor = self.output_scale_factor
     return x if type(factor) in (float, int) and factor == 1 else x / factor
+
+
+def _project_time(self: Any, call: Call, project: Any, temb: Tensor) -> Tensor:
+    """The layer's result for the time embedding, whose SiLU plain resnets share."""
+    if self.skip_time_act:
+        return linear(project, temb)
+    plain = plain_weights(temb.dtype, project)
+    if plain is None or not is_bare(call.stand_in.spec, self):
+        return project(self._modules["nonlinearity"](temb))  # its code may write to it
+    activated = call.shared("silu", temb, torch.nn.functional.silu)
+    return torch.nn.functional.linear(activated, *plain[0])
 
 
 def _without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -179,26 +209,49 @@ def _block_forward(
         (((normalized,), _),) = begin(call, self, _PROLOGUES, (x,), ())
     else:
         normalized = add_positions(apply_norm(call, self, "norm1", x))
-    attention_out = modules["attn1"](
-        normalized,
-        encoder_hidden_states=encoder_hidden_states if self.only_cross_attention else None,
-        attention_mask=attention_mask,
-        **more,
-    )
+    c = encoder_hidden_states if self.only_cross_attention else None
+    attention_out = _attention(modules["attn1"], normalized, c, attention_mask, more)
     if modules.get("attn2") is not None:
         x, normalized = residual_norm(call, self, "norm2", x, attention_out, None)
         if add_positions is not None:
             normalized = add_positions(normalized)
-        attention_out = modules["attn2"](
-            normalized,
-            encoder_hidden_states=encoder_hidden_states,
-            attention_mask=encoder_attention_mask,
-            **more,
-        )
+        c = encoder_hidden_states
+        attention_out = _attention(modules["attn2"], normalized, c, encoder_attention_mask, more)
     x, normalized = residual_norm(call, self, "norm3", x, attention_out, None)
-    branch = (x, feed_forward(modules["ff"], normalized), None)
+    branch = ResidualBranch(x, _feed_forward(modules["ff"], normalized))
     (x,) = finish(call, self, _PROLOGUES, (branch,), (), hands_over=add_positions is None)
     return x
+
+
+def _attention(module: Any, x: Tensor, c: Any, mask: Any, more: dict[str, Any]) -> Tensor:
+    """An attention module's result, without a module call if it is plain."""
+    if mask is None and not more and same_dtype_and_unit_stride(x):
+        out = run_bare_attention(module, x, c)
+        if out is not None:
+            return out
+    return module(x, encoder_hidden_states=c, attention_mask=mask, **more)
+
+
+def _feed_forward(module: Any, x: Tensor) -> Tensor:
+    """``module(x)``; a plain GEGLU and its linear layers without module calls."""
+    net = module._modules.get("net")
+    if (
+        is_plain(module, FEED_FORWARD)
+        and type(net) is nn.ModuleList
+        and len(net._modules) == 3
+        and same_dtype_and_unit_stride(x)
+    ):
+        geglu, dropout, out = net._modules.values()
+        if is_bare(GEGLU, geglu) and is_plain(dropout, DROPOUT) and not dropout.training:
+            stand_in = geglu.__dict__["forward"].__self__
+            layers = plain_weights(x.dtype, geglu._modules["proj"], out)
+            if layers is not None and not (
+                "gelu" in geglu.__dict__ or replaced_function(stand_in.functions)
+            ):
+                stand_in.count.on_kernels += 1
+                product = torch.nn.functional.linear
+                return product(functional.geglu(product(x, *layers[0])), *layers[1])
+    return feed_forward(module, x)
 
 
 BASIC_BLOCK = _BasicBlockSpec(
@@ -220,13 +273,15 @@ _OUTPUT_PARAMETERS = "self hidden_states residual batch_size height width inner_
 
 
 @dataclass(frozen=True, eq=False)
-class _SpatialTransformerSpec(ModelSpec):
+class _SpatialTransformerSpec(PatchSpec):
+    blocks: tuple[str, ...] = ("transformer_blocks",)
+
     def matches(self, module: nn.Module) -> bool:
         return type(module) is find_class(self.path) and module.is_input_continuous is True
 
 
-class _ChannelsLast:
-    """Proxy of a transformer for its class's forward. It converts tokens to an image with channels last."""
+class _Transformer:
+    """Proxy of a transformer for its class's forward, which adds its tokens to its input without a copy."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -242,33 +297,53 @@ class _ChannelsLast:
         def image_of(tokens: Tensor) -> Tensor:
             return tokens.reshape(batch_size, height, width, inner_dim).permute(0, 3, 1, 2)
 
+        # The sum has the memory format of its first operand.
         if self._module.use_linear_projection:
-            return image_of(project(hidden_states)) + residual
-        return project(image_of(hidden_states)) + residual
+            return residual + image_of(project(hidden_states))
+        return residual + project(image_of(hidden_states))
 
 
 def _transformer_forward(
     self: Any, call: Call, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     module = self
-    if hidden_states.is_contiguous() or not hidden_states.is_contiguous(
-        memory_format=torch.channels_last
-    ):
+    if tracks_derivatives():
         call.is_counted = False
     elif _OUTPUT in self.__dict__:
         call.fall_back(f"{_OUTPUT} was replaced")
     else:
-        module = _ChannelsLast(self)
+        module = _Transformer(self)
     return forward_with_state(module, call, hidden_states, *args, **kwargs)
 
 
 SPATIAL_TRANSFORMER = _SpatialTransformerSpec(
     _TRANSFORMER,
     _transformer_forward,
-    "channels last kept",
+    "its tokens are added to its input without a copy",
     functions=((f"{_TRANSFORMER}.{_OUTPUT}", _OUTPUT_PARAMETERS),),
     left_to_compiler=True,
     parameters="self hidden_states encoder_hidden_states timestep added_cond_kwargs class_labels"
     " cross_attention_kwargs attention_mask encoder_attention_mask return_dict",
-    blocks=("transformer_blocks",),
+)
+
+
+# --------------------------------------------------------------------------------------------------
+# Models
+
+_ONCE = (
+    *("conv_in", "time_embedding", "class_embedding", "add_embedding", "encoder_hid_proj"),
+    *("time_embed_act", "controlnet_cond_embedding", "conv_act", "conv_out"),
+)
+FAMILIES = (
+    Family(
+        "Stable Diffusion",
+        (
+            model_spec("diffusers.models.unets.unet_2d_condition:UNet2DConditionModel"),
+            model_spec("diffusers.models.controlnets.controlnet:ControlNetModel"),
+            model_spec("diffusers.models.controlnets.controlnet_xs:UNetControlNetXSModel"),
+            *(RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK, STANDARD_ATTENTION),
+            *(GROUP_NORM, *GATED_ACTIVATIONS, UNFUSED_GELU, TIMESTEPS),
+        ),
+        dict.fromkeys(_ONCE, COMPUTED_ONCE),
+    ),
 )
