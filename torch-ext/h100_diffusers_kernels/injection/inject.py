@@ -22,7 +22,9 @@ from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 logger = logging.getLogger("h100_diffusers_kernels")
 
 FAMILIES: tuple[Family, ...] = tuple(
-    family for module in (ltx, flux, flux2, qwenimage, sd3, wan, unets) for family in module.FAMILIES
+    family
+    for module in (ltx, flux, flux2, qwenimage, sd3, wan, unets)
+    for family in module.FAMILIES
 )
 # The attribute of an injected model that holds its Injection. It is on the instance, so that a deep copy of
 # the model copies it, too.

@@ -29,7 +29,7 @@ DROPOUT = KnownClass("torch.nn:Dropout")
 SILU = KnownClass("torch.nn:SiLU", "torch.nn.functional:silu")
 GELU = KnownClass("torch.nn:GELU", "torch.nn.functional:gelu")
 FEED_FORWARD = KnownClass("diffusers.models.attention:FeedForward")
-_FLUX2FEED_FORWARD = KnownClass("diffusers.models.transformers.transformer_flux2:Flux2FeedForward")
+_FLUX2_FEED_FORWARD = KnownClass("diffusers.models.transformers.transformer_flux2:Flux2FeedForward")
 
 # In float32 the epilogue's tanh approximation would be visible.
 _EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
