@@ -52,7 +52,7 @@ from .attention import (
 )
 from .checks import KnownFunction, is_plain
 from .linears import DROPOUT, plain_weights
-from .patch import Call, Injection, PatchSpec, is_bare
+from .patch import Call, Injection, PatchSpec, bare_stand_in
 from .report import OWN_ATTENTION
 
 _DISPATCH_NAME, _SDPA_NAME = "dispatch_attention_fn", "scaled_dot_product_attention"
@@ -417,11 +417,9 @@ def _standard(
 def run_bare_attention(module: Any, x: Tensor, c: Tensor | None) -> Tensor | None:
     """``module(x, c)`` without a module call, or None if a call could run code other than
     ``_run_standard``. x and c are (B, S, D) without derivatives, and the kernels take x."""
+    stand_in = bare_stand_in(STANDARD_ATTENTION, module)
     processor: Any = module.__dict__.get("processor")
-    if (
-        not is_bare(STANDARD_ATTENTION, module)
-        or type(processor).__call__ is not _STANDARD.function
-    ):
+    if stand_in is None or type(processor).__call__ is not _STANDARD.function:
         return None
     if (
         isinstance(_copy_of(type(processor)), str)
@@ -429,10 +427,10 @@ def run_bare_attention(module: Any, x: Tensor, c: Tensor | None) -> Tensor | Non
         or (c is not None and not kernels_take(x, c))
     ):
         return None
-    call = Call(module.__dict__["forward"].__self__, None)
+    call = Call(stand_in, None)
     out = _run_standard(module, call, x, c)
     if out is not None and call.is_counted:
-        call.stand_in.count.on_kernels += 1
+        stand_in.count.on_kernels += 1
     return out
 
 

@@ -85,10 +85,17 @@ def forward_with_state(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -
     if torch.compiler.is_compiling() or tracks_derivatives():
         return call.own_forward(self, *args, **kwargs)
     spec: Any = call.stand_in.spec
+    return run_with_state(spec.blocks, call.own_forward, self, call, *args, **kwargs)
+
+
+def run_with_state(
+    blocks: tuple[str, ...], forward: Any, self: nn.Module, call: Call, *args: Any, **kwargs: Any
+) -> Any:
+    """``forward(self, ...)``, with a ``ForwardState`` for these lists of blocks."""
     local = call.stand_in.injection.local
-    outer, local.state = local.state, ForwardState(self, spec.blocks)
+    outer, local.state = local.state, ForwardState(self, blocks)
     try:
-        return call.own_forward(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
     finally:
         local.state = outer
 

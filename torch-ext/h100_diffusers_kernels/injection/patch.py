@@ -361,11 +361,11 @@ def is_wrapped(module: Any) -> bool:
     return has_hooks(module) or not is_own
 
 
-def is_bare(spec: PatchSpec, module: Any) -> bool:
-    """Whether a call of the module runs a stand-in of this kind without hooks or wrappers."""
+def bare_stand_in(spec: PatchSpec, module: Any) -> StandIn | None:
+    """The stand-in of this kind that a call of the module runs, if it has no hooks or wrappers."""
     cls = type(module)
     stand_in = getattr(module.__dict__.get("forward"), "__self__", None)
-    return (
+    is_found = (
         isinstance(stand_in, StandIn)
         and stand_in.spec is spec
         and not has_hooks(module)
@@ -373,6 +373,12 @@ def is_bare(spec: PatchSpec, module: Any) -> bool:
         and cls.forward is stand_in.own_forward
         and cls.__call__ is nn.Module.__call__
     )
+    return stand_in if is_found else None
+
+
+def is_bare(spec: PatchSpec, module: Any) -> bool:
+    """Whether a call of the module runs a stand-in of this kind without hooks or wrappers."""
+    return bare_stand_in(spec, module) is not None
 
 
 # --------------------------------------------------------------------------------------------------
