@@ -22,7 +22,7 @@ from .patch import Call, PatchSpec, is_bare
 class ForwardState:
     """A model's forward in progress, without derivatives.
 
-    ``block_lists`` are the names of its lists of blocks.
+    ``block_lists`` are the paths of its lists of blocks.
 
     Attributes:
         shared: the values of ``Call.shared``.
@@ -42,8 +42,10 @@ class ForwardState:
             return None
         if self._successors is None:
             self._successors = {}
-            for name in self._block_lists:
-                blocks = self._model._modules.get(name)
+            for path in self._block_lists:
+                blocks: Any = self._model
+                for name in path.split("."):
+                    blocks = None if blocks is None else blocks._modules.get(name)
                 if type(blocks) is nn.ModuleList:
                     each: list[Any] = list(blocks._modules.values())
                     self._successors.update({id(a): b for a, b in zip(each, each[1:])})
@@ -72,7 +74,7 @@ class ModelSpec(PatchSpec):
     """A model, or a part of it, whose own forward calls lists of blocks that share state.
 
     Attributes:
-        blocks: the names of the lists, in the order of their calls.
+        blocks: the paths of the lists, in the order of their calls.
     """
 
     blocks: tuple[str, ...] = ()

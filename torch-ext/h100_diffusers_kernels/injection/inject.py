@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import flux, flux2, ltx, qwenimage, sd3, unets, wan
+from . import cosmos, flux, flux2, flux3, ltx, qwenimage, sd3, unets, wan
 from .attention_processors import attention_spec
 from .checks import class_name, find_class, look_up_libraries, replaced_function, why_unsupported
 from .cuda_graphs import GraphedStandIn, Pool
@@ -21,11 +21,12 @@ from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
-FAMILIES: tuple[Family, ...] = tuple(
-    family
-    for module in (ltx, flux, flux2, qwenimage, sd3, wan, unets)
-    for family in module.FAMILIES
+_MODULES: tuple[Any, ...] = (
+    *(ltx, wan),
+    *(flux, flux2, flux3, qwenimage, sd3, cosmos),
+    unets,
 )
+FAMILIES: tuple[Family, ...] = tuple(family for module in _MODULES for family in module.FAMILIES)
 # The attribute of an injected model that holds its Injection. It is on the instance, so that a deep copy of
 # the model copies it, too.
 _INJECTION = "_h100_diffusers_kernels"

@@ -29,7 +29,9 @@ DROPOUT = KnownClass("torch.nn:Dropout")
 SILU = KnownClass("torch.nn:SiLU", "torch.nn.functional:silu")
 GELU = KnownClass("torch.nn:GELU", "torch.nn.functional:gelu")
 FEED_FORWARD = KnownClass("diffusers.models.attention:FeedForward")
-_FLUX2_FEED_FORWARD = KnownClass("diffusers.models.transformers.transformer_flux2:Flux2FeedForward")
+_MODELS = "diffusers.models.transformers."
+_FLUX2_FEED_FORWARD = KnownClass(f"{_MODELS}transformer_flux2:Flux2FeedForward")
+_FLUX3_FEED_FORWARD = KnownClass(f"{_MODELS}transformer_flux3:Flux3FeedForward")
 
 # In float32 the epilogue's tanh approximation would be visible.
 _EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
@@ -154,13 +156,13 @@ def write_linear(layer: Any, x: Tensor, out: Tensor) -> None:
 
 
 def feed_forward(module: Any, x: Tensor) -> Tensor:
-    """A feed-forward of diffusers or FLUX.2, without module calls of its layers if it is plain."""
+    """A feed-forward of diffusers or FLUX, without module calls of its layers if it is plain."""
     if is_plain(module, FEED_FORWARD):
         net = module._modules.get("net")
         if type(net) is nn.ModuleList and len(net._modules) == 3:
             activation, dropout, out = net._modules.values()
             return linear(out, run_dropout(dropout, activation(x)))
-    elif is_plain(module, _FLUX2_FEED_FORWARD):
+    elif is_plain(module, _FLUX2_FEED_FORWARD) or is_plain(module, _FLUX3_FEED_FORWARD):
         layers = module._modules
         return linear(layers["linear_out"], layers["act_fn"](linear(layers["linear_in"], x)))
     return module(x)
@@ -245,6 +247,21 @@ def _gated_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Tensor:
         call.fall_back(why_not_taken(x))
     x, gate = x.chunk(2, dim=-1)
     return x * (self.gelu(gate) if spec.operations == "geglu" else self.activation(gate))
+
+
+def swiglu_spec(path: str) -> PatchSpec:
+    """A class like FLUX.2's ``Flux2SwiGLU``: ``silu(first half) * second half``."""
+    return PatchSpec(path, _swiglu_forward, "swiglu", condition=_why_not_plain_gate)
+
+
+def _why_not_plain_gate(module: Any) -> str | None:
+    return None if is_plain(module._modules.get("gate_fn"), SILU) else "SiLU was replaced"
+
+
+def _swiglu_forward(self: Any, call: Call, x: Tensor) -> Tensor:
+    if not kernels_take(x):
+        return call.refuse(x)
+    return NotImplemented if x.shape[-1] % 2 else functional.swiglu(x, activated="first")
 
 
 _ACTIVATIONS = "diffusers.models.activations"

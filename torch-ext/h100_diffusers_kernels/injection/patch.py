@@ -30,6 +30,7 @@ from .checks import (
     KnownClass,
     find_class,
     has_hooks,
+    has_own_forward,
     replaced_function,
     why_intercepted,
 )
@@ -346,6 +347,18 @@ def stand_in_of(forward: Any) -> StandIn | None:
     found = _stand_ins.get(owner) if isinstance(owner, nn.Module) else None
     is_its = found is not None and forward.__func__ is found.method.__func__
     return found if is_its else None
+
+
+def is_wrapped(module: Any) -> bool:
+    """Whether a module that is being called has hooks or wrappers around its forward.
+
+    Under torch.compile it checks the attributes that hooks leave on a module, because not every version can
+    trace a read of the instance's forward.
+    """
+    if torch.compiler.is_compiling():
+        return hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")
+    is_own = has_own_forward(module) or stand_in_of(module.__dict__["forward"]) is not None
+    return has_hooks(module) or not is_own
 
 
 def bare_stand_in(spec: PatchSpec, module: Any) -> StandIn | None:

@@ -30,7 +30,7 @@ from ..conditions import (
 )
 from ..conditions import is_plain as is_plain_tensor
 from .attention_processors import STANDARD_ATTENTION, run_bare_attention
-from .blocks import BlockSpec, begin, finish, norm_prologue
+from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue
 from .checks import KnownClass, find_class, is_plain, replaced_function, why_not_plain
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, forward_with_state, model_spec, run_with_state
@@ -234,7 +234,7 @@ def _block_forward(
         c = encoder_hidden_states
         attention_out = _attention(modules["attn2"], normalized, c, encoder_attention_mask, more)
     x, normalized = residual_norm(call, self, "norm3", x, attention_out, None)
-    branch = (x, _feed_forward(modules["ff"], normalized), None)
+    branch = ResidualBranch(x, _feed_forward(modules["ff"], normalized))
     (x,) = finish(call, self, _PROLOGUES, (branch,), (), hands_over=add_positions is None)
     return x
 
