@@ -14,10 +14,14 @@ from family import (  # noqa: F401
     run,
 )
 from family_flux import FLUX, FLUX2
+from family_hunyuan import HUNYUAN_VIDEO, HUNYUAN_VIDEO15
 from family_ltx import LTX
 from family_qwenimage import QWEN_IMAGE
 from family_sd3 import SD3
 from family_wan import WAN
 
-FAMILIES = {family.name: family for family in (LTX, FLUX, FLUX2, QWEN_IMAGE, SD3, WAN)}
+FAMILIES = {
+    family.name: family
+    for family in (LTX, FLUX, FLUX2, QWEN_IMAGE, SD3, WAN, HUNYUAN_VIDEO, HUNYUAN_VIDEO15)
+}
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=str)

@@ -54,7 +54,8 @@ class AttentionSpec(PatchSpec):
     Attributes:
         processor: the path of the processor's class.
         processor_parameters: those of its ``__call__`` after the module; "" if they are ``forward``'s.
-        rotate: the rotating function in the processor's module; "" if the processor rotates inline.
+        rotate: the rotating function in the processor's module, or its path in another one; "" if the
+            processor rotates inline.
         project: the function that computes query, key and value if projections are fused, or "".
         dispatches: whether the processor calls diffusers' dispatch; otherwise it calls PyTorch's attention.
         library: the processor's module.
@@ -69,7 +70,8 @@ class AttentionSpec(PatchSpec):
 
     def __post_init__(self) -> None:
         library = self.processor.partition(":")[0]
-        functions = [f"{library}:{name}" for name in (self.rotate, self.project) if name]
+        names = [name for name in (self.rotate, self.project) if name]
+        functions = [name if ":" in name else f"{library}:{name}" for name in names]
         of_forward = (self.forward_parameters() or "").removeprefix("self ").removesuffix(" kwargs")
         parameters = f"self attn {self.processor_parameters or of_forward}"
         processor_call = f"{self.processor}.__call__", parameters
@@ -183,15 +185,16 @@ def attend(
     *,
     heads: int,
     key_bias: Tensor | None = None,
+    key_lengths: Tensor | None = None,
     out: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """Attention of all heads, (B, S, H * d), in query's dtype.
 
     ``mask`` is the module's argument. ``expand_mask`` converts it as the processor does, if the processor
-    repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_bias`` (B, Sk) is an equivalent of a mask that the
-    dispatch takes unchanged. The result may be written to ``out``. ``options`` are the processor's other
-    arguments to the dispatch.
+    repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_bias`` (B, Sk) or ``key_lengths`` (B,) is an
+    equivalent of a mask that the dispatch takes unchanged. The result may be written to ``out``. ``options``
+    are the processor's other arguments to the dispatch.
     """
     spec: Any = call.stand_in.spec
     processor = module.processor
@@ -206,8 +209,9 @@ def attend(
             ):
                 name = f"key bias {key.shape} {key.dtype}"
                 key_bias = call.shared(name, mask, lambda m: key_bias_of(m.unsqueeze(1), key))
-            if mask is None or key_bias is not None:
-                how: Any = {"key_bias": key_bias, "heads": heads, "out": out}
+            if mask is None or key_bias is not None or key_lengths is not None:
+                how: Any = {"key_bias": key_bias, "key_lengths": key_lengths}
+                how.update(heads=heads, out=out)
                 return functional.attention(query, key, value, **how)
             call.fall_back(f"{OWN_ATTENTION}: its mask differs between queries or heads")
         elif is_differentiated(query, key, value):

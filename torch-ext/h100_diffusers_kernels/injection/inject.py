@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import flux, flux2, ltx, qwenimage, sd3, wan
+from . import flux, flux2, hunyuan_video, ltx, qwenimage, sd3, wan
 from .attention_processors import attention_spec
 from .checks import class_name, find_class, look_up_libraries, replaced_function, why_unsupported
 from .cuda_graphs import GraphedStandIn, Pool
@@ -23,7 +23,9 @@ from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 logger = logging.getLogger("h100_diffusers_kernels")
 
 FAMILIES: tuple[Family, ...] = tuple(
-    family for module in (ltx, flux, flux2, qwenimage, sd3, wan) for family in module.FAMILIES
+    family
+    for module in (ltx, flux, flux2, qwenimage, sd3, wan, hunyuan_video)
+    for family in module.FAMILIES
 )
 # The attribute of an injected model that holds its Injection. It is on the instance, so that a deep copy of
 # the model copies it, too.
