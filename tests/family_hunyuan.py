@@ -195,7 +195,10 @@ HUNYUAN_VIDEO15 = Family(
     name="hunyuan_video15",
     model=hunyuan_video15_model,
     inputs=hunyuan_video15_inputs,
-    inexact=("hidden_states", "encoder_hidden_states", "encoder_hidden_states_2", "image_embeds"),
+    inexact=(
+        *("hidden_states", "encoder_hidden_states", "encoder_hidden_states_2", "image_embeds"),
+        "timestep",
+    ),
     options={**OPTIONS, "an image": {"image": True}},
     parts=PARTS,
     lora_targets=[*JOINT_LORA, "ff.net.0.proj", "ff.net.2", "norm1.linear"],
