@@ -363,7 +363,6 @@ def dtypes(pipe):
 @every_model
 def test_published_pipeline_is_loaded(model, monkeypatch, tmp_path):
     """From a folder as the Hub holds the model's, without text encoders, and small."""
-    assert set(pipelines.MODELS) == set(MODELS)
     entry = pipelines.MODELS[model]
     random = pipelines.random_pipeline(entry, True, "cpu", torch.bfloat16, 0)
     random.save_pretrained(tmp_path)

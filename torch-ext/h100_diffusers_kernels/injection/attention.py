@@ -186,15 +186,16 @@ def attend(
     *,
     heads: int,
     key_bias: Tensor | None = None,
+    key_lengths: Tensor | None = None,
     out: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """Attention of all heads, (B, S, H * d), in query's dtype.
 
     ``mask`` is the module's argument. ``expand_mask`` converts it as the processor does, if the processor
-    repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_bias`` (B, Sk) is an equivalent of a mask that the
-    dispatch takes unchanged. The result may be written to ``out``. ``options`` are the processor's other
-    arguments to the dispatch.
+    repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_bias`` (B, Sk) or ``key_lengths`` (B,) is an
+    equivalent of a mask that the dispatch takes unchanged. The result may be written to ``out``. ``options``
+    are the processor's other arguments to the dispatch.
     """
     spec: Any = call.stand_in.spec
     processor = module.processor
@@ -209,8 +210,9 @@ def attend(
             ):
                 name = f"key bias {key.shape} {key.dtype}"
                 key_bias = call.shared(name, mask, lambda m: key_bias_of(m.unsqueeze(1), key))
-            if mask is None or key_bias is not None:
-                how: Any = {"key_bias": key_bias, "heads": heads, "out": out}
+            if mask is None or key_bias is not None or key_lengths is not None:
+                how: Any = {"key_bias": key_bias, "key_lengths": key_lengths}
+                how.update(heads=heads, out=out)
                 return functional.attention(query, key, value, **how)
             call.fall_back(f"{OWN_ATTENTION}: its mask differs between queries or heads")
         elif is_differentiated(query, key, value):
