@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from .checks import KnownClass, class_name, has_hooks, has_own_forward, is_plain, why_not_plain
-from .linears import SILU, feed_forward, plain_weight
+from .linears import SILU, feed_forward, linear, plain_weight
 from .norms import (
     Modulator,
     Norm,
     clip_to_float16,
     gated_residual,
+    modulated,
     norm_modulate,
     norm_notes,
     read_norm,
@@ -107,7 +108,7 @@ def norm_prologue(
         def run_module(x: Tensor) -> PrologueResult:
             n = getattr(block, name)(x.float() if upcasts else x)
             rows = rows_of()  # only now: the module may write to what they are made from
-            n = n * (1 + rows[1]) + rows[0] if rows else n
+            n = modulated(n, rows[1], rows[0]) if rows else n
             return (n.to(x.dtype) if upcasts else n,), rows
 
         return run_module
@@ -331,6 +332,14 @@ def may_run_ahead(layer: Any, x: Tensor) -> bool:
         and all(p is None or p.device == x.device for p in module._parameters.values())
         for module in layer.modules()
     )
+
+
+def linear_alone(module: Any, x: Tensor) -> Tensor:
+    """The result of a ``torch.nn.Sequential`` of one linear layer."""
+    if is_plain(module, _SEQUENTIAL) and len(module._modules) == 1:
+        (layer,) = module._modules.values()
+        return linear(layer, x)
+    return module(x)
 
 
 def linear_modulation(

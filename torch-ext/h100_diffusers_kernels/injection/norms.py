@@ -124,6 +124,12 @@ def _sum(modulator: Modulator) -> Any:
     return modulator[0] + modulator[1] if type(modulator) is tuple else modulator
 
 
+def modulated(n: Tensor, scale: Modulator, shift: Modulator) -> Tensor:
+    """``n * (1 + scale) + shift``"""
+    n = n * (1 + _sum(scale))
+    return n if shift is None else n + _sum(shift)
+
+
 def norm_modulate(
     norm: Norm | None, owner: Any, name: str, x: Tensor, modulation: tuple, upcasts: bool
 ) -> tuple[Tensor, ...]:
@@ -135,8 +141,7 @@ def norm_modulate(
         n = getattr(owner, name)(x.float() if upcasts else x)
         results = [n] if not modulation else []
         for scale, shift in zip(modulation[::2], modulation[1::2]):
-            result = n * (1 + _sum(scale))
-            results.append(result if shift is None else result + _sum(shift))
+            results.append(modulated(n, scale, shift))
         return tuple([result.to(x.dtype) for result in results] if upcasts else results)
     kind, affine, eps = norm
     operation = NORM_OPERATIONS.get((kind, len(modulation)))
