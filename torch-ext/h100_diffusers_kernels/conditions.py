@@ -14,7 +14,7 @@ from .operators import PLAIN_TYPES, is_differentiated, is_plain
 
 # A build has kernels for one device type, which its operator namespace names.
 KERNEL_DEVICE_TYPE = "cuda" if "_cuda_" in add_op_namespace_prefix("") else "cpu"
-ATTENTION_HEAD_DIMS = (64, 128)
+ATTENTION_HEAD_DIMS = range(8, 129, 8)
 
 _IS_CUDA = KERNEL_DEVICE_TYPE == "cuda"
 

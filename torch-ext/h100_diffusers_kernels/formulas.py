@@ -378,6 +378,8 @@ def attention(
     key_bias: Optional[Tensor],
     key_lengths: Optional[Tensor],
     heads: Optional[int],
+    gate: Optional[Tensor] = None,
+    addend: Optional[Tensor] = None,
 ) -> Tensor:
     shape, dtype = q.shape, q.dtype
     if heads is not None:
@@ -407,4 +409,9 @@ def attention(
         ).transpose(1, 2)
     if has_keys is not None:
         out = out.masked_fill(~has_keys[:, None, None, None], 0)
-    return out.to(dtype).reshape(shape)
+    if gate is not None:
+        out = out.float() * gate[..., None]
+    out = out.reshape(shape)
+    if addend is not None:
+        out = out.float() + addend
+    return out.to(dtype)

@@ -852,13 +852,16 @@ def attention(
     key_bias: Optional[Tensor] = None,
     key_lengths: Optional[Tensor] = None,
     heads: Optional[int] = None,
+    gate: Optional[Tensor] = None,
+    addend: Optional[Tensor] = None,
     out: Optional[Tensor] = None,
 ) -> Tensor:
-    """Attention, not causal: ``softmax(scale * q kᵀ + key_bias) v`` of each batch entry and head.
+    """Attention, not causal: ``softmax(scale * q kᵀ + key_bias) v * gate + addend`` of each batch entry and
+    head.
 
     Args:
-        q: ``(B, Sq, H, d)``, bfloat16 or float16, d = 64 or 128; strided in any dimension except the last,
-            such as a view of a packed projection.
+        q: ``(B, Sq, H, d)``, bfloat16 or float16; d is a multiple of 8 up to 128; strided in any dimension
+            except the last, such as a view of a packed projection.
         k, v: ``(B, Sk, Hk, d)``, likewise, of q's dtype. H is a multiple of Hk, and query head ``h``
             attends to key head ``h // (H // Hk)`` (grouped-query attention).
         scale: positive and finite; None for ``1 / sqrt(d)``.
@@ -869,6 +872,9 @@ def attention(
             ``0 ... Sk``. A batch entry without keys gives zeros.
         heads: H, if q is ``(B, Sq, H * d)`` and k and v are ``(B, Sk, Hk * d)``, as linear layers return
             them; otherwise None.
+        gate: ``(B, Sq, H)``, float32 or of q's dtype, or None; strided. A factor of each query and head.
+        addend: of q's shape and dtype, or None; strided like q. Added before the result is rounded, such as
+            the attention of the same queries to other keys.
         out: of q's shape and dtype, or None. On CUDA an ``out`` whose heads are not all aligned to 16 bytes
             needs temporary memory of its size.
 
@@ -888,8 +894,8 @@ def attention(
     if heads is not None and (type(heads) is not int or not 0 < heads <= MAX_INTEGER):
         heads = count("attention", "heads", heads, "an integer or None")
     if out is None:
-        return _attention(q, k, v, scale, key_bias, key_lengths, heads)
-    arguments = q, k, v, scale, key_bias, key_lengths, heads, out
+        return _attention(q, k, v, scale, key_bias, key_lengths, heads, gate, addend)
+    arguments = q, k, v, scale, key_bias, key_lengths, heads, gate, addend, out
     _attention_out((out,), ("out", "None", "a tensor"), *arguments)
     return out
 
