@@ -194,7 +194,8 @@ def attend(
 
     ``mask`` is the module's argument. ``expand_mask`` converts it as the processor does, if the processor
     repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_bias`` (B, Sk) or ``key_lengths`` (B,) is an
-    equivalent of a mask that the dispatch takes unchanged. The result may be written to ``out``. ``options``
+    equivalent of a mask that the dispatch takes unchanged. Key and value may have
+    fewer heads, which the processor repeats. The result may be written to ``out``. ``options``
     are the processor's other arguments to the dispatch.
     """
     spec: Any = call.stand_in.spec
@@ -226,7 +227,10 @@ def attend(
         is_broadcast = is_free and mask.dim() == 3 and mask.shape[::2] == key.shape[:2]
         mask = mask.unsqueeze(1) if is_broadcast else expand_mask(mask)
     dtype = query.dtype
-    query, key, value = (x.unflatten(2, (heads, -1)) for x in (query, key, value))
+    head_dim = query.shape[2] // heads
+    query, key, value = (x.unflatten(2, (-1, head_dim)) for x in (query, key, value))
+    if key.shape[2] != heads:
+        key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
     if spec.dispatches:
         chosen: Any = {
             "backend": getattr(processor, "_attention_backend", None),
@@ -320,7 +324,9 @@ def norm_and_rotate(
     if rope is module._modules.get(names[0]) is module._modules.get(names[1]) is None:
         return query, key
     per_head, operand = form == "per_head", None
-    if query.shape == key.shape or (rope is None and per_head):
+    if query.shape == key.shape or (
+        per_head and (rope is None or query.shape[:2] == key.shape[:2])
+    ):
         if rope is not None and same_dtype_and_unit_stride(query, key):
             operand = rope_operand(rope, query, heads, per_head)
         if operand is not None or (rope is None and module._modules.get(names[0]) is not None):
@@ -331,7 +337,8 @@ def norm_and_rotate(
                 return q, k
     dtype = query.dtype
     if per_head:
-        query, key = (x.unflatten(2, (heads, -1)) for x in (query, key))
+        head_dim = query.shape[2] // heads
+        query, key = (x.unflatten(2, (-1, head_dim)) for x in (query, key))
     if upcasts:
         query, key = query.float(), key.float()
     query, key = (apply_norm(call, module, name, x) for name, x in zip(names, (query, key)))

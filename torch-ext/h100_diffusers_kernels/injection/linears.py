@@ -124,8 +124,7 @@ def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Tensor) -> T
 
 
 def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
-    """``silu(activated(x)) * other(x)`` of two linear layers. Plain ones without bias write to one buffer.
-    """
+    """``silu(activated(x)) * other(x)`` of two linear layers. Plain ones without bias write to one buffer."""
     layers: list[Any] = [plain_weight(layer) for layer in (activated, other)]
     if (
         None not in layers
