@@ -333,6 +333,10 @@ BY_PAIR, BY_COMPLEX = "_by_pair", "_by_complex"
 # With every second tensor that may be float32 in float32, and without every second optional one.
 MIXED, SPARSE = "_mixed", "_sparse"
 CHANNELS_LAST = "group_norm_channels_last"
+# With all parts of a residual branch, and with each scale, shift and gate as a table's row and an embedding.
+BRANCH, TABLE_ROWS = "_branch", "_table_rows"
+BRANCH_OPERATIONS = [name for name in ROW_NORMS if name.startswith("gated") and "pair" not in name]
+TABLE_OPERATIONS = [*BRANCH_OPERATIONS, "rms_norm_modulate", "layer_norm_modulate"]
 # With tensors (B, S, H * d) and the number of heads.
 HEADS_GIVEN = "attention_heads_given"
 CALLS = [
@@ -340,6 +344,8 @@ CALLS = [
     *(name + by for name in ("rope", "qk_norm_rope") for by in (BY_PAIR, BY_COMPLEX)),
     *(name + MIXED for name in ROW_NORMS),
     *(name + SPARSE for name in ROW_NORMS if "modulate" in name),
+    *(name + BRANCH for name in BRANCH_OPERATIONS),
+    *(name + TABLE_ROWS for name in TABLE_OPERATIONS),
     CHANNELS_LAST,
     HEADS_GIVEN,
 ]
@@ -384,11 +390,13 @@ def smallest_factor(count):
 
 def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layout="contiguous"):
     """The public function and arguments of one valid call with all optional arguments."""
-    for suffix in (BY_PAIR, BY_COMPLEX, MIXED, SPARSE):
+    for suffix in (BY_PAIR, BY_COMPLEX, MIXED, SPARSE, BRANCH, TABLE_ROWS):
         if name.endswith(suffix):
             plain = name.removesuffix(suffix)
             options = {"dtype": dtype, "device": device, "shape": shape, "layout": layout}
             function, arguments = sample(kernel, plain, heads=heads, **options)
+            if suffix in (BRANCH, TABLE_ROWS):
+                return function, (with_branch if suffix == BRANCH else with_table)(arguments)
             if suffix == MIXED:
                 chosen = (*TABLE[plain].modulations, *TABLE[plain].vectors)[::2]
                 return function, {**arguments, **{key: arguments[key].float() for key in chosen}}
@@ -460,6 +468,30 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
     arguments.update({key: tensor(columns, mean=mean) for key in operation.vectors})
     arguments.update({key: choices[1] for key, choices in operation.strings})
     return getattr(kernel, name), arguments
+
+
+def with_branch(arguments, parts=("addend", "x_norm", "tanh_gate"), has_weight=True):
+    """The same call with these parts of a residual branch."""
+    arguments, x = dict(arguments), arguments["x"]
+    if "addend" in parts:
+        arguments["addend"] = x.roll(1, -1) + 1
+    if "x_norm" in parts:
+        weight = (normal(x.shape[-1], dtype=x.dtype, device=x.device) / 2 + 1).contiguous()
+        arguments |= {"x_eps": 1e-5, "x_weight": weight if has_weight else None}
+    if "tanh_gate" in parts:
+        arguments["tanh_gate"] = True
+    return arguments
+
+
+def with_table(arguments):
+    """The same call with each scale, shift and gate as a pair of a table's row and an embedding."""
+    arguments = dict(arguments)
+    for key in ("scale", "shift", "gate"):
+        embedding = arguments.get(key)
+        if embedding is not None:
+            row = normal(embedding.shape[-1], dtype=embedding.dtype, device=embedding.device)
+            arguments[key] = (row, embedding)
+    return arguments
 
 
 def _with_pair_tables(arguments, heads, is_complex):

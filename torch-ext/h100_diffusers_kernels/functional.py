@@ -90,9 +90,9 @@ def _branch(operation: str, addend: Any, x_weight: Any, x_eps: Any, tanh_gate: A
     if x_eps is not None:
         x_eps = number(operation, "x_eps", x_eps, "a number or None")
     elif x_weight is not None:
-        fail(operation, "x_weight must be None without x_eps, which switches the norm of x on")
+        fail(operation, f"x_weight must be None if x_eps is None, got a {shown(x_weight)}")
     if type(tanh_gate) is not bool:
-        refuse_type(operation, "tanh_gate", "a bool", tanh_gate)
+        refuse_type(operation, "tanh_gate", "True or False", tanh_gate)
     return addend, x_weight, x_eps, tanh_gate
 
 
@@ -240,7 +240,12 @@ def gated_residual(
         x_weight: ``(D,)``, T or float32, or None.
         tanh_gate: whether ``tanh(gate)`` takes the gate's place.
     """
-    if addend is None and x_weight is x_eps is None and not tanh_gate and type(gate) is not tuple:
+    if (
+        addend is None
+        and x_weight is x_eps is None
+        and tanh_gate is False
+        and type(gate) is not tuple
+    ):
         return _gated_residual(residual, x, gate)
     gate, gate_row = _split("gated_residual", "gate", gate)
     branch = _branch("gated_residual", addend, x_weight, x_eps, tanh_gate)
@@ -281,7 +286,7 @@ def gated_residual_rms_norm_modulate(
     if (
         addend is None
         and x_weight is x_eps is None
-        and not tanh_gate
+        and tanh_gate is False
         and tuple not in (type(gate), type(scale), type(shift))
     ):
         return _gated_residual_rms_norm_modulate(*arguments)
@@ -329,7 +334,7 @@ def gated_residual_layer_norm_modulate(
     if (
         addend is None
         and x_weight is x_eps is None
-        and not tanh_gate
+        and tanh_gate is False
         and tuple not in (type(gate), type(scale), type(shift))
     ):
         return _gated_residual_layer_norm_modulate(*arguments)
