@@ -43,6 +43,8 @@ FAMILIES = {
     "qwenimage": "Qwen-Image",
     "sd3": "SD3",
     "wan": "Wan",
+    "hunyuan_video": "HunyuanVideo",
+    "hunyuan_video15": "HunyuanVideo 1.5",
     "cosmos": "Cosmos",
 }
 SUBJECTS = (*COLUMNS, *FAMILIES)
