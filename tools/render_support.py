@@ -43,9 +43,9 @@ FAMILIES = {
     "qwenimage": "Qwen-Image",
     "sd3": "SD3",
     "wan": "Wan",
+    "cosmos": "Cosmos",
     "hunyuan_video": "HunyuanVideo",
     "hunyuan_video15": "HunyuanVideo 1.5",
-    "cosmos": "Cosmos",
 }
 SUBJECTS = (*COLUMNS, *FAMILIES)
 UNTRIED = {"not tried", "not built"}
