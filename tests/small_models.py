@@ -189,25 +189,6 @@ MODELS = [
         attends=4,
     ),
     SmallModel(
-        "hunyuan_video",
-        "HunyuanVideoTransformer3DModel",
-        {
-            **_TWO_BLOCKS,
-            "num_single_layers": 1,
-            "num_refiner_layers": 1,
-            "text_embed_dim": 24,
-            "pooled_projection_dim": 12,
-            "rope_axes_dim": (16, 24, 24),
-        },
-        lambda: _denoising(
-            video(),
-            encoder_attention_mask=mask(),
-            pooled_projections=normal(2, 12),
-            guidance=torch.tensor([6.0, 4.0]),
-        ),
-        attends=3,
-    ),
-    SmallModel(
         "cogvideox",
         "CogVideoXTransformer3DModel",
         {

@@ -190,7 +190,7 @@ def ask_for_a_gradient(model, arguments):
     ("family", "choose", "reason"),
     [
         ("flux", choose_backend, CHOSEN),
-        ("hunyuan_video", choose_backend, CHOSEN),
+        ("prx", choose_backend, CHOSEN),
         ("flux", ask_for_a_gradient, "a derivative is requested"),
         ("prx", ask_for_a_gradient, "a derivative is requested"),
     ],

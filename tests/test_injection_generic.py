@@ -39,8 +39,8 @@ from small_models import BY_NAME, MODELS, run
 
 pytestmark = [pytest.mark.usefixtures("_one_thread", "_default_backend")]
 
-PRX, UNET, COGVIEW, HUNYUAN, PIXART = (
-    BY_NAME[name] for name in ("prx", "unet", "cogview4", "hunyuan_video", "pixart")
+PRX, UNET, COGVIEW, CHROMA, PIXART = (
+    BY_NAME[name] for name in ("prx", "unet", "cogview4", "chroma", "pixart")
 )
 some_models = pytest.mark.parametrize("small", [PRX, UNET], ids=str)
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -507,7 +507,7 @@ def test_compiled(kernel, device, small):
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_blocks(kernel, device):
     """Modules of a class are compiled once."""
-    model, plain, _, arguments = pair(HUNYUAN, kernel, device)
+    model, plain, _, arguments = pair(CHROMA, kernel, device)
     counters = [CompileCounterWithBackend("eager") for _ in range(2)]
     for candidate, counter in zip((model, plain), counters, strict=True):
         candidate.compile_repeated_blocks(fullgraph=True, backend=counter)
@@ -521,7 +521,7 @@ def test_compiled_blocks(kernel, device):
 
 
 def test_first_block_cache(kernel, device):
-    model, plain, _, arguments = pair(HUNYUAN, kernel, device)
+    model, plain, _, arguments = pair(COGVIEW, kernel, device)
     results = []
     for candidate in (model, plain):
         candidate.enable_cache(FirstBlockCacheConfig(threshold=0.2))
@@ -568,7 +568,8 @@ def test_gradients(kernel, device, small, checkpointing):
 
 
 def test_strict(kernel, device, monkeypatch):
-    model, _, _, arguments = pair(HUNYUAN, kernel, device)
+    model, _, _, arguments = pair(CHROMA, kernel, device)
+    arguments["attention_mask"] = torch.ones(2, 14, device=device)  # becomes one of each query
     monkeypatch.setenv("H100_DIFFUSERS_KERNELS_STRICT", "1")
     with pytest.raises(RuntimeError, match="its mask differs between queries or heads"):
         run(model, arguments)
