@@ -248,12 +248,31 @@ def split_heads(heads, *tensors):
     return [t.unflatten(2, (-1, head_dim)) for t in tensors]
 
 
-def attention(q, k, v, *, scale=None, key_bias=None, key_lengths=None, heads=None):
-    q, k, v, key_bias = _double(q, k, v, key_bias)
+def attention(
+    q,
+    k,
+    v,
+    *,
+    scale=None,
+    key_bias=None,
+    key_lengths=None,
+    heads=None,
+    gate=None,
+    addend=None,
+):
+    q, k, v, key_bias, gate, addend = _double(q, k, v, key_bias, gate, addend)
     if heads is not None:
         q, k, v = split_heads(heads, q, k, v)
-        options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths}
-        return attention(q, k, v, **options).flatten(2)
+        options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths, "gate": gate}
+        out = attention(q, k, v, **options).flatten(2)
+        return out if addend is None else out + addend
+    out = _ungated_attention(q, k, v, scale, key_bias, key_lengths)
+    if gate is not None:
+        out = out * gate[..., None]
+    return out if addend is None else out + addend
+
+
+def _ungated_attention(q, k, v, scale, key_bias, key_lengths):
     batch, keys = k.shape[:2]
     if batch == 0 or keys == 0:
         return torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)

@@ -363,13 +363,14 @@ def parameters_of(name):
     return inspect.signature(getattr(load_kernel(), operation_of(name))).parameters
 
 
-def optional_tensors(name):
-    """The optional input tensors of an operation, except sin, which belongs to cos, and those by keyword."""
+def optional_tensors(name, by_keyword=False):
+    """The optional input tensors of an operation, except sin, which belongs to cos, and those accepted only
+    by keyword unless `by_keyword`."""
     return [
         key
         for key, parameter in parameters_of(name).items()
         if parameter.annotation in ("Optional[Tensor]", "Optional[Modulator]")
-        and parameter.kind is not parameter.KEYWORD_ONLY
+        and (by_keyword or parameter.kind is not parameter.KEYWORD_ONLY)
         and key != "sin"
     ]
 
@@ -430,6 +431,8 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         arguments["key_bias"] = tensor(batch, seq)
         lengths = seq - torch.arange(batch, dtype=torch.int32, device=device) * seq // 3
         arguments["key_lengths"] = lengths
+        arguments["gate"] = tensor(batch, seq, count, mean=0.5)
+        arguments["addend"] = torch.empty_like(arguments["q"]).copy_(tensor(*arguments["q"].shape))
         return kernel.attention, arguments
     if name == "rope":
         arguments = {"x": tensor(*shape, layout=layout), "layout": "half"}

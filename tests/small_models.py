@@ -339,9 +339,15 @@ MODELS = [
         attends=16,
     ),
     SmallModel(
-        "unet_40",
+        "unet_44",
         "UNet2DConditionModel",
-        {**_UNET, **_CROSS, "block_out_channels": (40, 80), "attention_head_dim": 2},
+        {
+            **_UNET,
+            **_CROSS,
+            "block_out_channels": (44, 88),
+            "norm_num_groups": 4,
+            "attention_head_dim": 2,
+        },
         _unet_inputs,
         attends=0,
     ),

@@ -220,7 +220,7 @@ def of_any_tensor(name, argument):
         mistake(name, public, f"{argument}_None", "", replace(argument, lambda _: None))
         return
     mistake(name, argument, "list", "list", replace(argument, as_list))
-    if argument not in optional_tensors(name):
+    if argument not in optional_tensors(name, by_keyword=True):
         mistake(name, argument, "None", "None", replace(argument, lambda _: None))
 
 
@@ -473,7 +473,7 @@ wrong_shapes("group_norm", "channel_bias", *of_images)
 ALL = ("q", "k", "v")
 wrong_dtypes("attention", "q", torch.float32)
 wrong_shapes("attention", "q", SHAPE, (1, BATCH, SEQ, HEADS, HEAD_DIM))
-for size in (1, 32, 63, 65, 80, 96, 127, 129, 256, 0):
+for size in (1, 4, 12, 63, 65, 127, 129, 136, 256, 0):
     wrong_shapes("attention", "q", (BATCH, SEQ, HEADS, size), of=ALL, got=str(size))
 of_keys = [SHAPE, (1, SEQ, HEADS, HEAD_DIM), (BATCH, SEQ, HEADS, 2 * HEAD_DIM), ()]
 wrong_shapes("attention", "k", *of_keys, (BATCH + 1, SEQ, HEADS, HEAD_DIM), of=("k", "v"))
@@ -487,6 +487,9 @@ wrong_values("attention", "scale", 0.0, -1.0, [0.1], got="")
 of_bias = [(SEQ,), (1, SEQ), (BATCH, 1), (BATCH, SEQ + 1), (SEQ, BATCH), (BATCH, 1, 1, SEQ), ()]
 wrong_shapes("attention", "key_bias", *of_bias)
 wrong_dtypes("attention", "key_bias", torch.bool, torch.int32)
+of_gate = ((BATCH, SEQ, 1), (BATCH, SEQ, HEADS, 1), (BATCH, HEADS, SEQ), (SEQ, HEADS), ())
+wrong_shapes("attention", "gate", *of_gate)
+wrong_shapes("attention", "addend", *of_keys, (BATCH, SEQ, HEADS * HEAD_DIM))
 wrong_shapes("attention", "key_lengths", (1,), (BATCH + 1,), (BATCH, 1), (1, BATCH), ())
 wrong_dtypes("attention", "key_lengths", torch.int16, torch.float32, torch.bool)
 expanded = replace("key_lengths", lambda t: t[:1].expand(BATCH))
@@ -506,7 +509,7 @@ mistake("attention", "q", "4d_heads", shape_text(BATCH, SEQ, HEADS, HEAD_DIM), o
 packed = {"along": in_one(), "what": "heads_"}
 wide = HEADS * HEAD_DIM
 wrong_shapes("attention", "q", (BATCH, SEQ), (wide,), (), got="", **packed)
-for heads in (1, 2 * HEADS):
+for heads in (1, 16 * HEADS):
     mistake("attention", "q", f"heads_{heads}", str(wide // heads), in_one(heads=heads))
 of_keys = [(BATCH, SEQ, HEADS, HEAD_DIM), (BATCH + 1, SEQ, wide), (BATCH, SEQ, wide + 1)]
 wrong_shapes("attention", "k", *of_keys, (BATCH, SEQ), (), of=("k", "v"), **packed)

@@ -137,9 +137,9 @@ OWN_ATTENTIONS = {  # change, options of the family's model and of inject_kernel
     ),
     "heads": (
         None,
-        {"head_dim": 32},
+        {"head_dim": 136},
         {},
-        "its heads have 32 elements, and the kernel's 64 and 128",
+        "its heads have 136 elements; the kernel takes multiples of 8 up to 128",
     ),
     "float32": (None, {"dtype": torch.float32}, {}, "no kernel for float32"),
     "attention=False": (None, {}, {"attention": False}, "requested by attention=False"),

@@ -675,6 +675,7 @@ def test_an_image_as_context(kernel, device, dtype):
     assert calls["gated_residual_layer_norm_modulate"] == 5
     if dtype == torch.bfloat16:
         assert calls["attention"] == 3 * len(model.blocks)
+        assert calls["gated_residual"] == 1  # attention to the image adds that to the text
 
 
 @pytest.mark.parametrize("name", COPIES_OF_WAN)

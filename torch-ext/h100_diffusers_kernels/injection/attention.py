@@ -30,7 +30,7 @@ from ..conditions import (
 from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownFunction, class_name
 from .linears import can_write_linear, linear, linear_per_sample, linears, run_dropout, write_linear
-from .norms import RMS, apply_norm, norm_notes, read_norm
+from .norms import RMS, apply_norm, gated_residual, norm_notes, read_norm
 from .patch import Call, Injection, PatchSpec
 from .report import OWN_ATTENTION
 from .rotary import rope_operand, split_tables
@@ -123,8 +123,7 @@ def why_not_head_dim(head_dim: int | None) -> str | None:
     """Why the kernel does not take heads of this size, as a clause."""
     if head_dim is None or head_dim in ATTENTION_HEAD_DIMS:
         return None
-    known = " and ".join(map(str, ATTENTION_HEAD_DIMS))
-    return f"its heads have {head_dim} elements, and the kernel's {known}"
+    return f"its heads have {head_dim} elements; the kernel takes multiples of 8 up to 128"
 
 
 def why_not_dtype(module: nn.Module) -> str | None:
@@ -187,10 +186,13 @@ def attend(
     heads: int,
     key_bias: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    gate: Tensor | None = None,
+    addend: Tensor | None = None,
     out: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Attention of all heads, (B, S, H * d), in query's dtype.
+    """Attention of all heads, (B, S, H * d), in query's dtype, times ``gate`` (B, S, H), plus ``addend`` of
+    query's shape.
 
     ``mask`` is the module's argument. ``expand_mask`` converts it as the processor does, if the processor
     repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_bias`` (B, Sk) or ``key_lengths`` (B,) is an
@@ -214,7 +216,14 @@ def attend(
             if mask is None or key_bias is not None or key_lengths is not None:
                 how: Any = {"key_bias": key_bias, "key_lengths": key_lengths}
                 how.update(heads=heads, out=out)
-                return functional.attention(query, key, value, **how)
+                if (
+                    same_dtype_and_unit_stride(query, addend)
+                    and modulators_compatible(query, gate)
+                    and not is_differentiated(gate, addend)
+                ):
+                    return functional.attention(query, key, value, gate=gate, addend=addend, **how)
+                result = functional.attention(query, key, value, **how)
+                return _gate_and_add(result, gate, addend, heads)
             call.fall_back(f"{OWN_ATTENTION}: its mask differs between queries or heads")
         elif is_differentiated(query, key, value):
             call.leave_attention(GRADIENT)
@@ -242,7 +251,13 @@ def attend(
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         sdpa = torch.nn.functional.scaled_dot_product_attention
         result = sdpa(query, key, value, attn_mask=mask, **options).transpose(1, 2)
-    return result.flatten(2, 3).to(dtype)
+    return _gate_and_add(result.flatten(2, 3).to(dtype), gate, addend, heads)
+
+
+def _gate_and_add(x: Tensor, gate: Tensor | None, addend: Tensor | None, heads: int) -> Tensor:
+    if gate is not None:
+        x = (x.unflatten(2, (heads, -1)) * gate.unsqueeze(-1)).flatten(2)
+    return x if addend is None else gated_residual(addend, x, None)
 
 
 def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:
