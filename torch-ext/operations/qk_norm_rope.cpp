@@ -31,6 +31,8 @@ struct Rotation {
 
 constexpr Rotation::Names kKeyNames = {{"k_cos", "k_sin"}, "k_coordinates", "k_frequencies"};
 
+constexpr const char* kNormNames[] = {"none", "across_heads", "per_head", "layer_per_head"};  // by NormScope
+
 class NormRope {
  public:
   struct Named {
@@ -181,7 +183,8 @@ class NormRope {
   void set_bias(Bias& bias, const char* name, const OptionalTensor& tensor) const {
     if (!tensor.has_value()) return;
     if (params_.norm != NormScope::kLayerPerHead)
-      fail(operation_, name, " is accepted only with norm 'layer_per_head', got another norm");
+      fail(operation_, name, " is accepted only with norm 'layer_per_head', got norm '",
+           kNormNames[static_cast<int>(params_.norm)], "'");
     check_.same_device(name, *tensor);
     check_.float32_or_same_dtype(name, *tensor);
     if (tensor->dim() != 1 || tensor->size(0) != params_.head_dim)
