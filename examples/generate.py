@@ -57,6 +57,8 @@ def check_options(model: Model, options: dict, device: str) -> None:
             raise click.UsageError(f"--{option} is for videos, and {name} makes an image.")
     if options["negative_prompt"] is not None and "negative_prompt" not in model.call:
         raise click.UsageError(f"{name} takes no --negative-prompt.")
+    if options["guidance"] is not None and model.guidance is None:
+        raise click.UsageError(f"{name} takes no --guidance.")
     frames = options["num_frames"]
     if frames is not None and frames % model.frames_step != 1:
         raise click.UsageError(
@@ -153,8 +155,10 @@ def build_pipeline(model: Model, options: dict, device: str, prompts: list[str])
         reason = f": {small}" if small else ""
         click.echo(f"Running {size} with random weights, and the result is noise{reason}.")
     changes = {name: options[name] for name in SIZE}
-    changes |= {model.guidance: options["guidance"], "negative_prompt": options["negative_prompt"]}
-    if options["model"] == "ltx":
+    changes["negative_prompt"] = options["negative_prompt"]
+    if model.guidance is not None:
+        changes[model.guidance] = options["guidance"]
+    if options["model"] in ("ltx", "ltx2"):
         changes["frame_rate"] = options["fps"]
     changes = {name: value for name, value in changes.items() if value is not None}
     arguments = [call_arguments(model, pipe, bool(small), prompt, **changes) for prompt in prompts]
@@ -167,13 +171,13 @@ def build_pipeline(model: Model, options: dict, device: str, prompts: list[str])
     return pipe, arguments
 
 
-def compile_transformer(transformer: torch.nn.Module) -> None:
-    """Compile the repeated blocks, or all of a transformer without a list of them."""
+def compile_denoiser(denoiser: torch.nn.Module) -> None:
+    """Compile the repeated blocks, or all of a model without a list of them."""
     torch.compiler.reset()
-    if getattr(transformer, "_repeated_blocks", None):
-        transformer.compile_repeated_blocks()
+    if getattr(denoiser, "_repeated_blocks", None):
+        denoiser.compile_repeated_blocks()
     else:
-        transformer.compile()
+        denoiser.compile()
 
 
 def run_side(
@@ -208,22 +212,22 @@ def run_side(
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A text file, one prompt a line: one numbered output each.",
 )
-@click.option("--negative-prompt", help="What it should not show: ltx, wan, sd3, qwenimage.")
+@click.option("--negative-prompt", help="What it should not show; not every model takes it.")
 @click.option(
     "--guidance", type=click.FloatRange(0, 100), help="Scale of guidance; 1 switches it off."
 )
 @click.option(
     "--steps", "num_inference_steps", type=click.IntRange(2, 1000), help="Denoising steps."
 )
-@click.option("--height", type=click.IntRange(32, MAX_SIDE), help="A multiple of 16, for ltx 32.")
-@click.option("--width", type=click.IntRange(32, MAX_SIDE), help="A multiple of 16, for ltx 32.")
+@click.option("--height", type=click.IntRange(32, MAX_SIDE), help="A multiple of 16 or 32.")
+@click.option("--width", type=click.IntRange(32, MAX_SIDE), help="A multiple of 16 or 32.")
 @click.option(
     "--frames",
     "num_frames",
     type=click.IntRange(5, MAX_FRAMES),
-    help="Of a video: a multiple of 4 plus 1, for ltx of 8 plus 1.",
+    help="Of a video: a multiple of 4 plus 1, or of 8 plus 1.",
 )
-@click.option("--fps", type=click.IntRange(1, 240), help="Of a video: 16, for ltx 25.")
+@click.option("--fps", type=click.IntRange(1, 240), help="Of a video.")
 @click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True)
 @click.option(
     "--repeat",
@@ -257,7 +261,7 @@ def run_side(
 @click.option(
     "--random-weights",
     is_flag=True,
-    help="No download: the published widths, few blocks (ltx: all), made-up prompt embeddings.",
+    help="No download: the published widths, few blocks, made-up prompt embeddings.",
 )
 @click.option(
     "--profile",
@@ -312,7 +316,7 @@ def main(**options) -> None:
         if side == "injected":
             click.echo(kernels.inject_kernels(pipe, cuda_graphs=options["cuda_graphs"]))
         if options["compile"]:
-            compile_transformer(pipe.transformer)
+            compile_denoiser(getattr(pipe, model.denoiser))
             side += ", compiled"
         times[side] = []
         for path, frames in zip(

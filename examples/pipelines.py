@@ -6,6 +6,7 @@ import inspect
 import os
 import zlib
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 import diffusers
@@ -27,56 +28,85 @@ class Model:
     """A model on the Hub, and the parts of a pipeline like it with random weights.
 
     Attributes:
+        hub_id: the repository; None if the weights are not on the Hub.
         size: steps, height, width and, for a video, frames, as on the model's card.
         call: the card's other arguments of the pipeline.
-        transformer, vae: the class, and its published configuration where diffusers has another
-            default. The transformers have fewer blocks, except LTX-Video's.
-        small: what a small model changes besides SMALL.
-        text_tokens: the length of made-up prompt embeddings.
+        parts: the class of each part, and its published configuration where diffusers has another
+            default. The first is the denoising model, with fewer blocks, except LTX-Video's and UNets.
+        text: shapes of one prompt's made-up embeddings by their argument. A name is an entry of a
+            part's configuration.
+        small: what a small model changes besides SMALL, or, by part, what only that part changes.
+        options: other arguments of the pipeline's constructor.
         side_step, frames_step: sides are multiples of the one, frames of the other plus 1.
-        fps: frames per second.
+        fps: frames per second; None for an image.
     """
 
-    hub_id: str
+    hub_id: str | None
     pipeline: str
     size: tuple[int, ...]
     call: dict[str, float | str]
-    transformer: tuple[str, dict]
-    vae: tuple[str, dict]
+    parts: dict[str, tuple[str, dict]]
+    text: dict[str, tuple[int | str, ...]]
     small: dict = field(default_factory=dict)
-    scheduler: dict = field(default_factory=lambda: {"shift": 3.0})
-    text_tokens: int = 512
+    options: dict = field(default_factory=dict)
     side_step: int = 16
     frames_step: int = 4
     fps: int = 16
+
+    @property
+    def denoiser(self) -> str:
+        """The name of the denoising model in the pipeline."""
+        return next(iter(self.parts))
 
     @property
     def is_video(self) -> bool:
         return len(self.size) == len(SIZE)
 
     @property
-    def guidance(self) -> str:
-        """The name of the pipeline's argument."""
-        return next(name for name in self.call if name.endswith("scale"))
+    def guidance(self) -> str | None:
+        """The name of the pipeline's argument, if it has one."""
+        return next((name for name in self.call if name.endswith("scale")), None)
 
 
+class SkipSafetyChecks:
+    """In place of Cosmos' safety checker, a model of its own: noise needs none."""
+
+    def to(self, device) -> None:
+        pass
+
+    def check_text_safety(self, prompt) -> bool:
+        return True
+
+    def check_video_safety(self, frames):
+        return frames
+
+
+FLOW = ("FlowMatchEulerDiscreteScheduler", {"shift": 3.0})
 IMAGE_VAE = {
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
     "block_out_channels": (128, 256, 512, 512),
     "layers_per_block": 2,
-    "latent_channels": 16,
 }
+FLUX_VAE = (
+    "AutoencoderKL",
+    {**IMAGE_VAE, "latent_channels": 16, "scaling_factor": 0.3611, "shift_factor": 0.1159},
+)
+# Schedule of Stable Diffusion, of which the training is published.
+NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+NEGATIVE_VIDEO = "worst quality, inconsistent motion, blurry, jittery, distorted"
 # What a small model changes, where its class has it.
 SMALL = {
     "num_layers": 2,
     "num_single_layers": 2,
+    "num_refiner_layers": 1,
     "num_attention_heads": 2,
     "caption_projection_dim": 2 * 64,
     "ffn_dim": 512,
     "joint_attention_dim": 64,
     "pooled_projection_dim": 32,
     "text_dim": 64,
+    "text_embed_dim": 64,
     "block_out_channels": (32, 32, 32, 32),
     "layers_per_block": 1,
     "base_dim": 16,
@@ -88,12 +118,23 @@ MODELS = {
         hub_id="Lightricks/LTX-Video",
         pipeline="LTXPipeline",
         size=(50, 512, 768, 161),
-        call={
-            "guidance_scale": 3.0,
-            "negative_prompt": "worst quality, inconsistent motion, blurry, jittery, distorted",
+        call={"guidance_scale": 3.0, "negative_prompt": NEGATIVE_VIDEO},
+        parts={
+            "transformer": ("LTXVideoTransformer3DModel", {}),
+            "vae": ("AutoencoderKLLTXVideo", {}),
+            "scheduler": (
+                FLOW[0],
+                {
+                    "use_dynamic_shifting": True,
+                    "base_shift": 0.95,
+                    "max_shift": 2.05,
+                    "base_image_seq_len": 1024,
+                    "max_image_seq_len": 4096,
+                    "shift_terminal": 0.1,
+                },
+            ),
         },
-        transformer=("LTXVideoTransformer3DModel", {}),
-        vae=("AutoencoderKLLTXVideo", {}),
+        text={"prompt_embeds": (128, "caption_channels"), "prompt_attention_mask": (128,)},
         small={
             "cross_attention_dim": 2 * 64,
             "caption_channels": 64,
@@ -102,75 +143,368 @@ MODELS = {
             "layers_per_block": (1,) * 5,
             "decoder_layers_per_block": (1,) * 5,
         },
-        scheduler={
-            "use_dynamic_shifting": True,
-            "base_shift": 0.95,
-            "max_shift": 2.05,
-            "base_image_seq_len": 1024,
-            "max_image_seq_len": 4096,
-            "shift_terminal": 0.1,
-        },
-        text_tokens=128,
         side_step=32,
         frames_step=8,
         fps=25,
+    ),
+    "ltx2": Model(
+        hub_id="Lightricks/LTX-2",
+        pipeline="LTX2Pipeline",
+        size=(30, 512, 768, 121),
+        call={"guidance_scale": 3.0, "negative_prompt": NEGATIVE_VIDEO, "frame_rate": 24.0},
+        parts={
+            "transformer": ("LTX2VideoTransformer3DModel", {"num_layers": 4, "rope_type": "split"}),
+            "vae": (
+                "AutoencoderKLLTX2Video",
+                {"spatial_compression_ratio": 32, "temporal_compression_ratio": 8},
+            ),
+            "audio_vae": ("AutoencoderKLLTX2Audio", {}),
+            "vocoder": ("pipelines.ltx2.LTX2Vocoder", {}),
+            "connectors": ("pipelines.ltx2.LTX2TextConnectors", {"rope_type": "split"}),
+            "scheduler": FLOW,
+        },
+        text={
+            "prompt_embeds": (1024, "caption_channels", "text_proj_in_factor"),
+            "prompt_attention_mask": (1024,),
+        },
+        small={
+            "caption_channels": 2 * 128,
+            "text_proj_in_factor": 3,
+            "audio_num_attention_heads": 2,
+            "cross_attention_dim": 2 * 128,
+            "audio_cross_attention_dim": 2 * 64,
+            "video_connector_num_attention_heads": 2,
+            "audio_connector_num_attention_heads": 2,
+            "decoder_block_out_channels": (16, 32, 64),
+            "layers_per_block": (1,) * 5,
+            "decoder_layers_per_block": (1,) * 4,
+            "block_out_channels": (16, 32, 64, 64),
+            "hidden_channels": 64,
+        },
+        side_step=32,
+        frames_step=8,
+        fps=24,
     ),
     "wan": Model(
         hub_id="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
         pipeline="WanPipeline",
         size=(50, 480, 832, 81),
         call={"guidance_scale": 5.0, "negative_prompt": ""},
-        transformer=(
-            "WanTransformer3DModel",
-            {"num_layers": 10, "num_attention_heads": 12, "ffn_dim": 8960},
-        ),
-        vae=("AutoencoderKLWan", {}),
+        parts={
+            "transformer": (
+                "WanTransformer3DModel",
+                {"num_layers": 10, "num_attention_heads": 12, "ffn_dim": 8960},
+            ),
+            "vae": ("AutoencoderKLWan", {}),
+            "scheduler": FLOW,
+        },
+        text={"prompt_embeds": (512, "text_dim")},
+    ),
+    "hunyuan-video": Model(
+        hub_id="hunyuanvideo-community/HunyuanVideo",
+        pipeline="HunyuanVideoPipeline",
+        size=(30, 544, 960, 61),
+        call={"guidance_scale": 6.0},
+        parts={
+            "transformer": (
+                "HunyuanVideoTransformer3DModel",
+                {"num_layers": 2, "num_single_layers": 4, "guidance_embeds": True},
+            ),
+            "vae": ("AutoencoderKLHunyuanVideo", {}),
+            "scheduler": (FLOW[0], {"shift": 7.0}),
+        },
+        text={
+            "prompt_embeds": (256, "text_embed_dim"),
+            "prompt_attention_mask": (256,),
+            "pooled_prompt_embeds": ("pooled_projection_dim",),
+        },
+        fps=15,
+    ),
+    "hunyuan-video15": Model(
+        hub_id="hunyuanvideo-community/HunyuanVideo-1.5-480p_t2v",
+        pipeline="HunyuanVideo15Pipeline",
+        size=(50, 480, 848, 61),
+        call={"negative_prompt": ""},
+        parts={
+            "transformer": ("HunyuanVideo15Transformer3DModel", {"num_layers": 4}),
+            "vae": ("AutoencoderKLHunyuanVideo15", {}),
+            "guider": ("guiders.ClassifierFreeGuidance", {"guidance_scale": 6.0}),
+            "scheduler": (FLOW[0], {"shift": 5.0}),
+        },
+        text={
+            "prompt_embeds": (1000, "text_embed_dim"),
+            "prompt_embeds_mask": (1000,),
+            "prompt_embeds_2": (256, "text_embed_2_dim"),
+            "prompt_embeds_mask_2": (256,),
+        },
+        small={"text_embed_2_dim": 32, "image_embed_dim": 32, "block_out_channels": (32,) * 5},
+        fps=15,
+    ),
+    "cogvideox": Model(
+        hub_id="THUDM/CogVideoX-5b",
+        pipeline="CogVideoXPipeline",
+        size=(50, 480, 720, 49),
+        call={"guidance_scale": 6.0, "negative_prompt": ""},
+        parts={
+            "transformer": (
+                "CogVideoXTransformer3DModel",
+                {
+                    "num_layers": 5,
+                    "num_attention_heads": 48,
+                    "use_rotary_positional_embeddings": True,
+                },
+            ),
+            "vae": ("AutoencoderKLCogVideoX", {"scaling_factor": 0.7}),
+            "scheduler": (
+                "CogVideoXDDIMScheduler",
+                {
+                    "prediction_type": "v_prediction",
+                    "rescale_betas_zero_snr": True,
+                    "timestep_spacing": "trailing",
+                },
+            ),
+        },
+        text={"prompt_embeds": (226, "text_embed_dim")},
+        fps=8,
     ),
     "flux": Model(
         hub_id="black-forest-labs/FLUX.1-dev",
         pipeline="FluxPipeline",
         size=(50, 1024, 1024),
         call={"guidance_scale": 3.5},
-        transformer=(
-            "FluxTransformer2DModel",
-            {"num_layers": 5, "num_single_layers": 10, "guidance_embeds": True},
-        ),
-        vae=("AutoencoderKL", {**IMAGE_VAE, "scaling_factor": 0.3611, "shift_factor": 0.1159}),
+        parts={
+            "transformer": (
+                "FluxTransformer2DModel",
+                {"num_layers": 5, "num_single_layers": 10, "guidance_embeds": True},
+            ),
+            "vae": FLUX_VAE,
+            "scheduler": FLOW,
+        },
+        text={
+            "prompt_embeds": (512, "joint_attention_dim"),
+            "pooled_prompt_embeds": ("pooled_projection_dim",),
+        },
     ),
     "flux2": Model(
         hub_id="black-forest-labs/FLUX.2-dev",
         pipeline="Flux2Pipeline",
         size=(50, 1024, 1024),
         call={"guidance_scale": 4.0},
-        transformer=("Flux2Transformer2DModel", {"num_layers": 2, "num_single_layers": 6}),
-        vae=("AutoencoderKLFlux2", {}),
+        parts={
+            "transformer": ("Flux2Transformer2DModel", {"num_layers": 2, "num_single_layers": 6}),
+            "vae": ("AutoencoderKLFlux2", {}),
+            "scheduler": FLOW,
+        },
+        text={"prompt_embeds": (512, "joint_attention_dim")},
     ),
-    "sd3": Model(
-        hub_id="stabilityai/stable-diffusion-3.5-large",
-        pipeline="StableDiffusion3Pipeline",
+    "z-image": Model(
+        hub_id="Tongyi-MAI/Z-Image-Turbo",
+        pipeline="ZImagePipeline",
+        size=(9, 1024, 1024),
+        call={"guidance_scale": 0.0},
+        parts={
+            "transformer": ("ZImageTransformer2DModel", {"n_layers": 8}),
+            "vae": FLUX_VAE,
+            "scheduler": FLOW,
+        },
+        text={"prompt_embeds": (96, "cap_feat_dim")},
+        small={
+            "n_layers": 2,
+            "n_refiner_layers": 1,
+            "dim": 2 * 128,
+            "n_heads": 2,
+            "n_kv_heads": 2,
+            "cap_feat_dim": 64,
+        },
+    ),
+    "krea2": Model(
+        hub_id=None,
+        pipeline="Krea2Pipeline",
         size=(28, 1024, 1024),
-        call={"guidance_scale": 3.5, "negative_prompt": ""},
-        transformer=(
-            "SD3Transformer2DModel",
-            {
-                "num_layers": 8,
-                "num_attention_heads": 38,
-                "caption_projection_dim": 38 * 64,
-                "pos_embed_max_size": 192,
-                "qk_norm": "rms_norm",
-            },
-        ),
-        vae=("AutoencoderKL", {**IMAGE_VAE, "scaling_factor": 1.5305, "shift_factor": 0.0609}),
-        text_tokens=333,
+        call={"guidance_scale": 4.5, "negative_prompt": ""},
+        parts={
+            "transformer": ("Krea2Transformer2DModel", {"num_layers": 4}),
+            "vae": ("AutoencoderKLQwenImage", {}),
+            "scheduler": (
+                FLOW[0],
+                {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15},
+            ),
+        },
+        text={
+            "prompt_embeds": (512, "num_text_layers", "text_hidden_dim"),
+            "prompt_embeds_mask": (512,),
+        },
+        small={
+            "num_key_value_heads": 1,
+            "intermediate_size": 512,
+            "text_hidden_dim": 64,
+            "num_text_layers": 3,
+            "text_num_attention_heads": 2,
+            "text_num_key_value_heads": 2,
+            "text_intermediate_size": 128,
+            "num_layerwise_text_blocks": 1,
+            "num_refiner_text_blocks": 1,
+        },
     ),
     "qwenimage": Model(
         hub_id="Qwen/Qwen-Image",
         pipeline="QwenImagePipeline",
         size=(50, 1328, 1328),
         call={"true_cfg_scale": 4.0, "negative_prompt": " "},
-        transformer=("QwenImageTransformer2DModel", {"num_layers": 6}),
-        vae=("AutoencoderKLQwenImage", {}),
-        text_tokens=128,
+        parts={
+            "transformer": ("QwenImageTransformer2DModel", {"num_layers": 6}),
+            "vae": ("AutoencoderKLQwenImage", {}),
+            "scheduler": FLOW,
+        },
+        text={"prompt_embeds": (128, "joint_attention_dim"), "prompt_embeds_mask": (128,)},
+    ),
+    "hunyuan-image": Model(
+        hub_id="hunyuanvideo-community/HunyuanImage-2.1-Diffusers",
+        pipeline="HunyuanImagePipeline",
+        size=(50, 2048, 2048),
+        call={"negative_prompt": ""},
+        parts={
+            "transformer": (
+                "HunyuanImageTransformer2DModel",
+                {"num_layers": 2, "num_single_layers": 4},
+            ),
+            "vae": (
+                "AutoencoderKLHunyuanImage",
+                {
+                    "in_channels": 3,
+                    "out_channels": 3,
+                    "latent_channels": 64,
+                    "block_out_channels": (128, 256, 512, 512, 1024, 1024),
+                    "layers_per_block": 2,
+                    "spatial_compression_ratio": 32,
+                    "sample_size": 384,
+                    "scaling_factor": 0.75289,
+                },
+            ),
+            "guider": ("guiders.AdaptiveProjectedMixGuidance", {"guidance_scale": 3.5}),
+            "scheduler": (FLOW[0], {"shift": 5.0}),
+        },
+        text={
+            "prompt_embeds": (1000, "text_embed_dim"),
+            "prompt_embeds_mask": (1000,),
+            "prompt_embeds_2": (128, "text_embed_2_dim"),
+            "prompt_embeds_mask_2": (128,),
+        },
+        small={"text_embed_2_dim": 32, "block_out_channels": (32, 32, 32, 32, 128, 128)},
+        side_step=32,
+    ),
+    "cosmos": Model(
+        hub_id="nvidia/Cosmos-Predict2-2B-Text2Image",
+        pipeline="Cosmos2TextToImagePipeline",
+        size=(35, 768, 1360),
+        call={"guidance_scale": 7.0, "negative_prompt": ""},
+        parts={
+            "transformer": (
+                "CosmosTransformer3DModel",
+                {
+                    "num_attention_heads": 16,
+                    "rope_scale": (1.0, 4.0, 4.0),
+                    "extra_pos_embed_type": None,
+                    "concat_padding_mask": False,  # it needs torchvision
+                },
+            ),
+            "vae": ("AutoencoderKLWan", {}),
+            "safety_checker": ("SkipSafetyChecks", {}),
+            "scheduler": (FLOW[0], {"use_karras_sigmas": True}),
+        },
+        text={"prompt_embeds": (512, "text_embed_dim")},
+        small={"adaln_lora_dim": 32},
+    ),
+    "sd3": Model(
+        hub_id="stabilityai/stable-diffusion-3.5-large",
+        pipeline="StableDiffusion3Pipeline",
+        size=(28, 1024, 1024),
+        call={"guidance_scale": 3.5, "negative_prompt": ""},
+        parts={
+            "transformer": (
+                "SD3Transformer2DModel",
+                {
+                    "num_layers": 8,
+                    "num_attention_heads": 38,
+                    "caption_projection_dim": 38 * 64,
+                    "pos_embed_max_size": 192,
+                    "qk_norm": "rms_norm",
+                },
+            ),
+            "vae": (
+                "AutoencoderKL",
+                {
+                    **IMAGE_VAE,
+                    "latent_channels": 16,
+                    "scaling_factor": 1.5305,
+                    "shift_factor": 0.0609,
+                },
+            ),
+            "scheduler": FLOW,
+        },
+        text={
+            "prompt_embeds": (333, "joint_attention_dim"),
+            "pooled_prompt_embeds": ("pooled_projection_dim",),
+        },
+    ),
+    "sdxl": Model(
+        hub_id="stabilityai/stable-diffusion-xl-base-1.0",
+        pipeline="StableDiffusionXLPipeline",
+        size=(50, 1024, 1024),
+        call={"guidance_scale": 5.0, "negative_prompt": ""},
+        parts={
+            "unet": (
+                "UNet2DConditionModel",
+                {
+                    "sample_size": 128,
+                    "down_block_types": (
+                        "DownBlock2D",
+                        "CrossAttnDownBlock2D",
+                        "CrossAttnDownBlock2D",
+                    ),
+                    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+                    "block_out_channels": (320, 640, 1280),
+                    "transformer_layers_per_block": (1, 2, 10),
+                    "attention_head_dim": (5, 10, 20),  # numbers of heads, despite the name
+                    "cross_attention_dim": 2048,
+                    "use_linear_projection": True,
+                    "addition_embed_type": "text_time",
+                    "addition_time_embed_dim": 256,
+                    "projection_class_embeddings_input_dim": 2816,
+                },
+            ),
+            "vae": ("AutoencoderKL", {**IMAGE_VAE, "scaling_factor": 0.13025}),
+            "scheduler": ("EulerDiscreteScheduler", {**NOISE, "steps_offset": 1}),
+        },
+        text={"prompt_embeds": (77, "cross_attention_dim"), "pooled_prompt_embeds": (1280,)},
+        small={
+            "unet": {
+                "num_attention_heads": None,
+                "block_out_channels": (64, 64, 128),
+                "transformer_layers_per_block": (1, 1, 2),
+                "attention_head_dim": (1, 1, 2),
+                "cross_attention_dim": 64,
+            },
+        },
+    ),
+    "sd15": Model(
+        hub_id="stable-diffusion-v1-5/stable-diffusion-v1-5",
+        pipeline="StableDiffusionPipeline",
+        size=(50, 512, 512),
+        call={"guidance_scale": 7.5, "negative_prompt": ""},
+        parts={
+            "unet": ("UNet2DConditionModel", {"sample_size": 64, "cross_attention_dim": 768}),
+            "vae": ("AutoencoderKL", IMAGE_VAE),
+            "scheduler": ("PNDMScheduler", {**NOISE, "skip_prk_steps": True, "steps_offset": 1}),
+        },
+        text={"prompt_embeds": (77, "cross_attention_dim")},
+        small={
+            "unet": {
+                "num_attention_heads": None,
+                "block_out_channels": (64, 64, 128, 128),
+                "cross_attention_dim": 64,
+            },
+        },
     ),
 }
 
@@ -189,6 +523,8 @@ def load_kernel(kernel: str | None = None):
 
 def published_pipeline(model: Model, dtype: torch.dtype):
     """The pipeline from the Hub, or from the cache; LookupError if neither can be used."""
+    if model.hub_id is None:
+        raise LookupError("its weights are not on the Hub")
     offline = None
     try:
         HfApi().model_info(model.hub_id, timeout=5)
@@ -229,17 +565,18 @@ def random_pipeline(model: Model, small: bool, device: str, dtype: torch.dtype, 
     cls = getattr(diffusers, model.pipeline)
     # Parameters without a default: text encoders, tokenizers, and the parts made here.
     parts = {name: None for name, p in parameters(cls).items() if p.default is p.empty}
-    parts["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler(**model.scheduler)
     torch.manual_seed(seed)
-    for part in ("transformer", "vae"):
-        name, config = getattr(model, part)
-        module = getattr(diffusers, name)
+    for part, (path, config) in model.parts.items():
+        make = globals().get(path) or attrgetter(path)(diffusers)
         if small:
-            changes = SMALL | model.small
-            config = config | {key: changes[key] for key in changes.keys() & parameters(module)}
+            changes = SMALL | model.small | model.small.get(part, {})
+            config = config | {key: changes[key] for key in changes.keys() & parameters(make)}
+        if not issubclass(make, torch.nn.Module):
+            parts[part] = make(**config)
+            continue
         with torch.device(device):
-            parts[part] = randomize(module(**config), dtype)
-    return cls(**parts)
+            parts[part] = randomize(make(**config), dtype)
+    return cls(**parts, **model.options)
 
 
 def load_pipeline(
@@ -280,23 +617,18 @@ def call_arguments(model: Model, pipe, small: bool, prompt: str, **changes) -> d
         arguments |= {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
     if pipe.text_encoder is not None:
         return arguments
-    config, dtype = pipe.transformer.config, pipe.transformer.dtype
-    width = next(
-        config[name]
-        for name in ("text_dim", "caption_channels", "joint_attention_dim")
-        if name in config
-    )
-    embeddings = {}
-    for name in [name for name in arguments if name.endswith("prompt")]:
-        text, prefix = arguments.pop(name), name.removesuffix("prompt")
-        mask = torch.ones(1, model.text_tokens, dtype=torch.bool)
-        embeddings |= {
-            f"{name}_embeds": made_up(text, 1, model.text_tokens, width).to(dtype),
-            f"{name}_embeds_mask": mask,
-            f"{name}_attention_mask": mask,
-            f"{prefix}pooled_prompt_embeds": made_up(
-                text, 1, config.get("pooled_projection_dim", 0)
-            ).to(dtype),
-        }
-    taken = embeddings.keys() & parameters(pipe.__call__)
-    return arguments | {name: embeddings[name].to(pipe.transformer.device) for name in taken}
+    denoiser = getattr(pipe, model.denoiser)
+    config: dict = {}
+    for part in (*model.parts, model.denoiser):
+        config |= getattr(getattr(pipe, part), "config", {})
+    prompts = [name for name in arguments if name.endswith("prompt")]
+    texts = {name.removesuffix("prompt"): arguments.pop(name) for name in prompts}
+    for prefix, text in texts.items():
+        for name, shape in model.text.items():
+            sizes = [config[size] if isinstance(size, str) else size for size in shape]
+            if "mask" in name:
+                value = torch.ones(1, *sizes, dtype=torch.bool)
+            else:
+                value = made_up(text, 1, *sizes).to(denoiser.dtype)
+            arguments[prefix + name] = value.to(denoiser.device)
+    return arguments

@@ -80,14 +80,14 @@ def attention_sink(shape: Shape, device: torch.device) -> Inputs:
     return in_16_bits(q, k, v)
 
 
-def rising_scores(shape: Shape, device: torch.device) -> Inputs:
-    """Normal scores of 1 nat, raised by at least RISE nats every RISE_KEYS keys, for all queries.
+def rising_scores(shape: Shape, device: torch.device, rise: float) -> Inputs:
+    """Normal scores of 1 nat, raised by about ``rise`` nats every RISE_KEYS keys, for all queries.
 
-    Two columns hold the rise as multiples of a step, which 16 bits represent exactly.
+    Two columns hold the rise as multiples of a step.
     """
     *_, keys, _, head_dim = shape
     q, k, v = normal(shape, device)
-    step = math.ceil(RISE * head_dim**0.5 / 32) * 32
+    step = math.ceil(rise * head_dim**0.5 / 32) * 32
     tile = torch.arange(keys, device=device) // RISE_KEYS
     q[..., :2] = 1.0
     k[..., 0] = (tile // 16 * 16 * step)[:, None]
@@ -121,11 +121,12 @@ INPUTS: dict[str, Callable[[Shape, torch.device], Inputs]] = {
         for weight in (1, 2, 4)
     },
     "sink": attention_sink,
-    "rising": rising_scores,
+    "rising": functools.partial(rising_scores, rise=RISE),
     "jump": jumping_scores,
+    "steps": functools.partial(rising_scores, rise=JUMP),
     "large range": functools.partial(random_scores, std=30),
     "constant": constant,
 }
 NORMAL = "std 1"
-EXTREMES = ("rising", "jump", "large range", "constant")  # which no model has
+EXTREMES = ("rising", "jump", "steps", "large range", "constant")  # which no model has
 TYPICAL = tuple(kind for kind in INPUTS if kind not in EXTREMES)

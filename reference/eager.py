@@ -43,13 +43,19 @@ def _modulated(n, scale, shift):
     return n if shift is None else n + shift
 
 
+def _sum(modulator):
+    return sum(modulator) if isinstance(modulator, tuple) else modulator
+
+
 def rms_norm_modulate(x, scale, shift=None, weight=None, eps=1e-6):
+    scale, shift = _sum(scale), _sum(shift)
     if _is_mixed(x, scale, shift, weight):
         return _modulated(_diffusers_rms_norm(x.float(), weight, eps), scale, shift).to(x.dtype)
     return _modulated(_diffusers_rms_norm(x, weight, eps), scale, shift)
 
 
 def layer_norm_modulate(x, scale, shift=None, weight=None, bias=None, eps=1e-6):
+    scale, shift = _sum(scale), _sum(shift)
     if _is_mixed(x, scale, shift, weight, bias):
         return _modulated(layer_norm(x.float(), weight, bias, eps), scale, shift).to(x.dtype)
     return _modulated(layer_norm(x, weight, bias, eps), scale, shift)
@@ -67,23 +73,29 @@ def layer_norm_modulate_pair(
     )
 
 
-def gated_residual(residual, x, gate=None):
+def gated_residual(
+    residual, x, gate=None, *, addend=None, x_weight=None, x_eps=None, tanh_gate=False
+):
+    gate = _sum(gate)
+    x = x if addend is None else x + addend
+    x = x if x_eps is None else rms_norm_modulate(x, None, None, x_weight, x_eps)
+    gate = gate.tanh() if tanh_gate and gate is not None else gate
     if _is_mixed(x, gate):
         return (residual.float() + x * gate).to(x.dtype)
     return residual + x if gate is None else residual + gate * x
 
 
 def gated_residual_rms_norm_modulate(
-    residual, x, gate=None, scale=None, shift=None, weight=None, eps=1e-6
+    residual, x, gate=None, scale=None, shift=None, weight=None, eps=1e-6, **branch
 ):
-    h = gated_residual(residual, x, gate)
+    h = gated_residual(residual, x, gate, **branch)
     return h, rms_norm_modulate(h, scale, shift, weight, eps)
 
 
 def gated_residual_layer_norm_modulate(
-    residual, x, gate=None, scale=None, shift=None, weight=None, bias=None, eps=1e-6
+    residual, x, gate=None, scale=None, shift=None, weight=None, bias=None, eps=1e-6, **branch
 ):
-    h = gated_residual(residual, x, gate)
+    h = gated_residual(residual, x, gate, **branch)
     return h, layer_norm_modulate(h, scale, shift, weight, bias, eps)
 
 

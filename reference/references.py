@@ -14,6 +14,14 @@ def _double(*tensors):
     return [None if tensor is None else tensor.to(torch.float64) for tensor in tensors]
 
 
+def _sum(modulator):
+    """In float64; a pair stands for its sum."""
+    if isinstance(modulator, tuple):
+        row, embedding = _double(*modulator)
+        return row + embedding
+    return _double(modulator)[0]
+
+
 def _affine(n, weight, bias=None):
     if weight is not None:
         n = n * weight
@@ -50,7 +58,7 @@ def group_norm(
 
 
 def _modulate(n, scale, shift):
-    scale, shift = _double(scale, shift)
+    scale, shift = _sum(scale), _sum(shift)
     n = n if scale is None else n * (1 + scale)
     return n if shift is None else n + shift
 
@@ -70,22 +78,29 @@ def layer_norm_modulate_pair(
     return _modulate(n, scale, shift), _modulate(n, second_scale, second_shift)
 
 
-def gated_residual(residual, x, gate=None):
-    residual, x, gate = _double(residual, x, gate)
-    return residual + (x if gate is None else gate * x)
+def gated_residual(
+    residual, x, gate=None, *, addend=None, x_weight=None, x_eps=None, tanh_gate=False
+):
+    residual, x, addend = _double(residual, x, addend)
+    gate = _sum(gate)
+    x = x if addend is None else x + addend
+    x = x if x_eps is None else rms_norm(x, x_weight, x_eps)
+    if gate is not None:
+        x = x * (gate.tanh() if tanh_gate else gate)
+    return residual + x
 
 
 def gated_residual_rms_norm_modulate(
-    residual, x, gate=None, scale=None, shift=None, weight=None, eps=1e-6
+    residual, x, gate=None, scale=None, shift=None, weight=None, eps=1e-6, **branch
 ):
-    h = gated_residual(residual, x, gate)
+    h = gated_residual(residual, x, gate, **branch)
     return h, rms_norm_modulate(h, scale, shift, weight, eps)
 
 
 def gated_residual_layer_norm_modulate(
-    residual, x, gate=None, scale=None, shift=None, weight=None, bias=None, eps=1e-6
+    residual, x, gate=None, scale=None, shift=None, weight=None, bias=None, eps=1e-6, **branch
 ):
-    h = gated_residual(residual, x, gate)
+    h = gated_residual(residual, x, gate, **branch)
     return h, layer_norm_modulate(h, scale, shift, weight, bias, eps)
 
 

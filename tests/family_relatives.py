@@ -3,8 +3,13 @@
 Each is known by the name of its class in diffusers. ControlNets are made of a family's model.
 """
 
+import types
+
 import diffusers
 import torch
+
+from family import make_all_matter, seeded
+from family_cosmos import CHANNELS, TEXT_CHANNELS
 
 # Models with copies of Wan's block: what theirs take besides, and a forward's arguments of their own.
 COPIES_OF_WAN = {
@@ -67,3 +72,45 @@ CONTROLNETS = {
         {**model.config, "num_layers": 1, "extra_conditioning_channels": 0}
     ),
 }
+
+
+def _resize(x, size, interpolation):
+    return torch.nn.functional.interpolate(x, size=tuple(size))
+
+
+# diffusers imports it from torchvision, to resize a mask.
+TRANSFORMS = types.SimpleNamespace(
+    functional=types.SimpleNamespace(resize=_resize),
+    InterpolationMode=types.SimpleNamespace(NEAREST="nearest"),
+)
+
+
+def controlnet_of_cosmos(device, **config):
+    """A small ControlNet and the arguments of a forward. Its results are a list."""
+    from diffusers.models.controlnets import controlnet_cosmos
+
+    controlnet_cosmos.transforms = TRANSFORMS
+    torch.manual_seed(0)
+    model = diffusers.CosmosControlNetModel(
+        n_controlnet_blocks=3,
+        in_channels=2 * CHANNELS + 2,
+        latent_channels=CHANNELS + 2,
+        model_channels=32,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        mlp_ratio=2,
+        text_embed_dim=TEXT_CHANNELS,
+        adaln_lora_dim=8,
+        max_size=(4, 24, 24),
+        **config,
+    )
+    make_all_matter(model, ("linear_1", "linear_2"), "time_embed")
+    normal = seeded(1, device)
+    return model.to(device).eval(), {
+        "controls_latents": normal(2, 2 * CHANNELS, 2, 4, 6),
+        "latents": normal(2, CHANNELS, 2, 4, 6),
+        "timestep": normal(2).sigmoid(),
+        "encoder_hidden_states": normal(2, 5, TEXT_CHANNELS),
+        "condition_mask": torch.ones(2, 1, 2, 4, 6, device=device),
+        "padding_mask": torch.zeros(1, 1, 4, 6, device=device),
+    }

@@ -104,7 +104,7 @@ def as_float32(arguments, dtype):
     if isinstance(arguments, dict):
         return {name: as_float32(value, dtype) for name, value in arguments.items()}
     if isinstance(arguments, (list, tuple)):
-        return [as_float32(value, dtype) for value in arguments]
+        return type(arguments)(as_float32(value, dtype) for value in arguments)
     return arguments
 
 

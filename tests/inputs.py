@@ -361,11 +361,13 @@ def parameters_of(name):
 
 
 def optional_tensors(name):
-    """The optional input tensors of an operation, except sin, which belongs to cos."""
+    """The optional input tensors of an operation, except sin, which belongs to cos, and those by keyword."""
     return [
         key
         for key, parameter in parameters_of(name).items()
-        if parameter.annotation == "Optional[Tensor]" and key not in ("sin", "out", "v")
+        if parameter.annotation in ("Optional[Tensor]", "Optional[Modulator]")
+        and parameter.kind is not parameter.KEYWORD_ONLY
+        and key != "sin"
     ]
 
 

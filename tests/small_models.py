@@ -153,21 +153,6 @@ def _flux_ids(count=9, text=5):
 
 MODELS = [
     SmallModel(
-        "cosmos",
-        "CosmosTransformer3DModel",
-        {
-            **_TWO_BLOCKS,
-            "mlp_ratio": 2,
-            "text_embed_dim": 24,
-            "adaln_lora_dim": 8,
-            "max_size": (4, 16, 16),
-            "concat_padding_mask": False,
-            "extra_pos_embed_type": None,
-        },
-        lambda: _denoising(video(), timestep=torch.tensor([0.5, 0.2]), fps=30),
-        attends=4,
-    ),
-    SmallModel(
         "auraflow",
         "AuraFlowTransformer2DModel",
         {

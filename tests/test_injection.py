@@ -192,7 +192,7 @@ def ask_for_a_gradient(model, arguments):
         ("flux", choose_backend, CHOSEN),
         ("hunyuan_video", choose_backend, CHOSEN),
         ("flux", ask_for_a_gradient, "a derivative is requested"),
-        ("cosmos", ask_for_a_gradient, "a derivative is requested"),
+        ("prx", ask_for_a_gradient, "a derivative is requested"),
     ],
 )
 def test_attention_that_is_chosen_later_is_counted(kernel, device, family, choose, reason):

@@ -11,6 +11,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch import nn
 
+from checks import relative_distance
 from injected_pairs import (
     assert_alike,
     assert_as_close_as_eager,
@@ -302,9 +303,9 @@ def test_gradients(kernel, device, memory_format):
 
 
 # --------------------------------------------------------------------------------------------------
-# The model around the blocks: channels last in, channels last out
+# The model around the blocks, which keeps the memory format
 
-OUTPUT = "_get_output_for_continuous_inputs"
+INPUT, OUTPUT = "_operate_on_continuous_inputs", "_get_output_for_continuous_inputs"
 
 
 def pictures_of(device, memory_format=LAST):
@@ -320,11 +321,24 @@ def test_the_format_is_kept(kernel, device, use_linear_projection, memory_format
     model, plain, report = pair(kernel, device, dtype=FLOAT32, **config)
     arguments = pictures_of(device, memory_format)
     with torch.no_grad():
-        out = model(**arguments).sample
+        (out,) = model(**arguments, return_dict=False)
     assert out.is_contiguous(memory_format=memory_format)
     assert_alike(model, plain, arguments, times=1)
-    assert on_kernels(report)[MODEL] == 2 * (memory_format is LAST)
-    assert "" not in fallen_back(report)
+    assert on_kernels(report)[MODEL] == 2
+    assert fallen_back(report) == {}
+
+
+def test_calls_that_its_own_code_computes(kernel, device):
+    """Its class of results, masks of booleans, a scale."""
+    model, plain, report = pair(kernel, device)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]], device=device)
+    for given in ({"encoder_attention_mask": mask}, {"cross_attention_kwargs": {"scale": None}}):
+        assert_alike(model, plain, arguments_of(device, **given), times=1)
+    with torch.no_grad():
+        outs = [candidate(**arguments_of(device)) for candidate in (model, plain)]
+    assert type(outs[0]) is type(outs[1])
+    assert relative_distance(outs[0].sample, outs[1].sample) < 0.01
+    assert on_kernels(report).get(MODEL, 0) == 0 and fallen_back(report) == {}
 
 
 def test_hooks_on_the_projection_see_it(kernel, device):
@@ -347,6 +361,17 @@ def test_another_method_of_the_users_is_called(kernel, device, monkeypatch, wher
     monkeypatch.setattr(Transformer2DModel if where == "class" else model, OUTPUT, zeros)
     assert not run(model, pictures_of(device)).any()
     assert fallen_back(report)[""] == {f"{OUTPUT} was replaced": 1}
+
+
+def test_another_projection_of_the_users_is_called(kernel, device):
+    model, plain, report = pair(kernel, device)
+    arguments = arguments_of(device)
+    before = run(model, arguments)
+    for candidate in (model, plain):
+        own = getattr(candidate, INPUT)
+        setattr(candidate, INPUT, lambda x, own=own: own(2 * x.flip(-1)))
+    assert_alike(model, plain, arguments, unlike=before, changed=CHANGED)
+    assert fallen_back(report)[""].keys() == {f"{INPUT} was replaced"}
 
 
 def test_subclasses_are_left_alone(kernel, device):

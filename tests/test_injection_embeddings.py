@@ -3,7 +3,7 @@
 import pytest
 import torch
 from diffusers.models import embeddings
-from diffusers.models.transformers import transformer_flux, transformer_flux2
+from diffusers.models.transformers import transformer_flux, transformer_flux2, transformer_flux3
 from torch._subclasses import FakeTensorMode
 
 from families import FAMILIES
@@ -17,7 +17,7 @@ TIMESTEPS = {
     )
     for name, family in FAMILIES.items()
 }
-POSITIONS = {"flux": transformer_flux, "flux2": transformer_flux2}
+POSITIONS = {"flux": transformer_flux, "flux2": transformer_flux2, "flux3": transformer_flux3}
 every_position = pytest.mark.parametrize("name", POSITIONS)
 
 
@@ -84,6 +84,23 @@ def test_positions_of_published_sizes(kernel, device, theta, dims):
     for candidate in (module, plain):
         candidate.theta, candidate.axes_dim = theta, list(dims)
     assert_same(module, plain, positions(device, torch.bfloat16, tokens=4608))
+
+
+@pytest.mark.parametrize("fps", [None, 30, 23.976, torch.tensor(16.0)], ids=str)
+def test_positions_of_cosmos(kernel, device, fps):
+    """Tables of each axis are kept, if the frame rate is a number."""
+    module, plain, report = pair_of(kernel, device, "cosmos", "rope")
+    for sizes in ((3, 4, 6), (3, 6, 4), (1, 64, 48)):
+        x = torch.empty(2, 4, *sizes, device=device)
+        for factor in (1.0, 2.5):
+            module.t_ntk_factor = plain.t_ntk_factor = factor
+            for _ in range(2):
+                with torch.no_grad():
+                    tables, expected = module(x, fps), plain(x, fps)
+                for mine, theirs in zip(tables, expected, strict=True):
+                    assert torch.equal(mine, theirs) and mine.is_contiguous()
+            assert (kept_of(module) is None) == isinstance(fps, torch.Tensor)
+    assert fallen_back(report) == {}
 
 
 @every_position

@@ -30,7 +30,7 @@ from small_models import MODELS, run
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
-UNET, PIXART, COSMOS = map(family_of, ("unet", "pixart", "cosmos"))
+UNET, PIXART, PRX = map(family_of, ("unet", "pixart", "prx"))
 # One whose blocks pass on values, one with joint attention, one partially injected.
 some_models = pytest.mark.parametrize("family", [LTX, FLUX, UNET], ids=str)
 
@@ -219,7 +219,7 @@ MODES = {  # the target of each, and models that use it
     "group_norm": (functools.partial(Scaled, "group_norm"), [UNET]),
     "dispatch": (ScaledLayerNorm, [FLUX, UNET]),
     "flops": (Flops, [LTX, FLUX, UNET, PIXART]),
-    "skipped_scores": (AttentionScoreSkipFunctionMode, [LTX, COSMOS]),
+    "skipped_scores": (AttentionScoreSkipFunctionMode, [LTX, PRX]),
 }
 MODES_AND_MODELS = [(name, family) for name, (_, families) in MODES.items() for family in families]
 
@@ -228,7 +228,7 @@ MODES_AND_MODELS = [(name, family) for name, (_, families) in MODES.items() for 
 def test_modes_see_the_models_own_code(kernel, device, family, mode):
     """Within a mode both compute the same bits, and calls of the injected model count as its own code."""
     make_mode, _ = MODES[mode]
-    config = {} if family in (UNET, PIXART, COSMOS) else KERNEL_HEADS
+    config = {} if family in (UNET, PIXART, PRX) else KERNEL_HEADS
     model, plain, report, arguments = pair(kernel, family, device, torch.bfloat16, config)
     unlike = run(plain, arguments)
     results, counts = [], []

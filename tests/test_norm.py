@@ -133,6 +133,72 @@ def test_sizes(kernel, device, name, hidden, dtype, given, mixture):
     check_rows(kernel, name, arguments, contract=contract, slack=FLOAT32_ARITHMETIC * roundings)
 
 
+BRANCHES = [name for name in ROW_NORMS if name.startswith("gated") and "pair" not in name]
+TABLES = [*BRANCHES, "rms_norm_modulate", "layer_norm_modulate"]
+PARTS = ("addend", "x_norm", "tanh_gate")
+
+
+def with_branch(arguments, parts, has_weight=True):
+    """The arguments with these parts of the branch."""
+    x = arguments["x"]
+    if "addend" in parts:
+        arguments["addend"] = x.roll(1, -1) + 1
+    if "x_norm" in parts:
+        weight = (x[(0,) * (x.dim() - 1)] / 2 + 1).contiguous()
+        arguments |= {"x_eps": 1e-5, "x_weight": weight if has_weight else None}
+    if "tanh_gate" in parts:
+        arguments["tanh_gate"] = True
+    return arguments
+
+
+def with_table(arguments):
+    """The arguments with each scale, shift and gate as a pair of a table's row and an embedding."""
+    for key in ("scale", "shift", "gate"):
+        embedding = arguments.get(key)
+        if embedding is not None:
+            row = embedding[(0,) * (embedding.dim() - 1)].roll(1).contiguous()
+            arguments[key] = (row, embedding)
+    return arguments
+
+
+@pairwise(
+    name=BRANCHES,
+    hidden=[size for size in SIZES if size <= 20480],
+    dtype=DTYPES,
+    parts=[PARTS[:1], PARTS[1:2], PARTS[2:], PARTS[:2], PARTS[1:], PARTS],
+    table=[False, True],
+    form=["B1D", "BSD", "BSD_table", "different"],
+    mixture=[None, *MIXTURES],
+    given=CHOICES,
+)
+def test_branches(kernel, device, name, hidden, dtype, parts, table, form, mixture, given):
+    """Residuals of a normalized branch, of a sum of two, and with tanh of the gate."""
+    shape = (2, 3 if hidden <= SMALL else rows_of(hidden, dtype) // 2, hidden)
+    mixture = None if dtype == torch.float32 else mixture
+    arguments = row_call(name, shape, dtype, device, form=form, mixture=mixture, given=given)
+    arguments = with_branch(arguments, parts, given != "none")
+    arguments = with_table(arguments) if table else arguments
+    check_rows(kernel, name, arguments, slack=FLOAT32_ARITHMETIC * 4, contract=hidden > SMALL)
+
+
+@pairwise(
+    name=TABLES,
+    hidden=[size for size in SIZES if size <= 20480],
+    dtype=DTYPES,
+    layout=LAYOUTS,
+    form=["B1D", "BSD", "BSD_table", "different"],
+    mixture=[None, *MIXTURES],
+    given=CHOICES,
+)
+def test_table_rows(kernel, device, name, hidden, dtype, layout, form, mixture, given):
+    """A modulation that is a table's row plus an embedding of each sample or token."""
+    shape = (2, 3 if hidden <= SMALL else rows_of(hidden, dtype) // 2, hidden)
+    mixture = None if dtype == torch.float32 else mixture
+    choice = {"layout": layout, "form": form, "mixture": mixture, "given": given}
+    arguments = with_table(row_call(name, shape, dtype, device, **choice))
+    check_rows(kernel, name, arguments, slack=FLOAT32_ARITHMETIC * 4, contract=hidden > SMALL)
+
+
 @pairwise(
     name=ROW_NORMS,
     layout=[

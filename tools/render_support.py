@@ -39,9 +39,11 @@ FAMILIES = {
     "ltx": "LTX-Video",
     "flux": "FLUX.1",
     "flux2": "FLUX.2",
+    "flux3": "FLUX.3",
     "qwenimage": "Qwen-Image",
     "sd3": "SD3",
     "wan": "Wan",
+    "cosmos": "Cosmos",
 }
 SUBJECTS = (*COLUMNS, *FAMILIES)
 UNTRIED = {"not tried", "not built"}

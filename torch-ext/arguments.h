@@ -201,7 +201,7 @@ class RowLaunch {
   }
 
   Sizes leading_;
-  static constexpr size_t kMaxOperands = 10;
+  static constexpr size_t kMaxOperands = 11;
   Operand operands_[kMaxOperands];
   size_t operand_count_ = 0;
 };

@@ -39,6 +39,15 @@ struct Block {
     return true;
   }
 
+  // Reads the sum of both. Returns false if both are absent.
+  bool read_sum(const Modulator& modulator, const Modulator& table_row, float* values) const {
+    float terms[kBlock];
+    const bool is_given = read_modulator(modulator, values);
+    if (!read_modulator(table_row, terms)) return is_given;
+    for (int64_t i = 0; i < count; ++i) values[i] = is_given ? values[i] + terms[i] : terms[i];
+    return true;
+  }
+
   void multiply_by(const Modulator& factor, float* values) const {
     float factors[kBlock];
     if (!read_modulator(factor, factors)) return;
@@ -51,11 +60,26 @@ struct Block {
     for (int64_t i = 0; i < count; ++i) values[i] += terms[i];
   }
 
-  // Reads the norm's input: x, or residual + gate * x, which is also written.
-  void read_input(float* values) const {
+  // Reads x, or x + addend.
+  void read_x(float* values) const {
     read(params.x, values);
+    if (params.addend.data == nullptr) return;
+    float terms[kBlock];
+    read(params.addend, terms);
+    for (int64_t i = 0; i < count; ++i) values[i] += terms[i];
+  }
+
+  // Reads the norm's input: x, or residual + gate * x, which is also written. x is multiplied by x_rstd.
+  void read_input(double x_rstd, float* values) const {
+    read_x(values);
     if (params.residual.data == nullptr) return;
-    multiply_by(params.gate, values);
+    if (params.normalizes_x) {
+      for (int64_t i = 0; i < count; ++i) values[i] = static_cast<float>(values[i] * x_rstd);
+      multiply_by(params.x_weight, values);
+    }
+    float gates[kBlock];
+    if (read_sum(params.gate, params.gate_row, gates))
+      for (int64_t i = 0; i < count; ++i) values[i] *= params.has_tanh_gate ? std::tanh(gates[i]) : gates[i];
     float residual[kBlock];
     read(params.residual, residual);
     for (int64_t i = 0; i < count; ++i) values[i] += residual[i];
@@ -63,22 +87,33 @@ struct Block {
   }
 
   // Writes normalized * (1 + scale) + shift.
-  void write_output(const float* normalized, const Modulator& scale, const Modulator& shift,
-                    const RowOperand& out) const {
-    float values[kBlock], scales[kBlock];
+  void write_output(const float* normalized, const Modulator& scale, const Modulator& scale_row,
+                    const Modulator& shift, const Modulator& shift_row, const RowOperand& out) const {
+    float values[kBlock], terms[kBlock];
     std::copy_n(normalized, count, values);
-    if (read_modulator(scale, scales))
-      for (int64_t i = 0; i < count; ++i) values[i] *= 1.0f + scales[i];
-    add(shift, values);
+    if (read_sum(scale, scale_row, terms))
+      for (int64_t i = 0; i < count; ++i) values[i] *= 1.0f + terms[i];
+    if (read_sum(shift, shift_row, terms))
+      for (int64_t i = 0; i < count; ++i) values[i] += terms[i];
     write(out, values);
   }
 };
 
+// Returns 1 / sqrt(mean(x^2) + x_eps) of a row, or 1 if x is not normalized. `x` has room for a row.
+double x_rstd_of(const RowNormParams& params, int64_t row, float* x) {
+  if (!params.normalizes_x) return 1.0;
+  const int64_t hidden = params.hidden;
+  for_blocks(hidden,
+             [&](int64_t column, int64_t count) { Block{params, row, column, count}.read_x(x + column); });
+  return 1.0 / std::sqrt(sum_of_squares(x, hidden, 0.0) / static_cast<double>(hidden) + params.x_eps);
+}
+
 // `h` has room for a row.
 void normalize_row(const RowNormParams& params, Norm norm, int64_t row, float* h) {
   const int64_t hidden = params.hidden;
+  const double x_rstd = x_rstd_of(params, row, h);
   for_blocks(hidden, [&](int64_t column, int64_t count) {
-    Block{params, row, column, count}.read_input(h + column);
+    Block{params, row, column, count}.read_input(x_rstd, h + column);
   });
   const double mean = norm == Norm::kLayer ? sum(h, hidden) / static_cast<double>(hidden) : 0.0;
   const double variance = sum_of_squares(h, hidden, mean) / static_cast<double>(hidden);
@@ -89,9 +124,9 @@ void normalize_row(const RowNormParams& params, Norm norm, int64_t row, float* h
     for (int64_t i = 0; i < count; ++i) values[i] = static_cast<float>((h[column + i] - mean) * rstd);
     block.multiply_by(params.weight, values);
     block.add(params.bias, values);
-    block.write_output(values, params.scale, params.shift, params.out);
+    block.write_output(values, params.scale, params.scale_row, params.shift, params.shift_row, params.out);
     if (params.second_out.data != nullptr)
-      block.write_output(values, params.second_scale, params.second_shift, params.second_out);
+      block.write_output(values, params.second_scale, {}, params.second_shift, {}, params.second_out);
   });
 }
 
@@ -129,9 +164,21 @@ void gated_residual_layer_norm_modulate_pair(const RowNormParams& params, Stream
 }
 
 void gated_residual(const RowNormParams& params, Stream stream) {
+  if (params.normalizes_x) {
+    parallel_for(stream, params.shape.rows, params.hidden, [&](int64_t begin, int64_t end) {
+      const auto x = std::make_unique_for_overwrite<float[]>(params.hidden);
+      for (int64_t row = begin; row < end; ++row) {
+        const double x_rstd = x_rstd_of(params, row, x.get());
+        for_blocks(params.hidden, [&](int64_t column, int64_t count) {
+          Block{params, row, column, count}.read_input(x_rstd, x.get() + column);
+        });
+      }
+    });
+    return;
+  }
   parallel_for_blocks(stream, params.shape, params.hidden, [&](int64_t row, int64_t column, int64_t count) {
     float values[kBlock];
-    Block{params, row, column, count}.read_input(values);
+    Block{params, row, column, count}.read_input(1.0, values);
   });
 }
 

@@ -10,7 +10,8 @@
 // again, and rescales the tile's probabilities, l and O. For 64 peaked rows and thousands of keys this
 // happens one to four times.
 //
-// Above 2^120 the row becomes NaN, and its query tile is recomputed with OnlineSoftmax.
+// From 2^120 on the sum may have overflowed, and the scores have been overwritten. The warp then computes
+// them again (attention_recompute.cuh), and raises m to the maximum as OnlineSoftmax does.
 #pragma once
 
 #include <algorithm>
@@ -46,21 +47,31 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
   __device__ __forceinline__ explicit LazySoftmax(const AttentionKernelParams& params)
       : Base(params.score_scale), exponent_(params.reference_exponent) {}
 
-  // Converts the scores of the next tile to probabilities, and rescales O if m rises.
+  // Converts the scores of the next tile to probabilities, and rescales O if m rises. recompute(scores)
+  // computes the scores again.
+  template <class Recompute>
   __device__ __forceinline__ void process_tile(Scores<Tile>& scores, bool is_first,
-                                               Accumulators<Tile>& accumulators,
-                                               Probabilities& probabilities) {
+                                               Accumulators<Tile>& accumulators, Probabilities& probabilities,
+                                               const Recompute& recompute) {
     typename Base::PartialSums part;
+    if (follows_maximum_) follow_maximum(scores, accumulators);
     exponentiate_tile(scores, is_first, part);
     // Rounding comes before the branch, so that it is interleaved with the exponentials.
     this->template round<Probability>(scores, probabilities);
     float sum[2];
     Base::reduce_partial_sums(part, sum);
     if (!are_within(sum)) {
-      raise_reference(scores, sum, accumulators);
+      raise_reference(scores, sum, accumulators, recompute);
       this->template round<Probability>(scores, probabilities);
     }
     this->add_to_row_sums(sum);
+  }
+
+  // Whether m follows the maximum, as in OnlineSoftmax, from the first overflow on.
+  __device__ __forceinline__ bool follows_maximum() const { return follows_maximum_; }
+  __device__ __forceinline__ void follow_maximum(const Scores<Tile>& scores,
+                                                 Accumulators<Tile>& accumulators) {
+    Base::follow_maximum(scores, static_cast<float>(exponent_), accumulators);
   }
 
   // The same in two steps. Only the second accesses O and the rounded probabilities.
@@ -69,10 +80,11 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
     exponentiate_tile(scores, is_first, part);
     Base::reduce_partial_sums(part, sum);
   }
+  template <class Recompute>
   __device__ __forceinline__ void finish_tile(Scores<Tile>& scores, float (&sum)[2],
-                                              Accumulators<Tile>& accumulators,
-                                              Probabilities& probabilities) {
-    if (!are_within(sum)) raise_reference(scores, sum, accumulators);
+                                              Accumulators<Tile>& accumulators, Probabilities& probabilities,
+                                              const Recompute& recompute) {
+    if (!are_within(sum)) raise_reference(scores, sum, accumulators, recompute);
     this->template round<Probability>(scores, probabilities);
     this->add_to_row_sums(sum);
   }
@@ -91,16 +103,33 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
     return __all_sync(~0u, sum[0] <= kLargestHalf && sum[1] <= kLargestHalf);  // NaN fails.
   }
 
-  // Raises m so that l of each row, including this tile, is in [2^exponent_, 2^(exponent_ + 1)).
-  __device__ __forceinline__ void raise_reference(Scores<Tile>& probabilities, float (&sum)[2],
-                                                  Accumulators<Tile>& accumulators) {
+  template <class Recompute>
+  __device__ __forceinline__ void raise_reference(Scores<Tile>& scores, float (&sum)[2],
+                                                  Accumulators<Tile>& accumulators,
+                                                  const Recompute& recompute) {
     constexpr float kTooLarge = 0x1p120f;
+    const float total[2] = {row_total(this->row_sum_[0] + sum[0]), row_total(this->row_sum_[1] + sum[1])};
+    if (follows_maximum_ || __all_sync(~0u, total[0] < kTooLarge && total[1] < kTooLarge)) {
+      raise_by_powers_of_2(scores, sum, total, accumulators);
+    } else {
+      recompute(scores);
+      follows_maximum_ = true;
+      follow_maximum(scores, accumulators);
+      typename Base::PartialSums part;
+      this->exponentiate(scores, part);
+      Base::reduce_partial_sums(part, sum);
+    }
+  }
+
+  // Raises m so that l of each row, including this tile, is in [2^exponent_, 2^(exponent_ + 1)).
+  __device__ __forceinline__ void raise_by_powers_of_2(Scores<Tile>& probabilities, float (&sum)[2],
+                                                       const float (&total)[2],
+                                                       Accumulators<Tile>& accumulators) {
     float factor[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float total = row_total(this->row_sum_[row] + sum[row]);
-      const int rise = max(exponent_of(total) - exponent_, 0);
-      factor[row] = total < kTooLarge ? power_of_2(-rise) : NAN;
+      const int rise = max(exponent_of(total[row]) - exponent_, 0);
+      factor[row] = power_of_2(-rise);
       this->reference_[row] += static_cast<float>(rise);
       this->row_sum_[row] *= factor[row];
       sum[row] *= factor[row];
@@ -119,6 +148,7 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
   }
 
   int exponent_;
+  bool follows_maximum_ = false;
 };
 
 }  // namespace h100_diffusers_kernels

@@ -128,6 +128,25 @@ class RowSoftmax {
     for (int row = 0; row < 2; ++row) sum[row] = Tile::kHasOnes ? 0.0f : part[row][0] + part[row][1];
   }
 
+  // Raises m where a score exceeds m + exponent, to its row's maximum - exponent, and rescales l and O.
+  __device__ __forceinline__ void follow_maximum(const Scores<Tile>& scores, float exponent,
+                                                 Accumulators<Tile>& accumulators) {
+    float maximum[2];
+    find_maxima(scores, maximum);
+    const bool is_within =  // false for NaN
+        maximum[0] <= reference_[0] + exponent && maximum[1] <= reference_[1] + exponent;
+    if (__all_sync(~0u, is_within)) return;
+    float factor[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float reference = maximum_of(reference_of(row_maximum(maximum[row]), exponent), reference_[row]);
+      factor[row] = fast_exp2(reference_[row] - reference);
+      reference_[row] = reference;
+      row_sum_[row] *= factor[row];
+    }
+    scale_rows(accumulators, factor);
+  }
+
   template <typename Probability>
   __device__ __forceinline__ static void round(const Scores<Tile>& scores, Probabilities& probabilities) {
 #pragma unroll
@@ -157,13 +176,14 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
       : Base(params.score_scale) {}
 
   // Converts the scores of the next key tile to probabilities, and rescales O if m rises.
+  template <class... Unused>
   __device__ __forceinline__ void process_tile(Scores<Tile>& scores, bool is_first,
-                                               Accumulators<Tile>& accumulators,
-                                               Probabilities& probabilities) {
+                                               Accumulators<Tile>& accumulators, Probabilities& probabilities,
+                                               const Unused&...) {
     if (is_first)
       this->set_reference(scores, kExponent);
     else
-      raise_reference(scores, accumulators);
+      this->follow_maximum(scores, kExponent, accumulators);
     typename Base::PartialSums part;
     float sum[2];
     this->exponentiate(scores, part);
@@ -173,25 +193,6 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
   }
 
  private:
-  __device__ __forceinline__ void raise_reference(const Scores<Tile>& scores,
-                                                  Accumulators<Tile>& accumulators) {
-    float maximum[2];
-    this->find_maxima(scores, maximum);
-    const bool is_within =  // false for NaN
-        maximum[0] <= this->reference_[0] + kExponent && maximum[1] <= this->reference_[1] + kExponent;
-    if (__all_sync(~0u, is_within)) return;
-    float factor[2];
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const float reference =
-          maximum_of(Base::reference_of(row_maximum(maximum[row]), kExponent), this->reference_[row]);
-      factor[row] = fast_exp2(this->reference_[row] - reference);
-      this->reference_[row] = reference;
-      this->row_sum_[row] *= factor[row];
-    }
-    scale_rows(accumulators, factor);
-  }
-
   // The largest probability is 2^kExponent, the largest power of 2 of float16.
   static constexpr float kExponent = std::is_same_v<Probability, __half> ? 15 : 0;
 };

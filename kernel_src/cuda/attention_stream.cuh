@@ -9,6 +9,7 @@
 
 #include "attention_epilogue.cuh"
 #include "attention_products.cuh"
+#include "attention_recompute.cuh"
 #include "attention_stream_load.cuh"
 #include "attention_values.cuh"
 #include "launch.cuh"
@@ -106,9 +107,8 @@ class StreamCompute {
       if constexpr (kIsLazy) {
         if (!has_accurate_rows<Tile>(outputs) && role_.is_elected()) memory_.tile_list.mark_inaccurate(index);
       }
-      QueryTile position = params_.tile_position(tile, Tile::kRows);
-      position.row += role_.group * kWarpGroupRows;
-      store_rows<Tile>(role_, params_.out, memory_.out + group_offset_, kBoxBytes, position, outputs);
+      store_rows<Tile>(role_, params_.out, memory_.out + group_offset_, kBoxBytes, group_position(tile),
+                       outputs);
     }
     release_query();
     advance_query();
@@ -138,7 +138,7 @@ class StreamCompute {
       keys_.release_earlier_values(!is_first);
       keys_.release_keys();
       finish_scores(scores, count, has_padding);
-      softmax.process_tile(scores, is_first, accumulators, probabilities);
+      softmax.process_tile(scores, is_first, accumulators, probabilities, recompute_of(tile, key, count));
       keys_.wait_values();
       issue_outputs<Tile, Softmax>(probabilities, keys_.values(), true, accumulators);
       key += kTileKeys;
@@ -166,6 +166,10 @@ class StreamCompute {
       float sum[2];
       keys_.release_keys();
       finish_scores(scores, key_count - key, has_padding);
+      if (softmax.follows_maximum()) {
+        wgmma_wait_group();
+        softmax.follow_maximum(scores, accumulators);
+      }
       softmax.start_tile(scores, key == 0, sum);
       // Waiting for the values first keeps the wait for the products after the exponentials.
       compiler_fence(scores);
@@ -174,7 +178,7 @@ class StreamCompute {
       wgmma_wait_group();
       compiler_fence(scores);
       keys_.release_earlier_values(key > 0);
-      softmax.finish_tile(scores, sum, accumulators, probabilities);
+      softmax.finish_tile(scores, sum, accumulators, probabilities, recompute_of(tile, key, key_count - key));
       const MatrixDescriptor values = keys_.values();
       key += kTileKeys;
       if (key >= key_count) {
@@ -192,6 +196,14 @@ class StreamCompute {
     keys_.wait_keys();
     issue_scores<Tile>(query_, Tile::box_bytes(Tile::kRows), keys_.next_keys(), scores);
     keys_.advance();
+  }
+
+  // Returns a function that computes the scores of a tile again, of which the first `count` keys count.
+  __device__ __forceinline__ auto recompute_of(int tile, int key, int count) const {
+    return [this, tile, key, count](auto& scores) {
+      recompute_scores<Tile>(params_, WarpRole(), group_position(tile), key, scores);
+      if (count < kTileKeys) mask_scores(scores, count, role_.lane);
+    };
   }
 
   // Masks the scores of a tile, of which the first `count` keys count. After the last tile releases the
@@ -214,6 +226,12 @@ class StreamCompute {
     keys_.release_values();
     advance_query();
     softmax.normalize(accumulators, Softmax::kValueScale, outputs);
+  }
+
+  __device__ __forceinline__ QueryTile group_position(int tile) const {
+    QueryTile position = params_.tile_position(tile, Tile::kRows);
+    position.row += role_.group * kWarpGroupRows;
+    return position;
   }
 
   __device__ __forceinline__ static void clear(Accumulators<Tile>& accumulators) {

@@ -5,6 +5,7 @@ namespace h100_diffusers_kernels {
 
 void gated_residual(const RowNormParams& params, Stream stream) {
   constexpr const char* kOperation = "gated_residual";
+  if (has_branch(params)) return launch_branch_norm<NoNorm>(kOperation, params, stream);
   if (has_mixed_dtypes(params)) return launch_general_gate(kOperation, params, stream);
   launch_row_norm<GatedResidualInput, NoNorm, NoOutput>(kOperation, params, stream);
 }

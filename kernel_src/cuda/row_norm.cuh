@@ -384,8 +384,13 @@ template <class Input, class Norm>
 void launch_general(const char* operation, const RowNormParams& args, Stream stream);
 void launch_general_gate(const char* operation, const RowNormParams& args, Stream stream);
 
+// Defined in branch_norm.cu.
+template <class Norm>
+void launch_branch_norm(const char* operation, const RowNormParams& args, Stream stream);
+
 template <class Input, class Norm>
 void launch_modulated(const char* operation, const RowNormParams& args, Stream stream) {
+  if (has_branch(args)) return launch_branch_norm<Norm>(operation, args, stream);
   if (!args.scale.data || !args.shift.data || args.second_out.data || has_mixed_dtypes(args))
     return launch_general<Input, Norm>(operation, args, stream);
   if (args.weight.data || args.bias.data)

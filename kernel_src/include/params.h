@@ -57,6 +57,10 @@ struct Modulator : RowOperand {
 //   n          = norm(h) * weight + bias              (each optional; h unrounded)
 //   out        = n * (1 + scale) + shift              (each optional)
 //   second_out = n * (1 + second_scale) + second_shift, if it is not null
+// The branch of a residual may be more than gate * x:
+//   x          = x + addend, if there is one; then rms_norm(x) * x_weight, if normalizes_x
+//   gate       = gate + gate_row; then tanh(gate), if has_tanh_gate
+// scale_row and shift_row are added to scale and shift. Rows are (hidden,).
 struct RowNormParams {
   RowShape shape;
   int64_t hidden;
@@ -74,7 +78,19 @@ struct RowNormParams {
   Modulator second_shift;
   Modulator weight;  // (hidden,), with strides of 0
   Modulator bias;    // (hidden,), with strides of 0
+  RowOperand addend;
+  bool normalizes_x;
+  float x_eps;
+  Modulator x_weight;  // (hidden,), with strides of 0
+  bool has_tanh_gate;
+  Modulator gate_row, scale_row, shift_row;  // (hidden,), with strides of 0
 };
+
+// Returns whether the operation has parts that only branch_norm computes on CUDA.
+inline bool has_branch(const RowNormParams& p) {
+  return p.addend.data || p.normalizes_x || p.has_tanh_gate || p.gate_row.data || p.scale_row.data ||
+         p.shift_row.data;
+}
 
 // Returns whether a modulator is float32 with rows of a 16-bit dtype.
 inline bool has_mixed_dtypes(const RowNormParams& p) {

@@ -28,9 +28,8 @@
 //                : "+f"(d[0]), "+f"(d[1]), ..., "+f"(d[31])
 //                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()), "r"(accumulate));
 //
-// The macros below generate the other instructions: 72 and 128 columns, where the operands after d start at
-// 36 and 64; float16; and a in shared memory (a_from_shared), where a has a descriptor too and imm-trans-a is
-// added.
+// The macros below generate the other instructions: 72 to 128 columns, where the operands after d start at 36
+// to 64; float16; and a in shared memory (a_from_shared), where a has a descriptor too and imm-trans-a is added.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -87,19 +86,21 @@ struct MatrixDescriptor {
 #define H100_OUT_8(d, i)                                                                      \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
-#define H100_OUT_32(d, i) H100_OUT_8(d, i), H100_OUT_8(d, i + 8), H100_OUT_8(d, i + 16), H100_OUT_8(d, i + 24)
-#define H100_REGISTERS_32                                                            \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17," \
-  " %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
-#define H100_REGISTERS_36                                                            \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17," \
-  " %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33," \
-  " %34, %35}"
-#define H100_REGISTERS_64                                                                 \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17,"      \
-  " %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34," \
-  " %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51," \
-  " %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+#define H100_OUT_32(d) H100_OUT_8(d, 0), H100_OUT_8(d, 8), H100_OUT_8(d, 16), H100_OUT_8(d, 24)
+#define H100_OUT_36(d) H100_OUT_32(d), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
+#define H100_OUT_40(d) H100_OUT_32(d), H100_OUT_8(d, 32)
+#define H100_OUT_48(d) H100_OUT_40(d), H100_OUT_8(d, 40)
+#define H100_OUT_56(d) H100_OUT_48(d), H100_OUT_8(d, 48)
+#define H100_OUT_64(d) H100_OUT_56(d), H100_OUT_8(d, 56)
+// Operands %0 to %n - 1, without braces.
+#define H100_REGISTERS_32                                                           \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17," \
+  " %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define H100_REGISTERS_36 H100_REGISTERS_32 ", %32, %33, %34, %35"
+#define H100_REGISTERS_40 H100_REGISTERS_36 ", %36, %37, %38, %39"
+#define H100_REGISTERS_48 H100_REGISTERS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define H100_REGISTERS_56 H100_REGISTERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define H100_REGISTERS_64 H100_REGISTERS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
 
 // Adds the product of 64 rows of a and kColumns columns of b to d, or sets d to it, asynchronously. The
 // operands must not change, and d must not be accessed, until wgmma_wait_group returns.
@@ -107,52 +108,61 @@ template <typename T, int kColumns>
 struct Wgmma;
 
 // a_from_registers has a in registers, and the inner dimension of b across its rows. The macro's arguments
-// are strings for the PTX type, the columns and the numbered operands (registers of d, a and b, accumulate),
-// and C++ for the number of values of d and for d as output operands.
-#define H100_OF_REGISTERS(type, columns, values, registers, a_and_b, flag, ...)                       \
-  __device__ __forceinline__ static void a_from_registers(float (&d)[values], const uint32_t (&a)[4], \
-                                                          MatrixDescriptor b, bool accumulate) {      \
-    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " flag                           \
-                 ", 0;\n"                                                                             \
-                 "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type " " registers   \
-                 ", " a_and_b ", accumulate, 1, 1, 1;\n}"                                             \
-                 : __VA_ARGS__                                                                        \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()),                   \
-                   "r"(static_cast<int>(accumulate)));                                                \
+// are the columns, the number of values of d, and the numbers of the operands after d: four of a, b,
+// accumulate.
+#define H100_OF_REGISTERS(type, columns, values, a0, a1, a2, a3, b0, flag)                             \
+  __device__ __forceinline__ static void a_from_registers(float (&d)[values], const uint32_t (&a)[4],  \
+                                                          MatrixDescriptor b, bool accumulate) {       \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #flag                          \
+                 ", 0;\n"                                                                              \
+                 "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type                 \
+                 " {" H100_REGISTERS_##values "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b0     \
+                 ", accumulate, 1, 1, 1;\n}"                                                           \
+                 : H100_OUT_##values(d)                                                                \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()),                    \
+                   "r"(static_cast<int>(accumulate)));                                                 \
+  }
+#define H100_PRODUCT(T, type, columns, ...)            \
+  template <>                                          \
+  struct Wgmma<T, columns> {                           \
+    H100_OF_REGISTERS(type, columns, __VA_ARGS__)      \
   }
 // a_from_shared has a and b in shared memory, and the inner dimension along their rows.
-#define H100_PRODUCT(T, type)                                                                   \
-  template <>                                                                                   \
-  struct Wgmma<T, 64> {                                                                         \
-    H100_OF_REGISTERS(type, "64", 32, H100_REGISTERS_32, "{%32, %33, %34, %35}, %36", "%37",    \
-                      H100_OUT_32(d, 0))                                                        \
-  };                                                                                            \
-  template <>                                                                                   \
-  struct Wgmma<T, 72> {                                                                         \
-    H100_OF_REGISTERS(type, "72", 36, H100_REGISTERS_36, "{%36, %37, %38, %39}, %40", "%41",    \
-                      H100_OUT_32(d, 0), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]))    \
-  };                                                                                            \
-  template <>                                                                                   \
-  struct Wgmma<T, 128> {                                                                        \
-    H100_OF_REGISTERS(type, "128", 64, H100_REGISTERS_64, "{%64, %65, %66, %67}, %68", "%69",   \
-                      H100_OUT_32(d, 0), H100_OUT_32(d, 32))                                    \
-    __device__ __forceinline__ static void a_from_shared(float (&d)[64], MatrixDescriptor a,    \
-                                                         MatrixDescriptor b, bool accumulate) { \
-      asm volatile(                                                                             \
-          "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"                        \
-          "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " H100_REGISTERS_64    \
-          ", %64, %65, accumulate, 1, 1, 0, 0;\n}"                                              \
-          : H100_OUT_32(d, 0), H100_OUT_32(d, 32)                                               \
-          : "l"(a.descriptor()), "l"(b.descriptor()), "r"(static_cast<int>(accumulate)));       \
-    }                                                                                           \
+#define H100_PRODUCTS(T, type)                                                                    \
+  H100_PRODUCT(T, type, 64, 32, 32, 33, 34, 35, 36, 37);                                          \
+  H100_PRODUCT(T, type, 72, 36, 36, 37, 38, 39, 40, 41);                                          \
+  H100_PRODUCT(T, type, 80, 40, 40, 41, 42, 43, 44, 45);                                          \
+  H100_PRODUCT(T, type, 96, 48, 48, 49, 50, 51, 52, 53);                                          \
+  H100_PRODUCT(T, type, 112, 56, 56, 57, 58, 59, 60, 61);                                         \
+  template <>                                                                                     \
+  struct Wgmma<T, 128> {                                                                          \
+    H100_OF_REGISTERS(type, 128, 64, 64, 65, 66, 67, 68, 69)                                      \
+    __device__ __forceinline__ static void a_from_shared(float (&d)[64], MatrixDescriptor a,      \
+                                                         MatrixDescriptor b, bool accumulate) {   \
+      asm volatile(                                                                               \
+          "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"                          \
+          "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" H100_REGISTERS_64     \
+          "}, %64, %65, accumulate, 1, 1, 0, 0;\n}"                                               \
+          : H100_OUT_64(d)                                                                        \
+          : "l"(a.descriptor()), "l"(b.descriptor()), "r"(static_cast<int>(accumulate)));         \
+    }                                                                                             \
   }
-H100_PRODUCT(__nv_bfloat16, "bf16");
-H100_PRODUCT(__half, "f16");
+H100_PRODUCTS(__nv_bfloat16, "bf16");
+H100_PRODUCTS(__half, "f16");
+#undef H100_PRODUCTS
 #undef H100_PRODUCT
 #undef H100_OF_REGISTERS
 #undef H100_REGISTERS_64
+#undef H100_REGISTERS_56
+#undef H100_REGISTERS_48
+#undef H100_REGISTERS_40
 #undef H100_REGISTERS_36
 #undef H100_REGISTERS_32
+#undef H100_OUT_64
+#undef H100_OUT_56
+#undef H100_OUT_48
+#undef H100_OUT_40
+#undef H100_OUT_36
 #undef H100_OUT_32
 #undef H100_OUT_8
 

@@ -64,6 +64,10 @@ def _modulated(n: Tensor, scale: Optional[Tensor], shift: Optional[Tensor]) -> T
     return n * (1 + scale) if shift is None else torch.addcmul(shift, n, 1 + scale)
 
 
+def _sum(modulator: Optional[Tensor], row: Optional[Tensor]) -> Optional[Tensor]:
+    return modulator if row is None else row if modulator is None else modulator + row
+
+
 def norm(
     x: Tensor,
     is_layer_norm: bool,
@@ -72,9 +76,14 @@ def norm(
     scale: Optional[Tensor],
     shift: Optional[Tensor],
     eps: float,
+    scale_row: Optional[Tensor] = None,
+    shift_row: Optional[Tensor] = None,
 ) -> Tensor:
     dtype = x.dtype
-    x, weight, bias, scale, shift = _promoted(x, weight, bias, scale, shift)
+    x, weight, bias, scale, shift, scale_row, shift_row = _promoted(
+        x, weight, bias, scale, shift, scale_row, shift_row
+    )
+    scale, shift = _sum(scale, scale_row), _sum(shift, shift_row)
     return _modulated(_normalized(x, is_layer_norm, weight, bias, eps), scale, shift).to(dtype)
 
 
@@ -99,9 +108,24 @@ def layer_norm_modulate_pair(
     )
 
 
-def gated_residual(residual: Tensor, x: Tensor, gate: Optional[Tensor]) -> Tensor:
+def gated_residual(
+    residual: Tensor,
+    x: Tensor,
+    gate: Optional[Tensor],
+    gate_row: Optional[Tensor] = None,
+    addend: Optional[Tensor] = None,
+    x_weight: Optional[Tensor] = None,
+    x_eps: Optional[float] = None,
+    tanh_gate: bool = False,
+) -> Tensor:
     dtype = x.dtype
-    residual, x, gate = _promoted(residual, x, gate)
+    residual, x, gate, gate_row, addend, x_weight = _promoted(
+        residual, x, gate, gate_row, addend, x_weight
+    )
+    x = x if addend is None else x + addend
+    x = x if x_eps is None else _normalized(x, False, x_weight, None, x_eps)
+    gate = _sum(gate, gate_row)
+    gate = torch.tanh(gate) if tanh_gate and gate is not None else gate
     return (residual + x if gate is None else torch.addcmul(residual, gate, x)).to(dtype)
 
 
@@ -115,9 +139,12 @@ def gated_residual_norm_modulate(
     weight: Optional[Tensor],
     bias: Optional[Tensor],
     eps: float,
+    scale_row: Optional[Tensor] = None,
+    shift_row: Optional[Tensor] = None,
+    *branch: Any,
 ) -> tuple[Tensor, Tensor]:
-    h = gated_residual(residual, x, gate)
-    return h, norm(h, is_layer_norm, weight, bias, scale, shift, eps)
+    h = gated_residual(residual, x, gate, *branch)
+    return h, norm(h, is_layer_norm, weight, bias, scale, shift, eps, scale_row, shift_row)
 
 
 def gated_residual_layer_norm_modulate_pair(

@@ -19,7 +19,7 @@ write. Failure to allocate a result raises torch.OutOfMemoryError.
 from __future__ import annotations
 
 import numbers
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -73,6 +73,30 @@ _layer_norm_modulate_pair, _gated_residual, _gated_residual_layer_norm_modulate_
 )
 
 
+# A scale, shift or gate: a tensor, or a table's row (D,) and an embedding, which stand for their sum.
+Modulator = Union[Tensor, tuple[Tensor, Tensor]]
+
+
+def _split(operation: str, name: str, modulator: Optional[Modulator]) -> tuple:
+    """The embedding and the row of a modulator. The row may be None, or both."""
+    if type(modulator) is not tuple:
+        return modulator, None
+    if len(modulator) != 2 or not all(isinstance(part, Tensor) for part in modulator):
+        refuse_type(operation, name, "a tensor or a pair of tensors", modulator)
+    return modulator[1], modulator[0]
+
+
+def _branch(operation: str, addend: Any, x_weight: Any, x_eps: Any, tanh_gate: Any) -> tuple:
+    """The operator's arguments for the parts of a branch."""
+    if x_eps is not None:
+        x_eps = number(operation, "x_eps", x_eps, "a number or None")
+    elif x_weight is not None:
+        fail(operation, "x_weight must be None without x_eps, which switches the norm of x on")
+    if type(tanh_gate) is not bool:
+        refuse_type(operation, "tanh_gate", "a bool", tanh_gate)
+    return addend, x_weight, x_eps, tanh_gate
+
+
 def rms_norm(x: Tensor, weight: Optional[Tensor] = None, eps: float = 1e-6) -> Tensor:
     """Root mean square norm over the last dimension: ``x / sqrt(mean(x²) + eps) * weight``.
 
@@ -107,8 +131,8 @@ def layer_norm(
 
 def rms_norm_modulate(
     x: Tensor,
-    scale: Tensor,
-    shift: Optional[Tensor] = None,
+    scale: Modulator,
+    shift: Optional[Modulator] = None,
     weight: Optional[Tensor] = None,
     eps: float = 1e-6,
 ) -> Tensor:
@@ -117,7 +141,8 @@ def rms_norm_modulate(
     Args:
         x: ``(..., D)``, T.
         scale: T or float32, broadcasts against ``x`` in all dimensions except the last, such as ``(D,)``,
-            ``(B, 1, D)`` or ``(B, S, D)``.
+            ``(B, 1, D)`` or ``(B, S, D)``. A pair ``(row, embedding)`` stands for ``row + embedding``, with a
+            row ``(D,)`` of a table. Their sum is float32 and takes no memory.
         shift: likewise, or None for 0.
         weight: ``(D,)``, T or float32, or None.
 
@@ -128,13 +153,17 @@ def rms_norm_modulate(
         refuse_type("rms_norm_modulate", "scale", "a tensor", scale)
     if type(eps) is not float:
         eps = number("rms_norm_modulate", "eps", eps)
+    if type(scale) is tuple or type(shift) is tuple:
+        scale, scale_row = _split("rms_norm_modulate", "scale", scale)
+        shift, shift_row = _split("rms_norm_modulate", "shift", shift)
+        return _rms_norm_modulate(x, False, weight, None, scale, shift, eps, scale_row, shift_row)
     return _rms_norm_modulate(x, False, weight, None, scale, shift, eps)
 
 
 def layer_norm_modulate(
     x: Tensor,
-    scale: Tensor,
-    shift: Optional[Tensor] = None,
+    scale: Modulator,
+    shift: Optional[Modulator] = None,
     weight: Optional[Tensor] = None,
     bias: Optional[Tensor] = None,
     eps: float = 1e-6,
@@ -143,7 +172,8 @@ def layer_norm_modulate(
 
     Args:
         x: ``(..., D)``, T.
-        scale: T or float32, broadcasts against ``x`` in all dimensions except the last.
+        scale: T or float32, broadcasts against ``x`` in all dimensions except the last, or a pair
+            ``(row, embedding)`` as in ``rms_norm_modulate``.
         shift: likewise, or None for 0.
         weight, bias: ``(D,)``, T or float32, or None.
 
@@ -153,6 +183,10 @@ def layer_norm_modulate(
         refuse_type("layer_norm_modulate", "scale", "a tensor", scale)
     if type(eps) is not float:
         eps = number("layer_norm_modulate", "eps", eps)
+    if type(scale) is tuple or type(shift) is tuple:
+        scale, scale_row = _split("layer_norm_modulate", "scale", scale)
+        shift, shift_row = _split("layer_norm_modulate", "shift", shift)
+        return _layer_norm_modulate(x, True, weight, bias, scale, shift, eps, scale_row, shift_row)
     return _layer_norm_modulate(x, True, weight, bias, scale, shift, eps)
 
 
@@ -186,24 +220,47 @@ def layer_norm_modulate_pair(
     return _layer_norm_modulate_pair(x, scale, shift, second_scale, second_shift, weight, bias, eps)
 
 
-def gated_residual(residual: Tensor, x: Tensor, gate: Optional[Tensor] = None) -> Tensor:
+def gated_residual(
+    residual: Tensor,
+    x: Tensor,
+    gate: Optional[Modulator] = None,
+    *,
+    addend: Optional[Tensor] = None,
+    x_weight: Optional[Tensor] = None,
+    x_eps: Optional[float] = None,
+    tanh_gate: bool = False,
+) -> Tensor:
     """``residual + gate * x``, or ``residual + x`` without a gate.
 
     Args:
         residual, x: ``(..., D)``, T, of the same shape.
-        gate: T or float32, broadcasts against ``x`` in all dimensions except the last, or None.
+        gate: T or float32, broadcasts against ``x`` in all dimensions except the last, or None. A pair
+            ``(row, embedding)`` stands for ``row + embedding``, with a row ``(D,)`` of a table.
+        addend: of ``x``'s shape, T: ``x + addend`` takes ``x``'s place.
+        x_eps: if it is a number, ``rms_norm(x, x_weight, x_eps)`` takes ``x``'s place.
+        x_weight: ``(D,)``, T or float32, or None.
+        tanh_gate: whether ``tanh(gate)`` takes the gate's place.
     """
-    return _gated_residual(residual, x, gate)
+    if addend is None and x_weight is x_eps is None and not tanh_gate and type(gate) is not tuple:
+        return _gated_residual(residual, x, gate)
+    gate, gate_row = _split("gated_residual", "gate", gate)
+    branch = _branch("gated_residual", addend, x_weight, x_eps, tanh_gate)
+    return _gated_residual(residual, x, gate, gate_row, *branch)
 
 
 def gated_residual_rms_norm_modulate(
     residual: Tensor,
     x: Tensor,
-    gate: Optional[Tensor] = None,
-    scale: Optional[Tensor] = None,
-    shift: Optional[Tensor] = None,
+    gate: Optional[Modulator] = None,
+    scale: Optional[Modulator] = None,
+    shift: Optional[Modulator] = None,
     weight: Optional[Tensor] = None,
     eps: float = 1e-6,
+    *,
+    addend: Optional[Tensor] = None,
+    x_weight: Optional[Tensor] = None,
+    x_eps: Optional[float] = None,
+    tanh_gate: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The new residual ``h = residual + gate * x`` and ``rms_norm_modulate(h, scale, shift, weight)``.
 
@@ -214,26 +271,43 @@ def gated_residual_rms_norm_modulate(
         gate: T or float32, broadcasts against ``x`` in all dimensions except the last, or None for 1.
         scale, shift: likewise, or None for 0. Without both, the second result is ``rms_norm(h, weight)``.
         weight: ``(D,)``, T or float32, or None.
+        addend, x_weight, x_eps, tanh_gate: as in ``gated_residual``. Gate, scale and shift may also be pairs.
 
     Returns:
         ``(h, modulated)``, each ``(..., D)``, T.
     """
     if type(eps) is not float:
         eps = number("gated_residual_rms_norm_modulate", "eps", eps)
-    return _gated_residual_rms_norm_modulate(
-        residual, x, False, gate, scale, shift, weight, None, eps
-    )
+    arguments = (residual, x, False, gate, scale, shift, weight, None, eps)
+    if (
+        addend is None
+        and x_weight is x_eps is None
+        and not tanh_gate
+        and tuple not in (type(gate), type(scale), type(shift))
+    ):
+        return _gated_residual_rms_norm_modulate(*arguments)
+    branch = _branch("gated_residual_rms_norm_modulate", addend, x_weight, x_eps, tanh_gate)
+    gate, gate_row = _split("gated_residual_rms_norm_modulate", "gate", gate)
+    scale, scale_row = _split("gated_residual_rms_norm_modulate", "scale", scale)
+    shift, shift_row = _split("gated_residual_rms_norm_modulate", "shift", shift)
+    arguments = (residual, x, False, gate, scale, shift, weight, None, eps)
+    return _gated_residual_rms_norm_modulate(*arguments, scale_row, shift_row, gate_row, *branch)
 
 
 def gated_residual_layer_norm_modulate(
     residual: Tensor,
     x: Tensor,
-    gate: Optional[Tensor] = None,
-    scale: Optional[Tensor] = None,
-    shift: Optional[Tensor] = None,
+    gate: Optional[Modulator] = None,
+    scale: Optional[Modulator] = None,
+    shift: Optional[Modulator] = None,
     weight: Optional[Tensor] = None,
     bias: Optional[Tensor] = None,
     eps: float = 1e-6,
+    *,
+    addend: Optional[Tensor] = None,
+    x_weight: Optional[Tensor] = None,
+    x_eps: Optional[float] = None,
+    tanh_gate: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The new residual ``h = residual + gate * x`` and ``layer_norm_modulate(h, scale, shift, ...)``.
 
@@ -245,15 +319,27 @@ def gated_residual_layer_norm_modulate(
         scale, shift: likewise, or None for 0. Without both, the second result is
             ``layer_norm(h, weight, bias)``.
         weight, bias: ``(D,)``, T or float32, or None.
+        addend, x_weight, x_eps, tanh_gate: as in ``gated_residual``. Gate, scale and shift may also be pairs.
 
     Returns:
         ``(h, modulated)``, each ``(..., D)``, T.
     """
     if type(eps) is not float:
         eps = number("gated_residual_layer_norm_modulate", "eps", eps)
-    return _gated_residual_layer_norm_modulate(
-        residual, x, True, gate, scale, shift, weight, bias, eps
-    )
+    arguments = (residual, x, True, gate, scale, shift, weight, bias, eps)
+    if (
+        addend is None
+        and x_weight is x_eps is None
+        and not tanh_gate
+        and tuple not in (type(gate), type(scale), type(shift))
+    ):
+        return _gated_residual_layer_norm_modulate(*arguments)
+    branch = _branch("gated_residual_layer_norm_modulate", addend, x_weight, x_eps, tanh_gate)
+    gate, gate_row = _split("gated_residual_layer_norm_modulate", "gate", gate)
+    scale, scale_row = _split("gated_residual_layer_norm_modulate", "scale", scale)
+    shift, shift_row = _split("gated_residual_layer_norm_modulate", "shift", shift)
+    arguments = (residual, x, True, gate, scale, shift, weight, bias, eps)
+    return _gated_residual_layer_norm_modulate(*arguments, scale_row, shift_row, gate_row, *branch)
 
 
 def gated_residual_layer_norm_modulate_pair(

@@ -23,7 +23,11 @@ MIN_SCALE, MAX_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float3
 _ERRORS = (AttributeError, IndexError, OverflowError, RuntimeError, TypeError, ValueError)
 _NO_MEMORY = re.compile(r"(\w+): cannot allocate (\d+) elements of (\d) bytes on (\S+)")
 _DIFFERENTIATED = "if an input requires grad, carries a tangent or is in a transform of torch.func"
-_PUBLIC_NAMES = {"first": "rope", "second": "rope", "k_first": "k_rope", "k_second": "k_rope"}
+_PUBLIC_NAMES = {
+    **dict.fromkeys(("first", "second"), "rope"),
+    **dict.fromkeys(("k_first", "k_second"), "k_rope"),
+    **{f"{name}_row": name for name in ("scale", "shift", "gate")},
+}
 
 _are_transforms_active = torch._C._are_functorch_transforms_active
 _is_grad_enabled = torch.is_grad_enabled

@@ -11,6 +11,9 @@ struct RowNormArguments {
   OptionalTensor residual = {}, gate = {}, scale = {}, shift = {}, second_scale = {}, second_shift = {},
                  weight = {}, bias = {};
   double eps = 0.0;
+  OptionalTensor scale_row = {}, shift_row = {}, gate_row = {}, addend = {}, x_weight = {};
+  std::optional<double> x_eps = {};
+  bool has_tanh_gate = false;
 };
 
 // The new residual and the outputs. Null if the operation does not have them.
@@ -45,6 +48,14 @@ RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, con
   modulator("second_shift", arguments.second_shift, params.second_shift);
   vector("weight", arguments.weight, params.weight);
   vector("bias", arguments.bias, params.bias);
+  vector("gate's row", arguments.gate_row, params.gate_row);
+  vector("scale's row", arguments.scale_row, params.scale_row);
+  vector("shift's row", arguments.shift_row, params.shift_row);
+  vector("x_weight", arguments.x_weight, params.x_weight);
+  if (arguments.addend.has_value()) check.same_shape("addend", *arguments.addend, check.shape());
+  params.normalizes_x = arguments.x_eps.has_value();
+  params.x_eps = static_cast<float>(arguments.x_eps.value_or(0.0));
+  params.has_tanh_gate = arguments.has_tanh_gate;
 
   RowNormResults results;
   if (outputs > 0) results.out = check.empty(check.shape());
@@ -53,8 +64,8 @@ RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, con
   if (x.numel() == 0) return results;
 
   RowLaunch launch(check.shape(), RowBinding{params.x, x}, RowBinding{params.residual, arguments.residual},
-                   RowBinding{params.gate, arguments.gate}, RowBinding{params.scale, arguments.scale},
-                   RowBinding{params.shift, arguments.shift},
+                   RowBinding{params.addend, arguments.addend}, RowBinding{params.gate, arguments.gate},
+                   RowBinding{params.scale, arguments.scale}, RowBinding{params.shift, arguments.shift},
                    RowBinding{params.second_scale, arguments.second_scale},
                    RowBinding{params.second_shift, arguments.second_shift},
                    RowBinding{params.residual_out, results.residual}, RowBinding{params.out, results.out},
@@ -66,9 +77,14 @@ RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, con
 
 OwnedTensor call_norm(const char*, const Tensor& x, bool is_layer_norm, const OptionalTensor& weight,
                       const OptionalTensor& bias, const OptionalTensor& scale, const OptionalTensor& shift,
-                      double eps) {
-  const RowNormArguments arguments{
-      .scale = scale, .shift = shift, .weight = weight, .bias = bias, .eps = eps};
+                      double eps, const OptionalTensor& scale_row, const OptionalTensor& shift_row) {
+  const RowNormArguments arguments{.scale = scale,
+                                   .shift = shift,
+                                   .weight = weight,
+                                   .bias = bias,
+                                   .eps = eps,
+                                   .scale_row = scale_row,
+                                   .shift_row = shift_row};
   if (scale || shift)
     return is_layer_norm ? run_row_norm("layer_norm_modulate", layer_norm_modulate, x, arguments).out
                          : run_row_norm("rms_norm_modulate", rms_norm_modulate, x, arguments).out;
@@ -93,15 +109,27 @@ TwoTensors call_layer_norm_modulate_pair(const char* operation, const Tensor& x,
 }
 
 OwnedTensor call_gated_residual(const char* operation, const Tensor& residual, const Tensor& x,
-                                const OptionalTensor& gate) {
-  return run_row_norm(operation, gated_residual, x, {.residual = residual, .gate = gate}, 0).residual;
+                                const OptionalTensor& gate, const OptionalTensor& gate_row,
+                                const OptionalTensor& addend, const OptionalTensor& x_weight,
+                                const std::optional<double>& x_eps, bool tanh_gate) {
+  const RowNormArguments arguments{.residual = residual,
+                                   .gate = gate,
+                                   .gate_row = gate_row,
+                                   .addend = addend,
+                                   .x_weight = x_weight,
+                                   .x_eps = x_eps,
+                                   .has_tanh_gate = tanh_gate};
+  return run_row_norm(operation, gated_residual, x, arguments, 0).residual;
 }
 
 TwoTensors call_gated_residual_norm_modulate(const char*, const Tensor& residual, const Tensor& x,
                                              bool is_layer_norm, const OptionalTensor& gate,
                                              const OptionalTensor& scale, const OptionalTensor& shift,
                                              const OptionalTensor& weight, const OptionalTensor& bias,
-                                             double eps) {
+                                             double eps, const OptionalTensor& scale_row,
+                                             const OptionalTensor& shift_row, const OptionalTensor& gate_row,
+                                             const OptionalTensor& addend, const OptionalTensor& x_weight,
+                                             const std::optional<double>& x_eps, bool tanh_gate) {
   RowNormResults results =
       run_row_norm(is_layer_norm ? "gated_residual_layer_norm_modulate" : "gated_residual_rms_norm_modulate",
                    is_layer_norm ? gated_residual_layer_norm_modulate : gated_residual_rms_norm_modulate, x,
@@ -111,7 +139,14 @@ TwoTensors call_gated_residual_norm_modulate(const char*, const Tensor& residual
                     .shift = shift,
                     .weight = weight,
                     .bias = bias,
-                    .eps = eps});
+                    .eps = eps,
+                    .scale_row = scale_row,
+                    .shift_row = shift_row,
+                    .gate_row = gate_row,
+                    .addend = addend,
+                    .x_weight = x_weight,
+                    .x_eps = x_eps,
+                    .has_tanh_gate = tanh_gate});
   return {std::move(results.residual), std::move(results.out)};
 }
 
@@ -137,15 +172,21 @@ ThreeTensors call_gated_residual_layer_norm_modulate_pair(
 // `norm` serves rms_norm, layer_norm, rms_norm_modulate and layer_norm_modulate.
 constexpr Operation kOperations[] = {
     operation<"norm(Tensor x, bool is_layer_norm, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift,"
-              " float eps) -> Tensor",
+              " float eps, Tensor? scale_row=None, Tensor? shift_row=None) -> Tensor",
               call_norm>(),
     operation<"layer_norm_modulate_pair(Tensor x, Tensor? scale, Tensor? shift, Tensor? second_scale,"
               " Tensor? second_shift, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
               call_layer_norm_modulate_pair>(),
-    operation<"gated_residual(Tensor residual, Tensor x, Tensor? gate) -> Tensor", call_gated_residual>(),
-    operation<"gated_residual_norm_modulate(Tensor residual, Tensor x, bool is_layer_norm, Tensor? gate,"
-              " Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
-              call_gated_residual_norm_modulate>(),
+    operation<
+        "gated_residual(Tensor residual, Tensor x, Tensor? gate, Tensor? gate_row=None, Tensor? addend=None,"
+        " Tensor? x_weight=None, float? x_eps=None, bool tanh_gate=False) -> Tensor",
+        call_gated_residual>(),
+    operation<
+        "gated_residual_norm_modulate(Tensor residual, Tensor x, bool is_layer_norm, Tensor? gate,"
+        " Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps, Tensor? scale_row=None,"
+        " Tensor? shift_row=None, Tensor? gate_row=None, Tensor? addend=None, Tensor? x_weight=None,"
+        " float? x_eps=None, bool tanh_gate=False) -> (Tensor, Tensor)",
+        call_gated_residual_norm_modulate>(),
     operation<"gated_residual_layer_norm_modulate_pair(Tensor residual, Tensor x, Tensor? gate,"
               " Tensor? scale, Tensor? shift, Tensor? second_scale, Tensor? second_shift, Tensor? weight,"
               " Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",

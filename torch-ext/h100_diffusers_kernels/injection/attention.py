@@ -24,6 +24,7 @@ from ..conditions import (
     is_differentiated,
     kernels_take,
     may_write,
+    modulators_compatible,
     same_dtype_and_unit_stride,
 )
 from ..conditions import is_plain as is_plain_tensor
@@ -54,7 +55,8 @@ class AttentionSpec(PatchSpec):
     Attributes:
         processor: the path of the processor's class.
         processor_parameters: those of its ``__call__`` after the module; "" if they are ``forward``'s.
-        rotate: the rotating function in the processor's module; "" if the processor rotates inline.
+        rotate: the rotating function in the processor's module, or its path in another one; "" if the
+            processor rotates inline.
         project: the function that computes query, key and value if projections are fused, or "".
         dispatches: whether the processor calls diffusers' dispatch; otherwise it calls PyTorch's attention.
         library: the processor's module.
@@ -69,7 +71,8 @@ class AttentionSpec(PatchSpec):
 
     def __post_init__(self) -> None:
         library = self.processor.partition(":")[0]
-        functions = [f"{library}:{name}" for name in (self.rotate, self.project) if name]
+        names = [name for name in (self.rotate, self.project) if name]
+        functions = [name if ":" in name else f"{library}:{name}" for name in names]
         of_forward = (self.forward_parameters() or "").removeprefix("self ").removesuffix(" kwargs")
         parameters = f"self attn {self.processor_parameters or of_forward}"
         processor_call = f"{self.processor}.__call__", parameters
@@ -223,8 +226,10 @@ def attend(
     dtype = query.dtype
     query, key, value = (x.unflatten(2, (heads, -1)) for x in (query, key, value))
     if spec.dispatches:
-        backend = getattr(processor, "_attention_backend", None)
-        chosen: Any = {"backend": backend, "parallel_config": processor._parallel_config}
+        chosen: Any = {
+            "backend": getattr(processor, "_attention_backend", None),
+            "parallel_config": getattr(processor, "_parallel_config", None),
+        }
         dispatch = sys.modules[spec.library].dispatch_attention_fn
         result = dispatch(query, key, value, attn_mask=mask, **{**chosen, **options})
     else:
@@ -270,9 +275,10 @@ def _norm_options(
     key: Tensor,
     heads: int,
     form: str,
+    upcasts: bool = False,
 ) -> dict[str, Any] | None:
     """Arguments of ``qk_norm_rope`` for the query and key norms with these names; None if one launch cannot
-    compute both. ``form``: "per_head" or "across_heads"."""
+    compute both. ``form``: "per_head" or "across_heads". ``upcasts``: see ``norm_and_rotate``."""
     q_norm, k_norm = module._modules.get(names[0]), module._modules.get(names[1])
     if q_norm is None and k_norm is None:
         return {"norm": "none"} if same_dtype_and_unit_stride(query, key) else None
@@ -284,7 +290,8 @@ def _norm_options(
     if isinstance(q, str) or isinstance(k, str) or not q[0] == k[0] == RMS or q[2] != k[2]:
         return None
     (q_weight,), (k_weight,) = q[1], k[1]
-    if not same_dtype_and_unit_stride(query, key, q_weight, k_weight):
+    alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
+    if not (same_dtype_and_unit_stride(query, key) and alike(query, q_weight, k_weight)):
         return None
     return {"q_weight": q_weight, "k_weight": k_weight, "norm": form, "eps": q[2]}
 
@@ -299,29 +306,40 @@ def norm_and_rotate(
     rotate: Callable[[Tensor, Any], Tensor],
     form: str,
     heads: int,
+    layout: str = "interleaved",
+    upcasts: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Query and key (B, S, H * d), normalized, and rotated by ``rope`` if given.
 
     ``rotate`` is the model's own rotation. It takes (B, S, H, d) if per head, otherwise (B, S, H * d).
+    ``layout``: of the pairs that it rotates. ``upcasts``: whether the model computes both steps in float32
+    and returns to query's dtype. Without a rotation per head, query and key may have different lengths.
     """
     if rope is module._modules.get(names[0]) is module._modules.get(names[1]) is None:
         return query, key
     per_head, operand = form == "per_head", None
-    if query.shape == key.shape:
+    if query.shape == key.shape or (rope is None and per_head):
         if rope is not None and same_dtype_and_unit_stride(query, key):
             operand = rope_operand(rope, query, heads, per_head)
         if operand is not None or (rope is None and module._modules.get(names[0]) is not None):
-            options = _norm_options(call, module, names, query, key, heads, form)
+            options = _norm_options(call, module, names, query, key, heads, form, upcasts)
             if options is not None:
-                q, k = functional.qk_norm_rope(query, key, rope=operand, heads=heads, **options)
+                how: Any = {"rope": operand, "heads": heads, "layout": layout, **options}
+                q, k = functional.qk_norm_rope(query, key, **how)
                 return q, k
+    dtype = query.dtype
     if per_head:
         query, key = (x.unflatten(2, (heads, -1)) for x in (query, key))
+    if upcasts:
+        query, key = query.float(), key.float()
     query, key = (apply_norm(call, module, name, x) for name, x in zip(names, (query, key)))
     if rope is not None and operand is not None and same_dtype_and_unit_stride(query, key):
-        query, key = functional.qk_norm_rope(query, key, norm="none", rope=operand, heads=heads)
+        how = {"rope": operand, "heads": heads, "layout": layout, "norm": "none"}
+        query, key = functional.qk_norm_rope(query, key, **how)
     elif rope is not None:
         query, key = rotate(query, rope), rotate(key, rope)
+    if upcasts:
+        query, key = query.to(dtype), key.to(dtype)
     return (query.flatten(2), key.flatten(2)) if per_head else (query, key)
 
 

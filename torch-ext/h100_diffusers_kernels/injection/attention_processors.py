@@ -50,8 +50,9 @@ from .attention import (
     why_not_dtype,
     why_not_head_dim,
 )
-from .checks import KnownFunction
-from .patch import Call, Injection, PatchSpec
+from .checks import KnownFunction, is_plain
+from .linears import DROPOUT, plain_weights
+from .patch import Call, Injection, PatchSpec, bare_stand_in
 from .report import OWN_ATTENTION
 
 _DISPATCH_NAME, _SDPA_NAME = "dispatch_attention_fn", "scaled_dot_product_attention"
@@ -142,7 +143,7 @@ def _attention(
     if query.dtype not in ATTENTION_DTYPES:
         reason = f"no kernel for {dtype_name(query.dtype)}"
     elif head_dim not in ATTENTION_HEAD_DIMS:
-        reason = f"its heads have {head_dim} elements"
+        reason = why_not_head_dim(head_dim)
     elif not kernels_take(query, key, value):
         reason = why_not_taken(query, key, value)
     elif (
@@ -340,9 +341,7 @@ class ProcessorSpec(PatchSpec):
     dispatches: bool = False
 
     def why_left_alone(self, module: Any, injection: Injection) -> str | None:
-        if not injection.options["attention"]:
-            return NOT_WANTED
-        return why_not_head_dim(head_dim_of(module))
+        return None if injection.options["attention"] else NOT_WANTED
 
     def why_not(self, module: Any) -> str | None:
         copy = _copy_of(type(module.processor))
@@ -350,7 +349,7 @@ class ProcessorSpec(PatchSpec):
             return copy
         if not is_native(module.processor, copy.dispatches):
             return CHOSEN
-        reason = why_not_dtype(module)
+        reason = why_not_head_dim(head_dim_of(module)) or why_not_dtype(module)
         return None if reason is None else f"{OWN_ATTENTION}: {reason}"
 
 
@@ -401,35 +400,91 @@ def _standard(
     attention_mask: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """``Attention`` with its standard processor, as in UNets: its layers and the kernel, without the
-    processor. None if the processor does more than projections and attention."""
+    """``_run_standard`` for a call of the module."""
     x, c = hidden_states, encoder_hidden_states
-    state = self.__dict__
-    factor = state.get("rescale_output_factor")
     if (
         attention_mask is not None
         or kwargs
         or x.dim() != 3
-        or (c is not None and (c.dim() != 3 or c.shape[0] != x.shape[0]))
-        or x.dtype not in ATTENTION_DTYPES
-        or self._modules.keys() != _PROJECTIONS
-        or state.get("residual_connection")
-        or type(factor) not in (float, int)
-        or factor != 1
-        or state.get("inner_dim") != state.get("inner_kv_dim")
+        or (c is not None and c.dim() != 3)
         or not kernels_take(x, c)
         or tracks_derivatives()
     ):
         return None
-    query, key, value = query_key_value(self, x, c)
-    if attention_takes(query, key, value, self.heads):
-        out = functional.attention(query, key, value, heads=self.heads)
+    return _run_standard(self, call, x, c)
+
+
+def run_bare_attention(module: Any, x: Tensor, c: Tensor | None) -> Tensor | None:
+    """``module(x, c)`` without a module call, or None if a call could run code other than
+    ``_run_standard``. x and c are (B, S, D) without derivatives, and the kernels take x."""
+    stand_in = bare_stand_in(STANDARD_ATTENTION, module)
+    processor: Any = module.__dict__.get("processor")
+    if stand_in is None or type(processor).__call__ is not _STANDARD.function:
+        return None
+    if (
+        isinstance(_copy_of(type(processor)), str)
+        or torch.nn.functional.scaled_dot_product_attention is not SDPA.function
+        or (c is not None and not kernels_take(x, c))
+    ):
+        return None
+    call = Call(stand_in, None)
+    out = _run_standard(module, call, x, c)
+    if out is not None and call.is_counted:
+        stand_in.count.on_kernels += 1
+    return out
+
+
+def _run_standard(module: Any, call: Call, x: Tensor, c: Tensor | None) -> Tensor | None:
+    """``Attention`` with its standard processor, as in UNets: its layers and the kernel, without the
+    processor. None if the processor does more than projections and attention."""
+    state, modules = module.__dict__, module._modules
+    factor, heads, dtype = state.get("rescale_output_factor"), state["heads"], x.dtype
+    if (
+        modules.keys() != _PROJECTIONS
+        or state.get("residual_connection")
+        or type(factor) not in (float, int)
+        or factor != 1
+        or state.get("inner_dim") != state.get("inner_kv_dim")
+        or (c is not None and c.shape[0] != x.shape[0])
+    ):
+        return None
+    layers = plain_attention_layers(modules, dtype)
+    if layers is None:
+        query, key, value = query_key_value(module, x, c)
+        is_taken = attention_takes(query, key, value, heads)
     else:
-        out = attend(call, self, query, key, value, None, heads=self.heads)
-    return project_out(self, out)
+        source, linear = x if c is None else c, torch.nn.functional.linear
+        to_q, to_k, to_v, to_out = layers
+        query, key, value = linear(x, *to_q), linear(source, *to_k), linear(source, *to_v)
+        width = query.shape[2]
+        is_taken = (
+            width / heads in ATTENTION_HEAD_DIMS
+            and dtype in ATTENTION_DTYPES
+            and width == key.shape[2] == value.shape[2]
+        )
+    if is_taken:
+        out = functional.attention(query, key, value, heads=heads)
+    else:
+        out = attend(call, module, query, key, value, None, heads=heads)
+        call.is_counted = False
+    return project_out(module, out) if layers is None else linear(out, *to_out)
 
 
-_specs: dict[str, ProcessorSpec] = {}
+def plain_attention_layers(modules: Any, dtype: torch.dtype) -> Any:
+    """Weight and bias of the layers for query, key, value and output, if they and the output's dropout are
+    plain and have this dtype."""
+    to_out = modules["to_out"]
+    if type(to_out) is not nn.ModuleList or len(to_out._modules) != 2:
+        return None
+    layer, dropout = to_out._modules.values()
+    if dropout.training or not is_plain(dropout, DROPOUT):
+        return None
+    return plain_weights(dtype, modules["to_q"], modules["to_k"], modules["to_v"], layer)
+
+
+# diffusers' ``Attention``, as in UNets.
+STANDARD_ATTENTION = ProcessorSpec(_ATTENTION, _forward, "attention")
+_specs: dict[str, ProcessorSpec] = {_ATTENTION: STANDARD_ATTENTION}
 
 
 def attention_spec(module: nn.Module) -> ProcessorSpec | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from .checks import KnownClass, class_name, has_hooks, has_own_forward, is_plain, why_not_plain
 from .linears import SILU, feed_forward, plain_weight
 from .norms import (
+    Modulator,
     Norm,
     clip_to_float16,
     gated_residual,
@@ -30,8 +32,25 @@ from .patch import Call, Injection, PatchSpec, is_bare
 Rows = Sequence[Any]
 # The results of a prologue's norm, one for each modulation, and the rows of the modulation.
 PrologueResult = tuple[tuple[Tensor, ...], Rows]
-# The end of a stream: residual, x and gate of ``residual + gate * x``, the block's result.
-ResidualBranch = tuple[Tensor, Tensor, Any]
+
+
+class ResidualBranch(NamedTuple):
+    """The end of a stream, ``norms.gated_residual`` of these arguments, which is the block's result."""
+
+    residual: Tensor
+    x: Tensor
+    gate: Modulator = None
+    x_norm: tuple[Any, str] | None = None
+    tanh_gate: bool = False
+    addend: Tensor | None = None
+
+    def parts(self) -> dict[str, Any]:
+        _, _, _, x_norm, tanh_gate, addend = self
+        if x_norm is addend is None and not tanh_gate:
+            return {}
+        return {"x_norm": x_norm, "tanh_gate": tanh_gate, "addend": addend}
+
+
 # Makes the prologue of a stream: ``(call, block, ahead, *conditions)``. For its own prologue a block passes
 # None as ``ahead`` and calls the result with its hidden states. For the prologue of the next block it passes
 # its hidden states. The answer is then a Prologue, or None if something is not plain or on another device.
@@ -53,7 +72,7 @@ class Prologue(NamedTuple):
     norm: Norm
     owner: nn.Module
     name: str
-    modulation: tuple[Tensor, ...]
+    modulation: tuple[Modulator, ...]
     rows: Rows
     upcasts: bool = False
 
@@ -61,11 +80,11 @@ class Prologue(NamedTuple):
         norm, owner, name, modulation, rows, upcasts = self
         return norm_modulate(norm, owner, name, x, modulation, upcasts), rows
 
-    def after(self, branch: ResidualBranch) -> tuple[Tensor, PrologueResult]:
-        """``h = residual + gate * x``, and the prologue's result for it."""
+    def after(self, branch: ResidualBranch, call: Call) -> tuple[Tensor, PrologueResult]:
+        """The branch's result, and the prologue's for it."""
         norm, owner, name, modulation, rows, upcasts = self
-        how: dict[str, Any] = {"upcasts": upcasts, "norm": norm}
-        h, *normalized = residual_norm(None, owner, name, *branch, *modulation, **how)
+        how: dict[str, Any] = {"upcasts": upcasts, "norm": norm, **branch.parts()}
+        h, *normalized = residual_norm(call, owner, name, *branch[:3], *modulation, **how)
         return h, (tuple(normalized), rows)
 
 
@@ -148,13 +167,13 @@ def finish(
     if successor is not None:
         made = [make(call, successor, branches[0][0], *conditions) for make in makers]
         if None not in made:
-            handed, begun = zip(*map(Prologue.after, made, branches))
+            handed, begun = zip(*map(Prologue.after, made, branches, repeat(call)))
             results = as_returned(handed)
             state.hand_over(successor, (*results, *conditions), begun)
             return results
     sums = []
     for branch in branches:  # a comprehension would be a function call before Python 3.12
-        sums.append(gated_residual(*branch, upcasts))
+        sums.append(gated_residual(*branch[:3], upcasts, call, **branch.parts()))
     return as_returned(sums)
 
 
@@ -177,7 +196,8 @@ def feed_forwards(
         names, hidden_states, attention_outs, rows
     ):
         x, n = residual_norm(call, block, norm, x, attention_out, gate, scale, shift)
-        branches.append((x, feed_forward(block._modules[ff], n), gate_of_feed_forward))
+        out = feed_forward(block._modules[ff], n)
+        branches.append(ResidualBranch(x, out, gate_of_feed_forward))
     return branches
 
 
@@ -281,20 +301,20 @@ def adaptive_prologue(
 
         return run_module
     count, places, norm = found
-    modulation = _modulation(call, module._modules["linear"], temb, ahead)
+    modulation = linear_of_silu(call, module._modules["linear"], temb, ahead)
     if modulation is None:
         return None
     rows = modulation.unsqueeze(1).chunk(count, 2)
     return Prologue(norm, module, "norm", tuple([rows[place] for place in places]), rows)
 
 
-def _modulation(
+def linear_of_silu(
     call: Call, layer: Any, temb: Tensor, ahead: Tensor | None, name: str = "silu"
 ) -> Tensor | None:
     """``layer(silu(temb))``; ``ahead`` as in ``PrologueMakers``. Blocks share the SiLU under ``name``."""
     plain = plain_weight(layer)
     if plain is None:
-        if ahead is not None and not _may_run_ahead(layer, ahead):
+        if ahead is not None and not may_run_ahead(layer, ahead):
             return None
         return layer(torch.nn.functional.silu(temb))  # not shared: the layer may write to it
     if ahead is not None and plain[0].device != ahead.device:
@@ -303,7 +323,7 @@ def _modulation(
     return torch.nn.functional.linear(activated, *plain)
 
 
-def _may_run_ahead(layer: Any, x: Tensor) -> bool:
+def may_run_ahead(layer: Any, x: Tensor) -> bool:
     """Whether a layer may run before its block: it has no hooks (as for offloading) and is on x's device."""
     return all(
         has_own_forward(module)
@@ -321,7 +341,7 @@ def linear_modulation(
     if is_plain(module, _SEQUENTIAL) and len(module._modules) == 2:
         activation, layer = module._modules.values()
         if is_plain(activation, SILU):
-            return _modulation(call, layer, temb, ahead, name)
+            return linear_of_silu(call, layer, temb, ahead, name)
     return None if ahead is not None else module(temb)
 
 
@@ -345,9 +365,20 @@ def table_prologue(
 
     def rows_of() -> Rows:
         embedding = call.shared("embedding", temb, by_row)
-        return (table.to(embedding.device) + embedding).unbind(dim=2)
+        return table_rows(table, embedding)
 
     return norm_prologue(call, block, "norm1", ahead, rows_of, upcasts)
+
+
+def table_rows(table: Tensor, embedding: Tensor) -> Rows:
+    """The rows of a table, (N, D) or (1, N, D), plus an embedding (B, 1 or S, N, D), each (B, 1 or S, D).
+
+    With an embedding of each token they are pairs of row and embedding, for the operations to add.
+    """
+    table = table.to(embedding.device)
+    if embedding.shape[1] == 1:
+        return (table + embedding).unbind(dim=2)
+    return tuple(zip(table.view(table.shape[-2:]).unbind(0), embedding.unbind(dim=2)))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -141,9 +141,18 @@ def is_plain(module: Any, known: KnownClass, *others: Any) -> bool:
         if getattr(function.owner, function.name, None) is not function.function:
             return False
     for each in (module, *others) if others else (module,):
-        if type(each) is not cls or has_hooks(each):
+        if type(each) is not cls:
             return False
-        if "forward" in each.__dict__ and not has_own_forward(each):
+        state = each.__dict__
+        if (  # ``has_hooks``, inlined: blocks ask this of each of their modules
+            state["_forward_hooks"]
+            or state["_forward_pre_hooks"]
+            or state["_backward_hooks"]
+            or state["_backward_pre_hooks"]
+            or state.get("_compiled_call_impl") is not None
+        ):
+            return False
+        if "forward" in state and not has_own_forward(each):
             return False
     return True
 

@@ -64,8 +64,44 @@ def _axes(theta: float, dims: tuple[int, ...], device: torch.device) -> tuple[Te
     return torch.cat(axes), torch.cat(frequencies)
 
 
+def _grid_forward(self: Any, call: Call, hidden_states: Tensor, fps: Any = None) -> Any:
+    """(B, C, F, H, W) to cosines and sines of its patches, each float32 (S, d). All pairs of an axis have
+    the same values in a head's first and second half."""
+    if not _is_taken(hidden_states):
+        return NotImplemented
+    sizes = [size // patch for size, patch in zip(hidden_states.shape[2:], self.patch_size)]
+    dims = (self.dim_t, self.dim_h, self.dim_w)
+    factors = (self.t_ntk_factor, self.h_ntk_factor, self.w_ntk_factor)
+    key = (sizes, dims, factors, max(self.max_size), self.base_fps, fps)
+    device = hidden_states.device
+    tables = cached(call, hidden_states, key, lambda: _grid_axes(*key, device))
+    results = []
+    for frames, rows, columns in (tables[:3], tables[3:]):
+        axes = (frames[:, None, None], rows[:, None], columns)
+        halves = 2 * [axis.expand(*sizes, -1) for axis in axes]
+        results.append(torch.cat(halves, dim=-1).flatten(0, 2))
+    return tuple(results)
+
+
+def _grid_axes(
+    sizes: Any, dims: Any, factors: Any, most: int, base_fps: Any, fps: Any, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Cosines of each axis, then sines, each (positions, pairs), in the class's own order of operations."""
+    angles: list[Tensor] = []
+    for size, dim, factor in zip(sizes, dims, factors):
+        positions = torch.arange(most, dtype=torch.float32, device=device)[:size]
+        if not angles and fps is not None:
+            positions = positions / fps * base_fps
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        angles.append(torch.outer(positions, 1.0 / (10000.0 * factor) ** exponents))
+    return (*[each.cos() for each in angles], *[each.sin() for each in angles])
+
+
 _CACHED = "caches its frequencies"
 _EMBEDDINGS = "diffusers.models.embeddings"
+COSMOS_POSITIONS = PatchSpec(
+    "diffusers.models.transformers.transformer_cosmos:CosmosRotaryPosEmbed", _grid_forward, _CACHED
+)
 TIMESTEPS = PatchSpec(
     f"{_EMBEDDINGS}:Timesteps",
     _timesteps_forward,

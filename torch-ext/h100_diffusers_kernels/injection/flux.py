@@ -21,7 +21,14 @@ from torch import Tensor
 
 from ..conditions import kernels_take
 from .attention import AttentionSpec, concat_streams, concat_view, forward_with_tables
-from .blocks import BlockSpec, adaptive_prologue, finish, take_over, two_stream_block
+from .blocks import (
+    BlockSpec,
+    ResidualBranch,
+    adaptive_prologue,
+    finish,
+    take_over,
+    two_stream_block,
+)
 from .checks import is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
@@ -88,7 +95,8 @@ def _single_block_forward(
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
     )
-    branch = (x, linear_of_concat(call, modules["proj_out"], attention_out, mlp_out), gate)
+    out = linear_of_concat(call, modules["proj_out"], attention_out, mlp_out)
+    branch = ResidualBranch(x, out, gate)
     hands_over = x.dtype != torch.float16
 
     def as_returned(results: Any) -> tuple[Tensor, Tensor]:

@@ -19,14 +19,14 @@ from torch import Tensor
 from .. import functional
 from ..conditions import is_differentiated, kernels_take, may_write
 from .attention import AttentionSpec, attend, forward_with_tables, norm_and_rotate
-from .blocks import BlockSpec, begin, finish, norm_prologue, two_stream_block
+from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue, two_stream_block
 from .checks import KnownClass, is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import SILU, linear
+from .linears import SILU, linear, swiglu_spec
 from .norm_modules import OUTPUT_NORM
 from .norms import clip_to_float16
-from .patch import Call, PatchSpec
+from .patch import Call
 
 _FLUX2 = "diffusers.models.transformers.transformer_flux2"
 _SWIGLU = KnownClass(f"{_FLUX2}:Flux2SwiGLU")
@@ -94,7 +94,8 @@ def _single_block_forward(
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
     )
-    branches, hands_over = ((x, attention_out, gate),), x.dtype != torch.float16
+    branches = (ResidualBranch(x, attention_out, gate),)
+    hands_over = x.dtype != torch.float16
     (x,) = finish(call, self, _SINGLE, branches, (temb_mod,), hands_over=hands_over)
     x = clip_to_float16(x)
     return (x[:, :text_seq_len], x[:, text_seq_len:]) if split_hidden_states else x
@@ -145,16 +146,6 @@ def _parallel_attention_forward(
     return linear(self._modules["to_out"], both)
 
 
-def _why_not_swiglu(module: Any) -> str | None:
-    return None if is_plain(module._modules.get("gate_fn"), SILU) else "SiLU was replaced"
-
-
-def _swiglu_forward(self: Any, call: Call, x: Tensor) -> Tensor:
-    if not kernels_take(x):
-        return call.refuse(x)
-    return NotImplemented if x.shape[-1] % 2 else functional.swiglu(x, activated="first")
-
-
 _SPECS = (
     model_spec(
         f"{_FLUX2}:Flux2Transformer2DModel", "transformer_blocks", "single_transformer_blocks"
@@ -188,7 +179,7 @@ _SPECS = (
     ),
     axial_positions(f"{_FLUX2}:Flux2PosEmbed"),
     TIMESTEPS,
-    PatchSpec(f"{_FLUX2}:Flux2SwiGLU", _swiglu_forward, "swiglu", condition=_why_not_swiglu),
+    swiglu_spec(f"{_FLUX2}:Flux2SwiGLU"),
 )
 _ONCE = (
     *("time_guidance_embed", "double_stream_modulation_img"),

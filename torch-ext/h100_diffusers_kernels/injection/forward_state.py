@@ -22,7 +22,7 @@ from .patch import Call, PatchSpec, is_bare
 class ForwardState:
     """A model's forward in progress, without derivatives.
 
-    ``block_lists`` are the names of its lists of blocks.
+    ``block_lists`` are the paths of its lists of blocks.
 
     Attributes:
         shared: the values of ``Call.shared``.
@@ -42,8 +42,10 @@ class ForwardState:
             return None
         if self._successors is None:
             self._successors = {}
-            for name in self._block_lists:
-                blocks = self._model._modules.get(name)
+            for path in self._block_lists:
+                blocks: Any = self._model
+                for name in path.split("."):
+                    blocks = None if blocks is None else blocks._modules.get(name)
                 if type(blocks) is nn.ModuleList:
                     each: list[Any] = list(blocks._modules.values())
                     self._successors.update({id(a): b for a, b in zip(each, each[1:])})
@@ -72,7 +74,7 @@ class ModelSpec(PatchSpec):
     """A model, or a part of it, whose own forward calls lists of blocks that share state.
 
     Attributes:
-        blocks: the names of the lists, in the order of their calls.
+        blocks: the paths of the lists, in the order of their calls.
     """
 
     blocks: tuple[str, ...] = ()
@@ -83,10 +85,17 @@ def forward_with_state(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -
     if torch.compiler.is_compiling() or tracks_derivatives():
         return call.own_forward(self, *args, **kwargs)
     spec: Any = call.stand_in.spec
+    return run_with_state(spec.blocks, call.own_forward, self, call, *args, **kwargs)
+
+
+def run_with_state(
+    blocks: tuple[str, ...], forward: Any, self: nn.Module, call: Call, *args: Any, **kwargs: Any
+) -> Any:
+    """``forward(self, ...)``, with a ``ForwardState`` for these lists of blocks."""
     local = call.stand_in.injection.local
-    outer, local.state = local.state, ForwardState(self, spec.blocks)
+    outer, local.state = local.state, ForwardState(self, blocks)
     try:
-        return call.own_forward(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
     finally:
         local.state = outer
 

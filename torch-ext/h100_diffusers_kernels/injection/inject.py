@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import flux, flux2, ltx, qwenimage, sd3, wan
+from . import cosmos, flux, flux2, flux3, ltx, qwenimage, sd3, unets, wan
 from .attention_processors import attention_spec
 from .checks import class_name, find_class, look_up_libraries, replaced_function, why_unsupported
 from .cuda_graphs import GraphedStandIn, Pool
 from .forward_state import Family
-from .linears import GATED_ACTIVATIONS, LINEAR_GELU
+from .linears import GATED_ACTIVATIONS, UNFUSED_GELU
 from .norm_modules import ADAPTIVE_NORMS, GROUP_NORM, NORMS
 from .patch import UNKNOWN_FORWARD, Injection, PatchSpec, StandIn, can_patch, put_in, take_out
 from .report import IN_FULL, IN_PART, NOT_AT_ALL, ONLY_GRAPHS, InjectionReport, Replaced, join
@@ -22,9 +21,12 @@ from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
-FAMILIES: tuple[Family, ...] = tuple(
-    family for module in (ltx, flux, flux2, qwenimage, sd3, wan) for family in module.FAMILIES
+_MODULES: tuple[Any, ...] = (
+    *(ltx, wan),
+    *(flux, flux2, flux3, qwenimage, sd3, cosmos),
+    unets,
 )
+FAMILIES: tuple[Family, ...] = tuple(family for module in _MODULES for family in module.FAMILIES)
 # The attribute of an injected model that holds its Injection. It is on the instance, so that a deep copy of
 # the model copies it, too.
 _INJECTION = "_h100_diffusers_kernels"
@@ -366,5 +368,5 @@ def known_models() -> str:
 _IN_PART: tuple[PatchSpec, ...] = (
     *(RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK),
     *(*ADAPTIVE_NORMS, *NORMS, GROUP_NORM),
-    *(replace(LINEAR_GELU, left_to_compiler=True), *GATED_ACTIVATIONS),
+    *(UNFUSED_GELU, *GATED_ACTIVATIONS),
 )

@@ -5,6 +5,7 @@ LoRA and quantization replace the layer or its weight, offloading adds hooks. Th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
 DROPOUT = KnownClass("torch.nn:Dropout")
 SILU = KnownClass("torch.nn:SiLU", "torch.nn.functional:silu")
 GELU = KnownClass("torch.nn:GELU", "torch.nn.functional:gelu")
-_FEED_FORWARD = KnownClass("diffusers.models.attention:FeedForward")
-_FLUX2_FEED_FORWARD = KnownClass("diffusers.models.transformers.transformer_flux2:Flux2FeedForward")
+FEED_FORWARD = KnownClass("diffusers.models.attention:FeedForward")
+_MODELS = "diffusers.models.transformers."
+_FLUX2_FEED_FORWARD = KnownClass(f"{_MODELS}transformer_flux2:Flux2FeedForward")
+_FLUX3_FEED_FORWARD = KnownClass(f"{_MODELS}transformer_flux3:Flux3FeedForward")
 
 # In float32 the epilogue's tanh approximation would be visible.
 _EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
@@ -72,6 +75,25 @@ def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
         return None
     is_plain_bias = bias is None or type(bias) in PLAIN_TYPES or is_plain_tensor(bias)
     return (weight, bias) if is_plain_bias else None
+
+
+def plain_weights(dtype: torch.dtype, *layers: Any) -> list[tuple[Tensor, Tensor | None]] | None:
+    """Weight and bias of each layer, if all are plain ``torch.nn.Linear`` with plain values and weights of
+    this dtype. Then their results for plain inputs are plain and contiguous."""
+    if not is_plain(layers[0], LINEAR, *layers[1:]):
+        return None
+    found = []
+    for layer in layers:
+        parameters = layer._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if (
+            type(weight) not in PLAIN_TYPES
+            or weight.dtype is not dtype
+            or (bias is not None and type(bias) not in PLAIN_TYPES)
+        ):
+            return None
+        found.append((weight, bias))
+    return found
 
 
 def run_dropout(layer: Any, x: Tensor) -> Tensor:
@@ -134,13 +156,13 @@ def write_linear(layer: Any, x: Tensor, out: Tensor) -> None:
 
 
 def feed_forward(module: Any, x: Tensor) -> Tensor:
-    """A feed-forward of diffusers or FLUX.2, without module calls of its layers if it is plain."""
-    if is_plain(module, _FEED_FORWARD):
+    """A feed-forward of diffusers or FLUX, without module calls of its layers if it is plain."""
+    if is_plain(module, FEED_FORWARD):
         net = module._modules.get("net")
         if type(net) is nn.ModuleList and len(net._modules) == 3:
             activation, dropout, out = net._modules.values()
             return linear(out, run_dropout(dropout, activation(x)))
-    elif is_plain(module, _FLUX2_FEED_FORWARD):
+    elif is_plain(module, _FLUX2_FEED_FORWARD) or is_plain(module, _FLUX3_FEED_FORWARD):
         layers = module._modules
         return linear(layers["linear_out"], layers["act_fn"](linear(layers["linear_in"], x)))
     return module(x)
@@ -186,6 +208,8 @@ LINEAR_GELU = PatchSpec(
     "GELU in the matrix product's epilogue, or gelu",
     functions=(f"{_GELU_CLASS}.gelu", "torch.nn.functional:gelu"),
 )
+# In modules that are left to torch.compile.
+UNFUSED_GELU = replace(LINEAR_GELU, left_to_compiler=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -225,17 +249,33 @@ def _gated_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Tensor:
     return x * (self.gelu(gate) if spec.operations == "geglu" else self.activation(gate))
 
 
+def swiglu_spec(path: str) -> PatchSpec:
+    """A class like FLUX.2's ``Flux2SwiGLU``: ``silu(first half) * second half``."""
+    return PatchSpec(path, _swiglu_forward, "swiglu", condition=_why_not_plain_gate)
+
+
+def _why_not_plain_gate(module: Any) -> str | None:
+    return None if is_plain(module._modules.get("gate_fn"), SILU) else "SiLU was replaced"
+
+
+def _swiglu_forward(self: Any, call: Call, x: Tensor) -> Tensor:
+    if not kernels_take(x):
+        return call.refuse(x)
+    return NotImplemented if x.shape[-1] % 2 else functional.swiglu(x, activated="first")
+
+
 _ACTIVATIONS = "diffusers.models.activations"
+GEGLU = ExactSpec(
+    f"{_ACTIVATIONS}:GEGLU",
+    _gated_forward,
+    "geglu",
+    functions=("torch.nn.functional:gelu", f"{_ACTIVATIONS}:GEGLU.gelu"),
+    left_to_compiler=True,
+    parameters="self hidden_states args kwargs",
+    condition=_why_not_geglu,
+)
 GATED_ACTIVATIONS = (
-    ExactSpec(
-        f"{_ACTIVATIONS}:GEGLU",
-        _gated_forward,
-        "geglu",
-        functions=("torch.nn.functional:gelu", f"{_ACTIVATIONS}:GEGLU.gelu"),
-        left_to_compiler=True,
-        parameters="self hidden_states args kwargs",
-        condition=_why_not_geglu,
-    ),
+    GEGLU,
     ExactSpec(
         f"{_ACTIVATIONS}:SwiGLU",
         _gated_forward,

@@ -23,14 +23,13 @@ from torch import Tensor
 from ..conditions import kernels_run_on, kernels_take, tracks_derivatives
 from ..functional import CoordinateRope
 from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
-from .blocks import BlockSpec, begin, finish, table_prologue
+from .blocks import BlockSpec, ResidualBranch, begin, finish, table_prologue
 from .cache import cached
-from .checks import has_hooks, has_own_forward
 from .embeddings import TIMESTEPS
 from .forward_state import Family, model_spec
 from .linears import LINEAR_GELU, feed_forward
 from .norms import gated_residual, residual_norm
-from .patch import Call, PatchSpec, stand_in_of
+from .patch import Call, PatchSpec, is_wrapped
 from .rotary import CoordinateTables
 
 _LTX = "diffusers.models.transformers.transformer_ltx"
@@ -67,7 +66,7 @@ def _block_forward(
     )
     modulation = (scale_mlp, shift_mlp)
     x, normalized = residual_norm(call, self, "norm2", x, attention_out, None, *modulation)
-    branch = (x, feed_forward(modules["ff"], normalized), gate_mlp)
+    branch = ResidualBranch(x, feed_forward(modules["ff"], normalized), gate_mlp)
     (x,) = finish(call, self, _PROLOGUES, (branch,), (temb,))
     return x
 
@@ -119,7 +118,7 @@ def _rope_forward(
     if not kernels_run_on(hidden_states):
         return call.refuse(hidden_states)
     is_double = video_coords is not None and video_coords.dtype == torch.float64
-    if is_double or tracks_derivatives() or _is_wrapped(self):
+    if is_double or tracks_derivatives() or is_wrapped(self):
         return NotImplemented
     grid = (num_frames, height, width, rope_interpolation_scale)
     if video_coords is None:
@@ -129,18 +128,6 @@ def _rope_forward(
     else:
         rope = _coordinates(self, hidden_states, grid, video_coords)
     return CoordinateTables(rope, hidden_states.size(0), self.dim)
-
-
-def _is_wrapped(module: Any) -> bool:
-    """Whether a module that is being called has hooks or wrappers around its forward.
-
-    Under torch.compile it checks the attributes that hooks leave on a module, because not every version can
-    trace a read of the instance's forward.
-    """
-    if torch.compiler.is_compiling():
-        return hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")
-    is_own = has_own_forward(module) or stand_in_of(module.__dict__["forward"]) is not None
-    return has_hooks(module) or not is_own
 
 
 def _coordinates(

@@ -195,7 +195,7 @@ def _adaptive_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
         if not spec.has_tokens:
             scale, shift = scale[:, None], None if shift is None else shift[:, None]
         x = given[spec.names[stream]]
-        results.append(_modulated(call, self, norm, x, scale, shift, spec.upcasts))
+        results.append(modulated(call, self, norm, x, scale, shift, spec.upcasts))
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -205,7 +205,8 @@ def _embedded(self: Any, given: dict[str, Any]) -> Tensor:
     if "embedded_timestep" in given:  # Cosmos
         activated = _activated(modules["activation"], given["embedded_timestep"])
         rows = linear(modules["linear_2"], linear(modules["linear_1"], activated))
-        return rows if given.get("temb") is None else rows + given["temb"]
+        temb = given.get("temb")
+        return rows if temb is None else rows + temb[..., : rows.shape[-1]]
     if "conditioning_embedding" in given:  # AdaLayerNormContinuous
         activated = _activated(modules["silu"], given["conditioning_embedding"])
         return linear(modules["linear"], activated.to(given["x"].dtype))
@@ -223,7 +224,7 @@ def _activated(activation: Any, x: Tensor) -> Tensor:
     return activation(x)
 
 
-def _modulated(
+def modulated(
     call: Call, owner: Any, name: str, x: Any, scale: Any, shift: Any, upcasts: bool
 ) -> Any:
     """``owner.name(x) * (1 + scale) + shift``, on the kernels or as the class computes it."""
@@ -263,9 +264,10 @@ _SHARED_NORM = (_ZERO, (1, "norm", 4, 3), 2, 5)
 _TWO_NORMS = ((0, "norm_x", 1, 0), 2, 3, 4, 5, (1, "norm_c", 7, 6), 8, 9, 10, 11)
 _INTERLEAVED = ((0, "norm", 2, 0), 4, 6, 8, 10, (1, "norm_context", 3, 1), 5, 7, 9, 11)
 _TOKENS, _UPCASTS = (True, False), (False, True)
-# Norms that only end a model are omitted: one call per forward is no gain. The first ends many models.
+# Norms that only end a model are omitted: one call per forward is no gain. The first two end models.
 _CLASSES: tuple[tuple, ...] = (
     (f"{_NORM}AdaLayerNormContinuous", _CONDITIONED, 2, (_CONTINUOUS,), *_TOKENS),
+    (f"{_TRANSFORMER}cosmos:CosmosAdaLayerNorm", _TIMESTEP, 2, (_ZERO,), *_TOKENS),
     (f"{_NORM}AdaLayerNormZero", _LABELED, 6, (_ZERO, 2, 3, 4, 5)),
     (f"{_NORM}AdaLayerNormZeroSingle", "self x emb", 3, (_ZERO, 2)),
     (f"{_NORM}LuminaRMSNormZero", "self x emb", 4, (_SCALED, 1, 2, 3)),
@@ -274,7 +276,6 @@ _CLASSES: tuple[tuple, ...] = (
     (f"{_TRANSFORMER}cogview4:CogView4AdaLayerNormZero", _TWO_STREAMS, 12, _INTERLEAVED),
     (f"{_TRANSFORMER}glm_image:GlmImageAdaLayerNormZero", _TWO_STREAMS, 12, _INTERLEAVED),
     (f"{_TRANSFORMER}easyanimate:EasyAnimateLayerNormZero", _TWO_STREAMS, 6, _SHARED_NORM),
-    (f"{_TRANSFORMER}cosmos:CosmosAdaLayerNormZero", _TIMESTEP, 3, (_ZERO, 2), *_TOKENS),
     (f"{_TRANSFORMER}mochi:MochiRMSNormZero", _EMBEDDED, 4, (_SCALED, 1, 2, 3), *_UPCASTS),
 )
 _ONE_PASS = "norm and modulation in one pass"
@@ -282,5 +283,7 @@ ADAPTIVE_NORMS = tuple(
     AdaptiveNormSpec(path, _adaptive_forward, _ONE_PASS, (), True, parameters, None, *arguments)
     for path, parameters, *arguments in _CLASSES
 )
-# The norm before the output of many families' models, by its name.
-OUTPUT_NORM = {"norm_out": replace(ADAPTIVE_NORMS[0], left_to_compiler=False)}
+# The norms before the output of families' models, by their name: of many, and of Cosmos.
+OUTPUT_NORM, COSMOS_OUTPUT_NORM = (
+    {"norm_out": replace(spec, left_to_compiler=False)} for spec in ADAPTIVE_NORMS[:2]
+)

@@ -45,6 +45,8 @@ _RESIDUAL_OPERATIONS: dict[tuple[str, int], Any] = {
 # Parameters of a norm over the last dimension: RMS or LAYER, the weight or the weight and bias, each (D,) or
 # None, and epsilon.
 Norm = tuple[str, tuple[Optional[Tensor], ...], float]
+# A scale, shift or gate: a tensor, or a table's row (D,) and an embedding, for their sum; or None.
+Modulator = Any
 
 
 def read_norm(
@@ -111,6 +113,17 @@ def apply_norm(call: Call, owner: Any, name: str, x: Tensor) -> Tensor:
     return module(x)
 
 
+def _operands(modulators: Sequence[Modulator]) -> Sequence[Optional[Tensor]]:
+    """All tensors of some modulators."""
+    if tuple not in map(type, modulators):
+        return modulators
+    return [part for m in modulators for part in (m if type(m) is tuple else (m,))]
+
+
+def _sum(modulator: Modulator) -> Any:
+    return modulator[0] + modulator[1] if type(modulator) is tuple else modulator
+
+
 def norm_modulate(
     norm: Norm | None, owner: Any, name: str, x: Tensor, modulation: tuple, upcasts: bool
 ) -> tuple[Tensor, ...]:
@@ -118,15 +131,19 @@ def norm_modulate(
     empty. If the norm is None, the module ``owner.name`` computes it."""
     # Without an upcast, operands of another dtype would change the result's.
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
-    if norm is None or not alike(x, *norm[1], *modulation):
+    if norm is None or not alike(x, *norm[1], *_operands(modulation)):
         n = getattr(owner, name)(x.float() if upcasts else x)
         results = [n] if not modulation else []
         for scale, shift in zip(modulation[::2], modulation[1::2]):
-            result = n * (1 + scale)
-            results.append(result if shift is None else result + shift)
+            result = n * (1 + _sum(scale))
+            results.append(result if shift is None else result + _sum(shift))
         return tuple([result.to(x.dtype) for result in results] if upcasts else results)
     kind, affine, eps = norm
-    out = NORM_OPERATIONS[kind, len(modulation)](x, *modulation, *affine, eps)
+    operation = NORM_OPERATIONS.get((kind, len(modulation)))
+    if operation is None:  # of several modulations
+        pairs = zip(modulation[::2], modulation[1::2])
+        return tuple([NORM_OPERATIONS[kind, 2](x, *pair, *affine, eps) for pair in pairs])
+    out = operation(x, *modulation, *affine, eps)
     return (out,) if len(modulation) < 4 else out
 
 
@@ -136,48 +153,116 @@ def residual_norm(
     name: str,
     residual: Tensor,
     x: Tensor,
-    gate: Tensor | None,
-    *modulation: Tensor,
+    gate: Modulator,
+    *modulation: Modulator,
     upcasts: bool = False,
     norm: Norm | None = None,
+    **branch: Any,
 ) -> tuple[Tensor, ...]:
-    """``h = residual + gate * x``, and its norm as in ``norm_modulate``. ``norm``: its parameters, if they
-    have been read."""
+    """``h = gated_residual(residual, x, gate, ...)``, and its norm as in ``norm_modulate``.
+
+    ``norm``: its parameters, if they have been read. ``branch``: x_norm, tanh_gate and addend of
+    ``gated_residual``.
+    """
     if norm is None:
         found = read_norm(owner._modules.get(name), residual.shape[-1], upcasts)
         if not isinstance(found, str):
             norm = found
         elif call is not None:
             call.fall_back(f"{name} {found}")
+    parts: dict[str, Any] = {}
+    if branch:
+        x, parts = _read_branch(call, residual, x, upcasts, **branch)
     if norm is not None and x.shape == residual.shape:
         kind, affine, eps = norm
-        if (
+        operands = modulation or (None, None)
+        operation = _RESIDUAL_OPERATIONS.get((kind, len(operands)))
+        modulators = _operands((gate, *modulation))
+        if operation is not None and (
             same_dtype_and_unit_stride(residual, x)
-            and modulators_compatible(residual, gate, *affine, *modulation)
+            and modulators_compatible(residual, *affine, *modulators)
             if upcasts
-            else same_dtype_and_unit_stride(residual, x, gate, *affine, *modulation)
+            else same_dtype_and_unit_stride(residual, x, *affine, *modulators)
         ):
-            operands = modulation or (None, None)
-            operation = _RESIDUAL_OPERATIONS[kind, len(operands)]
-            return operation(residual, x, gate, *operands, *affine, eps)
-    h = gated_residual(residual, x, gate, upcasts)
+            return operation(residual, x, gate, *operands, *affine, eps, **parts)
+    h = _residual(residual, x, gate, upcasts, parts)
     return (h, *norm_modulate(norm, owner, name, h, modulation, upcasts))
 
 
 def gated_residual(
-    residual: Tensor, x: Tensor, gate: Tensor | None, upcasts: bool = False
+    residual: Tensor,
+    x: Tensor,
+    gate: Modulator,
+    upcasts: bool = False,
+    call: Call | None = None,
+    **branch: Any,
 ) -> Tensor:
     """``residual + gate * x``, even if a layer returned another dtype than its input's.
 
-    ``upcasts``: whether the model computes it in float32 and returns to the residual's dtype.
+    ``upcasts``: whether the model computes it in float32 and returns to the residual's dtype. ``branch``:
+
+    - ``addend``: ``x + addend`` takes x's place;
+    - ``x_norm``: the norm ``owner.name`` of x, given as (owner, name), takes x's place;
+    - ``tanh_gate``: whether ``tanh(gate)`` takes the gate's place.
     """
+    parts: dict[str, Any] = {}
+    if branch:
+        x, parts = _read_branch(call, residual, x, upcasts, **branch)
+    return _residual(residual, x, gate, upcasts, parts)
+
+
+def _residual(
+    residual: Tensor, x: Tensor, gate: Modulator, upcasts: bool, parts: dict[str, Any]
+) -> Tensor:
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
-    if x.shape == residual.shape and same_dtype_and_unit_stride(residual, x) and alike(x, gate):
-        return functional.gated_residual(residual, x, gate)
+    if (
+        x.shape == residual.shape
+        and same_dtype_and_unit_stride(residual, x)
+        and alike(x, *_operands((gate,)))
+    ):
+        return functional.gated_residual(residual, x, gate, **parts)
+    if "addend" in parts:
+        x = x + parts["addend"]
+    if "x_eps" in parts:
+        x = functional.rms_norm(x, parts["x_weight"], parts["x_eps"])
+    gate = _sum(gate)
+    if "tanh_gate" in parts:
+        gate = gate.tanh()
     if upcasts:
         x = x.float() if gate is None else x.float() * gate
         return (residual.float() + x).type_as(residual)
     return residual + (x if gate is None else x * gate)
+
+
+def _read_branch(
+    call: Call | None,
+    residual: Tensor,
+    x: Tensor,
+    upcasts: bool,
+    x_norm: tuple[Any, str] | None = None,
+    tanh_gate: bool = False,
+    addend: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """x, and the operations' arguments for the parts of a branch that are not in x yet."""
+    parts: dict[str, Any] = {"tanh_gate": True} if tanh_gate else {}
+    is_alike = x.shape == residual.shape and same_dtype_and_unit_stride(residual, x, addend)
+    if addend is not None:
+        if is_alike and addend.shape == x.shape:
+            parts["addend"] = addend
+        else:
+            x = x + addend
+    if x_norm is not None:
+        owner, name = x_norm
+        norm = read_norm(owner._modules.get(name), x.shape[-1])
+        if isinstance(norm, str) and call is not None:
+            call.fall_back(f"{name} {norm}")
+        if not isinstance(norm, str) and norm[0] == RMS and is_alike:
+            (weight,) = norm[1]
+            alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
+            if alike(x, weight):
+                return x, {**parts, "x_weight": weight, "x_eps": norm[2]}
+        x = getattr(owner, name)(x + parts.pop("addend") if "addend" in parts else x)
+    return x, parts
 
 
 def clip_to_float16(x: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from .checks import (
     KnownClass,
     find_class,
     has_hooks,
+    has_own_forward,
     replaced_function,
     why_intercepted,
 )
@@ -348,11 +349,23 @@ def stand_in_of(forward: Any) -> StandIn | None:
     return found if is_its else None
 
 
-def is_bare(spec: PatchSpec, module: Any) -> bool:
-    """Whether a call of the module runs a stand-in of this kind without hooks or wrappers."""
+def is_wrapped(module: Any) -> bool:
+    """Whether a module that is being called has hooks or wrappers around its forward.
+
+    Under torch.compile it checks the attributes that hooks leave on a module, because not every version can
+    trace a read of the instance's forward.
+    """
+    if torch.compiler.is_compiling():
+        return hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")
+    is_own = has_own_forward(module) or stand_in_of(module.__dict__["forward"]) is not None
+    return has_hooks(module) or not is_own
+
+
+def bare_stand_in(spec: PatchSpec, module: Any) -> StandIn | None:
+    """The stand-in of this kind that a call of the module runs, if it has no hooks or wrappers."""
     cls = type(module)
     stand_in = getattr(module.__dict__.get("forward"), "__self__", None)
-    return (
+    is_found = (
         isinstance(stand_in, StandIn)
         and stand_in.spec is spec
         and not has_hooks(module)
@@ -360,6 +373,12 @@ def is_bare(spec: PatchSpec, module: Any) -> bool:
         and cls.forward is stand_in.own_forward
         and cls.__call__ is nn.Module.__call__
     )
+    return stand_in if is_found else None
+
+
+def is_bare(spec: PatchSpec, module: Any) -> bool:
+    """Whether a call of the module runs a stand-in of this kind without hooks or wrappers."""
+    return bare_stand_in(spec, module) is not None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def _block_forward(
     attention_outs = (attention_out, c_attention_out)
     branches = feed_forwards(call, self, names, (x, c), attention_outs, (rows, c_begun[1]))
     if self.context_pre_only:
-        return None, gated_residual(*branches[0])
+        return None, gated_residual(*branches[0][:3])
     x, c = finish(call, self, _PROLOGUES, branches, (temb,))
     return c, x
 

@@ -9,8 +9,8 @@ bias and the time embedding.
     x = x + attn2(layer_norm(x), text)
     x = x + ff(layer_norm(x))
 
-``Transformer2DModel``: channels stay last. The class's own code copies its tokens to an image with channels
-first, and the next convolution copies the sum with its input back.
+``Transformer2DModel``: its tokens are added to its input in one pass, in the input's memory format. The
+class's own code copies them to an image with channels first before.
 """
 
 from __future__ import annotations
@@ -21,15 +21,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..conditions import is_differentiated, kernels_take, tracks_derivatives
+from .. import functional
+from ..conditions import (
+    is_differentiated,
+    kernels_take,
+    same_dtype_and_unit_stride,
+    tracks_derivatives,
+)
 from ..conditions import is_plain as is_plain_tensor
-from .blocks import BlockSpec, begin, finish, norm_prologue
-from .checks import KnownClass, find_class, is_plain, why_not_plain
-from .forward_state import ModelSpec, forward_with_state
-from .linears import feed_forward, linear, run_dropout, why_not_silu
-from .norm_modules import apply_group_norm
+from .attention_processors import STANDARD_ATTENTION, run_bare_attention
+from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue
+from .checks import KnownClass, find_class, is_plain, replaced_function, why_not_plain
+from .embeddings import TIMESTEPS
+from .forward_state import COMPUTED_ONCE, Family, forward_with_state, model_spec, run_with_state
+from .linears import (
+    DROPOUT,
+    FEED_FORWARD,
+    GATED_ACTIVATIONS,
+    GEGLU,
+    UNFUSED_GELU,
+    feed_forward,
+    linear,
+    plain_weights,
+    run_dropout,
+    why_not_silu,
+)
+from .norm_modules import GROUP_NORM, apply_group_norm
 from .norms import apply_norm, residual_norm
-from .patch import Call, ExactSpec
+from .patch import Call, ExactSpec, PatchSpec, bare_stand_in, is_bare
 
 _GROUP_NORM = KnownClass("torch.nn:GroupNorm", "torch.nn.functional:group_norm")
 _CONV = KnownClass("torch.nn:Conv2d", "torch.nn.functional:conv2d", "torch.nn:Conv2d._conv_forward")
@@ -73,15 +92,44 @@ def _resnet_forward(
     x, bias = _without_bias(modules["conv1"], x)
     time, project = None, modules.get("time_emb_proj")
     if project is not None:
-        time = linear(project, temb if self.skip_time_act else modules["nonlinearity"](temb))
+        time = _project_time(self, call, project, temb)
     x = _second_norm(self, call, x, bias, time)
-    x = modules["conv2"](run_dropout(modules["dropout"], x))
+    x = _convolution(modules["conv2"], run_dropout(modules["dropout"], x))
     shortcut = modules.get("conv_shortcut")
     if shortcut is not None:
-        input_tensor = shortcut(input_tensor.contiguous() if self.training else input_tensor)
+        input_tensor = input_tensor.contiguous() if self.training else input_tensor
+        input_tensor = _convolution(shortcut, input_tensor)
     x = input_tensor + x
     factor = self.output_scale_factor
     return x if type(factor) in (float, int) and factor == 1 else x / factor
+
+
+def _project_time(self: Any, call: Call, project: Any, temb: Tensor) -> Tensor:
+    """The layer's result for the time embedding, whose SiLU plain resnets share."""
+    if self.skip_time_act:
+        return linear(project, temb)
+    plain = plain_weights(temb.dtype, project) if isinstance(temb, Tensor) else None
+    if plain is None or not is_bare(call.stand_in.spec, self):
+        return project(self._modules["nonlinearity"](temb))  # its code may write to it
+    activated = call.shared("silu", temb, torch.nn.functional.silu)
+    return torch.nn.functional.linear(activated, *plain[0])
+
+
+def _is_plain_convolution(conv: Any) -> bool:
+    return (
+        is_plain(conv, _CONV)
+        and "_conv_forward" not in conv.__dict__  # users replace it for other padding modes
+        and conv.padding_mode == "zeros"
+    )
+
+
+def _convolution(conv: Any, x: Tensor) -> Tensor:
+    """``conv(x)``, without a module call if it is a plain ``torch.nn.Conv2d``."""
+    parameters = conv._parameters
+    if "weight" not in parameters or "bias" not in parameters or not _is_plain_convolution(conv):
+        return conv(x)
+    options = (conv.stride, conv.padding, conv.dilation, conv.groups)
+    return torch.nn.functional.conv2d(x, parameters["weight"], parameters["bias"], *options)
 
 
 def _without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -89,11 +137,9 @@ def _without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
     if (
         bias is not None
-        and is_plain(conv, _CONV)
-        and "_conv_forward" not in conv.__dict__  # users replace it for other padding modes
-        and conv.padding_mode == "zeros"
         and is_plain_tensor(bias)
         and bias.dtype == x.dtype
+        and _is_plain_convolution(conv)
     ):
         options = (conv.stride, conv.padding, conv.dilation, conv.groups)
         return torch.nn.functional.conv2d(x, weight, None, *options), bias
@@ -179,26 +225,49 @@ def _block_forward(
         (((normalized,), _),) = begin(call, self, _PROLOGUES, (x,), ())
     else:
         normalized = add_positions(apply_norm(call, self, "norm1", x))
-    attention_out = modules["attn1"](
-        normalized,
-        encoder_hidden_states=encoder_hidden_states if self.only_cross_attention else None,
-        attention_mask=attention_mask,
-        **more,
-    )
+    c = encoder_hidden_states if self.only_cross_attention else None
+    attention_out = _attention(modules["attn1"], normalized, c, attention_mask, more)
     if modules.get("attn2") is not None:
         x, normalized = residual_norm(call, self, "norm2", x, attention_out, None)
         if add_positions is not None:
             normalized = add_positions(normalized)
-        attention_out = modules["attn2"](
-            normalized,
-            encoder_hidden_states=encoder_hidden_states,
-            attention_mask=encoder_attention_mask,
-            **more,
-        )
+        c = encoder_hidden_states
+        attention_out = _attention(modules["attn2"], normalized, c, encoder_attention_mask, more)
     x, normalized = residual_norm(call, self, "norm3", x, attention_out, None)
-    branch = (x, feed_forward(modules["ff"], normalized), None)
+    branch = ResidualBranch(x, _feed_forward(modules["ff"], normalized))
     (x,) = finish(call, self, _PROLOGUES, (branch,), (), hands_over=add_positions is None)
     return x
+
+
+def _attention(module: Any, x: Tensor, c: Any, mask: Any, more: dict[str, Any]) -> Tensor:
+    """An attention module's result, without a module call if it is plain."""
+    if mask is None and not more and same_dtype_and_unit_stride(x):
+        out = run_bare_attention(module, x, c)
+        if out is not None:
+            return out
+    return module(x, encoder_hidden_states=c, attention_mask=mask, **more)
+
+
+def _feed_forward(module: Any, x: Tensor) -> Tensor:
+    """``module(x)``; a plain GEGLU and its linear layers without module calls."""
+    net = module._modules.get("net")
+    if (
+        is_plain(module, FEED_FORWARD)
+        and type(net) is nn.ModuleList
+        and len(net._modules) == 3
+        and same_dtype_and_unit_stride(x)
+    ):
+        geglu, dropout, out = net._modules.values()
+        stand_in = bare_stand_in(GEGLU, geglu)
+        if stand_in is not None and is_plain(dropout, DROPOUT) and not dropout.training:
+            layers = plain_weights(x.dtype, geglu._modules["proj"], out)
+            if layers is not None and not (
+                "gelu" in geglu.__dict__ or replaced_function(stand_in.functions)
+            ):
+                stand_in.count.on_kernels += 1
+                product = torch.nn.functional.linear
+                return product(functional.geglu(product(x, *layers[0])), *layers[1])
+    return feed_forward(module, x)
 
 
 BASIC_BLOCK = _BasicBlockSpec(
@@ -215,60 +284,119 @@ BASIC_BLOCK = _BasicBlockSpec(
 # Transformers
 
 _TRANSFORMER = "diffusers.models.transformers.transformer_2d:Transformer2DModel"
-_OUTPUT = "_get_output_for_continuous_inputs"
+_INPUT, _OUTPUT = "_operate_on_continuous_inputs", "_get_output_for_continuous_inputs"
 _OUTPUT_PARAMETERS = "self hidden_states residual batch_size height width inner_dim"
+_BLOCKS = ("transformer_blocks",)
 
 
 @dataclass(frozen=True, eq=False)
-class _SpatialTransformerSpec(ModelSpec):
+class _SpatialTransformerSpec(PatchSpec):
+    blocks: tuple[str, ...] = _BLOCKS
+
     def matches(self, module: nn.Module) -> bool:
         return type(module) is find_class(self.path) and module.is_input_continuous is True
 
 
-class _ChannelsLast:
-    """Proxy of a transformer for its class's forward. It converts tokens to an image with channels last."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def _get_output_for_continuous_inputs(
-        self, hidden_states, residual, batch_size, height, width, inner_dim
-    ) -> Tensor:
-        project: Any = self._module.proj_out
-
-        def image_of(tokens: Tensor) -> Tensor:
-            return tokens.reshape(batch_size, height, width, inner_dim).permute(0, 3, 1, 2)
-
-        if self._module.use_linear_projection:
-            return image_of(project(hidden_states)) + residual
-        return project(image_of(hidden_states)) + residual
-
-
 def _transformer_forward(
-    self: Any, call: Call, hidden_states: Tensor, *args: Any, **kwargs: Any
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Any = None,
+    timestep: Any = None,
+    added_cond_kwargs: Any = None,
+    class_labels: Any = None,
+    cross_attention_kwargs: dict[str, Any] | None = None,
+    attention_mask: Any = None,
+    encoder_attention_mask: Any = None,
+    return_dict: bool = True,
 ) -> Any:
-    module = self
-    if hidden_states.is_contiguous() or not hidden_states.is_contiguous(
-        memory_format=torch.channels_last
+    state = self.__dict__
+    if _INPUT in state or _OUTPUT in state:
+        call.fall_back(f"{_INPUT if _INPUT in state else _OUTPUT} was replaced")
+    elif (
+        return_dict  # UNets pass False
+        or tracks_derivatives()
+        or (cross_attention_kwargs is not None and "scale" in cross_attention_kwargs)
+        or any(m is not None and m.dim() == 2 for m in (attention_mask, encoder_attention_mask))
     ):
         call.is_counted = False
-    elif _OUTPUT in self.__dict__:
-        call.fall_back(f"{_OUTPUT} was replaced")
     else:
-        module = _ChannelsLast(self)
-    return forward_with_state(module, call, hidden_states, *args, **kwargs)
+        arguments = {
+            "attention_mask": attention_mask,
+            "encoder_hidden_states": encoder_hidden_states,
+            "encoder_attention_mask": encoder_attention_mask,
+            "timestep": timestep,
+            "cross_attention_kwargs": cross_attention_kwargs,
+            "class_labels": class_labels,
+        }
+        return run_with_state(_BLOCKS, _run_transformer, self, call, hidden_states, arguments)
+    others = (encoder_hidden_states, timestep, added_cond_kwargs, class_labels)
+    more = (cross_attention_kwargs, attention_mask, encoder_attention_mask, return_dict)
+    return forward_with_state(self, call, hidden_states, *others, *more)
+
+
+def _run_transformer(self: Any, x: Tensor, arguments: dict[str, Any]) -> tuple[Tensor]:
+    modules, is_linear = self._modules, self.use_linear_projection
+    batch, _, height, width = x.shape
+    image = _group_norm(modules["norm"], x)
+    if not is_linear:
+        image = _convolution(modules["proj_in"], image)
+    tokens = image.permute(0, 2, 3, 1).reshape(batch, height * width, image.shape[1])
+    if is_linear:
+        tokens = linear(modules["proj_in"], tokens)
+    for block in self.transformer_blocks:
+        tokens = block(tokens, **arguments)
+    if is_linear:
+        tokens = linear(modules["proj_out"], tokens)
+    image = tokens.reshape(batch, height, width, tokens.shape[2]).permute(0, 3, 1, 2)
+    # The sum has the memory format of its first operand.
+    return (x + (image if is_linear else _convolution(modules["proj_out"], image)),)
+
+
+def _group_norm(module: Any, x: Tensor) -> Tensor:
+    """``module(x)``, without a module call if it is a plain ``torch.nn.GroupNorm``."""
+    stand_in = bare_stand_in(GROUP_NORM, module)
+    if (
+        stand_in is not None
+        and type(module) is nn.GroupNorm
+        and not replaced_function(stand_in.functions)
+    ):
+        out = apply_group_norm(module, x)
+        if isinstance(out, Tensor):
+            stand_in.count.on_kernels += 1
+            return out
+    return module(x)
 
 
 SPATIAL_TRANSFORMER = _SpatialTransformerSpec(
     _TRANSFORMER,
     _transformer_forward,
-    "channels last kept",
-    functions=((f"{_TRANSFORMER}.{_OUTPUT}", _OUTPUT_PARAMETERS),),
+    "group_norm; its tokens are added to its input without a copy",
+    functions=(
+        (f"{_TRANSFORMER}.{_INPUT}", "self hidden_states"),
+        (f"{_TRANSFORMER}.{_OUTPUT}", _OUTPUT_PARAMETERS),
+    ),
     left_to_compiler=True,
-    parameters="self hidden_states encoder_hidden_states timestep added_cond_kwargs class_labels"
-    " cross_attention_kwargs attention_mask encoder_attention_mask return_dict",
-    blocks=("transformer_blocks",),
+)
+
+
+# --------------------------------------------------------------------------------------------------
+# Models
+
+_ONCE = (
+    *("conv_in", "time_embedding", "class_embedding", "add_embedding", "encoder_hid_proj"),
+    *("time_embed_act", "controlnet_cond_embedding", "conv_act", "conv_out"),
+)
+FAMILIES = (
+    Family(
+        "Stable Diffusion",
+        (
+            model_spec("diffusers.models.unets.unet_2d_condition:UNet2DConditionModel"),
+            model_spec("diffusers.models.controlnets.controlnet:ControlNetModel"),
+            model_spec("diffusers.models.controlnets.controlnet_xs:UNetControlNetXSModel"),
+            *(RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK, STANDARD_ATTENTION),
+            *(GROUP_NORM, *GATED_ACTIVATIONS, UNFUSED_GELU, TIMESTEPS),
+        ),
+        dict.fromkeys(_ONCE, COMPUTED_ONCE),
+    ),
 )

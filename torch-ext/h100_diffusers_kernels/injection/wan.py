@@ -81,7 +81,7 @@ def _after_first_norm(
     out = modules["attn2"](normalized, c, None, None)
     mlp = (scale_mlp, shift_mlp)
     x, normalized = residual_norm(call, self, "norm3", x, out, None, *mlp, upcasts=True)
-    return x, feed_forward(modules["ffn"], normalized), gate_mlp
+    return ResidualBranch(x, feed_forward(modules["ffn"], normalized), gate_mlp)
 
 
 def _vace_block_forward(
@@ -100,9 +100,8 @@ def _vace_block_forward(
         control = self.proj_in(control) + hidden_states
     control = control.contiguous()
     begun = _BY_TOKEN[0](call, self, None, temb)(control)
-    x = gated_residual(
-        *_after_first_norm(self, call, control, begun, c, None, rotary_emb), upcasts=True
-    )
+    branch = _after_first_norm(self, call, control, begun, c, None, rotary_emb)
+    x = gated_residual(*branch[:3], upcasts=True)
     return None if self.proj_out is None else self.proj_out(x), x
 
 

@@ -1,0 +1,284 @@
+// Residual branches with more parts than row_norm.cuh has, and the norm after them: an addend and an RMS norm
+// of the branch, tanh of the gate, and table rows that are added to gate, scale and shift.
+//
+// The kernels branch on the parts at run time, uniformly for all threads. A row is held in registers.
+// Operands that may differ by row are loaded before the first reduction, those of all rows when they are
+// used.
+#include "general_policies.cuh"
+#include "row_norm.cuh"
+
+namespace h100_diffusers_kernels {
+namespace {
+
+struct BranchParams {
+  RowIndexer::Operand x, addend, residual, residual_out, out;
+  GeneralOperand gate, gate_row, x_weight, scale, scale_row, shift, shift_row, weight, bias;
+  RowIndexer indexer;
+  uint32_t rows;
+  int64_t hidden;
+  float eps, x_eps;
+  bool normalizes_x, has_tanh_gate;
+
+  explicit BranchParams(const RowNormParams& p)
+      : x(p.x, p.shape.ndim),
+        addend(p.addend, p.shape.ndim),
+        residual(p.residual, p.shape.ndim),
+        residual_out(p.residual_out, p.shape.ndim),
+        out(p.out, p.shape.ndim),
+        gate(p.gate, p),
+        gate_row(p.gate_row, p),
+        x_weight(p.x_weight, p),
+        scale(p.scale, p),
+        scale_row(p.scale_row, p),
+        shift(p.shift, p),
+        shift_row(p.shift_row, p),
+        weight(p.weight, p),
+        bias(p.bias, p),
+        indexer(p.shape),
+        rows(static_cast<uint32_t>(p.shape.rows)),
+        hidden(p.hidden),
+        eps(p.eps),
+        x_eps(p.x_eps),
+        normalizes_x(p.normalizes_x),
+        has_tanh_gate(p.has_tanh_gate) {}
+};
+
+// One row. The values of a pack pass through its methods in order.
+template <typename T, int kSize>
+class BranchRow {
+ public:
+  // What is loaded before the first reduction.
+  struct Loaded {
+    Pack<T, kSize> residual;
+    typename GeneralRow<T>::template Pack<kSize> gate, scale, shift;
+  };
+
+  __device__ __forceinline__ BranchRow(const BranchParams& params, const RowIndexer::Index& index)
+      : params_(params), index_(index) {}
+
+  __device__ __forceinline__ bool has_residual() const { return params_.residual.data; }
+
+  __device__ __forceinline__ void load(int64_t column, float (&h)[kSize], Loaded& loaded) const {
+    Pack<T, kSize> x;
+    x.load(row_of<const T>(params_.x, index_) + column);
+    if (has_residual()) loaded.residual.load(row_of<const T>(params_.residual, index_) + column);
+    row(params_.gate).fetch(column, loaded.gate);
+    row(params_.scale).fetch(column, loaded.scale);
+    row(params_.shift).fetch(column, loaded.shift);
+    x.to_floats(h);
+    if (params_.addend.data) {
+      x.load(row_of<const T>(params_.addend, index_) + column);
+      add(h, x);
+    }
+  }
+
+  // Sets the branch to the new residual and stores it. x_scale: of its norm.
+  __device__ __forceinline__ void finish(int64_t column, const Statistic<T>& x_scale, float (&h)[kSize],
+                                         Loaded& loaded) const {
+    if (!has_residual()) return;
+    float values[kSize];
+    if (params_.normalizes_x) {
+#pragma unroll
+      for (float& value : h) value = x_scale.times(value);
+      if (params_.x_weight.is_given()) {
+        row(params_.x_weight).load(column, values);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) h[i] *= values[i];
+      }
+    }
+    float residual[kSize];
+    loaded.residual.to_floats(residual);
+    if (sum(params_.gate, loaded.gate, params_.gate_row, column, values)) {
+      if (params_.has_tanh_gate)
+#pragma unroll
+        for (float& value : values) value = tanhf(value);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) h[i] = fmaf(values[i], h[i], residual[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) h[i] += residual[i];
+    }
+    store_floats(row_of<T>(params_.residual_out, index_) + column, h);
+  }
+
+  // Stores the modulated norm. n: normalized values
+  __device__ __forceinline__ void store(int64_t column, float (&n)[kSize], Loaded& loaded) const {
+    float values[kSize];
+    if (params_.weight.is_given()) {
+      row(params_.weight).load(column, values);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) n[i] *= values[i];
+    }
+    if (params_.bias.is_given()) {
+      row(params_.bias).load(column, values);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) n[i] += values[i];
+    }
+    if (sum(params_.scale, loaded.scale, params_.scale_row, column, values))
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) n[i] *= 1.0f + values[i];
+    if (sum(params_.shift, loaded.shift, params_.shift_row, column, values))
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) n[i] += values[i];
+    store_floats(row_of<T>(params_.out, index_) + column, n);
+  }
+
+ private:
+  __device__ __forceinline__ GeneralRow<T> row(const GeneralOperand& operand) const {
+    return GeneralRow<T>(operand, index_);
+  }
+
+  // Sets values to the sum of a modulator and a table's row. Returns false if both are absent.
+  __device__ __forceinline__ bool sum(const GeneralOperand& modulator,
+                                      typename GeneralRow<T>::template Pack<kSize>& loaded,
+                                      const GeneralOperand& table_row, int64_t column,
+                                      float (&values)[kSize]) const {
+    row(modulator).fetch_upper(column, loaded);
+    row(modulator).values(loaded, values);
+    if (table_row.is_given()) {
+      float terms[kSize];
+      row(table_row).load(column, terms);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) values[i] += terms[i];
+    }
+    return modulator.is_given() || table_row.is_given();
+  }
+
+  const BranchParams& params_;
+  RowIndexer::Index index_;
+};
+
+// The statistics of a row: total(round, term) is the sum of term(h) over it.
+template <typename T, class Norm, class Total>
+__device__ __forceinline__ RowStatistics<T> statistics_of(const Total& total, int64_t hidden, float eps) {
+  RowStatistics<T> row;
+  if constexpr (Norm::kIsCentered)
+    row.mean =
+        Statistic<T>::from(divide<T>(total(1, [](float h) { return h; }), static_cast<RowSum<T>>(hidden)));
+  const auto square = [&](float h) {
+    const float difference = Norm::kIsCentered ? row.mean.subtracted_from(h) : h;
+    return difference * difference;
+  };
+  row.scale = rms_scale_of<T>(total(2, square), hidden, eps);
+  return row;
+}
+
+constexpr int kRounds = 3;  // the branch's norm, the mean, the variance
+
+template <typename T, class Norm, int kThreadsPerRow>
+__global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
+    branch_norm_kernel(const __grid_constant__ BranchParams params) {
+  constexpr int kSize = kPackSize<T, Access::kVector>, kPacks = kRowPacks;
+  const RowPosition<kThreadsPerRow> position;
+  const int hidden = static_cast<int>(params.hidden);
+  const bool is_row = position.kRowsPerBlock == 1 || position.row < params.rows;
+  const BranchRow<T, kSize> row(params, params.indexer(is_row ? position.row : 0));
+  griddepcontrol_wait();
+
+  float h[kPacks][kSize] = {};
+  typename BranchRow<T, kSize>::Loaded loaded[kPacks];
+  bool is_column[kPacks];
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    is_column[i] = is_row && position.pack(i) * kSize < hidden;
+    if (is_column[i]) row.load(position.pack(i) * kSize, h[i], loaded[i]);
+  }
+  const GroupReduce<Sum, RowSum<T>, kThreadsPerRow, 1, kRounds> reduce;
+  const auto total = [&](int round, const auto& term) {
+    RowSum<T> sums[1] = {0};
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i)
+      if (is_column[i]) sums[0] += tree_sum<kSize>([&](int j) { return term(h[i][j]); });
+    reduce(sums, round);
+    return sums[0];
+  };
+  Statistic<T> x_scale;
+  if (params.normalizes_x)
+    x_scale = rms_scale_of<T>(total(0, [](float x) { return x * x; }), hidden, params.x_eps);
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i)
+    if (is_column[i]) row.finish(position.pack(i) * kSize, x_scale, h[i], loaded[i]);
+  if constexpr (Norm::kIsNorm) {
+    const auto statistics = statistics_of<T, Norm>(total, hidden, params.eps);
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (!is_column[i]) continue;
+      normalize<Norm>(statistics, h[i]);
+      row.store(position.pack(i) * kSize, h[i], loaded[i]);
+    }
+  }
+}
+
+// Rows of any length and alignment: read one element at a time, and again in each step.
+template <typename T, class Norm>
+__global__ void __launch_bounds__(kAnyRowThreads, 1)
+    scalar_branch_norm_kernel(const __grid_constant__ BranchParams params) {
+  using Row = BranchRow<T, 1>;
+  const Row row(params, params.indexer(blockIdx.x));
+  griddepcontrol_wait();
+  Statistic<T> x_scale;
+  const auto for_each_column = [&](const auto& body) {
+    for (int64_t column = threadIdx.x; column < params.hidden; column += kAnyRowThreads) {
+      typename Row::Loaded loaded;
+      float h[1];
+      row.load(column, h, loaded);
+      body(column, h, loaded);
+    }
+  };
+  // Sums are double because a thread may add thousands of elements one by one.
+  const GroupReduce<Sum, double, kAnyRowThreads, 1, kRounds> reduce;
+  const auto total = [&](int round, const auto& term) {
+    double sums[1] = {0};
+    for_each_column([&](int64_t column, float (&h)[1], typename Row::Loaded& loaded) {
+      if (round > 0) row.finish(column, x_scale, h, loaded);
+      sums[0] += term(h[0]);
+    });
+    reduce(sums, round);
+    return static_cast<RowSum<T>>(sums[0]);
+  };
+  if (params.normalizes_x)
+    x_scale = rms_scale_of<T>(total(0, [](float x) { return x * x; }), params.hidden, params.x_eps);
+  RowStatistics<T> statistics;
+  if constexpr (Norm::kIsNorm) statistics = statistics_of<T, Norm>(total, params.hidden, params.eps);
+  for_each_column([&](int64_t column, float (&h)[1], typename Row::Loaded& loaded) {
+    row.finish(column, x_scale, h, loaded);
+    if constexpr (Norm::kIsNorm) {
+      normalize<Norm>(statistics, h);
+      row.store(column, h, loaded);
+    }
+  });
+}
+
+bool has_vector_branch(const RowNormParams& args, int element_bytes) {
+  bool vector =
+      has_vector_access(args, element_bytes) && has_vector_rows(args.addend, args.shape.ndim, element_bytes);
+  for (const Modulator* row : {&args.gate_row, &args.scale_row, &args.shift_row, &args.x_weight})
+    vector = vector && has_vector_rows(*row, args.shape.ndim, row->is_float32 ? 4 : element_bytes);
+  return vector;
+}
+
+using BranchThreads = RowThreads<64, 128, 192, 256, 320, 384, 512>;
+
+}  // namespace
+
+template <class Norm>
+void launch_branch_norm(const char* operation, const RowNormParams& args, Stream stream) {
+  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
+    const BranchParams params(args);
+    const auto launch_short = [&](auto threads) {
+      launch_kernel(operation, branch_norm_kernel<T, Norm, threads>,
+                    RowPosition<threads>::blocks(args.shape.rows), kBlockThreads<threads>, params, stream);
+    };
+    const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;
+    if (has_vector_branch(args, sizeof(T)) && dispatch_row_threads(BranchThreads{}, packs, launch_short))
+      return;
+    launch_kernel(operation, scalar_branch_norm_kernel<T, Norm>, static_cast<unsigned>(args.shape.rows),
+                  kAnyRowThreads, params, stream);
+  });
+}
+
+template void launch_branch_norm<NoNorm>(const char*, const RowNormParams&, Stream);
+template void launch_branch_norm<RmsNorm>(const char*, const RowNormParams&, Stream);
+template void launch_branch_norm<LayerNorm>(const char*, const RowNormParams&, Stream);
+
+}  // namespace h100_diffusers_kernels
