@@ -15,6 +15,7 @@ from family import (  # noqa: F401
     prepared,
     run,
 )
+from family_cogvideox import COGVIDEOX
 from family_cosmos import COSMOS
 from family_flux import FLUX, FLUX2
 from family_flux3 import FLUX3
@@ -23,7 +24,7 @@ from family_qwenimage import QWEN_IMAGE
 from family_sd3 import SD3
 from family_wan import WAN
 
-_FAMILIES = (LTX, FLUX, FLUX2, FLUX3, QWEN_IMAGE, SD3, WAN, COSMOS)
+_FAMILIES = (LTX, FLUX, FLUX2, FLUX3, QWEN_IMAGE, SD3, WAN, COSMOS, COGVIDEOX)
 # Older versions of diffusers do not have all of them.
 FAMILIES = {f.name: f for f in _FAMILIES if importlib.util.find_spec(f.module) is not None}
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=str)
