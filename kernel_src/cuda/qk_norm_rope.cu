@@ -292,7 +292,7 @@ template <typename T, class Rope, RopeLayout kLayout, class Operands>
 __global__ void __launch_bounds__(kScalarThreads)
     scalar_qk_norm_rope_kernel(const __grid_constant__ typename Operands::Params p) {
   const HeadsOperand& tensor = operand_of<Operands>(p, blockIdx.y);
-  const bool spans_heads = p.norm == NormScope::kAcrossHeads;
+  const bool spans_heads = !Operands::kIsLayerNorm && p.norm == NormScope::kAcrossHeads;
   const int head_dim = static_cast<int>(p.head_dim);
   int max_heads = static_cast<int>(p.q.heads > p.k.heads ? p.q.heads : p.k.heads);
   if constexpr (Operands::kIsGeneral) max_heads = max(max_heads, static_cast<int>(p.v.heads));
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(kScalarThreads)
     }
   }
 
-  const bool is_norm = p.norm != NormScope::kNone;
+  const bool is_norm = Operands::kIsLayerNorm || p.norm != NormScope::kNone;
   Statistic<T> mean, scale;
   const auto read = [&](int i) {
     const float x = to_float(static_cast<const T*>(tensor.in)[element(i, tensor.in_strides)]);

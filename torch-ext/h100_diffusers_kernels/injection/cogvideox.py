@@ -33,7 +33,7 @@ from .checks import KnownClass, is_plain
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import FEED_FORWARD, LINEAR_GELU, feed_forward, linears, plain_weights
-from .norms import gated_residual
+from .norms import gated_residual, norm_notes
 from .patch import Call
 
 _MODELS = "diffusers.models.transformers."
@@ -152,6 +152,9 @@ def _attention_forward(
         return NotImplemented
     if not kernels_take(x, c):
         return call.refuse(x, c)
+    notes = norm_notes(self, _QK_NORMS)
+    if notes:
+        return call.decline(notes[0])  # hooks get the norms' input of both streams, as in the model
     length, modules = c.shape[1], self._modules
     to_q, to_k, to_v = layers = modules["to_q"], modules["to_k"], modules["to_v"]
     if plain_weights(x.dtype, *layers):
