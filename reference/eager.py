@@ -161,7 +161,7 @@ def _by_element(table, head_dim, layout):
     return table.unflatten(-1, (-1, head_dim)) if table.dim() == 3 else table
 
 
-def _norm_rope(x, weight, rope, *, heads, norm, layout, eps):
+def _norm_rope(x, weight, bias, rope, *, heads, norm, layout, eps):
     of_one_dtype = weight is None or weight.dtype == x.dtype
     normalized = rms_norm if of_one_dtype else _diffusers_rms_norm
     head_dim = x[0, 0].numel() // heads
@@ -171,6 +171,8 @@ def _norm_rope(x, weight, rope, *, heads, norm, layout, eps):
     n = n.unflatten(-1, (-1, head_dim))
     if norm == "per_head":
         n = normalized(n, weight, eps)
+    if norm == "layer_per_head":
+        n = layer_norm(n, weight, bias, eps)
     if rope is not None:
         n = apply_rotary_emb(n, *_tables(rope, n.shape[2], head_dim, layout), layout)
     return n.reshape(x.shape).to(x.dtype)

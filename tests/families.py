@@ -15,6 +15,7 @@ from family import (  # noqa: F401
     prepared,
     run,
 )
+from family_cogvideox import COGVIDEOX
 from family_cosmos import COSMOS
 from family_flux import FLUX, FLUX2
 from family_flux3 import FLUX3
@@ -26,7 +27,7 @@ from family_wan import WAN
 
 _FAMILIES = (
     *(LTX, FLUX, FLUX2, FLUX3, QWEN_IMAGE, SD3, WAN, COSMOS),
-    *(HUNYUAN_VIDEO, HUNYUAN_VIDEO15),
+    *(HUNYUAN_VIDEO, HUNYUAN_VIDEO15, COGVIDEOX),
 )
 # Older versions of diffusers do not have all of them.
 FAMILIES = {f.name: f for f in _FAMILIES if importlib.util.find_spec(f.module) is not None}

@@ -285,7 +285,7 @@ class Operation:
 
 
 PAIR_LAYOUTS = ("interleaved", "half")
-NORM_SCOPES = ("across_heads", "per_head", "none")
+NORM_SCOPES = ("across_heads", "per_head", "layer_per_head", "none")
 _APPROXIMATE, _ACTIVATED = ("approximate", ("none", "tanh")), ("activated", ("second", "first"))
 _AFFINE, _MODULATION = ("weight", "bias"), ("scale", "shift")
 _PAIR = (*_MODULATION, "second_scale", "second_shift")
@@ -339,6 +339,8 @@ BRANCH_OPERATIONS = [name for name in ROW_NORMS if name.startswith("gated") and 
 TABLE_OPERATIONS = [*BRANCH_OPERATIONS, "rms_norm_modulate", "layer_norm_modulate"]
 # With tensors (B, S, H * d) and the number of heads.
 HEADS_GIVEN = "attention_heads_given"
+# With LayerNorm of each head.
+OF_LAYER_NORM = "qk_norm_rope_of_layer_norm"
 CALLS = [
     *OPERATIONS,
     *(name + by for name in ("rope", "qk_norm_rope") for by in (BY_PAIR, BY_COMPLEX)),
@@ -348,6 +350,7 @@ CALLS = [
     *(name + TABLE_ROWS for name in TABLE_OPERATIONS),
     CHANNELS_LAST,
     HEADS_GIVEN,
+    OF_LAYER_NORM,
 ]
 HEADS = 4
 
@@ -447,10 +450,14 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
             grid, (half - 2 * third, third, third), dtype=torch.float32, device=device
         )
         return kernel.rope_3d, {"x": x, **tables, "layout": "interleaved"}
-    if name in QK_OPERATIONS:
+    if name in (*QK_OPERATIONS, OF_LAYER_NORM):
         arguments = {key: tensor(*shape, layout=layout) for key in ("q", "k")}
         arguments.update({key: tensor(hidden, mean=0.5) for key in ("q_weight", "k_weight")})
-        if name == "qk_norm_rope":
+        if name == OF_LAYER_NORM:
+            vectors = ("q_weight", "k_weight", "q_bias", "k_bias")
+            arguments.update({key: tensor(hidden // heads, mean=0.5) for key in vectors})
+            arguments["norm"] = "layer_per_head"
+        if name in ("qk_norm_rope", OF_LAYER_NORM):
             arguments["rope"] = rotary_tables(1, seq, hidden, dtype=torch.float32, device=device)
         else:
             count = (hidden // 2 - 1) // 3
@@ -544,7 +551,7 @@ def writing_call(kernel, name, *, out_layout="odd_rows", in_place=False, values=
 
 # Calls that write to the caller's tensors: operation, and whether in place.
 WRITING = [(name, False) for name in (*WITH_OUT, *QK_OPERATIONS)]
-WRITING += [(name, True) for name in (*QK_OPERATIONS, f"qk_norm_rope{BY_COMPLEX}")]
+WRITING += [(name, True) for name in (*QK_OPERATIONS, f"qk_norm_rope{BY_COMPLEX}", OF_LAYER_NORM)]
 every_writing = pytest.mark.parametrize(("name", "in_place"), WRITING)
 
 

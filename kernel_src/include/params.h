@@ -140,7 +140,8 @@ struct GroupNormParams {
 int64_t group_norm_workspace_bytes(const GroupNormParams& params, Stream stream);
 void group_norm(const GroupNormParams& params, Stream stream);
 
-enum class NormScope : int32_t { kNone, kAcrossHeads, kPerHead };
+// RMS norm across the heads of a token or of each head, or LayerNorm of each head.
+enum class NormScope : int32_t { kNone, kAcrossHeads, kPerHead, kLayerPerHead };
 
 // Rotated pairs are the elements (2i, 2i+1) of a head (interleaved) or (i, i + head_dim/2) (half).
 enum class RopeLayout : int32_t { kInterleaved, kHalf };
@@ -152,7 +153,7 @@ struct HeadsOperand {
   int64_t in_strides[3];
   int64_t out_strides[3];
   int64_t heads;
-  const void* weight;  // kAcrossHeads: (heads*head_dim,); kPerHead: (head_dim,); may be null
+  const void* weight;  // kAcrossHeads: (heads*head_dim,); per head: (head_dim,); may be null
 };
 
 // Tables of cosines and sines.
@@ -167,8 +168,8 @@ struct RopeTables {
   int64_t sin_strides[3];
 };
 
-// n = x * rsqrt(mean(x^2) + eps) * weight over the norm's scope, then each pair (a, b) of n becomes
-// (a*cos_a - b*sin_a, b*cos_b + a*sin_b).
+// n = x * rsqrt(mean(x^2) + eps) * weight over the norm's scope, or as LayerNorm of a head; then each pair
+// (a, b) of n becomes (a*cos_a - b*sin_a, b*cos_b + a*sin_b).
 struct QkNormRopeParams {
   int64_t batch;
   int64_t seq;
@@ -193,11 +194,18 @@ struct QkNormRopeParams {
   int32_t identity_pairs;
 };
 
+// (head_dim,).
+struct Bias {
+  const void* values;  // may be null
+  bool is_float32;     // otherwise it has the dtype
+};
+
 // k is absent if k.in is null, v if v.in is null. v is copied.
 struct QkvNormRopeParams : QkNormRopeParams {
   HeadsOperand v;            // weight unused
   bool q_weight_is_float32;  // otherwise it has the dtype
   bool k_weight_is_float32;
+  Bias q_bias, k_bias;  // only kLayerPerHead
 };
 
 void qk_norm_rope(const QkvNormRopeParams& params, Stream stream);

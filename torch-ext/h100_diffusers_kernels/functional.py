@@ -44,6 +44,7 @@ _LAYOUTS = {"interleaved": formulas.INTERLEAVED, "half": formulas.HALF}
 _NORM_SCOPES = {
     "across_heads": formulas.ACROSS_HEADS,
     "per_head": formulas.PER_HEAD,
+    "layer_per_head": formulas.LAYER_PER_HEAD,
     "none": formulas.NO_NORM,
 }
 _APPROXIMATIONS = {"none": False, "tanh": True}
@@ -539,11 +540,13 @@ def qk_norm_rope(
     k_rope: Any = None,
     v: Optional[Tensor] = None,
     out: Optional[tuple] = None,
+    q_bias: Optional[Tensor] = None,
+    k_bias: Optional[Tensor] = None,
 ) -> tuple[Any, ...]:
-    """Query and key, normalized (RMS) and rotated.
+    """Query and key, normalized and rotated.
 
-    ``n = x / sqrt(mean(x²) + eps) * weight``, then each pair ``(a, b)`` of ``n`` becomes
-    ``(a * cos_a - b * sin_a, b * cos_b + a * sin_b)``.
+    ``n = x / sqrt(mean(x²) + eps) * weight``, or LayerNorm of each head, then each pair ``(a, b)`` of ``n``
+    becomes ``(a * cos_a - b * sin_a, b * cos_b + a * sin_b)``.
 
     Args:
         q: ``(B, S, heads * d)`` or ``(B, S, heads, d)``, T; strided in any dimension except the last.
@@ -561,7 +564,8 @@ def qk_norm_rope(
             - ``cos + i sin``, complex64, one value per pair, in the same shapes;
             - a :class:`CoordinateRope`.
         heads: number of heads of ``q``.
-        norm: ``"across_heads"`` (mean over all heads of a token), ``"per_head"`` or ``"none"``.
+        norm: ``"across_heads"`` (RMS, mean over all heads of a token), ``"per_head"`` (RMS),
+            ``"layer_per_head"`` (LayerNorm) or ``"none"``.
         layout: the elements of a pair in a head: ``"interleaved"``, (2i, 2i+1), or ``"half"``,
             (i, i + d/2).
         inplace: write the results to ``q`` and ``k``.
@@ -571,6 +575,7 @@ def qk_norm_rope(
         out: ``(q_out, k_out)`` or, with ``v``, ``(q_out, k_out, v_out)``, with the shapes of q, k and v, T,
             strided in any dimension except the last, for example slices of a joint buffer. They must not
             overlap each other or an input, but each may be its own input.
+        q_bias, k_bias: biases of ``"layer_per_head"``, ``(d,)``, float32 or T, or None.
 
     ``inplace`` and ``out`` are refused if an input requires grad or carries a tangent.
 
@@ -592,13 +597,13 @@ def qk_norm_rope(
         raise
     if inplace is False and k_rope is v is out is None:
         rotation = _rotation("rope", rope, False)
-        return _qk_norm_rope(q, k, q_weight, k_weight, *rotation, *options)
+        return _qk_norm_rope(q, k, q_weight, k_weight, q_bias, k_bias, *rotation, *options)
     if not isinstance(inplace, bool):
         refuse_type("qk_norm_rope", "inplace", "True or False", inplace)
     writes = inplace or out is not None
     rotation = _rotation("rope", rope, writes)
     k_rotation = _rotation("k_rope", k_rope, writes)
-    arguments = q_weight, k_weight, *rotation, *k_rotation, *options
+    arguments = q_weight, k_weight, q_bias, k_bias, *rotation, *k_rotation, *options
     if v is not None and out is None:
         fail("qk_norm_rope", "out must be given along with v, got None")
     if not writes:

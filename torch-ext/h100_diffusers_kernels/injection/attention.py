@@ -30,7 +30,7 @@ from ..conditions import (
 from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownFunction, class_name
 from .linears import can_write_linear, linear, linear_per_sample, linears, run_dropout, write_linear
-from .norms import RMS, apply_norm, gated_residual, norm_notes, read_norm
+from .norms import LAYER, RMS, apply_norm, gated_residual, norm_notes, read_norm
 from .patch import Call, Injection, PatchSpec
 from .report import OWN_ATTENTION
 from .rotary import rope_operand, split_tables
@@ -308,13 +308,17 @@ def _norm_options(
     for name, norm in zip(names, (q, k)):
         if isinstance(norm, str):
             call.fall_back(f"{name} {norm}")
-    if isinstance(q, str) or isinstance(k, str) or not q[0] == k[0] == RMS or q[2] != k[2]:
+    if isinstance(q, str) or isinstance(k, str) or q[0] != k[0] or q[2] != k[2]:
         return None
-    (q_weight,), (k_weight,) = q[1], k[1]
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
-    if not (same_dtype_and_unit_stride(query, key) and alike(query, q_weight, k_weight)):
+    if not (same_dtype_and_unit_stride(query, key) and alike(query, *q[1], *k[1])):
         return None
-    return {"q_weight": q_weight, "k_weight": k_weight, "norm": form, "eps": q[2]}
+    options: dict[str, Any] = {"q_weight": q[1][0], "k_weight": k[1][0], "norm": form, "eps": q[2]}
+    if q[0] == LAYER:
+        if form != "per_head":
+            return None
+        options.update(norm="layer_per_head", q_bias=q[1][1], k_bias=k[1][1])
+    return options
 
 
 def norm_and_rotate(
@@ -461,8 +465,8 @@ def _joint_query_key_value(
                 return None
     for stream, (_, options) in zip(streams, how):
         made = stream.value if isinstance(stream.value, Tensor) else None
-        weights = options.get("q_weight"), options.get("k_weight")
-        if is_differentiated(stream.query, stream.key, made, *weights):
+        parameters = [value for value in options.values() if isinstance(value, Tensor)]
+        if is_differentiated(stream.query, stream.key, made, *parameters):
             return None
     if not same_dtype_and_unit_stride(first, streams[1].query):
         return None

@@ -243,11 +243,12 @@ _ADAPTIVE = (
     (KnownClass(_PATH + "AdaLayerNormZeroSingle"), 3, (1, 0)),
     (KnownClass(_PATH + "AdaLayerNormContinuous"), 2, (0, 1)),
     (KnownClass(_PATH + "SD35AdaLayerNormZeroX"), 9, (1, 0, 7, 6)),
+    (KnownClass(_PATH + "CogVideoXLayerNormZero"), 6, (1, 0, 4, 3)),
 )
 _SEQUENTIAL = KnownClass("torch.nn:Sequential")
 
 
-def _read_adaptive(module: Any) -> tuple[int, tuple[int, ...], Norm] | str:
+def read_adaptive(module: Any) -> tuple[int, tuple[int, ...], Norm] | str:
     """Number of rows, row indices and norm of an adaptive norm, or why the kernels cannot replace the module,
     as a clause."""
     cls = type(module)
@@ -281,7 +282,7 @@ def adaptive_prologue(
     ``ahead`` as in ``PrologueMakers``. ``takes_emb``: whether the model passes the embedding as ``emb``.
     """
     module = block._modules[name]
-    found = _read_adaptive(module)
+    found = read_adaptive(module)
     if isinstance(found, str):
         if ahead is not None:
             return None
@@ -412,6 +413,6 @@ class BlockSpec(PatchSpec):
 
     def notes(self, module: nn.Module, injection: Injection) -> list[str]:
         modules = module._modules
-        adaptive = [(name, _read_adaptive(modules.get(name))) for name in self.adaptive_norms]
+        adaptive = [(name, read_adaptive(modules.get(name))) for name in self.adaptive_norms]
         notes = [f"{name} {found}" for name, found in adaptive if isinstance(found, str)]
         return norm_notes(module, self.norms, self.upcasts) + notes

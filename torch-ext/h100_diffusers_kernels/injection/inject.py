@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from . import (
+    cogvideox,
     cosmos,
     flux,
     flux2,
@@ -35,7 +36,7 @@ from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 logger = logging.getLogger("h100_diffusers_kernels")
 
 _MODULES: tuple[Any, ...] = (
-    *(ltx, wan, hunyuan_video),
+    *(ltx, wan, hunyuan_video, cogvideox),
     *(flux, flux2, flux3, qwenimage, sd3, cosmos, z_image, krea2),
     unets,
 )
