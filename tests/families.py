@@ -19,11 +19,12 @@ from family_cosmos import COSMOS
 from family_flux import FLUX, FLUX2
 from family_flux3 import FLUX3
 from family_ltx import LTX
+from family_ltx2 import LTX2
 from family_qwenimage import QWEN_IMAGE
 from family_sd3 import SD3
 from family_wan import WAN
 
-_FAMILIES = (LTX, FLUX, FLUX2, FLUX3, QWEN_IMAGE, SD3, WAN, COSMOS)
+_FAMILIES = (LTX, LTX2, FLUX, FLUX2, FLUX3, QWEN_IMAGE, SD3, WAN, COSMOS)
 # Older versions of diffusers do not have all of them.
 FAMILIES = {f.name: f for f in _FAMILIES if importlib.util.find_spec(f.module) is not None}
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=str)

@@ -22,6 +22,7 @@ from .norms import (
     Norm,
     clip_to_float16,
     gated_residual,
+    modulator_sum,
     norm_modulate,
     norm_notes,
     read_norm,
@@ -107,7 +108,7 @@ def norm_prologue(
         def run_module(x: Tensor) -> PrologueResult:
             n = getattr(block, name)(x.float() if upcasts else x)
             rows = rows_of()  # only now: the module may write to what they are made from
-            n = n * (1 + rows[1]) + rows[0] if rows else n
+            n = n * (1 + modulator_sum(rows[1])) + modulator_sum(rows[0]) if rows else n
             return (n.to(x.dtype) if upcasts else n,), rows
 
         return run_module

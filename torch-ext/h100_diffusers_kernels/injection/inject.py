@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import cosmos, flux, flux2, flux3, ltx, qwenimage, sd3, unets, wan
+from . import cosmos, flux, flux2, flux3, ltx, ltx2, qwenimage, sd3, unets, wan
 from .attention_processors import attention_spec
 from .checks import class_name, find_class, look_up_libraries, replaced_function, why_unsupported
 from .cuda_graphs import GraphedStandIn, Pool
@@ -22,7 +22,7 @@ from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 logger = logging.getLogger("h100_diffusers_kernels")
 
 _MODULES: tuple[Any, ...] = (
-    *(ltx, wan),
+    *(ltx, ltx2, wan),
     *(flux, flux2, flux3, qwenimage, sd3, cosmos),
     unets,
 )

@@ -120,7 +120,7 @@ def _operands(modulators: Sequence[Modulator]) -> Sequence[Optional[Tensor]]:
     return [part for m in modulators for part in (m if type(m) is tuple else (m,))]
 
 
-def _sum(modulator: Modulator) -> Any:
+def modulator_sum(modulator: Modulator) -> Any:
     return modulator[0] + modulator[1] if type(modulator) is tuple else modulator
 
 
@@ -135,8 +135,8 @@ def norm_modulate(
         n = getattr(owner, name)(x.float() if upcasts else x)
         results = [n] if not modulation else []
         for scale, shift in zip(modulation[::2], modulation[1::2]):
-            result = n * (1 + _sum(scale))
-            results.append(result if shift is None else result + _sum(shift))
+            result = n * (1 + modulator_sum(scale))
+            results.append(result if shift is None else result + modulator_sum(shift))
         return tuple([result.to(x.dtype) for result in results] if upcasts else results)
     kind, affine, eps = norm
     operation = NORM_OPERATIONS.get((kind, len(modulation)))
@@ -176,15 +176,20 @@ def residual_norm(
     if norm is not None and x.shape == residual.shape:
         kind, affine, eps = norm
         operands = modulation or (None, None)
-        operation = _RESIDUAL_OPERATIONS.get((kind, len(operands)))
+        # One pass for all modulations, or for the first.
+        count = len(operands) if (kind, len(operands)) in _RESIDUAL_OPERATIONS else 2
         modulators = _operands((gate, *modulation))
-        if operation is not None and (
+        if (
             same_dtype_and_unit_stride(residual, x)
             and modulators_compatible(residual, *affine, *modulators)
             if upcasts
             else same_dtype_and_unit_stride(residual, x, *affine, *modulators)
         ):
-            return operation(residual, x, gate, *operands, *affine, eps, **parts)
+            operation, first = _RESIDUAL_OPERATIONS[kind, count], operands[:count]
+            h, *results = operation(residual, x, gate, *first, *affine, eps, **parts)
+            if count < len(operands):
+                results += norm_modulate(norm, owner, name, h, operands[count:], upcasts)
+            return (h, *results)
     h = _residual(residual, x, gate, upcasts, parts)
     return (h, *norm_modulate(norm, owner, name, h, modulation, upcasts))
 
@@ -225,7 +230,7 @@ def _residual(
         x = x + parts["addend"]
     if "x_eps" in parts:
         x = functional.rms_norm(x, parts["x_weight"], parts["x_eps"])
-    gate = _sum(gate)
+    gate = modulator_sum(gate)
     if "tanh_gate" in parts:
         gate = gate.tanh()
     if upcasts:
