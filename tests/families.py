@@ -21,12 +21,13 @@ from family_flux import FLUX, FLUX2
 from family_flux3 import FLUX3
 from family_hunyuan import HUNYUAN_VIDEO, HUNYUAN_VIDEO15
 from family_ltx import LTX
+from family_ltx2 import LTX2
 from family_qwenimage import QWEN_IMAGE
 from family_sd3 import SD3
 from family_wan import WAN
 
 _FAMILIES = (
-    *(LTX, FLUX, FLUX2, FLUX3, QWEN_IMAGE, SD3, WAN, COSMOS),
+    *(LTX, LTX2, FLUX, FLUX2, FLUX3, QWEN_IMAGE, SD3, WAN, COSMOS),
     *(HUNYUAN_VIDEO, HUNYUAN_VIDEO15, COGVIDEOX),
 )
 # Older versions of diffusers do not have all of them.

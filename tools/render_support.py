@@ -37,6 +37,7 @@ COLUMNS = {
 # Families by their names in tests/families.py. They stand in the column of the models in full.
 FAMILIES = {
     "ltx": "LTX-Video",
+    "ltx2": "LTX-2",
     "flux": "FLUX.1",
     "flux2": "FLUX.2",
     "flux3": "FLUX.3",

@@ -30,7 +30,7 @@ from ..conditions import (
 from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownFunction, class_name
 from .linears import can_write_linear, linear, linear_per_sample, linears, run_dropout, write_linear
-from .norms import LAYER, RMS, apply_norm, gated_residual, norm_notes, read_norm
+from .norms import LAYER, apply_norm, gated_residual, norm_notes, read_norm
 from .patch import Call, Injection, PatchSpec
 from .report import OWN_ATTENTION
 from .rotary import rope_operand, split_tables
@@ -55,11 +55,14 @@ class AttentionSpec(PatchSpec):
     Attributes:
         processor: the path of the processor's class.
         processor_parameters: those of its ``__call__`` after the module; "" if they are ``forward``'s.
-        rotate: the rotating function in the processor's module, or its path in another one; "" if the
+        rotate: the rotating functions in the processor's module, or their paths in another one; "" if the
             processor rotates inline.
         project: the function that computes query, key and value if projections are fused, or "".
         dispatches: whether the processor calls diffusers' dispatch; otherwise it calls PyTorch's attention.
         library: the processor's module.
+        other_processor: the path of another processor's class in that module, or "".
+        other_parameters: those of its ``__call__`` after the first one's.
+        other_call: this ``__call__``.
     """
 
     processor: str = ""
@@ -68,25 +71,37 @@ class AttentionSpec(PatchSpec):
     project: str = ""
     dispatches: bool = True
     library: str = ""
+    other_processor: str = ""
+    other_parameters: str = ""
+    other_call: KnownFunction | None = None
 
     def __post_init__(self) -> None:
         library = self.processor.partition(":")[0]
-        names = [name for name in (self.rotate, self.project) if name]
+        names = [*self.rotate.split(), *self.project.split()]
         functions = [name if ":" in name else f"{library}:{name}" for name in names]
         of_forward = (self.forward_parameters() or "").removeprefix("self ").removesuffix(" kwargs")
         parameters = f"self attn {self.processor_parameters or of_forward}"
         processor_call = f"{self.processor}.__call__", parameters
         object.__setattr__(self, "functions", (processor_call, *functions))
+        if self.other_processor:
+            of_other = f"{parameters} {self.other_parameters}"
+            known = KnownFunction(f"{self.other_processor}.__call__", of_other)
+            object.__setattr__(self, "other_call", known)
         object.__setattr__(self, "library", library)
         object.__setattr__(self, "condition", self._why_not_known)
         super().__post_init__()
 
     def _why_not_known(self, module: Any) -> str | None:
         cls: Any = type(module.__dict__.get("processor"))
-        if cls.__call__ is self.known.functions[0].function:
+        if cls.__call__ is self.known.functions[0].function or self.is_other(module):
             return None
         processor = getattr(module, "processor", None)  # not in ``__dict__`` if it is a module
         return f"its processor is a {class_name(processor)}, which is not the supported one"
+
+    def is_other(self, module: Any) -> bool:
+        """Whether the module has the other processor."""
+        cls: Any = type(module.__dict__.get("processor"))
+        return self.other_call is not None and cls.__call__ is self.other_call.function
 
     def notes(self, module: Any, injection: Injection) -> list[str]:
         notes = norm_notes(module, _NORMS)
@@ -333,8 +348,10 @@ def norm_and_rotate(
     heads: int,
     layout: str = "interleaved",
     upcasts: bool = False,
+    key_rope: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Query and key (B, S, H * d), normalized, and rotated by ``rope`` if given.
+    """Query and key (B, S, H * d), normalized, and rotated by ``rope`` if given, the key by ``key_rope`` if
+    that is given, too.
 
     ``rotate`` is the model's own rotation. It takes (B, S, H, d) if per head, otherwise (B, S, H * d).
     ``layout``: of the pairs that it rotates. ``upcasts``: whether the model computes both steps in float32
@@ -342,16 +359,22 @@ def norm_and_rotate(
     """
     if rope is module._modules.get(names[0]) is module._modules.get(names[1]) is None:
         return query, key
-    per_head, operand = form == "per_head", None
-    if query.shape == key.shape or (
-        per_head and (rope is None or query.shape[:2] == key.shape[:2])
+    per_head, operand, key_operand = form == "per_head", None, None
+    if (
+        query.shape == key.shape
+        or key_rope is not None
+        or (per_head and (rope is None or query.shape[:2] == key.shape[:2]))
     ):
         if rope is not None and same_dtype_and_unit_stride(query, key):
             operand = rope_operand(rope, query, heads, per_head)
+            if key_rope is not None:
+                key_operand = rope_operand(key_rope, key, heads, per_head)
+                operand = None if key_operand is None else operand
         if operand is not None or (rope is None and module._modules.get(names[0]) is not None):
             options = _norm_options(call, module, names, query, key, heads, form, upcasts)
             if options is not None:
-                how: Any = {"rope": operand, "heads": heads, "layout": layout, **options}
+                how: Any = {"rope": operand, "k_rope": key_operand, "heads": heads, **options}
+                how["layout"] = layout
                 q, k = functional.qk_norm_rope(query, key, **how)
                 return q, k
     dtype = query.dtype
@@ -362,10 +385,10 @@ def norm_and_rotate(
         query, key = query.float(), key.float()
     query, key = (apply_norm(call, module, name, x) for name, x in zip(names, (query, key)))
     if rope is not None and operand is not None and same_dtype_and_unit_stride(query, key):
-        how = {"rope": operand, "heads": heads, "layout": layout, "norm": "none"}
-        query, key = functional.qk_norm_rope(query, key, **how)
+        how = {"rope": operand, "heads": heads, "layout": layout, "k_rope": key_operand}
+        query, key = functional.qk_norm_rope(query, key, norm="none", **how)
     elif rope is not None:
-        query, key = rotate(query, rope), rotate(key, rope)
+        query, key = rotate(query, rope), rotate(key, rope if key_rope is None else key_rope)
     if upcasts:
         query, key = query.to(dtype), key.to(dtype)
     return (query.flatten(2), key.flatten(2)) if per_head else (query, key)

@@ -105,10 +105,8 @@ def _block_forward(
     begun = take_over(call, self, (x, c, temb))
     if begun is None:
         first, second = _prologues(call, self, "norm1", None, temb)
-        if first is None:
-            begun = _own_norm(self, "norm1", x, c, temb)
-        else:
-            begun = first(x), second(c)
+        own = first is None
+        begun = _own_norm(self, "norm1", x, c, temb) if own else (first(x), second(c))
     ((n,), (gate,)), ((c_n,), (c_gate,)) = begun
     more = {"image_rotary_emb": image_rotary_emb, **(attention_kwargs or {})}
     out, c_out = self._modules["attn1"](hidden_states=n, encoder_hidden_states=c_n, **more)
@@ -158,13 +156,12 @@ def _attention_forward(
     length, modules = c.shape[1], self._modules
     to_q, to_k, to_v = layers = modules["to_q"], modules["to_k"], modules["to_v"]
     if plain_weights(x.dtype, *layers):
-        text, video = (Stream(*linears(n, to_q, to_k), (to_v, n), _QK_NORMS, None) for n in (c, x))
+        each = [(*linears(n, to_q, to_k), (to_v, n)) for n in (c, x)]
     else:  # hooks and adapters get the concat, as in the model
         joint = linears(torch.cat([c, x], dim=1), *layers)
-        text = Stream(*[y[:, :length] for y in joint], _QK_NORMS, None)
-        video = Stream(*[y[:, length:] for y in joint], _QK_NORMS, None)
+        each = [tuple(y[:, :length] for y in joint), tuple(y[:, length:] for y in joint)]
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
-    streams = [text, video._replace(rope=rope)]
+    streams = [Stream(q, k, v, _QK_NORMS, r) for (q, k, v), r in zip(each, (None, rope))]
     out = attend_to_all(call, self, streams, rotate, dropout_p=0.0, is_causal=False)
     out = project_out(self, out)
     return out[:, length:], out[:, :length]

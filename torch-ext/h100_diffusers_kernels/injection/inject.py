@@ -17,6 +17,7 @@ from . import (
     hunyuan_video,
     krea2,
     ltx,
+    ltx2,
     qwenimage,
     sd3,
     unets,
@@ -36,7 +37,7 @@ from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 logger = logging.getLogger("h100_diffusers_kernels")
 
 _MODULES: tuple[Any, ...] = (
-    *(ltx, wan, hunyuan_video, cogvideox),
+    *(ltx, ltx2, wan, hunyuan_video, cogvideox),
     *(flux, flux2, flux3, qwenimage, sd3, cosmos, z_image, krea2),
     unets,
 )

@@ -127,14 +127,14 @@ def _operands(modulators: Sequence[Modulator]) -> Sequence[Optional[Tensor]]:
     return [part for m in modulators for part in (m if type(m) is tuple else (m,))]
 
 
-def _sum(modulator: Modulator) -> Any:
+def modulator_sum(modulator: Modulator) -> Any:
     return modulator[0] + modulator[1] if type(modulator) is tuple else modulator
 
 
 def modulated(n: Tensor, scale: Modulator, shift: Modulator) -> Tensor:
     """``n * (1 + scale) + shift``"""
-    n = n * (1 + _sum(scale))
-    return n if shift is None else n + _sum(shift)
+    n = n * (1 + modulator_sum(scale))
+    return n if shift is None else n + modulator_sum(shift)
 
 
 def norm_modulate(
@@ -188,15 +188,20 @@ def residual_norm(
     if norm is not None and x.shape == residual.shape:
         kind, affine, eps = norm
         operands = modulation or (None, None)
-        operation = _RESIDUAL_OPERATIONS.get((kind, len(operands)))
+        # One pass for all modulations, or for the first.
+        count = len(operands) if (kind, len(operands)) in _RESIDUAL_OPERATIONS else 2
         modulators = _operands((gate, *modulation))
-        if operation is not None and (
+        if (
             same_dtype_and_unit_stride(residual, x)
             and modulators_compatible(residual, *affine, *modulators)
             if upcasts
             else same_dtype_and_unit_stride(residual, x, *affine, *modulators)
         ):
-            return operation(residual, x, gate, *operands, *affine, eps, **parts)
+            operation, first = _RESIDUAL_OPERATIONS[kind, count], operands[:count]
+            h, *results = operation(residual, x, gate, *first, *affine, eps, **parts)
+            if count < len(operands):
+                results += norm_modulate(norm, owner, name, h, operands[count:], upcasts)
+            return (h, *results)
     h = _residual(residual, x, gate, upcasts, parts)
     return (h, *norm_modulate(norm, owner, name, h, modulation, upcasts))
 
@@ -237,7 +242,7 @@ def _residual(
         x = x + parts["addend"]
     if "x_eps" in parts:
         x = functional.rms_norm(x, parts["x_weight"], parts["x_eps"])
-    gate = _sum(gate)
+    gate = modulator_sum(gate)
     if "tanh_gate" in parts:
         gate = gate.tanh()
     if upcasts:

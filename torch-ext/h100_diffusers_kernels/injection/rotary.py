@@ -15,16 +15,21 @@ from ..functional import CoordinateRope
 class CoordinateTables(Sequence):
     """The pair (cos, sin) that a model passes to its blocks, computed lazily.
 
-    Each is (batch, S, dim), float32. Code that reads the pair may change it, so it is used from then on.
+    Each is float32 (batch, S, dim), or with ``heads`` (batch, heads, S, dim / heads / 2), a value for each
+    pair. Code that reads the pair may change it, so it is used from then on.
 
     Attributes:
         rope: the coordinates, or None once the pair has been computed.
+        heads: the number of heads that the pair is split between, or None.
     """
 
-    def __init__(self, rope: CoordinateRope, batch: int, dim: int) -> None:
+    def __init__(
+        self, rope: CoordinateRope, batch: int, dim: int, heads: int | None = None
+    ) -> None:
         self.rope: CoordinateRope | None = rope
         self._batch = batch
         self._dim = dim
+        self.heads = heads
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def tables(self) -> tuple[Tensor, Tensor]:
@@ -34,6 +39,9 @@ class CoordinateTables(Sequence):
             # A write to an expanded table would change all samples.
             if cos.shape[0] != self._batch:
                 cos, sin = (t.expand(self._batch, -1, -1).contiguous() for t in (cos, sin))
+            if self.heads is not None:
+                pairs = (t[..., ::2].unflatten(2, (self.heads, -1)) for t in (cos, sin))
+                cos, sin = (t.transpose(1, 2) for t in pairs)
             self._tables, self.rope = (cos, sin), None
         return self._tables
 
@@ -59,7 +67,7 @@ def rope_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
     (1 or B, S, H * d).
     """
     if type(rope) is CoordinateTables:
-        if rope.rope is not None:
+        if rope.rope is not None and rope.heads in (None, heads):
             return rope.rope if rope.rope.coordinates.device == x.device else None
         rope = rope.tables()
     batch, length, size = x.shape

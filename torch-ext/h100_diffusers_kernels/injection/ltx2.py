@@ -1,0 +1,305 @@
+"""LTX-2 and LTX-2.3: how their transformer maps to the operations.
+
+A block has a video stream and an audio stream. Each is
+
+    x = x + gate_msa * attn1(rms_norm(x) * (1 + scale_msa) + shift_msa)
+    x = x + gate_text * attn2(rms_norm(x) * (1 + scale_text) + shift_text, text)
+    n = rms_norm(x);  n_query, n_key = n * (1 + scale_i) + shift_i for two modulations
+    x = x + gate_cross * cross_attn(n_query, n_key of the other stream)
+    x = x + gate_mlp * ff(rms_norm(x) * (1 + scale_mlp) + shift_mlp)
+
+with an RMS norm of query and key over all heads, a rotary embedding of both except for the text, and a GELU in
+ff. A modulation is a row of the block's table plus a time embedding. LTX-2.3 also modulates the text, and
+multiplies each head of an attention's result by ``2 * sigmoid(logit)``; in LTX-2 the second line has neither
+modulation nor gate. The rotary embedding returns coordinates instead of tables, as for LTX-Video.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..conditions import kernels_run_on, kernels_take, tracks_derivatives
+from ..functional import CoordinateRope
+from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
+from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue
+from .cache import cached
+from .embeddings import TIMESTEPS
+from .forward_state import COMPUTED_ONCE, Family, model_spec
+from .linears import LINEAR_GELU, feed_forward, linear
+from .norms import residual_norm
+from .patch import Call, PatchSpec, is_wrapped
+from .rotary import CoordinateTables
+
+_LTX2 = "diffusers.models.transformers.transformer_ltx2"
+
+
+def _rows(call: Call, name: str, table: Tensor, *tembs: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The rows of a table (N, D) with their embeddings (B, 1 or S, D), for the operations to add. The blocks
+    share the embeddings, slices of each (B, 1 or S, D times some rows), under ``name``."""
+    dim = table.shape[1]
+    embeddings: list[Tensor] = []
+    for i, temb in enumerate(tembs):
+        embeddings += call.shared(
+            f"{name} {i}", temb, lambda t: t.unflatten(2, (-1, dim)).unbind(2)
+        )
+    return list(zip(table.to(tembs[0].device).unbind(0), embeddings))
+
+
+def _prologue(
+    call: Call, block: Any, ahead: Tensor | None, *tembs: Tensor, stream: str, i: int
+) -> Any:
+    """Rows are shift, scale and gate of self-attention, of the feed-forward, and in LTX-2.3 of attention to
+    the text."""
+    table = getattr(block, f"{stream}scale_shift_table")
+    if ahead is not None and table.device != ahead.device:
+        return None
+    rows_of = partial(_rows, call, f"{stream}rows", table, tembs[i])
+    return norm_prologue(call, block, f"{stream}norm1", ahead, rows_of)
+
+
+_VIDEO, _AUDIO = "", "audio_"
+_PROLOGUES = (partial(_prologue, stream=_VIDEO, i=0), partial(_prologue, stream=_AUDIO, i=1))
+
+
+def _block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    audio_hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    audio_encoder_hidden_states: Tensor,
+    temb: Tensor,
+    temb_audio: Tensor,
+    temb_ca_scale_shift: Tensor,
+    temb_ca_audio_scale_shift: Tensor,
+    temb_ca_gate: Tensor,
+    temb_ca_audio_gate: Tensor,
+    temb_prompt: Tensor | None = None,
+    temb_prompt_audio: Tensor | None = None,
+    video_rotary_emb: Any = None,
+    audio_rotary_emb: Any = None,
+    ca_video_rotary_emb: Any = None,
+    ca_audio_rotary_emb: Any = None,
+    encoder_attention_mask: Tensor | None = None,
+    audio_encoder_attention_mask: Tensor | None = None,
+    self_attention_mask: Tensor | None = None,
+    audio_self_attention_mask: Tensor | None = None,
+    a2v_cross_attention_mask: Tensor | None = None,
+    v2a_cross_attention_mask: Tensor | None = None,
+    use_a2v_cross_attention: bool = True,
+    use_v2a_cross_attention: bool = True,
+    perturbation_mask: Tensor | None = None,
+    all_perturbed: Any = None,
+) -> tuple[Tensor, Tensor]:
+    x, audio, conditions = hidden_states, audio_hidden_states, (temb, temb_audio)
+    if not kernels_take(x, audio, *conditions):
+        return call.refuse(x, audio, *conditions)
+    if use_a2v_cross_attention != use_v2a_cross_attention:
+        return call.decline("only one of its streams attends to the other")
+    modules = self._modules
+    begun = begin(call, self, _PROLOGUES, (x, audio), conditions)
+    ((n,), rows), ((audio_n,), audio_rows) = begun
+    options: dict[str, Any] = {"encoder_hidden_states": None}
+    if self.perturbed_attn:
+        options.update(perturbation_mask=perturbation_mask, all_perturbed=all_perturbed)
+    options.update(query_rotary_emb=video_rotary_emb, attention_mask=self_attention_mask)
+    out = modules["attn1"](hidden_states=n, **options)
+    options.update(query_rotary_emb=audio_rotary_emb, attention_mask=audio_self_attention_mask)
+    audio_out = modules["audio_attn1"](hidden_states=audio_n, **options)
+
+    x, out, gate = _attend_to_text(
+        *(self, call, _VIDEO, self.video_cross_attn_adaln, x, out, rows),
+        *(encoder_hidden_states, temb_prompt, encoder_attention_mask),
+    )
+    audio, audio_out, audio_gate = _attend_to_text(
+        *(self, call, _AUDIO, self.audio_cross_attn_adaln, audio, audio_out, audio_rows),
+        *(audio_encoder_hidden_states, temb_prompt_audio, audio_encoder_attention_mask),
+    )
+
+    if use_a2v_cross_attention:
+        # Scale and shift of audio to video, scale and shift of video to audio, gate.
+        table, tembs = (
+            self.video_a2v_cross_attn_scale_shift_table,
+            (temb_ca_scale_shift, temb_ca_gate),
+        )
+        *modulation, next_gate = _rows(call, "video cross", table, *tembs)
+        table = self.audio_a2v_cross_attn_scale_shift_table
+        tembs = (temb_ca_audio_scale_shift, temb_ca_audio_gate)
+        *audio_modulation, audio_next_gate = _rows(call, "audio cross", table, *tembs)
+        x, query, key = residual_norm(call, self, "audio_to_video_norm", x, out, gate, *modulation)
+        audio, audio_key, audio_query = residual_norm(
+            call, self, "video_to_audio_norm", audio, audio_out, audio_gate, *audio_modulation
+        )
+        gate, audio_gate = next_gate, audio_next_gate
+        out = modules["audio_to_video_attn"](
+            query,
+            encoder_hidden_states=audio_key,
+            query_rotary_emb=ca_video_rotary_emb,
+            key_rotary_emb=ca_audio_rotary_emb,
+            attention_mask=a2v_cross_attention_mask,
+        )
+        audio_out = modules["video_to_audio_attn"](
+            audio_query,
+            encoder_hidden_states=key,
+            query_rotary_emb=ca_audio_rotary_emb,
+            key_rotary_emb=ca_video_rotary_emb,
+            attention_mask=v2a_cross_attention_mask,
+        )
+
+    x, n = residual_norm(call, self, "norm3", x, out, gate, rows[4], rows[3])
+    branch = ResidualBranch(x, feed_forward(modules["ff"], n), rows[5])
+    audio, n = residual_norm(
+        call, self, "audio_norm3", audio, audio_out, audio_gate, audio_rows[4], audio_rows[3]
+    )
+    audio_branch = ResidualBranch(audio, feed_forward(modules["audio_ff"], n), audio_rows[5])
+    x, audio = finish(call, self, _PROLOGUES, (branch, audio_branch), conditions)
+    return x, audio
+
+
+def _attend_to_text(
+    block: Any,
+    call: Call,
+    stream: str,
+    is_modulated: bool,
+    x: Tensor,
+    out: Tensor,
+    rows: Any,
+    c: Tensor,
+    temb_prompt: Tensor | None,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Any]:
+    """From the self-attention's result ``out`` to that of attention to the text: the stream, the result and
+    its gate."""
+    shift, scale, gate = rows[6:9] if is_modulated else (None, None, None)
+    modulation = (scale, shift) if is_modulated else ()
+    x, n = residual_norm(call, block, f"{stream}norm2", x, out, rows[2], *modulation)
+    if block.cross_attn_adaln:
+        table = getattr(block, f"{stream}prompt_scale_shift_table").to(c.device)
+        if temb_prompt is None:
+            text_shift, text_scale = table.to(c.dtype)
+        else:
+            embedding = temb_prompt.unflatten(2, (2, -1))
+            text_shift, text_scale = (table + embedding).unbind(2)
+        c = torch.addcmul(text_shift, c, 1 + text_scale)
+    options = {"query_rotary_emb": None, "attention_mask": mask}
+    out = block._modules[f"{stream}attn2"](n, encoder_hidden_states=c, **options)
+    return x, out, gate
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    query_rotary_emb: Any = None,
+    key_rotary_emb: Any = None,
+    *,
+    perturbation_mask: Tensor | None = None,
+    all_perturbed: Any = None,
+    **kwargs,
+) -> Tensor:
+    x, c, modules = hidden_states, encoder_hidden_states, self._modules
+    spec: Any = call.stand_in.spec
+    is_plain = perturbation_mask is all_perturbed is None
+    if kwargs or not (is_plain or spec.is_other(self)):
+        return NotImplemented
+    if not kernels_take(x, c):
+        return call.refuse(x, c)
+    if isinstance(all_perturbed, Tensor):
+        # Its value on the GPU is not read: the mask selects the values then.
+        all_perturbed = not all_perturbed.is_cuda and bool(all_perturbed)
+    if all_perturbed:
+        out = linear(modules["to_v"], x if c is None else c)
+    else:
+        query, key, value = query_key_value(self, x, c)
+        is_split = self.rope_type == "split"
+        query, key = norm_and_rotate(
+            *(call, self, ("norm_q", "norm_k"), query, key, query_rotary_emb),
+            *(call.stand_in.functions[2 if is_split else 1].function, "across_heads", self.heads),
+            layout="half" if is_split else "interleaved",
+            key_rope=key_rotary_emb,
+        )
+
+        def expand_mask(mask: Tensor) -> Tensor:
+            mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])
+            return mask.view(key.shape[0], self.heads, -1, mask.shape[-1])
+
+        options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
+        out = attend(call, self, query, key, value, attention_mask, expand_mask, **options)
+        if perturbation_mask is not None:
+            out = torch.lerp(value, out, perturbation_mask)
+    if modules.get("to_gate_logits") is not None:
+        gates = 2.0 * torch.sigmoid(linear(modules["to_gate_logits"], x))
+        out = (out.unflatten(2, (self.heads, -1)) * gates.unsqueeze(-1)).flatten(2)
+    return project_out(self, out)
+
+
+def _rope_forward(self: Any, call: Call, coords: Tensor, device: Any = None) -> Any:
+    """Coordinates instead of tables; see ``ltx._rope_forward``."""
+    coords = coords if device is None else coords.to(device)
+    if coords.dtype == torch.float64 or tracks_derivatives() or is_wrapped(self):
+        return NotImplemented
+    if not kernels_run_on(coords):
+        return call.refuse(coords)
+    # The model's own operations in its own order, so that each angle has the same bits.
+    axes = coords.shape[1]
+    if coords.dim() == 4:
+        start, end = coords.unbind(3)
+        coords = (start + end) / 2.0
+    bases = (self.base_num_frames, self.base_height, self.base_width)[:axes]
+    points = torch.stack([coords[:, i] / base for i, base in enumerate(bases)], dim=-1)
+    key = (self.theta, self.dim // (2 * axes), self.double_precision)
+    (frequencies,) = cached(call, coords, key, lambda: _frequencies(*key, coords.device))
+    rope = CoordinateRope((points * 2 - 1).float(), frequencies)
+    heads = self.num_attention_heads if self.rope_type == "split" else None
+    return CoordinateTables(rope, coords.shape[0], self.dim, heads)
+
+
+def _frequencies(theta: float, count: int, is_double: bool, device: torch.device) -> tuple[Tensor]:
+    dtype = torch.float64 if is_double else torch.float32
+    exponents = torch.linspace(0.0, 1.0, count, dtype=dtype, device=device)
+    return ((torch.pow(theta, exponents) * torch.pi / 2.0).to(torch.float32),)
+
+
+_SPECS = (
+    model_spec(f"{_LTX2}:LTX2VideoTransformer3DModel", "transformer_blocks"),
+    PatchSpec(
+        f"{_LTX2}:LTX2AudioVideoRotaryPosEmbed", _rope_forward, "coordinates in place of tables"
+    ),
+    BlockSpec(
+        f"{_LTX2}:LTX2VideoTransformerBlock",
+        _block_forward,
+        "rms_norm_modulate, gated_residual_rms_norm_modulate, gated_residual",
+        norms=tuple(f"{stream}norm{i}" for stream in (_VIDEO, _AUDIO) for i in (1, 2, 3))
+        + ("audio_to_video_norm", "video_to_audio_norm"),
+        inner=tuple(
+            f"{stream}{part}"
+            for stream in (_VIDEO, _AUDIO)
+            for part in ("attn1", "attn2", "ff.net.0")
+        )
+        + ("audio_to_video_attn", "video_to_audio_attn"),
+    ),
+    AttentionSpec(
+        f"{_LTX2}:LTX2Attention",
+        _attention_forward,
+        "qk_norm_rope",
+        processor=f"{_LTX2}:LTX2AudioVideoAttnProcessor",
+        rotate="apply_interleaved_rotary_emb apply_split_rotary_emb",
+        other_processor=f"{_LTX2}:LTX2PerturbedAttnProcessor",
+        other_parameters="perturbation_mask all_perturbed",
+    ),
+    TIMESTEPS,
+    LINEAR_GELU,
+)
+_ONCE = (
+    *("proj_in", "audio_proj_in", "time_embed", "audio_time_embed", "norm_out", "audio_norm_out"),
+    *("prompt_adaln", "audio_prompt_adaln", "caption_projection", "audio_caption_projection"),
+    *("av_cross_attn_video_scale_shift", "av_cross_attn_audio_scale_shift"),
+    *("av_cross_attn_video_a2v_gate", "av_cross_attn_audio_v2a_gate", "proj_out", "audio_proj_out"),
+)
+FAMILIES = (Family("LTX-2", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE)),)
