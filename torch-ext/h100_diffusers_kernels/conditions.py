@@ -178,8 +178,17 @@ def attention_takes(query: Tensor, key: Tensor, value: Tensor, heads: int | None
         query.dtype in ATTENTION_DTYPES
         and (of_query[3] if heads is None else of_query[2] / heads) in ATTENTION_HEAD_DIMS
         and same_dtype_and_unit_stride(query, key, value)
-        and of_query[::2] == of_key[::2]
+        and of_query[0] == of_key[0]
         and of_query[3:] == of_key[3:]
+        and (
+            of_query[2] == of_key[2]
+            # Grouped keys.
+            or (
+                heads is not None
+                and of_query[2] % of_key[2] == 0
+                and of_key[2] % (of_query[2] // heads) == 0
+            )
+        )
         and of_key == value.shape
         and not is_differentiated(query, key, value)
     )

@@ -226,7 +226,11 @@ def attend(
         is_broadcast = is_free and mask.dim() == 3 and mask.shape[::2] == key.shape[:2]
         mask = mask.unsqueeze(1) if is_broadcast else expand_mask(mask)
     dtype = query.dtype
-    query, key, value = (x.unflatten(2, (heads, -1)) for x in (query, key, value))
+    size = query.shape[2] // heads
+    query, key, value = (x.unflatten(2, (-1, size)) for x in (query, key, value))
+    groups = heads // key.shape[2]
+    if groups > 1:  # as in the processors of models with grouped keys
+        key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
     if spec.dispatches:
         chosen: Any = {
             "backend": getattr(processor, "_attention_backend", None),
@@ -320,7 +324,9 @@ def norm_and_rotate(
     if rope is module._modules.get(names[0]) is module._modules.get(names[1]) is None:
         return query, key
     per_head, operand = form == "per_head", None
-    if query.shape == key.shape or (rope is None and per_head):
+    if query.shape == key.shape or (
+        per_head and (rope is None or query.shape[:2] == key.shape[:2])
+    ):
         if rope is not None and same_dtype_and_unit_stride(query, key):
             operand = rope_operand(rope, query, heads, per_head)
         if operand is not None or (rope is None and module._modules.get(names[0]) is not None):
@@ -331,7 +337,8 @@ def norm_and_rotate(
                 return q, k
     dtype = query.dtype
     if per_head:
-        query, key = (x.unflatten(2, (heads, -1)) for x in (query, key))
+        size = query.shape[2] // heads
+        query, key = (x.unflatten(2, (-1, size)) for x in (query, key))
     if upcasts:
         query, key = query.float(), key.float()
     query, key = (apply_norm(call, module, name, x) for name, x in zip(names, (query, key)))

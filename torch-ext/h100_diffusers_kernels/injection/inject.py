@@ -8,7 +8,20 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import cosmos, flux, flux2, flux3, hunyuan_video, ltx, qwenimage, sd3, unets, wan, z_image
+from . import (
+    cosmos,
+    flux,
+    flux2,
+    flux3,
+    hunyuan_video,
+    krea2,
+    ltx,
+    qwenimage,
+    sd3,
+    unets,
+    wan,
+    z_image,
+)
 from .attention_processors import attention_spec
 from .checks import class_name, find_class, look_up_libraries, replaced_function, why_unsupported
 from .cuda_graphs import GraphedStandIn, Pool
@@ -23,7 +36,7 @@ logger = logging.getLogger("h100_diffusers_kernels")
 
 _MODULES: tuple[Any, ...] = (
     *(ltx, wan, hunyuan_video),
-    *(flux, flux2, flux3, qwenimage, sd3, cosmos, z_image),
+    *(flux, flux2, flux3, qwenimage, sd3, cosmos, z_image, krea2),
     unets,
 )
 FAMILIES: tuple[Family, ...] = tuple(family for module in _MODULES for family in module.FAMILIES)

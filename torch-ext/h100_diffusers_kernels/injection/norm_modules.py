@@ -79,6 +79,7 @@ def _norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Ten
 
 
 _NORM = "diffusers.models.normalization:"
+_ZERO_CENTERED = "diffusers.models.transformers.transformer_krea2:Krea2RMSNorm"
 _LAYER_NORM, _RMS_NORM = ("torch.nn.functional:layer_norm",), ("torch.nn.functional:rms_norm",)
 NORMS = tuple(
     NormSpec(path, _norm_forward, operation, functions, True, parameters, None, keeps_dtype)
@@ -88,6 +89,7 @@ NORMS = tuple(
         (f"{_NORM}FP32LayerNorm", "self inputs", "layer_norm", _LAYER_NORM, True),
         (f"{_NORM}RMSNorm", "self hidden_states", "rms_norm", (), False),
         (f"{_NORM}MochiRMSNorm", "self hidden_states", "rms_norm", (), True),
+        (_ZERO_CENTERED, "self hidden_states", "rms_norm", _RMS_NORM, True),
     )
 )
 

@@ -21,12 +21,17 @@ from .patch import Call
 RMS, LAYER = "rms", "layer"
 _DIFFUSERS = "diffusers.models.normalization:"
 LAYER_NORM = KnownClass("torch.nn:LayerNorm", "torch.nn.functional:layer_norm")
+# Its factor is 1 + weight.
+ZERO_CENTERED = KnownClass(
+    "diffusers.models.transformers.transformer_krea2:Krea2RMSNorm", "torch.nn.functional:rms_norm"
+)
 NORM_KINDS = (
     (LAYER_NORM, LAYER),
     (KnownClass(f"{_DIFFUSERS}FP32LayerNorm", "torch.nn.functional:layer_norm"), LAYER),
     (KnownClass("torch.nn:RMSNorm", "torch.nn.functional:rms_norm"), RMS),
     (KnownClass(f"{_DIFFUSERS}RMSNorm"), RMS),
     (KnownClass(f"{_DIFFUSERS}MochiRMSNorm"), RMS),
+    (ZERO_CENTERED, RMS),
 )
 # The operation for each kind of norm and number of scales and shifts.
 NORM_OPERATIONS: dict[tuple[str, int], Any] = {
@@ -89,6 +94,8 @@ def read_norm(
         for tensor in (weight, bias):
             if tensor is not None and tensor.dtype != torch.float32:
                 return "has a weight dtype that PyTorch does not accept with a float32 input"
+    if known is ZERO_CENTERED and weight is not None:
+        weight = weight + 1
     return kind, (weight,) if kind == RMS else (weight, bias), eps
 
 
