@@ -126,7 +126,7 @@ def _block_forward(
 
 
 def _feed_forwards(module: Any, n: Tensor, c_n: Tensor) -> tuple[Tensor, Tensor]:
-    """The feed-forward of video and text: of each if it is plain, otherwise of the concat, as in the model."""
+    """The feed-forward of video and text: of each if it is plain, otherwise of the concat."""
     net = module._modules.get("net")
     if is_plain(module, FEED_FORWARD) and type(net) is nn.ModuleList and len(net._modules) >= 3:
         activation, _, out, *_ = net._modules.values()
@@ -156,7 +156,7 @@ def _attention_forward(
     length, modules = c.shape[1], self._modules
     to_q, to_k, to_v = layers = modules["to_q"], modules["to_k"], modules["to_v"]
     if plain_weights(x.dtype, *layers):
-        each = [(*linears(n, to_q, to_k), (to_v, n)) for n in (c, x)]
+        each: list[Any] = [(*linears(n, to_q, to_k), (to_v, n)) for n in (c, x)]
     else:  # hooks and adapters get the concat, as in the model
         joint = linears(torch.cat([c, x], dim=1), *layers)
         each = [tuple(y[:, :length] for y in joint), tuple(y[:, length:] for y in joint)]

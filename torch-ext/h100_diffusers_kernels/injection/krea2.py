@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..conditions import is_differentiated, kernels_take, may_write, same_dtype_and_unit_stride
-from .attention import AttentionSpec, attend, key_bias_of, norm_and_rotate, project_out
+from .attention import AttentionSpec, attend, key_bias_of, norm_and_rotate
 from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue, table_rows
 from .embeddings import axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
@@ -115,14 +115,15 @@ def _attention_forward(
     both = _buffer(call, modules["to_gate"], x, query)
     if both is None:
         out = attend(call, self, query, key, value, mask, **options)
-        return project_out(self, out * torch.sigmoid(linear(modules["to_gate"], x)))
+        return linear(modules["to_out"][0], out * torch.sigmoid(linear(modules["to_gate"], x)))
     size = query.shape[2]
     out = attend(call, self, query, key, value, mask, out=both[..., :size], **options)
     if out.data_ptr() != both.data_ptr():
         both[..., :size] = out
     weight = modules["to_gate"]._parameters["weight"]
     torch.mm(x.view(-1, x.shape[2]), weight.t(), out=both.view(-1, 2 * size)[:, size:])
-    return project_out(self, F.glu(both))  # first half * sigmoid(second half), in one pass
+    # First half * sigmoid(second half), in one pass. The processor leaves the dropout out.
+    return linear(modules["to_out"][0], F.glu(both))
 
 
 def _buffer(call: Call, layer: Any, x: Tensor, query: Tensor) -> Tensor | None:
