@@ -62,13 +62,13 @@ def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
 
 
 def build_branch(workload: Workload, residual: torch.Tensor, x: torch.Tensor) -> Case:
-    """Z-Image's and Mochi's sandwich of norms, without a shift; FLUX.3's sum of attention and feed-forward."""
+    """Z-Image's sandwich of norms, without a shift, or FLUX.3's sum of attention and feed-forward."""
     hidden = workload.shape[-1]
     gate, scale, shift = modulation(x.device, workload.shape, 3)
     options: dict[str, object] = {"addend": normal(x.device, *workload.shape)}
     if workload.variant == SANDWICH:
         weights = (normal(x.device, hidden, std=0.2, mean=1.0) for _ in range(2))
-        options = dict(zip(("weight", "x_weight"), weights))
+        options = dict(zip(("weight", "x_weight"), weights, strict=True))
         options |= {"shift": None, "x_eps": 1e-5, "tanh_gate": True}
         if workload.operation == "gated_residual":
             options = {key: options[key] for key in ("x_weight", "x_eps", "tanh_gate")}
