@@ -314,7 +314,7 @@ def test_targets_of_attention(made_up_attention):
     sink = row_of(rows, "over FA3, peaked inputs")
     assert (sink.of, sink.verdict) == (f"8 of 9; the least: {shape}, sink", "missed by 10.0%")
     error = row_of(rows, "error over FA3's, extreme inputs")
-    assert error.of == f"19 of 20; the most: {shape}, large range"
+    assert error.of == f"23 of 24; the most: {shape}, large range"
     assert error.verdict == "missed by 20.0%"
     dependence = row_of(rows, "slowest over fastest rate, typical inputs")
     assert (dependence.of, dependence.measured) == (f"3 of 4; the least: {shape}", 0.47)
