@@ -281,6 +281,7 @@ CALLS = {
     "scores of keys, expanded": {"attn_mask": scores_of(2, 1, 1, 11).expand(2, 4, 9, 11)},
     "scores of three dimensions": {"attn_mask": scores_of(1, 1, 11)},
     "grouped": {"kv": 2, "enable_gqa": True},
+    "heads of 40": {"size": 40},
 }
 OTHER_CALLS = {
     "scores of heads": {"attn_mask": scores_of(2, 4, 1, 11)},
@@ -291,7 +292,7 @@ OTHER_CALLS = {
     "backend": {"backend": "_native_math"},
     "own backend": {"backend": "native"},
     "float32": {"dtype": torch.float32},
-    "heads of 32": {"size": 32},
+    "heads of 36": {"size": 36},
     "grouped without saying so": {"kv": 1},
 }
 
