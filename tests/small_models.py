@@ -189,21 +189,6 @@ MODELS = [
         attends=4,
     ),
     SmallModel(
-        "cogvideox",
-        "CogVideoXTransformer3DModel",
-        {
-            **_TWO_BLOCKS,
-            "time_embed_dim": 16,
-            "text_embed_dim": 24,
-            "sample_width": 8,
-            "sample_height": 8,
-            "sample_frames": 5,
-            "max_text_seq_length": 6,
-        },
-        lambda: _denoising(normal(2, 2, 4, 8, 8)),
-        attends=2,
-    ),
-    SmallModel(
         "pixart",
         "PixArtTransformer2DModel",
         {

@@ -48,7 +48,6 @@ BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 NORMS_OF_A_CALL = {
     "BasicTransformerBlock": 3,
     "ResnetBlock2D": 2,
-    "CogVideoXLayerNormZero": 2,
     "EasyAnimateLayerNormZero": 2,
     "CogView4AdaLayerNormZero": 2,
     "CogView3PlusAdaLayerNormZeroTextImage": 2,

@@ -268,8 +268,13 @@ def _by_head(
     if norm_scope == ACROSS_HEADS:
         x = _normalized(x, False, weight, None, eps)
     x = x.unflatten(2, (x.shape[2] // head_dim if head_dim else 0, head_dim))
-    if norm_scope in (PER_HEAD, LAYER_PER_HEAD):
-        return _normalized(x, norm_scope == LAYER_PER_HEAD, weight, bias, eps)
+    if norm_scope == PER_HEAD:
+        return _normalized(x, False, weight, bias, eps)
+    if norm_scope == LAYER_PER_HEAD:
+        # In float32: a weight's gradient is a sum over all heads of all tokens.
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
+        return _normalized(x.to(dtype), True, weight, bias, eps).to(x.dtype)
     return x
 
 
