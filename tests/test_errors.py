@@ -36,7 +36,6 @@ from inputs import (
     coordinates_and_frequencies,
     dtype_text,
     operation_of,
-    optional_tensors,
     parameters_of,
     sample,
     virtual_memory,
@@ -168,11 +167,25 @@ def tensors_by_name(operation):
     return tuple(
         name
         for name, parameter in parameters_of(operation).items()
-        if "Tensor" in parameter.annotation and name != "out"
+        if is_of_tensors(parameter) and name != "out"
     )
 
 
+def is_of_tensors(parameter):
+    return any(kind in parameter.annotation for kind in ("Tensor", "Modulator"))
+
+
+def is_optional(operation, argument):
+    return parameters_of(operation)[argument].annotation.startswith("Optional")
+
+
 ARGUMENTS = {operation: tensors_by_name(operation) for operation in OPERATIONS}
+# Operations that take the parts of a residual branch, and pairs as modulators.
+BRANCHES = (
+    "gated_residual",
+    *(f"gated_residual_{norm}_norm_modulate" for norm in ("rms", "layer")),
+)
+PAIRED = (*BRANCHES, "rms_norm_modulate", "layer_norm_modulate")
 FIELDS = {**ROPE_FIELDS, **AXIS_FIELDS, **KEY_FIELDS}  # tensors of pairs
 
 
@@ -210,7 +223,7 @@ def of_any_tensor(name, argument):
         mistake(name, public, f"{argument}_None", "", replace(argument, lambda _: None))
         return
     mistake(name, argument, "list", "list", replace(argument, as_list))
-    if argument not in optional_tensors(name):
+    if argument == "sin" or not (argument in parameters_of(name) and is_optional(name, argument)):
         mistake(name, argument, "None", "None", replace(argument, lambda _: None))
 
 
@@ -227,15 +240,30 @@ for name, (leader, *followers) in ARGUMENTS.items():
     for argument in followers:
         of_any_tensor(name, argument)
         wrong_dtypes(name, argument, torch.float64, torch.float16, torch.int64)
-        if argument in (*operation.vectors, "q_weight", "k_weight"):
+        if argument in (*operation.vectors, "q_weight", "k_weight", "x_weight"):
             wrong_shapes(name, argument, (columns + 1,), (1, columns), ())
         if argument in operation.modulations:
             of_batch = ((BATCH, 1, 1), (BATCH + 1, 1, HIDDEN), (BATCH, HIDDEN))
             of_tokens = ((BATCH, SEQ + 1, HIDDEN), (1, BATCH, SEQ, HIDDEN))
             wrong_shapes(name, argument, (HIDDEN + 1,), (1,), *of_batch, *of_tokens, ())
-        if argument in operation.rows:
+        if argument in operation.rows or (argument == "addend" and name in BRANCHES):
             wide, longer_rows = (BATCH, SEQ, HIDDEN + 1), (BATCH, SEQ + 1, HIDDEN)
             wrong_shapes(name, argument, wide, longer_rows, (SEQ, HIDDEN), (HIDDEN,))
+    if name in PAIRED:
+        for argument in operation.modulations:
+            for pair in ((), (None, None), (1.0, 2.0), tuple(torch.ones(3, HIDDEN))):
+                mistake(
+                    name,
+                    argument,
+                    f"pair{len(pair)}{pair[:1] == (None,)}",
+                    "tuple",
+                    replace(argument, lambda _, p=pair: p),
+                )
+    if name in BRANCHES:
+        wrong_values(name, "x_eps", "1e-6")
+        wrong_values(name, "x_eps", [1e-6], got="list")
+        wrong_values(name, "tanh_gate", None, 1, "tanh")
+        mistake(name, "x_weight", "no_norm", "", replace("x_eps", lambda _: None))
     if "eps" in parameters_of(name):
         wrong_values(name, "eps", "1e-6", None)
     for argument, _ in operation.strings:
@@ -490,6 +518,10 @@ def valid_call(kernel, operation, device, shape=SHAPE, heads=HEADS):
     )
     if "norm" in operation:
         arguments.setdefault("eps", 1e-6)
+    if operation in BRANCHES:
+        x = arguments["x"]
+        arguments.update({"addend": torch.randn_like(x), "x_weight": torch.randn_like(x[0, 0])})
+        arguments.update({"x_eps": 1e-6, "tanh_gate": True})
     if operation in QK_OPERATIONS:
         arguments.update({"norm": "across_heads", "layout": "interleaved"})
     return function, arguments
@@ -563,10 +595,12 @@ SCALARS = [
     (argument, operation)
     for operation in OPERATIONS
     for argument, parameter in parameters_of(operation).items()
-    if "Tensor" not in parameter.annotation and argument not in ("out",)
+    if not is_of_tensors(parameter) and argument not in ("out",)
 ]
 ACCEPTED_TYPES = {
     "eps": "a number",
+    "x_eps": "a number",
+    "tanh_gate": "a bool",
     "scale": "a number",
     "heads": "an integer",
     "num_groups": "an integer",
@@ -608,8 +642,7 @@ def test_every_path_takes_the_same_scalars(kernel, device, argument, operation):
             assert re.fullmatch(rf"{function.__name__}: (?:{names}) [^\n]*, got [^\n]*", message)
         if kind is TypeError and message.split(": ")[1].startswith(argument):
             text = ACCEPTED_TYPES.get(argument, "a string")
-            is_optional = parameters_of(operation)[argument].annotation.startswith("Optional")
-            text += " or None" if is_optional else ""
+            text += " or None" if is_optional(operation, argument) else ""
             assert message.startswith(f"{function.__name__}: {argument} must be {text}, got ")
 
 
@@ -687,7 +720,7 @@ def test_tensors_that_are_not_strided(kernel, device, operation, layout, require
 def test_no_memory(kernel, device, operation):
     """The error is Torch's or, on a CPU, the same type with Torch's as its cause."""
     function, arguments = valid_call(kernel, operation, device)
-    for argument in TABLE[operation].rows:
+    for argument in (*TABLE[operation].rows, *(["addend"] if operation in BRANCHES else [])):
         arguments[argument] = arguments[argument][:1].expand(2**42, SEQ, -1)
     columns = HIDDEN
     for argument in TABLE[operation].modulations:

@@ -90,7 +90,8 @@ def _branch(operation: str, addend: Any, x_weight: Any, x_eps: Any, tanh_gate: A
     if x_eps is not None:
         x_eps = number(operation, "x_eps", x_eps, "a number or None")
     elif x_weight is not None:
-        fail(operation, "x_weight must be None without x_eps, which switches the norm of x on")
+        text = "x_weight must be None without x_eps, which turns the norm of x on"
+        fail(operation, f"{text}, got {shown(x_weight)}")
     if type(tanh_gate) is not bool:
         refuse_type(operation, "tanh_gate", "a bool", tanh_gate)
     return addend, x_weight, x_eps, tanh_gate
