@@ -13,8 +13,8 @@ HEAD_DIM = 64
 
 
 def cogvideox_model(device, dtype=torch.float32, *, seed=0, blocks=2, heads=2, **config):
-    """Norms differ from the identity. Modulations are large and differ between token streams. The head size is
-    that of the inputs' rotary embedding."""
+    """Norms differ from the identity. Modulations are large and differ between token streams. The head size
+    is that of the inputs' rotary embedding."""
     config.pop("head_dim", None)
     torch.manual_seed(seed)
     model = CogVideoXTransformer3DModel(
