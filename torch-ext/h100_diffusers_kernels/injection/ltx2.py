@@ -8,8 +8,8 @@ A block has a video stream and an audio stream. Each is
     x = x + gate_cross * cross_attn(n_query, n_key of the other stream)
     x = x + gate_mlp * ff(rms_norm(x) * (1 + scale_mlp) + shift_mlp)
 
-with an RMS norm of query and key over all heads, a rotary embedding of both except for the text, and a GELU in
-ff. A modulation is a row of the block's table plus a time embedding. LTX-2.3 also modulates the text, and
+with an RMS norm of query and key over all heads, a rotary embedding of both except for the text, and a GELU
+in ff. A modulation is a row of the block's table plus a time embedding. LTX-2.3 also modulates the text, and
 multiplies each head of an attention's result by ``2 * sigmoid(logit)``; in LTX-2 the second line has neither
 modulation nor gate. The rotary embedding returns coordinates instead of tables, as for LTX-Video.
 """
