@@ -134,6 +134,28 @@ def hunyuan_video15_inputs(
     }
 
 
+def framepack_model(device):
+    return hunyuan_video_model(
+        device,
+        cls="HunyuanVideoFramepackTransformer3DModel",
+        has_image_proj=True,
+        image_proj_dim=IMAGE_CHANNELS,
+        has_clean_x_embedder=True,
+    )
+
+
+def framepack_inputs(device):
+    """With one clean frame, two frames of history at half the resolution and four at a quarter."""
+    arguments, normal = hunyuan_video_inputs(device), seeded(3, device)
+    arguments["image_embeds"] = normal(2, 3, IMAGE_CHANNELS)
+    arguments["indices_latents"] = torch.tensor([7, 8])
+    size = arguments["hidden_states"].shape[3:]
+    for name, first, count in (("clean", 0, 1), ("history_2x", 1, 2), ("history_4x", 3, 4)):
+        arguments[f"latents_{name}"] = normal(2, CHANNELS, count, *size)
+        arguments[f"indices_latents_{name}"] = torch.arange(first, first + count)
+    return arguments
+
+
 def hunyuan_image_inputs(device, dtype=torch.float32, *, seed=None, batch=2, **options):
     normal = seeded(seed, device)
     return {

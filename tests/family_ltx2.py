@@ -69,6 +69,8 @@ def ltx2_inputs(
     if mask is not None:
         lengths = torch.arange(batch) * 3 % text_length + 2
         encoder_attention_mask = (torch.arange(text_length) < lengths[:, None]).to(device).long()
+    positions = diffusers.models.transformers.transformer_ltx2.LTX2AudioVideoRotaryPosEmbed
+    video, audio = positions(12), positions(12, modality="audio", scale_factors=(4,))
     count = frames * height * width
     timestep = 1000 * (normal(batch, count) if per_token else normal(batch)).sigmoid()
     text, audio_text = (normal(batch, text_length, size).to(dtype) for size in text_channels)
@@ -84,6 +86,8 @@ def ltx2_inputs(
         "audio_encoder_attention_mask": encoder_attention_mask,
         **dict(zip(("num_frames", "height", "width"), grid, strict=True)),
         "audio_num_frames": audio_frames,
+        "video_coords": video.prepare_video_coords(batch, *grid, device),
+        "audio_coords": audio.prepare_audio_coords(batch, audio_frames, device),
         **options,
     }
 
@@ -125,7 +129,7 @@ LTX2 = Family(
         "modulation": "time_embed",
     },
     lora_targets=["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"],
-    caches=(),
+    caches=("pyramid", "taylorseer"),
     module="diffusers.models.transformers.transformer_ltx2",
     functions=(
         *("apply_interleaved_rotary_emb", "apply_split_rotary_emb", "dispatch_attention_fn"),

@@ -157,8 +157,13 @@ def test_controlnet_of_cosmos(kernel, device, positions):
             family_hunyuan.hunyuan_image_inputs,
             "HunyuanImageSingleTransformerBlock",
         ),
+        (
+            family_hunyuan.framepack_model,
+            family_hunyuan.framepack_inputs,
+            "HunyuanVideoSingleTransformerBlock",
+        ),
     ],
-    ids=["token_replace", "image"],
+    ids=["token_replace", "image", "framepack"],
 )
 def test_relatives_of_hunyuan_video(kernel, device, make, make_inputs, block):
     plain, arguments = make(device), make_inputs(device)

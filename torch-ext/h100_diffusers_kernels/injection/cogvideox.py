@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..conditions import kernels_take
 from .attention import AttentionSpec, Stream, attend_to_all, project_out
@@ -26,10 +26,11 @@ from .blocks import (
     ResidualBranch,
     finish,
     linear_of_silu,
+    may_run_ahead,
     read_adaptive,
     take_over,
 )
-from .checks import KnownClass, is_plain
+from .checks import is_plain
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import FEED_FORWARD, LINEAR_GELU, feed_forward, linears, plain_weights
@@ -40,7 +41,6 @@ _MODELS = "diffusers.models.transformers."
 _COGVIDEOX = f"{_MODELS}cogvideox_transformer_3d"
 _CONSISID = f"{_MODELS}consisid_transformer_3d"
 _ATTENTIONS = "diffusers.models.attention_processor"
-_GELU = KnownClass("diffusers.models.activations:GELU")
 _QK_NORMS = ("norm_q", "norm_k")
 
 
@@ -105,8 +105,7 @@ def _block_forward(
     begun = take_over(call, self, (x, c, temb))
     if begun is None:
         first, second = _prologues(call, self, "norm1", None, temb)
-        own = first is None
-        begun = _own_norm(self, "norm1", x, c, temb) if own else (first(x), second(c))
+        begun = (first(x), second(c)) if first else _own_norm(self, "norm1", x, c, temb)
     ((n,), (gate,)), ((c_n,), (c_gate,)) = begun
     more = {"image_rotary_emb": image_rotary_emb, **(attention_kwargs or {})}
     out, c_out = self._modules["attn1"](hidden_states=n, encoder_hidden_states=c_n, **more)
@@ -126,12 +125,9 @@ def _block_forward(
 
 
 def _feed_forwards(module: Any, n: Tensor, c_n: Tensor) -> tuple[Tensor, Tensor]:
-    """The feed-forward of video and text: of each if it is plain, otherwise of the concat."""
-    net = module._modules.get("net")
-    if is_plain(module, FEED_FORWARD) and type(net) is nn.ModuleList and len(net._modules) >= 3:
-        activation, _, out, *_ = net._modules.values()
-        if is_plain(activation, _GELU) and plain_weights(n.dtype, activation._modules["proj"], out):
-            return feed_forward(module, n), feed_forward(module, c_n)
+    """The feed-forward of video and text: of each, or of the concat if it has hooks."""
+    if is_plain(module, FEED_FORWARD) and may_run_ahead(module, n):
+        return feed_forward(module, n), feed_forward(module, c_n)
     both = feed_forward(module, torch.cat([c_n, n], dim=1))
     return both[:, c_n.shape[1] :], both[:, : c_n.shape[1]]
 
