@@ -77,7 +77,7 @@ def tensors(result):
 def run(model, arguments):
     """All results of a forward as one row; arguments by name, or in order for a module."""
     if isinstance(arguments, dict):
-        result = model(**{"return_dict": False, **arguments})
+        result = model(**arguments)
     else:
         result = model(*arguments)
     return torch.cat([tensor.flatten() for tensor in tensors(result)])
@@ -243,27 +243,6 @@ MODELS = [
         lambda: _denoising(
             image(), timestep=torch.tensor([0.5, 0.2]), encoder_attention_mask=mask().bool()
         ),
-        attends=4,
-    ),
-    SmallModel(
-        "z_image",
-        "ZImageTransformer2DModel",
-        {
-            "in_channels": 4,
-            "dim": 128,
-            "n_layers": 2,
-            "n_refiner_layers": 1,
-            "n_heads": 2,
-            "n_kv_heads": 2,
-            "cap_feat_dim": 24,
-            "axes_dims": [16, 24, 24],
-            "axes_lens": [128, 16, 16],
-        },
-        lambda: {
-            "x": [normal(4, 1, 8, 8), normal(4, 1, 8, 8)],
-            "t": torch.tensor([0.5, 0.2]),
-            "cap_feats": [normal(6, 24), normal(40, 24)],
-        },
         attends=4,
     ),
     SmallModel(

@@ -1,0 +1,86 @@
+"""Small models of Z-Image and its ControlNet. Their inputs and results are lists of tensors."""
+
+import diffusers
+import torch
+
+from family import make_all_matter, seeded
+from small_models import to
+
+CHANNELS, TEXT_CHANNELS, SIGLIP_CHANNELS = 4, 24, 20
+
+
+def _all_matter(model):
+    modulations = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+    modulations = tuple(name for name in modulations if "adaLN_modulation" in name)
+    make_all_matter(model, modulations, "t_embedder")
+    for parameter in model.parameters():
+        if not parameter.any():  # the ControlNet's projections, and tokens of padding
+            torch.nn.init.normal_(parameter, std=0.1)
+
+
+def z_image_model(device, dtype=torch.float32, *, heads=2, head_dim=64, **config):
+    torch.manual_seed(0)
+    axis = head_dim // 3 // 2 * 2
+    model = diffusers.ZImageTransformer2DModel(
+        in_channels=CHANNELS,
+        dim=heads * head_dim,
+        n_layers=2,
+        n_refiner_layers=2,
+        n_heads=heads,
+        n_kv_heads=heads,
+        cap_feat_dim=TEXT_CHANNELS,
+        axes_dims=[head_dim - 2 * axis, axis, axis],
+        axes_lens=[160, 16, 16],
+        **config,
+    )
+    _all_matter(model)
+    return model.to(device, dtype).eval()
+
+
+def z_image_inputs(device, dtype=torch.float32, *, seed=None, prompts=(40,), height=8):
+    """``prompts``: the number of tokens of each. The model pads it to a multiple of 32."""
+    normal = seeded(seed, device)
+    arguments = {
+        "x": [normal(CHANNELS, 1, height, 8) for _ in prompts],
+        "t": normal(len(prompts)).sigmoid(),
+        "cap_feats": [normal(length, TEXT_CHANNELS) for length in prompts],
+    }
+    return to(arguments, device, dtype)
+
+
+def reference_inputs(device, dtype=torch.float32, *, seed=None, **_):
+    """Two samples, each with a reference image, its features, and the image to denoise."""
+    normal = seeded(seed, device)
+    arguments = {
+        "x": [[normal(CHANNELS, 1, 8, 8), normal(CHANNELS, 1, height, 8)] for height in (8, 24)],
+        "t": normal(2).sigmoid(),
+        "cap_feats": [[normal(9, TEXT_CHANNELS) for _ in range(3)] for _ in range(2)],
+        "siglip_feats": [[normal(3, 4, SIGLIP_CHANNELS), None] for _ in range(2)],
+        "image_noise_mask": [[0, 1], [0, 1]],
+    }
+    return to(arguments, device, dtype)
+
+
+def controlnet_of_z_image(device, dtype=torch.float32, *, heads=2, head_dim=64, refiner, **_):
+    """``refiner``: the model's argument add_control_noise_refiner."""
+    transformer = z_image_model(device, heads=heads, head_dim=head_dim)
+    model = diffusers.ZImageControlNetModel(
+        control_layers_places=[0, 1],
+        control_refiner_layers_places=[0, 1],
+        control_in_dim=CHANNELS,
+        add_control_noise_refiner=refiner,
+        dim=heads * head_dim,
+        n_refiner_layers=2,
+        n_heads=heads,
+        n_kv_heads=heads,
+    )
+    model.from_transformer(model, transformer)
+    _all_matter(model)
+    return model.to(device, dtype).eval()
+
+
+def control_inputs(device, dtype=torch.float32, *, seed=None, prompts=(40, 6), **_):
+    arguments = z_image_inputs(device, dtype, seed=seed, prompts=prompts)
+    normal = seeded(seed, device)
+    control = [normal(CHANNELS, 1, 8, 8) for _ in prompts]
+    return {**arguments, "control_context": to(control, device, dtype)}
