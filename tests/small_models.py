@@ -76,10 +76,7 @@ def tensors(result):
 @torch.no_grad()
 def run(model, arguments):
     """All results of a forward as one row; arguments by name, or in order for a module."""
-    if isinstance(arguments, dict):
-        result = model(**arguments)
-    else:
-        result = model(*arguments)
+    result = model(**arguments) if isinstance(arguments, dict) else model(*arguments)
     return torch.cat([tensor.flatten() for tensor in tensors(result)])
 
 

@@ -20,6 +20,7 @@ from family_relatives import (
     copy_of_wan,
     inputs_of_copy,
 )
+from family_z_image import control_inputs, controlnet_of_z_image, z_image_inputs, z_image_model
 from small_models import run
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -58,6 +59,14 @@ def cosmos_controlnet(name, device):
     return controlnet_of_cosmos(device)
 
 
+def z_image(name, device):
+    return z_image_model(device), z_image_inputs(device, prompts=(40, 6))
+
+
+def z_image_controlnet(name, device):
+    return controlnet_of_z_image(device, refiner="control_noise_refiner"), control_inputs(device)
+
+
 def small_model(name, device, dtype=torch.float32, **config):
     return family_model(name, device, next(iter(FAMILIES[name].options)), dtype, **config)
 
@@ -67,6 +76,8 @@ MODELS = [
     *((controlnet, name) for name in CONTROLNETS),
     *((wans_copy, name) for name in COPIES_OF_WAN),
     *((cosmos_controlnet, n) for n in ("CosmosControlNetModel",) if hasattr(diffusers, n)),
+    *((z_image, n) for n in ("ZImageTransformer2DModel",) if hasattr(diffusers, n)),
+    *((z_image_controlnet, n) for n in ("ZImageControlNetModel",) if hasattr(diffusers, n)),
 ]
 
 

@@ -1,6 +1,5 @@
 """Z-Image and its ControlNet: inputs of each form, and parts that users change."""
 
-import copy
 import functools
 
 import pytest
@@ -24,37 +23,91 @@ pytestmark = pytest.mark.usefixtures("_one_thread")
 
 REFERENCES = functools.partial(z_image_model, siglip_feat_dim=SIGLIP_CHANNELS)
 TWO_PROMPTS = functools.partial(z_image_inputs, prompts=(40, 6))
-CONTROL = {
-    name: functools.partial(controlnet_of_z_image, refiner=name)
-    for name in ("control_layers", "control_noise_refiner")
-}
-# Model, inputs, calls of gated_residual_rms_norm_modulate and gated_residual, and of attention.
-# A block has one of the former inside and hands the next one over, except to the first of another list.
+CONTROLNET = functools.partial(controlnet_of_z_image, refiner="control_noise_refiner")
+REFINED_BY_LAYERS = functools.partial(controlnet_of_z_image, refiner="control_layers")
+# Model, inputs, and the number of blocks, and of those that the next one takes over from. The ControlNet adds
+# to the result of its first block of noise: after it no block hands over.
 VARIANTS = {
-    "one prompt": (z_image_model, z_image_inputs, 6 + 3, 3, 6),
-    "two prompts": (z_image_model, TWO_PROMPTS, 6 + 3, 3, 6),
-    "reference images": (REFERENCES, reference_inputs, 8 + 4, 4, 8),
-    "a ControlNet": (CONTROL["control_noise_refiner"], control_inputs, 8 + 2, 6, 8),
-    "a ControlNet that refines with its layers": (CONTROL["control_layers"], control_inputs, 0, 0, 0),
+    "one prompt": (z_image_model, z_image_inputs, 6, 3),
+    "two prompts": (z_image_model, TWO_PROMPTS, 6, 3),
+    "reference images": (REFERENCES, reference_inputs, 8, 4),
+    "a ControlNet": (CONTROLNET, control_inputs, 8, 1),
+    "a ControlNet that refines with its layers": (REFINED_BY_LAYERS, control_inputs, 8, 1),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(kernel, device, variant, dtype):
-    make, make_inputs, joined, ends, attends = VARIANTS[variant]
+    make, make_inputs, blocks, handed = VARIANTS[variant]
     heads = TINY_HEADS if dtype == torch.float32 else KERNEL_HEADS
     model, plain, report = injected(kernel, make(device, dtype, **heads))
-    assert report.levels == {"": "in full"}
-    calls = kernel_calls(run, model, make_inputs(device, dtype, seed=0))
-    print(calls)
-    assert fallen_back(report) == {}
-    if dtype == torch.float32:
-        arguments = make_inputs(device, seed=0)
-        reference = copy.deepcopy(plain).double()
-        assert_close(run(model, arguments), run(plain, arguments))
-        return
     inputs = functools.partial(make_inputs, device)
-    assert_as_close_as_eager(
-        model, plain, lambda dtype, seed: inputs(dtype, seed=seed), samples=4, forward=run, dtype=dtype
-    )
+    calls = kernel_calls(run, model, inputs(dtype, seed=0))
+    assert report.levels == {"": "in full"} and fallen_back(report) == {}
+    assert calls["swiglu"] == calls["qk_norm_rope"] == blocks
+    assert calls["gated_residual_rms_norm_modulate"] == blocks + handed
+    assert calls["gated_residual"] == blocks - handed
+    assert calls.get("attention", 0) == (blocks if dtype == torch.bfloat16 else 0)
+    if dtype == torch.float32:
+        assert_close(run(model, inputs(seed=0)), run(plain, inputs(seed=0)))
+    else:
+        assert_as_close_as_eager(
+            model, plain, lambda dtype, seed: inputs(dtype, seed=seed), samples=4, forward=run
+        )
+
+
+def gating_by_gelu(part, x1, x3):
+    return F.gelu(x1) * x3
+
+
+def replace_gating(model):
+    part = model.layers[0].feed_forward
+    part._forward_silu_gating = functools.partial(gating_by_gelu, part)
+
+
+def halve(module, args, out):
+    return out * 0.5
+
+
+def hook(path):
+    return lambda model: model.get_submodule(path).register_forward_hook(halve)
+
+
+# Each with the modules that run a part's own code because of it.
+CHANGES = {
+    "another gating": (replace_gating, {"layers.0.feed_forward"}),
+    "a hook on attention": (hook("layers.0.attention"), set()),
+    "a hook on the first norm": (hook("layers.1.attention_norm1"), {"layers.1"}),
+    "a hook on the norm of a result": (hook("layers.0.ffn_norm2"), {"layers.0"}),
+    "a hook on a key's norm": (hook("layers.0.attention.norm_k"), {"layers.0.attention"}),
+    "a hook on a block of text": (hook("context_refiner.0"), set()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("is_injected_first", [True, False])
+def test_changes(kernel, device, change, is_injected_first):
+    apply, own = CHANGES[change]
+    plain = z_image_model(device, **TINY_HEADS)
+    arguments = TWO_PROMPTS(device, seed=0)
+    unchanged = run(plain, arguments)
+    how = {"is_injected_first": is_injected_first}
+    model, plain, report = injected(kernel, plain, apply, **how)
+    expected = run(plain, arguments)
+    assert not torch.equal(expected, unchanged)
+    assert_close(run(model, arguments), expected)
+    noted = {entry.name for entry in report.left_alone if "has hooks" in entry.reason}
+    assert noted | fallen_back(report).keys() == own
+
+
+def test_gating_of_the_class(kernel, device, monkeypatch):
+    """Replaced after the injection, for all of its feed-forwards."""
+    model, plain, _ = injected(kernel, z_image_model(device, **TINY_HEADS))
+    arguments = TWO_PROMPTS(device, seed=0)
+    unchanged = run(plain, arguments)
+    cls = type(plain.layers[0].feed_forward)
+    monkeypatch.setattr(cls, "_forward_silu_gating", gating_by_gelu)
+    expected = run(plain, arguments)
+    assert not torch.equal(expected, unchanged)
+    assert_close(run(model, arguments), expected)

@@ -257,9 +257,10 @@ _Specs = Iterator[tuple[str, nn.Module, PatchSpec]]
 def _specs_of_family(model: nn.Module, family: Family) -> _Specs:
     for name, module in model.named_modules():
         specs = (family.outside.get(name), *family.specs)
-        spec = next((spec for spec in specs if spec and spec.matches(module)), None)
-        if spec is not None:
-            yield name, module, spec
+        matching = [spec for spec in specs if spec and spec.matches(module)]
+        if matching:
+            # Attention of one class may have a processor of each of several files.
+            yield name, module, min(matching, key=lambda spec: spec.why_not(module) is not None)
 
 
 def _specs_in_part(model: nn.Module) -> _Specs:
