@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import adapters
+import family_hunyuan
 from checks import relative_distance
 from families import FAMILIES, KERNEL_HEADS, assert_close, every_family
 from family_relatives import (
@@ -21,7 +22,7 @@ from family_relatives import (
     inputs_of_copy,
 )
 from family_z_image import control_inputs, controlnet_of_z_image, z_image_inputs, z_image_model
-from small_models import run
+from small_models import BY_NAME, run
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -59,6 +60,15 @@ def cosmos_controlnet(name, device):
     return controlnet_of_cosmos(device)
 
 
+def relative(name, device):
+    make, make_inputs = RELATIVES[name]
+    return make(device), make_inputs(device)
+
+
+def without_a_family(name, device):
+    return BY_NAME[name].model(device), BY_NAME[name].arguments(device)
+
+
 def z_image(name, device):
     return z_image_model(device), z_image_inputs(device, prompts=(40, 6))
 
@@ -71,11 +81,23 @@ def small_model(name, device, dtype=torch.float32, **config):
     return family_model(name, device, next(iter(FAMILIES[name].options)), dtype, **config)
 
 
+RELATIVES = {
+    "HunyuanImageTransformer2DModel": (
+        family_hunyuan.hunyuan_image_model,
+        family_hunyuan.hunyuan_image_inputs,
+    ),
+    "HunyuanVideoFramepackTransformer3DModel": (
+        family_hunyuan.framepack_model,
+        family_hunyuan.framepack_inputs,
+    ),
+}
 MODELS = [
     *((family_model, name, option) for name in FAMILIES for option in FAMILIES[name].options),
     *((controlnet, name) for name in CONTROLNETS),
     *((wans_copy, name) for name in COPIES_OF_WAN),
     *((cosmos_controlnet, n) for n in ("CosmosControlNetModel",) if hasattr(diffusers, n)),
+    *((relative, name) for name in RELATIVES if hasattr(diffusers, name)),
+    *((without_a_family, name) for name in ("unet", "controlnet")),
     *((z_image, n) for n in ("ZImageTransformer2DModel",) if hasattr(diffusers, n)),
     *((z_image_controlnet, n) for n in ("ZImageControlNetModel",) if hasattr(diffusers, n)),
 ]
