@@ -1,9 +1,9 @@
 """Attention as in LTX-Video, FLUX and Wan, compared with cuDNN, Torch's flash attention and FlashAttention-3.
 
 Times and errors are measured on each kind of inputs in reference/attention_inputs.py. Cross-attention uses
-four of the kinds, because its few keys make little difference. At each shape, all implementations and kinds
-of inputs take turns in balanced orders, and each call starts with a cold L2 cache. Query, key and value are
-contiguous (B, S, H, d), as three projections return them.
+four of the kinds, because its few keys make little difference. Head dims other than 64 and 128 use two. At
+each shape, all implementations and kinds of inputs take turns in balanced orders, and each call starts with a
+cold L2 cache. Query, key and value are contiguous (B, S, H, d), as three projections return them.
 
 Two ceilings of the same kind of GPU, measured by benchmarks/ceilings/run.py, are shown for comparison: tensor
 cores, and special functions with one exponential per score. So is a copy of the bytes of query, key, value
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -66,11 +66,14 @@ SHAPES = (
     (1, 4608, 4608, 24, 128),  # FLUX, 1024x1024
     (1, 32760, 32760, 12, 128),  # Wan 1.3B, 81 frames 480x832
 )
-TINY_SHAPES = ((2, 24, 24, 2, 64), (2, 24, 16, 2, 64), (1, 20, 20, 1, 128))
+# Head dims of UNets and other models, at one size.
+OTHER_HEAD_DIMS = tuple((2, 4096, 4096, 16, head_dim) for head_dim in (72, 80, 96, 112))
+TINY_SHAPES = ((2, 24, 24, 2, 64), (2, 24, 16, 2, 64), (1, 20, 20, 1, 128), (1, 20, 20, 2, 72))
 TEXT_MASK = "text mask"
 WORKLOADS = [
     *(Workload("attention", shape) for shape in SHAPES),
     Workload("attention", SHAPES[2], TEXT_MASK),
+    *(Workload("attention", shape) for shape in OTHER_HEAD_DIMS),
 ]
 TINY_WORKLOADS = [
     *(Workload("attention", shape) for shape in TINY_SHAPES),
@@ -79,6 +82,7 @@ TINY_WORKLOADS = [
 TEXT_TOKENS = (20, 90)  # of 128, in the negative prompt and in the prompt
 
 CROSS_ATTENTION_INPUTS = (NORMAL, "std 3", "large range", "constant")
+OTHER_HEAD_DIM_INPUTS = (NORMAL, "std 3")
 SAMPLED_QUERIES = 256
 TOLERANCE = 0.01  # relative L2 distance from float64: three roundings to bfloat16
 # Far below one rounding to bfloat16. Smaller errors count as this one, to avoid division by zero.
@@ -118,8 +122,10 @@ def build(workload: Workload, kernel: ModuleType, device: torch.device) -> Case:
 
 def kinds_of(workload: Workload, chosen: Sequence[str] = ()) -> list[str]:
     """The chosen kinds of INPUTS that apply to a workload."""
-    _, queries, keys, *_ = workload.shape
-    kinds = INPUTS if queries == keys else CROSS_ATTENTION_INPUTS
+    _, queries, keys, _, head_dim = workload.shape
+    kinds: Iterable[str] = INPUTS if queries == keys else CROSS_ATTENTION_INPUTS
+    if head_dim not in (64, 128):
+        kinds = OTHER_HEAD_DIM_INPUTS
     return [kind for kind in kinds if not chosen or kind in chosen]
 
 

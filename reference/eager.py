@@ -161,7 +161,7 @@ def _by_element(table, head_dim, layout):
     return table.unflatten(-1, (-1, head_dim)) if table.dim() == 3 else table
 
 
-def _norm_rope(x, weight, rope, *, heads, norm, layout, eps):
+def _norm_rope(x, weight, bias, rope, *, heads, norm, layout, eps):
     of_one_dtype = weight is None or weight.dtype == x.dtype
     normalized = rms_norm if of_one_dtype else _diffusers_rms_norm
     head_dim = x[0, 0].numel() // heads
@@ -171,6 +171,8 @@ def _norm_rope(x, weight, rope, *, heads, norm, layout, eps):
     n = n.unflatten(-1, (-1, head_dim))
     if norm == "per_head":
         n = normalized(n, weight, eps)
+    if norm == "layer_per_head":
+        n = layer_norm(n, weight, bias, eps)
     if rope is not None:
         n = apply_rotary_emb(n, *_tables(rope, n.shape[2], head_dim, layout), layout)
     return n.reshape(x.shape).to(x.dtype)
@@ -214,11 +216,23 @@ def softmax(x):
     return F.softmax(x, dim=-1)
 
 
-def attention(q, k, v, *, scale=None, key_bias=None, key_lengths=None, heads=None):
+def attention(
+    q,
+    k,
+    v,
+    *,
+    scale=None,
+    key_bias=None,
+    key_lengths=None,
+    heads=None,
+    gate=None,
+    addend=None,
+):
     if heads is not None:
         q, k, v = split_heads(heads, q, k, v)
-        options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths}
-        return attention(q, k, v, **options).flatten(2)
+        options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths, "gate": gate}
+        out = attention(q, k, v, **options).flatten(2)
+        return out if addend is None else out + addend
     mask = (
         None
         if key_bias is None
@@ -235,7 +249,10 @@ def attention(q, k, v, *, scale=None, key_bias=None, key_lengths=None, heads=Non
     out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=is_grouped)
     if mask is not None:  # some PyTorch versions do not return 0 for a query without keys
         out = out.masked_fill((mask == -math.inf).all(-1, keepdim=True), 0)
-    return out.transpose(1, 2)
+    out = out.transpose(1, 2)
+    if gate is not None:
+        out = out * gate.to(q.dtype)[..., None]
+    return out if addend is None else out + addend
 
 
 def _biased(x, bias):

@@ -185,26 +185,32 @@ def of_query_and_key(norm_rope, converted=lambda v: v):
         k_rope=None,
         v=None,
         out=None,
+        q_bias=None,
+        k_bias=None,
     ):
         head_dim = q[0, 0].numel() // heads
         k_heads = k[0, 0].numel() // head_dim
         how = {"norm": norm, "layout": layout, "eps": eps}
         results = (
-            norm_rope(q, q_weight, rope, heads=heads, **how),
-            norm_rope(k, k_weight, rope if k_rope is None else k_rope, heads=k_heads, **how),
+            norm_rope(q, q_weight, q_bias, rope, heads=heads, **how),
+            norm_rope(
+                k, k_weight, k_bias, rope if k_rope is None else k_rope, heads=k_heads, **how
+            ),
         )
         return results if v is None else (*results, converted(v))
 
     return qk_norm_rope
 
 
-def _norm_rope(x, weight, rope, *, heads, norm, layout, eps):
+def _norm_rope(x, weight, bias, rope, *, heads, norm, layout, eps):
     (n,) = _double(x)
     if norm == "across_heads":
         n = rms_norm(n.reshape(*n.shape[:2], -1), weight, eps)
     n = n.reshape(*n.shape[:2], heads, -1)
     if norm == "per_head":
         n = rms_norm(n, weight, eps)
+    if norm == "layer_per_head":
+        n = layer_norm(n, weight, bias, eps)
     if rope is not None:
         n = _rotate(n, rope, layout)
     return n.reshape(x.shape)
@@ -248,12 +254,31 @@ def split_heads(heads, *tensors):
     return [t.unflatten(2, (-1, head_dim)) for t in tensors]
 
 
-def attention(q, k, v, *, scale=None, key_bias=None, key_lengths=None, heads=None):
-    q, k, v, key_bias = _double(q, k, v, key_bias)
+def attention(
+    q,
+    k,
+    v,
+    *,
+    scale=None,
+    key_bias=None,
+    key_lengths=None,
+    heads=None,
+    gate=None,
+    addend=None,
+):
+    q, k, v, key_bias, gate, addend = _double(q, k, v, key_bias, gate, addend)
     if heads is not None:
         q, k, v = split_heads(heads, q, k, v)
-        options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths}
-        return attention(q, k, v, **options).flatten(2)
+        options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths, "gate": gate}
+        out = attention(q, k, v, **options).flatten(2)
+        return out if addend is None else out + addend
+    out = _ungated_attention(q, k, v, scale, key_bias, key_lengths)
+    if gate is not None:
+        out = out * gate[..., None]
+    return out if addend is None else out + addend
+
+
+def _ungated_attention(q, k, v, scale, key_bias, key_lengths):
     batch, keys = k.shape[:2]
     if batch == 0 or keys == 0:
         return torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)

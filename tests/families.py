@@ -15,16 +15,22 @@ from family import (  # noqa: F401
     prepared,
     run,
 )
+from family_cogvideox import COGVIDEOX
 from family_cosmos import COSMOS
 from family_flux import FLUX, FLUX2
 from family_flux3 import FLUX3
+from family_hunyuan import HUNYUAN_VIDEO, HUNYUAN_VIDEO15
+from family_krea2 import KREA2
 from family_ltx import LTX
 from family_ltx2 import LTX2
 from family_qwenimage import QWEN_IMAGE
 from family_sd3 import SD3
 from family_wan import WAN
 
-_FAMILIES = (LTX, LTX2, FLUX, FLUX2, FLUX3, QWEN_IMAGE, SD3, WAN, COSMOS)
+_FAMILIES = (
+    *(LTX, LTX2, FLUX, FLUX2, FLUX3, QWEN_IMAGE, SD3, WAN, COSMOS),
+    *(HUNYUAN_VIDEO, HUNYUAN_VIDEO15, COGVIDEOX, KREA2),
+)
 # Older versions of diffusers do not have all of them.
 FAMILIES = {f.name: f for f in _FAMILIES if importlib.util.find_spec(f.module) is not None}
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=str)

@@ -9,7 +9,7 @@ from torch import nn
 from families import FAMILIES, Family
 from small_models import BY_NAME
 
-IN_PART = ("pixart", "unet", "auraflow", "hunyuan_video", "lumina2", "chroma")
+IN_PART = ("pixart", "unet", "auraflow", "lumina2", "chroma")
 
 
 class Families(collections.abc.Mapping):

@@ -285,7 +285,7 @@ class Operation:
 
 
 PAIR_LAYOUTS = ("interleaved", "half")
-NORM_SCOPES = ("across_heads", "per_head", "none")
+NORM_SCOPES = ("across_heads", "per_head", "layer_per_head", "none")
 _APPROXIMATE, _ACTIVATED = ("approximate", ("none", "tanh")), ("activated", ("second", "first"))
 _AFFINE, _MODULATION = ("weight", "bias"), ("scale", "shift")
 _PAIR = (*_MODULATION, "second_scale", "second_shift")
@@ -333,15 +333,24 @@ BY_PAIR, BY_COMPLEX = "_by_pair", "_by_complex"
 # With every second tensor that may be float32 in float32, and without every second optional one.
 MIXED, SPARSE = "_mixed", "_sparse"
 CHANNELS_LAST = "group_norm_channels_last"
+# With all parts of a residual branch, and with each scale, shift and gate as a table's row and an embedding.
+BRANCH, TABLE_ROWS = "_branch", "_table_rows"
+BRANCH_OPERATIONS = [name for name in ROW_NORMS if name.startswith("gated") and "pair" not in name]
+TABLE_OPERATIONS = [*BRANCH_OPERATIONS, "rms_norm_modulate", "layer_norm_modulate"]
 # With tensors (B, S, H * d) and the number of heads.
 HEADS_GIVEN = "attention_heads_given"
+# With LayerNorm of each head.
+OF_LAYER_NORM = "qk_norm_rope_of_layer_norm"
 CALLS = [
     *OPERATIONS,
     *(name + by for name in ("rope", "qk_norm_rope") for by in (BY_PAIR, BY_COMPLEX)),
     *(name + MIXED for name in ROW_NORMS),
     *(name + SPARSE for name in ROW_NORMS if "modulate" in name),
+    *(name + BRANCH for name in BRANCH_OPERATIONS),
+    *(name + TABLE_ROWS for name in TABLE_OPERATIONS),
     CHANNELS_LAST,
     HEADS_GIVEN,
+    OF_LAYER_NORM,
 ]
 HEADS = 4
 
@@ -357,13 +366,14 @@ def parameters_of(name):
     return inspect.signature(getattr(load_kernel(), operation_of(name))).parameters
 
 
-def optional_tensors(name):
-    """The optional input tensors of an operation, except sin, which belongs to cos, and those by keyword."""
+def optional_tensors(name, by_keyword=False):
+    """The optional input tensors of an operation, except sin, which belongs to cos, and those accepted only
+    by keyword unless `by_keyword`."""
     return [
         key
         for key, parameter in parameters_of(name).items()
         if parameter.annotation in ("Optional[Tensor]", "Optional[Modulator]")
-        and parameter.kind is not parameter.KEYWORD_ONLY
+        and (by_keyword or parameter.kind is not parameter.KEYWORD_ONLY)
         and key != "sin"
     ]
 
@@ -384,11 +394,13 @@ def smallest_factor(count):
 
 def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layout="contiguous"):
     """The public function and arguments of one valid call with all optional arguments."""
-    for suffix in (BY_PAIR, BY_COMPLEX, MIXED, SPARSE):
+    for suffix in (BY_PAIR, BY_COMPLEX, MIXED, SPARSE, BRANCH, TABLE_ROWS):
         if name.endswith(suffix):
             plain = name.removesuffix(suffix)
             options = {"dtype": dtype, "device": device, "shape": shape, "layout": layout}
             function, arguments = sample(kernel, plain, heads=heads, **options)
+            if suffix in (BRANCH, TABLE_ROWS):
+                return function, (with_branch if suffix == BRANCH else with_table)(arguments)
             if suffix == MIXED:
                 chosen = (*TABLE[plain].modulations, *TABLE[plain].vectors)[::2]
                 return function, {**arguments, **{key: arguments[key].float() for key in chosen}}
@@ -422,6 +434,8 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         arguments["key_bias"] = tensor(batch, seq)
         lengths = seq - torch.arange(batch, dtype=torch.int32, device=device) * seq // 3
         arguments["key_lengths"] = lengths
+        arguments["gate"] = tensor(batch, seq, count, mean=0.5)
+        arguments["addend"] = torch.empty_like(arguments["q"]).copy_(tensor(*arguments["q"].shape))
         return kernel.attention, arguments
     if name == "rope":
         arguments = {"x": tensor(*shape, layout=layout), "layout": "half"}
@@ -436,10 +450,14 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
             grid, (half - 2 * third, third, third), dtype=torch.float32, device=device
         )
         return kernel.rope_3d, {"x": x, **tables, "layout": "interleaved"}
-    if name in QK_OPERATIONS:
+    if name in (*QK_OPERATIONS, OF_LAYER_NORM):
         arguments = {key: tensor(*shape, layout=layout) for key in ("q", "k")}
         arguments.update({key: tensor(hidden, mean=0.5) for key in ("q_weight", "k_weight")})
-        if name == "qk_norm_rope":
+        if name == OF_LAYER_NORM:
+            vectors = ("q_weight", "k_weight", "q_bias", "k_bias")
+            arguments.update({key: tensor(hidden // heads, mean=0.5) for key in vectors})
+            arguments["norm"] = "layer_per_head"
+        if name in ("qk_norm_rope", OF_LAYER_NORM):
             arguments["rope"] = rotary_tables(1, seq, hidden, dtype=torch.float32, device=device)
         else:
             count = (hidden // 2 - 1) // 3
@@ -460,6 +478,30 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
     arguments.update({key: tensor(columns, mean=mean) for key in operation.vectors})
     arguments.update({key: choices[1] for key, choices in operation.strings})
     return getattr(kernel, name), arguments
+
+
+def with_branch(arguments, parts=("addend", "x_norm", "tanh_gate"), has_weight=True):
+    """The same call with these parts of a residual branch."""
+    arguments, x = dict(arguments), arguments["x"]
+    if "addend" in parts:
+        arguments["addend"] = x.roll(1, -1) + 1
+    if "x_norm" in parts:
+        weight = (normal(x.shape[-1], dtype=x.dtype, device=x.device) / 2 + 1).contiguous()
+        arguments |= {"x_eps": 1e-5, "x_weight": weight if has_weight else None}
+    if "tanh_gate" in parts:
+        arguments["tanh_gate"] = True
+    return arguments
+
+
+def with_table(arguments):
+    """The same call with each scale, shift and gate as a pair of a table's row and an embedding."""
+    arguments = dict(arguments)
+    for key in ("scale", "shift", "gate"):
+        embedding = arguments.get(key)
+        if embedding is not None:
+            row = normal(embedding.shape[-1], dtype=embedding.dtype, device=embedding.device)
+            arguments[key] = (row, embedding)
+    return arguments
 
 
 def _with_pair_tables(arguments, heads, is_complex):
@@ -509,7 +551,7 @@ def writing_call(kernel, name, *, out_layout="odd_rows", in_place=False, values=
 
 # Calls that write to the caller's tensors: operation, and whether in place.
 WRITING = [(name, False) for name in (*WITH_OUT, *QK_OPERATIONS)]
-WRITING += [(name, True) for name in (*QK_OPERATIONS, f"qk_norm_rope{BY_COMPLEX}")]
+WRITING += [(name, True) for name in (*QK_OPERATIONS, f"qk_norm_rope{BY_COMPLEX}", OF_LAYER_NORM)]
 every_writing = pytest.mark.parametrize(("name", "in_place"), WRITING)
 
 

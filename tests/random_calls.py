@@ -203,7 +203,7 @@ def random_call(seed, device):
         layout=rng.choice(list(LAYOUTS)),
     )
     for name, parameter in parameters_of(function.__name__).items():
-        is_tensor = "Tensor" in parameter.annotation
+        is_tensor = any(kind in parameter.annotation for kind in ("Tensor", "Modulator"))
         if not is_tensor and name not in arguments and rng.random() < 0.5:
             arguments[name] = parameter.default
     if operation in WITH_OUT and rng.random() < 0.5:

@@ -189,40 +189,6 @@ MODELS = [
         attends=4,
     ),
     SmallModel(
-        "hunyuan_video",
-        "HunyuanVideoTransformer3DModel",
-        {
-            **_TWO_BLOCKS,
-            "num_single_layers": 1,
-            "num_refiner_layers": 1,
-            "text_embed_dim": 24,
-            "pooled_projection_dim": 12,
-            "rope_axes_dim": (16, 24, 24),
-        },
-        lambda: _denoising(
-            video(),
-            encoder_attention_mask=mask(),
-            pooled_projections=normal(2, 12),
-            guidance=torch.tensor([6.0, 4.0]),
-        ),
-        attends=3,
-    ),
-    SmallModel(
-        "cogvideox",
-        "CogVideoXTransformer3DModel",
-        {
-            **_TWO_BLOCKS,
-            "time_embed_dim": 16,
-            "text_embed_dim": 24,
-            "sample_width": 8,
-            "sample_height": 8,
-            "sample_frames": 5,
-            "max_text_seq_length": 6,
-        },
-        lambda: _denoising(normal(2, 2, 4, 8, 8)),
-        attends=2,
-    ),
-    SmallModel(
         "pixart",
         "PixArtTransformer2DModel",
         {
@@ -332,9 +298,15 @@ MODELS = [
         attends=16,
     ),
     SmallModel(
-        "unet_40",
+        "unet_44",
         "UNet2DConditionModel",
-        {**_UNET, **_CROSS, "block_out_channels": (40, 80), "attention_head_dim": 2},
+        {
+            **_UNET,
+            **_CROSS,
+            "block_out_channels": (44, 88),
+            "norm_num_groups": 4,
+            "attention_head_dim": 2,
+        },
         _unet_inputs,
         attends=0,
     ),

@@ -92,13 +92,16 @@ def check_attention(kernel, q, k, v, *, contract=True, written=None, **options):
     `written` is the call's `out`.
     """
     finfo = torch.finfo(q.dtype)
-    magnitudes = references.attention(q, k, v.abs(), **options)
-    heads = options.get("heads")
+    heads, gate = options.get("heads"), options.get("gate")
+    of_averages = {**options, "gate": None if gate is None else gate.abs(), "addend": None}
+    magnitudes = references.attention(q, k, v.abs(), **of_averages)
     by_head = [q, k, v] if heads is None else references.split_heads(heads, q, k, v)
     score = largest_score(*by_head[:2], options.get("scale"), options.get("key_bias"))
     of_probabilities = finfo.eps / 2 + 1e-4 + 2**-20 * score
     slack = of_probabilities * magnitudes + finfo.eps / 2 * finfo.smallest_normal
     of_float16 = float16_slack(*by_head, options)
+    if gate is not None:
+        of_float16 = of_float16 * gate.abs()[..., None]
     slack = slack + of_float16 if heads is None else slack + of_float16.flatten(2)
     return check(
         kernel, "attention", q, k, v, out=written, slack=slack, contract=contract, **options
@@ -199,6 +202,82 @@ def test_many_tiles(kernel, device, shape, masked, dtype):
         options["key_lengths"] = key_lengths(lengths, device)
         pad_with(math.nan, lengths, k, v)
     check_attention(kernel, q, k, v, **options)
+
+
+ALL_HEAD_DIMS = range(8, 129, 8)
+EXTRAS = ["gate", "addend", "gate+addend"]
+
+
+def gate_and_addend(extras, q, gate_dtype=None):
+    """`gate_dtype`: None for q's dtype. The addend is strided."""
+    options = {}
+    if "gate" in extras:
+        gate = normal(*q.shape[:3], dtype=gate_dtype or q.dtype, device=q.device, mean=0.5)
+        options["gate"] = gate
+    if "addend" in extras:
+        options["addend"] = normal(*q.shape, dtype=q.dtype, device=q.device, layout="odd_rows")
+    return options
+
+
+@pairwise(
+    head_dim=ALL_HEAD_DIMS,
+    dtype=HALVES,
+    size=[(1, 1), (70, 7), (65, 300), (200, 130), (1025, 300)],
+    layout=WRITABLE_LAYOUTS,
+    heads=[(2, 2), (4, 2), (3, 1)],
+    masked=["plain", "bias", "lengths", "both"],
+    extras=["", *EXTRAS],
+    writes=[False, True],
+)
+def test_head_dims(kernel, device, head_dim, dtype, size, layout, heads, masked, extras, writes):
+    queries, keys = size
+    sizes = (2, queries, keys, heads[0], head_dim)
+    how = {"key_heads": heads[1], "layout": layout}
+    q, k, v = query_key_value(*sizes, dtype, device, **how)
+    options = gate_and_addend(extras, q)
+    if masked in ("bias", "both"):
+        options["key_bias"] = normal(2, keys, dtype=dtype, device=device, std=2.0)
+    if masked in ("lengths", "both"):
+        lengths = [keys, keys // 3]
+        options["key_lengths"] = key_lengths(lengths, device)
+        pad_with(math.nan, lengths, k, v)
+    written = memory_for_output("odd_rows", q.shape, dtype, device) if writes else None
+    check_attention(kernel, q, k, v, written=written, **options)
+
+
+@pairwise(
+    extras=EXTRAS,
+    gate_dtype=[None, torch.float32],
+    is_flat=[False, True],
+    keys=[0, 1, 300],
+    head_dim=[8, 64, 72, 128],
+    dtype=HALVES,
+)
+def test_gate_and_addend(kernel, device, extras, gate_dtype, is_flat, keys, head_dim, dtype):
+    q, k, v = query_key_value(2, 70, keys, 3, head_dim, dtype, device)
+    options = gate_and_addend(extras, q, gate_dtype)
+    if is_flat:
+        q, k, v = (t.flatten(2) for t in (q, k, v))
+        options["heads"] = 3
+        if "addend" in options:
+            options["addend"] = options["addend"].flatten(2)
+    check_attention(kernel, q, k, v, **options)
+
+
+@pytest.mark.parametrize("leaf", ["q", "k", "v", "gate", "addend"])
+@pytest.mark.parametrize("keys", [0, 20])
+def test_gradients_with_gate_and_addend(kernel, device, leaf, keys):
+    q, k, v = query_key_value(2, 9, keys, 3, 24, torch.bfloat16, device)
+    tensors = {"q": q, "k": k, "v": v, **gate_and_addend("gate+addend", q, torch.float32)}
+    seed = normal(*q.shape, dtype=torch.bfloat16, device=device)
+    grads = []
+    for function, dtype in ((kernel.attention, None), (references.attention, torch.float64)):
+        leaves = {name: t.detach().clone().to(dtype or t.dtype) for name, t in tensors.items()}
+        leaves[leaf].requires_grad_()
+        out = function(**leaves)
+        (grad,) = torch.autograd.grad(out, leaves[leaf], seed.to(out.dtype), allow_unused=True)
+        grads.append(torch.zeros_like(leaves[leaf]) if grad is None else grad)
+    assert (grads[0] - grads[1]).norm() <= 0.02 * grads[1].norm()
 
 
 @pairwise(option=["plain", "bias", "lengths"], head_dim=HEAD_DIMS, dtype=HALVES)

@@ -23,7 +23,6 @@ sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 import bench_attention
 import bench_cuda_graphs
 import bench_pipeline
-import cosmos
 import flux2
 import history
 import models
@@ -263,7 +262,7 @@ def test_attention(made_up_attention, tmp_path):
 
     rows = [row[1:] for row in rows_of(tmp_path, "attention") if row[0] == "2×8064×8064×32×64"]
     assert [row[0] for row in rows] == [
-        *("std 1", "std 6, the worst", "rising", "jump", "large range")
+        *("std 1", "std 6, the worst", "rising", "jump", "steps", "large range")
     ]
     assert rows[0][1:] == [
         *("1775.7 µs", "600 TFLOP/s", "1.50×", "failed", "1.20×", "67%"),
@@ -314,7 +313,7 @@ def test_targets_of_attention(made_up_attention):
     sink = row_of(rows, "over FA3, peaked inputs")
     assert (sink.of, sink.verdict) == (f"8 of 9; the least: {shape}, sink", "missed by 10.0%")
     error = row_of(rows, "error over FA3's, extreme inputs")
-    assert error.of == f"19 of 20; the most: {shape}, large range"
+    assert error.of == f"23 of 24; the most: {shape}, large range"
     assert error.verdict == "missed by 20.0%"
     dependence = row_of(rows, "slowest over fastest rate, typical inputs")
     assert (dependence.of, dependence.measured) == (f"3 of 4; the least: {shape}", 0.47)
@@ -379,7 +378,7 @@ def test_targets_of_the_models():
         {**entry, "model": wan.NAME, "over_eager": 9.0, "condition": "LoRA adapters"},
         {**entry, "model": wan.NAME, "over_eager": 1.0, "mode": "eager"},
     ]
-    results = {"flux2": made_up_forward(**{models.REGIONAL: 48.0}), "sd3": slow, "cosmos": slow}
+    results = {"flux2": made_up_forward(**{models.REGIONAL: 48.0}), "sd3": slow, "auraflow": slow}
     rows = targets.model_forwards({**results, "host_forward": {"forwards": host}})
     verdicts = {(row.what, row.of): row.verdict for row in rows}
     size = "1024×1024"
@@ -387,13 +386,12 @@ def test_targets_of_the_models():
     sd3_name = f"Stable Diffusion 3.5 Large {size}"
     assert verdicts["injected over eager", sd3_name] == "missed by 29.4%"
     assert verdicts["injected over torch.compile", sd3_name] == "missed by 7.1%"
-    assert cosmos.NAME.startswith("Cosmos-Predict2 2B")
-    assert verdicts["injected over eager, no family", f"Cosmos-Predict2 2B {size}"] == "met"
+    assert verdicts["injected over eager, no family", f"AuraFlow {size}"] == "met"
     rest, over_compiled, distance, shares = rows[-4:]
-    assert rest.of == f"1 of 6; the most: {sd3_name}; 4 not measured" and rest.measured == 0.25
+    assert rest.of == f"1 of 16; the most: {sd3_name}; 14 not measured" and rest.measured == 0.25
     assert over_compiled.measured == 1.25 and distance.measured == 1.1
     assert distance.of.startswith("1 of 18;") and distance.verdict == "missed by 4.8%"
-    assert shares.measured == 0.7 and shares.of.startswith("1 of 6; the most: Stable Diffusion")
+    assert shares.measured == 0.7 and shares.of.startswith("1 of 16; the most: Stable Diffusion")
 
 
 def keep_model(folder, name, result, commit="aaaaaaa", minute=0, device="NVIDIA H200"):
@@ -410,7 +408,7 @@ def test_table_and_plot_of_all_models(tmp_path):
     assert "models.svg" not in render_plots.render(tmp_path)
     keep_model(tmp_path, "models", made_up_forward(50.0, size="9x64x96", compiled=52.0))
     keep_model(tmp_path, "sd3", made_up_forward(**{models.REGIONAL: 48.0}))
-    keep_model(tmp_path, "cosmos", made_up_forward(injected=55.0, size="64x96"))
+    keep_model(tmp_path, "auraflow", made_up_forward(injected=55.0, size="64x96"))
     table = rows_of(tmp_path, "summary_models")
     names = [row[0] for row in table]
     full, part = names.index("**Replaced in full**"), names.index("**Replaced in part**")
@@ -432,13 +430,13 @@ def test_table_and_plot_of_all_models(tmp_path):
 def test_all_models_are_of_one_card_and_build(tmp_path):
     forward = made_up_forward(**{models.REGIONAL: 48.0})
     faster = made_up_forward(20.0, **{models.REGIONAL: 22.0})
-    for minute, name in enumerate(("models", "flux", "cosmos")):
+    for minute, name in enumerate(("models", "flux", "auraflow")):
         keep_model(tmp_path, name, forward, "aaaaaaa", minute)
     keep_model(tmp_path, "flux", faster, "bbbbbbb", 10)
     keep_model(tmp_path, "sd3", faster, "bbbbbbb", 11)
     keep_model(tmp_path, "wan", faster, "aaaaaaa", 12, device="NVIDIA H100 80GB HBM3")
     keep_model(tmp_path, "models", made_up_forward(30.0), "aaaaaaa", 13)
-    assert set(targets.of_one_build(tmp_path)) == {"models", "flux", "cosmos"}
+    assert set(targets.of_one_build(tmp_path)) == {"models", "flux", "auraflow"}
     cells = [row for row in rows_of(tmp_path, "summary_models") if row[3]]
     assert [row[3] for row in cells] == ["30.0 ms", "40.0 ms", "40.0 ms"], "the newest of the build"
     text = "<!-- figure: {} --><!-- end figure -->"
@@ -671,12 +669,12 @@ def test_targets_of_graphs():
     video = {"modes": {}, "speedups": {models.GRAPHS: {"eager": 2.0}}}
     pipeline = {"videos": {"49x512x704:30": video}}
     rows = targets.graphs({"graph_forwards": forwards}, pipeline)
-    eager, compiled, xl_eager, xl_reduced, *last, flux_reduced, busy, capture, of_pipeline = rows
+    eager, compiled, xl_eager, xl_compiled, xl_reduced, *last, busy, capture, of_pipeline = rows
     assert (eager.measured, eager.verdict) == (2.0, "met")
     assert (compiled.measured, compiled.verdict) == (1.1, "missed by 8.3%"), "over the faster one"
-    assert (xl_eager.measured, xl_eager.verdict) == (1.875, "missed by 37.5%")
+    assert (xl_eager.measured, xl_eager.verdict) == (1.875, "missed by 14.8%")
     assert (xl_reduced.measured, xl_reduced.verdict) == (1.25, "met")
-    assert {row.verdict for row in (*last, flux_reduced)} == {"not measured"}
+    assert {row.verdict for row in (xl_compiled, *last)} == {"not measured"}
     assert busy.of.startswith("1 of 19; the most: Stable Diffusion XL 1024×1024; 16 not measured")
     assert busy.measured == pytest.approx(32 / 29) and capture.verdict == "met where measured"
     assert of_pipeline.verdict == "met"

@@ -23,8 +23,10 @@ from checks import (
     outcome,
     tensors_of,
 )
-from conftest import CHECKOUT
+from conftest import CHECKOUT, load_kernel
 from inputs import (
+    BRANCH,
+    BRANCH_OPERATIONS,
     GATED,
     GRID_AXES,
     HEADS,
@@ -33,6 +35,8 @@ from inputs import (
     QK_OPERATIONS,
     ROW_NORMS,
     TABLE,
+    TABLE_OPERATIONS,
+    TABLE_ROWS,
     coordinates_and_frequencies,
     dtype_text,
     operation_of,
@@ -153,6 +157,10 @@ def shape_text(*shape):
 # The table
 
 
+def is_tensor(parameter):
+    return any(kind in parameter.annotation for kind in ("Tensor", "Modulator"))
+
+
 def tensors_by_name(operation):
     """The tensor arguments of an operation, by their names in error texts."""
     if operation in QK_OPERATIONS:
@@ -165,10 +173,12 @@ def tensors_by_name(operation):
         return "q", "k", "q_weight", "k_weight", *fields[operation]
     if operation == "rope_3d":
         return "x", *AXIS_FIELDS
+    options = {"dtype": widest_dtype(operation), "device": "cpu"}
+    _, arguments = sample(load_kernel(), operation, **options)
     return tuple(
         name
         for name, parameter in parameters_of(operation).items()
-        if "Tensor" in parameter.annotation and name != "out"
+        if is_tensor(parameter) and name in arguments and name != "out"
     )
 
 
@@ -210,7 +220,7 @@ def of_any_tensor(name, argument):
         mistake(name, public, f"{argument}_None", "", replace(argument, lambda _: None))
         return
     mistake(name, argument, "list", "list", replace(argument, as_list))
-    if argument not in optional_tensors(name):
+    if argument not in optional_tensors(name, by_keyword=True):
         mistake(name, argument, "None", "None", replace(argument, lambda _: None))
 
 
@@ -240,6 +250,33 @@ for name, (leader, *followers) in ARGUMENTS.items():
         wrong_values(name, "eps", "1e-6", None)
     for argument, _ in operation.strings:
         wrong_values(name, argument, "foo", "", None, True, 3)
+
+for name in BRANCH_OPERATIONS:
+    call = name + BRANCH
+    for argument in ("addend", "x_weight"):
+        mistake(call, argument, "device", "", replace(argument, other_device), is_device=True)
+        mistake(call, argument, "stride", "stride 2", replace(argument, every_second))
+        mistake(call, argument, "list", "list", replace(argument, as_list))
+        wrong_dtypes(call, argument, torch.float64, torch.float16, torch.int64)
+    wide, longer_rows = (BATCH, SEQ, HIDDEN + 1), (BATCH, SEQ + 1, HIDDEN)
+    wrong_shapes(call, "addend", wide, longer_rows, (SEQ, HIDDEN), (HIDDEN,))
+    wrong_shapes(call, "x_weight", (HIDDEN + 1,), (1, HIDDEN), ())
+    mistake(call, "x_weight", "no_x_eps", "a Tensor", replace("x_eps", lambda _: None))
+    wrong_values(call, "x_eps", "1e-6")
+    wrong_values(call, "tanh_gate", "foo", None, 1)
+for name in TABLE_OPERATIONS:
+    for argument in TABLE[name].modulations:
+        for what, change, got in (
+            ("row_stride", every_second, "stride 2"),
+            ("row_dtype", torch.Tensor.double, "float64"),
+            ("row_shape", longer, shape_text(HIDDEN + 1)),
+            ("row_list", as_list, ""),
+            ("row_None", lambda _: None, ""),
+        ):
+            of_row = replace(argument, lambda pair, change=change: (change(pair[0]), pair[1]))
+            mistake(name + TABLE_ROWS, argument, what, got, of_row)
+        three = replace(argument, lambda pair: (*pair, pair[0]))
+        mistake(name + TABLE_ROWS, argument, "three", "", three)
 
 mistake(GATED, "x", "odd", str(2 * HIDDEN + 1), replace("x", longer))
 wrong_shapes(GATED, "bias", (HIDDEN,))
@@ -436,7 +473,7 @@ wrong_shapes("group_norm", "channel_bias", *of_images)
 ALL = ("q", "k", "v")
 wrong_dtypes("attention", "q", torch.float32)
 wrong_shapes("attention", "q", SHAPE, (1, BATCH, SEQ, HEADS, HEAD_DIM))
-for size in (1, 32, 63, 65, 80, 96, 127, 129, 256, 0):
+for size in (1, 4, 12, 63, 65, 127, 129, 136, 256, 0):
     wrong_shapes("attention", "q", (BATCH, SEQ, HEADS, size), of=ALL, got=str(size))
 of_keys = [SHAPE, (1, SEQ, HEADS, HEAD_DIM), (BATCH, SEQ, HEADS, 2 * HEAD_DIM), ()]
 wrong_shapes("attention", "k", *of_keys, (BATCH + 1, SEQ, HEADS, HEAD_DIM), of=("k", "v"))
@@ -450,6 +487,9 @@ wrong_values("attention", "scale", 0.0, -1.0, [0.1], got="")
 of_bias = [(SEQ,), (1, SEQ), (BATCH, 1), (BATCH, SEQ + 1), (SEQ, BATCH), (BATCH, 1, 1, SEQ), ()]
 wrong_shapes("attention", "key_bias", *of_bias)
 wrong_dtypes("attention", "key_bias", torch.bool, torch.int32)
+of_gate = ((BATCH, SEQ, 1), (BATCH, SEQ, HEADS, 1), (BATCH, HEADS, SEQ), (SEQ, HEADS), ())
+wrong_shapes("attention", "gate", *of_gate)
+wrong_shapes("attention", "addend", *of_keys, (BATCH, SEQ, HEADS * HEAD_DIM))
 wrong_shapes("attention", "key_lengths", (1,), (BATCH + 1,), (BATCH, 1), (1, BATCH), ())
 wrong_dtypes("attention", "key_lengths", torch.int16, torch.float32, torch.bool)
 expanded = replace("key_lengths", lambda t: t[:1].expand(BATCH))
@@ -469,7 +509,7 @@ mistake("attention", "q", "4d_heads", shape_text(BATCH, SEQ, HEADS, HEAD_DIM), o
 packed = {"along": in_one(), "what": "heads_"}
 wide = HEADS * HEAD_DIM
 wrong_shapes("attention", "q", (BATCH, SEQ), (wide,), (), got="", **packed)
-for heads in (1, 2 * HEADS):
+for heads in (1, 16 * HEADS):
     mistake("attention", "q", f"heads_{heads}", str(wide // heads), in_one(heads=heads))
 of_keys = [(BATCH, SEQ, HEADS, HEAD_DIM), (BATCH + 1, SEQ, wide), (BATCH, SEQ, wide + 1)]
 wrong_shapes("attention", "k", *of_keys, (BATCH, SEQ), (), of=("k", "v"), **packed)
@@ -563,10 +603,12 @@ SCALARS = [
     (argument, operation)
     for operation in OPERATIONS
     for argument, parameter in parameters_of(operation).items()
-    if "Tensor" not in parameter.annotation and argument not in ("out",)
+    if not is_tensor(parameter) and argument not in ("out",)
 ]
 ACCEPTED_TYPES = {
     "eps": "a number",
+    "x_eps": "a number",
+    "tanh_gate": "True or False",
     "scale": "a number",
     "heads": "an integer",
     "num_groups": "an integer",

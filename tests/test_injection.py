@@ -137,9 +137,9 @@ OWN_ATTENTIONS = {  # change, options of the family's model and of inject_kernel
     ),
     "heads": (
         None,
-        {"head_dim": 32},
+        {"head_dim": 136},
         {},
-        "its heads have 32 elements, and the kernel's 64 and 128",
+        "its heads have 136 elements; the kernel takes multiples of 8 up to 128",
     ),
     "float32": (None, {"dtype": torch.float32}, {}, "no kernel for float32"),
     "attention=False": (None, {}, {"attention": False}, "requested by attention=False"),
@@ -190,7 +190,7 @@ def ask_for_a_gradient(model, arguments):
     ("family", "choose", "reason"),
     [
         ("flux", choose_backend, CHOSEN),
-        ("hunyuan_video", choose_backend, CHOSEN),
+        ("prx", choose_backend, CHOSEN),
         ("flux", ask_for_a_gradient, "a derivative is requested"),
         ("prx", ask_for_a_gradient, "a derivative is requested"),
     ],

@@ -1,10 +1,12 @@
-"""Configurations and arguments that only FLUX.3 or Cosmos has."""
+"""Configurations and arguments that only FLUX.3, Cosmos or HunyuanVideo has, and relatives of these."""
 
 import copy
+import functools
 
 import pytest
 import torch
 
+import family_hunyuan
 from families import FAMILIES, KERNEL_HEADS, assert_close, prepared, run
 from family import seeded
 from family_relatives import controlnet_of_cosmos
@@ -134,3 +136,39 @@ def test_controlnet_of_cosmos(kernel, device, positions):
     # Learned positions come between a block and the next one.
     joined = kernel_calls(run, model, arguments)["gated_residual_layer_norm_modulate"]
     assert joined == (8 if positions is None else 9)
+
+
+# ------------------------------------------------------------------------------------------------
+# HunyuanVideo for image-to-video, and HunyuanImage
+
+
+@pytest.mark.parametrize(
+    ("make", "make_inputs", "block"),
+    [
+        (
+            functools.partial(
+                family_hunyuan.hunyuan_video_model, image_condition_type="token_replace"
+            ),
+            family_hunyuan.hunyuan_video_inputs,
+            "HunyuanVideoTokenReplaceSingleTransformerBlock",
+        ),
+        (
+            family_hunyuan.hunyuan_image_model,
+            family_hunyuan.hunyuan_image_inputs,
+            "HunyuanImageSingleTransformerBlock",
+        ),
+        (
+            family_hunyuan.framepack_model,
+            family_hunyuan.framepack_inputs,
+            "HunyuanVideoSingleTransformerBlock",
+        ),
+    ],
+    ids=["token_replace", "image", "framepack"],
+)
+def test_relatives_of_hunyuan_video(kernel, device, make, make_inputs, block):
+    plain, arguments = make(device), make_inputs(device)
+    model = copy.deepcopy(plain)
+    report = kernel.inject_kernels(model)
+    assert report.levels == {"": "in full"}
+    assert_close(run(model, arguments), run(plain, arguments))
+    assert on_kernels(report)[block] == 2 and fallen_back(report) == {}

@@ -8,6 +8,7 @@ import torch
 import eager
 from checks import FLOAT32_ARITHMETIC, check, check_nonfinite, poison_memory
 from inputs import (
+    BRANCH_OPERATIONS,
     CHOICES,
     DTYPES,
     LAYOUTS,
@@ -16,6 +17,7 @@ from inputs import (
     ROW_NORMS,
     STRIDED_LAYOUTS,
     TABLE,
+    TABLE_OPERATIONS,
     every_16_bit_dtype,
     every_dtype,
     mixed,
@@ -25,6 +27,8 @@ from inputs import (
     pairwise,
     rows_of,
     spread,
+    with_branch,
+    with_table,
 )
 
 NORMS = [name for name in ROW_NORMS if "norm" in name]
@@ -133,36 +137,11 @@ def test_sizes(kernel, device, name, hidden, dtype, given, mixture):
     check_rows(kernel, name, arguments, contract=contract, slack=FLOAT32_ARITHMETIC * roundings)
 
 
-BRANCHES = [name for name in ROW_NORMS if name.startswith("gated") and "pair" not in name]
-TABLES = [*BRANCHES, "rms_norm_modulate", "layer_norm_modulate"]
 PARTS = ("addend", "x_norm", "tanh_gate")
 
 
-def with_branch(arguments, parts, has_weight=True):
-    """The arguments with these parts of the branch."""
-    x = arguments["x"]
-    if "addend" in parts:
-        arguments["addend"] = x.roll(1, -1) + 1
-    if "x_norm" in parts:
-        weight = (x[(0,) * (x.dim() - 1)] / 2 + 1).contiguous()
-        arguments |= {"x_eps": 1e-5, "x_weight": weight if has_weight else None}
-    if "tanh_gate" in parts:
-        arguments["tanh_gate"] = True
-    return arguments
-
-
-def with_table(arguments):
-    """The arguments with each scale, shift and gate as a pair of a table's row and an embedding."""
-    for key in ("scale", "shift", "gate"):
-        embedding = arguments.get(key)
-        if embedding is not None:
-            row = embedding[(0,) * (embedding.dim() - 1)].roll(1).contiguous()
-            arguments[key] = (row, embedding)
-    return arguments
-
-
 @pairwise(
-    name=BRANCHES,
+    name=BRANCH_OPERATIONS,
     hidden=[size for size in SIZES if size <= 20480],
     dtype=DTYPES,
     parts=[PARTS[:1], PARTS[1:2], PARTS[2:], PARTS[:2], PARTS[1:], PARTS],
@@ -182,7 +161,7 @@ def test_branches(kernel, device, name, hidden, dtype, parts, table, form, mixtu
 
 
 @pairwise(
-    name=TABLES,
+    name=TABLE_OPERATIONS,
     hidden=[size for size in SIZES if size <= 20480],
     dtype=DTYPES,
     layout=LAYOUTS,

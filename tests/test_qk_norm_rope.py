@@ -29,7 +29,7 @@ from inputs import (
 
 every_norm = pytest.mark.parametrize("norm", NORM_SCOPES)
 every_pair_layout = pytest.mark.parametrize("layout", PAIR_LAYOUTS)
-NORMALIZING = NORM_SCOPES[:2]
+NORMALIZING = NORM_SCOPES[:3]
 NONFINITE = [math.nan, math.inf, -math.inf]
 EVERY_TABLE = {**TABLE_SHAPES, **PAIR_TABLE_SHAPES}
 # Rotations: none, coordinates, or tables in several forms. Complex tables hold cosine and sine.
@@ -46,11 +46,13 @@ def query_and_key(shape, dtype, device, *, k_heads=None, has_head_dim=False, **o
 
 
 def weights(norm, shape, dtype, device, *, k_heads=None, layout="contiguous"):
-    """q_weight and k_weight as keyword arguments."""
+    """q_weight and k_weight as keyword arguments, for LayerNorm also the biases."""
     *_, heads, head_dim = shape
     if norm == "none":
         return {}
     counts = {"q_weight": heads, "k_weight": heads if k_heads is None else k_heads}
+    if norm == "layer_per_head":
+        counts.update(q_bias=1, k_bias=1)
     options = {"dtype": dtype, "device": device, "mean": 0.5, "layout": layout}
     return {
         name: normal((count if norm == "across_heads" else 1) * head_dim, **options)
@@ -158,7 +160,7 @@ def test_odd_head_dim_without_rotation(kernel, device, norm, head_dim):
     check_call(kernel, q, k, **parameters, heads=4, norm=norm)
 
 
-GIVEN_WEIGHTS = [(), ("q_weight",), ("k_weight",), ("q_weight", "k_weight")]
+GIVEN_WEIGHTS = [(), ("q_weight",), ("k_weight", "k_bias"), ("q_weight", "k_weight", "q_bias")]
 
 
 @pairwise(
@@ -171,7 +173,7 @@ GIVEN_WEIGHTS = [(), ("q_weight",), ("k_weight",), ("q_weight", "k_weight")]
     dtype=DTYPES,
 )
 def test_weights(kernel, device, form, shape, given, in_float32, memory, norm, dtype):
-    """One weight or none, in the query's dtype or float32."""
+    """Some weights and biases or none, in the query's dtype or float32."""
     q, k = query_and_key(shape, dtype, device)
     parameters = weights(norm, shape, torch.float32, device, layout=memory)
     parameters = {
@@ -179,6 +181,7 @@ def test_weights(kernel, device, form, shape, given, in_float32, memory, norm, d
         if name in in_float32
         else LAYOUTS[memory](parameters[name].to(dtype))
         for name in given
+        if name in parameters
     }
     rope = rotation(kernel, form, shape, device)
     options = {"heads": shape[2], "norm": norm, "contract": shape[1] == 65}

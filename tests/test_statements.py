@@ -19,7 +19,7 @@ STATEMENTS = {
         "`H100_DIFFUSERS_KERNELS_STRICT=1` makes it an error": (
             "test_injection_fallback.py::test_strict_raises"
         ),
-        "Attention runs on the kernel in bfloat16 and float16 with heads of 64 or 128 elements": (
+        "with heads of a multiple of 8 up to 128 elements": (
             "test_injection_attention.py::test_other_head_sizes_keep_the_models_attention"
         ),
         "with masks that differ between queries or heads": (

@@ -231,7 +231,9 @@ def in_training(family, model, arguments):
     out = model(**arguments, return_dict=False)[0]
     out.square().sum().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return torch.cat([g.flatten() / g.norm() for g in gradients if g.any()])
+    # Those of key biases without a norm are zero, except for rounding.
+    least = 1e-8 * max(g.norm() for g in gradients)
+    return torch.cat([g.flatten() / g.norm() for g in gradients if g.norm() > least])
 
 
 def with_transposed_input(family, model, arguments):
@@ -675,6 +677,7 @@ def test_an_image_as_context(kernel, device, dtype):
     assert calls["gated_residual_layer_norm_modulate"] == 5
     if dtype == torch.bfloat16:
         assert calls["attention"] == 3 * len(model.blocks)
+        assert calls["gated_residual"] == 1  # attention to the image adds that to the text
 
 
 @pytest.mark.parametrize("name", COPIES_OF_WAN)

@@ -45,6 +45,8 @@ FAMILIES = {
     "sd3": "SD3",
     "wan": "Wan",
     "cosmos": "Cosmos",
+    "hunyuan_video": "HunyuanVideo",
+    "hunyuan_video15": "HunyuanVideo 1.5",
 }
 SUBJECTS = (*COLUMNS, *FAMILIES)
 UNTRIED = {"not tried", "not built"}

@@ -18,16 +18,15 @@ namespace {
 
 constexpr int64_t kQueries = 64;
 constexpr int64_t kKeys = 64;
-constexpr int64_t kMaxHeadDim = 128;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Working memory of one thread. Missing queries of a block are computed as zeros.
 struct Scratch {
-  float query[kMaxHeadDim][kQueries];
-  float key[kKeys][kMaxHeadDim];
-  float value[kKeys][kMaxHeadDim];
+  float query[kMaxAttentionHeadDim][kQueries];
+  float key[kKeys][kMaxAttentionHeadDim];
+  float value[kKeys][kMaxAttentionHeadDim];
   float score[kKeys][kQueries];  // later their exponentials
-  float out[kMaxHeadDim][kQueries];
+  float out[kMaxAttentionHeadDim][kQueries];
   float largest[kQueries];
   float total[kQueries];
 };
@@ -49,25 +48,20 @@ struct QueryBlock {
 
   int64_t count() const { return std::min(kQueries, p.query_length - first); }
 
-  static int64_t offset(const int64_t* strides, int64_t batch, int64_t seq, int64_t head) {
-    return batch * strides[0] + seq * strides[1] + head * strides[2];
-  }
-
   void load_queries() const {
     for (int64_t query = 0; query < kQueries; ++query) {
-      float values[kMaxHeadDim] = {};
+      float values[kMaxAttentionHeadDim] = {};
       if (query < count())
-        load(p.dtype, p.q.data, offset(p.q.strides, batch, first + query, head), p.head_dim, values);
+        load(p.dtype, p.q.data, p.q.offset(batch, first + query, head), p.head_dim, values);
       for (int64_t d = 0; d < p.head_dim; ++d) s.query[d][query] = values[d];
     }
   }
 
   void load_keys(const AttentionOperand& operand, int64_t first_key, int64_t keys,
-                 float (*rows)[kMaxHeadDim]) const {
+                 float (*rows)[kMaxAttentionHeadDim]) const {
     const int64_t key_head = head / (p.heads / p.key_heads);
     for (int64_t key = 0; key < keys; ++key)
-      load(p.dtype, operand.data, offset(operand.strides, batch, first_key + key, key_head), p.head_dim,
-           rows[key]);
+      load(p.dtype, operand.data, operand.offset(batch, first_key + key, key_head), p.head_dim, rows[key]);
   }
 
   void compute_scores(int64_t first_key, int64_t keys) const {
@@ -107,12 +101,27 @@ struct QueryBlock {
       for (int64_t query = 0; query < kQueries; ++query) s.out[d][query] *= factor[query];
   }
 
+  void finish(int64_t query, float* values) const {
+    if (p.gate.data != nullptr) {
+      float gate;
+      load(p.gate_is_float32 ? DType::kFloat32 : p.dtype, p.gate.data, p.gate.offset(batch, query, head), 1,
+           &gate);
+      for (int64_t d = 0; d < p.head_dim; ++d) values[d] *= gate;
+    }
+    if (p.addend.data != nullptr) {
+      float addend[kMaxAttentionHeadDim];
+      load(p.dtype, p.addend.data, p.addend.offset(batch, query, head), p.head_dim, addend);
+      for (int64_t d = 0; d < p.head_dim; ++d) values[d] += addend[d];
+    }
+  }
+
   void store_output() const {
     for (int64_t query = 0; query < count(); ++query) {
-      float values[kMaxHeadDim];
+      float values[kMaxAttentionHeadDim];
       const float factor = s.total[query] == 0 ? 0 : 1 / s.total[query];
       for (int64_t d = 0; d < p.head_dim; ++d) values[d] = s.out[d][query] * factor;
-      store(p.dtype, p.out.data, offset(p.out.strides, batch, first + query, head), p.head_dim, values);
+      finish(first + query, values);
+      store(p.dtype, p.out.data, p.out.offset(batch, first + query, head), p.head_dim, values);
     }
   }
 
@@ -130,7 +139,7 @@ struct QueryBlock {
       compute_scores(first_key, keys);
       compute_exponentials(keys);
       for (int64_t d = 0; d < p.head_dim; ++d)
-        add_product(&s.value[0][d], kMaxHeadDim, s.score, keys, s.out[d]);
+        add_product(&s.value[0][d], kMaxAttentionHeadDim, s.score, keys, s.out[d]);
     }
     store_output();
   }

@@ -16,6 +16,9 @@ namespace {
 
 enum class Norm { kRms, kLayer };
 
+// Rounded once: the C library's float version is less accurate than PyTorch's.
+float tanh_of(float value) { return static_cast<float>(std::tanh(static_cast<double>(value))); }
+
 // A block of a row.
 struct Block {
   const RowNormParams& params;
@@ -79,7 +82,7 @@ struct Block {
     }
     float gates[kBlock];
     if (read_sum(params.gate, params.gate_row, gates))
-      for (int64_t i = 0; i < count; ++i) values[i] *= params.has_tanh_gate ? std::tanh(gates[i]) : gates[i];
+      for (int64_t i = 0; i < count; ++i) values[i] *= params.has_tanh_gate ? tanh_of(gates[i]) : gates[i];
     float residual[kBlock];
     read(params.residual, residual);
     for (int64_t i = 0; i < count; ++i) values[i] += residual[i];

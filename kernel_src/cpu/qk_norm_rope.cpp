@@ -1,4 +1,5 @@
-// Query and key are normalized (RMS norm across the heads, per head or none) and rotated in one pass.
+// Query and key are normalized (RMS norm across the heads or per head, LayerNorm per head, or none) and
+// rotated in one pass.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -18,15 +19,12 @@ struct Token {
   int64_t batch, seq;
   const HeadScratch& scratch;
 
-  // Computes the norm's factor for each head.
+  // Computes the norm's factor for each head. A LayerNorm computes it with its mean.
   void compute_rstd(const HeadsOperand& operand, float* rstd) const {
-    if (p.norm == NormScope::kNone) {
+    if (p.norm == NormScope::kNone || p.norm == NormScope::kLayerPerHead) {
       std::fill_n(rstd, operand.heads, 1.0f);
       return;
     }
-    const auto rstd_of = [&](double squares, int64_t count) {
-      return static_cast<float>(1.0 / std::sqrt(squares / static_cast<double>(count) + p.eps));
-    };
     double total = 0;
     for (int64_t head = 0; head < operand.heads; ++head) {
       load(p.dtype, operand.in, head_offset(operand.in_strides, batch, seq, head), p.head_dim,
@@ -37,6 +35,16 @@ struct Token {
     }
     if (p.norm == NormScope::kAcrossHeads)
       std::fill_n(rstd, operand.heads, rstd_of(total, operand.heads * p.head_dim));
+  }
+
+  float rstd_of(double squares, int64_t count) const {
+    return static_cast<float>(1.0 / std::sqrt(squares / static_cast<double>(count) + p.eps));
+  }
+
+  void layer_norm(float* values) const {
+    const double mean = sum(values, p.head_dim) / static_cast<double>(p.head_dim);
+    const float rstd = rstd_of(sum_of_squares(values, p.head_dim, mean), p.head_dim);
+    for (int64_t i = 0; i < p.head_dim; ++i) values[i] = static_cast<float>(values[i] - mean) * rstd;
   }
 
   void compute_tables(int64_t head) const {
@@ -53,15 +61,20 @@ struct Token {
     }
   }
 
-  void process_head(const HeadsOperand& operand, bool weight_is_float32, int64_t head, float rstd,
-                    bool is_rotated) const {
+  void process_head(const HeadsOperand& operand, bool weight_is_float32, const Bias& bias, int64_t head,
+                    float rstd, bool is_rotated) const {
     float *values = scratch.values, *weight = scratch.operand;
     load(p.dtype, operand.in, head_offset(operand.in_strides, batch, seq, head), p.head_dim, values);
+    if (p.norm == NormScope::kLayerPerHead) layer_norm(values);
     for (int64_t i = 0; i < p.head_dim; ++i) values[i] *= rstd;
     if (operand.weight != nullptr) {
       load(weight_is_float32 ? DType::kFloat32 : p.dtype, operand.weight,
            p.norm == NormScope::kAcrossHeads ? head * p.head_dim : 0, p.head_dim, weight);
       for (int64_t i = 0; i < p.head_dim; ++i) values[i] *= weight[i];
+    }
+    if (bias.values != nullptr) {
+      load(bias.is_float32 ? DType::kFloat32 : p.dtype, bias.values, 0, p.head_dim, weight);
+      for (int64_t i = 0; i < p.head_dim; ++i) values[i] += weight[i];
     }
     if (is_rotated) rotate(p.layout, p.head_dim, scratch);
     store(p.dtype, operand.out, head_offset(operand.out_strides, batch, seq, head), p.head_dim, values);
@@ -77,8 +90,8 @@ struct Token {
       if (has_tables && (head == 0 || heads_differ(p.tables)))
         load_tables(p, p.tables, batch, seq, head, scratch);
       if (has_coordinates) compute_tables(head);
-      if (head < p.q.heads) process_head(p.q, p.q_weight_is_float32, head, q_rstd[head], is_rotated);
-      if (head < p.k.heads) process_head(p.k, p.k_weight_is_float32, head, k_rstd[head], is_rotated);
+      if (head < p.q.heads) process_head(p.q, p.q_weight_is_float32, p.q_bias, head, q_rstd[head], is_rotated);
+      if (head < p.k.heads) process_head(p.k, p.k_weight_is_float32, p.k_bias, head, k_rstd[head], is_rotated);
     }
   }
 

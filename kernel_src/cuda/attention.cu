@@ -50,16 +50,18 @@ namespace {
 
 constexpr const char* kOperation = "attention";
 
+// Without keys there is nothing to map.
 bool is_mappable(const AttentionParams& args) {
-  return is_mappable(q_of(args)) && is_mappable(k_of(args)) && is_mappable(v_of(args));
+  return args.key_length > 0 && is_mappable(q_of(args)) && is_mappable(k_of(args)) && is_mappable(v_of(args));
 }
+
+bool has_few_keys(const AttentionParams& args) { return args.key_length <= kMaxResidentKeyTiles * kTileKeys; }
 
 // Returns whether to convert the values to float16 first, which pays off if many queries read them.
 bool has_half_values(const AttentionParams& args) {
   constexpr int64_t kMinQueries = 1024, kMaxBatch = 65535;  // limit of a grid's third dimension
-  return args.dtype == DType::kBFloat16 && args.key_bias == nullptr &&
-         args.key_length > kMaxResidentKeyTiles * kTileKeys && args.query_length >= kMinQueries &&
-         args.batch <= kMaxBatch && is_mappable(args);
+  return args.dtype == DType::kBFloat16 && args.key_bias == nullptr && !has_few_keys(args) &&
+         args.query_length >= kMinQueries && args.batch <= kMaxBatch && is_mappable(args);
 }
 
 // The workspace holds float16 values, followed by an output that TMA cannot write.
@@ -71,71 +73,79 @@ int64_t element_count(const AttentionParams& args) {
   return args.batch * args.query_length * args.heads * args.head_dim;
 }
 
-bool is_contiguous(const HeadsTensor& tensor) {
-  const int64_t row = tensor.heads * tensor.head_dim;
-  const auto is_stride = [](int64_t size, int64_t stride, int64_t expected) {
-    return size == 1 || stride == expected;
-  };
-  return is_stride(tensor.batch, tensor.strides[0], tensor.seq * row) &&
-         is_stride(tensor.seq, tensor.strides[1], row) &&
-         is_stride(tensor.heads, tensor.strides[2], tensor.head_dim);
-}
-
-// Without keys the output is 0.
-void clear_output(const AttentionParams& args, Stream stream) {
-  if (!is_contiguous(out_of(args))) return write_output(kOperation, args, nullptr, stream);
-  const auto bytes = static_cast<size_t>(element_count(args) * bytes_of(args.dtype));
-  throw_on_error(kOperation,
-                 cudaMemsetAsync(args.out.data, 0, bytes, static_cast<cudaStream_t>(stream.handle)));
-}
-
 template <typename T, int kHeadDim, KeyBias kBias>
-void launch_mapped(AttentionKernelParams& params, int multiprocessors, Stream stream) {
-  using Tile = AttentionTile<T, kHeadDim>;
-  using ResidentTile = AttentionTile<T, kHeadDim, kHeadDim == 64 ? RowSums::kMultiplied : RowSums::kAdded>;
-  const int64_t key_tiles = ceil_divide(params.args.key_length, kTileKeys);
+void launch_resident(AttentionKernelParams& params, int multiprocessors, Stream stream) {
+  using Tile = AttentionTile<T, kHeadDim, kHeadDim == 64 ? RowSums::kMultiplied : RowSums::kAdded>;
   static_assert(kMaxResidentKeyTiles == 2);
-  if (key_tiles == 1)
-    launch_resident_attention<ResidentTile, 1, kBias>(kOperation, params, multiprocessors, stream);
-  else if (key_tiles == 2)
-    launch_resident_attention<ResidentTile, 2, kBias>(kOperation, params, multiprocessors, stream);
-  else if constexpr (kBias == KeyBias::kAdded)
-    launch_stream_attention<Tile, kBias, Rescaling::kOnline, TensorLoader<Tile>, BiasLoader<Tile>>(
-        kOperation, params, multiprocessors, stream);
+  if (params.args.key_length <= kTileKeys)
+    launch_resident_attention<Tile, 1, kBias>(kOperation, params, multiprocessors, stream);
   else
-    launch_stream_attention<Tile, kBias, Rescaling::kOnline, TensorLoader<Tile>>(kOperation, params,
-                                                                                 multiprocessors, stream);
+    launch_resident_attention<Tile, 2, kBias>(kOperation, params, multiprocessors, stream);
 }
 
 template <typename T, int kHeadDim>
-void launch(AttentionKernelParams& params, Stream stream) {
+void launch_stream(AttentionKernelParams& params, int multiprocessors, Stream stream) {
   using Tile = AttentionTile<T, kHeadDim>;
-  const AttentionParams& args = params.args;
-  const int multiprocessors = multiprocessor_count(kOperation, stream.device);
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    if (has_half_values(args))
+    if (has_half_values(params.args))
       return launch_stream_attention<Tile, KeyBias::kNone, Rescaling::kLazy, TensorLoader<Tile>>(
           kOperation, params, multiprocessors, stream);
   }
-  if (!is_mappable(args))
+  if (params.args.key_bias != nullptr)
+    launch_stream_attention<Tile, KeyBias::kAdded, Rescaling::kOnline, TensorLoader<Tile>, BiasLoader<Tile>>(
+        kOperation, params, multiprocessors, stream);
+  else
+    launch_stream_attention<Tile, KeyBias::kNone, Rescaling::kOnline, TensorLoader<Tile>>(
+        kOperation, params, multiprocessors, stream);
+}
+
+// Returns whether to use the kernel for few keys. It has no registers for a gate or an addend, because it
+// computes scores of the next tile while it stores the output.
+bool is_resident(const AttentionParams& args) {
+  return is_mappable(args) && has_few_keys(args) && args.gate.data == nullptr && args.addend.data == nullptr;
+}
+
+template <typename T, int kHeadDim>
+void launch_any(AttentionKernelParams& params, int multiprocessors, Stream stream) {
+  using Tile = AttentionTile<T, kHeadDim>;
+  if (!is_mappable(params.args))
     launch_stream_attention<Tile, KeyBias::kAdded, Rescaling::kOnline, ScalarLoader<Tile>>(
         kOperation, params, multiprocessors, stream);
-  else if (args.key_bias != nullptr)
-    launch_mapped<T, kHeadDim, KeyBias::kAdded>(params, multiprocessors, stream);
+  else if (!is_resident(params.args))
+    launch_stream<T, kHeadDim>(params, multiprocessors, stream);
+  else if (params.args.key_bias != nullptr)
+    launch_resident<T, kHeadDim, KeyBias::kAdded>(params, multiprocessors, stream);
   else
-    launch_mapped<T, kHeadDim, KeyBias::kNone>(params, multiprocessors, stream);
+    launch_resident<T, kHeadDim, KeyBias::kNone>(params, multiprocessors, stream);
+}
+
+// Tiles of 80, 96 and 112 columns are for many keys only. With few keys most time is spent on memory, and the
+// zeros of a wider tile are not read from it.
+template <typename T>
+void launch(AttentionKernelParams& params, Stream stream) {
+  const AttentionParams& args = params.args;
+  const int multiprocessors = multiprocessor_count(kOperation, stream.device);
+  const bool has_own_tile = is_mappable(args) && !is_resident(args);
+  if (args.head_dim <= 64)
+    launch_any<T, 64>(params, multiprocessors, stream);
+  else if (has_own_tile && args.head_dim <= 80)
+    launch_stream<T, 80>(params, multiprocessors, stream);
+  else if (has_own_tile && args.head_dim <= 96)
+    launch_stream<T, 96>(params, multiprocessors, stream);
+  else if (has_own_tile && args.head_dim <= 112)
+    launch_stream<T, 112>(params, multiprocessors, stream);
+  else
+    launch_any<T, 128>(params, multiprocessors, stream);
 }
 
 }  // namespace
 
 int64_t attention_workspace_bytes(const AttentionParams& args) {
-  if (args.key_length == 0) return 0;
   const int64_t out_bytes = is_mappable(out_of(args)) ? 0 : element_count(args) * bytes_of(args.dtype);
   return half_value_bytes(args) + out_bytes;
 }
 
 void attention(const AttentionParams& args, Stream stream) {
-  if (args.key_length == 0) return clear_output(args, stream);
   AttentionKernelParams params{};
   params.args = args;
   params.score_scale = args.scale * kLog2E;
@@ -149,10 +159,7 @@ void attention(const AttentionParams& args, Stream stream) {
           : contiguous_tensor(contiguous_out, args.batch, args.query_length, args.heads, args.head_dim),
       args.dtype, kStoreRows);
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
-    if constexpr (sizeof(T) == 2) {
-      if (args.head_dim == 64) return launch<T, 64>(params, stream);
-      return launch<T, 128>(params, stream);
-    }
+    if constexpr (sizeof(T) == 2) launch<T>(params, stream);
   });
   if (contiguous_out != nullptr) write_output(kOperation, args, contiguous_out, stream);
 }

@@ -1,4 +1,5 @@
-// Stores the outputs of a warp, 16 rows, through shared memory and TMA.
+// The end of a query tile: gate, addend, and the store of the outputs of a warp, 16 rows, through shared
+// memory and TMA.
 #pragma once
 
 #include "attention_softmax.cuh"
@@ -6,6 +7,53 @@
 namespace h100_diffusers_kernels {
 
 constexpr int kStoreRows = kWarpGroupRows / kWarpGroupWarps;  // rows of a warp
+
+// Multiplies by the gate of each query and head. Rows beyond the last query are not stored.
+template <class Tile>
+__device__ __forceinline__ void apply_gate(const AttentionParams& args, const WarpRole& role,
+                                           const QueryTile& position, Outputs<Tile>& outputs) {
+  float gate[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = min(position.row + role.output_row(i), static_cast<int>(args.query_length) - 1);
+    const int64_t offset = args.gate.offset(position.batch, row, position.head);
+    gate[i] = args.gate_is_float32 ? static_cast<const float*>(args.gate.data)[offset]
+                                   : to_float(static_cast<const typename Tile::T*>(args.gate.data)[offset]);
+  }
+  scale_rows(outputs, gate);
+}
+
+template <class Tile>
+__device__ __forceinline__ void add_addend(const AttentionParams& args, const WarpRole& role,
+                                           const QueryTile& position, Outputs<Tile>& outputs) {
+  using T = typename Tile::T;
+  constexpr int kPairs = Tile::kOutputs / 2;
+  const uint16_t* rows[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = min(position.row + role.output_row(i), static_cast<int>(args.query_length) - 1);
+    rows[i] = static_cast<const uint16_t*>(args.addend.data) +
+              args.addend.offset(position.batch, row, position.head) + role.lane % 4 * 2;
+  }
+  const bool are_aligned =
+      (reinterpret_cast<uintptr_t>(rows[0]) | reinterpret_cast<uintptr_t>(rows[1])) % 4 == 0;
+  const auto add = [&](const auto& load_pair) {
+    uint32_t pairs[kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i)
+      pairs[i] = i / 2 * 8 < args.head_dim ? load_pair(rows[i % 2] + i / 2 * 8) : 0;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const float2 pair = unpack_pair<T>(pairs[i]);
+      outputs[2 * i] += pair.x;
+      outputs[2 * i + 1] += pair.y;
+    }
+  };
+  if (are_aligned)
+    add([](const uint16_t* pair) { return *reinterpret_cast<const uint32_t*>(pair); });
+  else
+    add([](const uint16_t* pair) { return pair[0] | uint32_t{pair[1]} << 16; });
+}
 
 // tile: shared memory for the warp group's 64 rows, with boxes that are box_bytes apart
 // position: the position of the tile

@@ -67,7 +67,7 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
     this->add_to_row_sums(sum);
   }
 
-  // Whether m follows the maximum, as in OnlineSoftmax, from the first overflow on.
+  // Whether m follows the maximum, as in OnlineSoftmax.
   __device__ __forceinline__ bool follows_maximum() const { return follows_maximum_; }
   __device__ __forceinline__ void follow_maximum(const Scores<Tile>& scores,
                                                  Accumulators<Tile>& accumulators) {
@@ -113,7 +113,8 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
       raise_by_powers_of_2(scores, sum, total, accumulators);
     } else {
       recompute(scores);
-      follows_maximum_ = true;
+      follows_maximum_ = has_recomputed_;
+      has_recomputed_ = true;
       follow_maximum(scores, accumulators);
       typename Base::PartialSums part;
       this->exponentiate(scores, part);
@@ -148,7 +149,7 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
   }
 
   int exponent_;
-  bool follows_maximum_ = false;
+  bool has_recomputed_ = false, follows_maximum_ = false;
 };
 
 }  // namespace h100_diffusers_kernels

@@ -126,7 +126,7 @@ class ScalarLoader {
     full.arrive();
   }
 
-  // Reads two columns at a time. Rows from `length` on are 0.
+  // Reads two columns at a time. Rows from `length` on and columns beyond the head are 0.
   __device__ __forceinline__ void read(const AttentionOperand& tensor, int64_t length, uint32_t tile,
                                        int rows, int head, int first_row, int batch) const {
     constexpr int kPairs = Tile::kHeadDim / 2;
@@ -136,7 +136,7 @@ class ScalarLoader {
     for (int i = thread_; i < rows * kPairs; i += kWarpGroupThreads) {
       const int row = i / kPairs, column = i % kPairs * 2;
       uint32_t pair = 0;
-      if (first_row + row < length) {
+      if (first_row + row < length && column < params_.args.head_dim) {
         const uint16_t* source = data + row * tensor.strides[1] + column;
         pair = source[0] | uint32_t{source[1]} << 16;
       }

@@ -92,7 +92,7 @@ class StreamCompute {
 
   template <class Softmax>
   __device__ __forceinline__ void run() {
-    constexpr bool kIsPipelined = Tile::kHeadDim == 128;
+    constexpr bool kIsPipelined = Tile::kGroups == 2;
     constexpr bool kIsLazy = std::is_same_v<Softmax, LazySoftmax<Tile>>;
     constexpr int kBoxBytes = Tile::box_bytes(Tile::kRows);
 #pragma unroll 1
@@ -107,8 +107,10 @@ class StreamCompute {
       if constexpr (kIsLazy) {
         if (!has_accurate_rows<Tile>(outputs) && role_.is_elected()) memory_.tile_list.mark_inaccurate(index);
       }
-      store_rows<Tile>(role_, params_.out, memory_.out + group_offset_, kBoxBytes, group_position(tile),
-                       outputs);
+      const QueryTile position = group_position(tile);
+      if (params_.args.gate.data != nullptr) apply_gate<Tile>(params_.args, role_, position, outputs);
+      if (params_.args.addend.data != nullptr) add_addend<Tile>(params_.args, role_, position, outputs);
+      store_rows<Tile>(role_, params_.out, memory_.out + group_offset_, kBoxBytes, position, outputs);
     }
     release_query();
     advance_query();
@@ -313,7 +315,7 @@ void launch_stream_attention(const char* operation, AttentionKernelParams& param
   params.set_tiles(Tile::kRows);
   int blocks = std::min(multiprocessors, params.tiles);
   if constexpr (kRescaling == Rescaling::kLazy) {
-    prepare_workspace<Tile>(operation, params, stream);
+    prepare_workspace(operation, params, stream);
     params.reference_exponent = lazy_reference_exponent(params.args.key_length);
     blocks = std::max(blocks, static_cast<int>(ceil_divide(params.tiles, TileList::kCapacity)));
   }

@@ -10,9 +10,9 @@ namespace h100_diffusers_kernels {
 // Addresses in a block's shared memory.
 template <class Tile, KeyBias kBias>
 struct StreamMemory {
-  using KeyRing = Ring<Tile::kHeadDim == 64 ? 4 : 2>;
+  using KeyRing = Ring<Tile::kBoxes == 1 ? 4 : 2>;
   // With two stages the next tile's queries arrive before a warp group needs them.
-  using QueryRing = Ring<Tile::kHeadDim == 64 ? 2 : 1>;
+  using QueryRing = Ring<Tile::kBoxes == 1 ? 2 : 1>;
   static constexpr uint32_t kKeyBytes = Tile::bytes(kTileKeys), kQueryBytes = Tile::bytes(Tile::kRows);
   static constexpr uint32_t kBiasBytes = kBias == KeyBias::kAdded ? kTileKeys * 4 : 0;
   static constexpr uint32_t kTilesBytes = 8;

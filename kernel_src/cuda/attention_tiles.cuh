@@ -20,15 +20,18 @@ enum class KeyBias { kNone, kAdded };
 // column of ones in the values, which then have one box.
 enum class RowSums { kAdded, kMultiplied };
 
-// kGroups warp groups compute 64 queries each, and one loads. With a head dim of 64 the exponentials take
-// about as long as the matrix products, so there are three groups: one multiplies while two compute
-// exponentials (notes/attention.md, "Instruction throughput beside wgmma"). With 128 O needs twice the
-// registers, so there are two groups.
+// kHeadDim is the largest head dim of the tile. Columns of smaller heads are followed by zeros, which TMA
+// fills in.
+//
+// kGroups warp groups compute 64 queries each, and one loads. With 64 columns the exponentials take about as
+// long as the matrix products, so there are three groups: one multiplies while two compute exponentials
+// (notes/attention.md, "Instruction throughput beside wgmma"). With more O needs more registers, so there are
+// two groups.
 template <typename T_, int kHeadDim_, RowSums kRowSums = RowSums::kAdded>
 struct AttentionTile {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kBoxes = kHeadDim / kBoxColumns;
+  static constexpr int kBoxes = (kHeadDim + kBoxColumns - 1) / kBoxColumns;
   static constexpr int kGroups = kHeadDim == 64 ? 3 : 2;
   static constexpr int kRows = kGroups * kWarpGroupRows;
   static constexpr int kThreads = (kGroups + 1) * kWarpGroupThreads;
@@ -36,8 +39,8 @@ struct AttentionTile {
   // Threads that arrive when keys have been read: one of each warp, or all if all have read biases.
   template <KeyBias kBias>
   static constexpr int kKeyReaders = kComputeWarps * (kBias == KeyBias::kAdded ? 32 : 1);
-  static constexpr int kComputeRegisters = kHeadDim == 64 ? 160 : 232;
-  static constexpr int kLoadRegisters = kHeadDim == 64 ? 32 : 40;
+  static constexpr int kComputeRegisters = kGroups == 3 ? 160 : 232;
+  static constexpr int kLoadRegisters = kGroups == 3 ? 32 : 40;
   static constexpr bool kHasOnes = kRowSums == RowSums::kMultiplied;
   static_assert(!kHasOnes || kBoxes == 1);
   static constexpr int kColumns = kHeadDim + (kHasOnes ? 8 : 0);
@@ -68,6 +71,8 @@ struct WarpRole {
   __device__ __forceinline__ bool is_elected() const { return lane == 0; }
   // The row, of the group's 64, whose address this lane passes to stmatrix.
   __device__ __forceinline__ int fragment_row() const { return warp * 16 + lane % 16; }
+  // The first (i = 0) or second (i = 1) row, of the group's 64, whose scores and outputs this thread has.
+  __device__ __forceinline__ int output_row(int i) const { return warp * 16 + lane / 4 + 8 * i; }
   // Synchronizes the threads of this group only.
   __device__ __forceinline__ void sync_group() const { bar_sync(1 + group, kWarpGroupThreads); }
 };

@@ -33,30 +33,30 @@ __device__ __forceinline__ bool has_accurate_rows(const Outputs<Tile>& outputs) 
 struct ValueKernelParams {
   AttentionOperand values;
   __half* out;  // (batch, key_length, key_heads, head_dim), contiguous
-  int key_length, key_heads;
-  int* claimed_tiles;  // set to 0 for the attention kernel
+  int key_length, key_heads, head_dim;
+  FastDivisor head_pieces;  // head_dim / 8
+  int* claimed_tiles;       // set to 0 for the attention kernel
 };
 
 constexpr int kValueThreads = 256;
 constexpr int kValueTokens = 8;  // tokens of a block (notes/attention.md, "Claimed tiles")
 
 // A thread converts 8 columns of one head, for all tokens of its block.
-template <int kHeadDim>
 __global__ void __launch_bounds__(kValueThreads)
     attention_value_kernel(const __grid_constant__ ValueKernelParams params) {
   using Values = Pack<__nv_bfloat16, 8>;
-  constexpr int kPieces = kHeadDim / 8;
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  const int piece = static_cast<int>(blockIdx.y * kValueThreads + threadIdx.x), head = piece / kPieces;
+  const int piece = static_cast<int>(blockIdx.y * kValueThreads + threadIdx.x);
+  const int head = static_cast<int>(params.head_pieces.divide(static_cast<uint32_t>(piece)));
   const int batch = static_cast<int>(blockIdx.z), first = static_cast<int>(blockIdx.x) * kValueTokens;
-  const int column = piece % kPieces * 8;
+  const int column = piece * 8 - head * params.head_dim;
   if (piece == 0 && first == 0 && batch == 0) *params.claimed_tiles = 0;
   if (head >= params.key_heads) return;
   const __nv_bfloat16* in = static_cast<const __nv_bfloat16*>(params.values.data) +
                             batch * params.values.strides[0] + head * params.values.strides[2] + column;
-  __half* out =
-      params.out + (int64_t{batch} * params.key_length * params.key_heads + head) * kHeadDim + column;
+  const int64_t token_size = int64_t{params.key_heads} * params.head_dim;
+  __half* out = params.out + batch * params.key_length * token_size + piece * 8;
   Values packs[kValueTokens];
 #pragma unroll
   for (int i = 0; i < kValueTokens; ++i)
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kValueThreads)
     packs[i].to_floats(values);
 #pragma unroll
     for (int k = 0; k < 8; ++k) values[k] *= kHalfValueScale;
-    store_floats(out + (first + i) * int64_t{params.key_heads} * kHeadDim, values);
+    store_floats(out + (first + i) * token_size, values);
   }
 }
 
@@ -87,21 +87,25 @@ struct Workspace {
 };
 
 // Converts the values into the workspace and sets its parts in params.
-template <class Tile>
-void prepare_workspace(const char* operation, AttentionKernelParams& params, Stream stream) {
+inline void prepare_workspace(const char* operation, AttentionKernelParams& params, Stream stream) {
   const AttentionParams& args = params.args;
   params.half_values = map_tensor(
       operation,
       contiguous_tensor(args.workspace, args.batch, args.key_length, args.key_heads, args.head_dim),
       DType::kFloat16, kTileKeys);
   params.claimed_tiles = Workspace(args).claimed_tiles(args.workspace);
-  const ValueKernelParams conversion{args.v, static_cast<__half*>(args.workspace),
-                                     static_cast<int>(args.key_length), static_cast<int>(args.key_heads),
-                                     params.claimed_tiles};
+  ValueKernelParams conversion{args.v,
+                               static_cast<__half*>(args.workspace),
+                               static_cast<int>(args.key_length),
+                               static_cast<int>(args.key_heads),
+                               static_cast<int>(args.head_dim),
+                               {},
+                               params.claimed_tiles};
+  conversion.head_pieces.set(static_cast<uint32_t>(args.head_dim / 8));
   const dim3 grid(static_cast<unsigned>(ceil_divide(args.key_length, kValueTokens)),
                   static_cast<unsigned>(ceil_divide(args.key_heads * args.head_dim / 8, kValueThreads)),
                   static_cast<unsigned>(args.batch));
-  launch_kernel(operation, attention_value_kernel<Tile::kHeadDim>, grid, kValueThreads, conversion, stream);
+  launch_kernel(operation, attention_value_kernel, grid, kValueThreads, conversion, stream);
 }
 
 }  // namespace h100_diffusers_kernels

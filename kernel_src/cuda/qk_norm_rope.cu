@@ -26,11 +26,29 @@ __device__ __forceinline__ void multiply_by_weight(float (&n)[kSize], const T* w
   multiply(n, pack);
 }
 
+template <typename T, int kSize>
+__device__ __forceinline__ void add_bias(float (&n)[kSize], const T* bias) {
+  Pack<T, kSize> pack;
+  pack.load(bias);
+  add(n, pack);
+}
+
+// Returns the sum of the values, in double for float32 results.
+template <typename T, int kSize>
+__device__ __forceinline__ RowSum<T> sum_of(const float (&values)[kSize]) {
+  if constexpr (!kHasExactStatistics<T>) return tree_sum<kSize>([&](int j) { return values[j]; });
+  RowSum<T> sum = 0;
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) sum += values[j];
+  return sum;
+}
+
 // Query and key, with weights of their dtype or none. Kernels for these alone need fewer registers.
 struct PlainOperands {
   using Params = QkNormRopeParams;
   static constexpr bool kHasKey = true;
   static constexpr bool kIsGeneral = false;
+  static constexpr bool kIsLayerNorm = false;
 };
 
 // Query, key if kHasKey_, and values if they are given, with weights that may be float32 with 16-bit rows.
@@ -39,6 +57,12 @@ struct GeneralOperands {
   using Params = QkvNormRopeParams;
   static constexpr bool kHasKey = kHasKey_;
   static constexpr bool kIsGeneral = true;
+  static constexpr bool kIsLayerNorm = false;
+};
+
+// Likewise with LayerNorm of each head.
+struct LayerNormOperands : GeneralOperands<true> {
+  static constexpr bool kIsLayerNorm = true;
 };
 
 template <class Params>
@@ -50,6 +74,7 @@ struct QkKernelParams : Params {
 template <int... kThreads>
 struct GroupThreads {};
 using AllGroupThreads = GroupThreads<4, 8, 32, 64, 96, 128, 192, 256, 320, 512>;
+using LayerNormThreads = GroupThreads<4, 8, 32>;
 constexpr int kMaxGroupThreads = 512;
 
 // Units of query, and of key, that a thread holds in registers.
@@ -145,23 +170,49 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
   }
 
   const bool is_norm = p.norm != NormScope::kNone;
-  Statistic<T> q_scale, k_scale;
+  Statistic<T> q_mean, k_mean, q_scale, k_scale;
+  // The values of a unit, without their mean if it is a LayerNorm.
+  const auto read = [&](const Unit& unit, const Statistic<T>& mean, float(&a)[kSize], float(&b)[kSize]) {
+    unit.first.to_floats(a);
+    unit.second.to_floats(b);
+    if constexpr (Operands::kIsLayerNorm) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        a[j] = mean.subtracted_from(a[j]);
+        b[j] = mean.subtracted_from(b[j]);
+      }
+    }
+  };
   if (is_norm) {
     constexpr int kNorms = Operands::kHasKey ? 2 : 1;
+    using Reduce = GroupReduce<Sum, RowSum<T>, kGroupThreads, kNorms>;
     RowSum<T> sums[kNorms] = {};
-    const auto accumulate = [&](RowSum<T>& sum, const Unit& unit) {
+    if constexpr (Operands::kIsLayerNorm) {
+      const auto add_values = [&](RowSum<T>& sum, const Unit& unit) {
+        if (!unit.is_present) return;
+        float a[kSize], b[kSize];
+        read(unit, {}, a, b);
+        sum += sum_of<T>(a) + sum_of<T>(b);
+      };
+      add_values(sums[0], q[0]);
+      add_values(sums[1], k[0]);
+      Reduce{}(sums);
+      q_mean = Statistic<T>::from(divide<T>(sums[0], static_cast<RowSum<T>>(head_dim)));
+      k_mean = Statistic<T>::from(divide<T>(sums[1], static_cast<RowSum<T>>(head_dim)));
+      sums[0] = sums[1] = 0;
+    }
+    const auto accumulate = [&](RowSum<T>& sum, const Unit& unit, const Statistic<T>& mean) {
       if (!unit.is_present) return;
       float a[kSize], b[kSize];
-      unit.first.to_floats(a);
-      unit.second.to_floats(b);
+      read(unit, mean, a, b);
       sum += tree_sum<kSize>([&](int j) { return fmaf(a[j], a[j], b[j] * b[j]); });
     };
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
-      accumulate(sums[0], q[i]);
-      if constexpr (Operands::kHasKey) accumulate(sums[1], k[i]);
+      accumulate(sums[0], q[i], q_mean);
+      if constexpr (Operands::kHasKey) accumulate(sums[1], k[i], k_mean);
     }
-    GroupReduce<Sum, RowSum<T>, kGroupThreads, kNorms>{}(sums);
+    Reduce{}(sums);
     q_scale = rms_scale_of<T>(sums[0], spans_heads ? q_heads * head_dim : head_dim, p.eps);
     if constexpr (Operands::kHasKey)
       k_scale = rms_scale_of<T>(sums[1], spans_heads ? k_heads * head_dim : head_dim, p.eps);
@@ -171,12 +222,11 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
   for (int i = 0; i < kUnits; ++i) {
     const UnitPosition& position = positions[i];
     if constexpr (!kPrefetchesRotation) look_up(i);
-    const auto finish = [&](const Unit& unit, const HeadsOperand& tensor, const Statistic<T>& scale,
-                            bool weight_is_float32) {
+    const auto finish = [&](const Unit& unit, const HeadsOperand& tensor, const Statistic<T>& mean,
+                            const Statistic<T>& scale, bool weight_is_float32, const Bias& bias) {
       if (!unit.is_present) return;
       float a[kSize], b[kSize];
-      unit.first.to_floats(a);
-      unit.second.to_floats(b);
+      read(unit, mean, a, b);
       if (is_norm) {
 #pragma unroll
         for (int j = 0; j < kSize; ++j) {
@@ -195,22 +245,33 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
         else
           multiply_by_weights(static_cast<const T*>(tensor.weight));
       }
+      if constexpr (Operands::kIsLayerNorm) {
+        const auto add_biases = [&](const auto* values) {
+          add_bias(a, values + position.first);
+          add_bias(b, values + position.second);
+        };
+        if (bias.values && sizeof(T) < sizeof(float) && bias.is_float32)
+          add_biases(static_cast<const float*>(bias.values));
+        else if (bias.values)
+          add_biases(static_cast<const T*>(bias.values));
+      }
       if constexpr (Rope::kIsRope) rotate<kLayout>(a, b, rotations[i]);
       T* head = static_cast<T*>(tensor.out) + head_offset(tensor.out_strides, position);
       store_floats(head + position.first, a);
       store_floats(head + position.second, b);
     };
     if constexpr (Operands::kIsGeneral) {
-      finish(q[i], p.q, q_scale, p.q_weight_is_float32);
-      if constexpr (Operands::kHasKey) finish(k[i], p.k, k_scale, p.k_weight_is_float32);
+      finish(q[i], p.q, q_mean, q_scale, p.q_weight_is_float32, p.q_bias);
+      if constexpr (Operands::kHasKey)
+        finish(k[i], p.k, k_mean, k_scale, p.k_weight_is_float32, p.k_bias);
       if constexpr (!kPrefetchesValues) {
         const bool is_unit = is_group && position.head - group_head < group_heads;
         fetch(v[i], p.v, static_cast<int>(p.v.heads), position, is_unit);
         store(v[i], p.v, position);
       }
     } else {
-      finish(q[i], p.q, q_scale, false);
-      finish(k[i], p.k, k_scale, false);
+      finish(q[i], p.q, q_mean, q_scale, false, {});
+      finish(k[i], p.k, k_mean, k_scale, false, {});
     }
   }
 }
@@ -231,7 +292,7 @@ template <typename T, class Rope, RopeLayout kLayout, class Operands>
 __global__ void __launch_bounds__(kScalarThreads)
     scalar_qk_norm_rope_kernel(const __grid_constant__ typename Operands::Params p) {
   const HeadsOperand& tensor = operand_of<Operands>(p, blockIdx.y);
-  const bool spans_heads = p.norm == NormScope::kAcrossHeads;
+  const bool spans_heads = !Operands::kIsLayerNorm && p.norm == NormScope::kAcrossHeads;
   const int head_dim = static_cast<int>(p.head_dim);
   int max_heads = static_cast<int>(p.q.heads > p.k.heads ? p.q.heads : p.k.heads);
   if constexpr (Operands::kIsGeneral) max_heads = max(max_heads, static_cast<int>(p.v.heads));
@@ -264,20 +325,31 @@ __global__ void __launch_bounds__(kScalarThreads)
     }
   }
 
-  const bool is_norm = p.norm != NormScope::kNone;
-  Statistic<T> scale;
+  const bool is_norm = Operands::kIsLayerNorm || p.norm != NormScope::kNone;
+  Statistic<T> mean, scale;
+  const auto read = [&](int i) {
+    const float x = to_float(static_cast<const T*>(tensor.in)[element(i, tensor.in_strides)]);
+    return Operands::kIsLayerNorm ? mean.subtracted_from(x) : x;
+  };
   if (is_norm) {
+    using Reduce = GroupReduce<Sum, RowSum<T>, kScalarThreads, 1, Operands::kIsLayerNorm ? 2 : 1>;
     RowSum<T> sum[1] = {0};
+    if constexpr (Operands::kIsLayerNorm) {
+      for_each_element([&](int i) { sum[0] += read(i); });
+      Reduce{}(sum, 1);
+      mean = Statistic<T>::from(divide<T>(sum[0], static_cast<RowSum<T>>(span)));
+      sum[0] = 0;
+    }
     for_each_element([&](int i) {
-      const float x = to_float(static_cast<const T*>(tensor.in)[element(i, tensor.in_strides)]);
+      const float x = read(i);
       sum[0] += x * x;
     });
     // Its barrier also separates these reads from in-place writes.
-    GroupReduce<Sum, RowSum<T>, kScalarThreads>{}(sum);
+    Reduce{}(sum);
     scale = rms_scale_of<T>(sum[0], span, p.eps);
   }
-  const auto normalized = [&](int i) {
-    const float x = to_float(static_cast<const T*>(tensor.in)[element(i, tensor.in_strides)]);
+  const auto weighted = [&](int i) {
+    const float x = read(i);
     const float n = is_norm ? scale.times(x) : x;
     if constexpr (Operands::kIsGeneral && sizeof(T) < sizeof(float)) {
       const bool is_float32 = blockIdx.y == 0 ? p.q_weight_is_float32 : p.k_weight_is_float32;
@@ -285,6 +357,16 @@ __global__ void __launch_bounds__(kScalarThreads)
     }
     const T* weight = static_cast<const T*>(tensor.weight);
     return weight ? n * to_float(weight[i]) : n;
+  };
+  const auto normalized = [&](int i) {
+    const float n = weighted(i);
+    if constexpr (Operands::kIsLayerNorm) {
+      const Bias& bias = blockIdx.y == 0 ? p.q_bias : p.k_bias;
+      if (!bias.values) return n;
+      if (sizeof(T) < sizeof(float) && bias.is_float32) return n + static_cast<const float*>(bias.values)[i];
+      return n + to_float(static_cast<const T*>(bias.values)[i]);
+    }
+    return n;
   };
   const auto store = [&](int i, float value) {
     static_cast<T*>(tensor.out)[element(i, tensor.out_strides)] = from_float<T>(value);
@@ -335,6 +417,8 @@ bool has_vector_access(const typename Operands::Params& p, int element_bytes) {
   for (const HeadsOperand* operand : {&p.q, &p.k})
     vector = vector && has_vector_rows(*operand, element_bytes);
   if constexpr (Operands::kIsGeneral) vector = vector && has_vector_rows(p.v, element_bytes);
+  if constexpr (Operands::kIsLayerNorm)
+    vector = vector && is_16_byte_aligned(p.q_bias.values) && is_16_byte_aligned(p.k_bias.values);
   return vector && (!p.tables.cos || has_vector_rows(p.tables, element_bytes));
 }
 
@@ -350,7 +434,7 @@ void launch(const typename Operands::Params& p, Stream stream) {
   const int64_t groups = p.batch * p.seq * (spans_heads ? 1 : max_heads);
   const int64_t units = (spans_heads ? max_heads : 1) * p.head_dim / (2 * kPackSize<T, Access::kVector>);
   const bool has_vectors = has_vector_access<Operands>(p, sizeof(T));
-  if constexpr (Operands::kIsGeneral) {
+  if constexpr (Operands::kIsGeneral && !Operands::kIsLayerNorm) {
     if (has_vectors && units > kMaxKeyThreads && p.k.in) {
       QkvNormRopeParams part = p;
       part.k = part.v = {};
@@ -363,8 +447,8 @@ void launch(const typename Operands::Params& p, Stream stream) {
   }
   const auto launch_groups = [&](auto threads) {
     constexpr int kBlock = kBlockThreads<threads>;
-    using Launched =
-        std::conditional_t<Operands::kIsGeneral, GeneralOperands<(threads <= kMaxKeyThreads)>, Operands>;
+    using Launched = std::conditional_t<Operands::kIsGeneral && !Operands::kIsLayerNorm,
+                                        GeneralOperands<(threads <= kMaxKeyThreads)>, Operands>;
     QkKernelParams<typename Operands::Params> params{p, {}, {}, {}};
     params.seq_divisor.set(static_cast<uint32_t>(p.seq));
     params.max_heads_divisor.set(static_cast<uint32_t>(max_heads));
@@ -372,7 +456,8 @@ void launch(const typename Operands::Params& p, Stream stream) {
     launch_kernel(kOperation, qk_norm_rope_kernel<T, Rope, kLayout, threads, Launched>,
                   dim3(ceil_divide(groups, kBlock / threads)), kBlock, params, stream);
   };
-  const bool launched = has_vectors && dispatch_group_threads(AllGroupThreads{}, units, launch_groups);
+  using Available = std::conditional_t<Operands::kIsLayerNorm, LayerNormThreads, AllGroupThreads>;
+  const bool launched = has_vectors && dispatch_group_threads(Available{}, units, launch_groups);
   if (!launched)
     launch_kernel(kOperation, scalar_qk_norm_rope_kernel<T, Rope, kLayout, Operands>,
                   dim3(groups, Operands::kIsGeneral ? 3 : 2), kScalarThreads, p, stream);
@@ -411,6 +496,7 @@ void split_heads(QkvNormRopeParams& p) {
   p.q.heads /= 2;
   p.k = p.q;
   p.k_weight_is_float32 = p.q_weight_is_float32;
+  p.k_bias = p.q_bias;
   const int64_t bytes = p.q.heads * bytes_of(p.dtype);
   p.k.in = static_cast<const char*>(p.q.in) + p.q.in_strides[2] * bytes;
   p.k.out = static_cast<char*>(p.q.out) + p.q.out_strides[2] * bytes;
@@ -421,6 +507,7 @@ void split_heads(QkvNormRopeParams& p) {
 void qk_norm_rope(const QkvNormRopeParams& params, Stream stream) {
   QkvNormRopeParams p = params;
   if (can_split_heads(p)) split_heads(p);
+  if (p.norm == NormScope::kLayerPerHead) return dispatch<LayerNormOperands>(p, stream);
   const bool has_more = !p.k.in || p.v.in || p.q_weight_is_float32 || p.k_weight_is_float32;
   if (has_more || p.tables.is_complex) return dispatch<GeneralOperands<true>>(p, stream);
   dispatch<PlainOperands>(p, stream);

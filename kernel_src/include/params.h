@@ -140,7 +140,8 @@ struct GroupNormParams {
 int64_t group_norm_workspace_bytes(const GroupNormParams& params, Stream stream);
 void group_norm(const GroupNormParams& params, Stream stream);
 
-enum class NormScope : int32_t { kNone, kAcrossHeads, kPerHead };
+// RMS norm across the heads of a token or of each head, or LayerNorm of each head.
+enum class NormScope : int32_t { kNone, kAcrossHeads, kPerHead, kLayerPerHead };
 
 // Rotated pairs are the elements (2i, 2i+1) of a head (interleaved) or (i, i + head_dim/2) (half).
 enum class RopeLayout : int32_t { kInterleaved, kHalf };
@@ -152,7 +153,7 @@ struct HeadsOperand {
   int64_t in_strides[3];
   int64_t out_strides[3];
   int64_t heads;
-  const void* weight;  // kAcrossHeads: (heads*head_dim,); kPerHead: (head_dim,); may be null
+  const void* weight;  // kAcrossHeads: (heads*head_dim,); per head: (head_dim,); may be null
 };
 
 // Tables of cosines and sines.
@@ -167,8 +168,8 @@ struct RopeTables {
   int64_t sin_strides[3];
 };
 
-// n = x * rsqrt(mean(x^2) + eps) * weight over the norm's scope, then each pair (a, b) of n becomes
-// (a*cos_a - b*sin_a, b*cos_b + a*sin_b).
+// n = x * rsqrt(mean(x^2) + eps) * weight over the norm's scope, or as LayerNorm of a head; then each pair
+// (a, b) of n becomes (a*cos_a - b*sin_a, b*cos_b + a*sin_b).
 struct QkNormRopeParams {
   int64_t batch;
   int64_t seq;
@@ -193,11 +194,18 @@ struct QkNormRopeParams {
   int32_t identity_pairs;
 };
 
+// (head_dim,).
+struct Bias {
+  const void* values;  // may be null
+  bool is_float32;     // otherwise it has the dtype
+};
+
 // k is absent if k.in is null, v if v.in is null. v is copied.
 struct QkvNormRopeParams : QkNormRopeParams {
   HeadsOperand v;            // weight unused
   bool q_weight_is_float32;  // otherwise it has the dtype
   bool k_weight_is_float32;
+  Bias q_bias, k_bias;  // only kLayerPerHead
 };
 
 void qk_norm_rope(const QkvNormRopeParams& params, Stream stream);
@@ -277,28 +285,38 @@ void softmax(const SoftmaxParams& params, Stream stream);
 // Largest number of queries (of all heads and samples) and of keys in one launch. Kernels count them in an
 // int, beyond the last tile too, so this is half of an int's range.
 constexpr int64_t kMaxAttentionRows = int64_t{1} << 30;
+constexpr int64_t kAttentionHeadDimStep = 8, kMaxAttentionHeadDim = 128;
 
-// Query, key or value, (batch, seq, heads, head_dim). The strides are those of the first three; 0 broadcasts.
+// Query, key, value or addend, (batch, seq, heads, head_dim), or the gate, (batch, seq, heads). The strides
+// are those of the first three dimensions; 0 broadcasts.
 struct AttentionOperand {
   const void* data;
   int64_t strides[3];
+
+  constexpr int64_t offset(int64_t batch, int64_t seq, int64_t head) const {
+    return batch * strides[0] + seq * strides[1] + head * strides[2];
+  }
 };
 
 // The output has the query's shape. Its elements do not overlap.
 struct AttentionOutput {
   void* data;
   int64_t strides[3];
+
+  constexpr int64_t offset(int64_t batch, int64_t seq, int64_t head) const {
+    return batch * strides[0] + seq * strides[1] + head * strides[2];
+  }
 };
 
-// out = softmax(scale * q k^T + key_bias) v, over the first key_lengths[batch] keys. Query head h attends to
-// key head h / (heads / key_heads) (grouped-query attention).
+// out = softmax(scale * q k^T + key_bias) v * gate + addend, over the first key_lengths[batch] keys. Query
+// head h attends to key head h / (heads / key_heads) (grouped-query attention).
 struct AttentionParams {
   int64_t batch;
   int64_t query_length;
   int64_t key_length;
   int64_t heads;
   int64_t key_heads;
-  int64_t head_dim;  // 64 or 128
+  int64_t head_dim;  // a multiple of 8, at most kMaxAttentionHeadDim
   DType dtype;       // float16 or bfloat16
   float scale;       // > 0
   AttentionOperand q, k, v;
@@ -307,6 +325,9 @@ struct AttentionParams {
   int64_t key_bias_stride;     // 0 broadcasts
   bool key_bias_is_float32;    // otherwise it has the dtype
   const int32_t* key_lengths;  // (batch,), clamped to 0 ... key_length; may be null
+  AttentionOperand gate;       // data may be null
+  bool gate_is_float32;        // otherwise it has the dtype
+  AttentionOperand addend;     // data may be null
   void* workspace;             // attention_workspace_bytes long, aligned to 256 bytes
 };
 

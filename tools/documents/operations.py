@@ -26,7 +26,7 @@ from .common import (
 
 LIBRARIES = {"liger": "Liger", "quack": "QuACK"}
 ATTENTION_PEERS = {"cudnn": "cuDNN", "flash": "Torch flash", "fa3": "FA3"}
-SLOW_INPUTS = ("rising", "jump", "large range")  # of attention
+SLOW_INPUTS = ("rising", "jump", "steps", "large range")  # of attention
 TUNED_MODE = "max-autotune-no-cudagraphs"
 LTX_ROWS = [2, 8064]  # batch and tokens of LTX-Video at 161 frames, the shape shown of an operation
 # The shapes of attention that its tables show: LTX-Video, FLUX.1, Wan, and LTX-Video's text.

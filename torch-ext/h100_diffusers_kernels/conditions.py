@@ -14,7 +14,7 @@ from .operators import PLAIN_TYPES, is_differentiated, is_plain
 
 # A build has kernels for one device type, which its operator namespace names.
 KERNEL_DEVICE_TYPE = "cuda" if "_cuda_" in add_op_namespace_prefix("") else "cpu"
-ATTENTION_HEAD_DIMS = (64, 128)
+ATTENTION_HEAD_DIMS = range(8, 129, 8)
 
 _IS_CUDA = KERNEL_DEVICE_TYPE == "cuda"
 
@@ -178,8 +178,11 @@ def attention_takes(query: Tensor, key: Tensor, value: Tensor, heads: int | None
         query.dtype in ATTENTION_DTYPES
         and (of_query[3] if heads is None else of_query[2] / heads) in ATTENTION_HEAD_DIMS
         and same_dtype_and_unit_stride(query, key, value)
-        and of_query[::2] == of_key[::2]
-        and of_query[3:] == of_key[3:]
+        and of_query[0] == of_key[0]
+        and of_query[2] % of_key[2] == 0  # heads may share keys
+        and (
+            of_query[3:] == of_key[3:] if heads is None else of_key[2] % (of_query[2] / heads) == 0
+        )
         and of_key == value.shape
         and not is_differentiated(query, key, value)
     )

@@ -24,7 +24,7 @@ _pad = torch.nn.functional.pad
 _scaled_dot_product_attention = torch.nn.functional.scaled_dot_product_attention
 _silu = torch.nn.functional.silu
 
-NO_NORM, ACROSS_HEADS, PER_HEAD = range(3)
+NO_NORM, ACROSS_HEADS, PER_HEAD, LAYER_PER_HEAD = range(4)
 INTERLEAVED, HALF = range(2)
 
 
@@ -236,7 +236,7 @@ class _RotatedByKernel(torch.autograd.Function):
         ctx.save_for_backward(first, second)
         ctx.options = is_coordinates, layout
         options = is_coordinates, q.shape[2], NO_NORM, layout, 0.0
-        return ops.qk_norm_rope.default(q, k, None, None, first, second, *options)
+        return ops.qk_norm_rope.default(q, k, *[None] * 4, first, second, *options)
 
     @staticmethod
     def backward(ctx, q, k):
@@ -256,14 +256,26 @@ class _RotatedByKernel(torch.autograd.Function):
 
 
 def _by_head(
-    x: Tensor, weight: Optional[Tensor], head_dim: int, norm_scope: int, eps: float
+    x: Tensor,
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    head_dim: int,
+    norm_scope: int,
+    eps: float,
 ) -> Tensor:
     """``x`` as (B, S, H, d), normalized."""
     x = x.reshape(x.shape[0], x.shape[1], -1)
     if norm_scope == ACROSS_HEADS:
         x = _normalized(x, False, weight, None, eps)
     x = x.unflatten(2, (x.shape[2] // head_dim if head_dim else 0, head_dim))
-    return _normalized(x, False, weight, None, eps) if norm_scope == PER_HEAD else x
+    if norm_scope == PER_HEAD:
+        return _normalized(x, False, weight, bias, eps)
+    if norm_scope == LAYER_PER_HEAD:
+        # In float32: a weight's gradient is a sum over all heads of all tokens.
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
+        return _normalized(x.to(dtype), True, weight, bias, eps).to(x.dtype)
+    return x
 
 
 def _rotated_by(n: Tensor, rotation: tuple[Any, Any, bool], layout: int) -> Tensor:
@@ -276,6 +288,8 @@ def qk_norm_rope(
     k: Tensor,
     q_weight: Optional[Tensor],
     k_weight: Optional[Tensor],
+    q_bias: Optional[Tensor],
+    k_bias: Optional[Tensor],
     first: Optional[Tensor],
     second: Optional[Tensor],
     is_coordinates: bool,
@@ -285,8 +299,9 @@ def qk_norm_rope(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     rotation = first, second, is_coordinates
+    parameters = q_weight, k_weight, q_bias, k_bias
     return qk_norm_two_ropes(
-        q, k, None, q_weight, k_weight, *rotation, *rotation, heads, norm_scope, layout, eps
+        q, k, None, *parameters, *rotation, *rotation, heads, norm_scope, layout, eps
     )
 
 
@@ -296,6 +311,8 @@ def qk_norm_two_ropes(
     v: None,
     q_weight: Optional[Tensor],
     k_weight: Optional[Tensor],
+    q_bias: Optional[Tensor],
+    k_bias: Optional[Tensor],
     first: Optional[Tensor],
     second: Optional[Tensor],
     is_coordinates: bool,
@@ -309,9 +326,9 @@ def qk_norm_two_ropes(
 ) -> tuple[Tensor, Tensor]:
     dtype, shapes = q.dtype, (q.shape, k.shape)
     head_dim = q.shape[2:].numel() // heads
-    q, k, q_weight, k_weight = _promoted(q, k, q_weight, k_weight)
-    q = _by_head(q, q_weight, head_dim, norm_scope, eps)
-    k = _by_head(k, k_weight, head_dim, norm_scope, eps)
+    q, k, q_weight, k_weight, q_bias, k_bias = _promoted(q, k, q_weight, k_weight, q_bias, k_bias)
+    q = _by_head(q, q_weight, q_bias, head_dim, norm_scope, eps)
+    k = _by_head(k, k_weight, k_bias, head_dim, norm_scope, eps)
     rotation, k_rotation = (first, second, is_coordinates), (k_first, k_second, k_is_coordinates)
     if first is not None and first is k_first and not is_differentiated(first, second):
         q, k = _RotatedByKernel.apply(q, k, *rotation, layout)
@@ -322,7 +339,7 @@ def qk_norm_two_ropes(
 
 def rope(x: Tensor, cos: Tensor, sin: Optional[Tensor], layout: int) -> Tensor:
     head_dim = x.shape[3] if x.dim() == 4 else cos.shape[-1] * (2 if sin is None else 1)
-    n = _by_head(x, None, head_dim, NO_NORM, 0.0)
+    n = _by_head(x, None, None, head_dim, NO_NORM, 0.0)
     return _rotated_by(n, (cos, sin, False), layout).reshape(x.shape).to(x.dtype)
 
 
@@ -378,6 +395,8 @@ def attention(
     key_bias: Optional[Tensor],
     key_lengths: Optional[Tensor],
     heads: Optional[int],
+    gate: Optional[Tensor] = None,
+    addend: Optional[Tensor] = None,
 ) -> Tensor:
     shape, dtype = q.shape, q.dtype
     if heads is not None:
@@ -407,4 +426,9 @@ def attention(
         ).transpose(1, 2)
     if has_keys is not None:
         out = out.masked_fill(~has_keys[:, None, None, None], 0)
-    return out.to(dtype).reshape(shape)
+    if gate is not None:
+        out = out.float() * gate[..., None]
+    out = out.reshape(shape)
+    if addend is not None:
+        out = out.float() + addend
+    return out.to(dtype)

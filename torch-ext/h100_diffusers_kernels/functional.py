@@ -44,6 +44,7 @@ _LAYOUTS = {"interleaved": formulas.INTERLEAVED, "half": formulas.HALF}
 _NORM_SCOPES = {
     "across_heads": formulas.ACROSS_HEADS,
     "per_head": formulas.PER_HEAD,
+    "layer_per_head": formulas.LAYER_PER_HEAD,
     "none": formulas.NO_NORM,
 }
 _APPROXIMATIONS = {"none": False, "tanh": True}
@@ -90,9 +91,9 @@ def _branch(operation: str, addend: Any, x_weight: Any, x_eps: Any, tanh_gate: A
     if x_eps is not None:
         x_eps = number(operation, "x_eps", x_eps, "a number or None")
     elif x_weight is not None:
-        fail(operation, "x_weight must be None without x_eps, which switches the norm of x on")
+        fail(operation, f"x_weight must be None if x_eps is None, got a {shown(x_weight)}")
     if type(tanh_gate) is not bool:
-        refuse_type(operation, "tanh_gate", "a bool", tanh_gate)
+        refuse_type(operation, "tanh_gate", "True or False", tanh_gate)
     return addend, x_weight, x_eps, tanh_gate
 
 
@@ -240,7 +241,12 @@ def gated_residual(
         x_weight: ``(D,)``, T or float32, or None.
         tanh_gate: whether ``tanh(gate)`` takes the gate's place.
     """
-    if addend is None and x_weight is x_eps is None and not tanh_gate and type(gate) is not tuple:
+    if (
+        addend is None
+        and x_weight is x_eps is None
+        and tanh_gate is False
+        and type(gate) is not tuple
+    ):
         return _gated_residual(residual, x, gate)
     gate, gate_row = _split("gated_residual", "gate", gate)
     branch = _branch("gated_residual", addend, x_weight, x_eps, tanh_gate)
@@ -281,7 +287,7 @@ def gated_residual_rms_norm_modulate(
     if (
         addend is None
         and x_weight is x_eps is None
-        and not tanh_gate
+        and tanh_gate is False
         and tuple not in (type(gate), type(scale), type(shift))
     ):
         return _gated_residual_rms_norm_modulate(*arguments)
@@ -329,7 +335,7 @@ def gated_residual_layer_norm_modulate(
     if (
         addend is None
         and x_weight is x_eps is None
-        and not tanh_gate
+        and tanh_gate is False
         and tuple not in (type(gate), type(scale), type(shift))
     ):
         return _gated_residual_layer_norm_modulate(*arguments)
@@ -534,11 +540,13 @@ def qk_norm_rope(
     k_rope: Any = None,
     v: Optional[Tensor] = None,
     out: Optional[tuple] = None,
+    q_bias: Optional[Tensor] = None,
+    k_bias: Optional[Tensor] = None,
 ) -> tuple[Any, ...]:
-    """Query and key, normalized (RMS) and rotated.
+    """Query and key, normalized and rotated.
 
-    ``n = x / sqrt(mean(x²) + eps) * weight``, then each pair ``(a, b)`` of ``n`` becomes
-    ``(a * cos_a - b * sin_a, b * cos_b + a * sin_b)``.
+    ``n = x / sqrt(mean(x²) + eps) * weight``, or LayerNorm of each head, then each pair ``(a, b)`` of ``n``
+    becomes ``(a * cos_a - b * sin_a, b * cos_b + a * sin_b)``.
 
     Args:
         q: ``(B, S, heads * d)`` or ``(B, S, heads, d)``, T; strided in any dimension except the last.
@@ -556,7 +564,8 @@ def qk_norm_rope(
             - ``cos + i sin``, complex64, one value per pair, in the same shapes;
             - a :class:`CoordinateRope`.
         heads: number of heads of ``q``.
-        norm: ``"across_heads"`` (mean over all heads of a token), ``"per_head"`` or ``"none"``.
+        norm: ``"across_heads"`` (RMS, mean over all heads of a token), ``"per_head"`` (RMS),
+            ``"layer_per_head"`` (LayerNorm) or ``"none"``.
         layout: the elements of a pair in a head: ``"interleaved"``, (2i, 2i+1), or ``"half"``,
             (i, i + d/2).
         inplace: write the results to ``q`` and ``k``.
@@ -566,6 +575,7 @@ def qk_norm_rope(
         out: ``(q_out, k_out)`` or, with ``v``, ``(q_out, k_out, v_out)``, with the shapes of q, k and v, T,
             strided in any dimension except the last, for example slices of a joint buffer. They must not
             overlap each other or an input, but each may be its own input.
+        q_bias, k_bias: biases of ``"layer_per_head"``, ``(d,)``, float32 or T, or None.
 
     ``inplace`` and ``out`` are refused if an input requires grad or carries a tangent.
 
@@ -587,13 +597,13 @@ def qk_norm_rope(
         raise
     if inplace is False and k_rope is v is out is None:
         rotation = _rotation("rope", rope, False)
-        return _qk_norm_rope(q, k, q_weight, k_weight, *rotation, *options)
+        return _qk_norm_rope(q, k, q_weight, k_weight, q_bias, k_bias, *rotation, *options)
     if not isinstance(inplace, bool):
         refuse_type("qk_norm_rope", "inplace", "True or False", inplace)
     writes = inplace or out is not None
     rotation = _rotation("rope", rope, writes)
     k_rotation = _rotation("k_rope", k_rope, writes)
-    arguments = q_weight, k_weight, *rotation, *k_rotation, *options
+    arguments = q_weight, k_weight, q_bias, k_bias, *rotation, *k_rotation, *options
     if v is not None and out is None:
         fail("qk_norm_rope", "out must be given along with v, got None")
     if not writes:
@@ -852,13 +862,16 @@ def attention(
     key_bias: Optional[Tensor] = None,
     key_lengths: Optional[Tensor] = None,
     heads: Optional[int] = None,
+    gate: Optional[Tensor] = None,
+    addend: Optional[Tensor] = None,
     out: Optional[Tensor] = None,
 ) -> Tensor:
-    """Attention, not causal: ``softmax(scale * q kᵀ + key_bias) v`` of each batch entry and head.
+    """Attention, not causal: ``softmax(scale * q kᵀ + key_bias) v * gate + addend`` of each batch entry and
+    head.
 
     Args:
-        q: ``(B, Sq, H, d)``, bfloat16 or float16, d = 64 or 128; strided in any dimension except the last,
-            such as a view of a packed projection.
+        q: ``(B, Sq, H, d)``, bfloat16 or float16; d is a multiple of 8 up to 128; strided in any dimension
+            except the last, such as a view of a packed projection.
         k, v: ``(B, Sk, Hk, d)``, likewise, of q's dtype. H is a multiple of Hk, and query head ``h``
             attends to key head ``h // (H // Hk)`` (grouped-query attention).
         scale: positive and finite; None for ``1 / sqrt(d)``.
@@ -869,6 +882,9 @@ def attention(
             ``0 ... Sk``. A batch entry without keys gives zeros.
         heads: H, if q is ``(B, Sq, H * d)`` and k and v are ``(B, Sk, Hk * d)``, as linear layers return
             them; otherwise None.
+        gate: ``(B, Sq, H)``, float32 or of q's dtype, or None; strided. A factor of each query and head.
+        addend: of q's shape and dtype, or None; strided like q. Added before the result is rounded, such as
+            the attention of the same queries to other keys.
         out: of q's shape and dtype, or None. On CUDA an ``out`` whose heads are not all aligned to 16 bytes
             needs temporary memory of its size.
 
@@ -888,8 +904,8 @@ def attention(
     if heads is not None and (type(heads) is not int or not 0 < heads <= MAX_INTEGER):
         heads = count("attention", "heads", heads, "an integer or None")
     if out is None:
-        return _attention(q, k, v, scale, key_bias, key_lengths, heads)
-    arguments = q, k, v, scale, key_bias, key_lengths, heads, out
+        return _attention(q, k, v, scale, key_bias, key_lengths, heads, gate, addend)
+    arguments = q, k, v, scale, key_bias, key_lengths, heads, gate, addend, out
     _attention_out((out,), ("out", "None", "a tensor"), *arguments)
     return out
 

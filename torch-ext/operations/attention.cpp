@@ -1,7 +1,9 @@
 // Attention.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "../output.h"
@@ -31,8 +33,10 @@ void set_shape(AttentionParams& params, const ArgumentChecker& check, const Tens
   params.query_length = shape[1];
   params.heads = heads.value_or(shape[2]);
   params.head_dim = heads.has_value() ? head_dim_of(check, *heads) : shape[3];
-  if (params.head_dim != 64 && params.head_dim != 128)
-    fail(check.operation(), "q must have a head_dim of 64 or 128, got ", params.head_dim);
+  if (params.head_dim % kAttentionHeadDimStep != 0 || params.head_dim < 1 ||
+      params.head_dim > kMaxAttentionHeadDim)
+    fail(check.operation(), "q must have a head_dim that is a multiple of ", kAttentionHeadDimStep, " up to ",
+         kMaxAttentionHeadDim, ", got ", params.head_dim);
   check.same_device("k", k);
   check.same_dtype("k", k);
   if (!has_heads(check, k.sizes(), k.dim() > 1 ? k.size(1) : 0, params.head_dim))
@@ -81,10 +85,24 @@ void set_key_lengths(AttentionParams& params, const ArgumentChecker& check, cons
   params.key_lengths = static_cast<const int32_t*>(key_lengths.const_data_ptr());
 }
 
+void set_gate(AttentionParams& params, const ArgumentChecker& check, const Tensor& gate) {
+  check.same_device("gate", gate);
+  check.float32_or_same_dtype("gate", gate);
+  const int64_t shape[3] = {params.batch, params.query_length, params.heads};
+  if (!std::ranges::equal(gate.sizes(), shape))
+    fail(check.operation(), "gate must have shape ", to_string(std::span<const int64_t>(shape)), ", got ",
+         to_string(gate.sizes()));
+  check.stored("gate", gate);
+  params.gate.data = gate.const_data_ptr();
+  for (int64_t dim = 0; dim < 3; ++dim) params.gate.strides[dim] = gate.size(dim) == 1 ? 0 : gate.stride(dim);
+  params.gate_is_float32 = gate.scalar_type() == ScalarType::Float;
+}
+
 // All parameters of a call except its output.
 AttentionParams attention_params(const ArgumentChecker& check, const Tensor& q, const Tensor& k,
                                  const Tensor& v, std::optional<double> scale, const OptionalTensor& key_bias,
-                                 const OptionalTensor& key_lengths, std::optional<int64_t> heads) {
+                                 const OptionalTensor& key_lengths, std::optional<int64_t> heads,
+                                 const OptionalTensor& gate, const OptionalTensor& addend) {
   AttentionParams params{};
   set_shape(params, check, k, v, heads);
   params.dtype = check.dtype();
@@ -94,6 +112,11 @@ AttentionParams attention_params(const ArgumentChecker& check, const Tensor& q, 
   set_operand(params.v, v, params.head_dim);
   if (key_bias.has_value()) set_key_bias(params, check, *key_bias);
   if (key_lengths.has_value()) set_key_lengths(params, check, *key_lengths);
+  if (gate.has_value()) set_gate(params, check, *gate);
+  if (addend.has_value()) {
+    check.same_shape("addend", *addend, check.shape());
+    set_operand(params.addend, *addend, params.head_dim);
+  }
   return params;
 }
 
@@ -112,9 +135,11 @@ void run_attention(const ArgumentChecker& check, AttentionParams& params, const 
 
 OwnedTensor call_attention(const char* operation, const Tensor& q, const Tensor& k, const Tensor& v,
                            std::optional<double> scale, const OptionalTensor& key_bias,
-                           const OptionalTensor& key_lengths, std::optional<int64_t> heads) {
+                           const OptionalTensor& key_lengths, std::optional<int64_t> heads,
+                           const OptionalTensor& gate, const OptionalTensor& addend) {
   const ArgumentChecker check(operation, "q", q, heads.has_value() ? 3 : 4, false);
-  AttentionParams params = attention_params(check, q, k, v, scale, key_bias, key_lengths, heads);
+  AttentionParams params =
+      attention_params(check, q, k, v, scale, key_bias, key_lengths, heads, gate, addend);
   OwnedTensor out = check.empty(check.shape());
   run_attention(check, params, Tensor(out));
   return out;
@@ -122,20 +147,29 @@ OwnedTensor call_attention(const char* operation, const Tensor& q, const Tensor&
 
 void call_attention_out(const char* operation, const Tensor& q, const Tensor& k, const Tensor& v,
                         std::optional<double> scale, const OptionalTensor& key_bias,
-                        const OptionalTensor& key_lengths, std::optional<int64_t> heads, const Tensor& out) {
+                        const OptionalTensor& key_lengths, std::optional<int64_t> heads,
+                        const OptionalTensor& gate, const OptionalTensor& addend, const Tensor& out) {
   const ArgumentChecker check(operation, "q", q, heads.has_value() ? 3 : 4, false);
-  AttentionParams params = attention_params(check, q, k, v, scale, key_bias, key_lengths, heads);
+  AttentionParams params =
+      attention_params(check, q, k, v, scale, key_bias, key_lengths, heads, gate, addend);
   check_out(check, out, check.shape(),
-            {{"q", q}, {"k", k}, {"v", v}, {"key_bias", key_bias}, {"key_lengths", key_lengths}});
+            {{"q", q},
+             {"k", k},
+             {"v", v},
+             {"key_bias", key_bias},
+             {"key_lengths", key_lengths},
+             {"gate", gate},
+             {"addend", addend}});
   run_attention(check, params, out);
 }
 
 constexpr Operation kOperations[] = {
     operation<"attention(Tensor q, Tensor k, Tensor v, float? scale, Tensor? key_bias, Tensor? key_lengths,"
-              " int? heads) -> Tensor",
+              " int? heads, Tensor? gate, Tensor? addend) -> Tensor",
               call_attention>(),
     operation<"attention_out(Tensor q, Tensor k, Tensor v, float? scale, Tensor? key_bias,"
-              " Tensor? key_lengths, int? heads, Tensor(a!) out) -> ()",
+              " Tensor? key_lengths, int? heads, Tensor? gate, Tensor? addend, Tensor(a!) out)"
+              " -> ()",
               call_attention_out>(),
 };
 

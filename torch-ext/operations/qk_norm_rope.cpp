@@ -31,6 +31,8 @@ struct Rotation {
 
 constexpr Rotation::Names kKeyNames = {{"k_cos", "k_sin"}, "k_coordinates", "k_frequencies"};
 
+constexpr const char* kNormNames[] = {"none", "across_heads", "per_head", "layer_per_head"};  // by NormScope
+
 class NormRope {
  public:
   struct Named {
@@ -40,9 +42,16 @@ class NormRope {
 
   // Without a rotation of its own the key uses the query's, and must then have the query's length.
   NormRope(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight, const OptionalTensor& k_weight,
-           const Rotation& rotation, const Rotation& k_rotation, int64_t heads, int64_t norm, int64_t layout,
-           double eps)
-      : q_(q), k_(k), q_weight_(q_weight), k_weight_(k_weight), rotation_(rotation), k_rotation_(k_rotation) {
+           const OptionalTensor& q_bias, const OptionalTensor& k_bias, const Rotation& rotation,
+           const Rotation& k_rotation, int64_t heads, int64_t norm, int64_t layout, double eps)
+      : q_(q),
+        k_(k),
+        q_weight_(q_weight),
+        k_weight_(k_weight),
+        q_bias_(q_bias),
+        k_bias_(k_bias),
+        rotation_(rotation),
+        k_rotation_(k_rotation) {
     params_.dtype = check_.dtype();
     params_.eps = static_cast<float>(eps);
     params_.norm = static_cast<NormScope>(norm);
@@ -59,6 +68,8 @@ class NormRope {
     if (k_seq_ != params_.seq) require_countable("k", k, params_.k.heads);
     params_.q_weight_is_float32 = set_weight(params_.q, "q_weight", q_weight);
     params_.k_weight_is_float32 = set_weight(params_.k, "k_weight", k_weight);
+    set_bias(params_.q_bias, "q_bias", q_bias);
+    set_bias(params_.k_bias, "k_bias", k_bias);
     set_rotation(params_, {"q", params_.q.heads, !k_rotation.is_given()}, rotation);
     if (!k_rotation.is_given()) return;
     k_params_.batch = params_.batch;
@@ -109,6 +120,8 @@ class NormRope {
       for (size_t i = 0; i < 3; ++i) check_read(inputs[i], outputs, where, &outputs[i]);
     check_read({"q_weight", q_weight_}, outputs, where);
     check_read({"k_weight", k_weight_}, outputs, where);
+    check_read({"q_bias", q_bias_}, outputs, where);
+    check_read({"k_bias", k_bias_}, outputs, where);
     for (const Rotation* rotation : {&rotation_, &k_rotation_}) {
       check_read({rotation->first_name(), rotation->first}, outputs, where);
       check_read({rotation->second_name(), rotation->second}, outputs, where);
@@ -155,16 +168,29 @@ class NormRope {
   bool set_weight(HeadsOperand& operand, const char* name, const OptionalTensor& tensor) const {
     if (!tensor.has_value()) return false;
     if (params_.norm == NormScope::kNone)
-      fail(operation_, name, " is accepted only with norm 'across_heads' or 'per_head', got norm 'none'");
+      fail(operation_, name, " is accepted only with a norm, got norm 'none'");
     check_.same_device(name, *tensor);
     check_.float32_or_same_dtype(name, *tensor);
-    const int64_t heads = params_.norm == NormScope::kPerHead ? 1 : operand.heads;
+    const int64_t heads = params_.norm == NormScope::kAcrossHeads ? operand.heads : 1;
     if (tensor->dim() != 1 || tensor->size(0) != heads * params_.head_dim)
       fail(operation_, name, " must have shape (", heads * params_.head_dim, ",), got ",
            to_string(tensor->sizes()));
     check_.readable(name, *tensor);
     operand.weight = tensor->const_data_ptr();
     return tensor->dtype() != q_.dtype();
+  }
+
+  void set_bias(Bias& bias, const char* name, const OptionalTensor& tensor) const {
+    if (!tensor.has_value()) return;
+    if (params_.norm != NormScope::kLayerPerHead)
+      fail(operation_, name, " is accepted only with norm 'layer_per_head', got norm '",
+           kNormNames[static_cast<int>(params_.norm)], "'");
+    check_.same_device(name, *tensor);
+    check_.float32_or_same_dtype(name, *tensor);
+    if (tensor->dim() != 1 || tensor->size(0) != params_.head_dim)
+      fail(operation_, name, " must have shape (", params_.head_dim, ",), got ", to_string(tensor->sizes()));
+    check_.readable(name, *tensor);
+    bias = {tensor->const_data_ptr(), tensor->dtype() != q_.dtype()};
   }
 
   // The tensor that a rotation applies to.
@@ -272,6 +298,7 @@ class NormRope {
     of_key.seq = k_seq_;
     of_key.q = params_.k;
     of_key.q_weight_is_float32 = params_.k_weight_is_float32;
+    of_key.q_bias = params_.k_bias;
     of_key.k = {};
     if (k_rotation_.is_given()) {
       of_key.tables = k_params_.tables;
@@ -293,7 +320,7 @@ class NormRope {
   static constexpr const char* operation_ = "qk_norm_rope";
   const Tensor &q_, &k_;
   const Tensor* v_ = nullptr;
-  const OptionalTensor &q_weight_, &k_weight_;
+  const OptionalTensor &q_weight_, &k_weight_, &q_bias_, &k_bias_;
   const Rotation &rotation_, &k_rotation_;
   int64_t k_seq_ = 0;
   const ArgumentChecker check_{operation_, "q", q_, 3};
@@ -302,15 +329,17 @@ class NormRope {
 };
 
 TwoTensors call_qk_norm_rope(const char*, const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
-                             const OptionalTensor& k_weight, const OptionalTensor& first,
+                             const OptionalTensor& k_weight, const OptionalTensor& q_bias,
+                             const OptionalTensor& k_bias, const OptionalTensor& first,
                              const OptionalTensor& second, bool is_coordinates, int64_t heads, int64_t norm,
                              int64_t layout, double eps) {
   const Rotation rotation{first, second, is_coordinates}, none{};
-  return NormRope(q, k, q_weight, k_weight, rotation, none, heads, norm, layout, eps).run();
+  return NormRope(q, k, q_weight, k_weight, q_bias, k_bias, rotation, none, heads, norm, layout, eps).run();
 }
 
 void call_qk_norm_rope_out(const char*, const Tensor& q, const Tensor& k, const OptionalTensor& v,
                            const OptionalTensor& q_weight, const OptionalTensor& k_weight,
+                           const OptionalTensor& q_bias, const OptionalTensor& k_bias,
                            const OptionalTensor& first, const OptionalTensor& second, bool is_coordinates,
                            const OptionalTensor& k_first, const OptionalTensor& k_second,
                            bool k_is_coordinates, int64_t heads, int64_t norm, int64_t layout, double eps,
@@ -318,7 +347,7 @@ void call_qk_norm_rope_out(const char*, const Tensor& q, const Tensor& k, const 
                            bool in_place) {
   const Rotation rotation{first, second, is_coordinates};
   const Rotation k_rotation{k_first, k_second, k_is_coordinates, kKeyNames};
-  NormRope call(q, k, q_weight, k_weight, rotation, k_rotation, heads, norm, layout, eps);
+  NormRope call(q, k, q_weight, k_weight, q_bias, k_bias, rotation, k_rotation, heads, norm, layout, eps);
   if (v.has_value() != v_out.has_value())
     fail("qk_norm_rope", v ? "v_out" : "v", " must be given along with ", v ? "v" : "v_out", ", got None");
   if (v) call.set_values(*v);
@@ -328,12 +357,13 @@ void call_qk_norm_rope_out(const char*, const Tensor& q, const Tensor& k, const 
 // `first` and `second` are a rotation: cos and sin, a complex table and None, or, with `is_coordinates`,
 // coordinates and frequencies. `qk_norm_rope_out` also takes the key's own rotation, and values to copy.
 constexpr Operation kOperations[] = {
-    operation<"qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? first,"
-              " Tensor? second, bool is_coordinates, int heads, int norm, int layout, float eps)"
+    operation<"qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias,"
+              " Tensor? k_bias, Tensor? first, Tensor? second, bool is_coordinates, int heads, int norm,"
+              " int layout, float eps)"
               " -> (Tensor, Tensor)",
               call_qk_norm_rope>(),
     operation<"qk_norm_rope_out(Tensor q, Tensor k, Tensor? v, Tensor? q_weight, Tensor? k_weight,"
-              " Tensor? first, Tensor? second, bool is_coordinates, Tensor? k_first, Tensor? k_second,"
+              " Tensor? q_bias, Tensor? k_bias, Tensor? first, Tensor? second, bool is_coordinates, Tensor? k_first, Tensor? k_second,"
               " bool k_is_coordinates, int heads, int norm, int layout, float eps, Tensor(a!) q_out,"
               " Tensor(b!) k_out, Tensor(c!)? v_out, bool in_place) -> ()",
               call_qk_norm_rope_out>(),

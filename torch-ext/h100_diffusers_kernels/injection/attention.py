@@ -30,7 +30,7 @@ from ..conditions import (
 from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownFunction, class_name
 from .linears import can_write_linear, linear, linear_per_sample, linears, run_dropout, write_linear
-from .norms import RMS, apply_norm, norm_notes, read_norm
+from .norms import LAYER, apply_norm, gated_residual, norm_notes, read_norm
 from .patch import Call, Injection, PatchSpec
 from .report import OWN_ATTENTION
 from .rotary import rope_operand, split_tables
@@ -138,8 +138,7 @@ def why_not_head_dim(head_dim: int | None) -> str | None:
     """Why the kernel does not take heads of this size, as a clause."""
     if head_dim is None or head_dim in ATTENTION_HEAD_DIMS:
         return None
-    known = " and ".join(map(str, ATTENTION_HEAD_DIMS))
-    return f"its heads have {head_dim} elements, and the kernel's {known}"
+    return f"its heads have {head_dim} elements; the kernel takes multiples of 8 up to 128"
 
 
 def why_not_dtype(module: nn.Module) -> str | None:
@@ -201,15 +200,20 @@ def attend(
     *,
     heads: int,
     key_bias: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    gate: Tensor | None = None,
+    addend: Tensor | None = None,
     out: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Attention of all heads, (B, S, H * d), in query's dtype.
+    """Attention of all heads, (B, S, H * d), in query's dtype, times ``gate`` (B, S, H), plus ``addend`` of
+    query's shape.
 
     ``mask`` is the module's argument. ``expand_mask`` converts it as the processor does, if the processor
-    repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_bias`` (B, Sk) is an equivalent of a mask that the
-    dispatch takes unchanged. The result may be written to ``out``. ``options`` are the processor's other
-    arguments to the dispatch.
+    repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_bias`` (B, Sk) or ``key_lengths`` (B,) is an
+    equivalent of a mask that the dispatch takes unchanged. Key and value may have
+    fewer heads, which the processor repeats. The result may be written to ``out``. ``options``
+    are the processor's other arguments to the dispatch.
     """
     spec: Any = call.stand_in.spec
     processor = module.processor
@@ -224,9 +228,17 @@ def attend(
             ):
                 name = f"key bias {key.shape} {key.dtype}"
                 key_bias = call.shared(name, mask, lambda m: key_bias_of(m.unsqueeze(1), key))
-            if mask is None or key_bias is not None:
-                how: Any = {"key_bias": key_bias, "heads": heads, "out": out}
-                return functional.attention(query, key, value, **how)
+            if mask is None or key_bias is not None or key_lengths is not None:
+                how: Any = {"key_bias": key_bias, "key_lengths": key_lengths}
+                how.update(heads=heads, out=out)
+                if (
+                    same_dtype_and_unit_stride(query, addend)
+                    and modulators_compatible(query, gate)
+                    and not is_differentiated(gate, addend)
+                ):
+                    return functional.attention(query, key, value, gate=gate, addend=addend, **how)
+                result = functional.attention(query, key, value, **how)
+                return _gate_and_add(result, gate, addend, heads)
             call.fall_back(f"{OWN_ATTENTION}: its mask differs between queries or heads")
         elif is_differentiated(query, key, value):
             call.leave_attention(GRADIENT)
@@ -239,7 +251,10 @@ def attend(
         is_broadcast = is_free and mask.dim() == 3 and mask.shape[::2] == key.shape[:2]
         mask = mask.unsqueeze(1) if is_broadcast else expand_mask(mask)
     dtype = query.dtype
-    query, key, value = (x.unflatten(2, (heads, -1)) for x in (query, key, value))
+    head_dim = query.shape[2] // heads
+    query, key, value = (x.unflatten(2, (-1, head_dim)) for x in (query, key, value))
+    if key.shape[2] != heads:
+        key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
     if spec.dispatches:
         chosen: Any = {
             "backend": getattr(processor, "_attention_backend", None),
@@ -251,7 +266,13 @@ def attend(
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         sdpa = torch.nn.functional.scaled_dot_product_attention
         result = sdpa(query, key, value, attn_mask=mask, **options).transpose(1, 2)
-    return result.flatten(2, 3).to(dtype)
+    return _gate_and_add(result.flatten(2, 3).to(dtype), gate, addend, heads)
+
+
+def _gate_and_add(x: Tensor, gate: Tensor | None, addend: Tensor | None, heads: int) -> Tensor:
+    if gate is not None:
+        x = (x.unflatten(2, (heads, -1)) * gate.unsqueeze(-1)).flatten(2)
+    return x if addend is None else gated_residual(addend, x, None)
 
 
 def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:
@@ -302,13 +323,17 @@ def _norm_options(
     for name, norm in zip(names, (q, k)):
         if isinstance(norm, str):
             call.fall_back(f"{name} {norm}")
-    if isinstance(q, str) or isinstance(k, str) or not q[0] == k[0] == RMS or q[2] != k[2]:
+    if isinstance(q, str) or isinstance(k, str) or q[0] != k[0] or q[2] != k[2]:
         return None
-    (q_weight,), (k_weight,) = q[1], k[1]
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
-    if not (same_dtype_and_unit_stride(query, key) and alike(query, q_weight, k_weight)):
+    if not (same_dtype_and_unit_stride(query, key) and alike(query, *q[1], *k[1])):
         return None
-    return {"q_weight": q_weight, "k_weight": k_weight, "norm": form, "eps": q[2]}
+    options: dict[str, Any] = {"q_weight": q[1][0], "k_weight": k[1][0], "norm": form, "eps": q[2]}
+    if q[0] == LAYER:
+        if form != "per_head":
+            return None
+        options.update(norm="layer_per_head", q_bias=q[1][1], k_bias=k[1][1])
+    return options
 
 
 def norm_and_rotate(
@@ -335,7 +360,11 @@ def norm_and_rotate(
     if rope is module._modules.get(names[0]) is module._modules.get(names[1]) is None:
         return query, key
     per_head, operand, key_operand = form == "per_head", None, None
-    if query.shape == key.shape or key_rope is not None or (rope is None and per_head):
+    if (
+        query.shape == key.shape
+        or key_rope is not None
+        or (per_head and (rope is None or query.shape[:2] == key.shape[:2]))
+    ):
         if rope is not None and same_dtype_and_unit_stride(query, key):
             operand = rope_operand(rope, query, heads, per_head)
             if key_rope is not None:
@@ -350,7 +379,8 @@ def norm_and_rotate(
                 return q, k
     dtype = query.dtype
     if per_head:
-        query, key = (x.unflatten(2, (heads, -1)) for x in (query, key))
+        head_dim = query.shape[2] // heads
+        query, key = (x.unflatten(2, (-1, head_dim)) for x in (query, key))
     if upcasts:
         query, key = query.float(), key.float()
     query, key = (apply_norm(call, module, name, x) for name, x in zip(names, (query, key)))
@@ -458,8 +488,8 @@ def _joint_query_key_value(
                 return None
     for stream, (_, options) in zip(streams, how):
         made = stream.value if isinstance(stream.value, Tensor) else None
-        weights = options.get("q_weight"), options.get("k_weight")
-        if is_differentiated(stream.query, stream.key, made, *weights):
+        parameters = [value for value in options.values() if isinstance(value, Tensor)]
+        if is_differentiated(stream.query, stream.key, made, *parameters):
             return None
     if not same_dtype_and_unit_stride(first, streams[1].query):
         return None

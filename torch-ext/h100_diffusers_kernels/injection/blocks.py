@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from .checks import KnownClass, class_name, has_hooks, has_own_forward, is_plain, why_not_plain
-from .linears import SILU, feed_forward, plain_weight
+from .linears import SILU, feed_forward, linear, plain_weight
 from .norms import (
     Modulator,
     Norm,
     clip_to_float16,
     gated_residual,
-    modulator_sum,
+    modulated,
     norm_modulate,
     norm_notes,
     read_norm,
@@ -108,7 +108,7 @@ def norm_prologue(
         def run_module(x: Tensor) -> PrologueResult:
             n = getattr(block, name)(x.float() if upcasts else x)
             rows = rows_of()  # only now: the module may write to what they are made from
-            n = n * (1 + modulator_sum(rows[1])) + modulator_sum(rows[0]) if rows else n
+            n = modulated(n, rows[1], rows[0]) if rows else n
             return (n.to(x.dtype) if upcasts else n,), rows
 
         return run_module
@@ -243,11 +243,12 @@ _ADAPTIVE = (
     (KnownClass(_PATH + "AdaLayerNormZeroSingle"), 3, (1, 0)),
     (KnownClass(_PATH + "AdaLayerNormContinuous"), 2, (0, 1)),
     (KnownClass(_PATH + "SD35AdaLayerNormZeroX"), 9, (1, 0, 7, 6)),
+    (KnownClass(_PATH + "CogVideoXLayerNormZero"), 6, (1, 0, 4, 3)),
 )
 _SEQUENTIAL = KnownClass("torch.nn:Sequential")
 
 
-def _read_adaptive(module: Any) -> tuple[int, tuple[int, ...], Norm] | str:
+def read_adaptive(module: Any) -> tuple[int, tuple[int, ...], Norm] | str:
     """Number of rows, row indices and norm of an adaptive norm, or why the kernels cannot replace the module,
     as a clause."""
     cls = type(module)
@@ -281,7 +282,7 @@ def adaptive_prologue(
     ``ahead`` as in ``PrologueMakers``. ``takes_emb``: whether the model passes the embedding as ``emb``.
     """
     module = block._modules[name]
-    found = _read_adaptive(module)
+    found = read_adaptive(module)
     if isinstance(found, str):
         if ahead is not None:
             return None
@@ -332,6 +333,14 @@ def may_run_ahead(layer: Any, x: Tensor) -> bool:
         and all(p is None or p.device == x.device for p in module._parameters.values())
         for module in layer.modules()
     )
+
+
+def linear_alone(module: Any, x: Tensor) -> Tensor:
+    """The result of a ``torch.nn.Sequential`` of one linear layer."""
+    if is_plain(module, _SEQUENTIAL) and len(module._modules) == 1:
+        (layer,) = module._modules.values()
+        return linear(layer, x)
+    return module(x)
 
 
 def linear_modulation(
@@ -404,6 +413,6 @@ class BlockSpec(PatchSpec):
 
     def notes(self, module: nn.Module, injection: Injection) -> list[str]:
         modules = module._modules
-        adaptive = [(name, _read_adaptive(modules.get(name))) for name in self.adaptive_norms]
+        adaptive = [(name, read_adaptive(modules.get(name))) for name in self.adaptive_norms]
         notes = [f"{name} {found}" for name, found in adaptive if isinstance(found, str)]
         return norm_notes(module, self.norms, self.upcasts) + notes

@@ -8,7 +8,22 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import cosmos, flux, flux2, flux3, ltx, ltx2, qwenimage, sd3, unets, wan
+from . import (
+    cogvideox,
+    cosmos,
+    flux,
+    flux2,
+    flux3,
+    hunyuan_video,
+    krea2,
+    ltx,
+    ltx2,
+    qwenimage,
+    sd3,
+    unets,
+    wan,
+    z_image,
+)
 from .attention_processors import attention_spec
 from .checks import class_name, find_class, look_up_libraries, replaced_function, why_unsupported
 from .cuda_graphs import GraphedStandIn, Pool
@@ -22,8 +37,8 @@ from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 logger = logging.getLogger("h100_diffusers_kernels")
 
 _MODULES: tuple[Any, ...] = (
-    *(ltx, ltx2, wan),
-    *(flux, flux2, flux3, qwenimage, sd3, cosmos),
+    *(ltx, ltx2, wan, hunyuan_video, cogvideox),
+    *(flux, flux2, flux3, qwenimage, sd3, cosmos, z_image, krea2),
     unets,
 )
 FAMILIES: tuple[Family, ...] = tuple(family for module in _MODULES for family in module.FAMILIES)

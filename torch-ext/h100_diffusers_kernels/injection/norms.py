@@ -21,12 +21,17 @@ from .patch import Call
 RMS, LAYER = "rms", "layer"
 _DIFFUSERS = "diffusers.models.normalization:"
 LAYER_NORM = KnownClass("torch.nn:LayerNorm", "torch.nn.functional:layer_norm")
+# Its weight counts from 1.
+_KREA2 = KnownClass(
+    "diffusers.models.transformers.transformer_krea2:Krea2RMSNorm", "torch.nn.functional:rms_norm"
+)
 NORM_KINDS = (
     (LAYER_NORM, LAYER),
     (KnownClass(f"{_DIFFUSERS}FP32LayerNorm", "torch.nn.functional:layer_norm"), LAYER),
     (KnownClass("torch.nn:RMSNorm", "torch.nn.functional:rms_norm"), RMS),
     (KnownClass(f"{_DIFFUSERS}RMSNorm"), RMS),
     (KnownClass(f"{_DIFFUSERS}MochiRMSNorm"), RMS),
+    (_KREA2, RMS),
 )
 # The operation for each kind of norm and number of scales and shifts.
 NORM_OPERATIONS: dict[tuple[str, int], Any] = {
@@ -75,6 +80,8 @@ def read_norm(
             return "has a sharded or quantized weight"
     if kind == RMS and bias is not None:
         return "has a bias"
+    if known is _KREA2:
+        weight = weight + 1.0
     eps = attributes.get("eps")
     if not isinstance(eps, float):
         return f"has an eps of {eps}"
@@ -124,6 +131,12 @@ def modulator_sum(modulator: Modulator) -> Any:
     return modulator[0] + modulator[1] if type(modulator) is tuple else modulator
 
 
+def modulated(n: Tensor, scale: Modulator, shift: Modulator) -> Tensor:
+    """``n * (1 + scale) + shift``"""
+    n = n * (1 + modulator_sum(scale))
+    return n if shift is None else n + modulator_sum(shift)
+
+
 def norm_modulate(
     norm: Norm | None, owner: Any, name: str, x: Tensor, modulation: tuple, upcasts: bool
 ) -> tuple[Tensor, ...]:
@@ -135,8 +148,7 @@ def norm_modulate(
         n = getattr(owner, name)(x.float() if upcasts else x)
         results = [n] if not modulation else []
         for scale, shift in zip(modulation[::2], modulation[1::2]):
-            result = n * (1 + modulator_sum(scale))
-            results.append(result if shift is None else result + modulator_sum(shift))
+            results.append(modulated(n, scale, shift))
         return tuple([result.to(x.dtype) for result in results] if upcasts else results)
     kind, affine, eps = norm
     operation = NORM_OPERATIONS.get((kind, len(modulation)))

@@ -282,6 +282,8 @@ class StandIn:
             reason = spec.condition(module)
         if reason is not None:
             call.fall_back(reason)
+            if call.state is not None:
+                call.state.shared.clear()  # its parts may write to what it was made from
             return own(module, *args, **kwargs)
         result = spec.forward(module, call, *args, **kwargs)
         if result is NotImplemented:

@@ -110,7 +110,9 @@ def _project_time(self: Any, call: Call, project: Any, temb: Tensor) -> Tensor:
         return linear(project, temb)
     plain = plain_weights(temb.dtype, project) if isinstance(temb, Tensor) else None
     if plain is None or not is_bare(call.stand_in.spec, self):
-        return project(self._modules["nonlinearity"](temb))  # its code may write to it
+        if call.state is not None:
+            call.state.shared.clear()  # the modules may write to what it was made from
+        return project(self._modules["nonlinearity"](temb))
     activated = call.shared("silu", temb, torch.nn.functional.silu)
     return torch.nn.functional.linear(activated, *plain[0])
 

@@ -142,8 +142,7 @@ def _attention_forward(
             key = linear(modules["add_k_proj"], image_tokens)
             value = linear(modules["add_v_proj"], image_tokens)
         key = apply_norm(call, self, "norm_added_k", key)
-        image_out = attend(call, self, query, key, value, None, **options)
-        out = gated_residual(out, image_out, None)
+        out = attend(call, self, query, key, value, None, addend=out, **options)
     return project_out(self, out)
 
 

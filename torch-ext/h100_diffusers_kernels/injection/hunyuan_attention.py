@@ -1,0 +1,143 @@
+"""Attention of HunyuanVideo 1.0 and 1.5, FramePack and HunyuanImage, for blocks and attention modules.
+
+It is joint attention with the image before the text. Only the image is rotated, and the text is padded. All
+keys of the image are valid. The video models put the valid text first, so their mask is a number of keys for
+each sample. HunyuanImage may pass any mask of the text; it becomes a bias.
+
+Version 1.5 also masks the queries of the padding, with a mask (B, 1, S, S) that each block makes anew. Here
+these queries attend to the valid keys. Their results reach only hidden states of the padding: no valid query
+attends to these, and the model drops them with the rest of the text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..conditions import kernels_take
+from .attention import (
+    AttentionSpec,
+    attend_jointly,
+    attend_to_all,
+    concat_streams,
+    key_bias_of,
+    project,
+    project_out,
+)
+from .checks import is_plain
+from .linears import GELU, linear, linear_gelu, linear_of_concat, linear_per_sample
+from .patch import Call
+
+
+def attend_to_both(self: Any, x: Tensor, c: Tensor, mask: Any, rope: Any) -> tuple[Tensor, Tensor]:
+    streams = {"hidden_states": x, "encoder_hidden_states": c}
+    return self._modules["attn"](**streams, attention_mask=mask, image_rotary_emb=rope)
+
+
+def attend_and_feed(
+    self: Any, call: Call, normalized: Tensor, length: int, mask: Any, rope: Any
+) -> Tensor:
+    """From the norm of a single block to its last linear layer, for ``length`` tokens of the image first."""
+    modules = self._modules
+    activation = modules["act_mlp"]
+    if is_plain(activation, GELU):
+        mlp_out = linear_gelu(modules["proj_mlp"], activation, activation.approximate, normalized)
+    else:
+        mlp_out = activation(linear(modules["proj_mlp"], normalized))
+    outs = attend_to_both(self, normalized[:, :length], normalized[:, length:], mask, rope)
+    return linear_of_concat(call, modules["proj_out"], concat_streams(call, *outs), mlp_out)
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    *,
+    is_prefix: bool = True,
+    masks_text: bool = False,
+    **kwargs,
+) -> Any:
+    """``is_prefix``: whether the model puts valid keys before the padding. ``masks_text``: whether the mask
+    is (B, T) of the text, not (B, 1, 1, S) of all keys."""
+    x, c, rope, modules = hidden_states, encoder_hidden_states, image_rotary_emb, self._modules
+    if kwargs or c is None or not (rope is None or _is_pair_of_tables(rope)):
+        return NotImplemented
+    if not kernels_take(x, c):
+        return call.refuse(x, c)
+    rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
+    length, mask, options = x.shape[1], attention_mask, {}
+    if mask is not None:
+        # Outside of the model's forward the mask may be any.
+        is_prefix = is_prefix and (call.state is not None or torch.compiler.is_compiling())
+        keys = x.new_empty(x.shape[0], length + c.shape[1], 0)
+        make = partial(_keys, keys=keys, is_prefix=is_prefix, masks_text=masks_text)
+        mask, options = call.shared(f"keys {keys.shape} {x.dtype}", mask, make)
+    if modules.get("add_q_proj") is not None:
+        streams = project(call, self, x, c, rope, None)
+        out, c_out = attend_jointly(call, self, streams, rotate, mask, **options)
+        return project_out(self, out), linear_per_sample(modules["to_add_out"], c_out)
+    if rope is not None:
+        extend = partial(_extended, count=c.shape[1])
+        rope = call.shared(f"tables {c.shape[1]}", rope, extend)
+    streams = project(call, self, concat_streams(call, x, c), None, rope, None)
+    out = attend_to_all(call, self, streams, rotate, mask, **options)
+    return project_out(self, out[:, :length]), out[:, length:]
+
+
+def _is_pair_of_tables(rope: Any) -> bool:
+    is_pair = isinstance(rope, (tuple, list)) and len(rope) == 2
+    return is_pair and all(isinstance(table, Tensor) and table.dim() == 2 for table in rope)
+
+
+def _extended(rope: Any, count: int) -> tuple[Tensor, Tensor]:
+    """Tables (S, d) of the image with rows for tokens of text, which they do not rotate."""
+    cos, sin = rope
+    shape = (count, cos.shape[1])
+    return torch.cat([cos, cos.new_ones(shape)]), torch.cat([sin, sin.new_zeros(shape)])
+
+
+def _keys(
+    mask: Tensor, keys: Tensor, is_prefix: bool, masks_text: bool
+) -> tuple[Tensor, dict[str, Any]]:
+    """The mask of all keys (B, S, ...), and the argument of ``attend`` that is equivalent to it."""
+    if masks_text:
+        mask = torch.nn.functional.pad(mask, (keys.shape[1] - mask.shape[1], 0), value=True)
+        mask = mask.bool()[:, None, None]
+    if (
+        is_prefix
+        and mask.dtype == torch.bool
+        and mask.shape == (keys.shape[0], 1, 1, keys.shape[1])
+    ):
+        return mask, {"key_lengths": mask.flatten(1).sum(1, dtype=torch.int32)}
+    return mask, {"key_bias": key_bias_of(mask, keys)}
+
+
+@dataclass(frozen=True, eq=False)
+class _JointAttention(AttentionSpec):
+    """Attention of the blocks. Those of the text's refiner, of the same class, attend to the text alone."""
+
+    def matches(self, module: Any) -> bool:
+        has_text = super().matches(module) and (
+            module.pre_only or module.added_kv_proj_dim is not None
+        )
+        return bool(has_text)
+
+
+def joint_attention(processor: str, **how: Any) -> AttentionSpec:
+    """``how``: see ``_attention_forward``."""
+    return _JointAttention(
+        "diffusers.models.attention_processor:Attention",
+        partial(_attention_forward, **how),
+        "qk_norm_rope",
+        processor=processor,
+        parameters="self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
+        processor_parameters="hidden_states encoder_hidden_states attention_mask image_rotary_emb",
+        rotate="diffusers.models.embeddings:apply_rotary_emb",
+    )

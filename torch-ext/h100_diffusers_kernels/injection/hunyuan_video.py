@@ -1,0 +1,196 @@
+"""HunyuanVideo 1.0 and 1.5, FramePack and HunyuanImage: how their transformers map to the operations.
+
+Their blocks are those of FLUX.1, with another attention (see ``hunyuan_attention``) and the image before the
+text. Version 1.5 has no single blocks. Image-to-video has blocks of its own: see
+``hunyuan_token_replace``.
+
+A block of the text's refiner has the gates of a linear layer of the time embedding,
+
+    x = x + gate * attn(layer_norm(x));  x = x + gate_mlp * ff(layer_norm(x))
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ..conditions import kernels_take
+from .attention import concat_streams, concat_view
+from .blocks import (
+    BlockSpec,
+    ResidualBranch,
+    adaptive_prologue,
+    begin,
+    feed_forwards,
+    finish,
+    take_over,
+)
+from .embeddings import TIMESTEPS
+from .forward_state import COMPUTED_ONCE, Family, model_spec
+from .hunyuan_attention import attend_and_feed, attend_to_both, joint_attention
+from .hunyuan_token_replace import OPERATIONS, REPLACING_BLOCKS
+from .linears import LINEAR_GELU, feed_forward
+from .norm_modules import OUTPUT_NORM
+from .norms import apply_norm, gated_residual, residual_norm
+from .patch import Call, PatchSpec
+
+_MODELS = "diffusers.models.transformers.transformer_"
+# Of image and text; rows are shift, scale and gate of attention, then of the feed-forward.
+_DOUBLE = tuple(partial(adaptive_prologue, name=name) for name in ("norm1", "norm1_context"))
+# Rows are shift, scale and gate.
+_SINGLE = (partial(adaptive_prologue, name="norm"),)
+_FEED_FORWARDS = (("norm2", "ff"), ("norm2_context", "ff_context"))
+
+
+def _double_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None = None,
+    freqs_cis: Any = None,
+    *args: Any,
+    image_rotary_emb: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    # The first block gets the transposed result of a convolution.
+    x, c = hidden_states.contiguous(), encoder_hidden_states
+    if not kernels_take(x, c, temb):
+        return call.refuse(x, c, temb)
+    normalized, rows = zip(*begin(call, self, _DOUBLE, (x, c), (temb,)))
+    rope = image_rotary_emb if freqs_cis is None else freqs_cis  # HunyuanImage's name
+    outs = attend_to_both(self, normalized[0][0], normalized[1][0], attention_mask, rope)
+    branches = feed_forwards(call, self, _FEED_FORWARDS, (x, c), outs, rows)
+    return finish(call, self, _DOUBLE, branches, (temb,))  # type: ignore[return-value]
+
+
+def _single_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    x, c = hidden_states, encoder_hidden_states
+    if not kernels_take(x, c, temb):
+        return call.refuse(x, c, temb)
+    length = x.shape[1]
+    handed = take_over(call, self, (x, c, temb))
+    if handed is not None:
+        x, (begun,) = concat_view(x, c), handed
+    else:
+        x = concat_streams(call, x, c)
+        begun = _SINGLE[0](call, self, None, temb)(x)
+    (normalized,), (_, _, gate) = begun
+    out = attend_and_feed(self, call, normalized, length, attention_mask, image_rotary_emb)
+
+    def as_returned(results: Any) -> tuple[Tensor, Tensor]:
+        return results[0][:, :length], results[0][:, length:]
+
+    arguments = (call, self, _SINGLE, (ResidualBranch(x, out, gate),), (temb,))
+    return finish(*arguments, as_returned=as_returned)  # type: ignore[return-value]
+
+
+def _refiner_block_forward(
+    self: Any, call: Call, hidden_states: Tensor, temb: Tensor, attention_mask: Any = None
+) -> Tensor:
+    x, modules = hidden_states, self._modules
+    if not kernels_take(x, temb):
+        return call.refuse(x, temb)
+    attention_out = modules["attn"](
+        hidden_states=apply_norm(call, self, "norm1", x),
+        encoder_hidden_states=None,
+        attention_mask=attention_mask,
+    )
+    gate, gate_mlp = modules["norm_out"](temb)
+    x, normalized = residual_norm(call, self, "norm2", x, attention_out, gate)
+    return gated_residual(x, feed_forward(modules["ff"], normalized), gate_mlp)
+
+
+_BLOCK = "self hidden_states encoder_hidden_states temb attention_mask"
+_ONCE = (
+    *("x_embedder", "clean_x_embedder", "image_embedder", "image_projection", "context_embedder"),
+    *("context_embedder_2", "time_text_embed", "time_embed", "time_guidance_embed"),
+    *("cond_type_embed", "rope", "proj_out"),
+)
+
+
+def _family(
+    name: str, library: str, prefix: str, processor: str, *specs: PatchSpec, **how: Any
+) -> Family:
+    """``prefix``: of the names of the blocks' classes. ``how``: see ``joint_attention``."""
+    path = f"{_MODELS}{library}:{prefix}"
+    rope = "image_rotary_emb" if prefix == "HunyuanImage" else "freqs_cis"
+    return Family(
+        name,
+        (
+            *specs,
+            BlockSpec(
+                f"{path}TransformerBlock",
+                _double_block_forward,
+                OPERATIONS,
+                parameters=f"{_BLOCK} {rope} args kwargs",
+                norms=("norm2", "norm2_context"),
+                adaptive_norms=("norm1", "norm1_context"),
+                inner=("attn", "ff.net.0", "ff_context.net.0"),
+            ),
+            BlockSpec(
+                f"{path}SingleTransformerBlock",
+                _single_block_forward,
+                f"{OPERATIONS}, GELU in the matrix product's epilogue, or gelu",
+                adaptive_norms=("norm",),
+                inner=("attn",),
+            ),
+            BlockSpec(
+                f"{path}IndividualTokenRefinerBlock",
+                _refiner_block_forward,
+                "layer_norm, gated_residual_layer_norm, gated_residual",
+                norms=("norm1", "norm2"),
+            ),
+            joint_attention(f"{_MODELS}{library}:{processor}", **how),
+            TIMESTEPS,
+            LINEAR_GELU,
+        ),
+        dict.fromkeys(_ONCE, COMPUTED_ONCE),
+        OUTPUT_NORM,
+    )
+
+
+_LISTS = ("transformer_blocks", "single_transformer_blocks")
+_V15, _IMAGE = "hunyuan_video15", "hunyuanimage"
+FAMILIES = (
+    _family(
+        "HunyuanVideo",
+        "hunyuan_video",
+        "HunyuanVideo",
+        "HunyuanVideoAttnProcessor2_0",
+        model_spec(f"{_MODELS}hunyuan_video:HunyuanVideoTransformer3DModel", *_LISTS),
+        model_spec(
+            f"{_MODELS}hunyuan_video_framepack:HunyuanVideoFramepackTransformer3DModel", *_LISTS
+        ),
+        *REPLACING_BLOCKS,
+    ),
+    _family(
+        "HunyuanVideo 1.5",
+        _V15,
+        "HunyuanVideo15",
+        "HunyuanVideo15AttnProcessor2_0",
+        model_spec(f"{_MODELS}{_V15}:HunyuanVideo15Transformer3DModel", _LISTS[0]),
+        masks_text=True,
+    ),
+    _family(
+        "HunyuanImage",
+        _IMAGE,
+        "HunyuanImage",
+        "HunyuanImageAttnProcessor",
+        model_spec(f"{_MODELS}{_IMAGE}:HunyuanImageTransformer2DModel", *_LISTS),
+        is_prefix=False,
+    ),
+)

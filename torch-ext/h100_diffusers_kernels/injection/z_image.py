@@ -1,0 +1,234 @@
+"""Z-Image and its ControlNet: how their transformers map to the operations.
+
+A block normalizes the input and the output of attention and feed-forward,
+
+    x = x + tanh(gate) * rms_norm(attention(rms_norm(x) * (1 + scale)))
+    x = x + tanh(gate_mlp) * rms_norm(ff(rms_norm(x) * (1 + scale_mlp)))
+
+with an RMS norm of each head's query and key, a rotary embedding of both, and ff = w2(silu(w1(x)) * w3(x)).
+Blocks of the text have no modulation. With reference images, each token has the modulation of noise or of a
+clean image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..conditions import kernels_take
+from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
+from .blocks import (
+    BlockSpec,
+    ResidualBranch,
+    Rows,
+    begin,
+    finish,
+    linear_alone,
+    may_run_ahead,
+    norm_prologue,
+)
+from .forward_state import COMPUTED_ONCE, Family, model_spec
+from .linears import linear, swiglu_of_two
+from .norms import residual_norm
+from .patch import Call, PatchSpec
+
+_MODEL = "diffusers.models.transformers.transformer_z_image"
+_CONTROLNET = "diffusers.models.controlnets.controlnet_z_image"
+
+
+def _prologue(
+    call: Call,
+    block: Any,
+    ahead: Tensor | None,
+    embedding: Any,
+    noise_mask: Tensor | None = None,
+    of_noise: Any = None,
+    of_clean: Any = None,
+) -> Any:
+    """Rows are None, scale and gate of attention, then of the feed-forward, or no rows."""
+    if not block.modulation:
+        return norm_prologue(call, block, "attention_norm1", ahead, tuple)
+    layer = block._modules["adaLN_modulation"]
+    if ahead is not None and not may_run_ahead(layer, ahead):
+        return None
+
+    def rows_of() -> Rows:
+        if noise_mask is None:
+            rows = linear_alone(layer, embedding).unsqueeze(1).chunk(4, dim=2)
+        else:
+            is_noise = (noise_mask == 1).unsqueeze(-1)
+            noise, clean = (linear_alone(layer, x).unsqueeze(1) for x in (of_noise, of_clean))
+            rows = torch.where(is_noise, noise, clean).chunk(4, dim=2)
+        return (None, *rows)
+
+    return norm_prologue(call, block, "attention_norm1", ahead, rows_of)
+
+
+_PROLOGUES = (_prologue,)
+
+
+def _block_forward(
+    self: Any,
+    call: Call,
+    x: Tensor,
+    attn_mask: Tensor | None,
+    freqs_cis: Tensor,
+    adaln_input: Tensor | None = None,
+    noise_mask: Tensor | None = None,
+    adaln_noisy: Tensor | None = None,
+    adaln_clean: Tensor | None = None,
+) -> Tensor:
+    conditions = (adaln_input, noise_mask, adaln_noisy, adaln_clean)
+    if not kernels_take(x, adaln_input, adaln_noisy, adaln_clean):
+        return call.refuse(x, adaln_input, adaln_noisy, adaln_clean)
+    (begun,) = begin(call, self, _PROLOGUES, (x,), conditions)
+    branch = _branch(self, call, x, begun, attn_mask, freqs_cis)
+    (x,) = finish(call, self, _PROLOGUES, (branch,), conditions)
+    return x
+
+
+def _branch(
+    self: Any, call: Call, x: Tensor, begun: Any, mask: Tensor | None, freqs_cis: Tensor
+) -> ResidualBranch:
+    """From the first norm to the last residual."""
+    modules, ((normalized,), rows) = self._modules, begun
+    gate, scale_mlp, gate_mlp = rows[2:] if rows else (None, None, None)
+    out = modules["attention"](normalized, attention_mask=mask, freqs_cis=freqs_cis)
+    modulation, has_gate = ((scale_mlp, None) if rows else ()), bool(rows)
+    how: dict[str, Any] = {"x_norm": (self, "attention_norm2"), "tanh_gate": has_gate}
+    x, normalized = residual_norm(call, self, "ffn_norm1", x, out, gate, *modulation, **how)
+    out = modules["feed_forward"](normalized)
+    return ResidualBranch(x, out, gate_mlp, (self, "ffn_norm2"), has_gate)
+
+
+def _control_block_forward(
+    self: Any,
+    call: Call,
+    c: Tensor,
+    x: Tensor,
+    attn_mask: Tensor | None,
+    freqs_cis: Tensor,
+    adaln_input: Tensor | None = None,
+) -> Tensor:
+    if not kernels_take(c, x, adaln_input):
+        return call.refuse(c, x, adaln_input)
+    if self.modulation and adaln_input is None:
+        return NotImplemented  # raises
+    results: list[Tensor] = []
+    if self.block_id == 0:
+        c = linear(self._modules["before_proj"], c) + x
+    else:
+        *results, c = c.unbind()
+    begun = _prologue(call, self, None, adaln_input)(c)
+    (c,) = finish(
+        call, self, (), (_branch(self, call, c, begun, attn_mask, freqs_cis),), (), hands_over=False
+    )
+    return torch.stack([*results, linear(self._modules["after_proj"], c), c])
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    freqs_cis: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    x, mask = hidden_states, attention_mask
+    if kwargs or encoder_hidden_states is not None:
+        return NotImplemented
+    if not kernels_take(x):
+        return call.refuse(x)
+    query, key, value = query_key_value(self, x, None)
+    tables = None if freqs_cis is None else call.shared("tables", freqs_cis, _tables)
+    how = (tables, _rotated, "per_head", self.heads)
+    query, key = norm_and_rotate(call, self, ("norm_q", "norm_k"), query, key, *how)
+    options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
+    if mask is not None and mask.dim() == 2:
+        # The model puts the padding last. Outside of its forward the mask may be any.
+        if call.state is not None and mask.dtype == torch.bool:
+            options["key_lengths"] = call.shared("lengths", mask, _lengths)
+        mask = mask[:, None, None]
+    return project_out(self, attend(call, self, query, key, value, mask, **options))
+
+
+def _lengths(mask: Tensor) -> Tensor:
+    return mask.sum(1, dtype=torch.int32)
+
+
+def _tables(freqs: Tensor) -> tuple[Tensor, Tensor]:
+    """Complex tables (B, S, d / 2) as cosines and sines, each (B, S, 1, d / 2)."""
+    return freqs.real.unsqueeze(2).contiguous(), freqs.imag.unsqueeze(2).contiguous()
+
+
+def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """x (B, S, H, d) as the processor rotates it."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.complex(*tables)).flatten(3).type_as(x)
+
+
+def _feed_forward_forward(self: Any, call: Call, x: Tensor) -> Tensor:
+    if "_forward_silu_gating" in self.__dict__:
+        return call.decline("_forward_silu_gating was replaced")
+    if not kernels_take(x):
+        return call.refuse(x)
+    modules = self._modules
+    return linear(modules["w2"], swiglu_of_two(call, x, modules["w1"], modules["w3"]))
+
+
+def _of(module: str) -> tuple[PatchSpec, ...]:
+    """The specs of a file with these classes."""
+    block: Callable[..., BlockSpec] = partial(
+        BlockSpec,
+        operations="rms_norm_modulate, gated_residual_rms_norm_modulate, gated_residual",
+        norms=("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2"),
+        inner=("attention", "feed_forward"),
+    )
+    return (
+        block(f"{module}:ZImageTransformerBlock", _block_forward),
+        block(f"{module}:ZImageControlTransformerBlock", _control_block_forward),
+        AttentionSpec(
+            "diffusers.models.attention_processor:Attention",
+            _attention_forward,
+            "qk_norm_rope",
+            processor=f"{module}:ZSingleStreamAttnProcessor",
+            parameters="self hidden_states encoder_hidden_states attention_mask"
+            " cross_attention_kwargs",
+            processor_parameters="hidden_states encoder_hidden_states attention_mask freqs_cis",
+            rotate="",
+        ),
+        PatchSpec(
+            f"{module}:FeedForward",
+            _feed_forward_forward,
+            "swiglu",
+            functions=(f"{module}:FeedForward._forward_silu_gating", "torch.nn.functional:silu"),
+        ),
+    )
+
+
+_REFINERS = ("noise_refiner", "context_refiner", "siglip_refiner")
+_CONTROL_LISTS = ("control_layers", "control_noise_refiner")
+_ONCE = (
+    "all_x_embedder",
+    "cap_embedder",
+    "t_embedder",
+    "all_final_layer",
+    "control_all_x_embedder",
+)
+FAMILIES = (
+    Family(
+        "Z-Image",
+        (
+            model_spec(f"{_MODEL}:ZImageTransformer2DModel", *_REFINERS, "layers"),
+            model_spec(f"{_CONTROLNET}:ZImageControlNetModel", *_REFINERS, *_CONTROL_LISTS),
+            *_of(_MODEL),
+            *_of(_CONTROLNET),
+        ),
+        dict.fromkeys(_ONCE, COMPUTED_ONCE),
+    ),
+)
