@@ -194,7 +194,7 @@ def other_norm(old, kind):
     shape = getattr(old, "normalized_shape", None) or getattr(old, "dim", None)
     if shape is None:
         return old
-    width = tuple(shape)[-1]
+    width = shape if isinstance(shape, int) else tuple(shape)[-1]
     if kind == "without eps":
         return nn.RMSNorm(width, eps=None, elementwise_affine=False)
     if kind == "layer norm without weight":

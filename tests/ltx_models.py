@@ -139,12 +139,13 @@ def computing(expected, model, arguments, slack=1e-5):
 def operation_of(operator, args=()):
     """The name of the package's operation for a call of an operator, or None.
 
-    qk_norm_rope by coordinates counts as ``qk_norm_coordinate_rope``.
+    qk_norm_rope by coordinates counts as ``qk_norm_coordinate_rope``, attention into memory of the caller as
+    ``attention``.
     """
     namespace, _, name = str(operator).partition(".")
     if not namespace.startswith("_h100_diffusers_kernels"):
         return "gelu" if "_addmm_activation" in str(operator) else None
-    name = name.partition(".")[0]
+    name = name.partition(".")[0].replace("attention_out", "attention")
     given = dict(zip([argument.name for argument in operator._schema.arguments], args))  # noqa: B905
     norm = "layer_norm" if given.get("is_layer_norm") else "rms_norm"
     if name == "norm":

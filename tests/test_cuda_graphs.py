@@ -80,6 +80,31 @@ def test_every_variant_of_inputs(graphs, device, family):  # noqa: F811
     assert pair.calls.replayed >= captured - 1
 
 
+# Their models index by a boolean mask before the blocks.
+WAIT_BEFORE_THEIR_BLOCKS = ("hunyuan_video15",)
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES.values() if f.name not in WAIT_BEFORE_THEIR_BLOCKS], ids=str
+)
+def test_no_forward_waits_for_the_gpu(kernel, device, family):
+    """Not even the first of a kind: nothing is read back from the GPU."""
+    model = family.model(device, torch.bfloat16, head_dim=64)
+    kernel.inject_kernels(model)
+    for name, options in family.options.items():
+        if family.name == "qwenimage" and name in ("padded text", "holes in the text"):
+            continue  # diffusers copies a number from the host
+        arguments = family.inputs(device, torch.bfloat16, **options)
+        with torch.no_grad():
+            model(**arguments)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                model(**arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
 def test_outputs_are_the_callers_own(pair):
     pair.captured()
     first = pair.call()

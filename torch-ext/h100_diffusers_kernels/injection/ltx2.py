@@ -213,6 +213,9 @@ def _attention_forward(
     if isinstance(all_perturbed, Tensor):
         # Its value on the GPU is not read: the mask selects the values then.
         all_perturbed = not all_perturbed.is_cuda and bool(all_perturbed)
+    gate = None
+    if modules.get("to_gate_logits") is not None:
+        gate = 2.0 * torch.sigmoid(linear(modules["to_gate_logits"], x))
     if all_perturbed:
         out = linear(modules["to_v"], x if c is None else c)
     else:
@@ -230,12 +233,13 @@ def _attention_forward(
             return mask.view(key.shape[0], self.heads, -1, mask.shape[-1])
 
         options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
+        if perturbation_mask is None:
+            options["gate"], gate = gate, None
         out = attend(call, self, query, key, value, attention_mask, expand_mask, **options)
         if perturbation_mask is not None:
             out = torch.lerp(value, out, perturbation_mask)
-    if modules.get("to_gate_logits") is not None:
-        gates = 2.0 * torch.sigmoid(linear(modules["to_gate_logits"], x))
-        out = (out.unflatten(2, (self.heads, -1)) * gates.unsqueeze(-1)).flatten(2)
+    if gate is not None:
+        out = (out.unflatten(2, (self.heads, -1)) * gate.unsqueeze(-1)).flatten(2)
     return project_out(self, out)
 
 
