@@ -10,7 +10,9 @@ CHANNELS, TEXT_CHANNELS, SIGLIP_CHANNELS = 4, 24, 20
 
 
 def _all_matter(model):
-    modulations = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+    modulations = [
+        name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)
+    ]
     modulations = tuple(name for name in modulations if "adaLN_modulation" in name)
     make_all_matter(model, modulations, "t_embedder")
     for parameter in model.parameters():
