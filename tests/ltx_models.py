@@ -103,6 +103,9 @@ def reference(model, arguments):
 
 def graph_replays(model, arguments, further):
     """Captures a forward in a CUDA graph, copies other inputs to `arguments` and yields each result."""
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            arguments[name] = value.clone(memory_format=torch.contiguous_format)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -5,7 +5,7 @@ import torch
 from torch.utils import _pytree
 
 import random_sequences
-from families import FAMILIES
+from families import FAMILIES, WAITING
 from graphs import module_of
 from random_inputs import GOOD_FORMS, QUIET_FORMS
 from random_modes import GRAPH_MODES
@@ -33,6 +33,8 @@ def check(families, seeds, device, graphs):
 @kinds
 @pytest.mark.parametrize("family", [*FAMILIES, "unet", "pixart"])
 def test_models_do_what_plain_ones_do(family, device, graphs):
+    if graphs and device == "cuda" and family in WAITING:
+        pytest.skip("its own code waits for the GPU")
     replayed = check([family], range(3), device, graphs)
     assert (replayed[family] > 0) == graphs
 
