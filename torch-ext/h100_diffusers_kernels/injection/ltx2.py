@@ -25,7 +25,7 @@ from torch import Tensor
 from ..conditions import kernels_run_on, kernels_take, tracks_derivatives
 from ..functional import CoordinateRope
 from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
-from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue
+from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue, table_rows
 from .cache import cached
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
@@ -37,16 +37,15 @@ from .rotary import CoordinateTables
 _LTX2 = "diffusers.models.transformers.transformer_ltx2"
 
 
-def _rows(call: Call, name: str, table: Tensor, *tembs: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The rows of a table (N, D) with their embeddings (B, 1 or S, D), for the operations to add. The blocks
-    share the embeddings, slices of each (B, 1 or S, D times some rows), under ``name``."""
+def _rows(call: Call, name: str, table: Tensor, *tembs: Tensor) -> list[Any]:
+    """The rows of a table (N, D) plus embeddings, as ``table_rows``. The blocks share the embeddings, each
+    (B, 1 or S, D times some rows), under ``name``."""
     dim = table.shape[1]
-    embeddings: list[Tensor] = []
+    rows: list[Any] = []
     for i, temb in enumerate(tembs):
-        embeddings += call.shared(
-            f"{name} {i}", temb, lambda t: t.unflatten(2, (-1, dim)).unbind(2)
-        )
-    return list(zip(table.to(tembs[0].device).unbind(0), embeddings))
+        embedding = call.shared(f"{name} {i}", temb, lambda t: t.unflatten(2, (-1, dim)))
+        rows += table_rows(table[len(rows) : len(rows) + embedding.shape[2]], embedding)
+    return rows
 
 
 def _prologue(
