@@ -215,9 +215,9 @@ CHANGES = {
     "layer skip": with_skipped_layers,
     "backward hooks": with_backward_hooks,
 }
-FLUX_WITHOUT_SKIPS = {("layer skip", "flux2"), ("layer skip", "flux3")}
+WITHOUT_SKIPS = {("layer skip", name) for name in ("flux2", "flux3", "krea2")}
 # The same values in another form do not change what is computed, nor does what diffusers does not know.
-NEUTRAL = {"float64", "fused projections", "backward hooks", *FLUX_WITHOUT_SKIPS}
+NEUTRAL = {"float64", "fused projections", "backward hooks", *WITHOUT_SKIPS}
 # diffusers' processor for fused projections cannot attend to the image alone.
 CONFIGS = {("fused projections", "sd3"): {"dual_attention_layers": ()}}
 
