@@ -222,7 +222,11 @@ NEUTRAL = {"float64", "fused projections", "backward hooks", *WITHOUT_SKIPS}
 CONFIGS = {("fused projections", "sd3"): {"dual_attention_layers": ()}}
 
 # With int8 activations, inputs that differ by 1e-6 change the plain Krea 2 by 1e-2.
-FEW_BITS = {"layerwise casting": 1e-2, "int8 activations": 1e-2, ("int8 activations", "krea2"): 2e-2}
+FEW_BITS = {
+    "layerwise casting": 1e-2,
+    "int8 activations": 1e-2,
+    ("int8 activations", "krea2"): 2e-2,
+}
 
 
 def in_autocast(family, model, arguments):
