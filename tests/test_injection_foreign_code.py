@@ -209,8 +209,9 @@ class Flops(FlopCounterMode):
         return {name: dict(counts) for name, counts in self.get_flop_counts().items()}
 
 
+WITH_LAYER_NORM = [family for name, family in FAMILIES.items() if name != "krea2"]
 MODES = {  # the target of each, and models that use it
-    "layer_norm": (functools.partial(Scaled, "layer_norm"), [*FAMILIES.values(), UNET]),
+    "layer_norm": (functools.partial(Scaled, "layer_norm"), [*WITH_LAYER_NORM, UNET]),
     "rms_norm": (functools.partial(Scaled, "rms_norm"), [LTX]),
     "gelu": (functools.partial(Scaled, "gelu"), [LTX, UNET]),
     "silu": (functools.partial(Scaled, "silu"), [FLUX, UNET]),

@@ -254,7 +254,8 @@ def attend(
     head_dim = query.shape[2] // heads
     query, key, value = (x.unflatten(2, (-1, head_dim)) for x in (query, key, value))
     if key.shape[2] != heads:
-        key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
+        repeats = heads // int(key.shape[2])  # torch.jit.trace has tensors as sizes
+        key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
     if spec.dispatches:
         chosen: Any = {
             "backend": getattr(processor, "_attention_backend", None),
