@@ -47,6 +47,7 @@ FAMILIES = {
     "cosmos": "Cosmos",
     "hunyuan_video": "HunyuanVideo",
     "hunyuan_video15": "HunyuanVideo 1.5",
+    "cogvideox": "CogVideoX",
 }
 SUBJECTS = (*COLUMNS, *FAMILIES)
 UNTRIED = {"not tried", "not built"}
