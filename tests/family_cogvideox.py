@@ -1,7 +1,7 @@
 """Small CogVideoX models for the tests of all families."""
 
 import torch
-from diffusers import ConsisIDTransformer3DModel, CogVideoXTransformer3DModel
+from diffusers import CogVideoXTransformer3DModel, ConsisIDTransformer3DModel
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
 from family import TWO_STREAM_OPTIONS, Family, make_all_matter, seeded
