@@ -1,7 +1,7 @@
 """Small CogVideoX models for the tests of all families."""
 
 import torch
-from diffusers import CogVideoXTransformer3DModel
+from diffusers import CogVideoXTransformer3DModel, ConsisIDTransformer3DModel
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
 from family import TWO_STREAM_OPTIONS, Family, make_all_matter, seeded
@@ -12,12 +12,26 @@ FRAMES, WIDTH = 2, 4
 HEAD_DIM = 64
 
 
-def cogvideox_model(device, dtype=torch.float32, *, seed=0, blocks=2, heads=2, **config):
+def consisid_model(device):
+    """ConsisID without its face modules."""
+    return cogvideox_model(device, cls=ConsisIDTransformer3DModel)
+
+
+def cogvideox_model(
+    device,
+    dtype=torch.float32,
+    *,
+    seed=0,
+    blocks=2,
+    heads=2,
+    cls=CogVideoXTransformer3DModel,
+    **config,
+):
     """Norms differ from the identity. Modulations are large and differ between token streams. The head size
     is that of the inputs' rotary embedding."""
     config.pop("head_dim", None)
     torch.manual_seed(seed)
-    model = CogVideoXTransformer3DModel(
+    model = cls(
         num_attention_heads=heads,
         attention_head_dim=HEAD_DIM,
         in_channels=CHANNELS,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import adapters
+import family_cogvideox
 import family_hunyuan
 from checks import relative_distance
 from families import FAMILIES, KERNEL_HEADS, assert_close, every_family
@@ -77,6 +78,25 @@ def z_image_controlnet(name, device):
     return controlnet_of_z_image(device, refiner="control_noise_refiner"), control_inputs(device)
 
 
+def consisid(name, device):
+    model = family_cogvideox.consisid_model(device)
+    return model, family_cogvideox.cogvideox_inputs(device)
+
+
+def controlnet_xs(name, device):
+    """The UNet "unet" with a control branch beside it, which takes two layers per block."""
+    unet = BY_NAME["unet"].model(device, layers_per_block=2)
+    arguments = BY_NAME["unet"].arguments(device)
+    torch.manual_seed(2)
+    options = {"size_ratio": 0.5, "ctrl_optional_kwargs": {"num_attention_heads": [1, 2]}}
+    model = diffusers.UNetControlNetXSModel.from_unet(unet, **options).to(device).eval()
+    for parameter in model.parameters():
+        if not parameter.any():  # the branch has no effect otherwise
+            torch.nn.init.normal_(parameter, std=0.1)
+    condition = torch.rand(2, 3, 64, 64, device=device)
+    return model, {**arguments, "controlnet_cond": condition}
+
+
 def small_model(name, device, dtype=torch.float32, **config):
     return family_model(name, device, next(iter(FAMILIES[name].options)), dtype, **config)
 
@@ -98,6 +118,8 @@ MODELS = [
     *((cosmos_controlnet, n) for n in ("CosmosControlNetModel",) if hasattr(diffusers, n)),
     *((relative, name) for name in RELATIVES if hasattr(diffusers, name)),
     *((without_a_family, name) for name in ("unet", "controlnet")),
+    (consisid, "ConsisIDTransformer3DModel"),
+    (controlnet_xs, "UNetControlNetXSModel"),
     *((z_image, n) for n in ("ZImageTransformer2DModel",) if hasattr(diffusers, n)),
     *((z_image_controlnet, n) for n in ("ZImageControlNetModel",) if hasattr(diffusers, n)),
 ]

@@ -220,6 +220,8 @@ WITHOUT_SKIPS = {("layer skip", name) for name in ("flux2", "flux3", "krea2")}
 NEUTRAL = {"float64", "fused projections", "backward hooks", *WITHOUT_SKIPS}
 # diffusers' processor for fused projections cannot attend to the image alone.
 CONFIGS = {("fused projections", "sd3"): {"dual_attention_layers": ()}}
+# CogVideoX computes a feed-forward with hooks for both streams at once.
+FEWER_CALLS = {("pruned", "cogvideox"): {"gelu": 1}}
 
 # With int8 activations, inputs that differ by 1e-6 change the plain Krea 2 by 1e-2.
 FEW_BITS = {
@@ -314,7 +316,10 @@ def test_behaviour(kernel, device, family, feature):
         return
     untouched, unchanged = copy.deepcopy(plain), run(plain, arguments)
     left_alone = kernel.inject_kernels(untouched).left_alone
-    whole = kernel_calls(run, untouched, arguments), left_alone
+    calls = kernel_calls(run, untouched, arguments)
+    for operator, count in FEWER_CALLS.get((feature, family.name), {}).items():
+        calls[operator] -= count
+    whole = calls, left_alone
     if is_injected_first:
         kernel.inject_kernels(model)
     for candidate in (model, plain):
