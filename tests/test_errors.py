@@ -213,7 +213,8 @@ def of_any_tensor(name, argument):
     """Mistakes of every tensor except the first."""
     device = replace(argument, other_device)
     mistake(name, argument, "device", "", device, is_device=True)
-    mistake(name, argument, "stride", "stride 2", replace(argument, every_second))
+    if (name, argument) != ("attention", "gate"):  # which has one value a head, and any strides
+        mistake(name, argument, "stride", "stride 2", replace(argument, every_second))
     if name in QK_OPERATIONS and argument in FIELDS:  # as a part of rope
         public = "k_rope" if argument in KEY_FIELDS else "rope"
         mistake(name, public, f"{argument}_list", "", replace(argument, as_list))
@@ -645,8 +646,8 @@ def test_every_path_takes_the_same_scalars(kernel, device, argument, operation):
         if kind == "returned":
             assert argument == "rope" or not isinstance(value, (torch.Tensor, np.ndarray, complex))
         else:
-            # With other heads, it is q that has a wrong head_dim.
-            names = "heads|q" if is_of_attention else f"{argument}|cos|k_cos|weight|q_weight|q_out"
+            # With other heads, it is q that has a wrong head_dim, or gate that has a wrong shape.
+            names = "heads|q|gate" if is_of_attention else f"{argument}|cos|k_cos|weight|q_weight|q_out"
             assert re.fullmatch(rf"{function.__name__}: (?:{names}) [^\n]*, got [^\n]*", message)
         if kind is TypeError and message.split(": ")[1].startswith(argument):
             text = ACCEPTED_TYPES.get(argument, "a string")
@@ -852,8 +853,8 @@ def test_outputs_and_in_place(kernel, device):
 
 def test_every_argument_is_in_the_table(kernel):
     """A new argument needs its mistakes in the table."""
-    tested = {(case.operation, case.argument) for case in MISTAKES}
-    for operation in ARGUMENTS:
+    tested = {(operation_of(case.operation), case.argument) for case in MISTAKES}
+    for operation in {operation_of(call) for call in ARGUMENTS}:
         for argument in parameters_of(operation):
             if argument not in ("inplace", "out"):  # test_out.py
                 assert (operation, argument) in tested, f"{operation}: {argument}"

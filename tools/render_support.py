@@ -47,6 +47,8 @@ FAMILIES = {
     "cosmos": "Cosmos",
     "hunyuan_video": "HunyuanVideo",
     "hunyuan_video15": "HunyuanVideo 1.5",
+    "cogvideox": "CogVideoX",
+    "krea2": "Krea 2",
 }
 SUBJECTS = (*COLUMNS, *FAMILIES)
 UNTRIED = {"not tried", "not built"}
