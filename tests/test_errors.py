@@ -647,7 +647,9 @@ def test_every_path_takes_the_same_scalars(kernel, device, argument, operation):
             assert argument == "rope" or not isinstance(value, (torch.Tensor, np.ndarray, complex))
         else:
             # With other heads, it is q that has a wrong head_dim, or gate that has a wrong shape.
-            names = "heads|q|gate" if is_of_attention else f"{argument}|cos|k_cos|weight|q_weight|q_out"
+            names = (
+                "heads|q|gate" if is_of_attention else f"{argument}|cos|k_cos|weight|q_weight|q_out"
+            )
             assert re.fullmatch(rf"{function.__name__}: (?:{names}) [^\n]*, got [^\n]*", message)
         if kind is TypeError and message.split(": ")[1].startswith(argument):
             text = ACCEPTED_TYPES.get(argument, "a string")
