@@ -31,6 +31,7 @@ from inputs import (
     GRID_AXES,
     HEADS,
     HEADS_GIVEN,
+    OF_LAYER_NORM,
     OPERATIONS,
     QK_OPERATIONS,
     ROW_NORMS,
@@ -345,6 +346,13 @@ for name in QK_OPERATIONS:
     mistake(name, "out", "one", "1", lambda a: with_outputs(a, count=1))
     mistake(name, "out", "of_None", "", all_of(with_outputs, replace("q_out", lambda _: None)))
     mistake(name, "v", "list", "list", lambda a: (with_outputs(a, 3), with_values(a, [1.0])))
+for argument in ("q_bias", "k_bias"):
+    device = replace(argument, other_device)
+    mistake(OF_LAYER_NORM, argument, "device", "", device, is_device=True)
+    mistake(OF_LAYER_NORM, argument, "stride", "stride 2", replace(argument, every_second))
+    mistake(OF_LAYER_NORM, argument, "list", "list", replace(argument, as_list))
+    wrong_dtypes(OF_LAYER_NORM, argument, torch.float64, torch.float16, torch.int64)
+    wrong_shapes(OF_LAYER_NORM, argument, (HEAD_DIM + 1,), (1, HEAD_DIM), ())
 wrong_values("qk_norm_rope", "out", torch.ones(2), "q", got="")
 for got, change in {
     shape_text(BATCH, SEQ - 1, HIDDEN): lambda t: t[:, 1:],
