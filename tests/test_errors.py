@@ -31,6 +31,7 @@ from inputs import (
     GRID_AXES,
     HEADS,
     HEADS_GIVEN,
+    OF_LAYER_NORM,
     OPERATIONS,
     QK_OPERATIONS,
     ROW_NORMS,
@@ -213,7 +214,8 @@ def of_any_tensor(name, argument):
     """Mistakes of every tensor except the first."""
     device = replace(argument, other_device)
     mistake(name, argument, "device", "", device, is_device=True)
-    mistake(name, argument, "stride", "stride 2", replace(argument, every_second))
+    if (name, argument) != ("attention", "gate"):  # which has one value a head, and any strides
+        mistake(name, argument, "stride", "stride 2", replace(argument, every_second))
     if name in QK_OPERATIONS and argument in FIELDS:  # as a part of rope
         public = "k_rope" if argument in KEY_FIELDS else "rope"
         mistake(name, public, f"{argument}_list", "", replace(argument, as_list))
@@ -344,6 +346,13 @@ for name in QK_OPERATIONS:
     mistake(name, "out", "one", "1", lambda a: with_outputs(a, count=1))
     mistake(name, "out", "of_None", "", all_of(with_outputs, replace("q_out", lambda _: None)))
     mistake(name, "v", "list", "list", lambda a: (with_outputs(a, 3), with_values(a, [1.0])))
+for argument in ("q_bias", "k_bias"):
+    device = replace(argument, other_device)
+    mistake(OF_LAYER_NORM, argument, "device", "", device, is_device=True)
+    mistake(OF_LAYER_NORM, argument, "stride", "stride 2", replace(argument, every_second))
+    mistake(OF_LAYER_NORM, argument, "list", "list", replace(argument, as_list))
+    wrong_dtypes(OF_LAYER_NORM, argument, torch.float64, torch.float16, torch.int64)
+    wrong_shapes(OF_LAYER_NORM, argument, (HEAD_DIM + 1,), (1, HEAD_DIM), ())
 wrong_values("qk_norm_rope", "out", torch.ones(2), "q", got="")
 for got, change in {
     shape_text(BATCH, SEQ - 1, HIDDEN): lambda t: t[:, 1:],
@@ -645,8 +654,10 @@ def test_every_path_takes_the_same_scalars(kernel, device, argument, operation):
         if kind == "returned":
             assert argument == "rope" or not isinstance(value, (torch.Tensor, np.ndarray, complex))
         else:
-            # With other heads, it is q that has a wrong head_dim.
-            names = "heads|q" if is_of_attention else f"{argument}|cos|k_cos|weight|q_weight|q_out"
+            # With other heads, it is q that has a wrong head_dim, or gate that has a wrong shape.
+            names = (
+                "heads|q|gate" if is_of_attention else f"{argument}|cos|k_cos|weight|q_weight|q_out"
+            )
             assert re.fullmatch(rf"{function.__name__}: (?:{names}) [^\n]*, got [^\n]*", message)
         if kind is TypeError and message.split(": ")[1].startswith(argument):
             text = ACCEPTED_TYPES.get(argument, "a string")
@@ -852,8 +863,8 @@ def test_outputs_and_in_place(kernel, device):
 
 def test_every_argument_is_in_the_table(kernel):
     """A new argument needs its mistakes in the table."""
-    tested = {(case.operation, case.argument) for case in MISTAKES}
-    for operation in ARGUMENTS:
+    tested = {(operation_of(case.operation), case.argument) for case in MISTAKES}
+    for operation in {operation_of(call) for call in ARGUMENTS}:
         for argument in parameters_of(operation):
             if argument not in ("inplace", "out"):  # test_out.py
                 assert (operation, argument) in tested, f"{operation}: {argument}"

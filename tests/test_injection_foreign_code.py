@@ -209,10 +209,11 @@ class Flops(FlopCounterMode):
         return {name: dict(counts) for name, counts in self.get_flop_counts().items()}
 
 
-WITH_LAYER_NORM = [family for name, family in FAMILIES.items() if name != "krea2"]
+WITHOUT_LAYER_NORMS = [family for name, family in FAMILIES.items() if name == "krea2"]
+WITH_LAYER_NORMS = [family for name, family in FAMILIES.items() if name != "krea2"]
 MODES = {  # the target of each, and models that use it
-    "layer_norm": (functools.partial(Scaled, "layer_norm"), [*WITH_LAYER_NORM, UNET]),
-    "rms_norm": (functools.partial(Scaled, "rms_norm"), [LTX]),
+    "layer_norm": (functools.partial(Scaled, "layer_norm"), [*WITH_LAYER_NORMS, UNET]),
+    "rms_norm": (functools.partial(Scaled, "rms_norm"), [LTX, *WITHOUT_LAYER_NORMS]),
     "gelu": (functools.partial(Scaled, "gelu"), [LTX, UNET]),
     "silu": (functools.partial(Scaled, "silu"), [FLUX, UNET]),
     "linear": (functools.partial(Scaled, "linear"), [LTX]),
