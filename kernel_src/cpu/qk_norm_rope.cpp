@@ -90,8 +90,10 @@ struct Token {
       if (has_tables && (head == 0 || heads_differ(p.tables)))
         load_tables(p, p.tables, batch, seq, head, scratch);
       if (has_coordinates) compute_tables(head);
-      if (head < p.q.heads) process_head(p.q, p.q_weight_is_float32, p.q_bias, head, q_rstd[head], is_rotated);
-      if (head < p.k.heads) process_head(p.k, p.k_weight_is_float32, p.k_bias, head, k_rstd[head], is_rotated);
+      if (head < p.q.heads)
+        process_head(p.q, p.q_weight_is_float32, p.q_bias, head, q_rstd[head], is_rotated);
+      if (head < p.k.heads)
+        process_head(p.k, p.k_weight_is_float32, p.k_bias, head, k_rstd[head], is_rotated);
     }
   }
 

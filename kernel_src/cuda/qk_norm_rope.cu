@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
   const bool is_norm = p.norm != NormScope::kNone;
   Statistic<T> q_mean, k_mean, q_scale, k_scale;
   // The values of a unit, without their mean if it is a LayerNorm.
-  const auto read = [&](const Unit& unit, const Statistic<T>& mean, float(&a)[kSize], float(&b)[kSize]) {
+  const auto read = [&](const Unit& unit, const Statistic<T>& mean, float (&a)[kSize], float (&b)[kSize]) {
     unit.first.to_floats(a);
     unit.second.to_floats(b);
     if constexpr (Operands::kIsLayerNorm) {
@@ -262,8 +262,7 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
     };
     if constexpr (Operands::kIsGeneral) {
       finish(q[i], p.q, q_mean, q_scale, p.q_weight_is_float32, p.q_bias);
-      if constexpr (Operands::kHasKey)
-        finish(k[i], p.k, k_mean, k_scale, p.k_weight_is_float32, p.k_bias);
+      if constexpr (Operands::kHasKey) finish(k[i], p.k, k_mean, k_scale, p.k_weight_is_float32, p.k_bias);
       if constexpr (!kPrefetchesValues) {
         const bool is_unit = is_group && position.head - group_head < group_heads;
         fetch(v[i], p.v, static_cast<int>(p.v.heads), position, is_unit);

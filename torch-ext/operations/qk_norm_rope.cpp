@@ -363,7 +363,8 @@ constexpr Operation kOperations[] = {
               " -> (Tensor, Tensor)",
               call_qk_norm_rope>(),
     operation<"qk_norm_rope_out(Tensor q, Tensor k, Tensor? v, Tensor? q_weight, Tensor? k_weight,"
-              " Tensor? q_bias, Tensor? k_bias, Tensor? first, Tensor? second, bool is_coordinates, Tensor? k_first, Tensor? k_second,"
+              " Tensor? q_bias, Tensor? k_bias, Tensor? first, Tensor? second, bool is_coordinates, Tensor? "
+              "k_first, Tensor? k_second,"
               " bool k_is_coordinates, int heads, int norm, int layout, float eps, Tensor(a!) q_out,"
               " Tensor(b!) k_out, Tensor(c!)? v_out, bool in_place) -> ()",
               call_qk_norm_rope_out>(),
