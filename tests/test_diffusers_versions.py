@@ -169,6 +169,8 @@ def test_attention(kernel, device, family):
 def test_changed_layers(kernel, device, family, library):
     """A LoRA, or int8 weights, put in after the injection."""
     plain, arguments = small_model(family.name, device)
+    if library == "peft" and not hasattr(plain, "add_adapter"):
+        pytest.skip("this version's class takes no adapters")
     model, without = copy.deepcopy(plain), run(plain, arguments)
     kernel.inject_kernels(model)
     for each in (model, plain):

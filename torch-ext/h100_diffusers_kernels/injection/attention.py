@@ -112,7 +112,7 @@ class AttentionSpec(PatchSpec):
         """Why the module currently runs its own attention."""
         if not injection.options["attention"]:
             return NOT_WANTED
-        if not is_native(module.processor, self.dispatches):
+        if not is_native(module.processor, _dispatches(self)):
             return CHOSEN
         reason = why_not_head_dim(head_dim_of(module)) or why_not_dtype(module)
         return None if reason is None else f"{OWN_ATTENTION}: {reason}"
@@ -121,6 +121,11 @@ class AttentionSpec(PatchSpec):
         is_own = torch.nn.functional.scaled_dot_product_attention is SDPA.function
         is_taken = is_own and self._why_own_attention(module, injection) is None
         return f"{self.operations}, attention" if is_taken else self.operations
+
+
+def _dispatches(spec: Any) -> bool:
+    """Whether the processor calls the dispatch: in an older diffusers it may not."""
+    return spec.dispatches and hasattr(sys.modules[spec.library], "dispatch_attention_fn")
 
 
 def head_dim_of(module: Any) -> int | None:
@@ -179,7 +184,7 @@ def _may_attend(call: Call, head_dim: int) -> bool:
         reason = why_not_head_dim(head_dim)
     elif torch.nn.functional.scaled_dot_product_attention is not SDPA.function:
         reason = "scaled_dot_product_attention was replaced"
-    elif spec.dispatches:
+    elif _dispatches(spec):
         if _NATIVE.function is None:
             reason = "this diffusers version does not expose its backend"
         elif sys.modules[spec.library].dispatch_attention_fn is not DISPATCH.function:
@@ -217,7 +222,7 @@ def attend(
     """
     spec: Any = call.stand_in.spec
     processor = module.processor
-    is_free = is_native(processor, spec.dispatches)
+    is_free = is_native(processor, _dispatches(spec))
     if is_free and _may_attend(call, query.shape[2] // heads):
         if attention_takes(query, key, value, heads):
             if (
@@ -256,7 +261,7 @@ def attend(
     if key.shape[2] != heads:
         repeats = heads // int(key.shape[2])  # torch.jit.trace has tensors as sizes
         key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
-    if spec.dispatches:
+    if _dispatches(spec):
         chosen: Any = {
             "backend": getattr(processor, "_attention_backend", None),
             "parallel_config": getattr(processor, "_parallel_config", None),
