@@ -3,6 +3,8 @@
 Their heads have 64 elements, which attention's kernel accepts, unless the name has another number.
 """
 
+import inspect
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +78,11 @@ def tensors(result):
 @torch.no_grad()
 def run(model, arguments):
     """All results of a forward as one row; arguments by name, or in order for a module."""
-    result = model(**arguments) if isinstance(arguments, dict) else model(*arguments)
+    if isinstance(arguments, dict):
+        takes_it = "return_dict" in inspect.signature(model.forward).parameters
+        result = model(**arguments, **({"return_dict": False} if takes_it else {}))
+    else:
+        result = model(*arguments)
     return torch.cat([tensor.flatten() for tensor in tensors(result)])
 
 
