@@ -4,7 +4,6 @@ Their heads have 64 elements, which attention's kernel accepts, unless the name 
 """
 
 import inspect
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
