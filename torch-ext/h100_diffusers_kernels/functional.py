@@ -77,13 +77,18 @@ _layer_norm_modulate_pair, _gated_residual, _gated_residual_layer_norm_modulate_
 Modulator = Union[Tensor, tuple[Tensor, Tensor]]
 
 
-def _split(operation: str, name: str, modulator: Optional[Modulator]) -> tuple:
-    """The embedding and the row of a modulator. The row may be None, or both."""
-    if type(modulator) is not tuple:
-        return modulator, None
-    if len(modulator) != 2 or not all(isinstance(part, Tensor) for part in modulator):
-        refuse_type(operation, name, "a tensor or a pair of tensors", modulator)
-    return modulator[1], modulator[0]
+def _split(operation: str, **modulators: Optional[Modulator]) -> list:
+    """The embeddings of some modulators, then their rows. Each may be None."""
+    embeddings, rows = [], []
+    for name, modulator in modulators.items():
+        row, embedding = None, modulator
+        if type(modulator) is tuple:
+            if len(modulator) != 2 or not all(isinstance(part, Tensor) for part in modulator):
+                refuse_type(operation, name, "a tensor or a pair of tensors", modulator)
+            row, embedding = modulator
+        embeddings.append(embedding)
+        rows.append(row)
+    return embeddings + rows
 
 
 def _branch(operation: str, addend: Any, x_weight: Any, x_eps: Any, tanh_gate: Any) -> tuple:
@@ -154,9 +159,8 @@ def rms_norm_modulate(
     if type(eps) is not float:
         eps = number("rms_norm_modulate", "eps", eps)
     if type(scale) is tuple or type(shift) is tuple:
-        scale, scale_row = _split("rms_norm_modulate", "scale", scale)
-        shift, shift_row = _split("rms_norm_modulate", "shift", shift)
-        return _rms_norm_modulate(x, False, weight, None, scale, shift, eps, scale_row, shift_row)
+        scale, shift, *rows = _split("rms_norm_modulate", scale=scale, shift=shift)
+        return _rms_norm_modulate(x, False, weight, None, scale, shift, eps, *rows)
     return _rms_norm_modulate(x, False, weight, None, scale, shift, eps)
 
 
@@ -184,9 +188,8 @@ def layer_norm_modulate(
     if type(eps) is not float:
         eps = number("layer_norm_modulate", "eps", eps)
     if type(scale) is tuple or type(shift) is tuple:
-        scale, scale_row = _split("layer_norm_modulate", "scale", scale)
-        shift, shift_row = _split("layer_norm_modulate", "shift", shift)
-        return _layer_norm_modulate(x, True, weight, bias, scale, shift, eps, scale_row, shift_row)
+        scale, shift, *rows = _split("layer_norm_modulate", scale=scale, shift=shift)
+        return _layer_norm_modulate(x, True, weight, bias, scale, shift, eps, *rows)
     return _layer_norm_modulate(x, True, weight, bias, scale, shift, eps)
 
 
@@ -248,7 +251,7 @@ def gated_residual(
         and type(gate) is not tuple
     ):
         return _gated_residual(residual, x, gate)
-    gate, gate_row = _split("gated_residual", "gate", gate)
+    gate, gate_row = _split("gated_residual", gate=gate)
     branch = _branch("gated_residual", addend, x_weight, x_eps, tanh_gate)
     return _gated_residual(residual, x, gate, gate_row, *branch)
 
@@ -292,11 +295,11 @@ def gated_residual_rms_norm_modulate(
     ):
         return _gated_residual_rms_norm_modulate(*arguments)
     branch = _branch("gated_residual_rms_norm_modulate", addend, x_weight, x_eps, tanh_gate)
-    gate, gate_row = _split("gated_residual_rms_norm_modulate", "gate", gate)
-    scale, scale_row = _split("gated_residual_rms_norm_modulate", "scale", scale)
-    shift, shift_row = _split("gated_residual_rms_norm_modulate", "shift", shift)
+    scale, shift, gate, *rows = _split(
+        "gated_residual_rms_norm_modulate", scale=scale, shift=shift, gate=gate
+    )
     arguments = (residual, x, False, gate, scale, shift, weight, None, eps)
-    return _gated_residual_rms_norm_modulate(*arguments, scale_row, shift_row, gate_row, *branch)
+    return _gated_residual_rms_norm_modulate(*arguments, *rows, *branch)
 
 
 def gated_residual_layer_norm_modulate(
@@ -340,11 +343,11 @@ def gated_residual_layer_norm_modulate(
     ):
         return _gated_residual_layer_norm_modulate(*arguments)
     branch = _branch("gated_residual_layer_norm_modulate", addend, x_weight, x_eps, tanh_gate)
-    gate, gate_row = _split("gated_residual_layer_norm_modulate", "gate", gate)
-    scale, scale_row = _split("gated_residual_layer_norm_modulate", "scale", scale)
-    shift, shift_row = _split("gated_residual_layer_norm_modulate", "shift", shift)
+    scale, shift, gate, *rows = _split(
+        "gated_residual_layer_norm_modulate", scale=scale, shift=shift, gate=gate
+    )
     arguments = (residual, x, True, gate, scale, shift, weight, bias, eps)
-    return _gated_residual_layer_norm_modulate(*arguments, scale_row, shift_row, gate_row, *branch)
+    return _gated_residual_layer_norm_modulate(*arguments, *rows, *branch)
 
 
 def gated_residual_layer_norm_modulate_pair(

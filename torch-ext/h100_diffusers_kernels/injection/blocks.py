@@ -238,12 +238,18 @@ def two_stream_block(
 # Adaptive layer norms: the number of rows of their linear layer's result, and the row indices of scale and
 # shift for each result of the norm.
 _PATH = "diffusers.models.normalization:"
+_REPLACING = (
+    "diffusers.models.transformers.transformer_hunyuan_video:"
+    "HunyuanVideoTokenReplaceAdaLayerNormZero"
+)
 _ADAPTIVE = (
     (KnownClass(_PATH + "AdaLayerNormZero"), 6, (1, 0)),
     (KnownClass(_PATH + "AdaLayerNormZeroSingle"), 3, (1, 0)),
     (KnownClass(_PATH + "AdaLayerNormContinuous"), 2, (0, 1)),
     (KnownClass(_PATH + "SD35AdaLayerNormZeroX"), 9, (1, 0, 7, 6)),
     (KnownClass(_PATH + "CogVideoXLayerNormZero"), 6, (1, 0, 4, 3)),
+    (KnownClass(_REPLACING), 6, (1, 0)),
+    (KnownClass(_REPLACING + "Single"), 3, (1, 0)),
 )
 _SEQUENTIAL = KnownClass("torch.nn:Sequential")
 

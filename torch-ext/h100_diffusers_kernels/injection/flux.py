@@ -29,10 +29,9 @@ from .blocks import (
     take_over,
     two_stream_block,
 )
-from .checks import is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import GELU, LINEAR_GELU, linear, linear_gelu, linear_of_concat
+from .linears import LINEAR_GELU, linear_and_gelu, linear_of_concat
 from .norm_modules import OUTPUT_NORM
 from .norms import clip_to_float16
 from .patch import Call
@@ -85,11 +84,7 @@ def _single_block_forward(
         begun = _SINGLE[0](call, self, None, temb)(x)
     (normalized,), (_, _, gate) = begun
     modules = self._modules
-    activation = modules["act_mlp"]
-    if is_plain(activation, GELU):
-        mlp_out = linear_gelu(modules["proj_mlp"], activation, activation.approximate, normalized)
-    else:
-        mlp_out = activation(linear(modules["proj_mlp"], normalized))
+    mlp_out = linear_and_gelu(modules["proj_mlp"], modules["act_mlp"], normalized)
     attention_out = modules["attn"](
         hidden_states=normalized,
         image_rotary_emb=image_rotary_emb,

@@ -28,8 +28,7 @@ from .attention import (
     project,
     project_out,
 )
-from .checks import is_plain
-from .linears import GELU, linear, linear_gelu, linear_of_concat, linear_per_sample
+from .linears import linear_and_gelu, linear_of_concat, linear_per_sample
 from .patch import Call
 
 
@@ -43,11 +42,7 @@ def attend_and_feed(
 ) -> Tensor:
     """From the norm of a single block to its last linear layer, for ``length`` tokens of the image first."""
     modules = self._modules
-    activation = modules["act_mlp"]
-    if is_plain(activation, GELU):
-        mlp_out = linear_gelu(modules["proj_mlp"], activation, activation.approximate, normalized)
-    else:
-        mlp_out = activation(linear(modules["proj_mlp"], normalized))
+    mlp_out = linear_and_gelu(modules["proj_mlp"], modules["act_mlp"], normalized)
     outs = attend_to_both(self, normalized[:, :length], normalized[:, length:], mask, rope)
     return linear_of_concat(call, modules["proj_out"], concat_streams(call, *outs), mlp_out)
 

@@ -16,18 +16,14 @@ from torch import Tensor
 
 from ..conditions import kernels_take, may_write, tracks_derivatives
 from .attention import concat_streams
-from .blocks import BlockSpec, adaptive_prologue, feed_forwards
-from .checks import KnownClass, is_plain, why_not_plain
+from .blocks import BlockSpec, adaptive_prologue, feed_forwards, read_adaptive
 from .hunyuan_attention import attend_and_feed, attend_to_both
-from .linears import SILU, feed_forward, linear
-from .norms import gated_residual, norm_modulate, read_norm, residual_norm
+from .linears import feed_forward, linear
+from .norms import gated_residual, norm_modulate, residual_norm
 from .patch import Call
 
 _VIDEO = "diffusers.models.transformers.transformer_hunyuan_video"
 OPERATIONS = "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual"
-_NORM = f"{_VIDEO}:HunyuanVideoTokenReplaceAdaLayerNormZero"
-# Norm classes and the number of their rows.
-_NORMS = (KnownClass(_NORM), 6), (KnownClass(f"{_NORM}Single"), 3)
 _context_prologue = partial(adaptive_prologue, name="norm1_context")
 _Rows = Sequence[Tensor]
 
@@ -54,17 +50,14 @@ def _modulated(
 ) -> tuple[Tensor, tuple[_Rows, _Rows]]:
     """The result of the norm ``owner.name``, and both embeddings' rows from the gate on, each (B, 1, D)."""
     module = owner._modules[name]
-    known, count = next((each for each in _NORMS if each[0].cls is type(module)), _NORMS[0])
-    norm: Any = why_not_plain(module, known)
-    if is_plain(module, known):
-        is_known = is_plain(module._modules.get("silu"), SILU)
-        norm = read_norm(module._modules.get("norm")) if is_known else "has an unknown activation"
-    if isinstance(norm, str):
-        call.fall_back(f"{name} {norm}")
+    found = read_adaptive(module)
+    if isinstance(found, str):
+        call.fall_back(f"{name} {found}")
         n, *results = module(x, temb, replacing, first)
         made = [row.unsqueeze(1) for row in results]
         half = len(made) // 2
         return n, (made[:half], made[half:])
+    count, _, norm = found
     layer, silu = module._modules["linear"], torch.nn.functional.silu
     embedded = call.shared("silu", temb, silu), call.shared("replacing silu", replacing, silu)
     rows, of_first = [linear(layer, each).unsqueeze(1).chunk(count, 2) for each in embedded]

@@ -215,6 +215,13 @@ def linear_gelu(layer: Any, activation: Any, approximate: str, x: Tensor) -> Ten
     return functional.gelu(x, approximate) if same_dtype_and_unit_stride(x) else activation(x)
 
 
+def linear_and_gelu(layer: Any, activation: Any, x: Tensor) -> Tensor:
+    """``activation(layer(x))``, in one step for a plain ``torch.nn.GELU``."""
+    if is_plain(activation, GELU):
+        return linear_gelu(layer, activation, activation.approximate, x)
+    return activation(linear(layer, x))
+
+
 def _gelu_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
     if "gelu" in self.__dict__:
         return call.decline("gelu was replaced")
