@@ -23,7 +23,7 @@ import small_models
 from changes import WEIGHT_CHANGES, changing
 from checks import compute_as_other_threads
 from emulated_graphs import EmulatedGraph
-from families import FAMILIES, WAITING, every_family
+from families import FAMILIES, WAITING
 from graphs import Pair, graphs, module_of  # noqa: F401
 from random_sequences import Twins
 
@@ -34,17 +34,14 @@ FIRST = "the first call of its kind"
 UNCAPTURED = ("mochi",)
 # Models that make tables on the CPU in each forward, get tensors there, or read the number of tokens.
 UNCAPTURED_ON_CUDA = ("lumina2", "cogview4", "easyanimate", "chroma", "stable_audio")
+CAPTURED = [family for family in FAMILIES.values() if family.name not in WAITING]
+every_captured = pytest.mark.parametrize("family", CAPTURED, ids=str)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture
 def pair(graphs, device):  # noqa: F811
     return Pair(graphs, LTX, device)
-
-
-def skip_waiting(family, device):
-    if family.name in WAITING and device == "cuda":
-        pytest.skip("its own code waits for the GPU")
 
 
 def replace_proj_in(make):
@@ -58,13 +55,12 @@ def replace_proj_in(make):
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        *((family, torch.bfloat16) for family in FAMILIES.values()),
+        *((family, torch.bfloat16) for family in CAPTURED),
         *((LTX, dtype) for dtype in (torch.float32, torch.float16)),
     ],
     ids=str,
 )
 def test_replays_have_the_same_bits(graphs, device, family, dtype):  # noqa: F811
-    skip_waiting(family, device)
     pair = Pair(graphs, family, device, dtype)
     outs = [pair.call() for _ in range(5)]
     assert pair.calls.captured == 1
@@ -73,9 +69,8 @@ def test_replays_have_the_same_bits(graphs, device, family, dtype):  # noqa: F81
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(outs, 2))
 
 
-@every_family
+@every_captured
 def test_every_variant_of_inputs(graphs, device, family):  # noqa: F811
-    skip_waiting(family, device)
     pair = Pair(graphs, family, device, max_cuda_graphs=16)
     for _ in range(3):
         for options in family.options.values():
@@ -87,8 +82,19 @@ def test_every_variant_of_inputs(graphs, device, family):  # noqa: F811
     assert pair.calls.replayed >= captured - 1
 
 
+@pytest.mark.parametrize("name", WAITING)
+def test_models_that_wait_for_the_gpu_are_not_captured(graphs, device, name):  # noqa: F811
+    if name not in FAMILIES:
+        pytest.skip("this diffusers lacks the model")
+    pair = Pair(graphs, FAMILIES[name], device)
+    for _ in range(3):
+        pair.call()
+    assert pair.calls.captured == 0
+    assert pair.calls.uncaptured.keys() > {FIRST}
+
+
 @needs_cuda
-@pytest.mark.parametrize("family", [f for f in FAMILIES.values() if f.name not in WAITING], ids=str)
+@every_captured
 def test_no_forward_waits_for_the_gpu(kernel, device, family):
     """Not even the first of a kind: nothing is read back from the GPU."""
     model = family.model(device, torch.bfloat16, head_dim=64)
