@@ -12,6 +12,7 @@ from family import (  # noqa: F401
     TINY_HEADS,
     Family,
     assert_close,
+    joined,
     prepared,
     run,
 )
@@ -26,10 +27,11 @@ from family_ltx2 import LTX2
 from family_qwenimage import QWEN_IMAGE
 from family_sd3 import SD3
 from family_wan import WAN
+from family_z_image import Z_IMAGE
 
 _FAMILIES = (
     *(LTX, LTX2, FLUX, FLUX2, FLUX3, QWEN_IMAGE, SD3, WAN, COSMOS),
-    *(HUNYUAN_VIDEO, HUNYUAN_VIDEO15, COGVIDEOX, KREA2),
+    *(HUNYUAN_VIDEO, HUNYUAN_VIDEO15, COGVIDEOX, KREA2, Z_IMAGE),
 )
 # Older versions of diffusers do not have all of them.
 FAMILIES = {f.name: f for f in _FAMILIES if importlib.util.find_spec(f.module) is not None}

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils import _pytree as pytree
 
 # A head size that attention's kernel accepts, and one for the smallest models.
 KERNEL_HEADS = {"heads": 2, "head_dim": 64}
@@ -56,6 +57,7 @@ class Family:
         functions: the functions of its module that attention uses.
         has_backends: whether diffusers' choice of attention backend applies; otherwise it is PyTorch's.
         one_block: a configuration with one block of each kind.
+        main: the name of the argument that is denoised: a tensor, or a list with one for each sample.
     """
 
     name: str
@@ -73,10 +75,16 @@ class Family:
     functions: tuple[str, ...] = ("apply_rotary_emb", "dispatch_attention_fn")
     has_backends: bool = True
     one_block: dict = field(default_factory=lambda: {"blocks": 1})
+    main: str = "hidden_states"
 
     def cast(self, arguments, dtype):
         """The inputs in another dtype; masks, timesteps and positions keep theirs."""
-        return {**arguments, **{name: arguments[name].to(dtype) for name in self.inexact}}
+        inexact = {name: arguments[name] for name in self.inexact}
+        return {**arguments, **pytree.tree_map(lambda tensor: tensor.to(dtype), inexact)}
+
+    def with_main(self, arguments, change):
+        """The inputs with ``change`` applied to each tensor that is denoised."""
+        return {**arguments, self.main: pytree.tree_map(change, arguments[self.main])}
 
     def blocks(self, model):
         """All blocks in execution order."""
@@ -95,7 +103,14 @@ class Family:
 
 @torch.no_grad()
 def run(model, arguments):
-    return model(**arguments, return_dict=False)[0]
+    return joined(model(**arguments, return_dict=False)[0])
+
+
+def joined(result):
+    """A model's result; a list of tensors as one row."""
+    if isinstance(result, torch.Tensor):
+        return result
+    return torch.cat([tensor.flatten() for tensor in result])
 
 
 def prepared(family, device, dtype=torch.float32, *, config=None, **options):

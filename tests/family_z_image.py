@@ -3,7 +3,7 @@
 import diffusers
 import torch
 
-from family import make_all_matter, seeded
+from family import TWO_STREAM_OPTIONS, Family, make_all_matter, seeded
 from small_models import to
 
 CHANNELS, TEXT_CHANNELS, SIGLIP_CHANNELS = 4, 24, 20
@@ -20,34 +20,38 @@ def _all_matter(model):
             torch.nn.init.normal_(parameter, std=0.1)
 
 
-def z_image_model(device, dtype=torch.float32, *, heads=2, head_dim=64, **config):
-    torch.manual_seed(0)
+def z_image_model(
+    device, dtype=torch.float32, *, seed=0, blocks=2, heads=2, head_dim=16, **config
+):
+    torch.manual_seed(seed)
     axis = head_dim // 3 // 2 * 2
     model = diffusers.ZImageTransformer2DModel(
         in_channels=CHANNELS,
         dim=heads * head_dim,
-        n_layers=2,
-        n_refiner_layers=2,
+        n_layers=blocks,
+        n_refiner_layers=blocks,
         n_heads=heads,
         n_kv_heads=heads,
         cap_feat_dim=TEXT_CHANNELS,
         axes_dims=[head_dim - 2 * axis, axis, axis],
-        axes_lens=[160, 16, 16],
+        axes_lens=[160, 96, 16],
         **config,
     )
     _all_matter(model)
     return model.to(device, dtype).eval()
 
 
-def z_image_inputs(device, dtype=torch.float32, *, seed=None, prompts=(40,), height=8):
+def z_image_inputs(
+    device, dtype=torch.float32, *, seed=None, batch=2, tokens=1, text_length=5, prompts=None
+):
     """``prompts``: the number of tokens of each. The model pads it to a multiple of 32."""
     normal = seeded(seed, device)
-    arguments = {
-        "x": [normal(CHANNELS, 1, height, 8) for _ in prompts],
+    prompts = (text_length,) * batch if prompts is None else prompts
+    return {
+        "x": [normal(CHANNELS, 1, 8 * tokens, 8).to(dtype) for _ in prompts],
         "t": normal(len(prompts)).sigmoid(),
-        "cap_feats": [normal(length, TEXT_CHANNELS) for length in prompts],
+        "cap_feats": [normal(length, TEXT_CHANNELS).to(dtype) for length in prompts],
     }
-    return to(arguments, device, dtype)
 
 
 def reference_inputs(device, dtype=torch.float32, *, seed=None, **_):
@@ -63,7 +67,7 @@ def reference_inputs(device, dtype=torch.float32, *, seed=None, **_):
     return to(arguments, device, dtype)
 
 
-def controlnet_of_z_image(device, dtype=torch.float32, *, heads=2, head_dim=64, refiner, **_):
+def controlnet_of_z_image(device, dtype=torch.float32, *, heads=2, head_dim=16, refiner, **_):
     """``refiner``: the model's argument add_control_noise_refiner."""
     transformer = z_image_model(device, heads=heads, head_dim=head_dim)
     model = diffusers.ZImageControlNetModel(
@@ -86,3 +90,35 @@ def control_inputs(device, dtype=torch.float32, *, seed=None, prompts=(40, 6), *
     normal = seeded(seed, device)
     control = [normal(CHANNELS, 1, 8, 8) for _ in prompts]
     return {**arguments, "control_context": to(control, device, dtype)}
+
+
+Z_IMAGE = Family(
+    name="z_image",
+    model=z_image_model,
+    inputs=z_image_inputs,
+    inexact=("x", "cap_feats"),
+    options={**TWO_STREAM_OPTIONS, "prompts of two lengths": {"prompts": (40, 6)}},
+    parts={
+        "block": "layers.0",
+        "next_block": "layers.1",
+        "text_block": "context_refiner.0",
+        "attention": "layers.0.attention",
+        "norm": "layers.1.attention_norm1",
+        "norm2": "layers.0.ffn_norm1",
+        "branch_norm": "layers.0.attention_norm2",
+        "qk_norm": "layers.0.attention.norm_q",
+        "linear": "layers.0.attention.to_k",
+        "output": "layers.0.attention.to_out.0",
+        "gated_feed_forward": "layers.0.feed_forward",
+        "up": "layers.0.feed_forward.w1",
+        "modulation": "layers.0.adaLN_modulation.0",
+    },
+    lora_targets=["to_q", "to_k", "to_v", "to_out.0", "w1", "w2", "w3"],
+    caches=(),
+    module="diffusers.models.transformers.transformer_z_image",
+    processor="ZSingleStreamAttnProcessor",
+    block_lists=("noise_refiner", "context_refiner", "layers"),
+    condition="adaln_input",
+    functions=("dispatch_attention_fn",),
+    main="x",
+)

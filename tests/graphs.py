@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from emulated_graphs import EmulatedGraph, Record
+from family import joined
 
 
 def module_of(kernel, name):
@@ -55,8 +56,8 @@ class Pair:
     def call(self, arguments=None, **options):
         """The output with graphs, after a bitwise comparison with the one without."""
         arguments = self.inputs(**options) if arguments is None else arguments
-        out = self.model(**arguments, return_dict=False)[0]
-        expected = self.plain(**arguments, return_dict=False)[0]
+        out = joined(self.model(**arguments, return_dict=False)[0])
+        expected = joined(self.plain(**arguments, return_dict=False)[0])
         torch.testing.assert_close(
             out, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{text}\n{self.calls}"
         )

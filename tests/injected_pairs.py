@@ -4,9 +4,11 @@ import collections
 import copy
 
 import torch
+from torch.utils import _pytree as pytree
 
 from changes import weighted_sum
 from checks import relative_distance
+from family import joined
 from ltx_models import inputs, transformer
 from small_models import run
 
@@ -118,11 +120,11 @@ def assert_gradients_agree(model, plain, arguments, slack=1e-4):
         candidate.zero_grad()
         wanted = dict(candidate.named_parameters())
         if isinstance(arguments, dict):
-            wanted |= {name: x for name, x in arguments.items() if requires_grad(x)}
-            result = candidate(**arguments, return_dict=False)[0]
+            result = joined(candidate(**arguments, return_dict=False)[0])
         else:
-            wanted |= {str(i): x for i, x in enumerate(arguments) if requires_grad(x)}
             result = candidate(*arguments)
+        given = pytree.tree_leaves(arguments)
+        wanted |= {str(i): x for i, x in enumerate(given) if isinstance(x, torch.Tensor)}
         wanted = {name: x for name, x in wanted.items() if x.requires_grad}
         found = torch.autograd.grad(weighted_sum(result), list(wanted.values()), allow_unused=True)
         gradients.append(dict(zip(wanted, found, strict=True)))
@@ -133,10 +135,6 @@ def assert_gradients_agree(model, plain, arguments, slack=1e-4):
     rounding = 0.01 * torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for name, gradient in expected.items():
         assert (mine[name] - gradient).norm() <= slack * (gradient.norm() + rounding), name
-
-
-def requires_grad(value):
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def fallen_back(report):

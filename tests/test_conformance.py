@@ -15,13 +15,23 @@ from diffusers.hooks import HookRegistry, LayerSkipConfig, apply_layer_skip
 from diffusers.hooks.layer_skip import AttentionProcessorSkipHook
 from diffusers.models import attention_dispatch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils import _pytree as pytree
 
 import adapters
 import changes
 import ltx_models
 from changes import HOOKS, WAYS, Counted
 from checks import relative_distance
-from families import FAMILIES, KERNEL_HEADS, WAITING, assert_close, every_family, prepared, run
+from families import (
+    FAMILIES,
+    KERNEL_HEADS,
+    WAITING,
+    assert_close,
+    every_family,
+    joined,
+    prepared,
+    run,
+)
 from families_in_part import family_of
 from injected_pairs import assert_as_close_as_eager, assert_gradients_agree
 from ltx_models import computing, graph_replays, kernel_calls, snapshot
@@ -716,7 +726,7 @@ def test_gradients(kernel, device, family, case):
     if case == "adapters":
         adapters.add_lora(family, model)
         adapters.add_lora(family, plain)
-    arguments["hidden_states"].requires_grad_(case == "input")
+    arguments = family.with_main(arguments, lambda x: x.requires_grad_(case == "input"))
     assert_gradients_agree(model, plain, arguments)
 
 
@@ -727,20 +737,21 @@ def test_forward_mode_derivatives(kernel, device, family):
     kernel.inject_kernels(model)
     torch.manual_seed(8)
     parameters = [name for name, _ in plain.named_parameters()]
-    directions = [torch.randn_like(arguments["hidden_states"])]
+    directions = [family.with_main(arguments, torch.randn_like)[family.main]]
     directions += [torch.randn_like(parameter) for parameter in plain.parameters()]
 
     def tangent(candidate, dtype):
         given = {**family.cast(arguments, dtype), "return_dict": False}
 
-        def function(hidden_states, *values):
+        def function(x, *values):
             weights = dict(zip(parameters, values, strict=True))
-            inputs = {**given, "hidden_states": hidden_states}
-            return torch.func.functional_call(candidate, weights, (), inputs)[0]
+            inputs = {**given, family.main: x}
+            return joined(torch.func.functional_call(candidate, weights, (), inputs)[0])
 
-        primals = (given["hidden_states"], *(p.detach() for p in candidate.parameters()))
+        primals = (given[family.main], *(p.detach() for p in candidate.parameters()))
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            return torch.func.jvp(function, primals, tuple(d.to(dtype) for d in directions))[1]
+            tangents = pytree.tree_map(lambda tensor: tensor.to(dtype), tuple(directions))
+            return torch.func.jvp(function, primals, tangents)[1]
 
     expected = tangent(plain.double(), torch.float64)
     assert expected.norm() > 0

@@ -47,6 +47,7 @@ from families import (
     WAN,
     assert_close,
     every_family,
+    joined,
     prepared,
     run,
 )
@@ -182,7 +183,7 @@ def with_layerwise_casting(family, model):
 def after_a_step_of_an_optimizer(family, model):
     arguments = family.inputs(next(model.parameters()).device, seed=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    model(**arguments, return_dict=False)[0].square().sum().backward()
+    joined(model(**arguments, return_dict=False)[0]).square().sum().backward()
     optimizer.step()
 
 
@@ -240,7 +241,7 @@ def in_autocast(family, model, arguments):
 
 
 def in_training(family, model, arguments):
-    out = model(**arguments, return_dict=False)[0]
+    out = joined(model(**arguments, return_dict=False)[0])
     out.square().sum().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     # Those of key biases without a norm are zero, except for rounding.
@@ -249,33 +250,34 @@ def in_training(family, model, arguments):
 
 
 def with_transposed_input(family, model, arguments):
-    x = arguments["hidden_states"].mT.contiguous().mT
-    assert x.stride(-1) != 1
-    return run(model, {**arguments, "hidden_states": x})
+    def transpose(x):
+        x = x.mT.contiguous().mT
+        assert x.stride(-1) != 1
+        return x
+
+    return run(model, family.with_main(arguments, transpose))
 
 
 def with_negative_view(family, model, arguments):
-    x = torch._neg_view(arguments["hidden_states"])
-    return run(model, {**arguments, "hidden_states": x})
+    return run(model, family.with_main(arguments, torch._neg_view))
 
 
 def by_functional_call(family, model, arguments):
     parameters = {name: p.detach() * 1.1 for name, p in model.named_parameters()}
     with torch.no_grad():
-        return torch.func.functional_call(
-            model, parameters, (), {**arguments, "return_dict": False}
-        )[0]
+        arguments = {**arguments, "return_dict": False}
+        return joined(torch.func.functional_call(model, parameters, (), arguments)[0])
 
 
 @torch.no_grad()
 def in_vmap(family, model, arguments):
-    x = arguments["hidden_states"]
+    stacked = family.with_main(arguments, lambda x: torch.stack([x, 1.25 * x]))
 
     def forward(x):
-        return model(**{**arguments, "hidden_states": x}, return_dict=False)[0]
+        return joined(model(**{**arguments, family.main: x}, return_dict=False)[0])
 
     with sdpa_kernel(SDPBackend.MATH):  # not all of PyTorch's attentions take a mask in a transform
-        return torch.vmap(forward)(torch.stack([x, 1.25 * x]))
+        return torch.vmap(forward)(stacked[family.main])
 
 
 RUNS = {
@@ -395,14 +397,15 @@ def test_dynamic_shapes(kernel, device, family):
 
 
 class Sample(nn.Module):
-    """A model of its hidden states alone."""
+    """A model of its main argument alone."""
 
-    def __init__(self, model, arguments):
+    def __init__(self, family, model, arguments):
         super().__init__()
-        self.model, self.arguments = model, arguments
+        self.family, self.model, self.arguments = family, model, arguments
 
     def forward(self, x):
-        return self.model(**{**self.arguments, "hidden_states": x}, return_dict=False)[0]
+        arguments = {**self.arguments, self.family.main: x}
+        return joined(self.model(**arguments, return_dict=False)[0])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -411,17 +414,17 @@ class Sample(nn.Module):
 def test_torchscript_of_a_model(kernel, device, family):
     model, plain, arguments = prepared(family, device)
     kernel.inject_kernels(model)
-    x = arguments["hidden_states"]
+    x = arguments[family.main]
     behaviour = TABLE.behaviour("`torch.jit.trace`", family.name)
     if behaviour == "raises":
         with pytest.raises(TypeError, match="qk_norm_rope: heads must be an integer, got Tensor"):
-            torch.jit.trace(Sample(model, arguments), (x,), check_trace=False)
+            torch.jit.trace(Sample(family, model, arguments), (x,), check_trace=False)
     else:
         assert behaviour == "kernels"
-        script = torch.jit.trace(Sample(model, arguments), (x,), check_trace=False)
+        script = torch.jit.trace(Sample(family, model, arguments), (x,), check_trace=False)
         assert "_h100_diffusers_kernels" in str(script.inlined_graph)
-        others = {**arguments, "hidden_states": x * 2}
-        assert_close(script(x * 2), run(plain, others))
+        others = family.with_main(arguments, lambda x: x * 2)
+        assert_close(script(others[family.main]), run(plain, others))
     assert_close(run(model, arguments), run(plain, arguments))
 
 
