@@ -147,12 +147,13 @@ def powers_of_two(normal, batch, first):
     return first * 2.0 ** (4 * normal(batch).sigmoid()).floor()
 
 
-def make_all_matter(model, modulations, embedding):
+def make_all_matter(model, modulations, embedding, *, gain=2):
     """Sets norm weights different from 1, and large modulations that depend on all inputs.
 
     Args:
         modulations: name suffixes of the linear layers for modulations.
         embedding: name prefix of the layers that embed timestep, guidance and text.
+        gain: the standard deviation of their outputs for inputs of standard deviation 1.
     """
     init = torch.nn.init
     for name, module in model.named_modules():
@@ -163,4 +164,4 @@ def make_all_matter(model, modulations, embedding):
             if module.bias is not None:
                 init.normal_(module.bias, std=0.5)
         elif name.startswith(embedding) and isinstance(module, torch.nn.Linear):
-            init.normal_(module.weight, std=2 * module.in_features**-0.5)
+            init.normal_(module.weight, std=gain * module.in_features**-0.5)

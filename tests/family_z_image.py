@@ -14,7 +14,7 @@ def _all_matter(model):
         name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)
     ]
     modulations = tuple(name for name in modulations if "adaLN_modulation" in name)
-    make_all_matter(model, modulations, "t_embedder")
+    make_all_matter(model, modulations, "t_embedder", gain=1)
     for parameter in model.parameters():
         if not parameter.any():  # the ControlNet's projections, and tokens of padding
             torch.nn.init.normal_(parameter, std=0.1)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from changes import weighted_sum
 from checks import compute_as_other_threads
+from family import joined
 
 
 class Call(NamedTuple):
@@ -183,7 +184,7 @@ def of_tensors(call):
         for i, tensor in zip(places, tensors, strict=True):
             full[i] = tensor
         args, kwargs = _pytree.tree_unflatten(full, spec)
-        return call(args, kwargs)[0]
+        return joined(call(args, kwargs)[0])
 
     return function, tuple(leaves[i] for i in places)
 
@@ -205,7 +206,7 @@ def symbolically_traced(call, **options):
 def differentiated(twins, call):
     # On CUDA some gradients of PyTorch's fused attentions are not finite, even without the kernels.
     with sdpa_kernel(SDPBackend.MATH):
-        out = call()[0]
+        out = joined(call()[0])
         loss = weighted_sum(out)
         if not loss.requires_grad:
             return out
@@ -217,14 +218,13 @@ def differentiated(twins, call):
 
 
 def forward_differentiated(twins, call):
-    names = twins.family.inexact
+    def function(inputs):
+        return joined(call((), {**call.kwargs, **inputs})[0])
 
-    def function(*tensors):
-        return call((), {**call.kwargs, **dict(zip(names, tensors, strict=True))})[0]
-
-    primals = tuple(call.kwargs[name] for name in names)
+    primals = ({name: call.kwargs[name] for name in twins.family.inexact},)
+    tangents = _pytree.tree_map(lambda tensor: tensor.flip(0), primals)
     with sdpa_kernel(SDPBackend.MATH):
-        out, tangent = torch.func.jvp(function, primals, tuple(p.flip(0) for p in primals))
+        out, tangent = torch.func.jvp(function, primals, tangents)
     return out.detach(), tangent.detach()
 
 

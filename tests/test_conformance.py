@@ -659,8 +659,9 @@ def test_compiled(kernel, device, kind, family):
     for seed in range(2):
         assert_alike(model, plain, family.inputs(device, seed=seed))
     compiled = getattr(model, "_repeated_blocks", None) or family.block_lists
-    # Mode blocks of FLUX.3 get text or an image: one more graph for the second length, as without kernels.
-    more = 1 if family.name == "flux3" else 0
+    # Further graphs, as without kernels: mode blocks of FLUX.3 get text or an image, and blocks of Z-Image
+    # text, an image, or both.
+    more = {"flux3": 1, "z_image": 2}.get(family.name, 0)
     assert counter.frame_count == (len(compiled) + more if kind == "blocks" else 1)
     with_kernels = 0
     for graph in counter.graphs:

@@ -49,6 +49,7 @@ FAMILIES = {
     "hunyuan_video15": "HunyuanVideo 1.5",
     "cogvideox": "CogVideoX",
     "krea2": "Krea 2",
+    "z_image": "Z-Image",
 }
 SUBJECTS = (*COLUMNS, *FAMILIES)
 UNTRIED = {"not tried", "not built"}
