@@ -20,9 +20,7 @@ def _all_matter(model):
             torch.nn.init.normal_(parameter, std=0.1)
 
 
-def z_image_model(
-    device, dtype=torch.float32, *, seed=0, blocks=2, heads=2, head_dim=16, **config
-):
+def z_image_model(device, dtype=torch.float32, *, seed=0, blocks=2, heads=2, head_dim=16, **config):
     torch.manual_seed(seed)
     axis = head_dim // 3 // 2 * 2
     model = diffusers.ZImageTransformer2DModel(
@@ -105,7 +103,7 @@ Z_IMAGE = Family(
         "attention": "layers.0.attention",
         "norm": "layers.1.attention_norm1",
         "norm2": "layers.0.ffn_norm1",
-        "branch_norm": "layers.0.attention_norm2",
+        "inner_norm": "layers.0.attention_norm2",
         "qk_norm": "layers.0.attention.norm_q",
         "linear": "layers.0.attention.to_k",
         "output": "layers.0.attention.to_out.0",

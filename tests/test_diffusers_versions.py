@@ -22,7 +22,7 @@ from family_relatives import (
     copy_of_wan,
     inputs_of_copy,
 )
-from family_z_image import control_inputs, controlnet_of_z_image, z_image_inputs, z_image_model
+from family_z_image import control_inputs, controlnet_of_z_image
 from small_models import BY_NAME, run
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -68,10 +68,6 @@ def relative(name, device):
 
 def without_a_family(name, device):
     return BY_NAME[name].model(device), BY_NAME[name].arguments(device)
-
-
-def z_image(name, device):
-    return z_image_model(device), z_image_inputs(device, prompts=(40, 6))
 
 
 def z_image_controlnet(name, device):
@@ -120,7 +116,6 @@ MODELS = [
     *((without_a_family, name) for name in ("unet", "controlnet")),
     (consisid, "ConsisIDTransformer3DModel"),
     (controlnet_xs, "UNetControlNetXSModel"),
-    *((z_image, n) for n in ("ZImageTransformer2DModel",) if hasattr(diffusers, n)),
     *((z_image_controlnet, n) for n in ("ZImageControlNetModel",) if hasattr(diffusers, n)),
 ]
 
