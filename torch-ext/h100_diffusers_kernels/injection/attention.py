@@ -300,6 +300,28 @@ def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:
     return mask if keys == 1 or mask.stride(1) == 1 else mask.contiguous()
 
 
+def equivalent_of(call: Call, mask: Tensor, key: Tensor, *, is_prefix: bool) -> dict[str, Any]:
+    """The argument of ``attend`` that is equivalent to a mask, which the blocks share. Of ``key`` (B, Sk, ...)
+    only shape, dtype and device are read.
+
+    ``is_prefix``: whether the model's mask (B, 1, 1, Sk) of booleans has valid keys before the padding, so that
+    their number is enough. Outside of the model's forward the mask may be any.
+    """
+    if (
+        is_prefix
+        and (call.state is not None or torch.compiler.is_compiling())
+        and mask.dtype == torch.bool
+        and mask.shape == (key.shape[0], 1, 1, key.shape[1])
+    ):
+        return {"key_lengths": call.shared("key lengths", mask, _key_lengths)}
+    name = f"key bias {key.shape} {key.dtype}"
+    return {"key_bias": call.shared(name, mask, partial(key_bias_of, key=key))}
+
+
+def _key_lengths(mask: Tensor) -> Tensor:
+    return mask.flatten(1).sum(1, dtype=torch.int32)
+
+
 def query_key_value(module: Any, x: Tensor, context: Tensor | None) -> list[Tensor]:
     """Query of x, and key and value of the context (default: x), by the attention's linear layers."""
     modules = module._modules

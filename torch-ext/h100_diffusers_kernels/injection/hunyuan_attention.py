@@ -24,7 +24,7 @@ from .attention import (
     attend_jointly,
     attend_to_all,
     concat_streams,
-    key_bias_of,
+    equivalent_of,
     project,
     project_out,
 )
@@ -69,11 +69,10 @@ def _attention_forward(
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
     length, mask, options = x.shape[1], attention_mask, {}
     if mask is not None:
-        # Outside of the model's forward the mask may be any.
-        is_prefix = is_prefix and (call.state is not None or torch.compiler.is_compiling())
+        if masks_text:
+            mask = call.shared(f"mask {length}", mask, partial(_mask_of_all, count=length))
         keys = x.new_empty(x.shape[0], length + c.shape[1], 0)
-        make = partial(_keys, keys=keys, is_prefix=is_prefix, masks_text=masks_text)
-        mask, options = call.shared(f"keys {keys.shape} {x.dtype}", mask, make)
+        options = equivalent_of(call, mask, keys, is_prefix=is_prefix)
     if modules.get("add_q_proj") is not None:
         streams = project(call, self, x, c, rope, None)
         out, c_out = attend_jointly(call, self, streams, rotate, mask, **options)
@@ -98,20 +97,9 @@ def _extended(rope: Any, count: int) -> tuple[Tensor, Tensor]:
     return torch.cat([cos, cos.new_ones(shape)]), torch.cat([sin, sin.new_zeros(shape)])
 
 
-def _keys(
-    mask: Tensor, keys: Tensor, is_prefix: bool, masks_text: bool
-) -> tuple[Tensor, dict[str, Any]]:
-    """The mask of all keys (B, S, ...), and the argument of ``attend`` that is equivalent to it."""
-    if masks_text:
-        mask = torch.nn.functional.pad(mask, (keys.shape[1] - mask.shape[1], 0), value=True)
-        mask = mask.bool()[:, None, None]
-    if (
-        is_prefix
-        and mask.dtype == torch.bool
-        and mask.shape == (keys.shape[0], 1, 1, keys.shape[1])
-    ):
-        return mask, {"key_lengths": mask.flatten(1).sum(1, dtype=torch.int32)}
-    return mask, {"key_bias": key_bias_of(mask, keys)}
+def _mask_of_all(mask: Tensor, count: int) -> Tensor:
+    """The mask (B, 1, 1, S) of ``count`` keys of the image, which are valid, and of the text."""
+    return torch.nn.functional.pad(mask, (count, 0), value=True).bool()[:, None, None]
 
 
 @dataclass(frozen=True, eq=False)

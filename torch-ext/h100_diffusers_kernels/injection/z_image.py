@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
+from .attention import (
+    AttentionSpec,
+    attend,
+    equivalent_of,
+    norm_and_rotate,
+    project_out,
+    query_key_value,
+)
 from .blocks import (
     BlockSpec,
     ResidualBranch,
@@ -149,16 +156,11 @@ def _attention_forward(
     how = (tables, _rotated, "per_head", self.heads)
     query, key = norm_and_rotate(call, self, ("norm_q", "norm_k"), query, key, *how)
     options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
-    if mask is not None and mask.dim() == 2:
-        # The model puts the padding last. Outside of its forward the mask may be any.
-        if call.state is not None and mask.dtype == torch.bool:
-            options["key_lengths"] = call.shared("lengths", mask, _lengths)
-        mask = mask[:, None, None]
+    if mask is not None:
+        if mask.dim() == 2:
+            mask = call.shared("mask", mask, lambda m: m[:, None, None])
+        options.update(equivalent_of(call, mask, key, is_prefix=True))
     return project_out(self, attend(call, self, query, key, value, mask, **options))
-
-
-def _lengths(mask: Tensor) -> Tensor:
-    return mask.sum(1, dtype=torch.int32)
 
 
 def _tables(freqs: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,12 +175,15 @@ def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _feed_forward_forward(self: Any, call: Call, x: Tensor) -> Tensor:
-    if "_forward_silu_gating" in self.__dict__:
-        return call.decline("_forward_silu_gating was replaced")
     if not kernels_take(x):
         return call.refuse(x)
     modules = self._modules
     return linear(modules["w2"], swiglu_of_two(call, x, modules["w1"], modules["w3"]))
+
+
+def _why_not_feed_forward(module: Any) -> str | None:
+    name = "_forward_silu_gating"
+    return f"{name} was replaced" if name in module.__dict__ else None
 
 
 def _of(module: str) -> tuple[PatchSpec, ...]:
@@ -207,6 +212,7 @@ def _of(module: str) -> tuple[PatchSpec, ...]:
             _feed_forward_forward,
             "swiglu",
             functions=(f"{module}:FeedForward._forward_silu_gating", "torch.nn.functional:silu"),
+            condition=_why_not_feed_forward,
         ),
     )
 
