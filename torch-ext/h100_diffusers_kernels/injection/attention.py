@@ -301,11 +301,11 @@ def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:
 
 
 def equivalent_of(call: Call, mask: Tensor, key: Tensor, *, is_prefix: bool) -> dict[str, Any]:
-    """The argument of ``attend`` that is equivalent to a mask, which the blocks share. Of ``key`` (B, Sk, ...)
-    only shape, dtype and device are read.
+    """The argument of ``attend`` that is equivalent to a mask. Blocks share it. Only shape, dtype and device
+    of ``key`` (B, Sk, ...) are read.
 
-    ``is_prefix``: whether the model's mask (B, 1, 1, Sk) of booleans has valid keys before the padding, so that
-    their number is enough. Outside of the model's forward the mask may be any.
+    ``is_prefix``: whether the model's mask (B, 1, 1, Sk) of booleans has the valid keys before the padding:
+    their number is its equivalent. Outside of the model's forward the mask may be any.
     """
     if (
         is_prefix

@@ -65,17 +65,33 @@ def _prologue(
 
     def rows_of() -> Rows:
         if noise_mask is None:
-            rows = linear_alone(layer, embedding).unsqueeze(1).chunk(4, dim=2)
+            rows = linear_alone(layer, embedding).unsqueeze(1)
         else:
-            is_noise = (noise_mask == 1).unsqueeze(-1)
             noise, clean = (linear_alone(layer, x).unsqueeze(1) for x in (of_noise, of_clean))
-            rows = torch.where(is_noise, noise, clean).chunk(4, dim=2)
-        return (None, *rows)
+            rows = torch.where((noise_mask == 1).unsqueeze(-1), noise, clean)
+        return (None, *rows.chunk(4, dim=2))
 
     return norm_prologue(call, block, "attention_norm1", ahead, rows_of)
 
 
 _PROLOGUES = (_prologue,)
+
+
+def _run(
+    self: Any, call: Call, x: Tensor, mask: Any, freqs_cis: Any, *conditions: Any, **how: Any
+) -> Tensor:
+    modules, (((normalized,), rows),) = (
+        self._modules,
+        begin(call, self, _PROLOGUES, (x,), conditions),
+    )
+    _, _, gate, scale_mlp, gate_mlp = rows or (None,) * 5
+    out = modules["attention"](normalized, attention_mask=mask, freqs_cis=freqs_cis)
+    modulation = (scale_mlp, None) if rows else ()
+    branch: dict[str, Any] = {"x_norm": (self, "attention_norm2"), "tanh_gate": bool(rows)}
+    x, normalized = residual_norm(call, self, "ffn_norm1", x, out, gate, *modulation, **branch)
+    out = modules["feed_forward"](normalized)
+    end = ResidualBranch(x, out, gate_mlp, (self, "ffn_norm2"), bool(rows))
+    return finish(call, self, _PROLOGUES, (end,), conditions, **how)[0]
 
 
 def _block_forward(
@@ -89,27 +105,11 @@ def _block_forward(
     adaln_noisy: Tensor | None = None,
     adaln_clean: Tensor | None = None,
 ) -> Tensor:
+    embeddings = (adaln_input, adaln_noisy, adaln_clean)
+    if not kernels_take(x, *embeddings):
+        return call.refuse(x, *embeddings)
     conditions = (adaln_input, noise_mask, adaln_noisy, adaln_clean)
-    if not kernels_take(x, adaln_input, adaln_noisy, adaln_clean):
-        return call.refuse(x, adaln_input, adaln_noisy, adaln_clean)
-    (begun,) = begin(call, self, _PROLOGUES, (x,), conditions)
-    branch = _branch(self, call, x, begun, attn_mask, freqs_cis)
-    (x,) = finish(call, self, _PROLOGUES, (branch,), conditions)
-    return x
-
-
-def _branch(
-    self: Any, call: Call, x: Tensor, begun: Any, mask: Tensor | None, freqs_cis: Tensor
-) -> ResidualBranch:
-    """From the first norm to the last residual."""
-    modules, ((normalized,), rows) = self._modules, begun
-    gate, scale_mlp, gate_mlp = rows[2:] if rows else (None, None, None)
-    out = modules["attention"](normalized, attention_mask=mask, freqs_cis=freqs_cis)
-    modulation, has_gate = ((scale_mlp, None) if rows else ()), bool(rows)
-    how: dict[str, Any] = {"x_norm": (self, "attention_norm2"), "tanh_gate": has_gate}
-    x, normalized = residual_norm(call, self, "ffn_norm1", x, out, gate, *modulation, **how)
-    out = modules["feed_forward"](normalized)
-    return ResidualBranch(x, out, gate_mlp, (self, "ffn_norm2"), has_gate)
+    return _run(self, call, x, attn_mask, freqs_cis, *conditions)
 
 
 def _control_block_forward(
@@ -123,18 +123,10 @@ def _control_block_forward(
 ) -> Tensor:
     if not kernels_take(c, x, adaln_input):
         return call.refuse(c, x, adaln_input)
-    if self.modulation and adaln_input is None:
-        return NotImplemented  # raises
-    results: list[Tensor] = []
-    if self.block_id == 0:
-        c = linear(self._modules["before_proj"], c) + x
-    else:
-        *results, c = c.unbind()
-    begun = _prologue(call, self, None, adaln_input)(c)
-    (c,) = finish(
-        call, self, (), (_branch(self, call, c, begun, attn_mask, freqs_cis),), (), hands_over=False
-    )
-    return torch.stack([*results, linear(self._modules["after_proj"], c), c])
+    modules = self._modules
+    *results, c = c.unbind() if self.block_id else (linear(modules["before_proj"], c) + x,)
+    c = _run(self, call, c, attn_mask, freqs_cis, adaln_input, hands_over=False)
+    return torch.stack([*results, linear(modules["after_proj"], c), c])
 
 
 def _attention_forward(
@@ -219,22 +211,12 @@ def _of(module: str) -> tuple[PatchSpec, ...]:
 
 _REFINERS = ("noise_refiner", "context_refiner", "siglip_refiner")
 _CONTROL_LISTS = ("control_layers", "control_noise_refiner")
-_ONCE = (
-    "all_x_embedder",
-    "cap_embedder",
-    "t_embedder",
-    "all_final_layer",
-    "control_all_x_embedder",
+_SPECS = (
+    model_spec(f"{_MODEL}:ZImageTransformer2DModel", *_REFINERS, "layers"),
+    model_spec(f"{_CONTROLNET}:ZImageControlNetModel", *_REFINERS, *_CONTROL_LISTS),
+    *_of(_MODEL),
+    *_of(_CONTROLNET),
 )
-FAMILIES = (
-    Family(
-        "Z-Image",
-        (
-            model_spec(f"{_MODEL}:ZImageTransformer2DModel", *_REFINERS, "layers"),
-            model_spec(f"{_CONTROLNET}:ZImageControlNetModel", *_REFINERS, *_CONTROL_LISTS),
-            *_of(_MODEL),
-            *_of(_CONTROLNET),
-        ),
-        dict.fromkeys(_ONCE, COMPUTED_ONCE),
-    ),
-)
+_EMBEDDERS = ("all_x_embedder", "control_all_x_embedder", "cap_embedder", "t_embedder")
+_ONCE = dict.fromkeys((*_EMBEDDERS, "all_final_layer"), COMPUTED_ONCE)
+FAMILIES = (Family("Z-Image", _SPECS, _ONCE),)
