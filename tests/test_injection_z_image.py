@@ -15,7 +15,7 @@ from family_z_image import (
     z_image_inputs,
     z_image_model,
 )
-from injected_pairs import assert_as_close_as_eager, fallen_back, injected, reasons_of
+from injected_pairs import assert_as_close_as_eager, fallen_back, injected, on_kernels, reasons_of
 from ltx_models import kernel_calls
 from small_models import run
 
@@ -54,6 +54,17 @@ def test_variants(kernel, device, variant, dtype):
         assert_as_close_as_eager(
             model, plain, lambda dtype, seed: inputs(dtype, seed=seed), samples=4, forward=run
         )
+
+
+def test_a_mask_with_holes(kernel, device):
+    """Not from the model: no number of keys stands for it."""
+    model, plain, report = injected(kernel, z_image_model(device, torch.bfloat16, **KERNEL_HEADS))
+    mask = torch.arange(12, device=device) % torch.tensor([[3], [5]], device=device) > 0
+    x = torch.randn(2, 12, 128, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected, out = (m.layers[0].attention(x, attention_mask=mask) for m in (plain, model))
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+    assert on_kernels(report)["Attention"] == 1 and fallen_back(report) == {}
 
 
 def gating_by_gelu(part, x1, x3):

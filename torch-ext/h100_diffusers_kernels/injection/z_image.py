@@ -80,10 +80,9 @@ _PROLOGUES = (_prologue,)
 def _run(
     self: Any, call: Call, x: Tensor, mask: Any, freqs_cis: Any, *conditions: Any, **how: Any
 ) -> Tensor:
-    modules, (((normalized,), rows),) = (
-        self._modules,
-        begin(call, self, _PROLOGUES, (x,), conditions),
-    )
+    """A block's result; ``how`` it ends, see ``finish``."""
+    modules = self._modules
+    (((normalized,), rows),) = begin(call, self, _PROLOGUES, (x,), conditions)
     _, _, gate, scale_mlp, gate_mlp = rows or (None,) * 5
     out = modules["attention"](normalized, attention_mask=mask, freqs_cis=freqs_cis)
     modulation = (scale_mlp, None) if rows else ()
