@@ -623,7 +623,7 @@ def test_rows_that_rise_at_different_tiles(kernel, device, keys, highest, head_d
 
 
 @pytest.mark.sanitize
-@every_head_dim
+@pytest.mark.parametrize("head_dim", [40, *HEAD_DIMS, 72, 96, 112])
 def test_rescaled_rows(kernel, device, head_dim):
     q, k, v = rows_with_peaks(1025, 600, head_dim, 60, device)
     check_attention(kernel, q, k, v, contract=False)
@@ -820,6 +820,10 @@ def test_tensors_written_right_before_and_after(kernel, device, head_dim):
         ((2, 70, 257, 4, 2), 64, "odd_rows", torch.float16),
         ((1, 1025, 300, 2, 1), 64, "chunk", torch.bfloat16),
         ((1, 1025, 257, 1, 1), 128, "contiguous", torch.bfloat16),
+        ((2, 65, 177, 2, 1), 8, "chunk", torch.float16),
+        ((2, 193, 300, 2, 2), 72, "unbind", torch.bfloat16),
+        ((1, 1025, 257, 2, 2), 96, "odd_rows", torch.bfloat16),
+        ((1, 1025, 129, 2, 1), 112, "contiguous", torch.float16),
     ],
     ids=str,
 )
@@ -833,4 +837,5 @@ def test_smoke(kernel, device, shape, head_dim, layout, dtype):
         lengths = [keys, 70][:batch]
         bias = normal(batch, keys, dtype=torch.float32, device=device)
         options = {"key_bias": bias, "key_lengths": key_lengths(lengths, device)}
+        options |= gate_and_addend("gate+addend", q)
         check_attention(kernel, q, k, v, contract=False, **options)

@@ -340,6 +340,21 @@ def test_smoke(kernel, device, name, shape, layout, form, dtype, mixture):
     check_rows(kernel, name, arguments, contract=False)
 
 
+@pytest.mark.sanitize
+@pairwise(
+    name=BRANCH_OPERATIONS,
+    shape=[(2, 3, 7), (2, 2, 2048), (2, 1, 16384), (1, 2, 70001)],
+    dtype=DTYPES,
+    layout=["contiguous", "odd_rows"],
+    table=[False, True],
+)
+def test_smoke_of_branches(kernel, device, name, shape, dtype, layout, table):
+    options = {"layout": layout, "form": "BSD_table", "make": spread}
+    arguments = with_branch(row_call(name, shape, dtype, device, **options))
+    arguments = with_table(arguments) if table else arguments
+    check_rows(kernel, name, arguments, contract=False)
+
+
 def test_memory_of_an_eager_result_is_poisoned(device):
     """All tests of values depend on this."""
     for _ in range(20):

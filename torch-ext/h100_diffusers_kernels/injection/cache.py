@@ -54,7 +54,7 @@ def cached(call: Call, x: Tensor, arguments: tuple, make: Callable[[], Values]) 
     if (
         torch.compiler.is_compiling()
         # Arrays and tensors may change their values before the next call.
-        or not all(argument is None or type(argument) in (int, float) for argument in flat)
+        or not all(argument is None or type(argument) in (bool, int, float) for argument in flat)
         # Modes, and a user's captures, create tensors without values or observe their creation.
         or not _capture.is_on
         and (

@@ -207,6 +207,9 @@ class _Recorder(TorchFunctionMode):
                 if tensor.device != self._device:
                     self._refuse(f"it reads a tensor on {tensor.device}")
                 self.externals[id(tensor)] = tensor
+        if func in (torch.tensor, torch.as_tensor) and [type(arg) for arg in args] in _NUMBERS:
+            # These copy a number from the host; a fill has it as a launch argument.
+            func, args = torch.full, ((), *args)
         result = func(*args, **kwargs)
         made = _tensors_in(result)
         for tensor in made:
@@ -223,6 +226,7 @@ class _Recorder(TorchFunctionMode):
 
 
 _TORCH = {"__name__": "torch"}
+_NUMBERS = ([bool], [int], [float])
 TRANSPARENT_MODES.add(_Recorder)
 
 

@@ -8,10 +8,8 @@ A block has a video stream and an audio stream. Each is
     x = x + gate_cross * cross_attn(n_query, n_key of the other stream)
     x = x + gate_mlp * ff(rms_norm(x) * (1 + scale_mlp) + shift_mlp)
 
-with an RMS norm of query and key over all heads, a rotary embedding of both except for the text, and a GELU
-in ff. A modulation is a row of the block's table plus a time embedding. LTX-2.3 also modulates the text, and
-multiplies each head of an attention's result by ``2 * sigmoid(logit)``; in LTX-2 the second line has neither
-modulation nor gate. The rotary embedding returns coordinates instead of tables, as for LTX-Video.
+with a GELU in ff. A modulation is a row of the block's table plus a time embedding. LTX-2.3 also modulates
+the text; in LTX-2 the second line has neither modulation nor gate.
 """
 
 from __future__ import annotations
@@ -22,17 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..conditions import kernels_run_on, kernels_take, tracks_derivatives
-from ..functional import CoordinateRope
-from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
+from ..conditions import kernels_take
 from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue, table_rows
-from .cache import cached
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import LINEAR_GELU, feed_forward, linear
+from .linears import LINEAR_GELU, feed_forward
+from .ltx2_attention import ATTENTION, ROPE
 from .norms import residual_norm
-from .patch import Call, PatchSpec, is_wrapped
-from .rotary import CoordinateTables
+from .patch import Call
 
 _LTX2 = "diffusers.models.transformers.transformer_ltx2"
 
@@ -189,91 +184,9 @@ def _attend_to_text(
     return x, out, gate
 
 
-def _attention_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    query_rotary_emb: Any = None,
-    key_rotary_emb: Any = None,
-    *,
-    perturbation_mask: Tensor | None = None,
-    all_perturbed: Any = None,
-    **kwargs,
-) -> Tensor:
-    x, c, modules = hidden_states, encoder_hidden_states, self._modules
-    spec: Any = call.stand_in.spec
-    is_plain = perturbation_mask is all_perturbed is None
-    if kwargs or not (is_plain or spec.is_other(self)):
-        return NotImplemented
-    if not kernels_take(x, c):
-        return call.refuse(x, c)
-    if isinstance(all_perturbed, Tensor):
-        # Its value on the GPU is not read: the mask selects the values then.
-        all_perturbed = not all_perturbed.is_cuda and bool(all_perturbed)
-    gate = None
-    if modules.get("to_gate_logits") is not None:
-        gate = 2.0 * torch.sigmoid(linear(modules["to_gate_logits"], x))
-    if all_perturbed:
-        out = linear(modules["to_v"], x if c is None else c)
-    else:
-        query, key, value = query_key_value(self, x, c)
-        is_split = self.rope_type == "split"
-        query, key = norm_and_rotate(
-            *(call, self, ("norm_q", "norm_k"), query, key, query_rotary_emb),
-            *(call.stand_in.functions[2 if is_split else 1].function, "across_heads", self.heads),
-            layout="half" if is_split else "interleaved",
-            key_rope=key_rotary_emb,
-        )
-
-        def expand_mask(mask: Tensor) -> Tensor:
-            mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])
-            return mask.view(key.shape[0], self.heads, -1, mask.shape[-1])
-
-        options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
-        if perturbation_mask is None:
-            options["gate"], gate = gate, None
-        out = attend(call, self, query, key, value, attention_mask, expand_mask, **options)
-        if perturbation_mask is not None:
-            out = torch.lerp(value, out, perturbation_mask)
-    if gate is not None:
-        out = (out.unflatten(2, (self.heads, -1)) * gate.unsqueeze(-1)).flatten(2)
-    return project_out(self, out)
-
-
-def _rope_forward(self: Any, call: Call, coords: Tensor, device: Any = None) -> Any:
-    """Coordinates instead of tables; see ``ltx._rope_forward``."""
-    coords = coords if device is None else coords.to(device)
-    if coords.dtype == torch.float64 or tracks_derivatives() or is_wrapped(self):
-        return NotImplemented
-    if not kernels_run_on(coords):
-        return call.refuse(coords)
-    # The model's own operations in its own order, so that each angle has the same bits.
-    axes = coords.shape[1]
-    if coords.dim() == 4:
-        start, end = coords.unbind(3)
-        coords = (start + end) / 2.0
-    bases = (self.base_num_frames, self.base_height, self.base_width)[:axes]
-    points = torch.stack([coords[:, i] / base for i, base in enumerate(bases)], dim=-1)
-    key = (self.theta, self.dim // (2 * axes), self.double_precision)
-    (frequencies,) = cached(call, coords, key, lambda: _frequencies(*key, coords.device))
-    rope = CoordinateRope((points * 2 - 1).float(), frequencies)
-    heads = self.num_attention_heads if self.rope_type == "split" else None
-    return CoordinateTables(rope, coords.shape[0], self.dim, heads)
-
-
-def _frequencies(theta: float, count: int, is_double: bool, device: torch.device) -> tuple[Tensor]:
-    dtype = torch.float64 if is_double else torch.float32
-    exponents = torch.linspace(0.0, 1.0, count, dtype=dtype, device=device)
-    return ((torch.pow(theta, exponents) * torch.pi / 2.0).to(torch.float32),)
-
-
 _SPECS = (
     model_spec(f"{_LTX2}:LTX2VideoTransformer3DModel", "transformer_blocks"),
-    PatchSpec(
-        f"{_LTX2}:LTX2AudioVideoRotaryPosEmbed", _rope_forward, "coordinates in place of tables"
-    ),
+    ROPE,
     BlockSpec(
         f"{_LTX2}:LTX2VideoTransformerBlock",
         _block_forward,
@@ -287,15 +200,7 @@ _SPECS = (
         )
         + ("audio_to_video_attn", "video_to_audio_attn"),
     ),
-    AttentionSpec(
-        f"{_LTX2}:LTX2Attention",
-        _attention_forward,
-        "qk_norm_rope",
-        processor=f"{_LTX2}:LTX2AudioVideoAttnProcessor",
-        rotate="apply_interleaved_rotary_emb apply_split_rotary_emb",
-        other_processor=f"{_LTX2}:LTX2PerturbedAttnProcessor",
-        other_parameters="perturbation_mask all_perturbed",
-    ),
+    ATTENTION,
     TIMESTEPS,
     LINEAR_GELU,
 )

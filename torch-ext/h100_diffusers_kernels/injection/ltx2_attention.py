@@ -1,0 +1,119 @@
+"""LTX-2 and LTX-2.3: attention within a stream, between the streams and to the text, and the positions.
+
+    q = rms_norm(to_q(x)), k = rms_norm(to_k(c)), both over all heads, then rotated;  v = to_v(c)
+    result = to_out(attention(q, k, v) * 2 * sigmoid(to_gate_logits(x)))
+
+with c = x in self-attention. Only LTX-2.3 has a gate, a value a head. The rotary embedding returns
+coordinates instead of tables, as for LTX-Video.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..conditions import kernels_run_on, kernels_take, tracks_derivatives
+from ..functional import CoordinateRope
+from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
+from .cache import cached
+from .linears import linear
+from .patch import Call, PatchSpec, is_wrapped
+from .rotary import CoordinateTables
+
+_LTX2 = "diffusers.models.transformers.transformer_ltx2"
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    query_rotary_emb: Any = None,
+    key_rotary_emb: Any = None,
+    *,
+    perturbation_mask: Tensor | None = None,
+    all_perturbed: Any = None,
+    **kwargs,
+) -> Tensor:
+    x, c, modules = hidden_states, encoder_hidden_states, self._modules
+    spec: Any = call.stand_in.spec
+    is_plain = perturbation_mask is all_perturbed is None
+    if kwargs or not (is_plain or spec.is_other(self)):
+        return NotImplemented
+    if not kernels_take(x, c):
+        return call.refuse(x, c)
+    if isinstance(all_perturbed, Tensor):
+        # Its value on the GPU is not read: the mask selects the values then.
+        all_perturbed = not all_perturbed.is_cuda and bool(all_perturbed)
+    gate = None
+    if modules.get("to_gate_logits") is not None:
+        gate = 2.0 * torch.sigmoid(linear(modules["to_gate_logits"], x))
+    if all_perturbed:
+        out = linear(modules["to_v"], x if c is None else c)
+    else:
+        query, key, value = query_key_value(self, x, c)
+        is_split = self.rope_type == "split"
+        query, key = norm_and_rotate(
+            *(call, self, ("norm_q", "norm_k"), query, key, query_rotary_emb),
+            *(call.stand_in.functions[2 if is_split else 1].function, "across_heads", self.heads),
+            layout="half" if is_split else "interleaved",
+            key_rope=key_rotary_emb,
+        )
+
+        def expand_mask(mask: Tensor) -> Tensor:
+            mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])
+            return mask.view(key.shape[0], self.heads, -1, mask.shape[-1])
+
+        options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
+        if perturbation_mask is None:
+            options["gate"], gate = gate, None
+        out = attend(call, self, query, key, value, attention_mask, expand_mask, **options)
+        if perturbation_mask is not None:
+            out = torch.lerp(value, out, perturbation_mask)
+    if gate is not None:
+        out = (out.unflatten(2, (self.heads, -1)) * gate.unsqueeze(-1)).flatten(2)
+    return project_out(self, out)
+
+
+def _rope_forward(self: Any, call: Call, coords: Tensor, device: Any = None) -> Any:
+    """Coordinates instead of tables; see ``ltx._rope_forward``."""
+    coords = coords if device is None else coords.to(device)
+    if coords.dtype == torch.float64 or tracks_derivatives() or is_wrapped(self):
+        return NotImplemented
+    if not kernels_run_on(coords):
+        return call.refuse(coords)
+    # The model's own operations in its own order, so that each angle has the same bits.
+    axes = coords.shape[1]
+    if coords.dim() == 4:
+        start, end = coords.unbind(3)
+        coords = (start + end) / 2.0
+    bases = (self.base_num_frames, self.base_height, self.base_width)[:axes]
+    points = torch.stack([coords[:, i] / base for i, base in enumerate(bases)], dim=-1)
+    key = (self.theta, self.dim // (2 * axes), self.double_precision)
+    (frequencies,) = cached(call, coords, key, lambda: _frequencies(*key, coords.device))
+    rope = CoordinateRope((points * 2 - 1).float(), frequencies)
+    heads = self.num_attention_heads if self.rope_type == "split" else None
+    return CoordinateTables(rope, coords.shape[0], self.dim, heads)
+
+
+def _frequencies(theta: float, count: int, is_double: bool, device: torch.device) -> tuple[Tensor]:
+    dtype = torch.float64 if is_double else torch.float32
+    exponents = torch.linspace(0.0, 1.0, count, dtype=dtype, device=device)
+    return ((torch.pow(theta, exponents) * torch.pi / 2.0).to(torch.float32),)
+
+
+ROPE = PatchSpec(
+    f"{_LTX2}:LTX2AudioVideoRotaryPosEmbed", _rope_forward, "coordinates in place of tables"
+)
+ATTENTION = AttentionSpec(
+    f"{_LTX2}:LTX2Attention",
+    _attention_forward,
+    "qk_norm_rope",
+    processor=f"{_LTX2}:LTX2AudioVideoAttnProcessor",
+    rotate="apply_interleaved_rotary_emb apply_split_rotary_emb",
+    other_processor=f"{_LTX2}:LTX2PerturbedAttnProcessor",
+    other_parameters="perturbation_mask all_perturbed",
+)
