@@ -12,6 +12,7 @@ from diffusers import (
     LTXPipeline,
     LTXVideoTransformer3DModel,
 )
+from torch.utils import _pytree as pytree
 
 from checks import Observer
 from family import run, seeded
@@ -103,9 +104,11 @@ def reference(model, arguments):
 
 def graph_replays(model, arguments, further):
     """Captures a forward in a CUDA graph, copies other inputs to `arguments` and yields each result."""
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor):
-            arguments[name] = value.clone(memory_format=torch.contiguous_format)
+    arguments.update(
+        pytree.tree_map_only(
+            torch.Tensor, lambda x: x.clone(memory_format=torch.contiguous_format), arguments
+        )
+    )
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -115,9 +118,9 @@ def graph_replays(model, arguments, further):
     with torch.cuda.graph(graph):
         out = run(model, arguments)
     for values in further:
-        for name, value in values.items():
+        for leaf, value in zip(*map(pytree.tree_leaves, (arguments, values)), strict=True):
             if isinstance(value, torch.Tensor):
-                arguments[name].copy_(value)
+                leaf.copy_(value)
         graph.replay()
         yield out
 
