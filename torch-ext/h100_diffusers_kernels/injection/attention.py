@@ -216,23 +216,17 @@ def attend(
 
     ``mask`` is the module's argument. ``expand_mask`` converts it as the processor does, if the processor
     repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_bias`` (B, Sk) or ``key_lengths`` (B,) is an
-    equivalent of a mask that the dispatch takes unchanged. Key and value may have
-    fewer heads, which the processor repeats. The result may be written to ``out``. ``options``
-    are the processor's other arguments to the dispatch.
+    equivalent of the mask, if the caller has one. Key and value may have fewer heads, which the processor
+    repeats. The result may be written to ``out``. ``options`` are the processor's other arguments to the
+    dispatch.
     """
     spec: Any = call.stand_in.spec
     processor = module.processor
     is_free = is_native(processor, _dispatches(spec))
     if is_free and _may_attend(call, query.shape[2] // heads):
         if attention_takes(query, key, value, heads):
-            if (
-                expand_mask is not None
-                and mask is not None
-                and mask.dim() == 3
-                and mask.dtype != torch.bool
-            ):
-                name = f"key bias {key.shape} {key.dtype}"
-                key_bias = call.shared(name, mask, lambda m: key_bias_of(m.unsqueeze(1), key))
+            if mask is not None and key_bias is key_lengths is None:
+                key_bias = _key_bias(call, mask, key, expand_mask is not None)
             if mask is None or key_bias is not None or key_lengths is not None:
                 how: Any = {"key_bias": key_bias, "key_lengths": key_lengths}
                 how.update(heads=heads, out=out)
@@ -279,6 +273,18 @@ def _gate_and_add(x: Tensor, gate: Tensor | None, addend: Tensor | None, heads: 
     if gate is not None:
         x = (x.unflatten(2, (heads, -1)) * gate.unsqueeze(-1)).flatten(2)
     return x if addend is None else gated_residual(addend, x, None)
+
+
+def _key_bias(call: Call, mask: Tensor, key: Tensor, is_repeated: bool) -> Tensor | None:
+    """``key_bias_of`` of the mask, once for all blocks. ``is_repeated``: whether the processor repeats a mask
+    (B, 1 or Sq, Sk) for the heads."""
+    if is_repeated and (mask.dim() != 3 or mask.dtype == torch.bool):
+        return None
+
+    def make(mask: Tensor) -> Tensor | None:
+        return key_bias_of(mask.unsqueeze(1) if is_repeated else mask, key)
+
+    return call.shared(f"key bias {key.shape} {key.dtype}", mask, make)
 
 
 def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:

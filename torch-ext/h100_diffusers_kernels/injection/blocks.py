@@ -366,14 +366,15 @@ def table_prologue(
     block: Any,
     ahead: Tensor | None,
     temb: Tensor,
-    by_row: Callable[[Tensor], Tensor],
+    by_row: Callable[[Tensor], Tensor] = lambda temb: temb.unflatten(2, (6, -1)),
     upcasts: bool = False,
+    scale_first: bool = False,
 ) -> Any:
     """The prologue with the norm ``norm1`` and a modulation that is the block's table ``scale_shift_table``,
     (N, D) or (1, N, D), plus a time embedding; ``ahead`` as in ``PrologueMakers``.
 
     ``by_row`` converts the embedding to (B, 1 or S, N, D), which the blocks share. Rows are shift, scale and
-    N - 2 more, each (B, 1 or S, D), in the dtype of the sum.
+    N - 2 more, each (B, 1 or S, D), in the dtype of the sum. ``scale_first``: the model's order of these two.
     """
     table = block.scale_shift_table
     if ahead is not None and table.device != ahead.device:
@@ -381,7 +382,8 @@ def table_prologue(
 
     def rows_of() -> Rows:
         embedding = call.shared("embedding", temb, by_row)
-        return table_rows(table, embedding)
+        rows = table_rows(table, embedding)
+        return (rows[1], rows[0], *rows[2:]) if scale_first else rows
 
     return norm_prologue(call, block, "norm1", ahead, rows_of, upcasts)
 
