@@ -123,6 +123,14 @@ class AttentionSpec(PatchSpec):
         return f"{self.operations}, attention" if is_taken else self.operations
 
 
+# Arguments of the spec of diffusers' ``Attention`` whose processor rotates with tables.
+ROTATED_ATTENTION: dict[str, Any] = {
+    "parameters": "self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
+    "processor_parameters": "hidden_states encoder_hidden_states attention_mask image_rotary_emb",
+    "rotate": "diffusers.models.embeddings:apply_rotary_emb",
+}
+
+
 def _dispatches(spec: Any) -> bool:
     """Whether the processor calls the dispatch: in an older diffusers it may not."""
     return spec.dispatches and hasattr(sys.modules[spec.library], "dispatch_attention_fn")
@@ -306,13 +314,15 @@ def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:
     return mask if keys == 1 or mask.stride(1) == 1 else mask.contiguous()
 
 
-def query_key_value(module: Any, x: Tensor, context: Tensor | None) -> list[Tensor]:
-    """Query of x, and key and value of the context (default: x), by the attention's linear layers."""
+def query_key_value(
+    module: Any, x: Tensor, context: Tensor | None, names: tuple[str, str, str] = _IMAGE[0]
+) -> list[Tensor]:
+    """Query of x, and key and value of the context (default: x), by the linear layers with these names."""
     modules = module._modules
+    q, k, v = names
     if context is None:
-        return linears(x, modules["to_q"], modules["to_k"], modules["to_v"])
-    query = linear(modules["to_q"], x)
-    return [query, *linears(context, modules["to_k"], modules["to_v"])]
+        return linears(x, modules[q], modules[k], modules[v])
+    return [linear(modules[q], x), *linears(context, modules[k], modules[v])]
 
 
 def _norm_options(

@@ -242,12 +242,14 @@ _REPLACING = (
     "diffusers.models.transformers.transformer_hunyuan_video:"
     "HunyuanVideoTokenReplaceAdaLayerNormZero"
 )
+_COSMOS = "diffusers.models.transformers.transformer_cosmos:CosmosAdaLayerNormZero"
 _ADAPTIVE = (
     (KnownClass(_PATH + "AdaLayerNormZero"), 6, (1, 0)),
     (KnownClass(_PATH + "AdaLayerNormZeroSingle"), 3, (1, 0)),
     (KnownClass(_PATH + "AdaLayerNormContinuous"), 2, (0, 1)),
     (KnownClass(_PATH + "SD35AdaLayerNormZeroX"), 9, (1, 0, 7, 6)),
     (KnownClass(_PATH + "CogVideoXLayerNormZero"), 6, (1, 0, 4, 3)),
+    (KnownClass(_COSMOS), 3, (1, 0)),
     (KnownClass(_REPLACING), 6, (1, 0)),
     (KnownClass(_REPLACING + "Single"), 3, (1, 0)),
 )
@@ -268,24 +270,29 @@ def read_adaptive(module: Any) -> tuple[int, tuple[int, ...], Norm] | str:
     modules = module._modules
     if module.__dict__.get("emb", modules.get("emb")) is not None:
         return "computes its time embedding itself"
-    if not is_plain(modules.get("silu"), SILU):
+    if not is_plain(modules.get("silu", modules.get("activation")), SILU):
         return "has an activation other than SiLU"
     norm = read_norm(modules.get("norm"))
     return f"has a norm that {norm}" if isinstance(norm, str) else (count, places, norm)
+
+
+def _modulation(call: Call, module: Any, ahead: Tensor | None, temb: Tensor) -> Tensor | None:
+    return linear_of_silu(call, module._modules["linear"], temb, ahead)
 
 
 def adaptive_prologue(
     call: Call,
     block: Any,
     ahead: Tensor | None,
-    temb: Tensor,
-    *,
+    *conditions: Any,
     name: str,
     takes_emb: bool = True,
+    modulation_of: Callable[..., Tensor | None] = _modulation,
 ) -> Any:
-    """The prologue with the adaptive norm ``block.name`` and an embedding (B, D).
+    """The prologue with the adaptive norm ``block.name``; ``ahead`` as in ``PrologueMakers``.
 
-    ``ahead`` as in ``PrologueMakers``. ``takes_emb``: whether the model passes the embedding as ``emb``.
+    ``takes_emb``: whether the model passes the one condition as ``emb``. ``modulation_of(call, module, ahead,
+    *conditions)``: all rows, (B, N * D) or (B, S, N * D), or None as the prologue.
     """
     module = block._modules[name]
     found = read_adaptive(module)
@@ -298,9 +305,8 @@ def adaptive_prologue(
 
         def run_module(x: Tensor) -> PrologueResult:
             """Replaces the rows of scale and shift by the norm's results."""
-            if not takes_emb:
-                return (module(x, temb),), ()
-            normalized, *results = module(x, emb=temb)
+            made = module(x, emb=conditions[0]) if takes_emb else module(x, *conditions)
+            normalized, *results = made if isinstance(made, tuple) else (made,)
             rows = [r.unsqueeze(1) if r.dim() == 2 else r for r in results]
             if len(rows) == 6:  # of SD35AdaLayerNormZeroX
                 *rows, second, last = rows
@@ -309,10 +315,11 @@ def adaptive_prologue(
 
         return run_module
     count, places, norm = found
-    modulation = linear_of_silu(call, module._modules["linear"], temb, ahead)
+    modulation = modulation_of(call, module, ahead, *conditions)
     if modulation is None:
         return None
-    rows = modulation.unsqueeze(1).chunk(count, 2)
+    modulation = modulation.unsqueeze(1) if modulation.dim() == 2 else modulation
+    rows = modulation.chunk(count, 2)
     return Prologue(norm, module, "norm", tuple([rows[place] for place in places]), rows)
 
 
