@@ -123,6 +123,14 @@ class AttentionSpec(PatchSpec):
         return f"{self.operations}, attention" if is_taken else self.operations
 
 
+# Arguments of the spec of diffusers' ``Attention`` whose processor rotates with tables.
+ROTATED_ATTENTION: dict[str, Any] = {
+    "parameters": "self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
+    "processor_parameters": "hidden_states encoder_hidden_states attention_mask image_rotary_emb",
+    "rotate": "diffusers.models.embeddings:apply_rotary_emb",
+}
+
+
 def _dispatches(spec: Any) -> bool:
     """Whether the processor calls the dispatch: in an older diffusers it may not."""
     return spec.dispatches and hasattr(sys.modules[spec.library], "dispatch_attention_fn")
@@ -216,23 +224,17 @@ def attend(
 
     ``mask`` is the module's argument. ``expand_mask`` converts it as the processor does, if the processor
     repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_bias`` (B, Sk) or ``key_lengths`` (B,) is an
-    equivalent of a mask that the dispatch takes unchanged. Key and value may have
-    fewer heads, which the processor repeats. The result may be written to ``out``. ``options``
-    are the processor's other arguments to the dispatch.
+    equivalent of the mask, if the caller has one. Key and value may have fewer heads, which the processor
+    repeats. The result may be written to ``out``. ``options`` are the processor's other arguments to the
+    dispatch.
     """
     spec: Any = call.stand_in.spec
     processor = module.processor
     is_free = is_native(processor, _dispatches(spec))
     if is_free and _may_attend(call, query.shape[2] // heads):
         if attention_takes(query, key, value, heads):
-            if (
-                expand_mask is not None
-                and mask is not None
-                and mask.dim() == 3
-                and mask.dtype != torch.bool
-            ):
-                name = f"key bias {key.shape} {key.dtype}"
-                key_bias = call.shared(name, mask, lambda m: key_bias_of(m.unsqueeze(1), key))
+            if mask is not None and key_bias is key_lengths is None:
+                key_bias = _key_bias(call, mask, key, expand_mask is not None)
             if mask is None or key_bias is not None or key_lengths is not None:
                 how: Any = {"key_bias": key_bias, "key_lengths": key_lengths}
                 how.update(heads=heads, out=out)
@@ -281,6 +283,18 @@ def _gate_and_add(x: Tensor, gate: Tensor | None, addend: Tensor | None, heads: 
     return x if addend is None else gated_residual(addend, x, None)
 
 
+def _key_bias(call: Call, mask: Tensor, key: Tensor, is_repeated: bool) -> Tensor | None:
+    """``key_bias_of`` of the mask, once for all blocks. ``is_repeated``: whether the processor repeats a mask
+    (B, 1 or Sq, Sk) for the heads."""
+    if is_repeated and (mask.dim() != 3 or mask.dtype == torch.bool):
+        return None
+
+    def make(mask: Tensor) -> Tensor | None:
+        return key_bias_of(mask.unsqueeze(1) if is_repeated else mask, key)
+
+    return call.shared(f"key bias {key.shape} {key.dtype}", mask, make)
+
+
 def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:
     """The bias (B, Sk) equivalent to a mask that broadcasts to (B, H, Sq, Sk), of booleans or of values added
     to the scores; None if it differs between heads or queries. Only its shape and strides are read."""
@@ -300,35 +314,31 @@ def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:
     return mask if keys == 1 or mask.stride(1) == 1 else mask.contiguous()
 
 
-def equivalent_of(call: Call, mask: Tensor, key: Tensor, *, is_prefix: bool) -> dict[str, Any]:
-    """The argument of ``attend`` that is equivalent to a mask. Blocks share it. Only shape, dtype and device
-    of ``key`` (B, Sk, ...) are read.
-
-    ``is_prefix``: whether the model's mask (B, 1, 1, Sk) of booleans has the valid keys before the padding:
-    their number is its equivalent. Outside of the model's forward the mask may be any.
-    """
+def key_lengths_of(call: Call, mask: Tensor, batch: int, keys: int) -> dict[str, Tensor]:
+    """The argument ``key_lengths`` of ``attend``, if the model's mask (B, 1, 1, Sk) of booleans has the valid
+    keys before the padding. Blocks share it. Outside of the model's forward the mask may be any."""
     if (
-        is_prefix
-        and (call.state is not None or torch.compiler.is_compiling())
-        and mask.dtype == torch.bool
-        and mask.shape == (key.shape[0], 1, 1, key.shape[1])
+        (call.state is None and not torch.compiler.is_compiling())
+        or mask.dtype != torch.bool
+        or mask.shape != (batch, 1, 1, keys)
     ):
-        return {"key_lengths": call.shared("key lengths", mask, _key_lengths)}
-    name = f"key bias {key.shape} {key.dtype}"
-    return {"key_bias": call.shared(name, mask, partial(key_bias_of, key=key))}
+        return {}
+    return {"key_lengths": call.shared("key lengths", mask, _key_lengths)}
 
 
 def _key_lengths(mask: Tensor) -> Tensor:
     return mask.flatten(1).sum(1, dtype=torch.int32)
 
 
-def query_key_value(module: Any, x: Tensor, context: Tensor | None) -> list[Tensor]:
-    """Query of x, and key and value of the context (default: x), by the attention's linear layers."""
+def query_key_value(
+    module: Any, x: Tensor, context: Tensor | None, names: tuple[str, str, str] = _IMAGE[0]
+) -> list[Tensor]:
+    """Query of x, and key and value of the context (default: x), by the linear layers with these names."""
     modules = module._modules
+    q, k, v = names
     if context is None:
-        return linears(x, modules["to_q"], modules["to_k"], modules["to_v"])
-    query = linear(modules["to_q"], x)
-    return [query, *linears(context, modules["to_k"], modules["to_v"])]
+        return linears(x, modules[q], modules[k], modules[v])
+    return [linear(modules[q], x), *linears(context, modules[k], modules[v])]
 
 
 def _norm_options(

@@ -242,12 +242,14 @@ _REPLACING = (
     "diffusers.models.transformers.transformer_hunyuan_video:"
     "HunyuanVideoTokenReplaceAdaLayerNormZero"
 )
+_COSMOS = "diffusers.models.transformers.transformer_cosmos:CosmosAdaLayerNormZero"
 _ADAPTIVE = (
     (KnownClass(_PATH + "AdaLayerNormZero"), 6, (1, 0)),
     (KnownClass(_PATH + "AdaLayerNormZeroSingle"), 3, (1, 0)),
     (KnownClass(_PATH + "AdaLayerNormContinuous"), 2, (0, 1)),
     (KnownClass(_PATH + "SD35AdaLayerNormZeroX"), 9, (1, 0, 7, 6)),
     (KnownClass(_PATH + "CogVideoXLayerNormZero"), 6, (1, 0, 4, 3)),
+    (KnownClass(_COSMOS), 3, (1, 0)),
     (KnownClass(_REPLACING), 6, (1, 0)),
     (KnownClass(_REPLACING + "Single"), 3, (1, 0)),
 )
@@ -268,24 +270,29 @@ def read_adaptive(module: Any) -> tuple[int, tuple[int, ...], Norm] | str:
     modules = module._modules
     if module.__dict__.get("emb", modules.get("emb")) is not None:
         return "computes its time embedding itself"
-    if not is_plain(modules.get("silu"), SILU):
+    if not is_plain(modules.get("silu", modules.get("activation")), SILU):
         return "has an activation other than SiLU"
     norm = read_norm(modules.get("norm"))
     return f"has a norm that {norm}" if isinstance(norm, str) else (count, places, norm)
+
+
+def _modulation(call: Call, module: Any, ahead: Tensor | None, temb: Tensor) -> Tensor | None:
+    return linear_of_silu(call, module._modules["linear"], temb, ahead)
 
 
 def adaptive_prologue(
     call: Call,
     block: Any,
     ahead: Tensor | None,
-    temb: Tensor,
-    *,
+    *conditions: Any,
     name: str,
     takes_emb: bool = True,
+    modulation_of: Callable[..., Tensor | None] = _modulation,
 ) -> Any:
-    """The prologue with the adaptive norm ``block.name`` and an embedding (B, D).
+    """The prologue with the adaptive norm ``block.name``; ``ahead`` as in ``PrologueMakers``.
 
-    ``ahead`` as in ``PrologueMakers``. ``takes_emb``: whether the model passes the embedding as ``emb``.
+    ``takes_emb``: whether the model passes the one condition as ``emb``. ``modulation_of(call, module, ahead,
+    *conditions)``: all rows, (B, N * D) or (B, S, N * D), or None as the prologue.
     """
     module = block._modules[name]
     found = read_adaptive(module)
@@ -298,9 +305,8 @@ def adaptive_prologue(
 
         def run_module(x: Tensor) -> PrologueResult:
             """Replaces the rows of scale and shift by the norm's results."""
-            if not takes_emb:
-                return (module(x, temb),), ()
-            normalized, *results = module(x, emb=temb)
+            made = module(x, emb=conditions[0]) if takes_emb else module(x, *conditions)
+            normalized, *results = made if isinstance(made, tuple) else (made,)
             rows = [r.unsqueeze(1) if r.dim() == 2 else r for r in results]
             if len(rows) == 6:  # of SD35AdaLayerNormZeroX
                 *rows, second, last = rows
@@ -309,10 +315,11 @@ def adaptive_prologue(
 
         return run_module
     count, places, norm = found
-    modulation = linear_of_silu(call, module._modules["linear"], temb, ahead)
+    modulation = modulation_of(call, module, ahead, *conditions)
     if modulation is None:
         return None
-    rows = modulation.unsqueeze(1).chunk(count, 2)
+    modulation = modulation.unsqueeze(1) if modulation.dim() == 2 else modulation
+    rows = modulation.chunk(count, 2)
     return Prologue(norm, module, "norm", tuple([rows[place] for place in places]), rows)
 
 
@@ -366,14 +373,15 @@ def table_prologue(
     block: Any,
     ahead: Tensor | None,
     temb: Tensor,
-    by_row: Callable[[Tensor], Tensor],
+    by_row: Callable[[Tensor], Tensor] = lambda temb: temb.unflatten(2, (6, -1)),
     upcasts: bool = False,
+    scale_first: bool = False,
 ) -> Any:
     """The prologue with the norm ``norm1`` and a modulation that is the block's table ``scale_shift_table``,
     (N, D) or (1, N, D), plus a time embedding; ``ahead`` as in ``PrologueMakers``.
 
     ``by_row`` converts the embedding to (B, 1 or S, N, D), which the blocks share. Rows are shift, scale and
-    N - 2 more, each (B, 1 or S, D), in the dtype of the sum.
+    N - 2 more, each (B, 1 or S, D), in the dtype of the sum. ``scale_first``: the model's order of these two.
     """
     table = block.scale_shift_table
     if ahead is not None and table.device != ahead.device:
@@ -381,7 +389,8 @@ def table_prologue(
 
     def rows_of() -> Rows:
         embedding = call.shared("embedding", temb, by_row)
-        return table_rows(table, embedding)
+        rows = table_rows(table, embedding)
+        return (rows[1], rows[0], *rows[2:]) if scale_first else rows
 
     return norm_prologue(call, block, "norm1", ahead, rows_of, upcasts)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import AttentionSpec, Stream, attend_to_all, project_out
+from .attention import ROTATED_ATTENTION, AttentionSpec, Stream, attend_to_all, project_out
 from .blocks import (
     BlockSpec,
     Prologue,
@@ -183,9 +183,7 @@ _SPECS = (
         _attention_forward,
         "qk_norm_rope",
         processor=f"{_ATTENTIONS}:CogVideoXAttnProcessor2_0",
-        parameters="self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
-        processor_parameters="hidden_states encoder_hidden_states attention_mask image_rotary_emb",
-        rotate="diffusers.models.embeddings:apply_rotary_emb",
+        **ROTATED_ATTENTION,
         dispatches=False,
     ),
     TIMESTEPS,

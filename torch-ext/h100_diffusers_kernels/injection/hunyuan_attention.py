@@ -24,7 +24,7 @@ from .attention import (
     attend_jointly,
     attend_to_all,
     concat_streams,
-    equivalent_of,
+    key_lengths_of,
     project,
     project_out,
 )
@@ -71,8 +71,8 @@ def _attention_forward(
     if mask is not None:
         if masks_text:
             mask = call.shared(f"mask {length}", mask, partial(_mask_of_all, count=length))
-        keys = x.new_empty(x.shape[0], length + c.shape[1], 0)
-        options = equivalent_of(call, mask, keys, is_prefix=is_prefix)
+        if is_prefix:
+            options = key_lengths_of(call, mask, x.shape[0], length + c.shape[1])
     if modules.get("add_q_proj") is not None:
         streams = project(call, self, x, c, rope, None)
         out, c_out = attend_jointly(call, self, streams, rotate, mask, **options)

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..conditions import is_differentiated, kernels_take, may_write, same_dtype_and_unit_stride
-from .attention import AttentionSpec, attend, key_bias_of, norm_and_rotate
-from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue, table_rows
+from ..conditions import kernels_take
+from .attention import AttentionSpec, attend, norm_and_rotate, query_key_value
+from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue, table_prologue
 from .embeddings import axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import linear, linears, plain_weight, swiglu_of_two
+from .linears import linear, swiglu_of_two, weights_of_products
 from .norm_modules import modulated
 from .norms import residual_norm
 from .patch import Call, PatchSpec
@@ -33,25 +33,12 @@ from .patch import Call, PatchSpec
 _KREA2 = "diffusers.models.transformers.transformer_krea2"
 
 
-def _prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
-    """Rows are shift, scale and gate of attention, then of the feed-forward."""
-    table = block.scale_shift_table
-    if ahead is not None and table.device != ahead.device:
-        return None
-
-    def rows_of() -> tuple:
-        embedding = call.shared("embedding", temb, lambda t: t.unflatten(-1, (6, -1)))
-        scale, shift, gate, scale_mlp, shift_mlp, gate_mlp = table_rows(table, embedding)
-        return shift, scale, gate, shift_mlp, scale_mlp, gate_mlp
-
-    return norm_prologue(call, block, "norm1", ahead, rows_of, upcasts=True)
+# Rows are shift, scale and gate of attention, then scale, shift and gate of the feed-forward.
+_PROLOGUES = (partial(table_prologue, upcasts=True, scale_first=True),)
 
 
 def _plain_prologue(call: Call, block: Any, ahead: Tensor | None) -> Any:
     return norm_prologue(call, block, "norm1", ahead, tuple, upcasts=True)
-
-
-_PROLOGUES, _TEXT_PROLOGUES = (_prologue,), (_plain_prologue,)
 
 
 def _block_forward(
@@ -66,10 +53,9 @@ def _block_forward(
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
     (begun,) = begin(call, self, _PROLOGUES, (x,), (temb,))
-    (normalized,), (_, _, gate, shift_mlp, scale_mlp, gate_mlp) = begun
+    (normalized,), (_, _, gate, *mlp, gate_mlp) = begun
     how = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
     out = modules["attn"](normalized, **how)
-    mlp = (scale_mlp, shift_mlp)
     x, normalized = residual_norm(call, self, "norm2", x, out, gate, *mlp, upcasts=True)
     branch = ResidualBranch(x, modules["ff"](normalized), gate_mlp)
     (x,) = finish(call, self, _PROLOGUES, (branch,), (temb,), upcasts=True)
@@ -82,11 +68,11 @@ def _text_block_forward(
     x, modules = hidden_states, self._modules
     if not kernels_take(x):
         return call.refuse(x)
-    (((normalized,), _),) = begin(call, self, _TEXT_PROLOGUES, (x,), ())
+    (((normalized,), _),) = begin(call, self, (_plain_prologue,), (x,), ())
     out = modules["attn"](normalized, attention_mask=attention_mask)
     x, normalized = residual_norm(call, self, "norm2", x, out, None, upcasts=True)
     branch = ResidualBranch(x, modules["ff"](normalized))
-    (x,) = finish(call, self, _TEXT_PROLOGUES, (branch,), (), upcasts=True)
+    (x,) = finish(call, self, (_plain_prologue,), (branch,), (), upcasts=True)
     return x
 
 
@@ -103,43 +89,23 @@ def _attention_forward(
         return NotImplemented
     if not kernels_take(x):
         return call.refuse(x)
-    query, key, value = linears(x, modules["to_q"], modules["to_k"], modules["to_v"])
+    query, key, value = query_key_value(self, x, None)
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
     how = (image_rotary_emb, rotate, "per_head", self.num_heads)
-    norms = ("norm_q", "norm_k")
-    query, key = norm_and_rotate(call, self, norms, query, key, *how, upcasts=True)
-    options: dict[str, Any] = {"heads": self.num_heads}
-    if mask is not None:
-        name = f"key bias {key.shape} {key.dtype}"
-        options["key_bias"] = call.shared(name, mask, partial(key_bias_of, key=key))
-    both = _buffer(call, modules["to_gate"], x, query)
-    if both is None:
-        out = attend(call, self, query, key, value, mask, **options)
+    query, key = norm_and_rotate(call, self, ("norm_q", "norm_k"), query, key, *how, upcasts=True)
+    arguments = (call, self, query, key, value, mask)
+    weights = weights_of_products(call, x, modules["to_gate"])
+    if weights is None or query.dtype is not x.dtype:
+        out = attend(*arguments, heads=self.num_heads)
         return linear(modules["to_out"][0], out * torch.sigmoid(linear(modules["to_gate"], x)))
-    size = query.shape[2]
-    out = attend(call, self, query, key, value, mask, out=both[..., :size], **options)
-    if out.data_ptr() != both.data_ptr():
-        both[..., :size] = out
-    weight = modules["to_gate"]._parameters["weight"]
-    torch.mm(x.view(-1, x.shape[2]), weight.t(), out=both.view(-1, 2 * size)[:, size:])
+    both = x.new_empty(*x.shape[:2], 2 * query.shape[2])
+    place, gate = both.chunk(2, dim=2)
+    torch.mm(x.view(-1, x.shape[2]), weights[0].t(), out=gate.view(-1, gate.shape[2]))
+    out = attend(*arguments, heads=self.num_heads, out=place)
+    if out is not place:
+        place.copy_(out)
     # First half * sigmoid(second half), in one pass. The processor leaves the dropout out.
     return linear(modules["to_out"][0], F.glu(both))
-
-
-def _buffer(call: Call, layer: Any, x: Tensor, query: Tensor) -> Tensor | None:
-    """Memory for attention's result and then the gate, (B, S, 2 * D), if the gate's layer can write."""
-    plain = plain_weight(layer)
-    if (
-        plain is None
-        or plain[1] is not None
-        or plain[0].shape[0] != query.shape[2]
-        or not x.is_contiguous()
-        or not same_dtype_and_unit_stride(x, query, plain[0])
-        or is_differentiated(x, query, plain[0])
-        or not (call.state is not None or may_write())
-    ):
-        return None
-    return x.new_empty(*x.shape[:2], 2 * query.shape[2])
 
 
 def _feed_forward_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:

@@ -123,26 +123,32 @@ def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Tensor) -> T
     return layer(torch.cat([first, second], dim=-1))
 
 
+def weights_of_products(call: Call, x: Tensor, *layers: Any) -> list[Tensor] | None:
+    """The layers' weights, if all are plain and without bias and ``torch.mm`` may write x's products."""
+    found = [plain_weight(layer) for layer in layers]
+    weights = [plain[0] for plain in found if plain is not None and plain[1] is None]
+    if (
+        len(weights) == len(layers)
+        and (call.state is not None or may_write())
+        and x.is_contiguous()
+        and same_dtype_and_unit_stride(x, *weights)
+        and not is_differentiated(x, *weights)
+    ):
+        return weights
+    return None
+
+
 def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
     """``silu(activated(x)) * other(x)`` of two linear layers. Plain ones without bias write to one buffer."""
-    layers: list[Any] = [plain_weight(layer) for layer in (activated, other)]
-    if (
-        None not in layers
-        and layers[0][1] is layers[1][1] is None
-        and layers[0][0].shape == layers[1][0].shape
-        and (call.state is not None or may_write())
-        and same_dtype_and_unit_stride(x, *(weight for weight, _ in layers))
-        and x.is_contiguous()
-        and not is_differentiated(x, *(weight for weight, _ in layers))
-    ):
-        size = layers[0][0].shape[0]
-        both = x.new_empty(*x.shape[:-1], 2 * size)
-        rows, outs = x.view(-1, x.shape[-1]), both.view(-1, 2 * size).split(size, dim=1)
-        for (weight, _), out in zip(layers, outs):
-            torch.mm(rows, weight.t(), out=out)
-        return functional.swiglu(both, activated="first")
-    a, b = linear(activated, x), linear(other, x)
-    return torch.nn.functional.silu(a) * b
+    weights = weights_of_products(call, x, activated, other)
+    if weights is None or weights[0].shape != weights[1].shape:
+        return torch.nn.functional.silu(linear(activated, x)) * linear(other, x)
+    size = weights[0].shape[0]
+    both = x.new_empty(*x.shape[:-1], 2 * size)
+    rows, outs = x.view(-1, x.shape[-1]), both.view(-1, 2 * size).split(size, dim=1)
+    for weight, out in zip(weights, outs):
+        torch.mm(rows, weight.t(), out=out)
+    return functional.swiglu(both, activated="first")
 
 
 def linear_per_sample(layer: Any, x: Tensor) -> Tensor:

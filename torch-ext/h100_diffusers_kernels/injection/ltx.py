@@ -14,7 +14,6 @@ each token's coordinates instead of cosine and sine tables of the hidden states'
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ _LTX = "diffusers.models.transformers.transformer_ltx"
 
 
 # Rows are shift, scale and gate of self-attention, then of the feed-forward.
-_PROLOGUES = (partial(table_prologue, by_row=lambda temb: temb.unflatten(2, (6, -1))),)
+_PROLOGUES = (table_prologue,)
 
 
 def _block_forward(

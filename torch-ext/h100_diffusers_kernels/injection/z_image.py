@@ -23,7 +23,7 @@ from ..conditions import kernels_take
 from .attention import (
     AttentionSpec,
     attend,
-    equivalent_of,
+    key_lengths_of,
     norm_and_rotate,
     project_out,
     query_key_value,
@@ -150,7 +150,7 @@ def _attention_forward(
     if mask is not None:
         if mask.dim() == 2:
             mask = call.shared("mask", mask, lambda m: m[:, None, None])
-        options.update(equivalent_of(call, mask, key, is_prefix=True))
+        options.update(key_lengths_of(call, mask, *key.shape[:2]))
     return project_out(self, attend(call, self, query, key, value, mask, **options))
 
 
