@@ -141,7 +141,7 @@ def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
         return torch.nn.functional.silu(linear(activated, x)) * linear(other, x)
     size = weights[0].shape[0]
     both = x.new_empty(*x.shape[:-1], 2 * size)
-    rows, outs = x.view(-1, x.shape[-1]), both.view(-1, 2 * size).split(size, dim=1)
+    rows, outs = x.view(-1, x.shape[-1]), both.view(-1, 2 * size).chunk(2, dim=1)
     for weight, out in zip(weights, outs):
         torch.mm(rows, weight.t(), out=out)
     return functional.swiglu(both, activated="first")
