@@ -30,7 +30,7 @@ from ..conditions import (
 from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownFunction, class_name
 from .linears import can_write_linear, linear, linear_per_sample, linears, run_dropout, write_linear
-from .norms import LAYER, apply_norm, gated_residual, norm_notes, read_norm
+from .norms import LAYER, RMS_FROM_1, apply_norm, gated_residual, norm_notes, read_norm
 from .patch import Call, Injection, PatchSpec
 from .report import OWN_ATTENTION
 from .rotary import rope_operand, split_tables
@@ -366,7 +366,11 @@ def _norm_options(
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
     if not (same_dtype_and_unit_stride(query, key) and alike(query, *q[1], *k[1])):
         return None
-    options: dict[str, Any] = {"q_weight": q[1][0], "k_weight": k[1][0], "norm": form, "eps": q[2]}
+    weights: Any = q[1][0], k[1][0]
+    if q[0] == RMS_FROM_1:
+        weights = torch._foreach_add(weights, 1.0)  # one launch
+    options: dict[str, Any] = {"q_weight": weights[0], "k_weight": weights[1], "eps": q[2]}
+    options["norm"] = form
     if q[0] == LAYER:
         if form != "per_head":
             return None

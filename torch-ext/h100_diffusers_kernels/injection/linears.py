@@ -125,17 +125,13 @@ def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Tensor) -> T
 
 def weights_of_products(call: Call, x: Tensor, *layers: Any) -> list[Tensor] | None:
     """The layers' weights, if all are plain and without bias and ``torch.mm`` may write x's products."""
-    found = [plain_weight(layer) for layer in layers]
-    weights = [plain[0] for plain in found if plain is not None and plain[1] is None]
-    if (
-        len(weights) == len(layers)
-        and (call.state is not None or may_write())
-        and x.is_contiguous()
-        and same_dtype_and_unit_stride(x, *weights)
-        and not is_differentiated(x, *weights)
-    ):
-        return weights
-    return None
+    found = plain_weights(x.dtype, *layers)
+    if found is None or not x.is_contiguous() or not (call.state is not None or may_write()):
+        return None
+    weights = [weight for weight, bias in found if bias is None]
+    if len(weights) < len(layers) or is_differentiated(x, *weights):
+        return None
+    return weights
 
 
 def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
@@ -145,7 +141,7 @@ def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
         return torch.nn.functional.silu(linear(activated, x)) * linear(other, x)
     size = weights[0].shape[0]
     both = x.new_empty(*x.shape[:-1], 2 * size)
-    rows, outs = x.view(-1, x.shape[-1]), both.view(-1, 2 * size).split(size, dim=1)
+    rows, outs = x.view(-1, x.shape[-1]), both.view(-1, 2 * size).chunk(2, dim=1)
     for weight, out in zip(weights, outs):
         torch.mm(rows, weight.t(), out=out)
     return functional.swiglu(both, activated="first")
