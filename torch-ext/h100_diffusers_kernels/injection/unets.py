@@ -297,9 +297,17 @@ def _transformer_forward(
     encoder_attention_mask: Any = None,
     return_dict: bool = True,
 ) -> Any:
-    state = self.__dict__
-    if _INPUT in state or _OUTPUT in state:
-        call.fall_back(f"{_INPUT if _INPUT in state else _OUTPUT} was replaced")
+    arguments = {
+        "attention_mask": attention_mask,
+        "encoder_hidden_states": encoder_hidden_states,
+        "encoder_attention_mask": encoder_attention_mask,
+        "timestep": timestep,
+        "cross_attention_kwargs": cross_attention_kwargs,
+        "class_labels": class_labels,
+    }
+    replaced = [name for name in (_INPUT, _OUTPUT) if name in self.__dict__]
+    if replaced:
+        call.fall_back(f"{replaced[0]} was replaced")
     elif (
         return_dict  # UNets pass False
         or tracks_derivatives()
@@ -308,18 +316,9 @@ def _transformer_forward(
     ):
         call.is_counted = False
     else:
-        arguments = {
-            "attention_mask": attention_mask,
-            "encoder_hidden_states": encoder_hidden_states,
-            "encoder_attention_mask": encoder_attention_mask,
-            "timestep": timestep,
-            "cross_attention_kwargs": cross_attention_kwargs,
-            "class_labels": class_labels,
-        }
         return run_with_state(_BLOCKS, _run_transformer, self, call, hidden_states, arguments)
-    others = (encoder_hidden_states, timestep, added_cond_kwargs, class_labels)
-    more = (cross_attention_kwargs, attention_mask, encoder_attention_mask, return_dict)
-    return forward_with_state(self, call, hidden_states, *others, *more)
+    others = {"added_cond_kwargs": added_cond_kwargs, "return_dict": return_dict}
+    return forward_with_state(self, call, hidden_states, **arguments, **others)
 
 
 def _run_transformer(self: Any, x: Tensor, arguments: dict[str, Any]) -> tuple[Tensor]:
