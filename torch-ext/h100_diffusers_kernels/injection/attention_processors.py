@@ -32,6 +32,7 @@ from ..conditions import (
     dtype_name,
     is_differentiated,
     kernels_take,
+    same_dtype_and_unit_stride,
     tracks_derivatives,
     why_not_taken,
 )
@@ -416,15 +417,15 @@ def _standard(
 
 def run_bare_attention(module: Any, x: Tensor, c: Tensor | None) -> Tensor | None:
     """``module(x, c)`` without a module call, or None if a call could run code other than
-    ``_run_standard``. x and c are (B, S, D) without derivatives, and the kernels take x."""
+    ``_run_standard``. x and c are (B, S, D) without derivatives, x a result of accepted tensors."""
     stand_in = bare_stand_in(STANDARD_ATTENTION, module)
-    processor: Any = module.__dict__.get("processor")
-    if stand_in is None or type(processor).__call__ is not _STANDARD.function:
-        return None
+    cls: Any = type(module.__dict__.get("processor"))
     if (
-        isinstance(_copy_of(type(processor)), str)
+        stand_in is None
+        or cls.__call__ is not _STANDARD.function
+        or type(_copy_of(cls)) is str
         or torch.nn.functional.scaled_dot_product_attention is not SDPA.function
-        or (c is not None and not kernels_take(x, c))
+        or not (same_dtype_and_unit_stride(x) if c is None else kernels_take(x, c))
     ):
         return None
     call = Call(stand_in, None)

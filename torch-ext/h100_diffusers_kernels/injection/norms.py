@@ -206,7 +206,7 @@ def residual_norm(
         operands = modulation or (None, None)
         # One pass for all modulations, or for the first.
         count = len(operands) if (kind, len(operands)) in _RESIDUAL_OPERATIONS else 2
-        modulators = _operands((gate, *modulation))
+        modulators = _operands((gate, *modulation)) if modulation or gate is not None else ()
         if (
             same_dtype_and_unit_stride(residual, x)
             and modulators_compatible(residual, *affine, *modulators)

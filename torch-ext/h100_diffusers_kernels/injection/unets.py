@@ -94,11 +94,11 @@ def _resnet_forward(
     if project is not None:
         time = _project_time(self, call, project, temb)
     x = _second_norm(self, call, x, bias, time)
-    x = _convolution(modules["conv2"], run_dropout(modules["dropout"], x))
+    x = modules["conv2"](run_dropout(modules["dropout"], x))
     shortcut = modules.get("conv_shortcut")
     if shortcut is not None:
         input_tensor = input_tensor.contiguous() if self.training else input_tensor
-        input_tensor = _convolution(shortcut, input_tensor)
+        input_tensor = shortcut(input_tensor)
     x = input_tensor + x
     factor = self.output_scale_factor
     return x if type(factor) in (float, int) and factor == 1 else x / factor
@@ -117,23 +117,6 @@ def _project_time(self: Any, call: Call, project: Any, temb: Tensor) -> Tensor:
     return torch.nn.functional.linear(activated, *plain[0])
 
 
-def _is_plain_convolution(conv: Any) -> bool:
-    return (
-        is_plain(conv, _CONV)
-        and "_conv_forward" not in conv.__dict__  # users replace it for other padding modes
-        and conv.padding_mode == "zeros"
-    )
-
-
-def _convolution(conv: Any, x: Tensor) -> Tensor:
-    """``conv(x)``, without a module call if it is a plain ``torch.nn.Conv2d``."""
-    parameters = conv._parameters
-    if "weight" not in parameters or "bias" not in parameters or not _is_plain_convolution(conv):
-        return conv(x)
-    options = (conv.stride, conv.padding, conv.dilation, conv.groups)
-    return torch.nn.functional.conv2d(x, parameters["weight"], parameters["bias"], *options)
-
-
 def _without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """A convolution of x, and its bias (C,) if it has not been added."""
     weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
@@ -141,7 +124,9 @@ def _without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         bias is not None
         and is_plain_tensor(bias)
         and bias.dtype == x.dtype
-        and _is_plain_convolution(conv)
+        and is_plain(conv, _CONV)
+        and "_conv_forward" not in conv.__dict__  # users replace it for other padding modes
+        and conv.padding_mode == "zeros"
     ):
         options = (conv.stride, conv.padding, conv.dilation, conv.groups)
         return torch.nn.functional.conv2d(x, weight, None, *options), bias
@@ -243,7 +228,7 @@ def _block_forward(
 
 def _attention(module: Any, x: Tensor, c: Any, mask: Any, more: dict[str, Any]) -> Tensor:
     """An attention module's result, without a module call if it is plain."""
-    if mask is None and not more and same_dtype_and_unit_stride(x):
+    if mask is None and not more:
         out = run_bare_attention(module, x, c)
         if out is not None:
             return out
@@ -312,9 +297,17 @@ def _transformer_forward(
     encoder_attention_mask: Any = None,
     return_dict: bool = True,
 ) -> Any:
-    state = self.__dict__
-    if _INPUT in state or _OUTPUT in state:
-        call.fall_back(f"{_INPUT if _INPUT in state else _OUTPUT} was replaced")
+    arguments = {
+        "attention_mask": attention_mask,
+        "encoder_hidden_states": encoder_hidden_states,
+        "encoder_attention_mask": encoder_attention_mask,
+        "timestep": timestep,
+        "cross_attention_kwargs": cross_attention_kwargs,
+        "class_labels": class_labels,
+    }
+    replaced = [name for name in (_INPUT, _OUTPUT) if name in self.__dict__]
+    if replaced:
+        call.fall_back(f"{replaced[0]} was replaced")
     elif (
         return_dict  # UNets pass False
         or tracks_derivatives()
@@ -323,26 +316,17 @@ def _transformer_forward(
     ):
         call.is_counted = False
     else:
-        arguments = {
-            "attention_mask": attention_mask,
-            "encoder_hidden_states": encoder_hidden_states,
-            "encoder_attention_mask": encoder_attention_mask,
-            "timestep": timestep,
-            "cross_attention_kwargs": cross_attention_kwargs,
-            "class_labels": class_labels,
-        }
         return run_with_state(_BLOCKS, _run_transformer, self, call, hidden_states, arguments)
-    others = (encoder_hidden_states, timestep, added_cond_kwargs, class_labels)
-    more = (cross_attention_kwargs, attention_mask, encoder_attention_mask, return_dict)
-    return forward_with_state(self, call, hidden_states, *others, *more)
+    others = {"added_cond_kwargs": added_cond_kwargs, "return_dict": return_dict}
+    return forward_with_state(self, call, hidden_states, **arguments, **others)
 
 
 def _run_transformer(self: Any, x: Tensor, arguments: dict[str, Any]) -> tuple[Tensor]:
     modules, is_linear = self._modules, self.use_linear_projection
     batch, _, height, width = x.shape
-    image = _group_norm(modules["norm"], x)
+    image = modules["norm"](x)
     if not is_linear:
-        image = _convolution(modules["proj_in"], image)
+        image = modules["proj_in"](image)
     tokens = image.permute(0, 2, 3, 1).reshape(batch, height * width, image.shape[1])
     if is_linear:
         tokens = linear(modules["proj_in"], tokens)
@@ -352,22 +336,7 @@ def _run_transformer(self: Any, x: Tensor, arguments: dict[str, Any]) -> tuple[T
         tokens = linear(modules["proj_out"], tokens)
     image = tokens.reshape(batch, height, width, tokens.shape[2]).permute(0, 3, 1, 2)
     # The sum has the memory format of its first operand.
-    return (x + (image if is_linear else _convolution(modules["proj_out"], image)),)
-
-
-def _group_norm(module: Any, x: Tensor) -> Tensor:
-    """``module(x)``, without a module call if it is a plain ``torch.nn.GroupNorm``."""
-    stand_in = bare_stand_in(GROUP_NORM, module)
-    if (
-        stand_in is not None
-        and type(module) is nn.GroupNorm
-        and not replaced_function(stand_in.functions)
-    ):
-        out = apply_group_norm(module, x)
-        if isinstance(out, Tensor):
-            stand_in.count.on_kernels += 1
-            return out
-    return module(x)
+    return (x + (image if is_linear else modules["proj_out"](image)),)
 
 
 SPATIAL_TRANSFORMER = _SpatialTransformerSpec(
