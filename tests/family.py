@@ -147,6 +147,20 @@ def powers_of_two(normal, batch, first):
     return first * 2.0 ** (4 * normal(batch).sigmoid()).floor()
 
 
+def in_dtype(model, device, dtype, is_kept):
+    """The model in a dtype, except for the parameters that a published model keeps in float32.
+
+    Args:
+        is_kept: tells for a parameter's name whether the model keeps it.
+    """
+    kept = {name: p.detach().clone() for name, p in model.named_parameters() if is_kept(name)}
+    model.to(device, dtype).eval()
+    if dtype != torch.float64:
+        for name, values in kept.items():
+            model.get_parameter(name).data = values.to(device)
+    return model
+
+
 def make_all_matter(model, modulations, embedding, *, gain=2):
     """Sets norm weights different from 1, and large modulations that depend on all inputs.
 
@@ -156,9 +170,15 @@ def make_all_matter(model, modulations, embedding, *, gain=2):
         gain: the standard deviation of their outputs for inputs of standard deviation 1.
     """
     init = torch.nn.init
+    for name, parameter in model.named_parameters():
+        if name.endswith("scale_shift_table"):
+            init.normal_(parameter, std=0.5)
     for name, module in model.named_modules():
-        if type(module).__name__ == "RMSNorm":
-            init.uniform_(module.weight, 0.5, 1.5)
+        if type(module).__name__ in ("RMSNorm", "LayerNorm", "FP32LayerNorm"):
+            if module.weight is not None:
+                init.uniform_(module.weight, 0.5, 1.5)
+            if getattr(module, "bias", None) is not None:
+                init.normal_(module.bias, std=0.5)
         elif name.endswith(modulations):
             init.normal_(module.weight, std=module.in_features**-0.5)
             if module.bias is not None:

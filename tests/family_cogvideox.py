@@ -43,10 +43,6 @@ def cogvideox_model(
         **config,
     )
     make_all_matter(model, ("norm1.linear", "norm2.linear", "norm_out.linear"), "time_embedding")
-    for module in model.modules():
-        if type(module) is torch.nn.LayerNorm:
-            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
-            torch.nn.init.normal_(module.bias, std=0.5)
     return model.to(device, dtype).eval()
 
 

@@ -3,7 +3,7 @@
 import diffusers
 import torch
 
-from family import TWO_STREAM_OPTIONS, Family, make_all_matter, powers_of_two, seeded
+from family import TWO_STREAM_OPTIONS, Family, in_dtype, make_all_matter, powers_of_two, seeded
 
 CHANNELS = 8
 TEXT_CHANNELS = 24
@@ -37,12 +37,7 @@ def flux3_model(
     )
     modulations = tuple(f"{mode}.linear" for mode in ("image", "image_cond", "txt"))
     make_all_matter(model, (*modulations, "norm_out.linear"), "timestep_embedder")
-    kept = {name: p.detach().clone() for name, p in model.named_parameters() if ".norm_" in name}
-    model.to(device, dtype).eval()
-    if dtype != torch.float64:
-        for name, values in kept.items():
-            model.get_parameter(name).data = values.to(device)
-    return model
+    return in_dtype(model, device, dtype, lambda name: ".norm_" in name)
 
 
 def flux3_inputs(

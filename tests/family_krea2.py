@@ -4,7 +4,7 @@ import diffusers
 import torch
 from torch import nn
 
-from family import TWO_STREAM_OPTIONS, Family, make_all_matter, powers_of_two, seeded
+from family import TWO_STREAM_OPTIONS, Family, in_dtype, make_all_matter, powers_of_two, seeded
 
 CHANNELS = 8
 TEXT_LAYERS = 3
@@ -34,17 +34,10 @@ def krea2_model(device, dtype=torch.float32, *, seed=0, blocks=2, heads=2, head_
         **config,
     )
     make_all_matter(model, ("time_mod_proj",), "time_embed")
-    for name, parameter in model.named_parameters():
-        if name.endswith("scale_shift_table"):
-            nn.init.normal_(parameter, std=0.5)
-        elif type(model.get_submodule(name.rpartition(".")[0])).__name__ == "Krea2RMSNorm":
-            nn.init.uniform_(parameter, -0.5, 0.5)
-    kept = {name: p.detach().clone() for name, p in model.named_parameters() if "norm" in name}
-    model.to(device, dtype).eval()
-    if dtype != torch.float64:
-        for name, values in kept.items():
-            model.get_parameter(name).data = values.to(device)
-    return model
+    for module in model.modules():
+        if type(module).__name__ == "Krea2RMSNorm":
+            nn.init.uniform_(module.weight, -0.5, 0.5)
+    return in_dtype(model, device, dtype, lambda name: "norm" in name)
 
 
 def krea2_inputs(

@@ -3,7 +3,7 @@
 import diffusers
 import torch
 
-from family import Family, seeded
+from family import Family, make_all_matter, seeded
 
 CHANNELS, AUDIO_CHANNELS = 8, 4
 CAPTION_CHANNELS = 24
@@ -40,11 +40,7 @@ def ltx2_model(device, dtype=torch.float32, *, seed=0, blocks=2, heads=2, head_d
             **config,
         }
     )
-    for name, parameter in model.named_parameters():
-        if ".norm_" in name:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-        elif name.endswith("scale_shift_table"):
-            torch.nn.init.normal_(parameter, std=0.5)
+    make_all_matter(model, (), ())
     return model.to(device, dtype).eval()
 
 

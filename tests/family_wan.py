@@ -3,7 +3,7 @@
 import torch
 from diffusers import WanTransformer3DModel
 
-from family import Family, seeded
+from family import Family, in_dtype, make_all_matter, seeded
 
 CHANNELS = 4
 TEXT_CHANNELS = 24
@@ -26,20 +26,8 @@ def wan_model(device, dtype=torch.float32, *, seed=0, blocks=2, heads=2, head_di
         cross_attn_norm=True,
         **config,
     )
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.RMSNorm):
-            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
-        elif name.endswith("norm2") and isinstance(module, torch.nn.LayerNorm):
-            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
-            torch.nn.init.normal_(module.bias, std=0.5)
-        elif name.startswith("condition_embedder.time") and isinstance(module, torch.nn.Linear):
-            torch.nn.init.normal_(module.weight, std=2 * module.in_features**-0.5)
-    kept = {name: p.detach().clone() for name, p in model.named_parameters() if _is_kept(name)}
-    model.to(device, dtype).eval()
-    if dtype != torch.float64:
-        for name, values in kept.items():
-            model.get_parameter(name).data = values.to(device)
-    return model
+    make_all_matter(model, (), "condition_embedder.time")
+    return in_dtype(model, device, dtype, _is_kept)
 
 
 def _is_kept(name):

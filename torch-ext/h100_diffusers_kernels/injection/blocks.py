@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .attention import concat_streams, concat_view
 from .checks import KnownClass, class_name, has_hooks, has_own_forward, is_plain, why_not_plain
 from .linears import SILU, feed_forward, linear, plain_weight
 from .norms import (
@@ -131,6 +133,22 @@ def begin(
     if handed is not None:
         return handed
     return [make(call, block, None, *conditions)(x) for make, x in zip(makers, hidden_states)]
+
+
+def begin_joint(
+    call: Call,
+    block: nn.Module,
+    maker: Callable[..., Any],
+    first: Tensor,
+    second: Tensor,
+    conditions: tuple[Any, ...],
+) -> tuple[Tensor, PrologueResult]:
+    """Two streams as one, (B, S1 + S2, D), and its prologue. The previous block may have computed both."""
+    handed = take_over(call, block, (first, second, *conditions))
+    if handed is not None:
+        return concat_view(first, second), handed[0]
+    x = concat_streams(call, first, second)
+    return x, maker(call, block, None, *conditions)(x)
 
 
 def take_over(call: Call, block: nn.Module, arguments: tuple[Any, ...]) -> Any:
@@ -321,6 +339,13 @@ def adaptive_prologue(
     modulation = modulation.unsqueeze(1) if modulation.dim() == 2 else modulation
     rows = modulation.chunk(count, 2)
     return Prologue(norm, module, "norm", tuple([rows[place] for place in places]), rows)
+
+
+# The makers of FLUX's double blocks, for image and text, and of its single blocks; and the double blocks'
+# norms and feed-forwards, for ``feed_forwards``.
+DOUBLE = tuple(partial(adaptive_prologue, name=name) for name in ("norm1", "norm1_context"))
+SINGLE = (partial(adaptive_prologue, name="norm"),)
+FEED_FORWARDS = (("norm2", "ff"), ("norm2_context", "ff_context"))
 
 
 def linear_of_silu(

@@ -13,20 +13,21 @@ and a single block, for the concat of both,
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import AttentionSpec, concat_streams, concat_view, forward_with_tables
+from .attention import AttentionSpec, forward_with_tables
 from .blocks import (
+    DOUBLE,
+    FEED_FORWARDS,
+    SINGLE,
     BlockSpec,
     ResidualBranch,
-    adaptive_prologue,
+    begin_joint,
     finish,
-    take_over,
     two_stream_block,
 )
 from .embeddings import TIMESTEPS, axial_positions
@@ -38,13 +39,6 @@ from .patch import Call
 
 _FLUX = "diffusers.models.transformers.transformer_flux"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_flux"
-
-
-# Of image and text; rows are shift, scale and gate of attention, then of the feed-forward.
-_DOUBLE = tuple(partial(adaptive_prologue, name=name) for name in ("norm1", "norm1_context"))
-# Rows are shift, scale and gate.
-_SINGLE = (partial(adaptive_prologue, name="norm"),)
-_FEED_FORWARDS = (("norm2", "ff"), ("norm2_context", "ff_context"))
 
 
 def _double_block_forward(
@@ -60,7 +54,7 @@ def _double_block_forward(
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
-    return two_stream_block(call, self, _DOUBLE, _FEED_FORWARDS, (x, c), (temb,), **more)
+    return two_stream_block(call, self, DOUBLE, FEED_FORWARDS, (x, c), (temb,), **more)
 
 
 def _single_block_forward(
@@ -76,12 +70,7 @@ def _single_block_forward(
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
     text_length = c.shape[1]
-    handed = take_over(call, self, (c, x, temb))
-    if handed is not None:
-        x, (begun,) = concat_view(c, x), handed
-    else:
-        x = concat_streams(call, c, x)
-        begun = _SINGLE[0](call, self, None, temb)(x)
+    x, begun = begin_joint(call, self, SINGLE[0], c, x, (temb,))
     (normalized,), (_, _, gate) = begun
     modules = self._modules
     mlp_out = linear_and_gelu(modules["proj_mlp"], modules["act_mlp"], normalized)
@@ -100,7 +89,7 @@ def _single_block_forward(
         return x[:, :text_length], x[:, text_length:]
 
     how: dict[str, Any] = {"hands_over": hands_over, "as_returned": as_returned}
-    return finish(call, self, _SINGLE, (branch,), (temb,), **how)  # type: ignore[return-value]
+    return finish(call, self, SINGLE, (branch,), (temb,), **how)  # type: ignore[return-value]
 
 
 _LISTS = ("transformer_blocks", "single_transformer_blocks")

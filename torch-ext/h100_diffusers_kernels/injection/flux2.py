@@ -19,7 +19,15 @@ from torch import Tensor
 from .. import functional
 from ..conditions import is_differentiated, kernels_take, may_write
 from .attention import AttentionSpec, attend, forward_with_tables, norm_and_rotate
-from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue, two_stream_block
+from .blocks import (
+    FEED_FORWARDS,
+    BlockSpec,
+    ResidualBranch,
+    begin,
+    finish,
+    norm_prologue,
+    two_stream_block,
+)
 from .checks import KnownClass, is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
@@ -50,7 +58,6 @@ def _prologue(
 _DOUBLE = tuple(partial(_prologue, name=name, count=6) for name in ("norm1", "norm1_context"))
 # Rows are shift, scale and gate.
 _SINGLE = (partial(_prologue, name="norm", count=3),)
-_FEED_FORWARDS = (("norm2", "ff"), ("norm2_context", "ff_context"))
 
 
 def _double_block_forward(
@@ -67,7 +74,7 @@ def _double_block_forward(
     if not kernels_take(x, c, *conditions):
         return call.refuse(x, c, *conditions)
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
-    return two_stream_block(call, self, _DOUBLE, _FEED_FORWARDS, (x, c), conditions, **more)
+    return two_stream_block(call, self, _DOUBLE, FEED_FORWARDS, (x, c), conditions, **more)
 
 
 def _single_block_forward(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..conditions import kernels_take
 from .attention import AttentionSpec, attend_jointly, attend_to_all, project, project_out
-from .blocks import BlockSpec, adaptive_prologue, begin, feed_forwards, finish
+from .blocks import FEED_FORWARDS, BlockSpec, adaptive_prologue, begin, feed_forwards, finish
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU, linear_per_sample
@@ -48,7 +48,6 @@ def _text_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -
 
 _PROLOGUES = (_image_prologue, _text_prologue)
 _SINGLE = (partial(adaptive_prologue, name="norm1"),)
-_FEED_FORWARDS = (("norm2", "ff"), ("norm2_context", "ff_context"))
 
 
 def _block_forward(
@@ -74,7 +73,7 @@ def _block_forward(
         x = gated_residual(x, attention_out, rows[2])
         attention_out = modules["attn2"](hidden_states=begun[0][1], **more)
         rows = (*rows[:2], begun[1][8], *rows[3:])
-    names = _FEED_FORWARDS[:1] if self.context_pre_only else _FEED_FORWARDS
+    names = FEED_FORWARDS[:1] if self.context_pre_only else FEED_FORWARDS
     attention_outs = (attention_out, c_attention_out)
     branches = feed_forwards(call, self, names, (x, c), attention_outs, (rows, c_begun[1]))
     if self.context_pre_only:
@@ -89,7 +88,7 @@ def _single_block_forward(self: Any, call: Call, hidden_states: Tensor, temb: Te
         return call.refuse(x, temb)
     (begun,) = begin(call, self, _SINGLE, (x,), (temb,))
     attention_out = self._modules["attn"](hidden_states=begun[0][0], encoder_hidden_states=None)
-    names = _FEED_FORWARDS[:1]
+    names = FEED_FORWARDS[:1]
     branches = feed_forwards(call, self, names, (x,), (attention_out,), (begun[1],))
     (x,) = finish(call, self, _SINGLE, branches, (temb,))
     return x
