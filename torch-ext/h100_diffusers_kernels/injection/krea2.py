@@ -98,9 +98,10 @@ def _attention_forward(
     if weights is None or query.dtype is not x.dtype:
         out = attend(*arguments, heads=self.num_heads)
         return linear(modules["to_out"][0], out * torch.sigmoid(linear(modules["to_gate"], x)))
-    both = x.new_empty(*x.shape[:2], 2 * query.shape[2])
-    place, gate = both.chunk(2, dim=2)
-    torch.mm(x.view(-1, x.shape[2]), weights[0].t(), out=gate.view(-1, gate.shape[2]))
+    size = query.shape[2]
+    both = x.new_empty(*x.shape[:2], 2 * size)
+    place, gate = both[..., :size], both[..., size:]
+    torch.mm(x.view(-1, x.shape[2]), weights[0].t(), out=gate.view(-1, size))
     out = attend(*arguments, heads=self.num_heads, out=place)
     if out is not place:
         place.copy_(out)
