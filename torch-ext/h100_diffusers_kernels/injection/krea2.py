@@ -7,8 +7,7 @@ A block is
 
 with a modulation that is a table plus a time embedding, an RMS norm of each head's query and key, a rotary
 embedding of both, several query heads for each key head, and ff(x) = down(silu(gate(x)) * up(x)). Attention's
-result is multiplied by the sigmoid of a linear layer of its input. Norms are float32. Blocks of the text have
-no modulation and no rotation.
+result is multiplied by sigmoid(to_gate(n)). Norms are float32. Text blocks have no modulation or rotation.
 """
 
 from __future__ import annotations
