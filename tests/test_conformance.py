@@ -713,17 +713,20 @@ def test_cuda_graph(kernel, device, family):
 
 
 @every_family
-@pytest.mark.parametrize("case", ["plain", "checkpointing", "input", "adapters"])
+@pytest.mark.parametrize("case", ["plain", "checkpointing", "input", "adapters", "one layer"])
 def test_gradients(kernel, device, family, case):
-    """Gradients of the parameters, or of the input or adapters of a model with frozen parameters."""
+    """Gradients of the parameters, or of the input, adapters or a layer of a model with frozen parameters."""
     model, plain, arguments = prepared(family, device)
     model.train()
     kernel.inject_kernels(model)
     if case == "checkpointing":
         model.enable_gradient_checkpointing()
-    if case in ("input", "adapters"):
+    if case in ("input", "adapters", "one layer"):
         model.requires_grad_(False)
         plain.requires_grad_(False)
+    if case == "one layer":
+        for each in (model, plain):
+            each.get_submodule(family.parts["linear"]).requires_grad_(True)
     if case == "adapters":
         adapters.add_lora(family, model)
         adapters.add_lora(family, plain)

@@ -7,8 +7,7 @@ A block is
 
 with a modulation that is a table plus a time embedding, an RMS norm of each head's query and key, a rotary
 embedding of both, several query heads for each key head, and ff(x) = down(silu(gate(x)) * up(x)). Attention's
-result is multiplied by the sigmoid of a linear layer of its input. Norms are float32. Blocks of the text have
-no modulation and no rotation.
+result is multiplied by sigmoid(to_gate(n)). Norms are float32. Text blocks have no modulation or rotation.
 """
 
 from __future__ import annotations
@@ -98,9 +97,10 @@ def _attention_forward(
     if weights is None or query.dtype is not x.dtype:
         out = attend(*arguments, heads=self.num_heads)
         return linear(modules["to_out"][0], out * torch.sigmoid(linear(modules["to_gate"], x)))
-    both = x.new_empty(*x.shape[:2], 2 * query.shape[2])
-    place, gate = both.chunk(2, dim=2)
-    torch.mm(x.view(-1, x.shape[2]), weights[0].t(), out=gate.view(-1, gate.shape[2]))
+    size = query.shape[2]
+    both = x.new_empty(*x.shape[:2], 2 * size)
+    place, gate = both[..., :size], both[..., size:]
+    torch.mm(x.view(-1, x.shape[2]), weights[0].t(), out=gate.view(-1, size))
     out = attend(*arguments, heads=self.num_heads, out=place)
     if out is not place:
         place.copy_(out)
