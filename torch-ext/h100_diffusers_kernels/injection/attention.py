@@ -368,7 +368,7 @@ def _norm_options(
         return None
     weights: Any = q[1][0], k[1][0]
     if q[0] == RMS_FROM_1:
-        weights = torch._foreach_add(weights, 1.0)  # one launch
+        weights = [weight + 1.0 for weight in weights]
     options: dict[str, Any] = {"q_weight": weights[0], "k_weight": weights[1], "eps": q[2]}
     options["norm"] = form
     if q[0] == LAYER:
