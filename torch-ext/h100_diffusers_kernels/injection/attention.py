@@ -30,7 +30,7 @@ from ..conditions import (
 from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownFunction, class_name
 from .linears import can_write_linear, linear, linear_per_sample, linears, run_dropout, write_linear
-from .norms import LAYER, RMS_FROM_1, apply_norm, gated_residual, norm_notes, read_norm
+from .norms import LAYER, apply_norm, gated_residual, norm_notes, read_norm
 from .patch import Call, Injection, PatchSpec
 from .report import OWN_ATTENTION
 from .rotary import rope_operand, split_tables
@@ -366,11 +366,7 @@ def _norm_options(
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
     if not (same_dtype_and_unit_stride(query, key) and alike(query, *q[1], *k[1])):
         return None
-    weights: Any = q[1][0], k[1][0]
-    if q[0] == RMS_FROM_1:
-        weights = [weight + 1.0 for weight in weights]
-    options: dict[str, Any] = {"q_weight": weights[0], "k_weight": weights[1], "eps": q[2]}
-    options["norm"] = form
+    options: dict[str, Any] = {"q_weight": q[1][0], "k_weight": k[1][0], "norm": form, "eps": q[2]}
     if q[0] == LAYER:
         if form != "per_head":
             return None

@@ -19,53 +19,35 @@ from .checks import KnownClass, class_name, is_plain, why_not_plain
 from .patch import Call
 
 RMS, LAYER = "rms", "layer"
-RMS_FROM_1 = "rms from 1"  # an RMS norm whose weight counts from 1
 _DIFFUSERS = "diffusers.models.normalization:"
 LAYER_NORM = KnownClass("torch.nn:LayerNorm", "torch.nn.functional:layer_norm")
-_KREA2 = "diffusers.models.transformers.transformer_krea2:Krea2RMSNorm"
+# Its weight counts from 1.
+_KREA2 = KnownClass(
+    "diffusers.models.transformers.transformer_krea2:Krea2RMSNorm", "torch.nn.functional:rms_norm"
+)
 NORM_KINDS = (
     (LAYER_NORM, LAYER),
     (KnownClass(f"{_DIFFUSERS}FP32LayerNorm", "torch.nn.functional:layer_norm"), LAYER),
     (KnownClass("torch.nn:RMSNorm", "torch.nn.functional:rms_norm"), RMS),
     (KnownClass(f"{_DIFFUSERS}RMSNorm"), RMS),
     (KnownClass(f"{_DIFFUSERS}MochiRMSNorm"), RMS),
-    (KnownClass(_KREA2, "torch.nn.functional:rms_norm"), RMS_FROM_1),
+    (_KREA2, RMS),
 )
-
-
-def _norm_from_1(x: Tensor, *arguments: Any) -> Tensor:
-    """A weight that counts from 1 can take the place of the scale."""
-    scale, shift, weight, eps = arguments if len(arguments) == 4 else (None, None, *arguments)
-    if scale is None:
-        return functional.rms_norm_modulate(x, weight, None, None, eps)
-    return functional.rms_norm_modulate(x, scale, shift, weight + 1.0, eps)
-
-
-def _residual_norm_from_1(*arguments: Any, **parts: Any) -> tuple[Tensor, Tensor]:
-    residual, x, gate, scale, shift, weight, eps = arguments
-    affine = (weight, None, None) if scale is None else (scale, shift, weight + 1.0)
-    operation: Any = functional.gated_residual_rms_norm_modulate
-    return operation(residual, x, gate, *affine, eps, **parts)
-
-
 # The operation for each kind of norm and number of scales and shifts.
 NORM_OPERATIONS: dict[tuple[str, int], Any] = {
     (RMS, 0): functional.rms_norm,
     (RMS, 2): functional.rms_norm_modulate,
-    (RMS_FROM_1, 0): _norm_from_1,
-    (RMS_FROM_1, 2): _norm_from_1,
     (LAYER, 0): functional.layer_norm,
     (LAYER, 2): functional.layer_norm_modulate,
     (LAYER, 4): functional.layer_norm_modulate_pair,
 }
 _RESIDUAL_OPERATIONS: dict[tuple[str, int], Any] = {
     (RMS, 2): functional.gated_residual_rms_norm_modulate,
-    (RMS_FROM_1, 2): _residual_norm_from_1,
     (LAYER, 2): functional.gated_residual_layer_norm_modulate,
     (LAYER, 4): functional.gated_residual_layer_norm_modulate_pair,
 }
 
-# Parameters of a norm over the last dimension: its kind, the weight or the weight and bias, each (D,) or
+# Parameters of a norm over the last dimension: RMS or LAYER, the weight or the weight and bias, each (D,) or
 # None, and epsilon.
 Norm = tuple[str, tuple[Optional[Tensor], ...], float]
 # A scale, shift or gate: a tensor, or a table's row (D,) and an embedding, for their sum; or None.
@@ -96,8 +78,10 @@ def read_norm(
     for tensor in (weight, bias):
         if tensor is not None and type(tensor) not in PLAIN_TYPES and not is_plain_tensor(tensor):
             return "has a sharded or quantized weight"
-    if kind != LAYER and bias is not None:
+    if kind == RMS and bias is not None:
         return "has a bias"
+    if known is _KREA2:
+        weight = weight + 1.0
     eps = attributes.get("eps")
     if not isinstance(eps, float):
         return f"has an eps of {eps}"
@@ -112,7 +96,7 @@ def read_norm(
         for tensor in (weight, bias):
             if tensor is not None and tensor.dtype != torch.float32:
                 return "has a weight dtype that PyTorch does not accept with a float32 input"
-    return kind, (weight,) if kind != LAYER else (weight, bias), eps
+    return kind, (weight,) if kind == RMS else (weight, bias), eps
 
 
 def norm_notes(module: nn.Module, names: Sequence[str], upcasts: bool = False) -> list[str]:
@@ -206,7 +190,7 @@ def residual_norm(
         operands = modulation or (None, None)
         # One pass for all modulations, or for the first.
         count = len(operands) if (kind, len(operands)) in _RESIDUAL_OPERATIONS else 2
-        modulators = _operands((gate, *modulation)) if modulation or gate is not None else ()
+        modulators = _operands((gate, *modulation))
         if (
             same_dtype_and_unit_stride(residual, x)
             and modulators_compatible(residual, *affine, *modulators)
