@@ -212,7 +212,6 @@ def attend(
     expand_mask: Callable[[Tensor], Tensor] | None = None,
     *,
     heads: int,
-    key_bias: Tensor | None = None,
     key_lengths: Tensor | None = None,
     gate: Tensor | None = None,
     addend: Tensor | None = None,
@@ -223,17 +222,17 @@ def attend(
     query's shape.
 
     ``mask`` is the module's argument. ``expand_mask`` converts it as the processor does, if the processor
-    repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_bias`` (B, Sk) or ``key_lengths`` (B,) is an
-    equivalent of the mask, if the caller has one. Key and value may have fewer heads, which the processor
-    repeats. The result may be written to ``out``. ``options`` are the processor's other arguments to the
-    dispatch.
+    repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_lengths`` (B,) is an equivalent of the mask, if the
+    caller has one. Key and value may have fewer heads, which the processor repeats. The result may be written
+    to ``out``. ``options`` are the processor's other arguments to the dispatch.
     """
     spec: Any = call.stand_in.spec
     processor = module.processor
     is_free = is_native(processor, _dispatches(spec))
     if is_free and _may_attend(call, query.shape[2] // heads):
         if attention_takes(query, key, value, heads):
-            if mask is not None and key_bias is key_lengths is None:
+            key_bias = None
+            if mask is not None and key_lengths is None:
                 key_bias = _key_bias(call, mask, key, expand_mask is not None)
             if mask is None or key_bias is not None or key_lengths is not None:
                 how: Any = {"key_bias": key_bias, "key_lengths": key_lengths}

@@ -107,23 +107,20 @@ def _attention_forward(
         return call.refuse(x, c)
     ropes = (None, None) if image_rotary_emb is None else image_rotary_emb
     streams = project(call, self, x, c, *ropes)
-    joint_mask = bias = None
+    joint_mask = None
     # Before diffusers 0.37 the mask had no effect.
     if mask is not None and hasattr(sys.modules[_QWEN], "compute_text_seq_len_from_mask"):
-        make = partial(_masks, image_length=x.shape[1], dtype=streams[0].query.dtype)
-        joint_mask, bias = call.shared(f"mask {x.shape[1]} {x.dtype}", mask, make)
+        make = partial(_joint_mask, image_length=x.shape[1])
+        joint_mask = call.shared(f"mask {x.shape[1]}", mask, make)
     rotate = partial(call.stand_in.functions[1].function, use_real=False)
-    options: dict[str, Any] = {"key_bias": bias, "dropout_p": 0.0, "is_causal": False}
+    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
     c_out, out = attend_jointly(call, self, streams[::-1], rotate, joint_mask, **options)
     return project_out(self, out), linear_per_sample(self._modules["to_add_out"], c_out)
 
 
-def _masks(mask: Tensor, image_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The mask of all keys (B, 1, 1, T + S), and an equivalent bias (B, T + S), from the text's mask (B, T),
-    which is 0 at padding."""
-    joint = torch.cat([mask, mask.new_ones(mask.shape[0], image_length)], dim=1)
-    bias = torch.zeros(joint.shape, dtype=dtype, device=mask.device)
-    return joint[:, None, None], bias.masked_fill_(joint == 0, -torch.inf)
+def _joint_mask(mask: Tensor, image_length: int) -> Tensor:
+    """The mask of all keys (B, 1, 1, T + S) from the text's (B, T), which is False at padding."""
+    return torch.nn.functional.pad(mask, (0, image_length), value=True)[:, None, None]
 
 
 def _why_not_block(module: Any) -> str | None:
