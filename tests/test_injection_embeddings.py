@@ -6,7 +6,7 @@ from diffusers.models import embeddings
 from diffusers.models.transformers import transformer_flux, transformer_flux2, transformer_flux3
 from torch._subclasses import FakeTensorMode
 
-from families import FAMILIES
+from families import FAMILIES, run
 from injected_pairs import assert_gradients_agree, fallen_back, injected
 
 TIMESTEPS = {  # the first of each family; Krea 2 has none
@@ -211,6 +211,17 @@ def test_kept_values_serve_all_modes(kernel, device):
     weight = torch.ones_like(cos).requires_grad_()
     (cos * weight).sum().backward()
     assert weight.grad.equal(cos)
+
+
+def test_frequencies_of_ltx2_are_kept(kernel, device):
+    model, _, _ = injected(kernel, FAMILIES["ltx2"].model(device))
+    ropes = [module for name, module in model.named_modules() if name.endswith("rope")]
+    assert len(ropes) == 4
+    kept = []
+    for seed in range(2):
+        run(model, FAMILIES["ltx2"].inputs(device, seed=seed))
+        kept.append([kept_of(rope) for rope in ropes])
+    assert all(before is not None and before is after for before, after in zip(*kept, strict=True))
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

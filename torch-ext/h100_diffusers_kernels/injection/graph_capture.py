@@ -207,7 +207,8 @@ class _Recorder(TorchFunctionMode):
                 if tensor.device != self._device:
                     self._refuse(f"it reads a tensor on {tensor.device}")
                 self.externals[id(tensor)] = tensor
-        if func in (torch.tensor, torch.as_tensor) and [type(arg) for arg in args] in _NUMBERS:
+        is_number = len(args) == 1 and type(args[0]) in (bool, int, float)
+        if is_number and func in (torch.tensor, torch.as_tensor):
             # These copy a number from the host; a fill has it as a launch argument.
             func, args = torch.full, ((), *args)
         result = func(*args, **kwargs)
@@ -226,7 +227,6 @@ class _Recorder(TorchFunctionMode):
 
 
 _TORCH = {"__name__": "torch"}
-_NUMBERS = ([bool], [int], [float])
 TRANSPARENT_MODES.add(_Recorder)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..conditions import kernels_take
 from .attention import (
+    ROTATED_ATTENTION,
     AttentionSpec,
     attend_jointly,
     attend_to_all,
@@ -120,7 +121,5 @@ def joint_attention(processor: str, **how: Any) -> AttentionSpec:
         partial(_attention_forward, **how),
         "qk_norm_rope",
         processor=processor,
-        parameters="self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
-        processor_parameters="hidden_states encoder_hidden_states attention_mask image_rotary_emb",
-        rotate="diffusers.models.embeddings:apply_rotary_emb",
+        **ROTATED_ATTENTION,
     )
