@@ -19,6 +19,7 @@ import hunyuan_video15
 import krea2
 import ltx
 import ltx2
+import ltx2_distilled
 import models
 import qwenimage
 import sd3
@@ -31,8 +32,8 @@ import z_image
 
 PUBLISHED = (
     *(ltx, flux, flux2, sd3, qwenimage, wan, wan_small, cosmos, auraflow, allegro),
-    *(hunyuan_video, hunyuan_video15, ltx2, z_image, flux3, krea2, cogvideox),
-    *(sdxl, sdxl_channels_last),
+    *(hunyuan_video, hunyuan_video15, ltx2, ltx2_distilled, z_image, flux3, krea2),
+    *(cogvideox, sdxl, sdxl_channels_last),
 )
 MODELS = {published.__name__: published for published in PUBLISHED}
 ALL = "all"

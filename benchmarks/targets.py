@@ -71,6 +71,7 @@ FORWARDS = {
     "wan": ("Wan 2.1 14B", 1.27, 1.09),
     "wan_small": ("Wan 2.1 1.3B", 1.35, 1.10),
     "ltx2": ("LTX-2", 1.70, 1.16),
+    "ltx2_distilled": ("LTX-2 distilled", 1.70, 1.16),
     "z_image": ("Z-Image", 1.85, 1.17),
     "flux3": ("FLUX.3", 1.70, 1.20),
     "krea2": ("Krea 2", 1.55, 1.25),

@@ -32,6 +32,7 @@ import hunyuan_video15
 import krea2
 import ltx
 import ltx2
+import ltx2_distilled
 import models
 import options
 import qwenimage
@@ -72,7 +73,7 @@ WHOLE = {
     allegro: (2.8, {"num_layers": 32}, (24, 96), (9200,)),
     hunyuan_video: (12.8, {"num_layers": 20, "num_single_layers": 40}, (24, 128), (32640,)),
     hunyuan_video15: (8.3, {"num_layers": 54}, (16, 128), (25440,)),
-    ltx2: (18.9, {"num_layers": 48}, (32, 128), (6144,)),
+    **dict.fromkeys((ltx2, ltx2_distilled), (18.9, {"num_layers": 48}, (32, 128), (6144,))),
     z_image: (6.15, {"n_layers": 30}, (30, 128), (4096,)),
     flux3: (5.5, {"num_layers": 5, "num_single_layers": 28}, (24, 128), (4096,)),
     krea2: (12.8, {"num_layers": 28}, (48, 128), (4096,)),
@@ -145,7 +146,7 @@ SCORES = {
     allegro: (VIDEO, 2, 0.1),
     hunyuan_video: (VIDEO, 5, 0.15),
     hunyuan_video15: (VIDEO, 3, 0.15),
-    ltx2: (ltx.VideoSize(17, 256, 256), 4, 0.2),
+    **dict.fromkeys((ltx2, ltx2_distilled), (ltx.VideoSize(17, 256, 256), 4, 0.2)),
     z_image: (IMAGE, 4, 0.1),
     flux3: (IMAGE, 6, 0.1),
     krea2: (IMAGE, 4, 0.1),
@@ -279,6 +280,8 @@ EULER = functools.partial(FlowMatchEulerDiscreteScheduler, use_dynamic_shifting=
 FLOW = functools.partial(
     diffusers.UniPCMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True
 )
+LTX2_CALL = {"stg_scale": 0.0, "modality_scale": 1.0, "frame_rate": ltx2.FRAME_RATE}
+NO_GUIDANCE = {"guidance_scale": 1.0, "audio_guidance_scale": 1.0}
 # The pipeline, its scheduler, and arguments of its call.
 PIPELINES = {
     flux: ("FluxPipeline", EULER, {"guidance_scale": flux.GUIDANCE}),
@@ -290,11 +293,8 @@ PIPELINES = {
     cogvideox: ("CogVideoXPipeline", diffusers.CogVideoXDDIMScheduler, {}),
     hunyuan_video15: ("HunyuanVideo15Pipeline", FlowMatchEulerDiscreteScheduler, {}),
     krea2: ("Krea2Pipeline", EULER, {"guidance_scale": 0.0}),
-    ltx2: (
-        "LTX2Pipeline",
-        EULER,
-        {"stg_scale": 0.0, "modality_scale": 1.0, "frame_rate": ltx2.FRAME_RATE},
-    ),
+    ltx2: ("LTX2Pipeline", EULER, LTX2_CALL),
+    ltx2_distilled: ("LTX2Pipeline", EULER, {**LTX2_CALL, **NO_GUIDANCE}),
     z_image: ("ZImagePipeline", EULER, {"guidance_scale": 0.0}),
 }
 
@@ -319,7 +319,7 @@ PARTS = {
         "guider": diffusers.ClassifierFreeGuidance(enabled=False),
         "vae": Autoencoder(),
     },
-    ltx2: {"connectors": Connectors()},
+    **dict.fromkeys((ltx2, ltx2_distilled), {"connectors": Connectors()}),
 }
 
 
@@ -344,7 +344,7 @@ def passed_by_pipeline(published, transformer, benchmark):
     if published is hunyuan_video15:
         given["prompt_embeds_2"] = benchmark["encoder_hidden_states_2"]
         given["prompt_embeds_mask_2"] = benchmark["encoder_attention_mask_2"]
-    if published is ltx2:
+    if published in (ltx2, ltx2_distilled):
         for name in ("prompt_attention_mask", "negative_prompt_attention_mask"):
             given[name] = benchmark["encoder_attention_mask"][:1]
     if published in (sd3, sdxl, wan, cogvideox, ltx2):
