@@ -86,10 +86,10 @@ def _run(
     _, _, gate, scale_mlp, gate_mlp = rows or (None,) * 5
     out = modules["attention"](normalized, attention_mask=mask, freqs_cis=freqs_cis)
     modulation = (scale_mlp, None) if rows else ()
-    branch: dict[str, Any] = {"x_norm": (self, "attention_norm2"), "tanh_gate": bool(rows)}
+    branch: dict[str, Any] = {"x_norm": (self, "attention_norm2"), "tanh_gate": self.modulation}
     x, normalized = residual_norm(call, self, "ffn_norm1", x, out, gate, *modulation, **branch)
     out = modules["feed_forward"](normalized)
-    end = ResidualBranch(x, out, gate_mlp, (self, "ffn_norm2"), bool(rows))
+    end = ResidualBranch(x, out, gate_mlp, (self, "ffn_norm2"), self.modulation)
     return finish(call, self, _PROLOGUES, (end,), conditions, **how)[0]
 
 
