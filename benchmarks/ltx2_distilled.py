@@ -1,4 +1,4 @@
-"""LTX-2 19B with 4 of 48 blocks as its distilled weights are used: without guidance, so one sample a forward."""
+"""LTX-2 19B with 4 of 48 blocks as its distilled weights are used: one sample a forward, without guidance."""
 
 from __future__ import annotations
 

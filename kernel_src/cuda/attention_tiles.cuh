@@ -159,10 +159,11 @@ inline HeadsTensor key_tensor(const AttentionParams& p, const AttentionOperand& 
 }
 inline HeadsTensor k_of(const AttentionParams& p) { return key_tensor(p, p.k); }
 inline HeadsTensor v_of(const AttentionParams& p) { return key_tensor(p, p.v); }
-inline HeadsTensor contiguous_tensor(const void* data, int64_t batch, int64_t seq, int64_t heads,
-                                     int64_t head_dim) {
-  const int64_t row = heads * head_dim;
-  return {data, batch, seq, heads, head_dim, {seq * row, row, head_dim}};
+// A tensor without gaps, except for those between the columns of a head and the next `head_stride`.
+inline HeadsTensor dense_tensor(const void* data, int64_t batch, int64_t seq, int64_t heads, int64_t head_dim,
+                                int64_t head_stride) {
+  const int64_t row = heads * head_stride;
+  return {data, batch, seq, heads, head_dim, {seq * row, row, head_stride}};
 }
 inline HeadsTensor out_of(const AttentionParams& p) {
   return {p.out.data, p.batch,    p.query_length,

@@ -30,10 +30,13 @@ __device__ __forceinline__ bool has_accurate_rows(const Outputs<Tile>& outputs) 
   return are_accurate;
 }
 
+// Columns from one head's values to the next: whole sectors of 32 bytes, across which TMA copies more slowly.
+inline int64_t value_columns(const AttentionParams& args) { return ceil_divide(args.head_dim, 16) * 16; }
+
 struct ValueKernelParams {
   AttentionOperand values;
-  __half* out;  // (batch, key_length, key_heads, head_dim), contiguous
-  int key_length, key_heads, head_dim;
+  __half* out;  // (batch, key_length, key_heads, out_columns), of which head_dim columns are written
+  int key_length, key_heads, head_dim, out_columns;
   FastDivisor head_pieces;  // head_dim / 8
   int* claimed_tiles;       // set to 0 for the attention kernel
 };
@@ -55,8 +58,8 @@ __global__ void __launch_bounds__(kValueThreads)
   if (head >= params.key_heads) return;
   const __nv_bfloat16* in = static_cast<const __nv_bfloat16*>(params.values.data) +
                             batch * params.values.strides[0] + head * params.values.strides[2] + column;
-  const int64_t token_size = int64_t{params.key_heads} * params.head_dim;
-  __half* out = params.out + batch * params.key_length * token_size + piece * 8;
+  const int64_t token_size = int64_t{params.key_heads} * params.out_columns;
+  __half* out = params.out + batch * params.key_length * token_size + head * params.out_columns + column;
   Values packs[kValueTokens];
 #pragma unroll
   for (int i = 0; i < kValueTokens; ++i)
@@ -77,7 +80,7 @@ struct Workspace {
   int64_t value_bytes;
 
   explicit Workspace(const AttentionParams& args)
-      : value_bytes(args.batch * args.key_length * args.key_heads * args.head_dim * 2) {}
+      : value_bytes(args.batch * args.key_length * args.key_heads * value_columns(args) * 2) {}
 
   // A multiple of the alignment that TMA needs for the output that may follow.
   int64_t bytes() const { return value_bytes + kVectorBytes; }
@@ -89,9 +92,10 @@ struct Workspace {
 // Converts the values into the workspace and sets its parts in params.
 inline void prepare_workspace(const char* operation, AttentionKernelParams& params, Stream stream) {
   const AttentionParams& args = params.args;
+  const int64_t columns = value_columns(args);
   params.half_values = map_tensor(
       operation,
-      contiguous_tensor(args.workspace, args.batch, args.key_length, args.key_heads, args.head_dim),
+      dense_tensor(args.workspace, args.batch, args.key_length, args.key_heads, args.head_dim, columns),
       DType::kFloat16, kTileKeys);
   params.claimed_tiles = Workspace(args).claimed_tiles(args.workspace);
   ValueKernelParams conversion{args.v,
@@ -99,6 +103,7 @@ inline void prepare_workspace(const char* operation, AttentionKernelParams& para
                                static_cast<int>(args.key_length),
                                static_cast<int>(args.key_heads),
                                static_cast<int>(args.head_dim),
+                               static_cast<int>(columns),
                                {},
                                params.claimed_tiles};
   conversion.head_pieces.set(static_cast<uint32_t>(args.head_dim / 8));
