@@ -42,6 +42,7 @@ LTX_161 = (((2, 8064, 8064, 32, 64), ""),)
 FLUX = (((1, 4608, 4608, 24, 128), ""),)
 WAN = (((1, 32760, 32760, 12, 128), ""),)
 SELF_ATTENTION = LTX_49 + LTX_161 + FLUX + WAN
+HEAD_DIMS = tuple(((2, 4096, 4096, 16, head_dim), "") for head_dim in (72, 80, 96, 112))
 CROSS_ATTENTION = tuple(((2, 8064, 128, 32, 64), variant) for variant in ("", "text mask"))
 PEAKED = tuple(kind for kind in TYPICAL if kind != NORMAL)
 # Peer, shapes, kinds of inputs, and the aimed speedup.
@@ -55,6 +56,8 @@ ATTENTION = (
     ("over cuDNN, std 3", "cudnn", CROSS_ATTENTION, ("std 3",), 1.35),
     ("over FA3, rising", "fa3", SELF_ATTENTION, ("rising",), 0.90),
     ("over FA3, jump", "fa3", SELF_ATTENTION, ("jump",), 0.85),
+    ("over cuDNN, other head dims", "cudnn", HEAD_DIMS, ("std 1", "std 3"), 1.05),
+    ("over FA3, other head dims", "fa3", HEAD_DIMS, ("std 1", "std 3"), 1.00),
 )
 SLOWEST_OVER_FASTEST = 0.94
 ATTENTION_ERROR_OVER_FA3 = 1.05

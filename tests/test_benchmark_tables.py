@@ -273,7 +273,7 @@ def test_attention(made_up_attention, tmp_path):
     assert rows[1][3:6] == ["1.40×", "failed", "takes no mask"]
 
     sizes = {row[0] for row in rows_of(tmp_path, "attention")}
-    assert len(sizes) == 4 and {row[0] for row in rows_of(tmp_path, "all_attention")} == set(
+    assert len(sizes) == 8 and {row[0] for row in rows_of(tmp_path, "all_attention")} == set(
         entries
     )
 
@@ -390,7 +390,7 @@ def test_targets_of_the_models():
     rest, over_compiled, distance, shares = rows[-4:]
     assert rest.of == f"1 of 17; the most: {sd3_name}; 15 not measured" and rest.measured == 0.25
     assert over_compiled.measured == 1.25 and distance.measured == 1.1
-    assert distance.of.startswith("1 of 18;") and distance.verdict == "missed by 4.8%"
+    assert distance.of.startswith("1 of 19;") and distance.verdict == "missed by 4.8%"
     assert shares.measured == 0.7 and shares.of.startswith("1 of 17; the most: Stable Diffusion")
 
 
@@ -675,7 +675,7 @@ def test_targets_of_graphs():
     assert (xl_eager.measured, xl_eager.verdict) == (1.875, "missed by 14.8%")
     assert (xl_reduced.measured, xl_reduced.verdict) == (1.25, "met")
     assert {row.verdict for row in (xl_compiled, *last)} == {"not measured"}
-    assert busy.of.startswith("1 of 19; the most: Stable Diffusion XL 1024×1024; 16 not measured")
+    assert busy.of.startswith("1 of 20; the most: Stable Diffusion XL 1024×1024; 17 not measured")
     assert busy.measured == pytest.approx(32 / 29) and capture.verdict == "met where measured"
     assert of_pipeline.verdict == "met"
 

@@ -30,7 +30,8 @@ __device__ __forceinline__ bool has_accurate_rows(const Outputs<Tile>& outputs) 
   return are_accurate;
 }
 
-// Columns from one head's values to the next: whole sectors of 32 bytes, across which TMA copies more slowly.
+// Columns from one head's values to the next. Heads begin at whole sectors of 32 bytes: TMA takes longer for
+// rows that begin within one.
 inline int64_t value_columns(const AttentionParams& args) { return ceil_divide(args.head_dim, 16) * 16; }
 
 struct ValueKernelParams {

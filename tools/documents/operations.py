@@ -29,11 +29,12 @@ ATTENTION_PEERS = {"cudnn": "cuDNN", "flash": "Torch flash", "fa3": "FA3"}
 SLOW_INPUTS = ("rising", "jump", "steps", "large range")  # of attention
 TUNED_MODE = "max-autotune-no-cudagraphs"
 LTX_ROWS = [2, 8064]  # batch and tokens of LTX-Video at 161 frames, the shape shown of an operation
-# The shapes of attention that its tables show: LTX-Video, FLUX.1, Wan, and LTX-Video's text.
+# The shapes of attention that its tables show: LTX-Video, FLUX.1, Wan, other head dims, and LTX-Video's text.
 ATTENTION_SHAPES = (
     *targets_.LTX_161,
     *targets_.FLUX,
     *targets_.WAN,
+    *targets_.HEAD_DIMS,
     ((2, 8064, 128, 32, 64), "text mask"),
 )
 # An H100's: that is what the published times among the aims were measured on.
@@ -276,7 +277,12 @@ def attention_inputs(results: Path) -> str:
     if not is_measured(results, "attention"):
         return unmeasured("attention")
     result = load(results, "attention")
-    entries = [entry for entry in result["workloads"] if "fa3" not in entry["declined"]]
+    entries = [
+        entry
+        for entry in result["workloads"]
+        if "fa3" not in entry["declined"]
+        and (tuple(entry["shape"]), entry["variant"]) not in targets_.HEAD_DIMS  # two kinds only
+    ]
     kinds = dict.fromkeys(kind for entry in entries for kind in entry["inputs"])
 
     def cell(entry: dict, kind: str) -> str:
@@ -324,7 +330,8 @@ def targets(results: Path) -> str:
     """What the operations should reach, and whether they do."""
     later = [name for name in ("attention", "group_norm") if is_measured(results, name)]
     first = [name for name in targets_.FAMILIES if name not in targets_.MEASURED_LATER]
-    loaded = {name: load(results, name, AIMS_CARDS) for name in (*first, "host", *later)}
+    loaded = {name: load(results, name, AIMS_CARDS) for name in (*first, "host")}
+    loaded |= {name: load(results, name) for name in later}
     loaded |= targets_.of_one_build(results)
     pipeline = history.shown("pipeline", results, targets_.has_graphs)
     loaded |= {"pipeline": pipeline} if pipeline else {}
