@@ -72,7 +72,9 @@ __global__ void __launch_bounds__(kValueThreads)
     packs[i].to_floats(values);
 #pragma unroll
     for (int k = 0; k < 8; ++k) values[k] *= kHalfValueScale;
-    store_floats(out + (first + i) * token_size, values);
+    Pack<__half, 8> converted;
+    converted.from_floats(values);
+    converted.store_whole(out + (first + i) * token_size);
   }
 }
 
