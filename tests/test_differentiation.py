@@ -91,8 +91,7 @@ def assert_derivative(out, expected, dtype, what=""):
 
 
 def check_gradients(kernel, name, arguments):
-    """Against float64, compared with the eager expression's. Over seeds, the ratio of two norms of n elements
-    has a standard deviation of about 2 / sqrt(n); twice that is allowed."""
+    """Against float64, compared with the eager expression's; with few elements the ratio is noisy."""
     operation = operation_of(name)
     dtype = next(tensors_of(arguments)).dtype
     reference = getattr(references, operation)
@@ -106,7 +105,7 @@ def check_gradients(kernel, name, arguments):
     for i, (leaf, one, other, true) in enumerate(zip(leaves, ours, theirs, expected, strict=True)):
         assert one.dtype == leaf.dtype and one.shape == leaf.shape
         error, limit = relative_error(one, true), relative_error(other, true)
-        limit *= ACCURACY_CONTRACT * (1 + 4 / math.sqrt(one.numel()))
+        limit *= ACCURACY_CONTRACT * (1 + 3 / math.sqrt(one.numel()))
         assert error <= TOLERANCES[dtype], f"gradient {i}: relative error {error:.3g}"
         assert error <= limit or error < 1e-9, f"gradient {i}: error {error:.3g}, limit {limit:.3g}"
 
@@ -114,7 +113,7 @@ def check_gradients(kernel, name, arguments):
 @pytest.mark.parametrize("has_optional", [True, False], ids=["everything", "nothing_optional"])
 @pairwise(name=CALLS, dtype=DTYPES)
 def test_gradients(kernel, device, name, dtype, has_optional):
-    options = {"dtype": narrowed(dtype, name), "device": device, "shape": (2, 64, 512)}
+    options = {"dtype": narrowed(dtype, name), "device": device, "shape": (2, 64, 4096)}
     _, arguments = sample(kernel, name, **options)
     check_gradients(kernel, name, arguments if has_optional else without_optional(name, arguments))
 
