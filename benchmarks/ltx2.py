@@ -44,22 +44,23 @@ def inputs(
     seed: int = 0,
     timestep: float = 800.0,
     text_tokens: int = TEXT_TOKENS,
+    batch: int = BATCH,
 ) -> dict[str, object]:
-    """Arguments of a forward as LTX2Pipeline passes them with guidance: batch 2, negative first."""
+    """Arguments of a forward as LTX2Pipeline passes them; with guidance a batch of 2, negative first."""
     normal, config = models.normal(device, dtype, seed), model.config
     audio_frames = round(size.frames / FRAME_RATE * AUDIO_RATE)
     latents = normal(1, size.tokens, config.in_channels)
     audio_latents = normal(1, audio_frames, config.audio_in_channels)
-    mask = torch.ones(2, text_tokens, device=device, dtype=torch.int64)
-    timesteps = torch.tensor(timestep, device=device).expand(2)
+    mask = torch.ones(batch, text_tokens, device=device, dtype=torch.int64)
+    timesteps = torch.tensor(timestep, device=device).expand(batch)
     frames, height, width = size.latent
     video_coords = model.rope.prepare_video_coords(1, *size.latent, device, fps=FRAME_RATE)
     audio_coords = model.audio_rope.prepare_audio_coords(1, audio_frames, device)
     return {
-        "hidden_states": torch.cat([latents, latents]),
-        "audio_hidden_states": torch.cat([audio_latents, audio_latents]),
-        "encoder_hidden_states": normal(2, text_tokens, config.caption_channels),
-        "audio_encoder_hidden_states": normal(2, text_tokens, config.caption_channels),
+        "hidden_states": latents.repeat(batch, 1, 1),
+        "audio_hidden_states": audio_latents.repeat(batch, 1, 1),
+        "encoder_hidden_states": normal(batch, text_tokens, config.caption_channels),
+        "audio_encoder_hidden_states": normal(batch, text_tokens, config.caption_channels),
         "timestep": timesteps,
         "sigma": timesteps,
         "encoder_attention_mask": mask,
@@ -69,8 +70,8 @@ def inputs(
         "width": width,
         "fps": FRAME_RATE,
         "audio_num_frames": audio_frames,
-        "video_coords": video_coords.repeat(2, 1, 1, 1),
-        "audio_coords": audio_coords.repeat(2, 1, 1, 1),
+        "video_coords": video_coords.repeat(batch, 1, 1, 1),
+        "audio_coords": audio_coords.repeat(batch, 1, 1, 1),
         "isolate_modalities": False,
         "spatio_temporal_guidance_blocks": None,
         "perturbation_mask": None,
