@@ -152,12 +152,12 @@ void attention(const AttentionParams& args, Stream stream) {
   const HeadsTensor out = out_of(args);
   const void* contiguous_out = nullptr;
   if (!is_mappable(out)) contiguous_out = static_cast<char*>(args.workspace) + half_value_bytes(args);
-  params.out =
-      map_tensor(kOperation,
-                 contiguous_out == nullptr ? out
-                                           : dense_tensor(contiguous_out, args.batch, args.query_length,
-                                                          args.heads, args.head_dim, args.head_dim),
-                 args.dtype, kStoreRows);
+  params.out = map_tensor(
+      kOperation,
+      contiguous_out == nullptr
+          ? out
+          : contiguous_tensor(contiguous_out, args.batch, args.query_length, args.heads, args.head_dim),
+      args.dtype, kStoreRows);
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
     if constexpr (sizeof(T) == 2) launch<T>(params, stream);
   });

@@ -159,11 +159,10 @@ inline HeadsTensor key_tensor(const AttentionParams& p, const AttentionOperand& 
 }
 inline HeadsTensor k_of(const AttentionParams& p) { return key_tensor(p, p.k); }
 inline HeadsTensor v_of(const AttentionParams& p) { return key_tensor(p, p.v); }
-// A tensor whose heads follow each other every `head_stride` elements, and tokens and samples without gaps.
-inline HeadsTensor dense_tensor(const void* data, int64_t batch, int64_t seq, int64_t heads, int64_t head_dim,
-                                int64_t head_stride) {
-  const int64_t row = heads * head_stride;
-  return {data, batch, seq, heads, head_dim, {seq * row, row, head_stride}};
+inline HeadsTensor contiguous_tensor(const void* data, int64_t batch, int64_t seq, int64_t heads,
+                                     int64_t head_dim) {
+  const int64_t row = heads * head_dim;
+  return {data, batch, seq, heads, head_dim, {seq * row, row, head_dim}};
 }
 inline HeadsTensor out_of(const AttentionParams& p) {
   return {p.out.data, p.batch,    p.query_length,

@@ -60,7 +60,8 @@ __global__ void __launch_bounds__(kValueThreads)
   const __nv_bfloat16* in = static_cast<const __nv_bfloat16*>(params.values.data) +
                             batch * params.values.strides[0] + head * params.values.strides[2] + column;
   const int64_t token_size = int64_t{params.key_heads} * params.out_columns;
-  __half* out = params.out + batch * params.key_length * token_size + head * params.out_columns + column;
+  const int gaps = head * (params.out_columns - params.head_dim);
+  __half* out = params.out + batch * params.key_length * token_size + piece * 8 + gaps;
   Values packs[kValueTokens];
 #pragma unroll
   for (int i = 0; i < kValueTokens; ++i)
@@ -72,9 +73,7 @@ __global__ void __launch_bounds__(kValueThreads)
     packs[i].to_floats(values);
 #pragma unroll
     for (int k = 0; k < 8; ++k) values[k] *= kHalfValueScale;
-    Pack<__half, 8> converted;
-    converted.from_floats(values);
-    converted.store_whole(out + (first + i) * token_size);
+    store_floats(out + (first + i) * token_size, values);
   }
 }
 
@@ -95,18 +94,17 @@ struct Workspace {
 // Converts the values into the workspace and sets its parts in params.
 inline void prepare_workspace(const char* operation, AttentionKernelParams& params, Stream stream) {
   const AttentionParams& args = params.args;
-  const int64_t columns = value_columns(args);
-  params.half_values = map_tensor(
-      operation,
-      dense_tensor(args.workspace, args.batch, args.key_length, args.key_heads, args.head_dim, columns),
-      DType::kFloat16, kTileKeys);
+  HeadsTensor values =
+      contiguous_tensor(args.workspace, args.batch, args.key_length, args.key_heads, value_columns(args));
+  values.head_dim = args.head_dim;
+  params.half_values = map_tensor(operation, values, DType::kFloat16, kTileKeys);
   params.claimed_tiles = Workspace(args).claimed_tiles(args.workspace);
   ValueKernelParams conversion{args.v,
                                static_cast<__half*>(args.workspace),
                                static_cast<int>(args.key_length),
                                static_cast<int>(args.key_heads),
                                static_cast<int>(args.head_dim),
-                               static_cast<int>(columns),
+                               static_cast<int>(value_columns(args)),
                                {},
                                params.claimed_tiles};
   conversion.head_pieces.set(static_cast<uint32_t>(args.head_dim / 8));
