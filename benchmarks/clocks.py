@@ -1,10 +1,10 @@
-"""Clock, power and throttling of the GPU while something runs, from NVML."""
+"""Clock, power, energy and throttling of the GPU while something runs, from NVML."""
 
 from __future__ import annotations
 
 import statistics
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import click
@@ -15,10 +15,11 @@ PERIOD_S = 0.05
 
 @contextmanager
 def watch(device: torch.device) -> Iterator[dict[str, float]]:
-    """Yields a dict, filled at the end of the block with medians over the block and the share of
-    samples with thermal throttling. It stays empty on a CPU.
+    """Yields a dict, filled at the end of the block. It stays empty on a CPU.
 
-    Figures measured under thermal throttling depend on the machine more than on the code.
+    Medians of the SM clock and of the power, the energy in joules, and the shares of samples in which the
+    power limit or the temperature lowered the clock. Figures measured under thermal throttling depend on the
+    machine more than on the code.
     """
     summary: dict[str, float] = {}
     if device.type != "cuda":
@@ -33,7 +34,7 @@ def watch(device: torch.device) -> Iterator[dict[str, float]]:
         pynvml.nvmlClocksEventReasonSwThermalSlowdown
         | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
     )
-    samples: list[tuple[int, float, bool]] = []
+    samples: list[tuple[int, float, int]] = []
     ended = threading.Event()
 
     def sample() -> None:
@@ -42,31 +43,42 @@ def watch(device: torch.device) -> Iterator[dict[str, float]]:
                 (
                     pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
                     pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-                    bool(pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle) & thermal),
+                    pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle),
                 )
             )
 
     thread = threading.Thread(target=sample, daemon=True)
+    begin = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
     thread.start()
     try:
         yield summary
+        torch.cuda.synchronize(device)
+        summary["joules"] = (pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - begin) / 1e3
     finally:
         ended.set()
         thread.join()
         pynvml.nvmlShutdown()
     if samples:
-        clocks, watts, is_hot = zip(*samples, strict=True)
+        clocks, watts, reasons = zip(*samples, strict=True)
         summary.update(
             sm_mhz=statistics.median(clocks),
             watts=statistics.median(watts),
-            thermal_slowdown=sum(is_hot) / len(samples),
+            power_cap=_share(reasons, pynvml.nvmlClocksEventReasonSwPowerCap),
+            thermal_slowdown=_share(reasons, thermal),
         )
+
+
+def _share(reasons: Sequence[int], wanted: int) -> float:
+    return sum(bool(reason & wanted) for reason in reasons) / len(reasons)
 
 
 def show(summary: dict[str, float]) -> None:
     """Print the dict of `watch`."""
     if summary:
-        click.echo(f"{summary['sm_mhz']:.0f} MHz, {summary['watts']:.0f} W")
+        click.echo(
+            f"{summary['sm_mhz']:.0f} MHz, {summary['watts']:.0f} W, "
+            f"at the power limit in {summary['power_cap']:.0%} of the samples"
+        )
         if summary["thermal_slowdown"]:
             click.echo(
                 "THERMAL THROTTLING: these figures depend on the machine, not only on the code"

@@ -19,19 +19,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import fa3
 import torch
 
 KERNEL_ID = "org/h100-diffusers-kernels"
 CHECKOUT = Path(__file__).resolve().parents[1]
 NO_ATTENTION = "injected-no-attention"  # the model's own attention between the kernels
 REGIONAL = "compiled-regional"  # block by block, as diffusers recommends
+FA3 = f"{REGIONAL}+fa3"  # the same with self-attention by FlashAttention-3
 REDUCE_OVERHEAD = "compiled-reduce-overhead"  # as a whole, replayed from CUDA graphs
 GRAPHS = "injected+graphs"  # the kernels, replayed from CUDA graphs
 MODES = (
-    *("eager", "compiled", REGIONAL, REDUCE_OVERHEAD),
+    *("eager", "compiled", REGIONAL, FA3, REDUCE_OVERHEAD),
     *("injected", NO_ATTENTION, GRAPHS, "injected+compiled", f"injected+{REGIONAL}"),
 )
-NEED_CUDA_GRAPHS = (REDUCE_OVERHEAD, GRAPHS)
+NEED_GPU = (REDUCE_OVERHEAD, GRAPHS, FA3)
 DEFAULT_MODES = ("eager", REGIONAL, "injected")
 # Standard deviation, or about that, of the scores of the image's own attention, in nats.
 WEIGHTS = {"random": 1.0, "peaked": 3.0}
@@ -266,7 +268,9 @@ def compile_blocks(model: torch.nn.Module, **options: object) -> None:
 
 def compile_as(model: torch.nn.Module, mode: str) -> bool:
     """As the mode asks for; whether it does."""
-    if mode.endswith(REGIONAL):
+    if mode == FA3:
+        fa3.use(model)
+    if REGIONAL in mode:
         compile_blocks(model)
     elif mode == REDUCE_OVERHEAD:
         compile_whole(model, mode="reduce-overhead")
@@ -300,10 +304,10 @@ def possible_modes(modes: Sequence[str], device: torch.device) -> tuple[list[str
     """
     if device.type == "cuda":
         return list(modes), None
-    left_out = [mode for mode in modes if mode in NEED_CUDA_GRAPHS]
+    left_out = [mode for mode in modes if mode in NEED_GPU]
     if not left_out:
         return list(modes), None
-    sentence = f"Not measured: {' and '.join(left_out)}, as there are no CUDA graphs on a CPU."
+    sentence = f"Not measured on a CPU: {', '.join(left_out)}."
     possible = [mode for mode in modes if mode not in left_out]
     if not possible:
         raise ValueError(sentence)

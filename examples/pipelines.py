@@ -555,17 +555,16 @@ def randomize(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     for name, weight in model.named_parameters():
         if name.endswith(".weight") and weight.ndim > 1:
             weight.normal_(std=weight[0].numel() ** -0.5)
-        if kept.isdisjoint(name.split(".")):
-            weight.data = weight.data.to(dtype)
+        is_kept = not kept.isdisjoint(name.split("."))
+        weight.data = weight.data.to(torch.float32 if is_kept else dtype)
     return model.eval()
 
 
-def random_pipeline(model: Model, small: bool, device: str, dtype: torch.dtype, seed: int):
-    """A pipeline with random weights and no text encoders: the published widths, or small."""
-    cls = getattr(diffusers, model.pipeline)
-    # Parameters without a default: text encoders, tokenizers, and the parts made here.
-    parts = {name: None for name, p in parameters(cls).items() if p.default is p.empty}
+def random_parts(model: Model, small: bool, device: str, dtype: torch.dtype, seed: int) -> dict:
+    """The parts of a pipeline with random weights: the published widths, or small."""
+    parts = {}
     torch.manual_seed(seed)
+    default_dtype = torch.get_default_dtype()
     for part, (path, config) in model.parts.items():
         make = globals().get(path) or attrgetter(path)(diffusers)
         if small:
@@ -574,9 +573,21 @@ def random_pipeline(model: Model, small: bool, device: str, dtype: torch.dtype, 
         if not issubclass(make, torch.nn.Module):
             parts[part] = make(**config)
             continue
-        with torch.device(device):
-            parts[part] = randomize(make(**config), dtype)
-    return cls(**parts, **model.options)
+        torch.set_default_dtype(dtype)  # as from_pretrained does: no copy in float32
+        try:
+            with torch.device(device):
+                parts[part] = randomize(make(**config), dtype)
+        finally:
+            torch.set_default_dtype(default_dtype)
+    return parts
+
+
+def random_pipeline(model: Model, small: bool, device: str, dtype: torch.dtype, seed: int):
+    """A pipeline with random weights and no text encoders: the published widths, or small."""
+    cls = getattr(diffusers, model.pipeline)
+    # Parameters without a default: text encoders, tokenizers, and the parts made here.
+    empty = {name: None for name, p in parameters(cls).items() if p.default is p.empty}
+    return cls(**(empty | random_parts(model, small, device, dtype, seed)), **model.options)
 
 
 def load_pipeline(
