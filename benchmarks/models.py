@@ -19,7 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import fa3
 import torch
 
 KERNEL_ID = "org/h100-diffusers-kernels"
@@ -269,6 +268,8 @@ def compile_blocks(model: torch.nn.Module, **options: object) -> None:
 def compile_as(model: torch.nn.Module, mode: str) -> bool:
     """As the mode asks for; whether it does."""
     if mode == FA3:
+        import fa3  # it imports diffusers
+
         fa3.use(model)
     if REGIONAL in mode:
         compile_blocks(model)

@@ -115,7 +115,6 @@ GRAPH_FORWARDS = (
 )
 GRAPH_WALL_OVER_BUSY = 1.03
 CAPTURING_OVER_PLAIN = 3.0
-GRAPH_PIPELINE, GRAPH_PIPELINE_OVER_EAGER = "49x512x704:30", 1.95
 # Their rows are shown even without a figure.
 MEASURED_LATER = ("attention", "group_norm", *TITLES)
 # Tolerance of ceilings: a clock may be slightly above its nominal rate.
@@ -536,8 +535,8 @@ def graph_label(forward: Mapping) -> str:
     return f"{TITLES[forward['name']]} {forward['size'].replace('x', '×')}"
 
 
-def graphs(result: Mapping | None, pipeline: Mapping | None) -> list[Target]:
-    """Rows of forwards replayed from CUDA graphs, and of the pipeline of such forwards."""
+def graphs(result: Mapping | None) -> list[Target]:
+    """Rows of forwards replayed from CUDA graphs."""
     measured = list((result or {"graph_forwards": []})["graph_forwards"])
 
     def best_over(name: str, size: str, other: str) -> float | None:
@@ -581,28 +580,12 @@ def graphs(result: Mapping | None, pipeline: Mapping | None) -> list[Target]:
             is_upper_bound=True,
         )
     )
-    video = (pipeline or {"videos": {}})["videos"].get(GRAPH_PIPELINE, {"speedups": {}})
-    size, steps = GRAPH_PIPELINE.split(":")
-    rows.append(
-        Target(
-            "the pipeline with CUDA graphs over eager",
-            f"LTX-Video 2B {size.replace('x', '×')}, {steps} steps",
-            GRAPH_PIPELINE_OVER_EAGER,
-            video["speedups"].get(GRAPHS, {}).get("eager"),
-            "×",
-        )
-    )
     return rows
 
 
-def has_graphs(pipeline: Mapping) -> bool:
-    """Whether a pipeline result has the mode with CUDA graphs."""
-    return any(GRAPHS in video["modes"] for video in pipeline["videos"].values())
-
-
 def evaluate(results: Mapping[str, Mapping]) -> list[Target]:
-    """All rows, from the results by name: families and CPU times, and, if there are any, MEASURED_LATER,
-    forwards with CUDA graphs and the pipeline with them."""
+    """All rows, from the results by name: families and CPU times, and, if there are any, MEASURED_LATER and
+    forwards with CUDA graphs."""
     measured = [name for name in FAMILIES if name not in MEASURED_LATER or name in results]
     entries = [entry for name in measured for entry in results[name]["workloads"]]
     large = [e for e in entries if e["bytes"] >= LARGE_BYTES]
@@ -687,4 +670,4 @@ def evaluate(results: Mapping[str, Mapping]) -> list[Target]:
     )
     rows += attention(results.get("attention")) + models(results.get("models"))
     rows += model_forwards(results)
-    return rows + graphs(results.get("cuda_graphs"), results.get("pipeline"))
+    return rows + graphs(results.get("cuda_graphs"))

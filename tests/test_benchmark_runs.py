@@ -21,7 +21,8 @@ import bench_cuda_graphs
 import bench_host
 import bench_host_forward
 import bench_models
-import bench_pipeline
+import bench_energy
+import bench_pipelines
 import comparison
 import flux
 import history
@@ -133,16 +134,31 @@ def test_host_time_of_a_forward(result_of, monkeypatch):
     assert all(len(of_module) == 1 for of_module in contexts.values())
 
 
-def test_pipeline(result_of, device):
-    for entry in result_of(bench_pipeline, "--rounds", "1", "--dtype", "float32")[
-        "videos"
-    ].values():
-        modes = dict(entry["modes"])
-        assert list(modes) == ["eager", "injected"] + ["injected+graphs"] * (device == "cuda")
-        del modes["eager"]
-        for mode in modes.values():
+def test_pipelines(result_of, device):
+    """A pipeline, and FLUX.3's modular one."""
+    modes = ",".join(("eager", "injected", models.GRAPHS))
+    result = result_of(
+        bench_pipelines,
+        *("--pipelines", "ltx,flux3", "--rounds", "1", "--dtype", "float32", "--modes", modes),
+    )
+    assert [entry["name"] for entry in result["pipelines"]] == ["ltx", "flux3"]
+    for entry in result["pipelines"]:
+        measured = entry["modes"]
+        assert list(measured) == ["eager", "injected"] + [models.GRAPHS] * (device == "cuda")
+        for mode in measured.values():
+            assert 0 < mode["decoder_s"] < mode["seconds"]["median"]
+            assert (mode.get("joules") is not None) == (device == "cuda")
+        del measured["eager"]
+        for mode in measured.values():
             psnr = mode["psnr_to_eager_db"]
-            assert psnr is None or psnr > 60  # None: the same video, bit for bit
+            assert psnr is None or psnr > 60  # None: the same picture, bit for bit
+
+
+def test_energy(result_of, device):
+    operations = result_of(bench_energy, "--seconds", "0.01")["operations"]
+    assert {"cuBLAS", "this package", "eager"} <= {entry["by"] for entry in operations}
+    for entry in operations:
+        assert entry["microseconds"] > 0 and ("millijoules" in entry) == (device == "cuda")
 
 
 def test_accuracy(result_of):

@@ -22,16 +22,17 @@ sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 
 import bench_attention
 import bench_cuda_graphs
-import bench_pipeline
 import flux2
 import history
 import models
 import options
+import pipeline_targets
 import profile_kernels as profiling
 import sd3
 import targets
 import timing
 import wan
+import whole_pipelines
 
 import compare_results
 import render_docs
@@ -636,40 +637,77 @@ def test_newest_of_each_forward_is_shown(tmp_path):
     assert targets.gathered_forwards(tmp_path)["graph_forwards"][0] == new, "an H200's come first"
 
 
-def test_pipelines_of_each_card(tmp_path):
-    def keep(name, device, *modes):
-        seconds = dict.fromkeys(("eager", *modes), 4.0)
-        of = {mode: {"seconds": {"median": value}} for mode, value in seconds.items()}
-        video = {"modes": of, "speedups": timing.speedups(seconds)}
-        environment = {**ENVIRONMENT, "device": device}
-        (tmp_path / "pipeline").mkdir(exist_ok=True)
-        path = tmp_path / "pipeline" / f"{name}.json"
-        path.write_text(json.dumps({"environment": environment, "videos": {"9x64x96:3": video}}))
+def made_up_pipeline(name="flux", device="NVIDIA H200", **seconds):
+    """A result with one pipeline whose modes took these seconds."""
+    modes = {
+        mode: {
+            "seconds": {"median": value},
+            "decoder_s": 0.5,
+            "joules": 100 * value,
+            "watts": 700.0,
+            "sm_mhz": 1500.0,
+            "power_cap": 1.0,
+            "peak_bytes": 2**30,
+            "held_bytes": 2**29 if "graphs" in mode else 0,
+        }
+        for mode, value in seconds.items()
+    }
+    entry = {
+        "name": name,
+        "title": whole_pipelines.PIPELINES[name].title,
+        "size": "1024x1024",
+        "steps": 28,
+        "modes": modes,
+        "speedups": timing.speedups({mode: m["seconds"]["median"] for mode, m in modes.items()}),
+    }
+    return {"environment": {**ENVIRONMENT, "device": device}, "pipelines": [entry]}
 
-    keep("a", "NVIDIA H100 80GB HBM3", "injected")
-    keep("b", "NVIDIA H200", models.GRAPHS)
-    rows = rows_of(tmp_path, "pipeline")
-    assert [row[1] for row in rows] == ["H100", "H100", "H200", "H200"]
-    name = "9 frames 64×96, 3 steps"
-    assert rows[-1] == [name, "H200", "injected with CUDA graphs", "4.00 s", "1.00×"]
+
+def test_tables_of_pipelines(tmp_path):
+    assert "`python benchmarks/bench_pipelines.py` does" in rendered(tmp_path, "summary_pipelines")
+    result = made_up_pipeline(**{"eager": 4.0, models.REGIONAL: 3.0, "injected": 2.5})
+    store(tmp_path, "pipelines", result)
+    first, second, *_ = rows_of(tmp_path, "summary_pipelines")
+    name = "FLUX.1-dev, 1024×1024, 28 steps"
+    assert first == [name, "4.00 s", "3.00 s", "2.50 s", "", "1.60×", "1.20×", "0.62×"]
+    assert second[:2] == ["FLUX.2-dev", "not measured"]
+    heading, eager, *_, injected = rows_of(tmp_path, "pipelines")
+    assert heading[0] == f"**{name}**" and eager[3] == ""
+    assert injected == [
+        *("injected", "2.50 s", "0.500 s", "1.60×", "250 J", "700 W", "1500 MHz", "1.00 GiB")
+    ]
+    drawn = render_plots.render(tmp_path)["pipelines.svg"]
+    assert ">1.60×</text>" in drawn and ">1.33×</text>" in drawn
+
+
+def test_targets_of_pipelines():
+    assert {row.verdict for row in pipeline_targets.evaluate(None)} == {"not measured"}
+    assert set(pipeline_targets.PIPELINES) == set(whole_pipelines.PIPELINES)
+    for name, pipeline in whole_pipelines.PIPELINES.items():
+        assert pipeline_targets.PIPELINES[name].title == pipeline.title
+    seconds = {"eager": 4.0, models.REGIONAL: 3.0, models.FA3: 2.6, "injected": 2.5}
+    rows = pipeline_targets.evaluate(made_up_pipeline(**seconds))
+    over_eager, over_compiled, over_fa3, *_, energy, energy_compiled, memory = rows
+    assert (over_eager.measured, over_eager.verdict) == (1.6, "met")
+    assert (over_compiled.measured, over_compiled.verdict) == (1.2, "met")
+    assert over_fa3.measured == pytest.approx(1.04) and over_fa3.verdict == "missed by 3.7%"
+    assert energy.measured == pytest.approx(0.625) and energy.verdict == "met"
+    assert energy_compiled.measured == pytest.approx(2.5 / 3) and memory.measured == 1
 
 
 def test_targets_of_graphs():
-    assert {row.verdict for row in targets.graphs(None, None)} == {"not measured"}
+    assert {row.verdict for row in targets.graphs(None)} == {"not measured"}
     for name, size, *_ in targets.GRAPH_FORWARDS:
         (published,) = (p for p in bench_cuda_graphs.PUBLISHED_SIZES if name == p.RESULT)
         assert size in map(str, bench_cuda_graphs.PUBLISHED_SIZES[published])
-    assert targets.GRAPH_PIPELINE in bench_pipeline.DEFAULT_VIDEOS.split(",")
 
     forwards = [
         made_up_graphs(**{"compiled": 38.0, models.REGIONAL: 33.0}),
         made_up_graphs("sdxl", "1024x1024", graphs=32.0, **{models.REDUCE_OVERHEAD: 40.0}),
         made_up_graphs("flux", "128x128", "small", graphs=29.0),
     ]
-    video = {"modes": {}, "speedups": {models.GRAPHS: {"eager": 2.0}}}
-    pipeline = {"videos": {"49x512x704:30": video}}
-    rows = targets.graphs({"graph_forwards": forwards}, pipeline)
-    eager, compiled, xl_eager, xl_compiled, xl_reduced, *last, busy, capture, of_pipeline = rows
+    rows = targets.graphs({"graph_forwards": forwards})
+    eager, compiled, xl_eager, xl_compiled, xl_reduced, *last, busy, capture = rows
     assert (eager.measured, eager.verdict) == (2.0, "met")
     assert (compiled.measured, compiled.verdict) == (1.1, "missed by 8.3%"), "over the faster one"
     assert (xl_eager.measured, xl_eager.verdict) == (1.875, "missed by 14.8%")
@@ -677,7 +715,6 @@ def test_targets_of_graphs():
     assert {row.verdict for row in (xl_compiled, *last)} == {"not measured"}
     assert busy.of.startswith("1 of 20; the most: Stable Diffusion XL 1024×1024; 17 not measured")
     assert busy.measured == pytest.approx(32 / 29) and capture.verdict == "met where measured"
-    assert of_pipeline.verdict == "met"
 
 
 def test_tables_and_plot_of_graphs(tmp_path):

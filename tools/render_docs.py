@@ -27,7 +27,15 @@ import click
 import render_plots
 
 # The modules fill TABLES and FIGURES.
-from documents import CHECKOUT, graphs, hardware, operations, readme, whole_models  # noqa: F401
+from documents import (  # noqa: F401
+    CHECKOUT,
+    graphs,
+    hardware,
+    operations,
+    pipelines,
+    readme,
+    whole_models,
+)
 from documents.common import FIGURES, TABLES
 
 RESULTS = CHECKOUT / "benchmarks" / "results"

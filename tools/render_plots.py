@@ -19,6 +19,7 @@ from documents.common import card, size_name
 
 # Found where documents/__init__.py looks.
 import history  # isort: skip
+import pipeline_targets  # isort: skip
 import targets  # isort: skip
 
 INK = "#797979"  # of text, axes and grid: as far from white as from GitHub's #0d1117
@@ -41,6 +42,7 @@ MODES = {
     "compiled": ("torch.compile", "#e8710a"),
     "compiled-regional": ("torch.compile, block by block", "#c98500"),
     "compiled-reduce-overhead": ("torch.compile, reduce-overhead", "#d1548c"),
+    "compiled-regional+fa3": ("the same with FlashAttention-3", "#a142f4"),
     "injected": ("injected", "#1a73e8"),
     "injected+graphs": ("injected with CUDA graphs", "#188038"),
 }
@@ -186,6 +188,23 @@ def models(results: Path) -> Figure | None:
     return _bars(rows, ("compiled", "injected"), f"one forward on an {targets.MODEL_CARD}")
 
 
+def pipelines(results: Path) -> Figure | None:
+    """Speedup over eager of whole pipelines."""
+    gathered = pipeline_targets.gathered(results)
+    if gathered is None:
+        return None
+    rows = [
+        (
+            f"{entry['title']}, {size_name(entry['size'])}",
+            {mode: over["eager"] for mode, over in entry["speedups"].items() if "eager" in over},
+        )
+        for entry in gathered["pipelines"]
+    ]
+    modes = [mode for mode in MODES if any(mode in speedups for _, speedups in rows)]
+    device = gathered["runs"][0]["environment"]["device"]
+    return _bars(rows, modes, f"whole pipelines on an {device}")
+
+
 def cuda_graphs(results: Path) -> Figure | None:
     """Speedup over eager of forwards back to back, a group of bars a forward of a published size."""
     gathered = targets.gathered_forwards(results)
@@ -248,6 +267,7 @@ def block(results: Path) -> Figure | None:
 # None where its results are not there.
 PLOTS: dict[str, Callable[[Path], Figure | None]] = {
     "bandwidth": bandwidth,
+    "pipelines": pipelines,
     "models": models,
     "cuda_graphs": cuda_graphs,
     "block": block,

@@ -14,6 +14,7 @@ MODE_NAMES = {
     "eager": "eager",
     "compiled": "torch.compile",
     "compiled-regional": "torch.compile, block by block",
+    "compiled-regional+fa3": "the same with FlashAttention-3",
     "compiled-reduce-overhead": "torch.compile, reduce-overhead",
     "injected": "injected",
     "injected-no-attention": "injected with attention=False",

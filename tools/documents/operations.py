@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable
 from pathlib import Path
 
-import history
+import pipeline_targets
 import targets as targets_
 
 from .common import (
@@ -333,14 +333,15 @@ def targets(results: Path) -> str:
     loaded = {name: load(results, name, AIMS_CARDS) for name in (*first, "host")}
     loaded |= {name: load(results, name) for name in later}
     loaded |= targets_.of_one_build(results)
-    pipeline = history.shown("pipeline", results, targets_.has_graphs)
-    loaded |= {"pipeline": pipeline} if pipeline else {}
     gathered = {
         name: of_runs
         for name, gather in targets_.GATHERED.items()
         if (of_runs := gather(results)) is not None
     }
-    runs = [*loaded.values(), *(run for of_runs in gathered.values() for run in of_runs["runs"])]
+    pipelines = pipeline_targets.gathered(results)
+    parts = [*gathered.values(), *([pipelines] if pipelines else [])]
+    runs = [*loaded.values(), *(run for of_runs in parts for run in of_runs["runs"])]
+    evaluated = targets_.evaluate({**loaded, **gathered}) + pipeline_targets.evaluate(pipelines)
     rows = [
         [
             target.what,
@@ -349,7 +350,7 @@ def targets(results: Path) -> str:
             "" if target.measured is None else f"{target.measured:.2f}{target.unit}",
             target.verdict,
         ]
-        for target in targets_.evaluate({**loaded, **gathered})
+        for target in evaluated
     ]
     return markdown(rows, ["what", "of", "aim", "measured", ""]) + setup(*runs)
 

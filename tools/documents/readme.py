@@ -110,12 +110,6 @@ def families_graphs_over_injected(results: Path) -> str:
 
 
 @figure
-def pipeline_over_eager(results: Path) -> str:
-    videos = load(results, "pipeline")["videos"].values()
-    return span([entry["speedups"]["injected"]["eager"] for entry in videos])
-
-
-@figure
 def accuracy_contract(results: Path) -> str:
     """What the tests hold the errors over eager's to."""
     return f"{accuracy.ACCURACY_CONTRACT}"

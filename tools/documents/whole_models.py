@@ -1,15 +1,13 @@
-"""Forwards and pipelines of whole models, training, and the host's time."""
+"""Forwards of whole models, training, and the host's time."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import history
 import targets
 
 from .common import (
     MODE_NAMES,
-    card,
     is_measured,
     load,
     markdown,
@@ -86,26 +84,6 @@ def injection(results: Path) -> str:
             )
     headers = ["model and input", "inject_kernels", "full speed after", "memory growth"]
     return markdown(rows, headers) + setup(*measured.values())
-
-
-@table
-def pipeline(results: Path) -> str:
-    """The whole pipeline without the text encoder, on each card."""
-    of_card = {card(result): result for result in history.kept("pipeline", results)}
-    rows = [
-        [
-            size_name(video),
-            card_,
-            MODE_NAMES[mode],
-            f"{measured['seconds']['median']:.2f} s",
-            times(entry["speedups"][mode].get("eager")),
-        ]
-        for card_, result in of_card.items()
-        for video, entry in result["videos"].items()
-        for mode, measured in entry["modes"].items()
-    ]
-    headers = ["video", "card", "mode", "time", "over eager"]
-    return markdown(rows, headers) + setup(*of_card.values())
 
 
 @table
