@@ -18,10 +18,10 @@ sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 import bench_accuracy
 import bench_attention
 import bench_cuda_graphs
+import bench_energy
 import bench_host
 import bench_host_forward
 import bench_models
-import bench_energy
 import bench_pipelines
 import comparison
 import flux
