@@ -39,8 +39,8 @@ def inputs(
     timestep: float = 800.0,
     text_tokens: int = TEXT_TOKENS,
 ) -> dict[str, object]:
-    """Arguments of a forward as QwenImage21Pipeline passes them after the first step: batch 1, the text's keys
-    and values in a cache, no mask."""
+    """Arguments of a forward as QwenImage21Pipeline passes them after the first step: batch 1, no mask, keys
+    and values of the text in a cache."""
     normal, config = models.normal(device, dtype, seed), model.config
     blocks = len(model.transformer_blocks)
     shape = (1, text_tokens, config.num_attention_heads, config.attention_head_dim)

@@ -166,7 +166,9 @@ class Wrap(nn.Module):
         return result
 
     def __getattr__(self, name):
-        return getattr(self.wrapped if name in ("attn", "processor") else super(), name)
+        if name in ("attn", "processor"):
+            return getattr(self.wrapped, name)
+        return super().__getattr__(name)
 
 
 class ForeignBlock(Wrap):

@@ -454,9 +454,9 @@ def norm_and_rotate_part(
             and not is_differentiated(query, key, *operand, *options.values())
         ):
             query, key = functional.qk_norm_rope(query, key, heads=heads, **options)
-            parts = [x.unflatten(2, (heads, head_dim))[..., :size] for x in (query, key)]
+            q, k = (x.unflatten(2, (heads, head_dim))[..., :size] for x in (query, key))
             how: Any = {"heads": heads, "norm": "none", "layout": "half", "inplace": True}
-            functional.qk_norm_rope(*parts, rope=operand, **how)
+            functional.qk_norm_rope(q, k, rope=operand, **how)
             return query, key
     return norm_and_rotate(call, module, names, query, key, rope, rotate, "per_head", heads, "half")
 

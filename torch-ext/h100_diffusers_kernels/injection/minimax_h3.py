@@ -12,6 +12,7 @@ feed-forward with SwiGLU. Blocks of the text have no modulation or rotation.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -34,12 +35,14 @@ from .blocks import (
     begin,
     feed_forwards,
     finish,
+    may_run_ahead,
     norm_prologue,
 )
 from .checks import KnownClass, is_plain
+from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import GATED_ACTIVATIONS, feed_forward, linear, plain_weight
-from .norms import ChosenRows, norm_modulate, read_norm, residual_norm
+from .norms import ChosenRows, chosen_norm_modulate, residual_norm
 from .patch import Call, PatchSpec
 
 _MINIMAX = "diffusers.models.transformers.transformer_minimax_h3"
@@ -55,11 +58,12 @@ def _chosen(call: Call, tables: Rows, indices: Tensor) -> Rows:
 def _prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor, indices: Tensor) -> Any:
     """Rows are shift, scale and gate of attention, then of the feed-forward."""
     module = block._modules["adaln_proj"]
-    plain = plain_weight(module._modules.get("linear")) if is_plain(module, _MODULATION) else None
-    if ahead is not None and (plain is None or plain[0].device != ahead.device):
+    if ahead is not None and not may_run_ahead(module, ahead):
         return None
 
     def rows_of() -> Rows:
+        layer = module._modules.get("linear") if is_plain(module, _MODULATION) else None
+        plain = plain_weight(layer)
         if plain is None:
             return _chosen(call, module(temb), indices)
         dtype = plain[0].dtype
@@ -139,18 +143,12 @@ def _output_norm_forward(
     self: Any, call: Call, hidden_states: Tensor, temb: Tensor, timestep_indices: Tensor
 ) -> Tensor:
     x, layer = hidden_states, self._modules["linear"]
-    plain = plain_weight(layer)
     if not kernels_take(x):
         return call.refuse(x)
-    if plain is None:
-        return call.decline("its linear layer is not plain")
-    tables = F.linear(F.silu(temb).to(plain[0].dtype), *plain).chunk(2, dim=-1)
+    dtype = sys.modules[_MINIMAX].get_parameter_dtype(layer)
+    tables = linear(layer, F.silu(temb).to(dtype)).chunk(2, dim=-1)
     shift, scale = _chosen(call, tables, timestep_indices)
-    norm = read_norm(self._modules.get("norm"), x.shape[-1])
-    if isinstance(norm, str):
-        call.fall_back(f"norm {norm}")
-        norm = None
-    return norm_modulate(norm, self, "norm", x, (scale, shift), False)[0]
+    return chosen_norm_modulate(call, self, "norm", x, scale, shift)
 
 
 _SPECS = (
@@ -181,10 +179,11 @@ _SPECS = (
         rotate="_apply_rotary_emb",
     ),
     PatchSpec(f"{_MINIMAX}:MiniMaxH3AdaLayerNormOut", _output_norm_forward, "rms_norm_modulate"),
+    TIMESTEPS,
     GATED_ACTIVATIONS[1],
 )
 _ONCE = (
-    *("proj_in", "audio_proj_in", "context_embedder", "time_proj", "time_embedder", "rope"),
+    *("proj_in", "audio_proj_in", "context_embedder", "time_embedder", "rope"),
     *("proj_out", "audio_proj_out"),
 )
 FAMILIES = (Family("MiniMax-H3", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE)),)

@@ -56,15 +56,15 @@ Modulator = Any
 
 
 class ChosenRows(NamedTuple):
-    """A modulator of which each token takes the row ``index[token]``.
+    """A modulator of which each token takes the row ``indices[token]``.
 
     Attributes:
         table: (N, D).
-        index: int32, (S,) or (B, S), the same object for all modulators of an operation.
+        indices: int32, (S,) or (B, S), the same object for all modulators of an operation.
     """
 
     table: Tensor
-    index: Tensor
+    indices: Tensor
 
 
 def read_norm(
@@ -140,14 +140,14 @@ def _operands(modulators: Sequence[Modulator]) -> Sequence[Optional[Tensor]]:
     return [part for m in modulators for part in (m if type(m) is tuple else (m,))]
 
 
-def _tables(modulators: Sequence[Modulator]) -> tuple[Sequence[Modulator], dict[str, Tensor]]:
+def _tables(modulators: Sequence[Modulator]) -> tuple[Sequence[Modulator], dict[str, Any]]:
     """The modulators with the tables of ``ChosenRows``, and the operations' argument ``index``."""
     chosen = [m for m in modulators if type(m) is ChosenRows]
     if not chosen:
         return modulators, {}
-    index = chosen[0].index
+    index = chosen[0].indices
     if any(
-        m is not None and (type(m) is not ChosenRows or m.index is not index) for m in modulators
+        m is not None and (type(m) is not ChosenRows or m.indices is not index) for m in modulators
     ):
         return [modulator_sum(m) for m in modulators], {}
     return [None if m is None else m.table for m in modulators], {"index": index}
@@ -155,7 +155,7 @@ def _tables(modulators: Sequence[Modulator]) -> tuple[Sequence[Modulator], dict[
 
 def modulator_sum(modulator: Modulator) -> Any:
     if type(modulator) is ChosenRows:
-        return modulator.table[modulator.index]
+        return modulator.table[modulator.indices]
     return modulator[0] + modulator[1] if type(modulator) is tuple else modulator
 
 
@@ -186,6 +186,17 @@ def norm_modulate(
         return tuple([NORM_OPERATIONS[kind, 2](x, *pair, *affine, eps, **index) for pair in pairs])
     out = operation(x, *tables, *affine, eps, **index)
     return (out,) if len(modulation) < 4 else out
+
+
+def chosen_norm_modulate(
+    call: Call, owner: Any, name: str, x: Tensor, scale: Modulator, shift: Modulator
+) -> Tensor:
+    """``norm(x) * (1 + scale) + shift`` by the norm ``owner.name``; the modulators may be ``ChosenRows``."""
+    norm = read_norm(owner._modules.get(name), x.shape[-1])
+    if isinstance(norm, str):
+        call.fall_back(f"{name} {norm}")
+        return norm_modulate(None, owner, name, x, (scale, shift), False)[0]
+    return norm_modulate(norm, owner, name, x, (scale, shift), False)[0]
 
 
 def residual_norm(

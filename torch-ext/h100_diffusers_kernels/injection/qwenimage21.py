@@ -25,7 +25,7 @@ from .attention import AttentionSpec, attend, norm_and_rotate, project_out, quer
 from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import linear, swiglu_of_two, why_not_silu
-from .norms import ChosenRows, Modulator, clip_to_float16, norm_modulate, read_norm, residual_norm
+from .norms import ChosenRows, Modulator, chosen_norm_modulate, clip_to_float16, residual_norm
 from .patch import Call, PatchSpec
 
 _QWEN = "diffusers.models.transformers.transformer_qwenimage21"
@@ -194,11 +194,7 @@ def _output_norm_forward(
         return call.refuse(x)
     embedding = torch.nn.functional.silu(conditioning_embedding).to(x.dtype)
     scale = _by_token(call, linear(modules["linear"], embedding), target_token_mask)
-    norm = read_norm(modules.get("norm"), x.shape[-1])
-    if isinstance(norm, str):
-        call.fall_back(f"norm {norm}")
-        norm = None
-    return norm_modulate(norm, self, "norm", x, (scale, None), False)[0]
+    return chosen_norm_modulate(call, self, "norm", x, scale, None)
 
 
 def _why_not_block(module: Any) -> str | None:
