@@ -20,8 +20,10 @@ import krea2
 import ltx
 import ltx2
 import ltx2_distilled
+import minimax_h3
 import models
 import qwenimage
+import qwenimage21
 import sd3
 import sdxl
 import sdxl_channels_last
@@ -34,6 +36,7 @@ PUBLISHED = (
     *(ltx, flux, flux2, sd3, qwenimage, wan, wan_small, cosmos, auraflow, allegro),
     *(hunyuan_video, hunyuan_video15, ltx2, ltx2_distilled, z_image, flux3, krea2),
     *(cogvideox, sdxl, sdxl_channels_last),
+    *(qwenimage21, minimax_h3),
 )
 MODELS = {published.__name__: published for published in PUBLISHED}
 ALL = "all"

@@ -82,6 +82,8 @@ FORWARDS = {
     "hunyuan_video": ("HunyuanVideo", 1.40, 1.20),
     "cogvideox": ("CogVideoX-5b", 1.68, 1.28),
     "cosmos": ("Cosmos-Predict2 2B", 2.00, 1.05),
+    "qwenimage21": ("Qwen-Image 2.1", 1.35, 1.10),
+    "minimax_h3": ("MiniMax-H3", 1.35, 1.10),
     "sdxl": ("Stable Diffusion XL", 1.60, 1.25),
     "sdxl_channels_last": ("Stable Diffusion XL, channels last", 1.60, 1.25),
 }

@@ -43,19 +43,23 @@ def _modulated(n, scale, shift):
     return n if shift is None else n + shift
 
 
-def _sum(modulator):
-    return sum(modulator) if isinstance(modulator, tuple) else modulator
+def _sum(modulator, index):
+    """A pair stands for its sum, and with an index a table (N, D) for a row for each token."""
+    row, embedding = modulator if isinstance(modulator, tuple) else (None, modulator)
+    if index is not None and embedding is not None:
+        embedding = embedding.index_select(0, index.flatten()).reshape(*index.shape, -1)
+    return embedding if row is None else row + embedding
 
 
-def rms_norm_modulate(x, scale, shift=None, weight=None, eps=1e-6):
-    scale, shift = _sum(scale), _sum(shift)
+def rms_norm_modulate(x, scale, shift=None, weight=None, eps=1e-6, *, index=None):
+    scale, shift = _sum(scale, index), _sum(shift, index)
     if _is_mixed(x, scale, shift, weight):
         return _modulated(_diffusers_rms_norm(x.float(), weight, eps), scale, shift).to(x.dtype)
     return _modulated(_diffusers_rms_norm(x, weight, eps), scale, shift)
 
 
-def layer_norm_modulate(x, scale, shift=None, weight=None, bias=None, eps=1e-6):
-    scale, shift = _sum(scale), _sum(shift)
+def layer_norm_modulate(x, scale, shift=None, weight=None, bias=None, eps=1e-6, *, index=None):
+    scale, shift = _sum(scale, index), _sum(shift, index)
     if _is_mixed(x, scale, shift, weight, bias):
         return _modulated(layer_norm(x.float(), weight, bias, eps), scale, shift).to(x.dtype)
     return _modulated(layer_norm(x, weight, bias, eps), scale, shift)
@@ -74,9 +78,17 @@ def layer_norm_modulate_pair(
 
 
 def gated_residual(
-    residual, x, gate=None, *, addend=None, x_weight=None, x_eps=None, tanh_gate=False
+    residual,
+    x,
+    gate=None,
+    *,
+    addend=None,
+    x_weight=None,
+    x_eps=None,
+    tanh_gate=False,
+    index=None,
 ):
-    gate = _sum(gate)
+    gate = _sum(gate, index)
     x = x if addend is None else x + addend
     x = x if x_eps is None else rms_norm_modulate(x, None, None, x_weight, x_eps)
     gate = gate.tanh() if tanh_gate and gate is not None else gate
@@ -86,17 +98,27 @@ def gated_residual(
 
 
 def gated_residual_rms_norm_modulate(
-    residual, x, gate=None, scale=None, shift=None, weight=None, eps=1e-6, **branch
+    residual, x, gate=None, scale=None, shift=None, weight=None, eps=1e-6, *, index=None, **branch
 ):
-    h = gated_residual(residual, x, gate, **branch)
-    return h, rms_norm_modulate(h, scale, shift, weight, eps)
+    h = gated_residual(residual, x, gate, index=index, **branch)
+    return h, rms_norm_modulate(h, scale, shift, weight, eps, index=index)
 
 
 def gated_residual_layer_norm_modulate(
-    residual, x, gate=None, scale=None, shift=None, weight=None, bias=None, eps=1e-6, **branch
+    residual,
+    x,
+    gate=None,
+    scale=None,
+    shift=None,
+    weight=None,
+    bias=None,
+    eps=1e-6,
+    *,
+    index=None,
+    **branch,
 ):
-    h = gated_residual(residual, x, gate, **branch)
-    return h, layer_norm_modulate(h, scale, shift, weight, bias, eps)
+    h = gated_residual(residual, x, gate, index=index, **branch)
+    return h, layer_norm_modulate(h, scale, shift, weight, bias, eps, index=index)
 
 
 def gated_residual_layer_norm_modulate_pair(residual, x, gate, *modulations, **options):

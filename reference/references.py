@@ -14,12 +14,20 @@ def _double(*tensors):
     return [None if tensor is None else tensor.to(torch.float64) for tensor in tensors]
 
 
-def _sum(modulator):
-    """In float64; a pair stands for its sum."""
-    if isinstance(modulator, tuple):
-        row, embedding = _double(*modulator)
-        return row + embedding
-    return _double(modulator)[0]
+def _sum(modulator, index=None):
+    """In float64; a pair stands for its sum, and with an index a table (N, D) for a row for each token."""
+    row, embedding = modulator if isinstance(modulator, tuple) else (None, modulator)
+    row, embedding = _double(row, embedding)
+    if index is not None and embedding is not None:
+        chosen = index.unsqueeze(-1) == torch.arange(len(embedding), device=index.device)
+        # A product would turn infinity into NaN.
+        embedding = torch.stack(
+            [
+                torch.where(chosen[..., i, None], table_row, 0)
+                for i, table_row in enumerate(embedding)
+            ]
+        ).sum(0)
+    return embedding if row is None else row + embedding
 
 
 def _affine(n, weight, bias=None):
@@ -57,18 +65,18 @@ def group_norm(
     return silu(n) if activation == "silu" else n
 
 
-def _modulate(n, scale, shift):
-    scale, shift = _sum(scale), _sum(shift)
+def _modulate(n, scale, shift, index=None):
+    scale, shift = _sum(scale, index), _sum(shift, index)
     n = n if scale is None else n * (1 + scale)
     return n if shift is None else n + shift
 
 
-def rms_norm_modulate(x, scale, shift=None, weight=None, eps=1e-6):
-    return _modulate(rms_norm(x, weight, eps), scale, shift)
+def rms_norm_modulate(x, scale, shift=None, weight=None, eps=1e-6, *, index=None):
+    return _modulate(rms_norm(x, weight, eps), scale, shift, index)
 
 
-def layer_norm_modulate(x, scale, shift=None, weight=None, bias=None, eps=1e-6):
-    return _modulate(layer_norm(x, weight, bias, eps), scale, shift)
+def layer_norm_modulate(x, scale, shift=None, weight=None, bias=None, eps=1e-6, *, index=None):
+    return _modulate(layer_norm(x, weight, bias, eps), scale, shift, index)
 
 
 def layer_norm_modulate_pair(
@@ -79,10 +87,18 @@ def layer_norm_modulate_pair(
 
 
 def gated_residual(
-    residual, x, gate=None, *, addend=None, x_weight=None, x_eps=None, tanh_gate=False
+    residual,
+    x,
+    gate=None,
+    *,
+    addend=None,
+    x_weight=None,
+    x_eps=None,
+    tanh_gate=False,
+    index=None,
 ):
     residual, x, addend = _double(residual, x, addend)
-    gate = _sum(gate)
+    gate = _sum(gate, index)
     x = x if addend is None else x + addend
     x = x if x_eps is None else rms_norm(x, x_weight, x_eps)
     if gate is not None:
@@ -91,17 +107,27 @@ def gated_residual(
 
 
 def gated_residual_rms_norm_modulate(
-    residual, x, gate=None, scale=None, shift=None, weight=None, eps=1e-6, **branch
+    residual, x, gate=None, scale=None, shift=None, weight=None, eps=1e-6, *, index=None, **branch
 ):
-    h = gated_residual(residual, x, gate, **branch)
-    return h, rms_norm_modulate(h, scale, shift, weight, eps)
+    h = gated_residual(residual, x, gate, index=index, **branch)
+    return h, rms_norm_modulate(h, scale, shift, weight, eps, index=index)
 
 
 def gated_residual_layer_norm_modulate(
-    residual, x, gate=None, scale=None, shift=None, weight=None, bias=None, eps=1e-6, **branch
+    residual,
+    x,
+    gate=None,
+    scale=None,
+    shift=None,
+    weight=None,
+    bias=None,
+    eps=1e-6,
+    *,
+    index=None,
+    **branch,
 ):
-    h = gated_residual(residual, x, gate, **branch)
-    return h, layer_norm_modulate(h, scale, shift, weight, bias, eps)
+    h = gated_residual(residual, x, gate, index=index, **branch)
+    return h, layer_norm_modulate(h, scale, shift, weight, bias, eps, index=index)
 
 
 def gated_residual_layer_norm_modulate_pair(

@@ -151,7 +151,8 @@ HOOKS = {
 
 
 class Wrap(nn.Module):
-    """A wrapper around a module, without its attributes, that calls `act` after it."""
+    """A wrapper around a module that calls `act` after it, without its attributes, except for the processor
+    of a block's attention, which the model of Qwen-Image 2.1 reads."""
 
     def __init__(self, module, act=None):
         super().__init__()
@@ -164,6 +165,11 @@ class Wrap(nn.Module):
             self.act()
         return result
 
+    def __getattr__(self, name):
+        if name in ("attn", "processor"):
+            return getattr(self.wrapped, name)
+        return super().__getattr__(name)
+
 
 class ForeignBlock(Wrap):
     """A user's block, which reads the given rotary embedding, if any."""
@@ -173,8 +179,9 @@ class ForeignBlock(Wrap):
         given = {**dict(zip(parameters[1:], args, strict=False)), **kwargs}
         for name in ("image_rotary_emb", "rotary_emb"):
             if name in given:
-                first, second = given[name]
-                given[name] = (first * 0.5, second)
+                rope = given[name]
+                is_complex = isinstance(rope, torch.Tensor)
+                given[name] = rope * 0.5 if is_complex else (rope[0] * 0.5, rope[1])
         return self.wrapped(**given)
 
 

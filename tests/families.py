@@ -24,7 +24,9 @@ from family_hunyuan import HUNYUAN_VIDEO, HUNYUAN_VIDEO15
 from family_krea2 import KREA2
 from family_ltx import LTX
 from family_ltx2 import LTX2
+from family_minimax_h3 import MINIMAX_H3
 from family_qwenimage import QWEN_IMAGE
+from family_qwenimage21 import QWEN_IMAGE21
 from family_sd3 import SD3
 from family_wan import WAN
 from family_z_image import Z_IMAGE
@@ -32,9 +34,10 @@ from family_z_image import Z_IMAGE
 _FAMILIES = (
     *(LTX, LTX2, FLUX, FLUX2, FLUX3, QWEN_IMAGE, SD3, WAN, COSMOS),
     *(HUNYUAN_VIDEO, HUNYUAN_VIDEO15, COGVIDEOX, KREA2, Z_IMAGE),
+    *(QWEN_IMAGE21, MINIMAX_H3),
 )
 # Older versions of diffusers do not have all of them.
 FAMILIES = {f.name: f for f in _FAMILIES if importlib.util.find_spec(f.module) is not None}
 # Their models index by a boolean mask before the blocks, which waits for the GPU.
-WAITING = ("hunyuan_video15",)
+WAITING = ("hunyuan_video15", "qwenimage21")
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=str)

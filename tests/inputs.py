@@ -335,6 +335,8 @@ MIXED, SPARSE = "_mixed", "_sparse"
 CHANNELS_LAST = "group_norm_channels_last"
 # With all parts of a residual branch, and with each scale, shift and gate as a table's row and an embedding.
 BRANCH, TABLE_ROWS = "_branch", "_table_rows"
+# With a table of each scale, shift and gate, and the index of each token's row.
+INDEXED = "_indexed"
 BRANCH_OPERATIONS = [name for name in ROW_NORMS if name.startswith("gated") and "pair" not in name]
 TABLE_OPERATIONS = [*BRANCH_OPERATIONS, "rms_norm_modulate", "layer_norm_modulate"]
 # With tensors (B, S, H * d) and the number of heads.
@@ -348,6 +350,7 @@ CALLS = [
     *(name + SPARSE for name in ROW_NORMS if "modulate" in name),
     *(name + BRANCH for name in BRANCH_OPERATIONS),
     *(name + TABLE_ROWS for name in TABLE_OPERATIONS),
+    *(name + INDEXED for name in TABLE_OPERATIONS),
     CHANNELS_LAST,
     HEADS_GIVEN,
     OF_LAYER_NORM,
@@ -394,13 +397,13 @@ def smallest_factor(count):
 
 def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layout="contiguous"):
     """The public function and arguments of one valid call with all optional arguments."""
-    for suffix in (BY_PAIR, BY_COMPLEX, MIXED, SPARSE, BRANCH, TABLE_ROWS):
+    for suffix in (BY_PAIR, BY_COMPLEX, MIXED, SPARSE, BRANCH, TABLE_ROWS, INDEXED):
         if name.endswith(suffix):
             plain = name.removesuffix(suffix)
             options = {"dtype": dtype, "device": device, "shape": shape, "layout": layout}
             function, arguments = sample(kernel, plain, heads=heads, **options)
-            if suffix in (BRANCH, TABLE_ROWS):
-                return function, (with_branch if suffix == BRANCH else with_table)(arguments)
+            if suffix in _CHANGES:
+                return function, _CHANGES[suffix](arguments)
             if suffix == MIXED:
                 chosen = (*TABLE[plain].modulations, *TABLE[plain].vectors)[::2]
                 return function, {**arguments, **{key: arguments[key].float() for key in chosen}}
@@ -504,6 +507,23 @@ def with_table(arguments):
     return arguments
 
 
+def with_index(arguments, rows=3, is_shared=False):
+    """The same call with a table of each scale, shift and gate, from which each token chooses its row. The
+    index is shared by all samples or (B, S)."""
+    arguments = dict(arguments)
+    for key in ("scale", "shift", "gate"):
+        given = arguments.get(key)
+        if given is not None:
+            size = given.shape[-1]
+            arguments[key] = normal(rows, size, dtype=given.dtype, device=given.device)
+    *leading, _ = arguments["x"].shape
+    index = torch.randint(rows, leading[1:] if is_shared else leading, dtype=torch.int32)
+    return {**arguments, "index": index.to(arguments["x"].device)}
+
+
+_CHANGES = {BRANCH: with_branch, TABLE_ROWS: with_table, INDEXED: with_index}
+
+
 def _with_pair_tables(arguments, heads, is_complex):
     """The same call with tables of one value per pair, or with a complex table."""
     x = arguments.get("x", arguments.get("q"))
@@ -518,8 +538,10 @@ def _with_pair_tables(arguments, heads, is_complex):
 
 def without_optional(name, arguments):
     """The same call without optional arguments, except those that affect the meaning of its tensors."""
-    parameters, left_out = parameters_of(name), optional_tensors(name)
-    kept = ("rope", "k_rope", "sin", "heads")
+    parameters, left_out = parameters_of(name), {*optional_tensors(name)}
+    kept = ["rope", "k_rope", "sin", "heads"]
+    if not left_out >= {*TABLE[operation_of(name)].modulations}:
+        kept.append("index")  # of the tables
     return {
         key: None if key in left_out else value
         for key, value in arguments.items()

@@ -33,9 +33,11 @@ import krea2
 import ltx
 import ltx2
 import ltx2_distilled
+import minimax_h3
 import models
 import options
 import qwenimage
+import qwenimage21
 import sd3
 import sdxl
 import sdxl_channels_last
@@ -77,6 +79,8 @@ WHOLE = {
     z_image: (6.15, {"n_layers": 30}, (30, 128), (4096,)),
     flux3: (5.5, {"num_layers": 5, "num_single_layers": 28}, (24, 128), (4096,)),
     krea2: (12.8, {"num_layers": 28}, (48, 128), (4096,)),
+    qwenimage21: (7.12, {"num_layers": 32}, (32, 128), (4096,)),
+    minimax_h3: (33.1, {"num_layers": 50}, (56, 128), (14430,)),
     cogvideox: (5.57, {"num_layers": 42}, (48, 64), (17550,)),
     **dict.fromkeys((sdxl, sdxl_channels_last), (2.57, {}, None, (4096,))),
 }
@@ -122,12 +126,14 @@ def test_random_weights_are_as_diffusers_loads_them(published):
     kept = {name for name, w in model.named_parameters() if w.dtype == torch.float32}
     wans = ("time_embedder.", "scale_shift_table", ".norm2.")
     parts = {wan: wans, wan_small: wans, flux3: (".norm_q.", ".norm_k."), krea2: ("norm",)}
+    parts[minimax_h3] = ("proj_in.", "time_embedder.", "proj_out.")
     kept_parts = parts.get(published, ())
     assert kept == {n for n, _ in model.named_parameters() if any(p in n for p in kept_parts)}
     arguments = published.inputs(model, device=CPU, dtype=torch.bfloat16, **published.SMALL)
     with torch.no_grad():
         output = models.output_of(model(**arguments))
-    assert output.dtype == torch.bfloat16 and 0.3 < output.float().std() < 3
+    assert output.dtype == (torch.float32 if published is minimax_h3 else torch.bfloat16)
+    assert 0.3 < output.float().std() < 3
 
 
 IMAGE, VIDEO = sizes.ImageSize(256, 256), sizes.VideoSize(8, 192, 192)
@@ -150,6 +156,8 @@ SCORES = {
     z_image: (IMAGE, 4, 0.1),
     flux3: (IMAGE, 6, 0.1),
     krea2: (IMAGE, 4, 0.1),
+    qwenimage21: (IMAGE, 2, 0.1),
+    minimax_h3: (minimax_h3.VideoSize(22, 256, 256), 3, 0.2),
     cogvideox: (VIDEO, 2, 0.1),
     **dict.fromkeys((sdxl, sdxl_channels_last), (IMAGE, 11, 0.2)),
 }
@@ -162,8 +170,10 @@ def test_weights_give_the_scores_their_standard_deviation(name, published, monke
     stds, attend = [], torch.nn.functional.scaled_dot_product_attention
 
     def spy(query, key, value, attn_mask=None, **given):
-        if query.shape == key.shape:  # self-attention of the image, with or without the text
-            scores = query @ key.mT / query.shape[-1] ** 0.5
+        # Qwen-Image 2.1 has the text's keys from a cache, before the image's.
+        own = key[..., -query.shape[-2] :, :] if published is qwenimage21 else key
+        if query.shape == own.shape:  # self-attention of the image, with or without the text
+            scores = query @ own.mT / query.shape[-1] ** 0.5
             if attn_mask is not None and attn_mask.dtype == torch.bool:  # padding has no score
                 is_seen = attn_mask[0, 0].any(0)
                 scores = scores[..., is_seen, :][..., is_seen]

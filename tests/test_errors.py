@@ -31,6 +31,7 @@ from inputs import (
     GRID_AXES,
     HEADS,
     HEADS_GIVEN,
+    INDEXED,
     OF_LAYER_NORM,
     OPERATIONS,
     QK_OPERATIONS,
@@ -279,6 +280,22 @@ for name in TABLE_OPERATIONS:
             mistake(name + TABLE_ROWS, argument, what, got, of_row)
         three = replace(argument, lambda pair: (*pair, pair[0]))
         mistake(name + TABLE_ROWS, argument, "three", "", three)
+    call, modulations = name + INDEXED, TABLE[name].modulations
+    mistake(call, "index", "device", "", replace("index", other_device), is_device=True)
+    mistake(call, "index", "list", "list", replace("index", as_list))
+    wrong_dtypes(call, "index", torch.int64, torch.int16, torch.float32, torch.bool)
+    of_tokens = ((SEQ + 1,), (BATCH + 1, SEQ), (SEQ, BATCH), (BATCH, SEQ, 1), (1, BATCH, SEQ))
+    wrong_shapes(call, "index", *of_tokens)
+    for argument in modulations:
+        tables = ((HIDDEN,), (3, HIDDEN + 1), (BATCH, 3, HIDDEN), (0, HIDDEN), ())
+        wrong_shapes(call, argument, *tables, what="table of ")
+        wrong_dtypes(call, argument, torch.float64, torch.float16, torch.int64)
+        mistake(call, argument, "stride", "stride 2", replace(argument, every_second))
+    if len(modulations) > 1:
+        wrong_shapes(call, modulations[-1], (2, HIDDEN), what="rows of another table, ")
+    if name in BRANCH_OPERATIONS:
+        without = all_of(*[replace(argument, lambda _: None) for argument in modulations])
+        mistake(call, "index", "no table", "a tensor", without)
 
 mistake(GATED, "x", "odd", str(2 * HIDDEN + 1), replace("x", longer))
 wrong_shapes(GATED, "bias", (HIDDEN,))

@@ -209,8 +209,9 @@ class Flops(FlopCounterMode):
         return {name: dict(counts) for name, counts in self.get_flop_counts().items()}
 
 
-WITHOUT_LAYER_NORMS = [family for name, family in FAMILIES.items() if name == "krea2"]
-WITH_LAYER_NORMS = [family for name, family in FAMILIES.items() if name != "krea2"]
+RMS_ONLY = ("krea2", "minimax_h3")
+WITHOUT_LAYER_NORMS = [family for name, family in FAMILIES.items() if name in RMS_ONLY]
+WITH_LAYER_NORMS = [family for name, family in FAMILIES.items() if name not in RMS_ONLY]
 MODES = {  # the target of each, and models that use it
     "layer_norm": (functools.partial(Scaled, "layer_norm"), [*WITH_LAYER_NORMS, UNET]),
     "rms_norm": (functools.partial(Scaled, "rms_norm"), [LTX, *WITHOUT_LAYER_NORMS]),

@@ -28,6 +28,7 @@ from inputs import (
     rows_of,
     spread,
     with_branch,
+    with_index,
     with_table,
 )
 
@@ -176,6 +177,56 @@ def test_table_rows(kernel, device, name, hidden, dtype, layout, form, mixture, 
     choice = {"layout": layout, "form": form, "mixture": mixture, "given": given}
     arguments = with_table(row_call(name, shape, dtype, device, **choice))
     check_rows(kernel, name, arguments, slack=FLOAT32_ARITHMETIC * 4, contract=hidden > SMALL)
+
+
+@pairwise(
+    name=TABLE_OPERATIONS,
+    hidden=[size for size in SIZES if size <= 20480],
+    dtype=DTYPES,
+    layout=LAYOUTS,
+    rows=[1, 2, 7],
+    is_shared=[False, True],
+    parts=[(), PARTS],
+    mixture=[None, *MIXTURES],
+    given=CHOICES,
+)
+def test_index(kernel, device, name, hidden, dtype, layout, rows, is_shared, parts, mixture, given):
+    """Each token chooses its scale, shift and gate from tables."""
+    shape = (2, 3 if hidden <= SMALL else rows_of(hidden, dtype) // 2, hidden)
+    mixture = None if dtype == torch.float32 else mixture
+    choice = {"layout": layout, "mixture": mixture, "given": given}
+    arguments = row_call(name, shape, dtype, device, **choice)
+    if "residual" in arguments:
+        arguments = with_branch(arguments, parts, given != "none")
+    arguments = with_index(arguments, rows, is_shared)
+    if all(arguments.get(key) is None for key in ("scale", "shift", "gate")):
+        del arguments["index"]
+    check_rows(kernel, name, arguments, slack=FLOAT32_ARITHMETIC * 4, contract=hidden > SMALL)
+
+
+@pairwise(name=TABLE_OPERATIONS, hidden=[7, 2048], dtype=DTYPES, is_strided=[False, True])
+def test_index_outside_of_the_table(kernel, device, name, hidden, dtype, is_strided):
+    """It is clamped. The index and the rows of the tables may be strided."""
+    arguments = with_index(row_call(name, (2, 5, hidden), dtype, device), rows=4)
+    index = torch.tensor([[-(2**31), -1, 0, 3, 4], [5, 2**31 - 1, 2, 1, -7]])
+    index = index.to(torch.int32).to(device)
+    if is_strided:
+        index = torch.stack([index, index + 1], dim=2)[..., 0]
+        for key in ("scale", "shift", "gate"):
+            if key in arguments:
+                arguments[key] = arguments[key].repeat(1, 2)[:, :hidden]
+    function = getattr(kernel, name)
+    clamped = function(**{**arguments, "index": index.clamp(0, 3).contiguous()})
+    torch.testing.assert_close(function(**{**arguments, "index": index}), clamped, rtol=0, atol=0)
+
+
+def test_index_of_any_leading_dimensions(kernel, device):
+    x = normal(2, 3, 4, 65, dtype=torch.float32, device=device)
+    arguments = with_index({"x": x, "scale": x, "shift": x})
+    arguments["index"] = arguments["index"][:, :1]
+    check_rows(kernel, "layer_norm_modulate", arguments)
+    single = {**arguments, "x": x[0, 0, 0], "index": arguments["index"][0, 0, 0]}
+    check_rows(kernel, "layer_norm_modulate", single)
 
 
 @pairwise(

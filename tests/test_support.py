@@ -216,7 +216,8 @@ CHANGES = {
     "layer skip": with_skipped_layers,
     "backward hooks": with_backward_hooks,
 }
-WITHOUT_SKIPS = {("layer skip", name) for name in ("flux2", "flux3", "krea2", "z_image")}
+WITHOUT_SKIP_HOOKS = ("flux2", "flux3", "krea2", "z_image", "qwenimage21")
+WITHOUT_SKIPS = {("layer skip", name) for name in WITHOUT_SKIP_HOOKS}
 # The same values in another form do not change what is computed, nor does what diffusers does not know.
 NEUTRAL = {"float64", "fused projections", "backward hooks", *WITHOUT_SKIPS}
 # diffusers' processor for fused projections cannot attend to the image alone.
@@ -318,7 +319,9 @@ def test_behaviour(kernel, device, family, feature):
     config = CONFIGS.get((feature, family.name), HEADS.get(feature))
     model, plain, arguments = prepared(family, device, config=config)
     if TABLE.behaviour(feature, family.name) == "same":
-        missing = {"fused projections": "fuse_qkv_projections", "vmap": "pad_sequence"}[feature]
+        missing = {"fused projections": "fuse_qkv_projections", "vmap": "pad_sequence|index_put_"}[
+            feature
+        ]
         kernel.inject_kernels(model)
         for candidate in (model, plain):
             with pytest.raises((AttributeError, RuntimeError), match=missing):

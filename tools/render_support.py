@@ -50,6 +50,8 @@ FAMILIES = {
     "cogvideox": "CogVideoX",
     "krea2": "Krea 2",
     "z_image": "Z-Image",
+    "qwenimage21": "Qwen-Image 2.1",
+    "minimax_h3": "MiniMax-H3",
 }
 SUBJECTS = (*COLUMNS, *FAMILIES)
 UNTRIED = {"not tried", "not built"}

@@ -223,6 +223,32 @@ void ArgumentChecker::broadcastable(const char* name, const Tensor& tensor) cons
   readable(name, tensor);
 }
 
+int64_t ArgumentChecker::table(const char* name, const Tensor& tensor, int64_t rows) const {
+  same_device(name, tensor);
+  float32_or_same_dtype(name, tensor);
+  if (tensor.dim() != 2 || tensor.size(0) < 1 || tensor.size(1) != hidden() ||
+      (rows > 0 && tensor.size(0) != rows))
+    fail(operation_, name, " must be a table of shape (", rows > 0 ? part(rows) : "N", ", ", hidden(),
+         ") if there is an index, got ", to_string(tensor.sizes()));
+  readable(name, tensor);
+  return tensor.size(0);
+}
+
+void ArgumentChecker::row_index(const char* name, const Tensor& tensor) const {
+  same_device(name, tensor);
+  if (tensor.scalar_type() != ScalarType::Int)
+    fail(operation_, name, " must be int32, got ", dtype_name(tensor.scalar_type()));
+  const int64_t dims = tensor.dim();
+  const int64_t leading = static_cast<int64_t>(shape_.size()) - 1;
+  bool matches = dims <= leading;
+  for (int64_t i = 0; matches && i < dims; ++i)
+    matches = tensor.size(i) == 1 || tensor.size(i) == shape_[static_cast<size_t>(leading - dims + i)];
+  if (!matches)
+    fail(operation_, name, " must broadcast against ", x_name_, " of shape ", to_string(shape_),
+         " without its last dimension, got ", to_string(tensor.sizes()));
+  stored(name, tensor);
+}
+
 OwnedTensor ArgumentChecker::empty(const Sizes& shape) const {
   int64_t strides[Sizes::kCapacity];
   int64_t stride = 1;
@@ -260,6 +286,10 @@ OwnedTensor ArgumentChecker::empty_strided(const Sizes& shape, const int64_t* st
 }
 
 void RowLaunch::add(RowOperand& operand, const Tensor& tensor, int64_t offset) {
+  add(operand, tensor, offset, tensor.sizes().size() - 1);
+}
+
+void RowLaunch::add(RowOperand& operand, const Tensor& tensor, int64_t offset, size_t own) {
   Operand& entry = operands_[operand_count_++];
   entry.target = &operand;
   entry.data =
@@ -267,7 +297,6 @@ void RowLaunch::add(RowOperand& operand, const Tensor& tensor, int64_t offset) {
   entry.element_bytes = tensor.element_bytes();
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
-  const size_t own = sizes.size() - 1;  // leading dimensions of the tensor itself
   const size_t missing = leading_.size() - own;
   for (size_t dim = 0; dim < leading_.size(); ++dim)
     entry.strides[dim] = dim < missing || sizes[dim - missing] == 1 ? 0 : strides[dim - missing];

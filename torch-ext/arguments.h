@@ -106,6 +106,12 @@ class ArgumentChecker {
   void float32(const char* name, const Tensor& tensor) const;
   void float32_or_same_dtype(const char* name, const Tensor& tensor) const;
 
+  // A table (rows, hidden), float32 or of x's dtype; `rows` is 0 if any number of them is accepted. Returns
+  // it.
+  int64_t table(const char* name, const Tensor& tensor, int64_t rows) const;
+  // An int32 for each row: broadcasts right-aligned against x's dimensions except the last.
+  void row_index(const char* name, const Tensor& tensor) const;
+
   // A new contiguous tensor of x's dtype and device.
   OwnedTensor empty(const Sizes& shape) const;
   // The same with dense channels (dimension 1).
@@ -137,6 +143,12 @@ struct RowBinding {
   int64_t offset = 0;
 };
 
+// An operand with one element in each row, and the (optional) tensor behind it, which has no last dimension.
+struct RowElements {
+  RowOperand& operand;
+  const OptionalTensor& tensor;
+};
+
 // Collects the row operands of one launch, merges leading dimensions that are contiguous in all of them, and
 // calls `launch`. If more than kMaxRowDims dimensions or kMaxRows rows remain, it splits the rows over
 // several launches, each with the largest dimensions, so that they are few.
@@ -149,6 +161,12 @@ class RowLaunch {
       : leading_(shape.begin(), shape.end() - 1) {
     static_assert(sizeof...(bindings) <= kMaxOperands);
     (add(bindings.operand, bindings.tensor, bindings.offset), ...);
+  }
+
+  void add(const RowElements& elements) {
+    elements.operand = RowOperand{};
+    if (elements.tensor.has_value())
+      add(elements.operand, *elements.tensor, 0, static_cast<size_t>(elements.tensor->dim()));
   }
 
   template <typename Launch>
@@ -166,6 +184,8 @@ class RowLaunch {
     int64_t strides[Sizes::kCapacity];
   };
 
+  // own: number of the tensor's leading dimensions
+  void add(RowOperand& operand, const Tensor& tensor, int64_t offset, size_t own);
   void add(RowOperand& operand, const Tensor& tensor, int64_t offset);
   void add(RowOperand& operand, const OptionalTensor& tensor, int64_t offset);
   void add(RowOperand& operand, const OwnedTensor& tensor, int64_t offset);
@@ -201,7 +221,7 @@ class RowLaunch {
   }
 
   Sizes leading_;
-  static constexpr size_t kMaxOperands = 11;
+  static constexpr size_t kMaxOperands = 12;
   Operand operands_[kMaxOperands];
   size_t operand_count_ = 0;
 };

@@ -38,8 +38,15 @@ struct Block {
   bool read_modulator(const Modulator& modulator, float* values) const {
     if (modulator.data == nullptr) return false;
     const DType dtype = modulator.is_float32 ? DType::kFloat32 : params.dtype;
-    load(dtype, modulator.data, offset(modulator), count, values);
+    load(dtype, modulator.data, modulator_offset(modulator), count, values);
     return true;
+  }
+
+  int64_t modulator_offset(const Modulator& modulator) const {
+    const RowOperand& index = params.index;
+    if (index.data == nullptr) return offset(modulator);
+    const int32_t given = static_cast<const int32_t*>(index.data)[row_offset(params.shape, index, row)];
+    return std::clamp(given, 0, params.table_rows - 1) * modulator.strides[0] + column;
   }
 
   // Reads the sum of both. Returns false if both are absent.

@@ -1,9 +1,10 @@
 // Residual branches with more parts than row_norm.cuh has, and the norm after them: an addend and an RMS norm
-// of the branch, tanh of the gate, and table rows that are added to gate, scale and shift.
+// of the branch, tanh of the gate, table rows that are added to gate, scale and shift, and tables from which
+// each row chooses its gate, scale and shift.
 //
 // The kernels branch on the parts at run time, uniformly for all threads. A row is held in registers.
 // Operands that may differ by row are loaded before the first reduction, those of all rows when they are
-// used.
+// used. So are scale and shift from tables: their few rows are in the cache.
 #include "general_policies.cuh"
 #include "row_norm.cuh"
 
@@ -18,6 +19,8 @@ struct BranchParams {
   int64_t hidden;
   float eps, x_eps;
   bool normalizes_x, has_tanh_gate;
+  RowIndexer::Operand index;
+  int32_t last_table_row;
 
   explicit BranchParams(const RowNormParams& p)
       : x(p.x, p.shape.ndim),
@@ -40,11 +43,21 @@ struct BranchParams {
         eps(p.eps),
         x_eps(p.x_eps),
         normalizes_x(p.normalizes_x),
-        has_tanh_gate(p.has_tanh_gate) {}
+        has_tanh_gate(p.has_tanh_gate),
+        index(p.index, p.shape.ndim),
+        last_table_row(p.table_rows - 1) {}
+
+  // The index of a row in its modulators. Vectors have strides of 0.
+  template <bool kHasTables>
+  __device__ __forceinline__ RowIndexer::Index modulator_index(const RowIndexer::Index& row) const {
+    if constexpr (!kHasTables) return row;
+    const int32_t given = *row_of<const int32_t>(index, row);
+    return {0, static_cast<uint32_t>(min(max(given, 0), last_table_row))};
+  }
 };
 
-// One row. The values of a pack pass through its methods in order.
-template <typename T, int kSize>
+// One row. The values of a pack pass through its methods in order. kHasTables: whether there is an index.
+template <typename T, int kSize, bool kHasTables>
 class BranchRow {
  public:
   // What is loaded before the first reduction.
@@ -54,7 +67,7 @@ class BranchRow {
   };
 
   __device__ __forceinline__ BranchRow(const BranchParams& params, const RowIndexer::Index& index)
-      : params_(params), index_(index) {}
+      : params_(params), index_(index), modulator_index_(params.modulator_index<kHasTables>(index)) {}
 
   __device__ __forceinline__ bool has_residual() const { return params_.residual.data; }
 
@@ -63,8 +76,7 @@ class BranchRow {
     x.load(row_of<const T>(params_.x, index_) + column);
     if (has_residual()) loaded.residual.load(row_of<const T>(params_.residual, index_) + column);
     row(params_.gate).fetch(column, loaded.gate);
-    row(params_.scale).fetch(column, loaded.scale);
-    row(params_.shift).fetch(column, loaded.shift);
+    if constexpr (!kHasTables) fetch_modulation(column, loaded);
     x.to_floats(h);
     if (params_.addend.data) {
       x.load(row_of<const T>(params_.addend, index_) + column);
@@ -103,6 +115,7 @@ class BranchRow {
 
   // Stores the modulated norm. n: normalized values
   __device__ __forceinline__ void store(int64_t column, float (&n)[kSize], Loaded& loaded) const {
+    if constexpr (kHasTables) fetch_modulation(column, loaded);
     float values[kSize];
     if (params_.weight.is_given()) {
       row(params_.weight).load(column, values);
@@ -124,8 +137,13 @@ class BranchRow {
   }
 
  private:
+  __device__ __forceinline__ void fetch_modulation(int64_t column, Loaded& loaded) const {
+    row(params_.scale).fetch(column, loaded.scale);
+    row(params_.shift).fetch(column, loaded.shift);
+  }
+
   __device__ __forceinline__ GeneralRow<T> row(const GeneralOperand& operand) const {
-    return GeneralRow<T>(operand, index_);
+    return GeneralRow<T>(operand, modulator_index_);
   }
 
   // Sets values to the sum of a modulator and a table's row. Returns false if both are absent.
@@ -145,7 +163,7 @@ class BranchRow {
   }
 
   const BranchParams& params_;
-  RowIndexer::Index index_;
+  RowIndexer::Index index_, modulator_index_;
 };
 
 // The statistics of a row: total(round, term) is the sum of term(h) over it.
@@ -165,18 +183,24 @@ __device__ __forceinline__ RowStatistics<T> statistics_of(const Total& total, in
 
 constexpr int kRounds = 3;  // the branch's norm, the mean, the variance
 
-template <typename T, class Norm, int kThreadsPerRow>
-__global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
+// With tables and 512 threads the compiler would spill for a second block.
+template <typename T, int kThreads, bool kHasTables>
+constexpr int kMinBranchBlocks = kHasTables && kThreads == 512 ? 1 : kMinBlocks<T>;
+
+template <typename T, class Norm, int kThreadsPerRow, bool kHasTables>
+__global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>,
+                                  (kMinBranchBlocks<T, kBlockThreads<kThreadsPerRow>, kHasTables>))
     branch_norm_kernel(const __grid_constant__ BranchParams params) {
   constexpr int kSize = kPackSize<T, Access::kVector>, kPacks = kRowPacks;
   const RowPosition<kThreadsPerRow> position;
   const int hidden = static_cast<int>(params.hidden);
   const bool is_row = position.kRowsPerBlock == 1 || position.row < params.rows;
-  const BranchRow<T, kSize> row(params, params.indexer(is_row ? position.row : 0));
+  const auto index = params.indexer(is_row ? position.row : 0);
   griddepcontrol_wait();
+  const BranchRow<T, kSize, kHasTables> row(params, index);
 
   float h[kPacks][kSize] = {};
-  typename BranchRow<T, kSize>::Loaded loaded[kPacks];
+  typename BranchRow<T, kSize, kHasTables>::Loaded loaded[kPacks];
   bool is_column[kPacks];
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
@@ -210,12 +234,12 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
 }
 
 // Rows of any length and alignment: read one element at a time, and again in each step.
-template <typename T, class Norm>
+template <typename T, class Norm, bool kHasTables>
 __global__ void __launch_bounds__(kAnyRowThreads, 1)
     scalar_branch_norm_kernel(const __grid_constant__ BranchParams params) {
-  using Row = BranchRow<T, 1>;
-  const Row row(params, params.indexer(blockIdx.x));
+  using Row = BranchRow<T, 1, kHasTables>;
   griddepcontrol_wait();
+  const Row row(params, params.indexer(blockIdx.x));
   Statistic<T> x_scale;
   const auto for_each_column = [&](const auto& body) {
     for (int64_t column = threadIdx.x; column < params.hidden; column += kAnyRowThreads) {
@@ -259,22 +283,28 @@ bool has_vector_branch(const RowNormParams& args, int element_bytes) {
 
 using BranchThreads = RowThreads<64, 128, 192, 256, 320, 384, 512>;
 
-}  // namespace
-
-template <class Norm>
-void launch_branch_norm(const char* operation, const RowNormParams& args, Stream stream) {
+template <class Norm, bool kHasTables>
+void launch_with(const char* operation, const RowNormParams& args, Stream stream) {
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
     const BranchParams params(args);
     const auto launch_short = [&](auto threads) {
-      launch_kernel(operation, branch_norm_kernel<T, Norm, threads>,
+      launch_kernel(operation, branch_norm_kernel<T, Norm, threads, kHasTables>,
                     RowPosition<threads>::blocks(args.shape.rows), kBlockThreads<threads>, params, stream);
     };
     const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;
     if (has_vector_branch(args, sizeof(T)) && dispatch_row_threads(BranchThreads{}, packs, launch_short))
       return;
-    launch_kernel(operation, scalar_branch_norm_kernel<T, Norm>, static_cast<unsigned>(args.shape.rows),
-                  kAnyRowThreads, params, stream);
+    launch_kernel(operation, scalar_branch_norm_kernel<T, Norm, kHasTables>,
+                  static_cast<unsigned>(args.shape.rows), kAnyRowThreads, params, stream);
   });
+}
+
+}  // namespace
+
+template <class Norm>
+void launch_branch_norm(const char* operation, const RowNormParams& args, Stream stream) {
+  if (args.index.data) return launch_with<Norm, true>(operation, args, stream);
+  launch_with<Norm, false>(operation, args, stream);
 }
 
 template void launch_branch_norm<NoNorm>(const char*, const RowNormParams&, Stream);

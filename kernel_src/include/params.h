@@ -61,6 +61,9 @@ struct Modulator : RowOperand {
 //   x          = x + addend, if there is one; then rms_norm(x) * x_weight, if normalizes_x
 //   gate       = gate + gate_row; then tanh(gate), if has_tanh_gate
 // scale_row and shift_row are added to scale and shift. Rows are (hidden,).
+// If `index` is given, an int32 for each row, gate, scale and shift are tables (table_rows, hidden):
+// strides[i] is the stride of the table's rows, and a row takes row index[row], clamped to 0 ... table_rows
+// - 1.
 struct RowNormParams {
   RowShape shape;
   int64_t hidden;
@@ -84,12 +87,14 @@ struct RowNormParams {
   Modulator x_weight;  // (hidden,), with strides of 0
   bool has_tanh_gate;
   Modulator gate_row, scale_row, shift_row;  // (hidden,), with strides of 0
+  RowOperand index;
+  int32_t table_rows;
 };
 
 // Returns whether the operation has parts that only branch_norm computes on CUDA.
 inline bool has_branch(const RowNormParams& p) {
   return p.addend.data || p.normalizes_x || p.has_tanh_gate || p.gate_row.data || p.scale_row.data ||
-         p.shift_row.data;
+         p.shift_row.data || p.index.data;
 }
 
 // Returns whether a modulator is float32 with rows of a 16-bit dtype.

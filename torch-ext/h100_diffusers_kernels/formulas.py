@@ -64,6 +64,15 @@ def _modulated(n: Tensor, scale: Optional[Tensor], shift: Optional[Tensor]) -> T
     return n * (1 + scale) if shift is None else torch.addcmul(shift, n, 1 + scale)
 
 
+def _of_rows(table: Optional[Tensor], index: Optional[Tensor]) -> Optional[Tensor]:
+    """The modulator of each row, if ``table`` (N, D) is a table."""
+    if table is None or index is None:
+        return table
+    # In float32: a table's gradient is a sum over all rows that chose the same one.
+    rows = table.to(torch.promote_types(table.dtype, torch.float32))
+    return rows[index.clamp(0, table.shape[0] - 1)].to(table.dtype)
+
+
 def _sum(modulator: Optional[Tensor], row: Optional[Tensor]) -> Optional[Tensor]:
     return modulator if row is None else row if modulator is None else modulator + row
 
@@ -78,11 +87,13 @@ def norm(
     eps: float,
     scale_row: Optional[Tensor] = None,
     shift_row: Optional[Tensor] = None,
+    index: Optional[Tensor] = None,
 ) -> Tensor:
     dtype = x.dtype
     x, weight, bias, scale, shift, scale_row, shift_row = _promoted(
         x, weight, bias, scale, shift, scale_row, shift_row
     )
+    scale, shift = _of_rows(scale, index), _of_rows(shift, index)
     scale, shift = _sum(scale, scale_row), _sum(shift, shift_row)
     return _modulated(_normalized(x, is_layer_norm, weight, bias, eps), scale, shift).to(dtype)
 
@@ -117,6 +128,7 @@ def gated_residual(
     x_weight: Optional[Tensor] = None,
     x_eps: Optional[float] = None,
     tanh_gate: bool = False,
+    index: Optional[Tensor] = None,
 ) -> Tensor:
     dtype = x.dtype
     residual, x, gate, gate_row, addend, x_weight = _promoted(
@@ -124,7 +136,7 @@ def gated_residual(
     )
     x = x if addend is None else x + addend
     x = x if x_eps is None else _normalized(x, False, x_weight, None, x_eps)
-    gate = _sum(gate, gate_row)
+    gate = _sum(_of_rows(gate, index), gate_row)
     gate = torch.tanh(gate) if tanh_gate and gate is not None else gate
     return (residual + x if gate is None else torch.addcmul(residual, gate, x)).to(dtype)
 
@@ -141,10 +153,16 @@ def gated_residual_norm_modulate(
     eps: float,
     scale_row: Optional[Tensor] = None,
     shift_row: Optional[Tensor] = None,
-    *branch: Any,
+    gate_row: Optional[Tensor] = None,
+    addend: Optional[Tensor] = None,
+    x_weight: Optional[Tensor] = None,
+    x_eps: Optional[float] = None,
+    tanh_gate: bool = False,
+    index: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    h = gated_residual(residual, x, gate, *branch)
-    return h, norm(h, is_layer_norm, weight, bias, scale, shift, eps, scale_row, shift_row)
+    h = gated_residual(residual, x, gate, gate_row, addend, x_weight, x_eps, tanh_gate, index)
+    modulation = (scale, shift, eps, scale_row, shift_row, index)
+    return h, norm(h, is_layer_norm, weight, bias, *modulation)
 
 
 def gated_residual_layer_norm_modulate_pair(

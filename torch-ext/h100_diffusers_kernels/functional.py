@@ -140,6 +140,8 @@ def rms_norm_modulate(
     shift: Optional[Modulator] = None,
     weight: Optional[Tensor] = None,
     eps: float = 1e-6,
+    *,
+    index: Optional[Tensor] = None,
 ) -> Tensor:
     """Adaptive RMS norm: ``rms_norm(x, weight, eps) * (1 + scale) + shift``.
 
@@ -150,6 +152,9 @@ def rms_norm_modulate(
             row ``(D,)`` of a table. Their sum is float32 and takes no memory.
         shift: likewise, or None for 0.
         weight: ``(D,)``, T or float32, or None.
+        index: int32, broadcasts against ``x`` without its last dimension, such as ``(S,)`` or ``(B, S)``, or
+            None. If it is given, ``scale`` and ``shift`` (or their embeddings) are tables ``(N, D)``, and
+            each token takes their row ``index[token]``, clamped to the table.
 
     Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748, with an RMS norm as in
     LTX-Video, https://arxiv.org/abs/2501.00103.
@@ -158,9 +163,9 @@ def rms_norm_modulate(
         refuse_type("rms_norm_modulate", "scale", "a tensor", scale)
     if type(eps) is not float:
         eps = number("rms_norm_modulate", "eps", eps)
-    if type(scale) is tuple or type(shift) is tuple:
+    if type(scale) is tuple or type(shift) is tuple or index is not None:
         scale, shift, *rows = _split("rms_norm_modulate", scale=scale, shift=shift)
-        return _rms_norm_modulate(x, False, weight, None, scale, shift, eps, *rows)
+        return _rms_norm_modulate(x, False, weight, None, scale, shift, eps, *rows, index)
     return _rms_norm_modulate(x, False, weight, None, scale, shift, eps)
 
 
@@ -171,6 +176,8 @@ def layer_norm_modulate(
     weight: Optional[Tensor] = None,
     bias: Optional[Tensor] = None,
     eps: float = 1e-6,
+    *,
+    index: Optional[Tensor] = None,
 ) -> Tensor:
     """Adaptive layer norm: ``layer_norm(x, weight, bias, eps) * (1 + scale) + shift``.
 
@@ -180,6 +187,7 @@ def layer_norm_modulate(
             ``(row, embedding)`` as in ``rms_norm_modulate``.
         shift: likewise, or None for 0.
         weight, bias: ``(D,)``, T or float32, or None.
+        index: as in ``rms_norm_modulate``.
 
     Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748.
     """
@@ -187,9 +195,9 @@ def layer_norm_modulate(
         refuse_type("layer_norm_modulate", "scale", "a tensor", scale)
     if type(eps) is not float:
         eps = number("layer_norm_modulate", "eps", eps)
-    if type(scale) is tuple or type(shift) is tuple:
+    if type(scale) is tuple or type(shift) is tuple or index is not None:
         scale, shift, *rows = _split("layer_norm_modulate", scale=scale, shift=shift)
-        return _layer_norm_modulate(x, True, weight, bias, scale, shift, eps, *rows)
+        return _layer_norm_modulate(x, True, weight, bias, scale, shift, eps, *rows, index)
     return _layer_norm_modulate(x, True, weight, bias, scale, shift, eps)
 
 
@@ -232,6 +240,7 @@ def gated_residual(
     x_weight: Optional[Tensor] = None,
     x_eps: Optional[float] = None,
     tanh_gate: bool = False,
+    index: Optional[Tensor] = None,
 ) -> Tensor:
     """``residual + gate * x``, or ``residual + x`` without a gate.
 
@@ -243,17 +252,21 @@ def gated_residual(
         x_eps: if it is a number, ``rms_norm(x, x_weight, x_eps)`` takes ``x``'s place.
         x_weight: ``(D,)``, T or float32, or None.
         tanh_gate: whether ``tanh(gate)`` takes the gate's place.
+        index: int32, broadcasts against ``x`` without its last dimension, such as ``(S,)`` or ``(B, S)``, or
+            None. If it is given, ``gate`` (or its embedding) is a table ``(N, D)``, and each token takes its
+            row ``index[token]``, clamped to the table.
     """
     if (
         addend is None
         and x_weight is x_eps is None
         and tanh_gate is False
+        and index is None
         and type(gate) is not tuple
     ):
         return _gated_residual(residual, x, gate)
     gate, gate_row = _split("gated_residual", gate=gate)
     branch = _branch("gated_residual", addend, x_weight, x_eps, tanh_gate)
-    return _gated_residual(residual, x, gate, gate_row, *branch)
+    return _gated_residual(residual, x, gate, gate_row, *branch, index)
 
 
 def gated_residual_rms_norm_modulate(
@@ -269,6 +282,7 @@ def gated_residual_rms_norm_modulate(
     x_weight: Optional[Tensor] = None,
     x_eps: Optional[float] = None,
     tanh_gate: bool = False,
+    index: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
     """The new residual ``h = residual + gate * x`` and ``rms_norm_modulate(h, scale, shift, weight)``.
 
@@ -280,6 +294,7 @@ def gated_residual_rms_norm_modulate(
         scale, shift: likewise, or None for 0. Without both, the second result is ``rms_norm(h, weight)``.
         weight: ``(D,)``, T or float32, or None.
         addend, x_weight, x_eps, tanh_gate: as in ``gated_residual``. Gate, scale and shift may also be pairs.
+        index: as in ``gated_residual``, for the tables of gate, scale and shift.
 
     Returns:
         ``(h, modulated)``, each ``(..., D)``, T.
@@ -291,6 +306,7 @@ def gated_residual_rms_norm_modulate(
         addend is None
         and x_weight is x_eps is None
         and tanh_gate is False
+        and index is None
         and tuple not in (type(gate), type(scale), type(shift))
     ):
         return _gated_residual_rms_norm_modulate(*arguments)
@@ -299,7 +315,7 @@ def gated_residual_rms_norm_modulate(
         "gated_residual_rms_norm_modulate", scale=scale, shift=shift, gate=gate
     )
     arguments = (residual, x, False, gate, scale, shift, weight, None, eps)
-    return _gated_residual_rms_norm_modulate(*arguments, *rows, *branch)
+    return _gated_residual_rms_norm_modulate(*arguments, *rows, *branch, index)
 
 
 def gated_residual_layer_norm_modulate(
@@ -316,6 +332,7 @@ def gated_residual_layer_norm_modulate(
     x_weight: Optional[Tensor] = None,
     x_eps: Optional[float] = None,
     tanh_gate: bool = False,
+    index: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
     """The new residual ``h = residual + gate * x`` and ``layer_norm_modulate(h, scale, shift, ...)``.
 
@@ -328,6 +345,7 @@ def gated_residual_layer_norm_modulate(
             ``layer_norm(h, weight, bias)``.
         weight, bias: ``(D,)``, T or float32, or None.
         addend, x_weight, x_eps, tanh_gate: as in ``gated_residual``. Gate, scale and shift may also be pairs.
+        index: as in ``gated_residual``, for the tables of gate, scale and shift.
 
     Returns:
         ``(h, modulated)``, each ``(..., D)``, T.
@@ -339,6 +357,7 @@ def gated_residual_layer_norm_modulate(
         addend is None
         and x_weight is x_eps is None
         and tanh_gate is False
+        and index is None
         and tuple not in (type(gate), type(scale), type(shift))
     ):
         return _gated_residual_layer_norm_modulate(*arguments)
@@ -347,7 +366,7 @@ def gated_residual_layer_norm_modulate(
         "gated_residual_layer_norm_modulate", scale=scale, shift=shift, gate=gate
     )
     arguments = (residual, x, True, gate, scale, shift, weight, bias, eps)
-    return _gated_residual_layer_norm_modulate(*arguments, *rows, *branch)
+    return _gated_residual_layer_norm_modulate(*arguments, *rows, *branch, index)
 
 
 def gated_residual_layer_norm_modulate_pair(

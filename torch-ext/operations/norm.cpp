@@ -1,4 +1,6 @@
 // Norm, modulation, residual and gate.
+#include <algorithm>
+
 #include "../torch_binding.h"
 
 namespace h100_diffusers_kernels {
@@ -14,6 +16,7 @@ struct RowNormArguments {
   OptionalTensor scale_row = {}, shift_row = {}, gate_row = {}, addend = {}, x_weight = {};
   std::optional<double> x_eps = {};
   bool has_tanh_gate = false;
+  OptionalTensor index = {};
 };
 
 // The new residual and the outputs. Null if the operation does not have them.
@@ -32,10 +35,13 @@ RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, con
   params.hidden = check.hidden();
   params.dtype = check.dtype();
   params.eps = static_cast<float>(arguments.eps);
+  if (arguments.index.has_value()) check.row_index("index", *arguments.index);
+  int64_t table_rows = 0;
   const auto modulator = [&](const char* name, const OptionalTensor& tensor, Modulator& operand) {
     if (!tensor.has_value()) return;
-    check.broadcastable(name, *tensor);
     operand.is_float32 = tensor->element_bytes() == 4;
+    if (!arguments.index.has_value()) return check.broadcastable(name, *tensor);
+    table_rows = check.table(name, *tensor, table_rows);
   };
   const auto vector = [&](const char* name, const OptionalTensor& tensor, Modulator& operand) {
     operand.data = const_cast<void*>(check.vector(name, tensor, check.hidden(), true));
@@ -56,6 +62,9 @@ RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, con
   params.normalizes_x = arguments.x_eps.has_value();
   params.x_eps = static_cast<float>(arguments.x_eps.value_or(0.0));
   params.has_tanh_gate = arguments.has_tanh_gate;
+  params.table_rows = static_cast<int32_t>(std::min(table_rows, kMaxRows));
+  if (arguments.index.has_value() && table_rows == 0)
+    fail(operation, "index must be None without a scale, shift or gate, got a tensor");
 
   RowNormResults results;
   if (outputs > 0) results.out = check.empty(check.shape());
@@ -63,13 +72,28 @@ RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, con
   if (has_residual) results.residual = check.empty(check.shape());
   if (x.numel() == 0) return results;
 
+  // Tables are operands of no row.
+  const auto by_row = [&](const OptionalTensor& modulator) {
+    return arguments.index.has_value() ? OptionalTensor{} : modulator;
+  };
+  const OptionalTensor gate = by_row(arguments.gate), scale = by_row(arguments.scale),
+                       shift = by_row(arguments.shift);
   RowLaunch launch(check.shape(), RowBinding{params.x, x}, RowBinding{params.residual, arguments.residual},
-                   RowBinding{params.addend, arguments.addend}, RowBinding{params.gate, arguments.gate},
-                   RowBinding{params.scale, arguments.scale}, RowBinding{params.shift, arguments.shift},
+                   RowBinding{params.addend, arguments.addend}, RowBinding{params.gate, gate},
+                   RowBinding{params.scale, scale}, RowBinding{params.shift, shift},
                    RowBinding{params.second_scale, arguments.second_scale},
                    RowBinding{params.second_shift, arguments.second_shift},
                    RowBinding{params.residual_out, results.residual}, RowBinding{params.out, results.out},
                    RowBinding{params.second_out, results.second_out});
+  launch.add(RowElements{params.index, arguments.index});
+  const auto table = [&](const OptionalTensor& tensor, Modulator& operand) {
+    if (!arguments.index.has_value() || !tensor.has_value()) return;
+    operand.data = const_cast<void*>(tensor->const_data_ptr());
+    std::ranges::fill(operand.strides, tensor->stride(0));
+  };
+  table(arguments.gate, params.gate);
+  table(arguments.scale, params.scale);
+  table(arguments.shift, params.shift);
   const DeviceStream device(x);
   launch.run(params.shape, [&] { launcher(params, device.stream()); });
   return results;
@@ -77,14 +101,16 @@ RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, con
 
 OwnedTensor call_norm(const char*, const Tensor& x, bool is_layer_norm, const OptionalTensor& weight,
                       const OptionalTensor& bias, const OptionalTensor& scale, const OptionalTensor& shift,
-                      double eps, const OptionalTensor& scale_row, const OptionalTensor& shift_row) {
+                      double eps, const OptionalTensor& scale_row, const OptionalTensor& shift_row,
+                      const OptionalTensor& index) {
   const RowNormArguments arguments{.scale = scale,
                                    .shift = shift,
                                    .weight = weight,
                                    .bias = bias,
                                    .eps = eps,
                                    .scale_row = scale_row,
-                                   .shift_row = shift_row};
+                                   .shift_row = shift_row,
+                                   .index = index};
   if (scale || shift)
     return is_layer_norm ? run_row_norm("layer_norm_modulate", layer_norm_modulate, x, arguments).out
                          : run_row_norm("rms_norm_modulate", rms_norm_modulate, x, arguments).out;
@@ -111,25 +137,25 @@ TwoTensors call_layer_norm_modulate_pair(const char* operation, const Tensor& x,
 OwnedTensor call_gated_residual(const char* operation, const Tensor& residual, const Tensor& x,
                                 const OptionalTensor& gate, const OptionalTensor& gate_row,
                                 const OptionalTensor& addend, const OptionalTensor& x_weight,
-                                const std::optional<double>& x_eps, bool tanh_gate) {
+                                const std::optional<double>& x_eps, bool tanh_gate,
+                                const OptionalTensor& index) {
   const RowNormArguments arguments{.residual = residual,
                                    .gate = gate,
                                    .gate_row = gate_row,
                                    .addend = addend,
                                    .x_weight = x_weight,
                                    .x_eps = x_eps,
-                                   .has_tanh_gate = tanh_gate};
+                                   .has_tanh_gate = tanh_gate,
+                                   .index = index};
   return run_row_norm(operation, gated_residual, x, arguments, 0).residual;
 }
 
-TwoTensors call_gated_residual_norm_modulate(const char*, const Tensor& residual, const Tensor& x,
-                                             bool is_layer_norm, const OptionalTensor& gate,
-                                             const OptionalTensor& scale, const OptionalTensor& shift,
-                                             const OptionalTensor& weight, const OptionalTensor& bias,
-                                             double eps, const OptionalTensor& scale_row,
-                                             const OptionalTensor& shift_row, const OptionalTensor& gate_row,
-                                             const OptionalTensor& addend, const OptionalTensor& x_weight,
-                                             const std::optional<double>& x_eps, bool tanh_gate) {
+TwoTensors call_gated_residual_norm_modulate(
+    const char*, const Tensor& residual, const Tensor& x, bool is_layer_norm, const OptionalTensor& gate,
+    const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& weight,
+    const OptionalTensor& bias, double eps, const OptionalTensor& scale_row, const OptionalTensor& shift_row,
+    const OptionalTensor& gate_row, const OptionalTensor& addend, const OptionalTensor& x_weight,
+    const std::optional<double>& x_eps, bool tanh_gate, const OptionalTensor& index) {
   RowNormResults results =
       run_row_norm(is_layer_norm ? "gated_residual_layer_norm_modulate" : "gated_residual_rms_norm_modulate",
                    is_layer_norm ? gated_residual_layer_norm_modulate : gated_residual_rms_norm_modulate, x,
@@ -146,7 +172,8 @@ TwoTensors call_gated_residual_norm_modulate(const char*, const Tensor& residual
                     .addend = addend,
                     .x_weight = x_weight,
                     .x_eps = x_eps,
-                    .has_tanh_gate = tanh_gate});
+                    .has_tanh_gate = tanh_gate,
+                    .index = index});
   return {std::move(results.residual), std::move(results.out)};
 }
 
@@ -172,20 +199,20 @@ ThreeTensors call_gated_residual_layer_norm_modulate_pair(
 // `norm` serves rms_norm, layer_norm, rms_norm_modulate and layer_norm_modulate.
 constexpr Operation kOperations[] = {
     operation<"norm(Tensor x, bool is_layer_norm, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift,"
-              " float eps, Tensor? scale_row=None, Tensor? shift_row=None) -> Tensor",
+              " float eps, Tensor? scale_row=None, Tensor? shift_row=None, Tensor? index=None) -> Tensor",
               call_norm>(),
     operation<"layer_norm_modulate_pair(Tensor x, Tensor? scale, Tensor? shift, Tensor? second_scale,"
               " Tensor? second_shift, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
               call_layer_norm_modulate_pair>(),
     operation<
         "gated_residual(Tensor residual, Tensor x, Tensor? gate, Tensor? gate_row=None, Tensor? addend=None,"
-        " Tensor? x_weight=None, float? x_eps=None, bool tanh_gate=False) -> Tensor",
+        " Tensor? x_weight=None, float? x_eps=None, bool tanh_gate=False, Tensor? index=None) -> Tensor",
         call_gated_residual>(),
     operation<
         "gated_residual_norm_modulate(Tensor residual, Tensor x, bool is_layer_norm, Tensor? gate,"
         " Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps, Tensor? scale_row=None,"
         " Tensor? shift_row=None, Tensor? gate_row=None, Tensor? addend=None, Tensor? x_weight=None,"
-        " float? x_eps=None, bool tanh_gate=False) -> (Tensor, Tensor)",
+        " float? x_eps=None, bool tanh_gate=False, Tensor? index=None) -> (Tensor, Tensor)",
         call_gated_residual_norm_modulate>(),
     operation<"gated_residual_layer_norm_modulate_pair(Tensor residual, Tensor x, Tensor? gate,"
               " Tensor? scale, Tensor? shift, Tensor? second_scale, Tensor? second_shift, Tensor? weight,"

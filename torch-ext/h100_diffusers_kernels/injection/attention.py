@@ -431,6 +431,36 @@ def norm_and_rotate(
     return (query.flatten(2), key.flatten(2)) if per_head else (query, key)
 
 
+def norm_and_rotate_part(
+    call: Call,
+    module: Any,
+    names: tuple[str, str],
+    query: Tensor,
+    key: Tensor,
+    rope: Any,
+    rotate: Callable[[Tensor, Any], Tensor],
+    heads: int,
+) -> tuple[Tensor, Tensor]:
+    """``norm_and_rotate`` per head, by tables (cos, sin), each (S, r), of the first r elements of each head,
+    the two halves of which are pairs."""
+    size, head_dim = rope[0].shape[-1], query.shape[2] // heads
+    if size < head_dim and query.shape == key.shape and may_write():
+        operand = rope_operand(rope, query[..., : heads * size], heads, True)
+        options = _norm_options(call, module, names, query, key, heads, "per_head")
+        if (
+            operand is not None
+            and options is not None
+            and options["norm"] != "none"  # otherwise a layer's own result would be written
+            and not is_differentiated(query, key, *operand, *options.values())
+        ):
+            query, key = functional.qk_norm_rope(query, key, heads=heads, **options)
+            q, k = (x.unflatten(2, (heads, head_dim))[..., :size] for x in (query, key))
+            how: Any = {"heads": heads, "norm": "none", "layout": "half", "inplace": True}
+            functional.qk_norm_rope(q, k, rope=operand, **how)
+            return query, key
+    return norm_and_rotate(call, module, names, query, key, rope, rotate, "per_head", heads, "half")
+
+
 def project_out(module: Any, x: Tensor) -> Tensor:
     """The attention's output projection, and its dropout if it has one."""
     to_out = module._modules.get("to_out")

@@ -18,7 +18,9 @@ from . import (
     krea2,
     ltx,
     ltx2,
+    minimax_h3,
     qwenimage,
+    qwenimage21,
     sd3,
     unets,
     wan,
@@ -39,6 +41,7 @@ logger = logging.getLogger("h100_diffusers_kernels")
 _MODULES: tuple[Any, ...] = (
     *(ltx, ltx2, wan, hunyuan_video, cogvideox),
     *(flux, flux2, flux3, qwenimage, sd3, cosmos, z_image, krea2),
+    *(qwenimage21, minimax_h3),
     unets,
 )
 FAMILIES: tuple[Family, ...] = tuple(family for module in _MODULES for family in module.FAMILIES)

@@ -7,7 +7,7 @@ know the module, the model's expression runs and calls the module.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,21 @@ _RESIDUAL_OPERATIONS: dict[tuple[str, int], Any] = {
 # Parameters of a norm over the last dimension: RMS or LAYER, the weight or the weight and bias, each (D,) or
 # None, and epsilon.
 Norm = tuple[str, tuple[Optional[Tensor], ...], float]
-# A scale, shift or gate: a tensor, or a table's row (D,) and an embedding, for their sum; or None.
+# A scale, shift or gate: a tensor; a table's row (D,) and an embedding, for their sum; rows that tokens
+# choose; or None.
 Modulator = Any
+
+
+class ChosenRows(NamedTuple):
+    """A modulator of which each token takes the row ``indices[token]``.
+
+    Attributes:
+        table: (N, D).
+        indices: int32, (S,) or (B, S), the same object for all modulators of an operation.
+    """
+
+    table: Tensor
+    indices: Tensor
 
 
 def read_norm(
@@ -127,7 +140,22 @@ def _operands(modulators: Sequence[Modulator]) -> Sequence[Optional[Tensor]]:
     return [part for m in modulators for part in (m if type(m) is tuple else (m,))]
 
 
+def _tables(modulators: Sequence[Modulator]) -> tuple[Sequence[Modulator], dict[str, Any]]:
+    """The modulators with the tables of ``ChosenRows``, and the operations' argument ``index``."""
+    chosen = [m for m in modulators if type(m) is ChosenRows]
+    if not chosen:
+        return modulators, {}
+    index = chosen[0].indices
+    if any(
+        m is not None and (type(m) is not ChosenRows or m.indices is not index) for m in modulators
+    ):
+        return [modulator_sum(m) for m in modulators], {}
+    return [None if m is None else m.table for m in modulators], {"index": index}
+
+
 def modulator_sum(modulator: Modulator) -> Any:
+    if type(modulator) is ChosenRows:
+        return modulator.table[modulator.indices]
     return modulator[0] + modulator[1] if type(modulator) is tuple else modulator
 
 
@@ -144,7 +172,8 @@ def norm_modulate(
     empty. If the norm is None, the module ``owner.name`` computes it."""
     # Without an upcast, operands of another dtype would change the result's.
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
-    if norm is None or not alike(x, *norm[1], *_operands(modulation)):
+    tables, index = _tables(modulation)
+    if norm is None or not alike(x, *norm[1], *_operands(tables)):
         n = getattr(owner, name)(x.float() if upcasts else x)
         results = [n] if not modulation else []
         for scale, shift in zip(modulation[::2], modulation[1::2]):
@@ -153,10 +182,21 @@ def norm_modulate(
     kind, affine, eps = norm
     operation = NORM_OPERATIONS.get((kind, len(modulation)))
     if operation is None:  # of several modulations
-        pairs = zip(modulation[::2], modulation[1::2])
-        return tuple([NORM_OPERATIONS[kind, 2](x, *pair, *affine, eps) for pair in pairs])
-    out = operation(x, *modulation, *affine, eps)
+        pairs = zip(tables[::2], tables[1::2])
+        return tuple([NORM_OPERATIONS[kind, 2](x, *pair, *affine, eps, **index) for pair in pairs])
+    out = operation(x, *tables, *affine, eps, **index)
     return (out,) if len(modulation) < 4 else out
+
+
+def chosen_norm_modulate(
+    call: Call, owner: Any, name: str, x: Tensor, scale: Modulator, shift: Modulator
+) -> Tensor:
+    """``norm(x) * (1 + scale) + shift`` by the norm ``owner.name``; the modulators may be ``ChosenRows``."""
+    norm = read_norm(owner._modules.get(name), x.shape[-1])
+    if isinstance(norm, str):
+        call.fall_back(f"{name} {norm}")
+        return norm_modulate(None, owner, name, x, (scale, shift), False)[0]
+    return norm_modulate(norm, owner, name, x, (scale, shift), False)[0]
 
 
 def residual_norm(
@@ -187,10 +227,11 @@ def residual_norm(
         x, parts = _read_branch(call, residual, x, upcasts, **branch)
     if norm is not None and x.shape == residual.shape:
         kind, affine, eps = norm
-        operands = modulation or (None, None)
+        (gate_table, *tables), index = _tables((gate, *modulation))
+        operands = tables or (None, None)
         # One pass for all modulations, or for the first.
         count = len(operands) if (kind, len(operands)) in _RESIDUAL_OPERATIONS else 2
-        modulators = _operands((gate, *modulation))
+        modulators = _operands((gate_table, *tables))
         if (
             same_dtype_and_unit_stride(residual, x)
             and modulators_compatible(residual, *affine, *modulators)
@@ -198,9 +239,10 @@ def residual_norm(
             else same_dtype_and_unit_stride(residual, x, *affine, *modulators)
         ):
             operation, first = _RESIDUAL_OPERATIONS[kind, count], operands[:count]
-            h, *results = operation(residual, x, gate, *first, *affine, eps, **parts)
+            how = {**parts, **index}
+            h, *results = operation(residual, x, gate_table, *first, *affine, eps, **how)
             if count < len(operands):
-                results += norm_modulate(norm, owner, name, h, operands[count:], upcasts)
+                results += norm_modulate(norm, owner, name, h, modulation[count:], upcasts)
             return (h, *results)
     h = _residual(residual, x, gate, upcasts, parts)
     return (h, *norm_modulate(norm, owner, name, h, modulation, upcasts))
@@ -232,12 +274,13 @@ def _residual(
     residual: Tensor, x: Tensor, gate: Modulator, upcasts: bool, parts: dict[str, Any]
 ) -> Tensor:
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
+    (table,), index = _tables((gate,))
     if (
         x.shape == residual.shape
         and same_dtype_and_unit_stride(residual, x)
-        and alike(x, *_operands((gate,)))
+        and alike(x, *_operands((table,)))
     ):
-        return functional.gated_residual(residual, x, gate, **parts)
+        return functional.gated_residual(residual, x, table, **parts, **index)
     if "addend" in parts:
         x = x + parts["addend"]
     if "x_eps" in parts:

@@ -21,7 +21,7 @@ from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU, linear_per_sample
 from .norm_modules import OUTPUT_NORM
-from .norms import clip_to_float16
+from .norms import ChosenRows, clip_to_float16
 from .patch import Call
 
 _QWEN = "diffusers.models.transformers.transformer_qwenimage"
@@ -38,15 +38,20 @@ def _image_prologue(
         return None
 
     def rows_of() -> tuple:
-        rows = modulation.unsqueeze(1).chunk(6, dim=-1)
         if index is None:
-            return rows
-        # Rows (2 * B, 1, D) to (B, S, D), by each token's index (B, S) of 0 or 1.
-        pairs = [row.chunk(2, dim=0) for row in rows]
-        first_is_chosen = index.unsqueeze(-1) == 0
-        return tuple([torch.where(first_is_chosen, first, second) for first, second in pairs])
+            return modulation.unsqueeze(1).chunk(6, dim=-1)
+        # Tables (2 * B, D): of samples for index 0, then for others.
+        chosen = call.shared(f"rows of {len(modulation)}", index, partial(_rows, modulation))
+        return tuple([ChosenRows(table, chosen) for table in modulation.chunk(6, dim=-1)])
 
     return norm_prologue(call, block, "img_norm1", ahead, rows_of)
+
+
+def _rows(modulation: Tensor, index: Tensor) -> Tensor:
+    """The row of each token (B, S), int32."""
+    batch = len(modulation) // 2
+    samples = torch.arange(batch, dtype=torch.int32, device=index.device)[:, None]
+    return torch.where(index == 0, samples, samples + batch)
 
 
 def _text_prologue(
