@@ -39,6 +39,8 @@ from family_z_image import control_inputs, controlnet_of_z_image
 from small_models import SmallModel, converted, fill_zero, mask, normal, to
 
 PACKAGES = ("transformers", "unets", "controlnets")
+# Classes without a forward: UNetMotionModel and UNetControlNetXSModel take their layers.
+WITHOUT = ("MotionAdapter", "ControlNetXSAdapter")
 HALF = torch.tensor([0.5, 0.25])
 STEP = torch.tensor([500.0, 20.0])
 
@@ -102,8 +104,8 @@ def rotation(count, size=64):
 NEW = {}
 
 
-def add(cls, config, inputs, exact=()):
-    NEW[cls] = SmallModel(cls, cls, config, inputs, attends=None, exact=exact)
+def add(cls, config, inputs, **more):
+    NEW[cls] = SmallModel(cls, cls, config, inputs, attends=None, **more)
 
 
 _POSITIONS = ("img_ids", "txt_ids")
@@ -226,6 +228,7 @@ add(
         "image_rotary_emb": torch.polar(torch.ones(2, 2, 32), torch.rand(2, 2, 32)),
         "cross_attention_kwargs": {},
     },
+    empty=("pad_token",),
 )
 add(
     "MiniMaxMusic3RVQDepthDecoder",
@@ -611,6 +614,7 @@ add(
         img_shapes=[(1, 3, 3)] * 2,
         encoder_hidden_states_mask=mask().bool(),
     ),
+    empty=("gate_up_proj", "down_proj"),
 )
 add(
     "OmniGenTransformer2DModel",
@@ -856,7 +860,8 @@ _CHANNELS = {"block_out_channels": (64, 128), "layers_per_block": 1, "norm_num_g
 add(
     "UNet1DModel",
     {"sample_size": 32, "extra_in_channels": 64},
-    lambda: {"sample": normal(2, 2, 32), "timestep": STEP},
+    # The model multiplies the timestep by large frequencies in its dtype.
+    lambda: {"sample": normal(2, 2, 32), "timestep": STEP / 2**20},
 )
 add(
     "UNet2DModel",
@@ -918,7 +923,7 @@ add(
     {
         "time_embedding_dim": 64,
         "groups": 8,
-        "attention_head_dim": 64,
+        "attention_head_dim": 32,
         "layers_per_block": 3,
         "block_out_channels": (64, 128),
         "cross_attention_dim": 64,

@@ -24,6 +24,7 @@ class SmallModel:
     Attributes:
         inputs: the arguments of a forward by name; floating-point tensors have the model's dtype, except
             those of ``exact``, which are always float32.
+        empty: ends of the names of parameters that the class leaves uninitialized.
         attends: the number of attentions that a forward computes on the kernel in 16 bits, if a test needs it.
     """
 
@@ -33,6 +34,7 @@ class SmallModel:
     inputs: Callable[[], dict[str, Any]]
     attends: int | None
     exact: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
 
     def __str__(self):
         return self.name
@@ -44,6 +46,8 @@ class SmallModel:
         for name, parameter in model.named_parameters():
             if "norm" in name and name.endswith("weight") and parameter.dim() == 1:
                 nn.init.uniform_(parameter, 0.5, 1.5)
+            elif name.endswith(self.empty):
+                nn.init.normal_(parameter, std=0.1)
             else:
                 fill_zero(parameter)
         return converted(model, device, dtype)
