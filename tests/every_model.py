@@ -53,9 +53,9 @@ def find_classes():
         for info in pkgutil.iter_modules(package.__path__):
             module = importlib.import_module(f"{package.__name__}.{info.name}")
             for name, cls in vars(module).items():
-                if inspect.isclass(cls) and issubclass(cls, ModelMixin):
-                    if cls.__module__ == module.__name__:
-                        found[name] = cls
+                is_model = inspect.isclass(cls) and issubclass(cls, ModelMixin)
+                if is_model and cls.__module__ == module.__name__:
+                    found[name] = cls
     return found
 
 
@@ -352,7 +352,9 @@ add(
     "AnyFlowTransformer3DModel",
     _WAN,
     lambda: denoising(
-        normal(2, 2, 4, 4, 4), timestep=STEP[:, None].expand(2, 2), r_timestep=STEP[:, None].expand(2, 2) / 2
+        normal(2, 2, 4, 4, 4),
+        timestep=STEP[:, None].expand(2, 2),
+        r_timestep=STEP[:, None].expand(2, 2) / 2,
     ),
 )
 add(
@@ -458,7 +460,13 @@ add(
         "indicator": torch.tensor([[3] * 4 + [2] * 6] * 2),
     },
 )
-_JOY = {**_WIDTH, "in_channels": 4, "text_dim": _TEXT, "num_layers": 2, "rope_dim_list": [16, 24, 24]}
+_JOY = {
+    **_WIDTH,
+    "in_channels": 4,
+    "text_dim": _TEXT,
+    "num_layers": 2,
+    "rope_dim_list": [16, 24, 24],
+}
 add("JoyImageEditTransformer3DModel", _JOY, lambda: denoising(normal(2, 2, 4, 1, 4, 4)))
 add(
     "JoyImageEditPlusTransformer3DModel",
@@ -717,8 +725,8 @@ add(
 
 
 def _camera():
-    """A camera that moves along its axis: of each frame, then of each token. The model computes the latter from
-    the former, but not in bfloat16 on a CPU."""
+    """A camera that moves along its axis: of each frame, then of each token. The model computes the latter
+    from the former, but not in bfloat16 on a CPU."""
     poses = torch.eye(4).repeat(2, 2, 1, 1)
     poses[:, 1, 2, 3] = 0.1
     lens = torch.tensor([8.0, 8, 2, 2]).expand(2, 2, 4)
@@ -929,7 +937,7 @@ add(
         "cross_attention_dim": 64,
         "encoder_hid_dim": _TEXT,
     },
-    lambda: _unet_inputs(image(size=8), encoder_attention_mask=mask().float()),
+    lambda: _unet_inputs(image(size=4), encoder_attention_mask=mask().float()),
 )
 _MOTION = {
     **_IN_OUT,
@@ -1112,6 +1120,7 @@ def _several(cls, net, inexact=(), count=2, **each):
             "controlnet_cond": [condition, to_other(condition)],
             "conditioning_scale": [0.7, 0.4],
             **{name: [value, value] for name, value in each.items()},
+            "return_dict": False,  # otherwise they add the names of results
         }
 
     return OtherModel(make, inputs, inexact or one.inexact)
@@ -1169,7 +1178,11 @@ OTHERS = {
     "HunyuanVideoFramepackTransformer3DModel": OtherModel(
         lambda: framepack_model("cpu"),
         lambda: framepack_inputs("cpu"),
-        (*_HUNYUAN_TEXTS, "image_embeds", *(f"latents_{x}" for x in ("clean", "history_2x", "history_4x"))),
+        (
+            *_HUNYUAN_TEXTS,
+            "image_embeds",
+            *(f"latents_{x}" for x in ("clean", "history_2x", "history_4x")),
+        ),
     ),
     "UNetControlNetXSModel": OtherModel(
         lambda: controlnet_xs("cpu"),

@@ -25,7 +25,7 @@ class SmallModel:
         inputs: the arguments of a forward by name; floating-point tensors have the model's dtype, except
             those of ``exact``, which are always float32.
         empty: ends of the names of parameters that the class leaves uninitialized.
-        attends: the number of attentions that a forward computes on the kernel in 16 bits, if a test needs it.
+        attends: the number of attentions that a forward computes on the kernel in 16 bits, or None.
     """
 
     name: str

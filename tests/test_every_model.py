@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("_one_thread", "_quiet")
 LEVEL = render_support.load().level
 BFLOAT16 = torch.bfloat16
 every_class = pytest.mark.parametrize("name", MODELS)
-# A ratio of errors of a few hundred elements is noise of up to 20%. Samples are added until it is in bounds, so
-# that only a ratio that is really too large fails.
+# A ratio of errors of a few hundred elements has noise of up to 20%. Samples are added until it is in bounds,
+# so that only a ratio that is really too large fails.
 SAMPLES, MOST_SAMPLES = 3, 64
 # float32 has 16 bits of mantissa more than bfloat16, and orders of summation differ.
 OF_BFLOAT16 = 16 * 2**-16

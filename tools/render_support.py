@@ -76,9 +76,9 @@ Written by `tools/render_support.py` from `support.toml`.
 LEVELS_HEAD = """\
 ## Every model of diffusers
 
-The classes of diffusers' transformers, UNets and ControlNets, with the level that the report gives in 16 bits. In
-float32, attention is the model's own. `tests/test_every_model.py` injects a small model of each: the output in both
-dtypes, signatures, ejection, and graph breaks under `torch.compile`.
+The classes of diffusers' transformers, UNets and ControlNets, with the level that the report gives in 16 bits.
+In float32, attention is the model's own. [test_every_model.py](../tests/test_every_model.py) injects a small
+model of each and checks its outputs, signatures, ejection, and graph breaks under `torch.compile`.
 """
 TESTS_HEAD = """\
 # Tests of each feature
