@@ -10,6 +10,7 @@ import torch
 
 from family import make_all_matter, seeded
 from family_cosmos import CHANNELS, TEXT_CHANNELS
+from small_models import BY_NAME, fill_zero
 
 # Models with copies of Wan's block: what theirs take besides, and a forward's arguments of their own.
 COPIES_OF_WAN = {
@@ -74,6 +75,36 @@ CONTROLNETS = {
 }
 
 
+def controlnet_of(name, plain):
+    """A ControlNet of a family's model."""
+    model = CONTROLNETS[name](plain).eval()
+    for parameter in model.parameters():
+        fill_zero(parameter)  # all results are 0 otherwise
+    return model
+
+
+def with_condition(arguments):
+    """Arguments of a ControlNet from those of the model."""
+    return {**arguments, "controlnet_cond": torch.randn_like(arguments["hidden_states"])}
+
+
+def controlnet_xs(device):
+    """The UNet "unet" with a control branch beside it, which takes two layers per block."""
+    unet = BY_NAME["unet"].model(device, layers_per_block=2)
+    torch.manual_seed(2)
+    branch = {"num_attention_heads": [1, 2], "conditioning_embedding_out_channels": (8, 16)}
+    model = diffusers.UNetControlNetXSModel.from_unet(
+        unet, size_ratio=0.5, ctrl_optional_kwargs=branch
+    )
+    for parameter in model.parameters():
+        fill_zero(parameter)  # the branch has no effect otherwise
+    return model.to(device).eval()
+
+
+def controlnet_xs_inputs():
+    return {**BY_NAME["unet"].inputs(), "controlnet_cond": torch.rand(2, 3, 16, 16)}
+
+
 def _resize(x, size, interpolation):
     return torch.nn.functional.interpolate(x, size=tuple(size))
 
@@ -105,8 +136,12 @@ def controlnet_of_cosmos(device, **config):
         **config,
     )
     make_all_matter(model, ("linear_1", "linear_2"), "time_embed")
-    normal = seeded(1, device)
-    return model.to(device).eval(), {
+    return model.to(device).eval(), cosmos_control_inputs(device, seed=1)
+
+
+def cosmos_control_inputs(device, seed=None):
+    normal = seeded(seed, device)
+    return {
         "controls_latents": normal(2, 2 * CHANNELS, 2, 4, 6),
         "latents": normal(2, CHANNELS, 2, 4, 6),
         "timestep": normal(2).sigmoid(),

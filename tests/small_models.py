@@ -12,6 +12,8 @@ import diffusers
 import torch
 from torch import nn
 
+from family import in_dtype
+
 TIME = torch.tensor([500, 20])
 
 
@@ -22,15 +24,17 @@ class SmallModel:
     Attributes:
         inputs: the arguments of a forward by name; floating-point tensors have the model's dtype, except
             those of ``exact``, which are always float32.
-        attends: the number of attentions that a forward computes on the kernel in 16 bits.
+        empty: ends of the names of parameters that the class leaves uninitialized.
+        attends: the number of attentions that a forward computes on the kernel in 16 bits, or None.
     """
 
     name: str
     cls: str
     config: dict[str, Any]
     inputs: Callable[[], dict[str, Any]]
-    attends: int
+    attends: int | None
     exact: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
 
     def __str__(self):
         return self.name
@@ -42,9 +46,11 @@ class SmallModel:
         for name, parameter in model.named_parameters():
             if "norm" in name and name.endswith("weight") and parameter.dim() == 1:
                 nn.init.uniform_(parameter, 0.5, 1.5)
-            elif not parameter.any():
+            elif name.endswith(self.empty):
                 nn.init.normal_(parameter, std=0.1)
-        return model.to(device, dtype).eval()
+            else:
+                fill_zero(parameter)
+        return converted(model, device, dtype)
 
     def arguments(self, device, dtype=torch.float32, seed=1):
         torch.manual_seed(seed)
@@ -52,6 +58,18 @@ class SmallModel:
             name: value if name in self.exact else to(value, device, dtype)
             for name, value in self.inputs().items()
         }
+
+
+def fill_zero(parameter):
+    """Gives it values if it is zero, so that all parameters matter."""
+    if not parameter.any():
+        nn.init.normal_(parameter, std=0.1)
+
+
+def converted(model, device, dtype):
+    """The model in a dtype, except for the parts that diffusers keeps in float32."""
+    kept = {*(type(model)._keep_in_fp32_modules or ())}
+    return in_dtype(model, device, dtype, lambda name: not kept.isdisjoint(name.split(".")))
 
 
 def to(value, device, dtype):

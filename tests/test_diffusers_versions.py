@@ -18,12 +18,16 @@ from families import FAMILIES, KERNEL_HEADS, assert_close, every_family
 from family_relatives import (
     CONTROLNETS,
     COPIES_OF_WAN,
+    controlnet_of,
     controlnet_of_cosmos,
+    controlnet_xs,
+    controlnet_xs_inputs,
     copy_of_wan,
     inputs_of_copy,
+    with_condition,
 )
 from family_z_image import control_inputs, controlnet_of_z_image
-from small_models import BY_NAME, run
+from small_models import BY_NAME, run, to
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -45,12 +49,7 @@ def family_model(name, device, option, dtype=torch.float32, **config):
 
 def controlnet(name, device):
     plain, arguments = family_model(name, device, "two samples")
-    model = CONTROLNETS[name](plain).to(device).eval()
-    for parameter in model.parameters():
-        if not parameter.any():  # all results are 0 otherwise
-            torch.nn.init.normal_(parameter, std=0.1)
-    condition = torch.randn_like(arguments["hidden_states"])
-    return model, {**arguments, "controlnet_cond": condition}
+    return controlnet_of(name, plain).to(device), with_condition(arguments)
 
 
 def wans_copy(name, device):
@@ -79,18 +78,8 @@ def consisid(name, device):
     return model, family_cogvideox.cogvideox_inputs(device)
 
 
-def controlnet_xs(name, device):
-    """The UNet "unet" with a control branch beside it, which takes two layers per block."""
-    unet = BY_NAME["unet"].model(device, layers_per_block=2)
-    arguments = BY_NAME["unet"].arguments(device)
-    torch.manual_seed(2)
-    options = {"size_ratio": 0.5, "ctrl_optional_kwargs": {"num_attention_heads": [1, 2]}}
-    model = diffusers.UNetControlNetXSModel.from_unet(unet, **options).to(device).eval()
-    for parameter in model.parameters():
-        if not parameter.any():  # the branch has no effect otherwise
-            torch.nn.init.normal_(parameter, std=0.1)
-    condition = torch.rand(2, 3, 64, 64, device=device)
-    return model, {**arguments, "controlnet_cond": condition}
+def xs(name, device):
+    return controlnet_xs(device), to(controlnet_xs_inputs(), device, torch.float32)
 
 
 def small_model(name, device, dtype=torch.float32, **config):
@@ -115,7 +104,7 @@ MODELS = [
     *((relative, name) for name in RELATIVES if hasattr(diffusers, name)),
     *((without_a_family, name) for name in ("unet", "controlnet")),
     (consisid, "ConsisIDTransformer3DModel"),
-    (controlnet_xs, "UNetControlNetXSModel"),
+    (xs, "UNetControlNetXSModel"),
     *((z_image_controlnet, n) for n in ("ZImageControlNetModel",) if hasattr(diffusers, n)),
 ]
 

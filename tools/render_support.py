@@ -55,6 +55,13 @@ FAMILIES = {
 }
 SUBJECTS = (*COLUMNS, *FAMILIES)
 UNTRIED = {"not tried", "not built"}
+# How much of a model runs on the kernels, as reports say, and what that means on the page.
+LEVELS = {
+    "in full": "Its blocks are known as a whole.",
+    "in part": "Its norms, activations and attentions run on the kernels, one by one.",
+    "not at all": "It has no part that there is a kernel for. With `cuda_graphs=True`: only in CUDA graphs.",
+    "no forward": "Other models take its layers.",
+}
 
 HEAD = """\
 # What works with what
@@ -64,7 +71,16 @@ other models of diffusers, which it replaces in part ([list](injection.md)). An 
 feature does not apply or was not tried there. A word after a family's name holds for that family, a word
 before it for all others. The tests of each feature are in [support_tests.md](support_tests.md).
 
+[Every model of diffusers](#every-model-of-diffusers) lists the classes by level.
+
 Written by `tools/render_support.py` from `support.toml`.
+"""
+LEVELS_HEAD = """\
+## Every model of diffusers
+
+The classes of diffusers' transformers, UNets and ControlNets, with the level that the report gives in 16 bits.
+In float32, attention is the model's own. [test_every_model.py](../tests/test_every_model.py) injects a small
+model of each and checks its outputs, signatures, ejection, and graph breaks under `torch.compile`.
 """
 TESTS_HEAD = """\
 # Tests of each feature
@@ -93,11 +109,16 @@ class Feature:
 
 @dataclass(frozen=True)
 class Table:
-    """The whole of docs/support.toml."""
+    """The whole of docs/support.toml.
+
+    Attributes:
+        level: how much of each class of diffusers runs on the kernels, by its name.
+    """
 
     behaviours: dict[str, str]
     sections: dict[str, str]
     features: tuple[Feature, ...]
+    level: dict[str, str]
 
     def behaviour(self, name: str, family: str) -> str:
         """The behaviour of an injected model of a family with a feature, given by its id or its text."""
@@ -116,7 +137,16 @@ def load(path: Path = SOURCE) -> Table:
     for (section, name), count in names.items():
         if count > 1:
             raise click.ClickException(f"{path.name}: {section} has {count} features {name!r}.")
-    return Table(data["behaviours"], data["sections"], features)
+    return Table(data["behaviours"], data["sections"], features, _levels(data["levels"]))
+
+
+def _levels(data: dict[str, list[str]]) -> dict[str, str]:
+    if data.keys() != LEVELS.keys():
+        raise click.ClickException(f"support.toml: levels must be {', '.join(LEVELS)}.")
+    level = {name: level for level, names in data.items() for name in names}
+    if len(level) != sum(map(len, data.values())):
+        raise click.ClickException("support.toml: a class has two levels.")
+    return level
 
 
 def _feature(fields: dict, data: dict) -> Feature:
@@ -166,6 +196,15 @@ def _table(features: list[Feature]) -> str:
     )
 
 
+def _level_table(levels: dict[str, str]) -> str:
+    """A row for each level with the classes that have it."""
+    lines = ["| level | what it means | classes |", "| --- | --- | --- |"]
+    for level, meaning in LEVELS.items():
+        names = ", ".join(f"`{name}`" for name in sorted(levels) if levels[name] == level)
+        lines.append(f"| {level} | {meaning} | {names} |")
+    return "\n".join(lines)
+
+
 def _links(tests: tuple[str, ...]) -> str:
     """The tests by file, without their cases. A file without names stands for all of its tests."""
     files: dict[str, dict[str, None]] = {}
@@ -188,6 +227,7 @@ def render(table: Table) -> dict[Path, str]:
         page += [f"## {title}", _table(features)]
         lines = [f"- {f.feature}: {_links(f.tests)}" for f in features if f.tests]
         tests += [f"## {title}", "\n".join(lines)]
+    page += [LEVELS_HEAD, _level_table(table.level)]
     return {
         path: "\n\n".join(part.strip("\n") for part in parts) + "\n"
         for path, parts in ((PAGE, page), (TESTS_PAGE, tests))
