@@ -458,6 +458,25 @@ def _group_norm_fake(x, *_):
     return x.new_empty(x.shape)
 
 
+def channel_rms_norm(
+    x: Tensor,
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    scale: Optional[Tensor] = None,
+    shift: Optional[Tensor] = None,
+    activation: str = "none",
+) -> Tensor:
+    """A stand-in in plain PyTorch for the operation of this name."""
+    shape = (-1, x.shape[1], *[1] * (x.dim() - 2))
+    n = x.float() * torch.rsqrt(x.float().square().mean(1, keepdim=True) + eps)
+    n = n if weight is None else n * weight.float().view(shape)
+    n = n if bias is None else n + bias.float().view(shape)
+    n = n if scale is None else n * (1 + scale.float().reshape(shape))
+    n = n if shift is None else n + shift.float().reshape(shape)
+    return (torch.nn.functional.silu(n) if activation == "silu" else n).to(x.dtype)
+
+
 # --------------------------------------------------------------------------------------------------
 # Query and key: norm and rotary embedding
 
