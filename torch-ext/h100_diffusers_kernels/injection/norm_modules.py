@@ -125,6 +125,36 @@ def apply_group_norm(
     return functional.group_norm(x, groups, weight, bias, module.eps, channel_bias, activation)
 
 
+def apply_channel_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str = "none",
+    *rows: Tensor,
+) -> Tensor | str | None:
+    """An RMS norm over the channels of x (B, C, ...), then an activation.
+
+    ``rows``: a scale and a shift (B, C, ...) with one value per channel, or nothing.
+
+    Returns:
+        As ``apply_group_norm``.
+    """
+    shape = x.shape[:2]
+    if is_differentiated(x, weight, bias, *rows):
+        return None
+    if not 3 <= x.dim() <= 5:
+        return f"it was given a tensor of {x.dim()} dimensions"
+    if any(row.shape[:2] != shape or row.numel() != shape.numel() for row in rows):
+        return "the kernel does not support its modulation's shape"
+    if not has_memory_format(x, gaps=1):
+        x = x.contiguous()
+    scale, shift = [row.reshape(shape) for row in rows] or (None, None)
+    if not group_norm_takes(x, weight, bias, scale, shift, gaps=1):
+        return why_not_taken(x, weight, bias, scale, shift)
+    return functional.channel_rms_norm(x, weight, bias, eps, scale, shift, activation)
+
+
 def _group_norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Tensor:
     out: Any = None
     if type(self) is not nn.GroupNorm:  # parametrized, for example
