@@ -8,6 +8,7 @@ from typing import Any
 
 import allegro
 import auraflow
+import chroma
 import click
 import cogvideox
 import cosmos
@@ -20,6 +21,8 @@ import krea2
 import ltx
 import ltx2
 import ltx2_distilled
+import lumina2
+import mochi
 import models
 import qwenimage
 import sd3
@@ -33,6 +36,7 @@ import z_image
 PUBLISHED = (
     *(ltx, flux, flux2, sd3, qwenimage, wan, wan_small, cosmos, auraflow, allegro),
     *(hunyuan_video, hunyuan_video15, ltx2, ltx2_distilled, z_image, flux3, krea2),
+    *(chroma, lumina2, mochi),
     *(cogvideox, sdxl, sdxl_channels_last),
 )
 MODELS = {published.__name__: published for published in PUBLISHED}

@@ -41,6 +41,7 @@ FAMILIES = {
     "flux": "FLUX.1",
     "flux2": "FLUX.2",
     "flux3": "FLUX.3",
+    "chroma": "Chroma",
     "qwenimage": "Qwen-Image",
     "sd3": "SD3",
     "wan": "Wan",
@@ -48,7 +49,9 @@ FAMILIES = {
     "hunyuan_video": "HunyuanVideo",
     "hunyuan_video15": "HunyuanVideo 1.5",
     "cogvideox": "CogVideoX",
+    "mochi": "Mochi",
     "krea2": "Krea 2",
+    "lumina2": "Lumina 2",
     "z_image": "Z-Image",
 }
 SUBJECTS = (*COLUMNS, *FAMILIES)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from . import (
+    chroma,
     cogvideox,
     cosmos,
     flux,
@@ -18,6 +19,8 @@ from . import (
     krea2,
     ltx,
     ltx2,
+    lumina2,
+    mochi,
     qwenimage,
     sd3,
     unets,
@@ -37,8 +40,8 @@ from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 logger = logging.getLogger("h100_diffusers_kernels")
 
 _MODULES: tuple[Any, ...] = (
-    *(ltx, ltx2, wan, hunyuan_video, cogvideox),
-    *(flux, flux2, flux3, qwenimage, sd3, cosmos, z_image, krea2),
+    *(ltx, ltx2, wan, hunyuan_video, cogvideox, mochi),
+    *(flux, flux2, flux3, chroma, qwenimage, sd3, cosmos, z_image, lumina2, krea2),
     unets,
 )
 FAMILIES: tuple[Family, ...] = tuple(family for module in _MODULES for family in module.FAMILIES)
