@@ -226,9 +226,9 @@ def attend(
     ``mask`` is the module's argument. ``expand_mask`` converts it as the processor does, if the processor
     repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_lengths`` (B,) or ``key_bias`` (B, Sk) is an
     equivalent of the mask, if the caller has one. It may hold for some queries only: ``is_unbiased``,
-    (B, S, 1) of the first ones, tells which have no mask. Key and value may have fewer heads, which the processor
-    repeats. The result may be written to ``out``. ``options`` are the processor's other arguments to the
-    dispatch.
+    (B, S, 1) of the first ones, tells which have no mask. Key and value may have fewer heads, which the
+    processor repeats. The result may be written to ``out``. ``options`` are the processor's other arguments
+    to the dispatch.
     """
     spec: Any = call.stand_in.spec
     processor = module.processor
