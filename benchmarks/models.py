@@ -194,7 +194,10 @@ def _projections(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, int, bo
     """
     for attention in model.modules():
         norm = getattr(attention, "norm_q", None)
-        if hasattr(attention, "to_q") and getattr(norm, "weight", None) is None:
+        is_one = hasattr(attention, "to_q") and hasattr(
+            attention, "heads"
+        )  # no pooling of the text
+        if is_one and getattr(norm, "weight", None) is None:
             for name in QUERY_AND_KEY_PROJECTIONS:
                 linear = getattr(attention, name, None)
                 for weight in linear.parameters() if linear is not None else ():

@@ -8,6 +8,7 @@ from typing import Any
 
 import allegro
 import auraflow
+import chroma
 import click
 import cogvideox
 import cosmos
@@ -20,7 +21,9 @@ import krea2
 import ltx
 import ltx2
 import ltx2_distilled
+import lumina2
 import minimax_h3
+import mochi
 import models
 import qwenimage
 import qwenimage21
@@ -35,6 +38,7 @@ import z_image
 PUBLISHED = (
     *(ltx, flux, flux2, sd3, qwenimage, wan, wan_small, cosmos, auraflow, allegro),
     *(hunyuan_video, hunyuan_video15, ltx2, ltx2_distilled, z_image, flux3, krea2),
+    *(chroma, lumina2, mochi),
     *(cogvideox, sdxl, sdxl_channels_last),
     *(qwenimage21, minimax_h3),
 )

@@ -297,6 +297,32 @@ MODELS = {
         },
         text={"prompt_embeds": (512, "joint_attention_dim")},
     ),
+    "chroma": Model(
+        hub_id="lodestones/Chroma1-HD",
+        pipeline="ChromaPipeline",
+        size=(40, 1024, 1024),
+        call={"guidance_scale": 3.0, "negative_prompt": ""},
+        parts={
+            "transformer": ("ChromaTransformer2DModel", {"num_layers": 5, "num_single_layers": 10}),
+            "vae": FLUX_VAE,
+            "scheduler": FLOW,
+        },
+        text={"prompt_embeds": (512, "joint_attention_dim"), "prompt_attention_mask": (512,)},
+        small={"approximator_hidden_dim": 64, "approximator_layers": 1},
+    ),
+    "lumina2": Model(
+        hub_id="Alpha-VLLM/Lumina-Image-2.0",
+        pipeline="Lumina2Pipeline",
+        size=(30, 1024, 1024),
+        call={"guidance_scale": 4.0, "negative_prompt": ""},
+        parts={
+            "transformer": ("Lumina2Transformer2DModel", {"num_layers": 8, "cap_feat_dim": 2304}),
+            "vae": FLUX_VAE,
+            "scheduler": (FLOW[0], {"shift": 6.0}),
+        },
+        text={"prompt_embeds": (256, "cap_feat_dim"), "prompt_attention_mask": (256,)},
+        small={"hidden_size": 2 * 96, "num_kv_heads": 1, "cap_feat_dim": 64},
+    ),
     "z-image": Model(
         hub_id="Tongyi-MAI/Z-Image-Turbo",
         pipeline="ZImagePipeline",

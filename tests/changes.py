@@ -178,10 +178,11 @@ class ForeignBlock(Wrap):
         parameters = list(inspect.signature(type(self.wrapped).forward).parameters)
         given = {**dict(zip(parameters[1:], args, strict=False)), **kwargs}
         for name in ("image_rotary_emb", "rotary_emb"):
-            if name in given:
-                rope = given[name]
-                is_complex = isinstance(rope, torch.Tensor)
-                given[name] = rope * 0.5 if is_complex else (rope[0] * 0.5, rope[1])
+            if isinstance(given.get(name), torch.Tensor):
+                given[name] = given[name] * 0.5
+            elif name in given:
+                first, second = given[name]
+                given[name] = (first * 0.5, second)
         return self.wrapped(**given)
 
 

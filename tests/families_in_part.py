@@ -9,7 +9,7 @@ from torch import nn
 from families import FAMILIES, Family
 from small_models import BY_NAME
 
-IN_PART = ("pixart", "unet", "auraflow", "lumina2", "chroma")
+IN_PART = ("pixart", "unet", "auraflow", "cogview4")
 
 
 class Families(collections.abc.Mapping):

@@ -375,7 +375,7 @@ REPLACEMENTS = {part: ways for parts, ways in MAY_BE_REPLACED.items() for part i
 
 def is_adaptive_norm(module):
     """A modulated norm, which returns more than a norm."""
-    return any(name in type(module).__name__ for name in ("AdaLayerNorm", "LayerNormZero"))
+    return any(name in type(module).__name__ for name in ("AdaLayerNorm", "NormZero"))
 
 
 def draw_replacement(rng, twins):

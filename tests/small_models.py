@@ -165,12 +165,6 @@ def _unet_inputs(**more):
     }
 
 
-def _flux_ids(count=9, text=5):
-    ids = torch.zeros(count, 3)
-    ids[:, 1] = torch.arange(count)
-    return {"img_ids": ids, "txt_ids": torch.zeros(text, 3)}
-
-
 MODELS = [
     SmallModel(
         "auraflow",
@@ -243,42 +237,6 @@ MODELS = [
         },
         lambda: _denoising(image()),
         attends=2,
-    ),
-    SmallModel(
-        "lumina2",
-        "Lumina2Transformer2DModel",
-        {
-            "sample_size": 8,
-            "in_channels": 4,
-            "hidden_size": 128,
-            "num_layers": 2,
-            "num_refiner_layers": 1,
-            "num_attention_heads": 2,
-            "num_kv_heads": 1,
-            "multiple_of": 16,
-            "axes_dim_rope": (16, 24, 24),
-            "axes_lens": (64, 16, 16),
-            "cap_feat_dim": 24,
-        },
-        lambda: _denoising(
-            image(), timestep=torch.tensor([0.5, 0.2]), encoder_attention_mask=mask().bool()
-        ),
-        attends=4,
-    ),
-    SmallModel(
-        "mochi",
-        "MochiTransformer3DModel",
-        {
-            **_HEADS,
-            "num_layers": 2,
-            "pooled_projection_dim": 16,
-            "in_channels": 4,
-            "text_embed_dim": 24,
-            "time_embed_dim": 16,
-            "max_sequence_length": 6,
-        },
-        lambda: _denoising(video(), encoder_attention_mask=mask().bool()),
-        attends=4,
     ),
     SmallModel(
         "unet",
@@ -364,29 +322,6 @@ MODELS = [
         },
         lambda: _denoising(video()),
         attends=2,
-    ),
-    SmallModel(
-        "chroma",
-        "ChromaTransformer2DModel",
-        {
-            **_HEADS,
-            "in_channels": 8,
-            "num_layers": 1,
-            "num_single_layers": 1,
-            "joint_attention_dim": 24,
-            "axes_dims_rope": (16, 24, 24),
-            "approximator_num_channels": 8,
-            "approximator_hidden_dim": 16,
-            "approximator_layers": 1,
-        },
-        lambda: _denoising(
-            normal(2, 9, 8),
-            encoder_hidden_states=normal(2, 5, 24),
-            timestep=torch.tensor([0.5, 0.25]),
-            **_flux_ids(),
-        ),
-        attends=2,
-        exact=("img_ids", "txt_ids"),
     ),
     SmallModel(
         "stable_audio",

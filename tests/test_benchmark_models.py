@@ -22,6 +22,7 @@ import allegro
 import auraflow
 import bench_host_forward
 import bench_models
+import chroma
 import cogvideox
 import cosmos
 import flux
@@ -33,7 +34,9 @@ import krea2
 import ltx
 import ltx2
 import ltx2_distilled
+import lumina2
 import minimax_h3
+import mochi
 import models
 import options
 import qwenimage
@@ -79,6 +82,9 @@ WHOLE = {
     z_image: (6.15, {"n_layers": 30}, (30, 128), (4096,)),
     flux3: (5.5, {"num_layers": 5, "num_single_layers": 28}, (24, 128), (4096,)),
     krea2: (12.8, {"num_layers": 28}, (48, 128), (4096,)),
+    chroma: (8.9, {"num_layers": 19, "num_single_layers": 38}, (24, 128), (4096,)),
+    lumina2: (2.61, {"num_layers": 26}, (24, 96), (4096,)),
+    mochi: (10.0, {"num_layers": 48}, (24, 128), (23850,)),
     qwenimage21: (7.12, {"num_layers": 32}, (32, 128), (4096,)),
     minimax_h3: (33.1, {"num_layers": 50}, (56, 128), (14430,)),
     cogvideox: (5.57, {"num_layers": 42}, (48, 64), (17550,)),
@@ -99,6 +105,9 @@ def test_published_size(published):
         assert len(attentions) == 140 and of_kinds == {(10, 64), (20, 64)}
     elif published is z_image:
         assert (whole.config.n_heads, whole.config.dim // whole.config.n_heads) == heads
+    elif published is lumina2:
+        count = whole.config.num_attention_heads
+        assert (count, whole.config.hidden_size // count) == heads
     else:
         assert (whole.config.num_attention_heads, whole.config.attention_head_dim) == heads
     assert tuple(size.tokens for size in published.SIZES)[: len(tokens)] == tokens
@@ -156,6 +165,9 @@ SCORES = {
     z_image: (IMAGE, 4, 0.1),
     flux3: (IMAGE, 6, 0.1),
     krea2: (IMAGE, 4, 0.1),
+    chroma: (IMAGE, 4, 0.35),
+    lumina2: (IMAGE, 4, 0.1),
+    mochi: (mochi.Size(12, 192, 192), 4, 0.15),
     qwenimage21: (IMAGE, 2, 0.1),
     minimax_h3: (minimax_h3.VideoSize(22, 256, 256), 3, 0.2),
     cogvideox: (VIDEO, 2, 0.1),
@@ -306,6 +318,9 @@ PIPELINES = {
     ltx2: ("LTX2Pipeline", EULER, LTX2_CALL),
     ltx2_distilled: ("LTX2Pipeline", EULER, {**LTX2_CALL, **NO_GUIDANCE}),
     z_image: ("ZImagePipeline", EULER, {"guidance_scale": 0.0}),
+    chroma: ("ChromaPipeline", EULER, {"guidance_scale": 1.0}),
+    lumina2: ("Lumina2Pipeline", FlowMatchEulerDiscreteScheduler, {"guidance_scale": 1.0}),
+    mochi: ("MochiPipeline", FlowMatchEulerDiscreteScheduler, {}),
 }
 
 
@@ -354,10 +369,17 @@ def passed_by_pipeline(published, transformer, benchmark):
     if published is hunyuan_video15:
         given["prompt_embeds_2"] = benchmark["encoder_hidden_states_2"]
         given["prompt_embeds_mask_2"] = benchmark["encoder_attention_mask_2"]
+    if published is chroma:
+        mask = benchmark["attention_mask"]
+        given["prompt_attention_mask"] = mask[:, : text.shape[1]]
+    if published in (lumina2, mochi):
+        mask = benchmark["encoder_attention_mask"]
+        given["prompt_attention_mask"] = mask[-1:]
+        given["negative_prompt_attention_mask"] = mask[:1]
     if published in (ltx2, ltx2_distilled):
         for name in ("prompt_attention_mask", "negative_prompt_attention_mask"):
             given[name] = benchmark["encoder_attention_mask"][:1]
-    if published in (sd3, sdxl, wan, cogvideox, ltx2):
+    if published in (sd3, sdxl, wan, cogvideox, ltx2, mochi):
         given["negative_prompt_embeds"] = text[:1]
         if pooled is not None:
             given["negative_pooled_prompt_embeds"] = pooled[:1]

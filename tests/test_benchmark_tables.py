@@ -389,10 +389,10 @@ def test_targets_of_the_models():
     assert verdicts["injected over torch.compile", sd3_name] == "missed by 7.1%"
     assert verdicts["injected over eager, no family", f"AuraFlow {size}"] == "met"
     rest, over_compiled, distance, shares = rows[-4:]
-    assert rest.of == f"1 of 19; the most: {sd3_name}; 17 not measured" and rest.measured == 0.25
+    assert rest.of == f"1 of 22; the most: {sd3_name}; 20 not measured" and rest.measured == 0.25
     assert over_compiled.measured == 1.25 and distance.measured == 1.1
-    assert distance.of.startswith("1 of 21;") and distance.verdict == "missed by 4.8%"
-    assert shares.measured == 0.7 and shares.of.startswith("1 of 19; the most: Stable Diffusion")
+    assert distance.of.startswith("1 of 24;") and distance.verdict == "missed by 4.8%"
+    assert shares.measured == 0.7 and shares.of.startswith("1 of 22; the most: Stable Diffusion")
 
 
 def keep_model(folder, name, result, commit="aaaaaaa", minute=0, device="NVIDIA H200"):
@@ -715,7 +715,7 @@ def test_targets_of_graphs():
     assert (xl_eager.measured, xl_eager.verdict) == (1.875, "missed by 14.8%")
     assert (xl_reduced.measured, xl_reduced.verdict) == (1.25, "met")
     assert {row.verdict for row in (xl_compiled, *last)} == {"not measured"}
-    assert busy.of.startswith("1 of 22; the most: Stable Diffusion XL 1024×1024; 19 not measured")
+    assert busy.of.startswith("1 of 25; the most: Stable Diffusion XL 1024×1024; 22 not measured")
     assert busy.measured == pytest.approx(32 / 29) and capture.verdict == "met where measured"
 
 

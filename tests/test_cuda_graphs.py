@@ -30,10 +30,9 @@ from random_sequences import Twins
 pytestmark = pytest.mark.usefixtures("_one_thread")
 LTX, FLUX = FAMILIES["ltx"], FAMILIES["flux"]
 FIRST = "the first call of its kind"
-# Partially injected models whose own code selects tokens by a mask.
-UNCAPTURED = ("mochi",)
-# Models that make tables on the CPU in each forward, get tensors there, or read the number of tokens.
-UNCAPTURED_ON_CUDA = ("lumina2", "cogview4", "easyanimate", "chroma", "stable_audio")
+# Partially injected models that make tables on the CPU in each forward, get tensors there, or read the number
+# of tokens.
+UNCAPTURED_ON_CUDA = ("cogview4", "easyanimate", "stable_audio")
 CAPTURED = [family for family in FAMILIES.values() if family.name not in WAITING]
 every_captured = pytest.mark.parametrize("family", CAPTURED, ids=str)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -84,6 +83,8 @@ def test_every_variant_of_inputs(graphs, device, family):  # noqa: F811
 def test_models_that_wait_for_the_gpu_are_not_captured(graphs, device, name):  # noqa: F811
     if name not in FAMILIES:
         pytest.skip("this diffusers lacks the model")
+    if name == "lumina2" and device == "cpu":
+        pytest.skip("an emulated graph does not notice `tolist`")
     pair = Pair(graphs, FAMILIES[name], device)
     for _ in range(3):
         pair.call()
@@ -164,7 +165,7 @@ def test_models_in_part(graphs, device, small):  # noqa: F811
                 else:  # with an emulated graph convolutions have other memory, and sum in another order
                     torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
     (calls,) = report.cuda_graphs
-    if small.name in UNCAPTURED or (device == "cuda" and small.name in UNCAPTURED_ON_CUDA):
+    if device == "cuda" and small.name in UNCAPTURED_ON_CUDA:
         assert calls.captured == 0
         assert calls.uncaptured.keys() - {FIRST}
     else:

@@ -368,7 +368,7 @@ def side_step(pipe, entry):
     """Sides are multiples of it: pixels of a latent times latents of a token."""
     names = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
     (scale,) = (getattr(pipe, name) for name in names if hasattr(pipe, name))
-    if entry.pipeline in ("FluxPipeline", "Flux2Pipeline"):
+    if entry.pipeline in ("FluxPipeline", "Flux2Pipeline", "ChromaPipeline"):
         return 2 * scale  # the pipeline makes patches itself
     # A UNet halves the latents; Z-Image's patches have more than one size.
     patch = getattr(pipe, entry.denoiser).config.get("patch_size", 2)

@@ -39,9 +39,7 @@ from small_models import BY_NAME, MODELS, run
 
 pytestmark = [pytest.mark.usefixtures("_one_thread", "_default_backend")]
 
-PRX, UNET, COGVIEW, CHROMA, PIXART = (
-    BY_NAME[name] for name in ("prx", "unet", "cogview4", "chroma", "pixart")
-)
+PRX, UNET, COGVIEW, PIXART = (BY_NAME[name] for name in ("prx", "unet", "cogview4", "pixart"))
 some_models = pytest.mark.parametrize("small", [PRX, UNET], ids=str)
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 # Of modules with more than one.
@@ -510,13 +508,14 @@ def test_compiled(kernel, device, small):
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_blocks(kernel, device):
     """Modules of a class are compiled once."""
-    model, plain, _, arguments = pair(CHROMA, kernel, device)
+    model, plain, _, arguments = pair(COGVIEW, kernel, device)
     counters = [CompileCounterWithBackend("eager") for _ in range(2)]
     for candidate, counter in zip((model, plain), counters, strict=True):
+        candidate._repeated_blocks = ["CogView4TransformerBlock"]  # diffusers names none
         candidate.compile_repeated_blocks(fullgraph=True, backend=counter)
     assert_alike(model, plain, arguments)
     assert counters[0].frame_count == counters[1].frame_count
-    assert operations(counters[0]).count("attention") >= 2
+    assert operations(counters[0]).count("attention") >= 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -571,8 +570,8 @@ def test_gradients(kernel, device, small, checkpointing):
 
 
 def test_strict(kernel, device, monkeypatch):
-    model, _, _, arguments = pair(CHROMA, kernel, device)
-    arguments["attention_mask"] = torch.ones(2, 14, device=device)  # becomes one of each query
+    model, _, _, arguments = pair(PIXART, kernel, device)
+    arguments["attention_mask"] = torch.randn(2, 16, 16, dtype=BFLOAT16, device=device)
     monkeypatch.setenv("H100_DIFFUSERS_KERNELS_STRICT", "1")
     with pytest.raises(RuntimeError, match="its mask differs between queries or heads"):
         run(model, arguments)

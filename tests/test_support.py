@@ -225,11 +225,13 @@ CONFIGS = {("fused projections", "sd3"): {"dual_attention_layers": ()}}
 # CogVideoX computes a feed-forward with hooks for both streams at once.
 FEWER_CALLS = {("pruned", "cogvideox"): {"gelu": 1}}
 
-# With int8 activations, inputs that differ by 1e-6 change the plain Krea 2 by 1e-2 and Z-Image by 2e-2.
+# With int8 activations, inputs that differ by 1e-6 change the plain Krea 2 by 1e-2, Lumina 2 and Z-Image by
+# 2e-2.
 FEW_BITS = {
     "layerwise casting": 1e-2,
     "int8 activations": 1e-2,
     ("int8 activations", "krea2"): 2e-2,
+    ("int8 activations", "lumina2"): 3e-2,
     ("int8 activations", "z_image"): 3e-2,
 }
 # Attention has no kernel for float32. These heads have none either, so that it counts as left alone although

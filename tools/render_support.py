@@ -41,6 +41,7 @@ FAMILIES = {
     "flux": "FLUX.1",
     "flux2": "FLUX.2",
     "flux3": "FLUX.3",
+    "chroma": "Chroma",
     "qwenimage": "Qwen-Image",
     "sd3": "SD3",
     "wan": "Wan",
@@ -48,7 +49,9 @@ FAMILIES = {
     "hunyuan_video": "HunyuanVideo",
     "hunyuan_video15": "HunyuanVideo 1.5",
     "cogvideox": "CogVideoX",
+    "mochi": "Mochi",
     "krea2": "Krea 2",
+    "lumina2": "Lumina 2",
     "z_image": "Z-Image",
     "qwenimage21": "Qwen-Image 2.1",
     "minimax_h3": "MiniMax-H3",
@@ -78,7 +81,7 @@ Written by `tools/render_support.py` from `support.toml`.
 LEVELS_HEAD = """\
 ## Every model of diffusers
 
-The classes of diffusers' transformers, UNets and ControlNets, with the level that the report gives in 16 bits.
+The classes of diffusers' transformers, UNets and ControlNets, with the report's level in 16 bits.
 In float32, attention is the model's own. [test_every_model.py](../tests/test_every_model.py) injects a small
 model of each and checks its outputs, signatures, ejection, and graph breaks under `torch.compile`.
 """

@@ -213,6 +213,8 @@ def attend(
     *,
     heads: int,
     key_lengths: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    is_unbiased: Tensor | None = None,
     gate: Tensor | None = None,
     addend: Tensor | None = None,
     out: Tensor | None = None,
@@ -222,28 +224,33 @@ def attend(
     query's shape.
 
     ``mask`` is the module's argument. ``expand_mask`` converts it as the processor does, if the processor
-    repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_lengths`` (B,) is an equivalent of the mask, if the
-    caller has one. Key and value may have fewer heads, which the processor repeats. The result may be written
-    to ``out``. ``options`` are the processor's other arguments to the dispatch.
+    repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_lengths`` (B,) or ``key_bias`` (B, Sk) is an
+    equivalent of the mask, if the caller has one. It may hold for some queries only: ``is_unbiased``,
+    (B, S, 1) of the first ones, tells which have no mask. Key and value may have fewer heads, which the
+    processor repeats. The result may be written to ``out``. ``options`` are the processor's other arguments
+    to the dispatch.
     """
     spec: Any = call.stand_in.spec
     processor = module.processor
     is_free = is_native(processor, _dispatches(spec))
     if is_free and _may_attend(call, query.shape[2] // heads):
         if attention_takes(query, key, value, heads):
-            key_bias = None
-            if mask is not None and key_lengths is None:
+            if mask is not None and key_lengths is None and key_bias is None:
                 key_bias = _key_bias(call, mask, key, expand_mask is not None)
             if mask is None or key_bias is not None or key_lengths is not None:
                 how: Any = {"key_bias": key_bias, "key_lengths": key_lengths}
                 how.update(heads=heads, out=out)
-                if (
+                if is_unbiased is not None:
+                    result = functional.attention(query, key, value, **how)
+                    result = _unbiased_first(result, query, key, value, is_unbiased, heads)
+                elif (
                     same_dtype_and_unit_stride(query, addend)
                     and modulators_compatible(query, gate)
                     and not is_differentiated(gate, addend)
                 ):
                     return functional.attention(query, key, value, gate=gate, addend=addend, **how)
-                result = functional.attention(query, key, value, **how)
+                else:
+                    result = functional.attention(query, key, value, **how)
                 return _gate_and_add(result, gate, addend, heads)
             call.fall_back(f"{OWN_ATTENTION}: its mask differs between queries or heads")
         elif is_differentiated(query, key, value):
@@ -274,6 +281,17 @@ def attend(
         sdpa = torch.nn.functional.scaled_dot_product_attention
         result = sdpa(query, key, value, attn_mask=mask, **options).transpose(1, 2)
     return _gate_and_add(result.flatten(2, 3).to(dtype), gate, addend, heads)
+
+
+def _unbiased_first(
+    result: Tensor, query: Tensor, key: Tensor, value: Tensor, is_unbiased: Tensor, heads: int
+) -> Tensor:
+    """Attention's result with a key bias, in which the first queries that are unbiased get theirs without."""
+    count = is_unbiased.shape[1]
+    first = result[:, :count]
+    without = functional.attention(query[:, :count], key, value, heads=heads)
+    first.copy_(torch.where(is_unbiased, without, first))
+    return result
 
 
 def _gate_and_add(x: Tensor, gate: Tensor | None, addend: Tensor | None, heads: int) -> Tensor:
@@ -625,10 +643,13 @@ def forward_with_tables(
     encoder_hidden_states: Tensor | None = None,
     attention_mask: Tensor | None = None,
     image_rotary_emb: Any = None,
+    *,
+    equivalents_of: Callable[[Call, Tensor, Tensor], dict[str, Any]] = lambda *_: {},
     **kwargs,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The forward of an attention over an image, optionally with text before it. ``image_rotary_emb`` has the
-    tables (cos, sin) of both."""
+    tables (cos, sin) of both. ``equivalents_of(call, x, mask)``: those of a mask, as arguments of
+    ``attend``."""
     x, c, rope = hidden_states, encoder_hidden_states, image_rotary_emb
     if not kwargs.keys() <= _IP_ADAPTER_ARGUMENTS or (c is None) != (
         self.added_kv_proj_dim is None
@@ -637,17 +658,18 @@ def forward_with_tables(
     if not kernels_take(x, c):
         return call.refuse(x, c)
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
+    options = {} if attention_mask is None else equivalents_of(call, x, attention_mask)
     if c is None:
         streams = project(call, self, x, None, rope, None)
-        return attend_to_all(call, self, streams, rotate, attention_mask)
+        return attend_to_all(call, self, streams, rotate, attention_mask, **options)
     ropes = None
     if rope is not None:
         split = partial(split_tables, first=c.shape[1], second=x.shape[1])
         ropes = call.shared(f"tables {c.shape[1]} {x.shape[1]}", rope, split)
     text_rope, image_rope = ropes or (None, None)
     streams = project(call, self, x, c, image_rope, text_rope)[::-1]
-    how = {"mask": attention_mask, "joint_rope": None if ropes else rope}
-    text_out, image_out = attend_jointly(call, self, streams, rotate, **how)
+    options = {**options, "mask": attention_mask, "joint_rope": None if ropes else rope}
+    text_out, image_out = attend_jointly(call, self, streams, rotate, **options)
     return project_out(self, image_out), linear_per_sample(self._modules["to_add_out"], text_out)
 
 

@@ -253,14 +253,16 @@ def two_stream_block(
 # --------------------------------------------------------------------------------------------------
 # Modulation
 
-# Adaptive layer norms: the number of rows of their linear layer's result, and the row indices of scale and
-# shift for each result of the norm.
+# Adaptive norms: the number of rows of their modulation, and the row indices of scale and shift for each
+# result of the norm; None for no shift.
 _PATH = "diffusers.models.normalization:"
 _REPLACING = (
     "diffusers.models.transformers.transformer_hunyuan_video:"
     "HunyuanVideoTokenReplaceAdaLayerNormZero"
 )
 _COSMOS = "diffusers.models.transformers.transformer_cosmos:CosmosAdaLayerNormZero"
+_MOCHI = "diffusers.models.transformers.transformer_mochi"
+_CHROMA = "diffusers.models.transformers.transformer_chroma:ChromaAdaLayerNormZero"
 _ADAPTIVE = (
     (KnownClass(_PATH + "AdaLayerNormZero"), 6, (1, 0)),
     (KnownClass(_PATH + "AdaLayerNormZeroSingle"), 3, (1, 0)),
@@ -268,13 +270,18 @@ _ADAPTIVE = (
     (KnownClass(_PATH + "SD35AdaLayerNormZeroX"), 9, (1, 0, 7, 6)),
     (KnownClass(_PATH + "CogVideoXLayerNormZero"), 6, (1, 0, 4, 3)),
     (KnownClass(_COSMOS), 3, (1, 0)),
+    (KnownClass(_PATH + "LuminaRMSNormZero"), 4, (0, None)),
+    (KnownClass(f"{_MOCHI}:MochiRMSNormZero"), 4, (0, None)),
+    (KnownClass(f"{_MOCHI}:MochiLayerNormContinuous"), 1, (0, None)),
+    (KnownClass(f"{_CHROMA}Pruned"), 6, (1, 0)),
+    (KnownClass(f"{_CHROMA}SinglePruned"), 3, (1, 0)),
     (KnownClass(_REPLACING), 6, (1, 0)),
     (KnownClass(_REPLACING + "Single"), 3, (1, 0)),
 )
 _SEQUENTIAL = KnownClass("torch.nn:Sequential")
 
 
-def read_adaptive(module: Any) -> tuple[int, tuple[int, ...], Norm] | str:
+def read_adaptive(module: Any) -> tuple[int, tuple[Any, ...], Norm] | str:
     """Number of rows, row indices and norm of an adaptive norm, or why the kernels cannot replace the module,
     as a clause."""
     cls = type(module)
@@ -288,7 +295,9 @@ def read_adaptive(module: Any) -> tuple[int, tuple[int, ...], Norm] | str:
     modules = module._modules
     if module.__dict__.get("emb", modules.get("emb")) is not None:
         return "computes its time embedding itself"
-    if not is_plain(modules.get("silu", modules.get("activation")), SILU):
+    activation = modules.get("silu", modules.get("activation"))
+    # Chroma's norms are given their modulation.
+    if len(modules) > 1 and not is_plain(activation, SILU):
         return "has an activation other than SiLU"
     norm = read_norm(modules.get("norm"))
     return f"has a norm that {norm}" if isinstance(norm, str) else (count, places, norm)
@@ -306,11 +315,13 @@ def adaptive_prologue(
     name: str,
     takes_emb: bool = True,
     modulation_of: Callable[..., Tensor | None] = _modulation,
+    upcasts: bool = False,
 ) -> Any:
     """The prologue with the adaptive norm ``block.name``; ``ahead`` as in ``PrologueMakers``.
 
     ``takes_emb``: whether the model passes the one condition as ``emb``. ``modulation_of(call, module, ahead,
-    *conditions)``: all rows, (B, N * D) or (B, S, N * D), or None as the prologue.
+    *conditions)``: all rows, (B, N * D) or (B, S, N * D), or None as the prologue. ``upcasts``: see
+    ``norms.read_norm``.
     """
     module = block._modules[name]
     found = read_adaptive(module)
@@ -338,7 +349,8 @@ def adaptive_prologue(
         return None
     modulation = modulation.unsqueeze(1) if modulation.dim() == 2 else modulation
     rows = modulation.chunk(count, 2)
-    return Prologue(norm, module, "norm", tuple([rows[place] for place in places]), rows)
+    operands = tuple([None if place is None else rows[place] for place in places])
+    return Prologue(norm, module, "norm", operands, rows, upcasts)
 
 
 # The makers of FLUX's double blocks, for image and text, and of its single blocks; and the double blocks'

@@ -26,6 +26,7 @@ class ForwardState:
 
     Attributes:
         shared: the values of ``Call.shared``.
+        text_length: the number of tokens of the text, if a block has set it.
     """
 
     def __init__(self, model: nn.Module, block_lists: tuple[str, ...]) -> None:
@@ -35,6 +36,7 @@ class ForwardState:
         self._handed: tuple[nn.Module, tuple[Any, ...], Any] | None = None
         self._may_hand_over = True
         self.shared: dict[str, tuple[Any, int, Any]] = {}
+        self.text_length: int | None = None
 
     def successor(self, block: nn.Module, spec: PatchSpec) -> nn.Module | None:
         """The block after ``block``, if it is of this kind and has no hooks or wrappers."""

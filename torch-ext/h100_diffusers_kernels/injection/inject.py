@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from . import (
+    chroma,
     cogvideox,
     cosmos,
     flux,
@@ -18,7 +19,9 @@ from . import (
     krea2,
     ltx,
     ltx2,
+    lumina2,
     minimax_h3,
+    mochi,
     qwenimage,
     qwenimage21,
     sd3,
@@ -40,8 +43,8 @@ from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 logger = logging.getLogger("h100_diffusers_kernels")
 
 _MODULES: tuple[Any, ...] = (
-    *(ltx, ltx2, wan, hunyuan_video, cogvideox),
-    *(flux, flux2, flux3, qwenimage, sd3, cosmos, z_image, krea2),
+    *(ltx, ltx2, wan, hunyuan_video, cogvideox, mochi),
+    *(flux, flux2, flux3, chroma, qwenimage, sd3, cosmos, z_image, lumina2, krea2),
     *(qwenimage21, minimax_h3),
     unets,
 )

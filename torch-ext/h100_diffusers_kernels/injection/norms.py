@@ -25,6 +25,8 @@ LAYER_NORM = KnownClass("torch.nn:LayerNorm", "torch.nn.functional:layer_norm")
 _KREA2 = KnownClass(
     "diffusers.models.transformers.transformer_krea2:Krea2RMSNorm", "torch.nn.functional:rms_norm"
 )
+# It contains another norm, and computes in float32.
+_MODULATED = KnownClass("diffusers.models.transformers.transformer_mochi:MochiModulatedRMSNorm")
 NORM_KINDS = (
     (LAYER_NORM, LAYER),
     (KnownClass(f"{_DIFFUSERS}FP32LayerNorm", "torch.nn.functional:layer_norm"), LAYER),
@@ -32,6 +34,7 @@ NORM_KINDS = (
     (KnownClass(f"{_DIFFUSERS}RMSNorm"), RMS),
     (KnownClass(f"{_DIFFUSERS}MochiRMSNorm"), RMS),
     (_KREA2, RMS),
+    (_MODULATED, RMS),
 )
 # The operation for each kind of norm and number of scales and shifts.
 NORM_OPERATIONS: dict[tuple[str, int], Any] = {
@@ -84,6 +87,8 @@ def read_norm(
         return f"is a {class_name(module)}"
     if not is_called and not is_plain(module, known):
         return why_not_plain(module, known)
+    if known is _MODULATED:
+        return read_norm(module._modules.get("norm"), size)
     attributes, parameters = module.__dict__, module._parameters
     # Sharding replaces parameters with plain tensors.
     weight = parameters.get("weight", attributes.get("weight"))

@@ -1,0 +1,167 @@
+"""Chroma: how its transformer maps to the operations.
+
+Its blocks are those of FLUX.1 with two differences. All of their modulation comes from one network before
+them, and each block is given its rows. The padding of the text has a mask.
+
+The mask m of all tokens, text first, is 1 or, at the text's padding, 0. A block adds m_i * m_j to the score
+of query i and key j. A query with m_i = 1 gets the bias m_j of key j; one with m_i = 0 gets no bias. The
+padding is not masked out, so its results are used. Attention runs with the key bias m for all queries, and
+once more without it for the text's queries, of which the padding's are taken. An image's tokens all have
+m = 1, as diffusers' pipelines make it. A mask of booleans does mask the padding out, and nothing uses its
+results.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..conditions import is_differentiated, kernels_take
+from .attention import AttentionSpec, forward_with_tables
+from .blocks import (
+    FEED_FORWARDS,
+    BlockSpec,
+    ResidualBranch,
+    adaptive_prologue,
+    begin,
+    finish,
+    two_stream_block,
+)
+from .embeddings import TIMESTEPS, axial_positions
+from .forward_state import COMPUTED_ONCE, Family, model_spec
+from .linears import LINEAR_GELU, linear_and_gelu, linear_of_concat
+from .norms import clip_to_float16
+from .patch import Call
+
+_CHROMA = "diffusers.models.transformers.transformer_chroma"
+_FLUX = "diffusers.models.transformers.transformer_flux"
+
+
+def _rows(call: Call, module: Any, ahead: Tensor | None, temb: Tensor) -> Tensor:
+    return temb.flatten(1, 2)
+
+
+def _prologue(
+    call: Call, block: Any, ahead: Tensor | None, temb: Tensor, *, name: str, first: int, last: int
+) -> Any:
+    """The rows of ``temb`` (B, N, D) from ``first`` to before ``last``."""
+    if ahead is not None:
+        return None  # the model has not selected the next block's rows yet
+    rows = temb[:, first:last]
+    return adaptive_prologue(call, block, None, rows, name=name, modulation_of=_rows)
+
+
+_DOUBLE = (
+    partial(_prologue, name="norm1", first=0, last=6),
+    partial(_prologue, name="norm1_context", first=6, last=12),
+)
+_SINGLE = (partial(_prologue, name="norm", first=0, last=3),)
+
+
+def _double_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Any = None,
+    attention_mask: Tensor | None = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    x, c = hidden_states, encoder_hidden_states
+    if not kernels_take(x, c, temb):
+        return call.refuse(x, c, temb)
+    if call.state is not None:
+        call.state.text_length = c.shape[1]
+    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    more["attention_mask"] = _product(call, attention_mask)
+    return two_stream_block(call, self, _DOUBLE, FEED_FORWARDS, (x, c), (temb,), **more)
+
+
+def _single_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Any = None,
+    attention_mask: Tensor | None = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> Tensor:
+    x, modules = hidden_states, self._modules
+    if not kernels_take(x, temb):
+        return call.refuse(x, temb)
+    (((normalized,), (_, _, gate)),) = begin(call, self, _SINGLE, (x,), (temb,))
+    mlp_out = linear_and_gelu(modules["proj_mlp"], modules["act_mlp"], normalized)
+    attention_out = modules["attn"](
+        hidden_states=normalized,
+        image_rotary_emb=image_rotary_emb,
+        attention_mask=_product(call, attention_mask),
+        **(joint_attention_kwargs or {}),
+    )
+    out = linear_of_concat(call, modules["proj_out"], attention_out, mlp_out)
+    (x,) = finish(call, self, _SINGLE, (ResidualBranch(x, out, gate),), (temb,), hands_over=False)
+    return clip_to_float16(x)
+
+
+def _product(call: Call, mask: Tensor | None) -> Tensor | None:
+    """The mask (B, 1, S, S) that the model's attention is given, from that of the tokens (B, S)."""
+    if mask is None:
+        return None
+    return call.shared("product", mask, lambda m: m[:, None, None, :] * m[:, None, :, None])
+
+
+def _equivalents(call: Call, x: Tensor, mask: Tensor) -> dict[str, Any]:
+    """Equivalents of such a product for ``attend``. Outside of the model's forward the mask may be any."""
+    count = None if call.state is None else call.state.text_length
+    shape = (x.shape[0], 1, mask.shape[-1], mask.shape[-1])
+    is_taken = mask.dtype in (x.dtype, torch.bool) and not is_differentiated(mask)
+    if count is None or mask.shape != shape or not is_taken:
+        return {}
+    return call.shared("equivalents", mask, partial(_read_product, text_length=count))
+
+
+def _read_product(mask: Tensor, text_length: int) -> dict[str, Any]:
+    key_bias = mask[:, 0, -1]  # the row of a token of the image
+    if mask.dtype == torch.bool:
+        return {"key_bias": key_bias.float().log_()}  # 0 for True, -inf for False
+    return {"key_bias": key_bias, "is_unbiased": (key_bias[:, :text_length] == 0).unsqueeze(2)}
+
+
+_SPECS = (
+    model_spec(
+        f"{_CHROMA}:ChromaTransformer2DModel", "transformer_blocks", "single_transformer_blocks"
+    ),
+    BlockSpec(
+        f"{_CHROMA}:ChromaTransformerBlock",
+        _double_block_forward,
+        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
+        norms=("norm2", "norm2_context"),
+        adaptive_norms=("norm1", "norm1_context"),
+        inner=("attn", "ff.net.0", "ff_context.net.0"),
+    ),
+    BlockSpec(
+        f"{_CHROMA}:ChromaSingleTransformerBlock",
+        _single_block_forward,
+        "layer_norm_modulate, gated_residual, GELU in the matrix product's epilogue, or gelu",
+        adaptive_norms=("norm",),
+        inner=("attn",),
+    ),
+    AttentionSpec(
+        f"{_FLUX}:FluxAttention",
+        partial(forward_with_tables, equivalents_of=_equivalents),
+        "qk_norm_rope",
+        processor=f"{_FLUX}:FluxAttnProcessor",
+        project="_get_qkv_projections",
+    ),
+    axial_positions(f"{_FLUX}:FluxPosEmbed"),
+    TIMESTEPS,
+    LINEAR_GELU,
+)
+_ONCE = (
+    *("x_embedder", "context_embedder", "time_text_embed", "distilled_guidance_layer"),
+    *("norm_out", "proj_out"),
+)
+FAMILIES = (Family("Chroma", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE)),)
