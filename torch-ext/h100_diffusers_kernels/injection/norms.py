@@ -147,10 +147,9 @@ def _operands(modulators: Sequence[Modulator]) -> Sequence[Optional[Tensor]]:
 
 def _tables(modulators: Sequence[Modulator]) -> tuple[Sequence[Modulator], dict[str, Any]]:
     """The modulators with the tables of ``ChosenRows``, and the operations' argument ``index``."""
-    chosen = [m for m in modulators if type(m) is ChosenRows]
-    if not chosen:
+    if ChosenRows not in map(type, modulators):
         return modulators, {}
-    index = chosen[0].indices
+    index = next(m.indices for m in modulators if type(m) is ChosenRows)
     if any(
         m is not None and (type(m) is not ChosenRows or m.indices is not index) for m in modulators
     ):
