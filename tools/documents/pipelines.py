@@ -130,3 +130,10 @@ def pipelines_over_eager(results: Path) -> str:
 @figure
 def pipelines_over_compiled(results: Path) -> str:
     return pipelines_over(results, models.REGIONAL)
+
+
+@figure
+def pipelines_card(results: Path) -> str:
+    """The card of the table of pipelines."""
+    gathered = targets.gathered(results) or {"runs": []}
+    return ", ".join({run["environment"]["device"] for run in gathered["runs"]}) or NOT_MEASURED
