@@ -235,7 +235,7 @@ def test_blocks_are_compiled_and_nothing_else(published, monkeypatch):
     if published in (sdxl, sdxl_channels_last):  # its stacks contain more than transformers
         blocks = [m for m in model.modules() if type(m).__name__ == "BasicTransformerBlock"]
     # diffusers also names the embedding of patches and text; FLUX.3 has a dict of stacks.
-    if published in (hunyuan_video, hunyuan_video15, flux3):
+    if published in (hunyuan_video, hunyuan_video15, flux3, minimax_h3):
         blocks = [m for m in model.modules() if type(m).__name__ in model._repeated_blocks]
     assert [block for block, _ in compiled] == blocks and len(blocks) >= 2
     assert all(given["fullgraph"] and given["dynamic"] is False for _, given in compiled)
