@@ -67,7 +67,7 @@ MOCHI = Family(
         "next_block": "transformer_blocks.1",
         "attention": "transformer_blocks.0.attn1",
         "norm": "transformer_blocks.1.norm1",
-        "norm2": "transformer_blocks.0.norm3",
+        "modulated_norm": "transformer_blocks.0.norm3",
         "qk_norm": "transformer_blocks.0.attn1.norm_q",
         "added_norm": "transformer_blocks.0.attn1.norm_added_k",
         "linear": "transformer_blocks.0.attn1.add_k_proj",
