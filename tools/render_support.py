@@ -76,7 +76,7 @@ Written by `tools/render_support.py` from `support.toml`.
 LEVELS_HEAD = """\
 ## Every model of diffusers
 
-The classes of diffusers' transformers, UNets and ControlNets, with the level that the report gives in 16 bits.
+The classes of diffusers' transformers, UNets and ControlNets, with the report's level in 16 bits.
 In float32, attention is the model's own. [test_every_model.py](../tests/test_every_model.py) injects a small
 model of each and checks its outputs, signatures, ejection, and graph breaks under `torch.compile`.
 """
