@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import render_support
 from checks import have_same_bits, relative_distance
-from every_model import CLASSES, MODELS, WITHOUT
+from every_model import CLASSES, FAMILY_OF, MODELS, WITHOUT
 from injected_pairs import as_float32, on_kernels
 
 pytestmark = pytest.mark.usefixtures("_one_thread", "_quiet")
@@ -29,6 +29,8 @@ every_class = pytest.mark.parametrize("name", MODELS)
 SAMPLES, MOST_SAMPLES = 3, 64
 # float32 has 16 bits of mantissa more than bfloat16, and orders of summation differ.
 OF_BFLOAT16 = 16 * 2**-16
+# Models with nothing that there is a kernel for except attention, which takes 16 bits.
+ONLY_ATTENTION = ("StableAudio3DiTModel",)
 
 
 def test_every_class_has_a_model():
@@ -126,6 +128,8 @@ def test_injected_and_ejected(kernel, device, name):
         assert signatures(model) == signatures(plain)
     level = LEVEL[name]
     assert outcomes[BFLOAT16] == ({level}, level != "not at all")
+    level = "not at all" if name in ONLY_ATTENTION else level
+    assert outcomes[torch.float32] == ({level}, level != "not at all")
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if LEVEL[name] == "not at all"])
@@ -157,27 +161,36 @@ def test_a_larger_error_is_found(kernel, device, name):
 # --------------------------------------------------------------------------------------------------
 # torch.compile
 
+# test_conformance.py compiles the families and test_injection_generic.py the UNet. Models of several
+# ControlNets add up what each of these computes.
+COMPILED_ELSEWHERE = {*FAMILY_OF, "UNet2DConditionModel", *(n for n in MODELS if "Multi" in n)}
+# Mochi's attention selects the valid tokens of the text by a mask, which breaks the graph inside of a module.
+# The injected attention around it is one more frame.
+MORE_GRAPHS = {"MochiTransformer3DModel": 2}
+
 
 def compiled(model, arguments):
-    """The result of a compiled model, its number of graphs and of graph breaks."""
+    """The result of a compiled model, its number of graphs, and whether there are graph breaks."""
     torch._dynamo.reset()
     counters.clear()
     counter = CompileCounterWithBackend("eager")
     result = joined(torch.compile(model, backend=counter), arguments)
-    return result, counter.frame_count, sum(counters["graph_break"].values())
+    return result, counter.frame_count, bool(counters["graph_break"])
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
-@every_class
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in COMPILED_ELSEWHERE])
 def test_compiled_without_another_graph_break(kernel, device, name):
-    """One graph, or at most as many as of the plain model."""
+    """One graph if the plain model is one, and at most as many."""
     small = MODELS[name]
     plain, arguments = small.model(device, BFLOAT16), small.arguments(device, BFLOAT16)
     model = copy.deepcopy(plain)
     kernel.inject_kernels(model)
-    result, graphs, breaks = compiled(model, arguments)
+    result, graphs, is_broken = compiled(model, arguments)
     assert relative_distance(result, joined(plain, arguments)) < 0.1
-    if (graphs, breaks) != (1, 0):
-        _, plain_graphs, plain_breaks = compiled(plain, arguments)
-        assert graphs <= plain_graphs and breaks <= plain_breaks
+    if is_broken:
+        _, plain_graphs, is_plain_broken = compiled(plain, arguments)
+        assert is_plain_broken and graphs <= plain_graphs + MORE_GRAPHS.get(name, 0)
+    else:
+        assert graphs == 1
