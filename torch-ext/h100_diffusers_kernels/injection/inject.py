@@ -27,6 +27,7 @@ from . import (
 from .attention_processors import attention_spec
 from .checks import class_name, find_class, look_up_libraries, replaced_function, why_unsupported
 from .cuda_graphs import GraphedStandIn, Pool
+from .decoders import DECODERS
 from .forward_state import Family
 from .linears import GATED_ACTIVATIONS, UNFUSED_GELU
 from .norm_modules import ADAPTIVE_NORMS, GROUP_NORM, NORMS
@@ -46,11 +47,10 @@ FAMILIES: tuple[Family, ...] = tuple(family for module in _MODULES for family in
 # the model copies it, too.
 _INJECTION = "_h100_diffusers_kernels"
 _MODEL = "diffusers.models.modeling_utils:ModelMixin"
-# Modules of diffusers with models that are no denoisers: they run once a picture, not once a step.
-_NO_DENOISERS = (
-    *("diffusers.models.autoencoders.", "diffusers.models.condition_embedders."),
-    "diffusers.pipelines.",
-)
+# Autoencoders run once a picture, not once a step.
+_AUTOENCODERS = "diffusers.models.autoencoders."
+# Modules of diffusers with models that are neither denoisers nor autoencoders.
+_OTHERS = ("diffusers.models.condition_embedders.", "diffusers.pipelines.")
 _REPLACED = "its forward was replaced by something else"
 _NO_MODULE = "it has no module that there is a kernel for"
 
@@ -78,11 +78,12 @@ def inject_kernels(
     cuda_graphs: bool = False,
     max_cuda_graphs: int = 8,
 ) -> InjectionReport:
-    """Makes a diffusers model, or each denoising model of a pipeline, run on this package's kernels.
+    """Makes a diffusers model, or each denoising model and autoencoder of a pipeline, run on this package's
+    kernels.
 
     A model of a known class runs on them in full; any other in part: its norms, activations and attentions,
-    one by one. The report's ``levels`` say which. Autoencoders, text encoders and the other parts of a
-    pipeline are left alone, unless one is passed by itself.
+    one by one. The report's ``levels`` say which. Autoencoders run in part. Text encoders and the other parts
+    of a pipeline are left alone, unless one is passed by itself.
 
     Works in place and on instances only: classes, weights, processors, ``state_dict`` and configuration stay
     as they are. Hooks, offloading, LoRA, quantized linear layers and ``torch.compile`` keep working, whether
@@ -110,9 +111,10 @@ def inject_kernels(
             is the caller's own, with the same bits. Each replay compares the model with what was captured:
             if weights moved, or adapters, hooks, processors or functions changed, the graphs are dropped.
             A call that cannot be captured runs without a graph, and the report's ``cuda_graphs`` count the
-            reason. All graphs of the pipeline share one more copy of a forward's working memory. Not for a
-            model if another thread draws random numbers from CUDA's default generator: PyTorch refuses that
-            while a graph is captured.
+            reason. A pipeline's autoencoders get no graphs: they run once a picture. All graphs of the
+            pipeline share one more copy of a forward's working memory. Not for a model if another thread
+            draws random numbers from CUDA's default generator: PyTorch refuses that while a graph is
+            captured.
         max_cuda_graphs: the number of graphs kept for a model; the least recently used is evicted.
 
     Returns:
@@ -138,11 +140,14 @@ def inject_kernels(
     pool = Pool()
     plans = []
     for name, component in _components("inject_kernels", pipe_or_model):
-        models = list(_models_in(name, component, is_alone=component is pipe_or_model))
+        is_alone = component is pipe_or_model
+        models = list(_models_in(name, component, is_alone))
         if not models:
-            report.leave(name, component, "it is no denoising model of diffusers")
+            report.leave(name, component, "it is no denoising model or autoencoder of diffusers")
             report.levels[name] = NOT_AT_ALL
-        plans += [_plan(*model, options, pool) for model in models]
+        for model_name, model, family in models:
+            has_graphs = is_alone or not _is_of(model, _AUTOENCODERS)
+            plans.append(_plan(model_name, model, family, options, pool if has_graphs else None))
     if all(plan.found_nothing for plan in plans):
         raise ValueError(
             f"inject_kernels: pipe_or_model must be or hold a {known_models()}, or a model with norms, "
@@ -197,9 +202,12 @@ def _undo(model: nn.Module, injection: Injection) -> None:
 
 
 def _plan(
-    name: str, model: nn.Module, family: Family | None, options: dict[str, Any], pool: Pool
+    name: str, model: nn.Module, family: Family | None, options: dict[str, Any], pool: Pool | None
 ) -> _Plan:
-    """What is in place if its options are the same, otherwise what to do."""
+    """What is in place if its options are the same, otherwise what to do.
+
+    ``pool``: None if the model gets no CUDA graphs, whatever the options.
+    """
     injection = vars(model).get(_INJECTION)
     if injection is not None:
         changed = [key for key, value in options.items() if injection.options[key] != value]
@@ -238,7 +246,7 @@ def _plan(
         report.leave("", model, _NO_MODULE)
     in_part = IN_PART if report.replaced else NOT_AT_ALL
     report.levels[""] = in_part if family is None else IN_FULL
-    if options["cuda_graphs"] and not plan.found_nothing:
+    if options["cuda_graphs"] and pool is not None and not plan.found_nothing:
         if not can_patch(model):
             report.leave("", model, f"no CUDA graphs: {_REPLACED}")
             return plan
@@ -346,8 +354,8 @@ def _models_in(
 ) -> Iterator[tuple[str, nn.Module, Family | None]]:
     """Models inside of a module, through wrappers such as torch.compile's, each with its family or None.
 
-    A model without a family is a denoiser of diffusers if it is in a pipeline; alone, any model of diffusers
-    or any module.
+    A model without a family is a denoiser or autoencoder of diffusers if it is in a pipeline; alone, any
+    model of diffusers or any module.
     """
     modules = list(component.named_modules())
     known = [(n, m, family) for n, m in modules if (family := family_of(m)) is not None]
@@ -359,13 +367,17 @@ def _models_in(
     outermost: list[str] = []
     for module_name, module in modules:
         is_model = cls is not None and isinstance(module, cls)
-        is_wanted = is_alone or not type(module).__module__.startswith(_NO_DENOISERS)
+        is_wanted = is_alone or not _is_of(module, *_OTHERS)
         if is_model and is_wanted and not module_name.startswith(tuple(outermost)):
             outermost.append(f"{module_name}." if module_name else "")
             yield join(name, module_name), module, None
     if is_alone and not outermost:
         unwrapped = component._modules.get("_orig_mod")
         yield ("_orig_mod", unwrapped, None) if unwrapped is not None else ("", component, None)
+
+
+def _is_of(module: nn.Module, *packages: str) -> bool:
+    return type(module).__module__.startswith(packages)
 
 
 def family_of(module: nn.Module) -> Family | None:
@@ -385,4 +397,5 @@ _IN_PART: tuple[PatchSpec, ...] = (
     *(RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK),
     *(*ADAPTIVE_NORMS, *NORMS, GROUP_NORM),
     *(UNFUSED_GELU, *GATED_ACTIVATIONS),
+    *DECODERS,
 )

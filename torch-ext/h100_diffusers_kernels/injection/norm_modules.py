@@ -125,6 +125,41 @@ def apply_group_norm(
     return functional.group_norm(x, groups, weight, bias, module.eps, channel_bias, activation)
 
 
+def apply_channel_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str = "none",
+    *rows: Tensor,
+) -> Tensor | str | None:
+    """An RMS norm over the channels of x (B, C, ...), then an activation.
+
+    ``rows``: a scale and a shift (B, C, ...) with one value per channel, or nothing.
+
+    Returns:
+        As ``apply_group_norm``.
+    """
+    shape = x.shape[:2]
+    if is_differentiated(x, weight, bias, *rows):
+        return None
+    if any(row.shape[:2] != shape or row.numel() != shape.numel() for row in rows):
+        return "the kernel does not support its modulation's shape"
+    rows = tuple([row.reshape(shape) for row in rows])
+    is_of_frames = x.dim() == 5 and not has_memory_format(x) and x.transpose(1, 2).is_contiguous()
+    if is_of_frames and not rows:  # as after an operation on each frame
+        frames = x.transpose(1, 2)
+        out = apply_channel_norm(frames.flatten(0, 1), weight, bias, eps, activation)
+        return out.view(frames.shape).transpose(1, 2) if isinstance(out, Tensor) else out
+    if not 3 <= x.dim() <= 5:
+        return f"it was given a tensor of {x.dim()} dimensions"
+    if not has_memory_format(x):
+        x = x.contiguous()
+    if not group_norm_takes(x, weight, bias, *rows):
+        return why_not_taken(x, weight, bias, *rows)
+    return functional.channel_rms_norm(x, weight, bias, eps, *(rows or (None, None)), activation)
+
+
 def _group_norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Tensor:
     out: Any = None
     if type(self) is not nn.GroupNorm:  # parametrized, for example
