@@ -95,9 +95,10 @@ def modulators_compatible(x: Tensor, *others: Tensor | None) -> bool:
     return same_dtype_and_unit_stride(x)
 
 
-def group_norm_takes(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether ``group_norm`` takes ``x`` (B, C, ...) together with the other vectors."""
-    if not (kernels_run_on(x) and has_memory_format(x)):
+def group_norm_takes(x: Tensor, *others: Tensor | None, gaps: int = 0) -> bool:
+    """Whether ``group_norm``, or ``channel_rms_norm`` with one gap, takes ``x`` (B, C, ...) together with the
+    other vectors."""
+    if not (kernels_run_on(x) and has_memory_format(x, gaps)):
         return False
     for tensor in others:
         if tensor is not None and (
@@ -110,20 +111,24 @@ def group_norm_takes(x: Tensor, *others: Tensor | None) -> bool:
     return True
 
 
-def has_memory_format(x: Tensor) -> bool:
-    """Whether ``x`` (B, C, ...) has dense pixels or dense channels, and no gaps between its pixels."""
+def has_memory_format(x: Tensor, gaps: int = 0) -> bool:
+    """Whether ``x`` (B, C, ...) has dense pixels or dense channels, and at most this number of gaps between
+    its pixels, as between frames."""
     if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
         return True
     count = stride = 1
+    innermost = None
     for size, step in zip(reversed(x.shape[2:]), reversed(x.stride()[2:])):
         if size == 1:
             continue
+        if count > 1 and step != stride * count:
+            gaps, count = gaps - 1, 1
         if count == 1:
             stride = step
-        elif step != stride * count:
-            return False
+            innermost = step if innermost is None else innermost
         count *= size
-    return count == 1 or stride == 1 or x.shape[1] == 1 or x.stride(1) == 1
+    is_dense = innermost is None or innermost == 1 or x.shape[1] == 1 or x.stride(1) == 1
+    return is_dense and gaps >= 0
 
 
 def why_not_taken(x: Tensor, *others: Tensor | None) -> str:

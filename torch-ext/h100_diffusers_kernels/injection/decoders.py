@@ -327,7 +327,7 @@ _ENDS = (
     _end(f"{_LTX}Decoder3d", _TIMED, forward=_ltx_decoder_forward, channels=-1),
     _end(f"{_LTX2}LTX2VideoEncoder3d", f"{_STATES} causal"),
     _end(f"{_LTX2}LTX2VideoDecoder3d", f"{_TIMED} causal", forward=_ltx_decoder_forward),
-    _end(f"{_COGVIDEOX}Encoder3D", f"{_STATES} temb conv_cache"),
+    _end(f"{_COGVIDEOX}Encoder3D", "sample temb conv_cache"),
 )
 _NORMS = tuple(
     ExactSpec(path, _norm_forward, _CHANNEL, functions, True, parameters)

@@ -143,21 +143,16 @@ def apply_channel_norm(
     shape = x.shape[:2]
     if is_differentiated(x, weight, bias, *rows):
         return None
-    if any(row.shape[:2] != shape or row.numel() != shape.numel() for row in rows):
-        return "the kernel does not support its modulation's shape"
-    rows = tuple([row.reshape(shape) for row in rows])
-    is_of_frames = x.dim() == 5 and not has_memory_format(x) and x.transpose(1, 2).is_contiguous()
-    if is_of_frames and not rows:  # as after an operation on each frame
-        frames = x.transpose(1, 2)
-        out = apply_channel_norm(frames.flatten(0, 1), weight, bias, eps, activation)
-        return out.view(frames.shape).transpose(1, 2) if isinstance(out, Tensor) else out
     if not 3 <= x.dim() <= 5:
         return f"it was given a tensor of {x.dim()} dimensions"
-    if not has_memory_format(x):
+    if any(row.shape[:2] != shape or row.numel() != shape.numel() for row in rows):
+        return "the kernel does not support its modulation's shape"
+    if not has_memory_format(x, gaps=1):
         x = x.contiguous()
-    if not group_norm_takes(x, weight, bias, *rows):
-        return why_not_taken(x, weight, bias, *rows)
-    return functional.channel_rms_norm(x, weight, bias, eps, *(rows or (None, None)), activation)
+    flat = [row.reshape(shape) for row in rows] or [None, None]
+    if not group_norm_takes(x, weight, bias, *flat, gaps=1):
+        return why_not_taken(x, weight, bias, *flat)
+    return functional.channel_rms_norm(x, weight, bias, eps, *flat, activation)
 
 
 def _group_norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Tensor:
