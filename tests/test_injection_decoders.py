@@ -1,0 +1,502 @@
+"""Autoencoders: norm and SiLU in one pass."""
+
+import contextlib
+import copy
+import dataclasses
+
+import accelerate
+import diffusers
+import pytest
+import torch
+from diffusers.models.autoencoders import autoencoder_kl_qwenimage, autoencoder_kl_wan
+from diffusers.models.autoencoders.autoencoder_kl_ltx2 import PerChannelRMSNorm
+from torch import nn
+
+import ltx_models
+from autoencoders import AUTOENCODERS, decode, encode, run
+from checks import relative_distance
+from injected_pairs import (
+    SLACK,
+    assert_as_close_as_eager,
+    fallen_back,
+    injected,
+    on_kernels,
+    reasons_of,
+)
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
+FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
+every = pytest.mark.parametrize("small", AUTOENCODERS.values(), ids=AUTOENCODERS)
+
+
+def some(*names):
+    return pytest.mark.parametrize("small", [AUTOENCODERS[name] for name in names], ids=names)
+
+
+one_of_each_norm = some("kl", "wan", "ltx timed", "ltx2", "hunyuan15")
+
+
+def pair(kernel, small, device, dtype=FLOAT32, change=None, is_injected_first=True, **config):
+    """(injected, plain, report, arguments)"""
+    plain = small.model(device, dtype, **config)
+    both = injected(kernel, plain, change, is_injected_first=is_injected_first)
+    return *both, small.arguments(device, dtype)
+
+
+def assert_same(model, plain, arguments, forward=run):
+    expected, out = forward(plain, arguments), forward(model, arguments)
+    assert out.dtype == expected.dtype
+    assert relative_distance(out, expected) <= SLACK[expected.dtype]
+    return expected
+
+
+# The modules of each whose calls are all on the kernels, with the number of calls in `run`.
+RESNETS = {
+    "kl": ("ResnetBlock2D", 10),
+    "flux2": ("ResnetBlock2D", 10),
+    "wan": ("WanResidualBlock", 39),
+    "wan 2.2": ("WanResidualBlock", 39),
+    "qwenimage": ("QwenImageResidualBlock", 13),
+    "qwenimage21": ("QwenImage21ResidualBlock", 13),
+    "ltx": ("LTXVideoResnetBlock3d", 12),
+    "ltx timed": ("LTXVideoResnetBlock3d", 11),
+    "ltx2": ("LTX2VideoResnetBlock3d", 9),
+    "ltx2 timed": ("LTX2VideoResnetBlock3d", 9),
+    "hunyuan": ("HunyuanVideoResnetBlockCausal3D", 16),
+    "hunyuan15": ("HunyuanVideo15ResnetBlock", 13),
+    "refiner": ("HunyuanImageRefinerResnetBlock", 13),
+    "cogvideox": ("CogVideoXResnetBlock3D", 10),
+}
+
+
+@pytest.mark.parametrize("name", AUTOENCODERS)
+def test_float32(kernel, device, name):
+    """Values, the report, and ejection."""
+    small = AUTOENCODERS[name]
+    model, plain, report, arguments = pair(kernel, small, device)
+    assert report.levels == {"": "in part"}
+    expected = assert_same(model, plain, arguments)
+    counts, (resnet, count) = on_kernels(report), RESNETS[name]
+    assert counts[resnet] == count
+    ends = [entry for entry in report.replaced if entry.name in ("encoder", "decoder")]
+    assert len(ends) == (1 if name == "cogvideox" else 2)
+    assert all("norm with SiLU" in entry.replacement for entry in ends)
+    assert all(counts[entry.module] for entry in ends)
+    assert fallen_back(report) == {}
+    kernel.eject_kernels(model)
+    assert torch.equal(run(model, arguments), expected)
+    assert run(model, arguments).dtype == FLOAT32 and on_kernels(report) == counts
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@every
+def test_16_bits(kernel, device, small, dtype):
+    """Encoding and decoding are as close to the float32 model as eager."""
+    model, plain, report, arguments = pair(kernel, small, device, dtype)
+    if dtype is BFLOAT16:
+
+        def make_arguments(dtype, seed):
+            return small.arguments(device, dtype, seed)
+
+        assert_as_close_as_eager(model, plain, make_arguments, samples=2, forward=run)
+    else:
+        assert_same(model, plain, arguments, decode)
+    own = "attention itself is the model's own"  # a mask for each query
+    assert all(r.startswith(own) for reasons in fallen_back(report).values() for r in reasons)
+    kernel.eject_kernels(model)
+    assert torch.equal(decode(model, arguments), decode(plain, arguments))
+
+
+def test_spatial_norms_are_reported(kernel, device):
+    """The norms of CogVideoX's decoder depend on the latents."""
+    _, _, report, _ = pair(kernel, AUTOENCODERS["cogvideox"], device)
+    reasons = reasons_of(report)
+    assert "CogVideoXSpatialNorm3D" in reasons["decoder.mid_block.resnets.0"]
+    assert "encoder.mid_block.resnets.0" not in reasons
+
+
+# --------------------------------------------------------------------------------------------------
+# Ways of encoding and decoding
+
+
+def _tile(vae):
+    vae.enable_tiling()
+    for name in list(vars(vae)):
+        if name.startswith("tile_") and "overlap" not in name:
+            value = 8 if "min" in name else 6
+            setattr(vae, name, value // 2 if "latent" in name else value)
+    if hasattr(vae, "tile_sample_min_num_frames"):
+        vae.tile_sample_min_num_frames, vae.tile_sample_stride_num_frames = 16, 8
+
+
+def _slice(vae):
+    vae.enable_slicing()
+
+
+def _by_frames(vae):
+    vae.use_framewise_decoding = vae.use_framewise_encoding = True
+    vae.tile_sample_min_num_frames, vae.tile_sample_stride_num_frames = 4, 2
+
+
+@pytest.mark.parametrize("change", [_tile, _slice], ids=["tiles", "slices"])
+@some("kl", "wan", "qwenimage", "hunyuan15")
+def test_tiles_and_slices(kernel, device, small, change):
+    small = dataclasses.replace(small, batch=2 if small.batch == 2 else 1)
+    model, plain, report, arguments = pair(kernel, small, device, change=change)
+    whole = decode(small.model(device), arguments)
+    expected = assert_same(model, plain, arguments, decode)
+    if change is _tile and small.cls != "AutoencoderKLHunyuanVideo15":
+        assert relative_distance(whole, expected) > 1e-3, "there was one tile"
+    assert fallen_back(report) == {}
+
+
+@some("ltx", "hunyuan")
+def test_groups_of_frames(kernel, device, small):
+    small = dataclasses.replace(small, latent=(small.latent[0], 3, *small.latent[2:]))
+    model, plain, report, arguments = pair(kernel, small, device, change=_by_frames)
+    whole = decode(small.model(device), arguments)
+    expected = assert_same(model, plain, arguments, decode)
+    assert whole.shape != expected.shape or relative_distance(whole, expected) > 1e-3
+    assert fallen_back(report) == {}
+
+
+@pytest.mark.parametrize("is_injected_first", [True, False])
+@some("kl", "wan", "ltx", "hunyuan15")
+def test_channels_last(kernel, device, small, is_injected_first):
+    memory_format = torch.channels_last if len(small.latent) == 3 else torch.channels_last_3d
+
+    def change(vae):
+        vae.to(memory_format=memory_format)
+
+    model, plain, report, arguments = pair(
+        kernel, small, device, FLOAT32, change, is_injected_first
+    )
+    arguments = {name: x.contiguous(memory_format=memory_format) for name, x in arguments.items()}
+    assert_same(model, plain, arguments)
+    assert fallen_back(report) == {}
+
+
+@some("kl", "wan")
+def test_dtype_that_changes(kernel, device, small):
+    """As Stable Diffusion XL's pipeline does before decoding."""
+    model, plain, report, arguments = pair(
+        kernel, small, device, FLOAT16, lambda vae: vae.to(FLOAT32)
+    )
+    assert_same(model, plain, {name: x.float() for name, x in arguments.items()})
+    assert fallen_back(report) == {}
+
+
+# --------------------------------------------------------------------------------------------------
+# What falls back
+
+
+@one_of_each_norm
+def test_autocast(kernel, device, small):
+    model, plain, report, arguments = pair(kernel, small, device)
+    with torch.autocast(device, BFLOAT16):
+        assert torch.equal(decode(model, arguments), decode(plain, arguments))
+    reasons = {reason for entry in fallen_back(report).values() for reason in entry}
+    assert reasons == {"autocast is on"}
+
+
+@one_of_each_norm
+def test_gradients(kernel, device, small):
+    """The model's own code computes what has a derivative. It is no fall-back."""
+    model, plain, report, arguments = pair(kernel, small, device)
+    time = (arguments["temb"],) if "temb" in arguments else ()
+    gradients = []
+    for vae in (model, plain):
+        torch.manual_seed(7)
+        vae.decode(arguments["z"], *time).sample.square().sum().backward()
+        gradients.append({n: p.grad for n, p in vae.named_parameters() if p.grad is not None})
+    mine, expected = gradients
+    assert mine.keys() == expected.keys() and len(mine) > 20
+    largest = max(gradient.norm() for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert (mine[name] - gradient).norm() <= 1e-4 * (gradient.norm() + 0.01 * largest), name
+    assert fallen_back(report) == {}
+
+
+@one_of_each_norm
+def test_compiled(kernel, device, small):
+    """torch.compile traces the classes' own code."""
+    model, plain, report, arguments = pair(kernel, small, device)
+    torch._dynamo.reset()
+    z = arguments["z"]
+    time = (arguments["temb"],) if "temb" in arguments else ()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    with torch.no_grad():
+        expected = plain.decode(z, *time).sample
+        compiled = torch.compile(model.decoder, backend=backend)
+        model.decoder.forward, own = compiled, model.decoder.forward
+        out = model.decode(z, *time).sample
+        model.decoder.forward = own
+    assert graphs and relative_distance(out, expected) <= SLACK[FLOAT32]
+    assert not any(entry.on_kernels for entry in report.calls if entry.name.startswith("decoder."))
+
+
+# --------------------------------------------------------------------------------------------------
+# Hooks and replaced parts
+
+
+def resnet_of(vae):
+    return vae.decoder.mid_block.resnets[0]
+
+
+class Norm(nn.Module):
+    """A norm that a user puts in another's place."""
+
+    def forward(self, x):
+        return x * 0.7
+
+
+def hook(module):
+    module.register_forward_hook(lambda _, args, result: result * 1.5)
+
+
+def set_norm(vae):
+    resnet_of(vae).norm2 = Norm()
+
+
+CHANGES = {
+    "hook on a norm": (lambda vae: hook(resnet_of(vae).norm1), "norm1 has hooks"),
+    "hook on the activation": (
+        lambda vae: hook(resnet_of(vae).nonlinearity),
+        "activation has hooks",
+    ),
+    "hook on a convolution": (lambda vae: hook(resnet_of(vae).conv1), None),
+    "hook on a resnet": (lambda vae: hook(resnet_of(vae)), None),
+    "another norm": (set_norm, "norm2 is a"),
+    "another activation": (
+        lambda vae: setattr(resnet_of(vae), "nonlinearity", nn.Mish()),
+        "activation is a torch.nn.modules.activation.Mish",
+    ),
+}
+
+
+@pytest.mark.parametrize("is_injected_first", [True, False])
+@pytest.mark.parametrize("name", CHANGES)
+@some("wan", "ltx timed")
+def test_changes(kernel, device, small, name, is_injected_first):
+    change, reason = CHANGES[name]
+    arguments = small.arguments(device)
+    unchanged = decode(small.model(device), arguments)
+    model, plain, report, _ = pair(kernel, small, device, FLOAT32, change, is_injected_first)
+    expected = assert_same(model, plain, arguments, decode)
+    assert relative_distance(unchanged, expected) > 1e-3, "the change has no effect"
+    path = "decoder.mid_block.resnets.0"
+    if not is_injected_first and reason is not None:
+        assert reason in reasons_of(report)[path]
+    else:
+        (found,) = [fallen_back(report).get(path, {})]
+        assert any(reason in each for each in found) if reason else found == {}
+
+
+@some("wan", "kl")
+def test_functions_that_are_replaced(kernel, device, small, monkeypatch):
+    model, plain, report, arguments = pair(kernel, small, device)
+    name = "normalize" if small.cls == "AutoencoderKLWan" else "group_norm"
+    own = getattr(nn.functional, name)
+    monkeypatch.setattr(nn.functional, name, lambda *args, **kwargs: 2 * own(*args, **kwargs))
+    assert_same(model, plain, arguments, decode)
+    assert fallen_back(report)
+
+
+@some("wan", "kl")
+def test_a_norm_with_another_dtype(kernel, device, small):
+    """PyTorch computes in float32 then."""
+
+    def change(vae):
+        for module in vae.decoder.modules():
+            if "RMS_norm" in type(module).__name__:
+                module.float()
+
+    model, plain, report, arguments = pair(kernel, small, device, BFLOAT16, change)
+    outcomes = []
+    for vae in (model, plain):
+        try:
+            outcomes.append(decode(vae, arguments))
+        except RuntimeError as error:  # a convolution refuses float32
+            outcomes.append(str(error))
+    mine, expected = outcomes
+    if isinstance(expected, str):
+        assert mine == expected
+        assert "it was given tensors of different dtypes" in str(fallen_back(report))
+    else:
+        assert relative_distance(mine, expected) <= SLACK[BFLOAT16]
+
+
+def test_offloading(kernel, device):
+    """Hooks on the autoencoder itself, as of ``enable_model_cpu_offload``, and on each module."""
+    small = AUTOENCODERS["wan"]
+
+    def offload(vae):
+        hook = accelerate.hooks.CpuOffload(execution_device=torch.device(device))
+        accelerate.hooks.add_hook_to_module(vae, hook, append=True)
+
+    def offload_modules(vae):
+        accelerate.cpu_offload(vae.decoder, torch.device(device), offload_buffers=True)
+
+    for change in (offload, offload_modules):
+        for is_first in (True, False):
+            model, plain, _, arguments = pair(kernel, small, device, FLOAT32, change, is_first)
+            assert_same(model, plain, arguments, decode)
+
+
+# --------------------------------------------------------------------------------------------------
+# Parts
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
+def test_the_least_norm(kernel, device, dtype):
+    """``x / max(||x||, 1e-12)`` of tiny values and zeros is that of the class."""
+    norm = autoencoder_kl_wan.WanRMS_norm(48, images=False).to(device, dtype)
+    nn.init.uniform_(norm.gamma, 0.5, 1.5)
+    model, plain, report = injected(kernel, nn.Sequential(norm))
+    x = torch.randn(1, 48, 2, 3, 16, device=device)
+    x *= 10.0 ** torch.arange(0, -16, -1, device=device)
+    x[..., 0, 3] = 0
+    x = x.to(dtype)
+    with torch.no_grad():
+        out, expected = model(x), plain(x)
+        exact = copy.deepcopy(plain).double()(x.double())
+    assert (out[x == 0] == 0).all() and out.isfinite().all()
+    scale, length = exact.norm(dim=1, keepdim=True), x.double().norm(dim=1, keepdim=True)
+    error, eager_error = ((y - exact).norm(dim=1, keepdim=True) / scale for y in (out, expected))
+    usual = length > 1e-8
+    bound = 1.05 * eager_error[usual].square().mean().sqrt() + 1e-6
+    assert usual.sum() > 30 and error[usual].square().mean().sqrt() <= bound
+    # The kernel divides by sqrt(||x||² + 1e-24): near 1e-12 that is up to sqrt(2) of the class's divisor.
+    assert (error[scale > 0] <= 0.3).all()
+    assert (error[(length < 1e-13) & (scale > 0)] <= 0.01).all()
+    assert dtype is FLOAT16 or ((0 < length) & (length < 1e-13)).any()
+    assert on_kernels(report)["WanRMS_norm"] == 1
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x,
+        lambda x: x[:, :, 1:3],
+        lambda x: x[..., ::2],
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: x.contiguous(memory_format=torch.channels_last_3d),
+        lambda x: x.transpose(3, 4),
+        lambda x: x[:, :, :, 1:, :3],
+        lambda x: x[:, :, :1],
+    ],
+    ids=[
+        "contiguous",
+        "frames",
+        "pixels",
+        "by frames",
+        "channels last",
+        "transposed",
+        "tile",
+        "one",
+    ],
+)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: autoencoder_kl_wan.WanRMS_norm(6, images=False, bias=True),
+        lambda: PerChannelRMSNorm(),
+    ],
+    ids=["unit", "per channel"],
+)
+def test_layouts(kernel, device, make, layout):
+    norm = make().to(device)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    model, plain, report = injected(kernel, nn.Sequential(norm))
+    x = layout(torch.randn(2, 6, 4, 5, 8, device=device))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-5)
+    assert fallen_back(report) == {}
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize(
+    "library", [autoencoder_kl_wan, autoencoder_kl_qwenimage], ids=["wan", "qwen"]
+)
+def test_upsampling_has_the_same_bits(kernel, device, library, dtype):
+    cls = getattr(library, "WanUpsample", None) or library.QwenImageUpsample
+    model, plain, report = injected(
+        kernel, nn.Sequential(cls(scale_factor=(2.0, 2.0), mode="nearest-exact"))
+    )
+    x = torch.randn(3, 20, 5, 7, device=device).to(dtype)
+    x[0, 0, 0, :2] = torch.tensor([torch.nan, torch.inf])
+    for each in (x, x.contiguous(memory_format=torch.channels_last), x[:, ::2]):
+        out, expected = model(each), plain(each)
+        assert torch.equal(out.nan_to_num(7), expected.nan_to_num(7))
+        assert out.dtype == expected.dtype and out.stride() == expected.stride()
+    assert list(on_kernels(report).values()) == [0 if dtype is FLOAT32 else 3]
+
+
+# --------------------------------------------------------------------------------------------------
+# Pipelines
+
+
+def test_a_pipeline(kernel, device):
+    """Its autoencoder is injected in part, without CUDA graphs, and ejected with the rest."""
+    pipe = ltx_models.pipeline(device)
+    latent = torch.randn(1, ltx_models.CHANNELS, 2, 3, 3, device=device)
+    with torch.no_grad():
+        expected = pipe.vae.decode(latent).sample
+    report = kernel.inject_kernels(pipe, cuda_graphs=True)
+    assert report.levels == {"transformer": "in full", "vae": "in part"}
+    assert [entry.name for entry in report.cuda_graphs] == ["transformer"]
+    assert "forward" not in vars(pipe.vae)
+    with torch.no_grad():
+        out = pipe.vae.decode(latent).sample
+    assert relative_distance(out, expected) <= SLACK[FLOAT32]
+    assert any(entry.on_kernels and entry.name.startswith("vae.") for entry in report.calls)
+    assert kernel.inject_kernels(pipe, cuda_graphs=True).already_injected
+    kernel.eject_kernels(pipe)
+    with torch.no_grad():
+        assert torch.equal(pipe.vae.decode(latent).sample, expected)
+
+
+def test_graphs_of_an_autoencoder_by_itself(kernel, device):
+    vae = AUTOENCODERS["kl"].model(device)
+    report = kernel.inject_kernels(vae, cuda_graphs=True)
+    assert [entry.module for entry in report.cuda_graphs] == ["AutoencoderKL"]
+    kernel.eject_kernels(vae)
+
+
+def test_an_autoencoder_without_norms(kernel, device):
+    """In a pipeline it is left alone."""
+
+    class Pipeline:
+        components = {
+            "transformer": ltx_models.transformer(device),
+            "vae": diffusers.AutoencoderTiny(
+                encoder_block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4
+            ),
+        }
+
+    report = kernel.inject_kernels(Pipeline())
+    assert report.levels == {"transformer": "in full", "vae": "not at all"}
+    assert reasons_of(report)["vae"] == "it has no module that there is a kernel for"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@every
+def test_peak_of_memory(kernel, device, small):
+    model, plain, _, arguments = pair(kernel, small, device, BFLOAT16)
+    peaks = []
+    for forward in (encode, decode):
+        for vae in (plain, model):
+            forward(vae, arguments)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            with contextlib.suppress(StopIteration):
+                forward(vae, arguments)
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] <= 1.01 * peaks[0] and peaks[3] <= 1.01 * peaks[2]
