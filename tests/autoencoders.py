@@ -90,7 +90,11 @@ class Autoencoder:
 AUTOENCODERS = {
     "kl": Autoencoder("AutoencoderKL", PICTURES, (4, 8, 6), (3, 16, 12)),
     "flux2": Autoencoder("AutoencoderKLFlux2", PICTURES, (4, 8, 6), (3, 16, 12)),
-    "wan": Autoencoder("AutoencoderKLWan", {**WAN, **STATISTICS}, (4, 3, 6, 4), (3, 9, 16, 8)),
+    "wan": Autoencoder(
+        "AutoencoderKLWan",
+        {**WAN, **STATISTICS, "scale_factor_spatial": 4},
+        *((4, 3, 6, 4), (3, 9, 16, 8)),
+    ),
     "wan 2.2": Autoencoder(
         "AutoencoderKLWan",
         {

@@ -51,6 +51,11 @@ def assert_same(model, plain, arguments, forward=run):
     return expected
 
 
+def assert_only_attention_fell_back(report):
+    own = "attention itself is the model's own"
+    assert all(r.startswith(own) for reasons in fallen_back(report).values() for r in reasons)
+
+
 # The modules of each whose calls are all on the kernels, with the number of calls in `run`.
 RESNETS = {
     "kl": ("ResnetBlock2D", 10),
@@ -102,8 +107,7 @@ def test_16_bits(kernel, device, small, dtype):
         assert_as_close_as_eager(model, plain, make_arguments, samples=2, forward=run)
     else:
         assert_same(model, plain, arguments, decode)
-    own = "attention itself is the model's own"  # a mask for each query
-    assert all(r.startswith(own) for reasons in fallen_back(report).values() for r in reasons)
+    assert_only_attention_fell_back(report)
     kernel.eject_kernels(model)
     assert torch.equal(decode(model, arguments), decode(plain, arguments))
 
@@ -125,7 +129,8 @@ def _tile(vae):
     for name in list(vars(vae)):
         if name.startswith("tile_") and "overlap" not in name:
             value = 8 if "min" in name else 6
-            setattr(vae, name, value // 2 if "latent" in name else value)
+            factor = 2 if isinstance(vae, diffusers.AutoencoderKL) else 4
+            setattr(vae, name, value // factor if "latent" in name else value)
     if hasattr(vae, "tile_sample_min_num_frames"):
         vae.tile_sample_min_num_frames, vae.tile_sample_stride_num_frames = 16, 8
 
@@ -136,17 +141,16 @@ def _slice(vae):
 
 def _by_frames(vae):
     vae.use_framewise_decoding = vae.use_framewise_encoding = True
-    vae.tile_sample_min_num_frames, vae.tile_sample_stride_num_frames = 4, 2
+    vae.tile_sample_min_num_frames, vae.tile_sample_stride_num_frames = 8, 4
 
 
 @pytest.mark.parametrize("change", [_tile, _slice], ids=["tiles", "slices"])
 @some("kl", "wan", "qwenimage", "hunyuan15")
 def test_tiles_and_slices(kernel, device, small, change):
-    small = dataclasses.replace(small, batch=2 if small.batch == 2 else 1)
     model, plain, report, arguments = pair(kernel, small, device, change=change)
     whole = decode(small.model(device), arguments)
     expected = assert_same(model, plain, arguments, decode)
-    if change is _tile and small.cls != "AutoencoderKLHunyuanVideo15":
+    if change is _tile:
         assert relative_distance(whole, expected) > 1e-3, "there was one tile"
     assert fallen_back(report) == {}
 
@@ -164,10 +168,13 @@ def test_groups_of_frames(kernel, device, small):
 @pytest.mark.parametrize("is_injected_first", [True, False])
 @some("kl", "wan", "ltx", "hunyuan15")
 def test_channels_last(kernel, device, small, is_injected_first):
-    memory_format = torch.channels_last if len(small.latent) == 3 else torch.channels_last_3d
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    memory_format = formats[1 + len(small.latent)]
 
     def change(vae):
-        vae.to(memory_format=memory_format)
+        for parameter in vae.parameters():  # some have convolutions of both kinds
+            if parameter.dim() in formats:
+                parameter.data = parameter.contiguous(memory_format=formats[parameter.dim()])
 
     model, plain, report, arguments = pair(
         kernel, small, device, FLOAT32, change, is_injected_first
@@ -184,7 +191,7 @@ def test_dtype_that_changes(kernel, device, small):
         kernel, small, device, FLOAT16, lambda vae: vae.to(FLOAT32)
     )
     assert_same(model, plain, {name: x.float() for name, x in arguments.items()})
-    assert fallen_back(report) == {}
+    assert_only_attention_fell_back(report)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -197,7 +204,7 @@ def test_autocast(kernel, device, small):
     with torch.autocast(device, BFLOAT16):
         assert torch.equal(decode(model, arguments), decode(plain, arguments))
     reasons = {reason for entry in fallen_back(report).values() for reason in entry}
-    assert reasons == {"autocast is on"}
+    assert "autocast is on" in reasons and all(r.endswith("autocast is on") for r in reasons)
 
 
 @one_of_each_norm
@@ -232,11 +239,11 @@ def test_compiled(kernel, device, small):
         return graph
 
     with torch.no_grad():
+        torch.manual_seed(7)
         expected = plain.decode(z, *time).sample
-        compiled = torch.compile(model.decoder, backend=backend)
-        model.decoder.forward, own = compiled, model.decoder.forward
+        model.decoder.compile(backend=backend)
+        torch.manual_seed(7)
         out = model.decode(z, *time).sample
-        model.decoder.forward = own
     assert graphs and relative_distance(out, expected) <= SLACK[FLOAT32]
     assert not any(entry.on_kernels for entry in report.calls if entry.name.startswith("decoder."))
 
@@ -270,7 +277,7 @@ CHANGES = {
         lambda vae: hook(resnet_of(vae).nonlinearity),
         "activation has hooks",
     ),
-    "hook on a convolution": (lambda vae: hook(resnet_of(vae).conv1), None),
+    "hook on a convolution": (lambda vae: hook(resnet_of(vae).conv2), None),
     "hook on a resnet": (lambda vae: hook(resnet_of(vae)), None),
     "another norm": (set_norm, "norm2 is a"),
     "another activation": (
@@ -375,7 +382,7 @@ def test_the_least_norm(kernel, device, dtype):
     # The kernel divides by sqrt(||x||² + 1e-24): near 1e-12 that is up to sqrt(2) of the class's divisor.
     assert (error[scale > 0] <= 0.3).all()
     assert (error[(length < 1e-13) & (scale > 0)] <= 0.01).all()
-    assert dtype is FLOAT16 or ((0 < length) & (length < 1e-13)).any()
+    assert dtype is FLOAT16 or ((length > 0) & (length < 1e-13)).any()
     assert on_kernels(report)["WanRMS_norm"] == 1
 
 
@@ -461,6 +468,22 @@ def test_a_pipeline(kernel, device):
     kernel.eject_kernels(pipe)
     with torch.no_grad():
         assert torch.equal(pipe.vae.decode(latent).sample, expected)
+
+
+def test_an_autoencoder_of_two_pipelines(kernel, device):
+    """Their options for CUDA graphs may differ."""
+    first, second = ltx_models.pipeline(device), ltx_models.pipeline(device)
+    second.vae = first.vae
+    kernel.inject_kernels(first, cuda_graphs=True)
+    report = kernel.inject_kernels(second)
+    assert report.levels["vae"] == "in part" and not report.already_injected
+    with pytest.raises(ValueError, match="vae runs on kernels injected with attention=True"):
+        kernel.inject_kernels(
+            diffusers.LTXPipeline(None, first.vae, None, None, ltx_models.transformer(device)),
+            attention=False,
+        )
+    kernel.eject_kernels(second)
+    assert kernel.inject_kernels(first.vae).levels == {"": "in part"}
 
 
 def test_graphs_of_an_autoencoder_by_itself(kernel, device):

@@ -583,7 +583,7 @@ def test_strict(kernel, device, monkeypatch):
 
 
 def test_pipeline(kernel, device, caplog):
-    """Only its denoisers, each to its level."""
+    """Its denoisers and autoencoders, each to its level."""
 
     class Pipeline:
         components = {
@@ -604,15 +604,15 @@ def test_pipeline(kernel, device, caplog):
         "unet": "in full",
         "controlnet": "in full",
         "adapter": "not at all",
-        "vae": "not at all",
+        "vae": "in part",
         "text_encoder": "not at all",
     }
     assert "unet: in full" in caplog.text
     left = {entry.name: entry.reason for entry in report.left_alone}
-    assert left["vae"] == left["text_encoder"] == "it is no denoising model of diffusers"
+    assert left["text_encoder"] == "it is no denoising model or autoencoder of diffusers"
     assert left["adapter"] == "it has no module that there is a kernel for"
     replaced = {entry.name.partition(".")[0] for entry in report.replaced}
-    assert replaced == {"transformer", "unet", "controlnet"}
+    assert replaced == {"transformer", "unet", "controlnet", "vae"}
     assert kernel.inject_kernels(pipe).already_injected
     kernel.eject_kernels(pipe)
     assert kernel_calls(run, pipe.components["unet"], UNET.arguments(device, BFLOAT16)) == {}

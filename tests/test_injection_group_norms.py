@@ -468,7 +468,7 @@ def test_derivatives_by_transforms(kernel, device):
 
 
 def test_an_autoencoder(kernel, device):
-    """An autoencoder is injected if it is given directly."""
+    """In channels last."""
     vae = diffusers.AutoencoderKL(
         block_out_channels=(32, 64),
         norm_num_groups=8,

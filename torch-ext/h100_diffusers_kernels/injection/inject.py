@@ -206,11 +206,14 @@ def _plan(
 ) -> _Plan:
     """What is in place if its options are the same, otherwise what to do.
 
-    ``pool``: None if the model gets no CUDA graphs, whatever the options.
+    ``pool``: None if the model gets no CUDA graphs, whatever the options. Several pipelines may share it.
     """
+    if pool is None:
+        options = {**options, "cuda_graphs": False}
     injection = vars(model).get(_INJECTION)
     if injection is not None:
-        changed = [key for key, value in options.items() if injection.options[key] != value]
+        compared = ("attention",) if pool is None else options
+        changed = [key for key in compared if injection.options[key] != options[key]]
         if not changed:
             injection.report.model_name = name
             return _Plan(model, injection, [], is_in_place=True)
