@@ -11,6 +11,7 @@ import torch
 from diffusers.models.autoencoders import autoencoder_kl_qwenimage, autoencoder_kl_wan
 from diffusers.models.autoencoders.autoencoder_kl_ltx2 import PerChannelRMSNorm
 from torch import nn
+from torch.nn.utils import parametrize
 
 import ltx_models
 from autoencoders import AUTOENCODERS, decode, encode, run
@@ -263,6 +264,11 @@ class Norm(nn.Module):
         return x * 0.7
 
 
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
 def hook(module):
     module.register_forward_hook(lambda _, args, result: result * 1.5)
 
@@ -303,6 +309,16 @@ def test_changes(kernel, device, small, name, is_injected_first):
     else:
         (found,) = [fallen_back(report).get(path, {})]
         assert any(reason in each for each in found) if reason else found == {}
+
+
+@pytest.mark.parametrize("is_injected_first", [True, False])
+def test_a_parametrized_norm(kernel, device, is_injected_first):
+    def change(vae):
+        parametrize.register_parametrization(resnet_of(vae).norm1, "gamma", Doubled())
+
+    given = kernel, AUTOENCODERS["wan"], device, FLOAT32, change, is_injected_first
+    model, plain, _, arguments = pair(*given)
+    assert_same(model, plain, arguments, decode)
 
 
 @some("wan", "kl")

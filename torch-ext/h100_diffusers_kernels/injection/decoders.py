@@ -109,16 +109,22 @@ _KINDS = (
 
 def _kind_of(module: Any) -> _Kind | str:
     """The kind of a norm, or why the kernels cannot replace it, as a clause."""
-    for kind in _KINDS:
-        if type(module) is kind.known.cls:
-            return kind if is_plain(module, kind.known) else why_not_plain(module, kind.known)
-    return f"is a {class_name(module)}"
+    kind = _class_of(module)
+    if kind is None:
+        return f"is a {class_name(module)}"
+    return kind if is_plain(module, kind.known) else why_not_plain(module, kind.known)
+
+
+def _class_of(module: Any) -> _Kind | None:
+    return next((kind for kind in _KINDS if type(module) is kind.known.cls), None)
 
 
 def _norm_forward(self: Any, call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if args or kwargs:
         return NotImplemented
-    kind = next(kind for kind in _KINDS if type(self) is kind.known.cls)
+    kind = _class_of(self)
+    if kind is None:  # parametrized, for example
+        return call.decline(f"it is a {type(self).__name__} now")
     out = kind.compute(self, x, "none")
     return out if isinstance(out, Tensor) else call.decline(out)
 

@@ -149,10 +149,10 @@ def apply_channel_norm(
         return "the kernel does not support its modulation's shape"
     if not has_memory_format(x, gaps=1):
         x = x.contiguous()
-    flat = [row.reshape(shape) for row in rows] or [None, None]
-    if not group_norm_takes(x, weight, bias, *flat, gaps=1):
-        return why_not_taken(x, weight, bias, *flat)
-    return functional.channel_rms_norm(x, weight, bias, eps, *flat, activation)
+    scale, shift = [row.reshape(shape) for row in rows] or (None, None)
+    if not group_norm_takes(x, weight, bias, scale, shift, gaps=1):
+        return why_not_taken(x, weight, bias, scale, shift)
+    return functional.channel_rms_norm(x, weight, bias, eps, scale, shift, activation)
 
 
 def _group_norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Tensor:
