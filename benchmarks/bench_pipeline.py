@@ -75,8 +75,8 @@ def seconds(run, device: torch.device) -> float:
 def build(
     mode: str, model: torch.nn.Module, vae: torch.nn.Module, kernel: ModuleType | None
 ) -> tuple[ltx.LTXPipeline, Any]:
-    """A pipeline in the given mode, with the weights of `model`, and the report of the injection."""
-    pipe = ltx.pipeline(models.twin(model), vae)
+    """A pipeline in the given mode, with the weights of both, and the report of the injection."""
+    pipe = ltx.pipeline(models.twin(model), models.twin(vae))
     report = models.inject(kernel, pipe, mode) if mode.startswith("injected") else None
     models.compile_as(pipe.transformer, mode)
     return pipe, report
