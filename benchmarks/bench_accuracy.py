@@ -162,6 +162,12 @@ def cases(
             [x.mT, 32, weight, bias],
             {"channel_bias": added, "activation": "silu"},
         ),
+        "channel_rms_norm, SiLU": ("channel_rms_norm", [image, weight], {"activation": "silu"}),
+        "channel_rms_norm, scale, shift, SiLU": (
+            "channel_rms_norm",
+            [image],
+            {"scale": added, "shift": added, "activation": "silu"},
+        ),
     }
     if dtype != torch.float32:
         result["attention"] = ("attention", [by_head, keys, values], {})

@@ -151,6 +151,24 @@ class GroupNorm(Benchmark):
     verify_group_norm_channels_last = verify_group_norm_silu
 
 
+class ChannelRmsNorm(Benchmark):
+    """The last resolution of Wan's decoder at 480x832: four frames."""
+
+    seed = 0
+
+    def setup(self):
+        size = (4, 480, 832) if self.device == "cuda" else (2, 6, 8)
+        self.x = normal(self.device, 1, 96, *size)
+        self.weight = normal(self.device, 96, std=0.02, mean=0.2)
+
+    def benchmark_channel_rms_norm(self):
+        self.out = self.kernel.channel_rms_norm(self.x, self.weight, eps=EPS, activation="silu")
+
+    def verify_channel_rms_norm(self):
+        x = self.x.movedim(1, -1)
+        return F.silu(eager_rms_norm(x, self.weight).movedim(-1, 1))
+
+
 class GatedResidual(LtxBenchmark, Benchmark):
     seed = 0
 

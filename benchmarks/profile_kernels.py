@@ -49,6 +49,10 @@ MAIN_SHAPES: tuple[tuple[Family, Workload], ...] = (
     (bench_norm.FAMILY, Workload("layer_norm_modulate_pair", bench_norm.PAIR_SHAPE)),
     (bench_group_norm.FAMILY, Workload("group_norm", IMAGE, bench_group_norm.SILU)),
     (bench_group_norm.FAMILY, Workload("group_norm", IMAGE, bench_group_norm.CHANNELS_LAST)),
+    (
+        bench_group_norm.FAMILY,
+        Workload("channel_rms_norm", bench_group_norm.DECODER_SHAPES[0], bench_group_norm.SILU),
+    ),
     (bench_gated_residual.FAMILY, Workload("gated_residual", ROWS)),
     (bench_gated_residual.FAMILY, Workload("gated_residual_rms_norm_modulate", ROWS)),
     (bench_gated_residual.FAMILY, Workload("gated_residual_layer_norm_modulate_pair", ROWS)),

@@ -118,6 +118,24 @@ def group_norm(
     return F.silu(n) if activation == "silu" else n
 
 
+def channel_rms_norm(
+    x, weight=None, bias=None, eps=1e-6, scale=None, shift=None, activation="none"
+):
+    """diffusers' LTXVideoResnetBlock3d: norm over channels, modulation by the time step, SiLU. Weight and
+    bias come after the norm, as in WanRMS_norm."""
+    if _is_mixed(x, weight, bias, scale, shift):
+        operands = (t if t is None else t.float() for t in (weight, bias, scale, shift))
+        weight, bias, scale, shift = operands
+        out = channel_rms_norm(x.float(), weight, bias, eps, scale, shift, activation)
+        return out.to(x.dtype)
+    places = [1] * (x.dim() - 2)
+    n = _diffusers_rms_norm(x.movedim(1, -1), weight, eps)
+    n = (n if bias is None else n + bias).movedim(-1, 1)
+    scale, shift = (t if t is None else t.reshape(*t.shape, *places) for t in (scale, shift))
+    n = _modulated(n, scale, shift)
+    return F.silu(n) if activation == "silu" else n
+
+
 def coordinate_tables(coordinates, frequencies, dim):
     """The float32 tables (1|B, S, dim) of diffusers' LTXVideoRotaryPosEmbed."""
     angles = (frequencies * coordinates.unsqueeze(-1)).transpose(-1, -2).flatten(2)

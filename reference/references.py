@@ -57,6 +57,16 @@ def group_norm(
     return silu(n) if activation == "silu" else n
 
 
+def channel_rms_norm(
+    x, weight=None, bias=None, eps=1e-6, scale=None, shift=None, activation="none"
+):
+    rows = x.flatten(2).mT  # (B, positions, C)
+    scale, shift = (t if t is None else t[:, None] for t in (scale, shift))
+    n = _modulate(_affine(rms_norm(rows, weight, eps), None, *_double(bias)), scale, shift)
+    n = n.mT.reshape(x.shape)
+    return silu(n) if activation == "silu" else n
+
+
 def _modulate(n, scale, shift):
     scale, shift = _sum(scale), _sum(shift)
     n = n if scale is None else n * (1 + scale)

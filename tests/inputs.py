@@ -130,6 +130,23 @@ STRIDED_LAYOUTS = [name for name in LAYOUTS if name != "contiguous"]
 WRITABLE_LAYOUTS = [name for name in LAYOUTS if name != "expanded"]
 
 
+# Of each channel's pixels, or each pixel's channels, and of each batch entry as a whole.
+IMAGE_LAYOUTS = [*LAYOUTS, "chunk of the batch", "odd_rows of the batch"]
+
+
+def laid_out(values, is_last, layout="contiguous"):
+    """The values (B, C, ...) with dense pixels or channels, and rows of them in the given layout."""
+    rows = values.flatten(2) if values.dim() > 2 else values[:, :, None]
+    rows = rows.mT if is_last else rows
+    if layout.endswith(" of the batch"):
+        entries = LAYOUTS[layout.removesuffix(" of the batch")](rows.flatten(1))
+        rows = entries.unflatten(1, rows.shape[1:])
+    else:
+        rows = LAYOUTS[layout](rows)
+    pixels = rows.mT if is_last else rows
+    return pixels.unflatten(2, values.shape[2:]) if values.dim() > 2 else pixels[:, :, 0]
+
+
 def normal(*shape, dtype, device, layout="contiguous", mean=0.0, std=1.0):
     values = torch.randn(shape, dtype=torch.float32, device=device) * std + mean
     return LAYOUTS[layout](values.to(dtype))
@@ -289,7 +306,7 @@ NORM_SCOPES = ("across_heads", "per_head", "layer_per_head", "none")
 _APPROXIMATE, _ACTIVATED = ("approximate", ("none", "tanh")), ("activated", ("second", "first"))
 _AFFINE, _MODULATION = ("weight", "bias"), ("scale", "shift")
 _PAIR = (*_MODULATION, "second_scale", "second_shift")
-_LAYOUT = ("layout", PAIR_LAYOUTS)
+_LAYOUT, _ACTIVATION = ("layout", PAIR_LAYOUTS), ("activation", ("none", "silu"))
 TABLE = {
     "rms_norm": Operation(("x",), (), ("weight",)),
     "layer_norm": Operation(("x",), (), _AFFINE),
@@ -306,7 +323,8 @@ TABLE = {
     "gated_residual_layer_norm_modulate_pair": Operation(
         ("residual", "x"), ("gate", *_PAIR), _AFFINE
     ),
-    "group_norm": Operation(strings=(("activation", ("none", "silu")),)),
+    "group_norm": Operation(strings=(_ACTIVATION,)),
+    "channel_rms_norm": Operation(strings=(_ACTIVATION,)),
     "qk_norm_rope": Operation(strings=(("norm", NORM_SCOPES), _LAYOUT)),
     "rope": Operation(strings=(_LAYOUT,)),
     "rope_3d": Operation(strings=(_LAYOUT,)),
@@ -332,7 +350,7 @@ OPERATIONS = [*TABLE, *QK_OPERATIONS[1:]]
 BY_PAIR, BY_COMPLEX = "_by_pair", "_by_complex"
 # With every second tensor that may be float32 in float32, and without every second optional one.
 MIXED, SPARSE = "_mixed", "_sparse"
-CHANNELS_LAST = "group_norm_channels_last"
+CHANNELS_LAST, RMS_CHANNELS_LAST = "group_norm_channels_last", "channel_rms_norm_channels_last"
 # With all parts of a residual branch, and with each scale, shift and gate as a table's row and an embedding.
 BRANCH, TABLE_ROWS = "_branch", "_table_rows"
 BRANCH_OPERATIONS = [name for name in ROW_NORMS if name.startswith("gated") and "pair" not in name]
@@ -349,6 +367,7 @@ CALLS = [
     *(name + BRANCH for name in BRANCH_OPERATIONS),
     *(name + TABLE_ROWS for name in TABLE_OPERATIONS),
     CHANNELS_LAST,
+    RMS_CHANNELS_LAST,
     HEADS_GIVEN,
     OF_LAYER_NORM,
 ]
@@ -415,11 +434,15 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         return normal(*size, dtype=dtype, device=device, **options)
 
     batch, seq, hidden = shape
-    if name in ("group_norm", CHANNELS_LAST):
-        x = tensor(batch, hidden, seq, layout=layout).mT if name == CHANNELS_LAST else None
+    if operation_of(name) in ("group_norm", "channel_rms_norm"):
+        is_last = name in (CHANNELS_LAST, RMS_CHANNELS_LAST)
+        x = tensor(batch, hidden, seq, layout=layout).mT if is_last else None
         arguments = {"x": tensor(*shape, layout=layout) if x is None else x}
-        arguments["num_groups"] = max(seq // smallest_factor(seq), 1)
         arguments["weight"], arguments["bias"] = (tensor(seq, mean=0.5) for _ in range(2))
+        if operation_of(name) == "channel_rms_norm":
+            arguments["scale"], arguments["shift"] = (tensor(batch, seq) for _ in range(2))
+            return kernel.channel_rms_norm, {**arguments, "activation": "silu"}
+        arguments["num_groups"] = max(seq // smallest_factor(seq), 1)
         arguments["channel_bias"], arguments["activation"] = tensor(batch, seq), "silu"
         return kernel.group_norm, arguments
     if name in ("attention", HEADS_GIVEN):

@@ -252,6 +252,11 @@ def test_host_time_is_without_waiting_and_wall_time_with_it(monkeypatch, measure
             (2 * 2 * 64 * 30 + 2 * 64) * 2,
         ),
         (
+            bench_group_norm,
+            Workload("channel_rms_norm", (1, 96, 2, 6, 8), bench_group_norm.MODULATED),
+            (2 * 96 * 96 + 2 * 96) * 2,
+        ),
+        (
             bench_activation,
             Workload("swiglu", (2, 6, 128), "first, beside"),
             2 * 6 * (128 + 64) * 2,

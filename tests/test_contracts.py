@@ -557,23 +557,27 @@ def test_more_than_2_31_elements(kernel, device, case):
 @needs_cuda
 @pytest.mark.usefixtures("_gpu_memory")
 @pytest.mark.parametrize("is_last", [False, True], ids=["contiguous", "channels_last"])
-def test_images_of_more_than_2_31_elements(kernel, device, is_last):
+@pytest.mark.parametrize("name", ["group_norm", "channel_rms_norm"])
+def test_images_of_more_than_2_31_elements(kernel, device, name, is_last):
     """Many images, and one image in which each period has the statistics of the whole."""
     pixels, channels, period = 512, 32, 4096
     shape = (FAR // (pixels * channels) + 3, channels, pixels)
     x = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
     x = x.mT.contiguous().mT if is_last else x
     assert x.numel() > FAR
-    out = kernel.group_norm(x, 8)
+    norm, reference = getattr(kernel, name), getattr(references, name)
+    groups = (8,) if name == "group_norm" else ()
+    out = norm(x, *groups)
     for first in (0, shape[0] // 2, shape[0] - 2):
         part = slice(first, first + 2)
-        assert_rounded_once(out[part], references.group_norm(x[part], 8))
+        assert_rounded_once(out[part], reference(x[part], *groups))
     del x, out
     one = normal(1, 4, period, dtype=torch.bfloat16, device=device, mean=1.0)
     count = FAR // one.numel() + 1
     x = one.mT.repeat(1, count, 1).mT if is_last else one.repeat(1, 1, count)
     assert x.numel() > FAR
-    out, expected = kernel.group_norm(x, 2), references.group_norm(one, 2)
+    groups = (2,) if groups else ()
+    out, expected = norm(x, *groups), reference(one, *groups)
     for first in (0, count // 2 * period, (count - 1) * period):
         assert_rounded_once(out[..., first : first + period], expected)
 

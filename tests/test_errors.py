@@ -229,7 +229,8 @@ def of_any_tensor(name, argument):
 for name, (leader, *followers) in ARGUMENTS.items():
     # The tensor that sets dtype, device and shape of the others.
     wrong_dtypes(name, leader, torch.int64, torch.float64, torch.bool, torch.float8_e4m3fn)
-    strides = shape_text(2 * SEQ * HIDDEN, 2 * HIDDEN, 2) if name == "group_norm" else "stride 2"
+    is_image = name in ("group_norm", "channel_rms_norm")
+    strides = shape_text(2 * SEQ * HIDDEN, 2 * HIDDEN, 2) if is_image else "stride 2"
     mistake(name, leader, "stride", strides, replace(leader, every_second))
     mistake(name, leader, "list", "list", replace(leader, as_list))
     mistake(name, leader, "None", "None", replace(leader, lambda t: None))
@@ -472,10 +473,28 @@ for what, change in {
     mistake("group_norm", "x", what, strides, replace("x", change))
 counts = (0, -4, 3, 2 * SEQ, True, "4", None, 4.0, 2**63, 2**70, -(2**70))
 wrong_values("group_norm", "num_groups", *counts)
-for argument in ("weight", "bias"):
-    wrong_shapes("group_norm", argument, (SEQ + 1,), (1,), (HIDDEN,), (1, SEQ), (SEQ, 1), ())
 of_images = [(SEQ,), (1, SEQ), (BATCH, 1), (BATCH + 1, SEQ), (BATCH, SEQ, 1), (BATCH, HIDDEN), ()]
 wrong_shapes("group_norm", "channel_bias", *of_images)
+for name in ("group_norm", "channel_rms_norm"):
+    for argument in ("weight", "bias"):
+        wrong_shapes(name, argument, (SEQ + 1,), (1,), (HIDDEN,), (1, SEQ), (SEQ, 1), ())
+
+# channel_rms_norm: likewise. A video may have a gap between two of its spatial dimensions.
+
+wrong_shapes("channel_rms_norm", "x", (SEQ,), (BATCH, SEQ))
+for what, change in {
+    "rows_and_frames_apart": lambda t: longer_at(3)(longer(t.unflatten(2, (4, -1, 8))))[
+        :, :, :, :-1, :-1
+    ],
+    "transposed": lambda t: t.unflatten(2, (-1, 16)).mT,
+    "pixels_apart": every_second,
+    "channels_last_apart": lambda t: every_second(t.mT.contiguous()).mT,
+    "expanded_pixels": lambda t: t[:, :, :1].expand(BATCH, SEQ, HIDDEN),
+}.items():
+    strides = shape_text(*change(torch.empty(SHAPE)).stride())
+    mistake("channel_rms_norm", "x", what, strides, replace("x", change))
+for argument in ("scale", "shift"):
+    wrong_shapes("channel_rms_norm", argument, *of_images)
 
 # attention: q, k and v are (BATCH, SEQ, HEADS, HEAD_DIM)
 
@@ -828,6 +847,16 @@ WORDING = {
         "group_norm",
         replace("x", lambda x: x.unflatten(2, (8, 8))[..., :4]),
         "x must have no gaps between its spatial dimensions, got strides (128, 64, 8, 1)",
+    ),
+    "gaps": (
+        "channel_rms_norm",
+        replace("x", lambda x: x.unflatten(2, (4, 4, 4))[:, :, :, :2, :2]),
+        "x must have at most one gap between its spatial dimensions, got strides (128, 64, 16, 4, 1)",
+    ),
+    "pixels_or_channels": (
+        "channel_rms_norm",
+        replace("x", lambda x: x[:, :, ::2]),
+        "x must have stride 1 in its spatial dimensions or in its channels, got strides (128, 64, 2)",
     ),
     "key_heads": (
         "attention",

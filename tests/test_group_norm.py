@@ -7,7 +7,7 @@ import torch
 
 import references
 from checks import FLOAT32_ARITHMETIC, assert_rounded_once, check, check_nonfinite
-from inputs import DTYPES, LAYOUTS, MIXTURES, every_dtype, mixed, normal, pairwise
+from inputs import DTYPES, IMAGE_LAYOUTS, MIXTURES, every_dtype, laid_out, mixed, normal, pairwise
 
 every_memory = pytest.mark.parametrize(
     "is_last", [False, True], ids=["contiguous", "channels_last"]
@@ -22,21 +22,6 @@ MODEL_SHAPES += [(2, 1920, 64, 64), (2, 512, 64, 64), (1, 128, 256, 256)]
 GROUPS = [(30, 3), (32, 8), (320, 32), (1280, 32), (1920, 32), (2560, 32), (64, 1), (64, 64)]
 GROUPS += [(5, 5), (7, 1), (6, 2), (21, 7), (2000, 2)]
 PIXELS = [1, 7, 64, 255, 4096]
-# Of each channel's pixels, or each pixel's channels, and of each batch entry as a whole.
-MEMORY = [*LAYOUTS, "chunk of the batch", "odd_rows of the batch"]
-
-
-def laid_out(values, is_last, layout="contiguous"):
-    """The values (B, C, ...) with dense pixels or channels, and rows of them in the given layout."""
-    rows = values.flatten(2) if values.dim() > 2 else values[:, :, None]
-    rows = rows.mT if is_last else rows
-    if layout.endswith(" of the batch"):
-        entries = LAYOUTS[layout.removesuffix(" of the batch")](rows.flatten(1))
-        rows = entries.unflatten(1, rows.shape[1:])
-    else:
-        rows = LAYOUTS[layout](rows)
-    pixels = rows.mT if is_last else rows
-    return pixels.unflatten(2, values.shape[2:]) if values.dim() > 2 else pixels[:, :, 0]
 
 
 def spread(shape, groups, dtype, device):
@@ -92,7 +77,7 @@ SHAPES = [(3, 24), (3, 24, 35), (3, 24, 5, 7), (2, 24, 3, 5, 7), (2, 24, 1, 7, 1
 
 @pairwise(
     shape=[*SHAPES, (3, 320, 16, 16)],
-    layout=MEMORY,
+    layout=IMAGE_LAYOUTS,
     is_last=IS_LAST,
     activation=SILU,
     vectors=["contiguous", "misaligned"],

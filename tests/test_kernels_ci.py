@@ -110,6 +110,11 @@ CASES = {
         {"num_groups": 8},
         lambda x: F.group_norm(x, 8),
     ),
+    "channel_rms_norm": (
+        (IMAGE, (64,)),
+        {"activation": "silu"},
+        lambda x, weight: F.silu(rms_norm(x.movedim(1, -1), weight).movedim(-1, 1)),
+    ),
     "qk_norm_rope": (
         (ROWS, ROWS, VECTOR, VECTOR, TABLES),
         {"heads": HEADS},

@@ -195,6 +195,17 @@ const void* ArgumentChecker::vector(const char* name, const OptionalTensor& tens
   return tensor->const_data_ptr();
 }
 
+void ArgumentChecker::sample_channels(const char* name, const OptionalTensor& tensor,
+                                      Modulator& operand) const {
+  if (!tensor.has_value()) return;
+  same_device(name, *tensor);
+  float32_or_same_dtype(name, *tensor);
+  exact_shape(name, *tensor, {shape_[0], shape_[1]});
+  operand.data = const_cast<void*>(tensor->const_data_ptr());
+  operand.strides[0] = shape_[0] == 1 ? 0 : tensor->stride(0);
+  operand.is_float32 = tensor->element_bytes() == 4;
+}
+
 void ArgumentChecker::countable(const char* name, const char* what, std::initializer_list<int64_t> sizes,
                                 int64_t limit) const {
   int64_t count = 1;

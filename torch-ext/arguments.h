@@ -89,6 +89,9 @@ class ArgumentChecker {
   // may be float32 for any dtype of x.
   const void* vector(const char* name, const OptionalTensor& tensor, int64_t length,
                      bool accepts_float32 = false) const;
+  // A value for each sample and channel of x, whose first two dimensions they are: shape (batch, channels),
+  // unit last stride, float32 or of x's dtype. Sets the operand.
+  void sample_channels(const char* name, const OptionalTensor& tensor, Modulator& operand) const;
   // `what`, the product of the sizes, is at most `limit`. Not checked for an empty x.
   void countable(const char* name, const char* what, std::initializer_list<int64_t> sizes,
                  int64_t limit = kMaxRows) const;

@@ -6,9 +6,9 @@
 #include "arguments.h"
 #include "operation.h"
 
-#define H100_EACH_FAMILY(apply)                                                                  \
-  apply(norm) apply(group_norm) apply(qk_norm_rope) apply(rope) apply(activation) apply(softmax) \
-      apply(attention)
+#define H100_EACH_FAMILY(apply)                                                                           \
+  apply(norm) apply(group_norm) apply(channel_rms_norm) apply(qk_norm_rope) apply(rope) apply(activation) \
+      apply(softmax) apply(attention)
 
 namespace h100_diffusers_kernels {
 

@@ -8,8 +8,8 @@
 
 #include <cstdint>
 
+#include "channel_operands.cuh"
 #include "fast_divisor.cuh"
-#include "pack.cuh"
 #include "params.h"
 #include "reduce.cuh"
 #include "statistics.cuh"
@@ -68,13 +68,6 @@ struct GroupNormKernelParams : GroupNormParams {
   }
 };
 
-template <typename T>
-__device__ __forceinline__ float value_of(const Modulator& operand, int64_t index, float otherwise) {
-  if (operand.data == nullptr) return otherwise;
-  if (operand.is_float32) return static_cast<const float*>(operand.data)[index];
-  return to_float(static_cast<const T*>(operand.data)[index]);
-}
-
 // Mean of a group and reciprocal of its deviation, computed by all lanes of a warp.
 struct GroupStatistics {
   double mean, rstd;
@@ -92,22 +85,6 @@ struct GroupStatistics {
     rstd = 1.0 / sqrt((variance < 0.0 ? 0.0 : variance) + params.eps);
   }
 };
-
-// Loads value_of for kSize consecutive indices, with one branch for all: loads between branches would wait
-// for each other.
-template <typename T, int kSize>
-__device__ __forceinline__ void load_values(const Modulator& operand, int64_t index, bool is_aligned,
-                                            float otherwise, float (&values)[kSize]) {
-  if (operand.data != nullptr && is_aligned) {
-    if (operand.is_float32)
-      load_floats(static_cast<const float*>(operand.data) + index, values);
-    else
-      load_floats(static_cast<const T*>(operand.data) + index, values);
-  } else {
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) values[j] = value_of<T>(operand, index + j, otherwise);
-  }
-}
 
 // A channel's normalization: (x - pivot) * factor + offset, where offset is rounded once.
 struct alignas(16) Channel {

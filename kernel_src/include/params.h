@@ -140,6 +140,33 @@ struct GroupNormParams {
 int64_t group_norm_workspace_bytes(const GroupNormParams& params, Stream stream);
 void group_norm(const GroupNormParams& params, Stream stream);
 
+// RMS norm over the channels of each position of an image or video, then a modulation:
+//   n   = x / sqrt(mean(x^2) + eps) * weight + bias   (each optional)
+//   m   = n * (1 + scale) + shift                     (each optional)
+//   out = silu ? m * sigmoid(m) : m
+// The spatial dimensions are merged into `frames` of `pixels`. Either pixels or channels have stride 1, the
+// same ones in x and in out. out is dense: (batch, channels, frames * pixels), or with channels last (batch,
+// frames * pixels, channels).
+struct ChannelRmsNormParams {
+  int64_t batch;
+  int64_t channels;
+  int64_t frames;
+  int64_t pixels;
+  DType dtype;
+  float eps;
+  const void* x;
+  void* out;
+  int64_t x_strides[4];   // batch, channel, frame, pixel
+  bool is_channels_last;  // channels have stride 1
+  Modulator weight;       // (channels,), with strides of 0
+  Modulator bias;         // (channels,), with strides of 0
+  Modulator scale;        // (batch, channels); strides[0] is the stride of the batch
+  Modulator shift;        // (batch, channels); strides[0] is the stride of the batch
+  bool silu;
+};
+
+void channel_rms_norm(const ChannelRmsNormParams& params, Stream stream);
+
 // RMS norm across the heads of a token or of each head, or LayerNorm of each head.
 enum class NormScope : int32_t { kNone, kAcrossHeads, kPerHead, kLayerPerHead };
 

@@ -4,6 +4,7 @@ from . import layers
 from .functional import (
     CoordinateRope,
     attention,
+    channel_rms_norm,
     gated_residual,
     gated_residual_layer_norm_modulate,
     gated_residual_layer_norm_modulate_pair,
@@ -29,6 +30,7 @@ __all__ = [
     "CoordinateRope",
     "InjectionReport",
     "attention",
+    "channel_rms_norm",
     "eject_kernels",
     "gated_residual",
     "gated_residual_layer_norm_modulate",

@@ -173,6 +173,29 @@ def group_norm(
     return (_silu(n) if silu else n).to(dtype)
 
 
+def channel_rms_norm(
+    x: Tensor,
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    scale: Optional[Tensor],
+    shift: Optional[Tensor],
+    eps: float,
+    silu: bool,
+) -> Tensor:
+    def at_each_position(tensor: Tensor) -> Tensor:
+        """``(C,)`` or ``(B, C)``, to broadcast against ``x``."""
+        return tensor.reshape(*tensor.shape, *[1] * (x.dim() - 2))
+
+    # Over dimension 1, so that the gradients keep the memory format of x.
+    h = x.to(torch.promote_types(x.dtype, torch.float32))
+    n = h * torch.rsqrt(h.square().mean(1, keepdim=True) + eps)
+    n = n if weight is None else n * at_each_position(weight)
+    n = n if bias is None else n + at_each_position(bias)
+    scale, shift = (t if t is None else at_each_position(t) for t in (scale, shift))
+    n = _modulated(n, scale, shift)
+    return (_silu(n) if silu else n).to(x.dtype)
+
+
 # --------------------------------------------------------------------------------------------------
 # Norm and rotary embedding
 

@@ -32,19 +32,6 @@ bool is_channels_last(const ArgumentChecker& check, const Tensor& x, const Pixel
   return true;
 }
 
-void set_channel_bias(GroupNormParams& params, const ArgumentChecker& check, const Tensor& channel_bias) {
-  check.same_device("channel_bias", channel_bias);
-  check.float32_or_same_dtype("channel_bias", channel_bias);
-  if (channel_bias.dim() != 2 || channel_bias.size(0) != params.batch ||
-      channel_bias.size(1) != params.channels)
-    fail(check.operation(), "channel_bias must have shape (", params.batch, ", ", params.channels, "), got ",
-         to_string(channel_bias.sizes()));
-  check.readable("channel_bias", channel_bias);
-  params.channel_bias.data = const_cast<void*>(channel_bias.const_data_ptr());
-  params.channel_bias.strides[0] = params.batch == 1 ? 0 : channel_bias.stride(0);
-  params.channel_bias.is_float32 = channel_bias.element_bytes() == 4;
-}
-
 void set_strides(int64_t (&strides)[3], const Tensor& tensor, const Pixels& pixels) {
   strides[0] = tensor.size(0) == 1 ? 0 : tensor.stride(0);
   strides[1] = tensor.size(1) == 1 ? 0 : tensor.stride(1);
@@ -76,7 +63,7 @@ OwnedTensor call_group_norm(const char* operation, const Tensor& x, int64_t num_
   };
   vector("weight", weight, params.weight);
   vector("bias", bias, params.bias);
-  if (channel_bias.has_value()) set_channel_bias(params, check, *channel_bias);
+  check.sample_channels("channel_bias", channel_bias, params.channel_bias);
   params.silu = silu;
 
   OwnedTensor out = params.is_channels_last ? check.empty_channels_last(shape) : check.empty(shape);
