@@ -547,35 +547,6 @@ add(
     exact=_POSITIONS,
 )
 add(
-    "MiniMaxH3Transformer3DModel",
-    {
-        **_HEADS,
-        "hidden_size": 96,
-        "num_layers": 2,
-        "num_refiner_layers": 1,
-        "ffn_dim": 64,
-        "in_channels": 4,
-        "audio_in_channels": 6,
-        "text_dim": _TEXT,
-        "freq_dim": 16,
-        "time_embed_hidden_dim": 32,
-        "time_embed_dim": 16,
-        "rope_freq_dim": 8,
-    },
-    lambda: {
-        "hidden_states": normal(1, 8, 16),
-        "audio_hidden_states": normal(1, 3, 6),
-        "encoder_hidden_states": normal(1, 5, _TEXT),
-        "timestep": torch.tensor([500.0, 0.0]),
-        "timestep_indices": torch.tensor([1] * 5 + [0] * 11),
-        "token_tags": torch.tensor([0] * 5 + [1] * 8 + [2] * 3),
-        "position_ids": torch.arange(16)[:, None].expand(16, 3),
-        "video_indices": torch.arange(5, 13),
-        "audio_indices": torch.arange(13, 16),
-        "text_indices": torch.arange(5),
-    },
-)
-add(
     "MiniMaxMusic3Transformer1DModel",
     {
         **_HEADS,
@@ -648,25 +619,6 @@ add(
         "attention_mask": torch.ones(2, 11, 11).tril(),
         "position_ids": torch.arange(11).expand(2, 11),
     },
-)
-add(
-    "QwenImage21Transformer2DModel",
-    {
-        **_HEADS,
-        "in_channels": 8,
-        "out_channels": 8,
-        "num_layers": 2,
-        "context_in_dim": _TEXT,
-        "mlp_ratio": 1,
-        "axes_dims_rope": (16, 24, 24),
-    },
-    lambda: denoising(
-        normal(2, 4, 8),
-        timestep=HALF[:1],
-        img_shapes=[[(1, 2, 2)]] * 2,
-        img_mask=torch.tensor([[False] * 6 + [True]] * 2),
-        encoder_hidden_states_mask=mask(),
-    ),
 )
 add(
     "RFD4ProteinaTransformer",
@@ -1150,6 +1102,11 @@ FAMILY_OF = {
     "CogVideoXTransformer3DModel": "cogvideox",
     "Krea2Transformer2DModel": "krea2",
     "ZImageTransformer2DModel": "z_image",
+    "ChromaTransformer2DModel": "chroma",
+    "Lumina2Transformer2DModel": "lumina2",
+    "MochiTransformer3DModel": "mochi",
+    "QwenImage21Transformer2DModel": "qwenimage21",
+    "MiniMaxH3Transformer3DModel": "minimax_h3",
 }
 OTHERS = {
     **{cls: of_family(name) for cls, name in FAMILY_OF.items()},
