@@ -129,8 +129,9 @@ def _tile(vae):
     vae.enable_tiling()
     for name in list(vars(vae)):
         if name.startswith("tile_") and "overlap" not in name:
-            value = 8 if "min" in name else 6
             factor = 2 if isinstance(vae, diffusers.AutoencoderKL) else 4
+            # A stride of 2 latents: PyTorch's attention on a GPU refuses tiles of a single one.
+            value = 8 if "stride" in name or not hasattr(vae, "tile_sample_stride_height") else 16
             setattr(vae, name, value // factor if "latent" in name else value)
     if hasattr(vae, "tile_sample_min_num_frames"):
         vae.tile_sample_min_num_frames, vae.tile_sample_stride_num_frames = 16, 8

@@ -133,6 +133,13 @@ def pipelines_over_compiled(results: Path) -> str:
 
 
 @figure
+def decoders_over_eager(results: Path) -> str:
+    gathered = targets.gathered(results) or {"pipelines": []}
+    how = ("decoder_s", "injected", "eager")
+    return span([targets.ratio(entry, *how) for entry in gathered["pipelines"]])
+
+
+@figure
 def pipelines_card(results: Path) -> str:
     """The card of the table of pipelines."""
     gathered = targets.gathered(results) or {"runs": []}

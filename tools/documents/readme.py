@@ -104,12 +104,6 @@ def full_speed_after(results: Path) -> str:
 
 
 @figure
-def families_graphs_over_injected(results: Path) -> str:
-    """The forwards with CUDA graphs over those without, of the table of all models, those in full."""
-    return span([f.graphs_over_injected for f in forwards_of(results, targets.IN_FULL)])
-
-
-@figure
 def accuracy_contract(results: Path) -> str:
     """What the tests hold the errors over eager's to."""
     return f"{accuracy.ACCURACY_CONTRACT}"
