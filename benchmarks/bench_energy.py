@@ -159,16 +159,16 @@ def _repeat(calls: Sequence[Callable[[], object]], count: int) -> None:
 def main(device, tiny, seconds, output) -> None:
     """Measure the energy of each operation in a loop of its own."""
     kernel, _ = models.load_kernel()
-    result: dict[str, Any] = {"environment": record.environment(device), "operations": []}
+    result: dict[str, Any] = {"environment": record.environment(device), "loops": []}
     output = record.destination(output, "energy", result["environment"], ("seconds",))
     for model, what, shape, calls in operations(kernel, device, tiny):
         for by, of_sets in calls:
             entry = {"model": model, "operation": what, "shape": shape, "by": by}
-            result["operations"].append(entry | loop(of_sets, seconds, device))
+            result["loops"].append(entry | loop(of_sets, seconds, device))
             if output is not None:
                 record.write(output, result)
     keys = ("model", "operation", "shape", "by", "microseconds", "millijoules", "watts", "sm_mhz")
-    table = [[entry.get(key) for key in keys] for entry in result["operations"]]
+    table = [[entry.get(key) for key in keys] for entry in result["loops"]]
     click.echo(tabulate(table, [*keys[:4], "us", "mJ", "W", "MHz"], floatfmt=".1f"))
     if output is not None:
         click.echo(f"\nWrote {output}")

@@ -15,7 +15,7 @@ import models
 import torch
 from diffusers.modular_pipelines import flux3
 from diffusers.modular_pipelines.flux3.decoders import Flux3DecodeStep
-from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3CoreDenoiseStep
+from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3CoreDenoiseBlocks
 from diffusers.modular_pipelines.modular_pipeline import SequentialPipelineBlocks
 
 sys.path.insert(0, str(models.CHECKOUT / "examples"))
@@ -107,7 +107,7 @@ FLUX3 = replace(
 
 
 def _flux3_of(parts: dict[str, Any]) -> flux3.Flux3ModularPipeline:
-    blocks = {"denoise": Flux3CoreDenoiseStep(), "decode": Flux3DecodeStep()}
+    blocks = {**Flux3CoreDenoiseBlocks, "decode": Flux3DecodeStep()}
     pipe = SequentialPipelineBlocks.from_blocks_dict(blocks).init_pipeline()
     pipe.update_components(**parts)
     pipe.text_encoder = None

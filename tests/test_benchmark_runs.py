@@ -155,9 +155,9 @@ def test_pipelines(result_of, device):
 
 
 def test_energy(result_of, device):
-    operations = result_of(bench_energy, "--seconds", "0.01")["operations"]
-    assert {"cuBLAS", "this package", "eager"} <= {entry["by"] for entry in operations}
-    for entry in operations:
+    loops = result_of(bench_energy, "--seconds", "0.01")["loops"]
+    assert {"cuBLAS", "this package", "eager"} <= {entry["by"] for entry in loops}
+    for entry in loops:
         assert entry["microseconds"] > 0 and ("millijoules" in entry) == (device == "cuda")
 
 

@@ -147,7 +147,7 @@ def test_profile_has_the_kernels_of_each_side(run, tmp_path):
     assert np.abs(np.sum(rows[:-1], axis=0) - rows[-1]).max() < 0.05
     products, attention, convolutions, others, _ = rows[:-1]
     assert min(products[:2]) > 0 and min(attention[:2]) > 0 and min(convolutions[2:]) > 0
-    assert others[0] == others[2] == others[3] == 0 < others[1]
+    assert others[0] == others[2] == 0 < min(others[1], others[3])
 
 
 def test_table_of_times_has_medians():
@@ -155,7 +155,7 @@ def test_table_of_times_has_medians():
     runs[0] = dict.fromkeys(measure.PARTS, 99.0)
     half = [{part: seconds / 2 for part, seconds in run.items()} for run in runs]
     table = measure.time_table({"eager": runs, "injected": half})
-    assert row(table, "a step (median)") == [2, 1, 2] and row(table, "decoding") == [8, 4]
+    assert row(table, "a step (median)") == [2, 1, 2] and row(table, "decoding") == [8, 4, 2]
     assert "times as fast" not in measure.time_table({"eager": runs})
 
 

@@ -119,9 +119,20 @@ def of_memory(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
         yield (f"memory with CUDA graphs, {when}", "what the limit explains"), ratio
 
 
-def of_videos(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
-    for video, entry in result["videos"].items():
-        yield from of_modes(video, entry, "seconds")
+def of_pipelines(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for entry in result["pipelines"]:
+        yield from of_modes(f"{entry['name']} {entry['size']}", entry, "seconds")
+
+
+def of_loops(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    """Times of this package's operations and of the others' on the same inputs."""
+    ours: dict[tuple[str, ...], float] = {}
+    for entry in result["loops"]:
+        key = entry["model"], entry["operation"], entry["shape"]
+        if entry["by"] == "this package":
+            ours[key] = entry["microseconds"]
+        elif key in ours:
+            yield (" ".join(key), entry["by"]), Ratio(entry["microseconds"] / ours[key])
 
 
 def of_calls(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
@@ -194,7 +205,8 @@ def of_timeline(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
 READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "workloads": of_workloads,
     "sizes": of_sizes,
-    "videos": of_videos,
+    "pipelines": of_pipelines,
+    "loops": of_loops,
     "calls": of_calls,
     "forwards": of_forwards,
     "graph_forwards": of_graph_forwards,

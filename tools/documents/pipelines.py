@@ -110,7 +110,7 @@ def energy(results: Path) -> str:
             _number(entry.get("watts"), "W"),
             _number(entry.get("sm_mhz"), "MHz"),
         ]
-        for entry in result["operations"]
+        for entry in result["loops"]
     ]
     headers = ["operation", "shape", "by", "time", "energy", "power", "clock"]
     return markdown(rows, headers) + setup(result)
