@@ -128,7 +128,7 @@ def operations(
 def loop(
     calls: Sequence[Callable[[], object]], seconds: float, device: torch.device
 ) -> dict[str, Any]:
-    """Calls in turns for about so many seconds: their number, microseconds each, clock, power, energy."""
+    """Runs the calls in turns for about `seconds`: their number, microseconds each, clock, power, energy."""
     calibrated = functools.partial(_repeat, calls, CALIBRATION_CALLS)
     calibrated()
     each = timing.milliseconds(calibrated, device) / CALIBRATION_CALLS / 1e3

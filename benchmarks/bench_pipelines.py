@@ -63,7 +63,7 @@ class Decoder:
         return result
 
     def take_seconds(self) -> float:
-        """The time of all calls since the last question. The GPU must be idle."""
+        """The time of all calls since the last `take_seconds`. The GPU must be idle."""
         seconds = sum(call() for call in self._calls)
         self._calls.clear()
         return seconds

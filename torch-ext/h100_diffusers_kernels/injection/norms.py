@@ -196,10 +196,10 @@ def chosen_norm_modulate(
     call: Call, owner: Any, name: str, x: Tensor, scale: Modulator, shift: Modulator
 ) -> Tensor:
     """``norm(x) * (1 + scale) + shift`` by the norm ``owner.name``; the modulators may be ``ChosenRows``."""
-    norm = read_norm(owner._modules.get(name), x.shape[-1])
-    if isinstance(norm, str):
-        call.fall_back(f"{name} {norm}")
-        return norm_modulate(None, owner, name, x, (scale, shift), False)[0]
+    found = read_norm(owner._modules.get(name), x.shape[-1])
+    if isinstance(found, str):
+        call.fall_back(f"{name} {found}")
+    norm = None if isinstance(found, str) else found
     return norm_modulate(norm, owner, name, x, (scale, shift), False)[0]
 
 
