@@ -464,6 +464,27 @@ def test_upsampling_has_the_same_bits(kernel, device, library, dtype):
     assert list(on_kernels(report).values()) == [0 if dtype is FLOAT32 else 3]
 
 
+@pytest.mark.parametrize("frames", [1, 2, 4])
+@pytest.mark.parametrize("cached", [None, 1, 2, 3])
+@pytest.mark.parametrize(
+    "library", [autoencoder_kl_wan, autoencoder_kl_qwenimage], ids=["wan", "qwen"]
+)
+def test_causal_convolution(kernel, device, library, cached, frames):
+    """Also with more frames from before than the convolution looks back, which it crops."""
+    cls = getattr(library, "WanCausalConv3d", None) or library.QwenImageCausalConv3d
+    of_all, of_pixels = cls(4, 6, 3, padding=1), cls(4, 6, 1)
+    of_time = cls(4, 6, (3, 1, 1), padding=(1, 0, 0))
+    model, plain, report = injected(kernel, nn.ModuleList([of_all, of_pixels, of_time]))
+    x = torch.randn(2, 4, frames, 5, 8, device=device)
+    before = None if cached is None else torch.randn(2, 4, cached, 5, 8, device=device)
+    for convolution, own in zip(model, plain, strict=True):
+        with torch.no_grad():
+            out, expected = convolution(x, before), own.double()(x.double(), before)
+        torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-5)
+    assert list(on_kernels(report).values()) == [3]
+    assert fallen_back(report) == {}
+
+
 # --------------------------------------------------------------------------------------------------
 # Pipelines
 

@@ -2,6 +2,7 @@
 
 A resnet, and the end of an encoder or decoder, computes ``silu(norm(x))``. The norm is a group norm, or an
 RMS norm over the channels of each pixel. With LTX-Video a scale and a shift of the time step may follow it.
+Convolutions of Wan's and Qwen-Image's make no padded copy.
 
 The class's own code runs with a proxy of the module as ``self``: the proxy's norms compute the SiLU, too, and
 its activation returns such a result as it is. So padding, the cache of frames, noise and dropout stay the
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..conditions import kernels_run_on, why_not_taken
 from .checks import KnownClass, class_name, is_plain, why_not_plain
 from .linears import why_not_silu
 from .norm_modules import apply_channel_norm, apply_group_norm
@@ -273,6 +275,32 @@ def _upsample_forward(self: Any, call: Call, x: Tensor) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
+# Convolution
+
+
+def _causal_conv_forward(self: Any, call: Call, x: Tensor, cache_x: Tensor | None = None) -> Any:
+    """No padded copy: the convolution pads rows and columns.
+
+    A single frame, as of an image, is convolved without the zero frames before it and their weights.
+    """
+    if not kernels_run_on(x):
+        return call.decline(why_not_taken(x))
+    left, _, top, _, front, _ = self._padding
+    if cache_x is not None and front > 0:
+        x = torch.cat([cache_x.to(x.device), x], dim=2)
+        front -= cache_x.shape[2]
+    weight = self.weight
+    if front > 0 and front + x.shape[2] == weight.shape[2]:
+        weight = weight[:, :, front:]
+    elif front != 0:
+        x = nn.functional.pad(x, (0, 0, 0, 0, front, 0))
+    padding = (0, top, left)
+    return nn.functional.conv3d(
+        x, weight, self.bias, self.stride, padding, self.dilation, self.groups
+    )
+
+
+# --------------------------------------------------------------------------------------------------
 # Tables
 
 
@@ -352,4 +380,15 @@ _UPSAMPLES = tuple(
     )
     for name in (_WAN, _QWEN, _QWEN21)
 )
-DECODERS = (*_RESNETS, *_ENDS, *_NORMS, *_UPSAMPLES)
+_CONVOLUTIONS = tuple(
+    ExactSpec(
+        f"{name}CausalConv3d",
+        _causal_conv_forward,
+        "convolution without a padded copy",
+        ("torch.nn:Conv3d.forward", "torch.nn.functional:pad", "torch.nn.functional:conv3d"),
+        left_to_compiler=True,
+        parameters="self x cache_x",
+    )
+    for name in (_WAN, _QWEN)
+)
+DECODERS = (*_RESNETS, *_ENDS, *_NORMS, *_UPSAMPLES, *_CONVOLUTIONS)
