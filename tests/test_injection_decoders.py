@@ -8,7 +8,13 @@ import accelerate
 import diffusers
 import pytest
 import torch
-from diffusers.models.autoencoders import autoencoder_kl_qwenimage, autoencoder_kl_wan
+from diffusers.models.autoencoders import (
+    autoencoder_kl_hunyuan_video,
+    autoencoder_kl_hunyuanimage_refiner,
+    autoencoder_kl_hunyuanvideo15,
+    autoencoder_kl_qwenimage,
+    autoencoder_kl_wan,
+)
 from diffusers.models.autoencoders.autoencoder_kl_ltx2 import PerChannelRMSNorm
 from torch import nn
 from torch.nn.utils import parametrize
@@ -482,6 +488,29 @@ def test_causal_convolution(kernel, device, library, cached, frames):
             out, expected = convolution(x, before), own.double()(x.double(), before)
         torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-5)
     assert list(on_kernels(report).values()) == [3]
+    assert fallen_back(report) == {}
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 8), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "cls",
+    [
+        autoencoder_kl_hunyuan_video.HunyuanVideoCausalConv3d,
+        autoencoder_kl_hunyuanvideo15.HunyuanVideo15CausalConv3d,
+        autoencoder_kl_hunyuanimage_refiner.HunyuanImageRefinerCausalConv3d,
+    ],
+)
+def test_padding_has_the_same_bits(kernel, device, cls, shape, dtype):
+    """Convolutions of a 3x3x3 window, of single pixels, and of unequal sides; other ways to pad."""
+    kinds = ({}, {"kernel_size": 1}, {"kernel_size": (3, 5, 3)}, {"pad_mode": "constant"})
+    model, plain, report = injected(kernel, nn.ModuleList([cls(4, 6, **kind) for kind in kinds]))
+    x = torch.randn(2, 4, *shape, device=device).to(dtype)
+    for each in (x, x.transpose(3, 4), x[:, :, :, :, :1]):
+        for convolution, own in zip(model.to(dtype), plain.to(dtype), strict=True):
+            with torch.no_grad():
+                assert torch.equal(convolution(each), own(each))
+    assert list(on_kernels(report).values()) == [9]
     assert fallen_back(report) == {}
 
 

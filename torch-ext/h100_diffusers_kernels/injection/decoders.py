@@ -2,7 +2,7 @@
 
 A resnet, and the end of an encoder or decoder, computes ``silu(norm(x))``. The norm is a group norm, or an
 RMS norm over the channels of each pixel. With LTX-Video a scale and a shift of the time step may follow it.
-Convolutions of Wan's and Qwen-Image's make no padded copy.
+Convolutions of Wan's and Qwen-Image's make no padded copy, and HunyuanVideo's a fast one.
 
 The class's own code runs with a proxy of the module as ``self``: the proxy's norms compute the SiLU, too, and
 its activation returns such a result as it is. So padding, the cache of frames, noise and dropout stay the
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..conditions import kernels_run_on, why_not_taken
+from ..conditions import kernels_run_on, tracks_derivatives, why_not_taken
 from .checks import KnownClass, class_name, is_plain, why_not_plain
 from .linears import why_not_silu
 from .norm_modules import apply_channel_norm, apply_group_norm
@@ -300,6 +300,37 @@ def _causal_conv_forward(self: Any, call: Call, x: Tensor, cache_x: Tensor | Non
     )
 
 
+def _padded_conv_forward(self: Any, call: Call, hidden_states: Tensor) -> Any:
+    x = hidden_states
+    if self.pad_mode != "replicate" or tracks_derivatives():
+        return NotImplemented
+    if not kernels_run_on(x):
+        return call.decline(why_not_taken(x))
+    return self.conv(_pad_by_copies(x, self.time_causal_padding))
+
+
+def _pad_by_copies(x: Tensor, padding: tuple[int, ...]) -> Tensor:
+    """``pad(x, padding, mode="replicate")`` of (B, C, T, H, W).
+
+    PyTorch's kernel takes several times as long as a copy.
+    """
+    if not any(padding):
+        return x
+    sides = tuple(zip((4, 3, 2), padding[::2], padding[1::2]))
+    shape = list(x.shape)
+    for dim, before, after in sides:
+        shape[dim] += before + after
+    out = inner = x.new_empty(shape)
+    for dim, before, _ in sides:
+        inner = inner.narrow(dim, before, x.shape[dim])
+    inner.copy_(x)
+    for dim, before, after in sides:
+        end = before + x.shape[dim]
+        out.narrow(dim, 0, before).copy_(out.narrow(dim, before, 1))
+        out.narrow(dim, end, after).copy_(out.narrow(dim, end - 1, 1))
+    return out
+
+
 # --------------------------------------------------------------------------------------------------
 # Tables
 
@@ -380,15 +411,29 @@ _UPSAMPLES = tuple(
     )
     for name in (_WAN, _QWEN, _QWEN21)
 )
-_CONVOLUTIONS = tuple(
-    ExactSpec(
-        f"{name}CausalConv3d",
-        _causal_conv_forward,
-        "convolution without a padded copy",
-        ("torch.nn:Conv3d.forward", "torch.nn.functional:pad", "torch.nn.functional:conv3d"),
-        left_to_compiler=True,
-        parameters="self x cache_x",
-    )
-    for name in (_WAN, _QWEN)
+_PAD = "torch.nn.functional:pad"
+_CONVOLVE = "torch.nn:Conv3d.forward", "torch.nn.functional:conv3d"
+_CONVOLUTIONS = (
+    *(
+        ExactSpec(
+            f"{name}CausalConv3d",
+            _causal_conv_forward,
+            "convolution without a padded copy",
+            (_PAD, *_CONVOLVE),
+            left_to_compiler=True,
+            parameters="self x cache_x",
+        )
+        for name in (_WAN, _QWEN)
+    ),
+    *(
+        ExactSpec(
+            f"{name}CausalConv3d",
+            _padded_conv_forward,
+            "padding by copies",
+            (_PAD,),
+            left_to_compiler=True,
+        )
+        for name in (_HUNYUAN, _HUNYUAN15, _REFINER)
+    ),
 )
 DECODERS = (*_RESNETS, *_ENDS, *_NORMS, *_UPSAMPLES, *_CONVOLUTIONS)
