@@ -480,7 +480,7 @@ def test_causal_convolution(kernel, device, library, cached, frames):
     cls = getattr(library, "WanCausalConv3d", None) or library.QwenImageCausalConv3d
     of_all, of_pixels = cls(4, 6, 3, padding=1), cls(4, 6, 1)
     of_time = cls(4, 6, (3, 1, 1), padding=(1, 0, 0))
-    model, plain, report = injected(kernel, nn.ModuleList([of_all, of_pixels, of_time]))
+    model, plain, report = injected(kernel, nn.ModuleList([of_all, of_pixels, of_time]).to(device))
     x = torch.randn(2, 4, frames, 5, 8, device=device)
     before = None if cached is None else torch.randn(2, 4, cached, 5, 8, device=device)
     for convolution, own in zip(model, plain, strict=True):
@@ -504,14 +504,27 @@ def test_causal_convolution(kernel, device, library, cached, frames):
 def test_padding_has_the_same_bits(kernel, device, cls, shape, dtype):
     """Convolutions of a 3x3x3 window, of single pixels, and of unequal sides; other ways to pad."""
     kinds = ({}, {"kernel_size": 1}, {"kernel_size": (3, 5, 3)}, {"pad_mode": "constant"})
-    model, plain, report = injected(kernel, nn.ModuleList([cls(4, 6, **kind) for kind in kinds]))
+    convolutions = nn.ModuleList([cls(4, 6, **kind) for kind in kinds])
+    model, plain, report = injected(kernel, convolutions.to(device, dtype))
     x = torch.randn(2, 4, *shape, device=device).to(dtype)
     for each in (x, x.transpose(3, 4), x[:, :, :, :, :1]):
-        for convolution, own in zip(model.to(dtype), plain.to(dtype), strict=True):
+        for convolution, own in zip(model, plain, strict=True):
             with torch.no_grad():
                 assert torch.equal(convolution(each), own(each))
     assert list(on_kernels(report).values()) == [9]
     assert fallen_back(report) == {}
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_causal_mask_has_the_same_bits(kernel, device, dtype, batch):
+    attention = autoencoder_kl_hunyuanvideo15.HunyuanVideo15AttnBlock(8)
+    attention.norm = nn.Identity()
+    model, plain, report = injected(kernel, nn.Sequential(attention).to(device, dtype))
+    x = torch.randn(batch, 8, 4, 3, 5, device=device).to(dtype)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    assert on_kernels(report) == {"HunyuanVideo15AttnBlock": 1}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -69,6 +69,8 @@ class KnownFunction:
         if class_name_:
             owner = getattr(owner, class_name_, None)
         function: Any = vars(owner).get(self.name) if owner is not None else None
+        if isinstance(function, staticmethod):
+            function = function.__func__
         if _is_written_by(module_name.partition(".")[0], function, self.name) and (
             self._parameters is None
             or " ".join(inspect.signature(function).parameters) == self._parameters

@@ -2,7 +2,7 @@
 
 A resnet, and the end of an encoder or decoder, computes ``silu(norm(x))``. The norm is a group norm, or an
 RMS norm over the channels of each pixel. With LTX-Video a scale and a shift of the time step may follow it.
-Convolutions of Wan's and Qwen-Image's make no padded copy, and HunyuanVideo's a fast one.
+Convolutions of Wan's and Qwen-Image's make no padded copy, and HunyuanVideo's make a fast one.
 
 The class's own code runs with a proxy of the module as ``self``: the proxy's norms compute the SiLU, too, and
 its activation returns such a result as it is. So padding, the cache of frames, noise and dropout stay the
@@ -332,6 +332,31 @@ def _pad_by_copies(x: Tensor, padding: tuple[int, ...]) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
+# Attention
+
+
+def _causal_attention_forward(self: Any, call: Call, x: Tensor) -> Tensor:
+    proxy: Any = _Proxy(self)
+    proxy.prepare_causal_attention_mask = _causal_mask
+    return call.own_forward(proxy, x)
+
+
+def _causal_mask(
+    frames: int,
+    pixels: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    batch_size: int | None = None,
+) -> Tensor:
+    """0 for keys up to the query's frame and -inf for later ones. The class fills each query's row by itself."""
+    tokens = frames * pixels
+    mask = torch.full((tokens, tokens), -torch.inf, dtype=dtype, device=device)
+    for end in range(pixels, tokens + 1, pixels):
+        mask[end - pixels : end, :end] = 0
+    return mask if batch_size is None else mask.expand(batch_size, -1, -1)
+
+
+# --------------------------------------------------------------------------------------------------
 # Tables
 
 
@@ -436,4 +461,11 @@ _CONVOLUTIONS = (
         for name in (_HUNYUAN, _HUNYUAN15, _REFINER)
     ),
 )
-DECODERS = (*_RESNETS, *_ENDS, *_NORMS, *_UPSAMPLES, *_CONVOLUTIONS)
+_ATTENTION = ExactSpec(
+    f"{_HUNYUAN15}AttnBlock",
+    _causal_attention_forward,
+    "a causal mask made by frame",
+    (f"{_HUNYUAN15}AttnBlock.prepare_causal_attention_mask",),
+    left_to_compiler=True,
+)
+DECODERS = (*_RESNETS, *_ENDS, *_NORMS, *_UPSAMPLES, *_CONVOLUTIONS, _ATTENTION)
