@@ -516,12 +516,11 @@ def test_padding_has_the_same_bits(kernel, device, cls, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
-@pytest.mark.parametrize("batch", [1, 2])
-def test_causal_mask_has_the_same_bits(kernel, device, dtype, batch):
+def test_causal_mask_has_the_same_bits(kernel, device, dtype):
     attention = autoencoder_kl_hunyuanvideo15.HunyuanVideo15AttnBlock(8)
     attention.norm = nn.Identity()
     model, plain, report = injected(kernel, nn.Sequential(attention).to(device, dtype))
-    x = torch.randn(batch, 8, 4, 3, 5, device=device).to(dtype)
+    x = torch.randn(1, 8, 4, 3, 5, device=device).to(dtype)
     with torch.no_grad():
         assert torch.equal(model(x), plain(x))
     assert on_kernels(report) == {"HunyuanVideo15AttnBlock": 1}

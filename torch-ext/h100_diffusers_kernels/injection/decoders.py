@@ -348,7 +348,7 @@ def _causal_mask(
     device: torch.device,
     batch_size: int | None = None,
 ) -> Tensor:
-    """0 for keys up to the query's frame and -inf for later ones. The class fills each query's row by itself."""
+    """0 for keys up to the query's frame, -inf for later ones. The class fills each query's row by itself."""
     tokens = frames * pixels
     mask = torch.full((tokens, tokens), -torch.inf, dtype=dtype, device=device)
     for end in range(pixels, tokens + 1, pixels):
