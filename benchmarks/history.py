@@ -11,8 +11,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# Whose results are shown: those of the first card that has any, or the newest of any other card.
-SHOWN_CARDS = ("h200", "h100")
 # What earlier versions had. Results keep what was measured of it, and nothing shows it.
 REMOVED_OPERATIONS = (
     *("norm_rope", "gated_gelu", "gated_silu"),
@@ -74,9 +72,9 @@ def shown(
     name: str,
     results: Path = RESULTS,
     counts: Callable[[dict], bool] = lambda result: True,
-    cards: Sequence[str] = SHOWN_CARDS,
+    cards: Sequence[str] = (),
 ) -> dict | None:
-    """The result that the documents show: the newest that counts, of the first of `cards` that has one."""
+    """The result that the documents show: the newest that counts; if some of `cards` has one, of the first."""
     counted = [result for result in kept(name, results) if counts(result)]
     of_card = {card(result["environment"]): result for result in counted}
     for wanted in cards:

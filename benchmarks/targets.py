@@ -102,7 +102,6 @@ TITLES = {
     **WITHOUT_FAMILY,
 }
 IN_FULL = ("models", *FORWARDS)  # models that injection replaces in full
-MODEL_CARD = "NVIDIA H200"  # on which the table of all models is measured
 COMPILED = ("compiled", "compiled-regional")  # of a whole model, and of its blocks
 # Forwards that are replayed from CUDA graphs, with MODEL_WEIGHTS: the result's name and size; over what, how
 # many times as fast.
@@ -366,16 +365,16 @@ def forwards(result: Mapping | None, weights: str = MODEL_WEIGHTS) -> list[Forwa
 
 
 def of_one_build(results: Path) -> dict[str, dict]:
-    """The newest result of each model on MODEL_CARD, all of one build, by TITLES' names.
+    """The newest result of each model, all of one card and one build, by TITLES' names.
 
-    The build is the one that measured the most models; of several of these it is the newest.
+    They are the ones that measured the most models; of several of these the newest.
     """
-    of_builds: dict[str | None, dict[str, dict]] = {}
+    of_builds: dict[tuple, dict[str, dict]] = {}
     for name in TITLES:
         for result in history.kept(name, results):
             environment = result["environment"]
-            if environment["device"] == MODEL_CARD:
-                of_builds.setdefault(history.commit(environment), {})[name] = result
+            card_and_build = environment["device"], history.commit(environment)
+            of_builds.setdefault(card_and_build, {})[name] = result
 
     def rank(measured: Mapping[str, Mapping]) -> tuple[int, str]:
         return len(measured), max(r["environment"]["date"] for r in measured.values())

@@ -288,7 +288,7 @@ def test_result_is_kept_by_date_commit_and_card():
         assert history.path(path.parent.name, history.load(path)["environment"]) == path
 
 
-def test_shown_is_the_newest_of_the_first_card(tmp_path):
+def test_shown_is_the_newest(tmp_path):
     def add(device, date):
         environment = {"device": device, "date": f"{date} UTC"}
         path = history.path("norm", environment, tmp_path)
@@ -298,14 +298,15 @@ def test_shown_is_the_newest_of_the_first_card(tmp_path):
 
     assert history.shown("norm", tmp_path) is None
     assert add("A CPU", "2026-01-09 00:00")[0] == "A CPU"
-    assert add("NVIDIA H100 PCIe", "2026-01-02 10:00")[0] == "NVIDIA H100 PCIe"
-    assert add("NVIDIA H200", "2026-01-01 10:00")[0] == "NVIDIA H200"
-    assert add("NVIDIA H100 PCIe", "2026-01-03 10:00")[0] == "NVIDIA H200"
-    newest = ("NVIDIA H200", "2026-01-01 10:00:30 UTC")
-    assert add(newest[0], "2026-01-01 10:00:30") == newest
-    assert add(newest[0], "2026-01-01 09:00") == newest
+    newest = ("NVIDIA H200", "2026-01-09 00:00:30 UTC")
+    assert add(newest[0], "2026-01-09 00:00:30") == newest
+    assert add("NVIDIA H100 PCIe", "2026-01-03 10:00") == newest
+    assert add("NVIDIA H100 PCIe", "2026-01-02 10:00") == newest
+    assert add("NVIDIA H200", "2026-01-08 10:00") == newest
     of_h100 = history.shown("norm", tmp_path, cards=("h100", "h200"))["environment"]
     assert (of_h100["device"], of_h100["date"]) == ("NVIDIA H100 PCIe", "2026-01-03 10:00 UTC")
+    of_other = history.shown("norm", tmp_path, cards=("b200",))["environment"]
+    assert (of_other["device"], of_other["date"]) == newest
     assert history.newest("norm", "NVIDIA B200", tmp_path) is None
 
 

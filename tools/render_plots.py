@@ -185,7 +185,8 @@ def models(results: Path) -> Figure | None:
                         speedups["compiled"] = forward.eager / forward.compiled
                     group.append((f"{targets.TITLES[name]}, {size_name(forward.size)}", speedups))
         rows += [(heading, {}), *group] if group else []
-    return _bars(rows, ("compiled", "injected"), f"one forward on an {targets.MODEL_CARD}")
+    device = next(iter(measured.values()))["environment"]["device"]
+    return _bars(rows, ("compiled", "injected"), f"one forward on an {device}")
 
 
 def pipelines(results: Path) -> Figure | None:

@@ -46,7 +46,7 @@ def figure(function: Callable[[Path], str]) -> Callable[[Path], str]:
     return function
 
 
-def load(results: Path, name: str, cards: Sequence[str] = history.SHOWN_CARDS) -> dict:
+def load(results: Path, name: str, cards: Sequence[str] = ()) -> dict:
     result = history.shown(name, results, cards=cards)
     if result is None:
         script = SCRIPTS.get(name, f"bench_{name}.py")
