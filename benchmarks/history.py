@@ -74,13 +74,15 @@ def shown(
     counts: Callable[[dict], bool] = lambda result: True,
     cards: Sequence[str] = (),
 ) -> dict | None:
-    """The result that the documents show: the newest that counts; if some of `cards` has one, of the first."""
+    """The result that the documents show: the newest that counts, of the first of `cards` that has one,
+    otherwise of any GPU, otherwise of any device."""
     counted = [result for result in kept(name, results) if counts(result)]
     of_card = {card(result["environment"]): result for result in counted}
     for wanted in cards:
         if wanted in of_card:
             return of_card[wanted]
-    return counted[-1] if counted else None
+    of_gpus = [r for r in counted if r["environment"]["device"].startswith("NVIDIA")]
+    return (of_gpus or counted or [None])[-1]
 
 
 def gathered(

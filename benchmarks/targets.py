@@ -93,6 +93,7 @@ FORWARDS = {
 # Models that injection replaces in part: it knows no family of them.
 WITHOUT_FAMILY = {"auraflow": "AuraFlow", "allegro": "Allegro"}
 WITHOUT_FAMILY_OVER_EAGER = 1.10
+COMPILED_IN_PART_OVER_COMPILED = 0.99
 REST_OVER_EAGER, REST_OVER_COMPILED = 0.15, 0.70  # outside products, attention and convolutions
 MODEL_DISTANCE_OVER_EAGER = 1.05
 HOST_FORWARD_OVER_EAGER = 0.5
@@ -417,8 +418,15 @@ def model_forwards(results: Mapping[str, Mapping]) -> list[Target]:
         for name in WITHOUT_FAMILY
     ]
     families = list(FORWARDS)
+    in_part = results.get("in_part", {"models": []})["models"]
     return [
         *rows,
+        furthest(
+            "injected in part and compiled over torch.compile",
+            [(entry["model"], entry["speedup"]) for entry in in_part] or [("ten models", None)],
+            COMPILED_IN_PART_OVER_COMPILED,
+            "×",
+        ),
         furthest(
             "rest of the GPU's time over eager's",
             figures(families, lambda forward: forward.rest_over_eager),

@@ -21,6 +21,7 @@ import bench_cuda_graphs
 import bench_energy
 import bench_host
 import bench_host_forward
+import bench_in_part
 import bench_models
 import bench_pipelines
 import comparison
@@ -152,6 +153,16 @@ def test_pipelines(result_of, device):
         for mode in measured.values():
             psnr = mode["psnr_to_eager_db"]
             assert psnr is None or psnr > 60  # None: the same picture, bit for bit
+
+
+def test_in_part(result_of):
+    result = result_of(bench_in_part, "--models", "pixart", "--rounds", "1")
+    (measured,) = result["models"]
+    assert len(measured["speedups"]) == bench_in_part.RUNS
+    for times, speedup in zip(measured["ms"], measured["speedups"], strict=True):
+        compiled, both = (times[mode] for mode in bench_in_part.MODES)
+        assert compiled > 0 and both > 0 and speedup == compiled / both
+    assert measured["speedup"] == sorted(measured["speedups"])[1]
 
 
 def test_energy(result_of, device):
@@ -288,7 +299,7 @@ def test_result_is_kept_by_date_commit_and_card():
         assert history.path(path.parent.name, history.load(path)["environment"]) == path
 
 
-def test_shown_is_the_newest(tmp_path):
+def test_shown_is_the_newest_of_a_gpu(tmp_path):
     def add(device, date):
         environment = {"device": device, "date": f"{date} UTC"}
         path = history.path("norm", environment, tmp_path)
@@ -298,10 +309,10 @@ def test_shown_is_the_newest(tmp_path):
 
     assert history.shown("norm", tmp_path) is None
     assert add("A CPU", "2026-01-09 00:00")[0] == "A CPU"
-    newest = ("NVIDIA H200", "2026-01-09 00:00:30 UTC")
-    assert add(newest[0], "2026-01-09 00:00:30") == newest
+    assert add("NVIDIA H100 PCIe", "2026-01-02 10:00")[0] == "NVIDIA H100 PCIe"
+    newest = ("NVIDIA H200", "2026-01-08 10:00:30 UTC")
+    assert add(newest[0], "2026-01-08 10:00:30") == newest
     assert add("NVIDIA H100 PCIe", "2026-01-03 10:00") == newest
-    assert add("NVIDIA H100 PCIe", "2026-01-02 10:00") == newest
     assert add("NVIDIA H200", "2026-01-08 10:00") == newest
     of_h100 = history.shown("norm", tmp_path, cards=("h100", "h200"))["environment"]
     assert (of_h100["device"], of_h100["date"]) == ("NVIDIA H100 PCIe", "2026-01-03 10:00 UTC")

@@ -124,6 +124,13 @@ def of_pipelines(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
         yield from of_modes(f"{entry['name']} {entry['size']}", entry, "seconds")
 
 
+def of_models_in_part(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for entry in result["models"]:
+        runs = entry["speedups"]
+        spread = (max(runs) - min(runs)) / entry["speedup"]
+        yield (f"{entry['model']}, in part", "compiled-regional"), Ratio(entry["speedup"], spread)
+
+
 def of_loops(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
     """Times of this package's operations and of the others' on the same inputs."""
     ours: dict[tuple[str, ...], float] = {}
@@ -207,6 +214,7 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "sizes": of_sizes,
     "pipelines": of_pipelines,
     "loops": of_loops,
+    "models": of_models_in_part,
     "calls": of_calls,
     "forwards": of_forwards,
     "graph_forwards": of_graph_forwards,

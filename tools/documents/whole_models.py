@@ -46,6 +46,20 @@ def models_in_detail(results: Path) -> str:
 
 
 @table
+def in_part(results: Path) -> str:
+    """Models replaced in part, compiled: with the kernels over without."""
+    if not is_measured(results, "in_part"):
+        return unmeasured("in_part")
+    result = load(results, "in_part")
+    rows = [
+        [entry["model"], times(entry["speedup"]), ", ".join(map(times, entry["speedups"]))]
+        for entry in result["models"]
+    ]
+    headers = ["model", "over torch.compile", "each run"]
+    return markdown(rows, headers) + setup(result)
+
+
+@table
 def breakdown(results: Path) -> str:
     """The GPU time of LTX-Video's forward by kernel class."""
     result = load(results, "models")
