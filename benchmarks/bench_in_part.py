@@ -320,15 +320,15 @@ def main(device, tiny, names, rounds, output) -> None:
         "environment": record.environment(device),
         "dtype": record.dtype_name(DTYPE),
         "rounds": rounds,
-        "models": [],
+        "in_part": [],
     }
     output = record.destination(output, "in_part", result["environment"])
     for name in names:
-        result["models"].append(measure(MODELS[name], kernel, device, tiny, rounds))
+        result["in_part"].append(measure(MODELS[name], kernel, device, tiny, rounds))
         models.free(device)
         if output is not None:
             record.write(output, result)
-    table = [[m["model"], m["speedup"], *m["speedups"]] for m in result["models"]]
+    table = [[m["model"], m["speedup"], *m["speedups"]] for m in result["in_part"]]
     click.echo(tabulate(table, ["model", "median", *["run"] * RUNS], floatfmt=".3f"))
     if output is not None:
         click.echo(f"\nWrote {output}")

@@ -418,7 +418,7 @@ def model_forwards(results: Mapping[str, Mapping]) -> list[Target]:
         for name in WITHOUT_FAMILY
     ]
     families = list(FORWARDS)
-    in_part = results.get("in_part", {"models": []})["models"]
+    in_part = results.get("in_part", {"in_part": []})["in_part"]
     return [
         *rows,
         furthest(

@@ -157,7 +157,7 @@ def test_pipelines(result_of, device):
 
 def test_in_part(result_of):
     result = result_of(bench_in_part, "--models", "pixart", "--rounds", "1")
-    (measured,) = result["models"]
+    (measured,) = result["in_part"]
     assert len(measured["speedups"]) == bench_in_part.RUNS
     for times, speedup in zip(measured["ms"], measured["speedups"], strict=True):
         compiled, both = (times[mode] for mode in bench_in_part.MODES)

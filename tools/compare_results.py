@@ -124,8 +124,8 @@ def of_pipelines(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
         yield from of_modes(f"{entry['name']} {entry['size']}", entry, "seconds")
 
 
-def of_models_in_part(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
-    for entry in result["models"]:
+def of_in_part(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for entry in result["in_part"]:
         runs = entry["speedups"]
         spread = (max(runs) - min(runs)) / entry["speedup"]
         yield (f"{entry['model']}, in part", "compiled-regional"), Ratio(entry["speedup"], spread)
@@ -214,7 +214,7 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "sizes": of_sizes,
     "pipelines": of_pipelines,
     "loops": of_loops,
-    "models": of_models_in_part,
+    "in_part": of_in_part,
     "calls": of_calls,
     "forwards": of_forwards,
     "graph_forwards": of_graph_forwards,

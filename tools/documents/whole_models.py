@@ -53,7 +53,7 @@ def in_part(results: Path) -> str:
     result = load(results, "in_part")
     rows = [
         [entry["model"], times(entry["speedup"]), ", ".join(map(times, entry["speedups"]))]
-        for entry in result["models"]
+        for entry in result["in_part"]
     ]
     headers = ["model", "over torch.compile", "each run"]
     return markdown(rows, headers) + setup(result)
@@ -159,7 +159,7 @@ def accuracy_models(results: Path) -> str:
             f"{entry['eager']:.5f}",
             f"{entry['ratio']:.3f}",
         ]
-        for entry in result["models"]
+        for entry in result["in_part"]
     ]
     return markdown(rows, ["distance from float32", "injected", "eager", "ratio"]) + setup(result)
 
