@@ -159,7 +159,7 @@ def accuracy_models(results: Path) -> str:
             f"{entry['eager']:.5f}",
             f"{entry['ratio']:.3f}",
         ]
-        for entry in result["in_part"]
+        for entry in result["models"]
     ]
     return markdown(rows, ["distance from float32", "injected", "eager", "ratio"]) + setup(result)
 
