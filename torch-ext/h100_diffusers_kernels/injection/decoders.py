@@ -2,7 +2,6 @@
 
 A resnet, and the end of an encoder or decoder, computes ``silu(norm(x))``. The norm is a group norm, or an
 RMS norm over the channels of each pixel. With LTX-Video a scale and a shift of the time step may follow it.
-Convolutions of Wan's and Qwen-Image's make no padded copy, and HunyuanVideo's make a fast one.
 
 The class's own code runs with a proxy of the module as ``self``: the proxy's norms compute the SiLU, too, and
 its activation returns such a result as it is. So padding, the cache of frames, noise and dropout stay the
@@ -16,10 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from ..conditions import kernels_run_on, tracks_derivatives, why_not_taken
 from .checks import KnownClass, class_name, is_plain, why_not_plain
 from .linears import why_not_silu
 from .norm_modules import apply_channel_norm, apply_group_norm
@@ -27,16 +24,15 @@ from .norms import modulated, read_norm
 from .patch import Call, ExactSpec, Injection
 
 _FILES = "diffusers.models.autoencoders."
-_WAN, _QWEN = f"{_FILES}autoencoder_kl_wan:Wan", f"{_FILES}autoencoder_kl_qwenimage:QwenImage"
-_QWEN21 = f"{_FILES}autoencoder_kl_qwenimage21:QwenImage21"
+WAN, QWEN = f"{_FILES}autoencoder_kl_wan:Wan", f"{_FILES}autoencoder_kl_qwenimage:QwenImage"
+QWEN21 = f"{_FILES}autoencoder_kl_qwenimage21:QwenImage21"
 _LTX = f"{_FILES}autoencoder_kl_ltx:LTXVideo"
 _LTX2 = f"{_FILES}autoencoder_kl_ltx2:"
-_HUNYUAN = f"{_FILES}autoencoder_kl_hunyuan_video:HunyuanVideo"
-_HUNYUAN15 = f"{_FILES}autoencoder_kl_hunyuanvideo15:HunyuanVideo15"
-_REFINER = f"{_FILES}autoencoder_kl_hunyuanimage_refiner:HunyuanImageRefiner"
+HUNYUAN = f"{_FILES}autoencoder_kl_hunyuan_video:HunyuanVideo"
+HUNYUAN15 = f"{_FILES}autoencoder_kl_hunyuanvideo15:HunyuanVideo15"
+REFINER = f"{_FILES}autoencoder_kl_hunyuanimage_refiner:HunyuanImageRefiner"
 _COGVIDEOX = f"{_FILES}autoencoder_kl_cogvideox:CogVideoX"
 _PARTS = ("Encoder", "Decoder")
-_SHORT_DTYPES = (torch.bfloat16, torch.float16)
 
 # The result of a norm; the reason why the kernels cannot compute it; or None if a derivative is requested.
 _Result = Any
@@ -94,7 +90,7 @@ class _Kind(NamedTuple):
 
 
 _CHANNEL = "channel_rms_norm"
-_UNIT_NORMS = tuple(f"{name}RMS_norm" for name in (_WAN, _QWEN, _QWEN21, _HUNYUAN15, _REFINER))
+_UNIT_NORMS = tuple(f"{name}RMS_norm" for name in (WAN, QWEN, QWEN21, HUNYUAN15, REFINER))
 _NORMALIZE = "torch.nn.functional:normalize"
 _PER_CHANNEL_NORM = f"{_LTX2}PerChannelRMSNorm"
 _KINDS = (
@@ -159,7 +155,7 @@ class NormActivationSpec(ExactSpec):
         return ", ".join(operations) + " with SiLU" if operations else self.operations
 
 
-class _Proxy:
+class Proxy:
     """A module for its class's forward."""
 
     def __init__(self, module: Any) -> None:
@@ -213,7 +209,7 @@ def _run_fused(
         is_done = out is not None and x.data_ptr() == out.data_ptr() and x.numel() == out.numel()
         return x if is_done else own_activation(x)
 
-    proxy: Any = _Proxy(module)
+    proxy: Any = Proxy(module)
     proxy.__dict__.update(without)
     for name in spec.norms:
         setattr(proxy, name, partial(norm, name))
@@ -265,98 +261,6 @@ def _embedded(temb: Tensor, table: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# Upsampling
-
-
-def _upsample_forward(self: Any, call: Call, x: Tensor) -> Any:
-    if self.mode not in ("nearest", "nearest-exact") or x.dtype not in _SHORT_DTYPES:
-        return NotImplemented
-    return call.stand_in.functions[0].function(self, x)
-
-
-# --------------------------------------------------------------------------------------------------
-# Convolution
-
-
-def _causal_conv_forward(self: Any, call: Call, x: Tensor, cache_x: Tensor | None = None) -> Any:
-    """No padded copy: the convolution pads rows and columns.
-
-    A single frame, as of an image, is convolved without the zero frames before it and their weights.
-    """
-    if not kernels_run_on(x):
-        return call.decline(why_not_taken(x))
-    left, _, top, _, front, _ = self._padding
-    if cache_x is not None and front > 0:
-        x = torch.cat([cache_x.to(x.device), x], dim=2)
-        front -= cache_x.shape[2]
-    weight = self.weight
-    if front > 0 and front + x.shape[2] == weight.shape[2]:
-        weight = weight[:, :, front:]
-    elif front != 0:
-        x = nn.functional.pad(x, (0, 0, 0, 0, front, 0))
-    padding = (0, top, left)
-    return nn.functional.conv3d(
-        x, weight, self.bias, self.stride, padding, self.dilation, self.groups
-    )
-
-
-def _padded_conv_forward(self: Any, call: Call, hidden_states: Tensor) -> Any:
-    x = hidden_states
-    if self.pad_mode != "replicate" or tracks_derivatives():
-        return NotImplemented
-    if not kernels_run_on(x):
-        return call.decline(why_not_taken(x))
-    return self.conv(_pad_by_copies(x, self.time_causal_padding))
-
-
-def _pad_by_copies(x: Tensor, padding: tuple[int, ...]) -> Tensor:
-    """``pad(x, padding, mode="replicate")`` of (B, C, T, H, W).
-
-    PyTorch's kernel takes several times as long as a copy.
-    """
-    if not any(padding):
-        return x
-    sides = tuple(zip((4, 3, 2), padding[::2], padding[1::2]))
-    shape = list(x.shape)
-    for dim, before, after in sides:
-        shape[dim] += before + after
-    out = inner = x.new_empty(shape)
-    for dim, before, _ in sides:
-        inner = inner.narrow(dim, before, x.shape[dim])
-    inner.copy_(x)
-    for dim, before, after in sides:
-        end = before + x.shape[dim]
-        out.narrow(dim, 0, before).copy_(out.narrow(dim, before, 1))
-        out.narrow(dim, end, after).copy_(out.narrow(dim, end - 1, 1))
-    return out
-
-
-# --------------------------------------------------------------------------------------------------
-# Attention
-
-
-def _causal_attention_forward(self: Any, call: Call, x: Tensor) -> Tensor:
-    proxy: Any = _Proxy(self)
-    proxy.prepare_causal_attention_mask = _causal_mask
-    return call.own_forward(proxy, x)
-
-
-def _causal_mask(
-    frames: int,
-    pixels: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    batch_size: int | None = None,
-) -> Tensor:
-    """0 for keys up to the query's frame, -inf for later ones. The class fills each query's row by itself."""
-    tokens = frames * pixels
-    mask = torch.full((tokens, tokens), -torch.inf, dtype=dtype, device=device)
-    for end in range(pixels, tokens + 1, pixels):
-        mask[end - pixels : end, :end] = 0
-    return mask if batch_size is None else mask.expand(batch_size, -1, -1)
-
-
-# --------------------------------------------------------------------------------------------------
 # Tables
 
 
@@ -388,12 +292,12 @@ def _spec(
 _CACHED, _STATES = "x feat_cache feat_idx", "hidden_states"
 _TIMED = f"{_STATES} temb"
 _RESNETS = (
-    _spec(f"{_WAN}ResidualBlock", _CACHED),
-    _spec(f"{_QWEN}ResidualBlock", _CACHED),
-    _spec(f"{_QWEN21}ResidualBlock", _CACHED),
-    _spec(f"{_HUNYUAN}ResnetBlockCausal3D", _STATES),
-    _spec(f"{_HUNYUAN15}ResnetBlock", _STATES),
-    _spec(f"{_REFINER}ResnetBlock", _STATES),
+    _spec(f"{WAN}ResidualBlock", _CACHED),
+    _spec(f"{QWEN}ResidualBlock", _CACHED),
+    _spec(f"{QWEN21}ResidualBlock", _CACHED),
+    _spec(f"{HUNYUAN}ResnetBlockCausal3D", _STATES),
+    _spec(f"{HUNYUAN15}ResnetBlock", _STATES),
+    _spec(f"{REFINER}ResnetBlock", _STATES),
     _spec(f"{_COGVIDEOX}ResnetBlock3D", "inputs temb zq conv_cache"),
     _spec(f"{_LTX}ResnetBlock3d", "inputs temb generator", forward=_ltx_forward, channels=-1),
     _spec(f"{_LTX2}LTX2VideoResnetBlock3d", "inputs temb generator causal", forward=_ltx_forward),
@@ -404,15 +308,15 @@ _unit_norm_end = partial(_end, activation="nonlinearity")
 _ENDS = (
     _group_norm_end(f"{_FILES}vae:Encoder", "sample"),
     _group_norm_end(f"{_FILES}vae:Decoder", "sample latent_embeds"),
-    _group_norm_end(f"{_HUNYUAN}Encoder3D", _STATES),
-    _group_norm_end(f"{_HUNYUAN}Decoder3D", _STATES),
-    _unit_norm_end(f"{_WAN}Encoder3d", _CACHED),
-    _unit_norm_end(f"{_WAN}Decoder3d", f"{_CACHED} first_chunk"),
-    _unit_norm_end(f"{_QWEN}Encoder3d", _CACHED),
-    _unit_norm_end(f"{_QWEN}Decoder3d", _CACHED),
-    _unit_norm_end(f"{_QWEN21}Encoder3d", _CACHED),
-    _unit_norm_end(f"{_QWEN21}Decoder3d", f"{_CACHED} first_chunk"),
-    *(_end(f"{name}{part}3D", _STATES) for name in (_HUNYUAN15, _REFINER) for part in _PARTS),
+    _group_norm_end(f"{HUNYUAN}Encoder3D", _STATES),
+    _group_norm_end(f"{HUNYUAN}Decoder3D", _STATES),
+    _unit_norm_end(f"{WAN}Encoder3d", _CACHED),
+    _unit_norm_end(f"{WAN}Decoder3d", f"{_CACHED} first_chunk"),
+    _unit_norm_end(f"{QWEN}Encoder3d", _CACHED),
+    _unit_norm_end(f"{QWEN}Decoder3d", _CACHED),
+    _unit_norm_end(f"{QWEN21}Encoder3d", _CACHED),
+    _unit_norm_end(f"{QWEN21}Decoder3d", f"{_CACHED} first_chunk"),
+    *(_end(f"{name}{part}3D", _STATES) for name in (HUNYUAN15, REFINER) for part in _PARTS),
     _end(f"{_LTX}Encoder3d", _STATES, channels=-1),
     _end(f"{_LTX}Decoder3d", _TIMED, forward=_ltx_decoder_forward, channels=-1),
     _end(f"{_LTX2}LTX2VideoEncoder3d", f"{_STATES} causal"),
@@ -426,46 +330,4 @@ _NORMS = tuple(
         (_PER_CHANNEL_NORM, (), "self x channel_dim"),
     )
 )
-_UPSAMPLES = tuple(
-    ExactSpec(
-        f"{name}Upsample",
-        _upsample_forward,
-        "nearest neighbors without a float32 copy",
-        ("torch.nn:Upsample.forward", "torch.nn.functional:interpolate"),
-        left_to_compiler=True,
-    )
-    for name in (_WAN, _QWEN, _QWEN21)
-)
-_PAD = "torch.nn.functional:pad"
-_CONVOLVE = "torch.nn:Conv3d.forward", "torch.nn.functional:conv3d"
-_CONVOLUTIONS = (
-    *(
-        ExactSpec(
-            f"{name}CausalConv3d",
-            _causal_conv_forward,
-            "convolution without a padded copy",
-            (_PAD, *_CONVOLVE),
-            left_to_compiler=True,
-            parameters="self x cache_x",
-        )
-        for name in (_WAN, _QWEN)
-    ),
-    *(
-        ExactSpec(
-            f"{name}CausalConv3d",
-            _padded_conv_forward,
-            "padding by copies",
-            (_PAD,),
-            left_to_compiler=True,
-        )
-        for name in (_HUNYUAN, _HUNYUAN15, _REFINER)
-    ),
-)
-_ATTENTION = ExactSpec(
-    f"{_HUNYUAN15}AttnBlock",
-    _causal_attention_forward,
-    "a causal mask made by frame",
-    (f"{_HUNYUAN15}AttnBlock.prepare_causal_attention_mask",),
-    left_to_compiler=True,
-)
-DECODERS = (*_RESNETS, *_ENDS, *_NORMS, *_UPSAMPLES, *_CONVOLUTIONS, _ATTENTION)
+DECODERS = (*_RESNETS, *_ENDS, *_NORMS)

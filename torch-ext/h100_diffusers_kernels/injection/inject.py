@@ -32,6 +32,7 @@ from . import (
 from .attention_processors import attention_spec
 from .checks import class_name, find_class, look_up_libraries, replaced_function, why_unsupported
 from .cuda_graphs import GraphedStandIn, Pool
+from .decoder_layers import DECODER_LAYERS
 from .decoders import DECODERS
 from .forward_state import Family
 from .linears import GATED_ACTIVATIONS, UNFUSED_GELU
@@ -407,4 +408,5 @@ _IN_PART: tuple[PatchSpec, ...] = (
     *(*ADAPTIVE_NORMS, *NORMS, GROUP_NORM),
     *(UNFUSED_GELU, *GATED_ACTIVATIONS),
     *DECODERS,
+    *DECODER_LAYERS,
 )
