@@ -2,8 +2,8 @@
 
 Of such a model attention runs on the kernels, and Inductor compiles the rest. Both modes share one set of
 weights, with scores as peaked as in trained models, and take turns. The speedup is the median of RUNS runs;
-all of them are recorded. Widths are diffusers' defaults, or the published ones where they differ; models have
-a few of their blocks. Writes to benchmarks/results/in_part:
+all of them are recorded. Models have a few of their blocks. Widths are diffusers' defaults, and of PixArt and
+CogView4 the published ones. Writes to benchmarks/results/in_part:
 
     python benchmarks/bench_in_part.py
     python benchmarks/bench_in_part.py --models pixart,prx --output /tmp/in_part.json
@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -71,10 +71,10 @@ class Published:
     """A model that the benchmark of models has, too."""
 
     module: ModuleType
-    title: str = field(init=False, default="")
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "title", self.module.NAME)
+    @property
+    def title(self) -> str:
+        return self.module.NAME
 
     def build(self, device: torch.device, is_tiny: bool) -> torch.nn.Module:
         return self.module.transformer(device, DTYPE, is_tiny)
