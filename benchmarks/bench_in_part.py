@@ -27,7 +27,7 @@ import record
 import timing
 import torch
 from diffusers.models import transformers
-from options import DEVICE, TINY
+from options import DEVICE, TINY, Named
 from sizes import ImageSize
 from tabulate import tabulate
 
@@ -97,15 +97,11 @@ def _joint_inputs(
     config: Any, size: ImageSize, draw: Draw, device: torch.device, text_tokens: int
 ) -> dict[str, object]:
     """Packed latents of one image, and its text's: batch 1."""
-    rows, columns = torch.meshgrid(
-        *(torch.arange(count, device=device) for count in size.latent), indexing="ij"
-    )
-    image_ids = torch.stack([torch.zeros_like(rows), rows, columns], -1).flatten(0, 1)
     return {
         "hidden_states": draw(1, size.tokens, config.in_channels),
         "encoder_hidden_states": draw(1, text_tokens, config.joint_attention_dim),
         "timestep": _step(device),
-        "img_ids": image_ids.float(),
+        "img_ids": models.positions(device, 1, *size.latent).float(),
         "txt_ids": torch.zeros(text_tokens, 3, device=device),
     }
 
@@ -277,8 +273,9 @@ def measure(
     model = entry.build(device, is_tiny)
     arguments = entry.arguments(model, device, is_tiny)
     twins = {mode: models.twin(model) for mode in MODES}
-    kernel.inject_kernels(twins[MODES[1]])
     for mode, twin in twins.items():
+        if mode.startswith("injected"):
+            models.inject(kernel, twin, mode)
         models.compile_as(twin, mode)
     forwards = {
         mode: timing.repeated(functools.partial(twin, **arguments), CONSECUTIVE)
@@ -300,20 +297,20 @@ def measure(
     }
 
 
-def _names(ctx, param, value: str) -> list[str]:
-    if unknown := sorted(set(value.split(",")) - set(MODELS)):
-        raise click.BadParameter(f"must be of {', '.join(MODELS)}, got {unknown[0]!r}")
-    return value.split(",")
-
-
 @click.command()
 @DEVICE
 @TINY
-@click.option("--models", "names", callback=_names, default=",".join(MODELS), show_default=True)
+@click.option(
+    "--models",
+    "entries",
+    type=Named("models", MODELS),
+    default=",".join(MODELS),
+    show_default=True,
+)
 @click.option("--rounds", type=click.IntRange(min=1), default=6, show_default=True)
 @record.output_option("in_part")
 @torch.no_grad()
-def main(device, tiny, names, rounds, output) -> None:
+def main(device, tiny, entries, rounds, output) -> None:
     """Measure the models one after the other."""
     kernel, _ = models.load_kernel()
     result: dict[str, Any] = {
@@ -323,8 +320,8 @@ def main(device, tiny, names, rounds, output) -> None:
         "in_part": [],
     }
     output = record.destination(output, "in_part", result["environment"])
-    for name in names:
-        result["in_part"].append(measure(MODELS[name], kernel, device, tiny, rounds))
+    for entry in entries:
+        result["in_part"].append(measure(entry, kernel, device, tiny, rounds))
         models.free(device)
         if output is not None:
             record.write(output, result)

@@ -30,7 +30,7 @@ import record
 import timing
 import torch
 from distance import psnr
-from options import DEVICE, DTYPE, TINY, modes_on, modes_option
+from options import DEVICE, DTYPE, TINY, Named, modes_on, modes_option
 from tabulate import tabulate
 from whole_pipelines import PIPELINES, Pipeline
 
@@ -197,22 +197,13 @@ def show(entry: dict[str, Any]) -> None:
     click.echo(tabulate(rows, headers, floatfmt=".3f"))
 
 
-class Pipelines(click.ParamType):
-    """Comma-separated names of PIPELINES."""
-
-    name = "pipelines"
-
-    def convert(self, value, param, ctx) -> list[Pipeline]:
-        if isinstance(value, list):
-            return value
-        names = value.split(",")
-        if unknown := sorted(set(names) - set(PIPELINES)):
-            self.fail(f"must be of {', '.join(PIPELINES)}, got {unknown[0]!r}", param, ctx)
-        return [PIPELINES[name] for name in names]
-
-
 @click.command()
-@click.option("--pipelines", type=Pipelines(), default=",".join(PIPELINES), show_default=True)
+@click.option(
+    "--pipelines",
+    type=Named("pipelines", PIPELINES),
+    default=",".join(PIPELINES),
+    show_default=True,
+)
 @modes_option(DEFAULT_MODES)
 @DEVICE
 @DTYPE

@@ -46,8 +46,6 @@ def inputs(
 ) -> dict[str, object]:
     """Arguments of a forward as ChromaPipeline passes them: batch 1, packed latents, a mask of all tokens."""
     normal, config = models.normal(device, dtype, seed), model.config
-    rows, columns = (torch.arange(length, device=device) for length in size.latent)
-    image_ids = torch.cartesian_prod(torch.zeros_like(rows[:1]), rows, columns)
     # One token of padding more than the prompt has is valid, too.
     of_text = torch.arange(text_tokens, device=device) <= PROMPT_TOKENS
     mask = torch.cat([of_text, of_text.new_ones(size.tokens)])
@@ -55,7 +53,7 @@ def inputs(
         "hidden_states": normal(1, size.tokens, config.in_channels),
         "encoder_hidden_states": normal(1, text_tokens, config.joint_attention_dim),
         "timestep": torch.tensor([timestep], device=device).to(dtype) / 1000,
-        "img_ids": image_ids.to(dtype),
+        "img_ids": models.positions(device, 1, *size.latent).to(dtype),
         "txt_ids": torch.zeros(text_tokens, 3, device=device, dtype=dtype),
         "attention_mask": mask.unsqueeze(0).to(dtype),
         "joint_attention_kwargs": {},

@@ -63,15 +63,13 @@ def inputs(
     """Arguments of a forward as FluxPipeline passes them: batch 1, packed latents."""
     text = prompt(model, device, dtype, seed, text_tokens)
     latents = models.normal(device, dtype, seed + 1)(1, size.tokens, model.config.in_channels)
-    rows, columns = (torch.arange(length, device=device) for length in size.latent)
-    image_ids = torch.cartesian_prod(torch.zeros_like(rows[:1]), rows, columns)
     return {
         "hidden_states": latents,
         "encoder_hidden_states": text["prompt_embeds"],
         "pooled_projections": text["pooled_prompt_embeds"],
         "timestep": torch.tensor([timestep], device=device).to(dtype) / 1000,
         "guidance": torch.full([1], GUIDANCE, device=device),
-        "img_ids": image_ids.to(dtype),
+        "img_ids": models.positions(device, 1, *size.latent).to(dtype),
         "txt_ids": torch.zeros(text_tokens, 3, device=device, dtype=dtype),
         "joint_attention_kwargs": {},
         "return_dict": False,

@@ -36,8 +36,7 @@ transformer = models.builder(Flux2Transformer2DModel, TRANSFORMER, TINY_TRANSFOR
 
 def ids(device: torch.device, *lengths: int) -> torch.Tensor:
     """Integer positions along frames, rows, columns and text: (1, product of lengths, 4)."""
-    axes = [torch.arange(length, device=device) for length in lengths]
-    return torch.cartesian_prod(*axes)[None]
+    return models.positions(device, *lengths)[None]
 
 
 def inputs(

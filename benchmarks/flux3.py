@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import flux2
 import models
 import torch
 from diffusers import Flux3Transformer2DModel
@@ -42,7 +41,7 @@ transformer = models.builder(Flux3Transformer2DModel, TRANSFORMER, TINY_TRANSFOR
 
 def ids(device: torch.device, *lengths: int) -> torch.Tensor:
     """Positions along frames, rows, columns and text: (product of lengths, 4), float32."""
-    return flux2.ids(device, *lengths)[0].float()
+    return models.positions(device, *lengths).float()
 
 
 def inputs(

@@ -122,6 +122,11 @@ def normal(device: torch.device, dtype: torch.dtype, seed: int) -> Callable[...,
     return draw
 
 
+def positions(device: torch.device, *lengths: int) -> torch.Tensor:
+    """Integer positions of tokens along these axes, the last one innermost: (product of lengths, axes)."""
+    return torch.cartesian_prod(*[torch.arange(length, device=device) for length in lengths])
+
+
 def name_of(published: ModuleType, is_tiny: bool) -> str:
     return published.TINY_NAME if is_tiny else published.NAME
 

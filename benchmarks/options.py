@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -90,6 +90,22 @@ class Models(click.ParamType):
             known = ", ".join([*MODELS, ALL])
             self.fail(f"model must be one of {known}, got {unknown[0]!r}", param, ctx)
         return [published for name, published in MODELS.items() if name in names]
+
+
+class Named(click.ParamType):
+    """Comma-separated names of a table, as what the table has by them, in the given order."""
+
+    def __init__(self, name: str, known: Mapping[str, Any]) -> None:
+        self.name = name
+        self.known = known
+
+    def convert(self, value, param, ctx) -> list[Any]:
+        if isinstance(value, list):
+            return value
+        names = value.split(",")
+        if unknown := sorted(set(names) - set(self.known)):
+            self.fail(f"must be of {', '.join(self.known)}, got {unknown[0]!r}", param, ctx)
+        return [self.known[name] for name in names]
 
 
 def _device(ctx, param, value: str | None) -> torch.device:
