@@ -43,7 +43,7 @@ help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
 example: build
-	$(RUN) examples/generate.py --model ltx --dtype bfloat16 --output $(VIDEO) $(EXAMPLE_ARGS)
+	$(RUN) examples/generate.py --model ltx --output $(VIDEO) $(EXAMPLE_ARGS)
 
 PYTEST = $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
 test: build $(call needs,test)

@@ -22,7 +22,15 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from measure import call, class_table, psnr, time_table, trace
-from pipelines import MODELS, SIZE, Model, call_arguments, load_kernel, load_pipeline
+from pipelines import (
+    MODELS,
+    SIZE,
+    Model,
+    call_arguments,
+    load_kernel,
+    load_pipeline,
+    unknown_words,
+)
 
 PROMPT = "A red fox trots through fresh snow at dawn, its breath steaming in the cold air."
 MAX_SEED = 2**64 - 1  # torch.Generator takes no larger one
@@ -75,10 +83,10 @@ def check_options(model: Model, options: dict, device: str) -> None:
             raise click.UsageError(f"--{option} needs a CUDA GPU, and there is none.")
 
 
-def read_prompts(options: dict) -> list[str]:
-    """One prompt, or those of the file; click.UsageError if it has none."""
+def read_prompts(options: dict) -> list[str | None]:
+    """One prompt, None for the default, or those of the file; click.UsageError if it has none."""
     if options["prompts_file"] is None:
-        return [PROMPT if options["prompt"] is None else options["prompt"]]
+        return [options["prompt"]]
     file = click.format_filename(options["prompts_file"])
     try:
         lines = options["prompts_file"].read_text(encoding="utf-8").splitlines()
@@ -139,7 +147,7 @@ def write(frames: np.ndarray, output: Path, fps: int) -> None:
     click.echo(f"Wrote {click.format_filename(output)}")
 
 
-def build_pipeline(model: Model, options: dict, device: str, prompts: list[str]) -> tuple:
+def build_pipeline(model: Model, options: dict, device: str, prompts: list[str | None]) -> tuple:
     """The pipeline on its device, and the arguments of its call for each prompt."""
     dtype = getattr(torch, options["dtype"] or ("float32" if device == "cpu" else "bfloat16"))
     random_weights, seed = options["random_weights"], options["seed"]
@@ -150,7 +158,14 @@ def build_pipeline(model: Model, options: dict, device: str, prompts: list[str])
             f"{model.hub_id} could not be loaded ({reason_of(error)}); "
             "--random-weights needs no download."
         ) from error
-    if small or random_weights:
+    trained = model.trained if small and not random_weights else None
+    default = PROMPT if trained is None else trained.prompt
+    texts = [default if prompt is None else prompt for prompt in prompts]
+    if trained is not None:
+        click.echo(f"Running a small trained {options['model']}: {small}.")
+        if unknown := unknown_words(pipe, " ".join(texts)):
+            click.echo(f"It does not know these words of the prompt: {', '.join(unknown)}.")
+    elif small or random_weights:
         size = f"a small {options['model']}" if small else options["model"]
         reason = f": {small}" if small else ""
         click.echo(f"Running {size} with random weights, and the result is noise{reason}.")
@@ -161,7 +176,7 @@ def build_pipeline(model: Model, options: dict, device: str, prompts: list[str])
     if options["model"] in ("ltx", "ltx2"):
         changes["frame_rate"] = options["fps"]
     changes = {name: value for name, value in changes.items() if value is not None}
-    arguments = [call_arguments(model, pipe, bool(small), prompt, **changes) for prompt in prompts]
+    arguments = [call_arguments(model, pipe, bool(small), text, **changes) for text in texts]
     if options["offload"] == "model":
         pipe.enable_model_cpu_offload()
     elif options["offload"] == "sequential":
@@ -277,7 +292,8 @@ def main(**options) -> None:
     """Generate an image or a video, the transformer running on h100-diffusers-kernels.
 
     Sizes and steps default to those of the model's card. Without a GPU, or where neither the Hub nor
-    the cache has the weights, a small model with random weights runs instead.
+    the cache has the weights, a small model runs instead: a trained one for ltx, which knows few words,
+    and one with random weights for the others.
     """
     model = MODELS[options["model"]]
     device = "cuda" if torch.cuda.is_available() else "cpu"

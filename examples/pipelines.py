@@ -1,9 +1,10 @@
-"""The models of the examples: diffusers pipelines with published or random weights, and the kernels."""
+"""The models of the examples: pipelines with published, small trained or random weights; the kernels."""
 
 from __future__ import annotations
 
 import inspect
 import os
+import string
 import zlib
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -24,6 +25,22 @@ SMALL_SIZE = (4, 128, 192, 9)
 
 
 @dataclass(frozen=True)
+class Trained:
+    """A small trained model in this repository, for use without the published weights.
+
+    Attributes:
+        folder: the pipeline, as diffusers saves it.
+        prompt: the default prompt, of words that the model knows.
+        size, call: as in Model.
+    """
+
+    folder: Path
+    prompt: str
+    size: tuple[int, ...]
+    call: dict[str, float | str]
+
+
+@dataclass(frozen=True)
 class Model:
     """A model on the Hub, and the parts of a pipeline like it with random weights.
 
@@ -39,6 +56,7 @@ class Model:
         options: other arguments of the pipeline's constructor.
         side_step, frames_step: sides are multiples of the one, frames of the other plus 1.
         fps: frames per second; None for an image.
+        trained: the small trained model; None if the small model has random weights.
     """
 
     hub_id: str | None
@@ -52,6 +70,7 @@ class Model:
     side_step: int = 16
     frames_step: int = 4
     fps: int = 16
+    trained: Trained | None = None
 
     @property
     def denoiser(self) -> str:
@@ -146,6 +165,12 @@ MODELS = {
         side_step=32,
         frames_step=8,
         fps=25,
+        trained=Trained(
+            folder=CHECKOUT / "examples" / "small_ltx",
+            prompt="A red ball bounces to the right over green grass.",
+            size=(30, 256, 256, 49),
+            call={"guidance_scale": 3.0, "negative_prompt": ""},
+        ),
     ),
     "ltx2": Model(
         hub_id="Lightricks/LTX-2",
@@ -616,12 +641,24 @@ def random_pipeline(model: Model, small: bool, device: str, dtype: torch.dtype, 
     return cls(**(empty | random_parts(model, small, device, dtype, seed)), **model.options)
 
 
+def trained_pipeline(trained: Trained, device: str, dtype: torch.dtype):
+    """The small trained pipeline. On the CPU, its autoencoder is in float32.
+
+    PyTorch's bfloat16 convolutions are more than 100 times slower on CPUs.
+    """
+    vae_dtype = torch.float32 if device == "cpu" else dtype
+    return diffusers.DiffusionPipeline.from_pretrained(
+        trained.folder, dtype={"default": dtype, "vae": vae_dtype}, local_files_only=True
+    )
+
+
 def load_pipeline(
     model: Model, device: str, dtype: torch.dtype, random_weights: bool = False, seed: int = 0
 ) -> tuple:
     """A pipeline on the host or the device, and the reason if its model is small, otherwise None.
 
-    The model is small where there is no GPU, or no access to the published weights.
+    The model is small where there is no GPU, or no access to the published weights. It is the trained
+    one if there is one, unless random weights are asked for.
     """
     if device == "cpu":
         reason = "there is no CUDA GPU"
@@ -632,7 +669,16 @@ def load_pipeline(
             return published_pipeline(model, dtype), None
         except LookupError as error:
             reason = str(error)
+    if model.trained is not None and not random_weights:
+        return trained_pipeline(model.trained, device, dtype), reason
     return random_pipeline(model, True, device, dtype, seed), reason
+
+
+def unknown_words(pipe, prompt: str) -> list[str]:
+    """The prompt's words, without punctuation, that the pipeline's tokenizer does not know."""
+    tokenizer = pipe.tokenizer
+    words = dict.fromkeys(word.strip(string.punctuation) for word in prompt.split())
+    return [word for word in words if tokenizer.unk_token_id in tokenizer(word).input_ids]
 
 
 def made_up(text: str, *shape: int) -> torch.Tensor:
@@ -642,13 +688,15 @@ def made_up(text: str, *shape: int) -> torch.Tensor:
 
 
 def call_arguments(model: Model, pipe, small: bool, prompt: str, **changes) -> dict:
-    """Arguments of the pipeline's call: the card's, or a small size, with these changes.
+    """Arguments of the pipeline's call: the card's or the small model's, with these changes.
 
     A pipeline without text encoder gets made-up prompt embeddings.
     """
-    size = dict(zip(SIZE, SMALL_SIZE if small else model.size, strict=False))
-    size = {name: size[name] for name in SIZE[: len(model.size)]}
-    arguments = {"prompt": prompt, **model.call, **size, **changes}
+    values, call = SMALL_SIZE if small else model.size, model.call
+    if small and model.trained is not None and pipe.text_encoder is not None:
+        values, call = model.trained.size, model.trained.call
+    size = dict(zip(SIZE[: len(model.size)], values, strict=False))
+    arguments = {"prompt": prompt, **call, **size, **changes}
     if getattr(pipe.vae.config, "timestep_conditioning", False):
         # LTX-Video 0.9.1 and later decode slightly noised latents.
         arguments |= {"decode_timestep": 0.05, "decode_noise_scale": 0.025}

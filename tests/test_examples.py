@@ -45,6 +45,19 @@ def run(monkeypatch, tmp_path):
     return lambda *args: CliRunner().invoke(generate.main, [str(arg) for arg in args])
 
 
+@pytest.fixture
+def calls(monkeypatch):
+    """The arguments of the pipeline's calls. The pipeline itself does not run."""
+    made = []
+
+    def call(pipe, arguments, name, seed):
+        made.append(arguments)
+        return np.zeros((5, 32, 32, 3), np.uint8), dict.fromkeys(measure.PARTS, 1.0)
+
+    monkeypatch.setattr(generate, "call", call)
+    return made
+
+
 def succeeds(result):
     assert result.exit_code == 0, result.output
     return result.stdout
@@ -79,7 +92,9 @@ def test_result_is_equal_to_eagers(run, model, monkeypatch, tmp_path):
     monkeypatch.setattr(generate, "write", spy)
     is_video, denoiser = pipelines.MODELS[model].is_video, pipelines.MODELS[model].denoiser
     output = succeeds(run("--model", model, *(SMALL_VIDEO if is_video else SMALL), "--compare"))
-    assert f"Running a small {model} with random weights" in output
+    is_trained = pipelines.MODELS[model].trained is not None
+    kind = f"trained {model}: " if is_trained else f"{model} with random weights, "
+    assert f"Running a small {kind}" in output
     assert f"{denoiser}: in full" in output, "the injection's report"
     ending, num_frames = (".mp4", 9) if is_video else (".png", 1)
     injected, both = given[f"{model}{ending}"], given[f"{model}-compare{ending}"]
@@ -312,6 +327,100 @@ def test_failed_run_gives_one_sentence(run, monkeypatch, tmp_path, error, reason
 
 
 # ------------------------------------------------------------------------------------------------
+# Small trained models
+
+
+def test_trained_model_runs_at_its_size_with_its_prompt(run, calls):
+    output = succeeds(run("--model", "ltx", "--no-kernels"))
+    assert "Running a small trained ltx: " in output
+    assert "noise" not in output and "does not know" not in output
+    assert calls == [
+        {
+            "prompt": "A red ball bounces to the right over green grass.",
+            "negative_prompt": "",
+            "guidance_scale": 3.0,
+            "num_inference_steps": 30,
+            "height": 256,
+            "width": 256,
+            "num_frames": 49,
+        }
+    ]
+
+
+def test_options_change_the_trained_models_arguments(run, calls):
+    changes = ["--guidance", 5, "--negative-prompt", "the moon", "--prompt", "A blue ring grows."]
+    succeeds(run("--model", "ltx", "--no-kernels", *SMALL_VIDEO, *changes))
+    (arguments,) = calls
+    assert [arguments[name] for name in pipelines.SIZE] == [3, 64, 96, 9]
+    assert arguments["guidance_scale"] == 5 and arguments["negative_prompt"] == "the moon"
+    assert arguments["prompt"] == "A blue ring grows."
+
+
+@pytest.mark.parametrize(
+    ("prompt", "unknown"),
+    [
+        (None, ""),
+        ("An orange star turns over the moon.", ""),
+        ("A cyan cross grows over a cup of coffee, and a red ring moves up over gravel", ""),
+        ("A redder fox trots over green grass, and a Red fox shrinks.", "redder, fox, trots, Red"),
+        ("", ""),
+    ],
+)
+def test_words_that_the_trained_model_does_not_know_are_named(run, calls, prompt, unknown):
+    arguments = [] if prompt is None else ["--prompt", prompt]
+    output = succeeds(run("--model", "ltx", "--no-kernels", *arguments))
+    named = re.findall(
+        r"^It does not know these words of the prompt: (.*)\.$", output, re.MULTILINE
+    )
+    assert named == ([unknown] if unknown else [])
+
+
+def test_unknown_words_of_all_prompts_are_named_once(run, calls, tmp_path):
+    (tmp_path / "prompts.txt").write_text("A red fox\nA blue ball grows\nA red whale, a fox\n")
+    output = succeeds(run("--model", "ltx", "--no-kernels", "--prompts-file", "prompts.txt"))
+    assert output.count("does not know") == 1 and ": fox, whale.\n" in output
+    assert [arguments["prompt"] for arguments in calls][1:] == [
+        "A blue ball grows",
+        "A red whale, a fox",
+    ]
+
+
+def test_trained_autoencoder_is_in_float32_on_the_cpu(monkeypatch):
+    def published(model, dtype):
+        raise LookupError("the Hub does not answer")
+
+    monkeypatch.setattr(pipelines, "published_pipeline", published)
+    for device, vae_dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        pipe, reason = pipelines.load_pipeline(pipelines.MODELS["ltx"], device, torch.bfloat16)
+        assert reason and pipe.vae.dtype == vae_dtype
+        assert pipe.transformer.dtype == pipe.text_encoder.dtype == torch.bfloat16
+
+
+def test_random_weights_take_no_trained_model(run, calls):
+    model = pipelines.MODELS["ltx"]
+    pipe, reason = pipelines.load_pipeline(model, "cpu", torch.float32, True)
+    assert pipe.text_encoder is None and reason == "there is no CUDA GPU"
+    arguments = pipelines.call_arguments(model, pipe, True, "a red fox")
+    assert tuple(arguments[name] for name in pipelines.SIZE) == pipelines.SMALL_SIZE
+    assert arguments["prompt_embeds"].shape == (1, 128, 64)
+    if not torch.cuda.is_available():
+        output = succeeds(run("--model", "ltx", "--no-kernels", "--random-weights"))
+        assert "Running a small ltx with random weights, and the result is noise: " in output
+
+
+def test_published_model_has_its_own_size_and_prompt(run, calls, monkeypatch):
+    model = pipelines.MODELS["ltx"]
+    pipe = pipelines.trained_pipeline(model.trained, "cpu", torch.float32)
+    monkeypatch.setattr(pipelines, "published_pipeline", lambda model, dtype: pipe)
+    assert pipelines.load_pipeline(model, "cuda", torch.bfloat16) == (pipe, None)
+    monkeypatch.setattr(generate, "load_pipeline", lambda *arguments: (pipe, None))
+    output = succeeds(run("--model", "ltx", "--no-kernels"))
+    assert "Running" not in output and "does not know" not in output
+    size = dict(zip(pipelines.SIZE, model.size, strict=True))
+    assert calls == [{"prompt": generate.PROMPT, **model.call, **size}]
+
+
+# ------------------------------------------------------------------------------------------------
 # Published models
 
 
@@ -439,6 +548,7 @@ def test_notebook_runs(monkeypatch):
     cells = json.loads((CHECKOUT / "examples" / "quickstart.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the small model, on a GPU as well
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other tests use the other cores
     output = run_python("\n".join(code))
     (psnr,) = re.findall(r"^PSNR ([\d.]+) dB", output, re.MULTILINE)
     assert float(psnr) > 38
