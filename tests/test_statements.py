@@ -31,8 +31,8 @@ STATEMENTS = {
         "Two runs on the same inputs give the same bits": (
             "test_contracts.py::test_two_runs_give_the_same_bits"
         ),
-        "Without a GPU the example takes a small model with random weights": (
-            "test_examples.py::test_unreachable_weights_give_a_small_model"
+        "Without a GPU the example takes a small trained LTX-Video": (
+            "test_examples.py::test_trained_model_runs_at_its_size_with_its_prompt"
         ),
         "A CPU build has the same operations": "test_package.py::test_loads",
     },
