@@ -57,7 +57,7 @@ PHOTOGRAPHED = {
 GROUNDS = (*PLAIN, *GRADED, *PHOTOGRAPHED)
 GROUND_CHROMA = 0.22  # at most, the largest less the smallest of red, green and blue
 PHOTOGRAPH_SIDE = 112  # pixels: fine texture would take most of a small autoencoder's attention
-HELD_BACK = 10  # one caption of so many is never drawn in training
+HELD_BACK = 10  # one caption in 10 is never drawn in training
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,7 @@ def path(motion: str, count: int, draw: random.Random, time: np.ndarray) -> dict
 
 @functools.cache
 def photograph(name: str, tint: tuple[float, ...] | None, device: torch.device) -> Tensor:
-    """(3, H, W), 0 to 1: an image of scikit-image's wheel with weak colors, less contrast
-    and less detail."""
+    """(3, H, W), 0 to 1: an image of scikit-image's wheel, its colors, contrast and detail reduced."""
     with Image.open(resources.files("skimage") / "data" / name) as image:
         pixels = np.asarray(image.convert("RGB"), dtype=np.float32) / 255
     result = torch.from_numpy(pixels).movedim(-1, 0).to(device)
@@ -236,10 +235,8 @@ def draw_clips(
     time = np.linspace(0, 1, frames)
     grounds = [draw_ground(scene.ground, draw, side, device) for scene in scenes]
     clips = torch.stack(grounds)[:, :, None].repeat(1, 1, frames, 1, 1)
-    paths: dict[str, list] = {shape: [] for shape in SHAPES}
     for layer in (0, 1):
-        for each in paths.values():
-            each.clear()
+        paths: dict[str, list] = {shape: [] for shape in SHAPES}
         for number, scene in enumerate(scenes):
             if layer < len(scene.figures):
                 figure = scene.figures[layer]

@@ -74,5 +74,5 @@ def make_pipeline(seed: int = 0) -> LTXPipeline:
 
 
 def save(pipe: LTXPipeline, folder: Path) -> None:
-    """Save a copy in bfloat16, as `LTXPipeline.from_pretrained` loads it."""
+    """Convert the pipeline to bfloat16 in place and save it for `LTXPipeline.from_pretrained`."""
     pipe.to(torch.bfloat16).save_pretrained(folder)
