@@ -15,8 +15,9 @@ def _all_matter(model):
     ]
     modulations = tuple(name for name in modulations if "adaLN_modulation" in name)
     make_all_matter(model, modulations, "t_embedder", gain=1)
-    for parameter in model.parameters():
-        if not parameter.any():  # the ControlNet's projections, and tokens of padding
+    for name, parameter in model.named_parameters():
+        # The ControlNet's projections are zeros. In diffusers 0.36 these tokens are not initialized.
+        if "pad_token" in name or not parameter.any():
             torch.nn.init.normal_(parameter, std=0.1)
 
 
