@@ -58,11 +58,12 @@ from checks import have_same_bits, relative_distance
 from emulated_graphs import EmulatedGraph
 from families import FAMILIES, KERNEL_HEADS, TINY_HEADS
 from families_in_part import Families
+from family_trained_ltx import TRAINED_LTX
 from graphs import module_of, use_emulated_graphs
 from random_inputs import FORMS, QUIET_FORMS
 from random_modes import GRAPH_MODES, MODES, QUIET_MODES, Call, Interrupt
 
-MODELS = Families()
+MODELS = collections.ChainMap({TRAINED_LTX.name: TRAINED_LTX}, Families())
 
 # float32: both models do the same arithmetic in another order. 1e-4 of the output's norm is some hundred
 # times the difference that this causes, and a hundredth of what one wrong token causes.

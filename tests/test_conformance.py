@@ -32,7 +32,7 @@ from families import (
     prepared,
     run,
 )
-from families_in_part import family_of
+from family_trained_ltx import TRAINED_LTX
 from injected_pairs import assert_as_close_as_eager, assert_gradients_agree
 from ltx_models import computing, graph_replays, kernel_calls, snapshot
 from random_sequences import MODELS, REPLACEMENTS, Step, Twins, is_adaptive_norm, patchable
@@ -48,11 +48,12 @@ def _default_backend(monkeypatch):
 
 
 IN_PART = ("unet_of_sdxl", "auraflow")
+TRAINED = TRAINED_LTX.name
 
 
-def of_families(cases, *in_part):
-    """Parameters (family, case) for all cases of each family and of partially injected models."""
-    families = [*FAMILIES.values(), *map(family_of, in_part)]
+def of_families(cases, *further):
+    """Parameters (family, case) for all cases of each family and of further models."""
+    families = [*FAMILIES.values(), *(MODELS[name] for name in further)]
     pairs = [(family, case) for family in families for case in cases(family)]
     return pytest.mark.parametrize(
         "family, case", pairs, ids=[f"{family}-{case}" for family, case in pairs]
@@ -74,7 +75,7 @@ def assert_alike(model, plain, arguments, slack=1e-4):
 
 
 @pytest.mark.kernels_ci
-@of_families(lambda family: family.options)
+@of_families(lambda family: family.options, TRAINED)
 def test_values(kernel, device, family, case):
     model, plain, arguments = prepared(family, device, **family.options[case])
     kernel.inject_kernels(model)
@@ -350,14 +351,14 @@ def training_steps(family):
 
 
 EVERY = tuple(FAMILIES)
-ALL = (*EVERY, *IN_PART)
+ALL = (*EVERY, *IN_PART, TRAINED)
 # For each case: the steps, the families whose code differs, and the dtypes.
 ACTIONS = {
     "lora": (lora_steps, ALL, ["float32"]),
-    "caches": (cache_steps, EVERY, ["float32"]),
+    "caches": (cache_steps, (*EVERY, TRAINED), ["float32"]),
     "offloading": (offloading_steps, ALL, ["float32"]),
     "offloading to disk": (disk_steps, ("flux",), ["float32", "bfloat16"]),
-    "offloading with streams": (stream_steps, ("flux", "wan"), ["float32"]),
+    "offloading with streams": (stream_steps, ("flux", "wan", TRAINED), ["float32"]),
     "layerwise casting": (lambda family: [step("layerwise_casting")], ALL, ["float32"]),
     "processors": (processor_steps, ALL, ["float32"]),
     "linear layers": (linear_steps, EVERY, ["float32"]),
