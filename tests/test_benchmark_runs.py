@@ -1,6 +1,7 @@
 """A tiny run of each benchmark, and its stored result."""
 
 import json
+import math
 import sys
 
 import click
@@ -24,6 +25,7 @@ import bench_host_forward
 import bench_in_part
 import bench_models
 import bench_pipelines
+import bench_quality
 import comparison
 import flux
 import history
@@ -37,7 +39,7 @@ CPU = torch.device("cpu")
 
 def run(benchmark, device, output, *args):
     """The benchmark's output, after a tiny run that writes to a file or folder."""
-    tiny = () if benchmark is bench_host else ("--tiny",)
+    tiny = () if benchmark in (bench_host, bench_quality) else ("--tiny",)
     options = ["--device", device, *tiny, "--output", str(output), *args]
     result = CliRunner().invoke(benchmark.main, options, catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -153,6 +155,44 @@ def test_pipelines(result_of, device):
         for mode in measured.values():
             psnr = mode["psnr_to_eager_db"]
             assert psnr is None or psnr > 60  # None: the same picture, bit for bit
+
+
+def test_quality(result_of):
+    """Injected videos show what eager ones show, on which they are, by rounding, not equal."""
+    result = result_of(
+        bench_quality, "--captions", "4", "--modes", "eager,injected", "--dtype", "float32"
+    )
+    eager, injected = result["videos"].values()
+    assert (result["captions"], eager["equal"], injected["equal"]) == (4, 4, 0)
+    assert eager["psnr_db"] is None and injected["psnr_db"]["min"] > 80
+    assert injected["ssim"]["min"] > 0.9999
+    assert (injected["right"], injected["wrong"]) == (eager["right"], eager["wrong"])
+    right = injected["right"]
+    assert right["color"] == 1 and right["motion"] == 1 and right["shape"] >= 0.5
+
+
+def test_summary_of_videos():
+    """Equal videos have no PSNR. A video with half of its figures right counts half."""
+    scenes = bench_quality.held_back_scenes(3)
+    assert len({scene.caption for scene in scenes}) == 3
+    all_right = dict.fromkeys(bench_quality.FOUND, 1.0)
+    samples = [
+        {"score": all_right, "found": "a", "psnr_db": math.inf, "ssim": 1.0},
+        {"score": {**all_right, "shape": 0.5}, "found": "b", "psnr_db": 40.0, "ssim": 0.9},
+        {"score": {**all_right, "motion": 0.0}, "found": "c", "psnr_db": 30.0, "ssim": 0.7},
+    ]
+    assert bench_quality.summary(scenes, samples) == {
+        "right": {"color": 1.0, "motion": 2 / 3, "shape": 2.5 / 3},
+        "wrong": {scenes[1].caption: "b", scenes[2].caption: "c"},
+        "equal": 1,
+        "psnr_db": {"median": 35.0, "min": 30.0},
+        "ssim": {"median": 0.8, "min": 0.7},
+    }
+
+
+def test_quality_is_compared_with_eager():
+    result = CliRunner().invoke(bench_quality.main, ["--modes", "injected", "--device", "cpu"])
+    assert result.exit_code == 2 and "the first mode must be eager" in result.output
 
 
 def test_in_part(result_of):

@@ -124,6 +124,16 @@ def of_pipelines(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
         yield from of_modes(f"{entry['name']} {entry['size']}", entry, "seconds")
 
 
+def of_videos(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    """Shares of generated videos that show their captions, and PSNR in dB over 100."""
+    for mode, entry in result["videos"].items():
+        for name, share in entry["right"].items():
+            yield (f"{name} of videos, {mode}", "all"), Ratio(share)
+        if entry["psnr_db"] is not None:
+            ratio = Ratio(entry["psnr_db"]["median"] / 100)
+            yield (f"PSNR of videos, {mode}", "100 dB"), ratio
+
+
 def of_in_part(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
     for entry in result["in_part"]:
         runs = entry["speedups"]
@@ -214,6 +224,7 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "sizes": of_sizes,
     "pipelines": of_pipelines,
     "loops": of_loops,
+    "videos": of_videos,
     "in_part": of_in_part,
     "calls": of_calls,
     "forwards": of_forwards,

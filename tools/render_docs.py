@@ -33,6 +33,7 @@ from documents import (  # noqa: F401
     hardware,
     operations,
     pipelines,
+    quality,
     readme,
     whole_models,
 )

@@ -1,0 +1,172 @@
+"""Whether generated videos show their captions, with the kernels and without, and how much they differ.
+
+The small trained LTX-Video of the examples generates each held-back caption once in each mode, from the same
+noise. examples/train_small_ltx/detect.py looks for the color, the motion and the shape of each figure. PSNR
+and SSIM compare a mode's videos with eager's. Eager in other attention backends, which differs by rounding
+only, shows what they are at best. Writes to benchmarks/results/quality:
+
+    python benchmarks/bench_quality.py
+    python benchmarks/bench_quality.py --device cpu --dtype float32 --captions 4 --output /tmp/quality.json
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import click
+import models
+import record
+import torch
+from distance import psnr
+from options import DEVICE, DTYPE, Named
+from tabulate import tabulate
+from torchmetrics.functional.image import structural_similarity_index_measure as ssim
+from tqdm import tqdm
+
+sys.path.insert(0, str(models.CHECKOUT / "examples"))
+sys.path.insert(0, str(models.CHECKOUT / "examples" / "train_small_ltx"))
+from clips import Scene, random_scene
+from detect import detect, score
+from pipelines import MODELS, SIZE, trained_pipeline
+
+TRAINED = MODELS["ltx"].trained
+CAPTIONS = 64
+FLOAT32 = "eager-float32"
+# The attention backend of diffusers by mode. PyTorch chooses flash attention where nothing is asked for.
+BACKENDS = {"eager-efficient": "_native_efficient", "eager-math": "_native_math"}
+AGAIN = "eager-again"
+MODES = ("eager", AGAIN, *BACKENDS, FLOAT32, "injected", models.GRAPHS)
+NEED_GPU = ("eager-efficient", models.GRAPHS)
+FOUND = ("color", "motion", "shape")
+
+
+def held_back_scenes(count: int) -> list[Scene]:
+    """Scenes whose captions were not trained on, always the same."""
+    choose = random.Random(0)
+    return [random_scene(choose, held_back=True) for _ in range(count)]
+
+
+def set_up(mode: str, kernel: ModuleType | None, device: torch.device, dtype: torch.dtype) -> Any:
+    """The pipeline in this mode."""
+    dtype = torch.float32 if mode == FLOAT32 else dtype
+    pipe = trained_pipeline(TRAINED, str(device), dtype).to(device)
+    pipe.set_progress_bar_config(disable=True)
+    if mode in BACKENDS:
+        pipe.transformer.set_attention_backend(BACKENDS[mode])
+    elif mode.startswith("injected"):
+        models.inject(kernel, pipe, mode)
+    return pipe
+
+
+def generate(pipe: Any, caption: str, seed: int) -> torch.Tensor:
+    """(frames, 3, height, width), 0 to 1, in float32."""
+    size = dict(zip(SIZE, TRAINED.size, strict=True))
+    generator = torch.Generator().manual_seed(seed)
+    result = pipe(caption, **TRAINED.call, **size, generator=generator, output_type="pt")
+    return result.frames[0].float()
+
+
+def compared(video: torch.Tensor, eager: torch.Tensor) -> dict[str, float]:
+    return {"psnr_db": psnr(video, eager), "ssim": float(ssim(video, eager, data_range=1.0))}
+
+
+def found(scene: Scene, video: torch.Tensor) -> tuple[dict[str, float], str]:
+    """Shares of the scene's figures with each of FOUND, and what was found."""
+    frames = (video * 255).round().to(torch.uint8).movedim(1, -1).cpu().numpy()
+    figures = detect(frames, len(scene.figures))
+    return score(scene, figures), " and ".join(map(str, figures)) or "nothing"
+
+
+def summary(scenes: Sequence[Scene], samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of one mode's videos. PSNR is of those that are not equal to eager's; None if all are."""
+    entry: dict[str, Any] = {
+        "right": {name: statistics.fmean(s["score"][name] for s in samples) for name in FOUND},
+        "wrong": {
+            scene.caption: sample["found"]
+            for scene, sample in zip(scenes, samples, strict=True)
+            if min(sample["score"].values()) < 1
+        },
+    }
+    differ = [sample for sample in samples if sample["psnr_db"] < float("inf")]
+    entry["equal"] = len(samples) - len(differ)
+    for name in ("psnr_db", "ssim"):
+        values = [sample[name] for sample in differ]
+        of_all = {"median": statistics.median(values), "min": min(values)} if values else None
+        entry[name] = of_all
+    return entry
+
+
+def measure(
+    modes: Sequence[str],
+    scenes: Sequence[Scene],
+    kernel: ModuleType | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """The summary of each mode's videos."""
+    pipes = {mode: set_up(mode, kernel, device, dtype) for mode in modes}
+    samples: dict[str, list] = {mode: [] for mode in modes}
+    for seed, scene in enumerate(tqdm(scenes, unit="caption", mininterval=10)):
+        eager = generate(pipes["eager"], scene.caption, seed)
+        for mode, pipe in pipes.items():
+            video = eager if mode == "eager" else generate(pipe, scene.caption, seed)
+            scores, text = found(scene, video)
+            samples[mode].append({"score": scores, "found": text, **compared(video, eager)})
+    return {mode: summary(scenes, of_mode) for mode, of_mode in samples.items()}
+
+
+def show(videos: dict[str, Any]) -> None:
+    rows = [
+        [mode, *(100 * entry["right"][name] for name in FOUND)]
+        + [
+            (entry[name] or {}).get(key)
+            for name in ("psnr_db", "ssim")
+            for key in ("median", "min")
+        ]
+        + [entry["equal"]]
+        for mode, entry in videos.items()
+    ]
+    headers = ["mode", *(f"{name} %" for name in FOUND), "PSNR dB", "lowest", "SSIM", "lowest"]
+    click.echo(tabulate(rows, [*headers, "equal"], floatfmt=".4g"))
+
+
+@click.command()
+@click.option(
+    "--modes",
+    type=Named("modes", {mode: mode for mode in MODES}),
+    help=f"Comma-separated, eager first, of {', '.join(MODES)}; those that the device has.",
+)
+@click.option("--captions", type=click.IntRange(1), default=CAPTIONS, show_default=True)
+@DEVICE
+@DTYPE
+@record.output_option("quality")
+@torch.no_grad()
+def main(modes, captions, device, dtype, output) -> None:
+    """Generate videos of held-back captions in each mode, and look for what the captions say."""
+    if modes is None:
+        missing = NEED_GPU if device.type == "cpu" else ()
+        modes = [mode for mode in MODES if mode not in missing]
+    if dtype == torch.float32 and FLOAT32 in modes:
+        modes.remove(FLOAT32)
+    if modes[0] != "eager":
+        raise click.UsageError("the first mode must be eager, with which the others are compared")
+    injected = any(mode.startswith("injected") for mode in modes)
+    kernel, _ = models.load_kernel() if injected else (None, None)
+    environment = record.environment(device)
+    output = record.destination(output, "quality", environment)
+    videos = measure(modes, held_back_scenes(captions), kernel, device, dtype)
+    show(videos)
+    if output is not None:
+        result = {"environment": environment, "dtype": record.dtype_name(dtype)}
+        result |= {"captions": captions, "size": TRAINED.size, "videos": videos}
+        record.write(output, result)
+        click.echo(f"\nWrote {output}")
+
+
+if __name__ == "__main__":
+    main()
