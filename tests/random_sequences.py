@@ -63,7 +63,8 @@ from graphs import module_of, use_emulated_graphs
 from random_inputs import FORMS, QUIET_FORMS
 from random_modes import GRAPH_MODES, MODES, QUIET_MODES, Call, Interrupt
 
-MODELS = collections.ChainMap({TRAINED_LTX.name: TRAINED_LTX}, Families())
+IN_FULL = {**FAMILIES, TRAINED_LTX.name: TRAINED_LTX}
+MODELS = collections.ChainMap(IN_FULL, Families())
 
 # float32: both models do the same arithmetic in another order. 1e-4 of the output's norm is some hundred
 # times the difference that this causes, and a hundredth of what one wrong token causes.
@@ -520,7 +521,7 @@ class Twins:
             self.models["float32"] = copy.deepcopy(self.plain).float()
         self.models["tested"] = self._model(seed)
         # With emulated graphs convolutions have other memory, and then sum in another order.
-        is_exact = family in FAMILIES or self.device.type == "cuda"
+        is_exact = family in IN_FULL or self.device.type == "cuda"
         self.slack = 0 if is_exact else 100 * torch.finfo(self.dtype).eps
         self.injected = None  # the options of the injection
         self.offloading = self.cache_name = self.usual_call = None

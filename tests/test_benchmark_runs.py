@@ -158,7 +158,7 @@ def test_pipelines(result_of, device):
 
 
 def test_quality(result_of):
-    """Injected videos show what eager ones show, on which they are, by rounding, not equal."""
+    """Injected videos show what eager ones show, and differ from them by rounding."""
     result = result_of(
         bench_quality, "--captions", "4", "--modes", "eager,injected", "--dtype", "float32"
     )

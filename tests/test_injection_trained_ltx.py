@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import random
-from functools import partial
+import sys
 
 import diffusers
 import numpy as np
@@ -13,42 +13,37 @@ from diffusers import LTXPipeline
 from peft import LoraConfig, get_peft_model_state_dict
 
 from checks import relative_distance
+from conftest import CHECKOUT
 from family import seeded
-from family_trained_ltx import (
-    FRAMES,
-    TRAINED_LTX,
-    clips,
-    latents_of_clips,
-    load_pipeline,
-    trained_ltx_inputs,
-)
+from family_trained_ltx import FRAMES, TRAINED_LTX, latents_of_clips, load_pipeline
 from injected_pairs import assert_as_close_as_eager
 
-pytest.importorskip("skimage", reason="grounds and regions come from scikit-image")
+sys.path.insert(0, str(CHECKOUT / "examples" / "train_small_ltx"))
+import clips
 import detect
 
 PROMPT = "A red ball moves to the right over gravel."
 STEPS = 10
-FULL_SIZE = {"batch": 2, "tokens": 7}
 # float32, after all steps: rounding errors grow from step to step.
 SLACK = 1e-4
 
 
-def generate(pipe, prompt, frames=clips.FRAMES, output_type="latent"):
+def generate(pipe, frames=clips.FRAMES, output_type="latent"):
     generator = torch.Generator().manual_seed(1)
     arguments = {"num_inference_steps": STEPS, "guidance_scale": 3.0, "generator": generator}
     size = {"num_frames": frames, "height": clips.SIDE, "width": clips.SIDE}
-    return pipe(prompt, "", **size, **arguments, output_type=output_type).frames
+    return pipe(PROMPT, "", **size, **arguments, output_type=output_type).frames
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_accuracy_contract(kernel, device, dtype):
     model, plain = (TRAINED_LTX.model(device, dtype) for _ in range(2))
     kernel.inject_kernels(model)
-    inputs = partial(trained_ltx_inputs, device, **FULL_SIZE)
-    assert_as_close_as_eager(
-        model, plain, lambda dtype, seed: inputs(dtype, seed=seed), samples=4, dtype=dtype
-    )
+
+    def inputs(dtype, seed):
+        return TRAINED_LTX.inputs(device, dtype, seed=seed, tokens=7)
+
+    assert_as_close_as_eager(model, plain, inputs, samples=4, dtype=dtype)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -85,13 +80,13 @@ CACHES = {
 def test_caches(kernel, device, name):
     """The same forwards are skipped, which with most caches depends on the model's values."""
     pipe = load_pipeline(device)
-    without = generate(pipe, PROMPT, FRAMES)
+    without = generate(pipe, FRAMES)
     results = []
     for is_injected in (False, True):
         if is_injected:
             kernel.inject_kernels(pipe)
         pipe.transformer.enable_cache(CACHES[name](pipe))
-        results.append(generate(pipe, PROMPT, FRAMES))
+        results.append(generate(pipe, FRAMES))
         pipe.transformer.disable_cache()
     expected, result = results
     assert relative_distance(expected, without) > 10 * SLACK
@@ -159,7 +154,7 @@ def videos_of_lora(pipe, folder, act=lambda state: None):
     for state, action in actions.items():
         act(state)
         action()
-        yield state, generate(pipe, PROMPT, output_type="np")[0]
+        yield state, generate(pipe, output_type="np")[0]
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("skimage", reason="grounds and regions come from scikit-image")
 from skimage.filters import gaussian
 
 from conftest import CHECKOUT

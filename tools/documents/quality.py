@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import models
-
 from .common import MODE_NAMES, is_measured, load, markdown, setup, size_name, table, unmeasured
 
 NAMES = {
-    "eager": "eager",
+    **MODE_NAMES,
     "eager-again": "eager, again",
     "eager-efficient": "eager, memory-efficient attention",
     "eager-math": "eager, unfused attention",
     "eager-float32": "eager in float32",
-    "injected": MODE_NAMES["injected"],
-    models.GRAPHS: MODE_NAMES[models.GRAPHS],
 }
 
 
