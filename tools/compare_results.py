@@ -218,6 +218,14 @@ def of_timeline(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
             yield label, Ratio(ends["eager"] / end)
 
 
+def of_heads(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    """How peaked a trained model's scores are: none is better, but a change means other inputs."""
+    for entry in result["attention_heads"]:
+        place = f"{entry['attention']}-attention, step {entry['step']}, layer {entry['layer']}"
+        for name in ("std", "above_mean", "largest_share"):
+            yield (f"{place}, head {entry['head']}", name), Ratio(entry[name])
+
+
 # By what holds the figures in a result: how they are read.
 READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "workloads": of_workloads,
@@ -235,6 +243,7 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "kernels": of_counters,
     "blocks": of_training,
     "modes": of_timeline,
+    "attention_heads": of_heads,
 }
 
 

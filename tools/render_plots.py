@@ -18,6 +18,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from documents.common import card, size_name
 
 # Found where documents/__init__.py looks.
+import attention_statistics  # isort: skip
 import history  # isort: skip
 import pipeline_targets  # isort: skip
 import targets  # isort: skip
@@ -57,6 +58,7 @@ KERNEL_CLASSES = {
     "ours": ("this package's row kernels", "#1a73e8"),
     "others": ("everything else", "#e8710a"),
 }
+ATTENTIONS = {"self": ("#1a73e8", "o", -0.1), "cross": ("#e8710a", "^", 0.1)}  # beside each other
 MEGABYTE = 1e6
 WIDTH = 25 / 3  # inches: 800 pixels
 STYLE = {
@@ -265,6 +267,31 @@ def block(results: Path) -> Figure | None:
     return figure
 
 
+def trained_attention(results: Path) -> Figure | None:
+    """A trained model's attention scores: a panel a statistic, a point a head."""
+    result = history.shown("trained_attention", results)
+    if result is None:
+        return None
+    panels = {
+        "std": "standard deviation, nats",
+        "above_mean": "largest less mean, nats",
+        "largest_share": "weight of the largest key",
+    }
+    figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
+    for axes, (name, title) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for kind, (color, marker, shift) in ATTENTIONS.items():
+            heads = attention_statistics.means_over_steps(result, kind)
+            layers = [layer + 1 + shift for layer, _ in heads]
+            values = [means[name] for means in heads.values()]
+            axes.scatter(layers, values, s=16, c=color, marker=marker, label=f"{kind}-attention")
+        axes.set_title(title)
+        axes.set_xticks(sorted({layer + 1 for layer, _ in heads}))
+        axes.set_xlabel("layer")
+        axes.set_ylim(bottom=0)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return figure
+
+
 # None where its results are not there.
 PLOTS: dict[str, Callable[[Path], Figure | None]] = {
     "bandwidth": bandwidth,
@@ -272,6 +299,7 @@ PLOTS: dict[str, Callable[[Path], Figure | None]] = {
     "models": models,
     "cuda_graphs": cuda_graphs,
     "block": block,
+    "trained_attention": trained_attention,
 }
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
+import attention_statistics
 import pipeline_targets
 import targets as targets_
 
@@ -295,6 +297,29 @@ def attention_inputs(results: Path) -> str:
     spans = (entry["slowest_over_fastest"] for entry in entries)
     rows.append(["slowest over fastest", *("" if s is None else f"{s:.2f}" for s in spans)])
     headers = ["over FA3", *(attention_label(entry) for entry in entries)]
+    return markdown(rows, headers) + setup(result)
+
+
+@table
+def trained_attention(results: Path) -> str:
+    """How peaked the scores of a trained model are: of each layer's heads the least, median and most."""
+    if not is_measured(results, "trained_attention"):
+        return unmeasured("trained_attention")
+    result = load(results, "trained_attention")
+    names = {"std": 2, "above_mean": 1, "largest_share": 3}  # digits
+    rescales = {"online_rescales": 2, "lazy_rescales": 3}
+    rows = []
+    for kind in ("self", "cross"):
+        heads = attention_statistics.means_over_steps(result, kind)
+        for layer in dict.fromkeys(layer for layer, _ in heads):
+            row = [f"{kind}-attention {layer + 1}"]
+            for name, digits in (names | (rescales if kind == "self" else {})).items():
+                values = [means[name] for (of, _), means in heads.items() if of == layer]
+                shown = (min(values), statistics.median(values), max(values))
+                row.append(" / ".join(f"{value:.{digits}f}" for value in shown))
+            rows.append(row + [""] * (1 + len(names | rescales) - len(row)))
+    headers = ["layer", "standard deviation", "largest less mean", "weight of the largest"]
+    headers += ["rescales below 1024 queries", "rescales otherwise"]
     return markdown(rows, headers) + setup(result)
 
 
