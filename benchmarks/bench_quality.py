@@ -12,9 +12,7 @@ only, shows what they are at best. Writes to benchmarks/results/quality:
 from __future__ import annotations
 
 import math
-import random
 import statistics
-import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -28,34 +26,20 @@ from options import DEVICE, DTYPE, Named
 from tabulate import tabulate
 from torchmetrics.functional.image import structural_similarity_index_measure as ssim
 from tqdm import tqdm
+from trained_ltx import FOUND, TRAINED, Scene, found, generate, held_back_scenes, load
 
-sys.path.insert(0, str(models.CHECKOUT / "examples"))
-sys.path.insert(0, str(models.CHECKOUT / "examples" / "train_small_ltx"))
-from clips import Scene, random_scene
-from detect import detect, score
-from pipelines import MODELS, SIZE, trained_pipeline
-
-TRAINED = MODELS["ltx"].trained
 CAPTIONS = 64
 FLOAT32 = "eager-float32"
 # The attention backend of diffusers by mode. PyTorch chooses flash attention where nothing is asked for.
 BACKENDS = {"eager-efficient": "_native_efficient", "eager-math": "_native_math"}
 MODES = ("eager", "eager-again", *BACKENDS, FLOAT32, "injected", models.GRAPHS)
 NEED_GPU = ("eager-efficient", models.GRAPHS)
-FOUND = ("color", "motion", "shape")
-
-
-def held_back_scenes(count: int) -> list[Scene]:
-    """Scenes whose captions were not trained on, always the same."""
-    choose = random.Random(0)
-    return [random_scene(choose, held_back=True) for _ in range(count)]
 
 
 def set_up(mode: str, kernel: ModuleType | None, device: torch.device, dtype: torch.dtype) -> Any:
     """The pipeline in this mode."""
     dtype = torch.float32 if mode == FLOAT32 else dtype
-    pipe = trained_pipeline(TRAINED, str(device), dtype).to(device)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load(device, dtype)
     if mode in BACKENDS:
         pipe.transformer.set_attention_backend(BACKENDS[mode])
     elif mode.startswith("injected"):
@@ -63,25 +47,10 @@ def set_up(mode: str, kernel: ModuleType | None, device: torch.device, dtype: to
     return pipe
 
 
-def generate(pipe: Any, caption: str, seed: int) -> torch.Tensor:
-    """(frames, 3, height, width), 0 to 1, in float32."""
-    size = dict(zip(SIZE, TRAINED.size, strict=True))
-    generator = torch.Generator().manual_seed(seed)
-    result = pipe(caption, **TRAINED.call, **size, generator=generator, output_type="pt")
-    return result.frames[0].float()
-
-
 def compared(video: torch.Tensor, eager: torch.Tensor) -> dict[str, float]:
     if torch.equal(video, eager):
         return {"psnr_db": math.inf, "ssim": 1.0}
     return {"psnr_db": psnr(video, eager), "ssim": float(ssim(video, eager, data_range=1.0))}
-
-
-def found(scene: Scene, video: torch.Tensor) -> tuple[dict[str, float], str]:
-    """Shares of the scene's figures with each of FOUND, and what was found."""
-    frames = (video * 255).round().to(torch.uint8).movedim(1, -1).cpu().numpy()
-    figures = detect(frames, len(scene.figures))
-    return score(scene, figures), " and ".join(map(str, figures)) or "nothing"
 
 
 def summary(scenes: Sequence[Scene], samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -113,9 +82,9 @@ def measure(
     pipes = {mode: set_up(mode, kernel, device, dtype) for mode in modes}
     samples: dict[str, list] = {mode: [] for mode in modes}
     for seed, scene in enumerate(tqdm(scenes, unit="caption", mininterval=10)):
-        eager = generate(pipes["eager"], scene.caption, seed)
+        eager = generate(pipes["eager"], scene.caption, seed).float()
         for mode, pipe in pipes.items():
-            video = eager if mode == "eager" else generate(pipe, scene.caption, seed)
+            video = eager if mode == "eager" else generate(pipe, scene.caption, seed).float()
             scores, text = found(scene, video)
             samples[mode].append({"score": scores, "found": text, **compared(video, eager)})
     return {mode: summary(scenes, of_mode) for mode, of_mode in samples.items()}

@@ -18,7 +18,6 @@ benchmarks/fit_attention_inputs.py fits the inputs "trained" of reference/attent
 from __future__ import annotations
 
 import hashlib
-import random
 import statistics
 import sys
 from collections import defaultdict
@@ -32,25 +31,19 @@ import ltx
 import models
 import record
 import torch
-from diffusers import LTXPipeline, LTXVideoTransformer3DModel
+from diffusers import LTXVideoTransformer3DModel
 from diffusers.models.transformers import transformer_ltx
 from options import DEVICE, TINY
 from tabulate import tabulate
 from torch import Tensor
+from trained_ltx import SIZE, TRAINED, generate, held_back_scenes, load
 
-sys.path[:0] = [
-    str(models.CHECKOUT / "examples" / "train_small_ltx"),
-    str(models.CHECKOUT / "tools"),
-]
-from clips import random_scene  # noqa: E402
-
-from builder.package import Revision  # noqa: E402
+sys.path.insert(0, str(models.CHECKOUT / "tools"))
+from builder.package import Revision
 
 NAME = "trained_attention"
-MODEL = models.CHECKOUT / "examples" / "small_ltx"
-SIZE, STEPS, CAPTIONS = ltx.VideoSize(49, 256, 256), 30, 8
-TINY_SIZE, TINY_STEPS, TINY_CAPTIONS = ltx.VideoSize(9, 64, 96), 3, 1
-GUIDANCE = 3.0
+CAPTIONS = 8
+TINY_SIZE = {"num_inference_steps": 3, "height": 64, "width": 96, "num_frames": 9}
 MASKED = -1000.0  # a mask adds less to the scores
 
 Row = tuple[str, int, int]  # "self" or "cross", layer, step
@@ -124,11 +117,6 @@ def measure(scores: Tensor) -> dict[str, Tensor]:
     return {name: of_rows.double().mean(-1).cpu() for name, of_rows in rows.items()}
 
 
-def captions(count: int) -> list[str]:
-    """Captions that training left out."""
-    return [random_scene(random.Random(seed), held_back=True).caption for seed in range(count)]
-
-
 def digest(folder: Path) -> str:
     """Identifies the weights in a folder."""
     result = hashlib.sha256()
@@ -155,35 +143,26 @@ def summary(entries: list[dict], layers: int) -> str:
 def main(device: torch.device, tiny: bool, output: Path | None) -> None:
     """Measure the attention scores of the trained small LTX-Video."""
     torch.set_float32_matmul_precision("highest")
-    size, steps, count = (TINY_SIZE, TINY_STEPS, TINY_CAPTIONS) if tiny else (SIZE, STEPS, CAPTIONS)
-    pipe = LTXPipeline.from_pretrained(MODEL, torch_dtype=torch.float32).to(device)
-    pipe.set_progress_bar_config(disable=True)
-    texts = captions(count)
+    size = TINY_SIZE if tiny else dict(zip(SIZE, TRAINED.size, strict=True))
+    scenes = held_back_scenes(1 if tiny else CAPTIONS)
+    pipe = load(device, torch.float32)
+    steps = size["num_inference_steps"]
     recorder = Recorder(pipe.transformer, (0, steps // 2, steps - 1))
-    for seed, text in enumerate(texts):
+    for seed, scene in enumerate(scenes):
         with recorder:
-            pipe(
-                text,
-                negative_prompt="",
-                num_frames=size.frames,
-                height=size.height,
-                width=size.width,
-                num_inference_steps=steps,
-                guidance_scale=GUIDANCE,
-                generator=torch.Generator("cpu").manual_seed(seed),
-                output_type="latent",
-            )
+            generate(pipe, scene.caption, seed, output_type="latent", **size)
+    video = ltx.VideoSize(*(size[name] for name in ("num_frames", "height", "width")))
     entries = recorder.means()
     click.echo(summary(entries, len(pipe.transformer.transformer_blocks)))
     environment = {**record.environment(device), "commit": Revision.read(models.CHECKOUT).suffix}
     result = {
         "environment": environment,
         "model": "the small LTX-Video",
-        "weights": digest(MODEL / "transformer"),
-        "size": str(size),
-        "tokens": size.tokens,
+        "weights": digest(TRAINED.folder / "transformer"),
+        "size": str(video),
+        "tokens": video.tokens,
         "steps": steps,
-        "captions": texts,
+        "captions": [scene.caption for scene in scenes],
         "attention_heads": entries,
     }
     output = record.destination(output, NAME, environment)
