@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and benchmarks that need a GPU. Usage: tools/gpu_check.sh [build] [test] [sanitize] [ceilings]
-# [operations] [trained_attention] [profile] [accuracy] [models] [block_timeline] [in_part] [pipelines] [quality]
-# [energy] [host_forward] [graphs] [sequences]
+# [operations] [profile] [accuracy] [models] [block_timeline] [in_part] [pipelines] [quality] [energy]
+# [host_forward] [graphs] [sequences]
 #
 # Without arguments all steps run, in this order. After a failed step the next one runs, except after a failed
 # build. Logs go to $OUT (default build/gpu_check), with copies of the JSON that a step adds to
@@ -22,8 +22,8 @@ SEQUENCES=${SEQUENCES:-2500}
 FIRST_SEED=${FIRST_SEED:-0}
 MODELS=${MODELS:-all}
 MODEL_OPTIONS=${MODEL_OPTIONS:-}
-STEPS=(build test sanitize ceilings operations trained_attention profile accuracy models block_timeline in_part
-  pipelines quality energy host_forward graphs sequences)
+STEPS=(build test sanitize ceilings operations profile accuracy models block_timeline in_part pipelines quality
+  energy host_forward graphs sequences)
 
 step_build() {
   "$PYTHON" tools/build_variant.py --backend cuda &&
@@ -72,7 +72,6 @@ step_operations() {
   return "$status"
 }
 
-step_trained_attention() { "$PYTHON" benchmarks/bench_trained_attention.py; }
 step_profile() { "$PYTHON" benchmarks/profile_kernels.py; }
 step_accuracy() { "$PYTHON" benchmarks/bench_accuracy.py; }
 # Runs a benchmark of the chosen models.
