@@ -95,12 +95,12 @@ def lazy_rescales(scores: Tensor) -> Tensor:
     return count.reshape(*batch, -1)[..., :queries]
 
 
-Head = tuple[int, int]  # layer, head
+Place = tuple[int, int]  # layer, head
 
 
-def means_over_steps(result: Mapping, attention: str) -> dict[Head, dict[str, float]]:
+def means_over_steps(result: Mapping, attention: str) -> dict[Place, dict[str, float]]:
     """Each head's statistics in a result of bench_trained_attention.py; attention: "self" or "cross"."""
-    steps: dict[Head, list[Mapping]] = {}
+    steps: dict[Place, list[Mapping]] = {}
     for entry in result["attention_heads"]:
         if entry["attention"] == attention:
             steps.setdefault((entry["layer"], entry["head"]), []).append(entry)

@@ -9,17 +9,16 @@ both numbers of rescales. --write replaces the table in reference/attention_inpu
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import attention_statistics
 import click
 import history
 import models
 import torch
+from attention_statistics import Place
 from torch import Tensor
 
 sys.path.insert(0, str(models.CHECKOUT / "reference"))
@@ -30,7 +29,6 @@ NAME = "trained_attention"
 FILE = models.CHECKOUT / "reference" / "attention_inputs.py"
 BEGIN, END = "# Constants of fit_attention_inputs.py.\n", "# End of these constants.\n"
 CPU = torch.device("cpu")
-Place = attention_statistics.Head  # layer, head
 KEYS, HEAD_DIM, COPIES = 448, 64, 4  # each candidate is drawn as several heads
 FITTED = ("std", "above_mean", "largest_share")
 
@@ -126,11 +124,10 @@ def table(result: Mapping, heads: Mapping[Place, Head]) -> str:
 
 
 @click.command()
-@click.option("--result", "path", type=click.Path(exists=True, path_type=Path))
 @click.option("--write", is_flag=True, help="Replace the table in reference/attention_inputs.py.")
-def main(path: Path | None, write: bool) -> None:
-    """Fit the inputs "trained" to a result, by default the one that the documents show."""
-    result = json.loads(path.read_text()) if path else history.shown(NAME)
+def main(write: bool) -> None:
+    """Fit the inputs "trained" to the result that the documents show."""
+    result = history.shown(NAME)
     if result is None:
         raise click.ClickException(f"there is no result: benchmarks/bench_{NAME}.py makes one.")
     wanted = attention_statistics.means_over_steps(result, "self")
