@@ -138,7 +138,7 @@ DISTANCES = {
     "ball": lambda x, y: torch.hypot(x, y) - 0.95,
     "square": lambda x, y: torch.maximum(x.abs(), y.abs()) - 0.85,
     "triangle": lambda x, y: polygon(3, x, y, 1.25, 0.625),
-    "star": lambda x, y: polygon(5, x, y, 1.2, 0.5),
+    "star": lambda x, y: polygon(5, x, y, 1.2, 0.6),
     "ring": lambda x, y: (torch.hypot(x, y) - 0.78).abs() - 0.24,
     "cross": cross,
 }
@@ -146,28 +146,28 @@ DISTANCES = {
 
 def path(motion: str, count: int, draw: random.Random, time: np.ndarray) -> dict[str, np.ndarray]:
     """A figure's center, size and angle at each time from 0 to 1. Lengths are fractions of the side."""
-    size = draw.uniform(0.12, 0.16) if count == 1 else draw.uniform(0.11, 0.13)
+    size = draw.uniform(0.15, 0.19) if count == 1 else draw.uniform(0.125, 0.15)
     x = y = np.full_like(time, 0.5)
     angle = np.full_like(time, 0.0)
     scale = np.ones_like(time)
     if motion in STRAIGHT:
-        start, end = draw.uniform(0.17, 0.25), draw.uniform(0.75, 0.83)
+        start, end = draw.uniform(0.20, 0.27), draw.uniform(0.73, 0.80)
         along = start + (end - start) * time
         rest = np.full_like(time, draw.uniform(0.25, 0.75))
         dx, dy = STRAIGHT[motion]
         x, y = (along, rest) if dx else (rest, along)
         x, y = (1 - x if dx < 0 else x), (1 - y if dy < 0 else y)
     elif motion in BOUNCING:
-        start, end = draw.uniform(0.15, 0.22), draw.uniform(0.78, 0.85)
+        start, end = draw.uniform(0.19, 0.25), draw.uniform(0.75, 0.81)
         x = start + (end - start) * time
         x = 1 - x if BOUNCING[motion] < 0 else x
         phase = math.pi * (draw.uniform(1.4, 1.8) * time + draw.uniform(0.1, 0.9))
         y = draw.uniform(0.66, 0.76) - draw.uniform(0.30, 0.36) * np.abs(np.sin(phase))
     else:
         x, y = (np.full_like(time, draw.uniform(0.38, 0.62)) for _ in range(2))
-        size = draw.uniform(0.17, 0.21)
+        size = draw.uniform(0.20, 0.25)
         if motion == "turns":
-            angle = draw.choice((-1, 1)) * 2 * math.pi * draw.uniform(0.4, 0.6) * time
+            angle = 2 * math.pi * draw.uniform(0.25, 0.4) * time
         else:
             scale = draw.uniform(0.40, 0.48) + time * draw.uniform(0.72, 0.85)
             scale = scale[::-1] if motion == "shrinks" else scale

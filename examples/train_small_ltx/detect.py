@@ -24,14 +24,14 @@ AREA = 0.004
 RELATIVE_AREA = 0.2  # A second figure has at least 0.43 of the first one's area, a fringe less.
 SEEN = 0.5  # A figure must be seen in this share of frames. Figures may hide each other for a time.
 
-# Drawn figures move by 0.50 to 0.70 in total, others stay. The motion between the limits is unclear.
+# Drawn figures move by 0.46 to 0.62 in total, others stay. The motion between the limits is unclear.
 MOVED, STAYED = 0.25, 0.12
 JUMP = 0.2  # Of a figure between frames, in the median. Colored noise jumps farther.
 # The residual of a linear fit, which 9 of 10 frames do not exceed: a straight path has 0, a bounce
 # at least 0.1, a jump from start to end 0.12.
 STRAIGHT_RESIDUAL, BOUNCE_RESIDUAL = 0.05, 0.07
 GROWTH = 1.5  # Drawn figures grow by a factor of 2.5 to 3.1.
-TURN, TURN_RESIDUAL = 60, 20  # Degrees. Drawn figures turn steadily, by 144 to 216.
+TURN, TURN_RESIDUAL = 60, 20  # Degrees. Drawn figures turn steadily, by 90 to 144.
 
 HARMONICS = (3, 4, 5)
 SYMMETRY = {"triangle": 3, "square": 4, "cross": 4, "star": 5}
