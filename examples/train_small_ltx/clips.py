@@ -139,14 +139,14 @@ DISTANCES = {
     "square": lambda x, y: torch.maximum(x.abs(), y.abs()) - 0.85,
     "triangle": lambda x, y: polygon(3, x, y, 1.25, 0.625),
     "star": lambda x, y: polygon(5, x, y, 1.2, 0.6),
-    "ring": lambda x, y: (torch.hypot(x, y) - 0.78).abs() - 0.24,
+    "ring": lambda x, y: (torch.hypot(x, y) - 0.74).abs() - 0.28,
     "cross": cross,
 }
 
 
 def path(motion: str, count: int, draw: random.Random, time: np.ndarray) -> dict[str, np.ndarray]:
     """A figure's center, size and angle at each time from 0 to 1. Lengths are fractions of the side."""
-    size = draw.uniform(0.15, 0.19) if count == 1 else draw.uniform(0.125, 0.15)
+    size = draw.uniform(0.15, 0.19) if count == 1 else draw.uniform(0.14, 0.16)
     x = y = np.full_like(time, 0.5)
     angle = np.full_like(time, 0.0)
     scale = np.ones_like(time)
@@ -167,7 +167,7 @@ def path(motion: str, count: int, draw: random.Random, time: np.ndarray) -> dict
         x, y = (np.full_like(time, draw.uniform(0.38, 0.62)) for _ in range(2))
         size = draw.uniform(0.20, 0.25)
         if motion == "turns":
-            angle = 2 * math.pi * draw.uniform(0.25, 0.4) * time
+            angle = 2 * math.pi / 3 * time
         else:
             scale = draw.uniform(0.40, 0.48) + time * draw.uniform(0.72, 0.85)
             scale = scale[::-1] if motion == "shrinks" else scale

@@ -31,7 +31,7 @@ JUMP = 0.2  # Of a figure between frames, in the median. Colored noise jumps far
 # at least 0.1, a jump from start to end 0.12.
 STRAIGHT_RESIDUAL, BOUNCE_RESIDUAL = 0.05, 0.07
 GROWTH = 1.5  # Drawn figures grow by a factor of 2.5 to 3.1.
-TURN, TURN_RESIDUAL = 60, 20  # Degrees. Drawn figures turn steadily, by 90 to 144.
+TURN, TURN_RESIDUAL = 60, 20  # Degrees. Drawn figures turn steadily, by 120.
 
 HARMONICS = (3, 4, 5)
 SYMMETRY = {"triangle": 3, "square": 4, "cross": 4, "star": 5}

@@ -319,7 +319,7 @@ def save_reconstruction(pipe, file: Path) -> None:
     "--minutes", type=float, default=math.inf, help="Stop after this time and keep a checkpoint."
 )
 @click.option("--autoencoder-steps", type=int, default=40000, show_default=True)
-@click.option("--transformer-steps", type=int, default=14000, show_default=True)
+@click.option("--transformer-steps", type=int, default=12000, show_default=True)
 @click.option("--clips", type=int, default=TRAINING_CLIPS, show_default=True)
 @click.option("--batch", type=int, default=BATCH, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
