@@ -93,32 +93,32 @@ class Head(NamedTuple):
 
 
 # Constants of fit_attention_inputs.py.
-# 49x256x256, weights dd0803e2aa364047, measured 2026-11-26.
+# 49x256x256, weights 1fc453c5f16c93b1, measured 2026-11-26.
 TRAINED = (
-    Head(0.525, 1.53, 0.0104, 0.432, 0.432, 3, 0.5),
-    Head(0.571, 1.94, 0.0184, 0.315, 1.1, 12, 0.75),
-    Head(3.03, 10.3, 0.443, 2.63, 7.89, 224, 0.5),
-    Head(2.51, 7.81, 0.232, 2.05, 4.1, 16, 0.5),
-    Head(0.851, 1.88, 0.0109, 0.517, 1.55, 3, 0),
-    Head(3.02, 8.08, 0.171, 1.58, 3.17, 3, 0.87),
-    Head(3, 8.98, 0.221, 2.37, 4.74, 6, 0.25),
-    Head(2.24, 6.14, 0.0909, 1.41, 4.23, 6, 0.37),
-    Head(0.861, 2.17, 0.0153, 0.638, 1.28, 3, 0.25),
-    Head(2.26, 6.24, 0.108, 1.77, 3.53, 4, 0),
-    Head(3.01, 7.58, 0.127, 1.32, 3.95, 4, 0.87),
-    Head(2.7, 9.48, 0.33, 1.95, 5.84, 112, 0.75),
-    Head(1.29, 2.78, 0.0189, 0.585, 2.34, 4, 0.5),
-    Head(3.4, 11.3, 0.421, 2.76, 7.59, 224, 0.63),
-    Head(3.24, 10.5, 0.392, 3.03, 6.07, 24, 0),
-    Head(1.95, 6.47, 0.156, 1.59, 3.98, 16, 0.38),
-    Head(0.529, 1.36, 0.00817, 0.392, 0.785, 3, 0.25),
-    Head(3.99, 12.9, 0.387, 3.12, 6.24, 12, 0.5),
-    Head(3.02, 9.76, 0.248, 2.37, 7.1, 12, 0),
-    Head(3.36, 11, 0.378, 3.07, 6.15, 16, 0),
-    Head(1.13, 2.69, 0.022, 0.597, 1.64, 3, 0.63),
-    Head(4.28, 12.7, 0.378, 3.55, 3.55, 4, 0.5),
-    Head(4.39, 13.7, 0.483, 3.9, 7.8, 12, 0),
-    Head(3.53, 12.9, 0.582, 3.41, 10.2, 112, 0),
+    Head(0.525, 1.62, 0.0102, 0.437, 0.874, 8, 0.25),
+    Head(2.29, 6, 0.0918, 1.75, 3.5, 3, 0),
+    Head(0.529, 2, 0.0197, 0.424, 1.27, 48, 0.5),
+    Head(3.15, 9.1, 0.243, 2.22, 2.22, 3, 0.75),
+    Head(1.04, 2.08, 0.0116, 0.415, 1.66, 3, 0.63),
+    Head(2.96, 9.25, 0.335, 2.71, 5.43, 24, 0.25),
+    Head(3.04, 8.18, 0.176, 1.6, 3.2, 3, 0.87),
+    Head(2.94, 9.96, 0.428, 2.55, 7.65, 224, 0.5),
+    Head(0.752, 1.99, 0.0134, 0.587, 1.17, 4, 0),
+    Head(1.93, 6.18, 0.12, 1.52, 4.55, 12, 0),
+    Head(2.21, 7.06, 0.173, 1.97, 3.93, 12, 0),
+    Head(2.42, 8.57, 0.342, 2.05, 6.16, 112, 0.5),
+    Head(1.14, 2.71, 0.0208, 0.698, 2.09, 4, 0.25),
+    Head(3.04, 10.1, 0.427, 2.79, 7.67, 224, 0.38),
+    Head(3.47, 11.2, 0.427, 3.25, 6.5, 24, 0),
+    Head(1.5, 4.37, 0.0585, 1.39, 1.39, 3, 0),
+    Head(0.803, 1.98, 0.0126, 0.472, 1.42, 4, 0.37),
+    Head(3.64, 11.6, 0.458, 3.46, 6.93, 32, 0),
+    Head(1.75, 5.41, 0.0988, 1.46, 2.92, 8, 0.25),
+    Head(3.64, 11.1, 0.399, 3.24, 6.47, 12, 0),
+    Head(1.18, 2.93, 0.0256, 0.902, 1.8, 3, 0),
+    Head(2.94, 9.22, 0.223, 2, 4.51, 8, 0.63),
+    Head(4.19, 12.7, 0.487, 4, 7.99, 112, 0.25),
+    Head(3.15, 10, 0.45, 2.89, 7.94, 224, 0.38),
 )
 # End of these constants.
 
@@ -127,8 +127,8 @@ def trained(shape: Shape, device: torch.device, drawn: Sequence[Head] | None = N
     """Scores as in the self-attention of the small LTX-Video (examples/small_ltx), one head after the other.
 
     A token resembles its neighbors, as in a video. Statistics are those of TRAINED for 448 keys and a head
-    dim of 64. With more keys the runs are longer. At 8064 keys the standard deviation is 0.8 to 1.2 times
-    that, the largest score up to 4 nats higher, and its weight 0.07 to 0.64 times that. In smaller heads the
+    dim of 64. With more keys the runs are longer. At 8064 keys the standard deviation is 0.9 to 1.2 times
+    that, the largest score up to 4 nats higher, and its weight 0.07 to 0.68 times that. In smaller heads the
     rise is limited to spread * sqrt(head_dim).
     """
     drawn = drawn or TRAINED
