@@ -19,9 +19,9 @@ SIDE = 128  # Clips are resized to this side. The mean of neighboring pixels has
 # A pixel with a larger chroma belongs to a figure. Grounds reach 0.22, a figure's dark rim has 0.37.
 CHROMA = 0.32
 HUE_RANGE = 45  # Degrees, the largest distance of a figure's pixel: colors are 25 to 74 apart.
-# A smaller region is an artifact. The smallest shrunken star has 0.006 inside its rim.
+# A smaller region is an artifact. The smallest shrunken star has 0.010 inside its rim.
 AREA = 0.004
-RELATIVE_AREA = 0.2  # A second figure has at least 0.43 of the first one's area, a fringe less.
+RELATIVE_AREA = 0.2  # A second figure has at least 0.49 of the first one's area, a fringe less.
 SEEN = 0.5  # A figure must be seen in this share of frames. Figures may hide each other for a time.
 
 # Drawn figures move by 0.46 to 0.62 in total, others stay. The motion between the limits is unclear.
@@ -37,7 +37,8 @@ HARMONICS = (3, 4, 5)
 SYMMETRY = {"triangle": 3, "square": 4, "cross": 4, "star": 5}
 # In units of a figure's size. A mask without the dark rim is smaller, one of a blurred figure larger.
 MARGINS = (-0.08, -0.04, 0.0, 0.04, 0.08)
-# In units of features: those of a square and a cross are 0.11 to 0.4 apart, of others at least 0.29.
+# In units of features: those of a square and a cross are at least 0.11 apart, of a ball and a ring 0.21, of
+# others 0.29.
 SHAPE_DISTANCE = 0.22
 
 
