@@ -127,7 +127,7 @@ def trained(shape: Shape, device: torch.device, drawn: Sequence[Head] | None = N
     """Scores as in the self-attention of the small LTX-Video (examples/small_ltx), one head after the other.
 
     A token resembles its neighbors, as in a video. Statistics are those of TRAINED for 448 keys and a head
-    dim of 64. With more keys the runs are longer. At 8064 keys the standard deviation is 0.9 to 1.2 times
+    dim of 64. With more keys the runs are longer. At 8064 keys the standard deviation is 0.9 to 1.1 times
     that, the largest score up to 4 nats higher, and its weight 0.07 to 0.68 times that. In smaller heads the
     rise is limited to spread * sqrt(head_dim).
     """

@@ -19,16 +19,16 @@ SIDE = 128  # Clips are resized to this side. The mean of neighboring pixels has
 # A pixel with a larger chroma belongs to a figure. Grounds reach 0.22, a figure's dark rim has 0.37.
 CHROMA = 0.32
 HUE_RANGE = 45  # Degrees, the largest distance of a figure's pixel: colors are 25 to 74 apart.
-# A smaller region is an artifact. The smallest shrunken star has 0.010 inside its rim.
+# A smaller region is an artifact. The smallest shrunken star has 0.012.
 AREA = 0.004
-RELATIVE_AREA = 0.2  # A second figure has at least 0.49 of the first one's area, a fringe less.
+RELATIVE_AREA = 0.2  # A second figure has at least 0.53 of the first one's area, a fringe less.
 SEEN = 0.5  # A figure must be seen in this share of frames. Figures may hide each other for a time.
 
 # Drawn figures move by 0.46 to 0.62 in total, others stay. The motion between the limits is unclear.
 MOVED, STAYED = 0.25, 0.12
 JUMP = 0.2  # Of a figure between frames, in the median. Colored noise jumps farther.
 # The residual of a linear fit, which 9 of 10 frames do not exceed: a straight path has 0, a bounce
-# at least 0.1, a jump from start to end 0.12.
+# at least 0.1, a jump from start to end in the middle of the time 0.19.
 STRAIGHT_RESIDUAL, BOUNCE_RESIDUAL = 0.05, 0.07
 GROWTH = 1.5  # Drawn figures grow by a factor of 2.5 to 3.1.
 TURN, TURN_RESIDUAL = 60, 20  # Degrees. Drawn figures turn steadily, by 120.

@@ -38,8 +38,8 @@ LATENT_NOISE = 0.1  # standard deviation over that of the latents: the denoiser 
 TRAINING_CLIPS, ENCODED_AT_ONCE, BATCH = 65536, 16, 256
 WITHOUT_CAPTION = 0.1  # for classifier-free guidance
 # Logit of the noise level: normal with this mean and standard deviation. The outline of a figure is decided
-# at levels from 0.9 to 0.97. With a mean of 0.74 and a deviation of 1.0, few samples are there, and 80% of
-# the shapes were right; with these values 96%.
+# at levels from 0.9 to 0.97. 29% of the samples are there, and 96% of the shapes of 64 held-back captions
+# are right. With a mean of 0.74 and a deviation of 1.0 it was 7%, and at best 80%.
 NOISE_MEAN, NOISE_STD = 1.8, 1.2
 FRAME_RATE = 25  # LTXPipeline's default; it scales the positions in time
 AVERAGE = 0.999  # decay of the weights' moving average, which is what is saved
