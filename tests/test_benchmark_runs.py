@@ -1,5 +1,6 @@
 """A tiny run of each benchmark, and its stored result."""
 
+import functools
 import json
 import math
 import sys
@@ -168,6 +169,18 @@ def test_quality(result_of):
     assert injected["ssim"]["min"] > 0.9999
     assert (injected["right"], injected["wrong"]) == (eager["right"], eager["wrong"])
     assert injected["right"] == {"color": 1, "motion": 1, "shape": 1}
+
+
+@torch.no_grad()
+def test_quality_modes_have_their_own_attention_backends(monkeypatch):
+    two_steps = functools.partial(bench_quality.generate, num_inference_steps=2)
+    monkeypatch.setattr(bench_quality, "generate", two_steps)
+    modes = ("eager", "eager-again", "eager-math")
+    scenes = bench_quality.held_back_scenes(1)
+    device = torch.device("cpu")
+    videos = bench_quality.measure(modes, scenes, None, device, torch.float32)
+    assert [videos[mode]["equal"] for mode in modes] == [1, 1, 0]
+    assert videos["eager-math"]["psnr_db"]["min"] > 80
 
 
 def test_summary_of_videos():
