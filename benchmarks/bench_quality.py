@@ -3,7 +3,8 @@
 The small trained LTX-Video of the examples generates each held-back caption once in each mode, from the same
 noise. examples/train_small_ltx/detect.py looks for the color, the motion and the shape of each figure. PSNR
 and SSIM compare a mode's videos with eager's. Eager in other attention backends, which differs by rounding
-only, shows what they are at best. Writes to benchmarks/results/quality:
+only, shows what they are at best. PSNR against eager in float32 shows the distance from exact arithmetic.
+Writes to benchmarks/results/quality:
 
     python benchmarks/bench_quality.py
     python benchmarks/bench_quality.py --device cpu --dtype float32 --captions 4 --output /tmp/quality.json
@@ -31,6 +32,7 @@ from trained_ltx import FOUND, TRAINED, Scene, found, generate, held_back_scenes
 
 CAPTIONS = 64
 FLOAT32 = "eager-float32"
+TO_FLOAT32 = "psnr_to_float32_db"
 # The attention backend of diffusers by mode. In the others, PyTorch chooses flash attention.
 BACKENDS = {"eager-efficient": "_native_efficient", "eager-math": "_native_math"}
 MODES = ("eager", "eager-again", *BACKENDS, FLOAT32, "injected", models.GRAPHS)
@@ -52,22 +54,26 @@ def compared(video: torch.Tensor, eager: torch.Tensor) -> dict[str, float]:
     return {"psnr_db": psnr(video, eager), "ssim": float(ssim(video, eager, data_range=1.0))}
 
 
+def of_all(values: Sequence[float]) -> dict[str, float] | None:
+    """Median and least; None of no values."""
+    return {"median": statistics.median(values), "min": min(values)} if values else None
+
+
 def summary(scenes: Sequence[Scene], samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of one mode's videos. PSNR is of those that are not equal to eager's; None if all are."""
-    entry: dict[str, Any] = {
+    """Of one mode's videos. PSNR and SSIM are of those that are not equal to eager's; None if all are."""
+    differ = [sample for sample in samples if sample["psnr_db"] < math.inf]
+    return {
         "right": {name: statistics.fmean(s["score"][name] for s in samples) for name in FOUND},
         "wrong": {
             scene.caption: sample["found"]
             for scene, sample in zip(scenes, samples, strict=True)
             if min(sample["score"].values()) < 1
         },
+        "equal": len(samples) - len(differ),
+        "psnr_db": of_all([sample["psnr_db"] for sample in differ]),
+        "ssim": of_all([sample["ssim"] for sample in differ]),
+        TO_FLOAT32: of_all([sample[TO_FLOAT32] for sample in samples if TO_FLOAT32 in sample]),
     }
-    differ = [sample for sample in samples if sample["psnr_db"] < math.inf]
-    entry["equal"] = len(samples) - len(differ)
-    for name in ("psnr_db", "ssim"):
-        values = [sample[name] for sample in differ]
-        entry[name] = {"median": statistics.median(values), "min": min(values)} if values else None
-    return entry
 
 
 def measure(
@@ -81,13 +87,17 @@ def measure(
     pipes = {mode: set_up(mode, kernel, device, dtype) for mode in modes}
     samples: dict[str, list] = {mode: [] for mode in modes}
     for seed, scene in enumerate(tqdm(scenes, unit="caption", mininterval=10)):
-        eager = generate(pipes["eager"], scene.caption, seed).float()
+        videos = {}
         for mode, pipe in pipes.items():
             # Not model.set_attention_backend, which chooses for all models.
             with attention_backend(BACKENDS.get(mode, "native")):
-                video = eager if mode == "eager" else generate(pipe, scene.caption, seed).float()
+                videos[mode] = generate(pipe, scene.caption, seed).float()
+        for mode, video in videos.items():
             scores, text = found(scene, video)
-            samples[mode].append({"score": scores, "found": text, **compared(video, eager)})
+            sample = {"score": scores, "found": text, **compared(video, videos["eager"])}
+            if FLOAT32 in videos and mode != FLOAT32:
+                sample[TO_FLOAT32] = psnr(video, videos[FLOAT32])
+            samples[mode].append(sample)
     return {mode: summary(scenes, of_mode) for mode, of_mode in samples.items()}
 
 
@@ -96,14 +106,15 @@ def show(videos: dict[str, Any]) -> None:
         [mode, *(100 * entry["right"][name] for name in FOUND)]
         + [
             (entry[name] or {}).get(key)
-            for name in ("psnr_db", "ssim")
+            for name in ("psnr_db", "ssim", TO_FLOAT32)
             for key in ("median", "min")
         ]
         + [entry["equal"]]
         for mode, entry in videos.items()
     ]
     headers = ["mode", *(f"{name} %" for name in FOUND), "PSNR dB", "lowest", "SSIM", "lowest"]
-    click.echo(tabulate(rows, [*headers, "equal"], floatfmt=".4g"))
+    headers += ["PSNR to float32", "lowest", "equal"]
+    click.echo(tabulate(rows, headers, floatfmt=".4g"))
 
 
 @click.command()

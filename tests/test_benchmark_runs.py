@@ -169,18 +169,21 @@ def test_quality(result_of):
     assert injected["ssim"]["min"] > 0.9999
     assert (injected["right"], injected["wrong"]) == (eager["right"], eager["wrong"])
     assert injected["right"] == {"color": 1, "motion": 1, "shape": 1}
+    assert eager["psnr_to_float32_db"] is None
 
 
 @torch.no_grad()
 def test_quality_modes_have_their_own_attention_backends(monkeypatch):
     two_steps = functools.partial(bench_quality.generate, num_inference_steps=2)
     monkeypatch.setattr(bench_quality, "generate", two_steps)
-    modes = ("eager", "eager-again", "eager-math")
+    modes = ("eager", "eager-again", "eager-math", "eager-float32")
     scenes = bench_quality.held_back_scenes(1)
     device = torch.device("cpu")
-    videos = bench_quality.measure(modes, scenes, None, device, torch.float32)
-    assert [videos[mode]["equal"] for mode in modes] == [1, 1, 0]
-    assert videos["eager-math"]["psnr_db"]["min"] > 80
+    videos = bench_quality.measure(modes, scenes, None, device, torch.bfloat16)
+    assert [videos[mode]["equal"] for mode in modes] == [1, 1, 0, 0]
+    assert videos["eager-float32"]["psnr_to_float32_db"] is None
+    assert videos["eager"]["psnr_to_float32_db"] == videos["eager-float32"]["psnr_db"]
+    assert videos["eager-math"]["psnr_to_float32_db"]["min"] > 30
 
 
 def test_summary_of_videos():
@@ -193,12 +196,14 @@ def test_summary_of_videos():
         {"score": {**all_right, "shape": 0.5}, "found": "b", "psnr_db": 40.0, "ssim": 0.9},
         {"score": {**all_right, "motion": 0.0}, "found": "c", "psnr_db": 30.0, "ssim": 0.7},
     ]
+    samples = [{**s, "psnr_to_float32_db": db} for s, db in zip(samples, (31, 35, 33), strict=True)]
     assert bench_quality.summary(scenes, samples) == {
         "right": {"color": 1.0, "motion": 2 / 3, "shape": 2.5 / 3},
         "wrong": {scenes[1].caption: "b", scenes[2].caption: "c"},
         "equal": 1,
         "psnr_db": {"median": 35.0, "min": 30.0},
         "ssim": {"median": 0.8, "min": 0.7},
+        "psnr_to_float32_db": {"median": 33, "min": 31},
     }
 
 

@@ -223,15 +223,19 @@ def test_quality(tmp_path):
     assert "Not measured yet: `python benchmarks/bench_quality.py`" in rendered(tmp_path, "quality")
     right = {"color": 1.0, "motion": 0.953, "shape": 0.9}
     same = {"right": right, "wrong": {}, "equal": 64, "psnr_db": None, "ssim": None}
+    same["psnr_to_float32_db"] = {"median": 37.5, "min": 29.0}
     distance = {"psnr_db": {"median": 38.25, "min": 30.0}, "ssim": {"median": 0.98, "min": 0.9}}
+    float32 = {**same, **distance, "psnr_to_float32_db": None}
     result = {"dtype": "bfloat16", "captions": 64, "size": [30, 256, 320, 49]}
-    result["videos"] = {"eager": same, "eager-again": same, "injected": {**same, **distance}}
+    result["videos"] = {"eager": same, "eager-again": same, "eager-float32": float32}
+    result["videos"]["injected"] = {**same, **distance}
     store(tmp_path, "quality", {"environment": ENVIRONMENT, **result})
     shares = ["100.0%", "95.3%", "90.0%"]
     assert rows_of(tmp_path, "quality") == [
-        ["eager", *shares, "", "", ""],
-        ["eager, again", *shares, "equal", "equal", "1"],
-        ["injected", *shares, "38.2 dB", "30.0 dB", "0.9800"],
+        ["eager", *shares, "", "", "", "37.5 dB"],
+        ["eager, again", *shares, "equal", "equal", "equal", "37.5 dB"],
+        ["eager in float32", *shares, "38.2 dB", "30.0 dB", "0.9800", ""],
+        ["injected", *shares, "38.2 dB", "30.0 dB", "0.9800", "37.5 dB"],
     ]
     text = rendered(tmp_path, "quality")
     assert "64 captions, 49 frames 256×320, 30 steps, bfloat16." in text

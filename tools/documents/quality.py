@@ -15,25 +15,30 @@ NAMES = {
 }
 
 
-def decibels(entry: dict, key: str) -> str:
-    return "equal" if entry["psnr_db"] is None else f"{entry['psnr_db'][key]:.1f} dB"
+def decibels(psnr: dict | None, key: str, missing: str) -> str:
+    return missing if psnr is None else f"{psnr[key]:.1f} dB"
 
 
 @table
 def quality(results: Path) -> str:
-    """Each mode: shares of right figures, PSNR and SSIM against eager."""
+    """Each mode: shares of right figures, PSNR and SSIM against eager, PSNR against eager in float32."""
     if not is_measured(results, "quality"):
         return unmeasured("quality")
     result = load(results, "quality")
     rows = []
     for mode, entry in result["videos"].items():
-        cells = [NAMES[mode], *(f"{share:.1%}" for share in entry["right"].values())]
-        if mode == "eager":
-            rows.append([*cells, "", "", ""])
-            continue
-        ssim = "1" if entry["ssim"] is None else f"{entry['ssim']['median']:.4f}"
-        rows.append([*cells, decibels(entry, "median"), decibels(entry, "min"), ssim])
+        equal = "" if mode == "eager" else "equal"
+        rows.append(
+            [
+                NAMES[mode],
+                *(f"{share:.1%}" for share in entry["right"].values()),
+                *(decibels(entry["psnr_db"], key, equal) for key in ("median", "min")),
+                equal if entry["ssim"] is None else f"{entry['ssim']['median']:.4f}",
+                decibels(entry["psnr_to_float32_db"], "median", ""),
+            ]
+        )
     headers = ["mode", "color", "motion", "shape", "PSNR, median", "PSNR, lowest", "SSIM, median"]
+    headers.append("PSNR to float32, median")
     size = "x".join(map(str, (*result["size"][3:], *result["size"][1:3])))
     what = f"{result['captions']} captions, {size_name(size)}, {result['size'][0]} steps"
     return markdown(rows, headers) + f"\n\n{what}, {result['dtype']}." + setup(result)
