@@ -15,8 +15,8 @@ NAMES = {
 }
 
 
-def decibels(psnr: dict | None, key: str, missing: str) -> str:
-    return missing if psnr is None else f"{psnr[key]:.1f} dB"
+def decibels(psnr: dict | None, missing: str) -> str:
+    return missing if psnr is None else f"{psnr['median']:.1f}, {psnr['min']:.1f} dB"
 
 
 @table
@@ -32,13 +32,13 @@ def quality(results: Path) -> str:
             [
                 NAMES[mode],
                 *(f"{share:.1%}" for share in entry["right"].values()),
-                *(decibels(entry["psnr_db"], key, equal) for key in ("median", "min")),
+                decibels(entry["psnr_db"], equal),
                 equal if entry["ssim"] is None else f"{entry['ssim']['median']:.4f}",
-                decibels(entry["psnr_to_float32_db"], "median", ""),
+                decibels(entry["psnr_to_float32_db"], ""),
             ]
         )
-    headers = ["mode", "color", "motion", "shape", "PSNR, median", "PSNR, lowest", "SSIM, median"]
-    headers.append("PSNR to float32, median")
+    headers = ["mode", "color", "motion", "shape", "PSNR: median, lowest", "SSIM, median"]
+    headers.append("PSNR to float32: median, lowest")
     size = "x".join(map(str, (*result["size"][3:], *result["size"][1:3])))
     what = f"{result['captions']} captions, {size_name(size)}, {result['size'][0]} steps"
     return markdown(rows, headers) + f"\n\n{what}, {result['dtype']}." + setup(result)
