@@ -367,4 +367,44 @@ struct AttentionParams {
 int64_t attention_workspace_bytes(const AttentionParams& params);
 void attention(const AttentionParams& params, Stream stream);
 
+// FP8 is E4M3 (torch.float8_e4m3fn): 4 bits of exponent, 3 of mantissa, no infinity. Values are stored divided
+// by a float32 scale, the largest magnitude that shares the scale over kLargestFp8.
+constexpr float kLargestFp8 = 448.0f;
+constexpr int64_t kFp8BlockSize = 128;
+
+// scale = max(|x|) / kLargestFp8 of a row, or of each block of kFp8BlockSize elements of a row (the last one
+// may be shorter); out = x / scale, rounded to nearest even. Both are 0 if the scale would be subnormal. A NaN
+// or an infinity makes the scale, and all elements that share it, NaN.
+struct QuantizeFp8Params {
+  RowShape shape;
+  int64_t hidden;
+  DType dtype;
+  RowOperand x;
+  RowOperand out;    // E4M3
+  RowOperand scale;  // float32: one a row, or one a block
+  bool is_blocked;
+};
+
+void quantize_fp8(const QuantizeFp8Params& params, Stream stream);
+
+// out = (x * x_scale) (weight * weight_scale)^T + bias, for E4M3 x (rows, in_features) and weight
+// (out_features, in_features), both contiguous and aligned to 16 bytes. in_features is a multiple of 16.
+struct LinearFp8Params {
+  int64_t rows;
+  int64_t in_features;
+  int64_t out_features;
+  DType dtype;  // of out: float16 or bfloat16
+  const void* x;
+  const float* x_scale;  // (rows,), or (rows, blocks of in_features), contiguous
+  bool x_is_blocked;
+  const void* weight;
+  const float* weight_scale;  // (out_features,)
+  bool weight_has_one_scale;  // otherwise each of its rows has one
+  const void* bias;           // (out_features,), may be null
+  bool bias_is_float32;       // otherwise it has the dtype
+  void* out;                  // (rows, out_features), contiguous
+};
+
+void linear_fp8(const LinearFp8Params& params, Stream stream);
+
 }  // namespace h100_diffusers_kernels

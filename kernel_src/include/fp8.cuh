@@ -1,0 +1,42 @@
+// FP8 (E4M3): the scale of a group of values, and their quotients, four of which fit a register.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace h100_diffusers_kernels {
+
+// Returns the scale of values of which `largest` is the largest magnitude: 0 if it would be subnormal.
+__device__ __forceinline__ float fp8_scale(float largest) {
+  constexpr float kSmallestNormal = 0x1p-126f;
+  const float scale = __fdiv_rn(largest, kLargestFp8);
+  return scale < kSmallestNormal ? 0.0f : scale;
+}
+
+// Divides by a scale, with the rounding of a float32 division.
+struct Fp8Quotient {
+  float scale, inverse;
+
+  __device__ __forceinline__ explicit Fp8Quotient(float scale)
+      : scale(scale), inverse(scale == 0.0f ? 0.0f : __frcp_rn(scale)) {}
+
+  // The inverse is correctly rounded, so that one correction gives the correctly rounded quotient (Markstein,
+  // 1990).
+  __device__ __forceinline__ float operator()(float x) const {
+    const float quotient = x * inverse;
+    return fmaf(fmaf(-quotient, scale, x), inverse, quotient);
+  }
+};
+
+// Rounds four values to nearest even. NaN stays NaN.
+__device__ __forceinline__ uint32_t pack_fp8(float a, float b, float c, float d) {
+  uint16_t low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+  return low | uint32_t{high} << 16;
+}
+
+}  // namespace h100_diffusers_kernels
