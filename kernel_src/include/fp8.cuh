@@ -9,10 +9,16 @@
 
 namespace h100_diffusers_kernels {
 
-// Returns the scale of values of which `largest` is the largest magnitude: 0 if it would be subnormal.
-__device__ __forceinline__ float fp8_scale(float largest) {
+// The magnitude of a value as an integer. The largest one of several is that of a NaN, if there is one.
+__device__ __forceinline__ uint32_t magnitude_of(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+// Returns the scale of values of which this is the largest magnitude: 0 if it would be subnormal, NaN if the
+// magnitude is not finite.
+__device__ __forceinline__ float fp8_scale(uint32_t largest) {
+  constexpr uint32_t kInfinity = 0x7f800000u, kNaN = 0x7fc00000u;
   constexpr float kSmallestNormal = 0x1p-126f;
-  const float scale = __fdiv_rn(largest, kLargestFp8);
+  if (largest >= kInfinity) return __uint_as_float(kNaN);
+  const float scale = __fdiv_rn(__uint_as_float(largest), kLargestFp8);
   return scale < kSmallestNormal ? 0.0f : scale;
 }
 
