@@ -284,6 +284,37 @@ def softmax(x):
     return e / e.sum(-1, keepdim=True)
 
 
+def quantize_fp8(x, *, block_size=None):
+    """The kernels' values exactly: each step is correctly rounded in float32."""
+    hidden = x.shape[-1]
+    group = block_size or max(hidden, 1)
+    padding = -hidden % group
+    groups = torch.nn.functional.pad(x.float(), (0, padding)).unflatten(-1, (-1, group))
+    # The quotients of float32 numbers in float64 round to the same float32.
+    largest = groups.abs().amax(-1, keepdim=True).double()
+    scale = (largest / 448).float()
+    scale[scale < torch.finfo(torch.float32).tiny] = 0
+    scale[~largest.isfinite()] = math.nan
+    quotient = torch.where(scale == 0, 0, (groups.double() / scale.double()).float())
+    values = _nearest_e4m3(quotient.double()).float().to(torch.float8_e4m3fn)
+    return values.flatten(-2)[..., :hidden], scale.squeeze(-1)
+
+
+def _nearest_e4m3(x):
+    """Rounded to nearest even in E4M3: 3 bits after the first, and a spacing of 2**-9 below 2**-6."""
+    exponent = torch.frexp(x.abs())[1].clamp(min=-5) - 1
+    spacing = torch.ldexp(torch.ones_like(x), exponent - 3)
+    return ((x / spacing).round() * spacing).clamp(-448, 448)
+
+
+def linear_fp8(x, x_scale, weight, weight_scale, bias=None, *, dtype=torch.bfloat16):
+    x_scale, weight_scale = _double(x_scale, weight_scale)
+    if x_scale.shape[-1] > 1:
+        x_scale = x_scale.repeat_interleave(128, -1)[..., : x.shape[-1]]
+    out = (x.double() * x_scale) @ (weight.double() * weight_scale).T
+    return out if bias is None else out + bias.double()
+
+
 def split_heads(heads, *tensors):
     """Tensors (B, S, H * d) as (B, S, H, d). `heads` is the first tensor's number of heads."""
     head_dim = tensors[0].shape[2] // heads

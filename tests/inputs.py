@@ -335,6 +335,8 @@ TABLE = {
     "softmax": Operation(("x",)),
     "attention": Operation(),
 }
+# FP8 operations are not in the table: they have no derivatives, and their tensors have several dtypes.
+FP8_OPERATIONS = ("quantize_fp8", "linear_fp8")
 GATED = ("geglu", "swiglu")
 ACTIVATIONS = ("gelu", "silu", *GATED)
 ROW_NORMS = [name for name, o in TABLE.items() if o.rows and name not in (*ACTIVATIONS, "softmax")]
@@ -361,6 +363,9 @@ TABLE_OPERATIONS = [*BRANCH_OPERATIONS, "rms_norm_modulate", "layer_norm_modulat
 HEADS_GIVEN = "attention_heads_given"
 # With LayerNorm of each head.
 OF_LAYER_NORM = "qk_norm_rope_of_layer_norm"
+# With a scale for each block of a row.
+IN_BLOCKS = "_in_blocks"
+FP8_CALLS = [name + form for name in FP8_OPERATIONS for form in ("", IN_BLOCKS)]
 CALLS = [
     *OPERATIONS,
     *(name + by for name in ("rope", "qk_norm_rope") for by in (BY_PAIR, BY_COMPLEX)),
@@ -381,7 +386,7 @@ def operation_of(call):
     """The public name of a form of calls."""
     if call.startswith("qk_norm"):
         return "qk_norm_rope"
-    return max((name for name in TABLE if call.startswith(name)), key=len)
+    return max((name for name in (*TABLE, *FP8_OPERATIONS) if call.startswith(name)), key=len)
 
 
 def parameters_of(name):
@@ -401,7 +406,7 @@ def optional_tensors(name, by_keyword=False):
 
 
 def widest_dtype(name):
-    return torch.bfloat16 if name.startswith("attention") else torch.float32
+    return torch.bfloat16 if name.startswith(("attention", "linear_fp8")) else torch.float32
 
 
 def narrowed(dtype, name):
@@ -437,6 +442,12 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         return normal(*size, dtype=dtype, device=device, **options)
 
     batch, seq, hidden = shape
+    if operation_of(name) == "quantize_fp8":
+        block_size = 128 if name.endswith(IN_BLOCKS) else None
+        return kernel.quantize_fp8, {"x": tensor(*shape, layout=layout), "block_size": block_size}
+    if operation_of(name) == "linear_fp8":
+        blocks = math.ceil(hidden / 128) if name.endswith(IN_BLOCKS) else 1
+        return kernel.linear_fp8, fp8_operands(shape, 40, blocks, dtype=dtype, device=device)
     if operation_of(name) in ("group_norm", "channel_rms_norm"):
         is_last = name in (CHANNELS_LAST, RMS_CHANNELS_LAST)
         x = tensor(batch, hidden, seq, layout=layout).mT if is_last else None
@@ -506,6 +517,25 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
     return getattr(kernel, name), arguments
 
 
+def fp8_operands(shape, out_features, blocks=1, *, dtype, device):
+    """Arguments of linear_fp8."""
+
+    def fp8(*size):
+        return normal(*size, dtype=torch.float32, device=device, std=100).to(torch.float8_e4m3fn)
+
+    def scale(*size):
+        return (torch.rand(size, device=device) + 0.5) / 100
+
+    return {
+        "x": fp8(*shape),
+        "x_scale": scale(*shape[:-1], blocks),
+        "weight": fp8(out_features, shape[-1]),
+        "weight_scale": scale(out_features, 1),
+        "bias": normal(out_features, dtype=dtype, device=device),
+        "dtype": dtype,
+    }
+
+
 def with_branch(arguments, parts=("addend", "x_norm", "tanh_gate"), has_weight=True):
     """The same call with these parts of a residual branch."""
     arguments, x = dict(arguments), arguments["x"]
@@ -563,7 +593,7 @@ def without_optional(name, arguments):
     """The same call without optional arguments, except those that affect the meaning of its tensors."""
     parameters, left_out = parameters_of(name), {*optional_tensors(name)}
     kept = ["rope", "k_rope", "sin", "heads"]
-    if not left_out >= {*TABLE[operation_of(name)].modulations}:
+    if not left_out >= {*TABLE.get(operation_of(name), Operation()).modulations}:
         kept.append("index")  # of the tables
     return {
         key: None if key in left_out else value
@@ -607,7 +637,8 @@ def written_by(arguments):
 
 # All calls; None for those that return new tensors.
 ALL_CALLS = [*((name, None) for name in CALLS), *WRITING]
-every_kind_of_call = pytest.mark.parametrize(("name", "in_place"), ALL_CALLS)
+ALL_AND_FP8_CALLS = [*ALL_CALLS, *((name, None) for name in FP8_CALLS)]
+every_kind_of_call = pytest.mark.parametrize(("name", "in_place"), ALL_AND_FP8_CALLS)
 
 
 def any_call(kernel, name, in_place, *, values=True, **options):

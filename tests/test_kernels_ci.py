@@ -14,6 +14,7 @@ BATCH, TOKENS, HEADS, HEAD_DIM = 2, 24, 2, 64
 HIDDEN = HEADS * HEAD_DIM
 GRID = (2, 3, 4)  # frames, rows and columns of the tokens
 NOT_OPERATIONS = {"inject_kernels", "eject_kernels", "layers"}
+FP8_OPERATIONS = {"quantize_fp8", "linear_fp8"}  # with tests of their own
 
 
 def rms_norm(x, weight=None):
@@ -170,7 +171,7 @@ class Case:
 
 def test_every_operation_has_a_case(kernel):
     operations = {name for name in kernel.__all__ if name.islower()}
-    assert operations - NOT_OPERATIONS == set(CASES)
+    assert operations - NOT_OPERATIONS - FP8_OPERATIONS == set(CASES)
 
 
 @every_operation
@@ -195,6 +196,47 @@ def test_traced(kernel, device, name):
     traced = torch.compile(case.run, backend="aot_eager", fullgraph=True)
     results = traced(*case.arguments), case.run(*case.arguments)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("block_size", [None, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_quantize_fp8(kernel, device, block_size, dtype):
+    x = torch.randn(BATCH, TOKENS, 3 * HIDDEN, dtype=dtype, device=device)
+    x8, scale = kernel.quantize_fp8(x, block_size=block_size)
+    groups = x.float().unflatten(-1, (-1, block_size or x.shape[-1]))
+    expected = groups.abs().amax(-1, keepdim=True) / 448
+    assert torch.equal(scale, expected.squeeze(-1))
+    quotients = (groups / expected).to(torch.float8_e4m3fn).flatten(-2)
+    assert x8.dtype == torch.float8_e4m3fn and torch.equal(x8.float(), quotients.float())
+
+
+@pytest.mark.parametrize("block_size", [None, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_linear_fp8(kernel, device, block_size, dtype):
+    """Also traced."""
+    features = 3 * HIDDEN
+    weight, weight_scale = kernel.quantize_fp8(torch.randn(80, features, device=device))
+    bias = torch.randn(80, dtype=dtype, device=device)
+
+    def call(x):
+        x8, scale = kernel.quantize_fp8(x, block_size=block_size)
+        return x8, scale, kernel.linear_fp8(x8, scale, weight, weight_scale, bias, dtype=dtype)
+
+    x = torch.randn(BATCH, TOKENS, features, dtype=dtype, device=device)
+    x8, scale, out = call(x)
+    scales = scale.double().repeat_interleave(block_size or features, -1)
+    expected = F.linear(
+        x8.double() * scales, weight.double() * weight_scale.double(), bias.double()
+    )
+    # Sums of a few hundred terms, of which some cancel.
+    slack = 4e-6 * expected.abs().max().item()
+    half_ulp = torch.finfo(dtype).eps / 2
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, rtol=half_ulp, atol=slack)
+    torch._dynamo.reset()
+    traced = torch.compile(call, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(traced[0].float(), x8.float())
+    assert torch.equal(traced[1], scale) and torch.equal(traced[2], out)
 
 
 def test_a_wrong_call_raises_one_sentence(kernel, device):

@@ -97,15 +97,27 @@ ArgumentChecker::ArgumentChecker(const char* operation, const char* x_name, cons
     fail(operation_, x_name_, " must be ", accepts_float32 ? "float32, " : "", "float16 or bfloat16, got ",
          dtype_name(dtype));
   }
-  if (x.sizes().size() > Sizes::kCapacity)
-    fail(operation_, x_name_, " must have at most ", Sizes::kCapacity, " dimensions, got ", x.dim());
-  if (x.dim() < min_dims)
-    fail(operation_, x_name_, " must have at least ", min_dims, min_dims == 1 ? " dimension" : " dimensions",
-         ", got shape ", to_string(shape_));
+  has_dims(min_dims);
   if (strides == Strides::kUnitLast)
     readable(x_name_, x);
   else
     stored(x_name_, x);
+}
+
+ArgumentChecker::ArgumentChecker(const char* operation, const char* x_name, const Tensor& x, Fp8)
+    : operation_(operation), x_name_(x_name), x_(x), shape_(leading_shape(x)), dtype_{} {
+  on_device();
+  float8(x_name_, x);
+  has_dims(1);
+  contiguous(x_name_, x);
+}
+
+void ArgumentChecker::has_dims(int64_t min_dims) const {
+  if (x_.sizes().size() > Sizes::kCapacity)
+    fail(operation_, x_name_, " must have at most ", Sizes::kCapacity, " dimensions, got ", x_.dim());
+  if (x_.dim() < min_dims)
+    fail(operation_, x_name_, " must have at least ", min_dims, min_dims == 1 ? " dimension" : " dimensions",
+         ", got shape ", to_string(shape_));
 }
 
 void ArgumentChecker::on_device() const {
@@ -142,6 +154,24 @@ void ArgumentChecker::stored(const char* name, const Tensor& tensor) const {
          " bytes, got one of ", bytes, " bytes");
 }
 
+void ArgumentChecker::contiguous(const char* name, const Tensor& tensor) const {
+  int64_t stride = 1;
+  for (int64_t dim = tensor.dim(); dim-- > 0 && tensor.numel() > 0;) {
+    if (tensor.size(dim) > 1 && tensor.stride(dim) != stride)
+      fail(operation_, name, " must be contiguous, got shape ", to_string(tensor.sizes()), " with strides ",
+           to_string(tensor.strides()));
+    stride *= tensor.size(dim);
+  }
+  stored(name, tensor);
+}
+
+void ArgumentChecker::aligned(const char* name, const Tensor& tensor, int64_t bytes) const {
+  const auto excess = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % static_cast<uintptr_t>(bytes);
+  if (excess != 0)
+    fail(operation_, name, " must be aligned to ", bytes, " bytes, got an address that is ", excess,
+         excess == 1 ? " byte" : " bytes", " past a multiple of them");
+}
+
 void ArgumentChecker::same_device(const char* name, const Tensor& tensor) const {
   if (tensor.device() != x_.device())
     fail(operation_, name, " must be on the device of ", x_name_, " (", device_name(x_), "), got ",
@@ -157,6 +187,11 @@ void ArgumentChecker::same_dtype_as(const char* name, const Tensor& tensor, cons
   if (tensor.dtype() != other.dtype())
     fail(operation_, name, " must have the dtype of ", other_name, " (", dtype_name(other.scalar_type()),
          "), got ", dtype_name(tensor.scalar_type()));
+}
+
+void ArgumentChecker::float8(const char* name, const Tensor& tensor) const {
+  if (tensor.dtype() != aoti_torch_dtype_float8_e4m3fn())
+    fail(operation_, name, " must be float8_e4m3fn, got ", dtype_name(tensor.scalar_type()));
 }
 
 void ArgumentChecker::float32(const char* name, const Tensor& tensor) const {
@@ -260,14 +295,14 @@ void ArgumentChecker::row_index(const char* name, const Tensor& tensor) const {
   stored(name, tensor);
 }
 
-OwnedTensor ArgumentChecker::empty(const Sizes& shape) const {
+OwnedTensor ArgumentChecker::empty(const Sizes& shape, int32_t dtype) const {
   int64_t strides[Sizes::kCapacity];
   int64_t stride = 1;
   for (size_t i = shape.size(); i-- > 0;) {
     strides[i] = stride;
     stride *= std::max<int64_t>(shape[i], 1);
   }
-  return empty_strided(shape, strides, stride);
+  return empty_strided(shape, strides, stride, dtype);
 }
 
 OwnedTensor ArgumentChecker::empty_channels_last(const Sizes& shape) const {
@@ -279,19 +314,19 @@ OwnedTensor ArgumentChecker::empty_channels_last(const Sizes& shape) const {
     strides[i] = stride;
     stride *= std::max<int64_t>(shape[i], 1);
   }
-  return empty_strided(shape, strides, stride);
+  return empty_strided(shape, strides, stride, x_.dtype());
 }
 
-OwnedTensor ArgumentChecker::empty_strided(const Sizes& shape, const int64_t* strides,
-                                           int64_t elements) const {
+OwnedTensor ArgumentChecker::empty_strided(const Sizes& shape, const int64_t* strides, int64_t elements,
+                                           int32_t dtype) const {
   AtenTensorHandle handle = nullptr;
   const auto error = aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides,
-                                              x_.dtype(), x_.device().type, x_.device().index, &handle);
+                                              dtype, x_.device().type, x_.device().index, &handle);
   // Torch's own error is lost at its C interface. operators.py recognizes this text and repeats the
   // allocation in Python, which raises it.
   if (error != TORCH_SUCCESS)
     throw std::runtime_error(std::string(operation_) + ": cannot allocate " + std::to_string(elements) +
-                             " elements of " + std::to_string(bytes_of(dtype_)) + " bytes on " +
+                             " elements of " + std::to_string(element_bytes_of(dtype)) + " bytes on " +
                              device_name(x_));
   return OwnedTensor(handle);
 }

@@ -82,6 +82,9 @@ class ArgumentChecker {
   enum class Strides { kUnitLast, kAny };
   ArgumentChecker(const char* operation, const char* x_name, const Tensor& x, int64_t min_dims = 1,
                   bool accepts_float32 = true, Strides strides = Strides::kUnitLast);
+  // x: float8_e4m3fn, contiguous. The checker has no dtype then.
+  enum class Fp8 {};
+  ArgumentChecker(const char* operation, const char* x_name, const Tensor& x, Fp8);
 
   // Same dtype, device and unit last stride as x; shape exactly `shape`.
   void same_shape(const char* name, const Tensor& tensor, const Sizes& shape) const;
@@ -102,10 +105,15 @@ class ArgumentChecker {
   void same_dtype(const char* name, const Tensor& tensor) const;
   void same_dtype_as(const char* name, const Tensor& tensor, const char* other_name,
                      const Tensor& other) const;
+  // Shape exactly `shape`, and readable.
+  void exact_shape(const char* name, const Tensor& tensor, const Sizes& shape) const;
   // Stride 1 in the last dimension, and a storage that holds all elements.
   void readable(const char* name, const Tensor& tensor) const;
   // Only the storage check.
   void stored(const char* name, const Tensor& tensor) const;
+  void contiguous(const char* name, const Tensor& tensor) const;
+  void aligned(const char* name, const Tensor& tensor, int64_t bytes) const;
+  void float8(const char* name, const Tensor& tensor) const;
   void float32(const char* name, const Tensor& tensor) const;
   void float32_or_same_dtype(const char* name, const Tensor& tensor) const;
 
@@ -115,8 +123,9 @@ class ArgumentChecker {
   // An int32 for each row: broadcasts right-aligned against x's dimensions except the last.
   void row_index(const char* name, const Tensor& tensor) const;
 
-  // A new contiguous tensor of x's dtype and device.
-  OwnedTensor empty(const Sizes& shape) const;
+  // A new contiguous tensor on x's device, of x's dtype or one in Torch's numbering.
+  OwnedTensor empty(const Sizes& shape) const { return empty(shape, x_.dtype()); }
+  OwnedTensor empty(const Sizes& shape, int32_t dtype) const;
   // The same with dense channels (dimension 1).
   OwnedTensor empty_channels_last(const Sizes& shape) const;
 
@@ -128,8 +137,9 @@ class ArgumentChecker {
 
  private:
   void on_device() const;
-  OwnedTensor empty_strided(const Sizes& shape, const int64_t* strides, int64_t elements) const;
-  void exact_shape(const char* name, const Tensor& tensor, const Sizes& shape) const;
+  void has_dims(int64_t min_dims) const;
+  OwnedTensor empty_strided(const Sizes& shape, const int64_t* strides, int64_t elements,
+                            int32_t dtype) const;
 
   const char* operation_;
   const char* x_name_;

@@ -31,6 +31,13 @@ struct Device {
   bool operator==(const Device&) const = default;
 };
 
+// Bytes of an element of a dtype, in Torch's numbering, that operations take or return.
+inline int64_t element_bytes_of(int32_t dtype) {
+  if (dtype == aoti_torch_dtype_complex64()) return 8;
+  if (dtype == aoti_torch_dtype_float8_e4m3fn()) return 1;
+  return dtype == aoti_torch_dtype_float32() || dtype == aoti_torch_dtype_int32() ? 4 : 2;
+}
+
 // A tensor owned elsewhere, with its metadata read once.
 class Tensor {
  public:
@@ -66,11 +73,7 @@ class Tensor {
     return torch::stable::detail::to<ScalarType>(torch::stable::detail::from(dtype_));
   }
 
-  // For the dtypes that operations take.
-  int64_t element_bytes() const {
-    if (dtype_ == aoti_torch_dtype_complex64()) return 8;
-    return dtype_ == aoti_torch_dtype_float32() || dtype_ == aoti_torch_dtype_int32() ? 4 : 2;
-  }
+  int64_t element_bytes() const { return element_bytes_of(dtype_); }
 
   // The storage's size, and the first element's index in it. Storages can be freed or resized.
   int64_t storage_bytes() const {

@@ -44,6 +44,26 @@ inline uint16_t float_to_bfloat16(float value) {
   return static_cast<uint16_t>((is_nan ? 0x7fc00000 : rounded) >> 16);
 }
 
+inline float e4m3_to_float(uint8_t bits) {
+  const uint32_t magnitude = bits & 0x7fu;
+  // The exponent bias differs by 120. The product also normalizes subnormal numbers.
+  const auto finite = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude << 20) * 0x1p120f);
+  return std::bit_cast<float>((magnitude == 0x7fu ? 0x7fc00000u : finite) | (bits & 0x80u) << 24);
+}
+
+// Rounds to nearest even, at most to the largest E4M3 number, 448. NaN stays NaN.
+inline uint8_t float_to_e4m3(float value) {
+  const auto bits = std::bit_cast<int32_t>(value);
+  const int32_t magnitude = bits & 0x7fffffff;
+  const int32_t normal = (magnitude - (120 << 23) + 0x7ffff + ((magnitude >> 20) & 1)) >> 20;
+  // 2^14 has a spacing of 2^-9, which is that of subnormal numbers: the sum leaves them in its lowest bits.
+  const int32_t subnormal = std::bit_cast<int32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) - 0x46800000;
+  int32_t rounded = magnitude < (121 << 23) ? subnormal : normal;
+  rounded = magnitude >= 0x43e00000 ? 0x7e : rounded;
+  rounded = magnitude > 0x7f800000 ? 0x7f : rounded;
+  return static_cast<uint8_t>(rounded | ((bits >> 24) & 0x80));
+}
+
 // Loads elements data[offset] to data[offset + count - 1].
 inline void load(DType dtype, const void* data, int64_t offset, int64_t count, float* values) {
   if (dtype == DType::kFloat32) {

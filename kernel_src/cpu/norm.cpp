@@ -3,8 +3,10 @@
 //
 // The float32 values of a row are kept between its passes.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <memory>
 
 #include "elements.h"
@@ -96,18 +98,37 @@ struct Block {
     write(params.residual_out, values);
   }
 
-  // Writes normalized * (1 + scale) + shift.
-  void write_output(const float* normalized, const Modulator& scale, const Modulator& scale_row,
-                    const Modulator& shift, const Modulator& shift_row, const RowOperand& out) const {
-    float values[kBlock], terms[kBlock];
-    std::copy_n(normalized, count, values);
+  // Computes values * (1 + scale) + shift.
+  void modulate(const Modulator& scale, const Modulator& scale_row, const Modulator& shift,
+                const Modulator& shift_row, float* values) const {
+    float terms[kBlock];
     if (read_sum(scale, scale_row, terms))
       for (int64_t i = 0; i < count; ++i) values[i] *= 1.0f + terms[i];
     if (read_sum(shift, shift_row, terms))
       for (int64_t i = 0; i < count; ++i) values[i] += terms[i];
-    write(out, values);
   }
 };
+
+// Returns the scale of quantized values: 0 if it would be subnormal, NaN if a value is not finite.
+float fp8_scale_of(const float* values, int64_t count) {
+  constexpr uint32_t kMagnitude = 0x7fffffffu, kInfinity = 0x7f800000u;
+  uint32_t largest = 0;  // as an integer, so that NaN is the largest
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < count; ++i)
+    largest = std::max(largest, std::bit_cast<uint32_t>(values[i]) & kMagnitude);
+  if (largest >= kInfinity) return std::numeric_limits<float>::quiet_NaN();
+  const float scale = std::bit_cast<float>(largest) / kLargestFp8;
+  return scale < std::numeric_limits<float>::min() ? 0.0f : scale;
+}
+
+// Writes a row of values over their scale, and the scale.
+void write_quantized(const RowNormParams& params, int64_t row, const float* values) {
+  const float scale = fp8_scale_of(values, params.hidden);
+  uint8_t* out = static_cast<uint8_t*>(params.out.data) + row_offset(params.shape, params.out, row);
+  for (int64_t i = 0; i < params.hidden; ++i)
+    out[i] = float_to_e4m3(scale == 0.0f ? 0.0f : values[i] / scale);
+  static_cast<float*>(params.row_scale.data)[row_offset(params.shape, params.row_scale, row)] = scale;
+}
 
 // Returns 1 / sqrt(mean(x^2) + x_eps) of a row, or 1 if x is not normalized. `x` has room for a row.
 double x_rstd_of(const RowNormParams& params, int64_t row, float* x) {
@@ -130,18 +151,29 @@ void normalize_row(const RowNormParams& params, Norm norm, int64_t row, float* h
   const double rstd = 1.0 / std::sqrt(variance + params.eps);
   for_blocks(hidden, [&](int64_t column, int64_t count) {
     const Block block{params, row, column, count};
-    float values[kBlock];
+    float values[kBlock], second_values[kBlock];
     for (int64_t i = 0; i < count; ++i) values[i] = static_cast<float>((h[column + i] - mean) * rstd);
     block.multiply_by(params.weight, values);
     block.add(params.bias, values);
-    block.write_output(values, params.scale, params.scale_row, params.shift, params.shift_row, params.out);
-    if (params.second_out.data != nullptr)
-      block.write_output(values, params.second_scale, {}, params.second_shift, {}, params.second_out);
+    if (params.second_out.data != nullptr) {
+      std::copy_n(values, count, second_values);
+      block.modulate(params.second_scale, {}, params.second_shift, {}, second_values);
+      block.write(params.second_out, second_values);
+    }
+    block.modulate(params.scale, params.scale_row, params.shift, params.shift_row, values);
+    if (params.row_scale.data == nullptr)
+      block.write(params.out, values);
+    else
+      std::copy_n(values, count, h + column);
   });
+  if (params.row_scale.data != nullptr) write_quantized(params, row, h);
 }
 
 void launch(const RowNormParams& params, Norm norm, Stream stream) {
-  parallel_for(stream, params.shape.rows, params.hidden, [&](int64_t begin, int64_t end) {
+  // Rows without elements have a scale, too.
+  const int64_t row_size =
+      params.row_scale.data == nullptr ? params.hidden : std::max<int64_t>(params.hidden, 1);
+  parallel_for(stream, params.shape.rows, row_size, [&](int64_t begin, int64_t end) {
     const auto h = std::make_unique_for_overwrite<float[]>(params.hidden);
     for (int64_t row = begin; row < end; ++row) normalize_row(params, norm, row, h.get());
   });

@@ -55,35 +55,6 @@ struct AttentionTile {
   static constexpr uint32_t bytes(int rows) { return kBoxes * box_bytes(rows); }
 };
 
-// The first warp group of a block loads, the others compute.
-struct WarpRole {
-  int group;               // of the computing groups; -1 for the loading group
-  int thread, warp, lane;  // in the group
-
-  __device__ __forceinline__ WarpRole()
-      : group(__shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpGroupThreads, 0) - 1),
-        thread(static_cast<int>(threadIdx.x) % kWarpGroupThreads),
-        warp(thread / 32),
-        lane(thread % 32) {}
-
-  __device__ __forceinline__ bool is_loader() const { return group < 0; }
-  // One lane of each warp.
-  __device__ __forceinline__ bool is_elected() const { return lane == 0; }
-  // The row, of the group's 64, whose address this lane passes to stmatrix.
-  __device__ __forceinline__ int fragment_row() const { return warp * 16 + lane % 16; }
-  // The first (i = 0) or second (i = 1) row, of the group's 64, whose scores and outputs this thread has.
-  __device__ __forceinline__ int output_row(int i) const { return warp * 16 + lane / 4 + 8 * i; }
-  // Synchronizes the threads of this group only.
-  __device__ __forceinline__ void sync_group() const { bar_sync(1 + group, kWarpGroupThreads); }
-};
-
-// Address of the block's dynamic shared memory, rounded up to the alignment of a swizzled tile.
-constexpr uint32_t kTileAlignment = kSwizzleBytes;
-__device__ __forceinline__ uint32_t shared_tiles() {
-  extern __shared__ __align__(128) unsigned char shared_memory[];
-  return (shared_address(shared_memory) + kTileAlignment - 1) & ~(kTileAlignment - 1);
-}
-
 // Descriptor of a value tile, including its column of ones if the Tile has one. ones: address of
 // Tile::kOnesBytes.
 template <class Tile>

@@ -5,6 +5,10 @@
 // The kernels branch on the parts at run time, uniformly for all threads. A row is held in registers.
 // Operands that may differ by row are loaded before the first reduction, those of all rows when they are
 // used. So are scale and shift from tables: their few rows are in the cache.
+//
+// All norms with a quantized output also run here. The largest magnitude of a row takes one more reduction
+// (kQuantizes).
+#include "fp8.cuh"
 #include "general_policies.cuh"
 #include "row_norm.cuh"
 
@@ -21,6 +25,7 @@ struct BranchParams {
   bool normalizes_x, has_tanh_gate;
   RowIndexer::Operand index;
   int32_t last_table_row;
+  RowIndexer::Operand row_scale;
 
   explicit BranchParams(const RowNormParams& p)
       : x(p.x, p.shape.ndim),
@@ -45,7 +50,8 @@ struct BranchParams {
         normalizes_x(p.normalizes_x),
         has_tanh_gate(p.has_tanh_gate),
         index(p.index, p.shape.ndim),
-        last_table_row(p.table_rows - 1) {}
+        last_table_row(p.table_rows - 1),
+        row_scale(p.row_scale, p.shape.ndim) {}
 
   // The index of a row in its modulators. Vectors have strides of 0.
   template <bool kHasTables>
@@ -55,6 +61,33 @@ struct BranchParams {
     return {0, static_cast<uint32_t>(min(max(given, 0), last_table_row))};
   }
 };
+
+template <int kSize>
+__device__ __forceinline__ uint32_t largest_magnitude(const float (&values)[kSize]) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (const float value : values) largest = max(largest, magnitude_of(value));
+  return largest;
+}
+
+// One store for a pack. kSize: 1, 4 or 8
+template <int kSize>
+__device__ __forceinline__ void store_fp8(uint8_t* address, const float (&values)[kSize],
+                                          const Fp8Quotient& quotient) {
+  float quotients[kSize];
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) quotients[i] = quotient(values[i]);
+  if constexpr (kSize == 1) {
+    *address = static_cast<uint8_t>(pack_fp8(quotients[0], 0, 0, 0));
+  } else {
+    const uint32_t lower = pack_fp8(quotients[0], quotients[1], quotients[2], quotients[3]);
+    if constexpr (kSize == 4)
+      *reinterpret_cast<uint32_t*>(address) = lower;
+    else
+      *reinterpret_cast<uint2*>(address) =
+          make_uint2(lower, pack_fp8(quotients[4], quotients[5], quotients[6], quotients[7]));
+  }
+}
 
 // One row. The values of a pack pass through its methods in order. kHasTables: whether there is an index.
 template <typename T, int kSize, bool kHasTables>
@@ -113,8 +146,8 @@ class BranchRow {
     store_floats(row_of<T>(params_.residual_out, index_) + column, h);
   }
 
-  // Stores the modulated norm. n: normalized values
-  __device__ __forceinline__ void store(int64_t column, float (&n)[kSize], Loaded& loaded) const {
+  // Modulates normalized values.
+  __device__ __forceinline__ void modulate(int64_t column, float (&n)[kSize], Loaded& loaded) const {
     if constexpr (kHasTables) fetch_modulation(column, loaded);
     float values[kSize];
     if (params_.weight.is_given()) {
@@ -133,7 +166,20 @@ class BranchRow {
     if (sum(params_.shift, loaded.shift, params_.shift_row, column, values))
 #pragma unroll
       for (int i = 0; i < kSize; ++i) n[i] += values[i];
-    store_floats(row_of<T>(params_.out, index_) + column, n);
+  }
+
+  __device__ __forceinline__ void store(int64_t column, const float (&values)[kSize]) const {
+    store_floats(row_of<T>(params_.out, index_) + column, values);
+  }
+
+  // Stores the values over the row's scale.
+  __device__ __forceinline__ void store(int64_t column, const float (&values)[kSize],
+                                        const Fp8Quotient& quotient) const {
+    store_fp8(row_of<uint8_t>(params_.out, index_) + column, values, quotient);
+  }
+
+  __device__ __forceinline__ void store_scale(float scale) const {
+    *row_of<float>(params_.row_scale, index_) = scale;
   }
 
  private:
@@ -187,7 +233,7 @@ constexpr int kRounds = 3;  // the branch's norm, the mean, the variance
 template <typename T, int kThreads, bool kHasTables>
 constexpr int kMinBranchBlocks = kHasTables && kThreads == 512 ? 1 : kMinBlocks<T>;
 
-template <typename T, class Norm, int kThreadsPerRow, bool kHasTables>
+template <typename T, class Norm, int kThreadsPerRow, bool kHasTables, bool kQuantizes>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>,
                                   (kMinBranchBlocks<T, kBlockThreads<kThreadsPerRow>, kHasTables>))
     branch_norm_kernel(const __grid_constant__ BranchParams params) {
@@ -228,13 +274,26 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>,
     for (int i = 0; i < kPacks; ++i) {
       if (!is_column[i]) continue;
       normalize<Norm>(statistics, h[i]);
-      row.store(position.pack(i) * kSize, h[i], loaded[i]);
+      row.modulate(position.pack(i) * kSize, h[i], loaded[i]);
+      if constexpr (!kQuantizes) row.store(position.pack(i) * kSize, h[i]);
+    }
+    if constexpr (kQuantizes) {
+      uint32_t largest[1] = {0};
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i)
+        if (is_column[i]) largest[0] = max(largest[0], largest_magnitude(h[i]));
+      GroupReduce<UnsignedMax, uint32_t, kThreadsPerRow>{}(largest);
+      const Fp8Quotient quotient(fp8_scale(largest[0]));
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i)
+        if (is_column[i]) row.store(position.pack(i) * kSize, h[i], quotient);
+      if (is_row && position.thread == 0) row.store_scale(quotient.scale);
     }
   }
 }
 
 // Rows of any length and alignment: read one element at a time, and again in each step.
-template <typename T, class Norm, bool kHasTables>
+template <typename T, class Norm, bool kHasTables, bool kQuantizes>
 __global__ void __launch_bounds__(kAnyRowThreads, 1)
     scalar_branch_norm_kernel(const __grid_constant__ BranchParams params) {
   using Row = BranchRow<T, 1, kHasTables>;
@@ -264,18 +323,44 @@ __global__ void __launch_bounds__(kAnyRowThreads, 1)
     x_scale = rms_scale_of<T>(total(0, [](float x) { return x * x; }), params.hidden, params.x_eps);
   RowStatistics<T> statistics;
   if constexpr (Norm::kIsNorm) statistics = statistics_of<T, Norm>(total, params.hidden, params.eps);
-  for_each_column([&](int64_t column, float (&h)[1], typename Row::Loaded& loaded) {
-    row.finish(column, x_scale, h, loaded);
-    if constexpr (Norm::kIsNorm) {
-      normalize<Norm>(statistics, h);
-      row.store(column, h, loaded);
-    }
-  });
+  const auto for_each_result = [&](const auto& body) {
+    for_each_column([&](int64_t column, float (&h)[1], typename Row::Loaded& loaded) {
+      row.finish(column, x_scale, h, loaded);
+      if constexpr (Norm::kIsNorm) {
+        normalize<Norm>(statistics, h);
+        row.modulate(column, h, loaded);
+        body(column, h);
+      }
+    });
+  };
+  if constexpr (kQuantizes) {
+    uint32_t largest[1] = {0};
+    for_each_result(
+        [&](int64_t, const float (&h)[1]) { largest[0] = max(largest[0], largest_magnitude(h)); });
+    GroupReduce<UnsignedMax, uint32_t, kAnyRowThreads>{}(largest);
+    const Fp8Quotient quotient(fp8_scale(largest[0]));
+    for_each_result([&](int64_t column, const float (&h)[1]) { row.store(column, h, quotient); });
+    if (threadIdx.x == 0) row.store_scale(quotient.scale);
+  } else {
+    for_each_result([&](int64_t column, const float (&h)[1]) { row.store(column, h); });
+  }
 }
 
-bool has_vector_branch(const RowNormParams& args, int element_bytes) {
-  bool vector =
-      has_vector_access(args, element_bytes) && has_vector_rows(args.addend, args.shape.ndim, element_bytes);
+// Returns whether each pack of E4M3 values, one for each 16 bytes of input, can be stored at once.
+bool has_fp8_packs(const RowOperand& out, int ndim, int element_bytes) {
+  const int pack_bytes = kVectorBytes / element_bytes;
+  bool aligned = reinterpret_cast<uintptr_t>(out.data) % pack_bytes == 0;
+  for (int dim = 0; dim < ndim; ++dim) aligned = aligned && out.strides[dim] % pack_bytes == 0;
+  return aligned;
+}
+
+bool has_vector_branch(RowNormParams args, int element_bytes) {
+  bool vector = has_vector_rows(args.addend, args.shape.ndim, element_bytes);
+  if (args.row_scale.data) {
+    vector = vector && has_fp8_packs(args.out, args.shape.ndim, element_bytes);
+    args.out = {};
+  }
+  vector = vector && has_vector_access(args, element_bytes);
   for (const Modulator* row : {&args.gate_row, &args.scale_row, &args.shift_row, &args.x_weight})
     vector = vector && has_vector_rows(*row, args.shape.ndim, row->is_float32 ? 4 : element_bytes);
   return vector;
@@ -283,18 +368,18 @@ bool has_vector_branch(const RowNormParams& args, int element_bytes) {
 
 using BranchThreads = RowThreads<64, 128, 192, 256, 320, 384, 512>;
 
-template <class Norm, bool kHasTables>
+template <class Norm, bool kHasTables, bool kQuantizes>
 void launch_with(const char* operation, const RowNormParams& args, Stream stream) {
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
     const BranchParams params(args);
     const auto launch_short = [&](auto threads) {
-      launch_kernel(operation, branch_norm_kernel<T, Norm, threads, kHasTables>,
+      launch_kernel(operation, branch_norm_kernel<T, Norm, threads, kHasTables, kQuantizes>,
                     RowPosition<threads>::blocks(args.shape.rows), kBlockThreads<threads>, params, stream);
     };
     const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;
     if (has_vector_branch(args, sizeof(T)) && dispatch_row_threads(BranchThreads{}, packs, launch_short))
       return;
-    launch_kernel(operation, scalar_branch_norm_kernel<T, Norm, kHasTables>,
+    launch_kernel(operation, scalar_branch_norm_kernel<T, Norm, kHasTables, kQuantizes>,
                   static_cast<unsigned>(args.shape.rows), kAnyRowThreads, params, stream);
   });
 }
@@ -303,8 +388,12 @@ void launch_with(const char* operation, const RowNormParams& args, Stream stream
 
 template <class Norm>
 void launch_branch_norm(const char* operation, const RowNormParams& args, Stream stream) {
-  if (args.index.data) return launch_with<Norm, true>(operation, args, stream);
-  launch_with<Norm, false>(operation, args, stream);
+  if constexpr (Norm::kIsNorm) {
+    if (args.row_scale.data && args.index.data) return launch_with<Norm, true, true>(operation, args, stream);
+    if (args.row_scale.data) return launch_with<Norm, false, true>(operation, args, stream);
+  }
+  if (args.index.data) return launch_with<Norm, true, false>(operation, args, stream);
+  launch_with<Norm, false, false>(operation, args, stream);
 }
 
 template void launch_branch_norm<NoNorm>(const char*, const RowNormParams&, Stream);

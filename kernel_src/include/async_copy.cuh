@@ -14,7 +14,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Store and load one word of shared memory.
+// Store to and load from shared memory.
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
@@ -23,6 +23,19 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   uint32_t word;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
   return word;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, float2 pair) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(pair.x), "f"(pair.y) : "memory");
+}
+
+__device__ __forceinline__ float4 load_shared_float4(uint32_t address) {
+  float4 values;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(values.x), "=f"(values.y), "=f"(values.z), "=f"(values.w)
+               : "r"(address)
+               : "memory");
+  return values;
 }
 
 // Fills shared memory with one word. All threads of the block call it.

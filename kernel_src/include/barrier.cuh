@@ -21,6 +21,18 @@ struct Barrier {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(address) : "memory");
   }
 
+  // Arrives at the barrier with the same address in block `rank` of the cluster.
+  __device__ __forceinline__ void arrive_at(int rank) const {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+        "}" ::"r"(address),
+        "r"(rank)
+        : "memory");
+  }
+
   // Arrives, and adds `bytes` to the bytes that must be copied before the phase ends.
   __device__ __forceinline__ void arrive_expect_tx(uint32_t bytes) const {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");

@@ -26,8 +26,9 @@ __device__ __forceinline__ float fp8_scale(uint32_t largest) {
 struct Fp8Quotient {
   float scale, inverse;
 
-  __device__ __forceinline__ explicit Fp8Quotient(float scale)
-      : scale(scale), inverse(scale == 0.0f ? 0.0f : __frcp_rn(scale)) {}
+  __device__ __forceinline__ explicit Fp8Quotient(float scale) : scale(scale) {
+    inverse = scale == 0.0f ? 0.0f : __frcp_rn(scale);
+  }
 
   // The inverse is correctly rounded, so that one correction gives the correctly rounded quotient (Markstein,
   // 1990).

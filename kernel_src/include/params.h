@@ -64,6 +64,8 @@ struct Modulator : RowOperand {
 // If `index` is given, an int32 for each row, gate, scale and shift are tables (table_rows, hidden):
 // strides[i] is the stride of the table's rows, and a row takes row index[row], clamped to 0 ... table_rows
 // - 1.
+// If `row_scale` is given, out is quantized as by quantize_fp8, from the unrounded value. There is no
+// second_out then.
 struct RowNormParams {
   RowShape shape;
   int64_t hidden;
@@ -89,12 +91,13 @@ struct RowNormParams {
   Modulator gate_row, scale_row, shift_row;  // (hidden,), with strides of 0
   RowOperand index;
   int32_t table_rows;
+  RowOperand row_scale;  // float32, one a row; out is then E4M3
 };
 
 // Returns whether the operation has parts that only branch_norm computes on CUDA.
 inline bool has_branch(const RowNormParams& p) {
   return p.addend.data || p.normalizes_x || p.has_tanh_gate || p.gate_row.data || p.scale_row.data ||
-         p.shift_row.data || p.index.data;
+         p.shift_row.data || p.index.data || p.row_scale.data;
 }
 
 // Returns whether a modulator is float32 with rows of a 16-bit dtype.

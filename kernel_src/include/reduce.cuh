@@ -4,6 +4,8 @@
 
 #include <cooperative_groups.h>
 
+#include <cstdint>
+
 #include "async_copy.cuh"
 
 namespace h100_diffusers_kernels {
@@ -31,6 +33,14 @@ struct Max {
   template <typename Value>
   __device__ __forceinline__ static Value identity() {
     return -INFINITY;
+  }
+};
+
+struct UnsignedMax {
+  __device__ __forceinline__ static uint32_t combine(uint32_t a, uint32_t b) { return max(a, b); }
+  template <typename Value>
+  __device__ __forceinline__ static Value identity() {
+    return 0;
   }
 };
 

@@ -39,6 +39,37 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap& map
       : "memory");
 }
 
+// First element of a box in a matrix (rows, columns).
+struct MatrixBox {
+  int column, row;
+};
+
+__device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap& map, Barrier barrier,
+                                         const MatrixBox& box) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
+      "[%2];" ::"r"(shared),
+      "l"(&map), "r"(barrier.address), "r"(box.column), "r"(box.row)
+      : "memory");
+}
+
+// Copies the box to the same address of each block of the cluster whose bit is set in `blocks`, and signals
+// the barrier at the same address there.
+__device__ __forceinline__ void tma_load_multicast(uint32_t shared, const CUtensorMap& map, Barrier barrier,
+                                                   const MatrixBox& box, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4}], [%2], %5;" ::"r"(shared),
+      "l"(&map), "r"(barrier.address), "r"(box.column), "r"(box.row), "h"(blocks)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_store(const CUtensorMap& map, uint32_t shared, const MatrixBox& box) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
+               "r"(shared), "r"(box.column), "r"(box.row)
+               : "memory");
+}
+
 // Rows beyond the tensor are not stored. The same thread must commit the store and wait for it.
 __device__ __forceinline__ void tma_store(const CUtensorMap& map, uint32_t shared, const HeadsBox& box) {
   asm volatile(
@@ -86,7 +117,12 @@ struct MappedTensor {
   }
 };
 
-inline MappedTensor map_tensor(const char* operation, const HeadsTensor& tensor, DType dtype, int box_rows) {
+// Makes a tensor map of boxes with the 128-byte swizzle. The sizes are those of all dimensions, the strides, in
+// bytes, those of all but the innermost one.
+template <int kDims>
+CUtensorMap encode_tensor_map(const char* operation, CUtensorMapDataType type, const void* data,
+                              const cuuint64_t (&sizes)[kDims], const cuuint64_t (&strides)[kDims - 1],
+                              const cuuint32_t (&box)[kDims]) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [&] {
     void* function = nullptr;
@@ -97,6 +133,24 @@ inline MappedTensor map_tensor(const char* operation, const HeadsTensor& tensor,
       throw std::runtime_error(std::string(operation) + ": the CUDA driver has no cuTensorMapEncodeTiled");
     return reinterpret_cast<Encode>(function);
   }();
+  cuuint32_t every[kDims];
+  for (cuuint32_t& step : every) step = 1;
+  CUtensorMap map;
+  const CUresult result =
+      encode(&map, type, kDims, const_cast<void*>(data), sizes, strides, box, every,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS)
+    throw std::runtime_error(std::string(operation) + ": cuTensorMapEncodeTiled failed with error " +
+                             std::to_string(static_cast<int>(result)));
+  return map;
+}
+
+inline CUtensorMapDataType tensor_map_type(DType dtype) {
+  return dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
+
+inline MappedTensor map_tensor(const char* operation, const HeadsTensor& tensor, DType dtype, int box_rows) {
   const int64_t sizes_in[3] = {tensor.heads, tensor.seq, tensor.batch};
   const int64_t strides_in[3] = {tensor.strides[2], tensor.strides[1], tensor.strides[0]};
   cuuint64_t sizes[4] = {static_cast<cuuint64_t>(tensor.head_dim)}, strides[3];
@@ -105,17 +159,9 @@ inline MappedTensor map_tensor(const char* operation, const HeadsTensor& tensor,
     sizes[dim + 1] = is_single ? 1 : static_cast<cuuint64_t>(sizes_in[dim]);
     strides[dim] = is_single ? kVectorBytes : static_cast<cuuint64_t>(strides_in[dim]) * 2;
   }
-  const cuuint32_t box[4] = {kBoxColumns, 1, static_cast<cuuint32_t>(box_rows), 1}, every[4] = {1, 1, 1, 1};
-  MappedTensor mapped{{}, sizes[1] == 1 ? 0 : 1, sizes[3] == 1 ? 0 : 1};
-  const CUresult result = encode(
-      &mapped.map,
-      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-      const_cast<void*>(tensor.data), sizes, strides, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS)
-    throw std::runtime_error(std::string(operation) + ": cuTensorMapEncodeTiled failed with error " +
-                             std::to_string(static_cast<int>(result)));
-  return mapped;
+  const cuuint32_t box[4] = {kBoxColumns, 1, static_cast<cuuint32_t>(box_rows), 1};
+  return {encode_tensor_map(operation, tensor_map_type(dtype), tensor.data, sizes, strides, box),
+          sizes[1] == 1 ? 0 : 1, sizes[3] == 1 ? 0 : 1};
 }
 
 }  // namespace h100_diffusers_kernels

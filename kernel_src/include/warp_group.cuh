@@ -39,6 +39,7 @@
 
 #include <cstdint>
 
+#include "async_copy.cuh"
 #include "tensor_copy.cuh"
 
 namespace h100_diffusers_kernels {
@@ -197,6 +198,35 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// The first warp group of a block loads, the others compute.
+struct WarpRole {
+  int group;               // of the computing groups; -1 for the loading group
+  int thread, warp, lane;  // in the group
+
+  __device__ __forceinline__ WarpRole()
+      : group(__shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpGroupThreads, 0) - 1),
+        thread(static_cast<int>(threadIdx.x) % kWarpGroupThreads),
+        warp(thread / 32),
+        lane(thread % 32) {}
+
+  __device__ __forceinline__ bool is_loader() const { return group < 0; }
+  // One lane of each warp.
+  __device__ __forceinline__ bool is_elected() const { return lane == 0; }
+  // The row, of the group's 64, whose address this lane passes to stmatrix.
+  __device__ __forceinline__ int fragment_row() const { return warp * 16 + lane % 16; }
+  // The first (i = 0) or second (i = 1) row, of the group's 64, whose scores and outputs this thread has.
+  __device__ __forceinline__ int output_row(int i) const { return warp * 16 + lane / 4 + 8 * i; }
+  // Synchronizes the threads of this group only.
+  __device__ __forceinline__ void sync_group() const { bar_sync(1 + group, kWarpGroupThreads); }
+};
+
+// Address of the block's dynamic shared memory, rounded up to the alignment of a swizzled tile.
+constexpr uint32_t kTileAlignment = kSwizzleBytes;
+__device__ __forceinline__ uint32_t shared_tiles() {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  return (shared_address(shared_memory) + kTileAlignment - 1) & ~(kTileAlignment - 1);
 }
 
 // Stores 16 x 16 elements of 16 bits, in the register layout of wgmma's a, to shared memory. Each lane passes

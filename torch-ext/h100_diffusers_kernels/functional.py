@@ -10,7 +10,7 @@ input unless the operation allows it.
 
 If an input requires grad, forward runs the kernel and backward differentiates the formula (``formulas.py``).
 Forward-mode derivatives and transforms of ``torch.func`` run the formula. In these cases ``out`` and
-in-place writes are refused.
+in-place writes are refused. The FP8 operations have no derivatives.
 
 A wrong argument raises ValueError, or TypeError if its type is wrong, in one sentence, before any launch or
 write. Failure to allocate a result raises torch.OutOfMemoryError.
@@ -33,6 +33,7 @@ from .operators import (
     fail,
     kernel_call,
     number,
+    plain_call,
     refuse_type,
     required,
     scale_number,
@@ -50,6 +51,7 @@ _NORM_SCOPES = {
 _APPROXIMATIONS = {"none": False, "tanh": True}
 _HALVES = {"second": False, "first": True}
 _ACTIVATIONS = {"none": False, "silu": True}
+_FP8_BLOCK_SIZE = 128
 
 
 # --------------------------------------------------------------------------------------------------
@@ -402,6 +404,155 @@ def gated_residual_layer_norm_modulate_pair(
     )
 
 
+# With a quantized result
+
+_rms_norm_fp8, _layer_norm_fp8, _rms_norm_modulate_fp8, _layer_norm_modulate_fp8 = (
+    plain_call(operation, "norm_fp8")
+    for operation in (
+        "rms_norm_fp8",
+        "layer_norm_fp8",
+        "rms_norm_modulate_fp8",
+        "layer_norm_modulate_fp8",
+    )
+)
+_gated_residual_rms_norm_modulate_fp8, _gated_residual_layer_norm_modulate_fp8 = (
+    plain_call(operation, "gated_residual_norm_modulate_fp8")
+    for operation in (
+        "gated_residual_rms_norm_modulate_fp8",
+        "gated_residual_layer_norm_modulate_fp8",
+    )
+)
+
+
+def _norm_options(operation: str, eps: Any, scale: Any, shift: Any, index: Any) -> tuple:
+    """The operator's arguments from ``scale`` on."""
+    if scale is None:
+        refuse_type(operation, "scale", "a tensor", scale)
+    scale, shift, *rows = _split(operation, scale=scale, shift=shift)
+    return scale, shift, number(operation, "eps", eps), *rows, index
+
+
+def rms_norm_fp8(
+    x: Tensor, weight: Optional[Tensor] = None, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """As ``rms_norm``, with the result quantized as by ``quantize_fp8``, from the unrounded value.
+
+    Returns:
+        ``(values, scale)``: float8_e4m3fn ``(..., D)`` and float32 ``(..., 1)``.
+    """
+    eps = number("rms_norm_fp8", "eps", eps)
+    return _rms_norm_fp8(x, False, weight, None, None, None, eps)
+
+
+def layer_norm_fp8(
+    x: Tensor, weight: Optional[Tensor] = None, bias: Optional[Tensor] = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """As ``layer_norm``, with the result quantized as by ``quantize_fp8``, from the unrounded value.
+
+    Returns:
+        ``(values, scale)``, as from ``rms_norm_fp8``.
+    """
+    eps = number("layer_norm_fp8", "eps", eps)
+    return _layer_norm_fp8(x, True, weight, bias, None, None, eps)
+
+
+def rms_norm_modulate_fp8(
+    x: Tensor,
+    scale: Modulator,
+    shift: Optional[Modulator] = None,
+    weight: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    *,
+    index: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor]:
+    """As ``rms_norm_modulate``, with the result quantized as by ``quantize_fp8``, from the unrounded value.
+
+    Returns:
+        ``(values, scale)``, as from ``rms_norm_fp8``.
+    """
+    options = _norm_options("rms_norm_modulate_fp8", eps, scale, shift, index)
+    return _rms_norm_modulate_fp8(x, False, weight, None, *options)
+
+
+def layer_norm_modulate_fp8(
+    x: Tensor,
+    scale: Modulator,
+    shift: Optional[Modulator] = None,
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    *,
+    index: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor]:
+    """As ``layer_norm_modulate``, with the result quantized as by ``quantize_fp8``, from the unrounded value.
+
+    Returns:
+        ``(values, scale)``, as from ``rms_norm_fp8``.
+    """
+    options = _norm_options("layer_norm_modulate_fp8", eps, scale, shift, index)
+    return _layer_norm_modulate_fp8(x, True, weight, bias, *options)
+
+
+def gated_residual_rms_norm_modulate_fp8(
+    residual: Tensor,
+    x: Tensor,
+    gate: Optional[Modulator] = None,
+    scale: Optional[Modulator] = None,
+    shift: Optional[Modulator] = None,
+    weight: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    *,
+    addend: Optional[Tensor] = None,
+    x_weight: Optional[Tensor] = None,
+    x_eps: Optional[float] = None,
+    tanh_gate: bool = False,
+    index: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``gated_residual_rms_norm_modulate``, with the modulated norm quantized as by ``quantize_fp8``, from
+    the unrounded value.
+
+    Returns:
+        ``(h, values, scale)``: the new residual ``(..., D)``, T, float8_e4m3fn ``(..., D)`` and float32
+        ``(..., 1)``.
+    """
+    operation = "gated_residual_rms_norm_modulate_fp8"
+    eps = number(operation, "eps", eps)
+    branch = _branch(operation, addend, x_weight, x_eps, tanh_gate)
+    scale, shift, gate, *rows = _split(operation, scale=scale, shift=shift, gate=gate)
+    arguments = (residual, x, False, gate, scale, shift, weight, None, eps)
+    return _gated_residual_rms_norm_modulate_fp8(*arguments, *rows, *branch, index)
+
+
+def gated_residual_layer_norm_modulate_fp8(
+    residual: Tensor,
+    x: Tensor,
+    gate: Optional[Modulator] = None,
+    scale: Optional[Modulator] = None,
+    shift: Optional[Modulator] = None,
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    *,
+    addend: Optional[Tensor] = None,
+    x_weight: Optional[Tensor] = None,
+    x_eps: Optional[float] = None,
+    tanh_gate: bool = False,
+    index: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``gated_residual_layer_norm_modulate``, with the modulated norm quantized as by ``quantize_fp8``,
+    from the unrounded value.
+
+    Returns:
+        ``(h, values, scale)``, as from ``gated_residual_rms_norm_modulate_fp8``.
+    """
+    operation = "gated_residual_layer_norm_modulate_fp8"
+    eps = number(operation, "eps", eps)
+    branch = _branch(operation, addend, x_weight, x_eps, tanh_gate)
+    scale, shift, gate, *rows = _split(operation, scale=scale, shift=shift, gate=gate)
+    arguments = (residual, x, True, gate, scale, shift, weight, bias, eps)
+    return _gated_residual_layer_norm_modulate_fp8(*arguments, *rows, *branch, index)
+
+
 @torch.library.register_fake(add_op_namespace_prefix("norm"))
 def _norm_fake(x, *_):
     return x.new_empty(x.shape)
@@ -428,6 +579,18 @@ def _gated_residual_norm_modulate_fake(residual, x, *_):
 def _gated_residual_layer_norm_modulate_pair_fake(residual, x, *_):
     required(x)
     return tuple(residual.new_empty(residual.shape) for _ in range(3))
+
+
+@torch.library.register_fake(add_op_namespace_prefix("norm_fp8"))
+def _norm_fp8_fake(x, *_):
+    values = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    return values, x.new_empty([*x.shape[:-1], 1], dtype=torch.float32)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gated_residual_norm_modulate_fp8"))
+def _gated_residual_norm_modulate_fp8_fake(residual, x, *_):
+    required(x)
+    return residual.new_empty(residual.shape), *_norm_fp8_fake(residual)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -985,3 +1148,82 @@ def _attention_fake(q, k, v, *_):
 @torch.library.register_fake(add_op_namespace_prefix("attention_out"))
 def _attention_out_fake(q, k, v, *_):
     required(q, k, v)
+
+
+# --------------------------------------------------------------------------------------------------
+# FP8
+
+_quantize_fp8, _linear_fp8 = (plain_call(name, name) for name in ("quantize_fp8", "linear_fp8"))
+
+
+def quantize_fp8(x: Tensor, *, block_size: Optional[int] = None) -> tuple[Tensor, Tensor]:
+    """Quantization to FP8 with a scale for each row or block: ``scale = max(|x|) / 448`` and ``x / scale``.
+
+    Args:
+        x: ``(..., D)``, T. It must not require grad.
+        block_size: None for one scale per row, or 128 for one per block of 128 elements of a row. The last
+            block of a row may be shorter.
+
+    Returns:
+        ``x / scale``, ``(..., D)``, float8_e4m3fn, rounded to nearest even; and the scale, float32,
+        ``(..., 1)`` or ``(..., ceil(D / 128))``. Both are 0 where the scale would be below float32's smallest
+        normal number, and NaN where a NaN or an infinity shares the scale.
+
+    Source: Micikevicius et al., 2022 (FP8), https://arxiv.org/abs/2209.05433; blocks of 128 as in
+    DeepSeek-AI, 2024 (DeepSeek-V3), https://arxiv.org/abs/2412.19437.
+    """
+    if block_size is not None:
+        if type(block_size) is not int:
+            refuse_type("quantize_fp8", "block_size", "an integer or None", block_size)
+        if block_size != _FP8_BLOCK_SIZE:
+            accepted = f"{_FP8_BLOCK_SIZE} or None"
+            fail("quantize_fp8", f"block_size must be {accepted}, got {shown(block_size)}")
+    return _quantize_fp8(x, block_size is not None)
+
+
+def linear_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Optional[Tensor] = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Linear layer of FP8 tensors: ``(x * x_scale) @ (weight * weight_scale).T + bias``.
+
+    No input may require grad.
+
+    Args:
+        x: ``(..., K)``, float8_e4m3fn, contiguous and aligned to 16 bytes; K is a multiple of 16.
+        x_scale: ``(..., 1)``, or ``(..., ceil(K / 128))`` with a scale for each block of 128 elements of a
+            row; float32, contiguous.
+        weight: ``(N, K)``, float8_e4m3fn, contiguous and aligned to 16 bytes.
+        weight_scale: ``(N, 1)``, or one element: ``()``, ``(1,)`` or ``(1, 1)``; float32, contiguous.
+        bias: ``(N,)``, float32 or of the result's dtype, or None.
+        dtype: of the result, bfloat16 or float16.
+
+    Returns:
+        A tensor ``(..., N)``, accumulated in float32 and rounded once.
+    """
+    if not isinstance(dtype, torch.dtype):
+        refuse_type("linear_fp8", "dtype", "a torch.dtype", dtype)
+    if dtype is not torch.bfloat16 and dtype is not torch.float16:
+        given = str(dtype).replace("torch.", "")
+        fail("linear_fp8", f"dtype must be bfloat16 or float16, got {given}")
+    return _linear_fp8(x, x_scale, weight, weight_scale, bias, dtype is torch.float16)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("quantize_fp8"))
+def _quantize_fp8_fake(x, is_blocked):
+    # A tensor without dimensions raises when the kernel is called.
+    per_row = -(-x.shape[-1] // _FP8_BLOCK_SIZE) if is_blocked and x.dim() > 0 else 1
+    out = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    return out, x.new_empty((*x.shape[:-1], per_row), dtype=torch.float32)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("linear_fp8"))
+def _linear_fp8_fake(x, x_scale, weight, weight_scale, bias, is_float16):
+    required(x_scale, weight, weight_scale)
+    dtype = torch.float16 if is_float16 else torch.bfloat16
+    return x.new_empty((*x.shape[:-1], *weight.shape[:1]), dtype=dtype)

@@ -23,6 +23,7 @@ MIN_SCALE, MAX_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float3
 _ERRORS = (AttributeError, IndexError, OverflowError, RuntimeError, TypeError, ValueError)
 _NO_MEMORY = re.compile(r"(\w+): cannot allocate (\d+) elements of (\d) bytes on (\S+)")
 _DIFFERENTIATED = "if an input requires grad, carries a tangent or is in a transform of torch.func"
+_DIFFERENTIABLE = "require grad, carry a tangent or be in a transform of torch.func"
 _PUBLIC_NAMES = {
     **dict.fromkeys(("first", "second"), "rope"),
     **dict.fromkeys(("k_first", "k_second"), "k_rope"),
@@ -285,6 +286,37 @@ def kernel_call(
             _explain(operation, parameters, arguments, error)
 
     return call
+
+
+def plain_call(operation: str, name: str) -> Callable:
+    """The function that calls an operator without derivatives.
+
+    It raises if an input may be differentiated.
+    """
+    overload = getattr(ops, name).default
+    parameters = _parameters(overload._schema)
+    untraced = overload._op
+
+    def call(*arguments):
+        try:
+            if is_differentiated(*arguments):
+                _check_types(operation, parameters, arguments)
+                argument = _differentiated_name(parameters, arguments)
+                fail(operation, f"{argument} must not {_DIFFERENTIABLE}, got a tensor that may")
+            if _is_compiling():
+                _check_types(operation, parameters, arguments)
+                return overload(*arguments)
+            return untraced(*arguments)
+        except _ERRORS as error:
+            _explain(operation, parameters, arguments, error)
+
+    return call
+
+
+def _differentiated_name(parameters: list, arguments: tuple) -> str:
+    """The first tensor that requires grad, otherwise the first tensor: a transform may be of any."""
+    names = [p[0] for p, v in zip(parameters, arguments) if _requires_grad((v,))]
+    return names[0] if names else parameters[0][0]
 
 
 def writing_call(operation: str, name: str) -> Callable:

@@ -19,13 +19,17 @@ struct RowNormArguments {
   OptionalTensor index = {};
 };
 
-// The new residual and the outputs. Null if the operation does not have them.
+enum class RowNormOutputs { kNone, kOne, kPair, kQuantized };
+
+// The new residual and the outputs: one, two, or the quantized one and its scales. Null if the operation does
+// not have them.
 struct RowNormResults {
-  OwnedTensor residual, out, second_out;
+  OwnedTensor residual, out, second_out, scales;
 };
 
 RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, const Tensor& x,
-                            const RowNormArguments& arguments, int outputs = 1) {
+                            const RowNormArguments& arguments,
+                            RowNormOutputs outputs = RowNormOutputs::kOne) {
   const bool has_residual = arguments.residual.has_value();
   const Tensor& leader = has_residual ? *arguments.residual : x;
   const ArgumentChecker check(operation, has_residual ? "residual" : "x", leader);
@@ -67,10 +71,19 @@ RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, con
     fail(operation, "index must be None without a scale, shift or gate, got a tensor");
 
   RowNormResults results;
-  if (outputs > 0) results.out = check.empty(check.shape());
-  if (outputs > 1) results.second_out = check.empty(check.shape());
+  const bool is_quantized = outputs == RowNormOutputs::kQuantized;
+  if (is_quantized) {
+    Sizes scales_shape = check.shape();
+    scales_shape.back() = 1;
+    results.out = check.empty(check.shape(), aoti_torch_dtype_float8_e4m3fn());
+    results.scales = check.empty(scales_shape, aoti_torch_dtype_float32());
+  } else if (outputs != RowNormOutputs::kNone) {
+    results.out = check.empty(check.shape());
+  }
+  if (outputs == RowNormOutputs::kPair) results.second_out = check.empty(check.shape());
   if (has_residual) results.residual = check.empty(check.shape());
-  if (x.numel() == 0) return results;
+  // Rows without elements have a scale, too.
+  if (is_quantized ? Tensor(results.scales).numel() == 0 : x.numel() == 0) return results;
 
   // Tables are operands of no row.
   const auto by_row = [&](const OptionalTensor& modulator) {
@@ -84,7 +97,8 @@ RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, con
                    RowBinding{params.second_scale, arguments.second_scale},
                    RowBinding{params.second_shift, arguments.second_shift},
                    RowBinding{params.residual_out, results.residual}, RowBinding{params.out, results.out},
-                   RowBinding{params.second_out, results.second_out});
+                   is_quantized ? RowBinding{params.row_scale, results.scales}
+                                : RowBinding{params.second_out, results.second_out});
   launch.add(RowElements{params.index, arguments.index});
   const auto table = [&](const OptionalTensor& tensor, Modulator& operand) {
     if (!arguments.index.has_value() || !tensor.has_value()) return;
@@ -118,6 +132,26 @@ OwnedTensor call_norm(const char*, const Tensor& x, bool is_layer_norm, const Op
                        : run_row_norm("rms_norm", rms_norm, x, arguments).out;
 }
 
+TwoTensors call_norm_fp8(const char*, const Tensor& x, bool is_layer_norm, const OptionalTensor& weight,
+                         const OptionalTensor& bias, const OptionalTensor& scale, const OptionalTensor& shift,
+                         double eps, const OptionalTensor& scale_row, const OptionalTensor& shift_row,
+                         const OptionalTensor& index) {
+  const bool is_modulated = scale || shift;
+  const char* operation = is_layer_norm ? (is_modulated ? "layer_norm_modulate_fp8" : "layer_norm_fp8")
+                                        : (is_modulated ? "rms_norm_modulate_fp8" : "rms_norm_fp8");
+  RowNormResults results = run_row_norm(operation, is_layer_norm ? layer_norm_modulate : rms_norm_modulate, x,
+                                        {.scale = scale,
+                                         .shift = shift,
+                                         .weight = weight,
+                                         .bias = bias,
+                                         .eps = eps,
+                                         .scale_row = scale_row,
+                                         .shift_row = shift_row,
+                                         .index = index},
+                                        RowNormOutputs::kQuantized);
+  return {std::move(results.out), std::move(results.scales)};
+}
+
 TwoTensors call_layer_norm_modulate_pair(const char* operation, const Tensor& x, const OptionalTensor& scale,
                                          const OptionalTensor& shift, const OptionalTensor& second_scale,
                                          const OptionalTensor& second_shift, const OptionalTensor& weight,
@@ -130,7 +164,7 @@ TwoTensors call_layer_norm_modulate_pair(const char* operation, const Tensor& x,
                                          .weight = weight,
                                          .bias = bias,
                                          .eps = eps},
-                                        2);
+                                        RowNormOutputs::kPair);
   return {std::move(results.out), std::move(results.second_out)};
 }
 
@@ -147,7 +181,34 @@ OwnedTensor call_gated_residual(const char* operation, const Tensor& residual, c
                                    .x_eps = x_eps,
                                    .has_tanh_gate = tanh_gate,
                                    .index = index};
-  return run_row_norm(operation, gated_residual, x, arguments, 0).residual;
+  return run_row_norm(operation, gated_residual, x, arguments, RowNormOutputs::kNone).residual;
+}
+
+RowNormResults run_gated_residual_norm_modulate(
+    const char* operation, RowNormOutputs outputs, const Tensor& residual, const Tensor& x,
+    bool is_layer_norm, const OptionalTensor& gate, const OptionalTensor& scale, const OptionalTensor& shift,
+    const OptionalTensor& weight, const OptionalTensor& bias, double eps, const OptionalTensor& scale_row,
+    const OptionalTensor& shift_row, const OptionalTensor& gate_row, const OptionalTensor& addend,
+    const OptionalTensor& x_weight, const std::optional<double>& x_eps, bool tanh_gate,
+    const OptionalTensor& index) {
+  return run_row_norm(
+      operation, is_layer_norm ? gated_residual_layer_norm_modulate : gated_residual_rms_norm_modulate, x,
+      {.residual = residual,
+       .gate = gate,
+       .scale = scale,
+       .shift = shift,
+       .weight = weight,
+       .bias = bias,
+       .eps = eps,
+       .scale_row = scale_row,
+       .shift_row = shift_row,
+       .gate_row = gate_row,
+       .addend = addend,
+       .x_weight = x_weight,
+       .x_eps = x_eps,
+       .has_tanh_gate = tanh_gate,
+       .index = index},
+      outputs);
 }
 
 TwoTensors call_gated_residual_norm_modulate(
@@ -156,25 +217,24 @@ TwoTensors call_gated_residual_norm_modulate(
     const OptionalTensor& bias, double eps, const OptionalTensor& scale_row, const OptionalTensor& shift_row,
     const OptionalTensor& gate_row, const OptionalTensor& addend, const OptionalTensor& x_weight,
     const std::optional<double>& x_eps, bool tanh_gate, const OptionalTensor& index) {
-  RowNormResults results =
-      run_row_norm(is_layer_norm ? "gated_residual_layer_norm_modulate" : "gated_residual_rms_norm_modulate",
-                   is_layer_norm ? gated_residual_layer_norm_modulate : gated_residual_rms_norm_modulate, x,
-                   {.residual = residual,
-                    .gate = gate,
-                    .scale = scale,
-                    .shift = shift,
-                    .weight = weight,
-                    .bias = bias,
-                    .eps = eps,
-                    .scale_row = scale_row,
-                    .shift_row = shift_row,
-                    .gate_row = gate_row,
-                    .addend = addend,
-                    .x_weight = x_weight,
-                    .x_eps = x_eps,
-                    .has_tanh_gate = tanh_gate,
-                    .index = index});
+  RowNormResults results = run_gated_residual_norm_modulate(
+      is_layer_norm ? "gated_residual_layer_norm_modulate" : "gated_residual_rms_norm_modulate",
+      RowNormOutputs::kOne, residual, x, is_layer_norm, gate, scale, shift, weight, bias, eps, scale_row,
+      shift_row, gate_row, addend, x_weight, x_eps, tanh_gate, index);
   return {std::move(results.residual), std::move(results.out)};
+}
+
+ThreeTensors call_gated_residual_norm_modulate_fp8(
+    const char*, const Tensor& residual, const Tensor& x, bool is_layer_norm, const OptionalTensor& gate,
+    const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& weight,
+    const OptionalTensor& bias, double eps, const OptionalTensor& scale_row, const OptionalTensor& shift_row,
+    const OptionalTensor& gate_row, const OptionalTensor& addend, const OptionalTensor& x_weight,
+    const std::optional<double>& x_eps, bool tanh_gate, const OptionalTensor& index) {
+  RowNormResults results = run_gated_residual_norm_modulate(
+      is_layer_norm ? "gated_residual_layer_norm_modulate_fp8" : "gated_residual_rms_norm_modulate_fp8",
+      RowNormOutputs::kQuantized, residual, x, is_layer_norm, gate, scale, shift, weight, bias, eps,
+      scale_row, shift_row, gate_row, addend, x_weight, x_eps, tanh_gate, index);
+  return {std::move(results.residual), std::move(results.out), std::move(results.scales)};
 }
 
 ThreeTensors call_gated_residual_layer_norm_modulate_pair(
@@ -192,15 +252,20 @@ ThreeTensors call_gated_residual_layer_norm_modulate_pair(
                                          .weight = weight,
                                          .bias = bias,
                                          .eps = eps},
-                                        2);
+                                        RowNormOutputs::kPair);
   return {std::move(results.residual), std::move(results.out), std::move(results.second_out)};
 }
 
-// `norm` serves rms_norm, layer_norm, rms_norm_modulate and layer_norm_modulate.
+// `norm` serves rms_norm, layer_norm, rms_norm_modulate and layer_norm_modulate. `_fp8` returns quantized
+// values and their scales in place of the output.
 constexpr Operation kOperations[] = {
     operation<"norm(Tensor x, bool is_layer_norm, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift,"
               " float eps, Tensor? scale_row=None, Tensor? shift_row=None, Tensor? index=None) -> Tensor",
               call_norm>(),
+    operation<"norm_fp8(Tensor x, bool is_layer_norm, Tensor? weight, Tensor? bias, Tensor? scale,"
+              " Tensor? shift, float eps, Tensor? scale_row=None, Tensor? shift_row=None, Tensor? index=None)"
+              " -> (Tensor, Tensor)",
+              call_norm_fp8>(),
     operation<"layer_norm_modulate_pair(Tensor x, Tensor? scale, Tensor? shift, Tensor? second_scale,"
               " Tensor? second_shift, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
               call_layer_norm_modulate_pair>(),
@@ -214,6 +279,12 @@ constexpr Operation kOperations[] = {
         " Tensor? shift_row=None, Tensor? gate_row=None, Tensor? addend=None, Tensor? x_weight=None,"
         " float? x_eps=None, bool tanh_gate=False, Tensor? index=None) -> (Tensor, Tensor)",
         call_gated_residual_norm_modulate>(),
+    operation<
+        "gated_residual_norm_modulate_fp8(Tensor residual, Tensor x, bool is_layer_norm, Tensor? gate,"
+        " Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps, Tensor? scale_row=None,"
+        " Tensor? shift_row=None, Tensor? gate_row=None, Tensor? addend=None, Tensor? x_weight=None,"
+        " float? x_eps=None, bool tanh_gate=False, Tensor? index=None) -> (Tensor, Tensor, Tensor)",
+        call_gated_residual_norm_modulate_fp8>(),
     operation<"gated_residual_layer_norm_modulate_pair(Tensor residual, Tensor x, Tensor? gate,"
               " Tensor? scale, Tensor? shift, Tensor? second_scale, Tensor? second_shift, Tensor? weight,"
               " Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",

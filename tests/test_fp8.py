@@ -1,0 +1,571 @@
+"""quantize_fp8 and linear_fp8."""
+
+import math
+import re
+
+import pytest
+import torch
+
+import references
+from checks import (
+    MemorySnapshot,
+    assert_contract,
+    assert_rounded_once,
+    compiled_outcome,
+    have_same_bits,
+    map_tensors,
+    outcome,
+    poison_memory,
+    tensors_of,
+)
+from inputs import (
+    DTYPES,
+    FP8_CALLS,
+    LAYOUTS,
+    every_16_bit_dtype,
+    every_dtype,
+    fp8_operands,
+    normal,
+    pairwise,
+    sample,
+)
+
+FP8 = torch.float8_e4m3fn
+BLOCK_SIZES = [None, 128]
+every_block_size = pytest.mark.parametrize("block_size", BLOCK_SIZES)
+
+# --------------------------------------------------------------------------------------------------
+# quantize_fp8
+
+
+def assert_same_values(out, expected):
+    """Bitwise, except that zeros may differ in sign, and NaN in payload."""
+    assert (out.dtype, out.shape) == (expected.dtype, expected.shape)
+    torch.testing.assert_close(out.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def check_quantized(kernel, x, block_size=None):
+    expected = references.quantize_fp8(x, block_size=block_size)
+    memory = MemorySnapshot([x])
+    poison_memory(*(torch.empty_like(t, dtype=torch.uint8).float() for t in expected))
+    results = kernel.quantize_fp8(x, block_size=block_size)
+    memory.assert_unchanged()
+    for out, reference in zip(results, expected, strict=True):
+        assert out.is_contiguous() and out.device == x.device
+        assert_same_values(out, reference)
+    return results
+
+
+# Rows that fit in registers, that are longer, and that are not aligned.
+SIZES = [
+    1,
+    7,
+    8,
+    16,
+    100,
+    127,
+    128,
+    129,
+    136,
+    256,
+    1000,
+    1544,
+    4096,
+    8192,
+    8200,
+    16384,
+    16392,
+    40000,
+]
+
+
+@pairwise(hidden=SIZES, block_size=BLOCK_SIZES, dtype=DTYPES)
+def test_sizes(kernel, device, hidden, block_size, dtype):
+    check_quantized(kernel, normal(5, hidden, dtype=dtype, device=device, std=3.0), block_size)
+
+
+@pairwise(
+    shape=[(256,), (2, 3, 136), (3, 11, 65), (2, 3, 2, 5, 128), (3, 2, 3, 2, 264)],
+    layout=LAYOUTS,
+    block_size=BLOCK_SIZES,
+    dtype=DTYPES,
+)
+def test_layouts(kernel, device, shape, layout, block_size, dtype):
+    check_quantized(kernel, normal(*shape, dtype=dtype, device=device, layout=layout), block_size)
+
+
+@every_dtype
+def test_every_code(kernel, device, dtype):
+    """Each E4M3 number, and the numbers between two of them, round to nearest even."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(FP8).float()
+    numbers = codes[codes.isfinite()].sort().values
+    between = (numbers[1:] + numbers[:-1]) / 2
+    x = torch.cat([numbers, between, between * (1 + 2**-7), between * (1 - 2**-7)]).to(dtype)
+    x8, scale = check_quantized(kernel, x)
+    assert scale == 1
+    assert torch.equal(x8[: len(numbers)].float(), numbers)
+    assert torch.equal(x8.float(), x.to(FP8).float())
+
+
+@every_block_size
+@pytest.mark.parametrize("std", [1e-38, 1e-36, 1e-30, 1e-6, 1e4, 1e30, 1e37])
+def test_scales(kernel, device, std, block_size):
+    """Rows of which the scale is close to the smallest or the largest float32."""
+    check_quantized(kernel, normal(64, 300, dtype=torch.float32, device=device) * std, block_size)
+
+
+@every_block_size
+@pytest.mark.parametrize("hidden", [100, 512, 20000])
+@every_dtype
+def test_values_that_are_not_finite(kernel, device, hidden, block_size, dtype):
+    x = normal(6, hidden, dtype=dtype, device=device)
+    x[0, 3], x[1, hidden - 1], x[2, 50] = math.nan, math.inf, -math.inf
+    x[3, :] = math.nan
+    x8, scale = check_quantized(kernel, x, block_size)
+    groups = (1 if block_size is None else math.ceil(hidden / 128)) - 1
+    assert scale.isnan().sum(-1).tolist() == [1, 1, 1, 1 + groups, 0, 0]
+    assert x8[0, :100].float().isnan().all() and not x8[4:].float().isnan().any()
+
+
+@every_block_size
+@pytest.mark.parametrize("hidden", [100, 512, 20000])
+def test_zeros_and_subnormal_scales(kernel, device, hidden, block_size):
+    x = normal(5, hidden, dtype=torch.float32, device=device)
+    x[0] = 0
+    x[1] = -0.0
+    x[2] = 448 * torch.finfo(torch.float32).tiny  # the smallest scale
+    x[3] = x[2].nextafter(torch.zeros_like(x[2]))
+    x[4] *= 1e-41
+    x8, scale = check_quantized(kernel, x, block_size)
+    assert (scale[[0, 1, 3, 4]] == 0).all() and (x8[[0, 1, 3, 4]].float() == 0).all()
+    assert (scale[2] == torch.finfo(torch.float32).tiny).all() and (x8[2].float() == 448).all()
+
+
+def test_blocks_are_rows_of_their_own(kernel, device):
+    x = normal(3, 5 * 128, dtype=torch.bfloat16, device=device)
+    x8, scale = kernel.quantize_fp8(x, block_size=128)
+    rows, row_scale = kernel.quantize_fp8(x.view(15, 128))
+    assert have_same_bits(x8.view(torch.uint8), rows.view(3, -1).view(torch.uint8))
+    assert torch.equal(scale, row_scale.view(3, 5))
+
+
+@every_block_size
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 128), (2, 0, 200)], ids=str)
+def test_nothing_to_quantize(kernel, device, shape, block_size):
+    x8, scale = kernel.quantize_fp8(torch.ones(shape, device=device), block_size=block_size)
+    assert (x8.shape, x8.dtype, scale.dtype) == (shape, FP8, torch.float32)
+    assert scale.shape == (*shape[:-1], 1 if block_size is None else math.ceil(shape[-1] / 128))
+    assert not scale.any()
+
+
+def test_equals_torchao(kernel, device):
+    quantization = pytest.importorskip("torchao.quantization")
+    x = normal(37, 300, dtype=torch.float32, device=device)
+    tensor = quantization.Float8Tensor.from_hp(x, FP8, quantization.PerRow())
+    x8, scale = kernel.quantize_fp8(x)
+    assert_same_values(x8, tensor.qdata)
+    assert torch.equal(scale, tensor.scale)
+
+
+# --------------------------------------------------------------------------------------------------
+# linear_fp8
+
+
+def check_linear(kernel, arguments):
+    expected = references.linear_fp8(**arguments)
+    magnitudes = map_tensors(lambda t: t.double().abs(), arguments)
+    rounded = expected.to(arguments["dtype"])
+    memory = MemorySnapshot(tensors_of(arguments))
+    poison_memory(rounded)
+    out = kernel.linear_fp8(**arguments)
+    memory.assert_unchanged()
+    assert out.is_contiguous()
+    assert (out.shape, out.dtype, out.device) == (expected.shape, rounded.dtype, rounded.device)
+    # Float32 errors relative to the sum of the terms' magnitudes, which may cancel.
+    slack = 4e-6 * references.linear_fp8(**magnitudes) + torch.finfo(out.dtype).tiny
+    assert_rounded_once(out, expected, slack)
+    assert_contract(out, expected, rounded)
+    return out
+
+
+WEIGHT_SCALES = {
+    "rows": lambda scale: scale,
+    "()": lambda scale: scale[0, 0],
+    "(1,)": lambda scale: scale[0],
+    "(1,1)": lambda scale: scale[:1],
+}
+BIASES = {"none": lambda b: None, "T": lambda b: b, "float32": lambda b: b.float() * 1.001}
+
+
+def linear_arguments(
+    rows, out_features, in_features, is_blocked, dtype, device, weight_scale="rows", bias="T"
+):
+    shape = (*((rows,) if isinstance(rows, int) else rows), in_features)
+    blocks = math.ceil(in_features / 128) if is_blocked else 1
+    arguments = fp8_operands(shape, out_features, blocks, dtype=dtype, device=device)
+    arguments["weight_scale"] = WEIGHT_SCALES[weight_scale](arguments["weight_scale"])
+    arguments["bias"] = BIASES[bias](arguments["bias"])
+    return arguments
+
+
+@pairwise(
+    rows=[1, 2, 63, 64, 65, 130, (2, 3, 5)],
+    out_features=[1, 7, 8, 64, 65, 130, 256],
+    in_features=[16, 48, 128, 144, 256, 400, 1024, 4096],
+    is_blocked=[False, True],
+    dtype=[torch.bfloat16, torch.float16],
+    weight_scale=WEIGHT_SCALES,
+    bias=BIASES,
+)
+def test_products(
+    kernel, device, rows, out_features, in_features, is_blocked, dtype, weight_scale, bias
+):
+    check_linear(
+        kernel,
+        linear_arguments(
+            rows, out_features, in_features, is_blocked, dtype, device, weight_scale, bias
+        ),
+    )
+
+
+def test_one_row_without_leading_dimensions(kernel, device):
+    check_linear(kernel, linear_arguments((), 24, 256, True, torch.bfloat16, device))
+
+
+@pytest.mark.parametrize("is_blocked", [False, True])
+@every_16_bit_dtype
+def test_each_operand_is_where_it_belongs(kernel, device, is_blocked, dtype):
+    """Exact products of small integers, in which each row, column and block has its own scale."""
+    rows, out_features, blocks = 70, 90, 3
+    arguments = linear_arguments(rows, out_features, 128 * blocks, is_blocked, dtype, device)
+    x = torch.zeros(rows, blocks, 128, device=device)
+    weight = torch.zeros(out_features, blocks, 128, device=device)
+    for block in range(blocks):
+        x[:, block, 37 * block + 1] = 2**block
+        weight[:, block, 37 * block + 1] = 1
+    arguments["x"], arguments["weight"] = x.flatten(1).to(FP8), weight.flatten(1).to(FP8)
+    powers = torch.arange(rows * arguments["x_scale"].shape[1], device=device) % 3
+    arguments["x_scale"] = (2.0**powers).view_as(arguments["x_scale"])
+    arguments["weight_scale"] = 2.0 ** (torch.arange(out_features, device=device) % 4)[:, None]
+    arguments["bias"] = None
+    out = kernel.linear_fp8(**arguments)
+    assert torch.equal(out.double(), references.linear_fp8(**arguments))
+
+
+def test_every_pair_of_codes(kernel, device):
+    """The product of each E4M3 number with each other one, of which NaN is one."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    x, weight = torch.zeros(2, 256, 16, dtype=torch.uint8, device=device)
+    x[:, 3] = weight[:, 3] = codes
+    one = torch.ones((), device=device)
+    arguments = {"x": x.view(FP8), "weight": weight.view(FP8), "weight_scale": one}
+    out = kernel.linear_fp8(**arguments, x_scale=one.expand(256, 1).contiguous())
+    values = codes.view(FP8).float()
+    torch.testing.assert_close(
+        out, torch.outer(values, values).to(torch.bfloat16), rtol=0, atol=0, equal_nan=True
+    )
+
+
+def test_a_scale_that_is_not_finite_affects_its_row(kernel, device):
+    arguments = linear_arguments(5, 24, 256, True, torch.bfloat16, device)
+    expected = kernel.linear_fp8(**arguments)
+    arguments["x_scale"][2, 1] = math.nan
+    out = kernel.linear_fp8(**arguments)
+    others = [0, 1, 3, 4]
+    assert out[2].isnan().all() and torch.equal(out[others], expected[others])
+
+
+@pytest.mark.parametrize(("rows", "out_features"), [(0, 24), ((2, 0), 24), (5, 0), (0, 0)])
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_empty_products(kernel, device, rows, out_features, is_blocked):
+    arguments = linear_arguments(rows, out_features, 256, is_blocked, torch.float16, device)
+    out = kernel.linear_fp8(**arguments)
+    assert out.dtype == torch.float16 and out.shape == (*arguments["x"].shape[:-1], out_features)
+
+
+def test_quantized_activations(kernel, device):
+    """The error of a quantized linear layer is that of its quantized operands."""
+    x = normal(3, 100, 512, dtype=torch.bfloat16, device=device)
+    weight = normal(384, 512, dtype=torch.bfloat16, device=device)
+    weight8, weight_scale = kernel.quantize_fp8(weight)
+    exact = x.double() @ weight.double().T
+    for block_size in BLOCK_SIZES:
+        x8, x_scale = kernel.quantize_fp8(x, block_size=block_size)
+        out = kernel.linear_fp8(x8, x_scale, weight8, weight_scale)
+        assert (out.double() - exact).norm() < 0.05 * exact.norm()
+
+
+def test_equals_scaled_mm(kernel, device):
+    arguments = linear_arguments(33, 64, 256, False, torch.bfloat16, device, bias="none")
+    expected = torch._scaled_mm(
+        arguments["x"],
+        arguments["weight"].T,
+        arguments["x_scale"],
+        arguments["weight_scale"].T,
+        out_dtype=torch.bfloat16,
+    )
+    torch.testing.assert_close(kernel.linear_fp8(**arguments), expected, rtol=2**-7, atol=1e-3)
+
+
+# --------------------------------------------------------------------------------------------------
+# Derivatives and tracing
+
+
+REFUSED = (
+    "{}: {} must not require grad, carry a tangent or be in a transform of torch.func, "
+    "got a tensor that may"
+)
+
+
+@pytest.mark.parametrize("name", FP8_CALLS)
+def test_no_derivatives(kernel, device, name):
+    function, arguments = sample(kernel, name, dtype=torch.bfloat16, device=device)
+    expected = function(**arguments)
+    for argument, tensor in arguments.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        given = {**arguments, argument: tensor.clone().requires_grad_()}
+        text = re.escape(REFUSED.format(function.__name__, argument))
+        with pytest.raises(ValueError, match=f"^{text}$"):
+            function(**given)
+        assert compiled_outcome(function, given) == outcome(function, given)
+        with torch.no_grad():
+            results = function(**given)
+        for out, one in zip(tensors_of(results), tensors_of(expected), strict=True):
+            assert_same_values(out, one)
+
+
+@pytest.mark.parametrize("name", FP8_CALLS)
+def test_no_transforms(kernel, device, name):
+    function, arguments = sample(kernel, name, dtype=torch.bfloat16, device=device)
+    text = re.escape(REFUSED.format(function.__name__, "x"))
+
+    def call(x):
+        return next(tensors_of(function(**{**arguments, "x": x})))
+
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        torch.func.vmap(call)(arguments["x"])
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match=f"^{text}$"):
+        call(arguments["x"])
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("name", FP8_CALLS)
+def test_compile(kernel, device, name, is_dynamic):
+    torch._dynamo.reset()
+    function, _ = sample(kernel, name, dtype=torch.bfloat16, device=device)
+    traced = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=is_dynamic)
+    for shape in ((2, 16, 256), (2, 5, 256), (3, 4, 384)) if is_dynamic else ((2, 16, 256),) * 2:
+        _, arguments = sample(kernel, name, dtype=torch.bfloat16, device=device, shape=shape)
+        results = tensors_of(traced(**arguments)), tensors_of(function(**arguments))
+        assert all(have_same_bits(a, b) for a, b in zip(*results, strict=True))
+
+
+# --------------------------------------------------------------------------------------------------
+# Errors. The valid calls: x (2, 16, 256), weight (40, 256).
+
+
+def of_shape(*shape):
+    return lambda t: torch.ones(shape, dtype=torch.float32, device=t.device).to(t.dtype)
+
+
+def every_second(tensor):
+    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+def misaligned(tensor):
+    buffer = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return buffer[1:].view(tensor.shape).copy_(tensor)
+
+
+def to(dtype):
+    return lambda tensor: tensor.float().to(dtype)
+
+
+def value(given):
+    return lambda _: given
+
+
+# The call, its argument, a change of it, and the sentence after "operation: argument must".
+MISTAKES = [
+    ("quantize_fp8", "x", value([1.0]), "be a tensor, got list"),
+    ("quantize_fp8", "x", value(None), "be a tensor, got None"),
+    ("quantize_fp8", "x", of_shape(), "have at least 1 dimension, got shape ()"),
+    ("quantize_fp8", "x", to(FP8), "be float32, float16 or bfloat16, got float8_e4m3fn"),
+    ("quantize_fp8", "x", to(torch.float64), "be float32, float16 or bfloat16, got float64"),
+    ("quantize_fp8", "x", every_second, "have stride 1 in its last dimension, got stride 2"),
+    ("quantize_fp8", "block_size", value(64), "be 128 or None, got 64"),
+    ("quantize_fp8", "block_size", value(0), "be 128 or None, got 0"),
+    ("quantize_fp8", "block_size", value(True), "be an integer or None, got True"),
+    ("quantize_fp8", "block_size", value(128.0), "be an integer or None, got 128.0"),
+    ("quantize_fp8", "block_size", value("128"), "be an integer or None, got '128'"),
+    ("linear_fp8", "x", value([1.0]), "be a tensor, got list"),
+    ("linear_fp8", "x", to(torch.bfloat16), "be float8_e4m3fn, got bfloat16"),
+    ("linear_fp8", "x", to(torch.float8_e5m2), "be float8_e4m3fn, got float8_e5m2"),
+    ("linear_fp8", "x", of_shape(), "have at least 1 dimension, got shape ()"),
+    (
+        "linear_fp8",
+        "x",
+        of_shape(2, 16, 248),
+        "have a last dimension that is a positive multiple of 16, got 248",
+    ),
+    (
+        "linear_fp8",
+        "x",
+        of_shape(2, 16, 0),
+        "have a last dimension that is a positive multiple of 16, got 0",
+    ),
+    (
+        "linear_fp8",
+        "x",
+        lambda x: x.mT.contiguous().mT,
+        "be contiguous, got shape (2, 16, 256) with strides (4096, 1, 16)",
+    ),
+    (
+        "linear_fp8",
+        "x",
+        lambda x: x[:, :1].expand(2, 16, 256),
+        "be contiguous, got shape (2, 16, 256) with strides (4096, 0, 1)",
+    ),
+    (
+        "linear_fp8",
+        "x",
+        misaligned,
+        "be aligned to 16 bytes, got an address that is 1 byte past a multiple of them",
+    ),
+    ("linear_fp8", "x_scale", value(1.0), "be a tensor, got 1.0"),
+    ("linear_fp8", "x_scale", to(torch.bfloat16), "be float32, got bfloat16"),
+    ("linear_fp8", "x_scale", of_shape(16, 1), "have shape (2, 16, 1) or (2, 16, 2), got (16, 1)"),
+    (
+        "linear_fp8",
+        "x_scale",
+        of_shape(2, 16, 256),
+        "have shape (2, 16, 1) or (2, 16, 2), got (2, 16, 256)",
+    ),
+    ("linear_fp8", "x_scale", of_shape(), "have shape (2, 16, 1) or (2, 16, 2), got ()"),
+    (
+        "linear_fp8_in_blocks",
+        "x_scale",
+        every_second,
+        "be contiguous, got shape (2, 16, 2) with strides (64, 4, 2)",
+    ),
+    ("linear_fp8", "weight", value(None), "be a tensor, got None"),
+    ("linear_fp8", "weight", to(torch.float16), "be float8_e4m3fn, got float16"),
+    ("linear_fp8", "weight", of_shape(256), "have shape (N, 256), got (256,)"),
+    ("linear_fp8", "weight", of_shape(256, 40), "have shape (N, 256), got (256, 40)"),
+    ("linear_fp8", "weight", of_shape(1, 40, 256), "have shape (N, 256), got (1, 40, 256)"),
+    (
+        "linear_fp8",
+        "weight",
+        lambda w: w.T.contiguous().T,
+        "be contiguous, got shape (40, 256) with strides (1, 40)",
+    ),
+    (
+        "linear_fp8",
+        "weight",
+        misaligned,
+        "be aligned to 16 bytes, got an address that is 1 byte past a multiple of them",
+    ),
+    ("linear_fp8", "weight_scale", to(torch.float16), "be float32, got float16"),
+    ("linear_fp8", "weight_scale", of_shape(40), "have shape (40, 1) or one element, got (40,)"),
+    (
+        "linear_fp8",
+        "weight_scale",
+        of_shape(1, 40),
+        "have shape (40, 1) or one element, got (1, 40)",
+    ),
+    (
+        "linear_fp8",
+        "weight_scale",
+        of_shape(1, 1, 1),
+        "have shape (40, 1) or one element, got (1, 1, 1)",
+    ),
+    (
+        "linear_fp8",
+        "weight_scale",
+        lambda s: s[:1].expand(40, 1),
+        "be contiguous, got shape (40, 1) with strides (0, 1)",
+    ),
+    ("linear_fp8", "bias", value([1.0]), "be a tensor or None, got list"),
+    (
+        "linear_fp8",
+        "bias",
+        to(torch.float16),
+        "be float32 or have the dtype of the result (bfloat16), got float16",
+    ),
+    (
+        "linear_fp8",
+        "bias",
+        to(FP8),
+        "be float32 or have the dtype of the result (bfloat16), got float8_e4m3fn",
+    ),
+    ("linear_fp8", "bias", of_shape(41), "have shape (40,), got (41,)"),
+    ("linear_fp8", "bias", of_shape(1, 40), "have shape (40,), got (1, 40)"),
+    ("linear_fp8", "bias", every_second, "have stride 1 in its last dimension, got stride 2"),
+    ("linear_fp8", "dtype", value(torch.float32), "be bfloat16 or float16, got float32"),
+    ("linear_fp8", "dtype", value(FP8), "be bfloat16 or float16, got float8_e4m3fn"),
+    ("linear_fp8", "dtype", value("bfloat16"), "be a torch.dtype, got 'bfloat16'"),
+    ("linear_fp8", "dtype", value(None), "be a torch.dtype, got None"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "change", "must"), MISTAKES, ids=lambda v: v if type(v) is str else ""
+)
+def test_mistakes(kernel, device, name, argument, change, must):
+    function, arguments = sample(kernel, name, dtype=torch.bfloat16, device=device)
+    arguments[argument] = change(arguments[argument])
+    memory = MemorySnapshot(tensors_of(arguments))
+    given = outcome(function, arguments)
+    memory.assert_unchanged()
+    is_of_type = re.match(r"be (a|an) ", must)
+    text = f"{function.__name__}: {argument} must {must}"
+    assert given == (TypeError if is_of_type else ValueError, text)
+    assert compiled_outcome(function, arguments) == given
+
+
+@pytest.mark.parametrize("argument", ["x_scale", "weight", "weight_scale", "bias"])
+def test_another_device(kernel, device, argument):
+    if device == "cpu":
+        pytest.skip("on a CPU the only other device is meta, which gets shapes alone")
+    function, arguments = sample(kernel, "linear_fp8", dtype=torch.bfloat16, device=device)
+    arguments[argument] = arguments[argument].cpu()
+    text = f"linear_fp8: {argument} must be on the device of x (cuda:0), got cpu"
+    assert outcome(function, arguments) == (ValueError, text)
+
+
+@pytest.mark.parametrize("name", FP8_CALLS)
+def test_tensors_without_their_memory(kernel, device, name):
+    function, arguments = sample(kernel, name, dtype=torch.bfloat16, device=device)
+    for argument, tensor in arguments.items():
+        if isinstance(tensor, torch.Tensor):
+            changed = {**arguments, argument: tensor.clone()}
+            changed[argument].untyped_storage().resize_(2)
+            needed = tensor.numel() * tensor.element_size()
+            text = f"{argument} must have a storage of at least {needed} bytes, got one of 2 bytes"
+            assert outcome(function, changed) == (ValueError, f"{function.__name__}: {text}")
+
+
+def test_no_memory(kernel, device):
+    x = torch.ones(1, 16, device=device).expand(2**46, 16)
+    text = f"quantize_fp8: cannot allocate {2**50} bytes on {device}.*"
+    with pytest.raises(torch.OutOfMemoryError, match=text):
+        kernel.quantize_fp8(x)
+
+
+@pytest.mark.sanitize
+@every_block_size
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [((2, 3, 7), "odd_rows"), ((3, 2048), "contiguous"), ((2, 40000), "misaligned")],
+    ids=str,
+)
+def test_smoke(kernel, device, shape, layout, block_size):
+    x = normal(*shape, dtype=torch.bfloat16, device=device, layout=layout)
+    check_quantized(kernel, x, block_size)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_smoke_of_products(kernel, device, is_blocked):
+    check_linear(kernel, linear_arguments(130, 136, 400, is_blocked, torch.bfloat16, device))
