@@ -336,7 +336,11 @@ TABLE = {
     "attention": Operation(),
 }
 # FP8 operations are not in the table: they have no derivatives, and their tensors have several dtypes.
-FP8_OPERATIONS = ("quantize_fp8", "linear_fp8")
+FP8_NORMS = [
+    name + "_fp8" for name, o in TABLE.items() if "norm_modulate" in name and "pair" not in name
+]
+FP8_NORMS += ["rms_norm_fp8", "layer_norm_fp8"]
+FP8_OPERATIONS = ("quantize_fp8", "linear_fp8", *FP8_NORMS)
 GATED = ("geglu", "swiglu")
 ACTIVATIONS = ("gelu", "silu", *GATED)
 ROW_NORMS = [name for name, o in TABLE.items() if o.rows and name not in (*ACTIVATIONS, "softmax")]
@@ -365,7 +369,7 @@ HEADS_GIVEN = "attention_heads_given"
 OF_LAYER_NORM = "qk_norm_rope_of_layer_norm"
 # With a scale for each block of a row.
 IN_BLOCKS = "_in_blocks"
-FP8_CALLS = [name + form for name in FP8_OPERATIONS for form in ("", IN_BLOCKS)]
+FP8_CALLS = [*FP8_OPERATIONS, "quantize_fp8" + IN_BLOCKS, "linear_fp8" + IN_BLOCKS]
 CALLS = [
     *OPERATIONS,
     *(name + by for name in ("rope", "qk_norm_rope") for by in (BY_PAIR, BY_COMPLEX)),
@@ -448,6 +452,10 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
     if operation_of(name) == "linear_fp8":
         blocks = math.ceil(hidden / 128) if name.endswith(IN_BLOCKS) else 1
         return kernel.linear_fp8, fp8_operands(shape, 40, blocks, dtype=dtype, device=device)
+    if name in FP8_NORMS:
+        unquantized = name.removesuffix("_fp8")
+        how = {"dtype": dtype, "device": device, "shape": shape, "heads": heads, "layout": layout}
+        return getattr(kernel, name), sample(kernel, unquantized, **how)[1]
     if operation_of(name) in ("group_norm", "channel_rms_norm"):
         is_last = name in (CHANNELS_LAST, RMS_CHANNELS_LAST)
         x = tensor(batch, hidden, seq, layout=layout).mT if is_last else None

@@ -338,15 +338,16 @@ def test_no_derivatives(kernel, device, name):
 @pytest.mark.parametrize("name", FP8_CALLS)
 def test_no_transforms(kernel, device, name):
     function, arguments = sample(kernel, name, dtype=torch.bfloat16, device=device)
-    text = re.escape(REFUSED.format(function.__name__, "x"))
+    first = next(iter(arguments))
+    text = re.escape(REFUSED.format(function.__name__, first))
 
-    def call(x):
-        return next(tensors_of(function(**{**arguments, "x": x})))
+    def call(tensor):
+        return next(tensors_of(function(**{**arguments, first: tensor})))
 
     with pytest.raises(ValueError, match=f"^{text}$"):
-        torch.func.vmap(call)(arguments["x"])
+        torch.func.vmap(call)(arguments[first])
     with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match=f"^{text}$"):
-        call(arguments["x"])
+        call(arguments[first])
 
 
 @pytest.mark.parametrize("is_dynamic", [False, True])
@@ -553,6 +554,16 @@ def test_no_memory(kernel, device):
         kernel.quantize_fp8(x)
 
 
+# More tiles than a GPU has multiprocessors, for tiles of 128 and of 192 columns.
+@pytest.mark.parametrize(
+    ("rows", "out_features", "in_features"), [(2305, 4104, 1040), (2561, 3200, 272)], ids=str
+)
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_products_of_many_tiles(kernel, device, rows, out_features, in_features, is_blocked):
+    size = (rows, out_features, in_features)
+    check_linear(kernel, linear_arguments(*size, is_blocked, torch.bfloat16, device))
+
+
 @pytest.mark.sanitize
 @every_block_size
 @pytest.mark.parametrize(
@@ -567,5 +578,6 @@ def test_smoke(kernel, device, shape, layout, block_size):
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("is_blocked", [False, True])
-def test_smoke_of_products(kernel, device, is_blocked):
-    check_linear(kernel, linear_arguments(130, 136, 400, is_blocked, torch.bfloat16, device))
+@pytest.mark.parametrize("out_features", [136, 13001], ids=["one_tile", "several_tiles_of_odd_rows"])
+def test_smoke_of_products(kernel, device, is_blocked, out_features):
+    check_linear(kernel, linear_arguments(130, out_features, 400, is_blocked, torch.bfloat16, device))

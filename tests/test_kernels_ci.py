@@ -15,6 +15,14 @@ HIDDEN = HEADS * HEAD_DIM
 GRID = (2, 3, 4)  # frames, rows and columns of the tokens
 NOT_OPERATIONS = {"inject_kernels", "eject_kernels", "layers"}
 FP8_OPERATIONS = {"quantize_fp8", "linear_fp8"}  # with tests of their own
+FP8_NORMS = {
+    "rms_norm_fp8": "rms_norm",
+    "layer_norm_fp8": "layer_norm",
+    "rms_norm_modulate_fp8": "rms_norm_modulate",
+    "layer_norm_modulate_fp8": "layer_norm_modulate",
+    "gated_residual_rms_norm_modulate_fp8": "gated_residual_rms_norm_modulate",
+    "gated_residual_layer_norm_modulate_fp8": "gated_residual_layer_norm_modulate",
+}
 
 
 def rms_norm(x, weight=None):
@@ -171,7 +179,7 @@ class Case:
 
 def test_every_operation_has_a_case(kernel):
     operations = {name for name in kernel.__all__ if name.islower()}
-    assert operations - NOT_OPERATIONS - FP8_OPERATIONS == set(CASES)
+    assert operations - NOT_OPERATIONS - FP8_OPERATIONS - set(FP8_NORMS) == set(CASES)
 
 
 @every_operation
@@ -208,6 +216,21 @@ def test_quantize_fp8(kernel, device, block_size, dtype):
     assert torch.equal(scale, expected.squeeze(-1))
     quotients = (groups / expected).to(torch.float8_e4m3fn).flatten(-2)
     assert x8.dtype == torch.float8_e4m3fn and torch.equal(x8.float(), quotients.float())
+
+
+@pytest.mark.parametrize(("name", "unquantized"), FP8_NORMS.items())
+def test_norms_fp8(kernel, device, name, unquantized):
+    """Each value is within half a step of E4M3 of the unquantized result."""
+    case = Case(kernel, unquantized, torch.bfloat16, device)
+    *residual, x8, scale = getattr(kernel, name)(*case.arguments, **case.options)
+    *expected_residual, expected = case.expected()
+    for out, reference in zip(residual, expected_residual, strict=True):
+        torch.testing.assert_close(out.double(), reference, rtol=2**-8, atol=4e-6)
+    largest = expected.abs().amax(-1, keepdim=True) / 448
+    torch.testing.assert_close(scale.double(), largest, rtol=4e-6, atol=0)
+    # Steps of subnormal numbers are 2^-9.
+    half_step = torch.maximum(expected.abs() / 16, largest * 2**-10) * 1.001
+    assert ((x8.double() * scale - expected).abs() <= half_step).all()
 
 
 @pytest.mark.parametrize("block_size", [None, 128])

@@ -394,3 +394,11 @@ def test_one_operator(kernel, device, name):
     arguments = row_call(name, (2, 3, 64), torch.bfloat16, device)
     function = getattr(kernel, f"{name}_fp8")
     assert len(operators_of(lambda: function(**arguments))) == 1
+
+
+@pytest.mark.sanitize
+@every_norm
+@pytest.mark.parametrize("hidden", [7, 2048], ids=["scalar", "vector"])
+def test_smoke(kernel, device, name, hidden):
+    arguments = row_call(name, (2, 3, hidden), torch.bfloat16, device)
+    check_norm(kernel, name, arguments)

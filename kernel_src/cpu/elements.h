@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <limits>
 
 #include "params.h"
 
@@ -62,6 +63,28 @@ inline uint8_t float_to_e4m3(float value) {
   rounded = magnitude >= 0x43e00000 ? 0x7e : rounded;
   rounded = magnitude > 0x7f800000 ? 0x7f : rounded;
   return static_cast<uint8_t>(rounded | ((bits >> 24) & 0x80));
+}
+
+// Returns the scale of FP8 values: 0 if it would be subnormal, NaN if a value is not finite.
+inline float fp8_scale(const float* values, int64_t count) {
+  constexpr uint32_t kMagnitude = 0x7fffffffu, kInfinity = 0x7f800000u;
+  uint32_t largest = 0;  // as an integer, so that NaN is the largest
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < count; ++i)
+    largest = std::max(largest, std::bit_cast<uint32_t>(values[i]) & kMagnitude);
+  if (largest >= kInfinity) return std::numeric_limits<float>::quiet_NaN();
+  const float scale = std::bit_cast<float>(largest) / kLargestFp8;
+  return scale < std::numeric_limits<float>::min() ? 0.0f : scale;
+}
+
+// Stores values over their scale. Returns the scale.
+inline float store_fp8(const float* values, int64_t count, uint8_t* out) {
+  const float scale = fp8_scale(values, count);
+  if (scale == 0.0f)
+    std::fill_n(out, count, uint8_t{0});
+  else
+    for (int64_t i = 0; i < count; ++i) out[i] = float_to_e4m3(values[i] / scale);
+  return scale;
 }
 
 // Loads elements data[offset] to data[offset + count - 1].

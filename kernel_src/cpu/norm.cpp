@@ -3,10 +3,8 @@
 //
 // The float32 values of a row are kept between its passes.
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <memory>
 
 #include "elements.h"
@@ -109,25 +107,11 @@ struct Block {
   }
 };
 
-// Returns the scale of quantized values: 0 if it would be subnormal, NaN if a value is not finite.
-float fp8_scale_of(const float* values, int64_t count) {
-  constexpr uint32_t kMagnitude = 0x7fffffffu, kInfinity = 0x7f800000u;
-  uint32_t largest = 0;  // as an integer, so that NaN is the largest
-#pragma omp simd reduction(max : largest)
-  for (int64_t i = 0; i < count; ++i)
-    largest = std::max(largest, std::bit_cast<uint32_t>(values[i]) & kMagnitude);
-  if (largest >= kInfinity) return std::numeric_limits<float>::quiet_NaN();
-  const float scale = std::bit_cast<float>(largest) / kLargestFp8;
-  return scale < std::numeric_limits<float>::min() ? 0.0f : scale;
-}
-
 // Writes a row of values over their scale, and the scale.
 void write_quantized(const RowNormParams& params, int64_t row, const float* values) {
-  const float scale = fp8_scale_of(values, params.hidden);
-  uint8_t* out = static_cast<uint8_t*>(params.out.data) + row_offset(params.shape, params.out, row);
-  for (int64_t i = 0; i < params.hidden; ++i)
-    out[i] = float_to_e4m3(scale == 0.0f ? 0.0f : values[i] / scale);
-  static_cast<float*>(params.row_scale.data)[row_offset(params.shape, params.row_scale, row)] = scale;
+  auto* out = static_cast<uint8_t*>(params.out.data) + row_offset(params.shape, params.out, row);
+  auto* scale = static_cast<float*>(params.row_scale.data) + row_offset(params.shape, params.row_scale, row);
+  *scale = store_fp8(values, params.hidden, out);
 }
 
 // Returns 1 / sqrt(mean(x^2) + x_eps) of a row, or 1 if x is not normalized. `x` has room for a row.

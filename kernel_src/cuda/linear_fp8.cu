@@ -2,13 +2,12 @@
 //
 // Blocks are persistent. Two blocks form a cluster: they compute adjacent tiles of 128 rows and the same
 // columns, and each loads half of the weights' tile for both (multicast), because the L2 cache could not
-// deliver it twice at the rate of the products. In a block one warp loads tiles of 128 bytes a row into a ring
-// of stages, and two warp groups multiply, 64 rows each. The accumulator of FP8 products keeps about 14 bits.
-// So each stage is a sum of its own, which is then added in float32. While one warp group adds, the other
-// multiplies.
+// deliver it twice at the rate of the products. In a block one warp loads tiles of 128 bytes a row into a
+// ring of stages, and two warp groups multiply, 64 rows each. The accumulator of FP8 products keeps about 14
+// bits, so the products of each stage are added to float32 sums (notes/fp8.md).
 #include <algorithm>
-#include <climits>
 
+#include "fast_divisor.cuh"
 #include "fp8_product.cuh"
 #include "launch.cuh"
 #include "params.h"
@@ -57,28 +56,31 @@ struct Memory {
   __device__ __forceinline__ StageRing ring() const { return {factors(kGroups)}; }
 };
 
+constexpr int kGroupPairs = 8;  // pairs of row tiles that clusters compute before those further down
+
 struct KernelParams {
   CUtensorMap x, weight, out;
   LinearFp8Params args;
   int row_pairs, column_tiles, depth_tiles;
+  FastDivisor group_tiles;  // of kGroupPairs pairs of row tiles
   bool is_out_mapped;
 
   __device__ __forceinline__ int tiles() const { return row_pairs * column_tiles; }
 };
 
-// A pair of row tiles and a column tile. Clusters that run at the same time have tiles of a few rows and
-// columns, which they read from L2.
+// First row and column of a block's tile. A cluster has a pair of row tiles. Clusters that run at the same
+// time share a few rows and columns of tiles, which they read from L2.
 struct Tile {
   int row, column;
 
   __device__ __forceinline__ Tile(const KernelParams& params, int index, int rank, int columns) {
-    constexpr int kGroupPairs = 8;
-    const int group_tiles = kGroupPairs * params.column_tiles;
-    const int group = index / group_tiles, first = group * kGroupPairs;
+    const int group = static_cast<int>(params.group_tiles.divide(index)), first = group * kGroupPairs;
+    const int place = index - group * static_cast<int>(params.group_tiles.divisor);
     const int pairs = min(kGroupPairs, params.row_pairs - first);
-    const int place = index - group * group_tiles;
-    column = place / pairs * columns;
-    row = (kClusterBlocks * (first + place % pairs) + rank) * kTileRows;
+    // Only the last group has fewer pairs.
+    const int column_tile = pairs == kGroupPairs ? place / kGroupPairs : place / pairs;
+    column = column_tile * columns;
+    row = (kClusterBlocks * (first + place - column_tile * pairs) + rank) * kTileRows;
   }
 };
 
@@ -145,35 +147,43 @@ class Multiply {
 
  private:
   __device__ __forceinline__ void compute(const Tile& tile) {
-    const auto ring = memory_.ring();
     const int first_row = tile.row + role_.group * kWarpGroupRows;
     RowScales<kIsBlocked> rows(params_, first_row + role_.output_row(0));
     float2 factors[kThreadColumns] = {};
     load_factors(tile, factors);
     float sums[kValues], products[kValues];
+    multiply_stage(sums);
+    if constexpr (kIsBlocked) {
 #pragma unroll
-    for (float& sum : sums) sum = 0;
-    for (int k = 0; k < params_.depth_tiles; ++k) {
-      const float scales[2] = {rows.next[0], rows.next[1]};
-      if constexpr (kIsBlocked) rows.fetch(min(k + 1, params_.depth_tiles - 1));
-      state_.wait_full(ring);
-      const auto x = MatrixDescriptor::along_rows(memory_.x(state_.stage) +
-                                                  role_.group * kWarpGroupRows * kBoxRowBytes);
-      const auto weight = MatrixDescriptor::along_rows(memory_.weight(state_.stage));
-      wgmma_fence();
-#pragma unroll
-      for (int depth = 0; depth < kTileDepth; depth += kFp8Depth)
-        Fp8Wgmma<kColumns>::multiply(products, x.plus(depth), weight.plus(depth), depth > 0);
-      wgmma_commit_group();
-      wgmma_wait_group();
-      compiler_fence(products);
-      if (role_.lane < kClusterBlocks) ring.empty(state_.stage).arrive_at(role_.lane);
-      state_.advance();
+      for (int i = 0; i < kValues; ++i) sums[i] *= rows.next[i / 2 % 2];
+    }
+#pragma unroll 1
+    for (int k = 1; k < params_.depth_tiles; ++k) {
+      if constexpr (kIsBlocked) rows.fetch(k);
+      multiply_stage(products);
 #pragma unroll
       for (int i = 0; i < kValues; ++i)
-        sums[i] = kIsBlocked ? fmaf(scales[i / 2 % 2], products[i], sums[i]) : sums[i] + products[i];
+        sums[i] = kIsBlocked ? fmaf(rows.next[i / 2 % 2], products[i], sums[i]) : sums[i] + products[i];
     }
     store(tile, first_row, rows, factors, sums);
+  }
+
+  // Multiplies what the next stage holds and releases it.
+  __device__ __forceinline__ void multiply_stage(float (&products)[kValues]) {
+    const auto ring = memory_.ring();
+    state_.wait_full(ring);
+    const auto x =
+        MatrixDescriptor::along_rows(memory_.x(state_.stage) + role_.group * kWarpGroupRows * kBoxRowBytes);
+    const auto weight = MatrixDescriptor::along_rows(memory_.weight(state_.stage));
+    wgmma_fence();
+#pragma unroll
+    for (int depth = 0; depth < kTileDepth; depth += kFp8Depth)
+      Fp8Wgmma<kColumns>::multiply(products, x.plus(depth), weight.plus(depth), depth > 0);
+    wgmma_commit_group();
+    wgmma_wait_group();
+    compiler_fence(products);
+    if (role_.lane < kClusterBlocks) ring.empty(state_.stage).arrive_at(role_.lane);
+    state_.advance();
   }
 
   // Loads the scale and bias of the columns of this thread, long before they are needed.
@@ -219,9 +229,9 @@ class Multiply {
       const uint32_t fragment[4] = {
           pack_pair<T>(sums[8 * p], sums[8 * p + 1]), pack_pair<T>(sums[8 * p + 2], sums[8 * p + 3]),
           pack_pair<T>(sums[8 * p + 4], sums[8 * p + 5]), pack_pair<T>(sums[8 * p + 6], sums[8 * p + 7])};
-      stmatrix(out + p / 4 * M::kOutBoxBytes +
-                   swizzled_piece(role_.fragment_row(), p % 4 * 2 + role_.lane / 16),
-               fragment);
+      stmatrix(
+          out + p / 4 * M::kOutBoxBytes + swizzled_piece(role_.fragment_row(), p % 4 * 2 + role_.lane / 16),
+          fragment);
     }
     fence_proxy_async();
     role_.sync_group();
@@ -303,17 +313,19 @@ void launch(const LinearFp8Params& args, Stream stream) {
   params.row_pairs = static_cast<int>(ceil_divide(args.rows, kClusterBlocks * kTileRows));
   params.column_tiles = static_cast<int>(ceil_divide(args.out_features, kColumns));
   params.depth_tiles = static_cast<int>(ceil_divide(args.in_features, kTileDepth));
+  params.group_tiles.set(static_cast<uint32_t>(kGroupPairs * params.column_tiles));
   params.x = map_matrix(CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, args.x, args.rows, args.in_features, kTileRows);
   params.weight = map_matrix(CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, args.weight, args.out_features,
                              args.in_features, kColumns / kClusterBlocks);
   params.is_out_mapped = args.out_features * 2 % kVectorBytes == 0 && is_16_byte_aligned(args.out);
   if (params.is_out_mapped)
-    params.out = map_matrix(tensor_map_type(args.dtype), 2, args.out, args.rows, args.out_features,
-                            kWarpGroupRows);
+    params.out =
+        map_matrix(tensor_map_type(args.dtype), 2, args.out, args.rows, args.out_features, kWarpGroupRows);
   const int clusters = std::min(multiprocessor_count(kOperation, stream.device) / kClusterBlocks,
                                 params.row_pairs * params.column_tiles);
   launch_kernel_with_shared_memory<linear_fp8_kernel<kColumns, T, kIsBlocked>, kClusterBlocks>(
-      kOperation, dim3(static_cast<unsigned>(clusters * kClusterBlocks)), kThreads, params, stream, M::kBytes);
+      kOperation, dim3(static_cast<unsigned>(clusters * kClusterBlocks)), kThreads, params, stream,
+      M::kBytes);
 }
 
 // Returns a number that grows with the time of tiles of this many columns: the columns that each cluster

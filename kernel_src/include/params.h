@@ -370,14 +370,14 @@ struct AttentionParams {
 int64_t attention_workspace_bytes(const AttentionParams& params);
 void attention(const AttentionParams& params, Stream stream);
 
-// FP8 is E4M3 (torch.float8_e4m3fn): 4 bits of exponent, 3 of mantissa, no infinity. Values are stored divided
-// by a float32 scale, the largest magnitude that shares the scale over kLargestFp8.
+// FP8 is E4M3 (torch.float8_e4m3fn): 4 bits of exponent, 3 of mantissa, no infinity. Values are stored
+// divided by a float32 scale, the largest magnitude that shares the scale over kLargestFp8.
 constexpr float kLargestFp8 = 448.0f;
 constexpr int64_t kFp8BlockSize = 128;
 
 // scale = max(|x|) / kLargestFp8 of a row, or of each block of kFp8BlockSize elements of a row (the last one
-// may be shorter); out = x / scale, rounded to nearest even. Both are 0 if the scale would be subnormal. A NaN
-// or an infinity makes the scale, and all elements that share it, NaN.
+// may be shorter); out = x / scale, rounded to nearest even. Both are 0 if the scale would be subnormal. A
+// NaN or an infinity makes the scale, and all elements that share it, NaN.
 struct QuantizeFp8Params {
   RowShape shape;
   int64_t hidden;
@@ -389,6 +389,9 @@ struct QuantizeFp8Params {
 };
 
 void quantize_fp8(const QuantizeFp8Params& params, Stream stream);
+
+// Largest number of rows of each matrix. Kernels count them in an int, beyond the last tile too.
+constexpr int64_t kMaxFp8Rows = int64_t{1} << 30;
 
 // out = (x * x_scale) (weight * weight_scale)^T + bias, for E4M3 x (rows, in_features) and weight
 // (out_features, in_features), both contiguous and aligned to 16 bytes. in_features is a multiple of 16.

@@ -117,8 +117,8 @@ struct MappedTensor {
   }
 };
 
-// Makes a tensor map of boxes with the 128-byte swizzle. The sizes are those of all dimensions, the strides, in
-// bytes, those of all but the innermost one.
+// Makes a tensor map of boxes with the 128-byte swizzle. The sizes are those of all dimensions, the strides,
+// in bytes, those of all but the innermost one.
 template <int kDims>
 CUtensorMap encode_tensor_map(const char* operation, CUtensorMapDataType type, const void* data,
                               const cuuint64_t (&sizes)[kDims], const cuuint64_t (&strides)[kDims - 1],
@@ -136,10 +136,9 @@ CUtensorMap encode_tensor_map(const char* operation, CUtensorMapDataType type, c
   cuuint32_t every[kDims];
   for (cuuint32_t& step : every) step = 1;
   CUtensorMap map;
-  const CUresult result =
-      encode(&map, type, kDims, const_cast<void*>(data), sizes, strides, box, every,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(&map, type, kDims, const_cast<void*>(data), sizes, strides, box, every,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     throw std::runtime_error(std::string(operation) + ": cuTensorMapEncodeTiled failed with error " +
                              std::to_string(static_cast<int>(result)));

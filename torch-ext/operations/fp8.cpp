@@ -91,8 +91,8 @@ OwnedTensor call_linear_fp8(const char* operation, const Tensor& x, const Tensor
   check.aligned("x", x, kFp8Alignment);
   check.aligned("weight", weight, kFp8Alignment);
   params.rows = x.numel() / params.in_features;
-  check.countable("x", "number of rows", {params.rows});
-  check.countable("weight", "number of rows", {params.out_features});
+  check.countable("x", "number of rows", {params.rows}, kMaxFp8Rows);
+  check.countable("weight", "number of rows", {params.out_features}, kMaxFp8Rows);
 
   Sizes shape = check.shape();
   shape.back() = params.out_features;
