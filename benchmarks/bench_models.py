@@ -1,7 +1,8 @@
 """One forward of published models: eager, compiled block by block, and injected.
 
 --modes selects more: compiled as a whole, compiled with CUDA graphs (reduce-overhead), injected without
-attention, injected with CUDA graphs, injected and compiled by blocks or as a whole.
+attention, injected with CUDA graphs, injected and compiled by blocks or as a whole, and with the blocks' linear
+layers in FP8 (torchao's, a scale a row): eager, compiled block by block, injected.
 
 Sizes are the published ones (most with fewer blocks), inputs are those of the pipelines. All modes share one
 set of weights and take turns, first with random weights, then with query and key norms that give scores as
@@ -43,6 +44,8 @@ from tabulate import tabulate
 
 WARM_UP_ROUNDS = 2
 COMPARED = ("eager", "compiled", models.REGIONAL)  # baselines of speedups
+# The modes whose injection is timed, and its entry in the result.
+INJECTIONS = {"injected": "injection", models.INJECTED_FP8: "injection_fp8"}
 HOST_ROUNDS = 5  # maximum, because a sample takes as long as one of the time
 
 
@@ -150,10 +153,12 @@ def measure_size(
     forwards, graphs = {}, None
     for mode in settings.modes:
         instance = models.twin(model)
+        if mode in models.FP8_MODES:
+            models.quantize(instance)
         forward = forwards[mode] = functools.partial(instance, **arguments)
-        if mode == "injected":
+        if mode in INJECTIONS:
             forward()
-            result["injection"] = inject(instance, kernel, forward, device)
+            result[INJECTIONS[mode]] = inject(instance, kernel, forward, device)
         elif mode.startswith("injected"):
             report = models.inject(kernel, instance, mode)
             if mode == models.GRAPHS:

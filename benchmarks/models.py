@@ -28,11 +28,17 @@ REGIONAL = "compiled-regional"  # block by block, as diffusers recommends
 FA3 = f"{REGIONAL}+fa3"  # the same with self-attention by FlashAttention-3
 REDUCE_OVERHEAD = "compiled-reduce-overhead"  # as a whole, replayed from CUDA graphs
 GRAPHS = "injected+graphs"  # the kernels, replayed from CUDA graphs
+# The blocks' linear layers quantized by torchao, with a scale for each row.
+TORCHAO, TORCHAO_COMPILED, INJECTED_FP8 = "eager+fp8", f"{REGIONAL}+fp8", "injected+fp8"
+FP8_MODES = (TORCHAO, TORCHAO_COMPILED, INJECTED_FP8)
+# Parts of the names of linear layers in blocks that stay as they are: they modulate.
+NOT_QUANTIZED = ("norm", "mod", "adaln")
 MODES = (
     *("eager", "compiled", REGIONAL, FA3, REDUCE_OVERHEAD),
     *("injected", NO_ATTENTION, GRAPHS, "injected+compiled", f"injected+{REGIONAL}"),
+    *FP8_MODES,
 )
-NEED_GPU = (REDUCE_OVERHEAD, GRAPHS, FA3)
+NEED_GPU = (REDUCE_OVERHEAD, GRAPHS, FA3, *FP8_MODES)
 DEFAULT_MODES = ("eager", REGIONAL, "injected")
 # Standard deviation, or about that, of the scores of the image's own attention, in nats.
 WEIGHTS = {"random": 1.0, "peaked": 3.0}
@@ -288,6 +294,26 @@ def compile_as(model: torch.nn.Module, mode: str) -> bool:
     else:
         return False
     return True
+
+
+def quantize(model: torch.nn.Module) -> None:
+    """Quantizes the blocks' linear layers by torchao, except those that modulate. The weights of models that
+    share them stay.
+
+    The import changes Inductor's configuration: later compilations take minutes.
+    """
+    from torchao.quantization import (
+        Float8DynamicActivationFloat8WeightConfig,
+        PerRow,
+        quantize_,
+    )
+
+    def is_quantized(module: torch.nn.Module, name: str) -> bool:
+        return type(module) is torch.nn.Linear and not any(part in name for part in NOT_QUANTIZED)
+
+    config = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
+    for blocks in block_lists(model):
+        quantize_(blocks, config, filter_fn=is_quantized)
 
 
 def free(device: torch.device) -> None:
