@@ -354,7 +354,9 @@ def test_check_abi_fails(tmp_path, source, requirement):
 VECTOR = "void rows<float, (h100_diffusers_kernels::Access)0>(float*)"
 SCALAR = "void rows<float, (h100_diffusers_kernels::Access)1>(float*)"
 SCALAR_KERNEL = "void h100_diffusers_kernels::scalar_rope_kernel<float>(float*)"
+QUANTIZATION = "void h100_diffusers_kernels::quantize_fp8_kernel<float, 32, 2, false>(float*)"
 PRODUCTS, WAIT = ["HGMMA.64x128x16.F32.BF16"] * 4, "WARPGROUP.DEPBAR.LE"
+FP8_PRODUCTS = ["QGMMA.64x192x32.F32.E4M3.E4M3"] * 4
 
 
 @pytest.mark.parametrize(
@@ -373,6 +375,15 @@ PRODUCTS, WAIT = ["HGMMA.64x128x16.F32.BF16"] * 4, "WARPGROUP.DEPBAR.LE"
             ["UTMALDG.4D", *(op for product in PRODUCTS for op in (product, WAIT)), "UTMASTG.4D"],
             ["matrix products wait for each other"],
         ),
+        (VECTOR, 0, ["UTMALDG.2D", *FP8_PRODUCTS, WAIT, "UTMASTG.2D"], []),
+        (
+            VECTOR,
+            0,
+            ["UTMALDG.2D", *(op for p in FP8_PRODUCTS for op in (p, WAIT)), "UTMASTG.2D"],
+            ["matrix products wait for each other"],
+        ),
+        (QUANTIZATION, 0, ["LDG.E.128", "STG.E.64"], []),
+        (QUANTIZATION, 0, ["LDG.E.128", "STG.E"], ["no 16-byte stores"]),
         (SCALAR, 0, ["LDG.E.U16", "STG.E.U16"], []),
         (SCALAR_KERNEL, 0, ["LDG.E.U16", "STG.E.U16"], []),
         (SCALAR, 4, ["LDG.E.U16", "STG.E.U16"], ["spills 4 bytes"]),
