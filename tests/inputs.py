@@ -336,11 +336,14 @@ TABLE = {
     "attention": Operation(),
 }
 # FP8 operations are not in the table: they have no derivatives, and their tensors have several dtypes.
-FP8_NORMS = [
-    name + "_fp8" for name, o in TABLE.items() if "norm_modulate" in name and "pair" not in name
+# Those whose name without the ending is another operation, which takes the same arguments.
+WITH_FP8_RESULT = [
+    name + "_fp8" for name in TABLE if "norm_modulate" in name and "pair" not in name
 ]
-FP8_NORMS += ["rms_norm_fp8", "layer_norm_fp8"]
-FP8_OPERATIONS = ("quantize_fp8", "linear_fp8", *FP8_NORMS)
+WITH_FP8_RESULT += [
+    f"{name}_fp8" for name in ("rms_norm", "layer_norm", "gelu", "geglu", "swiglu")
+]
+FP8_OPERATIONS = ("quantize_fp8", "linear_fp8", *WITH_FP8_RESULT)
 GATED = ("geglu", "swiglu")
 ACTIVATIONS = ("gelu", "silu", *GATED)
 ROW_NORMS = [name for name, o in TABLE.items() if o.rows and name not in (*ACTIVATIONS, "softmax")]
@@ -452,7 +455,7 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
     if operation_of(name) == "linear_fp8":
         blocks = math.ceil(hidden / 128) if name.endswith(IN_BLOCKS) else 1
         return kernel.linear_fp8, fp8_operands(shape, 40, blocks, dtype=dtype, device=device)
-    if name in FP8_NORMS:
+    if name in WITH_FP8_RESULT:
         unquantized = name.removesuffix("_fp8")
         how = {"dtype": dtype, "device": device, "shape": shape, "heads": heads, "layout": layout}
         return getattr(kernel, name), sample(kernel, unquantized, **how)[1]

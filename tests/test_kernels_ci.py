@@ -15,13 +15,16 @@ HIDDEN = HEADS * HEAD_DIM
 GRID = (2, 3, 4)  # frames, rows and columns of the tokens
 NOT_OPERATIONS = {"inject_kernels", "eject_kernels", "layers"}
 FP8_OPERATIONS = {"quantize_fp8", "linear_fp8"}  # with tests of their own
-FP8_NORMS = {
+WITH_FP8_RESULT = {
     "rms_norm_fp8": "rms_norm",
     "layer_norm_fp8": "layer_norm",
     "rms_norm_modulate_fp8": "rms_norm_modulate",
     "layer_norm_modulate_fp8": "layer_norm_modulate",
     "gated_residual_rms_norm_modulate_fp8": "gated_residual_rms_norm_modulate",
     "gated_residual_layer_norm_modulate_fp8": "gated_residual_layer_norm_modulate",
+    "gelu_fp8": "gelu",
+    "geglu_fp8": "geglu",
+    "swiglu_fp8": "swiglu",
 }
 
 
@@ -179,7 +182,7 @@ class Case:
 
 def test_every_operation_has_a_case(kernel):
     operations = {name for name in kernel.__all__ if name.islower()}
-    assert operations - NOT_OPERATIONS - FP8_OPERATIONS - set(FP8_NORMS) == set(CASES)
+    assert operations - NOT_OPERATIONS - FP8_OPERATIONS - set(WITH_FP8_RESULT) == set(CASES)
 
 
 @every_operation
@@ -218,8 +221,8 @@ def test_quantize_fp8(kernel, device, block_size, dtype):
     assert x8.dtype == torch.float8_e4m3fn and torch.equal(x8.float(), quotients.float())
 
 
-@pytest.mark.parametrize(("name", "unquantized"), FP8_NORMS.items())
-def test_norms_fp8(kernel, device, name, unquantized):
+@pytest.mark.parametrize(("name", "unquantized"), WITH_FP8_RESULT.items())
+def test_fp8_results(kernel, device, name, unquantized):
     """Each value is within half a step of E4M3 of the unquantized result."""
     case = Case(kernel, unquantized, torch.bfloat16, device)
     *residual, x8, scale = getattr(kernel, name)(*case.arguments, **case.options)

@@ -1,57 +1,16 @@
 // gelu, silu, geglu and swiglu. Each thread computes one pack of the result; more were never faster, and
 // slower below 64 MB (notes/activations_and_softmax.md, "Activations").
-#include <cfloat>
 #include <type_traits>
 
+#include "activations.cuh"
 #include "fast_divisor.cuh"
-#include "fast_math.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
 #include "params.h"
 #include "row_index.cuh"
-#include "sigmoid.cuh"
 
 namespace h100_diffusers_kernels {
 namespace {
-
-// ----- Formulas. kFast is for results that are rounded to 16 bits. -----
-
-struct Silu {
-  template <bool kFast>
-  __device__ __forceinline__ static float apply(float x) {
-    return Sigmoid<kFast>::times(x, x);
-  }
-};
-
-struct GeluErf {
-  template <bool kFast>
-  __device__ __forceinline__ static float apply(float x) {
-    if constexpr (!kFast) return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
-    // GELU is max(x, 0) - |x| * tail, where tail is the normal distribution's beyond a = |x|, approximated by
-    // 2^(a * polynomial(a) - 1). The polynomial is a fit of log2(erfc(a / sqrt(2))) / a; the relative error
-    // of the tail is 2e-6 for a < 1 and 1e-5 for a = 4. With erff arithmetic takes longer than memory
-    // (notes/activations_and_softmax.md, "Activations").
-    const float a = fabsf(x);
-    float slope = -2.69856475e-08f;
-    for (const float coefficient : {-8.29682847e-07f, 4.87766993e-05f, -0.000853764534f, 0.00827150792f,
-                                    -0.0535870492f, -0.458741397f, -1.15117264f})
-      slope = fmaf(slope, a, coefficient);
-    const float tail = fast_exp2(fmaf(a, slope, -1.0f));
-    // FLT_MAX makes the product 0 for x = infinity. For -infinity the result is NaN, as in PyTorch.
-    return fmaf(-fabsf(fminf(x, FLT_MAX)), tail, fmaxf(x, 0.0f));
-  }
-};
-
-struct GeluTanh {
-  template <bool kFast>
-  __device__ __forceinline__ static float apply(float x) {
-    constexpr float kSqrtTwoOverPi = 0.79788456080286536f;
-    const float u = kSqrtTwoOverPi * fmaf(0.044715f * x * x, x, x);
-    // (1 + tanh(u)) / 2 is sigmoid(2u), which is cheaper than tanh.
-    if constexpr (kFast) return Sigmoid<kFast>::times(x, 2.0f * u);
-    return 0.5f * x * (1.0f + tanhf(u));
-  }
-};
 
 // ----- Kernel -----
 
@@ -104,21 +63,6 @@ struct ActivationKernelParams {
         bias(p.bias) {}
 };
 
-// A pack of x and of its bias, if there is one.
-template <typename T, int kSize>
-struct BiasedPack {
-  Pack<T, kSize> value, bias;
-
-  __device__ __forceinline__ void load(const T* x, const T* x_bias) {
-    value.load(x);
-    if (x_bias) bias.load(x_bias);
-  }
-  __device__ __forceinline__ void to_floats(float (&sum)[kSize], bool has_bias) const {
-    value.to_floats(sum);
-    if (has_bias) add(sum, bias);
-  }
-};
-
 template <typename T, class Activation, bool kIsGated, Access kAccess, class Numbering>
 __global__ void __launch_bounds__(kThreads)
     activation_kernel(const __grid_constant__ ActivationKernelParams<Numbering> params) {
@@ -165,6 +109,7 @@ ActivationParams flattened(ActivationParams args) {
 
 template <class Activation, bool kIsGated>
 void launch(const char* operation, const ActivationParams& given, Stream stream) {
+  if (given.scale.data) return launch_quantized_activation<Activation, kIsGated>(operation, given, stream);
   const ActivationParams args = flattened(given);
   const int ndim = args.shape.ndim;
   const int64_t gate_bytes =

@@ -1,7 +1,8 @@
-// Quantization to FP8 of rows, or of blocks of rows. Rows of up to 16384 elements are held in registers.
-// Longer and unaligned ones are read twice, one element at a time.
+// Quantization to FP8 of rows, or of blocks of rows; also of activations. Rows of up to 16384 elements are
+// held in registers. Longer and unaligned ones are read twice, one element at a time.
 #include <type_traits>
 
+#include "activations.cuh"
 #include "fp8.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
@@ -15,173 +16,271 @@ namespace {
 
 constexpr int kQuantizedPack = 8;  // elements that a thread stores at once
 constexpr int kBlockPacks = kFp8BlockSize / kQuantizedPack;
+constexpr int kMostThreads = 512, kLongRowPacks = 4;
 
 struct QuantizeKernelParams {
   RowIndexer::Operand x, out, scale;
   RowIndexer indexer;
   uint32_t rows;
   int64_t hidden;
+  int64_t gate_distance;  // elements from x to the gate, and from the bias to the gate's bias
+  const void* bias;
 
-  explicit QuantizeKernelParams(const QuantizeFp8Params& p)
+  template <class Params>
+  QuantizeKernelParams(const Params& p, int64_t distance, const void* x_bias)
       : x(p.x, p.shape.ndim),
         out(p.out, p.shape.ndim),
         scale(p.scale, p.shape.ndim),
         indexer(p.shape),
         rows(static_cast<uint32_t>(p.shape.rows)),
-        hidden(p.hidden) {}
+        hidden(p.hidden),
+        gate_distance(distance),
+        bias(x_bias) {}
 };
 
-// The operands of one row.
+// The values of a row that are quantized: x itself.
 template <typename T>
-struct QuantizedRow {
+struct PlainValues {
+  static constexpr int kMostPacks = kLongRowPacks;  // that a thread can hold without spilling
   const T* x;
+
+  __device__ __forceinline__ PlainValues(const QuantizeKernelParams& params, const RowIndexer::Index& index)
+      : x(static_cast<const T*>(params.x.data) + index.offset(params.x)) {}
+
+  template <int kSize>
+  struct Loaded {
+    Pack<T, kSize> x;
+  };
+  template <int kSize>
+  __device__ __forceinline__ void load(int64_t column, Loaded<kSize>& loaded) const {
+    loaded.x.load(x + column);
+  }
+  template <int kSize>
+  __device__ __forceinline__ void to_floats(const Loaded<kSize>& loaded, float (&values)[kSize]) const {
+    loaded.x.to_floats(values);
+  }
+};
+
+// An activation of x and bias, or x times that of a gate.
+template <typename T, class Activation, bool kIsGated>
+struct ActivatedValues {
+  static constexpr int kMostPacks = kIsGated && sizeof(T) == 4 ? kRowPacks : kLongRowPacks;
+  const T *x, *bias;
+  int64_t gate_distance;
+
+  __device__ __forceinline__ ActivatedValues(const QuantizeKernelParams& params,
+                                             const RowIndexer::Index& index)
+      : x(static_cast<const T*>(params.x.data) + index.offset(params.x)),
+        bias(static_cast<const T*>(params.bias)),
+        gate_distance(params.gate_distance) {}
+
+  template <int kSize>
+  struct Loaded {
+    BiasedPack<T, kSize> x, gate;
+  };
+  template <int kSize>
+  __device__ __forceinline__ void load(int64_t column, Loaded<kSize>& loaded) const {
+    const T* x_bias = bias ? bias + column : nullptr;
+    loaded.x.load(x + column, x_bias);
+    if constexpr (kIsGated)
+      loaded.gate.load(x + column + gate_distance, bias ? x_bias + gate_distance : nullptr);
+  }
+  template <int kSize>
+  __device__ __forceinline__ void to_floats(const Loaded<kSize>& loaded, float (&values)[kSize]) const {
+    constexpr bool kFast = true;
+    loaded.x.to_floats(values, bias != nullptr);
+    if constexpr (kIsGated) {
+      float gates[kSize];
+      loaded.gate.to_floats(gates, bias != nullptr);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) values[j] *= Activation::template apply<kFast>(gates[j]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) values[j] = Activation::template apply<kFast>(values[j]);
+    }
+  }
+};
+
+// The results of one row.
+struct QuantizedRow {
   uint8_t* out;
   float* scale;
 
-  __device__ __forceinline__ QuantizedRow(const QuantizeKernelParams& params, uint32_t row) {
-    const auto index = params.indexer(row);
-    x = static_cast<const T*>(params.x.data) + index.offset(params.x);
-    out = static_cast<uint8_t*>(params.out.data) + index.offset(params.out);
-    scale = static_cast<float*>(params.scale.data) + index.offset(params.scale);
-  }
+  __device__ __forceinline__ QuantizedRow(const QuantizeKernelParams& params, const RowIndexer::Index& index)
+      : out(static_cast<uint8_t*>(params.out.data) + index.offset(params.out)),
+        scale(static_cast<float*>(params.scale.data) + index.offset(params.scale)) {}
 };
 
 // kThreadsPerRow threads hold up to kPacks packs each in registers. With kIsBlocked each pack's scale is that
 // of kBlockPacks adjacent threads.
-template <typename T, int kThreadsPerRow, int kPacks, bool kIsBlocked>
+template <class Values, int kThreadsPerRow, int kPacks, bool kIsBlocked>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
     quantize_fp8_kernel(const __grid_constant__ QuantizeKernelParams params) {
   static_assert(!kIsBlocked || kThreadsPerRow % kBlockPacks == 0);
   const RowPosition<kThreadsPerRow> position;
   const int hidden = static_cast<int>(params.hidden);
   const bool is_row = position.kRowsPerBlock == 1 || position.row < params.rows;
-  const QuantizedRow<T> row(params, is_row ? position.row : 0);
+  const auto index = params.indexer(is_row ? position.row : 0);
+  const Values row(params, index);
+  const QuantizedRow result(params, index);
   griddepcontrol_wait();
 
-  Pack<T, kQuantizedPack> packs[kPacks];
+  typename Values::template Loaded<kQuantizedPack> loaded[kPacks];
+  float values[kPacks][kQuantizedPack] = {};
   bool is_column[kPacks];
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
     const int column = position.pack(i) * kQuantizedPack;
     is_column[i] = is_row && column < hidden;
-    if (is_column[i]) packs[i].load(row.x + column);
+    if (is_column[i]) row.load(column, loaded[i]);
   }
   constexpr int kScales = kIsBlocked ? kPacks : 1;
   uint32_t largest[kScales] = {};
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
-    float values[kQuantizedPack];
-    packs[i].to_floats(values);
     if (!is_column[i]) continue;
+    row.to_floats(loaded[i], values[i]);
 #pragma unroll
     for (int j = 0; j < kQuantizedPack; ++j)
-      largest[i % kScales] = max(largest[i % kScales], magnitude_of(values[j]));
+      largest[i % kScales] = max(largest[i % kScales], magnitude_of(values[i][j]));
   }
   constexpr int kGroup = kIsBlocked ? kBlockPacks : kThreadsPerRow;
   GroupReduce<UnsignedMax, uint32_t, kGroup, kScales>{}(largest);
 
-  if (!kIsBlocked && is_row && position.thread == 0) row.scale[0] = fp8_scale(largest[0]);
+  if (!kIsBlocked && is_row && position.thread == 0) result.scale[0] = fp8_scale(largest[0]);
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
     if (!is_column[i]) continue;
     const Fp8Quotient quotient(fp8_scale(largest[i % kScales]));
-    float q[kQuantizedPack];
-    packs[i].to_floats(q);
+    float (&q)[kQuantizedPack] = values[i];
 #pragma unroll
     for (int j = 0; j < kQuantizedPack; ++j) q[j] = quotient(q[j]);
     const int pack = position.pack(i);
-    *reinterpret_cast<uint2*>(row.out + pack * kQuantizedPack) =
+    *reinterpret_cast<uint2*>(result.out + pack * kQuantizedPack) =
         make_uint2(pack_fp8(q[0], q[1], q[2], q[3]), pack_fp8(q[4], q[5], q[6], q[7]));
-    if (kIsBlocked && pack % kBlockPacks == 0) row.scale[pack / kBlockPacks] = quotient.scale;
+    if (kIsBlocked && pack % kBlockPacks == 0) result.scale[pack / kBlockPacks] = quotient.scale;
   }
 }
 
-// Quantizes elements first ... end - 1 of a row by kThreads threads.
-template <int kThreads, typename T, class Reduce>
-__device__ __forceinline__ float quantize_scalars(const QuantizedRow<T>& row, int64_t first, int64_t end,
-                                                  int thread, const Reduce& reduce) {
+// Quantizes elements first ... end - 1 of a row by kThreads threads, and returns their scale.
+template <int kThreads, class Values, class Reduce>
+__device__ __forceinline__ float quantize_scalars(const Values& row, const QuantizedRow& result,
+                                                  int64_t first, int64_t end, int thread,
+                                                  const Reduce& reduce) {
+  const auto value_of = [&](int64_t column) {
+    typename Values::template Loaded<1> loaded;
+    float value[1];
+    row.load(column, loaded);
+    row.to_floats(loaded, value);
+    return value[0];
+  };
   uint32_t largest = 0;
-  for (int64_t i = first + thread; i < end; i += kThreads)
-    largest = max(largest, magnitude_of(to_float(row.x[i])));
+  for (int64_t i = first + thread; i < end; i += kThreads) largest = max(largest, magnitude_of(value_of(i)));
   const Fp8Quotient quotient(fp8_scale(reduce(largest)));
   for (int64_t i = first + thread; i < end; i += kThreads)
-    row.out[i] = static_cast<uint8_t>(pack_fp8(quotient(to_float(row.x[i])), 0, 0, 0));
+    result.out[i] = static_cast<uint8_t>(pack_fp8(quotient(value_of(i)), 0, 0, 0));
   return quotient.scale;
 }
 
 // Rows of any length and alignment.
-template <typename T, int kThreadsPerRow>
+template <class Values, int kThreadsPerRow>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
     scalar_quantize_fp8_kernel(const __grid_constant__ QuantizeKernelParams params) {
   const RowPosition<kThreadsPerRow> position;
   const bool is_row = position.kRowsPerBlock == 1 || position.row < params.rows;
-  const QuantizedRow<T> row(params, is_row ? position.row : 0);
+  const auto index = params.indexer(is_row ? position.row : 0);
+  const Values row(params, index);
+  const QuantizedRow result(params, index);
   griddepcontrol_wait();
   const float scale = quantize_scalars<kThreadsPerRow>(
-      row, 0, is_row ? params.hidden : 0, position.thread, [](uint32_t thread_largest) {
+      row, result, 0, is_row ? params.hidden : 0, position.thread, [](uint32_t thread_largest) {
         uint32_t largest[1] = {thread_largest};
         GroupReduce<UnsignedMax, uint32_t, kThreadsPerRow>{}(largest);
         return largest[0];
       });
-  if (is_row && position.thread == 0) row.scale[0] = scale;
+  if (is_row && position.thread == 0) result.scale[0] = scale;
 }
 
 // A thread block has a row, and each of its warps a block of the row at a time.
-template <typename T>
+template <class Values>
 __global__ void __launch_bounds__(kAnyRowThreads)
     scalar_blocked_quantize_fp8_kernel(const __grid_constant__ QuantizeKernelParams params) {
-  const QuantizedRow<T> row(params, blockIdx.x);
+  const auto index = params.indexer(blockIdx.x);
+  const Values row(params, index);
+  const QuantizedRow result(params, index);
   const int lane = threadIdx.x % kWarpThreads;
   griddepcontrol_wait();
   for (int64_t block = threadIdx.x / kWarpThreads; block * kFp8BlockSize < params.hidden;
        block += kAnyRowThreads / kWarpThreads) {
     const int64_t first = block * kFp8BlockSize;
     const float scale = quantize_scalars<kWarpThreads>(
-        row, first, min(first + kFp8BlockSize, params.hidden), lane,
+        row, result, first, min(first + kFp8BlockSize, params.hidden), lane,
         [](uint32_t largest) { return warp_reduce<UnsignedMax, kWarpThreads>(largest); });
-    if (lane == 0) row.scale[block] = scale;
+    if (lane == 0) result.scale[block] = scale;
   }
 }
-
-}  // namespace
 
 // ---------------------------------------------------------------------------------------------------------
 // Launch
 
+template <class Values, class ThreadsPerRow, bool kIsBlocked>
+void launch(const char* operation, const QuantizeKernelParams& params, bool has_packs, Stream stream) {
+  const auto launch_one = [&](auto kernel, auto threads) {
+    launch_kernel(operation, kernel, RowPosition<threads>::blocks(params.rows), kBlockThreads<threads>,
+                  params, stream);
+  };
+  const int64_t packs = params.hidden / kQuantizedPack;
+  if (has_packs && packs > 0 && params.hidden % kQuantizedPack == 0) {
+    if (dispatch_row_threads(ThreadsPerRow{}, packs, [&](auto threads) {
+          launch_one(quantize_fp8_kernel<Values, threads, kRowPacks, kIsBlocked>, threads);
+        }))
+      return;
+    if (packs <= kMostThreads * Values::kMostPacks)
+      return launch_one(quantize_fp8_kernel<Values, kMostThreads, Values::kMostPacks, kIsBlocked>,
+                        Constant<kMostThreads>{});
+  }
+  if constexpr (kIsBlocked)
+    return launch_one(scalar_blocked_quantize_fp8_kernel<Values>, Constant<kAnyRowThreads>{});
+  if (params.hidden <= kWarpRow)
+    launch_one(scalar_quantize_fp8_kernel<Values, kWarpThreads>, Constant<kWarpThreads>{});
+  else
+    launch_one(scalar_quantize_fp8_kernel<Values, kAnyRowThreads>, Constant<kAnyRowThreads>{});
+}
+
+}  // namespace
+
 void quantize_fp8(const QuantizeFp8Params& args, Stream stream) {
-  constexpr const char* kOperation = "quantize_fp8";
-  // Packs of 8 elements. A row of 1536 or more takes the threads that fit it (row_config.cuh).
+  // A row of 1536 or more takes the threads that fit it (row_config.cuh).
   using ThreadsPerRow = RowThreads<16, 32, 64, 96, 128, 192, 256, 320, 384, 512>;
-  constexpr int kMostThreads = 512, kLongRowPacks = 4;
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
-    const QuantizeKernelParams params(args);
-    const auto launch = [&](auto kernel, auto threads) {
-      launch_kernel(kOperation, kernel, RowPosition<threads>::blocks(args.shape.rows), kBlockThreads<threads>,
-                    params, stream);
-    };
-    const bool has_packs = args.hidden > 0 && args.hidden % kQuantizedPack == 0 &&
-                           has_vector_rows(args.x, args.shape.ndim, sizeof(T));
-    const auto launch_packs = [&](auto is_blocked) {
-      const int64_t packs = args.hidden / kQuantizedPack;
-      if (dispatch_row_threads(ThreadsPerRow{}, packs, [&](auto threads) {
-            launch(quantize_fp8_kernel<T, threads, kRowPacks, is_blocked>, threads);
-          }))
-        return true;
-      if (packs > kMostThreads * kLongRowPacks) return false;
-      launch(quantize_fp8_kernel<T, kMostThreads, kLongRowPacks, is_blocked>, Constant<kMostThreads>{});
-      return true;
-    };
-    if (args.is_blocked) {
-      if (has_packs && launch_packs(std::true_type{})) return;
-      launch(scalar_blocked_quantize_fp8_kernel<T>, Constant<kAnyRowThreads>{});
-    } else {
-      if (has_packs && launch_packs(std::false_type{})) return;
-      if (args.hidden <= kWarpRow)
-        launch(scalar_quantize_fp8_kernel<T, kWarpThreads>, Constant<kWarpThreads>{});
-      else
-        launch(scalar_quantize_fp8_kernel<T, kAnyRowThreads>, Constant<kAnyRowThreads>{});
-    }
+    const QuantizeKernelParams params(args, 0, nullptr);
+    const bool has_packs = has_vector_rows(args.x, args.shape.ndim, sizeof(T));
+    if (args.is_blocked)
+      return launch<PlainValues<T>, ThreadsPerRow, true>("quantize_fp8", params, has_packs, stream);
+    launch<PlainValues<T>, ThreadsPerRow, false>("quantize_fp8", params, has_packs, stream);
   });
 }
+
+template <class Activation, bool kIsGated>
+void launch_quantized_activation(const char* operation, const ActivationParams& args, Stream stream) {
+  using ThreadsPerRow = RowThreads<64, 128, 256, 512>;
+  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
+    const int64_t gate_bytes =
+        kIsGated ? static_cast<const char*>(args.gate.data) - static_cast<const char*>(args.x.data) : 0;
+    const QuantizeKernelParams params(args, gate_bytes / static_cast<int64_t>(sizeof(T)), args.bias);
+    const bool has_packs = is_16_byte_aligned(args.bias) && is_16_byte_aligned(args.gate_bias) &&
+                           has_vector_rows(args.x, args.shape.ndim, sizeof(T)) &&
+                           has_vector_rows(args.gate, args.shape.ndim, sizeof(T));
+    launch<ActivatedValues<T, Activation, kIsGated>, ThreadsPerRow, false>(operation, params, has_packs,
+                                                                           stream);
+  });
+}
+
+template void launch_quantized_activation<GeluErf, false>(const char*, const ActivationParams&, Stream);
+template void launch_quantized_activation<GeluTanh, false>(const char*, const ActivationParams&, Stream);
+template void launch_quantized_activation<Silu, false>(const char*, const ActivationParams&, Stream);
+template void launch_quantized_activation<GeluErf, true>(const char*, const ActivationParams&, Stream);
+template void launch_quantized_activation<GeluTanh, true>(const char*, const ActivationParams&, Stream);
+template void launch_quantized_activation<Silu, true>(const char*, const ActivationParams&, Stream);
 
 }  // namespace h100_diffusers_kernels

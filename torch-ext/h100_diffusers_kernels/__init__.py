@@ -12,7 +12,9 @@ from .functional import (
     gated_residual_rms_norm_modulate,
     gated_residual_rms_norm_modulate_fp8,
     geglu,
+    geglu_fp8,
     gelu,
+    gelu_fp8,
     group_norm,
     layer_norm,
     layer_norm_fp8,
@@ -31,6 +33,7 @@ from .functional import (
     silu,
     softmax,
     swiglu,
+    swiglu_fp8,
 )
 from .injection import InjectionReport, eject_kernels, inject_kernels
 
@@ -47,7 +50,9 @@ __all__ = [
     "gated_residual_rms_norm_modulate",
     "gated_residual_rms_norm_modulate_fp8",
     "geglu",
+    "geglu_fp8",
     "gelu",
+    "gelu_fp8",
     "group_norm",
     "inject_kernels",
     "layer_norm",
@@ -68,4 +73,5 @@ __all__ = [
     "silu",
     "softmax",
     "swiglu",
+    "swiglu_fp8",
 ]

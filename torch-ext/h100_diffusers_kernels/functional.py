@@ -1047,10 +1047,62 @@ def swiglu(
     return out
 
 
+_gelu_fp8, _geglu_fp8, _swiglu_fp8 = (
+    plain_call(operation, "activation_fp8") for operation in ("gelu_fp8", "geglu_fp8", "swiglu_fp8")
+)
+
+
+def gelu_fp8(
+    x: Tensor, approximate: str = "none", bias: Optional[Tensor] = None
+) -> tuple[Tensor, Tensor]:
+    """As ``gelu``, with the result quantized as by ``quantize_fp8``, from the unrounded value.
+
+    Returns:
+        ``(values, scale)``: float8_e4m3fn ``(..., D)`` and float32 ``(..., 1)``.
+    """
+    tanh = choice("gelu_fp8", "approximate", approximate, _APPROXIMATIONS)
+    return _gelu_fp8(x, bias, False, False, tanh, False)
+
+
+def geglu_fp8(
+    x: Tensor,
+    approximate: str = "none",
+    bias: Optional[Tensor] = None,
+    *,
+    activated: str = "second",
+) -> tuple[Tensor, Tensor]:
+    """As ``geglu``, with the result quantized as by ``quantize_fp8``, from the unrounded value.
+
+    Returns:
+        ``(values, scale)``, as from ``gelu_fp8``.
+    """
+    tanh = choice("geglu_fp8", "approximate", approximate, _APPROXIMATIONS)
+    first = choice("geglu_fp8", "activated", activated, _HALVES)
+    return _geglu_fp8(x, bias, False, True, tanh, first)
+
+
+def swiglu_fp8(
+    x: Tensor, bias: Optional[Tensor] = None, *, activated: str = "second"
+) -> tuple[Tensor, Tensor]:
+    """As ``swiglu``, with the result quantized as by ``quantize_fp8``, from the unrounded value.
+
+    Returns:
+        ``(values, scale)``, as from ``gelu_fp8``.
+    """
+    first = choice("swiglu_fp8", "activated", activated, _HALVES)
+    return _swiglu_fp8(x, bias, True, True, False, first)
+
+
 @torch.library.register_fake(add_op_namespace_prefix("activation"))
 def _activation_fake(x, bias, is_silu, is_gated, *_):
     halves = [x.shape[-1] // 2] if is_gated and x.dim() else x.shape[-1:]
     return x.new_empty([*x.shape[:-1], *halves])
+
+
+@torch.library.register_fake(add_op_namespace_prefix("activation_fp8"))
+def _activation_fp8_fake(x, *options):
+    values = _activation_fake(x, *options).to(torch.float8_e4m3fn)
+    return values, x.new_empty([*x.shape[:-1], 1], dtype=torch.float32)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("activation_out"))

@@ -21,6 +21,14 @@ const Activation& activation_of(bool is_silu, bool is_gated) {
   return kActivations[(is_gated ? 2 : 0) + (is_silu ? 1 : 0)];
 }
 
+const Activation& fp8_activation_of(bool is_silu, bool is_gated) {
+  static constexpr Activation kActivations[] = {{"gelu_fp8", gelu, false},
+                                                {"silu_fp8", silu, false},
+                                                {"geglu_fp8", geglu, true},
+                                                {"swiglu_fp8", swiglu, true}};
+  return kActivations[(is_gated ? 2 : 0) + (is_silu ? 1 : 0)];
+}
+
 class ActivationCall {
  public:
   ActivationCall(const Activation& activation, const Tensor& x, const OptionalTensor& bias,
@@ -48,21 +56,32 @@ class ActivationCall {
 
   OwnedTensor run() {
     OwnedTensor out = check_.empty(shape_);
-    launch(Tensor(out));
+    if (x_.numel() > 0) launch(Tensor(out));
     return out;
+  }
+
+  // The values and their scales.
+  TwoTensors run_fp8() {
+    Sizes scale_shape = shape_;
+    scale_shape.back() = 1;
+    OwnedTensor out = check_.empty(shape_, aoti_torch_dtype_float8_e4m3fn());
+    OwnedTensor scale = check_.empty(scale_shape, aoti_torch_dtype_float32());
+    // Rows without elements have a scale, too.
+    if (Tensor(scale).numel() > 0) launch(Tensor(out), Tensor(scale));
+    return {std::move(out), std::move(scale)};
   }
 
   void run(const Tensor& out) {
     const bool x_may_be_out = !activation_.is_gated;
     check_out(check_, out, shape_, {{"x", x_, x_may_be_out}, {"bias", bias_}});
-    launch(out);
+    if (x_.numel() > 0) launch(out);
   }
 
  private:
-  void launch(const Tensor& out) {
-    if (x_.numel() == 0) return;
+  void launch(const Tensor& out, const OptionalTensor& scale = {}) {
     RowLaunch rows(shape_, RowBinding{params_.x, x_, x_offset_},
-                   RowBinding{params_.gate, gate_, gate_offset_}, RowBinding{params_.out, out});
+                   RowBinding{params_.gate, gate_, gate_offset_}, RowBinding{params_.out, out},
+                   RowBinding{params_.scale, scale});
     const DeviceStream device(x_);
     rows.run(params_.shape, [&] { activation_.launcher(params_, device.stream()); });
   }
@@ -88,6 +107,12 @@ void call_activation_out(const char*, const Tensor& x, const OptionalTensor& bia
   ActivationCall(activation_of(is_silu, is_gated), x, bias, tanh_approximation, first_is_activated).run(out);
 }
 
+TwoTensors call_activation_fp8(const char*, const Tensor& x, const OptionalTensor& bias, bool is_silu,
+                               bool is_gated, bool tanh_approximation, bool first_is_activated) {
+  return ActivationCall(fp8_activation_of(is_silu, is_gated), x, bias, tanh_approximation, first_is_activated)
+      .run_fp8();
+}
+
 constexpr Operation kOperations[] = {
     operation<"activation(Tensor x, Tensor? bias, bool is_silu, bool is_gated, bool tanh_approximation,"
               " bool first_is_activated) -> Tensor",
@@ -95,6 +120,9 @@ constexpr Operation kOperations[] = {
     operation<"activation_out(Tensor x, Tensor? bias, bool is_silu, bool is_gated, bool tanh_approximation,"
               " bool first_is_activated, Tensor(a!) out) -> ()",
               call_activation_out>(),
+    operation<"activation_fp8(Tensor x, Tensor? bias, bool is_silu, bool is_gated, bool tanh_approximation,"
+              " bool first_is_activated) -> (Tensor, Tensor)",
+              call_activation_fp8>(),
 };
 
 }  // namespace
