@@ -340,9 +340,7 @@ TABLE = {
 WITH_FP8_RESULT = [
     name + "_fp8" for name in TABLE if "norm_modulate" in name and "pair" not in name
 ]
-WITH_FP8_RESULT += [
-    f"{name}_fp8" for name in ("rms_norm", "layer_norm", "gelu", "geglu", "swiglu")
-]
+WITH_FP8_RESULT += [f"{name}_fp8" for name in ("rms_norm", "layer_norm", "gelu", "geglu", "swiglu")]
 FP8_OPERATIONS = ("quantize_fp8", "linear_fp8", *WITH_FP8_RESULT)
 GATED = ("geglu", "swiglu")
 ACTIVATIONS = ("gelu", "silu", *GATED)

@@ -578,6 +578,10 @@ def test_smoke(kernel, device, shape, layout, block_size):
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("is_blocked", [False, True])
-@pytest.mark.parametrize("out_features", [136, 13001], ids=["one_tile", "several_tiles_of_odd_rows"])
+@pytest.mark.parametrize(
+    "out_features", [136, 13001], ids=["one_tile", "several_tiles_of_odd_rows"]
+)
 def test_smoke_of_products(kernel, device, is_blocked, out_features):
-    check_linear(kernel, linear_arguments(130, out_features, 400, is_blocked, torch.bfloat16, device))
+    check_linear(
+        kernel, linear_arguments(130, out_features, 400, is_blocked, torch.bfloat16, device)
+    )

@@ -29,7 +29,15 @@ from ..conditions import (
 )
 from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownFunction, class_name
-from .linears import can_write_linear, linear, linear_per_sample, linears, run_dropout, write_linear
+from .linears import (
+    are_fp8,
+    can_write_linear,
+    linear,
+    linear_per_sample,
+    linears,
+    run_dropout,
+    write_linear,
+)
 from .norms import LAYER, apply_norm, gated_residual, norm_notes, read_norm
 from .patch import Call, Injection, PatchSpec
 from .report import OWN_ATTENTION
@@ -532,8 +540,12 @@ def project(
         if text is None:
             query, key, value = linears(x, modules[q], modules[k], modules[v])
             return [Stream(query, key, value, norms, rope)]
-        query, key = linears(x, modules[q], modules[k])
-        streams.append(Stream(query, key, (modules[v], x), norms, rope))
+        if are_fp8(modules[v]):
+            query, key, value = linears(x, modules[q], modules[k], modules[v])
+            streams.append(Stream(query, key, value, norms, rope))
+        else:
+            query, key = linears(x, modules[q], modules[k])
+            streams.append(Stream(query, key, (modules[v], x), norms, rope))
     return streams
 
 

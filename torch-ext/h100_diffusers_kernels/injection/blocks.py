@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .attention import concat_streams, concat_view
 from .checks import KnownClass, class_name, has_hooks, has_own_forward, is_plain, why_not_plain
-from .linears import SILU, feed_forward, linear, plain_weight
+from .linears import SILU, are_fp8, feed_forward, linear, plain_weight
 from .norms import (
     Modulator,
     Norm,
@@ -368,6 +368,8 @@ def linear_of_silu(
     if plain is None:
         if ahead is not None and not may_run_ahead(layer, ahead):
             return None
+        if are_fp8(layer):
+            return linear(layer, call.shared(name, temb, torch.nn.functional.silu))
         return layer(torch.nn.functional.silu(temb))  # not shared: the layer may write to it
     if ahead is not None and plain[0].device != ahead.device:
         return None

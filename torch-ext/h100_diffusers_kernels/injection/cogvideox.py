@@ -33,7 +33,7 @@ from .blocks import (
 from .checks import is_plain
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import FEED_FORWARD, LINEAR_GELU, feed_forward, linears, plain_weights
+from .linears import FEED_FORWARD, LINEAR_GELU, are_fp8, feed_forward, linears, plain_weights
 from .norms import gated_residual, norm_notes
 from .patch import Call
 
@@ -153,6 +153,8 @@ def _attention_forward(
     to_q, to_k, to_v = layers = modules["to_q"], modules["to_k"], modules["to_v"]
     if plain_weights(x.dtype, *layers):
         each: list[Any] = [(*linears(n, to_q, to_k), (to_v, n)) for n in (c, x)]
+    elif are_fp8(*layers):
+        each = [tuple(linears(n, *layers)) for n in (c, x)]
     else:  # hooks and adapters get the concat, as in the model
         joint = linears(torch.cat([c, x], dim=1), *layers)
         each = [tuple(y[:, :length] for y in joint), tuple(y[:, length:] for y in joint)]

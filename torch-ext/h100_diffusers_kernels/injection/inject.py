@@ -35,6 +35,7 @@ from .cuda_graphs import GraphedStandIn, Pool
 from .decoder_layers import DECODER_LAYERS
 from .decoders import DECODERS
 from .forward_state import Family
+from .fp8_linears import FP8_LINEAR, FP8_LINEAR_IN_PART
 from .linears import GATED_ACTIVATIONS, UNFUSED_GELU
 from .norm_modules import ADAPTIVE_NORMS, GROUP_NORM, NORMS
 from .patch import UNKNOWN_FORWARD, Injection, PatchSpec, StandIn, can_patch, put_in, take_out
@@ -274,7 +275,7 @@ _Specs = Iterator[tuple[str, nn.Module, PatchSpec]]
 
 def _specs_of_family(model: nn.Module, family: Family) -> _Specs:
     for name, module in model.named_modules():
-        specs = (family.outside.get(name), *family.specs)
+        specs = (family.outside.get(name), *family.specs, FP8_LINEAR)
         matching = [spec for spec in specs if spec and spec.matches(module)]
         if matching:
             # Attention of one class may have a processor of each of several files.
@@ -406,7 +407,7 @@ def known_models() -> str:
 _IN_PART: tuple[PatchSpec, ...] = (
     *(RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK),
     *(*ADAPTIVE_NORMS, *NORMS, GROUP_NORM),
-    *(UNFUSED_GELU, *GATED_ACTIVATIONS),
+    *(UNFUSED_GELU, *GATED_ACTIVATIONS, FP8_LINEAR_IN_PART),
     *DECODERS,
     *DECODER_LAYERS,
 )

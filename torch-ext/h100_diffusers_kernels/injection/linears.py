@@ -1,6 +1,7 @@
 """Linear layers and feed-forwards, computed without a module call if they are plain.
 
-LoRA and quantization replace the layer or its weight, offloading adds hooks. Then the module is called.
+LoRA and quantization replace the layer or its weight, offloading adds hooks. Then the module is called,
+except with the FP8 weights of ``fp8_linears``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..conditions import (
 )
 from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownClass, is_plain, why_not_plain
+from .fp8_linears import fp8_product, fp8_takes, fp8_weight, fp8_weight_for
 from .patch import Call, ExactSpec, PatchSpec
 
 LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
@@ -44,23 +46,50 @@ def linear(layer: Any, x: Tensor) -> Tensor:
     if is_plain(layer, LINEAR):
         parameters = layer._parameters
         if "weight" in parameters and "bias" in parameters:  # sharding moves them
-            return torch.nn.functional.linear(x, parameters["weight"], parameters["bias"])
+            weight, bias = parameters["weight"], parameters["bias"]
+            if type(weight) not in PLAIN_TYPES:
+                found = fp8_weight_for(x, weight, bias)
+                if found is not None:
+                    return fp8_product(functional.quantize_fp8(x), found, x.dtype)
+            return torch.nn.functional.linear(x, weight, bias)
     return layer(x)
 
 
 def linears(x: Tensor, *layers: Any) -> list[Tensor]:
-    """``layer(x)`` of each layer."""
+    """``layer(x)`` of each layer. FP8 layers share the quantized x."""
     if not is_plain(layers[0], LINEAR, *layers[1:]):
         return [linear(layer, x) for layer in layers]
-    results = []
+    results, quantized = [], None
     for layer in layers:
         parameters = layer._parameters
         if "weight" in parameters and "bias" in parameters:
-            product = torch.nn.functional.linear(x, parameters["weight"], parameters["bias"])
+            weight, bias = parameters["weight"], parameters["bias"]
+            found = None
+            if type(weight) not in PLAIN_TYPES:
+                found = fp8_weight_for(x, weight, bias)
+            if found is None:
+                product = torch.nn.functional.linear(x, weight, bias)
+            else:
+                quantized = functional.quantize_fp8(x) if quantized is None else quantized
+                product = fp8_product(quantized, found, x.dtype)
         else:
             product = layer(x)
         results.append(product)
     return results
+
+
+def are_fp8(*layers: Any) -> bool:
+    """Whether all are plain ``torch.nn.Linear`` with weights of ``fp8_linears``."""
+    for layer in layers:
+        parameters = layer._parameters
+        weight = parameters.get("weight")
+        if (
+            type(weight) in PLAIN_TYPES
+            or "bias" not in parameters
+            or fp8_weight(weight, parameters["bias"]) is None
+        ):
+            return False
+    return is_plain(layers[0], LINEAR, *layers[1:])
 
 
 def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
@@ -98,9 +127,11 @@ def plain_weights(dtype: torch.dtype, *layers: Any) -> list[tuple[Tensor, Tensor
 
 def run_dropout(layer: Any, x: Tensor) -> Tensor:
     """``layer(x)``, which is x itself for a plain ``torch.nn.Dropout`` outside training."""
-    if is_plain(layer, DROPOUT) and not layer.training:
-        return x
-    return layer(x)
+    return x if _is_identity(layer) else layer(x)
+
+
+def _is_identity(dropout: Any) -> bool:
+    return is_plain(dropout, DROPOUT) and not dropout.training
 
 
 def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Tensor) -> Tensor:
@@ -120,7 +151,7 @@ def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Tensor) -> T
         out = torch.nn.functional.linear(first, first_weight, bias)
         out.view(-1, out.shape[-1]).addmm_(second.view(-1, sizes[1]), second_weight.t())
         return out
-    return layer(torch.cat([first, second], dim=-1))
+    return linear(layer, torch.cat([first, second], dim=-1))
 
 
 def weights_of_products(call: Call, x: Tensor, *layers: Any) -> list[Tensor] | None:
@@ -138,7 +169,8 @@ def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
     """``silu(activated(x)) * other(x)`` of two linear layers. Plain ones without bias write to one buffer."""
     weights = weights_of_products(call, x, activated, other)
     if weights is None or weights[0].shape != weights[1].shape:
-        return torch.nn.functional.silu(linear(activated, x)) * linear(other, x)
+        gate, up = linears(x, activated, other)
+        return torch.nn.functional.silu(gate) * up
     size = weights[0].shape[0]
     both = x.new_empty(*x.shape[:-1], 2 * size)
     rows, outs = x.view(-1, x.shape[-1]), both.view(-1, 2 * size).chunk(2, dim=1)
@@ -152,7 +184,7 @@ def linear_per_sample(layer: Any, x: Tensor) -> Tensor:
     if x.is_contiguous():
         return linear(layer, x)
     if not can_write_linear(layer, x):
-        return linear(layer, x.contiguous())
+        return linear(layer, x if are_fp8(layer) else x.contiguous())
     out = x.new_empty(*x.shape[:2], layer._parameters["weight"].shape[0])
     write_linear(layer, x, out)
     return out
@@ -180,16 +212,55 @@ def write_linear(layer: Any, x: Tensor, out: Tensor) -> None:
 
 
 def feed_forward(module: Any, x: Tensor) -> Tensor:
-    """A feed-forward of diffusers or FLUX, without module calls of its layers if it is plain."""
+    """A feed-forward of diffusers or FLUX, without module calls of its layers if it is plain.
+
+    Before an FP8 layer the activation is quantized in the pass that computes it.
+    """
     if is_plain(module, FEED_FORWARD):
         net = module._modules.get("net")
-        if type(net) is nn.ModuleList and len(net._modules) == 3:
-            activation, dropout, out = net._modules.values()
-            return linear(out, run_dropout(dropout, activation(x)))
+        if type(net) is nn.ModuleList and 3 <= len(net._modules) <= 4:
+            activation, dropout, out, *last = net._modules.values()
+            y = None
+            if not _has_plain_weight(out) and _is_identity(dropout):
+                y = _fp8_feed_forward(activation, activation._modules.get("proj"), out, x)
+            if y is None:
+                y = linear(out, run_dropout(dropout, activation(x)))
+            return run_dropout(last[0], y) if last else y
     elif is_plain(module, _FLUX2_FEED_FORWARD) or is_plain(module, _FLUX3_FEED_FORWARD):
         layers = module._modules
-        return linear(layers["linear_out"], layers["act_fn"](linear(layers["linear_in"], x)))
+        linear_in, activation, out = layers["linear_in"], layers["act_fn"], layers["linear_out"]
+        y = None if _has_plain_weight(out) else _fp8_feed_forward(activation, linear_in, out, x)
+        return linear(out, activation(linear(linear_in, x))) if y is None else y
     return module(x)
+
+
+def _has_plain_weight(layer: Any) -> bool:
+    return type(layer._parameters.get("weight")) in PLAIN_TYPES
+
+
+def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Tensor) -> Tensor | None:
+    """``out(activation(proj(x)))``, if ``out`` is an FP8 layer and the others are plain, or None."""
+    for known, why_not, halves, operation in _FP8_ACTIVATIONS:  # noqa: B007
+        if type(activation) is known.cls:
+            break
+    else:
+        return None
+    if not is_plain(activation, known) or why_not(activation) or not is_plain(proj, LINEAR, out):
+        return None
+    inner, outer = proj._parameters, out._parameters
+    if not {"weight", "bias"} <= inner.keys() & outer.keys():
+        return None
+    weight = outer["weight"]
+    found = fp8_weight(weight, outer["bias"])
+    features = inner["weight"].shape[0] // halves
+    if (
+        found is None
+        or not fp8_takes(x, weight, found, features)
+        or is_differentiated(*inner.values())
+    ):
+        return None
+    h = linear(proj, x)
+    return fp8_product(operation(activation, h), found, x.dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -257,7 +328,7 @@ def why_not_silu(activation: Any) -> str | None:
     return "its activation writes in place" if activation.inplace else None
 
 
-def _why_not_geglu(module: Any) -> str | None:
+def _why_not_gelu(module: Any) -> str | None:
     return "gelu was replaced" if "gelu" in module.__dict__ else None
 
 
@@ -303,7 +374,7 @@ GEGLU = ExactSpec(
     functions=("torch.nn.functional:gelu", f"{_ACTIVATIONS}:GEGLU.gelu"),
     left_to_compiler=True,
     parameters="self hidden_states args kwargs",
-    condition=_why_not_geglu,
+    condition=_why_not_gelu,
 )
 GATED_ACTIVATIONS = (
     GEGLU,
@@ -314,5 +385,31 @@ GATED_ACTIVATIONS = (
         left_to_compiler=True,
         parameters="self hidden_states",
         condition=_why_not_swiglu,
+    ),
+)
+
+# The activations of feed-forwards: why the kernels cannot replace one, the features of its input for each of
+# its result's, and the operation with a quantized result.
+
+
+def _swiglu_fp8_first(_: Any, h: Tensor) -> tuple[Tensor, Tensor]:
+    return functional.swiglu_fp8(h, activated="first")
+
+
+_FP8_ACTIVATIONS: tuple[Any, ...] = (
+    (LINEAR_GELU.known, _why_not_gelu, 1, lambda m, h: functional.gelu_fp8(h, m.approximate)),
+    (GEGLU.known, _why_not_gelu, 2, lambda _, h: functional.geglu_fp8(h)),
+    (GATED_ACTIVATIONS[1].known, _why_not_swiglu, 2, lambda _, h: functional.swiglu_fp8(h)),
+    (
+        KnownClass(f"{_MODELS}transformer_flux2:Flux2SwiGLU"),
+        _why_not_plain_gate,
+        2,
+        _swiglu_fp8_first,
+    ),
+    (
+        KnownClass(f"{_MODELS}transformer_flux3:Flux3SwiGLU"),
+        _why_not_plain_gate,
+        2,
+        _swiglu_fp8_first,
     ),
 )

@@ -41,7 +41,7 @@ from .blocks import (
 from .checks import KnownClass, is_plain
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import GATED_ACTIVATIONS, feed_forward, linear, plain_weight
+from .linears import GATED_ACTIVATIONS, are_fp8, feed_forward, linear, plain_weight
 from .norms import ChosenRows, chosen_norm_modulate, residual_norm
 from .patch import Call, PatchSpec
 
@@ -63,12 +63,11 @@ def _prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor, indice
 
     def rows_of() -> Rows:
         layer = module._modules.get("linear") if is_plain(module, _MODULATION) else None
-        plain = plain_weight(layer)
-        if plain is None:
+        if layer is None or not (plain_weight(layer) or are_fp8(layer)):
             return _chosen(call, module(temb), indices)
-        dtype = plain[0].dtype
+        dtype = layer._parameters["weight"].dtype
         embedding = call.shared(f"silu {dtype}", temb, lambda temb: F.silu(temb).to(dtype))
-        tables = F.linear(embedding, *plain).view(-1, 6 * module.hidden_size)
+        tables = linear(layer, embedding).view(-1, 6 * module.hidden_size)
         return _chosen(call, tables.chunk(6, dim=-1), indices)
 
     return norm_prologue(call, block, "norm1", ahead, rows_of)

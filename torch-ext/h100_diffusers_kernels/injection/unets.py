@@ -112,7 +112,7 @@ def _project_time(self: Any, call: Call, project: Any, temb: Tensor) -> Tensor:
     if plain is None or not is_bare(call.stand_in.spec, self):
         if call.state is not None:
             call.state.shared.clear()  # the modules may write to what it was made from
-        return project(self._modules["nonlinearity"](temb))
+        return linear(project, self._modules["nonlinearity"](temb))
     activated = call.shared("silu", temb, torch.nn.functional.silu)
     return torch.nn.functional.linear(activated, *plain[0])
 

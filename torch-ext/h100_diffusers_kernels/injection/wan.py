@@ -97,12 +97,12 @@ def _vace_block_forward(
     if not kernels_take(hidden_states.contiguous(), c, control):
         return call.refuse(hidden_states.contiguous(), c, control)
     if self.proj_in is not None:
-        control = self.proj_in(control) + hidden_states
+        control = linear(self.proj_in, control) + hidden_states
     control = control.contiguous()
     begun = _BY_TOKEN[0](call, self, None, temb)(control)
     branch = _after_first_norm(self, call, control, begun, c, None, rotary_emb)
     x = gated_residual(*branch[:3], upcasts=True)
-    return None if self.proj_out is None else self.proj_out(x), x
+    return None if self.proj_out is None else linear(self.proj_out, x), x
 
 
 def _attention_forward(

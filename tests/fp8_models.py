@@ -1,0 +1,93 @@
+"""Models with linear layers quantized to FP8 by torchao, and the same models without torchao and kernels.
+
+torchao quantizes models only on a GPU, so the weights are made one by one, as it makes them. Its own product
+does not run on a CPU either.
+"""
+
+import copy
+import importlib
+
+import torch
+from torch import nn
+
+FP8 = torch.float8_e4m3fn
+PER_ROW, PER_TENSOR = "PerRow", "PerTensor"
+
+
+def is_quantizable(module):
+    return type(module) is nn.Linear and module.in_features % 16 == 0
+
+
+def quantize(module, granularity=PER_ROW, *, is_dynamic=True):
+    """Replaces the weights of all plain linear layers in a module. Returns their number."""
+    layers = [layer for layer in module.modules() if is_quantizable(layer)]
+    for layer in layers:
+        layer.weight = quantized(layer.weight.data, granularity, is_dynamic=is_dynamic)
+    return len(layers)
+
+
+def quantized(
+    weight, granularity=PER_ROW, *, granularity_of_input=None, is_dynamic=True, **options
+):
+    quantization = importlib.import_module("torchao.quantization")
+    tensors = importlib.import_module(
+        "torchao.quantization.quantize_.workflows.float8.float8_tensor"
+    )
+    of_products = importlib.import_module("torchao.float8.inference").Float8MMConfig
+    if isinstance(granularity, str):
+        granularity = getattr(quantization, granularity)()
+    of_input = granularity_of_input or granularity
+    how = tensors.QuantizeTensorToFloat8Kwargs(granularity=of_input, **options)
+    tensor = quantization.Float8Tensor.from_hp(
+        weight,
+        granularity=granularity,
+        act_quant_kwargs=how if is_dynamic else None,
+        mm_config=of_products(use_fast_accum=True),
+    )
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def is_quantized(module):
+    return isinstance(module, nn.Linear) and hasattr(module.weight, "qdata")
+
+
+class EagerLinear(nn.Module):
+    """A quantized layer by PyTorch: x is quantized by row, the product is in float32 and rounded once."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.wide_weight = dequantized(layer.weight)
+        # Models read its dtype.
+        weight = self.wide_weight.to(layer.weight.dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = layer.bias
+
+    def forward(self, x):
+        wide = x.float()
+        scale = wide.abs().amax(-1, keepdim=True) / torch.finfo(FP8).max
+        wide = torch.where(scale > 0, (wide / scale).to(FP8).float() * scale, 0)
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(wide, self.wide_weight, bias).to(x.dtype)
+
+
+def dequantized(weight):
+    return weight.qdata.float() * weight.scale
+
+
+def eager(model):
+    """A copy of a quantized model whose quantized layers are PyTorch's."""
+    model = copy.deepcopy(model)
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if is_quantized(child):
+                parent._modules[name] = EagerLinear(child)
+    return model
+
+
+def exact(model):
+    """A copy in float32 with the dequantized weights."""
+    model = copy.deepcopy(model)
+    for layer in model.modules():
+        if is_quantized(layer):
+            layer.weight = nn.Parameter(dequantized(layer.weight), requires_grad=False)
+    return model.float()

@@ -1,0 +1,488 @@
+"""Models whose linear layers torchao has quantized to FP8: what runs on the kernels, and how accurately."""
+
+import collections
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fp8_models
+from changes import offload
+from checks import operators_of
+from families import FAMILIES, KERNEL_HEADS, every_family
+from fp8_models import PER_ROW, PER_TENSOR, quantize
+from graphs import Pair, graphs  # noqa: F401
+from injected_pairs import as_float32
+from ltx_models import either_order
+from small_models import BY_NAME, run
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
+BFLOAT16 = torch.bfloat16
+LTX, FLUX = FAMILIES["ltx"], FAMILIES["flux"]
+some_families = pytest.mark.parametrize(
+    "family",
+    [FAMILIES[n] for n in ("ltx", "flux", "flux2", "qwenimage", "wan", "sd3") if n in FAMILIES],
+    ids=str,
+)
+
+
+def quantize_blocks(family, model, *args, **options):
+    return sum(quantize(block, *args, **options) for block in family.blocks(model))
+
+
+def prepared(family, device, *args, dtype=BFLOAT16, **options):
+    """(model with quantized blocks, inputs, the number of quantized layers)"""
+    model = family.model(device, dtype, **KERNEL_HEADS).requires_grad_(False)
+    count = quantize_blocks(family, model, *args, **options)
+    return model, family.inputs(device, dtype), count
+
+
+def assert_as_close_as_eager(model, plain, make_arguments, samples=8):
+    """The distance of ``model`` from the float32 model with the dequantized weights is at most 1.05 times
+    that of a model with the same weights that quantizes by PyTorch."""
+    exact, eager = fp8_models.exact(plain), fp8_models.eager(plain)
+    squares = torch.zeros(2, dtype=torch.float64)
+    for seed in range(samples):
+        arguments = make_arguments(seed)
+        expected = run(exact, as_float32(arguments, BFLOAT16)).double()
+        for i, candidate in enumerate((model, eager)):
+            squares[i] += (run(candidate, arguments) - expected).square().sum().cpu()
+    error, eager_error = squares.sqrt().tolist()
+    assert eager_error > 0
+    assert error <= 1.05 * eager_error, f"{error / eager_error:.3f} of the eager model's"
+
+
+def of_fp8(model, arguments):
+    """The number of calls by operator that compute FP8 layers: the package's, and torchao's."""
+    names = operators_of(run, model, arguments)
+    return collections.Counter(name for name in names if "fp8" in name or "scaled_mm" in name)
+
+
+def assert_close(out, expected, slack=0.06):
+    assert (out.dtype, out.shape) == (expected.dtype, expected.shape)
+    assert torch.isfinite(out).all()
+    distance = (out.double() - expected.double()).norm() / expected.double().norm()
+    assert distance <= slack, distance
+
+
+# --------------------------------------------------------------------------------------------------
+# What is computed
+
+
+@every_family
+@pytest.mark.parametrize("is_injected_first", [False, True], ids=["quantized", "injected"])
+def test_every_layer(kernel, device, family, is_injected_first):
+    """Every quantized layer of the blocks runs on the kernels, whether it is quantized before or after."""
+    model = family.model(device, BFLOAT16, **KERNEL_HEADS).requires_grad_(False)
+    arguments = family.inputs(device, BFLOAT16)
+    if is_injected_first:
+        kernel.inject_kernels(model)
+    count = quantize_blocks(family, model)
+    if not is_injected_first:
+        kernel.inject_kernels(model)
+    calls = of_fp8(model, arguments)
+    assert count > 0
+    assert calls["linear_fp8"] >= count
+    assert calls.keys() <= {"linear_fp8", "quantize_fp8", "activation_fp8"}
+
+
+@every_family
+def test_accuracy(kernel, device, family):
+    plain, _, _ = prepared(family, device)
+    model = copy.deepcopy(plain)
+    kernel.inject_kernels(model)
+    assert_as_close_as_eager(model, plain, lambda seed: family.inputs(device, BFLOAT16, seed=seed))
+
+
+@some_families
+def test_calls(kernel, device, family):
+    """One product for each layer. Layers with the same input share its quantization, and the input of a
+    feed-forward's last layer is quantized with its activation."""
+    model, arguments, count = prepared(family, device)
+    kernel.inject_kernels(model)
+    calls = of_fp8(model, arguments)
+    inputs = {"ltx": 14, "flux": 28, "flux2": 20, "qwenimage": 20, "wan": 14, "sd3": 29}
+    feed_forwards = {"ltx": 2, "flux": 4, "flux2": 4, "qwenimage": 4, "wan": 2, "sd3": 5}
+    activated = feed_forwards[family.name]
+    quantized = inputs[family.name] - activated
+    assert calls == {"linear_fp8": count, "quantize_fp8": quantized, "activation_fp8": activated}
+
+
+@some_families
+def test_per_tensor(kernel, device, family):
+    """Weights with one scale. torchao would also give the input one scale."""
+    plain, _, count = prepared(family, device, PER_TENSOR)
+    model = copy.deepcopy(plain)
+    kernel.inject_kernels(model)
+    assert of_fp8(model, family.inputs(device, BFLOAT16))["linear_fp8"] == count
+    assert_as_close_as_eager(model, plain, lambda seed: family.inputs(device, BFLOAT16, seed=seed))
+
+
+@pytest.mark.parametrize("name", ["pixart", "prx", "cogview4", "unet"])
+@pytest.mark.parametrize("is_injected_first", [False, True], ids=["quantized", "injected"])
+def test_in_part(kernel, device, name, is_injected_first):
+    """Modules call layers there, which have stand-ins if they were quantized before."""
+    small = BY_NAME[name]
+    plain = small.model(device, BFLOAT16).requires_grad_(False)
+    model = copy.deepcopy(plain)
+    if is_injected_first:
+        kernel.inject_kernels(model)
+    count = quantize_blocks_in_part(plain)
+    assert quantize_blocks_in_part(model) == count > 0
+    report = kernel.inject_kernels(model)
+    assert report.levels == {"": "in full" if name == "unet" else "in part"}
+    calls = of_fp8(model, small.arguments(device, BFLOAT16))
+    if is_injected_first:  # those that replaced modules compute
+        assert (calls["linear_fp8"] > 0) == (name != "prx")
+    else:
+        assert calls["linear_fp8"] >= count and "_scaled_mm" not in calls
+    assert_as_close_as_eager(
+        model, plain, lambda seed: small.arguments(device, BFLOAT16, seed), samples=12
+    )
+
+
+def quantize_blocks_in_part(model):
+    blocks = next(child for child in model.children() if isinstance(child, nn.ModuleList))
+    return quantize(blocks)
+
+
+@pytest.mark.parametrize("bias", ["none", "bfloat16", "float32"])
+@pytest.mark.parametrize("granularity", [PER_ROW, PER_TENSOR])
+@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16])
+def test_layer(kernel, device, bias, granularity, dtype):
+    layer = nn.Linear(64, 24, bias=bias != "none", device=device, dtype=dtype)
+    quantize(layer, granularity)
+    if bias == "float32":
+        layer.bias.data = layer.bias.data.float()
+    layer.requires_grad_(False)
+    kernel.inject_kernels(layer)
+    eager = fp8_models.eager(nn.Sequential(layer))
+    whole = torch.randn(2, 7, 3, 64, device=device, dtype=dtype)
+    for x in (whole, whole[0, 0], whole[0, 0, 0], whole[:, 2:5], whole[:, :0], whole.mT.mT):
+        out = layer(x)
+        assert out.dtype == dtype and out.shape == (*x.shape[:-1], 24)
+        torch.testing.assert_close(out, eager(x))
+    strided = torch.randn(64, 5, device=device, dtype=dtype).T
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("H100_DIFFUSERS_KERNELS_STRICT", "1")
+        with pytest.raises(RuntimeError, match="last dimension has gaps"):
+            layer(strided)
+
+
+# --------------------------------------------------------------------------------------------------
+# The report, ejection, copies
+
+
+def test_report(kernel, device):
+    model, arguments, count = prepared(LTX, device)
+    report = kernel.inject_kernels(model)
+    entries = [entry for entry in report.replaced if entry.module == "Linear"]
+    assert len(entries) == count
+    assert {entry.replacement for entry in entries} == {"quantize_fp8, linear_fp8"}
+    assert "quantize_fp8, linear_fp8" in str(report)
+    run(model, arguments)
+    assert not any(entry.fell_back for entry in report.calls)
+
+
+@some_families
+def test_ejection(kernel, device, family):
+    model, arguments, _ = prepared(family, device)
+    before = {name: value.__dict__.copy() for name, value in model.state_dict().items()}
+    expected = run(model, arguments)
+    kernel.inject_kernels(model)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    for name, attributes in before.items():
+        for attribute in ("qdata", "scale"):
+            if attribute in attributes:
+                found, own = getattr(after[name], attribute), attributes[attribute]
+                assert found.data_ptr() == own.data_ptr()
+    assert_close(run(model, arguments), expected, slack=0.15)  # torchao's, which rounds differently
+    kernel.eject_kernels(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert torch.equal(run(model, arguments), expected)
+
+
+def test_copies(kernel, device):
+    model, arguments, count = prepared(LTX, device)
+    kernel.inject_kernels(model)
+    expected = run(model, arguments)
+    duplicate = copy.deepcopy(model)
+    assert torch.equal(run(duplicate, arguments), expected)
+    assert of_fp8(duplicate, arguments)["linear_fp8"] == count
+    kernel.eject_kernels(duplicate)
+    assert "linear_fp8" not in of_fp8(duplicate, arguments)
+    assert of_fp8(model, arguments)["linear_fp8"] == count
+
+
+# --------------------------------------------------------------------------------------------------
+# What stays torchao's, or the user's
+
+
+def test_other_formats(kernel, device):
+    """Their layers get no stand-in, and run torchao's code."""
+    weight = torch.randn(32, 64, dtype=BFLOAT16, device=device)
+    for change in (
+        {"is_dynamic": False},
+        {"float8_dtype": torch.float8_e5m2},
+        {"hp_value_lb": 1.0},
+        {"hp_value_ub": 100.0},
+    ):
+        layer = nn.Linear(64, 32, device=device, dtype=BFLOAT16)
+        layer.weight = fp8_models.quantized(weight, **change)
+        with pytest.raises(ValueError, match="pipe_or_model must be or hold"):
+            kernel.inject_kernels(layer)
+
+
+def test_blocks_of_weights(kernel, device):
+    """A weight of one block has one scale, as one with a scale for all."""
+    quantization = pytest.importorskip("torchao.quantization")
+    layer = nn.Linear(128, 128, device=device, dtype=BFLOAT16)
+    layer.weight = fp8_models.quantized(
+        layer.weight.data,
+        granularity=quantization.PerBlock([128, 128]),
+        granularity_of_input=quantization.PerBlock([1, 128]),
+    )
+    assert layer.weight.scale.shape == (1, 1)
+    with pytest.raises(ValueError, match="pipe_or_model must be or hold"):
+        kernel.inject_kernels(layer)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torchao quantizes models on a GPU")
+@pytest.mark.parametrize("granularity", [PER_ROW, PER_TENSOR])
+def test_quantized_by_torchao(kernel, device, granularity):
+    quantization = pytest.importorskip("torchao.quantization")
+    model = LTX.model(device, BFLOAT16, **KERNEL_HEADS).requires_grad_(False)
+    config = quantization.Float8DynamicActivationFloat8WeightConfig(
+        granularity=getattr(quantization, granularity)()
+    )
+    quantization.quantize_(model.transformer_blocks, config)
+    arguments = LTX.inputs(device, BFLOAT16)
+    expected = run(model, arguments)
+    kernel.inject_kernels(model)
+    assert of_fp8(model, arguments).keys() == {"linear_fp8", "quantize_fp8"}
+    assert_close(run(model, arguments), expected, slack=0.15)
+
+
+@some_families
+def test_weights_alone(kernel, device, family):
+    model, arguments, _ = prepared(family, device, is_dynamic=False)
+    expected = run(model, arguments)
+    report = kernel.inject_kernels(model)
+    assert of_fp8(model, arguments) == {}
+    assert all(entry.module != "Linear" for entry in report.replaced)
+    assert_close(run(model, arguments), expected, slack=0.02)
+
+
+@either_order
+def test_hooks(kernel, device, is_injected_first):
+    """A hook on a quantized layer runs at each call, around the stand-in."""
+    model, arguments, count = prepared(LTX, device)
+    plain = fp8_models.eager(model)
+    if is_injected_first:
+        kernel.inject_kernels(model)
+    seen = []
+
+    def change(module, args, out):
+        seen.append(module)
+        return out * 1.5
+
+    for each in (model, plain):
+        LTX.part(each, "linear").register_forward_hook(change)
+    kernel.inject_kernels(model)
+    assert of_fp8(model, arguments)["linear_fp8"] == count
+    assert seen == [LTX.part(model, "linear")]
+    assert_close(run(model, arguments), run(plain, arguments))
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def test_subclass(kernel, device):
+    model, arguments, count = prepared(LTX, device)
+    LTX.part(model, "linear").__class__ = Doubled
+    report = kernel.inject_kernels(model)
+    assert sum(entry.module == "Linear" for entry in report.replaced) == count - 1
+    assert of_fp8(model, arguments) == {
+        "linear_fp8": count - 1,
+        "quantize_fp8": 13,
+        "activation_fp8": 2,
+        "_scaled_mm": 1,
+    }
+
+
+def test_weight_replaced(kernel, device):
+    """The layer's class's forward computes with it."""
+    model, arguments, count = prepared(LTX, device)
+    report = kernel.inject_kernels(model)
+    layer = LTX.part(model, "linear")
+    weight = layer.weight.dequantize()
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    assert of_fp8(model, arguments)["linear_fp8"] == count - 1
+    x = torch.randn(3, layer.in_features, device=device, dtype=BFLOAT16)
+    assert torch.equal(layer(x), nn.functional.linear(x, weight, layer.bias))
+    assert not any(entry.fell_back for entry in report.calls)
+
+
+def test_autocast(kernel, device):
+    model, arguments, _ = prepared(LTX, device)
+    kernel.inject_kernels(model)
+    with torch.autocast(torch.device(device).type, BFLOAT16):
+        assert "linear_fp8" not in of_fp8(model, arguments)
+
+
+def test_training(kernel, device):
+    """No derivative is lost: torchao computes layers whose input requires grad."""
+    layer = nn.Linear(64, 32, device=device, dtype=BFLOAT16)
+    quantize(layer)
+    kernel.inject_kernels(layer.requires_grad_(False))
+    x = torch.randn(5, 64, device=device, dtype=BFLOAT16, requires_grad=True)
+    own = type(layer).forward
+    assert torch.equal(layer(x), own(layer, x))
+    layer.bias.requires_grad_(True)
+    assert layer(x.detach()).requires_grad
+
+
+# --------------------------------------------------------------------------------------------------
+# Together with other libraries
+
+
+def adapted(model, adapters, family=LTX):
+    from peft import LoraConfig
+
+    for i, name in enumerate(adapters):
+        torch.manual_seed(i)
+        config = LoraConfig(
+            r=4, lora_alpha=8, init_lora_weights=False, target_modules=family.lora_targets
+        )
+        model.add_adapter(config, adapter_name=name)
+
+
+@pytest.mark.parametrize("family", [LTX, FLUX], ids=str)
+@pytest.mark.parametrize("is_injected_first", [False, True], ids=["adapted", "injected"])
+def test_lora(kernel, device, family, is_injected_first):
+    model, arguments, count = prepared(family, device)
+    eager = fp8_models.eager
+    without = run(eager(model), arguments)
+    if is_injected_first:
+        kernel.inject_kernels(model)
+    adapted(model, ["one", "two"], family)
+    kernel.inject_kernels(model)
+
+    def check():
+        out = run(model, arguments)
+        calls = of_fp8(model, arguments)
+        assert calls["linear_fp8"] == count and "_scaled_mm" not in calls
+        assert_close(out, run(eager(model), arguments))
+        return out
+
+    def is_as_without(out):
+        return (out - without).float().norm() <= 0.05 * without.float().norm()
+
+    model.set_adapters(["one"])
+    one = check()
+    assert not is_as_without(one)
+    model.set_adapters(["one", "two"], [0.5, 2.0])
+    assert not torch.equal(check(), one)
+    model.disable_adapters()
+    assert is_as_without(check())
+    model.enable_adapters()
+    model.set_adapters(["one"])
+    assert torch.equal(check(), one)
+    model.delete_adapters(["two"])
+    assert torch.equal(check(), one)
+    model.unload_lora()
+    assert is_as_without(check())
+
+
+@pytest.mark.parametrize("kind", ["sequential", "model", "block_level", "leaf_level"])
+@either_order
+def test_offloading(kernel, device, kind, is_injected_first):
+    model, arguments, count = prepared(LTX, device)
+    expected = run(fp8_models.eager(model), arguments)
+    if is_injected_first:
+        kernel.inject_kernels(model)
+    offload(model, kind, device)
+    kernel.inject_kernels(model)
+    calls = of_fp8(model, arguments)
+    assert calls["linear_fp8"] == count and "_scaled_mm" not in calls
+    assert_close(run(model, arguments), expected)
+    kernel.eject_kernels(model)
+    assert "linear_fp8" not in of_fp8(model, arguments)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("is_injected_first", [False, True], ids=["quantized", "injected"])
+@pytest.mark.parametrize("family", [LTX, FLUX], ids=str)
+def test_compiled(kernel, device, family, backend, is_injected_first):
+    model = family.model(device, BFLOAT16, **KERNEL_HEADS).requires_grad_(False)
+    arguments = family.inputs(device, BFLOAT16)
+    if is_injected_first:
+        kernel.inject_kernels(model)
+    count = quantize_blocks(family, model)
+    kernel.inject_kernels(model)
+    expected = run(model, arguments)
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for _ in range(2):
+        assert_close(run(compiled, arguments), expected)
+    assert counter.frame_count == 1
+    targets = targets_of(counter)
+    assert targets["linear_fp8"] == count
+    assert targets["quantize_fp8"] < count
+
+
+def targets_of(counter):
+    """The number of calls in compiled graphs by name."""
+    nodes = [node for graph in counter.graphs for node in graph.graph.nodes]
+    return collections.Counter(
+        str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+        for node in nodes
+        if node.op == "call_function"
+    )
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_in_part(kernel, device):
+    """Except for those of attentions, layers are torchao's: the compiler fuses its quantization."""
+    small = BY_NAME["pixart"]
+    model = small.model(device, BFLOAT16).requires_grad_(False)
+    count = quantize_blocks_in_part(model)
+    kernel.inject_kernels(model)
+    arguments = small.arguments(device, BFLOAT16)
+    expected = run(model, arguments)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    assert_close(run(compiled, arguments), expected, slack=0.15)
+    # In each of two blocks, an attention without a mask runs without its processor.
+    assert targets_of(counter)["linear_fp8"] == 2 * 4 < count
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for emulated graphs")
+def test_emulated_graphs(graphs):  # noqa: F811
+    pair = Pair(graphs, LTX, "cpu", BFLOAT16, KERNEL_HEADS)
+    pair.both(lambda model: quantize_blocks(LTX, model.requires_grad_(False)))
+    for _ in range(4):
+        pair.call()
+    assert (pair.calls.captured, pair.calls.replayed) == (1, 2)
+    # The graph reads the weights' memory. New weights need a new graph.
+    pair.both(
+        lambda model: LTX.part(model, "linear").weight.qdata.view(torch.uint8).bitwise_xor_(128)
+    )
+    pair.call()
+    assert (pair.calls.captured, pair.calls.replayed) == (1, 3)
+    pair.both(exchange)
+    for _ in range(3):
+        pair.call()
+    assert pair.calls.captured == 2
+
+
+def exchange(model):
+    layer = LTX.part(model, "linear")
+    layer.weight = fp8_models.quantized(layer.weight.dequantize() * 2)

@@ -1,0 +1,153 @@
+"""Linear layers that torchao has quantized to FP8, computed by ``quantize_fp8`` and ``linear_fp8``.
+
+torchao's ``Float8DynamicActivationFloat8WeightConfig`` replaces the weight of a plain ``torch.nn.Linear`` by
+a tensor of its own, with a scale per row or one for all, and quantizes the layer's input in each call. Here
+the input has a scale per row in both cases. torchao computes its other formats: quantized weights alone,
+blocks of 128 elements, bounded scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional
+from ..conditions import PLAIN_TYPES, dtype_name, is_differentiated, is_plain, kernels_take
+from .checks import find_class
+from .patch import Call, ExactSpec
+
+_TENSOR = "torchao.quantization:Float8Tensor"
+_FP8 = torch.float8_e4m3fn
+_DTYPES = (torch.bfloat16, torch.float16)
+_MULTIPLE = 16  # of the number of input features, and of addresses
+
+
+class Fp8Weight(NamedTuple):
+    """A layer's values (N, K), their scale (N, 1) or (1, 1), and its bias."""
+
+    values: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+
+def fp8_weight(weight: Any, bias: Any) -> Fp8Weight | None:
+    """A layer's weight and bias for ``linear_fp8``, or None if they have another format."""
+    cls: Any = find_class(_TENSOR)
+    if type(weight) is not cls or _has_unknown_data(cls, weight):
+        return None
+    values, scale, how = weight.qdata, weight.scale, weight.act_quant_kwargs
+    if (
+        how is None
+        or how.float8_dtype is not _FP8
+        or how.hp_value_lb is not None
+        or how.hp_value_ub is not None
+        or not _has_known_granularity(how.granularity)
+        or values.dtype is not _FP8
+        or scale.dtype is not torch.float32
+        or not (is_plain(values) and is_plain(scale) and is_plain(bias))
+        or values.dim() != 2
+        or values.shape[1] % _MULTIPLE
+        or (scale.shape != (values.shape[0], 1) and scale.shape != (1, 1))
+        or not (values.is_contiguous() and scale.is_contiguous())
+        or (bias is not None and not bias.is_contiguous())
+    ):
+        return None
+    # Files mapped into memory have any alignment. Tensors of a tracer have no address.
+    if (
+        type(values) in PLAIN_TYPES
+        and not torch.compiler.is_compiling()
+        and values.data_ptr() % _MULTIPLE
+    ):
+        return None
+    return Fp8Weight(values, scale, bias)
+
+
+def _has_unknown_data(cls: Any, weight: Any) -> bool:
+    """Whether the tensor has more than values and scale, such as a later torchao's scale of the input."""
+    if cls.tensor_data_names != ["qdata", "scale"]:
+        return True
+    optional = getattr(cls, "optional_tensor_data_names", ())
+    return any(getattr(weight, name) is not None for name in optional)
+
+
+def _has_known_granularity(granularity: Any) -> bool:
+    name = type(granularity).__name__
+    return name == "PerTensor" or (name == "PerRow" and getattr(granularity, "dim", -1) == -1)
+
+
+def fp8_takes(x: Any, weight: Any, found: Fp8Weight, features: int | None = None) -> bool:
+    """Whether the kernels compute the layer's result for x, given ``fp8_weight`` of its weight and bias.
+
+    ``features``: of a tensor that takes x's place and is computed from it.
+    """
+    values, scale, bias = found
+    return (
+        isinstance(x, Tensor)
+        and x.dtype in _DTYPES
+        and kernels_take(x)
+        and (x.shape[-1:] if features is None else (features,)) == values.shape[1:]
+        and x.device == values.device == scale.device
+        and (
+            bias is None
+            or (
+                (bias.dtype is x.dtype or bias.dtype is torch.float32)
+                and bias.device == x.device
+                and bias.shape == values.shape[:1]
+            )
+        )
+        and not is_differentiated(x, bias)
+        and not (torch.is_grad_enabled() and weight.requires_grad)
+    )
+
+
+def fp8_weight_for(x: Tensor, weight: Any, bias: Any) -> Fp8Weight | None:
+    """``fp8_weight``, if the kernels compute the layer's result for x."""
+    found = fp8_weight(weight, bias)
+    return found if found is not None and fp8_takes(x, weight, found) else None
+
+
+def fp8_product(quantized: tuple[Tensor, Tensor], found: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """The layer's result for x, given ``quantize_fp8(x)`` and x's dtype."""
+    values, scale = quantized
+    return functional.linear_fp8(values, scale, found.values, found.scale, found.bias, dtype=dtype)
+
+
+def _forward(self: Any, call: Call, input: Tensor) -> Any:
+    parameters = self._parameters
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    found = None if "bias" not in parameters else fp8_weight(weight, bias)
+    if found is None:
+        return NotImplemented  # quantized in another way since
+    if fp8_takes(input, weight, found):
+        return fp8_product(functional.quantize_fp8(input), found, input.dtype)
+    if not isinstance(input, Tensor) or is_differentiated(input, weight, bias):
+        return NotImplemented
+    if not kernels_take(input):
+        return call.refuse(input)
+    if input.dtype not in _DTYPES:
+        return call.decline(f"linear_fp8 has no result in {dtype_name(input.dtype)}")
+    return call.decline("its weight and bias do not fit its input")
+
+
+@dataclass(frozen=True, eq=False)
+class _Fp8LinearSpec(ExactSpec):
+    """``torch.nn.Linear`` with such a weight, for code that calls the module, such as adapters."""
+
+    def matches(self, module: nn.Module) -> bool:
+        if not super().matches(module):
+            return False
+        parameters = module._parameters
+        return fp8_weight(parameters.get("weight"), parameters.get("bias")) is not None
+
+
+FP8_LINEAR = _Fp8LinearSpec(
+    "torch.nn:Linear",
+    _forward,
+    "quantize_fp8, linear_fp8",
+    functions=("torch.nn.functional:linear",),
+)
+# In models in part torch.compile fuses torchao's quantization with what comes before it.
+FP8_LINEAR_IN_PART = replace(FP8_LINEAR, left_to_compiler=True)
