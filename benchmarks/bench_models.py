@@ -1,8 +1,8 @@
 """One forward of published models: eager, compiled block by block, and injected.
 
 --modes selects more: compiled as a whole, compiled with CUDA graphs (reduce-overhead), injected without
-attention, injected with CUDA graphs, injected and compiled by blocks or as a whole, and with the blocks' linear
-layers in FP8 (torchao's, a scale a row): eager, compiled block by block, injected.
+attention, injected with CUDA graphs, injected and compiled by blocks or as a whole, and with the blocks'
+linear layers in FP8 (torchao's, a scale per row): eager, compiled block by block, injected.
 
 Sizes are the published ones (most with fewer blocks), inputs are those of the pipelines. All modes share one
 set of weights and take turns, first with random weights, then with query and key norms that give scores as
