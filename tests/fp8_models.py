@@ -64,7 +64,8 @@ class EagerLinear(nn.Module):
 
     def forward(self, x):
         wide = x.float()
-        scale = wide.abs().amax(-1, keepdim=True) / torch.finfo(FP8).max
+        # By a tensor: PyTorch multiplies by the inverse of a number on a GPU.
+        scale = wide.abs().amax(-1, keepdim=True) / wide.new_tensor(torch.finfo(FP8).max)
         wide = torch.where(scale > 0, (wide / scale).to(FP8).float() * scale, 0)
         bias = None if self.bias is None else self.bias.float()
         return nn.functional.linear(wide, self.wide_weight, bias).to(x.dtype)

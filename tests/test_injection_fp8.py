@@ -64,6 +64,8 @@ def of_fp8(model, arguments):
 def assert_close(out, expected, slack=0.06):
     assert (out.dtype, out.shape) == (expected.dtype, expected.shape)
     assert torch.isfinite(out).all()
+    if out.numel() == 0:
+        return
     distance = (out.double() - expected.double()).norm() / expected.double().norm()
     assert distance <= slack, distance
 
@@ -164,7 +166,7 @@ def test_layer(kernel, device, bias, granularity, dtype):
     for x in (whole, whole[0, 0], whole[0, 0, 0], whole[:, 2:5], whole[:, :0], whole.mT.mT):
         out = layer(x)
         assert out.dtype == dtype and out.shape == (*x.shape[:-1], 24)
-        torch.testing.assert_close(out, eager(x))
+        assert_close(out, eager(x), slack=0.004)
     strided = torch.randn(64, 5, device=device, dtype=dtype).T
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("H100_DIFFUSERS_KERNELS_STRICT", "1")
@@ -263,7 +265,7 @@ def test_quantized_by_torchao(kernel, device, granularity):
     arguments = LTX.inputs(device, BFLOAT16)
     expected = run(model, arguments)
     kernel.inject_kernels(model)
-    assert of_fp8(model, arguments).keys() == {"linear_fp8", "quantize_fp8"}
+    assert of_fp8(model, arguments).keys() == {"linear_fp8", "quantize_fp8", "activation_fp8"}
     assert_close(run(model, arguments), expected, slack=0.15)
 
 

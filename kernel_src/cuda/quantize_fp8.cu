@@ -1,5 +1,6 @@
-// Quantization to FP8 of rows, or of blocks of rows; also of activations. Rows of up to 16384 elements are
-// held in registers. Longer and unaligned ones are read twice, one element at a time.
+// Quantization to FP8 of rows, or of blocks of rows; also of activations. Rows of up to 18432 elements, as in
+// FLUX.2's feed-forward, are held in registers. Longer and unaligned ones are read twice, one element at a
+// time.
 #include <type_traits>
 
 #include "activations.cuh"
@@ -16,7 +17,7 @@ namespace {
 
 constexpr int kQuantizedPack = 8;  // elements that a thread stores at once
 constexpr int kBlockPacks = kFp8BlockSize / kQuantizedPack;
-constexpr int kMostThreads = 512, kLongRowPacks = 4;
+constexpr int kMostThreads = 768, kLongRowPacks = 3;
 
 struct QuantizeKernelParams {
   RowIndexer::Operand x, out, scale;
@@ -41,7 +42,7 @@ struct QuantizeKernelParams {
 // The values of a row that are quantized: x itself.
 template <typename T>
 struct PlainValues {
-  static constexpr int kMostPacks = kLongRowPacks;  // that a thread can hold without spilling
+  static constexpr bool kHoldsLongRows = true;  // in registers, without spilling
   const T* x;
 
   __device__ __forceinline__ PlainValues(const QuantizeKernelParams& params, const RowIndexer::Index& index)
@@ -64,7 +65,7 @@ struct PlainValues {
 // An activation of x and bias, or x times that of a gate.
 template <typename T, class Activation, bool kIsGated>
 struct ActivatedValues {
-  static constexpr int kMostPacks = kIsGated && sizeof(T) == 4 ? kRowPacks : kLongRowPacks;
+  static constexpr bool kHoldsLongRows = !kIsGated || sizeof(T) == 2;
   const T *x, *bias;
   int64_t gate_distance;
 
@@ -235,9 +236,11 @@ void launch(const char* operation, const QuantizeKernelParams& params, bool has_
           launch_one(quantize_fp8_kernel<Values, threads, kRowPacks, kIsBlocked>, threads);
         }))
       return;
-    if (packs <= kMostThreads * Values::kMostPacks)
-      return launch_one(quantize_fp8_kernel<Values, kMostThreads, Values::kMostPacks, kIsBlocked>,
-                        Constant<kMostThreads>{});
+    if constexpr (Values::kHoldsLongRows) {
+      if (packs <= kMostThreads * kLongRowPacks)
+        return launch_one(quantize_fp8_kernel<Values, kMostThreads, kLongRowPacks, kIsBlocked>,
+                          Constant<kMostThreads>{});
+    }
   }
   if constexpr (kIsBlocked)
     return launch_one(scalar_blocked_quantize_fp8_kernel<Values>, Constant<kAnyRowThreads>{});

@@ -298,11 +298,12 @@ def plain_call(operation: str, name: str) -> Callable:
     untraced = overload._op
 
     def call(*arguments):
+        # Before the try block, whose errors Dynamo of Torch 2.11 cannot trace.
+        if is_differentiated(*arguments):
+            _check_types(operation, parameters, arguments)
+            argument = _differentiated_name(parameters, arguments)
+            fail(operation, f"{argument} must not {_DIFFERENTIABLE}, got a tensor that may")
         try:
-            if is_differentiated(*arguments):
-                _check_types(operation, parameters, arguments)
-                argument = _differentiated_name(parameters, arguments)
-                fail(operation, f"{argument} must not {_DIFFERENTIABLE}, got a tensor that may")
             if _is_compiling():
                 _check_types(operation, parameters, arguments)
                 return overload(*arguments)
