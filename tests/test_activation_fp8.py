@@ -29,8 +29,12 @@ def check_activation(kernel, activation, x, **options):
     poison_memory(reference.to(FP8))
     values, scales = getattr(kernel, f"{name}_fp8")(x, **options)
     memory.assert_unchanged()
+    assert values.is_contiguous() and scales.is_contiguous()
+    # The reference of a GELU has no accurate value far below 0.
+    is_accurate = (reference.abs() > 1e-12).any(-1) | (reference == 0).all(-1) & (x == 0).all(-1)
+    assert not (scales[~is_accurate] > 1e-12).any()
     with one_thread():
-        check_quantized(values, scales, reference)
+        check_quantized(values[is_accurate], scales[is_accurate], reference[is_accurate])
 
 
 def width(activation, hidden):

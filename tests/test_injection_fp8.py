@@ -40,7 +40,7 @@ def prepared(family, device, *args, dtype=BFLOAT16, **options):
     return model, family.inputs(device, dtype), count
 
 
-def assert_as_close_as_eager(model, plain, make_arguments, samples=8):
+def assert_as_close_as_eager(model, plain, make_arguments, samples=24):
     """The distance of ``model`` from the float32 model with the dequantized weights is at most 1.05 times
     that of a model with the same weights that quantizes by PyTorch."""
     exact, eager = fp8_models.exact(plain), fp8_models.eager(plain)
@@ -141,9 +141,7 @@ def test_in_part(kernel, device, name, is_injected_first):
         assert (calls["linear_fp8"] > 0) == (name != "prx")
     else:
         assert calls["linear_fp8"] >= count and "_scaled_mm" not in calls
-    assert_as_close_as_eager(
-        model, plain, lambda seed: small.arguments(device, BFLOAT16, seed), samples=12
-    )
+    assert_as_close_as_eager(model, plain, lambda seed: small.arguments(device, BFLOAT16, seed))
 
 
 def quantize_blocks_in_part(model):
@@ -263,7 +261,7 @@ def test_quantized_by_torchao(kernel, device, granularity):
     )
     quantization.quantize_(model.transformer_blocks, config)
     arguments = LTX.inputs(device, BFLOAT16)
-    expected = run(model, arguments)
+    expected = run(fp8_models.eager(model), arguments)
     kernel.inject_kernels(model)
     assert of_fp8(model, arguments).keys() == {"linear_fp8", "quantize_fp8", "activation_fp8"}
     assert_close(run(model, arguments), expected, slack=0.15)

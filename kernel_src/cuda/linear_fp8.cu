@@ -222,7 +222,11 @@ class Multiply {
         values[1] = fmaf(values[1], row_scale * pair.z, pair.w);
       }
     }
-    if (!params_.is_out_mapped) return store_unmapped(tile, first_row, rows, sums);
+    if (!params_.is_out_mapped) {
+      store_unmapped(tile, first_row, rows, sums);
+      role_.sync_group();  // all threads have read the columns' scales and biases
+      return;
+    }
     const uint32_t out = memory_.out(role_.group);
 #pragma unroll
     for (int p = 0; p < kColumns / 16; ++p) {
