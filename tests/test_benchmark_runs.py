@@ -21,6 +21,7 @@ import bench_accuracy
 import bench_attention
 import bench_cuda_graphs
 import bench_energy
+import bench_fp8
 import bench_host
 import bench_host_forward
 import bench_in_part
@@ -83,6 +84,37 @@ def test_models(result_of, device):
             if device == "cuda":
                 assert injected["kernels"]["ours"]["launches"] > 0
                 assert eager["kernels"]["ours"]["launches"] == 0
+
+
+def test_fp8(result_of, device):
+    result = result_of(bench_fp8, "--rounds", "2")
+    products, rows = result["fp8"]["products"], result["fp8"]["rows"]
+    assert [tuple(entry["size"]) for entry in products] == list(bench_fp8.TINY_PRODUCTS)
+    for entry in products:
+        modes = {"ours", "exact", "fast", "bfloat16"}
+        assert entry["microseconds"].keys() == entry["sustained_microseconds"].keys() == modes
+        assert entry["operations"] == 2 * math.prod(entry["size"])
+        # One rounding to bfloat16.
+        assert all(5e-4 < error < 3e-3 for error in entry["errors"].values())
+    assert [entry["operation"] for entry in rows] == [name for name, _ in bench_fp8.ROWS]
+    x = 2 * 5 * 64
+    moved = {entry["operation"]: entry["bytes"] for entry in rows}
+    assert moved["quantize_fp8"] == moved["gelu_fp8"] == 2 * x + x + 4 * 10
+    assert moved["swiglu_fp8"] == 2 * x + x // 2 + 4 * 10
+    assert moved["gated_residual_rms_norm_modulate_fp8"] == 7 * x + 4 * 10 + 3 * 2 * 2 * 64
+
+
+def test_layers_that_modulate_are_not_quantized(monkeypatch):
+    quantization = pytest.importorskip("torchao.quantization")
+    names = []
+
+    def quantize_(module, config, filter_fn):
+        names.extend(name for name, child in module.named_modules() if filter_fn(child, name))
+
+    monkeypatch.setattr(quantization, "quantize_", quantize_)
+    models.quantize(flux.transformer(CPU, torch.bfloat16, tiny=True))
+    assert "0.attn.to_q" in names and "1.ff.net.2" in names and "0.proj_out" in names
+    assert not any("norm" in name for name in names)
 
 
 def test_all_models_in_one_run(device, tmp_path):

@@ -21,7 +21,7 @@ import render_docs
 from builder.card import render_card
 from builder.package import read_toml
 from conftest import CHECKOUT
-from inputs import TABLE
+from inputs import FP8_OPERATIONS, TABLE
 from ltx_models import pipeline, prompts, snapshot
 from processes import run
 
@@ -230,14 +230,15 @@ def test_the_cards_operations(kernel, device):
 @pytest.mark.usefixtures("kernel")  # sets LOCAL_KERNELS
 def test_the_operations_example():
     namespace = {}
-    exec(blocks(PAGES["docs/operations.md"], "python")[0], namespace)
-    for name in ("normalized", "residual", "attended"):
+    for code in blocks(PAGES["docs/operations.md"], "python")[:2]:
+        exec(code, namespace)
+    for name in ("normalized", "residual", "attended", "y"):
         assert torch.isfinite(namespace[name]).all(), name
 
 
 def test_the_layers_example(kernel, monkeypatch):
     monkeypatch.chdir(Path(kernel.__file__).parents[2])
-    code = blocks(PAGES["docs/operations.md"], "python")[1]
+    code = blocks(PAGES["docs/operations.md"], "python")[2]
     namespace = {}
     try:
         exec(code, namespace)
@@ -272,7 +273,7 @@ def test_functions_of_the_table_exist_with_their_arguments(kernel):
             parameters = inspect.signature(getattr(kernel, name)).parameters
             asked = {word.strip(" =") for word in arguments.split(",")} - {"..."}
             assert asked <= set(parameters), f"{name} takes no {asked - set(parameters)}"
-    assert told == set(TABLE)
+    assert told == {*TABLE, *FP8_OPERATIONS}
 
 
 def test_every_operation_is_measured():

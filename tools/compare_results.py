@@ -226,6 +226,25 @@ def of_heads(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
             yield (f"{place}, head {entry['head']}", name), Ratio(entry[name])
 
 
+def of_fp8(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for entry in result["fp8"]["products"]:
+        name = f"linear_fp8 {'x'.join(map(str, entry['size']))}"
+        for kind in ("microseconds", "sustained_microseconds"):
+            yield from over_each(f"{name}{', sustained' * (kind != 'microseconds')}", entry[kind])
+    for entry in result["fp8"]["rows"]:
+        name = f"{entry['operation']} {'x'.join(map(str, entry['shape']))}"
+        yield from over_each(name, entry["microseconds"])
+
+
+def over_each(name: str, measured: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    """Ours over each other mode."""
+    ours = measured["ours"]
+    for mode, other in measured.items():
+        if mode != "ours":
+            spread = combined(ours["spread"], other["spread"])
+            yield (name, mode), Ratio(other["median"] / ours["median"], spread)
+
+
 # By what holds the figures in a result: how they are read.
 READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "workloads": of_workloads,
@@ -244,6 +263,7 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "blocks": of_training,
     "modes": of_timeline,
     "attention_heads": of_heads,
+    "fp8": of_fp8,
 }
 
 

@@ -65,7 +65,7 @@ step_ceilings() { "$PYTHON" benchmarks/ceilings/run.py; }
 # Compared with Liger, QuACK and FlashAttention-3 if requirements/benchmark.txt is installed.
 step_operations() {
   local status=0 name
-  for name in norm group_norm gated_residual rope activation softmax attention host; do
+  for name in norm group_norm gated_residual rope activation softmax fp8 attention host; do
     echo "--- $name"
     "$PYTHON" "benchmarks/bench_$name.py" || status=1
   done

@@ -29,6 +29,7 @@ import render_plots
 # The modules fill TABLES and FIGURES.
 from documents import (  # noqa: F401
     CHECKOUT,
+    fp8,
     graphs,
     hardware,
     operations,

@@ -7,6 +7,7 @@ and colors that can be seen on white and on GitHub's dark pages.
 from __future__ import annotations
 
 import io
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -85,7 +86,11 @@ STYLE = {
 def _svg(figure: Figure) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+    text = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+    # matplotlib names clip paths by a hash of coordinates, whose last bits differ between processors.
+    for number, name in enumerate(dict.fromkeys(re.findall(r'<clipPath id="(\w+)"', text))):
+        text = text.replace(name, f"clip{number}")
+    return text
 
 
 def bandwidth(results: Path) -> Figure | None:

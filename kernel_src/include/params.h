@@ -288,8 +288,8 @@ void rope_3d(const Rope3dParams& params, Stream stream);
 
 // out = activation(x + bias), or with a gate (x + bias) * activation(gate + gate_bias), for `hidden` elements
 // a row. x and gate are two halves of the same rows, in either order, and bias and gate_bias two halves of
-// one vector in the same order. Without a gate, `out` may be x. If there is a scale, out is E4M3 with a scale a
-// row (FP8 below).
+// one vector in the same order. Without a gate, `out` may be x. If there is a scale, out is E4M3 with a scale
+// a row (FP8 below).
 struct ActivationParams {
   RowShape shape;
   int64_t hidden;

@@ -20,6 +20,9 @@ MODE_NAMES = {
     "injected-no-attention": "injected with attention=False",
     "injected+graphs": "injected with CUDA graphs",
     "injected+compiled": "injected and torch.compile",
+    "eager+fp8": "FP8 by torchao",
+    "compiled-regional+fp8": "FP8 by torchao, torch.compile, block by block",
+    "injected+fp8": "FP8 by torchao, injected",
 }
 NOT_MEASURED = "not measured"
 MOST_COMMANDS = 2  # that stand under a table in full
@@ -29,6 +32,10 @@ SCRIPTS = {
     "ceilings": "ceilings/run.py",
     **{name: f"bench_models.py --model {name}" for name in targets.TITLES if name != "models"},
     "profile": "profile_kernels.py",
+    **{
+        f"fp8_{name}": f"bench_models.py --model {name} --modes eager,injected,eager+fp8,injected+fp8"
+        for name in ("ltx", "flux")
+    },
 }
 
 # Renders one table, or one figure, from the results folder.
