@@ -216,6 +216,49 @@ def test_targets_that_are_met_and_missed(made_up):
 
 
 # ------------------------------------------------------------------------------------------------
+# FP8
+
+
+def of_modes(**microseconds):
+    return {name.replace("_", " "): timing.summarize([us]) for name, us in microseconds.items()}
+
+
+def made_up_fp8(rows):
+    """Products of 100 and 90% of the aim, and row operations of 4 MB."""
+    times = (of_modes(ours=100.0, exact=over, fast=90.0, bfloat16=160.0) for over in (115.0, 103.5))
+    entry = {"operations": 10**9, "errors": {"ours": 2e-3, "exact": 2e-3, "fast": 3e-3}}
+    products = [
+        {**entry, "size": [rows, 2, 3], "microseconds": us, "sustained_microseconds": us}
+        for rows, us in enumerate(times, 1)
+    ]
+    rows = [{"shape": [2, 3], "bytes": 4_000_000, **row} for row in rows]
+    return {"environment": ENVIRONMENT, "fp8": {"products": products, "rows": rows}}
+
+
+def test_fp8(tmp_path):
+    assert "Not measured yet: `python benchmarks/bench_fp8.py`" in rendered(tmp_path, "fp8_rows")
+    norm = {"operation": "layer_norm_modulate_fp8"}
+    norm["microseconds"] = of_modes(ours=10.0, two_passes=11.0, copy=9.4)
+    plain = {"operation": "quantize_fp8", "microseconds": of_modes(ours=10.0, copy=5.0)}
+    result = made_up_fp8([norm, plain])
+    store(tmp_path, "fp8", result)
+    assert rows_of(tmp_path, "fp8_rows") == [
+        ["`layer_norm_modulate_fp8`", "2×3", "10.0 µs", "0.40", "0.94", "1.10×"],
+        ["`quantize_fp8`", "2×3", "10.0 µs", "0.40", "0.50", ""],
+    ]
+    assert rows_of(tmp_path, "fp8_products")[1] == [
+        *("2×2×3", "100 µs", "10", "1.03 / 1.03", "0.90 / 0.90"),
+        *("1.60 / 1.60", "2.00 / 2.00 / 3.00"),
+    ]
+    products, errors, norms = targets.fp8(result)
+    assert products.of == "1 of 2; the least: linear_fp8 2×2×3"
+    assert products.verdict == "missed by 10.0%"
+    assert errors.verdict == norms.verdict == "met", "only norms aim at a copy's rate"
+    labels = dict(compare_results.of_fp8(result))
+    assert labels["layer_norm_modulate_fp8 2x3", "two passes"].value == pytest.approx(1.1)
+
+
+# ------------------------------------------------------------------------------------------------
 # Generated videos
 
 

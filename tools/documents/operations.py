@@ -353,7 +353,8 @@ def attention_accuracy(results: Path) -> str:
 @table
 def targets(results: Path) -> str:
     """What the operations should reach, and whether they do."""
-    later = [name for name in ("attention", "group_norm", "in_part") if is_measured(results, name)]
+    names = ("attention", "group_norm", "in_part", "fp8")
+    later = [name for name in names if is_measured(results, name)]
     first = [name for name in targets_.FAMILIES if name not in targets_.MEASURED_LATER]
     loaded = {name: load(results, name, AIMS_CARDS) for name in (*first, "host")}
     loaded |= {name: load(results, name) for name in later}
