@@ -305,6 +305,12 @@ OwnedTensor ArgumentChecker::empty(const Sizes& shape, int32_t dtype) const {
   return empty_strided(shape, strides, stride, dtype);
 }
 
+TwoTensors ArgumentChecker::empty_fp8(const Sizes& shape, int64_t scales) const {
+  Sizes scale_shape = shape;
+  scale_shape.back() = scales;
+  return {empty(shape, aoti_torch_dtype_float8_e4m3fn()), empty(scale_shape, aoti_torch_dtype_float32())};
+}
+
 OwnedTensor ArgumentChecker::empty_channels_last(const Sizes& shape) const {
   int64_t strides[Sizes::kCapacity];
   strides[1] = 1;

@@ -126,7 +126,9 @@ class ArgumentChecker {
   // A new contiguous tensor on x's device, of x's dtype or one in Torch's numbering.
   OwnedTensor empty(const Sizes& shape) const { return empty(shape, x_.dtype()); }
   OwnedTensor empty(const Sizes& shape, int32_t dtype) const;
-  // The same with dense channels (dimension 1).
+  // New contiguous FP8 values of this shape, and float32 scales, this number a row.
+  TwoTensors empty_fp8(const Sizes& shape, int64_t scales = 1) const;
+  // The same as empty, with dense channels (dimension 1).
   OwnedTensor empty_channels_last(const Sizes& shape) const;
 
   DType dtype() const { return dtype_; }

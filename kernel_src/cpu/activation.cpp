@@ -65,9 +65,7 @@ void launch_quantized(const ActivationParams& p, Stream stream) {
         compute<activation>(p, row, column, count, block);
         std::copy_n(block, count, values.get() + column);
       });
-      auto* out = static_cast<uint8_t*>(p.out.data) + row_offset(p.shape, p.out, row);
-      static_cast<float*>(p.scale.data)[row_offset(p.shape, p.scale, row)] =
-          store_fp8(values.get(), p.hidden, out);
+      store_fp8_row(p.shape, row, values.get(), p.hidden, p.out, p.scale);
     }
   });
 }

@@ -107,13 +107,6 @@ struct Block {
   }
 };
 
-// Writes a row of values over their scale, and the scale.
-void write_quantized(const RowNormParams& params, int64_t row, const float* values) {
-  auto* out = static_cast<uint8_t*>(params.out.data) + row_offset(params.shape, params.out, row);
-  auto* scale = static_cast<float*>(params.row_scale.data) + row_offset(params.shape, params.row_scale, row);
-  *scale = store_fp8(values, params.hidden, out);
-}
-
 // Returns 1 / sqrt(mean(x^2) + x_eps) of a row, or 1 if x is not normalized. `x` has room for a row.
 double x_rstd_of(const RowNormParams& params, int64_t row, float* x) {
   if (!params.normalizes_x) return 1.0;
@@ -150,7 +143,8 @@ void normalize_row(const RowNormParams& params, Norm norm, int64_t row, float* h
     else
       std::copy_n(values, count, h + column);
   });
-  if (params.row_scale.data != nullptr) write_quantized(params, row, h);
+  if (params.row_scale.data != nullptr)
+    store_fp8_row(params.shape, row, h, params.hidden, params.out, params.row_scale);
 }
 
 void launch(const RowNormParams& params, Norm norm, Stream stream) {

@@ -65,6 +65,13 @@ inline int64_t row_offset(const RowShape& shape, const RowOperand& operand, int6
   return offset;
 }
 
+// Stores a row's values over their scale, and the scale.
+inline void store_fp8_row(const RowShape& shape, int64_t row, const float* values, int64_t count,
+                          const RowOperand& out, const RowOperand& scale) {
+  auto* codes = static_cast<uint8_t*>(out.data) + row_offset(shape, out, row);
+  static_cast<float*>(scale.data)[row_offset(shape, scale, row)] = store_fp8(values, count, codes);
+}
+
 // Compilers vectorize a sum only if a directive allows them to reorder its terms. The order is the same in
 // every call.
 

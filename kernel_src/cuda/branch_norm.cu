@@ -62,33 +62,6 @@ struct BranchParams {
   }
 };
 
-template <int kSize>
-__device__ __forceinline__ uint32_t largest_magnitude(const float (&values)[kSize]) {
-  uint32_t largest = 0;
-#pragma unroll
-  for (const float value : values) largest = max(largest, magnitude_of(value));
-  return largest;
-}
-
-// One store for a pack. kSize: 1, 4 or 8
-template <int kSize>
-__device__ __forceinline__ void store_fp8(uint8_t* address, const float (&values)[kSize],
-                                          const Fp8Quotient& quotient) {
-  float quotients[kSize];
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) quotients[i] = quotient(values[i]);
-  if constexpr (kSize == 1) {
-    *address = static_cast<uint8_t>(pack_fp8(quotients[0], 0, 0, 0));
-  } else {
-    const uint32_t lower = pack_fp8(quotients[0], quotients[1], quotients[2], quotients[3]);
-    if constexpr (kSize == 4)
-      *reinterpret_cast<uint32_t*>(address) = lower;
-    else
-      *reinterpret_cast<uint2*>(address) =
-          make_uint2(lower, pack_fp8(quotients[4], quotients[5], quotients[6], quotients[7]));
-  }
-}
-
 // One row. The values of a pack pass through its methods in order. kHasTables: whether there is an index.
 template <typename T, int kSize, bool kHasTables>
 class BranchRow {

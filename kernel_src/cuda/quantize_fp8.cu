@@ -153,12 +153,8 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
   for (int i = 0; i < kPacks; ++i) {
     if (!is_column[i]) continue;
     const Fp8Quotient quotient(fp8_scale(largest[i % kScales]));
-    float (&q)[kQuantizedPack] = values[i];
-#pragma unroll
-    for (int j = 0; j < kQuantizedPack; ++j) q[j] = quotient(q[j]);
     const int pack = position.pack(i);
-    *reinterpret_cast<uint2*>(result.out + pack * kQuantizedPack) =
-        make_uint2(pack_fp8(q[0], q[1], q[2], q[3]), pack_fp8(q[4], q[5], q[6], q[7]));
+    store_fp8(result.out + pack * kQuantizedPack, values[i], quotient);
     if (kIsBlocked && pack % kBlockPacks == 0) result.scale[pack / kBlockPacks] = quotient.scale;
   }
 }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "warp_group.cuh"
+#include "wgmma_registers.cuh"
 
 namespace h100_diffusers_kernels {
 
@@ -14,21 +15,6 @@ constexpr int kFp8Depth = 32;  // inner dimension of one instruction
 template <int kColumns>
 struct Fp8Wgmma;
 
-#define H100_OUT_8(d, i)                                                                      \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
-      "+f"(d[i + 6]), "+f"(d[i + 7])
-#define H100_OUT_32(d, i) H100_OUT_8(d, i), H100_OUT_8(d, i + 8), H100_OUT_8(d, i + 16), H100_OUT_8(d, i + 24)
-#define H100_OUT_64(d) H100_OUT_32(d, 0), H100_OUT_32(d, 32)
-#define H100_OUT_96(d) H100_OUT_64(d), H100_OUT_32(d, 64)
-#define H100_REGISTERS_64                                                                                \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"  \
-  " %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41," \
-  " %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61," \
-  " %62, %63"
-#define H100_REGISTERS_96                                                                                 \
-  H100_REGISTERS_64                                                                                       \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83," \
-  " %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define H100_FP8_PRODUCT(columns, values, a_operand, b_operand, flag)                               \
   template <>                                                                                       \
   struct Fp8Wgmma<columns> {                                                                        \
@@ -46,11 +32,5 @@ struct Fp8Wgmma;
 H100_FP8_PRODUCT(128, 64, 64, 65, 66);
 H100_FP8_PRODUCT(192, 96, 96, 97, 98);
 #undef H100_FP8_PRODUCT
-#undef H100_REGISTERS_96
-#undef H100_REGISTERS_64
-#undef H100_OUT_96
-#undef H100_OUT_64
-#undef H100_OUT_32
-#undef H100_OUT_8
 
 }  // namespace h100_diffusers_kernels

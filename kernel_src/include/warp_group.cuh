@@ -41,6 +41,7 @@
 
 #include "async_copy.cuh"
 #include "tensor_copy.cuh"
+#include "wgmma_registers.cuh"
 
 namespace h100_diffusers_kernels {
 
@@ -84,25 +85,6 @@ struct MatrixDescriptor {
     return {address / 16 | next_box_bytes / 16 << kNextBoxBit};
   }
 };
-
-#define H100_OUT_8(d, i)                                                                      \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
-      "+f"(d[i + 6]), "+f"(d[i + 7])
-#define H100_OUT_32(d) H100_OUT_8(d, 0), H100_OUT_8(d, 8), H100_OUT_8(d, 16), H100_OUT_8(d, 24)
-#define H100_OUT_36(d) H100_OUT_32(d), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
-#define H100_OUT_40(d) H100_OUT_32(d), H100_OUT_8(d, 32)
-#define H100_OUT_48(d) H100_OUT_40(d), H100_OUT_8(d, 40)
-#define H100_OUT_56(d) H100_OUT_48(d), H100_OUT_8(d, 48)
-#define H100_OUT_64(d) H100_OUT_56(d), H100_OUT_8(d, 56)
-// Operands %0 to %n - 1, without braces.
-#define H100_REGISTERS_32                                                           \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17," \
-  " %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define H100_REGISTERS_36 H100_REGISTERS_32 ", %32, %33, %34, %35"
-#define H100_REGISTERS_40 H100_REGISTERS_36 ", %36, %37, %38, %39"
-#define H100_REGISTERS_48 H100_REGISTERS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define H100_REGISTERS_56 H100_REGISTERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define H100_REGISTERS_64 H100_REGISTERS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
 
 // Adds the product of 64 rows of a and kColumns columns of b to d, or sets d to it, asynchronously. The
 // operands must not change, and d must not be accessed, until wgmma_wait_group returns.
@@ -154,19 +136,6 @@ H100_PRODUCTS(__half, "f16");
 #undef H100_PRODUCTS
 #undef H100_PRODUCT
 #undef H100_OF_REGISTERS
-#undef H100_REGISTERS_64
-#undef H100_REGISTERS_56
-#undef H100_REGISTERS_48
-#undef H100_REGISTERS_40
-#undef H100_REGISTERS_36
-#undef H100_REGISTERS_32
-#undef H100_OUT_64
-#undef H100_OUT_56
-#undef H100_OUT_48
-#undef H100_OUT_40
-#undef H100_OUT_36
-#undef H100_OUT_32
-#undef H100_OUT_8
 
 // Orders register accesses before the next wgmma. All threads of the warp group call it.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

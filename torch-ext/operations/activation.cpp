@@ -62,10 +62,7 @@ class ActivationCall {
 
   // The values and their scales.
   TwoTensors run_fp8() {
-    Sizes scale_shape = shape_;
-    scale_shape.back() = 1;
-    OwnedTensor out = check_.empty(shape_, aoti_torch_dtype_float8_e4m3fn());
-    OwnedTensor scale = check_.empty(scale_shape, aoti_torch_dtype_float32());
+    auto [out, scale] = check_.empty_fp8(shape_);
     // Rows without elements have a scale, too.
     if (Tensor(scale).numel() > 0) launch(Tensor(out), Tensor(scale));
     return {std::move(out), std::move(scale)};

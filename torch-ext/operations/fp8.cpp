@@ -14,10 +14,7 @@ TwoTensors call_quantize_fp8(const char* operation, const Tensor& x, bool is_blo
   params.hidden = check.hidden();
   params.dtype = check.dtype();
   params.is_blocked = is_blocked;
-  Sizes scale_shape = check.shape();
-  scale_shape.back() = is_blocked ? fp8_blocks(params.hidden) : 1;
-  OwnedTensor out = check.empty(check.shape(), aoti_torch_dtype_float8_e4m3fn());
-  OwnedTensor scale = check.empty(scale_shape, aoti_torch_dtype_float32());
+  auto [out, scale] = check.empty_fp8(check.shape(), is_blocked ? fp8_blocks(params.hidden) : 1);
   // Rows without elements have a scale, too, unless it is one of no block.
   if (Tensor(scale).numel() > 0) {
     RowLaunch launch(check.shape(), RowBinding{params.x, x}, RowBinding{params.out, out},

@@ -1,5 +1,6 @@
 // Norm, modulation, residual and gate.
 #include <algorithm>
+#include <tuple>
 
 #include "../torch_binding.h"
 
@@ -72,14 +73,10 @@ RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, con
 
   RowNormResults results;
   const bool is_quantized = outputs == RowNormOutputs::kQuantized;
-  if (is_quantized) {
-    Sizes scales_shape = check.shape();
-    scales_shape.back() = 1;
-    results.out = check.empty(check.shape(), aoti_torch_dtype_float8_e4m3fn());
-    results.scales = check.empty(scales_shape, aoti_torch_dtype_float32());
-  } else if (outputs != RowNormOutputs::kNone) {
+  if (is_quantized)
+    std::tie(results.out, results.scales) = check.empty_fp8(check.shape());
+  else if (outputs != RowNormOutputs::kNone)
     results.out = check.empty(check.shape());
-  }
   if (outputs == RowNormOutputs::kPair) results.second_out = check.empty(check.shape());
   if (has_residual) results.residual = check.empty(check.shape());
   // Rows without elements have a scale, too.
@@ -113,18 +110,26 @@ RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, con
   return results;
 }
 
+RowNormArguments norm_arguments(const OptionalTensor& weight, const OptionalTensor& bias,
+                                const OptionalTensor& scale, const OptionalTensor& shift, double eps,
+                                const OptionalTensor& scale_row, const OptionalTensor& shift_row,
+                                const OptionalTensor& index) {
+  return {.scale = scale,
+          .shift = shift,
+          .weight = weight,
+          .bias = bias,
+          .eps = eps,
+          .scale_row = scale_row,
+          .shift_row = shift_row,
+          .index = index};
+}
+
 OwnedTensor call_norm(const char*, const Tensor& x, bool is_layer_norm, const OptionalTensor& weight,
                       const OptionalTensor& bias, const OptionalTensor& scale, const OptionalTensor& shift,
                       double eps, const OptionalTensor& scale_row, const OptionalTensor& shift_row,
                       const OptionalTensor& index) {
-  const RowNormArguments arguments{.scale = scale,
-                                   .shift = shift,
-                                   .weight = weight,
-                                   .bias = bias,
-                                   .eps = eps,
-                                   .scale_row = scale_row,
-                                   .shift_row = shift_row,
-                                   .index = index};
+  const RowNormArguments arguments =
+      norm_arguments(weight, bias, scale, shift, eps, scale_row, shift_row, index);
   if (scale || shift)
     return is_layer_norm ? run_row_norm("layer_norm_modulate", layer_norm_modulate, x, arguments).out
                          : run_row_norm("rms_norm_modulate", rms_norm_modulate, x, arguments).out;
@@ -139,16 +144,10 @@ TwoTensors call_norm_fp8(const char*, const Tensor& x, bool is_layer_norm, const
   const bool is_modulated = scale || shift;
   const char* operation = is_layer_norm ? (is_modulated ? "layer_norm_modulate_fp8" : "layer_norm_fp8")
                                         : (is_modulated ? "rms_norm_modulate_fp8" : "rms_norm_fp8");
-  RowNormResults results = run_row_norm(operation, is_layer_norm ? layer_norm_modulate : rms_norm_modulate, x,
-                                        {.scale = scale,
-                                         .shift = shift,
-                                         .weight = weight,
-                                         .bias = bias,
-                                         .eps = eps,
-                                         .scale_row = scale_row,
-                                         .shift_row = shift_row,
-                                         .index = index},
-                                        RowNormOutputs::kQuantized);
+  RowNormResults results =
+      run_row_norm(operation, is_layer_norm ? layer_norm_modulate : rms_norm_modulate, x,
+                   norm_arguments(weight, bias, scale, shift, eps, scale_row, shift_row, index),
+                   RowNormOutputs::kQuantized);
   return {std::move(results.out), std::move(results.scales)};
 }
 

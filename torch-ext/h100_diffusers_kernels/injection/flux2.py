@@ -28,16 +28,15 @@ from .blocks import (
     norm_prologue,
     two_stream_block,
 )
-from .checks import KnownClass, is_plain
+from .checks import is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import SILU, linear, swiglu_spec
+from .linears import FLUX2_SWIGLU, SILU, linear, swiglu_spec
 from .norm_modules import OUTPUT_NORM
 from .norms import clip_to_float16
 from .patch import Call
 
 _FLUX2 = "diffusers.models.transformers.transformer_flux2"
-_SWIGLU = KnownClass(f"{_FLUX2}:Flux2SwiGLU")
 
 
 def _prologue(
@@ -133,7 +132,7 @@ def _parallel_attention_forward(
     activation = self._modules["mlp_act_fn"]
     if (
         may_write()
-        and is_plain(activation, _SWIGLU)
+        and is_plain(activation, FLUX2_SWIGLU)
         and is_plain(activation._modules.get("gate_fn"), SILU)
         and mlp.shape[-1] % 2 == 0
         and kernels_take(mlp, query)

@@ -35,6 +35,9 @@ _MODELS = "diffusers.models.transformers."
 _FLUX2_FEED_FORWARD = KnownClass(f"{_MODELS}transformer_flux2:Flux2FeedForward")
 _FLUX3_FEED_FORWARD = KnownClass(f"{_MODELS}transformer_flux3:Flux3FeedForward")
 
+FLUX2_SWIGLU = KnownClass(f"{_MODELS}transformer_flux2:Flux2SwiGLU")
+FLUX3_SWIGLU = KnownClass(f"{_MODELS}transformer_flux3:Flux3SwiGLU")
+
 # In float32 the epilogue's tanh approximation would be visible.
 _EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
 # With fewer rows, one product of all samples is faster than one product per sample, written in place.
@@ -400,16 +403,6 @@ _FP8_ACTIVATIONS: tuple[Any, ...] = (
     (LINEAR_GELU.known, _why_not_gelu, 1, lambda m, h: functional.gelu_fp8(h, m.approximate)),
     (GEGLU.known, _why_not_gelu, 2, lambda _, h: functional.geglu_fp8(h)),
     (GATED_ACTIVATIONS[1].known, _why_not_swiglu, 2, lambda _, h: functional.swiglu_fp8(h)),
-    (
-        KnownClass(f"{_MODELS}transformer_flux2:Flux2SwiGLU"),
-        _why_not_plain_gate,
-        2,
-        _swiglu_fp8_first,
-    ),
-    (
-        KnownClass(f"{_MODELS}transformer_flux3:Flux3SwiGLU"),
-        _why_not_plain_gate,
-        2,
-        _swiglu_fp8_first,
-    ),
+    (FLUX2_SWIGLU, _why_not_plain_gate, 2, _swiglu_fp8_first),
+    (FLUX3_SWIGLU, _why_not_plain_gate, 2, _swiglu_fp8_first),
 )
