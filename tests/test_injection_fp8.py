@@ -21,6 +21,8 @@ from small_models import BY_NAME, run
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
 BFLOAT16 = torch.bfloat16
+NORMS = {"norm_fp8", "gated_residual_norm_modulate_fp8"}
+OPERATIONS = {"linear_fp8", "quantize_fp8", "activation_fp8", *NORMS}
 LTX, FLUX = FAMILIES["ltx"], FAMILIES["flux"]
 some_families = pytest.mark.parametrize(
     "family",
@@ -88,7 +90,7 @@ def test_every_layer(kernel, device, family, is_injected_first):
     calls = of_fp8(model, arguments)
     assert count > 0
     assert calls["linear_fp8"] >= count
-    assert calls.keys() <= {"linear_fp8", "quantize_fp8", "activation_fp8"}
+    assert calls.keys() <= OPERATIONS
 
 
 @every_family
@@ -101,16 +103,23 @@ def test_accuracy(kernel, device, family):
 
 @some_families
 def test_calls(kernel, device, family):
-    """One product for each layer. Layers with the same input share its quantization, and the input of a
-    feed-forward's last layer is quantized with its activation."""
+    """One product for each layer. Layers with the same input share its quantization. Norms before FP8 layers
+    and the activation before a feed-forward's last layer quantize their results."""
     model, arguments, count = prepared(family, device)
     kernel.inject_kernels(model)
     calls = of_fp8(model, arguments)
-    inputs = {"ltx": 14, "flux": 28, "flux2": 20, "qwenimage": 20, "wan": 14, "sd3": 29}
-    feed_forwards = {"ltx": 2, "flux": 4, "flux2": 4, "qwenimage": 4, "wan": 2, "sd3": 5}
-    activated = feed_forwards[family.name]
-    quantized = inputs[family.name] - activated
-    assert calls == {"linear_fp8": count, "quantize_fp8": quantized, "activation_fp8": activated}
+    quantized, norms, activated = {
+        "ltx": (8, 4, 2),
+        "flux": (12, 10, 4),
+        "flux2": (6, 10, 4),
+        "qwenimage": (8, 8, 4),
+        "wan": (6, 6, 2),
+        "sd3": (19, 5, 5),
+    }[family.name]
+    assert sum(calls[name] for name in NORMS) == norms
+    assert calls["linear_fp8"] == count
+    assert calls["quantize_fp8"] == quantized
+    assert calls["activation_fp8"] == activated
 
 
 @some_families
@@ -310,7 +319,8 @@ def test_subclass(kernel, device):
     assert sum(entry.module == "Linear" for entry in report.replaced) == count - 1
     assert of_fp8(model, arguments) == {
         "linear_fp8": count - 1,
-        "quantize_fp8": 13,
+        "quantize_fp8": 10,
+        "gated_residual_norm_modulate_fp8": 3,
         "activation_fp8": 2,
         "_scaled_mm": 1,
     }

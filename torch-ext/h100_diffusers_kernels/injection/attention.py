@@ -8,7 +8,7 @@ are (B, S, H * d), as linear layers return them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,9 +29,11 @@ from ..conditions import (
 )
 from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownFunction, class_name
+from .fp8_linears import Fp8Weight
 from .linears import (
     are_fp8,
     can_write_linear,
+    fp8_weights_for,
     linear,
     linear_per_sample,
     linears,
@@ -39,7 +41,8 @@ from .linears import (
     write_linear,
 )
 from .norms import LAYER, apply_norm, gated_residual, norm_notes, read_norm
-from .patch import Call, Injection, PatchSpec
+from .patch import Call, Injection, PatchSpec, StandIn, is_bare
+from .quantized_rows import QuantizedRows, as_tensor
 from .report import OWN_ATTENTION
 from .rotary import rope_operand, split_tables
 
@@ -54,6 +57,7 @@ NOT_WANTED = f"{OWN_ATTENTION}: requested by attention=False"
 _IMAGE = ("to_q", "to_k", "to_v"), ("norm_q", "norm_k")
 _TEXT = ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k")
 _NORMS = (*_IMAGE[1], *_TEXT[1])
+QUERY_KEY_VALUE, TEXT_QUERY_KEY_VALUE = _IMAGE[0], _TEXT[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -355,8 +359,34 @@ def _key_lengths(mask: Tensor) -> Tensor:
     return mask.flatten(1).sum(1, dtype=torch.int32)
 
 
+def attention_weights(
+    attention: str, layers: Sequence[str], block: Any, x: Tensor, *others: str
+) -> dict[Any, Fp8Weight] | None:
+    """``fp8_weights_for`` x of the layers of ``block.attention`` with the names ``layers``, and of those of
+    the block with the names ``others``, if a call of the attention runs its stand-in without hooks."""
+    module = block._modules.get(attention)
+    # torch.compile cannot trace a read of the instance's forward.
+    if torch.compiler.is_compiling() or module is None:
+        return None
+    each = (*map(module._modules.get, layers), *map(block._modules.get, others))
+    weights = fp8_weights_for(x, *each)
+    if weights is None or getattr(module, "fused_projections", False):
+        return None
+    stand_in = getattr(module.__dict__.get("forward"), "__self__", None)
+    is_known = type(stand_in) is StandIn and isinstance(stand_in.spec, AttentionSpec)
+    return weights if is_known and is_bare(stand_in.spec, module) else None
+
+
+def inputs_taken(x: Any, *others: Any) -> bool:
+    """``kernels_take``. Inputs may be quantized."""
+    inputs = [each for each in (x, *others) if each is not None]
+    tensors = [each for each in inputs if type(each) is not QuantizedRows]
+    are_alike = all(each.dtype is x.dtype for each in inputs)
+    return are_alike and (not tensors or kernels_take(*tensors))
+
+
 def query_key_value(
-    module: Any, x: Tensor, context: Tensor | None, names: tuple[str, str, str] = _IMAGE[0]
+    module: Any, x: Any, context: Tensor | None, names: tuple[str, str, str] = _IMAGE[0]
 ) -> list[Tensor]:
     """Query of x, and key and value of the context (default: x), by the linear layers with these names."""
     modules = module._modules
@@ -521,15 +551,17 @@ class Stream(NamedTuple):
 
 
 def project(
-    call: Call, module: Any, image: Tensor, text: Tensor | None, image_rope: Any, text_rope: Any
+    call: Call, module: Any, image: Any, text: Any, image_rope: Any, text_rope: Any
 ) -> list[Stream]:
-    """The image stream, then the text stream if there is text, by the attention's linear layers."""
+    """The image stream, then the text stream if there is text, by the attention's linear layers. Both may be
+    quantized."""
     sources = [(image, image_rope, *_IMAGE)]
     if text is not None:
         sources.append((text, text_rope, *_TEXT))
     spec: Any = call.stand_in.spec
     if spec.project and module.fused_projections:
-        packed = call.stand_in.functions[-1].function(module, image, text)
+        images, texts = as_tensor(image), as_tensor(text)
+        packed = call.stand_in.functions[-1].function(module, images, texts)
         return [
             Stream(packed[3 * i], packed[3 * i + 1], packed[3 * i + 2], norms, rope)
             for i, (_, rope, _, norms) in enumerate(sources)
@@ -545,7 +577,7 @@ def project(
             streams.append(Stream(query, key, value, norms, rope))
         else:
             query, key = linears(x, modules[q], modules[k])
-            streams.append(Stream(query, key, (modules[v], x), norms, rope))
+            streams.append(Stream(query, key, (modules[v], as_tensor(x)), norms, rope))
     return streams
 
 
@@ -667,7 +699,7 @@ def forward_with_tables(
         self.added_kv_proj_dim is None
     ):
         return NotImplemented
-    if not kernels_take(x, c):
+    if not inputs_taken(x, c):
         return call.refuse(x, c)
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
     options = {} if attention_mask is None else equivalents_of(call, x, attention_mask)

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from .attention import concat_streams, concat_view
 from .checks import KnownClass, class_name, has_hooks, has_own_forward, is_plain, why_not_plain
-from .linears import SILU, are_fp8, feed_forward, linear, plain_weight
+from .linears import (
+    SILU,
+    are_fp8,
+    feed_forward,
+    feed_forward_weights,
+    linear,
+    plain_weight,
+)
 from .norms import (
     Modulator,
     Norm,
@@ -33,8 +40,10 @@ from .norms import (
 from .patch import Call, Injection, PatchSpec, is_bare
 
 Rows = Sequence[Any]
-# The results of a prologue's norm, one for each modulation, and the rows of the modulation.
-PrologueResult = tuple[tuple[Tensor, ...], Rows]
+WeightsFor = Callable[[Any, Tensor], Any]
+# The results of a prologue's norm, one for each modulation, which may be ``QuantizedRows``; and the rows of
+# the modulation.
+PrologueResult = tuple[tuple[Any, ...], Rows]
 
 
 class ResidualBranch(NamedTuple):
@@ -70,6 +79,9 @@ class Prologue(NamedTuple):
         modulation: scale and shift of each result of the norm, in order.
         rows: all rows of the modulation, each (B, 1 or S, D).
         upcasts: whether the model's own code computes in float32; see ``norms.read_norm``.
+        weights_for: ``weights_for(block, x)`` gives the FP8 weights of the layers that take the norm of x, or
+            None; see ``attention.attention_weights``.
+        block: the block whose prologue it is.
     """
 
     norm: Norm
@@ -78,15 +90,22 @@ class Prologue(NamedTuple):
     modulation: tuple[Modulator, ...]
     rows: Rows
     upcasts: bool = False
+    weights_for: WeightsFor | None = None
+    block: Any = None
 
     def __call__(self, x: Tensor) -> PrologueResult:
-        norm, owner, name, modulation, rows, upcasts = self
-        return norm_modulate(norm, owner, name, x, modulation, upcasts), rows
+        norm, owner, name, modulation, rows, upcasts, _, _ = self
+        how = (upcasts, self.weights(x))
+        return norm_modulate(norm, owner, name, x, modulation, *how), rows
+
+    def weights(self, x: Tensor) -> dict[Any, Any] | None:
+        return None if self.weights_for is None else self.weights_for(self.block, x)
 
     def after(self, branch: ResidualBranch, call: Call) -> tuple[Tensor, PrologueResult]:
         """The branch's result, and the prologue's for it."""
-        norm, owner, name, modulation, rows, upcasts = self
+        norm, owner, name, modulation, rows, upcasts, _, _ = self
         how: dict[str, Any] = {"upcasts": upcasts, "norm": norm, **branch.parts()}
+        how["weights"] = self.weights(branch[0])
         h, *normalized = residual_norm(call, owner, name, *branch[:3], *modulation, **how)
         return h, (tuple(normalized), rows)
 
@@ -98,9 +117,10 @@ def norm_prologue(
     ahead: Tensor | None,
     rows_of: Callable[[], Rows],
     upcasts: bool = False,
+    weights_for: WeightsFor | None = None,
 ) -> Any:
     """The prologue with the norm ``block.name`` and rows of which the first two are shift and scale, or no
-    rows; ``ahead`` as in ``PrologueMakers``."""
+    rows; ``ahead`` as in ``PrologueMakers``, ``weights_for`` as in ``Prologue``."""
     norm = read_norm(block._modules.get(name), None, upcasts)
     if isinstance(norm, str):
         if ahead is not None:
@@ -118,7 +138,8 @@ def norm_prologue(
     if ahead is not None and weight is not None and weight.device != ahead.device:
         return None
     rows = rows_of()
-    return Prologue(norm, block, name, (rows[1], rows[0]) if rows else (), rows, upcasts)
+    modulation = (rows[1], rows[0]) if rows else ()
+    return Prologue(norm, block, name, modulation, rows, upcasts, weights_for, block)
 
 
 def begin(
@@ -214,8 +235,11 @@ def feed_forwards(
     for (norm, ff), x, attention_out, (_, _, gate, shift, scale, gate_of_feed_forward) in zip(
         names, hidden_states, attention_outs, rows
     ):
-        x, n = residual_norm(call, block, norm, x, attention_out, gate, scale, shift)
-        out = feed_forward(block._modules[ff], n)
+        module = block._modules[ff]
+        weights = feed_forward_weights(module, x)
+        how = (attention_out, gate, scale, shift)
+        x, n = residual_norm(call, block, norm, x, *how, weights=weights)
+        out = feed_forward(module, n)
         branches.append(ResidualBranch(x, out, gate_of_feed_forward))
     return branches
 
@@ -316,12 +340,13 @@ def adaptive_prologue(
     takes_emb: bool = True,
     modulation_of: Callable[..., Tensor | None] = _modulation,
     upcasts: bool = False,
+    weights_for: WeightsFor | None = None,
 ) -> Any:
     """The prologue with the adaptive norm ``block.name``; ``ahead`` as in ``PrologueMakers``.
 
     ``takes_emb``: whether the model passes the one condition as ``emb``. ``modulation_of(call, module, ahead,
     *conditions)``: all rows, (B, N * D) or (B, S, N * D), or None as the prologue. ``upcasts``: see
-    ``norms.read_norm``.
+    ``norms.read_norm``. ``weights_for``: see ``Prologue``.
     """
     module = block._modules[name]
     found = read_adaptive(module)
@@ -350,7 +375,7 @@ def adaptive_prologue(
     modulation = modulation.unsqueeze(1) if modulation.dim() == 2 else modulation
     rows = modulation.chunk(count, 2)
     operands = tuple([None if place is None else rows[place] for place in places])
-    return Prologue(norm, module, "norm", operands, rows, upcasts)
+    return Prologue(norm, module, "norm", operands, rows, upcasts, weights_for, block)
 
 
 # The makers of FLUX's double blocks, for image and text, and of its single blocks; and the double blocks'
@@ -415,12 +440,14 @@ def table_prologue(
     by_row: Callable[[Tensor], Tensor] = lambda temb: temb.unflatten(2, (6, -1)),
     upcasts: bool = False,
     scale_first: bool = False,
+    weights_for: WeightsFor | None = None,
 ) -> Any:
     """The prologue with the norm ``norm1`` and a modulation that is the block's table ``scale_shift_table``,
     (N, D) or (1, N, D), plus a time embedding; ``ahead`` as in ``PrologueMakers``.
 
     ``by_row`` converts the embedding to (B, 1 or S, N, D), which the blocks share. Rows are shift, scale and
     N - 2 more, each (B, 1 or S, D), in the dtype of the sum. ``scale_first``: the model's order of these two.
+    ``weights_for``: see ``Prologue``.
     """
     table = block.scale_shift_table
     if ahead is not None and table.device != ahead.device:
@@ -431,7 +458,7 @@ def table_prologue(
         rows = table_rows(table, embedding)
         return (rows[1], rows[0], *rows[2:]) if scale_first else rows
 
-    return norm_prologue(call, block, "norm1", ahead, rows_of, upcasts)
+    return norm_prologue(call, block, "norm1", ahead, rows_of, upcasts, weights_for)
 
 
 def table_rows(table: Tensor, embedding: Tensor) -> Rows:

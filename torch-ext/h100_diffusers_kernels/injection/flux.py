@@ -13,19 +13,25 @@ and a single block, for the concat of both,
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import AttentionSpec, forward_with_tables
+from .attention import (
+    QUERY_KEY_VALUE,
+    TEXT_QUERY_KEY_VALUE,
+    AttentionSpec,
+    attention_weights,
+    forward_with_tables,
+)
 from .blocks import (
-    DOUBLE,
     FEED_FORWARDS,
-    SINGLE,
     BlockSpec,
     ResidualBranch,
+    adaptive_prologue,
     begin_joint,
     finish,
     two_stream_block,
@@ -39,6 +45,19 @@ from .patch import Call
 
 _FLUX = "diffusers.models.transformers.transformer_flux"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_flux"
+
+# The first norms of a double block, of image and text, and that of a single block.
+_DOUBLE = tuple(
+    partial(adaptive_prologue, name=name, weights_for=partial(attention_weights, "attn", layers))
+    for name, layers in (("norm1", QUERY_KEY_VALUE), ("norm1_context", TEXT_QUERY_KEY_VALUE))
+)
+
+
+def _single_block_weights(block: Any, x: Tensor) -> Any:
+    return attention_weights("attn", QUERY_KEY_VALUE, block, x, "proj_mlp")
+
+
+_SINGLE = (partial(adaptive_prologue, name="norm", weights_for=_single_block_weights),)
 
 
 def _double_block_forward(
@@ -54,7 +73,7 @@ def _double_block_forward(
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
-    return two_stream_block(call, self, DOUBLE, FEED_FORWARDS, (x, c), (temb,), **more)
+    return two_stream_block(call, self, _DOUBLE, FEED_FORWARDS, (x, c), (temb,), **more)
 
 
 def _single_block_forward(
@@ -70,7 +89,7 @@ def _single_block_forward(
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
     text_length = c.shape[1]
-    x, begun = begin_joint(call, self, SINGLE[0], c, x, (temb,))
+    x, begun = begin_joint(call, self, _SINGLE[0], c, x, (temb,))
     (normalized,), (_, _, gate) = begun
     modules = self._modules
     mlp_out = linear_and_gelu(modules["proj_mlp"], modules["act_mlp"], normalized)
@@ -89,7 +108,7 @@ def _single_block_forward(
         return x[:, :text_length], x[:, text_length:]
 
     how: dict[str, Any] = {"hands_over": hands_over, "as_returned": as_returned}
-    return finish(call, self, SINGLE, (branch,), (temb,), **how)  # type: ignore[return-value]
+    return finish(call, self, _SINGLE, (branch,), (temb,), **how)  # type: ignore[return-value]
 
 
 _LISTS = ("transformer_blocks", "single_transformer_blocks")

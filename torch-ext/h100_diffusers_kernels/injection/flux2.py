@@ -10,6 +10,7 @@ gives query, key, value and the feed-forward's input, and one takes the concat o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,16 @@ from torch import Tensor
 
 from .. import functional
 from ..conditions import is_differentiated, kernels_take, may_write
-from .attention import AttentionSpec, attend, forward_with_tables, norm_and_rotate
+from .attention import (
+    QUERY_KEY_VALUE,
+    TEXT_QUERY_KEY_VALUE,
+    AttentionSpec,
+    attend,
+    attention_weights,
+    forward_with_tables,
+    inputs_taken,
+    norm_and_rotate,
+)
 from .blocks import (
     FEED_FORWARDS,
     BlockSpec,
@@ -40,9 +50,16 @@ _FLUX2 = "diffusers.models.transformers.transformer_flux2"
 
 
 def _prologue(
-    call: Call, block: Any, ahead: Tensor | None, *modulations: Tensor, name: str, count: int
+    call: Call,
+    block: Any,
+    ahead: Tensor | None,
+    *modulations: Tensor,
+    name: str,
+    count: int,
+    layers: Sequence[str],
 ) -> Any:
-    """N rows, each (B, 1 or S, D), of a modulation (B, N * D) or (B, 1 or S, N * D); the last is text's."""
+    """N rows, each (B, 1 or S, D), of a modulation (B, N * D) or (B, 1 or S, N * D); the last is text's.
+    ``layers``: those of the attention that take the norm's result."""
     modulation = modulations[-1 if name.endswith("context") else 0]
 
     def rows_of(modulation: Tensor) -> tuple:
@@ -50,13 +67,17 @@ def _prologue(
         return by_token.chunk(count, dim=-1)
 
     rows = partial(call.shared, f"{name} rows", modulation, rows_of)
-    return norm_prologue(call, block, name, ahead, rows)
+    weights_for = partial(attention_weights, "attn", layers)
+    return norm_prologue(call, block, name, ahead, rows, weights_for=weights_for)
 
 
 # Of image and text; rows are shift, scale and gate of attention, then of the feed-forward.
-_DOUBLE = tuple(partial(_prologue, name=name, count=6) for name in ("norm1", "norm1_context"))
+_DOUBLE = (
+    partial(_prologue, name="norm1", count=6, layers=QUERY_KEY_VALUE),
+    partial(_prologue, name="norm1_context", count=6, layers=TEXT_QUERY_KEY_VALUE),
+)
 # Rows are shift, scale and gate.
-_SINGLE = (partial(_prologue, name="norm", count=3),)
+_SINGLE = (partial(_prologue, name="norm", count=3, layers=("to_qkv_mlp_proj",)),)
 
 
 def _double_block_forward(
@@ -117,7 +138,7 @@ def _parallel_attention_forward(
 ) -> Tensor:
     if kwargs:
         return NotImplemented
-    if not kernels_take(hidden_states):
+    if not inputs_taken(hidden_states):
         return call.refuse(hidden_states)
     packed = linear(self._modules["to_qkv_mlp_proj"], hidden_states)
     # In proportion, because tensor parallelism leaves each rank a part of both.

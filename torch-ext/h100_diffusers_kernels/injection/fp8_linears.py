@@ -18,6 +18,7 @@ from .. import functional
 from ..conditions import PLAIN_TYPES, dtype_name, is_differentiated, is_plain, kernels_take
 from .checks import find_class
 from .patch import Call, ExactSpec
+from .quantized_rows import QuantizedRows, quantized_rows
 
 _TENSOR = "torchao.quantization:Float8Tensor"
 _FP8 = torch.float8_e4m3fn
@@ -84,10 +85,11 @@ def fp8_takes(x: Any, weight: Any, found: Fp8Weight, features: int | None = None
     ``features``: of a tensor that takes x's place and is computed from it.
     """
     values, scale, bias = found
+    is_quantized = type(x) is QuantizedRows
     return (
-        isinstance(x, Tensor)
+        (is_quantized or isinstance(x, Tensor))
         and x.dtype in _DTYPES
-        and kernels_take(x)
+        and (is_quantized or kernels_take(x))
         and (x.shape[-1:] if features is None else (features,)) == values.shape[1:]
         and x.device == values.device == scale.device
         and (
@@ -98,21 +100,21 @@ def fp8_takes(x: Any, weight: Any, found: Fp8Weight, features: int | None = None
                 and bias.shape == values.shape[:1]
             )
         )
-        and not is_differentiated(x, bias)
+        and not is_differentiated(None if is_quantized else x, bias)
         and not (torch.is_grad_enabled() and weight.requires_grad)
     )
 
 
-def fp8_weight_for(x: Tensor, weight: Any, bias: Any) -> Fp8Weight | None:
+def fp8_weight_for(x: Any, weight: Any, bias: Any) -> Fp8Weight | None:
     """``fp8_weight``, if the kernels compute the layer's result for x."""
     found = fp8_weight(weight, bias)
     return found if found is not None and fp8_takes(x, weight, found) else None
 
 
-def fp8_product(quantized: tuple[Tensor, Tensor], found: Fp8Weight, dtype: torch.dtype) -> Tensor:
-    """The layer's result for x, given ``quantize_fp8(x)`` and x's dtype."""
-    values, scale = quantized
-    return functional.linear_fp8(values, scale, found.values, found.scale, found.bias, dtype=dtype)
+def fp8_product(x: QuantizedRows, found: Fp8Weight) -> Tensor:
+    """The layer's result."""
+    weight, scale, bias = found
+    return functional.linear_fp8(x.values, x.scale, weight, scale, bias, dtype=x.dtype)
 
 
 def _forward(self: Any, call: Call, input: Tensor) -> Any:
@@ -122,7 +124,7 @@ def _forward(self: Any, call: Call, input: Tensor) -> Any:
     if found is None:
         return NotImplemented  # quantized in another way since
     if fp8_takes(input, weight, found):
-        return fp8_product(functional.quantize_fp8(input), found, input.dtype)
+        return fp8_product(quantized_rows(input), found)
     if not isinstance(input, Tensor) or is_differentiated(input, weight, bias):
         return NotImplemented
     if not kernels_take(input):

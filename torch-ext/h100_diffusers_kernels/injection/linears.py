@@ -23,8 +23,9 @@ from ..conditions import (
 )
 from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownClass, is_plain, why_not_plain
-from .fp8_linears import fp8_product, fp8_takes, fp8_weight, fp8_weight_for
+from .fp8_linears import Fp8Weight, fp8_product, fp8_takes, fp8_weight, fp8_weight_for
 from .patch import Call, ExactSpec, PatchSpec
+from .quantized_rows import QuantizedRows, as_tensor, quantized_rows
 
 LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
 DROPOUT = KnownClass("torch.nn:Dropout")
@@ -44,8 +45,10 @@ _EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
 _MIN_ROWS_PER_SAMPLE = 1024
 
 
-def linear(layer: Any, x: Tensor) -> Tensor:
-    """``layer(x)``, without a module call if it is a plain ``torch.nn.Linear``."""
+def linear(layer: Any, x: Any) -> Tensor:
+    """``layer(x)``, without a module call if it is a plain ``torch.nn.Linear``. x may be quantized."""
+    if type(x) is QuantizedRows and layer in x.weights:
+        return fp8_product(x, x.weights[layer])
     if is_plain(layer, LINEAR):
         parameters = layer._parameters
         if "weight" in parameters and "bias" in parameters:  # sharding moves them
@@ -53,14 +56,14 @@ def linear(layer: Any, x: Tensor) -> Tensor:
             if type(weight) not in PLAIN_TYPES:
                 found = fp8_weight_for(x, weight, bias)
                 if found is not None:
-                    return fp8_product(functional.quantize_fp8(x), found, x.dtype)
-            return torch.nn.functional.linear(x, weight, bias)
-    return layer(x)
+                    return fp8_product(quantized_rows(x), found)
+            return torch.nn.functional.linear(as_tensor(x), weight, bias)
+    return layer(as_tensor(x))
 
 
-def linears(x: Tensor, *layers: Any) -> list[Tensor]:
-    """``layer(x)`` of each layer. FP8 layers share the quantized x."""
-    if not is_plain(layers[0], LINEAR, *layers[1:]):
+def linears(x: Any, *layers: Any) -> list[Tensor]:
+    """``layer(x)`` of each layer. FP8 layers share the quantized x. x may be quantized."""
+    if type(x) is QuantizedRows or not is_plain(layers[0], LINEAR, *layers[1:]):
         return [linear(layer, x) for layer in layers]
     results, quantized = [], None
     for layer in layers:
@@ -73,12 +76,28 @@ def linears(x: Tensor, *layers: Any) -> list[Tensor]:
             if found is None:
                 product = torch.nn.functional.linear(x, weight, bias)
             else:
-                quantized = functional.quantize_fp8(x) if quantized is None else quantized
-                product = fp8_product(quantized, found, x.dtype)
+                quantized = quantized_rows(x) if quantized is None else quantized
+                product = fp8_product(quantized, found)
         else:
             product = layer(x)
         results.append(product)
     return results
+
+
+def fp8_weights_for(x: Tensor, *layers: Any) -> dict[Any, Fp8Weight] | None:
+    """The weight of each layer, if all are plain FP8 layers that take x, so that what computes x may quantize
+    it. Otherwise None."""
+    weights = {}
+    for layer in layers:
+        parameters = {} if layer is None else layer._parameters
+        weight = parameters.get("weight")
+        if type(weight) in PLAIN_TYPES or "bias" not in parameters:
+            return None
+        found = fp8_weight_for(x, weight, parameters["bias"])
+        if found is None:
+            return None
+        weights[layer] = found
+    return weights if is_plain(layers[0], LINEAR, *layers[1:]) else None
 
 
 def are_fp8(*layers: Any) -> bool:
@@ -214,8 +233,9 @@ def write_linear(layer: Any, x: Tensor, out: Tensor) -> None:
         product(sample, weight, bias, out=place)
 
 
-def feed_forward(module: Any, x: Tensor) -> Tensor:
-    """A feed-forward of diffusers or FLUX, without module calls of its layers if it is plain.
+def feed_forward(module: Any, x: Any) -> Tensor:
+    """A feed-forward of diffusers or FLUX, without module calls of its layers if it is plain. x may be
+    quantized.
 
     Before an FP8 layer the activation is quantized in the pass that computes it.
     """
@@ -227,21 +247,33 @@ def feed_forward(module: Any, x: Tensor) -> Tensor:
             if not _has_plain_weight(out) and _is_identity(dropout):
                 y = _fp8_feed_forward(activation, activation._modules.get("proj"), out, x)
             if y is None:
-                y = linear(out, run_dropout(dropout, activation(x)))
+                y = linear(out, run_dropout(dropout, activation(as_tensor(x))))
             return run_dropout(last[0], y) if last else y
     elif is_plain(module, _FLUX2_FEED_FORWARD) or is_plain(module, _FLUX3_FEED_FORWARD):
         layers = module._modules
         linear_in, activation, out = layers["linear_in"], layers["act_fn"], layers["linear_out"]
         y = None if _has_plain_weight(out) else _fp8_feed_forward(activation, linear_in, out, x)
         return linear(out, activation(linear(linear_in, x))) if y is None else y
-    return module(x)
+    return module(as_tensor(x))
+
+
+def feed_forward_weights(module: Any, x: Tensor) -> dict[Any, Fp8Weight] | None:
+    """``fp8_weights_for`` the first layer of a plain feed-forward."""
+    if is_plain(module, FEED_FORWARD):
+        net = module._modules.get("net")
+        if type(net) is nn.ModuleList and net._modules:
+            activation: Any = next(iter(net._modules.values()))
+            return fp8_weights_for(x, activation._modules.get("proj"))
+    elif is_plain(module, _FLUX2_FEED_FORWARD) or is_plain(module, _FLUX3_FEED_FORWARD):
+        return fp8_weights_for(x, module._modules["linear_in"])
+    return None
 
 
 def _has_plain_weight(layer: Any) -> bool:
     return type(layer._parameters.get("weight")) in PLAIN_TYPES
 
 
-def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Tensor) -> Tensor | None:
+def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Tensor | None:
     """``out(activation(proj(x)))``, if ``out`` is an FP8 layer and the others are plain, or None."""
     for known, why_not, halves, operation in _FP8_ACTIVATIONS:  # noqa: B007
         if type(activation) is known.cls:
@@ -263,16 +295,21 @@ def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Tensor) -> Tensor
     ):
         return None
     h = linear(proj, x)
-    return fp8_product(operation(activation, h), found, x.dtype)
+    return fp8_product(QuantizedRows(*operation(activation, h), x.dtype, {}), found)
 
 
 # --------------------------------------------------------------------------------------------------
 # diffusers' ``GELU``, the linear layer with an activation that begins its feed-forward
 
 
-def linear_gelu(layer: Any, activation: Any, approximate: str, x: Tensor) -> Tensor:
-    """``activation(layer(x))`` for a GELU with this approximation."""
-    if approximate == "tanh" and x.is_cuda and x.dtype in _EPILOGUE_DTYPES:
+def linear_gelu(layer: Any, activation: Any, approximate: str, x: Any) -> Tensor:
+    """``activation(layer(x))`` for a GELU with this approximation. x may be quantized."""
+    if (
+        isinstance(x, Tensor)
+        and approximate == "tanh"
+        and x.is_cuda
+        and x.dtype in _EPILOGUE_DTYPES
+    ):
         plain = plain_weight(layer)
         if (
             plain is not None
@@ -291,8 +328,8 @@ def linear_gelu(layer: Any, activation: Any, approximate: str, x: Tensor) -> Ten
     return functional.gelu(x, approximate) if same_dtype_and_unit_stride(x) else activation(x)
 
 
-def linear_and_gelu(layer: Any, activation: Any, x: Tensor) -> Tensor:
-    """``activation(layer(x))``, in one step for a plain ``torch.nn.GELU``."""
+def linear_and_gelu(layer: Any, activation: Any, x: Any) -> Tensor:
+    """``activation(layer(x))``, in one step for a plain ``torch.nn.GELU``. x may be quantized."""
     if is_plain(activation, GELU):
         return linear_gelu(layer, activation, activation.approximate, x)
     return activation(linear(layer, x))

@@ -14,6 +14,7 @@ each token's coordinates instead of cosine and sine tables of the hidden states'
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,21 @@ from torch import Tensor
 
 from ..conditions import kernels_run_on, kernels_take, tracks_derivatives
 from ..functional import CoordinateRope
-from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
+from .attention import (
+    QUERY_KEY_VALUE,
+    AttentionSpec,
+    attend,
+    attention_weights,
+    inputs_taken,
+    norm_and_rotate,
+    project_out,
+    query_key_value,
+)
 from .blocks import BlockSpec, ResidualBranch, begin, finish, table_prologue
 from .cache import cached
 from .embeddings import TIMESTEPS
 from .forward_state import Family, model_spec
-from .linears import LINEAR_GELU, feed_forward
+from .linears import LINEAR_GELU, feed_forward, feed_forward_weights
 from .norms import gated_residual, residual_norm
 from .patch import Call, PatchSpec, is_wrapped
 from .rotary import CoordinateTables
@@ -35,7 +45,8 @@ _LTX = "diffusers.models.transformers.transformer_ltx"
 
 
 # Rows are shift, scale and gate of self-attention, then of the feed-forward.
-_PROLOGUES = (table_prologue,)
+_weights_for = partial(attention_weights, "attn1", QUERY_KEY_VALUE)
+_PROLOGUES = (partial(table_prologue, weights_for=_weights_for),)
 
 
 def _block_forward(
@@ -63,8 +74,9 @@ def _block_forward(
         image_rotary_emb=None,
         attention_mask=encoder_attention_mask,
     )
-    modulation = (scale_mlp, shift_mlp)
-    x, normalized = residual_norm(call, self, "norm2", x, attention_out, None, *modulation)
+    how = (attention_out, None, scale_mlp, shift_mlp)
+    weights = feed_forward_weights(modules["ff"], x)
+    x, normalized = residual_norm(call, self, "norm2", x, *how, weights=weights)
     branch = ResidualBranch(x, feed_forward(modules["ff"], normalized), gate_mlp)
     (x,) = finish(call, self, _PROLOGUES, (branch,), (temb,))
     return x
@@ -82,7 +94,7 @@ def _attention_forward(
     x, c = hidden_states, encoder_hidden_states
     if kwargs:
         return NotImplemented
-    if not kernels_take(x):
+    if not inputs_taken(x):
         return call.refuse(x)
     query, key, value = query_key_value(self, x, c)
     how = (image_rotary_emb, call.stand_in.functions[1].function, "across_heads", self.heads)

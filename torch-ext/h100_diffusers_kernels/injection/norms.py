@@ -13,10 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..conditions import PLAIN_TYPES, modulators_compatible, same_dtype_and_unit_stride
+from ..conditions import (
+    PLAIN_TYPES,
+    is_differentiated,
+    modulators_compatible,
+    same_dtype_and_unit_stride,
+)
 from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownClass, class_name, is_plain, why_not_plain
 from .patch import Call
+from .quantized_rows import QuantizedRows
 
 RMS, LAYER = "rms", "layer"
 _DIFFUSERS = "diffusers.models.normalization:"
@@ -48,6 +54,17 @@ _RESIDUAL_OPERATIONS: dict[tuple[str, int], Any] = {
     (RMS, 2): functional.gated_residual_rms_norm_modulate,
     (LAYER, 2): functional.gated_residual_layer_norm_modulate,
     (LAYER, 4): functional.gated_residual_layer_norm_modulate_pair,
+}
+
+_FP8_OPERATIONS: dict[tuple[str, int], Any] = {
+    (RMS, 0): functional.rms_norm_fp8,
+    (RMS, 2): functional.rms_norm_modulate_fp8,
+    (LAYER, 0): functional.layer_norm_fp8,
+    (LAYER, 2): functional.layer_norm_modulate_fp8,
+}
+_FP8_RESIDUAL_OPERATIONS: dict[str, Any] = {
+    RMS: functional.gated_residual_rms_norm_modulate_fp8,
+    LAYER: functional.gated_residual_layer_norm_modulate_fp8,
 }
 
 # Parameters of a norm over the last dimension: RMS or LAYER, the weight or the weight and bias, each (D,) or
@@ -170,10 +187,17 @@ def modulated(n: Tensor, scale: Modulator, shift: Modulator) -> Tensor:
 
 
 def norm_modulate(
-    norm: Norm | None, owner: Any, name: str, x: Tensor, modulation: tuple, upcasts: bool
-) -> tuple[Tensor, ...]:
+    norm: Norm | None,
+    owner: Any,
+    name: str,
+    x: Tensor,
+    modulation: tuple,
+    upcasts: bool,
+    weights: dict[Any, Any] | None = None,
+) -> tuple[Any, ...]:
     """``norm(x) * (1 + scale) + shift`` for each scale and shift in the modulation, or just the norm if it is
-    empty. If the norm is None, the module ``owner.name`` computes it."""
+    empty. If the norm is None, the module ``owner.name`` computes it. ``weights``: the FP8 weights of the
+    layers that take the result, if it may be ``QuantizedRows``."""
     # Without an upcast, operands of another dtype would change the result's.
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
     tables, index = _tables(modulation)
@@ -184,6 +208,10 @@ def norm_modulate(
             results.append(modulated(n, scale, shift))
         return tuple([result.to(x.dtype) for result in results] if upcasts else results)
     kind, affine, eps = norm
+    if weights and len(modulation) <= 2 and not is_differentiated(x, *affine, *_operands(tables)):
+        operation = _FP8_OPERATIONS[kind, len(modulation)]
+        rows = operation(x, *tables, *affine, eps, **index)
+        return (QuantizedRows(*rows, x.dtype, weights),)
     operation = NORM_OPERATIONS.get((kind, len(modulation)))
     if operation is None:  # of several modulations
         pairs = zip(tables[::2], tables[1::2])
@@ -213,8 +241,9 @@ def residual_norm(
     *modulation: Modulator,
     upcasts: bool = False,
     norm: Norm | None = None,
+    weights: dict[Any, Any] | None = None,
     **branch: Any,
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     """``h = gated_residual(residual, x, gate, ...)``, and its norm as in ``norm_modulate``.
 
     ``norm``: its parameters, if they have been read. ``branch``: x_norm, tanh_gate and addend of
@@ -244,12 +273,20 @@ def residual_norm(
         ):
             operation, first = _RESIDUAL_OPERATIONS[kind, count], operands[:count]
             how = {**parts, **index}
+            if (
+                weights
+                and len(operands) == 2
+                and not is_differentiated(residual, x, *affine, *modulators, *parts.values())
+            ):
+                operation = _FP8_RESIDUAL_OPERATIONS[kind]
+                h, *rows = operation(residual, x, gate_table, *first, *affine, eps, **how)
+                return h, QuantizedRows(*rows, h.dtype, weights)
             h, *results = operation(residual, x, gate_table, *first, *affine, eps, **how)
             if count < len(operands):
                 results += norm_modulate(norm, owner, name, h, modulation[count:], upcasts)
             return (h, *results)
     h = _residual(residual, x, gate, upcasts, parts)
-    return (h, *norm_modulate(norm, owner, name, h, modulation, upcasts))
+    return (h, *norm_modulate(norm, owner, name, h, modulation, upcasts, weights))
 
 
 def gated_residual(

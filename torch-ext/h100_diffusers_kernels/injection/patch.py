@@ -34,6 +34,7 @@ from .checks import (
     replaced_function,
     why_intercepted,
 )
+from .quantized_rows import as_tensor
 from .report import OWN_ATTENTION, InjectionReport
 
 _function_modes = torch._C._len_torch_function_stack
@@ -190,7 +191,7 @@ class Call:
 
     def refuse(self, x: Tensor, *others: Tensor | None) -> Any:
         """``decline`` with the reason why the kernels do not take these tensors."""
-        return self.decline(why_not_taken(x, *others))
+        return self.decline(why_not_taken(*map(as_tensor, (x, *others))))
 
     def own_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The class's own forward."""
@@ -264,9 +265,9 @@ class StandIn:
         if injection.is_over or own is None or type(module).forward is not own:
             if not injection.is_over:
                 Call(self, None).fall_back(UNKNOWN_FORWARD)
-            return type(module).forward(module, *args, **kwargs)
+            return _with_tensors(type(module).forward, module, args, kwargs)
         if spec.left_to_compiler and torch.compiler.is_compiling():
-            return own(module, *args, **kwargs)
+            return _with_tensors(own, module, args, kwargs)
         is_traced, reason = torch.compiler.is_dynamo_compiling(), None
         call = Call(self, None if is_traced else injection.local.state)
         if not is_traced and (
@@ -284,10 +285,10 @@ class StandIn:
             call.fall_back(reason)
             if call.state is not None:
                 call.state.shared.clear()  # its parts may write to what it was made from
-            return own(module, *args, **kwargs)
+            return _with_tensors(own, module, args, kwargs)
         result = spec.forward(module, call, *args, **kwargs)
         if result is NotImplemented:
-            return own(module, *args, **kwargs)
+            return _with_tensors(own, module, args, kwargs)
         if call.is_counted and not is_traced:
             self.count.on_kernels += 1
         return result
@@ -316,6 +317,11 @@ class StandIn:
 
 
 STAND_INS.add(StandIn)
+
+
+def _with_tensors(own: Callable, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The class's own forward, which does not know ``QuantizedRows``."""
+    return own(module, *map(as_tensor, args), **{k: as_tensor(v) for k, v in kwargs.items()})
 
 
 def _itself(module: nn.Module) -> nn.Module:

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import AttentionSpec, attend_jointly, project, project_out
+from .attention import (
+    QUERY_KEY_VALUE,
+    TEXT_QUERY_KEY_VALUE,
+    AttentionSpec,
+    attend_jointly,
+    attention_weights,
+    inputs_taken,
+    project,
+    project_out,
+)
 from .blocks import BlockSpec, linear_modulation, norm_prologue, two_stream_block
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
@@ -44,7 +53,8 @@ def _image_prologue(
         chosen = call.shared(f"rows of {len(modulation)}", index, partial(_rows, modulation))
         return tuple([ChosenRows(table, chosen) for table in modulation.chunk(6, dim=-1)])
 
-    return norm_prologue(call, block, "img_norm1", ahead, rows_of)
+    weights_for = partial(attention_weights, "attn", QUERY_KEY_VALUE)
+    return norm_prologue(call, block, "img_norm1", ahead, rows_of, weights_for=weights_for)
 
 
 def _rows(modulation: Tensor, index: Tensor) -> Tensor:
@@ -68,7 +78,8 @@ def _text_prologue(
     if modulation is None:
         return None
     rows = modulation.unsqueeze(1).chunk(6, dim=-1)
-    return norm_prologue(call, block, "txt_norm1", ahead, lambda: rows)
+    weights_for = partial(attention_weights, "attn", TEXT_QUERY_KEY_VALUE)
+    return norm_prologue(call, block, "txt_norm1", ahead, lambda: rows, weights_for=weights_for)
 
 
 _PROLOGUES = (_image_prologue, _text_prologue)
@@ -108,7 +119,7 @@ def _attention_forward(
     x, c, mask = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
     if kwargs or c is None or attention_mask is not None:
         return NotImplemented
-    if not kernels_take(x, c):
+    if not inputs_taken(x, c):
         return call.refuse(x, c)
     ropes = (None, None) if image_rotary_emb is None else image_rotary_emb
     streams = project(call, self, x, c, *ropes)

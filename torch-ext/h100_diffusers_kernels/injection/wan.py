@@ -21,17 +21,28 @@ import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
+from .attention import (
+    QUERY_KEY_VALUE,
+    AttentionSpec,
+    attend,
+    attention_weights,
+    inputs_taken,
+    norm_and_rotate,
+    project_out,
+    query_key_value,
+)
 from .blocks import BlockSpec, PrologueMakers, ResidualBranch, begin, finish, table_prologue
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import LINEAR_GELU, feed_forward, linear
+from .linears import LINEAR_GELU, feed_forward, feed_forward_weights, linear
 from .norms import apply_norm, gated_residual, residual_norm
 from .patch import Call, PatchSpec
+from .quantized_rows import as_tensor
 
 _MODELS = "diffusers.models.transformers."
 # Number of the text encoder's tokens. In a context, image tokens come first.
 _TEXT_TOKENS = 512
+_QUERY = QUERY_KEY_VALUE[:1]
 
 
 def _by_token(temb: Tensor) -> Tensor:
@@ -45,8 +56,11 @@ def _by_token_last(temb: Tensor) -> Tensor:
 
 
 # Rows are shift, scale and gate of self-attention, then of the feed-forward.
-_BY_TOKEN = (partial(table_prologue, by_row=_by_token, upcasts=True),)
-_BY_TOKEN_LAST = (partial(table_prologue, by_row=_by_token_last, upcasts=True),)
+_prologue = partial(
+    table_prologue, upcasts=True, weights_for=partial(attention_weights, "attn1", QUERY_KEY_VALUE)
+)
+_BY_TOKEN = (partial(_prologue, by_row=_by_token),)
+_BY_TOKEN_LAST = (partial(_prologue, by_row=_by_token_last),)
 
 
 def _block_forward(
@@ -77,10 +91,11 @@ def _after_first_norm(
     modules = self._modules
     (normalized,), (_, _, gate, shift_mlp, scale_mlp, gate_mlp) = begun
     attention_out = modules["attn1"](normalized, None, mask, rotary_emb)
-    x, normalized = residual_norm(call, self, "norm2", x, attention_out, gate, upcasts=True)
+    how: dict[str, Any] = {"upcasts": True, "weights": attention_weights("attn2", _QUERY, self, x)}
+    x, normalized = residual_norm(call, self, "norm2", x, attention_out, gate, **how)
     out = modules["attn2"](normalized, c, None, None)
-    mlp = (scale_mlp, shift_mlp)
-    x, normalized = residual_norm(call, self, "norm3", x, out, None, *mlp, upcasts=True)
+    how["weights"] = feed_forward_weights(modules["ffn"], x)
+    x, normalized = residual_norm(call, self, "norm3", x, out, None, scale_mlp, shift_mlp, **how)
     return ResidualBranch(x, feed_forward(modules["ffn"], normalized), gate_mlp)
 
 
@@ -119,7 +134,7 @@ def _attention_forward(
     x, c = hidden_states, encoder_hidden_states
     if kwargs:
         return NotImplemented
-    if not kernels_take(x, c):
+    if not inputs_taken(x, c):
         return call.refuse(x, c)
     image_tokens = None
     if self.add_k_proj is not None and c is not None:
@@ -127,7 +142,7 @@ def _attention_forward(
         image_tokens, c = c[:, :length], c[:, length:]
     is_fused, modules = self.fused_projections, self._modules
     project = call.stand_in.functions[-1].function if is_fused else query_key_value
-    query, key, value = project(self, x, c)
+    query, key, value = project(self, as_tensor(x) if is_fused else x, c)
     tables = None if rotary_emb is None else call.shared("tables", rotary_emb, _pair_tables)
     how = (tables, _rotated, "across_heads", self.heads)
     query, key = norm_and_rotate(call, self, ("norm_q", "norm_k"), query, key, *how)
