@@ -307,6 +307,60 @@ def test_hooks(kernel, device, is_injected_first):
     assert_close(run(model, arguments), run(plain, arguments))
 
 
+def watched(module):
+    """The tensors, and other objects with a shape, that later calls of a module are given."""
+    seen = []
+
+    def look(module, args, kwargs):
+        seen.extend(x for x in (*args, *kwargs.values()) if hasattr(x, "shape"))
+
+    module.register_forward_pre_hook(look, with_kwargs=True)
+    return seen
+
+
+@pytest.mark.parametrize("part", ["attention", "feed_forward", "activation"])
+@pytest.mark.parametrize("family", [LTX, FLUX, FAMILIES["wan"]], ids=str)
+def test_hooks_see_tensors(kernel, device, family, part):
+    """Norms quantize their results for attentions and feed-forwards without hooks only."""
+    model, arguments, _ = prepared(family, device)
+    expected = run(fp8_models.eager(model), arguments)
+    kernel.inject_kernels(model)
+    seen = [
+        watched(each.get_submodule(family.parts[part].partition(".0.")[2]))
+        for each in family.blocks(model)
+        if type(each) is type(family.part(model, "block"))
+    ]
+    assert_close(run(model, arguments), expected)
+    for tensors in seen:
+        assert tensors and all(type(x) is torch.Tensor for x in tensors)
+        assert tensors[0].dtype is BFLOAT16
+
+
+@pytest.mark.parametrize("family", [LTX, FLUX, FAMILIES["wan"]], ids=str)
+def test_own_forward_gets_tensors(kernel, device, family, monkeypatch):
+    """An attention that falls back after the norm has quantized its input."""
+    model, arguments, count = prepared(family, device)
+    expected = run(fp8_models.eager(model), arguments)
+    report = kernel.inject_kernels(model)
+    processor = type(family.part(model, "attention").processor)
+    own = processor.__call__
+    seen = []
+
+    def call(self, attn, hidden_states, *args, **kwargs):
+        seen.append(hidden_states)
+        return own(self, attn, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(processor, "__call__", call)
+    assert_close(run(model, arguments), expected)
+    assert seen and all(type(x) is torch.Tensor and x.dtype is BFLOAT16 for x in seen)
+    assert any("__call__ was replaced" in reason for reason in fallbacks(report))
+    assert of_fp8(model, arguments)["linear_fp8"] == count
+
+
+def fallbacks(report):
+    return [reason for entry in report.calls for reason in entry.fell_back]
+
+
 class Doubled(nn.Linear):
     def forward(self, x):
         return super().forward(x) * 2
