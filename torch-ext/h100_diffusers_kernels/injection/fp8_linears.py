@@ -37,8 +37,11 @@ class Fp8Weight(NamedTuple):
 def fp8_weight(weight: Any, bias: Any) -> Fp8Weight | None:
     """A layer's weight and bias for ``linear_fp8``, or None if they have another format."""
     cls: Any = find_class(_TENSOR)
-    if type(weight) is not cls or _has_unknown_data(cls, weight):
+    if type(weight) is not cls or cls.tensor_data_names != ["qdata", "scale"]:
         return None
+    for name in getattr(cls, "optional_tensor_data_names", ()):
+        if getattr(weight, name) is not None:  # such as a later torchao's scale of the input
+            return None
     values, scale, how = weight.qdata, weight.scale, weight.act_quant_kwargs
     if (
         how is None
@@ -49,9 +52,13 @@ def fp8_weight(weight: Any, bias: Any) -> Fp8Weight | None:
         or values.dtype is not _FP8
         or scale.dtype is not torch.float32
         or not (is_plain(values) and is_plain(scale) and is_plain(bias))
-        or values.dim() != 2
-        or values.shape[1] % _MULTIPLE
-        or (scale.shape != (values.shape[0], 1) and scale.shape != (1, 1))
+    ):
+        return None
+    shape = values.shape
+    if (
+        len(shape) != 2
+        or shape[1] % _MULTIPLE
+        or scale.shape not in ((shape[0], 1), (1, 1))
         or not (values.is_contiguous() and scale.is_contiguous())
         or (bias is not None and not bias.is_contiguous())
     ):
@@ -64,14 +71,6 @@ def fp8_weight(weight: Any, bias: Any) -> Fp8Weight | None:
     ):
         return None
     return Fp8Weight(values, scale, bias)
-
-
-def _has_unknown_data(cls: Any, weight: Any) -> bool:
-    """Whether the tensor has more than values and scale, such as a later torchao's scale of the input."""
-    if cls.tensor_data_names != ["qdata", "scale"]:
-        return True
-    optional = getattr(cls, "optional_tensor_data_names", ())
-    return any(getattr(weight, name) is not None for name in optional)
 
 
 def _has_known_granularity(granularity: Any) -> bool:
