@@ -572,12 +572,12 @@ def project(
         if text is None:
             query, key, value = linears(x, modules[q], modules[k], modules[v])
             return [Stream(query, key, value, norms, rope)]
-        if are_fp8(modules[v]):
+        if type(x) is QuantizedRows or are_fp8(modules[v]):
             query, key, value = linears(x, modules[q], modules[k], modules[v])
             streams.append(Stream(query, key, value, norms, rope))
         else:
             query, key = linears(x, modules[q], modules[k])
-            streams.append(Stream(query, key, (modules[v], as_tensor(x)), norms, rope))
+            streams.append(Stream(query, key, (modules[v], x), norms, rope))
     return streams
 
 

@@ -94,7 +94,8 @@ def _single_block_forward(
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
     (((normalized,), (_, _, gate)),) = begin(call, self, _SINGLE, (x,), (temb,))
-    mlp_out = linear_and_gelu(modules["proj_mlp"], modules["act_mlp"], normalized)
+    mlp = (modules["proj_mlp"], modules["act_mlp"])
+    mlp_out = linear_and_gelu(*mlp, normalized, modules["proj_out"])
     attention_out = modules["attn"](
         hidden_states=normalized,
         image_rotary_emb=image_rotary_emb,

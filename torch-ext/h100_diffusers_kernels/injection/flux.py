@@ -92,7 +92,8 @@ def _single_block_forward(
     x, begun = begin_joint(call, self, _SINGLE[0], c, x, (temb,))
     (normalized,), (_, _, gate) = begun
     modules = self._modules
-    mlp_out = linear_and_gelu(modules["proj_mlp"], modules["act_mlp"], normalized)
+    mlp = (modules["proj_mlp"], modules["act_mlp"])
+    mlp_out = linear_and_gelu(*mlp, normalized, modules["proj_out"])
     attention_out = modules["attn"](
         hidden_states=normalized,
         image_rotary_emb=image_rotary_emb,

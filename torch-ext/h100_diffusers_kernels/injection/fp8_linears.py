@@ -116,6 +116,18 @@ def fp8_product(x: QuantizedRows, found: Fp8Weight) -> Tensor:
     return functional.linear_fp8(x.values, x.scale, weight, scale, bias, dtype=x.dtype)
 
 
+def fp8_gelu_product(
+    x: QuantizedRows,
+    found: Fp8Weight,
+    approximate: str,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """GELU of the layer's result, quantized in blocks."""
+    weight, scale, bias = found
+    how: Any = {"approximate": approximate, "dtype": x.dtype, "out": out}
+    return functional.gelu_linear_fp8(x.values, x.scale, weight, scale, bias, **how)
+
+
 def _forward(self: Any, call: Call, input: Tensor) -> Any:
     parameters = self._parameters
     weight, bias = parameters.get("weight"), parameters.get("bias")

@@ -43,9 +43,10 @@ def attend_and_feed(
 ) -> Tensor:
     """From the norm of a single block to its last linear layer, for ``length`` tokens of the image first."""
     modules = self._modules
-    mlp_out = linear_and_gelu(modules["proj_mlp"], modules["act_mlp"], normalized)
+    proj_out = modules["proj_out"]
+    mlp_out = linear_and_gelu(modules["proj_mlp"], modules["act_mlp"], normalized, proj_out)
     outs = attend_to_both(self, normalized[:, :length], normalized[:, length:], mask, rope)
-    return linear_of_concat(call, modules["proj_out"], concat_streams(call, *outs), mlp_out)
+    return linear_of_concat(call, proj_out, concat_streams(call, *outs), mlp_out)
 
 
 def _attention_forward(

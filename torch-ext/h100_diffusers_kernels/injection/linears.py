@@ -7,7 +7,7 @@ except with the FP8 weights of ``fp8_linears``.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,16 @@ from ..conditions import (
 )
 from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownClass, is_plain, why_not_plain
-from .fp8_linears import Fp8Weight, fp8_product, fp8_takes, fp8_weight, fp8_weight_for
+from .fp8_linears import (
+    Fp8Weight,
+    fp8_gelu_product,
+    fp8_product,
+    fp8_takes,
+    fp8_weight,
+    fp8_weight_for,
+)
 from .patch import Call, ExactSpec, PatchSpec
-from .quantized_rows import QuantizedRows, as_tensor, quantized_rows
+from .quantized_rows import FP8_BLOCK, QuantizedRows, as_tensor, quantized_rows
 
 LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
 DROPOUT = KnownClass("torch.nn:Dropout")
@@ -156,8 +163,40 @@ def _is_identity(dropout: Any) -> bool:
     return is_plain(dropout, DROPOUT) and not dropout.training
 
 
-def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Tensor) -> Tensor:
-    """``layer(torch.cat([first, second], dim=-1))``, by two products without the concat if it is plain."""
+class Fp8Columns(NamedTuple):
+    """The last columns of an FP8 layer's input, quantized in blocks, beside columns not written yet.
+
+    Attributes:
+        values, scale: of all columns.
+        width: the number of columns not written yet.
+        weight: the layer's.
+        dtype: of the tensor that it stands for.
+    """
+
+    values: Tensor
+    scale: Tensor
+    width: int
+    weight: Fp8Weight
+    dtype: torch.dtype
+
+    def first(self) -> tuple[Tensor, Tensor]:
+        """Values and scale of the columns not written yet."""
+        return self.values[..., : self.width], self.scale[..., : self.width // FP8_BLOCK]
+
+    def last(self) -> tuple[Tensor, Tensor]:
+        return self.values[..., self.width :], self.scale[..., self.width // FP8_BLOCK :]
+
+
+def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Any) -> Tensor:
+    """``layer(torch.cat([first, second], dim=-1))``, without the concat if it is plain. ``second`` may be
+    ``Fp8Columns`` of this layer."""
+    if type(second) is Fp8Columns:
+        values, scale = second.first()
+        if kernels_take(first) and first.shape == values.shape and first.dtype is second.dtype:
+            functional.quantize_fp8(first, block_size=FP8_BLOCK, out=(values, scale))
+            rows = QuantizedRows(second.values, second.scale, second.dtype, {})
+            return fp8_product(rows, second.weight)
+        second = as_tensor(QuantizedRows(*second.last(), second.dtype, {}))
     plain = plain_weight(layer)
     if (
         plain is not None
@@ -206,7 +245,10 @@ def linear_per_sample(layer: Any, x: Tensor) -> Tensor:
     if x.is_contiguous():
         return linear(layer, x)
     if not can_write_linear(layer, x):
-        return linear(layer, x if are_fp8(layer) else x.contiguous())
+        weights = fp8_weights_for(x, layer)
+        if weights is None:
+            return linear(layer, x.contiguous())
+        return fp8_product(quantized_rows(x), weights[layer])
     out = x.new_empty(*x.shape[:2], layer._parameters["weight"].shape[0])
     write_linear(layer, x, out)
     return out
@@ -294,6 +336,12 @@ def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Tensor | 
         or is_differentiated(*inner.values())
     ):
         return None
+    if known is LINEAR_GELU.known:
+        weights = x.weights if type(x) is QuantizedRows else fp8_weights_for(x, proj)
+        if weights and proj in weights:
+            rows = quantized_rows(x)
+            h = fp8_gelu_product(rows, weights[proj], activation.approximate)
+            return fp8_product(QuantizedRows(*h, x.dtype, {}), found)
     h = linear(proj, x)
     return fp8_product(QuantizedRows(*operation(activation, h), x.dtype, {}), found)
 
@@ -328,11 +376,42 @@ def linear_gelu(layer: Any, activation: Any, approximate: str, x: Any) -> Tensor
     return functional.gelu(x, approximate) if same_dtype_and_unit_stride(x) else activation(x)
 
 
-def linear_and_gelu(layer: Any, activation: Any, x: Any) -> Tensor:
-    """``activation(layer(x))``, in one step for a plain ``torch.nn.GELU``. x may be quantized."""
+def linear_and_gelu(layer: Any, activation: Any, x: Any, into: Any) -> Any:
+    """``activation(layer(x))``, in one step for a plain ``torch.nn.GELU``. x may be quantized.
+
+    The result may be ``Fp8Columns`` of the layer ``into``, of whose ``linear_of_concat`` it is the second
+    part.
+    """
     if is_plain(activation, GELU):
+        columns = _gelu_columns(layer, activation.approximate, x, into)
+        if columns is not None:
+            return columns
         return linear_gelu(layer, activation, activation.approximate, x)
     return activation(linear(layer, x))
+
+
+def _gelu_columns(layer: Any, approximate: str, x: Any, into: Any) -> Fp8Columns | None:
+    if _has_plain_weight(into) or not may_write():
+        return None
+    weights = x.weights if type(x) is QuantizedRows else fp8_weights_for(x, layer)
+    if not weights or layer not in weights or not is_plain(into, LINEAR):
+        return None
+    parameters = into._parameters
+    if "bias" not in parameters:
+        return None
+    weight, inner = fp8_weight(parameters["weight"], parameters["bias"]), weights[layer]
+    if weight is None:
+        return None
+    features = weight.values.shape[1]
+    width = features - inner.values.shape[0]
+    if width <= 0 or width % FP8_BLOCK or not fp8_takes(x, parameters["weight"], weight, features):
+        return None
+    rows = quantized_rows(x)
+    values = rows.values.new_empty((*rows.shape[:-1], features))
+    scale = rows.scale.new_empty((*rows.shape[:-1], -(-features // FP8_BLOCK)))
+    columns = Fp8Columns(values, scale, width, weight, rows.dtype)
+    fp8_gelu_product(rows, inner, approximate, columns.last())
+    return columns
 
 
 def _gelu_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from .. import functional
 
+FP8_BLOCK = 128  # elements of a row that have a scale of their own, unless the row has one
+_LONGEST_ROW = 18432  # that a kernel reads once for one scale
+
 
 class QuantizedRows:
     """The input of FP8 layers, quantized as by ``quantize_fp8``, in place of its tensor.
@@ -42,11 +45,18 @@ class QuantizedRows:
 
 
 def quantized_rows(x: Any) -> QuantizedRows:
-    return (
-        x if type(x) is QuantizedRows else QuantizedRows(*functional.quantize_fp8(x), x.dtype, {})
-    )
+    """x itself, or its quantized rows."""
+    if type(x) is QuantizedRows:
+        return x
+    block_size = None if x.shape[-1] <= _LONGEST_ROW else FP8_BLOCK
+    return QuantizedRows(*functional.quantize_fp8(x, block_size=block_size), x.dtype, {})
 
 
 def as_tensor(x: Any) -> Any:
     """x itself, or the tensor that quantized rows stand for."""
-    return (x.values.float() * x.scale).to(x.dtype) if type(x) is QuantizedRows else x
+    if type(x) is not QuantizedRows:
+        return x
+    values, scale = x.values.float(), x.scale
+    if scale.shape[-1] > 1:
+        scale = scale.repeat_interleave(FP8_BLOCK, -1)[..., : values.shape[-1]]
+    return (values * scale).to(x.dtype)
