@@ -119,7 +119,12 @@ def operations(
     """Model, class of kernels, shape and calls of each operation."""
     for model, of_products, of_attention, of_rows in TINY_SHAPES if tiny else SHAPES:
         for shape in of_products:
-            yield model, "matrix product", "x".join(map(str, shape)), products(shape, kernel, device)
+            yield (
+                model,
+                "matrix product",
+                "x".join(map(str, shape)),
+                products(shape, kernel, device),
+            )
         name = "x".join(map(str, of_attention))
         yield model, f"attention, {SCORES}", name, attentions(of_attention, kernel, device)
         for family, workload in of_rows:

@@ -96,6 +96,8 @@ def measure(
         parameters = sum(model.get_submodule(name).weight.numel() for name in names)
         row = {"kind": kind, "layers": len(names), "parameters": parameters}
         rows.append({**row, "distance_from_float32": distance})
+        del instance
+        models.free(exact.device)
     return rows
 
 

@@ -222,7 +222,7 @@ def test_weights_that_change_in_place_reach_what_was_built_before(kernel, device
 
 @pytest.mark.parametrize("published", [ltx, flux, wan, qwenimage], ids=lambda p: p.__name__)
 def test_outlier_channels(published):
-    """The inputs of the blocks' layers have them, except of cross-attention, and the model stays nearly the same."""
+    """The inputs of the blocks' layers have them, except cross-attention's. The result is nearly the same."""
     model, largest = tiny(published), {}
 
     def look(name, module, args):
@@ -251,10 +251,9 @@ def test_outlier_channels(published):
 
 
 def test_outliers_need_known_blocks():
-    model = tiny(sdxl)
-    with pytest.raises(ValueError, match="does not know the blocks of UNet"):
-        with models.weights(model, models.OUTLIERS):
-            pass
+    weights = models.weights(tiny(sdxl), models.OUTLIERS)
+    with pytest.raises(ValueError, match="does not know the blocks of UNet"), weights:
+        pass
 
 
 @every_model

@@ -147,6 +147,7 @@ def test_kinds_of_fp8_layers(result_of):
 
 
 @needs_torchao
+@torch.no_grad()
 def test_layers_of_the_trained_model(kernel, device):
     entry = bench_fp8_layers.measure_trained(kernel, torch.device(device), tiny=True)
     none, *others = (row["distance_from_float32"] for row in entry["kinds"])
@@ -265,8 +266,8 @@ def test_quality_modes_have_their_own_attention_backends(monkeypatch):
 @needs_torchao
 @torch.no_grad()
 def test_quality_in_fp8(kernel, monkeypatch):
-    two_steps = functools.partial(bench_quality.generate, num_inference_steps=2)
-    monkeypatch.setattr(bench_quality, "generate", two_steps)
+    short = functools.partial(bench_quality.generate, num_inference_steps=2, num_frames=9)
+    monkeypatch.setattr(bench_quality, "generate", short)
     modes, scenes = ("eager", "injected", models.INJECTED_FP8), bench_quality.held_back_scenes(1)
     videos = bench_quality.measure(modes, scenes, kernel, CPU, torch.bfloat16)
     rounded, quantized = (videos[mode]["psnr_db"]["min"] for mode in modes[1:])

@@ -269,7 +269,7 @@ def test_fp8_of_models(tmp_path):
     modes |= {models.TORCHAO: of_mode(50.0, 0.05), models.INJECTED_FP8: of_mode(10.0, 0.04)}
     compiled = {**modes, models.TORCHAO_COMPILED: of_mode(15.0, 0.05)}
     sizes = {"9x64x96": {"weights": {"peaked": {"modes": modes}}}}
-    peaks = {mode: 2**30 for mode in modes} | {models.INJECTED_FP8: 2**29}
+    peaks = dict.fromkeys(modes, 2**30) | {models.INJECTED_FP8: 2**29}
     sizes["17x64x96"] = {"peak_bytes": peaks}
     sizes["17x64x96"]["weights"] = {w: {"modes": compiled} for w in ("peaked", "outliers")}
     sizes = {size: {**e, "injection_fp8": {"full_speed_s": 0.5}} for size, e in sizes.items()}
