@@ -82,13 +82,15 @@ TINY_SHAPES = (
 Calls = Iterator[tuple[str, Sequence[Callable[[], object]]]]
 
 
-def products(shape: tuple[int, int, int], device: torch.device) -> Calls:
+def products(shape: tuple[int, int, int], kernel: ModuleType, device: torch.device) -> Calls:
     rows, inner, outer = shape
     sets = [
         (normal(device, rows, inner), normal(device, outer, inner, std=inner**-0.5))
         for _ in range(SETS)
     ]
     yield "cuBLAS", [functools.partial(F.linear, *each) for each in sets]
+    in_fp8 = [(*kernel.quantize_fp8(x), *kernel.quantize_fp8(weight)) for x, weight in sets]
+    yield "this package, FP8", [functools.partial(kernel.linear_fp8, *each) for each in in_fp8]
 
 
 def attentions(shape: Sequence[int], kernel: ModuleType, device: torch.device) -> Calls:
@@ -117,7 +119,12 @@ def operations(
     """Model, class of kernels, shape and calls of each operation."""
     for model, of_products, of_attention, of_rows in TINY_SHAPES if tiny else SHAPES:
         for shape in of_products:
-            yield model, "matrix product", "x".join(map(str, shape)), products(shape, device)
+            yield (
+                model,
+                "matrix product",
+                "x".join(map(str, shape)),
+                products(shape, kernel, device),
+            )
         name = "x".join(map(str, of_attention))
         yield model, f"attention, {SCORES}", name, attentions(of_attention, kernel, device)
         for family, workload in of_rows:

@@ -6,14 +6,16 @@ linear layers in FP8 (torchao's, a scale per row): eager, compiled block by bloc
 
 Sizes are the published ones (most with fewer blocks), inputs are those of the pipelines. All modes share one
 set of weights and take turns, first with random weights, then with query and key norms that give scores as
-peaked as in trained models (models.WEIGHTS). The weights change in place, without another compilation or
-injection. Also recorded: CPU time, GPU time by kernel class, and each mode's distance from the float32 model.
+peaked as in trained models (models.WEIGHTS). --weights outliers adds outlier channels. The weights change in
+place, without another compilation or injection. Also recorded: CPU time, GPU time by kernel class, and each
+mode's distance from the float32 model; with --peak-memory the memory that each mode needs alone.
 Writes to benchmarks/results/<the model's name>, or models for LTX-Video:
 
     python benchmarks/bench_models.py
     python benchmarks/bench_models.py --model all
     python benchmarks/bench_models.py --model flux,flux2,sd3 --rounds 5 --profiled-calls 1
     python benchmarks/bench_models.py --modes eager,injected --sizes 49x512x768
+    python benchmarks/bench_models.py --modes eager,injected+fp8 --weights outliers --peak-memory
     python benchmarks/bench_models.py --device cpu --tiny --output /tmp/models.json
 
 LOCAL_KERNELS selects another checkout's build; compare_builds.py compares two.
@@ -24,7 +26,7 @@ from __future__ import annotations
 import functools
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -39,13 +41,15 @@ import record
 import timing
 import torch
 from distance import finite_distance
-from options import DEVICE, DTYPE, PAUSE, SEVERAL_MODELS, SIZES, TINY, modes_on, modes_option
+from options import DEVICE, DTYPE, PAUSE, SEVERAL_MODELS, SIZES, TINY, Named, modes_on, modes_option
 from tabulate import tabulate
 
 WARM_UP_ROUNDS = 2
 COMPARED = ("eager", "compiled", models.REGIONAL)  # baselines of speedups
 # The modes whose injection is timed, and its entry in the result.
 INJECTIONS = {"injected": "injection", models.INJECTED_FP8: "injection_fp8"}
+# Modes whose memory --peak-memory leaves out: without the others they would be compiled once more.
+NO_MEMORY = ("compiled", "graphs", models.REDUCE_OVERHEAD)
 HOST_ROUNDS = 5  # maximum, because a sample takes as long as one of the time
 
 
@@ -62,16 +66,23 @@ class Settings:
     pause_s: float
     profiled_calls: int
     has_distance: bool
+    weights: Sequence[str] = tuple(models.WEIGHTS)
+    has_memory: bool = False
 
 
 def inject(
-    model: torch.nn.Module, kernel: ModuleType, forward: Callable[[], object], device: torch.device
+    model: torch.nn.Module,
+    kernel: ModuleType,
+    mode: str,
+    forward: Callable[[], object],
+    device: torch.device,
 ) -> dict[str, object]:
     """Inject the kernels; return the time to full speed and the growth of memory."""
     counted = device.type == "cuda"
     timing.synchronize(device)
     before = torch.cuda.memory_allocated(device) if counted else None
-    full_speed = timing.time_to_full_speed(lambda: kernel.inject_kernels(model), forward, device)
+    change = functools.partial(models.inject, kernel, model, mode)
+    full_speed = timing.time_to_full_speed(change, forward, device)
     after = torch.cuda.memory_allocated(device) if counted else None
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     return {
@@ -150,15 +161,17 @@ def measure_size(
     }
 
     model(**arguments)  # loads the libraries before the first mode
-    forwards, graphs = {}, None
+    forwards, quantized, graphs = {}, [], None
     for mode in settings.modes:
         instance = models.twin(model)
         if mode in models.FP8_MODES:
             models.quantize(instance)
+            quantized.append(instance)
         forward = forwards[mode] = functools.partial(instance, **arguments)
         if mode in INJECTIONS:
-            forward()
-            result[INJECTIONS[mode]] = inject(instance, kernel, forward, device)
+            if mode not in models.FP8_MODES or device.type == "cuda":  # torchao needs a GPU
+                forward()
+            result[INJECTIONS[mode]] = inject(instance, kernel, mode, forward, device)
         elif mode.startswith("injected"):
             report = models.inject(kernel, instance, mode)
             if mode == models.GRAPHS:
@@ -176,13 +189,42 @@ def measure_size(
             click.echo(f"{size} {mode}: compiled in {seconds:.1f} s")
 
     result["weights"] = {}
-    for name in models.WEIGHTS:
+    for name in settings.weights:
         with models.weights(model, name):
+            for instance in quantized:
+                models.quantize_again(instance, model)
             result["weights"][name] = measure_weights(model, forwards, arguments, settings)
     if graphs is not None:
-        forwards_each = settings.rounds * settings.calls * len(models.WEIGHTS)
+        forwards_each = settings.rounds * settings.calls * len(settings.weights)
         cuda_graphs.check_replayed(graphs, forwards_each)
     return result
+
+
+def peak_memory(
+    kernel: ModuleType | None, size: Any, settings: Settings, tiny: bool
+) -> dict[str, int | None]:
+    """Bytes that PyTorch allocates at most in a forward, for each mode alone, with its weights."""
+    device, published, peaks = settings.device, settings.published, {}
+    for mode in settings.modes:
+        if any(part in mode for part in NO_MEMORY):
+            continue
+        model = published.transformer(device, settings.dtype, tiny)
+        if mode in models.FP8_MODES:
+            models.quantize(model)
+        if mode.startswith("injected"):
+            models.inject(kernel, model, mode)
+        arguments = published.inputs(model, size, device, settings.dtype)
+        model(**arguments)
+        models.free(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        model(**arguments)
+        timing.synchronize(device)
+        counted = device.type == "cuda"
+        peaks[mode] = torch.cuda.max_memory_allocated(device) if counted else None
+        del model, arguments
+        models.free(device)
+    return peaks
 
 
 def show_kernels(title: str, modes: Mapping[str, dict]) -> None:
@@ -228,6 +270,10 @@ def show_size(size: str, result: dict) -> None:
             f"inject_kernels itself {injection['change_s']:.3f} s, "
             f"memory growth {injection['allocated_growth_bytes']} bytes"
         )
+    peaks = {mode: peak for mode, peak in result.get("peak_bytes", {}).items() if peak is not None}
+    if peaks:
+        rows = [[mode, peak / 2**30] for mode, peak in peaks.items()]
+        click.echo(tabulate(rows, ["mode", "peak GiB"], floatfmt=".2f"))
 
 
 def measure_model(
@@ -240,11 +286,17 @@ def measure_model(
 ) -> None:
     """Measure all sizes of one model, and write each to `path`; `head` has the result's first entries."""
     published, device = settings.published, settings.device
+    sizes = sizes or (published.TINY_SIZES if tiny else published.SIZES)
+    # Before there are other weights.
+    peaks = {}
+    if settings.has_memory:
+        peaks = {size: {"peak_bytes": peak_memory(kernel, size, settings, tiny)} for size in sizes}
     model = published.transformer(device, settings.dtype, tiny)
     result = {**head, "model": models.name_of(published, tiny), "sizes": {}}
-    for size in sizes or (published.TINY_SIZES if tiny else published.SIZES):
+    for size in sizes:
         torch.compiler.reset()
-        result["sizes"][str(size)] = measure_size(model, kernel, size, settings)
+        measured = measure_size(model, kernel, size, settings)
+        result["sizes"][str(size)] = {**measured, **peaks.get(size, {})}
         if path is not None:
             record.write(path, result)
         if device.type == "cuda":
@@ -263,7 +315,7 @@ def destination(
     """The path of a model's result. Modes beyond the default ones do not prevent its storage."""
     if output is not None and several:
         return output / f"{published.RESULT}.json"
-    neutral = ("modes",) if set(models.DEFAULT_MODES) <= set(modes) else ()
+    neutral = ("modes", "has_memory") if set(models.DEFAULT_MODES) <= set(modes) else ()
     return record.destination(output, published.RESULT, environment, neutral)
 
 
@@ -290,6 +342,19 @@ def destination(
     default=True,
     help="Whether to also run the model in float32, which needs additional memory of twice its size.",
 )
+@click.option(
+    "--weights",
+    type=Named("weights", {name: name for name in models.ALL_WEIGHTS}),
+    default=",".join(models.WEIGHTS),
+    show_default=True,
+    help=f"Comma-separated, of {', '.join(models.ALL_WEIGHTS)}.",
+)
+@click.option(
+    "--peak-memory",
+    "has_memory",
+    is_flag=True,
+    help="Also measure each mode's memory, with a model of its own. Compiled modes are left out.",
+)
 @record.output_option("<the model's name>", takes_folder=True)
 @torch.no_grad()
 def main(
@@ -304,6 +369,8 @@ def main(
     pause_s,
     profiled_calls,
     has_distance,
+    weights,
+    has_memory,
     output,
 ) -> None:
     """Time one forward of each model in each mode, with its GPU time by kernel class."""
@@ -314,12 +381,13 @@ def main(
     several, failed = len(model) > 1, []
     for published in model:
         settings = Settings(
-            published, device, dtype, modes, rounds, calls, pause_s, profiled_calls, has_distance
+            *(published, device, dtype, modes, rounds, calls, pause_s, profiled_calls),
+            *(has_distance, weights, has_memory),
         )
         head = {
             "environment": record.environment(device),
             "model": None,
-            "scores_std": models.WEIGHTS,
+            "scores_std": {name: models.ALL_WEIGHTS[name] for name in weights},
             "dtype": record.dtype_name(dtype),
             "rounds": rounds,
             "consecutive_forwards": calls,

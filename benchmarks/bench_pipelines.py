@@ -7,6 +7,7 @@ mode: seconds, decoder apart; energy, clock and power; memory. Writes to benchma
 
     python benchmarks/bench_pipelines.py
     python benchmarks/bench_pipelines.py --pipelines flux,ltx --rounds 3
+    python benchmarks/bench_pipelines.py --pipelines ltx --steps 50 --modes injected,injected+fp8
     python benchmarks/bench_pipelines.py --device cpu --tiny --output /tmp/pipelines.json
 
 compiled-regional+fa3 needs the wheel fa3-fwd. Results of several runs are shown together.
@@ -82,6 +83,8 @@ def set_up(
 ) -> tuple[Callable[..., torch.Tensor], Any, Any]:
     """The call of a pipeline in this mode, its autoencoder, and the report of the injection."""
     twin = pipeline.twin(pipe)
+    if mode in models.FP8_MODES:
+        models.quantize(pipeline.denoiser(twin))
     report = models.inject(kernel, twin, mode) if mode.startswith("injected") else None
     models.compile_as(pipeline.denoiser(twin), mode)
     return pipeline.call(twin, tiny), twin.vae, report
@@ -128,10 +131,11 @@ def measure(
     device: torch.device,
     dtype: torch.dtype,
     tiny: bool,
+    steps: int | None = None,
 ) -> dict[str, Any]:
-    """All modes of one pipeline."""
+    """All modes of one pipeline, with its own number of steps if none is given."""
     pipe = pipeline.build(device, dtype, tiny)
-    steps = pipeline.steps if not tiny else None
+    steps = pipeline.steps if steps is None and not tiny else steps
     with models.weights(pipeline.denoiser(pipe), WEIGHTS):
         calls, results, reports = {}, {}, {}
         for mode in modes:
@@ -151,7 +155,8 @@ def measure(
             click.echo(f"{pipeline.title} {mode}: {WARM_UP_STEPS} steps with set-up {first:.2f} s")
             held = reserved_bytes(device) - before
             results[mode] = {"first_steps_s": first, "held_bytes": held}
-            calls[mode] = functools.partial(timed_call, call, Decoder(vae, device))
+            whole = functools.partial(call, steps)
+            calls[mode] = functools.partial(timed_call, whole, Decoder(vae, device))
         samples = timing.interleave(calls, rounds, device, lambda call, device: call(device))
     for mode, result in results.items():
         result.update(summary(samples[mode]))
@@ -209,9 +214,10 @@ def show(entry: dict[str, Any]) -> None:
 @DTYPE
 @TINY
 @click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), help="In place of each pipeline's own number.")
 @record.output_option("pipelines")
 @torch.no_grad()
-def main(pipelines, modes, device, dtype, tiny, rounds, output) -> None:
+def main(pipelines, modes, device, dtype, tiny, rounds, steps, output) -> None:
     """Time whole pipelines, without the text encoder, in each mode."""
     modes = modes_on(device, modes)
     injected = any(mode.startswith("injected") for mode in modes)
@@ -223,7 +229,7 @@ def main(pipelines, modes, device, dtype, tiny, rounds, output) -> None:
     }
     output = record.destination(output, "pipelines", result["environment"], ("pipelines",))
     for pipeline in pipelines:
-        entry = measure(pipeline, kernel, modes, rounds, device, dtype, tiny)
+        entry = measure(pipeline, kernel, modes, rounds, device, dtype, tiny, steps)
         result["pipelines"].append(entry)
         if output is not None:
             record.write(output, result)

@@ -4,6 +4,7 @@ The small trained LTX-Video of the examples generates each held-back caption onc
 noise. examples/train_small_ltx/detect.py looks for the color, the motion and the shape of each figure. PSNR
 and SSIM compare a mode's videos with eager's. Eager in other attention backends, which differs by rounding
 only, shows what they are at best. PSNR against eager in float32 shows the distance from exact arithmetic.
+Modes in FP8 have the blocks' linear layers quantized by torchao per row; these need bfloat16.
 Writes to benchmarks/results/quality:
 
     python benchmarks/bench_quality.py
@@ -35,14 +36,17 @@ FLOAT32 = "eager-float32"
 TO_FLOAT32 = "psnr_to_float32_db"
 # The attention backend of diffusers by mode. In the others, PyTorch chooses flash attention.
 BACKENDS = {"eager-efficient": "_native_efficient", "eager-math": "_native_math"}
-MODES = ("eager", "eager-again", *BACKENDS, FLOAT32, "injected", models.GRAPHS)
-NEED_GPU = ("eager-efficient", models.GRAPHS)
+FP8_MODES = (models.TORCHAO, models.INJECTED_FP8)
+MODES = ("eager", "eager-again", *BACKENDS, FLOAT32, "injected", models.GRAPHS, *FP8_MODES)
+NEED_GPU = ("eager-efficient", models.GRAPHS, models.TORCHAO)
 
 
 def set_up(mode: str, kernel: ModuleType | None, device: torch.device, dtype: torch.dtype) -> Any:
     """The pipeline in this mode."""
     dtype = torch.float32 if mode == FLOAT32 else dtype
     pipe = load(device, dtype)
+    if mode in FP8_MODES:
+        models.quantize(pipe.transformer)
     if mode.startswith("injected"):
         models.inject(kernel, pipe, mode)
     return pipe
@@ -133,6 +137,7 @@ def main(modes, captions, device, dtype, output) -> None:
     if modes is None:
         left_out = NEED_GPU if device.type == "cpu" else ()
         left_out += (FLOAT32,) if dtype == torch.float32 else ()
+        left_out += FP8_MODES if dtype != torch.bfloat16 else ()
         modes = [mode for mode in MODES if mode not in left_out]
     if modes[0] != "eager":
         raise click.UsageError("the first mode must be eager, with which the others are compared")

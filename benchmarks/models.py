@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import outliers
 import torch
 
 KERNEL_ID = "org/h100-diffusers-kernels"
@@ -31,6 +32,11 @@ GRAPHS = "injected+graphs"  # the kernels, replayed from CUDA graphs
 # The blocks' linear layers quantized by torchao, with a scale for each row.
 TORCHAO, TORCHAO_COMPILED, INJECTED_FP8 = "eager+fp8", f"{REGIONAL}+fp8", "injected+fp8"
 FP8_MODES = (TORCHAO, TORCHAO_COMPILED, INJECTED_FP8)
+# Arguments of inject_kernels by mode, where they are not the defaults.
+INJECT_OPTIONS: dict[str, dict[str, Any]] = {
+    NO_ATTENTION: {"attention": False},
+    GRAPHS: {"cuda_graphs": True},
+}
 # Parts of the names of linear layers in blocks that stay as they are: they modulate.
 NOT_QUANTIZED = ("norm", "mod", "adaln")
 MODES = (
@@ -38,10 +44,12 @@ MODES = (
     *("injected", NO_ATTENTION, GRAPHS, "injected+compiled", f"injected+{REGIONAL}"),
     *FP8_MODES,
 )
-NEED_GPU = (REDUCE_OVERHEAD, GRAPHS, FA3, *FP8_MODES)
+NEED_GPU = (REDUCE_OVERHEAD, GRAPHS, FA3, TORCHAO, TORCHAO_COMPILED)
 DEFAULT_MODES = ("eager", REGIONAL, "injected")
 # Standard deviation, or about that, of the scores of the image's own attention, in nats.
 WEIGHTS = {"random": 1.0, "peaked": 3.0}
+OUTLIERS = "outliers"  # peaked, and with outlier channels (outliers.py), for models that it knows
+ALL_WEIGHTS = {**WEIGHTS, OUTLIERS: WEIGHTS["peaked"]}
 QUERY_AND_KEY_NORMS = tuple(f"norm_{name}" for name in ("q", "k", "added_q", "added_k"))
 ADDS_ONE = "Krea2RMSNorm"  # the norm that multiplies by 1 + weight
 QUERY_AND_KEY_PROJECTIONS = ("to_q", "to_k", "add_q_proj", "add_k_proj")
@@ -162,7 +170,7 @@ def complete(model: torch.nn.Module, published: ModuleType) -> str:
 
 @contextlib.contextmanager
 def weights(model: torch.nn.Module, name: str) -> Iterator[None]:
-    """Have the model's random weights, and its twins', be those of WEIGHTS for a while, in place.
+    """Have the model's random weights, and its twins', be those of ALL_WEIGHTS for a while, in place.
 
     What sets the scores is the weights of query's and key's norms, of all attentions. Where there is no norm
     it is those of the projections. Where a norm has no weight, a head whose query and key keep only one of
@@ -172,7 +180,7 @@ def weights(model: torch.nn.Module, name: str) -> Iterator[None]:
     projections = list(_projections(model))
     changed = [weight for weight, *_ in (*norms, *projections)]
     random = [weight.detach().clone() for weight in changed]
-    std = WEIGHTS[name]
+    std = ALL_WEIGHTS[name]
     factor = std**0.5  # of the query's weights and of the key's
     try:
         with torch.no_grad():
@@ -184,7 +192,8 @@ def weights(model: torch.nn.Module, name: str) -> Iterator[None]:
                     by_head[:, round(by_head.shape[1] / std**2) :] = 0
                 else:
                     weight.mul_(factor)
-        yield
+        with outliers.placed(model) if name == OUTLIERS else contextlib.nullcontext():
+            yield
     finally:
         with torch.no_grad():
             for weight, before in zip(changed, random, strict=True):
@@ -254,8 +263,7 @@ def upcast(arguments: Mapping[str, object]) -> dict[str, object]:
 
 def inject(kernel: ModuleType, pipe_or_model: object, mode: str) -> Any:
     """As a mode that begins with "injected" asks for; its report."""
-    graphs = {"cuda_graphs": True} if mode == GRAPHS else {}
-    return kernel.inject_kernels(pipe_or_model, attention=mode != NO_ATTENTION, **graphs)
+    return kernel.inject_kernels(pipe_or_model, **INJECT_OPTIONS.get(mode, {}))
 
 
 def compile_whole(model: torch.nn.Module, **options: object) -> None:
@@ -296,24 +304,57 @@ def compile_as(model: torch.nn.Module, mode: str) -> bool:
     return True
 
 
-def quantize(model: torch.nn.Module) -> None:
-    """Quantizes the blocks' linear layers by torchao, except those that modulate. The weights of models that
-    share them stay.
+def fp8_layers(model: torch.nn.Module) -> list[str]:
+    """Names of the linear layers that FP8 modes quantize: all in blocks, except those that modulate."""
+    return [
+        f"{stack}.{name}"
+        for stack, blocks in model.named_children()
+        if isinstance(blocks, torch.nn.ModuleList)
+        for name, module in blocks.named_modules()
+        if type(module) is torch.nn.Linear and not any(part in name for part in NOT_QUANTIZED)
+    ]
 
-    The import changes Inductor's configuration: later compilations take minutes.
+
+def quantize(model: torch.nn.Module, names: Collection[str] | None = None) -> None:
+    """Quantizes linear layers by torchao with a scale per row: those of `names`, or of `fp8_layers`. The
+    weights of models that share them stay.
+
+    It changes Inductor's configuration: later compilations take minutes. torchao itself quantizes on GPUs
+    only; on a CPU its weights are made one by one.
     """
     from torchao.quantization import (
         Float8DynamicActivationFloat8WeightConfig,
+        Float8Tensor,
         PerRow,
         quantize_,
     )
+    from torchao.quantization.quantize_.workflows.float8.float8_tensor import (
+        QuantizeTensorToFloat8Kwargs,
+    )
 
-    def is_quantized(module: torch.nn.Module, name: str) -> bool:
-        return type(module) is torch.nn.Linear and not any(part in name for part in NOT_QUANTIZED)
+    chosen = set(fp8_layers(model) if names is None else names)
+    if next(model.parameters()).is_cuda:
+        config = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
+        quantize_(model, config, filter_fn=lambda _, name: name in chosen)
+        return
+    of_input = QuantizeTensorToFloat8Kwargs(granularity=PerRow())
+    for layer in map(model.get_submodule, chosen):
+        weight = Float8Tensor.from_hp(
+            layer.weight.detach(), granularity=PerRow(), act_quant_kwargs=of_input
+        )
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
 
-    config = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
-    for blocks in block_lists(model):
-        quantize_(blocks, config, filter_fn=is_quantized)
+
+def quantize_again(quantized: torch.nn.Module, model: torch.nn.Module) -> None:
+    """Have the layers of a twin quantized by `quantize` be made of the model's weights as they are now, in
+    place."""
+    fresh = twin(model)
+    quantize(fresh)
+    for name in fp8_layers(model):
+        old, new = (each.get_submodule(name).weight for each in (quantized, fresh))
+        if hasattr(new, "qdata"):  # torchao leaves out sizes that are no multiples of 16
+            old.qdata.copy_(new.qdata)
+            old.scale.copy_(new.scale)
 
 
 def free(device: torch.device) -> None:

@@ -38,6 +38,18 @@ def generate(pipe: Any, caption: str, seed: int, **changes: object) -> torch.Ten
     return pipe(caption, generator=generator, **{"output_type": "pt", **arguments}).frames[0]
 
 
+def middle_forward(pipe: Any, steps: int) -> dict[str, Any]:
+    """Arguments of the denoising model in the middle of a video of the first scene."""
+    calls: list[dict[str, Any]] = []
+    hook = pipe.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True
+    )
+    (scene,) = held_back_scenes(1)
+    generate(pipe, scene.caption, 0, num_inference_steps=steps, output_type="latent")
+    hook.remove()
+    return calls[steps // 2]
+
+
 def found(scene: Scene, video: torch.Tensor) -> tuple[dict[str, float], str]:
     """Shares of the scene's figures with each of FOUND, and what was found."""
     frames = (video * 255).round().to(torch.uint8).movedim(1, -1).cpu().numpy()

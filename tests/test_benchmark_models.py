@@ -220,6 +220,42 @@ def test_weights_that_change_in_place_reach_what_was_built_before(kernel, device
     assert all(finite_distance(b, a) > 0.05 for a, b in zip(*outputs, strict=True))
 
 
+@pytest.mark.parametrize("published", [ltx, flux, wan, qwenimage], ids=lambda p: p.__name__)
+def test_outlier_channels(published):
+    """The inputs of the blocks' layers have them, except cross-attention's. The result is nearly the same."""
+    model, largest = tiny(published), {}
+
+    def look(name, module, args):
+        magnitudes = args[0].flatten(0, -2).square().mean(0).sqrt()
+        largest[name] = (magnitudes.max() / magnitudes.median()).item()
+
+    arguments = published.inputs(model, published.TINY_SIZES[0], CPU, torch.float32)
+    before = {key: weight.clone() for key, weight in model.state_dict().items()}
+    outputs = {}
+    with torch.no_grad():
+        for weights in ("peaked", models.OUTLIERS):
+            handles = [
+                model.get_submodule(name).register_forward_pre_hook(functools.partial(look, name))
+                for name in models.fp8_layers(model)
+            ]
+            with models.weights(model, weights):
+                outputs[weights] = models.output_of(model(**arguments))
+            for handle in handles:
+                handle.remove()
+    for name, ratio in largest.items():
+        is_cross = "attn2" in name and "out" not in name
+        assert ratio < 8 if is_cross else 12 < ratio < 400, name
+    assert finite_distance(outputs[models.OUTLIERS], outputs["peaked"]) < 0.1
+    for key, weight in model.state_dict().items():
+        assert torch.equal(weight, before[key]), "the weights are what they were"
+
+
+def test_outliers_need_known_blocks():
+    weights = models.weights(tiny(sdxl), models.OUTLIERS)
+    with pytest.raises(ValueError, match="does not know the blocks of UNet"), weights:
+        pass
+
+
 @every_model
 def test_blocks_are_compiled_and_nothing_else(published, monkeypatch):
     """Each block of each stack, in one graph."""

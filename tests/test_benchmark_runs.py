@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import sys
+from importlib.util import find_spec
 
 import click
 import kernels.cli.benchmark as kernels_benchmark
@@ -22,6 +23,7 @@ import bench_attention
 import bench_cuda_graphs
 import bench_energy
 import bench_fp8
+import bench_fp8_layers
 import bench_host
 import bench_host_forward
 import bench_in_part
@@ -37,6 +39,7 @@ import record
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 CPU = torch.device("cpu")
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 
 
 def run(benchmark, device, output, *args):
@@ -104,17 +107,51 @@ def test_fp8(result_of, device):
     assert moved["gated_residual_rms_norm_modulate_fp8"] == 7 * x + 4 * 10 + 3 * 2 * 2 * 64
 
 
-def test_layers_that_modulate_are_not_quantized(monkeypatch):
-    quantization = pytest.importorskip("torchao.quantization")
-    names = []
-
-    def quantize_(module, config, filter_fn):
-        names.extend(name for name, child in module.named_modules() if filter_fn(child, name))
-
-    monkeypatch.setattr(quantization, "quantize_", quantize_)
-    models.quantize(flux.transformer(CPU, torch.bfloat16, tiny=True))
-    assert "0.attn.to_q" in names and "1.ff.net.2" in names and "0.proj_out" in names
+def test_layers_that_modulate_are_not_quantized():
+    names = models.fp8_layers(flux.transformer(CPU, torch.bfloat16, tiny=True))
+    assert {"transformer_blocks.0.attn.to_q", "transformer_blocks.1.ff.net.2"} < set(names)
+    assert "single_transformer_blocks.0.proj_out" in names and "proj_out" not in names
     assert not any("norm" in name for name in names)
+
+
+@needs_torchao
+def test_models_in_fp8(result_of, device):
+    """FP8 layers are made of the weights that are measured."""
+    modes, weights = ("eager", models.INJECTED_FP8), ("peaked", models.OUTLIERS)
+    arguments = ["--modes", ",".join(modes), "--weights", ",".join(weights), "--rounds", "1"]
+    result = result_of(bench_models, *arguments, "--sizes", "9x64x96", "--peak-memory")
+    assert result["scores_std"] == dict.fromkeys(weights, 3.0)
+    (entry,) = result["sizes"].values()
+    assert 0 < entry["injection_fp8"]["change_s"] < entry["injection_fp8"]["full_speed_s"]
+    assert list(entry["weights"]) == list(weights)
+    for of_weights in entry["weights"].values():
+        assert 2 < of_weights["modes"][models.INJECTED_FP8]["distance_over_eager"] < 15
+    assert list(entry["peak_bytes"]) == list(modes)
+    assert all((peak is not None) == (device == "cuda") for peak in entry["peak_bytes"].values())
+
+
+@needs_torchao
+def test_kinds_of_fp8_layers(result_of):
+    (entry,) = result_of(bench_fp8_layers, "--model", "flux")["fp8_layers"]
+    kinds = {row["kind"]: row for row in entry["kinds"]}
+    blocks, other = kinds.pop(bench_fp8_layers.BLOCKS), kinds.pop("all")
+    none = kinds.pop(bench_fp8_layers.NONE)
+    assert (none["layers"], none["parameters"]) == (0, 0) and entry["weights"] == models.OUTLIERS
+    in_blocks = [kinds[kind] for kind in bench_fp8_layers.IN_BLOCKS]
+    assert sum(row["layers"] for row in in_blocks) == blocks["layers"]
+    outside = [kinds[kind] for kind in ("modulation", "embedders, last layer")]
+    assert sum(row["layers"] for row in outside) == other["layers"] - blocks["layers"]
+    for row in (*kinds.values(), blocks, other):
+        assert none["distance_from_float32"] < row["distance_from_float32"] < 0.3
+        assert row["layers"] > 0 and row["parameters"] > 0
+
+
+@needs_torchao
+@torch.no_grad()
+def test_layers_of_the_trained_model(kernel, device):
+    entry = bench_fp8_layers.measure_trained(kernel, torch.device(device), tiny=True)
+    none, *others = (row["distance_from_float32"] for row in entry["kinds"])
+    assert entry["size"] == "49x256x256" and all(none < other < 1 for other in others)
 
 
 def test_all_models_in_one_run(device, tmp_path):
@@ -190,6 +227,14 @@ def test_pipelines(result_of, device):
             assert psnr is None or psnr > 60  # None: the same picture, bit for bit
 
 
+@needs_torchao
+def test_pipelines_in_fp8(result_of):
+    modes = ("injected", models.INJECTED_FP8)
+    arguments = ["--pipelines", "ltx", "--rounds", "1", "--steps", "3", "--modes", ",".join(modes)]
+    (entry,) = result_of(bench_pipelines, *arguments)["pipelines"]
+    assert entry["steps"] == 3 and list(entry["modes"]) == list(modes)
+
+
 def test_quality(result_of):
     """Injected videos show what eager ones show, and differ from them by rounding."""
     result = result_of(
@@ -216,6 +261,17 @@ def test_quality_modes_have_their_own_attention_backends(monkeypatch):
     assert videos["eager-float32"]["psnr_to_float32_db"] is None
     assert videos["eager"]["psnr_to_float32_db"] == videos["eager-float32"]["psnr_db"]
     assert videos["eager-math"]["psnr_to_float32_db"]["min"] > 30
+
+
+@needs_torchao
+@torch.no_grad()
+def test_quality_in_fp8(kernel, monkeypatch):
+    short = functools.partial(bench_quality.generate, num_inference_steps=2, num_frames=9)
+    monkeypatch.setattr(bench_quality, "generate", short)
+    modes, scenes = ("eager", "injected", models.INJECTED_FP8), bench_quality.held_back_scenes(1)
+    videos = bench_quality.measure(modes, scenes, kernel, CPU, torch.bfloat16)
+    rounded, quantized = (videos[mode]["psnr_db"]["min"] for mode in modes[1:])
+    assert 20 < quantized < rounded
 
 
 def test_summary_of_videos():

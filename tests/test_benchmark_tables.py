@@ -258,6 +258,66 @@ def test_fp8(tmp_path):
     assert labels["layer_norm_modulate_fp8 2x3", "two passes"].value == pytest.approx(1.1)
 
 
+def test_fp8_of_models(tmp_path):
+    names = ("fp8_models", "fp8_distances", "fp8_memory")
+    assert all("Not measured yet: `" in rendered(tmp_path, name) for name in names)
+
+    def of_mode(ms, distance):
+        return {"ms": timing.summarize([ms]), "distance_from_float32": distance}
+
+    modes = {"eager": of_mode(30.0, 0.01), "injected": of_mode(20.0, 0.01)}
+    modes |= {models.TORCHAO: of_mode(50.0, 0.05), models.INJECTED_FP8: of_mode(10.0, 0.04)}
+    compiled = {**modes, models.TORCHAO_COMPILED: of_mode(15.0, 0.05)}
+    sizes = {"9x64x96": {"weights": {"peaked": {"modes": modes}}}}
+    peaks = dict.fromkeys(modes, 2**30) | {models.INJECTED_FP8: 2**29}
+    sizes["17x64x96"] = {"peak_bytes": peaks}
+    sizes["17x64x96"]["weights"] = {w: {"modes": compiled} for w in ("peaked", "outliers")}
+    sizes = {size: {**e, "injection_fp8": {"full_speed_s": 0.5}} for size, e in sizes.items()}
+    result = {"environment": {**ENVIRONMENT, "device": "NVIDIA H200"}, "model": "LTX"}
+    store(tmp_path, "fp8_ltx", {**result, "sizes": sizes})
+    first, second = rows_of(tmp_path, "fp8_models")
+    assert first[1:] == ["H200", "10.0 ms", "3.00×", "2.00×", "5.00×", "", "0.50 s"]
+    assert (second[0], second[6]) == ("LTX 17 frames 64×96", "1.50×")
+    rows = rows_of(tmp_path, "fp8_distances")
+    assert [row[1] for row in rows] == ["peaked", "peaked", "outliers"]
+    assert rows[0][2:] == ["10.0", "10.0", "50.0", "40.0", "4.00×", "0.800"]
+    (row,) = rows_of(tmp_path, "fp8_memory")
+    assert row[1:] == ["1.00 GiB", "1.00 GiB", "1.00 GiB", "0.50 GiB", "0.50"]
+
+
+def test_fp8_layers(tmp_path):
+    assert "`python benchmarks/bench_fp8_layers.py`" in rendered(tmp_path, "fp8_layers")
+    entries = [
+        {
+            "model": model,
+            "size": "64x96",
+            "weights": "outliers",
+            "kinds": [{"kind": kind, "distance_from_float32": 0.01} for kind in kinds],
+        }
+        for model, kinds in (("one", ["none", "a"]), ("two", ["none", "b"]))
+    ]
+    result = {"environment": ENVIRONMENT, "fp8_layers": entries}
+    store(tmp_path, "fp8_layers", result)
+    rows = rows_of(tmp_path, "fp8_layers")
+    assert rows == [["none", "10.0", "10.0"], ["a", "10.0", ""], ["b", "", "10.0"]]
+    assert "two 64×96" in rendered(tmp_path, "fp8_layers")
+    figures = compare_results.read(result)
+    assert figures["one 64x96, outliers, FP8: a", "the float32 model"].value == 0.01
+
+
+def test_fp8_pipelines(tmp_path):
+    assert "`python benchmarks/bench_pipelines.py" in rendered(tmp_path, "fp8_pipelines")
+    modes = {
+        mode: {"seconds": timing.summarize([seconds]), "joules": 500 * seconds}
+        for mode, seconds in (("eager", 4.0), ("injected", 2.0), (models.INJECTED_FP8, 1.0))
+    }
+    entry = {"name": "flux", "title": "FLUX", "size": "64x96", "steps": 28, "modes": modes}
+    store(tmp_path, "fp8_pipelines", {"environment": ENVIRONMENT, "pipelines": [entry]})
+    assert rows_of(tmp_path, "fp8_pipelines") == [
+        ["FLUX, 64×96, 28 steps", "4.00 s", "2.00 s", "1.00 s", "4.00×", "2.00×", "500 J", "0.50×"]
+    ]
+
+
 # ------------------------------------------------------------------------------------------------
 # Generated videos
 
@@ -280,6 +340,12 @@ def test_quality(tmp_path):
         ["eager in float32", *shares, "38.2, 30.0 dB", "0.9800", ""],
         ["injected", *shares, "38.2, 30.0 dB", "0.9800", "37.5, 29.0 dB"],
     ]
+    assert "Not measured yet" in rendered(tmp_path, "fp8_quality")
+    result["videos"][models.INJECTED_FP8] = {**same, **distance}
+    store(tmp_path, "quality", {"environment": ENVIRONMENT, **result})
+    in_bfloat16, with_fp8 = (rows_of(tmp_path, name) for name in ("quality", "fp8_quality"))
+    assert (len(in_bfloat16), len(with_fp8)) == (4, 5)
+    assert with_fp8[-1][0] == "FP8 by torchao, injected"
     text = rendered(tmp_path, "quality")
     assert "64 captions, 49 frames 256×320, 30 steps, bfloat16." in text
 

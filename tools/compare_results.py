@@ -236,6 +236,14 @@ def of_fp8(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
         yield from over_each(name, entry["microseconds"])
 
 
+def of_fp8_layers(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for entry in result["fp8_layers"]:
+        for row in entry["kinds"]:
+            name = f"{entry['model']} {entry['size']}, {entry['weights']}, FP8: {row['kind']}"
+            ratio = Ratio(row["distance_from_float32"], is_higher_better=False)
+            yield (name, "the float32 model"), ratio
+
+
 def over_each(name: str, measured: Mapping) -> Iterator[tuple[Label, Ratio]]:
     """Ours over each other mode."""
     ours = measured["ours"]
@@ -264,6 +272,7 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "modes": of_timeline,
     "attention_heads": of_heads,
     "fp8": of_fp8,
+    "fp8_layers": of_fp8_layers,
 }
 
 

@@ -27,15 +27,19 @@ MODE_NAMES = {
 NOT_MEASURED = "not measured"
 MOST_COMMANDS = 2  # that stand under a table in full
 
+FP8_MODES = "eager,injected,eager+fp8,compiled-regional+fp8,injected+fp8"
+
 # The script that writes a result, if it is not benchmarks/bench_<name>.py.
 SCRIPTS = {
     "ceilings": "ceilings/run.py",
     **{name: f"bench_models.py --model {name}" for name in targets.TITLES if name != "models"},
     "profile": "profile_kernels.py",
     **{
-        f"fp8_{name}": f"bench_models.py --model {name} --modes eager,injected,eager+fp8,injected+fp8"
+        f"fp8_{name}": f"bench_models.py --model {name} --modes {FP8_MODES} "
+        "--weights peaked,outliers --peak-memory"
         for name in ("ltx", "flux")
     },
+    "fp8_pipelines": "bench_pipelines.py --pipelines flux,ltx --modes eager,injected,injected+fp8",
 }
 
 # Renders one table, or one figure, from the results folder.

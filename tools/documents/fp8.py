@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import history
 import models
 
 from .common import (
+    MODE_NAMES,
     card,
     is_measured,
     load,
@@ -18,6 +20,7 @@ from .common import (
     times,
     unmeasured,
 )
+from .pipelines import label
 
 FP8_MODELS = ("fp8_ltx", "fp8_flux")
 
@@ -64,24 +67,109 @@ def fp8_rows(results: Path) -> str:
 @table
 def fp8_models(results: Path) -> str:
     """One forward with the blocks' linear layers quantized by torchao, peaked scores."""
-    measured = [load(results, name) for name in FP8_MODELS if is_measured(results, name)]
-    if not measured:
-        return unmeasured(FP8_MODELS[0])
-    rows = []
+    rows, measured = [], _measured(results)
     for result in measured:
-        name = result["model"]
         for size, entry in result["sizes"].items():
             modes = entry["weights"]["peaked"]["modes"]
             ms = {mode: each["ms"]["median"] for mode, each in modes.items()}
             ours = ms[models.INJECTED_FP8]
-            distance = (
-                modes[models.INJECTED_FP8]["distance_from_float32"]
-                / modes[models.TORCHAO]["distance_from_float32"]
-            )
-            row = [f"{name} {size_name(size)}", card(result), milliseconds(ours)]
-            row += [times(ms[mode] / ours) for mode in ("eager", "injected", models.TORCHAO)]
-            row += [f"{distance:.3f}", f"{entry['injection_fp8']['full_speed_s']:.2f} s"]
-            rows.append(row)
+            row = [_name(result, size), card(result), milliseconds(ours)]
+            others = ("eager", "injected", models.TORCHAO, models.TORCHAO_COMPILED)
+            row += [times(ms[mode] / ours if mode in ms else None) for mode in others]
+            rows.append([*row, f"{entry['injection_fp8']['full_speed_s']:.2f} s"])
     headers = ["model", "card", "FP8 injected", "over eager", "over injected", "over torchao eager"]
-    headers += ["distance over torchao's", "to full speed"]
+    headers += ["over torchao compiled", "to full speed"]
+    return _table(rows, headers, measured)
+
+
+@table
+def fp8_distances(results: Path) -> str:
+    """Distances from the float32 model with each kind of weights."""
+    rows, measured = [], _measured(results)
+    columns = ("eager", "injected", models.TORCHAO, models.INJECTED_FP8)
+    for result in measured:
+        for size, entry in result["sizes"].items():
+            for weights, of_weights in entry["weights"].items():
+                modes = of_weights["modes"]
+                distance = {mode: modes[mode]["distance_from_float32"] for mode in columns}
+                ours = distance[models.INJECTED_FP8]
+                row = [_name(result, size), weights, *(_thousandths(distance[m]) for m in columns)]
+                row += [times(ours / distance["eager"]), f"{ours / distance[models.TORCHAO]:.3f}"]
+                rows.append(row)
+    headers = ["distances, 10⁻³", "weights", "eager", "injected", "FP8 by torchao", "FP8 injected"]
+    headers += ["over eager", "over torchao"]
+    return _table(rows, headers, measured)
+
+
+@table
+def fp8_memory(results: Path) -> str:
+    """Peak memory of a forward in a process with one mode."""
+    modes = ("eager", "injected", models.TORCHAO, models.INJECTED_FP8)
+    rows, measured = [], []
+    for result in _measured(results):
+        sizes = {size: e["peak_bytes"] for size, e in result["sizes"].items() if "peak_bytes" in e}
+        measured += [result] * bool(sizes)
+        for size, peaks in sizes.items():
+            gib = [f"{peaks[mode] / 2**30:.2f} GiB" for mode in modes]
+            ratio = peaks[models.INJECTED_FP8] / peaks["eager"]
+            rows.append([_name(result, size), *gib, f"{ratio:.2f}"])
+    headers = ["model", *(MODE_NAMES[mode] for mode in modes), "FP8 injected over eager"]
+    return _table(rows, headers, measured)
+
+
+@table
+def fp8_layers(results: Path) -> str:
+    """Distance from the float32 model with one kind of layers in FP8, by model."""
+    if not is_measured(results, "fp8_layers"):
+        return unmeasured("fp8_layers")
+    result = load(results, "fp8_layers")
+    entries = result["fp8_layers"]
+    columns = [
+        {row["kind"]: _thousandths(row["distance_from_float32"]) for row in entry["kinds"]}
+        for entry in entries
+    ]
+    kinds = dict.fromkeys(row["kind"] for entry in entries for row in entry["kinds"])
+    rows = [[kind, *(column.get(kind, "") for column in columns)] for kind in kinds]
+    headers = ["distances, 10⁻³; FP8 layers"]
+    headers += [f"{entry['model']} {size_name(entry['size'])}" for entry in entries]
+    return markdown(rows, headers) + setup(result)
+
+
+@table
+def fp8_pipelines(results: Path) -> str:
+    """Whole pipelines: time and energy."""
+    found = history.gathered("fp8_pipelines", "pipelines", lambda entry: entry["name"], results)
+    if found is None:
+        return unmeasured("fp8_pipelines")
+    rows = []
+    for entry in found["pipelines"]:
+        modes = [entry["modes"][mode] for mode in ("eager", "injected", models.INJECTED_FP8)]
+        seconds, joules = ([_of(mode, key) for mode in modes] for key in ("seconds", "joules"))
+        row = [label(entry), *(f"{value:.2f} s" for value in seconds)]
+        row += [times(value / seconds[-1]) for value in seconds[:-1]]
+        rows.append([*row, f"{joules[-1]:.0f} J", times(joules[-1] / joules[1])])
+    headers = ["pipeline", "eager", "injected", "FP8 injected", "over eager", "over injected"]
+    headers += ["energy", "over injected's energy"]
+    return markdown(rows, headers) + setup(*found["runs"])
+
+
+def _of(mode: dict, key: str) -> float:
+    return mode[key]["median"] if isinstance(mode[key], dict) else mode[key]
+
+
+def _measured(results: Path) -> list[dict]:
+    return [load(results, name) for name in FP8_MODELS if is_measured(results, name)]
+
+
+def _name(result: dict, size: str) -> str:
+    return f"{result['model']} {size_name(size)}"
+
+
+def _thousandths(distance: float) -> str:
+    return f"{1e3 * distance:.1f}"
+
+
+def _table(rows: list[list[str]], headers: list[str], measured: list[dict]) -> str:
+    if not rows:
+        return unmeasured(FP8_MODELS[0])
     return markdown(rows, headers) + setup(*measured)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
+
+import models
 
 from .common import MODE_NAMES, is_measured, load, markdown, setup, size_name, table, unmeasured
 
@@ -22,11 +25,25 @@ def decibels(psnr: dict | None, missing: str) -> str:
 @table
 def quality(results: Path) -> str:
     """Each mode: shares of right figures, PSNR and SSIM against eager, PSNR against eager in float32."""
+    return _videos(results, left_out=models.FP8_MODES)
+
+
+@table
+def fp8_quality(results: Path) -> str:
+    """The same with the modes in FP8."""
+    return _videos(results, asked=models.FP8_MODES)
+
+
+def _videos(results: Path, left_out: Collection[str] = (), asked: Collection[str] = ()) -> str:
+    """All modes but `left_out`; not measured without one of those that are asked for."""
     if not is_measured(results, "quality"):
         return unmeasured("quality")
     result = load(results, "quality")
+    videos = {mode: e for mode, e in result["videos"].items() if mode not in left_out}
+    if asked and not set(asked) & set(videos):
+        return unmeasured("quality")
     rows = []
-    for mode, entry in result["videos"].items():
+    for mode, entry in videos.items():
         equal = "" if mode == "eager" else "equal"
         rows.append(
             [
