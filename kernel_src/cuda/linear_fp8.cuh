@@ -337,8 +337,9 @@ __global__ void __launch_bounds__(kProductThreads, 1)
 inline CUtensorMap map_matrix(const char* operation, CUtensorMapDataType type, int element_bytes,
                               const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows) {
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {rows == 1 ? cuuint64_t{kVectorBytes}
-                                           : static_cast<cuuint64_t>(stride * element_bytes)};
+  // The stride of one row has no meaning, but must be a multiple of 16 bytes.
+  if (rows == 1) stride = ceil_divide(columns, kVectorBytes) * kVectorBytes;
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride * element_bytes)};
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(kBoxRowBytes / element_bytes),
                              static_cast<cuuint32_t>(box_rows)};
   return encode_tensor_map<2>(operation, type, data, sizes, strides, box);
