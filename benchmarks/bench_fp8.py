@@ -1,9 +1,11 @@
-"""FP8: matrix products beside torch._scaled_mm, and row operations with a quantized result beside a copy.
+"""FP8: matrix products beside torch._scaled_mm, fused ones beside several launches, row operations with a
+quantized result beside a copy.
 
 Products are those of LTX-Video, FLUX.1 and Wan 14B, with a bias and a bfloat16 result. x is as after a norm:
 standard deviation 1, except for one channel of 128 with 20 to 100. Their peers are bfloat16's product and
-torch._scaled_mm per row, with fast and with exact accumulation. Row operations have two peers: the operation
-without a quantized result, followed by quantize_fp8, and a device copy of the same bytes.
+torch._scaled_mm per row, with fast and with exact accumulation. Fused products have two peers: the same
+operations in several launches, and the product alone. Row operations have two: the operation without a
+quantized result, followed by quantize_fp8, and a device copy of the same bytes.
 
 All take turns, with a cold L2 cache; products also back to back, where power limits a GPU. Errors are
 relative L2 distances from float64, of the first 256 rows. Writes to benchmarks/results/fp8:
@@ -36,6 +38,14 @@ PRODUCTS = (
     *((32760, 5120, 5120), (32760, 13824, 5120)),
 )
 TINY_PRODUCTS = ((48, 64, 128), (33, 32, 144))
+# Operation, rows, features of the result (of each of three results of linears_fp8), features of x.
+FUSED = (
+    *(("linear_gelu_fp8", size) for size in ((16128, 8192, 2048), (4608, 12288, 3072))),
+    *(("linears_fp8", size) for size in ((16128, 2048, 2048), (4608, 3072, 3072))),
+)
+TINY_FUSED = tuple(
+    (name, size) for name in ("linear_gelu_fp8", "linears_fp8") for size in TINY_PRODUCTS
+)
 # Operation and shape of its first tensor.
 ROWS = (
     *(("quantize_fp8", shape) for shape in ((2, 8064, 2048), (4608, 3072), (32760, 5120))),
@@ -87,6 +97,32 @@ def product_modes(
         "fast": scaled_mm(True),
         "bfloat16": lambda: torch.nn.functional.linear(x, weight, bias),
     }, exact
+
+
+def fused_modes(
+    kernel: ModuleType, name: str, size: tuple[int, int, int], device: torch.device
+) -> dict[str, Callable[[], object]]:
+    rows, out_features, in_features = size
+    x = kernel.quantize_fp8(activations(device, rows, in_features))
+
+    def layer(features: int) -> tuple[Tensor, Tensor, Tensor]:
+        weight = (torch.randn(features, in_features, device=device) * 0.02).bfloat16()
+        return *kernel.quantize_fp8(weight), torch.randn(features, device=device).bfloat16()
+
+    if name == "linear_gelu_fp8":
+        one = layer(out_features)
+        return {
+            "ours": lambda: kernel.linear_gelu_fp8(*x, *one, approximate="tanh"),
+            "launches": lambda: kernel.gelu_fp8(kernel.linear_fp8(*x, *one), "tanh"),
+            "product": lambda: kernel.linear_fp8(*x, *one),
+        }
+    three, one = [layer(out_features) for _ in range(3)], layer(3 * out_features)
+    weights, scales, biases = zip(*three, strict=True)
+    return {
+        "ours": lambda: kernel.linears_fp8(*x, weights, scales, biases),
+        "launches": lambda: [kernel.linear_fp8(*x, *each) for each in three],
+        "product": lambda: kernel.linear_fp8(*x, *one),
+    }
 
 
 def row_modes(
@@ -168,6 +204,20 @@ def measure_product(
     }
 
 
+def measure_fused(
+    kernel: ModuleType, name: str, size: tuple[int, int, int], rounds: int, device: torch.device
+) -> dict[str, object]:
+    modes = fused_modes(kernel, name, size, device)
+    cold = medians(modes, rounds, device)
+    return {
+        "operation": name,
+        "size": list(size),
+        "operations": 2 * math.prod(size) * (3 if name == "linears_fp8" else 1),
+        "microseconds": cold,
+        "sustained_microseconds": sustained(modes, cold, device),
+    }
+
+
 def measure_rows(
     kernel: ModuleType, name: str, shape: tuple[int, ...], rounds: int, device: torch.device
 ) -> dict[str, object]:
@@ -190,6 +240,17 @@ def show(result: Mapping) -> None:
     headers = ["", *headers, *(f"sustained {name}" for name in headers)]
     headers += ["error", "exact's", "fast's"]
     click.echo(tabulate(rows, headers, floatfmt=[*["", *[".3f"] * 10], *[".2e"] * 3]))
+    rows = []
+    for entry in result["fp8"]["fused"]:
+        row = [f"{entry['operation']} {'x'.join(map(str, entry['size']))}"]
+        for times in (entry["microseconds"], entry["sustained_microseconds"]):
+            ours = times["ours"]["median"]
+            row += [ours, entry["operations"] / ours / 1e6]
+            row += [times[mode]["median"] / ours for mode in ("launches", "product")]
+        rows.append(row)
+    headers = ["us", "TFLOP/s", "x launches", "x product"]
+    headers = ["", *headers, *(f"sustained {name}" for name in headers)]
+    click.echo(tabulate(rows, headers, floatfmt=".3f"))
     rows = []
     for entry in result["fp8"]["rows"]:
         times = {mode: each["median"] for mode, each in entry["microseconds"].items()}
@@ -218,6 +279,10 @@ def main(device, tiny, rounds, output) -> None:
             "products": [
                 measure_product(kernel, size, rounds, device)
                 for size in (TINY_PRODUCTS if tiny else PRODUCTS)
+            ],
+            "fused": [
+                measure_fused(kernel, name, size, rounds, device)
+                for name, size in (TINY_FUSED if tiny else FUSED)
             ],
             "rows": [
                 measure_rows(kernel, name, shape, rounds, device)

@@ -341,7 +341,8 @@ WITH_FP8_RESULT = [
     name + "_fp8" for name in TABLE if "norm_modulate" in name and "pair" not in name
 ]
 WITH_FP8_RESULT += [f"{name}_fp8" for name in ("rms_norm", "layer_norm", "gelu", "geglu", "swiglu")]
-FP8_OPERATIONS = ("quantize_fp8", "linear_fp8", *WITH_FP8_RESULT)
+FP8_PRODUCTS = ("linear_fp8", "linears_fp8", "linear_gelu_fp8")
+FP8_OPERATIONS = ("quantize_fp8", *FP8_PRODUCTS, *WITH_FP8_RESULT)
 GATED = ("geglu", "swiglu")
 ACTIVATIONS = ("gelu", "silu", *GATED)
 ROW_NORMS = [name for name, o in TABLE.items() if o.rows and name not in (*ACTIVATIONS, "softmax")]
@@ -370,7 +371,11 @@ HEADS_GIVEN = "attention_heads_given"
 OF_LAYER_NORM = "qk_norm_rope_of_layer_norm"
 # With a scale for each block of a row.
 IN_BLOCKS = "_in_blocks"
-FP8_CALLS = [*FP8_OPERATIONS, "quantize_fp8" + IN_BLOCKS, "linear_fp8" + IN_BLOCKS]
+FP8_CALLS = [*FP8_OPERATIONS, *(name + IN_BLOCKS for name in ("quantize_fp8", *FP8_PRODUCTS))]
+# Those that write to a pair of tensors.
+FP8_WITH_OUT = [
+    name + how for name in ("quantize_fp8", "linear_gelu_fp8") for how in ("", IN_BLOCKS)
+]
 CALLS = [
     *OPERATIONS,
     *(name + by for name in ("rope", "qk_norm_rope") for by in (BY_PAIR, BY_COMPLEX)),
@@ -411,7 +416,7 @@ def optional_tensors(name, by_keyword=False):
 
 
 def widest_dtype(name):
-    return torch.bfloat16 if name.startswith(("attention", "linear_fp8")) else torch.float32
+    return torch.bfloat16 if name.startswith(("attention", *FP8_PRODUCTS)) else torch.float32
 
 
 def narrowed(dtype, name):
@@ -450,9 +455,15 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
     if operation_of(name) == "quantize_fp8":
         block_size = 128 if name.endswith(IN_BLOCKS) else None
         return kernel.quantize_fp8, {"x": tensor(*shape, layout=layout), "block_size": block_size}
-    if operation_of(name) == "linear_fp8":
+    if operation_of(name) in FP8_PRODUCTS:
         blocks = math.ceil(hidden / 128) if name.endswith(IN_BLOCKS) else 1
-        return kernel.linear_fp8, fp8_operands(shape, 40, blocks, dtype=dtype, device=device)
+        arguments = fp8_operands(shape, 40, blocks, dtype=dtype, device=device)
+        if operation_of(name) == "linears_fp8":
+            arguments = several_weights(arguments, (40, 7, 64))
+        if operation_of(name) == "linear_gelu_fp8":
+            arguments["approximate"] = "tanh"
+            del arguments["dtype"]
+        return getattr(kernel, operation_of(name)), arguments
     if name in WITH_FP8_RESULT:
         unquantized = name.removesuffix("_fp8")
         how = {"dtype": dtype, "device": device, "shape": shape, "heads": heads, "layout": layout}
@@ -547,6 +558,20 @@ def fp8_operands(shape, out_features, blocks=1, *, dtype, device):
     }
 
 
+def several_weights(arguments, out_features):
+    """Arguments of linears_fp8, for those of linear_fp8."""
+    x, dtype = arguments["x"], arguments["dtype"]
+    of_each = [fp8_operands(x.shape, size, dtype=dtype, device=x.device) for size in out_features]
+    return {
+        "x": x,
+        "x_scale": arguments["x_scale"],
+        "weights": tuple(each["weight"] for each in of_each),
+        "weight_scales": tuple(each["weight_scale"] for each in of_each),
+        "biases": tuple(each["bias"] for each in of_each),
+        "dtype": dtype,
+    }
+
+
 def with_branch(arguments, parts=("addend", "x_norm", "tanh_gate"), has_weight=True):
     """The same call with these parts of a residual branch."""
     arguments, x = dict(arguments), arguments["x"]
@@ -629,7 +654,7 @@ def writing_call(kernel, name, *, out_layout="odd_rows", in_place=False, values=
     if in_place:
         return function, {**arguments, "inplace": True}
     out = out_for(function, arguments, out_layout)
-    if isinstance(out, tuple) and values:
+    if "q" in arguments and isinstance(out, tuple) and values:
         arguments["v"] = torch.randn_like(arguments["k"])
         out = (*out, LAYOUTS[out_layout](torch.full_like(arguments["k"], math.nan)))
     return function, {**arguments, "out": out}
@@ -648,7 +673,11 @@ def written_by(arguments):
 
 # All calls; None for those that return new tensors.
 ALL_CALLS = [*((name, None) for name in CALLS), *WRITING]
-ALL_AND_FP8_CALLS = [*ALL_CALLS, *((name, None) for name in FP8_CALLS)]
+ALL_AND_FP8_CALLS = [
+    *ALL_CALLS,
+    *((name, None) for name in FP8_CALLS),
+    *((name, False) for name in FP8_WITH_OUT),
+]
 every_kind_of_call = pytest.mark.parametrize(("name", "in_place"), ALL_AND_FP8_CALLS)
 
 

@@ -99,6 +99,8 @@ def test_fp8(result_of, device):
         assert entry["operations"] == 2 * math.prod(entry["size"])
         # One rounding to bfloat16.
         assert all(5e-4 < error < 3e-3 for error in entry["errors"].values())
+    fused = [(entry["operation"], tuple(entry["size"])) for entry in result["fp8"]["fused"]]
+    assert fused == list(bench_fp8.TINY_FUSED)
     assert [entry["operation"] for entry in rows] == [name for name, _ in bench_fp8.ROWS]
     x = 2 * 5 * 64
     moved = {entry["operation"]: entry["bytes"] for entry in rows}

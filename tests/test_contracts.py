@@ -111,7 +111,7 @@ def test_opcheck(kernel, device, call, layout, dtype, has_optional):
     assert len(calls) == 1
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     # The schema check does arithmetic with the inputs, which PyTorch does not support in FP8.
-    if not name.startswith("linear_fp8"):
+    if all(t.dtype != torch.float8_e4m3fn for t in tensors_of(calls[0][1])):
         checks.append("test_schema")
     torch.library.opcheck(*calls[0], test_utils=checks)
 
@@ -122,7 +122,7 @@ def test_every_registered_operator_is_tested_and_they_are_few(kernel):
     called = {op for call in calls for op, _ in operators_called(kernel, *call)}
     operators = set(registered(kernel).values())
     assert called == operators
-    assert len(operators) <= 21
+    assert len(operators) <= 25
 
 
 def test_every_public_operation_is_in_the_table(kernel):

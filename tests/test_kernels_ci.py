@@ -14,7 +14,8 @@ BATCH, TOKENS, HEADS, HEAD_DIM = 2, 24, 2, 64
 HIDDEN = HEADS * HEAD_DIM
 GRID = (2, 3, 4)  # frames, rows and columns of the tokens
 NOT_OPERATIONS = {"inject_kernels", "eject_kernels", "layers"}
-FP8_OPERATIONS = {"quantize_fp8", "linear_fp8"}  # with tests of their own
+FP8_PRODUCTS = {"linear_fp8", "linears_fp8", "linear_gelu_fp8"}
+FP8_OPERATIONS = {"quantize_fp8", *FP8_PRODUCTS}  # with tests of their own
 WITH_FP8_RESULT = {
     "rms_norm_fp8": "rms_norm",
     "layer_norm_fp8": "layer_norm",
@@ -264,6 +265,39 @@ def test_linear_fp8(kernel, device, block_size, dtype):
     traced = torch.compile(call, backend="aot_eager", fullgraph=True)(x)
     assert torch.equal(traced[0].float(), x8.float())
     assert torch.equal(traced[1], scale) and torch.equal(traced[2], out)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_other_fp8_products(kernel, device, approximate):
+    """Of several weights, and with a quantized GELU, in new memory and in columns of a wider tensor."""
+    features, columns = 3 * HIDDEN, 200
+    weight, weight_scale = kernel.quantize_fp8(torch.randn(columns, features, device=device))
+    x8, scale = kernel.quantize_fp8(torch.randn(BATCH, TOKENS, features, device=device))
+    bias = torch.randn(columns, device=device)
+    product = kernel.linear_fp8(x8, scale, weight, weight_scale, bias)
+    two = kernel.linears_fp8(
+        x8, scale, [weight, weight], [weight_scale, weight_scale], [bias, None]
+    )
+    assert torch.equal(two[0], product) and not torch.equal(two[1], product)
+
+    values, scales = kernel.linear_gelu_fp8(
+        x8, scale, weight, weight_scale, bias, approximate=approximate
+    )
+    expected = F.gelu(product.double(), approximate=approximate)
+    blocks = [expected[..., :128], expected[..., 128:]]
+    largest = torch.stack([block.abs().amax(-1) / 448 for block in blocks], -1)
+    # The product was rounded to bfloat16.
+    torch.testing.assert_close(scales.double(), largest, rtol=2**-7, atol=0)
+    widths = torch.tensor([128, columns - 128], device=device)
+    steps = scales.double().repeat_interleave(widths, -1)
+    slack = torch.maximum(expected.abs() / 16, steps * 2**-10) + product.double().abs() / 128
+    assert ((values.double() * steps - expected).abs() <= 1.01 * slack).all()
+
+    wide = torch.zeros(BATCH, TOKENS, 512, device=device).to(torch.float8_e4m3fn)
+    out = wide[..., 256:456], torch.zeros(BATCH, TOKENS, 4, device=device)[..., 1:3]
+    kernel.linear_gelu_fp8(x8, scale, weight, weight_scale, bias, approximate=approximate, out=out)
+    assert torch.equal(out[0].float(), values.float()) and torch.equal(out[1], scales)
+    assert not wide[..., :256].float().any() and not wide[..., 456:].float().any()
 
 
 def test_a_wrong_call_raises_one_sentence(kernel, device):

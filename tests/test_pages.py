@@ -238,7 +238,7 @@ def test_the_operations_example():
 
 def test_the_layers_example(kernel, monkeypatch):
     monkeypatch.chdir(Path(kernel.__file__).parents[2])
-    code = blocks(PAGES["docs/operations.md"], "python")[2]
+    code = blocks(PAGES["docs/operations.md"], "python")[3]
     namespace = {}
     try:
         exec(code, namespace)

@@ -13,6 +13,7 @@
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace h100_diffusers_kernels {
 
@@ -108,6 +109,7 @@ class Tensor {
 using OptionalTensor = std::optional<Tensor>;
 using TwoTensors = std::pair<OwnedTensor, OwnedTensor>;
 using ThreeTensors = std::tuple<OwnedTensor, OwnedTensor, OwnedTensor>;
+using TensorList = std::vector<OwnedTensor>;
 
 // One argument of a call. It takes ownership from the stack, so that the value is freed in any case.
 template <typename T>
@@ -143,8 +145,15 @@ class Argument<OptionalTensor> {
 
 inline StableIValue released(OwnedTensor& tensor) { return torch::stable::detail::from(tensor.release()); }
 
+inline StableIValue released(TensorList& tensors) {
+  StableListHandle list = nullptr;
+  TORCH_ERROR_CODE_CHECK(torch_new_list_reserve_size(tensors.size(), &list));
+  for (OwnedTensor& tensor : tensors) TORCH_ERROR_CODE_CHECK(torch_list_push_back(list, released(tensor)));
+  return torch::stable::detail::from(list);
+}
+
 // `Boxed<function, name>::call` is the boxed form of a function of the operation's name, tensors and numbers
-// that returns one new tensor, several or none.
+// that returns one new tensor, several, a list of them or none.
 template <auto function, const auto& name>
 struct Boxed;
 
@@ -154,6 +163,8 @@ template <>
 constexpr uint64_t kResults<void> = 0;
 template <>
 constexpr uint64_t kResults<OwnedTensor> = 1;
+template <>
+constexpr uint64_t kResults<TensorList> = 1;
 
 template <typename Result, typename... Parameters, Result (*function)(const char*, Parameters...),
           const auto& name>
@@ -170,8 +181,8 @@ struct Boxed<function, name> {
     const std::tuple<Argument<std::remove_cvref_t<Parameters>>...> arguments(stack[i]...);
     if constexpr (std::is_void_v<Result>) {
       function(name.data(), std::get<i>(arguments).get()...);
-    } else if constexpr (std::is_same_v<Result, OwnedTensor>) {
-      OwnedTensor result = function(name.data(), std::get<i>(arguments).get()...);
+    } else if constexpr (kResults<Result> == 1) {
+      Result result = function(name.data(), std::get<i>(arguments).get()...);
       stack[0] = released(result);
     } else {
       Result results = function(name.data(), std::get<i>(arguments).get()...);

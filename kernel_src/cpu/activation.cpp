@@ -1,6 +1,5 @@
 // GELU (exact and tanh) and SiLU, and their gated forms, of inputs with or without a bias.
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <memory>
 
@@ -11,25 +10,6 @@
 
 namespace h100_diffusers_kernels {
 namespace {
-
-// Returns x times the normal distribution function of x, whose tail is erfc(|x| / sqrt(2)) / 2.
-float gelu_erf(float x) {
-  constexpr float kLn2 = 0.693147181f;
-  const float a = std::fabs(x);
-  // A minimax fit of log2(erfc(a / sqrt(2))) / a. The relative error of the tail is 3e-8 for a < 1, 2e-7 for
-  // a = 4, 8e-5 for a = 8.
-  const float slope = polynomial(a, -8.23667384e-11f, 4.66212358e-09f, -1.1562156e-07f, 1.65379083e-06f,
-                                 -1.50252699e-05f, 8.8209963e-05f, -0.000297175109f, 6.47803699e-06f,
-                                 0.00696322881f, -0.0524634048f, -0.45921126f, -1.1511054f);
-  const float tail = 0.5f * exp_nonpositive(a * slope * kLn2);
-  return x * (x < 0 ? tail : 1.0f - tail);
-}
-
-// (1 + tanh(u)) / 2 is the logistic function of 2u.
-float gelu_tanh(float x) {
-  constexpr float kScale = 1.59576912f;  // 2 * sqrt(2 / pi)
-  return times_logistic(x, kScale * x * (0.044715f * x * x + 1.0f));
-}
 
 void load_with_bias(DType dtype, const void* in, int64_t offset, const void* bias, int64_t column,
                     int64_t count, float* values) {

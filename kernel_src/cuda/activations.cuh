@@ -41,10 +41,14 @@ struct GeluErf {
 struct GeluTanh {
   template <bool kFast>
   __device__ __forceinline__ static float apply(float x) {
-    constexpr float kSqrtTwoOverPi = 0.79788456080286536f;
-    const float u = kSqrtTwoOverPi * fmaf(0.044715f * x * x, x, x);
-    // (1 + tanh(u)) / 2 is sigmoid(2u), which is cheaper than tanh.
-    if constexpr (kFast) return Sigmoid<kFast>::times(x, 2.0f * u);
+    constexpr float kSqrtTwoOverPi = 0.79788456080286536f, kCubic = 0.044715f;
+    if constexpr (kFast) {
+      // (1 + tanh(u)) / 2 is sigmoid(2u), which is cheaper than tanh. The constants turn x into -2u / ln(2).
+      constexpr float kScale = -2.0f * 1.44269504f * kSqrtTwoOverPi;
+      const float exponent = x * fmaf(kScale * kCubic, x * x, kScale);
+      return x * fast_reciprocal(1.0f + fast_exp2(exponent));
+    }
+    const float u = kSqrtTwoOverPi * fmaf(kCubic * x * x, x, x);
     return 0.5f * x * (1.0f + tanhf(u));
   }
 };

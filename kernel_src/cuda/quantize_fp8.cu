@@ -253,7 +253,8 @@ void quantize_fp8(const QuantizeFp8Params& args, Stream stream) {
   using ThreadsPerRow = RowThreads<16, 32, 64, 96, 128, 192, 256, 320, 384, 512>;
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
     const QuantizeKernelParams params(args, 0, nullptr);
-    const bool has_packs = has_vector_rows(args.x, args.shape.ndim, sizeof(T));
+    const bool has_packs = has_vector_rows(args.x, args.shape.ndim, sizeof(T)) &&
+                           has_vector_rows(args.out, args.shape.ndim, 1, kQuantizedPack);
     if (args.is_blocked)
       return launch<PlainValues<T>, ThreadsPerRow, true>("quantize_fp8", params, has_packs, stream);
     launch<PlainValues<T>, ThreadsPerRow, false>("quantize_fp8", params, has_packs, stream);

@@ -19,6 +19,10 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_u16(uint32_t address, uint16_t half_word) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(half_word) : "memory");
+}
+
 __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   uint32_t word;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");

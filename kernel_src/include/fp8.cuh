@@ -12,6 +12,13 @@ namespace h100_diffusers_kernels {
 // The magnitude of a value as an integer. The largest one of several is that of a NaN, if there is one.
 __device__ __forceinline__ uint32_t magnitude_of(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
+// Returns the larger one of two magnitudes, or NaN if one is NaN.
+__device__ __forceinline__ float larger_magnitude(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(a)), "f"(fabsf(b)));
+  return larger;
+}
+
 // Returns the scale of values of which this is the largest magnitude: 0 if it would be subnormal, NaN if the
 // magnitude is not finite.
 __device__ __forceinline__ float fp8_scale(uint32_t largest) {
@@ -38,12 +45,14 @@ struct Fp8Quotient {
   }
 };
 
-// Rounds four values to nearest even. NaN stays NaN.
+// Rounds values to nearest even. NaN stays NaN.
+__device__ __forceinline__ uint16_t pack_fp8(float a, float b) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
+  return pair;
+}
 __device__ __forceinline__ uint32_t pack_fp8(float a, float b, float c, float d) {
-  uint16_t low, high;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-  return low | uint32_t{high} << 16;
+  return pack_fp8(a, b) | uint32_t{pack_fp8(c, d)} << 16;
 }
 
 template <int kSize>

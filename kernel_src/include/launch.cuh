@@ -34,15 +34,17 @@ void dispatch_dtype(DType dtype, const Body& body) {
   }
 }
 
-inline bool is_16_byte_aligned(const void* address) {
-  return reinterpret_cast<uintptr_t>(address) % kVectorBytes == 0;
+inline bool is_aligned(const void* address, int bytes) {
+  return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(bytes) == 0;
 }
+inline bool is_16_byte_aligned(const void* address) { return is_aligned(address, kVectorBytes); }
 
-// Returns whether rows of the operand can be read and written 16 bytes at a time. True if it is absent.
-inline bool has_vector_rows(const RowOperand& operand, int ndim, int element_bytes) {
-  bool aligned = is_16_byte_aligned(operand.data);
-  for (int dim = 0; dim < ndim; ++dim)
-    aligned = aligned && operand.strides[dim] * element_bytes % kVectorBytes == 0;
+// Returns whether rows of the operand can be read and written this number of bytes at a time. True if it is
+// absent.
+inline bool has_vector_rows(const RowOperand& operand, int ndim, int element_bytes,
+                            int bytes = kVectorBytes) {
+  bool aligned = is_aligned(operand.data, bytes);
+  for (int dim = 0; dim < ndim; ++dim) aligned = aligned && operand.strides[dim] * element_bytes % bytes == 0;
   return operand.data == nullptr || aligned;
 }
 

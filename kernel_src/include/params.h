@@ -395,24 +395,39 @@ void quantize_fp8(const QuantizeFp8Params& params, Stream stream);
 // Largest number of rows of each matrix. Kernels count them in an int, beyond the last tile too.
 constexpr int64_t kMaxFp8Rows = int64_t{1} << 30;
 
-// out = (x * x_scale) (weight * weight_scale)^T + bias, for E4M3 x (rows, in_features) and weight
-// (out_features, in_features), both contiguous and aligned to 16 bytes. in_features is a multiple of 16.
+// A weight, E4M3 (out_features, in_features), contiguous and aligned to 16 bytes, and its product.
+struct Fp8Weight {
+  int64_t out_features;
+  const void* data;
+  const float* scale;  // (out_features,)
+  bool has_one_scale;  // otherwise each of its rows has one
+  const void* bias;    // (out_features,), may be null
+  DType bias_dtype;
+  void* out;           // (rows, out_features)
+  int64_t out_stride;  // of out's rows
+};
+
+constexpr int kMaxFp8Weights = 3;
+
+// out = (x * x_scale) (weight * scale)^T + bias of each weight, for E4M3 x (rows, in_features), contiguous
+// and aligned to 16 bytes. in_features is a multiple of 16. Weights have out_features.
 struct LinearFp8Params {
   int64_t rows;
   int64_t in_features;
-  int64_t out_features;
-  DType dtype;  // of out: float16 or bfloat16
   const void* x;
   const float* x_scale;  // (rows,), or (rows, blocks of in_features), contiguous
   bool x_is_blocked;
-  const void* weight;
-  const float* weight_scale;  // (out_features,)
-  bool weight_has_one_scale;  // otherwise each of its rows has one
-  const void* bias;           // (out_features,), may be null
-  bool bias_is_float32;       // otherwise it has the dtype
-  void* out;                  // (rows, out_features), contiguous
+  int32_t weight_count;  // 1 to kMaxFp8Weights
+  Fp8Weight weights[kMaxFp8Weights];
+  DType dtype;  // of the results: float16 or bfloat16; unused with a quantized one
+  // Only with a quantized result, which has one weight:
+  float* out_scale;  // (rows, blocks of out_features)
+  int64_t out_scale_stride;
+  bool tanh_approximation;
 };
 
 void linear_fp8(const LinearFp8Params& params, Stream stream);
+// out = gelu(product), quantized in blocks as by quantize_fp8, from the unrounded value.
+void linear_gelu_fp8(const LinearFp8Params& params, Stream stream);
 
 }  // namespace h100_diffusers_kernels

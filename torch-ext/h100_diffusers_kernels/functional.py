@@ -19,6 +19,7 @@ write. Failure to allocate a result raises torch.OutOfMemoryError.
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -34,6 +35,7 @@ from .operators import (
     kernel_call,
     number,
     plain_call,
+    plain_writing_call,
     refuse_type,
     required,
     scale_number,
@@ -1205,16 +1207,29 @@ def _attention_out_fake(q, k, v, *_):
 # --------------------------------------------------------------------------------------------------
 # FP8
 
-_quantize_fp8, _linear_fp8 = (plain_call(name, name) for name in ("quantize_fp8", "linear_fp8"))
+_quantize_fp8, _linear_fp8, _linears_fp8, _linear_gelu_fp8 = (
+    plain_call(name, name)
+    for name in ("quantize_fp8", "linear_fp8", "linears_fp8", "linear_gelu_fp8")
+)
+_quantize_fp8_out, _linear_gelu_fp8_out = (
+    plain_writing_call(name, f"{name}_out") for name in ("quantize_fp8", "linear_gelu_fp8")
+)
 
 
-def quantize_fp8(x: Tensor, *, block_size: Optional[int] = None) -> tuple[Tensor, Tensor]:
+def quantize_fp8(
+    x: Tensor,
+    *,
+    block_size: Optional[int] = None,
+    out: Optional[tuple[Tensor, Tensor]] = None,
+) -> tuple[Tensor, Tensor]:
     """Quantization to FP8 with a scale for each row or block: ``scale = max(|x|) / 448`` and ``x / scale``.
 
     Args:
         x: ``(..., D)``, T. It must not require grad.
         block_size: None for one scale per row, or 128 for one per block of 128 elements of a row. The last
             block of a row may be shorter.
+        out: ``(values, scale)`` of the results' shapes and dtypes, or None. Each is strided in any dimension
+            except the last, for example columns of a wider tensor, and shares no memory with the other or x.
 
     Returns:
         ``x / scale``, ``(..., D)``, float8_e4m3fn, rounded to nearest even; and the scale, float32,
@@ -1230,7 +1245,11 @@ def quantize_fp8(x: Tensor, *, block_size: Optional[int] = None) -> tuple[Tensor
         if block_size != _FP8_BLOCK_SIZE:
             accepted = f"{_FP8_BLOCK_SIZE} or None"
             fail("quantize_fp8", f"block_size must be {accepted}, got {shown(block_size)}")
-    return _quantize_fp8(x, block_size is not None)
+    if out is None:
+        return _quantize_fp8(x, block_size is not None)
+    out = _fp8_out("quantize_fp8", out)
+    _quantize_fp8_out(out, x, block_size is not None)
+    return out
 
 
 def linear_fp8(
@@ -1259,12 +1278,100 @@ def linear_fp8(
         A tensor ``(..., N)``. Sums of 128 products, of which a GPU keeps about 14 bits, are added in float32,
         and the result is rounded once.
     """
+    is_float16 = _is_float16("linear_fp8", dtype)
+    return _linear_fp8(x, x_scale, weight, weight_scale, bias, is_float16)
+
+
+def linears_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    weights: Sequence[Tensor],
+    weight_scales: Sequence[Tensor],
+    biases: Optional[Sequence[Optional[Tensor]]] = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, ...]:
+    """Two or three linear layers of one FP8 input in one launch, such as query, key and value.
+
+    Args:
+        x, x_scale: as for ``linear_fp8``.
+        weights: two or three weights ``(N, K)``, as for ``linear_fp8``. Each has its own N.
+        weight_scales: the scale of each weight, as for ``linear_fp8``.
+        biases: the bias of each weight, as for ``linear_fp8``, or None.
+        dtype: of the results, bfloat16 or float16.
+
+    Returns:
+        A tensor ``(..., N)`` for each weight, with the values of ``linear_fp8``.
+    """
+    is_float16 = _is_float16("linears_fp8", dtype)
+    given = {"weights": weights, "weight_scales": weight_scales}
+    if biases is not None:
+        given["biases"] = biases
+    for name, tensors in given.items():
+        if not isinstance(tensors, (tuple, list)):
+            accepted = "a tuple or list" if name != "biases" else "a tuple, a list or None"
+            refuse_type("linears_fp8", name, accepted, tensors)
+    if len(weights) not in (2, 3):
+        fail("linears_fp8", f"weights must hold 2 or 3 tensors, got {len(weights)}")
+    for name, tensors in given.items():
+        if len(tensors) != len(weights):
+            fail("linears_fp8", f"{name} must hold {len(weights)} tensors, got {len(tensors)}")
+        if name != "biases" and len(tensors) == 3 and not isinstance(tensors[2], Tensor):
+            refuse_type("linears_fp8", f"{name}[2]", "a tensor", tensors[2])
+    layers = zip(weights, weight_scales, biases or [None] * len(weights))
+    arguments = [tensor for layer in layers for tensor in layer]
+    missing = [None] * (9 - len(arguments))
+    return tuple(_linears_fp8(x, x_scale, *arguments, *missing, is_float16))
+
+
+def linear_gelu_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Optional[Tensor] = None,
+    *,
+    approximate: str = "none",
+    out: Optional[tuple[Tensor, Tensor]] = None,
+) -> tuple[Tensor, Tensor]:
+    """GELU of ``linear_fp8``, quantized as by ``quantize_fp8`` with ``block_size=128``, from the unrounded
+    value. The result can be the x of another ``linear_fp8``.
+
+    Args:
+        x, x_scale, weight, weight_scale: as for ``linear_fp8``.
+        bias: ``(N,)``, float32, float16 or bfloat16, or None.
+        approximate: the GELU's approximation, ``"none"`` or ``"tanh"``.
+        out: ``(values, scale)`` of the results' shapes and dtypes, or None. Each is strided in any dimension
+            except the last, for example columns of a wider tensor, and shares no memory with the other or an
+            input. Values whose rows are not all aligned to 16 bytes take longer.
+
+    Returns:
+        ``(values, scale)``: float8_e4m3fn ``(..., N)`` and float32 ``(..., ceil(N / 128))``.
+    """
+    tanh = choice("linear_gelu_fp8", "approximate", approximate, _APPROXIMATIONS)
+    arguments = x, x_scale, weight, weight_scale, bias, tanh
+    if out is None:
+        return _linear_gelu_fp8(*arguments)
+    out = _fp8_out("linear_gelu_fp8", out)
+    _linear_gelu_fp8_out(out, *arguments)
+    return out
+
+
+def _is_float16(operation: str, dtype: Any) -> bool:
     if not isinstance(dtype, torch.dtype):
-        refuse_type("linear_fp8", "dtype", "a torch.dtype", dtype)
+        refuse_type(operation, "dtype", "a torch.dtype", dtype)
     if dtype is not torch.bfloat16 and dtype is not torch.float16:
         given = str(dtype).replace("torch.", "")
-        fail("linear_fp8", f"dtype must be bfloat16 or float16, got {given}")
-    return _linear_fp8(x, x_scale, weight, weight_scale, bias, dtype is torch.float16)
+        fail(operation, f"dtype must be bfloat16 or float16, got {given}")
+    return dtype is torch.float16
+
+
+def _fp8_out(operation: str, out: Any) -> tuple:
+    if not isinstance(out, (tuple, list)) or not all(isinstance(x, Tensor) for x in out):
+        refuse_type(operation, "out", "a tuple (values, scale) of tensors or None", out)
+    if len(out) != 2:
+        fail(operation, f"out must hold 2 tensors, got {len(out)}")
+    return tuple(out)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("quantize_fp8"))
@@ -1275,8 +1382,35 @@ def _quantize_fp8_fake(x, is_blocked):
     return out, x.new_empty((*x.shape[:-1], per_row), dtype=torch.float32)
 
 
+@torch.library.register_fake(add_op_namespace_prefix("quantize_fp8_out"))
+def _quantize_fp8_out_fake(x, *_):
+    required(x)
+
+
 @torch.library.register_fake(add_op_namespace_prefix("linear_fp8"))
 def _linear_fp8_fake(x, x_scale, weight, weight_scale, bias, is_float16):
     required(x_scale, weight, weight_scale)
     dtype = torch.float16 if is_float16 else torch.bfloat16
     return x.new_empty((*x.shape[:-1], *weight.shape[:1]), dtype=dtype)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("linears_fp8"))
+def _linears_fp8_fake(x, x_scale, *arguments):
+    *layers, is_float16 = arguments
+    given = [layers[i : i + 3] for i in (0, 3, 6) if i < 6 or layers[i] is not None]
+    return [_linear_fp8_fake(x, x_scale, *layer, is_float16) for layer in given]
+
+
+@torch.library.register_fake(add_op_namespace_prefix("linear_gelu_fp8"))
+def _linear_gelu_fp8_fake(x, x_scale, weight, weight_scale, *_):
+    required(x_scale, weight, weight_scale)
+    # A weight without dimensions raises when the kernel is called.
+    columns = weight.shape[0] if weight.dim() > 0 else 0
+    values = x.new_empty((*x.shape[:-1], columns), dtype=torch.float8_e4m3fn)
+    scales = (*x.shape[:-1], -(-columns // _FP8_BLOCK_SIZE))
+    return values, x.new_empty(scales, dtype=torch.float32)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("linear_gelu_fp8_out"))
+def _linear_gelu_fp8_out_fake(x, x_scale, weight, weight_scale, *_):
+    required(x, x_scale, weight, weight_scale)

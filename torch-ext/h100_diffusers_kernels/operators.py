@@ -28,6 +28,15 @@ _PUBLIC_NAMES = {
     **dict.fromkeys(("first", "second"), "rope"),
     **dict.fromkeys(("k_first", "k_second"), "k_rope"),
     **{f"{name}_row": name for name in ("scale", "shift", "gate")},
+    **{
+        f"{name}_{i}": f"{names}[{i}]"
+        for name, names in (
+            ("weight", "weights"),
+            ("weight_scale", "weight_scales"),
+            ("bias", "biases"),
+        )
+        for i in range(3)
+    },
 }
 
 _are_transforms_active = torch._C._are_functorch_transforms_active
@@ -299,10 +308,7 @@ def plain_call(operation: str, name: str) -> Callable:
 
     def call(*arguments):
         # Before the try block, whose errors Dynamo of Torch 2.11 cannot trace.
-        if is_differentiated(*arguments):
-            _check_types(operation, parameters, arguments)
-            argument = _differentiated_name(parameters, arguments)
-            fail(operation, f"{argument} must not {_DIFFERENTIABLE}, got a tensor that may")
+        _refuse_derivatives(operation, parameters, arguments)
         try:
             if _is_compiling():
                 _check_types(operation, parameters, arguments)
@@ -314,10 +320,38 @@ def plain_call(operation: str, name: str) -> Callable:
     return call
 
 
+def _refuse_derivatives(operation: str, parameters: list, arguments: tuple) -> None:
+    if is_differentiated(*arguments):
+        _check_types(operation, parameters, arguments)
+        argument = _differentiated_name(parameters, arguments)
+        fail(operation, f"{argument} must not {_DIFFERENTIABLE}, got a tensor that may")
+
+
 def _differentiated_name(parameters: list, arguments: tuple) -> str:
     """The first tensor that requires grad, otherwise the first tensor: a transform may be of any."""
     names = [p[0] for p, v in zip(parameters, arguments) if _requires_grad((v,))]
     return names[0] if names else parameters[0][0]
+
+
+def plain_writing_call(operation: str, name: str) -> Callable:
+    """The function ``call(written, *arguments)``, which calls an operator without derivatives that writes
+    ``written``, its last arguments."""
+    overload = getattr(ops, name).default
+    parameters = _parameters(overload._schema)
+
+    def call(written: tuple, *arguments):
+        arguments = (*arguments, *written)
+        _refuse_derivatives(operation, parameters, arguments)
+        try:
+            if _is_compiling():
+                _check_types(operation, parameters, arguments)
+            overload(*arguments)
+            if not _is_compiling():
+                torch.autograd.graph.increment_version(written)
+        except _ERRORS as error:
+            _explain(operation, parameters, arguments, error)
+
+    return call
 
 
 def writing_call(operation: str, name: str) -> Callable:

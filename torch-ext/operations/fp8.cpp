@@ -1,4 +1,5 @@
-// FP8 (E4M3): quantization of rows or of blocks, and the matrix product of quantized tensors.
+// FP8 (E4M3): quantization of rows or of blocks, and matrix products of quantized tensors.
+#include "../output.h"
 #include "../torch_binding.h"
 
 namespace h100_diffusers_kernels {
@@ -8,108 +9,314 @@ constexpr int64_t kFp8Alignment = 16;  // bytes, of rows and thereby of their nu
 
 int64_t fp8_blocks(int64_t hidden) { return (hidden + kFp8BlockSize - 1) / kFp8BlockSize; }
 
-TwoTensors call_quantize_fp8(const char* operation, const Tensor& x, bool is_blocked) {
-  const ArgumentChecker check(operation, "x", x);
-  QuantizeFp8Params params{};
-  params.hidden = check.hidden();
-  params.dtype = check.dtype();
-  params.is_blocked = is_blocked;
-  auto [out, scale] = check.empty_fp8(check.shape(), is_blocked ? fp8_blocks(params.hidden) : 1);
-  // Rows without elements have a scale, too, unless it is one of no block.
-  if (Tensor(scale).numel() > 0) {
-    RowLaunch launch(check.shape(), RowBinding{params.x, x}, RowBinding{params.out, out},
-                     RowBinding{params.scale, scale});
-    const DeviceStream device(x);
-    launch.run(params.shape, [&] { quantize_fp8(params, device.stream()); });
+// Fails unless these are FP8 values of this shape and scales, this number a row, on x's device, which share
+// no memory with each other and with the inputs.
+void check_fp8_out(const ArgumentChecker& check, const Tensor& values, const Tensor& scale,
+                   const Sizes& shape, int64_t scales, std::initializer_list<ReadTensor> read) {
+  Sizes scale_shape = shape;
+  scale_shape.back() = scales;
+  check.same_device("values_out", values);
+  check.float8("values_out", values);
+  check.exact_shape("values_out", values, shape);
+  check.same_device("scale_out", scale);
+  check.float32("scale_out", scale);
+  check.exact_shape("scale_out", scale, scale_shape);
+  check_writable(check.operation(), "values_out", values, "");
+  check_writable(check.operation(), "scale_out", scale, "");
+  const auto check_apart = [&](const char* name, const Tensor& tensor, const char* written,
+                               const Tensor& out) {
+    if (overlap(tensor, out))
+      fail(check.operation(), name, " must not share memory with ", written,
+           ", which is written, got overlapping elements");
+  };
+  check_apart("scale_out", scale, "values_out", values);
+  for (const auto& [name, tensor, _] : read) {
+    if (!tensor.has_value()) continue;
+    check_apart(name, *tensor, "values_out", values);
+    check_apart(name, *tensor, "scale_out", scale);
   }
-  return {std::move(out), std::move(scale)};
 }
 
-// x_scale has one value a row, or one for each block of a row.
-bool check_x_scale(const ArgumentChecker& check, const Tensor& x_scale) {
-  check.same_device("x_scale", x_scale);
-  check.float32("x_scale", x_scale);
-  Sizes of_rows = check.shape(), of_blocks = check.shape();
-  of_rows.back() = 1;
-  of_blocks.back() = fp8_blocks(check.hidden());
-  const std::span<const int64_t> sizes = x_scale.sizes();
-  const auto has = [&](const Sizes& shape) { return std::ranges::equal(sizes, shape); };
-  if (!has(of_rows) && !has(of_blocks))
-    fail(check.operation(), "x_scale must have shape ", to_string(of_rows), " or ", to_string(of_blocks),
-         ", got ", to_string(sizes));
-  check.contiguous("x_scale", x_scale);
-  return !has(of_rows);
+// --------------------------------------------------------------------------------------------------------
+// Quantization
+
+class QuantizeFp8Call {
+ public:
+  QuantizeFp8Call(const char* operation, const Tensor& x, bool is_blocked)
+      : x_(x), check_(operation, "x", x), scales_(is_blocked ? fp8_blocks(check_.hidden()) : 1) {
+    params_.hidden = check_.hidden();
+    params_.dtype = check_.dtype();
+    params_.is_blocked = is_blocked;
+  }
+
+  TwoTensors run() {
+    TwoTensors out = check_.empty_fp8(check_.shape(), scales_);
+    launch(Tensor(out.first), Tensor(out.second));
+    return out;
+  }
+
+  void run(const Tensor& out, const Tensor& scale) {
+    check_fp8_out(check_, out, scale, check_.shape(), scales_, {{"x", x_}});
+    launch(out, scale);
+  }
+
+ private:
+  void launch(const Tensor& out, const Tensor& scale) {
+    // Rows without elements have a scale, too, unless it is one of no block.
+    if (scale.numel() == 0) return;
+    RowLaunch rows(check_.shape(), RowBinding{params_.x, x_}, RowBinding{params_.out, out},
+                   RowBinding{params_.scale, scale});
+    const DeviceStream device(x_);
+    rows.run(params_.shape, [&] { quantize_fp8(params_, device.stream()); });
+  }
+
+  const Tensor& x_;
+  const ArgumentChecker check_;
+  const int64_t scales_;  // of a row
+  QuantizeFp8Params params_{};
+};
+
+TwoTensors call_quantize_fp8(const char* operation, const Tensor& x, bool is_blocked) {
+  return QuantizeFp8Call(operation, x, is_blocked).run();
 }
 
-// weight_scale has one value, or one for each row of the weight.
-bool check_weight_scale(const ArgumentChecker& check, const Tensor& weight_scale, int64_t out_features) {
-  check.same_device("weight_scale", weight_scale);
-  check.float32("weight_scale", weight_scale);
-  const bool is_one = weight_scale.numel() == 1 && weight_scale.dim() <= 2;
-  const bool is_column =
-      weight_scale.dim() == 2 && weight_scale.size(0) == out_features && weight_scale.size(1) == 1;
-  if (!is_one && !is_column)
-    fail(check.operation(), "weight_scale must have shape ", to_string(Sizes{out_features, 1}),
-         " or one element, got ", to_string(weight_scale.sizes()));
-  check.contiguous("weight_scale", weight_scale);
-  return is_one;
+void call_quantize_fp8_out(const char* operation, const Tensor& x, bool is_blocked, const Tensor& values_out,
+                           const Tensor& scale_out) {
+  QuantizeFp8Call(operation, x, is_blocked).run(values_out, scale_out);
 }
+
+// --------------------------------------------------------------------------------------------------------
+// Products
+
+struct WeightNames {
+  const char *weight, *scale, *bias;
+};
+constexpr WeightNames kWeight{"weight", "weight_scale", "bias"};
+constexpr WeightNames kWeights[kMaxFp8Weights] = {{"weights[0]", "weight_scales[0]", "biases[0]"},
+                                                  {"weights[1]", "weight_scales[1]", "biases[1]"},
+                                                  {"weights[2]", "weight_scales[2]", "biases[2]"}};
+
+class LinearFp8Call {
+ public:
+  LinearFp8Call(const char* operation, const Tensor& x, const Tensor& x_scale)
+      : x_(x), x_scale_(x_scale), check_(operation, "x", x, ArgumentChecker::Fp8{}) {
+    params_.in_features = check_.hidden();
+    if (params_.in_features < kFp8Alignment || params_.in_features % kFp8Alignment != 0)
+      fail(operation, "x must have a last dimension that is a positive multiple of ", kFp8Alignment, ", got ",
+           params_.in_features);
+    params_.x_is_blocked = check_x_scale();
+    check_.aligned("x", x, kFp8Alignment);
+    params_.rows = x.numel() / params_.in_features;
+    check_.countable("x", "number of rows", {params_.rows}, kMaxFp8Rows);
+  }
+
+  // With a 16-bit result its dtype, for the bias.
+  void add(const WeightNames& names, const Tensor& weight, const Tensor& scale, const OptionalTensor& bias,
+           std::optional<DType> result = std::nullopt) {
+    Fp8Weight& added = params_.weights[params_.weight_count++];
+    check_.same_device(names.weight, weight);
+    check_.float8(names.weight, weight);
+    if (weight.dim() != 2 || weight.size(1) != params_.in_features)
+      fail(check_.operation(), names.weight, " must have shape (N, ", params_.in_features, "), got ",
+           to_string(weight.sizes()));
+    check_.contiguous(names.weight, weight);
+    added.out_features = weight.size(0);
+    added.has_one_scale = check_weight_scale(names.scale, scale, added.out_features);
+    if (bias.has_value()) {
+      added.bias_dtype = check_bias(names.bias, *bias, result);
+      check_.exact_shape(names.bias, *bias, {added.out_features});
+      added.bias = bias->const_data_ptr();
+    }
+    check_.aligned(names.weight, weight, kFp8Alignment);
+    check_.countable(names.weight, "number of rows", {added.out_features}, kMaxFp8Rows);
+    added.data = weight.const_data_ptr();
+    added.scale = static_cast<const float*>(scale.const_data_ptr());
+  }
+
+  // The 16-bit products of all weights.
+  TensorList run(DType dtype) {
+    params_.dtype = dtype;
+    TensorList outs;
+    outs.reserve(static_cast<size_t>(params_.weight_count));
+    int32_t count = 0;  // of weights that are not empty
+    for (int32_t i = 0; i < params_.weight_count; ++i) {
+      Fp8Weight weight = params_.weights[i];
+      outs.push_back(check_.empty(shape_of(weight), torch_dtype(dtype)));
+      if (weight.out_features == 0) continue;
+      weight.out = Tensor(outs.back()).mutable_data_ptr();
+      weight.out_stride = weight.out_features;
+      params_.weights[count++] = weight;
+    }
+    params_.weight_count = count;
+    if (params_.rows == 0 || count == 0) return outs;
+    params_.x = x_.const_data_ptr();
+    params_.x_scale = static_cast<const float*>(x_scale_.const_data_ptr());
+    const DeviceStream device(x_);
+    linear_fp8(params_, device.stream());
+    return outs;
+  }
+
+  // The quantized GELU of the product of the only weight.
+  TwoTensors run_gelu(bool tanh_approximation) {
+    const Fp8Weight& weight = params_.weights[0];
+    TwoTensors out = check_.empty_fp8(shape_of(weight), fp8_blocks(weight.out_features));
+    launch_gelu(Tensor(out.first), Tensor(out.second), tanh_approximation);
+    return out;
+  }
+
+  void run_gelu(bool tanh_approximation, const Tensor& out, const Tensor& scale,
+                std::initializer_list<ReadTensor> read) {
+    const Fp8Weight& weight = params_.weights[0];
+    check_fp8_out(check_, out, scale, shape_of(weight), fp8_blocks(weight.out_features), read);
+    launch_gelu(out, scale, tanh_approximation);
+  }
+
+ private:
+  // x_scale has one value a row, or one for each block of a row.
+  bool check_x_scale() const {
+    check_.same_device("x_scale", x_scale_);
+    check_.float32("x_scale", x_scale_);
+    Sizes of_rows = check_.shape(), of_blocks = check_.shape();
+    of_rows.back() = 1;
+    of_blocks.back() = fp8_blocks(check_.hidden());
+    const std::span<const int64_t> sizes = x_scale_.sizes();
+    const auto has = [&](const Sizes& shape) { return std::ranges::equal(sizes, shape); };
+    if (!has(of_rows) && !has(of_blocks))
+      fail(check_.operation(), "x_scale must have shape ", to_string(of_rows), " or ", to_string(of_blocks),
+           ", got ", to_string(sizes));
+    check_.contiguous("x_scale", x_scale_);
+    return !has(of_rows);
+  }
+
+  // The scale of a weight has one value, or one for each row of the weight.
+  bool check_weight_scale(const char* name, const Tensor& scale, int64_t out_features) const {
+    check_.same_device(name, scale);
+    check_.float32(name, scale);
+    const bool is_one = scale.numel() == 1 && scale.dim() <= 2;
+    const bool is_column = scale.dim() == 2 && scale.size(0) == out_features && scale.size(1) == 1;
+    if (!is_one && !is_column)
+      fail(check_.operation(), name, " must have shape ", to_string(Sizes{out_features, 1}),
+           " or one element, got ", to_string(scale.sizes()));
+    check_.contiguous(name, scale);
+    return is_one;
+  }
+
+  DType check_bias(const char* name, const Tensor& bias, std::optional<DType> result) const {
+    check_.same_device(name, bias);
+    for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16})
+      if (bias.dtype() == torch_dtype(dtype) && (!result || dtype == DType::kFloat32 || dtype == *result))
+        return dtype;
+    if (!result)
+      fail(check_.operation(), name, " must be float32, float16 or bfloat16, got ",
+           dtype_name(bias.scalar_type()));
+    fail(check_.operation(), name, " must be float32 or have the dtype of the result (",
+         *result == DType::kFloat16 ? "float16" : "bfloat16", "), got ", dtype_name(bias.scalar_type()));
+  }
+
+  static int32_t torch_dtype(DType dtype) {
+    if (dtype == DType::kFloat32) return aoti_torch_dtype_float32();
+    return dtype == DType::kFloat16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
+  }
+
+  Sizes shape_of(const Fp8Weight& weight) const {
+    Sizes shape = check_.shape();
+    shape.back() = weight.out_features;
+    return shape;
+  }
+
+  // One launch, unless the rows of an output are at two distances from each other.
+  void launch_gelu(const Tensor& out, const Tensor& scale, bool tanh_approximation) {
+    if (out.numel() == 0) return;
+    RowOperand of_x, of_x_scale, of_out, of_scale;
+    RowShape shape;
+    RowLaunch rows(check_.shape(), RowBinding{of_x, x_}, RowBinding{of_x_scale, x_scale_},
+                   RowBinding{of_out, out}, RowBinding{of_scale, scale});
+    const DeviceStream device(x_);
+    params_.tanh_approximation = tanh_approximation;
+    rows.run(shape, [&] {
+      const int inner = shape.ndim - 1;
+      const int64_t launches = shape.ndim > 1 ? shape.sizes[0] : 1;
+      params_.rows = shape.sizes[inner];
+      params_.weights[0].out_stride = of_out.strides[inner];
+      params_.out_scale_stride = of_scale.strides[inner];
+      for (int64_t i = 0; i < launches; ++i) {
+        params_.x = static_cast<const char*>(of_x.data) + i * of_x.strides[0];
+        params_.x_scale = static_cast<const float*>(of_x_scale.data) + i * of_x_scale.strides[0];
+        params_.weights[0].out = static_cast<char*>(of_out.data) + i * of_out.strides[0];
+        params_.out_scale = static_cast<float*>(of_scale.data) + i * of_scale.strides[0];
+        linear_gelu_fp8(params_, device.stream());
+      }
+    });
+  }
+
+  const Tensor &x_, &x_scale_;
+  const ArgumentChecker check_;
+  LinearFp8Params params_{};
+};
+
+DType result_dtype(bool is_float16) { return is_float16 ? DType::kFloat16 : DType::kBFloat16; }
 
 OwnedTensor call_linear_fp8(const char* operation, const Tensor& x, const Tensor& x_scale,
                             const Tensor& weight, const Tensor& weight_scale, const OptionalTensor& bias,
                             bool is_float16) {
-  const ArgumentChecker check(operation, "x", x, ArgumentChecker::Fp8{});
-  LinearFp8Params params{};
-  params.in_features = check.hidden();
-  if (params.in_features < kFp8Alignment || params.in_features % kFp8Alignment != 0)
-    fail(operation, "x must have a last dimension that is a positive multiple of ", kFp8Alignment, ", got ",
-         params.in_features);
-  params.x_is_blocked = check_x_scale(check, x_scale);
-
-  check.same_device("weight", weight);
-  check.float8("weight", weight);
-  if (weight.dim() != 2 || weight.size(1) != params.in_features)
-    fail(operation, "weight must have shape (N, ", params.in_features, "), got ", to_string(weight.sizes()));
-  check.contiguous("weight", weight);
-  params.out_features = weight.size(0);
-  params.weight_has_one_scale = check_weight_scale(check, weight_scale, params.out_features);
-
-  const int32_t dtype = is_float16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
-  params.dtype = is_float16 ? DType::kFloat16 : DType::kBFloat16;
-  if (bias.has_value()) {
-    params.bias_is_float32 = bias->dtype() == aoti_torch_dtype_float32();
-    check.same_device("bias", *bias);
-    if (!params.bias_is_float32 && bias->dtype() != dtype)
-      fail(operation, "bias must be float32 or have the dtype of the result (",
-           is_float16 ? "float16" : "bfloat16", "), got ", dtype_name(bias->scalar_type()));
-    check.exact_shape("bias", *bias, {params.out_features});
-    params.bias = bias->const_data_ptr();
-  }
-  check.aligned("x", x, kFp8Alignment);
-  check.aligned("weight", weight, kFp8Alignment);
-  params.rows = x.numel() / params.in_features;
-  check.countable("x", "number of rows", {params.rows}, kMaxFp8Rows);
-  check.countable("weight", "number of rows", {params.out_features}, kMaxFp8Rows);
-
-  Sizes shape = check.shape();
-  shape.back() = params.out_features;
-  OwnedTensor out = check.empty(shape, dtype);
-  if (params.rows == 0 || params.out_features == 0) return out;
-  params.x = x.const_data_ptr();
-  params.x_scale = static_cast<const float*>(x_scale.const_data_ptr());
-  params.weight = weight.const_data_ptr();
-  params.weight_scale = static_cast<const float*>(weight_scale.const_data_ptr());
-  params.out = Tensor(out).mutable_data_ptr();
-  const DeviceStream device(x);
-  linear_fp8(params, device.stream());
-  return out;
+  LinearFp8Call call(operation, x, x_scale);
+  call.add(kWeight, weight, weight_scale, bias, result_dtype(is_float16));
+  return std::move(call.run(result_dtype(is_float16)).front());
 }
 
+TensorList call_linears_fp8(const char* operation, const Tensor& x, const Tensor& x_scale,
+                            const Tensor& weight_0, const Tensor& weight_scale_0,
+                            const OptionalTensor& bias_0, const Tensor& weight_1,
+                            const Tensor& weight_scale_1, const OptionalTensor& bias_1,
+                            const OptionalTensor& weight_2, const OptionalTensor& weight_scale_2,
+                            const OptionalTensor& bias_2, bool is_float16) {
+  const DType dtype = result_dtype(is_float16);
+  LinearFp8Call call(operation, x, x_scale);
+  call.add(kWeights[0], weight_0, weight_scale_0, bias_0, dtype);
+  call.add(kWeights[1], weight_1, weight_scale_1, bias_1, dtype);
+  if (weight_2.has_value() && weight_scale_2.has_value())
+    call.add(kWeights[2], *weight_2, *weight_scale_2, bias_2, dtype);
+  return call.run(dtype);
+}
+
+TwoTensors call_linear_gelu_fp8(const char* operation, const Tensor& x, const Tensor& x_scale,
+                                const Tensor& weight, const Tensor& weight_scale, const OptionalTensor& bias,
+                                bool tanh_approximation) {
+  LinearFp8Call call(operation, x, x_scale);
+  call.add(kWeight, weight, weight_scale, bias);
+  return call.run_gelu(tanh_approximation);
+}
+
+void call_linear_gelu_fp8_out(const char* operation, const Tensor& x, const Tensor& x_scale,
+                              const Tensor& weight, const Tensor& weight_scale, const OptionalTensor& bias,
+                              bool tanh_approximation, const Tensor& values_out, const Tensor& scale_out) {
+  LinearFp8Call call(operation, x, x_scale);
+  call.add(kWeight, weight, weight_scale, bias);
+  call.run_gelu(
+      tanh_approximation, values_out, scale_out,
+      {{"x", x}, {"x_scale", x_scale}, {"weight", weight}, {"weight_scale", weight_scale}, {"bias", bias}});
+}
+
+// In linears_fp8 the third weight and its scale are either both given or not.
 constexpr Operation kOperations[] = {
     operation<"quantize_fp8(Tensor x, bool is_blocked) -> (Tensor, Tensor)", call_quantize_fp8>(),
+    operation<
+        "quantize_fp8_out(Tensor x, bool is_blocked, Tensor(a!) values_out, Tensor(b!) scale_out) -> ()",
+        call_quantize_fp8_out>(),
     operation<"linear_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias,"
               " bool is_float16) -> Tensor",
               call_linear_fp8>(),
+    operation<"linears_fp8(Tensor x, Tensor x_scale, Tensor weight_0, Tensor weight_scale_0, Tensor? bias_0,"
+              " Tensor weight_1, Tensor weight_scale_1, Tensor? bias_1, Tensor? weight_2,"
+              " Tensor? weight_scale_2, Tensor? bias_2, bool is_float16) -> Tensor[]",
+              call_linears_fp8>(),
+    operation<"linear_gelu_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias,"
+              " bool tanh_approximation) -> (Tensor, Tensor)",
+              call_linear_gelu_fp8>(),
+    operation<
+        "linear_gelu_fp8_out(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias,"
+        " bool tanh_approximation, Tensor(a!) values_out, Tensor(b!) scale_out) -> ()",
+        call_linear_gelu_fp8_out>(),
 };
 
 }  // namespace

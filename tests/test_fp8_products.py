@@ -1,0 +1,561 @@
+"""linears_fp8 and linear_gelu_fp8, and FP8 results in the caller's memory."""
+
+import math
+import re
+
+import pytest
+import torch
+
+import references
+from checks import (
+    MemorySnapshot,
+    assert_same_bits,
+    compiled_outcome,
+    map_tensors,
+    outcome,
+    poison_memory,
+    tensors_of,
+)
+from inputs import (
+    FP8_WITH_OUT,
+    LAYOUTS,
+    WRITABLE_LAYOUTS,
+    every_16_bit_dtype,
+    normal,
+    pairwise,
+    sample,
+    several_weights,
+    writing_call,
+)
+from test_fp8 import BIASES, FP8, REFUSED, WEIGHT_SCALES, check_linear, linear_arguments
+from test_norm_fp8 import rounded
+
+APPROXIMATIONS = ["none", "tanh"]
+every_approximation = pytest.mark.parametrize("approximate", APPROXIMATIONS)
+
+# --------------------------------------------------------------------------------------------------
+# linear_gelu_fp8
+
+GELU_BIASES = {**BIASES, "float16": lambda b: b.half()}
+
+
+def gelu_arguments(*size, approximate="none", bias="T", device, **options):
+    arguments = linear_arguments(*size, dtype=torch.bfloat16, device=device, **options)
+    arguments["bias"] = GELU_BIASES[bias](arguments["bias"])
+    del arguments["dtype"]
+    return {**arguments, "approximate": approximate}
+
+
+def gelu_reference(arguments):
+    """The float64 values before quantization, and their errors: those of test_fp8.check_linear."""
+    operands = {key: value for key, value in arguments.items() if key != "approximate"}
+    product = references.linear_fp8(**operands)
+    magnitudes = references.linear_fp8(**map_tensors(lambda t: t.double().abs(), operands))
+    arithmetic = 4e-6 if product.is_cpu else 2**-12
+    values = torch.nn.functional.gelu(product, approximate=arguments["approximate"])
+    # The slope of a GELU is at most 1.13.
+    return values, 1.13 * arithmetic * magnitudes + 1e-5 * values.abs() + 1e-12
+
+
+def in_blocks(values):
+    return torch.nn.functional.pad(values, (0, -values.shape[-1] % 128)).unflatten(-1, (-1, 128))
+
+
+def check_gelu(kernel, arguments):
+    reference, slack = gelu_reference(arguments)
+    memory = MemorySnapshot(tensors_of(arguments))
+    poison_memory(reference.float())
+    values, scale = kernel.linear_gelu_fp8(**arguments)
+    memory.assert_unchanged()
+    assert values.is_contiguous() and scale.is_contiguous() and values.device == reference.device
+    assert (values.dtype, values.shape) == (FP8, reference.shape)
+    assert (scale.dtype, scale.shape[:-1]) == (torch.float32, reference.shape[:-1])
+    assert scale.shape[-1] == math.ceil(reference.shape[-1] / 128)
+    if reference.numel() == 0:
+        return values, scale
+    blocks, errors, given = in_blocks(reference).abs(), in_blocks(slack), scale.double()
+    assert (given >= (blocks - errors).amax(-1) / 448 * (1 - 1e-6)).all()
+    assert (given <= (blocks + errors).amax(-1) / 448 * (1 + 1e-6)).all()
+    # Rounding is monotonic: the result is between the roundings of both ends of the quotient's interval.
+    divisor = given.repeat_interleave(128, -1)[..., : reference.shape[-1]]
+    divisor = torch.where(divisor == 0, math.inf, divisor)
+    assert (
+        values.double() >= rounded(((reference - slack) / divisor).cpu()).to(values.device)
+    ).all()
+    assert (
+        values.double() <= rounded(((reference + slack) / divisor).cpu()).to(values.device)
+    ).all()
+    if values.is_cpu and reference.numel() > 1000:
+        assert (values.double() != rounded(reference / divisor)).double().mean() < 0.005
+    return values, scale
+
+
+@pairwise(
+    rows=[1, 2, 63, 64, 65, 130, (2, 3, 5)],
+    out_features=[1, 7, 16, 100, 127, 128, 129, 136, 256, 300],
+    in_features=[16, 48, 128, 144, 400, 1024, 4096],
+    is_blocked=[False, True],
+    weight_scale=WEIGHT_SCALES,
+    bias=GELU_BIASES,
+    approximate=APPROXIMATIONS,
+)
+def test_gelu(
+    kernel, device, rows, out_features, in_features, is_blocked, weight_scale, bias, approximate
+):
+    arguments = gelu_arguments(
+        *(rows, out_features, in_features, is_blocked),
+        weight_scale=weight_scale,
+        bias=bias,
+        approximate=approximate,
+        device=device,
+    )
+    check_gelu(kernel, arguments)
+
+
+@every_approximation
+def test_gelu_of_small_values_and_outlier_channels(kernel, device, approximate):
+    """Products of order 1, where a GELU is no straight line, beside some of order 100."""
+    arguments = gelu_arguments(100, 384, 256, False, approximate=approximate, device=device)
+    arguments["weight_scale"] *= 0.002
+    arguments["weight_scale"][5::100] *= 100
+    values, _ = check_gelu(kernel, arguments)
+    assert (values.float() < 0).any() and (values.float() > 100).any()
+
+
+@every_approximation
+def test_gelu_is_quantized_exactly(kernel, device, approximate):
+    """Of integers from 16 on, where a GELU is the identity. Each row, column and block has its own scale."""
+    rows, out_features, blocks = 70, 300, 3
+    x = torch.zeros(rows, blocks, 128, device=device)
+    weight = torch.zeros(out_features, blocks, 128, device=device)
+    for block in range(blocks):
+        x[:, block, 37 * block + 1] = 2**block
+        weight[:, block, 37 * block + 1] = 1
+    column = torch.arange(out_features, device=device)[:, None]
+    arguments = {
+        "x": x.flatten(1).to(FP8),
+        "x_scale": 2.0 ** (torch.arange(rows, device=device) % 3)[:, None],
+        "weight": weight.flatten(1).to(FP8),
+        "weight_scale": 2.0 ** (column % 4),
+        "bias": (column.flatten() * 3 + 16).float(),
+        "approximate": approximate,
+    }
+    exact, _ = gelu_reference({**arguments})
+    assert torch.equal(exact.round(), exact)
+    results = kernel.linear_gelu_fp8(**arguments)
+    assert_same_bits(results, references.quantize_fp8(exact.float(), block_size=128))
+
+
+def test_gelu_of_zeros(kernel, device):
+    arguments = gelu_arguments(5, 200, 128, False, bias="none", device=device)
+    arguments["x"] = torch.zeros(5, 128, device=device).to(FP8)
+    values, scale = kernel.linear_gelu_fp8(**arguments)
+    assert not values.float().any() and not scale.any()
+
+
+@every_approximation
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_gelu_of_values_that_are_not_finite(kernel, device, approximate, value):
+    arguments = gelu_arguments(70, 300, 256, False, approximate=approximate, device=device)
+    expected = kernel.linear_gelu_fp8(**arguments)
+    arguments["x_scale"][66] = value
+    arguments["bias"][140] = value
+    values, scale = kernel.linear_gelu_fp8(**arguments)
+    assert values[66].float().isnan().all() and scale[66].isnan().all()
+    assert values[:, 128:256].float().isnan().all() and scale[:, 1].isnan().all()
+    others = [row for row in range(70) if row != 66]
+    assert_same_bits(scale[others][:, [0, 2]], expected[1][others][:, [0, 2]])
+    for part in (slice(0, 128), slice(256, 300)):
+        assert_same_bits(values[others][:, part], expected[0][others][:, part])
+
+
+@pytest.mark.parametrize(("rows", "out_features"), [(0, 24), ((2, 0), 24), (5, 0), (0, 0)])
+def test_gelu_of_nothing(kernel, device, rows, out_features):
+    check_gelu(kernel, gelu_arguments(rows, out_features, 256, False, device=device))
+
+
+def test_gelu_of_one_row_without_leading_dimensions(kernel, device):
+    check_gelu(kernel, gelu_arguments((), 136, 256, True, device=device))
+
+
+@every_16_bit_dtype
+def test_feed_forward(kernel, device, dtype):
+    """The result is the next product's x."""
+    x = normal(3, 50, 256, dtype=dtype, device=device)
+    up = normal(512, 256, dtype=dtype, device=device) / 16
+    down = normal(256, 512, dtype=dtype, device=device) / 16
+    bias = normal(512, dtype=dtype, device=device)
+    up8, down8 = kernel.quantize_fp8(up), kernel.quantize_fp8(down)
+    activation = kernel.linear_gelu_fp8(*kernel.quantize_fp8(x), *up8, bias)
+    out = kernel.linear_fp8(*activation, *down8, dtype=dtype)
+    hidden = torch.nn.functional.gelu(x.double() @ up.double().T + bias.double())
+    exact = hidden @ down.double().T
+    assert (out.double() - exact).norm() < 0.06 * exact.norm()
+
+
+# More tiles than a GPU has multiprocessors.
+@every_approximation
+def test_gelu_of_many_tiles(kernel, device, approximate):
+    size = (2305, 4104, 272, False)
+    check_gelu(kernel, gelu_arguments(*size, approximate=approximate, device=device))
+
+
+@pytest.mark.sanitize
+@every_approximation
+@pytest.mark.parametrize("out_features", [136, 1301])
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_smoke_of_gelu(kernel, device, approximate, out_features, is_blocked):
+    size = (130, out_features, 400, is_blocked)
+    check_gelu(kernel, gelu_arguments(*size, approximate=approximate, device=device))
+
+
+# --------------------------------------------------------------------------------------------------
+# linears_fp8
+
+
+def check_linears(kernel, arguments):
+    """Each result has the bits of linear_fp8 on a CPU, and its bounds anywhere."""
+    memory = MemorySnapshot(tensors_of(arguments))
+    results = kernel.linears_fp8(**arguments)
+    memory.assert_unchanged()
+    assert isinstance(results, tuple) and len(results) == len(arguments["weights"])
+    shared = {key: arguments[key] for key in ("x", "x_scale", "dtype")}
+    biases = arguments["biases"] or [None] * len(results)
+    layers = zip(arguments["weights"], arguments["weight_scales"], biases, strict=True)
+    for out, (weight, scale, bias) in zip(results, layers, strict=True):
+        one = {**shared, "weight": weight, "weight_scale": scale, "bias": bias}
+        expected = check_linear(kernel, one) if out.numel() > 0 else kernel.linear_fp8(**one)
+        assert out.is_contiguous() and (out.dtype, out.shape) == (expected.dtype, expected.shape)
+        if out.is_cpu:
+            assert torch.equal(out, expected)
+        elif out.numel() > 0:
+            # Tiles may have other widths, in which products might be added in another order.
+            torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-3)
+
+
+@pairwise(
+    rows=[1, 65, 130, (2, 3, 5), 0],
+    out_features=[
+        (64, 64, 64),
+        (256, 7),
+        (1, 130, 40),
+        (130, 0, 24),
+        (0, 8),
+        (0, 0),
+        (200, 300, 193),
+    ],
+    in_features=[16, 144, 400],
+    is_blocked=[False, True],
+    dtype=[torch.bfloat16, torch.float16],
+    weight_scale=WEIGHT_SCALES,
+    bias=BIASES,
+)
+def test_linears(
+    kernel, device, rows, out_features, in_features, is_blocked, dtype, weight_scale, bias
+):
+    one = linear_arguments(rows, 8, in_features, is_blocked, dtype, device)
+    arguments = several_weights(one, out_features)
+    if 0 not in out_features:
+        arguments["weight_scales"] = map_tensors(
+            WEIGHT_SCALES[weight_scale], arguments["weight_scales"]
+        )
+    arguments["biases"] = tuple(BIASES[bias](b) for b in arguments["biases"])
+    check_linears(kernel, arguments)
+
+
+def test_linears_with_and_without_biases(kernel, device):
+    one = linear_arguments(33, 8, 256, False, torch.bfloat16, device)
+    arguments = several_weights(one, (40, 24, 16))
+    first, second, third = arguments["biases"]
+    for biases in (None, (first, None, third), (None, second.float(), None)):
+        check_linears(kernel, {**arguments, "biases": biases})
+
+
+def test_linears_of_lists(kernel, device):
+    function, arguments = sample(kernel, "linears_fp8", dtype=torch.bfloat16, device=device)
+    lists = {key: list(v) if isinstance(v, tuple) else v for key, v in arguments.items()}
+    assert_same_bits(function(**lists), function(**arguments))
+
+
+# More tiles than a GPU has multiprocessors, and few.
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_linears_of_many_tiles(kernel, device, is_blocked):
+    one = linear_arguments(2305, 8, 272, is_blocked, torch.bfloat16, device)
+    check_linears(kernel, several_weights(one, (1301, 1032, 3000)))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_smoke_of_linears(kernel, device, is_blocked):
+    one = linear_arguments(130, 8, 400, is_blocked, torch.bfloat16, device)
+    check_linears(kernel, several_weights(one, (136, 1301, 8)))
+
+
+def put(index, value):
+    """A change of one item of a tuple."""
+    return lambda items: (*items[:index], value(items[index]), *items[index + 1 :])
+
+
+LINEARS_MISTAKES = [
+    ("weights", lambda w: w[0], TypeError, "weights must be a tuple or list, got Tensor"),
+    ("weights", lambda w: w[:1], ValueError, "weights must hold 2 or 3 tensors, got 1"),
+    ("weights", lambda w: (*w, w[0]), ValueError, "weights must hold 2 or 3 tensors, got 4"),
+    ("weight_scales", lambda s: None, TypeError, "weight_scales must be a tuple or list, got None"),
+    ("weight_scales", lambda s: s[:2], ValueError, "weight_scales must hold 3 tensors, got 2"),
+    ("biases", lambda b: b[0], TypeError, "biases must be a tuple, a list or None, got Tensor"),
+    ("biases", lambda b: b[:2], ValueError, "biases must hold 3 tensors, got 2"),
+    ("weights", put(0, lambda w: None), TypeError, "weights[0] must be a tensor, got None"),
+    ("weights", put(2, lambda w: None), TypeError, "weights[2] must be a tensor, got None"),
+    ("weight_scales", put(2, lambda w: 2), TypeError, "weight_scales[2] must be a tensor, got 2"),
+    ("biases", put(1, lambda b: 2.0), TypeError, "biases[1] must be a tensor or None, got 2.0"),
+    (
+        "weights",
+        put(1, lambda w: w[:, :240].contiguous()),
+        ValueError,
+        "weights[1] must have shape (N, 256), got (7, 240)",
+    ),
+    (
+        "weights",
+        put(2, torch.Tensor.float),
+        ValueError,
+        "weights[2] must be float8_e4m3fn, got float32",
+    ),
+    (
+        "weight_scales",
+        put(1, torch.Tensor.half),
+        ValueError,
+        "weight_scales[1] must be float32, got float16",
+    ),
+    ("biases", put(2, lambda b: b[:3]), ValueError, "biases[2] must have shape (64,), got (3,)"),
+    (
+        "dtype",
+        lambda d: torch.float32,
+        ValueError,
+        "dtype must be bfloat16 or float16, got float32",
+    ),
+    ("x_scale", torch.Tensor.half, ValueError, "x_scale must be float32, got float16"),
+]
+
+
+@pytest.mark.parametrize(("argument", "change", "kind", "text"), LINEARS_MISTAKES)
+def test_mistakes_of_linears(kernel, device, argument, change, kind, text):
+    function, arguments = sample(kernel, "linears_fp8", dtype=torch.bfloat16, device=device)
+    arguments[argument] = change(arguments[argument])
+    given = outcome(function, arguments)
+    assert given == (kind, f"linears_fp8: {text}")
+    assert compiled_outcome(function, arguments) == given
+
+
+@pytest.mark.parametrize("argument", ["weights", "weight_scales", "biases"])
+@pytest.mark.parametrize("index", range(3))
+def test_no_derivatives_of_linears(kernel, device, argument, index):
+    function, arguments = sample(kernel, "linears_fp8", dtype=torch.bfloat16, device=device)
+    tensors = list(arguments[argument])
+    tensors[index] = tensors[index].clone().requires_grad_()
+    text = re.escape(REFUSED.format("linears_fp8", f"{argument}[{index}]"))
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        function(**{**arguments, argument: tensors})
+
+
+# --------------------------------------------------------------------------------------------------
+# Mistakes of linear_gelu_fp8 that linear_fp8 does not have
+
+GELU_MISTAKES = [
+    ("bias", torch.Tensor.int, ValueError, "bias must be float32, float16 or bfloat16, got int32"),
+    ("bias", lambda b: b[:39], ValueError, "bias must have shape (40,), got (39,)"),
+    ("approximate", lambda a: "erf", ValueError, "approximate must be 'none' or 'tanh', got 'erf'"),
+    ("approximate", lambda a: None, TypeError, "approximate must be a string, got None"),
+    ("weight", torch.Tensor.half, ValueError, "weight must be float8_e4m3fn, got float16"),
+    ("x", torch.Tensor.half, ValueError, "x must be float8_e4m3fn, got float16"),
+    (
+        "x",
+        lambda x: x[..., :8].contiguous(),
+        ValueError,
+        "x must have a last dimension that is a positive multiple of 16, got 8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("argument", "change", "kind", "text"), GELU_MISTAKES)
+def test_mistakes_of_gelu(kernel, device, argument, change, kind, text):
+    function, arguments = sample(kernel, "linear_gelu_fp8", dtype=torch.bfloat16, device=device)
+    arguments[argument] = change(arguments[argument])
+    given = outcome(function, arguments)
+    assert given == (kind, f"linear_gelu_fp8: {text}")
+    assert compiled_outcome(function, arguments) == given
+
+
+# --------------------------------------------------------------------------------------------------
+# Results in the caller's memory
+
+every_writing_call = pytest.mark.parametrize("name", FP8_WITH_OUT)
+
+
+@pytest.mark.sanitize
+@pairwise(
+    name=FP8_WITH_OUT,
+    layout=WRITABLE_LAYOUTS,
+    scale_layout=WRITABLE_LAYOUTS,
+    shape=[(2, 5, 256), (1, 1, 2048), (3, 7, 400), (2, 70, 128)],
+)
+def test_out(kernel, device, name, layout, scale_layout, shape):
+    """The same bits as new results, and no other write."""
+    options = {"dtype": torch.bfloat16, "device": device, "shape": shape}
+    function, arguments = sample(kernel, name, **options)
+    expected = function(**arguments)
+    values, scale = (torch.full_like(t, math.nan) for t in expected)
+    out = LAYOUTS[layout](values), LAYOUTS[scale_layout](scale)
+    memory = MemorySnapshot(tensors_of(arguments, out))
+    versions = [t._version for t in out]
+    results = function(**arguments, out=out)
+    assert all(a is b for a, b in zip(results, out, strict=True))
+    assert_same_bits(results, expected)
+    for tensor in out:
+        memory.allow(tensor)
+    memory.assert_unchanged()
+    assert [t._version for t in out] == [version + 1 for version in versions]
+
+
+@pytest.mark.parametrize("out_features", [300, 384])
+@pytest.mark.parametrize("offset", [0, 128, 8])
+def test_out_of_rows_with_any_alignment(kernel, device, out_features, offset):
+    """Columns of a wider tensor, at an offset that is not always aligned to 16 bytes."""
+    arguments = gelu_arguments((2, 70), out_features, 256, False, device=device)
+    values, scale = kernel.linear_gelu_fp8(**arguments)
+    for width in (1024, 1000):
+        wide = torch.zeros(2, 70, width, device=device).to(FP8)
+        scales = torch.zeros(2, 70, 9, device=device)
+        out = wide[..., offset : offset + out_features], scales[..., 2 : 2 + scale.shape[-1]]
+        memory = MemorySnapshot(out)
+        kernel.linear_gelu_fp8(**arguments, out=out)
+        assert_same_bits(out, (values, scale))
+        for tensor in out:
+            memory.allow(tensor)
+        memory.assert_unchanged()
+
+
+def test_attention_beside_activation(kernel, device):
+    """As in FLUX's single blocks: one product of two quantized parts, which are never concatenated."""
+    attended = normal(2, 40, 256, dtype=torch.bfloat16, device=device)
+    arguments = gelu_arguments((2, 40), 1024, 128, False, approximate="tanh", device=device)
+    values = torch.empty(2, 40, 1280, device=device).to(FP8)
+    scales = torch.empty(2, 40, 10, device=device)
+    kernel.quantize_fp8(attended, block_size=128, out=(values[..., :256], scales[..., :2]))
+    kernel.linear_gelu_fp8(**arguments, out=(values[..., 256:], scales[..., 2:]))
+    parts = [kernel.quantize_fp8(attended, block_size=128), kernel.linear_gelu_fp8(**arguments)]
+    expected = [torch.cat([part[i].float() for part in parts], -1) for i in range(2)]
+    assert torch.equal(values.float(), expected[0]) and torch.equal(scales, expected[1])
+    weight, weight_scale = kernel.quantize_fp8(normal(64, 1280, dtype=torch.float32, device=device))
+    out = kernel.linear_fp8(values, scales, weight, weight_scale)
+    assert out.shape == (2, 40, 64) and out.isfinite().all()
+
+
+@every_writing_call
+def test_compiled_out(kernel, device, name):
+    options = {"dtype": torch.bfloat16, "device": device}
+    function, arguments = writing_call(kernel, name, **options)
+    expected = function(**{**arguments, "out": None})
+
+    def call(given):
+        return function(**given)[1] * 2
+
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        out = tuple(t.clone() for t in arguments["out"])
+        result = torch.compile(call, fullgraph=True, backend=backend)({**arguments, "out": out})
+        assert_same_bits(out, expected)
+        assert torch.equal(result, expected[1] * 2)
+
+
+OUT_MISTAKES = [
+    (
+        lambda v, s: v,
+        TypeError,
+        "out must be a tuple (values, scale) of tensors or None, got Tensor",
+    ),
+    (
+        lambda v, s: (v, None),
+        TypeError,
+        "out must be a tuple (values, scale) of tensors or None, got tuple",
+    ),
+    (lambda v, s: (v,), ValueError, "out must hold 2 tensors, got 1"),
+    (lambda v, s: (s, v), ValueError, "values_out must be float8_e4m3fn, got float32"),
+    (lambda v, s: (v, v), ValueError, "scale_out must be float32, got float8_e4m3fn"),
+    (lambda v, s: (v[:1], s), ValueError, "values_out must have shape {values}, got {one_value}"),
+    (lambda v, s: (v, s[:1]), ValueError, "scale_out must have shape {scale}, got {one_scale}"),
+    (
+        lambda v, s: (v.repeat_interleave(2, -1)[..., ::2], s),
+        ValueError,
+        "values_out must have stride 1 in its last dimension, got stride 2",
+    ),
+    (
+        lambda v, s: (v[:1].expand_as(v), s),
+        ValueError,
+        "values_out must not be expanded to be written, got stride 0 in dimension 0",
+    ),
+    (
+        lambda v, s: (v, s[:, :1].expand_as(s)),
+        ValueError,
+        "scale_out must not be expanded to be written, got stride 0 in dimension 1",
+    ),
+    (
+        lambda v, s: (v, v.view(-1)[: 4 * s.numel()].view(torch.float32).view(s.shape)),
+        ValueError,
+        "scale_out must not share memory with values_out, which is written, got overlapping elements",
+    ),
+]
+
+
+@every_writing_call
+@pytest.mark.parametrize(("change", "kind", "text"), OUT_MISTAKES)
+def test_mistakes_of_out(kernel, device, name, change, kind, text):
+    options = {"dtype": torch.bfloat16, "device": device, "out_layout": "contiguous"}
+    function, arguments = writing_call(kernel, name, **options)
+    values, scale = arguments["out"]
+    shapes = {"values": values, "scale": scale, "one_value": values[:1], "one_scale": scale[:1]}
+    text = text.format(**{key: tuple(tensor.shape) for key, tensor in shapes.items()})
+    arguments["out"] = change(values, scale)
+    memory = MemorySnapshot(tensors_of(arguments, values, scale))
+    given = outcome(function, arguments)
+    memory.assert_unchanged()
+    assert given == (kind, f"{function.__name__}: {text}")
+    assert compiled_outcome(function, arguments) == given
+
+
+@every_writing_call
+def test_what_is_read_lies_in_out(kernel, device, name):
+    """The first element of each argument in turn is the last one of an output."""
+    options = {"dtype": torch.bfloat16, "device": device, "out_layout": "contiguous"}
+    function, arguments = writing_call(kernel, name, **options)
+    for written, out in zip(("values_out", "scale_out"), arguments["out"], strict=True):
+        for key, value in arguments.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            bytes_ = out.numel() * out.element_size()
+            first = (bytes_ - 16) // 16 * 16 // value.element_size()
+            buffer = torch.zeros(first + value.numel(), device=device).to(value.dtype)
+            moved = buffer[first:].view(value.shape).copy_(value)
+            covered = buffer.view(torch.uint8)[:bytes_].view(out.dtype).view(out.shape)
+            outs = [covered if tensor is out else tensor for tensor in arguments["out"]]
+            text = f"{key} must not share memory with {written}, which is written"
+            given = outcome(function, {**arguments, key: moved, "out": tuple(outs)})
+            expected = f"{function.__name__}: {text}, got overlapping elements"
+            assert given == (ValueError, expected)
+
+
+@every_writing_call
+def test_no_derivatives_with_out(kernel, device, name):
+    options = {"dtype": torch.bfloat16, "device": device}
+    function, arguments = writing_call(kernel, name, **options)
+    for key, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            given = {**arguments, key: value.clone().requires_grad_()}
+            text = re.escape(REFUSED.format(function.__name__, key))
+            with pytest.raises(ValueError, match=f"^{text}$"):
+                function(**given)
+            with torch.no_grad():
+                function(**given)
+    values, scale = arguments["out"]
+    text = re.escape(REFUSED.format(function.__name__, "scale_out"))
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        function(**{**arguments, "out": (values, scale.requires_grad_())})
