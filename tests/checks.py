@@ -62,19 +62,24 @@ class Observer(TorchDispatchMode):
 
 def operators_of(function, *args):
     """The names of PyTorch's and the package's operators that a call without gradients runs."""
+    return [name for name, _ in operator_calls(function, *args)]
 
-    class Names(Observer):
+
+def operator_calls(function, *args):
+    """The same with the positional arguments of each."""
+
+    class Calls(Observer):
         def __init__(self):
             super().__init__()
-            self.names = []
+            self.calls = []
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.names.append(func._schema.name.partition("::")[2])
+            self.calls.append((func._schema.name.partition("::")[2], args))
             return func(*args, **(kwargs or {}))
 
-    with torch.no_grad(), Names() as seen:
+    with torch.no_grad(), Calls() as seen:
         function(*args)
-    return seen.names
+    return seen.calls
 
 
 def map_tensors(function, value):

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8_models
 from changes import offload
-from checks import operators_of
+from checks import operator_calls
 from families import FAMILIES, KERNEL_HEADS, every_family
 from fp8_models import PER_ROW, PER_TENSOR, quantize
 from graphs import Pair, graphs  # noqa: F401
@@ -21,8 +21,10 @@ from small_models import BY_NAME, run
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
 BFLOAT16 = torch.bfloat16
-NORMS = {"norm_fp8", "gated_residual_norm_modulate_fp8"}
-OPERATIONS = {"linear_fp8", "quantize_fp8", "activation_fp8", *NORMS}
+NORMS = ("norm_fp8", "gated_residual_norm_modulate_fp8")
+PRODUCTS = {"linear_fp8", "linears_fp8", "linear_gelu_fp8", "linear_gelu_fp8_out", "products"}
+QUANTIZATION = {"quantize_fp8", "quantize_fp8_out", "activation_fp8", *NORMS}
+OPERATIONS = PRODUCTS | QUANTIZATION
 LTX, FLUX = FAMILIES["ltx"], FAMILIES["flux"]
 some_families = pytest.mark.parametrize(
     "family",
@@ -58,9 +60,20 @@ def assert_as_close_as_eager(model, plain, make_arguments, samples=24):
 
 
 def of_fp8(model, arguments):
-    """The number of calls by operator that compute FP8 layers: the package's, and torchao's."""
-    names = operators_of(run, model, arguments)
-    return collections.Counter(name for name in names if "fp8" in name or "scaled_mm" in name)
+    """The number of calls by operator that compute FP8 layers: the package's, and torchao's. "products": the
+    number of layers that the package's compute."""
+    counts = collections.Counter()
+    for name, args in operator_calls(run, model, arguments):
+        if "fp8" in name or "scaled_mm" in name:
+            counts[name] += 1
+            counts["products"] += products(name, args)
+    return +counts
+
+
+def products(name, args):
+    if name == "linears_fp8":  # x, its scale, and three tensors of each layer
+        return sum(weight is not None for weight in args[2:11:3])
+    return name.startswith("linear_")
 
 
 def assert_close(out, expected, slack=0.06):
@@ -89,7 +102,7 @@ def test_every_layer(kernel, device, family, is_injected_first):
         kernel.inject_kernels(model)
     calls = of_fp8(model, arguments)
     assert count > 0
-    assert calls["linear_fp8"] >= count
+    assert calls["products"] >= count
     assert calls.keys() <= OPERATIONS
 
 
@@ -103,23 +116,22 @@ def test_accuracy(kernel, device, family):
 
 @some_families
 def test_calls(kernel, device, family):
-    """One product for each layer. Layers with the same input share its quantization. Norms before FP8 layers
-    and the activation before a feed-forward's last layer quantize their results."""
+    """What quantizes: passes of their own, norms, activations (in products, or in passes of their own), and
+    the attention's result beside an activation."""
     model, arguments, count = prepared(family, device)
     kernel.inject_kernels(model)
     calls = of_fp8(model, arguments)
-    quantized, norms, activated = {
-        "ltx": (8, 4, 2),
-        "flux": (12, 10, 4),
-        "flux2": (6, 10, 4),
-        "qwenimage": (8, 8, 4),
-        "wan": (6, 6, 2),
-        "sd3": (19, 5, 5),
+    names = ("quantize_fp8", *NORMS, "linear_gelu_fp8", "activation_fp8")
+    names += ("quantize_fp8_out", "linear_gelu_fp8_out")
+    assert [calls[name] for name in names] == {
+        "ltx": [8, 1, 3, 2, 0, 0, 0],
+        "flux": [10, 3, 7, 4, 0, 2, 2],
+        "flux2": [6, 3, 7, 0, 4, 0, 0],
+        "qwenimage": [8, 2, 6, 4, 0, 0, 0],
+        "wan": [6, 1, 5, 2, 0, 0, 0],
+        "sd3": [19, 0, 5, 5, 0, 0, 0],
     }[family.name]
-    assert sum(calls[name] for name in NORMS) == norms
-    assert calls["linear_fp8"] == count
-    assert calls["quantize_fp8"] == quantized
-    assert calls["activation_fp8"] == activated
+    assert calls["products"] == count
 
 
 @some_families
@@ -128,7 +140,7 @@ def test_per_tensor(kernel, device, family):
     plain, _, count = prepared(family, device, PER_TENSOR)
     model = copy.deepcopy(plain)
     kernel.inject_kernels(model)
-    assert of_fp8(model, family.inputs(device, BFLOAT16))["linear_fp8"] == count
+    assert of_fp8(model, family.inputs(device, BFLOAT16))["products"] == count
     assert_as_close_as_eager(model, plain, lambda seed: family.inputs(device, BFLOAT16, seed=seed))
 
 
@@ -147,9 +159,9 @@ def test_in_part(kernel, device, name, is_injected_first):
     assert report.levels == {"": "in full" if name == "unet" else "in part"}
     calls = of_fp8(model, small.arguments(device, BFLOAT16))
     if is_injected_first:  # those that replaced modules compute
-        assert (calls["linear_fp8"] > 0) == (name != "prx")
+        assert (calls["products"] > 0) == (name != "prx")
     else:
-        assert calls["linear_fp8"] >= count and "_scaled_mm" not in calls
+        assert calls["products"] >= count and "_scaled_mm" not in calls
     assert_as_close_as_eager(model, plain, lambda seed: small.arguments(device, BFLOAT16, seed))
 
 
@@ -221,10 +233,10 @@ def test_copies(kernel, device):
     expected = run(model, arguments)
     duplicate = copy.deepcopy(model)
     assert torch.equal(run(duplicate, arguments), expected)
-    assert of_fp8(duplicate, arguments)["linear_fp8"] == count
+    assert of_fp8(duplicate, arguments)["products"] == count
     kernel.eject_kernels(duplicate)
-    assert "linear_fp8" not in of_fp8(duplicate, arguments)
-    assert of_fp8(model, arguments)["linear_fp8"] == count
+    assert "products" not in of_fp8(duplicate, arguments)
+    assert of_fp8(model, arguments)["products"] == count
 
 
 # --------------------------------------------------------------------------------------------------
@@ -272,7 +284,7 @@ def test_quantized_by_torchao(kernel, device, granularity):
     arguments = LTX.inputs(device, BFLOAT16)
     expected = run(fp8_models.eager(model), arguments)
     kernel.inject_kernels(model)
-    assert of_fp8(model, arguments).keys() == {"linear_fp8", "quantize_fp8", "activation_fp8"}
+    assert of_fp8(model, arguments).keys() <= OPERATIONS
     assert_close(run(model, arguments), expected, slack=0.15)
 
 
@@ -302,7 +314,7 @@ def test_hooks(kernel, device, is_injected_first):
     for each in (model, plain):
         LTX.part(each, "linear").register_forward_hook(change)
     kernel.inject_kernels(model)
-    assert of_fp8(model, arguments)["linear_fp8"] == count
+    assert of_fp8(model, arguments)["products"] == count
     assert seen == [LTX.part(model, "linear")]
     assert_close(run(model, arguments), run(plain, arguments))
 
@@ -354,7 +366,7 @@ def test_own_forward_gets_tensors(kernel, device, family, monkeypatch):
     assert_close(run(model, arguments), expected)
     assert seen and all(type(x) is torch.Tensor and x.dtype is BFLOAT16 for x in seen)
     assert any("__call__ was replaced" in reason for reason in fallbacks(report))
-    assert of_fp8(model, arguments)["linear_fp8"] == count
+    assert of_fp8(model, arguments)["products"] == count
 
 
 def fallbacks(report):
@@ -371,13 +383,8 @@ def test_subclass(kernel, device):
     LTX.part(model, "linear").__class__ = Doubled
     report = kernel.inject_kernels(model)
     assert sum(entry.module == "Linear" for entry in report.replaced) == count - 1
-    assert of_fp8(model, arguments) == {
-        "linear_fp8": count - 1,
-        "quantize_fp8": 10,
-        "gated_residual_norm_modulate_fp8": 3,
-        "activation_fp8": 2,
-        "_scaled_mm": 1,
-    }
+    calls = of_fp8(model, arguments)
+    assert (calls["products"], calls["_scaled_mm"]) == (count - 1, 1)
 
 
 def test_weight_replaced(kernel, device):
@@ -387,7 +394,7 @@ def test_weight_replaced(kernel, device):
     layer = LTX.part(model, "linear")
     weight = layer.weight.dequantize()
     layer.weight = nn.Parameter(weight, requires_grad=False)
-    assert of_fp8(model, arguments)["linear_fp8"] == count - 1
+    assert of_fp8(model, arguments)["products"] == count - 1
     x = torch.randn(3, layer.in_features, device=device, dtype=BFLOAT16)
     assert torch.equal(layer(x), nn.functional.linear(x, weight, layer.bias))
     assert not any(entry.fell_back for entry in report.calls)
@@ -397,7 +404,7 @@ def test_autocast(kernel, device):
     model, arguments, _ = prepared(LTX, device)
     kernel.inject_kernels(model)
     with torch.autocast(torch.device(device).type, BFLOAT16):
-        assert "linear_fp8" not in of_fp8(model, arguments)
+        assert "products" not in of_fp8(model, arguments)
 
 
 def test_training(kernel, device):
@@ -441,7 +448,7 @@ def test_lora(kernel, device, family, is_injected_first):
     def check():
         out = run(model, arguments)
         calls = of_fp8(model, arguments)
-        assert calls["linear_fp8"] == count and "_scaled_mm" not in calls
+        assert calls["products"] == count and "_scaled_mm" not in calls
         assert_close(out, run(eager(model), arguments))
         return out
 
@@ -474,10 +481,10 @@ def test_offloading(kernel, device, kind, is_injected_first):
     offload(model, kind, device)
     kernel.inject_kernels(model)
     calls = of_fp8(model, arguments)
-    assert calls["linear_fp8"] == count and "_scaled_mm" not in calls
+    assert calls["products"] == count and "_scaled_mm" not in calls
     assert_close(run(model, arguments), expected)
     kernel.eject_kernels(model)
-    assert "linear_fp8" not in of_fp8(model, arguments)
+    assert "products" not in of_fp8(model, arguments)
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
@@ -498,18 +505,19 @@ def test_compiled(kernel, device, family, backend, is_injected_first):
         assert_close(run(compiled, arguments), expected)
     assert counter.frame_count == 1
     targets = targets_of(counter)
-    assert targets["linear_fp8"] == count
+    assert targets["products"] == count
     assert targets["quantize_fp8"] < count
 
 
 def targets_of(counter):
-    """The number of calls in compiled graphs by name."""
-    nodes = [node for graph in counter.graphs for node in graph.graph.nodes]
-    return collections.Counter(
-        str(getattr(node.target, "__name__", node.target)).partition(".")[0]
-        for node in nodes
-        if node.op == "call_function"
-    )
+    """The number of calls in compiled graphs by name, and of "products" as in ``of_fp8``."""
+    counts = collections.Counter()
+    for node in (node for graph in counter.graphs for node in graph.graph.nodes):
+        if node.op == "call_function":
+            name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+            counts[name] += 1
+            counts["products"] += products(name, node.args)
+    return counts
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
@@ -525,7 +533,7 @@ def test_compiled_in_part(kernel, device):
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     assert_close(run(compiled, arguments), expected, slack=0.15)
     # In each of two blocks, an attention without a mask runs without its processor.
-    assert targets_of(counter)["linear_fp8"] == 2 * 4 < count
+    assert targets_of(counter)["products"] == 2 * 4 < count
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for emulated graphs")

@@ -8,6 +8,7 @@ blocks of 128 elements, bounded scales.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -116,6 +117,13 @@ def fp8_product(x: QuantizedRows, found: Fp8Weight) -> Tensor:
     return functional.linear_fp8(x.values, x.scale, weight, scale, bias, dtype=x.dtype)
 
 
+def fp8_products(x: QuantizedRows, found: Sequence[Fp8Weight]) -> Sequence[Tensor]:
+    """The layers' results, of two or three layers in one launch."""
+    if len(found) not in (2, 3):
+        return [fp8_product(x, weight) for weight in found]
+    return functional.linears_fp8(x.values, x.scale, *zip(*found), dtype=x.dtype)
+
+
 def fp8_gelu_product(
     x: QuantizedRows,
     found: Fp8Weight,
@@ -123,9 +131,8 @@ def fp8_gelu_product(
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """GELU of the layer's result, quantized in blocks."""
-    weight, scale, bias = found
-    how: Any = {"approximate": approximate, "dtype": x.dtype, "out": out}
-    return functional.gelu_linear_fp8(x.values, x.scale, weight, scale, bias, **how)
+    how: Any = {"approximate": approximate, "out": out}
+    return functional.linear_gelu_fp8(x.values, x.scale, *found, **how)
 
 
 def _forward(self: Any, call: Call, input: Tensor) -> Any:

@@ -6,6 +6,7 @@ except with the FP8 weights of ``fp8_linears``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from .fp8_linears import (
     Fp8Weight,
     fp8_gelu_product,
     fp8_product,
+    fp8_products,
     fp8_takes,
     fp8_weight,
     fp8_weight_for,
@@ -68,26 +70,25 @@ def linear(layer: Any, x: Any) -> Tensor:
     return layer(as_tensor(x))
 
 
-def linears(x: Any, *layers: Any) -> list[Tensor]:
-    """``layer(x)`` of each layer. FP8 layers share the quantized x. x may be quantized."""
-    if type(x) is QuantizedRows or not is_plain(layers[0], LINEAR, *layers[1:]):
+def linears(x: Any, *layers: Any) -> Sequence[Tensor]:
+    """``layer(x)`` of each layer: one product of all if they are FP8 layers. x may be quantized."""
+    if type(x) is QuantizedRows:
+        weights = list(map(x.weights.get, layers))
+        if None not in weights:
+            return fp8_products(x, weights)
         return [linear(layer, x) for layer in layers]
-    results, quantized = [], None
+    weights = fp8_weights_for(x, *layers)
+    if weights is not None:
+        return fp8_products(quantized_rows(x), list(weights.values()))
+    are_plain = is_plain(layers[0], LINEAR, *layers[1:])
+    results = []
     for layer in layers:
         parameters = layer._parameters
-        if "weight" in parameters and "bias" in parameters:
-            weight, bias = parameters["weight"], parameters["bias"]
-            found = None
-            if type(weight) not in PLAIN_TYPES:
-                found = fp8_weight_for(x, weight, bias)
-            if found is None:
-                product = torch.nn.functional.linear(x, weight, bias)
-            else:
-                quantized = quantized_rows(x) if quantized is None else quantized
-                product = fp8_product(quantized, found)
+        weight = parameters.get("weight")
+        if are_plain and type(weight) in PLAIN_TYPES and "bias" in parameters:
+            results.append(torch.nn.functional.linear(x, weight, parameters["bias"]))
         else:
-            product = layer(x)
-        results.append(product)
+            results.append(linear(layer, x))
     return results
 
 
