@@ -195,6 +195,8 @@ struct LayerNorm {
 };
 
 struct NoOutput {
+  static constexpr bool kIsQuantized = false;
+
   struct Operands {
     explicit Operands(const RowNormParams&) {}
   };
@@ -213,6 +215,8 @@ struct NoOutput {
 
 template <bool kHasWeight, bool kHasBias>
 struct AffineOutput {
+  static constexpr bool kIsQuantized = false;
+
   struct Operands {
     RowIndexer::Operand out;
     const void* weight;
@@ -253,6 +257,8 @@ struct AffineOutput {
 // cost registers.
 template <bool kHasAffine>
 struct ModulatedOutput {
+  static constexpr bool kIsQuantized = false;
+
   struct Operands {
     RowIndexer::Operand out, scale, shift;
     const void* weight;
@@ -289,7 +295,8 @@ struct ModulatedOutput {
       pack.shift.load(shift + column);
     }
     template <int kSize>
-    __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {
+    __device__ __forceinline__ void modulate(int64_t column, const Pack<kSize>& pack,
+                                             float (&n)[kSize]) const {
       h100_diffusers_kernels::Pack<T, kSize> late;
       if (kHasAffine && weight) {
         late.load(weight + column);
@@ -304,6 +311,10 @@ struct ModulatedOutput {
       pack.shift.to_floats(offsets);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) n[i] = fmaf(n[i], 1.0f + factors[i], offsets[i]);
+    }
+    template <int kSize>
+    __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {
+      modulate(column, pack, n);
       store_floats(out + column, n);
     }
   };

@@ -12,30 +12,33 @@ namespace h100_diffusers_kernels {
 // The magnitude of a value as an integer. The largest one of several is that of a NaN, if there is one.
 __device__ __forceinline__ uint32_t magnitude_of(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
+// Returns x / divisor with the rounding of a float32 division. `inverse` is 1 / divisor, correctly rounded:
+// then one correction gives the correctly rounded quotient (Markstein, 1990). NaN if x is not finite.
+__device__ __forceinline__ float rounded_quotient(float x, float divisor, float inverse) {
+  const float quotient = x * inverse;
+  return fmaf(fmaf(-quotient, divisor, x), inverse, quotient);
+}
+
 // Returns the scale of values of which this is the largest magnitude: 0 if it would be subnormal, NaN if the
 // magnitude is not finite.
 __device__ __forceinline__ float fp8_scale(uint32_t largest) {
-  constexpr uint32_t kInfinity = 0x7f800000u, kNaN = 0x7fc00000u;
   constexpr float kSmallestNormal = 0x1p-126f;
-  if (largest >= kInfinity) return __uint_as_float(kNaN);
-  const float scale = __fdiv_rn(__uint_as_float(largest), kLargestFp8);
+  const float scale = rounded_quotient(__uint_as_float(largest), kLargestFp8, 1.0f / kLargestFp8);
   return scale < kSmallestNormal ? 0.0f : scale;
 }
 
-// Divides by a scale, with the rounding of a float32 division.
+// Divides by a scale of fp8_scale, with the rounding of a float32 division.
 struct Fp8Quotient {
   float scale, inverse;
 
+  // Without the slow path of __frcp_rn: a scale is 0, NaN, or from 2^-126 to 2^120, whose inverses are normal.
   __device__ __forceinline__ explicit Fp8Quotient(float scale) : scale(scale) {
-    inverse = scale == 0.0f ? 0.0f : __frcp_rn(scale);
+    float estimate;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(scale));
+    inverse = scale == 0.0f ? 0.0f : fmaf(fmaf(-scale, estimate, 1.0f), estimate, estimate);
   }
 
-  // The inverse is correctly rounded, so that one correction gives the correctly rounded quotient (Markstein,
-  // 1990).
-  __device__ __forceinline__ float operator()(float x) const {
-    const float quotient = x * inverse;
-    return fmaf(fmaf(-quotient, scale, x), inverse, quotient);
-  }
+  __device__ __forceinline__ float operator()(float x) const { return rounded_quotient(x, scale, inverse); }
 };
 
 // Rounds four values to nearest even. NaN stays NaN.
@@ -48,10 +51,11 @@ __device__ __forceinline__ uint32_t pack_fp8(float a, float b, float c, float d)
 
 template <int kSize>
 __device__ __forceinline__ uint32_t largest_magnitude(const float (&values)[kSize]) {
-  uint32_t largest = 0;
+  float largest = 0;
 #pragma unroll
-  for (const float value : values) largest = max(largest, magnitude_of(value));
-  return largest;
+  for (const float value : values)
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(largest), "f"(fabsf(value)));
+  return __float_as_uint(largest);
 }
 
 // One store for a pack. kSize: 1, 4 or 8
