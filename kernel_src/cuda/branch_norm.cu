@@ -241,14 +241,18 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>,
     if (is_column[i]) row.finish(position.pack(i) * kSize, x_scale, h[i], loaded[i]);
   if constexpr (Norm::kIsNorm) {
     const auto statistics = statistics_of<T, Norm>(total, hidden, params.eps);
+    uint32_t largest[1] = {0};
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       if (!is_column[i]) continue;
       normalize<Norm>(statistics, h[i]);
       row.modulate(position.pack(i) * kSize, h[i], loaded[i]);
-      if constexpr (!kQuantizes) row.store(position.pack(i) * kSize, h[i]);
+      if constexpr (kQuantizes)
+        largest[0] = max(largest[0], largest_magnitude(h[i]));
+      else
+        row.store(position.pack(i) * kSize, h[i]);
     }
-    if constexpr (kQuantizes) store_quantized(row, position, is_row, is_column, h);
+    if constexpr (kQuantizes) store_quantized(row, position, is_row, is_column, h, largest);
   }
 }
 

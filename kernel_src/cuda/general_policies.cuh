@@ -191,14 +191,16 @@ struct GeneralOutput {
       scale.fetch(column, pack.scale);
       shift.fetch(column, pack.shift);
     }
-    // Without ExtraOperands.
+    // Without ExtraOperands. The values times norm_scale are normalized.
     template <int kSize>
-    __device__ __forceinline__ void modulate(int64_t column, Pack<kSize>& pack, float (&n)[kSize]) const {
+    __device__ __forceinline__ void modulate(int64_t column, Pack<kSize>& pack, float (&n)[kSize],
+                                             float norm_scale) const {
       static_assert(!kHasExtra);
       float factors[kSize], terms[kSize];
       load_modulation(column, pack, factors, terms);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) n[i] = fmaf(n[i], operands.factor + factors[i], terms[i]);
+      for (int i = 0; i < kSize; ++i)
+        n[i] = fmaf(n[i], fmaf(factors[i], norm_scale, operands.factor * norm_scale), terms[i]);
     }
     template <int kSize>
     __device__ __forceinline__ void store(int64_t column, Pack<kSize>& pack, float (&n)[kSize]) const {

@@ -128,25 +128,27 @@ __device__ __forceinline__ RowStatistics<T> row_statistics(const ForEachPack& fo
 }
 
 template <class Norm, typename T, int kSize>
-__device__ __forceinline__ void normalize(const RowStatistics<T>& row, float (&h)[kSize]) {
+__device__ __forceinline__ void center(const RowStatistics<T>& row, float (&h)[kSize]) {
+  if constexpr (Norm::kIsCentered)
 #pragma unroll
-  for (int j = 0; j < kSize; ++j) {
-    if constexpr (Norm::kIsCentered) h[j] = row.mean.subtracted_from(h[j]);
-    h[j] = row.scale.times(h[j]);
-  }
+    for (int j = 0; j < kSize; ++j) h[j] = row.mean.subtracted_from(h[j]);
 }
 
-// Quantizes the values of a row by their largest magnitude, which takes one more exchange. `output` stores packs
-// and the scale. All threads call it.
+template <class Norm, typename T, int kSize>
+__device__ __forceinline__ void normalize(const RowStatistics<T>& row, float (&h)[kSize]) {
+  center<Norm>(row, h);
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) h[j] = row.scale.times(h[j]);
+}
+
+// Quantizes the values of a row, with one more exchange. `largest` is a thread's largest magnitude. `output`
+// stores packs and the scale. All threads call it.
 template <int kThreadsPerRow, int kPacks, int kSize, class OutputRow>
 __device__ __forceinline__ void store_quantized(const OutputRow& output,
                                                 const RowPosition<kThreadsPerRow>& position, bool is_row,
                                                 const bool (&is_column)[kPacks],
-                                                const float (&values)[kPacks][kSize]) {
-  uint32_t largest[1] = {0};
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i)
-    if (is_column[i]) largest[0] = max(largest[0], largest_magnitude(values[i]));
+                                                const float (&values)[kPacks][kSize],
+                                                uint32_t (&largest)[1]) {
   GroupReduce<UnsignedMax, uint32_t, kThreadsPerRow>{}(largest);
   const Fp8Quotient quotient(fp8_scale(largest[0]));
 #pragma unroll
@@ -216,17 +218,21 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) in[i].hide_from_compiler();
     float n[kPacks][kSize];
+    uint32_t largest[1] = {0};
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       if (!is_column[i]) continue;
       in[i].values(n[i]);
-      normalize<Norm>(row, n[i]);
-      if constexpr (Output::kIsQuantized)
-        output.modulate(position.pack(i) * kSize, factors[i], n[i]);
-      else
+      if constexpr (Output::kIsQuantized) {
+        center<Norm>(row, n[i]);
+        output.modulate(position.pack(i) * kSize, factors[i], n[i], row.scale.high);
+        largest[0] = max(largest[0], largest_magnitude(n[i]));
+      } else {
+        normalize<Norm>(row, n[i]);
         output.store(position.pack(i) * kSize, factors[i], n[i]);
+      }
     }
-    if constexpr (Output::kIsQuantized) store_quantized(output, position, is_row, is_column, n);
+    if constexpr (Output::kIsQuantized) store_quantized(output, position, is_row, is_column, n, largest);
   }
 }
 

@@ -294,10 +294,16 @@ struct ModulatedOutput {
       pack.scale.load(scale + column);
       pack.shift.load(shift + column);
     }
+    // The values times norm_scale are normalized.
     template <int kSize>
-    __device__ __forceinline__ void modulate(int64_t column, const Pack<kSize>& pack,
-                                             float (&n)[kSize]) const {
+    __device__ __forceinline__ void modulate(int64_t column, const Pack<kSize>& pack, float (&n)[kSize],
+                                             float norm_scale = 1.0f) const {
       h100_diffusers_kernels::Pack<T, kSize> late;
+      if constexpr (kHasAffine) {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) n[i] *= norm_scale;
+        norm_scale = 1.0f;
+      }
       if (kHasAffine && weight) {
         late.load(weight + column);
         multiply(n, late);
@@ -310,7 +316,8 @@ struct ModulatedOutput {
       pack.scale.to_floats(factors);
       pack.shift.to_floats(offsets);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) n[i] = fmaf(n[i], 1.0f + factors[i], offsets[i]);
+      for (int i = 0; i < kSize; ++i)
+        n[i] = fmaf(n[i], fmaf(factors[i], norm_scale, norm_scale), offsets[i]);
     }
     template <int kSize>
     __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {

@@ -12,33 +12,32 @@ namespace h100_diffusers_kernels {
 // The magnitude of a value as an integer. The largest one of several is that of a NaN, if there is one.
 __device__ __forceinline__ uint32_t magnitude_of(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
-// Returns x / divisor with the rounding of a float32 division. `inverse` is 1 / divisor, correctly rounded:
-// then one correction gives the correctly rounded quotient (Markstein, 1990). NaN if x is not finite.
-__device__ __forceinline__ float rounded_quotient(float x, float divisor, float inverse) {
-  const float quotient = x * inverse;
-  return fmaf(fmaf(-quotient, divisor, x), inverse, quotient);
-}
-
 // Returns the scale of values of which this is the largest magnitude: 0 if it would be subnormal, NaN if the
 // magnitude is not finite.
 __device__ __forceinline__ float fp8_scale(uint32_t largest) {
-  constexpr float kSmallestNormal = 0x1p-126f;
-  const float scale = rounded_quotient(__uint_as_float(largest), kLargestFp8, 1.0f / kLargestFp8);
+  constexpr float kSmallestNormal = 0x1p-126f, kInverse = 1.0f / kLargestFp8;
+  // The correctly rounded quotient, from an approximate one (Markstein, 1990).
+  const float x = __uint_as_float(largest), quotient = x * kInverse;
+  const float scale = fmaf(fmaf(-quotient, kLargestFp8, x), kInverse, quotient);
   return scale < kSmallestNormal ? 0.0f : scale;
 }
 
-// Divides by a scale of fp8_scale, with the rounding of a float32 division.
+// Divides by a scale of fp8_scale. The quotient may differ from the float32 division's in the last place, but
+// rounds to the same E4M3 value: tried for all scales, with the values beside all bounds between E4M3 values.
 struct Fp8Quotient {
-  float scale, inverse;
+  float scale, inverse, inverse_error;  // 1 / scale is inverse + inverse_error
 
-  // Without the slow path of __frcp_rn: a scale is 0, NaN, or from 2^-126 to 2^120, whose inverses are normal.
+  // A scale is 0, NaN, or from 2^-126 to 2^120, so that the inverse is normal.
   __device__ __forceinline__ explicit Fp8Quotient(float scale) : scale(scale) {
     float estimate;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(scale));
     inverse = scale == 0.0f ? 0.0f : fmaf(fmaf(-scale, estimate, 1.0f), estimate, estimate);
+    const float residual = fmaf(-inverse, scale, 1.0f);
+    inverse_error = residual * inverse;
+    inverse_error = fmaf(inverse_error, residual, inverse_error);
   }
 
-  __device__ __forceinline__ float operator()(float x) const { return rounded_quotient(x, scale, inverse); }
+  __device__ __forceinline__ float operator()(float x) const { return fmaf(x, inverse, x * inverse_error); }
 };
 
 // Rounds four values to nearest even. NaN stays NaN.
@@ -51,10 +50,10 @@ __device__ __forceinline__ uint32_t pack_fp8(float a, float b, float c, float d)
 
 template <int kSize>
 __device__ __forceinline__ uint32_t largest_magnitude(const float (&values)[kSize]) {
-  float largest = 0;
+  float largest = fabsf(values[0]);
 #pragma unroll
-  for (const float value : values)
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(largest), "f"(fabsf(value)));
+  for (int i = 1; i < kSize; ++i)
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(largest), "f"(fabsf(values[i])));
   return __float_as_uint(largest);
 }
 
