@@ -311,8 +311,8 @@ __global__ void __launch_bounds__(kAnyRowThreads, 1)
 }
 
 bool has_vector_branch(const RowNormParams& args, int element_bytes) {
-  bool vector = has_vector_access(args, element_bytes) &&
-                has_vector_rows(args.addend, args.shape.ndim, element_bytes);
+  bool vector =
+      has_vector_access(args, element_bytes) && has_vector_rows(args.addend, args.shape.ndim, element_bytes);
   for (const Modulator* row : {&args.gate_row, &args.scale_row, &args.shift_row, &args.x_weight})
     vector = vector && has_vector_rows(*row, args.shape.ndim, row->is_float32 ? 4 : element_bytes);
   return vector;

@@ -59,8 +59,8 @@ bool try_launch(const char* operation, const RowNormParams& args, Stream stream)
       using Result = QuantizedOutput<Output>;
       const RowKernelParams<Input, Result> params(args);
       const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;
-      is_launched = dispatch_row_threads<kMaxShortRowThreads<Norm>>(
-          QuantizedRowThreads{}, packs, [&](auto threads) {
+      is_launched =
+          dispatch_row_threads<kMaxShortRowThreads<Norm>>(QuantizedRowThreads{}, packs, [&](auto threads) {
             launch_kernel(operation, row_norm_kernel<T, Input, Norm, Result, threads>,
                           RowPosition<threads>::blocks(args.shape.rows), kBlockThreads<threads>, params,
                           stream);

@@ -316,8 +316,7 @@ struct ModulatedOutput {
       pack.scale.to_floats(factors);
       pack.shift.to_floats(offsets);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i)
-        n[i] = fmaf(n[i], fmaf(factors[i], norm_scale, norm_scale), offsets[i]);
+      for (int i = 0; i < kSize; ++i) n[i] = fmaf(n[i], fmaf(factors[i], norm_scale, norm_scale), offsets[i]);
     }
     template <int kSize>
     __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {
