@@ -191,10 +191,10 @@ struct GeneralOutput {
       scale.fetch(column, pack.scale);
       shift.fetch(column, pack.shift);
     }
-    // Without ExtraOperands. The values times norm_scale are normalized.
+    // Leaves the result in n, without ExtraOperands. The given values times norm_scale are normalized.
     template <int kSize>
-    __device__ __forceinline__ void modulate(int64_t column, Pack<kSize>& pack, float (&n)[kSize],
-                                             float norm_scale) const {
+    __device__ __forceinline__ void modulate(int64_t column, Pack<kSize>& pack, float norm_scale,
+                                             float (&n)[kSize]) const {
       static_assert(!kHasExtra);
       float factors[kSize], terms[kSize];
       load_modulation(column, pack, factors, terms);

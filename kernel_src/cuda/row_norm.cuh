@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>,
         if (!is_column[i]) continue;
         in[i].values(n[i]);
         center<Norm>(row, n[i]);
-        output.modulate(position.pack(i) * kSize, factors[i], n[i], row.scale.high);
+        output.modulate(position.pack(i) * kSize, factors[i], row.scale.high, n[i]);
         largest[0] = max(largest[0], largest_magnitude(n[i]));
       }
       store_quantized(output, position, is_row, is_column, n, largest);

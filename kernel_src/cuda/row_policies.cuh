@@ -294,16 +294,29 @@ struct ModulatedOutput {
       pack.scale.load(scale + column);
       pack.shift.load(shift + column);
     }
-    // The values times norm_scale are normalized.
     template <int kSize>
-    __device__ __forceinline__ void modulate(int64_t column, const Pack<kSize>& pack, float (&n)[kSize],
-                                             float norm_scale = 1.0f) const {
-      h100_diffusers_kernels::Pack<T, kSize> late;
+    __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {
+      modulate(column, pack, n, [](float s) { return 1.0f + s; });
+      store_floats(out + column, n);
+    }
+    // Leaves the result in n. The given values times norm_scale are normalized.
+    template <int kSize>
+    __device__ __forceinline__ void modulate(int64_t column, const Pack<kSize>& pack, float norm_scale,
+                                             float (&n)[kSize]) const {
       if constexpr (kHasAffine) {
 #pragma unroll
         for (int i = 0; i < kSize; ++i) n[i] *= norm_scale;
-        norm_scale = 1.0f;
+        modulate(column, pack, n, [](float s) { return 1.0f + s; });
+      } else {  // one instruction less for each value
+        modulate(column, pack, n, [&](float s) { return fmaf(s, norm_scale, norm_scale); });
       }
+    }
+
+   private:
+    template <int kSize, class FactorOf>
+    __device__ __forceinline__ void modulate(int64_t column, const Pack<kSize>& pack, float (&n)[kSize],
+                                             const FactorOf& factor_of) const {
+      h100_diffusers_kernels::Pack<T, kSize> late;
       if (kHasAffine && weight) {
         late.load(weight + column);
         multiply(n, late);
@@ -316,12 +329,7 @@ struct ModulatedOutput {
       pack.scale.to_floats(factors);
       pack.shift.to_floats(offsets);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) n[i] = fmaf(n[i], fmaf(factors[i], norm_scale, norm_scale), offsets[i]);
-    }
-    template <int kSize>
-    __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {
-      modulate(column, pack, n);
-      store_floats(out + column, n);
+      for (int i = 0; i < kSize; ++i) n[i] = fmaf(n[i], factor_of(factors[i]), offsets[i]);
     }
   };
 };
