@@ -23,8 +23,8 @@ __device__ __forceinline__ float fp8_scale(uint32_t largest) {
 }
 
 // Divides by a scale of fp8_scale. The quotient may differ from the float32 division's in the last place, but
-// rounds to the same E4M3 value: tried for all significands of scales, with the values beside all bounds between
-// E4M3 values. From scales of 2^100 on the error of the inverse is less exact.
+// rounds to the same E4M3 value: tried for all significands of scales, with the values beside all bounds
+// between E4M3 values. From scales of 2^100 on the error of the inverse is less exact.
 struct Fp8Quotient {
   float scale, inverse, inverse_error;  // 1 / scale is inverse + inverse_error
 
